@@ -1,0 +1,244 @@
+"""The configuration: frozen sections, units in the names, bad values refused where they are read.
+
+Values come from defaults, then a YAML file, then `--set section.key=value`. Keys under `prefill.cache` and
+`decode.cache` override `cache` for that role. Unknown keys are refused by name.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import types
+import typing
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+import yaml
+
+from contracts.errors import ConfigError
+from contracts.ids import Role
+
+
+@dataclass(frozen=True, slots=True)
+class EngineConfig:
+    dtype: Literal["auto", "float32", "bfloat16"] = "auto"
+    """auto: the checkpoint's own."""
+    attention: Literal["auto", "torch", "triton"] = "auto"
+    """auto: triton on an NVIDIA GPU, torch elsewhere."""
+    threads: int = 0
+    """Threads a worker computes with; 0: cores divided by workers."""
+    numerics: Literal["invariant", "fast"] = "invariant"
+    """invariant: a row's result depends on its own sequence alone, never on the batch or on chunk ends."""
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+
+
+@dataclass(frozen=True, slots=True)
+class CacheConfig:
+    page_tokens: int = 16
+    device_tokens: int = 0
+    """Positions a worker's pool holds; 0: eight contexts, bounded by a quarter of free memory a worker."""
+    prefix_reuse: bool = True
+    """Prefill keeps finished pages in its prefix tree."""
+    verify: bool = True
+    """Content tags are checked where pages arrive."""
+
+
+@dataclass(frozen=True, slots=True)
+class CacheOverride:
+    """The cache section for one role; None keeps the common value."""
+
+    page_tokens: int | None = None
+    device_tokens: int | None = None
+    prefix_reuse: bool | None = None
+    verify: bool | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class PrefillConfig:
+    chunk_tokens: int = 512
+    """Token budget of a prefill step; longer prompts take several steps."""
+    max_running: int = 32
+    """Requests computed at the same time."""
+    cache: CacheOverride = field(default_factory=CacheOverride)
+
+
+@dataclass(frozen=True, slots=True)
+class DecodeConfig:
+    max_batch_tokens: int = 64
+    """Token budget of a decode step: one a running request."""
+    metadata_slots: int = 128
+    """Hand-overs that can be under way at once."""
+    cache: CacheOverride = field(default_factory=CacheOverride)
+
+
+@dataclass(frozen=True, slots=True)
+class TransferConfig:
+    plane: Literal["local", "shm", "zmq"] = "shm"
+    """local: all in one process; shm: the writer writes into the reader's memory; zmq: TCP."""
+    room_timeout_s: float = 60.0
+    """Longest silence of a room before it is failed."""
+    connect_timeout_s: float = 10.0
+
+
+@dataclass(frozen=True, slots=True)
+class RouterConfig:
+    max_queue: int = 1024
+    """Requests in the house; more get 429."""
+    default_max_tokens: int = 512
+    request_timeout_s: float = 600.0
+    replay_limit: int = 8
+    """Attempts after the first before a request is failed."""
+    worker_wait_s: float = 60.0
+    """How long a request waits for a worker of a role to come (back)."""
+    stall_s: float = 30.0
+    """/health fails when work waits and nothing has advanced for this long."""
+    max_body_bytes: int = 8 * 1024 * 1024
+    tokenizer_threads: int = 2
+    client_buffer_events: int = 4096
+    """Undelivered stream events of a slow client before its request is cancelled."""
+
+
+@dataclass(frozen=True, slots=True)
+class ClusterConfig:
+    heartbeat_s: float = 0.5
+    lease_s: float = 10.0
+    """A worker that could not renew for this long stops sending; its successor gets the next incarnation."""
+    start_timeout_s: float = 120.0
+    restart_limit: int = 20
+    """Restarts of one worker within ten minutes before it is left dead."""
+
+
+@dataclass(frozen=True, slots=True)
+class FaultsConfig:
+    """Faults on purpose, for tests and rehearsals; all off."""
+
+    stop_in_write: int = 0
+    """n: the writer stops itself (SIGSTOP) in the middle of its n-th page write."""
+    corrupt_page: int = 0
+    """n: one byte of the n-th page written is flipped after its tag was sealed."""
+    step_delay_s: float = 0.0
+    """Each step takes this much longer."""
+
+
+@dataclass(frozen=True, slots=True)
+class Config:
+    engine: EngineConfig = field(default_factory=EngineConfig)
+    cache: CacheConfig = field(default_factory=CacheConfig)
+    prefill: PrefillConfig = field(default_factory=PrefillConfig)
+    decode: DecodeConfig = field(default_factory=DecodeConfig)
+    transfer: TransferConfig = field(default_factory=TransferConfig)
+    router: RouterConfig = field(default_factory=RouterConfig)
+    cluster: ClusterConfig = field(default_factory=ClusterConfig)
+    faults: FaultsConfig = field(default_factory=FaultsConfig)
+
+    def cache_for(self, role: Role) -> CacheConfig:
+        """The cache section with the overrides of `role`."""
+        override = self.prefill.cache if role is Role.PREFILL else self.decode.cache
+        changes = {f.name: v for f in dataclasses.fields(override) if (v := getattr(override, f.name)) is not None}
+        return dataclasses.replace(self.cache, **changes)
+
+    def to_dict(self) -> dict[str, Any]:
+        return dataclasses.asdict(self)
+
+
+def load_config(path: Path | None = None, assignments: Iterable[str] = ()) -> Config:
+    """Read the configuration from a YAML file and `section.key=value` assignments, in that order.
+
+    Raises `ConfigError` for an unreadable file, an unknown key, or a value of the wrong type or range.
+    """
+    tree: dict[str, Any] = {}
+    if path is not None:
+        try:
+            loaded = yaml.safe_load(path.read_text())
+        except OSError as error:
+            raise ConfigError(f"cannot read config file {path}: {error.strerror}") from None
+        except yaml.YAMLError as error:
+            raise ConfigError(f"config file {path} is not YAML: {' '.join(str(error).split())}") from None
+        if loaded is not None and not isinstance(loaded, dict):
+            raise ConfigError(f"config file {path} must hold sections, not a {type(loaded).__name__}")
+        tree = loaded or {}
+    for assignment in assignments:
+        _assign(tree, assignment)
+    return config_from_dict(tree)
+
+
+def config_from_dict(tree: Mapping[str, Any]) -> Config:
+    """Build a `Config` from nested mappings; raises `ConfigError` naming the key that is wrong."""
+    config: Config = _build(Config, tree, "")
+    _check_ranges(config)
+    return config
+
+
+def _assign(tree: dict[str, Any], assignment: str) -> None:
+    key, separator, text = assignment.partition("=")
+    if not separator:
+        raise ConfigError(f"--set takes section.key=value, got {assignment!r}")
+    *sections, leaf = key.strip().split(".")
+    if not sections or not leaf:
+        raise ConfigError(f"--set takes section.key=value, got {assignment!r}")
+    node = tree
+    for section in sections:
+        child = node.setdefault(section, {})
+        if not isinstance(child, dict):
+            raise ConfigError(f"config key {section} is a value, not a section")
+        node = child
+    node[leaf] = yaml.safe_load(text) if text else ""
+
+
+def _build(cls: type, tree: object, prefix: str) -> Any:
+    if not isinstance(tree, Mapping):
+        raise ConfigError(f"config section {prefix or 'root'} must hold keys, got {tree!r}")
+    hints = typing.get_type_hints(cls)
+    values: dict[str, Any] = {}
+    for key, value in tree.items():
+        name = f"{prefix}.{key}" if prefix else str(key)
+        if key not in hints:
+            close = difflib.get_close_matches(str(key), hints, n=1)
+            hint = f"; did you mean {prefix + '.' if prefix else ''}{close[0]}?" if close else ""
+            raise ConfigError(f"unknown config key {name}{hint}")
+        kind = hints[key]
+        values[key] = _build(kind, value, name) if dataclasses.is_dataclass(kind) else _coerce(kind, value, name)
+    return cls(**values)
+
+
+def _coerce(kind: Any, value: Any, name: str) -> Any:
+    origin = typing.get_origin(kind)
+    if origin is Literal:
+        choices = typing.get_args(kind)
+        if value not in choices:
+            raise ConfigError(f"config key {name} must be one of {', '.join(map(str, choices))}; got {value!r}")
+        return value
+    if origin in (typing.Union, types.UnionType):
+        if value is None:
+            return None
+        (inner,) = (k for k in typing.get_args(kind) if k is not type(None))
+        return _coerce(inner, value, name)
+    if kind is float and isinstance(value, int) and not isinstance(value, bool):
+        return float(value)
+    if type(value) is not kind:
+        raise ConfigError(f"config key {name} must be {_NAMES[kind]}; got {value!r}")
+    return value
+
+
+_NAMES = {int: "a whole number", float: "a number", bool: "true or false", str: "text"}
+_MAY_BE_ZERO = {
+    "engine.threads", "cache.device_tokens", "prefill.cache.device_tokens", "decode.cache.device_tokens",
+    "faults.stop_in_write", "faults.corrupt_page", "faults.step_delay_s", "router.replay_limit",
+}  # fmt: skip
+
+
+def _check_ranges(node: Any, prefix: str = "") -> None:
+    """Every number is positive, those in `_MAY_BE_ZERO` zero or more; page sizes are powers of two."""
+    for f in dataclasses.fields(node):
+        name, value = f"{prefix}{f.name}", getattr(node, f.name)
+        if dataclasses.is_dataclass(value):
+            _check_ranges(value, name + ".")
+        elif isinstance(value, int | float) and not isinstance(value, bool):
+            if value < 0 or (value == 0 and name not in _MAY_BE_ZERO):
+                raise ConfigError(
+                    f"config key {name} must be {'0 or more' if name in _MAY_BE_ZERO else 'above 0'}; got {value}"
+                )
+            if f.name == "page_tokens" and value & (value - 1):
+                raise ConfigError(f"config key {name} must be a power of two; got {value}")

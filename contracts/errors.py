@@ -1,0 +1,77 @@
+"""Errors say whose fault it is; one class per cause.
+
+Everything Twinpool raises on purpose derives from `TwinpoolError`. Assertions are for our own bugs, these are for
+the world: a client's request, an operator's configuration, a peer, a damaged byte.
+"""
+
+from __future__ import annotations
+
+from enum import StrEnum
+
+
+class ErrorKind(StrEnum):
+    """What went wrong with a request, as it travels from a worker to the router.
+
+    `retryable` kinds are tried again on other workers; the rest end the request.
+    """
+
+    INVALID = "invalid"
+    """The client's fault: it can never be served as asked."""
+    OVERLOADED = "overloaded"
+    """No room now; try later."""
+    CANCELLED = "cancelled"
+    """The client or the router took it back."""
+    DEADLINE = "deadline"
+    """Its time ran out."""
+    ROOM = "room"
+    """The hand-over failed: the peer died, refused or never answered."""
+    DAMAGED = "damaged"
+    """State arrived whose bytes do not match its content tag."""
+    DRAINING = "draining"
+    """The worker no longer admits."""
+    WORKER = "worker"
+    """The worker died or failed inside."""
+
+    @property
+    def retryable(self) -> bool:
+        return self in (ErrorKind.ROOM, ErrorKind.DAMAGED, ErrorKind.DRAINING, ErrorKind.WORKER)
+
+
+class TwinpoolError(Exception):
+    """Base of all errors that Twinpool raises on purpose."""
+
+
+class ConfigError(TwinpoolError):
+    """Raised when a configuration, flag or environment can't do what it says."""
+
+
+class CheckpointError(TwinpoolError):
+    """Raised when a checkpoint folder is missing, damaged or of a kind that isn't supported."""
+
+
+class RequestError(TwinpoolError):
+    """Raised when a client's request can't be served as asked."""
+
+    def __init__(self, message: str, *, param: str | None = None) -> None:
+        super().__init__(message)
+        self.param = param
+
+
+class CapacityError(TwinpoolError):
+    """Raised when a pool has too few free pages or slots; nothing was taken."""
+
+
+class LayoutMismatch(TwinpoolError):
+    """Raised when two workers' state layouts can't meet; carries both values."""
+
+
+class WireError(TwinpoolError):
+    """Raised when a message from a peer can't be decoded or breaks the protocol."""
+
+
+class IllegalTransition(TwinpoolError):
+    """Raised when an event is not in the state table; nothing has changed."""
+
+
+class StaleLease(TwinpoolError):
+    """Raised when a page or slot is used after its lease has ended."""

@@ -1,0 +1,176 @@
+"""Messages between the router and the workers: frozen values, grouped by the edge they cross.
+
+They travel as protobuf (`contracts/proto/worker.proto`, `contracts/wire.py`) between processes and as they are in
+one process. A request has one `Submit` a leg; both legs get the same value and differ in who receives it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from contracts.errors import ErrorKind
+from contracts.ids import Incarnation, RequestId, Role, RoomId, WorkerName
+from contracts.sampling import SamplingParams, TokenLogprob
+
+
+@dataclass(frozen=True, slots=True)
+class PeerRef:
+    """The other leg's worker, as the router knows it."""
+
+    name: WorkerName
+    incarnation: Incarnation
+    control: str
+    """Endpoint of its control socket (``tcp://host:port`` or ``inproc://name``)."""
+
+
+# ---------------------------------------------------------------- router -> worker
+
+
+@dataclass(frozen=True, slots=True)
+class Submit:
+    """One leg of one attempt at one request."""
+
+    request_id: RequestId
+    attempt: int
+    """0 at first; a replay after a failure carries the next number, and older events are dropped."""
+    room: RoomId
+    tokens: tuple[int, ...]
+    """The prompt, then whatever earlier attempts have already emitted."""
+    prompt_len: int
+    """How many of `tokens` are the client's prompt; the rest are emitted tokens."""
+    sampling: SamplingParams
+    peer: PeerRef | None
+    """The other leg; None when prefill alone can answer (``max_tokens`` leaves at most one token to draw)."""
+    salt: str = ""
+    """Part of the prefix key: requests with different salts share nothing."""
+    deadline_s: float = 600.0
+    """Seconds from arrival at the worker until the request is failed there."""
+
+    @property
+    def emitted(self) -> tuple[int, ...]:
+        return self.tokens[self.prompt_len :]
+
+    @property
+    def max_len(self) -> int:
+        """Positions that prompt and answer may take at most."""
+        return self.prompt_len + self.sampling.max_tokens
+
+
+@dataclass(frozen=True, slots=True)
+class Cancel:
+    """The router takes an attempt back: the client left, a stop string matched, or the other leg failed."""
+
+    request_id: RequestId
+    attempt: int
+
+
+Command = Submit | Cancel
+
+
+# ---------------------------------------------------------------- worker -> router
+
+
+@dataclass(frozen=True, slots=True)
+class Tokens:
+    """Newly committed tokens of one request, in order, the first at absolute position `position`."""
+
+    request_id: RequestId
+    attempt: int
+    position: int
+    tokens: tuple[int, ...]
+    logprobs: tuple[TokenLogprob, ...] = ()
+    """One a token when the client asked for them, else empty."""
+
+
+@dataclass(frozen=True, slots=True)
+class PromptScores:
+    """Log-probabilities of the prompt's tokens 1.. (token 0 has none), in order, once a request, from prefill."""
+
+    request_id: RequestId
+    attempt: int
+    scores: tuple[TokenLogprob, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Progress:
+    """What one leg did and when; sent once by prefill with its first token and once by decode at the end.
+
+    `marks` are seconds since the leg's arrival at that worker: ``queue``, ``match``, ``prefill``, ``transfer`` on
+    prefill; ``grant``, ``arrived``, ``first_step``, ``done`` on decode.
+    """
+
+    request_id: RequestId
+    attempt: int
+    role: Role
+    worker: WorkerName
+    marks: dict[str, float] = field(default_factory=dict)
+    cached_tokens: int = 0
+    computed_tokens: int = 0
+    """Prompt tokens whose state this worker computed; 0 on decode, always."""
+    transfer_bytes: int = 0
+    """Prefill: bytes of pages handed over. Decode: bytes of pages received and verified."""
+
+
+@dataclass(frozen=True, slots=True)
+class Done:
+    """The last event of a leg that ends the request: decode, or prefill when it alone answers or either fails."""
+
+    request_id: RequestId
+    attempt: int
+    reason: str
+    """``stop`` (a stop token was drawn), ``length``, or ``error``."""
+    stop_token: int | None = None
+    error: ErrorKind | None = None
+    message: str = ""
+    blame: WorkerName | None = None
+    """The worker at fault, if the one that reports isn't."""
+
+
+Event = Tokens | PromptScores | Progress | Done
+
+
+# ---------------------------------------------------------------- worker state, for the controller and operators
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerStatus:
+    """One line of `twinpool status`."""
+
+    name: WorkerName
+    role: Role
+    state: str
+    """``starting``, ``ready``, ``draining``, ``left``, ``dead``."""
+    pid: int
+    node: str
+    incarnation: Incarnation
+    running: int
+    waiting: int
+    pages_total: int
+    pages_free: int
+    steps: int = 0
+    """Steps made since start: a worker that has work and makes none is stuck."""
+    outgoing: int = 0
+    """Rooms whose pages have not been released yet."""
+    counters: dict[str, float] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class CheckReport:
+    """What `check()` counted and found, recomputed from scratch."""
+
+    name: WorkerName
+    pages: int
+    slots: int
+    leases: int
+    rooms: int
+    violations: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Fits:
+    """What a worker can ever hold, for the router's early refusals."""
+
+    max_positions: int
+    """Longest prompt + answer that fits into the pool when it is empty."""
+    context: int
+    """The model's context length."""

@@ -1,0 +1,241 @@
+"""Values to protobuf and back, for the edge between router and workers."""
+
+from __future__ import annotations
+
+from contracts.errors import ErrorKind, WireError
+from contracts.ids import Incarnation, RequestId, Role, RoomId, WorkerName
+from contracts.messages import (
+    Cancel,
+    CheckReport,
+    Command,
+    Done,
+    Event,
+    PeerRef,
+    Progress,
+    PromptScores,
+    Submit,
+    Tokens,
+    WorkerStatus,
+)
+from contracts.proto import worker_pb2 as pb
+from contracts.sampling import SamplingParams, TokenLogprob
+
+
+def command_to_proto(command: Command) -> pb.Command:
+    match command:
+        case Submit():
+            return pb.Command(submit=_submit_to_proto(command))
+        case Cancel():
+            return pb.Command(cancel=pb.Cancel(request_id=command.request_id, attempt=command.attempt))
+
+
+def command_from_proto(message: pb.Command) -> Command:
+    """Raises `WireError` for a command of an unknown kind."""
+    match message.WhichOneof("kind"):
+        case "submit":
+            return _submit_from_proto(message.submit)
+        case "cancel":
+            return Cancel(RequestId(message.cancel.request_id), message.cancel.attempt)
+        case kind:
+            raise WireError(f"unknown command {kind!r}")
+
+
+def _submit_to_proto(s: Submit) -> pb.Submit:
+    peer = s.peer and pb.Peer(name=s.peer.name, incarnation=s.peer.incarnation, control=s.peer.control)
+    return pb.Submit(
+        request_id=s.request_id,
+        attempt=s.attempt,
+        room=s.room,
+        tokens=s.tokens,
+        prompt_len=s.prompt_len,
+        sampling=_sampling_to_proto(s.sampling),
+        peer=peer,
+        salt=s.salt,
+        deadline_s=s.deadline_s,
+    )
+
+
+def _submit_from_proto(m: pb.Submit) -> Submit:
+    peer = None
+    if m.HasField("peer"):
+        peer = PeerRef(WorkerName(m.peer.name), Incarnation(m.peer.incarnation), m.peer.control)
+    return Submit(
+        request_id=RequestId(m.request_id),
+        attempt=m.attempt,
+        room=RoomId(m.room),
+        tokens=tuple(m.tokens),
+        prompt_len=m.prompt_len,
+        sampling=_sampling_from_proto(m.sampling),
+        peer=peer,
+        salt=m.salt,
+        deadline_s=m.deadline_s,
+    )
+
+
+def _sampling_to_proto(s: SamplingParams) -> pb.Sampling:
+    return pb.Sampling(
+        max_tokens=s.max_tokens,
+        temperature=s.temperature,
+        top_p=s.top_p,
+        top_k=s.top_k,
+        min_p=s.min_p,
+        repetition_penalty=s.repetition_penalty,
+        presence_penalty=s.presence_penalty,
+        frequency_penalty=s.frequency_penalty,
+        logit_bias=dict(s.logit_bias),
+        seed=s.seed,
+        choice=s.choice,
+        min_tokens=s.min_tokens,
+        stop_token_ids=s.stop_token_ids,
+        logprobs=s.logprobs,
+        prompt_logprobs=s.prompt_logprobs,
+    )
+
+
+def _sampling_from_proto(m: pb.Sampling) -> SamplingParams:
+    return SamplingParams(
+        max_tokens=m.max_tokens,
+        temperature=m.temperature,
+        top_p=m.top_p,
+        top_k=m.top_k,
+        min_p=m.min_p,
+        repetition_penalty=m.repetition_penalty,
+        presence_penalty=m.presence_penalty,
+        frequency_penalty=m.frequency_penalty,
+        logit_bias=tuple(sorted(m.logit_bias.items())),
+        seed=m.seed,
+        choice=m.choice,
+        min_tokens=m.min_tokens,
+        stop_token_ids=tuple(m.stop_token_ids),
+        logprobs=m.logprobs if m.HasField("logprobs") else None,
+        prompt_logprobs=m.prompt_logprobs if m.HasField("prompt_logprobs") else None,
+    )
+
+
+def _logprob_to_proto(t: TokenLogprob) -> pb.TokenLogprob:
+    return pb.TokenLogprob(
+        token=t.token,
+        logprob=t.logprob,
+        top_tokens=[token for token, _ in t.top],
+        top_logprobs=[value for _, value in t.top],
+    )
+
+
+def _logprob_from_proto(m: pb.TokenLogprob) -> TokenLogprob:
+    return TokenLogprob(m.token, m.logprob, tuple(zip(m.top_tokens, m.top_logprobs, strict=True)))
+
+
+def event_to_proto(event: Event) -> pb.Event:
+    out = pb.Event(request_id=event.request_id, attempt=event.attempt)
+    match event:
+        case Tokens():
+            logprobs = [_logprob_to_proto(t) for t in event.logprobs]
+            out.tokens.CopyFrom(pb.Tokens(position=event.position, tokens=event.tokens, logprobs=logprobs))
+        case PromptScores():
+            out.prompt_scores.CopyFrom(pb.PromptScores(scores=[_logprob_to_proto(t) for t in event.scores]))
+        case Progress():
+            out.progress.CopyFrom(
+                pb.Progress(
+                    role=event.role,
+                    worker=event.worker,
+                    marks=event.marks,
+                    cached_tokens=event.cached_tokens,
+                    computed_tokens=event.computed_tokens,
+                    transfer_bytes=event.transfer_bytes,
+                )
+            )
+        case Done():
+            out.done.CopyFrom(
+                pb.Done(
+                    reason=event.reason,
+                    stop_token=event.stop_token,
+                    error=event.error or "",
+                    message=event.message,
+                    blame=event.blame or "",
+                )
+            )
+    return out
+
+
+def event_from_proto(m: pb.Event) -> Event:
+    """Raises `WireError` for an event of an unknown kind."""
+    request_id, attempt = RequestId(m.request_id), m.attempt
+    match m.WhichOneof("kind"):
+        case "tokens":
+            t = m.tokens
+            logprobs = tuple(_logprob_from_proto(x) for x in t.logprobs)
+            return Tokens(request_id, attempt, t.position, tuple(t.tokens), logprobs)
+        case "prompt_scores":
+            scores = tuple(_logprob_from_proto(x) for x in m.prompt_scores.scores)
+            return PromptScores(request_id, attempt, scores)
+        case "progress":
+            p = m.progress
+            return Progress(
+                request_id,
+                attempt,
+                Role(p.role),
+                WorkerName(p.worker),
+                dict(p.marks),
+                p.cached_tokens,
+                p.computed_tokens,
+                p.transfer_bytes,
+            )
+        case "done":
+            d = m.done
+            return Done(
+                request_id,
+                attempt,
+                d.reason,
+                d.stop_token if d.HasField("stop_token") else None,
+                ErrorKind(d.error) if d.error else None,
+                d.message,
+                WorkerName(d.blame) if d.blame else None,
+            )
+        case kind:
+            raise WireError(f"unknown event {kind!r}")
+
+
+def status_to_proto(s: WorkerStatus) -> pb.WorkerStatus:
+    return pb.WorkerStatus(
+        name=s.name,
+        role=s.role,
+        state=s.state,
+        pid=s.pid,
+        node=s.node,
+        incarnation=s.incarnation,
+        running=s.running,
+        waiting=s.waiting,
+        pages_total=s.pages_total,
+        pages_free=s.pages_free,
+        steps=s.steps,
+        outgoing=s.outgoing,
+        counters=s.counters,
+    )
+
+
+def status_from_proto(m: pb.WorkerStatus) -> WorkerStatus:
+    return WorkerStatus(
+        WorkerName(m.name),
+        Role(m.role),
+        m.state,
+        m.pid,
+        m.node,
+        Incarnation(m.incarnation),
+        m.running,
+        m.waiting,
+        m.pages_total,
+        m.pages_free,
+        m.steps,
+        m.outgoing,
+        dict(m.counters),
+    )
+
+
+def report_to_proto(r: CheckReport) -> pb.CheckReport:
+    return pb.CheckReport(
+        name=r.name, pages=r.pages, slots=r.slots, leases=r.leases, rooms=r.rooms, violations=r.violations
+    )
+
+
+def report_from_proto(m: pb.CheckReport) -> CheckReport:
+    return CheckReport(WorkerName(m.name), m.pages, m.slots, m.leases, m.rooms, tuple(m.violations))
