@@ -1,0 +1,1 @@
+"""Measurements and the recipes behind what they measure."""

@@ -1,0 +1,1 @@
+"""The demo checkpoint: corpus, tokenizer, model and training."""
