@@ -87,10 +87,10 @@ class Decoder:
     ) -> Tensor:
         spec = self.spec
         qkv = self.numerics.linear(h_mh, layer.qkv_oh, layer.qkv_bias_o).view(len(h_mh), -1, spec.head_dim)
-        qk, v = qkv.split((spec.heads + spec.kv_heads, spec.kv_heads), dim=1)
+        qk, v = torch.split(qkv, [spec.heads + spec.kv_heads, spec.kv_heads], dim=1)
         if layer.qk_norm_nd is not None:
             qk = self._norm(qk, layer.qk_norm_nd)
-        q, k = rotate(qk, cos, sin).split((spec.heads, spec.kv_heads), dim=1)
+        q, k = torch.split(rotate(qk, cos, sin), [spec.heads, spec.kv_heads], dim=1)
         count = len(plan.slots_t)
         entry = (-1, spec.kv_heads, spec.head_dim)
         k_pages.view(entry).index_copy_(0, plan.slots_t, k[:count])

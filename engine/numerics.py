@@ -48,13 +48,13 @@ class Numerics:
         """``x @ weight.T + bias`` for a padded batch."""
         if not self.tiled:
             return F.linear(x_mk, weight_nk, bias_n)
-        return torch.cat([F.linear(tile, weight_nk, bias_n) for tile in x_mk.split(TILE_ROWS)])
+        return torch.cat([F.linear(tile, weight_nk, bias_n) for tile in torch.split(x_mk, TILE_ROWS)])
 
     def bmm(self, a_bmk: Tensor, b_bkn: Tensor) -> Tensor:
         """Batched products whose row count is padded."""
         if not self.tiled or a_bmk.shape[1] == TILE_ROWS:
             return torch.bmm(a_bmk, b_bkn)
-        return torch.cat([torch.bmm(tile.contiguous(), b_bkn) for tile in a_bmk.split(TILE_ROWS, dim=1)], dim=1)
+        return torch.cat([torch.bmm(tile.contiguous(), b_bkn) for tile in torch.split(a_bmk, TILE_ROWS, dim=1)], dim=1)
 
 
 FAST = Numerics(quantum=1)
@@ -97,7 +97,7 @@ def _rows_exact(function: Callable[[Tensor], Tensor], x: Tensor, quantum: int, b
     """Whether `function` of any whole number of quanta of rows gives each row the bits that a fixed tile gives it."""
     limit = max(4 * TILE_ROWS, min(len(x), budget)) // TILE_ROWS * TILE_ROWS
     x = x[:limit]
-    reference = torch.cat([function(tile) for tile in x.split(TILE_ROWS)])
+    reference = torch.cat([function(tile) for tile in torch.split(x, TILE_ROWS)])
     for threads in sorted({1, torch.get_num_threads()}):
         with _threads(threads):
             for rows in _PROBE_BATCHES:

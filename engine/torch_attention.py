@@ -22,7 +22,6 @@ Keys, values and queries are raised to float32 (exact); the result is rounded on
 from __future__ import annotations
 
 from dataclasses import dataclass
-from itertools import groupby
 
 import torch
 from torch import Tensor
