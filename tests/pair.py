@@ -44,6 +44,7 @@ class Pair:
 
     def __init__(self, folder: Path, config: Config, tokens: int, clock: Clock) -> None:
         spec = read_model_spec(folder)
+        self.clock = clock
         options: dict[str, Any] = {"host": "127.0.0.1", "device_tokens": tokens, "clock": clock}
         self.prefill = build_worker(Role.PREFILL, WorkerName("prefill-0"), Incarnation(1), spec, config, **options)
         self.decode = build_worker(Role.DECODE, WorkerName("decode-0"), Incarnation(1), spec, config, **options)
