@@ -43,6 +43,13 @@ def _weights(m_old, m_new):
 
 
 @triton.jit
+def _merged(old, old_weight, new, new_weight):
+    """The weighted sum, with the fused step spelled out: left to itself the compiler may fuse either product."""
+    new, new_weight = tl.broadcast(new, new_weight)
+    return tl.fma(new, new_weight, old * old_weight)
+
+
+@triton.jit
 def _dot(a, b, c, UPCAST: tl.constexpr):
     if UPCAST:
         a = a.to(tl.float32)
@@ -138,8 +145,8 @@ def extend_kernel(
                 PAGE_TOKENS, HEAD_DIM, ROWS, BLOCK_D, BLOCK_N, UPCAST,
             )  # fmt: skip
             m, old, new = _weights(m, m_split)
-            total = total * old + total_split * new
-            acc = acc * old[:, None] + acc_split * new[:, None]
+            total = _merged(total, old, total_split, new)
+            acc = _merged(acc, old[:, None], acc_split, new[:, None])
         dims = tl.arange(0, BLOCK_D)
         pointers = out_ptr + index.to(tl.int64)[:, None] * out_stride_t + head[:, None] * out_stride_h + dims[None, :]
         result = acc / tl.where(live, total, 1.0)[:, None]
@@ -202,8 +209,8 @@ def decode_merge_kernel(
         for _ in range(0, end, SPLIT):
             lone = part + tl.arange(0, 1)
             m, old, new = _weights(m, tl.load(m_ptr + lone))
-            total = total * old + tl.load(total_ptr + lone) * new
-            acc = acc * old + tl.load(acc_ptr + part * BLOCK_D + dims) * new
+            total = _merged(total, old, tl.load(total_ptr + lone), new)
+            acc = _merged(acc, old, tl.load(acc_ptr + part * BLOCK_D + dims), new)
             part += 1
         pointers = out_ptr + first.to(tl.int64) * out_stride_t + head * out_stride_h + dims
         tl.store(pointers, (acc / total).to(out_ptr.dtype.element_ty), mask=dims < HEAD_DIM)
