@@ -27,7 +27,7 @@ SAMPLING = SamplingParams(max_tokens=28, temperature=0.0)
 
 
 class Scene:
-    """A decode worker here, two prefill workers in processes of their own; the first one stops in its second write of pages."""
+    """A decode worker here, two prefill workers in processes of their own; the first stops in its second write."""
 
     def __init__(self, folder: Path, stack: ExitStack) -> None:
         sections = {"transfer": {"plane": "shm"}, "engine": {"threads": 1}, "prefill": {"chunk_tokens": 40}}
