@@ -102,6 +102,7 @@ class Brain:
         """Complete but for prefill's report."""
         self._actions: list[Action] = []
         self._advanced = clock.now()
+        self._steps = 0
 
     # ------------------------------------------------------------ questions
 
@@ -159,6 +160,10 @@ class Brain:
     # ------------------------------------------------------------ workers come and go
 
     def on_view(self, views: Iterable[WorkerView]) -> None:
+        views = tuple(views)
+        steps = sum(view.status.steps for view in views)
+        if steps != self._steps:  # a long prompt takes many steps before its first event
+            self._steps, self._advanced = steps, self._clock.now()
         for entry in self.workers.update(views):
             self._lose(entry, "the controller no longer sees it")
         self._place_waiting()
@@ -252,7 +257,7 @@ class Brain:
         if now < r.not_before:
             return
         tokens = r.tokens
-        prefill = self.workers.pick_prefill(len(tokens), r.hashes, r.avoid, now)
+        prefill = self.workers.pick_prefill(len(tokens), r.max_len, r.hashes, r.avoid, now)
         if prefill is None:
             return
         decode = None

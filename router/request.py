@@ -160,12 +160,13 @@ class Request:
         """Take tokens of the current attempt in; returns those that are now in order, with their log-probs."""
         if role is Role.DECODE:
             self.decode_spoke = True
-        if event.position == self.next_position and not self.early and self.scores_in:
+        at = event.position
+        if at == self.next_position and not self.early and self.scores_in and at + len(event.tokens) <= self.max_len:
             self.emitted.extend(event.tokens)
             return event.tokens, event.logprobs
         logprobs: Sequence[TokenLogprob | None] = event.logprobs or (None,) * len(event.tokens)
         for offset, (token, logprob) in enumerate(zip(event.tokens, logprobs, strict=True)):
-            position = event.position + offset
+            position = at + offset
             if self.next_position <= position < self.max_len:
                 self.early.setdefault(position, (token, logprob))
         return self.release_early()

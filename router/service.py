@@ -206,22 +206,20 @@ class RouterService:
                 f"prompt ({have} tokens) and max_tokens ({wanted}) make {have + wanted}; the context is {context}",
                 param="max_tokens",
             )
-        workers = self.brain.workers
-        for_prompt = workers.most_positions(Role.PREFILL)
-        if for_prompt is not None and have > for_prompt:
-            raise RequestError(
-                f"the prompt has {have} tokens; the prefill workers' pools hold {for_prompt} positions", param=param
-            )
-        room = workers.most_positions(Role.DECODE)
-        if room is not None and wanted > 1 and have + wanted > room:
-            raise RequestError(
-                f"prompt ({have} tokens) and max_tokens ({wanted}) make {have + wanted}; "
-                f"the decode workers' pools hold {room} positions",
-                param="max_tokens",
-            )
+        left = context - have
+        for role in Role:
+            most = self.brain.workers.most_positions(role)
+            if most is None or (role is Role.DECODE and wanted <= 1 and ask.max_tokens is not None):
+                continue
+            if have + wanted > most:
+                raise RequestError(
+                    f"prompt ({have} tokens) and answer ({wanted}) make {have + wanted}; "
+                    f"the {role} workers' pools hold {most} positions",
+                    param=param if have > most else "max_tokens",
+                )
+            left = min(left, most - have)
         if ask.max_tokens is not None:
             return ask.max_tokens
-        left = max(1, (context if room is None else min(context, room)) - have)
         if ask.sampling.min_tokens > left:
             raise RequestError(f"min_tokens {ask.sampling.min_tokens} is more than the {left} left", param="min_tokens")
         return min(left, max(self.config.default_max_tokens, ask.sampling.min_tokens))

@@ -136,13 +136,13 @@ class Workers:
         )
 
     def pick_prefill(
-        self, length: int, hashes: Sequence[bytes], avoid: Mapping[WorkerKey, float], now: float
+        self, length: int, max_len: int, hashes: Sequence[bytes], avoid: Mapping[WorkerKey, float], now: float
     ) -> Entry | None:
         def cost(e: Entry) -> tuple[int, int, int]:
             uncached = length - e.cached_tokens(hashes)
             return (e.load + uncached, uncached, e.turn)
 
-        return self._pick(Role.PREFILL, length, avoid, now, cost)
+        return self._pick(Role.PREFILL, max_len, avoid, now, cost)
 
     def pick_decode(self, max_len: int, avoid: Mapping[WorkerKey, float], now: float) -> Entry | None:
         return self._pick(Role.DECODE, max_len, avoid, now, lambda e: (e.load, e.turn))
