@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable
+from typing import Any
 
 import grpc
 import grpc.aio
@@ -81,7 +82,7 @@ class LeaseKeeper:
     async def start(self, timeout_s: float) -> None:
         """Register, then renew in the background. Raises `LeaseRefused`."""
         self._channel = grpc.aio.insecure_channel(self._controller)
-        stub = pb_grpc.ControllerStub(self._channel)
+        stub = controller_stub(self._channel)
         sent_at = self._clock.now()
         try:
             grant = await stub.Register(record_to_proto(self._record), timeout=timeout_s, wait_for_ready=True)
@@ -94,7 +95,7 @@ class LeaseKeeper:
         self.lease.granted(sent_at, grant.lease_s)
         self._renewing = asyncio.create_task(self._renew(stub))
 
-    async def _renew(self, stub: pb_grpc.ControllerStub) -> None:
+    async def _renew(self, stub: Any) -> None:
         while True:
             sent_at = self._clock.now()
             try:
@@ -114,7 +115,7 @@ class LeaseKeeper:
         self._stop_renewing()
         if self._channel is not None:
             try:
-                await pb_grpc.ControllerStub(self._channel).Leave(self._renewal(), timeout=timeout_s)
+                await controller_stub(self._channel).Leave(self._renewal(), timeout=timeout_s)
             except grpc.aio.AioRpcError as error:
                 log.warning("the controller did not hear that this worker has left: %s", error.details())
         await self.close()
@@ -124,7 +125,7 @@ class LeaseKeeper:
         self._stop_renewing()
         channel, self._channel = self._channel, None
         if channel is not None:
-            await channel.close()
+            await channel.close(None)
 
     def _stop_renewing(self) -> None:
         if self._renewing is not None:
@@ -134,6 +135,11 @@ class LeaseKeeper:
         return pb.Renewal(
             name=self._record.name, incarnation=self._record.incarnation, status=status_to_proto(self._status())
         )
+
+
+def controller_stub(channel: grpc.aio.Channel) -> Any:
+    """The controller's client; generated code carries no types."""
+    return pb_grpc.ControllerStub(channel)  # type: ignore[no-untyped-call]
 
 
 def record_to_proto(record: WorkerRecord) -> pb.Registration:
