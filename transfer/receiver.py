@@ -179,6 +179,11 @@ class ReceiverEnd:
         return len(self._rooms)
 
     @property
+    def granted(self) -> int:
+        """Rooms that hold pages and a slot, those in quarantine included."""
+        return sum(r.lease is not None for r in self._rooms.values())
+
+    @property
     def next_deadline(self) -> float | None:
         """When `poll` is due although nothing arrives."""
         due = [p.deadline for p in self._peers.values() if p.welcome is None]

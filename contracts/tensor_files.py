@@ -1,0 +1,138 @@
+"""Headers of safetensors files, read without loading a tensor.
+
+The format (github.com/huggingface/safetensors): eight bytes with the header's length, little-endian; a JSON header
+that gives each tensor's dtype, shape and byte range; then the bytes. So a missing, truncated or misshapen checkpoint
+is known from a few kilobytes.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import struct
+from collections.abc import Mapping
+from dataclasses import dataclass
+from math import prod
+from pathlib import Path
+
+from contracts.errors import CheckpointError
+
+SINGLE = "model.safetensors"
+INDEX = "model.safetensors.index.json"
+FLOATS = {"F32": "float32", "BF16": "bfloat16", "F16": "float16"}
+_BYTES = {"F32": 4, "BF16": 2, "F16": 2}
+_LENGTH_BYTES = 8
+_HEADER_LIMIT = 100_000_000
+_SAMPLE_BYTES = 4096
+
+
+@dataclass(frozen=True, slots=True)
+class TensorHeader:
+    """Where one tensor lies; `begin` and `end` are bytes from the start of its file."""
+
+    file: Path
+    dtype: str
+    """The format's own name: ``F32``, ``BF16``, ..."""
+    shape: tuple[int, ...]
+    begin: int
+    end: int
+
+
+def read_headers(folder: Path) -> dict[str, TensorHeader]:
+    """Headers of all tensors of a checkpoint: the index's files if there is an index, else the single file.
+
+    Raises `CheckpointError` for a missing, truncated or malformed file, or an index that names what no file has.
+    """
+    index_path = folder / INDEX
+    if not index_path.exists():
+        if not (folder / SINGLE).exists():
+            raise CheckpointError(f"{folder} has no {SINGLE} and no {INDEX}; is it a Hugging Face checkpoint folder?")
+        return _read_file(folder / SINGLE)
+    index = read_json(index_path).get("weight_map")
+    if not isinstance(index, dict) or not all(isinstance(name, str) for name in index.values()):
+        raise CheckpointError(f"{index_path} has no weight_map of tensor names to file names")
+    headers: dict[str, TensorHeader] = {}
+    for name in sorted(set(index.values())):
+        headers |= _read_file(folder / name)
+    for tensor, name in index.items():
+        if tensor not in headers or headers[tensor].file != folder / name:
+            raise CheckpointError(f"{index_path} says that {name} holds {tensor}, but it doesn't")
+    return headers
+
+
+def read_json(path: Path) -> dict[str, object]:
+    """A JSON object from a file; raises `CheckpointError` when it can't be read or holds something else."""
+    try:
+        loaded = json.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise CheckpointError(f"cannot read {path}: {error.strerror}") from None
+    except ValueError as error:
+        raise CheckpointError(f"{path} is not JSON: {' '.join(str(error).split())}") from None
+    if not isinstance(loaded, dict):
+        raise CheckpointError(f"{path} must hold a JSON object, not a {type(loaded).__name__}")
+    return loaded
+
+
+def digest_samples(headers: Mapping[str, TensorHeader]) -> str:
+    """A digest of names, dtypes, shapes, and the first and last 4 KiB of each tensor; not of how they are sharded.
+
+    Full digests of large checkpoints take minutes; other weights of the same shapes differ in their first bytes.
+    """
+    digest = hashlib.sha256()
+    files = {path: path.open("rb") for path in sorted({h.file for h in headers.values()})}
+    try:
+        for name in sorted(headers):
+            header = headers[name]
+            digest.update(f"{name} {header.dtype} {header.shape}\n".encode())
+            file, size = files[header.file], header.end - header.begin
+            for offset in (header.begin, max(header.begin, header.end - _SAMPLE_BYTES)):
+                file.seek(offset)
+                digest.update(file.read(min(size, _SAMPLE_BYTES)))
+    finally:
+        for file in files.values():
+            file.close()
+    return digest.hexdigest()
+
+
+def _read_file(path: Path) -> dict[str, TensorHeader]:
+    try:
+        size = path.stat().st_size
+        with path.open("rb") as file:
+            head = file.read(_LENGTH_BYTES)
+            length = struct.unpack("<Q", head)[0] if len(head) == _LENGTH_BYTES else 0
+            if not 2 <= length <= min(_HEADER_LIMIT, max(size - _LENGTH_BYTES, 0)):
+                raise CheckpointError(f"{path} is truncated or no safetensors file: {size} bytes hold no whole header")
+            raw = file.read(length)
+    except OSError as error:
+        raise CheckpointError(f"cannot read {path}: {error.strerror}") from None
+    try:
+        header = json.loads(raw)
+        start = _LENGTH_BYTES + length
+        out = {
+            name: TensorHeader(
+                path,
+                str(entry["dtype"]),
+                tuple(int(n) for n in entry["shape"]),
+                start + int(entry["data_offsets"][0]),
+                start + int(entry["data_offsets"][1]),
+            )
+            for name, entry in header.items()
+            if name != "__metadata__"
+        }
+    except (ValueError, TypeError, KeyError, IndexError, AttributeError):
+        raise CheckpointError(f"{path} has a malformed safetensors header") from None
+    _check_ranges(path, size, out)
+    return out
+
+
+def _check_ranges(path: Path, size: int, headers: Mapping[str, TensorHeader]) -> None:
+    needed = max((h.end for h in headers.values()), default=0)
+    if needed > size:
+        raise CheckpointError(f"{path} is truncated: it has {size} bytes and its header describes {needed}")
+    for name, header in headers.items():
+        width = _BYTES.get(header.dtype)
+        if width is not None and header.end - header.begin != width * prod(header.shape):
+            raise CheckpointError(
+                f"{path}: {name} is {header.dtype} of shape {list(header.shape)} but has "
+                f"{header.end - header.begin} bytes"
+            )

@@ -1,0 +1,151 @@
+"""The engine: a batch in, drawn tokens and written pages out."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Sequence
+
+import torch
+from torch import Tensor
+
+from cache.device import Device, Op, Span, Stream
+from cache.gate import Gate
+from contracts.config import EngineConfig
+from contracts.errors import ConfigError
+from contracts.model import ModelSpec
+from contracts.sampling import TokenLogprob
+from engine.attention import Attention, make_plan
+from engine.batch import Drawn, Row, RowOutput
+from engine.checkpoint import Weights, dtype_for, load_weights
+from engine.model import FULL_POOL, Decoder
+from engine.numerics import FAST, Numerics, probe
+from engine.sampling import draw_tokens, token_logprobs
+from engine.torch_attention import BLOCK_TOKENS, TorchAttention
+
+_LOGIT_ELEMENTS = 1 << 23
+"""Logits computed at once when prompts are scored: 32 MiB in float32."""
+
+
+class Engine:
+    """Computes steps of one model over one gate's buffers."""
+
+    def __init__(self, model: Decoder, gate: Gate, page_tokens: int, config: EngineConfig, device: Device) -> None:
+        self.model = model
+        self.page_tokens = page_tokens
+        self.config = config
+        self._gate = gate
+        self._device = device
+
+    def forward(self, rows: Sequence[Row]) -> list[RowOutput]:
+        """Compute one step: write the rows' state, draw where a row asks for it, score where it asks.
+
+        Returns once the step is complete on the device, one output a row in order.
+        """
+        assert rows, "a step has at least one row"
+        for row in rows:
+            assert row.tokens, "a row has at least one token"
+            assert len(row.pages) * self.page_tokens >= row.start + len(row.tokens), "the block table is too short"
+        outputs: list[RowOutput] = []
+        read, written = self._spans(rows)
+        op = Op("forward", Stream.COMPUTE, reads=(read,), writes=(written,))
+        self._device.submit(op, lambda: outputs.extend(self._step(rows))).wait()
+        return outputs
+
+    @torch.inference_mode()
+    def _step(self, rows: Sequence[Row]) -> list[RowOutput]:
+        device = self._device.torch_device
+        counts = [len(row.tokens) for row in rows]
+        plan = make_plan([r.start for r in rows], counts, [r.pages for r in rows], self.page_tokens, device)
+        padding = self.model.numerics.padded(sum(counts)) - sum(counts)
+        tokens = [token for row in rows for token in row.tokens] + [0] * padding
+        positions = [p for row in rows for p in range(row.start, row.start + len(row.tokens))] + [0] * padding
+        x_mh = self.model.forward(
+            torch.tensor(tokens, device=device),
+            torch.tensor(positions, device=device),
+            max(positions) + 1,
+            plan,
+            self._gate,
+        )
+        firsts = [sum(counts[:i]) for i in range(len(counts))]
+        drawn = self._draw(rows, x_mh, firsts)
+        return [
+            RowOutput(drawn.get(i), tuple(self._score(row, x_mh[first:])) if row.score else ())
+            for i, (row, first) in enumerate(zip(rows, firsts, strict=True))
+        ]
+
+    def _draw(self, rows: Sequence[Row], x_mh: Tensor, firsts: Sequence[int]) -> dict[int, Drawn]:
+        drawing = [(i, row.draw) for i, row in enumerate(rows) if row.draw is not None]
+        if not drawing:
+            return {}
+        last = [firsts[i] + len(rows[i].tokens) - 1 for i, _ in drawing]
+        logits_nv = self.model.logits(x_mh[last])
+        tokens = draw_tokens(logits_nv, [draw for _, draw in drawing])
+        return {i: token for (i, _), token in zip(drawing, tokens, strict=True)}
+
+    def _score(self, row: Row, x_th: Tensor) -> Iterator[TokenLogprob]:
+        """Log-probabilities of the tokens that follow, some rows of logits at a time."""
+        follow = row.score or ()
+        step = max(1, _LOGIT_ELEMENTS // self.model.spec.vocab_size)
+        for begin in range(0, len(follow), step):
+            part = follow[begin : begin + step]
+            logits_nv = self.model.logits(x_th[begin : begin + len(part)])
+            yield from token_logprobs(logits_nv, part, [row.score_top] * len(part))
+
+    def _spans(self, rows: Sequence[Row]) -> tuple[Span, Span]:
+        size = self.page_tokens
+        read: set[int] = set()
+        written: set[int] = set()
+        for row in rows:
+            end = -(-(row.start + len(row.tokens)) // size)
+            read.update(row.pages[:end])
+            written.update(row.pages[row.start // size : end])
+        return Span(FULL_POOL, sorted(read)), Span(FULL_POOL, sorted(written))
+
+
+def load_engine(spec: ModelSpec, config: EngineConfig, page_tokens: int, gate: Gate, device: Device) -> Engine:
+    """Load the checkpoint behind `spec` and bind it to `gate`, whose buffers are those of `pool_set_spec`.
+
+    Sets torch's threads to `config.threads` unless that is 0. Raises `CheckpointError` for a checkpoint that can't be
+    read and `ConfigError` for an attention backend that can't run here.
+    """
+    if config.threads:
+        torch.set_num_threads(config.threads)
+    torch_device = device.torch_device
+    weights = load_weights(spec, dtype_for(spec, config), torch_device)
+    numerics = numerics_for(spec, weights, config, torch_device)
+    attention = attention_for(config, numerics, torch_device)
+    return Engine(Decoder(spec, weights, attention, numerics, torch_device), gate, page_tokens, config, device)
+
+
+def numerics_for(spec: ModelSpec, weights: Weights, config: EngineConfig, device: torch.device) -> Numerics:
+    """How products are computed here, found by trying the model's own shapes unless `config.numerics` is ``fast``."""
+    if config.numerics == "fast":
+        return FAST
+    layer = weights.layers[0]
+    matrices = (layer.qkv_oh, layer.out_ho, layer.gate_up_ih, layer.down_hi, weights.head_vh)
+    products = [
+        (batch, k, n)
+        for batch in (spec.kv_heads, 5 * spec.kv_heads)
+        for k, n in ((spec.head_dim, BLOCK_TOKENS), (BLOCK_TOKENS, spec.head_dim))
+    ]
+    with torch.inference_mode():
+        return probe(matrices, products, device)
+
+
+def attention_for(config: EngineConfig, numerics: Numerics, device: torch.device) -> Attention:
+    """The attention backend that `config.attention` names; raises `ConfigError` if it can't run on `device`."""
+    wanted = config.attention
+    if wanted == "auto":
+        wanted = "triton" if device.type == "cuda" else "torch"
+    if wanted == "torch":
+        return TorchAttention(numerics)
+    if device.type != "cuda" and os.environ.get("TRITON_INTERPRET") != "1":
+        raise ConfigError(
+            "engine.attention=triton needs an NVIDIA GPU; set engine.attention=torch, or TRITON_INTERPRET=1 to run "
+            "the kernels in Triton's interpreter"
+        )
+    try:
+        from engine.triton_attention import TritonAttention
+    except ImportError as error:
+        raise ConfigError(f"engine.attention=triton needs the triton package: {error}") from None
+    return TritonAttention()

@@ -1,0 +1,119 @@
+"""Row-exact matrix products: a row's result must not depend on how many rows are computed with it.
+
+A GEMM library chooses kernels by the number of rows: the last one to three rows of a batch, or a batch of one, may
+take another path with another order of additions. So batches are padded to a multiple of a *quantum*. Which quantum
+makes rows bitwise equal is a property of the library and the processor, so it is found when the model is loaded: the
+model's own weights and shapes are multiplied with random rows in many batch sizes, and compared bitwise with
+products of one fixed tile. The smallest quantum that passes is used. Where none does, every product is computed in
+tiles of `TILE_ROWS` rows: slow, but the same call each time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+TILE_ROWS = 16
+_CPU = torch.device("cpu")
+_QUANTA = (4, 8, 16)
+_PROBE_ROWS = 528
+_PROBE_BATCHES = (4, 8, 12, 16, 20, 24, 28, 32, 36, 44, 48, 52, 60, 64, 80, 96, 128, 132, 200, 256, 260, 272, 400, 512)
+_PROBE_BYTES = 1 << 25
+
+
+@dataclass(frozen=True)
+class Numerics:
+    """How products are computed so that rows are exact, or as fast as can be."""
+
+    quantum: int
+    """Batches are padded to a multiple of this many rows; 1: not at all."""
+    tiled: bool = False
+    """Products are computed in tiles of `TILE_ROWS`; then `quantum` is `TILE_ROWS`."""
+
+    @property
+    def invariant(self) -> bool:
+        return self.quantum > 1
+
+    def padded(self, rows: int) -> int:
+        """`rows`, rounded up to whole quanta."""
+        return -(-rows // self.quantum) * self.quantum
+
+    def linear(self, x_mk: Tensor, weight_nk: Tensor, bias_n: Tensor | None = None) -> Tensor:
+        """``x @ weight.T + bias`` for a padded batch."""
+        if not self.tiled:
+            return F.linear(x_mk, weight_nk, bias_n)
+        return torch.cat([F.linear(tile, weight_nk, bias_n) for tile in torch.split(x_mk, TILE_ROWS)])
+
+    def bmm(self, a_bmk: Tensor, b_bkn: Tensor) -> Tensor:
+        """Batched products whose row count is padded."""
+        if not self.tiled or a_bmk.shape[1] == TILE_ROWS:
+            return torch.bmm(a_bmk, b_bkn)
+        return torch.cat([torch.bmm(tile.contiguous(), b_bkn) for tile in torch.split(a_bmk, TILE_ROWS, dim=1)], dim=1)
+
+
+FAST = Numerics(quantum=1)
+
+
+def probe(weights: Iterable[Tensor], products: Iterable[tuple[int, int, int]], device: torch.device = _CPU) -> Numerics:
+    """Find the cheapest way to row-exact products for these weights ([n, k] each) and batched products.
+
+    `products` are (batch, k, n) of the batched products of attention, computed in float32. Takes well under a second
+    for small models: weights of equal shape are tried once, large ones in slices of rows, since a kernel is chosen
+    by shape.
+    """
+    generator = torch.Generator().manual_seed(0)
+    trials: list[tuple[Callable[[Tensor], Tensor], Tensor, int]] = []
+    by_shape = {(*weight.shape, weight.dtype): weight for weight in weights}
+    for weight in by_shape.values():
+        x = torch.randn(_PROBE_ROWS, weight.shape[1], generator=generator).to(weight.device, weight.dtype)
+        trials.append((partial(_linear, weight), x, max(1, _PROBE_BYTES // (len(weight) * weight.element_size()))))
+    for batch, k, n in products:
+        x = torch.randn(_PROBE_ROWS, k, generator=generator).to(device)
+        b_bkn = torch.randn(1, k, n, generator=generator).to(device).expand(batch, -1, -1).contiguous()
+        trials.append((partial(_batched, b_bkn), x, _PROBE_ROWS))
+    for quantum in _QUANTA:
+        if all(_rows_exact(function, x, quantum, budget) for function, x, budget in trials):
+            return Numerics(quantum)
+    return Numerics(TILE_ROWS, tiled=True)
+
+
+def _linear(weight: Tensor, rows: Tensor) -> Tensor:
+    return F.linear(rows, weight)
+
+
+def _batched(b_bkn: Tensor, rows: Tensor) -> Tensor:
+    """The same rows against each matrix of a batch; differing results across the batch would show as NaN."""
+    out = torch.bmm(rows.expand(len(b_bkn), -1, -1).contiguous(), b_bkn)
+    return torch.where((out == out[:1]).all(), out[0], torch.nan)
+
+
+def _rows_exact(function: Callable[[Tensor], Tensor], x: Tensor, quantum: int, budget: int) -> bool:
+    """Whether `function` of any whole number of quanta of rows gives each row the bits that a fixed tile gives it."""
+    limit = max(4 * TILE_ROWS, min(len(x), budget)) // TILE_ROWS * TILE_ROWS
+    x = x[:limit]
+    reference = torch.cat([function(tile) for tile in torch.split(x, TILE_ROWS)])
+    for threads in sorted({1, torch.get_num_threads()}):
+        with _threads(threads):
+            for rows in _PROBE_BATCHES:
+                if rows % quantum or rows > limit:
+                    continue
+                start = (limit - rows) // quantum * quantum
+                if not torch.equal(function(x[start : start + rows].clone()), reference[start : start + rows]):
+                    return False
+    return True
+
+
+@contextmanager
+def _threads(count: int) -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(count)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)

@@ -1,0 +1,180 @@
+"""Counter-based sampling: a token is a function of its logits and of (seed, choice, absolute position).
+
+There is no generator whose state could be lost: the three numbers are hashed into one uniform number, and the token
+is where the cumulative distribution, in order of token ids, passes it. So a request can be taken over by any worker
+at any position, and repeats of a request draw the same tokens in any batch.
+
+The distribution is shaped in this order: logit bias; suppression of stop tokens before `min_tokens`; repetition
+penalty (prompt and output); presence and frequency penalties (output); temperature; then top-k, top-p and min-p.
+Top-k and top-p cut by value: tokens equal to the last one kept are kept too, so no result depends on how a sort
+breaks ties. Probabilities are in float64, where the boundary of a draw is as good as never hit by rounding.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from contracts.sampling import SamplingParams, TokenLogprob
+from engine.batch import Draw, Drawn
+
+_MASK = (1 << 64) - 1
+_TOP_P_CANDIDATES = 1024
+
+
+def uniform(seed: int, choice: int, position: int) -> float:
+    """The draw in [0, 1) of a position: three rounds of splitmix64 (Steele, Lea, Flood 2014), 53 bits kept."""
+    state = 0
+    for number in (seed, choice, position):
+        state = _mix((state ^ (number & _MASK)) + 0x9E3779B97F4A7C15 & _MASK)
+    return (state >> 11) * 2.0**-53
+
+
+def _mix(z: int) -> int:
+    z = (z ^ (z >> 30)) * 0xBF58476D1CE4E5B9 & _MASK
+    z = (z ^ (z >> 27)) * 0x94D049BB133111EB & _MASK
+    return z ^ (z >> 31)
+
+
+def draw_tokens(logits_nv: Tensor, draws: Sequence[Draw]) -> list[Drawn]:
+    """Draw one token for each row of `logits_nv` ([n, vocab] float32, not changed)."""
+    shaped = [i for i, draw in enumerate(draws) if _shapes(draw)]
+    shaped_set = set(shaped)
+    plain_greedy = [i for i, draw in enumerate(draws) if draw.params.greedy and i not in shaped_set]
+    others = [i for i, draw in enumerate(draws) if not draw.params.greedy or i in shaped_set]
+    tokens = [0] * len(draws)
+    if plain_greedy:
+        rows = logits_nv if len(plain_greedy) == len(draws) else logits_nv[plain_greedy]
+        for i, token in zip(plain_greedy, rows.argmax(-1).tolist(), strict=True):
+            tokens[i] = token
+    if others:
+        chosen = _draw_shaped(logits_nv[others], [draws[i] for i in others])
+        for i, token in zip(others, chosen, strict=True):
+            tokens[i] = token
+    scored = [i for i, draw in enumerate(draws) if draw.params.logprobs is not None]
+    logprobs: dict[int, TokenLogprob] = {}
+    if scored:
+        tops = [draws[i].params.logprobs or 0 for i in scored]
+        values = token_logprobs(logits_nv[scored], [tokens[i] for i in scored], tops)
+        logprobs = dict(zip(scored, values, strict=True))
+    return [Drawn(token, logprobs.get(i)) for i, token in enumerate(tokens)]
+
+
+def token_logprobs(logits_nv: Tensor, tokens: Sequence[int], tops: Sequence[int]) -> list[TokenLogprob]:
+    """Log-probabilities of one given token a row, and of each row's `tops` best, best first (lowest id on ties)."""
+    logp_nv = torch.log_softmax(logits_nv, dim=-1)
+    own = logp_nv.gather(1, torch.tensor(tokens, device=logp_nv.device).unsqueeze(1)).squeeze(1).tolist()
+    most = min(max(tops), logp_nv.shape[1])
+    if not most:
+        return [TokenLogprob(token, value) for token, value in zip(tokens, own, strict=True)]
+    values, ids = logp_nv.topk(most, dim=-1)
+    out = []
+    for token, value, top, row_values, row_ids in zip(tokens, own, tops, values.tolist(), ids.tolist(), strict=True):
+        best = sorted(zip(row_ids, row_values, strict=True), key=lambda pair: (-pair[1], pair[0]))
+        out.append(TokenLogprob(token, value, tuple(best[:top])))
+    return out
+
+
+def _shapes(draw: Draw) -> bool:
+    """Whether the logits of this draw are changed before temperature."""
+    p = draw.params
+    return bool(
+        p.logit_bias
+        or p.repetition_penalty != 1.0
+        or p.presence_penalty != 0.0
+        or p.frequency_penalty != 0.0
+        or _too_early(draw)
+    )
+
+
+def _too_early(draw: Draw) -> bool:
+    """Whether stop tokens are still suppressed."""
+    return bool(draw.params.stop_token_ids) and len(draw.tokens) - draw.prompt_len < draw.params.min_tokens
+
+
+def _draw_shaped(logits_nv: Tensor, draws: Sequence[Draw]) -> list[int]:
+    """Draw for rows that need more than an argmax; `logits_nv` is changed."""
+    for row, draw in zip(logits_nv, draws, strict=True):
+        if _shapes(draw):
+            _shape(row, draw)
+    tokens = logits_nv.argmax(-1).tolist()
+    sampled = [i for i, draw in enumerate(draws) if not draw.params.greedy]
+    if sampled:
+        params = [draws[i].params for i in sampled]
+        uniforms = [uniform(p.seed, p.choice, len(draws[i].tokens)) for i, p in zip(sampled, params, strict=True)]
+        for i, token in zip(sampled, _sample(logits_nv[sampled], params, uniforms), strict=True):
+            tokens[i] = token
+    return tokens
+
+
+def _shape(row_v: Tensor, draw: Draw) -> None:
+    """Bias, suppression and penalties, in place."""
+    p, device = draw.params, row_v.device
+    if p.logit_bias:
+        ids, values = zip(*p.logit_bias, strict=True)
+        row_v[torch.tensor(ids, device=device)] += torch.tensor(values, device=device)
+    if _too_early(draw):
+        row_v[torch.tensor(p.stop_token_ids, device=device)] = -torch.inf
+    if p.repetition_penalty != 1.0:
+        seen = torch.tensor(sorted(set(draw.tokens)), device=device)
+        value = row_v[seen]
+        row_v[seen] = torch.where(value > 0, value / p.repetition_penalty, value * p.repetition_penalty)
+    output = draw.tokens[draw.prompt_len :]
+    if output and (p.presence_penalty or p.frequency_penalty):
+        counts = sorted(Counter(output).items())
+        ids_k = torch.tensor([token for token, _ in counts], device=device)
+        count_k = torch.tensor([float(count) for _, count in counts], device=device)
+        row_v[ids_k] -= p.presence_penalty + p.frequency_penalty * count_k
+
+
+def _sample(logits_nv: Tensor, params: Sequence[SamplingParams], uniforms: Sequence[float]) -> list[int]:
+    """Temperature, the cuts, and the inverse of the cumulative distribution, row by row the same."""
+    device, vocab = logits_nv.device, logits_nv.shape[1]
+    temperature_n = torch.tensor([p.temperature for p in params], dtype=torch.float64, device=device)
+    x_nv = logits_nv.double().div_(temperature_n.unsqueeze(1))
+    limited = [i for i, p in enumerate(params) if 0 < p.top_k < vocab]
+    if limited:
+        ks = torch.tensor([params[i].top_k for i in limited], device=device)
+        rows = x_nv[limited]
+        floors = rows.topk(int(ks.max()), dim=-1).values.gather(1, ks.unsqueeze(1) - 1)
+        x_nv[limited] = rows.masked_fill_(rows < floors, -torch.inf)
+    p_nv = x_nv.sub_(x_nv.amax(-1, keepdim=True)).exp_()
+    nucleus = [i for i, p in enumerate(params) if p.top_p < 1.0]
+    if nucleus:
+        limits = torch.tensor([params[i].top_p for i in nucleus], dtype=torch.float64, device=device)
+        rows = p_nv[nucleus]
+        p_nv[nucleus] = rows.masked_fill_(rows < _nucleus_floors(rows, limits), 0.0)
+    if any(p.min_p > 0.0 for p in params):
+        # The largest is exp(0) = 1, so min-p, a share of the largest, is a bound as it stands.
+        shares = torch.tensor([p.min_p for p in params], dtype=torch.float64, device=device)
+        p_nv.masked_fill_(p_nv < shares.unsqueeze(1), 0.0)
+    cdf_nv = p_nv.cumsum(-1)
+    targets = torch.tensor(uniforms, dtype=torch.float64, device=device).unsqueeze(1) * cdf_nv[:, -1:]
+    # The first id whose cumulative sum exceeds the target; such an id has a share of its own, so it was kept.
+    drawn = torch.searchsorted(cdf_nv, targets, right=True).squeeze(1)
+    last = (vocab - 1) - (p_nv > 0).flip(-1).to(torch.uint8).argmax(-1)
+    return torch.minimum(drawn, last).tolist()
+
+
+def _nucleus_floors(p_nv: Tensor, limits_n: Tensor) -> Tensor:
+    """The smallest weight in each row's nucleus, [n, 1]: the fewest best tokens whose share reaches the limit.
+
+    Most distributions reach it within a few candidates, so a whole sort is made only for the rows that don't.
+    """
+    needed_n1 = (limits_n * p_nv.sum(-1)).unsqueeze(1)
+    count = min(_TOP_P_CANDIDATES, p_nv.shape[1])
+    best = p_nv.topk(count, dim=-1).values
+    floors = _floors(best, needed_n1)
+    short = (best.sum(-1) < needed_n1.squeeze(1)).nonzero().flatten()
+    if len(short) and count < p_nv.shape[1]:
+        floors[short] = _floors(p_nv[short].sort(dim=-1, descending=True).values, needed_n1[short])
+    return floors
+
+
+def _floors(best_nk: Tensor, needed_n1: Tensor) -> Tensor:
+    before_nk = best_nk.cumsum(-1) - best_nk
+    inside = (before_nk < needed_n1).sum(-1, keepdim=True).clamp_(min=1)
+    return best_nk.gather(1, inside - 1)

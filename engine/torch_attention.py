@@ -1,0 +1,233 @@
+"""Paged attention in plain torch: the reference for every kernel, and the path on CPU.
+
+How a result is made to depend on positions alone. The keys of a sequence are cut into blocks of `BLOCK_TOKENS`
+*absolute* positions, whatever the page size. Queries are cut into *tiles* of neighbouring positions; an *item* is one
+tile against one block. All items of a step have one shape, so they share a gather, a product for the scores and a
+product for the values, and the products of a row are the same calls with the same inner length in every step:
+
+    scores of an item    q · kᵀ over head_dim, masked to positions up to the query's own
+    row maximum          over all items of the tile: a maximum is exact in any order
+    weights              exp(score - maximum); exactly 0 where masked
+    block sums, values   over the positions of one block, always BLOCK_TOKENS long
+    sum over blocks      in block order, one after the other
+
+A block beyond a query's position contributes zeros, and adding zeros is exact; so it doesn't matter which queries
+share a tile, which blocks their neighbours need, or whether the query came alone. Rows of a product are padded to the
+quantum that `engine.numerics` found. Positions after a tile's last query are read from the null page: what another
+owner left in a page's tail is never touched, not even to be multiplied by zero.
+
+Keys, values and queries are raised to float32 (exact); the result is rounded once.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from engine.attention import AttentionPlan
+from engine.numerics import Numerics
+
+BLOCK_TOKENS = 128
+_TILE_QUERIES = 128
+_SCORE_ELEMENTS = 1 << 23
+"""Scores of one batch of tiles at most, unless a single smallest tile needs more: 32 MiB in float32."""
+_GATHER_ELEMENTS = 1 << 22
+"""Elements of keys gathered for one batch of tiles, likewise: 16 MiB in float32."""
+
+
+@dataclass(frozen=True)
+class _Tile:
+    """Neighbouring queries of one sequence."""
+
+    row: int
+    """Index of the first query on the packed axis."""
+    sequence: int
+    start: int
+    """Absolute position of the first query."""
+    count: int
+
+    @property
+    def blocks(self) -> int:
+        return -(-(self.start + self.count) // BLOCK_TOKENS)
+
+
+@dataclass(frozen=True)
+class _Batch:
+    """Tiles of one shape and their items. U tiles of R queries, W items ordered by block, then tile.
+
+    Tiles are ordered by falling number of blocks, so the items of block j belong to the first `widths[j]` tiles.
+    """
+
+    queries: int
+    query_ur: Tensor
+    """[U, R] int64: the tile's queries on the packed axis; padding repeats the first."""
+    out_rows: Tensor
+    """[n] int64: which of the U * R rows are real, and"""
+    out_queries: Tensor
+    """[n] int64: which queries they are."""
+    tile_w: Tensor
+    """[W] int64: each item's tile."""
+    cell_w: Tensor
+    """[W] int64: each item's place in a full table of blocks by tiles."""
+    slots: Tensor
+    """[W * kv_heads * BLOCK_TOKENS] int64: (slot, kv head) rows of keys in the order of use."""
+    mask_wrn: Tensor
+    """[W, 1, rows, BLOCK_TOKENS] float32: 0 or -inf; rows is 1 where all queries of a tile are one position."""
+    widths: tuple[int, ...]
+
+
+class TorchAttention:
+    """The attention interface in torch operations; with `FAST` numerics rows are not padded."""
+
+    def __init__(self, numerics: Numerics) -> None:
+        self._numerics = numerics
+
+    def attend(self, q_thd: Tensor, k_pages: Tensor, v_pages: Tensor, plan: AttentionPlan, scale: float) -> Tensor:
+        heads, kv_heads, dim = q_thd.shape[1], k_pages.shape[2], k_pages.shape[3]
+        key = f"torch attention {heads} {kv_heads} {dim}"
+        batches: list[_Batch] | None = plan.scratch.get(key)
+        if batches is None:
+            batches = plan.scratch[key] = self._split(plan, heads, kv_heads, dim)
+        q_scaled = q_thd.float() * scale
+        out_thd = torch.empty_like(q_thd)
+        k_rows, v_rows = k_pages.view(-1, dim), v_pages.view(-1, dim)
+        for batch in batches:
+            self._attend_batch(batch, q_scaled, k_rows, v_rows, kv_heads, out_thd)
+        return out_thd
+
+    def _attend_batch(
+        self, batch: _Batch, q_thd: Tensor, k_rows: Tensor, v_rows: Tensor, kv_heads: int, out_thd: Tensor
+    ) -> None:
+        tiles, items = len(batch.query_ur), len(batch.tile_w)
+        heads, dim = q_thd.shape[1:]
+        group = heads // kv_heads
+        used = batch.queries * group
+        rows = self._numerics.padded(used)
+        q_ukrd = (
+            q_thd.new_zeros(tiles, kv_heads, rows, dim) if rows > used else q_thd.new_empty(tiles, kv_heads, rows, dim)
+        )
+        q_view = q_thd[batch.query_ur].view(tiles, batch.queries, kv_heads, group, dim).transpose(1, 2)
+        q_ukrd[:, :, :used].view(tiles, kv_heads, batch.queries, group, dim).copy_(q_view)
+
+        k_wnd = k_rows.index_select(0, batch.slots).view(items * kv_heads, BLOCK_TOKENS, dim).float()
+        q_wrd = q_ukrd if items == tiles else q_ukrd[batch.tile_w]
+        s_wrn = self._numerics.bmm(q_wrd.view(items * kv_heads, rows, dim), k_wnd.transpose(1, 2))
+        s_wkrn = s_wrn.view(items, kv_heads, rows, BLOCK_TOKENS).add_(self._expanded(batch.mask_wrn, group, rows))
+
+        high_wkr = s_wkrn.amax(-1)
+        blocks = len(batch.widths)
+        if blocks > 1:
+            table = high_wkr.new_full((blocks * tiles, kv_heads, rows), -torch.inf)
+            high_ukr = table.index_copy_(0, batch.cell_w, high_wkr).view(blocks, tiles, kv_heads, rows).amax(0)
+            high_wkr = high_ukr[batch.tile_w]
+        p_wkrn = s_wkrn.sub_(high_wkr.unsqueeze(-1)).exp_()
+        sums_wkr = p_wkrn.sum(-1)
+        v_wnd = v_rows.index_select(0, batch.slots).view(items * kv_heads, BLOCK_TOKENS, dim).float()
+        o_wkrd = self._numerics.bmm(s_wrn, v_wnd).view(items, kv_heads, rows, dim)
+
+        out_ukrd, sums_ukr = o_wkrd[:tiles], sums_wkr[:tiles]
+        begin = tiles
+        for width in batch.widths[1:]:
+            out_ukrd[:width] += o_wkrd[begin : begin + width]
+            sums_ukr[:width] += sums_wkr[begin : begin + width]
+            begin += width
+        result = out_ukrd.div_(sums_ukr.unsqueeze(-1))[:, :, :used]
+        result = result.view(tiles, kv_heads, batch.queries, group, dim).transpose(1, 2)
+        result = result.reshape(tiles * batch.queries, heads, dim)
+        out_thd.index_copy_(0, batch.out_queries, result.index_select(0, batch.out_rows).to(out_thd.dtype))
+
+    @staticmethod
+    def _expanded(mask_wrn: Tensor, group: int, rows: int) -> Tensor:
+        """The mask of queries as a mask of rows: each query `group` times, padding visible."""
+        if mask_wrn.shape[2] == 1:
+            return mask_wrn
+        mask = mask_wrn.repeat_interleave(group, dim=2) if group > 1 else mask_wrn
+        return torch.nn.functional.pad(mask, (0, 0, 0, rows - mask.shape[2])) if rows > mask.shape[2] else mask
+
+    def _split(self, plan: AttentionPlan, heads: int, kv_heads: int, dim: int) -> list[_Batch]:
+        """Cut the step's queries into tiles and the tiles into batches of bounded size."""
+        offsets, starts = plan.offsets_b.tolist(), plan.starts_b.tolist()
+        by_size: dict[int, list[_Tile]] = {}
+        for sequence, start in enumerate(starts):
+            row, end = offsets[sequence], offsets[sequence + 1]
+            size = _tile_queries(end - row, start + end - row, heads)
+            by_size.setdefault(size, []).extend(
+                _Tile(at, sequence, start + at - row, min(size, end - at)) for at in range(row, end, size)
+            )
+        batches = []
+        for size, tiles in by_size.items():
+            tiles.sort(key=lambda tile: -tile.blocks)
+            item_rows = heads // kv_heads * size
+            limit = min(
+                _SCORE_ELEMENTS // (self._numerics.padded(item_rows) * kv_heads * BLOCK_TOKENS),
+                _GATHER_ELEMENTS // (kv_heads * dim * BLOCK_TOKENS),
+            )
+            for part in _parts(tiles, limit):
+                batches.append(_batch(plan, part, size, kv_heads))
+        return batches
+
+
+def _tile_queries(count: int, length: int, heads: int) -> int:
+    """Queries of a tile for a sequence with `count` of them: the next power of two, less where the context is long.
+
+    Any choice gives the same bits; this one keeps padding low, and the scores of one tile within their bound.
+    """
+    size = 1 << (count - 1).bit_length()
+    blocks = -(-length // BLOCK_TOKENS)
+    while size > 1 and (size > _TILE_QUERIES or size * heads * blocks * BLOCK_TOKENS > _SCORE_ELEMENTS):
+        size //= 2
+    return size
+
+
+def _parts(tiles: list[_Tile], limit: int) -> list[list[_Tile]]:
+    """Runs of tiles with at most `limit` items, or a single tile."""
+    parts: list[list[_Tile]] = []
+    items = 0
+    for tile in tiles:
+        if not parts or items + tile.blocks > limit:
+            parts.append([])
+            items = 0
+        parts[-1].append(tile)
+        items += tile.blocks
+    return parts
+
+
+def _batch(plan: AttentionPlan, tiles: list[_Tile], size: int, kv_heads: int) -> _Batch:
+    device = plan.tables_bp.device
+    widths = tuple(sum(tile.blocks > block for tile in tiles) for block in range(tiles[0].blocks))
+    blocks_w = torch.repeat_interleave(torch.arange(len(widths)), torch.tensor(widths)).to(device)
+    tile_w = torch.cat([torch.arange(width) for width in widths]).to(device)
+    first_u = torch.tensor([tile.row for tile in tiles], device=device)
+    start_u = torch.tensor([tile.start for tile in tiles], device=device)
+    count_u = torch.tensor([tile.count for tile in tiles], device=device)
+    sequence_u = torch.tensor([tile.sequence for tile in tiles], device=device)
+
+    step_r = torch.arange(size, device=device)
+    real_ur = step_r < count_u[:, None]
+    query_ur = first_u[:, None] + torch.where(real_ur, step_r, 0)
+    position_ur = start_u[:, None] + torch.minimum(step_r, count_u[:, None] - 1)
+
+    position_wn = blocks_w[:, None] * BLOCK_TOKENS + torch.arange(BLOCK_TOKENS, device=device)
+    visible_wn = position_wn < (start_u + count_u)[tile_w][:, None]
+    page_wn = torch.where(visible_wn, position_wn // plan.page_tokens, 0)
+    table_wp = plan.tables_bp[sequence_u[tile_w]].long()
+    slot_wn = table_wp.gather(1, page_wn) * plan.page_tokens + position_wn % plan.page_tokens
+    slot_wn = torch.where(visible_wn, slot_wn, 0)
+    slots = slot_wn[:, None] * kv_heads + torch.arange(kv_heads, device=device)[:, None]
+
+    hidden_wrn = position_wn[:, None] > position_ur[tile_w][:, :, None]
+    mask_wrn = torch.zeros(hidden_wrn.shape, device=device).masked_fill_(hidden_wrn, -torch.inf)
+    out_rows = real_ur.flatten().nonzero().flatten()
+    return _Batch(
+        queries=size,
+        query_ur=query_ur,
+        out_rows=out_rows,
+        out_queries=query_ur.flatten()[out_rows],
+        tile_w=tile_w,
+        cell_w=blocks_w * len(tiles) + tile_w,
+        slots=slots.flatten(),
+        mask_wrn=mask_wrn.unsqueeze(1),
+        widths=widths,
+    )

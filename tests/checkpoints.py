@@ -1,0 +1,227 @@
+"""Checkpoints with random weights, and the oracle that says what they answer.
+
+The weights are large (`initializer_range` 0.3) and norms are spread, so that the output hangs on every byte of state;
+with the usual small ones a random model repeats one token whatever it has read.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import torch
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from torch import Tensor
+from transformers import AutoModelForCausalLM, LlamaConfig, PretrainedConfig, Qwen3Config
+
+VOCAB = 300
+CONTEXT = 4096
+EOS = 0
+ROPES: dict[str, dict[str, Any]] = {
+    "default": {"rope_type": "default"},
+    "linear": {"rope_type": "linear", "factor": 4.0},
+    "llama3": {
+        "rope_type": "llama3",
+        "factor": 8.0,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 128,
+    },
+    "yarn": {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 1024},
+}
+CHAT_TEMPLATE = (
+    "{% for m in messages %}<|{{ m.role }}|>{{ m.content }}\n{% endfor %}"
+    "{% if add_generation_prompt %}<|assistant|>{% endif %}"
+)
+
+
+def make_checkpoint(
+    folder: Path,
+    kind: str = "llama",
+    *,
+    tied: bool = False,
+    rope: str = "default",
+    dtype: str = "float32",
+    shards: int = 1,
+    old_spelling: bool = False,
+    head_dim: int = 16,
+    heads: int = 4,
+    kv_heads: int = 2,
+    hidden: int = 64,
+    layers: int = 2,
+    bias: bool = False,
+    vocab: int = VOCAB,
+    context: int = CONTEXT,
+    chat: bool = True,
+    eos: int | None = EOS,
+    seed: int = 0,
+) -> Path:
+    """Write a Hugging Face checkpoint folder with random weights and a small byte-level tokenizer; returns `folder`.
+
+    `kind` is ``llama`` or ``qwen3``; `shards` > 1 writes several safetensors files and an index; `old_spelling`
+    rewrites `config.json` with `rope_theta`, `rope_scaling` and `torch_dtype` as published folders have them.
+    """
+    common: dict[str, Any] = {
+        "vocab_size": vocab,
+        "hidden_size": hidden,
+        "intermediate_size": 2 * hidden,
+        "num_hidden_layers": layers,
+        "num_attention_heads": heads,
+        "num_key_value_heads": kv_heads,
+        "head_dim": head_dim,
+        "max_position_embeddings": context,
+        "initializer_range": 0.3,
+        "tie_word_embeddings": tied,
+        "attention_bias": bias,
+        "rope_parameters": {"rope_theta": 10000.0, **ROPES[rope]},
+        "bos_token_id": None,
+        "eos_token_id": eos,
+        "pad_token_id": None,
+    }
+    config: PretrainedConfig = (
+        LlamaConfig(**common, mlp_bias=bias) if kind == "llama" else Qwen3Config(**common, use_sliding_window=False)
+    )
+    state = torch.random.get_rng_state()
+    torch.manual_seed(seed)
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    for name, parameter in model.named_parameters():
+        if "norm" in name:
+            parameter.data.uniform_(0.5, 1.5)
+        elif name.endswith("bias"):
+            parameter.data.normal_(0.0, 0.3)
+    torch.random.set_rng_state(state)
+    model = model.to(getattr(torch, dtype))
+    size = sum(p.numel() * p.element_size() for p in model.parameters())
+    folder.mkdir(parents=True, exist_ok=True)
+    model.save_pretrained(folder, max_shard_size=f"{size // shards // 1000 + 1}KB" if shards > 1 else "5GB")
+    generation = {} if eos is None else {"eos_token_id": eos}
+    (folder / "generation_config.json").write_text(json.dumps(generation))
+    if old_spelling:
+        _respell(folder / "config.json")
+    _write_tokenizer(folder, vocab, chat)
+    return folder
+
+
+def copy_checkpoint(folder: Path, to: Path, **config: object) -> Path:
+    """A copy with some keys of `config.json` changed; a value of None removes the key."""
+    shutil.copytree(folder, to)
+    values = json.loads((to / "config.json").read_text()) | config
+    (to / "config.json").write_text(json.dumps({k: v for k, v in values.items() if v is not None}))
+    return to
+
+
+def _respell(path: Path) -> None:
+    config = json.loads(path.read_text())
+    rope = config.pop("rope_parameters")
+    config["rope_theta"] = rope.pop("rope_theta")
+    if rope["rope_type"] != "default":
+        config["rope_scaling"] = rope
+    config["torch_dtype"] = config.pop("dtype")
+    path.write_text(json.dumps(config))
+
+
+def _write_tokenizer(folder: Path, vocab: int, chat: bool) -> None:
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab,
+        special_tokens=["<|end|>", "<|user|>", "<|assistant|>", "<|system|>"],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(["the quick brown fox jumps over the lazy dog and then there was light"] * 4, trainer)
+    tokenizer.save(str(folder / "tokenizer.json"))
+    config: dict[str, Any] = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "<|end|>"}
+    if chat:
+        config["chat_template"] = CHAT_TEMPLATE
+    (folder / "tokenizer_config.json").write_text(json.dumps(config))
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """How an answer compares with the oracle's. `equal` by the rule; `margin` where it was needed, else None."""
+
+    equal: bool
+    exact: bool
+    position: int | None = None
+    """Index of the first differing token of the answer."""
+    margin: float | None = None
+    """The oracle's two best logits there, their difference."""
+    allowed: float | None = None
+
+
+class Oracle:
+    """transformers on a checkpoint folder, in its own dtype unless another is given."""
+
+    def __init__(self, folder: Path, dtype: str = "auto") -> None:
+        self.model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype).eval()
+
+    @torch.inference_mode()
+    def generate(self, prompt: Sequence[int], count: int) -> list[int]:
+        """Greedy tokens after `prompt`; end tokens don't end it."""
+        tokens = torch.tensor([list(prompt)])
+        out = self.model(tokens, use_cache=True)
+        answer: list[int] = []
+        for _ in range(count):
+            answer.append(int(out.logits[0, -1].float().argmax()))
+            if len(answer) < count:
+                out = self.model(torch.tensor([answer[-1:]]), past_key_values=out.past_key_values, use_cache=True)
+        return answer
+
+    @torch.inference_mode()
+    def logits(self, tokens: Sequence[int]) -> Tensor:
+        """Teacher-forced logits, [len(tokens), vocab] float32, in one shot."""
+        return self.model(torch.tensor([list(tokens)])).logits[0].float()
+
+    @torch.inference_mode()
+    def chunked_logits(self, tokens: Sequence[int], chunk: int) -> Tensor:
+        """The same with the cache, `chunk` tokens at a time."""
+        cache, parts = None, []
+        for begin in range(0, len(tokens), chunk):
+            part = torch.tensor([list(tokens[begin : begin + chunk])])
+            out = self.model(part, past_key_values=cache, use_cache=True)
+            cache = out.past_key_values
+            parts.append(out.logits[0].float())
+        return torch.cat(parts)
+
+    @cached_property
+    def difference(self) -> float:
+        """The largest difference of a logit between the oracle's own one-shot and chunked runs on this checkpoint."""
+        generator = torch.Generator().manual_seed(1)
+        worst = 0.0
+        for length, chunk in ((97, 1), (300, 64), (300, 7)):
+            tokens = torch.randint(self.model.config.vocab_size, (length,), generator=generator).tolist()
+            worst = max(worst, float((self.logits(tokens) - self.chunked_logits(tokens, chunk)).abs().max()))
+        return worst
+
+
+def compare(oracle: Oracle, prompt: Sequence[int], got: Sequence[int]) -> Verdict:
+    """Judge a greedy answer by the rule: the oracle's tokens, or a first difference within twice its own noise."""
+    want = oracle.generate(prompt, len(got))
+    first = next((i for i, (a, b) in enumerate(zip(want, got, strict=True)) if a != b), None)
+    if first is None:
+        return Verdict(equal=True, exact=True)
+    logits = oracle.logits([*prompt, *want[:first]])[-1]
+    best = logits.topk(2).values
+    margin, allowed = float(best[0] - best[1]), 2 * oracle.difference
+    within = margin <= allowed and bool(logits[got[first]] >= best[1])
+    return Verdict(equal=within, exact=False, position=first, margin=margin, allowed=allowed)
+
+
+def compare_forced(oracle: Oracle, tokens: Sequence[int], got: Sequence[int]) -> Verdict:
+    """Judge bf16 argmaxes by the rule: teacher-forced on `tokens`, `got[i]` being the choice after `tokens[: i + 1]`.
+
+    Every choice must be the oracle's, or one whose logit lies within the oracle's own difference of the best.
+    """
+    logits = oracle.logits(tokens)
+    best = logits.max(-1).values
+    gaps = best - logits.gather(1, torch.tensor(list(got)).unsqueeze(1)).squeeze(1)
+    worst = int(gaps.argmax())
+    gap, exact = float(gaps[worst]), bool((gaps == 0).all())
+    return Verdict(gap <= oracle.difference, exact, None if exact else worst, gap, oracle.difference)
