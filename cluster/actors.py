@@ -7,6 +7,7 @@ run side by side: `where` answers who it is, `run` is the worker's whole life.
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 import os
 from dataclasses import dataclass
@@ -37,7 +38,10 @@ class WorkerActor:
 
     def run(self) -> None:
         """Serve until the end; the process exits with it."""
-        run_worker(self._plan, self._build)
+        plan = self._plan
+        if not plan.host:
+            plan = dataclasses.replace(plan, host=ray.util.get_node_ip_address())
+        run_worker(plan, self._build)
 
 
 @dataclass(frozen=True, slots=True)

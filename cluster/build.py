@@ -94,5 +94,3 @@ def _parts(role: Role, spec: ModelSpec, config: Config, host: str, device_tokens
         waiter.close()
         raise
     return Parts(spec, config, device, waiter, plane, pools, engine, curve)
-
-

@@ -12,7 +12,7 @@ import socket
 import threading
 from collections.abc import Callable
 from concurrent.futures import CancelledError
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from cluster.aio import LoopThread
@@ -24,6 +24,7 @@ from cluster.service import serve_worker
 from contracts.clock import SystemClock
 from contracts.config import Config
 from contracts.ids import Incarnation, Role, WorkerName
+from contracts.model import read_model_spec
 from contracts.ports import Worker, WorkerRecord
 
 log = logging.getLogger("twinpool.worker")
@@ -41,13 +42,14 @@ class WorkerPlan:
     incarnation: Incarnation
     model: Path
     config: Config
-    threads: int
     device_tokens: int
     host: str
-    """Address its services bind to and are reached at."""
+    """Address its services bind to and are reached at; empty: its Ray node's."""
     controller: str
     """The controller's endpoint."""
     logs: Path
+    secret: str = field(default="", repr=False)
+    """Hex; what workers authenticate each other with where they don't meet on loopback."""
 
 
 BuildWorker = Callable[[WorkerPlan], Worker]
@@ -73,7 +75,7 @@ class WorkerProcess:
     def run(self) -> Outcome:
         """Serve until the worker leaves, is fenced or dies. Raises what `build` raises, and `LeaseRefused`."""
         plan = self._plan
-        log.info("building", extra={"worker": plan.name, "incarnation": plan.incarnation, "threads": plan.threads})
+        log.info("building", extra={"worker": plan.name, "incarnation": plan.incarnation})
         worker = self._build(plan)
         loop = LoopThread("service")
         clock = SystemClock()
@@ -112,6 +114,23 @@ class WorkerProcess:
     def _on_lost(self, reason: str) -> None:
         """The lease has ended. The engine thread sees it before its next step; this process ends either way."""
         self._on_end(HostEnd.FENCED, reason)
+
+
+def build_from_plan(plan: WorkerPlan) -> Worker:
+    """Build the real worker. Raises `CheckpointError` or `ConfigError`."""
+    from cluster.build import SECRET_VARIABLE, build_worker
+
+    if plan.secret:
+        os.environ[SECRET_VARIABLE] = plan.secret
+    return build_worker(
+        plan.role,
+        plan.name,
+        plan.incarnation,
+        read_model_spec(plan.model),
+        plan.config,
+        host=plan.host,
+        device_tokens=plan.device_tokens,
+    )
 
 
 def run_worker(plan: WorkerPlan, build: BuildWorker) -> None:
