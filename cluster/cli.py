@@ -81,7 +81,7 @@ def main(arguments: Sequence[str] | None = None) -> NoReturn:
 
 def run(args: argparse.Namespace) -> int:
     """Run one parsed command; returns its exit code."""
-    from cluster.operator import NoCluster, Refused
+    from cluster.admin import NoCluster, Refused
 
     try:
         return _RUN[args.command](args)
@@ -119,7 +119,7 @@ def _serve(args: argparse.Namespace) -> int:
 
 
 def _status(args: argparse.Namespace) -> int:
-    from cluster.operator import Operator, status_table
+    from cluster.admin import Operator, status_table
 
     workers = Operator.find(args.url).status()
     if args.json:
@@ -130,7 +130,7 @@ def _status(args: argparse.Namespace) -> int:
 
 
 def _check(args: argparse.Namespace) -> int:
-    from cluster.operator import Operator, check_table
+    from cluster.admin import Operator, check_table
 
     report = Operator.find(args.url).check()
     if args.json:
@@ -145,7 +145,7 @@ def _check(args: argparse.Namespace) -> int:
 
 
 def _drain(args: argparse.Namespace) -> int:
-    from cluster.operator import Operator
+    from cluster.admin import Operator
 
     if args.timeout <= 0:
         raise ConfigError(f"--timeout must be above 0 seconds, got {args.timeout:g}")
@@ -154,7 +154,7 @@ def _drain(args: argparse.Namespace) -> int:
 
 
 def _undrain(args: argparse.Namespace) -> int:
-    from cluster.operator import Operator
+    from cluster.admin import Operator
 
     Operator.find(args.url).undrain(args.worker)
     print(f"{args.worker} admits again")

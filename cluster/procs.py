@@ -49,3 +49,14 @@ def die_with_parent() -> None:
         ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
         if os.getppid() != parent:
             os._exit(1)
+
+
+def main() -> None:
+    """``procs.py COMMAND...``: become the command, tied to the life of the parent. Run as a script: between a fork
+    and an exec nothing but the kernel is safe, so a child ties itself up here instead."""
+    die_with_parent()
+    os.execv(sys.argv[1], sys.argv[1:])
+
+
+if __name__ == "__main__":
+    main()

@@ -11,11 +11,14 @@ import sys
 from collections.abc import Mapping
 from pathlib import Path
 
+from cluster import procs
 from cluster.preflight import Prepared
-from cluster.procs import die_with_parent, start_time
+from cluster.procs import start_time
 from contracts.clock import Clock
 from contracts.errors import TwinpoolError
 
+TIED = (sys.executable, "-S", "-P", "-E", str(procs.__file__))
+"""Prefix of a command that is to die with this process."""
 COMMAND = (sys.executable, "-m", "router.main")
 
 
@@ -53,14 +56,13 @@ class RouterProcess:
         try:
             with self._log.open("ab") as log:
                 self._process = subprocess.Popen(
-                    [*self._command, *self._arguments(writing)],
+                    [*TIED, *self._command, *self._arguments(writing)],
                     stdin=subprocess.DEVNULL,
                     stdout=log,
                     stderr=log,
                     env=self._environment,
                     pass_fds=[writing],
                     start_new_session=True,
-                    preexec_fn=die_with_parent,
                 )
         finally:
             os.close(writing)

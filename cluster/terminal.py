@@ -1,4 +1,4 @@
-"""What `twinpool serve` shows: steps with seconds, a table of workers, one line when it is ready, then its workers' fates.
+"""What `twinpool serve` shows: steps with seconds, a table, one line when it is ready, then its workers' fates.
 
 The terminal belongs to these lines. Everything else that this process or its libraries print goes to a log.
 """

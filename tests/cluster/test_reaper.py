@@ -25,7 +25,7 @@ class Reaper:
     def __init__(self, mark: str, folder: Path) -> None:
         reading, self.pipe = os.pipe()
         self.process = subprocess.Popen(
-            [sys.executable, "-S", "-E", REAPER, str(reading), mark, str(folder)],
+            [sys.executable, "-S", "-P", "-E", REAPER, str(reading), mark, str(folder)],
             pass_fds=[reading],
             start_new_session=True,
         )
@@ -79,7 +79,7 @@ def test_a_run_that_is_killed_is_cleaned_up_grandchildren_included(tmp_path: Pat
         import os, subprocess, sys
         os.environ["TWINPOOL_RUN"] = "killed-{os.getpid()}"
         reading, writing = os.pipe()
-        subprocess.Popen([sys.executable, "-S", "-E", {REAPER!r}, str(reading), os.environ["TWINPOOL_RUN"],
+        subprocess.Popen([sys.executable, "-S", "-P", "-E", {REAPER!r}, str(reading), os.environ["TWINPOOL_RUN"],
                           {str(folder)!r}], pass_fds=[reading], start_new_session=True)
         os.close(reading)
         clean = {{k: v for k, v in os.environ.items() if k != "TWINPOOL_RUN"}}

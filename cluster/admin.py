@@ -1,4 +1,4 @@
-"""The operator's commands, over the router's admin endpoints. Standard library and rich only: they must answer at once."""
+"""The operator's commands, over the router's admin endpoints. Few imports: they must answer at once."""
 
 from __future__ import annotations
 
@@ -71,24 +71,22 @@ class Operator:
         """Drain a worker and wait until it has left. Raises `Refused`, also when `timeout_s` has passed."""
         query = "?force=true" if force else ""
         self._call("POST", f"/cluster/drain/{urllib.parse.quote(worker, safe='')}{query}")
-        start = said_at = self._clock()
-        said = ""
+        start = self._clock()
+        said, said_at = "", start
         while True:
             row = next((row for row in self._rows() if row["name"] == worker), None)
-            state = row["state"] if row is not None else "left"
             now = self._clock()
-            if state == "left":
+            if row is None or row["state"] == "left":
                 return say(f"{worker} has left after {now - start:.1f} s")
-            if state == "ready" and said:
-                raise Refused(f"{worker} was undrained and stays")
-            if state in ("dead", "starting"):
+            if row["state"] in ("dead", "starting"):
                 raise Refused(f"{worker} died while it was draining")
-            waits = _waits_for(row or {})
+            if row["state"] == "ready" and said:
+                raise Refused(f"{worker} was undrained and stays")
+            waits = _waits_for(row)
             if now - start > timeout_s:
                 raise Refused(f"{worker} has not left after {timeout_s:g} s; it waits for {waits} and goes on draining")
-            if state == "draining" and (
-                waits != said and now - said_at > 1.0 or not said or now - said_at > SAY_EVERY_S
-            ):
+            silence_s = SAY_EVERY_S if waits == said else 1.0
+            if row["state"] == "draining" and (not said or now - said_at > silence_s):
                 say(f"{worker} is draining: waits for {waits}")
                 said, said_at = waits, now
             self._sleep(POLL_S)
