@@ -59,17 +59,24 @@ def build_worker(
     `device_tokens` is the number of positions that its pools hold. Raises `CheckpointError` or `ConfigError`.
     """
     clock = clock or SystemClock()
-    parts = _parts(role, spec, config, host, device_tokens)
-    common = {"context": spec.context, "clock": clock, "pause": time.sleep}
-    transfer, ends = config.transfer, {"clock": clock, "waiter": parts.waiter, "curve": parts.curve}
-    identity = (name, incarnation, spec.fingerprint, parts.plane, parts.pools)
-    seat = (config, parts.engine, parts.pools)
+    p = _parts(role, spec, config, host, device_tokens)
     if role is Role.PREFILL:
-        sender = SenderEnd(*identity, parts.device, transfer, host=host, **ends)
-        return PrefillWorker(name, incarnation, *seat, sender, parts.waiter, **common)
-    verify = config.cache_for(role).verify
-    receiver = ReceiverEnd(*identity, config.decode.metadata_slots, transfer, verify=verify, **ends)
-    return DecodeWorker(name, incarnation, *seat, receiver, parts.waiter, **common)
+        sender = SenderEnd(
+            name, incarnation, spec.fingerprint, p.plane, p.pools, p.device, config.transfer,
+            host=host, clock=clock, waiter=p.waiter, curve=p.curve,
+        )  # fmt: skip
+        return PrefillWorker(
+            name, incarnation, config, p.engine, p.pools, sender, p.waiter,
+            context=spec.context, clock=clock, pause=time.sleep,
+        )  # fmt: skip
+    receiver = ReceiverEnd(
+        name, incarnation, spec.fingerprint, p.plane, p.pools, config.decode.metadata_slots, config.transfer,
+        verify=config.cache_for(role).verify, clock=clock, waiter=p.waiter, curve=p.curve,
+    )  # fmt: skip
+    return DecodeWorker(
+        name, incarnation, config, p.engine, p.pools, receiver, p.waiter,
+        context=spec.context, clock=clock, pause=time.sleep,
+    )  # fmt: skip
 
 
 def _parts(role: Role, spec: ModelSpec, config: Config, host: str, device_tokens: int) -> Parts:

@@ -143,7 +143,6 @@ TAGS: dict[int, type[Any]] = {
 }
 _TAG_OF = {cls: tag for tag, cls in TAGS.items()}
 _HINTS = {cls: typing.get_type_hints(cls) for cls in TAGS.values()}
-_MAX_BYTES = 64 * 1024 * 1024
 
 
 def encode(message: Message) -> bytes:
@@ -155,7 +154,7 @@ def encode(message: Message) -> bytes:
 def decode(data: bytes | memoryview) -> Message:
     """Raises `WireError` for anything but a message of `TAGS` with fields of its types."""
     try:
-        parts = msgpack.unpackb(data, use_list=False, max_buffer_size=_MAX_BYTES)
+        parts = msgpack.unpackb(data, use_list=False)
     except (ValueError, msgpack.UnpackException) as error:
         raise WireError(f"not msgpack: {error}") from None
     if not isinstance(parts, tuple) or not parts or not isinstance(parts[0], int) or parts[0] not in TAGS:
