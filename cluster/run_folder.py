@@ -32,7 +32,16 @@ class RunFolder:
         self.mark = self.temporary.name
         reading, self._pipe = os.pipe()
         self._reaper = subprocess.Popen(
-            [sys.executable, "-S", "-P", "-E", str(cluster.reaper.__file__), str(reading), self.mark, str(self.temporary)],
+            [
+                sys.executable,
+                "-S",
+                "-P",
+                "-E",
+                str(cluster.reaper.__file__),
+                str(reading),
+                self.mark,
+                str(self.temporary),
+            ],
             stdin=subprocess.DEVNULL,
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,
