@@ -7,9 +7,12 @@ token and no page travels through it.
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import logging
 import os
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +38,9 @@ _OWN = {
     "RAY_prestart_worker_first_driver": "0",
     # Pools are taken at the start and never grow: Ray has nobody to kill.
     "RAY_memory_monitor_refresh_ms": "0",
+    # Their metrics ports are fixed numbers unless told otherwise.
+    "AUTOSCALER_METRIC_PORT": "0",
+    "DASHBOARD_METRIC_PORT": "0",
     "RAY_health_check_initial_delay_ms": "1000",
     "RAY_health_check_period_ms": "500",
     "RAY_health_check_timeout_ms": "1000",
@@ -48,17 +54,34 @@ def start_own_ray(folder: Path, dashboard: bool) -> str:
     _importable_by_workers()
     import ray
 
-    ray.init(
-        address="local",
-        _node_ip_address=LOOPBACK,
-        _temp_dir=str(folder),
-        include_dashboard=dashboard,
-        object_store_memory=OBJECT_STORE_BYTES,
-        num_gpus=0,
-        resources={"twinpool_prefill": OWN_SLOTS, "twinpool_decode": OWN_SLOTS},
-        **_driver(),
-    )
+    with _agent_on_free_port():
+        ray.init(
+            address="local",
+            _node_ip_address=LOOPBACK,
+            _temp_dir=str(folder),
+            include_dashboard=dashboard,
+            object_store_memory=OBJECT_STORE_BYTES,
+            num_gpus=0,
+            resources={"twinpool_prefill": OWN_SLOTS, "twinpool_decode": OWN_SLOTS},
+            **_driver(),
+        )
     return LOOPBACK
+
+
+@contextlib.contextmanager
+def _agent_on_free_port() -> Iterator[None]:
+    """Ray gives its node agent one fixed port, and a second Ray on the machine waits seconds for it in vain.
+
+    `ray.init` has no argument for it; `ray start` has, with 0 for any, which is what is set here.
+    """
+    from ray._private.parameter import RayParams
+
+    plain = RayParams.__init__
+    RayParams.__init__ = functools.partialmethod(plain, dashboard_agent_listen_port=0)
+    try:
+        yield
+    finally:
+        RayParams.__init__ = plain
 
 
 def join_ray(address: str, prefill: int, decode: int) -> str:
