@@ -167,7 +167,7 @@ def _table(*titles: str) -> Any:
     from rich import box
     from rich.table import Table
 
-    table = Table(box=box.SIMPLE_HEAD)
+    table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
     for index, title in enumerate(titles):
         table.add_column(title, justify="left" if index < 2 or title == "node" else "right", no_wrap=True)
     return table

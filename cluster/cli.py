@@ -164,7 +164,8 @@ def _undrain(args: argparse.Namespace) -> int:
 def _show(table: Any) -> None:
     from rich.console import Console
 
-    Console(highlight=False).print(table)
+    # In a pipe nothing has to fit a screen, and nothing may be cut.
+    Console(highlight=False, width=None if sys.stdout.isatty() else 160).print(table)
 
 
 _RUN = {"serve": _serve, "status": _status, "drain": _drain, "undrain": _undrain, "check": _check}
