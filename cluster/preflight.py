@@ -5,6 +5,7 @@ Nothing here imports torch or Ray, so a mistake costs its author a second and on
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import socket
 from dataclasses import dataclass, field
@@ -128,6 +129,11 @@ def device_tokens(config: Config, spec: ModelSpec, role: Role, free_bytes: int) 
             f"{role} workers have {_mib(free_bytes)} of memory each, too little for one page: start fewer workers"
         )
     return max(tokens, page)
+
+
+def with_threads(config: Config, threads: int) -> Config:
+    """The configuration of one worker, whose threads have been worked out."""
+    return dataclasses.replace(config, engine=dataclasses.replace(config.engine, threads=threads))
 
 
 def free_port(host: str, port: int) -> int:

@@ -7,7 +7,6 @@ the router watches. At the end all goes in reverse, and the reaper takes what di
 
 from __future__ import annotations
 
-import dataclasses
 import http.client
 import logging
 import os
@@ -18,7 +17,7 @@ from typing import TextIO
 from cluster.controller import Controller, Start
 from cluster.controller_service import ControllerServer, FileLedger
 from cluster.logs import last_words, log_to_stream
-from cluster.preflight import Prepared
+from cluster.preflight import Prepared, with_threads
 from cluster.router_process import COMMAND, RouterProcess
 from cluster.run_folder import RunFolder
 from cluster.stopping import Stopping
@@ -26,7 +25,6 @@ from cluster.supervisor import Supervisor
 from cluster.terminal import Terminal, curl_line, take_over_output, url_of
 from cluster.worker_process import BuildWorker, WorkerPlan, build_from_plan
 from contracts.clock import Clock, SystemClock
-from contracts.config import Config
 from contracts.errors import TwinpoolError
 
 log = logging.getLogger("twinpool.serve")
@@ -152,7 +150,7 @@ class Serve:
             role=start.role,
             incarnation=start.incarnation,
             model=prepared.spec.folder,
-            config=_with_threads(prepared.config, prepared.threads),
+            config=with_threads(prepared.config, prepared.threads),
             device_tokens=prepared.device_tokens[start.role],
             host=self._address if prepared.options.ray_address is None else "",
             controller=self._server.endpoint,
@@ -216,10 +214,6 @@ class Serve:
             self._folder.owns(*self._router.start())
 
 
-def _with_threads(config: Config, threads: int) -> Config:
-    return dataclasses.replace(config, engine=dataclasses.replace(config.engine, threads=threads))
-
-
 def _words(lines: list[str]) -> str:
     return "".join(f"\n    {line}" for line in lines)
 
@@ -242,6 +236,10 @@ def serve(prepared: Prepared) -> int:
     out = take_over_output(folder.logs / "serve.log")
     log_to_stream("serve")
     try:
+        if prepared.config.transfer.plane == "local":
+            from cluster.serve_local import LocalServe
+
+            return LocalServe(prepared, folder, out).run()
         return Serve(prepared, folder, out).run()
     except TwinpoolError as error:
         out.write(f"error: {error}\n")
