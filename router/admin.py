@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 import hmac
 import ipaddress
-import json
 import os
 from dataclasses import replace
 from typing import Any
@@ -40,18 +39,21 @@ def _forbidden(exchange: Exchange) -> Failure | None:
     if local and not exchange.header(b"origin"):
         return None
     return Failure(
-        403, f"cluster endpoints answer on loopback, or with the token in {TOKEN_VARIABLE}", "permission_error", "forbidden"
+        403,
+        f"cluster endpoints answer on loopback, or with the token in {TOKEN_VARIABLE}",
+        "permission_error",
+        "forbidden",
     )
 
 
-async def status(service: RouterService, exchange: Exchange, client_id: str) -> None:
+async def status(service: RouterService, exchange: Exchange) -> None:
     """Every worker the controller knows, asked now."""
     if failure := _forbidden(exchange):
-        await exchange.fail(failure, [])
+        await exchange.fail(failure)
         return
     lines = await asyncio.gather(*(_status_of(service, view) for view in service.fleet.views))
     shown = [_status_line(line) for line in sorted(lines, key=lambda s: (s.role != "prefill", _natural(s.name)))]
-    await exchange.answer(200, json.dumps({"workers": shown}).encode())
+    await exchange.answer_json(200, {"workers": shown})
 
 
 async def _status_of(service: RouterService, view: WorkerView) -> WorkerStatus:
@@ -88,10 +90,10 @@ def _natural(name: str) -> tuple[str, int]:
     return (head, int(number)) if number.isdigit() else (name, 0)
 
 
-async def check(service: RouterService, exchange: Exchange, client_id: str) -> None:
+async def check(service: RouterService, exchange: Exchange) -> None:
     """Every worker recounts its books; so does the router."""
     if failure := _forbidden(exchange):
-        await exchange.fail(failure, [])
+        await exchange.fail(failure)
         return
     alive = [v for v in service.fleet.views if v.status.state not in GONE and v.status.state != "starting"]
     reports = [*await asyncio.gather(*(_check_of(service, view) for view in alive))]
@@ -109,7 +111,7 @@ async def check(service: RouterService, exchange: Exchange, client_id: str) -> N
         none = {"pages": 0, "slots": 0, "leases": 0, "rooms": 0}
         workers.append({"name": "router", "checked": none, "violations": own})
     ok = not any(w["violations"] for w in workers)
-    await exchange.answer(200, json.dumps({"ok": ok, "workers": workers}).encode())
+    await exchange.answer_json(200, {"ok": ok, "workers": workers})
 
 
 async def _check_of(service: RouterService, view: WorkerView) -> CheckReport:
@@ -124,7 +126,7 @@ async def _check_of(service: RouterService, view: WorkerView) -> CheckReport:
         return CheckReport(view.record.name, 0, 0, 0, 0, (f"unreachable: {reason}",))
 
 
-async def drain(service: RouterService, exchange: Exchange, client_id: str) -> None:
+async def drain(service: RouterService, exchange: Exchange) -> None:
     """Stop a worker's admission; it leaves when its work is done. Refused for the last of its role unless ``force``."""
     name = exchange.path.removeprefix("/cluster/drain/")
     force = parse_qs(exchange.query.decode("latin-1")).get("force", ["false"])[-1].lower() in ("1", "true", "yes")
@@ -135,12 +137,12 @@ async def drain(service: RouterService, exchange: Exchange, client_id: str) -> N
             entry = _conflict(f"{name} is draining already")
         elif state != "ready":
             entry = _conflict(f"{name} is {state}: only a ready worker can be drained")
-        elif not force and [e.record.name for e in service.brain.serving(entry.record.role)] in ([entry.record.name], []):
+        elif not force and [e.record.name for e in service.brain.serving(entry.record.role)] in ([name], []):
             entry = _conflict(f"{name} is the last {entry.record.role} worker that serves; drain it with force")
     await _tell(service, exchange, entry, drain=True)
 
 
-async def undrain(service: RouterService, exchange: Exchange, client_id: str) -> None:
+async def undrain(service: RouterService, exchange: Exchange) -> None:
     """Let a draining worker admit again, until it has left."""
     name = exchange.path.removeprefix("/cluster/undrain/")
     entry = _find(service, exchange, name)
@@ -169,7 +171,7 @@ def _conflict(message: str) -> Failure:
 
 async def _tell(service: RouterService, exchange: Exchange, target: Entry | Failure, *, drain: bool) -> None:
     if isinstance(target, Failure):
-        await exchange.fail(target, [])
+        await exchange.fail(target)
         return
     port = service.fleet.port(target.key)
     try:
@@ -180,7 +182,7 @@ async def _tell(service: RouterService, exchange: Exchange, target: Entry | Fail
     except (OSError, TimeoutError) as error:
         reason = str(error) or "no answer in time"
         failure = Failure(503, f"{target.record.name} can't be reached: {reason}", "server_error", "unreachable")
-        await exchange.fail(failure, [])
+        await exchange.fail(failure)
         return
     service.brain.on_status(answer)
-    await exchange.answer(200, json.dumps(_status_line(answer)).encode())
+    await exchange.answer_json(200, _status_line(answer))

@@ -44,7 +44,7 @@ class Answer:
     def chunk(self, piece: Piece) -> bytes:
         """The event of `piece`; empty when it would say nothing."""
         ask = self._ask
-        text, logprobs, offset = piece.text, None, 0
+        text, logprobs = piece.text, None
         choice = self._choices[piece.index]
         if piece.first and ask.echo:
             text = choice.prompt_text + text

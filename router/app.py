@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import re
-import secrets
 from collections.abc import Awaitable, Callable
 from typing import Any
 
@@ -21,9 +18,7 @@ from router.service import RouterService
 from router.web import BodyTooLarge, Exchange, Receive, Scope, Sender
 
 App = Callable[[Scope, Receive, Sender], Awaitable[None]]
-Handler = Callable[[RouterService, Exchange, str], Awaitable[None]]
-
-_CLIENT_ID = re.compile(r"[^A-Za-z0-9._:\-]")
+Handler = Callable[[RouterService, Exchange], Awaitable[None]]
 
 
 def create_app(service: RouterService) -> App:
@@ -51,26 +46,24 @@ async def _lifespan(service: RouterService, receive: Receive, send: Sender) -> N
 
 
 async def _serve(service: RouterService, exchange: Exchange) -> None:
-    client_id = _CLIENT_ID.sub("", exchange.header(b"x-request-id"))[:64] or secrets.token_hex(8)
-    headers = [(b"x-request-id", client_id.encode())]
     try:
         handler = _find(exchange)
         if isinstance(handler, Failure):
-            await exchange.fail(handler, headers)
+            await exchange.fail(handler)
         else:
-            await handler(service, exchange, client_id)
+            await handler(service, exchange)
     except ClientGone:
         pass
     except BodyTooLarge as error:
         failure = Failure(413, str(error), "invalid_request_error", "body_too_large")
-        await exchange.refuse_body(failure, headers, service.config.max_body_bytes)
+        await exchange.refuse_body(failure, service.config.max_body_bytes)
     except TwinpoolError as error:
-        await exchange.fail(failure_of(error), headers)
+        await exchange.fail(failure_of(error))
     except Exception:
-        log("handler failed", trace=True, client_id=client_id, path=exchange.path)
+        log("handler failed", trace=True, client_id=exchange.client_id, path=exchange.path)
         if exchange.started:
             raise
-        await exchange.fail(Failure(500, "the router failed inside; see its log", "server_error", "internal"), headers)
+        await exchange.fail(Failure(500, "the router failed inside; see its log", "server_error", "internal"))
     finally:
         exchange.release()
 
@@ -97,15 +90,15 @@ async def _read_body(service: RouterService, exchange: Exchange) -> tuple[dict[s
     return await service.off_loop(len(raw), lambda: read_json(raw)), len(raw)
 
 
-async def _completions(service: RouterService, exchange: Exchange, client_id: str) -> None:
-    await _generate(service, exchange, client_id, chat=False)
+async def _completions(service: RouterService, exchange: Exchange) -> None:
+    await _generate(service, exchange, chat=False)
 
 
-async def _chat(service: RouterService, exchange: Exchange, client_id: str) -> None:
-    await _generate(service, exchange, client_id, chat=True)
+async def _chat(service: RouterService, exchange: Exchange) -> None:
+    await _generate(service, exchange, chat=True)
 
 
-async def _generate(service: RouterService, exchange: Exchange, client_id: str, *, chat: bool) -> None:
+async def _generate(service: RouterService, exchange: Exchange, *, chat: bool) -> None:
     body, size = await _read_body(service, exchange)
     read = read_chat if chat else read_completion
     ask = await service.off_loop(size, lambda: read(body, service.spec))
@@ -121,43 +114,42 @@ async def _generate(service: RouterService, exchange: Exchange, client_id: str, 
             job.fail("the client left")
 
     exchange.on_gone(client_left)
-    job = await service.open(ask, size, client_id)
-    headers = [(b"x-request-id", client_id.encode())]
+    job = await service.open(ask, size, exchange.client_id)
     try:
         if gone:
             return
         if ask.stream:
-            await _stream(exchange, job, headers, wants_timeline)
+            await _stream(exchange, job, wants_timeline)
             return
         await job.ended()
         if gone:
             return
         if job.failed is not None:
-            await exchange.fail(failure_of_done(job.failed), headers)
+            await exchange.fail(failure_of_done(job.failed))
             return
-        await exchange.answer(200, job.answer.whole(job.timeline() if wants_timeline else None), headers)
+        await exchange.answer(200, job.answer.whole(job.timeline() if wants_timeline else None))
     finally:
         service.abandon(job)  # nothing to do unless the answer was cut short
 
 
-async def _stream(exchange: Exchange, job: Job, headers: list[tuple[bytes, bytes]], wants_timeline: bool) -> None:
+async def _stream(exchange: Exchange, job: Job, wants_timeline: bool) -> None:
     """Events as they come. A failure before the first is a plain error; later it is an event, without ``[DONE]``."""
     while events := await job.more():
         if not exchange.started:
-            await exchange.begin_events(headers)
+            await exchange.begin_events()
         await exchange.write(events)
     if job.failed is None:
         if not exchange.started:
-            await exchange.begin_events(headers)
+            await exchange.begin_events()
         closing = job.answer.closing(job.timeline() if wants_timeline else None)
         await exchange.write(closing, more=False)
     elif not exchange.started:
-        await exchange.fail(failure_of_done(job.failed), headers)
+        await exchange.fail(failure_of_done(job.failed))
     else:
         await exchange.write(b"data: " + failure_of_done(job.failed).to_json() + b"\n\n", more=False)
 
 
-async def _tokenize(service: RouterService, exchange: Exchange, client_id: str) -> None:
+async def _tokenize(service: RouterService, exchange: Exchange) -> None:
     body, size = await _read_body(service, exchange)
     check_model(body, service.spec)
     values = read_fields(body, TOKENIZE)
@@ -177,27 +169,27 @@ async def _tokenize(service: RouterService, exchange: Exchange, client_id: str) 
     answer: dict[str, Any] = {"count": len(tokens), "max_model_len": service.spec.context, "tokens": tokens}
     if values.get("return_token_strs"):
         answer["token_strs"] = [service.codec.token_piece(t) for t in tokens]
-    await _answer_json(exchange, 200, answer)
+    await exchange.answer_json(200, answer)
 
 
-async def _detokenize(service: RouterService, exchange: Exchange, client_id: str) -> None:
+async def _detokenize(service: RouterService, exchange: Exchange) -> None:
     body, size = await _read_body(service, exchange)
     check_model(body, service.spec)
     tokens = read_tokens(body.get("tokens"), service.spec, "tokens")
     text = await service.off_loop(size, lambda: service.codec.decode(tokens))
-    await _answer_json(exchange, 200, {"prompt": text})
+    await exchange.answer_json(200, {"prompt": text})
 
 
 # ---------------------------------------------------------------- what is served, and how it is
 
 
-async def _models(service: RouterService, exchange: Exchange, client_id: str) -> None:
-    await _answer_json(exchange, 200, {"object": "list", "data": [_model(service)]})
+async def _models(service: RouterService, exchange: Exchange) -> None:
+    await exchange.answer_json(200, {"object": "list", "data": [_model(service)]})
 
 
-async def _one_model(service: RouterService, exchange: Exchange, client_id: str) -> None:
+async def _one_model(service: RouterService, exchange: Exchange) -> None:
     check_model({"model": exchange.path.removeprefix("/v1/models/")}, service.spec)
-    await _answer_json(exchange, 200, _model(service))
+    await exchange.answer_json(200, _model(service))
 
 
 def _model(service: RouterService) -> dict[str, Any]:
@@ -213,7 +205,7 @@ def _model(service: RouterService) -> dict[str, Any]:
     }
 
 
-async def _health(service: RouterService, exchange: Exchange, client_id: str) -> None:
+async def _health(service: RouterService, exchange: Exchange) -> None:
     """200 while requests can be served and work advances."""
     brain = service.brain
     serving = {str(role): len(brain.serving(role)) for role in Role}
@@ -227,23 +219,19 @@ async def _health(service: RouterService, exchange: Exchange, client_id: str) ->
         "in_house": brain.in_house,
         "waiting": brain.waiting,
     }
-    await _answer_json(exchange, 503 if problems else 200, answer)
+    await exchange.answer_json(503 if problems else 200, answer)
 
 
-async def _live(service: RouterService, exchange: Exchange, client_id: str) -> None:
-    await _answer_json(exchange, 200, {"status": "alive"})
+async def _live(service: RouterService, exchange: Exchange) -> None:
+    await exchange.answer_json(200, {"status": "alive"})
 
 
-async def _metrics(service: RouterService, exchange: Exchange, client_id: str) -> None:
+async def _metrics(service: RouterService, exchange: Exchange) -> None:
     await exchange.answer(200, service.metrics.text(), kind=b"text/plain; version=0.0.4; charset=utf-8")
 
 
-async def _openapi(service: RouterService, exchange: Exchange, client_id: str) -> None:
-    await _answer_json(exchange, 200, openapi_document())
-
-
-async def _answer_json(exchange: Exchange, status: int, tree: object) -> None:
-    await exchange.answer(status, json.dumps(tree).encode())
+async def _openapi(service: RouterService, exchange: Exchange) -> None:
+    await exchange.answer_json(200, openapi_document())
 
 
 ROUTES: dict[str, dict[str, Handler]] = {

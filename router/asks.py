@@ -225,9 +225,7 @@ def _read_stream_options(options: object, stream: bool) -> tuple[bool, bool]:
         raise RequestError(f"stream_options must be an object; got {describe(options)}", param="stream_options")
     if not stream:
         raise RequestError("stream_options needs stream: true", param="stream_options")
-    values = read_fields(
-        options, {"include_usage": Field("boolean"), "continuous_usage_stats": Field("boolean")}
-    )
+    values = read_fields(options, {"include_usage": Field("boolean"), "continuous_usage_stats": Field("boolean")})
     continuous = values.get("continuous_usage_stats", False)
     return values.get("include_usage", False) or continuous, continuous
 

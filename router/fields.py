@@ -1,4 +1,4 @@
-"""The fields of a request body, as tables: kind, range, default and meaning of each; `openapi.json` is made of them too.
+"""The fields of a request body, as tables: kind, range, default and meaning of each; `openapi.json` is made of them.
 
 Reading is strict: ``"5"`` is no number, ``true`` is no number, NaN is no number. ``null`` means "not given", as in
 OpenAI's API. Fields that aren't in any table are ignored, as OpenAI does, except those in `REFUSED`: they would change

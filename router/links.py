@@ -145,7 +145,7 @@ class GrpcPort:
         return status_from_proto(await self._ask(self._stub.Undrain, CONNECT_TIMEOUT_S))
 
     async def aclose(self) -> None:
-        await self._channel.close()
+        await self._channel.close(None)
 
     async def _ask(self, method: Any, timeout_s: float) -> Any:
         """One call; raises `ConnectionError` with the reason when it isn't answered in time."""

@@ -13,7 +13,12 @@ _logger = logging.getLogger("twinpool.router")
 class _JsonLines(logging.Formatter):
     def format(self, record: logging.LogRecord) -> str:
         fields = getattr(record, "fields", {})
-        line = {"time": round(time.time(), 3), "level": record.levelname.lower(), "event": record.getMessage(), **fields}
+        line = {
+            "time": round(time.time(), 3),
+            "level": record.levelname.lower(),
+            "event": record.getMessage(),
+            **fields,
+        }
         if record.exc_info:
             line["traceback"] = self.formatException(record.exc_info)
         return json.dumps(line, default=str)

@@ -27,7 +27,10 @@ class Metrics:
         r = self.registry
         self._clock = clock
         self._computed = Counter(
-            "twinpool_prompt_tokens_computed", "Prompt tokens whose state a worker computed", ["worker", "role"], registry=r
+            "twinpool_prompt_tokens_computed",
+            "Prompt tokens whose state a worker computed",
+            ["worker", "role"],
+            registry=r,
         )
         self._bytes = Counter(
             "twinpool_transfer_bytes", "Bytes of pages received and verified by decode", ["plane"], registry=r
@@ -36,7 +39,10 @@ class Metrics:
         self._cached = Counter("twinpool_prompt_tokens_cached", "Prompt tokens found in prefill's cache", registry=r)
         self._generated = Counter("twinpool_generated_tokens", "Tokens delivered to clients' answers", registry=r)
         self._ttft = Histogram(
-            "twinpool_time_to_first_token_seconds", "From arrival to the first token", buckets=TTFT_BUCKETS_S, registry=r
+            "twinpool_time_to_first_token_seconds",
+            "From arrival to the first token",
+            buckets=TTFT_BUCKETS_S,
+            registry=r,
         )
         self._itl = Histogram(
             "twinpool_inter_token_seconds", "Between tokens of an answer", buckets=ITL_BUCKETS_S, registry=r
@@ -92,7 +98,11 @@ class _BrainCollector(Collector):
             ("twinpool_requests_cancelled", "Choices taken back", counts.cancelled),
             ("twinpool_replays", "Attempts after a worker was lost or failed", counts.replays),
             ("twinpool_drain_refusals", "Attempts that a draining worker refused", counts.refusals),
-            ("twinpool_damaged", "Hand-overs whose bytes did not match their tag, detected and recomputed", counts.damaged),
+            (
+                "twinpool_damaged",
+                "Hand-overs whose bytes did not match their tag, detected and recomputed",
+                counts.damaged,
+            ),
             ("twinpool_fallbacks", "Requests served without the hand-over that they were due", counts.fallbacks),
             ("twinpool_late_events", "Events of ended requests or earlier attempts, dropped", counts.late_events),
         ):
@@ -109,7 +119,9 @@ class _BrainCollector(Collector):
         load = GaugeMetricFamily(
             "twinpool_worker_load", "Prompt tokens (prefill) or sequences (decode) in flight", labels=["worker", "role"]
         )
-        free = GaugeMetricFamily("twinpool_worker_pages_free", "Free pages, as last reported", labels=["worker", "role"])
+        free = GaugeMetricFamily(
+            "twinpool_worker_pages_free", "Free pages, as last reported", labels=["worker", "role"]
+        )
         for entry in self._brain.workers:
             labels = [entry.record.name, str(entry.record.role)]
             load.add_metric(labels, entry.load)

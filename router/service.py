@@ -136,9 +136,7 @@ class RouterService:
             raise
         return self._admit(ask, prompts, limits, client_id, self.clock.now() - began)
 
-    def _admit(
-        self, ask: Ask, prompts: list[Prepared], limits: list[int], client_id: str, tokenise_s: float
-    ) -> Job:
+    def _admit(self, ask: Ask, prompts: list[Prepared], limits: list[int], client_id: str, tokenise_s: float) -> Job:
         job_id, now = self._mint(), self.clock.now()
         answer = Answer(ask, job_id, int(time.time()), self.spec.name, self.codec)
         job = Job(job_id, ask, answer, self.config.client_buffer_events)
@@ -200,7 +198,9 @@ class RouterService:
         param = "messages" if ask.chat else "prompt"
         wanted = 1 if ask.max_tokens is None else ask.max_tokens
         if have > context or (wanted and have >= context):
-            raise RequestError(f"the prompt has {have} tokens; the context of {context} has no room for it", param=param)
+            raise RequestError(
+                f"the prompt has {have} tokens; the context of {context} has no room for it", param=param
+            )
         if have + wanted > context:
             raise RequestError(
                 f"prompt ({have} tokens) and max_tokens ({wanted}) make {have + wanted}; the context is {context}",

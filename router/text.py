@@ -66,7 +66,9 @@ class TextCodec:
         by a factor of 4 at most."""
         return len(text) // (4 * self._longest) if self._longest else 0
 
-    def render(self, messages: Sequence[Mapping[str, Any]], add_generation_prompt: bool, extra: Mapping[str, Any]) -> str:
+    def render(
+        self, messages: Sequence[Mapping[str, Any]], add_generation_prompt: bool, extra: Mapping[str, Any]
+    ) -> str:
         """The chat's prompt. Raises `RequestError` without a template or where it refuses."""
         if self._tokenizer is None:
             raise RequestError(NO_TOKENIZER, param="messages")

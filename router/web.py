@@ -7,7 +7,10 @@ would only cost time. What is here is plain ASGI 3 and runs on any ASGI server.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, MutableMapping
+import json
+import re
+import secrets
+from collections.abc import Awaitable, Callable, MutableMapping, Sequence
 from typing import Any
 
 from contracts.errors import TwinpoolError
@@ -22,8 +25,10 @@ REST_TIMEOUT_S = 5.0
 REST_FACTOR = 4
 """Of a body that is too large this many times the limit is read and thrown away, so that the client can hear why."""
 
-JSON_TYPE = (b"content-type", b"application/json")
-EVENT_HEADERS = [(b"content-type", b"text/event-stream; charset=utf-8"), (b"cache-control", b"no-cache")]
+JSON_KIND = b"application/json"
+EVENT_HEADERS = ((b"content-type", b"text/event-stream; charset=utf-8"), (b"cache-control", b"no-cache"))
+CLIENT_ID_CHARS = 64
+_UNCLEAN = re.compile(r"[^A-Za-z0-9._:\-]")
 
 
 class BodyTooLarge(TwinpoolError):
@@ -33,7 +38,19 @@ class BodyTooLarge(TwinpoolError):
 class Exchange:
     """One HTTP request and its answer."""
 
-    __slots__ = ("_gone", "_receive", "_send", "body_done", "headers", "method", "path", "query", "scope", "started")
+    __slots__ = (
+        "_gone",
+        "_receive",
+        "_send",
+        "body_done",
+        "client_id",
+        "headers",
+        "method",
+        "path",
+        "query",
+        "scope",
+        "started",
+    )
 
     def __init__(self, scope: Scope, receive: Receive, send: Sender) -> None:
         self.scope = scope
@@ -45,6 +62,9 @@ class Exchange:
         self.headers: dict[bytes, bytes] = dict(scope["headers"])
         self.started = False
         self.body_done = False
+        given = _UNCLEAN.sub("", self.header(b"x-request-id"))[:CLIENT_ID_CHARS]
+        self.client_id = given or secrets.token_hex(8)
+        """The client's own name for the request, cleaned, or a minted one; it goes back with every answer."""
         self._gone: asyncio.Task[None] | None = None
 
     def header(self, name: bytes) -> str:
@@ -89,34 +109,41 @@ class Exchange:
         if self._gone is not None:
             self._gone.cancel()
 
-    async def answer(
-        self, status: int, body: bytes, headers: list[tuple[bytes, bytes]] | None = None, kind: bytes | None = None
-    ) -> None:
+    async def _begin(self, status: int, headers: list[tuple[bytes, bytes]]) -> None:
         self.started = True
-        head = [JSON_TYPE if kind is None else (b"content-type", kind), (b"content-length", b"%d" % len(body))]
-        await self._send({"type": "http.response.start", "status": status, "headers": head + (headers or [])})
+        headers.append((b"x-request-id", self.client_id.encode()))
+        await self._send({"type": "http.response.start", "status": status, "headers": headers})
+
+    async def answer(
+        self, status: int, body: bytes, *, kind: bytes = JSON_KIND, headers: Sequence[tuple[bytes, bytes]] = ()
+    ) -> None:
+        await self._begin(status, [(b"content-type", kind), (b"content-length", b"%d" % len(body)), *headers])
         await self._send({"type": "http.response.body", "body": body})
 
-    async def begin_events(self, headers: list[tuple[bytes, bytes]]) -> None:
-        self.started = True
-        await self._send({"type": "http.response.start", "status": 200, "headers": EVENT_HEADERS + headers})
+    async def answer_json(self, status: int, tree: object) -> None:
+        await self.answer(status, json.dumps(tree).encode())
+
+    async def begin_events(self) -> None:
+        await self._begin(200, list(EVENT_HEADERS))
 
     async def write(self, body: bytes, *, more: bool = True) -> None:
         await self._send({"type": "http.response.body", "body": body, "more_body": more})
 
-    async def fail(self, failure: Failure, headers: list[tuple[bytes, bytes]]) -> None:
+    async def fail(self, failure: Failure) -> None:
         """Answer with an error in OpenAI's shape."""
-        if failure.retry_after_s is not None:
-            headers = [*headers, (b"retry-after", b"%d" % failure.retry_after_s)]
-        await self.answer(failure.status, failure.to_json(), headers)
+        retry = failure.retry_after_s
+        headers = [(b"retry-after", b"%d" % retry)] if retry is not None else []
+        await self.answer(failure.status, failure.to_json(), headers=headers)
 
-    async def refuse_body(self, failure: Failure, headers: list[tuple[bytes, bytes]], limit: int) -> None:
-        """Answer before the body has been read, then throw some of the rest away and close the connection."""
+    async def refuse_body(self, failure: Failure, limit: int) -> None:
+        """Answer before the body has been read, then throw some of the rest away and close the connection.
+
+        The last byte of the answer is held until then: a server stops reading once an answer is complete.
+        """
         body = failure.to_json()
-        head = [JSON_TYPE, (b"content-length", b"%d" % len(body)), (b"connection", b"close"), *headers]
-        self.started = True
-        await self._send({"type": "http.response.start", "status": failure.status, "headers": head})
-        await self._send({"type": "http.response.body", "body": body[:1], "more_body": True})
+        head = [(b"content-type", JSON_KIND), (b"content-length", b"%d" % len(body)), (b"connection", b"close")]
+        await self._begin(failure.status, head)
+        await self.write(body[:-1])
         try:
             async with asyncio.timeout(REST_TIMEOUT_S):
                 thrown = 0
@@ -127,4 +154,4 @@ class Exchange:
                         break
         except TimeoutError:
             pass
-        await self._send({"type": "http.response.body", "body": body[1:]})
+        await self.write(body[-1:], more=False)
