@@ -16,7 +16,7 @@ import ssl
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, cast
 from urllib.parse import urlsplit
 
 import httptools
@@ -156,9 +156,8 @@ class _Exchange(asyncio.Protocol):
         self._transport: asyncio.Transport | None = None
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        assert isinstance(transport, asyncio.Transport)
-        self._transport = transport
-        transport.write(self._request)
+        self._transport = cast(asyncio.Transport, transport)  # uvloop's are none by inheritance
+        self._transport.write(self._request)
 
     def data_received(self, data: bytes) -> None:
         self._now = time.perf_counter()
@@ -221,6 +220,10 @@ class _Exchange(asyncio.Protocol):
             self._outcome.prompt_tokens = usage.get("prompt_tokens")
             self._outcome.completion_tokens = usage.get("completion_tokens")
 
+    def abort(self) -> None:
+        if self._transport is not None:
+            self._transport.abort()
+
     def _finish(self, error: str | None, note: str) -> None:
         if self.ended.done():
             return
@@ -228,8 +231,7 @@ class _Exchange(asyncio.Protocol):
         self._outcome.error = error
         self._outcome.note = note[:_NOTE_CHARS]
         self.ended.set_result(None)
-        if self._transport is not None:
-            self._transport.abort()
+        self.abort()
 
 
 def carries_tokens(event: dict[str, Any]) -> bool:
@@ -250,10 +252,10 @@ async def stream(endpoint: Endpoint, request: bytes, outcome: Outcome, timeout_s
     """Send `request` (from `Endpoint.encode`) now and follow its answer to the end; never raises for the server."""
     loop = asyncio.get_running_loop()
     outcome.sent_s = time.perf_counter()
-    transport: asyncio.BaseTransport | None = None
+    exchange: _Exchange | None = None
     try:
         async with asyncio.timeout(timeout_s):
-            transport, exchange = await loop.create_connection(
+            _, exchange = await loop.create_connection(
                 lambda: _Exchange(request, outcome),
                 endpoint.host,
                 endpoint.port,
@@ -265,8 +267,8 @@ async def stream(endpoint: Endpoint, request: bytes, outcome: Outcome, timeout_s
     except OSError as error:
         outcome.error, outcome.note = "no connection", str(error)[:_NOTE_CHARS]
     finally:
-        if isinstance(transport, asyncio.Transport):
-            transport.abort()
+        if exchange is not None:
+            exchange.abort()
     if outcome.end_s == 0.0:
         outcome.end_s = time.perf_counter()
     return outcome

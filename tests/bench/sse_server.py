@@ -62,15 +62,17 @@ class SseServer:
             body = json.loads(await reader.readexactly(length)) if length else {}
             self.running += 1
             self.most_running = max(self.most_running, self.running)
-            await self._answer(head.split(" ")[1], body, writer)
-        except (ConnectionError, asyncio.IncompleteReadError):
+            await self._answer(head.split(" ")[1], body, reader, writer)
+        except (ConnectionError, asyncio.IncompleteReadError, asyncio.CancelledError):
             pass
         finally:
             self.running -= 1
             self._tasks.discard(task)
             writer.close()
 
-    async def _answer(self, path: str, body: dict[str, Any], writer: asyncio.StreamWriter) -> None:
+    async def _answer(
+        self, path: str, body: dict[str, Any], reader: asyncio.StreamReader, writer: asyncio.StreamWriter
+    ) -> None:
         if path == "/v1/models":
             return self._plain(writer, 200, {"data": [{"id": "tiny"}]})
         if not body.get("stream"):
@@ -83,7 +85,8 @@ class SseServer:
         if way == "plain":
             return self._plain(writer, 200, {"choices": []})
         if way == "silent":
-            await asyncio.Event().wait()
+            await reader.read()  # until the client leaves
+            return None
         writer.write(b"HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\nTransfer-Encoding: chunked\r\n\r\n")
         events = list(self._events(path, body, way))
         if way == "in one piece":

@@ -120,6 +120,7 @@ def test_a_closed_loop_keeps_so_many_under_way(tmp_path: Path) -> None:
     assert server.most_running == 5
 
 
+@pytest.mark.slow
 def test_an_open_loop_sends_when_due_however_slow_the_answers(tmp_path: Path) -> None:
     with SseServer("silent").serving() as server:
         flags = ("--rate", "500", "--requests", "20", "--timeout-s", "0.3")
