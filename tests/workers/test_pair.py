@@ -230,9 +230,9 @@ def test_c5_a_room_in_which_nothing_happens_is_given_up_by_the_clock(model: Path
     (prompt,) = prompts(14, 20)
     clock = ManualClock()
     with pair(model, clock=clock) as both:
+        both.run(both.submit(prompt, greedy(3)))
         request = both.submit(prompt, greedy(3), legs=(Role.DECODE,))
-        for _ in range(5):
-            both.step()
+        both.step()
         clock.advance(61)
         (answer,) = both.run(request)
         assert answer.done is not None
@@ -317,7 +317,7 @@ def test_c11_prefill_parks_what_has_no_grant_for_what_has_one(model: Path, oracl
     with pair(model, tokens=320, prefill={"cache": {"device_tokens": 320}}) as both:
         early = [both.submit(p, greedy(5), legs=(Role.PREFILL,)) for p in others]
         for _ in range(8):
-            both.prefill.step()
+            both.step(Role.PREFILL)
         late = both.submit(first, greedy(5))
         (answer,) = both.run(late)
         expect_equal(oracle, first, answer)
