@@ -217,7 +217,7 @@ def compare(oracle: Oracle, prompt: Sequence[int], got: Sequence[int]) -> Verdic
 def compare_forced(oracle: Oracle, tokens: Sequence[int], got: Sequence[int], first: int = 0) -> Verdict:
     """Judge bf16 argmaxes by the rule: teacher-forced on `tokens`, `got[i]` being the choice after `tokens[: i + 1]`.
 
-    From index `first` on, every choice must be the oracle's, or one whose logit lies within the oracle's own difference of the best.
+    From index `first` on, every choice must be the oracle's, or one whose logit is within its own difference of the best.
     """
     logits = oracle.logits(tokens)
     best = logits.max(-1).values
