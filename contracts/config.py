@@ -187,7 +187,7 @@ def _assign(tree: dict[str, Any], assignment: str) -> None:
     node[leaf] = yaml.safe_load(text) if text else ""
 
 
-def _build(cls: type, tree: object, prefix: str) -> Any:
+def _build(cls: Any, tree: object, prefix: str) -> Any:
     if not isinstance(tree, Mapping):
         raise ConfigError(f"config section {prefix or 'root'} must hold keys, got {tree!r}")
     hints = typing.get_type_hints(cls)
@@ -240,5 +240,5 @@ def _check_ranges(node: Any, prefix: str = "") -> None:
                 raise ConfigError(
                     f"config key {name} must be {'0 or more' if name in _MAY_BE_ZERO else 'above 0'}; got {value}"
                 )
-            if f.name == "page_tokens" and value & (value - 1):
+            if f.name == "page_tokens" and isinstance(value, int) and value & (value - 1):
                 raise ConfigError(f"config key {name} must be a power of two; got {value}")

@@ -41,7 +41,9 @@ def command_from_proto(message: pb.Command) -> Command:
 
 
 def _submit_to_proto(s: Submit) -> pb.Submit:
-    peer = s.peer and pb.Peer(name=s.peer.name, incarnation=s.peer.incarnation, control=s.peer.control)
+    peer = None
+    if s.peer is not None:
+        peer = pb.Peer(name=s.peer.name, incarnation=s.peer.incarnation, control=s.peer.control)
     return pb.Submit(
         request_id=s.request_id,
         attempt=s.attempt,

@@ -1,0 +1,180 @@
+"""Leases: who owns which pages and slots.
+
+An index (a page, a slot) is in exactly one of three places:
+
+    free ----lease()----> leased ----release()----> limbo ----last pin gone----> free
+                                        \\___________ no pins ___________________/
+
+`release()` bumps the index's epoch, so a mapping taken under the old lease is stale from that moment on. A *pin*
+says that an operation which names the index may still touch it: a launched forward pass, a copy, a remote writer
+that has the memory mapped. Pinned indices wait in limbo; an epoch stops no writer, only the pin's owner knows when
+the last access is over.
+
+Every lease is released once, by itself: `release()` is idempotent, and parts of a lease change hands by `split`.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Sequence
+
+from contracts.errors import CapacityError, StaleLease
+from contracts.ids import Epoch, LeaseId
+
+
+class Lease:
+    """Ownership of some indices of one allocator, until `release`."""
+
+    def __init__(self, allocator: Allocator, lease_id: LeaseId, owner: str, indices: tuple[int, ...]) -> None:
+        self._allocator = allocator
+        self.id = lease_id
+        self.owner = owner
+        self.indices = indices
+        self.epochs = allocator.epochs_of(indices)
+
+    def __len__(self) -> int:
+        return len(self.indices)
+
+    @property
+    def live(self) -> bool:
+        return self._allocator.holds(self)
+
+    def require(self) -> None:
+        """Raises `StaleLease` once the lease has been released or an index has a newer epoch."""
+        if not self.live:
+            raise StaleLease(f"{self._allocator.name} lease {self.id} of {self.owner} has ended")
+
+    def split(self, count: int, owner: str, *, start: int = 0) -> Lease:
+        """Hand `count` indices from `start` on to a new lease of `owner`; this one keeps the rest."""
+        return self._allocator.split(self, slice(start, start + count), owner)
+
+    def release(self) -> None:
+        self._allocator.release(self)
+
+
+class Pin:
+    """Keeps released indices out of the free list until `release`: someone may still touch them."""
+
+    def __init__(self, allocator: Allocator, reason: str, indices: tuple[int, ...]) -> None:
+        self._allocator = allocator
+        self.reason = reason
+        self.indices = indices
+        self.held = True
+
+    def release(self) -> None:
+        if self.held:
+            self.held = False
+            self._allocator.unpin(self)
+
+
+class Allocator:
+    """Hands out indices `first .. size-1` of one index space. Lowest-numbered first after a start, then last freed."""
+
+    def __init__(self, name: str, size: int, *, first: int = 0) -> None:
+        self.name = name
+        self.size = size
+        self._first = first
+        self._free = list(range(size - 1, first - 1, -1))
+        self._epochs = [0] * size
+        self._leases: dict[LeaseId, Lease] = {}
+        self._pins: set[Pin] = set()
+        self._pinned: Counter[int] = Counter()
+        self._limbo: set[int] = set()
+        self._next_id = 1
+
+    @property
+    def total(self) -> int:
+        """Indices that can be leased at all."""
+        return self.size - self._first
+
+    @property
+    def free(self) -> int:
+        return len(self._free)
+
+    @property
+    def leases(self) -> int:
+        return len(self._leases)
+
+    @property
+    def quarantined(self) -> int:
+        """Indices that are nobody's, but not yet free."""
+        return len(self._limbo)
+
+    def lease(self, count: int, owner: str) -> Lease:
+        """Take `count` indices. Raises `CapacityError`, having taken none, when fewer are free."""
+        if count > len(self._free):
+            raise CapacityError(f"{count} {self.name} wanted by {owner}, {len(self._free)} of {self.total} free")
+        taken = tuple(self._free[len(self._free) - count :][::-1]) if count else ()
+        del self._free[len(self._free) - count :]
+        return self._grant(owner, taken)
+
+    def epochs_of(self, indices: Iterable[int]) -> tuple[Epoch, ...]:
+        return tuple(Epoch(self._epochs[i]) for i in indices)
+
+    def holds(self, lease: Lease) -> bool:
+        return self._leases.get(lease.id) is lease and self.epochs_of(lease.indices) == lease.epochs
+
+    def split(self, lease: Lease, run: slice, owner: str) -> Lease:
+        lease.require()
+        if not 0 <= run.start <= run.stop <= len(lease):
+            raise ValueError(f"can't split {run.start}..{run.stop} off a lease of {len(lease)}")
+        part = self._grant(owner, lease.indices[run])
+        lease.indices = lease.indices[: run.start] + lease.indices[run.stop :]
+        lease.epochs = lease.epochs[: run.start] + lease.epochs[run.stop :]
+        return part
+
+    def release(self, lease: Lease) -> None:
+        if self._leases.pop(lease.id, None) is None:
+            return
+        for index in reversed(lease.indices):
+            self._epochs[index] += 1
+            if self._pinned[index]:
+                self._limbo.add(index)
+            else:
+                self._free.append(index)
+
+    def pin(self, indices: Sequence[int], reason: str) -> Pin:
+        pin = Pin(self, reason, tuple(indices))
+        self._pins.add(pin)
+        self._pinned.update(pin.indices)
+        return pin
+
+    def unpin(self, pin: Pin) -> None:
+        self._pins.remove(pin)
+        for index in pin.indices:
+            self._pinned[index] -= 1
+            if not self._pinned[index]:
+                del self._pinned[index]
+                if index in self._limbo:
+                    self._limbo.remove(index)
+                    self._free.append(index)
+
+    def check(self) -> list[str]:
+        """Recount everything from the leases and pins; returns what doesn't add up."""
+        found: list[str] = []
+        owners: dict[int, list[str]] = {}
+        for lease in self._leases.values():
+            for index in lease.indices:
+                owners.setdefault(index, []).append(lease.owner)
+            if self.epochs_of(lease.indices) != lease.epochs:
+                found.append(f"{self.name}: lease {lease.id} of {lease.owner} has an old epoch")
+        for index in self._free:
+            owners.setdefault(index, []).append("the free list")
+        for index in self._limbo:
+            owners.setdefault(index, []).append("limbo")
+        for index in range(self._first, self.size):
+            holders = owners.pop(index, [])
+            if len(holders) != 1:
+                found.append(f"{self.name}: {index} belongs to {' and '.join(holders) or 'nobody'}")
+        found += [f"{self.name}: {index} is out of range, held by {' and '.join(o)}" for index, o in owners.items()]
+        pinned = Counter(index for pin in self._pins for index in pin.indices)
+        if pinned != +self._pinned:
+            found.append(f"{self.name}: pin counts differ from the pins")
+        found += [f"{self.name}: {index} is in limbo without a pin" for index in self._limbo if not pinned[index]]
+        return found
+
+    def _grant(self, owner: str, indices: tuple[int, ...]) -> Lease:
+        lease = Lease(self, LeaseId(self._next_id), owner, indices)
+        self._next_id += 1
+        self._leases[lease.id] = lease
+        return lease

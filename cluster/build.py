@@ -1,0 +1,103 @@
+"""Builds a worker from its parts: checkpoint, pools, engine, data plane, rooms. The one place where they meet."""
+
+from __future__ import annotations
+
+import os
+import time
+from dataclasses import dataclass
+
+from cache.device import Device, make_device
+from cache.pools import PoolSet
+from cache.registry import PoolSetLayout
+from contracts.clock import Clock, SystemClock
+from contracts.config import Config
+from contracts.errors import ConfigError
+from contracts.ids import Incarnation, Role, WorkerName
+from contracts.model import ModelSpec
+from contracts.ports import Worker
+from decode import DecodeWorker
+from engine import dtype_for, load_engine, pool_set_spec
+from engine.engine import Engine
+from prefill import PrefillWorker
+from transfer import Curve, make_plane
+from transfer.plane import Plane
+from transfer.receiver import ReceiverEnd
+from transfer.sender import SenderEnd
+from transfer.waiting import Waiter
+
+SECRET_VARIABLE = "TWINPOOL_CLUSTER_SECRET"
+"""Environment variable with the cluster's secret in hex; needed when workers bind to other than loopback."""
+
+
+@dataclass(frozen=True)
+class Parts:
+    """What both kinds of worker are made of."""
+
+    spec: ModelSpec
+    config: Config
+    device: Device
+    waiter: Waiter
+    plane: Plane
+    pools: PoolSet
+    engine: Engine
+    curve: Curve | None
+
+
+def build_worker(
+    role: Role,
+    name: WorkerName,
+    incarnation: Incarnation,
+    spec: ModelSpec,
+    config: Config,
+    *,
+    host: str,
+    device_tokens: int,
+    clock: Clock | None = None,
+) -> Worker:
+    """Load the model and open the worker's sockets on `host`. Everything is released when a part can't be built.
+
+    `device_tokens` is the number of positions that its pools hold. Raises `CheckpointError` or `ConfigError`.
+    """
+    clock = clock or SystemClock()
+    p = _parts(role, spec, config, host, device_tokens)
+    if role is Role.PREFILL:
+        sender = SenderEnd(
+            name, incarnation, spec.fingerprint, p.plane, p.pools, p.device, config.transfer,
+            host=host, clock=clock, waiter=p.waiter, curve=p.curve,
+        )  # fmt: skip
+        return PrefillWorker(
+            name, incarnation, config, p.engine, p.pools, sender, p.waiter,
+            context=spec.context, clock=clock, pause=time.sleep,
+        )  # fmt: skip
+    receiver = ReceiverEnd(
+        name, incarnation, spec.fingerprint, p.plane, p.pools, config.decode.metadata_slots, config.transfer,
+        verify=config.cache_for(role).verify, clock=clock, waiter=p.waiter, curve=p.curve,
+    )  # fmt: skip
+    return DecodeWorker(
+        name, incarnation, config, p.engine, p.pools, receiver, p.waiter,
+        context=spec.context, clock=clock, pause=time.sleep,
+    )  # fmt: skip
+
+
+def _parts(role: Role, spec: ModelSpec, config: Config, host: str, device_tokens: int) -> Parts:
+    secret = os.environ.get(SECRET_VARIABLE)
+    curve = Curve.from_secret(bytes.fromhex(secret)) if secret else None
+    if curve is None and not host.startswith("127."):
+        raise ConfigError(f"a worker on {host} needs {SECRET_VARIABLE}: only loopback goes without authentication")
+    if config.engine.device == "cuda":
+        raise ConfigError("engine.device=cuda: data planes register host memory only as yet; use engine.device=cpu")
+    device = make_device("cpu")
+    waiter = Waiter()
+    plane = make_plane(config, host, curve, waiter.wake)
+    try:
+        page_tokens = config.cache_for(role).page_tokens
+        layout = PoolSetLayout(
+            pool_set_spec(spec, dtype_for(spec, config.engine), page_tokens), 1 + -(-device_tokens // page_tokens)
+        )
+        pools = PoolSet(layout.spec, layout.pages, plane.allocate("pages", layout.nbytes))
+        engine = load_engine(spec, config.engine, page_tokens, pools.gates["full"], device)
+    except BaseException:
+        plane.close()
+        waiter.close()
+        raise
+    return Parts(spec, config, device, waiter, plane, pools, engine, curve)

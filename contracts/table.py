@@ -1,0 +1,56 @@
+"""State tables: which event is legal in which state, and where it leads.
+
+A table is the whole truth about a life cycle. An event that it doesn't hold raises and changes nothing; terminal
+states are final; `dead_ends` shows that every state can reach one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from enum import StrEnum
+from typing import Generic, TypeVar
+
+from contracts.errors import IllegalTransition
+
+State = TypeVar("State", bound=StrEnum)
+Happening = TypeVar("Happening", bound=StrEnum)
+
+
+class StateTable(Generic[State, Happening]):
+    """`rows[state][event]` is the next state; a state with no row is terminal."""
+
+    def __init__(self, name: str, rows: Mapping[State, Mapping[Happening, State]]) -> None:
+        self.name = name
+        self.rows = rows
+
+    def next(self, state: State, event: Happening) -> State:
+        """Raises `IllegalTransition` when `event` can't happen in `state`."""
+        following = self.rows.get(state, {}).get(event)
+        if following is None:
+            raise IllegalTransition(f"{self.name}: {event} can't happen in state {state}")
+        return following
+
+    def terminal(self, state: State) -> bool:
+        return not self.rows.get(state)
+
+    def dead_ends(self) -> list[State]:
+        """States from which no terminal state can be reached: a sound table has none."""
+        good = {following for row in self.rows.values() for following in row.values() if self.terminal(following)}
+        grew = True
+        while grew:
+            more = {state for state, row in self.rows.items() if state not in good and good & set(row.values())}
+            grew = bool(more)
+            good |= more
+        return [state for state in self.rows if state not in good]
+
+    def diagram(self) -> str:
+        """The table as a Mermaid state diagram."""
+        lines = ["stateDiagram-v2"]
+        for state, row in self.rows.items():
+            lines += [f"    {state} --> {following}: {event}" for event, following in row.items()]
+        lines += [f"    {state} --> [*]" for state in self._terminals()]
+        return "\n".join(lines)
+
+    def _terminals(self) -> list[State]:
+        seen = dict.fromkeys(following for row in self.rows.values() for following in row.values())
+        return [state for state in seen if self.terminal(state)]

@@ -1,0 +1,280 @@
+"""The decode worker: one round hears, expires, grants, computes one token for each of a batch, publishes.
+
+It computes no prompt token: every row starts after the state that prefill handed over.
+"""
+
+from __future__ import annotations
+
+import os
+import platform
+from collections import deque
+from collections.abc import Callable
+
+from cache.pools import PoolSet
+from cache.tags import chain_keys
+from contracts.clock import Clock
+from contracts.config import Config
+from contracts.errors import CapacityError, ErrorKind, WireError
+from contracts.ids import Incarnation, Role, WorkerName
+from contracts.messages import Cancel, CheckReport, Command, Done, Event, Fits, Progress, Submit, Tokens
+from contracts.messages import WorkerStatus as Status
+from contracts.ports import SessionId
+from decode.request import Phase, PhaseEvent, Request
+from engine.batch import Draw, Drawn, Row
+from engine.engine import Engine
+from transfer.desk import Desk, Refusal, seconds_until
+from transfer.receiver import Arrived, Broken, Expected, ReceiverEnd
+from transfer.waiting import Waiter
+
+
+class DecodeWorker:
+    """See the module's prose. Implements `contracts.ports.Worker`."""
+
+    role = Role.DECODE
+    control = ""
+
+    def __init__(
+        self,
+        name: WorkerName,
+        incarnation: Incarnation,
+        config: Config,
+        engine: Engine,
+        pools: PoolSet,
+        receiver: ReceiverEnd,
+        waiter: Waiter,
+        *,
+        context: int,
+        clock: Clock,
+        pause: Callable[[float], None],
+    ) -> None:
+        self._name, self._incarnation, self._config = name, incarnation, config
+        self._engine, self._pools, self._receiver, self._waiter = engine, pools, receiver, waiter
+        self._clock, self._pause = clock, pause
+        self._page_tokens = pools.layout.spec.page_tokens
+        self._pages = pools.allocators["full"]
+        self.fits = Fits(pools.max_positions, context)
+        self._desk: Desk[Request] = Desk(name, self.fits, clock)
+        self._waiting: deque[Request] = deque()
+        self._running: deque[Request] = deque()
+        self._steps = 0
+        self._counters = {"prompt_tokens_computed": 0.0, "tokens_generated": 0.0, "received_bytes": 0.0}
+
+    # ------------------------------------------------------------ the host's side
+
+    def handle(self, session: SessionId, command: Command) -> None:
+        if isinstance(command, Cancel):
+            request = self._desk.find(session, command.request_id, command.attempt)
+            if request is not None:
+                self._leave(request, "cancelled")
+            return
+        refusal = self._desk.refusal(command)
+        if refusal is None:
+            refusal = self._open(command)
+        if refusal is not None:
+            self._desk.refuse(session, command, refusal)
+            return
+        now = self._clock.now()
+        request = Request(session, command, now, now + command.deadline_s)
+        self._desk.add(request)
+        self._waiting.append(request)
+
+    def step(self) -> list[tuple[SessionId, Event]]:
+        if self._desk.fenced:
+            return []
+        self._hear()
+        self._expire()
+        self._grant()
+        batch = self._batch()
+        if batch:
+            self._compute(batch)
+        return self._desk.take_events()
+
+    def wait(self, timeout_s: float) -> None:
+        if not self._running:
+            due = seconds_until(self._clock, self._desk.next_deadline, self._receiver.next_deadline)
+            self._waiter.wait(min(timeout_s, due))
+
+    def wake(self) -> None:
+        self._waiter.wake()
+
+    def drop_session(self, session: SessionId) -> None:
+        for request in self._desk:
+            if request.session == session:
+                self._leave(request, "its router is gone")
+
+    def drain(self) -> None:
+        self._desk.draining = True
+
+    def undrain(self) -> None:
+        self._desk.draining = False
+
+    @property
+    def drained(self) -> bool:
+        return self._desk.draining and not self._desk and not self._receiver.rooms
+
+    def fence(self) -> None:
+        self._desk.fenced = True
+
+    def status(self) -> Status:
+        return Status(
+            name=self._name,
+            role=self.role,
+            state="draining" if self._desk.draining else "ready",
+            pid=os.getpid(),
+            node=platform.node(),
+            incarnation=self._incarnation,
+            running=len(self._running),
+            waiting=len(self._desk) - len(self._running),
+            pages_total=self._pages.total,
+            pages_free=self._pages.free,
+            steps=self._steps,
+            outgoing=0,
+            counters={
+                **self._counters,
+                "pages_damaged": self._receiver.damaged,
+                "late_messages": self._receiver.late,
+            },
+        )
+
+    def check(self) -> CheckReport:
+        found = self._pools.check() + self._receiver.check()
+        held = sum(r.lease is not None for r in self._desk) + self._receiver.granted
+        if held != self._pages.leases:
+            found.append(f"full pages: {self._pages.leases} leases, requests and rooms hold {held}")
+        for phase, queue in ((Phase.WAITING, self._waiting), (Phase.RUNNING, self._running)):
+            members = [r for r in self._desk if r.phase is phase]
+            if {id(r) for r in members} != {id(r) for r in queue} or len(members) != len(queue):
+                found.append(f"{len(members)} requests are {phase}, {len(queue)} are in that queue")
+        for request in self._desk:
+            if (request.phase is Phase.RUNNING) != (request.lease is not None and request.lease.live):
+                found.append(f"request {request.submit.request_id} is {request.phase} and its lease says otherwise")
+        rooms, slots = self._receiver.rooms, self._receiver.slots
+        return CheckReport(self._name, self._pages.total, slots.total, self._pages.leases, rooms, tuple(found))
+
+    def close(self) -> None:
+        for request in self._desk:
+            self._leave(request, "the worker closes")
+        self._receiver.close()
+        self._waiter.close()
+
+    # ------------------------------------------------------------ the round
+
+    def _open(self, submit: Submit) -> Refusal | None:
+        if submit.peer is None:
+            return Refusal(ErrorKind.INVALID, "decode needs a prefill worker to receive from")
+        keys = chain_keys(submit.tokens, self._page_tokens, submit.salt)
+        try:
+            self._receiver.open(submit.room, submit.peer, Expected(tuple(keys), len(submit.tokens)))
+        except WireError as error:
+            return Refusal(ErrorKind.ROOM, str(error))
+        return None
+
+    def _hear(self) -> None:
+        outcomes = self._receiver.poll()
+        if not outcomes:
+            return
+        by_room = {r.submit.room: r for r in self._desk}
+        for outcome in outcomes:
+            request = by_room.get(outcome.room)
+            if request is None or not self._desk.holds(request):
+                if isinstance(outcome, Arrived):
+                    outcome.lease.release()
+            elif isinstance(outcome, Arrived):
+                self._start(request, outcome)
+            elif isinstance(outcome, Broken):
+                self._fail(request, outcome.kind, outcome.message, outcome.blame)
+            else:
+                self._leave(request, "prefill ended it")
+
+    def _start(self, request: Request, arrived: Arrived) -> None:
+        request.step(PhaseEvent.ARRIVED)
+        request.lease = arrived.lease
+        request.bytes = arrived.bytes
+        request.tokens = [*request.submit.tokens, arrived.metadata.token]
+        request.marks["arrived"] = self._clock.now() - request.arrived
+        self._counters["received_bytes"] += arrived.bytes
+        self._running.append(request)
+
+    def _expire(self) -> None:
+        for request in self._desk.expired():
+            self._fail(request, ErrorKind.DEADLINE, f"not done within {request.submit.deadline_s:g} s", None)
+
+    def _grant(self) -> None:
+        """First come, first served: each gets pages for its prompt and its whole answer, or all behind it wait."""
+        while self._waiting:
+            request = self._waiting[0]
+            try:
+                lease = self._pages.lease(self._pools.pages_for(request.positions), f"room {request.submit.room}")
+            except CapacityError:
+                return
+            if not self._receiver.grant(request.submit.room, lease):
+                lease.release()
+                return
+            self._waiting.popleft()
+            request.step(PhaseEvent.GRANT)
+            request.marks["grant"] = self._clock.now() - request.arrived
+
+    def _batch(self) -> list[Request]:
+        """Up to the step's token budget, in turn: whoever waited longest for its step comes first."""
+        return [self._running[i] for i in range(min(len(self._running), self._config.decode.max_batch_tokens))]
+
+    def _compute(self, batch: list[Request]) -> None:
+        outputs = self._engine.forward([self._row(request) for request in batch])
+        if self._config.faults.step_delay_s:
+            self._pause(self._config.faults.step_delay_s)
+        self._steps += 1
+        self._counters["tokens_generated"] += len(batch)
+        self._running.rotate(-len(batch))
+        for request, output in zip(batch, outputs, strict=True):
+            assert output.drawn is not None
+            self._commit(request, output.drawn)
+
+    def _row(self, request: Request) -> Row:
+        assert request.lease is not None
+        at = len(request.tokens) - 1
+        assert at >= len(request.submit.tokens), "decode computes no prompt token"
+        pages = request.lease.indices[: at // self._page_tokens + 1]
+        draw = Draw(request.submit.sampling, request.tokens, request.submit.prompt_len)
+        return Row(request.tokens[-1:], at, pages, draw)
+
+    def _commit(self, request: Request, drawn: Drawn) -> None:
+        submit = request.submit
+        logprobs = (drawn.logprob,) if drawn.logprob is not None else ()
+        event = Tokens(submit.request_id, submit.attempt, len(request.tokens), (drawn.token,), logprobs)
+        request.tokens.append(drawn.token)
+        self._desk.tell(request.session, event)
+        if "first_step" not in request.marks:
+            request.marks["first_step"] = self._clock.now() - request.arrived
+        if drawn.token in submit.sampling.stop_token_ids:
+            self._finish(request, "stop", drawn.token)
+        elif request.generated >= submit.sampling.max_tokens:
+            self._finish(request, "length", None)
+
+    # ------------------------------------------------------------ ends
+
+    def _finish(self, request: Request, reason: str, stop_token: int | None) -> None:
+        submit = request.submit
+        request.marks["done"] = self._clock.now() - request.arrived
+        key = (submit.request_id, submit.attempt)
+        self._desk.tell(request.session, Progress(*key, self.role, self._name, request.marks, 0, 0, request.bytes))
+        self._desk.tell(request.session, Done(*key, reason, stop_token))
+        self._leave(request, reason)
+
+    def _fail(self, request: Request, kind: ErrorKind, message: str, blame: WorkerName | None) -> None:
+        submit = request.submit
+        done = Done(submit.request_id, submit.attempt, "error", error=kind, message=message, blame=blame)
+        self._desk.tell(request.session, done)
+        self._leave(request, message)
+
+    def _leave(self, request: Request, reason: str) -> None:
+        """The one way out of the books, from any phase; the room gives back what it holds by its own rules."""
+        if request.phase is Phase.WAITING:
+            self._waiting.remove(request)
+        elif request.phase is Phase.RUNNING:
+            self._running.remove(request)
+        self._receiver.abort(request.submit.room, reason)
+        if request.lease is not None:
+            request.lease.release()
+            request.lease = None
+        request.step(PhaseEvent.END)
+        self._desk.remove(request)

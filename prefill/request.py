@@ -1,0 +1,100 @@
+"""A request on its way through prefill, and the states it goes through.
+
+    waiting --admit--> running --last chunk--> computed --hand-over posted--> (gone)
+       ^                  |                        |
+       +------- park -----+------------------------+
+
+A request is parked when one whose pages decode has already granted needs the room: its finished pages go to the
+tree, and it starts over from what is still there. Its first token, once drawn, stays drawn.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from enum import StrEnum
+
+from cache.leases import Lease
+from cache.tags import ContentTag
+from cache.tree import Match, PageKey
+from contracts.messages import Submit
+from contracts.ports import SessionId
+from contracts.sampling import TokenLogprob
+from contracts.table import StateTable
+from engine.batch import Drawn
+
+
+class Phase(StrEnum):
+    WAITING = "waiting"
+    RUNNING = "running"
+    COMPUTED = "computed"
+    GONE = "gone"
+
+
+class PhaseEvent(StrEnum):
+    ADMIT = "admit"
+    COMPUTED = "computed"
+    PARK = "park"
+    END = "end"
+
+
+PHASES = StateTable[Phase, PhaseEvent](
+    "prefill request",
+    {
+        Phase.WAITING: {PhaseEvent.ADMIT: Phase.RUNNING, PhaseEvent.END: Phase.GONE},
+        Phase.RUNNING: {
+            PhaseEvent.COMPUTED: Phase.COMPUTED,
+            PhaseEvent.PARK: Phase.WAITING,
+            PhaseEvent.END: Phase.GONE,
+        },
+        Phase.COMPUTED: {PhaseEvent.PARK: Phase.WAITING, PhaseEvent.END: Phase.GONE},
+    },
+)
+
+
+@dataclass(eq=False)
+class Request:
+    """One attempt at one request. `length` is the committed length: positions whose state is known to be there."""
+
+    session: SessionId
+    submit: Submit
+    arrived: float
+    deadline: float
+    keys: list[PageKey]
+    """Of the prompt's whole pages."""
+    chain: list[bytes]
+    """Chain keys of all its pages, the last partly filled one included."""
+    phase: Phase = Phase.WAITING
+    match: Match | None = None
+    lease: Lease | None = None
+    pages: tuple[int, ...] = ()
+    """The block table: matched pages, then leased ones."""
+    length: int = 0
+    tags: list[ContentTag] = field(default_factory=list)
+    """Of the sealed pages, from the first on."""
+    sent: int = 0
+    """Pages handed over."""
+    cached: int = 0
+    computed: int = 0
+    first: Drawn | None = None
+    scores: list[TokenLogprob] = field(default_factory=list)
+    marks: dict[str, float] = field(default_factory=dict)
+
+    @property
+    def tokens(self) -> tuple[int, ...]:
+        return self.submit.tokens
+
+    @property
+    def alone(self) -> bool:
+        """Prefill answers without a decode worker."""
+        return self.submit.peer is None
+
+    @property
+    def wants_scores(self) -> bool:
+        return self.submit.sampling.prompt_logprobs is not None and not self.submit.emitted
+
+    @property
+    def wants_draw(self) -> bool:
+        return self.submit.sampling.max_tokens > 0 and self.first is None
+
+    def step(self, event: PhaseEvent) -> None:
+        self.phase = PHASES.next(self.phase, event)

@@ -1,0 +1,379 @@
+"""The prefill worker: one round hears, expires, admits, computes one chunk, seals, writes, publishes.
+
+Admission order is the one policy here: requests whose pages decode has granted come first, in order of arrival, and
+may park others that have no grant yet, so whoever holds decode's memory always gets on.
+"""
+
+from __future__ import annotations
+
+import os
+import platform
+from collections.abc import Callable
+
+from cache.device import DONE
+from cache.pools import PoolSet
+from cache.tags import ContentTag, Digester, chain_keys
+from cache.tree import PrefixTree, page_keys
+from contracts.clock import Clock
+from contracts.config import Config
+from contracts.errors import CapacityError, ErrorKind, WireError
+from contracts.ids import Incarnation, Role, WorkerName
+from contracts.messages import Cancel, CheckReport, Command, Done, Event, Fits, Progress, PromptScores, Submit, Tokens
+from contracts.messages import WorkerStatus as Status
+from contracts.ports import SessionId
+from engine.batch import Draw, Row, RowOutput
+from engine.engine import Engine
+from prefill.request import Phase, PhaseEvent, Request
+from transfer.desk import Desk, Refusal, seconds_until
+from transfer.metadata import Metadata
+from transfer.sender import Granted, SenderEnd
+from transfer.waiting import Waiter
+
+
+class PrefillWorker:
+    """See the module's prose. Implements `contracts.ports.Worker`."""
+
+    role = Role.PREFILL
+
+    def __init__(
+        self,
+        name: WorkerName,
+        incarnation: Incarnation,
+        config: Config,
+        engine: Engine,
+        pools: PoolSet,
+        sender: SenderEnd,
+        waiter: Waiter,
+        *,
+        context: int,
+        clock: Clock,
+        pause: Callable[[float], None],
+    ) -> None:
+        self._name, self._incarnation, self._config = name, incarnation, config
+        self._engine, self._pools, self._sender, self._waiter = engine, pools, sender, waiter
+        self._clock, self._pause = clock, pause
+        self._reuse = config.cache_for(self.role).prefix_reuse
+        self._page_tokens = pools.layout.spec.page_tokens
+        self._pages = pools.allocators["full"]
+        self._tree = PrefixTree()
+        self._digester = Digester(pools.layout)
+        self.fits = Fits(pools.max_positions, context)
+        self._desk: Desk[Request] = Desk(name, self.fits, clock)
+        self._steps = 0
+        self._counters = {
+            "prompt_tokens_computed": 0.0,
+            "prompt_tokens_cached": 0.0,
+            "pages_evicted": 0.0,
+            "parked": 0.0,
+        }
+
+    # ------------------------------------------------------------ the host's side
+
+    def handle(self, session: SessionId, command: Command) -> None:
+        if isinstance(command, Cancel):
+            request = self._desk.find(session, command.request_id, command.attempt)
+            if request is not None:
+                self._drop(request, ErrorKind.CANCELLED, "cancelled")
+            return
+        refusal = self._desk.refusal(command)
+        if refusal is None and command.peer is not None:
+            try:
+                self._sender.open(command.room, command.peer)
+            except WireError as error:
+                refusal = Refusal(ErrorKind.ROOM, str(error))
+        if refusal is not None:
+            self._desk.refuse(session, command, refusal)
+            return
+        self._desk.add(self._request(session, command))
+
+    def step(self) -> list[tuple[SessionId, Event]]:
+        if self._desk.fenced:
+            return []
+        self._hear()
+        self._expire()
+        self._admit()
+        batch = self._batch()
+        if batch:
+            self._compute(batch)
+        return self._desk.take_events()
+
+    def wait(self, timeout_s: float) -> None:
+        if not any(r.phase is Phase.RUNNING for r in self._desk):
+            due = seconds_until(self._clock, self._desk.next_deadline, self._sender.next_deadline)
+            self._waiter.wait(min(timeout_s, due))
+
+    def wake(self) -> None:
+        self._waiter.wake()
+
+    def drop_session(self, session: SessionId) -> None:
+        for request in self._desk:
+            if request.session == session:
+                self._drop(request, ErrorKind.CANCELLED, "its router is gone")
+
+    def drain(self) -> None:
+        self._desk.draining = True
+
+    def undrain(self) -> None:
+        self._desk.draining = False
+
+    @property
+    def drained(self) -> bool:
+        return self._desk.draining and not self._desk and not self._sender.rooms
+
+    def fence(self) -> None:
+        self._desk.fenced = True
+
+    @property
+    def control(self) -> str:
+        return self._sender.control
+
+    def status(self) -> Status:
+        waiting = sum(r.phase is Phase.WAITING for r in self._desk)
+        return Status(
+            name=self._name,
+            role=self.role,
+            state="draining" if self._desk.draining else "ready",
+            pid=os.getpid(),
+            node=platform.node(),
+            incarnation=self._incarnation,
+            running=len(self._desk) - waiting,
+            waiting=waiting,
+            pages_total=self._pages.total,
+            pages_free=self._pages.free + self._tree.evictable,
+            steps=self._steps,
+            outgoing=self._sender.rooms,
+            counters={**self._counters, "sent_bytes": self._sender.sent_bytes, "late_messages": self._sender.late},
+        )
+
+    def check(self) -> CheckReport:
+        found = self._pools.check() + self._tree.check() + self._sender.check()
+        leased = sum(len(r.lease) for r in self._desk if r.lease is not None) + self._tree.pages
+        used = self._pages.total - self._pages.free - self._pages.quarantined
+        if leased != used:
+            found.append(f"full pages: {used} in use, requests and tree hold {leased}")
+        locks = sum(r.match is not None for r in self._desk)
+        if locks != self._tree.locks:
+            found.append(f"tree: {self._tree.locks} locks, requests hold {locks}")
+        for request in self._desk:
+            if (request.phase is Phase.WAITING) != (request.lease is None):
+                found.append(f"request {request.submit.request_id} is {request.phase} and its lease says otherwise")
+        return CheckReport(self._name, self._pages.total, 0, self._pages.leases, self._sender.rooms, tuple(found))
+
+    def close(self) -> None:
+        for request in self._desk:
+            self._drop(request, ErrorKind.WORKER, "the worker closes")
+        self._sender.close()
+        self._waiter.close()
+
+    # ------------------------------------------------------------ the round
+
+    def _hear(self) -> None:
+        by_room = {r.submit.room: r for r in self._desk}
+        for outcome in self._sender.poll():
+            request = by_room.get(outcome.room)
+            if request is None or not self._desk.holds(request):
+                continue
+            if isinstance(outcome, Granted):
+                request.marks["grant"] = self._clock.now() - request.arrived
+                self._write(request)
+            elif not outcome.received:
+                self._fail(request, ErrorKind.ROOM, outcome.reason)
+
+    def _expire(self) -> None:
+        for request in self._desk.expired():
+            self._fail(request, ErrorKind.DEADLINE, f"not done within {request.submit.deadline_s:g} s")
+
+    def _admit(self) -> None:
+        waiting = [r for r in self._desk if r.phase is Phase.WAITING]
+        running = sum(r.phase is Phase.RUNNING for r in self._desk)
+        for request in sorted(waiting, key=lambda r: not self._entitled(r)):
+            if running >= self._config.prefill.max_running:
+                return
+            while not self._take_pages(request):
+                if not (self._entitled(request) and self._park_one()):
+                    return
+            request.step(PhaseEvent.ADMIT)
+            request.marks.setdefault("queue", self._clock.now() - request.arrived)
+            running += 1
+
+    def _batch(self) -> list[tuple[Request, Row]]:
+        """The step's rows: requests in order of arrival, within the token budget."""
+        budget = self._config.prefill.chunk_tokens
+        batch = []
+        for request in self._desk:
+            if request.phase is Phase.RUNNING and budget:
+                count = min(budget, len(request.tokens) - request.length)
+                budget -= count
+                batch.append((request, self._row(request, count)))
+        return batch
+
+    def _row(self, request: Request, count: int) -> Row:
+        start, end = request.length, request.length + count
+        tokens, sampling = request.tokens, request.submit.sampling
+        last = end == len(tokens)
+        draw = Draw(sampling, tokens, request.submit.prompt_len) if last and request.wants_draw else None
+        follow = tokens[start + 1 : end + 1] if request.wants_scores else ()
+        pages = request.pages[: self._pools.pages_for(end)]
+        return Row(tokens[start:end], start, pages, draw, follow or None, sampling.prompt_logprobs or 0)
+
+    def _compute(self, batch: list[tuple[Request, Row]]) -> None:
+        outputs = self._engine.forward([row for _, row in batch])
+        if self._config.faults.step_delay_s:
+            self._pause(self._config.faults.step_delay_s)
+        self._steps += 1
+        for (request, row), output in zip(batch, outputs, strict=True):
+            self._commit(request, row, output)
+        self._seal([request for request, _ in batch])
+        for request, _ in batch:
+            if request.length == len(request.tokens):
+                self._complete(request)
+            else:
+                self._write(request)
+
+    def _commit(self, request: Request, row: Row, output: RowOutput) -> None:
+        request.length += len(row.tokens)
+        request.computed += len(row.tokens)
+        self._counters["prompt_tokens_computed"] += len(row.tokens)
+        request.scores += output.scores
+        if output.drawn is not None:
+            request.first = output.drawn
+
+    def _seal(self, requests: list[Request]) -> None:
+        """Tag every page that the step finished; a prompt's last page is finished with the prompt."""
+        size = self._page_tokens
+        todo: list[tuple[Request, int]] = []
+        for request in requests:
+            whole = request.length == len(request.tokens)
+            finished = self._pools.pages_for(request.length) if whole else request.length // size
+            todo += [(request, page) for page in range(len(request.tags), finished)]
+        pages = [request.pages[page] for request, page in todo]
+        firsts = [page * size for _, page in todo]
+        ends = [min((page + 1) * size, request.length) for request, page in todo]
+        digests = self._digester.digest(self._pools.region, pages, firsts, ends)
+        for (request, page), digest in zip(todo, digests, strict=True):
+            request.tags.append(ContentTag(request.chain[page], digest))
+
+    def _complete(self, request: Request) -> None:
+        """The prompt is done: publish its first token, then end the request or hand it over."""
+        request.step(PhaseEvent.COMPUTED)
+        self._publish(request)
+        submit, drawn = request.submit, request.first
+        generated = len(submit.emitted) + (drawn is not None)
+        if drawn is not None and drawn.token in submit.sampling.stop_token_ids:
+            self._finish(request, "stop", drawn.token)
+        elif request.alone or generated >= submit.sampling.max_tokens:
+            self._finish(request, "length", None)
+        else:
+            self._write(request)
+
+    def _publish(self, request: Request) -> None:
+        """First token, prompt scores and timeline, once; a parked request has been published before."""
+        if "prefill" in request.marks:
+            return
+        request.marks["prefill"] = self._clock.now() - request.arrived
+        submit, key = request.submit, (request.submit.request_id, request.submit.attempt)
+        if request.wants_scores:
+            self._desk.tell(request.session, PromptScores(*key, tuple(request.scores)))
+        if request.first is not None:
+            logprobs = (request.first.logprob,) if request.first.logprob is not None else ()
+            self._desk.tell(request.session, Tokens(*key, len(submit.tokens), (request.first.token,), logprobs))
+        size = 0 if request.alone else len(request.pages) * self._pools.layout.spec.page_bytes
+        progress = Progress(*key, self.role, self._name, dict(request.marks), request.cached, request.computed, size)
+        self._desk.tell(request.session, progress)
+
+    def _write(self, request: Request) -> None:
+        """Hand over what is sealed and not yet sent; with the last page, the metadata."""
+        room = request.submit.room
+        if not self._sender.granted(room):
+            return
+        todo = slice(request.sent, len(request.tags))
+        self._sender.write(room, request.sent, request.pages[todo], request.tags[todo], (DONE,))
+        request.sent = len(request.tags)
+        if request.phase is Phase.COMPUTED:
+            assert request.first is not None
+            drawn = request.first
+            self._sender.seal(room, Metadata(room, 0, drawn.token, drawn.logprob, request.cached, request.computed))
+            self._leave(request)
+
+    # ------------------------------------------------------------ pages
+
+    def _entitled(self, request: Request) -> bool:
+        """Whether decode waits for this request, with its memory."""
+        return request.alone or self._sender.granted(request.submit.room)
+
+    def _take_pages(self, request: Request) -> bool:
+        """Lock what the tree has, then lease the rest; on False nothing was taken."""
+        tokens = request.tokens
+        reusable = (len(tokens) - 1) // self._page_tokens if self._reuse and not request.wants_scores else 0
+        match = self._tree.match(request.keys[:reusable], request.submit.salt)
+        need = self._pools.pages_for(len(tokens)) - len(match.pages)
+        if need > self._pages.free:
+            self._counters["pages_evicted"] += self._tree.evict(need - self._pages.free)
+        try:
+            request.lease = self._pages.lease(need, f"request {request.submit.request_id}")
+        except CapacityError:
+            self._tree.unlock(match.token)
+            return False
+        request.match = match
+        request.pages = match.pages + request.lease.indices
+        request.tags = list(match.tags)
+        request.length = len(match.pages) * self._page_tokens
+        request.cached = request.length
+        self._counters["prompt_tokens_cached"] += request.cached
+        return True
+
+    def _return_pages(self, request: Request) -> None:
+        """Give finished pages to the tree and the rest back. Idempotent: nothing is held afterwards."""
+        match, lease = request.match, request.lease
+        if match is None or lease is None:
+            return
+        whole = min(request.length // self._page_tokens, len(request.tags))
+        if self._reuse and whole > len(match.pages):
+            keys, tags = request.keys[:whole], request.tags[:whole]
+            self._tree.insert(keys, lease, len(match.pages), tags, request.submit.salt)
+        self._tree.unlock(match.token)
+        lease.release()
+        request.match, request.lease, request.pages = None, None, ()
+
+    def _park_one(self) -> bool:
+        """Send the youngest request without a grant back to waiting; False when there is none."""
+        holders = [r for r in self._desk if r.lease is not None and not self._entitled(r)]
+        if not holders:
+            return False
+        request = holders[-1]
+        self._return_pages(request)
+        request.tags, request.length = [], 0
+        request.step(PhaseEvent.PARK)
+        self._counters["parked"] += 1
+        return True
+
+    # ------------------------------------------------------------ ends
+
+    def _request(self, session: SessionId, submit: Submit) -> Request:
+        now = self._clock.now()
+        keys = page_keys(submit.tokens, self._page_tokens)
+        chain = chain_keys(submit.tokens, self._page_tokens, submit.salt)
+        return Request(session, submit, now, now + submit.deadline_s, keys, chain)
+
+    def _finish(self, request: Request, reason: str, stop_token: int | None) -> None:
+        self._sender.finish(request.submit.room)
+        submit = request.submit
+        self._desk.tell(request.session, Done(submit.request_id, submit.attempt, reason, stop_token))
+        self._leave(request)
+
+    def _fail(self, request: Request, kind: ErrorKind, message: str) -> None:
+        submit = request.submit
+        blame = submit.peer.name if kind is ErrorKind.ROOM and submit.peer is not None else None
+        done = Done(submit.request_id, submit.attempt, "error", error=kind, message=message, blame=blame)
+        self._desk.tell(request.session, done)
+        self._drop(request, kind, message)
+
+    def _drop(self, request: Request, kind: ErrorKind, message: str) -> None:
+        self._sender.fail(request.submit.room, kind, message)
+        self._leave(request)
+
+    def _leave(self, request: Request) -> None:
+        """The one way out of the books."""
+        self._return_pages(request)
+        request.step(PhaseEvent.END)
+        self._desk.remove(request)

@@ -1,0 +1,141 @@
+"""A prefill and a decode worker in this process, stepped by hand: requests in, answers out, no router, no threads."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from cluster.build import build_worker
+from contracts.clock import Clock, SystemClock
+from contracts.config import Config, config_from_dict
+from contracts.ids import Incarnation, RequestId, Role, RoomId, WorkerName
+from contracts.messages import Cancel, Done, Event, PeerRef, Progress, PromptScores, Submit, Tokens
+from contracts.model import read_model_spec
+from contracts.ports import SessionId
+from contracts.sampling import SamplingParams, TokenLogprob
+
+SESSION = SessionId(1)
+
+
+@dataclass
+class Answer:
+    """What one request came to."""
+
+    tokens: dict[int, int] = field(default_factory=dict)
+    logprobs: dict[int, TokenLogprob] = field(default_factory=dict)
+    scores: tuple[TokenLogprob, ...] = ()
+    progress: dict[Role, Progress] = field(default_factory=dict)
+    done: Done | None = None
+
+    @property
+    def list(self) -> list[int]:
+        """The tokens in order of position; fails on a gap."""
+        positions = sorted(self.tokens)
+        assert positions == list(range(positions[0], positions[0] + len(positions))), positions
+        return [self.tokens[p] for p in positions]
+
+
+class Pair:
+    """Steps both workers in turn until asked-for requests are done."""
+
+    def __init__(self, folder: Path, config: Config, tokens: int, clock: Clock) -> None:
+        spec = read_model_spec(folder)
+        self.clock = clock
+        options: dict[str, Any] = {"host": "127.0.0.1", "device_tokens": tokens, "clock": clock}
+        self.prefill = build_worker(Role.PREFILL, WorkerName("prefill-0"), Incarnation(1), spec, config, **options)
+        self.decode = build_worker(Role.DECODE, WorkerName("decode-0"), Incarnation(1), spec, config, **options)
+        self.answers: dict[RequestId, Answer] = {}
+        self._numbers = itertools.count(1)
+
+    def submit(
+        self,
+        prompt: Sequence[int],
+        sampling: SamplingParams,
+        *,
+        emitted: Sequence[int] = (),
+        legs: tuple[Role, ...] = (Role.PREFILL, Role.DECODE),
+        **options: Any,
+    ) -> RequestId:
+        number = next(self._numbers)
+        request, room = RequestId(f"r{number}"), RoomId(f"room-{number}")
+        alone = sampling.max_tokens - len(emitted) <= 1
+        tokens = (*prompt, *emitted)
+        peers = {
+            Role.PREFILL: PeerRef(WorkerName("decode-0"), Incarnation(1), ""),
+            Role.DECODE: PeerRef(WorkerName("prefill-0"), Incarnation(1), self.prefill.control),
+        }
+        self.answers[request] = Answer()
+        for role in legs:
+            if alone and role is Role.DECODE:
+                continue
+            peer = None if alone else peers[role]
+            command = Submit(request, 0, room, tokens, len(prompt), sampling, peer, **options)
+            worker = self.prefill if role is Role.PREFILL else self.decode
+            worker.handle(SESSION, command)
+        return request
+
+    def cancel(self, request: RequestId, legs: tuple[Role, ...] = (Role.PREFILL, Role.DECODE)) -> None:
+        for role in legs:
+            (self.prefill if role is Role.PREFILL else self.decode).handle(SESSION, Cancel(request, 0))
+
+    def step(self) -> None:
+        for worker in (self.prefill, self.decode):
+            for _, event in worker.step():
+                self._take(event)
+
+    def run(self, *requests: RequestId, rounds: int = 20000) -> list[Answer]:
+        """Step until all of `requests` are done."""
+        wanted = [self.answers[r] for r in (requests or self.answers)]
+        for _ in range(rounds):
+            if all(a.done is not None for a in wanted):
+                return wanted
+            self.step()
+        raise AssertionError(f"no end after {rounds} rounds: {[a for a in wanted if a.done is None]}")
+
+    def settle(self, rounds: int = 2000) -> None:
+        """Step until neither worker holds a request or a room, then check both and that every page is back."""
+        for _ in range(rounds):
+            self.step()
+            statuses = [w.status() for w in (self.prefill, self.decode)]
+            reports = [w.check() for w in (self.prefill, self.decode)]
+            if not any(s.running + s.waiting for s in statuses) and not any(r.rooms for r in reports):
+                break
+        for status, report in zip(statuses, reports, strict=True):
+            assert report.violations == ()
+            assert report.rooms == 0
+            assert status.pages_free == status.pages_total, status
+
+    def _take(self, event: Event) -> None:
+        answer = self.answers[event.request_id]
+        if isinstance(event, Tokens):
+            for i, token in enumerate(event.tokens):
+                assert answer.tokens.setdefault(event.position + i, token) == token
+            for i, logprob in enumerate(event.logprobs):
+                answer.logprobs[event.position + i] = logprob
+        elif isinstance(event, PromptScores):
+            answer.scores = event.scores
+        elif isinstance(event, Progress):
+            answer.progress[event.role] = event
+        else:
+            answer.done = event
+
+
+@contextmanager
+def pair(
+    folder: Path, *, tokens: int = 8192, clock: Clock | None = None, settle: bool = True, **sections: dict[str, Any]
+) -> Iterator[Pair]:
+    """A pair that is checked for leaks at the end."""
+    sections.setdefault("transfer", {}).setdefault("plane", "local")
+    sections.setdefault("engine", {}).setdefault("threads", 1)
+    both = Pair(folder, config_from_dict(sections), tokens, clock or SystemClock())
+    try:
+        yield both
+        if settle:
+            both.settle()
+    finally:
+        both.prefill.close()
+        both.decode.close()

@@ -1,0 +1,104 @@
+import msgpack
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from contracts.errors import ErrorKind, WireError
+from contracts.ids import RoomId
+from contracts.sampling import TokenLogprob
+from transfer import messages as m
+from transfer.metadata import SLOT_BYTES, Metadata, copy_out, pack
+from transfer.security import Curve
+
+ROOM = RoomId("room-1")
+EXAMPLES: list[m.Message] = [
+    m.Hello("decode-0", 2, 1, {"model": "x", "page_tokens": 16}, "shm", {"pid": 5}),
+    m.Welcome("prefill-0", 1, 5, 99, "boot"),
+    m.Refused("page_tokens: 16 and 64"),
+    m.Grant(ROOM, (4, 5), (0, 7), 3, 1),
+    m.Abort(ROOM, "cancelled"),
+    m.Received(ROOM),
+    m.Wrote(ROOM, 2, (b"k" * 16,), (2**64 - 1,)),
+    m.WroteSlot(ROOM),
+    m.Quiesced(ROOM),
+    m.Failed(ROOM, ErrorKind.DAMAGED, "a page"),
+    m.Finished(ROOM),
+]
+
+
+@pytest.mark.parametrize("message", EXAMPLES, ids=lambda x: type(x).__name__)
+def test_every_message_survives_the_wire(message: m.Message) -> None:
+    assert m.decode(m.encode(message)) == message
+
+
+def test_every_type_of_the_table_is_tried() -> None:
+    assert {type(x) for x in EXAMPLES} == set(m.TAGS.values())
+
+
+@pytest.mark.parametrize(
+    ("data", "says"),
+    [
+        (b"\xc1", "not msgpack"),
+        (msgpack.packb([99, 1]), "no message has the tag 99"),
+        (msgpack.packb("hello"), "no message has the tag 'hello'"),
+        (msgpack.packb([6]), "Received has 1 fields, got 0"),
+        (msgpack.packb([6, 5]), "Received.room must be"),
+        (msgpack.packb([4, "r", [1, "x"], [0, 0], 1, 1]), "Grant.pages must be"),
+        (msgpack.packb([19, "r", "weird", "m"]), "Failed.kind is no error kind: 'weird'"),
+    ],
+)
+def test_d9_only_the_tables_types_come_out_of_bytes(data: bytes, says: str) -> None:
+    with pytest.raises(WireError, match=says):
+        m.decode(data)
+
+
+@given(st.binary(max_size=200))
+@settings(max_examples=300, deadline=None)
+def test_d9_random_bytes_are_refused_or_a_message(data: bytes) -> None:
+    try:
+        assert type(m.decode(data)) in m.TAGS.values()
+    except WireError:
+        pass
+
+
+def metadata(top: int) -> Metadata:
+    logprob = TokenLogprob(7, -0.25, tuple((i, -float(i) / 3) for i in range(top)))
+    return Metadata(ROOM, 4, 7, logprob, 32, 10, b"draft")
+
+
+def test_d6_a_slot_carries_all_that_prefill_computed() -> None:
+    slots = torch.zeros(3, SLOT_BYTES, dtype=torch.uint8)
+    for sent in (metadata(20), Metadata(ROOM, 4, 7, None, 0, 10)):
+        data = pack(sent)
+        slots[1, : len(data)] = torch.frombuffer(bytearray(data), dtype=torch.uint8)
+        assert copy_out(slots, 1, ROOM, 4) == sent
+
+
+def test_a2_a_strangers_or_damaged_slot_is_refused_and_what_was_read_is_a_copy() -> None:
+    slots = torch.zeros(2, SLOT_BYTES, dtype=torch.uint8)
+    data = pack(metadata(3))
+    slots[0, : len(data)] = torch.frombuffer(bytearray(data), dtype=torch.uint8)
+    with pytest.raises(WireError, match="holds room room-1 epoch 4, wanted room-2 epoch 4"):
+        copy_out(slots, 0, RoomId("room-2"), 4)
+    with pytest.raises(WireError, match="epoch 4, wanted room-1 epoch 5"):
+        copy_out(slots, 0, ROOM, 5)
+    read = copy_out(slots, 0, ROOM, 4)
+    slots[0, 20] ^= 1
+    assert read == metadata(3)
+    with pytest.raises(WireError, match="damaged"):
+        copy_out(slots, 0, ROOM, 4)
+    with pytest.raises(WireError):
+        copy_out(slots, 1, ROOM, 4)
+
+
+def test_metadata_that_is_too_large_is_an_error_where_it_is_made() -> None:
+    with pytest.raises(ValueError, match="doesn't fit"):
+        pack(Metadata(ROOM, 4, 7, None, 0, 10, bytes(SLOT_BYTES)))
+
+
+def test_one_secret_gives_one_key_pair_and_short_secrets_are_refused() -> None:
+    assert Curve.from_secret(b"s" * 16) == Curve.from_secret(b"s" * 16)
+    assert Curve.from_secret(b"s" * 16) != Curve.from_secret(b"t" * 16)
+    with pytest.raises(ValueError, match="16 bytes"):
+        Curve.from_secret(b"short")

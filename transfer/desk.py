@@ -1,0 +1,110 @@
+"""The desk of a worker: what both phases do alike towards their host and routers.
+
+It holds the requests by id, says no to what can't be served, and carries the flags that operators set. What a
+request goes through is the worker's own business.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Generic, Protocol, TypeVar
+
+from contracts.clock import Clock
+from contracts.errors import ErrorKind
+from contracts.ids import RequestId, WorkerName
+from contracts.messages import Done, Event, Fits, Submit
+from contracts.ports import SessionId
+
+
+class Held(Protocol):
+    """What the desk needs to know of a request."""
+
+    session: SessionId
+    submit: Submit
+    deadline: float
+
+
+R = TypeVar("R", bound=Held)
+
+
+@dataclass(frozen=True, slots=True)
+class Refusal:
+    kind: ErrorKind
+    message: str
+
+
+class Desk(Generic[R]):
+    """Requests of one worker, by id; each is in the books once."""
+
+    def __init__(self, name: WorkerName, fits: Fits, clock: Clock) -> None:
+        self._name = name
+        self._fits = fits
+        self._clock = clock
+        self._requests: dict[RequestId, R] = {}
+        self._events: list[tuple[SessionId, Event]] = []
+        self.draining = False
+        self.fenced = False
+
+    def __len__(self) -> int:
+        return len(self._requests)
+
+    def __iter__(self) -> Iterator[R]:
+        return iter(list(self._requests.values()))
+
+    def refusal(self, submit: Submit) -> Refusal | None:
+        """Why this request can't be taken, if so."""
+        if self.draining:
+            return Refusal(ErrorKind.DRAINING, f"{self._name} is draining")
+        if not submit.tokens or submit.prompt_len > len(submit.tokens):
+            return Refusal(ErrorKind.INVALID, "the prompt is empty")
+        positions = max(submit.max_len, len(submit.tokens))
+        if positions > self._fits.context:
+            return Refusal(ErrorKind.INVALID, f"{positions} positions exceed the context of {self._fits.context}")
+        if positions > self._fits.max_positions:
+            limit = self._fits.max_positions
+            return Refusal(ErrorKind.INVALID, f"{positions} positions exceed what {self._name} can hold, {limit}")
+        if submit.request_id in self._requests:
+            return Refusal(ErrorKind.INVALID, f"request {submit.request_id} is here already")
+        return None
+
+    def add(self, request: R) -> None:
+        self._requests[request.submit.request_id] = request
+
+    def find(self, session: SessionId, request_id: RequestId, attempt: int) -> R | None:
+        """The request, unless it is another session's or a later attempt."""
+        request = self._requests.get(request_id)
+        if request is None or request.session != session or request.submit.attempt > attempt:
+            return None
+        return request
+
+    def remove(self, request: R) -> None:
+        del self._requests[request.submit.request_id]
+
+    def holds(self, request: R) -> bool:
+        return self._requests.get(request.submit.request_id) is request
+
+    def expired(self) -> list[R]:
+        now = self._clock.now()
+        return [r for r in self._requests.values() if now >= r.deadline]
+
+    @property
+    def next_deadline(self) -> float | None:
+        return min((r.deadline for r in self._requests.values()), default=None)
+
+    def tell(self, session: SessionId, event: Event) -> None:
+        self._events.append((session, event))
+
+    def refuse(self, session: SessionId, submit: Submit, refusal: Refusal) -> None:
+        done = Done(submit.request_id, submit.attempt, "error", error=refusal.kind, message=refusal.message)
+        self._events.append((session, done))
+
+    def take_events(self) -> list[tuple[SessionId, Event]]:
+        events, self._events = self._events, []
+        return [] if self.fenced else events
+
+
+def seconds_until(clock: Clock, *deadlines: float | None) -> float:
+    """How long one may sleep before the first of `deadlines`; an hour without any."""
+    due = [d for d in deadlines if d is not None]
+    return max(0.0, min(due) - clock.now()) if due else 3600.0

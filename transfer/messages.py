@@ -1,0 +1,185 @@
+"""Messages between prefill and decode: frozen values, an explicit tag for each, msgpack on the wire.
+
+Control messages go over the control socket. Notices go through the data plane, ordered after the writes they tell
+of. Nothing but the types in `TAGS` can come out of bytes; anything else raises `WireError`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import typing
+from dataclasses import dataclass
+from typing import Any
+
+import msgpack
+
+from contracts.errors import ErrorKind, WireError
+from contracts.ids import RoomId
+
+# ---------------------------------------------------------------- control: decode -> prefill
+
+
+@dataclass(frozen=True, slots=True)
+class Hello:
+    """The first message of a connection: who I am, how my state is laid out, where to write it."""
+
+    worker: str
+    incarnation: int
+    expects: int
+    """The incarnation that this hello is for."""
+    layout: dict[str, Any]
+    plane: str
+    descriptor: dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Grant:
+    """These pages (of the full pool) and this metadata slot are yours to write, in this order."""
+
+    room: RoomId
+    pages: tuple[int, ...]
+    epochs: tuple[int, ...]
+    slot: int
+    slot_epoch: int
+
+
+@dataclass(frozen=True, slots=True)
+class Abort:
+    """The room is given up: write no more, then answer `Quiesced`."""
+
+    room: RoomId
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Received:
+    """Everything arrived, was verified and copied out."""
+
+    room: RoomId
+
+
+# ---------------------------------------------------------------- control: prefill -> decode
+
+
+@dataclass(frozen=True, slots=True)
+class Welcome:
+    """The layouts meet; the process that will write is this one."""
+
+    worker: str
+    incarnation: int
+    pid: int
+    started: int
+    """Start time of the process in clock ticks since boot, so that a reused pid isn't taken for it."""
+    boot: str
+    """Which running kernel and pid namespace `pid` belongs to."""
+
+
+@dataclass(frozen=True, slots=True)
+class Refused:
+    """These two workers can't hand over; `reason` names both values."""
+
+    reason: str
+
+
+# ---------------------------------------------------------------- notices: prefill -> decode, after the writes
+
+
+@dataclass(frozen=True, slots=True)
+class Wrote:
+    """The granted pages `first ..` hold finished state; one (chain key, digest) a page."""
+
+    room: RoomId
+    first: int
+    keys: tuple[bytes, ...]
+    digests: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class WroteSlot:
+    """The metadata slot is written, and with it everything."""
+
+    room: RoomId
+
+
+@dataclass(frozen=True, slots=True)
+class Quiesced:
+    """Answer to `Abort`: nothing of this room will be written any more."""
+
+    room: RoomId
+
+
+@dataclass(frozen=True, slots=True)
+class Failed:
+    """Prefill gives the request up; nothing of this room will be written any more."""
+
+    room: RoomId
+    kind: ErrorKind
+    message: str
+
+
+@dataclass(frozen=True, slots=True)
+class Finished:
+    """The request ended with its first token; nothing of this room will be written any more."""
+
+    room: RoomId
+
+
+Control = Hello | Grant | Abort | Received | Welcome | Refused
+Notice = Wrote | WroteSlot | Quiesced | Failed | Finished
+Message = Control | Notice
+
+TAGS: dict[int, type[Any]] = {
+    1: Hello,
+    2: Welcome,
+    3: Refused,
+    4: Grant,
+    5: Abort,
+    6: Received,
+    16: Wrote,
+    17: WroteSlot,
+    18: Quiesced,
+    19: Failed,
+    20: Finished,
+}
+_TAG_OF = {cls: tag for tag, cls in TAGS.items()}
+_HINTS = {cls: typing.get_type_hints(cls) for cls in TAGS.values()}
+
+
+def encode(message: Message) -> bytes:
+    fields = [getattr(message, f.name) for f in dataclasses.fields(message)]
+    packed: bytes = msgpack.packb([_TAG_OF[type(message)], *fields])
+    return packed
+
+
+def decode(data: bytes | memoryview) -> Message:
+    """Raises `WireError` for anything but a message of `TAGS` with fields of its types."""
+    try:
+        parts = msgpack.unpackb(data, use_list=False)
+    except (ValueError, msgpack.UnpackException) as error:
+        raise WireError(f"not msgpack: {error}") from None
+    if not isinstance(parts, tuple) or not parts or not isinstance(parts[0], int) or parts[0] not in TAGS:
+        raise WireError(f"no message has the tag {parts[0] if isinstance(parts, tuple) and parts else parts!r}")
+    cls, values = TAGS[parts[0]], parts[1:]
+    hints = _HINTS[cls]
+    if len(values) != len(hints):
+        raise WireError(f"{cls.__name__} has {len(hints)} fields, got {len(values)}")
+    message: Message = cls(*(_field(cls, name, kind, v) for (name, kind), v in zip(hints.items(), values, strict=True)))
+    return message
+
+
+def _field(cls: type, name: str, kind: Any, value: Any) -> Any:
+    origin = typing.get_origin(kind)
+    if kind is ErrorKind:
+        try:
+            return ErrorKind(value)
+        except ValueError:
+            raise WireError(f"{cls.__name__}.{name} is no error kind: {value!r}") from None
+    if origin is tuple:
+        inner = typing.get_args(kind)[0]
+        good = isinstance(value, tuple) and all(type(v) is inner for v in value)
+    else:
+        plain = origin or getattr(kind, "__supertype__", kind)
+        good = type(value) is plain
+    if not good:
+        raise WireError(f"{cls.__name__}.{name} must be {kind}, got {value!r:.80}")
+    return value

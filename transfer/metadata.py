@@ -1,0 +1,75 @@
+"""Metadata slots: everything prefill computed that is not a page, one slot a hand-over.
+
+A slot is `SLOT_BYTES` of registered memory: a length, a checksum, then msgpack. The reader takes a *copy* out and
+returns the slot; nothing keeps a view into it. Room and epoch are inside, so that a stranger's metadata is refused.
+"""
+
+from __future__ import annotations
+
+import zlib
+from dataclasses import dataclass
+
+import msgpack
+import torch
+
+from contracts.errors import WireError
+from contracts.ids import RoomId
+from contracts.sampling import TokenLogprob
+
+SLOT_BYTES = 4096
+_HEADER = 8
+
+
+@dataclass(frozen=True, slots=True)
+class Metadata:
+    """What decode needs to go on from prefill's last position."""
+
+    room: RoomId
+    slot_epoch: int
+    token: int
+    """The first token, drawn by prefill."""
+    logprob: TokenLogprob | None
+    cached_tokens: int
+    """Prompt tokens whose state prefill found in its tree."""
+    computed_tokens: int
+    draft: bytes = b""
+    """State of a draft model, empty without one."""
+
+
+def pack(metadata: Metadata) -> bytes:
+    """Raises `ValueError` when it doesn't fit into a slot."""
+    logprob = metadata.logprob and (metadata.logprob.token, metadata.logprob.logprob, metadata.logprob.top)
+    body: bytes = msgpack.packb(
+        (
+            metadata.room,
+            metadata.slot_epoch,
+            metadata.token,
+            logprob,
+            metadata.cached_tokens,
+            metadata.computed_tokens,
+            metadata.draft,
+        )
+    )
+    if len(body) + _HEADER > SLOT_BYTES:
+        raise ValueError(f"metadata of {len(body)} bytes doesn't fit into a slot of {SLOT_BYTES}")
+    return len(body).to_bytes(4, "little") + zlib.crc32(body).to_bytes(4, "little") + body
+
+
+def copy_out(slots: torch.Tensor, slot: int, room: RoomId, epoch: int) -> Metadata:
+    """Copy slot `slot` of `slots` (uint8 [slots, SLOT_BYTES]) out and check that it is this room's.
+
+    Raises `WireError` when the bytes are damaged or belong to another room or epoch.
+    """
+    raw = bytes(slots[slot].numpy())
+    size = int.from_bytes(raw[:4], "little")
+    body = raw[_HEADER : _HEADER + size]
+    if len(body) != size or zlib.crc32(body) != int.from_bytes(raw[4:8], "little"):
+        raise WireError(f"metadata slot {slot} is damaged")
+    try:
+        found, slot_epoch, token, logprob, cached, computed, draft = msgpack.unpackb(body, use_list=False)
+        score = None if logprob is None else TokenLogprob(logprob[0], logprob[1], logprob[2])
+    except (ValueError, TypeError, IndexError, msgpack.UnpackException) as error:
+        raise WireError(f"metadata slot {slot} can't be read: {error}") from None
+    if found != room or slot_epoch != epoch:
+        raise WireError(f"metadata slot {slot} holds room {found} epoch {slot_epoch}, wanted {room} epoch {epoch}")
+    return Metadata(room, epoch, token, score, cached, computed, draft)

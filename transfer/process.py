@@ -1,0 +1,54 @@
+"""Which process a peer is, and whether it is dead for certain."""
+
+from __future__ import annotations
+
+import os
+import select
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+
+
+@cache
+def namespace() -> str:
+    """Names the running kernel and pid namespace: pids of equal namespaces can be compared."""
+    boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    return f"{boot}/{os.readlink('/proc/self/ns/pid')}"
+
+
+def start_ticks(pid: int) -> int | None:
+    """When process `pid` started, in clock ticks since boot; None when there is none."""
+    try:
+        stat = Path(f"/proc/{pid}/stat").read_text()
+    except OSError:
+        return None
+    return int(stat.rpartition(")")[2].split()[19])
+
+
+@dataclass
+class ProcessWatch:
+    """Holds a pidfd of one process of this namespace: the one proof of death that a reused pid can't fake."""
+
+    pid: int
+    fd: int
+
+    @classmethod
+    def open(cls, pid: int, started: int) -> ProcessWatch | None:
+        """None when that process is dead already."""
+        try:
+            fd = os.pidfd_open(pid)
+        except ProcessLookupError:
+            return None
+        if start_ticks(pid) != started:
+            os.close(fd)
+            return None
+        return cls(pid, fd)
+
+    @property
+    def dead(self) -> bool:
+        return bool(select.select([self.fd], [], [], 0)[0])
+
+    def close(self) -> None:
+        if self.fd >= 0:
+            os.close(self.fd)
+            self.fd = -1

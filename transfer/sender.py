@@ -1,0 +1,416 @@
+"""Prefill's end of the rooms: takes grants, writes pages as chunks finish, seals the hand-over with its metadata.
+
+Grants and aborts may come before the router's own message about the request, and requests may end before decode has
+said hello; so early grants are kept until their request comes, and ended rooms are remembered with the last word
+about them, which is repeated to whoever asks again.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections import OrderedDict
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import zmq
+
+from cache.device import Completion, Device, Op, Span, Stream
+from cache.leases import Pin
+from cache.moves import describe_spec
+from cache.pools import PoolSet
+from cache.tags import ContentTag
+from contracts.clock import Clock
+from contracts.config import TransferConfig
+from contracts.errors import ErrorKind, LayoutMismatch, WireError
+from contracts.ids import Incarnation, RoomId, WorkerName
+from contracts.messages import PeerRef
+from transfer import messages as m
+from transfer import process
+from transfer.metadata import Metadata, pack
+from transfer.plane import Link, PageWrite, Plane, SlotWrite, Target
+from transfer.rooms import SENDER, Sender, SenderEvent
+from transfer.security import Curve, bind
+from transfer.waiting import Waiter
+
+log = logging.getLogger("twinpool.transfer")
+_REMEMBERED = 65536
+
+
+@dataclass(frozen=True, slots=True)
+class Granted:
+    """The room's pages can be written from now on."""
+
+    room: RoomId
+
+
+@dataclass(frozen=True, slots=True)
+class Released:
+    """The room is over; nothing of its request is needed for it any more."""
+
+    room: RoomId
+    received: bool
+    """Whether decode has everything."""
+    reason: str = ""
+
+
+Outcome = Granted | Released
+
+
+@dataclass(eq=False)
+class _Peer:
+    identity: bytes
+    name: WorkerName
+    incarnation: Incarnation
+    link: Link
+
+
+@dataclass(eq=False)
+class _Room:
+    id: RoomId
+    wants: PeerRef
+    state: Sender = Sender.OPEN
+    peer: _Peer | None = None
+    grant: m.Grant | None = None
+    sent_at: float = 0.0
+
+    @property
+    def target(self) -> Target:
+        assert self.grant is not None
+        return Target(self.id, self.grant.pages, self.grant.slot)
+
+
+@dataclass(eq=False)
+class _Pending:
+    """A posted write, and the notice that may follow once it is complete."""
+
+    completion: Completion
+    link: Link
+    notice: m.Notice
+    pin: Pin | None
+
+
+class SenderEnd:
+    """See the module's prose. Single-threaded; `poll` never blocks."""
+
+    def __init__(
+        self,
+        name: WorkerName,
+        incarnation: Incarnation,
+        fingerprint: str,
+        plane: Plane,
+        pools: PoolSet,
+        device: Device,
+        config: TransferConfig,
+        *,
+        host: str,
+        clock: Clock,
+        waiter: Waiter,
+        curve: Curve | None,
+    ) -> None:
+        self._name, self._incarnation, self._fingerprint = name, incarnation, fingerprint
+        self._plane, self._pools, self._device = plane, pools, device
+        self._config, self._clock, self._waiter = config, clock, waiter
+        context: zmq.Context[zmq.Socket[bytes]] = zmq.Context.instance()
+        self._socket = context.socket(zmq.ROUTER)
+        self._socket.set(zmq.SNDHWM, 0)
+        self._socket.set(zmq.ROUTER_HANDOVER, 1)
+        self.control = bind(self._socket, host, curve)
+        waiter.add(self._socket)
+        plane.register(pools, None)
+        self._peers: dict[bytes, _Peer] = {}
+        self._rooms: dict[RoomId, _Room] = {}
+        self._early: OrderedDict[RoomId, tuple[_Peer, m.Grant]] = OrderedDict()
+        self._ended: OrderedDict[RoomId, m.Notice] = OrderedDict()
+        self._pending: list[_Pending] = []
+        self._outcomes: list[Outcome] = []
+        self.late = 0
+        self.sent_bytes = 0
+
+    # ------------------------------------------------------------ what prefill asks
+
+    def open(self, room: RoomId, peer: PeerRef) -> None:
+        """Raises `WireError` for a room that exists, or was given up by decode before its request came."""
+        if room in self._rooms or room in self._ended:
+            raise WireError(f"room {room} exists already, or was given up")
+        entry = self._rooms[room] = _Room(room, peer)
+        early = self._early.pop(room, None)
+        if early is not None:
+            self._grant(entry, *early)
+
+    def granted(self, room: RoomId) -> bool:
+        entry = self._rooms.get(room)
+        return entry is not None and entry.state is Sender.GRANTED
+
+    def write(
+        self, room: RoomId, first: int, pages: Sequence[int], tags: Sequence[ContentTag], after: Sequence[Completion]
+    ) -> None:
+        """Write finished `pages` of mine to the granted pages `first ..`, after the operations that made them."""
+        if not pages:
+            return
+        entry = self._rooms[room]
+        assert entry.peer is not None
+        self._step(entry, SenderEvent.WROTE)
+        notice = m.Wrote(room, first, tuple(t.key for t in tags), tuple(t.digest for t in tags))
+        self._post(entry.peer.link, PageWrite(entry.target, first, pages), notice, after)
+        self.sent_bytes += len(pages) * self._pools.layout.spec.page_bytes
+
+    def seal(self, room: RoomId, metadata: Metadata) -> None:
+        """Everything is written but the metadata: write it, and end the writing."""
+        entry = self._rooms[room]
+        assert entry.peer is not None
+        assert entry.grant is not None
+        data = pack(replace(metadata, slot_epoch=entry.grant.slot_epoch))
+        self._post(entry.peer.link, SlotWrite(entry.target, data), m.WroteSlot(room), ())
+        entry.sent_at = self._clock.now()
+        self._step(entry, SenderEvent.SENT)
+
+    def finish(self, room: RoomId) -> None:
+        """The request ended with its first token."""
+        self._end(room, SenderEvent.FINISHED, m.Finished(room))
+
+    def fail(self, room: RoomId, kind: ErrorKind, message: str) -> None:
+        """The request is given up here; decode is told. Nothing happens when the room is over."""
+        self._end(room, SenderEvent.FAILED, m.Failed(room, kind, message))
+
+    def poll(self) -> list[Outcome]:
+        """Hear peers, send due notices, expire; returns what became of rooms."""
+        while True:
+            try:
+                identity, data = self._socket.recv_multipart(zmq.NOBLOCK)
+            except zmq.Again:
+                break
+            except ValueError:
+                continue
+            try:
+                self._control(identity, m.decode(data))
+            except (WireError, LayoutMismatch) as error:
+                log.warning("control message refused: %s", error)
+                self._reply(identity, m.Refused(str(error)))
+        self._flush()
+        self._expire()
+        outcomes, self._outcomes = self._outcomes, []
+        return outcomes
+
+    @property
+    def rooms(self) -> int:
+        return len(self._rooms)
+
+    @property
+    def next_deadline(self) -> float | None:
+        due = [r.sent_at + self._config.room_timeout_s for r in self._rooms.values() if r.state is Sender.SENT]
+        return min(due, default=None)
+
+    def check(self) -> list[str]:
+        found = [f"room {room}: early grant and open" for room in self._early if room in self._rooms]
+        for room in self._rooms.values():
+            if (room.state is Sender.OPEN) != (room.grant is None):
+                found.append(f"room {room.id} is {room.state} and its grant says otherwise")
+            if room.peer is not None and self._peers.get(room.peer.identity) is not room.peer:
+                found.append(f"room {room.id} belongs to a peer that is gone")
+        return found
+
+    def close(self) -> None:
+        for pending in self._pending:
+            pending.completion.wait()
+        self._pending.clear()
+        for peer in self._peers.values():
+            peer.link.close()
+        self._waiter.remove(self._socket)
+        self._socket.close(linger=0)
+        self._plane.close()
+
+    # ------------------------------------------------------------ peers
+
+    def _control(self, identity: bytes, message: m.Message) -> None:
+        if isinstance(message, m.Hello):
+            self._hello(identity, message)
+            return
+        peer = self._peers.get(identity)
+        if peer is None:
+            self._reply(identity, m.Refused("say hello first"))
+        elif isinstance(message, m.Grant):
+            self._granted(peer, message)
+        elif isinstance(message, m.Abort):
+            self._aborted(peer, message)
+        elif isinstance(message, m.Received):
+            room = self._rooms.get(message.room)
+            if room is None or room.state is not Sender.SENT:
+                self.late += 1
+            else:
+                self._step(room, SenderEvent.RECEIVED)
+                self._outcomes.append(Released(room.id, True))
+        else:
+            raise WireError(f"{type(message).__name__} is not for prefill")
+
+    def _hello(self, identity: bytes, hello: m.Hello) -> None:
+        mine = {"model": self._fingerprint, **describe_spec(self._pools.layout.spec)}
+        refuse_mismatch(self._name, mine, self._plane.kind, hello)
+        if hello.expects != self._incarnation:
+            raise LayoutMismatch(f"{self._name} is incarnation {self._incarnation}, not {hello.expects}")
+        for old in [p for p in self._peers.values() if p.name == hello.worker and p.identity != identity]:
+            if old.incarnation > hello.incarnation:
+                raise LayoutMismatch(f"{hello.worker} is incarnation {old.incarnation} by now, not {hello.incarnation}")
+            self._lose(old, f"{old.name} is now incarnation {hello.incarnation}")
+        if identity in self._peers:
+            self._lose(self._peers[identity], f"{hello.worker} connected again")
+        link = self._plane.connect(hello.descriptor)
+        self._peers[identity] = _Peer(identity, WorkerName(hello.worker), Incarnation(hello.incarnation), link)
+        pid = os.getpid()
+        started = process.start_ticks(pid) or 0
+        self._reply(identity, m.Welcome(self._name, self._incarnation, pid, started, process.namespace()))
+
+    def _lose(self, peer: _Peer, reason: str) -> None:
+        del self._peers[peer.identity]
+        self._settle(peer.link)
+        peer.link.close()
+        self._early = OrderedDict((r, e) for r, e in self._early.items() if e[0] is not peer)
+        for room in [r for r in self._rooms.values() if r.peer is peer]:
+            self._remember(room.id, m.Failed(room.id, ErrorKind.ROOM, reason))
+            self._step(room, SenderEvent.LOST)
+            self._outcomes.append(Released(room.id, False, reason))
+
+    def _reply(self, identity: bytes, message: m.Control) -> None:
+        self._socket.send_multipart([identity, m.encode(message)])
+
+    # ------------------------------------------------------------ rooms
+
+    def _granted(self, peer: _Peer, grant: m.Grant) -> None:
+        last_word = self._ended.get(grant.room)
+        room = self._rooms.get(grant.room)
+        if last_word is not None:
+            peer.link.notify(m.encode(last_word))
+        elif room is None:
+            self._early[grant.room] = (peer, grant)
+            while len(self._early) > _REMEMBERED:
+                self._early.popitem(last=False)
+        elif room.state is Sender.OPEN:
+            self._grant(room, peer, grant)
+        else:
+            raise WireError(f"room {grant.room} was granted twice")
+
+    def _grant(self, room: _Room, peer: _Peer, grant: m.Grant) -> None:
+        if (peer.name, peer.incarnation) != (room.wants.name, room.wants.incarnation):
+            reason = (
+                f"room {room.id} is for {room.wants.name} incarnation {room.wants.incarnation}, "
+                f"granted by {peer.name} incarnation {peer.incarnation}"
+            )
+            self._remember(room.id, m.Failed(room.id, ErrorKind.ROOM, reason))
+            self._step(room, SenderEvent.LOST)
+            peer.link.notify(m.encode(self._ended[room.id]))
+            self._outcomes.append(Released(room.id, False, reason))
+            return
+        room.peer, room.grant = peer, grant
+        self._step(room, SenderEvent.GRANT)
+        self._outcomes.append(Granted(room.id))
+
+    def _aborted(self, peer: _Peer, abort: m.Abort) -> None:
+        """Writes are complete when they return here, or are waited for; so the answer can follow at once."""
+        self._settle(peer.link)
+        self._early.pop(abort.room, None)
+        room = self._rooms.get(abort.room)
+        if room is not None:
+            self._remember(room.id, m.Quiesced(room.id))
+            self._step(room, SenderEvent.ABORT)
+            self._outcomes.append(Released(room.id, False, f"decode gave it up: {abort.reason}"))
+        else:
+            self._remember(abort.room, m.Quiesced(abort.room))
+        peer.link.notify(m.encode(m.Quiesced(abort.room)))
+
+    def _end(self, room_id: RoomId, event: SenderEvent, notice: m.Notice) -> None:
+        room = self._rooms.get(room_id)
+        if room is None:
+            return
+        self._remember(room.id, notice)
+        self._step(room, event)
+        peer = room.peer or self._peer_of(room.wants)
+        if peer is not None:
+            self._settle(peer.link)
+            peer.link.notify(m.encode(notice))
+
+    def _peer_of(self, ref: PeerRef) -> _Peer | None:
+        wanted = (ref.name, ref.incarnation)
+        return next((p for p in self._peers.values() if (p.name, p.incarnation) == wanted), None)
+
+    def _remember(self, room: RoomId, notice: m.Notice) -> None:
+        self._ended[room] = notice
+        while len(self._ended) > _REMEMBERED:
+            self._ended.popitem(last=False)
+
+    def _step(self, room: _Room, event: SenderEvent) -> None:
+        """The one place where a room changes state."""
+        room.state = SENDER.next(room.state, event)
+        if SENDER.terminal(room.state):
+            del self._rooms[room.id]
+            if room.id not in self._ended:
+                self._remember(room.id, m.Quiesced(room.id))
+
+    # ------------------------------------------------------------ writes and time
+
+    def _post(self, link: Link, write: PageWrite | SlotWrite, notice: m.Notice, after: Sequence[Completion]) -> None:
+        pages = tuple(write.pages) if isinstance(write, PageWrite) else ()
+        op = Op("send", Stream.SEND, reads=(Span("full", pages),))
+        posted: list[Completion] = []
+        launched = self._device.submit(op, lambda: posted.append(link.post(write)), after)
+        pin = self._pools.allocators["full"].pin(pages, f"send of {write.target.room}") if pages else None
+        self._pending.append(_Pending(_Both(launched, posted), link, notice, pin))
+        self._flush()
+
+    def _flush(self) -> None:
+        """Send the notices whose writes are complete, in order."""
+        while self._pending and self._pending[0].completion.done:
+            pending = self._pending.pop(0)
+            if pending.pin is not None:
+                pending.pin.release()
+            pending.link.notify(m.encode(pending.notice))
+
+    def _settle(self, link: Link) -> None:
+        """Wait for every write on `link`, and send their notices."""
+        for pending in self._pending:
+            if pending.link is link:
+                pending.completion.wait()
+        self._flush()
+
+    def _expire(self) -> None:
+        late = self._clock.now() - self._config.room_timeout_s
+        for room in [r for r in self._rooms.values() if r.state is Sender.SENT and r.sent_at <= late]:
+            reason = f"decode did not confirm for {self._config.room_timeout_s:g} s"
+            self._end(room.id, SenderEvent.FAILED, m.Failed(room.id, ErrorKind.ROOM, reason))
+            self._outcomes.append(Released(room.id, False, reason))
+
+
+class _Both:
+    """Complete when the launch is, and the write that it posted."""
+
+    def __init__(self, launched: Completion, posted: list[Completion]) -> None:
+        self._launched = launched
+        self._posted = posted
+
+    @property
+    def done(self) -> bool:
+        return self._launched.done and all(p.done for p in self._posted)
+
+    def wait(self) -> None:
+        self._launched.wait()
+        for posted in self._posted:
+            posted.wait()
+
+
+def refuse_mismatch(name: WorkerName, mine: dict[str, object], plane: str, hello: m.Hello) -> None:
+    """Raises `LayoutMismatch` naming the first difference, with both values."""
+    if plane != hello.plane:
+        raise LayoutMismatch(f"transfer.plane: {name} has {plane}, {hello.worker} has {hello.plane}")
+    for path, ours, theirs in _differences(mine, hello.layout, ""):
+        raise LayoutMismatch(f"{path}: {name} has {ours}, {hello.worker} has {theirs}")
+
+
+def _differences(ours: object, theirs: object, path: str) -> list[tuple[str, object, object]]:
+    if isinstance(ours, dict) and isinstance(theirs, dict):
+        out = []
+        for key in sorted({*ours, *theirs}):
+            name = f"{path}.{key}" if path else str(key)
+            out += _differences(ours.get(key), theirs.get(key), name)
+        return out
+    if isinstance(ours, list | tuple) and isinstance(theirs, list | tuple):
+        return [] if list(ours) == list(theirs) else [(path, list(ours), list(theirs))]
+    return [] if ours == theirs else [(path, ours, theirs)]

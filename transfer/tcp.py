@@ -1,0 +1,146 @@
+"""Plane `zmq`: pages as messages over TCP, stored by the reader itself.
+
+The reader copies, so access is revocable: a frame for a room that has ended is dropped and counted, and its pages
+can be used again at once. A write names positions in the room's grant, never addresses; the reader looks them up.
+Pages travel in the canonical page layout, as one frame that ZMQ sends without another copy.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Sequence
+from typing import Any
+
+import msgpack
+import torch
+import zmq
+
+from cache.device import DONE, Completion
+from cache.moves import gather_pages, scatter_pages
+from cache.pools import PoolSet
+from contracts.config import FaultsConfig
+from contracts.ids import RoomId
+from transfer.faults import WriteFaults
+from transfer.metadata import SLOT_BYTES
+from transfer.plane import PageWrite, SlotWrite, Target
+from transfer.security import Curve, bind
+
+# A received frame is read-only memory, and only read.
+warnings.filterwarnings("ignore", "The given buffer is not writable", UserWarning, "transfer.tcp")
+
+_PAGES, _SLOT, _NOTICE = b"P", b"S", b"N"
+_POLL_BYTES = 32 * 1024 * 1024
+"""Stored in one poll at most, so that a decode step never waits long."""
+
+
+class ZmqLink:
+    """Sends pages, slots and notices down one socket, so they arrive in order."""
+
+    def __init__(self, source: PoolSet, socket: zmq.Socket[bytes], faults: WriteFaults) -> None:
+        self._source = source
+        self._socket = socket
+        self._faults = faults
+
+    def post(self, write: PageWrite | SlotWrite) -> Completion:
+        if isinstance(write, SlotWrite):
+            self._socket.send_multipart([_SLOT, write.target.room.encode(), write.data])
+            return DONE
+        packed = gather_pages(self._source.region, self._source.layout, write.pages)
+        self._faults.in_write()
+        self._faults.after_seal(packed.view(-1), 0)
+        head = msgpack.packb((write.target.room, write.first, len(write.pages)))
+        self._socket.send_multipart([_PAGES, head], zmq.SNDMORE)
+        self._socket.send(memoryview(packed.numpy()), 0, copy=False)  # type: ignore[arg-type]
+        return DONE
+
+    def notify(self, data: bytes) -> None:
+        self._socket.send_multipart([_NOTICE, data])
+
+    def close(self) -> None:
+        self._socket.close(linger=0)
+
+
+class ZmqPlane:
+    """Writer and reader anywhere that TCP reaches."""
+
+    kind = "zmq"
+    revocable = True
+
+    def __init__(self, faults: FaultsConfig, host: str, curve: Curve | None) -> None:
+        self._faults = WriteFaults(faults)
+        self._curve = curve
+        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context.instance()
+        self._inbound = self._context.socket(zmq.PULL)
+        self._inbound.set(zmq.RCVHWM, 0)
+        self._endpoint = bind(self._inbound, host, curve)
+        self._targets: dict[RoomId, Target] = {}
+        self.dropped = 0
+
+    def allocate(self, name: str, nbytes: int) -> torch.Tensor:
+        return torch.zeros(nbytes, dtype=torch.uint8)
+
+    def register(self, pools: PoolSet, slots: torch.Tensor | None) -> None:
+        self._pools, self._slots = pools, slots
+
+    def describe(self) -> dict[str, Any]:
+        return {"endpoint": self._endpoint}
+
+    def connect(self, descriptor: dict[str, Any]) -> ZmqLink:
+        socket = self._context.socket(zmq.PUSH)
+        socket.set(zmq.SNDHWM, 0)
+        socket.set(zmq.LINGER, 0)
+        if self._curve is not None:
+            self._curve.call(socket)
+        socket.connect(descriptor["endpoint"])
+        return ZmqLink(self._pools, socket, self._faults)
+
+    def permit(self, target: Target) -> None:
+        self._targets[target.room] = target
+
+    def revoke(self, room: RoomId) -> None:
+        self._targets.pop(room, None)
+
+    def poll(self) -> list[bytes]:
+        notices: list[bytes] = []
+        stored = 0
+        while stored < _POLL_BYTES:
+            try:
+                kind, *frames = self._inbound.recv_multipart(zmq.NOBLOCK, copy=False)
+            except zmq.Again:
+                break
+            if kind.bytes == _NOTICE and len(frames) == 1:
+                notices.append(frames[0].bytes)
+            elif self._store(kind.bytes, [f.buffer for f in frames]):
+                stored += len(frames[-1].buffer)
+            else:
+                self.dropped += 1
+        return notices
+
+    def _store(self, kind: bytes, frames: Sequence[memoryview]) -> bool:
+        """Store a write into its room's pages or slot; False when it has none, or doesn't fit what was granted."""
+        if kind == _SLOT and len(frames) == 2:
+            target = self._targets.get(RoomId(bytes(frames[0]).decode(errors="replace")))
+            if target is None or self._slots is None or len(frames[1]) > SLOT_BYTES:
+                return False
+            self._slots[target.slot, : len(frames[1])] = torch.frombuffer(bytearray(frames[1]), dtype=torch.uint8)
+            return True
+        if kind != _PAGES or len(frames) != 2:
+            return False
+        try:
+            room, first, count = msgpack.unpackb(frames[0])
+            target = self._targets.get(room)
+            size = count * self._pools.layout.spec.page_bytes
+            if target is None or first < 0 or first + count > len(target.pages) or len(frames[1]) != size:
+                return False
+        except (ValueError, TypeError, msgpack.UnpackException):
+            return False
+        packed = torch.frombuffer(frames[1], dtype=torch.uint8).view(count, -1)
+        scatter_pages(packed, self._pools.region, self._pools.layout, target.pages[first : first + count])
+        return True
+
+    @property
+    def waitable(self) -> Sequence[zmq.Socket[bytes]]:
+        return (self._inbound,)
+
+    def close(self) -> None:
+        self._inbound.close(linger=0)

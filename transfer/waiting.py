@@ -1,0 +1,43 @@
+"""One place to sleep: sockets, process deaths and a wake-up from other threads."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import os
+
+import zmq
+
+Waitable = zmq.Socket[bytes] | int
+
+
+class Waiter:
+    """Sleeps until a registered socket or file descriptor is readable, or `wake` was called."""
+
+    def __init__(self) -> None:
+        self._event = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        self._poller = zmq.Poller()
+        self._poller.register(self._event, zmq.POLLIN)
+
+    def add(self, waitable: Waitable) -> None:
+        self._poller.register(waitable, zmq.POLLIN)
+
+    def remove(self, waitable: Waitable) -> None:
+        if waitable in self._poller:
+            self._poller.unregister(waitable)
+
+    def wake(self) -> None:
+        """May be called from any thread, also after `close`."""
+        if self._event >= 0:
+            os.eventfd_write(self._event, 1)
+
+    def wait(self, timeout_s: float) -> None:
+        self._poller.poll(math.ceil(max(0.0, timeout_s) * 1000))
+        with contextlib.suppress(BlockingIOError):
+            os.eventfd_read(self._event)
+
+    def close(self) -> None:
+        event, self._event = self._event, -1
+        if event >= 0:
+            self._poller.unregister(event)
+            os.close(event)
