@@ -291,10 +291,11 @@ def test_other_errors_end_the_request_at_once(kind: ErrorKind) -> None:
 
 
 def test_events_of_an_earlier_attempt_are_dropped_and_counted() -> None:
-    stage = Stage()
+    stage = Stage(2, 1)
     rid = stage.submit()
     decode = stage.leg(rid, DECODE)
     stage.error(rid, PREFILL, ErrorKind.WORKER)
+    assert stage.leg(rid, DECODE) == decode
     before = stage.brain.counts.late_events
     stage.hear(stage.key(decode), Tokens(rid, 0, 3, (999,)))
     stage.hear(stage.key(decode), Done(rid, 0, "length"))
