@@ -11,6 +11,7 @@ import contextlib
 import functools
 import logging
 import os
+import socket
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -22,6 +23,7 @@ OBJECT_STORE_BYTES = 80 * 1024 * 1024
 OWN_SLOTS = 10_000
 """Places a role on a node of our own: the number of workers is decided by flags, not by Ray."""
 LOOPBACK = "127.0.0.1"
+REACH_TIMEOUT_S = 3.0
 
 _QUIET = {
     "RAY_USAGE_STATS_ENABLED": "0",
@@ -90,6 +92,7 @@ def join_ray(address: str, prefill: int, decode: int) -> str:
     os.environ.update(_QUIET)
     if not _has_ray_token():
         os.environ.setdefault("RAY_AUTH_MODE", "disabled")
+    _check_reachable(address if address != "auto" else os.environ.get("RAY_ADDRESS", ""))
     import ray
 
     try:
@@ -105,6 +108,17 @@ def join_ray(address: str, prefill: int, decode: int) -> str:
                 f"start nodes with --resources '{{\"{name}\": {wanted}}}'"
             )
     return str(ray.util.get_node_ip_address())
+
+
+def _check_reachable(address: str) -> None:
+    """Ray tries for a minute before it gives an address up. Raises `ConfigError` when nothing listens there."""
+    host, _, port = address.rpartition(":")
+    if not host or not port.isdigit():
+        return
+    try:
+        socket.create_connection((host.strip("[]"), int(port)), REACH_TIMEOUT_S).close()
+    except OSError as error:
+        raise ConfigError(f"can't reach Ray at {address}: {error.strerror or error}") from None
 
 
 def leave_ray() -> None:

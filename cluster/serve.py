@@ -55,13 +55,14 @@ class Serve:
         build: BuildWorker = build_from_plan,
         router_command: tuple[str, ...] = COMMAND,
         clock: Clock | None = None,
+        began: float | None = None,
     ) -> None:
         self._prepared = prepared
         self._folder = folder
         self._build = build
         self._router_command = router_command
         self._clock = clock or SystemClock()
-        self._terminal = Terminal(self._clock, out)
+        self._terminal = Terminal(self._clock, out, began)
         self._stopping = Stopping()
         self._secrets = {name: value for name in SECRETS if (value := os.environ.pop(name, None))}
 
@@ -98,6 +99,8 @@ class Serve:
         self._router = self._start_router(stack)
         if options.ray_address is None:
             self._own_ray(stack)
+        self._stopping.install()  # importing Ray takes SIGTERM over
+        self._check_stop()
         self._start_workers(stack)
         self._await_ready()
         folder.publish(url, options.model)
@@ -121,7 +124,6 @@ class Serve:
         start_own_ray(self._folder.temporary, self._prepared.options.dashboard)
         self._folder.owns_children()
         self._terminal.step("ray", "started on loopback")
-        self._check_stop()
 
     def _start_router(self, stack: ExitStack) -> RouterProcess:
         environment = dict(os.environ) | {k: v for k, v in self._secrets.items() if k == "TWINPOOL_ADMIN_TOKEN"}
@@ -230,8 +232,11 @@ def _healthy(prepared: Prepared) -> bool:
         connection.close()
 
 
-def serve(prepared: Prepared) -> int:
-    """Serve with this process's terminal; returns the exit code. Errors are shown, not raised."""
+def serve(prepared: Prepared, began: float | None = None) -> int:
+    """Serve with this process's terminal; returns the exit code. Errors are shown, not raised.
+
+    `began` is when the command began, by the system's clock.
+    """
     folder = RunFolder()
     out = take_over_output(folder.logs / "serve.log")
     log_to_stream("serve")
@@ -239,8 +244,8 @@ def serve(prepared: Prepared) -> int:
         if prepared.config.transfer.plane == "local":
             from cluster.serve_local import LocalServe
 
-            return LocalServe(prepared, folder, out).run()
-        return Serve(prepared, folder, out).run()
+            return LocalServe(prepared, folder, out, began).run()
+        return Serve(prepared, folder, out, began=began).run()
     except TwinpoolError as error:
         out.write(f"error: {error}\n")
         return 1

@@ -22,9 +22,10 @@ from contracts.ports import WorkerView
 class Terminal:
     """Writes to the operator's screen; any thread."""
 
-    def __init__(self, clock: Clock, out: TextIO) -> None:
+    def __init__(self, clock: Clock, out: TextIO, began: float | None = None) -> None:
+        """`began` is when the start began, if earlier than now."""
         self._clock = clock
-        self._start = clock.now()
+        self._start = clock.now() if began is None else began
         self._out = out
         self._lock = threading.Lock()
 
