@@ -104,6 +104,7 @@ class Serve:
         self._start_workers(stack)
         self._await_ready()
         folder.publish(url, options.model)
+        self._stopping.ready()
         self._terminal.table(prepared, self._server.call(Controller.views))
         self._terminal.line(f"Twinpool is ready: {url}")
         self._terminal.line(curl_line(url, spec.name))

@@ -116,6 +116,7 @@ class LocalServe:
         prepared, options = self._prepared, self._prepared.options
         url = url_of(options.host, prepared.port)
         self._folder.publish(url, options.model)
+        self._stopping.ready()
         self._terminal.table(prepared, directory.views())
         self._terminal.line(f"Twinpool is ready: {url}")
         self._terminal.line(curl_line(url, prepared.spec.name))

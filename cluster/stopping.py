@@ -14,6 +14,8 @@ from types import FrameType
 
 STOP_DEADLINE_S = 4.0
 """After this long, an orderly end is given up: this process kills itself and the reaper takes the rest."""
+START_DEADLINE_S = 1.5
+"""The same until the cluster is ready: nobody waits for an answer yet."""
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
@@ -22,7 +24,7 @@ class Stopping:
 
     def __init__(self) -> None:
         self._asked = threading.Event()
-        self._lock = threading.Lock()
+        self.deadline_s = START_DEADLINE_S
         self._listener: threading.Thread | None = None
 
     def install(self) -> None:
@@ -40,9 +42,13 @@ class Stopping:
     def asked(self) -> bool:
         return self._asked.is_set()
 
+    def ready(self) -> None:
+        """From now on there are requests whose clients deserve an orderly end."""
+        self.deadline_s = STOP_DEADLINE_S
+
     def promise(self) -> None:
-        """Start the clock: this process is gone in `STOP_DEADLINE_S`, orderly or not."""
-        timer = threading.Timer(STOP_DEADLINE_S, _die)
+        """Start the clock: this process is gone in `deadline_s`, orderly or not."""
+        timer = threading.Timer(self.deadline_s, _die)
         timer.daemon = True
         timer.start()
 
