@@ -17,6 +17,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from cluster.procs import same_process, start_time
 from contracts.errors import ConfigError
 
 OBJECT_STORE_BYTES = 80 * 1024 * 1024
@@ -49,8 +50,20 @@ _OWN = {
 }
 
 
-def start_own_ray(folder: Path, dashboard: bool) -> str:
-    """Start a Ray of our own below `folder` and join it; returns the address of its node."""
+class OwnRay:
+    """The processes of a Ray of our own."""
+
+    def __init__(self, processes: dict[str, tuple[int, int]]) -> None:
+        self._processes = processes
+
+    def lost(self) -> str:
+        """The name of a process without which Ray is no Ray, once it is gone; else empty."""
+        gone = (name for name, (pid, started) in self._processes.items() if not same_process(pid, started))
+        return next(gone, "")
+
+
+def start_own_ray(folder: Path, dashboard: bool) -> OwnRay:
+    """Start a Ray of our own below `folder` and join it."""
     os.environ.update(_QUIET | _OWN)
     os.environ.pop("RAY_ADDRESS", None)
     _importable_by_workers()
@@ -67,7 +80,14 @@ def start_own_ray(folder: Path, dashboard: bool) -> str:
             resources={"twinpool_prefill": OWN_SLOTS, "twinpool_decode": OWN_SLOTS},
             **_driver(),
         )
-    return LOOPBACK
+    return OwnRay(_vital_processes())
+
+
+def _vital_processes() -> dict[str, tuple[int, int]]:
+    import psutil
+
+    vital = [child for child in psutil.Process().children() if child.name() in ("raylet", "gcs_server")]
+    return {child.name(): (child.pid, start_time(child.pid) or 0) for child in vital}
 
 
 @contextlib.contextmanager

@@ -12,7 +12,7 @@ import logging
 import os
 import secrets
 from contextlib import ExitStack
-from typing import TextIO
+from typing import TYPE_CHECKING, TextIO
 
 from cluster.controller import Controller, Start
 from cluster.controller_service import ControllerServer, FileLedger
@@ -27,6 +27,9 @@ from cluster.worker_process import BuildWorker, WorkerPlan, build_from_plan
 from contracts.clock import Clock, SystemClock
 from contracts.errors import TwinpoolError
 
+if TYPE_CHECKING:
+    from cluster.ray_cluster import OwnRay
+
 log = logging.getLogger("twinpool.serve")
 
 SECRETS = ("TWINPOOL_ADMIN_TOKEN", "TWINPOOL_CLUSTER_SECRET")
@@ -35,8 +38,8 @@ HEALTHY_S = 15.0
 """How long the router may take to reach the workers once all have registered."""
 
 
-class StartFailed(TwinpoolError):
-    """Raised when a part did not come up; says which and why."""
+class PartFailed(TwinpoolError):
+    """Raised when a part did not come up, or is gone for good; says which and why."""
 
 
 class Stopped(Exception):
@@ -64,6 +67,7 @@ class Serve:
         self._clock = clock or SystemClock()
         self._terminal = Terminal(self._clock, out, began)
         self._stopping = Stopping()
+        self._ray: OwnRay | None = None
         self._secrets = {name: value for name in SECRETS if (value := os.environ.pop(name, None))}
 
     def run(self) -> int:
@@ -122,7 +126,7 @@ class Serve:
         from cluster.ray_cluster import leave_ray, start_own_ray
 
         stack.callback(leave_ray)
-        start_own_ray(self._folder.temporary, self._prepared.options.dashboard)
+        self._ray = start_own_ray(self._folder.temporary, self._prepared.options.dashboard)
         self._folder.owns_children()
         self._terminal.step("ray", "started on loopback")
 
@@ -188,11 +192,11 @@ class Serve:
         self._check_stop()
         self._supervisor.poll(POLL_S)
         for name, reason in self._server.call(Controller.never_ready):
-            raise StartFailed(f"{name} could not start: {reason}{self._words(name)}")
+            raise PartFailed(f"{name} could not start: {reason}{self._words(name)}")
         if (how := self._router.ended()) is not None:
-            raise StartFailed(f"the router ended ({how}){self._words('router')}")
+            raise PartFailed(f"the router ended ({how}){self._words('router')}")
         if self._clock.now() > deadline:
-            raise StartFailed(f"gave up waiting for {what}; see {self._folder.logs}")
+            raise PartFailed(f"gave up waiting for {what}; see {self._folder.logs}")
 
     def _check_stop(self) -> None:
         if self._stopping.asked:
@@ -207,12 +211,14 @@ class Serve:
         restarts = 0
         while not self._stopping.asked:
             self._supervisor.poll(POLL_S)
+            if self._ray is not None and (lost := self._ray.lost()):
+                raise PartFailed(f"Ray has died ({lost} is gone) and took the workers with it; start again")
             how = self._router.ended()
             if how is None:
                 continue
             restarts += 1
             if restarts > self._prepared.config.cluster.restart_limit:
-                raise StartFailed(f"the router died ({how}) too often{self._words('router')}")
+                raise PartFailed(f"the router died ({how}) too often{self._words('router')}")
             self._terminal.line(f"router died ({how}); restarting{self._words('router')}")
             self._folder.owns(*self._router.start())
 
