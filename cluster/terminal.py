@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import os
+import shlex
 import sys
 import threading
 from collections.abc import Sequence
@@ -87,7 +88,7 @@ def url_of(host: str, port: int) -> str:
 def curl_line(url: str, model: str) -> str:
     """A command that can be pasted into a shell."""
     body = json.dumps({"model": model, "prompt": "It was a fine morning, and", "max_tokens": 32})
-    return f"curl {url}/v1/completions -H 'Content-Type: application/json' -d '{body}'"
+    return f"curl {url}/v1/completions -H 'Content-Type: application/json' -d {shlex.quote(body)}"
 
 
 def take_over_output(log: Path) -> TextIO:
