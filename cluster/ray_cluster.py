@@ -64,6 +64,7 @@ class OwnRay:
 
 def start_own_ray(folder: Path, dashboard: bool) -> OwnRay:
     """Start a Ray of our own below `folder` and join it."""
+    assert "ray" not in sys.modules, "Ray was imported before its environment was set"
     os.environ.update(_QUIET | _OWN)
     os.environ.pop("RAY_ADDRESS", None)
     _importable_by_workers()
