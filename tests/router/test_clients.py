@@ -84,7 +84,7 @@ def test_a_stream_goes_on_unbroken_when_its_decode_worker_dies(server: Server, a
         name = busy(server, "decode")
         steps(server, name, after)
         stream.read(lambda: len(stream.tokens) == 1 + after) if after else None
-        server.call(lambda: server.cluster[name].die())
+        server.call(server.cluster[name].die)
         resume(server)
         stream.read()
     assert stream.tokens == ANSWER
@@ -125,7 +125,7 @@ def test_an_error_in_mid_stream_is_an_event_and_no_done(server: Server) -> None:
     assert not stream.done
     assert stream.error is not None
     assert stream.error["message"] == "planted"
-    server.call(lambda: server.cluster[name].legs.clear())
+    server.call(server.cluster[name].legs.clear)
 
 
 def test_an_error_before_the_first_token_is_a_plain_error_though_streaming(server: Server) -> None:
