@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from contracts.config import Config
+from contracts.errors import ErrorKind
 from contracts.ids import Incarnation, RequestId, Role, RoomId
 from contracts.messages import Cancel, Done, Event, PeerRef, Progress, PromptScores, Submit, Tokens
 from contracts.ports import WorkerView
@@ -193,7 +194,7 @@ async def test_a_router_serves_over_grpc_and_replays_when_a_worker_restarts() ->
         assert len(whole) == 20
         cluster["decode-0"].pause()
         job = await service.open(replace(ask), 10, "me")
-        await eventually(lambda: bool(cluster["decode-0"].legs))
+        await eventually(lambda: bool(cluster["decode-0"].legs) and len(job.choices[0].tokens) == 1)
         for _ in range(5):
             cluster["decode-0"].step()
         await eventually(lambda: len(job.choices[0].tokens) == 6)
@@ -213,8 +214,6 @@ async def test_a_done_with_an_error_keeps_its_kind_and_blame() -> None:
     port, ear = GrpcPort(worker.record), Ear()
     await port.connect(ear.on_events, ear.on_closed)
     await eventually(lambda: bool(worker.sessions))
-    from contracts.errors import ErrorKind
-
     done = Done(RequestId("r"), 1, "error", error=ErrorKind.ROOM, message="m", blame=worker.name)
     worker.sessions[0].on_events([done])
     await eventually(lambda: bool(ear.events))

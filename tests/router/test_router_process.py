@@ -21,6 +21,7 @@ from tests.router.http_server import DEMO
 
 ROOT = Path(__file__).parents[2]
 WAIT_S = 20.0
+ENVIRONMENT = {**os.environ, "PYTHONPATH": "."}
 
 
 def command(*extra: str) -> list[str]:
@@ -51,8 +52,12 @@ async def test_a_router_process_serves_and_ends_on_a_signal(tmp_path: Path) -> N
                 *("--controller", controller, "--port", str(port)),
                 *("--config-json", str(config), "--ready-fd", str(writing)),
             ),
-            cwd=ROOT, pass_fds=[writing], stdout=subprocess.PIPE, stderr=subprocess.PIPE, env={**os.environ, "PYTHONPATH": "."},
-        )  # fmt: skip
+            cwd=ROOT,
+            pass_fds=[writing],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            env=ENVIRONMENT,
+        )
         os.close(writing)
         try:
             assert await read_line(reading) == b"ready\n"
@@ -92,9 +97,7 @@ def test_what_cannot_start_says_why_in_one_line(tmp_path: Path, extra: tuple[str
     with socket.create_server(("127.0.0.1", 0)) as taken:
         names = {"TAKEN": str(taken.getsockname()[1]), "WRONG": str(wrong)}
         arguments = command("--controller", "127.0.0.1:1", *(names.get(e, e) for e in extra))
-        ended = subprocess.run(
-            arguments, cwd=ROOT, capture_output=True, timeout=WAIT_S, env={**os.environ, "PYTHONPATH": "."}, check=False
-        )
+        ended = subprocess.run(arguments, cwd=ROOT, capture_output=True, timeout=WAIT_S, env=ENVIRONMENT, check=False)
     assert ended.returncode == 1
     assert ended.stdout == b""
     (line,) = ended.stderr.splitlines()
@@ -107,6 +110,6 @@ def test_the_router_imports_no_tensors_and_no_cluster() -> None:
     )
     ended = subprocess.run(
         [sys.executable, "-c", probe], cwd=ROOT, capture_output=True, text=True, check=True,
-        env={**os.environ, "PYTHONPATH": "."}, timeout=WAIT_S,
+        env=ENVIRONMENT, timeout=WAIT_S,
     )  # fmt: skip
     assert ended.stdout.strip() == ""
