@@ -543,7 +543,7 @@ def test_whatever_happens_every_answer_is_whole(seed: int) -> None:
     stage = Stage(2, 2, replay_limit=1000)
     plain = [stage.submit((i, i + 1), max_tokens=9, logprobs=0) for i in range(3)]
     stops = [stage.answer(plain[0])[4]]
-    rids = plain + [stage.submit((0, 1), max_tokens=9, logprobs=1, prompt_logprobs=0, stop_token_ids=tuple(stops))]
+    rids = [*plain, stage.submit((0, 1), max_tokens=9, logprobs=1, prompt_logprobs=0, stop_token_ids=tuple(stops))]
     for _ in range(150):
         act = rng.random()
         names = list(stage.cluster.workers)

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from contracts.ids import Role
+from contracts.ids import Role, RoomId
 from contracts.messages import CheckReport
 from contracts.sampling import SamplingParams
 from decode.worker import DecodeWorker
@@ -65,6 +65,10 @@ PREFILL: dict[str, tuple[Plant, str]] = {
         lambda p, d: [setattr(r, "state", Sender.OPEN) for r in p._sender._rooms.values()],
         "its grant says otherwise",
     ),
+    "a hand-over that nobody waits for": (
+        lambda p, d: p._unconfirmed.update({RoomId("x"): a_running(p)}),  # type: ignore[dict-item]
+        "wait for decode's word",
+    ),
     "a room of a peer that is gone": (lambda p, d: p._sender._peers.clear(), "a peer that is gone"),
 }
 DECODE: dict[str, tuple[Plant, str]] = {
@@ -111,4 +115,4 @@ def test_check_names_what_is_wrong_at_decode(model: Path, planted: str) -> None:
 
 
 def test_every_role_has_its_planted_violations() -> None:
-    assert {Role.PREFILL: len(PREFILL), Role.DECODE: len(DECODE)} == {Role.PREFILL: 11, Role.DECODE: 9}
+    assert {Role.PREFILL: len(PREFILL), Role.DECODE: len(DECODE)} == {Role.PREFILL: 12, Role.DECODE: 9}
