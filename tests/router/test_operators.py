@@ -126,9 +126,10 @@ def test_check_passes_at_rest_and_names_what_is_planted(server: Server) -> None:
     assert report["workers"][1]["violations"] == ["page 7 is free and leased"]
     server.cluster["prefill-1"].violations = ()
     server.service._reserved -= 1
-    server.call(lambda: server.service._owners.update({"ghost": ()}))  # type: ignore[arg-type, call-overload]
+    ghost: Any = "ghost"
+    server.call(lambda: server.service._owners.update({ghost: ghost}))
     report = operate(server, "check")[1]
-    server.call(lambda: server.service._owners.pop("ghost"))  # type: ignore[call-overload]
+    server.call(lambda: server.service._owners.pop(ghost))
     server.service._reserved += 1
     assert report["ok"] is False
     assert report["workers"][-1]["name"] == "router"
