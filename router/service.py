@@ -71,7 +71,7 @@ class RouterService:
         self.codec = codec if codec is not None else read_text_codec(spec.folder, 4 * config.router.max_body_bytes)
         self.clock = clock if clock is not None else SystemClock()
         self.brain = Brain(config.router, self.clock, mint)
-        self.metrics = Metrics(self.brain, config.transfer.plane, self.clock)
+        self.metrics = Metrics(self.brain, config.transfer.plane)
         self.fleet = Fleet(
             directory,
             on_view=self._on_view,
@@ -124,7 +124,7 @@ class RouterService:
         if ask.choices > limit:
             raise RequestError(f"{ask.choices} answers in one request are above the server's queue of {limit}")
         if self._reserved + ask.choices > limit:
-            self.metrics.refused_full.inc()
+            self.metrics.refused_full += 1
             raise QueueFull(f"the queue is full: {self._reserved} of {limit} answers are in the house; try again later")
         self._reserved += ask.choices
         try:
@@ -233,7 +233,10 @@ class RouterService:
                 self.brain.cancel(choice.request.id)
                 self._release(choice)
         if took:
-            (self.metrics.slow_clients if slow else self.metrics.disconnects).inc()
+            if slow:
+                self.metrics.slow_clients += 1
+            else:
+                self.metrics.disconnects += 1
             log("request abandoned", id=job.id, slow=slow)
         self._act()
 

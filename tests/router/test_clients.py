@@ -210,7 +210,7 @@ def test_a_client_that_does_not_read_is_cut_off_at_a_bound() -> None:
             client.connect(("127.0.0.1", server.port))
             raw = json.dumps(body).encode()
             client.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n\r\n" % len(raw) + raw)
-            server.wait_until(lambda: server.service.metrics.slow_clients._value.get() == 1)
+            server.wait_until(lambda: server.service.metrics.slow_clients == 1)
             server.wait_until(lambda: not server.cluster.leftovers())
             # What it was sent before is its own; then comes the error, and no sign of success.
             client.settimeout(10)
