@@ -77,7 +77,7 @@ async def test_a_router_process_serves_and_ends_on_a_signal(tmp_path: Path) -> N
     assert process.returncode in (0, -signal.SIGTERM)
     assert out == b""
     events = [json.loads(line)["event"] for line in log.splitlines()]
-    assert {"router listens", "link open", "request"} <= set(events)
+    assert {"router listens", "link open", "request ended"} <= set(events)
 
 
 @pytest.mark.slow
