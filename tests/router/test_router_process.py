@@ -104,6 +104,7 @@ def test_what_cannot_start_says_why_in_one_line(tmp_path: Path, extra: tuple[str
     assert says in json.loads(line)["reason"]
 
 
+@pytest.mark.slow
 def test_the_router_imports_no_tensors_and_no_cluster() -> None:
     probe = (
         "import router.main, sys; print(*(m for m in ('torch', 'ray', 'triton', 'transformers') if m in sys.modules))"
