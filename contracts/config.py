@@ -115,7 +115,7 @@ class FaultsConfig:
     """Faults on purpose, for tests and rehearsals; all off."""
 
     stop_in_write: int = 0
-    """n: the writer stops itself (SIGSTOP) in the middle of its n-th page write."""
+    """n: the writer stops itself (SIGSTOP) in the middle of its n-th write of pages."""
     corrupt_page: int = 0
     """n: one byte of the n-th page written is flipped after its tag was sealed."""
     step_delay_s: float = 0.0

@@ -102,8 +102,8 @@ class Decoder:
 
     def _mlp(self, layer: LayerWeights, h_mh: Tensor) -> Tensor:
         gate, up = self.numerics.linear(h_mh, layer.gate_up_ih, layer.gate_up_bias_i).chunk(2, dim=-1)
-        # Not F.silu: its vector lanes and its scalar tail round differently, and where a tail falls depends on the
-        # number of rows and threads. sigmoid and a product are the same everywhere.
+        # Not F.silu or sigmoid: their vector lanes and their scalar tails round differently, and where a tail falls
+        # depends on the number of rows and threads. exp and a quotient are the same everywhere.
         wide = gate.float()
-        activated = (wide * torch.sigmoid(wide)).to(gate.dtype)
+        activated = (wide / torch.exp(-wide).add_(1.0)).to(gate.dtype)
         return self.numerics.linear(activated.mul_(up), layer.down_hi, layer.down_bias_h)

@@ -50,11 +50,13 @@ class Numerics:
             return F.linear(x_mk, weight_nk, bias_n)
         return torch.cat([F.linear(tile, weight_nk, bias_n) for tile in torch.split(x_mk, TILE_ROWS)])
 
-    def bmm(self, a_bmk: Tensor, b_bkn: Tensor) -> Tensor:
-        """Batched products whose row count is padded."""
-        if not self.tiled or a_bmk.shape[1] == TILE_ROWS:
-            return torch.bmm(a_bmk, b_bkn)
-        return torch.cat([torch.bmm(tile.contiguous(), b_bkn) for tile in torch.split(a_bmk, TILE_ROWS, dim=1)], dim=1)
+    def bmm(self, a_bmk: Tensor, b_bkn: Tensor, out_bmn: Tensor) -> None:
+        """Batched products whose row count is padded, into `out_bmn`."""
+        if not self.tiled:
+            torch.bmm(a_bmk, b_bkn, out=out_bmn)
+            return
+        for a, out in zip(torch.split(a_bmk, TILE_ROWS, dim=1), torch.split(out_bmn, TILE_ROWS, dim=1), strict=True):
+            out.copy_(torch.bmm(a.contiguous(), b_bkn))
 
 
 FAST = Numerics(quantum=1)

@@ -70,12 +70,16 @@ def token_logprobs(logits_nv: Tensor, tokens: Sequence[int], tops: Sequence[int]
     most = min(max(tops), logp_nv.shape[1])
     if not most:
         return [TokenLogprob(token, value) for token, value in zip(tokens, own, strict=True)]
-    values, ids = logp_nv.topk(most, dim=-1)
-    out = []
-    for token, value, top, row_values, row_ids in zip(tokens, own, tops, values.tolist(), ids.tolist(), strict=True):
-        best = sorted(zip(row_ids, row_values, strict=True), key=lambda pair: (-pair[1], pair[0]))
-        out.append(TokenLogprob(token, value, tuple(best[:top])))
-    return out
+    # One key of value and id, smallest for the best: log-probabilities are never positive, so the bits of their
+    # magnitude order them. topk alone would choose among equal values as it likes, and as its count likes.
+    magnitude_nv = logp_nv.view(torch.int32).bitwise_and(0x7FFFFFFF).long()
+    keys_nv = magnitude_nv.bitwise_left_shift_(32).add_(torch.arange(logp_nv.shape[1], device=logp_nv.device))
+    ids_nk = keys_nv.topk(most, dim=-1, largest=False).values.bitwise_and_(0xFFFFFFFF)
+    values, ids = logp_nv.gather(1, ids_nk).tolist(), ids_nk.tolist()
+    return [
+        TokenLogprob(token, value, tuple(zip(row_ids[:top], row_values[:top], strict=True)))
+        for token, value, top, row_values, row_ids in zip(tokens, own, tops, values, ids, strict=True)
+    ]
 
 
 def _shapes(draw: Draw) -> bool:

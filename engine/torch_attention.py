@@ -6,10 +6,10 @@ tile against one block. All items of a step have one shape, so they share a gath
 product for the values, and the products of a row are the same calls with the same inner length in every step:
 
     scores of an item    q · kᵀ over head_dim, masked to positions up to the query's own
+    softmax and values   over the positions of one block, always BLOCK_TOKENS long
     row maximum          over all items of the tile: a maximum is exact in any order
-    weights              exp(score - maximum); exactly 0 where masked
-    block sums, values   over the positions of one block, always BLOCK_TOKENS long
-    sum over blocks      in block order, one after the other
+    weight of a block    its sum times exp(its maximum - row maximum); exactly 0 where all is masked
+    sum over blocks      weighted, in block order, one after the other; then divided by the sum of weights
 
 A block beyond a query's position contributes zeros, and adding zeros is exact; so it doesn't matter which queries
 share a tile, which blocks their neighbours need, or whether the query came alone. Rows of a product are padded to the
@@ -24,6 +24,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from engine.attention import AttentionPlan
@@ -33,8 +34,11 @@ BLOCK_TOKENS = 128
 _TILE_QUERIES = 128
 _SCORE_ELEMENTS = 1 << 23
 """Scores of one batch of tiles at most, unless a single smallest tile needs more: 32 MiB in float32."""
-_GATHER_ELEMENTS = 1 << 22
-"""Elements of keys gathered for one batch of tiles, likewise: 16 MiB in float32."""
+_GATHER_ELEMENTS = 1 << 20
+"""Elements of keys gathered at once, so that they are still in the cache when they are multiplied."""
+_MASKED = -1e30
+"""The score of a hidden position. Finite, so that a row with nothing but hidden positions in a block has a softmax
+there, of which its weight of 0 leaves nothing."""
 
 
 @dataclass(frozen=True)
@@ -71,10 +75,11 @@ class _Batch:
     """[W] int64: each item's tile."""
     cell_w: Tensor
     """[W] int64: each item's place in a full table of blocks by tiles."""
-    slots: Tensor
-    """[W * kv_heads * BLOCK_TOKENS] int64: (slot, kv head) rows of keys in the order of use."""
+    chunks: tuple[tuple[slice, Tensor], ...]
+    """Items in runs whose keys fit a cache: which of the W * kv_heads products, and the (slot, kv head) rows of keys
+    and values that they read, [w * kv_heads * BLOCK_TOKENS] int64."""
     mask_wrn: Tensor
-    """[W, 1, rows, BLOCK_TOKENS] float32: 0 or -inf; rows is 1 where all queries of a tile are one position."""
+    """[W, 1, rows, BLOCK_TOKENS] float32: 0 or `_MASKED`; rows is 1 where all queries of a tile are one position."""
     widths: tuple[int, ...]
 
 
@@ -105,46 +110,37 @@ class TorchAttention:
         group = heads // kv_heads
         used = batch.queries * group
         rows = self._numerics.padded(used)
-        q_ukrd = (
-            q_thd.new_zeros(tiles, kv_heads, rows, dim) if rows > used else q_thd.new_empty(tiles, kv_heads, rows, dim)
-        )
+        q_ukrd = q_thd.new_zeros(tiles, kv_heads, rows, dim)
         q_view = q_thd[batch.query_ur].view(tiles, batch.queries, kv_heads, group, dim).transpose(1, 2)
         q_ukrd[:, :, :used].view(tiles, kv_heads, batch.queries, group, dim).copy_(q_view)
+        q_wrd = (q_ukrd if items == tiles else q_ukrd[batch.tile_w]).view(items * kv_heads, rows, dim)
 
-        k_wnd = k_rows.index_select(0, batch.slots).view(items * kv_heads, BLOCK_TOKENS, dim).float()
-        q_wrd = q_ukrd if items == tiles else q_ukrd[batch.tile_w]
-        s_wrn = self._numerics.bmm(q_wrd.view(items * kv_heads, rows, dim), k_wnd.transpose(1, 2))
-        s_wkrn = s_wrn.view(items, kv_heads, rows, BLOCK_TOKENS).add_(self._expanded(batch.mask_wrn, group, rows))
+        s_wrn = q_thd.new_empty(items * kv_heads, rows, BLOCK_TOKENS)
+        for part, slots in batch.chunks:
+            k_wnd = k_rows.index_select(0, slots).view(-1, BLOCK_TOKENS, dim).float()
+            self._numerics.bmm(q_wrd[part], k_wnd.transpose(1, 2), s_wrn[part])
+        s_wkrn = s_wrn.view(items, kv_heads, rows, BLOCK_TOKENS).add_(_expanded(batch.mask_wrn, group, rows))
 
-        high_wkr = s_wkrn.amax(-1)
-        blocks = len(batch.widths)
-        if blocks > 1:
-            table = high_wkr.new_full((blocks * tiles, kv_heads, rows), -torch.inf)
-            high_ukr = table.index_copy_(0, batch.cell_w, high_wkr).view(blocks, tiles, kv_heads, rows).amax(0)
-            high_wkr = high_ukr[batch.tile_w]
-        p_wkrn = s_wkrn.sub_(high_wkr.unsqueeze(-1)).exp_()
-        sums_wkr = p_wkrn.sum(-1)
-        v_wnd = v_rows.index_select(0, batch.slots).view(items * kv_heads, BLOCK_TOKENS, dim).float()
-        o_wkrd = self._numerics.bmm(s_wrn, v_wnd).view(items, kv_heads, rows, dim)
+        weight_wkr = _weights(batch, s_wkrn)
+        p_wrn = s_wrn.softmax(-1)
+        # The largest weight of a block is exp(0) over the block's sum, so its inverse is that sum.
+        weight_wkr /= p_wrn.amax(-1).view_as(weight_wkr)
+        o_wrd = q_thd.new_empty(items * kv_heads, rows, dim)
+        for part, slots in batch.chunks:
+            v_wnd = v_rows.index_select(0, slots).view(-1, BLOCK_TOKENS, dim).float()
+            self._numerics.bmm(p_wrn[part], v_wnd, o_wrd[part])
+        o_wkrd = o_wrd.view(items, kv_heads, rows, dim).mul_(weight_wkr.unsqueeze(-1))
 
-        out_ukrd, sums_ukr = o_wkrd[:tiles], sums_wkr[:tiles]
+        out_ukrd, sums_ukr = o_wkrd[:tiles], weight_wkr[:tiles]
         begin = tiles
         for width in batch.widths[1:]:
             out_ukrd[:width] += o_wkrd[begin : begin + width]
-            sums_ukr[:width] += sums_wkr[begin : begin + width]
+            sums_ukr[:width] += weight_wkr[begin : begin + width]
             begin += width
         result = out_ukrd.div_(sums_ukr.unsqueeze(-1))[:, :, :used]
         result = result.view(tiles, kv_heads, batch.queries, group, dim).transpose(1, 2)
         result = result.reshape(tiles * batch.queries, heads, dim)
         out_thd.index_copy_(0, batch.out_queries, result.index_select(0, batch.out_rows).to(out_thd.dtype))
-
-    @staticmethod
-    def _expanded(mask_wrn: Tensor, group: int, rows: int) -> Tensor:
-        """The mask of queries as a mask of rows: each query `group` times, padding visible."""
-        if mask_wrn.shape[2] == 1:
-            return mask_wrn
-        mask = mask_wrn.repeat_interleave(group, dim=2) if group > 1 else mask_wrn
-        return torch.nn.functional.pad(mask, (0, 0, 0, rows - mask.shape[2])) if rows > mask.shape[2] else mask
 
     def _split(self, plan: AttentionPlan, heads: int, kv_heads: int, dim: int) -> list[_Batch]:
         """Cut the step's queries into tiles and the tiles into batches of bounded size."""
@@ -160,13 +156,30 @@ class TorchAttention:
         for size, tiles in by_size.items():
             tiles.sort(key=lambda tile: -tile.blocks)
             item_rows = heads // kv_heads * size
-            limit = min(
-                _SCORE_ELEMENTS // (self._numerics.padded(item_rows) * kv_heads * BLOCK_TOKENS),
-                _GATHER_ELEMENTS // (kv_heads * dim * BLOCK_TOKENS),
-            )
+            limit = _SCORE_ELEMENTS // (self._numerics.padded(item_rows) * kv_heads * BLOCK_TOKENS)
+            chunk = max(1, _GATHER_ELEMENTS // (kv_heads * dim * BLOCK_TOKENS))
             for part in _parts(tiles, limit):
-                batches.append(_batch(plan, part, size, kv_heads))
+                batches.append(_batch(plan, part, size, kv_heads, chunk))
         return batches
+
+
+def _expanded(mask_wrn: Tensor, group: int, rows: int) -> Tensor:
+    """The mask of queries as a mask of rows: each query `group` times, padding visible."""
+    if mask_wrn.shape[2] == 1:
+        return mask_wrn
+    mask = mask_wrn.repeat_interleave(group, dim=2) if group > 1 else mask_wrn
+    return F.pad(mask, (0, 0, 0, rows - mask.shape[2])) if rows > mask.shape[2] else mask
+
+
+def _weights(batch: _Batch, s_wkrn: Tensor) -> Tensor:
+    """exp(block maximum - row maximum) of each item's rows, [W, kv_heads, rows]: exactly 0 where all is masked."""
+    high_wkr = s_wkrn.amax(-1)
+    tiles, blocks = len(batch.query_ur), len(batch.widths)
+    if blocks == 1:
+        return torch.ones_like(high_wkr)
+    table = high_wkr.new_full((blocks * tiles, *high_wkr.shape[1:]), _MASKED)
+    high_ukr = table.index_copy_(0, batch.cell_w, high_wkr).view(blocks, tiles, *high_wkr.shape[1:]).amax(0)
+    return high_wkr.sub_(high_ukr[batch.tile_w]).exp_()
 
 
 def _tile_queries(count: int, length: int, heads: int) -> int:
@@ -194,7 +207,7 @@ def _parts(tiles: list[_Tile], limit: int) -> list[list[_Tile]]:
     return parts
 
 
-def _batch(plan: AttentionPlan, tiles: list[_Tile], size: int, kv_heads: int) -> _Batch:
+def _batch(plan: AttentionPlan, tiles: list[_Tile], size: int, kv_heads: int, chunk: int) -> _Batch:
     device = plan.tables_bp.device
     widths = tuple(sum(tile.blocks > block for tile in tiles) for block in range(tiles[0].blocks))
     blocks_w = torch.repeat_interleave(torch.arange(len(widths)), torch.tensor(widths)).to(device)
@@ -218,7 +231,7 @@ def _batch(plan: AttentionPlan, tiles: list[_Tile], size: int, kv_heads: int) ->
     slots = slot_wn[:, None] * kv_heads + torch.arange(kv_heads, device=device)[:, None]
 
     hidden_wrn = position_wn[:, None] > position_ur[tile_w][:, :, None]
-    mask_wrn = torch.zeros(hidden_wrn.shape, device=device).masked_fill_(hidden_wrn, -torch.inf)
+    mask_wrn = torch.zeros(hidden_wrn.shape, device=device).masked_fill_(hidden_wrn, _MASKED)
     out_rows = real_ur.flatten().nonzero().flatten()
     return _Batch(
         queries=size,
@@ -227,7 +240,10 @@ def _batch(plan: AttentionPlan, tiles: list[_Tile], size: int, kv_heads: int) ->
         out_queries=query_ur.flatten()[out_rows],
         tile_w=tile_w,
         cell_w=blocks_w * len(tiles) + tile_w,
-        slots=slots.flatten(),
+        chunks=tuple(
+            (slice(at * kv_heads, min(at + chunk, len(slots)) * kv_heads), slots[at : at + chunk].flatten())
+            for at in range(0, len(slots), chunk)
+        ),
         mask_wrn=mask_wrn.unsqueeze(1),
         widths=widths,
     )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import torch
@@ -20,7 +20,12 @@ from engine.batch import Draw, Row, RowOutput
 from engine.checkpoint import dtype_for
 from engine.engine import Engine, load_engine
 from engine.model import FULL_POOL, pool_set_spec
+from tests.checkpoints import Oracle
 
+MakeCheckpoint = Callable[..., Path]
+"""The `checkpoint` fixture: options of `make_checkpoint` to a folder."""
+MakeOracle = Callable[[Path], Oracle]
+"""The `oracle_of` fixture."""
 GREEDY = SamplingParams(max_tokens=1 << 20, temperature=0.0)
 
 
