@@ -145,7 +145,7 @@ def paragraphs(lines: list[str]) -> list[str]:
         pending = []
         if (
             len(text) >= 20
-            and text[-1] in ".!?\"'):;-,"
+            and text[-1] in _ENDINGS
             and not text.isupper()
             and not any(mark in text for mark in _NOISE)
         ):
