@@ -107,7 +107,9 @@ class Operator:
                 answer: dict[str, Any] = json.loads(response.read())
                 return answer
         except urllib.error.HTTPError as error:
-            raise Refused(_message(error.read(), f"the router answers {error.code} to {path}")) from None
+            if message := _message(error.read()):
+                raise Refused(message) from None
+            raise NoCluster(f"what answers at {self._url} is not a Twinpool router ({error.code})") from None
         except (OSError, http.client.HTTPException) as error:
             reason = getattr(error, "reason", error)
             raise NoCluster(f"no router answers at {self._url} ({reason})") from None
@@ -115,11 +117,12 @@ class Operator:
             raise NoCluster(f"what answers at {self._url} is not a Twinpool router") from None
 
 
-def _message(body: bytes, fallback: str) -> str:
+def _message(body: bytes) -> str:
+    """The router's reason; empty when the body isn't a router's."""
     try:
         return str(json.loads(body)["error"]["message"])
     except (ValueError, KeyError, TypeError):
-        return fallback
+        return ""
 
 
 def _waits_for(row: Mapping[str, Any]) -> str:

@@ -100,7 +100,9 @@ def run(args: argparse.Namespace) -> int:
 
 def _serve(args: argparse.Namespace) -> int:
     from cluster.preflight import ServeOptions, prepare
+    from contracts.clock import SystemClock
 
+    began = SystemClock().now()
     options = ServeOptions(
         model=args.model,
         prefill=args.prefill,
@@ -115,7 +117,7 @@ def _serve(args: argparse.Namespace) -> int:
     prepared = prepare(options)
     from cluster.serve import serve
 
-    return serve(prepared)
+    return serve(prepared, began)
 
 
 def _status(args: argparse.Namespace) -> int:

@@ -78,8 +78,7 @@ def prepare(options: ServeOptions, free_bytes: int | None = None) -> Prepared:
         config = load_config(options.config, options.assignments)
     except yaml.YAMLError as error:
         raise ConfigError(f"--set takes section.key=value with a YAML value: {' '.join(str(error).split())}") from None
-    if config.transfer.plane == "local" and options.ray_address is not None:
-        raise ConfigError("transfer.plane=local runs everything in one process: leave out --ray-address or the plane")
+    _check_config(config, options)
     spec = read_model_spec(model_folder(options.model))
     workers = options.prefill + options.decode
     free = free_bytes if free_bytes is not None else _free_bytes()
@@ -160,6 +159,19 @@ def _check_flags(options: ServeOptions) -> None:
             raise ConfigError(f"{flag} must be at least 1, got {count}: each role needs a worker")
     if not 0 <= options.port <= 65535:
         raise ConfigError(f"--port must be between 0 and 65535, got {options.port}")
+
+
+def _check_config(config: Config, options: ServeOptions) -> None:
+    if config.transfer.plane == "local" and options.ray_address is not None:
+        raise ConfigError("transfer.plane=local runs everything in one process: leave out --ray-address or the plane")
+    if config.engine.device == "cuda":
+        raise ConfigError("engine.device=cuda: data planes register host memory only as yet; use engine.device=cpu")
+    pages = {role: config.cache_for(role).page_tokens for role in Role}
+    if len(set(pages.values())) > 1:
+        raise ConfigError(
+            f"prefill.cache.page_tokens is {pages[Role.PREFILL]} and decode.cache.page_tokens is "
+            f"{pages[Role.DECODE]}: pages are handed over as they are, so both must be equal"
+        )
 
 
 def _check_memory(prepared: Prepared, free_bytes: int) -> None:

@@ -11,17 +11,20 @@ import contextlib
 import functools
 import logging
 import os
+import socket
 import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from cluster.procs import same_process, start_time
 from contracts.errors import ConfigError
 
 OBJECT_STORE_BYTES = 80 * 1024 * 1024
 OWN_SLOTS = 10_000
 """Places a role on a node of our own: the number of workers is decided by flags, not by Ray."""
 LOOPBACK = "127.0.0.1"
+REACH_TIMEOUT_S = 3.0
 
 _QUIET = {
     "RAY_USAGE_STATS_ENABLED": "0",
@@ -47,8 +50,20 @@ _OWN = {
 }
 
 
-def start_own_ray(folder: Path, dashboard: bool) -> str:
-    """Start a Ray of our own below `folder` and join it; returns the address of its node."""
+class OwnRay:
+    """The processes of a Ray of our own."""
+
+    def __init__(self, processes: dict[str, tuple[int, int]]) -> None:
+        self._processes = processes
+
+    def lost(self) -> str:
+        """The name of a process without which Ray is no Ray, once it is gone; else empty."""
+        gone = (name for name, (pid, started) in self._processes.items() if not same_process(pid, started))
+        return next(gone, "")
+
+
+def start_own_ray(folder: Path, dashboard: bool) -> OwnRay:
+    """Start a Ray of our own below `folder` and join it."""
     os.environ.update(_QUIET | _OWN)
     os.environ.pop("RAY_ADDRESS", None)
     _importable_by_workers()
@@ -65,7 +80,14 @@ def start_own_ray(folder: Path, dashboard: bool) -> str:
             resources={"twinpool_prefill": OWN_SLOTS, "twinpool_decode": OWN_SLOTS},
             **_driver(),
         )
-    return LOOPBACK
+    return OwnRay(_vital_processes())
+
+
+def _vital_processes() -> dict[str, tuple[int, int]]:
+    import psutil
+
+    vital = [child for child in psutil.Process().children() if child.name() in ("raylet", "gcs_server")]
+    return {child.name(): (child.pid, start_time(child.pid) or 0) for child in vital}
 
 
 @contextlib.contextmanager
@@ -90,6 +112,7 @@ def join_ray(address: str, prefill: int, decode: int) -> str:
     os.environ.update(_QUIET)
     if not _has_ray_token():
         os.environ.setdefault("RAY_AUTH_MODE", "disabled")
+    _check_reachable(address if address != "auto" else os.environ.get("RAY_ADDRESS", ""))
     import ray
 
     try:
@@ -105,6 +128,17 @@ def join_ray(address: str, prefill: int, decode: int) -> str:
                 f"start nodes with --resources '{{\"{name}\": {wanted}}}'"
             )
     return str(ray.util.get_node_ip_address())
+
+
+def _check_reachable(address: str) -> None:
+    """Ray tries for a minute before it gives an address up. Raises `ConfigError` when nothing listens there."""
+    host, _, port = address.rpartition(":")
+    if not host or not port.isdigit():
+        return
+    try:
+        socket.create_connection((host.strip("[]"), int(port)), REACH_TIMEOUT_S).close()
+    except OSError as error:
+        raise ConfigError(f"can't reach Ray at {address}: {error.strerror or error}") from None
 
 
 def leave_ray() -> None:

@@ -12,7 +12,7 @@ import logging
 import os
 import secrets
 from contextlib import ExitStack
-from typing import TextIO
+from typing import TYPE_CHECKING, TextIO
 
 from cluster.controller import Controller, Start
 from cluster.controller_service import ControllerServer, FileLedger
@@ -27,6 +27,9 @@ from cluster.worker_process import BuildWorker, WorkerPlan, build_from_plan
 from contracts.clock import Clock, SystemClock
 from contracts.errors import TwinpoolError
 
+if TYPE_CHECKING:
+    from cluster.ray_cluster import OwnRay
+
 log = logging.getLogger("twinpool.serve")
 
 SECRETS = ("TWINPOOL_ADMIN_TOKEN", "TWINPOOL_CLUSTER_SECRET")
@@ -35,8 +38,8 @@ HEALTHY_S = 15.0
 """How long the router may take to reach the workers once all have registered."""
 
 
-class StartFailed(TwinpoolError):
-    """Raised when a part did not come up; says which and why."""
+class PartFailed(TwinpoolError):
+    """Raised when a part did not come up, or is gone for good; says which and why."""
 
 
 class Stopped(Exception):
@@ -55,14 +58,16 @@ class Serve:
         build: BuildWorker = build_from_plan,
         router_command: tuple[str, ...] = COMMAND,
         clock: Clock | None = None,
+        began: float | None = None,
     ) -> None:
         self._prepared = prepared
         self._folder = folder
         self._build = build
         self._router_command = router_command
         self._clock = clock or SystemClock()
-        self._terminal = Terminal(self._clock, out)
+        self._terminal = Terminal(self._clock, out, began)
         self._stopping = Stopping()
+        self._ray: OwnRay | None = None
         self._secrets = {name: value for name in SECRETS if (value := os.environ.pop(name, None))}
 
     def run(self) -> int:
@@ -98,9 +103,12 @@ class Serve:
         self._router = self._start_router(stack)
         if options.ray_address is None:
             self._own_ray(stack)
+        self._stopping.install()  # importing Ray takes SIGTERM over
+        self._check_stop()
         self._start_workers(stack)
         self._await_ready()
         folder.publish(url, options.model)
+        self._stopping.ready()
         self._terminal.table(prepared, self._server.call(Controller.views))
         self._terminal.line(f"Twinpool is ready: {url}")
         self._terminal.line(curl_line(url, spec.name))
@@ -118,10 +126,9 @@ class Serve:
         from cluster.ray_cluster import leave_ray, start_own_ray
 
         stack.callback(leave_ray)
-        start_own_ray(self._folder.temporary, self._prepared.options.dashboard)
+        self._ray = start_own_ray(self._folder.temporary, self._prepared.options.dashboard)
         self._folder.owns_children()
         self._terminal.step("ray", "started on loopback")
-        self._check_stop()
 
     def _start_router(self, stack: ExitStack) -> RouterProcess:
         environment = dict(os.environ) | {k: v for k, v in self._secrets.items() if k == "TWINPOOL_ADMIN_TOKEN"}
@@ -185,11 +192,11 @@ class Serve:
         self._check_stop()
         self._supervisor.poll(POLL_S)
         for name, reason in self._server.call(Controller.never_ready):
-            raise StartFailed(f"{name} could not start: {reason}{self._words(name)}")
+            raise PartFailed(f"{name} could not start: {reason}{self._words(name)}")
         if (how := self._router.ended()) is not None:
-            raise StartFailed(f"the router ended ({how}){self._words('router')}")
+            raise PartFailed(f"the router ended ({how}){self._words('router')}")
         if self._clock.now() > deadline:
-            raise StartFailed(f"gave up waiting for {what}; see {self._folder.logs}")
+            raise PartFailed(f"gave up waiting for {what}; see {self._folder.logs}")
 
     def _check_stop(self) -> None:
         if self._stopping.asked:
@@ -204,12 +211,14 @@ class Serve:
         restarts = 0
         while not self._stopping.asked:
             self._supervisor.poll(POLL_S)
+            if self._ray is not None and (lost := self._ray.lost()):
+                raise PartFailed(f"Ray has died ({lost} is gone) and took the workers with it; start again")
             how = self._router.ended()
             if how is None:
                 continue
             restarts += 1
             if restarts > self._prepared.config.cluster.restart_limit:
-                raise StartFailed(f"the router died ({how}) too often{self._words('router')}")
+                raise PartFailed(f"the router died ({how}) too often{self._words('router')}")
             self._terminal.line(f"router died ({how}); restarting{self._words('router')}")
             self._folder.owns(*self._router.start())
 
@@ -230,8 +239,11 @@ def _healthy(prepared: Prepared) -> bool:
         connection.close()
 
 
-def serve(prepared: Prepared) -> int:
-    """Serve with this process's terminal; returns the exit code. Errors are shown, not raised."""
+def serve(prepared: Prepared, began: float | None = None) -> int:
+    """Serve with this process's terminal; returns the exit code. Errors are shown, not raised.
+
+    `began` is when the command began, by the system's clock.
+    """
     folder = RunFolder()
     out = take_over_output(folder.logs / "serve.log")
     log_to_stream("serve")
@@ -239,8 +251,8 @@ def serve(prepared: Prepared) -> int:
         if prepared.config.transfer.plane == "local":
             from cluster.serve_local import LocalServe
 
-            return LocalServe(prepared, folder, out).run()
-        return Serve(prepared, folder, out).run()
+            return LocalServe(prepared, folder, out, began).run()
+        return Serve(prepared, folder, out, began=began).run()
     except TwinpoolError as error:
         out.write(f"error: {error}\n")
         return 1

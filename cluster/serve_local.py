@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
+import signal
 import socket
 from collections.abc import Callable
 from contextlib import ExitStack
@@ -59,11 +60,11 @@ class _Server(RouterServer):
 class LocalServe:
     """One run in one process."""
 
-    def __init__(self, prepared: Prepared, folder: RunFolder, out: TextIO) -> None:
+    def __init__(self, prepared: Prepared, folder: RunFolder, out: TextIO, began: float | None = None) -> None:
         self._prepared = prepared
         self._folder = folder
         self._clock = SystemClock()
-        self._terminal = Terminal(self._clock, out)
+        self._terminal = Terminal(self._clock, out, began)
         self._stopping = Stopping()
         self._directory: LocalDirectory | None = None
 
@@ -73,7 +74,6 @@ class LocalServe:
         prepared, options = self._prepared, self._prepared.options
         spec = prepared.spec
         with ExitStack() as stack:
-            stack.callback(self._stopping.promise)
             self._terminal.step(
                 "checkpoint",
                 f"{spec.name}: {spec.architecture}, {spec.layers} layers, {spec.dtype}, context {spec.context}",
@@ -83,10 +83,14 @@ class LocalServe:
             workers = [self._start_worker(stack, name, role) for name, role in prepared.workers]
             directory = self._directory = LocalDirectory(workers)
             server = _Server(RouterService(spec, prepared.config, directory), lambda: self._ready(directory))
+            # The server handles the other two signals while it runs.
+            signal.signal(signal.SIGHUP, lambda number, frame: signal.raise_signal(signal.SIGTERM))
             try:
                 server.run([bound])
             except TimeoutError:
                 raise TwinpoolError(f"the router did not reach the workers; see {self._folder.logs}") from None
+            finally:
+                self._stopping.promise()
             self._terminal.line("stopping")
         return 0
 
@@ -112,6 +116,7 @@ class LocalServe:
         prepared, options = self._prepared, self._prepared.options
         url = url_of(options.host, prepared.port)
         self._folder.publish(url, options.model)
+        self._stopping.ready()
         self._terminal.table(prepared, directory.views())
         self._terminal.line(f"Twinpool is ready: {url}")
         self._terminal.line(curl_line(url, prepared.spec.name))

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import os
+import shlex
 import sys
 import threading
 from collections.abc import Sequence
@@ -22,9 +23,10 @@ from contracts.ports import WorkerView
 class Terminal:
     """Writes to the operator's screen; any thread."""
 
-    def __init__(self, clock: Clock, out: TextIO) -> None:
+    def __init__(self, clock: Clock, out: TextIO, began: float | None = None) -> None:
+        """`began` is when the start began, if earlier than now."""
         self._clock = clock
-        self._start = clock.now()
+        self._start = clock.now() if began is None else began
         self._out = out
         self._lock = threading.Lock()
 
@@ -86,7 +88,7 @@ def url_of(host: str, port: int) -> str:
 def curl_line(url: str, model: str) -> str:
     """A command that can be pasted into a shell."""
     body = json.dumps({"model": model, "prompt": "It was a fine morning, and", "max_tokens": 32})
-    return f"curl {url}/v1/completions -H 'Content-Type: application/json' -d '{body}'"
+    return f"curl {url}/v1/completions -H 'Content-Type: application/json' -d {shlex.quote(body)}"
 
 
 def take_over_output(log: Path) -> TextIO:

@@ -23,6 +23,7 @@ from cluster.procs import die_with_parent, start_time
 from cluster.service import serve_worker
 from contracts.clock import SystemClock
 from contracts.config import Config
+from contracts.errors import TwinpoolError
 from contracts.ids import Incarnation, Role, WorkerName
 from contracts.model import read_model_spec
 from contracts.ports import Worker, WorkerRecord
@@ -144,7 +145,7 @@ def run_worker(plan: WorkerPlan, build: BuildWorker) -> None:
         _write_exit(plan, outcome.reason)
     except (Exception, CancelledError) as error:
         log.exception("the worker could not start")
-        _write_exit(plan, f"{type(error).__name__}: {error}")
+        _write_exit(plan, str(error) if isinstance(error, TwinpoolError) else f"{type(error).__name__}: {error}")
     finally:
         logging.shutdown()
         # Threads of torch, gRPC and the transfer plane may still run: nothing after this point may send or hang.

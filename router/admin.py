@@ -14,6 +14,7 @@ from dataclasses import replace
 from typing import Any
 from urllib.parse import parse_qs
 
+from contracts.ids import Role
 from contracts.messages import CheckReport, WorkerStatus
 from contracts.ports import WorkerView
 from router.failures import Failure
@@ -52,7 +53,7 @@ async def status(service: RouterService, exchange: Exchange) -> None:
         await exchange.fail(failure)
         return
     lines = await asyncio.gather(*(_status_of(service, view) for view in service.fleet.views))
-    shown = [_status_line(line) for line in sorted(lines, key=lambda s: (s.role != "prefill", _natural(s.name)))]
+    shown = [_status_line(line) for line in sorted(lines, key=_order)]
     await exchange.answer_json(200, {"workers": shown})
 
 
@@ -85,6 +86,10 @@ def _status_line(s: WorkerStatus) -> dict[str, Any]:
     }
 
 
+def _order(s: WorkerStatus) -> tuple[bool, tuple[str, int]]:
+    return (s.role is not Role.PREFILL, _natural(s.name))
+
+
 def _natural(name: str) -> tuple[str, int]:
     head, _, number = name.rpartition("-")
     return (head, int(number)) if number.isdigit() else (name, 0)
@@ -96,8 +101,8 @@ async def check(service: RouterService, exchange: Exchange) -> None:
         await exchange.fail(failure)
         return
     alive = [v for v in service.fleet.views if v.status.state not in GONE and v.status.state != "starting"]
-    reports = [*await asyncio.gather(*(_check_of(service, view) for view in alive))]
-    reports.sort(key=lambda r: _natural(r.name))
+    alive.sort(key=lambda v: _order(v.status))
+    reports = await asyncio.gather(*(_check_of(service, view) for view in alive))
     workers = [
         {
             "name": r.name,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Awaitable, Callable
 from typing import Any
 
@@ -16,6 +17,8 @@ from router.log import log
 from router.openapi import openapi_document
 from router.service import RouterService
 from router.web import BodyTooLarge, Exchange, Receive, Scope, Sender
+
+CLIENT_GRACE_S = 30.0
 
 App = Callable[[Scope, Receive, Sender], Awaitable[None]]
 Handler = Callable[[RouterService, Exchange], Awaitable[None]]
@@ -116,18 +119,22 @@ async def _generate(service: RouterService, exchange: Exchange, *, chat: bool) -
     exchange.on_gone(client_left)
     job = await service.open(ask, size, exchange.client_id)
     try:
-        if gone:
-            return
-        if ask.stream:
-            await _stream(exchange, job, wants_timeline)
-            return
-        await job.ended()
-        if gone:
-            return
-        if job.failed is not None:
-            await exchange.fail(failure_of_done(job.failed))
-            return
-        await exchange.answer(200, job.answer.whole(job.timeline() if wants_timeline else None))
+        # The request's own deadline is the brain's; this one ends the wait for a client that reads nothing.
+        async with asyncio.timeout(service.config.request_timeout_s + CLIENT_GRACE_S):
+            if gone:
+                return
+            if ask.stream:
+                await _stream(exchange, job, wants_timeline)
+                return
+            await job.ended()
+            if gone:
+                return
+            if job.failed is not None:
+                await exchange.fail(failure_of_done(job.failed))
+                return
+            await exchange.answer(200, job.answer.whole(job.timeline() if wants_timeline else None))
+    except TimeoutError:
+        log("client takes nothing", id=job.id)
     finally:
         service.abandon(job)  # nothing to do unless the answer was cut short
 

@@ -129,11 +129,12 @@ class Workers:
         return [e for e in self if e.record.role is role and e.serves(now)]
 
     def most_positions(self, role: Role) -> int | None:
-        """The longest sequence that any worker of `role` can hold; None while none is known."""
-        return max(
-            (e.record.fits.max_positions for e in self if e.record.role is role and e.status.state not in GONE),
-            default=None,
-        )
+        """The longest sequence that any worker of `role` can hold; None while none is known.
+
+        A worker that is starting has not told yet what fits (0): requests wait for it.
+        """
+        known = (e.record.fits.max_positions for e in self if e.record.role is role and e.status.state not in GONE)
+        return max(filter(None, known), default=None)
 
     def pick_prefill(
         self, length: int, max_len: int, hashes: Sequence[bytes], avoid: Mapping[WorkerKey, float], now: float

@@ -199,6 +199,7 @@ class FakeWorker:
             return
         self.submits.append(command)
         key = (command.request_id, command.attempt)
+        frames: Iterator[list[Event]]
         if self.state == "draining":
             frames = iter([[Done(*key, "error", error=ErrorKind.DRAINING, message="draining")]])
         elif self.refusals:
@@ -209,7 +210,7 @@ class FakeWorker:
         else:
             frames = decode_frames(command, self.name)
         assert command.request_id not in self.legs, "a request is submitted again only after its cancel or end"
-        self.legs[command.request_id] = Leg(session, command, iter(frames))
+        self.legs[command.request_id] = Leg(session, command, frames)
         self.go()
 
     def go(self) -> None:

@@ -5,9 +5,8 @@ from __future__ import annotations
 import asyncio
 import json
 import os
-import socket
 import threading
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -20,7 +19,7 @@ from contracts.ids import Role
 from contracts.model import ModelSpec, read_model_spec
 from contracts.ports import Directory
 from router.app import create_app
-from router.main import RouterServer
+from router.main import RouterServer, listen
 from router.service import RouterService
 from tests.router.fake_worker import FakeCluster
 
@@ -37,7 +36,8 @@ def demo_spec(**changes: Any) -> ModelSpec:
 class Server:
     """A running router."""
 
-    def __init__(self, cluster: FakeCluster, service: RouterService, port: int) -> None:
+    def __init__(self, cluster: FakeCluster, service: RouterService, uvicorn: RouterServer, port: int) -> None:
+        self.uvicorn = uvicorn
         self.cluster = cluster
         self.service = service
         self.port = port
@@ -52,6 +52,23 @@ class Server:
             return work()
 
         return asyncio.run_coroutine_threadsafe(run(), self.loop).result(WAIT_S)
+
+    def pause(self, role: str) -> None:
+        """No worker of `role` moves until `resume`."""
+
+        def work() -> None:
+            for name, worker in self.cluster.workers.items():
+                if name.startswith(role):
+                    worker.pause()
+
+        self.call(work)
+
+    def resume(self) -> None:
+        def work() -> None:
+            for worker in self.cluster.workers.values():
+                worker.resume()
+
+        self.call(work)
 
     def wait_until(self, is_so: Callable[[], bool]) -> None:
         """Let the loop run until `is_so`; fails after some seconds."""
@@ -114,8 +131,8 @@ def serving(
     service = RouterService(spec or demo_spec(), config or Config(), directory or cluster)
     reading, writing = os.pipe()
     uvicorn_server = RouterServer(create_app(service), service, writing)
-    with socket.create_server(("127.0.0.1", 0)) as bound:
-        server = Server(cluster, service, bound.getsockname()[1])
+    with listen("127.0.0.1", 0) as bound:
+        server = Server(cluster, service, uvicorn_server, bound.getsockname()[1])
         thread = threading.Thread(target=server.loop.run_until_complete, args=(uvicorn_server.serve([bound]),))
         thread.start()
         try:
@@ -140,6 +157,3 @@ async def eventually(is_so: Callable[[], bool], within_s: float = WAIT_S) -> Non
     async with asyncio.timeout(within_s):
         while not is_so():
             await asyncio.sleep(0)
-
-
-Work = Callable[[], Awaitable[None]]
