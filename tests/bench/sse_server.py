@@ -9,7 +9,19 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-WAYS = ("fine", "cut", "error event", "refused", "short", "not json", "reset", "plain", "silent", "in one piece")
+WAYS = (
+    "fine",
+    "cut",
+    "error event",
+    "refused",
+    "short",
+    "not json",
+    "reset",
+    "plain",
+    "silent",
+    "in one piece",
+    "no done",
+)
 
 
 class SseServer:
@@ -120,12 +132,14 @@ class SseServer:
             if number == count // 2 and way == "not json":
                 yield "data: {oops\n\n"
             choice = {"delta": {"content": "é "}} if chat else {"text": "é "}
-            yield _event({"choices": [{**choice, "finish_reason": None}]})
+            reason = "length" if number == count - 1 else None
+            yield _event({"choices": [{**choice, "finish_reason": reason}]})
         prompt = body.get("prompt") or body["messages"][0]["content"]
         tokens = len(prompt) if isinstance(prompt, list) else 2 * len(prompt.split())
         yield ": a comment\n\n"
         yield _event({"choices": [], "usage": {"prompt_tokens": tokens, "completion_tokens": count}})
-        yield "data: [DONE]\n\n"
+        if way != "no done":
+            yield "data: [DONE]\n\n"
 
     @staticmethod
     def _chunk(writer: asyncio.StreamWriter, data: bytes) -> None:
