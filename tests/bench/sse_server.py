@@ -10,6 +10,8 @@ from contextlib import contextmanager
 from typing import Any
 
 WAYS = (
+    "fine", "in one piece", "no done", "cut", "error event", "refused", "short", "not json", "reset", "plain", "silent",
+)  # fmt: skip
     "fine",
     "cut",
     "error event",
