@@ -12,6 +12,8 @@ Each bench has more flags of its own: `python -m bench.engine --help`, and so on
 from __future__ import annotations
 
 import argparse
+import os
+import shlex
 import sys
 from contextlib import ExitStack
 from pathlib import Path
@@ -21,22 +23,23 @@ from bench.cluster import serving
 from bench.random_model import DEMO
 
 BENCHES = ("engine", "handover", "serve")
-TRACE = Path(__file__).parent / "traces" / "conversation_200.jsonl"
+TRACE = os.path.relpath(Path(__file__).parent / "traces" / "conversation_200.jsonl")
 SLO = ("--slo-ttft-ms", "500", "--slo-tpot-ms", "50")
 
 
 def loads(times: int) -> dict[str, list[str]]:
     """What the cluster is put under, by name; about ten seconds each for the demo."""
-    short = ["--input-tokens", "128", "--output-tokens", "64"]
-    return {
-        "alone": ["--concurrency", "1", "--requests", str(16 * times), *short],
-        "crowd": ["--concurrency", "8", "--requests", str(64 * times), *short],
-        "prefix": ["--concurrency", "8", "--requests", str(32 * times), *short, "--input-tokens", "768"]
-        + ["--shared-prefix", "640"],
-        "poisson": ["--rate", "6", "--requests", str(48 * times), "--input-tokens", "64:512", "--output-tokens", "48"],
-        "trace": ["--trace", str(TRACE), "--requests", str(min(200, 40 * times)), "--scale-lengths", "0.02"]
-        + ["--speed", "3", "--max-context", "1024"],
-    }  # fmt: skip
+    short, long = "--input-tokens 128 --output-tokens 64", "--input-tokens 768 --output-tokens 64 --shared-prefix 640"
+    mixed, scaled = "--input-tokens 64:512 --output-tokens 48", "--scale-lengths 0.02 --speed 3 --max-context 1024"
+    flags = {
+        "alone": f"--concurrency 1 --requests {16 * times} {short}",
+        "crowd": f"--concurrency 8 --requests {64 * times} {short}",
+        "prefix": f"--concurrency 8 --requests {32 * times} {long}",
+        "poisson": f"--rate 6 --requests {48 * times} {mixed}",
+        "trace": f"--trace {shlex.quote(TRACE)} --requests {min(200, 40 * times)} {scaled}",
+    }
+    # Seeds of their own: none finds another's prompts in the cache.
+    return {name: [*shlex.split(text), "--seed", str(1000 * n)] for n, (name, text) in enumerate(flags.items(), 1)}
 
 
 def serve_all(url: str | None, model: str, times: int, settings: list[str], out: Path) -> int:
@@ -45,7 +48,7 @@ def serve_all(url: str | None, model: str, times: int, settings: list[str], out:
     with ExitStack() as stack:
         target = url or stack.enter_context(serving(model, settings))
         for name, flags in loads(times).items():
-            print(f"\n== serve, {name}: {' '.join(flags)}", flush=True)
+            print(f"\n== serve, {name}: {shlex.join(flags)}", flush=True)
             json_file = str(out / f"serve-{name}.json")
             worst = max(worst, serve.main(["--url", target, *flags, *SLO, "--json", json_file]))
     return worst

@@ -103,6 +103,8 @@ class Outcome:
     arrivals_s: list[float] = field(default_factory=list)
     """When each event with new tokens arrived."""
     prompt_tokens: int | None = None
+    cached_tokens: int = 0
+    """Prompt tokens that the server says it did not have to compute."""
     completion_tokens: int | None = None
     error: str | None = None
     """The kind of error; None for an answer that ended as it should."""
@@ -224,6 +226,7 @@ class _Exchange(asyncio.Protocol):
         if usage:
             self._outcome.prompt_tokens = usage.get("prompt_tokens")
             self._outcome.completion_tokens = usage.get("completion_tokens")
+            self._outcome.cached_tokens = (usage.get("prompt_tokens_details") or {}).get("cached_tokens") or 0
 
     def abort(self) -> None:
         if self._transport is not None:

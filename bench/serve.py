@@ -257,6 +257,7 @@ def record(outcome: Outcome) -> dict[str, Any]:
         "arrivals_ms": [round((at - outcome.sent_s) * 1e3, 3) for at in outcome.arrivals_s],
         "e2e_ms": outcome.e2e_s * 1e3,
         "prompt_tokens": outcome.prompt_tokens,
+        "cached_tokens": outcome.cached_tokens,
         "completion_tokens": outcome.completion_tokens,
         "wanted_tokens": outcome.wanted_tokens,
         "error": outcome.error,

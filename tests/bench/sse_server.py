@@ -12,18 +12,6 @@ from typing import Any
 WAYS = (
     "fine", "in one piece", "no done", "cut", "error event", "refused", "short", "not json", "reset", "plain", "silent",
 )  # fmt: skip
-    "fine",
-    "cut",
-    "error event",
-    "refused",
-    "short",
-    "not json",
-    "reset",
-    "plain",
-    "silent",
-    "in one piece",
-    "no done",
-)
 
 
 class SseServer:
@@ -138,8 +126,9 @@ class SseServer:
             yield _event({"choices": [{**choice, "finish_reason": reason}]})
         prompt = body.get("prompt") or body["messages"][0]["content"]
         tokens = len(prompt) if isinstance(prompt, list) else 2 * len(prompt.split())
+        usage = {"prompt_tokens": tokens, "completion_tokens": count, "prompt_tokens_details": {"cached_tokens": 4}}
         yield ": a comment\n\n"
-        yield _event({"choices": [], "usage": {"prompt_tokens": tokens, "completion_tokens": count}})
+        yield _event({"choices": [], "usage": usage})
         if way != "no done":
             yield "data: [DONE]\n\n"
 

@@ -44,6 +44,7 @@ def test_a_good_run_counts_everything_once(tmp_path: Path) -> None:
     assert side["output_tokens_per_s"] == pytest.approx(24 / side["wall_s"])
     assert side["input_tokens_per_s"] == pytest.approx(48 / side["wall_s"])
     assert side["ttft_ms"]["p50"] <= side["e2e_ms"]["p50"]
+    assert side["cached_share"] == pytest.approx(4 / 16)
 
 
 @pytest.mark.parametrize(
