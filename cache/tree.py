@@ -96,6 +96,8 @@ class Node:
     children: dict[PageKey, Node] = field(default_factory=dict)
     locks: set[int] = field(default_factory=set)
     used: int = 0
+    condemned: bool = False
+    """Not to be matched any more, nor anything below."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,6 +116,7 @@ class PrefixTree:
         self._components = components
         self._roots: dict[str, Node] = {}
         self._locked: dict[int, list[Node]] = {}
+        self._condemned: list[Node] = []
         self._next_token = 1
         self._clock = 0
 
@@ -124,7 +127,7 @@ class PrefixTree:
         path: list[Node] = []
         node = self._roots.get(salt) or Node([], None, {})
         at = 0
-        while at < len(keys) and (child := node.children.get(keys[at])) is not None:
+        while at < len(keys) and (child := node.children.get(keys[at])) is not None and not child.condemned:
             if not all(c.accepts(child.values.get(c.name)) for c in self._components):
                 break
             shared = _common(child.key, keys, at)
@@ -143,27 +146,51 @@ class PrefixTree:
         """Give back what `match` locked. Idempotent."""
         for node in self._locked.pop(token, ()):
             node.locks.discard(token)
+        self._condemned = [node for node in self._condemned if not self._prune(node)]
+
+    def condemn(self, keys: Sequence[PageKey], salt: str = "") -> int:
+        """Never again match what hangs on the first page of `keys`: some of its state was found damaged.
+
+        Freed at once where nobody locks it, else with its last lock. Returns the number of pages condemned.
+        """
+        root = self._roots.get(salt)
+        node = root.children.get(keys[0]) if root is not None and keys else None
+        if node is None or node.condemned:
+            return 0
+        count = sum(len(n.key) for n in _below(node))
+        node.condemned = True
+        if not self._prune(node):
+            self._condemned.append(node)
+        return count
+
+    def _prune(self, node: Node) -> bool:
+        """Free what nobody locks of `node` and below; whether that was all."""
+        if all([self._prune(child) for child in list(node.children.values())]) and not node.locks:
+            self._remove(node)
+            return True
+        return False
 
     def insert(
         self, keys: Sequence[PageKey], lease: Lease, skip: int, tags: Sequence[ContentTag], salt: str = ""
     ) -> int:
-        """Give finished pages to the tree: `lease` holds those of `keys[skip:]`, `tags` their seals.
+        """Give finished pages to the tree: `lease` holds those of `keys[skip:]`, `tags` are the seals of all `keys`.
 
         The tree takes what it doesn't hold yet and leaves the rest in `lease`; returns the number of pages taken.
         """
         node, at = self._walk(keys, self._root(salt))
-        if at < skip or at == len(keys):
-            # The part before `lease` was evicted meanwhile, or everything is here already: nothing to hang it on.
+        if at < skip or at == len(keys) or keys[at] in node.children:
+            # The part before `lease` was evicted meanwhile, everything is here already, or it is condemned and in
+            # its last use: nothing to hang it on.
             return 0
         part = lease.split(len(keys) - at, "tree", start=at - skip)
         self._clock += 1
-        value = FullValue(part, tuple(tags[at - skip : len(keys) - skip]))
+        value = FullValue(part, tuple(tags[at : len(keys)]))
         node.children[keys[at]] = Node(list(keys[at:]), node, {"full": value}, used=self._clock)
         return len(keys) - at
 
     def _walk(self, keys: Sequence[PageKey], node: Node) -> tuple[Node, int]:
         at = 0
-        while at < len(keys) and (child := node.children.get(keys[at])) is not None:
+        while at < len(keys) and (child := node.children.get(keys[at])) is not None and not child.condemned:
             shared = _common(child.key, keys, at)
             if shared < len(child.key):
                 child = self._split(child, shared)
@@ -238,12 +265,7 @@ class PrefixTree:
         return parent
 
     def _nodes(self) -> list[Node]:
-        stack, out = list(self._roots.values()), []
-        while stack:
-            node = stack.pop()
-            out.append(node)
-            stack.extend(node.children.values())
-        return out
+        return [node for root in self._roots.values() for node in _below(root)]
 
     # ------------------------------------------------------------ invariants
 
@@ -272,6 +294,16 @@ class PrefixTree:
         if held:
             found.append("tree: a token holds nodes that are no longer in the tree")
         return found
+
+
+def _below(top: Node) -> list[Node]:
+    """`top` and all its descendants."""
+    stack, out = [top], []
+    while stack:
+        node = stack.pop()
+        out.append(node)
+        stack.extend(node.children.values())
+    return out
 
 
 def _evictable(node: Node) -> bool:

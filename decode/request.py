@@ -52,6 +52,8 @@ class Request:
     tokens: list[int] = field(default_factory=list)
     """Prompt and answer so far; the state of all but the last is in the pages."""
     bytes: int = 0
+    computed: int = 0
+    """Prompt positions that this worker's engine had to compute: none, as long as all state is handed over."""
     marks: dict[str, float] = field(default_factory=dict)
 
     @property

@@ -219,20 +219,23 @@ class DecodeWorker:
         return [self._running[i] for i in range(min(len(self._running), self._config.decode.max_batch_tokens))]
 
     def _compute(self, batch: list[Request]) -> None:
-        outputs = self._engine.forward([self._row(request) for request in batch])
+        rows = [self._row(request) for request in batch]
+        outputs = self._engine.forward(rows)
         if self._config.faults.step_delay_s:
             self._pause(self._config.faults.step_delay_s)
         self._steps += 1
         self._counters["tokens_generated"] += len(batch)
         self._running.rotate(-len(batch))
-        for request, output in zip(batch, outputs, strict=True):
+        for request, row, output in zip(batch, rows, outputs, strict=True):
             assert output.drawn is not None
+            computed = max(0, min(row.start + len(row.tokens), len(request.submit.tokens)) - row.start)
+            request.computed += computed
+            self._counters["prompt_tokens_computed"] += computed
             self._commit(request, output.drawn)
 
     def _row(self, request: Request) -> Row:
         assert request.lease is not None
         at = len(request.tokens) - 1
-        assert at >= len(request.submit.tokens), "decode computes no prompt token"
         pages = request.lease.indices[: at // self._page_tokens + 1]
         draw = Draw(request.submit.sampling, request.tokens, request.submit.prompt_len)
         return Row(request.tokens[-1:], at, pages, draw)
@@ -256,7 +259,8 @@ class DecodeWorker:
         submit = request.submit
         request.marks["done"] = self._clock.now() - request.arrived
         key = (submit.request_id, submit.attempt)
-        self._desk.tell(request.session, Progress(*key, self.role, self._name, request.marks, 0, 0, request.bytes))
+        progress = Progress(*key, self.role, self._name, request.marks, 0, request.computed, request.bytes)
+        self._desk.tell(request.session, progress)
         self._desk.tell(request.session, Done(*key, reason, stop_token))
         self._leave(request, reason)
 

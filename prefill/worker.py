@@ -17,7 +17,7 @@ from cache.tree import PrefixTree, page_keys
 from contracts.clock import Clock
 from contracts.config import Config
 from contracts.errors import CapacityError, ErrorKind, WireError
-from contracts.ids import Incarnation, Role, WorkerName
+from contracts.ids import Incarnation, Role, RoomId, WorkerName
 from contracts.messages import Cancel, CheckReport, Command, Done, Event, Fits, Progress, PromptScores, Submit, Tokens
 from contracts.messages import WorkerStatus as Status
 from contracts.ports import SessionId
@@ -26,7 +26,7 @@ from engine.engine import Engine
 from prefill.request import Phase, PhaseEvent, Request
 from transfer.desk import Desk, Refusal, seconds_until
 from transfer.metadata import Metadata
-from transfer.sender import Granted, SenderEnd
+from transfer.sender import Granted, Released, SenderEnd
 from transfer.waiting import Waiter
 
 
@@ -59,11 +59,14 @@ class PrefillWorker:
         self._digester = Digester(pools.layout)
         self.fits = Fits(pools.max_positions, context)
         self._desk: Desk[Request] = Desk(name, self.fits, clock)
+        self._unconfirmed: dict[RoomId, Request] = {}
+        """Requests that have left, until decode confirms that what was sent is right."""
         self._steps = 0
         self._counters = {
             "prompt_tokens_computed": 0.0,
             "prompt_tokens_cached": 0.0,
             "pages_evicted": 0.0,
+            "pages_condemned": 0.0,
             "parked": 0.0,
         }
 
@@ -154,6 +157,8 @@ class PrefillWorker:
         locks = sum(r.match is not None for r in self._desk)
         if locks != self._tree.locks:
             found.append(f"tree: {self._tree.locks} locks, requests hold {locks}")
+        if self._sender.unconfirmed != self._unconfirmed.keys():
+            found.append(f"{len(self._unconfirmed)} requests wait for decode's word, not the rooms that do")
         for request in self._desk:
             if (request.phase is Phase.WAITING) != (request.lease is None):
                 found.append(f"request {request.submit.request_id} is {request.phase} and its lease says otherwise")
@@ -171,6 +176,10 @@ class PrefillWorker:
         by_room = {r.submit.room: r for r in self._desk}
         for outcome in self._sender.poll():
             request = by_room.get(outcome.room)
+            if isinstance(outcome, Released):
+                gone = self._unconfirmed.pop(outcome.room, request)
+                if outcome.damaged and gone is not None:
+                    self._counters["pages_condemned"] += self._tree.condemn(gone.keys, gone.submit.salt)
             if request is None or not self._desk.holds(request):
                 continue
             if isinstance(outcome, Granted):
@@ -293,6 +302,7 @@ class PrefillWorker:
             assert request.first is not None
             drawn = request.first
             self._sender.seal(room, Metadata(room, 0, drawn.token, drawn.logprob, request.cached, request.computed))
+            self._unconfirmed[room] = request
             self._leave(request)
 
     # ------------------------------------------------------------ pages

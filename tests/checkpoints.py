@@ -214,15 +214,16 @@ def compare(oracle: Oracle, prompt: Sequence[int], got: Sequence[int]) -> Verdic
     return Verdict(equal=within, exact=False, position=first, margin=margin, allowed=allowed)
 
 
-def compare_forced(oracle: Oracle, tokens: Sequence[int], got: Sequence[int]) -> Verdict:
+def compare_forced(oracle: Oracle, tokens: Sequence[int], got: Sequence[int], first: int = 0) -> Verdict:
     """Judge bf16 argmaxes by the rule: teacher-forced on `tokens`, `got[i]` being the choice after `tokens[: i + 1]`.
 
-    Every choice must be the oracle's, or one whose logit is closer to the best than twice the oracle's own difference:
-    two logits that may each move by that much may change places.
+    From index `first` on, every choice must be the oracle's, or one whose logit is closer to the best than twice the
+    oracle's own difference: two logits that may each move by that much may change places.
     """
     logits = oracle.logits(tokens)
     best = logits.max(-1).values
     gaps = best - logits.gather(1, torch.tensor(list(got)).unsqueeze(1)).squeeze(1)
+    gaps[:first] = 0
     worst = int(gaps.argmax())
     gap, exact = float(gaps[worst]), bool((gaps == 0).all())
     allowed = 2 * oracle.difference

@@ -40,7 +40,7 @@ class Answer:
 
 
 class Pair:
-    """Steps both workers in turn until asked-for requests are done."""
+    """Steps both workers in turn until asked-for requests are done; what fails on one is cancelled on both."""
 
     def __init__(self, folder: Path, config: Config, tokens: int, clock: Clock) -> None:
         spec = read_model_spec(folder)
@@ -82,10 +82,12 @@ class Pair:
         for role in legs:
             (self.prefill if role is Role.PREFILL else self.decode).handle(SESSION, Cancel(request, 0))
 
-    def step(self) -> None:
+    def step(self, *roles: Role) -> None:
+        """One round of each worker, or of those named."""
         for worker in (self.prefill, self.decode):
-            for _, event in worker.step():
-                self._take(event)
+            if not roles or worker.role in roles:
+                for _, event in worker.step():
+                    self._take(event)
 
     def run(self, *requests: RequestId, rounds: int = 20000) -> list[Answer]:
         """Step until all of `requests` are done."""
@@ -122,6 +124,8 @@ class Pair:
             answer.progress[event.role] = event
         else:
             answer.done = event
+            if event.error is not None:
+                self.cancel(event.request_id)
 
 
 @contextmanager

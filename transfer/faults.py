@@ -11,7 +11,7 @@ from contracts.config import FaultsConfig
 
 
 class WriteFaults:
-    """Counts page writes and strikes at the n-th."""
+    """Counts writes of pages and strikes at the n-th."""
 
     def __init__(self, config: FaultsConfig) -> None:
         self._config = config
@@ -19,7 +19,7 @@ class WriteFaults:
         self._corrupted = 0
 
     def in_write(self) -> None:
-        """Called in the middle of each page write: half of it is in the reader's memory."""
+        """Called in the middle of each write of pages: half of it is in the reader's memory."""
         self._writes += 1
         if self._writes == self._config.stop_in_write:
             os.kill(os.getpid(), signal.SIGSTOP)

@@ -49,6 +49,8 @@ class Abort:
 
     room: RoomId
     reason: str
+    damaged: bool = False
+    """What arrived did not match its tags."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -363,7 +363,7 @@ class ReceiverEnd:
     def _damage(self, room: _Room, message: str) -> None:
         self.damaged += 1
         log.error("room %s from %s: %s", room.id, room.peer.ref.name, message)
-        self._send(room.peer, m.Abort(room.id, "damaged"))
+        self._send(room.peer, m.Abort(room.id, message, damaged=True))
         event = ReceiverEvent.REVOKED if self._plane.revocable else ReceiverEvent.DAMAGED
         self._break(room, event, ErrorKind.DAMAGED, message)
 

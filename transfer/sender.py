@@ -52,6 +52,8 @@ class Released:
     received: bool
     """Whether decode has everything."""
     reason: str = ""
+    damaged: bool = False
+    """What arrived did not match its tags: the fault may be in the pages that were sent."""
 
 
 Outcome = Granted | Released
@@ -197,6 +199,11 @@ class SenderEnd:
         return len(self._rooms)
 
     @property
+    def unconfirmed(self) -> set[RoomId]:
+        """Rooms in which everything was sent and decode has not said yet that it has it."""
+        return {r.id for r in self._rooms.values() if r.state is Sender.SENT}
+
+    @property
     def next_deadline(self) -> float | None:
         due = [r.sent_at + self._config.room_timeout_s for r in self._rooms.values() if r.state is Sender.SENT]
         return min(due, default=None)
@@ -312,7 +319,8 @@ class SenderEnd:
         if room is not None:
             self._remember(room.id, m.Quiesced(room.id))
             self._step(room, SenderEvent.ABORT)
-            self._outcomes.append(Released(room.id, False, f"decode gave it up: {abort.reason}"))
+            reason = f"decode gave it up: {abort.reason}"
+            self._outcomes.append(Released(room.id, False, reason, abort.damaged))
         else:
             self._remember(abort.room, m.Quiesced(abort.room))
         peer.link.notify(m.encode(m.Quiesced(abort.room)))

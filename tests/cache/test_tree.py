@@ -2,13 +2,14 @@ import random
 
 from cache.leases import Allocator, Lease
 from cache.tags import ContentTag
-from cache.tree import PrefixTree, page_keys
+from cache.tree import PageKey, PrefixTree, page_keys
 
 PAGE = 4
 
 
-def tags(count: int, start: int = 0) -> list[ContentTag]:
-    return [ContentTag(bytes([start + i]) * 16, start + i) for i in range(count)]
+def tags(keys: list[PageKey]) -> list[ContentTag]:
+    """Each names the whole prefix up to its page, as real ones do."""
+    return [ContentTag(b"".join(keys[: i + 1]), i) for i in range(len(keys))]
 
 
 def put(tree: PrefixTree, pages: Allocator, tokens: list[int], salt: str = "") -> Lease:
@@ -16,7 +17,7 @@ def put(tree: PrefixTree, pages: Allocator, tokens: list[int], salt: str = "") -
     keys = page_keys(tokens, PAGE)
     match = tree.match(keys, salt)
     lease = pages.lease(len(keys) - len(match.pages), "request")
-    tree.insert(keys, lease, len(match.pages), [*match.tags, *tags(len(keys), 100)][: len(keys)], salt)
+    tree.insert(keys, lease, len(match.pages), tags(keys), salt)
     tree.unlock(match.token)
     lease.release()
     return lease
@@ -75,10 +76,12 @@ def test_random_use_never_leaks_and_matches_a_plain_dictionary() -> None:
         if need > pages.free:
             tree.evict(need - pages.free)
         lease = pages.lease(need, "request")
-        tree.insert(keys, lease, len(match.pages), [*match.tags, *tags(need)])
+        tree.insert(keys, lease, len(match.pages), tags(keys))
         again = tree.match(keys)
         assert again.pages[: len(match.pages)] == match.pages
         assert len(again.pages) == len(keys)
+        assert list(match.tags) == tags(keys)[: len(match.pages)]
+        assert list(again.tags) == tags(keys)
         tree.unlock(match.token)
         tree.unlock(again.token)
         lease.release()
@@ -87,6 +90,28 @@ def test_random_use_never_leaks_and_matches_a_plain_dictionary() -> None:
         assert tree.pages == pages.total - pages.free == tree.evictable
     tree.evict(1000)
     assert pages.free == pages.total
+
+
+def test_a9_what_is_condemned_is_not_matched_again_and_freed_with_its_last_lock() -> None:
+    tree, pages = PrefixTree(), Allocator("pages", 50, first=1)
+    keys = page_keys([1] * 16, PAGE)
+    put(tree, pages, [1] * 16)
+    put(tree, pages, [1] * 8 + [2] * 8)
+    put(tree, pages, [3] * 8)
+    reader = tree.match(keys)
+    assert tree.condemn(keys) == 6
+    assert tree.condemn(keys) == 0
+    assert tree.match(keys).pages == ()
+    assert (tree.pages, pages.free) == (6, pages.total - 6), "the branch that nobody reads went at once"
+    lease = pages.lease(4, "computed again")
+    assert tree.insert(keys, lease, 0, tags(keys)) == 0, "its place is taken until the last reader has left"
+    assert tree.check() == []
+    tree.unlock(reader.token)
+    assert tree.pages == 2
+    assert tree.insert(keys, lease, 0, tags(keys)) == 4
+    assert len(tree.match(keys).pages) == 4
+    assert tree.check() == []
+    assert len(tree.match(page_keys([3] * 8, PAGE)).pages) == 2
 
 
 def test_check_names_a_lost_lock() -> None:

@@ -82,7 +82,7 @@ def test_float32_gives_the_oracles_greedy_tokens(
         verdict = compare(oracle, prompt, got)
         assert verdict.equal, verdict
         if not verdict.exact:
-            print(f"{len(prompt)} tokens: {verdict}")  # noqa: T201
+            print(f"{len(prompt)} tokens: {verdict}")
 
 
 @pytest.mark.slow

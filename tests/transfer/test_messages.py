@@ -1,3 +1,5 @@
+import contextlib
+
 import msgpack
 import pytest
 import torch
@@ -56,10 +58,8 @@ def test_d9_only_the_tables_types_come_out_of_bytes(data: bytes, says: str) -> N
 @given(st.binary(max_size=200))
 @settings(max_examples=300, deadline=None)
 def test_d9_random_bytes_are_refused_or_a_message(data: bytes) -> None:
-    try:
+    with contextlib.suppress(WireError):
         assert type(m.decode(data)) in m.TAGS.values()
-    except WireError:
-        pass
 
 
 def metadata(top: int) -> Metadata:

@@ -15,6 +15,7 @@ from contracts.errors import ErrorKind
 from contracts.ids import Incarnation, RequestId, Role, RoomId, WorkerName
 from contracts.messages import PeerRef, Submit
 from contracts.sampling import SamplingParams
+from prefill.worker import PrefillWorker
 from tests.checkpoints import Oracle, compare
 from tests.pair import SESSION, Answer, Pair, pair
 
@@ -56,14 +57,15 @@ def test_greedy_answers_are_the_oracles(model: Path, oracle: Oracle, plane: str,
 @pytest.mark.slow
 def test_a_shared_prefix_is_computed_once_and_the_answer_is_the_same(model: Path, oracle: Oracle) -> None:
     (prefix, *tails) = prompts(2, 200, 3, 40, 1)
+    tails.append(tails[1])
     with pair(model) as both:
         for number, tail in enumerate(tails):
             (answer,) = both.run(both.submit(prefix + tail, greedy(8)))
             expect_equal(oracle, prefix + tail, answer)
-            assert answer.progress[Role.PREFILL].cached_tokens == (192 if number else 0)
+            assert answer.progress[Role.PREFILL].cached_tokens == (0, 192, 192, 224)[number]
         (answer,) = both.run(both.submit(prefix + tails[0], greedy(8), salt="other"))
         assert answer.progress[Role.PREFILL].cached_tokens == 0
-        assert both.prefill.status().counters["prompt_tokens_computed"] == 203 + 48 + 9 + 203
+        assert both.prefill.status().counters["prompt_tokens_computed"] == 203 + 48 + 9 + 16 + 203
         assert both.decode.status().counters["prompt_tokens_computed"] == 0
 
 
@@ -187,6 +189,23 @@ def test_a9_a_flipped_byte_is_found_counted_and_not_decoded(model: Path, oracle:
         expect_equal(oracle, prompt, again)
 
 
+def test_a9_a_page_that_rotted_in_the_tree_is_found_and_computed_again(model: Path, oracle: Oracle) -> None:
+    (prompt,) = prompts(25, 70)
+    with pair(model) as both:
+        both.run(both.submit(prompt, greedy(4)))
+        assert isinstance(both.prefill, PrefillWorker)
+        both.prefill._pools.gates["full"].layer(0)["v"][2, 3, 0, 0] += 1.0
+        (answer,) = both.run(both.submit(prompt, greedy(4)))
+        assert answer.done is not None
+        assert answer.done.error is ErrorKind.DAMAGED
+        (again,) = both.run(both.submit(prompt, greedy(8)))
+        expect_equal(oracle, prompt, again)
+        assert again.progress[Role.PREFILL].cached_tokens == 0
+        (shared,) = both.run(both.submit(prompt, greedy(8)))
+        expect_equal(oracle, prompt, shared)
+        assert shared.progress[Role.PREFILL].cached_tokens == 64
+
+
 def test_verification_can_be_switched_off_and_then_the_flipped_byte_is_decoded(model: Path) -> None:
     """The control for the test above: it is the tags that find the byte."""
     (prompt,) = prompts(12, 60)
@@ -217,10 +236,9 @@ def test_c5_a_prefill_that_never_answers_is_given_up_by_the_clock(model: Path) -
     clock = ManualClock()
     with pair(model, clock=clock) as both:
         request = both.submit(prompt, greedy(3), legs=(Role.DECODE,))
-        for _ in range(5):
-            both.decode.step()
         clock.advance(11)
-        (answer,) = both.run(request)
+        both.step(Role.DECODE)
+        answer = both.answers[request]
         assert answer.done is not None
         assert answer.done.error is ErrorKind.ROOM
         assert "prefill-0 did not answer within 10 s" in answer.done.message
@@ -230,9 +248,9 @@ def test_c5_a_room_in_which_nothing_happens_is_given_up_by_the_clock(model: Path
     (prompt,) = prompts(14, 20)
     clock = ManualClock()
     with pair(model, clock=clock) as both:
+        both.run(both.submit(prompt, greedy(3)))
         request = both.submit(prompt, greedy(3), legs=(Role.DECODE,))
-        for _ in range(5):
-            both.step()
+        both.step()
         clock.advance(61)
         (answer,) = both.run(request)
         assert answer.done is not None
@@ -317,7 +335,7 @@ def test_c11_prefill_parks_what_has_no_grant_for_what_has_one(model: Path, oracl
     with pair(model, tokens=320, prefill={"cache": {"device_tokens": 320}}) as both:
         early = [both.submit(p, greedy(5), legs=(Role.PREFILL,)) for p in others]
         for _ in range(8):
-            both.prefill.step()
+            both.step(Role.PREFILL)
         late = both.submit(first, greedy(5))
         (answer,) = both.run(late)
         expect_equal(oracle, first, answer)

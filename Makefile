@@ -1,0 +1,60 @@
+# The one set of commands, for people and for CI. `make serve` on a fresh clone is all it takes to try Twinpool.
+
+PYTHON ?= python3
+BIN := .venv/bin
+CONSTRAINTS := constraints/cpu.txt
+
+.DEFAULT_GOAL := help
+.PHONY: help serve test check format bench soak demo-model test-rayup setup clean
+
+help: ## show the commands
+	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1|\2/p' $(MAKEFILE_LIST) | column -t -s '|'
+
+serve: .venv/.installed ## start the demo cluster; ARGS="--model DIR --decode 2" for another
+	@$(BIN)/twinpool serve --model demo $(ARGS)
+
+test: .venv/.installed-dev ## run the tests; ARGS="tests/cluster -k drain" for some of them
+	@$(BIN)/python -m pytest -m "not soak" $(ARGS)
+
+check: .venv/.installed-dev ## lint, format, types, import layers
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+
+format: .venv/.installed-dev ## put the code into its format
+	$(BIN)/ruff format .
+	$(BIN)/ruff check --fix .
+
+bench: .venv/.installed-dev ## measure the engine, and the demo cluster under load
+	$(BIN)/python -m bench.engine $(ARGS)
+	$(BIN)/python -m bench.serve $(ARGS)
+
+soak: .venv/.installed-dev ## the long tests: the full product of settings, and torture
+	@$(BIN)/python -m pytest -m soak $(ARGS)
+
+demo-model: .venv/.installed-dev ## train the demo checkpoint again from its seed (up to 90 minutes)
+	$(BIN)/python -m bench.demo_model.prepare --output build/demo-model/corpus
+	$(BIN)/python -m bench.demo_model.train --corpus build/demo-model/corpus --work build/demo-model/work --output build/demo-model/model --minutes 90
+
+test-rayup: .venv/.installed-dev ## launch a real Ray cluster through loopback ssh, use it, take it down
+	@$(BIN)/python tests/rayup/rayup.py $(ARGS)
+
+setup: .venv/.installed-dev ## make the environment with everything in it
+
+clean: ## remove the environment and all caches
+	rm -rf .venv build dist .mypy_cache .ruff_cache .pytest_cache .import_linter_cache .hypothesis
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
+
+# A stamp is newer than what it was made from, so that a second run installs nothing.
+.venv/bin/python:
+	@$(PYTHON) -c 'import sys; v = sys.version_info[:2]; (3, 11) <= v <= (3, 13) or sys.exit("Twinpool needs Python 3.11 to 3.13, $(PYTHON) is %d.%d: make PYTHON=python3.12 ..." % v)'
+	@$(PYTHON) -m venv .venv
+
+.venv/.installed: pyproject.toml $(CONSTRAINTS) | .venv/bin/python
+	@.ci/install $(CONSTRAINTS) -e .
+	@touch $@
+
+.venv/.installed-dev: pyproject.toml $(CONSTRAINTS) | .venv/bin/python
+	@.ci/install $(CONSTRAINTS) -e '.[dev]'
+	@touch $@ .venv/.installed

@@ -1,0 +1,63 @@
+"""Make a Qwen3-shaped checkpoint with random weights, to measure speed at a size that is not committed.
+
+    python -m bench.random_model 445m FOLDER
+
+It has the demo's tokenizer, so a cluster can serve it; what it says is noise.
+"""
+
+from __future__ import annotations
+
+import argparse
+import shutil
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoModelForCausalLM, Qwen3Config
+
+DEMO = Path(__file__).parents[1] / "cluster" / "demo"
+SIZES: dict[str, dict[str, int]] = {
+    "4m": {"hidden": 192, "layers": 8, "heads": 4, "kv_heads": 2, "head_dim": 48, "inner": 512, "vocab": 2048},
+    "60m": {"hidden": 512, "layers": 16, "heads": 8, "kv_heads": 4, "head_dim": 64, "inner": 1792, "vocab": 4096},
+    "445m": {"hidden": 1024, "layers": 28, "heads": 16, "kv_heads": 8, "head_dim": 128, "inner": 3072, "vocab": 4096},
+}
+"""The largest is Qwen3-0.6B with a small vocabulary."""
+
+
+def make(folder: Path, size: str, seed: int = 0) -> Path:
+    """Write a bf16 checkpoint of `SIZES[size]` to `folder`; returns it."""
+    shape = SIZES[size]
+    config: Any = Qwen3Config(
+        vocab_size=shape["vocab"],
+        hidden_size=shape["hidden"],
+        intermediate_size=shape["inner"],
+        num_hidden_layers=shape["layers"],
+        num_attention_heads=shape["heads"],
+        num_key_value_heads=shape["kv_heads"],
+        head_dim=shape["head_dim"],
+        max_position_embeddings=4096,
+        initializer_range=0.05,
+        tie_word_embeddings=True,
+        use_sliding_window=False,
+        eos_token_id=None,
+    )
+    torch.manual_seed(seed)
+    factory: Any = AutoModelForCausalLM
+    model = factory.from_config(config, dtype=torch.bfloat16)
+    folder.mkdir(parents=True, exist_ok=True)
+    model.save_pretrained(folder)
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copyfile(DEMO / name, folder / name)
+    return folder
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("size", choices=SIZES)
+    parser.add_argument("folder", type=Path)
+    args = parser.parse_args()
+    print(make(args.folder, args.size))
+
+
+if __name__ == "__main__":
+    main()

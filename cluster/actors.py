@@ -1,0 +1,150 @@
+"""Ray at the edge: placing workers' processes on nodes, and hearing of their death at once.
+
+Ray starts a process where the role's custom resource is free and tells when it ends; nothing else goes through it.
+Its own restarts are off, because only the controller may grant the next incarnation. The actor has two methods that
+run side by side: `where` answers who it is, `run` is the worker's whole life.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import ray
+
+from cluster.launcher import Ended
+from cluster.procs import kill_process
+from cluster.worker_process import BuildWorker, WorkerPlan, exit_file, node_name, process_mark, run_worker
+from contracts.ids import Incarnation, Role, WorkerName
+
+log = logging.getLogger("twinpool.actors")
+
+RESOURCES = {Role.PREFILL: "twinpool_prefill", Role.DECODE: "twinpool_decode"}
+
+
+class WorkerActor:
+    """The process of one incarnation of one worker, of either role."""
+
+    def __init__(self, plan: WorkerPlan, build: BuildWorker) -> None:
+        self._plan = plan
+        self._build = build
+
+    def where(self) -> tuple[int, int, str]:
+        """(pid, start time, node)."""
+        return (*process_mark(), node_name())
+
+    def run(self) -> None:
+        """Serve until the end; the process exits with it."""
+        plan = self._plan
+        if not plan.host:
+            plan = dataclasses.replace(plan, host=ray.util.get_node_ip_address())
+        run_worker(plan, self._build)
+
+
+@dataclass(slots=True)
+class _Running:
+    plan: WorkerPlan
+    handle: Any
+    run: Any
+    where: Any
+    pid: tuple[int, int, str] | None = None
+
+
+class RayLauncher:
+    """A `Launcher` over a Ray cluster that this process has joined."""
+
+    def __init__(self, build: BuildWorker) -> None:
+        self._build = build
+        self._running: dict[Any, _Running] = {}
+
+    def start(self, plan: WorkerPlan) -> None:
+        actor = ray.remote(WorkerActor).options(
+            num_cpus=0,
+            resources={RESOURCES[plan.role]: 1},
+            max_restarts=0,
+            max_task_retries=0,
+            max_concurrency=2,
+            name=f"{plan.name}.{plan.incarnation}",
+        )
+        handle = actor.remote(plan, self._build)
+        running = _Running(plan, handle, handle.run.remote(), handle.where.remote())
+        self._running[running.run] = running
+
+    def kill(self, name: WorkerName, incarnation: Incarnation, pid: int, node: str) -> None:
+        for running in list(self._running.values()):
+            if (running.plan.name, running.plan.incarnation) == (name, incarnation):
+                self._kill(running)
+
+    def ended(self, timeout_s: float) -> list[Ended]:
+        waiting = [*self._running, *(r.where for r in self._running.values() if r.pid is None)]
+        if not waiting:
+            return []
+        done, _ = ray.wait(waiting, num_returns=1, timeout=timeout_s, fetch_local=False)
+        if not done:
+            return []
+        out = []
+        done, _ = ray.wait(waiting, num_returns=len(waiting), timeout=0, fetch_local=False)
+        for ref in done:
+            if ref in self._running:
+                running = self._running.pop(ref)
+                out.append(Ended(running.plan.name, running.plan.incarnation, _reason(running, ref)))
+            else:
+                self._note_pid(ref)
+        return out
+
+    def _note_pid(self, ref: Any) -> None:
+        for running in self._running.values():
+            if running.where == ref:
+                try:
+                    running.pid = ray.get(ref)
+                except ray.exceptions.RayError as error:
+                    # Its `run` ends with the same cause and is what gets reported.
+                    log.info("%s has not told its pid: %s", running.plan.name, error)
+                    running.pid = (0, 0, "")
+
+    def _kill(self, running: _Running) -> None:
+        # Ray asks the process to end, which one that is stopped or stuck can't; so kill it here where we can.
+        if running.pid is not None and running.pid[2] == node_name():
+            kill_process(running.pid[0], running.pid[1])
+        ray.kill(running.handle, no_restart=True)
+
+    def close(self) -> None:
+        for running in self._running.values():
+            self._kill(running)
+        self._running.clear()
+
+
+def _reason(running: _Running, ref: Any) -> str:
+    """Why a process ended: its own words, else what Ray knows, else that somebody killed it."""
+    plan = running.plan
+    words = exit_file(plan.logs, plan.name, plan.incarnation)
+    if words.exists():
+        text = words.read_text()
+        words.unlink(missing_ok=True)
+        return text
+    try:
+        ray.get(ref)
+    except ray.exceptions.RayTaskError as error:
+        return str(error.cause)
+    except ray.exceptions.ActorUnschedulableError:
+        return f"no node has the resource {RESOURCES[plan.role]}"
+    except ray.exceptions.RayError:
+        crash = _crash_line(plan.logs / f"{plan.name}.log")
+        return crash or "killed, signal 9"
+    return "the process has ended"
+
+
+def _crash_line(path: Path) -> str:
+    """What faulthandler wrote at the end of the log, if it did."""
+    try:
+        with path.open("rb") as file:
+            file.seek(max(0, os.fstat(file.fileno()).st_size - 8192))
+            lines = file.read().decode(errors="replace").splitlines()
+    except OSError:
+        return ""
+    crashes = [line for line in lines if line.startswith("Fatal Python error")]
+    return crashes[-1] if crashes else ""

@@ -1,0 +1,176 @@
+"""The operator's commands, over the router's admin endpoints. Few imports: they must answer at once."""
+
+from __future__ import annotations
+
+import http.client
+import json
+import os
+import time
+import urllib.error
+import urllib.parse
+import urllib.request
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from cluster.runfile import newest_live_run
+from contracts.errors import ConfigError, TwinpoolError
+
+TIMEOUT_S = 60.0
+"""A check waits for each worker's step to end, which can take this long on a slow machine."""
+POLL_S = 0.2
+SAY_EVERY_S = 5.0
+STATUS_KEYS = (
+    "name", "role", "state", "pid", "node", "incarnation", "running", "waiting", "pages_total", "pages_free",
+)  # fmt: skip
+
+
+class NoCluster(TwinpoolError):
+    """Raised when there is no router to talk to."""
+
+
+class Refused(TwinpoolError):
+    """Raised when the router refuses; carries its reason."""
+
+
+class Operator:
+    """Talks to one router."""
+
+    def __init__(
+        self, url: str, clock: Callable[[], float] = time.monotonic, sleep: Callable[[float], None] = time.sleep
+    ) -> None:
+        parts = urllib.parse.urlsplit(url)
+        if parts.scheme not in ("http", "https") or not parts.hostname:
+            raise ConfigError(f"--url takes http://HOST:PORT, got {url!r}")
+        self._url = url.rstrip("/")
+        self._clock = clock
+        self._sleep = sleep
+
+    @classmethod
+    def find(cls, url: str | None) -> Operator:
+        """The router at `url`, at TWINPOOL_URL, or of the newest live cluster of this user. Raises `NoCluster`."""
+        given = url or os.environ.get("TWINPOOL_URL")
+        if given:
+            return cls(given)
+        run = newest_live_run()
+        if run is None:
+            raise NoCluster("no cluster is running on this machine; start one with twinpool serve, or give --url")
+        return cls(run.url)
+
+    def status(self) -> list[dict[str, Any]]:
+        """One row a worker, with the keys of `STATUS_KEYS`."""
+        return [{key: row.get(key) for key in STATUS_KEYS} for row in self._rows()]
+
+    def check(self) -> dict[str, Any]:
+        """``{"ok", "workers": [{"name", "checked", "violations"}]}``."""
+        return self._call("POST", "/cluster/check")
+
+    def undrain(self, worker: str) -> None:
+        self._call("POST", f"/cluster/undrain/{urllib.parse.quote(worker, safe='')}")
+
+    def drain(self, worker: str, force: bool, timeout_s: float, say: Callable[[str], None]) -> None:
+        """Drain a worker and wait until it has left. Raises `Refused`, also when `timeout_s` has passed."""
+        query = "?force=true" if force else ""
+        self._call("POST", f"/cluster/drain/{urllib.parse.quote(worker, safe='')}{query}")
+        start = self._clock()
+        said, said_at = "", start
+        while True:
+            row = next((row for row in self._rows() if row["name"] == worker), None)
+            now = self._clock()
+            if row is None or row["state"] == "left":
+                return say(f"{worker} has left after {now - start:.1f} s")
+            if row["state"] in ("dead", "starting"):
+                raise Refused(f"{worker} died while it was draining")
+            if row["state"] == "ready" and said:
+                raise Refused(f"{worker} was undrained and stays")
+            waits = _waits_for(row)
+            if now - start > timeout_s:
+                raise Refused(f"{worker} has not left after {timeout_s:g} s; it waits for {waits} and goes on draining")
+            silence_s = SAY_EVERY_S if waits == said else 1.0
+            if row["state"] == "draining" and (not said or now - said_at > silence_s):
+                say(f"{worker} is draining: waits for {waits}")
+                said, said_at = waits, now
+            self._sleep(POLL_S)
+
+    def _rows(self) -> list[dict[str, Any]]:
+        rows: list[dict[str, Any]] = self._call("GET", "/cluster/status")["workers"]
+        return rows
+
+    def _call(self, method: str, path: str) -> dict[str, Any]:
+        headers = {"Accept": "application/json"}
+        if token := os.environ.get("TWINPOOL_ADMIN_TOKEN"):
+            headers["Authorization"] = f"Bearer {token}"
+        request = urllib.request.Request(self._url + path, method=method, headers=headers)
+        # An environment's proxy knows nothing of a router on this machine or in this cluster.
+        opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+        try:
+            with opener.open(request, timeout=TIMEOUT_S) as response:
+                answer: dict[str, Any] = json.loads(response.read())
+                return answer
+        except urllib.error.HTTPError as error:
+            if message := _message(error.read()):
+                raise Refused(message) from None
+            raise NoCluster(f"what answers at {self._url} is not a Twinpool router ({error.code})") from None
+        except (OSError, http.client.HTTPException) as error:
+            reason = getattr(error, "reason", error)
+            raise NoCluster(f"no router answers at {self._url} ({reason})") from None
+        except ValueError:
+            raise NoCluster(f"what answers at {self._url} is not a Twinpool router") from None
+
+
+def _message(body: bytes) -> str:
+    """The router's reason; empty when the body isn't a router's."""
+    try:
+        return str(json.loads(body)["error"]["message"])
+    except (ValueError, KeyError, TypeError):
+        return ""
+
+
+def _waits_for(row: Mapping[str, Any]) -> str:
+    parts = [
+        f"{row[key]} {word}"
+        for key, word in (("running", "running"), ("waiting", "waiting"), ("outgoing", "outgoing transfers"))
+        if row.get(key)
+    ]
+    return ", ".join(parts) or "its last frames"
+
+
+_COLOURS = {"ready": "green", "starting": "cyan", "draining": "yellow", "left": "dim", "dead": "red"}
+
+
+def status_table(workers: Sequence[Mapping[str, Any]]) -> Any:
+    """A rich table of the workers."""
+    table = _table("worker", "state", "node", "pid", "start", "running", "waiting", "pages free", "pages")
+    for w in workers:
+        colour = _COLOURS.get(w["state"], "default")
+        cells = [
+            w["node"],
+            w["pid"] or "",
+            w["incarnation"],
+            w["running"],
+            w["waiting"],
+            w["pages_free"],
+            w["pages_total"],
+        ]
+        table.add_row(w["name"], f"[{colour}]{w['state']}[/]", *(str(cell) for cell in cells))
+    return table
+
+
+def check_table(report: Mapping[str, Any]) -> Any:
+    """A rich table of what was recounted."""
+    table = _table("worker", "result", "pages", "slots", "leases", "rooms")
+    for worker in report["workers"]:
+        bad = len(worker["violations"])
+        result = f"[red]{bad} violation{'s' if bad > 1 else ''}[/]" if bad else "[green]whole[/]"
+        counts = [str(worker["checked"][key]) for key in ("pages", "slots", "leases", "rooms")]
+        table.add_row(worker["name"], result, *counts)
+    return table
+
+
+def _table(*titles: str) -> Any:
+    from rich import box
+    from rich.table import Table
+
+    table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
+    for index, title in enumerate(titles):
+        table.add_column(title, justify="left" if index < 2 or title == "node" else "right", no_wrap=True)
+    return table

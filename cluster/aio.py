@@ -1,0 +1,52 @@
+"""An asyncio loop on a thread of its own, for gRPC beside threads that must not wait for it."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import threading
+from collections.abc import Coroutine
+from concurrent.futures import Future
+from typing import Any, TypeVar
+
+T = TypeVar("T")
+
+
+class LoopThread:
+    """Runs coroutines on one event loop in one daemon thread."""
+
+    def __init__(self, name: str) -> None:
+        self.loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
+        self._thread.start()
+
+    def _run(self) -> None:
+        asyncio.set_event_loop(self.loop)
+        self.loop.run_forever()
+
+    def start(self, coroutine: Coroutine[Any, Any, T]) -> Future[T]:
+        """Run a coroutine on the loop; any thread."""
+        return asyncio.run_coroutine_threadsafe(coroutine, self.loop)
+
+    def run(self, coroutine: Coroutine[Any, Any, T], timeout_s: float) -> T:
+        """Run a coroutine on the loop and wait for its result; raises `TimeoutError`. Any thread but the loop's."""
+        return self.start(coroutine).result(timeout_s)
+
+    def stop(self, timeout_s: float = 2.0) -> None:
+        """Cancel what still runs, end the loop and its thread. Idempotent."""
+        if self.loop.is_closed() or not self._thread.is_alive():
+            return
+        with contextlib.suppress(TimeoutError):
+            self.run(_cancel_all(), timeout_s)
+        self.loop.call_soon_threadsafe(self.loop.stop)
+        self._thread.join(timeout_s)
+        if not self._thread.is_alive():
+            self.loop.close()
+
+
+async def _cancel_all() -> None:
+    me = asyncio.current_task()
+    tasks = [task for task in asyncio.all_tasks() if task is not me]
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)

@@ -1,0 +1,145 @@
+"""The controller behind gRPC: Register, Renew, Leave for workers, Watch for routers.
+
+The brain belongs to one loop. Handlers run there; other threads (the supervisor) reach it through `call`. A watcher
+gets the whole table at once and again after each change; changes that come faster than it reads are folded into one.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import os
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any, TypeVar
+
+import grpc.aio
+
+from cluster.aio import LoopThread
+from cluster.controller import Controller, Grant
+from cluster.lease import record_to_proto
+from cluster.service import ServiceServer
+from contracts.ids import Incarnation, Role, WorkerName
+from contracts.messages import Fits
+from contracts.ports import WorkerRecord
+from contracts.proto import worker_pb2 as pb
+from contracts.proto import worker_pb2_grpc as pb_grpc
+from contracts.wire import status_from_proto, status_to_proto
+
+T = TypeVar("T")
+Context = grpc.aio.ServicerContext[Any, Any]
+FOLD_S = 0.02
+"""Changes within this time reach a watcher as one."""
+CALL_TIMEOUT_S = 10.0
+
+
+class FileLedger:
+    """Granted incarnations in one JSON file, replaced atomically."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._granted: dict[str, int] = json.loads(path.read_text()) if path.exists() else {}
+
+    def load(self) -> Mapping[str, int]:
+        return dict(self._granted)
+
+    def record(self, name: str, incarnation: int) -> None:
+        self._granted[name] = incarnation
+        fresh = self._path.with_suffix(".new")
+        with fresh.open("w") as file:
+            json.dump(self._granted, file)
+            file.flush()
+            os.fsync(file.fileno())
+        fresh.replace(self._path)
+
+
+def record_from_proto(m: pb.Registration) -> WorkerRecord:
+    """A worker's record from the wire; raises `ValueError` for an unknown role."""
+    fits = Fits(m.max_positions, m.context)
+    name, incarnation = WorkerName(m.name), Incarnation(m.incarnation)
+    return WorkerRecord(name, Role(m.role), incarnation, m.pid, m.node, m.endpoint, m.control, fits)
+
+
+class ControllerService(pb_grpc.ControllerServicer):
+    """The `Controller` service over one brain; every method runs on the brain's loop."""
+
+    def __init__(self, brain: Controller) -> None:
+        self._brain = brain
+        self._watchers: set[asyncio.Event] = set()
+        brain.on_change(self._wake)
+
+    def _wake(self) -> None:
+        for watcher in self._watchers:
+            watcher.set()
+
+    async def Register(self, request: pb.Registration, context: Context) -> pb.Grant:
+        try:
+            record = record_from_proto(request)
+        except ValueError as error:
+            await context.abort(grpc.StatusCode.INVALID_ARGUMENT, str(error))
+        return _grant(self._brain.register(record))
+
+    async def Renew(self, request: pb.Renewal, context: Context) -> pb.Grant:
+        name, incarnation = WorkerName(request.name), Incarnation(request.incarnation)
+        return _grant(self._brain.renew(name, incarnation, status_from_proto(request.status)))
+
+    async def Leave(self, request: pb.Renewal, context: Context) -> pb.Empty:
+        self._brain.leave(WorkerName(request.name), Incarnation(request.incarnation))
+        return pb.Empty()
+
+    async def Watch(self, request: pb.Empty, context: Context) -> AsyncIterator[pb.ClusterView]:
+        changed = asyncio.Event()
+        with self._watching(changed):
+            while True:
+                changed.clear()
+                yield self.view()
+                await changed.wait()
+                await asyncio.sleep(FOLD_S)
+
+    @contextlib.contextmanager
+    def _watching(self, changed: asyncio.Event) -> Iterator[None]:
+        self._watchers.add(changed)
+        try:
+            yield
+        finally:
+            self._watchers.discard(changed)
+
+    def view(self) -> pb.ClusterView:
+        """The whole table."""
+        workers = [
+            pb.WorkerView(registration=record_to_proto(view.record), status=status_to_proto(view.status))
+            for view in self._brain.views()
+        ]
+        return pb.ClusterView(version=self._brain.version, workers=workers, shutting_down=self._brain.shutting_down)
+
+
+def _grant(grant: Grant) -> pb.Grant:
+    return pb.Grant(incarnation=grant.incarnation, lease_s=grant.lease_s, fenced=grant.fenced)
+
+
+class ControllerServer:
+    """The brain, its loop and its port."""
+
+    def __init__(self, brain: Controller, address: str = "127.0.0.1") -> None:
+        self._brain = brain
+        self._loop = LoopThread("controller")
+        self._server = ServiceServer(self._loop, f"{address}:0")
+        try:
+            port = self._server.start(pb_grpc.add_ControllerServicer_to_server, ControllerService(brain))
+        except BaseException:
+            self._loop.stop()
+            raise
+        self.endpoint = f"{address}:{port}"
+
+    def call(self, run: Callable[[Controller], T]) -> T:
+        """Run `run(brain)` on the brain's loop; any other thread."""
+
+        async def on_loop() -> T:
+            return run(self._brain)
+
+        return self._loop.run(on_loop(), CALL_TIMEOUT_S)
+
+    def close(self) -> None:
+        self._server.stop(0.1)
+        self._loop.stop()

@@ -1,0 +1,200 @@
+"""Everything that can be refused before anything is started: flags, configuration, checkpoint, port, memory.
+
+Nothing here imports torch or Ray, so a mistake costs its author a second and one line.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import socket
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import yaml
+
+from contracts.config import Config, load_config
+from contracts.errors import ConfigError, TwinpoolError
+from contracts.ids import Role, WorkerName
+from contracts.model import ModelSpec, read_model_spec
+
+DEMO = Path(__file__).parent / "demo"
+DEFAULT_CONTEXTS = 8
+"""A worker's pool holds this many full contexts unless memory is short."""
+MEMORY_SHARE = 0.25
+"""Part of a worker's share of the free memory that its pool may take by default."""
+DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
+WORKER_BYTES = 300 << 20
+"""What a worker takes besides weights and pool: interpreter, torch, buffers."""
+
+
+class MemoryShort(TwinpoolError):
+    """Raised when weights and pools can't fit into the memory that is free."""
+
+
+@dataclass(frozen=True, slots=True)
+class ServeOptions:
+    """The flags of `twinpool serve`, as given."""
+
+    model: str = "demo"
+    prefill: int = 1
+    decode: int = 1
+    host: str = "127.0.0.1"
+    port: int = 8000
+    config: Path | None = None
+    assignments: tuple[str, ...] = ()
+    ray_address: str | None = None
+    dashboard: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Prepared:
+    """What will be started: checked, with every default worked out."""
+
+    options: ServeOptions
+    config: Config
+    spec: ModelSpec
+    port: int
+    threads: int
+    device_tokens: dict[Role, int] = field(default_factory=dict)
+
+    @property
+    def workers(self) -> list[tuple[WorkerName, Role]]:
+        counts = ((Role.PREFILL, self.options.prefill), (Role.DECODE, self.options.decode))
+        return [(WorkerName(f"{role}-{i}"), role) for role, count in counts for i in range(count)]
+
+    def pool_bytes(self, role: Role) -> int:
+        return self.device_tokens[role] * token_bytes(self.spec, self.config)
+
+
+def prepare(options: ServeOptions, free_bytes: int | None = None) -> Prepared:
+    """Check the options and work out what to start.
+
+    `free_bytes` is the memory to plan with; None asks the machine. Raises `ConfigError`, `CheckpointError` or
+    `MemoryShort`, each in one line that says what to change.
+    """
+    _check_flags(options)
+    try:
+        config = load_config(options.config, options.assignments)
+    except yaml.YAMLError as error:
+        raise ConfigError(f"--set takes section.key=value with a YAML value: {' '.join(str(error).split())}") from None
+    _check_config(config, options)
+    spec = read_model_spec(model_folder(options.model))
+    workers = options.prefill + options.decode
+    free = free_bytes if free_bytes is not None else _free_bytes()
+    tokens = {role: device_tokens(config, spec, role, free // workers) for role in Role}
+    threads = config.engine.threads or max(1, _cores() // workers)
+    prepared = Prepared(options, config, spec, free_port(options.host, options.port), threads, tokens)
+    if options.ray_address is None:
+        _check_memory(prepared, free)
+    return prepared
+
+
+def model_folder(model: str) -> Path:
+    """The checkpoint's folder; ``demo`` is the one that comes with Twinpool, unless there is a folder of that name."""
+    if model == "demo" and not Path("demo/config.json").exists():
+        return DEMO
+    return Path(model).expanduser().absolute()
+
+
+def token_bytes(spec: ModelSpec, config: Config) -> int:
+    """Bytes of one position's keys and values over all layers."""
+    dtype = spec.dtype if config.engine.dtype == "auto" else config.engine.dtype
+    return 2 * spec.layers * spec.kv_heads * spec.head_dim * DTYPE_BYTES[dtype]
+
+
+def weight_bytes(folder: Path) -> int:
+    """Bytes of the checkpoint's tensors on disk."""
+    return sum(path.stat().st_size for path in folder.glob("*.safetensors"))
+
+
+def device_tokens(config: Config, spec: ModelSpec, role: Role, free_bytes: int) -> int:
+    """Positions of a worker's pool, a whole number of pages; `free_bytes` is this worker's share of free memory.
+
+    Raises `MemoryShort` when not even one page fits, `ConfigError` for a pool smaller than a page.
+    """
+    cache = config.cache_for(role)
+    page = cache.page_tokens
+    if cache.device_tokens:
+        if cache.device_tokens < page:
+            raise ConfigError(
+                f"cache.device_tokens={cache.device_tokens} is less than one page (cache.page_tokens={page})"
+            )
+        return cache.device_tokens // page * page
+    bound = int(free_bytes * MEMORY_SHARE) // token_bytes(spec, config)
+    tokens = min(DEFAULT_CONTEXTS * spec.context, bound) // page * page
+    if tokens < page:
+        raise MemoryShort(
+            f"{role} workers have {_mib(free_bytes)} of memory each, too little for one page: start fewer workers"
+        )
+    return max(tokens, page)
+
+
+def with_threads(config: Config, threads: int) -> Config:
+    """The configuration of one worker, whose threads have been worked out."""
+    return dataclasses.replace(config, engine=dataclasses.replace(config.engine, threads=threads))
+
+
+def free_port(host: str, port: int) -> int:
+    """`port`, or a free one for 0. Raises `ConfigError` when it is taken or the host is not ours."""
+    try:
+        family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+        with socket.socket(family, socket.SOCK_STREAM) as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            probe.bind(address)
+            return int(probe.getsockname()[1])
+    except socket.gaierror as error:
+        raise ConfigError(f"--host {host} can't be resolved: {error.strerror}") from None
+    except OSError as error:
+        if port:
+            raise ConfigError(
+                f"can't listen on {host}:{port} ({error.strerror}); choose another --port, or 0 for any"
+            ) from None
+        raise ConfigError(f"can't listen on --host {host} ({error.strerror})") from None
+
+
+def _check_flags(options: ServeOptions) -> None:
+    for flag, count in (("--prefill", options.prefill), ("--decode", options.decode)):
+        if count < 1:
+            raise ConfigError(f"{flag} must be at least 1, got {count}: each role needs a worker")
+    if not 0 <= options.port <= 65535:
+        raise ConfigError(f"--port must be between 0 and 65535, got {options.port}")
+
+
+def _check_config(config: Config, options: ServeOptions) -> None:
+    if config.transfer.plane == "local" and options.ray_address is not None:
+        raise ConfigError("transfer.plane=local runs everything in one process: leave out --ray-address or the plane")
+    if config.engine.device == "cuda":
+        raise ConfigError("engine.device=cuda: data planes register host memory only as yet; use engine.device=cpu")
+    pages = {role: config.cache_for(role).page_tokens for role in Role}
+    if len(set(pages.values())) > 1:
+        raise ConfigError(
+            f"prefill.cache.page_tokens is {pages[Role.PREFILL]} and decode.cache.page_tokens is "
+            f"{pages[Role.DECODE]}: pages are handed over as they are, so both must be equal"
+        )
+
+
+def _check_memory(prepared: Prepared, free_bytes: int) -> None:
+    weights = weight_bytes(prepared.spec.folder)
+    need = sum(weights + WORKER_BYTES + prepared.pool_bytes(role) for _, role in prepared.workers)
+    if need > free_bytes:
+        count = len(prepared.workers)
+        raise MemoryShort(
+            f"{count} workers need about {_mib(need)} ({_mib(weights)} of weights each, pools of "
+            f"{' and '.join(_mib(prepared.pool_bytes(role)) for role in Role)}), {_mib(free_bytes)} are free: "
+            "start fewer workers or lower cache.device_tokens"
+        )
+
+
+def _free_bytes() -> int:
+    import psutil
+
+    return int(psutil.virtual_memory().available)
+
+
+def _cores() -> int:
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def _mib(size: int) -> str:
+    return f"{size / (1 << 20):,.0f} MiB"

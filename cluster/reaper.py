@@ -1,0 +1,132 @@
+"""The reaper: whatever happens to `twinpool serve`, nothing of it stays behind.
+
+A tiny process that holds one end of a pipe to `serve` and does nothing until the other end closes, be it by a normal
+exit or by `kill -9`. Then it kills what is left of that run and removes its files. It imports the standard library
+only, is started as a script, and trusts nobody to have told it everything. A process belongs to the run when
+
+- `serve` reported it (pid and start time, so that a reused pid is spared), or
+- the run's mark is in its environment (all children inherit it), or
+- its command line or its output lies in the run's temporary folder (Ray's workers overwrite their environment), or
+- its parent belongs to the run.
+
+Lines on the pipe: ``pid PID START``, ``path FILE_OR_FOLDER``, ``shm PREFIX`` (names in /dev/shm).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+import signal
+import sys
+import time
+from collections.abc import Iterator
+
+DEADLINE_S = 5.0
+MARK = "TWINPOOL_RUN"
+
+
+class Run:
+    """What is known of one run."""
+
+    def __init__(self, mark: str, folder: str) -> None:
+        self.mark = f"{MARK}={mark}".encode()
+        self.folder = folder.rstrip("/") + "/"
+        self.pids: dict[int, int] = {}
+        self.paths: list[str] = [folder]
+        self.shm: list[str] = []
+
+    def hear(self, line: str) -> None:
+        kind, _, rest = line.strip().partition(" ")
+        if kind == "pid":
+            pid, _, started = rest.partition(" ")
+            self.pids[int(pid)] = int(started)
+        elif kind == "path":
+            self.paths.append(rest)
+        elif kind == "shm":
+            self.shm.append(rest)
+
+    def members(self) -> list[int]:
+        """Pids of this run's processes that are alive, this one excepted."""
+        parents: dict[int, int] = {}
+        members: set[int] = set()
+        for pid, parent, started in _processes():
+            parents[pid] = parent
+            if self.pids.get(pid) == started or self._marked(pid):
+                members.add(pid)
+        while grown := {pid for pid, parent in parents.items() if parent in members} - members:
+            members |= grown
+        return sorted(members - {os.getpid()})
+
+    def _marked(self, pid: int) -> bool:
+        if self.mark in _read(f"/proc/{pid}/environ").split(b"\0"):
+            return True
+        if self.folder.encode() in _read(f"/proc/{pid}/cmdline"):
+            return True
+        return any(_link(f"/proc/{pid}/fd/{fd}").startswith(self.folder) for fd in (1, 2))
+
+    def end(self) -> None:
+        """Kill until nothing is left, then remove the files. Processes may still be starting others, so look twice."""
+        deadline = time.monotonic() + DEADLINE_S
+        quiet = 0
+        while quiet < 2 and time.monotonic() < deadline:
+            members = self.members()
+            quiet = 0 if members else quiet + 1
+            for pid in members:
+                with contextlib.suppress(OSError):
+                    os.kill(pid, signal.SIGKILL)
+            time.sleep(0.02)
+        for path in self.paths:
+            with contextlib.suppress(OSError):
+                os.unlink(path) if not os.path.isdir(path) else shutil.rmtree(path, ignore_errors=True)
+        for prefix in self.shm:
+            for name in _names("/dev/shm"):
+                if name.startswith(prefix):
+                    with contextlib.suppress(OSError):
+                        os.unlink(f"/dev/shm/{name}")
+
+
+def _processes() -> Iterator[tuple[int, int, int]]:
+    """(pid, parent, start time) of every process that is not a zombie."""
+    for name in _names("/proc"):
+        if name.isdigit():
+            fields = _read(f"/proc/{name}/stat").rpartition(b")")[2].split()
+            if len(fields) > 19 and fields[0] not in (b"Z", b"X"):
+                yield int(name), int(fields[1]), int(fields[19])
+
+
+def _names(folder: str) -> list[str]:
+    try:
+        return os.listdir(folder)
+    except OSError:
+        return []
+
+
+def _read(path: str) -> bytes:
+    try:
+        with open(path, "rb") as file:
+            return file.read()
+    except OSError:
+        return b""
+
+
+def _link(path: str) -> str:
+    try:
+        return os.readlink(path)
+    except OSError:
+        return ""
+
+
+def main() -> None:
+    fd, mark, folder = int(sys.argv[1]), sys.argv[2], sys.argv[3]
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, signal.SIG_IGN)
+    run = Run(mark, folder)
+    with os.fdopen(fd) as pipe:
+        for line in pipe:
+            run.hear(line)
+    run.end()
+
+
+if __name__ == "__main__":
+    main()

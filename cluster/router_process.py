@@ -1,0 +1,116 @@
+"""The router as a child process: started beside everything else, watched, and restarted when it dies."""
+
+from __future__ import annotations
+
+import json
+import os
+import select
+import signal
+import subprocess
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+
+from cluster import procs
+from cluster.preflight import Prepared
+from cluster.procs import start_time
+from contracts.clock import Clock
+from contracts.errors import TwinpoolError
+
+TIED = (sys.executable, "-S", "-P", "-E", str(procs.__file__))
+"""Prefix of a command that is to die with this process."""
+COMMAND = (sys.executable, "-m", "router.main")
+
+
+class RouterFailed(TwinpoolError):
+    """Raised when the router ends, or doesn't listen in time, at the start."""
+
+
+class RouterProcess:
+    """One router, across its restarts. Used from the main thread: the kernel ties the child's life to that thread."""
+
+    def __init__(
+        self,
+        prepared: Prepared,
+        controller: str,
+        logs: Path,
+        environment: Mapping[str, str],
+        clock: Clock,
+        command: tuple[str, ...] = COMMAND,
+    ) -> None:
+        self._prepared = prepared
+        self._controller = controller
+        self._log = logs / "router.log"
+        self._config = logs / ".router-config.json"
+        self._environment = dict(environment)
+        self._clock = clock
+        self._command = command
+        self._process: subprocess.Popen[bytes] | None = None
+        self._ready_fd: int | None = None
+
+    def start(self) -> tuple[int, int]:
+        """Start the process; returns its pid and start time."""
+        self._config.write_text(json.dumps(self._prepared.config.to_dict()))
+        self._close_ready()
+        self._ready_fd, writing = os.pipe()
+        try:
+            with self._log.open("ab") as log:
+                self._process = subprocess.Popen(
+                    [*TIED, *self._command, *self._arguments(writing)],
+                    stdin=subprocess.DEVNULL,
+                    stdout=log,
+                    stderr=log,
+                    env=self._environment,
+                    pass_fds=[writing],
+                    start_new_session=True,
+                )
+        finally:
+            os.close(writing)
+        return self._process.pid, start_time(self._process.pid) or 0
+
+    def _arguments(self, ready_fd: int) -> list[str]:
+        options = self._prepared.options
+        return [
+            *("--model", str(self._prepared.spec.folder), "--controller", self._controller),
+            *("--host", options.host, "--port", str(self._prepared.port)),
+            *("--config-json", str(self._config), "--ready-fd", str(ready_fd)),
+        ]
+
+    def listening(self, timeout_s: float) -> bool:
+        """Whether the router has said that it listens; waits up to `timeout_s`. Raises `RouterFailed` when it ended."""
+        if self._ready_fd is None:
+            return True
+        readable, _, _ = select.select([self._ready_fd], [], [], timeout_s)
+        if not readable:
+            return False
+        said = os.read(self._ready_fd, 64)
+        self._close_ready()
+        if not said:
+            raise RouterFailed("the router ended before it listened")
+        return True
+
+    def ended(self) -> str | None:
+        """How the process ended, or None while it runs."""
+        code = self._process.poll() if self._process is not None else None
+        if code is None:
+            return None
+        return f"signal {-code}" if code < 0 else f"exit code {code}"
+
+    def stop(self, timeout_s: float) -> None:
+        """Ask it to end, then kill it. Idempotent."""
+        process, self._process = self._process, None
+        self._close_ready()
+        if process is None:
+            return
+        if process.poll() is None:
+            process.send_signal(signal.SIGTERM)
+        try:
+            process.wait(timeout_s)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
+
+    def _close_ready(self) -> None:
+        if self._ready_fd is not None:
+            os.close(self._ready_fd)
+            self._ready_fd = None

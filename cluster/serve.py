@@ -1,0 +1,279 @@
+"""`twinpool serve`: start everything, say when it is ready, keep it alive, end it without a trace.
+
+The order matters. What can be refused is refused first. The reaper comes before anything it may have to reap. The
+router starts before Ray, since neither needs the other; the workers come last and register with the controller, which
+the router watches. At the end all goes in reverse, and the reaper takes what did not go by itself.
+"""
+
+from __future__ import annotations
+
+import http.client
+import logging
+import os
+import secrets
+from contextlib import ExitStack
+from typing import TYPE_CHECKING, TextIO
+
+from cluster.controller import Controller, Start
+from cluster.controller_service import ControllerServer, FileLedger
+from cluster.logs import last_words, log_to_stream
+from cluster.preflight import Prepared, with_threads
+from cluster.router_process import COMMAND, RouterProcess
+from cluster.run_folder import RunFolder
+from cluster.stopping import Stopping
+from cluster.supervisor import Supervisor
+from cluster.terminal import Terminal, curl_line, take_over_output, url_of
+from cluster.worker_process import BuildWorker, WorkerPlan, build_from_plan
+from contracts.clock import Clock, SystemClock
+from contracts.errors import TwinpoolError
+
+if TYPE_CHECKING:
+    from cluster.ray_cluster import OwnRay
+
+log = logging.getLogger("twinpool.serve")
+
+SECRETS = ("TWINPOOL_ADMIN_TOKEN", "TWINPOOL_CLUSTER_SECRET")
+POLL_S = 0.1
+HEALTHY_S = 15.0
+"""How long the router may take to reach the workers once all have registered."""
+
+
+class PartFailed(TwinpoolError):
+    """Raised when a part did not come up, or is gone for good; says which and why."""
+
+
+class Stopped(Exception):
+    """The operator asked to end while starting."""
+
+
+class Serve:
+    """One run over Ray."""
+
+    def __init__(
+        self,
+        prepared: Prepared,
+        folder: RunFolder,
+        out: TextIO,
+        *,
+        build: BuildWorker = build_from_plan,
+        router_command: tuple[str, ...] = COMMAND,
+        clock: Clock | None = None,
+        began: float | None = None,
+    ) -> None:
+        self._prepared = prepared
+        self._folder = folder
+        self._build = build
+        self._router_command = router_command
+        self._clock = clock or SystemClock()
+        self._terminal = Terminal(self._clock, out, began)
+        self._stopping = Stopping()
+        self._ray: OwnRay | None = None
+        self._secrets = {name: value for name in SECRETS if (value := os.environ.pop(name, None))}
+
+    def run(self) -> int:
+        """Serve until asked to stop; returns the exit code. Raises `TwinpoolError` when the start fails."""
+        self._stopping.install()
+        with ExitStack() as stack:
+            try:
+                self._start(stack)
+                self._keep_alive()
+            except Stopped:
+                self._terminal.line("stopped while starting")
+            finally:
+                self._stopping.promise()
+            self._terminal.line("stopping")
+            return 0
+
+    # ------------------------------------------------------------ starting
+
+    def _start(self, stack: ExitStack) -> None:
+        prepared, options, folder = self._prepared, self._prepared.options, self._folder
+        spec = prepared.spec
+        self._terminal.step(
+            "checkpoint",
+            f"{spec.name}: {spec.architecture}, {spec.layers} layers, {spec.dtype}, context {spec.context}",
+        )
+        self._terminal.step("logs", str(folder.logs))
+        url = url_of(options.host, prepared.port)
+        ledger = FileLedger(folder.temporary / "incarnations.json")
+        brain = Controller(self._clock, prepared.config.cluster, ledger)
+        self._address = "127.0.0.1" if options.ray_address is None else self._join(stack)
+        self._server = ControllerServer(brain, self._address)
+        stack.callback(self._server.close)
+        self._router = self._start_router(stack)
+        if options.ray_address is None:
+            self._own_ray(stack)
+        self._stopping.install()  # importing Ray takes SIGTERM over
+        self._check_stop()
+        self._start_workers(stack)
+        self._await_ready()
+        folder.publish(url, options.model)
+        self._stopping.ready()
+        self._terminal.table(prepared, self._server.call(Controller.views))
+        self._terminal.line(f"Twinpool is ready: {url}")
+        self._terminal.line(curl_line(url, spec.name))
+
+    def _join(self, stack: ExitStack) -> str:
+        from cluster.ray_cluster import join_ray, leave_ray, missing_places
+
+        options = self._prepared.options
+        stack.callback(leave_ray)
+        address = join_ray(options.ray_address or "auto")
+        self._stopping.install()  # importing Ray takes SIGTERM over
+        self._terminal.step("ray", f"joined from {address}")
+        deadline = self._clock.now() + self._prepared.config.cluster.start_timeout_s
+        said = ""
+        while missing := missing_places(options.prefill, options.decode):
+            self._check_stop()
+            if self._clock.now() > deadline:
+                raise PartFailed(
+                    f"Ray's nodes have {missing}: start nodes with "
+                    '--resources \'{"twinpool_prefill": N, "twinpool_decode": N}\''
+                )
+            if missing != said:
+                self._terminal.step("ray", f"waiting for nodes: {missing}")
+                said = missing
+            self._stopping.wait(POLL_S)
+        return address
+
+    def _own_ray(self, stack: ExitStack) -> None:
+        from cluster.ray_cluster import leave_ray, start_own_ray
+
+        stack.callback(leave_ray)
+        self._ray = start_own_ray(self._folder.temporary, self._prepared.options.dashboard)
+        self._folder.owns_children()
+        self._terminal.step("ray", "started on loopback")
+
+    def _start_router(self, stack: ExitStack) -> RouterProcess:
+        environment = dict(os.environ) | {k: v for k, v in self._secrets.items() if k == "TWINPOOL_ADMIN_TOKEN"}
+        router = RouterProcess(
+            self._prepared, self._server.endpoint, self._folder.logs, environment, self._clock, self._router_command
+        )
+        stack.callback(router.stop, 1.5)
+        self._folder.owns(*router.start())
+        return router
+
+    def _start_workers(self, stack: ExitStack) -> None:
+        from cluster.actors import RayLauncher
+
+        launcher = RayLauncher(self._build)
+        stack.callback(launcher.close)
+        # Before the workers are ended, so that routers learn why and nothing is restarted.
+        stack.callback(lambda: self._server.call(Controller.shut_down))
+        self._supervisor = Supervisor(self._server, launcher, self._plan, self._terminal.line)
+        for name, role in self._prepared.workers:
+            self._server.call(lambda brain, name=name, role=role: brain.add(name, role))  # type: ignore[misc]
+
+    def _plan(self, start: Start) -> WorkerPlan:
+        prepared = self._prepared
+        return WorkerPlan(
+            name=start.name,
+            role=start.role,
+            incarnation=start.incarnation,
+            model=prepared.spec.folder,
+            config=with_threads(prepared.config, prepared.threads),
+            device_tokens=prepared.device_tokens[start.role],
+            host=self._address if prepared.options.ray_address is None else "",
+            controller=self._server.endpoint,
+            logs=self._folder.logs,
+            secret=self._cluster_secret(),
+        )
+
+    def _cluster_secret(self) -> str:
+        """What workers authenticate each other with, where they don't meet on loopback."""
+        if self._address.startswith("127."):
+            return ""
+        return self._secrets.setdefault("TWINPOOL_CLUSTER_SECRET", secrets.token_hex(32))
+
+    def _await_ready(self) -> None:
+        """Wait for the workers' first heartbeats, for the router's port, then for the router to serve."""
+        deadline = self._clock.now() + self._prepared.config.cluster.start_timeout_s
+        waiting = {name for name, _ in self._prepared.workers}
+        while waiting:
+            self._round(deadline, f"workers {', '.join(sorted(waiting))}")
+            for view in self._server.call(Controller.views):
+                if view.status.state == "ready" and view.status.pages_total and view.record.name in waiting:
+                    waiting.discard(view.record.name)
+                    self._terminal.step("worker", f"{view.record.name} on {view.record.node}")
+        while not self._router.listening(POLL_S):
+            self._round(deadline, "the router")
+        self._terminal.step("router", "listening")
+        deadline = self._clock.now() + HEALTHY_S
+        while not _healthy(self._prepared):
+            self._round(deadline, "the router to reach the workers")
+
+    def _round(self, deadline: float, what: str) -> None:
+        self._check_stop()
+        self._supervisor.poll(POLL_S)
+        for name, reason in self._server.call(Controller.never_ready):
+            raise PartFailed(f"{name} could not start: {reason}{self._words(name)}")
+        if (how := self._router.ended()) is not None:
+            raise PartFailed(f"the router ended ({how}){self._words('router')}")
+        if self._clock.now() > deadline:
+            raise PartFailed(f"gave up waiting for {what}; see {self._folder.logs}")
+
+    def _check_stop(self) -> None:
+        if self._stopping.asked:
+            raise Stopped
+
+    def _words(self, process: str) -> str:
+        return _words(last_words(self._folder.logs / f"{process}.log"))
+
+    # ------------------------------------------------------------ running
+
+    def _keep_alive(self) -> None:
+        restarts = 0
+        while not self._stopping.asked:
+            self._supervisor.poll(POLL_S)
+            if self._ray is not None and (lost := self._ray.lost()):
+                raise PartFailed(f"Ray has died ({lost} is gone) and took the workers with it; start again")
+            how = self._router.ended()
+            if how is None:
+                continue
+            restarts += 1
+            if restarts > self._prepared.config.cluster.restart_limit:
+                raise PartFailed(f"the router died ({how}) too often{self._words('router')}")
+            self._terminal.line(f"router died ({how}); restarting{self._words('router')}")
+            self._folder.owns(*self._router.start())
+
+
+def _words(lines: list[str]) -> str:
+    return "".join(f"\n    {line}" for line in lines)
+
+
+def _healthy(prepared: Prepared) -> bool:
+    host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(prepared.options.host, prepared.options.host)
+    connection = http.client.HTTPConnection(host, prepared.port, timeout=2.0)
+    try:
+        connection.request("GET", "/health")
+        return connection.getresponse().status == 200
+    except (OSError, http.client.HTTPException):
+        return False
+    finally:
+        connection.close()
+
+
+def serve(prepared: Prepared, began: float | None = None) -> int:
+    """Serve with this process's terminal; returns the exit code. Errors are shown, not raised.
+
+    `began` is when the command began, by the system's clock.
+    """
+    folder = RunFolder()
+    out = take_over_output(folder.logs / "serve.log")
+    log_to_stream("serve")
+    try:
+        if prepared.config.transfer.plane == "local":
+            from cluster.serve_local import LocalServe
+
+            return LocalServe(prepared, folder, out, began).run()
+        return Serve(prepared, folder, out, began=began).run()
+    except TwinpoolError as error:
+        out.write(f"error: {error}\n")
+        return 1
+    except Exception as error:
+        log.exception("serve failed")
+        out.write(f"error: {type(error).__name__}: {error}; see {folder.logs / 'serve.log'}\n")
+        return 1
+    finally:
+        out.flush()
+        folder.close()

@@ -1,0 +1,58 @@
+"""The states of a worker as the controller sees it, as a table.
+
+    starting ──registered──▶ ready ──draining──▶ draining ──left──▶ left
+        ▲ │                    │ ◀──undrained──────┘ │
+        │ └──died──▶ dead ◀──died────────────────────┘
+        └──started────┘
+
+Rules:
+
+- A worker has one incarnation at a time; each `STARTED` has a larger number, and messages of older ones are dropped.
+- `left` is final: a worker that left by drain is not started again.
+- A worker may leave straight from `ready`: drain and departure can fall between two heartbeats.
+- An event that is not in the table raises `IllegalTransition` and changes nothing.
+"""
+
+from __future__ import annotations
+
+from enum import StrEnum
+
+from contracts.errors import IllegalTransition
+
+
+class WorkerState(StrEnum):
+    STARTING = "starting"
+    READY = "ready"
+    DRAINING = "draining"
+    LEFT = "left"
+    DEAD = "dead"
+
+
+class WorkerEvent(StrEnum):
+    STARTED = "started"
+    REGISTERED = "registered"
+    DRAINING = "draining"
+    UNDRAINED = "undrained"
+    LEFT = "left"
+    DIED = "died"
+
+
+TRANSITIONS: dict[tuple[WorkerState, WorkerEvent], WorkerState] = {
+    (WorkerState.DEAD, WorkerEvent.STARTED): WorkerState.STARTING,
+    (WorkerState.STARTING, WorkerEvent.REGISTERED): WorkerState.READY,
+    (WorkerState.STARTING, WorkerEvent.DIED): WorkerState.DEAD,
+    (WorkerState.READY, WorkerEvent.DRAINING): WorkerState.DRAINING,
+    (WorkerState.READY, WorkerEvent.LEFT): WorkerState.LEFT,
+    (WorkerState.READY, WorkerEvent.DIED): WorkerState.DEAD,
+    (WorkerState.DRAINING, WorkerEvent.UNDRAINED): WorkerState.READY,
+    (WorkerState.DRAINING, WorkerEvent.LEFT): WorkerState.LEFT,
+    (WorkerState.DRAINING, WorkerEvent.DIED): WorkerState.DEAD,
+}
+
+
+def advance(state: WorkerState, event: WorkerEvent) -> WorkerState:
+    """The state after `event`; raises `IllegalTransition` when the table has none."""
+    try:
+        return TRANSITIONS[state, event]
+    except KeyError:
+        raise IllegalTransition(f"a worker that is {state} can't have {event}") from None

@@ -1,0 +1,171 @@
+"""The life of a worker's process, whoever started it: build, serve, register, run, leave.
+
+The process ends in exactly one way each time, and says so with `Outcome`. It never outlives its lease, its parent or
+its engine thread: a fenced or dead worker must not send another byte, so its process exits without ceremony.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import socket
+import threading
+from collections.abc import Callable
+from concurrent.futures import CancelledError
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from cluster.aio import LoopThread
+from cluster.host import HostEnd, WorkerHost
+from cluster.lease import LeaseKeeper
+from cluster.logs import log_to_file
+from cluster.procs import die_with_parent, start_time
+from cluster.service import serve_worker
+from contracts.clock import SystemClock
+from contracts.config import Config
+from contracts.errors import TwinpoolError
+from contracts.ids import Incarnation, Role, WorkerName
+from contracts.model import read_model_spec
+from contracts.ports import Worker, WorkerRecord
+
+log = logging.getLogger("twinpool.worker")
+
+FLUSH_S = 2.0
+"""How long open streams may take to hand over their last frames when a worker leaves."""
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerPlan:
+    """All that a worker's process needs to know; travels to it by value."""
+
+    name: WorkerName
+    role: Role
+    incarnation: Incarnation
+    model: Path
+    config: Config
+    device_tokens: int
+    host: str
+    """Address its services bind to and are reached at; empty: its Ray node's."""
+    controller: str
+    """The controller's endpoint."""
+    logs: Path
+    secret: str = field(default="", repr=False)
+    """Hex; what workers authenticate each other with where they don't meet on loopback."""
+
+
+BuildWorker = Callable[[WorkerPlan], Worker]
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """How a worker's process ended."""
+
+    end: HostEnd
+    reason: str
+
+
+class WorkerProcess:
+    """One incarnation of one worker in this process."""
+
+    def __init__(self, plan: WorkerPlan, build: BuildWorker) -> None:
+        self._plan = plan
+        self._build = build
+        self._ended = threading.Event()
+        self._outcome = Outcome(HostEnd.STOPPED, "the process was stopped")
+
+    def run(self) -> Outcome:
+        """Serve until the worker leaves, is fenced or dies. Raises what `build` raises, and `LeaseRefused`."""
+        plan = self._plan
+        log.info("building", extra={"worker": plan.name, "incarnation": plan.incarnation})
+        worker = self._build(plan)
+        loop = LoopThread("service")
+        clock = SystemClock()
+        keeper: LeaseKeeper | None = None
+        # Before registration nobody knows this worker, so there is nothing it could send.
+        host = WorkerHost(worker, may_send=lambda: keeper is None or keeper.lease.held, on_end=self._on_end)
+        server, endpoint = serve_worker(loop, host, plan.incarnation, plan.host)
+        record = WorkerRecord(
+            plan.name, plan.role, plan.incarnation, os.getpid(), node_name(), endpoint, worker.control, worker.fits
+        )
+        try:
+            heartbeat_s = plan.config.cluster.heartbeat_s
+            starting = LeaseKeeper(record, plan.controller, clock, heartbeat_s, lambda: host.snapshot, self._on_lost)
+            loop.run(starting.start(plan.config.cluster.lease_s), plan.config.cluster.lease_s + 5.0)
+            keeper = starting
+            host.start()
+            log.info("ready", extra={"worker": plan.name, "endpoint": endpoint, "control": worker.control})
+            self._ended.wait()
+            if self._outcome.end is HostEnd.LEFT:
+                server.stop(FLUSH_S)
+                loop.run(keeper.leave(), FLUSH_S + 3.0)
+            return self._outcome
+        except BaseException:
+            worker.close()
+            raise
+        finally:
+            log.info("ended", extra={"worker": plan.name, "end": self._outcome.end, "reason": self._outcome.reason})
+            host.stop(FLUSH_S)
+            loop.stop()
+
+    def _on_end(self, end: HostEnd, reason: str) -> None:
+        if not self._ended.is_set():
+            self._outcome = Outcome(end, reason)
+            self._ended.set()
+
+    def _on_lost(self, reason: str) -> None:
+        """The lease has ended. The engine thread sees it before its next step; this process ends either way."""
+        self._on_end(HostEnd.FENCED, reason)
+
+
+def build_from_plan(plan: WorkerPlan) -> Worker:
+    """Build the real worker. Raises `CheckpointError` or `ConfigError`."""
+    from cluster.build import SECRET_VARIABLE, build_worker
+
+    if plan.secret:
+        os.environ[SECRET_VARIABLE] = plan.secret
+    return build_worker(
+        plan.role,
+        plan.name,
+        plan.incarnation,
+        read_model_spec(plan.model),
+        plan.config,
+        host=plan.host,
+        device_tokens=plan.device_tokens,
+    )
+
+
+def run_worker(plan: WorkerPlan, build: BuildWorker) -> None:
+    """Be the worker's process: log to its file, die with the parent, and exit when it is over (never returns)."""
+    die_with_parent()
+    log_to_file(plan.logs / f"{plan.name}.log", plan.name)
+    code = 1
+    try:
+        outcome = WorkerProcess(plan, build).run()
+        code = 0 if outcome.end in (HostEnd.LEFT, HostEnd.STOPPED) else 1
+        _write_exit(plan, outcome.reason)
+    except (Exception, CancelledError) as error:
+        log.exception("the worker could not start")
+        _write_exit(plan, str(error) if isinstance(error, TwinpoolError) else f"{type(error).__name__}: {error}")
+    finally:
+        logging.shutdown()
+        # Threads of torch, gRPC and the transfer plane may still run: nothing after this point may send or hang.
+        os._exit(code)
+
+
+def exit_file(logs: Path, name: WorkerName, incarnation: Incarnation) -> Path:
+    """Where an incarnation writes why it ended; absent when it was killed."""
+    return logs / f".{name}.{incarnation}.exit"
+
+
+def _write_exit(plan: WorkerPlan, reason: str) -> None:
+    exit_file(plan.logs, plan.name, plan.incarnation).write_text(" ".join(reason.split()))
+
+
+def node_name() -> str:
+    """This machine, as operators know it."""
+    return socket.gethostname()
+
+
+def process_mark() -> tuple[int, int]:
+    """This process's pid and start time."""
+    return os.getpid(), start_time(os.getpid()) or 0

@@ -1,0 +1,152 @@
+"""Attention over paged keys and values on an NVIDIA GPU: shapes, grids and limits; the kernels are next door.
+
+`triton_kernels` says how the order of reduction is fixed. Where Triton's interpreter is on (``TRITON_INTERPRET=1``),
+the same kernels run on CPU tensors, slowly: that is how they are tested without a GPU.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+import triton
+from torch import Tensor
+
+from contracts.errors import ConfigError
+from engine import triton_kernels as kernels
+
+if TYPE_CHECKING:
+    from engine.attention import AttentionPlan
+
+MAX_HEAD_DIM = 256
+MAX_HEADS_PER_KV = 64
+_LOG2_E = 1.4426950408889634
+_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+
+
+class TritonAttention:
+    """Causal attention of packed queries over paged keys and values.
+
+    `tile_rows`, `block_tokens` and `split_tokens` (powers of two) are the shape of the work: changing one changes the
+    last bits of results, so all workers of a cluster use the same. The defaults are for GPUs of Ampere and later.
+    """
+
+    def __init__(self, tile_rows: int = 64, block_tokens: int = 64, split_tokens: int = 256) -> None:
+        """Raises `ConfigError` for a size that is no power of two or below 16, and where no kernel could run."""
+        for name, size in (("tile_rows", tile_rows), ("block_tokens", block_tokens), ("split_tokens", split_tokens)):
+            if size < 16 or size & (size - 1):
+                raise ConfigError(f"triton attention: {name} must be a power of two of 16 or more; got {size}")
+        if split_tokens % block_tokens:
+            raise ConfigError(f"triton attention: split_tokens {split_tokens} must hold whole blocks of {block_tokens}")
+        self._interpreted = bool(triton.knobs.runtime.interpret)
+        if not self._interpreted and not torch.cuda.is_available():
+            raise ConfigError("triton attention needs an NVIDIA GPU and none is visible; use engine.attention=torch")
+        self._rows = tile_rows
+        self._block = block_tokens
+        self._split = split_tokens
+
+    def attend(self, q_thd: Tensor, k_pages: Tensor, v_pages: Tensor, plan: AttentionPlan, scale: float) -> Tensor:
+        """Each query attends to its sequence's positions up to its own.
+
+        q_thd: [T, heads, head_dim] float32, float16 or bfloat16, packed by `plan.offsets_b`; k_pages and v_pages:
+        [pages, page_tokens, kv_heads, head_dim] of the same dtype, the new tokens' entries already stored. Returns
+        [T, heads, head_dim] in q's dtype, freshly allocated. Raises `ConfigError` for shapes that it can't serve.
+        """
+        self._check(q_thd, k_pages, v_pages, plan)
+        out_thd = torch.empty(q_thd.shape, dtype=q_thd.dtype, device=q_thd.device)
+        if q_thd.shape[0] == 0:
+            return out_thd
+        if plan.max_queries == 1:
+            self._decode(q_thd, k_pages, v_pages, out_thd, plan, scale)
+        else:
+            self._extend(q_thd, k_pages, v_pages, out_thd, plan, scale)
+        return out_thd
+
+    def store(self, k_thd: Tensor, v_thd: Tensor, k_pages: Tensor, v_pages: Tensor, slots_t: Tensor) -> None:
+        """Write new tokens' keys and values [T, kv_heads, head_dim] into their slots.
+
+        slots_t: [T] int32 or int64, ``page * page_tokens + offset`` in the pages; no slot twice.
+        """
+        tokens, kv_heads, head_dim = k_thd.shape
+        width = kv_heads * head_dim
+        if tokens == 0:
+            return
+        k_td, v_td = k_thd.reshape(tokens, width), v_thd.reshape(tokens, width)
+        assert k_pages.stride(2) == v_pages.stride(2) == head_dim, "a token's heads lie side by side"
+        kernels.store_kernel[(tokens,)](
+            k_td, v_td, k_pages, v_pages, slots_t,
+            k_td.stride(0), v_td.stride(0), k_pages.stride(0), k_pages.stride(1), v_pages.stride(0), v_pages.stride(1),
+            PAGE_TOKENS=k_pages.shape[1], WIDTH=width, BLOCK=triton.next_power_of_2(width),
+        )  # fmt: skip
+
+    def _extend(
+        self, q_thd: Tensor, k_pages: Tensor, v_pages: Tensor, out_thd: Tensor, plan: AttentionPlan, scale: float
+    ) -> None:
+        kv_heads = k_pages.shape[2]
+        shape = self._shape(q_thd, k_pages)
+        tiles = triton.cdiv(plan.max_queries, shape["ROWS"] // shape["GROUP"])
+        kernels.extend_kernel[(tiles, plan.starts_b.shape[0], kv_heads)](
+            q_thd, k_pages, v_pages, out_thd, plan.starts_b, plan.offsets_b, plan.tables_bp,
+            q_thd.stride(0), q_thd.stride(1), *k_pages.stride()[:3], *v_pages.stride()[:3],
+            out_thd.stride(0), out_thd.stride(1), plan.tables_bp.stride(0), scale * _LOG2_E,
+            **shape,
+        )  # fmt: skip
+
+    def _decode(
+        self, q_thd: Tensor, k_pages: Tensor, v_pages: Tensor, out_thd: Tensor, plan: AttentionPlan, scale: float
+    ) -> None:
+        batch, heads, kv_heads = plan.starts_b.shape[0], q_thd.shape[1], k_pages.shape[2]
+        shape = self._shape(q_thd, k_pages)
+        # The table's width bounds every length without asking the device; programs past a length end at once.
+        splits = triton.cdiv(plan.tables_bp.shape[1] * plan.page_tokens, self._split)
+        count = batch * heads * splits
+        parts = torch.empty(count * (shape["BLOCK_D"] + 2), dtype=torch.float32, device=q_thd.device)
+        acc_bhsd, m_bhs, total_bhs = torch.split(parts, [count * shape["BLOCK_D"], count, count])
+        kernels.decode_split_kernel[(splits, batch, kv_heads)](
+            q_thd, k_pages, v_pages, m_bhs, total_bhs, acc_bhsd, plan.starts_b, plan.offsets_b, plan.tables_bp,
+            q_thd.stride(0), q_thd.stride(1), *k_pages.stride()[:3], *v_pages.stride()[:3],
+            plan.tables_bp.stride(0), heads, splits, scale * _LOG2_E,
+            **shape,
+        )  # fmt: skip
+        kernels.decode_merge_kernel[(batch, heads)](
+            m_bhs, total_bhs, acc_bhsd, out_thd, plan.starts_b, plan.offsets_b,
+            out_thd.stride(0), out_thd.stride(1), heads, splits,
+            HEAD_DIM=shape["HEAD_DIM"], BLOCK_D=shape["BLOCK_D"], SPLIT=self._split,
+        )  # fmt: skip
+
+    def _shape(self, q_thd: Tensor, k_pages: Tensor) -> dict[str, int]:
+        """The kernels' compile-time numbers."""
+        head_dim = q_thd.shape[2]
+        per_kv = q_thd.shape[1] // k_pages.shape[2]
+        group = triton.next_power_of_2(per_kv)
+        return {
+            "PAGE_TOKENS": k_pages.shape[1],
+            "HEAD_DIM": head_dim,
+            "HEADS_PER_KV": per_kv,
+            "GROUP": group,
+            "ROWS": max(self._rows, group),
+            "BLOCK_D": max(16, triton.next_power_of_2(head_dim)),
+            "BLOCK_N": self._block,
+            "SPLIT": self._split,
+            "UPCAST": self._interpreted and q_thd.dtype == torch.bfloat16,
+        }
+
+    def _check(self, q_thd: Tensor, k_pages: Tensor, v_pages: Tensor, plan: AttentionPlan) -> None:
+        _, heads, head_dim = q_thd.shape
+        kv_heads = k_pages.shape[2]
+        if q_thd.dtype not in _DTYPES or k_pages.dtype != q_thd.dtype or v_pages.dtype != q_thd.dtype:
+            raise ConfigError(
+                f"triton attention takes float32, float16 or bfloat16, the same for queries, keys and values; got "
+                f"{q_thd.dtype}, {k_pages.dtype} and {v_pages.dtype}; use engine.attention=torch"
+            )
+        if heads % kv_heads or heads // kv_heads > MAX_HEADS_PER_KV or head_dim > MAX_HEAD_DIM:
+            raise ConfigError(
+                f"triton attention takes up to {MAX_HEADS_PER_KV} heads a key head and heads of up to {MAX_HEAD_DIM}; "
+                f"got {heads} heads of {head_dim} over {kv_heads} key heads; use engine.attention=torch"
+            )
+        assert k_pages.shape == v_pages.shape, "keys and values lie alike"
+        assert k_pages.shape[3] == head_dim, "keys fit the queries"
+        assert k_pages.shape[1] == plan.page_tokens, "the plan was made for other pages"
+        assert q_thd.stride(2) == k_pages.stride(3) == v_pages.stride(3) == 1, "a head's elements lie side by side"
+        assert plan.offsets_b.shape[0] == plan.starts_b.shape[0] + 1 == plan.tables_bp.shape[0] + 1
+        assert plan.tables_bp.stride(1) == 1, "a block table is a row"

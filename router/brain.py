@@ -1,0 +1,460 @@
+"""The router's decisions, without I/O: what happened goes in, actions come out, the clock is injected.
+
+A request is in exactly one phase (`router.request`). The brain places it on a prefill and a decode worker, turns both
+legs' events into one ordered stream, and replays it from its tokens when a leg is lost: next attempt, new room, the
+prompt and everything emitted as tokens. Three kinds of trouble, three prices:
+
+- A worker is lost or reports a retryable error: one replay of `router.replay_limit`. The worker at fault is avoided
+  for a while that doubles, so that a request neither burns its replays on a dead worker nor gives up a live one.
+- A worker refuses because it drains: no replay is spent, but refusals are bounded too.
+- Prefill is lost after decode has sent tokens and the first one is here: nothing is missing, nothing happens.
+
+Every wait ends: for a worker after `router.worker_wait_s`, for the whole request after `router.request_timeout_s`.
+`tick` drives both and must be called every 100 ms or so.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
+
+from contracts.clock import Clock
+from contracts.config import RouterConfig
+from contracts.errors import ErrorKind
+from contracts.ids import RequestId, Role, RoomId
+from contracts.messages import Cancel, Command, Done, Event, Progress, PromptScores, Submit, Tokens, WorkerStatus
+from contracts.ports import WorkerView
+from contracts.sampling import TokenLogprob
+from router.request import Phase, Request
+from router.workers import Entry, WorkerKey, Workers
+
+REFUSAL_LIMIT = 64
+REFUSAL_PAUSE_S = 0.5
+"""How long a worker that refused as draining is not asked again."""
+REPORT_GRACE_S = 0.25
+"""How long an end waits for prefill's report once every token is in."""
+
+
+@dataclass(frozen=True, slots=True)
+class Send:
+    """Send `command` on the link to `worker`."""
+
+    worker: WorkerKey
+    command: Command
+
+
+@dataclass(frozen=True, slots=True)
+class Deliver:
+    """The next tokens of a request, in order."""
+
+    request_id: RequestId
+    tokens: Sequence[int]
+    logprobs: Sequence[TokenLogprob]
+
+
+@dataclass(frozen=True, slots=True)
+class Scores:
+    """The prompt's log-probabilities; before any token."""
+
+    request_id: RequestId
+    scores: tuple[TokenLogprob, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class End:
+    """The request has ended; nothing follows."""
+
+    request_id: RequestId
+    done: Done
+
+
+@dataclass(frozen=True, slots=True)
+class Replay:
+    """A request starts over from its tokens, as attempt `attempt`; for the log."""
+
+    request_id: RequestId
+    attempt: int
+    reason: str
+
+
+Action = Send | Deliver | Scores | End | Replay
+
+
+@dataclass(slots=True)
+class Counts:
+    """What happened since the start; read by the metrics."""
+
+    submitted: int = 0
+    ended: int = 0
+    failed: int = 0
+    cancelled: int = 0
+    replays: int = 0
+    refusals: int = 0
+    damaged: int = 0
+    late_events: int = 0
+    fallbacks: int = 0
+    """Requests that one worker served alone though two were due. No code path does that; shown so that it is seen."""
+
+
+class Brain:
+    """Placement, ordering and failover of all requests of one router."""
+
+    def __init__(self, config: RouterConfig, clock: Clock, mint_room: Callable[[], str]) -> None:
+        self.workers = Workers()
+        self.counts = Counts()
+        self._config = config
+        self._clock = clock
+        self._mint_room = mint_room
+        self._requests: dict[RequestId, Request] = {}
+        self._waiting: dict[RequestId, Request] = {}
+        self._held: dict[RequestId, Request] = {}
+        """Complete but for prefill's report."""
+        self._actions: list[Action] = []
+        self._advanced = clock.now()
+        self._steps = 0
+
+    # ------------------------------------------------------------ questions
+
+    @property
+    def in_house(self) -> int:
+        return len(self._requests)
+
+    @property
+    def waiting(self) -> int:
+        return len(self._waiting)
+
+    @property
+    def stalled_s(self) -> float:
+        """Seconds since anything advanced while there is work; 0 without work."""
+        return self._clock.now() - self._advanced if self._requests else 0.0
+
+    def serving(self, role: Role) -> list[Entry]:
+        return self.workers.serving(role, self._clock.now())
+
+    def take_actions(self) -> list[Action]:
+        actions, self._actions = self._actions, []
+        return actions
+
+    def request_ids(self) -> Iterable[RequestId]:
+        return self._requests.keys()
+
+    def check(self) -> list[str]:
+        """Recount the books from the requests themselves; returns what doesn't agree."""
+        found = []
+        prefill_load: dict[WorkerKey, int] = {}
+        decode_load: dict[WorkerKey, int] = {}
+        members: dict[WorkerKey, set[RequestId]] = {}
+        for rid, r in self._requests.items():
+            if (r.phase is Phase.WAITING) != (rid in self._waiting):
+                found.append(f"request {rid} is {r.phase} but {'in' if rid in self._waiting else 'not in'} the queue")
+            if r.phase is Phase.ENDED:
+                found.append(f"request {rid} has ended and is still held")
+            if r.prefill:
+                prefill_load[r.prefill] = prefill_load.get(r.prefill, 0) + r.prefill_loaded
+                members.setdefault(r.prefill, set()).add(rid)
+            if r.decode:
+                decode_load[r.decode] = decode_load.get(r.decode, 0) + 1
+                members.setdefault(r.decode, set()).add(rid)
+        for entry in self.workers:
+            want = (prefill_load if entry.record.role is Role.PREFILL else decode_load).get(entry.key, 0)
+            if entry.load != want:
+                found.append(f"{entry.record.name}: load is booked as {entry.load}, requests add up to {want}")
+            if entry.requests != members.pop(entry.key, set()):
+                found.append(f"{entry.record.name}: booked requests differ from the requests that name it")
+        found += [f"requests name {name} #{inc}, which is not in the table" for name, inc in members]
+        found += [f"{rid} is queued but not in the house" for rid in self._waiting if rid not in self._requests]
+        found += [f"{rid} is held but not in the house" for rid in self._held if rid not in self._requests]
+        return found
+
+    # ------------------------------------------------------------ workers come and go
+
+    def on_view(self, views: Iterable[WorkerView]) -> None:
+        views = tuple(views)
+        steps = sum(view.status.steps for view in views)
+        if steps != self._steps:  # a long prompt takes many steps before its first event
+            self._steps, self._advanced = steps, self._clock.now()
+        for entry in self.workers.update(views):
+            self._lose(entry, "the controller no longer sees it")
+        self._place_waiting()
+
+    def on_linked(self, key: WorkerKey) -> None:
+        entry = self.workers.get(key)
+        if entry is not None:
+            entry.linked = True
+            self._place_waiting()
+
+    def on_unlinked(self, key: WorkerKey, reason: str) -> None:
+        entry = self.workers.get(key)
+        if entry is not None and entry.linked:
+            self._lose(entry, reason)
+
+    def on_status(self, status: WorkerStatus) -> None:
+        """A worker answered for itself (a drain, say), before the view did."""
+        entry = self.workers.get((status.name, status.incarnation))
+        if entry is not None:
+            entry.status = status
+            self._place_waiting()
+
+    def _lose(self, entry: Entry, reason: str) -> None:
+        entry.linked = False
+        for rid in sorted(entry.requests):
+            request = self._requests[rid]
+            if request.prefill == entry.key and self._survives_prefill(request):
+                self._leave_prefill(request)
+                request.prefill_lost = True
+                self._finish_if_complete(request)
+                continue
+            self._replay(request, f"lost {entry.record.name}: {reason}", blame=entry.key)
+        # An entry that a newer incarnation has replaced can't be found by its key any more: clear its own books here.
+        entry.requests.clear()
+        entry.load = 0
+
+    @staticmethod
+    def _survives_prefill(r: Request) -> bool:
+        """Prefill's work is done: its token and scores are here, and decode runs on what it sent."""
+        return r.scores_in and r.next_position > r.base and r.decode_spoke
+
+    # ------------------------------------------------------------ requests come and go
+
+    def submit(self, request: Request) -> None:
+        assert request.id not in self._requests, "request ids are minted once"
+        if not self._requests:
+            self._advanced = self._clock.now()
+        self.counts.submitted += 1
+        self._requests[request.id] = request
+        self._waiting[request.id] = request
+        self._place(request)
+
+    def cancel(self, request_id: RequestId, *, finished: bool = False) -> None:
+        """Take a request back on both legs; idempotent. `finished`: its answer is whole (a stop string matched)."""
+        request = self._requests.get(request_id)
+        if request is None:
+            return
+        if finished:
+            self.counts.ended += 1
+        else:
+            self.counts.cancelled += 1
+        self._close(request)
+
+    def tick(self) -> None:
+        """Let time pass: deadlines, waits, back-offs, and ends that wait for a report."""
+        now = self._clock.now()
+        for request in list(self._requests.values()):
+            if now >= request.deadline:
+                limit = self._config.request_timeout_s
+                self._fail(request, ErrorKind.DEADLINE, f"the request took longer than {limit:g} s")
+        self._place_waiting()
+        for request in list(self._waiting.values()):
+            if now - request.waiting_since >= self._config.worker_wait_s:
+                self._fail(request, ErrorKind.OVERLOADED, self._missing(request))
+        for request in list(self._held.values()):
+            self._finish_if_complete(request)
+
+    def _missing(self, r: Request) -> str:
+        roles = [role for role in Role if not self.serving(role)]
+        what = " and no ".join(f"{role} worker" for role in roles) or "free pair of workers"
+        return f"no {what} could serve the request within {self._config.worker_wait_s:g} s"
+
+    # ------------------------------------------------------------ placing
+
+    def _place_waiting(self) -> None:
+        for request in list(self._waiting.values()):
+            self._place(request)
+
+    def _place(self, r: Request) -> None:
+        now = self._clock.now()
+        if now < r.not_before:
+            return
+        tokens = r.tokens
+        prefill = self.workers.pick_prefill(len(tokens), r.max_len, r.hashes, r.avoid, now)
+        if prefill is None:
+            return
+        decode = None
+        if r.max_len - len(tokens) > 1:
+            decode = self.workers.pick_decode(r.max_len, r.avoid, now)
+            if decode is None:
+                return
+        del self._waiting[r.id]
+        r.move("place")
+        r.first_placed = now if r.first_placed is None else r.first_placed
+        r.room = RoomId(self._mint_room())
+        r.prefill, r.prefill_loaded = prefill.key, len(tokens) - prefill.cached_tokens(r.hashes)
+        prefill.load += r.prefill_loaded
+        prefill.requests.add(r.id)
+        prefill.remember(r.hashes)
+        r.workers = {Role.PREFILL: prefill.record.name}
+        sampling = r.sampling
+        if r.attempt and r.scores_in and sampling.prompt_logprobs is not None:
+            sampling = replace(sampling, prompt_logprobs=None)  # delivered by an earlier attempt
+        submit = Submit(
+            r.id, r.attempt, r.room, tokens, len(r.prompt), sampling, None, r.salt, max(r.deadline - now, 0.001)
+        )
+        if decode is not None:
+            r.decode = decode.key
+            decode.load += 1
+            decode.requests.add(r.id)
+            r.workers[Role.DECODE] = decode.record.name
+            self._actions.append(Send(decode.key, replace(submit, peer=prefill.peer)))
+            submit = replace(submit, peer=decode.peer)
+        self._actions.append(Send(prefill.key, submit))
+
+    def _unload_prefill(self, r: Request) -> None:
+        entry = self.workers.get(r.prefill) if r.prefill else None
+        if entry is not None:
+            entry.load -= r.prefill_loaded
+        r.prefill_loaded = 0
+
+    def _leave_prefill(self, r: Request) -> None:
+        self._unload_prefill(r)
+        entry = self.workers.get(r.prefill) if r.prefill else None
+        if entry is not None:
+            entry.requests.discard(r.id)
+        r.prefill = None
+
+    def _leave_decode(self, r: Request) -> None:
+        entry = self.workers.get(r.decode) if r.decode else None
+        if entry is not None:
+            entry.load -= 1
+            entry.requests.discard(r.id)
+        r.decode = None
+
+    def _leave(self, r: Request, over: tuple[Role, ...] = ()) -> None:
+        """Leave both legs; those whose work isn't over are told."""
+        for role, key in ((Role.PREFILL, r.prefill), (Role.DECODE, r.decode)):
+            entry = self.workers.get(key) if key else None
+            if key and entry is not None and entry.linked and role not in over:
+                self._actions.append(Send(key, Cancel(r.id, r.attempt)))
+        self._leave_prefill(r)
+        self._leave_decode(r)
+        self._held.pop(r.id, None)
+
+    # ------------------------------------------------------------ events
+
+    def on_event(self, worker: WorkerKey, event: Event) -> None:
+        r = self._requests.get(event.request_id)
+        if r is None or event.attempt != r.attempt or worker not in (r.prefill, r.decode):
+            self.counts.late_events += 1
+            return
+        role = Role.PREFILL if worker == r.prefill else Role.DECODE
+        self._advanced = self._clock.now()
+        match event:
+            case Tokens():
+                self._deliver(r, *r.accept(event, role))
+            case Progress():
+                r.progress.append(event)
+                if role is Role.PREFILL:
+                    r.reported = True
+                    self._unload_prefill(r)
+            case PromptScores():
+                if not r.scores_in:
+                    r.scores_in = True
+                    self._actions.append(Scores(r.id, event.scores))
+                    self._deliver(r, *r.release_early())
+            case Done():
+                if event.error is not None or event.reason == "error":
+                    self._on_error(r, worker, event)
+                    return
+                if r.done is None:
+                    r.done, r.done_at = (role, event), self._advanced
+        if r.done is not None:
+            self._finish_if_complete(r)
+
+    def _deliver(self, r: Request, tokens: Sequence[int], logprobs: Sequence[TokenLogprob]) -> None:
+        if tokens:
+            self._actions.append(Deliver(r.id, tokens, logprobs))
+
+    def _finish_if_complete(self, r: Request) -> None:
+        if not r.complete:
+            return
+        assert r.done is not None
+        role, done = r.done
+        if wrong := r.contradiction():
+            blame = r.prefill if role is Role.PREFILL else r.decode
+            self._replay(r, f"{r.workers[role]} {wrong}", blame=blame, over=(role,))
+            return
+        if not (r.reported or r.prefill_lost) and self._clock.now() < r.done_at + REPORT_GRACE_S:
+            self._held[r.id] = r
+            return
+        self._end(r, done, over=(Role.PREFILL, Role.DECODE) if role is Role.DECODE and r.reported else (role,))
+
+    def _on_error(self, r: Request, worker: WorkerKey, done: Done) -> None:
+        kind = done.error or ErrorKind.WORKER
+        if kind is ErrorKind.DAMAGED:
+            self.counts.damaged += 1
+        # What one worker took can't be the client's fault at the next: it may still hold an attempt that was lost here.
+        if not kind.retryable and not (kind is ErrorKind.INVALID and r.attempt):
+            self._fail(r, kind, done.message or f"{worker[0]} failed the request: {kind}")
+            return
+        over = (Role.PREFILL,) if worker == r.prefill else (Role.DECODE,)
+        blame = next((k for k in (r.prefill, r.decode) if k and k[0] == done.blame), worker)
+        reason = f"{worker[0]}: {kind}: {done.message}"
+        if kind is ErrorKind.DRAINING:
+            entry = self.workers.get(blame)
+            if entry is not None:
+                entry.refuses_until = self._clock.now() + REFUSAL_PAUSE_S
+            self._replay(r, reason, blame=blame, over=over, refused=True)
+            return
+        self._replay(r, reason, blame=blame, over=over, kind=kind)
+
+    # ------------------------------------------------------------ replay and end
+
+    def _replay(
+        self,
+        r: Request,
+        reason: str,
+        *,
+        blame: WorkerKey | None,
+        over: tuple[Role, ...] = (),
+        refused: bool = False,
+        kind: ErrorKind = ErrorKind.WORKER,
+    ) -> None:
+        """Start the next attempt; `over` are the legs that have already ended themselves."""
+        now = self._clock.now()
+        self._leave(r, over)
+        if done := r.ending:
+            self._finish(r, done)
+            return
+        if refused:
+            r.refusals += 1
+            self.counts.refusals += 1
+        else:
+            r.replays += 1
+            self.counts.replays += 1
+        if r.replays > self._config.replay_limit or r.refusals > REFUSAL_LIMIT:
+            tries = r.replays + r.refusals
+            self._fail(
+                r,
+                ErrorKind.WORKER if kind.retryable else kind,
+                f"the request failed {tries} times on its workers; last: {reason}",
+            )
+            return
+        if blame is not None and not refused:
+            r.avoid[blame] = now + min(0.25 * 2**r.replays, 5.0)
+        r.not_before = now if refused or r.replays <= 1 else now + min(0.05 * 2 ** (r.replays - 2), 1.0)
+        r.waiting_since = now
+        r.move("replay")
+        self._actions.append(Replay(r.id, r.attempt, reason))
+        self._waiting[r.id] = r
+        self._place(r)
+
+    def _fail(self, r: Request, kind: ErrorKind, message: str) -> None:
+        self._end(r, Done(r.id, r.attempt, "error", error=kind, message=message))
+
+    def _end(self, r: Request, done: Done, over: tuple[Role, ...] = ()) -> None:
+        self._leave(r, over)
+        self._finish(r, done)
+
+    def _finish(self, r: Request, done: Done) -> None:
+        if done.error is None:
+            self.counts.ended += 1
+        else:
+            self.counts.failed += 1
+        self._actions.append(End(r.id, done))
+        self._close(r)
+
+    def _close(self, r: Request) -> None:
+        """The one exit: every path out of the house ends here."""
+        self._leave(r)
+        self._waiting.pop(r.id, None)
+        del self._requests[r.id]
+        r.move("end")

@@ -1,0 +1,114 @@
+"""One HTTP request in the house: its choices, and for a stream the events that the client has not taken yet."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+from contracts.errors import ErrorKind
+from contracts.ids import RequestId
+from contracts.messages import Done
+from router.answers import Answer
+from router.asks import Ask
+from router.choice import Choice, Piece
+from router.timeline import timeline_of
+
+
+class Job:
+    """Filled by the service, emptied by the HTTP side; both on one event loop."""
+
+    __slots__ = (
+        "_buffer_events",
+        "_wake",
+        "answer",
+        "ask",
+        "choices",
+        "client_id",
+        "failed",
+        "id",
+        "open",
+        "outbox",
+        "overflowed",
+    )
+
+    def __init__(self, job_id: str, ask: Ask, answer: Answer, buffer_events: int, client_id: str) -> None:
+        self.id = job_id
+        self.client_id = client_id
+        self.ask = ask
+        self.answer = answer
+        self.choices: list[Choice] = []
+        self.open = 0
+        """Choices that have not ended."""
+        self.failed: Done | None = None
+        self.outbox: list[bytes] = []
+        self.overflowed = False
+        self._buffer_events = buffer_events
+        self._wake = asyncio.Event()
+
+    def bind(self, choices: list[Choice]) -> None:
+        self.choices = choices
+        self.open = len(choices)
+        self.answer.bind(choices)
+
+    def push(self, piece: Piece) -> None:
+        """Give the client a piece; in a whole answer it is in the choice already."""
+        if not self.ask.stream:
+            return
+        chunk = self.answer.chunk(piece)
+        if not chunk:
+            return
+        if len(self.outbox) >= self._buffer_events:
+            self.overflowed = True
+            return
+        self.outbox.append(chunk)
+        self._wake.set()
+
+    def close_one(self, choice: Choice) -> None:
+        self.open -= 1
+        if choice.error is not None and self.failed is None:
+            self.failed = choice.error
+        if self.open == 0 or self.failed is not None:
+            self._wake.set()
+
+    @property
+    def over(self) -> bool:
+        return self.open == 0 or self.failed is not None
+
+    async def more(self) -> bytes:
+        """The events since the last call, joined: one write. Empty at the end."""
+        while not self.outbox and not self.over:
+            self._wake.clear()
+            await self._wake.wait()
+        chunks, self.outbox = self.outbox, []
+        return b"".join(chunks)
+
+    async def ended(self) -> None:
+        """Wait until every choice has ended, or one has failed."""
+        while not self.over:
+            self._wake.clear()
+            await self._wake.wait()
+
+    def fail(self, message: str) -> None:
+        """End the whole job with an error of the router's own."""
+        if self.failed is None:
+            self.failed = Done(RequestId(self.id), 0, "error", error=ErrorKind.CANCELLED, message=message)
+        self._wake.set()
+
+    def facts(self) -> dict[str, Any]:
+        """What a log line says about it."""
+        first = self.choices[0].request
+        return {
+            "id": self.id,
+            "client_id": self.client_id,
+            "choices": len(self.choices),
+            "prompt_tokens": len(first.prompt),
+            "tokens": sum(len(c.tokens) for c in self.choices),
+            "workers": sorted({name for c in self.choices for name in c.request.workers.values()}),
+            "room": first.room,
+            "attempts": first.attempt + 1,
+        }
+
+    def timeline(self) -> object:
+        """The field `twinpool`: of the only choice, or a list of one per choice."""
+        each = [timeline_of(c) for c in self.choices]
+        return each[0] if len(each) == 1 else each

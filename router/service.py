@@ -1,0 +1,351 @@
+"""The request's life: admitted, tokenised off the loop, placed, streamed, ended; and the loop that drives the brain.
+
+`RouterService` joins the parts: the brain decides, the fleet carries, choices turn tokens into text, jobs hold what a
+client has not taken yet. It runs on one event loop. After every event the brain's actions are carried out at once;
+commands to one worker leave as one batch.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import secrets
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, replace
+from typing import TypeVar
+
+from contracts.clock import Clock, SystemClock
+from contracts.config import Config
+from contracts.errors import RequestError
+from contracts.ids import RequestId, Role
+from contracts.messages import Command, Event, Progress
+from contracts.model import ModelSpec
+from contracts.ports import Directory
+from router.answers import Answer
+from router.asks import Ask, Prompt
+from router.brain import Brain, Deliver, End, Replay, Scores, Send
+from router.choice import Choice
+from router.failures import QueueFull
+from router.fleet import Fleet
+from router.job import Job
+from router.log import log
+from router.metrics import Metrics
+from router.request import Request
+from router.text import TextCodec, read_text_codec
+from router.workers import WorkerKey, prefix_hashes
+
+T = TypeVar("T")
+
+TICK_S = 0.1
+INLINE_BYTES = 2048
+"""Bodies up to this size are parsed and tokenised on the loop: that takes less time than a hop to a thread."""
+
+
+@dataclass(frozen=True, slots=True)
+class Prepared:
+    """A prompt as tokens."""
+
+    tokens: tuple[int, ...]
+    text: str
+    """What `echo` shows; empty without it."""
+    hashes: tuple[bytes, ...]
+
+
+class RouterService:
+    """Everything behind the HTTP endpoints. Call `start` on the event loop, `close` at the end."""
+
+    def __init__(
+        self,
+        spec: ModelSpec,
+        config: Config,
+        directory: Directory,
+        *,
+        codec: TextCodec | None = None,
+        clock: Clock | None = None,
+        mint: Callable[[], str] = lambda: secrets.token_hex(12),
+    ) -> None:
+        self.spec = spec
+        self.config = config.router
+        self.started = int(time.time())
+        self.codec = codec if codec is not None else read_text_codec(spec.folder, 4 * config.router.max_body_bytes)
+        self.clock = clock if clock is not None else SystemClock()
+        self.brain = Brain(config.router, self.clock, mint)
+        self.metrics = Metrics(self.brain, config.transfer.plane)
+        self.fleet = Fleet(
+            directory,
+            on_view=self._on_view,
+            on_linked=self._on_linked,
+            on_unlinked=self._on_unlinked,
+            on_events=self._on_events,
+        )
+        self._mint = mint
+        self._owners: dict[RequestId, tuple[Job, Choice]] = {}
+        self._reserved = 0
+        """Choices admitted and not ended, those still being tokenised included."""
+        self._pool = ThreadPoolExecutor(config.router.tokenizer_threads, thread_name_prefix="tokenise")
+        self._ticker: asyncio.Task[None] | None = None
+
+    async def start(self) -> None:
+        self.fleet.start()
+        self._ticker = asyncio.get_running_loop().create_task(self._tick())
+
+    async def close(self) -> None:
+        """Cancel what runs on the workers, close the links. Idempotent."""
+        for job in {id(job): job for job, _ in self._owners.values()}.values():
+            self.abandon(job)
+            job.fail("the server is shutting down")
+        if self._ticker is not None:
+            self._ticker.cancel()
+            self._ticker = None
+        await self.fleet.close()
+        self._pool.shutdown(wait=False, cancel_futures=True)
+
+    async def _tick(self) -> None:
+        while True:
+            await asyncio.sleep(TICK_S)
+            try:
+                self.brain.tick()
+                self._act()
+            except Exception:  # our own bug: without ticks no deadline would be kept
+                log("tick failed", level=logging.ERROR, trace=True)
+
+    async def off_loop(self, size: int, work: Callable[[], T]) -> T:
+        """`work` here when it is small, in the tokenizer's threads when it isn't."""
+        if size <= INLINE_BYTES:
+            return work()
+        return await asyncio.get_running_loop().run_in_executor(self._pool, work)
+
+    # ------------------------------------------------------------ admission
+
+    async def open(self, ask: Ask, size: int, client_id: str) -> Job:
+        """Admit a request, tokenise its prompts and place its choices. `size`: bytes of its body.
+
+        Raises `QueueFull`, or `RequestError` where the prompt doesn't fit.
+        """
+        limit = self.config.max_queue
+        if ask.choices > limit:
+            raise RequestError(f"{ask.choices} answers in one request are above the server's queue of {limit}")
+        if self._reserved + ask.choices > limit:
+            self.metrics.refused_full += 1
+            raise QueueFull(f"the queue is full: {self._reserved} of {limit} answers are in the house; try again later")
+        self._reserved += ask.choices
+        try:
+            began = self.clock.now()
+            prompts = await self.off_loop(size, lambda: self._prepare(ask))
+            limits = [self._limit_tokens(ask, p) for p in prompts]
+        except BaseException:
+            self._reserved -= ask.choices
+            raise
+        return self._admit(ask, prompts, limits, client_id, self.clock.now() - began)
+
+    def _admit(self, ask: Ask, prompts: list[Prepared], limits: list[int], client_id: str, tokenise_s: float) -> Job:
+        job_id, now = self._mint(), self.clock.now()
+        answer = Answer(ask, job_id, int(time.time()), self.spec.name, self.codec)
+        job = Job(job_id, ask, answer, self.config.client_buffer_events, client_id)
+        choices = []
+        for index in range(ask.choices):
+            prompt, limit = prompts[index // ask.n], limits[index // ask.n]
+            sampling = replace(ask.sampling, max_tokens=limit, choice=index % ask.n)
+            if len(prompt.tokens) < 2 and sampling.prompt_logprobs is not None:
+                sampling = replace(sampling, prompt_logprobs=None)  # a first token has no log-probability
+            request = Request(
+                RequestId(f"{job_id}-{index}"), prompt.tokens, sampling, now=now,
+                deadline=now + self.config.request_timeout_s, hashes=prompt.hashes, salt=ask.salt,
+            )  # fmt: skip
+            choice = Choice(index, request, ask, self.codec, prompt.text)
+            choice.tokenise_s = tokenise_s
+            choices.append(choice)
+        job.bind(choices)
+        for choice in choices:
+            self._owners[choice.request.id] = (job, choice)
+        for choice in choices:
+            self.brain.submit(choice.request)
+        self._act()
+        return job
+
+    def _prepare(self, ask: Ask) -> list[Prepared]:
+        """Prompts to tokens and prefix keys; runs in a thread for large ones."""
+        prompts: Sequence[Prompt] = ask.prompts
+        if ask.chat:
+            prompts = (self.codec.render(ask.messages, ask.add_generation_prompt, ask.template_args),)
+        if ask.stops and not self.codec.has_text:
+            raise RequestError("stop strings need a tokenizer, which this checkpoint lacks", param="stop")
+        return [self._prepare_one(ask, p) for p in prompts]
+
+    def _prepare_one(self, ask: Ask, prompt: Prompt) -> Prepared:
+        param = "messages" if ask.chat else "prompt"
+        if isinstance(prompt, str):
+            least = self.codec.least_tokens(prompt)
+            if least > self.spec.context:
+                raise RequestError(
+                    f"the prompt has more than {least} tokens; the context has {self.spec.context}", param=param
+                )
+            tokens = self.codec.encode(prompt, add_special=ask.add_special_tokens, param=param)
+            text = prompt
+        else:
+            tokens = prompt
+            text = ""
+            if ask.echo and self.codec.has_text:
+                text = self.codec.decode(prompt, skip_special=ask.skip_special_tokens)
+        if not tokens:
+            if self.spec.bos_token_id is None:
+                raise RequestError("the prompt is empty, and this model has no token to begin with", param=param)
+            tokens = (self.spec.bos_token_id,)
+        return Prepared(tokens, text if ask.echo else "", prefix_hashes(tokens, ask.salt))
+
+    def _limit_tokens(self, ask: Ask, prompt: Prepared) -> int:
+        """`max_tokens` of a prompt. Raises `RequestError`, with the numbers, where prompt and answer can't fit."""
+        have, context = len(prompt.tokens), self.spec.context
+        param = "messages" if ask.chat else "prompt"
+        wanted = 1 if ask.max_tokens is None else ask.max_tokens
+        if have > context or (wanted and have >= context):
+            raise RequestError(
+                f"the prompt has {have} tokens; the context of {context} has no room for it", param=param
+            )
+        if have + wanted > context:
+            raise RequestError(
+                f"prompt ({have} tokens) and max_tokens ({wanted}) make {have + wanted}; the context is {context}",
+                param="max_tokens",
+            )
+        left = context - have
+        for role in Role:
+            most = self.brain.workers.most_positions(role)
+            if most is None or (role is Role.DECODE and wanted <= 1 and ask.max_tokens is not None):
+                continue
+            if have + wanted > most:
+                raise RequestError(
+                    f"prompt ({have} tokens) and answer ({wanted}) make {have + wanted}; "
+                    f"the {role} workers' pools hold {most} positions",
+                    param=param if have > most else "max_tokens",
+                )
+            left = min(left, most - have)
+        if ask.max_tokens is not None:
+            return ask.max_tokens
+        if ask.sampling.min_tokens > left:
+            raise RequestError(f"min_tokens {ask.sampling.min_tokens} is more than the {left} left", param="min_tokens")
+        return min(left, max(self.config.default_max_tokens, ask.sampling.min_tokens))
+
+    def abandon(self, job: Job, *, slow: bool = False) -> None:
+        """The client left, or is too slow: take its choices back from the workers. Idempotent."""
+        took = False
+        for choice in job.choices:
+            if choice.request.id in self._owners:
+                took = True
+                self.brain.cancel(choice.request.id)
+                self._release(choice)
+        if took:
+            if slow:
+                self.metrics.slow_clients += 1
+            else:
+                self.metrics.disconnects += 1
+            log("request abandoned", slow=slow, **job.facts())
+        self._act()
+
+    # ------------------------------------------------------------ events in, actions out
+
+    def _on_view(self, views: tuple[object, ...]) -> None:
+        self.brain.on_view(self.fleet.views)
+        self._act()
+
+    def _on_linked(self, key: WorkerKey) -> None:
+        self.brain.on_linked(key)
+        self._act()
+
+    def _on_unlinked(self, key: WorkerKey, reason: str) -> None:
+        self.brain.on_unlinked(key, reason)
+        self._act()
+
+    def _on_events(self, key: WorkerKey, events: Sequence[Event]) -> None:
+        for event in events:
+            if type(event) is Progress:
+                self.metrics.report(event)
+            self.brain.on_event(key, event)
+        self._act()
+
+    def _act(self) -> None:
+        """Carry out the brain's actions until it has none."""
+        sends: dict[WorkerKey, list[Command]] = {}
+        while actions := self.brain.take_actions():
+            for action in actions:
+                if type(action) is Deliver:
+                    self._deliver(action)
+                elif type(action) is Send:
+                    sends.setdefault(action.worker, []).append(action.command)
+                elif type(action) is Scores:
+                    job_choice = self._owners.get(action.request_id)
+                    if job_choice:
+                        job_choice[1].scores = action.scores
+                elif type(action) is End:
+                    self._end(action)
+                elif type(action) is Replay:
+                    log("request replayed", id=action.request_id, attempt=action.attempt, reason=action.reason)
+        for key, commands in sends.items():
+            self.fleet.send(key, commands)
+
+    def _deliver(self, action: Deliver) -> None:
+        owner = self._owners.get(action.request_id)
+        if owner is None:
+            return
+        job, choice = owner
+        now = self.clock.now()
+        self.metrics.tokens(choice, len(action.tokens), now)
+        try:
+            piece = choice.take(action.tokens, action.logprobs)
+            job.push(piece)
+        except Exception:  # one answer's text must not take the others down
+            log("answer failed", trace=True, id=job.id)
+            choice.fail("the router failed to turn tokens into text")
+            self.brain.cancel(action.request_id)
+            self._close_choice(job, choice)
+            return
+        if choice.finish is not None:
+            self.brain.cancel(action.request_id, finished=True)
+            self._close_choice(job, choice)
+        elif job.overflowed:
+            self.abandon(job, slow=True)
+            job.fail("the client took the answer too slowly")
+
+    def _end(self, action: End) -> None:
+        owner = self._owners.get(action.request_id)
+        if owner is None:
+            return
+        job, choice = owner
+        try:
+            piece = choice.end(action.done)
+            if piece is not None:
+                job.push(piece)
+        except Exception:
+            log("answer failed", trace=True, id=job.id)
+            choice.fail("the router failed to turn tokens into text")
+        self._close_choice(job, choice)
+
+    def _close_choice(self, job: Job, choice: Choice) -> None:
+        choice.ended_at = self.clock.now()
+        self.metrics.ended(choice)
+        self._release(choice)
+        if choice.error is not None:
+            log("request failed", error=choice.error.error, reason=choice.error.message, **job.facts())
+            for other in job.choices:  # the client gets one error: nobody waits for the rest
+                if other.request.id in self._owners:
+                    self.brain.cancel(other.request.id)
+                    self._release(other)
+        job.close_one(choice)
+        if job.open == 0 and job.failed is None:
+            log("request ended", seconds=round(choice.ended_at - choice.request.arrived, 6), **job.facts())
+
+    def _release(self, choice: Choice) -> None:
+        """The one way out of the house for a choice."""
+        if self._owners.pop(choice.request.id, None) is not None:
+            self._reserved -= 1
+
+    def check(self) -> list[str]:
+        """The router's own books, recounted; returns what doesn't agree."""
+        found = self.brain.check()
+        owned, held = set(self._owners), set(self.brain.request_ids())
+        found += [f"request {rid} runs and belongs to no client" for rid in sorted(held - owned)]
+        found += [f"request {rid} has a client and runs nowhere" for rid in sorted(owned - held)]
+        if self._reserved < len(owned):
+            found.append(f"{len(owned)} choices are in the house, {self._reserved} are booked")
+        return found

@@ -1,0 +1,48 @@
+"""Where a request's time went: the field `twinpool` of an answer. All times in seconds from the request's arrival
+at the router unless the key says otherwise; marks of the legs count from their arrival at that worker."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from contracts.ids import Role
+from contracts.messages import Progress
+from router.choice import Choice
+
+
+def timeline_of(choice: Choice) -> dict[str, Any]:
+    """The journey of one choice."""
+    request = choice.request
+    prefill = _last(request.progress, Role.PREFILL)
+    decode = _last(request.progress, Role.DECODE)
+    arrived = request.arrived - choice.tokenise_s
+    placed = request.first_placed if request.first_placed is not None else request.arrived
+    computed = {str(role): sum(p.computed_tokens for p in request.progress if p.role is role) for role in Role}
+    return {
+        "timeline": {
+            "tokenise": round(choice.tokenise_s, 6),
+            "queue": round(placed - request.arrived, 6),
+            "prefill": dict(prefill.marks) if prefill else {},
+            "transfer": _transfer_s(prefill, decode),
+            "decode": dict(decode.marks) if decode else {},
+            "first_token": round(choice.first_at - arrived, 6) if choice.first_at else None,
+            "total": round(choice.ended_at - arrived, 6),
+        },
+        "prefill_worker": request.workers.get(Role.PREFILL),
+        "decode_worker": request.workers.get(Role.DECODE),
+        "transfer_bytes": decode.transfer_bytes if decode else 0,
+        "cached_tokens": choice.cached_tokens,
+        "computed": computed,
+        "attempts": request.attempt + 1,
+    }
+
+
+def _last(reports: list[Progress], role: Role) -> Progress | None:
+    return next((p for p in reversed(reports) if p.role is role), None)
+
+
+def _transfer_s(prefill: Progress | None, decode: Progress | None) -> float | None:
+    """From the grant of decode's pages to the arrival of the last one, else as prefill measured it."""
+    if decode and {"grant", "arrived"} <= decode.marks.keys():
+        return round(decode.marks["arrived"] - decode.marks["grant"], 6)
+    return prefill.marks.get("transfer") if prefill else None

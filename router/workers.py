@@ -1,0 +1,172 @@
+"""The workers as the router knows them, and which one a request goes to.
+
+The choice is one expression a role: prefill takes the worker with the least work in front of the first token
+(prompt tokens in flight plus those of this prompt that it probably doesn't hold yet), decode the one with the fewest
+sequences. What a worker holds is guessed from what was sent to it: a bounded memory of prefix hashes that dies with
+the worker's incarnation, as its cache does.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from array import array
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from contracts.ids import Incarnation, RequestId, Role, WorkerName
+from contracts.messages import PeerRef, WorkerStatus
+from contracts.ports import WorkerRecord, WorkerView
+
+WorkerKey = tuple[WorkerName, Incarnation]
+"""One life of one worker."""
+
+PREFIX_BLOCK_TOKENS = 64
+PREFIX_BLOCKS_REMEMBERED = 65_536
+"""A worker; at 64 tokens a block that is 4 M positions."""
+
+GONE = frozenset({"left", "dead"})
+
+
+def prefix_hashes(tokens: Sequence[int], salt: str = "") -> tuple[bytes, ...]:
+    """Chain keys of the whole blocks of `tokens`: equal keys mean equal prefixes (and equal salts)."""
+    raw = array("I", tokens).tobytes()
+    width = PREFIX_BLOCK_TOKENS * array("I").itemsize
+    key = hashlib.blake2b(salt.encode(), digest_size=8).digest()
+    keys = []
+    for end in range(width, len(raw) + 1, width):
+        key = hashlib.blake2b(raw[end - width : end], digest_size=8, key=key).digest()
+        keys.append(key)
+    return tuple(keys)
+
+
+@dataclass(slots=True)
+class Entry:
+    """One incarnation of one worker."""
+
+    record: WorkerRecord
+    status: WorkerStatus
+    linked: bool = False
+    refuses_until: float = 0.0
+    """It said that it is draining before the view did."""
+    load: int = 0
+    """Prefill: prompt tokens in flight. Decode: sequences in flight."""
+    turn: int = 0
+    """When it was last chosen; ties go to the one that has waited longest."""
+    requests: set[RequestId] = field(default_factory=set)
+    prefixes: OrderedDict[bytes, None] = field(default_factory=OrderedDict)
+
+    @property
+    def key(self) -> WorkerKey:
+        return (self.record.name, self.record.incarnation)
+
+    @property
+    def peer(self) -> PeerRef:
+        return PeerRef(self.record.name, self.record.incarnation, self.record.control)
+
+    def serves(self, now: float) -> bool:
+        return self.linked and self.status.state == "ready" and now >= self.refuses_until
+
+    def cached_tokens(self, hashes: Sequence[bytes]) -> int:
+        """How many leading tokens this worker has probably seen."""
+        blocks = 0
+        for key in hashes:
+            if key not in self.prefixes:
+                break
+            blocks += 1
+        return blocks * PREFIX_BLOCK_TOKENS
+
+    def remember(self, hashes: Sequence[bytes]) -> None:
+        # Deepest first, so that a chain's head is the youngest and outlives its tail.
+        for key in reversed(hashes):
+            self.prefixes[key] = None
+            self.prefixes.move_to_end(key)
+        while len(self.prefixes) > PREFIX_BLOCKS_REMEMBERED:
+            self.prefixes.popitem(last=False)
+
+
+class Workers:
+    """The table: one entry a worker, its current incarnation only."""
+
+    def __init__(self) -> None:
+        self._entries: dict[WorkerName, Entry] = {}
+        self._turn = 0
+
+    def __iter__(self) -> Iterator[Entry]:
+        return iter(self._entries.values())
+
+    def get(self, key: WorkerKey) -> Entry | None:
+        entry = self._entries.get(key[0])
+        return entry if entry is not None and entry.record.incarnation == key[1] else None
+
+    def named(self, name: str) -> Entry | None:
+        return self._entries.get(WorkerName(name))
+
+    def update(self, views: Iterable[WorkerView]) -> list[Entry]:
+        """Take the controller's table; returns the entries whose incarnation has ended."""
+        lost: list[Entry] = []
+        seen = set()
+        for view in views:
+            name, incarnation = view.record.name, view.record.incarnation
+            seen.add(name)
+            old = self._entries.get(name)
+            if old is not None and old.record.incarnation > incarnation:
+                continue  # an older table than what we know
+            if old is not None and old.record.incarnation == incarnation:
+                was_gone = old.status.state in GONE
+                old.record, old.status = view.record, view.status
+                if view.status.state in GONE and not was_gone:
+                    lost.append(old)
+                continue
+            if old is not None:
+                lost.append(old)
+            self._entries[name] = Entry(view.record, view.status)
+        for name in [n for n in self._entries if n not in seen]:
+            lost.append(self._entries.pop(name))
+        return lost
+
+    def serving(self, role: Role, now: float) -> list[Entry]:
+        return [e for e in self if e.record.role is role and e.serves(now)]
+
+    def most_positions(self, role: Role) -> int | None:
+        """The longest sequence that any worker of `role` can hold; None while none is known.
+
+        A worker that is starting has not told yet what fits (0): requests wait for it.
+        """
+        known = (e.record.fits.max_positions for e in self if e.record.role is role and e.status.state not in GONE)
+        return max(filter(None, known), default=None)
+
+    def pick_prefill(
+        self, length: int, max_len: int, hashes: Sequence[bytes], avoid: Mapping[WorkerKey, float], now: float
+    ) -> Entry | None:
+        def cost(e: Entry) -> tuple[int, int, int]:
+            uncached = length - e.cached_tokens(hashes)
+            return (e.load + uncached, uncached, e.turn)
+
+        return self._pick(Role.PREFILL, max_len, avoid, now, cost)
+
+    def pick_decode(self, max_len: int, avoid: Mapping[WorkerKey, float], now: float) -> Entry | None:
+        return self._pick(Role.DECODE, max_len, avoid, now, lambda e: (e.load, e.turn))
+
+    def _pick(
+        self,
+        role: Role,
+        need: int,
+        avoid: Mapping[WorkerKey, float],
+        now: float,
+        cost: Callable[[Entry], tuple[int, ...]],
+    ) -> Entry | None:
+        able = [
+            e
+            for e in self._entries.values()
+            if e.record.role is role
+            and e.serves(now)
+            and e.record.fits.max_positions >= need
+            and avoid.get(e.key, 0.0) <= now
+        ]
+        if not able:
+            return None
+        entry = min(able, key=cost)
+        self._turn += 1
+        entry.turn = self._turn
+        return entry

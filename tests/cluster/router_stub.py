@@ -1,0 +1,67 @@
+"""An HTTP server with a router's admin endpoints and a worker table that a test fills."""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any
+
+
+def row(name: str, state: str = "ready", **changes: Any) -> dict[str, Any]:
+    values = {
+        "name": name, "role": name.partition("-")[0], "state": state, "pid": 7, "node": "here", "incarnation": 1,
+        "running": 0, "waiting": 0, "pages_total": 64, "pages_free": 64, "outgoing": 0,
+    }  # fmt: skip
+    return values | changes
+
+
+class RouterStub:
+    """`tables` are shown one a status call, the last for ever; `refusal` answers drain, undrain and check."""
+
+    def __init__(self) -> None:
+        self.tables: list[list[dict[str, Any]]] = [[row("prefill-0"), row("decode-0")]]
+        self.refusal: tuple[int, str] | None = None
+        self.report: dict[str, Any] = {"ok": True, "workers": []}
+        self.calls: list[tuple[str, str]] = []
+        self.url = ""
+
+    def answer(self, method: str, path: str) -> tuple[int, dict[str, Any]]:
+        self.calls.append((method, path))
+        if path == "/cluster/status":
+            return 200, {"workers": self.tables.pop(0) if len(self.tables) > 1 else self.tables[0]}
+        if self.refusal is not None:
+            return self.refusal[0], {"error": {"message": self.refusal[1]}}
+        return 200, self.report if path == "/cluster/check" else {}
+
+
+@contextmanager
+def router_stub() -> Iterator[RouterStub]:
+    stub = RouterStub()
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            status, body = stub.answer(self.command, self.path)
+            data = json.dumps(body).encode()
+            self.send_response(status)
+            self.send_header("Content-Length", str(len(data)))
+            self.end_headers()
+            self.wfile.write(data)
+
+        do_POST = do_GET
+
+        def log_message(self, format: str, *args: object) -> None:
+            pass
+
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
+    thread.start()
+    stub.url = f"http://127.0.0.1:{server.server_address[1]}"
+    try:
+        yield stub
+    finally:
+        server.shutdown()
+        thread.join()
+        server.server_close()

@@ -1,0 +1,176 @@
+from __future__ import annotations
+
+import queue
+import threading
+from collections.abc import Iterator
+
+import pytest
+
+from cluster.host import HostClosed, HostEnd, WorkerHost
+from contracts.ids import RequestId
+from contracts.messages import Cancel, Done, Event, Tokens
+from tests.cluster.fake_worker import FakeWorker, submit
+
+WAIT_S = 5.0
+
+
+class Running:
+    """A host with a fake worker, and what it did."""
+
+    def __init__(self) -> None:
+        self.worker = FakeWorker()
+        self.lease_holds = True
+        self.ends: queue.Queue[tuple[HostEnd, str]] = queue.Queue()
+        self.host = WorkerHost(
+            self.worker,
+            may_send=lambda: self.lease_holds,
+            on_end=lambda end, reason: self.ends.put((end, reason)),
+            idle_s=0.02,
+        )
+        self.host.start()
+
+    def session(self) -> tuple[int, queue.Queue[list[Event] | str]]:
+        got: queue.Queue[list[Event] | str] = queue.Queue()
+        return self.host.open_session(got.put, got.put), got
+
+
+@pytest.fixture
+def running() -> Iterator[Running]:
+    running = Running()
+    yield running
+    assert running.host.stop(WAIT_S)
+    assert running.worker.closed
+
+
+def _until_done(got: queue.Queue[list[Event] | str]) -> list[Event]:
+    events: list[Event] = []
+    while not (events and isinstance(events[-1], Done)):
+        batch = got.get(timeout=WAIT_S)
+        assert isinstance(batch, list)
+        events += batch
+    return events
+
+
+def test_events_reach_the_session_that_submitted_and_no_other(running: Running) -> None:
+    one, got_one = running.session()
+    two, got_two = running.session()
+    running.host.send(one, [submit("a", 3)])
+    running.host.send(two, [submit("b", 2)])
+    a, b = _until_done(got_one), _until_done(got_two)
+    assert [e.tokens for e in a if isinstance(e, Tokens)] == [(6,), (12,), (24,)]
+    assert {e.request_id for e in a} == {"a"}
+    assert {e.request_id for e in b} == {"b"}
+
+
+def test_the_worker_is_touched_by_one_thread_only(running: Running) -> None:
+    session, got = running.session()
+    callers = [threading.Thread(target=running.host.send, args=(session, [submit(str(i), 1)])) for i in range(4)]
+    for caller in callers:
+        caller.start()
+    for caller in callers:
+        caller.join()
+    done = 0
+    while done < 4:
+        batch = got.get(timeout=WAIT_S)
+        done += sum(isinstance(e, Done) for e in batch)
+    assert len(running.worker.threads) == 1
+    assert threading.get_ident() not in running.worker.threads
+
+
+def test_a_closed_session_has_its_requests_dropped(running: Running) -> None:
+    running.worker.hold = True
+    session, _ = running.session()
+    running.host.send(session, [submit("a")])
+    assert running.host.status().result(WAIT_S).running == 1
+    running.host.close_session(session)
+    running.host.close_session(session)
+    assert running.host.status().result(WAIT_S).running == 0
+    assert running.worker.dropped == [session]
+
+
+def test_commands_keep_their_order(running: Running) -> None:
+    running.worker.hold = True
+    session, _ = running.session()
+    running.host.send(session, [submit("a"), Cancel(RequestId("a"), 0)])
+    running.host.send(session, [submit("b")])
+    assert running.host.status().result(WAIT_S).running == 1
+
+
+def test_a_step_that_raises_kills_the_worker_and_ends_every_session(running: Running) -> None:
+    _, got = running.session()
+    running.worker.fail = ZeroDivisionError("boom")
+    running.worker.wake()
+    assert running.ends.get(timeout=WAIT_S) == (HostEnd.DIED, "ZeroDivisionError: boom")
+    assert got.get(timeout=WAIT_S) == "ZeroDivisionError: boom"
+    assert running.worker.fenced
+    with pytest.raises(HostClosed, match="boom"):
+        running.host.open_session(got.put)
+    with pytest.raises(HostClosed, match="boom"):
+        running.host.check().result(WAIT_S)
+
+
+def test_a_call_that_raises_hurts_its_caller_only(running: Running) -> None:
+    with pytest.raises(ZeroDivisionError):
+        running.host.call(lambda worker: 1 // 0).result(WAIT_S)
+    assert running.host.check().result(WAIT_S).pages == 64
+
+
+def test_calls_behind_a_fatal_command_are_refused_and_not_left_waiting(running: Running) -> None:
+    entered, go = threading.Event(), threading.Event()
+
+    def block() -> None:
+        entered.set()
+        go.wait(WAIT_S)
+        running.worker.fail = RuntimeError("fatal")
+
+    running.worker.on_step = block
+    running.worker.wake()
+    assert entered.wait(WAIT_S)
+    running.worker.handle = lambda session, command: 1 // 0  # type: ignore[method-assign, assignment, return-value]
+    session, _ = running.session()
+    running.worker.on_step = lambda: None
+    running.host.send(session, [submit("a")])
+    late = running.host.status()
+    go.set()
+    with pytest.raises(HostClosed):
+        late.result(WAIT_S)
+
+
+def test_a_drained_worker_finishes_what_runs_and_leaves(running: Running) -> None:
+    running.worker.hold = True
+    session, got = running.session()
+    running.host.send(session, [submit("a", 2)])
+    assert running.host.drain().result(WAIT_S).state == "draining"
+    assert running.ends.empty()
+    running.worker.hold = False
+    running.worker.wake()
+    assert isinstance(_until_done(got)[-1], Done)
+    assert running.ends.get(timeout=WAIT_S)[0] is HostEnd.LEFT
+    assert got.get(timeout=WAIT_S) == "the worker was drained and has left"
+
+
+def test_undrain_works_until_the_worker_has_left(running: Running) -> None:
+    running.worker.hold = True
+    session, _ = running.session()
+    running.host.send(session, [submit("a")])
+    running.host.drain().result(WAIT_S)
+    assert running.host.undrain().result(WAIT_S).state == "ready"
+    running.host.close_session(session)
+    assert running.host.check().result(WAIT_S).leases == 0
+    running.host.drain().result(WAIT_S)
+    assert running.ends.get(timeout=WAIT_S)[0] is HostEnd.LEFT
+    with pytest.raises(HostClosed, match="has left"):
+        running.host.undrain().result(WAIT_S)
+
+
+def test_nothing_is_delivered_once_the_lease_has_ended(running: Running) -> None:
+    session, got = running.session()
+
+    def lose_lease() -> None:
+        running.lease_holds = False
+
+    running.worker.on_step = lose_lease
+    running.host.send(session, [submit("a")])
+    assert running.ends.get(timeout=WAIT_S)[0] is HostEnd.FENCED
+    assert got.get(timeout=WAIT_S) == "the worker's lease has ended"
+    assert running.worker.fenced

@@ -1,0 +1,118 @@
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Iterator, Sequence
+
+import pytest
+
+from cluster.host import WorkerHost
+from cluster.local import LocalDirectory
+from contracts.ids import Incarnation, Role, WorkerName
+from contracts.messages import Done, Event
+from contracts.ports import Directory, Port, WorkerRecord, WorkerView
+from tests.cluster.fake_worker import FakeWorker, submit
+
+WAIT_S = 5.0
+
+
+class Local:
+    def __init__(self) -> None:
+        self.worker = FakeWorker()
+        self.host = WorkerHost(self.worker, idle_s=0.02, on_end=lambda end, reason: self.local_directory.changed())
+        self.record = WorkerRecord(
+            WorkerName("decode-0"), Role.DECODE, Incarnation(1), 0, "node", "", "", self.worker.fits
+        )
+        self.local_directory = LocalDirectory([(self.record, self.host)], refresh_s=0.01)
+        self.directory: Directory = self.local_directory
+        self.port: Port = self.directory.port(self.record)
+        self.host.start()
+
+    def run(self, talk: Callable[[], Awaitable[None]]) -> None:
+        async def bounded() -> None:
+            await asyncio.wait_for(talk(), WAIT_S)
+
+        asyncio.run(bounded())
+
+
+@pytest.fixture
+def local() -> Iterator[Local]:
+    local = Local()
+    yield local
+    assert local.host.stop(WAIT_S)
+
+
+def _no(reason: object) -> None:
+    raise AssertionError(reason)
+
+
+def test_a_request_goes_through_a_local_port_on_the_loop(local: Local) -> None:
+    async def talk() -> None:
+        done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        events: list[Event] = []
+
+        def on_events(batch: Sequence[Event]) -> None:
+            assert asyncio.get_running_loop() is done.get_loop()
+            events.extend(batch)
+            if isinstance(events[-1], Done):
+                done.set_result(None)
+
+        session = await local.port.connect(on_events, _no)
+        session.send([submit("a", 3)])
+        await done
+        assert len(events) == 4
+        session.close()
+        session.send([submit("b")])
+        assert (await local.port.status()).running == 0
+        assert local.worker.dropped
+        await local.port.aclose()
+
+    local.run(talk)
+
+
+def test_a_worker_that_dies_closes_its_sessions_and_shows_as_dead(local: Local) -> None:
+    async def talk() -> None:
+        closed: asyncio.Future[str] = asyncio.get_running_loop().create_future()
+        dead: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+
+        def on_change(views: tuple[WorkerView, ...]) -> None:
+            if views[0].status.state == "dead":
+                dead.set_result(None)
+
+        stop = local.directory.watch(on_change)
+        await local.port.connect(_no, closed.set_result)
+        local.worker.fail = RuntimeError("broken")
+        assert await closed == "RuntimeError: broken"
+        await dead
+        stop()
+        for call in (local.port.connect(_no, _no), local.port.check()):
+            with pytest.raises(ConnectionError, match="broken"):
+                await call
+
+    local.run(talk)
+
+
+def test_a_drained_worker_shows_as_draining_and_then_as_left(local: Local) -> None:
+    local.worker.hold = True
+
+    async def talk() -> None:
+        seen: list[str] = []
+        left: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+
+        def on_change(views: tuple[WorkerView, ...]) -> None:
+            seen.append(views[0].status.state)
+            if seen[-1] == "left":
+                left.set_result(None)
+
+        stop = local.directory.watch(on_change)
+        session = await local.port.connect(lambda events: None, lambda reason: None)
+        session.send([submit("a")])
+        assert (await local.port.drain()).state == "draining"
+        while seen[-1] != "draining":
+            await asyncio.sleep(0)
+        local.worker.hold = False
+        local.worker.wake()
+        await left
+        stop()
+        assert seen[0] == "ready"
+
+    local.run(talk)

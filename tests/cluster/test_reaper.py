@@ -1,0 +1,100 @@
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+
+import pytest
+
+import cluster.reaper
+from cluster.procs import start_time
+
+REAPER = str(cluster.reaper.__file__)
+
+
+def _sleeper(*args: str, **kwargs: object) -> subprocess.Popen[bytes]:
+    return subprocess.Popen(  # type: ignore[call-overload, no-any-return]
+        [sys.executable, "-S", "-c", "import sys; sys.stdin.read()", *args], stdin=subprocess.PIPE, **kwargs
+    )
+
+
+class Reaper:
+    def __init__(self, mark: str, folder: Path) -> None:
+        reading, self.pipe = os.pipe()
+        self.process = subprocess.Popen(
+            [sys.executable, "-S", "-P", "-E", REAPER, str(reading), mark, str(folder)],
+            pass_fds=[reading],
+            start_new_session=True,
+        )
+        os.close(reading)
+
+    def say(self, line: str) -> None:
+        os.write(self.pipe, line.encode() + b"\n")
+
+    def end(self) -> None:
+        os.close(self.pipe)
+        assert self.process.wait(10) == 0
+
+
+@pytest.mark.slow
+def test_everything_of_a_run_dies_with_it_and_nothing_else(tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    folder.mkdir()
+    mark = f"test-{os.getpid()}"
+    path = tmp_path / "run-1.json"
+    path.write_text("{}")
+    reaper = Reaper(mark, folder)
+    reported, stranger, reused = _sleeper(), _sleeper(), _sleeper()
+    marked = _sleeper(env={**os.environ, "TWINPOOL_RUN": mark})
+    named = _sleeper(f"--session={folder}/session")
+    with (folder / "out.log").open("w") as out:
+        writing = _sleeper(stdout=out)
+    everyone = [reported, stranger, reused, marked, named, writing]
+    try:
+        reaper.say(f"pid {reported.pid} {start_time(reported.pid)}")
+        reaper.say(f"pid {reused.pid} {(start_time(reused.pid) or 0) - 1}")
+        reaper.say(f"path {path}")
+        reaper.end()
+        assert [p.wait(5) for p in (reported, marked, named, writing)] == [-signal.SIGKILL] * 4
+        assert stranger.poll() is None
+        assert reused.poll() is None
+        assert not folder.exists()
+        assert not path.exists()
+    finally:
+        for process in everyone:
+            process.kill()
+            process.wait()
+            assert process.stdin is not None
+            process.stdin.close()
+
+
+@pytest.mark.slow
+def test_a_run_that_is_killed_is_cleaned_up_grandchildren_included(tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    folder.mkdir()
+    script = textwrap.dedent(f"""
+        import os, subprocess, sys
+        os.environ["TWINPOOL_RUN"] = "killed-{os.getpid()}"
+        reading, writing = os.pipe()
+        subprocess.Popen([sys.executable, "-S", "-P", "-E", {REAPER!r}, str(reading), os.environ["TWINPOOL_RUN"],
+                          {str(folder)!r}], pass_fds=[reading], start_new_session=True)
+        os.close(reading)
+        clean = {{k: v for k, v in os.environ.items() if k != "TWINPOOL_RUN"}}
+        inner = "import os, subprocess, sys; subprocess.run([sys.executable, '-S', '-c', " \\
+                "'import os, time; print(os.getpid(), flush=True); time.sleep(60)'], env={{}})"
+        subprocess.Popen([sys.executable, "-S", "-c", inner])
+        import time; time.sleep(60)
+    """)
+    serve = subprocess.Popen([sys.executable, "-S", "-c", script], stdout=subprocess.PIPE)
+    assert serve.stdout is not None
+    grandchild = int(serve.stdout.readline())
+    assert start_time(grandchild) is not None
+    serve.kill()
+    serve.wait()
+    # The grandchild holds the other end of this pipe: its end is our signal.
+    assert serve.stdout.read() == b""
+    serve.stdout.close()
+    assert start_time(grandchild) is None

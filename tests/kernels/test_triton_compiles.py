@@ -1,0 +1,47 @@
+"""The Triton kernels compile for NVIDIA GPUs; no GPU is needed for that."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+SCRIPT = Path(__file__).with_name("compiled_claims.py")
+ROOT = SCRIPT.parents[2]
+
+pytestmark = pytest.mark.slow
+
+
+@pytest.fixture(scope="module")
+def findings(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[str]]:
+    cache = tmp_path_factory.mktemp("triton")
+    environment = {**os.environ, "TRITON_INTERPRET": "0", "PYTHONPATH": str(ROOT), "TRITON_CACHE_DIR": str(cache)}
+    done = subprocess.run(
+        [sys.executable, str(SCRIPT)],
+        cwd=ROOT,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=150,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    out: dict[str, list[str]] = json.loads(done.stdout)
+    return out
+
+
+def test_every_kernel_compiles_for_both_dtypes(findings: dict[str, list[str]]) -> None:
+    assert len(findings) == 8
+
+
+def test_float32_is_never_multiplied_as_tf32(findings: dict[str, list[str]]) -> None:
+    assert findings["extend fp32"] == findings["decode_split fp32"] == ["fma.rn.f32"]
+
+
+def test_extend_and_decode_multiply_tiles_with_one_kind_of_instruction(findings: dict[str, list[str]]) -> None:
+    assert "wgmma" in findings["extend bf16"]
+    assert "wgmma" in findings["decode_split bf16"]

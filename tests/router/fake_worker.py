@@ -1,0 +1,371 @@
+"""Workers that draw tokens from a formula: what prefill and decode say to a router, without a model.
+
+A token depends on the tokens before it, on seed, choice and position, so that a lost, repeated or reordered token
+changes everything after it. Prefill sends the first token (and scores) with its report and hands its room over; decode
+waits for the room and sends the rest, one token a frame, its report, and the end. Nothing moves while `paused`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import struct
+import zlib
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+
+from contracts.errors import ErrorKind
+from contracts.ids import Incarnation, RequestId, Role, RoomId, WorkerName
+from contracts.messages import (
+    Cancel,
+    CheckReport,
+    Command,
+    Done,
+    Event,
+    Fits,
+    Progress,
+    PromptScores,
+    Submit,
+    Tokens,
+    WorkerStatus,
+)
+from contracts.ports import WorkerRecord, WorkerView
+from contracts.sampling import SamplingParams, TokenLogprob
+
+VOCAB = 1000
+FIRST = 300
+"""Tokens are drawn from here up to `VOCAB`: ordinary pieces of the demo's vocabulary, no special token."""
+BYTES_A_TOKEN = 10
+PAGES = 100
+
+
+def draw(tokens: Sequence[int], sampling: SamplingParams) -> int:
+    """The token at position ``len(tokens)``."""
+    raw = struct.pack("<4QQQ", *([0] * 4 + list(tokens))[-4:], sampling.seed, sampling.choice * 2**32 + len(tokens))
+    return FIRST + zlib.crc32(raw) % (VOCAB - FIRST)
+
+
+def logprob(token: int, count: int) -> TokenLogprob:
+    """A log-probability that tells which token it belongs to."""
+    top = tuple((token + i, -token / 1000 - i) for i in range(count))
+    return TokenLogprob(token, -token / 1000, top)
+
+
+def expected(prompt: Sequence[int], sampling: SamplingParams) -> list[int]:
+    """The whole undisturbed answer, stop token included."""
+    tokens = list(prompt)
+    while len(tokens) < len(prompt) + sampling.max_tokens:
+        tokens.append(draw(tokens, sampling))
+        if tokens[-1] in sampling.stop_token_ids:
+            break
+    return tokens[len(prompt) :]
+
+
+def ending(submit: Submit, tokens: Sequence[int]) -> Done | None:
+    """The end that `tokens` (prompt included) bring, if they do."""
+    key = (submit.request_id, submit.attempt)
+    if len(tokens) > len(submit.tokens) and tokens[-1] in submit.sampling.stop_token_ids:
+        return Done(*key, "stop", stop_token=tokens[-1])
+    if len(tokens) - submit.prompt_len >= submit.sampling.max_tokens:
+        return Done(*key, "length")
+    return None
+
+
+def scored(submit: Submit, tokens: Sequence[int], at: int) -> tuple[TokenLogprob, ...]:
+    count = submit.sampling.logprobs
+    return () if count is None else (logprob(tokens[at], count),)
+
+
+def prefill_frames(submit: Submit, worker: WorkerName, cached: int = 0) -> Iterator[list[Event]]:
+    """What prefill says to `submit`, frame by frame."""
+    key = (submit.request_id, submit.attempt)
+    tokens = list(submit.tokens)
+    frame: list[Event] = []
+    if (count := submit.sampling.prompt_logprobs) is not None:
+        frame.append(PromptScores(*key, tuple(logprob(t, count) for t in tokens[1:])))
+        cached = 0
+    if submit.sampling.max_tokens:
+        tokens.append(draw(tokens, submit.sampling))
+        frame.append(Tokens(*key, len(tokens) - 1, (tokens[-1],), scored(submit, tokens, len(tokens) - 1)))
+    size = 0 if submit.peer is None else BYTES_A_TOKEN * len(submit.tokens)
+    marks = {"queue": 0.001, "match": 0.001, "prefill": 0.002}
+    frame.append(Progress(*key, Role.PREFILL, worker, marks, cached, len(submit.tokens) - cached, size))
+    if done := ending(submit, tokens):
+        frame.append(done)
+    yield frame
+
+
+def decode_frames(submit: Submit, worker: WorkerName) -> Iterator[list[Event]]:
+    """What decode says to `submit`, frame by frame; the first token is prefill's."""
+    key = (submit.request_id, submit.attempt)
+    tokens = [*submit.tokens, draw(submit.tokens, submit.sampling)]
+    if ending(submit, tokens):
+        return
+    while True:
+        tokens.append(draw(tokens, submit.sampling))
+        at = len(tokens) - 1
+        frame: list[Event] = [Tokens(*key, at, (tokens[at],), scored(submit, tokens, at))]
+        if done := ending(submit, tokens):
+            marks = {"grant": 0.001, "arrived": 0.003, "first_step": 0.004, "done": 0.005}
+            size = BYTES_A_TOKEN * len(submit.tokens)
+            yield [*frame, Progress(*key, Role.DECODE, worker, marks, 0, 0, size), done]
+            return
+        yield frame
+
+
+@dataclass
+class Leg:
+    """One submitted attempt on one worker."""
+
+    session: FakeSession
+    submit: Submit
+    frames: Iterator[list[Event]]
+
+
+@dataclass
+class Rooms:
+    """Hand-overs that have arrived, known to all workers of a cluster."""
+
+    arrived: set[RoomId] = field(default_factory=set)
+
+
+class FakeSession:
+    """`contracts.ports.Session` with a fake."""
+
+    def __init__(
+        self, worker: FakeWorker, on_events: Callable[[Sequence[Event]], None], on_closed: Callable[[str], None]
+    ) -> None:
+        self.worker = worker
+        self.on_events = on_events
+        self.on_closed = on_closed
+        self.open = True
+
+    def send(self, commands: Sequence[Command]) -> None:
+        for command in commands if self.open else ():
+            self.worker.handle(self, command)
+
+    def close(self) -> None:
+        if self.open:
+            self.open = False
+            self.worker.drop(self)
+
+
+class FakeWorker:
+    """One worker, across its incarnations. All methods run on the router's loop."""
+
+    def __init__(self, name: str, role: Role, rooms: Rooms | None = None, *, positions: int = 4096) -> None:
+        self.name = WorkerName(name)
+        self.role = role
+        self.rooms = rooms or Rooms()
+        self.positions = positions
+        self.incarnation = Incarnation(1)
+        self.endpoint = ""
+        self.state = "ready"
+        self.alive = True
+        self.hangs = False
+        """It answers no call any more."""
+        self.paused = False
+        self.eager = False
+        """Decode doesn't wait for the room: its events come before prefill's."""
+        self.cached = 0
+        self.refusals: list[ErrorKind] = []
+        """Errors that the next submits end in, first first."""
+        self.violations: tuple[str, ...] = ()
+        self.submits: list[Submit] = []
+        self.cancels: list[Cancel] = []
+        self.legs: dict[RequestId, Leg] = {}
+        self.sessions: list[FakeSession] = []
+        self._scheduled = False
+
+    @property
+    def record(self) -> WorkerRecord:
+        control = f"inproc://{self.name}" if self.role is Role.PREFILL else ""
+        fits = Fits(self.positions, 4096)
+        return WorkerRecord(self.name, self.role, self.incarnation, 1, "here", self.endpoint, control, fits)
+
+    def status(self) -> WorkerStatus:
+        state = self.state if self.alive else "dead"
+        free = PAGES - len(self.legs)
+        return WorkerStatus(self.name, self.role, state, 1, "here", self.incarnation, len(self.legs), 0, PAGES, free)
+
+    def check(self) -> CheckReport:
+        return CheckReport(self.name, PAGES, 0, len(self.legs), 0, self.violations)
+
+    def handle(self, session: FakeSession, command: Command) -> None:
+        if isinstance(command, Cancel):
+            self.cancels.append(command)
+            leg = self.legs.get(command.request_id)
+            if leg and leg.session is session and leg.submit.attempt <= command.attempt:
+                del self.legs[command.request_id]
+            return
+        self.submits.append(command)
+        key = (command.request_id, command.attempt)
+        frames: Iterator[list[Event]]
+        if self.state == "draining":
+            frames = iter([[Done(*key, "error", error=ErrorKind.DRAINING, message="draining")]])
+        elif self.refusals:
+            kind = self.refusals.pop(0)
+            frames = iter([[Done(*key, "error", error=kind, message=f"planted: {kind}")]])
+        elif self.role is Role.PREFILL:
+            frames = prefill_frames(command, self.name, self.cached)
+        else:
+            frames = decode_frames(command, self.name)
+        assert command.request_id not in self.legs, "a request is submitted again only after its cancel or end"
+        self.legs[command.request_id] = Leg(session, command, frames)
+        self.go()
+
+    def go(self) -> None:
+        """Step soon, again and again, unless paused."""
+        if not self.paused and not self._scheduled and self.legs:
+            self._scheduled = True
+            asyncio.get_running_loop().call_soon(self._run)
+
+    def _run(self) -> None:
+        self._scheduled = False
+        if not self.paused and self.alive and self.step():
+            self.go()
+
+    def step(self) -> bool:
+        """One frame to each session: the next events of every leg that can go on. False when none could."""
+        frames: dict[int, tuple[FakeSession, list[Event]]] = {}
+        for request_id, leg in list(self.legs.items()):
+            blocked = self.role is Role.DECODE and not self.eager and leg.submit.room not in self.rooms.arrived
+            events = None if blocked else next(leg.frames, [])
+            if events is None:
+                continue
+            if not events or any(isinstance(e, Done) for e in events) or self.role is Role.PREFILL:
+                self.legs.pop(request_id, None)
+            if self.role is Role.PREFILL:
+                self.rooms.arrived.add(leg.submit.room)
+            frames.setdefault(id(leg.session), (leg.session, []))[1].extend(events)
+        for session, frame in frames.values():
+            if session.open and frame:
+                session.on_events(frame)
+        return bool(frames) or (self.role is Role.DECODE and bool(self.legs))
+
+    def run(self) -> None:
+        """Step until nothing is left."""
+        while self.step():
+            pass
+
+    def pause(self) -> None:
+        self.paused = True
+
+    def resume(self) -> None:
+        self.paused = False
+        self.go()
+
+    def drop(self, session: FakeSession) -> None:
+        self.sessions.remove(session)
+        for request_id in [r for r, leg in self.legs.items() if leg.session is session]:
+            del self.legs[request_id]
+
+    def break_links(self, reason: str = "the link broke") -> None:
+        """Every router's stream ends; the worker lives on."""
+        for session in list(self.sessions):
+            if session.open:
+                session.open = False
+                self.drop(session)
+                session.on_closed(reason)
+
+    def die(self, reason: str = "killed") -> None:
+        self.alive = False
+        self.break_links(reason)
+
+    def restart(self) -> None:
+        """The next incarnation."""
+        self.incarnation = Incarnation(self.incarnation + 1)
+        self.alive, self.state = True, "ready"
+
+
+class FakePort:
+    """`contracts.ports.Port` to one incarnation of a fake."""
+
+    def __init__(self, worker: FakeWorker) -> None:
+        self.worker = worker
+        self.incarnation = worker.incarnation
+
+    async def connect(
+        self, on_events: Callable[[Sequence[Event]], None], on_closed: Callable[[str], None]
+    ) -> FakeSession:
+        await self._reach()
+        session = FakeSession(self.worker, on_events, on_closed)
+        self.worker.sessions.append(session)
+        return session
+
+    async def _reach(self) -> None:
+        if self.worker.hangs:
+            await asyncio.Event().wait()
+        if not self.worker.alive or self.worker.incarnation != self.incarnation:
+            raise ConnectionError(f"{self.worker.name}: nobody answers")
+
+    async def status(self) -> WorkerStatus:
+        await self._reach()
+        return self.worker.status()
+
+    async def check(self) -> CheckReport:
+        await self._reach()
+        return self.worker.check()
+
+    async def drain(self) -> WorkerStatus:
+        await self._reach()
+        self.worker.state = "draining"
+        return self.worker.status()
+
+    async def undrain(self) -> WorkerStatus:
+        await self._reach()
+        self.worker.state = "ready"
+        return self.worker.status()
+
+    async def aclose(self) -> None:
+        return None
+
+
+class FakeCluster:
+    """`contracts.ports.Directory` over fakes."""
+
+    def __init__(self, prefill: int = 1, decode: int = 1) -> None:
+        self.rooms = Rooms()
+        names = [(f"prefill-{i}", Role.PREFILL) for i in range(prefill)]
+        names += [(f"decode-{i}", Role.DECODE) for i in range(decode)]
+        self.workers = {name: FakeWorker(name, role, self.rooms) for name, role in names}
+        self.hidden: set[str] = set()
+        self._watchers: list[Callable[[tuple[WorkerView, ...]], None]] = []
+
+    def __getitem__(self, name: str) -> FakeWorker:
+        return self.workers[name]
+
+    def views(self) -> tuple[WorkerView, ...]:
+        return tuple(WorkerView(w.record, w.status()) for n, w in self.workers.items() if n not in self.hidden)
+
+    def watch(self, on_change: Callable[[tuple[WorkerView, ...]], None]) -> Callable[[], None]:
+        self._watchers.append(on_change)
+        on_change(self.views())
+        return lambda: self._watchers.remove(on_change)
+
+    def changed(self) -> None:
+        for watcher in list(self._watchers):
+            watcher(self.views())
+
+    def port(self, record: WorkerRecord) -> FakePort:
+        return FakePort(self.workers[record.name])
+
+    def restart(self, name: str) -> None:
+        self.workers[name].restart()
+        self.changed()
+
+    def heal(self) -> None:
+        """Every worker serves again, nothing planted; for the next test."""
+        for worker in self.workers.values():
+            worker.hangs = worker.eager = False
+            worker.cached, worker.refusals, worker.violations = 0, [], ()
+            worker.submits.clear()
+            worker.cancels.clear()
+            if not worker.alive:
+                worker.restart()
+            worker.state = "ready"
+            worker.resume()
+        self.hidden.clear()
+        self.changed()
+
+    def leftovers(self) -> list[str]:
+        return [f"{w.name}: {r}" for w in self.workers.values() for r in w.legs]

@@ -1,0 +1,159 @@
+"""A real router on a free port, its loop in a thread, in front of fakes; what tests do to fakes runs on that loop."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, TypeVar
+
+import httpx
+
+from contracts.config import Config, config_from_dict
+from contracts.ids import Role
+from contracts.model import ModelSpec, read_model_spec
+from contracts.ports import Directory
+from router.app import create_app
+from router.main import RouterServer, listen
+from router.service import RouterService
+from tests.router.fake_worker import FakeCluster
+
+T = TypeVar("T")
+
+DEMO = Path(__file__).parents[2] / "cluster" / "demo"
+WAIT_S = 10.0
+
+
+def demo_spec(**changes: Any) -> ModelSpec:
+    return replace(read_model_spec(DEMO), **changes)
+
+
+class Server:
+    """A running router."""
+
+    def __init__(self, cluster: FakeCluster, service: RouterService, uvicorn: RouterServer, port: int) -> None:
+        self.uvicorn = uvicorn
+        self.cluster = cluster
+        self.service = service
+        self.port = port
+        self.url = f"http://127.0.0.1:{port}"
+        self.client = httpx.Client(base_url=self.url, timeout=WAIT_S, trust_env=False)
+        self.loop: asyncio.AbstractEventLoop = asyncio.new_event_loop()
+
+    def call(self, work: Callable[[], T]) -> T:
+        """Run `work` on the router's loop."""
+
+        async def run() -> T:
+            return work()
+
+        return asyncio.run_coroutine_threadsafe(run(), self.loop).result(WAIT_S)
+
+    def pause(self, role: str) -> None:
+        """No worker of `role` moves until `resume`."""
+
+        def work() -> None:
+            for name, worker in self.cluster.workers.items():
+                if name.startswith(role):
+                    worker.pause()
+
+        self.call(work)
+
+    def resume(self) -> None:
+        def work() -> None:
+            for worker in self.cluster.workers.values():
+                worker.resume()
+
+        self.call(work)
+
+    def wait_until(self, is_so: Callable[[], bool]) -> None:
+        """Let the loop run until `is_so`; fails after some seconds."""
+
+        async def run() -> None:
+            async with asyncio.timeout(WAIT_S):
+                while not is_so():
+                    await asyncio.sleep(0.001)
+
+        asyncio.run_coroutine_threadsafe(run(), self.loop).result(WAIT_S + 1)
+
+    def serves(self) -> bool:
+        brain = self.service.brain
+        up = sum(w.alive and w.state == "ready" for w in self.cluster.workers.values())
+        return sum(len(brain.serving(role)) for role in Role) == up
+
+    def post(self, path: str, body: Any, **headers: str) -> httpx.Response:
+        return self.client.post(path, json=body, headers=headers)
+
+    def complete(self, **body: Any) -> dict[str, Any]:
+        """A completion that must succeed."""
+        response = self.post("/v1/completions", {"prompt": [5, 6, 7], "seed": 1, **body})
+        assert response.status_code == 200, response.text
+        return dict(response.json())
+
+    def refused(self, path: str, body: Any, status: int = 400) -> dict[str, Any]:
+        """The error of a request that must be refused."""
+        response = self.post(path, body)
+        assert response.status_code == status, response.text
+        error = response.json()["error"]
+        assert set(error) == {"message", "type", "param", "code"}
+        return dict(error)
+
+    def stream(self, path: str, body: Any, **headers: str) -> list[dict[str, Any] | str]:
+        """Every event of a stream; ``[DONE]`` as a string."""
+        with self.client.stream("POST", path, json={**body, "stream": True}, headers=headers) as response:
+            assert response.status_code == 200, response.read()
+            assert response.headers["content-type"].startswith("text/event-stream")
+            return [
+                line[6:] if line == "data: [DONE]" else json.loads(line[6:])
+                for line in response.iter_lines()
+                if line.startswith("data: ")
+            ]
+
+    def at_rest(self) -> None:
+        """Nothing is left anywhere: asserted after each test."""
+        self.wait_until(lambda: not self.cluster.leftovers() and not self.service.brain.in_house)
+        assert self.call(self.service.check) == []
+
+
+@contextmanager
+def serving(
+    cluster: FakeCluster,
+    *,
+    spec: ModelSpec | None = None,
+    config: Config | None = None,
+    directory: Directory | None = None,
+) -> Iterator[Server]:
+    """A router on a free port that serves until the end of the block."""
+    service = RouterService(spec or demo_spec(), config or Config(), directory or cluster)
+    reading, writing = os.pipe()
+    uvicorn_server = RouterServer(create_app(service), service, writing)
+    with listen("127.0.0.1", 0) as bound:
+        server = Server(cluster, service, uvicorn_server, bound.getsockname()[1])
+        thread = threading.Thread(target=server.loop.run_until_complete, args=(uvicorn_server.serve([bound]),))
+        thread.start()
+        try:
+            assert os.read(reading, 16) == b"ready\n"
+            server.wait_until(server.serves)
+            yield server
+        finally:
+            uvicorn_server.should_exit = True
+            thread.join(WAIT_S)
+            server.client.close()
+            server.loop.close()
+            os.close(reading)
+    assert not thread.is_alive()
+
+
+def router_config(**changes: Any) -> Config:
+    return config_from_dict({"router": changes})
+
+
+async def eventually(is_so: Callable[[], bool], within_s: float = WAIT_S) -> None:
+    """Let other tasks run until `is_so`."""
+    async with asyncio.timeout(within_s):
+        while not is_so():
+            await asyncio.sleep(0)

@@ -1,0 +1,193 @@
+"""A stage for the brain: its actions played out by formulas, one event at a time, in any order a test likes."""
+
+from __future__ import annotations
+
+import itertools
+from collections import deque
+from dataclasses import dataclass
+from typing import Any
+
+from contracts.clock import ManualClock
+from contracts.config import RouterConfig
+from contracts.ids import RequestId, Role, RoomId
+from contracts.messages import Cancel, Done, Event, Submit
+from contracts.sampling import SamplingParams, TokenLogprob
+from router.brain import Brain, Deliver, End, Replay, Scores, Send
+from router.request import Request
+from router.workers import WorkerKey, prefix_hashes
+from tests.router.fake_worker import FakeCluster, decode_frames, expected, prefill_frames
+
+
+@dataclass
+class StageLeg:
+    """One attempt on one worker: the events it has still to say."""
+
+    submit: Submit
+    events: deque[Event]
+
+
+class Stage:
+    """Workers without any I/O, and a brain that believes in them."""
+
+    def __init__(self, prefill: int = 2, decode: int = 2, **config: Any) -> None:
+        self.clock = ManualClock(100.0)
+        self.cluster = FakeCluster(prefill, decode)
+        rooms = (f"room-{i}" for i in itertools.count())
+        self.brain = Brain(RouterConfig(**config), self.clock, lambda: next(rooms))
+        self.legs: dict[tuple[str, RequestId], StageLeg] = {}
+        self.said: list[tuple[WorkerKey, Event]] = []
+        self.submits: list[tuple[WorkerKey, Submit]] = []
+        self.cancels: list[tuple[WorkerKey, Cancel]] = []
+        self.rooms_in: set[RoomId] = set()
+        self.out: dict[RequestId, list[int]] = {}
+        self.logprobs: dict[RequestId, list[TokenLogprob]] = {}
+        self.scores: dict[RequestId, tuple[TokenLogprob, ...]] = {}
+        self.ends: dict[RequestId, Done] = {}
+        self.requests: dict[RequestId, Request] = {}
+        self.view()
+        for name in self.cluster.workers:
+            self.link(name)
+
+    # ------------------------------------------------------------ workers
+
+    def key(self, name: str) -> WorkerKey:
+        worker = self.cluster[name]
+        return (worker.name, worker.incarnation)
+
+    def view(self) -> None:
+        self.brain.on_view(self.cluster.views())
+        self.play()
+
+    def link(self, name: str) -> None:
+        self.brain.on_linked(self.key(name))
+        self.play()
+
+    def unlink(self, name: str) -> None:
+        self._forget(name)
+        self.brain.on_unlinked(self.key(name), "the stream ended")
+        self.play()
+
+    def kill(self, name: str) -> None:
+        """The process dies: its stream ends at once, the controller's table says so."""
+        self.unlink(name)
+        self.cluster[name].alive = False
+        self.view()
+
+    def restart(self, name: str) -> None:
+        self.cluster[name].restart()
+        self.view()
+        self.link(name)
+
+    def drain(self, name: str, draining: bool = True) -> None:
+        self.cluster[name].state = "draining" if draining else "ready"
+        self.view()
+
+    def _forget(self, name: str) -> None:
+        for key in [k for k in self.legs if k[0] == name]:
+            del self.legs[key]
+
+    # ------------------------------------------------------------ requests
+
+    def submit(self, prompt: tuple[int, ...] = (5, 6, 7), max_tokens: int = 6, **sampling: Any) -> RequestId:
+        rid = RequestId(f"r{len(self.requests)}-0")
+        params = SamplingParams(max_tokens, **sampling)
+        now = self.clock.now()
+        deadline = now + self.brain._config.request_timeout_s
+        request = Request(rid, prompt, params, now=now, deadline=deadline, hashes=prefix_hashes(prompt))
+        self.requests[rid] = request
+        self.out[rid], self.logprobs[rid] = [], []
+        self.brain.submit(request)
+        self.play()
+        return rid
+
+    def answer(self, rid: RequestId) -> list[int]:
+        """What the client must get."""
+        return expected(self.requests[rid].prompt, self.requests[rid].sampling)
+
+    def tick(self, seconds: float = 0.1) -> None:
+        self.clock.advance(seconds)
+        self.brain.tick()
+        self.play()
+
+    def play(self) -> None:
+        """Carry out the brain's actions, and let it recount its books."""
+        for action in self.brain.take_actions():
+            match action:
+                case Send(worker, Submit() as submit):
+                    self.submits.append((worker, submit))
+                    frames = prefill_frames if worker[0].startswith("prefill") else decode_frames
+                    events = [e for frame in frames(submit, worker[0]) for e in frame]
+                    assert (worker[0], submit.request_id) not in self.legs, "an attempt is cancelled before the next"
+                    self.legs[worker[0], submit.request_id] = StageLeg(submit, deque(events))
+                case Send(worker, Cancel() as cancel):
+                    self.cancels.append((worker, cancel))
+                    self.legs.pop((worker[0], cancel.request_id), None)
+                case Deliver(rid, tokens, logprobs):
+                    assert rid not in self.ends, "nothing follows the end"
+                    self.out[rid] += tokens
+                    self.logprobs[rid] += logprobs
+                case Scores(rid, scores):
+                    assert rid not in self.scores, "scores come once"
+                    assert not self.out[rid], "scores come first"
+                    self.scores[rid] = scores
+                case Replay(rid, attempt, reason):
+                    assert attempt == self.requests[rid].attempt or rid in self.ends
+                    assert reason
+                case End(rid, done):
+                    assert rid not in self.ends, "an end comes once"
+                    self.ends[rid] = done
+        assert self.brain.check() == []
+
+    # ------------------------------------------------------------ events
+
+    def leg(self, rid: RequestId, role: Role) -> str:
+        """Which worker has this leg now."""
+        return next(name for name, r in self.legs if r == rid and name.startswith(role))
+
+    def can_say(self, name: str, rid: RequestId) -> bool:
+        leg = self.legs[name, rid]
+        return bool(leg.events) and (name.startswith("prefill") or leg.submit.room in self.rooms_in)
+
+    def say(self, rid: RequestId, role: Role, count: int = 1) -> None:
+        """The leg's next `count` events arrive."""
+        name = self.leg(rid, role)
+        for _ in range(count):
+            self.say_next(name, rid)
+
+    def say_next(self, name: str, rid: RequestId) -> None:
+        leg = self.legs[name, rid]
+        event = leg.events.popleft()
+        if not leg.events:
+            del self.legs[name, rid]
+            self.rooms_in.add(leg.submit.room)
+        self.hear(self.key(name), event)
+
+    def hear(self, worker: WorkerKey, event: Event) -> None:
+        self.said.append((worker, event))
+        self.brain.on_event(worker, event)
+        self.play()
+
+    def error(self, rid: RequestId, role: Role, kind: Any, **done: Any) -> None:
+        """The leg ends in an error."""
+        name = self.leg(rid, role)
+        leg = self.legs.pop((name, rid))
+        self.hear(self.key(name), Done(rid, leg.submit.attempt, "error", error=kind, message="planted", **done))
+
+    def finish(self, rounds: int = 1000) -> None:
+        """Let everything that can be said be said, and time pass, until all requests have ended."""
+        for _ in range(rounds):
+            for name, rid in list(self.legs):
+                if (name, rid) in self.legs and self.can_say(name, rid):
+                    self.say_next(name, rid)
+            if len(self.ends) == len(self.requests):
+                return
+            if not self.legs:
+                self.tick()
+        raise AssertionError(f"not ended: {self.requests.keys() - self.ends.keys()}")
+
+    def assert_answered(self, rid: RequestId) -> None:
+        """The full answer, once, in order, and nothing left of it."""
+        assert self.out[rid] == self.answer(rid)
+        assert self.ends[rid].error is None
+        assert not [r for _, r in self.legs if r == rid]
+        assert rid not in set(self.brain.request_ids())

@@ -1,0 +1,233 @@
+"""Every bad request gets a clear error at once, in OpenAI's shape, and leaves nothing behind."""
+
+from __future__ import annotations
+
+import json
+import socket
+import threading
+from typing import Any
+
+import pytest
+
+from contracts.errors import ErrorKind
+from tests.router.fake_worker import FakeCluster
+from tests.router.http_server import Server, demo_spec, router_config, serving
+
+COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
+OK = {"prompt": [5, 6], "max_tokens": 2}
+HELLO = [{"role": "user", "content": "hello"}]
+
+WRONG_FIELDS: list[tuple[dict[str, Any], str, str]] = [
+    ({"max_tokens": "5"}, "max_tokens", 'must be an integer; got "5"'),
+    ({"max_tokens": True}, "max_tokens", "must be an integer; got true"),
+    ({"max_tokens": 1.5}, "max_tokens", "must be an integer; got 1.5"),
+    ({"max_tokens": -1}, "max_tokens", "0 or more"),
+    ({"max_tokens": 10**30}, "max_tokens", "0 or more"),
+    ({"max_tokens": 2047}, "max_tokens", "2 tokens) and max_tokens (2047) make 2049; the context is 2048"),
+    ({"n": 0}, "n", "from 1 to 128"),
+    ({"n": 129}, "n", "from 1 to 128"),
+    ({"n": True}, "n", "must be an integer"),
+    ({"temperature": "hot"}, "temperature", "must be a number"),
+    ({"temperature": -0.1}, "temperature", "from 0 to 100"),
+    ({"temperature": 10**400}, "temperature", "from 0 to 100"),
+    ({"top_p": 0}, "top_p", "above 0 and at most 1"),
+    ({"top_p": 1.01}, "top_p", "above 0 and at most 1"),
+    ({"top_k": -2}, "top_k", "-1 or more"),
+    ({"min_p": 2}, "min_p", "from 0 to 1"),
+    ({"repetition_penalty": 0}, "repetition_penalty", "above 0"),
+    ({"presence_penalty": 2.5}, "presence_penalty", "from -2 to 2"),
+    ({"seed": 2**63}, "seed", "64-bit"),
+    ({"seed": 1.0}, "seed", "must be an integer"),
+    ({"stream": "yes"}, "stream", "true or false"),
+    ({"stream": 1}, "stream", "true or false"),
+    ({"echo": 1}, "echo", "true or false"),
+    ({"logprobs": 21}, "logprobs", "from 0 to 20"),
+    ({"logprobs": True}, "logprobs", "must be an integer"),
+    ({"stop": 5}, "stop", "a string or an array of strings"),
+    ({"stop": ["a", 5]}, "stop", "a string or an array of strings"),
+    ({"stop": ["x"] * 17}, "stop", "at most 16"),
+    ({"stop": [""]}, "stop", "1 to 1024"),
+    ({"stop_token_ids": [5000000]}, "stop_token_ids", "out of range"),
+    ({"stop_token_ids": "5"}, "stop_token_ids", "arrays of token ids"),
+    ({"min_tokens": 3}, "min_tokens", "above max_tokens 2"),
+    ({"logit_bias": {"x": 1}}, "logit_bias", "not a token id"),
+    ({"logit_bias": {"-5": 1}}, "logit_bias", "not a token id"),
+    ({"logit_bias": {"99999999": 1}}, "logit_bias", "out of range"),
+    ({"logit_bias": {"5": 101}}, "logit_bias", "from -100 to 100"),
+    ({"logit_bias": [5]}, "logit_bias", "an object"),
+    ({"stream_options": {"include_usage": True}}, "stream_options", "needs stream: true"),
+    ({"stream": True, "stream_options": 5}, "stream_options", "an object"),
+    ({"stream": True, "stream_options": {"include_usage": 1}}, "include_usage", "true or false"),
+    ({"suffix": "x"}, "suffix", "not supported"),
+    ({"best_of": 2}, "best_of", "must be 1"),
+    ({"guided_json": {"type": "object"}}, "guided_json", "not supported"),
+    ({"prompt": None}, "prompt", "missing or empty"),
+    ({"prompt": []}, "prompt", "missing or empty"),
+    ({"prompt": ""}, "prompt", "no token to begin with"),
+    ({"prompt": [[]]}, "prompt", "no token to begin with"),
+    ({"prompt": {"a": 1}}, "prompt", "a string, an array of token ids, or an array of either"),
+    ({"prompt": [5, "a"]}, "prompt", "must be integers"),
+    ({"prompt": ["a", 5]}, "prompt", "arrays of token ids"),
+    ({"prompt": [5, True]}, "prompt", "must be integers"),
+    ({"prompt": [5, 1.0]}, "prompt", "must be integers"),
+    ({"prompt": [5, -1]}, "prompt", "token id -1 is out of range"),
+    ({"prompt": [5, 2**70]}, "prompt", "out of range"),
+    ({"prompt": [5] * 2048}, "prompt", "2048 tokens; the context of 2048"),
+    ({"prompt": "word " * 20000}, "prompt", "tokens"),
+    ({"prompt": "\ud800"}, "prompt", "surrogates"),
+    ({"model": 5}, "model", "must be a string"),
+]
+
+
+@pytest.mark.parametrize(("wrong", "param", "message"), WRONG_FIELDS, ids=lambda v: str(v)[:40])
+def test_a_wrong_field_is_named_with_what_is_right(
+    server: Server, wrong: dict[str, Any], param: str, message: str
+) -> None:
+    response = server.client.post(COMPLETIONS, content=json.dumps({**OK, **wrong}).encode())
+    assert response.status_code == 400, response.text
+    error = response.json()["error"]
+    assert error["param"] == param
+    assert message in error["message"]
+    assert error["type"] == "invalid_request_error"
+    assert len(error["message"]) < 300
+
+
+CHAT_FIELDS: list[tuple[dict[str, Any], str, str]] = [
+    ({"messages": None}, "messages", "at least one message"),
+    ({"messages": []}, "messages", "at least one message"),
+    ({"messages": "hi"}, "messages", "at least one message"),
+    ({"messages": ["hi"]}, "messages", "messages[0] must be an object"),
+    ({"messages": [{"content": "x"}]}, "messages", "messages[0].role"),
+    ({"messages": [{"role": "user"}]}, "messages", "messages[0].content"),
+    ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "messages", "part of type text"),
+    ({"messages": [{"role": "user", "content": "x", "tool_calls": [{}]}]}, "messages", "tool calls"),
+    ({"tools": [{"type": "function"}]}, "tools", "not supported"),
+    ({"response_format": {"type": "json_object"}}, "response_format", "not supported"),
+    ({"max_tokens": 0}, "max_tokens", "1 or more"),
+    ({"max_completion_tokens": 0}, "max_completion_tokens", "1 or more"),
+    ({"logprobs": 1}, "logprobs", "true or false"),
+    ({"top_logprobs": 2}, "top_logprobs", "needs logprobs"),
+    ({"logprobs": True, "top_logprobs": 21}, "top_logprobs", "from 0 to 20"),
+    ({"functions": [{}]}, "functions", "not supported"),
+    ({"chat_template": "{{ 1 }}"}, "chat_template", "checkpoint only"),
+    ({"chat_template_kwargs": 5}, "chat_template_kwargs", "an object"),
+]
+
+
+@pytest.mark.parametrize(("wrong", "param", "message"), CHAT_FIELDS, ids=lambda v: str(v)[:40])
+def test_a_wrong_chat_field_is_named_too(server: Server, wrong: dict[str, Any], param: str, message: str) -> None:
+    error = server.refused(CHAT, {"messages": HELLO, "max_tokens": 2, **wrong})
+    assert error["param"] == param
+    assert message in error["message"]
+
+
+@pytest.mark.parametrize(
+    ("body", "message"),
+    [
+        (b"", "not valid JSON"),
+        (b"{", "not valid JSON"),
+        (b'{"prompt": NaN}', "NaN is no JSON number"),
+        (b'{"temperature": Infinity, "prompt": [5]}', "Infinity is no JSON number"),
+        (b"[1]", "must be a JSON object"),
+        (b"\xff\xfe", "not valid JSON"),
+        (b"[" * 100_000, "not valid JSON"),
+        (b'{"seed": ' + b"9" * 5000 + b"}", "not valid JSON"),
+    ],
+)
+@pytest.mark.parametrize("path", [COMPLETIONS, CHAT, "/tokenize", "/detokenize"])
+def test_a_body_that_is_no_json_object_is_refused(server: Server, path: str, body: bytes, message: str) -> None:
+    response = server.client.post(path, content=body)
+    assert response.status_code == 400
+    assert message in response.json()["error"]["message"]
+
+
+def test_a_number_beyond_all_floats_is_out_of_range(server: Server) -> None:
+    response = server.client.post(COMPLETIONS, content=b'{"prompt": [5], "temperature": 1e999}')
+    assert response.status_code == 400
+    assert "from 0 to 100" in response.json()["error"]["message"]
+
+
+def test_unknown_models_paths_and_methods_are_named(server: Server) -> None:
+    error = server.refused(COMPLETIONS, {**OK, "model": "gpt-9"}, 404)
+    assert error["code"] == "model_not_found"
+    assert "gpt-9" in error["message"]
+    assert "demo" in error["message"]
+    assert server.client.get("/v1/models/nope").status_code == 404
+    assert server.client.get("/v2/x").json()["error"]["message"] == "no such endpoint: /v2/x"
+    assert server.client.get(COMPLETIONS).status_code == 405
+    assert server.client.delete("/v1/models").status_code == 405
+
+
+def test_unknown_fields_and_nulls_are_ignored(server: Server) -> None:
+    body = {**OK, "user": "me", "frobnicate": 5, "temperature": None, "stop": None, "suffix": None, "logit_bias": None}
+    assert server.post(COMPLETIONS, body).status_code == 200
+
+
+def test_a_body_that_is_too_large_is_refused_before_it_is_read(server: Server) -> None:
+    limit = server.service.config.max_body_bytes
+    with socket.create_connection(("127.0.0.1", server.port), timeout=10) as client:
+        client.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n\r\n" % (16 * 2**20))
+        client.sendall(b"x" * 1000)
+        answer = b"".join(iter(lambda: client.recv(65536), b""))
+    assert answer.startswith(b"HTTP/1.1 413")
+    assert f"the limit is {limit}".encode() in answer
+    # A client that sends all of it before it listens, as most do, hears it too.
+    response = server.client.post(COMPLETIONS, content=b"x" * (16 * 2**20))
+    assert response.status_code == 413
+    assert response.json()["error"]["code"] == "body_too_large"
+
+
+def test_a_chunked_body_is_counted_while_it_is_read(server: Server) -> None:
+    chunks = (b"x" * 2**20 for _ in range(10))
+    assert server.client.post(COMPLETIONS, content=chunks).status_code == 413
+
+
+@pytest.mark.slow
+def test_a_full_queue_says_so_and_when_to_come_back(server: Server) -> None:
+    config = router_config(max_queue=3, worker_wait_s=5.0)
+    with serving(FakeCluster(), config=config) as full:
+        assert full.post(COMPLETIONS, {**OK, "n": 4}).status_code == 400
+        full.call(full.cluster["prefill-0"].pause)
+        waiting = threading.Thread(target=full.post, args=(COMPLETIONS, {**OK, "n": 2}))
+        waiting.start()
+        full.wait_until(lambda: full.service.brain.in_house == 2)
+        response = full.post(COMPLETIONS, {**OK, "n": 2})
+        assert response.status_code == 429
+        assert response.headers["retry-after"] == "1"
+        assert response.json()["error"]["type"] == "rate_limit_error"
+        full.call(full.cluster["prefill-0"].resume)
+        waiting.join(10)
+        assert full.post(COMPLETIONS, {**OK, "n": 2}).status_code == 200
+        full.at_rest()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("role", ["prefill", "decode"])
+def test_what_a_pool_can_never_hold_is_refused_with_numbers(role: str) -> None:
+    cluster = FakeCluster()
+    cluster[f"{role}-0"].positions = 100
+    with serving(cluster) as small:
+        error = small.refused(COMPLETIONS, {"prompt": [5] * 101, "max_tokens": 2})
+        assert error["param"] == "prompt"
+        assert f"101 tokens) and answer (2) make 103; the {role} workers' pools hold 100 positions" in error["message"]
+        assert small.refused(COMPLETIONS, {"prompt": [5] * 50, "max_tokens": 51})["param"] == "max_tokens"
+        assert small.complete(prompt=[5] * 90)["usage"]["completion_tokens"] == 10
+
+
+@pytest.mark.slow
+def test_an_empty_prompt_begins_with_the_models_own_token() -> None:
+    with serving(FakeCluster(), spec=demo_spec(bos_token_id=1)) as server:
+        body = server.complete(prompt="", max_tokens=2, return_token_ids=True)
+        assert body["choices"][0]["prompt_token_ids"] == [1]
+
+
+@pytest.mark.parametrize(
+    ("kind", "status"), [(ErrorKind.INVALID, 400), (ErrorKind.OVERLOADED, 503), (ErrorKind.DEADLINE, 504)]
+)
+def test_a_workers_refusal_keeps_its_meaning(server: Server, kind: ErrorKind, status: int) -> None:
+    for name in ("prefill-0", "prefill-1"):
+        server.cluster[name].refusals = [kind]
+    response = server.post(COMPLETIONS, OK)
+    assert response.status_code == status
+    assert response.json()["error"]["message"] == f"planted: {kind}"
+    assert (response.headers.get("retry-after") == "1") == (status == 503)

@@ -1,0 +1,154 @@
+"""Pieces of a stream joined are the text of the whole, character for character; stop strings don't depend on cuts."""
+
+from __future__ import annotations
+
+import json
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tokenizers import Tokenizer, decoders, models
+
+from router.detokenise import WindowDetokenizer
+from router.stops import StopMatcher
+from router.text import TextCodec, read_text_codec
+from tests.router.http_server import DEMO
+
+WORDS = "Grüße, 你好 👩‍👩‍👧 — naïve café\n\t𝔘𝔫𝔦 ∑ ﷽ — the end"
+
+
+@pytest.fixture(scope="module")
+def codec() -> TextCodec:
+    return read_text_codec(DEMO, 10_000)
+
+
+def sentencepiece(tmp_path: Path) -> TextCodec:
+    """A tokenizer of the other kind: metaspace and byte fallback."""
+    vocab = {"<unk>": 0, **{f"<0x{b:02X}>": b + 1 for b in range(256)}}
+    for piece in ("\u2581the", "\u2581", "end", "\u2581caf", "é", "ü", "\u2581你", "好", "s", "t"):
+        vocab[piece] = len(vocab)
+    tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=[], unk_token="<unk>", byte_fallback=True))
+    tokenizer.decoder = decoders.Sequence(
+        [decoders.Replace("\u2581", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+    )
+    tokenizer.save(str(tmp_path / "tokenizer.json"))
+    return read_text_codec(tmp_path, 10_000)
+
+
+def streamed(
+    codec: TextCodec, tokens: list[int], prompt: tuple[int, ...] = (), **options: Any
+) -> tuple[str, list[str]]:
+    detokenizer = codec.detokenizer(prompt, skip_special=options.get("skip_special", True))
+    pieces = [detokenizer.feed(t) for t in tokens]
+    return "".join(pieces) + detokenizer.finish(), pieces
+
+
+def test_random_tokens_stream_as_they_decode_whole(codec: TextCodec) -> None:
+    rng = random.Random(1)
+    for _ in range(300):
+        tokens = [rng.randrange(1200) for _ in range(rng.randrange(40))]
+        for skip in (True, False):
+            text, _ = streamed(codec, tokens, skip_special=skip)
+            assert text == codec.decode(tokens, skip_special=skip)
+
+
+def test_random_bytes_stream_as_they_decode_whole(codec: TextCodec) -> None:
+    single = [t for t in range(400) if len(codec.token_bytes(t)) == 1]
+    assert len(single) >= 200
+    rng = random.Random(2)
+    high = [t for t in single if codec.token_bytes(t)[0] >= 0x80]
+    for _ in range(500):
+        tokens = [rng.choice(high if rng.random() < 0.8 else single) for _ in range(rng.randrange(30))]
+        text, _ = streamed(codec, tokens)
+        assert text == codec.decode(tokens)
+
+
+def test_no_piece_holds_half_a_character(codec: TextCodec) -> None:
+    tokens = list(codec.encode(WORDS * 3, add_special=False))
+    assert any(b"" != codec.token_bytes(t) != codec.token_bytes(t).decode("utf-8", "ignore").encode() for t in tokens)
+    text, pieces = streamed(codec, tokens)
+    assert text == WORDS * 3
+    assert not any("\ufffd" in p for p in pieces)
+
+
+def test_a_character_that_never_ends_is_shown_at_the_end(codec: TextCodec) -> None:
+    tokens = list(codec.encode("好", add_special=False))
+    cut = [t for t in range(400) if codec.token_bytes(t) == "好".encode()[:1]] or tokens[:1]
+    text, pieces = streamed(codec, cut)
+    assert pieces == [""]
+    assert text == "\ufffd" == codec.decode(cut)
+
+
+def test_other_tokenizers_stream_through_a_window(tmp_path: Path) -> None:
+    codec = sentencepiece(tmp_path)
+    prompt = codec.encode(" the", add_special=False)
+    rng = random.Random(3)
+    words = [list(codec.encode(w, add_special=False)) for w in ("the", " é", "好", " 👩", "ü", "s", " caf")]
+    for _ in range(200):
+        tokens = [t for _ in range(rng.randrange(12)) for t in rng.choice(words)]
+        text, pieces = streamed(codec, tokens, prompt)
+        assert text == codec.decode([*prompt, *tokens])[len(codec.decode(prompt)) :]
+        assert not any("\ufffd" in p for p in pieces)
+
+
+def test_a_window_does_not_hold_damage_for_ever() -> None:
+    detokenizer = WindowDetokenizer(lambda tokens: "\ufffd" * len(tokens))
+    pieces = [detokenizer.feed(1) for _ in range(30)]
+    assert "".join(pieces) + detokenizer.finish() == "\ufffd" * 30
+
+
+def test_without_a_tokenizer_tokens_still_flow(tmp_path: Path) -> None:
+    codec = read_text_codec(tmp_path, 1000)
+    assert not codec.has_text
+    assert streamed(codec, [1, 2, 3]) == ("", ["", "", ""])
+
+
+def test_special_tokens_have_no_text_unless_asked(codec: TextCodec) -> None:
+    special = min(codec.special_tokens)
+    assert streamed(codec, [special])[0] == ""
+    shown = streamed(codec, [special], skip_special=False)[0]
+    assert shown == json.loads((DEMO / "tokenizer.json").read_text())["added_tokens"][0]["content"]
+
+
+# ---------------------------------------------------------------- stop strings
+
+
+def reference(text: str, stops: list[str], include: bool) -> str:
+    """Character by character: the answer ends where a stop string is first complete; of several, the longest."""
+    for end in range(1, len(text) + 1):
+        matches = [s for s in stops if text[:end].endswith(s)]
+        if matches:
+            return text[:end] if include else text[: end - len(max(matches, key=len))]
+    return text
+
+
+@pytest.mark.parametrize("include", [False, True])
+def test_stop_strings_match_alike_however_the_text_is_cut(include: bool) -> None:
+    rng = random.Random(4)
+    for _ in range(2000):
+        text = "".join(rng.choice("ab") for _ in range(rng.randrange(25)))
+        stops = ["".join(rng.choice("ab") for _ in range(rng.randrange(1, 6))) for _ in range(rng.randrange(1, 4))]
+        matcher = StopMatcher(stops, include=include)
+        shown, rest = "", text
+        while rest and matcher.matched is None:
+            size = rng.randrange(1, 5)
+            shown += matcher.feed(rest[:size])
+            rest = rest[size:]
+            assert reference(text, stops, include).startswith(shown), "what is shown is never taken back"
+        assert shown + matcher.finish() == reference(text, stops, include)
+
+
+def test_text_that_cannot_begin_a_stop_is_shown_at_once() -> None:
+    matcher = StopMatcher(["stop"])
+    assert matcher.feed("hello s") == "hello "
+    assert matcher.feed("t") == ""
+    assert matcher.feed("ay") == "stay"
+    assert matcher.finish() == ""
+
+
+def test_text_before_min_tokens_is_not_looked_at() -> None:
+    matcher = StopMatcher(["ab"])
+    assert matcher.skip("ab") == "ab"
+    assert matcher.feed("xab") == "x"
+    assert matcher.matched == "ab"

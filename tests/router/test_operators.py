@@ -1,0 +1,198 @@
+"""What operators see and do: health, metrics, status, check, drain and undrain."""
+
+from __future__ import annotations
+
+import threading
+from typing import Any
+
+import pytest
+
+from contracts.config import config_from_dict
+from contracts.errors import ErrorKind
+from tests.router.fake_worker import FakeCluster
+from tests.router.http_server import Server, router_config, serving
+
+
+def operate(server: Server, path: str) -> tuple[int, Any]:
+    response = server.client.post(f"/cluster/{path}")
+    return response.status_code, response.json()
+
+
+def refusal(server: Server, path: str) -> tuple[int, str]:
+    status, body = operate(server, path)
+    return status, body["error"]["message"]
+
+
+def metric(server: Server, name: str) -> float:
+    """The value of a sample, written as Prometheus writes it."""
+    lines = server.client.get("/metrics").text.splitlines()
+    return float(next(line.rpartition(" ")[2] for line in lines if line.rpartition(" ")[0] == name))
+
+
+def test_health_fails_while_a_role_has_nobody(server: Server) -> None:
+    answer = server.client.get("/health")
+    assert (answer.status_code, answer.json()["status"]) == (200, "ok")
+    for name in ("decode-0", "decode-1"):
+        server.cluster[name].state = "draining"
+    server.call(server.cluster.changed)
+    answer = server.client.get("/health")
+    assert answer.status_code == 503
+    assert answer.json()["problems"] == ["no decode worker can serve"]
+    assert server.client.get("/live").status_code == 200
+
+
+@pytest.mark.slow
+def test_health_fails_while_work_waits_and_nothing_advances() -> None:
+    with serving(FakeCluster(), config=router_config(stall_s=0.05)) as server:
+        server.call(server.cluster["prefill-0"].pause)
+        waiting = threading.Thread(target=server.complete, kwargs={"max_tokens": 2})
+        waiting.start()
+        server.wait_until(lambda: server.service.brain.stalled_s > 0.05)
+        answer = server.client.get("/health")
+        assert answer.status_code == 503
+        assert "nothing has advanced" in answer.json()["problems"][0]
+        server.call(server.cluster["prefill-0"].resume)
+        waiting.join(10)
+        assert server.client.get("/health").status_code == 200
+
+
+@pytest.mark.slow
+def test_metrics_count_what_legs_report() -> None:
+    with serving(FakeCluster(), config=config_from_dict({"transfer": {"plane": "zmq"}})) as server:
+        assert metric(server, "twinpool_fallbacks_total") == 0
+        server.cluster["prefill-0"].cached = 1
+        server.complete(max_tokens=4)
+        server.complete(max_tokens=1)
+        assert metric(server, 'twinpool_prompt_tokens_computed_total{role="prefill",worker="prefill-0"}') == 4
+        assert metric(server, 'twinpool_prompt_tokens_computed_total{role="decode",worker="decode-0"}') == 0
+        assert metric(server, 'twinpool_transfer_bytes_total{plane="zmq"}') == 30
+        assert metric(server, "twinpool_prompt_tokens_cached_total") == 2
+        assert metric(server, "twinpool_generated_tokens_total") == 5
+        assert metric(server, "twinpool_time_to_first_token_seconds_count") == 2
+        assert metric(server, "twinpool_inter_token_seconds_count") == 3
+        assert metric(server, "twinpool_request_seconds_count") == 2
+        assert metric(server, "twinpool_requests_in_house") == 0
+        assert metric(server, 'twinpool_workers_serving{role="decode"}') == 1
+        server.cluster["decode-0"].refusals = [ErrorKind.DAMAGED]
+        server.complete(max_tokens=4)
+        assert metric(server, "twinpool_damaged_total") == 1
+        assert metric(server, "twinpool_replays_total") == 1
+
+
+def test_status_shows_every_worker_in_order(server: Server) -> None:
+    workers = server.client.get("/cluster/status").json()["workers"]
+    assert [w["name"] for w in workers] == ["prefill-0", "prefill-1", "decode-0", "decode-1"]
+    expected = {
+        "name",
+        "role",
+        "state",
+        "pid",
+        "node",
+        "incarnation",
+        "running",
+        "waiting",
+        "pages_total",
+        "pages_free",
+    }
+    assert expected <= workers[0].keys()
+    assert (workers[0]["role"], workers[0]["state"], workers[0]["pages_total"]) == ("prefill", "ready", 100)
+
+
+def test_a_worker_that_does_not_answer_is_shown_and_holds_nobody_up(
+    server: Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("router.admin.STATUS_DEADLINE_S", 0.05)
+    monkeypatch.setattr("router.admin.CHECK_DEADLINE_S", 0.05)
+    server.cluster["decode-1"].hangs = True
+    states = {w["name"]: w["state"] for w in server.client.get("/cluster/status").json()["workers"]}
+    assert states["decode-1"] == "unreachable"
+    assert states["decode-0"] == "ready"
+    status, report = operate(server, "check")
+    assert status == 200
+    assert report["ok"] is False
+    assert [w["name"] for w in report["workers"] if w["violations"]] == ["decode-1"]
+
+
+def test_check_passes_at_rest_and_names_what_is_planted(server: Server) -> None:
+    server.complete(max_tokens=3)
+    status, report = operate(server, "check")
+    assert (status, report["ok"]) == (200, True)
+    assert report["workers"][0] == {
+        "name": "prefill-0",
+        "checked": {"pages": 100, "slots": 0, "leases": 0, "rooms": 0},
+        "violations": [],
+    }
+    server.cluster["prefill-1"].violations = ("page 7 is free and leased",)
+    report = operate(server, "check")[1]
+    assert report["ok"] is False
+    assert report["workers"][1]["violations"] == ["page 7 is free and leased"]
+    server.cluster["prefill-1"].violations = ()
+    server.service._reserved -= 1
+    ghost: Any = "ghost"
+    server.call(lambda: server.service._owners.update({ghost: ghost}))
+    report = operate(server, "check")[1]
+    server.call(lambda: server.service._owners.pop(ghost))
+    server.service._reserved += 1
+    assert report["ok"] is False
+    assert report["workers"][-1]["name"] == "router"
+    assert "ghost" in report["workers"][-1]["violations"][0]
+
+
+def test_drain_stops_placement_and_undrain_brings_it_back(server: Server) -> None:
+    status, line = operate(server, "drain/decode-0")
+    assert (status, line["state"]) == (200, "draining")
+    for _ in range(4):
+        server.complete(max_tokens=3)
+    assert not server.cluster["decode-0"].submits
+    assert refusal(server, "drain/decode-0") == (409, "decode-0 is draining already")
+    assert operate(server, "undrain/decode-0")[0] == 200
+    assert refusal(server, "undrain/decode-0")[0] == 409
+    for _ in range(2):
+        server.complete(max_tokens=3)
+    assert server.cluster["decode-0"].submits
+
+
+def test_the_last_worker_of_a_role_is_drained_by_force_only(server: Server) -> None:
+    assert operate(server, "drain/prefill-0")[0] == 200
+    status, message = refusal(server, "drain/prefill-1")
+    assert status == 409
+    assert "prefill-1 is the last prefill worker" in message
+    assert operate(server, "drain/prefill-1?force=true")[0] == 200
+    assert server.client.get("/health").status_code == 503
+
+
+def test_unknown_and_gone_workers_are_named(server: Server) -> None:
+    status, message = refusal(server, "drain/prefill-9")
+    assert status == 404
+    assert "prefill-0, prefill-1" in message
+    server.cluster["decode-1"].state = "left"
+    server.call(server.cluster.changed)
+    assert refusal(server, "drain/decode-1")[0] == 409
+    assert refusal(server, "undrain/decode-1") == (409, "decode-1 has left")
+
+
+def test_a_worker_that_refuses_as_draining_before_the_table_says_so_costs_nothing(server: Server) -> None:
+    server.cluster["decode-0"].state = "draining"  # nobody was told
+    for _ in range(4):
+        assert server.complete(max_tokens=3)["usage"]["completion_tokens"] == 3
+    assert server.service.brain.counts.refusals >= 1
+
+
+def test_cluster_endpoints_are_for_this_machine_or_the_token(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert server.client.get("/cluster/status", headers={"Origin": "http://evil.example"}).status_code == 403
+    monkeypatch.setenv("TWINPOOL_ADMIN_TOKEN", "s3cret")
+    far = {"Origin": "http://evil.example", "Authorization": "Bearer wrong"}
+    assert server.client.get("/cluster/status", headers=far).status_code == 403
+    far["Authorization"] = "Bearer s3cret"
+    assert server.client.get("/cluster/status", headers=far).status_code == 200
+
+
+def test_the_openapi_document_lists_what_is_served(server: Server) -> None:
+    from router.app import PREFIX_ROUTES, ROUTES
+
+    document = server.client.get("/openapi.json").json()
+    assert document["openapi"].startswith("3.")
+    served = {p for p in ROUTES if p != "/openapi.json"} | {p.rstrip("/") for p in PREFIX_ROUTES}
+    assert {p.partition("/{")[0] for p in document["paths"]} == served
+    fields = document["paths"]["/v1/completions"]["post"]["requestBody"]["content"]["application/json"]["schema"]
+    assert {"prompt", "stop", "logit_bias", "max_tokens", "return_token_ids"} <= fields["properties"].keys()

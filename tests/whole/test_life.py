@@ -1,0 +1,175 @@
+"""One cluster of two prefill and two decode workers, and what life does to it: cancels, kills, drains."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import random
+import signal
+import time
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import httpx
+import pytest
+
+from tests.checkpoints import Oracle, compare, make_checkpoint
+from tests.serving import Answer, Serving, complete, serving, until
+
+
+@dataclass
+class Scene:
+    oracle: Oracle
+    serving: Serving
+
+
+@pytest.fixture(scope="module")
+def scene(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Scene]:
+    base = tmp_path_factory.mktemp("life")
+    folder = make_checkpoint(base / "model", "qwen3", seed=21)
+    sections = {"cache": {"device_tokens": 8192}, "prefill": {"chunk_tokens": 128}, "cluster": {"lease_s": 3}}
+    with serving(folder, base / "run", "--prefill", "2", "--decode", "2", sections=sections) as cluster:
+        yield Scene(Oracle(folder), cluster)
+
+
+@pytest.fixture(autouse=True)
+def settled(scene: Scene) -> Iterator[None]:
+    yield
+    scene.serving.settle()
+
+
+def some_prompts(seed: int, count: int, longest: int) -> list[list[int]]:
+    rng = random.Random(seed)
+    return [[rng.randrange(300) for _ in range(rng.randint(1, longest))] for _ in range(count)]
+
+
+@pytest.mark.slow
+def test_b2_five_hundred_clients_that_leave_at_random_moments_leave_nothing_behind(scene: Scene) -> None:
+    cluster, rng = scene.serving, random.Random(1)
+    prompts = some_prompts(2, 500, 400)
+    leaves = [rng.random() * 0.4 for _ in prompts]
+
+    async def all_of_them() -> int:
+        gate, left = asyncio.Semaphore(16), 0
+        async with httpx.AsyncClient(base_url=cluster.url, timeout=120) as client:
+
+            async def one(prompt: list[int], after: float, stream: bool) -> None:
+                nonlocal left
+                async with gate:
+                    body = cluster.body(prompt, max_tokens=60, stream=stream)
+                    try:
+                        await asyncio.wait_for(complete(client, body), after)
+                    except TimeoutError:
+                        left += 1
+
+            await asyncio.gather(*[one(p, leaves[i], i % 2 == 0) for i, p in enumerate(prompts)])
+        return left
+
+    left = asyncio.run(all_of_them())
+    assert left > 250, "most of them were to leave early"
+    cluster.settle()
+    (prompt,) = some_prompts(3, 1, 300)
+    assert compare(scene.oracle, prompt, cluster.complete(prompt, max_tokens=20).tokens).equal
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("victim", ["prefill-1", "decode-1"])
+def test_d5_a_worker_killed_under_load_costs_no_answer_and_comes_back(scene: Scene, victim: str) -> None:
+    cluster = scene.serving
+    prompts = some_prompts(4, 48, 500)
+    before = cluster.status()[victim]
+    replays = cluster.metric("twinpool_replays_total")
+
+    async def under_load() -> list[Answer]:
+        gate, ended = asyncio.Semaphore(16), asyncio.Semaphore(0)
+        async with httpx.AsyncClient(base_url=cluster.url, timeout=120) as client:
+
+            async def one(prompt: list[int], stream: bool) -> Answer:
+                async with gate:
+                    answer = await complete(client, cluster.body(prompt, max_tokens=40, stream=stream))
+                    ended.release()
+                    return answer
+
+            async def kill() -> None:
+                for _ in range(8):
+                    await ended.acquire()
+                while True:
+                    workers = (await client.get("/cluster/status")).json()["workers"]
+                    if any(w["running"] for w in workers if w["name"] == victim):
+                        break
+                os.kill(before["pid"], signal.SIGKILL)
+
+            answers, _ = await asyncio.gather(
+                asyncio.gather(*[one(p, i % 3 > 0) for i, p in enumerate(prompts)]), kill()
+            )
+        return list(answers)
+
+    answers = asyncio.run(under_load())
+    print(Counter(a.twinpool["decode_worker"] for a in answers), Counter(a.twinpool["attempts"] for a in answers))
+    for prompt, answer in zip(prompts, answers, strict=True):
+        assert len(answer.tokens) == 40
+        assert compare(scene.oracle, prompt, answer.tokens).equal
+    assert cluster.metric("twinpool_replays_total") > replays, "the kill was to strike in the middle"
+    until(lambda: cluster.status()[victim]["state"] == "ready", f"{victim} to come back")
+    after = cluster.status()[victim]
+    assert after["incarnation"] > before["incarnation"]
+    assert after["pid"] != before["pid"]
+    assert any(victim in line and "died" in line for line in cluster.lines)
+
+    def it_serves() -> bool:
+        answers = cluster.complete_all(some_prompts(5, 8, 100), max_tokens=4)
+        return victim in {w for a in answers for w in (a.twinpool["prefill_worker"], a.twinpool["decode_worker"])}
+
+    until(it_serves, f"{victim} to serve again")
+
+
+@pytest.mark.slow
+def test_a_worker_drains_under_load_without_a_failed_request_and_undrains_before_it_has_left(scene: Scene) -> None:
+    cluster = scene.serving
+    prompts = some_prompts(6, 32, 400)
+
+    async def under_load() -> list[Answer]:
+        async with httpx.AsyncClient(base_url=cluster.url, timeout=120) as client:
+            tasks = [asyncio.create_task(complete(client, cluster.body(p, max_tokens=60))) for p in prompts]
+            await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+            drained = await asyncio.to_thread(cluster.twinpool, "drain", "decode-1")
+            assert drained.returncode == 0, drained.stderr
+            return list(await asyncio.gather(*tasks))
+
+    for prompt, answer in zip(prompts, asyncio.run(under_load()), strict=True):
+        assert compare(scene.oracle, prompt, answer.tokens).equal
+    assert cluster.status().get("decode-1", {"state": "left"})["state"] == "left"
+    again = cluster.twinpool("drain", "decode-1")
+    assert again.returncode == 1
+    assert "decode-1" in again.stderr + again.stdout
+    last = cluster.twinpool("drain", "decode-0")
+    assert last.returncode == 1
+    assert "--force" in last.stderr + last.stdout
+    unknown = cluster.twinpool("drain", "decode-7")
+    assert unknown.returncode == 1
+    assert "prefill-0" in unknown.stderr + unknown.stdout
+    gone = cluster.twinpool("undrain", "decode-1")
+    assert gone.returncode == 1
+    (prompt,) = some_prompts(7, 1, 50)
+    assert compare(scene.oracle, prompt, cluster.complete(prompt, max_tokens=10).tokens).equal
+
+
+def test_the_commands_answer(scene: Scene) -> None:
+    for command in (["status"], ["status", "--json"], ["check"]):
+        began = time.monotonic()
+        done = scene.serving.twinpool(*command)
+        took = time.monotonic() - began
+        assert done.returncode == 0, done.stderr
+        print(f"twinpool {' '.join(command)}: {took:.2f} s")
+
+
+def test_no_cluster_is_exit_code_3_and_a_wrong_flag_is_2(scene: Scene, tmp_path: Path) -> None:
+    nobody = Serving.__new__(Serving)
+    nobody.runtime = tmp_path
+    for command in (["status"], ["check", "--json"], ["drain", "decode-0"]):
+        done = nobody.twinpool(*command)
+        assert done.returncode == 3
+        assert "twinpool serve" in done.stderr
+    assert scene.serving.twinpool("status", "--colour").returncode == 2

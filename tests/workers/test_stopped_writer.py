@@ -1,0 +1,127 @@
+"""A writer that stops in the middle of a page, by a real SIGSTOP, and what becomes of the pages promised to it."""
+
+from __future__ import annotations
+
+import random
+import signal
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+
+import pytest
+
+from cluster.build import build_worker
+from contracts.config import config_from_dict
+from contracts.ids import Incarnation, RequestId, Role, RoomId, WorkerName
+from contracts.messages import Cancel, Done, Event, PeerRef, Submit, Tokens
+from contracts.model import read_model_spec
+from contracts.ports import Worker
+from contracts.sampling import SamplingParams
+from tests.checkpoints import Oracle, compare
+from tests.worker_child import SESSION, Child, prefill_child
+
+POOL = 24 * 16
+"""Positions of decode's pool: three requests of eight pages."""
+SAMPLING = SamplingParams(max_tokens=28, temperature=0.0)
+
+
+class Scene:
+    """A decode worker here, two prefill workers in processes of their own; the first stops in its second write."""
+
+    def __init__(self, folder: Path, stack: ExitStack) -> None:
+        sections = {"transfer": {"plane": "shm"}, "engine": {"threads": 1}, "prefill": {"chunk_tokens": 40}}
+        spec = read_model_spec(folder)
+        faulty = {**sections, "faults": {"stop_in_write": 2}}
+        self.stopping = stack.enter_context(prefill_child(folder, "prefill-0", faulty, 1024))
+        self.healthy = stack.enter_context(prefill_child(folder, "prefill-1", sections, 1024))
+        self.decode: Worker = build_worker(
+            Role.DECODE, WorkerName("decode-0"), Incarnation(1), spec, config_from_dict(sections),
+            host="127.0.0.1", device_tokens=POOL,
+        )  # fmt: skip
+        stack.callback(self.decode.close)
+        self.tokens: dict[str, dict[int, int]] = {}
+        self.done: dict[str, Done] = {}
+        self.rng = random.Random(5)
+
+    def ask(self, name: str, child: Child) -> list[int]:
+        prompt = [self.rng.randrange(300) for _ in range(100)]
+        to_decode = PeerRef(WorkerName("decode-0"), Incarnation(1), "")
+        for peer, worker in ((to_decode, child), (child.ref, None)):
+            submit = Submit(RequestId(name), 0, RoomId(f"room-{name}"), tuple(prompt), 100, SAMPLING, peer)
+            if worker is None:
+                self.decode.handle(SESSION, submit)
+            else:
+                worker.handle(submit)
+        self.tokens[name] = {}
+        return prompt
+
+    def until(self, true: Callable[[], bool]) -> None:
+        deadline = time.monotonic() + 60
+        while not true():
+            assert time.monotonic() < deadline, "nothing came of it within 60 s"
+            for _, event in self.decode.step():
+                self.take(event)
+            for event in [*self.healthy.events(), *self.stopping.events()]:
+                self.take(event)
+            self.decode.wait(0.005)
+
+    def take(self, event: Event) -> None:
+        if isinstance(event, Tokens):
+            for i, token in enumerate(event.tokens):
+                self.tokens[event.request_id][event.position + i] = token
+        elif isinstance(event, Done):
+            self.done[event.request_id] = event
+
+    def begun(self, name: str) -> bool:
+        return len(self.tokens[name]) > 1
+
+    def answer(self, name: str) -> list[int]:
+        found = self.tokens[name]
+        assert sorted(found) == list(range(100, 100 + SAMPLING.max_tokens)), f"{name}: {self.done[name]}"
+        return [found[p] for p in sorted(found)]
+
+    @property
+    def free(self) -> int:
+        return self.decode.status().pages_free
+
+
+@contextmanager
+def stopped_scene(folder: Path) -> Iterator[Scene]:
+    """The writer has stopped in mid-write, its request is cancelled, and the rest of the pool is at work."""
+    with ExitStack() as stack:
+        scene = Scene(folder, stack)
+        scene.ask("stuck", scene.stopping)
+        scene.until(lambda: scene.stopping.stopped)
+        assert scene.free == 16
+        scene.decode.handle(SESSION, Cancel(RequestId("stuck"), 0))
+        scene.until(lambda: not scene.decode.status().waiting)
+        assert scene.free == 16, "what a stopped writer may still write to is not given away"
+        yield scene
+
+
+@pytest.mark.slow
+def test_a5_promised_pages_come_back_on_the_writers_word_and_no_answer_is_touched(model: Path, oracle: Oracle) -> None:
+    with stopped_scene(model) as scene:
+        prompts = {name: scene.ask(name, scene.healthy) for name in ("a", "b", "c")}
+        scene.until(lambda: scene.begun("a") and scene.begun("b"))
+        assert (scene.free, scene.decode.status().waiting) == (0, 1)
+        assert not scene.begun("c")
+        scene.stopping.signal(signal.SIGCONT)
+        scene.until(lambda: set(scene.done) >= {"a", "b", "c"} and scene.free == 24)
+        for name, prompt in prompts.items():
+            assert compare(oracle, prompt, scene.answer(name)).equal
+        assert scene.decode.check().violations == ()
+        assert scene.decode.check().rooms == 0
+
+
+@pytest.mark.slow
+def test_a5_a_writers_proven_death_gives_its_pages_back(model: Path, oracle: Oracle) -> None:
+    with stopped_scene(model) as scene:
+        scene.stopping.signal(signal.SIGKILL)
+        scene.until(lambda: scene.free == 24)
+        prompts = {name: scene.ask(name, scene.healthy) for name in ("a", "b", "c")}
+        scene.until(lambda: set(scene.done) >= {"a", "b", "c"})
+        for name, prompt in prompts.items():
+            assert compare(oracle, prompt, scene.answer(name)).equal
+        assert scene.decode.check().violations == ()

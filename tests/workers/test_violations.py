@@ -1,0 +1,118 @@
+"""For every invariant, a planted violation that `check` must name. Reaching into private parts is the point here."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from contracts.ids import Role, RoomId
+from contracts.messages import CheckReport
+from contracts.sampling import SamplingParams
+from decode.worker import DecodeWorker
+from prefill.worker import PrefillWorker
+from tests.pair import Pair, pair
+from transfer.rooms import Receiver, Sender
+
+Plant = Callable[[PrefillWorker, DecodeWorker], object]
+
+
+def at_work(both: Pair) -> tuple[PrefillWorker, DecodeWorker]:
+    """One request decodes, another is halfway through prefill; both workers still check out."""
+    prefill, decode = both.prefill, both.decode
+    assert isinstance(prefill, PrefillWorker)
+    assert isinstance(decode, DecodeWorker)
+    both.submit(list(range(40)), SamplingParams(max_tokens=200, temperature=0.0))
+    for _ in range(2000):
+        if decode.status().running:
+            break
+        both.step()
+    both.submit([i % 300 for i in range(900)], SamplingParams(max_tokens=200, temperature=0.0))
+    for _ in range(2000):
+        if any(r.state is Sender.GRANTED for r in prefill._sender._rooms.values()):
+            break
+        both.step()
+    assert prefill.check().violations == decode.check().violations == ()
+    return prefill, decode
+
+
+def a_running(worker: PrefillWorker | DecodeWorker) -> object:
+    return next(r for r in worker._desk if r.lease is not None)
+
+
+def grow(lease: object, index: int) -> None:
+    lease.indices, lease.epochs = (*lease.indices, index), (*lease.epochs, 0)  # type: ignore[attr-defined]
+
+
+PREFILL: dict[str, tuple[Plant, str]] = {
+    "a page that nobody owns": (lambda p, d: p._pages._free.pop(), "belongs to nobody"),
+    "a page that two own": (
+        lambda p, d: p._pages._free.append(a_running(p).lease.indices[0]),  # type: ignore[attr-defined]
+        "and the free list",
+    ),
+    "a page out of range": (lambda p, d: p._pages._free.append(10**6), "is out of range"),
+    "a lease that no request holds": (lambda p, d: p._pages.lease(1, "a thief"), "requests and tree hold"),
+    "a pin that was lost": (lambda p, d: p._pages._pinned.update([3]), "pin counts differ"),
+    "limbo without a pin": (lambda p, d: p._pages._limbo.add(p._pages._free.pop()), "in limbo without a pin"),
+    "a written null page": (lambda p, d: p._pools.gates["full"].layer(0)["k"][0].fill_(1.0), "the null page of k"),
+    "a lock that no request holds": (lambda p, d: p._tree.match([], ""), "locks, requests hold"),
+    "a waiting request with pages": (
+        lambda p, d: setattr(a_running(p), "lease", None),
+        "its lease says otherwise",
+    ),
+    "a room without its grant": (
+        lambda p, d: [setattr(r, "state", Sender.OPEN) for r in p._sender._rooms.values()],
+        "its grant says otherwise",
+    ),
+    "a hand-over that nobody waits for": (
+        lambda p, d: p._unconfirmed.update({RoomId("x"): a_running(p)}),  # type: ignore[dict-item]
+        "wait for decode's word",
+    ),
+    "a room of a peer that is gone": (lambda p, d: p._sender._peers.clear(), "a peer that is gone"),
+}
+DECODE: dict[str, tuple[Plant, str]] = {
+    "a page that nobody owns": (lambda p, d: d._pages._free.pop(), "belongs to nobody"),
+    "a lease that neither room nor request holds": (lambda p, d: d._pages.lease(1, "a thief"), "requests and rooms"),
+    "a written null page": (lambda p, d: d._pools.gates["full"].layer(1)["v"][0].fill_(1.0), "the null page of v"),
+    "an epoch that moved under a lease": (
+        lambda p, d: d._pages._epochs.__setitem__(a_running(d).lease.indices[0], 7),  # type: ignore[attr-defined]
+        "has an old epoch",
+    ),
+    "a slot that nobody owns": (lambda p, d: d._receiver.slots._free.pop(), "metadata slots: "),
+    "a slot that no room holds": (lambda p, d: d._receiver.slots.lease(1, "a thief"), "rooms hold"),
+    "a granted room without its lease": (
+        lambda p, d: [setattr(r, "state", Receiver.OPEN) for r in d._receiver._rooms.values()],
+        "its lease says otherwise",
+    ),
+    "a request outside its queue": (lambda p, d: d._running.append(d._running[0]), "are in that queue"),
+    "a running request without pages": (lambda p, d: a_running(d).lease.release(), "its lease says otherwise"),  # type: ignore[attr-defined]
+}
+
+
+def expect_named(report: CheckReport, says: str) -> None:
+    assert any(says in line for line in report.violations), report.violations
+
+
+@pytest.mark.parametrize("planted", PREFILL)
+def test_check_names_what_is_wrong_at_prefill(model: Path, planted: str) -> None:
+    plant, says = PREFILL[planted]
+    with pair(model, tokens=4096, settle=False, prefill={"chunk_tokens": 16}) as both:
+        prefill, decode = at_work(both)
+        plant(prefill, decode)
+        expect_named(prefill.check(), says)
+        assert decode.check().violations == ()
+
+
+@pytest.mark.parametrize("planted", DECODE)
+def test_check_names_what_is_wrong_at_decode(model: Path, planted: str) -> None:
+    plant, says = DECODE[planted]
+    with pair(model, tokens=4096, settle=False, prefill={"chunk_tokens": 16}) as both:
+        prefill, decode = at_work(both)
+        plant(prefill, decode)
+        expect_named(decode.check(), says)
+        assert prefill.check().violations == ()
+
+
+def test_every_role_has_its_planted_violations() -> None:
+    assert {Role.PREFILL: len(PREFILL), Role.DECODE: len(DECODE)} == {Role.PREFILL: 12, Role.DECODE: 9}
