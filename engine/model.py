@@ -102,8 +102,14 @@ class Decoder:
 
     def _mlp(self, layer: LayerWeights, h_mh: Tensor) -> Tensor:
         gate, up = self.numerics.linear(h_mh, layer.gate_up).chunk(2, dim=-1)
-        # Not F.silu or sigmoid: their vector lanes and their scalar tails round differently, and where a tail falls
-        # depends on the number of rows and threads. exp and a quotient are the same everywhere.
-        wide = gate.float()
-        activated = (wide / torch.exp(-wide).add_(1.0)).to(gate.dtype)
+        activated = silu(gate.float()).to(gate.dtype)
         return self.numerics.linear(activated.mul_(up), layer.down)
+
+
+def silu(x: Tensor) -> Tensor:
+    """x * sigmoid(x) in float32, the same bits for an element wherever it lies.
+
+    Not torch's silu or sigmoid: their vector lanes and their scalar tails round differently, and where a tail falls
+    depends on the number of rows and threads. exp and a quotient are the same everywhere.
+    """
+    return x / torch.exp(-x).add_(1.0)

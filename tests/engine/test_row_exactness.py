@@ -11,6 +11,7 @@ from torch import Tensor
 from cache.device import CpuDevice, Op, Span
 from engine import numerics
 from engine.batch import Row
+from engine.model import silu
 from engine.numerics import TILE_ROWS, Linear, Numerics, probe
 from tests.engine.harness import Bench, MakeCheckpoint
 
@@ -75,6 +76,15 @@ def test_tiles_are_always_the_same_call() -> None:
     assert tiled.padded(17) == 32
     tiled.linear(torch.randn(48, 64), Counting(weight()))
     assert seen == [TILE_ROWS] * 3
+
+
+def test_the_activation_of_an_element_is_the_same_in_vector_lanes_and_in_tails() -> None:
+    x = torch.randn(5000, generator=torch.Generator().manual_seed(3)) * 5
+    want = silu(x)
+    torch.testing.assert_close(want, torch.nn.functional.silu(x))
+    for offset in (0, 1, 3, 1000):
+        for count in (*range(1, 70), 1001):
+            assert torch.equal(silu(x[offset : offset + count].clone()), want[offset : offset + count])
 
 
 class Recording(CpuDevice):
