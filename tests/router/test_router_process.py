@@ -54,9 +54,10 @@ async def test_a_router_process_serves_and_ends_on_a_signal(tmp_path: Path) -> N
         os.close(writing)
         try:
             assert await read_line(reading) == b"ready\n"
-            async with httpx.AsyncClient(
-                base_url=f"http://127.0.0.1:{port}", timeout=WAIT_S, trust_env=False
-            ) as client:
+            assert process.stderr is not None
+            first = process.stderr.readline()
+            url = "http://" + json.loads(first)["address"]
+            async with httpx.AsyncClient(base_url=url, timeout=WAIT_S, trust_env=False) as client:
                 body = {"prompt": [5, 6], "max_tokens": 9}
                 answer = await client.post("/v1/completions", json=body)
                 assert answer.json()["usage"]["completion_tokens"] == 9
