@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from typing import Any
 
 import pytest
@@ -210,3 +211,29 @@ def test_request_ids_come_back_clean(server: Server) -> None:
     assert sent_back(**{"X-Request-Id": "abc-1"}) == "abc-1"
     assert sent_back(**{"X-Request-Id": "a\tb<c>" + "x" * 100}) == ("abc" + "x" * 100)[:64]
     assert len(sent_back()) == 16
+
+
+def test_large_prompts_are_tokenised_off_the_loop(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+    threads: list[str] = []
+    encode = server.service.codec.encode
+
+    def watched(text: str, **options: Any) -> tuple[int, ...]:
+        threads.append(threading.current_thread().name)
+        return encode(text, **options)
+
+    monkeypatch.setattr(server.service.codec, "encode", watched)
+    server.complete(prompt="small", max_tokens=1)
+    server.complete(prompt="word " * 1000, max_tokens=1)
+    assert not threads[0].startswith("tokenise")
+    assert threads[1].startswith("tokenise")
+
+
+def test_a_failing_tick_does_not_end_the_ticks(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+    ticks: list[int] = []
+
+    def fail() -> None:
+        ticks.append(1)
+        raise AssertionError("planted")
+
+    monkeypatch.setattr(server.service.brain, "tick", fail)
+    server.wait_until(lambda: len(ticks) >= 2)

@@ -221,3 +221,20 @@ async def test_a_done_with_an_error_keeps_its_kind_and_blame() -> None:
     assert ear.events == [done]
     await port.aclose()
     await server.stop(0)
+
+
+async def test_a_bug_in_the_router_ends_the_stream_and_never_leaves_it_unread() -> None:
+    worker = FakeWorker("prefill-0", Role.PREFILL)
+    server, _ = await start_worker(worker)
+    port, ear = GrpcPort(worker.record), Ear()
+
+    def fail(events: Sequence[Event]) -> None:
+        raise AssertionError("planted")
+
+    session = await port.connect(fail, ear.on_closed)
+    session.send([submit(worker)])
+    await eventually(lambda: bool(ear.reasons))
+    assert "planted" in ear.reasons[0]
+    await eventually(lambda: not worker.sessions)
+    await port.aclose()
+    await server.stop(0)
