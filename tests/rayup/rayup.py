@@ -152,12 +152,12 @@ def rehearse(stack: ExitStack) -> None:
             url = line.removeprefix(READY).strip()
             break
     if not url:
+        for log in sorted((Path(os.environ["RAY_TMPDIR"])).glob("**/session_latest/logs/monitor.*")):
+            say(f"--- {log.name}\n{log.read_text()[-6000:]}")
         stop("twinpool serve ended before it was ready")
     use(url)
     (server,) = [
-        p
-        for p in psutil.process_iter()
-        if p.name() != "ssh" and "serve" in p.cmdline() and "--ray-address" in p.cmdline()
+        p for p in psutil.process_iter() if {"serve", "--ray-address"} <= set(p.cmdline()) and p.name() != "ssh"
     ]
     server.send_signal(signal.SIGINT)
     if serve.wait(10) != 0:
