@@ -17,7 +17,7 @@ from router.asks import Ask
 from router.choice import Choice, Piece
 from router.text import TextCodec
 
-_dumps = json.dumps
+_dumps = json.JSONEncoder(separators=(",", ":")).encode
 
 
 class Answer:

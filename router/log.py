@@ -26,7 +26,12 @@ class _JsonLines(logging.Formatter):
 
 def log(event: str, *, level: int = logging.INFO, trace: bool = False, **fields: object) -> None:
     """Log one event; `trace` adds the traceback of the exception being handled."""
-    _logger.log(level, event, extra={"fields": fields}, exc_info=trace)
+    if _logger.isEnabledFor(level):
+        # Straight to the handlers: looking for the caller's line would cost more than the rest.
+        trouble = sys.exc_info() if trace else None
+        record = logging.LogRecord(_logger.name, level, "", 0, event, None, trouble)
+        record.fields = fields
+        _logger.handle(record)
 
 
 def write_logs_to_stderr() -> None:

@@ -118,6 +118,7 @@ def test_small_bounds_on_memory_do_not_change_a_bit(folder: Path, monkeypatch: p
     tokens = sequence(5, LENGTH)
     want = Bench(folder).forced(tokens, [LENGTH])
     monkeypatch.setattr(torch_attention, "_SCORE_ELEMENTS", 1 << 15)
+    monkeypatch.setattr(torch_attention, "_TILE_SCORES", 1 << 13)
     monkeypatch.setattr(torch_attention, "_GATHER_ELEMENTS", 1 << 13)
     monkeypatch.setattr(torch_attention, "_TILE_QUERIES", 8)
     assert same(Bench(folder).forced(tokens, [100, LENGTH - 100]), want)

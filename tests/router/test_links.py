@@ -180,6 +180,7 @@ async def test_the_directory_follows_the_controller_and_outlives_it() -> None:
     assert directory._task is None
 
 
+@pytest.mark.slow
 async def test_a_router_serves_over_grpc_and_replays_when_a_worker_restarts() -> None:
     cluster = FakeCluster()
     async with grpc_cluster(cluster) as address:

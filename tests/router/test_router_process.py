@@ -77,7 +77,7 @@ async def test_a_router_process_serves_and_ends_on_a_signal(tmp_path: Path) -> N
     assert process.returncode in (0, -signal.SIGTERM)
     assert out == b""
     events = [json.loads(line)["event"] for line in log.splitlines()]
-    assert {"router listens", "link open", "request"} <= set(events)
+    assert {"router listens", "link open", "request ended"} <= set(events)
 
 
 @pytest.mark.slow
@@ -104,6 +104,7 @@ def test_what_cannot_start_says_why_in_one_line(tmp_path: Path, extra: tuple[str
     assert says in json.loads(line)["reason"]
 
 
+@pytest.mark.slow
 def test_the_router_imports_no_tensors_and_no_cluster() -> None:
     probe = (
         "import router.main, sys; print(*(m for m in ('torch', 'ray', 'triton', 'transformers') if m in sys.modules))"
