@@ -12,10 +12,11 @@ import logging
 import os
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import ray
 
+from cluster.launcher import Ended
 from cluster.procs import kill_process
 from cluster.worker_process import BuildWorker, WorkerPlan, exit_file, node_name, process_mark, run_worker
 from contracts.ids import Incarnation, Role, WorkerName
@@ -42,29 +43,6 @@ class WorkerActor:
         if not plan.host:
             plan = dataclasses.replace(plan, host=ray.util.get_node_ip_address())
         run_worker(plan, self._build)
-
-
-@dataclass(frozen=True, slots=True)
-class Ended:
-    """An incarnation whose process is gone."""
-
-    name: WorkerName
-    incarnation: Incarnation
-    reason: str
-
-
-class Launcher(Protocol):
-    """Starts and ends workers' processes; the supervisor's hands."""
-
-    def start(self, plan: WorkerPlan) -> None: ...
-
-    def kill(self, name: WorkerName, incarnation: Incarnation, pid: int, node: str) -> None: ...
-
-    def ended(self, timeout_s: float) -> list[Ended]:
-        """Processes that have ended since the last call; waits up to `timeout_s` for the first."""
-
-    def close(self) -> None:
-        """End all processes. Idempotent."""
 
 
 @dataclass(slots=True)

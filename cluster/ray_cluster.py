@@ -64,6 +64,7 @@ class OwnRay:
 
 def start_own_ray(folder: Path, dashboard: bool) -> OwnRay:
     """Start a Ray of our own below `folder` and join it."""
+    assert "ray" not in sys.modules, "Ray was imported before its environment was set"
     os.environ.update(_QUIET | _OWN)
     os.environ.pop("RAY_ADDRESS", None)
     _importable_by_workers()
@@ -106,9 +107,8 @@ def _agent_on_free_port() -> Iterator[None]:
         RayParams.__init__ = plain
 
 
-def join_ray(address: str, prefill: int, decode: int) -> str:
-    """Join the Ray at `address`; returns this node's address. Raises `ConfigError` when it can't be joined or lacks
-    places for the workers."""
+def join_ray(address: str) -> str:
+    """Join the Ray at `address`; returns this node's address. Raises `ConfigError` when it can't be joined."""
     os.environ.update(_QUIET)
     if not _has_ray_token():
         os.environ.setdefault("RAY_AUTH_MODE", "disabled")
@@ -119,15 +119,18 @@ def join_ray(address: str, prefill: int, decode: int) -> str:
         ray.init(address=address, **_driver())
     except (ConnectionError, ValueError, RuntimeError, ray.exceptions.RayError) as error:
         raise ConfigError(f"can't join Ray at {address}: {str(error).splitlines()[0]}") from None
-    places = ray.cluster_resources()
-    for name, wanted in (("twinpool_prefill", prefill), ("twinpool_decode", decode)):
-        if places.get(name, 0) < wanted:
-            ray.shutdown()
-            raise ConfigError(
-                f"Ray at {address} has {places.get(name, 0):g} of the resource {name}, {wanted} are needed: "
-                f"start nodes with --resources '{{\"{name}\": {wanted}}}'"
-            )
     return str(ray.util.get_node_ip_address())
+
+
+def missing_places(prefill: int, decode: int) -> str:
+    """What the nodes that have joined so far lack for that many workers, in words; empty when nothing."""
+    import ray
+
+    places = ray.cluster_resources()
+    wanted = {"twinpool_prefill": prefill, "twinpool_decode": decode}
+    return ", ".join(
+        f"{places.get(name, 0):g} of {count} {name}" for name, count in wanted.items() if places.get(name, 0) < count
+    )
 
 
 def _check_reachable(address: str) -> None:

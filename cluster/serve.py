@@ -114,12 +114,26 @@ class Serve:
         self._terminal.line(curl_line(url, spec.name))
 
     def _join(self, stack: ExitStack) -> str:
-        from cluster.ray_cluster import join_ray, leave_ray
+        from cluster.ray_cluster import join_ray, leave_ray, missing_places
 
         options = self._prepared.options
         stack.callback(leave_ray)
-        address = join_ray(options.ray_address or "auto", options.prefill, options.decode)
+        address = join_ray(options.ray_address or "auto")
+        self._stopping.install()  # importing Ray takes SIGTERM over
         self._terminal.step("ray", f"joined from {address}")
+        deadline = self._clock.now() + self._prepared.config.cluster.start_timeout_s
+        said = ""
+        while missing := missing_places(options.prefill, options.decode):
+            self._check_stop()
+            if self._clock.now() > deadline:
+                raise PartFailed(
+                    f"Ray's nodes have {missing}: start nodes with "
+                    '--resources \'{"twinpool_prefill": N, "twinpool_decode": N}\''
+                )
+            if missing != said:
+                self._terminal.step("ray", f"waiting for nodes: {missing}")
+                said = missing
+            self._stopping.wait(POLL_S)
         return address
 
     def _own_ray(self, stack: ExitStack) -> None:

@@ -42,6 +42,10 @@ class Stopping:
     def asked(self) -> bool:
         return self._asked.is_set()
 
+    def wait(self, timeout_s: float) -> bool:
+        """Wait to be asked, up to `timeout_s`; returns whether it has happened."""
+        return self._asked.wait(timeout_s)
+
     def ready(self) -> None:
         """From now on there are requests whose clients deserve an orderly end."""
         self.deadline_s = STOP_DEADLINE_S

@@ -9,9 +9,9 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 
-from cluster.actors import Ended, Launcher
 from cluster.controller import Controller, Kill, Report, Start
 from cluster.controller_service import ControllerServer
+from cluster.launcher import Ended, Launcher
 from cluster.logs import last_words
 from cluster.worker_process import WorkerPlan
 

@@ -93,7 +93,7 @@ class Counts:
     damaged: int = 0
     late_events: int = 0
     fallbacks: int = 0
-    """Requests that one worker served alone though two were due. No code path does that; shown so that it is seen."""
+    """Legs in which decode had to compute a part of the prompt itself, instead of receiving all of it."""
 
 
 class Brain:
@@ -345,6 +345,8 @@ class Brain:
                 if role is Role.PREFILL:
                     r.reported = True
                     self._unload_prefill(r)
+                elif event.computed_tokens:
+                    self.counts.fallbacks += 1
             case PromptScores():
                 if not r.scores_in:
                     r.scores_in = True

@@ -1,0 +1,36 @@
+"""What starts and ends workers' processes, as the supervisor sees it.
+
+Apart from `actors`, which imports Ray: Ray reads its environment when it is imported, and that is set only once the
+flags are known.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+from cluster.worker_process import WorkerPlan
+from contracts.ids import Incarnation, WorkerName
+
+
+@dataclass(frozen=True, slots=True)
+class Ended:
+    """An incarnation whose process is gone."""
+
+    name: WorkerName
+    incarnation: Incarnation
+    reason: str
+
+
+class Launcher(Protocol):
+    """Starts and ends workers' processes; the supervisor's hands."""
+
+    def start(self, plan: WorkerPlan) -> None: ...
+
+    def kill(self, name: WorkerName, incarnation: Incarnation, pid: int, node: str) -> None: ...
+
+    def ended(self, timeout_s: float) -> list[Ended]:
+        """Processes that have ended since the last call; waits up to `timeout_s` for the first."""
+
+    def close(self) -> None:
+        """End all processes. Idempotent."""

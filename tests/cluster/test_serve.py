@@ -1,0 +1,189 @@
+"""What `twinpool serve` promises of its start and its end."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shlex
+import signal
+import subprocess
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import httpx
+import psutil
+import pytest
+
+from tests.serving import COMMAND, READY, Serving, environment, family, serving, until
+
+GIB = 1 << 30
+
+
+def mark_of(pid: int) -> str:
+    """The mark that every process of a run carries, which is also the name of its temporary folder."""
+    return psutil.Process(pid).environ().get("TWINPOOL_RUN", "") or _folder(pid)
+
+
+def _folder(pid: int) -> str:
+    (found,) = {
+        match.group(0)
+        for child in psutil.Process(pid).children()
+        for part in child.cmdline()
+        if (match := re.search(r"twinpool-\w{8}", part))
+    }
+    return found
+
+
+def members(mark: str) -> list[psutil.Process]:
+    """Processes of the run, whoever their parent is by now."""
+    found = []
+    for process in psutil.process_iter():
+        try:
+            told = [*process.cmdline(), process.environ().get("TWINPOOL_RUN", "")]
+            if any(mark in part for part in told) and process.status() != psutil.STATUS_ZOMBIE:
+                found.append(process)
+        except psutil.Error:
+            continue
+    return found
+
+
+def listening(processes: list[psutil.Process]) -> set[int]:
+    ports = set()
+    for process in processes:
+        ports |= {c.laddr.port for c in process.net_connections("inet") if c.status == psutil.CONN_LISTEN}
+    return ports
+
+
+def nothing_is_left(mark: str, ports: set[int], segments: set[str], runtime: Path) -> None:
+    until(lambda: not members(mark), "all processes to be gone", 10)
+    assert not [p for p in ("/tmp", os.environ.get("TMPDIR", "/tmp")) if (Path(p) / mark).exists()]
+    assert not list(runtime.glob("twinpool/run-*.json"))
+    assert not segments & set(os.listdir("/dev/shm"))
+    now = {c.laddr.port for c in psutil.net_connections("inet") if c.status == psutil.CONN_LISTEN}
+    assert not ports & now
+
+
+@pytest.fixture(scope="module")
+def demo(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Serving]:
+    runtime = tmp_path_factory.mktemp("demo")
+    with serving("demo", runtime, ready_within=60) as cluster:
+        yield cluster
+
+
+@pytest.mark.slow
+def test_the_only_url_before_ready_is_in_the_ready_line_and_the_curl_line_works(demo: Serving) -> None:
+    until(lambda: "curl" in demo.lines[-1], "the curl line", 5)
+    ready = next(i for i, line in enumerate(demo.lines) if line.startswith(READY))
+    assert not [line for line in demo.lines[:ready] if "://" in line]
+    assert demo.lines[ready] == READY + demo.url
+    assert any("decode-0" in line and "MiB" in line for line in demo.lines[:ready]), "a table of workers"
+    assert any(re.match(r" +\d+\.\d s +ray ", line) for line in demo.lines[:ready]), "steps with seconds"
+    line = next(line for line in demo.lines if line.startswith("curl "))
+    done = subprocess.run(shlex.split(line), capture_output=True, timeout=30, check=True)
+    assert len(json.loads(done.stdout)["choices"][0]["text"].split()) > 5
+    demo.settle()
+
+
+@pytest.mark.slow
+def test_the_demo_takes_at_most_two_gigabytes(demo: Serving) -> None:
+    demo.complete_all([f"Chapter {i}. " * 20 for i in range(32)], max_tokens=32)
+    demo.settle()
+    assert sum(process.memory_full_info().pss for process in family(demo.process)) < 2 * GIB
+
+
+@pytest.mark.slow
+def test_the_logs_lie_in_one_folder_and_hold_one_event_a_line(demo: Serving) -> None:
+    folder = Path(next(line for line in demo.lines if " logs " in line).split()[-1])
+    assert {"serve.log", "router.log", "prefill-0.log", "decode-0.log"} <= {path.name for path in folder.iterdir()}
+    for line in (folder / "decode-0.log").read_text().splitlines():
+        assert {"time", "level", "event", "process"} <= set(json.loads(line))
+
+
+@pytest.mark.slow
+def test_all_ports_but_the_routers_are_on_loopback(demo: Serving) -> None:
+    for process in family(demo.process):
+        for connection in process.net_connections("inet"):
+            if connection.status == psutil.CONN_LISTEN:
+                assert connection.laddr.ip.removeprefix("::ffff:") == "127.0.0.1", process
+
+
+@pytest.mark.slow
+def test_a_request_that_comes_while_all_workers_are_down_is_answered(demo: Serving) -> None:
+    for worker in demo.status().values():
+        os.kill(worker["pid"], signal.SIGKILL)
+    assert len(demo.complete("It was a fine morning", max_tokens=8).tokens) == 8
+    until(lambda: {w["state"] for w in demo.status().values()} == {"ready"}, "both workers to be back")
+    assert {w["incarnation"] for w in demo.status().values()} == {2}
+    told = [line for line in demo.lines if "died" in line]
+    assert any("decode-0 died (killed, signal 9); restarting, incarnation 2" in line for line in told)
+    demo.settle()
+
+
+@pytest.mark.slow
+def test_a_router_that_dies_is_started_again_on_its_port(demo: Serving) -> None:
+    (router,) = [child for child in psutil.Process(demo.process.pid).children() if "router.main" in child.cmdline()]
+    router.kill()
+
+    def answers() -> bool:
+        try:
+            return httpx.get(f"{demo.url}/health", timeout=1).status_code == 200
+        except httpx.HTTPError:
+            return False
+
+    until(lambda: any("router died (signal 9); restarting" in line for line in demo.lines), "the news", 10)
+    until(answers, "a new router", 20)
+    assert len(demo.complete("It was a fine morning", max_tokens=8).tokens) == 8
+    demo.settle()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("plane", ["shm", "local"])
+def test_a_kill_of_serve_leaves_nothing_behind(tmp_path: Path, plane: str) -> None:
+    with serving("demo", tmp_path, sections={"transfer": {"plane": plane}}) as cluster:
+        cluster.complete_all(["It was a fine morning"] * 4, max_tokens=16)
+        pid = cluster.process.pid
+        mark, processes = _folder(pid), family(cluster.process)
+        ports, segments = listening(processes), set(os.listdir("/dev/shm"))
+        assert ports
+        assert len(processes) > (10 if plane == "shm" else 1)
+        cluster.process.kill()
+        cluster.process.wait(5)
+        nothing_is_left(mark, ports, segments, tmp_path)
+        assert cluster.twinpool("status").returncode == 3
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_during_the_start_ends_it_within_five_seconds(tmp_path: Path, number: signal.Signals) -> None:
+    process = subprocess.Popen(
+        [*COMMAND, "serve", "--port", "0"], env=environment(tmp_path), cwd=tmp_path, stdout=subprocess.PIPE, text=True
+    )
+    assert process.stdout is not None
+    assert any(" logs " in line for line in process.stdout), "no line for its logs"
+    mark = _folder(process.pid)
+    until(lambda: len(family(process)) > 4, "Ray to be starting", 20)
+    began = time.monotonic()
+    process.send_signal(number)
+    process.wait(5)
+    until(lambda: not members(mark), "all processes to be gone", 5)
+    assert time.monotonic() - began < 5
+    process.stdout.close()
+
+
+@pytest.mark.slow
+def test_one_process_serves_and_ends_without_ray(tmp_path: Path) -> None:
+    with serving("demo", tmp_path, "--decode", "2", sections={"transfer": {"plane": "local"}}) as cluster:
+        (root, reaper) = family(cluster.process)
+        assert root.pid == cluster.process.pid
+        assert "reaper.py" in " ".join(reaper.cmdline())
+        answers = cluster.complete_all(["It was a fine morning"] * 8, max_tokens=16)
+        assert len({tuple(answer.tokens) for answer in answers}) == 1
+        drained = cluster.twinpool("drain", "decode-1")
+        assert drained.returncode == 0, drained.stderr
+        assert cluster.status()["decode-1"]["state"] == "left"
+        assert cluster.check()["ok"]
+        mark = _folder(cluster.process.pid)
+    nothing_is_left(mark, set(), set(), tmp_path)
+    assert float(cluster.lines[-1].split()[1]) < 5
