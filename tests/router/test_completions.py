@@ -199,6 +199,11 @@ def test_the_timeline_says_who_did_what(server: Server) -> None:
         assert 0 <= times["queue"] <= times["first_token"] <= times["total"]
         assert {"queue", "prefill"} <= times["prefill"].keys()
         assert {"grant", "arrived", "first_step", "done"} <= times["decode"].keys()
+    alone = server.post("/v1/completions", {**asked, "max_tokens": 1}, **header).json()["twinpool"]
+    assert (alone["decode_worker"], alone["transfer_bytes"]) == (None, 0)
+    stop = text_of(server, answer(4)[2:3])
+    stopped = server.post("/v1/completions", {**asked, "max_tokens": 30, "stop": stop}, **header).json()["twinpool"]
+    assert stopped["transfer_bytes"] == 30
     each = server.post("/v1/completions", {**asked, "n": 2}, **header).json()["twinpool"]
     assert len(each) == 2
     assert "twinpool" not in server.post("/v1/completions", asked).json()
