@@ -26,9 +26,8 @@ format: .venv/.installed-dev ## put the code into its format
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix .
 
-bench: .venv/.installed-dev ## measure the engine, and the demo cluster under load
-	$(BIN)/python -m bench.engine $(ARGS)
-	$(BIN)/python -m bench.serve $(ARGS)
+bench: .venv/.installed-dev ## measure the engine, the data planes and the demo cluster; ARGS="serve --long"
+	@$(BIN)/python -m bench $(ARGS)
 
 soak: .venv/.installed-dev ## the long tests: the full product of settings, and torture
 	@$(BIN)/python -m pytest -m soak $(ARGS)

@@ -5,7 +5,8 @@ bytes are parsed as the event loop delivers them (httptools in C for HTTP, a spl
 events), and nothing is scheduled between a token's arrival and its time stamp. Connecting is part of a request's
 time; on one machine that is about 0.1 ms.
 
-A stream counts as a success only if it ended with ``[DONE]`` and carried no error event.
+A stream counts as a success only if it ended with ``[DONE]`` and carried no error event. For servers that never send
+it, an `Endpoint` with `needs_done=False` takes a whole HTTP answer with a finish reason instead.
 """
 
 from __future__ import annotations
@@ -38,16 +39,17 @@ class Endpoint:
     tls: bool
     path: str
     headers: tuple[tuple[str, str], ...] = ()
+    needs_done: bool = True
 
     @classmethod
-    def parse(cls, url: str, headers: Sequence[tuple[str, str]] = ()) -> Endpoint:
+    def parse(cls, url: str, headers: Sequence[tuple[str, str]] = (), needs_done: bool = True) -> Endpoint:
         """``http://host:port``, with or without ``/v1``. Raises `EndpointError` for other schemes."""
         parts = urlsplit(url if "//" in url else f"http://{url}")
         if parts.scheme not in ("http", "https") or not parts.hostname:
             raise EndpointError(f"an endpoint is http://HOST:PORT or https://HOST:PORT; got {url}")
         tls = parts.scheme == "https"
         path = parts.path.rstrip("/").removesuffix("/v1")
-        return cls(parts.hostname, parts.port or (443 if tls else 80), tls, path, tuple(headers))
+        return cls(parts.hostname, parts.port or (443 if tls else 80), tls, path, tuple(headers), needs_done)
 
     @property
     def url(self) -> str:
@@ -101,6 +103,8 @@ class Outcome:
     arrivals_s: list[float] = field(default_factory=list)
     """When each event with new tokens arrived."""
     prompt_tokens: int | None = None
+    cached_tokens: int = 0
+    """Prompt tokens that the server says it did not have to compute."""
     completion_tokens: int | None = None
     error: str | None = None
     """The kind of error; None for an answer that ended as it should."""
@@ -143,7 +147,7 @@ class Outcome:
 class _Exchange(asyncio.Protocol):
     """One request and its streamed answer; `ended` is set when nothing more will come."""
 
-    def __init__(self, request: bytes, outcome: Outcome) -> None:
+    def __init__(self, request: bytes, outcome: Outcome, needs_done: bool = True) -> None:
         self.ended: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._request = request
         self._outcome = outcome
@@ -151,7 +155,8 @@ class _Exchange(asyncio.Protocol):
         self._line = b""
         self._body = b""
         self._streams = False
-        self._done = False
+        self._needs_done = needs_done
+        self._finished = False
         self._now = 0.0
         self._transport: asyncio.Transport | None = None
 
@@ -192,20 +197,22 @@ class _Exchange(asyncio.Protocol):
             self._finish(f"http {status}", self._body.decode(errors="replace"))
         elif not self._streams:
             self._finish("not a stream", self._body.decode(errors="replace"))
+        elif self._finished and not self._needs_done:
+            self._finish_well()
         else:
             self._finish("cut", "the stream ended without [DONE]")
 
     def _event(self, data: bytes) -> None:
-        if self._done or self.ended.done():
+        if self.ended.done():
             return
         if data == b"[DONE]":
-            self._done = True
-            self._finish(None if self._outcome.arrivals_s else "no tokens", "")
+            self._finish_well()
             return
         try:
             event = json.loads(data)
             failed = event.get("error")
             carried = not failed and carries_tokens(event)
+            self._finished |= any(choice.get("finish_reason") for choice in event.get("choices") or ())
         except (ValueError, AttributeError, LookupError, TypeError) as error:
             self._finish("bad event", f"{error!r} in {data[:80]!r}")
             return
@@ -219,10 +226,14 @@ class _Exchange(asyncio.Protocol):
         if usage:
             self._outcome.prompt_tokens = usage.get("prompt_tokens")
             self._outcome.completion_tokens = usage.get("completion_tokens")
+            self._outcome.cached_tokens = (usage.get("prompt_tokens_details") or {}).get("cached_tokens") or 0
 
     def abort(self) -> None:
         if self._transport is not None:
             self._transport.abort()
+
+    def _finish_well(self) -> None:
+        self._finish(None if self._outcome.arrivals_s else "no tokens", "")
 
     def _finish(self, error: str | None, note: str) -> None:
         if self.ended.done():
@@ -256,7 +267,7 @@ async def stream(endpoint: Endpoint, request: bytes, outcome: Outcome, timeout_s
     try:
         async with asyncio.timeout(timeout_s):
             _, exchange = await loop.create_connection(
-                lambda: _Exchange(request, outcome),
+                lambda: _Exchange(request, outcome, endpoint.needs_done),
                 endpoint.host,
                 endpoint.port,
                 ssl=ssl.create_default_context() if endpoint.tls else None,

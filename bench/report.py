@@ -76,6 +76,8 @@ class Summary:
     goodput_per_s: float
     """Requests a second within the SLO."""
     good_share: float
+    cached_share: float
+    """Of the prompt tokens, as the server counts them."""
     client_cpu_share: float
     """The client's own processor time, in cores."""
 
@@ -110,6 +112,7 @@ def summarize(outcomes: Sequence[Outcome], slo: Slo, wall_s: float, cpu_s: float
         output_tokens_per_s=sum(outcome.output_tokens for outcome in good) / wall_s,
         goodput_per_s=within / wall_s,
         good_share=within / len(outcomes) if outcomes else 0.0,
+        cached_share=sum(o.cached_tokens for o in good) / inputs if inputs else 0.0,
         client_cpu_share=cpu_s / wall_s,
     )
 
@@ -168,6 +171,7 @@ def table(sides: Mapping[str, Summary]) -> Table:
     for label, name in RATES:
         row(label, [f"{getattr(s, name):.2f}" for s in sides.values()], name)
     row("within SLO", [f"{s.good_share:.1%}" for s in sides.values()])
+    row("input from cache", [f"{s.cached_share:.1%}" for s in sides.values()])
     row("succeeded", [f"{s.succeeded} of {s.requests}" for s in sides.values()])
     for kind in sorted({kind for s in sides.values() for kind in s.errors}):
         row(f"[red]error: {kind}[/red]", [str(s.errors.get(kind, 0)) for s in sides.values()])

@@ -54,11 +54,14 @@ class Target:
         return "/v1/chat/completions" if self.chat else "/v1/completions"
 
     def body(self, ask: Ask) -> dict[str, Any]:
-        """The JSON of one streamed request for exactly `ask.output_tokens` tokens, greedy unless `extra` says so."""
+        """The JSON of one streamed request for exactly `ask.output_tokens` tokens, greedy unless `extra` says so.
+
+        A null in `extra` leaves a field out, for servers that refuse what they don't know.
+        """
         limit = "max_completion_tokens" if self.chat else "max_tokens"
-        return {"model": self.model, **self._prompt(ask), limit: ask.output_tokens, **{
-            "temperature": 0, "ignore_eos": True, "stream": True, "stream_options": {"include_usage": True},
-        }, **self.extra}  # fmt: skip
+        options = {"temperature": 0, "ignore_eos": True, "stream": True, "stream_options": {"include_usage": True}}
+        body = {"model": self.model, **self._prompt(ask), limit: ask.output_tokens, **options, **self.extra}
+        return {name: value for name, value in body.items() if value is not None}
 
     def _prompt(self, ask: Ask) -> dict[str, Any]:
         if self.chat:
@@ -71,7 +74,7 @@ class Target:
             return
         ask = Ask(0.0, tuple(range(_CALIBRATION_WORDS)), 1)
         body = {**self.body(ask), "stream": False}
-        del body["stream_options"]
+        body.pop("stream_options", None)
         answer = await self.endpoint.ask("POST", self.path, body)
         usage = answer.get("usage") or {}
         if not usage.get("prompt_tokens"):
@@ -129,11 +132,15 @@ def make_asks(args: argparse.Namespace, target: Target, seed: int) -> list[Ask]:
 async def measure(args: argparse.Namespace, console: Console) -> list[Target]:
     """Warm up, then run all rounds on all targets in turns."""
     targets = []
-    for name, url, model in (("endpoint", args.url, args.model), ("baseline", args.baseline_url, args.baseline_model)):
+    headers = [tuple(header.split(": ", 1)) for header in args.header]
+    for name, url, model, extra, needs_done in (
+        ("endpoint", args.url, args.model, args.extra, True),
+        ("baseline", args.baseline_url, args.baseline_model, args.baseline_extra, not args.baseline_without_done),
+    ):
         if url is not None:
-            endpoint = Endpoint.parse(url, [tuple(header.split(": ", 1)) for header in args.header])
+            endpoint = Endpoint.parse(url, headers, needs_done)
             chosen = model or await endpoint.first_model()
-            targets.append(Target(name, endpoint, chosen, args.endpoint == "chat", args.text, json.loads(args.extra)))
+            targets.append(Target(name, endpoint, chosen, args.endpoint == "chat", args.text, json.loads(extra)))
             await targets[-1].calibrate()
     for target in targets:
         warm = synthetic(Content(args.seed - 1, 300, 400), args.warmup, LengthRange(32, 32), LengthRange(8, 8))
@@ -169,6 +176,7 @@ def parser() -> argparse.ArgumentParser:
     where.add_argument("--baseline-url", help="another one, under the same load in turns")
     where.add_argument("--model", help="model name to send (default: the first one the server lists)")
     where.add_argument("--baseline-model", help="the same for the baseline")
+    where.add_argument("--baseline-without-done", action="store_true", help="the baseline's streams end without [DONE]")
     where.add_argument("--endpoint", choices=("completions", "chat"), default="completions")
     where.add_argument("--header", action="append", default=[], metavar="'NAME: VALUE'")
     how = out.add_argument_group("how")
@@ -191,7 +199,8 @@ def parser() -> argparse.ArgumentParser:
     what.add_argument("--shared-prefix", type=int, default=0, help="first tokens that all prompts share")
     what.add_argument("--text", action="store_true", help="send text, not token ids (always so for chat)")
     what.add_argument("--token-range", default="300:2000", help="token ids to draw from, LOW:HIGH")
-    what.add_argument("--extra", default="{}", help="JSON to add to each request's body")
+    what.add_argument("--extra", default="{}", help="JSON to add to each request's body; null leaves a field out")
+    what.add_argument("--baseline-extra", help="the same for the baseline (default: as --extra)")
     shown = out.add_argument_group("shown")
     shown.add_argument("--slo-ttft-ms", type=float, help="good requests have their first token within this")
     shown.add_argument("--slo-tpot-ms", type=float, help="and later tokens at this or less on average")
@@ -221,10 +230,10 @@ def check(args: argparse.Namespace) -> str | None:
         low, high = (int(part) for part in args.token_range.split(":"))
         LengthRange.parse(args.input_tokens)
         LengthRange.parse(args.output_tokens)
-        extra = json.loads(args.extra)
+        extras = [json.loads(args.extra), json.loads(args.baseline_extra)]
     except ValueError as error:
         return str(error)
-    if not 0 <= low < high or not isinstance(extra, dict):
+    if not 0 <= low < high or not all(isinstance(extra, dict) for extra in extras):
         return "--token-range takes LOW:HIGH and --extra a JSON object"
     return None
 
@@ -248,6 +257,7 @@ def record(outcome: Outcome) -> dict[str, Any]:
         "arrivals_ms": [round((at - outcome.sent_s) * 1e3, 3) for at in outcome.arrivals_s],
         "e2e_ms": outcome.e2e_s * 1e3,
         "prompt_tokens": outcome.prompt_tokens,
+        "cached_tokens": outcome.cached_tokens,
         "completion_tokens": outcome.completion_tokens,
         "wanted_tokens": outcome.wanted_tokens,
         "error": outcome.error,
@@ -259,6 +269,8 @@ def main(argv: list[str] | None = None) -> int:
     """0: measured; 1: measured, with errors; 2: wrong flags or an endpoint that can't be used."""
     flags = parser()
     args = flags.parse_args(argv)
+    if args.baseline_extra is None:
+        args.baseline_extra = args.extra
     if wrong := check(args):
         flags.error(wrong)
     console = Console(stderr=True)

@@ -32,11 +32,13 @@ class EngineConfig:
     numerics: Literal["invariant", "fast"] = "invariant"
     """invariant: a row's result depends on its own sequence alone, never on the batch or on chunk ends."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
+    """auto: the CPU, as long as data planes register host memory only; cuda is refused until then."""
 
 
 @dataclass(frozen=True, slots=True)
 class CacheConfig:
     page_tokens: int = 16
+    """Positions in a page, a power of two; the same for both roles."""
     device_tokens: int = 0
     """Positions a worker's pool holds; 0: eight contexts, bounded by a quarter of free memory a worker."""
     prefix_reuse: bool = True
@@ -80,6 +82,7 @@ class TransferConfig:
     room_timeout_s: float = 60.0
     """Longest silence of a room before it is failed."""
     connect_timeout_s: float = 10.0
+    """How long prefill may take to answer a decode worker that it has not met yet."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,7 +90,9 @@ class RouterConfig:
     max_queue: int = 1024
     """Requests in the house; more get 429."""
     default_max_tokens: int = 512
+    """For requests that name no limit."""
     request_timeout_s: float = 600.0
+    """From its arrival a request has this long before it is ended with an error."""
     replay_limit: int = 8
     """Attempts after the first before a request is failed."""
     worker_wait_s: float = 60.0
@@ -95,7 +100,9 @@ class RouterConfig:
     stall_s: float = 30.0
     """/health fails when work waits and nothing has advanced for this long."""
     max_body_bytes: int = 8 * 1024 * 1024
+    """Larger bodies are refused with 413."""
     tokenizer_threads: int = 2
+    """Threads for tokenising and templates, off the event loop."""
     client_buffer_events: int = 4096
     """Undelivered stream events of a slow client before its request is cancelled."""
 
@@ -103,9 +110,11 @@ class RouterConfig:
 @dataclass(frozen=True, slots=True)
 class ClusterConfig:
     heartbeat_s: float = 0.5
+    """How often a worker renews its lease and reports its status."""
     lease_s: float = 10.0
     """A worker that could not renew for this long stops sending; its successor gets the next incarnation."""
     start_timeout_s: float = 120.0
+    """How long a worker may take from its start to its first heartbeat."""
     restart_limit: int = 20
     """Restarts of one worker within ten minutes before it is left dead."""
 

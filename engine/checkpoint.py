@@ -13,6 +13,7 @@ from contracts.config import EngineConfig
 from contracts.errors import CheckpointError
 from contracts.model import ModelSpec, expected_tensors
 from contracts.tensor_files import read_headers
+from engine.numerics import Linear
 
 
 @dataclass(frozen=True)
@@ -20,29 +21,27 @@ class LayerWeights:
     """One decoder layer. Projections that read the same input are stacked by rows into one matrix."""
 
     input_norm_h: Tensor
-    qkv_oh: Tensor
+    qkv: Linear
     """[(heads + 2 kv_heads) * head_dim, hidden]: queries, keys, values."""
-    qkv_bias_o: Tensor | None
     qk_norm_nd: Tensor | None
     """[heads + kv_heads, head_dim]: the queries' norm repeated for each head, then the keys'."""
-    out_ho: Tensor
-    out_bias_h: Tensor | None
+    out: Linear
+    """[hidden, heads * head_dim]"""
     mlp_norm_h: Tensor
-    gate_up_ih: Tensor
+    gate_up: Linear
     """[2 * intermediate, hidden]: gate, up."""
-    gate_up_bias_i: Tensor | None
-    down_hi: Tensor
-    down_bias_h: Tensor | None
+    down: Linear
+    """[hidden, intermediate]"""
 
 
 @dataclass(frozen=True)
 class Weights:
-    """All of a model. `head_vh` is `embed_vh` itself where the checkpoint ties them."""
+    """All of a model. Where the checkpoint ties them, `head` is made of `embed_vh`."""
 
     embed_vh: Tensor
     layers: tuple[LayerWeights, ...]
     norm_h: Tensor
-    head_vh: Tensor
+    head: Linear
 
 
 def dtype_for(spec: ModelSpec, config: EngineConfig) -> torch.dtype:
@@ -65,12 +64,12 @@ def load_weights(spec: ModelSpec, dtype: torch.dtype, device: torch.device) -> W
         def take(name: str, prefix: str = prefix) -> Tensor:
             return raw.pop(prefix + name)
 
-        def bias(*names: str, prefix: str = prefix) -> Tensor | None:
-            parts = [raw.pop(f"{prefix}{name}.bias") for name in names if f"{prefix}{name}.bias" in raw]
-            return torch.cat(parts) if parts else None
+        def linear(*names: str, prefix: str = prefix) -> Linear:
+            """Projections that read the same input, stacked."""
+            weight = torch.cat([raw.pop(f"{prefix}{name}.weight") for name in names])
+            biases = [raw.pop(f"{prefix}{name}.bias") for name in names if f"{prefix}{name}.bias" in raw]
+            return Linear(weight, torch.cat(biases) if biases else None)
 
-        qkv = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
-        gate_up = ("mlp.gate_proj", "mlp.up_proj")
         qk_norm = None
         if spec.qk_norm:
             q_norm, k_norm = take("self_attn.q_norm.weight"), take("self_attn.k_norm.weight")
@@ -78,20 +77,17 @@ def load_weights(spec: ModelSpec, dtype: torch.dtype, device: torch.device) -> W
         layers.append(
             LayerWeights(
                 input_norm_h=take("input_layernorm.weight"),
-                qkv_oh=torch.cat([take(f"{name}.weight") for name in qkv]),
-                qkv_bias_o=bias(*qkv),
+                qkv=linear("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
                 qk_norm_nd=qk_norm,
-                out_ho=take("self_attn.o_proj.weight"),
-                out_bias_h=bias("self_attn.o_proj"),
+                out=linear("self_attn.o_proj"),
                 mlp_norm_h=take("post_attention_layernorm.weight"),
-                gate_up_ih=torch.cat([take(f"{name}.weight") for name in gate_up]),
-                gate_up_bias_i=bias(*gate_up),
-                down_hi=take("mlp.down_proj.weight"),
-                down_bias_h=bias("mlp.down_proj"),
+                gate_up=linear("mlp.gate_proj", "mlp.up_proj"),
+                down=linear("mlp.down_proj"),
             )
         )
     embed = raw["model.embed_tokens.weight"]
-    return Weights(embed, tuple(layers), raw["model.norm.weight"], embed if spec.tied else raw["lm_head.weight"])
+    head = Linear(embed if spec.tied else raw["lm_head.weight"])
+    return Weights(embed, tuple(layers), raw["model.norm.weight"], head)
 
 
 def _read(spec: ModelSpec, dtype: torch.dtype, device: torch.device) -> dict[str, Tensor]:

@@ -122,14 +122,14 @@ def numerics_for(spec: ModelSpec, weights: Weights, config: EngineConfig, device
     if config.numerics == "fast":
         return FAST
     layer = weights.layers[0]
-    matrices = (layer.qkv_oh, layer.out_ho, layer.gate_up_ih, layer.down_hi, weights.head_vh)
+    linears = (layer.qkv, layer.out, layer.gate_up, layer.down, weights.head)
     products = [
         (batch, k, n)
         for batch in (spec.kv_heads, 5 * spec.kv_heads)
         for k, n in ((spec.head_dim, BLOCK_TOKENS), (BLOCK_TOKENS, spec.head_dim))
     ]
     with torch.inference_mode():
-        return probe(matrices, products, device)
+        return probe(linears, products, device)
 
 
 def attention_for(config: EngineConfig, numerics: Numerics, device: torch.device) -> Attention:

@@ -67,7 +67,7 @@ class Decoder:
         if padded > rows:
             x_nh = torch.cat((x_nh, x_nh.new_zeros(padded - rows, x_nh.shape[1])))
         h_nh = self._norm(x_nh, self._weights.norm_h)
-        return self.numerics.linear(h_nh, self._weights.head_vh)[:rows].float()
+        return self.numerics.linear(h_nh, self._weights.head)[:rows].float()
 
     def _norm(self, x: Tensor, weight: Tensor) -> Tensor:
         """Root-mean-square norm over the last axis, in float32, rounded before the weight as transformers does."""
@@ -86,7 +86,7 @@ class Decoder:
         v_pages: Tensor,
     ) -> Tensor:
         spec = self.spec
-        qkv = self.numerics.linear(h_mh, layer.qkv_oh, layer.qkv_bias_o).view(len(h_mh), -1, spec.head_dim)
+        qkv = self.numerics.linear(h_mh, layer.qkv).view(len(h_mh), -1, spec.head_dim)
         qk, v = torch.split(qkv, [spec.heads + spec.kv_heads, spec.kv_heads], dim=1)
         if layer.qk_norm_nd is not None:
             qk = self._norm(qk, layer.qk_norm_nd)
@@ -98,12 +98,18 @@ class Decoder:
         out = self._attention.attend(q[:count], k_pages, v_pages, plan, self._scale).reshape(count, -1)
         if len(h_mh) > count:
             out = torch.cat((out, out.new_zeros(len(h_mh) - count, out.shape[1])))
-        return self.numerics.linear(out, layer.out_ho, layer.out_bias_h)
+        return self.numerics.linear(out, layer.out)
 
     def _mlp(self, layer: LayerWeights, h_mh: Tensor) -> Tensor:
-        gate, up = self.numerics.linear(h_mh, layer.gate_up_ih, layer.gate_up_bias_i).chunk(2, dim=-1)
-        # Not F.silu or sigmoid: their vector lanes and their scalar tails round differently, and where a tail falls
-        # depends on the number of rows and threads. exp and a quotient are the same everywhere.
-        wide = gate.float()
-        activated = (wide / torch.exp(-wide).add_(1.0)).to(gate.dtype)
-        return self.numerics.linear(activated.mul_(up), layer.down_hi, layer.down_bias_h)
+        gate, up = self.numerics.linear(h_mh, layer.gate_up).chunk(2, dim=-1)
+        activated = silu(gate.float()).to(gate.dtype)
+        return self.numerics.linear(activated.mul_(up), layer.down)
+
+
+def silu(x: Tensor) -> Tensor:
+    """x * sigmoid(x) in float32, the same bits for an element wherever it lies.
+
+    Not torch's silu or sigmoid: their vector lanes and their scalar tails round differently, and where a tail falls
+    depends on the number of rows and threads. exp and a quotient are the same everywhere.
+    """
+    return x / torch.exp(-x).add_(1.0)

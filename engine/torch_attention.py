@@ -32,9 +32,12 @@ from engine.numerics import Numerics
 
 BLOCK_TOKENS = 128
 _TILE_QUERIES = 128
-_SCORE_ELEMENTS = 1 << 23
-"""Scores of one batch of tiles at most, unless a single smallest tile needs more: 32 MiB in float32."""
-_GATHER_ELEMENTS = 1 << 20
+_SCORE_ELEMENTS = 1 << 20
+"""Scores of one batch of tiles at most, unless a single tile needs more: 4 MiB in float32, which stay in the cache and
+in memory that the allocator reuses."""
+_TILE_SCORES = 1 << 22
+"""Scores of a single tile at most, unless one query needs more."""
+_GATHER_ELEMENTS = 1 << 18
 """Elements of keys gathered at once, so that they are still in the cache when they are multiplied."""
 _MASKED = -1e30
 """The score of a hidden position. Finite, so that a row with nothing but hidden positions in a block has a softmax
@@ -189,7 +192,7 @@ def _tile_queries(count: int, length: int, heads: int) -> int:
     """
     size = 1 << (count - 1).bit_length()
     blocks = -(-length // BLOCK_TOKENS)
-    while size > 1 and (size > _TILE_QUERIES or size * heads * blocks * BLOCK_TOKENS > _SCORE_ELEMENTS):
+    while size > 1 and (size > _TILE_QUERIES or size * heads * blocks * BLOCK_TOKENS > _TILE_SCORES):
         size //= 2
     return size
 

@@ -143,7 +143,9 @@ async def drain(service: RouterService, exchange: Exchange) -> None:
         elif state != "ready":
             entry = _conflict(f"{name} is {state}: only a ready worker can be drained")
         elif not force and [e.record.name for e in service.brain.serving(entry.record.role)] in ([name], []):
-            entry = _conflict(f"{name} is the last {entry.record.role} worker that serves; drain it with --force (force=true)")
+            entry = _conflict(
+                f"{name} is the last {entry.record.role} worker that serves; drain it with --force (force=true)"
+            )
     await _tell(service, exchange, entry, drain=True)
 
 

@@ -68,7 +68,16 @@ class End:
     done: Done
 
 
-Action = Send | Deliver | Scores | End
+@dataclass(frozen=True, slots=True)
+class Replay:
+    """A request starts over from its tokens, as attempt `attempt`; for the log."""
+
+    request_id: RequestId
+    attempt: int
+    reason: str
+
+
+Action = Send | Deliver | Scores | End | Replay
 
 
 @dataclass(slots=True)
@@ -84,7 +93,7 @@ class Counts:
     damaged: int = 0
     late_events: int = 0
     fallbacks: int = 0
-    """Requests that one worker served alone though two were due. No code path does that; shown so that it is seen."""
+    """Legs in which decode had to compute a part of the prompt itself, instead of receiving all of it."""
 
 
 class Brain:
@@ -336,6 +345,8 @@ class Brain:
                 if role is Role.PREFILL:
                     r.reported = True
                     self._unload_prefill(r)
+                elif event.computed_tokens:
+                    self.counts.fallbacks += 1
             case PromptScores():
                 if not r.scores_in:
                     r.scores_in = True
@@ -372,7 +383,8 @@ class Brain:
         kind = done.error or ErrorKind.WORKER
         if kind is ErrorKind.DAMAGED:
             self.counts.damaged += 1
-        if not kind.retryable:
+        # What one worker took can't be the client's fault at the next: it may still hold an attempt that was lost here.
+        if not kind.retryable and not (kind is ErrorKind.INVALID and r.attempt):
             self._fail(r, kind, done.message or f"{worker[0]} failed the request: {kind}")
             return
         over = (Role.PREFILL,) if worker == r.prefill else (Role.DECODE,)
@@ -384,12 +396,19 @@ class Brain:
                 entry.refuses_until = self._clock.now() + REFUSAL_PAUSE_S
             self._replay(r, reason, blame=blame, over=over, refused=True)
             return
-        self._replay(r, reason, blame=blame, over=over)
+        self._replay(r, reason, blame=blame, over=over, kind=kind)
 
     # ------------------------------------------------------------ replay and end
 
     def _replay(
-        self, r: Request, reason: str, *, blame: WorkerKey | None, over: tuple[Role, ...] = (), refused: bool = False
+        self,
+        r: Request,
+        reason: str,
+        *,
+        blame: WorkerKey | None,
+        over: tuple[Role, ...] = (),
+        refused: bool = False,
+        kind: ErrorKind = ErrorKind.WORKER,
     ) -> None:
         """Start the next attempt; `over` are the legs that have already ended themselves."""
         now = self._clock.now()
@@ -405,13 +424,18 @@ class Brain:
             self.counts.replays += 1
         if r.replays > self._config.replay_limit or r.refusals > REFUSAL_LIMIT:
             tries = r.replays + r.refusals
-            self._fail(r, ErrorKind.WORKER, f"the request failed {tries} times on its workers; last: {reason}")
+            self._fail(
+                r,
+                ErrorKind.WORKER if kind.retryable else kind,
+                f"the request failed {tries} times on its workers; last: {reason}",
+            )
             return
         if blame is not None and not refused:
             r.avoid[blame] = now + min(0.25 * 2**r.replays, 5.0)
         r.not_before = now if refused or r.replays <= 1 else now + min(0.05 * 2 ** (r.replays - 2), 1.0)
         r.waiting_since = now
         r.move("replay")
+        self._actions.append(Replay(r.id, r.attempt, reason))
         self._waiting[r.id] = r
         self._place(r)
 

@@ -6,6 +6,7 @@ A link is retried as long as the table shows that incarnation; what a link's end
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import Callable, Sequence
 
 from contracts.messages import Command, Event
@@ -116,6 +117,8 @@ class Fleet:
                 session = await link.port.connect(lambda events: self._on_events(key, events), closed)
             except (OSError, TimeoutError) as error:  # ConnectionError is an OSError
                 log("link refused", worker=key[0], incarnation=key[1], reason=str(error))
+            except Exception:  # our own bug: try again rather than lose the worker
+                log("link failed", level=logging.ERROR, trace=True, worker=key[0], incarnation=key[1])
             else:
                 if not ended.done():
                     link.session = session

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from typing import Any
 
 from contracts.errors import ErrorKind
 from contracts.ids import RequestId
@@ -16,10 +17,23 @@ from router.timeline import timeline_of
 class Job:
     """Filled by the service, emptied by the HTTP side; both on one event loop."""
 
-    __slots__ = ("_buffer_events", "_wake", "answer", "ask", "choices", "failed", "id", "open", "outbox", "overflowed")
+    __slots__ = (
+        "_buffer_events",
+        "_wake",
+        "answer",
+        "ask",
+        "choices",
+        "client_id",
+        "failed",
+        "id",
+        "open",
+        "outbox",
+        "overflowed",
+    )
 
-    def __init__(self, job_id: str, ask: Ask, answer: Answer, buffer_events: int) -> None:
+    def __init__(self, job_id: str, ask: Ask, answer: Answer, buffer_events: int, client_id: str) -> None:
         self.id = job_id
+        self.client_id = client_id
         self.ask = ask
         self.answer = answer
         self.choices: list[Choice] = []
@@ -79,6 +93,20 @@ class Job:
         if self.failed is None:
             self.failed = Done(RequestId(self.id), 0, "error", error=ErrorKind.CANCELLED, message=message)
         self._wake.set()
+
+    def facts(self) -> dict[str, Any]:
+        """What a log line says about it."""
+        first = self.choices[0].request
+        return {
+            "id": self.id,
+            "client_id": self.client_id,
+            "choices": len(self.choices),
+            "prompt_tokens": len(first.prompt),
+            "tokens": sum(len(c.tokens) for c in self.choices),
+            "workers": sorted({name for c in self.choices for name in c.request.workers.values()}),
+            "room": first.room,
+            "attempts": first.attempt + 1,
+        }
 
     def timeline(self) -> object:
         """The field `twinpool`: of the only choice, or a list of one per choice."""

@@ -8,6 +8,7 @@ back. The stream is opened after a status call has answered: a stream alone woul
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -37,6 +38,9 @@ CHANNEL_OPTIONS = (
     ("grpc.initial_reconnect_backoff_ms", 100),
     ("grpc.max_reconnect_backoff_ms", 1000),
     ("grpc.use_local_subchannel_pool", 1),
+    # A host that vanishes says nothing; its silence is noticed.
+    ("grpc.keepalive_time_ms", 10_000),
+    ("grpc.keepalive_timeout_ms", 10_000),
 )
 
 
@@ -94,6 +98,9 @@ class GrpcSession:
             self._broken(f"{error.code().name}: {error.details()}")
         except (WireError, ValueError) as error:
             self._broken(f"a frame that can't be read: {error}")
+        except Exception as error:  # our own bug: a stream that nobody reads would hang its requests
+            log("events failed", level=logging.ERROR, trace=True)
+            self._broken(f"the router failed on an event: {error!r}")
         else:
             self._broken("the worker closed the stream")
 
@@ -192,6 +199,13 @@ class ControllerDirectory:
     def port(self, record: WorkerRecord) -> Port:
         return GrpcPort(record)
 
+    def _tell(self, views: tuple[WorkerView, ...]) -> None:
+        for listener in list(self._listeners):
+            try:
+                listener(views)
+            except Exception:  # our own bug: the next table may mend it, and nobody else can
+                log("view failed", level=logging.ERROR, trace=True)
+
     async def _follow(self) -> None:
         pause = self.RETRY_FIRST_S
         async with grpc.aio.insecure_channel(self._target, options=CHANNEL_OPTIONS) as channel:
@@ -201,8 +215,7 @@ class ControllerDirectory:
                     async for view in stub.Watch(pb.Empty(), wait_for_ready=True):
                         pause = self.RETRY_FIRST_S
                         self._views = tuple(_view_from_proto(w) for w in view.workers)
-                        for listener in list(self._listeners):
-                            listener(self._views)
+                        self._tell(self._views)
                     reason = "the controller closed the stream"
                 except grpc.aio.AioRpcError as error:
                     reason = f"{error.code().name}: {error.details()}"

@@ -22,6 +22,7 @@ from contracts.errors import ConfigError, TwinpoolError
 from contracts.model import read_model_spec
 from contracts.ports import Directory
 from router.app import App, create_app
+from router.cork import CorkedHttpProtocol
 from router.links import ControllerDirectory
 from router.log import log, write_logs_to_stderr
 from router.service import RouterService
@@ -40,7 +41,7 @@ class RouterServer(uvicorn.Server):
             uvicorn.Config(
                 app,
                 loop="uvloop",
-                http="httptools",
+                http=CorkedHttpProtocol,
                 ws="none",
                 lifespan="on",
                 log_config=None,

@@ -108,7 +108,7 @@ class Metrics(Collector):
             ("twinpool_replays", "Attempts after a worker was lost or failed", counts.replays),
             ("twinpool_drain_refusals", "Attempts that a draining worker refused", counts.refusals),
             ("twinpool_damaged", "Hand-overs with damaged bytes, detected and recomputed", counts.damaged),
-            ("twinpool_fallbacks", "Requests served without the hand-over that they were due", counts.fallbacks),
+            ("twinpool_fallbacks", "Legs in which decode computed prompt tokens itself", counts.fallbacks),
             ("twinpool_late_events", "Events of ended requests or earlier attempts, dropped", counts.late_events),
         ):
             yield CounterMetricFamily(name, text, value=value)

@@ -8,6 +8,7 @@ commands to one worker leave as one batch.
 from __future__ import annotations
 
 import asyncio
+import logging
 import secrets
 import time
 from collections.abc import Callable, Sequence
@@ -24,7 +25,7 @@ from contracts.model import ModelSpec
 from contracts.ports import Directory
 from router.answers import Answer
 from router.asks import Ask, Prompt
-from router.brain import Brain, Deliver, End, Scores, Send
+from router.brain import Brain, Deliver, End, Replay, Scores, Send
 from router.choice import Choice
 from router.failures import QueueFull
 from router.fleet import Fleet
@@ -104,8 +105,11 @@ class RouterService:
     async def _tick(self) -> None:
         while True:
             await asyncio.sleep(TICK_S)
-            self.brain.tick()
-            self._act()
+            try:
+                self.brain.tick()
+                self._act()
+            except Exception:  # our own bug: without ticks no deadline would be kept
+                log("tick failed", level=logging.ERROR, trace=True)
 
     async def off_loop(self, size: int, work: Callable[[], T]) -> T:
         """`work` here when it is small, in the tokenizer's threads when it isn't."""
@@ -139,7 +143,7 @@ class RouterService:
     def _admit(self, ask: Ask, prompts: list[Prepared], limits: list[int], client_id: str, tokenise_s: float) -> Job:
         job_id, now = self._mint(), self.clock.now()
         answer = Answer(ask, job_id, int(time.time()), self.spec.name, self.codec)
-        job = Job(job_id, ask, answer, self.config.client_buffer_events)
+        job = Job(job_id, ask, answer, self.config.client_buffer_events, client_id)
         choices = []
         for index in range(ask.choices):
             prompt, limit = prompts[index // ask.n], limits[index // ask.n]
@@ -156,7 +160,6 @@ class RouterService:
         job.bind(choices)
         for choice in choices:
             self._owners[choice.request.id] = (job, choice)
-        log("request", id=job_id, client_id=client_id, choices=len(choices), prompt_tokens=len(prompts[0].tokens))
         for choice in choices:
             self.brain.submit(choice.request)
         self._act()
@@ -237,7 +240,7 @@ class RouterService:
                 self.metrics.slow_clients += 1
             else:
                 self.metrics.disconnects += 1
-            log("request abandoned", id=job.id, slow=slow)
+            log("request abandoned", slow=slow, **job.facts())
         self._act()
 
     # ------------------------------------------------------------ events in, actions out
@@ -276,6 +279,8 @@ class RouterService:
                         job_choice[1].scores = action.scores
                 elif type(action) is End:
                     self._end(action)
+                elif type(action) is Replay:
+                    log("request replayed", id=action.request_id, attempt=action.attempt, reason=action.reason)
         for key, commands in sends.items():
             self.fleet.send(key, commands)
 
@@ -321,12 +326,14 @@ class RouterService:
         self.metrics.ended(choice)
         self._release(choice)
         if choice.error is not None:
-            log("request failed", id=job.id, choice=choice.index, error=choice.error.error, reason=choice.error.message)
+            log("request failed", error=choice.error.error, reason=choice.error.message, **job.facts())
             for other in job.choices:  # the client gets one error: nobody waits for the rest
                 if other.request.id in self._owners:
                     self.brain.cancel(other.request.id)
                     self._release(other)
         job.close_one(choice)
+        if job.open == 0 and job.failed is None:
+            log("request ended", seconds=round(choice.ended_at - choice.request.arrived, 6), **job.facts())
 
     def _release(self, choice: Choice) -> None:
         """The one way out of the house for a choice."""

@@ -8,6 +8,7 @@ from typing import Any
 from contracts.ids import Role
 from contracts.messages import Progress
 from router.choice import Choice
+from router.request import Request
 
 
 def timeline_of(choice: Choice) -> dict[str, Any]:
@@ -30,7 +31,7 @@ def timeline_of(choice: Choice) -> dict[str, Any]:
         },
         "prefill_worker": request.workers.get(Role.PREFILL),
         "decode_worker": request.workers.get(Role.DECODE),
-        "transfer_bytes": decode.transfer_bytes if decode else 0,
+        "transfer_bytes": _transfer_bytes(request, prefill, decode),
         "cached_tokens": choice.cached_tokens,
         "computed": computed,
         "attempts": request.attempt + 1,
@@ -39,6 +40,14 @@ def timeline_of(choice: Choice) -> dict[str, Any]:
 
 def _last(reports: list[Progress], role: Role) -> Progress | None:
     return next((p for p in reversed(reports) if p.role is role), None)
+
+
+def _transfer_bytes(request: Request, prefill: Progress | None, decode: Progress | None) -> int:
+    """As decode verified them. It reports at its end; an answer that a stop string ended before that shows what
+    prefill handed over, since decode computes from nothing else."""
+    if decode:
+        return decode.transfer_bytes
+    return prefill.transfer_bytes if prefill and request.decode_spoke else 0
 
 
 def _transfer_s(prefill: Progress | None, decode: Progress | None) -> float | None:

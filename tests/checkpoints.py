@@ -7,6 +7,7 @@ with the usual small ones a random model repeats one token whatever it has read.
 from __future__ import annotations
 
 import json
+import math
 import shutil
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -18,6 +19,9 @@ import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from torch import Tensor
 from transformers import AutoModelForCausalLM, LlamaConfig, PretrainedConfig, Qwen3Config
+
+from contracts.sampling import SamplingParams
+from engine.sampling import uniform
 
 VOCAB = 300
 CONTEXT = 4096
@@ -228,3 +232,27 @@ def compare_forced(oracle: Oracle, tokens: Sequence[int], got: Sequence[int], fi
     gap, exact = float(gaps[worst]), bool((gaps == 0).all())
     allowed = 2 * oracle.difference
     return Verdict(gap <= allowed, exact, None if exact else worst, gap, allowed)
+
+
+def compare_sampled(oracle: Oracle, prompt: Sequence[int], got: Sequence[int], params: SamplingParams) -> Verdict:
+    """Judge a sampled answer (temperature and top-k only) by the rule: every token is the one that the oracle's
+    distribution, given the same tokens before it, has at the draw, or one whose share begins or ends closer to the
+    draw than the oracle's own difference moves it.
+    """
+    logits = oracle.logits([*prompt, *got[:-1]])[len(prompt) - 1 :].double()
+    allowed = math.expm1(2 * oracle.difference / params.temperature)
+    worst: tuple[float, int | None] = (0.0, None)
+    for i, token in enumerate(got):
+        weights = logits[i] / params.temperature
+        if params.top_k:
+            floor = weights.topk(params.top_k).values[-1] - 2 * oracle.difference / params.temperature
+            weights = weights.masked_fill(weights < floor, -torch.inf)
+        share = weights.softmax(-1)
+        end = float(share[: token + 1].sum())
+        draw = uniform(params.seed, params.choice, len(prompt) + i)
+        outside = max(end - float(share[token]) - draw, draw - end, 0.0)
+        worst = max(worst, (outside, i), key=lambda pair: pair[0])
+    margin, position = worst
+    if not margin:
+        return Verdict(equal=True, exact=True)
+    return Verdict(equal=margin <= allowed, exact=False, position=position, margin=margin, allowed=allowed)

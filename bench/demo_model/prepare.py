@@ -143,12 +143,7 @@ def paragraphs(lines: list[str]) -> list[str]:
             continue
         text = clean(" ".join(pending))
         pending = []
-        if (
-            len(text) >= 20
-            and text[-1] in ".!?\"'):;-,"
-            and not text.isupper()
-            and not any(mark in text for mark in _NOISE)
-        ):
+        if len(text) >= 20 and text[-1] in _ENDINGS and not text.isupper() and not any(mark in text for mark in _NOISE):
             found.append(text)
     return found
 

@@ -9,7 +9,9 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-WAYS = ("fine", "cut", "error event", "refused", "short", "not json", "reset", "plain", "silent", "in one piece")
+WAYS = (
+    "fine", "in one piece", "no done", "cut", "error event", "refused", "short", "not json", "reset", "plain", "silent",
+)  # fmt: skip
 
 
 class SseServer:
@@ -120,12 +122,15 @@ class SseServer:
             if number == count // 2 and way == "not json":
                 yield "data: {oops\n\n"
             choice = {"delta": {"content": "é "}} if chat else {"text": "é "}
-            yield _event({"choices": [{**choice, "finish_reason": None}]})
+            reason = "length" if number == count - 1 else None
+            yield _event({"choices": [{**choice, "finish_reason": reason}]})
         prompt = body.get("prompt") or body["messages"][0]["content"]
         tokens = len(prompt) if isinstance(prompt, list) else 2 * len(prompt.split())
+        usage = {"prompt_tokens": tokens, "completion_tokens": count, "prompt_tokens_details": {"cached_tokens": 4}}
         yield ": a comment\n\n"
-        yield _event({"choices": [], "usage": {"prompt_tokens": tokens, "completion_tokens": count}})
-        yield "data: [DONE]\n\n"
+        yield _event({"choices": [], "usage": usage})
+        if way != "no done":
+            yield "data: [DONE]\n\n"
 
     @staticmethod
     def _chunk(writer: asyncio.StreamWriter, data: bytes) -> None:

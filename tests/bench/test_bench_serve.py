@@ -44,12 +44,14 @@ def test_a_good_run_counts_everything_once(tmp_path: Path) -> None:
     assert side["output_tokens_per_s"] == pytest.approx(24 / side["wall_s"])
     assert side["input_tokens_per_s"] == pytest.approx(48 / side["wall_s"])
     assert side["ttft_ms"]["p50"] <= side["e2e_ms"]["p50"]
+    assert side["cached_share"] == pytest.approx(4 / 16)
 
 
 @pytest.mark.parametrize(
     ("way", "kind"),
     [
         ("cut", "cut"),
+        ("no done", "cut"),
         ("error event", "error event (worker_died)"),
         ("refused", "http 429"),
         ("not json", "bad event"),
@@ -147,6 +149,18 @@ def test_a_baseline_gets_the_same_load_in_turns_and_ratios_are_written(tmp_path:
     assert len({tuple(prompt) for prompt in prompts[0]}) == 6, "no round repeats another's content"
     assert out["ratios"]["output_tokens_per_s"] > 0
     assert out["sides"]["baseline"]["succeeded"] == 6
+
+
+def test_a_baseline_may_end_without_done_but_not_be_cut(tmp_path: Path) -> None:
+    with SseServer().serving() as ours, SseServer("no done", "cut").serving() as theirs:
+        flags = ("--concurrency", "1", "--requests", "2", "--rounds", "1", "--output-tokens", "4")
+        more = ("--baseline-without-done", "--baseline-extra", '{"ignore_eos": null, "top_k": 1}')
+        out = drive(tmp_path, "--url", ours.url, "--baseline-url", theirs.url, *flags, *more, code=1)
+    assert out["sides"]["endpoint"]["succeeded"] == 2
+    assert out["sides"]["baseline"]["errors"] == {"cut": 1}
+    assert "ignore_eos" not in theirs.bodies[0]
+    assert theirs.bodies[0]["top_k"] == 1
+    assert ours.bodies[0]["ignore_eos"] is True
 
 
 def test_goodput_counts_what_keeps_both_limits() -> None:

@@ -9,9 +9,11 @@ from __future__ import annotations
 import json
 import os
 import sys
+import tempfile
 import traceback
 from dataclasses import dataclass
 from itertools import pairwise
+from pathlib import Path
 
 os.environ["TRITON_INTERPRET"] = "1"
 
@@ -205,6 +207,22 @@ def claim_no_queries_give_no_rows() -> None:
     empty = case([4], dim=16)
     _, k_pages, v_pages, plan = empty.batch([(0, 3, 1)], 0.0)
     assert TritonAttention(**TILES).attend(torch.empty(0, 4, 16), k_pages, v_pages, plan, 1.0).shape == (0, 4, 16)
+
+
+def claim_the_engine_says_the_same_with_either_attention() -> None:
+    from tests.checkpoints import make_checkpoint
+    from tests.engine.harness import Bench
+
+    generator = torch.Generator().manual_seed(1)
+    prompts = [torch.randint(300, (length,), generator=generator).tolist() for length in (37, 3)]
+    with tempfile.TemporaryDirectory() as folder:
+        make_checkpoint(Path(folder), "qwen3", heads=3, kv_heads=1, head_dim=48, hidden=32, layers=2)
+        benches = [Bench(Path(folder), attention=name, tokens=256) for name in ("triton", "torch")]
+    answers = [bench.generate_many(prompts, 4, chunk=20) for bench in benches]
+    logits = [bench.forced(prompts[0], [20, 16, 1]) for bench in benches]
+    assert type(benches[0].engine.model._attention) is TritonAttention, "the setting has an effect"
+    assert answers[0] == answers[1]
+    assert torch.allclose(logits[0], logits[1], rtol=0, atol=2e-4), (logits[0] - logits[1]).abs().max()
 
 
 def main() -> None:

@@ -12,7 +12,7 @@ from contracts.config import RouterConfig
 from contracts.ids import RequestId, Role, RoomId
 from contracts.messages import Cancel, Done, Event, Submit
 from contracts.sampling import SamplingParams, TokenLogprob
-from router.brain import Brain, Deliver, End, Scores, Send
+from router.brain import Brain, Deliver, End, Replay, Scores, Send
 from router.request import Request
 from router.workers import WorkerKey, prefix_hashes
 from tests.router.fake_worker import FakeCluster, decode_frames, expected, prefill_frames
@@ -130,6 +130,9 @@ class Stage:
                     assert rid not in self.scores, "scores come once"
                     assert not self.out[rid], "scores come first"
                     self.scores[rid] = scores
+                case Replay(rid, attempt, reason):
+                    assert attempt == self.requests[rid].attempt or rid in self.ends
+                    assert reason
                 case End(rid, done):
                     assert rid not in self.ends, "an end comes once"
                     self.ends[rid] = done

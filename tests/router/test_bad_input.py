@@ -182,6 +182,7 @@ def test_a_chunked_body_is_counted_while_it_is_read(server: Server) -> None:
     assert server.client.post(COMPLETIONS, content=chunks).status_code == 413
 
 
+@pytest.mark.slow
 def test_a_full_queue_says_so_and_when_to_come_back(server: Server) -> None:
     config = router_config(max_queue=3, worker_wait_s=5.0)
     with serving(FakeCluster(), config=config) as full:
@@ -200,6 +201,7 @@ def test_a_full_queue_says_so_and_when_to_come_back(server: Server) -> None:
         full.at_rest()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("role", ["prefill", "decode"])
 def test_what_a_pool_can_never_hold_is_refused_with_numbers(role: str) -> None:
     cluster = FakeCluster()
@@ -212,6 +214,7 @@ def test_what_a_pool_can_never_hold_is_refused_with_numbers(role: str) -> None:
         assert small.complete(prompt=[5] * 90)["usage"]["completion_tokens"] == 10
 
 
+@pytest.mark.slow
 def test_an_empty_prompt_begins_with_the_models_own_token() -> None:
     with serving(FakeCluster(), spec=demo_spec(bos_token_id=1)) as server:
         body = server.complete(prompt="", max_tokens=2, return_token_ids=True)

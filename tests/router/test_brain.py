@@ -290,6 +290,28 @@ def test_other_errors_end_the_request_at_once(kind: ErrorKind) -> None:
     assert stage.brain.in_house == 0
 
 
+def test_a_refusal_of_what_was_taken_before_is_not_the_clients_fault() -> None:
+    stage = Stage(1, 1, replay_limit=3)
+    rid = stage.submit()
+    stage.unlink("decode-0")
+    stage.link("decode-0")
+    stage.tick(0.6)
+    stage.error(rid, DECODE, ErrorKind.INVALID)  # it still holds the attempt whose stream broke
+    assert rid not in stage.ends
+    stage.tick(1)
+    stage.finish()
+    stage.assert_answered(rid)
+
+
+def test_a_refusal_that_stays_keeps_its_kind() -> None:
+    stage = Stage(replay_limit=1)
+    rid = stage.submit()
+    stage.error(rid, DECODE, ErrorKind.WORKER)
+    stage.tick(1)
+    stage.error(rid, DECODE, ErrorKind.INVALID)
+    assert stage.ends[rid].error is ErrorKind.INVALID
+
+
 def test_events_of_an_earlier_attempt_are_dropped_and_counted() -> None:
     stage = Stage(2, 1)
     rid = stage.submit()

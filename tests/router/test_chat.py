@@ -104,6 +104,7 @@ def test_every_sampling_field_reaches_the_workers(server: Server) -> None:
         assert submit.salt == "pepper"
 
 
+@pytest.mark.slow
 def test_generation_defaults_of_the_checkpoint_count_where_nothing_is_asked() -> None:
     spec = demo_spec(generation_defaults={"temperature": 0.6, "top_k": 20.0})
     with serving(FakeCluster(), spec=spec) as server:
@@ -146,6 +147,7 @@ def test_tokenise_and_detokenise_refuse_clearly(server: Server, path: str, body:
     assert server.refused(path, body)["param"] == param
 
 
+@pytest.mark.slow
 def test_a_checkpoint_without_a_tokenizer_serves_token_prompts_only(tmp_path: Path) -> None:
     with serving(FakeCluster(), spec=demo_spec(folder=tmp_path)) as server:
         body = server.complete(max_tokens=3, return_token_ids=True)
@@ -158,6 +160,7 @@ def test_a_checkpoint_without_a_tokenizer_serves_token_prompts_only(tmp_path: Pa
         assert "tokenizer" in server.refused("/v1/completions", {"prompt": [5], "stop": "x"})["message"]
 
 
+@pytest.mark.slow
 def test_a_checkpoint_without_a_chat_template_refuses_chat(tmp_path: Path) -> None:
     (tmp_path / "tokenizer.json").write_bytes((demo_spec().folder / "tokenizer.json").read_bytes())
     with serving(FakeCluster(), spec=demo_spec(folder=tmp_path)) as server:

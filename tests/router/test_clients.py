@@ -85,6 +85,7 @@ def test_a_stream_goes_on_unbroken_when_its_decode_worker_dies(server: Server, a
     assert stream.error is None
 
 
+@pytest.mark.slow
 def test_a_whole_answer_survives_the_death_of_both_workers_and_their_return() -> None:
     with serving(FakeCluster()) as server:
         server.pause("decode")
@@ -129,6 +130,7 @@ def test_an_error_before_the_first_token_is_a_plain_error_though_streaming(serve
     assert response.json()["error"]["message"] == "planted: overloaded"
 
 
+@pytest.mark.slow
 def test_without_a_worker_of_a_role_a_request_waits_and_then_says_which() -> None:
     cluster = FakeCluster()
     cluster["decode-0"].state = "draining"
@@ -173,6 +175,7 @@ def test_a_client_that_leaves_frees_both_sides_at_once(server: Server, stream: b
     assert {c.attempt for w in server.cluster.workers.values() for c in w.cancels} == {0}
 
 
+@pytest.mark.slow
 def test_a_client_that_leaves_while_it_waits_for_a_worker_is_forgotten() -> None:
     cluster = FakeCluster()
     cluster["decode-0"].state = "draining"
@@ -236,6 +239,7 @@ def test_a_hundred_clients_that_leave_at_any_moment_leave_nothing(server: Server
     server.at_rest()
 
 
+@pytest.mark.slow
 def test_shutting_down_ends_streams_in_an_error_and_tells_the_workers() -> None:
     cluster = FakeCluster()
     with serving(cluster) as server:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from typing import Any
 
 import pytest
@@ -198,6 +199,11 @@ def test_the_timeline_says_who_did_what(server: Server) -> None:
         assert 0 <= times["queue"] <= times["first_token"] <= times["total"]
         assert {"queue", "prefill"} <= times["prefill"].keys()
         assert {"grant", "arrived", "first_step", "done"} <= times["decode"].keys()
+    alone = server.post("/v1/completions", {**asked, "max_tokens": 1}, **header).json()["twinpool"]
+    assert (alone["decode_worker"], alone["transfer_bytes"]) == (None, 0)
+    stop = text_of(server, answer(4)[2:3])
+    stopped = server.post("/v1/completions", {**asked, "max_tokens": 30, "stop": stop}, **header).json()["twinpool"]
+    assert stopped["transfer_bytes"] == 30
     each = server.post("/v1/completions", {**asked, "n": 2}, **header).json()["twinpool"]
     assert len(each) == 2
     assert "twinpool" not in server.post("/v1/completions", asked).json()
@@ -210,3 +216,29 @@ def test_request_ids_come_back_clean(server: Server) -> None:
     assert sent_back(**{"X-Request-Id": "abc-1"}) == "abc-1"
     assert sent_back(**{"X-Request-Id": "a\tb<c>" + "x" * 100}) == ("abc" + "x" * 100)[:64]
     assert len(sent_back()) == 16
+
+
+def test_large_prompts_are_tokenised_off_the_loop(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+    threads: list[str] = []
+    encode = server.service.codec.encode
+
+    def watched(text: str, **options: Any) -> tuple[int, ...]:
+        threads.append(threading.current_thread().name)
+        return encode(text, **options)
+
+    monkeypatch.setattr(server.service.codec, "encode", watched)
+    server.complete(prompt="small", max_tokens=1)
+    server.complete(prompt="word " * 1000, max_tokens=1)
+    assert not threads[0].startswith("tokenise")
+    assert threads[1].startswith("tokenise")
+
+
+def test_a_failing_tick_does_not_end_the_ticks(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+    ticks: list[int] = []
+
+    def fail() -> None:
+        ticks.append(1)
+        raise AssertionError("planted")
+
+    monkeypatch.setattr(server.service.brain, "tick", fail)
+    server.wait_until(lambda: len(ticks) >= 2)

@@ -180,6 +180,7 @@ async def test_the_directory_follows_the_controller_and_outlives_it() -> None:
     assert directory._task is None
 
 
+@pytest.mark.slow
 async def test_a_router_serves_over_grpc_and_replays_when_a_worker_restarts() -> None:
     cluster = FakeCluster()
     async with grpc_cluster(cluster) as address:
@@ -218,5 +219,22 @@ async def test_a_done_with_an_error_keeps_its_kind_and_blame() -> None:
     worker.sessions[0].on_events([done])
     await eventually(lambda: bool(ear.events))
     assert ear.events == [done]
+    await port.aclose()
+    await server.stop(0)
+
+
+async def test_a_bug_in_the_router_ends_the_stream_and_never_leaves_it_unread() -> None:
+    worker = FakeWorker("prefill-0", Role.PREFILL)
+    server, _ = await start_worker(worker)
+    port, ear = GrpcPort(worker.record), Ear()
+
+    def fail(events: Sequence[Event]) -> None:
+        raise AssertionError("planted")
+
+    session = await port.connect(fail, ear.on_closed)
+    session.send([submit(worker)])
+    await eventually(lambda: bool(ear.reasons))
+    assert "planted" in ear.reasons[0]
+    await eventually(lambda: not worker.sessions)
     await port.aclose()
     await server.stop(0)

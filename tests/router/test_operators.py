@@ -41,6 +41,7 @@ def test_health_fails_while_a_role_has_nobody(server: Server) -> None:
     assert server.client.get("/live").status_code == 200
 
 
+@pytest.mark.slow
 def test_health_fails_while_work_waits_and_nothing_advances() -> None:
     with serving(FakeCluster(), config=router_config(stall_s=0.05)) as server:
         server.call(server.cluster["prefill-0"].pause)
@@ -55,6 +56,7 @@ def test_health_fails_while_work_waits_and_nothing_advances() -> None:
         assert server.client.get("/health").status_code == 200
 
 
+@pytest.mark.slow
 def test_metrics_count_what_legs_report() -> None:
     with serving(FakeCluster(), config=config_from_dict({"transfer": {"plane": "zmq"}})) as server:
         assert metric(server, "twinpool_fallbacks_total") == 0

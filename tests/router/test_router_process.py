@@ -28,12 +28,6 @@ def command(*extra: str) -> list[str]:
     return [sys.executable, "-m", "router.main", "--model", str(DEMO), "--host", "127.0.0.1", *extra]
 
 
-def free_port() -> int:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        return int(free.getsockname()[1])
-
-
 async def read_line(fd: int) -> bytes:
     return await asyncio.wait_for(asyncio.to_thread(os.read, fd, 64), WAIT_S)
 
@@ -44,12 +38,11 @@ async def test_a_router_process_serves_and_ends_on_a_signal(tmp_path: Path) -> N
     config = tmp_path / "config.json"
     config.write_text(json.dumps(Config().to_dict()))
     reading, writing = os.pipe()
-    port = free_port()
     cluster = FakeCluster()
     async with grpc_cluster(cluster) as controller:
         process = subprocess.Popen(
             command(
-                *("--controller", controller, "--port", str(port)),
+                *("--controller", controller, "--port", "0"),
                 *("--config-json", str(config), "--ready-fd", str(writing)),
             ),
             cwd=ROOT,
@@ -61,9 +54,10 @@ async def test_a_router_process_serves_and_ends_on_a_signal(tmp_path: Path) -> N
         os.close(writing)
         try:
             assert await read_line(reading) == b"ready\n"
-            async with httpx.AsyncClient(
-                base_url=f"http://127.0.0.1:{port}", timeout=WAIT_S, trust_env=False
-            ) as client:
+            assert process.stderr is not None
+            first = process.stderr.readline()
+            url = "http://" + json.loads(first)["address"]
+            async with httpx.AsyncClient(base_url=url, timeout=WAIT_S, trust_env=False) as client:
                 body = {"prompt": [5, 6], "max_tokens": 9}
                 answer = await client.post("/v1/completions", json=body)
                 assert answer.json()["usage"]["completion_tokens"] == 9
@@ -76,8 +70,8 @@ async def test_a_router_process_serves_and_ends_on_a_signal(tmp_path: Path) -> N
             os.close(reading)
     assert process.returncode in (0, -signal.SIGTERM)
     assert out == b""
-    events = [json.loads(line)["event"] for line in log.splitlines()]
-    assert {"router listens", "link open", "request"} <= set(events)
+    events = [json.loads(line)["event"] for line in [first, *log.splitlines()]]
+    assert {"router listens", "link open", "request ended"} <= set(events)
 
 
 @pytest.mark.slow
@@ -104,6 +98,7 @@ def test_what_cannot_start_says_why_in_one_line(tmp_path: Path, extra: tuple[str
     assert says in json.loads(line)["reason"]
 
 
+@pytest.mark.slow
 def test_the_router_imports_no_tensors_and_no_cluster() -> None:
     probe = (
         "import router.main, sys; print(*(m for m in ('torch', 'ray', 'triton', 'transformers') if m in sys.modules))"

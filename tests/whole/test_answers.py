@@ -14,7 +14,8 @@ from typing import Any
 
 import pytest
 
-from tests.checkpoints import Oracle, compare, compare_forced, make_checkpoint
+from contracts.sampling import SamplingParams
+from tests.checkpoints import Oracle, compare, compare_forced, compare_sampled, make_checkpoint
 from tests.serving import Answer, Serving, serving
 
 COUNT, LONGEST, TOKENS, AT_ONCE = 64, 2000, 40, 16
@@ -141,14 +142,18 @@ def test_greedy_answers_are_the_oracles_and_the_path_is_the_path(scene: Scene) -
 
 
 @pytest.mark.slow
-def test_seeded_draws_are_the_same_alone_in_a_batch_and_streamed(scene: Scene) -> None:
+def test_seeded_draws_are_the_oracles_and_the_same_alone_in_a_batch_and_streamed(scene: Scene) -> None:
     cluster = scene.serving
     prompts = make_prompts(100, 8, 300)
-    options: dict[str, Any] = {"max_tokens": 12, "temperature": 0.9, "top_p": 0.95, "top_k": 60, "seed": 7}
+    options: dict[str, Any] = {"max_tokens": 12, "temperature": 0.9, "top_k": 60, "seed": 7}
     alone = [a.tokens for a in cluster.complete_all(prompts, at_once=1, **options)]
     batch = [a.tokens for a in cluster.complete_all(prompts, **options)]
     streamed = [a.tokens for a in cluster.complete_all(prompts, stream=True, **options)]
     assert alone == batch == streamed
+    params = SamplingParams(max_tokens=12, temperature=0.9, top_k=60, seed=7)
+    for prompt, tokens in zip(prompts, alone, strict=True):
+        verdict = compare_sampled(scene.oracle, prompt, tokens, params)
+        assert verdict.equal, verdict
     other = [a.tokens for a in cluster.complete_all(prompts, **{**options, "seed": 8})]
     assert other != alone
 

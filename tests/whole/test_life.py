@@ -7,6 +7,7 @@ import os
 import random
 import signal
 import time
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -94,6 +95,10 @@ def test_d5_a_worker_killed_under_load_costs_no_answer_and_comes_back(scene: Sce
             async def kill() -> None:
                 for _ in range(8):
                     await ended.acquire()
+                while True:
+                    workers = (await client.get("/cluster/status")).json()["workers"]
+                    if any(w["running"] for w in workers if w["name"] == victim):
+                        break
                 os.kill(before["pid"], signal.SIGKILL)
 
             answers, _ = await asyncio.gather(
@@ -101,7 +106,9 @@ def test_d5_a_worker_killed_under_load_costs_no_answer_and_comes_back(scene: Sce
             )
         return list(answers)
 
-    for prompt, answer in zip(prompts, asyncio.run(under_load()), strict=True):
+    answers = asyncio.run(under_load())
+    print(Counter(a.twinpool["decode_worker"] for a in answers), Counter(a.twinpool["attempts"] for a in answers))
+    for prompt, answer in zip(prompts, answers, strict=True):
         assert len(answer.tokens) == 40
         assert compare(scene.oracle, prompt, answer.tokens).equal
     assert cluster.metric("twinpool_replays_total") > replays, "the kill was to strike in the middle"

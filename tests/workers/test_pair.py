@@ -198,6 +198,8 @@ def test_a9_a_page_that_rotted_in_the_tree_is_found_and_computed_again(model: Pa
         (answer,) = both.run(both.submit(prompt, greedy(4)))
         assert answer.done is not None
         assert answer.done.error is ErrorKind.DAMAGED
+        while not both.prefill.status().counters["pages_condemned"]:
+            both.step()
         (again,) = both.run(both.submit(prompt, greedy(8)))
         expect_equal(oracle, prompt, again)
         assert again.progress[Role.PREFILL].cached_tokens == 0

@@ -1,0 +1,55 @@
+"""Prints docs/configuration.md from the source of the configuration; `docs/configuration.md` is its output."""
+
+from __future__ import annotations
+
+import ast
+import dataclasses
+import inspect
+import typing
+from collections.abc import Iterator
+
+from contracts import config as source
+
+
+def main() -> str:
+    out = [
+        "# Configuration",
+        "",
+        "Every key, from the source. Values come from defaults, then `--config FILE`, then `--set section.key=value`;",
+        "unknown keys are refused by name.",
+    ]
+    for section in dataclasses.fields(source.Config):
+        cls = typing.get_type_hints(source.Config)[section.name]
+        out += ["", f"## {section.name}", "", f"{inspect.getdoc(cls)}\n" if cls is source.FaultsConfig else ""]
+        out += ["| key | values | default | meaning |", "|---|---|---|---|"]
+        out += list(rows(cls, section.name))
+    return "\n".join(out).replace("\n\n\n", "\n\n") + "\n"
+
+
+def rows(cls: type, prefix: str) -> Iterator[str]:
+    meanings, hints = notes(cls), typing.get_type_hints(cls)
+    for field in dataclasses.fields(cls):
+        kind = hints[field.name]
+        if dataclasses.is_dataclass(kind):
+            yield f"| `{prefix}.{field.name}.*` | as `{field.name}.*` | | overrides `{field.name}` for this role |"
+            continue
+        choices = typing.get_args(kind)
+        values = ", ".join(map(str, choices)) if choices else {int: "whole", float: "number", bool: "yes/no"}[kind]
+        default = str(field.default).lower() if isinstance(field.default, bool) else field.default
+        yield f"| `{prefix}.{field.name}` | {values} | `{default}` | {meanings.get(field.name, '')} |"
+
+
+def notes(cls: type) -> dict[str, str]:
+    """The docstrings below the fields of `cls`."""
+    (tree,) = ast.parse(inspect.getsource(cls)).body
+    assert isinstance(tree, ast.ClassDef)
+    found = {}
+    for field, text in zip(tree.body, tree.body[1:], strict=False):
+        if isinstance(field, ast.AnnAssign) and isinstance(text, ast.Expr) and isinstance(text.value, ast.Constant):
+            assert isinstance(field.target, ast.Name)
+            found[field.target.id] = " ".join(str(text.value.value).split())
+    return found
+
+
+if __name__ == "__main__":
+    print(main(), end="")

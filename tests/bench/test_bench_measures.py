@@ -1,0 +1,72 @@
+"""The benches measure what they say: every way delivers the bytes, every side the tokens."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from bench import engine, handover
+from bench.sides import Answer
+from bench.ways import BETWEEN_PROCESSES, DISTINCT, Memory, Shape, make_reader, make_writer, plain
+
+SHAPE = Shape(layers=2, kv_heads=2, head_dim=16, page_tokens=4, chunk_tokens=8)
+
+
+@pytest.mark.parametrize("way", BETWEEN_PROCESSES)
+def test_every_way_delivers_the_bytes_of_every_chunk(way: str) -> None:
+    memory = Memory(SHAPE, seed=1, allocate=plain, noise=True)
+    reader = make_reader(way, SHAPE)
+    try:
+        writer = make_writer(way, memory, reader.describe())
+        try:
+            arrived = 0
+            for number in range(DISTINCT):
+                writer.send(number)
+                for _ in range(10):
+                    arrived += reader.receive()
+                    if arrived > number:
+                        break
+            assert arrived == DISTINCT
+            assert reader.sums() == memory.sums()
+            assert len(set(memory.sums())) == DISTINCT
+        finally:
+            writer.close()
+    finally:
+        reader.close()
+
+
+@pytest.mark.slow
+def test_planes_are_measured_between_two_processes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(handover, "BETWEEN_PROCESSES", ("shm",))
+    monkeypatch.setattr(handover, "table", lambda shape, results: "")
+    out = tmp_path / "out.json"
+    shape = ["--layers", "2", "--kv-heads", "2", "--head-dim", "16", "--page-tokens", "4", "--chunk-tokens", "8"]
+    assert handover.main([*shape, "--rounds", "2", "--chunks", "4", "--json", str(out)]) == 0
+    ways = json.loads(out.read_text())["ways"]
+    assert set(ways) == {"memcpy", "local", "tags (digest)", "shm"}
+    assert all(len(w["gb_per_s"]) == len(w["chunk_ms"]) == 2 and w["median_gb_per_s"] > 0 for w in ways.values())
+
+
+@pytest.mark.slow
+def test_the_engine_is_measured_beside_both_of_transformers(tmp_path: Path) -> None:
+    out = tmp_path / "out.json"
+    sizes = ["--prefill-tokens", "24", "--context", "9", "--output-tokens", "4", "--batches", "1", "3"]
+    sides = ["--sides", "invariant", "generate", "continuous"]
+    assert engine.main([*sizes, *sides, "--dtype", "float32", "--repeats", "1", "--json", str(out)]) == 0
+    written = json.loads(out.read_text())
+    assert list(written["tokens_per_s"]) == ["prefill of 24", "decode, batch 1", "decode, batch 3"]
+    assert all(side["median"] > 0 for by_side in written["tokens_per_s"].values() for side in by_side.values())
+    assert set(written["same_tokens"].values()) == {1.0}, "in float32 all sides agree on these few tokens"
+
+
+def test_decode_is_counted_from_when_the_last_sequence_has_begun() -> None:
+    answer = Answer([[1, 2, 3], [1, 2, 3]], [[0.1, 0.4, 0.9], [0.5, 0.7, 1.0]])
+    assert answer.prefilled_s == 0.5
+    assert answer.decode_tokens_per_s == pytest.approx(3 / 0.5)
+
+
+def test_a_checkpoint_too_short_for_the_measurement_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    assert engine.main(["--prefill-tokens", "4096"]) == 2
+    assert "don't fit the checkpoint's context of 2048" in capsys.readouterr().err

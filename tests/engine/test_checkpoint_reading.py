@@ -1,0 +1,254 @@
+"""A checkpoint folder is read in both spellings; a bad one is refused at once, in one line that says what is wrong."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import struct
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from contracts.config import EngineConfig
+from contracts.errors import CheckpointError, ConfigError
+from contracts.model import read_model_spec
+from engine.checkpoint import dtype_for, load_weights
+from engine.engine import attention_for
+from engine.numerics import FAST
+from engine.torch_attention import TorchAttention
+from tests.checkpoints import copy_checkpoint
+from tests.engine.harness import Bench, MakeCheckpoint
+
+CPU = torch.device("cpu")
+INDEX = "model.safetensors.index.json"
+
+
+def edit(name: str, **values: object) -> Callable[[Path], None]:
+    """Change keys of a JSON file of the folder; None removes a key."""
+
+    def change(folder: Path) -> None:
+        old = json.loads((folder / name).read_text())
+        (folder / name).write_text(json.dumps({k: v for k, v in (old | values).items() if v is not None}))
+
+    return change
+
+
+def config(**values: object) -> Callable[[Path], None]:
+    return edit("config.json", **values)
+
+
+def rope(**numbers: object) -> Callable[[Path], None]:
+    return config(rope_parameters={"rope_theta": 10000.0, **numbers})
+
+
+def tensors(change: Callable[[dict[str, torch.Tensor]], object]) -> Callable[[Path], None]:
+    def apply(folder: Path) -> None:
+        held = load_file(folder / "model.safetensors")
+        change(held)
+        save_file(held, folder / "model.safetensors", {"format": "pt"})
+
+    return apply
+
+
+def cut(keep: int) -> Callable[[Path], None]:
+    def apply(folder: Path) -> None:
+        path = folder / "model.safetensors"
+        path.write_bytes(path.read_bytes()[:keep])
+
+    return apply
+
+
+def remove(name: str) -> Callable[[Path], None]:
+    return lambda folder: (folder / name).unlink()
+
+
+def write(name: str, content: bytes) -> Callable[[Path], None]:
+    def apply(folder: Path) -> None:
+        (folder / name).write_bytes(content)
+
+    return apply
+
+
+def put(name: str, tensor: torch.Tensor) -> Callable[[dict[str, torch.Tensor]], object]:
+    return lambda held: held.update({name: tensor})
+
+
+DOWN = "model.layers.1.mlp.down_proj.weight"
+NORM = "model.norm.weight"
+SHORT_HEADER = struct.pack("<Q", 1 << 40) + b"{}"
+REFUSALS: dict[str, tuple[Callable[[Path], Any], tuple[str, ...]]] = {
+    "no config": (remove("config.json"), ("has no config.json",)),
+    "config no json": (write("config.json", b"{"), ("config.json is not JSON",)),
+    "config no object": (write("config.json", b"[]"), ("must hold a JSON object",)),
+    "no tensors": (remove("model.safetensors"), ("has no model.safetensors and no model.safetensors.index.json",)),
+    "empty file": (cut(0), ("is truncated", "0 bytes")),
+    "header cut": (cut(300), ("is truncated",)),
+    "data cut": (cut(50_000), ("is truncated: it has 50000 bytes",)),
+    "header too long": (write("model.safetensors", SHORT_HEADER), ("is truncated",)),
+    "header no json": (write("model.safetensors", struct.pack("<Q", 4) + b"{{{{"), ("malformed",)),
+    "missing tensor": (tensors(lambda held: held.pop(DOWN)), (DOWN, "is missing")),
+    "untied without head": (tensors(lambda held: held.pop("lm_head.weight")), ("lm_head.weight is missing",)),
+    "wrong shape": (tensors(put(DOWN, torch.zeros(64, 100))), (DOWN, "[64, 100]", "[64, 128]")),
+    "wrong vocab": (config(vocab_size=301), ("embed_tokens", "[300, 64]", "[301, 64]")),
+    "integers": (tensors(put(NORM, torch.zeros(64, dtype=torch.int8))), (NORM, "I8", "F32, BF16, F16")),
+    "architecture": (config(architectures=["GPT2LMHeadModel"]), ("GPT2LMHeadModel", "LlamaForCausalLM, Qwen3For")),
+    "no architecture": (config(architectures=None, model_type="t5"), ("t5", "supported are")),
+    "quantised": (config(quantization_config={"quant_method": "gptq"}), ("quantised",)),
+    "activation": (config(hidden_act="gelu"), ("'gelu'", "only silu")),
+    "dtype": (config(dtype="float8_e4m3fn"), ("float8_e4m3fn", "bfloat16")),
+    "heads": (config(num_attention_heads=3, head_dim=16), ("3 attention heads", "2 key-value heads")),
+    "odd head": (config(head_dim=15), ("head_dim 15 must be even",)),
+    "size missing": (config(num_hidden_layers=None), ("has no num_hidden_layers",)),
+    "size no number": (config(hidden_size="64"), ("hidden_size must be a positive whole number", "'64'")),
+    "size zero": (config(num_hidden_layers=0), ("num_hidden_layers", "got 0")),
+    "layers sliding": (config(layer_types=["full_attention", "sliding_attention"]), ("sliding_attention layers",)),
+    "rope unknown": (rope(rope_type="spiral"), ("unknown rope scaling 'spiral'", "default, linear, llama3, yarn")),
+    "rope dynamic": (rope(rope_type="dynamic", factor=2.0), ("'dynamic' is not supported", "length")),
+    "rope longrope": (rope(rope_type="longrope"), ("'longrope' is not supported",)),
+    "rope number": (rope(rope_type="linear"), ("'linear' needs a positive factor", "None")),
+    "rope theta": (config(rope_parameters={"rope_type": "default", "rope_theta": -1}), ("positive rope_theta", "-1")),
+    "rope partial": (rope(rope_type="default", partial_rotary_factor=0.5), ("partial_rotary_factor 0.5",)),
+    "rope no object": (config(rope_parameters="linear"), ("must be an object", "'linear'")),
+}
+
+
+@pytest.mark.parametrize("case", REFUSALS)
+def test_a_bad_folder_is_refused_in_one_line_that_says_what_is_wrong(
+    checkpoint: MakeCheckpoint, tmp_path: Path, case: str
+) -> None:
+    change, says = REFUSALS[case]
+    folder = copy_checkpoint(checkpoint("llama"), tmp_path / "model")
+    change(folder)
+    begin = time.perf_counter()
+    with pytest.raises(CheckpointError) as caught:
+        read_model_spec(folder)
+    assert time.perf_counter() - begin < 1
+    assert "\n" not in str(caught.value)
+    for part in says:
+        assert part in str(caught.value)
+
+
+def test_a_missing_folder_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match=r"nowhere does not exist"):
+        read_model_spec(tmp_path / "nowhere")
+
+
+def test_a_sliding_window_is_refused_where_it_is_used_and_ignored_where_it_is_not(
+    checkpoint: MakeCheckpoint, tmp_path: Path
+) -> None:
+    used = {"use_sliding_window": True, "sliding_window": 128, "layer_types": None}
+    with pytest.raises(CheckpointError, match="sliding_attention layers are not supported"):
+        read_model_spec(copy_checkpoint(checkpoint("qwen3"), tmp_path / "used", **used))
+    unused = {"use_sliding_window": False, "sliding_window": 128}
+    assert read_model_spec(copy_checkpoint(checkpoint("qwen3"), tmp_path / "unused", **unused)).layers == 2
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        (lambda folder: next(folder.glob("model-00002*")).unlink(), "cannot read"),
+        (edit(INDEX, weight_map=None), "has no weight_map"),
+        (edit(INDEX, weight_map={NORM: "../model.safetensors"}), None),
+    ],
+)
+def test_a_sharded_checkpoint_with_a_part_missing_is_refused(
+    checkpoint: MakeCheckpoint, tmp_path: Path, change: Callable[[Path], None], says: str | None
+) -> None:
+    folder = copy_checkpoint(checkpoint("llama", shards=3), tmp_path / "model")
+    change(folder)
+    with pytest.raises(CheckpointError, match=says):
+        read_model_spec(folder)
+
+
+def test_both_spellings_and_any_sharding_are_the_same_model(checkpoint: MakeCheckpoint) -> None:
+    for scaling in ("default", "linear", "llama3", "yarn"):
+        new = read_model_spec(checkpoint("llama", rope=scaling))
+        old = read_model_spec(checkpoint("llama", rope=scaling, old_spelling=True))
+        assert replace(old, folder=new.folder, name=new.name) == new
+        assert new.rope.kind == scaling
+    sharded = read_model_spec(checkpoint("llama", shards=3))
+    assert sharded.fingerprint == read_model_spec(checkpoint("llama")).fingerprint
+
+
+def test_other_weights_and_other_numbers_have_other_fingerprints(checkpoint: MakeCheckpoint, tmp_path: Path) -> None:
+    base = checkpoint("llama")
+    last_byte = copy_checkpoint(base, tmp_path / "byte")
+    path = last_byte / "model.safetensors"
+    path.write_bytes(path.read_bytes()[:-1] + b"\x01")
+    folders = [
+        base,
+        checkpoint("llama", seed=5),
+        checkpoint("llama", dtype="bfloat16"),
+        checkpoint("llama", rope="linear"),
+        copy_checkpoint(base, tmp_path / "eps", rms_norm_eps=1e-5),
+        last_byte,
+    ]
+    assert len({read_model_spec(folder).fingerprint for folder in folders}) == len(folders)
+
+
+def test_end_tokens_and_defaults_come_from_the_generation_config_first(
+    checkpoint: MakeCheckpoint, tmp_path: Path
+) -> None:
+    folder = copy_checkpoint(checkpoint("llama"), tmp_path / "model", eos_token_id=[7, 8])
+    (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": 5, "temperature": 0.6, "top_k": 20}))
+    spec = read_model_spec(folder)
+    assert spec.eos_token_ids == (5,)
+    assert spec.generation_defaults == {"temperature": 0.6, "top_k": 20.0}
+    (folder / "generation_config.json").unlink()
+    assert read_model_spec(folder).eos_token_ids == (7, 8)
+
+
+def test_the_head_dimension_has_the_architectures_default(checkpoint: MakeCheckpoint, tmp_path: Path) -> None:
+    folder = copy_checkpoint(checkpoint("llama"), tmp_path / "llama", head_dim=None)
+    assert read_model_spec(folder).head_dim == 64 // 4
+    folder = copy_checkpoint(checkpoint("qwen3"), tmp_path / "qwen3", head_dim=None)
+    with pytest.raises(CheckpointError, match=r"q_norm.weight has shape \[16\].* asks for \[128\]"):
+        read_model_spec(folder)
+
+
+def test_the_dtype_is_the_checkpoints_own_unless_told_otherwise(checkpoint: MakeCheckpoint) -> None:
+    spec = read_model_spec(checkpoint("llama"))
+    auto = EngineConfig()
+    for name, want in (("float32", torch.float32), ("bfloat16", torch.bfloat16), ("float16", torch.float32)):
+        assert dtype_for(replace(spec, dtype=name), auto) is want
+        assert dtype_for(replace(spec, dtype=name), EngineConfig(dtype="bfloat16")) is torch.bfloat16
+        assert dtype_for(replace(spec, dtype=name), EngineConfig(dtype="float32")) is torch.float32
+
+
+def test_a_float16_checkpoint_computes_in_float32(checkpoint: MakeCheckpoint) -> None:
+    bench = Bench(checkpoint("llama", dtype="float16"))
+    assert bench.engine.model.dtype is torch.float32
+    assert len(bench.generate([1, 2, 3], 3)) == 3
+
+
+def test_a_file_that_vanished_since_it_was_checked_is_an_error_of_the_checkpoint(
+    checkpoint: MakeCheckpoint, tmp_path: Path
+) -> None:
+    folder = Path(shutil.copytree(checkpoint("llama"), tmp_path / "model"))
+    spec = read_model_spec(folder)
+    (folder / "model.safetensors").unlink()
+    with pytest.raises(CheckpointError, match=r"model.safetensors"):
+        load_weights(spec, torch.float32, CPU)
+
+
+def test_loaded_weights_outlive_their_files(checkpoint: MakeCheckpoint, tmp_path: Path) -> None:
+    folder = Path(shutil.copytree(checkpoint("llama"), tmp_path / "model"))
+    bench = Bench(folder)
+    want = bench.generate([1, 2, 3], 4)
+    path = folder / "model.safetensors"
+    with path.open("r+b") as file:
+        file.write(bytes(path.stat().st_size))
+    assert bench.generate([1, 2, 3], 4) == want
+
+
+def test_triton_on_a_cpu_is_refused_with_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    with pytest.raises(ConfigError, match=r"engine\.attention=torch"):
+        attention_for(EngineConfig(attention="triton"), FAST, CPU)
+    assert isinstance(attention_for(EngineConfig(), FAST, CPU), TorchAttention)

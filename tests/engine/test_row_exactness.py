@@ -1,0 +1,110 @@
+"""The probe that finds how many rows make products exact, and the shapes that a step hands to the device."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import pytest
+import torch
+from torch import Tensor
+
+from cache.device import CpuDevice, Op, Span
+from engine import numerics
+from engine.batch import Row
+from engine.model import silu
+from engine.numerics import TILE_ROWS, Linear, Numerics, probe
+from tests.engine.harness import Bench, MakeCheckpoint
+
+
+def weight(n: int = 96, k: int = 64, dtype: torch.dtype = torch.float32) -> Tensor:
+    return torch.randn(n, k, generator=torch.Generator().manual_seed(0)).to(dtype)
+
+
+class Sloppy(Linear):
+    """A library whose rows come out otherwise unless their number is a multiple of `exact`."""
+
+    exact = 1
+
+    def __call__(self, x_mk: Tensor) -> Tensor:
+        out = super().__call__(x_mk)
+        return out if len(x_mk) % self.exact == 0 else out + 1e-3
+
+
+@pytest.mark.parametrize(("exact", "quantum", "tiled"), [(4, 4, False), (8, 8, False), (16, 16, False), (32, 16, True)])
+def test_the_smallest_quantum_whose_rows_are_exact_is_found(exact: int, quantum: int, tiled: bool) -> None:
+    linear = Sloppy(weight())
+    linear.exact = exact
+    found = probe([linear], [])
+    assert found.quantum >= quantum  # the real library may need more
+    assert found.tiled is tiled
+
+
+def test_batched_products_are_probed_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    real: Callable[..., Tensor] = torch.bmm
+
+    def sloppy(a: Tensor, b: Tensor) -> Tensor:
+        return real(a, b) if a.shape[1] % 8 == 0 else real(a, b) + 1e-3
+
+    monkeypatch.setattr(numerics.torch, "bmm", sloppy)
+    assert probe([], [(2, 16, 128)]).quantum >= 8
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("bias", [False, True])
+def test_a_packed_weight_gives_the_plain_product(dtype: torch.dtype, bias: bool) -> None:
+    plain, x = weight(dtype=dtype), torch.randn(12, 64, generator=torch.Generator().manual_seed(1)).to(dtype)
+    bias_n = torch.arange(96, dtype=dtype) if bias else None
+    want = torch.nn.functional.linear(x, plain, bias_n)
+    torch.testing.assert_close(Linear(plain, bias_n)(x), want)
+
+
+def test_without_a_packing_library_products_are_plain(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(numerics.torch.backends.mkldnn, "is_available", lambda: False)
+    x = torch.randn(8, 64)
+    assert torch.equal(Linear(weight())(x), torch.nn.functional.linear(x, weight()))
+
+
+def test_tiles_are_always_the_same_call() -> None:
+    seen: list[int] = []
+
+    class Counting(Linear):
+        def __call__(self, x_mk: Tensor) -> Tensor:
+            seen.append(len(x_mk))
+            return super().__call__(x_mk)
+
+    tiled = Numerics(TILE_ROWS, tiled=True)
+    assert tiled.padded(17) == 32
+    tiled.linear(torch.randn(48, 64), Counting(weight()))
+    assert seen == [TILE_ROWS] * 3
+
+
+def test_the_activation_of_an_element_is_the_same_in_vector_lanes_and_in_tails() -> None:
+    x = torch.randn(5000, generator=torch.Generator().manual_seed(3)) * 5
+    want = silu(x)
+    torch.testing.assert_close(want, torch.nn.functional.silu(x))
+    for offset in (0, 1, 3, 1000):
+        for count in (*range(1, 70), 1001):
+            assert torch.equal(silu(x[offset : offset + count].clone()), want[offset : offset + count])
+
+
+class Recording(CpuDevice):
+    def __init__(self) -> None:
+        self.ops: list[Op] = []
+
+    def submit(self, op: Op, run: Callable[[], None], after: Sequence[object] = ()) -> object:  # type: ignore[override]
+        self.ops.append(op)
+        return super().submit(op, run)
+
+
+def test_a_step_names_the_pages_it_reads_and_writes(checkpoint: MakeCheckpoint) -> None:
+    bench = Bench(checkpoint("llama"), 16, 1024)
+    device = bench.engine._device = Recording()
+    first, second = bench.lease(100), bench.lease(40)
+    bench.engine.forward([Row([1] * 37, 0, first), Row([2] * 3, 0, second)])
+    bench.engine.forward([Row([1], 37, first), Row([2] * 20, 3, second)])
+    for op, read, written in (
+        (device.ops[0], first[:3] + second[:1], first[:3] + second[:1]),
+        (device.ops[1], first[:3] + second[:2], first[2:3] + second[:2]),
+    ):
+        assert op.reads == (Span("full", sorted(read)),)
+        assert op.writes == (Span("full", sorted(written)),)

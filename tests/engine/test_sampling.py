@@ -1,0 +1,184 @@
+"""Sampling: what is drawn follows the distribution that was asked for, and nothing but the request's own numbers."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import random
+from collections import Counter
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import Tensor
+
+from contracts.sampling import SamplingParams
+from engine.batch import Draw
+from engine.sampling import draw_tokens, token_logprobs, uniform
+
+VOCAB = 50
+PLAIN = SamplingParams(max_tokens=100)
+
+
+def random_logits(rows: int, seed: int = 0, vocab: int = VOCAB) -> Tensor:
+    return torch.randn(rows, vocab, generator=torch.Generator().manual_seed(seed)) * 3
+
+
+def reference(logits: list[float], draw: Draw) -> int:
+    """The same draw in plain Python, token by token."""
+    p, x = draw.params, list(logits)
+    output = draw.tokens[draw.prompt_len :]
+    for token, bias in p.logit_bias:
+        x[token] += bias
+    if len(output) < p.min_tokens:
+        for token in p.stop_token_ids:
+            x[token] = -math.inf
+    for token in set(draw.tokens):
+        x[token] = x[token] / p.repetition_penalty if x[token] > 0 else x[token] * p.repetition_penalty
+    for token, count in Counter(output).items():
+        x[token] -= p.presence_penalty + p.frequency_penalty * count
+    if p.greedy:
+        return x.index(max(x))
+    x = [value / p.temperature for value in x]
+    if p.top_k > 0:
+        floor = sorted(x, reverse=True)[min(p.top_k, len(x)) - 1]
+        x = [value if value >= floor else -math.inf for value in x]
+    best = max(x)
+    weights = [math.exp(value - best) for value in x]
+    total, mass, floor = sum(weights), 0.0, 0.0
+    for weight in sorted(weights, reverse=True):
+        if mass < p.top_p * total:
+            floor = weight
+        mass += weight
+    weights = [w if (w >= floor or p.top_p >= 1) and w >= p.min_p else 0.0 for w in weights]
+    target = uniform(p.seed, p.choice, len(draw.tokens)) * sum(weights)
+    mass = 0.0
+    for token, weight in enumerate(weights):
+        mass += weight
+        if mass > target:
+            return token
+    raise AssertionError("the target lies past the end")
+
+
+def random_draw(rng: random.Random) -> Draw:
+    tokens = [rng.randrange(VOCAB) for _ in range(rng.randrange(1, 30))]
+    params = SamplingParams(
+        max_tokens=100,
+        temperature=rng.choice([0.0, 0.3, 1.0, 1.7]),
+        top_p=rng.choice([1.0, 0.95, 0.5, 0.05]),
+        top_k=rng.choice([0, -1, 1, 5, 49, 50, 1000]),
+        min_p=rng.choice([0.0, 0.0, 0.1]),
+        repetition_penalty=rng.choice([1.0, 1.3, 0.8]),
+        presence_penalty=rng.choice([0.0, 0.7, -1.0]),
+        frequency_penalty=rng.choice([0.0, 0.4]),
+        logit_bias=((3, 2.5), (7, -100.0)) if rng.random() < 0.3 else (),
+        seed=rng.randrange(1 << 64),
+        choice=rng.randrange(4),
+        min_tokens=rng.choice([0, 10]),
+        stop_token_ids=(1, 2, 40) if rng.random() < 0.5 else (),
+        logprobs=rng.choice([None, 0, 3]),
+    )
+    return Draw(params, tuple(tokens), rng.randrange(1, len(tokens) + 1))
+
+
+def test_every_combination_draws_what_a_plain_reference_draws() -> None:
+    rng = random.Random(0)
+    draws = [random_draw(rng) for _ in range(400)]
+    logits = random_logits(400)
+    before = logits.clone()
+    got = [drawn.token for drawn in draw_tokens(logits, draws)]
+    assert got == [reference(row, draw) for row, draw in zip(logits.double().tolist(), draws, strict=True)]
+    assert torch.equal(logits, before), "logits belong to the caller"
+
+
+def test_a_rows_draw_and_log_probabilities_do_not_depend_on_the_batch() -> None:
+    rng = random.Random(1)
+    draws = [random_draw(rng) for _ in range(60)]
+    logits = random_logits(60, 1).bfloat16().float()  # with ties
+    whole = draw_tokens(logits, draws)
+    assert whole == [draw_tokens(logits[i : i + 1], [draw])[0] for i, draw in enumerate(draws)]
+    for _ in range(5):
+        part = rng.sample(range(60), 17)
+        assert draw_tokens(logits[part], [draws[i] for i in part]) == [whole[i] for i in part]
+
+
+def test_frequencies_follow_the_distribution() -> None:
+    count = 20000
+    logits = random_logits(1, 2, 8) / 2
+    draws = [Draw(replace(PLAIN, seed=seed), (1, 2, 3), 3) for seed in range(count)]
+    seen = Counter(drawn.token for drawn in draw_tokens(logits.expand(count, -1), draws))
+    expected = (logits[0].double().softmax(-1) * count).tolist()
+    chi2 = sum((seen[token] - want) ** 2 / want for token, want in enumerate(expected))
+    assert chi2 < 24.3, "p < 0.001 for 7 degrees of freedom"
+
+
+def test_the_draws_of_positions_choices_and_seeds_are_uniform_and_unrelated() -> None:
+    streams = {
+        "positions": [uniform(1, 0, p) for p in range(4000)],
+        "seeds": [uniform(s, 0, 9) for s in range(4000)],
+        "choices": [uniform(7, c, 9) for c in range(4000)],
+    }
+    for name, values in streams.items():
+        assert sum(values) / 4000 == pytest.approx(0.5, abs=0.02), name
+        assert all(0 <= v < 1 for v in values)
+        pairs = sum((a - 0.5) * (b - 0.5) for a, b in itertools.pairwise(values)) / 3999 * 12
+        assert abs(pairs) < 0.06, name
+    assert len({uniform(s, c, p) for s in range(9) for c in range(9) for p in range(9)}) == 729
+
+
+def test_the_draw_is_pinned_so_that_every_version_of_a_worker_agrees() -> None:
+    assert uniform(0, 0, 0) == pytest.approx(PINNED[0], abs=0)
+    assert uniform(1 << 63, 1, 2000) == pytest.approx(PINNED[1], abs=0)
+
+
+PINNED = (0.13870941014555427, 0.05072319871794839)
+
+
+def test_greedy_takes_the_lowest_id_of_equal_logits() -> None:
+    logits = torch.zeros(3, VOCAB)
+    logits[1, [9, 30]] = 5.0
+    logits[2, 49] = 1.0
+    draws = [Draw(replace(PLAIN, temperature=0.0), (0,), 1)] * 3
+    assert [d.token for d in draw_tokens(logits, draws)] == [0, 9, 49]
+
+
+def test_min_tokens_holds_back_stop_tokens_and_only_until_then() -> None:
+    logits = torch.zeros(1, VOCAB)
+    logits[0, 4] = 10.0
+    params = replace(PLAIN, temperature=0.0, min_tokens=3, stop_token_ids=(4,))
+    for emitted in range(5):
+        (drawn,) = draw_tokens(logits, [Draw(params, (9,) * (6 + emitted), 6)])
+        assert (drawn.token == 4) is (emitted >= 3)
+
+
+def test_log_probabilities_are_of_the_unmodified_distribution() -> None:
+    logits = random_logits(1, 3)
+    params = replace(PLAIN, temperature=0.2, logit_bias=((11, 100.0),), logprobs=5)
+    (drawn,) = draw_tokens(logits, [Draw(params, (1,), 1)])
+    want = logits[0].log_softmax(-1)
+    assert drawn.token == 11
+    assert drawn.logprob is not None
+    assert drawn.logprob.logprob == pytest.approx(float(want[11]), abs=1e-6)
+    assert [token for token, _ in drawn.logprob.top] == want.topk(5).indices.tolist()
+    (silent,) = draw_tokens(logits, [Draw(replace(params, logprobs=None), (1,), 1)])
+    assert silent.logprob is None
+
+
+def test_top_log_probabilities_of_equal_tokens_are_the_lowest_ids_whatever_others_ask() -> None:
+    logits = torch.zeros(2, VOCAB)
+    logits[:, 20] = 1.0
+    first, second = token_logprobs(logits, [0, 1], [3, 30])
+    assert [token for token, _ in first.top] == [20, 0, 1]
+    assert [token for token, _ in second.top] == [20, *[i for i in range(30) if i != 20][:29]]
+    assert token_logprobs(logits[:1], [0], [3]) == [first]
+    assert token_logprobs(logits[:1], [0], [1000])[0].top[-1][0] == VOCAB - 1
+
+
+def test_a_nucleus_wider_than_the_candidates_is_found_too() -> None:
+    logits = torch.zeros(2, 5000)
+    logits[1, :10] = 20.0
+    draws = [Draw(replace(PLAIN, top_p=0.9, seed=s), (1,), 1) for s in range(200)]
+    flat = [d.token for d in draw_tokens(logits[:1].expand(200, -1), draws)]
+    sharp = [d.token for d in draw_tokens(logits[1:].expand(200, -1), draws)]
+    assert max(flat) > 1024
+    assert max(sharp) < 10

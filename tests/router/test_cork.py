@@ -1,0 +1,54 @@
+"""Writes of one turn of the loop leave as one; a close loses none."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import pytest
+
+from router.cork import CorkedTransport
+
+
+class Wire:
+    """A transport that remembers."""
+
+    def __init__(self) -> None:
+        self.writes: list[bytes] = []
+        self.closed = False
+
+    def write(self, data: bytes) -> None:
+        assert not self.closed
+        self.writes.append(data)
+
+    def close(self) -> None:
+        self.closed = True
+
+    def is_closing(self) -> bool:
+        return self.closed
+
+
+@pytest.mark.asyncio
+async def test_writes_of_one_turn_leave_as_one_and_in_order() -> None:
+    wire: Any = Wire()
+    corked = CorkedTransport(wire, asyncio.get_running_loop())
+    corked.write(b"a")
+    corked.write(b"b")
+    assert wire.writes == []
+    await asyncio.sleep(0)
+    assert wire.writes == [b"ab"]
+    corked.write(b"c")
+    await asyncio.sleep(0)
+    assert wire.writes == [b"ab", b"c"]
+
+
+@pytest.mark.asyncio
+async def test_a_close_sends_what_was_written_before_it() -> None:
+    wire: Any = Wire()
+    corked = CorkedTransport(wire, asyncio.get_running_loop())
+    corked.write(b"a")
+    corked.close()
+    assert wire.writes == [b"a"]
+    assert corked.is_closing()
+    await asyncio.sleep(0)
+    assert wire.writes == [b"a"]

@@ -1,0 +1,36 @@
+"""The pages of docs/ against what they speak of. What they say to type is run by tests/whole/test_demo.py."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from contracts.config import load_config
+from tests.serving import ROOT
+
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
+
+
+def test_the_page_of_configuration_is_what_the_source_says() -> None:
+    command = [sys.executable, str(ROOT / "docs" / "configuration.py")]
+    done = subprocess.run(command, cwd=ROOT, env={"PYTHONPATH": str(ROOT)}, capture_output=True, text=True, check=True)
+    assert done.stdout == (ROOT / "docs" / "configuration.md").read_text(), "run docs/configuration.py again"
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda p: str(p.relative_to(ROOT)))
+def test_links_lead_somewhere(page: Path) -> None:
+    for target in re.findall(r"\]\(([^)#:]+)\)", page.read_text()):
+        assert (page.parent / target).exists(), f"{page.name} links to {target}"
+
+
+def test_settings_in_the_pages_are_accepted() -> None:
+    settings = {
+        s for page in PAGES for s in re.findall(r"--set ([\w.]+=\S+)", page.read_text()) if "section.key" not in s
+    }
+    assert settings
+    for setting in settings:
+        load_config(None, [setting.rstrip("`.,;)")])
