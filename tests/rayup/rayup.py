@@ -137,7 +137,7 @@ def ssh(home: Path) -> list[str]:
 def rehearse(stack: ExitStack) -> None:
     home = stack.enter_context(machine())
     launch = home / "loopback.yaml"
-    text = LAUNCH.read_text().replace("~/twinpool/.venv/bin", str(BIN)).replace("ssh_user: twinpool", "ssh_user: root")
+    text = LAUNCH.read_text().replace("~/twinpool", str(ROOT)).replace("ssh_user: twinpool", "ssh_user: root")
     launch.write_text(text)
     ray("up", "-y", "--no-config-cache", str(launch))
     serve = subprocess.Popen(
