@@ -85,6 +85,7 @@ def unpack() -> None:
 def machine() -> Iterator[Path]:
     """A home, users and an sshd of our own; yields the home."""
     work = Path(tempfile.mkdtemp(prefix="rayup-"))
+    before = set(Path("/tmp").glob("ray_ssh_*"))
     home = work / "home"
     (home / ".ssh").mkdir(parents=True, mode=0o700)
     for name in ("host", "user"):
@@ -121,7 +122,8 @@ def machine() -> Iterator[Path]:
         sshd.terminate()
         sshd.wait()
         log.close()
-        shutil.rmtree(work, ignore_errors=True)
+        for folder in (work, *(set(Path("/tmp").glob("ray_ssh_*")) - before)):
+            shutil.rmtree(folder, ignore_errors=True)
         if made:
             separation.rmdir()
 
