@@ -57,8 +57,10 @@ class _Outbox:
         self.reason = ""
 
     def put(self, frame: pb.WorkerFrame) -> None:
+        waiting = self._bytes
         self._bytes += frame.ByteSize()
-        if self._bytes > self._limit and not self.reason:
+        # One frame alone may be larger: long prompts have long scores.
+        if waiting > self._limit and not self.reason:
             self.end(f"the router reads too slowly: {self._bytes} bytes wait for it")
         elif not self.reason:
             self._frames.put_nowait(frame)

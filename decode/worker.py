@@ -67,6 +67,9 @@ class DecodeWorker:
             if request is not None:
                 self._leave(request, "cancelled")
             return
+        older = self._desk.superseded(command)
+        if older is not None:
+            self._leave(older, "a later attempt came")
         refusal = self._desk.refusal(command)
         if refusal is None:
             refusal = self._open(command)

@@ -78,6 +78,9 @@ class PrefillWorker:
             if request is not None:
                 self._drop(request, ErrorKind.CANCELLED, "cancelled")
             return
+        older = self._desk.superseded(command)
+        if older is not None:
+            self._drop(older, ErrorKind.CANCELLED, "a later attempt came")
         refusal = self._desk.refusal(command)
         if refusal is None and command.peer is not None:
             try:

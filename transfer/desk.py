@@ -52,8 +52,13 @@ class Desk(Generic[R]):
     def __iter__(self) -> Iterator[R]:
         return iter(list(self._requests.values()))
 
+    def superseded(self, submit: Submit) -> R | None:
+        """An earlier attempt at the same request, whose router could not take it back: it is to make way."""
+        held = self._requests.get(submit.request_id)
+        return held if held is not None and held.submit.attempt < submit.attempt else None
+
     def refusal(self, submit: Submit) -> Refusal | None:
-        """Why this request can't be taken, if so."""
+        """Why this request can't be taken, if so. Its whole length must fit prefill too: a replay brings the answer."""
         if self.draining:
             return Refusal(ErrorKind.DRAINING, f"{self._name} is draining")
         if not submit.tokens or submit.prompt_len > len(submit.tokens):

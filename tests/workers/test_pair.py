@@ -13,7 +13,8 @@ from contracts.clock import ManualClock
 from contracts.config import config_from_dict
 from contracts.errors import ErrorKind
 from contracts.ids import Incarnation, RequestId, Role, RoomId, WorkerName
-from contracts.messages import PeerRef, Submit
+from contracts.messages import Cancel, PeerRef, Submit
+from contracts.ports import SessionId
 from contracts.sampling import SamplingParams
 from prefill.worker import PrefillWorker
 from tests.checkpoints import Oracle, compare
@@ -382,6 +383,28 @@ def test_a_draining_worker_admits_nothing_and_finishes_what_it_has(model: Path, 
         both.decode.undrain()
         (again,) = both.run(both.submit(other, greedy(10)))
         expect_equal(oracle, other, again)
+
+
+def test_d5_a_later_attempt_makes_an_earlier_one_go(model: Path, oracle: Oracle) -> None:
+    """The stream broke, so nothing was cancelled; the router comes again on a new stream."""
+    (prompt,) = prompts(22, 64)
+    with pair(model) as both:
+        request = both.submit(prompt, greedy(40))
+        while len(both.answers[request].tokens) < 3:
+            both.step()
+        peers = {
+            both.prefill: PeerRef(WorkerName("decode-0"), Incarnation(1), ""),
+            both.decode: PeerRef(WorkerName("prefill-0"), Incarnation(1), both.prefill.control),
+        }
+        for worker, peer in peers.items():
+            submit = Submit(request, 1, RoomId("room-again"), tuple(prompt), 64, greedy(40), peer)
+            worker.handle(SessionId(2), submit)
+            worker.handle(SESSION, Cancel(request, 0))
+        (answer,) = both.run(request)
+        expect_equal(oracle, prompt, answer)
+        assert len(answer.list) == 40
+        assert answer.done is not None
+        assert answer.done.attempt == 1
 
 
 def test_a_router_that_is_gone_takes_its_requests_with_it(model: Path) -> None:
