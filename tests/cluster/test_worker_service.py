@@ -178,12 +178,10 @@ def test_d9_where_there_is_a_secret_only_calls_with_its_token_come_in() -> None:
         codes = []
         async with grpc.aio.insecure_channel(endpoint) as channel:
             stub = pb_grpc.WorkerStub(channel)
-            for call in (
-                stub.Drain(pb.Empty(), metadata=metadata),
-                stub.Serve(_commands(_frame("a")), metadata=metadata),
-            ):
+            stream = stub.Serve(_commands(_frame("a"), then=asyncio.Event()), metadata=metadata)
+            for answer in (stub.Drain(pb.Empty(), metadata=metadata), stream.read()):
                 try:
-                    await asyncio.wait_for(call if isinstance(call, grpc.aio.UnaryUnaryCall) else call.read(), WAIT_S)
+                    await asyncio.wait_for(answer, WAIT_S)
                 except grpc.aio.AioRpcError as error:
                     codes.append(error.code())
         return codes
