@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections.abc import AsyncIterator, Iterator
 
 import grpc
@@ -174,24 +175,27 @@ def test_d9_where_there_is_a_secret_only_calls_with_its_token_come_in() -> None:
     loop = LoopThread("test-service")
     server, endpoint = serve_worker(loop, host, 3, "127.0.0.1", secret)
 
-    async def refused(metadata: tuple[tuple[str, str], ...]) -> list[grpc.StatusCode]:
-        codes = []
+    async def call(metadata: tuple[tuple[str, str], ...]) -> tuple[pb.WorkerStatus, pb.WorkerFrame]:
         async with grpc.aio.insecure_channel(endpoint) as channel:
             stub = pb_grpc.WorkerStub(channel)
             stream = stub.Serve(_commands(_frame("a"), then=asyncio.Event()), metadata=metadata)
-            for answer in (stub.Drain(pb.Empty(), metadata=metadata), stream.read()):
-                try:
-                    await asyncio.wait_for(answer, WAIT_S)
-                except grpc.aio.AioRpcError as error:
-                    codes.append(error.code())
-        return codes
+            with contextlib.suppress(grpc.aio.AioRpcError):
+                return await stub.Status(pb.Empty(), metadata=metadata), await asyncio.wait_for(stream.read(), WAIT_S)
+            with pytest.raises(grpc.aio.AioRpcError) as caught:
+                await stub.Drain(pb.Empty(), metadata=metadata)
+            assert caught.value.code() is grpc.StatusCode.UNAUTHENTICATED
+            with pytest.raises(grpc.aio.AioRpcError):
+                await asyncio.wait_for(stream.read(), WAIT_S)
+            return pb.WorkerStatus(), pb.WorkerFrame()
 
     try:
         for strangers in ((), (("twinpool-access", "guess"),), access_metadata("00" * 32)):
-            assert asyncio.run(refused(strangers)) == [grpc.StatusCode.UNAUTHENTICATED] * 2
+            assert asyncio.run(call(strangers)) == (pb.WorkerStatus(), pb.WorkerFrame())
+        assert worker.steps == 0
         assert not worker.draining
-        assert worker.threads == set() or not worker.running
-        assert asyncio.run(refused(access_metadata(secret))) == []
+        status, frame = asyncio.run(call(access_metadata(secret)))
+        assert status.name == "decode-0"
+        assert frame.events[0].request_id == "a"
         assert secret not in access_metadata(secret)[0][1]
     finally:
         host.stop(WAIT_S)
