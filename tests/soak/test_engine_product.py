@@ -130,7 +130,7 @@ def test_every_answer_is_the_oracles(
         assert verdict.equal, (number, len(subject.prompts[number]), verdict)
         if not verdict.exact:
             excused += 1
-            print(f"prompt {number} of {len(subject.prompts[number])} tokens: {verdict}")  # noqa: T201
+            print(f"prompt {number} of {len(subject.prompts[number])} tokens: {verdict}")
     if dtype == "float32":
         assert 100 * excused <= ALLOWED_PER_CENT * len(answers)
     for one, other in itertools.combinations(range(len(answers)), 2):
