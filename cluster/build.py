@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from cache.device import Device, make_device
 from cache.pools import PoolSet
 from cache.registry import PoolSetLayout
+from contracts.access import SECRET_VARIABLE
 from contracts.clock import Clock, SystemClock
 from contracts.config import Config
 from contracts.errors import ConfigError
@@ -24,9 +25,6 @@ from transfer.plane import Plane
 from transfer.receiver import ReceiverEnd
 from transfer.sender import SenderEnd
 from transfer.waiting import Waiter
-
-SECRET_VARIABLE = "TWINPOOL_CLUSTER_SECRET"
-"""Environment variable with the cluster's secret in hex; needed when workers bind to other than loopback."""
 
 
 @dataclass(frozen=True)

@@ -121,10 +121,10 @@ def _grant(grant: Grant) -> pb.Grant:
 class ControllerServer:
     """The brain, its loop and its port."""
 
-    def __init__(self, brain: Controller, address: str = "127.0.0.1") -> None:
+    def __init__(self, brain: Controller, address: str = "127.0.0.1", secret: str = "") -> None:
         self._brain = brain
         self._loop = LoopThread("controller")
-        self._server = ServiceServer(self._loop, f"{address}:0")
+        self._server = ServiceServer(self._loop, f"{address}:0", secret)
         try:
             port = self._server.start(pb_grpc.add_ControllerServicer_to_server, ControllerService(brain))
         except BaseException:

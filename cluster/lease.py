@@ -15,6 +15,7 @@ from typing import Any
 import grpc
 import grpc.aio
 
+from contracts.access import access_metadata
 from contracts.clock import Clock
 from contracts.errors import TwinpoolError
 from contracts.messages import WorkerStatus
@@ -67,8 +68,10 @@ class LeaseKeeper:
         heartbeat_s: float,
         status: Callable[[], WorkerStatus],
         on_lost: Callable[[str], None],
+        secret: str = "",
     ) -> None:
         """`status` is asked at each heartbeat; `on_lost` is called once, on the loop, when the lease has ended."""
+        self._metadata = access_metadata(secret)
         self.lease = Lease(clock)
         self._record = record
         self._controller = controller
@@ -85,7 +88,9 @@ class LeaseKeeper:
         stub = controller_stub(self._channel)
         sent_at = self._clock.now()
         try:
-            grant = await stub.Register(record_to_proto(self._record), timeout=timeout_s, wait_for_ready=True)
+            grant = await stub.Register(
+                record_to_proto(self._record), timeout=timeout_s, wait_for_ready=True, metadata=self._metadata
+            )
         except grpc.aio.AioRpcError as error:
             await self.close()
             raise LeaseRefused(f"the controller at {self._controller} can't be reached: {error.details()}") from None
@@ -99,7 +104,9 @@ class LeaseKeeper:
         while True:
             sent_at = self._clock.now()
             try:
-                grant = await stub.Renew(self._renewal(), timeout=max(1.0, 2 * self._heartbeat_s))
+                grant = await stub.Renew(
+                    self._renewal(), timeout=max(1.0, 2 * self._heartbeat_s), metadata=self._metadata
+                )
             except grpc.aio.AioRpcError as error:
                 if not self.lease.held:
                     return self._on_lost(f"the controller could not be reached in time: {error.details()}")
@@ -115,7 +122,7 @@ class LeaseKeeper:
         self._stop_renewing()
         if self._channel is not None:
             try:
-                await controller_stub(self._channel).Leave(self._renewal(), timeout=timeout_s)
+                await controller_stub(self._channel).Leave(self._renewal(), timeout=timeout_s, metadata=self._metadata)
             except grpc.aio.AioRpcError as error:
                 log.warning("the controller did not hear that this worker has left: %s", error.details())
         await self.close()

@@ -53,8 +53,10 @@ _OWN = {
 class OwnRay:
     """The processes of a Ray of our own."""
 
-    def __init__(self, processes: dict[str, tuple[int, int]]) -> None:
+    def __init__(self, processes: dict[str, tuple[int, int]], dashboard: str) -> None:
         self._processes = processes
+        self.dashboard = dashboard
+        """Its URL, if there is one."""
 
     def lost(self) -> str:
         """The name of a process without which Ray is no Ray, once it is gone; else empty."""
@@ -71,7 +73,7 @@ def start_own_ray(folder: Path, dashboard: bool) -> OwnRay:
     import ray
 
     with _agent_on_free_port():
-        ray.init(
+        context = ray.init(
             address="local",
             _node_ip_address=LOOPBACK,
             _temp_dir=str(folder),
@@ -81,7 +83,8 @@ def start_own_ray(folder: Path, dashboard: bool) -> OwnRay:
             resources={"twinpool_prefill": OWN_SLOTS, "twinpool_decode": OWN_SLOTS},
             **_driver(),
         )
-    return OwnRay(_vital_processes())
+    url = context.dashboard_url
+    return OwnRay(_vital_processes(), f"http://{url}" if dashboard and url else "")
 
 
 def _vital_processes() -> dict[str, tuple[int, int]]:

@@ -24,6 +24,7 @@ from cluster.stopping import Stopping
 from cluster.supervisor import Supervisor
 from cluster.terminal import Terminal, curl_line, take_over_output, url_of
 from cluster.worker_process import BuildWorker, WorkerPlan, build_from_plan
+from contracts.access import SECRET_VARIABLE
 from contracts.clock import Clock, SystemClock
 from contracts.errors import TwinpoolError
 
@@ -32,7 +33,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("twinpool.serve")
 
-SECRETS = ("TWINPOOL_ADMIN_TOKEN", "TWINPOOL_CLUSTER_SECRET")
+SECRETS = ("TWINPOOL_ADMIN_TOKEN", SECRET_VARIABLE)
 POLL_S = 0.1
 HEALTHY_S = 15.0
 """How long the router may take to reach the workers once all have registered."""
@@ -98,7 +99,8 @@ class Serve:
         ledger = FileLedger(folder.temporary / "incarnations.json")
         brain = Controller(self._clock, prepared.config.cluster, ledger)
         self._address = "127.0.0.1" if options.ray_address is None else self._join(stack)
-        self._server = ControllerServer(brain, self._address)
+        self._secret = self._cluster_secret()
+        self._server = ControllerServer(brain, self._address, self._secret)
         stack.callback(self._server.close)
         self._router = self._start_router(stack)
         if options.ray_address is None:
@@ -112,6 +114,8 @@ class Serve:
         self._terminal.table(prepared, self._server.call(Controller.views))
         self._terminal.line(f"Twinpool is ready: {url}")
         self._terminal.line(curl_line(url, spec.name))
+        if self._ray is not None and self._ray.dashboard:
+            self._terminal.line(f"Ray's dashboard: {self._ray.dashboard}")
 
     def _join(self, stack: ExitStack) -> str:
         from cluster.ray_cluster import join_ray, leave_ray, missing_places
@@ -145,7 +149,9 @@ class Serve:
         self._terminal.step("ray", "started on loopback")
 
     def _start_router(self, stack: ExitStack) -> RouterProcess:
-        environment = dict(os.environ) | {k: v for k, v in self._secrets.items() if k == "TWINPOOL_ADMIN_TOKEN"}
+        environment = os.environ | {k: v for k, v in self._secrets.items() if k == "TWINPOOL_ADMIN_TOKEN"}
+        if self._secret:
+            environment[SECRET_VARIABLE] = self._secret
         router = RouterProcess(
             self._prepared, self._server.endpoint, self._folder.logs, environment, self._clock, self._router_command
         )
@@ -176,14 +182,19 @@ class Serve:
             host=self._address if prepared.options.ray_address is None else "",
             controller=self._server.endpoint,
             logs=self._folder.logs,
-            secret=self._cluster_secret(),
+            secret=self._secret,
         )
 
     def _cluster_secret(self) -> str:
         """What workers authenticate each other with, where they don't meet on loopback."""
         if self._address.startswith("127."):
             return ""
-        return self._secrets.setdefault("TWINPOOL_CLUSTER_SECRET", secrets.token_hex(32))
+        given = self._secrets.get(SECRET_VARIABLE, "")
+        try:
+            bytes.fromhex(given)
+        except ValueError:
+            raise PartFailed(f"{SECRET_VARIABLE} must be hex; leave it out to have one made") from None
+        return given or secrets.token_hex(32)
 
     def _await_ready(self) -> None:
         """Wait for the workers' first heartbeats, for the router's port, then for the router to serve."""

@@ -21,6 +21,7 @@ import grpc.aio
 
 from cluster.aio import LoopThread
 from cluster.host import HostClosed, WorkerHost
+from contracts.access import admits
 from contracts.errors import TwinpoolError, WireError
 from contracts.messages import Event, WorkerStatus
 from contracts.proto import worker_pb2 as pb
@@ -157,12 +158,31 @@ class WorkerService(pb_grpc.WorkerServicer):
                 await context.abort(grpc.StatusCode.FAILED_PRECONDITION, text)
 
 
+class _Doorkeeper(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]
+    """Lets in only calls that carry the cluster's token."""
+
+    def __init__(self, secret: str) -> None:
+        self._secret = secret
+
+    async def intercept_service(self, continuation: Any, call: Any) -> Any:
+        if admits(self._secret, call.invocation_metadata or ()):
+            return await continuation(call)
+        log.warning("a call without the cluster's token was refused", extra={"method": call.method})
+        return grpc.stream_stream_rpc_method_handler(_refuse)
+
+
+async def _refuse(requests: Any, context: Context) -> None:
+    await context.abort(grpc.StatusCode.UNAUTHENTICATED, "this call lacks the cluster's token")
+
+
 class ServiceServer:
     """A gRPC server with one servicer on a loop thread."""
 
-    def __init__(self, loop: LoopThread, bind: str) -> None:
+    def __init__(self, loop: LoopThread, bind: str, secret: str = "") -> None:
+        """With a `secret`, calls must carry its token (`contracts.access`)."""
         self._loop = loop
         self._bind = bind
+        self._secret = secret
         self._server: grpc.aio.Server | None = None
 
     def start(self, add: Any, servicer: Any, timeout_s: float = 10.0) -> int:
@@ -173,7 +193,8 @@ class ServiceServer:
         return self._loop.run(self._start(add, servicer), timeout_s)
 
     async def _start(self, add: Any, servicer: Any) -> int:
-        server = grpc.aio.server(options=SERVER_OPTIONS)
+        doorkeepers = [_Doorkeeper(self._secret)] if self._secret else []
+        server = grpc.aio.server(options=SERVER_OPTIONS, interceptors=doorkeepers)
         add(servicer, server)
         try:
             port = server.add_insecure_port(self._bind)
@@ -194,8 +215,10 @@ async def _stop(server: grpc.aio.Server, grace_s: float) -> None:
     await server.stop(grace_s)
 
 
-def serve_worker(loop: LoopThread, host: WorkerHost, incarnation: int, address: str) -> tuple[ServiceServer, str]:
+def serve_worker(
+    loop: LoopThread, host: WorkerHost, incarnation: int, address: str, secret: str = ""
+) -> tuple[ServiceServer, str]:
     """Serve `host` on a free port of `address`; returns the server and its endpoint ``host:port``."""
-    server = ServiceServer(loop, f"{address}:0")
+    server = ServiceServer(loop, f"{address}:0", secret)
     port = server.start(pb_grpc.add_WorkerServicer_to_server, WorkerService(host, incarnation))
     return server, f"{address}:{port}"

@@ -21,6 +21,7 @@ from cluster.lease import LeaseKeeper
 from cluster.logs import log_to_file
 from cluster.procs import die_with_parent, start_time
 from cluster.service import serve_worker
+from contracts.access import SECRET_VARIABLE
 from contracts.clock import SystemClock
 from contracts.config import Config
 from contracts.errors import TwinpoolError
@@ -83,13 +84,15 @@ class WorkerProcess:
         keeper: LeaseKeeper | None = None
         # Before registration nobody knows this worker, so there is nothing it could send.
         host = WorkerHost(worker, may_send=lambda: keeper is None or keeper.lease.held, on_end=self._on_end)
-        server, endpoint = serve_worker(loop, host, plan.incarnation, plan.host)
+        server, endpoint = serve_worker(loop, host, plan.incarnation, plan.host, plan.secret)
         record = WorkerRecord(
             plan.name, plan.role, plan.incarnation, os.getpid(), node_name(), endpoint, worker.control, worker.fits
         )
         try:
             heartbeat_s = plan.config.cluster.heartbeat_s
-            starting = LeaseKeeper(record, plan.controller, clock, heartbeat_s, lambda: host.snapshot, self._on_lost)
+            starting = LeaseKeeper(
+                record, plan.controller, clock, heartbeat_s, lambda: host.snapshot, self._on_lost, plan.secret
+            )
             loop.run(starting.start(plan.config.cluster.lease_s), plan.config.cluster.lease_s + 5.0)
             keeper = starting
             host.start()
@@ -119,7 +122,7 @@ class WorkerProcess:
 
 def build_from_plan(plan: WorkerPlan) -> Worker:
     """Build the real worker. Raises `CheckpointError` or `ConfigError`."""
-    from cluster.build import SECRET_VARIABLE, build_worker
+    from cluster.build import build_worker
 
     if plan.secret:
         os.environ[SECRET_VARIABLE] = plan.secret

@@ -15,6 +15,7 @@ from typing import Any
 import grpc
 import grpc.aio
 
+from contracts.access import access_metadata, cluster_secret
 from contracts.errors import WireError
 from contracts.ids import Incarnation, Role, WorkerName
 from contracts.messages import CheckReport, Command, Event, Fits, WorkerStatus
@@ -123,7 +124,7 @@ class GrpcPort:
 
     def __init__(self, record: WorkerRecord) -> None:
         self._record = record
-        self._metadata = ((INCARNATION_KEY, str(record.incarnation)),)
+        self._metadata = ((INCARNATION_KEY, str(record.incarnation)), *access_metadata(cluster_secret()))
         self._channel = grpc.aio.insecure_channel(record.endpoint, options=CHANNEL_OPTIONS)
         self._stub: Any = pb_grpc.WorkerStub(self._channel)  # type: ignore[no-untyped-call]
 
@@ -208,11 +209,12 @@ class ControllerDirectory:
 
     async def _follow(self) -> None:
         pause = self.RETRY_FIRST_S
+        metadata = access_metadata(cluster_secret())
         async with grpc.aio.insecure_channel(self._target, options=CHANNEL_OPTIONS) as channel:
             stub: Any = pb_grpc.ControllerStub(channel)  # type: ignore[no-untyped-call]
             while True:
                 try:
-                    async for view in stub.Watch(pb.Empty(), wait_for_ready=True):
+                    async for view in stub.Watch(pb.Empty(), wait_for_ready=True, metadata=metadata):
                         pause = self.RETRY_FIRST_S
                         self._views = tuple(_view_from_proto(w) for w in view.workers)
                         self._tell(self._views)

@@ -10,6 +10,7 @@ import pytest
 from cluster.aio import LoopThread
 from cluster.host import WorkerHost
 from cluster.service import ServiceServer, WorkerService, serve_worker
+from contracts.access import access_metadata
 from contracts.messages import Event, Tokens
 from contracts.proto import worker_pb2 as pb
 from contracts.proto import worker_pb2_grpc as pb_grpc
@@ -163,3 +164,36 @@ def test_a_router_that_reads_too_slowly_is_cut_off() -> None:
         assert served.worker.dropped
     finally:
         served.close()
+
+
+def test_d9_where_there_is_a_secret_only_calls_with_its_token_come_in() -> None:
+    secret = "5e" * 32
+    worker = FakeWorker(incarnation=3)
+    host = WorkerHost(worker, idle_s=0.02)
+    host.start()
+    loop = LoopThread("test-service")
+    server, endpoint = serve_worker(loop, host, 3, "127.0.0.1", secret)
+
+    async def refused(metadata: tuple[tuple[str, str], ...]) -> list[grpc.StatusCode]:
+        codes = []
+        async with grpc.aio.insecure_channel(endpoint) as channel:
+            stub = pb_grpc.WorkerStub(channel)
+            stream = stub.Serve(_commands(_frame("a"), then=asyncio.Event()), metadata=metadata)
+            for answer in (stub.Drain(pb.Empty(), metadata=metadata), stream.read()):
+                try:
+                    await asyncio.wait_for(answer, WAIT_S)
+                except grpc.aio.AioRpcError as error:
+                    codes.append(error.code())
+        return codes
+
+    try:
+        for strangers in ((), (("twinpool-access", "guess"),), access_metadata("00" * 32)):
+            assert asyncio.run(refused(strangers)) == [grpc.StatusCode.UNAUTHENTICATED] * 2
+        assert not worker.draining
+        assert worker.threads == set() or not worker.running
+        assert asyncio.run(refused(access_metadata(secret))) == []
+        assert secret not in access_metadata(secret)[0][1]
+    finally:
+        host.stop(WAIT_S)
+        server.stop(0.1)
+        loop.stop()

@@ -85,6 +85,7 @@ def unpack() -> None:
 def machine() -> Iterator[Path]:
     """A home, users and an sshd of our own; yields the home."""
     work = Path(tempfile.mkdtemp(prefix="rayup-"))
+    before = set(Path("/tmp").glob("ray_ssh_*"))
     home = work / "home"
     (home / ".ssh").mkdir(parents=True, mode=0o700)
     for name in ("host", "user"):
@@ -121,7 +122,8 @@ def machine() -> Iterator[Path]:
         sshd.terminate()
         sshd.wait()
         log.close()
-        shutil.rmtree(work, ignore_errors=True)
+        for folder in (work, *(set(Path("/tmp").glob("ray_ssh_*")) - before)):
+            shutil.rmtree(folder, ignore_errors=True)
         if made:
             separation.rmdir()
 
@@ -137,7 +139,7 @@ def ssh(home: Path) -> list[str]:
 def rehearse(stack: ExitStack) -> None:
     home = stack.enter_context(machine())
     launch = home / "loopback.yaml"
-    text = LAUNCH.read_text().replace("~/twinpool/.venv/bin", str(BIN)).replace("ssh_user: twinpool", "ssh_user: root")
+    text = LAUNCH.read_text().replace("~/twinpool", str(ROOT)).replace("ssh_user: twinpool", "ssh_user: root")
     launch.write_text(text)
     ray("up", "-y", "--no-config-cache", str(launch))
     serve = subprocess.Popen(
@@ -156,9 +158,8 @@ def rehearse(stack: ExitStack) -> None:
             say(f"--- {log.name}\n{log.read_text()[-6000:]}")
         stop("twinpool serve ended before it was ready")
     use(url)
-    (server,) = [
-        p for p in psutil.process_iter() if {"serve", "--ray-address"} <= set(p.cmdline()) and p.name() != "ssh"
-    ]
+    mark = {"serve", "--ray-address"}
+    (server,) = [p for p in psutil.process_iter() if mark <= set(p.cmdline()) and p.name() != "ssh"]
     server.send_signal(signal.SIGINT)
     if serve.wait(10) != 0:
         stop(f"twinpool serve ended with {serve.returncode}")
@@ -183,9 +184,13 @@ def use(url: str) -> None:
 
 def ray(*arguments: str) -> None:
     say("ray " + " ".join(arguments[:2]))
-    done = subprocess.run(["ray", *arguments], capture_output=True, text=True, timeout=240, check=False)
-    if done.returncode != 0:
-        stop(f"ray {arguments[0]} failed:\n{done.stdout[-3000:]}\n{done.stderr[-2000:]}")
+    log = Path(os.environ["HOME"]) / f"ray-{arguments[0]}.log"
+    try:
+        # A file and no pipe: ssh's control master would hold a pipe open.
+        with log.open("wb") as file:
+            subprocess.run(["ray", *arguments], stdout=file, stderr=file, timeout=180, check=True)
+    except subprocess.SubprocessError as error:
+        stop(f"ray {arguments[0]} failed: {error}\n{log.read_text()[-4000:]}")
 
 
 def strangers() -> list[str]:
