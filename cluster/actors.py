@@ -133,6 +133,9 @@ def _reason(running: _Running, ref: Any) -> str:
     except ray.exceptions.ActorUnschedulableError:
         return f"no node has the resource {RESOURCES[plan.role]}"
     except ray.exceptions.RayError:
+        node = running.pid[2] if running.pid is not None else ""
+        if node not in ("", node_name()):
+            return f"its process on {node} has ended, see {plan.logs / plan.name}.log there"
         crash = _crash_line(plan.logs / f"{plan.name}.log")
         return crash or "killed, signal 9"
     return "the process has ended"

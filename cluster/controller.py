@@ -231,9 +231,6 @@ class Controller:
         """Workers that have died and were never ready, with the last reason."""
         return [(s.name, s.last_reason) for s in self._slots.values() if s.deaths and not s.ever_ready]
 
-    def all_ready(self) -> bool:
-        return all(slot.state is WorkerState.READY for slot in self._slots.values())
-
     # ------------------------------------------------------------ inside
 
     def _start(self, slot: _Slot, now: float) -> None:

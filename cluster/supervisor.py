@@ -12,7 +12,6 @@ from collections.abc import Callable
 from cluster.controller import Controller, Kill, Report, Start
 from cluster.controller_service import ControllerServer
 from cluster.launcher import Ended, Launcher
-from cluster.logs import last_words
 from cluster.worker_process import WorkerPlan
 
 log = logging.getLogger("twinpool.supervisor")
@@ -53,8 +52,3 @@ class Supervisor:
         name, incarnation, reason = ended.name, ended.incarnation, ended.reason
         log.info("process ended", extra={"worker": name, "incarnation": incarnation, "reason": reason})
         self._server.call(lambda brain: brain.died(name, incarnation, reason))
-
-
-def show_last_words(plan: WorkerPlan) -> list[str]:
-    """The end of a worker's log, for the operator who has just read of its death."""
-    return last_words(plan.logs / f"{plan.name}.log")
