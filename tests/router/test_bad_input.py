@@ -168,9 +168,10 @@ def test_a_body_that_is_too_large_is_refused_before_it_is_read(server: Server) -
     with socket.create_connection(("127.0.0.1", server.port), timeout=10) as client:
         client.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n\r\n" % (16 * 2**20))
         client.sendall(b"x" * 1000)
-        answer = b"".join(iter(lambda: client.recv(65536), b""))
+        answer = b""
+        while f"the limit is {limit}".encode() not in answer:
+            answer += client.recv(65536)
     assert answer.startswith(b"HTTP/1.1 413")
-    assert f"the limit is {limit}".encode() in answer
     # A client that sends all of it before it listens, as most do, hears it too.
     response = server.client.post(COMPLETIONS, content=b"x" * (16 * 2**20))
     assert response.status_code == 413

@@ -1,13 +1,16 @@
-"""The demo as a new user meets it: the packaged checkpoint, the defaults, what the pages of docs say to type."""
+"""The demo as a new user meets it: its start, what the pages of docs say to type, its faults, and its end."""
 
 from __future__ import annotations
 
 import json
 import os
 import re
+import shlex
 import signal
+import socket
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -15,54 +18,102 @@ import httpx
 import psutil
 import pytest
 
-from tests.serving import ROOT, Serving, environment, family, serving, until
+from tests.serving import COMMAND, READY, ROOT, Serving, environment, family, serving, until
 
 PAGES = ["README.md", "docs/using.md", "docs/operating.md"]
+
+GIB = 1 << 30
+
+
+def mark_of(pid: int) -> str:
+    """The mark that every process of a run carries, which is also the name of its temporary folder."""
+    (found,) = {
+        match.group(0)
+        for child in psutil.Process(pid).children()
+        for part in child.cmdline()
+        if (match := re.search(r"twinpool-\w{8}", part))
+    }
+    return found
+
+
+def members(mark: str) -> list[psutil.Process]:
+    """Processes of the run, whoever their parent is by now."""
+    found = []
+    for process in psutil.process_iter():
+        try:
+            told = [*process.cmdline(), process.environ().get("TWINPOOL_RUN", "")]
+            if any(mark in part for part in told) and process.status() != psutil.STATUS_ZOMBIE:
+                found.append(process)
+        except psutil.Error:
+            continue
+    return found
+
+
+def segments_of(processes: list[psutil.Process]) -> set[str]:
+    """Named shared memory that they map."""
+    maps = "".join(Path(f"/proc/{p.pid}/maps").read_text() for p in processes)
+    return set(re.findall(r"(/dev/shm/\S+)$", maps, re.MULTILINE))
+
+
+def nothing_is_left(cluster: Serving, mark: str, segments: set[str]) -> None:
+    until(lambda: not members(mark), "all processes to be gone", 10)
+    assert not [p for p in ("/tmp", os.environ.get("TMPDIR", "/tmp")) if (Path(p) / mark).exists()]
+    assert not list(cluster.runtime.glob("twinpool/run-*.json"))
+    assert not [s for s in segments if Path(s).exists()]
+    with socket.socket() as port:
+        port.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        port.bind(("127.0.0.1", int(cluster.url.rpartition(":")[2])))
+
+
+def expect_killed(cluster: Serving) -> None:
+    """Kill `serve` after it has worked; nothing of it is left."""
+    cluster.complete_all(["It was a fine morning"] * 4, max_tokens=16)
+    mark, processes = mark_of(cluster.process.pid), family(cluster.process)
+    segments = segments_of(processes)
+    cluster.process.kill()
+    cluster.process.wait(5)
+    nothing_is_left(cluster, mark, segments)
+    assert cluster.twinpool("status").returncode == 3
+
+
+def blocks(page: str, language: str) -> list[str]:
+    return re.findall(rf"^```{language}\n(.*?)^```", (ROOT / page).read_text(), re.DOTALL | re.MULTILINE)
 
 
 @pytest.fixture(scope="module")
 def demo(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Serving]:
-    with serving("demo", tmp_path_factory.mktemp("demo") / "run") as cluster:
+    with serving("demo", tmp_path_factory.mktemp("demo"), ready_within=60) as cluster:
         yield cluster
 
 
-@pytest.fixture(autouse=True)
-def settled(demo: Serving) -> Iterator[None]:
-    yield
-    if demo.process.poll() is None:
-        demo.settle()
+@pytest.mark.slow
+def test_the_only_url_before_ready_is_in_the_ready_line_and_the_curl_line_works(demo: Serving) -> None:
+    until(lambda: "curl" in demo.lines[-1], "the curl line", 5)
+    ready = next(i for i, line in enumerate(demo.lines) if line.startswith(READY))
+    assert not [line for line in demo.lines[:ready] if "://" in line]
+    assert demo.lines[ready] == READY + demo.url
+    assert any("decode-0" in line and "MiB" in line for line in demo.lines[:ready]), "a table of workers"
+    assert any(re.match(r" +\d+\.\d s +ray ", line) for line in demo.lines[:ready]), "steps with seconds"
+    line = next(line for line in demo.lines if line.startswith("curl "))
+    done = subprocess.run(shlex.split(line), capture_output=True, timeout=30, check=True)
+    assert len(json.loads(done.stdout)["choices"][0]["text"].split()) > 5
+    demo.settle()
 
 
-def test_what_serve_prints_is_ready_to_paste(demo: Serving) -> None:
-    text = "\n".join(demo.lines)
-    before, ready, after = text.partition(f"Twinpool is ready: {demo.url}\n")
-    assert ready
-    assert "://" not in before, "the only URL printed before that"
-    curl = next(line for line in after.splitlines() if line.startswith("curl "))
-    done = subprocess.run(curl, shell=True, capture_output=True, text=True, check=True, timeout=60)
-    assert json.loads(done.stdout)["choices"][0]["text"]
-    for worker in ("prefill-0", "decode-0"):
-        assert worker in before
-
-
+@pytest.mark.slow
 def test_the_demo_takes_at_most_two_gigabytes(demo: Serving) -> None:
-    demo.complete("It was a fine morning, and", max_tokens=200)
-    sizes = {f"{p.pid} {p.name()}": p.memory_full_info().pss for p in family(demo.process)}
-    total = sum(sizes.values())
-    print(f"{total / 2**20:.0f} MiB:", {k: f"{v / 2**20:.0f}" for k, v in sizes.items()})
-    assert total <= 2 * 10**9
+    demo.complete_all([f"Chapter {i}. " * 20 for i in range(32)], max_tokens=32)
+    demo.settle()
+    assert sum(process.memory_full_info().pss for process in family(demo.process)) < 2 * GIB
 
 
+@pytest.mark.slow
 def test_completions_are_readable_words(demo: Serving) -> None:
     text = demo.complete("It was a fine morning, and the old man", max_tokens=60).text
     words = re.findall(r"[a-z]+", text.lower())
     common = {"the", "of", "and", "to", "a", "in", "was", "he", "his", "that", "it", "with", "had", "as", "her", "for"}
     assert len(words) > 20
     assert sum(w in common for w in words) > len(words) / 5, text
-
-
-def blocks(page: str, language: str) -> list[str]:
-    return re.findall(rf"^```{language}\n(.*?)^```", (ROOT / page).read_text(), re.DOTALL | re.MULTILINE)
 
 
 @pytest.mark.slow
@@ -85,24 +136,93 @@ def test_what_the_pages_say_to_type_works(demo: Serving, page: str, tmp_path: Pa
 
 
 @pytest.mark.slow
-def test_a_killed_serve_leaves_nothing(demo: Serving) -> None:
-    """Last in this file: the cluster is gone afterwards."""
-    relatives = family(demo.process)
-    names = {p.pid: p.cmdline()[:3] for p in relatives}
-    assert len(relatives) > 4
-    ours = {c.laddr.port for p in relatives for c in p.net_connections() if c.status == psutil.CONN_LISTEN}
-    assert int(demo.url.rpartition(":")[2]) in ours
-    demo.process.send_signal(signal.SIGKILL)
-    demo.process.wait()
-    psutil.wait_procs(relatives, timeout=10)
-    assert not {p.pid: names[p.pid] for p in relatives if p.is_running()}
-    until(lambda: not list(demo.runtime.rglob("run-*.json")), "the run file to go", 10)
-    left = {c.laddr.port for c in psutil.net_connections("tcp") if c.status == psutil.CONN_LISTEN}
-    assert not ours & left
-    pids = {str(p.pid) for p in relatives}
-    shared = [p.name for p in Path("/dev/shm").iterdir() if pids & set(re.findall(r"\d+", p.name))]
-    assert not shared
-    assert not list(demo.runtime.rglob("*ray*"))
-    assert demo.twinpool("status").returncode == 3
-    with pytest.raises(httpx.ConnectError):
-        httpx.get(f"{demo.url}/health")
+def test_the_logs_lie_in_one_folder_and_hold_one_event_a_line(demo: Serving) -> None:
+    folder = Path(next(line for line in demo.lines if " logs " in line).split()[-1])
+    assert {"serve.log", "router.log", "prefill-0.log", "decode-0.log"} <= {path.name for path in folder.iterdir()}
+    for line in (folder / "decode-0.log").read_text().splitlines():
+        assert {"time", "level", "event", "process"} <= set(json.loads(line))
+
+
+@pytest.mark.slow
+def test_all_ports_but_the_routers_are_on_loopback(demo: Serving) -> None:
+    for process in family(demo.process):
+        for connection in process.net_connections("inet"):
+            if connection.status == psutil.CONN_LISTEN:
+                assert connection.laddr.ip.removeprefix("::ffff:") == "127.0.0.1", process
+
+
+@pytest.mark.slow
+def test_a_request_that_comes_while_all_workers_are_down_is_answered(demo: Serving) -> None:
+    for worker in demo.status().values():
+        os.kill(worker["pid"], signal.SIGKILL)
+    assert len(demo.complete("It was a fine morning", max_tokens=8).tokens) == 8
+    until(lambda: {w["state"] for w in demo.status().values()} == {"ready"}, "both workers to be back")
+    assert {w["incarnation"] for w in demo.status().values()} == {2}
+    told = [line for line in demo.lines if "died" in line]
+    assert any("decode-0 died (killed, signal 9); restarting, incarnation 2" in line for line in told)
+    demo.settle()
+
+
+@pytest.mark.slow
+def test_a_router_that_dies_is_started_again_on_its_port(demo: Serving) -> None:
+    (router,) = [child for child in psutil.Process(demo.process.pid).children() if "router.main" in child.cmdline()]
+    router.kill()
+
+    def answers() -> bool:
+        try:
+            return httpx.get(f"{demo.url}/health", timeout=1).status_code == 200
+        except httpx.HTTPError:
+            return False
+
+    until(lambda: any("router died (signal 9); restarting" in line for line in demo.lines), "the news", 10)
+    until(answers, "a new router", 20)
+    assert len(demo.complete("It was a fine morning", max_tokens=8).tokens) == 8
+    demo.settle()
+
+
+@pytest.mark.slow
+def test_a_kill_of_serve_leaves_nothing_behind(demo: Serving) -> None:
+    """The last test of this cluster: it is gone afterwards."""
+    assert len(family(demo.process)) > 10
+    expect_killed(demo)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_during_the_start_ends_it_within_five_seconds(tmp_path: Path, number: signal.Signals) -> None:
+    process = subprocess.Popen(
+        [*COMMAND, "serve", "--port", "0"], env=environment(tmp_path), cwd=tmp_path, stdout=subprocess.PIPE, text=True
+    )
+    assert process.stdout is not None
+    assert any(" logs " in line for line in process.stdout), "no line for its logs"
+    mark = mark_of(process.pid)
+    until(lambda: len(family(process)) > 4, "Ray to be starting", 20)
+    began = time.monotonic()
+    process.send_signal(number)
+    process.wait(5)
+    until(lambda: not members(mark), "all processes to be gone", 5)
+    assert time.monotonic() - began < 5
+    process.stdout.close()
+
+
+@pytest.mark.slow
+def test_one_process_serves_and_ends_without_ray(tmp_path: Path) -> None:
+    with serving("demo", tmp_path, "--decode", "2", sections={"transfer": {"plane": "local"}}) as cluster:
+        (root, reaper) = family(cluster.process)
+        assert root.pid == cluster.process.pid
+        assert "reaper.py" in " ".join(reaper.cmdline())
+        answers = cluster.complete_all(["It was a fine morning"] * 8, max_tokens=16)
+        assert len({tuple(answer.tokens) for answer in answers}) == 1
+        drained = cluster.twinpool("drain", "decode-1")
+        assert drained.returncode == 0, drained.stderr
+        assert cluster.status()["decode-1"]["state"] == "left"
+        assert cluster.check()["ok"]
+        mark = mark_of(cluster.process.pid)
+    nothing_is_left(cluster, mark, set())
+    assert float(cluster.lines[-1].split()[1]) < 5
+
+
+@pytest.mark.slow
+def test_a_kill_of_one_process_leaves_nothing_behind(tmp_path: Path) -> None:
+    with serving("demo", tmp_path, sections={"transfer": {"plane": "local"}}) as cluster:
+        expect_killed(cluster)
