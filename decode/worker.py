@@ -16,7 +16,7 @@ from contracts.clock import Clock
 from contracts.config import Config
 from contracts.errors import CapacityError, ErrorKind, WireError
 from contracts.ids import Incarnation, Role, WorkerName
-from contracts.messages import Cancel, CheckReport, Command, Done, Event, Fits, Progress, Submit, Tokens
+from contracts.messages import CheckReport, Command, Done, Event, Fits, Progress, Submit, Tokens
 from contracts.messages import WorkerStatus as Status
 from contracts.ports import SessionId
 from decode.request import Phase, PhaseEvent, Request
@@ -62,22 +62,15 @@ class DecodeWorker:
     # ------------------------------------------------------------ the host's side
 
     def handle(self, session: SessionId, command: Command) -> None:
-        if isinstance(command, Cancel):
-            request = self._desk.find(session, command.request_id, command.attempt)
-            if request is not None:
-                self._leave(request, "cancelled")
+        submit = self._desk.accept(session, command, self._leave)
+        if submit is None:
             return
-        older = self._desk.superseded(command)
-        if older is not None:
-            self._leave(older, "a later attempt came")
-        refusal = self._desk.refusal(command)
-        if refusal is None:
-            refusal = self._open(command)
+        refusal = self._open(submit)
         if refusal is not None:
-            self._desk.refuse(session, command, refusal)
+            self._desk.refuse(session, submit, refusal)
             return
         now = self._clock.now()
-        request = Request(session, command, now, now + command.deadline_s)
+        request = Request(session, submit, now, now + submit.deadline_s)
         self._desk.add(request)
         self._waiting.append(request)
 

@@ -18,7 +18,7 @@ from contracts.clock import Clock
 from contracts.config import Config
 from contracts.errors import CapacityError, ErrorKind, WireError
 from contracts.ids import Incarnation, Role, RoomId, WorkerName
-from contracts.messages import Cancel, CheckReport, Command, Done, Event, Fits, Progress, PromptScores, Submit, Tokens
+from contracts.messages import CheckReport, Command, Done, Event, Fits, Progress, PromptScores, Submit, Tokens
 from contracts.messages import WorkerStatus as Status
 from contracts.ports import SessionId
 from engine.batch import Draw, Row, RowOutput
@@ -73,24 +73,16 @@ class PrefillWorker:
     # ------------------------------------------------------------ the host's side
 
     def handle(self, session: SessionId, command: Command) -> None:
-        if isinstance(command, Cancel):
-            request = self._desk.find(session, command.request_id, command.attempt)
-            if request is not None:
-                self._drop(request, ErrorKind.CANCELLED, "cancelled")
+        submit = self._desk.accept(session, command, self._cancel)
+        if submit is None:
             return
-        older = self._desk.superseded(command)
-        if older is not None:
-            self._drop(older, ErrorKind.CANCELLED, "a later attempt came")
-        refusal = self._desk.refusal(command)
-        if refusal is None and command.peer is not None:
+        if submit.peer is not None:
             try:
-                self._sender.open(command.room, command.peer)
+                self._sender.open(submit.room, submit.peer)
             except WireError as error:
-                refusal = Refusal(ErrorKind.ROOM, str(error))
-        if refusal is not None:
-            self._desk.refuse(session, command, refusal)
-            return
-        self._desk.add(self._request(session, command))
+                self._desk.refuse(session, submit, Refusal(ErrorKind.ROOM, str(error)))
+                return
+        self._desk.add(self._request(session, submit))
 
     def step(self) -> list[tuple[SessionId, Event]]:
         if self._desk.fenced:
@@ -114,7 +106,7 @@ class PrefillWorker:
     def drop_session(self, session: SessionId) -> None:
         for request in self._desk:
             if request.session == session:
-                self._drop(request, ErrorKind.CANCELLED, "its router is gone")
+                self._cancel(request, "its router is gone")
 
     def drain(self) -> None:
         self._desk.draining = True
@@ -380,6 +372,9 @@ class PrefillWorker:
         done = Done(submit.request_id, submit.attempt, "error", error=kind, message=message, blame=blame)
         self._desk.tell(request.session, done)
         self._drop(request, kind, message)
+
+    def _cancel(self, request: Request, reason: str) -> None:
+        self._drop(request, ErrorKind.CANCELLED, reason)
 
     def _drop(self, request: Request, kind: ErrorKind, message: str) -> None:
         self._sender.fail(request.submit.room, kind, message)

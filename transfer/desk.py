@@ -6,14 +6,14 @@ request goes through is the worker's own business.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Generic, Protocol, TypeVar
 
 from contracts.clock import Clock
 from contracts.errors import ErrorKind
 from contracts.ids import RequestId, WorkerName
-from contracts.messages import Done, Event, Fits, Submit
+from contracts.messages import Cancel, Command, Done, Event, Fits, Submit
 from contracts.ports import SessionId
 
 
@@ -52,12 +52,26 @@ class Desk(Generic[R]):
     def __iter__(self) -> Iterator[R]:
         return iter(list(self._requests.values()))
 
-    def superseded(self, submit: Submit) -> R | None:
-        """An earlier attempt at the same request, whose router could not take it back: it is to make way."""
-        held = self._requests.get(submit.request_id)
-        return held if held is not None and held.submit.attempt < submit.attempt else None
+    def accept(self, session: SessionId, command: Command, leave: Callable[[R, str], None]) -> Submit | None:
+        """The request to open, if `command` is one that can be served.
 
-    def refusal(self, submit: Submit) -> Refusal | None:
+        What is cancelled goes through `leave`, and so does an earlier attempt that its router could not take back.
+        """
+        if isinstance(command, Cancel):
+            request = self._find(session, command.request_id, command.attempt)
+            if request is not None:
+                leave(request, "cancelled")
+            return None
+        held = self._requests.get(command.request_id)
+        if held is not None and held.submit.attempt < command.attempt:
+            leave(held, "a later attempt came")
+        refusal = self._refusal(command)
+        if refusal is not None:
+            self.refuse(session, command, refusal)
+            return None
+        return command
+
+    def _refusal(self, submit: Submit) -> Refusal | None:
         """Why this request can't be taken, if so. Its whole length must fit prefill too: a replay brings the answer."""
         if self.draining:
             return Refusal(ErrorKind.DRAINING, f"{self._name} is draining")
@@ -76,7 +90,7 @@ class Desk(Generic[R]):
     def add(self, request: R) -> None:
         self._requests[request.submit.request_id] = request
 
-    def find(self, session: SessionId, request_id: RequestId, attempt: int) -> R | None:
+    def _find(self, session: SessionId, request_id: RequestId, attempt: int) -> R | None:
         """The request, unless it is another session's or a later attempt."""
         request = self._requests.get(request_id)
         if request is None or request.session != session or request.submit.attempt > attempt:
