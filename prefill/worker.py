@@ -189,16 +189,28 @@ class PrefillWorker:
 
     def _admit(self) -> None:
         waiting = [r for r in self._desk if r.phase is Phase.WAITING]
-        running = sum(r.phase is Phase.RUNNING for r in self._desk)
+        running = [r for r in self._desk if r.phase is Phase.RUNNING]
         for request in sorted(waiting, key=lambda r: not self._entitled(r)):
-            if running >= self._config.prefill.max_running:
+            if len(running) >= self._config.prefill.max_running:
                 return
+            if any(self._computes_for(request, r) for r in running):
+                continue
             while not self._take_pages(request):
                 if not (self._entitled(request) and self._park_one()):
                     return
             request.step(PhaseEvent.ADMIT)
             request.marks.setdefault("queue", self._clock.now() - request.arrived)
-            running += 1
+            running.append(request)
+
+    def _computes_for(self, request: Request, running: Request) -> bool:
+        """Whether `running` is about to compute a page that `request` can have from the tree afterwards.
+
+        Steps serve the earlier one first, so waiting for it never takes longer than computing the same beside it.
+        """
+        assert running.match is not None
+        page = len(running.match.pages)
+        common = page < min(self._reusable(request), len(running.keys)) and request.chain[page] == running.chain[page]
+        return self._reuse and common
 
     def _batch(self) -> list[tuple[Request, Row]]:
         """The step's rows: requests in order of arrival, within the token budget."""
@@ -260,6 +272,7 @@ class PrefillWorker:
     def _complete(self, request: Request) -> None:
         """The prompt is done: publish its first token, then end the request or hand it over."""
         request.step(PhaseEvent.COMPUTED)
+        self._share(request)
         self._publish(request)
         submit, drawn = request.submit, request.first
         generated = len(submit.emitted) + (drawn is not None)
@@ -306,12 +319,14 @@ class PrefillWorker:
         """Whether decode waits for this request, with its memory."""
         return request.alone or self._sender.granted(request.submit.room)
 
+    def _reusable(self, request: Request) -> int:
+        """Leading pages that may come from the tree: the last token is computed, and every scored one."""
+        return (len(request.tokens) - 1) // self._page_tokens if self._reuse and not request.wants_scores else 0
+
     def _take_pages(self, request: Request) -> bool:
         """Lock what the tree has, then lease the rest; on False nothing was taken."""
-        tokens = request.tokens
-        reusable = (len(tokens) - 1) // self._page_tokens if self._reuse and not request.wants_scores else 0
-        match = self._tree.match(request.keys[:reusable], request.submit.salt)
-        need = self._pools.pages_for(len(tokens)) - len(match.pages)
+        match = self._tree.match(request.keys[: self._reusable(request)], request.submit.salt)
+        need = self._pools.pages_for(len(request.tokens)) - len(match.pages)
         if need > self._pages.free:
             self._counters["pages_evicted"] += self._tree.evict(need - self._pages.free)
         try:
@@ -326,6 +341,16 @@ class PrefillWorker:
         request.cached = request.length
         self._counters["prompt_tokens_cached"] += request.cached
         return True
+
+    def _share(self, request: Request) -> None:
+        """Give its finished pages to the tree at once, locked for as long as it is here: others may wait for them."""
+        match, lease = request.match, request.lease
+        assert match is not None
+        assert lease is not None
+        keys, salt = request.keys, request.submit.salt
+        if self._reuse and self._tree.insert(keys, lease, len(match.pages), request.tags, salt):
+            request.match = self._tree.match(keys, salt)
+            self._tree.unlock(match.token)
 
     def _return_pages(self, request: Request) -> None:
         """Give finished pages to the tree and the rest back. Idempotent: nothing is held afterwards."""

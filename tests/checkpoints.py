@@ -239,20 +239,32 @@ def compare_sampled(oracle: Oracle, prompt: Sequence[int], got: Sequence[int], p
     distribution, given the same tokens before it, has at the draw, or one whose share begins or ends closer to the
     draw than the oracle's own difference moves it.
     """
-    logits = oracle.logits([*prompt, *got[:-1]])[len(prompt) - 1 :].double()
-    allowed = math.expm1(2 * oracle.difference / params.temperature)
+    logits = oracle.logits([*prompt, *got[:-1]])[len(prompt) - 1 :].double() / params.temperature
+    noise = 2 * oracle.difference / params.temperature
+    allowed = math.expm1(noise)
     worst: tuple[float, int | None] = (0.0, None)
-    for i, token in enumerate(got):
-        weights = logits[i] / params.temperature
-        if params.top_k:
-            floor = weights.topk(params.top_k).values[-1] - 2 * oracle.difference / params.temperature
-            weights = weights.masked_fill(weights < floor, -torch.inf)
-        share = weights.softmax(-1)
-        end = float(share[: token + 1].sum())
+    for i, (row, token) in enumerate(zip(logits, got, strict=True)):
         draw = uniform(params.seed, params.choice, len(prompt) + i)
-        outside = max(end - float(share[token]) - draw, draw - end, 0.0)
+        outside = min(_outside(row, token, draw, count) for count in _cuts(row, params.top_k, noise))
         worst = max(worst, (outside, i), key=lambda pair: pair[0])
     margin, position = worst
     if not margin:
         return Verdict(equal=True, exact=True)
     return Verdict(equal=margin <= allowed, exact=False, position=position, margin=margin, allowed=allowed)
+
+
+def _cuts(row_v: Tensor, top_k: int, noise: float) -> list[int]:
+    """How many tokens top-k keeps: `top_k`, and what it might keep where logits tie at the cut."""
+    if not top_k:
+        return [len(row_v)]
+    floor = row_v.topk(top_k).values[-1]
+    sure, possible = int((row_v > floor + noise).sum()) + 1, int((row_v >= floor - noise).sum())
+    return [top_k, *range(sure, possible + 1)]
+
+
+def _outside(row_v: Tensor, token: int, draw: float, kept: int) -> float:
+    """How far `draw` lies outside the share of `token` in the distribution over the `kept` best tokens; 0 inside."""
+    floor = row_v.topk(kept).values[-1]
+    share = row_v.masked_fill(row_v < floor, -torch.inf).softmax(-1)
+    end = float(share[: token + 1].sum())
+    return max(end - float(share[token]) - draw, draw - end, 0.0)

@@ -25,7 +25,7 @@ from tests.checkpoints import Oracle, compare, compare_sampled, make_checkpoint
 from tests.serving import Answer, Serving, complete, serving, until
 
 ROUNDS = 40
-REQUESTS, AT_ONCE, TOKENS = 80, 24, 40
+REQUESTS, AT_ONCE, TOKENS = 120, 24, 40
 TROUBLES = ("kill a prefill", "kill a decode", "kill both of a role", "stop one", "drain one", "nothing")
 
 
@@ -56,7 +56,7 @@ def asks(rng: random.Random) -> list[Ask]:
 
 async def trouble(cluster: Serving, kind: str, rng: random.Random) -> None:
     """Strike at a random moment of the load, by process id."""
-    await asyncio.sleep(rng.random() * 1.5)
+    await asyncio.sleep(rng.random())
     workers = [w for w in (await asyncio.to_thread(cluster.status)).values() if w["state"] == "ready"]
     role = "prefill" if kind == "kill a prefill" or rng.random() < 0.5 else "decode"
     role = "decode" if kind == "kill a decode" else role

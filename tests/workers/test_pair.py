@@ -70,6 +70,29 @@ def test_a_shared_prefix_is_computed_once_and_the_answer_is_the_same(model: Path
         assert both.decode.status().counters["prompt_tokens_computed"] == 0
 
 
+def test_a_prefix_that_comes_many_times_at_once_is_computed_once(model: Path, oracle: Oracle) -> None:
+    (prefix, *tails) = prompts(26, 160, 5, 20, 33)
+    asked = [prefix, prefix, *(prefix + tail for tail in tails)]
+    with pair(model, prefill={"chunk_tokens": 64}) as both:
+        answers = both.run(*[both.submit(p, greedy(6)) for p in asked])
+        for prompt, answer in zip(asked, answers, strict=True):
+            expect_equal(oracle, prompt, answer)
+        assert [a.progress[Role.PREFILL].cached_tokens for a in answers] == [0, 144, 160, 160, 160]
+        assert both.prefill.status().counters["prompt_tokens_computed"] == 160 + 16 + 5 + 20 + 33
+
+
+def test_c11_nobody_waits_for_a_twin_that_has_no_grant(model: Path, oracle: Oracle) -> None:
+    """The earlier twin is computed and holds its pages, but decode waits for the later one."""
+    (prompt,) = prompts(27, 100)
+    with pair(model, tokens=160, prefill={"cache": {"device_tokens": 160}, "chunk_tokens": 16}) as both:
+        early = both.submit(prompt, greedy(5), legs=(Role.PREFILL,))
+        both.step(Role.PREFILL)
+        late = both.submit(prompt, greedy(5))
+        (answer,) = both.run(late)
+        expect_equal(oracle, prompt, answer)
+        both.cancel(early)
+
+
 def test_the_first_token_that_ends_a_request_ends_it_everywhere(model: Path, oracle: Oracle) -> None:
     (prompt,) = prompts(3, 30)
     first = oracle.generate(prompt, 1)[0]
