@@ -1,4 +1,4 @@
-"""A prefill worker in a process of its own, commanded through a pipe: for tests that stop or kill the writer."""
+"""A worker in a process of its own, commanded through a pipe: for tests that stop or kill one end."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ from contracts.ports import SessionId
 SESSION = SessionId(1)
 
 
-def _serve(pipe: Connection, folder: Path, name: str, sections: dict[str, Any], tokens: int) -> None:
+def _serve(pipe: Connection, folder: Path, role: Role, name: str, sections: dict[str, Any], tokens: int) -> None:
     from cluster.build import build_worker
     from contracts.config import config_from_dict
     from contracts.model import read_model_spec
 
     options: dict[str, Any] = {"host": "127.0.0.1", "device_tokens": tokens}
     config, spec = config_from_dict(sections), read_model_spec(folder)
-    worker = build_worker(Role.PREFILL, WorkerName(name), Incarnation(1), spec, config, **options)
+    worker = build_worker(role, WorkerName(name), Incarnation(1), spec, config, **options)
     pipe.send(worker.control)
     try:
         while True:
@@ -72,10 +72,10 @@ class Child:
 
 
 @contextmanager
-def prefill_child(folder: Path, name: str, sections: dict[str, Any], tokens: int) -> Iterator[Child]:
+def worker_child(folder: Path, role: Role, name: str, sections: dict[str, Any], tokens: int) -> Iterator[Child]:
     context = multiprocessing.get_context("spawn")
     ours, theirs = context.Pipe()
-    process = context.Process(target=_serve, args=(theirs, folder, name, sections, tokens), daemon=True)
+    process = context.Process(target=_serve, args=(theirs, folder, role, name, sections, tokens), daemon=True)
     process.start()
     theirs.close()
     try:

@@ -30,6 +30,11 @@ class Hello:
     layout: dict[str, Any]
     plane: str
     descriptor: dict[str, Any]
+    pid: int
+    started: int
+    """Start time of the process in clock ticks since boot, so that a reused pid isn't taken for it."""
+    boot: str
+    """Which running kernel and pid namespace `pid` belongs to."""
 
 
 @dataclass(frozen=True, slots=True)

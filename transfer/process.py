@@ -25,6 +25,12 @@ def start_ticks(pid: int) -> int | None:
     return int(stat.rpartition(")")[2].split()[19])
 
 
+def mine() -> tuple[int, int, str]:
+    """This process as peers are told of it: pid, start ticks, namespace."""
+    pid = os.getpid()
+    return pid, start_ticks(pid) or 0, namespace()
+
+
 @dataclass
 class ProcessWatch:
     """Holds a pidfd of one process of this namespace: the one proof of death that a reused pid can't fake."""
@@ -33,15 +39,14 @@ class ProcessWatch:
     fd: int
 
     @classmethod
-    def open(cls, pid: int, started: int) -> ProcessWatch | None:
-        """None when that process is dead already."""
-        try:
-            fd = os.pidfd_open(pid)
-        except ProcessLookupError:
+    def open(cls, pid: int, started: int, boot: str) -> ProcessWatch | None:
+        """None for a process that can't be watched from here. Raises `ProcessLookupError` when it is dead already."""
+        if boot != namespace():
             return None
+        fd = os.pidfd_open(pid)
         if start_ticks(pid) != started:
             os.close(fd)
-            return None
+            raise ProcessLookupError(f"pid {pid} is another process by now")
         return cls(pid, fd)
 
     @property

@@ -224,8 +224,9 @@ class ReceiverEnd:
         peer = _Peer(ref, socket, self._clock.now() + self._config.connect_timeout_s)
         layout = {"model": self._fingerprint, **describe_spec(self._pools.layout.spec)}
         hello = m.Hello(
-            self._name, self._incarnation, ref.incarnation, layout, self._plane.kind, self._plane.describe()
-        )
+            self._name, self._incarnation, ref.incarnation, layout, self._plane.kind, self._plane.describe(),
+            *process.mine(),
+        )  # fmt: skip
         socket.send(m.encode(hello))
         self._waiter.add(socket)
         # A worker has one live incarnation: what the old one still owed is lost.
@@ -267,11 +268,12 @@ class ReceiverEnd:
             self._lose(peer, f"{peer.ref.name} is incarnation {welcome.incarnation}, not {peer.ref.incarnation}")
             return
         peer.welcome = welcome
-        if welcome.boot == process.namespace():
-            peer.watch = process.ProcessWatch.open(welcome.pid, welcome.started)
-            if peer.watch is None:
-                self._lose(peer, f"{peer.ref.name} (pid {welcome.pid}) died")
-                return
+        try:
+            peer.watch = process.ProcessWatch.open(welcome.pid, welcome.started, welcome.boot)
+        except ProcessLookupError:
+            self._lose(peer, f"{peer.ref.name} (pid {welcome.pid}) died")
+            return
+        if peer.watch is not None:
             self._waiter.add(peer.watch.fd)
         queued, peer.queued = peer.queued, []
         for message in queued:

@@ -8,7 +8,6 @@ about them, which is repeated to whoever asks again.
 from __future__ import annotations
 
 import logging
-import os
 from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -65,6 +64,7 @@ class _Peer:
     name: WorkerName
     incarnation: Incarnation
     link: Link
+    watch: process.ProcessWatch | None
 
 
 @dataclass(eq=False)
@@ -189,6 +189,8 @@ class SenderEnd:
             except (WireError, LayoutMismatch) as error:
                 log.warning("control message refused: %s", error)
                 self._reply(identity, m.Refused(str(error)))
+        for peer in [p for p in self._peers.values() if p.watch is not None and p.watch.dead]:
+            self._lose(peer, f"{peer.name} died")
         self._flush()
         self._expire()
         outcomes, self._outcomes = self._outcomes, []
@@ -222,7 +224,7 @@ class SenderEnd:
             pending.completion.wait()
         self._pending.clear()
         for peer in self._peers.values():
-            peer.link.close()
+            self._disconnect(peer)
         self._waiter.remove(self._socket)
         self._socket.close(linger=0)
         self._plane.close()
@@ -261,21 +263,32 @@ class SenderEnd:
             self._lose(old, f"{old.name} is now incarnation {hello.incarnation}")
         if identity in self._peers:
             self._lose(self._peers[identity], f"{hello.worker} connected again")
+        try:
+            watch = process.ProcessWatch.open(hello.pid, hello.started, hello.boot)
+        except ProcessLookupError:
+            return
+        if watch is not None:
+            self._waiter.add(watch.fd)
         link = self._plane.connect(hello.descriptor)
-        self._peers[identity] = _Peer(identity, WorkerName(hello.worker), Incarnation(hello.incarnation), link)
-        pid = os.getpid()
-        started = process.start_ticks(pid) or 0
-        self._reply(identity, m.Welcome(self._name, self._incarnation, pid, started, process.namespace()))
+        self._peers[identity] = _Peer(identity, WorkerName(hello.worker), Incarnation(hello.incarnation), link, watch)
+        self._reply(identity, m.Welcome(self._name, self._incarnation, *process.mine()))
 
     def _lose(self, peer: _Peer, reason: str) -> None:
+        """The peer is dead, or another one has taken its place: its rooms are over."""
         del self._peers[peer.identity]
         self._settle(peer.link)
-        peer.link.close()
+        self._disconnect(peer)
         self._early = OrderedDict((r, e) for r, e in self._early.items() if e[0] is not peer)
         for room in [r for r in self._rooms.values() if r.peer is peer]:
             self._remember(room.id, m.Failed(room.id, ErrorKind.ROOM, reason))
             self._step(room, SenderEvent.LOST)
             self._outcomes.append(Released(room.id, False, reason))
+
+    def _disconnect(self, peer: _Peer) -> None:
+        peer.link.close()
+        if peer.watch is not None:
+            self._waiter.remove(peer.watch.fd)
+            peer.watch.close()
 
     def _reply(self, identity: bytes, message: m.Control) -> None:
         self._socket.send_multipart([identity, m.encode(message)])

@@ -15,7 +15,7 @@ from transfer.security import Curve
 
 ROOM = RoomId("room-1")
 EXAMPLES: list[m.Message] = [
-    m.Hello("decode-0", 2, 1, {"model": "x", "page_tokens": 16}, "shm", {"pid": 5}),
+    m.Hello("decode-0", 2, 1, {"model": "x", "page_tokens": 16}, "shm", {"pid": 5}, 5, 99, "boot"),
     m.Welcome("prefill-0", 1, 5, 99, "boot"),
     m.Refused("page_tokens: 16 and 64"),
     m.Grant(ROOM, (4, 5), (0, 7), 3, 1),

@@ -1,4 +1,5 @@
-"""A writer that stops in the middle of a page, by a real SIGSTOP, and what becomes of the pages promised to it."""
+"""A writer that stops in the middle of a page, by a real SIGSTOP, and what becomes of the pages promised to it; and
+ends that die."""
 
 from __future__ import annotations
 
@@ -7,11 +8,13 @@ import signal
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from cluster.build import build_worker
+from contracts.clock import ManualClock
 from contracts.config import config_from_dict
 from contracts.ids import Incarnation, RequestId, Role, RoomId, WorkerName
 from contracts.messages import Cancel, Done, Event, PeerRef, Submit, Tokens
@@ -19,7 +22,7 @@ from contracts.model import read_model_spec
 from contracts.ports import Worker
 from contracts.sampling import SamplingParams
 from tests.checkpoints import Oracle, compare
-from tests.worker_child import SESSION, Child, prefill_child
+from tests.worker_child import SESSION, Child, worker_child
 
 POOL = 24 * 16
 """Positions of decode's pool: three requests of eight pages."""
@@ -33,8 +36,8 @@ class Scene:
         sections = {"transfer": {"plane": "shm"}, "engine": {"threads": 1}, "prefill": {"chunk_tokens": 40}}
         spec = read_model_spec(folder)
         faulty = {**sections, "faults": {"stop_in_write": 2}}
-        self.stopping = stack.enter_context(prefill_child(folder, "prefill-0", faulty, 1024))
-        self.healthy = stack.enter_context(prefill_child(folder, "prefill-1", sections, 1024))
+        self.stopping = stack.enter_context(worker_child(folder, Role.PREFILL, "prefill-0", faulty, 1024))
+        self.healthy = stack.enter_context(worker_child(folder, Role.PREFILL, "prefill-1", sections, 1024))
         self.decode: Worker = build_worker(
             Role.DECODE, WorkerName("decode-0"), Incarnation(1), spec, config_from_dict(sections),
             host="127.0.0.1", device_tokens=POOL,
@@ -125,3 +128,33 @@ def test_a5_a_writers_proven_death_gives_its_pages_back(model: Path, oracle: Ora
         for name, prompt in prompts.items():
             assert compare(oracle, prompt, scene.answer(name)).equal
         assert scene.decode.check().violations == ()
+
+
+@pytest.mark.slow
+def test_a5_a_readers_proven_death_ends_its_rooms_at_the_writer(model: Path) -> None:
+    """By its pidfd: the clock stands still, so no deadline can be the reason."""
+    sections = {"transfer": {"plane": "shm"}, "engine": {"threads": 1}, "prefill": {"chunk_tokens": 16}}
+    prefill = build_worker(
+        Role.PREFILL, WorkerName("prefill-0"), Incarnation(1), read_model_spec(model), config_from_dict(sections),
+        host="127.0.0.1", device_tokens=POOL, clock=ManualClock(),
+    )  # fmt: skip
+    to_prefill = PeerRef(WorkerName("prefill-0"), Incarnation(1), prefill.control)
+    deadline = time.monotonic() + 60
+    with ExitStack() as stack:
+        stack.callback(prefill.close)
+        decode = stack.enter_context(worker_child(model, Role.DECODE, "decode-0", sections, POOL))
+        submit = Submit(RequestId("a"), 0, RoomId("room-a"), (5,) * 300, 300, SAMPLING, decode.ref)
+        decode.handle(replace(submit, peer=to_prefill))
+        prefill.handle(SESSION, submit)
+        while not prefill.status().counters["sent_bytes"]:
+            assert time.monotonic() < deadline
+            prefill.step()
+        assert prefill.check().rooms == 1
+        decode.signal(signal.SIGKILL)
+        events: list[Event] = []
+        while prefill.check().rooms:
+            assert time.monotonic() < deadline
+            events += [event for _, event in prefill.step()]
+        (done,) = [e for e in events if isinstance(e, Done)]
+        assert "decode-0 died" in done.message
+        assert prefill.status().pages_free == prefill.status().pages_total
