@@ -16,18 +16,19 @@ from contracts.clock import Clock
 from contracts.config import Config
 from contracts.errors import CapacityError, ErrorKind, WireError
 from contracts.ids import Incarnation, Role, WorkerName
-from contracts.messages import CheckReport, Command, Done, Event, Fits, Progress, Submit, Tokens
+from contracts.messages import CheckReport, Command, Done, Fits, Progress, Submit, Tokens
 from contracts.messages import WorkerStatus as Status
 from contracts.ports import SessionId
 from decode.request import Phase, PhaseEvent, Request
 from engine.batch import Draw, Drawn, Row
 from engine.engine import Engine
 from transfer.desk import Desk, Refusal, seconds_until
+from transfer.phase import PhaseWorker
 from transfer.receiver import Arrived, Broken, Expected, ReceiverEnd
 from transfer.waiting import Waiter
 
 
-class DecodeWorker:
+class DecodeWorker(PhaseWorker[Request]):
     """See the module's prose. Implements `contracts.ports.Worker`."""
 
     role = Role.DECODE
@@ -48,12 +49,12 @@ class DecodeWorker:
         pause: Callable[[float], None],
     ) -> None:
         self._name, self._incarnation, self._config = name, incarnation, config
-        self._engine, self._pools, self._receiver, self._waiter = engine, pools, receiver, waiter
+        self._engine, self._pools, self._receiver = engine, pools, receiver
         self._clock, self._pause = clock, pause
         self._page_tokens = pools.layout.spec.page_tokens
         self._pages = pools.allocators["full"]
         self.fits = Fits(pools.max_positions, context)
-        self._desk: Desk[Request] = Desk(name, self.fits, clock)
+        super().__init__(Desk(name, self.fits, clock), waiter)
         self._waiting: deque[Request] = deque()
         self._running: deque[Request] = deque()
         self._steps = 0
@@ -62,7 +63,7 @@ class DecodeWorker:
     # ------------------------------------------------------------ the host's side
 
     def handle(self, session: SessionId, command: Command) -> None:
-        submit = self._desk.accept(session, command, self._leave)
+        submit = self._desk.accept(session, command, self._cancel)
         if submit is None:
             return
         refusal = self._open(submit)
@@ -74,42 +75,14 @@ class DecodeWorker:
         self._desk.add(request)
         self._waiting.append(request)
 
-    def step(self) -> list[tuple[SessionId, Event]]:
-        if self._desk.fenced:
-            return []
-        self._hear()
-        self._expire()
-        self._grant()
-        batch = self._batch()
-        if batch:
-            self._compute(batch)
-        return self._desk.take_events()
-
     def wait(self, timeout_s: float) -> None:
         if not self._running:
             due = seconds_until(self._clock, self._desk.next_deadline, self._receiver.next_deadline)
             self._waiter.wait(min(timeout_s, due))
 
-    def wake(self) -> None:
-        self._waiter.wake()
-
-    def drop_session(self, session: SessionId) -> None:
-        for request in self._desk:
-            if request.session == session:
-                self._leave(request, "its router is gone")
-
-    def drain(self) -> None:
-        self._desk.draining = True
-
-    def undrain(self) -> None:
-        self._desk.draining = False
-
     @property
     def drained(self) -> bool:
         return self._desk.draining and not self._desk and not self._receiver.rooms
-
-    def fence(self) -> None:
-        self._desk.fenced = True
 
     def status(self) -> Status:
         return Status(
@@ -191,11 +164,7 @@ class DecodeWorker:
         self._counters["received_bytes"] += arrived.bytes
         self._running.append(request)
 
-    def _expire(self) -> None:
-        for request in self._desk.expired():
-            self._fail(request, ErrorKind.DEADLINE, f"not done within {request.submit.deadline_s:g} s", None)
-
-    def _grant(self) -> None:
+    def _admit(self) -> None:
         """First come, first served: each gets pages for its prompt and its whole answer, or all behind it wait."""
         while self._waiting:
             request = self._waiting[0]
@@ -214,7 +183,10 @@ class DecodeWorker:
         """Up to the step's token budget, in turn: whoever waited longest for its step comes first."""
         return [self._running[i] for i in range(min(len(self._running), self._config.decode.max_batch_tokens))]
 
-    def _compute(self, batch: list[Request]) -> None:
+    def _compute(self) -> None:
+        batch = self._batch()
+        if not batch:
+            return
         rows = [self._row(request) for request in batch]
         outputs = self._engine.forward(rows)
         if self._config.faults.step_delay_s:
@@ -260,11 +232,14 @@ class DecodeWorker:
         self._desk.tell(request.session, Done(*key, reason, stop_token))
         self._leave(request, reason)
 
-    def _fail(self, request: Request, kind: ErrorKind, message: str, blame: WorkerName | None) -> None:
+    def _fail(self, request: Request, kind: ErrorKind, message: str, blame: WorkerName | None = None) -> None:
         submit = request.submit
         done = Done(submit.request_id, submit.attempt, "error", error=kind, message=message, blame=blame)
         self._desk.tell(request.session, done)
         self._leave(request, message)
+
+    def _cancel(self, request: Request, reason: str) -> None:
+        self._leave(request, reason)
 
     def _leave(self, request: Request, reason: str) -> None:
         """The one way out of the books, from any phase; the room gives back what it holds by its own rules."""

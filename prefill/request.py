@@ -16,6 +16,7 @@ from enum import StrEnum
 from cache.leases import Lease
 from cache.tags import ContentTag
 from cache.tree import Match, PageKey
+from contracts.ids import WorkerName
 from contracts.messages import Submit
 from contracts.ports import SessionId
 from contracts.sampling import TokenLogprob
@@ -82,6 +83,11 @@ class Request:
     @property
     def tokens(self) -> tuple[int, ...]:
         return self.submit.tokens
+
+    @property
+    def peer(self) -> WorkerName | None:
+        """The decode worker that it is for."""
+        return self.submit.peer.name if self.submit.peer is not None else None
 
     @property
     def alone(self) -> bool:

@@ -18,7 +18,7 @@ from contracts.clock import Clock
 from contracts.config import Config
 from contracts.errors import CapacityError, ErrorKind, WireError
 from contracts.ids import Incarnation, Role, RoomId, WorkerName
-from contracts.messages import CheckReport, Command, Done, Event, Fits, Progress, PromptScores, Submit, Tokens
+from contracts.messages import CheckReport, Command, Done, Fits, Progress, PromptScores, Submit, Tokens
 from contracts.messages import WorkerStatus as Status
 from contracts.ports import SessionId
 from engine.batch import Draw, Row, RowOutput
@@ -26,11 +26,12 @@ from engine.engine import Engine
 from prefill.request import Phase, PhaseEvent, Request
 from transfer.desk import Desk, Refusal, seconds_until
 from transfer.metadata import Metadata
+from transfer.phase import PhaseWorker
 from transfer.sender import Granted, Released, SenderEnd
 from transfer.waiting import Waiter
 
 
-class PrefillWorker:
+class PrefillWorker(PhaseWorker[Request]):
     """See the module's prose. Implements `contracts.ports.Worker`."""
 
     role = Role.PREFILL
@@ -50,7 +51,7 @@ class PrefillWorker:
         pause: Callable[[float], None],
     ) -> None:
         self._name, self._incarnation, self._config = name, incarnation, config
-        self._engine, self._pools, self._sender, self._waiter = engine, pools, sender, waiter
+        self._engine, self._pools, self._sender = engine, pools, sender
         self._clock, self._pause = clock, pause
         self._reuse = config.cache_for(self.role).prefix_reuse
         self._page_tokens = pools.layout.spec.page_tokens
@@ -58,7 +59,7 @@ class PrefillWorker:
         self._tree = PrefixTree()
         self._digester = Digester(pools.layout)
         self.fits = Fits(pools.max_positions, context)
-        self._desk: Desk[Request] = Desk(name, self.fits, clock)
+        super().__init__(Desk(name, self.fits, clock), waiter)
         self._unconfirmed: dict[RoomId, Request] = {}
         """Requests that have left, until decode confirms that what was sent is right."""
         self._steps = 0
@@ -84,42 +85,14 @@ class PrefillWorker:
                 return
         self._desk.add(self._request(session, submit))
 
-    def step(self) -> list[tuple[SessionId, Event]]:
-        if self._desk.fenced:
-            return []
-        self._hear()
-        self._expire()
-        self._admit()
-        batch = self._batch()
-        if batch:
-            self._compute(batch)
-        return self._desk.take_events()
-
     def wait(self, timeout_s: float) -> None:
         if not any(r.phase is Phase.RUNNING for r in self._desk):
             due = seconds_until(self._clock, self._desk.next_deadline, self._sender.next_deadline)
             self._waiter.wait(min(timeout_s, due))
 
-    def wake(self) -> None:
-        self._waiter.wake()
-
-    def drop_session(self, session: SessionId) -> None:
-        for request in self._desk:
-            if request.session == session:
-                self._cancel(request, "its router is gone")
-
-    def drain(self) -> None:
-        self._desk.draining = True
-
-    def undrain(self) -> None:
-        self._desk.draining = False
-
     @property
     def drained(self) -> bool:
         return self._desk.draining and not self._desk and not self._sender.rooms
-
-    def fence(self) -> None:
-        self._desk.fenced = True
 
     @property
     def control(self) -> str:
@@ -181,11 +154,7 @@ class PrefillWorker:
                 request.marks["grant"] = self._clock.now() - request.arrived
                 self._write(request)
             elif not outcome.received:
-                self._fail(request, ErrorKind.ROOM, outcome.reason)
-
-    def _expire(self) -> None:
-        for request in self._desk.expired():
-            self._fail(request, ErrorKind.DEADLINE, f"not done within {request.submit.deadline_s:g} s")
+                self._fail(request, ErrorKind.ROOM, outcome.reason, request.peer)
 
     def _admit(self) -> None:
         waiting = [r for r in self._desk if r.phase is Phase.WAITING]
@@ -232,7 +201,10 @@ class PrefillWorker:
         pages = request.pages[: self._pools.pages_for(end)]
         return Row(tokens[start:end], start, pages, draw, follow or None, sampling.prompt_logprobs or 0)
 
-    def _compute(self, batch: list[tuple[Request, Row]]) -> None:
+    def _compute(self) -> None:
+        batch = self._batch()
+        if not batch:
+            return
         outputs = self._engine.forward([row for _, row in batch])
         if self._config.faults.step_delay_s:
             self._pause(self._config.faults.step_delay_s)
@@ -391,9 +363,8 @@ class PrefillWorker:
         self._desk.tell(request.session, Done(submit.request_id, submit.attempt, reason, stop_token))
         self._leave(request)
 
-    def _fail(self, request: Request, kind: ErrorKind, message: str) -> None:
+    def _fail(self, request: Request, kind: ErrorKind, message: str, blame: WorkerName | None = None) -> None:
         submit = request.submit
-        blame = submit.peer.name if kind is ErrorKind.ROOM and submit.peer is not None else None
         done = Done(submit.request_id, submit.attempt, "error", error=kind, message=message, blame=blame)
         self._desk.tell(request.session, done)
         self._drop(request, kind, message)
