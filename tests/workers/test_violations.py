@@ -2,17 +2,31 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import json
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 
+from cluster.host import WorkerHost
+from cluster.local import LocalDirectory
+from contracts.config import config_from_dict
 from contracts.ids import Role, RoomId
 from contracts.messages import CheckReport
+from contracts.model import read_model_spec
+from contracts.ports import WorkerRecord
 from contracts.sampling import SamplingParams
 from decode.worker import DecodeWorker
 from prefill.worker import PrefillWorker
+from router.app import create_app
+from router.main import RouterServer, listen
+from router.service import RouterService
 from tests.pair import Pair, pair
+from tests.serving import ROOT, until
 from transfer.rooms import Receiver, Sender
 
 Plant = Callable[[PrefillWorker, DecodeWorker], object]
@@ -116,3 +130,47 @@ def test_check_names_what_is_wrong_at_decode(model: Path, planted: str) -> None:
 
 def test_every_role_has_its_planted_violations() -> None:
     assert {Role.PREFILL: len(PREFILL), Role.DECODE: len(DECODE)} == {Role.PREFILL: 12, Role.DECODE: 9}
+
+
+@contextmanager
+def behind_a_router(both: Pair, folder: Path) -> Iterator[str]:
+    """The pair's workers as a cluster in one process, with the real router; yields its URL."""
+    members = []
+    for worker in (both.prefill, both.decode):
+        host = WorkerHost(worker)
+        status = host.snapshot
+        record = WorkerRecord(
+            status.name, status.role, status.incarnation, status.pid, status.node, "", worker.control, worker.fits
+        )
+        members.append((record, host))
+        host.start()
+    sock = listen("127.0.0.1", 0)
+    service = RouterService(read_model_spec(folder), config_from_dict({}), LocalDirectory(members))
+    server = RouterServer(create_app(service), service)
+    thread = threading.Thread(target=server.run, args=([sock],), daemon=True)
+    thread.start()
+    try:
+        yield f"http://127.0.0.1:{sock.getsockname()[1]}"
+    finally:
+        server.should_exit = True
+        thread.join(20)
+        for _, host in members:
+            host.stop(10)
+
+
+@pytest.mark.slow
+def test_the_command_names_a_planted_violation_and_exits_1(model: Path) -> None:
+    with pair(model, tokens=1024, settle=False) as both, behind_a_router(both, model) as url:
+
+        def check() -> subprocess.CompletedProcess[str]:
+            command = [sys.executable, "-m", "cluster.cli", "check", "--json", "--url", url]
+            return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60, check=False)
+
+        until(lambda: len(json.loads(check().stdout or '{"workers": []}')["workers"]) == 2, "both workers to be seen")
+        assert check().returncode == 0
+        assert isinstance(both.decode, DecodeWorker)
+        both.decode._pages._free.pop()
+        done = check()
+        assert done.returncode == 1
+        violations = {w["name"]: w["violations"] for w in json.loads(done.stdout)["workers"]}
+        assert violations == {"prefill-0": [], "decode-0": ["full pages: 1 belongs to nobody"]}
