@@ -221,8 +221,8 @@ def compare(oracle: Oracle, prompt: Sequence[int], got: Sequence[int]) -> Verdic
 def compare_forced(oracle: Oracle, tokens: Sequence[int], got: Sequence[int], first: int = 0) -> Verdict:
     """Judge bf16 argmaxes by the rule: teacher-forced on `tokens`, `got[i]` being the choice after `tokens[: i + 1]`.
 
-    From index `first` on, every choice must be the oracle's, or one whose logit lies within the oracle's own difference
-    of the best.
+    From index `first` on, every choice must be the oracle's, or one whose logit is closer to the best than twice the
+    oracle's own difference, as in `compare`: two logits that may each move by that much may change places.
     """
     logits = oracle.logits(tokens)
     best = logits.max(-1).values
@@ -230,7 +230,8 @@ def compare_forced(oracle: Oracle, tokens: Sequence[int], got: Sequence[int], fi
     gaps[:first] = 0
     worst = int(gaps.argmax())
     gap, exact = float(gaps[worst]), bool((gaps == 0).all())
-    return Verdict(gap <= oracle.difference, exact, None if exact else worst, gap, oracle.difference)
+    allowed = 2 * oracle.difference
+    return Verdict(gap <= allowed, exact, None if exact else worst, gap, allowed)
 
 
 def compare_sampled(oracle: Oracle, prompt: Sequence[int], got: Sequence[int], params: SamplingParams) -> Verdict:

@@ -6,7 +6,7 @@ one core; a slice is chosen with `-k`, for example ``-m soak -k "qwen3 and not u
 
 float32 answers must be the oracle's, or differ first where its two best logits are closer than twice its own
 difference between one shot and chunks; at most 1 prompt in 100 of a cell may use that. bfloat16 answers are judged on
-their own tokens: at each of them the oracle, teacher-forced, has no logit further above the chosen one than that
+their own tokens: at each of them the oracle, teacher-forced, has no logit further above the chosen one than twice that
 difference.
 """
 
