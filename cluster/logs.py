@@ -1,39 +1,15 @@
-"""Structured logs: one event a line, as JSON, one file a process."""
+"""Logs of a run: one file a process, and the last words of those that died."""
 
 from __future__ import annotations
 
 import faulthandler
 import json
-import logging
 import os
 import sys
-import time
 from collections.abc import Mapping
 from pathlib import Path
 
-_STANDARD = frozenset(vars(logging.makeLogRecord({}))) | {"message", "asctime", "taskName"}
-
-
-class JsonLines(logging.Formatter):
-    """One JSON object a line: time, level, process, logger, event, then whatever the call put into `extra`."""
-
-    def __init__(self, process: str) -> None:
-        super().__init__()
-        self._process = process
-
-    def format(self, record: logging.LogRecord) -> str:
-        when = time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime(record.created))
-        line: dict[str, object] = {
-            "time": f"{when}.{int(record.msecs):03d}Z",
-            "level": record.levelname.lower(),
-            "process": self._process,
-            "logger": record.name,
-            "event": record.getMessage(),
-        }
-        line.update({key: value for key, value in vars(record).items() if key not in _STANDARD})
-        if record.exc_info:
-            line["traceback"] = self.formatException(record.exc_info)
-        return json.dumps(line, default=str)
+from contracts.logs import log_to_stream
 
 
 def log_to_file(path: Path, process: str) -> None:
@@ -47,15 +23,6 @@ def log_to_file(path: Path, process: str) -> None:
     os.close(fd)
     faulthandler.enable(sys.__stderr__ or sys.stderr)
     log_to_stream(process)
-
-
-def log_to_stream(process: str) -> None:
-    """Send this process's logs to its standard error."""
-    handler = logging.StreamHandler()
-    handler.setFormatter(JsonLines(process))
-    root = logging.getLogger()
-    root.handlers[:] = [handler]
-    root.setLevel(logging.INFO)
 
 
 def last_words(path: Path, lines: int = 8, limit_bytes: int = 16_384) -> list[str]:

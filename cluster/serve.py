@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, TextIO
 
 from cluster.controller import Controller, Start
 from cluster.controller_service import ControllerServer, FileLedger
-from cluster.logs import last_words, log_to_stream
+from cluster.logs import last_words
 from cluster.preflight import Prepared, with_threads
 from cluster.router_process import COMMAND, RouterProcess
 from cluster.run_folder import RunFolder
@@ -27,6 +27,7 @@ from cluster.worker_process import BuildWorker, WorkerPlan, build_from_plan
 from contracts.access import SECRET_VARIABLE
 from contracts.clock import Clock, SystemClock
 from contracts.errors import TwinpoolError
+from contracts.logs import log_to_stream
 
 if TYPE_CHECKING:
     from cluster.ray_cluster import OwnRay

@@ -19,12 +19,13 @@ import uvicorn
 
 from contracts.config import Config, config_from_dict
 from contracts.errors import ConfigError, TwinpoolError
+from contracts.logs import log_to_stream
 from contracts.model import read_model_spec
 from contracts.ports import Directory
 from router.app import App, create_app
 from router.cork import CorkedHttpProtocol
 from router.links import ControllerDirectory
-from router.log import log, write_logs_to_stderr
+from router.log import log
 from router.service import RouterService
 
 BACKLOG = 2048
@@ -113,7 +114,7 @@ def serve(spec_folder: Path, config: Config, directory: Directory, bound: socket
 
 def main(arguments: Sequence[str] | None = None) -> int:
     options = read_arguments(arguments)
-    write_logs_to_stderr()
+    log_to_stream("router")
     try:
         config = read_config(options.config_json)
         directory = ControllerDirectory(options.controller)

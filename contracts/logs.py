@@ -1,0 +1,42 @@
+"""Structured logs, alike in every process: one event a line, as JSON."""
+
+from __future__ import annotations
+
+import json
+import logging
+import time
+
+_STANDARD = frozenset(vars(logging.makeLogRecord({}))) | {"message", "asctime", "taskName", "fields", "color_message"}
+
+
+class JsonLines(logging.Formatter):
+    """One JSON object a line: time, level, process, logger, event, then the call's `extra` or the record's `fields`."""
+
+    def __init__(self, process: str) -> None:
+        super().__init__()
+        self._process = process
+
+    def format(self, record: logging.LogRecord) -> str:
+        when = time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime(record.created))
+        line: dict[str, object] = {
+            "time": f"{when}.{int(record.msecs):03d}Z",
+            "level": record.levelname.lower(),
+            "process": self._process,
+            "logger": record.name,
+            "event": record.getMessage(),
+        }
+        line.update(getattr(record, "fields", {}))
+        # Libraries hang notes of their own on records, with a leading underscore.
+        line.update({k: v for k, v in vars(record).items() if k not in _STANDARD and not k.startswith("_")})
+        if record.exc_info:
+            line["traceback"] = self.formatException(record.exc_info)
+        return json.dumps(line, default=str)
+
+
+def log_to_stream(process: str) -> None:
+    """Send all logs of this process, libraries' included, to its standard error."""
+    handler = logging.StreamHandler()
+    handler.setFormatter(JsonLines(process))
+    root = logging.getLogger()
+    root.handlers[:] = [handler]
+    root.setLevel(logging.INFO)
