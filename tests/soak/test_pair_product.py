@@ -1,4 +1,4 @@
-"""The full product: every model, rope, dtype, page size and chunk size, through both workers, against the oracle.
+"""The full product: every model, rope, dtype, page size, chunk size and data plane, through both workers.
 
 Each cell prefills and decodes the same 64 prompts of 1 to 2,000 tokens, 16 at a time, with prefixes that are shared
 and prompts that are repeated; the workers hand every request over page by page. The whole takes about half an hour on
@@ -17,6 +17,7 @@ import random
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -107,6 +108,7 @@ def judge(model: Model, number: int, dtype: str, got: list[int]) -> Verdict:
 
 @pytest.mark.soak
 @pytest.mark.timeout(900)
+@pytest.mark.parametrize("plane", ["local", "shm", "zmq"])
 @pytest.mark.parametrize("chunk", CHUNKS, ids="c{}".format)
 @pytest.mark.parametrize("page_tokens", [1, 16, 64], ids="p{}".format)
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
@@ -114,11 +116,15 @@ def judge(model: Model, number: int, dtype: str, got: list[int]) -> Verdict:
 @pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
 @pytest.mark.parametrize("kind", ["llama", "qwen3"])
 def test_every_answer_is_the_oracles(
-    model: MakeModel, kind: str, tied: bool, rope: str, dtype: str, page_tokens: int, chunk: int
+    model: MakeModel, kind: str, tied: bool, rope: str, dtype: str, page_tokens: int, chunk: int, plane: str
 ) -> None:
     subject = model(kind, tied, rope, dtype)
-    cache_section = {"page_tokens": page_tokens}
-    with pair(subject.folder, tokens=POOL_TOKENS, cache=cache_section, prefill={"chunk_tokens": chunk}) as both:
+    sections: dict[str, dict[str, Any]] = {
+        "cache": {"page_tokens": page_tokens},
+        "prefill": {"chunk_tokens": chunk},
+        "transfer": {"plane": plane},
+    }
+    with pair(subject.folder, tokens=POOL_TOKENS, **sections) as both:
         answers = ask(both, subject.prompts)
         hits = sum(answer.progress[Role.PREFILL].cached_tokens for answer in answers)
         assert hits > 0, "prefixes are shared"
