@@ -263,13 +263,14 @@ class SenderEnd:
             self._lose(old, f"{old.name} is now incarnation {hello.incarnation}")
         if identity in self._peers:
             self._lose(self._peers[identity], f"{hello.worker} connected again")
+        link = self._plane.connect(hello.descriptor)
         try:
             watch = process.ProcessWatch.open(hello.pid, hello.started, hello.boot)
         except ProcessLookupError:
+            link.close()
             return
         if watch is not None:
             self._waiter.add(watch.fd)
-        link = self._plane.connect(hello.descriptor)
         self._peers[identity] = _Peer(identity, WorkerName(hello.worker), Incarnation(hello.incarnation), link, watch)
         self._reply(identity, m.Welcome(self._name, self._incarnation, *process.mine()))
 
