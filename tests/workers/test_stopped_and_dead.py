@@ -30,12 +30,12 @@ SAMPLING = SamplingParams(max_tokens=28, temperature=0.0)
 
 
 class Scene:
-    """A decode worker here, two prefill workers in processes of their own; the first stops in its second write."""
+    """A decode worker here, two prefill workers in processes of their own; the first stops in its first write."""
 
     def __init__(self, folder: Path, stack: ExitStack) -> None:
         sections = {"transfer": {"plane": "shm"}, "engine": {"threads": 1}, "prefill": {"chunk_tokens": 40}}
         spec = read_model_spec(folder)
-        faulty = {**sections, "faults": {"stop_in_write": 2}}
+        faulty = {**sections, "faults": {"stop_in_write": 1}}
         self.stopping = stack.enter_context(worker_child(folder, Role.PREFILL, "prefill-0", faulty, 1024))
         self.healthy = stack.enter_context(worker_child(folder, Role.PREFILL, "prefill-1", sections, 1024))
         self.decode: Worker = build_worker(
