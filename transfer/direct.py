@@ -28,7 +28,7 @@ from transfer import process
 from transfer.faults import WriteFaults
 from transfer.metadata import SLOT_BYTES
 from transfer.plane import PageWrite, SlotWrite, Target, Wake
-from transfer.security import Curve, bind
+from transfer.security import Curve, bind, dial
 
 _HEAD = 64
 """Bytes in front of a segment: a nonce, by which a writer knows that it mapped what was described."""
@@ -181,12 +181,7 @@ class ShmPlane:
             )
         pages, slots = (self._map(descriptor, name) for name in ("pages", "slots"))
         layout = PoolSetLayout(self._pools.layout.spec, descriptor["pages"])
-        socket = self._context.socket(zmq.PUSH)
-        socket.set(zmq.SNDHWM, 0)
-        socket.set(zmq.LINGER, 0)
-        if self._curve is not None:
-            self._curve.call(socket)
-        socket.connect(descriptor["endpoint"])
+        socket = dial(self._context, descriptor["endpoint"], self._curve)
         slots = slots.view(-1, SLOT_BYTES)
         return DirectLink(self._pools, pages, layout, slots, socket.send, socket.close, self._faults)
 

@@ -39,6 +39,17 @@ class Curve:
         socket.curve_publickey, socket.curve_secretkey = self.public, self.secret
 
 
+def dial(context: zmq.Context[zmq.Socket[bytes]], endpoint: str, curve: Curve | None) -> zmq.Socket[bytes]:
+    """A PUSH socket to `endpoint` that never blocks its sender, and forgets what is unsent when it is closed."""
+    socket = context.socket(zmq.PUSH)
+    socket.set(zmq.SNDHWM, 0)
+    socket.set(zmq.LINGER, 0)
+    if curve is not None:
+        curve.call(socket)
+    socket.connect(endpoint)
+    return socket
+
+
 def bind(socket: zmq.Socket[bytes], host: str, curve: Curve | None) -> str:
     """Bind to a free port of `host` and return the endpoint. Refuses other than loopback without keys."""
     if curve is not None:

@@ -23,7 +23,7 @@ from contracts.ids import RoomId
 from transfer.faults import WriteFaults
 from transfer.metadata import SLOT_BYTES
 from transfer.plane import PageWrite, SlotWrite, Target
-from transfer.security import Curve, bind
+from transfer.security import Curve, bind, dial
 
 # A received frame is read-only memory, and only read.
 warnings.filterwarnings("ignore", "The given buffer is not writable", UserWarning, "transfer.tcp")
@@ -86,12 +86,7 @@ class ZmqPlane:
         return {"endpoint": self._endpoint}
 
     def connect(self, descriptor: dict[str, Any]) -> ZmqLink:
-        socket = self._context.socket(zmq.PUSH)
-        socket.set(zmq.SNDHWM, 0)
-        socket.set(zmq.LINGER, 0)
-        if self._curve is not None:
-            self._curve.call(socket)
-        socket.connect(descriptor["endpoint"])
+        socket = dial(self._context, descriptor["endpoint"], self._curve)
         return ZmqLink(self._pools, socket, self._faults)
 
     def permit(self, target: Target) -> None:

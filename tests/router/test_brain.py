@@ -613,3 +613,13 @@ def test_reports_of_every_attempt_are_kept_for_the_timeline() -> None:
     reports = stage.requests[rid].progress
     assert all(isinstance(p, Progress) for p in reports)
     assert [p.role for p in reports] == [PREFILL, PREFILL, DECODE]
+
+
+def test_a_prompt_that_decode_had_to_compute_is_counted_as_a_fallback() -> None:
+    stage = Stage()
+    rid = stage.submit()
+    name = WorkerName(stage.leg(rid, Role.DECODE))
+    stage.hear(stage.key(name), Progress(rid, 0, Role.DECODE, name, {}, 0, 0, 64))
+    assert stage.brain.counts.fallbacks == 0
+    stage.hear(stage.key(name), Progress(rid, 0, Role.DECODE, name, {}, 0, 3, 64))
+    assert stage.brain.counts.fallbacks == 1
