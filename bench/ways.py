@@ -16,7 +16,7 @@ from typing import Any, Protocol
 import torch
 import zmq
 
-from cache.moves import gather_pages
+from cache.moves import gather
 from cache.pools import PoolSet
 from cache.registry import BufferSpec, PoolSetLayout, PoolSetSpec, PoolSpec
 from contracts.config import FaultsConfig
@@ -62,8 +62,8 @@ class Memory:
 
     def __init__(self, shape: Shape, seed: int, allocate: Callable[[str, int], torch.Tensor], noise: bool) -> None:
         pages = 1 + DISTINCT * shape.chunk_pages
-        layout = PoolSetLayout(shape.spec, pages)
-        self.pools = PoolSet(shape.spec, pages, allocate("pages", layout.nbytes))
+        layout = PoolSetLayout(shape.spec, {"full": pages})
+        self.pools = PoolSet(shape.spec, layout.counts, allocate("pages", layout.nbytes))
         if noise:
             self.pools.region.random_(0, 256, generator=torch.Generator().manual_seed(1))
         order = list(range(1, pages))
@@ -72,7 +72,7 @@ class Memory:
         self.chunks = [order[at : at + each] for at in range(0, DISTINCT * each, each)]
 
     def packed(self, number: int) -> torch.Tensor:
-        return gather_pages(self.pools.region, self.pools.layout, self.chunks[number % DISTINCT])
+        return gather(self.pools.region, self.pools.layout, "full", self.chunks[number % DISTINCT])
 
     def sums(self) -> list[int]:
         """A checksum of each distinct chunk."""

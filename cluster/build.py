@@ -89,10 +89,9 @@ def _parts(role: Role, spec: ModelSpec, config: Config, host: str, device_tokens
     plane = make_plane(config, host, curve, waiter.wake)
     try:
         page_tokens = config.cache_for(role).page_tokens
-        layout = PoolSetLayout(
-            pool_set_spec(spec, dtype_for(spec, config.engine), page_tokens), 1 + -(-device_tokens // page_tokens)
-        )
-        pools = PoolSet(layout.spec, layout.pages, plane.allocate("pages", layout.nbytes))
+        pool_set = pool_set_spec(spec, dtype_for(spec, config.engine), page_tokens)
+        layout = PoolSetLayout(pool_set, pool_set.even(1 + -(-device_tokens // page_tokens)))
+        pools = PoolSet(pool_set, layout.counts, plane.allocate("pages", layout.nbytes))
         engine = load_engine(spec, config.engine, page_tokens, pools.gates["full"], device)
     except BaseException:
         plane.close()

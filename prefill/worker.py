@@ -237,7 +237,7 @@ class PrefillWorker(PhaseWorker[Request]):
         pages = [request.pages[page] for request, page in todo]
         firsts = [page * size for _, page in todo]
         ends = [min((page + 1) * size, request.length) for request, page in todo]
-        digests = self._digester.digest(self._pools.region, pages, firsts, ends)
+        digests = self._digester.digest(self._pools.region, "full", pages, firsts, ends)
         for (request, page), digest in zip(todo, digests, strict=True):
             request.tags.append(ContentTag(request.chain[page], digest))
 

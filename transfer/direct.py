@@ -18,7 +18,7 @@ import torch
 import zmq
 
 from cache.device import DONE, Completion
-from cache.moves import copy_pages
+from cache.moves import Move, copy_state
 from cache.pools import PoolSet
 from cache.registry import PoolSetLayout
 from contracts.config import FaultsConfig
@@ -64,8 +64,8 @@ class DirectLink:
         half = (len(targets) + 1) // 2
         for at, part in ((0, slice(0, half)), (half, slice(half, None))):
             if at < len(targets):
-                sources = write.pages[part]
-                copy_pages(self._source.region, self._source.layout, sources, self._region, self._layout, targets[part])
+                move = Move.of({"full": write.pages[part]}, {"full": targets[part]})
+                copy_state(move, self._source.region, self._source.layout, self._region, self._layout)
             if at == 0:
                 self._faults.in_write()
         buffer = next(iter(self._layout.buffers.values()))[0]
@@ -168,7 +168,7 @@ class ShmPlane:
             "pid": os.getpid(),
             "nonce": self._nonce,
             "segments": {name: list(segment) for name, segment in self._segments.items()},
-            "pages": self._pools.layout.pages,
+            "counts": dict(self._pools.layout.counts),
             "endpoint": self._endpoint,
         }
 
@@ -180,7 +180,7 @@ class ShmPlane:
                 "use transfer.plane=zmq"
             )
         pages, slots = (self._map(descriptor, name) for name in ("pages", "slots"))
-        layout = PoolSetLayout(self._pools.layout.spec, descriptor["pages"])
+        layout = PoolSetLayout(self._pools.layout.spec, descriptor["counts"])
         socket = dial(self._context, descriptor["endpoint"], self._curve)
         slots = slots.view(-1, SLOT_BYTES)
         return DirectLink(self._pools, pages, layout, slots, socket.send, socket.close, self._faults)

@@ -339,7 +339,7 @@ class ReceiverEnd:
         pages = room.lease.indices[first : first + len(digests)]
         firsts = [(first + i) * size for i in range(len(digests))]
         ends = [min(at + size, room.expected.positions) for at in firsts]
-        found = self._digester.digest(self._pools.region, pages, firsts, ends)
+        found = self._digester.digest(self._pools.region, "full", pages, firsts, ends)
         bad = [first + i for i, (a, b) in enumerate(zip(found, digests, strict=True)) if a != b]
         if bad:
             self._damage(room, f"pages {bad} don't match their tags")

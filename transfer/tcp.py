@@ -16,7 +16,7 @@ import torch
 import zmq
 
 from cache.device import DONE, Completion
-from cache.moves import gather_pages, scatter_pages
+from cache.moves import gather, scatter
 from cache.pools import PoolSet
 from contracts.config import FaultsConfig
 from contracts.ids import RoomId
@@ -45,7 +45,7 @@ class ZmqLink:
         if isinstance(write, SlotWrite):
             self._socket.send_multipart([_SLOT, write.target.room.encode(), write.data])
             return DONE
-        packed = gather_pages(self._source.region, self._source.layout, write.pages)
+        packed = gather(self._source.region, self._source.layout, "full", write.pages)
         self._faults.in_write()
         self._faults.after_seal(packed.view(-1), 0)
         head = msgpack.packb((write.target.room, write.first, len(write.pages)))
@@ -130,7 +130,7 @@ class ZmqPlane:
         except (ValueError, TypeError, msgpack.UnpackException):
             return False
         packed = torch.frombuffer(frames[1], dtype=torch.uint8).view(count, -1)
-        scatter_pages(packed, self._pools.region, self._pools.layout, target.pages[first : first + count])
+        scatter(packed, self._pools.region, self._pools.layout, "full", target.pages[first : first + count])
         return True
 
     @property
