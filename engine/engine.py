@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor
 
-from cache.device import Device, Op, Span, Stream
+from cache.device import DEVICE, Device, Op, Span, Stream
 from cache.gate import Gate
 from contracts.config import EngineConfig
 from contracts.errors import ConfigError
@@ -48,7 +48,8 @@ class Engine:
         outputs: list[RowOutput] = []
         read, written = self._spans(rows)
         op = Op("forward", Stream.COMPUTE, reads=(read,), writes=(written,))
-        self._device.submit(op, lambda: outputs.extend(self._step(rows))).wait()
+        gates = self._gate.gates(FULL_POOL)
+        self._device.submit(op, lambda: outputs.extend(self._step(rows)), gates=gates).wait()
         return outputs
 
     @torch.inference_mode()
@@ -99,7 +100,7 @@ class Engine:
             end = -(-(row.start + len(row.tokens)) // size)
             read.update(row.pages[:end])
             written.update(row.pages[row.start // size : end])
-        return Span(FULL_POOL, sorted(read)), Span(FULL_POOL, sorted(written))
+        return Span(DEVICE, FULL_POOL, sorted(read)), Span(DEVICE, FULL_POOL, sorted(written))
 
 
 def load_engine(spec: ModelSpec, config: EngineConfig, page_tokens: int, gate: Gate, device: Device) -> Engine:
