@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from cache.device import DEVICE, Device, Op, Span, Stream
-from cache.gate import Gate
+from cache.gate import Door, Gate
 from contracts.config import EngineConfig
 from contracts.errors import ConfigError
 from contracts.model import ModelSpec
@@ -48,12 +48,12 @@ class Engine:
         outputs: list[RowOutput] = []
         read, written = self._spans(rows)
         op = Op("forward", Stream.COMPUTE, reads=(read,), writes=(written,))
-        gates = self._gate.gates(FULL_POOL)
-        self._device.submit(op, lambda: outputs.extend(self._step(rows)), gates=gates).wait()
+        passage = self._gate.enter(FULL_POOL)
+        self._device.submit(op, lambda: outputs.extend(self._step(rows, passage)), gates=passage.gates).wait()
         return outputs
 
     @torch.inference_mode()
-    def _step(self, rows: Sequence[Row]) -> list[RowOutput]:
+    def _step(self, rows: Sequence[Row], door: Door) -> list[RowOutput]:
         device = self._device.torch_device
         counts = [len(row.tokens) for row in rows]
         plan = make_plan([r.start for r in rows], counts, [r.pages for r in rows], self.page_tokens, device)
@@ -65,7 +65,7 @@ class Engine:
             torch.tensor(positions, device=device),
             max(positions) + 1,
             plan,
-            self._gate,
+            door,
         )
         firsts = [sum(counts[:i]) for i in range(len(counts))]
         drawn = self._draw(rows, x_mh, firsts)

@@ -6,11 +6,11 @@ from cache.gate import Gate
 class Load:
     """A completion that notes who asked for it."""
 
-    def __init__(self, name: str, seen: list[str], *, done: bool = True) -> None:
-        self.name, self.seen, self.done = name, seen, done
+    def __init__(self, name: str, seen: list[str]) -> None:
+        self.name, self.seen, self.done = name, seen, False
 
     def wait(self) -> None:
-        raise AssertionError("the host must not wait for a load")
+        self.seen.append(f"host waits for {self.name}")
 
     def order(self) -> None:
         self.seen.append(self.name)
@@ -22,24 +22,40 @@ def test_readers_of_a_layer_come_after_its_loads_and_after_no_others() -> None:
     first, second = Load("first", seen), Load("second", seen)
     gate.expect(1, first)
     gate.expect(1, second)
-    assert gate.pending(1) == (first, second)
-    assert gate.gates("full") == {("full", 1): (first, second)}
-    gate.layer(0)
+    passage = gate.enter("full")
+    assert passage.gates == {("full", 1): (first, second)}
+    passage.layer(0)
     assert seen == []
-    gate.layer(1)
-    gate.layer(1)
+    passage.layer(1)
     assert seen == ["first", "second"]
-    assert gate.gates("full") == {}
 
 
-def test_a1_every_reader_is_ordered_until_the_load_is_known_to_be_complete() -> None:
+def test_every_reader_is_ordered_until_the_host_knows_that_the_load_is_complete() -> None:
     seen: list[str] = []
     gate = Gate([{"k": zeros(1)}])
-    load = Load("load", seen, done=False)
+    load = Load("load", seen)
     gate.expect(0, load)
-    gate.layer(0)
-    gate.layer(0)
+    gate.enter("full").layer(0)
+    late = gate.enter("full")
     load.done = True
+    gate.enter("full").layer(0)
+    late.layer(0)
+    assert seen == ["load"] * 2
+    assert gate.pending(0) == ()
+
+
+def test_a_step_waits_for_the_loads_of_its_launch_and_for_no_later_ones() -> None:
+    seen: list[str] = []
+    gate = Gate([{"k": zeros(1)}])
+    passage = gate.enter("full")
+    gate.expect(0, Load("later", seen))
+    passage.layer(0)
+    assert seen == []
+
+
+def test_the_host_waits_where_it_reads_itself() -> None:
+    seen: list[str] = []
+    gate = Gate([{"k": zeros(1)}])
+    gate.expect(0, Load("load", seen))
     gate.layer(0)
-    gate.layer(0)
-    assert seen == ["load"] * 3
+    assert seen == ["host waits for load"]
