@@ -8,8 +8,8 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor
 
-from cache.device import Device, Op, Span, Stream
-from cache.gate import Gate
+from cache.device import DEVICE, Device, Op, Span, Stream
+from cache.gate import Door, Gate
 from contracts.config import EngineConfig
 from contracts.errors import ConfigError
 from contracts.model import ModelSpec
@@ -48,11 +48,12 @@ class Engine:
         outputs: list[RowOutput] = []
         read, written = self._spans(rows)
         op = Op("forward", Stream.COMPUTE, reads=(read,), writes=(written,))
-        self._device.submit(op, lambda: outputs.extend(self._step(rows))).wait()
+        passage = self._gate.enter(FULL_POOL)
+        self._device.submit(op, lambda: outputs.extend(self._step(rows, passage)), gates=passage.gates).wait()
         return outputs
 
     @torch.inference_mode()
-    def _step(self, rows: Sequence[Row]) -> list[RowOutput]:
+    def _step(self, rows: Sequence[Row], door: Door) -> list[RowOutput]:
         device = self._device.torch_device
         counts = [len(row.tokens) for row in rows]
         plan = make_plan([r.start for r in rows], counts, [r.pages for r in rows], self.page_tokens, device)
@@ -64,7 +65,7 @@ class Engine:
             torch.tensor(positions, device=device),
             max(positions) + 1,
             plan,
-            self._gate,
+            door,
         )
         firsts = [sum(counts[:i]) for i in range(len(counts))]
         drawn = self._draw(rows, x_mh, firsts)
@@ -99,7 +100,7 @@ class Engine:
             end = -(-(row.start + len(row.tokens)) // size)
             read.update(row.pages[:end])
             written.update(row.pages[row.start // size : end])
-        return Span(FULL_POOL, sorted(read)), Span(FULL_POOL, sorted(written))
+        return Span(DEVICE, FULL_POOL, sorted(read)), Span(DEVICE, FULL_POOL, sorted(written))
 
 
 def load_engine(spec: ModelSpec, config: EngineConfig, page_tokens: int, gate: Gate, device: Device) -> Engine:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from cache.gate import Gate
+from cache.gate import Door
 from cache.registry import BufferSpec, PoolSetSpec, PoolSpec
 from contracts.model import ModelSpec
 from engine.attention import Attention, AttentionPlan
@@ -44,7 +44,7 @@ class Decoder:
     def dtype(self) -> torch.dtype:
         return self._weights.embed_vh.dtype
 
-    def forward(self, tokens_m: Tensor, positions_m: Tensor, longest: int, plan: AttentionPlan, gate: Gate) -> Tensor:
+    def forward(self, tokens_m: Tensor, positions_m: Tensor, longest: int, plan: AttentionPlan, door: Door) -> Tensor:
         """Compute a step's tokens and write their state; returns the last layer's output, [M, hidden].
 
         `tokens_m` and `positions_m` are [M] int64: the plan's T queries, then padding to whole quanta, which is
@@ -53,7 +53,7 @@ class Decoder:
         x_mh = self._weights.embed_vh[tokens_m]
         cos, sin = self._rope.at(positions_m, longest)
         for number, layer in enumerate(self._weights.layers):
-            buffers = gate.layer(number)
+            buffers = door.layer(number)
             h_mh = self._norm(x_mh, layer.input_norm_h)
             x_mh = x_mh + self._attend(layer, h_mh, cos, sin, plan, buffers["k"], buffers["v"])
             h_mh = self._norm(x_mh, layer.mlp_norm_h)

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
-from cache.device import CpuDevice, Op, Span
+from cache.device import DEVICE, Completion, CpuDevice, Op, Span
 from engine import numerics
 from engine.batch import Row
 from engine.model import silu
@@ -91,9 +92,9 @@ class Recording(CpuDevice):
     def __init__(self) -> None:
         self.ops: list[Op] = []
 
-    def submit(self, op: Op, run: Callable[[], None], after: Sequence[object] = ()) -> object:  # type: ignore[override]
+    def submit(self, op: Op, run: Callable[[], None], *args: Any, **options: Any) -> Completion:
         self.ops.append(op)
-        return super().submit(op, run)
+        return super().submit(op, run, *args, **options)
 
 
 def test_a_step_names_the_pages_it_reads_and_writes(checkpoint: MakeCheckpoint) -> None:
@@ -106,5 +107,5 @@ def test_a_step_names_the_pages_it_reads_and_writes(checkpoint: MakeCheckpoint) 
         (device.ops[0], first[:3] + second[:1], first[:3] + second[:1]),
         (device.ops[1], first[:3] + second[:2], first[2:3] + second[:2]),
     ):
-        assert op.reads == (Span("full", sorted(read)),)
-        assert op.writes == (Span("full", sorted(written)),)
+        assert op.reads == (Span(DEVICE, "full", sorted(read)),)
+        assert op.writes == (Span(DEVICE, "full", sorted(written)),)
