@@ -36,6 +36,22 @@ class EngineConfig:
 
 
 @dataclass(frozen=True, slots=True)
+class StorageConfig:
+    backend: str = "none"
+    """Where finished pages outlive a worker: none, memory (of one process), file, redis, or what a package adds."""
+    path: str = ""
+    """file: the folder, which workers of a host share; memory: a name by which workers of a process share it."""
+    max_bytes: int = 16 * 1024**3
+    """file and memory: what may lie there; the longest unused goes first. A Redis server has its own limit."""
+    url: str = ""
+    """redis: the server, as redis://host:6379/0, rediss:// or unix://; Valkey is meant as well."""
+    ttl_s: int = 0
+    """redis: pages expire this long after they were last written; 0: never."""
+    timeout_s: float = 5.0
+    """An operation gives up after this long, and counts as failed."""
+
+
+@dataclass(frozen=True, slots=True)
 class CacheConfig:
     page_tokens: int = 16
     """Positions in a page, a power of two; the same for both roles."""
@@ -45,6 +61,7 @@ class CacheConfig:
     """Prefill keeps finished pages in its prefix tree."""
     verify: bool = True
     """Content tags are checked where pages arrive."""
+    storage: StorageConfig = field(default_factory=StorageConfig)
 
 
 @dataclass(frozen=True, slots=True)
@@ -234,7 +251,7 @@ def _coerce(kind: Any, value: Any, name: str) -> Any:
 _NAMES = {int: "a whole number", float: "a number", bool: "true or false", str: "text"}
 _MAY_BE_ZERO = {
     "engine.threads", "cache.device_tokens", "prefill.cache.device_tokens", "decode.cache.device_tokens",
-    "faults.stop_in_write", "faults.corrupt_page", "faults.step_delay_s", "router.replay_limit",
+    "cache.storage.ttl_s", "faults.stop_in_write", "faults.corrupt_page", "faults.step_delay_s", "router.replay_limit",
 }  # fmt: skip
 
 
