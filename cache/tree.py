@@ -24,7 +24,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from cache.components import components_of
+from cache.components import Component, components_of
 from cache.eviction import POLICIES, Policy, Queue
 from cache.leases import Lease
 from cache.nodes import IN_TREE, Lock, Node, Offer, Part, Tier
@@ -371,31 +371,52 @@ class PrefixTree:
         at = 0
         for node, pages in self.walked(prefix):
             if at <= page < at + pages:
-                lower = node
                 if page > at:
                     self._split(node, page - at)
-                assert lower.parent is not None
-                del lower.parent.children[lower.raw[: self._page_bytes]]
-                for tier in IN_TREE:
-                    lower.parent.below[tier] -= int(self.full in lower.parts[tier])
-                    self._queue(lower.parent, tier)
-                count = sum(map(len, subtree(lower)))
-                self.condemned.append(lower)
-                self.condemned = [n for n in self.condemned if not self._bury(n)]
-                return count
+                return self.condemn_node(node)
             at += pages
         return 0
+
+    def condemn_node(self, node: Node) -> int:
+        """`condemn` from the first page of `node` on; nothing happens when it is condemned already."""
+        parent, first = node.parent, node.raw[: self._page_bytes]
+        if not self.linked(node) or parent is None:
+            return 0
+        self._version += 1
+        del parent.children[first]
+        for tier in IN_TREE:
+            parent.below[tier] -= int(self.full in node.parts[tier])
+            self._queue(parent, tier)
+        count = sum(map(len, subtree(node)))
+        self.condemned.append(node)
+        self.condemned = [n for n in self.condemned if not self._bury(n)]
+        return count
+
+    def component(self, name: str) -> Component:
+        return self._by_name[name]
+
+    def linked(self, node: Node) -> bool:
+        """Whether `node` can be matched: it hangs on a root, and nothing above it was condemned."""
+        while node.parent is not None:
+            if node.parent.children.get(node.raw[: self._page_bytes]) is not node:
+                return False
+            node = node.parent
+        return True
+
+    def start(self, node: Node) -> int:
+        """The page number of its first page."""
+        pages = 0
+        while node.parent is not None:
+            node = node.parent
+            pages += len(node)
+        return pages
 
     def clear(self) -> int:
         """Condemn everything; returns the number of pages."""
         count = 0
         for root in list(self.roots.values()):
-            for child in list(root.children.values()):
-                count += self.condemn(Prefix(child.raw, self.spec.page_tokens, self._salt(root)))
+            count += sum(self.condemn_node(child) for child in list(root.children.values()))
         return count
-
-    def _salt(self, root: Node) -> str:
-        return next(salt for salt, node in self.roots.items() if node is root)
 
     def may_go(self, part: Part) -> bool:
         """Whether `part` is held by its node, and either it or its whole leaf is nobody's."""
@@ -468,11 +489,6 @@ class PrefixTree:
         del node.parts[tier][part.component]
         self.sizes[tier, part.component] -= len(part)
         part.lease.release()
-
-    def drop(self, part: Part) -> None:
-        """Give up one part that nobody locks, alone: a damaged or superseded copy."""
-        assert part.component != self.full or self._leaf(part.node, part.tier)
-        self._detach(part)
 
     def _bury(self, top: Node) -> bool:
         """Free what nobody locks of a condemned node and below; whether that was all."""
