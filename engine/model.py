@@ -12,7 +12,7 @@ from torch import Tensor
 from cache.gate import Door
 from cache.registry import BufferSpec, PoolSetSpec, PoolSpec
 from contracts.model import ModelSpec
-from engine.attention import Attention, AttentionPlan
+from engine.attention import Attention, AttentionPlan, muted
 from engine.checkpoint import LayerWeights, Weights
 from engine.numerics import Numerics
 from engine.rope import RopeTable, rotate
@@ -60,6 +60,16 @@ class Decoder:
             x_mh = x_mh.add_(self._mlp(layer, h_mh))
         return x_mh
 
+    def guarded(self, plan: AttentionPlan, epochs_e: Tensor) -> tuple[AttentionPlan, Tensor]:
+        """Find the sequences whose pages have been given away ([B] bool), and a plan in which they write nothing.
+
+        `epochs_e` is the epoch of each page now, [pages] int32 on the compute device.
+        """
+        stale_b = self._attention.stale(plan, epochs_e)
+        if stale_b.is_cpu and not stale_b.any():
+            return plan, stale_b
+        return muted(plan, stale_b), stale_b
+
     def logits(self, x_nh: Tensor) -> Tensor:
         """Logits of some rows of `forward`'s result: [n, vocab] float32."""
         rows = len(x_nh)
@@ -93,8 +103,11 @@ class Decoder:
         q, k = torch.split(rotate(qk, cos, sin), [spec.heads, spec.kv_heads], dim=1)
         count = len(plan.slots_t)
         entry = (-1, spec.kv_heads, spec.head_dim)
-        k_pages.view(entry).index_copy_(0, plan.slots_t, k[:count])
-        v_pages.view(entry).index_copy_(0, plan.slots_t, v[:count])
+        k, v = k[:count], v[:count]
+        if plan.muted_t is not None:
+            k, v = (x.masked_fill(plan.muted_t.view(-1, 1, 1), 0.0) for x in (k, v))
+        k_pages.view(entry).index_copy_(0, plan.slots_t, k)
+        v_pages.view(entry).index_copy_(0, plan.slots_t, v)
         out = self._attention.attend(q[:count], k_pages, v_pages, plan, self._scale).reshape(count, -1)
         if len(h_mh) > count:
             out = torch.cat((out, out.new_zeros(len(h_mh) - count, out.shape[1])))

@@ -11,10 +11,9 @@ from torch import Tensor
 
 from cache.device import DEVICE, Completion, CpuDevice, Op, Span
 from engine import numerics
-from engine.batch import Row
 from engine.model import silu
 from engine.numerics import TILE_ROWS, Linear, Numerics, probe
-from tests.engine.harness import Bench, MakeCheckpoint
+from tests.engine.harness import Bench, MakeCheckpoint, row
 
 
 def weight(n: int = 96, k: int = 64, dtype: torch.dtype = torch.float32) -> Tensor:
@@ -101,8 +100,8 @@ def test_a_step_names_the_pages_it_reads_and_writes(checkpoint: MakeCheckpoint) 
     bench = Bench(checkpoint("llama"), 16, 1024)
     device = bench.engine._device = Recording()
     first, second = bench.lease(100), bench.lease(40)
-    bench.engine.forward([Row([1] * 37, 0, first), Row([2] * 3, 0, second)])
-    bench.engine.forward([Row([1], 37, first), Row([2] * 20, 3, second)])
+    bench.engine.forward([row([1] * 37, 0, first), row([2] * 3, 0, second)])
+    bench.engine.forward([row([1], 37, first), row([2] * 20, 3, second)])
     for op, read, written in (
         (device.ops[0], first[:3] + second[:1], first[:3] + second[:1]),
         (device.ops[1], first[:3] + second[:2], first[2:3] + second[:2]),
