@@ -334,10 +334,10 @@ class PrefixTree:
         A full part goes with everything that its leaf holds there; a window or a state alone where its node has more
         below it. `spill` is asked before a node that is nowhere else goes.
         """
-        freed = 0
+        freed = coming = 0
         queue = self.queues[tier, component]
         spared: list[Part] = []
-        while freed < count:
+        while freed + coming < count:
             part = queue.pop(self.may_go)
             if part is None:
                 break
@@ -349,6 +349,7 @@ class PrefixTree:
             last = tier is Tier.DEVICE and self.full not in node.parts[Tier.HOST]
             if last and spill is not None and spill(node):
                 spared.append(part)
+                coming += len(part)
                 continue
             spare = len(node) - (count - freed)
             if spare > 0 and component == self.full and not self._has_point(node):
