@@ -23,7 +23,7 @@ from itertools import pairwise
 from cache.claim import NO_PAGE, Cached, Claim, Run, Snapshot
 from cache.device import DEVICE, Completion, Device, Op, Span, Stream
 from cache.eviction import POLICIES
-from cache.leases import Lease
+from cache.leases import Lease, Pin
 from cache.loading import Loader
 from cache.moves import Move, Part, copy_state
 from cache.nodes import Lock, Node, Offer, Tier
@@ -69,6 +69,7 @@ class Seat:
         self._digester = Digester(pools.layout)
         self._claims: dict[Lock, Claim] = {}
         self._fresh: list[Claim] = []
+        self._launched: list[tuple[list[Completion], list[Pin]]] = []
         self.saver = self.loader = self.prefetcher = None
         if host is not None:
             self.saver = Saver(self.tree, pools, host, device, storage, fingerprint)
@@ -192,10 +193,10 @@ class Seat:
         snapshots = [p for p in claim.lock.of(pool) if p.tier is Tier.DEVICE]
         if not snapshots:
             op = Op("zero slot", Stream.COMPUTE, writes=(Span(DEVICE, pool, (slot,)),))
-            self._device.submit(op, lambda: self.pools.zero({pool: (slot,)}))
+            claim.started.append(self._device.submit(op, lambda: self.pools.zero({pool: (slot,)})))
             return
         after = self.loader.completions(claim.lock) if self.loader is not None else []
-        self._copy_slot(pool, snapshots[0].lease.indices[0], slot, after)
+        claim.started.append(self._copy_slot(pool, snapshots[0].lease.indices[0], slot, after))
 
     def _copy_slot(self, pool: str, source: int, target: int, after: Sequence[Completion] = ()) -> Completion:
         """On the stream of the forward passes: whatever touches a slot does so in their order."""
@@ -211,6 +212,10 @@ class Seat:
             self.saver.poll()
         if self.prefetcher is not None:
             self.prefetcher.poll()
+        for entry in [e for e in self._launched if all(c.done for c in e[0])]:
+            self._launched.remove(entry)
+            for pin in entry[1]:
+                pin.release()
         betrayed = []
         for lock in self.loader.poll() if self.loader is not None else ():
             claim = self._claims.get(lock)
@@ -262,7 +267,10 @@ class Seat:
         for pool in self._runs:
             claim.runs[pool] = [run for old in claim.runs[pool] for run in _regroup(old, claim.tables[pool])]
         for pool in self._slots:
-            claim.snapshots[pool] = [s for s in claim.snapshots.get(pool, ()) if len(s.lease)]
+            held = claim.snapshots.get(pool, [])
+            claim.snapshots[pool] = [s for s in held if len(s.lease)]
+            for taken in (s for s in held if not len(s.lease)):
+                taken.lease.release()
         self._keep(claim, prefix)
         self._save([node for node, _ in self.tree.walked(prefix)])
 
@@ -323,6 +331,8 @@ class Seat:
                 run.lease.split(gone, claim.owner).release()
                 if len(run.lease):
                     kept.append(Run(run.first + gone, run.lease))
+                else:
+                    run.lease.release()
                 for page in range(run.first, run.first + gone):
                     claim.tables[pool][page], claim.epochs[pool][page] = NO_PAGE, 0
                     if page < len(claim.digests[pool]):
@@ -341,25 +351,36 @@ class Seat:
             held = claim.snapshots.setdefault(pool, [])
             held.append(Snapshot(committed // self.spec.page_tokens, lease, copied))
             while len(held) > _SNAPSHOTS:
-                old = held.pop(0)
-                old.completion.wait()
-                old.lease.release()
+                self._give_back(held.pop(0))
         return True
+
+    def _give_back(self, snapshot: Snapshot) -> None:
+        if not snapshot.completion.done:
+            pin = snapshot.lease.pin("snapshot under way")
+            self._launched.append(([snapshot.completion], [pin]))
+        snapshot.lease.release()
 
     # ------------------------------------------------------------ ends
 
-    def release(self, claim: Claim) -> None:
-        """Give back everything that it holds. Idempotent."""
+    def release(self, claim: Claim, after: Sequence[Completion] = ()) -> None:
+        """Give back everything that it holds. Idempotent.
+
+        `after`: launched operations that name its pages and slots. Nobody gets those before they are complete.
+        """
         if claim.released:
             return
         claim.released = True
+        snapshots = [s for held in claim.snapshots.values() for s in held]
+        under_way = [c for c in [*after, *claim.started, *(s.completion for s in snapshots)] if not c.done]
+        if under_way:
+            pins = [
+                self.pools.allocators[pool].pin(i, f"launched for {claim.owner}") for pool, i in claim.named().items()
+            ]
+            self._launched.append((under_way, pins))
         del self._claims[claim.lock]
         self.tree.unlock(claim.lock)
-        for snapshots in claim.snapshots.values():
-            for snapshot in snapshots:
-                snapshot.completion.wait()
-                snapshot.lease.release()
-        for lease in [*claim.slots.values(), *(run.lease for runs in claim.runs.values() for run in runs)]:
+        leases = [s.lease for s in snapshots] + list(claim.slots.values())
+        for lease in leases + [run.lease for runs in claim.runs.values() for run in runs]:
             lease.release()
 
     def condemn(self, prefix: Prefix, page: int = 0) -> int:
@@ -382,6 +403,7 @@ class Seat:
     def busy(self) -> bool:
         """Whether copies, loads or reads are under way that `poll` is to take in."""
         return any((
+            self._launched,
             self.saver is not None and self.saver.busy,
             self.loader is not None and self.loader.busy,
             self.prefetcher is not None and len(self.prefetcher),

@@ -146,7 +146,9 @@ class PrefixTree:
         return lock
 
     def add(self, lock: Lock, part: Part) -> None:
-        """Keep `part` too: it was loaded for whom the lock is."""
+        """Keep `part` too, once: it was loaded for whom the lock is."""
+        if lock in part.locks:
+            return
         if not part.locks:
             self.protected[part.tier, part.component] += len(part)
         part.locks.add(lock)
@@ -164,6 +166,8 @@ class PrefixTree:
                 self.protected[part.tier, part.component] -= len(part)
         for part in lock.parts:
             self._queue(part.node, part.tier)
+            if self.write_back:
+                self._queue_above(part.node)
         lock.parts.clear()
         self.condemned = [node for node in self.condemned if not self._bury(node)]
 
@@ -280,7 +284,8 @@ class PrefixTree:
             node.parent.below[tier] += 1
             self._queue(node.parent, tier)
             self.on_change(node, tier, True)
-        self._queue(node, tier)
+        for there in IN_TREE:
+            self._queue(node, there)
         return part
 
     def _discard_empty(self, path: Sequence[Node]) -> None:
@@ -452,6 +457,13 @@ class PrefixTree:
         for part in node.parts[tier].values():
             if not part.queued and self.may_go(part):
                 self.queues[tier, part.component].push(part)
+
+    def _queue_above(self, node: Node) -> None:
+        """A node that is on the device alone takes what hangs below it along, so it waits for that to be nobody's."""
+        above = node
+        while above.parent is not None and above.parent.parent is not None:
+            above = above.parent
+            self._queue(above, Tier.DEVICE)
 
     def _drop_leaf(self, node: Node, tier: Tier) -> None:
         """Take everything of a leaf out of `tier`, and the node with it if it is nowhere else."""
