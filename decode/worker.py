@@ -52,7 +52,8 @@ class DecodeWorker(PhaseWorker[Request]):
         self._engine, self._pools, self._receiver = engine, pools, receiver
         self._clock, self._pause = clock, pause
         self._page_tokens = pools.layout.spec.page_tokens
-        self._pages = pools.allocators["full"]
+        self._full = pools.spec.full.name
+        self._pages = pools.allocators[self._full]
         self.fits = Fits(pools.max_positions, context)
         super().__init__(Desk(name, self.fits, clock), waiter)
         self._waiting: deque[Request] = deque()
@@ -112,7 +113,7 @@ class DecodeWorker(PhaseWorker[Request]):
 
     def check(self) -> CheckReport:
         found = self._pools.check() + self._receiver.check()
-        held = sum(r.lease is not None for r in self._desk) + self._receiver.granted
+        held = sum(r.lease is not None for r in self._desk) + self._receiver.leases(self._full)
         if held != self._pages.leases:
             found.append(f"full pages: {self._pages.leases} leases, requests and rooms hold {held}")
         for phase, queue in ((Phase.WAITING, self._waiting), (Phase.RUNNING, self._running)):
@@ -152,7 +153,7 @@ class DecodeWorker(PhaseWorker[Request]):
             request = by_room.get(outcome.room)
             if request is None or not self._desk.holds(request):
                 if isinstance(outcome, Arrived):
-                    outcome.lease.release()
+                    outcome.release()
             elif isinstance(outcome, Arrived):
                 self._start(request, outcome)
             elif isinstance(outcome, Broken):
@@ -162,7 +163,7 @@ class DecodeWorker(PhaseWorker[Request]):
 
     def _start(self, request: Request, arrived: Arrived) -> None:
         request.step(PhaseEvent.ARRIVED)
-        request.lease = arrived.lease
+        request.lease = arrived.leases[self._full]
         request.bytes = arrived.bytes
         request.tokens = [*request.submit.tokens, arrived.metadata.token]
         request.marks["arrived"] = self._clock.now() - request.arrived
@@ -177,7 +178,7 @@ class DecodeWorker(PhaseWorker[Request]):
                 lease = self._pages.lease(self._pools.pages_for(request.positions), f"room {request.submit.room}")
             except CapacityError:
                 return
-            if not self._receiver.grant(request.submit.room, lease):
+            if not self._receiver.grant(request.submit.room, {self._full: lease}):
                 lease.release()
                 return
             self._waiting.popleft()

@@ -28,7 +28,7 @@ from prefill.request import Phase, PhaseEvent, Request
 from transfer.desk import Desk, Refusal, seconds_until
 from transfer.metadata import Metadata
 from transfer.phase import PhaseWorker
-from transfer.sender import Granted, Released, SenderEnd
+from transfer.sender import Finished, Granted, Released, SenderEnd
 from transfer.waiting import Waiter
 
 log = logging.getLogger("twinpool.prefill")
@@ -60,7 +60,8 @@ class PrefillWorker(PhaseWorker[Request]):
         self._clock, self._pause = clock, pause
         self._reuse = config.cache_for(self.role).prefix_reuse
         self._page_tokens = pools.layout.spec.page_tokens
-        self._pages = pools.allocators["full"]
+        self._full = pools.spec.full.name
+        self._pages = pools.allocators[self._full]
         self._tree = PrefixTree()
         self._digester = Digester(pools.layout)
         self.fits = Fits(pools.max_positions, context)
@@ -263,7 +264,7 @@ class PrefillWorker(PhaseWorker[Request]):
         pages = [request.pages[page] for request, page in todo]
         firsts = [page * size for _, page in todo]
         ends = [min((page + 1) * size, request.length) for request, page in todo]
-        digests = self._digester.digest(self._pools.region, "full", pages, firsts, ends)
+        digests = self._digester.digest(self._pools.region, self._full, pages, firsts, ends)
         for (request, page), digest in zip(todo, digests, strict=True):
             request.tags.append(ContentTag(request.chain[page], digest))
 
@@ -302,12 +303,18 @@ class PrefillWorker(PhaseWorker[Request]):
         if not self._sender.granted(room):
             return
         todo = slice(request.sent, len(request.tags))
-        self._sender.write(room, request.sent, request.pages[todo], request.tags[todo], (DONE,))
+        finished = Finished(request.sent, request.pages[todo], tuple(request.tags[todo]))
+        self._sender.write(room, {self._full: finished}, (DONE,))
         request.sent = max(request.sent, len(request.tags))
         if request.phase is Phase.COMPUTED:
             assert request.first is not None
             drawn = request.first
-            self._sender.seal(room, Metadata(room, 0, drawn.token, drawn.logprob, request.cached, request.computed))
+            metadata = Metadata(room, 0, drawn.token, drawn.logprob, request.cached, request.computed)
+            try:
+                self._sender.seal(room, metadata)
+            except WireError as error:
+                self._fail(request, ErrorKind.ROOM, str(error), request.peer)
+                return
             self._unconfirmed[room] = request
             self._leave(request)
 
