@@ -11,6 +11,7 @@ from collections import deque
 from collections.abc import Callable
 from itertools import islice
 
+from cache.device import DEVICE, Span
 from cache.launched import Launched
 from cache.pools import PoolSet
 from cache.tags import chain_keys
@@ -140,10 +141,12 @@ class DecodeWorker(PhaseWorker[Request]):
     def close(self) -> None:
         for request in self._desk:
             self._leave(request, "the worker closes")
-        self._ahead.drop()
-        self._under_way.settle()
-        self._receiver.close()
-        self._waiter.close()
+        try:
+            self._ahead.drop()
+            self._under_way.settle()
+        finally:
+            self._receiver.close()
+            self._waiter.close()
 
     # ------------------------------------------------------------ the round
 
@@ -191,6 +194,9 @@ class DecodeWorker(PhaseWorker[Request]):
                 lease = self._pages.lease(self._pools.pages_for(request.positions), f"room {request.submit.room}")
             except CapacityError:
                 return
+            # From here on the prefill worker may write to them, so nothing that was launched may still use them.
+            granted = Span(DEVICE, "full", lease.indices)
+            self._engine.device.touch(f"grant of {request.submit.room}", writes=[granted])
             if not self._receiver.grant(request.submit.room, lease):
                 lease.release()
                 return
