@@ -71,6 +71,8 @@ class Claim:
     snapshots: dict[str, list[Snapshot]] = field(default_factory=dict)
     digests: dict[str, list[int | None]] = field(default_factory=dict)
     """Of finished pages, by page number; None where nothing is, or nothing finished."""
+    lacking: dict[str, range] = field(default_factory=dict)
+    """Of a reservation: the numbers that are to be handed over, by pool."""
     started: list[Completion] = field(default_factory=list)
     """Operations that bring its recurrent states into its slots."""
     betrayed: bool = False

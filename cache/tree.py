@@ -136,6 +136,32 @@ class PrefixTree:
                 parts.append(part)
         return self.keep(parts, owner)
 
+    def hold(self, prefix: Prefix, wanted: Mapping[str, range], owner: str) -> tuple[Lock, dict[str, set[int]]]:
+        """Keep what the device has of page numbers `wanted`, component by component, wherever the anchor is.
+
+        Returns the lock and the numbers that it keeps: of a hand-over these need not be sent. Of the full component
+        only what follows from the start without a gap; a snapshot after `n` pages has the number `n - 1`.
+        """
+        path = [node if pages == len(node) else self._split(node, pages) for node, pages in self.walked(prefix)]
+        self._use(path)
+        parts: list[Part] = []
+        held: dict[str, set[int]] = {c.name: set() for c in self.components}
+        start = 0
+        for node in path:
+            here = node.parts[Tier.DEVICE]
+            if self.full not in here:
+                break
+            end = start + len(node)
+            for component in self.components:
+                numbers = range(end - 1, end) if component.point else range(start, end)
+                of_use = held[component.name]
+                chosen = set(numbers) & set(wanted.get(component.name, ()))
+                if component.name in here and chosen:
+                    parts += [p for p in (here[self.full], here[component.name]) if p not in parts]
+                    of_use |= chosen
+            start = end
+        return self.keep(parts, owner), held
+
     def keep(self, parts: Sequence[Part], owner: str) -> Lock:
         """Lock exactly these parts: for moves, which must not lose what they read or write."""
         self._number += 1
