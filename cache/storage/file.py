@@ -127,9 +127,12 @@ class FileBackend:
             return wrong_size(os.fstat(file).st_size, size + sealed)
         outcome = check_seal(name, into, memoryview(tail)[:sealed])
         if outcome.ok:
-            now = self._wall_ns()
-            os.utime(file, ns=(now, now))
+            self._use(file)
         return outcome
+
+    def _use(self, file: int) -> None:
+        now = self._wall_ns()
+        os.utime(file, ns=(now, now))
 
     def _foreign(self) -> Outcome:
         self._tally.add("foreign")
@@ -211,6 +214,7 @@ class FileBackend:
                 file = os.open(temp, _WRITE, 0o644)
             try:
                 self._write_all(file, [item.payload, seal(item.name, item.digest, item.payload)])
+                self._use(file)
             finally:
                 os.close(file)
             os.rename(temp, self._folder.path(key))
