@@ -72,12 +72,12 @@ class MemoryRig:
 
     def get_raw(self, which: ObjectName) -> bytes:
         assert self._last is not None
-        return self._last.store.objects[which.key()]
+        return self._last.store.objects[which.key]
 
     def put_raw(self, which: ObjectName, stored: bytes) -> None:
         assert self._last is not None
-        self._last.store.pop(which.key())
-        self._last.store.objects[which.key()] = stored
+        self._last.store.pop(which.key)
+        self._last.store.objects[which.key] = stored
         self._last.store.used_bytes += len(stored)
 
 
@@ -93,7 +93,7 @@ class FileRig:
         return FileBackend(self.root, max_bytes, wall_ns=lambda: next(self._ticks))
 
     def path(self, which: ObjectName) -> Path:
-        return self.root / which.key()[:2] / f"{which.key()}.page"
+        return self.root / which.key[:2] / f"{which.key}.page"
 
     def get_raw(self, which: ObjectName) -> bytes:
         return self.path(which).read_bytes()
@@ -120,12 +120,12 @@ class RedisRig:
         return RedisBackend(self.server.url, ttl_s=ttl_s, clock=clock)
 
     def get_raw(self, which: ObjectName) -> bytes:
-        stored = self.client.get(f"twinpool:{which.key()}")
+        stored = self.client.get(f"twinpool:{which.key}")
         assert isinstance(stored, bytes)
         return stored
 
     def put_raw(self, which: ObjectName, stored: bytes) -> None:
-        self.client.set(f"twinpool:{which.key()}", stored)
+        self.client.set(f"twinpool:{which.key}", stored)
 
 
 class Server:

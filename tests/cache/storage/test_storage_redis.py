@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from cache.storage import Verdict
+from cache.storage import Verdict, redis_server
 from cache.storage.redis_server import RedisBackend
 from contracts.clock import ManualClock
 from contracts.errors import ConfigError
@@ -80,21 +80,24 @@ def test_capacity_is_the_servers_own(redis_rig: RedisRig) -> None:
 def test_objects_expire_when_asked_to_and_a_write_renews_them(redis_rig: RedisRig) -> None:
     backend = redis_rig.open(ttl_s=1000)
     backend.write([item(1)])
-    key = f"twinpool:{name(1).key()}"
+    key = f"twinpool:{name(1).key}"
     assert 990 < int(redis_rig.client.ttl(key)) <= 1000
     redis_rig.client.expire(key, 10)
     assert backend.write([item(1)])[0].verdict is Verdict.KEPT
     assert 990 < int(redis_rig.client.ttl(key)) <= 1000
     forever = redis_rig.open()
     forever.write([item(2)])
-    assert redis_rig.client.ttl(f"twinpool:{name(2).key()}") == -1
+    assert redis_rig.client.ttl(f"twinpool:{name(2).key}") == -1
     backend.close()
     forever.close()
 
 
-def test_a_batch_larger_than_one_round_trip_keeps_its_order(redis_rig: RedisRig) -> None:
+def test_a_batch_larger_than_one_round_trip_keeps_its_order(
+    redis_rig: RedisRig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(redis_server, "_ROUND_BYTES", 12_000)
     backend = redis_rig.open()
-    size = 5 * 1024 * 1024
+    size = 5000
     items = [item(n, size) for n in range(7)]
     assert all(o.verdict is Verdict.STORED for o in backend.write(items))
     buffers = [bytearray(size) for _ in items]
