@@ -5,8 +5,9 @@
     python -m bench.storage --url redis://127.0.0.1:6379/0      # a server too; its database 0 gets and loses pages
 
 `plain` opens, reads or writes, and closes one file a page with Python's own calls: no name, no check, no order of
-use. Each round takes all ways in turns over pages that are in the system's file cache; the best round counts, since
-disturbances only ever slow one down. What was read is compared. `threads` reads as a worker does: two at a time.
+use. Each round takes all ways in turns, with the file cache written out before each but never emptied; the best round
+counts, since disturbances only ever slow one down. What was read is compared.
+`two threads` reads as a worker does.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from __future__ import annotations
 import argparse
 import hashlib
 import json
+import os
 import sys
 import tempfile
 import time
@@ -53,16 +55,16 @@ class Pages:
     def __init__(self, size: int) -> None:
         self.size, self.count = size, _ROUND_BYTES // size
         rng = np.random.default_rng(size)
-        self.content = [rng.integers(0, 256, size, dtype=np.uint8) for _ in range(self.count)]
+        self.content = [rng.bytes(size) for _ in range(self.count)]
         self.into = [np.zeros(size, dtype=np.uint8) for _ in range(self.count)]
         self.items = [
-            Item(ObjectName("bench", "full", hashlib.blake2b(b"%d" % n, digest_size=16).digest()), n, memoryview(page))
+            Item(ObjectName("bench", "full", hashlib.blake2b(b"%d" % n, digest_size=16).digest()), n, page)
             for n, page in enumerate(self.content)
         ]
 
     def check(self) -> None:
         """Raises `RuntimeError` when what was read is not what was written."""
-        if not all(np.array_equal(a, b) for a, b in zip(self.content, self.into, strict=True)):
+        if not all(a == b.tobytes() for a, b in zip(self.content, self.into, strict=True)):
             raise RuntimeError("what was read is not what was written")
         for page in self.into:
             page[:] = 0
@@ -147,6 +149,7 @@ def measure(ways: dict[str, Way], pages: Pages, rounds: int, batch: int) -> list
         for _ in range(rounds):
             for name, way in ways.items():
                 way.clear()
+                os.sync()  # Else one way pays for what another has left to be written out.
                 keep(name, "write", timed(lambda way=way: [way.write(b) for b in batches]))  # type: ignore[misc]
                 keep(name, "exists", timed(lambda way=way: [way.exists(b) for b in batches]))  # type: ignore[misc]
                 keep(name, "read", timed(lambda way=way: [way.read(b) for b in batches]))  # type: ignore[misc]
