@@ -5,9 +5,9 @@
     python -m bench.storage --url redis://127.0.0.1:6379/0      # a server too; its database 0 gets and loses pages
 
 `plain` opens, reads or writes, and closes one file a page with Python's own calls: no name, no check, no order of
-use. Each round takes all ways in turns, with the file cache written out before each but never emptied; the best round
-counts, since disturbances only ever slow one down. What was read is compared.
-`two threads` reads as a worker does.
+use. Each round takes all ways in turns, under new names (ext4 creates files slowly for some seconds after it has
+deleted many), with the file cache written out before each but never emptied. The best round counts, since
+disturbances only ever slow one down. What was read is compared. `two threads` reads as a worker does.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ import argparse
 import hashlib
 import json
 import os
+import shutil
 import sys
 import tempfile
 import time
@@ -34,7 +35,7 @@ from cache.storage import Backend, Item, ObjectName, make_backend
 from contracts.config import StorageConfig
 
 SIZES = (64 * 1024, 256 * 1024, 1024 * 1024)
-_ROUND_BYTES = 64 * 1024 * 1024
+_ROUND_BYTES = 32 * 1024 * 1024
 
 
 @dataclass(frozen=True)
@@ -57,10 +58,12 @@ class Pages:
         rng = np.random.default_rng(size)
         self.content = [rng.bytes(size) for _ in range(self.count)]
         self.into = [np.zeros(size, dtype=np.uint8) for _ in range(self.count)]
-        self.items = [
-            Item(ObjectName("bench", "full", hashlib.blake2b(b"%d" % n, digest_size=16).digest()), n, page)
-            for n, page in enumerate(self.content)
-        ]
+
+    def items(self, salt: int) -> list[Item]:
+        """The pages under names that no other salt gives."""
+        chains = [hashlib.blake2b(b"%d %d" % (salt, n), digest_size=16).digest() for n in range(self.count)]
+        pairs = enumerate(zip(chains, self.content, strict=True))
+        return [Item(ObjectName("bench", "full", chain), n, page) for n, (chain, page) in pairs]
 
     def check(self) -> None:
         """Raises `RuntimeError` when what was read is not what was written."""
@@ -74,14 +77,19 @@ class Plain:
     """One file a page, with Python's own open, write and readinto."""
 
     def __init__(self, folder: Path, pages: Pages) -> None:
+        self._pages, self._folder, self._round = pages, folder, 0
+        self._paths: list[str] = []
+
+    def begin(self) -> None:
+        self._round += 1
+        folder = self._folder / f"{self._round}"
         folder.mkdir(parents=True)
-        self._pages = pages
-        self._paths = [str(folder / f"{n}") for n in range(pages.count)]
+        self._paths = [str(folder / f"{n}") for n in range(self._pages.count)]
 
     def write(self, which: Sequence[int]) -> None:
         for n in which:
             with open(self._paths[n], "wb", buffering=0) as file:
-                file.write(self._pages.items[n].payload)
+                file.write(self._pages.content[n])
 
     def read(self, which: Sequence[int]) -> None:
         for n in which:
@@ -92,12 +100,8 @@ class Plain:
         for n in which:
             Path(self._paths[n]).exists()
 
-    def clear(self) -> None:
-        for path in self._paths:
-            Path(path).unlink(missing_ok=True)
-
     def close(self) -> None:
-        self.clear()
+        shutil.rmtree(self._folder)
 
 
 class Stored:
@@ -105,26 +109,29 @@ class Stored:
 
     def __init__(self, backend: Backend, pages: Pages) -> None:
         self._backend, self._pages = backend, pages
+        self._items: list[Item] = []
+        self._written: list[ObjectName] = []
+
+    def begin(self) -> None:
+        self._items = self._pages.items(len(self._written))
+        self._written += [item.name for item in self._items]
 
     def write(self, which: Sequence[int]) -> None:
-        self._require([o.ok for o in self._backend.write([self._pages.items[n] for n in which])])
+        self._require([o.ok for o in self._backend.write([self._items[n] for n in which])])
 
     def read(self, which: Sequence[int]) -> None:
-        names = [self._pages.items[n].name for n in which]
+        names = [self._items[n].name for n in which]
         self._require([o.ok for o in self._backend.read(names, [self._pages.into[n].data for n in which])])
 
     def exists(self, which: Sequence[int]) -> None:
-        self._require(self._backend.exists([self._pages.items[n].name for n in which]))
+        self._require(self._backend.exists([self._items[n].name for n in which]))
 
     def _require(self, good: list[bool]) -> None:
         if not all(good):
             raise RuntimeError(f"{good.count(False)} of {len(good)} pages failed: {self._backend.counts()}")
 
-    def clear(self) -> None:
-        self._backend.delete([item.name for item in self._pages.items])
-
     def close(self) -> None:
-        self.clear()
+        self._backend.delete(self._written)
         self._backend.close()
 
 
@@ -148,7 +155,7 @@ def measure(ways: dict[str, Way], pages: Pages, rounds: int, batch: int) -> list
     with ThreadPoolExecutor(2) as two:
         for _ in range(rounds):
             for name, way in ways.items():
-                way.clear()
+                way.begin()
                 os.sync()  # Else one way pays for what another has left to be written out.
                 keep(name, "write", timed(lambda way=way: [way.write(b) for b in batches]))  # type: ignore[misc]
                 keep(name, "exists", timed(lambda way=way: [way.exists(b) for b in batches]))  # type: ignore[misc]
