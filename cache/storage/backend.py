@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from functools import cached_property
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 CHAIN_BYTES = 16
 FORMAT_VERSION = 1
@@ -68,8 +68,7 @@ class Verdict(StrEnum):
     """The medium failed, the deadline passed, or the operation never ran; nothing is known about the object."""
 
 
-@dataclass(frozen=True, slots=True)
-class Outcome:
+class Outcome(NamedTuple):
     """A verdict, the content digest if the object was found, and for the rest a reason for people."""
 
     verdict: Verdict

@@ -125,7 +125,7 @@ class FileBackend:
         if got != size + sealed:
             return wrong_size(os.fstat(file).st_size, size + sealed)
         outcome = check_seal(name, into, tail[:sealed])
-        if outcome.ok:
+        if outcome.verdict is Verdict.FOUND:
             self._use(file)
         return outcome
 

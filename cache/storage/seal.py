@@ -12,6 +12,7 @@ guards against accidents, not against an adversary who can write to the store.
 from __future__ import annotations
 
 import struct
+from functools import cache
 
 import xxhash
 
@@ -31,7 +32,7 @@ def seal(name: ObjectName, digest: int, payload: Payload) -> bytes:
     """The bytes that follow `payload` in the stored object."""
     encoded = name.encoded
     size = memoryview(payload).nbytes
-    covered = _mark(encoded) + _COVERED_NUMBERS.pack(size, digest)
+    covered = _mark(len(encoded)) + _COVERED_NUMBERS.pack(size, digest)
     return covered + _CHECKSUM.pack(_checksum(covered, encoded, payload)) + encoded
 
 
@@ -45,7 +46,7 @@ def check_seal(name: ObjectName, payload: Payload, found: bytes | bytearray) -> 
     encoded, covered = found[_NAME_AT:], found[:_CHECKSUM_AT]
     size, digest, checksum = _NUMBERS.unpack_from(found, _NUMBERS_AT)
     same = size == memoryview(payload).nbytes and encoded == name.encoded
-    if same and covered[:_NUMBERS_AT] == _mark(encoded) and checksum == _checksum(covered, encoded, payload):
+    if same and covered[:_NUMBERS_AT] == _mark(len(encoded)) and checksum == _checksum(covered, encoded, payload):
         return Outcome(Verdict.FOUND, digest)
     if not covered.startswith(_MAGIC):
         return damaged("it carries no seal")
@@ -74,8 +75,9 @@ def wrong_size(found: int, expected: int) -> Outcome:
     return damaged(f"it has {found} bytes instead of {expected}")
 
 
-def _mark(encoded: bytes | bytearray) -> bytes:
-    return _MARK.pack(_MAGIC, FORMAT_VERSION, len(encoded), 0)
+@cache
+def _mark(name_bytes: int) -> bytes:
+    return _MARK.pack(_MAGIC, FORMAT_VERSION, name_bytes, 0)
 
 
 def _checksum(covered: bytes | bytearray, encoded: bytes | bytearray, payload: Payload) -> int:
