@@ -171,6 +171,15 @@ def test_a_full_or_failing_disk_is_an_outcome_and_leaves_nothing_behind(file_rig
     assert assert_whole(file_rig, [1, 2, 3], 64) == 2
 
 
+def test_a_file_written_in_many_small_bits_is_whole(file_rig: FileRig) -> None:
+    """As a kernel may: each call takes seven bytes of the first buffer that is left."""
+    backend = FileBackend(file_rig.root, 1 << 30, writev=lambda file, parts: os.write(file, memoryview(parts[0])[:7]))
+    assert backend.write([item(1)])[0].verdict is Verdict.STORED
+    outcome, found = read_one(backend, name(1))
+    assert (outcome.verdict, found) == (Verdict.FOUND, item(1).payload)
+    backend.close()
+
+
 def test_objects_and_their_order_of_use_outlive_a_restart(file_rig: FileRig) -> None:
     cap = 8 * stored_bytes(64)
     first = file_rig.open(cap)

@@ -25,6 +25,12 @@ class SlowBackend(MemoryBackend):
         self.entered = threading.Semaphore(0)
         self.order: list[str] = []
         self.closed = threading.Event()
+        self.queues: list[StorageQueue] = []
+
+    def serve(self, threads: int = 1, max_waiting: int = 256, wake: Callable[[], None] | None = None) -> StorageQueue:
+        """A queue over this backend, closed at the end of the test whatever happened in it."""
+        self.queues.append(StorageQueue(self, threads, max_waiting=max_waiting, wake=wake))
+        return self.queues[-1]
 
     def _wait(self, what: str) -> None:
         self.order.append(what)
@@ -48,7 +54,10 @@ class SlowBackend(MemoryBackend):
 def backend() -> Iterator[SlowBackend]:
     backend = SlowBackend()
     yield backend
-    assert backend.closed.wait(PATIENCE_S), "the queue did not close its backend"
+    backend.let_go.release(1000)
+    for queue in backend.queues:
+        assert queue.close(PATIENCE_S)
+    assert backend.closed.is_set(), "the queue did not close its backend"
 
 
 @pytest.fixture
@@ -78,7 +87,7 @@ def buffer() -> list[memoryview]:
 
 def test_a_ticket_is_done_later_and_the_loop_is_woken(backend: SlowBackend) -> None:
     woken = Woken()
-    queue = StorageQueue(backend, wake=woken)
+    queue = backend.serve(2, wake=woken)
     ticket = queue.submit_write([item(1)])
     assert backend.entered.acquire(timeout=PATIENCE_S)
     assert not ticket.done
@@ -104,7 +113,7 @@ def occupy(queue: StorageQueue, backend: SlowBackend) -> Ticket[list[Outcome]]:
 
 
 def test_over_the_bound_writes_are_dropped_and_reads_refused_and_both_counted(backend: SlowBackend) -> None:
-    queue = StorageQueue(backend, threads=1, max_waiting=2)
+    queue = backend.serve(max_waiting=2)
     occupy(queue, backend)
     writes = [queue.submit_write([item(n)]) for n in range(3)]
     reads = [queue.submit_read([name(n)], buffer()) for n in range(3)]
@@ -120,7 +129,7 @@ def test_over_the_bound_writes_are_dropped_and_reads_refused_and_both_counted(ba
 
 def test_reads_go_before_writes_but_writes_do_not_starve(backend: SlowBackend) -> None:
     woken = Woken()
-    queue = StorageQueue(backend, threads=1, wake=woken)
+    queue = backend.serve(wake=woken)
     occupy(queue, backend)
     tickets: list[Ticket[list[Outcome]]] = [queue.submit_write([item(n)]) for n in range(2)]
     tickets += [queue.submit_read([name(n)], buffer()) for n in range(18)]
@@ -132,7 +141,7 @@ def test_reads_go_before_writes_but_writes_do_not_starve(backend: SlowBackend) -
 
 def test_what_waits_can_be_cancelled_and_what_runs_keeps_its_buffers(backend: SlowBackend) -> None:
     woken = Woken()
-    queue = StorageQueue(backend, threads=1, wake=woken)
+    queue = backend.serve(wake=woken)
     running = occupy(queue, backend)
     waiting = queue.submit_read([name(99)], into := buffer())
     assert waiting.cancel()
@@ -169,7 +178,7 @@ def test_a_backend_that_raises_fails_its_ticket_and_the_queue_goes_on() -> None:
 
 
 def test_close_fails_what_waits_and_says_when_something_still_runs(backend: SlowBackend) -> None:
-    queue = StorageQueue(backend, threads=1)
+    queue = backend.serve()
     running, waiting = occupy(queue, backend), queue.submit_write([item(1)])
     assert not queue.close(0.01)
     assert not running.done

@@ -108,6 +108,19 @@ def test_a_batch_larger_than_one_round_trip_keeps_its_order(
     backend.close()
 
 
+def test_round_trips_are_bounded_by_bytes_and_by_names(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(redis_server, "_ROUND_BYTES", 10)
+    monkeypatch.setattr(redis_server, "_ROUND_NAMES", 3)
+    assert list(redis_server._rounds("abcdefgh", [4, 6, 1, 20, 1, 0, 0, 0])) == [
+        ["a", "b"],
+        ["c"],
+        ["d"],
+        ["e", "f", "g"],
+        ["h"],
+    ]
+    assert list(redis_server._rounds([], [])) == []
+
+
 def test_a_dead_server_fails_at_once_and_the_next_one_is_found(own_server: Server) -> None:
     clock = ManualClock()
     backend = RedisBackend(own_server.url, clock=clock)
