@@ -225,6 +225,19 @@ def test_inline_faults_fail_single_names_and_dirty_what_was_to_be_read(inline: I
     assert there.result() == [True, False]
 
 
+def test_a_ticket_keeps_what_it_was_given_when_the_callers_lists_change(inline: InlineQueue) -> None:
+    items, names, into = [item(1)], [name(1)], buffer()
+    first = into[0]
+    write, read, there = inline.submit_write(items), inline.submit_read(names, into), inline.submit_exists(names)
+    items.clear()
+    names.clear()
+    into.clear()
+    inline.run_all()
+    assert write.result()[0].ok
+    assert (read.result()[0].ok, bytes(first)) == (True, item(1).payload)
+    assert there.result() == [True]
+
+
 def test_inline_tickets_can_be_cancelled_and_end_with_the_queue(inline: InlineQueue) -> None:
     first, second = inline.submit_write([item(1)]), inline.submit_write([item(2)])
     assert first.op is Op.WRITE
