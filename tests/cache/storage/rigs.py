@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import hashlib
 import itertools
 import os
@@ -147,7 +148,9 @@ class Server:
         binary = self.binary()
         assert binary is not None
         command = [binary, "--port", str(self.port), "--bind", "127.0.0.1", "--save", "", "--dir", str(self._folder)]
-        self._process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+        self._process = subprocess.Popen(
+            command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, preexec_fn=die_with_parent
+        )
         client, deadline = redis.Redis.from_url(self.url), time.monotonic() + 30
         while True:
             try:
@@ -167,6 +170,12 @@ class Server:
             self._process.kill()
             self._process.wait()
             self._process = None
+
+
+def die_with_parent() -> None:
+    """Run in a child: a test run that is killed leaves no server behind."""
+    pr_set_pdeathsig = 1
+    ctypes.CDLL(None).prctl(pr_set_pdeathsig, signal.SIGKILL)
 
 
 @contextmanager
