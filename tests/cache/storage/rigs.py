@@ -27,6 +27,8 @@ from cache.storage.redis_server import RedisBackend
 from cache.storage.seal import seal_bytes
 from contracts.clock import Clock
 
+_LIBC = ctypes.CDLL(None)
+_PR_SET_PDEATHSIG = 1
 SERVERS = ("valkey-server", "redis-server")
 
 
@@ -148,9 +150,9 @@ class Server:
         binary = self.binary()
         assert binary is not None
         command = [binary, "--port", str(self.port), "--bind", "127.0.0.1", "--save", "", "--dir", str(self._folder)]
-        self._process = subprocess.Popen(
-            command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, preexec_fn=die_with_parent
-        )
+        quiet = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
+        # The function makes one system call and takes no lock.
+        self._process = subprocess.Popen(command, preexec_fn=die_with_parent, **quiet)  # noqa: PLW1509
         client, deadline = redis.Redis.from_url(self.url), time.monotonic() + 30
         while True:
             try:
@@ -174,8 +176,7 @@ class Server:
 
 def die_with_parent() -> None:
     """Run in a child: a test run that is killed leaves no server behind."""
-    pr_set_pdeathsig = 1
-    ctypes.CDLL(None).prctl(pr_set_pdeathsig, signal.SIGKILL)
+    _LIBC.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
 @contextmanager
