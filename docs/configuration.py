@@ -30,12 +30,15 @@ def rows(cls: type, prefix: str) -> Iterator[str]:
     meanings, hints = notes(cls), typing.get_type_hints(cls)
     for field in dataclasses.fields(cls):
         kind = hints[field.name]
+        if dataclasses.is_dataclass(kind) and kind is not source.CacheOverride:
+            yield from rows(typing.cast(type, kind), f"{prefix}.{field.name}")
+            continue
         if dataclasses.is_dataclass(kind):
             yield f"| `{prefix}.{field.name}.*` | as `{field.name}.*` | | overrides `{field.name}` for this role |"
             continue
         choices = typing.get_args(kind)
-        values = ", ".join(map(str, choices)) if choices else {int: "whole", float: "number", bool: "yes/no"}[kind]
-        default = str(field.default).lower() if isinstance(field.default, bool) else field.default
+        values = ", ".join(map(str, choices)) if choices else {int: "whole", float: "number", bool: "yes/no", str: "text"}[kind]
+        default = str(field.default).lower() if isinstance(field.default, bool) else field.default or "empty"
         yield f"| `{prefix}.{field.name}` | {values} | `{default}` | {meanings.get(field.name, '')} |"
 
 
