@@ -19,7 +19,6 @@ from __future__ import annotations
 import ipaddress
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
-from itertools import islice
 
 import zmq
 
@@ -32,7 +31,7 @@ END = (-1).to_bytes(8, "big", signed=True)
 TRUTH = b"truth"
 """The question for the whole content."""
 _TRUTH_EVENTS = 1024
-"""Events in one message of the answer to `truth`."""
+"""Events in one message of the answer to `truth`, or more where the buffer is small."""
 _QUESTIONS = 16
 """Questions answered in a round; the rest wait for the next."""
 
@@ -56,6 +55,7 @@ class Publisher:
         self._log, self._now, self._rank, self._truth = log, now, rank, truth
         self._topic = config.topic.encode()
         self._buffer: deque[tuple[int, bytes]] = deque(maxlen=config.buffer_batches)
+        self._buffer_batches = config.buffer_batches
         self._next = 0
         self._context = zmq.Context()
         self._replay: zmq.Socket[bytes] | None = None
@@ -115,11 +115,11 @@ class Publisher:
     def _whole(self) -> Iterator[tuple[int, bytes]]:
         if self._truth is None:
             return
-        events = iter(self._truth())
-        first = True
-        while (part := tuple(islice(events, _TRUTH_EVENTS))) or first:
-            yield self._next, encode_batch(self._now(), part, self._rank)
-            first = False
+        events = list(self._truth())
+        # No more messages than the queue to the client takes.
+        step = max(_TRUTH_EVENTS, -(-len(events) // self._buffer_batches))
+        for start in range(0, max(len(events), 1), step):
+            yield self._next, encode_batch(self._now(), events[start : start + step], self._rank)
 
     @staticmethod
     def _send(socket: zmq.Socket[bytes], *frames: bytes) -> None:

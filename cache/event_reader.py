@@ -1,201 +1,138 @@
-"""Follows a publisher of KV events and keeps an index equal to what it holds, or says that it can't.
-
-Messages get lost: a subscriber joins late, a queue overflows, a connection breaks, the publisher dies and a new one
-counts from 0 again. The sequence number alone shows a gap, but not that a new publisher happens to be where the old
-one was. So the reader remembers what the last batch looked like, and **every question on the replay socket starts
-at the last batch that was applied**, whose answer must be that very batch (its timestamp makes it unlike any of
-another publisher):
-
-    the answer begins with the same batch      nothing was lost but what follows in the answer
-    it begins later                            the loss is older than the publisher's buffer
-    it begins with another batch, or is empty  this is a new publisher: forget everything, ask from 0
-
-A question is asked at a gap, at a batch that doesn't fit, and when the connection broke, since the batches may fit by
-chance. Meanwhile live batches are held back, and applied after the answer.
-
-When something is lost for good, the index is emptied, `complete` becomes False, and the reader asks for the truth (see
-the publisher). Without an answer it goes on from there: the index then holds less than the publisher, never more
-than the events say. It is complete again when the publisher clears everything, or starts anew.
-
-`Follower` is the brain, without I/O; `EventReader` has the sockets.
-"""
+"""Reads a publisher's KV events from its sockets: the hands of the `Follower`, which knows what they mean."""
 
 from __future__ import annotations
 
-import hashlib
-from collections import OrderedDict
+from types import TracebackType
 
 import zmq
+from zmq.utils.monitor import recv_monitor_message
 
-from cache.event_publisher import END, TRUTH
-from cache.events import Batch, Cleared, TierIndex, decode_batch
+from cache.event_follower import Follower
+from cache.event_publisher import END
+from cache.events import TierIndex
 from contracts.clock import Clock
-from contracts.errors import WireError
 
-_RECENT = 4096
-"""Applied batches whose digests are remembered, to know a duplicate from another publisher's."""
-_HELD = 4096
-"""Live batches held back during a question; what overflows is asked for again."""
-_TRIES = 3
-"""Questions in a row that did not help, before the loss is accepted."""
 _READ = 4096
-"""Messages read in one `poll`, so that a fast publisher can't keep the reader there."""
+"""Messages of a socket read in one `poll`, so that a fast publisher can't keep the reader there."""
 
 
-class Follower:
-    """Live batches and answers in; the index and the next question out."""
+class EventReader:
+    """Subscribes to one publisher, and asks it. One thread; call `poll` often enough.
 
-    def __init__(self, can_ask: bool) -> None:
-        self.index = TierIndex()
-        self.complete = False
-        """Whether the index is all that the publisher holds, as of the last batch that arrived."""
-        self.question: bytes | None = None
-        """Asked, or to be asked now; None: nothing is open."""
-        self.lost = self.damaged = self.restarts = 0
-        self._can_ask = can_ask
-        self._last: tuple[int, bytes | None] | None = None
-        self._recent: OrderedDict[int, bytes] = OrderedDict()
-        self._held: OrderedDict[int, bytes] = OrderedDict()
-        self._tries = 0
-        self._answers = 0
+    `endpoint` and `replay_endpoint` are the publisher's (the second may be empty: then every loss is for good).
+    `answer_s`: how long an answer may take before the question is asked anew.
+    """
+
+    def __init__(
+        self, endpoint: str, clock: Clock, replay_endpoint: str = "", topic: str = "", answer_s: float = 5.0
+    ) -> None:
+        self._clock, self._answer_s, self._replay_endpoint = clock, answer_s, replay_endpoint
+        self._follower = Follower(can_ask=bool(replay_endpoint))
+        self.malformed = 0
+        """Messages that don't have the format's frames."""
+        self._context = zmq.Context()
+        self._sub = self._context.socket(zmq.SUB)
+        self._sub.subscribe(topic)
+        self._monitor = self._sub.get_monitor_socket(zmq.EVENT_DISCONNECTED)
+        self._sub.connect(endpoint)
+        self._dealer: zmq.Socket[bytes] | None = None
+        self._asked: bytes | None = None
+        self._deadline = 0.0
+        self._ask()
 
     @property
-    def next(self) -> int:
-        """The sequence number that would fit."""
-        return 0 if self._last is None else self._last[0] + 1
+    def index(self) -> TierIndex:
+        """What the publisher holds, as far as it is known here."""
+        return self._follower.index
 
-    def live(self, seq: int, payload: bytes) -> None:
-        """A batch from the subscription."""
-        if self.question is not None:
-            self._held[seq] = payload
-            if len(self._held) > _HELD:
-                self._held.popitem(last=False)
-        elif seq == self.next and self._apply(seq, payload):
-            self.complete = self.complete or seq == 0
-        elif self._recent.get(seq) != _digest(payload):
-            self._held[seq] = payload
-            self._ask()
+    @property
+    def complete(self) -> bool:
+        """Whether `index` is all that the publisher held when it sent the last batch that arrived here.
 
-    def disconnected(self) -> None:
-        """The publisher was away: whether it is the same is to be asked."""
-        if self.question is None:
-            self._ask()
+        False for long means that what is lost could not be had again: the index holds less than the publisher.
+        """
+        return self._follower.complete
 
-    def answer(self, seq: int, payload: bytes) -> None:
-        """A batch of the answer to `question`."""
-        first = self._answers == 0
-        self._answers += 1
-        if self.question == TRUTH:
-            self._adopt_truth(seq, payload, first)
-        elif first and self._last is not None and seq == self._last[0]:
-            if self._last[1] not in (None, _digest(payload)):
-                self._new_publisher()
-        elif seq == self.next and (self._last is None or not first):
-            if self._apply(seq, payload):
-                self._tries = 0
-                self.complete = self.complete or seq == 0
-            else:
-                self._lose(seq)
-        elif seq >= self.next:
-            self._lose(seq - 1)
-            if not self._apply(seq, payload):
-                self._lose(seq)
+    @property
+    def lost(self) -> int:
+        """How often batches were lost for good."""
+        return self._follower.lost
 
-    def answered(self) -> None:
-        """The end of the answer."""
-        answers, was_truth = self._answers, self.question == TRUTH
-        self.question, self._answers = None, 0
-        if was_truth:
-            self.complete = answers > 0 and not self.damaged_truth
-        elif not answers and self._last is not None:
-            self._new_publisher()
-        elif self._wants_truth:
-            self._wants_truth = False
-            self._pose(TRUTH)
-            return
-        self._catch_up()
+    @property
+    def damaged(self) -> int:
+        """Payloads that could not be read."""
+        return self._follower.damaged
 
-    def unanswered(self) -> None:
-        """The answer did not come in time."""
-        was_truth = self.question == TRUTH
-        self.question, self._answers = None, 0
-        if was_truth:
-            self._catch_up()
-        else:
-            self._ask()
+    @property
+    def restarts(self) -> int:
+        """How often another publisher was found in the place of the last one."""
+        return self._follower.restarts
 
-    _wants_truth = False
-    damaged_truth = False
+    def poll(self, timeout_s: float = 0.0) -> None:
+        """Read what has come, waiting up to `timeout_s` for the first of it; never longer."""
+        poller = zmq.Poller()
+        for socket in (self._sub, self._monitor, self._dealer):
+            if socket is not None:
+                poller.register(socket, zmq.POLLIN)
+        poller.poll(int(timeout_s * 1000))
+        # The breaks first: they put in doubt what came after them.
+        while self._monitor.poll(0):
+            recv_monitor_message(self._monitor)
+            self._follower.disconnected()
+        self._ask()
+        self._read_answers()
+        for _ in range(_READ):
+            if not self._sub.poll(0):
+                break
+            match self._sub.recv_multipart():
+                case [_, seq, payload] if len(seq) == 8:
+                    self._follower.live(int.from_bytes(seq, "big"), payload)
+                case _:
+                    self.malformed += 1
+        if self._asked is not None and self._clock.now() >= self._deadline:
+            self._hang_up()
+            self._follower.unanswered()
+        self._ask()
 
-    def _catch_up(self) -> None:
-        held, self._held = self._held, OrderedDict()
-        for seq, payload in sorted(held.items()):
-            self.live(seq, payload)
+    def close(self) -> None:
+        """Close the sockets. Idempotent."""
+        self._context.destroy(linger=0)
+
+    def __enter__(self) -> EventReader:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
+        self.close()
+
+    def _read_answers(self) -> None:
+        for _ in range(_READ):
+            if self._asked is None or self._dealer is None or not self._dealer.poll(0):
+                return
+            match self._dealer.recv_multipart():
+                case [b"", seq, _] if seq == END:
+                    self._asked = None
+                    self._follower.answered()
+                    self._ask()
+                case [b"", seq, payload] if len(seq) == 8:
+                    # Each part is a sign of life: a long answer has its deadline from the last of them.
+                    self._deadline = self._clock.now() + self._answer_s
+                    self._follower.answer(int.from_bytes(seq, "big"), payload)
+                case _:
+                    self.malformed += 1
 
     def _ask(self) -> None:
-        self._tries += 1
-        if self._can_ask and self._tries <= _TRIES:
-            self._pose((self._last[0] if self._last is not None else 0).to_bytes(8, "big"))
+        question = self._follower.question
+        if question is None or self._asked is not None:
             return
-        self._tries = 0
-        held, self._held = self._held, OrderedDict()
-        for seq, payload in sorted(held.items()):
-            if seq == 0:
-                self._new_publisher()
-            elif seq != self.next:
-                self._lose(seq - 1)
-            if self._apply(seq, payload):
-                self.complete = self.complete or seq == 0
-            else:
-                self._lose(seq)
-        self._wants_truth = False
+        if self._dealer is None:
+            self._dealer = self._context.socket(zmq.DEALER)
+            self._dealer.set(zmq.LINGER, 0)
+            self._dealer.connect(self._replay_endpoint)
+        self._asked, self._deadline = question, self._clock.now() + self._answer_s
+        self._dealer.send_multipart([b"", question], zmq.NOBLOCK)
 
-    def _pose(self, question: bytes) -> None:
-        self.question, self._answers = question, 0
-
-    def _apply(self, seq: int, payload: bytes) -> bool:
-        """Whether the batch could be read; if so it is applied and is now the last."""
-        batch = self._read(payload)
-        if batch is None:
-            return False
-        self.index.apply(batch.events)
-        self.complete = self.complete or Cleared() in batch.events
-        self._last = (seq, _digest(payload))
-        self._recent[seq] = _digest(payload)
-        if len(self._recent) > _RECENT:
-            self._recent.popitem(last=False)
-        return True
-
-    def _read(self, payload: bytes) -> Batch | None:
-        try:
-            return decode_batch(payload)
-        except WireError:
-            self.damaged += 1
-            return None
-
-    def _adopt_truth(self, seq: int, payload: bytes, first: bool) -> None:
-        if first:
-            self.index.clear()
-            self._recent.clear()
-            self._last, self.damaged_truth = ((seq - 1, None) if seq else None), False
-        batch = self._read(payload)
-        if batch is None:
-            self.damaged_truth = True
-        else:
-            self.index.apply(batch.events)
-
-    def _new_publisher(self) -> None:
-        self.restarts += 1
-        self.index.clear()
-        self.complete, self._last = False, None
-        self._recent.clear()
-
-    def _lose(self, through: int) -> None:
-        """All up to `through` is given up."""
-        self.lost += 1
-        self.index.clear()
-        self.complete, self._wants_truth, self._last = False, self._can_ask, (through, None)
-
-
-def _digest(payload: bytes) -> bytes:
-    return hashlib.blake2b(payload, digest_size=16).digest()
+    def _hang_up(self) -> None:
+        """A new socket for the next question, so that a late answer to the last one can't be taken for its own."""
+        assert self._dealer is not None
+        self._dealer.close(linger=0)
+        self._dealer, self._asked = None, None

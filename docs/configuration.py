@@ -37,8 +37,10 @@ def rows(cls: type, prefix: str) -> Iterator[str]:
             yield f"| `{prefix}.{field.name}.*` | as `{field.name}.*` | | overrides `{field.name}` for this role |"
             continue
         choices = typing.get_args(kind)
-        values = ", ".join(map(str, choices)) if choices else {int: "whole", float: "number", bool: "yes/no", str: "text"}[kind]
-        default = str(field.default).lower() if isinstance(field.default, bool) else field.default or "empty"
+        names = {int: "whole", float: "number", bool: "yes/no", str: "text"}
+        values = ", ".join(map(str, choices)) if choices else names[kind]
+        default = str(field.default).lower() if isinstance(field.default, bool) else field.default
+        default = "empty" if default == "" else default
         yield f"| `{prefix}.{field.name}` | {values} | `{default}` | {meanings.get(field.name, '')} |"
 
 
