@@ -56,7 +56,7 @@ class Follower:
         self._doubt = False
         """The connection broke: what fits may be another publisher's."""
         self._wants_truth = False
-        self._tries = 0
+        self._tries = 1 if can_ask else 0
         self._answers = 0
         self._again = False
         """The rest of this answer is another publisher's: ask it from 0."""
