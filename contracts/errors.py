@@ -75,3 +75,11 @@ class IllegalTransition(TwinpoolError):
 
 class StaleLease(TwinpoolError):
     """Raised when a page or slot is used after its lease has ended."""
+
+
+class PeerDead(TwinpoolError):
+    """Raised when a rank of the same seat is gone, or was silent for longer than the deadline; the group is closed."""
+
+
+class RanksDisagree(TwinpoolError):
+    """Raised when the ranks of a seat are in different rounds, or opened and closed other keys: a bug of ours."""
