@@ -141,7 +141,7 @@ class Ballot:
     def __init__(
         self, carrier: Carrier, clock: Clock, *, capacity: int = 256, ahead: int = 4, deadline_s: float = 30.0
     ) -> None:
-        assert capacity > 0 and ahead > 0 and deadline_s > 0
+        assert min(capacity, ahead, deadline_s) > 0
         self._carrier, self._clock = carrier, clock
         self._capacity, self._ahead, self._deadline_s = capacity, ahead, deadline_s
         self._free = list(range(capacity))
@@ -203,25 +203,32 @@ class Ballot:
         Raises `PeerDead` when a peer is gone or a round is past its deadline, `RanksDisagree` when the ranks are out
         of step; from then on every call raises it.
         """
-        self._alive()
-        self._collect()
+        self.poll()
         posted = self._posted - self._taken < self._ahead
         if posted:
             self._post()
             self._collect()
+        return Exchange(posted, self.completed)
+
+    def poll(self) -> int:
+        """Pick up what completed, between steps, as while waiting for a plan; returns `completed`.
+
+        Raises as `exchange` does: whoever waits for a plan calls this, so that a dead peer is noticed.
+        """
+        if self._dead is not None:
+            raise self._dead
+        self._collect()
         if self._open and self._clock.now() - self._open[0].since >= self._deadline_s:
             missing = f"round {self._open[0].number} has been open for {self._deadline_s} s"
             raise self._fail(PeerDead(f"{missing}: a rank of this seat no longer takes part"))
-        return Exchange(posted, self.completed)
+        return self.completed
 
     def take(self, through: int) -> tuple[Decision, ...] | None:
         """The decisions of all rounds up to `through` that were not taken before, in order; the same on all ranks.
 
         None: a round up to `through` is not complete here yet; nothing was taken. `through` is from the leader's plan.
         """
-        self._alive()
-        self._collect()
-        if through > self.completed:
+        if through > self.poll():
             return None
         decisions: list[Decision] = []
         while self._complete and self._complete[0][0].number <= through:
@@ -271,10 +278,6 @@ class Ballot:
     def _stamp(self, what: bytes, key: str) -> None:
         mark = self._fingerprint.to_bytes(8, "big") + what + b" " + key.encode()
         self._fingerprint = int.from_bytes(hashlib.blake2b(mark, digest_size=8).digest(), "big") >> 1
-
-    def _alive(self) -> None:
-        if self._dead is not None:
-            raise self._dead
 
     def _fail(self, error: PeerDead | RanksDisagree) -> PeerDead | RanksDisagree:
         self._dead = error

@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed.distributed_c10d import Store
 
 from contracts.errors import PeerDead
 
@@ -27,21 +28,22 @@ class GlooGroup:
     """
 
     def __init__(
-        self, store: dist.Store, rank: int, size: int, *, host: str = "127.0.0.1", deadline_s: float = 30.0
+        self, store: Store, rank: int, size: int, *, host: str = "127.0.0.1", deadline_s: float = 30.0
     ) -> None:
         assert 0 <= rank < size
         self._rank, self._size = rank, size
-        options: Any = dist.ProcessGroupGloo._Options()
-        options._devices = [dist.ProcessGroupGloo.create_device(hostname=host)]
+        gloo: Any = dist.ProcessGroupGloo
+        options = gloo._Options()
+        options._devices = [gloo.create_device(hostname=host)]
         options._timeout = timedelta(seconds=deadline_s)
         options._threads = 2
-        self._reduce = dist.AllreduceOptions()
+        self._reduce: Any = dist.AllreduceOptions()
         self._reduce.reduceOp = dist.ReduceOp.MIN
         # The tensors stay here until their round is polled: gloo's threads write into them.
         self._works: deque[tuple[torch.Tensor, Any]] = deque()
         store.set_timeout(timedelta(seconds=deadline_s))
         try:
-            self._group: Any = dist.ProcessGroupGloo(store, rank, size, options)
+            self._group: Any = gloo(store, rank, size, options)
         except RuntimeError as error:
             raise PeerDead(f"rank {rank} of {size} did not meet the others: {_first_line(error)}") from None
 
@@ -73,7 +75,8 @@ class GlooGroup:
             work.wait()
         except RuntimeError as error:
             raise PeerDead(f"a rank of this seat is gone: {_first_line(error)}") from None
-        return tensor.tolist()  # type: ignore[no-any-return]
+        result: list[int] = tensor.tolist()
+        return result
 
     def close(self) -> None:
         """The connections close as soon as gloo's threads are out of their rounds, at the latest at the deadline."""
