@@ -25,13 +25,14 @@ the others, and if all say so, that is the decision: `nothing_to_do`, distinct f
 **All pools, then the rank (C1).** `Findings` collects what the pools of one rank found, and has no value before all
 of them have.
 
-**A rank runs ahead by at most `ahead` rounds** (posted and not yet taken); then `exchange` posts nothing, says so,
-and is called again. Four let a seat step without stalls: one round in flight, one complete at the leader, one settled
-by the plan that is on its way, one spare.
+**A rank runs ahead of the slowest by at most `ahead` rounds** (posted and not complete); then `exchange` posts
+nothing, says so, and is called again before the rank goes on to the next plan. Rounds that are complete but not yet
+settled by a plan don't count: the plan that settles them may be the very one that waits to post.
 
 **A watchdog.** A round that is not complete `deadline_s` after it was posted ends the group with `PeerDead`, on this
-rank and, as the group is closed, on all others. The worker then fails as a whole. An idle seat exchanges too: the
-deadline runs only while a round is open, so ranks that all pause are fine, but no rank may pause alone.
+rank and, as the group is closed, on all others. The worker then fails as a whole. A rank that waits for a plan says so
+(`poll(waiting=True)`), and the leader's silence ends the group the same way: the leader of an idle seat sends an empty
+plan now and then. Ranks that all pause are fine; no rank may pause alone.
 
 The vector starts with the round's number and a fingerprint of all opens and closes so far, each also negated: MIN then
 gives smallest and largest, and ranks out of step are found in the very round (`RanksDisagree`).
@@ -134,7 +135,7 @@ class _Round:
 class Ballot:
     """One rank's side of the agreement. One thread.
 
-    `capacity`: keys open at once, the same on all ranks. `ahead`: rounds posted and not yet taken. `deadline_s`: how
+    `capacity`: keys open at once, the same on all ranks. `ahead`: rounds posted and not complete. `deadline_s`: how
     long a posted round may stay open.
     """
 
@@ -148,7 +149,8 @@ class Ballot:
         self._slots: dict[int, _Key] = {}
         self._slot_of: dict[str, int] = {}
         self._fingerprint = 0
-        self._posted = self._taken = 0
+        self._posted = 0
+        self._since = clock.now()
         self._open: deque[_Round] = deque()
         self._complete: deque[tuple[_Round, list[int]]] = deque()
         self._dead: PeerDead | RanksDisagree | None = None
@@ -204,16 +206,17 @@ class Ballot:
         of step; from then on every call raises it.
         """
         self.poll()
-        posted = self._posted - self._taken < self._ahead
+        posted = len(self._open) < self._ahead
         if posted:
             self._post()
             self._collect()
         return Exchange(posted, self.completed)
 
-    def poll(self) -> int:
-        """Pick up what completed, between steps, as while waiting for a plan; returns `completed`.
+    def poll(self, waiting: bool = False) -> int:
+        """Pick up what completed, between steps; returns `completed`.
 
-        Raises as `exchange` does: whoever waits for a plan calls this, so that a dead peer is noticed.
+        `waiting`: this rank is ready for a plan and has none. Then the leader's silence counts as well: `deadline_s`
+        after this rank's last round it is taken for dead. Raises as `exchange` does.
         """
         if self._dead is not None:
             raise self._dead
@@ -221,6 +224,8 @@ class Ballot:
         if self._open and self._clock.now() - self._open[0].since >= self._deadline_s:
             missing = f"round {self._open[0].number} has been open for {self._deadline_s} s"
             raise self._fail(PeerDead(f"{missing}: a rank of this seat no longer takes part"))
+        if waiting and self._clock.now() - self._since >= self._deadline_s:
+            raise self._fail(PeerDead(f"no plan for {self._deadline_s} s since round {self._posted}"))
         return self.completed
 
     def take(self, through: int) -> tuple[Decision, ...] | None:
@@ -233,7 +238,6 @@ class Ballot:
         decisions: list[Decision] = []
         while self._complete and self._complete[0][0].number <= through:
             settled, result = self._complete.popleft()
-            self._taken = settled.number
             decisions += self._decide(settled, result)
         return tuple(decisions)
 
@@ -250,11 +254,11 @@ class Ballot:
             self._carrier.post(vector)
         except PeerDead as error:
             raise self._fail(error) from None
-        self._posted = number
-        self._open.append(_Round(number, dict(self._slots), self._clock.now()))
+        self._posted, self._since = number, self._clock.now()
+        self._open.append(_Round(number, dict(self._slots), self._since))
 
     def _collect(self) -> None:
-        while self._open:
+        while True:
             try:
                 result = self._carrier.poll()
             except PeerDead as error:

@@ -37,8 +37,9 @@ class GlooGroup:
         options._devices = [gloo.create_device(hostname=host)]
         options._timeout = timedelta(seconds=deadline_s)
         options._threads = 2
-        self._reduce: Any = dist.AllreduceOptions()
-        self._reduce.reduceOp = dist.ReduceOp.MIN
+        reduce: Any = dist.AllreduceOptions()
+        reduce.reduceOp = dist.ReduceOp.MIN
+        self._reduce = reduce
         # The tensors stay here until their round is polled: gloo's threads write into them.
         self._works: deque[tuple[torch.Tensor, Any]] = deque()
         store.set_timeout(timedelta(seconds=deadline_s))
