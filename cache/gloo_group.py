@@ -1,8 +1,10 @@
 """Consensus over processes: a gloo group of its own, beside whatever groups the computation uses.
 
 Each round is one asynchronous all-reduce (MIN), run by gloo's own threads and polled. A rank that dies breaks its TCP
-connections, and gloo ends the open rounds of all ranks with an error at once; a rank that is merely silent is the
-watchdog's business (see the `Ballot`), and gloo's own timeout is set to the same length, so that its threads end too.
+connections, and its neighbours in gloo's ring get an error at once. The worker of a rank that got `PeerDead` fails as a
+whole; as its process ends, the next ranks learn of it the same way. A rank that is merely silent, or a process that
+stays after the error, is the watchdog's business (see the `Ballot`); gloo's own timeout is set to the same length, so
+that its threads end too.
 """
 
 from __future__ import annotations
@@ -80,13 +82,12 @@ class GlooGroup:
         return result
 
     def close(self) -> None:
-        """The connections close as soon as gloo's threads are out of their rounds, at the latest at the deadline."""
+        """Other ranks' open rounds end when this process does, or at the deadline: gloo keeps connections until then."""
         group, works = self._group, list(self._works)
         self._group = None
         self._works.clear()
         if group is None:
             return
-
         # Dropping the last reference joins gloo's threads, which may take until the deadline: not on our thread.
         held = [group, works]
         del group, works

@@ -1,6 +1,7 @@
 """A rank of a seat as a process of its own: `gloo_rank.py STORE RANK SIZE`; told what to do and tells it, by lines."""
 
 import json
+import os
 import sys
 import threading
 import time
@@ -56,7 +57,9 @@ def main(path: str, rank: int, size: int) -> None:
                         pause.wait(0.001)
                 except PeerDead as error:
                     tell(dead=str(error), after_s=time.monotonic() - began)
+                # As a worker does that lost a rank: it ends, which its own peers notice.
                 ballot.leave()
+                os._exit(0)
             case ["end"]:
                 ballot.leave()
                 return
