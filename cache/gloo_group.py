@@ -82,7 +82,7 @@ class GlooGroup:
         return result
 
     def close(self) -> None:
-        """Other ranks' open rounds end when this process does, or at the deadline: gloo keeps connections until then."""
+        """Other ranks' open rounds end as this process does, or at the deadline: gloo keeps connections until then."""
         group, works = self._group, list(self._works)
         self._group = None
         self._works.clear()
