@@ -34,8 +34,8 @@ def main(path: str, rank: int, size: int) -> None:
             case ["agree", key, value]:
                 ballot.open(key)
                 ballot.propose(key, int(value))
-                assert ballot.exchange().posted
                 number = ballot.completed + 1
+                assert ballot.exchange().posted
                 while (decisions := ballot.take(number)) is None:
                     pause.wait(0.001)
                 tell(decisions=[[d.key, d.value, d.round] for d in decisions])
