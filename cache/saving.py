@@ -52,6 +52,11 @@ class Saver:
     def busy(self) -> bool:
         return bool(self._saves or self._writes)
 
+    @property
+    def locks(self) -> int:
+        """Locks in the tree that it holds."""
+        return 2 * len(self._saves) + len(self._writes)
+
     def leased(self, component: str) -> int:
         """Host pages (or slots) of copies under way."""
         return sum(len(s.leases[component]) for s in self._saves if component in s.leases)

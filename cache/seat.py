@@ -512,6 +512,9 @@ class Seat:
             )
         for claim in self._claims.values():
             found += self._check_claim(claim)
+        locks = len(self._claims) + sum(part.locks for part in (self.saver, self.loader) if part is not None)
+        if locks != self.tree.locks:
+            found.append(f"tree: {self.tree.locks} locks, claims and moves hold {locks}")
         if self.host is None:
             return found
         assert self.saver is not None
@@ -536,6 +539,8 @@ class Seat:
             if [e for _, e in used] != list(self.pools.allocators[pool].epochs_of([i for i, _ in used])):
                 found.append(f"{claim.owner}: its {pool} table has old epochs")
             for run in claim.runs[pool]:
+                if not run.lease.live:
+                    found.append(f"{claim.owner}: its lease has ended")
                 if table[run.first : run.end] != list(run.lease.indices):
                     found.append(f"{claim.owner}: its {pool} table differs from what it leased")
         return found
