@@ -17,6 +17,7 @@ from cache.storage import ObjectName
 from cache.storage.memory import MemoryBackend
 from cache.storage.seal import seal
 
+_MAGIC = b"twinpage"
 _MOVERS = ("load", "save", "store", "above a save")
 
 
@@ -58,9 +59,10 @@ def damage_host(seat: Seat, rng: random.Random) -> bool:
 def damage_storage(backend: MemoryBackend, rng: random.Random) -> str:
     """Do something to stored objects that a disk or a stranger might do; returns what, or nothing."""
     objects = backend.store.objects
-    if not objects:
+    whole = [key for key, stored in objects.items() if _MAGIC in stored]
+    if not whole:
         return ""
-    key = rng.choice(list(objects))
+    key = rng.choice(whole)
     how = rng.choice(["flipped", "cut", "swapped", "lost", "sealed again"])
     if how == "lost":
         backend.store.pop(key)
@@ -78,7 +80,7 @@ def damage_storage(backend: MemoryBackend, rng: random.Random) -> str:
 
 
 def _flipped(stored: bytes, rng: random.Random, *, again: bool) -> bytes:
-    at = stored.rindex(b"twinpage")
+    at = stored.rindex(_MAGIC)
     payload = bytearray(stored[:at])
     payload[rng.randrange(at)] ^= 1 + rng.randrange(255)
     if not again:
