@@ -10,7 +10,9 @@ all or nothing, of a state the snapshot at the end. What has come in part become
 components accept. Nothing found is a state of its own: it ends at once and nobody waits for it.
 
 Storage threads write into host memory that the prefetch holds: it gives nothing back before their ticket is done.
-With several ranks, lengths become decisions by agreement (MIN), never by local view.
+With several ranks, lengths become decisions by agreement (MIN), never by local view. The least of all lengths need not
+be one that every rank can compute from (a window lacks the pages before it, say); so ranks say their longest up to it
+again, until what is agreed is what was agreed before.
 """
 
 from __future__ import annotations
@@ -63,10 +65,11 @@ class Prefetch:
     stage: Stage = Stage.PROBING
     probe: Ticket[list[bool]] | None = None
     probed: list[tuple[str, int]] = field(default_factory=list)
+    limit: int = 0
+    """The length last agreed on; in the end one that every rank accepts."""
+    votes: int = 0
     target: int = 0
     """The length that it reads up to."""
-    ready: int = 0
-    """The length that this rank has, once reading has ended."""
     batches: list[_Batch] = field(default_factory=list)
     arrived: dict[str, dict[int, tuple[Lease, int]]] = field(default_factory=dict)
     """By component and page number: the page, and its digest."""
@@ -116,7 +119,7 @@ class Prefetcher:
         if held == len(prefix):
             return None
         self._number += 1
-        prefetch = Prefetch(self._number, prefix, self._now(), held)
+        prefetch = Prefetch(self._number, prefix, self._now(), held, limit=len(prefix))
         for component in self._tree.components:
             first = held
             if isinstance(component, Window):
@@ -176,14 +179,25 @@ class Prefetcher:
         for (component, page), found in zip(prefetch.probed, prefetch.probe.result(), strict=True):
             if found:
                 there.setdefault(component, set()).add(page)
-        length = prefetch.held if prefetch.stopped else self._longest(prefetch, there, len(prefetch.prefix))
-        agreed = self._agree(f"hit {prefetch.number}", length)
+        agreed = self._common(prefetch, "hit", {} if prefetch.stopped else there)
         if agreed is None:
             return
         prefetch.target = agreed
         prefetch.stage = Stage.READING
         if agreed > prefetch.held:
             self._read(prefetch, there)
+
+    def _common(self, prefetch: Prefetch, what: str, there: Mapping[str, set[int]]) -> int | None:
+        """The longest length that all ranks accept, each with what is `there`; None while they don't know it yet."""
+        while True:
+            mine = self._longest(prefetch, there, prefetch.limit)
+            agreed = self._agree(f"{what} {prefetch.number} {prefetch.votes}", mine)
+            if agreed is None:
+                return None
+            prefetch.votes += 1
+            if agreed == prefetch.limit:
+                return agreed
+            prefetch.limit = agreed
 
     def _longest(self, prefetch: Prefetch, there: Mapping[str, set[int]], limit: int) -> int:
         """The longest prefix up to `limit` that every component accepts, with what is `there` beyond the tree."""
@@ -226,8 +240,6 @@ class Prefetcher:
                 self._sort(prefetch, batch)
         if prefetch.batches:
             return
-        there = {name: set(pages) for name, pages in prefetch.arrived.items()}
-        prefetch.ready = self._longest(prefetch, there, prefetch.target)
         prefetch.stage = Stage.ENDING
 
     def _sort(self, prefetch: Prefetch, batch: _Batch) -> None:
@@ -255,7 +267,7 @@ class Prefetcher:
         return self._digester.digest(self._host.region, component, indices, firsts, ends)
 
     def _end(self, prefetch: Prefetch) -> None:
-        agreed = self._agree(f"done {prefetch.number}", prefetch.ready)
+        agreed = self._common(prefetch, "done", {name: set(pages) for name, pages in prefetch.arrived.items()})
         if agreed is None:
             return
         if agreed > prefetch.held:
@@ -267,7 +279,7 @@ class Prefetcher:
         prefetch.stage = Stage.OVER
         self._active.remove(prefetch)
         self.counters["pages_prefetched"] += prefetch.gained
-        self.counters["prefetch_pages_dropped"] += agreed - prefetch.held - prefetch.gained
+        self.counters["prefetch_pages_dropped"] += max(0, agreed - prefetch.held - prefetch.gained)
 
     def _insert(self, prefetch: Prefetch, length: int) -> int:
         """Give the tree what is needed of pages up to `length`; returns by how many pages its anchor moved on."""

@@ -2,7 +2,7 @@
 
 A copy locks what it reads and becomes the node's part on the host once it is complete, not before. What is on the
 host goes on to storage, page by page as it lies there; a write locks its pages too. Short of room, a copy is left
-out and counted: nothing depends on it.
+out and counted, and one that fails is given up: nothing depends on it.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from cache.device import DEVICE, HOST, Completion, Device, Op, Stream, spans
+from cache.device import DEVICE, HOST, Completion, Device, Op, Stream, attempt, failure, spans
 from cache.leases import Lease
 from cache.moves import Move, copy_state
 from cache.nodes import Lock, Node, Part, Tier
@@ -46,7 +46,8 @@ class Saver:
         self._storage, self._fingerprint = storage, fingerprint
         self._saves: list[_Save] = []
         self._writes: list[_Write] = []
-        self.counters = {"pages_saved": 0.0, "saves_left_out": 0.0, "pages_stored": 0.0, "stores_failed": 0.0}
+        self.counters = {"pages_saved": 0.0, "saves_left_out": 0.0, "saves_failed": 0.0}
+        self.counters |= {"pages_stored": 0.0, "stores_failed": 0.0}
 
     @property
     def busy(self) -> bool:
@@ -104,7 +105,7 @@ class Saver:
         op = Op("save", Stream.SAVE, spans(DEVICE, sources), spans(HOST, targets))
         ours, theirs = self._pools, self._host
         run = lambda: copy_state(move, ours.region, ours.layout, theirs.region, theirs.layout)  # noqa: E731
-        self._saves.append(_Save(self._device.submit(op, run), lock, above, leases))
+        self._saves.append(_Save(attempt(self._device, op, run), lock, above, leases))
         self.poll()
         return True
 
@@ -124,7 +125,12 @@ class Saver:
         """Take in what is complete."""
         # In order: a parent's copy was begun before its child's, and comes to the host before it.
         while self._saves and self._saves[0].completion.done:
-            self._finish(self._saves.pop(0))
+            save = self._saves.pop(0)
+            if failure(save.completion) is None:
+                self._finish(save)
+            else:
+                self.counters["saves_failed"] += 1
+            self._let_go(save.lock, save.above, save.leases)
         for write in [w for w in self._writes if w.ticket.done]:
             self._writes.remove(write)
             results = write.ticket.result()
@@ -152,7 +158,6 @@ class Saver:
                 lease.release()
         if self._storage is not None and arrived:
             self._store(self._storage, arrived)
-        self._let_go(save.lock, save.above, save.leases)
 
     def _wanted(self, part: Part) -> bool:
         """Whether the host has a place for it still: things may have changed since the copy began."""

@@ -23,7 +23,7 @@ from collections.abc import Callable, Mapping, Sequence
 from itertools import pairwise
 
 from cache.claim import NO_PAGE, Cached, Claim, Run, Snapshot
-from cache.device import DEVICE, Completion, Device, Op, Span, Stream
+from cache.device import DEVICE, Completion, Device, Op, Span, Stream, attempt, failure
 from cache.due import due, missing
 from cache.eviction import POLICIES
 from cache.launched import Launched
@@ -276,7 +276,7 @@ class Seat:
         snapshots = [p for p in claim.lock.of(pool) if p.tier is Tier.DEVICE]
         if not snapshots:
             op = Op("zero slot", Stream.COMPUTE, writes=(Span(DEVICE, pool, (slot,)),))
-            claim.started.append(self._device.submit(op, lambda: self.pools.zero({pool: (slot,)})))
+            claim.started.append(attempt(self._device, op, lambda: self.pools.zero({pool: (slot,)})))
             return
         after = self.loader.completions(claim.lock) if self.loader is not None else []
         claim.started.append(self._copy_slot(pool, snapshots[0].lease.indices[0], slot, after))
@@ -285,7 +285,7 @@ class Seat:
         """On the stream of the forward passes: whatever touches a slot does so in their order."""
         op = Op("copy slot", Stream.COMPUTE, (Span(DEVICE, pool, (source,)),), (Span(DEVICE, pool, (target,)),))
         move, region, layout = Move((Part(pool, (source,), (target,)),)), self.pools.region, self.pools.layout
-        return self._device.submit(op, lambda: copy_state(move, region, layout, region, layout), after)
+        return attempt(self._device, op, lambda: copy_state(move, region, layout, region, layout), after)
 
     # ------------------------------------------------------------ progress
 
@@ -298,16 +298,17 @@ class Seat:
         if self.prefetcher is not None:
             self.prefetcher.poll()
         self._launched.sweep()
-        betrayed = []
-        for lock in self.loader.poll() if self.loader is not None else ():
-            claim = self._claims.get(lock)
-            if claim is not None and not claim.betrayed:
-                claim.betrayed = True
-                betrayed.append(claim)
+        betrayed = [c for c in self._claims.values() if not c.betrayed and _failed(c.started)]
+        relied = [self._claims.get(lock) for lock in (self.loader.poll() if self.loader is not None else ())]
+        betrayed += [c for c in dict.fromkeys(relied) if c is not None and not c.betrayed and c not in betrayed]
+        for claim in betrayed:
+            claim.betrayed = True
         return betrayed
 
     def settled(self, claim: Claim) -> bool:
         """Whether everything that was loaded for it has come and is what it should be: its steps may be committed."""
+        if not all(c.done for c in claim.started) or _failed(claim.started):
+            return False
         return not claim.betrayed and (self.loader is None or not self.loader.under_way(claim.lock))
 
     def completions(self, claim: Claim) -> list[Completion]:
@@ -391,8 +392,9 @@ class Seat:
         return offers
 
     def _snapshot_offers(self, claim: Claim, pool: str, sealed: int) -> list[Offer]:
-        """Snapshots that are there: those under way wait for the next time."""
+        """Snapshots that are there: those under way wait for the next time, those that failed are nothing."""
         there = [s for s in claim.snapshots.get(pool, ()) if s.completion.done and s.depth <= sealed]
+        there = [s for s in there if failure(s.completion) is None]
         ends = [s.depth * self.spec.page_tokens for s in there]
         slots = [s.lease.indices[0] for s in there]
         self._device.touch("seal slots", reads=[Span(DEVICE, pool, slots)])
@@ -569,6 +571,10 @@ class Seat:
         if self.prefetcher is not None:
             self.prefetcher.close()
         self._launched.settle()
+
+
+def _failed(operations: Sequence[Completion]) -> bool:
+    return any(failure(op) is not None for op in operations if op.done)
 
 
 def _regroup(run: Run, table: Sequence[int]) -> list[Run]:
