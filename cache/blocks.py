@@ -1,0 +1,125 @@
+"""What a copy between two layouts of one spec consists of, with as few pieces as the layouts allow.
+
+A buffer of a pool is `layers` entries a page. Most often the buffers of a pool follow each other so evenly, on both
+sides, that a page of several buffers can be copied as one block of equal rows; a page-first page, to another page-first
+region, is one row. Fewer pieces are fewer calls on a CPU and fewer launches on a GPU.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from cache.registry import BufferLayout, PoolSetLayout, word_dtype
+
+
+@dataclass(frozen=True, slots=True)
+class Side:
+    """Where the rows of a block lie in one region, in bytes."""
+
+    base: int
+    row_stride: int
+    index_stride: int
+
+    def stack(self, region: torch.Tensor, rows: int, count: int, width: int, word: torch.dtype) -> torch.Tensor:
+        """All of it as integers, [rows, count, words], sharing memory with the uint8 `region`."""
+        size = word.itemsize
+        flat = region[self.base :]
+        flat = flat[: len(flat) // size * size].view(word)
+        strides = (self.row_stride // size, self.index_stride // size, 1)
+        return flat.as_strided((rows, count, width // size), strides, flat.storage_offset())
+
+
+@dataclass(frozen=True, slots=True)
+class Block:
+    """`rows` runs of `width` bytes a page, at even distances on both sides."""
+
+    rows: int
+    width: int
+    source: Side
+    target: Side
+
+    @property
+    def page_bytes(self) -> int:
+        return self.rows * self.width
+
+    @property
+    def word(self) -> torch.dtype:
+        """The widest integers that every run is made of and starts on a multiple of, on both sides."""
+        a, b = self.source, self.target
+        return word_dtype(
+            self.width, a.base, a.row_stride, a.index_stride, b.base, b.row_stride, b.index_stride
+        )  # fmt: skip
+
+    def joined(self, following: Block) -> Block | None:
+        """Both as one block, where they are evenly spaced."""
+        if (self.source.index_stride, self.target.index_stride) != (
+            following.source.index_stride,
+            following.target.index_stride,
+        ):
+            return None
+        sides = ((self.source, following.source), (self.target, following.target))
+        if self.rows == following.rows == 1 and all(b.base == a.base + self.width for a, b in sides):
+            return Block(1, self.width + following.width, self.source, self.target)
+        if self.width != following.width:
+            return None
+        strides = []
+        for mine, its in sides:
+            known = {side.row_stride for side, rows in ((mine, self.rows), (its, following.rows)) if rows > 1}
+            stride = its.base - (mine.base + (self.rows - 1) * mine.row_stride)
+            if known - {stride} or stride <= 0:
+                return None
+            strides.append(stride)
+        source, target = (
+            Side(mine.base, stride, mine.index_stride) for (mine, _), stride in zip(sides, strides, strict=True)
+        )
+        return Block(self.rows + following.rows, self.width, source, target)
+
+    def flattened(self) -> Block:
+        """Rows that follow each other without gaps, on both sides, are one row."""
+        if self.rows > 1 and self.source.row_stride == self.target.row_stride == self.width:
+            return Block(1, self.rows * self.width, self.source, self.target)
+        return self
+
+
+def blocks(
+    sources: Sequence[BufferLayout], targets: Sequence[BufferLayout], layers: range | None = None
+) -> list[Block]:
+    """The blocks of a copy of a pool's buffers from one layout to another; with `layers`, of those layers only."""
+    out: list[Block] = []
+    for source, target in zip(sources, targets, strict=True):
+        first, rows = 0, source.spec.layers
+        if layers is not None:
+            first = min(layers.start, rows)
+            rows = max(0, min(layers.stop, rows) - first)
+        if not rows:
+            continue
+        sides = (Side(b.offset(first, 0), b.layer_stride, b.index_stride) for b in (source, target))
+        block = Block(rows, source.entry_bytes, *sides).flattened()
+        joined = out[-1].joined(block) if out else None
+        if joined is None:
+            out.append(block)
+        else:
+            out[-1] = joined.flattened()
+    return out
+
+
+def packing(layout: PoolSetLayout, pool: str) -> tuple[BufferLayout, ...]:
+    """The canonical layout of a pool: page after page, each with its buffers and their layers in order."""
+    unit, base, out = layout.spec.unit_bytes(pool), 0, []
+    for buffer in layout.buffers[pool]:
+        out.append(BufferLayout(buffer.spec, base, buffer.entry_bytes, unit, buffer.entry_bytes))
+        base += buffer.spec.layers * buffer.entry_bytes
+    return tuple(out)
+
+
+def runs(sources: Sequence[int], targets: Sequence[int]) -> list[tuple[int, int]]:
+    """Half-open ranges of positions in which both sides count upwards by one."""
+    if not len(sources):
+        return []
+    a, b = np.asarray(sources), np.asarray(targets)
+    cuts = (np.flatnonzero((np.diff(a) != 1) | (np.diff(b) != 1)) + 1).tolist()
+    return list(zip([0, *cuts], [*cuts, len(a)], strict=True))
