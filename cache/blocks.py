@@ -11,9 +11,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
 from cache.registry import BufferLayout, PoolSetLayout, word_dtype
+
+IntArray = npt.NDArray[np.int64]
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,10 +119,27 @@ def packing(layout: PoolSetLayout, pool: str) -> tuple[BufferLayout, ...]:
     return tuple(out)
 
 
-def runs(sources: Sequence[int], targets: Sequence[int]) -> list[tuple[int, int]]:
-    """Half-open ranges of positions in which both sides count upwards by one."""
-    if not len(sources):
-        return []
-    a, b = np.asarray(sources), np.asarray(targets)
-    cuts = (np.flatnonzero((np.diff(a) != 1) | (np.diff(b) != 1)) + 1).tolist()
-    return list(zip([0, *cuts], [*cuts, len(a)], strict=True))
+@dataclass(frozen=True, slots=True)
+class Runs:
+    """How a list of pages (or of pairs of pages) falls apart."""
+
+    long: list[tuple[int, int]]
+    """Half-open ranges of positions in which the pages count upwards by one."""
+    rest: IntArray
+    """The other positions."""
+
+
+def runs(*lists: Sequence[int], at_least: int) -> Runs:
+    """Runs of `at_least` pages in which all `lists`, which have equal lengths, count upwards by one."""
+    count = len(lists[0])
+    if count < at_least:
+        return Runs([], np.arange(count))
+    broken = np.zeros(count + 1, dtype=bool)
+    broken[0] = broken[count] = True
+    for pages in lists:
+        broken[1:count] |= np.diff(np.asarray(pages)) != 1
+    cuts = np.flatnonzero(broken)
+    lengths = np.diff(cuts)
+    is_long = lengths >= at_least
+    rest = np.flatnonzero(~np.repeat(is_long, lengths))
+    return Runs(list(zip(cuts[:-1][is_long].tolist(), cuts[1:][is_long].tolist(), strict=True)), rest)

@@ -22,7 +22,7 @@ import torch
 from cache.blocks import Block, runs
 
 _RUN_PAGES = 4
-"""Shorter runs aren't worth torch's overhead."""
+"""Shorter runs aren't worth torch's overhead: their pages count as single."""
 _SINGLE_BYTES = 4096
 """Pages with smaller rows are copied together."""
 _FEW = 8
@@ -70,23 +70,19 @@ def copy_indexed(
 def _copy_on_cpu(
     block: Block, from_rpw: torch.Tensor, sources: Sequence[int], to_rpw: torch.Tensor, targets: Sequence[int]
 ) -> None:
-    source, target = from_rpw.numpy(), to_rpw.numpy()
-    scattered: list[int] = []
-    for start, stop in runs(sources, targets):
-        a, b = sources[start], targets[start]
-        if stop - start >= _RUN_PAGES:
-            to_rpw[:, b : b + stop - start].copy_(from_rpw[:, a : a + stop - start])
-        elif block.width >= _SINGLE_BYTES:
-            for page in range(stop - start):
-                target[:, b + page] = source[:, a + page]
-        else:
-            scattered.extend(range(start, stop))
-    if len(scattered) <= _FEW:
-        for at in scattered:
-            target[:, targets[at]] = source[:, sources[at]]
+    found = runs(sources, targets, at_least=_RUN_PAGES)
+    for start, stop in found.long:
+        a, b, pages = sources[start], targets[start], stop - start
+        to_rpw[:, b : b + pages].copy_(from_rpw[:, a : a + pages])
+    if not len(found.rest):
         return
-    whole = np.asarray(scattered)
-    _copy_small(source, np.asarray(sources)[whole], target, np.asarray(targets)[whole])
+    source, target = from_rpw.numpy(), to_rpw.numpy()
+    from_p, to_p = np.asarray(sources)[found.rest], np.asarray(targets)[found.rest]
+    if block.width < _SINGLE_BYTES and len(from_p) > _FEW:
+        _copy_small(source, from_p, target, to_p)
+        return
+    for a, b in zip(from_p.tolist(), to_p.tolist(), strict=True):
+        target[:, b] = source[:, a]
 
 
 def _copy_small(source: Any, sources: Any, target: Any, targets: Any) -> None:

@@ -16,13 +16,12 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from itertools import groupby
 from typing import Any
 
 import numpy as np
 import torch
 
-from cache.blocks import runs
+from cache.blocks import IntArray, runs
 from cache.registry import BufferLayout, Index, PoolSetLayout, word_dtype
 
 _GOLDEN = np.uint64(0x9E3779B97F4A7C15)
@@ -93,31 +92,33 @@ class Digester:
             total = by_token if token else by_entry[:, None]
             word = _word(buffer)
             stack_lpw = buffer.stack(region, self._layout.counts[pool], min(word, buffer.word, key=_size))
-            for start, stop, words in _portions(stack_lpw, indices):
-                if words.is_cuda:
-                    total[start:stop] += sum_by_torch(words, word, coefficients_lw, total.shape[1])
-                else:
-                    total[start:stop] += sum_by_numpy(words, word, coefficients_lw, total.shape[1])
+            for at, words_lpw in _portions(stack_lpw, indices):
+                sums = sum_by_torch if words_lpw.is_cuda else sum_by_numpy
+                total[at] += sums(words_lpw, word, coefficients_lw, total.shape[1])
         return by_token, by_entry
 
 
-def _portions(stack_lpw: torch.Tensor, indices: Sequence[int]) -> Iterator[tuple[int, int, torch.Tensor]]:
-    """Ranges of `indices` with their pages: in place where they follow each other or are large, else copied together."""
+def _portions(stack_lpw: torch.Tensor, indices: Sequence[int]) -> Iterator[tuple[slice | IntArray, torch.Tensor]]:
+    """Positions in `indices` with their pages [layers, pages, words]: in place where they follow each other or are
+    large, else copied together."""
+    found = runs(indices, at_least=_RUN_PAGES)
+    for start, stop in found.long:
+        yield slice(start, stop), stack_lpw[:, indices[start] : indices[start] + stop - start]
     page_bytes = stack_lpw.shape[0] * stack_lpw.shape[2] * stack_lpw.element_size()
-    in_place = 1 if not stack_lpw.is_cuda and page_bytes >= _LARGE_PAGE_BYTES else _RUN_PAGES
-    for alone, group in groupby(runs(indices, indices), lambda run: run[1] - run[0] < in_place):
-        spans = list(group)
-        if not alone:
-            yield from ((a, b, stack_lpw[:, indices[a] : indices[a] + b - a]) for a, b in spans)
-            continue
-        step = max(1, _TEMPORARY_BYTES // page_bytes)
-        for at in range(spans[0][0], spans[-1][1], step):
-            stop = min(at + step, spans[-1][1])
-            if stack_lpw.is_cuda:
-                chosen = torch.tensor(indices[at:stop], device=stack_lpw.device)
-                yield at, stop, torch.stack([layer.index_select(0, chosen) for layer in stack_lpw])
-            else:
-                yield at, stop, torch.from_numpy(stack_lpw.numpy()[:, np.asarray(indices[at:stop])])
+    chosen = np.asarray(indices)[found.rest]
+    if page_bytes >= _LARGE_PAGE_BYTES:
+        for at, page in zip(found.rest.tolist(), chosen.tolist(), strict=True):
+            yield slice(at, at + 1), stack_lpw[:, page : page + 1]
+        return
+    step = _TEMPORARY_BYTES // page_bytes + 1
+    for first in range(0, len(chosen), step):
+        pages = chosen[first : first + step]
+        if stack_lpw.is_cuda:
+            on_device = torch.from_numpy(pages).to(stack_lpw.device)
+            words = torch.stack([words_pw.index_select(0, on_device) for words_pw in stack_lpw])
+        else:
+            words = torch.from_numpy(stack_lpw.numpy()[:, pages])
+        yield found.rest[first : first + step], words
 
 
 def sum_by_numpy(words_lpw: torch.Tensor, word: torch.dtype, coefficients_lw: torch.Tensor, tokens: int) -> Array:
