@@ -24,6 +24,7 @@ import numpy as np
 
 from cache.leases import Lease
 from cache.tags import ContentTag
+from contracts.ids import Epoch
 
 PageKey = bytes
 """The tokens of one page, 4 bytes each."""
@@ -107,6 +108,8 @@ class Match:
     token: int
     pages: tuple[int, ...]
     tags: tuple[ContentTag, ...]
+    epochs: tuple[Epoch, ...]
+    """Of `pages`, as the tree leased them."""
 
 
 class PrefixTree:
@@ -140,7 +143,8 @@ class PrefixTree:
         values = [n.values["full"] for n in path]
         pages = tuple(p for v in values if isinstance(v, FullValue) for p in v.lease.indices)
         tags = tuple(t for v in values if isinstance(v, FullValue) for t in v.tags)
-        return Match(token, pages, tags)
+        epochs = tuple(e for v in values if isinstance(v, FullValue) for e in v.lease.epochs)
+        return Match(token, pages, tags, epochs)
 
     def unlock(self, token: int) -> None:
         """Give back what `match` locked. Idempotent."""

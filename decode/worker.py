@@ -58,7 +58,12 @@ class DecodeWorker(PhaseWorker[Request]):
         self._waiting: deque[Request] = deque()
         self._running: deque[Request] = deque()
         self._steps = 0
-        self._counters = {"prompt_tokens_computed": 0.0, "tokens_generated": 0.0, "received_bytes": 0.0}
+        self._counters = {
+            "prompt_tokens_computed": 0.0,
+            "tokens_generated": 0.0,
+            "received_bytes": 0.0,
+            "stale_pages": 0.0,
+        }
 
     # ------------------------------------------------------------ the host's side
 
@@ -192,9 +197,11 @@ class DecodeWorker(PhaseWorker[Request]):
         if self._config.faults.step_delay_s:
             self._pause(self._config.faults.step_delay_s)
         self._steps += 1
-        self._counters["tokens_generated"] += len(batch)
         self._running.rotate(-len(batch))
         for request, row, output in zip(batch, rows, outputs, strict=True):
+            if output.stale:
+                self._lost(request)
+                continue
             assert output.drawn is not None
             computed = max(0, min(row.start + len(row.tokens), len(request.submit.tokens)) - row.start)
             request.computed += computed
@@ -206,9 +213,15 @@ class DecodeWorker(PhaseWorker[Request]):
         at = len(request.tokens) - 1
         pages = request.lease.indices[: at // self._page_tokens + 1]
         draw = Draw(request.submit.sampling, request.tokens, request.submit.prompt_len)
-        return Row(request.tokens[-1:], at, pages, draw)
+        return Row(request.tokens[-1:], at, pages, draw, epochs=request.lease.epochs[: len(pages)])
+
+    def _lost(self, request: Request) -> None:
+        """A page of it belongs to somebody else: the step's token is dropped, and the router starts another attempt."""
+        self._counters["stale_pages"] += 1
+        self._fail(request, ErrorKind.WORKER, "a step found a page of it given away")
 
     def _commit(self, request: Request, drawn: Drawn) -> None:
+        self._counters["tokens_generated"] += 1
         submit = request.submit
         logprobs = (drawn.logprob,) if drawn.logprob is not None else ()
         event = Tokens(submit.request_id, submit.attempt, len(request.tokens), (drawn.token,), logprobs)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from contracts.sampling import SamplingParams, TokenLogprob
 
@@ -34,6 +34,9 @@ class Row:
     score: Sequence[int] | None = None
     """The tokens that really follow each of `tokens`: their log-probabilities are wanted (prompt log-probs)."""
     score_top: int = 0
+    epochs: Sequence[int] = field(kw_only=True)
+    """The epoch of each of `pages` when it was leased. The step compares them with the pool's own; where they differ,
+    the page has been given away: the row is flagged `stale` and writes nothing."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,5 +49,8 @@ class Drawn:
 
 @dataclass(frozen=True, slots=True)
 class RowOutput:
+    """What came of a row. Of a stale one nothing may be used."""
+
     drawn: Drawn | None = None
     scores: tuple[TokenLogprob, ...] = ()
+    stale: bool = False

@@ -8,8 +8,9 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor
 
-from cache.device import Device, Op, Span, Stream
-from cache.gate import Gate
+from cache.device import DEVICE, Device, Op, Span, Stream
+from cache.epochs import EpochTable
+from cache.gate import Door, Gate
 from contracts.config import EngineConfig
 from contracts.errors import ConfigError
 from contracts.model import ModelSpec
@@ -29,11 +30,14 @@ _LOGIT_ELEMENTS = 1 << 23
 class Engine:
     """Computes steps of one model over one gate's buffers."""
 
-    def __init__(self, model: Decoder, gate: Gate, page_tokens: int, config: EngineConfig, device: Device) -> None:
+    def __init__(
+        self, model: Decoder, gate: Gate, epochs: EpochTable, page_tokens: int, config: EngineConfig, device: Device
+    ) -> None:
         self.model = model
         self.page_tokens = page_tokens
         self.config = config
         self._gate = gate
+        self._epochs = epochs
         self._device = device
 
     def forward(self, rows: Sequence[Row]) -> list[RowOutput]:
@@ -44,18 +48,22 @@ class Engine:
         assert rows, "a step has at least one row"
         for row in rows:
             assert row.tokens, "a row has at least one token"
+            assert len(row.epochs) == len(row.pages), "a block table has an epoch for each page"
             assert len(row.pages) * self.page_tokens >= row.start + len(row.tokens), "the block table is too short"
         outputs: list[RowOutput] = []
         read, written = self._spans(rows)
         op = Op("forward", Stream.COMPUTE, reads=(read,), writes=(written,))
-        self._device.submit(op, lambda: outputs.extend(self._step(rows))).wait()
+        passage = self._gate.enter(FULL_POOL)
+        self._device.submit(op, lambda: outputs.extend(self._step(rows, passage)), gates=passage.gates).wait()
         return outputs
 
     @torch.inference_mode()
-    def _step(self, rows: Sequence[Row]) -> list[RowOutput]:
+    def _step(self, rows: Sequence[Row], door: Door) -> list[RowOutput]:
         device = self._device.torch_device
         counts = [len(row.tokens) for row in rows]
-        plan = make_plan([r.start for r in rows], counts, [r.pages for r in rows], self.page_tokens, device)
+        tables, epochs = [r.pages for r in rows], [r.epochs for r in rows]
+        plan = make_plan([r.start for r in rows], counts, tables, self.page_tokens, device, epochs)
+        plan, stale_b = self.model.guarded(plan, self._epochs.on(device))
         padding = self.model.numerics.padded(sum(counts)) - sum(counts)
         tokens = [token for row in rows for token in row.tokens] + [0] * padding
         positions = [p for row in rows for p in range(row.start, row.start + len(row.tokens))] + [0] * padding
@@ -64,14 +72,12 @@ class Engine:
             torch.tensor(positions, device=device),
             max(positions) + 1,
             plan,
-            self._gate,
+            door,
         )
         firsts = [sum(counts[:i]) for i in range(len(counts))]
         drawn = self._draw(rows, x_mh, firsts)
-        return [
-            RowOutput(drawn.get(i), tuple(self._score(row, x_mh[first:])) if row.score else ())
-            for i, (row, first) in enumerate(zip(rows, firsts, strict=True))
-        ]
+        scores = [tuple(self._score(row, x_mh[at:])) if row.score else () for row, at in zip(rows, firsts, strict=True)]
+        return [RowOutput(drawn.get(i), scores[i], stale) for i, stale in enumerate(stale_b.tolist())]
 
     def _draw(self, rows: Sequence[Row], x_mh: Tensor, firsts: Sequence[int]) -> dict[int, Drawn]:
         drawing = [(i, row.draw) for i, row in enumerate(rows) if row.draw is not None]
@@ -99,12 +105,15 @@ class Engine:
             end = -(-(row.start + len(row.tokens)) // size)
             read.update(row.pages[:end])
             written.update(row.pages[row.start // size : end])
-        return Span(FULL_POOL, sorted(read)), Span(FULL_POOL, sorted(written))
+        return Span(DEVICE, FULL_POOL, sorted(read)), Span(DEVICE, FULL_POOL, sorted(written))
 
 
-def load_engine(spec: ModelSpec, config: EngineConfig, page_tokens: int, gate: Gate, device: Device) -> Engine:
+def load_engine(
+    spec: ModelSpec, config: EngineConfig, page_tokens: int, gate: Gate, epochs: EpochTable, device: Device
+) -> Engine:
     """Load the checkpoint behind `spec` and bind it to `gate`, whose buffers are those of `pool_set_spec`.
 
+    `epochs` is the table of the allocator that hands out the gate's pages.
     Sets torch's threads to `config.threads` unless that is 0. Raises `CheckpointError` for a checkpoint that can't be
     read and `ConfigError` for an attention backend that can't run here.
     """
@@ -114,7 +123,8 @@ def load_engine(spec: ModelSpec, config: EngineConfig, page_tokens: int, gate: G
     weights = load_weights(spec, dtype_for(spec, config), torch_device)
     numerics = numerics_for(spec, weights, config, torch_device)
     attention = attention_for(config, numerics, torch_device)
-    return Engine(Decoder(spec, weights, attention, numerics, torch_device), gate, page_tokens, config, device)
+    model = Decoder(spec, weights, attention, numerics, torch_device)
+    return Engine(model, gate, epochs, page_tokens, config, device)
 
 
 def numerics_for(spec: ModelSpec, weights: Weights, config: EngineConfig, device: torch.device) -> Numerics:

@@ -5,7 +5,8 @@
        +------- park -----+------------------------+
 
 A request is parked when one whose pages decode has already granted needs the room: its finished pages go to the
-tree, and it starts over from what is still there. Its first token, once drawn, stays drawn.
+tree, and it starts over from what is still there. It also starts over, from nothing, when a step finds that a page of
+it was given away. Its first token, once drawn, stays drawn.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from enum import StrEnum
 from cache.leases import Lease
 from cache.tags import ContentTag
 from cache.tree import Match, PageKey
-from contracts.ids import WorkerName
+from contracts.ids import Epoch, WorkerName
 from contracts.messages import Submit
 from contracts.ports import SessionId
 from contracts.sampling import TokenLogprob
@@ -68,7 +69,9 @@ class Request:
     match: Match | None = None
     lease: Lease | None = None
     pages: tuple[int, ...] = ()
-    """The block table: matched pages, then leased ones."""
+    """The block table: matched pages, then leased ones,"""
+    epochs: tuple[Epoch, ...] = ()
+    """and the epochs at which the tree and this request leased them."""
     length: int = 0
     tags: list[ContentTag] = field(default_factory=list)
     """Of the sealed pages, from the first on."""
@@ -76,6 +79,8 @@ class Request:
     """Pages handed over."""
     cached: int = 0
     computed: int = 0
+    stale: int = 0
+    """Steps that found one of its pages given away."""
     first: Drawn | None = None
     scores: list[TokenLogprob] = field(default_factory=list)
     marks: dict[str, float] = field(default_factory=dict)
@@ -101,6 +106,10 @@ class Request:
     @property
     def wants_draw(self) -> bool:
         return self.submit.sampling.max_tokens > 0 and self.first is None
+
+    def start_over(self) -> None:
+        """Nothing of it is computed; what was handed over and published stays so, as it comes out the same again."""
+        self.tags, self.length, self.scores = [], 0, []
 
     def step(self, event: PhaseEvent) -> None:
         self.phase = PHASES.next(self.phase, event)

@@ -6,6 +6,7 @@ may park others that have no grant yet, so whoever holds decode's memory always 
 
 from __future__ import annotations
 
+import logging
 import os
 import platform
 from collections.abc import Callable
@@ -29,6 +30,10 @@ from transfer.metadata import Metadata
 from transfer.phase import PhaseWorker
 from transfer.sender import Granted, Released, SenderEnd
 from transfer.waiting import Waiter
+
+log = logging.getLogger("twinpool.prefill")
+_STALE_LIMIT = 2
+"""How often a request starts over because a page of it was given away, before it is failed."""
 
 
 class PrefillWorker(PhaseWorker[Request]):
@@ -69,6 +74,7 @@ class PrefillWorker(PhaseWorker[Request]):
             "pages_evicted": 0.0,
             "pages_condemned": 0.0,
             "parked": 0.0,
+            "stale_pages": 0.0,
         }
 
     # ------------------------------------------------------------ the host's side
@@ -199,7 +205,9 @@ class PrefillWorker(PhaseWorker[Request]):
         draw = Draw(sampling, tokens, request.submit.prompt_len) if last and request.wants_draw else None
         follow = tokens[start + 1 : end + 1] if request.wants_scores else ()
         pages = request.pages[: self._pools.pages_for(end)]
-        return Row(tokens[start:end], start, pages, draw, follow or None, sampling.prompt_logprobs or 0)
+        top = sampling.prompt_logprobs or 0
+        epochs = request.epochs[: len(pages)]
+        return Row(tokens[start:end], start, pages, draw, follow or None, top, epochs=epochs)
 
     def _compute(self) -> None:
         batch = self._batch()
@@ -209,10 +217,15 @@ class PrefillWorker(PhaseWorker[Request]):
         if self._config.faults.step_delay_s:
             self._pause(self._config.faults.step_delay_s)
         self._steps += 1
+        good = []
         for (request, row), output in zip(batch, outputs, strict=True):
-            self._commit(request, row, output)
-        self._seal([request for request, _ in batch])
-        for request, _ in batch:
+            if output.stale:
+                self._lost(request)
+            else:
+                self._commit(request, row, output)
+                good.append(request)
+        self._seal(good)
+        for request in good:
             if request.length == len(request.tokens):
                 self._complete(request)
             else:
@@ -225,6 +238,19 @@ class PrefillWorker(PhaseWorker[Request]):
         request.scores += output.scores
         if output.drawn is not None:
             request.first = output.drawn
+
+    def _lost(self, request: Request) -> None:
+        """A page of it belongs to somebody else: nothing that it or the tree holds of its prompt can be trusted."""
+        self._counters["stale_pages"] += 1
+        log.error("request %s: a step found a page of it given away", request.submit.request_id)
+        self._counters["pages_condemned"] += self._tree.condemn(request.keys, request.submit.salt)
+        request.stale += 1
+        request.start_over()
+        if request.stale > _STALE_LIMIT:
+            self._fail(request, ErrorKind.WORKER, f"pages of it were given away {request.stale} times")
+            return
+        self._return_pages(request)
+        request.step(PhaseEvent.PARK)
 
     def _seal(self, requests: list[Request]) -> None:
         """Tag every page that the step finished; a prompt's last page is finished with the prompt."""
@@ -277,7 +303,7 @@ class PrefillWorker(PhaseWorker[Request]):
             return
         todo = slice(request.sent, len(request.tags))
         self._sender.write(room, request.sent, request.pages[todo], request.tags[todo], (DONE,))
-        request.sent = len(request.tags)
+        request.sent = max(request.sent, len(request.tags))
         if request.phase is Phase.COMPUTED:
             assert request.first is not None
             drawn = request.first
@@ -308,6 +334,7 @@ class PrefillWorker(PhaseWorker[Request]):
             return False
         request.match = match
         request.pages = match.pages + request.lease.indices
+        request.epochs = match.epochs + request.lease.epochs
         request.tags = list(match.tags)
         request.length = len(match.pages) * self._page_tokens
         request.cached = request.length
@@ -335,7 +362,7 @@ class PrefillWorker(PhaseWorker[Request]):
             self._tree.insert(keys, lease, len(match.pages), tags, request.submit.salt)
         self._tree.unlock(match.token)
         lease.release()
-        request.match, request.lease, request.pages = None, None, ()
+        request.match, request.lease, request.pages, request.epochs = None, None, (), ()
 
     def _park_one(self) -> bool:
         """Send the youngest request without a grant back to waiting; False when there is none."""
@@ -344,7 +371,7 @@ class PrefillWorker(PhaseWorker[Request]):
             return False
         request = holders[-1]
         self._return_pages(request)
-        request.tags, request.length = [], 0
+        request.start_over()
         request.step(PhaseEvent.PARK)
         self._counters["parked"] += 1
         return True

@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 
 import zmq
 
-from cache.device import Completion, Device, Op, Span, Stream
+from cache.device import DEVICE, Completion, Device, Op, Span, Stream
 from cache.leases import Pin
 from cache.moves import describe_spec
 from cache.pools import PoolSet
@@ -371,7 +371,7 @@ class SenderEnd:
 
     def _post(self, link: Link, write: PageWrite | SlotWrite, notice: m.Notice, after: Sequence[Completion]) -> None:
         pages = tuple(write.pages) if isinstance(write, PageWrite) else ()
-        op = Op("send", Stream.SEND, reads=(Span("full", pages),))
+        op = Op("send", Stream.SEND, reads=(Span(DEVICE, "full", pages),))
         posted: list[Completion] = []
         launched = self._device.submit(op, lambda: posted.append(link.post(write)), after)
         pin = self._pools.allocators["full"].pin(pages, f"send of {write.target.room}") if pages else None
@@ -416,6 +416,9 @@ class _Both:
         self._launched.wait()
         for posted in self._posted:
             posted.wait()
+
+    def order(self) -> None:
+        self.wait()
 
 
 def refuse_mismatch(name: WorkerName, mine: dict[str, object], plane: str, hello: m.Hello) -> None:

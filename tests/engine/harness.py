@@ -5,11 +5,13 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from cache.device import CpuDevice
+from cache.epochs import EpochTable
 from cache.gate import Gate
 from cache.registry import PoolSetLayout
 from contracts.config import EngineConfig
@@ -56,7 +58,9 @@ class Bench:
         self.page_tokens = page_tokens
         self.free = list(range(1, pages))
         random.Random(seed).shuffle(self.free)
-        self.engine: Engine = load_engine(self.spec, self.config, page_tokens, self.gate, CpuDevice())
+        self.engine: Engine = load_engine(
+            self.spec, self.config, page_tokens, self.gate, EpochTable(pages), CpuDevice()
+        )
 
     def lease(self, tokens: int) -> list[int]:
         """Pages for so many positions."""
@@ -85,12 +89,12 @@ class Bench:
                 part = prompt[begin : begin + chunk]
                 last = begin + len(part) == len(prompt)
                 draw = Draw(params[i], tuple(tokens[i]), len(prompt)) if last else None
-                (out,) = self.engine.forward([Row(part, begin, pages[i], draw)])
+                (out,) = self.engine.forward([row(part, begin, pages[i], draw)])
             assert out.drawn is not None
             tokens[i].append(out.drawn.token)
         for _ in range(count - 1):
             rows = [
-                Row(t[-1:], len(t) - 1, pages[i], Draw(params[i], tuple(t), len(prompts[i])))
+                row(t[-1:], len(t) - 1, pages[i], Draw(params[i], tuple(t), len(prompts[i])))
                 for i, t in enumerate(tokens)
             ]
             for t, out in zip(tokens, self.engine.forward(rows), strict=True):
@@ -118,11 +122,16 @@ class Bench:
         pages = self.lease(len(tokens))
         parts, begin = [], 0
         for chunk in chunks:
-            parts += self.logits([Row(tokens[begin : begin + chunk], begin, pages)])
+            parts += self.logits([row(tokens[begin : begin + chunk], begin, pages)])
             begin += chunk
         assert begin == len(tokens)
         self.free.extend(pages)
         return torch.cat(parts)
+
+
+def row(tokens: Sequence[int], start: int, pages: Sequence[int], draw: Draw | None = None, **options: Any) -> Row:
+    """A row whose pages nobody has ever freed."""
+    return Row(tokens, start, pages, draw, epochs=[0] * len(pages), **options)
 
 
 def outputs_tokens(outputs: Sequence[RowOutput]) -> list[int]:
