@@ -57,9 +57,7 @@ def copy_block(
         copy_indexed(from_rpw, sources, to_rpw, targets)
 
 
-def copy_indexed(
-    from_rpw: torch.Tensor, sources: Sequence[int], to_rpw: torch.Tensor, targets: Sequence[int]
-) -> None:
+def copy_indexed(from_rpw: torch.Tensor, sources: Sequence[int], to_rpw: torch.Tensor, targets: Sequence[int]) -> None:
     """Copy pages between stacks [rows, pages, words] wherever they are: by plain torch, through a temporary."""
     a = torch.tensor(sources, device=from_rpw.device)
     b = torch.tensor(targets, device=to_rpw.device)

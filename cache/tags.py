@@ -16,12 +16,11 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 import torch
 
-from cache.blocks import IntArray, runs
+from cache.blocks import runs
 from cache.registry import BufferLayout, Index, PoolSetLayout, word_dtype
 
 _GOLDEN = np.uint64(0x9E3779B97F4A7C15)
@@ -30,8 +29,6 @@ _TEMPORARY_BYTES = 1024 * 1024
 _LARGE_PAGE_BYTES = 64 * 1024
 _RUN_PAGES = 4
 _NUMPY = {torch.int64: np.int64, torch.int32: np.int32, torch.int16: np.int16, torch.uint8: np.uint8}
-
-Array = np.ndarray[Any, np.dtype[Any]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,13 +51,25 @@ def chain_keys(tokens: Sequence[int], page_tokens: int, salt: str = "") -> list[
     return keys
 
 
-class Digester:
-    """Digests pages and slots of one pool set, in regions of any order."""
+@dataclass(frozen=True, slots=True)
+class Sums:
+    """What a digest is made of before positions are known, on the device of the region: int64."""
 
-    def __init__(self, layout: PoolSetLayout) -> None:
+    by_token: torch.Tensor
+    """[pages, page_tokens]: of the buffers by token."""
+    by_entry: torch.Tensor
+    """[pages, 1]: of the buffers by page or slot."""
+
+
+class Digester:
+    """Digests pages and slots of one pool set, in regions of any order that lie on `device`."""
+
+    def __init__(self, layout: PoolSetLayout, device: torch.device | str = "cpu") -> None:
         self._layout = layout
+        self._device = torch.device(device)
         self._coefficients: dict[str, list[torch.Tensor]] = {
-            pool: [_coefficients(pool, buffer) for buffer in buffers] for pool, buffers in layout.buffers.items()
+            pool: [_coefficients(pool, buffer).to(device) for buffer in buffers]
+            for pool, buffers in layout.buffers.items()
         }
 
     def digest(
@@ -70,35 +79,38 @@ class Digester:
 
         Buffers by page or slot are digested whole, at position `firsts[i]`.
         """
-        if not len(indices):
-            return []
-        by_token, by_entry = self._sums(region, pool, indices)
-        starts = np.asarray(firsts, dtype=np.int64)[:, None]
-        positions = starts + np.arange(self._layout.spec.page_tokens, dtype=np.int64)[None, :]
-        weights = _odd(positions.astype(np.uint64) * _GOLDEN)
-        weights[positions >= np.asarray(ends, dtype=np.int64)[:, None]] = 0
-        of_entry = _odd(starts.astype(np.uint64) * _GOLDEN)[:, 0]
-        with np.errstate(over="ignore"):
-            summed = (by_token.view(np.uint64) * weights).sum(-1, dtype=np.uint64)
-            summed += by_entry.view(np.uint64) * of_entry
-        return [int(x) for x in summed]
+        return self.finish(self.sums(region, pool, indices), firsts, ends)
 
-    def _sums(self, region: torch.Tensor, pool: str, indices: Sequence[int]) -> tuple[Array, Array]:
-        """Sums before the weights of positions: int64 [pages, page_tokens] of buffers by token, [pages] of others."""
-        by_token = np.zeros((len(indices), self._layout.spec.page_tokens), dtype=np.int64)
-        by_entry = np.zeros(len(indices), dtype=np.int64)
+    def sums(self, region: torch.Tensor, pool: str, indices: Sequence[int]) -> Sums:
+        """The part that reads the region: it is queued where the region is, and nobody waits for it here."""
+        by_token = torch.zeros(len(indices), self._layout.spec.page_tokens, dtype=torch.int64, device=self._device)
+        by_entry = torch.zeros(len(indices), 1, dtype=torch.int64, device=self._device)
+        if not len(indices):
+            return Sums(by_token, by_entry)
         for buffer, coefficients_lw in zip(self._layout.buffers[pool], self._coefficients[pool], strict=True):
-            token = buffer.spec.index is Index.TOKEN
-            total = by_token if token else by_entry[:, None]
+            total = by_token if buffer.spec.index is Index.TOKEN else by_entry
             word = _word(buffer)
             stack_lpw = buffer.stack(region, self._layout.counts[pool], min(word, buffer.word, key=_size))
             for at, words_lpw in _portions(stack_lpw, indices):
                 sums = sum_by_torch if words_lpw.is_cuda else sum_by_numpy
                 total[at] += sums(words_lpw, word, coefficients_lw, total.shape[1])
-        return by_token, by_entry
+        return Sums(by_token, by_entry)
+
+    def finish(self, sums: Sums, firsts: Sequence[int], ends: Sequence[int]) -> list[int]:
+        """Digests of positions `firsts[i] .. ends[i]-1`; waits for the sums of a GPU."""
+        starts = np.asarray(firsts, dtype=np.int64)[:, None]
+        positions = starts + np.arange(self._layout.spec.page_tokens, dtype=np.int64)[None, :]
+        weights = _odd(positions.astype(np.uint64) * _GOLDEN)
+        weights[positions >= np.asarray(ends, dtype=np.int64)[:, None]] = 0
+        of_entry = _odd(starts.astype(np.uint64) * _GOLDEN)
+        with np.errstate(over="ignore"):
+            summed = (sums.by_token.cpu().numpy().view(np.uint64) * weights).sum(-1, dtype=np.uint64)
+            summed += (sums.by_entry.cpu().numpy().view(np.uint64) * of_entry)[:, 0]
+        digests: list[int] = summed.tolist()
+        return digests
 
 
-def _portions(stack_lpw: torch.Tensor, indices: Sequence[int]) -> Iterator[tuple[slice | IntArray, torch.Tensor]]:
+def _portions(stack_lpw: torch.Tensor, indices: Sequence[int]) -> Iterator[tuple[slice | torch.Tensor, torch.Tensor]]:
     """Positions in `indices` with their pages [layers, pages, words]: in place where they follow each other or are
     large, else copied together."""
     found = runs(indices, at_least=_RUN_PAGES)
@@ -112,16 +124,18 @@ def _portions(stack_lpw: torch.Tensor, indices: Sequence[int]) -> Iterator[tuple
         return
     step = _TEMPORARY_BYTES // page_bytes + 1
     for first in range(0, len(chosen), step):
+        at = torch.from_numpy(found.rest[first : first + step]).to(stack_lpw.device)
         pages = chosen[first : first + step]
         if stack_lpw.is_cuda:
             on_device = torch.from_numpy(pages).to(stack_lpw.device)
-            words = torch.stack([words_pw.index_select(0, on_device) for words_pw in stack_lpw])
+            yield at, torch.stack([words_pw.index_select(0, on_device) for words_pw in stack_lpw])
         else:
-            words = torch.from_numpy(stack_lpw.numpy()[:, pages])
-        yield found.rest[first : first + step], words
+            yield at, torch.from_numpy(stack_lpw.numpy()[:, pages])
 
 
-def sum_by_numpy(words_lpw: torch.Tensor, word: torch.dtype, coefficients_lw: torch.Tensor, tokens: int) -> Array:
+def sum_by_numpy(
+    words_lpw: torch.Tensor, word: torch.dtype, coefficients_lw: torch.Tensor, tokens: int
+) -> torch.Tensor:
     """Sums over layers and words of each token: [layers, pages, words] -> int64 [pages, tokens].
 
     numpy's einsum multiplies and adds in one pass, without a temporary: as fast as a copy, where torch needs three.
@@ -129,19 +143,20 @@ def sum_by_numpy(words_lpw: torch.Tensor, word: torch.dtype, coefficients_lw: to
     words = words_lpw.numpy().view(_NUMPY[word])
     layers, pages, width = words.shape
     words_lptw = words.reshape(layers, pages, tokens, width // tokens)
-    out: Array = np.einsum("lptw,lw->pt", words_lptw, coefficients_lw.numpy(), dtype=np.int64, casting="safe")
-    return out
+    sums_pt = np.einsum("lptw,lw->pt", words_lptw, coefficients_lw.numpy(), dtype=np.int64, casting="safe")
+    return torch.from_numpy(sums_pt)
 
 
-def sum_by_torch(words_lpw: torch.Tensor, word: torch.dtype, coefficients_lw: torch.Tensor, tokens: int) -> Array:
+def sum_by_torch(
+    words_lpw: torch.Tensor, word: torch.dtype, coefficients_lw: torch.Tensor, tokens: int
+) -> torch.Tensor:
     """The same by torch, on any device."""
     pages = words_lpw.shape[1]
-    total = torch.zeros(pages, tokens, dtype=torch.int64, device=words_lpw.device)
-    for words_pw, coefficients_w in zip(words_lpw, coefficients_lw.to(words_lpw.device), strict=True):
+    sums_pt = torch.zeros(pages, tokens, dtype=torch.int64, device=words_lpw.device)
+    for words_pw, coefficients_w in zip(words_lpw, coefficients_lw, strict=True):
         words_ptw = words_pw.contiguous().view(word).view(pages, tokens, -1).to(torch.int64)
-        total += (words_ptw * coefficients_w).sum(-1)
-    out: Array = total.cpu().numpy()
-    return out
+        sums_pt += (words_ptw * coefficients_w).sum(-1)
+    return sums_pt
 
 
 def _word(buffer: BufferLayout) -> torch.dtype:
