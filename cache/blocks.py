@@ -143,3 +143,9 @@ def runs(*lists: Sequence[int], at_least: int) -> Runs:
     is_long = lengths >= at_least
     rest = np.flatnonzero(~np.repeat(is_long, lengths))
     return Runs(list(zip(cuts[:-1][is_long].tolist(), cuts[1:][is_long].tolist(), strict=True)), rest)
+
+
+def index_tensor(indices: Sequence[int] | IntArray, device: torch.device) -> torch.Tensor:
+    """Indices where kernels read them, int64 [indices]; the host doesn't wait for the device."""
+    tensor = torch.as_tensor(np.asarray(indices, dtype=np.int64))
+    return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor

@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from cache.blocks import Block, runs
+from cache.blocks import Block, index_tensor, runs
 
 _RUN_PAGES = 4
 """Shorter runs aren't worth torch's overhead: their pages count as single."""
@@ -59,8 +59,7 @@ def copy_block(
 
 def copy_indexed(from_rpw: torch.Tensor, sources: Sequence[int], to_rpw: torch.Tensor, targets: Sequence[int]) -> None:
     """Copy pages between stacks [rows, pages, words] wherever they are: by plain torch, through a temporary."""
-    a = torch.tensor(sources, device=from_rpw.device)
-    b = torch.tensor(targets, device=to_rpw.device)
+    a, b = index_tensor(sources, from_rpw.device), index_tensor(targets, to_rpw.device)
     for row in range(from_rpw.shape[0]):
         to_rpw[row].index_copy_(0, b, from_rpw[row].index_select(0, a).to(to_rpw.device))
 

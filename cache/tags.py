@@ -20,7 +20,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from cache.blocks import runs
+from cache.blocks import index_tensor, runs
 from cache.registry import BufferLayout, Index, PoolSetLayout, word_dtype
 
 _GOLDEN = np.uint64(0x9E3779B97F4A7C15)
@@ -124,10 +124,10 @@ def _portions(stack_lpw: torch.Tensor, indices: Sequence[int]) -> Iterator[tuple
         return
     step = _TEMPORARY_BYTES // page_bytes + 1
     for first in range(0, len(chosen), step):
-        at = torch.from_numpy(found.rest[first : first + step]).to(stack_lpw.device)
+        at = index_tensor(found.rest[first : first + step], stack_lpw.device)
         pages = chosen[first : first + step]
         if stack_lpw.is_cuda:
-            on_device = torch.from_numpy(pages).to(stack_lpw.device)
+            on_device = index_tensor(pages, stack_lpw.device)
             yield at, torch.stack([words_pw.index_select(0, on_device) for words_pw in stack_lpw])
         else:
             yield at, torch.from_numpy(stack_lpw.numpy()[:, pages])
