@@ -20,7 +20,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from cache.blocks import index_tensor, runs
+from cache.blocks import index_tensor, packing, runs
 from cache.registry import BufferLayout, Index, PoolSetLayout, word_dtype
 
 _GOLDEN = np.uint64(0x9E3779B97F4A7C15)
@@ -64,12 +64,14 @@ class Sums:
 class Digester:
     """Digests pages and slots of one pool set, in regions of any order that lie on `device`."""
 
-    def __init__(self, layout: PoolSetLayout, device: torch.device | str = "cpu") -> None:
+    def __init__(self, layout: PoolSetLayout, device: torch.device | str = "cpu", only: str | None = None) -> None:
+        """`only`: the one pool that will be digested; without it, all."""
         self._layout = layout
         self._device = torch.device(device)
         self._coefficients: dict[str, list[torch.Tensor]] = {
             pool: [_coefficients(pool, buffer).to(device) for buffer in buffers]
             for pool, buffers in layout.buffers.items()
+            if only in (None, pool)
         }
 
     def digest(
@@ -81,16 +83,28 @@ class Digester:
         """
         return self.finish(self.sums(region, pool, indices), firsts, ends)
 
+    def digest_canonical(
+        self, packed: torch.Tensor, pool: str, firsts: Sequence[int], ends: Sequence[int]
+    ) -> list[int]:
+        """The same of pages in the canonical layout, uint8 [pages, unit_bytes], contiguous."""
+        sums = self._sums(packed.view(-1), packing(self._layout, pool), len(packed), pool, range(len(packed)))
+        return self.finish(sums, firsts, ends)
+
     def sums(self, region: torch.Tensor, pool: str, indices: Sequence[int]) -> Sums:
         """The part that reads the region: it is queued where the region is, and nobody waits for it here."""
+        return self._sums(region, self._layout.buffers[pool], self._layout.counts[pool], pool, indices)
+
+    def _sums(
+        self, region: torch.Tensor, buffers: Sequence[BufferLayout], count: int, pool: str, indices: Sequence[int]
+    ) -> Sums:
         by_token = torch.zeros(len(indices), self._layout.spec.page_tokens, dtype=torch.int64, device=self._device)
         by_entry = torch.zeros(len(indices), 1, dtype=torch.int64, device=self._device)
         if not len(indices):
             return Sums(by_token, by_entry)
-        for buffer, coefficients_lw in zip(self._layout.buffers[pool], self._coefficients[pool], strict=True):
+        for buffer, coefficients_lw in zip(buffers, self._coefficients[pool], strict=True):
             total = by_token if buffer.spec.index is Index.TOKEN else by_entry
             word = _word(buffer)
-            stack_lpw = buffer.stack(region, self._layout.counts[pool], min(word, buffer.word, key=_size))
+            stack_lpw = buffer.stack(region, count, min(word, buffer.word, key=_size))
             for at, words_lpw in _portions(stack_lpw, indices):
                 sums = sum_by_torch if words_lpw.is_cuda else sum_by_numpy
                 total[at] += sums(words_lpw, word, coefficients_lw, total.shape[1])
@@ -161,7 +175,10 @@ def sum_by_torch(
 
 def _word(buffer: BufferLayout) -> torch.dtype:
     """The integers that a buffer is summed in, wherever it lies: none spans two heads, so that slices add up."""
-    return word_dtype(buffer.spec.shape[-1] * buffer.spec.dtype.itemsize)
+    spec = buffer.spec
+    return word_dtype(
+        spec.shape[-1] * spec.dtype.itemsize if len(spec.shape) > 1 or not spec.heads else spec.dtype.itemsize
+    )
 
 
 def _size(dtype: torch.dtype) -> int:

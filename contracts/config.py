@@ -45,6 +45,8 @@ class CacheConfig:
     """Prefill keeps finished pages in its prefix tree."""
     verify: bool = True
     """Content tags are checked where pages arrive."""
+    move_chunk_bytes: int = 16 * 1024 * 1024
+    """Moves between device and host memory go in pieces of this many bytes, or of one page where that is more."""
 
 
 @dataclass(frozen=True, slots=True)

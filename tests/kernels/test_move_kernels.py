@@ -36,7 +36,8 @@ def test_compiled_for_a_gpu_it_loads_sixteen_bytes_at_once(tmp_path: Path) -> No
     environment = {**os.environ, "TRITON_INTERPRET": "0", "PYTHONPATH": str(ROOT), "TRITON_CACHE_DIR": str(tmp_path)}
     script = SCRIPT.with_name("compiled_moves.py")
     done = subprocess.run(
-        [sys.executable, str(script)], cwd=ROOT, env=environment, capture_output=True, text=True, timeout=150, check=False
+        [sys.executable, str(script)], cwd=ROOT, env=environment, capture_output=True, text=True, timeout=150,
+        check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     bits = json.loads(done.stdout)
