@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from cache.device import CpuDevice, Device, Gated, Op
+from cache.launched import Launched
 from cache.lazy import LazyDevice
 from cache.leases import Lease
 from cache.offload import Extent, Restored, Saved, offload, restore
@@ -182,6 +183,24 @@ def test_a6_pages_given_up_while_a_move_is_under_way_stay_out_of_the_free_list(
     assert not saved.complete, "what was given up isn't saved"
     with pytest.raises(StaleLease, match="has been released"):
         one.bring(saved, {})
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_a6_pages_given_up_during_a_restore_stay_out_of_the_free_list(seed: int, house: Callable[..., House]) -> None:
+    one = house("all", LazyDevice(seed, stray=0.0))
+    before, after = one.leases("a request"), one.leases("again")
+    saved = one.save(one.extents(before))
+    saved.wait()
+    release(before)
+    back = one.bring(saved, one.extents(after), 1)
+    release(saved, after)
+    for pools in (one.pools, one.host):
+        for name, allocator in pools.allocators.items():
+            assert allocator.quarantined == len(saved.extents[name])
+    launched = Launched()
+    launched.hold(back)
+    while len(launched):
+        launched.sweep()
 
 
 @pytest.mark.parametrize("late", [False, True])
