@@ -30,10 +30,9 @@ class Side:
     def stack(self, region: torch.Tensor, rows: int, count: int, width: int, word: torch.dtype) -> torch.Tensor:
         """All of it as integers, [rows, count, words], sharing memory with the uint8 `region`."""
         size = word.itemsize
-        flat = region[self.base :]
-        flat = flat[: len(flat) // size * size].view(word)
+        words = region.view(word)
         strides = (self.row_stride // size, self.index_stride // size, 1)
-        return flat.as_strided((rows, count, width // size), strides, flat.storage_offset())
+        return words.as_strided((rows, count, width // size), strides, words.storage_offset() + self.base // size)
 
 
 @dataclass(frozen=True, slots=True)
