@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property, lru_cache
 
 import numpy as np
 import numpy.typing as npt
@@ -35,7 +36,7 @@ class Side:
         return words.as_strided((rows, count, width // size), strides, words.storage_offset() + self.base // size)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Block:
     """`rows` runs of `width` bytes a page, at even distances on both sides."""
 
@@ -48,7 +49,7 @@ class Block:
     def page_bytes(self) -> int:
         return self.rows * self.width
 
-    @property
+    @cached_property
     def word(self) -> torch.dtype:
         """The widest integers that every run is made of and starts on a multiple of, on both sides."""
         a, b = self.source, self.target
@@ -87,9 +88,10 @@ class Block:
         return self
 
 
+@lru_cache(maxsize=1024)
 def blocks(
-    sources: Sequence[BufferLayout], targets: Sequence[BufferLayout], layers: range | None = None
-) -> list[Block]:
+    sources: tuple[BufferLayout, ...], targets: tuple[BufferLayout, ...], layers: range | None = None
+) -> tuple[Block, ...]:
     """The blocks of a copy of a pool's buffers from one layout to another; with `layers`, of those layers only."""
     out: list[Block] = []
     for source, target in zip(sources, targets, strict=True):
@@ -106,7 +108,7 @@ def blocks(
             out.append(block)
         else:
             out[-1] = joined.flattened()
-    return out
+    return tuple(out)
 
 
 def packing(layout: PoolSetLayout, pool: str) -> tuple[BufferLayout, ...]:
