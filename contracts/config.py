@@ -109,6 +109,8 @@ class CacheConfig:
     prefetch: PrefetchConfig = field(default_factory=PrefetchConfig)
     storage: StorageConfig = field(default_factory=StorageConfig)
     events: EventsConfig = field(default_factory=EventsConfig)
+    move_chunk_bytes: int = 16 * 1024 * 1024
+    """Moves between device and host memory go in pieces of this many bytes, or of one page where that is more."""
 
 
 @dataclass(frozen=True, slots=True)
