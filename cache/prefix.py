@@ -86,8 +86,6 @@ def _raw(tokens: Sequence[int]) -> bytes:
 
 def common_pages(run: bytes, raw: bytes, at: int, page_bytes: int) -> int:
     """How many leading pages of `run` lie in `raw` from byte `at` on."""
-    if raw.startswith(run, at):
-        return len(run) // page_bytes
     size = min(len(run), len(raw) - at)
     word = 8 if page_bytes % 8 == 0 else TOKEN_BYTES
     mine = np.frombuffer(run, f"<u{word}", size // word)
