@@ -42,7 +42,9 @@ class Prefix:
         """Its first `pages` pages."""
         if pages >= len(self):
             return self
-        return Prefix(self.raw[: pages * self.page_bytes], self.page_tokens, self.salt, self._chain[: KEY_BYTES * pages])
+        return Prefix(
+            self.raw[: pages * self.page_bytes], self.page_tokens, self.salt, self._chain[: KEY_BYTES * pages]
+        )
 
     def longer(self, tokens: Sequence[int]) -> Prefix:
         """Itself and the whole pages of the `tokens` behind it: what is known of its pages isn't computed again."""
