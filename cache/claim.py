@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 from cache.device import Completion
 from cache.leases import Lease
-from cache.nodes import Lock
+from cache.nodes import Lock, Tier
 from cache.prefix import Prefix
 
 NO_PAGE = 0
@@ -71,6 +71,10 @@ class Claim:
     snapshots: dict[str, list[Snapshot]] = field(default_factory=dict)
     digests: dict[str, list[int | None]] = field(default_factory=dict)
     """Of finished pages, by page number; None where nothing is, or nothing finished."""
+    lacking: dict[str, range] = field(default_factory=dict)
+    """Of a reservation: the numbers that are to be handed over, by pool."""
+    started: list[Completion] = field(default_factory=list)
+    """Operations that bring its recurrent states into its slots."""
     betrayed: bool = False
     """What was loaded for it turned out damaged: nothing computed from it may be used."""
     released: bool = False
@@ -83,6 +87,14 @@ class Claim:
         marks += [0] * lacking
         table[first : first + len(indices)] = indices
         marks[first : first + len(indices)] = epochs
+
+    def named(self) -> dict[str, list[int]]:
+        """Every page and slot that operations launched for it may name, by pool."""
+        named = {pool: [i for i in table if i != NO_PAGE] for pool, table in self.tables.items()}
+        for pool, lease in self.slots.items():
+            named[pool] = list(lease.indices) + [i for s in self.snapshots.get(pool, ()) for i in s.lease.indices]
+            named[pool] += [i for part in self.lock.of(pool) if part.tier is Tier.DEVICE for i in part.lease.indices]
+        return named
 
     def own(self, pool: str) -> int:
         """Pages and slots of `pool` that it leased itself and still holds."""

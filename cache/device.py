@@ -96,7 +96,7 @@ class Device(Protocol):
     def submit(
         self,
         op: Op,
-        run: Callable[[], None],
+        run: Callable[[], object],
         after: Sequence[Completion] = (),
         *,
         gates: Gated = NO_GATES,
@@ -135,7 +135,7 @@ class CpuDevice:
     def submit(
         self,
         op: Op,
-        run: Callable[[], None],
+        run: Callable[[], object],
         after: Sequence[Completion] = (),
         *,
         gates: Gated = NO_GATES,
@@ -164,7 +164,7 @@ class CudaDevice:
     def submit(
         self,
         op: Op,
-        run: Callable[[], None],
+        run: Callable[[], object],
         after: Sequence[Completion] = (),
         *,
         gates: Gated = NO_GATES,

@@ -49,7 +49,7 @@ class _LazyOp:
     """A queued operation, and its completion."""
 
     def __init__(
-        self, device: LazyDevice, op: Op, run: Callable[[], None], access: Access, clock: Clock, gates: Gated
+        self, device: LazyDevice, op: Op, run: Callable[[], object], access: Access, clock: Clock, gates: Gated
     ) -> None:
         self._device = device
         self.op = op
@@ -105,7 +105,7 @@ class LazyDevice:
     def submit(
         self,
         op: Op,
-        run: Callable[[], None],
+        run: Callable[[], object],
         after: Sequence[Completion] = (),
         *,
         gates: Gated = NO_GATES,

@@ -51,6 +51,9 @@ class Lease:
         """Hand `count` indices from `start` on to a new lease of `owner`; this one keeps the rest."""
         return self._allocator.split(self, slice(start, start + count), owner)
 
+    def pin(self, reason: str) -> Pin:
+        return self._allocator.pin(self.indices, reason)
+
     def release(self) -> None:
         self._allocator.release(self)
 

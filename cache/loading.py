@@ -92,6 +92,8 @@ class Loader:
             tree.add(load.sources, source)
             tree.add(load.targets, target)
             load.nbytes += self._size(source)
+        for lease in leases.values():
+            lease.release()
 
     def launch(self) -> None:
         """Begin everything that was planned since the last call."""

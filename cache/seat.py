@@ -22,7 +22,9 @@ from itertools import pairwise
 
 from cache.claim import NO_PAGE, Cached, Claim, Run, Snapshot
 from cache.device import DEVICE, Completion, Device, Op, Span, Stream
+from cache.due import due, missing
 from cache.eviction import POLICIES
+from cache.launched import Launched
 from cache.leases import Lease
 from cache.loading import Loader
 from cache.moves import Move, Part, copy_state
@@ -69,6 +71,7 @@ class Seat:
         self._digester = Digester(pools.layout)
         self._claims: dict[Lock, Claim] = {}
         self._fresh: list[Claim] = []
+        self._launched = Launched()
         self.saver = self.loader = self.prefetcher = None
         if host is not None:
             self.saver = Saver(self.tree, pools, host, device, storage, fingerprint)
@@ -135,6 +138,64 @@ class Seat:
         self._fresh.append(claim)
         return claim
 
+    # ------------------------------------------------------------ hand-over to this seat
+
+    def reserve(self, prefix: Prefix, prompt: int, positions: int, owner: str) -> tuple[Claim, dict[str, Lease]] | None:
+        """Take state for a prompt of `prompt` positions that is handed over, and for `positions` in all.
+
+        What the tree has on the device is kept, component by component; the leases are for what `lacking` names and
+        for the answer, in that order, and belong to whoever receives until `adopt`. None without room.
+        """
+        wanted = due(self.spec, prompt)
+        lock, held = self.tree.hold(prefix, wanted, owner)
+        lacking = missing(wanted, held)
+        more = self.pools.pages_for(positions) - self.pools.pages_for(prompt)
+        needs = {pool: len(lacking[pool]) + more for pool in self._runs} | dict.fromkeys(self._slots, 1)
+        leases = self._lease(needs, owner)
+        if leases is None:
+            self.tree.unlock(lock)
+            return None
+        depth = lacking[self.full].start
+        claim = Claim(owner, prefix, lock, depth, Cached(min(prompt, depth * self.spec.page_tokens)), lacking=lacking)
+        for pool in self._runs:
+            self._enter_held(claim, pool, wanted[pool])
+        self._claims[lock] = claim
+        return claim, leases
+
+    def _enter_held(self, claim: Claim, pool: str, wanted: range) -> None:
+        claim.tables[pool], claim.epochs[pool], claim.digests[pool], claim.runs[pool] = [], [], [], []
+        for part in claim.lock.of(pool):
+            start = self.tree.start(part.node)
+            for number, index, epoch in zip(
+                range(start, start + len(part)), part.lease.indices, part.lease.epochs, strict=True
+            ):
+                if number in wanted and number not in claim.lacking[pool]:
+                    claim.put(pool, number, [index], [epoch])
+
+    def adopt(
+        self, claim: Claim, prompt: int, leases: Mapping[str, Lease], digests: Mapping[str, Mapping[int, int]]
+    ) -> None:
+        """Everything that was lacking has come into `leases`, verified, with these `digests` by pool and number."""
+        whole = prompt // self.spec.page_tokens
+        for pool in self._runs:
+            lacking, lease = claim.lacking[pool], leases[pool]
+            received = lease.split(len(lacking), claim.owner)
+            for first, part in ((lacking.start, received), (self.pools.pages_for(prompt), lease)):
+                claim.put(pool, first, part.indices, part.epochs)
+                claim.runs[pool].append(Run(first, part))
+            known = {**self._held_digests(claim, pool), **digests.get(pool, {})}
+            claim.digests[pool] = [known.get(n) if claim.tables[pool][n] != NO_PAGE else None for n in range(whole)]
+        for pool in self._slots:
+            claim.slots[pool] = leases[pool]
+            if not claim.lacking[pool]:
+                self._start_slot(claim, pool)
+
+    def _held_digests(self, claim: Claim, pool: str) -> dict[int, int]:
+        starts = [(self.tree.start(part.node), part) for part in claim.lock.of(pool) if part.tier is Tier.DEVICE]
+        return {start + i: digest for start, part in starts for i, digest in enumerate(part.digests)}
+
+    # ------------------------------------------------------------ room
+
     def _worth_loading(self, match: Match) -> bool:
         """Whether what the host has below the device's anchor is loaded, rather than computed again."""
         below, policy = match.depth - match.device_depth, self.config.load_back
@@ -192,10 +253,10 @@ class Seat:
         snapshots = [p for p in claim.lock.of(pool) if p.tier is Tier.DEVICE]
         if not snapshots:
             op = Op("zero slot", Stream.COMPUTE, writes=(Span(DEVICE, pool, (slot,)),))
-            self._device.submit(op, lambda: self.pools.zero({pool: (slot,)}))
+            claim.started.append(self._device.submit(op, lambda: self.pools.zero({pool: (slot,)})))
             return
         after = self.loader.completions(claim.lock) if self.loader is not None else []
-        self._copy_slot(pool, snapshots[0].lease.indices[0], slot, after)
+        claim.started.append(self._copy_slot(pool, snapshots[0].lease.indices[0], slot, after))
 
     def _copy_slot(self, pool: str, source: int, target: int, after: Sequence[Completion] = ()) -> Completion:
         """On the stream of the forward passes: whatever touches a slot does so in their order."""
@@ -211,6 +272,7 @@ class Seat:
             self.saver.poll()
         if self.prefetcher is not None:
             self.prefetcher.poll()
+        self._launched.sweep()
         betrayed = []
         for lock in self.loader.poll() if self.loader is not None else ():
             claim = self._claims.get(lock)
@@ -233,6 +295,16 @@ class Seat:
             rate = tokens / seconds
             self._tokens_per_s = rate if not self._tokens_per_s else 0.8 * self._tokens_per_s + 0.2 * rate
 
+    def stats(self) -> dict[str, float]:
+        """Counters of everything that happened in the tiers, and how full they are."""
+        out = dict(self.counters)
+        for part in (self.saver, self.loader, self.prefetcher):
+            out |= part.counters if part is not None else {}
+        if self.host is not None:
+            allocator = self.host.allocators[self.full]
+            out |= {"host_pages_total": allocator.total, "host_pages_used": allocator.total - allocator.free}
+        return out
+
     # ------------------------------------------------------------ what a committed step leaves
 
     def seal(self, finished: Sequence[tuple[Claim, int]]) -> None:
@@ -247,9 +319,23 @@ class Seat:
                 todo += [(claim, page) for page in range(first, len(digests)) if table[page] != NO_PAGE]
             indices = [claim.tables[pool][page] for claim, page in todo]
             firsts = [page * size for _, page in todo]
+            self._device.touch("seal", reads=[Span(DEVICE, pool, indices)])
             found = self._digester.digest(self.pools.region, pool, indices, firsts, [at + size for at in firsts])
             for (claim, page), digest in zip(todo, found, strict=True):
                 claim.digests[pool][page] = digest
+
+    def tail(self, claim: Claim, committed: int) -> dict[str, int]:
+        """The digests of the last, partly filled page at `committed` positions, by pool; empty at a page boundary."""
+        size = self.spec.page_tokens
+        page = committed // size
+        if committed % size == 0:
+            return {}
+        return {
+            pool: self._digester.digest(
+                self.pools.region, pool, [claim.tables[pool][page]], [page * size], [committed]
+            )[0]
+            for pool in self._runs
+        }
 
     def share(self, claim: Claim, prefix: Prefix, priority: int = 0) -> None:
         """Give the tree the sealed pages of `prefix` that it lacks, and its snapshots; the claim keeps them locked."""
@@ -262,7 +348,10 @@ class Seat:
         for pool in self._runs:
             claim.runs[pool] = [run for old in claim.runs[pool] for run in _regroup(old, claim.tables[pool])]
         for pool in self._slots:
-            claim.snapshots[pool] = [s for s in claim.snapshots.get(pool, ()) if len(s.lease)]
+            held = claim.snapshots.get(pool, [])
+            claim.snapshots[pool] = [s for s in held if len(s.lease)]
+            for taken in (s for s in held if not len(s.lease)):
+                taken.lease.release()
         self._keep(claim, prefix)
         self._save([node for node, _ in self.tree.walked(prefix)])
 
@@ -323,6 +412,8 @@ class Seat:
                 run.lease.split(gone, claim.owner).release()
                 if len(run.lease):
                     kept.append(Run(run.first + gone, run.lease))
+                else:
+                    run.lease.release()
                 for page in range(run.first, run.first + gone):
                     claim.tables[pool][page], claim.epochs[pool][page] = NO_PAGE, 0
                     if page < len(claim.digests[pool]):
@@ -341,25 +432,35 @@ class Seat:
             held = claim.snapshots.setdefault(pool, [])
             held.append(Snapshot(committed // self.spec.page_tokens, lease, copied))
             while len(held) > _SNAPSHOTS:
-                old = held.pop(0)
-                old.completion.wait()
-                old.lease.release()
+                self._give_back(held.pop(0))
         return True
+
+    def _give_back(self, snapshot: Snapshot) -> None:
+        if not snapshot.completion.done:
+            self._launched.hold(snapshot.completion, snapshot.lease.pin("snapshot under way"))
+        snapshot.lease.release()
 
     # ------------------------------------------------------------ ends
 
-    def release(self, claim: Claim) -> None:
-        """Give back everything that it holds. Idempotent."""
+    def release(self, claim: Claim, after: Sequence[Completion] = ()) -> None:
+        """Give back everything that it holds. Idempotent.
+
+        `after`: launched operations that name its pages and slots. Nobody gets those before they are complete.
+        """
         if claim.released:
             return
         claim.released = True
+        snapshots = [s for held in claim.snapshots.values() for s in held]
+        under_way = [c for c in [*after, *claim.started, *(s.completion for s in snapshots)] if not c.done]
+        for completion in under_way:
+            reason = f"launched for {claim.owner}"
+            self._launched.hold(
+                completion, *(self.pools.allocators[p].pin(i, reason) for p, i in claim.named().items())
+            )
         del self._claims[claim.lock]
         self.tree.unlock(claim.lock)
-        for snapshots in claim.snapshots.values():
-            for snapshot in snapshots:
-                snapshot.completion.wait()
-                snapshot.lease.release()
-        for lease in [*claim.slots.values(), *(run.lease for runs in claim.runs.values() for run in runs)]:
+        leases = [s.lease for s in snapshots] + list(claim.slots.values())
+        for lease in leases + [run.lease for runs in claim.runs.values() for run in runs]:
             lease.release()
 
     def condemn(self, prefix: Prefix, page: int = 0) -> int:
@@ -382,6 +483,7 @@ class Seat:
     def busy(self) -> bool:
         """Whether copies, loads or reads are under way that `poll` is to take in."""
         return any((
+            len(self._launched),
             self.saver is not None and self.saver.busy,
             self.loader is not None and self.loader.busy,
             self.prefetcher is not None and len(self.prefetcher),
@@ -431,6 +533,7 @@ class Seat:
             self.release(claim)
         if self.prefetcher is not None:
             self.prefetcher.close()
+        self._launched.settle()
 
 
 def _regroup(run: Run, table: Sequence[int]) -> list[Run]:

@@ -140,6 +140,32 @@ class PrefixTree:
                 parts.append(part)
         return self.keep(parts, owner)
 
+    def hold(self, prefix: Prefix, wanted: Mapping[str, range], owner: str) -> tuple[Lock, dict[str, set[int]]]:
+        """Keep what the device has of page numbers `wanted`, component by component, wherever the anchor is.
+
+        Returns the lock and the numbers that it keeps: of a hand-over these need not be sent. Of the full component
+        only what follows from the start without a gap; a snapshot after `n` pages has the number `n - 1`.
+        """
+        path = [node if pages == len(node) else self._split(node, pages) for node, pages in self.walked(prefix)]
+        self._use(path)
+        parts: list[Part] = []
+        held: dict[str, set[int]] = {c.name: set() for c in self.components}
+        start = 0
+        for node in path:
+            here = node.parts[Tier.DEVICE]
+            if self.full not in here:
+                break
+            end = start + len(node)
+            for component in self.components:
+                numbers = range(end - 1, end) if component.point else range(start, end)
+                of_use = held[component.name]
+                chosen = set(numbers) & set(wanted.get(component.name, ()))
+                if component.name in here and chosen:
+                    parts += [p for p in (here[self.full], here[component.name]) if p not in parts]
+                    of_use |= chosen
+            start = end
+        return self.keep(parts, owner), held
+
     def keep(self, parts: Sequence[Part], owner: str) -> Lock:
         """Lock exactly these parts: for moves, which must not lose what they read or write."""
         self._number += 1
@@ -150,7 +176,9 @@ class PrefixTree:
         return lock
 
     def add(self, lock: Lock, part: Part) -> None:
-        """Keep `part` too: it was loaded for whom the lock is."""
+        """Keep `part` too, once: it was loaded for whom the lock is."""
+        if lock in part.locks:
+            return
         if not part.locks:
             self.protected[part.tier, part.component] += len(part)
         part.locks.add(lock)
@@ -170,6 +198,8 @@ class PrefixTree:
                 self.protected[part.tier, part.component] -= len(part)
         for part in lock.parts:
             self._queue(part.node, part.tier)
+            if self.write_back:
+                self._queue_above(part.node)
         lock.parts.clear()
         self.condemned = [node for node in self.condemned if not self._bury(node)]
 
@@ -287,7 +317,8 @@ class PrefixTree:
             node.parent.below[tier] += 1
             self._queue(node.parent, tier)
             self.on_change(node, tier, True)
-        self._queue(node, tier)
+        for there in IN_TREE:
+            self._queue(node, there)
         return part
 
     def _discard_empty(self, path: Sequence[Node]) -> None:
@@ -460,6 +491,13 @@ class PrefixTree:
         for part in node.parts[tier].values():
             if not part.queued and self.may_go(part):
                 self.queues[tier, part.component].push(part)
+
+    def _queue_above(self, node: Node) -> None:
+        """A node that is on the device alone takes what hangs below it along, so it waits for that to be nobody's."""
+        above = node
+        while above.parent is not None and above.parent.parent is not None:
+            above = above.parent
+            self._queue(above, Tier.DEVICE)
 
     def _drop_leaf(self, node: Node, tier: Tier) -> None:
         """Take everything of a leaf out of `tier`, and the node with it if it is nowhere else."""

@@ -22,7 +22,7 @@ from contracts.messages import Submit
 from contracts.ports import SessionId
 from contracts.sampling import TokenLogprob
 from contracts.table import StateTable
-from engine.batch import Drawn
+from engine.batch import Drawn, Step
 
 
 class Phase(StrEnum):
@@ -55,7 +55,7 @@ PHASES = StateTable[Phase, PhaseEvent](
 
 @dataclass(eq=False)
 class Request:
-    """One attempt at one request. `length` is the committed length: positions whose state is known to be there."""
+    """One attempt at one request."""
 
     session: SessionId
     submit: Submit
@@ -72,7 +72,16 @@ class Request:
     """The block table: matched pages, then leased ones,"""
     epochs: tuple[Epoch, ...] = ()
     """and the epochs at which the tree and this request leased them."""
-    length: int = 0
+    committed: int = 0
+    """Positions whose state is known to be there: what may be sealed, shared and sent."""
+    launched: int = 0
+    """Positions whose state was given to the device to compute."""
+    planned: int = 0
+    """Positions that are decided on."""
+    latest: Step | None = None
+    """The last launched step that it was part of."""
+    starts: int = 0
+    """How often it started over: what earlier starts launched is not for it any more."""
     tags: list[ContentTag] = field(default_factory=list)
     """Of the sealed pages, from the first on."""
     sent: int = 0
@@ -109,7 +118,13 @@ class Request:
 
     def start_over(self) -> None:
         """Nothing of it is computed; what was handed over and published stays so, as it comes out the same again."""
-        self.tags, self.length, self.scores = [], 0, []
+        self.tags, self.scores = [], []
+        self.begin(0)
+        self.starts += 1
+
+    def begin(self, positions: int) -> None:
+        """The state of so many positions is there to start with."""
+        self.committed = self.launched = self.planned = positions
 
     def step(self, event: PhaseEvent) -> None:
         self.phase = PHASES.next(self.phase, event)

@@ -91,7 +91,7 @@ class Recording(CpuDevice):
     def __init__(self) -> None:
         self.ops: list[Op] = []
 
-    def submit(self, op: Op, run: Callable[[], None], *args: Any, **options: Any) -> Completion:
+    def submit(self, op: Op, run: Callable[[], object], *args: Any, **options: Any) -> Completion:
         self.ops.append(op)
         return super().submit(op, run, *args, **options)
 

@@ -61,7 +61,7 @@ def test_prefill_starts_over_when_pages_of_a_request_were_given_away(model: Path
     with pair(model, prefill={"chunk_tokens": 64}) as both:
         assert isinstance(both.prefill, PrefillWorker)
         a = both.submit(first, GREEDY)
-        while not any(r.length for r in both.prefill._desk):
+        while not any(r.committed for r in both.prefill._desk):
             both.step(Role.PREFILL)
         (request,) = list(both.prefill._desk)
         assert request.lease is not None
