@@ -111,10 +111,12 @@ class Bed:
     def settle(self, until: Callable[[], bool]) -> None:
         """Poll until `until`, woken by storage."""
         deadline = time.monotonic() + _DEADLINE_S
-        while not until():
-            self.woken.wait(0.01)
+        while True:
             self.woken.clear()
             self.seat.poll()
+            if until():
+                return
+            self.woken.wait(0.01)
             if time.monotonic() > deadline:
                 raise TimeoutError("the tiers didn't come to rest")
 

@@ -179,6 +179,8 @@ class PrefixTree:
         """Keep `part` too, once: it was loaded for whom the lock is."""
         if lock in part.locks:
             return
+        if lock in part.locks:
+            return
         if not part.locks:
             self.protected[part.tier, part.component] += len(part)
         part.locks.add(lock)
