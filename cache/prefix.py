@@ -31,9 +31,12 @@ class Prefix:
         self._chain = chain
 
     @classmethod
-    def of(cls, tokens: Sequence[int], page_tokens: int, salt: str = "") -> Prefix:
-        """The whole pages of `tokens`; what is left of a page isn't part of it."""
-        return cls(_raw(tokens), page_tokens, salt)
+    def of(
+        cls, tokens: Sequence[int], page_tokens: int, salt: str = "", chain: Sequence[bytes] | None = None
+    ) -> Prefix:
+        """The whole pages of `tokens`; what is left of a page isn't part of it. `chain`: their keys, where known."""
+        keys = b"".join(chain[: len(tokens) // page_tokens]) if chain else b""
+        return cls(_raw(tokens), page_tokens, salt, keys)
 
     def __len__(self) -> int:
         return len(self.raw) // self.page_bytes
