@@ -6,7 +6,7 @@
 
 The tree stands beside a trie of plain dictionaries with a node a page (`bench/trie.py`), grown from the same dialogues
 (`bench/tree_load.py`) in the same run. Times are processor time, medians over many calls: waiting for a
-neighbour's turn on a shared machine isn't in them. Memory is what the process grew by, without the samples kept.
+neighbour's turn on a shared machine isn't in them. Memory is what Python allocated while a side was filled.
 The tiers are measured through a seat, whole claims at a time (`bench/tiers.py`), and in wall time.
 """
 
@@ -18,12 +18,13 @@ import json
 import statistics
 import sys
 import time
-from collections.abc import Callable, Iterable, Sequence
+import tracemalloc
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
-import psutil
 import torch
 from rich.console import Console
 from rich.table import Table
@@ -89,15 +90,27 @@ class Asked:
             assert len(prefix.chain)
 
 
-def measure_tree(pages: int, repeats: int) -> tuple[Side, Samples]:
+@contextmanager
+def allocated() -> Iterator[list[int]]:
+    """Put what Python allocates within, and has not freed, into the list: bytes."""
+    out = [0]
+    tracemalloc.start()
+    try:
+        yield out
+        gc.collect()
+        out[0], _ = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+
+
+def measure_tree(pages: int, repeats: int) -> Side:
     """Fill a tree, then ask, insert and evict."""
-    gc.collect()
-    before = psutil.Process().memory_info().rss
-    side, clients = TreeSide(pages), Clients(pages)
-    samples = fill(clients, pages, side.insert)
-    gc.collect()
-    grown = psutil.Process().memory_info().rss - before - samples.nbytes
+    clients = Clients(pages)
+    with allocated() as grown:
+        side = TreeSide(pages)
+        samples = fill(clients, pages, side.insert)
     held, tree = sum(side.nodes()), side.tree
+    bytes_per_page = (grown[0] - samples.nbytes) / held
     asked = Asked(clients, samples, repeats)
     out = {
         MATCH_128K: timed(tree.match, asked.documents),
@@ -121,19 +134,17 @@ def measure_tree(pages: int, repeats: int) -> tuple[Side, Samples]:
     out["evict 2,000 pages, a page"] = timed(side.evict, [DOCUMENT_PAGES] * 2, DOCUMENT_PAGES)
     wrong = tree.check() if pages <= SIZES[1] else []
     assert not wrong, wrong
-    return Side(held, nodes, grown / held, out), samples
+    return Side(held, nodes, bytes_per_page, out)
 
 
 def measure_trie(pages: int, repeats: int) -> Side:
     """The same with the trie."""
-    gc.collect()
-    before = psutil.Process().memory_info().rss
-    trie, clients = Trie(), Clients(pages)
-    numbers = list(range(DOCUMENT_PAGES + 100))
-    samples = fill(clients, pages, lambda prefix: trie.insert(prefix, numbers))
-    gc.collect()
-    grown = psutil.Process().memory_info().rss - before - samples.nbytes
+    clients, numbers = Clients(pages), list(range(DOCUMENT_PAGES + 100))
+    with allocated() as grown:
+        trie = Trie()
+        samples = fill(clients, pages, lambda prefix: trie.insert(prefix, numbers))
     held = trie.pages
+    bytes_per_page = (grown[0] - samples.nbytes) / held
     asked = Asked(clients, samples, repeats)
 
     def lock(prefix: Prefix) -> None:
@@ -156,7 +167,7 @@ def measure_trie(pages: int, repeats: int) -> Side:
     out["match 128k tokens, a node a page"] = timed(trie.match, [last] * 5 * repeats)
     out["evict, a page"] = timed(trie.evict, [TURN_PAGES] * 20 * repeats, TURN_PAGES)
     out["evict 2,000 pages, a page"] = timed(trie.evict, [DOCUMENT_PAGES] * 2, DOCUMENT_PAGES)
-    return Side(held, held, grown / held, out)
+    return Side(held, held, bytes_per_page, out)
 
 
 def measure_prefixes(repeats: int) -> dict[str, Timing]:
@@ -204,8 +215,7 @@ def prefix_table(timings: dict[str, Timing]) -> Table:
 def measure_trees(console: Console, sizes: Sequence[int], repeats: int) -> dict[str, Any]:
     trees, tries = [], []
     for size in sizes:
-        side, _ = measure_tree(size, repeats)
-        trees.append(side)
+        trees.append(measure_tree(size, repeats))
         tries.append(measure_trie(size, repeats))
     prefixes = measure_prefixes(repeats)
     console.print(tree_table(trees, tries))
