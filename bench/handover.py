@@ -145,7 +145,7 @@ class InProcess:
     def _digest(self, number: int) -> None:
         pages = self._memory.chunks[number % DISTINCT]
         size = self._shape.page_tokens
-        self._digester.digest(self._memory.pools.region, pages, [0] * len(pages), [size] * len(pages))
+        self._digester.digest(self._memory.pools.region, "full", pages, [0] * len(pages), [size] * len(pages))
 
     def round(self, way: str, chunks: int, into: Measured) -> None:
         run = self.ways[way]

@@ -16,7 +16,6 @@ from transformers.generation.configuration_utils import ContinuousBatchingConfig
 
 from cache.device import CpuDevice
 from cache.pools import PoolSet
-from cache.registry import PoolSetLayout
 from contracts.config import EngineConfig
 from contracts.model import read_model_spec
 from contracts.sampling import SamplingParams
@@ -64,11 +63,12 @@ class Twinpool:
     def __init__(self, folder: Path, config: EngineConfig, tokens: int, page_tokens: int = 16) -> None:
         self.name = f"twinpool, {config.numerics}"
         spec = read_model_spec(folder)
-        layout = PoolSetLayout(pool_set_spec(spec, dtype_for(spec, config), page_tokens), 1 + -(-tokens // page_tokens))
-        self.pools = PoolSet(layout.spec, layout.pages)
+        pool_set = pool_set_spec(spec, dtype_for(spec, config), page_tokens)
+        pages = 1 + -(-tokens // page_tokens)
+        self.pools = PoolSet(pool_set, pool_set.even(pages))
         self._epochs = self.pools.allocators["full"].epochs
         self.engine = load_engine(spec, config, page_tokens, self.pools.gates["full"], self._epochs, CpuDevice())
-        self._pages = list(range(1, layout.pages))
+        self._pages = list(range(1, pages))
         random.Random(0).shuffle(self._pages)  # as in a pool that has been used for a while
 
     def run(self, prompts: Prompts, count: int) -> Answer:

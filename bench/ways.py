@@ -16,14 +16,14 @@ from typing import Any, Protocol
 import torch
 import zmq
 
-from cache.moves import gather_pages
+from cache.moves import gather
 from cache.pools import PoolSet
 from cache.registry import BufferSpec, PoolSetLayout, PoolSetSpec, PoolSpec
 from contracts.config import FaultsConfig
 from contracts.ids import RoomId
 from transfer.direct import LocalPlane, ShmPlane
 from transfer.metadata import SLOT_BYTES
-from transfer.plane import PageWrite, Plane, Target
+from transfer.plane import PageWrite, Plane, Run, Target
 from transfer.tcp import ZmqPlane
 
 HOST = "127.0.0.1"
@@ -62,8 +62,8 @@ class Memory:
 
     def __init__(self, shape: Shape, seed: int, allocate: Callable[[str, int], torch.Tensor], noise: bool) -> None:
         pages = 1 + DISTINCT * shape.chunk_pages
-        layout = PoolSetLayout(shape.spec, pages)
-        self.pools = PoolSet(shape.spec, pages, allocate("pages", layout.nbytes))
+        layout = PoolSetLayout(shape.spec, {"full": pages})
+        self.pools = PoolSet(shape.spec, layout.counts, allocate("pages", layout.nbytes))
         if noise:
             self.pools.region.random_(0, 256, generator=torch.Generator().manual_seed(1))
         order = list(range(1, pages))
@@ -72,7 +72,7 @@ class Memory:
         self.chunks = [order[at : at + each] for at in range(0, DISTINCT * each, each)]
 
     def packed(self, number: int) -> torch.Tensor:
-        return gather_pages(self.pools.region, self.pools.layout, self.chunks[number % DISTINCT])
+        return gather(self.pools.region, self.pools.layout, "full", self.chunks[number % DISTINCT])
 
     def sums(self) -> list[int]:
         """A checksum of each distinct chunk."""
@@ -123,7 +123,9 @@ class PlaneReader:
         self.memory = Memory(shape, seed=2, allocate=self.plane.allocate, noise=False)
         slots = self.plane.allocate("slots", DISTINCT * SLOT_BYTES).view(DISTINCT, SLOT_BYTES)
         self.plane.register(self.memory.pools, slots)
-        self.targets = [Target(RoomId(f"room-{n}"), tuple(self.memory.chunks[n]), n) for n in range(DISTINCT)]
+        self.targets = [
+            Target(RoomId(f"room-{n}"), {"full": Run(0, tuple(self.memory.chunks[n]))}, n) for n in range(DISTINCT)
+        ]
         for target in self.targets:
             self.plane.permit(target)
         self._poller = zmq.Poller()
@@ -159,7 +161,7 @@ class PlaneWriter:
 
     def send(self, number: int) -> None:
         at = number % DISTINCT
-        self._link.post(PageWrite(self._targets[at], 0, self._memory.chunks[at])).wait()
+        self._link.post(PageWrite(self._targets[at], {"full": Run(0, tuple(self._memory.chunks[at]))})).wait()
         self._link.notify(b"wrote")
 
     def close(self) -> None:

@@ -2,50 +2,100 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import torch
 
+from cache.device import Device
 from cache.gate import Gate
 from cache.leases import Allocator
-from cache.registry import PoolSetLayout, PoolSetSpec
+from cache.moves import Indices
+from cache.registry import Order, PoolSetLayout, PoolSetSpec
+from contracts.errors import ConfigError
 
 
 class PoolSet:
-    """All state of a seat. `region` is uint8 [layout.nbytes]; it must be zero, and stays zero in the null page."""
+    """All state of a seat in one tier.
 
-    def __init__(self, spec: PoolSetSpec, pages: int, region: torch.Tensor | None = None) -> None:
-        if pages < 2:
-            raise ValueError("a pool needs the null page and at least one more")
-        self.layout = PoolSetLayout(spec, pages)
+    `counts` are the pages and slots of each pool, index 0, the null one, included. `region` is uint8 [layout.nbytes];
+    it must be zero, and stays zero at index 0 of every pool. Host tiers are page-first and have no gates' readers.
+    """
+
+    def __init__(
+        self,
+        spec: PoolSetSpec,
+        counts: Mapping[str, int],
+        region: torch.Tensor | None = None,
+        order: Order = Order.LAYER_FIRST,
+        tier: str = "",
+    ) -> None:
+        short = [name for name, count in counts.items() if count < 2]
+        if short:
+            raise ValueError(f"pool {short[0]} needs the null page and at least one more")
+        self.layout = PoolSetLayout(spec, dict(counts), order)
         if region is None:
             region = torch.zeros(self.layout.nbytes, dtype=torch.uint8)
         if region.dtype != torch.uint8 or region.numel() != self.layout.nbytes:
             raise ValueError(f"region must be uint8 [{self.layout.nbytes}], got {region.dtype} {list(region.shape)}")
         self.region = region
-        self.allocators = {pool.name: Allocator(f"{pool.name} pages", pages, first=1) for pool in spec.pools}
-        self.gates = {pool.name: Gate(self._layers(pool.name)) for pool in spec.pools}
+        prefix = f"{tier} " if tier else ""
+        self.allocators = {
+            pool.name: Allocator(f"{prefix}{pool.name} pages", counts[pool.name], first=1) for pool in spec.pools
+        }
+        self.gates = {pool.name: Gate(self._layers(pool.name)) for pool in spec.pools if order is Order.LAYER_FIRST}
+
+    @property
+    def spec(self) -> PoolSetSpec:
+        return self.layout.spec
 
     def _layers(self, pool: str) -> list[dict[str, torch.Tensor]]:
-        buffers = self.layout.buffers[pool]
-        layers: list[dict[str, torch.Tensor]] = [{} for _ in range(max(b.spec.layers for b in buffers))]
-        for buffer in buffers:
+        layers: list[dict[str, torch.Tensor]] = [{} for _ in range(self.spec.by_name[pool].layers)]
+        for buffer in self.layout.buffers[pool]:
             for layer in range(buffer.spec.layers):
-                layers[layer][buffer.spec.name] = self.layout.view(self.region, buffer, layer)
+                layers[layer][buffer.spec.name] = self.layout.view(self.region, pool, buffer, layer)
         return layers
 
     def pages_for(self, positions: int) -> int:
         """Pages that hold `positions` token positions."""
-        return -(-positions // self.layout.spec.page_tokens)
+        return -(-positions // self.spec.page_tokens)
 
     @property
     def max_positions(self) -> int:
-        """Positions that one request can hold when every pool is empty."""
-        return min(a.total for a in self.allocators.values()) * self.layout.spec.page_tokens
+        """Positions that one request can hold when the full pool is empty."""
+        return self.allocators[self.spec.full.name].total * self.spec.page_tokens
+
+    def zero(self, indices: Indices) -> None:
+        """Clear these pages and slots, all buffers: a state slot starts from zero."""
+        for pool, chosen in indices.items():
+            for buffer in self.layout.buffers[pool]:
+                buffer.stack(self.region, self.layout.counts[pool])[:, list(chosen)] = 0
+
+    def close(self) -> None:
+        """Let go of the memory: gates hand out nothing any more. Leases must have ended."""
+        held = [a.name for a in self.allocators.values() if a.leases]
+        if held:
+            raise ValueError(f"{' and '.join(held)} are still leased")
+        self.gates.clear()
+        self.region = torch.empty(0, dtype=torch.uint8)
 
     def check(self) -> list[str]:
         found = [line for allocator in self.allocators.values() for line in allocator.check()]
-        for pool, buffers in self.layout.buffers.items():
-            for buffer in buffers:
-                dirty = [i for i in range(buffer.spec.layers) if self.layout.view(self.region, buffer, i)[0].any()]
-                if dirty:
-                    found.append(f"{pool} pages: the null page of {buffer.spec.name} isn't zero in layers {dirty}")
+        for pool, buffer in self.layout.each():
+            null_lw = buffer.stack(self.region, self.layout.counts[pool.name])[:, 0]
+            if null_lw.any():
+                dirty = [i for i, row in enumerate(null_lw) if row.any()]
+                found.append(f"{pool.name} pages: the null page of {buffer.spec.name} isn't zero in layers {dirty}")
         return found
+
+
+def host_pools(spec: PoolSetSpec, nbytes: int, device: Device) -> PoolSet:
+    """The host tier's mirror of a pool set in `nbytes` of memory that `device` copies from and to: page-first.
+
+    Raises `ConfigError` when not even one page fits.
+    """
+    one = sum(spec.unit_bytes(pool) for pool in spec.by_name)
+    count = nbytes // one
+    if count < 2:
+        raise ConfigError(f"cache.host_bytes={nbytes} holds no page: this model needs {2 * one} or more")
+    layout = PoolSetLayout(spec, spec.even(count), Order.PAGE_FIRST)
+    return PoolSet(spec, layout.counts, device.allocate_host(layout.nbytes), Order.PAGE_FIRST, "host")

@@ -1,14 +1,23 @@
 """One registry of state: a model declares its pool set here and nothing else enumerates it.
 
-A *pool* is the set of buffers that share one index space and one allocator; a *buffer* is one kind of state. The
-memory of a pool set is one flat region of bytes (so that a data plane registers it once); a buffer lies in it
-layer-first: `base + layer * layer_stride + page * page_stride`. Moving, clearing, digesting and accounting walk the
+A *pool* is the set of buffers that share one index space and one allocator; a *buffer* is one kind of state. Pools
+come in three kinds: full attention (a page for every run of positions), sliding window (a page for the last runs
+only) and state (a slot a sequence, whatever its length). Within a page a buffer is laid out token by token, or as one
+entry for the whole page; a state buffer has one entry a slot. Moving, clearing, digesting and accounting walk the
 registry and name no buffer, so a model with a new buffer gets all of them without a line.
+
+The memory of a pool set is one flat region of bytes, so that a data plane registers it once. An entry of a buffer
+lies at `base + layer * layer_stride + index * index_stride`, in one of two orders:
+
+    layer-first   one layer of all pages together: what kernels read
+    page-first    all layers of all buffers of a page together: one contiguous read for storage and network
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from enum import StrEnum
 from functools import cached_property
 from math import prod
 
@@ -18,47 +27,130 @@ ALIGNMENT = 64
 """Buffers start on multiples of this many bytes: vector loads, DMA and cache lines like it."""
 
 
+class Index(StrEnum):
+    """What one entry of a buffer belongs to."""
+
+    TOKEN = "token"
+    PAGE = "page"
+    SLOT = "slot"
+
+
+class Kind(StrEnum):
+    """Which part of a sequence a pool holds."""
+
+    FULL = "full"
+    WINDOW = "window"
+    STATE = "state"
+
+
+class Order(StrEnum):
+    """How a region is laid out."""
+
+    LAYER_FIRST = "layer-first"
+    PAGE_FIRST = "page-first"
+
+
 @dataclass(frozen=True)
 class BufferSpec:
-    """One kind of state, `layers` times, indexed by token position within pages.
+    """One kind of state, `layers` times.
 
-    `shape` is the shape of one token's entry, e.g. ``(kv_heads, head_dim)``.
+    `shape` is the shape of one entry: of a token, e.g. ``(kv_heads, head_dim)``, of a whole page, or of a slot. Where
+    ranks hold slices of the heads, `heads` is their number over all ranks and `first_head` the first one here; axis 0
+    of `shape` counts those that are here.
     """
 
     name: str
     layers: int
     shape: tuple[int, ...]
     dtype: torch.dtype
+    index: Index = Index.TOKEN
+    heads: int = 0
+    """0: not sliced by heads, every rank holds all of it."""
+    first_head: int = 0
+
+    def __post_init__(self) -> None:
+        if self.layers < 1 or not self.shape or min(self.shape) < 1:
+            raise ValueError(f"buffer {self.name}: layers and every length of its shape must be 1 or more")
+        if self.heads and not 0 <= self.first_head <= self.heads - self.shape[0]:
+            raise ValueError(
+                f"buffer {self.name}: heads {self.first_head}..{self.first_head + self.shape[0] - 1} aren't among "
+                f"{self.heads}"
+            )
 
     @property
-    def token_bytes(self) -> int:
-        """Bytes of one token in one layer."""
+    def shape_bytes(self) -> int:
+        """Bytes of one `shape` in one layer: of one token, or of the whole page or slot."""
         return prod(self.shape) * self.dtype.itemsize
+
+    def entry_bytes(self, page_tokens: int) -> int:
+        """Bytes of one page or slot in one layer."""
+        return self.shape_bytes * (page_tokens if self.index is Index.TOKEN else 1)
 
 
 @dataclass(frozen=True)
 class PoolSpec:
-    """Buffers that share pages and an allocator."""
+    """Buffers that share pages (or slots) and an allocator."""
 
     name: str
     buffers: tuple[BufferSpec, ...]
+    kind: Kind = Kind.FULL
+    window_tokens: int = 0
+    """Of a window pool: positions that attention sees, the query's own included."""
+
+    def __post_init__(self) -> None:
+        names = [b.name for b in self.buffers]
+        if not names or len(set(names)) != len(names):
+            raise ValueError(f"pool {self.name}: it needs buffers with different names, got {names}")
+        for buffer in self.buffers:
+            if (buffer.index is Index.SLOT) != (self.kind is Kind.STATE):
+                raise ValueError(f"pool {self.name}: a {self.kind} pool has no buffer by {buffer.index}: {buffer.name}")
+        if (self.window_tokens > 0) != (self.kind is Kind.WINDOW):
+            raise ValueError(f"pool {self.name}: window_tokens is for window pools, and they need it")
+
+    @property
+    def layers(self) -> int:
+        """The most layers that one of its buffers has."""
+        return max(b.layers for b in self.buffers)
 
 
 @dataclass(frozen=True)
 class PoolSetSpec:
-    """All state of one seat, as its model declares it."""
+    """All state of one seat, as its model declares it: one full pool, and any number of others."""
 
     page_tokens: int
     pools: tuple[PoolSpec, ...]
 
-    @property
-    def token_bytes(self) -> int:
-        """Bytes of one token over all layers of all buffers."""
-        return sum(b.layers * b.token_bytes for p in self.pools for b in p.buffers)
+    def __post_init__(self) -> None:
+        names = [p.name for p in self.pools]
+        if len(set(names)) != len(names):
+            raise ValueError(f"pools need different names, got {names}")
+        if sum(p.kind is Kind.FULL for p in self.pools) != 1:
+            raise ValueError("a pool set has exactly one full pool: it says which prefixes there are")
+
+    @cached_property
+    def by_name(self) -> dict[str, PoolSpec]:
+        return {p.name: p for p in self.pools}
+
+    @cached_property
+    def full(self) -> PoolSpec:
+        return next(p for p in self.pools if p.kind is Kind.FULL)
+
+    def unit_bytes(self, pool: str) -> int:
+        """Bytes of one page (or slot) of `pool`, all layers of all its buffers."""
+        return sum(b.layers * b.entry_bytes(self.page_tokens) for b in self.by_name[pool].buffers)
 
     @property
     def page_bytes(self) -> int:
-        return self.page_tokens * self.token_bytes
+        """Bytes of one page of the full pool."""
+        return self.unit_bytes(self.full.name)
+
+    def window_pages(self, pool: str) -> int:
+        """Pages before a page boundary that a window reaches back into."""
+        return -(-(self.by_name[pool].window_tokens - 1) // self.page_tokens)
+
+    def even(self, count: int) -> dict[str, int]:
+        """The same number of indices for every pool."""
+        return {p.name: count for p in self.pools}
 
 
 @dataclass(frozen=True)
@@ -68,18 +160,40 @@ class BufferLayout:
     spec: BufferSpec
     base: int
     layer_stride: int
-    page_stride: int
+    index_stride: int
+    entry_bytes: int
 
-    def offset(self, layer: int, page: int) -> int:
-        return self.base + layer * self.layer_stride + page * self.page_stride
+    def offset(self, layer: int, index: int) -> int:
+        return self.base + layer * self.layer_stride + index * self.index_stride
+
+    @property
+    def word(self) -> torch.dtype:
+        """The widest integers that every entry is made of and starts on a multiple of."""
+        return word_dtype(self.base, self.layer_stride, self.index_stride, self.entry_bytes)
+
+    def stack(self, region: torch.Tensor, count: int, word: torch.dtype | None = None) -> torch.Tensor:
+        """All of it as integers: [layers, count, words], sharing memory with the uint8 `region`."""
+        word = word or self.word
+        size = word.itemsize
+        shape = (self.spec.layers, count, self.entry_bytes // size)
+        strides = (self.layer_stride // size, self.index_stride // size, 1)
+        flat = region[self.base :]
+        flat = flat[: len(flat) // size * size].view(word)
+        return flat.as_strided(shape, strides, flat.storage_offset())
 
 
 @dataclass(frozen=True)
 class PoolSetLayout:
-    """A pool set with its number of pages: every byte has an address. The null page is page 0 and counted."""
+    """A pool set with its number of pages and slots: every byte has an address. Index 0 of each pool, the null page
+    or slot, is counted."""
 
     spec: PoolSetSpec
-    pages: int
+    counts: Mapping[str, int]
+    order: Order = Order.LAYER_FIRST
+
+    def __post_init__(self) -> None:
+        if set(self.counts) != set(self.spec.by_name):
+            raise ValueError(f"counts are for pools {sorted(self.counts)}, the spec has {sorted(self.spec.by_name)}")
 
     @cached_property
     def buffers(self) -> dict[str, tuple[BufferLayout, ...]]:
@@ -87,25 +201,65 @@ class PoolSetLayout:
         out: dict[str, tuple[BufferLayout, ...]] = {}
         base = 0
         for pool in self.spec.pools:
+            count, unit = self.counts[pool.name], self.spec.unit_bytes(pool.name)
             layouts = []
             for buffer in pool.buffers:
-                page_stride = buffer.token_bytes * self.spec.page_tokens
-                layer_stride = _aligned(page_stride * self.pages)
-                layouts.append(BufferLayout(buffer, base, layer_stride, page_stride))
-                base += layer_stride * buffer.layers
+                entry = buffer.entry_bytes(self.spec.page_tokens)
+                if self.order is Order.LAYER_FIRST:
+                    layer_stride = _aligned(entry * count)
+                    layouts.append(BufferLayout(buffer, base, layer_stride, entry, entry))
+                    base += layer_stride * buffer.layers
+                else:
+                    layouts.append(BufferLayout(buffer, base, entry, unit, entry))
+                    base += entry * buffer.layers
+            if self.order is Order.PAGE_FIRST:
+                base = _aligned(base + unit * (count - 1))
             out[pool.name] = tuple(layouts)
         return out
 
     @cached_property
     def nbytes(self) -> int:
-        return sum(b.layer_stride * b.spec.layers for bs in self.buffers.values() for b in bs)
+        ends = [
+            b.offset(b.spec.layers - 1, self.counts[pool] - 1) + b.entry_bytes
+            for pool, buffers in self.buffers.items()
+            for b in buffers
+        ]
+        return _aligned(max(ends))
 
-    def view(self, region: torch.Tensor, buffer: BufferLayout, layer: int) -> torch.Tensor:
-        """The buffer's pages in `layer`: [pages, page_tokens, *shape], sharing memory with the uint8 `region`."""
-        size = self.pages * buffer.page_stride
+    def each(self) -> Iterator[tuple[PoolSpec, BufferLayout]]:
+        """Every buffer with its pool, in the order of the registry."""
+        for pool in self.spec.pools:
+            for buffer in self.buffers[pool.name]:
+                yield pool, buffer
+
+    def view(self, region: torch.Tensor, pool: str, buffer: BufferLayout, layer: int) -> torch.Tensor:
+        """The buffer's entries in `layer`, sharing memory with the uint8 `region`.
+
+        Shape [pages, page_tokens, *shape] for a buffer by token, [pages or slots, *shape] for the others.
+        """
+        spec, size = buffer.spec, buffer.spec.dtype.itemsize
         start = buffer.offset(layer, 0)
-        flat = region[start : start + size].view(buffer.spec.dtype)
-        return flat.view(self.pages, self.spec.page_tokens, *buffer.spec.shape)
+        stop = start + (self.counts[pool] - 1) * buffer.index_stride + buffer.entry_bytes
+        flat = region[start:stop].view(spec.dtype)
+        inner = (self.spec.page_tokens, *spec.shape) if spec.index is Index.TOKEN else spec.shape
+        strides = [prod(inner[i + 1 :]) for i in range(len(inner))]
+        return flat.as_strided(
+            (self.counts[pool], *inner), (buffer.index_stride // size, *strides), flat.storage_offset()
+        )
+
+    def page(self, region: torch.Tensor, pool: str, index: int) -> torch.Tensor:
+        """One page or slot of a page-first region: uint8 [unit_bytes], contiguous, sharing its memory."""
+        assert self.order is Order.PAGE_FIRST, "only a page-first page is contiguous"
+        start = self.buffers[pool][0].offset(0, index)
+        return region[start : start + self.spec.unit_bytes(pool)]
+
+
+def word_dtype(*nbytes: int) -> torch.dtype:
+    """The widest integer type whose size divides all of `nbytes`."""
+    for dtype in (torch.int64, torch.int32, torch.int16):
+        if all(n % dtype.itemsize == 0 for n in nbytes):
+            return dtype
+    return torch.uint8
 
 
 def _aligned(n: int) -> int:

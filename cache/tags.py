@@ -20,8 +20,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from cache.moves import word_dtype
-from cache.registry import PoolSetLayout
+from cache.registry import BufferLayout, Index, PoolSetLayout, word_dtype
 
 _GOLDEN = np.uint64(0x9E3779B97F4A7C15)
 _BLOCK_BYTES = 64 * 1024 * 1024
@@ -49,58 +48,72 @@ def chain_keys(tokens: Sequence[int], page_tokens: int, salt: str = "") -> list[
 
 
 class Digester:
-    """Digests pages of one pool set."""
+    """Digests pages and slots of one pool set, in regions of any order."""
 
     def __init__(self, layout: PoolSetLayout) -> None:
         self._layout = layout
-        self._coefficients: list[torch.Tensor] = []
-        for pool, buffers in layout.buffers.items():
-            for buffer in buffers:
-                head_bytes = buffer.spec.shape[-1] * buffer.spec.dtype.itemsize
-                word = word_dtype(head_bytes)
-                words = buffer.spec.token_bytes // word.itemsize
-                name = int.from_bytes(hashlib.blake2b(f"{pool}/{buffer.spec.name}".encode(), digest_size=7).digest())
-                counters = np.arange(buffer.spec.layers * words, dtype=np.uint64) + np.uint64(name)
-                coefficients = _odd(counters).reshape(buffer.spec.layers, 1, 1, words)
-                self._coefficients.append(torch.from_numpy(coefficients.view(np.int64)))
+        self._coefficients: dict[str, list[torch.Tensor]] = {
+            pool: [_coefficients(pool, buffer) for buffer in buffers] for pool, buffers in layout.buffers.items()
+        }
 
     def digest(
-        self, region: torch.Tensor, pages: Sequence[int], firsts: Sequence[int], ends: Sequence[int]
+        self, region: torch.Tensor, pool: str, indices: Sequence[int], firsts: Sequence[int], ends: Sequence[int]
     ) -> list[int]:
-        """Digest each page's positions `firsts[i] .. ends[i]-1`, the first of which is the page's first position."""
-        if not pages:
-            return []
-        block = max(1, _BLOCK_BYTES // (4 * self._layout.spec.page_bytes))
+        """Digest positions `firsts[i] .. ends[i]-1` of each page, the first of which is the page's first position.
+
+        Buffers by page or slot are digested whole, at position `firsts[i]`.
+        """
+        block = max(1, _BLOCK_BYTES // (4 * self._layout.spec.unit_bytes(pool)))
         out: list[int] = []
-        for at in range(0, len(pages), block):
+        for at in range(0, len(indices), block):
             part = slice(at, at + block)
-            out += self._digest_block(region, pages[part], firsts[part], ends[part])
+            out += self._digest_block(region, pool, indices[part], firsts[part], ends[part])
         return out
 
     def _digest_block(
-        self, region: torch.Tensor, pages: Sequence[int], firsts: Sequence[int], ends: Sequence[int]
+        self, region: torch.Tensor, pool: str, indices: Sequence[int], firsts: Sequence[int], ends: Sequence[int]
     ) -> list[int]:
         page_tokens = self._layout.spec.page_tokens
-        index = torch.tensor(pages)
-        slots = np.arange(page_tokens, dtype=np.int64)[None, :]
-        positions = np.asarray(firsts, dtype=np.int64)[:, None] + slots
+        index = torch.tensor(indices, dtype=torch.int64)
+        starts = np.asarray(firsts, dtype=np.int64)[:, None]
+        positions = starts + np.arange(page_tokens, dtype=np.int64)[None, :]
         weights = _odd(positions.astype(np.uint64) * _GOLDEN)
         weights[positions >= np.asarray(ends, dtype=np.int64)[:, None]] = 0
-        weights_pt = torch.from_numpy(weights.view(np.int64))
-        total = torch.zeros(len(pages), page_tokens, dtype=torch.int64)
-        each = iter(self._coefficients)
-        for buffers in self._layout.buffers.values():
-            for buffer in buffers:
-                coefficients_l11w = next(each)
-                word = word_dtype(buffer.spec.shape[-1] * buffer.spec.dtype.itemsize)
-                for layer in range(buffer.spec.layers):
-                    start = buffer.offset(layer, 0)
-                    flat = region[start : start + self._layout.pages * buffer.page_stride].view(word)
-                    words_ptw = flat.view(self._layout.pages, page_tokens, -1).index_select(0, index)
-                    if word is not torch.int64:
-                        words_ptw = words_ptw.to(torch.int64)
-                    total += (words_ptw * coefficients_l11w[layer]).sum(-1)
-        return [int(x) & 0xFFFFFFFFFFFFFFFF for x in (total * weights_pt).sum(-1)]
+        by_token = torch.zeros(len(indices), page_tokens, dtype=torch.int64)
+        by_entry = torch.zeros(len(indices), 1, dtype=torch.int64)
+        for buffer, coefficients_lw in zip(self._layout.buffers[pool], self._coefficients[pool], strict=True):
+            total = by_token if buffer.spec.index is Index.TOKEN else by_entry
+            word = _word(buffer)
+            stack_lpw = buffer.stack(region, self._layout.counts[pool], min(word, buffer.word, key=_size))
+            for layer, coefficients_w in enumerate(coefficients_lw):
+                words_ptw = stack_lpw[layer].index_select(0, index).view(word).view(len(indices), total.shape[1], -1)
+                if words_ptw.dtype is not torch.int64:
+                    words_ptw = words_ptw.to(torch.int64)
+                total += (words_ptw * coefficients_w).sum(-1)
+        summed = (by_token * torch.from_numpy(weights.view(np.int64))).sum(-1)
+        summed += by_entry[:, 0] * torch.from_numpy(_odd(starts.astype(np.uint64) * _GOLDEN).view(np.int64))[:, 0]
+        return [int(x) & 0xFFFFFFFFFFFFFFFF for x in summed]
+
+
+def _word(buffer: BufferLayout) -> torch.dtype:
+    """The integers that a buffer is summed in, wherever it lies: none spans two heads, so that slices add up."""
+    return word_dtype(buffer.spec.shape[-1] * buffer.spec.dtype.itemsize)
+
+
+def _size(dtype: torch.dtype) -> int:
+    return dtype.itemsize
+
+
+def _coefficients(pool: str, buffer: BufferLayout) -> torch.Tensor:
+    """Odd coefficients of what a buffer holds here, [layers, words], by its logical coordinates: int64."""
+    spec = buffer.spec
+    words = spec.shape_bytes // _word(buffer).itemsize
+    head_words = words // spec.shape[0]
+    width = spec.heads * head_words if spec.heads else words
+    name = int.from_bytes(hashlib.blake2b(f"{pool}/{spec.name}".encode(), digest_size=7).digest())
+    here = np.arange(words, dtype=np.uint64) + np.uint64(spec.first_head * head_words)
+    layers = np.arange(spec.layers, dtype=np.uint64)[:, None] * np.uint64(width)
+    return torch.from_numpy(_odd(layers + here + np.uint64(name)).view(np.int64))
 
 
 def _odd(x: np.ndarray) -> np.ndarray:

@@ -1,116 +1,165 @@
-"""Moves and tags, over registries of several shapes."""
+"""Layouts, moves and tags, over pool sets of every kind and both orders."""
+
+from __future__ import annotations
 
 import pytest
 import torch
 
-from cache.moves import copy_pages, gather_pages, scatter_pages
+from cache.moves import Move, Part, copy_state, gather, scatter
 from cache.pools import PoolSet
-from cache.registry import BufferSpec, PoolSetLayout, PoolSetSpec, PoolSpec
+from cache.registry import BufferSpec, Index, Kind, Order, PoolSetLayout, PoolSetSpec, PoolSpec
 from cache.tags import Digester, chain_keys
+from tests.poolsets import NAMES, entry, filled, pool_sets
+
+ORDERS = list(Order)
 
 
-def spec(page_tokens: int, dtype: torch.dtype = torch.bfloat16, dim: int = 12) -> PoolSetSpec:
-    """K and V, and a third buffer of another shape: nothing may depend on there being two."""
-    return PoolSetSpec(
-        page_tokens,
-        (
-            PoolSpec(
-                "full",
-                (
-                    BufferSpec("k", 3, (2, dim), dtype),
-                    BufferSpec("v", 3, (2, dim), dtype),
-                    BufferSpec("index_k", 2, (5,), torch.uint8),
-                ),
-            ),
-        ),
-    )
+def made(name: str, page_tokens: int, count: int, order: Order, seed: int) -> PoolSet:
+    spec = pool_sets(page_tokens)[name]
+    return filled(PoolSet(spec, spec.even(count), order=order), seed)
 
 
-def filled(pools: PoolSet, seed: int) -> PoolSet:
-    generator = torch.Generator().manual_seed(seed)
-    pools.region.copy_(torch.randint(256, (len(pools.region),), dtype=torch.uint8, generator=generator))
-    return pools
+@pytest.mark.parametrize("orders", [(a, b) for a in ORDERS for b in ORDERS])
+@pytest.mark.parametrize("page_tokens", [1, 4, 64])
+@pytest.mark.parametrize("name", NAMES)
+def test_a3_a_copy_carries_every_buffer_of_the_registry_and_nothing_else(
+    name: str, page_tokens: int, orders: tuple[Order, Order]
+) -> None:
+    source = made(name, page_tokens, 9, orders[0], 1)
+    target = made(name, page_tokens, 13, orders[1], 2)
+    pools = list(source.spec.by_name)
+    before = {(pool, i): entry(target, pool, i) for pool in pools for i in range(13)}
+    moved = {pool: {12: 3, 5: 8, 1: n} for n, pool in enumerate(pools, 1)}
+    move = Move(tuple(Part(pool, tuple(m.values()), tuple(m)) for pool, m in moved.items()))
+    assert move.nbytes(source.spec) == 3 * sum(source.spec.unit_bytes(p) for p in pools)
+    for piece in move.chunks(source.spec, 2 * source.spec.page_bytes):
+        copy_state(piece, source.region, source.layout, target.region, target.layout)
+    for (pool, index), old in before.items():
+        want = entry(source, pool, moved[pool][index]) if index in moved[pool] else old
+        assert entry(target, pool, index) == want, (pool, index)
 
 
-def state(pools: PoolSet, page: int) -> list[torch.Tensor]:
-    views = []
-    for buffers in pools.layout.buffers.values():
-        for buffer in buffers:
-            for layer in range(buffer.spec.layers):
-                views.append(pools.layout.view(pools.region, buffer, layer)[page].view(torch.uint8).clone())
-    return views
+@pytest.mark.parametrize("name", NAMES)
+def test_a_move_layer_by_layer_is_the_move(name: str) -> None:
+    source, target = made(name, 4, 5, Order.PAGE_FIRST, 1), made(name, 4, 5, Order.LAYER_FIRST, 2)
+    move = Move(tuple(Part(pool, (1, 3), (4, 2)) for pool in source.spec.by_name))
+    for layer in range(max(p.layers for p in source.spec.pools)):
+        copy_state(move, source.region, source.layout, target.region, target.layout, range(layer, layer + 1))
+    for pool in source.spec.by_name:
+        assert [entry(target, pool, i) for i in (4, 2)] == [entry(source, pool, i) for i in (1, 3)]
 
 
-@pytest.mark.parametrize("page_tokens", [1, 4, 16])
-def test_a3_a_copy_carries_every_buffer_of_the_registry_and_nothing_else(page_tokens: int) -> None:
-    source, target = filled(PoolSet(spec(page_tokens), 9), 1), filled(PoolSet(spec(page_tokens), 13), 2)
-    before = [state(target, page) for page in range(13)]
-    moved = {12: 3, 5: 8, 1: 1}
-    size = copy_pages(
-        source.region, source.layout, list(moved.values()), target.region, target.layout, list(moved.keys())
-    )
-    assert size == 3 * source.layout.spec.page_bytes
-    for page in range(13):
-        want = state(source, moved[page]) if page in moved else before[page]
-        assert all(map(torch.equal, state(target, page), want)), page
+def test_a_move_in_which_a_pool_has_nothing_to_do_is_ordinary() -> None:
+    move = Move.of({"full": [1, 2], "window": []}, {"full": [3, 4]})
+    assert len(move) == 2
+    assert len(Move.of({}, {"full": []})) == 0
+    with pytest.raises(ValueError, match="a move from pools"):
+        Move.of({"full": [1], "window": [2]}, {"full": [1]})
+    with pytest.raises(ValueError, match="2 sources for 1 targets"):
+        Move.of({"full": [1, 2]}, {"full": [3]})
 
 
-@pytest.mark.parametrize("page_tokens", [1, 4, 16])
-def test_gathered_pages_scatter_back_to_the_same_bytes(page_tokens: int) -> None:
-    source, target = filled(PoolSet(spec(page_tokens), 9), 1), PoolSet(spec(page_tokens), 5)
-    packed = gather_pages(source.region, source.layout, [7, 2])
-    assert packed.shape == (2, source.layout.spec.page_bytes)
-    scatter_pages(packed, target.region, target.layout, [1, 4])
-    assert all(map(torch.equal, state(target, 4), state(source, 2)))
-    assert all(map(torch.equal, state(target, 1), state(source, 7)))
-    assert target.check() == []
+@pytest.mark.parametrize("order", ORDERS)
+@pytest.mark.parametrize("name", NAMES)
+def test_gathered_state_is_canonical_and_scatters_back_to_the_same_bytes(name: str, order: Order) -> None:
+    source, target = made(name, 4, 9, order, 1), made(name, 4, 5, order, 2)
+    for pool in source.spec.by_name:
+        packed = gather(source.region, source.layout, pool, [7, 2])
+        assert [row.numpy().tobytes() for row in packed] == [b"".join(entry(source, pool, i)) for i in (7, 2)]
+        scatter(packed, target.region, target.layout, pool, [1, 4])
+        assert [entry(target, pool, i) for i in (1, 4)] == [entry(source, pool, i) for i in (7, 2)]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_page_first_page_is_contiguous_and_canonical(name: str) -> None:
+    pools = made(name, 4, 6, Order.PAGE_FIRST, 1)
+    for pool in pools.spec.by_name:
+        assert pools.layout.page(pools.region, pool, 3).numpy().tobytes() == b"".join(entry(pools, pool, 3))
 
 
 def test_check_sees_a_written_null_page() -> None:
-    pools = PoolSet(spec(4), 5)
+    spec = pool_sets(4)["all"]
+    pools = PoolSet(spec, spec.even(5))
     assert pools.check() == []
-    pools.gates["full"].layer(1)["v"][0, 0, 0, 0] = 1.0
-    assert pools.check() == ["full pages: the null page of v isn't zero in layers [1]"]
+    pools.gates["window"].layer(1)["window_v"][0, 0, 0, 0] = 1.0
+    assert pools.check() == ["window pages: the null page of window_v isn't zero in layers [1]"]
 
 
-def digest(pools: PoolSet, pages: list[int], positions: int) -> list[int]:
-    size = pools.layout.spec.page_tokens
+def test_a_closed_pool_set_gives_its_memory_back() -> None:
+    spec = pool_sets(4)["all"]
+    pools = PoolSet(spec, spec.even(5))
+    memory = pools.region.untyped_storage()._weak_ref()
+    lease = pools.allocators["full"].lease(1, "a request")
+    with pytest.raises(ValueError, match="full pages are still leased"):
+        pools.close()
+    lease.release()
+    pools.close()
+    assert torch.UntypedStorage._expired(memory)
+    torch.UntypedStorage._free_weak_ref(memory)
+
+
+def digest(pools: PoolSet, pages: list[int], positions: int, pool: str = "full") -> list[int]:
+    size = pools.spec.page_tokens
     firsts = [i * size for i in range(len(pages))]
     ends = [min(first + size, positions) for first in firsts]
-    return Digester(pools.layout).digest(pools.region, pages, firsts, ends)
+    return Digester(pools.layout).digest(pools.region, pool, pages, firsts, ends)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("dim", [12, 16, 3])
-def test_every_single_byte_of_a_page_is_in_its_digest(dtype: torch.dtype, dim: int) -> None:
-    pools = filled(PoolSet(spec(2, dtype, dim), 4), 3)
-    (clean,) = digest(pools, [2], 2)
-    for buffers in pools.layout.buffers.values():
-        for buffer in buffers:
+@pytest.mark.parametrize("order", ORDERS)
+@pytest.mark.parametrize("name", ["sparse", "all"])
+def test_every_single_byte_of_an_entry_is_in_its_digest(name: str, order: Order) -> None:
+    pools = made(name, 2, 4, order, 3)
+    for pool in pools.spec.by_name:
+        (clean,) = digest(pools, [2], 2, pool)
+        for buffer in pools.layout.buffers[pool]:
             for layer in range(buffer.spec.layers):
                 start = buffer.offset(layer, 2)
-                for offset in range(start, start + buffer.page_stride):
+                for offset in range(start, start + buffer.entry_bytes):
                     pools.region[offset] ^= 1
-                    assert digest(pools, [2], 2) != [clean]
+                    assert digest(pools, [2], 2, pool) != [clean]
                     pools.region[offset] ^= 1
-    assert digest(pools, [2], 2) == [clean]
+        assert digest(pools, [2], 2, pool) == [clean]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_digest_is_the_same_in_either_order(name: str) -> None:
+    source, target = made(name, 4, 5, Order.LAYER_FIRST, 1), made(name, 4, 5, Order.PAGE_FIRST, 2)
+    for pool in source.spec.by_name:
+        copy_state(Move((Part(pool, (1, 3), (2, 4)),)), source.region, source.layout, target.region, target.layout)
+        assert digest(source, [1, 3], 7, pool) == digest(target, [2, 4], 7, pool)
+
+
+def heads(shape0: int, first: int) -> PoolSetSpec:
+    pages = tuple(BufferSpec(n, 3, (shape0, 6), torch.float16, heads=4, first_head=first) for n in ("k", "v"))
+    return PoolSetSpec(4, (PoolSpec("full", pages),))
+
+
+def test_digests_add_up_over_slices_of_the_heads() -> None:
+    whole = filled(PoolSet(heads(4, 0), {"full": 3}), 1)
+    total = 0
+    for first, count in ((0, 1), (1, 2), (3, 1)):
+        part = PoolSet(heads(count, first), {"full": 3})
+        for mine, theirs in zip(part.layout.buffers["full"], whole.layout.buffers["full"], strict=True):
+            for layer in range(3):
+                view = whole.layout.view(whole.region, "full", theirs, layer)
+                part.layout.view(part.region, "full", mine, layer).copy_(view[:, :, first : first + count])
+        total += digest(part, [2], 3)[0]
+    assert digest(whole, [2], 3) == [total % 2**64]
 
 
 def test_digests_add_up_over_page_sizes() -> None:
-    small, large = filled(PoolSet(spec(4), 9), 5), PoolSet(spec(16), 3)
-    for buffers in large.layout.buffers.values():
-        for buffer in buffers:
-            twin = next(b for b in small.layout.buffers["full"] if b.spec == buffer.spec)
-            for layer in range(buffer.spec.layers):
-                pieces = small.layout.view(small.region, twin, layer)[[3, 1, 8, 6]]
-                view = large.layout.view(large.region, buffer, layer)
-                view[2] = pieces.reshape(view[2].shape)
+    small, large = made("full", 4, 9, Order.LAYER_FIRST, 5), made("full", 16, 3, Order.LAYER_FIRST, 6)
+    for buffer, twin in zip(large.layout.buffers["full"], small.layout.buffers["full"], strict=True):
+        for layer in range(buffer.spec.layers):
+            pieces = small.layout.view(small.region, "full", twin, layer)[[3, 1, 8, 6]]
+            view = large.layout.view(large.region, "full", buffer, layer)
+            view[2] = pieces.reshape(view[2].shape)
     assert digest(large, [2], 16) == [sum(digest(small, [3, 1, 8, 6], 16)) % 2**64]
     assert digest(large, [2], 11) == [sum(digest(small, [3, 1, 8, 6], 11)) % 2**64]
 
 
 def test_a_digest_tells_positions_layers_and_buffers_apart() -> None:
-    pools = PoolSet(spec(4), 4)
+    pools = PoolSet(pool_sets(4)["full"], {"full": 4})
     k, v = (pools.gates["full"].layer(0)[name] for name in ("k", "v"))
     seen = set()
     for view, slot in ((k, 0), (k, 1), (v, 0)):
@@ -131,7 +180,27 @@ def test_chain_keys_name_the_whole_prefix_and_the_salt() -> None:
     assert chain_keys([1, 2, 3, 4, 5, 6], 2)[2] != one[2], "a partly filled page has a key of its own"
 
 
-def test_layouts_account_for_every_byte() -> None:
-    layout = PoolSetLayout(spec(4), 7)
-    assert layout.spec.page_bytes == 4 * (2 * 3 * 2 * 12 * 2 + 2 * 5)
-    assert layout.nbytes >= 7 * layout.spec.page_bytes
+@pytest.mark.parametrize("order", ORDERS)
+@pytest.mark.parametrize("name", NAMES)
+def test_layouts_overlap_nowhere(name: str, order: Order) -> None:
+    layout = PoolSetLayout(pool_sets(4)[name], pool_sets(4)[name].even(7), order)
+    used = torch.zeros(layout.nbytes, dtype=torch.int32)
+    for pool, buffer in layout.each():
+        for layer in range(buffer.spec.layers):
+            for index in range(layout.counts[pool.name]):
+                start = buffer.offset(layer, index)
+                used[start : start + buffer.entry_bytes] += 1
+    assert used.max() == 1
+    assert used.sum() == 7 * sum(layout.spec.unit_bytes(p) for p in layout.spec.by_name)
+
+
+def test_a_registry_that_makes_no_sense_is_refused() -> None:
+    k = BufferSpec("k", 1, (2,), torch.float32)
+    with pytest.raises(ValueError, match="a state pool has no buffer by token"):
+        PoolSpec("state", (k,), Kind.STATE)
+    with pytest.raises(ValueError, match="window_tokens is for window pools"):
+        PoolSpec("window", (k,), Kind.WINDOW)
+    with pytest.raises(ValueError, match="exactly one full pool"):
+        PoolSetSpec(4, (PoolSpec("window", (k,), Kind.WINDOW, 8),))
+    with pytest.raises(ValueError, match=r"heads 3\.\.4 aren't among 4"):
+        BufferSpec("k", 1, (2, 8), torch.float32, Index.TOKEN, 4, 3)

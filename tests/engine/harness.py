@@ -45,13 +45,14 @@ class Bench:
     ) -> None:
         self.config = EngineConfig(**config)  # type: ignore[arg-type]
         self.spec = read_model_spec(folder)
-        layout = PoolSetLayout(pool_set_spec(self.spec, dtype_for(self.spec, self.config), page_tokens), 0)
+        pool_set = pool_set_spec(self.spec, dtype_for(self.spec, self.config), page_tokens)
         pages = -(-tokens // page_tokens) + 1
-        layout = PoolSetLayout(layout.spec, pages)
+        layout = PoolSetLayout(pool_set, pool_set.even(pages))
         self.region = torch.zeros(layout.nbytes, dtype=torch.uint8)
         self.buffers = layout.buffers[FULL_POOL]
         layers = [
-            {b.spec.name: layout.view(self.region, b, layer) for b in self.buffers} for layer in range(self.spec.layers)
+            {b.spec.name: layout.view(self.region, FULL_POOL, b, layer) for b in self.buffers}
+            for layer in range(self.spec.layers)
         ]
         generator = torch.Generator().manual_seed(seed)
         for buffers in layers:

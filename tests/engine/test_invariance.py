@@ -146,7 +146,7 @@ def test_the_null_page_stays_zero_and_only_the_rows_own_slots_are_written(folder
     written = set()
     for layer in range(bench.spec.layers):
         for buffer in bench.buffers:
-            token_bytes = buffer.spec.token_bytes
+            token_bytes = buffer.spec.shape_bytes
             for position in range(38):
                 at = buffer.offset(layer, pages[position // 16]) + position % 16 * token_bytes
                 written.update(range(at, at + token_bytes))

@@ -97,7 +97,7 @@ DECODE: dict[str, tuple[Plant, str]] = {
     "a slot that no room holds": (lambda p, d: d._receiver.slots.lease(1, "a thief"), "rooms hold"),
     "a granted room without its lease": (
         lambda p, d: [setattr(r, "state", Receiver.OPEN) for r in d._receiver._rooms.values()],
-        "its lease says otherwise",
+        "its leases say otherwise",
     ),
     "a request outside its queue": (lambda p, d: d._running.append(d._running[0]), "are in that queue"),
     "a running request without pages": (lambda p, d: a_running(d).lease.release(), "its lease says otherwise"),  # type: ignore[attr-defined]
