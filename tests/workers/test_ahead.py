@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from cache.claim import Claim
 from cache.lazy import LazyDevice
 from contracts.ids import Role
 from contracts.sampling import SamplingParams
@@ -141,17 +142,31 @@ def test_a_draw_that_looks_back_waits_for_the_token_before_it(model: Path) -> No
             both.step(Role.DECODE)
 
 
+def named(claim: Claim | None) -> set[int]:
+    assert claim is not None
+    return set(claim.named()["full"])
+
+
+def held_until_complete(both: Pair, worker: PrefillWorker | DecodeWorker, pages: set[int]) -> None:
+    """Nobody gets `pages`, also not by eviction, before the step under way is complete; then all can be had."""
+    pool = worker._pages
+    worker._seat.evict("full", pool.total)
+    assert not pages & set(pool._free)
+    assert pool.quarantined >= len(pages) > 0
+    assert len(worker._ahead) > 0
+    for _ in range(2):
+        both.step(worker.role)
+    worker._seat.evict("full", pool.total)
+    assert (pool.quarantined, pool.free) == (0, pool.total)
+
+
 def test_a11_pages_of_a_request_cancelled_under_way_are_held_until_its_step_is_complete(model: Path) -> None:
     with lagging_pair(model) as (both, _, decode):
         request = running(both, decode, SamplingParams(max_tokens=9, temperature=0.0))
-        assert request.lease is not None
-        pages = request.lease.indices
+        pages = named(request.claim)
         both.cancel(request.submit.request_id)
-        assert decode._pages.quarantined == len(pages)
         assert not decode.drained
-        both.step(Role.DECODE)
-        assert decode._pages.quarantined == 0
-        assert decode._pages.free == decode._pages.total
+        held_until_complete(both, decode, pages)
 
 
 def test_a11_pages_of_a_request_that_drew_a_stop_token_are_held_for_the_step_launched_ahead(model: Path) -> None:
@@ -161,13 +176,11 @@ def test_a11_pages_of_a_request_that_drew_a_stop_token_are_held_for_the_step_lau
     stop = next(n for n, token in enumerate(answer.list) if n >= 3 and token not in answer.list[:n])
     with lagging_pair(model) as (both, _, decode):
         request = running(both, decode, replace(params, stop_token_ids=(answer.list[stop],)))
+        pages = named(request.claim)
         while request.phase is Phase.RUNNING:
-            held = decode._pages.total - decode._pages.free
             both.step(Role.DECODE)
         assert next(iter(both.answers.values())).list == answer.list[: stop + 1]
-        assert decode._pages.quarantined == held > 0
-        both.step(Role.DECODE)
-        assert decode._pages.quarantined == 0
+        held_until_complete(both, decode, pages)
 
 
 def test_a11_prefill_holds_what_a_cancelled_chunk_reads_and_writes(model: Path) -> None:
@@ -179,13 +192,11 @@ def test_a11_prefill_holds_what_a_cancelled_chunk_reads_and_writes(model: Path) 
         while not any(r.launched > r.committed for r in prefill._desk):
             both.step()
         (mine,) = list(prefill._desk)
-        assert mine.match is not None
-        assert mine.match.pages, "part of it is the tree's"
+        assert mine.claim is not None
+        assert mine.claim.depth > 0, "part of it is the tree's"
+        pages = named(mine.claim)
         both.cancel(request)
-        prefill._tree.evict(1000)
-        assert prefill._pages.quarantined == prefill._pages.total - prefill._pages.free > 4
-        both.step(Role.PREFILL)
-        assert prefill._pages.quarantined == 0
+        held_until_complete(both, prefill, pages)
 
 
 def test_what_a_parked_request_had_under_way_is_dropped(model: Path, undisturbed: list[tuple[object, ...]]) -> None:
@@ -195,10 +206,10 @@ def test_what_a_parked_request_had_under_way_is_dropped(model: Path, undisturbed
         while not any(r.launched > r.committed for r in prefill._desk):
             both.step()
         assert prefill._park_one()
-        both.step(Role.PREFILL)
-        (mine,) = list(prefill._desk)
-        assert mine.computed == 0, "the chunk that was under way counts for nothing"
         for _ in range(50):
             both.step(Role.PREFILL)
-        assert both.answers[request].list == undisturbed[3][0][:1]  # type: ignore[index]
+        answer = both.answers[request]
+        assert answer.list == undisturbed[3][0][:1]  # type: ignore[index]
+        assert answer.progress[Role.PREFILL].computed_tokens == len(prompt), "the chunk under way counts for nothing"
+        assert prefill.status().counters["stale_pages"] == 0
         both.cancel(request)
