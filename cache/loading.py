@@ -60,6 +60,11 @@ class Loader:
         return bool(self._planned or self._loads)
 
     @property
+    def locks(self) -> int:
+        """Locks in the tree that it holds."""
+        return sum(len(load.locks) for load in self._all())
+
+    @property
     def nbytes(self) -> int:
         """Bytes planned and under way."""
         return sum(load.nbytes for load in self._all())

@@ -16,6 +16,8 @@ A request's way through it:
 
 from __future__ import annotations
 
+import logging
+import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from itertools import pairwise
@@ -36,16 +38,18 @@ from cache.registry import Kind
 from cache.saving import Saver
 from cache.storage import Queue
 from cache.tags import Digester
+from cache.telling import Teller
 from cache.tree import Match, PrefixTree
 from contracts.config import CacheConfig
 from contracts.errors import CapacityError
 
+_log = logging.getLogger("twinpool.cache")
 _SNAPSHOTS = 2
 """Snapshots of a request that aren't in the tree yet: they alternate."""
 
 
 class Seat:
-    """See the module's prose. Single-threaded. `now` is in seconds."""
+    """See the module's prose. Single-threaded. `now` is in seconds, `wall` in seconds since 1970."""
 
     def __init__(
         self,
@@ -58,6 +62,8 @@ class Seat:
         storage: Queue | None = None,
         fingerprint: str = "",
         agree: Agree = lambda key, value: value,
+        wall: Callable[[], float] = time.time,
+        rank: int = 0,
     ) -> None:
         self.pools, self.host, self.config = pools, host, config
         self._device, self._now, self._storage = device, now, storage
@@ -78,6 +84,10 @@ class Seat:
             self.loader = Loader(self.tree, pools, host, device, now, config.verify)
             if storage is not None:
                 self.prefetcher = Prefetcher(self.tree, host, storage, fingerprint, config.prefetch, now, agree)
+        events = config.events
+        self.teller = Teller(self.tree, events, wall, rank) if events.endpoint else None
+        if self.teller is not None:
+            _log.info("KV events at %s", self.teller.publisher.endpoint)
         self._tokens_per_s = 0.0
         self.counters = {"pages_evicted": 0.0, "pages_condemned": 0.0, "loads_skipped": 0.0}
 
@@ -281,6 +291,8 @@ class Seat:
 
     def poll(self) -> list[Claim]:
         """Take in what has completed; returns claims that relied on state which turned out damaged."""
+        if self.teller is not None:
+            self.teller.round()
         if self.saver is not None:
             self.saver.poll()
         if self.prefetcher is not None:
@@ -512,6 +524,9 @@ class Seat:
             )
         for claim in self._claims.values():
             found += self._check_claim(claim)
+        locks = len(self._claims) + sum(part.locks for part in (self.saver, self.loader) if part is not None)
+        if locks != self.tree.locks:
+            found.append(f"tree: {self.tree.locks} locks, claims and moves hold {locks}")
         if self.host is None:
             return found
         assert self.saver is not None
@@ -536,12 +551,16 @@ class Seat:
             if [e for _, e in used] != list(self.pools.allocators[pool].epochs_of([i for i, _ in used])):
                 found.append(f"{claim.owner}: its {pool} table has old epochs")
             for run in claim.runs[pool]:
+                if not run.lease.live:
+                    found.append(f"{claim.owner}: its lease has ended")
                 if table[run.first : run.end] != list(run.lease.indices):
                     found.append(f"{claim.owner}: its {pool} table differs from what it leased")
         return found
 
     def close(self, timeout_s: float = 5.0) -> None:
         """Release every claim and end all prefetches; what storage is still busy with gets `timeout_s`."""
+        if self.teller is not None:
+            self.teller.close()
         if self._storage is not None and not self._storage.close(timeout_s):
             # A thread of it may still write to the host's memory: that must outlive it, and nothing is taken back.
             return

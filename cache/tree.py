@@ -326,7 +326,7 @@ class PrefixTree:
     def _root(self, salt: str) -> Node:
         root = self.roots.get(salt)
         if root is None:
-            root = self.roots[salt] = Node(b"", b"", None)
+            root = self.roots[salt] = Node(b"", b"", None, salt=salt)
         return root
 
     def _split(self, node: Node, pages: int) -> Node:
@@ -434,6 +434,12 @@ class PrefixTree:
                 return False
             node = node.parent
         return True
+
+    def salt(self, node: Node) -> str:
+        """Under which salt it was inserted."""
+        while node.parent is not None:
+            node = node.parent
+        return node.salt
 
     def start(self, node: Node) -> int:
         """The page number of its first page."""
