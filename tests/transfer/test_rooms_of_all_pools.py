@@ -207,6 +207,19 @@ def test_b6_a_write_pins_and_names_every_pool_and_its_state_arrives_although_the
         both.quiet()
 
 
+def test_a_writer_that_leaves_something_out_is_stopped_at_once() -> None:
+    with ends(SETS["all"], "local") as both:
+        prompt = both.prompt(27)
+        both.open(prompt)
+        both.sender.write(prompt.room, {"full": prompt.part("full", range(2))}, (DONE,))
+        with pytest.raises(AssertionError, match=r"range\(2, 7\) is left"):
+            both.sender.write(prompt.room, {"full": prompt.part("full", range(3, 5))}, (DONE,))
+        assert both.sender.wanted(prompt.room)["full"] == range(2, 7)
+        both.sender.fail(prompt.room, ErrorKind.WORKER, "a bug")
+        assert isinstance(both.outcome(prompt.room), Broken)
+        both.quiet()
+
+
 @pytest.mark.parametrize("plane", PLANES)
 def test_a7_nothing_is_sent_or_told_before_the_step_that_computes_it_is_complete(plane: str) -> None:
     device = LateDevice()
