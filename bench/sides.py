@@ -66,7 +66,8 @@ class Twinpool:
         pool_set = pool_set_spec(spec, dtype_for(spec, config), page_tokens)
         pages = 1 + -(-tokens // page_tokens)
         self.pools = PoolSet(pool_set, pool_set.even(pages))
-        self.engine = load_engine(spec, config, page_tokens, self.pools.gates["full"], CpuDevice())
+        self._epochs = self.pools.allocators["full"].epochs
+        self.engine = load_engine(spec, config, page_tokens, self.pools.gates["full"], self._epochs, CpuDevice())
         self._pages = list(range(1, pages))
         random.Random(0).shuffle(self._pages)  # as in a pool that has been used for a while
 
@@ -77,6 +78,8 @@ class Twinpool:
         times: list[list[float]] = [[] for _ in prompts]
         each = self.pools.pages_for(len(prompts[0]) + count)
         tables = [self._pages[i * each : (i + 1) * each] for i in range(len(prompts))]
+
+        epochs = [0] * each  # nobody frees them
 
         def draws(i: int) -> Draw:
             return Draw(params, tokens[i], len(prompts[i]))
@@ -93,10 +96,14 @@ class Twinpool:
             for begin in range(0, len(prompt), self.chunk_tokens):
                 part = prompt[begin : begin + self.chunk_tokens]
                 last = begin + len(part) == len(prompt)
-                step([i], [Row(part, begin, tables[i], draws(i) if last else None)])
+                draw = draws(i) if last else None
+                step([i], [Row(part, begin, tables[i], draw, epochs=epochs)])
         everyone = range(len(prompts))
         for _ in range(count - 1):
-            step(everyone, [Row(tokens[i][-1:], len(tokens[i]) - 1, tables[i], draws(i)) for i in everyone])
+            step(
+                everyone,
+                [Row(tokens[i][-1:], len(tokens[i]) - 1, tables[i], draws(i), epochs=epochs) for i in everyone],
+            )
         return Answer([t[len(p) :] for t, p in zip(tokens, prompts, strict=True)], times)
 
     def close(self) -> None: ...

@@ -1,34 +1,59 @@
 """The device port: every launch, copy and network write says what it reads and writes, and on which stream.
 
-On a CPU, torch is synchronous and an operation is complete when it is named. Other devices complete later, in the
-order of their streams and events; so callers hold the `Completion` and read nothing, free nothing and send nothing
-before it is done. Whoever follows that on this device is right on every device.
+The host names operations and goes on; the device runs them later. Order comes from four places and no others:
+
+    stream      operations of one stream run in the order in which they were submitted
+    after       an operation starts after the ones in its `after` have completed
+    gates       an operation touches a layer of a pool after the loads into that layer that its gate was told of
+    the host    waited for an operation, or saw it done, before it submitted the next
+
+Whatever two operations touch in common, and one of them writes, must be ordered by these. Callers hold the
+`Completion` and read nothing, free nothing and send nothing before it is done. On a CPU, torch is synchronous and
+nothing goes wrong if somebody forgets; so tests run the same code on the lazy device (`cache.lazy`), which runs
+operations late and refuses two accesses that nothing orders.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 
+DEVICE = "device"
+"""The place of the pools that kernels read."""
+HOST = "host"
+"""The place of their mirror in host memory."""
+
 
 class Stream(StrEnum):
-    """The streams of a worker. Operations of one stream complete in order; streams are ordered by `after`."""
+    """The streams of a worker. A slot's writes all go to one of them."""
 
     COMPUTE = "compute"
-    COPY = "copy"
+    LOAD = "load"
+    """Host to device."""
+    SAVE = "save"
+    """Device to host."""
     SEND = "send"
 
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """Pages of one pool, in all its buffers."""
+    """Pages (or slots) of one pool in one place, in all its buffers."""
 
+    place: str
     pool: str
     pages: Sequence[int]
+    layers: Sequence[int] | None = None
+    """None: all layers."""
+
+
+def spans(place: str, pages: Mapping[str, Sequence[int]], layers: Sequence[int] | None = None) -> tuple[Span, ...]:
+    """Pages of several pools in one place; pools without any are left out."""
+    return tuple(Span(place, pool, indices, layers) for pool, indices in pages.items() if len(indices))
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,7 +73,18 @@ class Completion(Protocol):
     def done(self) -> bool: ...
 
     def wait(self) -> None:
-        """Return once the operation is complete."""
+        """Return once the operation is complete: the host waits."""
+
+    def order(self) -> None:
+        """Make what the running operation does from here on come after this one: the device waits, the host doesn't.
+
+        To be called from within an operation's `run`.
+        """
+
+
+Gated = Mapping[tuple[str, int], Sequence[Completion]]
+"""By pool and layer: what an operation promises to `order` before it touches that layer."""
+NO_GATES: Gated = {}
 
 
 class Device(Protocol):
@@ -57,14 +93,34 @@ class Device(Protocol):
     @property
     def torch_device(self) -> torch.device: ...
 
-    def submit(self, op: Op, run: Callable[[], None], after: Sequence[Completion] = ()) -> Completion:
-        """Run `run` on `op.stream`, after the operations in `after`. What `run` raises, `submit` or `wait` raises."""
+    def submit(
+        self,
+        op: Op,
+        run: Callable[[], object],
+        after: Sequence[Completion] = (),
+        *,
+        gates: Gated = NO_GATES,
+        keep: Sequence[Any] = (),
+    ) -> Completion:
+        """Run `run` on `op.stream`, after the operations in `after`. What `run` raises, `submit` or `wait` raises.
+
+        `keep` is held until the operation is complete: tensors that it reads and nobody else may hold on to.
+        """
+
+    def touch(self, name: str, *, reads: Sequence[Span] = (), writes: Sequence[Span] = ()) -> None:
+        """The host itself reads, writes or frees (a write) now; a checking device verifies that it may."""
+
+    def allocate_host(self, nbytes: int) -> torch.Tensor:
+        """Zeroed host memory that the device copies from and to at full speed: uint8 [nbytes]."""
 
 
 class _Done:
     done = True
 
     def wait(self) -> None:
+        return
+
+    def order(self) -> None:
         return
 
 
@@ -76,11 +132,25 @@ class CpuDevice:
 
     torch_device = torch.device("cpu")
 
-    def submit(self, op: Op, run: Callable[[], None], after: Sequence[Completion] = ()) -> Completion:
+    def submit(
+        self,
+        op: Op,
+        run: Callable[[], object],
+        after: Sequence[Completion] = (),
+        *,
+        gates: Gated = NO_GATES,
+        keep: Sequence[Any] = (),
+    ) -> Completion:
         for completion in after:
             completion.wait()
         run()
         return DONE
+
+    def touch(self, name: str, *, reads: Sequence[Span] = (), writes: Sequence[Span] = ()) -> None:
+        return
+
+    def allocate_host(self, nbytes: int) -> torch.Tensor:
+        return torch.zeros(nbytes, dtype=torch.uint8)
 
 
 class CudaDevice:
@@ -89,31 +159,56 @@ class CudaDevice:
     def __init__(self, index: int = 0) -> None:
         self.torch_device = torch.device("cuda", index)
         self._streams = {stream: torch.cuda.Stream(self.torch_device) for stream in Stream}  # type: ignore[no-untyped-call]
+        self._kept: deque[tuple[torch.cuda.Event, tuple[Any, ...]]] = deque()
 
-    def submit(self, op: Op, run: Callable[[], None], after: Sequence[Completion] = ()) -> Completion:
+    def submit(
+        self,
+        op: Op,
+        run: Callable[[], object],
+        after: Sequence[Completion] = (),
+        *,
+        gates: Gated = NO_GATES,
+        keep: Sequence[Any] = (),
+    ) -> Completion:
+        self._let_go()
         stream = self._streams[op.stream]
-        for completion in after:
-            if isinstance(completion, _CudaEvent):
-                stream.wait_event(completion.event)
-            else:
-                completion.wait()
+        # What the caller made on its own stream (index tensors, say) is there before the operation reads it.
+        stream.wait_stream(torch.cuda.current_stream(self.torch_device))
         with torch.cuda.stream(stream):
+            for completion in after:
+                completion.order()
             run()
             event = torch.cuda.Event()  # type: ignore[no-untyped-call]
             event.record(stream)
+        # The caching allocator would hand the memory of a dropped tensor to its own stream while this one still
+        # reads it: so everything that the launch could reach stays until the event.
+        self._kept.append((event, (run, *keep)))
         return _CudaEvent(event)
+
+    def touch(self, name: str, *, reads: Sequence[Span] = (), writes: Sequence[Span] = ()) -> None:
+        return
+
+    def allocate_host(self, nbytes: int) -> torch.Tensor:
+        return torch.zeros(nbytes, dtype=torch.uint8, pin_memory=True)
+
+    def _let_go(self) -> None:
+        while self._kept and self._kept[0][0].query():  # type: ignore[no-untyped-call]
+            self._kept.popleft()
 
 
 class _CudaEvent:
     def __init__(self, event: torch.cuda.Event) -> None:
-        self.event = event
+        self._event = event
 
     @property
     def done(self) -> bool:
-        return bool(self.event.query())  # type: ignore[no-untyped-call]
+        return bool(self._event.query())  # type: ignore[no-untyped-call]
 
     def wait(self) -> None:
-        self.event.synchronize()
+        self._event.synchronize()
+
+    def order(self) -> None:
+        torch.cuda.current_stream().wait_event(self._event)
 
 
 def make_device(name: str) -> Device:

@@ -16,8 +16,11 @@ Every lease is released once, by itself: `release()` is idempotent, and parts of
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
+import numpy as np
+
+from cache.epochs import EpochTable
 from contracts.errors import CapacityError, StaleLease
 from contracts.ids import Epoch, LeaseId
 
@@ -40,13 +43,16 @@ class Lease:
         return self._allocator.holds(self)
 
     def require(self) -> None:
-        """Raises `StaleLease` once the lease has been released or an index has a newer epoch."""
+        """Raises `StaleLease` once the lease has been released."""
         if not self.live:
             raise StaleLease(f"{self._allocator.name} lease {self.id} of {self.owner} has ended")
 
     def split(self, count: int, owner: str, *, start: int = 0) -> Lease:
         """Hand `count` indices from `start` on to a new lease of `owner`; this one keeps the rest."""
         return self._allocator.split(self, slice(start, start + count), owner)
+
+    def pin(self, reason: str) -> Pin:
+        return self._allocator.pin(self.indices, reason)
 
     def release(self) -> None:
         self._allocator.release(self)
@@ -75,10 +81,12 @@ class Allocator:
         self.size = size
         self._first = first
         self._free = list(range(size - 1, first - 1, -1))
-        self._epochs = [0] * size
+        self.epochs = EpochTable(size)
+        """What a step compares its block tables with."""
+        self._epochs = self.epochs.counts
         self._leases: dict[LeaseId, Lease] = {}
         self._pins: set[Pin] = set()
-        self._pinned: Counter[int] = Counter()
+        self._pinned = np.zeros(size, dtype=np.int32)
         self._limbo: set[int] = set()
         self._next_id = 1
 
@@ -108,11 +116,12 @@ class Allocator:
         del self._free[len(self._free) - count :]
         return self._grant(owner, taken)
 
-    def epochs_of(self, indices: Iterable[int]) -> tuple[Epoch, ...]:
-        return tuple(Epoch(self._epochs[i]) for i in indices)
+    def epochs_of(self, indices: Sequence[int]) -> tuple[Epoch, ...]:
+        return tuple(self._epochs[np.asarray(indices, dtype=np.int64)].tolist())
 
     def holds(self, lease: Lease) -> bool:
-        return self._leases.get(lease.id) is lease and self.epochs_of(lease.indices) == lease.epochs
+        """Whether `lease` is still running; its epochs are then current, as nothing else bumps them (`check` looks)."""
+        return self._leases.get(lease.id) is lease
 
     def split(self, lease: Lease, run: slice, owner: str) -> Lease:
         lease.require()
@@ -123,31 +132,39 @@ class Allocator:
         lease.epochs = lease.epochs[: run.start] + lease.epochs[run.stop :]
         return part
 
+    def join(self, leases: Sequence[Lease], owner: str) -> Lease:
+        """One lease for what `leases` hold, in their order; they end, their indices and epochs go on."""
+        for lease in leases:
+            lease.require()
+        joined = self._grant(owner, tuple(i for lease in leases for i in lease.indices))
+        for lease in leases:
+            del self._leases[lease.id]
+        return joined
+
     def release(self, lease: Lease) -> None:
         if self._leases.pop(lease.id, None) is None:
             return
-        for index in reversed(lease.indices):
-            self._epochs[index] += 1
-            if self._pinned[index]:
-                self._limbo.add(index)
-            else:
-                self._free.append(index)
+        self.epochs.bump(lease.indices)
+        returned = lease.indices[::-1]
+        if self._pins:
+            pinned = [i for i in returned if self._pinned[i]]
+            self._limbo.update(pinned)
+            returned = tuple(i for i in returned if not self._pinned[i]) if pinned else returned
+        self._free.extend(returned)
 
     def pin(self, indices: Sequence[int], reason: str) -> Pin:
         pin = Pin(self, reason, tuple(indices))
         self._pins.add(pin)
-        self._pinned.update(pin.indices)
+        np.add.at(self._pinned, np.asarray(pin.indices, dtype=np.int64), 1)
         return pin
 
     def unpin(self, pin: Pin) -> None:
         self._pins.remove(pin)
-        for index in pin.indices:
-            self._pinned[index] -= 1
-            if not self._pinned[index]:
-                del self._pinned[index]
-                if index in self._limbo:
-                    self._limbo.remove(index)
-                    self._free.append(index)
+        np.subtract.at(self._pinned, np.asarray(pin.indices, dtype=np.int64), 1)
+        if self._limbo:
+            back = dict.fromkeys(i for i in pin.indices if i in self._limbo and not self._pinned[i])
+            self._limbo.difference_update(back)
+            self._free.extend(back)
 
     def check(self) -> list[str]:
         """Recount everything from the leases and pins; returns what doesn't add up."""
@@ -168,7 +185,7 @@ class Allocator:
                 found.append(f"{self.name}: {index} belongs to {' and '.join(holders) or 'nobody'}")
         found += [f"{self.name}: {index} is out of range, held by {' and '.join(o)}" for index, o in owners.items()]
         pinned = Counter(index for pin in self._pins for index in pin.indices)
-        if pinned != +self._pinned:
+        if pinned != {int(i): int(self._pinned[i]) for i in self._pinned.nonzero()[0]}:
             found.append(f"{self.name}: pin counts differ from the pins")
         found += [f"{self.name}: {index} is in limbo without a pin" for index in self._limbo if not pinned[index]]
         return found

@@ -161,7 +161,7 @@ def _copy(from_lpw: torch.Tensor, sources: Sequence[int], to_lpw: torch.Tensor, 
         for a, b in zip(sources, targets, strict=True):
             target[:, b] = source[:, a]
         return
-    src = torch.tensor(sources, device=from_lpw.device)
-    dst = torch.tensor(targets, device=to_lpw.device)
+    src = torch.tensor(sources, dtype=torch.int64, device=from_lpw.device)
+    dst = torch.tensor(targets, dtype=torch.int64, device=to_lpw.device)
     for layer in range(from_lpw.shape[0]):
         to_lpw[layer].index_copy_(0, dst, from_lpw[layer].index_select(0, src).to(to_lpw.device))

@@ -74,7 +74,7 @@ class Digester:
         self, region: torch.Tensor, pool: str, indices: Sequence[int], firsts: Sequence[int], ends: Sequence[int]
     ) -> list[int]:
         page_tokens = self._layout.spec.page_tokens
-        index = torch.tensor(indices)
+        index = torch.tensor(indices, dtype=torch.int64)
         starts = np.asarray(firsts, dtype=np.int64)[:, None]
         positions = starts + np.arange(page_tokens, dtype=np.int64)[None, :]
         weights = _odd(positions.astype(np.uint64) * _GOLDEN)

@@ -51,13 +51,15 @@ def build_worker(
     host: str,
     device_tokens: int,
     clock: Clock | None = None,
+    device: Device | None = None,
 ) -> Worker:
     """Load the model and open the worker's sockets on `host`. Everything is released when a part can't be built.
 
-    `device_tokens` is the number of positions that its pools hold. Raises `CheckpointError` or `ConfigError`.
+    `device_tokens` is the number of positions that its pools hold. `device` is where it runs, if not where the config
+    says. Raises `CheckpointError` or `ConfigError`.
     """
     clock = clock or SystemClock()
-    p = _parts(role, spec, config, host, device_tokens)
+    p = _parts(role, spec, config, host, device_tokens, device)
     if role is Role.PREFILL:
         sender = SenderEnd(
             name, incarnation, spec.fingerprint, p.plane, p.pools, p.device, config.transfer,
@@ -77,14 +79,14 @@ def build_worker(
     )  # fmt: skip
 
 
-def _parts(role: Role, spec: ModelSpec, config: Config, host: str, device_tokens: int) -> Parts:
+def _parts(role: Role, spec: ModelSpec, config: Config, host: str, device_tokens: int, device: Device | None) -> Parts:
     secret = os.environ.get(SECRET_VARIABLE)
     curve = Curve.from_secret(bytes.fromhex(secret)) if secret else None
     if curve is None and not host.startswith("127."):
         raise ConfigError(f"a worker on {host} needs {SECRET_VARIABLE}: only loopback goes without authentication")
     if config.engine.device == "cuda":
         raise ConfigError("engine.device=cuda: data planes register host memory only as yet; use engine.device=cpu")
-    device = make_device("cpu")
+    device = device or make_device("cpu")
     waiter = Waiter()
     plane = make_plane(config, host, curve, waiter.wake)
     try:
@@ -92,7 +94,8 @@ def _parts(role: Role, spec: ModelSpec, config: Config, host: str, device_tokens
         pool_set = pool_set_spec(spec, dtype_for(spec, config.engine), page_tokens)
         layout = PoolSetLayout(pool_set, pool_set.even(1 + -(-device_tokens // page_tokens)))
         pools = PoolSet(pool_set, layout.counts, plane.allocate("pages", layout.nbytes))
-        engine = load_engine(spec, config.engine, page_tokens, pools.gates["full"], device)
+        epochs = pools.allocators["full"].epochs
+        engine = load_engine(spec, config.engine, page_tokens, pools.gates["full"], epochs, device)
     except BaseException:
         plane.close()
         waiter.close()

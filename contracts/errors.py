@@ -75,3 +75,7 @@ class IllegalTransition(TwinpoolError):
 
 class StaleLease(TwinpoolError):
     """Raised when a page or slot is used after its lease has ended."""
+
+
+class UnorderedAccess(TwinpoolError):
+    """Raised by a checking device when two operations touch the same state and nothing orders them; names both."""

@@ -1,4 +1,4 @@
-"""The decode worker: one round hears, expires, grants, computes one token for each of a batch, publishes.
+"""The decode worker: one round hears, expires, grants, launches one token for each of a batch, publishes the last.
 
 It computes no prompt token: every row starts after the state that prefill handed over.
 """
@@ -9,7 +9,10 @@ import os
 import platform
 from collections import deque
 from collections.abc import Callable
+from itertools import islice
 
+from cache.device import DEVICE, Span
+from cache.launched import Launched
 from cache.pools import PoolSet
 from cache.tags import chain_keys
 from contracts.clock import Clock
@@ -20,8 +23,10 @@ from contracts.messages import CheckReport, Command, Done, Fits, Progress, Submi
 from contracts.messages import WorkerStatus as Status
 from contracts.ports import SessionId
 from decode.request import Phase, PhaseEvent, Request
-from engine.batch import Draw, Drawn, Row
+from engine.ahead import Ahead
+from engine.batch import Draw, FromStep, Row, RowOutput
 from engine.engine import Engine
+from engine.sampling import needs_history
 from transfer.desk import Desk, Refusal, seconds_until
 from transfer.phase import PhaseWorker
 from transfer.receiver import Arrived, Broken, Expected, ReceiverEnd
@@ -58,8 +63,17 @@ class DecodeWorker(PhaseWorker[Request]):
         super().__init__(Desk(name, self.fits, clock), waiter)
         self._waiting: deque[Request] = deque()
         self._running: deque[Request] = deque()
+        self._ahead = Ahead[Request]()
+        self._under_way = Launched()
+        self._landed = False
+        """Whether the last round committed something: then the next may have room for somebody."""
         self._steps = 0
-        self._counters = {"prompt_tokens_computed": 0.0, "tokens_generated": 0.0, "received_bytes": 0.0}
+        self._counters = {
+            "prompt_tokens_computed": 0.0,
+            "tokens_generated": 0.0,
+            "received_bytes": 0.0,
+            "stale_pages": 0.0,
+        }
 
     # ------------------------------------------------------------ the host's side
 
@@ -77,13 +91,13 @@ class DecodeWorker(PhaseWorker[Request]):
         self._waiting.append(request)
 
     def wait(self, timeout_s: float) -> None:
-        if not self._running:
+        if not self._running and not self._ahead and not self._landed:
             due = seconds_until(self._clock, self._desk.next_deadline, self._receiver.next_deadline)
             self._waiter.wait(min(timeout_s, due))
 
     @property
     def drained(self) -> bool:
-        return self._desk.draining and not self._desk and not self._receiver.rooms
+        return self._desk.draining and not self._desk and not self._ahead and not self._receiver.rooms
 
     def status(self) -> Status:
         return Status(
@@ -118,14 +132,22 @@ class DecodeWorker(PhaseWorker[Request]):
         for request in self._desk:
             if (request.phase is Phase.RUNNING) != (request.lease is not None and request.lease.live):
                 found.append(f"request {request.submit.request_id} is {request.phase} and its lease says otherwise")
+            lengths = (request.committed, request.launched, request.planned)
+            known = len(request.tokens) - 1 if request.phase is Phase.RUNNING else 0
+            if lengths[0] != known or not known <= lengths[1] <= known + len(self._ahead) or lengths[1] != lengths[2]:
+                found.append(f"request {request.submit.request_id} has {known} positions and says {lengths}")
         rooms, slots = self._receiver.rooms, self._receiver.slots
         return CheckReport(self._name, self._pages.total, slots.total, self._pages.leases, rooms, tuple(found))
 
     def close(self) -> None:
         for request in self._desk:
             self._leave(request, "the worker closes")
-        self._receiver.close()
-        self._waiter.close()
+        try:
+            self._ahead.drop()
+            self._under_way.settle()
+        finally:
+            self._receiver.close()
+            self._waiter.close()
 
     # ------------------------------------------------------------ the round
 
@@ -160,7 +182,7 @@ class DecodeWorker(PhaseWorker[Request]):
         request.step(PhaseEvent.ARRIVED)
         request.lease = arrived.leases[self._full]
         request.bytes = arrived.bytes
-        request.tokens = [*request.submit.tokens, arrived.metadata.token]
+        request.start(arrived.metadata.token)
         request.marks["arrived"] = self._clock.now() - request.arrived
         self._counters["received_bytes"] += arrived.bytes
         self._running.append(request)
@@ -173,6 +195,9 @@ class DecodeWorker(PhaseWorker[Request]):
                 lease = self._pages.lease(self._pools.pages_for(request.positions), f"room {request.submit.room}")
             except CapacityError:
                 return
+            # From here on the prefill worker may write to them, so nothing that was launched may still use them.
+            granted = Span(DEVICE, self._full, lease.indices)
+            self._engine.device.touch(f"grant of {request.submit.room}", writes=[granted])
             if not self._receiver.grant(request.submit.room, {self._full: lease}):
                 lease.release()
                 return
@@ -182,38 +207,60 @@ class DecodeWorker(PhaseWorker[Request]):
 
     def _batch(self) -> list[Request]:
         """Up to the step's token budget, in turn: whoever waited longest for its step comes first."""
-        return [self._running[i] for i in range(min(len(self._running), self._config.decode.max_batch_tokens))]
+        able = (request for request in self._running if request.can_go_on)
+        batch = list(islice(able, self._config.decode.max_batch_tokens))
+        for request in batch:
+            request.planned += 1
+        return batch
 
     def _compute(self) -> None:
+        """Launch the next step, then commit the one before it."""
         batch = self._batch()
-        if not batch:
-            return
-        rows = [self._row(request) for request in batch]
-        outputs = self._engine.forward(rows)
+        if batch:
+            self._launch(batch)
+        self._landed = False
+        for results in self._ahead.landed(go_on=bool(batch)):
+            self._landed = True
+            self._steps += 1
+            for request, output in results:
+                # Who ended while this step was under way has no use for what it drew.
+                if request.phase is Phase.RUNNING:
+                    self._commit(request, output)
+        self._under_way.sweep()
+
+    def _launch(self, batch: list[Request]) -> None:
+        step = self._engine.launch([self._row(request) for request in batch])
+        self._ahead.launched(step, batch)
+        for number, request in enumerate(batch):
+            request.launched = request.planned
+            request.latest = FromStep(step, number)
+        went = set(map(id, batch))
+        self._running = deque([r for r in self._running if id(r) not in went] + batch)
         if self._config.faults.step_delay_s:
             self._pause(self._config.faults.step_delay_s)
-        self._steps += 1
-        self._counters["tokens_generated"] += len(batch)
-        self._running.rotate(-len(batch))
-        for request, row, output in zip(batch, rows, outputs, strict=True):
-            assert output.drawn is not None
-            computed = max(0, min(row.start + len(row.tokens), len(request.submit.tokens)) - row.start)
-            request.computed += computed
-            self._counters["prompt_tokens_computed"] += computed
-            self._commit(request, output.drawn)
 
     def _row(self, request: Request) -> Row:
         assert request.lease is not None
-        at = len(request.tokens) - 1
+        at, sampling = request.launched, request.submit.sampling
         pages = request.lease.indices[: at // self._page_tokens + 1]
-        draw = Draw(request.submit.sampling, request.tokens, request.submit.prompt_len)
-        return Row(request.tokens[-1:], at, pages, draw)
+        history = tuple(request.tokens) if needs_history(sampling) else ()
+        draw = Draw(sampling, history, request.submit.prompt_len, at + 1)
+        tokens = request.latest if request.under_way and request.latest is not None else request.tokens[-1:]
+        return Row(tokens, at, pages, draw, epochs=request.lease.epochs[: len(pages)])
 
-    def _commit(self, request: Request, drawn: Drawn) -> None:
-        submit = request.submit
+    def _commit(self, request: Request, output: RowOutput) -> None:
+        if output.stale:
+            self._lost(request)
+            return
+        drawn, submit = output.drawn, request.submit
+        assert drawn is not None
+        computed = int(request.committed < len(submit.tokens))
+        request.computed += computed
+        self._counters["prompt_tokens_computed"] += computed
+        self._counters["tokens_generated"] += 1
         logprobs = (drawn.logprob,) if drawn.logprob is not None else ()
         event = Tokens(submit.request_id, submit.attempt, len(request.tokens), (drawn.token,), logprobs)
-        request.tokens.append(drawn.token)
+        request.commit(drawn.token)
         self._desk.tell(request.session, event)
         if "first_step" not in request.marks:
             request.marks["first_step"] = self._clock.now() - request.arrived
@@ -221,6 +268,11 @@ class DecodeWorker(PhaseWorker[Request]):
             self._finish(request, "stop", drawn.token)
         elif request.generated >= submit.sampling.max_tokens:
             self._finish(request, "length", None)
+
+    def _lost(self, request: Request) -> None:
+        """A page of it belongs to somebody else: the step's token is dropped, and the router starts another attempt."""
+        self._counters["stale_pages"] += 1
+        self._fail(request, ErrorKind.WORKER, "a step found a page of it given away")
 
     # ------------------------------------------------------------ ends
 
@@ -250,6 +302,9 @@ class DecodeWorker(PhaseWorker[Request]):
             self._running.remove(request)
         self._receiver.abort(request.submit.room, reason)
         if request.lease is not None:
+            if request.under_way and request.latest is not None:
+                pin = self._pages.pin(request.lease.indices, f"a step of {request.submit.request_id}")
+                self._under_way.hold(request.latest.step.completion, pin)
             request.lease.release()
             request.lease = None
         request.step(PhaseEvent.END)

@@ -12,7 +12,7 @@ the sequence, or on whether the query came as an extend or as a decode row.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import accumulate
 from typing import Any, Protocol
 
@@ -40,6 +40,10 @@ class AttentionPlan:
     page_tokens: int
     max_queries: int
     """The largest number of queries of one sequence."""
+    epochs_bp: Tensor | None = None
+    """[B, P] int32: the epoch that each page of `tables_bp` had when it was leased. None: nobody frees these pages."""
+    muted_t: Tensor | None = None
+    """[T] bool: queries of stale sequences. They are written as zeros, into the null page. None: there are none."""
     scratch: dict[str, Any] = field(default_factory=dict, compare=False)
     """What a backend works out once a step, kept for its later layers."""
 
@@ -56,6 +60,12 @@ class Attention(Protocol):
         Returns [T, heads, head_dim] in the dtype of `q_thd`.
         """
 
+    def stale(self, plan: AttentionPlan, epochs_e: Tensor) -> Tensor:
+        """Which sequences' tables name a page whose epoch in `epochs_e` ([pages] int32) is another by now: [B] bool.
+
+        `plan.epochs_bp` must be there.
+        """
+
 
 def make_plan(
     starts: Sequence[int],
@@ -63,15 +73,21 @@ def make_plan(
     tables: Sequence[Sequence[int]],
     page_tokens: int,
     device: torch.device,
+    epochs: Sequence[Sequence[int]] | None = None,
 ) -> AttentionPlan:
-    """Build the plan of a step from each sequence's first position, number of queries and block table.
+    """Build the plan of a step from each sequence's first position, number of queries, block table and its epochs.
 
     Only the entries of a table that hold its context are used; it may be longer.
     """
     lengths = [start + count for start, count in zip(starts, counts, strict=True)]
     used = [-(-length // page_tokens) for length in lengths]
     width = max(used)
-    padded = [list(table[:n]) + [NULL_PAGE] * (width - n) for table, n in zip(tables, used, strict=True)]
+
+    def padded(rows: Sequence[Sequence[int]]) -> Tensor:
+        """The null page is never freed, so its epoch is 0 as well."""
+        full = [[*row[:n], *([NULL_PAGE] * (width - n))] for row, n in zip(rows, used, strict=True)]
+        return torch.tensor(full, dtype=torch.int32, device=device)
+
     slots = [
         table[position // page_tokens] * page_tokens + position % page_tokens
         for table, start, length in zip(tables, starts, lengths, strict=True)
@@ -81,8 +97,19 @@ def make_plan(
         starts_b=torch.tensor(starts, dtype=torch.int32, device=device),
         offsets_b=torch.tensor([0, *accumulate(counts)], dtype=torch.int32, device=device),
         lengths_b=torch.tensor(lengths, dtype=torch.int32, device=device),
-        tables_bp=torch.tensor(padded, dtype=torch.int32, device=device),
+        tables_bp=padded(tables),
         slots_t=torch.tensor(slots, dtype=torch.int64, device=device),
         page_tokens=page_tokens,
         max_queries=max(counts),
+        epochs_bp=padded(epochs) if epochs is not None else None,
     )
+
+
+def muted(plan: AttentionPlan, stale_b: Tensor) -> AttentionPlan:
+    """The plan with stale sequences ([B] bool) writing nothing: their pages belong to somebody else.
+
+    Without asking the device which they are: their state goes to the null page, as the zeros that are there.
+    """
+    counts_b = plan.offsets_b.diff().long()
+    muted_t = torch.repeat_interleave(stale_b, counts_b, output_size=len(plan.slots_t))
+    return replace(plan, slots_t=plan.slots_t.masked_fill(muted_t, 0), muted_t=muted_t)

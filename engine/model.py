@@ -9,10 +9,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from cache.gate import Gate
+from cache.gate import Door
 from cache.registry import BufferSpec, PoolSetSpec, PoolSpec
 from contracts.model import ModelSpec
-from engine.attention import Attention, AttentionPlan
+from engine.attention import Attention, AttentionPlan, muted
 from engine.checkpoint import LayerWeights, Weights
 from engine.numerics import Numerics
 from engine.rope import RopeTable, rotate
@@ -44,7 +44,7 @@ class Decoder:
     def dtype(self) -> torch.dtype:
         return self._weights.embed_vh.dtype
 
-    def forward(self, tokens_m: Tensor, positions_m: Tensor, longest: int, plan: AttentionPlan, gate: Gate) -> Tensor:
+    def forward(self, tokens_m: Tensor, positions_m: Tensor, longest: int, plan: AttentionPlan, door: Door) -> Tensor:
         """Compute a step's tokens and write their state; returns the last layer's output, [M, hidden].
 
         `tokens_m` and `positions_m` are [M] int64: the plan's T queries, then padding to whole quanta, which is
@@ -53,12 +53,22 @@ class Decoder:
         x_mh = self._weights.embed_vh[tokens_m]
         cos, sin = self._rope.at(positions_m, longest)
         for number, layer in enumerate(self._weights.layers):
-            buffers = gate.layer(number)
+            buffers = door.layer(number)
             h_mh = self._norm(x_mh, layer.input_norm_h)
             x_mh = x_mh + self._attend(layer, h_mh, cos, sin, plan, buffers["k"], buffers["v"])
             h_mh = self._norm(x_mh, layer.mlp_norm_h)
             x_mh = x_mh.add_(self._mlp(layer, h_mh))
         return x_mh
+
+    def guarded(self, plan: AttentionPlan, epochs_e: Tensor) -> tuple[AttentionPlan, Tensor]:
+        """Find the sequences whose pages have been given away ([B] bool), and a plan in which they write nothing.
+
+        `epochs_e` is the epoch of each page now, [pages] int32 on the compute device.
+        """
+        stale_b = self._attention.stale(plan, epochs_e)
+        if stale_b.is_cpu and not stale_b.any():
+            return plan, stale_b
+        return muted(plan, stale_b), stale_b
 
     def logits(self, x_nh: Tensor) -> Tensor:
         """Logits of some rows of `forward`'s result: [n, vocab] float32."""
@@ -93,8 +103,11 @@ class Decoder:
         q, k = torch.split(rotate(qk, cos, sin), [spec.heads, spec.kv_heads], dim=1)
         count = len(plan.slots_t)
         entry = (-1, spec.kv_heads, spec.head_dim)
-        k_pages.view(entry).index_copy_(0, plan.slots_t, k[:count])
-        v_pages.view(entry).index_copy_(0, plan.slots_t, v[:count])
+        k, v = k[:count], v[:count]
+        if plan.muted_t is not None:
+            k, v = (x.masked_fill(plan.muted_t.view(-1, 1, 1), 0.0) for x in (k, v))
+        k_pages.view(entry).index_copy_(0, plan.slots_t, k)
+        v_pages.view(entry).index_copy_(0, plan.slots_t, v)
         out = self._attention.attend(q[:count], k_pages, v_pages, plan, self._scale).reshape(count, -1)
         if len(h_mh) > count:
             out = torch.cat((out, out.new_zeros(len(h_mh) - count, out.shape[1])))

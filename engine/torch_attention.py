@@ -105,6 +105,10 @@ class TorchAttention:
             self._attend_batch(batch, q_scaled, k_rows, v_rows, kv_heads, out_thd)
         return out_thd
 
+    def stale(self, plan: AttentionPlan, epochs_e: Tensor) -> Tensor:
+        assert plan.epochs_bp is not None, "the plan has epochs"
+        return epochs_e[plan.tables_bp.long()].ne(plan.epochs_bp).any(1)
+
     def _attend_batch(
         self, batch: _Batch, q_thd: Tensor, k_rows: Tensor, v_rows: Tensor, kv_heads: int, out_thd: Tensor
     ) -> None:

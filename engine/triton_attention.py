@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 
 MAX_HEAD_DIM = 256
 MAX_HEADS_PER_KV = 64
+_EPOCHS_AT_ONCE = 1024
 _LOG2_E = 1.4426950408889634
 _DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
@@ -61,6 +62,18 @@ class TritonAttention:
         else:
             self._extend(q_thd, k_pages, v_pages, out_thd, plan, scale)
         return out_thd
+
+    def stale(self, plan: AttentionPlan, epochs_e: Tensor) -> Tensor:
+        """Which sequences' tables name a page whose epoch in `epochs_e` ([pages] int32) is another by now: [B] bool."""
+        assert plan.epochs_bp is not None, "the plan has epochs"
+        batch, width = plan.tables_bp.shape
+        stale_b = torch.empty(batch, dtype=torch.int8, device=epochs_e.device)
+        kernels.epoch_check_kernel[(batch,)](
+            plan.tables_bp, plan.epochs_bp, epochs_e, stale_b,
+            plan.tables_bp.stride(0), plan.epochs_bp.stride(0), width,
+            BLOCK=min(_EPOCHS_AT_ONCE, triton.next_power_of_2(width)),
+        )  # fmt: skip
+        return stale_b.bool()
 
     def store(self, k_thd: Tensor, v_thd: Tensor, k_pages: Tensor, v_pages: Tensor, slots_t: Tensor) -> None:
         """Write new tokens' keys and values [T, kv_heads, head_dim] into their slots.

@@ -232,3 +232,24 @@ def store_kernel(
     v = tl.load(v_ptr + token * v_stride_t + columns, mask=mask)
     tl.store(k_pages_ptr + page * k_stride_p + offset * k_stride_s + columns, k, mask=mask)
     tl.store(v_pages_ptr + page * v_stride_p + offset * v_stride_s + columns, v, mask=mask)
+
+
+@triton.jit
+def epoch_check_kernel(
+    tables_ptr, epochs_ptr, now_ptr, stale_ptr, tables_stride, epochs_stride, width,
+    BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Whether any page of a sequence's table has another epoch now than in its table: 0 or 1. Grid (sequences,).
+
+    Epochs count frees, so tables need no lengths: the null page, which pads them, is never freed.
+    """
+    row = tl.program_id(0).to(tl.int64)
+    stale = tl.zeros([BLOCK], tl.int32)
+    for begin in range(0, width, BLOCK):
+        columns = begin + tl.arange(0, BLOCK)
+        mask = columns < width
+        page = tl.load(tables_ptr + row * tables_stride + columns, mask=mask, other=0)
+        leased = tl.load(epochs_ptr + row * epochs_stride + columns, mask=mask, other=0)
+        now = tl.load(now_ptr + page, mask=mask, other=0)
+        stale |= (leased != now).to(tl.int32)
+    tl.store(stale_ptr + row, tl.max(stale, 0).to(tl.int8))

@@ -5,7 +5,8 @@
        +------- park -----+------------------------+
 
 A request is parked when one whose pages decode has already granted needs the room: its finished pages go to the
-tree, and it starts over from what is still there. Its first token, once drawn, stays drawn.
+tree, and it starts over from what is still there. It also starts over, from nothing, when a step finds that a page of
+it was given away. Its first token, once drawn, stays drawn.
 """
 
 from __future__ import annotations
@@ -16,12 +17,12 @@ from enum import StrEnum
 from cache.leases import Lease
 from cache.tags import ContentTag
 from cache.tree import Match, PageKey
-from contracts.ids import WorkerName
+from contracts.ids import Epoch, WorkerName
 from contracts.messages import Submit
 from contracts.ports import SessionId
 from contracts.sampling import TokenLogprob
 from contracts.table import StateTable
-from engine.batch import Drawn
+from engine.batch import Drawn, Step
 
 
 class Phase(StrEnum):
@@ -54,7 +55,7 @@ PHASES = StateTable[Phase, PhaseEvent](
 
 @dataclass(eq=False)
 class Request:
-    """One attempt at one request. `length` is the committed length: positions whose state is known to be there."""
+    """One attempt at one request."""
 
     session: SessionId
     submit: Submit
@@ -68,14 +69,27 @@ class Request:
     match: Match | None = None
     lease: Lease | None = None
     pages: tuple[int, ...] = ()
-    """The block table: matched pages, then leased ones."""
-    length: int = 0
+    """The block table: matched pages, then leased ones,"""
+    epochs: tuple[Epoch, ...] = ()
+    """and the epochs at which the tree and this request leased them."""
+    committed: int = 0
+    """Positions whose state is known to be there: what may be sealed, shared and sent."""
+    launched: int = 0
+    """Positions whose state was given to the device to compute."""
+    planned: int = 0
+    """Positions that are decided on."""
+    latest: Step | None = None
+    """The last launched step that it was part of."""
+    starts: int = 0
+    """How often it started over: what earlier starts launched is not for it any more."""
     tags: list[ContentTag] = field(default_factory=list)
     """Of the sealed pages, from the first on."""
     sent: int = 0
     """Pages handed over."""
     cached: int = 0
     computed: int = 0
+    stale: int = 0
+    """Steps that found one of its pages given away."""
     first: Drawn | None = None
     scores: list[TokenLogprob] = field(default_factory=list)
     marks: dict[str, float] = field(default_factory=dict)
@@ -101,6 +115,16 @@ class Request:
     @property
     def wants_draw(self) -> bool:
         return self.submit.sampling.max_tokens > 0 and self.first is None
+
+    def start_over(self) -> None:
+        """Nothing of it is computed; what was handed over and published stays so, as it comes out the same again."""
+        self.tags, self.scores = [], []
+        self.begin(0)
+        self.starts += 1
+
+    def begin(self, positions: int) -> None:
+        """The state of so many positions is there to start with."""
+        self.committed = self.launched = self.planned = positions
 
     def step(self, event: PhaseEvent) -> None:
         self.phase = PHASES.next(self.phase, event)

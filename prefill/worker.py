@@ -1,4 +1,4 @@
-"""The prefill worker: one round hears, expires, admits, computes one chunk, seals, writes, publishes.
+"""The prefill worker: one round hears, expires, admits, launches one chunk, seals, writes and publishes the last.
 
 Admission order is the one policy here: requests whose pages decode has granted come first, in order of arrival, and
 may park others that have no grant yet, so whoever holds decode's memory always gets on.
@@ -6,11 +6,14 @@ may park others that have no grant yet, so whoever holds decode's memory always 
 
 from __future__ import annotations
 
+import logging
 import os
 import platform
 from collections.abc import Callable
+from dataclasses import dataclass
 
-from cache.device import DONE
+from cache.device import DEVICE, DONE, Completion, Span
+from cache.launched import Launched
 from cache.pools import PoolSet
 from cache.tags import ContentTag, Digester, chain_keys
 from cache.tree import PrefixTree, page_keys
@@ -21,7 +24,8 @@ from contracts.ids import Incarnation, Role, RoomId, WorkerName
 from contracts.messages import CheckReport, Command, Done, Fits, Progress, PromptScores, Submit, Tokens
 from contracts.messages import WorkerStatus as Status
 from contracts.ports import SessionId
-from engine.batch import Draw, Row, RowOutput
+from engine.ahead import Ahead
+from engine.batch import Draw, Row, RowOutput, Step
 from engine.engine import Engine
 from prefill.request import Phase, PhaseEvent, Request
 from transfer.desk import Desk, Refusal, seconds_until
@@ -29,6 +33,25 @@ from transfer.metadata import Metadata
 from transfer.phase import PhaseWorker
 from transfer.sender import Finished, Granted, Released, SenderEnd
 from transfer.waiting import Waiter
+
+log = logging.getLogger("twinpool.prefill")
+_STALE_LIMIT = 2
+"""How often a request starts over because a page of it was given away, before it is failed."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Member:
+    """Whose a row of a launched step is."""
+
+    request: Request
+    start: int
+    count: int
+    step: Step
+
+    @property
+    def current(self) -> bool:
+        """Whether the request has not started over since."""
+        return self.start == self.request.starts
 
 
 class PrefillWorker(PhaseWorker[Request]):
@@ -63,6 +86,10 @@ class PrefillWorker(PhaseWorker[Request]):
         super().__init__(Desk(name, self.fits, clock), waiter)
         self._unconfirmed: dict[RoomId, Request] = {}
         """Requests that have left, until decode confirms that what was sent is right."""
+        self._ahead = Ahead[_Member]()
+        self._under_way = Launched()
+        self._landed = False
+        """Whether the last round committed something: then the next may have room for somebody."""
         self._steps = 0
         self._counters = {
             "prompt_tokens_computed": 0.0,
@@ -70,6 +97,7 @@ class PrefillWorker(PhaseWorker[Request]):
             "pages_evicted": 0.0,
             "pages_condemned": 0.0,
             "parked": 0.0,
+            "stale_pages": 0.0,
         }
 
     # ------------------------------------------------------------ the host's side
@@ -87,13 +115,13 @@ class PrefillWorker(PhaseWorker[Request]):
         self._desk.add(self._request(session, submit))
 
     def wait(self, timeout_s: float) -> None:
-        if not any(r.phase is Phase.RUNNING for r in self._desk):
+        if not any(r.phase is Phase.RUNNING for r in self._desk) and not self._ahead and not self._landed:
             due = seconds_until(self._clock, self._desk.next_deadline, self._sender.next_deadline)
             self._waiter.wait(min(timeout_s, due))
 
     @property
     def drained(self) -> bool:
-        return self._desk.draining and not self._desk and not self._sender.rooms
+        return self._desk.draining and not self._desk and not self._ahead and not self._sender.rooms
 
     @property
     def control(self) -> str:
@@ -129,6 +157,9 @@ class PrefillWorker(PhaseWorker[Request]):
         if self._sender.unconfirmed != self._unconfirmed.keys():
             found.append(f"{len(self._unconfirmed)} requests wait for decode's word, not the rooms that do")
         for request in self._desk:
+            lengths = (request.committed, request.launched, request.planned)
+            if list(lengths) != sorted(lengths) or lengths[1] != lengths[2] or len(request.tokens) < lengths[2]:
+                found.append(f"request {request.submit.request_id} has lengths {lengths} of {len(request.tokens)}")
             if (request.phase is Phase.WAITING) != (request.lease is None):
                 found.append(f"request {request.submit.request_id} is {request.phase} and its lease says otherwise")
         return CheckReport(self._name, self._pages.total, 0, self._pages.leases, self._sender.rooms, tuple(found))
@@ -136,8 +167,12 @@ class PrefillWorker(PhaseWorker[Request]):
     def close(self) -> None:
         for request in self._desk:
             self._drop(request, ErrorKind.WORKER, "the worker closes")
-        self._sender.close()
-        self._waiter.close()
+        try:
+            self._ahead.drop()
+            self._under_way.settle()
+        finally:
+            self._sender.close()
+            self._waiter.close()
 
     # ------------------------------------------------------------ the round
 
@@ -153,7 +188,7 @@ class PrefillWorker(PhaseWorker[Request]):
                 continue
             if isinstance(outcome, Granted):
                 request.marks["grant"] = self._clock.now() - request.arrived
-                self._write(request)
+                self._write(request, DONE)
             elif not outcome.received:
                 self._fail(request, ErrorKind.ROOM, outcome.reason, request.peer)
 
@@ -187,62 +222,102 @@ class PrefillWorker(PhaseWorker[Request]):
         budget = self._config.prefill.chunk_tokens
         batch = []
         for request in self._desk:
-            if request.phase is Phase.RUNNING and budget:
-                count = min(budget, len(request.tokens) - request.length)
+            count = min(budget, len(request.tokens) - request.launched)
+            if request.phase is Phase.RUNNING and count:
                 budget -= count
+                request.planned += count
                 batch.append((request, self._row(request, count)))
         return batch
 
     def _row(self, request: Request, count: int) -> Row:
-        start, end = request.length, request.length + count
+        start, end = request.launched, request.launched + count
         tokens, sampling = request.tokens, request.submit.sampling
         last = end == len(tokens)
         draw = Draw(sampling, tokens, request.submit.prompt_len) if last and request.wants_draw else None
         follow = tokens[start + 1 : end + 1] if request.wants_scores else ()
         pages = request.pages[: self._pools.pages_for(end)]
-        return Row(tokens[start:end], start, pages, draw, follow or None, sampling.prompt_logprobs or 0)
+        top = sampling.prompt_logprobs or 0
+        epochs = request.epochs[: len(pages)]
+        return Row(tokens[start:end], start, pages, draw, follow or None, top, epochs=epochs)
 
     def _compute(self) -> None:
+        """Launch the next step, then commit the one before it."""
         batch = self._batch()
-        if not batch:
-            return
-        outputs = self._engine.forward([row for _, row in batch])
+        if batch:
+            self._launch(batch)
+        self._landed = False
+        for results in self._ahead.landed(go_on=bool(batch)):
+            self._landed = True
+            self._steps += 1
+            # Who ended or started over while this step was under way has no use for what it computed.
+            self._take([(m, out) for m, out in results if m.request.phase is Phase.RUNNING and m.current])
+        self._under_way.sweep()
+
+    def _launch(self, batch: list[tuple[Request, Row]]) -> None:
+        step = self._engine.launch([row for _, row in batch])
+        members = [_Member(request, request.starts, len(row.tokens), step) for request, row in batch]
+        self._ahead.launched(step, members)
+        for request, _ in batch:
+            request.launched = request.planned
+            request.latest = step
         if self._config.faults.step_delay_s:
             self._pause(self._config.faults.step_delay_s)
-        self._steps += 1
-        for (request, row), output in zip(batch, outputs, strict=True):
-            self._commit(request, row, output)
-        self._seal([request for request, _ in batch])
-        for request, _ in batch:
-            if request.length == len(request.tokens):
-                self._complete(request)
-            else:
-                self._write(request)
 
-    def _commit(self, request: Request, row: Row, output: RowOutput) -> None:
-        request.length += len(row.tokens)
-        request.computed += len(row.tokens)
-        self._counters["prompt_tokens_computed"] += len(row.tokens)
+    def _take(self, results: list[tuple[_Member, RowOutput]]) -> None:
+        """Commit one step's results, then hand over and publish what they finished."""
+        good = []
+        for member, output in results:
+            if output.stale:
+                self._lost(member.request)
+            else:
+                self._commit(member.request, member.count, output)
+                good.append(member)
+        self._seal([member.request for member in good])
+        for member in good:
+            request = member.request
+            if request.committed == len(request.tokens):
+                self._complete(request, member.step.completion)
+            else:
+                self._write(request, member.step.completion)
+
+    def _commit(self, request: Request, count: int, output: RowOutput) -> None:
+        request.committed += count
+        request.computed += count
+        self._counters["prompt_tokens_computed"] += count
         request.scores += output.scores
         if output.drawn is not None:
             request.first = output.drawn
+
+    def _lost(self, request: Request) -> None:
+        """A page of it belongs to somebody else: nothing that it or the tree holds of its prompt can be trusted."""
+        self._counters["stale_pages"] += 1
+        log.error("request %s: a step found a page of it given away", request.submit.request_id)
+        self._counters["pages_condemned"] += self._tree.condemn(request.keys, request.submit.salt)
+        request.stale += 1
+        request.start_over()
+        if request.stale > _STALE_LIMIT:
+            self._fail(request, ErrorKind.WORKER, f"pages of it were given away {request.stale} times")
+            return
+        self._return_pages(request)
+        request.step(PhaseEvent.PARK)
 
     def _seal(self, requests: list[Request]) -> None:
         """Tag every page that the step finished; a prompt's last page is finished with the prompt."""
         size = self._page_tokens
         todo: list[tuple[Request, int]] = []
         for request in requests:
-            whole = request.length == len(request.tokens)
-            finished = self._pools.pages_for(request.length) if whole else request.length // size
+            whole = request.committed == len(request.tokens)
+            finished = self._pools.pages_for(request.committed) if whole else request.committed // size
             todo += [(request, page) for page in range(len(request.tags), finished)]
         pages = [request.pages[page] for request, page in todo]
         firsts = [page * size for _, page in todo]
-        ends = [min((page + 1) * size, request.length) for request, page in todo]
+        ends = [min((page + 1) * size, request.committed) for request, page in todo]
+        self._engine.device.touch("seal", reads=[Span(DEVICE, self._full, pages)])
         digests = self._digester.digest(self._pools.region, self._full, pages, firsts, ends)
         for (request, page), digest in zip(todo, digests, strict=True):
             request.tags.append(ContentTag(request.chain[page], digest))
 
-    def _complete(self, request: Request) -> None:
+    def _complete(self, request: Request, computed: Completion) -> None:
         """The prompt is done: publish its first token, then end the request or hand it over."""
         request.step(PhaseEvent.COMPUTED)
         self._share(request)
@@ -254,7 +329,7 @@ class PrefillWorker(PhaseWorker[Request]):
         elif request.alone or generated >= submit.sampling.max_tokens:
             self._finish(request, "length", None)
         else:
-            self._write(request)
+            self._write(request, computed)
 
     def _publish(self, request: Request) -> None:
         """First token, prompt scores and timeline, once; a parked request has been published before."""
@@ -271,15 +346,15 @@ class PrefillWorker(PhaseWorker[Request]):
         progress = Progress(*key, self.role, self._name, dict(request.marks), request.cached, request.computed, size)
         self._desk.tell(request.session, progress)
 
-    def _write(self, request: Request) -> None:
-        """Hand over what is sealed and not yet sent; with the last page, the metadata."""
+    def _write(self, request: Request, computed: Completion) -> None:
+        """Hand over what is sealed and not yet sent, after the step behind it; with the last page, the metadata."""
         room = request.submit.room
         if not self._sender.granted(room):
             return
         todo = slice(request.sent, len(request.tags))
         finished = Finished(request.sent, request.pages[todo], tuple(request.tags[todo]))
-        self._sender.write(room, {self._full: finished}, (DONE,))
-        request.sent = len(request.tags)
+        self._sender.write(room, {self._full: finished}, (computed,))
+        request.sent = max(request.sent, len(request.tags))
         if request.phase is Phase.COMPUTED:
             assert request.first is not None
             drawn = request.first
@@ -315,9 +390,10 @@ class PrefillWorker(PhaseWorker[Request]):
             return False
         request.match = match
         request.pages = match.pages + request.lease.indices
+        request.epochs = match.epochs + request.lease.epochs
         request.tags = list(match.tags)
-        request.length = len(match.pages) * self._page_tokens
-        request.cached = request.length
+        request.begin(len(match.pages) * self._page_tokens)
+        request.cached = request.committed
         self._counters["prompt_tokens_cached"] += request.cached
         return True
 
@@ -336,13 +412,17 @@ class PrefillWorker(PhaseWorker[Request]):
         match, lease = request.match, request.lease
         if match is None or lease is None:
             return
-        whole = min(request.length // self._page_tokens, len(request.tags))
+        whole = min(request.committed // self._page_tokens, len(request.tags))
         if self._reuse and whole > len(match.pages):
             keys, tags = request.keys[:whole], request.tags[:whole]
             self._tree.insert(keys, lease, len(match.pages), tags, request.submit.salt)
+        if request.latest is not None and not request.latest.done:
+            # What it shares with others is not its own to free, but the step under way reads that too.
+            pin = self._pages.pin(request.pages, f"a step of {request.submit.request_id}")
+            self._under_way.hold(request.latest.completion, pin)
         self._tree.unlock(match.token)
         lease.release()
-        request.match, request.lease, request.pages = None, None, ()
+        request.match, request.lease, request.pages, request.epochs = None, None, (), ()
 
     def _park_one(self) -> bool:
         """Send the youngest request without a grant back to waiting; False when there is none."""
@@ -351,7 +431,7 @@ class PrefillWorker(PhaseWorker[Request]):
             return False
         request = holders[-1]
         self._return_pages(request)
-        request.tags, request.length = [], 0
+        request.start_over()
         request.step(PhaseEvent.PARK)
         self._counters["parked"] += 1
         return True

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field, replace
 
 import zmq
 
-from cache.device import Completion, Device, Op, Span, Stream
+from cache.device import DEVICE, Completion, Device, Op, Stream, spans
 from cache.leases import Pin
 from cache.moves import describe_spec
 from cache.pools import PoolSet
@@ -423,7 +423,7 @@ class SenderEnd:
 
     def _post(self, link: Link, write: PageWrite | SlotWrite, notice: m.Notice, after: Sequence[Completion]) -> None:
         sources = write.sources if isinstance(write, PageWrite) else {}
-        op = Op("send", Stream.SEND, reads=tuple(Span(pool, indices) for pool, indices in sources.items()))
+        op = Op("send", Stream.SEND, reads=spans(DEVICE, sources))
         posted: list[Completion] = []
         launched = self._device.submit(op, lambda: posted.append(link.post(write)), after)
         reason = f"send of {write.target.room}"
@@ -473,3 +473,6 @@ class _Both:
         self._launched.wait()
         for posted in self._posted:
             posted.wait()
+
+    def order(self) -> None:
+        self.wait()

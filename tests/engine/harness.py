@@ -5,18 +5,20 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from cache.device import CpuDevice
+from cache.device import CpuDevice, Device
+from cache.epochs import EpochTable
 from cache.gate import Gate
 from cache.registry import PoolSetLayout
 from contracts.config import EngineConfig
 from contracts.model import read_model_spec
 from contracts.sampling import SamplingParams
 from engine.attention import make_plan
-from engine.batch import Draw, Row, RowOutput
+from engine.batch import Draw, FromStep, Row, RowOutput
 from engine.checkpoint import dtype_for
 from engine.engine import Engine, load_engine
 from engine.model import FULL_POOL, pool_set_spec
@@ -33,7 +35,13 @@ class Bench:
     """An engine on a checkpoint, and pages handed out in a shuffled order, their bytes filled with noise."""
 
     def __init__(
-        self, folder: Path, page_tokens: int = 16, tokens: int = 4096, seed: int = 0, **config: object
+        self,
+        folder: Path,
+        page_tokens: int = 16,
+        tokens: int = 4096,
+        seed: int = 0,
+        device: Device | None = None,
+        **config: object,
     ) -> None:
         self.config = EngineConfig(**config)  # type: ignore[arg-type]
         self.spec = read_model_spec(folder)
@@ -56,7 +64,9 @@ class Bench:
         self.page_tokens = page_tokens
         self.free = list(range(1, pages))
         random.Random(seed).shuffle(self.free)
-        self.engine: Engine = load_engine(self.spec, self.config, page_tokens, self.gate, CpuDevice())
+        self.engine: Engine = load_engine(
+            self.spec, self.config, page_tokens, self.gate, EpochTable(pages), device or CpuDevice()
+        )
 
     def lease(self, tokens: int) -> list[int]:
         """Pages for so many positions."""
@@ -85,12 +95,12 @@ class Bench:
                 part = prompt[begin : begin + chunk]
                 last = begin + len(part) == len(prompt)
                 draw = Draw(params[i], tuple(tokens[i]), len(prompt)) if last else None
-                (out,) = self.engine.forward([Row(part, begin, pages[i], draw)])
+                (out,) = self.engine.forward([row(part, begin, pages[i], draw)])
             assert out.drawn is not None
             tokens[i].append(out.drawn.token)
         for _ in range(count - 1):
             rows = [
-                Row(t[-1:], len(t) - 1, pages[i], Draw(params[i], tuple(t), len(prompts[i])))
+                row(t[-1:], len(t) - 1, pages[i], Draw(params[i], tuple(t), len(prompts[i])))
                 for i, t in enumerate(tokens)
             ]
             for t, out in zip(tokens, self.engine.forward(rows), strict=True):
@@ -118,11 +128,18 @@ class Bench:
         pages = self.lease(len(tokens))
         parts, begin = [], 0
         for chunk in chunks:
-            parts += self.logits([Row(tokens[begin : begin + chunk], begin, pages)])
+            parts += self.logits([row(tokens[begin : begin + chunk], begin, pages)])
             begin += chunk
         assert begin == len(tokens)
         self.free.extend(pages)
         return torch.cat(parts)
+
+
+def row(
+    tokens: Sequence[int] | FromStep, start: int, pages: Sequence[int], draw: Draw | None = None, **options: Any
+) -> Row:
+    """A row whose pages nobody has ever freed."""
+    return Row(tokens, start, pages, draw, epochs=[0] * len(pages), **options)
 
 
 def outputs_tokens(outputs: Sequence[RowOutput]) -> list[int]:

@@ -11,10 +11,10 @@ from torch import Tensor
 
 from contracts.sampling import SamplingParams
 from engine import torch_attention
-from engine.batch import Draw, Row
+from engine.batch import Draw
 from engine.numerics import Numerics
 from tests.checkpoints import VOCAB
-from tests.engine.harness import Bench, MakeCheckpoint
+from tests.engine.harness import Bench, MakeCheckpoint, row
 
 LENGTH = 600
 MODELS = {
@@ -73,12 +73,12 @@ def test_neighbours_in_a_batch_do_not_change_a_bit(folder: Path) -> None:
         begin = rng.randrange(LENGTH - 1)
         end = min(LENGTH, begin + rng.choice([1, 2, 40, 300]))
         pages = bench.lease(LENGTH)
-        bench.logits([Row(tokens[:begin], 0, pages)] if begin else [Row(tokens[:1], 0, pages)])
+        bench.logits([row(tokens[:begin], 0, pages)] if begin else [row(tokens[:1], 0, pages)])
         rows = [
-            Row(sequence(9, n), 0, bench.lease(n)) for n in rng.choices([1, 2, 3, 17, 130, 290], k=rng.randrange(6))
+            row(sequence(9, n), 0, bench.lease(n)) for n in rng.choices([1, 2, 3, 17, 130, 290], k=rng.randrange(6))
         ]
         place = rng.randrange(len(rows) + 1)
-        rows.insert(place, Row(tokens[begin:end], begin, pages))
+        rows.insert(place, row(tokens[begin:end], begin, pages))
         assert same(bench.logits(rows)[place], want[begin:end]), (begin, end, len(rows))
 
 
@@ -90,8 +90,8 @@ def test_decode_and_extend_give_the_same_bits_in_any_batch(folder: Path) -> None
         tokens = sequence(10 + number, length + 1)
         wants.append(bench.forced(tokens, [length + 1])[-1:])
         pages = bench.lease(length + 1)
-        bench.logits([Row(tokens[:-1], 0, pages)])
-        rows.append(Row(tokens[-1:], length, pages))
+        bench.logits([row(tokens[:-1], 0, pages)])
+        rows.append(row(tokens[-1:], length, pages))
     for count in (1, 2, 3, 5, 8, 11, 12):
         for begin in range(0, len(rows) - count + 1, 4):
             part = slice(begin, begin + count)
@@ -111,9 +111,9 @@ def test_a_prefix_computed_by_another_request_gives_the_same_bits(folder: Path) 
     bench = Bench(folder, 16, 4096)
     want = bench.forced(tokens, [LENGTH])
     shared = bench.lease(320)
-    bench.logits([Row(tokens[:320], 0, shared)])
+    bench.logits([row(tokens[:320], 0, shared)])
     mine = shared + bench.lease(LENGTH - 320)
-    assert same(bench.logits([Row(tokens[320:], 320, mine)])[0], want[320:])
+    assert same(bench.logits([row(tokens[320:], 320, mine)])[0], want[320:])
 
 
 def test_small_bounds_on_memory_do_not_change_a_bit(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -141,8 +141,8 @@ def test_the_null_page_stays_zero_and_only_the_rows_own_slots_are_written(folder
     bench = Bench(folder, 16, 1024)
     before = bench.region.clone()
     pages = bench.lease(40)
-    bench.logits([Row(sequence(7, 37), 0, pages)])
-    bench.logits([Row([3], 37, pages)])
+    bench.logits([row(sequence(7, 37), 0, pages)])
+    bench.logits([row([3], 37, pages)])
     written = set()
     for layer in range(bench.spec.layers):
         for buffer in bench.buffers:
@@ -169,8 +169,8 @@ def test_what_forward_returns_is_the_same_with_and_without_scores(folder: Path) 
     tokens = sequence(8, 60)
     bench = Bench(folder)
     draw = Draw(SamplingParams(max_tokens=1, temperature=0.0, logprobs=4), tuple(tokens), 60)
-    (plain,) = bench.engine.forward([Row(tokens, 0, bench.lease(61), draw)])
-    (scored,) = bench.engine.forward([Row(tokens, 0, bench.lease(61), draw, score=[*tokens[1:], 0], score_top=4)])
+    (plain,) = bench.engine.forward([row(tokens, 0, bench.lease(61), draw)])
+    (scored,) = bench.engine.forward([row(tokens, 0, bench.lease(61), draw, score=[*tokens[1:], 0], score_top=4)])
     assert scored.drawn == plain.drawn
     assert plain.drawn is not None
     assert plain.drawn.logprob is not None

@@ -14,7 +14,7 @@ import pytest
 
 from engine.engine import Engine
 from tests.checkpoints import VOCAB, compare, compare_forced
-from tests.engine.harness import Bench, MakeCheckpoint, MakeOracle
+from tests.engine.harness import Bench, MakeCheckpoint, MakeOracle, row
 
 WHOLE = 1 << 20
 LENGTHS = (1, 2, 15, 16, 17, 64, 65, 100, 129, 300, 700)
@@ -125,7 +125,6 @@ def test_prompt_scores_are_the_oracles_log_probabilities(
     checkpoint: MakeCheckpoint, oracle_of: MakeOracle, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from engine import engine as module
-    from engine.batch import Row
 
     folder = checkpoint("llama")
     (tokens,) = prompts(5, 90)
@@ -134,8 +133,8 @@ def test_prompt_scores_are_the_oracles_log_probabilities(
     bench = Bench(folder)
     engine: Engine = bench.engine
     pages = bench.lease(90)
-    other = Row([5, 6, 7], 0, bench.lease(3))
-    (_, out) = engine.forward([other, Row(tokens[:-1], 0, pages, score=tokens[1:], score_top=3)])
+    other = row([5, 6, 7], 0, bench.lease(3))
+    (_, out) = engine.forward([other, row(tokens[:-1], 0, pages, score=tokens[1:], score_top=3)])
     assert [s.token for s in out.scores] == tokens[1:]
     for position, score in enumerate(out.scores):
         assert score.logprob == pytest.approx(float(want[position, score.token]), abs=2e-3)

@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
-from cache.device import CpuDevice, Op, Span
+from cache.device import DEVICE, Completion, CpuDevice, Op, Span
 from engine import numerics
-from engine.batch import Row
 from engine.model import silu
 from engine.numerics import TILE_ROWS, Linear, Numerics, probe
-from tests.engine.harness import Bench, MakeCheckpoint
+from tests.engine.harness import Bench, MakeCheckpoint, row
 
 
 def weight(n: int = 96, k: int = 64, dtype: torch.dtype = torch.float32) -> Tensor:
@@ -91,20 +91,20 @@ class Recording(CpuDevice):
     def __init__(self) -> None:
         self.ops: list[Op] = []
 
-    def submit(self, op: Op, run: Callable[[], None], after: Sequence[object] = ()) -> object:  # type: ignore[override]
+    def submit(self, op: Op, run: Callable[[], object], *args: Any, **options: Any) -> Completion:
         self.ops.append(op)
-        return super().submit(op, run)
+        return super().submit(op, run, *args, **options)
 
 
 def test_a_step_names_the_pages_it_reads_and_writes(checkpoint: MakeCheckpoint) -> None:
     bench = Bench(checkpoint("llama"), 16, 1024)
     device = bench.engine._device = Recording()
     first, second = bench.lease(100), bench.lease(40)
-    bench.engine.forward([Row([1] * 37, 0, first), Row([2] * 3, 0, second)])
-    bench.engine.forward([Row([1], 37, first), Row([2] * 20, 3, second)])
+    bench.engine.forward([row([1] * 37, 0, first), row([2] * 3, 0, second)])
+    bench.engine.forward([row([1], 37, first), row([2] * 20, 3, second)])
     for op, read, written in (
         (device.ops[0], first[:3] + second[:1], first[:3] + second[:1]),
         (device.ops[1], first[:3] + second[:2], first[2:3] + second[:2]),
     ):
-        assert op.reads == (Span("full", sorted(read)),)
-        assert op.writes == (Span("full", sorted(written)),)
+        assert op.reads == (Span(DEVICE, "full", sorted(read)),)
+        assert op.writes == (Span(DEVICE, "full", sorted(written)),)

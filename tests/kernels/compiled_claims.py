@@ -18,6 +18,7 @@ from engine import triton_kernels as kernels
 SHAPE = {"PAGE_TOKENS": 16, "HEAD_DIM": 48, "HEADS_PER_KV": 3, "GROUP": 4, "ROWS": 64, "BLOCK_D": 64, "BLOCK_N": 64}
 SHAPE |= {"SPLIT": 256, "UPCAST": False, "WIDTH": 96, "BLOCK": 128}
 INTEGERS = {"starts_ptr": "*i32", "offsets_ptr": "*i32", "tables_ptr": "*i32", "slots_ptr": "*i64"}
+INTEGERS |= {"epochs_ptr": "*i32", "now_ptr": "*i32", "stale_ptr": "*i8"}
 PARTS = {"m_ptr": "*fp32", "total_ptr": "*fp32", "acc_ptr": "*fp32"}
 
 
@@ -45,7 +46,8 @@ def code_of(kernel: Any, dtype: str, capability: int) -> str:
 def main() -> None:
     findings = {}
     for kernel in (
-        kernels.extend_kernel, kernels.decode_split_kernel, kernels.decode_merge_kernel, kernels.store_kernel
+        kernels.extend_kernel, kernels.decode_split_kernel, kernels.decode_merge_kernel, kernels.store_kernel,
+        kernels.epoch_check_kernel,
     ):  # fmt: skip
         for dtype in ("bf16", "fp32"):
             code = code_of(kernel, dtype, 90)

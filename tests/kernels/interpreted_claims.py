@@ -23,6 +23,8 @@ from torch import Tensor
 
 from contracts.errors import ConfigError
 from engine.attention import AttentionPlan, make_plan
+from engine.numerics import FAST
+from engine.torch_attention import TorchAttention
 from engine.triton_attention import TritonAttention
 
 TILES = {"tile_rows": 16, "block_tokens": 16, "split_tokens": 32}
@@ -190,6 +192,24 @@ def claim_store_writes_its_slots_and_nothing_else() -> None:
         TritonAttention(**TILES).store(k_thd, v_thd, k_pages, v_pages, torch.tensor(slots))
         assert torch.equal(k_pages, want_k)
         assert torch.equal(v_pages, want_v)
+
+
+def claim_stale_tables_are_found_as_the_twin_finds_them() -> None:
+    source = torch.Generator().manual_seed(4)
+    for width in (1, 3, 64, 1500):
+        now = torch.randint(100, (2000,), generator=source, dtype=torch.int32)
+        now[0] = 0
+        tables = [torch.randint(1, 2000, (length,), generator=source).tolist() for length in (width, max(1, width - 2))]
+        epochs = [now[table].tolist() for table in tables]
+        starts, counts = [len(table) - 1 for table in tables], [1, 1]
+        plan = make_plan(starts, counts, tables, 1, torch.device("cpu"), epochs)
+        for wrong in (None, 0, tables[0][-1], tables[1][len(tables[1]) // 2], tables[1][-1]):
+            later = now.clone()
+            if wrong:
+                later[wrong] += 1
+            want = TorchAttention(FAST).stale(plan, later)
+            assert torch.equal(TritonAttention(**TILES).stale(plan, later), want)
+            assert want.tolist() == [wrong in table for table in tables]
 
 
 def claim_what_no_kernel_serves_is_refused_with_the_way_out() -> None:

@@ -67,7 +67,7 @@ PREFILL: dict[str, tuple[Plant, str]] = {
     ),
     "a page out of range": (lambda p, d: p._pages._free.append(10**6), "is out of range"),
     "a lease that no request holds": (lambda p, d: p._pages.lease(1, "a thief"), "requests and tree hold"),
-    "a pin that was lost": (lambda p, d: p._pages._pinned.update([3]), "pin counts differ"),
+    "a pin that was lost": (lambda p, d: p._pages.pin([3], "a thief")._allocator._pins.clear(), "pin counts differ"),
     "limbo without a pin": (lambda p, d: p._pages._limbo.add(p._pages._free.pop()), "in limbo without a pin"),
     "a written null page": (lambda p, d: p._pools.gates["full"].layer(0)["k"][0].fill_(1.0), "the null page of k"),
     "a lock that no request holds": (lambda p, d: p._tree.match([], ""), "locks, requests hold"),

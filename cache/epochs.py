@@ -1,0 +1,42 @@
+"""The epoch table: how often each page of a pool has been freed, where the host counts and where kernels read it.
+
+A block table carries the epochs that its pages had when they were leased. A step compares them with this table, in
+the order of its stream: so it sees every page freed before it was launched, and none freed after.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+
+
+class EpochTable:
+    """int32 [size]. On a CPU the host's table is the device's; elsewhere a copy follows it, step by step."""
+
+    def __init__(self, size: int) -> None:
+        self.host = torch.zeros(size, dtype=torch.int32)
+        self.counts = self.host.numpy()
+        """The same memory, for counting."""
+        self._copy: torch.Tensor | None = None
+        self._bumped: list[Sequence[int]] = []
+
+    def bump(self, indices: Sequence[int]) -> None:
+        """These pages (each once) have been freed."""
+        self.counts[np.asarray(indices, dtype=np.int64)] += 1
+        if self._copy is not None:
+            self._bumped.append(indices)
+
+    def on(self, device: torch.device) -> torch.Tensor:
+        """The table for an operation on `device`; to be called from within one, always on the same stream."""
+        return self.host if device.type == "cpu" else self._follow(device)
+
+    def _follow(self, device: torch.device) -> torch.Tensor:
+        if self._copy is None:
+            self._copy = self.host.to(device, copy=True)
+        elif self._bumped:
+            index = torch.from_numpy(np.unique(np.concatenate(self._bumped)))
+            self._bumped.clear()
+            self._copy.index_copy_(0, index.to(device), self.host[index].to(device))
+        return self._copy

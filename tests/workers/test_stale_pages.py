@@ -1,0 +1,106 @@
+"""A page that is given away while a request still uses it: found by the step, never answered from, and served anyway.
+
+The allocators here are made to go wrong on purpose; no exit path of ours does this.
+"""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+
+from contracts.errors import ErrorKind
+from contracts.ids import RequestId, Role
+from contracts.sampling import SamplingParams
+from decode.request import Phase as DecodePhase
+from decode.worker import DecodeWorker
+from prefill.worker import PrefillWorker
+from tests.checkpoints import Oracle, compare
+from tests.pair import Pair, pair
+
+GREEDY = SamplingParams(max_tokens=10, temperature=0.0)
+
+
+def prompts(seed: int, *lengths: int) -> list[list[int]]:
+    rng = random.Random(seed)
+    return [[rng.randrange(300) for _ in range(n)] for n in lengths]
+
+
+def decoding(both: Pair, request: RequestId, tokens: int) -> None:
+    while len(both.answers[request].tokens) < tokens:
+        both.step()
+
+
+def test_decode_drops_what_a_step_drew_from_a_stale_page_and_the_attempt_can_be_repeated(
+    model: Path, oracle: Oracle
+) -> None:
+    first, second = prompts(41, 40, 50)
+    with pair(model) as both:
+        assert isinstance(both.decode, DecodeWorker)
+        a, b = both.submit(first, GREEDY), both.submit(second, GREEDY)
+        decoding(both, a, 3)
+        decoding(both, b, 2)
+        victim = next(r for r in both.decode._desk if r.submit.request_id == a)
+        assert victim.phase is DecodePhase.RUNNING
+        assert victim.lease is not None
+        before = dict(both.answers[a].tokens)
+        both.decode._pages.epochs.bump(victim.lease.indices[1:2])
+        failed, fine = both.run(a, b)
+        assert failed.done is not None
+        assert failed.done.error is ErrorKind.WORKER
+        assert failed.done.error.retryable
+        assert failed.tokens == before, "nothing was emitted that the stale page had a part in"
+        assert both.decode.status().counters["stale_pages"] == 1
+        assert compare(oracle, second, fine.list).equal
+        emitted = failed.list
+        (again,) = both.run(both.submit(first, GREEDY, emitted=emitted))
+        assert compare(oracle, first, emitted + again.list).equal
+
+
+def test_prefill_starts_over_when_pages_of_a_request_were_given_away(model: Path, oracle: Oracle) -> None:
+    first, second = prompts(42, 150, 90)
+    with pair(model, prefill={"chunk_tokens": 64}) as both:
+        assert isinstance(both.prefill, PrefillWorker)
+        a = both.submit(first, GREEDY)
+        while not any(r.committed for r in both.prefill._desk):
+            both.step(Role.PREFILL)
+        (request,) = list(both.prefill._desk)
+        assert request.lease is not None
+        request.lease.release()
+        b = both.submit(second, GREEDY)
+        answers = both.run(a, b)
+        for prompt, answer in zip((first, second), answers, strict=True):
+            assert compare(oracle, prompt, answer.list).equal
+        assert both.prefill.status().counters["stale_pages"] >= 1
+
+
+def test_prefill_gives_up_what_is_stale_again_and_again(model: Path) -> None:
+    (prompt,) = prompts(43, 40)
+    with pair(model) as both:
+        assert isinstance(both.prefill, PrefillWorker)
+        request = both.submit(prompt, GREEDY)
+        take = both.prefill._take_pages
+
+        def thief(r: object) -> bool:
+            taken = take(r)  # type: ignore[arg-type]
+            both.prefill._pages.epochs.bump(r.lease.indices[:1])  # type: ignore[attr-defined]
+            return taken
+
+        both.prefill._take_pages = thief  # type: ignore[assignment, method-assign]
+        (answer,) = both.run(request)
+        assert answer.done is not None
+        assert answer.done.error is ErrorKind.WORKER
+        assert "given away 3 times" in answer.done.message
+        assert answer.tokens == {}
+
+
+def test_a_tree_that_serves_a_page_it_no_longer_owns_is_not_believed(model: Path, oracle: Oracle) -> None:
+    (prompt,) = prompts(44, 100)
+    with pair(model) as both:
+        assert isinstance(both.prefill, PrefillWorker)
+        both.run(both.submit(prompt, GREEDY))
+        node = next(n for n in both.prefill._tree._nodes() if n.parent is not None)
+        node.values["full"].lease.release()  # type: ignore[attr-defined]
+        (answer,) = both.run(both.submit(prompt, GREEDY))
+        assert compare(oracle, prompt, answer.list).equal
+        assert both.prefill.status().counters["stale_pages"] == 1
+        assert answer.progress[Role.PREFILL].cached_tokens == 0
