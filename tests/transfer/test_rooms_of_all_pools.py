@@ -257,6 +257,7 @@ def test_a7_nothing_is_sent_or_told_before_the_step_that_computes_it_is_complete
         both.quiet()
 
 
+@pytest.mark.slow
 def test_a7_under_any_order_that_the_device_may_take_what_was_computed_arrives() -> None:
     """Steps compute chunks, sends follow their steps, pages are freed and used again at once: no seed mixes them up."""
     for seed in range(6):
