@@ -96,6 +96,11 @@ class Claim:
             named[pool] += [i for part in self.lock.of(pool) if part.tier is Tier.DEVICE for i in part.lease.indices]
         return named
 
+    def held(self) -> dict[str, set[int]]:
+        """Of a reservation: the page and slot numbers that it needn't be sent, by pool."""
+        held = {pool: {n for n, i in enumerate(table) if i != NO_PAGE} for pool, table in self.tables.items()}
+        return held | {pool: {n.stop - 1} for pool, n in self.lacking.items() if pool not in self.tables and not n}
+
     def own(self, pool: str) -> int:
         """Pages and slots of `pool` that it leased itself and still holds."""
         held = sum(len(run.lease) for run in self.runs.get(pool, ()))

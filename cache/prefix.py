@@ -28,9 +28,12 @@ class Prefix:
         self._chain = chain
 
     @classmethod
-    def of(cls, tokens: Sequence[int], page_tokens: int, salt: str = "") -> Prefix:
-        """The whole pages of `tokens`; what is left of a page isn't part of it."""
-        return cls(np.asarray(tokens, dtype="<u4").tobytes(), page_tokens, salt)
+    def of(
+        cls, tokens: Sequence[int], page_tokens: int, salt: str = "", chain: Sequence[bytes] | None = None
+    ) -> Prefix:
+        """The whole pages of `tokens`; what is left of a page isn't part of it. `chain`: their keys, where known."""
+        keys = None if chain is None else b"".join(chain[: len(tokens) // page_tokens])
+        return cls(np.asarray(tokens, dtype="<u4").tobytes(), page_tokens, salt, keys)
 
     def __len__(self) -> int:
         return len(self.raw) // self.page_bytes

@@ -60,7 +60,7 @@ class Seat:
         agree: Agree = lambda key, value: value,
     ) -> None:
         self.pools, self.host, self.config = pools, host, config
-        self._device, self._now = device, now
+        self._device, self._now, self._storage = device, now, storage
         self.spec = pools.spec
         self.full = self.spec.full.name
         self.tree = PrefixTree(
@@ -91,6 +91,19 @@ class Seat:
             # What comes from storage hangs below what is there, so that must be on the host as well.
             self.saver.save(self.tree.match(prefix).path)
         return self.prefetcher.start(prefix)
+
+    def may_run(self, prefetch: Prefetch) -> bool:
+        """Whether a request need not wait for its prefetch any longer, by the stop policy."""
+        return self.prefetcher is None or self.prefetcher.may_run(prefetch)
+
+    def due(self, prefetch: Prefetch) -> float | None:
+        """When `may_run` changes although nothing arrives."""
+        return self.prefetcher.deadline(prefetch) if self.prefetcher is not None else None
+
+    def stop(self, prefetch: Prefetch) -> None:
+        """Its request is gone. Idempotent."""
+        if self.prefetcher is not None and not prefetch.over:
+            self.prefetcher.stop(prefetch)
 
     def claim(
         self, prefix: Prefix, positions: int, owner: str, *, reusable: int, prefetch: Prefetch | None = None
@@ -527,8 +540,11 @@ class Seat:
                     found.append(f"{claim.owner}: its {pool} table differs from what it leased")
         return found
 
-    def close(self) -> None:
-        """Release every claim and end all prefetches. Storage must have been closed before."""
+    def close(self, timeout_s: float = 5.0) -> None:
+        """Release every claim and end all prefetches; what storage is still busy with gets `timeout_s`."""
+        if self._storage is not None and not self._storage.close(timeout_s):
+            # A thread of it may still write to the host's memory: that must outlive it, and nothing is taken back.
+            return
         for claim in list(self._claims.values()):
             self.release(claim)
         if self.prefetcher is not None:
