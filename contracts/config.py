@@ -193,7 +193,7 @@ class FaultsConfig:
     stop_in_write: int = 0
     """n: the writer stops itself (SIGSTOP) in the middle of its n-th write of pages."""
     corrupt_page: int = 0
-    """n: one byte of the n-th page written is flipped after its tag was sealed."""
+    """n: one byte of the n-th write of pages is flipped after it was sealed; one of several pools counts for each."""
     step_delay_s: float = 0.0
     """Each step takes this much longer."""
 
