@@ -23,7 +23,7 @@ from contracts.config import FaultsConfig
 from contracts.ids import RoomId
 from transfer.direct import LocalPlane, ShmPlane
 from transfer.metadata import SLOT_BYTES
-from transfer.plane import PageWrite, Plane, Target
+from transfer.plane import PageWrite, Plane, Run, Target
 from transfer.tcp import ZmqPlane
 
 HOST = "127.0.0.1"
@@ -123,7 +123,9 @@ class PlaneReader:
         self.memory = Memory(shape, seed=2, allocate=self.plane.allocate, noise=False)
         slots = self.plane.allocate("slots", DISTINCT * SLOT_BYTES).view(DISTINCT, SLOT_BYTES)
         self.plane.register(self.memory.pools, slots)
-        self.targets = [Target(RoomId(f"room-{n}"), tuple(self.memory.chunks[n]), n) for n in range(DISTINCT)]
+        self.targets = [
+            Target(RoomId(f"room-{n}"), {"full": Run(0, tuple(self.memory.chunks[n]))}, n) for n in range(DISTINCT)
+        ]
         for target in self.targets:
             self.plane.permit(target)
         self._poller = zmq.Poller()
@@ -159,7 +161,7 @@ class PlaneWriter:
 
     def send(self, number: int) -> None:
         at = number % DISTINCT
-        self._link.post(PageWrite(self._targets[at], 0, self._memory.chunks[at])).wait()
+        self._link.post(PageWrite(self._targets[at], {"full": Run(0, tuple(self._memory.chunks[at]))})).wait()
         self._link.notify(b"wrote")
 
     def close(self) -> None:

@@ -51,6 +51,9 @@ class Lease:
         """Hand `count` indices from `start` on to a new lease of `owner`; this one keeps the rest."""
         return self._allocator.split(self, slice(start, start + count), owner)
 
+    def pin(self, reason: str) -> Pin:
+        return self._allocator.pin(self.indices, reason)
+
     def release(self) -> None:
         self._allocator.release(self)
 
@@ -128,6 +131,15 @@ class Allocator:
         lease.indices = lease.indices[: run.start] + lease.indices[run.stop :]
         lease.epochs = lease.epochs[: run.start] + lease.epochs[run.stop :]
         return part
+
+    def join(self, leases: Sequence[Lease], owner: str) -> Lease:
+        """One lease for what `leases` hold, in their order; they end, their indices and epochs go on."""
+        for lease in leases:
+            lease.require()
+        joined = self._grant(owner, tuple(i for lease in leases for i in lease.indices))
+        for lease in leases:
+            del self._leases[lease.id]
+        return joined
 
     def release(self, lease: Lease) -> None:
         if self._leases.pop(lease.id, None) is None:

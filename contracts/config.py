@@ -36,17 +36,81 @@ class EngineConfig:
 
 
 @dataclass(frozen=True, slots=True)
+class StorageConfig:
+    backend: str = "none"
+    """Where finished pages outlive a worker: none, memory (of one process), file, redis, or what a package adds."""
+    path: str = ""
+    """file: the folder, which workers of a host share; memory: a name by which workers of a process share it."""
+    max_bytes: int = 16 * 1024**3
+    """file and memory: what may lie there; the longest unused goes first. A Redis server has its own limit."""
+    url: str = ""
+    """redis: the server, as redis://host:6379/0, rediss:// or unix://; Valkey is meant as well."""
+    ttl_s: int = 0
+    """redis: pages expire this long after they were last written; 0: never."""
+    timeout_s: float = 5.0
+    """An operation gives up after this long, and counts as failed."""
+
+
+@dataclass(frozen=True, slots=True)
+class PrefetchConfig:
+    policy: Literal["best_effort", "wait_complete", "timeout"] = "timeout"
+    """When a request stops waiting for storage: at once when it could run, when all has come, or after some time."""
+    base_s: float = 0.05
+    """timeout: the wait that every request may take."""
+    per_token_s: float = 0.00002
+    """timeout: what each token that storage has adds to it."""
+    batch_pages: int = 32
+    """Pages that are read at once; what has come is used batch by batch."""
+
+
+@dataclass(frozen=True, slots=True)
+class EventsConfig:
+    """KV events: what each tier holds, published over ZMQ as it changes."""
+
+    endpoint: str = ""
+    """Where to publish, such as tcp://127.0.0.1:5557; port 0 picks a free one, other ports grow by the seat's rank;
+    empty: no events."""
+    replay_endpoint: str = ""
+    """Where subscribers ask for batches that they missed; empty: nowhere."""
+    topic: str = "kv-events"
+    """First frame of every message."""
+    buffer_batches: int = 10_000
+    """Batches kept for subscribers that ask, and queued for slow ones."""
+    public: bool = False
+    """Allows endpoints off the loopback: events carry the prompts' tokens to whoever connects, without keys."""
+
+
+@dataclass(frozen=True, slots=True)
 class CacheConfig:
     page_tokens: int = 16
     """Positions in a page, a power of two; the same for both roles."""
     device_tokens: int = 0
     """Positions a worker's pool holds; 0: eight contexts, bounded by a quarter of free memory a worker."""
     prefix_reuse: bool = True
-    """Prefill keeps finished pages in its prefix tree."""
+    """Workers keep finished pages in their prefix trees: prefill what it computed, decode what it generated."""
     verify: bool = True
     """Content tags are checked where pages arrive."""
     move_chunk_bytes: int = 16 * 1024 * 1024
     """Moves between device and host memory go in pieces of this many bytes, or of one page where that is more."""
+    eviction: Literal["lru", "lfu", "fifo", "priority", "slru"] = "lru"
+    """What goes first from a full tier: longest unused, least used, oldest, least urgent, or seen only once."""
+    host_bytes: int = 0
+    """Host memory for pages that the device has no room for; 0: none."""
+    write_policy: Literal["through", "selective", "back"] = "through"
+    """Pages are copied to the host as soon as they are finished, once they were hit again, or when they must go."""
+    write_hits: int = 2
+    """selective: hits after which pages are copied."""
+    load_back: Literal["auto", "always", "never"] = "auto"
+    """Pages on the host are loaded where that is quicker than computing them again, by the rates measured here."""
+    load_bytes: int = 1024**3
+    """Loads under way at once; what exceeds it waits, unless nothing else is loading."""
+    strip_reasoning: bool = False
+    """Decode keeps no state of what the model thought before its answer."""
+    reasoning_tokens: str = ""
+    """strip_reasoning: ids of the tokens that open and close a reasoning span, as "151667,151668"."""
+    prefetch: PrefetchConfig = field(default_factory=PrefetchConfig)
+    storage: StorageConfig = field(default_factory=StorageConfig)
+    events: EventsConfig = field(default_factory=EventsConfig)
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,6 +121,7 @@ class CacheOverride:
     device_tokens: int | None = None
     prefix_reuse: bool | None = None
     verify: bool | None = None
+    host_bytes: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -236,7 +301,9 @@ def _coerce(kind: Any, value: Any, name: str) -> Any:
 _NAMES = {int: "a whole number", float: "a number", bool: "true or false", str: "text"}
 _MAY_BE_ZERO = {
     "engine.threads", "cache.device_tokens", "prefill.cache.device_tokens", "decode.cache.device_tokens",
-    "faults.stop_in_write", "faults.corrupt_page", "faults.step_delay_s", "router.replay_limit",
+    "cache.host_bytes", "prefill.cache.host_bytes", "decode.cache.host_bytes", "cache.prefetch.base_s",
+    "cache.prefetch.per_token_s", "cache.storage.ttl_s", "faults.stop_in_write", "faults.corrupt_page",
+    "faults.step_delay_s", "router.replay_limit",
 }  # fmt: skip
 
 

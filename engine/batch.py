@@ -1,10 +1,16 @@
-"""What goes into a step and what comes out: the engine's whole vocabulary."""
+"""What goes into a step and what comes out: the engine's whole vocabulary.
+
+The host plans one step ahead of the device: it launches a step, and plans the next while that one runs. What a row
+of the next step continues with is then still on the device, so it says where (`FromStep`) rather than what.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Protocol
 
+from cache.device import Completion
 from contracts.sampling import SamplingParams, TokenLogprob
 
 
@@ -14,8 +20,25 @@ class Draw:
 
     params: SamplingParams
     tokens: Sequence[int]
-    """All tokens of the request so far; the draw is for absolute position `len(tokens)`."""
+    """All tokens of the request so far. Only penalties look at them, so for others they may be left out."""
     prompt_len: int
+    at: int | None = None
+    """The absolute position of the drawn token; None: `len(tokens)`."""
+
+    @property
+    def position(self) -> int:
+        return len(self.tokens) if self.at is None else self.at
+
+
+@dataclass(frozen=True, slots=True)
+class FromStep:
+    """The one token that row `row` of a launched step draws: the host may not know it yet."""
+
+    step: Step
+    row: int
+
+    def __len__(self) -> int:
+        return 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,7 +49,7 @@ class Row:
     earlier positions are read from there. Decode is a row of one token.
     """
 
-    tokens: Sequence[int]
+    tokens: Sequence[int] | FromStep
     start: int
     pages: Sequence[int]
     draw: Draw | None = None
@@ -54,3 +77,17 @@ class RowOutput:
     drawn: Drawn | None = None
     scores: tuple[TokenLogprob, ...] = ()
     stale: bool = False
+
+
+class Step(Protocol):
+    """A launched step."""
+
+    @property
+    def completion(self) -> Completion:
+        """When its pages are written."""
+
+    @property
+    def done(self) -> bool: ...
+
+    def outputs(self) -> list[RowOutput]:
+        """One a row, in order; waits for the device. Raises what the step raised."""

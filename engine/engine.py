@@ -14,13 +14,13 @@ from cache.gate import Door, Gate
 from contracts.config import EngineConfig
 from contracts.errors import ConfigError
 from contracts.model import ModelSpec
-from contracts.sampling import TokenLogprob
 from engine.attention import Attention, make_plan
-from engine.batch import Drawn, Row, RowOutput
+from engine.batch import Row, RowOutput, Step
 from engine.checkpoint import Weights, dtype_for, load_weights
 from engine.model import FULL_POOL, Decoder
 from engine.numerics import FAST, Numerics, probe
-from engine.sampling import draw_tokens, token_logprobs
+from engine.sampling import Draws, Logprobs, draw_tokens, token_logprobs
+from engine.step import Computed, LaunchedStep, input_tokens
 from engine.torch_attention import BLOCK_TOKENS, TorchAttention
 
 _LOGIT_ELEMENTS = 1 << 23
@@ -40,62 +40,67 @@ class Engine:
         self._epochs = epochs
         self._device = device
 
-    def forward(self, rows: Sequence[Row]) -> list[RowOutput]:
-        """Compute one step: write the rows' state, draw where a row asks for it, score where it asks.
+    @property
+    def device(self) -> Device:
+        return self._device
 
-        Returns once the step is complete on the device, one output a row in order.
+    def launch(self, rows: Sequence[Row]) -> Step:
+        """Give the device one step: write the rows' state, draw where a row asks for it, score where it asks.
+
+        Returns as soon as the device has it, which on a CPU is when it is complete. Rows are read when it runs: they
+        must not change.
         """
         assert rows, "a step has at least one row"
         for row in rows:
-            assert row.tokens, "a row has at least one token"
+            assert len(row.tokens), "a row has at least one token"
             assert len(row.epochs) == len(row.pages), "a block table has an epoch for each page"
             assert len(row.pages) * self.page_tokens >= row.start + len(row.tokens), "the block table is too short"
-        outputs: list[RowOutput] = []
         read, written = self._spans(rows)
         op = Op("forward", Stream.COMPUTE, reads=(read,), writes=(written,))
         passage = self._gate.enter(FULL_POOL)
-        self._device.submit(op, lambda: outputs.extend(self._step(rows, passage)), gates=passage.gates).wait()
-        return outputs
+        step = LaunchedStep(rows)
+        step.completion = self._device.submit(op, lambda: step.fill(self._step(rows, passage)), gates=passage.gates)
+        return step
+
+    def forward(self, rows: Sequence[Row]) -> list[RowOutput]:
+        """Launch one step and wait for it: one output a row, in order."""
+        return self.launch(rows).outputs()
 
     @torch.inference_mode()
-    def _step(self, rows: Sequence[Row], door: Door) -> list[RowOutput]:
+    def _step(self, rows: Sequence[Row], door: Door) -> Computed:
         device = self._device.torch_device
         counts = [len(row.tokens) for row in rows]
         tables, epochs = [r.pages for r in rows], [r.epochs for r in rows]
         plan = make_plan([r.start for r in rows], counts, tables, self.page_tokens, device, epochs)
         plan, stale_b = self.model.guarded(plan, self._epochs.on(device))
         padding = self.model.numerics.padded(sum(counts)) - sum(counts)
-        tokens = [token for row in rows for token in row.tokens] + [0] * padding
         positions = [p for row in rows for p in range(row.start, row.start + len(row.tokens))] + [0] * padding
         x_mh = self.model.forward(
-            torch.tensor(tokens, device=device),
+            input_tokens(rows, padding, device),
             torch.tensor(positions, device=device),
             max(positions) + 1,
             plan,
             door,
         )
         firsts = [sum(counts[:i]) for i in range(len(counts))]
-        drawn = self._draw(rows, x_mh, firsts)
-        scores = [tuple(self._score(row, x_mh[at:])) if row.score else () for row, at in zip(rows, firsts, strict=True)]
-        return [RowOutput(drawn.get(i), scores[i], stale) for i, stale in enumerate(stale_b.tolist())]
+        drawing = [i for i, row in enumerate(rows) if row.draw is not None]
+        draws = self._draw(rows, x_mh, firsts, drawing) if drawing else None
+        scores = [tuple(self._score(row, x_mh[first:])) for row, first in zip(rows, firsts, strict=True)]
+        return Computed(drawing, draws, scores, stale_b)
 
-    def _draw(self, rows: Sequence[Row], x_mh: Tensor, firsts: Sequence[int]) -> dict[int, Drawn]:
-        drawing = [(i, row.draw) for i, row in enumerate(rows) if row.draw is not None]
-        if not drawing:
-            return {}
-        last = [firsts[i] + len(rows[i].tokens) - 1 for i, _ in drawing]
-        logits_nv = self.model.logits(x_mh[last])
-        tokens = draw_tokens(logits_nv, [draw for _, draw in drawing])
-        return {i: token for (i, _), token in zip(drawing, tokens, strict=True)}
+    def _draw(self, rows: Sequence[Row], x_mh: Tensor, firsts: Sequence[int], drawing: Sequence[int]) -> Draws:
+        last = [firsts[i] + len(rows[i].tokens) - 1 for i in drawing]
+        wanted = [draw for row in rows if (draw := row.draw) is not None]
+        return draw_tokens(self.model.logits(x_mh[last]), wanted)
 
-    def _score(self, row: Row, x_th: Tensor) -> Iterator[TokenLogprob]:
+    def _score(self, row: Row, x_th: Tensor) -> Iterator[Logprobs]:
         """Log-probabilities of the tokens that follow, some rows of logits at a time."""
-        follow = row.score or ()
+        follow = torch.tensor(row.score or (), dtype=torch.int64, device=x_th.device)
         step = max(1, _LOGIT_ELEMENTS // self.model.spec.vocab_size)
         for begin in range(0, len(follow), step):
             part = follow[begin : begin + step]
             logits_nv = self.model.logits(x_th[begin : begin + len(part)])
-            yield from token_logprobs(logits_nv, part, [row.score_top] * len(part))
+            yield token_logprobs(logits_nv, part, [row.score_top] * len(part))
 
     def _spans(self, rows: Sequence[Row]) -> tuple[Span, Span]:
         size = self.page_tokens

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -39,79 +40,103 @@ def _mix(z: int) -> int:
     return z ^ (z >> 31)
 
 
-def draw_tokens(logits_nv: Tensor, draws: Sequence[Draw]) -> list[Drawn]:
+@dataclass(frozen=True)
+class Logprobs:
+    """Log-probabilities of n rows, on the device: of a token each, and of the `tops[i]` best of row i."""
+
+    tokens_n: Tensor
+    own_n: Tensor
+    ids_nk: Tensor | None
+    """The best first, the lowest id on ties; None where nobody wants any."""
+    values_nk: Tensor | None
+    tops: Sequence[int]
+
+    def listed(self) -> list[TokenLogprob]:
+        """As the host has them; waits for the device."""
+        tokens, own = self.tokens_n.tolist(), self.own_n.tolist()
+        if self.ids_nk is None or self.values_nk is None:
+            return [TokenLogprob(token, value) for token, value in zip(tokens, own, strict=True)]
+        ids, values = self.ids_nk.tolist(), self.values_nk.tolist()
+        return [
+            TokenLogprob(token, value, tuple(zip(row_ids[:top], row_values[:top], strict=True)))
+            for token, value, top, row_values, row_ids in zip(tokens, own, self.tops, values, ids, strict=True)
+        ]
+
+
+@dataclass(frozen=True)
+class Draws:
+    """The tokens of n rows, on the device, and the log-probabilities of those rows that asked."""
+
+    tokens_n: Tensor
+    """[n] int64."""
+    scored: Sequence[int]
+    logprobs: Logprobs | None
+
+    def listed(self) -> list[Drawn]:
+        """As the host has them; waits for the device."""
+        known = dict(zip(self.scored, self.logprobs.listed(), strict=True)) if self.logprobs is not None else {}
+        return [Drawn(token, known.get(i)) for i, token in enumerate(self.tokens_n.tolist())]
+
+
+def draw_tokens(logits_nv: Tensor, draws: Sequence[Draw]) -> Draws:
     """Draw one token for each row of `logits_nv` ([n, vocab] float32, not changed)."""
-    shaped = [i for i, draw in enumerate(draws) if _shapes(draw)]
-    shaped_set = set(shaped)
-    plain_greedy = [i for i, draw in enumerate(draws) if draw.params.greedy and i not in shaped_set]
-    others = [i for i, draw in enumerate(draws) if not draw.params.greedy or i in shaped_set]
-    tokens = [0] * len(draws)
-    if plain_greedy:
-        rows = logits_nv if len(plain_greedy) == len(draws) else logits_nv[plain_greedy]
-        for i, token in zip(plain_greedy, rows.argmax(-1).tolist(), strict=True):
-            tokens[i] = token
-    if others:
-        chosen = _draw_shaped(logits_nv[others], [draws[i] for i in others])
-        for i, token in zip(others, chosen, strict=True):
-            tokens[i] = token
+    others = [i for i, draw in enumerate(draws) if not draw.params.greedy or _shapes(draw)]
+    if len(others) == len(draws):
+        tokens_n = _draw_shaped(logits_nv.clone(), draws)
+    else:
+        tokens_n = logits_nv.argmax(-1)
+        if others:
+            tokens_n[others] = _draw_shaped(logits_nv[others], [draws[i] for i in others])
     scored = [i for i, draw in enumerate(draws) if draw.params.logprobs is not None]
-    logprobs: dict[int, TokenLogprob] = {}
-    if scored:
-        tops = [draws[i].params.logprobs or 0 for i in scored]
-        values = token_logprobs(logits_nv[scored], [tokens[i] for i in scored], tops)
-        logprobs = dict(zip(scored, values, strict=True))
-    return [Drawn(token, logprobs.get(i)) for i, token in enumerate(tokens)]
+    if not scored:
+        return Draws(tokens_n, (), None)
+    tops = [draws[i].params.logprobs or 0 for i in scored]
+    return Draws(tokens_n, scored, token_logprobs(logits_nv[scored], tokens_n[scored], tops))
 
 
-def token_logprobs(logits_nv: Tensor, tokens: Sequence[int], tops: Sequence[int]) -> list[TokenLogprob]:
-    """Log-probabilities of one given token a row, and of each row's `tops` best, best first (lowest id on ties)."""
+def token_logprobs(logits_nv: Tensor, tokens_n: Tensor, tops: Sequence[int]) -> Logprobs:
+    """Log-probabilities of one given token a row ([n] int64), and of each row's `tops` best."""
     logp_nv = torch.log_softmax(logits_nv, dim=-1)
-    own = logp_nv.gather(1, torch.tensor(tokens, device=logp_nv.device).unsqueeze(1)).squeeze(1).tolist()
+    own_n = logp_nv.gather(1, tokens_n.unsqueeze(1)).squeeze(1)
     most = min(max(tops), logp_nv.shape[1])
     if not most:
-        return [TokenLogprob(token, value) for token, value in zip(tokens, own, strict=True)]
+        return Logprobs(tokens_n, own_n, None, None, tops)
     # One key of value and id, smallest for the best: log-probabilities are never positive, so the bits of their
     # magnitude order them. topk alone would choose among equal values as it likes, and as its count likes.
     magnitude_nv = logp_nv.view(torch.int32).bitwise_and(0x7FFFFFFF).long()
     keys_nv = magnitude_nv.bitwise_left_shift_(32).add_(torch.arange(logp_nv.shape[1], device=logp_nv.device))
     ids_nk = keys_nv.topk(most, dim=-1, largest=False).values.bitwise_and_(0xFFFFFFFF)
-    values, ids = logp_nv.gather(1, ids_nk).tolist(), ids_nk.tolist()
-    return [
-        TokenLogprob(token, value, tuple(zip(row_ids[:top], row_values[:top], strict=True)))
-        for token, value, top, row_values, row_ids in zip(tokens, own, tops, values, ids, strict=True)
-    ]
+    return Logprobs(tokens_n, own_n, ids_nk, logp_nv.gather(1, ids_nk), tops)
+
+
+def needs_history(params: SamplingParams) -> bool:
+    """Whether a draw looks at the tokens before it: it can't be launched before the host knows the last one."""
+    return params.repetition_penalty != 1.0 or params.presence_penalty != 0.0 or params.frequency_penalty != 0.0
 
 
 def _shapes(draw: Draw) -> bool:
     """Whether the logits of this draw are changed before temperature."""
     p = draw.params
-    return bool(
-        p.logit_bias
-        or p.repetition_penalty != 1.0
-        or p.presence_penalty != 0.0
-        or p.frequency_penalty != 0.0
-        or _too_early(draw)
-    )
+    return bool(p.logit_bias or needs_history(p) or _too_early(draw))
 
 
 def _too_early(draw: Draw) -> bool:
     """Whether stop tokens are still suppressed."""
-    return bool(draw.params.stop_token_ids) and len(draw.tokens) - draw.prompt_len < draw.params.min_tokens
+    return bool(draw.params.stop_token_ids) and draw.position - draw.prompt_len < draw.params.min_tokens
 
 
-def _draw_shaped(logits_nv: Tensor, draws: Sequence[Draw]) -> list[int]:
-    """Draw for rows that need more than an argmax; `logits_nv` is changed."""
+def _draw_shaped(logits_nv: Tensor, draws: Sequence[Draw]) -> Tensor:
+    """Draw for rows that need more than an argmax: [n] int64; `logits_nv` is changed."""
     for row, draw in zip(logits_nv, draws, strict=True):
         if _shapes(draw):
             _shape(row, draw)
-    tokens = logits_nv.argmax(-1).tolist()
+    tokens_n = logits_nv.argmax(-1)
     sampled = [i for i, draw in enumerate(draws) if not draw.params.greedy]
     if sampled:
         params = [draws[i].params for i in sampled]
-        uniforms = [uniform(p.seed, p.choice, len(draws[i].tokens)) for i, p in zip(sampled, params, strict=True)]
-        for i, token in zip(sampled, _sample(logits_nv[sampled], params, uniforms), strict=True):
-            tokens[i] = token
-    return tokens
+        uniforms = [uniform(p.seed, p.choice, draws[i].position) for i, p in zip(sampled, params, strict=True)]
+        tokens_n[sampled] = _sample(logits_nv[sampled], params, uniforms)
+    return tokens_n
 
 
 def _shape(row_v: Tensor, draw: Draw) -> None:
@@ -134,7 +159,7 @@ def _shape(row_v: Tensor, draw: Draw) -> None:
         row_v[ids_k] -= p.presence_penalty + p.frequency_penalty * count_k
 
 
-def _sample(logits_nv: Tensor, params: Sequence[SamplingParams], uniforms: Sequence[float]) -> list[int]:
+def _sample(logits_nv: Tensor, params: Sequence[SamplingParams], uniforms: Sequence[float]) -> Tensor:
     """Temperature, the cuts, and the inverse of the cumulative distribution, row by row the same."""
     device, vocab = logits_nv.device, logits_nv.shape[1]
     temperature_n = torch.tensor([p.temperature for p in params], dtype=torch.float64, device=device)
@@ -160,7 +185,7 @@ def _sample(logits_nv: Tensor, params: Sequence[SamplingParams], uniforms: Seque
     # The first id whose cumulative sum exceeds the target; such an id has a share of its own, so it was kept.
     drawn = torch.searchsorted(cdf_nv, targets, right=True).squeeze(1)
     last = (vocab - 1) - (p_nv > 0).flip(-1).to(torch.uint8).argmax(-1)
-    return torch.minimum(drawn, last).tolist()
+    return torch.minimum(drawn, last)
 
 
 def _nucleus_floors(p_nv: Tensor, limits_n: Tensor) -> Tensor:

@@ -5,8 +5,8 @@
        +------- park -----+------------------------+
 
 A request is parked when one whose pages decode has already granted needs the room: its finished pages go to the
-tree, and it starts over from what is still there. It also starts over, from nothing, when a step finds that a page of
-it was given away. Its first token, once drawn, stays drawn.
+tree, and it starts over from what is still there. It also starts over when a step finds that a page of it was given
+away, or when what was loaded for it turns out damaged. Its first token, once drawn, stays drawn.
 """
 
 from __future__ import annotations
@@ -14,15 +14,16 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from enum import StrEnum
 
-from cache.leases import Lease
+from cache.claim import Cached, Claim
+from cache.prefetch import Prefetch
+from cache.prefix import Prefix
 from cache.tags import ContentTag
-from cache.tree import Match, PageKey
-from contracts.ids import Epoch, WorkerName
+from contracts.ids import WorkerName
 from contracts.messages import Submit
 from contracts.ports import SessionId
 from contracts.sampling import TokenLogprob
 from contracts.table import StateTable
-from engine.batch import Drawn
+from engine.batch import Drawn, Step
 
 
 class Phase(StrEnum):
@@ -55,29 +56,36 @@ PHASES = StateTable[Phase, PhaseEvent](
 
 @dataclass(eq=False)
 class Request:
-    """One attempt at one request. `length` is the committed length: positions whose state is known to be there."""
+    """One attempt at one request."""
 
     session: SessionId
     submit: Submit
     arrived: float
     deadline: float
-    keys: list[PageKey]
-    """Of the prompt's whole pages."""
+    prefix: Prefix
+    """The prompt's whole pages."""
     chain: list[bytes]
     """Chain keys of all its pages, the last partly filled one included."""
+    prefetch: Prefetch | None = None
+    """What storage has of it, on its way to the host."""
     phase: Phase = Phase.WAITING
-    match: Match | None = None
-    lease: Lease | None = None
-    pages: tuple[int, ...] = ()
-    """The block table: matched pages, then leased ones,"""
-    epochs: tuple[Epoch, ...] = ()
-    """and the epochs at which the tree and this request leased them."""
-    length: int = 0
+    claim: Claim | None = None
+    """Its pages, while it is running or computed."""
+    committed: int = 0
+    """Positions whose state is known to be there: what may be sealed, shared and sent."""
+    launched: int = 0
+    """Positions whose state was given to the device to compute."""
+    planned: int = 0
+    """Positions that are decided on."""
+    latest: Step | None = None
+    """The last launched step that it was part of."""
+    starts: int = 0
+    """How often it started over: what earlier starts launched is not for it any more."""
     tags: list[ContentTag] = field(default_factory=list)
     """Of the sealed pages, from the first on."""
     sent: int = 0
     """Pages handed over."""
-    cached: int = 0
+    cached: Cached = field(default_factory=Cached)
     computed: int = 0
     stale: int = 0
     """Steps that found one of its pages given away."""
@@ -109,7 +117,13 @@ class Request:
 
     def start_over(self) -> None:
         """Nothing of it is computed; what was handed over and published stays so, as it comes out the same again."""
-        self.tags, self.length, self.scores = [], 0, []
+        self.tags, self.scores = [], []
+        self.begin(0)
+        self.starts += 1
+
+    def begin(self, positions: int) -> None:
+        """The state of so many positions is there to start with."""
+        self.committed = self.launched = self.planned = positions
 
     def step(self, event: PhaseEvent) -> None:
         self.phase = PHASES.next(self.phase, event)

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from cache.device import Device
 from cluster.build import build_worker
 from contracts.clock import Clock, SystemClock
 from contracts.config import Config, config_from_dict
@@ -42,12 +43,19 @@ class Answer:
 class Pair:
     """Steps both workers in turn until asked-for requests are done; what fails on one is cancelled on both."""
 
-    def __init__(self, folder: Path, config: Config, tokens: int, clock: Clock) -> None:
+    def __init__(
+        self, folder: Path, config: Config, tokens: int, clock: Clock, devices: Mapping[Role, Device] | None = None
+    ) -> None:
+        devices = devices or {}
         spec = read_model_spec(folder)
         self.clock = clock
         options: dict[str, Any] = {"host": "127.0.0.1", "device_tokens": tokens, "clock": clock}
-        self.prefill = build_worker(Role.PREFILL, WorkerName("prefill-0"), Incarnation(1), spec, config, **options)
-        self.decode = build_worker(Role.DECODE, WorkerName("decode-0"), Incarnation(1), spec, config, **options)
+        self.prefill, self.decode = (
+            build_worker(
+                role, WorkerName(f"{role}-0"), Incarnation(1), spec, config, device=devices.get(role), **options
+            )
+            for role in (Role.PREFILL, Role.DECODE)
+        )
         self.answers: dict[RequestId, Answer] = {}
         self._numbers = itertools.count(1)
 
@@ -130,12 +138,18 @@ class Pair:
 
 @contextmanager
 def pair(
-    folder: Path, *, tokens: int = 8192, clock: Clock | None = None, settle: bool = True, **sections: dict[str, Any]
+    folder: Path,
+    *,
+    tokens: int = 8192,
+    clock: Clock | None = None,
+    settle: bool = True,
+    devices: Mapping[Role, Device] | None = None,
+    **sections: dict[str, Any],
 ) -> Iterator[Pair]:
     """A pair that is checked for leaks at the end."""
     sections.setdefault("transfer", {}).setdefault("plane", "local")
     sections.setdefault("engine", {}).setdefault("threads", 1)
-    both = Pair(folder, config_from_dict(sections), tokens, clock or SystemClock())
+    both = Pair(folder, config_from_dict(sections), tokens, clock or SystemClock(), devices)
     try:
         yield both
         if settle:

@@ -18,7 +18,7 @@ import torch
 import zmq
 
 from cache.device import DONE, Completion
-from cache.moves import Move, copy_state
+from cache.moves import Move, Part, copy_state
 from cache.pools import PoolSet
 from cache.registry import PoolSetLayout
 from contracts.config import FaultsConfig
@@ -60,16 +60,14 @@ class DirectLink:
             data = torch.frombuffer(bytearray(write.data), dtype=torch.uint8)
             self._slots[write.target.slot, : len(write.data)] = data
             return DONE
-        targets = write.target.pages[write.first : write.first + len(write.pages)]
-        half = (len(targets) + 1) // 2
-        for at, part in ((0, slice(0, half)), (half, slice(half, None))):
-            if at < len(targets):
-                move = Move.of({"full": write.pages[part]}, {"full": targets[part]})
-                copy_state(move, self._source.region, self._source.layout, self._region, self._layout)
-            if at == 0:
-                self._faults.in_write()
-        buffer = next(iter(self._layout.buffers.values()))[0]
-        self._faults.after_seal(self._region, buffer.offset(0, targets[0]))
+        move = write.move
+        first, rest = _halves(move)
+        copy_state(first, self._source.region, self._source.layout, self._region, self._layout)
+        self._faults.in_write()
+        copy_state(rest, self._source.region, self._source.layout, self._region, self._layout)
+        for part in move.parts:
+            buffer = self._layout.buffers[part.pool][0]
+            self._faults.after_seal(self._region, buffer.offset(0, part.targets[0]))
         return DONE
 
     def notify(self, data: bytes) -> None:
@@ -77,6 +75,14 @@ class DirectLink:
 
     def close(self) -> None:
         self._close()
+
+
+def _halves(move: Move) -> tuple[Move, Move]:
+    """The first half of what it moves of each pool, and the rest."""
+    cuts = [(part, (len(part.sources) + 1) // 2) for part in move.parts]
+    first = tuple(Part(p.pool, p.sources[:cut], p.targets[:cut]) for p, cut in cuts)
+    rest = tuple(Part(p.pool, p.sources[cut:], p.targets[cut:]) for p, cut in cuts if len(p.sources) > cut)
+    return Move(first), Move(rest)
 
 
 class LocalPlane:

@@ -6,7 +6,6 @@ of. Nothing but the types in `TAGS` can come out of bytes; anything else raises 
 
 from __future__ import annotations
 
-import dataclasses
 import typing
 from dataclasses import dataclass
 from typing import Any
@@ -38,12 +37,21 @@ class Hello:
 
 
 @dataclass(frozen=True, slots=True)
+class Place:
+    """Where pages `first ..` of a sequence go in one pool: its pages or slots, with their epochs."""
+
+    pool: str
+    first: int
+    indices: tuple[int, ...]
+    epochs: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
 class Grant:
-    """These pages (of the full pool) and this metadata slot are yours to write, in this order."""
+    """These places and this metadata slot are yours to write. Of a pool that isn't named nothing is wanted."""
 
     room: RoomId
-    pages: tuple[int, ...]
-    epochs: tuple[int, ...]
+    places: tuple[Place, ...]
     slot: int
     slot_epoch: int
 
@@ -92,13 +100,21 @@ class Refused:
 
 
 @dataclass(frozen=True, slots=True)
-class Wrote:
-    """The granted pages `first ..` hold finished state; one (chain key, digest) a page."""
+class Sealed:
+    """Pages `first ..` of one pool are in their places, finished; one (chain key, digest) each."""
 
-    room: RoomId
+    pool: str
     first: int
     keys: tuple[bytes, ...]
     digests: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Wrote:
+    """One write is in place, in every pool that it names."""
+
+    room: RoomId
+    parts: tuple[Sealed, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,13 +165,16 @@ TAGS: dict[int, type[Any]] = {
     20: Finished,
 }
 _TAG_OF = {cls: tag for tag, cls in TAGS.items()}
-_HINTS = {cls: typing.get_type_hints(cls) for cls in TAGS.values()}
+_HINTS = {cls: typing.get_type_hints(cls) for cls in (*TAGS.values(), Place, Sealed)}
 
 
 def encode(message: Message) -> bytes:
-    fields = [getattr(message, f.name) for f in dataclasses.fields(message)]
-    packed: bytes = msgpack.packb([_TAG_OF[type(message)], *fields])
+    packed: bytes = msgpack.packb([_TAG_OF[type(message)], *_values(message)], default=_values)
     return packed
+
+
+def _values(value: Any) -> list[Any]:
+    return [getattr(value, name) for name in _HINTS[type(value)]]
 
 
 def decode(data: bytes | memoryview) -> Message:
@@ -166,12 +185,15 @@ def decode(data: bytes | memoryview) -> Message:
         raise WireError(f"not msgpack: {error}") from None
     if not isinstance(parts, tuple) or not parts or not isinstance(parts[0], int) or parts[0] not in TAGS:
         raise WireError(f"no message has the tag {parts[0] if isinstance(parts, tuple) and parts else parts!r}")
-    cls, values = TAGS[parts[0]], parts[1:]
+    message: Message = _build(TAGS[parts[0]], parts[1:])
+    return message
+
+
+def _build(cls: type[Any], values: tuple[Any, ...]) -> Any:
     hints = _HINTS[cls]
     if len(values) != len(hints):
         raise WireError(f"{cls.__name__} has {len(hints)} fields, got {len(values)}")
-    message: Message = cls(*(_field(cls, name, kind, v) for (name, kind), v in zip(hints.items(), values, strict=True)))
-    return message
+    return cls(*(_field(cls, name, kind, v) for (name, kind), v in zip(hints.items(), values, strict=True)))
 
 
 def _field(cls: type, name: str, kind: Any, value: Any) -> Any:
@@ -183,6 +205,8 @@ def _field(cls: type, name: str, kind: Any, value: Any) -> Any:
             raise WireError(f"{cls.__name__}.{name} is no error kind: {value!r}") from None
     if origin is tuple:
         inner = typing.get_args(kind)[0]
+        if inner in _HINTS and isinstance(value, tuple) and all(isinstance(v, tuple) for v in value):
+            return tuple(_build(inner, v) for v in value)
         good = isinstance(value, tuple) and all(type(v) is inner for v in value)
     else:
         plain = origin or getattr(kind, "__supertype__", kind)

@@ -12,7 +12,7 @@ were granted to a writer stay out of use until the writer has said it is done, o
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -20,26 +20,63 @@ import torch
 import zmq
 
 from cache.device import Completion
+from cache.moves import Move
 from cache.pools import PoolSet
 from contracts.ids import RoomId
 
 
 @dataclass(frozen=True, slots=True)
+class Run:
+    """Pages `first ..` of a sequence in one pool, and the pages or slots that hold them."""
+
+    first: int
+    indices: tuple[int, ...]
+
+    def __len__(self) -> int:
+        return len(self.indices)
+
+    @property
+    def numbers(self) -> range:
+        return range(self.first, self.first + len(self.indices))
+
+    def at(self, numbers: range) -> tuple[int, ...]:
+        """The indices of these numbers. Raises `IndexError` where it has some of them not."""
+        if numbers.start < self.first or numbers.stop > self.first + len(self.indices):
+            raise IndexError(f"pages {numbers.start}..{numbers.stop - 1} aren't among {self.numbers}")
+        return self.indices[numbers.start - self.first : numbers.stop - self.first]
+
+
+@dataclass(frozen=True, slots=True)
 class Target:
-    """What a room may write at the reader: pages in order, and a slot."""
+    """What a room may write at the reader: places by pool, and a slot."""
 
     room: RoomId
-    pages: tuple[int, ...]
+    runs: Mapping[str, Run]
     slot: int
+
+    def at(self, pool: str, numbers: range) -> tuple[int, ...]:
+        """The reader's pages for these numbers. Raises `IndexError` for what was not granted."""
+        return self.runs.get(pool, _NO_RUN).at(numbers)
+
+
+_NO_RUN = Run(0, ())
 
 
 @dataclass(frozen=True, slots=True)
 class PageWrite:
-    """Write `pages` of mine, all buffers, to the target's pages `first ..`."""
+    """Write these pages and slots of mine, all buffers, to the target's of the same numbers: one write, all pools."""
 
     target: Target
-    first: int
-    pages: Sequence[int]
+    runs: Mapping[str, Run]
+
+    @property
+    def sources(self) -> dict[str, tuple[int, ...]]:
+        return {pool: run.indices for pool, run in self.runs.items()}
+
+    @property
+    def move(self) -> Move:
+        """From mine to the reader's. Raises `IndexError` for what was not granted."""
+        return Move.of(self.sources, {pool: self.target.at(pool, run.numbers) for pool, run in self.runs.items()})
 
 
 @dataclass(frozen=True, slots=True)

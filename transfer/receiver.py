@@ -1,19 +1,21 @@
 """Decode's end of the rooms: grants pages, checks what arrives, gives complete requests to the scheduler.
 
-While a room lasts, this end owns its pages and slot; it hands the pages over when everything has arrived and is
-verified, and releases them on every other way out: at once where the plane lets it revoke the writer's access, after
-the writer's word or proven death where it doesn't (hazard A5).
+A room is granted what decode lacks of each pool, and is complete when all of that has arrived. While it lasts, this
+end owns its pages and slots; it hands them over when everything is here and verified, and releases them on every
+other way out: at once where the plane lets it revoke the writer's access, after the writer's word or proven death
+where it doesn't (hazard A5).
 """
 
 from __future__ import annotations
 
 import logging
-from collections import OrderedDict
-from collections.abc import Iterable, Sequence
+from collections import Counter, OrderedDict
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
 import zmq
 
+from cache.due import NOTHING, Held, due, extents, missing
 from cache.leases import Allocator, Lease
 from cache.moves import describe_spec
 from cache.pools import PoolSet
@@ -26,9 +28,10 @@ from contracts.messages import PeerRef
 from transfer import messages as m
 from transfer import process
 from transfer.metadata import SLOT_BYTES, Metadata, copy_out
-from transfer.plane import Plane, Target
+from transfer.plane import Plane, Run, Target
 from transfer.rooms import RECEIVER, Receiver, ReceiverEvent
 from transfer.security import Curve
+from transfer.shares import Shares
 from transfer.waiting import Waiter
 
 log = logging.getLogger("twinpool.transfer")
@@ -44,12 +47,24 @@ class Expected:
 
 @dataclass(frozen=True, slots=True)
 class Arrived:
-    """Everything is here and verified; the lease is the caller's now."""
+    """Everything is here and verified; the leases, by pool, are the caller's now."""
 
     room: RoomId
-    lease: Lease
+    leases: Mapping[str, Lease]
     metadata: Metadata
-    bytes: int
+    received: Mapping[str, int]
+    """Bytes by pool."""
+    digests: Mapping[str, Mapping[int, int]]
+    """Of what was handed over, by pool and number."""
+
+    @property
+    def bytes(self) -> int:
+        return sum(self.received.values())
+
+    def release(self) -> None:
+        """Nobody wants it any more."""
+        for lease in self.leases.values():
+            lease.release()
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,9 +104,13 @@ class _Room:
     expected: Expected
     heard: float
     state: Receiver = Receiver.OPEN
-    lease: Lease | None = None
+    leases: Mapping[str, Lease] = field(default_factory=dict)
     slot: Lease | None = None
-    arrived: int = 0
+    runs: Mapping[str, Run] = field(default_factory=dict)
+    """What was granted, by pool: those of which something is missing."""
+    shares: Shares = field(default_factory=lambda: Shares({}))
+    """What has still to come."""
+    digests: dict[str, dict[int, int]] = field(default_factory=dict)
 
 
 class ReceiverEnd:
@@ -125,7 +144,8 @@ class ReceiverEnd:
         self._outcomes: list[Outcome] = []
         self.late = 0
         """Messages that came for a room that had ended."""
-        self.damaged = 0
+        self.damage: Counter[str] = Counter()
+        """Rooms in which something arrived that isn't what was promised, by pool, or by "metadata"."""
         plane.register(pools, self._slots)
         for socket in plane.waitable:
             waiter.add(socket)
@@ -136,20 +156,37 @@ class ReceiverEnd:
         """Raises `WireError` for a room that exists or has existed: rooms are used once."""
         if room in self._rooms or room in self._ended:
             raise WireError(f"room {room} exists already")
+        pages = self._pools.pages_for(expected.positions)
+        if len(expected.keys) != pages:
+            raise ValueError(f"{expected.positions} positions have {pages} pages, not {len(expected.keys)} keys")
         self._rooms[room] = _Room(room, self._connect(peer), expected, self._clock.now())
 
-    def grant(self, room: RoomId, lease: Lease) -> bool:
-        """Give `lease` (pages for prompt and answer) to the room; False, with nothing taken, without a free slot."""
+    def missing(self, expected: Expected, held: Held = NOTHING) -> dict[str, range]:
+        """What a room would have to receive of each pool: what is due after the prompt and not in `held`."""
+        return missing(due(self._pools.spec, expected.positions), held)
+
+    def grant(self, room: RoomId, leases: Mapping[str, Lease], held: Held = NOTHING) -> bool:
+        """Give `leases` by pool to the room; False, with nothing taken, without a free slot.
+
+        The first indices of each are for what is `missing`, in order; those after them are the answer's. What is in
+        `held` stays in its place, and the caller keeps it there (a tree's lock does) for as long as it needs it.
+        Raises `ValueError` where a lease is too short.
+        """
         entry = self._rooms[room]
+        wanted = self.missing(entry.expected, held)
+        for pool, numbers in wanted.items():
+            if numbers and (pool not in leases or len(leases[pool]) < len(numbers)):
+                raise ValueError(f"room {room} needs a lease of {len(numbers)} in pool {pool}")
         if not self.slots.free:
             return False
         slot = self.slots.lease(1, f"room {room}")
         self._step(entry, ReceiverEvent.GRANT)
-        entry.lease, entry.slot, entry.heard = lease, slot, self._clock.now()
-        pages = len(entry.expected.keys)
-        target = Target(room, lease.indices[:pages], slot.indices[0])
-        self._plane.permit(target)
-        self._send(entry.peer, m.Grant(room, target.pages, lease.epochs[:pages], target.slot, slot.epochs[0]))
+        runs = {p: Run(n.start, leases[p].indices[: len(n)]) for p, n in wanted.items() if n}
+        entry.leases, entry.slot, entry.heard = dict(leases), slot, self._clock.now()
+        entry.runs, entry.shares = runs, Shares(wanted)
+        self._plane.permit(Target(room, runs, slot.indices[0]))
+        places = [m.Place(p, run.first, run.indices, leases[p].epochs[: len(run)]) for p, run in runs.items()]
+        self._send(entry.peer, m.Grant(room, tuple(places), slot.indices[0], slot.epochs[0]))
         return True
 
     def abort(self, room: RoomId, reason: str) -> None:
@@ -179,9 +216,12 @@ class ReceiverEnd:
         return len(self._rooms)
 
     @property
-    def granted(self) -> int:
-        """Rooms that hold pages and a slot, those in quarantine included."""
-        return sum(r.lease is not None for r in self._rooms.values())
+    def damaged(self) -> int:
+        return self.damage.total()
+
+    def holds(self, pool: str) -> int:
+        """Pages or slots of `pool` that rooms hold, those in quarantine included."""
+        return sum(len(r.leases[pool]) for r in self._rooms.values() if pool in r.leases)
 
     @property
     def next_deadline(self) -> float | None:
@@ -194,8 +234,9 @@ class ReceiverEnd:
         found = self.slots.check()
         for room in self._rooms.values():
             granted = room.state in (Receiver.GRANTED, Receiver.ABORTING)
-            if granted != (room.lease is not None and room.lease.live):
-                found.append(f"room {room.id} is {room.state} and its lease says otherwise")
+            ended = [pool for pool, lease in room.leases.items() if not lease.live]
+            if ended or (room.leases and not granted) or (granted and not room.runs.keys() <= room.leases.keys()):
+                found.append(f"room {room.id} is {room.state} and its leases say otherwise: {ended or [*room.leases]}")
             if granted != (room.slot is not None and room.slot.live):
                 found.append(f"room {room.id} is {room.state} and its slot says otherwise")
         held = sum(r.slot is not None for r in self._rooms.values())
@@ -321,49 +362,50 @@ class ReceiverEnd:
             self._complete(room)
 
     def _wrote(self, room: _Room, wrote: m.Wrote) -> None:
-        if wrote.first != room.arrived or len(wrote.keys) != len(wrote.digests):
-            self._damage(room, f"pages {wrote.first}.. came when {room.arrived} were here")
-            return
-        end = wrote.first + len(wrote.keys)
-        if wrote.keys != room.expected.keys[wrote.first : end]:
-            self._damage(room, f"pages {wrote.first}..{end - 1} are of another prompt")
-            return
-        if self._verify and not self._verified(room, wrote.first, wrote.digests):
-            return
-        room.arrived = end
+        """One write of several pools: all of it is right, or the room is broken."""
+        for part in wrote.parts:
+            numbers = range(part.first, part.first + len(part.keys))
+            if not room.shares.takes(part.pool, numbers) or len(part.keys) != len(part.digests):
+                self._damage(room, part.pool, f"pages {part.first}.. came when these were due: {room.shares}")
+                return
+            if part.keys != room.expected.keys[numbers.start : numbers.stop]:
+                self._damage(room, part.pool, f"pages {numbers.start}..{numbers.stop - 1} are of another prompt")
+                return
+            bad = self._mismatches(room, part) if self._verify else []
+            if bad:
+                self._damage(room, part.pool, f"pages {bad} don't match their tags")
+                return
+            room.shares.advance(part.pool, numbers)
+            room.digests.setdefault(part.pool, {}).update(zip(numbers, part.digests, strict=True))
         self._step(room, ReceiverEvent.WROTE)
 
-    def _verified(self, room: _Room, first: int, digests: Sequence[int]) -> bool:
-        assert room.lease is not None
-        size = self._pools.layout.spec.page_tokens
-        pages = room.lease.indices[first : first + len(digests)]
-        firsts = [(first + i) * size for i in range(len(digests))]
-        ends = [min(at + size, room.expected.positions) for at in firsts]
-        found = self._digester.digest(self._pools.region, "full", pages, firsts, ends)
-        bad = [first + i for i, (a, b) in enumerate(zip(found, digests, strict=True)) if a != b]
-        if bad:
-            self._damage(room, f"pages {bad} don't match their tags")
-        return not bad
+    def _mismatches(self, room: _Room, part: m.Sealed) -> list[int]:
+        """Numbers of what arrived and isn't what was sealed."""
+        numbers = range(part.first, part.first + len(part.digests))
+        firsts, ends = extents(self._pools.spec, part.pool, numbers, room.expected.positions)
+        found = self._digester.digest(self._pools.region, part.pool, room.runs[part.pool].at(numbers), firsts, ends)
+        return [n for n, a, b in zip(numbers, found, part.digests, strict=True) if a != b]
 
     def _complete(self, room: _Room) -> None:
-        assert room.lease is not None
+        """The metadata is here. With it the room is done, if every pool is."""
         assert room.slot is not None
-        if room.arrived != len(room.expected.keys):
-            self._damage(room, f"{room.arrived} of {len(room.expected.keys)} pages arrived before the slot")
+        if not room.shares.done:
+            self._damage(room, "metadata", f"it came before this had arrived: {room.shares}")
             return
         try:
             metadata = copy_out(self._slots, room.slot.indices[0], room.id, room.slot.epochs[0])
         except WireError as error:
-            self._damage(room, str(error))
+            self._damage(room, "metadata", str(error))
             return
         self._send(room.peer, m.Received(room.id))
-        lease, room.lease = room.lease, None
-        size = room.arrived * self._pools.layout.spec.page_bytes
+        leases, room.leases = room.leases, {}
+        received = {pool: len(run) * self._pools.spec.unit_bytes(pool) for pool, run in room.runs.items()}
         self._step(room, ReceiverEvent.COMPLETE)
-        self._outcomes.append(Arrived(room.id, lease, metadata, size))
+        self._outcomes.append(Arrived(room.id, leases, metadata, received, room.digests))
 
-    def _damage(self, room: _Room, message: str) -> None:
-        self.damaged += 1
+    def _damage(self, room: _Room, pool: str, what: str) -> None:
+        self.damage[pool if pool in self._pools.spec.by_name else "metadata"] += 1
+        message = f"{pool}: {what}"
         log.error("room %s from %s: %s", room.id, room.peer.ref.name, message)
         self._send(room.peer, m.Abort(room.id, message, damaged=True))
         event = ReceiverEvent.REVOKED if self._plane.revocable else ReceiverEvent.DAMAGED
@@ -397,10 +439,11 @@ class ReceiverEnd:
         if not RECEIVER.terminal(room.state):
             return
         self._plane.revoke(room.id)
-        for lease in (room.lease, room.slot):
-            if lease is not None:
-                lease.release()
-        room.lease = room.slot = None
+        for lease in room.leases.values():
+            lease.release()
+        if room.slot is not None:
+            room.slot.release()
+        room.leases, room.slot = {}, None
         del self._rooms[room.id]
         self._ended[room.id] = None
         while len(self._ended) > 65536:

@@ -8,13 +8,13 @@ about them, which is repeated to whoever asks again.
 from __future__ import annotations
 
 import logging
-from collections import OrderedDict
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections import Counter, OrderedDict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 
 import zmq
 
-from cache.device import DEVICE, Completion, Device, Op, Span, Stream
+from cache.device import DEVICE, Completion, Device, Op, Stream, spans
 from cache.leases import Pin
 from cache.moves import describe_spec
 from cache.pools import PoolSet
@@ -27,9 +27,10 @@ from contracts.messages import PeerRef
 from transfer import messages as m
 from transfer import process
 from transfer.metadata import Metadata, pack
-from transfer.plane import Link, PageWrite, Plane, SlotWrite, Target
+from transfer.plane import Link, PageWrite, Plane, Run, SlotWrite, Target
 from transfer.rooms import SENDER, Sender, SenderEvent
 from transfer.security import Curve, bind
+from transfer.shares import Shares
 from transfer.waiting import Waiter
 
 log = logging.getLogger("twinpool.transfer")
@@ -58,6 +59,15 @@ class Released:
 Outcome = Granted | Released
 
 
+@dataclass(frozen=True, slots=True)
+class Finished:
+    """Pages `first ..` of a sequence in one pool, finished: where they are, and their tags."""
+
+    first: int
+    indices: tuple[int, ...]
+    tags: tuple[ContentTag, ...]
+
+
 @dataclass(eq=False)
 class _Peer:
     identity: bytes
@@ -74,12 +84,10 @@ class _Room:
     state: Sender = Sender.OPEN
     peer: _Peer | None = None
     grant: m.Grant | None = None
+    target: Target | None = None
+    shares: Shares = field(default_factory=lambda: Shares({}))
+    """What is still to be written."""
     sent_at: float = 0.0
-
-    @property
-    def target(self) -> Target:
-        assert self.grant is not None
-        return Target(self.id, self.grant.pages, self.grant.slot)
 
 
 @dataclass(eq=False)
@@ -89,7 +97,7 @@ class _Pending:
     completion: Completion
     link: Link
     notice: m.Notice
-    pin: Pin | None
+    pins: tuple[Pin, ...]
 
 
 class SenderEnd:
@@ -127,7 +135,8 @@ class SenderEnd:
         self._pending: list[_Pending] = []
         self._outcomes: list[Outcome] = []
         self.late = 0
-        self.sent_bytes = 0
+        self.sent: Counter[str] = Counter()
+        """Bytes posted, by pool."""
 
     # ------------------------------------------------------------ what prefill asks
 
@@ -144,24 +153,46 @@ class SenderEnd:
         entry = self._rooms.get(room)
         return entry is not None and entry.state is Sender.GRANTED
 
-    def write(
-        self, room: RoomId, first: int, pages: Sequence[int], tags: Sequence[ContentTag], after: Sequence[Completion]
-    ) -> None:
-        """Write finished `pages` of mine to the granted pages `first ..`, after the operations that made them."""
-        if not pages:
-            return
+    def wanted(self, room: RoomId) -> dict[str, range]:
+        """What decode has granted and nobody has written yet, every pool by name; all empty before the grant."""
+        entry = self._rooms[room]
+        return {pool.name: entry.shares.left(pool.name) for pool in self._pools.spec.pools}
+
+    def write(self, room: RoomId, finished: Mapping[str, Finished], after: Sequence[Completion]) -> None:
+        """Write finished state of mine, all pools in one write, after the operations that made it.
+
+        Skipped is what decode didn't ask for and what was written before; the rest of each pool comes in order.
+        """
         entry = self._rooms[room]
         assert entry.peer is not None
+        assert entry.target is not None
+        chosen = {}
+        for pool, pages in finished.items():
+            left = entry.shares.left(pool)
+            start, stop = max(pages.first, left.start), min(pages.first + len(pages.indices), left.stop)
+            if start < stop:
+                chosen[pool] = slice(start - pages.first, stop - pages.first)
+                entry.shares.advance(pool, range(start, stop))
+        if not chosen:
+            return
+        runs = {p: Run(finished[p].first + run.start, tuple(finished[p].indices[run])) for p, run in chosen.items()}
         self._step(entry, SenderEvent.WROTE)
-        notice = m.Wrote(room, first, tuple(t.key for t in tags), tuple(t.digest for t in tags))
-        self._post(entry.peer.link, PageWrite(entry.target, first, pages), notice, after)
-        self.sent_bytes += len(pages) * self._pools.layout.spec.page_bytes
+        parts = [_sealed(pool, runs[pool].first, finished[pool].tags[run]) for pool, run in chosen.items()]
+        self._post(entry.peer.link, PageWrite(entry.target, runs), m.Wrote(room, tuple(parts)), after)
+        for pool, indices in runs.items():
+            self.sent[pool] += len(indices) * self._pools.spec.unit_bytes(pool)
 
     def seal(self, room: RoomId, metadata: Metadata) -> None:
-        """Everything is written but the metadata: write it, and end the writing."""
+        """Everything is written but the metadata: write it, and end the writing.
+
+        Raises `WireError` while something that decode wants is not written.
+        """
         entry = self._rooms[room]
         assert entry.peer is not None
         assert entry.grant is not None
+        assert entry.target is not None
+        if not entry.shares.done:
+            raise WireError(f"room {room} can't be sealed: {entry.shares} not written")
         data = pack(replace(metadata, slot_epoch=entry.grant.slot_epoch))
         self._post(entry.peer.link, SlotWrite(entry.target, data), m.WroteSlot(room), ())
         entry.sent_at = self._clock.now()
@@ -195,6 +226,10 @@ class SenderEnd:
         self._expire()
         outcomes, self._outcomes = self._outcomes, []
         return outcomes
+
+    @property
+    def sent_bytes(self) -> int:
+        return self.sent.total()
 
     @property
     def rooms(self) -> int:
@@ -297,6 +332,7 @@ class SenderEnd:
     # ------------------------------------------------------------ rooms
 
     def _granted(self, peer: _Peer, grant: m.Grant) -> None:
+        self._runs(grant)
         last_word = self._ended.get(grant.room)
         room = self._rooms.get(grant.room)
         if last_word is not None:
@@ -321,9 +357,24 @@ class SenderEnd:
             peer.link.notify(m.encode(self._ended[room.id]))
             self._outcomes.append(Released(room.id, False, reason))
             return
-        room.peer, room.grant = peer, grant
+        runs = self._runs(grant)
+        room.peer, room.grant, room.target = peer, grant, Target(room.id, runs, grant.slot)
+        room.shares = Shares({pool: run.numbers for pool, run in runs.items()})
         self._step(room, SenderEvent.GRANT)
         self._outcomes.append(Granted(room.id))
+
+    def _runs(self, grant: m.Grant) -> dict[str, Run]:
+        """Raises `WireError` for places that no pool here has."""
+        pools = self._pools.spec.by_name
+        if len({place.pool for place in grant.places}) != len(grant.places):
+            raise WireError(f"room {grant.room} was granted places of one pool twice")
+        for place in grant.places:
+            if place.pool not in pools:
+                raise WireError(f"room {grant.room} was granted places of {place.pool!r}, pools are {sorted(pools)}")
+            fit = 0 < len(place.indices) == len(place.epochs) and min(place.indices) > 0 and place.first >= 0
+            if not fit:
+                raise WireError(f"room {grant.room} was granted places of {place.pool} that can't be: {place}")
+        return {place.pool: Run(place.first, place.indices) for place in grant.places}
 
     def _aborted(self, peer: _Peer, abort: m.Abort) -> None:
         """Writes are complete when they return here, or are waited for; so the answer can follow at once."""
@@ -370,20 +421,21 @@ class SenderEnd:
     # ------------------------------------------------------------ writes and time
 
     def _post(self, link: Link, write: PageWrite | SlotWrite, notice: m.Notice, after: Sequence[Completion]) -> None:
-        pages = tuple(write.pages) if isinstance(write, PageWrite) else ()
-        op = Op("send", Stream.SEND, reads=(Span(DEVICE, "full", pages),))
+        sources = write.sources if isinstance(write, PageWrite) else {}
+        op = Op("send", Stream.SEND, reads=spans(DEVICE, sources))
         posted: list[Completion] = []
         launched = self._device.submit(op, lambda: posted.append(link.post(write)), after)
-        pin = self._pools.allocators["full"].pin(pages, f"send of {write.target.room}") if pages else None
-        self._pending.append(_Pending(_Both(launched, posted), link, notice, pin))
+        reason = f"send of {write.target.room}"
+        pins = tuple(self._pools.allocators[pool].pin(indices, reason) for pool, indices in sources.items())
+        self._pending.append(_Pending(_Both(launched, posted), link, notice, pins))
         self._flush()
 
     def _flush(self) -> None:
         """Send the notices whose writes are complete, in order."""
         while self._pending and self._pending[0].completion.done:
             pending = self._pending.pop(0)
-            if pending.pin is not None:
-                pending.pin.release()
+            for pin in pending.pins:
+                pin.release()
             pending.link.notify(m.encode(pending.notice))
 
     def _settle(self, link: Link) -> None:
@@ -399,6 +451,10 @@ class SenderEnd:
             reason = f"decode did not confirm for {self._config.room_timeout_s:g} s"
             self._end(room.id, SenderEvent.FAILED, m.Failed(room.id, ErrorKind.ROOM, reason))
             self._outcomes.append(Released(room.id, False, reason))
+
+
+def _sealed(pool: str, first: int, tags: Sequence[ContentTag]) -> m.Sealed:
+    return m.Sealed(pool, first, tuple(t.key for t in tags), tuple(t.digest for t in tags))
 
 
 class _Both:

@@ -2,7 +2,8 @@
 
 The reader copies, so access is revocable: a frame for a room that has ended is dropped and counted, and its pages
 can be used again at once. A write names positions in the room's grant, never addresses; the reader looks them up.
-Pages travel in the canonical page layout, as one frame that ZMQ sends without another copy.
+Pages travel in the canonical page layout, one frame a pool, which ZMQ sends without another copy; a write of several
+pools is one message, stored whole or not at all.
 """
 
 from __future__ import annotations
@@ -45,12 +46,15 @@ class ZmqLink:
         if isinstance(write, SlotWrite):
             self._socket.send_multipart([_SLOT, write.target.room.encode(), write.data])
             return DONE
-        packed = gather(self._source.region, self._source.layout, "full", write.pages)
+        region, layout = self._source.region, self._source.layout
+        packed = [gather(region, layout, pool, indices) for pool, indices in write.sources.items()]
         self._faults.in_write()
-        self._faults.after_seal(packed.view(-1), 0)
-        head = msgpack.packb((write.target.room, write.first, len(write.pages)))
-        self._socket.send_multipart([_PAGES, head], zmq.SNDMORE)
-        self._socket.send(memoryview(packed.numpy()), 0, copy=False)  # type: ignore[arg-type]
+        for part in packed:
+            self._faults.after_seal(part.view(-1), 0)
+        runs = [(pool, run.first, len(run)) for pool, run in write.runs.items()]
+        frames = [memoryview(part.numpy()) for part in packed]  # type: ignore[arg-type]
+        self._socket.send_multipart([_PAGES, msgpack.packb((write.target.room, runs))], zmq.SNDMORE)
+        self._socket.send_multipart(frames, 0, copy=False)
         return DONE
 
     def notify(self, data: bytes) -> None:
@@ -106,31 +110,35 @@ class ZmqPlane:
             if kind.bytes == _NOTICE and len(frames) == 1:
                 notices.append(frames[0].bytes)
             elif self._store(kind.bytes, [f.buffer for f in frames]):
-                stored += len(frames[-1].buffer)
+                stored += sum(len(f.buffer) for f in frames)
             else:
                 self.dropped += 1
         return notices
 
     def _store(self, kind: bytes, frames: Sequence[memoryview]) -> bool:
-        """Store a write into its room's pages or slot; False when it has none, or doesn't fit what was granted."""
+        """Store a write into its room's places or slot; False, with nothing stored, for what was not granted."""
         if kind == _SLOT and len(frames) == 2:
             target = self._targets.get(RoomId(bytes(frames[0]).decode(errors="replace")))
             if target is None or self._slots is None or len(frames[1]) > SLOT_BYTES:
                 return False
             self._slots[target.slot, : len(frames[1])] = torch.frombuffer(bytearray(frames[1]), dtype=torch.uint8)
             return True
-        if kind != _PAGES or len(frames) != 2:
+        if kind != _PAGES or not frames:
             return False
+        layout = self._pools.layout
+        places: list[tuple[str, tuple[int, ...]]] = []
         try:
-            room, first, count = msgpack.unpackb(frames[0])
-            target = self._targets.get(room)
-            size = count * self._pools.layout.spec.page_bytes
-            if target is None or first < 0 or first + count > len(target.pages) or len(frames[1]) != size:
-                return False
-        except (ValueError, TypeError, msgpack.UnpackException):
+            room, runs = msgpack.unpackb(frames[0])
+            target = self._targets[room]
+            for (pool, first, count), frame in zip(runs, frames[1:], strict=True):
+                places.append((pool, target.at(pool, range(first, first + count))))
+                if not count or len(frame) != count * layout.spec.unit_bytes(pool):
+                    return False
+        except (ValueError, TypeError, LookupError, msgpack.UnpackException):
             return False
-        packed = torch.frombuffer(frames[1], dtype=torch.uint8).view(count, -1)
-        scatter(packed, self._pools.region, self._pools.layout, "full", target.pages[first : first + count])
+        for (pool, indices), frame in zip(places, frames[1:], strict=True):
+            packed = torch.frombuffer(frame, dtype=torch.uint8).view(len(indices), -1)
+            scatter(packed, self._pools.region, layout, pool, indices)
         return True
 
     @property

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from cache.device import CpuDevice
+from cache.device import CpuDevice, Device
 from cache.epochs import EpochTable
 from cache.gate import Gate
 from cache.registry import PoolSetLayout
@@ -18,7 +18,7 @@ from contracts.config import EngineConfig
 from contracts.model import read_model_spec
 from contracts.sampling import SamplingParams
 from engine.attention import make_plan
-from engine.batch import Draw, Row, RowOutput
+from engine.batch import Draw, FromStep, Row, RowOutput
 from engine.checkpoint import dtype_for
 from engine.engine import Engine, load_engine
 from engine.model import FULL_POOL, pool_set_spec
@@ -35,7 +35,13 @@ class Bench:
     """An engine on a checkpoint, and pages handed out in a shuffled order, their bytes filled with noise."""
 
     def __init__(
-        self, folder: Path, page_tokens: int = 16, tokens: int = 4096, seed: int = 0, **config: object
+        self,
+        folder: Path,
+        page_tokens: int = 16,
+        tokens: int = 4096,
+        seed: int = 0,
+        device: Device | None = None,
+        **config: object,
     ) -> None:
         self.config = EngineConfig(**config)  # type: ignore[arg-type]
         self.spec = read_model_spec(folder)
@@ -59,7 +65,7 @@ class Bench:
         self.free = list(range(1, pages))
         random.Random(seed).shuffle(self.free)
         self.engine: Engine = load_engine(
-            self.spec, self.config, page_tokens, self.gate, EpochTable(pages), CpuDevice()
+            self.spec, self.config, page_tokens, self.gate, EpochTable(pages), device or CpuDevice()
         )
 
     def lease(self, tokens: int) -> list[int]:
@@ -129,7 +135,9 @@ class Bench:
         return torch.cat(parts)
 
 
-def row(tokens: Sequence[int], start: int, pages: Sequence[int], draw: Draw | None = None, **options: Any) -> Row:
+def row(
+    tokens: Sequence[int] | FromStep, start: int, pages: Sequence[int], draw: Draw | None = None, **options: Any
+) -> Row:
     """A row whose pages nobody has ever freed."""
     return Row(tokens, start, pages, draw, epochs=[0] * len(pages), **options)
 

@@ -6,18 +6,28 @@ import itertools
 import math
 import random
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import replace
 
 import pytest
 import torch
 from torch import Tensor
 
-from contracts.sampling import SamplingParams
-from engine.batch import Draw
-from engine.sampling import draw_tokens, token_logprobs, uniform
+from contracts.sampling import SamplingParams, TokenLogprob
+from engine import sampling
+from engine.batch import Draw, Drawn
+from engine.sampling import uniform
 
 VOCAB = 50
 PLAIN = SamplingParams(max_tokens=100)
+
+
+def draw_tokens(logits: Tensor, draws: Sequence[Draw]) -> list[Drawn]:
+    return sampling.draw_tokens(logits, draws).listed()
+
+
+def token_logprobs(logits: Tensor, tokens: Sequence[int], tops: Sequence[int]) -> list[TokenLogprob]:
+    return sampling.token_logprobs(logits, torch.tensor(tokens), tops).listed()
 
 
 def random_logits(rows: int, seed: int = 0, vocab: int = VOCAB) -> Tensor:

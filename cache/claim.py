@@ -1,0 +1,108 @@
+"""A claim: all state that one request has of a seat, in every pool, until it is released."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from cache.device import Completion
+from cache.leases import Lease
+from cache.nodes import Lock, Tier
+from cache.prefix import Prefix
+
+NO_PAGE = 0
+"""In a table: nothing is there. Index 0 is the null page of every pool."""
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """Pages `first ..` of the sequence that a request leased itself."""
+
+    first: int
+    lease: Lease
+
+    @property
+    def end(self) -> int:
+        return self.first + len(self.lease)
+
+
+@dataclass(eq=False, slots=True)
+class Snapshot:
+    """A copy of the recurrent state after `depth` pages, on its way into a slot or there."""
+
+    depth: int
+    lease: Lease
+    completion: Completion
+
+
+@dataclass(frozen=True, slots=True)
+class Cached:
+    """Positions that a request need not compute, by the tier that had them."""
+
+    device: int = 0
+    host: int = 0
+    storage: int = 0
+
+    @property
+    def total(self) -> int:
+        return self.device + self.host + self.storage
+
+
+@dataclass(eq=False)
+class Claim:
+    """What a request reads and writes. Tables go by page number of the sequence, from 0 on.
+
+    Pages before `depth` were in the tree and are kept by `lock`; from there on they are the request's own `runs`, until
+    the tree takes them. A window's table has `NO_PAGE` where the window has moved on. State pools have one working
+    slot, which nobody else ever sees.
+    """
+
+    owner: str
+    prefix: Prefix
+    """The whole pages known when it was made; `Seat.share` may bring a longer one."""
+    lock: Lock
+    depth: int
+    """Pages whose state was there when it was made: computing starts behind them."""
+    cached: Cached
+    tables: dict[str, list[int]] = field(default_factory=dict)
+    epochs: dict[str, list[int]] = field(default_factory=dict)
+    runs: dict[str, list[Run]] = field(default_factory=dict)
+    slots: dict[str, Lease] = field(default_factory=dict)
+    snapshots: dict[str, list[Snapshot]] = field(default_factory=dict)
+    digests: dict[str, list[int | None]] = field(default_factory=dict)
+    """Of finished pages, by page number; None where nothing is, or nothing finished."""
+    lacking: dict[str, range] = field(default_factory=dict)
+    """Of a reservation: the numbers that are to be handed over, by pool."""
+    started: list[Completion] = field(default_factory=list)
+    """Operations that bring its recurrent states into its slots."""
+    betrayed: bool = False
+    """What was loaded for it turned out damaged: nothing computed from it may be used."""
+    released: bool = False
+
+    def put(self, pool: str, first: int, indices: Sequence[int], epochs: Sequence[int]) -> None:
+        """Enter pages `first ..` into the table of `pool`."""
+        table, marks = self.tables[pool], self.epochs[pool]
+        lacking = first + len(indices) - len(table)
+        table += [NO_PAGE] * lacking
+        marks += [0] * lacking
+        table[first : first + len(indices)] = indices
+        marks[first : first + len(indices)] = epochs
+
+    def named(self) -> dict[str, list[int]]:
+        """Every page and slot that operations launched for it may name, by pool."""
+        named = {pool: [i for i in table if i != NO_PAGE] for pool, table in self.tables.items()}
+        for pool, lease in self.slots.items():
+            named[pool] = list(lease.indices) + [i for s in self.snapshots.get(pool, ()) for i in s.lease.indices]
+            named[pool] += [i for part in self.lock.of(pool) if part.tier is Tier.DEVICE for i in part.lease.indices]
+        return named
+
+    def held(self) -> dict[str, set[int]]:
+        """Of a reservation: the page and slot numbers that it needn't be sent, by pool."""
+        held = {pool: {n for n, i in enumerate(table) if i != NO_PAGE} for pool, table in self.tables.items()}
+        return held | {pool: {n.stop - 1} for pool, n in self.lacking.items() if pool not in self.tables and not n}
+
+    def own(self, pool: str) -> int:
+        """Pages and slots of `pool` that it leased itself and still holds."""
+        held = sum(len(run.lease) for run in self.runs.get(pool, ()))
+        held += len(self.slots[pool]) if pool in self.slots else 0
+        return held + sum(len(s.lease) for s in self.snapshots.get(pool, ()))

@@ -1,0 +1,322 @@
+"""Storage to host: what storage has of a queued request's prefix is brought to the host before it runs.
+
+    PROBING   storage is asked what it has beyond the tree's anchor; every rank finds its own length
+    READING   pages of every pool are read into host memory, batch by batch, up to the agreed length
+    ENDING    the stop policy or the last batch ended it: ranks agree on the length that all of them have
+    OVER      what has come is in the tree, the rest is given back
+
+Complete means that every pool's part has come: of the full pool each page, of a window the last pages before the end,
+all or nothing, of a state the snapshot at the end. What has come in part becomes the longest prefix that all
+components accept. Nothing found is a state of its own: it ends at once and nobody waits for it.
+
+Storage threads write into host memory that the prefetch holds: it gives nothing back before their ticket is done.
+With several ranks, lengths become decisions by agreement (MIN), never by local view. The least of all lengths need not
+be one that every rank can compute from (a window lacks the pages before it, say); so ranks say their longest up to it
+again, until what is agreed is what was agreed before.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from enum import StrEnum
+
+from cache.components import Component, Window
+from cache.leases import Lease
+from cache.nodes import Offer, Tier
+from cache.pools import PoolSet
+from cache.prefix import Prefix
+from cache.storage import ObjectName, Outcome, Queue, Ticket
+from cache.tags import Digester
+from cache.tree import PrefixTree
+from contracts.config import PrefetchConfig
+from contracts.errors import CapacityError
+
+Agree = Callable[[str, int], int | None]
+"""Says this rank's finding under a key, again and again, until it returns what all ranks agree on."""
+
+
+class Stage(StrEnum):
+    PROBING = "probing"
+    READING = "reading"
+    ENDING = "ending"
+    OVER = "over"
+
+
+@dataclass(eq=False)
+class _Batch:
+    """Pages (or a snapshot) of one component under way: page numbers, and host memory for them."""
+
+    component: str
+    pages: list[int]
+    lease: Lease
+    ticket: Ticket[list[Outcome]]
+
+
+@dataclass(eq=False)
+class Prefetch:
+    """One request's prefetch. Lengths are in pages from the start of its prefix."""
+
+    number: int
+    prefix: Prefix
+    began: float
+    held: int
+    """What the tree had when it began."""
+    stage: Stage = Stage.PROBING
+    probe: Ticket[list[bool]] | None = None
+    probed: list[tuple[str, int]] = field(default_factory=list)
+    limit: int = 0
+    """The length last agreed on; in the end one that every rank accepts."""
+    votes: int = 0
+    target: int = 0
+    """The length that it reads up to."""
+    batches: list[_Batch] = field(default_factory=list)
+    arrived: dict[str, dict[int, tuple[Lease, int]]] = field(default_factory=dict)
+    """By component and page number: the page, and its digest."""
+    stopped: bool = False
+    gained: int = 0
+    """Pages that the tree got from it."""
+
+    @property
+    def over(self) -> bool:
+        return self.stage is Stage.OVER
+
+
+class Prefetcher:
+    """Prefetches into one tree's host pools. `now` is in seconds."""
+
+    def __init__(
+        self,
+        tree: PrefixTree,
+        host: PoolSet,
+        storage: Queue,
+        fingerprint: str,
+        config: PrefetchConfig,
+        now: Callable[[], float],
+        agree: Agree = lambda key, value: value,
+    ) -> None:
+        self._tree, self._host, self._storage, self._fingerprint = tree, host, storage, fingerprint
+        self._config, self._now, self._agree = config, now, agree
+        self._digester = Digester(host.layout)
+        self._active: list[Prefetch] = []
+        self._number = 0
+        self.counters = {"pages_prefetched": 0.0, "pages_damaged_in_storage": 0.0, "prefetch_pages_dropped": 0.0}
+
+    def __len__(self) -> int:
+        return len(self._active)
+
+    def leased(self, component: str) -> int:
+        """Host pages (or slots) that prefetches hold."""
+        return sum(
+            sum(len(b.lease) for b in p.batches if b.component == component)
+            + sum(len(lease) for lease, _ in p.arrived.get(component, {}).values())
+            for p in self._active
+        )
+
+    def start(self, prefix: Prefix) -> Prefetch | None:
+        """Ask storage for what the tree lacks of `prefix`; None where there is nothing to ask for."""
+        held = self._tree.match(prefix).depth
+        if held == len(prefix):
+            return None
+        self._number += 1
+        prefetch = Prefetch(self._number, prefix, self._now(), held, limit=len(prefix))
+        for component in self._tree.components:
+            first = held
+            if isinstance(component, Window):
+                first = max(0, held - component.reach)
+            prefetch.probed += [(component.name, page) for page in range(first, len(prefix))]
+        prefetch.probe = self._storage.submit_exists([self._name(prefix, *p) for p in prefetch.probed])
+        self._active.append(prefetch)
+        return prefetch
+
+    def _name(self, prefix: Prefix, component: str, page: int) -> ObjectName:
+        return ObjectName(self._fingerprint, component, prefix.key(page))
+
+    # ------------------------------------------------------------ progress
+
+    def may_run(self, prefetch: Prefetch) -> bool:
+        """Whether its request need not wait for it any longer; by the stop policy this may end it."""
+        if prefetch.over:
+            return True
+        policy, tokens = self._config.policy, prefetch.target * prefetch.prefix.page_tokens
+        due = prefetch.began + self._config.base_s + self._config.per_token_s * tokens
+        if policy == "best_effort" or (policy == "timeout" and self._now() >= due):
+            self.stop(prefetch)
+        return prefetch.over
+
+    def deadline(self, prefetch: Prefetch) -> float | None:
+        """When `may_run` is due although nothing arrives."""
+        if prefetch.over or self._config.policy != "timeout":
+            return None
+        tokens = prefetch.target * prefetch.prefix.page_tokens
+        return prefetch.began + self._config.base_s + self._config.per_token_s * tokens
+
+    def stop(self, prefetch: Prefetch) -> None:
+        """End it with what has come. It is over once no storage thread writes for it and all ranks agree."""
+        prefetch.stopped = True
+        self._advance(prefetch)
+
+    def poll(self) -> None:
+        """Take in what storage has answered."""
+        for prefetch in list(self._active):
+            self._advance(prefetch)
+
+    def _advance(self, prefetch: Prefetch) -> None:
+        if prefetch.stage is Stage.PROBING:
+            self._probe(prefetch)
+        if prefetch.stage is Stage.READING:
+            self._collect(prefetch)
+        if prefetch.stage is Stage.ENDING:
+            self._end(prefetch)
+
+    def _probe(self, prefetch: Prefetch) -> None:
+        assert prefetch.probe is not None
+        if prefetch.stopped:
+            prefetch.probe.cancel()
+        if not prefetch.probe.done:
+            return
+        there: dict[str, set[int]] = {}
+        for (component, page), found in zip(prefetch.probed, prefetch.probe.result(), strict=True):
+            if found:
+                there.setdefault(component, set()).add(page)
+        agreed = self._common(prefetch, "hit", {} if prefetch.stopped else there)
+        if agreed is None:
+            return
+        prefetch.target = agreed
+        prefetch.stage = Stage.READING
+        if agreed > prefetch.held:
+            self._read(prefetch, there)
+
+    def _common(self, prefetch: Prefetch, what: str, there: Mapping[str, set[int]]) -> int | None:
+        """The longest length that all ranks accept, each with what is `there`; None while they don't know it yet."""
+        while True:
+            mine = self._longest(prefetch, there, prefetch.limit)
+            agreed = self._agree(f"{what} {prefetch.number} {prefetch.votes}", mine)
+            if agreed is None:
+                return None
+            prefetch.votes += 1
+            if agreed == prefetch.limit:
+                return agreed
+            prefetch.limit = agreed
+
+    def _longest(self, prefetch: Prefetch, there: Mapping[str, set[int]], limit: int) -> int:
+        """The longest prefix up to `limit` that every component accepts, with what is `there` beyond the tree."""
+        full = there.get(self._tree.full, set())
+        length = prefetch.held
+        while length < limit and length in full:
+            length += 1
+        while length > prefetch.held:
+            if all(_accepts(c, there.get(c.name, set()), prefetch.held, length) for c in self._tree.components[1:]):
+                return length
+            length -= 1
+        return prefetch.held
+
+    def _read(self, prefetch: Prefetch, there: Mapping[str, set[int]]) -> None:
+        for component in self._tree.components:
+            wanted = sorted(there.get(component.name, set()) & set(_reads(component, prefetch.held, prefetch.target)))
+            for at in range(0, len(wanted), self._config.batch_pages):
+                if not self._submit(prefetch, component.name, wanted[at : at + self._config.batch_pages]):
+                    break
+
+    def _submit(self, prefetch: Prefetch, component: str, pages: list[int]) -> bool:
+        allocator = self._host.allocators[component]
+        if len(pages) > allocator.free:
+            self._tree.evict(Tier.HOST, component, len(pages) - allocator.free)
+        try:
+            lease = allocator.lease(len(pages), f"prefetch {component}")
+        except CapacityError:
+            return False
+        into = [self._host.layout.page(self._host.region, component, i).numpy().data for i in lease.indices]
+        names = [self._name(prefetch.prefix, component, page) for page in pages]
+        prefetch.batches.append(_Batch(component, pages, lease, self._storage.submit_read(names, into)))
+        return True
+
+    def _collect(self, prefetch: Prefetch) -> None:
+        for batch in list(prefetch.batches):
+            if prefetch.stopped:
+                batch.ticket.cancel()
+            if batch.ticket.done:
+                prefetch.batches.remove(batch)
+                self._sort(prefetch, batch)
+        if prefetch.batches:
+            return
+        prefetch.stage = Stage.ENDING
+
+    def _sort(self, prefetch: Prefetch, batch: _Batch) -> None:
+        """Keep the pages whose content is what was wanted, give back the others."""
+        outcomes = batch.ticket.result()
+        found = [i for i, outcome in enumerate(outcomes) if outcome.ok]
+        pages, indices = [batch.pages[i] for i in found], [batch.lease.indices[i] for i in found]
+        digests = dict(zip(found, self._digests(batch.component, pages, indices), strict=True))
+        mine = prefetch.arrived.setdefault(batch.component, {})
+        for i in reversed(range(len(batch.pages))):
+            lease = batch.lease.split(1, batch.lease.owner, start=i)
+            good = digests.get(i) == outcomes[i].digest
+            self.counters["pages_damaged_in_storage"] += outcomes[i].verdict == "damaged" or (i in digests and not good)
+            if good:
+                mine[batch.pages[i]] = (lease, outcomes[i].digest)
+            else:
+                lease.release()
+        batch.lease.release()
+
+    def _digests(self, component: str, pages: Sequence[int], indices: Sequence[int]) -> list[int]:
+        size = self._host.spec.page_tokens
+        point = self._tree.component(component).point
+        ends = [(page + 1) * size for page in pages]
+        firsts = ends if point else [page * size for page in pages]
+        return self._digester.digest(self._host.region, component, indices, firsts, ends)
+
+    def _end(self, prefetch: Prefetch) -> None:
+        agreed = self._common(prefetch, "done", {name: set(pages) for name, pages in prefetch.arrived.items()})
+        if agreed is None:
+            return
+        if agreed > prefetch.held:
+            prefetch.gained = self._insert(prefetch, agreed)
+        for pages in prefetch.arrived.values():
+            for lease, _ in pages.values():
+                lease.release()
+        prefetch.arrived.clear()
+        prefetch.stage = Stage.OVER
+        self._active.remove(prefetch)
+        self.counters["pages_prefetched"] += prefetch.gained
+        self.counters["prefetch_pages_dropped"] += max(0, agreed - prefetch.held - prefetch.gained)
+
+    def _insert(self, prefetch: Prefetch, length: int) -> int:
+        """Give the tree what is needed of pages up to `length`; returns by how many pages its anchor moved on."""
+        offers: dict[str, list[Offer]] = {}
+        for component in self._tree.components:
+            arrived = prefetch.arrived.get(component.name, {})
+            taken = [(page, *arrived.pop(page)) for page in _reads(component, prefetch.held, length)]
+            if taken:
+                first = taken[0][0] + 1 if component.point else taken[0][0]
+                lease = self._host.allocators[component.name].join([lease for _, lease, _ in taken], "prefetched")
+                offers[component.name] = [Offer(first, lease, [digest for _, _, digest in taken])]
+        prefix = prefetch.prefix.head(length)
+        before = self._tree.match(prefix).depth
+        self._tree.insert(prefix, offers, Tier.HOST)
+        for (offer,) in offers.values():
+            offer.lease.release()
+        return max(0, self._tree.match(prefix).depth - before)
+
+    def check(self) -> list[str]:
+        over = sum(p.over for p in self._active)
+        return [f"{over} prefetches are over and still held"] if over else []
+
+    def close(self) -> None:
+        """End all. What storage threads still write to is waited for by their queue's own close, before this."""
+        for prefetch in list(self._active):
+            self.stop(prefetch)
+
+
+def _reads(component: Component, held: int, length: int) -> range:
+    """The page numbers that a prefetch from `held` to `length` pages reads of a component."""
+    if component.point:
+        return range(length - 1, length)
+    if isinstance(component, Window):
+        return range(max(0, length - component.reach), length)
+    return range(held, length)
+
+
+def _accepts(component: Component, there: set[int], held: int, length: int) -> bool:
+    """Whether a component has what computing from `length` needs. Window parts are all or nothing."""
+    return there.issuperset(_reads(component, held, length))

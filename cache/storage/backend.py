@@ -1,0 +1,173 @@
+"""The third tier's interface: objects by content-derived names, read and written in batches.
+
+One object is one page of one pool (or one slice of its heads) in its canonical layout. Its name says everything that
+its content depends on, so an object never changes: writing a name that is there already is a no-op, and any process
+may delete any object at any time. What a caller gets is an `Outcome` a name; a bad object, a full disk and a server
+that has gone are outcomes too, not exceptions. All calls block and may be made from many threads at once.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import threading
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+from functools import cached_property
+from typing import NamedTuple, Protocol
+
+CHAIN_BYTES = 16
+FORMAT_VERSION = 1
+
+Payload = bytes | bytearray | memoryview
+
+
+@dataclass(frozen=True)
+class ObjectName:
+    """What an object is: of which model, pool, prefix and slice. Keep it: what is derived from it is kept with it."""
+
+    fingerprint: str
+    """Model and layout; objects of different fingerprints never meet."""
+    pool: str
+    chain: bytes
+    """Chain key of the page, 16 bytes: it names every token up to the page's end."""
+    part: str = "0of1"
+    """Which slice of the heads of the whole model."""
+
+    def __post_init__(self) -> None:
+        assert len(self.chain) == CHAIN_BYTES, f"a chain key has {CHAIN_BYTES} bytes, this one {len(self.chain)}"
+        assert "\0" not in self.fingerprint + self.pool + self.part, "names of objects hold no NUL"
+
+    @cached_property
+    def encoded(self) -> bytes:
+        """All of the name, unambiguously; at most 65,535 bytes."""
+        return self.chain + f"{self.fingerprint}\0{self.pool}\0{self.part}".encode()
+
+    @cached_property
+    def key(self) -> str:
+        """32 hex digits: the name as a file or a server knows it, different for each format version."""
+        return hashlib.blake2b(self.encoded, digest_size=16, salt=b"twinpool-l3-v%d" % FORMAT_VERSION).hexdigest()
+
+
+class Verdict(StrEnum):
+    """What became of one name of a batch."""
+
+    FOUND = "found"
+    """Read: the payload is in the caller's buffer and matches its seal."""
+    MISSING = "missing"
+    """Read: there is no such object."""
+    DAMAGED = "damaged"
+    """Read: what is there is not the object that was written; it has been deleted."""
+    STORED = "stored"
+    """Write: it is there now."""
+    KEPT = "kept"
+    """Write: it was there before; its use was refreshed."""
+    REFUSED = "refused"
+    """Write: no room for it."""
+    FAILED = "failed"
+    """The medium failed, the deadline passed, or the operation never ran; nothing is known about the object."""
+
+
+class Outcome(NamedTuple):
+    """A verdict, the content digest if the object was found, and for the rest a reason for people."""
+
+    verdict: Verdict
+    digest: int = 0
+    reason: str = ""
+
+    @property
+    def ok(self) -> bool:
+        """The payload is in the buffer (read), or the object is in the store (write)."""
+        return self.verdict in (Verdict.FOUND, Verdict.STORED, Verdict.KEPT)
+
+
+MISSING = Outcome(Verdict.MISSING)
+STORED = Outcome(Verdict.STORED)
+KEPT = Outcome(Verdict.KEPT)
+
+
+@dataclass(frozen=True, slots=True)
+class Item:
+    """An object to write: its name, the 64-bit content digest of the page, and its canonical bytes (contiguous)."""
+
+    name: ObjectName
+    digest: int
+    payload: Payload
+
+
+@dataclass(frozen=True, slots=True)
+class Capacity:
+    """How much a backend may hold and holds, in bytes with seals; `max_bytes` 0 means that nothing limits it."""
+
+    max_bytes: int
+    used_bytes: int
+    objects: int
+
+
+@dataclass(frozen=True, slots=True)
+class Counts:
+    """What a backend has met since it was opened."""
+
+    damaged: int = 0
+    """Objects that did not match their seal when read."""
+    foreign: int = 0
+    """Files met in the folder that are not Twinpool's; they were left alone."""
+    failed: int = 0
+    """Names that met an I/O error, an absent server or the deadline."""
+    refused: int = 0
+    """Writes for which there was no room."""
+    evicted: int = 0
+    """Objects deleted to make room for others."""
+
+
+class Tally:
+    """`Counts` under way, for many threads."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._counts = dict.fromkeys(Counts.__dataclass_fields__, 0)
+
+    def add(self, what: str, count: int = 1) -> None:
+        with self._lock:
+            self._counts[what] += count
+
+    def add_outcomes(self, outcomes: Sequence[Outcome]) -> None:
+        """Count what is damaged, failed or refused among them."""
+        for outcome in outcomes:
+            if outcome.verdict in (Verdict.DAMAGED, Verdict.FAILED, Verdict.REFUSED):
+                self.add(outcome.verdict.value)
+
+    def snapshot(self) -> Counts:
+        with self._lock:
+            return Counts(**self._counts)
+
+
+class Backend(Protocol):
+    """A store of objects. Every call ends by a deadline of the backend's own and raises nothing for what it meets."""
+
+    def exists(self, names: Sequence[ObjectName]) -> list[bool]:
+        """Whether each is there, by name alone: a later read may still find it gone or damaged."""
+        ...
+
+    def read(self, names: Sequence[ObjectName], into: Sequence[memoryview]) -> list[Outcome]:
+        """Read each payload into its own buffer, writable, contiguous and of exactly the payload's size.
+
+        A buffer's content is undefined unless its outcome is `FOUND`. An object of another size is damage.
+        """
+        ...
+
+    def write(self, items: Sequence[Item]) -> list[Outcome]:
+        """Store each object, evicting what was used longest ago; earlier items come first when room is short."""
+        ...
+
+    def delete(self, names: Sequence[ObjectName]) -> None:
+        """Delete those that are there."""
+        ...
+
+    def capacity(self) -> Capacity: ...
+
+    def counts(self) -> Counts: ...
+
+    def close(self) -> None:
+        """Give back what the backend holds in this process; the objects stay where they outlive it."""
+        ...

@@ -1,0 +1,118 @@
+"""The tree's invariants, recomputed from scratch."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+from cache.nodes import IN_TREE, Node, Part, Tier
+from cache.prefix import KEY_BYTES
+
+if TYPE_CHECKING:
+    from cache.tree import PrefixTree
+
+
+def check_tree(tree: PrefixTree) -> list[str]:
+    """What doesn't hold, a line each; none when all is well."""
+    nodes = list(tree.nodes())
+    found = [line for node in nodes for line in _node(tree, node)]
+    found += _links(tree)
+    found += _sizes(tree, nodes)
+    found += _locks(tree, nodes)
+    found += _queues(tree, nodes)
+    return found
+
+
+def _parts(nodes: list[Node]) -> Iterator[Part]:
+    return (part for node in nodes for tier in IN_TREE for part in node.parts[tier].values())
+
+
+def _node(tree: PrefixTree, node: Node) -> Iterator[str]:
+    name = f"tree node of {len(node)} pages"
+    if not len(node) or len(node.raw) != len(node) * 4 * tree.spec.page_tokens:
+        yield f"{name}: its key has {len(node.raw)} bytes"
+    components = {c.name: c for c in tree.components}
+    for tier in IN_TREE:
+        for key, part in node.parts[tier].items():
+            where = f"{name}: {key} on {tier.name.lower()}"
+            if part.node is not node or part.tier is not tier or part.component != key:
+                yield f"{where}: the part is another's"
+            yield from (f"{where}: {line}" for line in components[key].check(part))
+            other = node.parts[Tier.HOST if tier is Tier.DEVICE else Tier.DEVICE].get(key)
+            if other is not None and other.digests != part.digests:
+                yield f"{where}: its digests differ from the other tier's"
+        if node.parts[tier] and tree.full not in node.parts[tier]:
+            yield f"{name}: {sorted(node.parts[tier])} on {tier.name.lower()} without {tree.full}"
+
+
+def _links(tree: PrefixTree) -> Iterator[str]:
+    stack = [(root, True) for root in tree.roots.values()] + [(top, False) for top in tree.condemned]
+    size = 4 * tree.spec.page_tokens
+    for root in tree.roots.values():
+        if root.parent is not None or any(root.parts):
+            yield "tree: a root has a parent or state"
+    while stack:
+        node, live = stack.pop()
+        below = [0, 0]
+        for first, child in node.children.items():
+            stack.append((child, live))
+            if child.parent is not node or child.raw[:size] != first:
+                yield f"tree node of {len(node)} pages: a child is linked wrongly"
+            for tier in IN_TREE:
+                below[tier] += tree.full in child.parts[tier]
+                strict = tier is Tier.DEVICE or not tree.write_back
+                inside = live and node.parent is not None
+                if strict and inside and tree.full in child.parts[tier] and tree.full not in node.parts[tier]:
+                    yield f"tree node of {len(node)} pages: a child is on {tier.name.lower()} and it isn't"
+        if live and below != node.below:
+            yield f"tree node of {len(node)} pages: {below} children in the tiers, it counts {node.below}"
+        if live and node.parent is not None and not any(node.parts):
+            yield f"tree node of {len(node)} pages: it is in no tier"
+        if node.parent is not None and len(node.chain) % KEY_BYTES:
+            yield f"tree node of {len(node)} pages: its chain keys are cut"
+
+
+def _sizes(tree: PrefixTree, nodes: list[Node]) -> Iterator[str]:
+    sizes: Counter[tuple[Tier, str]] = Counter()
+    protected: Counter[tuple[Tier, str]] = Counter()
+    for part in _parts(nodes):
+        sizes[part.tier, part.component] += len(part.lease)
+        protected[part.tier, part.component] += len(part.lease) if part.locks else 0
+    for key in tree.sizes:
+        if sizes[key] != tree.sizes[key] or protected[key] != tree.protected[key]:
+            counted = f"counted {tree.sizes[key]} and {tree.protected[key]}"
+            yield f"tree: {key[1]} on {key[0].name.lower()}: {sizes[key]}, {protected[key]} of them locked, {counted}"
+
+
+def _locks(tree: PrefixTree, nodes: list[Node]) -> Iterator[str]:
+    held: dict[int, set[int]] = {}
+    for lock in tree.locked:
+        for part in lock.parts:
+            held.setdefault(id(part), set()).add(lock.number)
+    for part in _parts(nodes):
+        if {lock.number for lock in part.locks} != held.pop(id(part), set()):
+            yield f"tree: {part.component} of {len(part)}: its locks differ from the tokens that hold it"
+        full = part.node.parts[part.tier].get(tree.full)
+        if part.locks and full is not None and not full.locks:
+            yield f"tree: {part.component} on {part.tier.name.lower()} is locked and its node's {tree.full} isn't"
+    if held:
+        yield "tree: a token holds parts that are no longer in the tree"
+
+
+def _queues(tree: PrefixTree, nodes: list[Node]) -> Iterator[str]:
+    queued = {id(p) for queue in tree.queues.values() for p in queue.parts()}
+    condemned = {id(n) for top in tree.condemned for n in _below(top)}
+    for part in _parts(nodes):
+        if part.queued != (id(part) in queued):
+            yield f"tree: {part.component} of {len(part)}: it is queued or not, and says otherwise"
+        if id(part.node) not in condemned and tree.may_go(part) and not part.queued:
+            yield f"tree: {part.component} of {len(part)} on {part.tier.name.lower()} may go and isn't queued"
+
+
+def _below(top: Node) -> Iterator[Node]:
+    stack = [top]
+    while stack:
+        node = stack.pop()
+        yield node
+        stack.extend(node.children.values())

@@ -1,0 +1,79 @@
+"""A launched step, and what it leaves on the device until somebody asks."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from cache.device import DONE, Completion
+from engine.batch import Row, RowOutput
+from engine.sampling import Draws, Logprobs
+
+
+@dataclass(frozen=True)
+class Computed:
+    """A step's results, on the device."""
+
+    drawing: Sequence[int]
+    """Rows that drew."""
+    draws: Draws | None
+    scores: Sequence[Sequence[Logprobs]]
+    """Of each row, in runs of its tokens."""
+    stale_b: Tensor
+    """[B] bool: rows whose pages had been given away."""
+
+
+class LaunchedStep:
+    """Implements `engine.batch.Step`; the engine fills it in when the device comes to it."""
+
+    def __init__(self, rows: Sequence[Row]) -> None:
+        self.completion: Completion = DONE
+        self._rows = len(rows)
+        self._computed: Computed | None = None
+
+    @property
+    def done(self) -> bool:
+        return self.completion.done
+
+    def fill(self, computed: Computed) -> None:
+        self._computed = computed
+
+    def token(self, row: int) -> Tensor:
+        """The token that `row` drew, [1] int64 on the device; for a later operation of the same stream."""
+        assert self._computed is not None, "a later step of the same stream runs later"
+        assert self._computed.draws is not None, "the row draws"
+        at = self._computed.drawing.index(row)
+        return self._computed.draws.tokens_n[at : at + 1]
+
+    def outputs(self) -> list[RowOutput]:
+        """One a row, in order; waits for the device. Raises what the step raised."""
+        self.completion.wait()
+        computed = self._computed
+        assert computed is not None, "a complete step has been computed"
+        draws = computed.draws.listed() if computed.draws is not None else []
+        drawn = dict(zip(computed.drawing, draws, strict=True))
+        return [
+            RowOutput(drawn.get(row), tuple(score for part in computed.scores[row] for score in part.listed()), stale)
+            for row, stale in enumerate(computed.stale_b.tolist())
+        ]
+
+
+def input_tokens(rows: Sequence[Row], padding: int, device: torch.device) -> Tensor:
+    """The tokens of a step, packed and padded with zeros: [M] int64, those of earlier steps taken where they lie."""
+    known: list[int] = []
+    pending: list[tuple[int, Tensor]] = []
+    for row in rows:
+        source = row.tokens
+        if isinstance(source, Sequence):
+            known += source
+        else:
+            assert isinstance(source.step, LaunchedStep)
+            pending.append((len(known), source.step.token(source.row)))
+            known.append(0)
+    tokens_m = torch.tensor(known + [0] * padding, device=device)
+    for at, token in pending:
+        tokens_m[at : at + 1] = token
+    return tokens_m

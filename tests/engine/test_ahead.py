@@ -1,0 +1,68 @@
+"""Steps launched ahead of the host: what a row continues with is still on the device."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from cache.device import CpuDevice, Device
+from cache.lazy import LazyDevice
+from contracts.sampling import SamplingParams
+from engine.batch import Draw, Drawn, FromStep, Step
+from tests.engine.harness import GREEDY, Bench, MakeCheckpoint, row
+
+PROMPTS = [list(range(50, 87)), list(range(10, 13))]
+SAMPLED = SamplingParams(max_tokens=1 << 20, temperature=1.2, top_p=0.9, seed=5, logprobs=2, stop_token_ids=(7,))
+
+
+def ahead(folder: Path, params: SamplingParams, count: int, device: Device) -> list[list[Drawn]]:
+    """Draws of both prompts, all steps launched before the first is waited for."""
+    bench = Bench(folder, tokens=512, device=device)
+    pages = [bench.lease(len(prompt) + count) for prompt in PROMPTS]
+    rows = [row(p, 0, t, Draw(params, tuple(p), len(p))) for p, t in zip(PROMPTS, pages, strict=True)]
+    steps: list[Step] = [bench.engine.launch(rows)]
+    for n in range(1, count):
+        rows = [
+            row(FromStep(steps[-1], i), len(p) + n - 1, t, Draw(params, (), len(p), at=len(p) + n))
+            for i, (p, t) in enumerate(zip(PROMPTS, pages, strict=True))
+        ]
+        steps.append(bench.engine.launch(rows))
+    drawn = [[out.drawn for out in step.outputs()] for step in steps]
+    return [[d for d in column if d is not None] for column in zip(*drawn, strict=True)]
+
+
+def one_by_one(folder: Path, params: SamplingParams, count: int) -> list[list[int]]:
+    return Bench(folder, tokens=512).generate_many(PROMPTS, count, params=[params] * len(PROMPTS))
+
+
+@pytest.mark.parametrize("params", [GREEDY, SAMPLED])
+def test_steps_launched_ahead_draw_what_steps_one_by_one_draw(
+    checkpoint: MakeCheckpoint, params: SamplingParams
+) -> None:
+    folder = checkpoint("llama")
+    want = one_by_one(folder, params, 8)
+    for device in (CpuDevice(), *(LazyDevice(seed) for seed in range(6))):
+        got = ahead(folder, params, 8, device)
+        assert [[d.token for d in column] for column in got] == want
+        assert all((d.logprob is not None) == (params.logprobs is not None) for column in got for d in column)
+
+
+def test_a_launched_step_has_not_run_and_is_run_by_who_asks_for_it(checkpoint: MakeCheckpoint) -> None:
+    device = LazyDevice(1, stray=0.0)
+    bench = Bench(checkpoint("llama"), tokens=512, device=device)
+    before = bench.region.clone()
+    step = bench.engine.launch([row(PROMPTS[0], 0, bench.lease(37), Draw(GREEDY, tuple(PROMPTS[0]), 37))])
+    assert device.queued == 1
+    assert bench.region.equal(before)
+    (out,) = step.outputs()
+    assert out.drawn is not None
+    assert step.done
+    assert not bench.region.equal(before)
+
+
+def test_what_a_step_raises_is_raised_by_its_outputs(checkpoint: MakeCheckpoint) -> None:
+    bench = Bench(checkpoint("llama"), tokens=512, device=LazyDevice(1))
+    step = bench.engine.launch([row([1 << 20], 0, bench.lease(1))])
+    with pytest.raises(IndexError):
+        step.outputs()

@@ -1,0 +1,234 @@
+"""Both ends of rooms in this process, over any pool set and plane: sequences of random state, handed over by hand."""
+
+from __future__ import annotations
+
+import random
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from cache.device import Completion, CpuDevice, Device, Op
+from cache.due import Held, due, extents
+from cache.leases import Lease
+from cache.pools import PoolSet
+from cache.registry import PoolSetLayout, PoolSetSpec
+from cache.tags import ContentTag, Digester, chain_keys
+from contracts.clock import ManualClock
+from contracts.config import config_from_dict
+from contracts.ids import Incarnation, RoomId, WorkerName
+from contracts.messages import PeerRef
+from tests.poolsets import entry, filled
+from transfer import make_plane, receiver, sender
+from transfer.metadata import Metadata
+from transfer.plane import Run
+from transfer.receiver import Expected, ReceiverEnd
+from transfer.sender import Finished, SenderEnd
+from transfer.waiting import Waiter
+
+PLANES = ("local", "shm", "zmq")
+_UNTIL_S = 30.0
+
+
+class LateDevice:
+    """Runs what was submitted when it is waited for, or told to: everything before that is too early."""
+
+    torch_device = torch.device("cpu")
+
+    def __init__(self) -> None:
+        self.ops: list[Op] = []
+        self._waiting: list[_Late] = []
+
+    def submit(
+        self, op: Op, run: Callable[[], object], after: Sequence[Completion] = (), **options: object
+    ) -> Completion:
+        self.ops.append(op)
+        late = _Late(run, tuple(after))
+        self._waiting.append(late)
+        return late
+
+    def run_all(self) -> None:
+        for late in self._waiting:
+            late.wait()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(CpuDevice(), name)
+
+
+@dataclass
+class _Late:
+    run: Callable[[], object]
+    after: tuple[Completion, ...]
+    done: bool = False
+
+    def wait(self) -> None:
+        if not self.done:
+            for completion in self.after:
+                completion.wait()
+            self.run()
+            self.done = True
+
+    def order(self) -> None:
+        self.wait()
+
+
+@dataclass(eq=False)
+class Prompt:
+    """A sequence whose state lies at the writer: random bytes, sealed."""
+
+    room: RoomId
+    positions: int
+    keys: tuple[bytes, ...]
+    runs: dict[str, Run]
+    leases: dict[str, Lease]
+    tags: dict[str, tuple[ContentTag, ...]]
+
+    def part(self, pool: str, numbers: range | None = None) -> Finished:
+        run = self.runs[pool]
+        numbers = run.numbers if numbers is None else numbers
+        at = slice(numbers.start - run.first, numbers.stop - run.first)
+        return Finished(numbers.start, run.indices[at], self.tags[pool][at])
+
+    def all(self) -> dict[str, Finished]:
+        return {pool: self.part(pool) for pool in self.runs}
+
+
+@dataclass(eq=False)
+class Ends:
+    """A writer and a reader. Outcomes of both are kept until a test looks."""
+
+    spec: PoolSetSpec
+    sender: SenderEnd
+    receiver: ReceiverEnd
+    source: PoolSet
+    target: PoolSet
+    clock: ManualClock
+    waiter: Waiter
+    random: random.Random
+    outcomes: list[receiver.Outcome] = field(default_factory=list)
+    heard: list[sender.Outcome] = field(default_factory=list)
+    _rooms: int = 0
+
+    def poll(self) -> None:
+        self.outcomes += self.receiver.poll()
+        self.heard += self.sender.poll()
+
+    def until(self, come: Callable[[], object], what: str) -> None:
+        end = time.monotonic() + _UNTIL_S
+        while not come():
+            assert time.monotonic() < end, f"waited {_UNTIL_S} s for {what}"
+            self.poll()
+            if not come():
+                self.waiter.wait(0.01)
+
+    def prompt(self, positions: int) -> Prompt:
+        """Leases what is due at the writer, with whatever bytes lie there, and seals it."""
+        self._rooms += 1
+        room = RoomId(f"room-{self._rooms}")
+        size = self.spec.page_tokens
+        keys = tuple(chain_keys([self.random.randrange(1000) for _ in range(positions)], size))
+        digester, runs, leases, tags = Digester(self.source.layout), {}, {}, {}
+        for pool, numbers in due(self.spec, positions).items():
+            lease = leases[pool] = self.source.allocators[pool].lease(len(numbers), room)
+            runs[pool] = Run(numbers.start, lease.indices)
+            digests = digester.digest(
+                self.source.region, pool, lease.indices, *extents(self.spec, pool, numbers, positions)
+            )
+            tags[pool] = tuple(ContentTag(keys[n], d) for n, d in zip(numbers, digests, strict=True))
+        return Prompt(room, positions, keys, runs, leases, tags)
+
+    def open(self, prompt: Prompt, held: Held | None = None, extra: int = 0) -> dict[str, Lease]:
+        """Opens the room on both sides and grants it: leases for what isn't held, and `extra` after them."""
+        held = held or {}
+        writer = PeerRef(WorkerName("prefill-0"), Incarnation(1), self.sender.control)
+        expected = Expected(prompt.keys, prompt.positions)
+        self.receiver.open(prompt.room, writer, expected)
+        self.sender.open(prompt.room, PeerRef(WorkerName("decode-0"), Incarnation(1), ""))
+        lacks = self.receiver.missing(expected, held)
+        leases = {
+            pool: self.target.allocators[pool].lease(len(numbers) + extra, prompt.room)
+            for pool, numbers in lacks.items()
+        }
+        assert self.receiver.grant(prompt.room, leases, held)
+        self.until(lambda: self.sender.granted(prompt.room), "the grant")
+        return leases
+
+    def seal(self, prompt: Prompt) -> None:
+        self.sender.seal(prompt.room, Metadata(prompt.room, 0, 7, None, 0, prompt.positions))
+
+    def outcome(self, room: RoomId) -> receiver.Outcome:
+        """What the room came to at the reader."""
+        self.until(lambda: any(o.room == room for o in self.outcomes), f"an outcome of {room}")
+        return next(o for o in self.outcomes if o.room == room)
+
+    def released(self, room: RoomId) -> sender.Released:
+        """What the room came to at the writer."""
+
+        def found() -> list[sender.Released]:
+            return [o for o in self.heard if isinstance(o, sender.Released) and o.room == room]
+
+        self.until(found, f"the end of {room} at the writer")
+        return found()[0]
+
+    def quiet(self) -> None:
+        """Polls until no room is left, then checks that every page and slot is back at the reader."""
+        self.until(lambda: not self.receiver.rooms and not self.sender.rooms, "the last room")
+        assert self.sender.check() == self.receiver.check() == []
+        assert self.source.check() == self.target.check() == []
+        assert self.receiver.slots.free == self.receiver.slots.total
+        for allocator in self.target.allocators.values():
+            assert allocator.free == allocator.total, allocator.name
+
+
+def image(pools: PoolSet) -> dict[tuple[str, int], list[bytes]]:
+    """Every page and slot, by pool and index."""
+    return {(pool, i): entry(pools, pool, i) for pool, count in pools.layout.counts.items() for i in range(count)}
+
+
+def placed(ends: Ends, prompt: Prompt, leases: Mapping[str, Lease], lacks: Mapping[str, range]) -> None:
+    """Asserts that what was lacking lies in the leases' first places, byte for byte."""
+    for pool, numbers in lacks.items():
+        theirs = leases[pool].indices[: len(numbers)]
+        for ours, there in zip(prompt.runs[pool].at(numbers), theirs, strict=True):
+            assert entry(ends.source, pool, ours) == entry(ends.target, pool, there), (pool, numbers)
+
+
+@contextmanager
+def ends(
+    spec: PoolSetSpec,
+    plane: str,
+    *,
+    seed: int = 1,
+    count: int = 64,
+    slots: int = 4,
+    faults: Mapping[str, Any] | None = None,
+    device: Device | None = None,
+) -> Iterator[Ends]:
+    clock = ManualClock()
+    config = config_from_dict({"transfer": {"plane": plane}, "faults": dict(faults or {})})
+    waiter = Waiter()
+    pools, planes = [], []
+    for side in range(2):
+        planes.append(make_plane(config, "127.0.0.1", None, waiter.wake))
+        layout = PoolSetLayout(spec, spec.even(count + 7 * side))
+        pool_set = PoolSet(spec, layout.counts, planes[side].allocate("pages", layout.nbytes))
+        filled(pool_set, seed + side).zero({pool.name: [0] for pool in spec.pools})
+        pools.append(pool_set)
+    options: dict[str, Any] = {"clock": clock, "waiter": waiter, "curve": None}
+    writer = SenderEnd(
+        WorkerName("prefill-0"), Incarnation(1), "a model", planes[0], pools[0], device or CpuDevice(),
+        config.transfer, host="127.0.0.1", **options,
+    )  # fmt: skip
+    reader = ReceiverEnd(
+        WorkerName("decode-0"), Incarnation(1), "a model", planes[1], pools[1], slots, config.transfer,
+        verify=True, **options,
+    )  # fmt: skip
+    try:
+        yield Ends(spec, writer, reader, pools[0], pools[1], clock, waiter, random.Random(seed))
+    finally:
+        writer.close()
+        reader.close()
+        waiter.close()

@@ -1,0 +1,85 @@
+"""A peer that dies takes its rooms with it: by the proof of its death, not by a message, and not by a timeout."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Iterator
+
+import pytest
+
+from cache.device import DONE
+from contracts.ids import Incarnation, WorkerName
+from contracts.messages import PeerRef
+from tests.poolsets import pool_sets
+from tests.rooms import ends
+from transfer import process
+from transfer.receiver import Broken, Expected
+
+SPEC = pool_sets()["all"]
+
+
+@pytest.fixture
+def stand_in() -> Iterator[subprocess.Popen[bytes]]:
+    """A process that does nothing but live, to be taken for a worker's."""
+    child = subprocess.Popen([sys.executable, "-c", "import sys; sys.stdin.read()"], stdin=subprocess.PIPE)
+    try:
+        yield child
+    finally:
+        child.kill()
+        child.wait()
+        assert child.stdin is not None
+        child.stdin.close()
+
+
+def identity_of(child: subprocess.Popen[bytes]) -> tuple[int, int, str]:
+    return child.pid, process.start_ticks(child.pid) or 0, process.namespace()
+
+
+@pytest.mark.parametrize("plane", ["local", "shm", "zmq"])
+def test_b10_a_dead_peers_leases_end_by_revocation(
+    plane: str, stand_in: subprocess.Popen[bytes], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The reader's leases of every pool end with the writer's process; while it lives, given up or not, they don't."""
+    with ends(SPEC, plane) as both:
+        prompt, other = both.prompt(27), both.prompt(12)
+        peer = PeerRef(WorkerName("prefill-0"), Incarnation(1), both.sender.control)
+        both.receiver.open(prompt.room, peer, Expected(prompt.keys, 27))
+        monkeypatch.setattr(process, "mine", lambda: identity_of(stand_in))
+        both.until(lambda: both.sender._peers, "hello")
+        leases = both.open(other)
+        both.sender.write(other.room, {"full": other.part("full")}, (DONE,))
+        both.receiver.abort(other.room, "cancelled")
+        revocable = both.receiver._plane.revocable
+        assert both.receiver.poll() == []
+        assert [lease.live for lease in leases.values()] == [not revocable] * 3
+        both.clock.advance(10_000)
+        assert both.receiver.poll() == []
+        assert both.receiver.rooms == (1 if revocable else 2)
+        stand_in.kill()
+        broken = both.outcome(prompt.room)
+        assert isinstance(broken, Broken)
+        assert "died" in broken.message
+        assert not any(o.room == other.room for o in both.outcomes)
+        assert not any(lease.live for lease in leases.values())
+        assert both.receiver.rooms == 0
+        for allocator in both.target.allocators.values():
+            assert allocator.free == allocator.total
+
+
+@pytest.mark.parametrize("plane", ["local", "shm", "zmq"])
+def test_b10_a_dead_readers_rooms_end_at_the_writer_and_nothing_stays_pinned(
+    plane: str, stand_in: subprocess.Popen[bytes], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with ends(SPEC, plane) as both:
+        prompt = both.prompt(27)
+        monkeypatch.setattr(process, "mine", lambda: identity_of(stand_in))
+        both.open(prompt)
+        both.sender.write(prompt.room, {"window": prompt.part("window")}, (DONE,))
+        stand_in.kill()
+        assert both.released(prompt.room).reason == "decode-0 died"
+        assert both.sender.rooms == 0
+        for pool, lease in prompt.leases.items():
+            lease.release()
+            assert both.source.allocators[pool].quarantined == 0
+        assert both.sender.check() == []
