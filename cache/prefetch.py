@@ -27,7 +27,6 @@ from cache.nodes import Offer, Tier
 from cache.pools import PoolSet
 from cache.prefix import Prefix
 from cache.storage import ObjectName, Outcome, Queue, Ticket
-from cache.tags import Digester
 from cache.tree import PrefixTree
 from contracts.config import PrefetchConfig
 from contracts.errors import CapacityError
@@ -97,7 +96,7 @@ class Prefetcher:
     ) -> None:
         self._tree, self._host, self._storage, self._fingerprint = tree, host, storage, fingerprint
         self._config, self._now, self._agree = config, now, agree
-        self._digester = Digester(host.layout)
+        self._digester = host.digester
         self._active: list[Prefetch] = []
         self._number = 0
         self.counters = {"pages_prefetched": 0.0, "pages_damaged_in_storage": 0.0, "prefetch_pages_dropped": 0.0}

@@ -37,7 +37,6 @@ from cache.prefix import Prefix
 from cache.registry import Kind
 from cache.saving import Saver
 from cache.storage import Queue
-from cache.tags import Digester
 from cache.telling import Teller
 from cache.tree import Match, PrefixTree
 from contracts.config import CacheConfig
@@ -74,7 +73,7 @@ class Seat:
         )
         self._runs = [p.name for p in self.spec.pools if p.kind is not Kind.STATE]
         self._slots = [p.name for p in self.spec.pools if p.kind is Kind.STATE]
-        self._digester = Digester(pools.layout)
+        self._digester = pools.digester
         self._claims: dict[Lock, Claim] = {}
         self._fresh: list[Claim] = []
         self._launched = Launched()

@@ -41,12 +41,19 @@ class ContentTag:
 
 def chain_keys(tokens: Sequence[int], page_tokens: int, salt: str = "") -> list[bytes]:
     """The chain key of each page of `tokens`, the last, partly filled one included."""
-    keys = []
-    key = hashlib.blake2b(salt.encode(), digest_size=16, person=b"twinpool-chain").digest()
-    raw = np.asarray(tokens, dtype="<u4").tobytes()
-    step = 4 * page_tokens
-    for start in range(0, len(raw), step):
-        key = hashlib.blake2b(key + raw[start : start + step], digest_size=16).digest()
+    return chain_on(chain_start(salt), np.asarray(tokens, dtype="<u4").tobytes(), 4 * page_tokens)
+
+
+def chain_start(salt: str) -> bytes:
+    """What the chain keys of every sequence under `salt` begin with."""
+    return hashlib.blake2b(salt.encode(), digest_size=16, person=b"twinpool-chain").digest()
+
+
+def chain_on(key: bytes, raw: bytes, page_bytes: int, start: int = 0) -> list[bytes]:
+    """The chain keys of the pages of `raw` (4 bytes a token) from byte `start` on; `key` is that of the page before."""
+    keys, blake2b = [], hashlib.blake2b
+    for at in range(start, len(raw), page_bytes):
+        key = blake2b(key + raw[at : at + page_bytes], digest_size=16).digest()
         keys.append(key)
     return keys
 
