@@ -88,10 +88,13 @@ class PrefixTree:
         for node, pages in self._along(prefix):
             path.append(node)
             at += pages
-            accepts = [walk.step(node, pages) for walk in walks]
-            if all(a.tree for a in accepts):
+            device = tree = True
+            for walk in walks:
+                accepts = walk.step(node, pages)
+                device, tree = device and accepts.device, tree and accepts.tree
+            if tree:
                 depth, length = at, len(path)
-            if all(a.device for a in accepts):
+            if device:
                 device_depth, device_length = at, len(path)
         return Match(prefix, tuple(path[:length]), depth, device_depth, tuple(path[:device_length]), self._version)
 
@@ -100,16 +103,17 @@ class PrefixTree:
         return list(self._along(prefix))
 
     def _along(self, prefix: Prefix) -> Iterator[tuple[Node, int]]:
-        node, at, size = self.roots.get(prefix.salt), 0, prefix.page_bytes
+        node, at, raw, size = self.roots.get(prefix.salt), 0, prefix.raw, prefix.page_bytes
         while node is not None:
-            child = node.children.get(prefix.raw[at : at + size])
+            child = node.children.get(raw[at : at + size])
             if child is None:
                 return
-            pages = common_pages(child.raw, prefix.raw, at, size)
-            yield child, pages
-            if pages < len(child):
+            run = child.raw
+            if not raw.startswith(run, at):
+                yield child, common_pages(run, raw, at, size)
                 return
-            node, at = child, at + len(child.raw)
+            yield child, len(run) // size
+            node, at = child, at + len(run)
 
     # ------------------------------------------------------------ locks
 
@@ -175,11 +179,15 @@ class PrefixTree:
         """Keep `part` too, once: it was loaded for whom the lock is."""
         if lock in part.locks:
             return
+        if lock in part.locks:
+            return
         if not part.locks:
             self.protected[part.tier, part.component] += len(part)
         part.locks.add(lock)
         lock.parts.append(part)
-        self._queue(part.node, part.tier)
+        if len(part.node.parts[part.tier]) > 1:
+            # Where full state is kept, the rest of the node may go alone.
+            self._queue(part.node, part.tier)
 
     def unlock(self, lock: Lock) -> None:
         """Give back what `lock` keeps. Idempotent."""
@@ -225,32 +233,31 @@ class PrefixTree:
         if not end:
             return 0
         self._tick += 1
-        path = self._path(prefix, [node for node, _ in walked], at, end, self._boundaries(offers), priority)
-        taken = self._plan(path, offers, tier)
+        # The nodes' keys are the prefix's own as far as the tokens are the same: only new pages are hashed.
+        prefix.know(b"".join([node.chain for node, _ in walked])[: KEY_BYTES * at])
+        path = self._path(prefix, walked, at, end, self._boundaries(offers), priority)
         # From the last node up: taking a run out of a lease moves only what lies behind it.
-        for node in reversed(path):
-            for component, offer, where in taken.get(id(node), ()):
+        for node, mine in reversed(self._plan(path, offers, tier)):
+            for component, offer, where in mine:
                 self._take(node, component, tier, offer, where)
+        self._discard_empty(path)
+        held, unbroken = 0, True
         for node in path:
             node.used, node.priority = self._tick, max(node.priority, priority)
-            self._queue(node, tier)
-        self._discard_empty(path)
-        held = 0
-        for node in path:
-            if self.full not in node.parts[tier]:
-                break
-            held += len(node)
+            unbroken = unbroken and self.full in node.parts[tier]
+            held += len(node) if unbroken else 0
         return held
 
     def _boundaries(self, offers: Offers) -> set[int]:
         return {b for c in self.components for b in c.boundaries(offers.get(c.name, ()))}
 
     def _path(
-        self, prefix: Prefix, path: list[Node], at: int, end: int, boundaries: set[int], priority: int
+        self, prefix: Prefix, walked: list[tuple[Node, int]], at: int, end: int, boundaries: set[int], priority: int
     ) -> list[Node]:
         """The nodes of pages `0 .. end-1`, made where there are none and split where one must end."""
-        if at < sum(map(len, path)):
-            path[-1] = self._split(path[-1], len(path[-1]) - (sum(map(len, path)) - at))
+        path = [node for node, _ in walked]
+        if path and walked[-1][1] < len(path[-1]):
+            path[-1] = self._split(*walked[-1])
         if end > at:
             parent = path[-1] if path else self._root(prefix.salt)
             raw = prefix.raw[at * prefix.page_bytes : end * prefix.page_bytes]
@@ -258,19 +265,20 @@ class PrefixTree:
             node.used = node.created = self._tick
             parent.children[raw[: prefix.page_bytes]] = node
             path.append(node)
-        out, start = [], 0
-        for whole in path:
-            node, stop = whole, start + len(whole)
-            for cut in sorted(b for b in boundaries if start < b < stop):
-                out.append(self._split(node, cut - start))
-                start = cut
+        out, start, cuts = [], 0, sorted(boundaries)
+        for node in path:
+            stop = start + len(node)
+            for cut in cuts:
+                if start < cut < stop:
+                    out.append(self._split(node, cut - start))
+                    start = cut
             out.append(node)
             start = stop
         return out
 
-    def _plan(self, path: list[Node], offers: Offers, tier: Tier) -> dict[int, list[tuple[str, Offer, int]]]:
+    def _plan(self, path: list[Node], offers: Offers, tier: Tier) -> list[tuple[Node, list[tuple[str, Offer, int]]]]:
         """Decide from the root down what each node takes: component, offer, and where in its lease."""
-        taken: dict[int, list[tuple[str, Offer, int]]] = {}
+        taken: list[tuple[Node, list[tuple[str, Offer, int]]]] = []
         start, unbroken = 0, True
         for node in path:
             stop = start + len(node)
@@ -289,7 +297,8 @@ class PrefixTree:
                     continue
                 mine.append((name, offer, where))
                 full_here = full_here or name == self.full
-            taken[id(node)] = mine
+            if mine:
+                taken.append((node, mine))
             unbroken = full_here or (self.write_back and tier is Tier.HOST)
             start = stop
         return taken
@@ -316,8 +325,9 @@ class PrefixTree:
 
     def _discard_empty(self, path: Sequence[Node]) -> None:
         for node in reversed(path):
-            if not node.children and not any(node.parts):
-                self._unlink(node)
+            if node.children or any(node.parts):
+                return
+            self._unlink(node)
 
     @property
     def _page_bytes(self) -> int:
@@ -326,7 +336,7 @@ class PrefixTree:
     def _root(self, salt: str) -> Node:
         root = self.roots.get(salt)
         if root is None:
-            root = self.roots[salt] = Node(b"", b"", None)
+            root = self.roots[salt] = Node(b"", b"", None, salt=salt)
         return root
 
     def _split(self, node: Node, pages: int) -> Node:
@@ -434,6 +444,12 @@ class PrefixTree:
                 return False
             node = node.parent
         return True
+
+    def salt(self, node: Node) -> str:
+        """Under which salt it was inserted."""
+        while node.parent is not None:
+            node = node.parent
+        return node.salt
 
     def start(self, node: Node) -> int:
         """The page number of its first page."""
