@@ -1,4 +1,4 @@
-"""One seed, one schedule: loads, saves, prefetches, passes and sends of several requests, interleaved on the lazy device.
+"""One seed, one schedule: loads, saves, prefetches, passes and sends of several requests, on the lazy device.
 
     .venv/bin/python -m tests.cache_schedule 1234      replays seed 1234 and prints every action and operation
 
