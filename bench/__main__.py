@@ -4,8 +4,9 @@
     python -m bench serve                 # one of them
     python -m bench --model DIR --long    # another checkpoint, five times the repetitions
 
-`engine` measures the engine beside transformers, `handover` the data planes beside a copy and a socket, `serve` a
-cluster that it starts (or the one at `--url`): one request at a time, many at once, and arrivals of a real trace.
+`engine` measures the engine beside transformers, `copies` what moves between tiers beside a memcpy, `handover` the data
+planes beside a copy and a socket, `serve` a cluster that it starts (or the one at `--url`): one request at a time, many
+at once, and arrivals of a real trace.
 Each bench has more flags of its own: `python -m bench.engine --help`, and so on.
 """
 
@@ -18,11 +19,11 @@ import sys
 from contextlib import ExitStack
 from pathlib import Path
 
-from bench import engine, handover, serve
+from bench import copies, engine, handover, serve
 from bench.cluster import serving
 from bench.random_model import DEMO
 
-BENCHES = ("engine", "handover", "serve")
+BENCHES = ("engine", "copies", "handover", "serve")
 TRACE = os.path.relpath(Path(__file__).parent / "traces" / "conversation_200.jsonl")
 SLO = ("--slo-ttft-ms", "500", "--slo-tpot-ms", "50")
 
@@ -73,6 +74,9 @@ def main() -> int:
         print("== engine", flush=True)
         flags = ["--model", str(args.model), "--threads", str(args.threads), "--repeats", str(3 * times)]
         worst = max(worst, engine.main([*flags, "--json", str(args.out / "engine.json")]))
+    if "copies" in chosen:
+        print("\n== copies", flush=True)
+        worst = max(worst, copies.main(["--rounds", str(3 * times), "--json", str(args.out / "copies.json")]))
     if "handover" in chosen:
         print("\n== handover", flush=True)
         worst = max(worst, handover.main(["--rounds", str(3 * times), "--json", str(args.out / "handover.json")]))

@@ -71,6 +71,8 @@ class Claim:
     snapshots: dict[str, list[Snapshot]] = field(default_factory=dict)
     digests: dict[str, list[int | None]] = field(default_factory=dict)
     """Of finished pages, by page number; None where nothing is, or nothing finished."""
+    lacking: dict[str, range] = field(default_factory=dict)
+    """Of a reservation: the numbers that are to be handed over, by pool."""
     started: list[Completion] = field(default_factory=list)
     """Operations that bring its recurrent states into its slots."""
     betrayed: bool = False
@@ -93,6 +95,11 @@ class Claim:
             named[pool] = list(lease.indices) + [i for s in self.snapshots.get(pool, ()) for i in s.lease.indices]
             named[pool] += [i for part in self.lock.of(pool) if part.tier is Tier.DEVICE for i in part.lease.indices]
         return named
+
+    def held(self) -> dict[str, set[int]]:
+        """Of a reservation: the page and slot numbers that it needn't be sent, by pool."""
+        held = {pool: {n for n, i in enumerate(table) if i != NO_PAGE} for pool, table in self.tables.items()}
+        return held | {pool: {n.stop - 1} for pool, n in self.lacking.items() if pool not in self.tables and not n}
 
     def own(self, pool: str) -> int:
         """Pages and slots of `pool` that it leased itself and still holds."""

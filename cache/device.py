@@ -143,7 +143,7 @@ class _Failed:
 
 
 def attempt(device: Device, op: Op, run: Callable[[], object], after: Sequence[Completion] = ()) -> Completion:
-    """`submit`, for a caller that can do without: an error of the device becomes a completion whose `wait` raises it."""
+    """`submit`, for a caller that can do without: the device's error becomes a completion whose `wait` raises it."""
     try:
         return device.submit(op, run, after)
     except RuntimeError as error:

@@ -17,7 +17,6 @@ from cache.leases import Lease
 from cache.moves import Move, copy_state
 from cache.nodes import Lock, Node, Part, Tier
 from cache.pools import PoolSet
-from cache.tags import Digester
 from cache.tree import PrefixTree
 
 
@@ -48,7 +47,7 @@ class Loader:
     ) -> None:
         self._tree, self._pools, self._host, self._device, self._now = tree, pools, host, device, now
         self._verify = verify
-        self._digester = Digester(pools.layout)
+        self._digester = pools.digester
         self._planned: _Load | None = None
         self._loads: list[_Load] = []
         self.bytes_per_s = 0.0
@@ -58,6 +57,11 @@ class Loader:
     @property
     def busy(self) -> bool:
         return bool(self._planned or self._loads)
+
+    @property
+    def locks(self) -> int:
+        """Locks in the tree that it holds."""
+        return sum(len(load.locks) for load in self._all())
 
     @property
     def nbytes(self) -> int:

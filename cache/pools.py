@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import cached_property
 
 import torch
 
+from cache.device import Device
 from cache.gate import Gate
 from cache.leases import Allocator
 from cache.moves import Indices
 from cache.registry import Order, PoolSetLayout, PoolSetSpec
+from cache.tags import Digester
+from contracts.errors import ConfigError
 
 
 class PoolSet:
@@ -45,6 +49,11 @@ class PoolSet:
     @property
     def spec(self) -> PoolSetSpec:
         return self.layout.spec
+
+    @cached_property
+    def digester(self) -> Digester:
+        """Digests what lies in this region."""
+        return Digester(self.layout, self.region.device)
 
     def _layers(self, pool: str) -> list[dict[str, torch.Tensor]]:
         layers: list[dict[str, torch.Tensor]] = [{} for _ in range(self.spec.by_name[pool].layers)]
@@ -84,3 +93,16 @@ class PoolSet:
                 dirty = [i for i, row in enumerate(null_lw) if row.any()]
                 found.append(f"{pool.name} pages: the null page of {buffer.spec.name} isn't zero in layers {dirty}")
         return found
+
+
+def host_pools(spec: PoolSetSpec, nbytes: int, device: Device) -> PoolSet:
+    """The host tier's mirror of a pool set in `nbytes` of memory that `device` copies from and to: page-first.
+
+    Raises `ConfigError` when not even one page fits.
+    """
+    one = sum(spec.unit_bytes(pool) for pool in spec.by_name)
+    count = nbytes // one
+    if count < 2:
+        raise ConfigError(f"cache.host_bytes={nbytes} holds no page: this model needs {2 * one} or more")
+    layout = PoolSetLayout(spec, spec.even(count), Order.PAGE_FIRST)
+    return PoolSet(spec, layout.counts, device.allocate_host(layout.nbytes), Order.PAGE_FIRST, "host")

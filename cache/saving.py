@@ -53,6 +53,11 @@ class Saver:
     def busy(self) -> bool:
         return bool(self._saves or self._writes)
 
+    @property
+    def locks(self) -> int:
+        """Locks in the tree that it holds."""
+        return 2 * len(self._saves) + len(self._writes)
+
     def leased(self, component: str) -> int:
         """Host pages (or slots) of copies under way."""
         return sum(len(s.leases[component]) for s in self._saves if component in s.leases)
@@ -128,10 +133,19 @@ class Saver:
             self._let_go(save.lock, save.above, save.leases)
         for write in [w for w in self._writes if w.ticket.done]:
             self._writes.remove(write)
-            stored = sum(outcome.ok for outcome in write.ticket.result())
+            results = write.ticket.result()
+            stored = sum(outcome.ok for outcome in results)
+            self._tell(write, results)
             self.counters["pages_stored"] += stored
             self.counters["stores_failed"] += len(write.ticket.names) - stored
             self._tree.unlock(write.lock)
+
+    def _tell(self, write: _Write, results: Sequence[Outcome]) -> None:
+        """Full nodes that storage now has all of."""
+        good = {name.chain for name, outcome in zip(write.ticket.names, results, strict=True) if outcome.ok}
+        for part in write.lock.of(self._tree.full):
+            if part.node.parts[Tier.HOST].get(self._tree.full) is part and good.issuperset(part.node.keys):
+                self._tree.on_change(part.node, Tier.STORAGE, True)
 
     def _finish(self, save: _Save) -> None:
         tree, arrived = self._tree, []

@@ -16,14 +16,18 @@ A request's way through it:
 
 from __future__ import annotations
 
+import logging
+import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from itertools import pairwise
 
 from cache.claim import NO_PAGE, Cached, Claim, Run, Snapshot
 from cache.device import DEVICE, Completion, Device, Op, Span, Stream, attempt, failure
+from cache.due import due, missing
 from cache.eviction import POLICIES
-from cache.leases import Lease, Pin
+from cache.launched import Launched
+from cache.leases import Lease
 from cache.loading import Loader
 from cache.moves import Move, Part, copy_state
 from cache.nodes import Lock, Node, Offer, Tier
@@ -33,17 +37,18 @@ from cache.prefix import Prefix
 from cache.registry import Kind
 from cache.saving import Saver
 from cache.storage import Queue
-from cache.tags import Digester
+from cache.telling import Teller
 from cache.tree import Match, PrefixTree
 from contracts.config import CacheConfig
 from contracts.errors import CapacityError
 
+_log = logging.getLogger("twinpool.cache")
 _SNAPSHOTS = 2
 """Snapshots of a request that aren't in the tree yet: they alternate."""
 
 
 class Seat:
-    """See the module's prose. Single-threaded. `now` is in seconds."""
+    """See the module's prose. Single-threaded. `now` is in seconds, `wall` in seconds since 1970."""
 
     def __init__(
         self,
@@ -56,9 +61,11 @@ class Seat:
         storage: Queue | None = None,
         fingerprint: str = "",
         agree: Agree = lambda key, value: value,
+        wall: Callable[[], float] = time.time,
+        rank: int = 0,
     ) -> None:
         self.pools, self.host, self.config = pools, host, config
-        self._device, self._now = device, now
+        self._device, self._now, self._storage = device, now, storage
         self.spec = pools.spec
         self.full = self.spec.full.name
         self.tree = PrefixTree(
@@ -66,16 +73,20 @@ class Seat:
         )
         self._runs = [p.name for p in self.spec.pools if p.kind is not Kind.STATE]
         self._slots = [p.name for p in self.spec.pools if p.kind is Kind.STATE]
-        self._digester = Digester(pools.layout)
+        self._digester = pools.digester
         self._claims: dict[Lock, Claim] = {}
         self._fresh: list[Claim] = []
-        self._launched: list[tuple[list[Completion], list[Pin]]] = []
+        self._launched = Launched()
         self.saver = self.loader = self.prefetcher = None
         if host is not None:
             self.saver = Saver(self.tree, pools, host, device, storage, fingerprint)
             self.loader = Loader(self.tree, pools, host, device, now, config.verify)
             if storage is not None:
                 self.prefetcher = Prefetcher(self.tree, host, storage, fingerprint, config.prefetch, now, agree)
+        events = config.events
+        self.teller = Teller(self.tree, events, wall, rank) if events.endpoint else None
+        if self.teller is not None:
+            _log.info("KV events at %s", self.teller.publisher.endpoint)
         self._tokens_per_s = 0.0
         self.counters = {"pages_evicted": 0.0, "pages_condemned": 0.0, "loads_skipped": 0.0}
 
@@ -89,6 +100,19 @@ class Seat:
             # What comes from storage hangs below what is there, so that must be on the host as well.
             self.saver.save(self.tree.match(prefix).path)
         return self.prefetcher.start(prefix)
+
+    def may_run(self, prefetch: Prefetch) -> bool:
+        """Whether a request need not wait for its prefetch any longer, by the stop policy."""
+        return self.prefetcher is None or self.prefetcher.may_run(prefetch)
+
+    def due(self, prefetch: Prefetch) -> float | None:
+        """When `may_run` changes although nothing arrives."""
+        return self.prefetcher.deadline(prefetch) if self.prefetcher is not None else None
+
+    def stop(self, prefetch: Prefetch) -> None:
+        """Its request is gone. Idempotent."""
+        if self.prefetcher is not None and not prefetch.over:
+            self.prefetcher.stop(prefetch)
 
     def claim(
         self, prefix: Prefix, positions: int, owner: str, *, reusable: int, prefetch: Prefetch | None = None
@@ -135,6 +159,64 @@ class Seat:
         self._claims[claim.lock] = claim
         self._fresh.append(claim)
         return claim
+
+    # ------------------------------------------------------------ hand-over to this seat
+
+    def reserve(self, prefix: Prefix, prompt: int, positions: int, owner: str) -> tuple[Claim, dict[str, Lease]] | None:
+        """Take state for a prompt of `prompt` positions that is handed over, and for `positions` in all.
+
+        What the tree has on the device is kept, component by component; the leases are for what `lacking` names and
+        for the answer, in that order, and belong to whoever receives until `adopt`. None without room.
+        """
+        wanted = due(self.spec, prompt)
+        lock, held = self.tree.hold(prefix, wanted, owner)
+        lacking = missing(wanted, held)
+        more = self.pools.pages_for(positions) - self.pools.pages_for(prompt)
+        needs = {pool: len(lacking[pool]) + more for pool in self._runs} | dict.fromkeys(self._slots, 1)
+        leases = self._lease(needs, owner)
+        if leases is None:
+            self.tree.unlock(lock)
+            return None
+        depth = lacking[self.full].start
+        claim = Claim(owner, prefix, lock, depth, Cached(min(prompt, depth * self.spec.page_tokens)), lacking=lacking)
+        for pool in self._runs:
+            self._enter_held(claim, pool, wanted[pool])
+        self._claims[lock] = claim
+        return claim, leases
+
+    def _enter_held(self, claim: Claim, pool: str, wanted: range) -> None:
+        claim.tables[pool], claim.epochs[pool], claim.digests[pool], claim.runs[pool] = [], [], [], []
+        for part in claim.lock.of(pool):
+            start = self.tree.start(part.node)
+            for number, index, epoch in zip(
+                range(start, start + len(part)), part.lease.indices, part.lease.epochs, strict=True
+            ):
+                if number in wanted and number not in claim.lacking[pool]:
+                    claim.put(pool, number, [index], [epoch])
+
+    def adopt(
+        self, claim: Claim, prompt: int, leases: Mapping[str, Lease], digests: Mapping[str, Mapping[int, int]]
+    ) -> None:
+        """Everything that was lacking has come into `leases`, verified, with these `digests` by pool and number."""
+        whole = prompt // self.spec.page_tokens
+        for pool in self._runs:
+            lacking, lease = claim.lacking[pool], leases[pool]
+            received = lease.split(len(lacking), claim.owner)
+            for first, part in ((lacking.start, received), (self.pools.pages_for(prompt), lease)):
+                claim.put(pool, first, part.indices, part.epochs)
+                claim.runs[pool].append(Run(first, part))
+            known = {**self._held_digests(claim, pool), **digests.get(pool, {})}
+            claim.digests[pool] = [known.get(n) if claim.tables[pool][n] != NO_PAGE else None for n in range(whole)]
+        for pool in self._slots:
+            claim.slots[pool] = leases[pool]
+            if not claim.lacking[pool]:
+                self._start_slot(claim, pool)
+
+    def _held_digests(self, claim: Claim, pool: str) -> dict[int, int]:
+        starts = [(self.tree.start(part.node), part) for part in claim.lock.of(pool) if part.tier is Tier.DEVICE]
+        return {start + i: digest for start, part in starts for i, digest in enumerate(part.digests)}
+
+    # ------------------------------------------------------------ room
 
     def _worth_loading(self, match: Match) -> bool:
         """Whether what the host has below the device's anchor is loaded, rather than computed again."""
@@ -208,22 +290,18 @@ class Seat:
 
     def poll(self) -> list[Claim]:
         """Take in what has completed; returns claims that relied on state which turned out damaged."""
+        if self.teller is not None:
+            self.teller.round()
         if self.saver is not None:
             self.saver.poll()
         if self.prefetcher is not None:
             self.prefetcher.poll()
-        for entry in [e for e in self._launched if all(c.done for c in e[0])]:
-            self._launched.remove(entry)
-            for pin in entry[1]:
-                pin.release()
+        self._launched.sweep()
         betrayed = [c for c in self._claims.values() if not c.betrayed and _failed(c.started)]
+        relied = [self._claims.get(lock) for lock in (self.loader.poll() if self.loader is not None else ())]
+        betrayed += [c for c in dict.fromkeys(relied) if c is not None and not c.betrayed and c not in betrayed]
         for claim in betrayed:
             claim.betrayed = True
-        for lock in self.loader.poll() if self.loader is not None else ():
-            claim = self._claims.get(lock)
-            if claim is not None and not claim.betrayed:
-                claim.betrayed = True
-                betrayed.append(claim)
         return betrayed
 
     def settled(self, claim: Claim) -> bool:
@@ -242,6 +320,16 @@ class Seat:
             rate = tokens / seconds
             self._tokens_per_s = rate if not self._tokens_per_s else 0.8 * self._tokens_per_s + 0.2 * rate
 
+    def stats(self) -> dict[str, float]:
+        """Counters of everything that happened in the tiers, and how full they are."""
+        out = dict(self.counters)
+        for part in (self.saver, self.loader, self.prefetcher):
+            out |= part.counters if part is not None else {}
+        if self.host is not None:
+            allocator = self.host.allocators[self.full]
+            out |= {"host_pages_total": allocator.total, "host_pages_used": allocator.total - allocator.free}
+        return out
+
     # ------------------------------------------------------------ what a committed step leaves
 
     def seal(self, finished: Sequence[tuple[Claim, int]]) -> None:
@@ -256,9 +344,23 @@ class Seat:
                 todo += [(claim, page) for page in range(first, len(digests)) if table[page] != NO_PAGE]
             indices = [claim.tables[pool][page] for claim, page in todo]
             firsts = [page * size for _, page in todo]
+            self._device.touch("seal", reads=[Span(DEVICE, pool, indices)])
             found = self._digester.digest(self.pools.region, pool, indices, firsts, [at + size for at in firsts])
             for (claim, page), digest in zip(todo, found, strict=True):
                 claim.digests[pool][page] = digest
+
+    def tail(self, claim: Claim, committed: int) -> dict[str, int]:
+        """The digests of the last, partly filled page at `committed` positions, by pool; empty at a page boundary."""
+        size = self.spec.page_tokens
+        page = committed // size
+        if committed % size == 0:
+            return {}
+        return {
+            pool: self._digester.digest(
+                self.pools.region, pool, [claim.tables[pool][page]], [page * size], [committed]
+            )[0]
+            for pool in self._runs
+        }
 
     def share(self, claim: Claim, prefix: Prefix, priority: int = 0) -> None:
         """Give the tree the sealed pages of `prefix` that it lacks, and its snapshots; the claim keeps them locked."""
@@ -361,8 +463,7 @@ class Seat:
 
     def _give_back(self, snapshot: Snapshot) -> None:
         if not snapshot.completion.done:
-            pin = snapshot.lease.pin("snapshot under way")
-            self._launched.append(([snapshot.completion], [pin]))
+            self._launched.hold(snapshot.completion, snapshot.lease.pin("snapshot under way"))
         snapshot.lease.release()
 
     # ------------------------------------------------------------ ends
@@ -377,11 +478,11 @@ class Seat:
         claim.released = True
         snapshots = [s for held in claim.snapshots.values() for s in held]
         under_way = [c for c in [*after, *claim.started, *(s.completion for s in snapshots)] if not c.done]
-        if under_way:
-            pins = [
-                self.pools.allocators[pool].pin(i, f"launched for {claim.owner}") for pool, i in claim.named().items()
-            ]
-            self._launched.append((under_way, pins))
+        for completion in under_way:
+            reason = f"launched for {claim.owner}"
+            self._launched.hold(
+                completion, *(self.pools.allocators[p].pin(i, reason) for p, i in claim.named().items())
+            )
         del self._claims[claim.lock]
         self.tree.unlock(claim.lock)
         leases = [s.lease for s in snapshots] + list(claim.slots.values())
@@ -408,7 +509,7 @@ class Seat:
     def busy(self) -> bool:
         """Whether copies, loads or reads are under way that `poll` is to take in."""
         return any((
-            self._launched,
+            len(self._launched),
             self.saver is not None and self.saver.busy,
             self.loader is not None and self.loader.busy,
             self.prefetcher is not None and len(self.prefetcher),
@@ -424,6 +525,9 @@ class Seat:
             )
         for claim in self._claims.values():
             found += self._check_claim(claim)
+        locks = len(self._claims) + sum(part.locks for part in (self.saver, self.loader) if part is not None)
+        if locks != self.tree.locks:
+            found.append(f"tree: {self.tree.locks} locks, claims and moves hold {locks}")
         if self.host is None:
             return found
         assert self.saver is not None
@@ -448,16 +552,24 @@ class Seat:
             if [e for _, e in used] != list(self.pools.allocators[pool].epochs_of([i for i, _ in used])):
                 found.append(f"{claim.owner}: its {pool} table has old epochs")
             for run in claim.runs[pool]:
+                if not run.lease.live:
+                    found.append(f"{claim.owner}: its lease has ended")
                 if table[run.first : run.end] != list(run.lease.indices):
                     found.append(f"{claim.owner}: its {pool} table differs from what it leased")
         return found
 
-    def close(self) -> None:
-        """Release every claim and end all prefetches. Storage must have been closed before."""
+    def close(self, timeout_s: float = 5.0) -> None:
+        """Release every claim and end all prefetches; what storage is still busy with gets `timeout_s`."""
+        if self.teller is not None:
+            self.teller.close()
+        if self._storage is not None and not self._storage.close(timeout_s):
+            # A thread of it may still write to the host's memory: that must outlive it, and nothing is taken back.
+            return
         for claim in list(self._claims.values()):
             self.release(claim)
         if self.prefetcher is not None:
             self.prefetcher.close()
+        self._launched.settle()
 
 
 def _failed(operations: Sequence[Completion]) -> bool:

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
 import os
 import time
 from dataclasses import dataclass
 
 from cache.device import Device, make_device
-from cache.pools import PoolSet
+from cache.moves import describe_spec
+from cache.pools import PoolSet, host_pools
 from cache.registry import PoolSetLayout
+from cache.seat import Seat
+from cache.storage import StorageQueue, make_backend
 from contracts.access import SECRET_VARIABLE
 from contracts.clock import Clock, SystemClock
 from contracts.config import Config
@@ -36,7 +41,7 @@ class Parts:
     device: Device
     waiter: Waiter
     plane: Plane
-    pools: PoolSet
+    seat: Seat
     engine: Engine
     curve: Curve | None
 
@@ -59,27 +64,36 @@ def build_worker(
     says. Raises `CheckpointError` or `ConfigError`.
     """
     clock = clock or SystemClock()
-    p = _parts(role, spec, config, host, device_tokens, device)
+    p = _parts(role, name, spec, config, host, device_tokens, device, clock)
     if role is Role.PREFILL:
         sender = SenderEnd(
-            name, incarnation, spec.fingerprint, p.plane, p.pools, p.device, config.transfer,
+            name, incarnation, spec.fingerprint, p.plane, p.seat.pools, p.device, config.transfer,
             host=host, clock=clock, waiter=p.waiter, curve=p.curve,
         )  # fmt: skip
         return PrefillWorker(
-            name, incarnation, config, p.engine, p.pools, sender, p.waiter,
+            name, incarnation, config, p.engine, p.seat, sender, p.waiter,
             context=spec.context, clock=clock, pause=time.sleep,
         )  # fmt: skip
     receiver = ReceiverEnd(
-        name, incarnation, spec.fingerprint, p.plane, p.pools, config.decode.metadata_slots, config.transfer,
+        name, incarnation, spec.fingerprint, p.plane, p.seat.pools, config.decode.metadata_slots, config.transfer,
         verify=config.cache_for(role).verify, clock=clock, waiter=p.waiter, curve=p.curve,
     )  # fmt: skip
     return DecodeWorker(
-        name, incarnation, config, p.engine, p.pools, receiver, p.waiter,
+        name, incarnation, config, p.engine, p.seat, receiver, p.waiter,
         context=spec.context, clock=clock, pause=time.sleep,
     )  # fmt: skip
 
 
-def _parts(role: Role, spec: ModelSpec, config: Config, host: str, device_tokens: int, device: Device | None) -> Parts:
+def _parts(
+    role: Role,
+    name: WorkerName,
+    spec: ModelSpec,
+    config: Config,
+    host: str,
+    device_tokens: int,
+    device: Device | None,
+    clock: Clock,
+) -> Parts:
     secret = os.environ.get(SECRET_VARIABLE)
     curve = Curve.from_secret(bytes.fromhex(secret)) if secret else None
     if curve is None and not host.startswith("127."):
@@ -94,10 +108,50 @@ def _parts(role: Role, spec: ModelSpec, config: Config, host: str, device_tokens
         pool_set = pool_set_spec(spec, dtype_for(spec, config.engine), page_tokens)
         layout = PoolSetLayout(pool_set, pool_set.even(1 + -(-device_tokens // page_tokens)))
         pools = PoolSet(pool_set, layout.counts, plane.allocate("pages", layout.nbytes))
+        seat = _seat(pools, device, spec, config, role, name, clock, waiter)
         epochs = pools.allocators["full"].epochs
         engine = load_engine(spec, config.engine, page_tokens, pools.gates["full"], epochs, device)
     except BaseException:
         plane.close()
         waiter.close()
         raise
-    return Parts(spec, config, device, waiter, plane, pools, engine, curve)
+    return Parts(spec, config, device, waiter, plane, seat, engine, curve)
+
+
+def _seat(
+    pools: PoolSet,
+    device: Device,
+    spec: ModelSpec,
+    config: Config,
+    role: Role,
+    name: WorkerName,
+    clock: Clock,
+    waiter: Waiter,
+) -> Seat:
+    """The pool set with its tiers, as the role's cache section has them."""
+    cache = config.cache_for(role)
+    host = host_pools(pools.spec, cache.host_bytes, device) if cache.host_bytes else None
+    backend = make_backend(cache.storage)
+    if backend is not None and host is None:
+        backend.close()
+        raise ConfigError(
+            f"cache.storage.backend={cache.storage.backend} needs host memory to read into and write from: "
+            "set cache.host_bytes"
+        )
+    storage = StorageQueue(backend, wake=waiter.wake, clock=clock) if backend is not None else None
+    return Seat(
+        pools, device, cache, clock.now,
+        host=host, storage=storage, fingerprint=_fingerprint(pools, spec, config), rank=_event_rank(role, name),
+    )  # fmt: skip
+
+
+def _event_rank(role: Role, name: WorkerName) -> int:
+    """What is added to the port of `cache.events`, so that no two workers of a host want the same."""
+    index = name.rpartition("-")[2]
+    return 2 * (int(index) if index.isdigit() else 0) + (role is Role.DECODE)
+
+
+def _fingerprint(pools: PoolSet, spec: ModelSpec, config: Config) -> str:
+    """What state on storage depends on besides its tokens: the model, the layout, and how it was computed."""
+    described = json.dumps([spec.fingerprint, describe_spec(pools.spec), config.engine.numerics], sort_keys=True)
+    return hashlib.blake2b(described.encode(), digest_size=16).hexdigest()

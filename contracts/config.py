@@ -64,13 +64,30 @@ class PrefetchConfig:
 
 
 @dataclass(frozen=True, slots=True)
+class EventsConfig:
+    """KV events: what each tier holds, published over ZMQ as it changes."""
+
+    endpoint: str = ""
+    """Where to publish, such as tcp://127.0.0.1:5557; port 0 picks a free one, other ports grow by the seat's rank;
+    empty: no events."""
+    replay_endpoint: str = ""
+    """Where subscribers ask for batches that they missed; empty: nowhere."""
+    topic: str = "kv-events"
+    """First frame of every message."""
+    buffer_batches: int = 10_000
+    """Batches kept for subscribers that ask, and queued for slow ones."""
+    public: bool = False
+    """Allows endpoints off the loopback: events carry the prompts' tokens to whoever connects, without keys."""
+
+
+@dataclass(frozen=True, slots=True)
 class CacheConfig:
     page_tokens: int = 16
     """Positions in a page, a power of two; the same for both roles."""
     device_tokens: int = 0
     """Positions a worker's pool holds; 0: eight contexts, bounded by a quarter of free memory a worker."""
     prefix_reuse: bool = True
-    """Prefill keeps finished pages in its prefix tree."""
+    """Workers keep finished pages in their prefix trees: prefill what it computed, decode what it generated."""
     verify: bool = True
     """Content tags are checked where pages arrive."""
     eviction: Literal["lru", "lfu", "fifo", "priority", "slru"] = "lru"
@@ -91,6 +108,9 @@ class CacheConfig:
     """strip_reasoning: ids of the tokens that open and close a reasoning span, as "151667,151668"."""
     prefetch: PrefetchConfig = field(default_factory=PrefetchConfig)
     storage: StorageConfig = field(default_factory=StorageConfig)
+    events: EventsConfig = field(default_factory=EventsConfig)
+    move_chunk_bytes: int = 16 * 1024 * 1024
+    """Moves between device and host memory go in pieces of this many bytes, or of one page where that is more."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -173,7 +193,7 @@ class FaultsConfig:
     stop_in_write: int = 0
     """n: the writer stops itself (SIGSTOP) in the middle of its n-th write of pages."""
     corrupt_page: int = 0
-    """n: one byte of the n-th page written is flipped after its tag was sealed."""
+    """n: one byte of the n-th write of pages is flipped after it was sealed; one of several pools counts for each."""
     step_delay_s: float = 0.0
     """Each step takes this much longer."""
 

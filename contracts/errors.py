@@ -79,3 +79,11 @@ class StaleLease(TwinpoolError):
 
 class UnorderedAccess(TwinpoolError):
     """Raised by a checking device when two operations touch the same state and nothing orders them; names both."""
+
+
+class PeerDead(TwinpoolError):
+    """Raised when a rank of the same seat is gone, or was silent for longer than the deadline; the group is closed."""
+
+
+class RanksDisagree(TwinpoolError):
+    """Raised when the ranks of a seat are in different rounds, or opened and closed other keys: a bug of ours."""

@@ -109,6 +109,8 @@ class Progress:
     """Prompt tokens whose state this worker computed; 0 on decode, always."""
     transfer_bytes: int = 0
     """Prefill: bytes of pages handed over. Decode: bytes of pages received and verified."""
+    cached_by_tier: dict[str, int] = field(default_factory=dict)
+    """`cached_tokens` by where they were: ``device``, ``host``, ``storage``."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -144,6 +144,7 @@ def event_to_proto(event: Event) -> pb.Event:
                     cached_tokens=event.cached_tokens,
                     computed_tokens=event.computed_tokens,
                     transfer_bytes=event.transfer_bytes,
+                    cached_by_tier=event.cached_by_tier,
                 )
             )
         case Done():
@@ -181,6 +182,7 @@ def event_from_proto(m: pb.Event) -> Event:
                 p.cached_tokens,
                 p.computed_tokens,
                 p.transfer_bytes,
+                dict(p.cached_by_tier),
             )
         case "done":
             d = m.done

@@ -12,7 +12,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from enum import StrEnum
 
-from cache.leases import Lease
+from cache.claim import Claim
+from cache.prefix import Prefix
 from contracts.messages import Submit
 from contracts.ports import SessionId
 from contracts.table import StateTable
@@ -45,14 +46,17 @@ PHASES = StateTable[Phase, PhaseEvent](
 
 @dataclass(eq=False)
 class Request:
-    """One attempt at one request. While it is arriving, its pages are the room's; afterwards `lease` is its own."""
+    """One attempt at one request. While it is arriving, what it lacks is the room's; afterwards all is its own."""
 
     session: SessionId
     submit: Submit
     arrived: float
     deadline: float
+    prefix: Prefix
+    """The prompt's whole pages."""
     phase: Phase = Phase.WAITING
-    lease: Lease | None = None
+    claim: Claim | None = None
+    """What it holds of the seat; from its grant on."""
     tokens: list[int] = field(default_factory=list)
     """Prompt and answer so far; the state of all but the last is in the pages."""
     committed: int = 0

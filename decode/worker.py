@@ -8,20 +8,21 @@ from __future__ import annotations
 import os
 import platform
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from itertools import islice
 
-from cache.device import DEVICE, Span
-from cache.launched import Launched
-from cache.pools import PoolSet
+from cache.device import DEVICE, spans
+from cache.prefix import Prefix
+from cache.seat import Seat
 from cache.tags import chain_keys
 from contracts.clock import Clock
 from contracts.config import Config
-from contracts.errors import CapacityError, ErrorKind, WireError
+from contracts.errors import ErrorKind, WireError
 from contracts.ids import Incarnation, Role, WorkerName
 from contracts.messages import CheckReport, Command, Done, Fits, Progress, Submit, Tokens
 from contracts.messages import WorkerStatus as Status
 from contracts.ports import SessionId
+from decode.reasoning import Reasoning
 from decode.request import Phase, PhaseEvent, Request
 from engine.ahead import Ahead
 from engine.batch import Draw, FromStep, Row, RowOutput
@@ -45,7 +46,7 @@ class DecodeWorker(PhaseWorker[Request]):
         incarnation: Incarnation,
         config: Config,
         engine: Engine,
-        pools: PoolSet,
+        seat: Seat,
         receiver: ReceiverEnd,
         waiter: Waiter,
         *,
@@ -54,22 +55,24 @@ class DecodeWorker(PhaseWorker[Request]):
         pause: Callable[[float], None],
     ) -> None:
         self._name, self._incarnation, self._config = name, incarnation, config
-        self._engine, self._pools, self._receiver = engine, pools, receiver
+        self._engine, self._seat, self._receiver = engine, seat, receiver
         self._clock, self._pause = clock, pause
-        self._page_tokens = pools.layout.spec.page_tokens
-        self._full = pools.spec.full.name
-        self._pages = pools.allocators[self._full]
-        self.fits = Fits(pools.max_positions, context)
+        self._reuse = config.cache_for(self.role).prefix_reuse
+        self._reasoning = Reasoning.of(config.cache_for(self.role))
+        self._page_tokens = seat.spec.page_tokens
+        self._full = seat.full
+        self._pages = seat.pools.allocators[self._full]
+        self.fits = Fits(seat.pools.max_positions, context)
         super().__init__(Desk(name, self.fits, clock), waiter)
         self._waiting: deque[Request] = deque()
         self._running: deque[Request] = deque()
         self._ahead = Ahead[Request]()
-        self._under_way = Launched()
         self._landed = False
         """Whether the last round committed something: then the next may have room for somebody."""
         self._steps = 0
         self._counters = {
             "prompt_tokens_computed": 0.0,
+            "prompt_tokens_held": 0.0,
             "tokens_generated": 0.0,
             "received_bytes": 0.0,
             "stale_pages": 0.0,
@@ -81,12 +84,14 @@ class DecodeWorker(PhaseWorker[Request]):
         submit = self._desk.accept(session, command, self._cancel)
         if submit is None:
             return
-        refusal = self._open(submit)
+        keys = chain_keys(submit.tokens, self._page_tokens, submit.salt)
+        refusal = self._open(submit, keys)
         if refusal is not None:
             self._desk.refuse(session, submit, refusal)
             return
         now = self._clock.now()
-        request = Request(session, submit, now, now + submit.deadline_s)
+        prefix = Prefix.of(submit.tokens, self._page_tokens, submit.salt, keys)
+        request = Request(session, submit, now, now + submit.deadline_s, prefix)
         self._desk.add(request)
         self._waiting.append(request)
 
@@ -110,28 +115,30 @@ class DecodeWorker(PhaseWorker[Request]):
             running=len(self._running),
             waiting=len(self._desk) - len(self._running),
             pages_total=self._pages.total,
-            pages_free=self._pages.free,
+            pages_free=self._seat.free(self._full),
             steps=self._steps,
             outgoing=0,
             counters={
                 **self._counters,
+                **self._seat.stats(),
                 "pages_damaged": self._receiver.damaged,
                 "late_messages": self._receiver.late,
             },
         )
 
     def check(self) -> CheckReport:
-        found = self._pools.check() + self._receiver.check()
-        held = sum(r.lease is not None for r in self._desk) + self._receiver.leases(self._full)
-        if held != self._pages.leases:
-            found.append(f"full pages: {self._pages.leases} leases, requests and rooms hold {held}")
+        found = self._seat.check({pool: self._receiver.holds(pool) for pool in self._seat.spec.by_name})
+        found += self._receiver.check()
+        claims = sum(r.claim is not None for r in self._desk)
+        if claims != self._seat.claims:
+            found.append(f"{self._seat.claims} claims, requests hold {claims}")
         for phase, queue in ((Phase.WAITING, self._waiting), (Phase.RUNNING, self._running)):
             members = [r for r in self._desk if r.phase is phase]
             if {id(r) for r in members} != {id(r) for r in queue} or len(members) != len(queue):
                 found.append(f"{len(members)} requests are {phase}, {len(queue)} are in that queue")
         for request in self._desk:
-            if (request.phase is Phase.RUNNING) != (request.lease is not None and request.lease.live):
-                found.append(f"request {request.submit.request_id} is {request.phase} and its lease says otherwise")
+            if (request.phase is Phase.WAITING) != (request.claim is None):
+                found.append(f"request {request.submit.request_id} is {request.phase} and its claim says otherwise")
             lengths = (request.committed, request.launched, request.planned)
             known = len(request.tokens) - 1 if request.phase is Phase.RUNNING else 0
             if lengths[0] != known or not known <= lengths[1] <= known + len(self._ahead) or lengths[1] != lengths[2]:
@@ -140,21 +147,21 @@ class DecodeWorker(PhaseWorker[Request]):
         return CheckReport(self._name, self._pages.total, slots.total, self._pages.leases, rooms, tuple(found))
 
     def close(self) -> None:
+        self._reuse = False  # Nobody will come for what could be kept.
         for request in self._desk:
             self._leave(request, "the worker closes")
         try:
             self._ahead.drop()
-            self._under_way.settle()
+            self._seat.close()
         finally:
             self._receiver.close()
             self._waiter.close()
 
     # ------------------------------------------------------------ the round
 
-    def _open(self, submit: Submit) -> Refusal | None:
+    def _open(self, submit: Submit, keys: Sequence[bytes]) -> Refusal | None:
         if submit.peer is None:
             return Refusal(ErrorKind.INVALID, "decode needs a prefill worker to receive from")
-        keys = chain_keys(submit.tokens, self._page_tokens, submit.salt)
         try:
             self._receiver.open(submit.room, submit.peer, Expected(tuple(keys), len(submit.tokens)))
         except WireError as error:
@@ -162,6 +169,7 @@ class DecodeWorker(PhaseWorker[Request]):
         return None
 
     def _hear(self) -> None:
+        self._seat.poll()
         outcomes = self._receiver.poll()
         if not outcomes:
             return
@@ -180,7 +188,8 @@ class DecodeWorker(PhaseWorker[Request]):
 
     def _start(self, request: Request, arrived: Arrived) -> None:
         request.step(PhaseEvent.ARRIVED)
-        request.lease = arrived.leases[self._full]
+        assert request.claim is not None
+        self._seat.adopt(request.claim, len(request.submit.tokens), arrived.leases, arrived.digests)
         request.bytes = arrived.bytes
         request.start(arrived.metadata.token)
         request.marks["arrived"] = self._clock.now() - request.arrived
@@ -191,19 +200,24 @@ class DecodeWorker(PhaseWorker[Request]):
         """First come, first served: each gets pages for its prompt and its whole answer, or all behind it wait."""
         while self._waiting:
             request = self._waiting[0]
-            try:
-                lease = self._pages.lease(self._pools.pages_for(request.positions), f"room {request.submit.room}")
-            except CapacityError:
+            submit, prefix = request.submit, request.prefix if self._reuse else request.prefix.head(0)
+            reserved = self._seat.reserve(prefix, len(submit.tokens), request.positions, f"room {submit.room}")
+            if reserved is None:
                 return
+            claim, leases = reserved
             # From here on the prefill worker may write to them, so nothing that was launched may still use them.
-            granted = Span(DEVICE, self._full, lease.indices)
-            self._engine.device.touch(f"grant of {request.submit.room}", writes=[granted])
-            if not self._receiver.grant(request.submit.room, {self._full: lease}):
-                lease.release()
+            granted = {pool: lease.indices for pool, lease in leases.items()}
+            self._engine.device.touch(f"grant of {submit.room}", writes=spans(DEVICE, granted))
+            if not self._receiver.grant(submit.room, leases, claim.held()):
+                self._seat.release(claim)
+                for lease in leases.values():
+                    lease.release()
                 return
             self._waiting.popleft()
+            request.claim = claim
             request.step(PhaseEvent.GRANT)
             request.marks["grant"] = self._clock.now() - request.arrived
+            self._counters["prompt_tokens_held"] += claim.cached.total
 
     def _batch(self) -> list[Request]:
         """Up to the step's token budget, in turn: whoever waited longest for its step comes first."""
@@ -226,7 +240,6 @@ class DecodeWorker(PhaseWorker[Request]):
                 # Who ended while this step was under way has no use for what it drew.
                 if request.phase is Phase.RUNNING:
                     self._commit(request, output)
-        self._under_way.sweep()
 
     def _launch(self, batch: list[Request]) -> None:
         step = self._engine.launch([self._row(request) for request in batch])
@@ -240,13 +253,14 @@ class DecodeWorker(PhaseWorker[Request]):
             self._pause(self._config.faults.step_delay_s)
 
     def _row(self, request: Request) -> Row:
-        assert request.lease is not None
+        assert request.claim is not None
         at, sampling = request.launched, request.submit.sampling
-        pages = request.lease.indices[: at // self._page_tokens + 1]
+        used = slice(at // self._page_tokens + 1)
+        pages, epochs = request.claim.tables[self._full][used], request.claim.epochs[self._full][used]
         history = tuple(request.tokens) if needs_history(sampling) else ()
         draw = Draw(sampling, history, request.submit.prompt_len, at + 1)
         tokens = request.latest if request.under_way and request.latest is not None else request.tokens[-1:]
-        return Row(tokens, at, pages, draw, epochs=request.lease.epochs[: len(pages)])
+        return Row(tokens, at, pages, draw, epochs=epochs)
 
     def _commit(self, request: Request, output: RowOutput) -> None:
         if output.stale:
@@ -272,15 +286,29 @@ class DecodeWorker(PhaseWorker[Request]):
     def _lost(self, request: Request) -> None:
         """A page of it belongs to somebody else: the step's token is dropped, and the router starts another attempt."""
         self._counters["stale_pages"] += 1
+        assert request.claim is not None
+        request.claim.betrayed = True
         self._fail(request, ErrorKind.WORKER, "a step found a page of it given away")
 
     # ------------------------------------------------------------ ends
+
+    def _share(self, request: Request) -> None:
+        """Keep the state of what it has committed, for the next turn of the conversation."""
+        claim = request.claim
+        if not self._reuse or claim is None or claim.betrayed:
+            return
+        tokens = request.tokens[: request.committed]
+        if self._reasoning is not None:
+            tokens = tokens[: self._reasoning.keeps(tokens, request.submit.prompt_len)]
+        self._seat.seal([(claim, request.committed)])
+        self._seat.share(claim, Prefix.of(tokens, self._page_tokens, request.submit.salt))
 
     def _finish(self, request: Request, reason: str, stop_token: int | None) -> None:
         submit = request.submit
         request.marks["done"] = self._clock.now() - request.arrived
         key = (submit.request_id, submit.attempt)
-        progress = Progress(*key, self.role, self._name, request.marks, 0, request.computed, request.bytes)
+        held = request.claim.cached.total if request.claim is not None else 0
+        progress = Progress(*key, self.role, self._name, request.marks, held, request.computed, request.bytes)
         self._desk.tell(request.session, progress)
         self._desk.tell(request.session, Done(*key, reason, stop_token))
         self._leave(request, reason)
@@ -301,11 +329,10 @@ class DecodeWorker(PhaseWorker[Request]):
         elif request.phase is Phase.RUNNING:
             self._running.remove(request)
         self._receiver.abort(request.submit.room, reason)
-        if request.lease is not None:
-            if request.under_way and request.latest is not None:
-                pin = self._pages.pin(request.lease.indices, f"a step of {request.submit.request_id}")
-                self._under_way.hold(request.latest.step.completion, pin)
-            request.lease.release()
-            request.lease = None
+        if request.claim is not None:
+            if request.phase is Phase.RUNNING:
+                self._share(request)
+            self._seat.release(request.claim, [request.latest.step.completion] if request.latest is not None else [])
+            request.claim = None
         request.step(PhaseEvent.END)
         self._desk.remove(request)

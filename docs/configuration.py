@@ -32,16 +32,17 @@ def rows(cls: type, prefix: str) -> Iterator[str]:
     meanings, hints = notes(cls), typing.get_type_hints(cls)
     for field in dataclasses.fields(cls):
         kind = hints[field.name]
-        if kind is source.StorageConfig:
-            yield from rows(source.StorageConfig, f"{prefix}.{field.name}")
+        if dataclasses.is_dataclass(kind) and kind is not source.CacheOverride:
+            yield from rows(typing.cast(type, kind), f"{prefix}.{field.name}")
             continue
         if dataclasses.is_dataclass(kind):
             yield f"| `{prefix}.{field.name}.*` | as `{field.name}.*` | | overrides `{field.name}` for this role |"
             continue
         choices = typing.get_args(kind)
-        values = ", ".join(map(str, choices)) if choices else _KINDS[kind]
+        names = {int: "whole", float: "number", bool: "yes/no", str: "text"}
+        values = ", ".join(map(str, choices)) if choices else names[kind]
         default = str(field.default).lower() if isinstance(field.default, bool) else field.default
-        default = '""' if default == "" else default
+        default = "empty" if default == "" else default
         yield f"| `{prefix}.{field.name}` | {values} | `{default}` | {meanings.get(field.name, '')} |"
 
 

@@ -5,8 +5,8 @@
        +------- park -----+------------------------+
 
 A request is parked when one whose pages decode has already granted needs the room: its finished pages go to the
-tree, and it starts over from what is still there. It also starts over, from nothing, when a step finds that a page of
-it was given away. Its first token, once drawn, stays drawn.
+tree, and it starts over from what is still there. It also starts over when a step finds that a page of it was given
+away, or when what was loaded for it turns out damaged. Its first token, once drawn, stays drawn.
 """
 
 from __future__ import annotations
@@ -14,10 +14,11 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from enum import StrEnum
 
-from cache.leases import Lease
+from cache.claim import Cached, Claim
+from cache.prefetch import Prefetch
+from cache.prefix import Prefix
 from cache.tags import ContentTag
-from cache.tree import Match, PageKey
-from contracts.ids import Epoch, WorkerName
+from contracts.ids import WorkerName
 from contracts.messages import Submit
 from contracts.ports import SessionId
 from contracts.sampling import TokenLogprob
@@ -61,17 +62,15 @@ class Request:
     submit: Submit
     arrived: float
     deadline: float
-    keys: list[PageKey]
-    """Of the prompt's whole pages."""
+    prefix: Prefix
+    """The prompt's whole pages."""
     chain: list[bytes]
     """Chain keys of all its pages, the last partly filled one included."""
+    prefetch: Prefetch | None = None
+    """What storage has of it, on its way to the host."""
     phase: Phase = Phase.WAITING
-    match: Match | None = None
-    lease: Lease | None = None
-    pages: tuple[int, ...] = ()
-    """The block table: matched pages, then leased ones,"""
-    epochs: tuple[Epoch, ...] = ()
-    """and the epochs at which the tree and this request leased them."""
+    claim: Claim | None = None
+    """Its pages, while it is running or computed."""
     committed: int = 0
     """Positions whose state is known to be there: what may be sealed, shared and sent."""
     launched: int = 0
@@ -86,7 +85,7 @@ class Request:
     """Of the sealed pages, from the first on."""
     sent: int = 0
     """Pages handed over."""
-    cached: int = 0
+    cached: Cached = field(default_factory=Cached)
     computed: int = 0
     stale: int = 0
     """Steps that found one of its pages given away."""

@@ -12,14 +12,14 @@ import platform
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from cache.device import DEVICE, DONE, Completion, Span
-from cache.launched import Launched
-from cache.pools import PoolSet
-from cache.tags import ContentTag, Digester, chain_keys
-from cache.tree import PrefixTree, page_keys
+from cache.claim import Claim
+from cache.device import DONE, Completion
+from cache.prefix import Prefix
+from cache.seat import Seat
+from cache.tags import ContentTag, chain_keys
 from contracts.clock import Clock
 from contracts.config import Config
-from contracts.errors import CapacityError, ErrorKind, WireError
+from contracts.errors import ErrorKind, WireError
 from contracts.ids import Incarnation, Role, RoomId, WorkerName
 from contracts.messages import CheckReport, Command, Done, Fits, Progress, PromptScores, Submit, Tokens
 from contracts.messages import WorkerStatus as Status
@@ -65,7 +65,7 @@ class PrefillWorker(PhaseWorker[Request]):
         incarnation: Incarnation,
         config: Config,
         engine: Engine,
-        pools: PoolSet,
+        seat: Seat,
         sender: SenderEnd,
         waiter: Waiter,
         *,
@@ -74,28 +74,23 @@ class PrefillWorker(PhaseWorker[Request]):
         pause: Callable[[float], None],
     ) -> None:
         self._name, self._incarnation, self._config = name, incarnation, config
-        self._engine, self._pools, self._sender = engine, pools, sender
+        self._engine, self._seat, self._sender = engine, seat, sender
         self._clock, self._pause = clock, pause
         self._reuse = config.cache_for(self.role).prefix_reuse
-        self._page_tokens = pools.layout.spec.page_tokens
-        self._full = pools.spec.full.name
-        self._pages = pools.allocators[self._full]
-        self._tree = PrefixTree()
-        self._digester = Digester(pools.layout)
-        self.fits = Fits(pools.max_positions, context)
+        self._page_tokens = seat.spec.page_tokens
+        self._full = seat.full
+        self._pages = seat.pools.allocators[self._full]
+        self.fits = Fits(seat.pools.max_positions, context)
         super().__init__(Desk(name, self.fits, clock), waiter)
         self._unconfirmed: dict[RoomId, Request] = {}
         """Requests that have left, until decode confirms that what was sent is right."""
         self._ahead = Ahead[_Member]()
-        self._under_way = Launched()
         self._landed = False
         """Whether the last round committed something: then the next may have room for somebody."""
         self._steps = 0
         self._counters = {
             "prompt_tokens_computed": 0.0,
             "prompt_tokens_cached": 0.0,
-            "pages_evicted": 0.0,
-            "pages_condemned": 0.0,
             "parked": 0.0,
             "stale_pages": 0.0,
         }
@@ -112,11 +107,15 @@ class PrefillWorker(PhaseWorker[Request]):
             except WireError as error:
                 self._desk.refuse(session, submit, Refusal(ErrorKind.ROOM, str(error)))
                 return
-        self._desk.add(self._request(session, submit))
+        request = self._request(session, submit)
+        if self._reusable(request):
+            request.prefetch = self._seat.prefetch(request.prefix.head(self._reusable(request)))
+        self._desk.add(request)
 
     def wait(self, timeout_s: float) -> None:
         if not any(r.phase is Phase.RUNNING for r in self._desk) and not self._ahead and not self._landed:
-            due = seconds_until(self._clock, self._desk.next_deadline, self._sender.next_deadline)
+            fetched = [self._seat.due(r.prefetch) for r in self._desk if r.prefetch is not None]
+            due = seconds_until(self._clock, self._desk.next_deadline, self._sender.next_deadline, *fetched)
             self._waiter.wait(min(timeout_s, due))
 
     @property
@@ -139,37 +138,39 @@ class PrefillWorker(PhaseWorker[Request]):
             running=len(self._desk) - waiting,
             waiting=waiting,
             pages_total=self._pages.total,
-            pages_free=self._pages.free + self._tree.evictable,
+            pages_free=self._seat.free(self._full),
             steps=self._steps,
             outgoing=self._sender.rooms,
-            counters={**self._counters, "sent_bytes": self._sender.sent_bytes, "late_messages": self._sender.late},
+            counters={
+                **self._counters,
+                **self._seat.stats(),
+                "sent_bytes": self._sender.sent_bytes,
+                "late_messages": self._sender.late,
+            },
         )
 
     def check(self) -> CheckReport:
-        found = self._pools.check() + self._tree.check() + self._sender.check()
-        leased = sum(len(r.lease) for r in self._desk if r.lease is not None) + self._tree.pages
-        used = self._pages.total - self._pages.free - self._pages.quarantined
-        if leased != used:
-            found.append(f"full pages: {used} in use, requests and tree hold {leased}")
-        locks = sum(r.match is not None for r in self._desk)
-        if locks != self._tree.locks:
-            found.append(f"tree: {self._tree.locks} locks, requests hold {locks}")
+        found = self._seat.check() + self._sender.check()
+        claims = sum(r.claim is not None for r in self._desk)
+        if claims != self._seat.claims:
+            found.append(f"{self._seat.claims} claims, requests hold {claims}")
         if self._sender.unconfirmed != self._unconfirmed.keys():
             found.append(f"{len(self._unconfirmed)} requests wait for decode's word, not the rooms that do")
         for request in self._desk:
             lengths = (request.committed, request.launched, request.planned)
             if list(lengths) != sorted(lengths) or lengths[1] != lengths[2] or len(request.tokens) < lengths[2]:
                 found.append(f"request {request.submit.request_id} has lengths {lengths} of {len(request.tokens)}")
-            if (request.phase is Phase.WAITING) != (request.lease is None):
-                found.append(f"request {request.submit.request_id} is {request.phase} and its lease says otherwise")
+            if (request.phase is Phase.WAITING) != (request.claim is None):
+                found.append(f"request {request.submit.request_id} is {request.phase} and its claim says otherwise")
         return CheckReport(self._name, self._pages.total, 0, self._pages.leases, self._sender.rooms, tuple(found))
 
     def close(self) -> None:
+        self._reuse = False  # Nobody will come for what could be kept.
         for request in self._desk:
             self._drop(request, ErrorKind.WORKER, "the worker closes")
         try:
             self._ahead.drop()
-            self._under_way.settle()
+            self._seat.close()
         finally:
             self._sender.close()
             self._waiter.close()
@@ -177,13 +178,14 @@ class PrefillWorker(PhaseWorker[Request]):
     # ------------------------------------------------------------ the round
 
     def _hear(self) -> None:
+        self._recover(self._seat.poll())
         by_room = {r.submit.room: r for r in self._desk}
         for outcome in self._sender.poll():
             request = by_room.get(outcome.room)
             if isinstance(outcome, Released):
                 gone = self._unconfirmed.pop(outcome.room, request)
                 if outcome.damaged and gone is not None:
-                    self._counters["pages_condemned"] += self._tree.condemn(gone.keys, gone.submit.salt)
+                    self._seat.condemn(gone.prefix)
             if request is None or not self._desk.holds(request):
                 continue
             if isinstance(outcome, Granted):
@@ -193,12 +195,19 @@ class PrefillWorker(PhaseWorker[Request]):
                 self._fail(request, ErrorKind.ROOM, outcome.reason, request.peer)
 
     def _admit(self) -> None:
+        self._take_in()
+        self._seat.launch()
+        self._recover(self._seat.poll())
+
+    def _take_in(self) -> None:
         waiting = [r for r in self._desk if r.phase is Phase.WAITING]
         running = [r for r in self._desk if r.phase is Phase.RUNNING]
         for request in sorted(waiting, key=lambda r: not self._entitled(r)):
             if len(running) >= self._config.prefill.max_running:
                 return
             if any(self._computes_for(request, r) for r in running):
+                continue
+            if request.prefetch is not None and not self._seat.may_run(request.prefetch):
                 continue
             while not self._take_pages(request):
                 if not (self._entitled(request) and self._park_one()):
@@ -212,9 +221,9 @@ class PrefillWorker(PhaseWorker[Request]):
 
         Steps serve the earlier one first, so waiting for it never takes longer than computing the same beside it.
         """
-        assert running.match is not None
-        page = len(running.match.pages)
-        common = page < min(self._reusable(request), len(running.keys)) and request.chain[page] == running.chain[page]
+        assert running.claim is not None
+        page = running.claim.depth
+        common = page < min(self._reusable(request), len(running.prefix)) and request.chain[page] == running.chain[page]
         return self._reuse and common
 
     def _batch(self) -> list[tuple[Request, Row]]:
@@ -235,13 +244,15 @@ class PrefillWorker(PhaseWorker[Request]):
         last = end == len(tokens)
         draw = Draw(sampling, tokens, request.submit.prompt_len) if last and request.wants_draw else None
         follow = tokens[start + 1 : end + 1] if request.wants_scores else ()
-        pages = request.pages[: self._pools.pages_for(end)]
+        assert request.claim is not None
+        used = slice(self._seat.pools.pages_for(end))
+        pages, epochs = request.claim.tables[self._full][used], request.claim.epochs[self._full][used]
         top = sampling.prompt_logprobs or 0
-        epochs = request.epochs[: len(pages)]
         return Row(tokens[start:end], start, pages, draw, follow or None, top, epochs=epochs)
 
     def _compute(self) -> None:
         """Launch the next step, then commit the one before it."""
+        began = self._clock.now()
         batch = self._batch()
         if batch:
             self._launch(batch)
@@ -249,9 +260,10 @@ class PrefillWorker(PhaseWorker[Request]):
         for results in self._ahead.landed(go_on=bool(batch)):
             self._landed = True
             self._steps += 1
+            self._seat.computed(sum(member.count for member, _ in results), self._clock.now() - began)
+            self._prove([member for member, _ in results])
             # Who ended or started over while this step was under way has no use for what it computed.
             self._take([(m, out) for m, out in results if m.request.phase is Phase.RUNNING and m.current])
-        self._under_way.sweep()
 
     def _launch(self, batch: list[tuple[Request, Row]]) -> None:
         step = self._engine.launch([row for _, row in batch])
@@ -262,6 +274,23 @@ class PrefillWorker(PhaseWorker[Request]):
             request.latest = step
         if self._config.faults.step_delay_s:
             self._pause(self._config.faults.step_delay_s)
+
+    def _prove(self, members: list[_Member]) -> None:
+        """Wait until all that was loaded for these has proved good or not: before that, nothing of it is committed."""
+        for member in members:
+            claim = member.request.claim
+            if member.current and claim is not None and not self._seat.settled(claim):
+                for completion in self._seat.completions(claim):
+                    completion.wait()
+                self._recover(self._seat.poll())
+
+    def _recover(self, betrayed: list[Claim]) -> None:
+        """Start over whoever relied on state that turned out damaged: it isn't in the tree any more."""
+        for request in [r for r in self._desk if r.claim in betrayed]:
+            log.error("request %s: a page loaded for it was damaged", request.submit.request_id)
+            request.start_over()
+            self._return_pages(request)
+            request.step(PhaseEvent.PARK)
 
     def _take(self, results: list[tuple[_Member, RowOutput]]) -> None:
         """Commit one step's results, then hand over and publish what they finished."""
@@ -292,7 +321,9 @@ class PrefillWorker(PhaseWorker[Request]):
         """A page of it belongs to somebody else: nothing that it or the tree holds of its prompt can be trusted."""
         self._counters["stale_pages"] += 1
         log.error("request %s: a step found a page of it given away", request.submit.request_id)
-        self._counters["pages_condemned"] += self._tree.condemn(request.keys, request.submit.salt)
+        assert request.claim is not None
+        self._seat.condemn(request.prefix)
+        request.claim.betrayed = True
         request.stale += 1
         request.start_over()
         if request.stale > _STALE_LIMIT:
@@ -303,19 +334,16 @@ class PrefillWorker(PhaseWorker[Request]):
 
     def _seal(self, requests: list[Request]) -> None:
         """Tag every page that the step finished; a prompt's last page is finished with the prompt."""
-        size = self._page_tokens
-        todo: list[tuple[Request, int]] = []
-        for request in requests:
-            whole = request.committed == len(request.tokens)
-            finished = self._pools.pages_for(request.committed) if whole else request.committed // size
-            todo += [(request, page) for page in range(len(request.tags), finished)]
-        pages = [request.pages[page] for request, page in todo]
-        firsts = [page * size for _, page in todo]
-        ends = [min((page + 1) * size, request.committed) for request, page in todo]
-        self._engine.device.touch("seal", reads=[Span(DEVICE, self._full, pages)])
-        digests = self._digester.digest(self._pools.region, self._full, pages, firsts, ends)
-        for (request, page), digest in zip(todo, digests, strict=True):
-            request.tags.append(ContentTag(request.chain[page], digest))
+        claims = [(r.claim, r.committed) for r in requests if r.claim is not None]
+        self._seat.seal(claims)
+        for request, (claim, committed) in zip(requests, claims, strict=True):
+            for page in range(len(request.tags), committed // self._page_tokens):
+                digest = claim.digests[self._full][page]
+                assert digest is not None
+                request.tags.append(ContentTag(request.chain[page], digest))
+            if committed == len(request.tokens):
+                tail = self._seat.tail(claim, committed)
+                request.tags += [ContentTag(request.chain[-1], tail[self._full])] if tail else []
 
     def _complete(self, request: Request, computed: Completion) -> None:
         """The prompt is done: publish its first token, then end the request or hand it over."""
@@ -342,23 +370,27 @@ class PrefillWorker(PhaseWorker[Request]):
         if request.first is not None:
             logprobs = (request.first.logprob,) if request.first.logprob is not None else ()
             self._desk.tell(request.session, Tokens(*key, len(submit.tokens), (request.first.token,), logprobs))
-        size = 0 if request.alone else len(request.pages) * self._pools.layout.spec.page_bytes
-        progress = Progress(*key, self.role, self._name, dict(request.marks), request.cached, request.computed, size)
+        size = 0 if request.alone else len(request.chain) * self._seat.spec.page_bytes
+        tiers = {"device": request.cached.device, "host": request.cached.host, "storage": request.cached.storage}
+        progress = Progress(
+            *key, self.role, self._name, dict(request.marks), request.cached.total, request.computed, size, tiers
+        )
         self._desk.tell(request.session, progress)
 
     def _write(self, request: Request, computed: Completion) -> None:
         """Hand over what is sealed and not yet sent, after the step behind it; with the last page, the metadata."""
         room = request.submit.room
-        if not self._sender.granted(room):
+        if not self._sender.granted(room) or request.claim is None:
             return
         todo = slice(request.sent, len(request.tags))
-        finished = Finished(request.sent, request.pages[todo], tuple(request.tags[todo]))
+        pages = tuple(request.claim.tables[self._full][todo])
+        finished = Finished(request.sent, pages, tuple(request.tags[todo]))
         self._sender.write(room, {self._full: finished}, (computed,))
         request.sent = max(request.sent, len(request.tags))
         if request.phase is Phase.COMPUTED:
             assert request.first is not None
             drawn = request.first
-            metadata = Metadata(room, 0, drawn.token, drawn.logprob, request.cached, request.computed)
+            metadata = Metadata(room, 0, drawn.token, drawn.logprob, request.cached.total, request.computed)
             try:
                 self._sender.seal(room, metadata)
             except WireError as error:
@@ -378,55 +410,41 @@ class PrefillWorker(PhaseWorker[Request]):
         return (len(request.tokens) - 1) // self._page_tokens if self._reuse and not request.wants_scores else 0
 
     def _take_pages(self, request: Request) -> bool:
-        """Lock what the tree has, then lease the rest; on False nothing was taken."""
-        match = self._tree.match(request.keys[: self._reusable(request)], request.submit.salt)
-        need = self._pools.pages_for(len(request.tokens)) - len(match.pages)
-        if need > self._pages.free:
-            self._counters["pages_evicted"] += self._tree.evict(need - self._pages.free)
-        try:
-            request.lease = self._pages.lease(need, f"request {request.submit.request_id}")
-        except CapacityError:
-            self._tree.unlock(match.token)
+        """Claim what the tiers have and pages for the rest; on False nothing was taken."""
+        claim = self._seat.claim(
+            request.prefix,
+            len(request.tokens),
+            f"request {request.submit.request_id}",
+            reusable=self._reusable(request),
+            prefetch=request.prefetch,
+        )
+        if claim is None:
             return False
-        request.match = match
-        request.pages = match.pages + request.lease.indices
-        request.epochs = match.epochs + request.lease.epochs
-        request.tags = list(match.tags)
-        request.begin(len(match.pages) * self._page_tokens)
-        request.cached = request.committed
-        self._counters["prompt_tokens_cached"] += request.cached
+        request.claim = claim
+        sealed = [d for d in claim.digests[self._full] if d is not None]
+        request.tags = [ContentTag(key, digest) for key, digest in zip(request.chain, sealed, strict=False)]
+        request.begin(claim.depth * self._page_tokens)
+        request.cached = claim.cached
+        self._counters["prompt_tokens_cached"] += claim.cached.total
         return True
 
     def _share(self, request: Request) -> None:
         """Give its finished pages to the tree at once, locked for as long as it is here: others may wait for them."""
-        match, lease = request.match, request.lease
-        assert match is not None
-        assert lease is not None
-        keys, salt = request.keys, request.submit.salt
-        if self._reuse and self._tree.insert(keys, lease, len(match.pages), request.tags, salt):
-            request.match = self._tree.match(keys, salt)
-            self._tree.unlock(match.token)
+        if self._reuse and request.claim is not None and not request.claim.betrayed:
+            self._seat.share(request.claim, request.prefix)
 
     def _return_pages(self, request: Request) -> None:
         """Give finished pages to the tree and the rest back. Idempotent: nothing is held afterwards."""
-        match, lease = request.match, request.lease
-        if match is None or lease is None:
+        if request.claim is None:
             return
-        whole = min(request.committed // self._page_tokens, len(request.tags))
-        if self._reuse and whole > len(match.pages):
-            keys, tags = request.keys[:whole], request.tags[:whole]
-            self._tree.insert(keys, lease, len(match.pages), tags, request.submit.salt)
-        if request.latest is not None and not request.latest.done:
-            # What it shares with others is not its own to free, but the step under way reads that too.
-            pin = self._pages.pin(request.pages, f"a step of {request.submit.request_id}")
-            self._under_way.hold(request.latest.completion, pin)
-        self._tree.unlock(match.token)
-        lease.release()
-        request.match, request.lease, request.pages, request.epochs = None, None, (), ()
+        self._share(request)
+        # What it shares with others is not its own to free, but a step under way may read that too.
+        self._seat.release(request.claim, [request.latest.completion] if request.latest is not None else [])
+        request.claim = None
 
     def _park_one(self) -> bool:
         """Send the youngest request without a grant back to waiting; False when there is none."""
-        holders = [r for r in self._desk if r.lease is not None and not self._entitled(r)]
+        holders = [r for r in self._desk if r.claim is not None and not self._entitled(r)]
         if not holders:
             return False
         request = holders[-1]
@@ -440,9 +458,9 @@ class PrefillWorker(PhaseWorker[Request]):
 
     def _request(self, session: SessionId, submit: Submit) -> Request:
         now = self._clock.now()
-        keys = page_keys(submit.tokens, self._page_tokens)
         chain = chain_keys(submit.tokens, self._page_tokens, submit.salt)
-        return Request(session, submit, now, now + submit.deadline_s, keys, chain)
+        prefix = Prefix.of(submit.tokens, self._page_tokens, submit.salt, chain)
+        return Request(session, submit, now, now + submit.deadline_s, prefix, chain)
 
     def _finish(self, request: Request, reason: str, stop_token: int | None) -> None:
         self._sender.finish(request.submit.room)
@@ -466,5 +484,7 @@ class PrefillWorker(PhaseWorker[Request]):
     def _leave(self, request: Request) -> None:
         """The one way out of the books."""
         self._return_pages(request)
+        if request.prefetch is not None:
+            self._seat.stop(request.prefetch)
         request.step(PhaseEvent.END)
         self._desk.remove(request)

@@ -33,6 +33,8 @@ def timeline_of(choice: Choice) -> dict[str, Any]:
         "decode_worker": request.workers.get(Role.DECODE),
         "transfer_bytes": _transfer_bytes(request, prefill, decode),
         "cached_tokens": choice.cached_tokens,
+        "cached_by_tier": dict(prefill.cached_by_tier) if prefill else {},
+        "held_by_decode": decode.cached_tokens if decode else 0,
         "computed": computed,
         "attempts": request.attempt + 1,
     }

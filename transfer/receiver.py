@@ -54,6 +54,8 @@ class Arrived:
     metadata: Metadata
     received: Mapping[str, int]
     """Bytes by pool."""
+    digests: Mapping[str, Mapping[int, int]]
+    """Of what was handed over, by pool and number."""
 
     @property
     def bytes(self) -> int:
@@ -108,6 +110,7 @@ class _Room:
     """What was granted, by pool: those of which something is missing."""
     shares: Shares = field(default_factory=lambda: Shares({}))
     """What has still to come."""
+    digests: dict[str, dict[int, int]] = field(default_factory=dict)
 
 
 class ReceiverEnd:
@@ -216,9 +219,9 @@ class ReceiverEnd:
     def damaged(self) -> int:
         return self.damage.total()
 
-    def leases(self, pool: str) -> int:
-        """Leases of `pool` that rooms hold, those in quarantine included."""
-        return sum(pool in r.leases for r in self._rooms.values())
+    def holds(self, pool: str) -> int:
+        """Pages or slots of `pool` that rooms hold, those in quarantine included."""
+        return sum(len(r.leases[pool]) for r in self._rooms.values() if pool in r.leases)
 
     @property
     def next_deadline(self) -> float | None:
@@ -373,6 +376,7 @@ class ReceiverEnd:
                 self._damage(room, part.pool, f"pages {bad} don't match their tags")
                 return
             room.shares.advance(part.pool, numbers)
+            room.digests.setdefault(part.pool, {}).update(zip(numbers, part.digests, strict=True))
         self._step(room, ReceiverEvent.WROTE)
 
     def _mismatches(self, room: _Room, part: m.Sealed) -> list[int]:
@@ -397,7 +401,7 @@ class ReceiverEnd:
         leases, room.leases = room.leases, {}
         received = {pool: len(run) * self._pools.spec.unit_bytes(pool) for pool, run in room.runs.items()}
         self._step(room, ReceiverEvent.COMPLETE)
-        self._outcomes.append(Arrived(room.id, leases, metadata, received))
+        self._outcomes.append(Arrived(room.id, leases, metadata, received, room.digests))
 
     def _damage(self, room: _Room, pool: str, what: str) -> None:
         self.damage[pool if pool in self._pools.spec.by_name else "metadata"] += 1

@@ -10,7 +10,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from cache.nodes import IN_TREE, Node, Offer, Part, Tier
+from cache.nodes import Node, Offer, Part
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,7 +80,16 @@ class Component(ABC):
         return []
 
 
+def accepts(device: bool, tree: bool) -> Accepts:
+    """The value, without making one: a match asks at every node."""
+    return _BOTH if device and tree else _TREE if tree else _DEVICE if device else NEITHER
+
+
+NEITHER = Accepts(False, False)
+_BOTH, _TREE, _DEVICE = Accepts(True, True), Accepts(False, True), Accepts(True, False)
+
+
 def there(node: Node, component: str) -> Accepts:
     """In which tiers `node` has state of `component`."""
-    device, tree = component in node.parts[Tier.DEVICE], any(component in node.parts[tier] for tier in IN_TREE)
-    return Accepts(device, tree)
+    device, host = node.parts
+    return _BOTH if component in device else _TREE if component in host else NEITHER

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-from cache.components.base import Accepts, Component, Walk, there
+from cache.components.base import Accepts, Component, Walk, accepts, there
 from cache.nodes import Node
 
 
@@ -19,9 +19,10 @@ class Full(Component):
 class _Walk(Walk):
     def __init__(self, name: str) -> None:
         self._name = name
-        self._so_far = Accepts(True, True)
+        self._so_far = accepts(True, True)
 
     def step(self, node: Node, pages: int) -> Accepts:
         here, before = there(node, self._name), self._so_far
-        self._so_far = Accepts(before.device and here.device, before.tree and here.tree)
+        if here is not before:
+            self._so_far = accepts(before.device and here.device, before.tree and here.tree)
         return self._so_far

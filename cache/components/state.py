@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-from cache.components.base import Accepts, Component, Walk, there
+from cache.components.base import NEITHER, Accepts, Component, Walk, there
 from cache.nodes import Node
 
 
@@ -23,4 +23,4 @@ class _Walk(Walk):
         self._name = name
 
     def step(self, node: Node, pages: int) -> Accepts:
-        return there(node, self._name) if pages == len(node) else Accepts(False, False)
+        return there(node, self._name) if pages == len(node) else NEITHER

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-from cache.components.base import Accepts, Component, Walk, there
+from cache.components.base import Accepts, Component, Walk, accepts, there
 from cache.nodes import Node
 
 
@@ -46,4 +46,4 @@ class _Walk(Walk):
         self._device = self._device + pages if here.device else 0
         self._tree = self._tree + pages if here.tree else 0
         enough = min(self._reach, self._depth)
-        return Accepts(self._device >= enough, self._tree >= enough)
+        return accepts(self._device >= enough, self._tree >= enough)

@@ -13,7 +13,8 @@ import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import Protocol
+from functools import cached_property
+from typing import NamedTuple, Protocol
 
 CHAIN_BYTES = 16
 FORMAT_VERSION = 1
@@ -21,9 +22,9 @@ FORMAT_VERSION = 1
 Payload = bytes | bytearray | memoryview
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class ObjectName:
-    """What an object is: of which model, pool, prefix and slice."""
+    """What an object is: of which model, pool, prefix and slice. Keep it: what is derived from it is kept with it."""
 
     fingerprint: str
     """Model and layout; objects of different fingerprints never meet."""
@@ -37,13 +38,15 @@ class ObjectName:
         assert len(self.chain) == CHAIN_BYTES, f"a chain key has {CHAIN_BYTES} bytes, this one {len(self.chain)}"
         assert "\0" not in self.fingerprint + self.pool + self.part, "names of objects hold no NUL"
 
-    def encode(self) -> bytes:
+    @cached_property
+    def encoded(self) -> bytes:
         """All of the name, unambiguously; at most 65,535 bytes."""
         return self.chain + f"{self.fingerprint}\0{self.pool}\0{self.part}".encode()
 
+    @cached_property
     def key(self) -> str:
         """32 hex digits: the name as a file or a server knows it, different for each format version."""
-        return hashlib.blake2b(self.encode(), digest_size=16, salt=b"twinpool-l3-v%d" % FORMAT_VERSION).hexdigest()
+        return hashlib.blake2b(self.encoded, digest_size=16, salt=b"twinpool-l3-v%d" % FORMAT_VERSION).hexdigest()
 
 
 class Verdict(StrEnum):
@@ -65,8 +68,7 @@ class Verdict(StrEnum):
     """The medium failed, the deadline passed, or the operation never ran; nothing is known about the object."""
 
 
-@dataclass(frozen=True, slots=True)
-class Outcome:
+class Outcome(NamedTuple):
     """A verdict, the content digest if the object was found, and for the rest a reason for people."""
 
     verdict: Verdict

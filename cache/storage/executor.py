@@ -137,15 +137,18 @@ class StorageQueue:
             thread.start()
 
     def submit_exists(self, names: Sequence[ObjectName]) -> Ticket[list[bool]]:
+        names = tuple(names)
         return self._submit(Ticket(Op.EXISTS, names, lambda: self.backend.exists(names), self._cancel))
 
     def submit_read(self, names: Sequence[ObjectName], into: Sequence[memoryview]) -> Ticket[list[Outcome]]:
         """`into` belongs to the ticket until it is done."""
         assert len(names) == len(into)
+        names, into = tuple(names), tuple(into)
         return self._submit(Ticket(Op.READ, names, lambda: self.backend.read(names, into), self._cancel))
 
     def submit_write(self, items: Sequence[Item]) -> Ticket[list[Outcome]]:
         """The payloads must stay as they are until the ticket is done."""
+        items = tuple(items)
         names = [item.name for item in items]
         return self._submit(Ticket(Op.WRITE, names, lambda: self.backend.write(items), self._cancel))
 
@@ -218,18 +221,23 @@ class StorageQueue:
             return ticket
 
     def _serve(self) -> None:
-        while (ticket := self._take()) is not None:
-            try:
-                ticket._finish(ticket._run())
-            except Exception as error:  # A backend of a stranger's; the loop must hear of it all the same.
-                with self._change:
-                    self._counts["raised"] += 1
-                ticket._fail(f"the backend raised {type(error).__name__}: {error}")
-                _log.exception("storage_backend_raised", extra={"op": ticket.op.value})
-            if self._wake is not None:
-                self._wake()
-        with self._change:
-            self._alive -= 1
-            last = self._alive == 0
-        if last:
-            self.backend.close()
+        try:
+            while (ticket := self._take()) is not None:
+                self._run(ticket)
+        finally:
+            with self._change:
+                self._alive -= 1
+                last = self._alive == 0
+            if last:
+                self.backend.close()
+
+    def _run(self, ticket: Ticket[Any]) -> None:
+        try:
+            ticket._finish(ticket._run())
+        except Exception as error:  # A backend of a stranger's; the loop must hear of it all the same.
+            with self._change:
+                self._counts["raised"] += 1
+            ticket._fail(f"the backend raised {type(error).__name__}: {error}")
+            _log.exception("storage_backend_raised", extra={"op": ticket.op.value})
+        if self._wake is not None:
+            self._wake()

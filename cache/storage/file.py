@@ -10,7 +10,6 @@ from __future__ import annotations
 import errno
 import os
 import stat
-import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -45,8 +44,8 @@ _SLACK = 16
 class FileBackend:
     """Objects under `root`, at most `max_bytes` of them with their seals.
 
-    A call waits `timeout_s` at most for other processes and starts no file after it. `wall_ns` gives the use times,
-    `writev` writes. Raises `ConfigError` when the folder can't be used.
+    A call waits `timeout_s` at most for other processes and starts no file after it. `wall_ns` gives the use times
+    (None: the file system's own clock), `writev` writes. Raises `ConfigError` when the folder can't be used.
     """
 
     def __init__(
@@ -56,7 +55,7 @@ class FileBackend:
         timeout_s: float = 5.0,
         *,
         clock: Clock | None = None,
-        wall_ns: Callable[[], int] = time.time_ns,
+        wall_ns: Callable[[], int] | None = None,
         writev: Writer = os.writev,
     ) -> None:
         self._clock = clock or SystemClock()
@@ -78,7 +77,7 @@ class FileBackend:
         return self._clock.now() + self._timeout_s
 
     def exists(self, names: Sequence[ObjectName]) -> list[bool]:
-        return [self._is_there(self._folder.path(name.key())) for name in names]
+        return [self._is_there(self._folder.path(name.key)) for name in names]
 
     @staticmethod
     def _is_there(path: str) -> bool:
@@ -100,7 +99,7 @@ class FileBackend:
         if self._clock.now() >= deadline:
             return _late()
         try:
-            file = os.open(self._folder.path(name.key()), _READ)
+            file = os.open(self._folder.path(name.key), _READ)
         except FileNotFoundError:
             return MISSING
         except OSError as error:
@@ -125,11 +124,17 @@ class FileBackend:
             raise
         if got != size + sealed:
             return wrong_size(os.fstat(file).st_size, size + sealed)
-        outcome = check_seal(name, into, memoryview(tail)[:sealed])
-        if outcome.ok:
-            now = self._wall_ns()
-            os.utime(file, ns=(now, now))
+        outcome = check_seal(name, into, tail[:sealed])
+        if outcome.verdict is Verdict.FOUND:
+            self._use(file)
         return outcome
+
+    def _use(self, file: int | str, *, follow_symlinks: bool = True) -> None:
+        if self._wall_ns is None:
+            os.utime(file, follow_symlinks=follow_symlinks)
+        else:
+            now = self._wall_ns()
+            os.utime(file, ns=(now, now), follow_symlinks=follow_symlinks)
 
     def _foreign(self) -> Outcome:
         self._tally.add("foreign")
@@ -138,7 +143,7 @@ class FileBackend:
     def write(self, items: Sequence[Item]) -> list[Outcome]:
         deadline = self._deadline()
         outcomes = [KEPT] * len(items)
-        fresh = [at for at, item in enumerate(items) if not self._touch(self._folder.path(item.name.key()))]
+        fresh = [at for at, item in enumerate(items) if not self._keep(self._folder.path(item.name.key))]
         sizes = [memoryview(items[at].payload).nbytes + seal_bytes(items[at].name) for at in fresh]
         unused, stored = 0, 0
         for at, size, granted in zip(fresh, sizes, self._reserve(sizes, deadline), strict=True):
@@ -152,10 +157,12 @@ class FileBackend:
         self._tally.add_outcomes(outcomes)
         return outcomes
 
-    def _touch(self, path: str) -> bool:
-        now = self._wall_ns()
+    def _keep(self, path: str) -> bool:
+        """Whether the file is there; it counts as used now."""
         try:
-            os.utime(path, ns=(now, now), follow_symlinks=False)
+            if not os.access(path, os.F_OK):
+                return False
+            self._use(path, follow_symlinks=False)
         except OSError:
             return False
         return True
@@ -201,7 +208,7 @@ class FileBackend:
     def _write_one(self, item: Item, deadline: float) -> Outcome:
         if self._clock.now() >= deadline:
             return _late()
-        key = item.name.key()
+        key = item.name.key
         temp = self._folder.temp_path(key)
         try:
             try:
@@ -211,6 +218,8 @@ class FileBackend:
                 file = os.open(temp, _WRITE, 0o644)
             try:
                 self._write_all(file, [item.payload, seal(item.name, item.digest, item.payload)])
+                if self._wall_ns is not None:
+                    self._use(file)
             finally:
                 os.close(file)
             os.rename(temp, self._folder.path(key))
@@ -231,7 +240,7 @@ class FileBackend:
     def delete(self, names: Sequence[ObjectName]) -> None:
         freed, gone = 0, 0
         for name in names:
-            path = self._folder.path(name.key())
+            path = self._folder.path(name.key)
             try:
                 status = os.stat(path, follow_symlinks=False)
             except OSError:

@@ -43,7 +43,7 @@ _TEMP = re.compile(r"\.[0-9a-f]{32}\.([0-9a-f]{32})\.[0-9]+\.tmp")
 _OWNER = re.compile(r"[0-9a-f]{32}")
 _SHARD = re.compile(r"[0-9a-f]{2}")
 _LEDGER = struct.Struct("<qq")
-_POLL_S = 0.001
+_POLL_S = 0.0002
 
 
 class Busy(Exception):

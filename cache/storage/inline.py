@@ -29,13 +29,16 @@ class InlineQueue:
         return len(self._waiting)
 
     def submit_exists(self, names: Sequence[ObjectName]) -> Ticket[list[bool]]:
+        names = tuple(names)
         return self._submit(Ticket(Op.EXISTS, names, lambda: self._exists(names), self._cancel))
 
     def submit_read(self, names: Sequence[ObjectName], into: Sequence[memoryview]) -> Ticket[list[Outcome]]:
         assert len(names) == len(into)
+        names, into = tuple(names), tuple(into)
         return self._submit(Ticket(Op.READ, names, lambda: self._read(names, into), self._cancel))
 
     def submit_write(self, items: Sequence[Item]) -> Ticket[list[Outcome]]:
+        items = tuple(items)
         names = [item.name for item in items]
         return self._submit(Ticket(Op.WRITE, names, lambda: self._write(items), self._cancel))
 

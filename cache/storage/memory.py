@@ -76,7 +76,7 @@ class MemoryBackend:
 
     def exists(self, names: Sequence[ObjectName]) -> list[bool]:
         with self.store.lock:
-            return [name.key() in self.store.objects for name in names]
+            return [name.key in self.store.objects for name in names]
 
     def read(self, names: Sequence[ObjectName], into: Sequence[memoryview]) -> list[Outcome]:
         outcomes = [self._read_one(name, buffer) for name, buffer in zip(names, into, strict=True)]
@@ -84,7 +84,7 @@ class MemoryBackend:
         return outcomes
 
     def _read_one(self, name: ObjectName, into: memoryview) -> Outcome:
-        key, store = name.key(), self.store
+        key, store = name.key, self.store
         with store.lock:
             stored = store.objects.get(key)
             if stored is None:
@@ -103,7 +103,7 @@ class MemoryBackend:
         return outcomes
 
     def _write_one(self, item: Item) -> Outcome:
-        key, store = item.name.key(), self.store
+        key, store = item.name.key, self.store
         with store.lock:
             if key in store.objects:
                 store.objects.move_to_end(key)
@@ -122,7 +122,7 @@ class MemoryBackend:
     def delete(self, names: Sequence[ObjectName]) -> None:
         with self.store.lock:
             for name in names:
-                self.store.pop(name.key())
+                self.store.pop(name.key)
 
     def capacity(self) -> Capacity:
         with self.store.lock:

@@ -204,4 +204,4 @@ def _failed(reason: str) -> Outcome:
 
 
 def _key(name: ObjectName) -> str:
-    return f"twinpool:{name.key()}"
+    return f"twinpool:{name.key}"

@@ -12,44 +12,47 @@ guards against accidents, not against an adversary who can write to the store.
 from __future__ import annotations
 
 import struct
+from functools import cache
 
 import xxhash
 
 from cache.storage.backend import FORMAT_VERSION, ObjectName, Outcome, Payload, Verdict
 
 _MAGIC = b"twinpage"
-_COVERED = struct.Struct("<8sHHIQQ")
+_MARK = struct.Struct("<8sHHI")
+_COVERED_NUMBERS = struct.Struct("<QQ")
 _CHECKSUM = struct.Struct("<Q")
+_NUMBERS = struct.Struct("<QQQ")
+_NUMBERS_AT = _MARK.size
+_CHECKSUM_AT = _NUMBERS_AT + 16
+_NAME_AT = _NUMBERS_AT + _NUMBERS.size
 
 
 def seal(name: ObjectName, digest: int, payload: Payload) -> bytes:
     """The bytes that follow `payload` in the stored object."""
-    encoded = name.encode()
+    encoded = name.encoded
     size = memoryview(payload).nbytes
-    covered = _COVERED.pack(_MAGIC, FORMAT_VERSION, len(encoded), 0, size, digest)
+    covered = _mark(len(encoded)) + _COVERED_NUMBERS.pack(size, digest)
     return covered + _CHECKSUM.pack(_checksum(covered, encoded, payload)) + encoded
 
 
 def seal_bytes(name: ObjectName) -> int:
     """Length of the seal of an object of this name."""
-    return _COVERED.size + _CHECKSUM.size + len(name.encode())
+    return _NAME_AT + len(name.encoded)
 
 
-def check_seal(name: ObjectName, payload: Payload, found: Payload) -> Outcome:
+def check_seal(name: ObjectName, payload: Payload, found: bytes | bytearray) -> Outcome:
     """Compare `payload` with the seal `found` after it, of the length that `name` calls for: `FOUND` or `DAMAGED`."""
-    tail = bytes(found)
-    covered, encoded = tail[: _COVERED.size], tail[_COVERED.size + _CHECKSUM.size :]
-    magic, version, _, _, size, digest = _COVERED.unpack(covered)
-    (checksum,) = _CHECKSUM.unpack_from(tail, _COVERED.size)
-    if magic != _MAGIC:
+    encoded, covered = found[_NAME_AT:], found[:_CHECKSUM_AT]
+    size, digest, checksum = _NUMBERS.unpack_from(found, _NUMBERS_AT)
+    same = size == memoryview(payload).nbytes and encoded == name.encoded
+    if same and covered[:_NUMBERS_AT] == _mark(len(encoded)) and checksum == _checksum(covered, encoded, payload):
+        return Outcome(Verdict.FOUND, digest)
+    if not covered.startswith(_MAGIC):
         return damaged("it carries no seal")
-    if version != FORMAT_VERSION or size != memoryview(payload).nbytes:
-        return damaged("its seal is of another version or size")
     if checksum != _checksum(covered, encoded, payload):
         return damaged("its bytes do not match its checksum")
-    if encoded != name.encode():
-        return damaged("it is the object of another name")
-    return Outcome(Verdict.FOUND, digest=digest)
+    return damaged("it is the object of another name, size or version")
 
 
 def unpack(name: ObjectName, stored: bytes, into: memoryview) -> Outcome:
@@ -58,7 +61,7 @@ def unpack(name: ObjectName, stored: bytes, into: memoryview) -> Outcome:
     if len(stored) != size + seal_bytes(name):
         return wrong_size(len(stored), size + seal_bytes(name))
     view = memoryview(stored)
-    outcome = check_seal(name, view[:size], view[size:])
+    outcome = check_seal(name, view[:size], stored[size:])
     if outcome.ok:
         into.cast("B")[:] = view[:size]
     return outcome
@@ -72,5 +75,10 @@ def wrong_size(found: int, expected: int) -> Outcome:
     return damaged(f"it has {found} bytes instead of {expected}")
 
 
-def _checksum(covered: bytes, encoded: bytes, payload: Payload) -> int:
+@cache
+def _mark(name_bytes: int) -> bytes:
+    return _MARK.pack(_MAGIC, FORMAT_VERSION, name_bytes, 0)
+
+
+def _checksum(covered: bytes | bytearray, encoded: bytes | bytearray, payload: Payload) -> int:
     return xxhash.xxh3_64_intdigest(payload, seed=xxhash.xxh3_64_intdigest(covered + encoded))

@@ -158,7 +158,7 @@ class PromptScores(_message.Message):
     def __init__(self, scores: _Optional[_Iterable[_Union[TokenLogprob, _Mapping]]] = ...) -> None: ...
 
 class Progress(_message.Message):
-    __slots__ = ("role", "worker", "marks", "cached_tokens", "computed_tokens", "transfer_bytes")
+    __slots__ = ("role", "worker", "marks", "cached_tokens", "computed_tokens", "transfer_bytes", "cached_by_tier")
     class MarksEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -166,19 +166,28 @@ class Progress(_message.Message):
         key: str
         value: float
         def __init__(self, key: _Optional[str] = ..., value: _Optional[float] = ...) -> None: ...
+    class CachedByTierEntry(_message.Message):
+        __slots__ = ("key", "value")
+        KEY_FIELD_NUMBER: _ClassVar[int]
+        VALUE_FIELD_NUMBER: _ClassVar[int]
+        key: str
+        value: int
+        def __init__(self, key: _Optional[str] = ..., value: _Optional[int] = ...) -> None: ...
     ROLE_FIELD_NUMBER: _ClassVar[int]
     WORKER_FIELD_NUMBER: _ClassVar[int]
     MARKS_FIELD_NUMBER: _ClassVar[int]
     CACHED_TOKENS_FIELD_NUMBER: _ClassVar[int]
     COMPUTED_TOKENS_FIELD_NUMBER: _ClassVar[int]
     TRANSFER_BYTES_FIELD_NUMBER: _ClassVar[int]
+    CACHED_BY_TIER_FIELD_NUMBER: _ClassVar[int]
     role: str
     worker: str
     marks: _containers.ScalarMap[str, float]
     cached_tokens: int
     computed_tokens: int
     transfer_bytes: int
-    def __init__(self, role: _Optional[str] = ..., worker: _Optional[str] = ..., marks: _Optional[_Mapping[str, float]] = ..., cached_tokens: _Optional[int] = ..., computed_tokens: _Optional[int] = ..., transfer_bytes: _Optional[int] = ...) -> None: ...
+    cached_by_tier: _containers.ScalarMap[str, int]
+    def __init__(self, role: _Optional[str] = ..., worker: _Optional[str] = ..., marks: _Optional[_Mapping[str, float]] = ..., cached_tokens: _Optional[int] = ..., computed_tokens: _Optional[int] = ..., transfer_bytes: _Optional[int] = ..., cached_by_tier: _Optional[_Mapping[str, int]] = ...) -> None: ...
 
 class Done(_message.Message):
     __slots__ = ("reason", "stop_token", "error", "message", "blame")

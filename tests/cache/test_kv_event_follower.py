@@ -1,0 +1,209 @@
+"""A follower against a publisher in this process: any loss, any order of answers, any restart."""
+
+import random
+from collections import deque
+
+import pytest
+
+from cache.event_follower import Follower
+from cache.event_publisher import TRUTH
+from cache.events import Cleared, KvEvent, Removed, Stored, Tier, TierIndex, encode_batch
+
+
+class Source:
+    """What a publisher does, without sockets: a truth, a buffer, answers."""
+
+    def __init__(self, rng: random.Random, buffer: int, knows_truth: bool, name: int) -> None:
+        self.rng, self.knows_truth, self.name = rng, knows_truth, name
+        self.truth = TierIndex()
+        self.buffer: deque[tuple[int, bytes]] = deque(maxlen=buffer)
+        self.next = 0
+
+    def batch(self) -> tuple[int, bytes]:
+        events = [self.event() for _ in range(self.rng.randrange(1, 4))]
+        self.truth.apply(events)
+        self.buffer.append((self.next, encode_batch(self.name + self.next / 1000, events, 0)))
+        self.next += 1
+        return self.buffer[-1]
+
+    def event(self) -> KvEvent:
+        tier = self.rng.choice(list(Tier))
+        draw = self.rng.random()
+        if draw < 0.01:
+            return Cleared(tier)
+        if draw < 0.35 and self.truth.pages[tier]:
+            return Removed(tier, (self.rng.choice(list(self.truth.pages[tier])),))
+        count = self.rng.randrange(1, 4)
+        hashes = tuple(self.rng.randbytes(16) for _ in range(count))
+        parent = self.rng.choice([None, self.rng.randbytes(16)])
+        return Stored(tier, parent, hashes, tuple(self.rng.randrange(1000) for _ in range(2 * count)), 2)
+
+    def answer(self, question: bytes) -> list[tuple[int, bytes]]:
+        if question != TRUTH:
+            return [(seq, payload) for seq, payload in self.buffer if seq >= int.from_bytes(question, "big")]
+        if not self.knows_truth:
+            return []
+        events = [
+            Stored(tier, entry.parent, (page,), entry.tokens, len(entry.tokens))
+            for tier, pages in self.truth.pages.items()
+            for page, entry in pages.items()
+        ]
+        half = len(events) // 2
+        return [(self.next, encode_batch(0.0, part, 0)) for part in (events[:half], events[half:])]
+
+
+def ask(follower: Follower, source: Source, rounds: int = 20) -> None:
+    """Answer until there is no question."""
+    for _ in range(rounds):
+        if follower.question is None:
+            return
+        for seq, payload in source.answer(follower.question):
+            follower.answer(seq, payload)
+        follower.answered()
+    raise AssertionError("the follower asks for ever")
+
+
+def stand(seed: int, knows_truth: bool) -> None:
+    """Random losses, delays, restarts and breaks; in the end the index is the truth, or says that it isn't."""
+    rng = random.Random(seed)
+    source = Source(rng, rng.choice([2, 8, 1000]), knows_truth, name=1)
+    for _ in range(rng.randrange(5)):
+        source.batch()  # before the follower joins
+    follower = Follower(can_ask=True)
+    losing = rng.choice([0.0, 0.1, 0.6])
+    for _ in range(120):
+        draw = rng.random()
+        if draw < 0.02:
+            source = Source(rng, 1000, knows_truth, name=source.name + 1)
+            if rng.random() < 0.7:
+                follower.disconnected()
+        elif draw < 0.04:
+            follower.disconnected()
+        elif draw < 0.06 and follower.question is not None:
+            follower.unanswered()
+        elif draw < 0.3 and follower.question is not None:
+            ask(follower, source)
+        else:
+            seq, payload = source.batch()
+            if rng.random() >= losing:
+                follower.live(seq, payload)
+        assert not follower.complete or follower.question is None
+    ask(follower, source)
+    follower.disconnected()
+    ask(follower, source)
+    if not follower.complete:
+        assert not knows_truth
+        assert follower.lost
+    else:
+        assert follower.index == source.truth
+    for tier, pages in follower.index.pages.items():
+        assert pages.items() <= source.truth.pages[tier].items(), "the index never holds more than the publisher"
+
+
+@pytest.mark.parametrize("knows_truth", [True, False])
+def test_the_index_equals_the_truth_after_any_losses(knows_truth: bool) -> None:
+    for seed in range(30):
+        stand(seed, knows_truth)
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("knows_truth", [True, False])
+def test_the_index_equals_the_truth_after_any_losses_in_many_runs(knows_truth: bool) -> None:
+    for seed in range(5000):
+        stand(seed, knows_truth)
+
+
+def source_and_follower(buffer: int = 100, knows_truth: bool = False) -> tuple[Source, Follower]:
+    source, follower = Source(random.Random(0), buffer, knows_truth, 1), Follower(can_ask=True)
+    ask(follower, source)
+    return source, follower
+
+
+def test_a_gap_is_asked_for_from_the_last_batch_that_was_applied() -> None:
+    source, follower = source_and_follower()
+    follower.live(*source.batch())
+    source.batch()
+    follower.live(*source.batch())
+    assert follower.question == bytes(8)
+    assert not follower.complete
+    ask(follower, source)
+    assert follower.complete
+    assert follower.index == source.truth
+    assert follower.lost == 0
+
+
+def test_a_restart_is_noticed_even_where_the_numbers_fit() -> None:
+    source, follower = source_and_follower()
+    for _ in range(5):
+        follower.live(*source.batch())
+    other = Source(random.Random(1), 100, False, 2)
+    for _ in range(5):
+        other.batch()
+    follower.disconnected()
+    follower.live(*other.batch())
+    ask(follower, other)
+    assert follower.restarts == 1
+    assert follower.complete
+    assert follower.index == other.truth
+
+
+def test_a_loss_beyond_the_buffer_is_reported_and_the_old_index_is_gone() -> None:
+    source, follower = source_and_follower(buffer=2)
+    follower.live(*source.batch())
+    for _ in range(5):
+        source.batch()
+    follower.live(*source.batch())
+    ask(follower, source)
+    assert not follower.complete
+    assert follower.lost == 1
+    assert follower.next == source.next
+
+
+def test_the_truth_mends_a_loss_beyond_the_buffer() -> None:
+    source, follower = source_and_follower(buffer=2, knows_truth=True)
+    follower.live(*source.batch())
+    for _ in range(5):
+        source.batch()
+    follower.live(*source.batch())
+    ask(follower, source)
+    assert follower.complete
+    assert follower.index == source.truth
+
+
+def test_without_a_replay_socket_a_gap_is_a_loss() -> None:
+    source, follower = Source(random.Random(0), 100, False, 1), Follower(can_ask=False)
+    follower.live(*source.batch())
+    assert follower.complete
+    source.batch()
+    follower.live(*source.batch())
+    assert not follower.complete
+    assert follower.lost == 1
+    assert follower.question is None
+
+
+def test_a_batch_that_cannot_be_read_is_lost_and_counted() -> None:
+    source, follower = source_and_follower()
+    follower.live(*source.batch())
+    follower.live(source.batch()[0], b"\xc1")
+    assert follower.damaged == 1
+    assert follower.question == TRUTH
+    assert not follower.complete
+    assert not any(follower.index.pages.values())
+
+
+def test_clearing_everything_makes_a_partial_index_whole() -> None:
+    follower = Follower(can_ask=False)
+    follower.live(7, encode_batch(1.0, [Removed(Tier.HOST, (bytes(16),))], 0))
+    assert not follower.complete
+    follower.live(8, encode_batch(1.0, [Cleared()], 0))
+    assert follower.complete
+
+
+def test_a_duplicate_of_an_applied_batch_is_ignored() -> None:
+    source, follower = source_and_follower()
+    first = source.batch()
+    follower.live(*first)
+    follower.live(*source.batch())
+    follower.live(*first)
+    assert follower.question is None
+    assert follower.index == source.truth

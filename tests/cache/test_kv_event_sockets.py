@@ -1,0 +1,243 @@
+"""Publisher and reader over real sockets."""
+
+import random
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+import pytest
+import zmq
+
+from cache.event_publisher import END, Publisher
+from cache.event_reader import EventReader
+from cache.events import EventLog, KvEvent, Removed, Stored, Tier, TierIndex, decode_batch
+from contracts.clock import ManualClock, SystemClock
+from contracts.config import EventsConfig
+from contracts.errors import ConfigError
+
+LOOPBACK = "tcp://127.0.0.1:0"
+
+
+class Worker:
+    """A log, the truth that it tells, and a publisher."""
+
+    def __init__(self, config: EventsConfig, knows_truth: bool = False) -> None:
+        self.log, self.truth, self.rng = EventLog(), TierIndex(), random.Random(0)
+        truth = self.content if knows_truth else None
+        self.publisher = Publisher(config, self.log, time.time, truth=truth)
+
+    def content(self) -> list[KvEvent]:
+        return [
+            Stored(tier, entry.parent, (page,), entry.tokens, len(entry.tokens))
+            for tier, pages in self.truth.pages.items()
+            for page, entry in pages.items()
+        ]
+
+    def step(self) -> None:
+        tier = self.rng.choice(list(Tier))
+        events: list[KvEvent] = [Stored(tier, None, (self.rng.randbytes(16),), (1, 2), 2)]
+        if self.rng.random() < 0.5 and self.truth.pages[tier]:
+            events.append(Removed(tier, (self.rng.choice(list(self.truth.pages[tier])),)))
+        for event in events:
+            self.log.emit(event)
+        self.truth.apply(events)
+        self.publisher.round()
+
+
+@contextmanager
+def working(config: EventsConfig, knows_truth: bool = False) -> Iterator[Worker]:
+    worker = Worker(config, knows_truth)
+    try:
+        yield worker
+    finally:
+        worker.publisher.close()
+
+
+def both(**more: int) -> EventsConfig:
+    return EventsConfig(endpoint=LOOPBACK, replay_endpoint=LOOPBACK, **more)
+
+
+def reader_of(worker: Worker, answer_s: float = 5.0) -> EventReader:
+    publisher = worker.publisher
+    return EventReader(publisher.endpoint, SystemClock(), publisher.replay_endpoint, "kv-events", answer_s)
+
+
+def turn(worker: Worker, reader: EventReader, done: Callable[[], bool]) -> None:
+    """Turn both loops until `done`."""
+    deadline = time.monotonic() + 60
+    while not done():
+        assert time.monotonic() < deadline, "it did not come to that"
+        worker.publisher.round()
+        reader.poll(0.005)
+
+
+def test_a_subscriber_sees_three_frames_with_a_big_endian_number() -> None:
+    with working(both()) as worker, zmq.Context() as context, context.socket(zmq.SUB) as sub:
+        sub.subscribe(b"kv-events")
+        sub.connect(worker.publisher.endpoint)
+        while not sub.poll(20):
+            worker.step()
+        topic, seq, payload = sub.recv_multipart()
+        assert topic == b"kv-events"
+        assert len(seq) == 8
+        worker.step()
+        assert sub.poll(10_000)
+        assert int.from_bytes(sub.recv_multipart()[1], "big") == int.from_bytes(seq, "big") + 1
+        assert decode_batch(payload).rank == 0
+
+
+def test_a_plain_client_replays_from_a_number_to_the_end_mark() -> None:
+    with working(both(buffer_batches=3)) as worker, zmq.Context() as context, context.socket(zmq.REQ) as req:
+        for _ in range(5):
+            worker.step()
+        req.connect(worker.publisher.replay_endpoint)
+        req.send((3).to_bytes(8, "big"))
+        while not req.poll(5):
+            worker.publisher.round()
+        # A REQ socket takes one message of the answer, as the clients of vLLM's own protocol see it.
+        seq, payload = req.recv_multipart()
+        assert int.from_bytes(seq, "big") == 3
+        assert decode_batch(payload).events
+
+
+def test_an_answer_ends_with_minus_one() -> None:
+    with working(both(buffer_batches=3)) as worker, zmq.Context() as context, context.socket(zmq.DEALER) as dealer:
+        for _ in range(5):
+            worker.step()
+        dealer.connect(worker.publisher.replay_endpoint)
+        dealer.send_multipart([b"", bytes(8)])
+        messages = []
+        while not messages or messages[-1][1] != END:
+            worker.publisher.round()
+            if dealer.poll(5):
+                messages.append(dealer.recv_multipart())
+        assert [int.from_bytes(m[1], "big", signed=True) for m in messages] == [2, 3, 4, -1]
+        assert messages[-1] == [b"", b"\xff" * 8, b""]
+
+
+def test_a_late_joiner_has_the_whole_index() -> None:
+    with working(both()) as worker:
+        for _ in range(50):
+            worker.step()
+        with reader_of(worker) as reader:
+            turn(worker, reader, lambda: reader.complete and reader.index == worker.truth)
+            for _ in range(50):
+                worker.step()
+            turn(worker, reader, lambda: reader.complete and reader.index == worker.truth)
+            assert reader.lost == 0
+
+
+def test_a_joiner_beyond_the_buffer_must_resynchronise_and_says_so() -> None:
+    with working(both(buffer_batches=5)) as worker:
+        for _ in range(50):
+            worker.step()
+        with reader_of(worker) as reader:
+            turn(worker, reader, lambda: reader.lost == 1)
+            turn(worker, reader, lambda: any(reader.index.pages.values()))
+            assert not reader.complete
+
+
+def test_a_joiner_beyond_the_buffer_gets_the_truth_where_it_is_known() -> None:
+    with working(both(buffer_batches=5), knows_truth=True) as worker:
+        for _ in range(50):
+            worker.step()
+        with reader_of(worker) as reader:
+            turn(worker, reader, lambda: reader.complete)
+            assert reader.index == worker.truth
+
+
+@pytest.mark.slow
+def test_a_new_publisher_at_the_same_place_is_noticed() -> None:
+    with working(both()) as worker:
+        for _ in range(10):
+            worker.step()
+        with reader_of(worker) as reader:
+            turn(worker, reader, lambda: reader.complete and reader.index == worker.truth)
+            same = EventsConfig(endpoint=worker.publisher.endpoint, replay_endpoint=worker.publisher.replay_endpoint)
+            worker.publisher.close()
+            with working(same) as successor:
+                successor.step()
+                turn(successor, reader, lambda: reader.restarts == 1)
+                turn(successor, reader, lambda: reader.complete)
+                assert reader.index == successor.truth
+
+
+def test_a_publisher_that_nobody_reads_does_not_wait() -> None:
+    with working(both(buffer_batches=4)) as worker, zmq.Context() as context, context.socket(zmq.SUB) as sub:
+        sub.set(zmq.RCVHWM, 1)
+        sub.subscribe(b"")
+        sub.connect(worker.publisher.endpoint)
+        for _ in range(2000):
+            worker.step()
+        assert worker.publisher.endpoint.startswith("tcp://127.0.0.1:")
+
+
+def test_a_question_without_an_answer_is_asked_again_by_the_clock() -> None:
+    clock = ManualClock()
+    config = EventsConfig(endpoint=LOOPBACK)
+    with working(config) as worker, zmq.Context() as context, context.socket(zmq.ROUTER) as mute:
+        port = mute.bind_to_random_port("tcp://127.0.0.1")
+        with EventReader(worker.publisher.endpoint, clock, f"tcp://127.0.0.1:{port}", answer_s=5.0) as reader:
+            askers = set()
+            for _ in range(3):
+                assert mute.poll(10_000)
+                client, _, question = mute.recv_multipart()
+                askers.add(client)
+                assert question == bytes(8)
+                clock.advance(5.0)
+                reader.poll()
+            assert len(askers) == 3, "each question has its own connection"
+            assert not mute.poll(20)
+            assert not reader.complete
+
+
+def test_rubbish_on_the_sockets_is_counted_or_left_alone() -> None:
+    with zmq.Context() as context, context.socket(zmq.PUB) as pub, working(both()) as worker:
+        port = pub.bind_to_random_port("tcp://127.0.0.1")
+        with EventReader(f"tcp://127.0.0.1:{port}", SystemClock()) as reader:
+            while not reader.malformed:
+                pub.send_multipart([b"", b"short", b"x"])
+                reader.poll(0.01)
+            while not reader.damaged:
+                pub.send_multipart([b"", bytes(8), b"\xc1"])
+                reader.poll(0.01)
+        with context.socket(zmq.DEALER) as dealer:
+            dealer.connect(worker.publisher.replay_endpoint)
+            for frames in ([b"x"], [b"", b"123"], [b"", b"", b"", b""], [b"", bytes(8)]):
+                dealer.send_multipart(frames)
+            while not dealer.poll(5):
+                worker.publisher.round()
+            assert dealer.recv_multipart() == [b"", END, b""]
+            assert not dealer.poll(20)
+
+
+@pytest.mark.parametrize("host", ["0.0.0.0", "*", "10.1.2.3", "example.org", "[::]"])
+def test_d9_an_endpoint_off_the_loopback_is_refused(host: str) -> None:
+    with pytest.raises(ConfigError, match=r"cache\.events\.public: true"):
+        Publisher(EventsConfig(endpoint=f"tcp://{host}:0"), EventLog(), time.time)
+
+
+def test_d9_a_replay_endpoint_off_the_loopback_is_refused_too() -> None:
+    with pytest.raises(ConfigError, match="replay_endpoint"):
+        Publisher(EventsConfig(endpoint=LOOPBACK, replay_endpoint="tcp://0.0.0.0:0"), EventLog(), time.time)
+
+
+def test_a_public_endpoint_is_bound_where_the_operator_says_so() -> None:
+    publisher = Publisher(EventsConfig(endpoint="tcp://0.0.0.0:0", public=True), EventLog(), time.time)
+    assert publisher.endpoint.startswith("tcp://0.0.0.0:")
+    publisher.close()
+    publisher.close()
+
+
+@pytest.mark.parametrize(
+    "endpoint", ["", "127.0.0.1:5557", "tcp://127.0.0.1", "tcp://127.0.0.1:x", "udp://127.0.0.1:1"]
+)
+def test_an_endpoint_of_another_form_is_refused(endpoint: str) -> None:
+    with pytest.raises(ConfigError, match="tcp://HOST:PORT"):
+        Publisher(EventsConfig(endpoint=endpoint), EventLog(), time.time)
+
+
+def test_a_port_in_use_is_refused_by_name() -> None:
+    refused = pytest.raises(ConfigError, match=r"cache\.events\.endpoint: cannot listen on")
+    with working(EventsConfig(endpoint=LOOPBACK)) as worker, refused:
+        Publisher(EventsConfig(endpoint=worker.publisher.endpoint), EventLog(), time.time)
