@@ -34,6 +34,9 @@ from contracts.errors import CapacityError
 Agree = Callable[[str, int], int | None]
 """Says this rank's finding under a key, again and again, until it returns what all ranks agree on."""
 
+Begin = Callable[[int, int], None]
+"""Told of each prefetch as it starts: its number, and the most pages that it can come to."""
+
 
 class Stage(StrEnum):
     PROBING = "probing"
@@ -93,9 +96,10 @@ class Prefetcher:
         config: PrefetchConfig,
         now: Callable[[], float],
         agree: Agree = lambda key, value: value,
+        begin: Begin = lambda number, limit: None,
     ) -> None:
         self._tree, self._host, self._storage, self._fingerprint = tree, host, storage, fingerprint
-        self._config, self._now, self._agree = config, now, agree
+        self._config, self._now, self._agree, self._begin = config, now, agree, begin
         self._digester = host.digester
         self._active: list[Prefetch] = []
         self._number = 0
@@ -118,6 +122,7 @@ class Prefetcher:
         if held == len(prefix):
             return None
         self._number += 1
+        self._begin(self._number, len(prefix))
         prefetch = Prefetch(self._number, prefix, self._now(), held, limit=len(prefix))
         for component in self._tree.components:
             first = held
@@ -302,9 +307,16 @@ class Prefetcher:
         return [f"{over} prefetches are over and still held"] if over else []
 
     def close(self) -> None:
-        """End all. What storage threads still write to is waited for by their queue's own close, before this."""
-        for prefetch in list(self._active):
-            self.stop(prefetch)
+        """Give all of them up, without asking anybody. Their queue is closed before, so no thread writes any more."""
+        for prefetch in self._active:
+            for batch in prefetch.batches:
+                assert batch.ticket.done, "the storage queue closes first"
+                batch.lease.release()
+            for pages in prefetch.arrived.values():
+                for lease, _ in pages.values():
+                    lease.release()
+            prefetch.batches, prefetch.arrived, prefetch.stage = [], {}, Stage.OVER
+        self._active.clear()
 
 
 def _reads(component: Component, held: int, length: int) -> range:

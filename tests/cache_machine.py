@@ -29,8 +29,8 @@ from tests.poolsets import pool_sets
 
 PAGE_TOKENS = 2
 _MOST_PAGES = 10
-_STEPS = 120
-_EXAMPLES = 6
+_STEPS = 50
+_EXAMPLES = 12
 _NUMBER = st.integers(0, 1 << 16)
 _WORLDS = st.fixed_dictionaries({
     "lazy": st.booleans(),
@@ -134,7 +134,7 @@ class Machine(RuleBasedStateMachine):
             world.send(visitor)
         elif what == "cancel":
             world.leave(visitor)
-        else:
+        elif self.disturbing:
             self.stop_waiting_for_storage(who)
         self.carry_on(who)
 
@@ -158,6 +158,17 @@ class Machine(RuleBasedStateMachine):
         self.world.clock.advance(ms / 1000)
         self.answers(tickets)
         self.carry_on(number)
+
+    @precondition(lambda self: not self.disturbing)
+    @rule(base=_NUMBER, host=st.booleans())
+    def comes_back_and_finds_all_of_it(self, base: int, host: bool) -> None:
+        """Lower tiers have everything, so nothing that was ever shared may be missing."""
+        self.answers(100)
+        self.world.forget(host=host)
+        if len(self.world.visitors) < 6:
+            self.come(self.continued(base), "")
+            self.answers(100)
+        self.carry_on(base)
 
     @precondition(lambda self: self.disturbing)
     @rule(base=_NUMBER, host=st.sampled_from([False, False, True]), salt=st.sampled_from(["", "", "s"]))

@@ -26,7 +26,7 @@ from cache.gate import LayerBuffers
 from cache.lazy import LazyDevice
 from cache.leases import Pin
 from cache.moves import gather
-from cache.nodes import Tier
+from cache.nodes import Node, Tier
 from cache.pools import PoolSet
 from cache.prefetch import Prefetch
 from cache.prefix import Prefix
@@ -70,6 +70,8 @@ class Visitor:
 
     name: str
     prefix: Prefix
+    reusable: int
+    """Pages of it that need not be computed."""
     prefetch: Prefetch | None
     claim: Claim | None = None
     done: int = 0
@@ -183,7 +185,9 @@ class World:
     def arrive(self, tokens: Sequence[int], salt: str = "") -> Visitor:
         self._number += 1
         prefix = Prefix.of(tokens, self.spec.page_tokens, salt)
-        visitor = Visitor(f"request {self._number}", prefix, self.seat.prefetch(prefix))
+        # The last page may be left out, as its last position must be computed anyway.
+        reusable = max(0, len(prefix) - (self.rng.random() < 0.7))
+        visitor = Visitor(f"request {self._number}", prefix, reusable, self.seat.prefetch(prefix.head(reusable)))
         self.visitors.append(visitor)
         self.changes += 1
         return visitor
@@ -193,12 +197,11 @@ class World:
             return False
         if visitor.prefetch is not None and not self.seat.prefetcher.may_run(visitor.prefetch):  # type: ignore[union-attr]
             return False
-        reusable = len(visitor.prefix) - 1 if self.rng.random() < 0.7 else len(visitor.prefix)
-        expected = self.expected(visitor.prefix, max(0, reusable))
+        expected = self.expected(visitor.prefix, visitor.reusable)
         positions = len(visitor.prefix) * self.spec.page_tokens
         before = self.seat.counters["pages_evicted"]
         claim = self.seat.claim(
-            visitor.prefix, positions, visitor.name, reusable=max(0, reusable), prefetch=visitor.prefetch
+            visitor.prefix, positions, visitor.name, reusable=visitor.reusable, prefetch=visitor.prefetch
         )
         self._look(before)
         if claim is None:
@@ -422,6 +425,24 @@ class World:
         freed = self.seat.evict(pool, count) if tier is Tier.DEVICE else self.seat.tree.evict(tier, pool, count)
         self.disturbed |= freed > 0
         self.changes += freed > 0
+
+    def forget(self, *, host: bool) -> bool:
+        """Evict what a lower tier has as well, all of it: nothing that was shared is lost."""
+        nodes = list(self.seat.tree.nodes())
+        if self.host is None or any(n.parts[Tier.DEVICE].keys() - n.parts[Tier.HOST].keys() for n in nodes):
+            return False
+        if host and (any(v.claim is None for v in self.visitors) or not all(map(self._stored, nodes))):
+            return False
+        tiers = (Tier.DEVICE, Tier.HOST) if host else (Tier.DEVICE,)
+        freed = sum(self.seat.tree.evict(tier, pool, 1 << 30) for tier in tiers for pool in self.spec.by_name)
+        self.seen["forgot what storage has" if host else "forgot what the host has"] += freed > 0
+        self.changes += freed > 0
+        return freed > 0
+
+    def _stored(self, node: Node) -> bool:
+        keys = [(name, key) for name in node.parts[Tier.HOST] for key in node.keys]
+        keys = [(n, k) for n, k in keys if not self.seat.tree.component(n).point or k == node.keys[-1]]
+        return all(self.backend.exists([ObjectName("model", name, key) for name, key in keys]))
 
     def condemn(self, prefix: Prefix, page: int) -> None:
         condemned = self.seat.condemn(prefix, page)
