@@ -67,6 +67,8 @@ class Request:
     """Positions that are decided on."""
     latest: FromStep | None = None
     """Where its last launched token is drawn."""
+    computed: int = 0
+    """Prompt positions that this worker's engine had to compute: none, as long as all state is handed over."""
     marks: dict[str, float] = field(default_factory=dict)
 
     @property

@@ -193,7 +193,7 @@ class DecodeWorker(PhaseWorker[Request]):
         request.start(arrived.metadata.token)
         request.marks["arrived"] = self._clock.now() - request.arrived
         self._counters["received_bytes"] += arrived.bytes
-        self._report(request, request.claim.cached.total, arrived.bytes)
+        self._report(request, held=request.claim.cached.total, received=arrived.bytes)
         self._running.append(request)
 
     def _admit(self) -> None:
@@ -308,14 +308,14 @@ class DecodeWorker(PhaseWorker[Request]):
         submit = request.submit
         request.marks["done"] = self._clock.now() - request.arrived
         key = (submit.request_id, submit.attempt)
-        self._report(request)
+        self._report(request, computed=request.computed)
         self._desk.tell(request.session, Done(*key, reason, stop_token))
         self._leave(request, reason)
 
-    def _report(self, request: Request, held: int = 0, received: int = 0) -> None:
-        submit = request.submit
-        key, marks = (submit.request_id, submit.attempt), dict(request.marks)
-        self._desk.tell(request.session, Progress(*key, self.role, self._name, marks, held, transfer_bytes=received))
+    def _report(self, request: Request, *, held: int = 0, computed: int = 0, received: int = 0) -> None:
+        key = (request.submit.request_id, request.submit.attempt)
+        progress = Progress(*key, self.role, self._name, dict(request.marks), held, computed, received)
+        self._desk.tell(request.session, progress)
 
     def _fail(self, request: Request, kind: ErrorKind, message: str, blame: WorkerName | None = None) -> None:
         submit = request.submit

@@ -100,11 +100,13 @@ def decode_frames(submit: Submit, worker: WorkerName) -> Iterator[list[Event]]:
     if ending(submit, tokens):
         return
     marks = {"grant": 0.001, "arrived": 0.003}
-    yield [Progress(*key, Role.DECODE, worker, marks, 1, 0, BYTES_A_TOKEN * (len(submit.tokens) - 1))]
+    received = BYTES_A_TOKEN * (len(submit.tokens) - 1)
+    reports: list[Event] = [Progress(*key, Role.DECODE, worker, marks, 1, transfer_bytes=received)]
     while True:
         tokens.append(draw(tokens, submit.sampling))
         at = len(tokens) - 1
-        frame: list[Event] = [Tokens(*key, at, (tokens[at],), scored(submit, tokens, at))]
+        frame: list[Event] = [*reports, Tokens(*key, at, (tokens[at],), scored(submit, tokens, at))]
+        reports.clear()
         if done := ending(submit, tokens):
             marks |= {"first_step": 0.004, "done": 0.005}
             yield [*frame, Progress(*key, Role.DECODE, worker, marks), done]
