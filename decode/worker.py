@@ -190,10 +190,10 @@ class DecodeWorker(PhaseWorker[Request]):
         request.step(PhaseEvent.ARRIVED)
         assert request.claim is not None
         self._seat.adopt(request.claim, len(request.submit.tokens), arrived.leases, arrived.digests)
-        request.bytes = arrived.bytes
         request.start(arrived.metadata.token)
         request.marks["arrived"] = self._clock.now() - request.arrived
         self._counters["received_bytes"] += arrived.bytes
+        self._report(request, held=request.claim.cached.total, received=arrived.bytes)
         self._running.append(request)
 
     def _admit(self) -> None:
@@ -301,17 +301,21 @@ class DecodeWorker(PhaseWorker[Request]):
         if self._reasoning is not None:
             tokens = tokens[: self._reasoning.keeps(tokens, request.submit.prompt_len)]
         self._seat.seal([(claim, request.committed)])
-        self._seat.share(claim, Prefix.of(tokens, self._page_tokens, request.submit.salt))
+        prefix = Prefix.of(tokens, self._page_tokens, request.submit.salt)
+        self._seat.share(claim, prefix, request.submit.priority)
 
     def _finish(self, request: Request, reason: str, stop_token: int | None) -> None:
         submit = request.submit
         request.marks["done"] = self._clock.now() - request.arrived
         key = (submit.request_id, submit.attempt)
-        held = request.claim.cached.total if request.claim is not None else 0
-        progress = Progress(*key, self.role, self._name, request.marks, held, request.computed, request.bytes)
-        self._desk.tell(request.session, progress)
+        self._report(request, computed=request.computed)
         self._desk.tell(request.session, Done(*key, reason, stop_token))
         self._leave(request, reason)
+
+    def _report(self, request: Request, *, held: int = 0, computed: int = 0, received: int = 0) -> None:
+        key = (request.submit.request_id, request.submit.attempt)
+        progress = Progress(*key, self.role, self._name, dict(request.marks), held, computed, received)
+        self._desk.tell(request.session, progress)
 
     def _fail(self, request: Request, kind: ErrorKind, message: str, blame: WorkerName | None = None) -> None:
         submit = request.submit

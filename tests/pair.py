@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -131,11 +131,25 @@ class Pair:
         elif isinstance(event, PromptScores):
             answer.scores = event.scores
         elif isinstance(event, Progress):
-            answer.progress[event.role] = event
+            answer.progress[event.role] = _together(answer.progress.get(event.role), event)
         else:
             answer.done = event
             if event.error is not None:
                 self.cancel(event.request_id)
+
+
+def _together(before: Progress | None, report: Progress) -> Progress:
+    """What a leg has said in all."""
+    if before is None:
+        return report
+    return replace(
+        report,
+        marks=before.marks | report.marks,
+        cached_tokens=before.cached_tokens + report.cached_tokens,
+        computed_tokens=before.computed_tokens + report.computed_tokens,
+        transfer_bytes=before.transfer_bytes + report.transfer_bytes,
+        cached_by_tier=before.cached_by_tier | report.cached_by_tier,
+    )
 
 
 @contextmanager
