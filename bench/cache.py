@@ -7,7 +7,7 @@
 The tree stands beside a trie of plain dictionaries with a node a page (`bench/trie.py`), grown from the same dialogues
 (`bench/tree_load.py`) in the same run. Times are processor time, medians over many calls: waiting for a
 neighbour's turn on a shared machine isn't in them. Memory is what Python allocated while a side was filled.
-The tiers are measured through a seat, whole claims at a time (`bench/tiers.py`), and in wall time.
+The tiers are measured through a seat, whole claims at a time (`bench/tiers.py`).
 """
 
 from __future__ import annotations
