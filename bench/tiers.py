@@ -247,10 +247,6 @@ def run(console: Console, shapes: tuple[Shape, ...], repeats: int, folder: Path 
         with tempfile.TemporaryDirectory(dir=folder) as scratch:
             rates = measure(shape, repeats, Path(scratch))
         console.print(table(shape, rates))
-        figures[shape.name] = {
-            "page_bytes": shape.page_bytes,
-            "pages": shape.pages,
-            "gb_per_s": rates.rounds,
-            "gb_per_s_wall": rates.wall_rounds,
-        }
+        rounds = {"gb_per_s": rates.rounds, "gb_per_s_wall": rates.wall_rounds}
+        figures[shape.name] = {"page_bytes": shape.page_bytes, "pages": shape.pages, **rounds}
     return figures

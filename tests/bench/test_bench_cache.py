@@ -43,9 +43,10 @@ def test_the_bounds_of_a_trace_are_those_worked_out_by_hand() -> None:
     trace = asks((1, 2, 3), (1, 2, 4), (5, 6), (1, 2, 3))
     assert unlimited(trace) == 2 + 3
     assert plain_lru(trace, 100) == 5
-    # Room for five: the third prompt drops 3, the deepest unused page; the last one finds 1 and 2.
+    # Each needs a page more than it has names. Room for five: the third prompt drops 3 and 4, the fourth finds 1 and 2.
     assert plain_lru(trace, 5) == 2 + 2
-    assert plain_lru(trace, 4) == 2
+    # Room for four: the third prompt drops 2 as well, the deeper of what is as old.
+    assert plain_lru(trace, 4) == 2 + 1
 
 
 @pytest.mark.slow
@@ -90,19 +91,19 @@ def test_pages_smaller_than_blocks_find_no_less(tmp_path: Path) -> None:
     whole = load(SLICE, 512, limit=40)
     fine = load(SLICE, 64, limit=40)
     assert unlimited(whole) <= unlimited(fine)
-    size = 128 * BLOCK
+    size = 180 * BLOCK
     assert replay(fine, Sizes(size)).cached.total == plain_lru(fine, size // 64)
 
 
 @pytest.mark.slow
 def test_the_replay_command_runs_on_the_slice_in_the_repository(tmp_path: Path) -> None:
     out, plot = tmp_path / "out.json", tmp_path / "curve.svg"
-    flags = ["--requests", "60", "--sizes", "120k", "2M", "--policies", "lru", "--storage", "2M"]
+    flags = ["--requests", "30", "--sizes", "120k", "2M", "--policies", "lru", "--storage", "2M"]
     assert trace_cache.main([str(SLICE), *flags, "--json", str(out), "--plot", str(plot)]) == 0
     figures = json.loads(out.read_text(encoding="utf-8"))
     assert [run["host"] for run in figures["runs"]] == [0, 0, 120_000, 2_000_000, 120_000]
     assert max(run["cached"]["device"] for run in figures["runs"]) <= figures["unlimited"]
-    assert "unlimited cache" in plot.read_text(encoding="utf-8") or "<svg" in plot.read_text(encoding="utf-8")
+    assert "<svg" in plot.read_text(encoding="utf-8")
 
 
 def test_a_device_too_small_for_the_longest_prompt_is_refused_with_its_length(
