@@ -4,10 +4,10 @@
     python -m bench serve                 # one of them
     python -m bench --model DIR --long    # another checkpoint, five times the repetitions
 
-`engine` measures the engine beside transformers, `handover` the data planes beside a copy and a socket, `serve` a
-cluster that it starts (or the one at `--url`): one request at a time, many at once, and arrivals of a real trace.
-`cache` measures the prefix tree by its size and the ways between the tiers, `replay` hit rates of that trace by cache
-size.
+`engine` measures the engine beside transformers, `copies` what moves between tiers beside a memcpy, `cache` the prefix
+tree by its size and the tiers through a seat, `replay` hit rates of a real trace by cache size, `handover` the data
+planes beside a copy and a socket, `serve` a cluster that it starts (or the one at `--url`): one request at a time, many
+at once, and arrivals of a real trace.
 Each bench has more flags of its own: `python -m bench.engine --help`, and so on.
 """
 
@@ -20,11 +20,11 @@ import sys
 from contextlib import ExitStack
 from pathlib import Path
 
-from bench import cache, engine, handover, serve, trace_cache
+from bench import cache, copies, engine, handover, serve, trace_cache
 from bench.cluster import serving
 from bench.random_model import DEMO
 
-BENCHES = ("engine", "handover", "cache", "replay", "serve")
+BENCHES = ("engine", "copies", "cache", "replay", "handover", "serve")
 TRACE = os.path.relpath(Path(__file__).parent / "traces" / "conversation_200.jsonl")
 SLO = ("--slo-ttft-ms", "500", "--slo-tpot-ms", "50")
 
@@ -75,6 +75,9 @@ def main() -> int:
         print("== engine", flush=True)
         flags = ["--model", str(args.model), "--threads", str(args.threads), "--repeats", str(3 * times)]
         worst = max(worst, engine.main([*flags, "--json", str(args.out / "engine.json")]))
+    if "copies" in chosen:
+        print("\n== copies", flush=True)
+        worst = max(worst, copies.main(["--rounds", str(3 * times), "--json", str(args.out / "copies.json")]))
     if "handover" in chosen:
         print("\n== handover", flush=True)
         worst = max(worst, handover.main(["--rounds", str(3 * times), "--json", str(args.out / "handover.json")]))

@@ -127,6 +127,42 @@ class _Done:
 DONE: Completion = _Done()
 
 
+class _Failed:
+    """An operation that could not even begin."""
+
+    done = True
+
+    def __init__(self, error: RuntimeError) -> None:
+        self._error = error
+
+    def wait(self) -> None:
+        raise self._error
+
+    def order(self) -> None:
+        return
+
+
+def attempt(device: Device, op: Op, run: Callable[[], object], after: Sequence[Completion] = ()) -> Completion:
+    """`submit`, for a caller that can do without: the device's error becomes a completion whose `wait` raises it."""
+    try:
+        return device.submit(op, run, after)
+    except RuntimeError as error:
+        return _Failed(error)
+
+
+def failure(completion: Completion) -> RuntimeError | None:
+    """The device's error that ended a complete operation before its end: nothing that it was to write is to be used.
+
+    What a checking device finds is a bug and is raised.
+    """
+    assert completion.done, "an operation that is under way has neither failed nor succeeded"
+    try:
+        completion.wait()
+    except RuntimeError as error:
+        return error
+    return None
+
+
 class CpuDevice:
     """CPU torch: an operation is complete when `submit` returns."""
 

@@ -15,6 +15,7 @@ on another stream, has its own wait.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from types import MappingProxyType
 from typing import Protocol
 
@@ -44,7 +45,9 @@ class Passage:
     def layer(self, layer: int) -> LayerBuffers:
         """The buffers of `layer`; what the running operation does with them comes after the loads into it."""
         for load in self._waits.get(layer, ()):
-            load.order()
+            # One that fails is told of to those who relied on it, before they commit; the others just come after it.
+            with suppress(RuntimeError):
+                load.order()
         return self._layers[layer]
 
 

@@ -33,8 +33,10 @@ from contracts.clock import ManualClock
 from contracts.errors import UnorderedAccess
 
 _HOST = "host"
-_STRAY = 0.4
-"""How often the scheduler runs something that nobody asked for."""
+_STRAY = (0.0, 0.1, 0.4, 0.8)
+"""How often the scheduler runs something that nobody asked for: from a device that lags behind to one that keeps up."""
+_POLLED = 0.1
+"""How often at least it does when somebody polls; above 0, so that polling ends."""
 _OP_S = 0.001
 """An operation takes up to this long on the virtual clock."""
 
@@ -81,14 +83,20 @@ class _LazyOp:
 
 
 class LazyDevice:
-    """See the module's prose. The seed decides everything; `clock`, if given, moves with every operation."""
+    """See the module's prose. The seed decides everything, `stray` (0 to 1) included unless it is given.
+
+    `clock`, if given, moves with every operation.
+    """
 
     torch_device = torch.device("cpu")
 
-    def __init__(self, seed: int, *, clock: ManualClock | None = None, stray: float = _STRAY) -> None:
+    def __init__(
+        self, seed: int, *, clock: ManualClock | None = None, stray: float | None = None, polled: float = _POLLED
+    ) -> None:
         self._random = random.Random(seed)
         self._clock = clock
-        self._stray = stray
+        self._stray = self._random.choice(_STRAY) if stray is None else stray
+        self._polled = polled
         self._queues: dict[Stream, deque[_LazyOp]] = {stream: deque() for stream in Stream}
         self._stream_clocks: dict[Stream, Clock] = {stream: {} for stream in Stream}
         self._host: Clock = {_HOST: 0}
@@ -174,7 +182,7 @@ class LazyDevice:
     def poll(self, op: _LazyOp) -> bool:
         """Whether `op` is over: polling long enough always ends."""
         ready = self._ready()
-        if op.state is not _State.OVER and ready and self._random.random() < 0.5:
+        if op.state is not _State.OVER and ready and self._random.random() < max(self._stray, self._polled):
             self._execute(self._random.choice(ready))
         if op.state is _State.OVER:
             self._learn(op)

@@ -4,7 +4,7 @@ Loads of all requests of a round go together: one operation a layer, so that the
 the last are still on their way. A node's part is on the device as soon as its load is planned: whoever comes next
 finds it there, and its forward pass waits at the same gates. A load counts as good only when every page of every
 pool has come and its digest matches; until then nothing that was computed from it may be committed. What doesn't
-match is condemned with everything below it, and the requests that relied on it are told.
+match, or whose copy failed, is condemned with everything below it, and the requests that relied on it are told.
 """
 
 from __future__ import annotations
@@ -12,12 +12,11 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from cache.device import DEVICE, HOST, Completion, Device, Op, Stream, spans
+from cache.device import DEVICE, HOST, Completion, Device, Op, Stream, attempt, failure, spans
 from cache.leases import Lease
 from cache.moves import Move, copy_state
 from cache.nodes import Lock, Node, Part, Tier
 from cache.pools import PoolSet
-from cache.tags import Digester
 from cache.tree import PrefixTree
 
 
@@ -48,16 +47,21 @@ class Loader:
     ) -> None:
         self._tree, self._pools, self._host, self._device, self._now = tree, pools, host, device, now
         self._verify = verify
-        self._digester = Digester(pools.layout)
+        self._digester = pools.digester
         self._planned: _Load | None = None
         self._loads: list[_Load] = []
         self.bytes_per_s = 0.0
         """Of loads lately; 0 before the first."""
-        self.counters = {"pages_loaded": 0.0, "pages_damaged_on_host": 0.0}
+        self.counters = {"pages_loaded": 0.0, "pages_damaged_on_host": 0.0, "loads_failed": 0.0}
 
     @property
     def busy(self) -> bool:
         return bool(self._planned or self._loads)
+
+    @property
+    def locks(self) -> int:
+        """Locks in the tree that it holds."""
+        return sum(len(load.locks) for load in self._all())
 
     @property
     def nbytes(self) -> int:
@@ -115,7 +119,8 @@ class Loader:
         reads = spans(HOST, {pool: part.sources for pool, part in here.items()}, (layer,))
         writes = spans(DEVICE, {pool: part.targets for pool, part in here.items()}, (layer,))
         host, pools, chosen = self._host, self._pools, Move(tuple(here.values()))
-        completion = self._device.submit(
+        completion = attempt(
+            self._device,
             Op(f"load layer {layer}", Stream.LOAD, reads, writes),
             lambda: copy_state(chosen, host.region, host.layout, pools.region, pools.layout, range(layer, layer + 1)),
         )
@@ -141,8 +146,7 @@ class Loader:
             if seconds > 0:
                 rate = load.nbytes / seconds
                 self.bytes_per_s = rate if not self.bytes_per_s else 0.7 * self.bytes_per_s + 0.3 * rate
-            bad = [part for part in load.targets.parts if self._verify and not self._matches(part)]
-            self.counters["pages_damaged_on_host"] += sum(len(p) for p in bad)
+            bad = self._bad(load)
             for part in bad:
                 betrayed += [lock for lock in part.locks if lock not in load.locks]
             nodes: list[Node] = [part.node for part in bad]
@@ -151,6 +155,16 @@ class Loader:
             for node in nodes:
                 self._tree.condemn_node(node)
         return betrayed
+
+    def _bad(self, load: _Load) -> list[Part]:
+        """What of a complete load isn't what it should be."""
+        failed = [c for c in load.completions if failure(c) is not None]
+        if failed:
+            self.counters["loads_failed"] += 1
+            return list(load.targets.parts)
+        bad = [part for part in load.targets.parts if self._verify and not self._matches(part)]
+        self.counters["pages_damaged_on_host"] += sum(len(p) for p in bad)
+        return bad
 
     def _matches(self, part: Part) -> bool:
         size, start = self._pools.spec.page_tokens, self._tree.start(part.node)

@@ -14,12 +14,12 @@ from dataclasses import dataclass
 
 import torch
 
-from cache.registry import BufferLayout, PoolSetLayout, PoolSetSpec, word_dtype
+from cache.blocks import blocks, packing
+from cache.copies import copy_block
+from cache.registry import PoolSetLayout, PoolSetSpec
 
 Indices = Mapping[str, Sequence[int]]
 """Pages and slots by pool name."""
-
-_SINGLE_ENTRY_BYTES = 4096
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,21 +97,23 @@ def copy_state(
 ) -> None:
     """Copy what `move` names, all buffers, from region to region (uint8); with `layers`, those layers only."""
     for part in move.parts:
-        pairs = zip(source_layout.buffers[part.pool], target_layout.buffers[part.pool], strict=True)
-        counts = source_layout.counts[part.pool], target_layout.counts[part.pool]
-        for ours, theirs in pairs:
-            word = _common_word(ours, theirs)
-            from_lpw, to_lpw = ours.stack(source, counts[0], word), theirs.stack(target, counts[1], word)
-            if layers is not None:
-                chosen = slice(layers.start, layers.stop)
-                from_lpw, to_lpw = from_lpw[chosen], to_lpw[chosen]
-            _copy(from_lpw, part.sources, to_lpw, part.targets)
+        for block in blocks(source_layout.buffers[part.pool], target_layout.buffers[part.pool], layers):
+            counts = source_layout.counts[part.pool], target_layout.counts[part.pool]
+            copy_block(block, source, counts[0], part.sources, target, counts[1], part.targets)
 
 
-def gather(region: torch.Tensor, layout: PoolSetLayout, pool: str, indices: Sequence[int]) -> torch.Tensor:
-    """Copy pages or slots into the canonical layout: uint8 [indices, unit_bytes], contiguous."""
-    out = torch.empty(len(indices), layout.spec.unit_bytes(pool), dtype=torch.uint8)
-    _canonical(out, region, layout, pool, indices, into_region=False)
+def gather(
+    region: torch.Tensor, layout: PoolSetLayout, pool: str, indices: Sequence[int], out: torch.Tensor | None = None
+) -> torch.Tensor:
+    """Copy pages or slots into the canonical layout: uint8 [indices, unit_bytes], contiguous.
+
+    `out`, of that shape, may be given: memory that has been used before is several times as fast as new memory.
+    """
+    if out is None:
+        out = torch.empty(len(indices), layout.spec.unit_bytes(pool), dtype=torch.uint8, device=region.device)
+    rows = range(len(indices))
+    for block in blocks(layout.buffers[pool], packing(layout, pool)):
+        copy_block(block, region, layout.counts[pool], indices, _flat(out), len(rows), rows)
     return out
 
 
@@ -119,49 +121,11 @@ def scatter(
     packed: torch.Tensor, region: torch.Tensor, layout: PoolSetLayout, pool: str, indices: Sequence[int]
 ) -> None:
     """The inverse of `gather`: write canonical pages or slots [indices, unit_bytes] into `region`."""
-    _canonical(packed, region, layout, pool, indices, into_region=True)
+    rows = range(len(indices))
+    for block in blocks(packing(layout, pool), layout.buffers[pool]):
+        copy_block(block, _flat(packed), len(rows), rows, region, layout.counts[pool], indices)
 
 
-def _canonical(
-    packed: torch.Tensor,
-    region: torch.Tensor,
-    layout: PoolSetLayout,
-    pool: str,
-    indices: Sequence[int],
-    *,
-    into_region: bool,
-) -> None:
-    rows, at = list(range(len(indices))), 0
-    unit = layout.spec.unit_bytes(pool)
-    flat = packed.reshape(-1)
-    for buffer in layout.buffers[pool]:
-        packing = BufferLayout(buffer.spec, at, buffer.entry_bytes, unit, buffer.entry_bytes)
-        word = _common_word(buffer, packing)
-        there, here = packing.stack(flat, len(rows), word), buffer.stack(region, layout.counts[pool], word)
-        if into_region:
-            _copy(there, rows, here, indices)
-        else:
-            _copy(here, indices, there, rows)
-        at += buffer.spec.layers * buffer.entry_bytes
-
-
-def _common_word(a: BufferLayout, b: BufferLayout) -> torch.dtype:
-    return word_dtype(a.base, a.layer_stride, a.index_stride, b.base, b.layer_stride, b.index_stride, a.entry_bytes)
-
-
-def _copy(from_lpw: torch.Tensor, sources: Sequence[int], to_lpw: torch.Tensor, targets: Sequence[int]) -> None:
-    """Copy pages between two stacks [layers, pages, words].
-
-    On a CPU pages go one by one, straight to their places: two to three times as fast as an indexed copy, unless
-    they are so small that the calls weigh more than the bytes.
-    """
-    entry = from_lpw.shape[0] * from_lpw.shape[2] * from_lpw.element_size()
-    if from_lpw.device.type == "cpu" and to_lpw.device.type == "cpu" and entry >= _SINGLE_ENTRY_BYTES:
-        source, target = from_lpw.numpy(), to_lpw.numpy()
-        for a, b in zip(sources, targets, strict=True):
-            target[:, b] = source[:, a]
-        return
-    src = torch.tensor(sources, dtype=torch.int64, device=from_lpw.device)
-    dst = torch.tensor(targets, dtype=torch.int64, device=to_lpw.device)
-    for layer in range(from_lpw.shape[0]):
-        to_lpw[layer].index_copy_(0, dst, from_lpw[layer].index_select(0, src).to(to_lpw.device))
+def _flat(packed: torch.Tensor) -> torch.Tensor:
+    """Canonical pages as a region; raises `RuntimeError` where they aren't contiguous."""
+    return packed.view(-1)

@@ -59,6 +59,8 @@ class Node:
     created: int = 0
     hits: int = 0
     priority: int = 0
+    salt: str = ""
+    """Of a root."""
 
     def __len__(self) -> int:
         """Its pages."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import cached_property
 
 import torch
 
@@ -11,6 +12,7 @@ from cache.gate import Gate
 from cache.leases import Allocator
 from cache.moves import Indices
 from cache.registry import Order, PoolSetLayout, PoolSetSpec
+from cache.tags import Digester
 from contracts.errors import ConfigError
 
 
@@ -47,6 +49,11 @@ class PoolSet:
     @property
     def spec(self) -> PoolSetSpec:
         return self.layout.spec
+
+    @cached_property
+    def digester(self) -> Digester:
+        """Digests what lies in this region."""
+        return Digester(self.layout, self.region.device)
 
     def _layers(self, pool: str) -> list[dict[str, torch.Tensor]]:
         layers: list[dict[str, torch.Tensor]] = [{} for _ in range(self.spec.by_name[pool].layers)]

@@ -10,7 +10,9 @@ all or nothing, of a state the snapshot at the end. What has come in part become
 components accept. Nothing found is a state of its own: it ends at once and nobody waits for it.
 
 Storage threads write into host memory that the prefetch holds: it gives nothing back before their ticket is done.
-With several ranks, lengths become decisions by agreement (MIN), never by local view.
+With several ranks, lengths become decisions by agreement (MIN), never by local view. The least of all lengths need not
+be one that every rank can compute from (a window lacks the pages before it, say); so ranks say their longest up to it
+again, until what is agreed is what was agreed before.
 """
 
 from __future__ import annotations
@@ -25,13 +27,15 @@ from cache.nodes import Offer, Tier
 from cache.pools import PoolSet
 from cache.prefix import Prefix
 from cache.storage import ObjectName, Outcome, Queue, Ticket
-from cache.tags import Digester
 from cache.tree import PrefixTree
 from contracts.config import PrefetchConfig
 from contracts.errors import CapacityError
 
 Agree = Callable[[str, int], int | None]
 """Says this rank's finding under a key, again and again, until it returns what all ranks agree on."""
+
+Begin = Callable[[int, int], None]
+"""Told of each prefetch as it starts: its number, and the most pages that it can come to."""
 
 
 class Stage(StrEnum):
@@ -63,10 +67,11 @@ class Prefetch:
     stage: Stage = Stage.PROBING
     probe: Ticket[list[bool]] | None = None
     probed: list[tuple[str, int]] = field(default_factory=list)
+    limit: int = 0
+    """The length last agreed on; in the end one that every rank accepts."""
+    votes: int = 0
     target: int = 0
     """The length that it reads up to."""
-    ready: int = 0
-    """The length that this rank has, once reading has ended."""
     batches: list[_Batch] = field(default_factory=list)
     arrived: dict[str, dict[int, tuple[Lease, int]]] = field(default_factory=dict)
     """By component and page number: the page, and its digest."""
@@ -91,10 +96,11 @@ class Prefetcher:
         config: PrefetchConfig,
         now: Callable[[], float],
         agree: Agree = lambda key, value: value,
+        begin: Begin = lambda number, limit: None,
     ) -> None:
         self._tree, self._host, self._storage, self._fingerprint = tree, host, storage, fingerprint
-        self._config, self._now, self._agree = config, now, agree
-        self._digester = Digester(host.layout)
+        self._config, self._now, self._agree, self._begin = config, now, agree, begin
+        self._digester = host.digester
         self._active: list[Prefetch] = []
         self._number = 0
         self.counters = {"pages_prefetched": 0.0, "pages_damaged_in_storage": 0.0, "prefetch_pages_dropped": 0.0}
@@ -116,7 +122,8 @@ class Prefetcher:
         if held == len(prefix):
             return None
         self._number += 1
-        prefetch = Prefetch(self._number, prefix, self._now(), held)
+        self._begin(self._number, len(prefix))
+        prefetch = Prefetch(self._number, prefix, self._now(), held, limit=len(prefix))
         for component in self._tree.components:
             first = held
             if isinstance(component, Window):
@@ -176,14 +183,25 @@ class Prefetcher:
         for (component, page), found in zip(prefetch.probed, prefetch.probe.result(), strict=True):
             if found:
                 there.setdefault(component, set()).add(page)
-        length = prefetch.held if prefetch.stopped else self._longest(prefetch, there, len(prefetch.prefix))
-        agreed = self._agree(f"hit {prefetch.number}", length)
+        agreed = self._common(prefetch, "hit", {} if prefetch.stopped else there)
         if agreed is None:
             return
         prefetch.target = agreed
         prefetch.stage = Stage.READING
         if agreed > prefetch.held:
             self._read(prefetch, there)
+
+    def _common(self, prefetch: Prefetch, what: str, there: Mapping[str, set[int]]) -> int | None:
+        """The longest length that all ranks accept, each with what is `there`; None while they don't know it yet."""
+        while True:
+            mine = self._longest(prefetch, there, prefetch.limit)
+            agreed = self._agree(f"{what} {prefetch.number} {prefetch.votes}", mine)
+            if agreed is None:
+                return None
+            prefetch.votes += 1
+            if agreed == prefetch.limit:
+                return agreed
+            prefetch.limit = agreed
 
     def _longest(self, prefetch: Prefetch, there: Mapping[str, set[int]], limit: int) -> int:
         """The longest prefix up to `limit` that every component accepts, with what is `there` beyond the tree."""
@@ -226,8 +244,6 @@ class Prefetcher:
                 self._sort(prefetch, batch)
         if prefetch.batches:
             return
-        there = {name: set(pages) for name, pages in prefetch.arrived.items()}
-        prefetch.ready = self._longest(prefetch, there, prefetch.target)
         prefetch.stage = Stage.ENDING
 
     def _sort(self, prefetch: Prefetch, batch: _Batch) -> None:
@@ -255,7 +271,7 @@ class Prefetcher:
         return self._digester.digest(self._host.region, component, indices, firsts, ends)
 
     def _end(self, prefetch: Prefetch) -> None:
-        agreed = self._agree(f"done {prefetch.number}", prefetch.ready)
+        agreed = self._common(prefetch, "done", {name: set(pages) for name, pages in prefetch.arrived.items()})
         if agreed is None:
             return
         if agreed > prefetch.held:
@@ -267,7 +283,7 @@ class Prefetcher:
         prefetch.stage = Stage.OVER
         self._active.remove(prefetch)
         self.counters["pages_prefetched"] += prefetch.gained
-        self.counters["prefetch_pages_dropped"] += agreed - prefetch.held - prefetch.gained
+        self.counters["prefetch_pages_dropped"] += max(0, agreed - prefetch.held - prefetch.gained)
 
     def _insert(self, prefetch: Prefetch, length: int) -> int:
         """Give the tree what is needed of pages up to `length`; returns by how many pages its anchor moved on."""
@@ -291,9 +307,16 @@ class Prefetcher:
         return [f"{over} prefetches are over and still held"] if over else []
 
     def close(self) -> None:
-        """End all. What storage threads still write to is waited for by their queue's own close, before this."""
-        for prefetch in list(self._active):
-            self.stop(prefetch)
+        """Give all of them up, without asking anybody. Their queue is closed before, so no thread writes any more."""
+        for prefetch in self._active:
+            for batch in prefetch.batches:
+                assert batch.ticket.done, "the storage queue closes first"
+                batch.lease.release()
+            for pages in prefetch.arrived.values():
+                for lease, _ in pages.values():
+                    lease.release()
+            prefetch.batches, prefetch.arrived, prefetch.stage = [], {}, Stage.OVER
+        self._active.clear()
 
 
 def _reads(component: Component, held: int, length: int) -> range:

@@ -73,9 +73,13 @@ class Prefix:
     def tokens(self, first: int = 0, end: int | None = None) -> Sequence[int]:
         """Tokens of pages `first .. end-1`."""
         stop = len(self) if end is None else end
-        part = self.raw[first * self.page_bytes : stop * self.page_bytes]
-        tokens: list[int] = np.frombuffer(part, dtype="<u4").tolist()
-        return tokens
+        return token_ids(self.raw[first * self.page_bytes : stop * self.page_bytes])
+
+
+def token_ids(raw: bytes) -> list[int]:
+    """The tokens whose bytes these are."""
+    tokens: list[int] = np.frombuffer(raw, dtype="<u4").tolist()
+    return tokens
 
 
 def _raw(tokens: Sequence[int]) -> bytes:

@@ -2,7 +2,7 @@
 
 A copy locks what it reads and becomes the node's part on the host once it is complete, not before. What is on the
 host goes on to storage, page by page as it lies there; a write locks its pages too. Short of room, a copy is left
-out and counted: nothing depends on it.
+out and counted, and one that fails is given up: nothing depends on it.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from cache.device import DEVICE, HOST, Completion, Device, Op, Stream, spans
+from cache.device import DEVICE, HOST, Completion, Device, Op, Stream, attempt, failure, spans
 from cache.leases import Lease
 from cache.moves import Move, copy_state
 from cache.nodes import Lock, Node, Part, Tier
@@ -46,11 +46,17 @@ class Saver:
         self._storage, self._fingerprint = storage, fingerprint
         self._saves: list[_Save] = []
         self._writes: list[_Write] = []
-        self.counters = {"pages_saved": 0.0, "saves_left_out": 0.0, "pages_stored": 0.0, "stores_failed": 0.0}
+        self.counters = {"pages_saved": 0.0, "saves_left_out": 0.0, "saves_failed": 0.0}
+        self.counters |= {"pages_stored": 0.0, "stores_failed": 0.0}
 
     @property
     def busy(self) -> bool:
         return bool(self._saves or self._writes)
+
+    @property
+    def locks(self) -> int:
+        """Locks in the tree that it holds."""
+        return 2 * len(self._saves) + len(self._writes)
 
     def leased(self, component: str) -> int:
         """Host pages (or slots) of copies under way."""
@@ -99,7 +105,7 @@ class Saver:
         op = Op("save", Stream.SAVE, spans(DEVICE, sources), spans(HOST, targets))
         ours, theirs = self._pools, self._host
         run = lambda: copy_state(move, ours.region, ours.layout, theirs.region, theirs.layout)  # noqa: E731
-        self._saves.append(_Save(self._device.submit(op, run), lock, above, leases))
+        self._saves.append(_Save(attempt(self._device, op, run), lock, above, leases))
         self.poll()
         return True
 
@@ -119,13 +125,27 @@ class Saver:
         """Take in what is complete."""
         # In order: a parent's copy was begun before its child's, and comes to the host before it.
         while self._saves and self._saves[0].completion.done:
-            self._finish(self._saves.pop(0))
+            save = self._saves.pop(0)
+            if failure(save.completion) is None:
+                self._finish(save)
+            else:
+                self.counters["saves_failed"] += 1
+            self._let_go(save.lock, save.above, save.leases)
         for write in [w for w in self._writes if w.ticket.done]:
             self._writes.remove(write)
-            stored = sum(outcome.ok for outcome in write.ticket.result())
+            results = write.ticket.result()
+            stored = sum(outcome.ok for outcome in results)
+            self._tell(write, results)
             self.counters["pages_stored"] += stored
             self.counters["stores_failed"] += len(write.ticket.names) - stored
             self._tree.unlock(write.lock)
+
+    def _tell(self, write: _Write, results: Sequence[Outcome]) -> None:
+        """Full nodes that storage now has all of."""
+        good = {name.chain for name, outcome in zip(write.ticket.names, results, strict=True) if outcome.ok}
+        for part in write.lock.of(self._tree.full):
+            if part.node.parts[Tier.HOST].get(self._tree.full) is part and good.issuperset(part.node.keys):
+                self._tree.on_change(part.node, Tier.STORAGE, True)
 
     def _finish(self, save: _Save) -> None:
         tree, arrived = self._tree, []
@@ -138,7 +158,6 @@ class Saver:
                 lease.release()
         if self._storage is not None and arrived:
             self._store(self._storage, arrived)
-        self._let_go(save.lock, save.above, save.leases)
 
     def _wanted(self, part: Part) -> bool:
         """Whether the host has a place for it still: things may have changed since the copy began."""

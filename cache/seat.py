@@ -16,12 +16,14 @@ A request's way through it:
 
 from __future__ import annotations
 
+import logging
+import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from itertools import pairwise
 
 from cache.claim import NO_PAGE, Cached, Claim, Run, Snapshot
-from cache.device import DEVICE, Completion, Device, Op, Span, Stream
+from cache.device import DEVICE, Completion, Device, Op, Span, Stream, attempt, failure
 from cache.due import due, missing
 from cache.eviction import POLICIES
 from cache.launched import Launched
@@ -35,17 +37,18 @@ from cache.prefix import Prefix
 from cache.registry import Kind
 from cache.saving import Saver
 from cache.storage import Queue
-from cache.tags import Digester
+from cache.telling import Teller
 from cache.tree import Match, PrefixTree
 from contracts.config import CacheConfig
 from contracts.errors import CapacityError
 
+_log = logging.getLogger("twinpool.cache")
 _SNAPSHOTS = 2
 """Snapshots of a request that aren't in the tree yet: they alternate."""
 
 
 class Seat:
-    """See the module's prose. Single-threaded. `now` is in seconds."""
+    """See the module's prose. Single-threaded. `now` is in seconds, `wall` in seconds since 1970."""
 
     def __init__(
         self,
@@ -58,6 +61,8 @@ class Seat:
         storage: Queue | None = None,
         fingerprint: str = "",
         agree: Agree = lambda key, value: value,
+        wall: Callable[[], float] = time.time,
+        rank: int = 0,
     ) -> None:
         self.pools, self.host, self.config = pools, host, config
         self._device, self._now, self._storage = device, now, storage
@@ -68,7 +73,7 @@ class Seat:
         )
         self._runs = [p.name for p in self.spec.pools if p.kind is not Kind.STATE]
         self._slots = [p.name for p in self.spec.pools if p.kind is Kind.STATE]
-        self._digester = Digester(pools.layout)
+        self._digester = pools.digester
         self._claims: dict[Lock, Claim] = {}
         self._fresh: list[Claim] = []
         self._launched = Launched()
@@ -78,6 +83,10 @@ class Seat:
             self.loader = Loader(self.tree, pools, host, device, now, config.verify)
             if storage is not None:
                 self.prefetcher = Prefetcher(self.tree, host, storage, fingerprint, config.prefetch, now, agree)
+        events = config.events
+        self.teller = Teller(self.tree, events, wall, rank) if events.endpoint else None
+        if self.teller is not None:
+            _log.info("KV events at %s", self.teller.publisher.endpoint)
         self._tokens_per_s = 0.0
         self.counters = {"pages_evicted": 0.0, "pages_condemned": 0.0, "loads_skipped": 0.0}
 
@@ -266,7 +275,7 @@ class Seat:
         snapshots = [p for p in claim.lock.of(pool) if p.tier is Tier.DEVICE]
         if not snapshots:
             op = Op("zero slot", Stream.COMPUTE, writes=(Span(DEVICE, pool, (slot,)),))
-            claim.started.append(self._device.submit(op, lambda: self.pools.zero({pool: (slot,)})))
+            claim.started.append(attempt(self._device, op, lambda: self.pools.zero({pool: (slot,)})))
             return
         after = self.loader.completions(claim.lock) if self.loader is not None else []
         claim.started.append(self._copy_slot(pool, snapshots[0].lease.indices[0], slot, after))
@@ -275,27 +284,30 @@ class Seat:
         """On the stream of the forward passes: whatever touches a slot does so in their order."""
         op = Op("copy slot", Stream.COMPUTE, (Span(DEVICE, pool, (source,)),), (Span(DEVICE, pool, (target,)),))
         move, region, layout = Move((Part(pool, (source,), (target,)),)), self.pools.region, self.pools.layout
-        return self._device.submit(op, lambda: copy_state(move, region, layout, region, layout), after)
+        return attempt(self._device, op, lambda: copy_state(move, region, layout, region, layout), after)
 
     # ------------------------------------------------------------ progress
 
     def poll(self) -> list[Claim]:
         """Take in what has completed; returns claims that relied on state which turned out damaged."""
+        if self.teller is not None:
+            self.teller.round()
         if self.saver is not None:
             self.saver.poll()
         if self.prefetcher is not None:
             self.prefetcher.poll()
         self._launched.sweep()
-        betrayed = []
-        for lock in self.loader.poll() if self.loader is not None else ():
-            claim = self._claims.get(lock)
-            if claim is not None and not claim.betrayed:
-                claim.betrayed = True
-                betrayed.append(claim)
+        betrayed = [c for c in self._claims.values() if not c.betrayed and _failed(c.started)]
+        relied = [self._claims.get(lock) for lock in (self.loader.poll() if self.loader is not None else ())]
+        betrayed += [c for c in dict.fromkeys(relied) if c is not None and not c.betrayed and c not in betrayed]
+        for claim in betrayed:
+            claim.betrayed = True
         return betrayed
 
     def settled(self, claim: Claim) -> bool:
         """Whether everything that was loaded for it has come and is what it should be: its steps may be committed."""
+        if not all(c.done for c in claim.started) or _failed(claim.started):
+            return False
         return not claim.betrayed and (self.loader is None or not self.loader.under_way(claim.lock))
 
     def completions(self, claim: Claim) -> list[Completion]:
@@ -379,8 +391,9 @@ class Seat:
         return offers
 
     def _snapshot_offers(self, claim: Claim, pool: str, sealed: int) -> list[Offer]:
-        """Snapshots that are there: those under way wait for the next time."""
+        """Snapshots that are there: those under way wait for the next time, those that failed are nothing."""
         there = [s for s in claim.snapshots.get(pool, ()) if s.completion.done and s.depth <= sealed]
+        there = [s for s in there if failure(s.completion) is None]
         ends = [s.depth * self.spec.page_tokens for s in there]
         slots = [s.lease.indices[0] for s in there]
         self._device.touch("seal slots", reads=[Span(DEVICE, pool, slots)])
@@ -512,6 +525,9 @@ class Seat:
             )
         for claim in self._claims.values():
             found += self._check_claim(claim)
+        locks = len(self._claims) + sum(part.locks for part in (self.saver, self.loader) if part is not None)
+        if locks != self.tree.locks:
+            found.append(f"tree: {self.tree.locks} locks, claims and moves hold {locks}")
         if self.host is None:
             return found
         assert self.saver is not None
@@ -536,12 +552,16 @@ class Seat:
             if [e for _, e in used] != list(self.pools.allocators[pool].epochs_of([i for i, _ in used])):
                 found.append(f"{claim.owner}: its {pool} table has old epochs")
             for run in claim.runs[pool]:
+                if not run.lease.live:
+                    found.append(f"{claim.owner}: its lease has ended")
                 if table[run.first : run.end] != list(run.lease.indices):
                     found.append(f"{claim.owner}: its {pool} table differs from what it leased")
         return found
 
     def close(self, timeout_s: float = 5.0) -> None:
         """Release every claim and end all prefetches; what storage is still busy with gets `timeout_s`."""
+        if self.teller is not None:
+            self.teller.close()
         if self._storage is not None and not self._storage.close(timeout_s):
             # A thread of it may still write to the host's memory: that must outlive it, and nothing is taken back.
             return
@@ -550,6 +570,10 @@ class Seat:
         if self.prefetcher is not None:
             self.prefetcher.close()
         self._launched.settle()
+
+
+def _failed(operations: Sequence[Completion]) -> bool:
+    return any(failure(op) is not None for op in operations if op.done)
 
 
 def _regroup(run: Run, table: Sequence[int]) -> list[Run]:

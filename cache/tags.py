@@ -14,17 +14,21 @@ against an adversary (the transport authenticates peers).
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 import torch
 
+from cache.blocks import index_tensor, packing, runs
 from cache.registry import BufferLayout, Index, PoolSetLayout, word_dtype
 
 _GOLDEN = np.uint64(0x9E3779B97F4A7C15)
-_BLOCK_BYTES = 64 * 1024 * 1024
-"""Digests are computed in blocks of about this many bytes, to bound temporary memory."""
+_TEMPORARY_BYTES = 1024 * 1024
+"""Small pages that don't follow each other are copied together in portions of about this many bytes, then summed."""
+_LARGE_PAGE_BYTES = 64 * 1024
+_RUN_PAGES = 4
+_NUMPY = {torch.int64: np.int64, torch.int32: np.int32, torch.int16: np.int16, torch.uint8: np.uint8}
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,13 +58,27 @@ def chain_on(key: bytes, raw: bytes, page_bytes: int, start: int = 0) -> list[by
     return keys
 
 
-class Digester:
-    """Digests pages and slots of one pool set, in regions of any order."""
+@dataclass(frozen=True, slots=True)
+class Sums:
+    """What a digest is made of before positions are known, on the device of the region: int64."""
 
-    def __init__(self, layout: PoolSetLayout) -> None:
+    by_token: torch.Tensor
+    """[pages, page_tokens]: of the buffers by token."""
+    by_entry: torch.Tensor
+    """[pages, 1]: of the buffers by page or slot."""
+
+
+class Digester:
+    """Digests pages and slots of one pool set, in regions of any order that lie on `device`."""
+
+    def __init__(self, layout: PoolSetLayout, device: torch.device | str = "cpu", only: str | None = None) -> None:
+        """`only`: the one pool that will be digested; without it, all."""
         self._layout = layout
+        self._device = torch.device(device)
         self._coefficients: dict[str, list[torch.Tensor]] = {
-            pool: [_coefficients(pool, buffer) for buffer in buffers] for pool, buffers in layout.buffers.items()
+            pool: [_coefficients(pool, buffer).to(device) for buffer in buffers]
+            for pool, buffers in layout.buffers.items()
+            if only in (None, pool)
         }
 
     def digest(
@@ -70,41 +88,104 @@ class Digester:
 
         Buffers by page or slot are digested whole, at position `firsts[i]`.
         """
-        block = max(1, _BLOCK_BYTES // (4 * self._layout.spec.unit_bytes(pool)))
-        out: list[int] = []
-        for at in range(0, len(indices), block):
-            part = slice(at, at + block)
-            out += self._digest_block(region, pool, indices[part], firsts[part], ends[part])
-        return out
+        return self.finish(self.sums(region, pool, indices), firsts, ends)
 
-    def _digest_block(
-        self, region: torch.Tensor, pool: str, indices: Sequence[int], firsts: Sequence[int], ends: Sequence[int]
+    def digest_canonical(
+        self, packed: torch.Tensor, pool: str, firsts: Sequence[int], ends: Sequence[int]
     ) -> list[int]:
-        page_tokens = self._layout.spec.page_tokens
-        index = torch.tensor(indices, dtype=torch.int64)
-        starts = np.asarray(firsts, dtype=np.int64)[:, None]
-        positions = starts + np.arange(page_tokens, dtype=np.int64)[None, :]
-        weights = _odd(positions.astype(np.uint64) * _GOLDEN)
-        weights[positions >= np.asarray(ends, dtype=np.int64)[:, None]] = 0
-        by_token = torch.zeros(len(indices), page_tokens, dtype=torch.int64)
-        by_entry = torch.zeros(len(indices), 1, dtype=torch.int64)
-        for buffer, coefficients_lw in zip(self._layout.buffers[pool], self._coefficients[pool], strict=True):
+        """The same of pages in the canonical layout, uint8 [pages, unit_bytes], contiguous."""
+        sums = self._sums(packed.view(-1), packing(self._layout, pool), len(packed), pool, range(len(packed)))
+        return self.finish(sums, firsts, ends)
+
+    def sums(self, region: torch.Tensor, pool: str, indices: Sequence[int]) -> Sums:
+        """The part that reads the region: it is queued where the region is, and nobody waits for it here."""
+        return self._sums(region, self._layout.buffers[pool], self._layout.counts[pool], pool, indices)
+
+    def _sums(
+        self, region: torch.Tensor, buffers: Sequence[BufferLayout], count: int, pool: str, indices: Sequence[int]
+    ) -> Sums:
+        by_token = torch.zeros(len(indices), self._layout.spec.page_tokens, dtype=torch.int64, device=self._device)
+        by_entry = torch.zeros(len(indices), 1, dtype=torch.int64, device=self._device)
+        if not len(indices):
+            return Sums(by_token, by_entry)
+        for buffer, coefficients_lw in zip(buffers, self._coefficients[pool], strict=True):
             total = by_token if buffer.spec.index is Index.TOKEN else by_entry
             word = _word(buffer)
-            stack_lpw = buffer.stack(region, self._layout.counts[pool], min(word, buffer.word, key=_size))
-            for layer, coefficients_w in enumerate(coefficients_lw):
-                words_ptw = stack_lpw[layer].index_select(0, index).view(word).view(len(indices), total.shape[1], -1)
-                if words_ptw.dtype is not torch.int64:
-                    words_ptw = words_ptw.to(torch.int64)
-                total += (words_ptw * coefficients_w).sum(-1)
-        summed = (by_token * torch.from_numpy(weights.view(np.int64))).sum(-1)
-        summed += by_entry[:, 0] * torch.from_numpy(_odd(starts.astype(np.uint64) * _GOLDEN).view(np.int64))[:, 0]
-        return [int(x) & 0xFFFFFFFFFFFFFFFF for x in summed]
+            stack_lpw = buffer.stack(region, count, min(word, buffer.word, key=_size))
+            for at, words_lpw in _portions(stack_lpw, indices):
+                sums = sum_by_torch if words_lpw.is_cuda else sum_by_numpy
+                total[at] += sums(words_lpw, word, coefficients_lw, total.shape[1])
+        return Sums(by_token, by_entry)
+
+    def finish(self, sums: Sums, firsts: Sequence[int], ends: Sequence[int]) -> list[int]:
+        """Digests of positions `firsts[i] .. ends[i]-1`; waits for the sums of a GPU."""
+        starts = np.asarray(firsts, dtype=np.int64)[:, None]
+        positions = starts + np.arange(self._layout.spec.page_tokens, dtype=np.int64)[None, :]
+        weights = _odd(positions.astype(np.uint64) * _GOLDEN)
+        weights[positions >= np.asarray(ends, dtype=np.int64)[:, None]] = 0
+        of_entry = _odd(starts.astype(np.uint64) * _GOLDEN)
+        with np.errstate(over="ignore"):
+            summed = (sums.by_token.cpu().numpy().view(np.uint64) * weights).sum(-1, dtype=np.uint64)
+            summed += (sums.by_entry.cpu().numpy().view(np.uint64) * of_entry)[:, 0]
+        digests: list[int] = summed.tolist()
+        return digests
+
+
+def _portions(stack_lpw: torch.Tensor, indices: Sequence[int]) -> Iterator[tuple[slice | torch.Tensor, torch.Tensor]]:
+    """Positions in `indices` with their pages [layers, pages, words]: in place where they follow each other or are
+    large, else copied together."""
+    found = runs(indices, at_least=_RUN_PAGES)
+    for start, stop in found.long:
+        yield slice(start, stop), stack_lpw[:, indices[start] : indices[start] + stop - start]
+    page_bytes = stack_lpw.shape[0] * stack_lpw.shape[2] * stack_lpw.element_size()
+    chosen = np.asarray(indices)[found.rest]
+    if page_bytes >= _LARGE_PAGE_BYTES:
+        for at, page in zip(found.rest.tolist(), chosen.tolist(), strict=True):
+            yield slice(at, at + 1), stack_lpw[:, page : page + 1]
+        return
+    step = _TEMPORARY_BYTES // page_bytes + 1
+    for first in range(0, len(chosen), step):
+        at = index_tensor(found.rest[first : first + step], stack_lpw.device)
+        pages = chosen[first : first + step]
+        if stack_lpw.is_cuda:
+            on_device = index_tensor(pages, stack_lpw.device)
+            yield at, torch.stack([words_pw.index_select(0, on_device) for words_pw in stack_lpw])
+        else:
+            yield at, torch.from_numpy(stack_lpw.numpy()[:, pages])
+
+
+def sum_by_numpy(
+    words_lpw: torch.Tensor, word: torch.dtype, coefficients_lw: torch.Tensor, tokens: int
+) -> torch.Tensor:
+    """Sums over layers and words of each token: [layers, pages, words] -> int64 [pages, tokens].
+
+    numpy's einsum multiplies and adds in one pass, without a temporary: as fast as a copy, where torch needs three.
+    """
+    words = words_lpw.numpy().view(_NUMPY[word])
+    layers, pages, width = words.shape
+    words_lptw = words.reshape(layers, pages, tokens, width // tokens)
+    sums_pt = np.einsum("lptw,lw->pt", words_lptw, coefficients_lw.numpy(), dtype=np.int64, casting="safe")
+    return torch.from_numpy(sums_pt)
+
+
+def sum_by_torch(
+    words_lpw: torch.Tensor, word: torch.dtype, coefficients_lw: torch.Tensor, tokens: int
+) -> torch.Tensor:
+    """The same by torch, on any device."""
+    pages = words_lpw.shape[1]
+    sums_pt = torch.zeros(pages, tokens, dtype=torch.int64, device=words_lpw.device)
+    for words_pw, coefficients_w in zip(words_lpw, coefficients_lw, strict=True):
+        words_ptw = words_pw.contiguous().view(word).view(pages, tokens, -1).to(torch.int64)
+        sums_pt += (words_ptw * coefficients_w).sum(-1)
+    return sums_pt
 
 
 def _word(buffer: BufferLayout) -> torch.dtype:
     """The integers that a buffer is summed in, wherever it lies: none spans two heads, so that slices add up."""
-    return word_dtype(buffer.spec.shape[-1] * buffer.spec.dtype.itemsize)
+    spec = buffer.spec
+    return word_dtype(
+        spec.shape[-1] * spec.dtype.itemsize if len(spec.shape) > 1 or not spec.heads else spec.dtype.itemsize
+    )
 
 
 def _size(dtype: torch.dtype) -> int:

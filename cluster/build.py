@@ -64,7 +64,7 @@ def build_worker(
     says. Raises `CheckpointError` or `ConfigError`.
     """
     clock = clock or SystemClock()
-    p = _parts(role, spec, config, host, device_tokens, device, clock)
+    p = _parts(role, name, spec, config, host, device_tokens, device, clock)
     if role is Role.PREFILL:
         sender = SenderEnd(
             name, incarnation, spec.fingerprint, p.plane, p.seat.pools, p.device, config.transfer,
@@ -85,7 +85,14 @@ def build_worker(
 
 
 def _parts(
-    role: Role, spec: ModelSpec, config: Config, host: str, device_tokens: int, device: Device | None, clock: Clock
+    role: Role,
+    name: WorkerName,
+    spec: ModelSpec,
+    config: Config,
+    host: str,
+    device_tokens: int,
+    device: Device | None,
+    clock: Clock,
 ) -> Parts:
     secret = os.environ.get(SECRET_VARIABLE)
     curve = Curve.from_secret(bytes.fromhex(secret)) if secret else None
@@ -101,7 +108,7 @@ def _parts(
         pool_set = pool_set_spec(spec, dtype_for(spec, config.engine), page_tokens)
         layout = PoolSetLayout(pool_set, pool_set.even(1 + -(-device_tokens // page_tokens)))
         pools = PoolSet(pool_set, layout.counts, plane.allocate("pages", layout.nbytes))
-        seat = _seat(pools, device, spec, config, role, clock, waiter)
+        seat = _seat(pools, device, spec, config, role, name, clock, waiter)
         epochs = pools.allocators["full"].epochs
         engine = load_engine(spec, config.engine, page_tokens, pools.gates["full"], epochs, device)
     except BaseException:
@@ -112,7 +119,14 @@ def _parts(
 
 
 def _seat(
-    pools: PoolSet, device: Device, spec: ModelSpec, config: Config, role: Role, clock: Clock, waiter: Waiter
+    pools: PoolSet,
+    device: Device,
+    spec: ModelSpec,
+    config: Config,
+    role: Role,
+    name: WorkerName,
+    clock: Clock,
+    waiter: Waiter,
 ) -> Seat:
     """The pool set with its tiers, as the role's cache section has them."""
     cache = config.cache_for(role)
@@ -126,8 +140,15 @@ def _seat(
         )
     storage = StorageQueue(backend, wake=waiter.wake, clock=clock) if backend is not None else None
     return Seat(
-        pools, device, cache, clock.now, host=host, storage=storage, fingerprint=_fingerprint(pools, spec, config)
-    )
+        pools, device, cache, clock.now,
+        host=host, storage=storage, fingerprint=_fingerprint(pools, spec, config), rank=_event_rank(role, name),
+    )  # fmt: skip
+
+
+def _event_rank(role: Role, name: WorkerName) -> int:
+    """What is added to the port of `cache.events`, so that no two workers of a host want the same."""
+    index = name.rpartition("-")[2]
+    return 2 * (int(index) if index.isdigit() else 0) + (role is Role.DECODE)
 
 
 def _fingerprint(pools: PoolSet, spec: ModelSpec, config: Config) -> str:

@@ -109,6 +109,8 @@ class CacheConfig:
     prefetch: PrefetchConfig = field(default_factory=PrefetchConfig)
     storage: StorageConfig = field(default_factory=StorageConfig)
     events: EventsConfig = field(default_factory=EventsConfig)
+    move_chunk_bytes: int = 16 * 1024 * 1024
+    """Moves between device and host memory go in pieces of this many bytes, or of one page where that is more."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -191,7 +193,7 @@ class FaultsConfig:
     stop_in_write: int = 0
     """n: the writer stops itself (SIGSTOP) in the middle of its n-th write of pages."""
     corrupt_page: int = 0
-    """n: one byte of the n-th page written is flipped after its tag was sealed."""
+    """n: one byte of the n-th write of pages is flipped after it was sealed; one of several pools counts for each."""
     step_delay_s: float = 0.0
     """Each step takes this much longer."""
 

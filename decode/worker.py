@@ -147,6 +147,7 @@ class DecodeWorker(PhaseWorker[Request]):
         return CheckReport(self._name, self._pages.total, slots.total, self._pages.leases, rooms, tuple(found))
 
     def close(self) -> None:
+        self._reuse = False  # Nobody will come for what could be kept.
         for request in self._desk:
             self._leave(request, "the worker closes")
         try:

@@ -165,6 +165,7 @@ class PrefillWorker(PhaseWorker[Request]):
         return CheckReport(self._name, self._pages.total, 0, self._pages.leases, self._sender.rooms, tuple(found))
 
     def close(self) -> None:
+        self._reuse = False  # Nobody will come for what could be kept.
         for request in self._desk:
             self._drop(request, ErrorKind.WORKER, "the worker closes")
         try:

@@ -1,27 +1,32 @@
 """A world around a seat, for tests: requests that compute, share, leave and come back, and a plain model beside them.
 
 Every page carries bytes derived from the tokens up to its end, every state slot bytes derived from the tokens so far;
-a forward pass reads all that its request may attend to and compares. The model is three sets of chain keys: what has
-ever been shared of each component. It says how much a request may find at most, and exactly how much as long as
-nothing was evicted, condemned or damaged.
+a forward pass goes through the gates layer by layer, reads all that its request may attend to and compares. Passes may
+be launched one ahead of what is committed; what was committed may be sent while everything goes on. The model is a
+set of chain keys for each component: what has ever been shared. It says how much a request may find at most, and
+exactly how much as long as nothing was evicted, condemned, damaged or left out.
 """
 
 from __future__ import annotations
 
 import hashlib
 import random
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import lru_cache
 
 import numpy as np
 import torch
 
 from cache.claim import NO_PAGE, Claim
 from cache.components import Window
-from cache.device import DEVICE, Completion, CpuDevice, Device, Op, Stream, spans
+from cache.device import DEVICE, Completion, CpuDevice, Device, Op, Stream, attempt, failure, spans
+from cache.gate import LayerBuffers
 from cache.lazy import LazyDevice
-from cache.moves import gather, scatter
-from cache.nodes import Tier
+from cache.leases import Pin
+from cache.moves import gather
+from cache.nodes import Node, Tier
 from cache.pools import PoolSet
 from cache.prefetch import Prefetch
 from cache.prefix import Prefix
@@ -32,8 +37,15 @@ from cache.storage import Op as StorageOp
 from cache.storage.memory import MemoryBackend
 from contracts.clock import ManualClock
 from contracts.config import CacheConfig, PrefetchConfig
+from tests.cache_faults import FaultyDevice, Watch, damage_host, damage_storage
 
 
+def as_bytes(rows: torch.Tensor) -> torch.Tensor:
+    """uint8 [rows, bytes]."""
+    return rows.contiguous().view(torch.uint8).view(len(rows), -1)
+
+
+@lru_cache(4096)
 def content(key: bytes, pool: str, nbytes: int) -> torch.Tensor:
     """What a page (or slot) of `pool` holds after the tokens that `key` names: uint8 [nbytes]."""
     seed = int.from_bytes(hashlib.blake2b(key + pool.encode(), digest_size=8).digest())
@@ -47,6 +59,8 @@ class Step:
     completion: Completion
     end: int
     """Pages that are computed when it is done."""
+    copied: list[Completion]
+    """The snapshot after it, launched with it."""
     wrong: list[str] = field(default_factory=list)
 
 
@@ -56,11 +70,20 @@ class Visitor:
 
     name: str
     prefix: Prefix
+    reusable: int
+    """Pages of it that need not be computed."""
     prefetch: Prefetch | None
     claim: Claim | None = None
     done: int = 0
     """Committed pages."""
-    step: Step | None = None
+    steps: list[Step] = field(default_factory=list)
+    """Launched and not committed, at most two."""
+    sends: list[Completion] = field(default_factory=list)
+
+    @property
+    def launched(self) -> int:
+        """Pages that have been launched."""
+        return self.steps[-1].end if self.steps else self.done
 
 
 class World:
@@ -79,10 +102,15 @@ class World:
         prefetch_policy: str = "wait_complete",
         storage: bool = True,
         fault_rate: float = 0.0,
+        device_fault_rate: float = 0.0,
+        ranks: bool = False,
     ) -> None:
         self.spec, self.rng = spec, random.Random(seed)
         self.clock = ManualClock()
-        self.device: Device = LazyDevice(seed, clock=self.clock) if lazy else CpuDevice()
+        self.seen: Counter[str] = Counter()
+        """What has happened, for those who want to know that it has."""
+        self.lazy = LazyDevice(seed, clock=self.clock) if lazy else None
+        self.device: Device = FaultyDevice(self.lazy or CpuDevice(), self.rng, device_fault_rate, self._broke)
         self.pools = PoolSet(spec, spec.even(pages))
         self.host = PoolSet(spec, spec.even(host_pages), order=Order.PAGE_FIRST, tier="host") if host_pages else None
         self.backend = MemoryBackend(f"world {id(self)} {seed}", 1 << 24)
@@ -96,8 +124,12 @@ class World:
             prefetch=PrefetchConfig(policy=prefetch_policy, base_s=0.01, per_token_s=0.0, batch_pages=2),  # type: ignore[arg-type]
         )
         self.seat = Seat(
-            self.pools, self.device, config, self.clock.now, host=self.host, storage=self.queue, fingerprint="model"
-        )
+            self.pools, self.device, config, self.clock.now, host=self.host, storage=self.queue, fingerprint="model",
+            agree=self._agree if ranks else lambda key, value: value,
+        )  # fmt: skip
+        self.watch = Watch(self.seat, self.seen)
+        self.sends: list[tuple[Completion, list[Pin], Claim, list[str]]] = []
+        self._agreed: dict[str, int] = {}
         self.visitors: list[Visitor] = []
         self.shared: dict[str, set[bytes]] = {c.name: set() for c in self.seat.tree.components}
         self.disturbed = False
@@ -107,9 +139,25 @@ class World:
         """Steps that changed state."""
         self._number = 0
 
+    def _broke(self, name: str) -> None:
+        self.disturbed = self.damaged = True
+        self.seen[f"device fault in {name}"] += 1
+
+    def _agree(self, key: str, value: int) -> int | None:
+        """Another rank takes its time, and now and then has less."""
+        if key not in self._agreed and self.rng.random() < 0.5:
+            return None
+        if key not in self._agreed:
+            less = self.rng.random() < 0.2
+            self._agreed[key] = max(0, value - self.rng.randint(1, 3)) if less else value
+            self.disturbed |= less
+            self.seen["another rank had less"] += less
+        return self._agreed[key]
+
     def _fault(self, op: StorageOp, name: ObjectName) -> str | None:
         if self.rng.random() < self.fault_rate:
             self.disturbed = True
+            self.seen[f"storage fault in {op}"] += 1
             return "a fault on purpose"
         return None
 
@@ -137,7 +185,9 @@ class World:
     def arrive(self, tokens: Sequence[int], salt: str = "") -> Visitor:
         self._number += 1
         prefix = Prefix.of(tokens, self.spec.page_tokens, salt)
-        visitor = Visitor(f"request {self._number}", prefix, self.seat.prefetch(prefix))
+        # The last page may be left out, as its last position must be computed anyway.
+        reusable = max(0, len(prefix) - (self.rng.random() < 0.7))
+        visitor = Visitor(f"request {self._number}", prefix, reusable, self.seat.prefetch(prefix.head(reusable)))
         self.visitors.append(visitor)
         self.changes += 1
         return visitor
@@ -147,12 +197,11 @@ class World:
             return False
         if visitor.prefetch is not None and not self.seat.prefetcher.may_run(visitor.prefetch):  # type: ignore[union-attr]
             return False
-        reusable = len(visitor.prefix) - 1 if self.rng.random() < 0.7 else len(visitor.prefix)
-        expected = self.expected(visitor.prefix, max(0, reusable))
+        expected = self.expected(visitor.prefix, visitor.reusable)
         positions = len(visitor.prefix) * self.spec.page_tokens
         before = self.seat.counters["pages_evicted"]
         claim = self.seat.claim(
-            visitor.prefix, positions, visitor.name, reusable=max(0, reusable), prefetch=visitor.prefetch
+            visitor.prefix, positions, visitor.name, reusable=visitor.reusable, prefetch=visitor.prefetch
         )
         self._look(before)
         if claim is None:
@@ -163,7 +212,16 @@ class World:
         assert claim.cached.total == claim.depth * self.spec.page_tokens
         visitor.claim, visitor.done = claim, claim.depth
         self.changes += 1
+        self._note(claim, expected)
         return True
+
+    def _note(self, claim: Claim, expected: int) -> None:
+        cached = claim.cached
+        self.seen["exact find"] += not self.disturbed and expected > 0
+        self.seen["found on host"] += cached.host > 0
+        self.seen["found in storage"] += cached.storage > 0
+        self.seen["found shorter than ever shared"] += claim.depth < expected
+        self.seen["snapshot used"] += bool(claim.slots) and claim.depth > 0
 
     def _look(self, evicted_before: float) -> None:
         self.disturbed |= self.seat.counters["pages_evicted"] != evicted_before
@@ -171,34 +229,44 @@ class World:
         self.disturbed |= saver is not None and saver.counters["saves_left_out"] > 0
         self.disturbed |= prefetcher is not None and prefetcher.counters["prefetch_pages_dropped"] > 0
 
-    def compute(self, visitor: Visitor, pages: int) -> bool:
-        """Launch a forward pass over the next `pages` pages."""
-        claim = visitor.claim
-        if claim is None or visitor.step is not None or visitor.done == len(visitor.prefix):
+    def compute(self, visitor: Visitor, pages: int, *, snapshot: bool = False) -> bool:
+        """Launch a forward pass over the next `pages` pages, perhaps while the one before is under way."""
+        claim, begin = visitor.claim, visitor.launched
+        if claim is None or len(visitor.steps) > 1 or begin == len(visitor.prefix):
             return False
         self.seat.launch()
-        end = min(len(visitor.prefix), visitor.done + pages)
-        reads = {pool: self._seen(claim, pool, visitor.done) for pool in claim.tables}
-        reads |= {pool: list(slot.indices) for pool, slot in claim.slots.items()}
-        writes = {pool: claim.tables[pool][visitor.done : end] for pool in claim.tables}
-        writes |= {pool: list(slot.indices) for pool, slot in claim.slots.items()}
-        passages = [self.pools.gates[pool].enter(pool) for pool in self.spec.by_name]
-        step = Step(None, end)  # type: ignore[arg-type]
-        begin = visitor.done
+        end = min(len(visitor.prefix), begin + pages)
+        slots = {pool: list(slot.indices) for pool, slot in claim.slots.items()}
+        reads = {pool: self._seen(claim, pool, begin) for pool in claim.tables} | slots
+        writes = {pool: claim.tables[pool][begin:end] for pool in claim.tables} | slots
+        passages = {pool: self.pools.gates[pool].enter(pool) for pool in self.spec.by_name}
+        step = Step(None, end, [])  # type: ignore[arg-type]
 
         def run() -> None:
-            for passage, pool in zip(passages, self.spec.pools, strict=True):
-                for layer in range(pool.layers):
-                    passage.layer(layer)
-            step.wrong += self._compare(visitor, reads, begin)
-            self._write(visitor, writes, begin, end)
+            for pool in self.spec.by_name:
+                for layer in range(self.spec.by_name[pool].layers):
+                    buffers = passages[pool].layer(layer)
+                    step.wrong += self._read(visitor, pool, layer, buffers, reads[pool], begin)
+                    self._write(visitor, pool, layer, buffers, writes[pool], range(begin, end))
 
         op = Op("forward", Stream.COMPUTE, spans(DEVICE, reads), spans(DEVICE, writes))
-        gates = {gate: waits for passage in passages for gate, waits in passage.gates.items()}
+        gates = {gate: waits for passage in passages.values() for gate, waits in passage.gates.items()}
         step.completion = self.device.submit(op, run, gates=gates)
-        visitor.step = step
+        visitor.steps.append(step)
+        self.seen["forward behind a gate"] += bool(gates)
+        self.seen["forward one step ahead"] += len(visitor.steps) > 1
+        if snapshot and claim.slots:
+            step.copied = self._snapshot(claim, end)
         self.changes += 1
         return True
+
+    def _snapshot(self, claim: Claim, pages: int) -> list[Completion]:
+        before = self.seat.counters["pages_evicted"]
+        if not self.seat.snapshot(claim, pages * self.spec.page_tokens):
+            self.seen["no slot for a snapshot"] += 1
+            return []
+        self._look(before)
+        return [held[-1].completion for held in claim.snapshots.values()]
 
     def _seen(self, claim: Claim, pool: str, done: int) -> list[int]:
         """The pages that a pass after `done` pages attends to."""
@@ -208,46 +276,65 @@ class World:
         assert NO_PAGE not in pages, f"{pool}: pages that attention still sees have been given back"
         return pages
 
-    def _compare(self, visitor: Visitor, reads: dict[str, list[int]], done: int) -> list[str]:
+    def _keys(self, visitor: Visitor, pool: str, pages: range) -> list[bytes]:
+        """Whose content pages `pages` of a pool have, or its slot after them."""
+        wanted = pages[-1:] if self.seat.tree.component(pool).point else pages
+        return [visitor.prefix.key(page) for page in wanted]
+
+    def _rows(self, pool: str, layer: int, keys: Sequence[bytes]) -> dict[str, torch.Tensor]:
+        """What pages or slots of these keys hold in one layer, by buffer: uint8 [keys, entry_bytes]."""
+        size = self.spec.unit_bytes(pool)
+        whole = torch.stack([content(key, pool, size) if key else torch.zeros(size, dtype=torch.uint8) for key in keys])
+        out, at = {}, 0
+        for buffer in self.spec.by_name[pool].buffers:
+            entry = buffer.entry_bytes(self.spec.page_tokens)
+            start = at + layer * entry
+            out[buffer.name] = whole[:, start : start + entry]
+            at += buffer.layers * entry
+        return out
+
+    def _read(
+        self, visitor: Visitor, pool: str, layer: int, buffers: LayerBuffers, indices: Sequence[int], begin: int
+    ) -> list[str]:
+        """What differs from what `visitor` has computed up to page `begin`, in one layer."""
+        if not indices:
+            return []
+        point = self.seat.tree.component(pool).point
+        keys = self._keys(visitor, pool, range(0 if point else begin - len(indices), begin)) or [b""]
         wrong = []
-        for pool, indices in reads.items():
-            found = gather(self.pools.region, self.pools.layout, pool, indices)
-            size = self.spec.unit_bytes(pool)
-            if self.seat.tree.component(pool).point:
-                want = [
-                    content(visitor.prefix.key(done - 1), pool, size) if done else torch.zeros(size, dtype=torch.uint8)
-                ]
-            else:
-                want = [content(visitor.prefix.key(p), pool, size) for p in range(done - len(indices), done)]
+        for name, rows in self._rows(pool, layer, keys).items():
+            found = as_bytes(buffers[name][list(indices)])
             wrong += [
-                f"{visitor.name}: {pool} {i}"
-                for i, (a, b) in enumerate(zip(found, want, strict=True))
-                if not a.equal(b)
+                f"{visitor.name}: {name} of {pool} page {index}, layer {layer}"
+                for index, mine, want in zip(indices, found, rows, strict=True)
+                if not mine.equal(want)
             ]
         return wrong
 
-    def _write(self, visitor: Visitor, writes: dict[str, list[int]], begin: int, end: int) -> None:
-        for pool, indices in writes.items():
-            point = self.seat.tree.component(pool).point
-            keys = [end - 1] if point else range(begin, end)
-            rows = [content(visitor.prefix.key(page), pool, self.spec.unit_bytes(pool)) for page in keys]
-            scatter(torch.stack(rows), self.pools.region, self.pools.layout, pool, indices)
+    def _write(
+        self, visitor: Visitor, pool: str, layer: int, buffers: LayerBuffers, indices: Sequence[int], pages: range
+    ) -> None:
+        for name, rows in self._rows(pool, layer, self._keys(visitor, pool, pages)).items():
+            view = buffers[name]
+            view[list(indices)] = rows.contiguous().view(view.dtype).view(-1, *view.shape[1:])
 
-    def commit(self, visitor: Visitor, *, share: bool, snapshot: bool) -> bool:
-        """Take in a forward pass that is complete, if what it read has proved good."""
-        step, claim = visitor.step, visitor.claim
-        if step is None or claim is None or not step.completion.done:
+    def commit(self, visitor: Visitor, *, share: bool, snapshot: bool = False) -> bool:
+        """Take in the oldest forward pass if it is complete and what it read has proved good."""
+        claim = visitor.claim
+        if claim is None or not visitor.steps or not visitor.steps[0].completion.done:
             return False
         self.poll()
-        if visitor.claim is None or not self.seat.settled(claim):
-            return True
+        if visitor.claim.released or not self.seat.settled(claim):
+            return visitor.claim.released
+        step = visitor.steps.pop(0)
         assert not step.wrong, f"read other bytes than its own: {step.wrong}"
-        visitor.step, visitor.done = None, step.end
+        assert failure(step.completion) is None
+        visitor.done = step.end
         positions = step.end * self.spec.page_tokens
         self.seat.seal([(claim, positions)])
         before = self.seat.counters["pages_evicted"]
-        if snapshot and claim.slots:
-            self.seat.snapshot(claim, positions)
+        if snapshot and claim.slots and not visitor.steps:
+            self._snapshot(claim, step.end)
         if self.rng.random() < 0.5:
             self.seat.slide(claim, positions)
         if share:
@@ -256,25 +343,68 @@ class World:
         self.changes += 1
         return True
 
+    def send(self, visitor: Visitor) -> bool:
+        """Send what is launched, as a hand-over does: after the pass that computes it, from pages that are pinned."""
+        claim, end = visitor.claim, visitor.launched
+        if claim is None or not end or visitor.sends:
+            return False
+        self.seat.launch()
+        after = [step.completion for step in visitor.steps] + self.seat.completions(claim) + claim.started
+        pages = {pool: self._seen(claim, pool, end) for pool in claim.tables}
+        if not visitor.steps and end == len(visitor.prefix):
+            pages |= {pool: list(slot.indices) for pool, slot in claim.slots.items()}
+        wrong: list[str] = []
+
+        def run() -> None:
+            for pool, indices in pages.items():
+                keys = self._keys(visitor, pool, range(end - len(indices), end))
+                size = self.spec.unit_bytes(pool)
+                for row, key in zip(gather(self.pools.region, self.pools.layout, pool, indices), keys, strict=True):
+                    wrong.extend([] if row.equal(content(key, pool, size)) else [f"{visitor.name}: {pool}"])
+
+        done = attempt(self.device, Op("send", Stream.SEND, spans(DEVICE, pages)), run, after)
+        visitor.sends.append(done)
+        pins = [self.pools.allocators[pool].pin(indices, "send") for pool, indices in pages.items()]
+        self.sends.append((done, pins, claim, wrong))
+        self.changes += 1
+        return True
+
+    def _sent(self) -> None:
+        for entry in [e for e in self.sends if e[0].done]:
+            self.sends.remove(entry)
+            done, pins, claim, wrong = entry
+            for pin in pins:
+                pin.release()
+            relied = claim.betrayed or (claim.released and self.damaged)
+            assert not wrong or relied, f"sent other bytes than its own: {wrong}"
+            broke = failure(done)
+            assert broke is None or str(broke).endswith("on purpose")
+            self.seen["sent"] += broke is None
+        for visitor in self.visitors:
+            visitor.sends = [done for done in visitor.sends if not done.done]
+
     def _share(self, visitor: Visitor, claim: Claim) -> None:
         prefix = visitor.prefix.head(visitor.done)
         snapshots = [s for held in claim.snapshots.values() for s in held]
-        # One that is still being copied may be offered or not.
-        self.disturbed |= not all(s.completion.done for s in snapshots)
+        there = [s for s in snapshots if s.completion.done and failure(s.completion) is None]
         self.seat.share(claim, prefix)
         for pool, table in claim.tables.items():
             known = [p for p in range(len(prefix)) if p < claim.depth or table[p] != NO_PAGE]
             if pool != self.seat.full:
                 known = [p for p in range(len(prefix)) if table[p] != NO_PAGE]
             self.shared[pool] |= {prefix.key(page) for page in known}
+        # One that was still being copied may have been offered or not.
+        kept = [s for s in snapshots if s in there or not len(s.lease)]
         for pool in claim.slots:
-            self.shared[pool] |= {prefix.key(s.depth - 1) for s in snapshots if s.depth <= len(prefix)}
+            self.shared[pool] |= {prefix.key(s.depth - 1) for s in kept if s.depth <= len(prefix)}
 
     def leave(self, visitor: Visitor) -> None:
         """Finish or cancel, wherever it is; what a launched pass names stays out of use until it is complete."""
         claim = visitor.claim
         if claim is not None:
-            self.seat.release(claim, [visitor.step.completion] if visitor.step is not None else [])
+            self.seen["left with a step launched"] += bool(visitor.steps)
+            self.seen["left with a load under way"] += not self.seat.settled(claim)
+            self.seat.release(claim, [step.completion for step in visitor.steps])
         if visitor.prefetch is not None and not visitor.prefetch.over:
             self.seat.prefetcher.stop(visitor.prefetch)  # type: ignore[union-attr]
         self.visitors.remove(visitor)
@@ -285,8 +415,10 @@ class World:
     def poll(self) -> None:
         for claim in self.seat.poll():
             assert self.damaged, "nothing was damaged, and a load didn't match its tags"
+            self.seen["claim betrayed"] += 1
             visitor = next(v for v in self.visitors if v.claim is claim)
             self.leave(visitor)
+        self._sent()
         self._look(self.seat.counters["pages_evicted"])
 
     def evict(self, tier: Tier, pool: str, count: int) -> None:
@@ -294,21 +426,39 @@ class World:
         self.disturbed |= freed > 0
         self.changes += freed > 0
 
+    def forget(self, *, host: bool) -> bool:
+        """Evict what a lower tier has as well, all of it: nothing that was shared is lost."""
+        nodes = list(self.seat.tree.nodes())
+        if self.host is None or any(n.parts[Tier.DEVICE].keys() - n.parts[Tier.HOST].keys() for n in nodes):
+            return False
+        if host and (any(v.claim is None for v in self.visitors) or not all(map(self._stored, nodes))):
+            return False
+        tiers = (Tier.DEVICE, Tier.HOST) if host else (Tier.DEVICE,)
+        freed = sum(self.seat.tree.evict(tier, pool, 1 << 30) for tier in tiers for pool in self.spec.by_name)
+        self.seen["forgot what storage has" if host else "forgot what the host has"] += freed > 0
+        self.changes += freed > 0
+        return freed > 0
+
+    def _stored(self, node: Node) -> bool:
+        keys = [(name, key) for name in node.parts[Tier.HOST] for key in node.keys]
+        keys = [(n, k) for n, k in keys if not self.seat.tree.component(n).point or k == node.keys[-1]]
+        return all(self.backend.exists([ObjectName("model", name, key) for name, key in keys]))
+
     def condemn(self, prefix: Prefix, page: int) -> None:
         condemned = self.seat.condemn(prefix, page)
         self.disturbed |= condemned > 0
         self.changes += condemned > 0
 
-    def damage_host(self) -> None:
-        """Flip a byte of a page that the tree holds on the host and nobody is reading or writing."""
-        parts = [p for n in self.seat.tree.nodes() for p in n.parts[Tier.HOST].values() if not p.locks]
-        if not parts or self.host is None:
-            return
-        part = self.rng.choice(parts)
-        page = self.host.layout.page(self.host.region, part.component, self.rng.choice(part.lease.indices))
-        page[self.rng.randrange(len(page))] ^= 1 + self.rng.randrange(255)
-        self.damaged = self.disturbed = True
-        self.changes += 1
+    def damage(self, tier: Tier) -> None:
+        """Change bytes on the host or in storage behind the seat's back."""
+        if tier is Tier.HOST:
+            how = "flipped" if damage_host(self.seat, self.rng) else ""
+        else:
+            how = damage_storage(self.backend, self.rng)
+        if how:
+            self.seen[f"{tier.name.lower()} {how}"] += 1
+        self.damaged |= bool(how)
+        self.disturbed |= bool(how)
 
     def settle(self) -> None:
         """Everybody leaves, everything under way comes to its end; then all pools must be whole."""
@@ -318,10 +468,9 @@ class World:
             if self.queue is not None:
                 self.queue.run_all(self.rng)
             self.seat.launch()
-            if isinstance(self.device, LazyDevice):
-                self.device.settle()
+            self._run_out()
             self.poll()
-            if not self.seat.busy and not (self.queue and self.queue.waiting):
+            if not self.seat.busy and not self.sends and not (self.queue and self.queue.waiting):
                 break
         assert self.check() == []
         for tier in (Tier.DEVICE, Tier.HOST, Tier.DEVICE, Tier.HOST):
@@ -335,6 +484,16 @@ class World:
                 )
                 assert allocator.leases == 0
         assert self.check() == []
+
+    def _run_out(self) -> None:
+        if self.lazy is None:
+            return
+        try:
+            self.lazy.settle()
+        except RuntimeError as error:
+            # Whoever left before it failed never hears of it.
+            if not str(error).endswith("on purpose"):
+                raise
 
     def check(self) -> list[str]:
         return self.seat.check()

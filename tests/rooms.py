@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from cache.device import Completion, CpuDevice, Device, Op
+from cache.device import Completion, CpuDevice, Device, Op, Stream
 from cache.due import Held, due, extents
 from cache.leases import Lease
 from cache.pools import PoolSet
@@ -34,7 +34,10 @@ _UNTIL_S = 30.0
 
 
 class LateDevice:
-    """Runs what was submitted when it is waited for, or told to: everything before that is too early."""
+    """Runs what was submitted when it is waited for, or told to: everything before that is too early.
+
+    Sends go first, then the other streams: a device may take that order, unless it was told what a send comes after.
+    """
 
     torch_device = torch.device("cpu")
 
@@ -46,12 +49,12 @@ class LateDevice:
         self, op: Op, run: Callable[[], object], after: Sequence[Completion] = (), **options: object
     ) -> Completion:
         self.ops.append(op)
-        late = _Late(run, tuple(after))
+        late = _Late(op.stream, run, tuple(after))
         self._waiting.append(late)
         return late
 
     def run_all(self) -> None:
-        for late in self._waiting:
+        for late in sorted(self._waiting, key=lambda late: late.stream is not Stream.SEND):
             late.wait()
 
     def __getattr__(self, name: str) -> Any:
@@ -60,6 +63,7 @@ class LateDevice:
 
 @dataclass
 class _Late:
+    stream: Stream
     run: Callable[[], object]
     after: tuple[Completion, ...]
     done: bool = False

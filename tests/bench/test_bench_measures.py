@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from bench import engine, handover
+from bench import copies, engine, handover
 from bench.sides import Answer
 from bench.ways import BETWEEN_PROCESSES, DISTINCT, Memory, Shape, make_reader, make_writer, plain
 
@@ -47,6 +47,25 @@ def test_planes_are_measured_between_two_processes(tmp_path: Path, monkeypatch: 
     ways = json.loads(out.read_text())["ways"]
     assert set(ways) == {"memcpy", "local", "tags (digest)", "shm"}
     assert all(len(w["gb_per_s"]) == len(w["chunk_ms"]) == 2 and w["median_gb_per_s"] > 0 for w in ways.values())
+
+
+@pytest.mark.slow
+def test_copies_of_every_shape_are_measured_and_compared(tmp_path: Path) -> None:
+    out = tmp_path / "out.json"
+    assert copies.main(["--mib", "1", "--rounds", "1", "--json", str(out)]) == 0
+    by_shape = json.loads(out.read_text())["gb_per_s"]
+    assert set(by_shape) == set(copies.SHAPES)
+    for ways in by_shape.values():
+        assert "memcpy" in ways
+        assert all(rate > 0 for by_pattern in ways.values() for rates in by_pattern.values() for rate in rates)
+
+
+def test_a_copy_that_went_wrong_has_no_speed() -> None:
+    copying = copies.Copying(copies.SHAPES["demo"], 2**18, "scattered")
+    copying.compare()
+    copying.ends[1][0], copying.ends[1][1] = copying.ends[1][1], copying.ends[1][0]
+    with pytest.raises(RuntimeError, match="what was copied differs"):
+        copying.compare()
 
 
 @pytest.mark.slow

@@ -20,7 +20,7 @@ SEEDS = range(40)
 class Rig:
     """A device pool and a host pool of eight pages, three layers, and the operations of a worker on them."""
 
-    def __init__(self, seed: int = 0, stray: float = 0.4) -> None:
+    def __init__(self, seed: int = 0, stray: float | None = None) -> None:
         self.device = LazyDevice(seed, stray=stray)
         self.pages = [{"k": torch.zeros(8, 1)} for _ in range(LAYERS)]
         self.host = [{"k": torch.zeros(8, 1)} for _ in range(LAYERS)]

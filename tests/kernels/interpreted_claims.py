@@ -6,11 +6,8 @@ tests that import triton another way. Prints one JSON object: claim -> null, or 
 
 from __future__ import annotations
 
-import json
 import os
-import sys
 import tempfile
-import traceback
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
@@ -26,6 +23,7 @@ from engine.attention import AttentionPlan, make_plan
 from engine.numerics import FAST
 from engine.torch_attention import TorchAttention
 from engine.triton_attention import TritonAttention
+from tests.kernels.claims import answer
 
 TILES = {"tile_rows": 16, "block_tokens": 16, "split_tokens": 32}
 """Small, so that short sequences already have several tiles, blocks and splits."""
@@ -245,18 +243,5 @@ def claim_the_engine_says_the_same_with_either_attention() -> None:
     assert torch.allclose(logits[0], logits[1], rtol=0, atol=2e-4), (logits[0] - logits[1]).abs().max()
 
 
-def main() -> None:
-    torch.set_num_threads(1)
-    verdicts: dict[str, str | None] = {}
-    for name, claim in list(globals().items()):
-        if name.startswith("claim_"):
-            try:
-                claim()
-                verdicts[name] = None
-            except Exception:
-                verdicts[name] = traceback.format_exc()
-    sys.stdout.write(json.dumps(verdicts))
-
-
 if __name__ == "__main__":
-    main()
+    answer(globals())

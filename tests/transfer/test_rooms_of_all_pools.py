@@ -7,17 +7,21 @@ from collections.abc import Mapping
 
 import pytest
 
-from cache.device import DONE, Op, Stream
+from cache.device import DEVICE, DONE, Op, Stream, spans
 from cache.due import due
+from cache.lazy import LazyDevice
 from contracts.errors import ErrorKind, WireError
 from contracts.ids import Incarnation, WorkerName
 from contracts.messages import PeerRef
-from tests.poolsets import NAMES, pool_sets
+from tests.poolsets import NAMES, entry, pool_sets
 from tests.rooms import PLANES, Ends, LateDevice, Prompt, ends, image, placed
 from transfer import messages as m
 from transfer.receiver import Arrived, Broken, Expected
+from transfer.sender import Finished
 from transfer.shares import Share, Shares
 
+Place = tuple[str, int]
+"""A pool, and an index in it."""
 SETS = pool_sets()
 POOLS = [(plane, pool) for plane in PLANES for pool in ("full", "window", "state")]
 
@@ -49,8 +53,8 @@ def write_in_chunks(both: Ends, prompts: list[Prompt], dice: random.Random) -> N
 @pytest.mark.parametrize("name", NAMES)
 def test_a12_what_decode_lacks_of_each_pool_arrives_byte_for_byte_and_nothing_else(name: str, plane: str) -> None:
     dice = random.Random(f"{name} {plane}")
-    with ends(SETS[name], plane, seed=dice.randrange(1000)) as both:
-        for _ in range(6):
+    with ends(SETS[name], plane, seed=dice.randrange(1000), count=40) as both:
+        for _ in range(5):
             prompts = [both.prompt(dice.randint(1, 60)) for _ in range(2)]
             before, sent = image(both.target), both.sender.sent.copy()
             granted, wanted, total = {}, {}, dict.fromkeys(both.spec.by_name, 0)
@@ -73,6 +77,9 @@ def test_a12_what_decode_lacks_of_each_pool_arrives_byte_for_byte_and_nothing_el
                 placed(both, prompt, arrived.leases, lacks)
                 sizes = {p: len(n) * both.spec.unit_bytes(p) for p, n in lacks.items()}
                 assert arrived.received == {p: n for p, n in sizes.items() if n}
+                assert arrived.digests == {
+                    p: {i: prompt.part(p, range(i, i + 1)).tags[0].digest for i in n} for p, n in lacks.items() if n
+                }
                 untouched -= {(p, i) for p, n in lacks.items() for i in arrived.leases[p].indices[: len(n)]}
                 total = {p: n + sizes[p] for p, n in total.items()}
                 arrived.release()
@@ -207,6 +214,19 @@ def test_b6_a_write_pins_and_names_every_pool_and_its_state_arrives_although_the
         both.quiet()
 
 
+def test_a_writer_that_leaves_something_out_is_stopped_at_once() -> None:
+    with ends(SETS["all"], "local") as both:
+        prompt = both.prompt(27)
+        both.open(prompt)
+        both.sender.write(prompt.room, {"full": prompt.part("full", range(2))}, (DONE,))
+        with pytest.raises(AssertionError, match=r"range\(2, 7\) is left"):
+            both.sender.write(prompt.room, {"full": prompt.part("full", range(3, 5))}, (DONE,))
+        assert both.sender.wanted(prompt.room)["full"] == range(2, 7)
+        both.sender.fail(prompt.room, ErrorKind.WORKER, "a bug")
+        assert isinstance(both.outcome(prompt.room), Broken)
+        both.quiet()
+
+
 @pytest.mark.parametrize("plane", PLANES)
 def test_a7_nothing_is_sent_or_told_before_the_step_that_computes_it_is_complete(plane: str) -> None:
     device = LateDevice()
@@ -235,6 +255,48 @@ def test_a7_nothing_is_sent_or_told_before_the_step_that_computes_it_is_complete
         placed(both, prompt, leases, due(both.spec, 27))
         arrived.release()
         both.quiet()
+
+
+@pytest.mark.slow
+def test_a7_under_any_order_that_the_device_may_take_what_was_computed_arrives() -> None:
+    """Steps compute chunks, sends follow their steps, pages are freed and used again at once: no seed mixes them up."""
+    for seed in range(6):
+        device = LazyDevice(seed)
+        with ends(SETS["all"], "local", seed=seed, count=14, device=device) as both:
+            for _ in range(3):
+                prompt = both.prompt(both.random.randint(1, 40))
+                leases, finished = both.open(prompt), image(both.source)
+                both.source.zero({pool: run.indices for pool, run in prompt.runs.items()})
+                compute_and_send(both, device, prompt, finished)
+                both.seal(prompt)
+                arrived = both.outcome(prompt.room)
+                assert isinstance(arrived, Arrived)
+                for pool, run in prompt.runs.items():
+                    for ours, there in zip(run.indices, leases[pool].indices, strict=True):
+                        assert finished[pool, ours] == entry(both.target, pool, there), (seed, pool)
+                arrived.release()
+                for lease in prompt.leases.values():
+                    lease.release()
+            device.settle()
+            both.quiet()
+
+
+def compute_and_send(both: Ends, device: LazyDevice, prompt: Prompt, finished: Mapping[Place, list[bytes]]) -> None:
+    """One step a chunk of two pages, in every pool; each is sent as soon as it is launched."""
+    for first in range(0, -(-prompt.positions // both.spec.page_tokens), 2):
+        parts = {}
+        for pool, run in prompt.runs.items():
+            numbers = range(max(first, run.first), min(first + 2, run.numbers.stop))
+            parts[pool] = prompt.part(pool, numbers) if numbers else prompt.part(pool, range(run.first, run.first))
+
+        def forward(parts: Mapping[str, Finished] = parts) -> None:
+            for pool, part in parts.items():
+                for index in part.indices:
+                    restore(both, pool, index, finished[pool, index])
+
+        writes = spans(DEVICE, {pool: part.indices for pool, part in parts.items()})
+        step = device.submit(Op("forward", Stream.COMPUTE, writes=writes), forward)
+        both.sender.write(prompt.room, parts, (step,))
 
 
 def restore(both: Ends, pool: str, index: int, data: list[bytes]) -> None:

@@ -215,10 +215,10 @@ def test_a9_a_flipped_byte_is_found_counted_and_not_decoded(model: Path, oracle:
 
 def test_a9_a_page_that_rotted_in_the_tree_is_found_and_computed_again(model: Path, oracle: Oracle) -> None:
     (prompt,) = prompts(25, 70)
-    with pair(model) as both:
+    with pair(model, decode={"cache": {"prefix_reuse": False}}) as both:
         both.run(both.submit(prompt, greedy(4)))
         assert isinstance(both.prefill, PrefillWorker)
-        both.prefill._pools.gates["full"].layer(0)["v"][2, 3, 0, 0] += 1.0
+        both.prefill._seat.pools.gates["full"].layer(0)["v"][2, 3, 0, 0] += 1.0
         (answer,) = both.run(both.submit(prompt, greedy(4)))
         assert answer.done is not None
         assert answer.done.error is ErrorKind.DAMAGED

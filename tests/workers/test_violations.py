@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from cache.leases import Lease
 from cluster.host import WorkerHost
 from cluster.local import LocalDirectory
 from contracts.config import config_from_dict
@@ -52,7 +53,11 @@ def at_work(both: Pair) -> tuple[PrefillWorker, DecodeWorker]:
 
 
 def a_running(worker: PrefillWorker | DecodeWorker) -> object:
-    return next(r for r in worker._desk if r.lease is not None)
+    return next(r for r in worker._desk if r.claim is not None and r.claim.runs)
+
+
+def its_lease(worker: PrefillWorker | DecodeWorker) -> Lease:
+    return a_running(worker).claim.runs["full"][0].lease  # type: ignore[attr-defined, no-any-return]
 
 
 def grow(lease: object, index: int) -> None:
@@ -62,18 +67,18 @@ def grow(lease: object, index: int) -> None:
 PREFILL: dict[str, tuple[Plant, str]] = {
     "a page that nobody owns": (lambda p, d: p._pages._free.pop(), "belongs to nobody"),
     "a page that two own": (
-        lambda p, d: p._pages._free.append(a_running(p).lease.indices[0]),  # type: ignore[attr-defined]
+        lambda p, d: p._pages._free.append(its_lease(p).indices[0]),
         "and the free list",
     ),
     "a page out of range": (lambda p, d: p._pages._free.append(10**6), "is out of range"),
-    "a lease that no request holds": (lambda p, d: p._pages.lease(1, "a thief"), "requests and tree hold"),
+    "a lease that no request holds": (lambda p, d: p._pages.lease(1, "a thief"), "accounted for"),
     "a pin that was lost": (lambda p, d: p._pages.pin([3], "a thief")._allocator._pins.clear(), "pin counts differ"),
     "limbo without a pin": (lambda p, d: p._pages._limbo.add(p._pages._free.pop()), "in limbo without a pin"),
-    "a written null page": (lambda p, d: p._pools.gates["full"].layer(0)["k"][0].fill_(1.0), "the null page of k"),
-    "a lock that no request holds": (lambda p, d: p._tree.match([], ""), "locks, requests hold"),
+    "a written null page": (lambda p, d: p._seat.pools.gates["full"].layer(0)["k"][0].fill_(1.0), "the null page of k"),
+    "a lock that no request holds": (lambda p, d: p._seat.tree.keep([], "a thief"), "locks, claims and moves hold"),
     "a waiting request with pages": (
-        lambda p, d: setattr(a_running(p), "lease", None),
-        "its lease says otherwise",
+        lambda p, d: setattr(a_running(p), "claim", None),
+        "its claim says otherwise",
     ),
     "a room without its grant": (
         lambda p, d: [setattr(r, "state", Sender.OPEN) for r in p._sender._rooms.values()],
@@ -87,10 +92,10 @@ PREFILL: dict[str, tuple[Plant, str]] = {
 }
 DECODE: dict[str, tuple[Plant, str]] = {
     "a page that nobody owns": (lambda p, d: d._pages._free.pop(), "belongs to nobody"),
-    "a lease that neither room nor request holds": (lambda p, d: d._pages.lease(1, "a thief"), "requests and rooms"),
-    "a written null page": (lambda p, d: d._pools.gates["full"].layer(1)["v"][0].fill_(1.0), "the null page of v"),
+    "a lease that neither room nor request holds": (lambda p, d: d._pages.lease(1, "a thief"), "accounted for"),
+    "a written null page": (lambda p, d: d._seat.pools.gates["full"].layer(1)["v"][0].fill_(1.0), "the null page of v"),
     "an epoch that moved under a lease": (
-        lambda p, d: d._pages._epochs.__setitem__(a_running(d).lease.indices[0], 7),  # type: ignore[attr-defined]
+        lambda p, d: d._pages._epochs.__setitem__(its_lease(d).indices[0], 7),
         "has an old epoch",
     ),
     "a slot that nobody owns": (lambda p, d: d._receiver.slots._free.pop(), "metadata slots: "),
@@ -100,7 +105,7 @@ DECODE: dict[str, tuple[Plant, str]] = {
         "its leases say otherwise",
     ),
     "a request outside its queue": (lambda p, d: d._running.append(d._running[0]), "are in that queue"),
-    "a running request without pages": (lambda p, d: a_running(d).lease.release(), "its lease says otherwise"),  # type: ignore[attr-defined]
+    "a running request without pages": (lambda p, d: its_lease(d).release(), "its lease has ended"),
 }
 
 
@@ -169,4 +174,5 @@ def test_the_command_names_a_planted_violation_and_exits_1(model: Path) -> None:
         done = check()
         assert done.returncode == 1
         violations = {w["name"]: w["violations"] for w in json.loads(done.stdout)["workers"]}
-        assert violations == {"prefill-0": [], "decode-0": ["full pages: 1 belongs to nobody"]}
+        lost = ["full pages: 1 belongs to nobody", "full pages: 1 in use, 0 accounted for"]
+        assert violations == {"prefill-0": [], "decode-0": lost}

@@ -1,0 +1,163 @@
+"""What goes wrong around a seat in tests, and a watch that counts what really happened to its tree."""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from cache.components import Window
+from cache.device import Completion, Device, Op
+from cache.leases import Lease
+from cache.nodes import Node, Part, Tier
+from cache.prefetch import Prefetch
+from cache.seat import Seat
+from cache.storage import ObjectName
+from cache.storage.memory import MemoryBackend
+from cache.storage.seal import seal
+
+_MAGIC = b"twinpage"
+_MOVERS = ("load", "save", "store", "above a save")
+
+
+class FaultyDevice:
+    """A device whose copies fail now and then: at the launch, or in the middle, with half of it written."""
+
+    def __init__(self, device: Device, rng: random.Random, rate: float, broke: Callable[[str], None]) -> None:
+        self.torch_device = device.torch_device
+        self.allocate_host, self.touch = device.allocate_host, device.touch
+        self._device, self._rng, self._rate, self._broke = device, rng, rate, broke
+
+    def submit(self, op: Op, run: Callable[[], object], after: Sequence[Completion] = (), **others: Any) -> Completion:
+        if op.name in ("forward", "send") or self._rng.random() >= self._rate:
+            return self._device.submit(op, run, after, **others)
+        self._broke(op.name.rstrip("0123456789 "))
+        if self._rng.random() < 0.3:
+            raise RuntimeError(f"{op.name} was not launched, on purpose")
+        begun = self._rng.random() < 0.5
+
+        def broken() -> None:
+            if begun:
+                run()
+            raise RuntimeError(f"{op.name} broke, on purpose")
+
+        return self._device.submit(op, broken, after, **others)
+
+
+def damage_host(seat: Seat, rng: random.Random) -> bool:
+    """Flip bits of a page that the tree holds on the host and nobody is reading or writing."""
+    parts = [p for n in seat.tree.nodes() for p in n.parts[Tier.HOST].values() if not p.locks]
+    if not parts or seat.host is None:
+        return False
+    part = rng.choice(parts)
+    page = seat.host.layout.page(seat.host.region, part.component, rng.choice(part.lease.indices))
+    page[rng.randrange(len(page))] ^= 1 + rng.randrange(255)
+    return True
+
+
+def damage_storage(backend: MemoryBackend, rng: random.Random) -> str:
+    """Do something to stored objects that a disk or a stranger might do; returns what, or nothing."""
+    objects = backend.store.objects
+    whole = [key for key, stored in objects.items() if _MAGIC in stored]
+    if not whole:
+        return ""
+    key = rng.choice(whole)
+    how = rng.choice(["flipped", "cut", "swapped", "lost", "sealed again"])
+    if how == "lost":
+        backend.store.pop(key)
+    elif how == "swapped":
+        other = rng.choice(list(objects))
+        sizes = len(objects[other]) - len(objects[key])
+        objects[key], objects[other] = objects[other], objects[key]
+        assert sizes == len(objects[key]) - len(objects[other]), "what is used in all stays the same"
+    elif how == "cut":
+        objects[key] = objects[key][: rng.randrange(len(objects[key]))]
+        backend.store.used_bytes = sum(map(len, objects.values()))
+    else:
+        objects[key] = _flipped(objects[key], rng, again=how == "sealed again")
+    return how
+
+
+def _flipped(stored: bytes, rng: random.Random, *, again: bool) -> bytes:
+    at = stored.rindex(_MAGIC)
+    payload = bytearray(stored[:at])
+    payload[rng.randrange(at)] ^= 1 + rng.randrange(255)
+    if not again:
+        return bytes(payload) + stored[at:]
+    size = int.from_bytes(stored[at + 10 : at + 12], "little")
+    encoded, digest = stored[-size:], int.from_bytes(stored[at + 24 : at + 32], "little")
+    fingerprint, pool, part = encoded[16:].decode().split("\0")
+    return bytes(payload) + seal(ObjectName(fingerprint, pool, encoded[:16], part), digest, bytes(payload))
+
+
+class Watch:
+    """Counts splits, healings, evictions and more, as they happen in `seat`'s tree, into `seen`."""
+
+    def __init__(self, seat: Seat, seen: Counter[str]) -> None:
+        self._tree, self._seen = seat.tree, seen
+        self._evicting = False
+        self._since: dict[int, int] = {}
+        tree: Any = seat.tree
+        self._attach, tree.attach = tree.attach, self.attach
+        self._split, tree._split = tree._split, self.split
+        self._detach, tree._detach = tree._detach, self.detach
+        self._evict, tree.evict = tree.evict, self.evict
+        self._condemn, tree.condemn_node = tree.condemn_node, self.condemn
+        wrapped: Any = seat
+        self._spill, wrapped._spill = wrapped._spill, self.spill
+        if seat.prefetcher is not None:
+            prefetcher: Any = seat.prefetcher
+            self._end, prefetcher._end = prefetcher._end, self.end
+
+    def attach(self, node: Node, name: str, tier: Tier, lease: Lease, digests: tuple[int, ...]) -> Part:
+        tree = self._tree
+        full = node.parts[tier].get(tree.full)
+        if isinstance(tree.component(name), Window) and full is not None and tier is Tier.DEVICE:
+            self._seen["tombstone healed"] += self._since.get(id(full), tree._tick) < tree._tick
+        part = self._attach(node, name, tier, lease, digests)
+        if name == tree.full:
+            self._since[id(part)] = tree._tick
+        return part
+
+    def split(self, node: Node, pages: int) -> Node:
+        owners = {
+            lock.owner for tier in (Tier.DEVICE, Tier.HOST) for p in node.parts[tier].values() for lock in p.locks
+        }
+        self._seen["split of a locked node"] += bool(owners.difference(_MOVERS))
+        for mover in owners.intersection(("load", "save", "store")):
+            self._seen[f"split under a {mover}"] += 1
+        return self._split(node, pages)
+
+    def detach(self, part: Part) -> None:
+        if self._evicting:
+            alone = part.component != self._tree.full and self._tree.full in part.node.parts[part.tier]
+            self._seen[f"evicted {part.component} on {part.tier.name.lower()}" + (" alone" if alone else "")] += 1
+        self._detach(part)
+
+    def evict(self, *args: Any) -> int:
+        self._evicting, before = True, self._evicting
+        try:
+            return self._evict(*args)
+        finally:
+            self._evicting = before
+
+    def condemn(self, node: Node) -> int:
+        locked = any(p.locks for tier in (Tier.DEVICE, Tier.HOST) for p in node.parts[tier].values())
+        count = self._condemn(node)
+        self._seen["condemned"] += count > 0
+        self._seen["condemned while locked"] += count > 0 and locked
+        return count
+
+    def spill(self, node: Node) -> bool:
+        spilled = self._spill(node)
+        self._seen["spilled before it went"] += spilled
+        return spilled
+
+    def end(self, prefetch: Prefetch) -> None:
+        self._end(prefetch)
+        if prefetch.over:
+            wanted = prefetch.target - prefetch.held
+            kind = "whole" if prefetch.gained == wanted else "in part" if prefetch.gained else "in vain"
+            self._seen[f"prefetched {kind}" if wanted > 0 else "nothing to prefetch"] += 1
+            self._seen["prefetch stopped"] += prefetch.stopped and wanted > 0
