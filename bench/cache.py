@@ -59,6 +59,8 @@ class Side:
     pages: int
     nodes: int
     bytes_per_page: float
+    collect_ms: float
+    """A full run of Python's garbage collector over it, which looks at every object that can hold others."""
     timings: dict[str, Timing]
 
 
@@ -103,6 +105,13 @@ def allocated() -> Iterator[list[int]]:
         tracemalloc.stop()
 
 
+def collect_ms() -> float:
+    gc.collect()
+    start = time.thread_time_ns()
+    gc.collect()
+    return (time.thread_time_ns() - start) / 1e6
+
+
 def measure_tree(pages: int, repeats: int, deep: int) -> Side:
     """Fill a tree, then ask, insert and evict."""
     clients = Clients(pages)
@@ -110,7 +119,7 @@ def measure_tree(pages: int, repeats: int, deep: int) -> Side:
         side = TreeSide(pages)
         samples = fill(clients, pages, side.insert)
     held, tree = sum(side.nodes()), side.tree
-    bytes_per_page = (grown[0] - samples.nbytes) / held
+    bytes_per_page, collected_ms = (grown[0] - samples.nbytes) / held, collect_ms()
     asked = Asked(clients, samples, repeats, deep)
     out = {
         MATCH_128K: timed(tree.match, asked.documents),
@@ -134,7 +143,7 @@ def measure_tree(pages: int, repeats: int, deep: int) -> Side:
     out["evict 2,000 pages, each"] = timed(side.evict, [DOCUMENT_PAGES] * 2, DOCUMENT_PAGES)
     wrong = tree.check() if pages <= SIZES[1] else []
     assert not wrong, wrong
-    return Side(held, nodes, bytes_per_page, out)
+    return Side(held, nodes, bytes_per_page, collected_ms, out)
 
 
 def measure_trie(pages: int, repeats: int, deep: int) -> Side:
@@ -144,7 +153,7 @@ def measure_trie(pages: int, repeats: int, deep: int) -> Side:
         trie = Trie()
         samples = fill(clients, pages, lambda prefix: trie.insert(prefix, numbers))
     held = trie.pages
-    bytes_per_page = (grown[0] - samples.nbytes) / held
+    bytes_per_page, collected_ms = (grown[0] - samples.nbytes) / held, collect_ms()
     asked = Asked(clients, samples, repeats, deep)
 
     def lock(prefix: Prefix) -> None:
@@ -167,7 +176,7 @@ def measure_trie(pages: int, repeats: int, deep: int) -> Side:
     out[f"match {deep:,} pages, a node a page"] = timed(trie.match, [last] * 5 * repeats)
     out["evict 16 pages, each"] = timed(trie.evict, [TURN_PAGES] * 20 * repeats, TURN_PAGES)
     out["evict 2,000 pages, each"] = timed(trie.evict, [DOCUMENT_PAGES] * 2, DOCUMENT_PAGES)
-    return Side(held, held, bytes_per_page, out)
+    return Side(held, held, bytes_per_page, collected_ms, out)
 
 
 def measure_prefixes(repeats: int) -> dict[str, Timing]:
@@ -202,6 +211,8 @@ def tree_table(trees: Sequence[Side], tries: Sequence[Side]) -> Table:
     out.add_row("nodes", *[f"{s.nodes:,}" for s in trees], f"{tries[-1].nodes:,}", "")
     cells = [f"{s.bytes_per_page:.0f}" for s in trees]
     out.add_row("bytes a page", *cells, f"{theirs_bytes:.0f}", f"{theirs_bytes / ours_bytes:.1f}")
+    cells = [f"{s.collect_ms:.0f}" for s in trees]
+    out.add_row("garbage collection, ms", *cells, f"{tries[-1].collect_ms:.0f}", "")
     return out
 
 
