@@ -25,7 +25,8 @@ from hypothesis.stateful import (
 
 from cache.nodes import Tier
 from cache.prefix import Prefix
-from tests.cache_world import Visitor, World
+from tests.cache_visitors import Visitor
+from tests.cache_world import World
 from tests.poolsets import pool_sets
 
 PAGE_TOKENS = 2

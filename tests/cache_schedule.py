@@ -16,7 +16,8 @@ from collections.abc import Callable
 
 from cache.device import DEVICE
 from cache.nodes import Tier
-from tests.cache_world import Visitor, World
+from tests.cache_visitors import Visitor
+from tests.cache_world import World
 from tests.poolsets import NAMES, pool_sets
 
 PAGE_TOKENS = 2
