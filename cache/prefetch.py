@@ -23,7 +23,7 @@ from enum import StrEnum
 
 from cache.components import Component, Window
 from cache.leases import Lease
-from cache.nodes import Offer, Tier
+from cache.nodes import Lock, Offer, Tier
 from cache.pools import PoolSet
 from cache.prefix import Prefix
 from cache.storage import ObjectName, Outcome, Queue, Ticket
@@ -64,6 +64,8 @@ class Prefetch:
     began: float
     held: int
     """What the tree had when it began."""
+    lock: Lock
+    """Keeps on the host what it hangs on: the room that it makes for itself must not come from there."""
     stage: Stage = Stage.PROBING
     probe: Ticket[list[bool]] | None = None
     probed: list[tuple[str, int]] = field(default_factory=list)
@@ -123,7 +125,9 @@ class Prefetcher:
             return None
         self._number += 1
         self._begin(self._number, len(prefix))
-        prefetch = Prefetch(self._number, prefix, self._now(), held, limit=len(prefix))
+        lock = self._tree.keep((), f"prefetch {self._number}")
+        prefetch = Prefetch(self._number, prefix, self._now(), held, lock, limit=len(prefix))
+        self._keep_above(prefetch)
         for component in self._tree.components:
             first = held
             if isinstance(component, Window):
@@ -132,6 +136,12 @@ class Prefetcher:
         prefetch.probe = self._storage.submit_exists([self._name(prefix, *p) for p in prefetch.probed])
         self._active.append(prefetch)
         return prefetch
+
+    def _keep_above(self, prefetch: Prefetch) -> None:
+        for node, _ in self._tree.walked(prefetch.prefix.head(prefetch.held)):
+            part = node.parts[Tier.HOST].get(self._tree.full)
+            if part is not None:
+                self._tree.add(prefetch.lock, part)
 
     def _name(self, prefix: Prefix, component: str, page: int) -> ObjectName:
         return ObjectName(self._fingerprint, component, prefix.key(page))
@@ -189,6 +199,8 @@ class Prefetcher:
         prefetch.target = agreed
         prefetch.stage = Stage.READING
         if agreed > prefetch.held:
+            # Copies to the host that were under way when it began are there by now.
+            self._keep_above(prefetch)
             self._read(prefetch, there)
 
     def _common(self, prefetch: Prefetch, what: str, there: Mapping[str, set[int]]) -> int | None:
@@ -280,6 +292,7 @@ class Prefetcher:
             for lease, _ in pages.values():
                 lease.release()
         prefetch.arrived.clear()
+        self._tree.unlock(prefetch.lock)
         prefetch.stage = Stage.OVER
         self._active.remove(prefetch)
         self.counters["pages_prefetched"] += prefetch.gained

@@ -79,7 +79,7 @@ class Seat:
         self._launched = Launched()
         self.saver = self.loader = self.prefetcher = None
         if host is not None:
-            self.saver = Saver(self.tree, pools, host, device, storage, fingerprint)
+            self.saver = Saver(self.tree, pools, host, device, storage, fingerprint, config.move_chunk_bytes)
             self.loader = Loader(self.tree, pools, host, device, now, config.verify)
             if storage is not None:
                 self.prefetcher = Prefetcher(self.tree, host, storage, fingerprint, config.prefetch, now, agree)

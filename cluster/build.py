@@ -152,6 +152,6 @@ def _event_rank(role: Role, name: WorkerName) -> int:
 
 
 def _fingerprint(pools: PoolSet, spec: ModelSpec, config: Config) -> str:
-    """What state on storage depends on besides its tokens: the model, the layout, and how it was computed."""
-    described = json.dumps([spec.fingerprint, describe_spec(pools.spec), config.engine.numerics], sort_keys=True)
+    """What state on storage depends on besides its tokens: the model, the whole layout, and how it was computed."""
+    described = json.dumps([spec.fingerprint, describe_spec(pools.spec.whole), config.engine.numerics], sort_keys=True)
     return hashlib.blake2b(described.encode(), digest_size=16).hexdigest()

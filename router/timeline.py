@@ -9,7 +9,6 @@ from typing import Any
 from contracts.ids import Role
 from contracts.messages import Progress
 from router.choice import Choice
-from router.request import Request
 
 
 def timeline_of(choice: Choice) -> dict[str, Any]:
