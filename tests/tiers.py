@@ -19,7 +19,7 @@ TOKENS = 9
 GREEDY = SamplingParams(max_tokens=TOKENS, temperature=0.0)
 
 
-def converse(both: Pair, talks: Sequence[Talk], at_once: int = 6, *, quiet: bool = False) -> list[Turn]:
+def converse(both: Pair, talks: Sequence[Talk], at_once: int = 3, *, quiet: bool = False) -> list[Turn]:
     """Every conversation to its end, `at_once` of them at a time; `quiet`: a turn begins when all copies are done."""
     waiting = list(enumerate(talks))
     answers: dict[int, list[tuple[int, ...]]] = {number: [] for number, _ in waiting}

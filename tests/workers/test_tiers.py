@@ -18,9 +18,10 @@ from tests.damage import damage_folder, still_damaged
 from tests.pair import pair
 from tests.tiers import PAGE, by_turn, converse, counters, expect_hand_overs, in_folder, tiers
 
-TALKS = make_talks(11, 14, turns=(3, 5))
+TALKS = make_talks(11, 22, turns=(3, 5))
 SMALL = {Role.PREFILL: 30 * PAGE, Role.DECODE: 60 * PAGE}
-HOST_PAGES = 40
+HOST_PAGES = 72
+"""Room for what three requests wait for, the longest of 20 pages, and less than a third of what all conversations touch."""
 
 
 @pytest.fixture(scope="module")
@@ -38,7 +39,7 @@ def undisturbed(model: Path) -> list[Turn]:
 def stored(model: Path, undisturbed: list[Turn], tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A storage folder in which the conversations have left all their pages, by a run that is checked here."""
     folder = tmp_path_factory.mktemp("stored")
-    assert working_set(undisturbed, PAGE) > 4 * HOST_PAGES
+    assert working_set(undisturbed, PAGE) > 3 * HOST_PAGES
     with pair(model, tokens=SMALL, cache=tiers(HOST_PAGES, **in_folder(folder))) as both:
         turns = converse(both, TALKS, quiet=True)
         assert by_turn(turns) == by_turn(undisturbed)
