@@ -110,9 +110,9 @@ class Seat:
         return self.prefetcher.deadline(prefetch) if self.prefetcher is not None else None
 
     def stop(self, prefetch: Prefetch) -> None:
-        """Its request is gone. Idempotent."""
-        if self.prefetcher is not None and not prefetch.over:
-            self.prefetcher.stop(prefetch)
+        """Its request is gone, or has claimed what it wanted. Idempotent."""
+        if self.prefetcher is not None:
+            self.prefetcher.release(prefetch)
 
     def claim(
         self, prefix: Prefix, positions: int, owner: str, *, reusable: int, prefetch: Prefetch | None = None
@@ -136,6 +136,8 @@ class Seat:
         self._plan(lock, loads, leases)
         loaded = depth - match.device_depth
         stored = min(loaded, prefetch.gained) if prefetch is not None else 0
+        if prefetch is not None:
+            self.stop(prefetch)
         size = self.spec.page_tokens
         cached = Cached((depth - loaded) * size, (loaded - stored) * size, stored * size)
         return self._open(Claim(owner, prefix, lock, depth, cached), leases)
@@ -544,7 +546,8 @@ class Seat:
             )
         for claim in self._claims.values():
             found += self._check_claim(claim)
-        locks = len(self._claims) + sum(part.locks for part in (self.saver, self.loader) if part is not None)
+        moves = (self.saver, self.loader, self.prefetcher)
+        locks = len(self._claims) + sum(part.locks for part in moves if part is not None)
         if locks != self.tree.locks:
             found.append(f"tree: {self.tree.locks} locks, claims and moves hold {locks}")
         if self.host is None:

@@ -44,15 +44,22 @@ class Pair:
     """Steps both workers in turn until asked-for requests are done; what fails on one is cancelled on both."""
 
     def __init__(
-        self, folder: Path, config: Config, tokens: int, clock: Clock, devices: Mapping[Role, Device] | None = None
+        self,
+        folder: Path,
+        config: Config,
+        tokens: int | Mapping[Role, int],
+        clock: Clock,
+        devices: Mapping[Role, Device] | None = None,
     ) -> None:
         devices = devices or {}
+        sizes = tokens if isinstance(tokens, Mapping) else dict.fromkeys(Role, tokens)
         spec = read_model_spec(folder)
         self.clock = clock
-        options: dict[str, Any] = {"host": "127.0.0.1", "device_tokens": tokens, "clock": clock}
+        options: dict[str, Any] = {"host": "127.0.0.1", "clock": clock}
         self.prefill, self.decode = (
             build_worker(
-                role, WorkerName(f"{role}-0"), Incarnation(1), spec, config, device=devices.get(role), **options
+                role, WorkerName(f"{role}-0"), Incarnation(1), spec, config,
+                device_tokens=sizes[role], device=devices.get(role), **options,
             )
             for role in (Role.PREFILL, Role.DECODE)
         )
@@ -156,7 +163,7 @@ def _together(before: Progress | None, report: Progress) -> Progress:
 def pair(
     folder: Path,
     *,
-    tokens: int = 8192,
+    tokens: int | Mapping[Role, int] = 8192,
     clock: Clock | None = None,
     settle: bool = True,
     devices: Mapping[Role, Device] | None = None,
