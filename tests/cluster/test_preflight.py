@@ -97,7 +97,7 @@ def test_port_zero_is_some_free_port() -> None:
 def test_too_little_memory_is_refused_with_the_numbers() -> None:
     with pytest.raises(MemoryShort, match=r"MiB are free: start fewer workers or lower cache.device_tokens"):
         prepare(options(assignments=("cache.device_tokens=100000000",)), 8 * GIB)
-    with pytest.raises(MemoryShort, match="lower cache.device_tokens or cache.host_bytes"):
+    with pytest.raises(MemoryShort, match=r"lower cache.device_tokens or cache.host_bytes"):
         prepare(options(assignments=(f"cache.host_bytes={5 * GIB}",)), 8 * GIB)
 
 

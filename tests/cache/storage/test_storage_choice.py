@@ -12,7 +12,7 @@ from cache.storage import make_backend
 from cache.storage.file import FileBackend
 from cache.storage.memory import MemoryBackend
 from cache.storage.redis_server import RedisBackend
-from contracts.config import StorageConfig, config_from_dict
+from contracts.config import StorageConfig
 from contracts.errors import ConfigError
 from tests.cache.storage.rigs import item, name, read_one
 
@@ -24,7 +24,7 @@ def make(config):
 
 
 def config(**keys: object) -> StorageConfig:
-    return config_from_dict({"cache": {"storage": keys}}).cache.storage
+    return StorageConfig(**keys)  # type: ignore[arg-type]
 
 
 def test_the_name_decides(tmp_path: Path) -> None:
