@@ -20,6 +20,10 @@ class Talk:
     system: tuple[int, ...]
     says: tuple[tuple[int, ...], ...]
 
+    def goes_on_at_once(self, turn: int) -> bool:
+        """Whether its user answers before others have their turn, rather than after all of them."""
+        return (len(self.says[turn]) + turn) % 2 == 0
+
     def prompt(self, answers: Sequence[Sequence[int]]) -> list[int]:
         """Of the turn after `answers`."""
         tokens = list(self.system)
@@ -51,7 +55,9 @@ class Turn:
         return self.computed - (len(self.prompt) - self.cached)
 
 
-def make_talks(seed: int, count: int, *, turns: tuple[int, int] = (3, 6), said: tuple[int, int] = (20, 60)) -> list[Talk]:
+def make_talks(
+    seed: int, count: int, *, turns: tuple[int, int] = (3, 6), said: tuple[int, int] = (20, 60)
+) -> list[Talk]:
     """Every other one begins with one of two system prompts (60 and 37 tokens); no two go on alike."""
     rng = random.Random(seed)
 
@@ -100,11 +106,12 @@ def working_set(turns: Sequence[Turn], page_tokens: int) -> int:
     return len(seen._pages)
 
 
-def expect_hits(talks: Sequence[Talk], turns: Sequence[Turn], page_tokens: int, *, known: bool = False) -> None:
+def expect_hits(talks: Sequence[Talk], turns: Sequence[Turn], page_tokens: int, *, answers: str = "never") -> None:
     """What was found is what the trace allows, where the tiers lose nothing.
 
     Prefill's own tiers hold every earlier prompt of the conversation. Of answers, decode's pages reach it through
-    storage: all of them where they are `known` to be there in time. Of each system prompt somebody is the first.
+    storage: `answers` says whether they are there in time "never", "perhaps" or "always". Of each system prompt
+    somebody is the first.
     """
     firsts: dict[tuple[int, ...], list[int]] = {}
     for number, talk in enumerate(talks):
@@ -116,9 +123,10 @@ def expect_hits(talks: Sequence[Talk], turns: Sequence[Turn], page_tokens: int, 
         for before, turn in zip(mine, mine[1:], strict=False):
             prompts.add(before.prompt)
             all_of_it.add([*before.prompt, *before.answer[:-1]])
-            least, most = (seen.longest(turn.prompt) for seen in (prompts, all_of_it))
+            least = (all_of_it if answers == "always" else prompts).longest(turn.prompt)
+            most = (prompts if answers == "never" else all_of_it).longest(turn.prompt)
             # Who was parked finds what it computed itself as well.
-            assert (most if known else least) <= turn.cached <= most + turn.again, turn
+            assert least <= turn.cached <= most + turn.again, (least, most, turn)
     for system, cached in firsts.items():
         whole = len(system) // page_tokens * page_tokens
         assert sorted(cached) == [0] + [whole] * (len(cached) - 1) if whole else not any(cached), (system, cached)

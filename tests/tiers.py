@@ -28,7 +28,7 @@ def converse(both: Pair, talks: Sequence[Talk], at_once: int = 3, *, quiet: bool
     for _ in range(200_000):
         while waiting and len(live) < at_once:
             number, talk = waiting.pop(0)
-            live[number] = both.submit(talk.prompt([]), GREEDY)
+            live[number] = both.submit(talk.prompt(answers[number]), GREEDY)
         if not live:
             return turns
         both.step()
@@ -38,8 +38,12 @@ def converse(both: Pair, talks: Sequence[Talk], at_once: int = 3, *, quiet: bool
             turns.append(turn_of(both, request, number, talks[number].prompt(answers[number]), len(answers[number])))
             answers[number].append(turns[-1].answer)
             del live[number]
-            if len(answers[number]) < len(talks[number].says):
+            if len(answers[number]) == len(talks[number].says):
+                continue
+            if talks[number].goes_on_at_once(len(answers[number])):
                 live[number] = both.submit(talks[number].prompt(answers[number]), GREEDY)
+            else:
+                waiting.append((number, talks[number]))
     raise AssertionError(f"no end: {live}")
 
 

@@ -42,7 +42,7 @@ def stored(model: Path, undisturbed: list[Turn], tmp_path_factory: pytest.TempPa
     with pair(model, tokens=SMALL, cache=tiers(HOST_PAGES, **in_folder(folder))) as both:
         turns = converse(both, TALKS, quiet=True)
         assert by_turn(turns) == by_turn(undisturbed)
-        expect_hits(TALKS, turns, PAGE, known=True)
+        expect_hits(TALKS, turns, PAGE, answers="always")
         expect_hand_overs(turns)
         found = sum((Counter(t.tiers) for t in turns), Counter())
         assert min(found[tier] for tier in ("device", "host", "storage")) > 0, found
