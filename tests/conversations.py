@@ -9,6 +9,7 @@ from __future__ import annotations
 import random
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 
 from tests.checkpoints import VOCAB
 
@@ -120,7 +121,7 @@ def expect_hits(talks: Sequence[Talk], turns: Sequence[Turn], page_tokens: int, 
         first = mine[0]
         firsts.setdefault(talk.system, []).append(first.cached)
         prompts, all_of_it = Seen(page_tokens), Seen(page_tokens)
-        for before, turn in zip(mine, mine[1:], strict=False):
+        for before, turn in pairwise(mine):
             prompts.add(before.prompt)
             all_of_it.add([*before.prompt, *before.answer[:-1]])
             least = (all_of_it if answers == "always" else prompts).longest(turn.prompt)

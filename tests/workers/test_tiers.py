@@ -20,7 +20,7 @@ from tests.tiers import PAGE, by_turn, converse, counters, expect_hand_overs, in
 TALKS = make_talks(11, 22, turns=(3, 5))
 SMALL = {Role.PREFILL: 30 * PAGE, Role.DECODE: 60 * PAGE}
 HOST_PAGES = 72
-"""Room for what three requests wait for, the longest of 20 pages, and less than a third of what all conversations touch."""
+"""Room for what three requests wait for, the longest of 20 pages; less than a third of what all of it touches."""
 
 
 @pytest.fixture(scope="module")
