@@ -106,7 +106,8 @@ def _queues(tree: PrefixTree, nodes: list[Node]) -> Iterator[str]:
     for part in _parts(nodes):
         if part.queued != (id(part) in queued):
             yield f"tree: {part.component} of {len(part)}: it is queued or not, and says otherwise"
-        if id(part.node) not in condemned and tree.may_go(part) and not part.queued:
+        whole = id(part.node) not in condemned and tree.full in part.node.parts[part.tier]
+        if whole and tree.may_go(part) and not part.queued:
             yield f"tree: {part.component} of {len(part)} on {part.tier.name.lower()} may go and isn't queued"
 
 

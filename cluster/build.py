@@ -131,13 +131,7 @@ def _seat(
     """The pool set with its tiers, as the role's cache section has them."""
     cache = config.cache_for(role)
     host = host_pools(pools.spec, cache.host_bytes, device) if cache.host_bytes else None
-    backend = make_backend(cache.storage)
-    if backend is not None and host is None:
-        backend.close()
-        raise ConfigError(
-            f"cache.storage.backend={cache.storage.backend} needs host memory to read into and write from: "
-            "set cache.host_bytes"
-        )
+    backend = make_backend(cache.storage) if host is not None else None
     storage = StorageQueue(backend, wake=waiter.wake, clock=clock) if backend is not None else None
     return Seat(
         pools, device, cache, clock.now,

@@ -59,7 +59,7 @@ def damage_host(seat: Seat, rng: random.Random) -> bool:
 def damage_storage(backend: MemoryBackend, rng: random.Random) -> str:
     """Do something to stored objects that a disk or a stranger might do; returns what, or nothing."""
     objects = backend.store.objects
-    whole = [key for key, stored in objects.items() if _MAGIC in stored]
+    whole = [key for key, stored in objects.items() if _whole(stored)]
     if not whole:
         return ""
     key = rng.choice(whole)
@@ -77,6 +77,12 @@ def damage_storage(backend: MemoryBackend, rng: random.Random) -> str:
     else:
         objects[key] = _flipped(objects[key], rng, again=how == "sealed again")
     return how
+
+
+def _whole(stored: bytes) -> bool:
+    """Whether nobody has cut it yet."""
+    at = stored.rfind(_MAGIC)
+    return at > 0 and len(stored) == at + 40 + int.from_bytes(stored[at + 10 : at + 12], "little")
 
 
 def _flipped(stored: bytes, rng: random.Random, *, again: bool) -> bytes:

@@ -9,6 +9,7 @@ as well.
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Sequence
 from typing import Any, ClassVar
 
 from hypothesis import HealthCheck, Phase, seed, settings
@@ -24,7 +25,8 @@ from hypothesis.stateful import (
 
 from cache.nodes import Tier
 from cache.prefix import Prefix
-from tests.cache_world import Visitor, World
+from tests.cache_visitors import Visitor
+from tests.cache_world import World
 from tests.poolsets import pool_sets
 
 PAGE_TOKENS = 2
@@ -63,6 +65,7 @@ class Machine(RuleBasedStateMachine):
         chosen = data.draw(_WORLDS if self.disturbing else _UNDISTURBED, label="settings")
         self.world = World(pool_sets(PAGE_TOKENS)[self.name], number, **chosen)
         self.known: list[list[int]] = []
+        self.steps = self.changes = 0
         for first in (0, 1):
             self.come([first, 0, 1, 1, 0, 0, 1, 0], "")
             self.until_it_leaves(number)
@@ -123,6 +126,7 @@ class Machine(RuleBasedStateMachine):
                 return
             self.step(visitor, 2, True, True, False)
             self.answers(3)
+            self.everything_adds_up()
             if self.disturbing:
                 world.clock.advance(0.002)
 
@@ -187,14 +191,15 @@ class Machine(RuleBasedStateMachine):
     @rule(
         what=st.sampled_from(["evict", "evict", "evict", "evict on host", "damage host", "damage storage", "condemn"]),
         number=_NUMBER,
-        count=st.sampled_from([1, 3, 100]),
+        count=st.sampled_from([1, 4, 105]),
     )
     def misfortune(self, what: str, number: int, count: int) -> None:
         world, pools = self.world, list(self.world.spec.by_name)
-        if what == "damage host":
-            world.damage(Tier.HOST)
-        elif what == "damage storage":
-            world.damage(Tier.STORAGE)
+        if what.startswith("damage"):
+            tier = Tier.HOST if what == "damage host" else Tier.STORAGE
+            for _ in range(count % 10):
+                world.damage(tier)
+            self.comes_back_after_the_device_forgot(number, tier is Tier.STORAGE, "")
         elif what == "condemn":
             world.condemn(Prefix.of(self.known[number % len(self.known)], PAGE_TOKENS), count)
         else:
@@ -205,8 +210,12 @@ class Machine(RuleBasedStateMachine):
 
     @invariant()
     def everything_adds_up(self) -> None:
-        found = self.world.check() if hasattr(self, "world") else []
+        if not hasattr(self, "world"):
+            return
+        found = self.world.check()
         assert not found, found
+        self.steps += self.world.changes > self.changes
+        self.changes = self.world.changes
 
     def teardown(self) -> None:
         if not hasattr(self, "world"):
@@ -214,26 +223,91 @@ class Machine(RuleBasedStateMachine):
         world = self.world
         world.settle()
         self.happened.update(world.seen)
-        self.happened["steps that changed state"] += world.changes
+        self.happened["steps that changed state"] += self.steps
         self.happened["undisturbed runs"] += not world.disturbed
         for part in (world.seat, world.seat.saver, world.seat.loader, world.seat.prefetcher):
             self.happened.update({k: int(v) for k, v in part.counters.items()} if part is not None else {})
 
 
-def drive(name: str, changes: int, *, disturbing: bool = True) -> Counter[str]:
-    """Run the machine over pool set `name` until `changes` steps have changed state; returns what happened."""
+def drive(name: str, changes: int, events: Sequence[str] = (), *, disturbing: bool = True) -> Counter[str]:
+    """Run the machine over pool set `name` until `changes` steps, each followed by `check`, have changed state.
+
+    Goes on for as long again if it must to meet all `events`. Returns what happened.
+    """
     happened: Counter[str] = Counter()
     attributes: dict[str, Any] = {"name": name, "disturbing": disturbing, "happened": happened}
     chosen = settings(
-        max_examples=_EXAMPLES,
+        max_examples=_EXAMPLES if disturbing else _EXAMPLES // 2,
         stateful_step_count=_STEPS,
         deadline=None,
         database=None,
         phases=[Phase.generate],
         suppress_health_check=list(HealthCheck),
     )
-    while happened["steps that changed state"] < changes:
+    while (done := happened["steps that changed state"]) < changes or (
+        done < 3 * changes and not all(happened[event] for event in events)
+    ):
         happened["rounds"] += 1
         machine = type(f"Machine_{name}", (Machine,), attributes)
         run_state_machine_as_test(seed(happened["rounds"])(machine), settings=chosen)
     return happened
+
+
+def must_have_met(name: str, *, long: bool = False) -> list[str]:
+    """Events that a run over pool set `name` must have met to prove anything; a `long` one meets the rare ones too."""
+    events = [*_EVENTS, *(_RARE_EVENTS if long else ())]
+    if "window" in pool_sets()[name].by_name:
+        events += _WINDOW_EVENTS
+    if "state" in pool_sets()[name].by_name:
+        events += _STATE_EVENTS
+    return events
+
+
+_EVENTS = (
+    "found on host",
+    "found in storage",
+    "found shorter than ever shared",
+    "prefetched whole",
+    "prefetched in vain",
+    "another rank had less",
+    "forward behind a gate",
+    "forward one step ahead",
+    "sent",
+    "split of a locked node",
+    "evicted full on device",
+    "evicted full on host",
+    "spilled before it went",
+    "left with a step launched",
+    "left with a load under way",
+    "condemned",
+    "condemned while locked",
+    "claim betrayed",
+    "host flipped",
+    "storage fault in exists",
+    "storage fault in read",
+    "storage fault in write",
+    "pages_damaged_in_storage",
+    "saves_failed",
+)
+_RARE_EVENTS = (
+    "loads_failed",
+    "prefetch stopped",
+    "exact find",
+    "prefetched in part",
+    "split under a load",
+    "split under a store",
+    "pages_damaged_on_host",
+    "saves_left_out",
+    "storage flipped",
+    "storage cut",
+    "storage swapped",
+    "storage lost",
+    "storage sealed again",
+)
+_WINDOW_EVENTS = ("tombstone healed", "evicted window on device alone", "evicted window on host")
+_STATE_EVENTS = (
+    "snapshot used",
+    "evicted state on device alone",
+    "evicted state on host",
+    "device fault in copy slot",
+)

@@ -9,14 +9,11 @@ exactly how much as long as nothing was evicted, condemned, damaged or left out.
 
 from __future__ import annotations
 
-import hashlib
 import random
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass, field
-from functools import lru_cache
+from itertools import count
 
-import numpy as np
 import torch
 
 from cache.claim import NO_PAGE, Claim
@@ -28,7 +25,6 @@ from cache.leases import Pin
 from cache.moves import gather
 from cache.nodes import Node, Tier
 from cache.pools import PoolSet
-from cache.prefetch import Prefetch
 from cache.prefix import Prefix
 from cache.registry import Order, PoolSetSpec
 from cache.seat import Seat
@@ -38,52 +34,9 @@ from cache.storage.memory import MemoryBackend
 from contracts.clock import ManualClock
 from contracts.config import CacheConfig, PrefetchConfig
 from tests.cache_faults import FaultyDevice, Watch, damage_host, damage_storage
+from tests.cache_visitors import Step, Visitor, as_bytes, content
 
-
-def as_bytes(rows: torch.Tensor) -> torch.Tensor:
-    """uint8 [rows, bytes]."""
-    return rows.contiguous().view(torch.uint8).view(len(rows), -1)
-
-
-@lru_cache(4096)
-def content(key: bytes, pool: str, nbytes: int) -> torch.Tensor:
-    """What a page (or slot) of `pool` holds after the tokens that `key` names: uint8 [nbytes]."""
-    seed = int.from_bytes(hashlib.blake2b(key + pool.encode(), digest_size=8).digest())
-    return torch.from_numpy(np.random.default_rng(seed).integers(0, 256, nbytes, dtype=np.uint8))
-
-
-@dataclass(eq=False)
-class Step:
-    """One forward pass under way."""
-
-    completion: Completion
-    end: int
-    """Pages that are computed when it is done."""
-    copied: list[Completion]
-    """The snapshot after it, launched with it."""
-    wrong: list[str] = field(default_factory=list)
-
-
-@dataclass(eq=False)
-class Visitor:
-    """One request."""
-
-    name: str
-    prefix: Prefix
-    reusable: int
-    """Pages of it that need not be computed."""
-    prefetch: Prefetch | None
-    claim: Claim | None = None
-    done: int = 0
-    """Committed pages."""
-    steps: list[Step] = field(default_factory=list)
-    """Launched and not committed, at most two."""
-    sends: list[Completion] = field(default_factory=list)
-
-    @property
-    def launched(self) -> int:
-        """Pages that have been launched."""
-        return self.steps[-1].end if self.steps else self.done
+_worlds = count()
 
 
 class World:
@@ -113,7 +66,7 @@ class World:
         self.device: Device = FaultyDevice(self.lazy or CpuDevice(), self.rng, device_fault_rate, self._broke)
         self.pools = PoolSet(spec, spec.even(pages))
         self.host = PoolSet(spec, spec.even(host_pages), order=Order.PAGE_FIRST, tier="host") if host_pages else None
-        self.backend = MemoryBackend(f"world {id(self)} {seed}", 1 << 24)
+        self.backend = MemoryBackend(f"world {next(_worlds)}", 1 << 24)
         self.fault_rate = fault_rate
         self.queue = InlineQueue(self.backend, fault=self._fault) if storage and self.host is not None else None
         config = CacheConfig(
@@ -405,8 +358,8 @@ class World:
             self.seen["left with a step launched"] += bool(visitor.steps)
             self.seen["left with a load under way"] += not self.seat.settled(claim)
             self.seat.release(claim, [step.completion for step in visitor.steps])
-        if visitor.prefetch is not None and not visitor.prefetch.over:
-            self.seat.prefetcher.stop(visitor.prefetch)  # type: ignore[union-attr]
+        if visitor.prefetch is not None:
+            self.seat.stop(visitor.prefetch)
         self.visitors.remove(visitor)
         self.changes += 1
 

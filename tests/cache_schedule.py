@@ -1,0 +1,169 @@
+"""One seed, one schedule: loads, saves, prefetches, passes and sends of several requests, on the lazy device.
+
+    .venv/bin/python -m tests.cache_schedule 1234      replays seed 1234 and prints every action and operation
+
+Nothing fails and nothing is damaged here, so every byte that is read, sent or found must be right. The device is as
+late and contrary as its rules allow, pools are so small that pages go from hand to hand, storage answers in any order,
+and time is virtual. The seed chooses the pool set, the settings and every action.
+"""
+
+from __future__ import annotations
+
+import random
+import sys
+from collections import Counter
+from collections.abc import Callable
+
+from cache.device import DEVICE
+from cache.nodes import Tier
+from tests.cache_visitors import Visitor
+from tests.cache_world import World
+from tests.poolsets import NAMES, pool_sets
+
+PAGE_TOKENS = 2
+_ACTIONS = 120
+_AT_ONCE = 5
+
+
+class Schedule:
+    """`run` plays it to its end, or raises what it found."""
+
+    def __init__(self, seed: int) -> None:
+        self.rng = rng = random.Random(seed)
+        self.name = NAMES[seed % len(NAMES)]
+        self.settings = {
+            "pages": rng.choice([13, 17, 25]),
+            "host_pages": rng.choice([20, 40]),
+            "write_policy": rng.choice(["through", "through", "back"]),
+            "prefetch_policy": rng.choice(["wait_complete", "best_effort", "timeout"]),
+            "ranks": rng.random() < 0.2,
+        }
+        self.world = World(pool_sets(PAGE_TOKENS)[self.name], seed, lazy=True, **self.settings)
+        self.prompts = [[rng.randrange(2) for _ in range(PAGE_TOKENS * rng.randint(4, 7))] for _ in range(2)]
+        self.log: list[str] = []
+        lazy = self.world.lazy
+        assert lazy is not None
+        self.lazy = lazy
+        if rng.random() < 0.1:
+            for pool, gate in self.world.pools.gates.items():
+                lazy.watch(DEVICE, pool, [gate.layer(layer) for layer in range(len(gate))])
+
+    def run(self) -> Counter[str]:
+        for prompt in self.prompts:
+            self.world.arrive(prompt)
+            self.to_the_end()
+        forgotten = (Tier.DEVICE, Tier.HOST) if self.rng.random() < 0.4 else (Tier.DEVICE,)
+        for tier in forgotten:
+            for pool in self.world.spec.by_name:
+                self.world.evict(tier, pool, 100)
+        for _ in range(_ACTIONS):
+            action = self.rng.choices(list(_WEIGHTS), weights=list(_WEIGHTS.values()))[0]
+            self.log.append(f"{action.__name__} {[v.name for v in self.world.visitors]}")
+            action(self)
+        found = self.world.check()
+        assert not found, found
+        self.world.settle()
+        return self.world.seen
+
+    def to_the_end(self) -> None:
+        for _ in range(200):
+            if not self.world.visitors:
+                return
+            self.go_on(ahead=False)
+            self.storage()
+            self.world.clock.advance(0.001)
+            self.world.poll()
+        raise AssertionError("a request alone didn't come to its end")
+
+    # ------------------------------------------------------------ actions
+
+    def arrive(self) -> None:
+        if len(self.world.visitors) < _AT_ONCE:
+            prompt = self.rng.choice(self.prompts)
+            cut = PAGE_TOKENS * self.rng.randint(2, len(prompt) // PAGE_TOKENS)
+            new = [self.rng.randrange(2) for _ in range(PAGE_TOKENS * self.rng.randint(0, 3))]
+            self.world.arrive(prompt[:cut] + new)
+
+    def go_on(self, *, ahead: bool = True) -> None:
+        """The next step of some request; with `ahead`, perhaps launched before the last one is committed."""
+        world, rng = self.world, self.rng
+        if not world.visitors:
+            return
+        visitor = rng.choice(world.visitors)
+        end = visitor.launched == len(visitor.prefix)
+        if visitor.claim is None:
+            world.admit(visitor)
+        elif visitor.steps and (end or not ahead or len(visitor.steps) > 1 or rng.random() < 0.5):
+            world.commit(visitor, share=rng.random() < 0.8, snapshot=rng.random() < 0.3)
+        elif not end:
+            world.compute(visitor, rng.randint(1, 2), snapshot=rng.random() < 0.4)
+        elif not ahead or rng.random() < 0.5:
+            world.leave(visitor)
+
+    def send(self) -> None:
+        if self.world.visitors:
+            self.world.send(self.rng.choice(self.world.visitors))
+
+    def stop(self) -> None:
+        """Late, with a step or two launched, where there is one like that."""
+        late = [v for v in self.world.visitors if v.steps] or self.world.visitors
+        if late:
+            visitor: Visitor = self.rng.choice(late)
+            self.world.leave(visitor)
+
+    def storage(self) -> None:
+        queue = self.world.queue
+        assert queue is not None
+        for _ in range(self.rng.randint(0, 4)):
+            queue.run_next(self.rng)
+
+    def poll(self) -> None:
+        self.world.poll()
+
+    def device(self) -> None:
+        self.lazy.run_some()
+
+    def time(self) -> None:
+        self.world.clock.advance(self.rng.random() * 0.01)
+
+    def evict(self) -> None:
+        pool = self.rng.choice(list(self.world.spec.by_name))
+        self.world.evict(self.rng.choice([Tier.DEVICE, Tier.DEVICE, Tier.HOST]), pool, self.rng.choice([1, 2, 100]))
+
+
+_WEIGHTS: dict[Callable[[Schedule], None], int] = {
+    Schedule.arrive: 5,
+    Schedule.go_on: 20,
+    Schedule.send: 3,
+    Schedule.stop: 1,
+    Schedule.storage: 3,
+    Schedule.poll: 2,
+    Schedule.device: 2,
+    Schedule.time: 1,
+    Schedule.evict: 3,
+}
+
+
+def play(seed: int) -> Counter[str]:
+    """Raises an AssertionError that says how to replay the seed, when anything at all goes wrong."""
+    try:
+        return Schedule(seed).run()
+    except Exception as error:
+        raise AssertionError(
+            f"seed {seed}: {error}\nreplay it with: .venv/bin/python -m tests.cache_schedule {seed}"
+        ) from error
+
+
+def main() -> None:
+    for seed in map(int, sys.argv[1:]):
+        schedule = Schedule(seed)
+        print(f"seed {seed}: {schedule.name}, {schedule.settings}")
+        try:
+            print(dict(schedule.run()))
+        finally:
+            print("\n".join(schedule.log))
+            print("operations, as they ran: " + ", ".join(schedule.lazy.trace))
+
+
+if __name__ == "__main__":
+    main()
