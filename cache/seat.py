@@ -22,7 +22,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from itertools import pairwise
 
-from cache.claim import NO_PAGE, Cached, Claim, Run, Snapshot
+from cache.claim import NO_PAGE, Cached, Claim, Run, Snapshot, Table
 from cache.device import DEVICE, Completion, Device, Op, Span, Stream, attempt, failure
 from cache.due import due, missing
 from cache.eviction import POLICIES
@@ -335,6 +335,21 @@ class Seat:
         """What must be complete before its pages may be read without going through a gate."""
         return self.loader.completions(claim.lock) if self.loader is not None else []
 
+    def tables(self, claim: Claim, start: int, end: int) -> dict[str, Table]:
+        """What a pass over positions `start .. end-1` sees of each pool; of a window, from the first page it needs."""
+        stop = self.pools.pages_for(end)
+        out = {}
+        for pool in self._runs:
+            window = self.spec.by_name[pool].window_tokens
+            first = max(0, start - window + 1) // self.spec.page_tokens if window else 0
+            out[pool] = Table(first, claim.tables[pool][first:stop], claim.epochs[pool][first:stop])
+        return out | {pool: Table(0, lease.indices, lease.epochs) for pool, lease in claim.slots.items()}
+
+    @property
+    def stateful(self) -> bool:
+        """Whether requests have recurrent states, of which snapshots are wanted at page boundaries."""
+        return bool(self._slots)
+
     def computed(self, tokens: int, seconds: float) -> None:
         """Tell how fast a step was: it decides whether loading is worth it."""
         if seconds > 0:
@@ -382,6 +397,15 @@ class Seat:
             )[0]
             for pool in self._runs
         }
+
+    def states(self, claim: Claim, committed: int) -> dict[str, int]:
+        """The digests of the recurrent states after `committed` positions, by pool: of all that was launched."""
+        out = {}
+        for pool, lease in claim.slots.items():
+            self._device.touch("seal state", reads=[Span(DEVICE, pool, lease.indices)])
+            found = self._digester.digest(self.pools.region, pool, lease.indices, [committed], [committed + 1])
+            out[pool] = found[0]
+        return out
 
     def share(self, claim: Claim, prefix: Prefix, priority: int = 0) -> None:
         """Give the tree the sealed pages of `prefix` that it lacks, and its snapshots; the claim keeps them locked."""
@@ -447,12 +471,13 @@ class Seat:
         self.saver.save(n for n in nodes if policy == "through" or n.hits >= self.config.write_hits)
 
     def slide(self, claim: Claim, committed: int) -> None:
-        """Give back the window pages that no position from `committed` on can see."""
+        """Give back the window pages that no position from the last page boundary on can see."""
         for pool in self._runs:
             window = self.spec.by_name[pool].window_tokens
             if not window:
                 continue
-            first = max(0, committed - window + 1) // self.spec.page_tokens
+            boundary = committed // self.spec.page_tokens * self.spec.page_tokens
+            first = max(0, boundary - window + 1) // self.spec.page_tokens
             kept = []
             for run in claim.runs[pool]:
                 gone = max(0, min(first, run.end) - run.first)
