@@ -89,6 +89,7 @@ class Seat:
             _log.info("KV events at %s", self.teller.publisher.endpoint)
         self._tokens_per_s = 0.0
         self.counters = {"pages_evicted": 0.0, "pages_condemned": 0.0, "loads_skipped": 0.0}
+        self.counters |= {f"hit_tokens_{tier}": 0.0 for tier in ("device", "host", "storage")}
 
     # ------------------------------------------------------------ admission
 
@@ -140,7 +141,13 @@ class Seat:
             self.stop(prefetch)
         size = self.spec.page_tokens
         cached = Cached((depth - loaded) * size, (loaded - stored) * size, stored * size)
+        self._count(cached)
         return self._open(Claim(owner, prefix, lock, depth, cached), leases)
+
+    def _count(self, cached: Cached) -> None:
+        self.counters["hit_tokens_device"] += cached.device
+        self.counters["hit_tokens_host"] += cached.host
+        self.counters["hit_tokens_storage"] += cached.storage
 
     def _open(self, claim: Claim, leases: Mapping[str, Lease]) -> Claim:
         for pool in self._runs:
@@ -183,6 +190,7 @@ class Seat:
         size = self.spec.page_tokens
         from_host = min(loads[self.full], depth) * size
         cached = Cached(min(prompt, depth * size - from_host), from_host)
+        self._count(cached)
         claim = Claim(owner, prefix, lock, depth, cached, lacking=lacking)
         for pool in self._runs:
             self._enter_held(claim, pool, wanted[pool])
@@ -358,7 +366,7 @@ class Seat:
 
     def stats(self) -> dict[str, float]:
         """Counters of everything that happened in the tiers, and how full they are."""
-        out = dict(self.counters)
+        out = {**self.counters, "device_pages_kept": self.tree.sizes[Tier.DEVICE, self.full]}
         for part in (self.saver, self.loader, self.prefetcher):
             out |= part.counters if part is not None else {}
         if self.host is not None:
