@@ -212,6 +212,7 @@ class PrefillWorker(PhaseWorker[Request]):
             while not self._take_pages(request):
                 if not (self._entitled(request) and self._park_one()):
                     return
+                running = [r for r in running if r.phase is Phase.RUNNING]
             request.step(PhaseEvent.ADMIT)
             request.marks.setdefault("queue", self._clock.now() - request.arrived)
             running.append(request)
