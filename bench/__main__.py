@@ -4,7 +4,8 @@
     python -m bench serve                 # one of them
     python -m bench --model DIR --long    # another checkpoint, five times the repetitions
 
-`engine` measures the engine beside transformers, `copies` what moves between tiers beside a memcpy, `handover` the data
+`engine` measures the engine beside transformers, `copies` what moves between tiers beside a memcpy, `cache` the prefix
+tree by its size and the tiers through a seat, `replay` hit rates of a real trace by cache size, `handover` the data
 planes beside a copy and a socket, `serve` a cluster that it starts (or the one at `--url`): one request at a time, many
 at once, and arrivals of a real trace.
 Each bench has more flags of its own: `python -m bench.engine --help`, and so on.
@@ -19,11 +20,11 @@ import sys
 from contextlib import ExitStack
 from pathlib import Path
 
-from bench import copies, engine, handover, serve
+from bench import cache, copies, engine, handover, serve, trace_cache
 from bench.cluster import serving
 from bench.random_model import DEMO
 
-BENCHES = ("engine", "copies", "handover", "serve")
+BENCHES = ("engine", "copies", "cache", "replay", "handover", "serve")
 TRACE = os.path.relpath(Path(__file__).parent / "traces" / "conversation_200.jsonl")
 SLO = ("--slo-ttft-ms", "500", "--slo-tpot-ms", "50")
 
@@ -80,6 +81,14 @@ def main() -> int:
     if "handover" in chosen:
         print("\n== handover", flush=True)
         worst = max(worst, handover.main(["--rounds", str(3 * times), "--json", str(args.out / "handover.json")]))
+    if "cache" in chosen:
+        print("\n== cache", flush=True)
+        sizes = ["10000", "100000", *(["1000000"] if args.long else [])]
+        flags = ["--pages", *sizes, "--repeats", str(3 * times)]
+        worst = max(worst, cache.main([*flags, "--json", str(args.out / "cache.json")]))
+    if "replay" in chosen:
+        print("\n== replay", flush=True)
+        worst = max(worst, trace_cache.main([TRACE, "--json", str(args.out / "replay.json")]))
     if "serve" in chosen:
         worst = max(worst, serve_all(args.url, str(args.model), times, args.set, args.out))
     return worst

@@ -7,7 +7,7 @@
 The tree stands beside a trie of plain dictionaries with a node a page (`bench/trie.py`), grown from the same dialogues
 (`bench/tree_load.py`) in the same run. Times are processor time, medians over many calls: waiting for a
 neighbour's turn on a shared machine isn't in them. Memory is what Python allocated while a side was filled.
-The tiers are measured through a seat, whole claims at a time (`bench/tiers.py`), and in wall time.
+The tiers are measured through a seat, whole claims at a time (`bench/tiers.py`).
 """
 
 from __future__ import annotations
@@ -59,6 +59,8 @@ class Side:
     pages: int
     nodes: int
     bytes_per_page: float
+    collect_ms: float
+    """A full run of Python's garbage collector over it, which looks at every object that can hold others."""
     timings: dict[str, Timing]
 
 
@@ -76,7 +78,7 @@ def timed(call: Callable[[T], Any], arguments: Iterable[T], per: int = 1) -> Tim
 class Asked:
     """Prefixes that both sides are asked for, of one filled cache."""
 
-    def __init__(self, clients: Clients, samples: Samples, repeats: int) -> None:
+    def __init__(self, clients: Clients, samples: Samples, repeats: int, deep: int) -> None:
         documents = samples.documents or [clients.document()]
         self.documents = [d.whole for d in documents] * repeats
         self.conversations = [d.whole for d in samples.conversations] * repeats
@@ -85,7 +87,7 @@ class Asked:
         self.new_documents = [clients.document().whole for _ in range(3)]
         turns = samples.conversations[:: max(1, len(samples.conversations) // 50)]
         self.new_turns = [Prefix(d.raw + clients.tokens(TURN_PAGES), PAGE_TOKENS) for d in turns]
-        self.page_by_page = clients.conversation(turns=DOCUMENT_PAGES, pages=1).prefixes()
+        self.page_by_page = clients.conversation(turns=deep, pages=1).prefixes()
         for prefix in [*self.new_documents, *self.new_turns]:
             assert len(prefix.chain)
 
@@ -103,15 +105,22 @@ def allocated() -> Iterator[list[int]]:
         tracemalloc.stop()
 
 
-def measure_tree(pages: int, repeats: int) -> Side:
+def collect_ms() -> float:
+    gc.collect()
+    start = time.thread_time_ns()
+    gc.collect()
+    return (time.thread_time_ns() - start) / 1e6
+
+
+def measure_tree(pages: int, repeats: int, deep: int) -> Side:
     """Fill a tree, then ask, insert and evict."""
     clients = Clients(pages)
     with allocated() as grown:
         side = TreeSide(pages)
         samples = fill(clients, pages, side.insert)
     held, tree = sum(side.nodes()), side.tree
-    bytes_per_page = (grown[0] - samples.nbytes) / held
-    asked = Asked(clients, samples, repeats)
+    bytes_per_page, collected_ms = (grown[0] - samples.nbytes) / held, collect_ms()
+    asked = Asked(clients, samples, repeats, deep)
     out = {
         MATCH_128K: timed(tree.match, asked.documents),
         "match 128k tokens, the last quarter new": timed(tree.match, asked.forks),
@@ -129,23 +138,23 @@ def measure_tree(pages: int, repeats: int) -> Side:
     for prefix in asked.page_by_page:
         side.insert(prefix)
     last = asked.page_by_page[-1]
-    out["match 128k tokens, a node a page"] = timed(tree.match, [last] * 5 * repeats)
-    out["evict, a page"] = timed(side.evict, [TURN_PAGES] * 20 * repeats, TURN_PAGES)
-    out["evict 2,000 pages, a page"] = timed(side.evict, [DOCUMENT_PAGES] * 2, DOCUMENT_PAGES)
+    out[f"match {deep:,} pages, a node a page"] = timed(tree.match, [last] * 5 * repeats)
+    out["evict 16 pages, each"] = timed(side.evict, [TURN_PAGES] * 20 * repeats, TURN_PAGES)
+    out["evict 2,000 pages, each"] = timed(side.evict, [DOCUMENT_PAGES] * 2, DOCUMENT_PAGES)
     wrong = tree.check() if pages <= SIZES[1] else []
     assert not wrong, wrong
-    return Side(held, nodes, bytes_per_page, out)
+    return Side(held, nodes, bytes_per_page, collected_ms, out)
 
 
-def measure_trie(pages: int, repeats: int) -> Side:
+def measure_trie(pages: int, repeats: int, deep: int) -> Side:
     """The same with the trie."""
     clients, numbers = Clients(pages), list(range(DOCUMENT_PAGES + 100))
     with allocated() as grown:
         trie = Trie()
         samples = fill(clients, pages, lambda prefix: trie.insert(prefix, numbers))
     held = trie.pages
-    bytes_per_page = (grown[0] - samples.nbytes) / held
-    asked = Asked(clients, samples, repeats)
+    bytes_per_page, collected_ms = (grown[0] - samples.nbytes) / held, collect_ms()
+    asked = Asked(clients, samples, repeats, deep)
 
     def lock(prefix: Prefix) -> None:
         path = trie.match(prefix)
@@ -164,10 +173,10 @@ def measure_trie(pages: int, repeats: int) -> Side:
     }
     last = asked.page_by_page[-1]
     trie.insert(last, numbers)
-    out["match 128k tokens, a node a page"] = timed(trie.match, [last] * 5 * repeats)
-    out["evict, a page"] = timed(trie.evict, [TURN_PAGES] * 20 * repeats, TURN_PAGES)
-    out["evict 2,000 pages, a page"] = timed(trie.evict, [DOCUMENT_PAGES] * 2, DOCUMENT_PAGES)
-    return Side(held, held, bytes_per_page, out)
+    out[f"match {deep:,} pages, a node a page"] = timed(trie.match, [last] * 5 * repeats)
+    out["evict 16 pages, each"] = timed(trie.evict, [TURN_PAGES] * 20 * repeats, TURN_PAGES)
+    out["evict 2,000 pages, each"] = timed(trie.evict, [DOCUMENT_PAGES] * 2, DOCUMENT_PAGES)
+    return Side(held, held, bytes_per_page, collected_ms, out)
 
 
 def measure_prefixes(repeats: int) -> dict[str, Timing]:
@@ -202,6 +211,8 @@ def tree_table(trees: Sequence[Side], tries: Sequence[Side]) -> Table:
     out.add_row("nodes", *[f"{s.nodes:,}" for s in trees], f"{tries[-1].nodes:,}", "")
     cells = [f"{s.bytes_per_page:.0f}" for s in trees]
     out.add_row("bytes a page", *cells, f"{theirs_bytes:.0f}", f"{theirs_bytes / ours_bytes:.1f}")
+    cells = [f"{s.collect_ms:.0f}" for s in trees]
+    out.add_row("garbage collection, ms", *cells, f"{tries[-1].collect_ms:.0f}", "")
     return out
 
 
@@ -212,11 +223,11 @@ def prefix_table(timings: dict[str, Timing]) -> Table:
     return out
 
 
-def measure_trees(console: Console, sizes: Sequence[int], repeats: int) -> dict[str, Any]:
+def measure_trees(console: Console, sizes: Sequence[int], repeats: int, deep: int) -> dict[str, Any]:
     trees, tries = [], []
     for size in sizes:
-        trees.append(measure_tree(size, repeats))
-        tries.append(measure_trie(size, repeats))
+        trees.append(measure_tree(size, repeats, deep))
+        tries.append(measure_trie(size, repeats, deep))
     prefixes = measure_prefixes(repeats)
     console.print(tree_table(trees, tries))
     console.print(prefix_table(prefixes))
@@ -233,14 +244,14 @@ def measure_trees(console: Console, sizes: Sequence[int], repeats: int) -> dict[
 def main(argv: list[str] | None = None) -> int:
     flags = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     flags.add_argument("--pages", type=int, nargs="+", help="sizes of the trees (default: 10,000 to 1,000,000)")
-    flags.add_argument("--quick", action="store_true", help="trees up to 20,000 pages, tiers of some MiB, once")
+    flags.add_argument("--quick", action="store_true", help="trees up to 8,000 pages, tiers of some MiB, once")
     flags.add_argument("--repeats", type=int, default=5)
     flags.add_argument("--without", choices=("tree", "tiers"), nargs="+", default=[], help="leave a part out")
     flags.add_argument("--folder", type=Path, help="where the file backend and the plain files go (default: temporary)")
     flags.add_argument("--threads", type=int, default=1, help="torch's threads")
     flags.add_argument("--json", type=Path, help="write all figures to this file")
     args = flags.parse_args(argv)
-    sizes = args.pages or ([2_000, 20_000] if args.quick else list(SIZES))
+    sizes = args.pages or ([1_000, 8_000] if args.quick else list(SIZES))
     if min(*sizes, args.repeats, args.threads) < 1:
         flags.error("all numbers must be 1 or more")
     repeats = 1 if args.quick else args.repeats
@@ -249,7 +260,7 @@ def main(argv: list[str] | None = None) -> int:
     console.print(machine.headline())
     figures: dict[str, Any] = {"machine": machine.describe()}
     if "tree" not in args.without:
-        figures |= measure_trees(console, sizes, repeats)
+        figures |= measure_trees(console, sizes, repeats, DOCUMENT_PAGES // 8 if args.quick else DOCUMENT_PAGES)
     if "tiers" not in args.without:
         figures["tiers"] = tiers.run(console, tiers.QUICK if args.quick else tiers.SHAPES, repeats, args.folder)
     if args.json is not None:

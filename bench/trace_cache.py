@@ -5,7 +5,7 @@
 
 A trace has a line a request: `input_length`, and `hash_ids`, one for each 512 tokens of the prompt; equal ids become
 equal tokens. Each request goes through a seat as in a worker (prefetch, claim, load, seal, share, release), one at a
-time; nothing is computed, and a token's state is a single byte. First the device alone by size and eviction policy,
+time; nothing is computed, and a page's state is eight bytes. First the device alone by size and eviction policy,
 beside a plain LRU of pages and the unlimited bound, both found without a tree (`bench/trace_bounds.py`). Then the
 tiers: a device of the smallest size, a host of each size, and with `--storage` storage behind it.
 """
@@ -35,7 +35,7 @@ from cache.device import CpuDevice
 from cache.eviction import POLICIES
 from cache.pools import PoolSet
 from cache.prefix import Prefix
-from cache.registry import BufferSpec, Order, PoolSetSpec, PoolSpec
+from cache.registry import BufferSpec, Index, Order, PoolSetSpec, PoolSpec
 from cache.seat import Seat
 from cache.storage import InlineQueue, ObjectName
 from cache.storage.memory import MemoryBackend
@@ -78,14 +78,16 @@ class Replay:
     """One seat of the given sizes, and the requests that went through it."""
 
     def __init__(self, page_tokens: int, sizes: Sizes, policy: str) -> None:
-        spec = PoolSetSpec(page_tokens, (PoolSpec("full", (BufferSpec("state", 1, (1,), torch.uint8),)),))
+        spec = PoolSetSpec(
+            page_tokens, (PoolSpec("full", (BufferSpec("state", 1, (8,), torch.uint8, index=Index.PAGE),)),)
+        )
         self._page_tokens = page_tokens
         self._now = 0.0
         self._backend = self._queue = host = None
         if sizes.host:
             host = PoolSet(spec, {"full": sizes.host // page_tokens + 1}, order=Order.PAGE_FIRST, tier="host")
         if sizes.storage:
-            object_bytes = page_tokens + seal_bytes(ObjectName("trace", "full", bytes(16)))
+            object_bytes = spec.unit_bytes("full") + seal_bytes(ObjectName("trace", "full", bytes(16)))
             name = f"trace replay {id(self)}"
             self._backend = MemoryBackend(name, sizes.storage // page_tokens * object_bytes)
             self._queue = InlineQueue(self._backend)

@@ -9,6 +9,10 @@ Complete means that every pool's part has come: of the full pool each page, of a
 all or nothing, of a state the snapshot at the end. What has come in part becomes the longest prefix that all
 components accept. Nothing found is a state of its own: it ends at once and nobody waits for it.
 
+What a prefetch hangs on, and what it has brought, stays on the host until its request claims it or is gone: others
+would push it out in between, and what was waited for would have to be computed all the same. Device parts stay free:
+who waits must never hold what others run on.
+
 Storage threads write into host memory that the prefetch holds: it gives nothing back before their ticket is done.
 With several ranks, lengths become decisions by agreement (MIN), never by local view. The least of all lengths need not
 be one that every rank can compute from (a window lacks the pages before it, say); so ranks say their longest up to it
@@ -23,7 +27,7 @@ from enum import StrEnum
 
 from cache.components import Component, Window
 from cache.leases import Lease
-from cache.nodes import Offer, Tier
+from cache.nodes import Lock, Offer, Tier
 from cache.pools import PoolSet
 from cache.prefix import Prefix
 from cache.storage import ObjectName, Outcome, Queue, Ticket
@@ -64,6 +68,8 @@ class Prefetch:
     began: float
     held: int
     """What the tree had when it began."""
+    lock: Lock
+    """Keeps on the host what it hangs on and what it has brought, until it is released."""
     stage: Stage = Stage.PROBING
     probe: Ticket[list[bool]] | None = None
     probed: list[tuple[str, int]] = field(default_factory=list)
@@ -102,11 +108,17 @@ class Prefetcher:
         self._config, self._now, self._agree, self._begin = config, now, agree, begin
         self._digester = host.digester
         self._active: list[Prefetch] = []
+        self._unreleased: set[int] = set()
         self._number = 0
         self.counters = {"pages_prefetched": 0.0, "pages_damaged_in_storage": 0.0, "prefetch_pages_dropped": 0.0}
 
     def __len__(self) -> int:
         return len(self._active)
+
+    @property
+    def locks(self) -> int:
+        """Locks in the tree that prefetches hold."""
+        return len(self._unreleased)
 
     def leased(self, component: str) -> int:
         """Host pages (or slots) that prefetches hold."""
@@ -117,13 +129,21 @@ class Prefetcher:
         )
 
     def start(self, prefix: Prefix) -> Prefetch | None:
-        """Ask storage for what the tree lacks of `prefix`; None where there is nothing to ask for."""
-        held = self._tree.match(prefix).depth
-        if held == len(prefix):
+        """Ask storage for what the tree lacks of `prefix`; over at once where that is nothing. None without pages.
+
+        Its request must `release` it.
+        """
+        if not len(prefix):
             return None
+        held = self._tree.match(prefix).depth
         self._number += 1
+        if held == len(prefix):
+            return self._all_there(prefix)
         self._begin(self._number, len(prefix))
-        prefetch = Prefetch(self._number, prefix, self._now(), held, limit=len(prefix))
+        lock = self._tree.keep((), f"prefetch {self._number}")
+        prefetch = Prefetch(self._number, prefix, self._now(), held, lock, limit=len(prefix))
+        self._unreleased.add(prefetch.number)
+        self._keep(prefetch)
         for component in self._tree.components:
             first = held
             if isinstance(component, Window):
@@ -132,6 +152,32 @@ class Prefetcher:
         prefetch.probe = self._storage.submit_exists([self._name(prefix, *p) for p in prefetch.probed])
         self._active.append(prefetch)
         return prefetch
+
+    def _all_there(self, prefix: Prefix) -> Prefetch:
+        lock = self._tree.keep((), f"prefetch {self._number}")
+        prefetch = Prefetch(self._number, prefix, self._now(), len(prefix), lock, stage=Stage.OVER)
+        self._unreleased.add(prefetch.number)
+        self._keep(prefetch)
+        return prefetch
+
+    def _keep(self, prefetch: Prefetch) -> None:
+        """Keep what the host has of what computing from the tree's anchor reads, unless nobody will."""
+        if prefetch.number not in self._unreleased:
+            return
+        path = self._tree.match(prefetch.prefix).path
+        for component in self._tree.components:
+            for node in component.needs(path):
+                here = node.parts[Tier.HOST]
+                for name in (self._tree.full, component.name):
+                    if name in here:
+                        self._tree.add(prefetch.lock, here[name])
+
+    def release(self, prefetch: Prefetch) -> None:
+        """Its request has claimed what it wanted, or is gone. Idempotent."""
+        if not prefetch.over:
+            self.stop(prefetch)
+        self._unreleased.discard(prefetch.number)
+        self._tree.unlock(prefetch.lock)
 
     def _name(self, prefix: Prefix, component: str, page: int) -> ObjectName:
         return ObjectName(self._fingerprint, component, prefix.key(page))
@@ -189,6 +235,8 @@ class Prefetcher:
         prefetch.target = agreed
         prefetch.stage = Stage.READING
         if agreed > prefetch.held:
+            # Copies to the host that were under way when it began are there by now.
+            self._keep(prefetch)
             self._read(prefetch, there)
 
     def _common(self, prefetch: Prefetch, what: str, there: Mapping[str, set[int]]) -> int | None:
@@ -280,6 +328,7 @@ class Prefetcher:
             for lease, _ in pages.values():
                 lease.release()
         prefetch.arrived.clear()
+        self._keep(prefetch)
         prefetch.stage = Stage.OVER
         self._active.remove(prefetch)
         self.counters["pages_prefetched"] += prefetch.gained
@@ -316,6 +365,7 @@ class Prefetcher:
                 for lease, _ in pages.values():
                     lease.release()
             prefetch.batches, prefetch.arrived, prefetch.stage = [], {}, Stage.OVER
+            self.release(prefetch)
         self._active.clear()
 
 

@@ -16,7 +16,7 @@ lies at `base + layer * layer_stride + index * index_stride`, in one of two orde
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import StrEnum
 from functools import cached_property
 from math import prod
@@ -134,6 +134,20 @@ class PoolSetSpec:
     @cached_property
     def full(self) -> PoolSpec:
         return next(p for p in self.pools if p.kind is Kind.FULL)
+
+    @cached_property
+    def whole(self) -> PoolSetSpec:
+        """The same with the heads of all ranks."""
+        pools = [
+            replace(
+                pool,
+                buffers=tuple(
+                    replace(b, shape=(b.heads or b.shape[0], *b.shape[1:]), first_head=0) for b in pool.buffers
+                ),
+            )
+            for pool in self.pools
+        ]
+        return PoolSetSpec(self.page_tokens, tuple(pools))
 
     def unit_bytes(self, pool: str) -> int:
         """Bytes of one page (or slot) of `pool`, all layers of all its buffers."""

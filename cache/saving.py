@@ -24,7 +24,7 @@ from contracts.errors import CapacityError
 class _Save:
     """One copy to the host under way: `lock` keeps the parts that it reads, `leases` hold what it writes."""
 
-    completion: Completion
+    completions: list[Completion]
     lock: Lock
     above: Lock
     leases: dict[str, Lease]
@@ -40,10 +40,17 @@ class Saver:
     """Copies nodes of one tree to its host pools, and on to storage where there is one."""
 
     def __init__(
-        self, tree: PrefixTree, pools: PoolSet, host: PoolSet, device: Device, storage: Queue | None, fingerprint: str
+        self,
+        tree: PrefixTree,
+        pools: PoolSet,
+        host: PoolSet,
+        device: Device,
+        storage: Queue | None,
+        fingerprint: str,
+        chunk_bytes: int,
     ) -> None:
         self._tree, self._pools, self._host, self._device = tree, pools, host, device
-        self._storage, self._fingerprint = storage, fingerprint
+        self._storage, self._fingerprint, self._chunk_bytes = storage, fingerprint, chunk_bytes
         self._saves: list[_Save] = []
         self._writes: list[_Write] = []
         self.counters = {"pages_saved": 0.0, "saves_left_out": 0.0, "saves_failed": 0.0}
@@ -97,17 +104,28 @@ class Saver:
                     leases[component.name] = self._lease(component.name, count)
         except CapacityError:
             self._let_go(lock, above, leases)
-            self.counters["saves_left_out"] += sum(len(p) for p in parts if p.component == self._tree.full)
+            if len(parts) > 1:
+                # The beginning of a prefix is of use without its end.
+                self._copy(parts[: len(parts) // 2])
+            else:
+                self.counters["saves_left_out"] += len(parts[0])
             return False
         sources = {name: [i for p in lock.of(name) for i in p.lease.indices] for name in leases}
         targets = {name: lease.indices for name, lease in leases.items()}
         move = Move.of(sources, targets)
-        op = Op("save", Stream.SAVE, spans(DEVICE, sources), spans(HOST, targets))
-        ours, theirs = self._pools, self._host
-        run = lambda: copy_state(move, ours.region, ours.layout, theirs.region, theirs.layout)  # noqa: E731
-        self._saves.append(_Save(attempt(self._device, op, run), lock, above, leases))
+        pieces = move.chunks(self._pools.spec, self._chunk_bytes)
+        self._saves.append(_Save([self._submit(piece) for piece in pieces], lock, above, leases))
         self.poll()
         return True
+
+    def _submit(self, piece: Move) -> Completion:
+        ours, theirs = self._pools, self._host
+        reads = spans(DEVICE, {part.pool: part.sources for part in piece.parts})
+        writes = spans(HOST, {part.pool: part.targets for part in piece.parts})
+        op = Op("save", Stream.SAVE, reads, writes)
+        return attempt(
+            self._device, op, lambda: copy_state(piece, ours.region, ours.layout, theirs.region, theirs.layout)
+        )
 
     def _lease(self, component: str, count: int) -> Lease:
         allocator = self._host.allocators[component]
@@ -124,9 +142,9 @@ class Saver:
     def poll(self) -> None:
         """Take in what is complete."""
         # In order: a parent's copy was begun before its child's, and comes to the host before it.
-        while self._saves and self._saves[0].completion.done:
+        while self._saves and all(c.done for c in self._saves[0].completions):
             save = self._saves.pop(0)
-            if failure(save.completion) is None:
+            if not any(failure(c) for c in save.completions):
                 self._finish(save)
             else:
                 self.counters["saves_failed"] += 1

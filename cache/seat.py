@@ -79,7 +79,7 @@ class Seat:
         self._launched = Launched()
         self.saver = self.loader = self.prefetcher = None
         if host is not None:
-            self.saver = Saver(self.tree, pools, host, device, storage, fingerprint)
+            self.saver = Saver(self.tree, pools, host, device, storage, fingerprint, config.move_chunk_bytes)
             self.loader = Loader(self.tree, pools, host, device, now, config.verify)
             if storage is not None:
                 self.prefetcher = Prefetcher(self.tree, host, storage, fingerprint, config.prefetch, now, agree)
@@ -110,9 +110,9 @@ class Seat:
         return self.prefetcher.deadline(prefetch) if self.prefetcher is not None else None
 
     def stop(self, prefetch: Prefetch) -> None:
-        """Its request is gone. Idempotent."""
-        if self.prefetcher is not None and not prefetch.over:
-            self.prefetcher.stop(prefetch)
+        """Its request is gone, or has claimed what it wanted. Idempotent."""
+        if self.prefetcher is not None:
+            self.prefetcher.release(prefetch)
 
     def claim(
         self, prefix: Prefix, positions: int, owner: str, *, reusable: int, prefetch: Prefetch | None = None
@@ -125,10 +125,7 @@ class Seat:
         tier = Tier.HOST if self._worth_loading(match) else Tier.DEVICE
         lock = self.tree.lock(match, owner, tier=tier)
         depth = match.depth if tier is Tier.HOST else match.device_depth
-        missing = self.loader.missing(lock) if self.loader is not None else []
-        loads = Counter[str]()
-        for part in missing:
-            loads[part.component] += len(part)
+        loads = self._loads(lock)
         own = {pool: self.pools.pages_for(positions) - depth for pool in self._runs} | dict.fromkeys(self._slots, 1)
         if (
             not self._may_load(loads)
@@ -136,10 +133,11 @@ class Seat:
         ):
             self.tree.unlock(lock)
             return None
-        if self.loader is not None and missing:
-            self.loader.plan(lock, {pool: leases[pool].split(count, owner) for pool, count in loads.items()})
+        self._plan(lock, loads, leases)
         loaded = depth - match.device_depth
         stored = min(loaded, prefetch.gained) if prefetch is not None else 0
+        if prefetch is not None:
+            self.stop(prefetch)
         size = self.spec.page_tokens
         cached = Cached((depth - loaded) * size, (loaded - stored) * size, stored * size)
         return self._open(Claim(owner, prefix, lock, depth, cached), leases)
@@ -169,16 +167,23 @@ class Seat:
         for the answer, in that order, and belong to whoever receives until `adopt`. None without room.
         """
         wanted = due(self.spec, prompt)
-        lock, held = self.tree.hold(prefix, wanted, owner)
+        lock, held = self.tree.hold(prefix, wanted, owner, host=self.loader is not None and self._may_load_back)
+        loads = self._loads(lock)
         lacking = missing(wanted, held)
         more = self.pools.pages_for(positions) - self.pools.pages_for(prompt)
         needs = {pool: len(lacking[pool]) + more for pool in self._runs} | dict.fromkeys(self._slots, 1)
-        leases = self._lease(needs, owner)
+        leases = (
+            self._lease({pool: n + loads[pool] for pool, n in needs.items()}, owner) if self._may_load(loads) else None
+        )
         if leases is None:
             self.tree.unlock(lock)
             return None
+        self._plan(lock, loads, leases)
         depth = lacking[self.full].start
-        claim = Claim(owner, prefix, lock, depth, Cached(min(prompt, depth * self.spec.page_tokens)), lacking=lacking)
+        size = self.spec.page_tokens
+        from_host = min(loads[self.full], depth) * size
+        cached = Cached(min(prompt, depth * size - from_host), from_host)
+        claim = Claim(owner, prefix, lock, depth, cached, lacking=lacking)
         for pool in self._runs:
             self._enter_held(claim, pool, wanted[pool])
         self._claims[lock] = claim
@@ -186,7 +191,7 @@ class Seat:
 
     def _enter_held(self, claim: Claim, pool: str, wanted: range) -> None:
         claim.tables[pool], claim.epochs[pool], claim.digests[pool], claim.runs[pool] = [], [], [], []
-        for part in claim.lock.of(pool):
+        for part in (p for p in claim.lock.of(pool) if p.tier is Tier.DEVICE):
             start = self.tree.start(part.node)
             for number, index, epoch in zip(
                 range(start, start + len(part)), part.lease.indices, part.lease.epochs, strict=True
@@ -229,6 +234,22 @@ class Seat:
         worth = below * size / self.loader.bytes_per_s < below * self.spec.page_tokens / self._tokens_per_s
         self.counters["loads_skipped"] += not worth
         return worth
+
+    @property
+    def _may_load_back(self) -> bool:
+        return self.config.load_back != "never"
+
+    def _loads(self, lock: Lock) -> Counter[str]:
+        """Pages (and slots) that must come from the host before what `lock` keeps can be used."""
+        loads = Counter[str]()
+        for part in self.loader.missing(lock) if self.loader is not None else ():
+            loads[part.component] += len(part)
+        return loads
+
+    def _plan(self, lock: Lock, loads: Counter[str], leases: Mapping[str, Lease]) -> None:
+        """Let them come into the first pages of `leases`."""
+        if self.loader is not None and loads:
+            self.loader.plan(lock, {pool: leases[pool].split(count, lock.owner) for pool, count in loads.items()})
 
     def _may_load(self, loads: Counter[str]) -> bool:
         """Whether loads under way leave room for these; the first one always may."""
@@ -525,7 +546,8 @@ class Seat:
             )
         for claim in self._claims.values():
             found += self._check_claim(claim)
-        locks = len(self._claims) + sum(part.locks for part in (self.saver, self.loader) if part is not None)
+        moves = (self.saver, self.loader, self.prefetcher)
+        locks = len(self._claims) + sum(part.locks for part in moves if part is not None)
         if locks != self.tree.locks:
             found.append(f"tree: {self.tree.locks} locks, claims and moves hold {locks}")
         if self.host is None:

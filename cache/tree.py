@@ -115,11 +115,14 @@ class PrefixTree(TreeState):
                 parts.append(part)
         return self.keep(parts, owner)
 
-    def hold(self, prefix: Prefix, wanted: Mapping[str, range], owner: str) -> tuple[Lock, dict[str, set[int]]]:
+    def hold(
+        self, prefix: Prefix, wanted: Mapping[str, range], owner: str, *, host: bool
+    ) -> tuple[Lock, dict[str, set[int]]]:
         """Keep what the device has of page numbers `wanted`, component by component, wherever the anchor is.
 
-        Returns the lock and the numbers that it keeps: of a hand-over these need not be sent. Of the full component
-        only what follows from the start without a gap; a snapshot after `n` pages has the number `n - 1`.
+        With `host`, what the host alone has is kept there. Returns the lock and the numbers that it keeps: of a
+        hand-over these need not be sent. Of the full component only what follows from the start without a gap; a
+        snapshot after `n` pages has the number `n - 1`.
         """
         path = [node if pages == len(node) else self._split(node, pages) for node, pages in self.walked(prefix)]
         self._use(path)
@@ -127,16 +130,16 @@ class PrefixTree(TreeState):
         held: dict[str, set[int]] = {c.name: set() for c in self.components}
         start = 0
         for node in path:
-            here = node.parts[Tier.DEVICE]
-            if self.full not in here:
+            if self.full not in node.parts[Tier.DEVICE] and not (host and self.full in node.parts[Tier.HOST]):
                 break
             end = start + len(node)
             for component in self.components:
                 numbers = range(end - 1, end) if component.point else range(start, end)
                 of_use = held[component.name]
                 chosen = set(numbers) & set(wanted.get(component.name, ()))
-                if component.name in here and chosen:
-                    parts += [p for p in (here[self.full], here[component.name]) if p not in parts]
+                part = node.part(component.name)
+                if chosen and part is not None and (host or part.tier is Tier.DEVICE):
+                    parts += [p for p in (node.parts[part.tier][self.full], part) if p not in parts]
                     of_use |= chosen
             start = end
         return self.keep(parts, owner), held

@@ -131,13 +131,7 @@ def _seat(
     """The pool set with its tiers, as the role's cache section has them."""
     cache = config.cache_for(role)
     host = host_pools(pools.spec, cache.host_bytes, device) if cache.host_bytes else None
-    backend = make_backend(cache.storage)
-    if backend is not None and host is None:
-        backend.close()
-        raise ConfigError(
-            f"cache.storage.backend={cache.storage.backend} needs host memory to read into and write from: "
-            "set cache.host_bytes"
-        )
+    backend = make_backend(cache.storage) if host is not None else None
     storage = StorageQueue(backend, wake=waiter.wake, clock=clock) if backend is not None else None
     return Seat(
         pools, device, cache, clock.now,
@@ -152,6 +146,6 @@ def _event_rank(role: Role, name: WorkerName) -> int:
 
 
 def _fingerprint(pools: PoolSet, spec: ModelSpec, config: Config) -> str:
-    """What state on storage depends on besides its tokens: the model, the layout, and how it was computed."""
-    described = json.dumps([spec.fingerprint, describe_spec(pools.spec), config.engine.numerics], sort_keys=True)
+    """What state on storage depends on besides its tokens: the model, the whole layout, and how it was computed."""
+    described = json.dumps([spec.fingerprint, describe_spec(pools.spec.whole), config.engine.numerics], sort_keys=True)
     return hashlib.blake2b(described.encode(), digest_size=16).hexdigest()

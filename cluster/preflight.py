@@ -176,13 +176,14 @@ def _check_config(config: Config, options: ServeOptions) -> None:
 
 def _check_memory(prepared: Prepared, free_bytes: int) -> None:
     weights = weight_bytes(prepared.spec.folder)
-    need = sum(weights + WORKER_BYTES + prepared.pool_bytes(role) for _, role in prepared.workers)
+    hosts = sum(prepared.config.cache_for(role).host_bytes for _, role in prepared.workers)
+    need = hosts + sum(weights + WORKER_BYTES + prepared.pool_bytes(role) for _, role in prepared.workers)
     if need > free_bytes:
         count = len(prepared.workers)
         raise MemoryShort(
             f"{count} workers need about {_mib(need)} ({_mib(weights)} of weights each, pools of "
-            f"{' and '.join(_mib(prepared.pool_bytes(role)) for role in Role)}), {_mib(free_bytes)} are free: "
-            "start fewer workers or lower cache.device_tokens"
+            f"{' and '.join(_mib(prepared.pool_bytes(role)) for role in Role)}, {_mib(hosts)} of host tiers), "
+            f"{_mib(free_bytes)} are free: start fewer workers or lower cache.device_tokens or cache.host_bytes"
         )
 
 

@@ -93,7 +93,7 @@ class CacheConfig:
     eviction: Literal["lru", "lfu", "fifo", "priority", "slru"] = "lru"
     """What goes first from a full tier: longest unused, least used, oldest, least urgent, or seen only once."""
     host_bytes: int = 0
-    """Host memory for pages that the device has no room for; 0: none."""
+    """Host memory of each worker for pages that its device has no room for; 0: none, and no storage either."""
     write_policy: Literal["through", "selective", "back"] = "through"
     """Pages are copied to the host as soon as they are finished, once they were hit again, or when they must go."""
     write_hits: int = 2
@@ -244,7 +244,23 @@ def config_from_dict(tree: Mapping[str, Any]) -> Config:
     """Build a `Config` from nested mappings; raises `ConfigError` naming the key that is wrong."""
     config: Config = _build(Config, tree, "")
     _check_ranges(config)
+    _check_together(config)
     return config
+
+
+def _check_together(config: Config) -> None:
+    """What one key needs of another."""
+    storage = config.cache.storage
+    if storage.backend != "none" and not any(config.cache_for(role).host_bytes for role in Role):
+        raise ConfigError(
+            f"config key cache.storage.backend={storage.backend} needs host memory to read into and write from: "
+            "set cache.host_bytes"
+        )
+    for backend, key, value in (("file", "path", storage.path), ("redis", "url", storage.url)):
+        if storage.backend == backend and not value:
+            raise ConfigError(f"config key cache.storage.backend={backend} needs cache.storage.{key}")
+    if config.cache.strip_reasoning and not config.cache.reasoning_tokens:
+        raise ConfigError("config key cache.strip_reasoning needs cache.reasoning_tokens")
 
 
 def _assign(tree: dict[str, Any], assignment: str) -> None:

@@ -45,6 +45,8 @@ class Submit:
     """Part of the prefix key: requests with different salts share nothing."""
     deadline_s: float = 600.0
     """Seconds from arrival at the worker until the request is failed there."""
+    priority: int = 0
+    """Under ``cache.eviction=priority`` state of higher priority stays longer."""
 
     @property
     def emitted(self) -> tuple[int, ...]:
@@ -93,9 +95,11 @@ class PromptScores:
 
 @dataclass(frozen=True, slots=True)
 class Progress:
-    """What one leg did and when; sent once by prefill with its first token and once by decode at the end.
+    """What one leg did and when; what its reports count adds up.
 
-    `marks` are seconds since the leg's arrival at that worker: ``queue``, ``match``, ``prefill``, ``transfer`` on
+    Prefill reports once, with its first token. Decode reports what it held and received as soon as that is verified,
+    so that it is told of answers too that end before decode does (by a stop string, say), and at the end the rest of
+    its marks. `marks` are seconds since the leg's arrival at that worker: ``queue``, ``match``, ``prefill`` on
     prefill; ``grant``, ``arrived``, ``first_step``, ``done`` on decode.
     """
 
@@ -108,7 +112,7 @@ class Progress:
     computed_tokens: int = 0
     """Prompt tokens whose state this worker computed; 0 on decode, always."""
     transfer_bytes: int = 0
-    """Prefill: bytes of pages handed over. Decode: bytes of pages received and verified."""
+    """Bytes of state received and verified; decode alone knows, as it is sent only what it doesn't hold."""
     cached_by_tier: dict[str, int] = field(default_factory=dict)
     """`cached_tokens` by where they were: ``device``, ``host``, ``storage``."""
 

@@ -53,6 +53,7 @@ def _submit_to_proto(s: Submit) -> pb.Submit:
         sampling=_sampling_to_proto(s.sampling),
         peer=peer,
         salt=s.salt,
+        priority=s.priority,
         deadline_s=s.deadline_s,
     )
 
@@ -70,6 +71,7 @@ def _submit_from_proto(m: pb.Submit) -> Submit:
         sampling=_sampling_from_proto(m.sampling),
         peer=peer,
         salt=m.salt,
+        priority=m.priority,
         deadline_s=m.deadline_s,
     )
 

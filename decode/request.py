@@ -67,7 +67,6 @@ class Request:
     """Positions that are decided on."""
     latest: FromStep | None = None
     """Where its last launched token is drawn."""
-    bytes: int = 0
     computed: int = 0
     """Prompt positions that this worker's engine had to compute: none, as long as all state is handed over."""
     marks: dict[str, float] = field(default_factory=dict)

@@ -11,6 +11,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from itertools import islice
 
+from cache.claim import Claim
 from cache.device import DEVICE, spans
 from cache.prefix import Prefix
 from cache.seat import Seat
@@ -169,7 +170,7 @@ class DecodeWorker(PhaseWorker[Request]):
         return None
 
     def _hear(self) -> None:
-        self._seat.poll()
+        self._recover(self._seat.poll())
         outcomes = self._receiver.poll()
         if not outcomes:
             return
@@ -190,13 +191,23 @@ class DecodeWorker(PhaseWorker[Request]):
         request.step(PhaseEvent.ARRIVED)
         assert request.claim is not None
         self._seat.adopt(request.claim, len(request.submit.tokens), arrived.leases, arrived.digests)
-        request.bytes = arrived.bytes
         request.start(arrived.metadata.token)
         request.marks["arrived"] = self._clock.now() - request.arrived
         self._counters["received_bytes"] += arrived.bytes
+        self._report(request, held=request.claim.cached.total, received=arrived.bytes)
         self._running.append(request)
 
+    def _recover(self, betrayed: list[Claim]) -> None:
+        """End attempts that relied on state which turned out damaged: the next one finds it gone and is sent it all."""
+        for request in [r for r in self._desk if r.claim in betrayed]:
+            self._fail(request, ErrorKind.DAMAGED, "a page loaded for it was damaged")
+
     def _admit(self) -> None:
+        self._grant()
+        self._seat.launch()
+        self._recover(self._seat.poll())
+
+    def _grant(self) -> None:
         """First come, first served: each gets pages for its prompt and its whole answer, or all behind it wait."""
         while self._waiting:
             request = self._waiting[0]
@@ -221,11 +232,15 @@ class DecodeWorker(PhaseWorker[Request]):
 
     def _batch(self) -> list[Request]:
         """Up to the step's token budget, in turn: whoever waited longest for its step comes first."""
-        able = (request for request in self._running if request.can_go_on)
+        able = (request for request in self._running if request.can_go_on and self._loaded(request))
         batch = list(islice(able, self._config.decode.max_batch_tokens))
         for request in batch:
             request.planned += 1
         return batch
+
+    def _loaded(self, request: Request) -> bool:
+        """Whether all that was loaded for it is there and good: a request joins a batch with everything, or not."""
+        return request.claim is not None and self._seat.settled(request.claim)
 
     def _compute(self) -> None:
         """Launch the next step, then commit the one before it."""
@@ -301,17 +316,21 @@ class DecodeWorker(PhaseWorker[Request]):
         if self._reasoning is not None:
             tokens = tokens[: self._reasoning.keeps(tokens, request.submit.prompt_len)]
         self._seat.seal([(claim, request.committed)])
-        self._seat.share(claim, Prefix.of(tokens, self._page_tokens, request.submit.salt))
+        prefix = Prefix.of(tokens, self._page_tokens, request.submit.salt)
+        self._seat.share(claim, prefix, request.submit.priority)
 
     def _finish(self, request: Request, reason: str, stop_token: int | None) -> None:
         submit = request.submit
         request.marks["done"] = self._clock.now() - request.arrived
         key = (submit.request_id, submit.attempt)
-        held = request.claim.cached.total if request.claim is not None else 0
-        progress = Progress(*key, self.role, self._name, request.marks, held, request.computed, request.bytes)
-        self._desk.tell(request.session, progress)
+        self._report(request, computed=request.computed)
         self._desk.tell(request.session, Done(*key, reason, stop_token))
         self._leave(request, reason)
+
+    def _report(self, request: Request, *, held: int = 0, computed: int = 0, received: int = 0) -> None:
+        key = (request.submit.request_id, request.submit.attempt)
+        progress = Progress(*key, self.role, self._name, dict(request.marks), held, computed, received)
+        self._desk.tell(request.session, progress)
 
     def _fail(self, request: Request, kind: ErrorKind, message: str, blame: WorkerName | None = None) -> None:
         submit = request.submit

@@ -23,7 +23,7 @@ FULL_POOL = "full"
 def pool_set_spec(spec: ModelSpec, dtype: torch.dtype, page_tokens: int) -> PoolSetSpec:
     """The state that the model keeps for a position: one key and one value a layer and kv head."""
     shape = (spec.kv_heads, spec.head_dim)
-    buffers = tuple(BufferSpec(name, spec.layers, shape, dtype) for name in ("k", "v"))
+    buffers = tuple(BufferSpec(name, spec.layers, shape, dtype, heads=spec.kv_heads) for name in ("k", "v"))
     return PoolSetSpec(page_tokens, (PoolSpec(FULL_POOL, buffers),))
 
 

@@ -370,11 +370,11 @@ class PrefillWorker(PhaseWorker[Request]):
         if request.first is not None:
             logprobs = (request.first.logprob,) if request.first.logprob is not None else ()
             self._desk.tell(request.session, Tokens(*key, len(submit.tokens), (request.first.token,), logprobs))
-        size = 0 if request.alone else len(request.chain) * self._seat.spec.page_bytes
         tiers = {"device": request.cached.device, "host": request.cached.host, "storage": request.cached.storage}
         progress = Progress(
-            *key, self.role, self._name, dict(request.marks), request.cached.total, request.computed, size, tiers
-        )
+            *key, self.role, self._name, dict(request.marks), request.cached.total, request.computed,
+            cached_by_tier=tiers,
+        )  # fmt: skip
         self._desk.tell(request.session, progress)
 
     def _write(self, request: Request, computed: Completion) -> None:
@@ -431,7 +431,7 @@ class PrefillWorker(PhaseWorker[Request]):
     def _share(self, request: Request) -> None:
         """Give its finished pages to the tree at once, locked for as long as it is here: others may wait for them."""
         if self._reuse and request.claim is not None and not request.claim.betrayed:
-            self._seat.share(request.claim, request.prefix)
+            self._seat.share(request.claim, request.prefix, request.submit.priority)
 
     def _return_pages(self, request: Request) -> None:
         """Give finished pages to the tree and the rest back. Idempotent: nothing is held afterwards."""

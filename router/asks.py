@@ -52,6 +52,7 @@ class Ask:
     """With `max_tokens` and `choice` still to be set."""
     eos: frozenset[int]
     salt: str
+    priority: int
 
     @property
     def choices(self) -> int:
@@ -130,6 +131,7 @@ def _read_common(
         sampling=sampling,
         eos=frozenset(spec.eos_token_ids),
         salt=values.get("cache_salt", ""),
+        priority=values.get("priority", 0),
     )
 
 

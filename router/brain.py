@@ -287,8 +287,9 @@ class Brain:
         if r.attempt and r.scores_in and sampling.prompt_logprobs is not None:
             sampling = replace(sampling, prompt_logprobs=None)  # delivered by an earlier attempt
         submit = Submit(
-            r.id, r.attempt, r.room, tokens, len(r.prompt), sampling, None, r.salt, max(r.deadline - now, 0.001)
-        )
+            r.id, r.attempt, r.room, tokens, len(r.prompt), sampling, None, r.salt,
+            max(r.deadline - now, 0.001), r.priority,
+        )  # fmt: skip
         if decode is not None:
             r.decode = decode.key
             decode.load += 1

@@ -50,6 +50,9 @@ SAMPLING: dict[str, Field] = {
     "return_token_ids": Field("boolean", doc="Add token_ids and prompt_token_ids; the stop token is among them."),
     "add_special_tokens": Field("boolean", doc="The tokenizer adds its special tokens to text prompts."),
     "cache_salt": Field("string", doc="Requests with different salts share no cached prefix."),
+    "priority": Field(
+        "integer", -INT64, INT64 - 1, "Higher stays longer in the caches, under cache.eviction=priority; default 0."
+    ),
     "user": Field("string", doc="Ignored."),
 }
 

@@ -65,6 +65,7 @@ class Request:
         "prefill",
         "prefill_loaded",
         "prefill_lost",
+        "priority",
         "progress",
         "prompt",
         "refusals",
@@ -88,12 +89,14 @@ class Request:
         deadline: float,
         hashes: tuple[bytes, ...] = (),
         salt: str = "",
+        priority: int = 0,
     ) -> None:
         self.id = request_id
         self.prompt = prompt
         self.sampling = sampling
         self.hashes = hashes
         self.salt = salt
+        self.priority = priority
         self.arrived = self.waiting_since = now
         self.deadline = deadline
         self.not_before = now

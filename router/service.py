@@ -153,6 +153,7 @@ class RouterService:
             request = Request(
                 RequestId(f"{job_id}-{index}"), prompt.tokens, sampling, now=now,
                 deadline=now + self.config.request_timeout_s, hashes=prompt.hashes, salt=ask.salt,
+                priority=ask.priority,
             )  # fmt: skip
             choice = Choice(index, request, ask, self.codec, prompt.text)
             choice.tokenise_s = tokenise_s

@@ -3,12 +3,12 @@ at the router unless the key says otherwise; marks of the legs count from their 
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 from contracts.ids import Role
 from contracts.messages import Progress
 from router.choice import Choice
-from router.request import Request
 
 
 def timeline_of(choice: Choice) -> dict[str, Any]:
@@ -16,6 +16,7 @@ def timeline_of(choice: Choice) -> dict[str, Any]:
     request = choice.request
     prefill = _last(request.progress, Role.PREFILL)
     decode = _last(request.progress, Role.DECODE)
+    received = sum(p.transfer_bytes for p in request.progress)
     arrived = request.arrived - choice.tokenise_s
     placed = request.first_placed if request.first_placed is not None else request.arrived
     computed = {str(role): sum(p.computed_tokens for p in request.progress if p.role is role) for role in Role}
@@ -24,14 +25,14 @@ def timeline_of(choice: Choice) -> dict[str, Any]:
             "tokenise": round(choice.tokenise_s, 6),
             "queue": round(placed - request.arrived, 6),
             "prefill": dict(prefill.marks) if prefill else {},
-            "transfer": _transfer_s(prefill, decode),
+            "transfer": _transfer_s(decode),
             "decode": dict(decode.marks) if decode else {},
             "first_token": round(choice.first_at - arrived, 6) if choice.first_at else None,
             "total": round(choice.ended_at - arrived, 6),
         },
         "prefill_worker": request.workers.get(Role.PREFILL),
         "decode_worker": request.workers.get(Role.DECODE),
-        "transfer_bytes": _transfer_bytes(request, prefill, decode),
+        "transfer_bytes": received,
         "cached_tokens": choice.cached_tokens,
         "cached_by_tier": dict(prefill.cached_by_tier) if prefill else {},
         "held_by_decode": decode.cached_tokens if decode else 0,
@@ -41,19 +42,17 @@ def timeline_of(choice: Choice) -> dict[str, Any]:
 
 
 def _last(reports: list[Progress], role: Role) -> Progress | None:
-    return next((p for p in reversed(reports) if p.role is role), None)
+    """What that leg of the last attempt it reported from has said in all."""
+    mine = [p for p in reports if p.role is role]
+    if not mine:
+        return None
+    mine = [p for p in mine if p.attempt == mine[-1].attempt]
+    cached = sum(p.cached_tokens for p in mine)
+    return replace(mine[-1], marks={k: v for p in mine for k, v in p.marks.items()}, cached_tokens=cached)
 
 
-def _transfer_bytes(request: Request, prefill: Progress | None, decode: Progress | None) -> int:
-    """As decode verified them. It reports at its end; an answer that a stop string ended before that shows what
-    prefill handed over, since decode computes from nothing else."""
-    if decode:
-        return decode.transfer_bytes
-    return prefill.transfer_bytes if prefill and request.decode_spoke else 0
-
-
-def _transfer_s(prefill: Progress | None, decode: Progress | None) -> float | None:
-    """From the grant of decode's pages to the arrival of the last one, else as prefill measured it."""
+def _transfer_s(decode: Progress | None) -> float | None:
+    """From the grant of decode's pages to the arrival of the last one."""
     if decode and {"grant", "arrived"} <= decode.marks.keys():
         return round(decode.marks["arrived"] - decode.marks["grant"], 6)
-    return prefill.marks.get("transfer") if prefill else None
+    return None

@@ -358,8 +358,8 @@ class World:
             self.seen["left with a step launched"] += bool(visitor.steps)
             self.seen["left with a load under way"] += not self.seat.settled(claim)
             self.seat.release(claim, [step.completion for step in visitor.steps])
-        if visitor.prefetch is not None and not visitor.prefetch.over:
-            self.seat.prefetcher.stop(visitor.prefetch)  # type: ignore[union-attr]
+        if visitor.prefetch is not None:
+            self.seat.stop(visitor.prefetch)
         self.visitors.remove(visitor)
         self.changes += 1
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -44,15 +44,22 @@ class Pair:
     """Steps both workers in turn until asked-for requests are done; what fails on one is cancelled on both."""
 
     def __init__(
-        self, folder: Path, config: Config, tokens: int, clock: Clock, devices: Mapping[Role, Device] | None = None
+        self,
+        folder: Path,
+        config: Config,
+        tokens: int | Mapping[Role, int],
+        clock: Clock,
+        devices: Mapping[Role, Device] | None = None,
     ) -> None:
         devices = devices or {}
+        sizes = tokens if isinstance(tokens, Mapping) else dict.fromkeys(Role, tokens)
         spec = read_model_spec(folder)
         self.clock = clock
-        options: dict[str, Any] = {"host": "127.0.0.1", "device_tokens": tokens, "clock": clock}
+        options: dict[str, Any] = {"host": "127.0.0.1", "clock": clock}
         self.prefill, self.decode = (
             build_worker(
-                role, WorkerName(f"{role}-0"), Incarnation(1), spec, config, device=devices.get(role), **options
+                role, WorkerName(f"{role}-0"), Incarnation(1), spec, config,
+                device_tokens=sizes[role], device=devices.get(role), **options,
             )
             for role in (Role.PREFILL, Role.DECODE)
         )
@@ -131,18 +138,32 @@ class Pair:
         elif isinstance(event, PromptScores):
             answer.scores = event.scores
         elif isinstance(event, Progress):
-            answer.progress[event.role] = event
+            answer.progress[event.role] = _together(answer.progress.get(event.role), event)
         else:
             answer.done = event
             if event.error is not None:
                 self.cancel(event.request_id)
 
 
+def _together(before: Progress | None, report: Progress) -> Progress:
+    """What a leg has said in all."""
+    if before is None:
+        return report
+    return replace(
+        report,
+        marks=before.marks | report.marks,
+        cached_tokens=before.cached_tokens + report.cached_tokens,
+        computed_tokens=before.computed_tokens + report.computed_tokens,
+        transfer_bytes=before.transfer_bytes + report.transfer_bytes,
+        cached_by_tier=before.cached_by_tier | report.cached_by_tier,
+    )
+
+
 @contextmanager
 def pair(
     folder: Path,
     *,
-    tokens: int = 8192,
+    tokens: int | Mapping[Role, int] = 8192,
     clock: Clock | None = None,
     settle: bool = True,
     devices: Mapping[Role, Device] | None = None,

@@ -42,6 +42,7 @@ class Hand:
     written: bool = False
     finished: bool = False
     given_up: bool = False
+    rotten: bool = False
 
 
 @dataclass(eq=False)
@@ -66,8 +67,8 @@ class Chaos:
 
     def step(self) -> None:
         actions = {
-            self.open: 4, self.late_open: 4, self.write: 12, self.seal: 6, self.give_up: 1, self.fail: 1,
-            self.finish: 1, self.rot: 2, self.retire: 3, self.hear_writer: 8, self.hear_reader: 8, self.time_passes: 1,
+            self.open: 4, self.late_open: 4, self.write: 12, self.seal: 6, self.give_up: 2, self.fail: 1,
+            self.finish: 1, self.rot: 2, self.retire: 2, self.hear_writer: 8, self.hear_reader: 8, self.time_passes: 1,
             self.device_runs: 3,
         }  # fmt: skip
         (action,) = self.random.choices(list(actions), list(actions.values()))
@@ -141,6 +142,7 @@ class Chaos:
             else:
                 assert isinstance(outcome, Broken)
                 assert not hand.given_up
+                assert hand.rotten or outcome.kind is not ErrorKind.DAMAGED, outcome.message
 
     def _start(self, hand: Hand, arrived: Arrived) -> None:
         for pool, numbers in hand.lacks.items():
@@ -212,6 +214,7 @@ class Chaos:
                 buffer = self.random.choice(self.both.source.layout.buffers[pool])
                 index = self.random.choice(run.indices)
                 self.both.source.region[buffer.offset(0, index)] ^= 0x10
+                hand.rotten = True
                 self.seen["rotten"] += 1
 
     def hear_writer(self) -> None:

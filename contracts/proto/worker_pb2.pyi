@@ -35,7 +35,7 @@ class Peer(_message.Message):
     def __init__(self, name: _Optional[str] = ..., incarnation: _Optional[int] = ..., control: _Optional[str] = ...) -> None: ...
 
 class Submit(_message.Message):
-    __slots__ = ("request_id", "attempt", "room", "tokens", "prompt_len", "sampling", "peer", "salt", "deadline_s")
+    __slots__ = ("request_id", "attempt", "room", "tokens", "prompt_len", "sampling", "peer", "salt", "deadline_s", "priority")
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     ATTEMPT_FIELD_NUMBER: _ClassVar[int]
     ROOM_FIELD_NUMBER: _ClassVar[int]
@@ -45,6 +45,7 @@ class Submit(_message.Message):
     PEER_FIELD_NUMBER: _ClassVar[int]
     SALT_FIELD_NUMBER: _ClassVar[int]
     DEADLINE_S_FIELD_NUMBER: _ClassVar[int]
+    PRIORITY_FIELD_NUMBER: _ClassVar[int]
     request_id: str
     attempt: int
     room: str
@@ -54,7 +55,8 @@ class Submit(_message.Message):
     peer: Peer
     salt: str
     deadline_s: float
-    def __init__(self, request_id: _Optional[str] = ..., attempt: _Optional[int] = ..., room: _Optional[str] = ..., tokens: _Optional[_Iterable[int]] = ..., prompt_len: _Optional[int] = ..., sampling: _Optional[_Union[Sampling, _Mapping]] = ..., peer: _Optional[_Union[Peer, _Mapping]] = ..., salt: _Optional[str] = ..., deadline_s: _Optional[float] = ...) -> None: ...
+    priority: int
+    def __init__(self, request_id: _Optional[str] = ..., attempt: _Optional[int] = ..., room: _Optional[str] = ..., tokens: _Optional[_Iterable[int]] = ..., prompt_len: _Optional[int] = ..., sampling: _Optional[_Union[Sampling, _Mapping]] = ..., peer: _Optional[_Union[Peer, _Mapping]] = ..., salt: _Optional[str] = ..., deadline_s: _Optional[float] = ..., priority: _Optional[int] = ...) -> None: ...
 
 class Sampling(_message.Message):
     __slots__ = ("max_tokens", "temperature", "top_p", "top_k", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty", "logit_bias", "seed", "choice", "min_tokens", "stop_token_ids", "logprobs", "prompt_logprobs")

@@ -67,6 +67,13 @@ def test_workers_are_named_by_role_and_number() -> None:
         ({"assignments": ("decode.cache.page_tokens=32",)}, "page_tokens is 16 and decode.cache.page_tokens is 32"),
         ({"assignments": ("transfer.plane=local",), "ray_address": "auto"}, "--ray-address"),
         ({"assignments": ("engine.device=cuda",)}, "engine.device=cpu"),
+        ({"assignments": ("cache.storage.backend=memory",)}, "set cache.host_bytes"),
+        ({"assignments": ("cache.host_bytes=9999999", "cache.storage.backend=file")}, "needs cache.storage.path"),
+        (
+            {"assignments": ("decode.cache.host_bytes=9999999", "cache.storage.backend=redis")},
+            "needs cache.storage.url",
+        ),
+        ({"assignments": ("cache.strip_reasoning=true",)}, "needs cache.reasoning_tokens"),
     ],
 )
 def test_what_can_not_work_is_refused_by_name(changes: dict[str, object], words: str) -> None:
@@ -90,6 +97,8 @@ def test_port_zero_is_some_free_port() -> None:
 def test_too_little_memory_is_refused_with_the_numbers() -> None:
     with pytest.raises(MemoryShort, match=r"MiB are free: start fewer workers or lower cache.device_tokens"):
         prepare(options(assignments=("cache.device_tokens=100000000",)), 8 * GIB)
+    with pytest.raises(MemoryShort, match=r"lower cache.device_tokens or cache.host_bytes"):
+        prepare(options(assignments=(f"cache.host_bytes={5 * GIB}",)), 8 * GIB)
 
 
 def test_a_bad_checkpoint_is_refused_in_one_line(tmp_path: Path) -> None:

@@ -86,9 +86,8 @@ def prefill_frames(submit: Submit, worker: WorkerName, cached: int = 0) -> Itera
     if submit.sampling.max_tokens:
         tokens.append(draw(tokens, submit.sampling))
         frame.append(Tokens(*key, len(tokens) - 1, (tokens[-1],), scored(submit, tokens, len(tokens) - 1)))
-    size = 0 if submit.peer is None else BYTES_A_TOKEN * len(submit.tokens)
     marks = {"queue": 0.001, "match": 0.001, "prefill": 0.002}
-    frame.append(Progress(*key, Role.PREFILL, worker, marks, cached, len(submit.tokens) - cached, size))
+    frame.append(Progress(*key, Role.PREFILL, worker, marks, cached, len(submit.tokens) - cached))
     if done := ending(submit, tokens):
         frame.append(done)
     yield frame
@@ -100,14 +99,17 @@ def decode_frames(submit: Submit, worker: WorkerName) -> Iterator[list[Event]]:
     tokens = [*submit.tokens, draw(submit.tokens, submit.sampling)]
     if ending(submit, tokens):
         return
+    marks = {"grant": 0.001, "arrived": 0.003}
+    received = BYTES_A_TOKEN * (len(submit.tokens) - 1)
+    reports: list[Event] = [Progress(*key, Role.DECODE, worker, marks, 1, transfer_bytes=received)]
     while True:
         tokens.append(draw(tokens, submit.sampling))
         at = len(tokens) - 1
-        frame: list[Event] = [Tokens(*key, at, (tokens[at],), scored(submit, tokens, at))]
+        frame: list[Event] = [*reports, Tokens(*key, at, (tokens[at],), scored(submit, tokens, at))]
+        reports.clear()
         if done := ending(submit, tokens):
-            marks = {"grant": 0.001, "arrived": 0.003, "first_step": 0.004, "done": 0.005}
-            size = BYTES_A_TOKEN * len(submit.tokens)
-            yield [*frame, Progress(*key, Role.DECODE, worker, marks, 0, 0, size), done]
+            marks |= {"first_step": 0.004, "done": 0.005}
+            yield [*frame, Progress(*key, Role.DECODE, worker, marks), done]
             return
         yield frame
 

@@ -32,7 +32,7 @@ def test_both_legs_make_one_stream() -> None:
 def test_decode_ahead_of_prefill_waits_for_the_first_token() -> None:
     stage = Stage()
     rid = stage.submit()
-    stage.say(rid, DECODE, 3)
+    stage.say(rid, DECODE, 1 + 3)
     assert stage.out[rid] == []
     stage.say(rid, PREFILL, 1)
     assert stage.out[rid] == stage.answer(rid)[:4]
@@ -43,7 +43,7 @@ def test_decode_ahead_of_prefill_waits_for_the_first_token() -> None:
 def test_the_end_waits_for_every_earlier_position() -> None:
     stage = Stage()
     rid = stage.submit()
-    stage.say(rid, DECODE, 5 + 2)
+    stage.say(rid, DECODE, 1 + 5 + 2)
     assert rid not in stage.ends
     stage.say(rid, PREFILL, 2)
     stage.assert_answered(rid)
@@ -53,7 +53,7 @@ def test_the_end_waits_a_moment_for_prefills_report() -> None:
     stage = Stage()
     rid = stage.submit()
     stage.say(rid, PREFILL, 1)
-    stage.say(rid, DECODE, 7)
+    stage.say(rid, DECODE, 1 + 7)
     assert stage.out[rid] == stage.answer(rid)
     assert rid not in stage.ends
     stage.tick(0.3)
@@ -75,7 +75,7 @@ def test_duplicates_are_dropped() -> None:
 def test_scores_come_before_any_token_whichever_comes_first() -> None:
     stage = Stage()
     rid = stage.submit(prompt_logprobs=1, logprobs=1)
-    stage.say(rid, DECODE, 2)
+    stage.say(rid, DECODE, 1 + 2)
     scores, first, *_ = stage.legs[stage.leg(rid, PREFILL), rid].events
     prefill = stage.key(stage.leg(rid, PREFILL))
     stage.hear(prefill, first)
@@ -98,7 +98,7 @@ def test_an_end_that_contradicts_the_tokens_is_a_failure_of_that_worker() -> Non
     stage = Stage()
     rid = stage.submit()
     stage.say(rid, PREFILL, 2)
-    stage.say(rid, DECODE, 2)
+    stage.say(rid, DECODE, 1 + 2)
     decode = stage.leg(rid, DECODE)
     del stage.legs[decode, rid]
     stage.hear(stage.key(decode), Done(rid, 0, "length"))
@@ -144,7 +144,7 @@ def test_prefill_that_dies_after_decode_spoke_changes_nothing() -> None:
     rid = stage.submit()
     prefill = stage.leg(rid, PREFILL)
     stage.say(rid, PREFILL, 2)
-    stage.say(rid, DECODE, 1)
+    stage.say(rid, DECODE, 1 + 1)
     stage.kill(prefill)
     stage.finish()
     stage.assert_answered(rid)
@@ -155,7 +155,7 @@ def test_prefill_that_dies_after_decode_spoke_changes_nothing() -> None:
 def test_prefill_that_dies_before_its_first_token_arrived_is_replayed_though_decode_spoke() -> None:
     stage = Stage()
     rid = stage.submit()
-    stage.say(rid, DECODE, 3)
+    stage.say(rid, DECODE, 1 + 3)
     stage.kill(stage.leg(rid, PREFILL))
     stage.finish()
     stage.assert_answered(rid)
@@ -167,7 +167,7 @@ def test_decode_that_dies_at_any_token_is_replaced_without_a_gap_or_a_repetition
     stage = Stage()
     rid = stage.submit()
     stage.say(rid, PREFILL, 2)
-    stage.say(rid, DECODE, said)
+    stage.say(rid, DECODE, 1 + said)
     decode = stage.leg(rid, DECODE)
     stage.kill(decode)
     if said == 5:
@@ -185,7 +185,7 @@ def test_a_lost_decode_with_one_token_missing_needs_prefill_alone() -> None:
     stage = Stage()
     rid = stage.submit()
     stage.say(rid, PREFILL, 2)
-    stage.say(rid, DECODE, 4)
+    stage.say(rid, DECODE, 1 + 4)
     stage.kill(stage.leg(rid, DECODE))
     worker, submit = stage.submits[-1]
     assert worker[0].startswith("prefill")
@@ -199,7 +199,7 @@ def test_a_stop_token_that_is_out_ends_the_answer_though_decode_died_before_sayi
     plain = stage.submit()
     rid = stage.submit(stop_token_ids=(stage.answer(plain)[2],))
     stage.say(rid, PREFILL, 2)
-    stage.say(rid, DECODE, 2)
+    stage.say(rid, DECODE, 1 + 2)
     stage.kill(stage.leg(rid, DECODE))
     assert stage.ends[rid].reason == "stop"
     assert stage.ends[rid].stop_token == stage.answer(rid)[-1]
@@ -612,7 +612,7 @@ def test_reports_of_every_attempt_are_kept_for_the_timeline() -> None:
     stage.finish()
     reports = stage.requests[rid].progress
     assert all(isinstance(p, Progress) for p in reports)
-    assert [p.role for p in reports] == [PREFILL, PREFILL, DECODE]
+    assert [p.role for p in reports] == [PREFILL, PREFILL, DECODE, DECODE]
 
 
 def test_a_prompt_that_decode_had_to_compute_is_counted_as_a_fallback() -> None:

@@ -191,7 +191,7 @@ def test_the_timeline_says_who_did_what(server: Server) -> None:
     for shown in (whole, closing["twinpool"]):
         assert shown["prefill_worker"].startswith("prefill-")
         assert shown["decode_worker"].startswith("decode-")
-        assert shown["transfer_bytes"] == 30
+        assert (shown["transfer_bytes"], shown["held_by_decode"]) == (20, 1)
         assert shown["computed"] == {"prefill": 3, "decode": 0}
         assert shown["attempts"] == 1
         times = shown["timeline"]
@@ -203,7 +203,7 @@ def test_the_timeline_says_who_did_what(server: Server) -> None:
     assert (alone["decode_worker"], alone["transfer_bytes"]) == (None, 0)
     stop = text_of(server, answer(4)[2:3])
     stopped = server.post("/v1/completions", {**asked, "max_tokens": 30, "stop": stop}, **header).json()["twinpool"]
-    assert stopped["transfer_bytes"] == 30
+    assert stopped["transfer_bytes"] == 20
     each = server.post("/v1/completions", {**asked, "n": 2}, **header).json()["twinpool"]
     assert len(each) == 2
     assert "twinpool" not in server.post("/v1/completions", asked).json()

@@ -65,7 +65,7 @@ def test_metrics_count_what_legs_report() -> None:
         server.complete(max_tokens=1)
         assert metric(server, 'twinpool_prompt_tokens_computed_total{role="prefill",worker="prefill-0"}') == 4
         assert metric(server, 'twinpool_prompt_tokens_computed_total{role="decode",worker="decode-0"}') == 0
-        assert metric(server, 'twinpool_transfer_bytes_total{plane="zmq"}') == 30
+        assert metric(server, 'twinpool_transfer_bytes_total{plane="zmq"}') == 20
         assert metric(server, "twinpool_prompt_tokens_cached_total") == 2
         assert metric(server, "twinpool_generated_tokens_total") == 5
         assert metric(server, "twinpool_time_to_first_token_seconds_count") == 2

@@ -1,0 +1,100 @@
+"""Decode's own tiers: what a turn left there is held for the next one, and loaded where it must be."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+
+from cache.nodes import Tier
+from contracts.errors import ErrorKind
+from contracts.ids import Role
+from contracts.sampling import SamplingParams
+from decode import DecodeWorker
+from tests.checkpoints import Oracle, compare
+from tests.pair import Pair, pair
+
+GREEDY = SamplingParams(max_tokens=24, temperature=0.0)
+PAGE = 16
+
+
+def tokens(seed: int, count: int) -> list[int]:
+    rng = random.Random(seed)
+    return [rng.randrange(300) for _ in range(count)]
+
+
+def turn(both: Pair, oracle: Oracle, prompt: list[int]) -> tuple[list[int], int]:
+    """One turn: the whole conversation so far, and the prompt positions that decode already held."""
+    (answer,) = both.run(both.submit(prompt, GREEDY))
+    assert compare(oracle, prompt, answer.list).equal
+    return [*prompt, *answer.list], answer.progress[Role.DECODE].cached_tokens
+
+
+def to_the_host(worker: DecodeWorker) -> None:
+    """Other requests need the device: what the tree has there goes."""
+    while worker._seat.evict("full", 1 << 20):
+        pass
+
+
+def test_a12_the_next_turn_is_sent_only_what_decode_lacks(model: Path, oracle: Oracle) -> None:
+    with pair(model) as both:
+        said, held = turn(both, oracle, tokens(1, 70))
+        assert held == 0
+        known = (len(said) - 1) // PAGE * PAGE
+        both.answers.clear()
+        said, held = turn(both, oracle, [*said, *tokens(2, 30)])
+        assert held == known, "prompt and answer of the turn before, but for the last token's state"
+
+
+def test_what_went_to_decodes_host_comes_back_before_the_request_joins_a_batch(model: Path, oracle: Oracle) -> None:
+    with pair(model, decode={"cache": {"host_bytes": 1 << 22}}) as both:
+        assert isinstance(both.decode, DecodeWorker)
+        said, _ = turn(both, oracle, tokens(3, 90))
+        to_the_host(both.decode)
+        assert not both.decode._seat.tree.sizes[Tier.DEVICE, "full"]
+        known = (len(said) - 1) // PAGE * PAGE
+        _, held = turn(both, oracle, [*said, *tokens(4, 20)])
+        assert held == known
+        assert both.decode.status().counters["pages_loaded"] == known // PAGE
+
+
+def test_a9_a_page_that_rotted_on_decodes_host_costs_an_attempt_and_no_token(model: Path, oracle: Oracle) -> None:
+    with pair(model, decode={"cache": {"host_bytes": 1 << 22}}) as both:
+        assert isinstance(both.decode, DecodeWorker)
+        said, _ = turn(both, oracle, tokens(5, 90))
+        to_the_host(both.decode)
+        host = both.decode._seat.host
+        assert host is not None
+        part = next(both.decode._seat.tree.nodes()).parts[Tier.HOST]["full"]
+        host.layout.page(host.region, "full", part.lease.indices[2])[7] ^= 64
+        prompt = [*said, *tokens(6, 20)]
+        (failed,) = both.run(both.submit(prompt, GREEDY))
+        assert failed.done is not None
+        assert failed.done.error is ErrorKind.DAMAGED
+        assert failed.done.error.retryable
+        _, held = turn(both, oracle, prompt)
+        assert held == 0, "what hung on the damaged page is not believed either"
+        assert both.decode.status().counters["pages_damaged_on_host"] > 0
+
+
+def test_without_reuse_decode_keeps_and_holds_nothing(model: Path, oracle: Oracle) -> None:
+    with pair(model, decode={"cache": {"prefix_reuse": False}}) as both:
+        said, _ = turn(both, oracle, tokens(7, 50))
+        assert isinstance(both.decode, DecodeWorker)
+        assert both.decode._seat.tree.sizes[Tier.DEVICE, "full"] == 0
+        assert turn(both, oracle, said)[1] == 0
+
+
+def test_a_reasoning_span_and_what_follows_it_is_not_kept(model: Path, oracle: Oracle) -> None:
+    prompt = tokens(8, 40)
+    with pair(model) as both:
+        said, _ = turn(both, oracle, prompt)
+    opens = said[len(prompt) + 10]
+    first = len(prompt) + said[len(prompt) :].index(opens)
+    strip = {"strip_reasoning": True, "reasoning_tokens": f"{opens},299"}
+    with pair(model, cache=strip) as both:
+        assert isinstance(both.decode, DecodeWorker)
+        again, _ = turn(both, oracle, prompt)
+        assert again == said
+        seat = both.decode._seat
+        assert seat.tree.sizes[Tier.DEVICE, "full"] == first // PAGE
+        assert seat.pools.allocators["full"].free == seat.pools.allocators["full"].total - first // PAGE
