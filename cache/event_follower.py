@@ -16,7 +16,7 @@ before: so a batch that came before the question and lies behind the answer's en
 is dropped. When the connection breaks while a question is open, its answer may be one of the dead: it is asked again.
 
 When something is lost for good, the index is emptied, `complete` becomes False, and the reader asks for the truth (see
-the publisher), which begins with the last batch as well, so that the next question has where to start. Without an
+the publisher), whose answer begins with the last batch as well, so that the next question has where to start. Without an
 answer it goes on from there: the index then holds less than the publisher, never more than the events say. It is
 complete again when the publisher clears everything, or starts anew.
 
@@ -37,7 +37,7 @@ _RECENT = 4096
 _HELD = 4096
 """Live batches held back during a question; what overflows is asked for again."""
 _TRIES = 3
-"""Questions in a row that brought nothing new, before the loss is accepted."""
+"""Questions in a row that brought nothing new, before the loss is accepted, until the connection breaks."""
 
 
 class Follower:
@@ -63,6 +63,8 @@ class Follower:
         self._broke = False
         """The connection broke since the question was sent: the answer may be a dead publisher's."""
         self._wants_truth = False
+        self._untold = 0
+        """Questions for the truth in a row that got no answer."""
         self._tries = 1 if can_ask else 0
         self._answers = 0
         self._again = False
@@ -99,6 +101,7 @@ class Follower:
         self._doubt = True
         self._held.clear()
         self._broke = self.question is not None
+        self._wants_truth, self._untold = self._can_ask and not self._whole, 0
         if self._can_ask and self.question is None:
             self._ask()
 
@@ -131,6 +134,7 @@ class Follower:
         told = True
         if question == TRUTH:
             told = self._adopt()
+            self._doubt = self._broke if told else self._doubt
         elif answers == 0 and self._last is not None:
             self._new_publisher()
             self._again = True
@@ -139,7 +143,7 @@ class Follower:
             self._whole = self._whole or answers == 0
         if self._again:
             self._pose(bytes(8))
-        elif self._broke:
+        elif self._doubt:
             self._tries = 0
             self._ask()
         else:
@@ -150,6 +154,9 @@ class Follower:
     def unanswered(self) -> None:
         """The answer did not come in time, or broke off."""
         question, self.question = self.question, None
+        if question == TRUTH:
+            self._untold += 1
+            self._wants_truth = self._untold < _TRIES
         if question == TRUTH and not self._doubt:
             self._catch_up()
         else:
@@ -191,7 +198,8 @@ class Follower:
     def _settle(self) -> None:
         if self._wants_truth and self.question is None:
             self._wants_truth = False
-            self._pose(TRUTH)
+            if not self._whole:
+                self._pose(TRUTH)
 
     def _pose(self, question: bytes) -> None:
         self.question, self._answers, self._again = question, 0, False
@@ -242,7 +250,7 @@ class Follower:
         """All batches up to `through` are accounted for as lost."""
         self.lost += 1
         self._forget()
-        self._last, self._wants_truth = (through, None), self._can_ask
+        self._last, self._wants_truth, self._untold = (through, None), self._can_ask, 0
 
     def _forget(self) -> None:
         self.index.clear()
