@@ -244,6 +244,12 @@ def config_from_dict(tree: Mapping[str, Any]) -> Config:
     """Build a `Config` from nested mappings; raises `ConfigError` naming the key that is wrong."""
     config: Config = _build(Config, tree, "")
     _check_ranges(config)
+    events = config.cache.events
+    if events.replay_endpoint and not events.endpoint:
+        raise ConfigError(
+            f"config key cache.events.replay_endpoint is {events.replay_endpoint}, but no events are published: set "
+            "cache.events.endpoint too, such as tcp://127.0.0.1:5557"
+        )
     return config
 
 
