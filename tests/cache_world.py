@@ -108,7 +108,8 @@ class World:
         return self._agreed[key]
 
     def _fault(self, op: StorageOp, name: ObjectName) -> str | None:
-        if self.rng.random() < self.fault_rate:
+        # There are far fewer reads than writes.
+        if self.rng.random() < self.fault_rate * (4 if op is StorageOp.READ else 1):
             self.disturbed = True
             self.seen[f"storage fault in {op}"] += 1
             return "a fault on purpose"

@@ -51,7 +51,9 @@ class Turn:
         return self.computed - (len(self.prompt) - self.cached)
 
 
-def make_talks(seed: int, count: int, *, turns: tuple[int, int] = (3, 6), said: tuple[int, int] = (20, 60)) -> list[Talk]:
+def make_talks(
+    seed: int, count: int, *, turns: tuple[int, int] = (3, 6), said: tuple[int, int] = (20, 60)
+) -> list[Talk]:
     """Every other one begins with one of two system prompts (60 and 37 tokens); no two go on alike."""
     rng = random.Random(seed)
 

@@ -58,8 +58,14 @@ class Pair:
         options: dict[str, Any] = {"host": "127.0.0.1", "clock": clock}
         self.prefill, self.decode = (
             build_worker(
-                role, WorkerName(f"{role}-0"), Incarnation(1), spec, config,
-                device_tokens=sizes[role], device=devices.get(role), **options,
+                role,
+                WorkerName(f"{role}-0"),
+                Incarnation(1),
+                spec,
+                config,
+                device_tokens=sizes[role],
+                device=devices.get(role),
+                **options,
             )
             for role in (Role.PREFILL, Role.DECODE)
         )
