@@ -9,6 +9,7 @@ from __future__ import annotations
 import random
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 
 from tests.checkpoints import VOCAB
 
@@ -19,6 +20,10 @@ class Talk:
 
     system: tuple[int, ...]
     says: tuple[tuple[int, ...], ...]
+
+    def goes_on_at_once(self, turn: int) -> bool:
+        """Whether its user answers before others have their turn, rather than after all of them."""
+        return (len(self.says[turn]) + turn) % 2 == 0
 
     def prompt(self, answers: Sequence[Sequence[int]]) -> list[int]:
         """Of the turn after `answers`."""
@@ -102,11 +107,12 @@ def working_set(turns: Sequence[Turn], page_tokens: int) -> int:
     return len(seen._pages)
 
 
-def expect_hits(talks: Sequence[Talk], turns: Sequence[Turn], page_tokens: int, *, known: bool = False) -> None:
+def expect_hits(talks: Sequence[Talk], turns: Sequence[Turn], page_tokens: int, *, answers: str = "never") -> None:
     """What was found is what the trace allows, where the tiers lose nothing.
 
     Prefill's own tiers hold every earlier prompt of the conversation. Of answers, decode's pages reach it through
-    storage: all of them where they are `known` to be there in time. Of each system prompt somebody is the first.
+    storage: `answers` says whether they are there in time "never", "perhaps" or "always". Of each system prompt
+    somebody is the first.
     """
     firsts: dict[tuple[int, ...], list[int]] = {}
     for number, talk in enumerate(talks):
@@ -115,12 +121,13 @@ def expect_hits(talks: Sequence[Talk], turns: Sequence[Turn], page_tokens: int, 
         first = mine[0]
         firsts.setdefault(talk.system, []).append(first.cached)
         prompts, all_of_it = Seen(page_tokens), Seen(page_tokens)
-        for before, turn in zip(mine, mine[1:], strict=False):
+        for before, turn in pairwise(mine):
             prompts.add(before.prompt)
             all_of_it.add([*before.prompt, *before.answer[:-1]])
-            least, most = (seen.longest(turn.prompt) for seen in (prompts, all_of_it))
+            least = (all_of_it if answers == "always" else prompts).longest(turn.prompt)
+            most = (prompts if answers == "never" else all_of_it).longest(turn.prompt)
             # Who was parked finds what it computed itself as well.
-            assert (most if known else least) <= turn.cached <= most + turn.again, turn
+            assert least <= turn.cached <= most + turn.again, (least, most, turn)
     for system, cached in firsts.items():
         whole = len(system) // page_tokens * page_tokens
         assert sorted(cached) == [0] + [whole] * (len(cached) - 1) if whole else not any(cached), (system, cached)
