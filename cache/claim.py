@@ -26,6 +26,15 @@ class Run:
         return self.first + len(self.lease)
 
 
+@dataclass(frozen=True, slots=True)
+class Table:
+    """Which pages hold positions from page number `first` on, and under which epochs; of a state pool, the slot."""
+
+    first: int
+    pages: Sequence[int]
+    epochs: Sequence[int]
+
+
 @dataclass(eq=False, slots=True)
 class Snapshot:
     """A copy of the recurrent state after `depth` pages, on its way into a slot or there."""

@@ -130,6 +130,7 @@ _TIERS = {
     None: Tier.DEVICE, "GPU": Tier.DEVICE, "DEVICE": Tier.DEVICE,
     "CPU_PINNED": Tier.HOST, "CPU": Tier.HOST, "CPU_TIER1": Tier.HOST,
     "DISK": Tier.STORAGE, "STORAGE": Tier.STORAGE, "NVME": Tier.STORAGE, "CPU_TIER2": Tier.STORAGE,
+    "EXTERNAL": Tier.STORAGE,
 }  # fmt: skip
 
 

@@ -131,7 +131,7 @@ class Loader:
     def under_way(self, lock: Lock) -> bool:
         """Whether anything that `lock` keeps is still being loaded, or not yet known to be good."""
         loading = {load.targets for load in self._all()}
-        return any(p.locks & loading for p in lock.parts)
+        return bool(loading) and any(p.locks & loading for p in lock.parts)
 
     def completions(self, lock: Lock) -> list[Completion]:
         """What must be complete before anything that `lock` keeps may be read without a gate."""

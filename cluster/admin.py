@@ -21,6 +21,7 @@ POLL_S = 0.2
 SAY_EVERY_S = 5.0
 STATUS_KEYS = (
     "name", "role", "state", "pid", "node", "incarnation", "running", "waiting", "pages_total", "pages_free",
+    "counters",
 )  # fmt: skip
 
 

@@ -262,6 +262,8 @@ class DecodeWorker(PhaseWorker[Request]):
         for number, request in enumerate(batch):
             request.launched = request.planned
             request.latest = FromStep(step, number)
+            if self._seat.stateful and request.claim is not None and request.launched % self._page_tokens == 0:
+                self._seat.snapshot(request.claim, request.launched)
         went = set(map(id, batch))
         self._running = deque([r for r in self._running if id(r) not in went] + batch)
         if self._config.faults.step_delay_s:
@@ -270,12 +272,12 @@ class DecodeWorker(PhaseWorker[Request]):
     def _row(self, request: Request) -> Row:
         assert request.claim is not None
         at, sampling = request.launched, request.submit.sampling
-        used = slice(at // self._page_tokens + 1)
-        pages, epochs = request.claim.tables[self._full][used], request.claim.epochs[self._full][used]
+        tables = self._seat.tables(request.claim, at, at + 1)
+        full = tables.pop(self._full)
         history = tuple(request.tokens) if needs_history(sampling) else ()
         draw = Draw(sampling, history, request.submit.prompt_len, at + 1)
         tokens = request.latest if request.under_way and request.latest is not None else request.tokens[-1:]
-        return Row(tokens, at, pages, draw, epochs=epochs)
+        return Row(tokens, at, full.pages, draw, epochs=full.epochs, others=tables)
 
     def _commit(self, request: Request, output: RowOutput) -> None:
         if output.stale:
@@ -290,6 +292,8 @@ class DecodeWorker(PhaseWorker[Request]):
         logprobs = (drawn.logprob,) if drawn.logprob is not None else ()
         event = Tokens(submit.request_id, submit.attempt, len(request.tokens), (drawn.token,), logprobs)
         request.commit(drawn.token)
+        if request.claim is not None:
+            self._seat.slide(request.claim, request.committed)
         self._desk.tell(request.session, event)
         if "first_step" not in request.marks:
             request.marks["first_step"] = self._clock.now() - request.arrived

@@ -6,10 +6,11 @@ of the next step continues with is then still on the device, so it says where (`
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
+from cache.claim import Table
 from cache.device import Completion
 from contracts.sampling import SamplingParams, TokenLogprob
 
@@ -60,6 +61,8 @@ class Row:
     epochs: Sequence[int] = field(kw_only=True)
     """The epoch of each of `pages` when it was leased. The step compares them with the pool's own; where they differ,
     the page has been given away: the row is flagged `stale` and writes nothing."""
+    others: Mapping[str, Table] = field(default_factory=dict, kw_only=True)
+    """The tables of pools other than the full one: windows and recurrent states."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,7 +17,6 @@ from enum import StrEnum
 from cache.claim import Cached, Claim
 from cache.prefetch import Prefetch
 from cache.prefix import Prefix
-from cache.tags import ContentTag
 from contracts.ids import WorkerName
 from contracts.messages import Submit
 from contracts.ports import SessionId
@@ -81,10 +80,8 @@ class Request:
     """The last launched step that it was part of."""
     starts: int = 0
     """How often it started over: what earlier starts launched is not for it any more."""
-    tags: list[ContentTag] = field(default_factory=list)
-    """Of the sealed pages, from the first on."""
-    sent: int = 0
-    """Pages handed over."""
+    ends: dict[str, int] = field(default_factory=dict)
+    """Digests at the prompt's end, by pool: of the last page where it is partly filled, and of the state."""
     cached: Cached = field(default_factory=Cached)
     computed: int = 0
     stale: int = 0
@@ -117,7 +114,7 @@ class Request:
 
     def start_over(self) -> None:
         """Nothing of it is computed; what was handed over and published stays so, as it comes out the same again."""
-        self.tags, self.scores = [], []
+        self.ends, self.scores = {}, []
         self.begin(0)
         self.starts += 1
 

@@ -212,6 +212,7 @@ class PrefillWorker(PhaseWorker[Request]):
             while not self._take_pages(request):
                 if not (self._entitled(request) and self._park_one()):
                     return
+                running = [r for r in running if r.phase is Phase.RUNNING]
             request.step(PhaseEvent.ADMIT)
             request.marks.setdefault("queue", self._clock.now() - request.arrived)
             running.append(request)
@@ -231,12 +232,17 @@ class PrefillWorker(PhaseWorker[Request]):
         budget = self._config.prefill.chunk_tokens
         batch = []
         for request in self._desk:
-            count = min(budget, len(request.tokens) - request.launched)
+            count = min(budget, self._chunk_end(request) - request.launched)
             if request.phase is Phase.RUNNING and count:
                 budget -= count
                 request.planned += count
                 batch.append((request, self._row(request, count)))
         return batch
+
+    def _chunk_end(self, request: Request) -> int:
+        """Where its next chunk ends at the latest: recurrent states are kept as they are at the last page boundary."""
+        last = (len(request.tokens) - 1) // self._page_tokens * self._page_tokens
+        return last if self._seat.stateful and request.launched < last else len(request.tokens)
 
     def _row(self, request: Request, count: int) -> Row:
         start, end = request.launched, request.launched + count
@@ -245,10 +251,10 @@ class PrefillWorker(PhaseWorker[Request]):
         draw = Draw(sampling, tokens, request.submit.prompt_len) if last and request.wants_draw else None
         follow = tokens[start + 1 : end + 1] if request.wants_scores else ()
         assert request.claim is not None
-        used = slice(self._seat.pools.pages_for(end))
-        pages, epochs = request.claim.tables[self._full][used], request.claim.epochs[self._full][used]
+        tables = self._seat.tables(request.claim, start, end)
+        full = tables.pop(self._full)
         top = sampling.prompt_logprobs or 0
-        return Row(tokens[start:end], start, pages, draw, follow or None, top, epochs=epochs)
+        return Row(tokens[start:end], start, full.pages, draw, follow or None, top, epochs=full.epochs, others=tables)
 
     def _compute(self) -> None:
         """Launch the next step, then commit the one before it."""
@@ -272,6 +278,8 @@ class PrefillWorker(PhaseWorker[Request]):
         for request, _ in batch:
             request.launched = request.planned
             request.latest = step
+            if self._seat.stateful and request.claim is not None and request.launched % self._page_tokens == 0:
+                self._seat.snapshot(request.claim, request.launched)
         if self._config.faults.step_delay_s:
             self._pause(self._config.faults.step_delay_s)
 
@@ -337,13 +345,10 @@ class PrefillWorker(PhaseWorker[Request]):
         claims = [(r.claim, r.committed) for r in requests if r.claim is not None]
         self._seat.seal(claims)
         for request, (claim, committed) in zip(requests, claims, strict=True):
-            for page in range(len(request.tags), committed // self._page_tokens):
-                digest = claim.digests[self._full][page]
-                assert digest is not None
-                request.tags.append(ContentTag(request.chain[page], digest))
             if committed == len(request.tokens):
-                tail = self._seat.tail(claim, committed)
-                request.tags += [ContentTag(request.chain[-1], tail[self._full])] if tail else []
+                request.ends = self._seat.tail(claim, committed) | self._seat.states(claim, committed)
+            else:
+                self._seat.slide(claim, committed)
 
     def _complete(self, request: Request, computed: Completion) -> None:
         """The prompt is done: publish its first token, then end the request or hand it over."""
@@ -377,16 +382,35 @@ class PrefillWorker(PhaseWorker[Request]):
         )  # fmt: skip
         self._desk.tell(request.session, progress)
 
+    def _finished(self, request: Request) -> dict[str, Finished]:
+        """What is sealed of what decode wants and was not sent, pool by pool."""
+        claim, out = request.claim, {}
+        assert claim is not None
+        for pool, left in self._sender.wanted(request.submit.room).items():
+            tags = []
+            for number in left:
+                digest = self._sealed(request, claim, pool, number)
+                if digest is None:
+                    break
+                tags.append(ContentTag(request.chain[number], digest))
+            if tags:
+                places = claim.tables[pool][left.start :] if pool in claim.tables else claim.slots[pool].indices
+                out[pool] = Finished(left.start, tuple(places[: len(tags)]), tuple(tags))
+        return out
+
+    def _sealed(self, request: Request, claim: Claim, pool: str, number: int) -> int | None:
+        """The digest of a page or state by its number; None while it isn't finished."""
+        whole = claim.digests.get(pool, ())
+        if number < len(whole):
+            return whole[number]
+        return request.ends.get(pool) if number == len(request.chain) - 1 else None
+
     def _write(self, request: Request, computed: Completion) -> None:
         """Hand over what is sealed and not yet sent, after the step behind it; with the last page, the metadata."""
         room = request.submit.room
         if not self._sender.granted(room) or request.claim is None:
             return
-        todo = slice(request.sent, len(request.tags))
-        pages = tuple(request.claim.tables[self._full][todo])
-        finished = Finished(request.sent, pages, tuple(request.tags[todo]))
-        self._sender.write(room, {self._full: finished}, (computed,))
-        request.sent = max(request.sent, len(request.tags))
+        self._sender.write(room, self._finished(request), (computed,))
         if request.phase is Phase.COMPUTED:
             assert request.first is not None
             drawn = request.first
@@ -421,8 +445,6 @@ class PrefillWorker(PhaseWorker[Request]):
         if claim is None:
             return False
         request.claim = claim
-        sealed = [d for d in claim.digests[self._full] if d is not None]
-        request.tags = [ContentTag(key, digest) for key, digest in zip(request.chain, sealed, strict=False)]
         request.begin(claim.depth * self._page_tokens)
         request.cached = claim.cached
         self._counters["prompt_tokens_cached"] += claim.cached.total

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +19,14 @@ TOKENS = 9
 GREEDY = SamplingParams(max_tokens=TOKENS, temperature=0.0)
 
 
-def converse(both: Pair, talks: Sequence[Talk], at_once: int = 3, *, quiet: bool = False) -> list[Turn]:
+def converse(
+    both: Pair,
+    talks: Sequence[Talk],
+    at_once: int = 3,
+    *,
+    quiet: bool = False,
+    between: Callable[[], None] = lambda: None,
+) -> list[Turn]:
     """Every conversation to its end, `at_once` of them at a time; `quiet`: a turn begins when all copies are done."""
     waiting = list(enumerate(talks))
     answers: dict[int, list[tuple[int, ...]]] = {number: [] for number, _ in waiting}
@@ -28,18 +35,23 @@ def converse(both: Pair, talks: Sequence[Talk], at_once: int = 3, *, quiet: bool
     for _ in range(200_000):
         while waiting and len(live) < at_once:
             number, talk = waiting.pop(0)
-            live[number] = both.submit(talk.prompt([]), GREEDY)
+            live[number] = both.submit(talk.prompt(answers[number]), GREEDY)
         if not live:
             return turns
         both.step()
+        between()
         for number, request in list(live.items()):
             if both.answers[request].done is None or (quiet and busy(both)):
                 continue
             turns.append(turn_of(both, request, number, talks[number].prompt(answers[number]), len(answers[number])))
             answers[number].append(turns[-1].answer)
             del live[number]
-            if len(answers[number]) < len(talks[number].says):
+            if len(answers[number]) == len(talks[number].says):
+                continue
+            if talks[number].goes_on_at_once(len(answers[number])):
                 live[number] = both.submit(talks[number].prompt(answers[number]), GREEDY)
+            else:
+                waiting.append((number, talks[number]))
     raise AssertionError(f"no end: {live}")
 
 

@@ -49,7 +49,8 @@ class Source:
             for page, entry in pages.items()
         ]
         half = len(events) // 2
-        return [(self.next, encode_batch(0.0, part, 0)) for part in (events[:half], events[half:])]
+        parts = [(self.next, encode_batch(0.0, part, 0)) for part in (events[:half], events[half:])]
+        return [*list(self.buffer)[-1:], *parts]
 
 
 def ask(follower: Follower, source: Source, rounds: int = 20) -> None:
@@ -57,10 +58,70 @@ def ask(follower: Follower, source: Source, rounds: int = 20) -> None:
     for _ in range(rounds):
         if follower.question is None:
             return
+        follower.asked()
         for seq, payload in source.answer(follower.question):
             follower.answer(seq, payload)
         follower.answered()
     raise AssertionError("the follower asks for ever")
+
+
+class Line:
+    """The connections between a follower and whatever publisher is at the other end.
+
+    Live batches come in order, or not at all; those of a dead publisher may still come after the break was told, and
+    those of its successor never before. An answer is made when the question is sent, and may come much later.
+    """
+
+    def __init__(self, rng: random.Random, source: Source, follower: Follower) -> None:
+        self.rng, self.source, self.follower = rng, source, follower
+        self.live: deque[tuple[int, bytes]] = deque()
+        self.answer: list[tuple[int, bytes]] | None = None
+
+    def publish(self, losing: float) -> None:
+        batch = self.source.batch()
+        if self.rng.random() >= losing:
+            self.live.append(batch)
+
+    def deliver(self, count: int) -> None:
+        for _ in range(min(count, len(self.live))):
+            self.follower.live(*self.live.popleft())
+
+    def restart(self) -> None:
+        self.source = Source(self.rng, 1000, self.source.knows_truth, self.source.name + 1)
+        self.deliver(self.rng.randrange(4))
+        self.follower.disconnected()
+        self.deliver(self.rng.randrange(4))
+        self.live.clear()
+
+    def send_question(self) -> None:
+        if self.answer is None and self.follower.question is not None:
+            self.deliver(len(self.live))
+            self.follower.asked()
+            self.answer = self.source.answer(self.follower.question)
+
+    def take_answer(self) -> None:
+        if self.answer is not None:
+            for batch in self.answer:
+                self.follower.answer(*batch)
+            self.answer = None
+            self.follower.answered()
+
+    def break_answer_off(self) -> None:
+        if self.answer is not None:
+            for batch in self.answer[: self.rng.randrange(1 + len(self.answer))]:
+                self.follower.answer(*batch)
+            self.answer = None
+            self.follower.unanswered()
+
+    def settle(self) -> None:
+        self.deliver(len(self.live))
+        self.follower.disconnected()
+        for _ in range(20):
+            if self.follower.question is None:
+                return
+            self.send_question()
+            self.take_answer()
+        raise AssertionError("the follower asks for ever")
 
 
 def stand(seed: int, knows_truth: bool) -> None:
@@ -70,34 +131,33 @@ def stand(seed: int, knows_truth: bool) -> None:
     for _ in range(rng.randrange(5)):
         source.batch()  # before the follower joins
     follower = Follower(can_ask=True)
+    line = Line(rng, source, follower)
     losing = rng.choice([0.0, 0.1, 0.6])
-    for _ in range(120):
+    for _ in range(150):
         draw = rng.random()
         if draw < 0.02:
-            source = Source(rng, 1000, knows_truth, name=source.name + 1)
-            if rng.random() < 0.7:
-                follower.disconnected()
+            line.restart()
         elif draw < 0.04:
             follower.disconnected()
-        elif draw < 0.06 and follower.question is not None:
-            follower.unanswered()
-        elif draw < 0.3 and follower.question is not None:
-            ask(follower, source)
+        elif draw < 0.06:
+            line.break_answer_off()
+        elif draw < 0.15:
+            line.send_question()
+        elif draw < 0.25:
+            line.take_answer()
+        elif draw < 0.5:
+            line.deliver(rng.randrange(1, 6))
         else:
-            seq, payload = source.batch()
-            if rng.random() >= losing:
-                follower.live(seq, payload)
+            line.publish(losing)
         assert not follower.complete or follower.question is None
-    ask(follower, source)
-    follower.disconnected()
-    ask(follower, source)
+    line.settle()
     if not follower.complete:
         assert not knows_truth
         assert follower.lost
     else:
-        assert follower.index == source.truth
+        assert follower.index == line.source.truth
     for tier, pages in follower.index.pages.items():
-        assert pages.items() <= source.truth.pages[tier].items(), "the index never holds more than the publisher"
+        assert pages.items() <= line.source.truth.pages[tier].items(), "the index never holds more than the publisher"
 
 
 @pytest.mark.parametrize("knows_truth", [True, False])

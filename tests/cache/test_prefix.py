@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -24,7 +26,8 @@ def test_a_list_and_an_array_make_the_same_prefix_with_the_keys_of_its_pages(
 ) -> None:
     prefix = Prefix.of(tokens, page, salt)
     whole = tokens[: len(tokens) // page * page]
-    assert prefix.raw == Prefix.of(np.asarray(tokens, dtype=np.int64), page, salt).raw
+    words: Any = np.asarray(tokens, dtype=np.int64)
+    assert prefix.raw == Prefix.of(words, page, salt).raw
     assert list(prefix.tokens()) == whole
     assert prefix.chain == b"".join(chain_keys(whole, page, salt))
 
