@@ -85,6 +85,7 @@ class Seat(SeatState):
             self.stop(prefetch)
         size = self.spec.page_tokens
         cached = Cached((depth - loaded) * size, (loaded - stored) * size, stored * size)
+        self._count(cached)
         return self._open(Claim(owner, prefix, lock, depth, cached), leases)
 
     def _open(self, claim: Claim, leases: Mapping[str, Lease]) -> Claim:
@@ -138,6 +139,7 @@ class Seat(SeatState):
         size = self.spec.page_tokens
         from_host = min(loads[self.full], depth) * size
         cached = Cached(min(prompt, depth * size - from_host), from_host)
+        self._count(cached)
         claim = Claim(owner, prefix, lock, depth, cached, lacking=lacking)
         for pool in self._runs:
             self._enter_held(claim, pool, wanted[pool])

@@ -11,7 +11,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 
-from cache.claim import NO_PAGE, Claim, Snapshot
+from cache.claim import NO_PAGE, Cached, Claim, Snapshot
 from cache.device import DEVICE, Completion, Device, Op, Span, Stream, attempt, failure
 from cache.eviction import POLICIES
 from cache.launched import Launched
@@ -75,6 +75,7 @@ class SeatState:
             _log.info("KV events at %s", self.teller.publisher.endpoint)
         self._tokens_per_s = 0.0
         self.counters = {"pages_evicted": 0.0, "pages_condemned": 0.0, "loads_skipped": 0.0}
+        self.counters |= {f"hit_tokens_{tier}": 0.0 for tier in ("device", "host", "storage")}
 
     # ------------------------------------------------------------ room
 
@@ -193,9 +194,14 @@ class SeatState:
             rate = tokens / seconds
             self._tokens_per_s = rate if not self._tokens_per_s else 0.8 * self._tokens_per_s + 0.2 * rate
 
+    def _count(self, cached: Cached) -> None:
+        self.counters["hit_tokens_device"] += cached.device
+        self.counters["hit_tokens_host"] += cached.host
+        self.counters["hit_tokens_storage"] += cached.storage
+
     def stats(self) -> dict[str, float]:
         """Counters of everything that happened in the tiers, and how full they are."""
-        out = dict(self.counters)
+        out = {**self.counters, "device_pages_kept": self.tree.sizes[Tier.DEVICE, self.full]}
         for part in (self.saver, self.loader, self.prefetcher):
             out |= part.counters if part is not None else {}
         if self.host is not None:

@@ -18,6 +18,7 @@ from contracts.ids import Role
 from contracts.messages import Progress
 from router.brain import Brain
 from router.choice import Choice
+from router.tier_metrics import tier_metrics
 
 TTFT_BUCKETS_S = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)
 ITL_BUCKETS_S = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 5.0)
@@ -155,3 +156,4 @@ class Metrics(Collector):
             free.add_metric(labels, entry.status.pages_free)
         yield load
         yield free
+        yield from tier_metrics(brain.workers)

@@ -14,6 +14,7 @@ def row(name: str, state: str = "ready", **changes: Any) -> dict[str, Any]:
     values = {
         "name": name, "role": name.partition("-")[0], "state": state, "pid": 7, "node": "here", "incarnation": 1,
         "running": 0, "waiting": 0, "pages_total": 64, "pages_free": 64, "outgoing": 0,
+        "counters": {"pages_evicted": 3.0},
     }  # fmt: skip
     return values | changes
 

@@ -62,6 +62,7 @@ def test_status_json_has_exactly_the_promised_keys(stub: RouterStub, capsys: pyt
     workers = json.loads(capsys.readouterr().out)["workers"]
     assert [list(worker) for worker in workers] == [list(STATUS_KEYS)] * 2
     assert (workers[0]["name"], workers[0]["role"], workers[0]["pages_free"]) == ("prefill-0", "prefill", 64)
+    assert workers[0]["counters"] == {"pages_evicted": 3.0}
 
 
 def test_the_table_of_status_cuts_nothing_in_a_pipe(stub: RouterStub, capsys: pytest.CaptureFixture[str]) -> None:

@@ -172,6 +172,7 @@ class FakeWorker:
         self.refusals: list[ErrorKind] = []
         """Errors that the next submits end in, first first."""
         self.violations: tuple[str, ...] = ()
+        self.counters: dict[str, float] = {}
         self.submits: list[Submit] = []
         self.cancels: list[Cancel] = []
         self.legs: dict[RequestId, Leg] = {}
@@ -187,7 +188,10 @@ class FakeWorker:
     def status(self) -> WorkerStatus:
         state = self.state if self.alive else "dead"
         free = PAGES - len(self.legs)
-        return WorkerStatus(self.name, self.role, state, 1, "here", self.incarnation, len(self.legs), 0, PAGES, free)
+        return WorkerStatus(
+            self.name, self.role, state, 1, "here", self.incarnation, len(self.legs), 0, PAGES, free,
+            counters=dict(self.counters),
+        )  # fmt: skip
 
     def check(self) -> CheckReport:
         return CheckReport(self.name, PAGES, 0, len(self.legs), 0, self.violations)

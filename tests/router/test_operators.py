@@ -79,6 +79,29 @@ def test_metrics_count_what_legs_report() -> None:
         assert metric(server, "twinpool_replays_total") == 1
 
 
+def test_what_the_tiers_did_is_in_status_and_metrics(server: Server) -> None:
+    server.cluster["prefill-0"].counters = {
+        "hit_tokens_host": 64.0, "pages_damaged_in_storage": 2.0, "host_pages_total": 9.0, "pages_loaded": 4.0,
+    }  # fmt: skip
+    server.cluster["decode-0"].counters = {"pages_damaged": 1.0}
+    server.call(server.cluster.changed)
+    told = {w["name"]: w["counters"] for w in server.client.get("/cluster/status").json()["workers"]}
+    assert told["prefill-0"]["hit_tokens_host"] == 64
+    assert told["prefill-1"] == {}
+    of_prefill = 'role="prefill"'
+    for sample, value in (
+        (f'twinpool_cache_hit_tokens_total{{{of_prefill},tier="host",worker="prefill-0"}}', 64),
+        (f'twinpool_cache_damaged_pages_total{{{of_prefill},where="storage",worker="prefill-0"}}', 2),
+        (f'twinpool_cache_pages{{{of_prefill},tier="host",what="total",worker="prefill-0"}}', 9),
+        (f'twinpool_cache_moved_pages_total{{{of_prefill},tier="device",what="loaded",worker="prefill-0"}}', 4),
+        ('twinpool_cache_damaged_pages_total{role="decode",where="transfer",worker="decode-0"}', 1),
+    ):
+        assert metric(server, sample) == value
+    assert 'worker="prefill-1"' not in "".join(
+        line for line in server.client.get("/metrics").text.splitlines() if line.startswith("twinpool_cache")
+    )
+
+
 def test_status_shows_every_worker_in_order(server: Server) -> None:
     workers = server.client.get("/cluster/status").json()["workers"]
     assert [w["name"] for w in workers] == ["prefill-0", "prefill-1", "decode-0", "decode-1"]

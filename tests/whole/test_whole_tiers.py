@@ -9,12 +9,14 @@ from pathlib import Path
 
 import pytest
 
+from contracts.config import load_config
 from tests.checkpoints import make_checkpoint
 from tests.conversations import make_talks
+from tests.serving import ROOT, serving
 from tests.tier_clusters import Trace, undisturbed
 from tests.tier_scenes import expect_damage_is_counted, expect_first_run, expect_restart
 
-TALKS = make_talks(31, 48, turns=(3, 4))
+TALKS = make_talks(31, 40, turns=(3, 4))
 
 
 @pytest.fixture(scope="module")
@@ -43,3 +45,28 @@ def test_under_ray_tiers_change_no_token_and_a_restart_keeps_what_storage_has(
     storage = tmp_path / "storage"
     expect_first_run(model, trace, tmp_path / "first", storage, "shm", decode_tiers=True)
     expect_restart(model, trace, tmp_path / "second", storage, "shm")
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(120)
+def test_the_example_with_all_tiers_runs_and_finds_its_pages_after_a_restart(model: Path, tmp_path: Path) -> None:
+    flags = ("--config", str(ROOT / "configs" / "tiers.yaml"))
+    sections = {
+        "transfer": {"plane": "local"},
+        "cache": {"storage.path": tmp_path / "pages", "load_back": "always", "prefetch.policy": "wait_complete"},
+    }
+    prompt = list(range(1, 100))
+    answers = []
+    for run in ("first", "second"):
+        with serving(model, tmp_path / run, *flags, sections=sections) as cluster:
+            answers.append(cluster.complete(prompt, max_tokens=4))
+            cluster.settle()
+    assert answers[0].tokens == answers[1].tokens
+    assert [a.twinpool["cached_by_tier"] for a in answers] == [
+        {"device": 0, "host": 0, "storage": stored} for stored in (0, 96)
+    ]
+
+
+def test_every_example_is_a_good_configuration() -> None:
+    for path in (ROOT / "configs").glob("*.yaml"):
+        load_config(path)
