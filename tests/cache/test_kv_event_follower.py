@@ -276,7 +276,10 @@ def test_a_new_publisher_is_noticed_although_all_that_is_known_is_the_truth() ->
     follower.live(*source.batch())
     ask(follower, source)
     assert follower.lost == 1
+    follower.disconnected()
+    ask(follower, source)
     assert follower.complete
+    assert follower.restarts == 0, "it is the same publisher"
     other = Source(random.Random(1), 100, True, 2)
     for _ in range(8):
         other.batch()
