@@ -15,10 +15,10 @@ chance. Meanwhile live batches are held back, and applied after the answer. A pu
 before: so a batch that came before the question and lies behind the answer's end is from a publisher that is gone, and
 is dropped. When the connection breaks while a question is open, its answer may be one of the dead: it is asked again.
 
-When something is lost for good, the index is emptied, `complete` becomes False, and the reader asks for the truth
-(see the publisher), whose answer begins with the last batch as well, so that the next question has where to start.
-Without an answer it goes on from there: the index then holds less than the publisher, never more than the events say.
-It is complete again when the publisher clears everything, or starts anew.
+When something is lost for good, the index is emptied, `complete` becomes False, and the reader asks for the truth (see
+the publisher), whose answer begins with the last batch as well: the next question has to start somewhere. Without an
+answer it goes on from there: the index then holds less than the publisher, never more than the events say. It is
+complete again when the publisher clears everything, or starts anew.
 
 This is the brain, without I/O; `EventReader` (cache/event_reader.py) has the sockets.
 """

@@ -149,7 +149,10 @@ def _bind(
     try:
         socket.bind(f"tcp://{host}:{port + rank if port else 0}")
     except zmq.ZMQError as error:
-        raise ConfigError(f"config key {key}: cannot listen on {endpoint} (rank {rank}): {error.strerror}") from None
+        raise ConfigError(
+            f"config key {key}: cannot listen on {endpoint} (rank {rank}): {error.strerror}. "
+            "Ports grow by the rank: leave room between endpoint and replay_endpoint"
+        ) from None
     return socket
 
 

@@ -267,3 +267,113 @@ def test_a_duplicate_of_an_applied_batch_is_ignored() -> None:
     follower.live(*first)
     assert follower.question is None
     assert follower.index == source.truth
+
+
+def test_a_new_publisher_is_noticed_although_all_that_is_known_is_the_truth() -> None:
+    source, follower = source_and_follower(buffer=2, knows_truth=True)
+    for _ in range(5):
+        source.batch()
+    follower.live(*source.batch())
+    ask(follower, source)
+    assert follower.lost == 1
+    follower.disconnected()
+    ask(follower, source)
+    assert follower.complete
+    assert follower.restarts == 0, "it is the same publisher"
+    other = Source(random.Random(1), 100, True, 2)
+    for _ in range(8):
+        other.batch()
+    follower.disconnected()
+    ask(follower, other)
+    assert follower.restarts == 1
+    assert follower.complete
+    assert follower.index == other.truth
+
+
+def test_the_last_words_of_a_dead_publisher_are_not_taken_for_its_successors() -> None:
+    source, follower = source_and_follower()
+    last_words = [source.batch() for _ in range(4)]
+    follower.live(*last_words[0])
+    follower.disconnected()
+    follower.live(*last_words[3])  # sent before the break, and read after it
+    other = Source(random.Random(1), 100, False, 2)
+    for _ in range(3):
+        other.batch()
+    ask(follower, other)
+    assert follower.next == 3
+    assert follower.complete
+    assert follower.index == other.truth
+
+
+@pytest.mark.parametrize("of", ["batches", "truth"])
+def test_the_answer_of_a_publisher_that_died_meanwhile_is_asked_again(of: str) -> None:
+    source, follower = source_and_follower(buffer=2, knows_truth=True)
+    follower.live(*source.batch())
+    for _ in range(5):
+        source.batch()
+    follower.live(*source.batch())
+    if of == "truth":
+        follower.asked()
+        for batch in source.answer(follower.question or b""):
+            follower.answer(*batch)
+        follower.answered()
+        assert follower.question == TRUTH
+    follower.asked()
+    late = source.answer(follower.question or b"")
+    other = Source(random.Random(1), 100, True, 2)
+    for _ in range(9):
+        other.batch()
+    follower.disconnected()
+    follower.live(*other.batch())
+    for batch in late:
+        follower.answer(*batch)
+    follower.answered()
+    assert not follower.complete
+    ask(follower, other)
+    assert follower.complete
+    assert follower.index == other.truth
+
+
+@pytest.mark.parametrize("damage", ["no first", "no middle", "unreadable"])
+def test_a_truth_that_came_in_part_is_not_adopted(damage: str) -> None:
+    source, follower = source_and_follower(buffer=2, knows_truth=True)
+    for _ in range(5):
+        source.batch()
+    follower.live(*source.batch())
+    for _ in range(2):
+        if follower.question == TRUTH:
+            break
+        follower.asked()
+        for batch in source.answer(follower.question or b""):
+            follower.answer(*batch)
+        follower.answered()
+    assert follower.question == TRUTH
+    first, middle, last = source.answer(TRUTH)
+    changed = {"no first": [middle, last], "no middle": [first], "unreadable": [first, middle, (last[0], b"\xc1")]}
+    for batch in changed[damage]:
+        follower.answer(*batch)
+    follower.answered()
+    assert not follower.complete
+
+
+def test_an_unanswered_question_for_the_truth_is_asked_three_times_and_again_after_a_break() -> None:
+    source, follower = source_and_follower(buffer=2, knows_truth=True)
+    for _ in range(5):
+        source.batch()
+    follower.live(*source.batch())
+    asked = 0
+    while (question := follower.question) is not None:
+        follower.asked()
+        if question == TRUTH:
+            asked += 1
+            follower.unanswered()
+            continue
+        for batch in source.answer(question):
+            follower.answer(*batch)
+        follower.answered()
+    assert asked == 3
+    assert not follower.complete
+    follower.disconnected()
+    ask(follower, source)
+    assert follower.complete
+    assert follower.index == source.truth

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import random
+import re
+import subprocess
+import sys
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
@@ -28,6 +31,7 @@ from contracts.sampling import SamplingParams
 from decode.worker import DecodeWorker
 from prefill.worker import PrefillWorker
 from tests.pair import Pair, pair
+from tests.serving import ROOT, environment
 
 PAGE = 16
 LOOPBACK = "tcp://127.0.0.1:0"
@@ -171,12 +175,14 @@ def test_what_is_written_to_storage_is_told(model: Path, tmp_path: Path) -> None
 
 def test_the_same_tokens_under_two_salts_are_pages_of_their_own(model: Path) -> None:
     with pair(model, cache={"events": events()}) as both, following(both) as readers:
-        prompt = list(range(2 * PAGE))
+        prompt, heard = list(range(2 * PAGE)), recording(seats(both)[0])
         for salt in SALTS:
             both.run(both.submit(prompt, SamplingParams(max_tokens=2, temperature=0.0), salt=salt))
         catch_up(both, readers)
         first = [key for key, entry in readers[0].index.pages[Medium.DEVICE].items() if entry.parent is None]
         assert sorted(first) == sorted(chain_keys(prompt, PAGE, salt)[0] for salt in SALTS)
+        stored = {event.salt: list(event.hashes) for event in heard if isinstance(event, Stored)}
+        assert stored == {salt: chain_keys(prompt, PAGE, salt) for salt in SALTS}
 
 
 def recording(seat: Seat) -> list[KvEvent]:
@@ -257,6 +263,10 @@ def test_condemned_pages_are_told_as_gone_though_a_request_still_reads_them(mode
         assert gone >= set(keys[1:])
         assert keys[0] not in gone
         catch_up(both, readers)
+        truth = TierIndex()
+        assert decode.teller is not None
+        truth.apply(decode.teller._truth())
+        assert told(truth) == held(decode), "who joins now isn't told of them either"
         # The same pages come anew while the condemned ones are still read; their end isn't told again.
         both.run(both.submit([*prompt, 9], SamplingParams(max_tokens=2, temperature=0.0)))
         both.run(running)
@@ -288,3 +298,30 @@ def test_a_batch_bears_the_rank_that_is_added_to_the_port(model: Path) -> None:
         both.run(both.submit(list(range(40)), SamplingParams(max_tokens=2, temperature=0.0)))
         both.settle()
         assert [decode_batch(publisher_of(s)._buffer[-1][1]).rank for s in seats(both)] == [0, 1]
+
+
+@pytest.mark.slow
+def test_what_the_page_for_operators_shows_works(model: Path, tmp_path: Path) -> None:
+    page = (ROOT / "docs" / "operating.md").read_text()
+    plain, reader = re.findall(r"^```py\n(.*?)^```", page, re.DOTALL | re.MULTILINE)
+    with pair(model, cache={"events": events()}) as both:
+        publisher, rng = publisher_of(seats(both)[0]), random.Random(8)
+        shown = {}
+        for text in (plain, reader):
+            code = text.replace("tcp://127.0.0.1:5557", publisher.endpoint)
+            code = code.replace("tcp://127.0.0.1:5657", publisher.replay_endpoint)
+            command, env = [sys.executable, "-c", code], environment(tmp_path)
+            with subprocess.Popen(command, env=env, stdout=subprocess.PIPE, text=True) as process:
+                deadline = time.monotonic() + 60
+                try:
+                    while process.poll() is None:
+                        assert time.monotonic() < deadline, "it doesn't end"
+                        conversation(both, rng, 1, [])
+                        both.step()
+                finally:
+                    process.kill()
+                assert process.returncode == 0
+                assert process.stdout is not None
+                shown[text] = process.stdout.read()
+        assert re.match(r"\d+ 0 BlockStored \['[0-9a-f]{32}'", shown[plain]), shown
+        assert re.match(r"{'device': [1-9]\d*, 'host': 0, 'storage': 0}", shown[reader]), shown
