@@ -5,7 +5,7 @@ BIN := .venv/bin
 CONSTRAINTS := constraints/cpu.txt
 
 .DEFAULT_GOAL := help
-.PHONY: help serve test check format bench soak demo-model test-rayup setup clean
+.PHONY: help serve test check format bench soak mutants demo-model test-rayup setup clean
 
 help: ## show the commands
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1|\2/p' $(MAKEFILE_LIST) | column -t -s '|'
@@ -28,6 +28,9 @@ format: .venv/.installed-dev ## put the code into its format
 
 bench: .venv/.installed-dev ## measure the engine, the data planes and the demo cluster; ARGS="serve --long"
 	@$(BIN)/python -m bench $(ARGS)
+
+mutants: .venv/.installed-dev ## show that each hazard's test fails when its rule is broken; ARGS="a1 b" for some
+	@$(BIN)/python tests/mutants/run.py $(ARGS)
 
 soak: .venv/.installed-dev ## the long tests: the full product of settings, and torture
 	@$(BIN)/python -m pytest -m soak $(ARGS)

@@ -11,11 +11,14 @@ another publisher):
     it begins with another batch, or is empty  this is a new publisher: forget everything, ask from 0
 
 A question is asked at a gap, at a batch that doesn't fit, and when the connection broke, since the batches may fit by
-chance. Meanwhile live batches are held back, and applied after the answer.
+chance. Meanwhile live batches are held back, and applied after the answer. A publisher answers with all that it sent
+before: so a batch that came before the question and lies behind the answer's end is from a publisher that is gone, and
+is dropped. When the connection breaks while a question is open, its answer may be one of the dead: it is asked again.
 
 When something is lost for good, the index is emptied, `complete` becomes False, and the reader asks for the truth (see
-the publisher). Without an answer it goes on from there: the index then holds less than the publisher, never more
-than the events say. It is complete again when the publisher clears everything, or starts anew.
+the publisher), whose answer begins with the last batch as well: the next question has to start somewhere. Without an
+answer it goes on from there: the index then holds less than the publisher, never more than the events say. It is
+complete again when the publisher clears everything, or starts anew.
 
 This is the brain, without I/O; `EventReader` (cache/event_reader.py) has the sockets.
 """
@@ -34,7 +37,7 @@ _RECENT = 4096
 _HELD = 4096
 """Live batches held back during a question; what overflows is asked for again."""
 _TRIES = 3
-"""Questions in a row that brought nothing new, before the loss is accepted."""
+"""Questions in a row that brought nothing new, before the loss is accepted, until the connection breaks."""
 
 
 class Follower:
@@ -53,15 +56,21 @@ class Follower:
         """The last batch accounted for, and its digest where it is known."""
         self._recent: OrderedDict[int, bytes] = OrderedDict()
         self._held: OrderedDict[int, bytes] = OrderedDict()
+        self._early: dict[int, bytes] = {}
+        """What was held back when the question was sent: its answer goes at least as far, or this is another's."""
         self._doubt = False
         """The connection broke: what fits may be another publisher's."""
+        self._broke = False
+        """The connection broke since the question was sent: the answer may be a dead publisher's."""
         self._wants_truth = False
+        self._untold = 0
+        """Questions for the truth in a row that got no answer."""
         self._tries = 1 if can_ask else 0
         self._answers = 0
         self._again = False
         """The rest of this answer is another publisher's: ask it from 0."""
-        self._truth: TierIndex | None = None
-        self._truth_next = 0
+        self._truth: list[tuple[int, bytes]] = []
+        """The answer to the question for the truth."""
 
     @property
     def complete(self) -> bool:
@@ -88,16 +97,23 @@ class Follower:
             self._ask()
 
     def disconnected(self) -> None:
-        """The connection to the publisher broke."""
+        """The connection to the publisher broke; batches that come after this may still be from before."""
         self._doubt = True
+        self._held.clear()
+        self._broke = self.question is not None
+        self._wants_truth, self._untold = self._can_ask and not self._whole, 0
         if self._can_ask and self.question is None:
             self._ask()
+
+    def asked(self) -> None:
+        """`question` is sent now: to be told after all that had come until then was given to `live`."""
+        self._early, self._broke = dict(self._held), False
 
     def answer(self, seq: int, payload: bytes) -> None:
         """A batch of the answer to `question`."""
         first, self._answers = self._answers == 0, self._answers + 1
         if self.question == TRUTH:
-            self._gather(seq, payload, first)
+            self._truth.append((seq, payload))
         elif self._again or (seq < self.next and not first):
             return
         elif first and self._last is not None:
@@ -115,27 +131,42 @@ class Follower:
     def answered(self) -> None:
         """The end of the answer."""
         question, self.question, answers = self.question, None, self._answers
+        told = True
         if question == TRUTH:
-            self._adopt()
+            told = self._adopt()
+            self._doubt = self._broke if told else self._doubt
         elif answers == 0 and self._last is not None:
             self._new_publisher()
             self._again = True
         else:
-            self._doubt = False
+            self._doubt = self._broke
             self._whole = self._whole or answers == 0
         if self._again:
             self._pose(bytes(8))
+        elif self._doubt:
+            self._tries = 0
+            self._ask()
         else:
+            if told:
+                self._drop_strangers()
             self._catch_up()
 
     def unanswered(self) -> None:
         """The answer did not come in time, or broke off."""
         question, self.question = self.question, None
         if question == TRUTH:
+            self._untold += 1
+            self._wants_truth = self._untold < _TRIES
+        if question == TRUTH and not self._doubt:
             self._catch_up()
         else:
             self._doubt = True
             self._ask()
+
+    def _drop_strangers(self) -> None:
+        for seq, payload in self._early.items():
+            if seq >= self.next and self._held.get(seq) == payload:
+                del self._held[seq]
 
     def _catch_up(self) -> None:
         """Apply what was held back; ask again where it still doesn't fit."""
@@ -167,10 +198,12 @@ class Follower:
     def _settle(self) -> None:
         if self._wants_truth and self.question is None:
             self._wants_truth = False
-            self._pose(TRUTH)
+            if not self._whole:
+                self._pose(TRUTH)
 
     def _pose(self, question: bytes) -> None:
-        self.question, self._answers, self._again, self._truth = question, 0, False, None
+        self.question, self._answers, self._again = question, 0, False
+        self._early, self._truth = {}, []
 
     def _take(self, seq: int, payload: bytes) -> None:
         """Apply the batch that is next; what can't be read is lost."""
@@ -178,7 +211,9 @@ class Follower:
             batch = decode_batch(payload)
         except WireError:
             self.damaged += 1
-            return self._give_up(seq)
+            self._give_up(seq)
+            self._last = (seq, _digest(payload))
+            return
         self.index.apply(batch.events)
         self._whole = self._whole or seq == 0 or Cleared() in batch.events
         self._last = (seq, _digest(payload))
@@ -186,23 +221,25 @@ class Follower:
         if len(self._recent) > _RECENT:
             self._recent.popitem(last=False)
 
-    def _gather(self, seq: int, payload: bytes, first: bool) -> None:
-        if first:
-            self._truth, self._truth_next = TierIndex(), seq
+    def _adopt(self) -> bool:
+        """Take over the whole content, if it is there: first the last batch, unless there was none, then the content
+        in pieces that carry the next number."""
+        answer, digest = self._truth, None
+        if len(answer) > 1 and answer[1][0] == answer[0][0] + 1:
+            digest, answer = _digest(answer[0][1]), answer[1:]
+        if not answer or any(seq != answer[0][0] for seq, _ in answer) or bool(answer[0][0]) != (digest is not None):
+            return False
+        truth = TierIndex()
         try:
-            batch = decode_batch(payload)
+            for _, payload in answer:
+                truth.apply(decode_batch(payload).events)
         except WireError:
             self.damaged += 1
-            self._truth = None
-        if self._truth is not None:
-            self._truth.apply(batch.events)
-
-    def _adopt(self) -> None:
-        if self._truth is None:
-            return
-        self.index, self._whole = self._truth, True
-        self._last = (self._truth_next - 1, None) if self._truth_next else None
+            return False
+        self.index, self._whole = truth, True
+        self._last = (answer[0][0] - 1, digest) if digest is not None else None
         self._recent.clear()
+        return True
 
     def _new_publisher(self) -> None:
         self.restarts += 1
@@ -213,7 +250,7 @@ class Follower:
         """All batches up to `through` are accounted for as lost."""
         self.lost += 1
         self._forget()
-        self._last, self._wants_truth = (through, None), self._can_ask
+        self._last, self._wants_truth, self._untold = (through, None), self._can_ask, 0
 
     def _forget(self) -> None:
         self.index.clear()

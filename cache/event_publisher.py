@@ -6,8 +6,9 @@ socket, in vLLM's protocol: frames (empty, start as 8 bytes big-endian); the ans
 for each buffered batch from there on, then (empty, -1, empty). The buffer is bounded; whoever asks for more than it
 holds gets what there is, and sees from its first number that something is lost.
 
-Beyond vLLM there is one more question, `truth`: the answer has the same form, its batches are the whole content of
-the tiers, and each carries the sequence number *from which on* the following batches apply on top. It costs time in
+Beyond vLLM there is one more question, `truth`: the answer has the same form. It begins with the last batch that was
+published, if there is one, so that the asker knows it when it meets it again; the others are the whole content of the
+tiers, and each carries the sequence number *from which on* the following batches apply on top. It costs time in
 proportion to the tree, so at most one such question is answered a round.
 
 Token ids are the users' prompts, and neither socket knows who listens. So both stay on loopback, unless the operator
@@ -118,6 +119,8 @@ class Publisher:
         events = list(self._truth())
         # No more messages than the queue to the client takes.
         step = max(_TRUTH_EVENTS, -(-len(events) // self._buffer_batches))
+        if self._buffer:
+            yield self._buffer[-1]
         for start in range(0, max(len(events), 1), step):
             yield self._next, encode_batch(self._now(), events[start : start + step], self._rank)
 
@@ -140,12 +143,16 @@ def _bind(
             "Use a loopback address, or set cache.events.public: true on a network of your own"
         )
     socket = context.socket(kind)
-    socket.set(zmq.SNDHWM, config.buffer_batches + 1)
+    # An answer, with its end and what the truth begins with.
+    socket.set(zmq.SNDHWM, config.buffer_batches + 2)
     socket.set(zmq.LINGER, 0)
     try:
         socket.bind(f"tcp://{host}:{port + rank if port else 0}")
     except zmq.ZMQError as error:
-        raise ConfigError(f"config key {key}: cannot listen on {endpoint} (rank {rank}): {error.strerror}") from None
+        raise ConfigError(
+            f"config key {key}: cannot listen on {endpoint} (rank {rank}): {error.strerror}. "
+            "Ports grow by the rank: leave room between endpoint and replay_endpoint"
+        ) from None
     return socket
 
 

@@ -75,20 +75,11 @@ class EventReader:
             if socket is not None:
                 poller.register(socket, zmq.POLLIN)
         poller.poll(int(timeout_s * 1000))
-        # The breaks first: they put in doubt what came after them.
-        while self._monitor.poll(0):
-            recv_monitor_message(self._monitor)
-            self._follower.disconnected()
+        # What had come before a question is sent must be with the follower by then: the answers go last.
+        self._notice_breaks()
+        self._read_batches()
         self._ask()
         self._read_answers()
-        for _ in range(_READ):
-            if not self._sub.poll(0):
-                break
-            match self._sub.recv_multipart():
-                case [_, seq, payload] if len(seq) == 8:
-                    self._follower.live(int.from_bytes(seq, "big"), payload)
-                case _:
-                    self.malformed += 1
         if self._asked is not None and self._clock.now() >= self._deadline:
             self._hang_up()
             self._follower.unanswered()
@@ -103,6 +94,24 @@ class EventReader:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
         self.close()
+
+    def _notice_breaks(self) -> None:
+        while self._monitor.poll(0):
+            recv_monitor_message(self._monitor)
+            self._follower.disconnected()
+
+    def _read_batches(self) -> None:
+        for _ in range(_READ):
+            if not self._sub.poll(0):
+                return
+            message = self._sub.recv_multipart()
+            # The break first: whatever a new connection brings comes after it was told.
+            self._notice_breaks()
+            match message:
+                case [_, seq, payload] if len(seq) == 8:
+                    self._follower.live(int.from_bytes(seq, "big"), payload)
+                case _:
+                    self.malformed += 1
 
     def _read_answers(self) -> None:
         for _ in range(_READ):
@@ -129,6 +138,7 @@ class EventReader:
             self._dealer.set(zmq.LINGER, 0)
             self._dealer.connect(self._replay_endpoint)
         self._asked, self._deadline = question, self._clock.now() + self._answer_s
+        self._follower.asked()
         self._dealer.send_multipart([b"", question], zmq.NOBLOCK)
 
     def _hang_up(self) -> None:

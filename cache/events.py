@@ -6,9 +6,9 @@ The brains (tree, tiers, storage) emit plain values into an `EventSink`, in the 
 the index; it does no I/O.
 
 **The format** is that of vLLM's `vllm/distributed/kv_events.py` in its array form (v0.9 up to the releases that moved
-the events to maps), which is also what SGLang's `disaggregation/kv_events.py` publishes and what the indexers of
-Dynamo and llm-d accept beside the map form. A message has three frames: the topic, the sequence number (8 bytes,
-big-endian, from 0), and a msgpack payload, an array whose structs are arrays tagged by name:
+the events to maps), which Dynamo's indexer accepts beside the map form; for SGLang and llm-d see below. A message has
+three frames: the topic, the sequence number (8 bytes, big-endian, from 0), and a msgpack payload, an array whose
+structs are arrays tagged by name:
 
     batch   [ts: float seconds since 1970, events: array, data_parallel_rank: int or nil]
     event   ["BlockStored", block_hashes, parent_block_hash, token_ids, block_size, lora_id, medium, lora_name,
@@ -23,6 +23,13 @@ big-endian, from 0), and a msgpack payload, an array whose structs are arrays ta
   every version of Dynamo's reader knows. The reader here takes the other common spellings as well.
 - A salt (adapter or tenant) travels in `extra_keys`, one array for each block, where vLLM puts its cache salts;
   `lora_id` and `lora_name` are nil.
+- SGLang's `disaggregation/kv_events.py` publishes the same frames, and the same arrays up to `medium`, with the same
+  media; but its hashes are integers, and a salt is a map where `lora_name` is here. What is typed after its structs
+  (`list[int]`) doesn't read bytes.
+- llm-d's indexer (`pkg/kvevents`, its vLLM and SGLang adapters) reads bytes or integers: of bytes the last eight. It
+  keeps a medium as it is spelled, passes over fields that it doesn't know, and drops a run whose parent it hasn't met,
+  which is why parents are told before their children. Of the topic it expects `kv@POD@MODEL`; text in `extra_keys` it
+  takes for hashes of images; and it does nothing at "AllBlocksCleared".
 - An indexer that does not know the second element of "AllBlocksCleared" forgets more than it must: it loses hits and
   is never wrong about what it keeps.
 
@@ -130,6 +137,7 @@ _TIERS = {
     None: Tier.DEVICE, "GPU": Tier.DEVICE, "DEVICE": Tier.DEVICE,
     "CPU_PINNED": Tier.HOST, "CPU": Tier.HOST, "CPU_TIER1": Tier.HOST,
     "DISK": Tier.STORAGE, "STORAGE": Tier.STORAGE, "NVME": Tier.STORAGE, "CPU_TIER2": Tier.STORAGE,
+    "EXTERNAL": Tier.STORAGE,
 }  # fmt: skip
 
 

@@ -162,7 +162,7 @@ class Saver:
         """Full nodes that storage now has all of."""
         good = {name.chain for name, outcome in zip(write.ticket.names, results, strict=True) if outcome.ok}
         for part in write.lock.of(self._tree.full):
-            if part.node.parts[Tier.HOST].get(self._tree.full) is part and good.issuperset(part.node.keys):
+            if part.live and self._tree.linked(part.node) and good.issuperset(part.node.keys):
                 self._tree.on_change(part.node, Tier.STORAGE, True)
 
     def _finish(self, save: _Save) -> None:

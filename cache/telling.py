@@ -1,7 +1,9 @@
 """Tells the world what the tiers hold: changes of the tree and of storage become KV events.
 
-Events speak of the full component: a prefix whose pages are in a tier. Pages that storage evicts by itself aren't
-told, since whoever shares the storage may be the one who evicts them.
+Events speak of the full component: a prefix whose pages are in a tier, or for the device are on their way there from
+the host. What is written to storage is told once, when the write is known to have succeeded; it isn't part of the
+truth that a late joiner gets, and pages that storage evicts by itself aren't told: storage outlives this worker, and
+whoever shares it may be the one who evicts them.
 """
 
 from __future__ import annotations

@@ -176,9 +176,13 @@ class PrefixTree(TreeState):
         prefix.know(b"".join([node.chain for node, _ in walked])[: KEY_BYTES * at])
         path = self._path(prefix, walked, at, end, self._boundaries(offers), priority)
         # From the last node up: taking a run out of a lease moves only what lies behind it.
-        for node, mine in reversed(self._plan(path, offers, tier)):
+        plan = self._plan(path, offers, tier)
+        for node, mine in reversed(plan):
             for component, offer, where in mine:
                 self._take(node, component, tier, offer, where)
+        for node, mine in plan:
+            if any(component == self.full for component, _, _ in mine):
+                self.on_change(node, tier, True)
         self._discard_empty(path)
         held, unbroken = 0, True
         for node in path:
@@ -245,7 +249,7 @@ class PrefixTree(TreeState):
     def _take(self, node: Node, name: str, tier: Tier, offer: Offer, where: int) -> None:
         units = self._by_name[name].units(node)
         lease = offer.lease.split(units, f"tree {name}", start=where)
-        self.attach(node, name, tier, lease, tuple(offer.digests[where : where + units]))
+        self._hang(node, name, tier, lease, tuple(offer.digests[where : where + units]))
 
     def _discard_empty(self, path: Sequence[Node]) -> None:
         for node in reversed(path):

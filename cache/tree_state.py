@@ -37,7 +37,8 @@ class TreeState:
         self.protected = dict.fromkeys(self.queues, 0)
         """Those of them that locks keep."""
         self.on_change: Callable[[Node, Tier, bool], None] = lambda node, tier, there: None
-        """Told when a node's full state has come to a tier (True) or gone from it."""
+        """Told when full state that can be matched has come to a tier (True), parents first, or gone from it: also
+        when it was condemned, whether or not it is locked still. Splits change nothing and aren't told."""
         self._by_name = {c.name: c for c in self.components}
         self._tick = 0
         self._version = 0
@@ -126,7 +127,13 @@ class TreeState:
     # ------------------------------------------------------------ parts
 
     def attach(self, node: Node, name: str, tier: Tier, lease: Lease, digests: tuple[int, ...]) -> Part:
-        """Hang a part on a node that has none there."""
+        """Hang a part on a node that has none there, and tell."""
+        part = self._hang(node, name, tier, lease, digests)
+        if name == self.full:
+            self.on_change(node, tier, True)
+        return part
+
+    def _hang(self, node: Node, name: str, tier: Tier, lease: Lease, digests: tuple[int, ...]) -> Part:
         assert name not in node.parts[tier], f"{name} is there already"
         self._version += 1
         part = node.parts[tier][name] = Part(node, name, tier, lease, digests)
@@ -135,7 +142,6 @@ class TreeState:
             assert node.parent is not None
             node.parent.below[tier] += 1
             self._queue(node.parent, tier)
-            self.on_change(node, tier, True)
         for there in IN_TREE:
             self._queue(node, there)
         return part
@@ -150,7 +156,9 @@ class TreeState:
             if parent.children.get(node.raw[: self._page_bytes]) is node:
                 parent.below[tier] -= 1
                 self._queue(parent, tier)
-            self.on_change(node, tier, False)
+            # What was condemned is told as gone by then, and the same pages may have come anew since.
+            if not self.condemned or self.linked(node):
+                self.on_change(node, tier, False)
         del node.parts[tier][part.component]
         self.sizes[tier, part.component] -= len(part)
         part.lease.release()
@@ -297,6 +305,10 @@ class TreeState:
         if not self.linked(node) or parent is None:
             return 0
         self._version += 1
+        for gone in reversed(list(subtree(node))):
+            for tier in IN_TREE:
+                if self.full in gone.parts[tier]:
+                    self.on_change(gone, tier, False)
         del parent.children[first]
         for tier in IN_TREE:
             parent.below[tier] -= int(self.full in node.parts[tier])

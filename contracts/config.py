@@ -256,6 +256,12 @@ def _check_together(config: Config) -> None:
             f"config key cache.storage.backend={storage.backend} needs host memory to read into and write from: "
             "set cache.host_bytes"
         )
+    events = config.cache.events
+    if events.replay_endpoint and not events.endpoint:
+        raise ConfigError(
+            f"config key cache.events.replay_endpoint is {events.replay_endpoint}, but no events are published: set "
+            "cache.events.endpoint too, such as tcp://127.0.0.1:5557"
+        )
     for backend, key, value in (("file", "path", storage.path), ("redis", "url", storage.url)):
         if storage.backend == backend and not value:
             raise ConfigError(f"config key cache.storage.backend={backend} needs cache.storage.{key}")

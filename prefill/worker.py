@@ -88,12 +88,7 @@ class PrefillWorker(PhaseWorker[Request]):
         self._landed = False
         """Whether the last round committed something: then the next may have room for somebody."""
         self._steps = 0
-        self._counters = {
-            "prompt_tokens_computed": 0.0,
-            "prompt_tokens_cached": 0.0,
-            "parked": 0.0,
-            "stale_pages": 0.0,
-        }
+        self._counters = dict.fromkeys(("prompt_tokens_computed", "prompt_tokens_cached", "parked", "stale_pages"), 0.0)
 
     # ------------------------------------------------------------ the host's side
 
@@ -212,6 +207,7 @@ class PrefillWorker(PhaseWorker[Request]):
             while not self._take_pages(request):
                 if not (self._entitled(request) and self._park_one()):
                     return
+                running = [r for r in running if r.phase is Phase.RUNNING]
             request.step(PhaseEvent.ADMIT)
             request.marks.setdefault("queue", self._clock.now() - request.arrived)
             running.append(request)
@@ -231,17 +227,15 @@ class PrefillWorker(PhaseWorker[Request]):
         budget = self._config.prefill.chunk_tokens
         batch = []
         for request in self._desk:
-            count = min(budget, self._chunk_end(request) - request.launched)
+            # Recurrent states are kept as they are at the last page boundary: a chunk ends there.
+            boundary = request.last_boundary(self._page_tokens) if self._seat.stateful else 0
+            end = boundary if request.launched < boundary else len(request.tokens)
+            count = min(budget, end - request.launched)
             if request.phase is Phase.RUNNING and count:
                 budget -= count
                 request.planned += count
                 batch.append((request, self._row(request, count)))
         return batch
-
-    def _chunk_end(self, request: Request) -> int:
-        """Where its next chunk ends at the latest: recurrent states are kept as they are at the last page boundary."""
-        last = (len(request.tokens) - 1) // self._page_tokens * self._page_tokens
-        return last if self._seat.stateful and request.launched < last else len(request.tokens)
 
     def _row(self, request: Request, count: int) -> Row:
         start, end = request.launched, request.launched + count
@@ -388,7 +382,7 @@ class PrefillWorker(PhaseWorker[Request]):
         for pool, left in self._sender.wanted(request.submit.room).items():
             tags = []
             for number in left:
-                digest = self._sealed(request, claim, pool, number)
+                digest = request.sealed(pool, number)
                 if digest is None:
                     break
                 tags.append(ContentTag(request.chain[number], digest))
@@ -396,13 +390,6 @@ class PrefillWorker(PhaseWorker[Request]):
                 places = claim.tables[pool][left.start :] if pool in claim.tables else claim.slots[pool].indices
                 out[pool] = Finished(left.start, tuple(places[: len(tags)]), tuple(tags))
         return out
-
-    def _sealed(self, request: Request, claim: Claim, pool: str, number: int) -> int | None:
-        """The digest of a page or state by its number; None while it isn't finished."""
-        whole = claim.digests.get(pool, ())
-        if number < len(whole):
-            return whole[number]
-        return request.ends.get(pool) if number == len(request.chain) - 1 else None
 
     def _write(self, request: Request, computed: Completion) -> None:
         """Hand over what is sealed and not yet sent, after the step behind it; with the last page, the metadata."""

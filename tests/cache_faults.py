@@ -105,7 +105,7 @@ class Watch:
         self._evicting = False
         self._since: dict[int, int] = {}
         tree: Any = seat.tree
-        self._attach, tree.attach = tree.attach, self.attach
+        self._attach, tree._hang = tree._hang, self.attach
         self._split, tree._split = tree._split, self.split
         self._detach, tree._detach = tree._detach, self.detach
         self._evict, tree.evict = tree.evict, self.evict

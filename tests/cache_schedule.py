@@ -1,4 +1,7 @@
-"""One seed, one schedule: loads, saves, prefetches, passes and sends of several requests, on the lazy device.
+"""One seed, one schedule: all that several requests do at once, on the lazy device.
+
+Loads, saves, prefetches, forward passes one ahead of what is committed, sends, and requests that are retracted to the
+host and come back.
 
     .venv/bin/python -m tests.cache_schedule 1234      replays seed 1234 and prints every action and operation
 
@@ -16,6 +19,8 @@ from collections.abc import Callable
 
 from cache.device import DEVICE
 from cache.nodes import Tier
+from cache.offload import Extent, Restored, Saved, offload, restore
+from contracts.errors import CapacityError
 from tests.cache_visitors import Visitor
 from tests.cache_world import World
 from tests.poolsets import NAMES, pool_sets
@@ -23,6 +28,7 @@ from tests.poolsets import NAMES, pool_sets
 PAGE_TOKENS = 2
 _ACTIONS = 120
 _AT_ONCE = 5
+_CHUNK_BYTES = 700
 
 
 class Schedule:
@@ -41,6 +47,9 @@ class Schedule:
         self.world = World(pool_sets(PAGE_TOKENS)[self.name], seed, lazy=True, **self.settings)
         self.prompts = [[rng.randrange(2) for _ in range(PAGE_TOKENS * rng.randint(4, 7))] for _ in range(2)]
         self.log: list[str] = []
+        self.away: list[tuple[Visitor, Saved]] = []
+        """Retracted: their state is on the host, or on its way there."""
+        self.coming: list[tuple[Visitor, Saved, Restored]] = []
         lazy = self.world.lazy
         assert lazy is not None
         self.lazy = lazy
@@ -60,6 +69,7 @@ class Schedule:
             action = self.rng.choices(list(_WEIGHTS), weights=list(_WEIGHTS.values()))[0]
             self.log.append(f"{action.__name__} {[v.name for v in self.world.visitors]}")
             action(self)
+        self.bring_home()
         found = self.world.check()
         assert not found, found
         self.world.settle()
@@ -111,6 +121,79 @@ class Schedule:
             visitor: Visitor = self.rng.choice(late)
             self.world.leave(visitor)
 
+    def extents(self, visitor: Visitor) -> dict[str, Extent]:
+        """All that a request holds after what it has committed."""
+        claim, done = visitor.claim, visitor.done
+        assert claim is not None
+        out = {}
+        for pool in claim.tables:
+            indices = self.world.attended(claim, pool, done)
+            firsts = [PAGE_TOKENS * page for page in range(done - len(indices), done)]
+            epochs = claim.epochs[pool][done - len(indices) : done]
+            ends = [first + PAGE_TOKENS for first in firsts]
+            out[pool] = Extent(tuple(indices), tuple(epochs), tuple(firsts), tuple(ends))
+        return out | {pool: Extent.slot(slot, done * PAGE_TOKENS) for pool, slot in claim.slots.items()}
+
+    def retract(self) -> None:
+        """Take a request's state to the host and its pages back at once: the copy's pins keep them."""
+        world = self.world
+        idle = [v for v in world.visitors if v.claim and v.done and not v.steps and world.seat.settled(v.claim)]
+        if not idle:
+            return
+        visitor = self.rng.choice(idle)
+        claim, host = visitor.claim, world.host
+        assert claim is not None
+        assert host is not None
+        try:
+            saved = offload(
+                world.device, world.pools, host, self.extents(visitor), chunk_bytes=_CHUNK_BYTES, owner=visitor.name
+            )
+        except CapacityError:
+            return
+        world.seat.release(claim)
+        world.visitors.remove(visitor)
+        self.away.append((visitor, saved))
+        world.seen["retracted"] += 1
+
+    def resume(self) -> None:
+        """Begin to bring a retracted request back, or take in one that has come."""
+        world = self.world
+        for entry in [e for e in self.coming if e[2].done]:
+            self.coming.remove(entry)
+            visitor, saved, restored = entry
+            assert restored.complete, restored.damage
+            saved.release()
+            world.visitors.append(visitor)
+            world.seen["resumed"] += 1
+        ready = [entry for entry in self.away if entry[1].done]
+        if not ready:
+            return
+        visitor, saved = self.rng.choice(ready)
+        before = world.seat.counters["pages_evicted"]
+        claim = world.seat.claim(visitor.prefix, len(visitor.prefix) * PAGE_TOKENS, visitor.name, reusable=0)
+        world.look(before)
+        if claim is None:
+            return
+        self.away.remove((visitor, saved))
+        visitor.claim = claim
+        world.seat.launch()
+        world.seat.slide(claim, visitor.done * PAGE_TOKENS)
+        into = self.extents(visitor)
+        restored = restore(
+            world.device, saved, world.pools, into, chunk_bytes=_CHUNK_BYTES, after=claim.started
+        )  # fmt: skip
+        self.coming.append((visitor, saved, restored))
+
+    def bring_home(self) -> None:
+        """Everyone who is coming arrives; those who are still away are given up."""
+        self.lazy.settle()
+        away, self.away = self.away, []
+        for _, saved in away:
+            saved.wait()
+            saved.release()
+        self.resume()
+        assert not self.coming
+
     def storage(self) -> None:
         queue = self.world.queue
         assert queue is not None
@@ -136,6 +219,8 @@ _WEIGHTS: dict[Callable[[Schedule], None], int] = {
     Schedule.go_on: 20,
     Schedule.send: 3,
     Schedule.stop: 1,
+    Schedule.retract: 1,
+    Schedule.resume: 3,
     Schedule.storage: 3,
     Schedule.poll: 2,
     Schedule.device: 2,

@@ -108,7 +108,8 @@ class World:
         return self._agreed[key]
 
     def _fault(self, op: StorageOp, name: ObjectName) -> str | None:
-        if self.rng.random() < self.fault_rate:
+        # There are far fewer reads than writes.
+        if self.rng.random() < self.fault_rate * (4 if op is StorageOp.READ else 1):
             self.disturbed = True
             self.seen[f"storage fault in {op}"] += 1
             return "a fault on purpose"
@@ -156,7 +157,7 @@ class World:
         claim = self.seat.claim(
             visitor.prefix, positions, visitor.name, reusable=visitor.reusable, prefetch=visitor.prefetch
         )
-        self._look(before)
+        self.look(before)
         if claim is None:
             return False
         assert claim.depth <= expected, f"found {claim.depth} pages, only {expected} were ever shared"
@@ -176,7 +177,7 @@ class World:
         self.seen["found shorter than ever shared"] += claim.depth < expected
         self.seen["snapshot used"] += bool(claim.slots) and claim.depth > 0
 
-    def _look(self, evicted_before: float) -> None:
+    def look(self, evicted_before: float) -> None:
         self.disturbed |= self.seat.counters["pages_evicted"] != evicted_before
         saver, prefetcher = self.seat.saver, self.seat.prefetcher
         self.disturbed |= saver is not None and saver.counters["saves_left_out"] > 0
@@ -190,7 +191,7 @@ class World:
         self.seat.launch()
         end = min(len(visitor.prefix), begin + pages)
         slots = {pool: list(slot.indices) for pool, slot in claim.slots.items()}
-        reads = {pool: self._seen(claim, pool, begin) for pool in claim.tables} | slots
+        reads = {pool: self.attended(claim, pool, begin) for pool in claim.tables} | slots
         writes = {pool: claim.tables[pool][begin:end] for pool in claim.tables} | slots
         passages = {pool: self.pools.gates[pool].enter(pool) for pool in self.spec.by_name}
         step = Step(None, end, [])  # type: ignore[arg-type]
@@ -218,10 +219,10 @@ class World:
         if not self.seat.snapshot(claim, pages * self.spec.page_tokens):
             self.seen["no slot for a snapshot"] += 1
             return []
-        self._look(before)
+        self.look(before)
         return [held[-1].completion for held in claim.snapshots.values()]
 
-    def _seen(self, claim: Claim, pool: str, done: int) -> list[int]:
+    def attended(self, claim: Claim, pool: str, done: int) -> list[int]:
         """The pages that a pass after `done` pages attends to."""
         component = self.seat.tree.component(pool)
         first = max(0, done - component.reach) if isinstance(component, Window) else 0
@@ -292,7 +293,7 @@ class World:
             self.seat.slide(claim, positions)
         if share:
             self._share(visitor, claim)
-        self._look(before)
+        self.look(before)
         self.changes += 1
         return True
 
@@ -303,7 +304,7 @@ class World:
             return False
         self.seat.launch()
         after = [step.completion for step in visitor.steps] + self.seat.completions(claim) + claim.started
-        pages = {pool: self._seen(claim, pool, end) for pool in claim.tables}
+        pages = {pool: self.attended(claim, pool, end) for pool in claim.tables}
         if not visitor.steps and end == len(visitor.prefix):
             pages |= {pool: list(slot.indices) for pool, slot in claim.slots.items()}
         wrong: list[str] = []
@@ -372,7 +373,7 @@ class World:
             visitor = next(v for v in self.visitors if v.claim is claim)
             self.leave(visitor)
         self._sent()
-        self._look(self.seat.counters["pages_evicted"])
+        self.look(self.seat.counters["pages_evicted"])
 
     def evict(self, tier: Tier, pool: str, count: int) -> None:
         freed = self.seat.evict(pool, count) if tier is Tier.DEVICE else self.seat.tree.evict(tier, pool, count)

@@ -28,9 +28,9 @@ def test_links_lead_somewhere(page: Path) -> None:
 
 
 def test_settings_in_the_pages_are_accepted() -> None:
-    settings = {
-        s for page in PAGES for s in re.findall(r"--set ([\w.]+=\S+)", page.read_text()) if "section.key" not in s
-    }
-    assert settings
-    for setting in settings:
-        load_config(None, [setting.rstrip("`.,;)")])
+    """Those of one line together, as they are typed."""
+    lines = [re.findall(r"--set ([\w.]+=\S+)", line) for page in PAGES for line in page.read_text().splitlines()]
+    typed = [settings for settings in lines if settings and not any("section.key" in s for s in settings)]
+    assert typed
+    for settings in typed:
+        load_config(None, [setting.rstrip("`.,;)") for setting in settings])

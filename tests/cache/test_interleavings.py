@@ -24,6 +24,8 @@ MET = (
     "split under a save",
     "snapshot used",
     "tombstone healed",
+    "retracted",
+    "resumed",
 )
 
 

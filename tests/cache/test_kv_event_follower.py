@@ -49,7 +49,8 @@ class Source:
             for page, entry in pages.items()
         ]
         half = len(events) // 2
-        return [(self.next, encode_batch(0.0, part, 0)) for part in (events[:half], events[half:])]
+        parts = [(self.next, encode_batch(0.0, part, 0)) for part in (events[:half], events[half:])]
+        return [*list(self.buffer)[-1:], *parts]
 
 
 def ask(follower: Follower, source: Source, rounds: int = 20) -> None:
@@ -57,10 +58,70 @@ def ask(follower: Follower, source: Source, rounds: int = 20) -> None:
     for _ in range(rounds):
         if follower.question is None:
             return
+        follower.asked()
         for seq, payload in source.answer(follower.question):
             follower.answer(seq, payload)
         follower.answered()
     raise AssertionError("the follower asks for ever")
+
+
+class Line:
+    """The connections between a follower and whatever publisher is at the other end.
+
+    Live batches come in order, or not at all; those of a dead publisher may still come after the break was told, and
+    those of its successor never before. An answer is made when the question is sent, and may come much later.
+    """
+
+    def __init__(self, rng: random.Random, source: Source, follower: Follower) -> None:
+        self.rng, self.source, self.follower = rng, source, follower
+        self.live: deque[tuple[int, bytes]] = deque()
+        self.answer: list[tuple[int, bytes]] | None = None
+
+    def publish(self, losing: float) -> None:
+        batch = self.source.batch()
+        if self.rng.random() >= losing:
+            self.live.append(batch)
+
+    def deliver(self, count: int) -> None:
+        for _ in range(min(count, len(self.live))):
+            self.follower.live(*self.live.popleft())
+
+    def restart(self) -> None:
+        self.source = Source(self.rng, 1000, self.source.knows_truth, self.source.name + 1)
+        self.deliver(self.rng.randrange(4))
+        self.follower.disconnected()
+        self.deliver(self.rng.randrange(4))
+        self.live.clear()
+
+    def send_question(self) -> None:
+        if self.answer is None and self.follower.question is not None:
+            self.deliver(len(self.live))
+            self.follower.asked()
+            self.answer = self.source.answer(self.follower.question)
+
+    def take_answer(self) -> None:
+        if self.answer is not None:
+            for batch in self.answer:
+                self.follower.answer(*batch)
+            self.answer = None
+            self.follower.answered()
+
+    def break_answer_off(self) -> None:
+        if self.answer is not None:
+            for batch in self.answer[: self.rng.randrange(1 + len(self.answer))]:
+                self.follower.answer(*batch)
+            self.answer = None
+            self.follower.unanswered()
+
+    def settle(self) -> None:
+        self.deliver(len(self.live))
+        self.follower.disconnected()
+        for _ in range(20):
+            if self.follower.question is None:
+                return
+            self.send_question()
+            self.take_answer()
+        raise AssertionError("the follower asks for ever")
 
 
 def stand(seed: int, knows_truth: bool) -> None:
@@ -70,34 +131,33 @@ def stand(seed: int, knows_truth: bool) -> None:
     for _ in range(rng.randrange(5)):
         source.batch()  # before the follower joins
     follower = Follower(can_ask=True)
+    line = Line(rng, source, follower)
     losing = rng.choice([0.0, 0.1, 0.6])
-    for _ in range(120):
+    for _ in range(150):
         draw = rng.random()
         if draw < 0.02:
-            source = Source(rng, 1000, knows_truth, name=source.name + 1)
-            if rng.random() < 0.7:
-                follower.disconnected()
+            line.restart()
         elif draw < 0.04:
             follower.disconnected()
-        elif draw < 0.06 and follower.question is not None:
-            follower.unanswered()
-        elif draw < 0.3 and follower.question is not None:
-            ask(follower, source)
+        elif draw < 0.06:
+            line.break_answer_off()
+        elif draw < 0.15:
+            line.send_question()
+        elif draw < 0.25:
+            line.take_answer()
+        elif draw < 0.5:
+            line.deliver(rng.randrange(1, 6))
         else:
-            seq, payload = source.batch()
-            if rng.random() >= losing:
-                follower.live(seq, payload)
+            line.publish(losing)
         assert not follower.complete or follower.question is None
-    ask(follower, source)
-    follower.disconnected()
-    ask(follower, source)
+    line.settle()
     if not follower.complete:
         assert not knows_truth
         assert follower.lost
     else:
-        assert follower.index == source.truth
+        assert follower.index == line.source.truth
     for tier, pages in follower.index.pages.items():
-        assert pages.items() <= source.truth.pages[tier].items(), "the index never holds more than the publisher"
+        assert pages.items() <= line.source.truth.pages[tier].items(), "the index never holds more than the publisher"
 
 
 @pytest.mark.parametrize("knows_truth", [True, False])
@@ -206,4 +266,114 @@ def test_a_duplicate_of_an_applied_batch_is_ignored() -> None:
     follower.live(*source.batch())
     follower.live(*first)
     assert follower.question is None
+    assert follower.index == source.truth
+
+
+def test_a_new_publisher_is_noticed_although_all_that_is_known_is_the_truth() -> None:
+    source, follower = source_and_follower(buffer=2, knows_truth=True)
+    for _ in range(5):
+        source.batch()
+    follower.live(*source.batch())
+    ask(follower, source)
+    assert follower.lost == 1
+    follower.disconnected()
+    ask(follower, source)
+    assert follower.complete
+    assert follower.restarts == 0, "it is the same publisher"
+    other = Source(random.Random(1), 100, True, 2)
+    for _ in range(8):
+        other.batch()
+    follower.disconnected()
+    ask(follower, other)
+    assert follower.restarts == 1
+    assert follower.complete
+    assert follower.index == other.truth
+
+
+def test_the_last_words_of_a_dead_publisher_are_not_taken_for_its_successors() -> None:
+    source, follower = source_and_follower()
+    last_words = [source.batch() for _ in range(4)]
+    follower.live(*last_words[0])
+    follower.disconnected()
+    follower.live(*last_words[3])  # sent before the break, and read after it
+    other = Source(random.Random(1), 100, False, 2)
+    for _ in range(3):
+        other.batch()
+    ask(follower, other)
+    assert follower.next == 3
+    assert follower.complete
+    assert follower.index == other.truth
+
+
+@pytest.mark.parametrize("of", ["batches", "truth"])
+def test_the_answer_of_a_publisher_that_died_meanwhile_is_asked_again(of: str) -> None:
+    source, follower = source_and_follower(buffer=2, knows_truth=True)
+    follower.live(*source.batch())
+    for _ in range(5):
+        source.batch()
+    follower.live(*source.batch())
+    if of == "truth":
+        follower.asked()
+        for batch in source.answer(follower.question or b""):
+            follower.answer(*batch)
+        follower.answered()
+        assert follower.question == TRUTH
+    follower.asked()
+    late = source.answer(follower.question or b"")
+    other = Source(random.Random(1), 100, True, 2)
+    for _ in range(9):
+        other.batch()
+    follower.disconnected()
+    follower.live(*other.batch())
+    for batch in late:
+        follower.answer(*batch)
+    follower.answered()
+    assert not follower.complete
+    ask(follower, other)
+    assert follower.complete
+    assert follower.index == other.truth
+
+
+@pytest.mark.parametrize("damage", ["no first", "no middle", "unreadable"])
+def test_a_truth_that_came_in_part_is_not_adopted(damage: str) -> None:
+    source, follower = source_and_follower(buffer=2, knows_truth=True)
+    for _ in range(5):
+        source.batch()
+    follower.live(*source.batch())
+    for _ in range(2):
+        if follower.question == TRUTH:
+            break
+        follower.asked()
+        for batch in source.answer(follower.question or b""):
+            follower.answer(*batch)
+        follower.answered()
+    assert follower.question == TRUTH
+    first, middle, last = source.answer(TRUTH)
+    changed = {"no first": [middle, last], "no middle": [first], "unreadable": [first, middle, (last[0], b"\xc1")]}
+    for batch in changed[damage]:
+        follower.answer(*batch)
+    follower.answered()
+    assert not follower.complete
+
+
+def test_an_unanswered_question_for_the_truth_is_asked_three_times_and_again_after_a_break() -> None:
+    source, follower = source_and_follower(buffer=2, knows_truth=True)
+    for _ in range(5):
+        source.batch()
+    follower.live(*source.batch())
+    asked = 0
+    while (question := follower.question) is not None:
+        follower.asked()
+        if question == TRUTH:
+            asked += 1
+            follower.unanswered()
+            continue
+        for batch in source.answer(question):
+            follower.answer(*batch)
+        follower.answered()
+    assert asked == 3
+    assert not follower.complete
+    follower.disconnected()
+    ask(follower, source)
+    assert follower.complete
     assert follower.index == source.truth

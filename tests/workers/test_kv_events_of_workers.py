@@ -1,0 +1,327 @@
+"""The KV events of a prefill and a decode worker against what their trees hold, while requests come and pages go."""
+
+from __future__ import annotations
+
+import random
+import re
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from cache.event_reader import EventReader
+from cache.events import EventLog, KvEvent, PageEntry, Removed, Stored, TierIndex, decode_batch
+from cache.events import Tier as Medium
+from cache.nodes import IN_TREE, Node, Tier
+from cache.prefix import Prefix, token_ids
+from cache.seat import Seat
+from cache.tags import chain_keys
+from cache.telling import Teller
+from cluster.build import _event_rank
+from contracts.clock import SystemClock
+from contracts.config import config_from_dict
+from contracts.errors import ConfigError
+from contracts.ids import Role, WorkerName
+from contracts.sampling import SamplingParams
+from decode.worker import DecodeWorker
+from prefill.worker import PrefillWorker
+from tests.pair import Pair, pair
+from tests.serving import ROOT, environment
+
+PAGE = 16
+LOOPBACK = "tcp://127.0.0.1:0"
+MEDIA = {Tier.DEVICE: Medium.DEVICE, Tier.HOST: Medium.HOST}
+SALTS = ("", "red", "blue")
+
+
+def events(**more: Any) -> dict[str, Any]:
+    return {"endpoint": LOOPBACK, "replay_endpoint": LOOPBACK, **more}
+
+
+def seats(both: Pair) -> list[Seat]:
+    assert isinstance(both.prefill, PrefillWorker)
+    assert isinstance(both.decode, DecodeWorker)
+    return [both.prefill._seat, both.decode._seat]
+
+
+def publisher_of(seat: Seat) -> Any:
+    assert seat.teller is not None
+    return seat.teller.publisher
+
+
+def follow(seat: Seat) -> EventReader:
+    publisher = publisher_of(seat)
+    return EventReader(publisher.endpoint, SystemClock(), publisher.replay_endpoint, "kv-events")
+
+
+@contextmanager
+def following(both: Pair) -> Iterator[list[EventReader]]:
+    with ExitStack() as stack:
+        yield [stack.enter_context(follow(seat)) for seat in seats(both)]
+
+
+def held(seat: Seat) -> dict[Medium, dict[bytes, PageEntry]]:
+    """What a tree holds, walked from its roots, with the keys hashed anew from the tokens and the salt."""
+    found: dict[Medium, dict[bytes, PageEntry]] = {MEDIA[tier]: {} for tier in IN_TREE}
+    for salt, root in seat.tree.roots.items():
+        stack: list[tuple[Node, list[int]]] = [(child, []) for child in root.children.values()]
+        while stack:
+            node, above = stack.pop()
+            tokens = above + token_ids(node.raw)
+            keys = chain_keys(tokens, PAGE, salt)
+            stack += [(child, tokens) for child in node.children.values()]
+            for tier in IN_TREE:
+                if seat.full in node.parts[tier]:
+                    for page in range(len(above) // PAGE, len(keys)):
+                        entry = PageEntry(
+                            keys[page - 1] if page else None, tuple(tokens[page * PAGE : (page + 1) * PAGE])
+                        )
+                        found[MEDIA[tier]][keys[page]] = entry
+    return found
+
+
+def told(index: TierIndex) -> dict[Medium, dict[bytes, PageEntry]]:
+    return {medium: dict(index.pages[medium]) for medium in MEDIA.values()}
+
+
+def catch_up(both: Pair, readers: list[EventReader]) -> None:
+    """Step and read until the readers know what the trees hold."""
+    deadline = time.monotonic() + 30
+    while True:
+        both.step()
+        for reader in readers:
+            reader.poll(0.001)
+        pairs = list(zip(readers, seats(both), strict=True))
+        if all(r.complete and told(r.index) == held(s) for r, s in pairs):
+            return
+        if time.monotonic() > deadline:
+            for reader, seat in pairs:
+                assert reader.complete
+                assert told(reader.index) == held(seat)
+
+
+def conversation(both: Pair, rng: random.Random, rounds: int, readers: list[EventReader]) -> None:
+    """Requests that share prefixes in part, under several salts."""
+    stems = [[rng.randrange(300) for _ in range(rng.randrange(20, 120))] for _ in range(4)]
+    for _ in range(rounds):
+        asked = []
+        for _ in range(3):
+            stem = rng.choice(stems)
+            prompt = stem[: rng.randrange(8, len(stem))] + [rng.randrange(300) for _ in range(rng.randrange(1, 40))]
+            sampling = SamplingParams(max_tokens=rng.randrange(1, 24), temperature=0.0)
+            asked.append(both.submit(prompt, sampling, salt=rng.choice(SALTS)))
+        both.run(*asked)
+        for reader in readers:
+            reader.poll()
+
+
+SMALL: dict[str, Any] = {"device_tokens": 640, "host_bytes": 1 << 19}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("policy", ["through", "selective", "back"])
+def test_events_say_exactly_what_the_trees_hold(model: Path, policy: str) -> None:
+    cache = SMALL | {"write_policy": policy, "load_back": "always", "events": events()}
+    with pair(model, tokens=640, cache=cache) as both, following(both) as readers:
+        rng = random.Random(5)
+        for _ in range(3):
+            conversation(both, rng, 6, readers)
+            both.settle()
+            catch_up(both, readers)
+        assert all(any(index.pages[Medium.DEVICE]) for index in (r.index for r in readers))
+        prefill = both.prefill.status().counters
+        assert prefill["pages_evicted"], "the device was too small for everything"
+        assert readers[0].index.pages[Medium.HOST]
+        assert [r.lost + r.damaged + r.restarts for r in readers] == [0, 0]
+
+
+@pytest.mark.slow
+def test_a_late_joiner_gets_what_is_there_also_when_the_batches_are_gone(model: Path) -> None:
+    cache = SMALL | {"events": events(buffer_batches=3)}
+    with pair(model, tokens=640, cache=cache) as both:
+        rng = random.Random(6)
+        conversation(both, rng, 8, [])
+        both.settle()
+        with following(both) as readers:
+            catch_up(both, readers)
+            conversation(both, rng, 3, readers)
+            both.settle()
+            catch_up(both, readers)
+            assert all(r.lost for r in readers), "they came too late for the batches, and got the truth"
+
+
+@pytest.mark.slow
+def test_what_is_written_to_storage_is_told(model: Path, tmp_path: Path) -> None:
+    storage = {"backend": "file", "path": str(tmp_path)}
+    cache = {"host_bytes": 1 << 20, "storage": storage, "events": events()}
+    with pair(model, tokens=2048, cache=cache) as both, following(both) as readers:
+        conversation(both, random.Random(7), 4, readers)
+        deadline = time.monotonic() + 30
+        while any(seat.busy for seat in seats(both)):
+            assert time.monotonic() < deadline
+            both.step()
+        both.settle()
+        catch_up(both, readers)
+        for reader, seat in zip(readers, seats(both), strict=True):
+            stored = reader.index.pages[Medium.STORAGE]
+            assert stored
+            assert stored == held(seat)[Medium.HOST], "all that is on the host was written, and nothing else"
+
+
+def test_the_same_tokens_under_two_salts_are_pages_of_their_own(model: Path) -> None:
+    with pair(model, cache={"events": events()}) as both, following(both) as readers:
+        prompt, heard = list(range(2 * PAGE)), recording(seats(both)[0])
+        for salt in SALTS:
+            both.run(both.submit(prompt, SamplingParams(max_tokens=2, temperature=0.0), salt=salt))
+        catch_up(both, readers)
+        first = [key for key, entry in readers[0].index.pages[Medium.DEVICE].items() if entry.parent is None]
+        assert sorted(first) == sorted(chain_keys(prompt, PAGE, salt)[0] for salt in SALTS)
+        stored = {event.salt: list(event.hashes) for event in heard if isinstance(event, Stored)}
+        assert stored == {salt: chain_keys(prompt, PAGE, salt) for salt in SALTS}
+
+
+def recording(seat: Seat) -> list[KvEvent]:
+    """What the seat's teller is told from now on."""
+    assert isinstance(seat.teller, Teller)
+    found: list[KvEvent] = []
+    log = seat.teller._log
+    assert isinstance(log, EventLog)
+    emit = log.emit
+
+    def both(event: KvEvent) -> None:
+        found.append(event)
+        emit(event)
+
+    log.emit = both  # type: ignore[method-assign]
+    return found
+
+
+def test_parents_are_told_before_their_children_and_a_split_tells_nothing(model: Path) -> None:
+    greedy = SamplingParams(max_tokens=2, temperature=0.0)
+    with pair(model, cache={"events": events()}) as both, following(both) as readers:
+        prefill = seats(both)[0]
+        heard = recording(prefill)
+        long = list(range(6 * PAGE))
+        both.run(both.submit(long, greedy))
+        before = len(heard)
+        both.run(both.submit([*long[: 3 * PAGE], *range(200, 200 + 2 * PAGE)], greedy))
+        assert len(prefill.tree.walked(Prefix.of(long, PAGE))) == 2, "the first node was cut"
+        assert [type(e) for e in heard[before:]] == [Stored], "only the new branch is told"
+        known: set[bytes | None] = {None}
+        for event in heard:
+            assert isinstance(event, Stored)
+            assert event.parent in known
+            known.update(event.hashes)
+        catch_up(both, readers)
+
+
+def test_parents_come_first_also_where_one_insert_brings_several_nodes(model: Path) -> None:
+    """Both went from the device and are on the host still; computed again, they come back with one prompt."""
+    greedy = SamplingParams(max_tokens=1, temperature=0.0)
+    cache = {"host_bytes": 1 << 20, "load_back": "never", "events": events()}
+    with pair(model, cache=cache) as both, following(both) as readers:
+        seat = seats(both)[0]
+        prompt, other = list(range(6 * PAGE)), [*range(3 * PAGE), *range(200, 200 + PAGE)]
+        both.run(both.submit(prompt, greedy))
+        both.run(both.submit(other, greedy))
+        catch_up(both, readers)
+        heard = recording(seat)
+        assert seat.evict(seat.full, seat.tree.sizes[Tier.DEVICE, seat.full])
+        assert len(seat.tree.walked(Prefix.of(prompt, PAGE))) == 2
+        removed = [key for event in heard if isinstance(event, Removed) for key in event.hashes]
+        assert sorted(removed) == sorted({*chain_keys(prompt, PAGE), *chain_keys(other, PAGE)})
+        heard.clear()
+        both.run(both.submit(prompt, greedy))
+        stored = [event for event in heard if isinstance(event, Stored) and event.tier is Medium.DEVICE]
+        assert [key for event in stored for key in event.hashes] == chain_keys(prompt, PAGE)
+        assert len(stored) == 2
+        catch_up(both, readers)
+
+
+@pytest.mark.slow
+def test_condemned_pages_are_told_as_gone_though_a_request_still_reads_them(model: Path) -> None:
+    greedy = SamplingParams(max_tokens=30, temperature=0.0)
+    with pair(model, cache={"host_bytes": 1 << 20, "events": events()}) as both, following(both) as readers:
+        prefill, decode = seats(both)
+        prompt = list(range(4 * PAGE))
+        first = both.submit([*prompt, 7], greedy)
+        both.run(first)
+        running = both.submit([*prompt, 8], greedy)
+        while len(both.answers[running].tokens) < 2:
+            both.step()
+        heard = recording(decode)
+        assert decode.tree.protected[Tier.DEVICE, decode.full], "a request reads them"
+        assert decode.condemn(Prefix.of(prompt, PAGE), 1)
+        assert decode.tree.condemned
+        keys = chain_keys(prompt, PAGE)
+        gone = {key for event in heard if isinstance(event, Removed) for key in event.hashes}
+        assert gone >= set(keys[1:])
+        assert keys[0] not in gone
+        catch_up(both, readers)
+        truth = TierIndex()
+        assert decode.teller is not None
+        truth.apply(decode.teller._truth())
+        assert told(truth) == held(decode), "who joins now isn't told of them either"
+        # The same pages come anew while the condemned ones are still read; their end isn't told again.
+        both.run(both.submit([*prompt, 9], SamplingParams(max_tokens=2, temperature=0.0)))
+        both.run(running)
+        both.settle()
+        assert not decode.tree.condemned
+        catch_up(both, readers)
+        prefill.condemn(Prefix.of(prompt, PAGE))
+        catch_up(both, readers)
+        assert not set(keys) & set(readers[0].index.pages[Medium.DEVICE])
+
+
+def test_without_an_endpoint_nothing_listens_and_nothing_is_kept(model: Path) -> None:
+    with pair(model) as both:
+        both.run(both.submit(list(range(40)), SamplingParams(max_tokens=2, temperature=0.0)))
+        for seat in seats(both):
+            assert seat.teller is None
+            assert seat.tree.on_change.__name__ == "<lambda>"
+
+
+def test_a_replay_endpoint_without_an_endpoint_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"set cache\.events\.endpoint too"):
+        config_from_dict({"cache": {"events": {"replay_endpoint": LOOPBACK}}})
+
+
+def test_a_batch_bears_the_rank_that_is_added_to_the_port(model: Path) -> None:
+    names = [(Role.PREFILL, 0), (Role.DECODE, 0), (Role.PREFILL, 1), (Role.DECODE, 1)]
+    assert [_event_rank(role, WorkerName(f"{role}-{number}")) for role, number in names] == [0, 1, 2, 3]
+    with pair(model, cache={"events": events()}) as both:
+        both.run(both.submit(list(range(40)), SamplingParams(max_tokens=2, temperature=0.0)))
+        both.settle()
+        assert [decode_batch(publisher_of(s)._buffer[-1][1]).rank for s in seats(both)] == [0, 1]
+
+
+@pytest.mark.slow
+def test_what_the_page_for_operators_shows_works(model: Path, tmp_path: Path) -> None:
+    page = (ROOT / "docs" / "operating.md").read_text()
+    plain, reader = re.findall(r"^```py\n(.*?)^```", page, re.DOTALL | re.MULTILINE)
+    with pair(model, cache={"events": events()}) as both:
+        publisher, rng = publisher_of(seats(both)[0]), random.Random(8)
+        shown = {}
+        for text in (plain, reader):
+            code = text.replace("tcp://127.0.0.1:5557", publisher.endpoint)
+            code = code.replace("tcp://127.0.0.1:5657", publisher.replay_endpoint)
+            command, env = [sys.executable, "-c", code], environment(tmp_path)
+            with subprocess.Popen(command, env=env, stdout=subprocess.PIPE, text=True) as process:
+                deadline = time.monotonic() + 60
+                try:
+                    while process.poll() is None:
+                        assert time.monotonic() < deadline, "it doesn't end"
+                        conversation(both, rng, 1, [])
+                        both.step()
+                finally:
+                    process.kill()
+                assert process.returncode == 0
+                assert process.stdout is not None
+                shown[text] = process.stdout.read()
+        assert re.match(r"\d+ 0 BlockStored \['[0-9a-f]{32}'", shown[plain]), shown
+        assert re.match(r"{'device': [1-9]\d*, 'host': 0, 'storage': 0}", shown[reader]), shown
