@@ -17,7 +17,7 @@ from typing import Any
 import httpx
 
 from contracts.ids import Role
-from tests.conversations import Seen, Talk, Turn, working_set
+from tests.conversations import Talk, Turn, working_set
 from tests.pair import pair
 from tests.serving import Serving, complete
 from tests.tiers import PAGE, PAGE_BYTES, TOKENS, converse
@@ -128,6 +128,3 @@ def warm_systems(cluster: Serving, talks: Sequence[Talk]) -> None:
     """Ask for what several begin with once, alone: who meets damage there first is then known."""
     for system in sorted({talk.system for talk in talks if talk.system}):
         cluster.complete([*system, *[1] * PAGE], max_tokens=1)
-
-
-__all__ = ["Seen", "Trace", "counters", "found_by_tier", "run", "settings", "undisturbed", "warm_systems"]

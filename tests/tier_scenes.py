@@ -31,21 +31,21 @@ def expect_first_run(
         found, prefill = found_by_tier(turns), counters(cluster, Role.PREFILL)
         print(f"{trace.pages} pages, {sum(len(t.prompt) for t in turns)} tokens asked for; found {dict(found)}")
         print(dict(prefill))
-        for tier in ("device", "host", "storage"):
-            until(
-                lambda t=tier: _metric(cluster, t) == prefill[f"hit_tokens_{t}"],
-                f"hits of the {tier} in the metrics",
-                10,
-            )  # type: ignore[misc]
+        told = {tier: prefill[f"hit_tokens_{tier}"] for tier in found}
+        until(
+            lambda: {tier: _hits(cluster, tier) for tier in found} == told,
+            "a heartbeat to bring them to the metrics",
+            10,
+        )
         if not prefill["parked"]:
-            assert {tier: _metric(cluster, tier) for tier in found} == found
+            assert told == found
         assert min(found[tier] for tier in ("device", "host", "storage")) > 0
         assert prefill["pages_damaged_in_storage"] == prefill["pages_damaged_on_host"] == 0
         assert cluster.metric("twinpool_transfer_bytes_total") == sum(t.received_bytes for t in turns)
         assert counters(cluster, Role.DECODE)["received_bytes"] == sum(t.received_bytes for t in turns)
 
 
-def _metric(cluster: Serving, tier: str) -> float:
+def _hits(cluster: Serving, tier: str) -> float:
     return cluster.metric("twinpool_cache_hit_tokens_total", role="prefill", tier=tier)
 
 
