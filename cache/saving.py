@@ -19,7 +19,6 @@ from cache.storage import Item, ObjectName, Outcome, Queue, Ticket
 from cache.tree import PrefixTree
 from contracts.errors import CapacityError
 
-
 _WRITE_PAGES = 64
 """Pages in one write to storage, which has a deadline: long ones would let everything behind them wait."""
 
