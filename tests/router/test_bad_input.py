@@ -38,6 +38,8 @@ WRONG_FIELDS: list[tuple[dict[str, Any], str, str]] = [
     ({"presence_penalty": 2.5}, "presence_penalty", "from -2 to 2"),
     ({"seed": 2**63}, "seed", "64-bit"),
     ({"seed": 1.0}, "seed", "must be an integer"),
+    ({"priority": "high"}, "priority", "must be an integer"),
+    ({"priority": 2**63}, "priority", "64-bit"),
     ({"stream": "yes"}, "stream", "true or false"),
     ({"stream": 1}, "stream", "true or false"),
     ({"echo": 1}, "echo", "true or false"),

@@ -181,6 +181,13 @@ def test_without_max_tokens_the_default_counts_bounded_by_the_context(server: Se
     assert server.complete(prompt=prompt)["usage"]["completion_tokens"] == 8
 
 
+@pytest.mark.parametrize("priority", [None, 7, -2])
+def test_a_requests_priority_goes_to_both_workers(server: Server, priority: int | None) -> None:
+    server.complete(max_tokens=4, priority=priority)
+    submits = [s for worker in server.cluster.workers.values() for s in worker.submits]
+    assert [s.priority for s in submits] == [priority or 0] * 2
+
+
 def test_the_timeline_says_who_did_what(server: Server) -> None:
     asked = {"prompt": list(PROMPT), "max_tokens": 4, "seed": 1}
     header = {"X-Twinpool-Timeline": "1"}

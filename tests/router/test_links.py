@@ -32,7 +32,7 @@ SAMPLING = SamplingParams(
 
 def submit(worker: FakeWorker, number: int = 0) -> Submit:
     peer = PeerRef(worker.name, worker.incarnation, "tcp://x:1")
-    return Submit(RequestId(f"r{number}"), 2, RoomId("room"), (5, 6, 7), 3, SAMPLING, peer, "salt", 5.0)
+    return Submit(RequestId(f"r{number}"), 2, RoomId("room"), (5, 6, 7), 3, SAMPLING, peer, "salt", 5.0, -3)
 
 
 class Ear:

@@ -87,6 +87,7 @@ def policy(folder: Path, name: str, **more: Any) -> dict[str, Any]:
     return tiers(HOST_PAGES, **in_folder(folder)) | {"prefetch": {"policy": name, **more}}
 
 
+@pytest.mark.slow
 def test_best_effort_waits_for_no_storage(model: Path, tmp_path: Path, by_hand: MakeQueues) -> None:
     prompt = tokens(1, 5 * PAGE + 3)
     want = fill(model, tmp_path, prompt, by_hand)

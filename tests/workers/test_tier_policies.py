@@ -81,6 +81,7 @@ def test_no_setting_changes_a_token(
             assert not any(turn.tiers["host"] or turn.tiers["storage"] for turn in turns)
 
 
+@pytest.mark.slow
 def test_write_through_selective_copies_what_was_hit_twice(model: Path) -> None:
     prompt = tokens(1, 5 * PAGE + 3)
     with pair(model, cache=tiers(HOST_PAGES, write_policy="selective", write_hits=2)) as both:
@@ -102,6 +103,7 @@ def test_write_back_copies_what_must_go_and_nothing_before(model: Path) -> None:
         assert cached(both, prompt) == {"device": 0, "host": 5 * PAGE, "storage": 0}
 
 
+@pytest.mark.slow
 def test_what_the_host_has_is_loaded_or_computed_again_as_load_back_says(model: Path) -> None:
     prompt = tokens(3, 5 * PAGE + 3)
     for load_back, loaded in (("always", 5), ("never", 0)):
