@@ -19,6 +19,9 @@ from cache.storage import Item, ObjectName, Outcome, Queue, Ticket
 from cache.tree import PrefixTree
 from contracts.errors import CapacityError
 
+_WRITE_PAGES = 64
+"""Pages in one write to storage, which has a deadline: long ones would let everything behind them wait."""
+
 
 @dataclass(eq=False)
 class _Save:
@@ -32,7 +35,7 @@ class _Save:
 
 @dataclass(eq=False)
 class _Write:
-    ticket: Ticket[list[Outcome]]
+    tickets: list[Ticket[list[Outcome]]]
     lock: Lock
 
 
@@ -149,18 +152,19 @@ class Saver:
             else:
                 self.counters["saves_failed"] += 1
             self._let_go(save.lock, save.above, save.leases)
-        for write in [w for w in self._writes if w.ticket.done]:
+        for write in [w for w in self._writes if all(t.done for t in w.tickets)]:
             self._writes.remove(write)
-            results = write.ticket.result()
+            results = [outcome for ticket in write.tickets for outcome in ticket.result()]
             stored = sum(outcome.ok for outcome in results)
             self._tell(write, results)
             self.counters["pages_stored"] += stored
-            self.counters["stores_failed"] += len(write.ticket.names) - stored
+            self.counters["stores_failed"] += len(results) - stored
             self._tree.unlock(write.lock)
 
     def _tell(self, write: _Write, results: Sequence[Outcome]) -> None:
         """Full nodes that storage now has all of."""
-        good = {name.chain for name, outcome in zip(write.ticket.names, results, strict=True) if outcome.ok}
+        names = [name for ticket in write.tickets for name in ticket.names]
+        good = {name.chain for name, outcome in zip(names, results, strict=True) if outcome.ok}
         for part in write.lock.of(self._tree.full):
             if part.live and self._tree.linked(part.node) and good.issuperset(part.node.keys):
                 self._tree.on_change(part.node, Tier.STORAGE, True)
@@ -192,7 +196,8 @@ class Saver:
         full = self._tree.full
         lock = self._tree.keep([*(p.node.parts[Tier.HOST][full] for p in parts), *parts], "store")
         items = [item for part in parts for item in self._items(part)]
-        self._writes.append(_Write(storage.submit_write(items), lock))
+        batches = [items[at : at + _WRITE_PAGES] for at in range(0, len(items), _WRITE_PAGES)]
+        self._writes.append(_Write([storage.submit_write(batch) for batch in batches], lock))
 
     def _items(self, part: Part) -> list[Item]:
         point = self._tree.component(part.component).point

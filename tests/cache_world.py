@@ -415,7 +415,7 @@ class World:
         self.disturbed |= bool(how)
 
     def settle(self) -> None:
-        """Everybody leaves, everything under way comes to its end; then all pools must be whole."""
+        """Everybody leaves, everything under way comes to its end; then all pools must be whole. The world is over."""
         for visitor in list(self.visitors):
             self.leave(visitor)
         for _ in range(200):
@@ -438,6 +438,10 @@ class World:
                 )
                 assert allocator.leases == 0
         assert self.check() == []
+        self.seat.close()
+        self.backend.close()
+        for pools in (self.pools, *([self.host] if self.host else [])):
+            pools.close()
 
     def _run_out(self) -> None:
         if self.lazy is None:
