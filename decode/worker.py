@@ -103,7 +103,7 @@ class DecodeWorker(PhaseWorker[Request]):
 
     @property
     def drained(self) -> bool:
-        return self._desk.draining and not self._desk and not self._ahead and not self._receiver.rooms
+        return self._desk.draining and not (self._desk or self._ahead or self._receiver.rooms or self._seat.busy)
 
     def status(self) -> Status:
         return Status(

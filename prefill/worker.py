@@ -115,7 +115,7 @@ class PrefillWorker(PhaseWorker[Request]):
 
     @property
     def drained(self) -> bool:
-        return self._desk.draining and not self._desk and not self._ahead and not self._sender.rooms
+        return self._desk.draining and not (self._desk or self._ahead or self._sender.rooms or self._seat.busy)
 
     @property
     def control(self) -> str:

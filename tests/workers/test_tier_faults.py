@@ -209,7 +209,7 @@ def test_b2_a_cancel_at_any_point_leaves_nothing_behind(
         assert ask(both, prompt, queues).list == want
 
 
-def test_a_worker_drains_with_saves_under_way_and_closes(model: Path, tmp_path: Path, by_hand: MakeQueues) -> None:
+def test_d2_a_worker_has_drained_when_what_it_saves_is_saved(model: Path, tmp_path: Path, by_hand: MakeQueues) -> None:
     prompt = tokens(7, 5 * PAGE + 3)
     queues = by_hand()
     with pair(model, cache=policy(tmp_path, "best_effort"), settle=False) as both:
@@ -219,7 +219,12 @@ def test_a_worker_drains_with_saves_under_way_and_closes(model: Path, tmp_path: 
         assert queues[0].waiting
         for worker in (both.prefill, both.decode):
             worker.drain()
-            both.step()
+        both.step()
+        assert not both.prefill.drained, "its pages are on their way to storage"
+        for queue in queues:
+            queue.run_all()
+        both.step()
+        for worker in (both.prefill, both.decode):
             assert worker.drained
         assert both.prefill.check().violations == both.decode.check().violations == ()
     queues = by_hand()
