@@ -175,6 +175,9 @@ class SeatState:
 
     def settled(self, claim: Claim) -> bool:
         """Whether everything that was loaded for it has come and is what it should be: its steps may be committed."""
+        if claim in self._fresh:
+            # Its recurrent state isn't even on its way into its slot.
+            return False
         if not all(c.done for c in claim.started) or _failed(claim.started):
             return False
         return not claim.betrayed and (self.loader is None or not self.loader.under_way(claim.lock))

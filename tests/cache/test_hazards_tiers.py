@@ -97,6 +97,18 @@ def test_a8_a_slot_is_cleared_copied_and_written_in_the_order_of_one_stream() ->
         world.settle()
 
 
+def test_a9_a_claim_that_was_not_launched_is_not_settled() -> None:
+    world = world_of("full+state", lazy=True)
+    visit(world, TOKENS)
+    visitor = admitted(world, [*TOKENS, 9, 9])
+    assert visitor.claim is not None
+    assert not world.seat.settled(visitor.claim), "its slot holds another's state still"
+    world.seat.launch()
+    answer(world)
+    assert world.seat.settled(visitor.claim)
+    world.settle()
+
+
 @pytest.mark.parametrize("name", NAMES)
 def test_a9_a_load_whose_bytes_are_damaged_is_no_hit_whichever_pool_it_is(name: str) -> None:
     for pool in pool_sets()[name].by_name:

@@ -13,7 +13,7 @@ _BATCHES = 10
 
 
 @pytest.mark.soak
-@pytest.mark.timeout(900)
+@pytest.mark.timeout(1800)
 @pytest.mark.parametrize("batch", range(_BATCHES))
 def test_ten_thousand_interleavings_show_no_wrong_byte_and_no_unordered_access(batch: int) -> None:
     met: Counter[str] = Counter()

@@ -11,7 +11,7 @@ CHANGES = 20_000
 
 
 @pytest.mark.soak
-@pytest.mark.timeout(900)
+@pytest.mark.timeout(1800)
 @pytest.mark.parametrize("disturbing", [True, False], ids=["disturbed", "undisturbed"])
 @pytest.mark.parametrize("name", NAMES)
 def test_state_survives_twenty_thousand_steps(name: str, disturbing: bool) -> None:
