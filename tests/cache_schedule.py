@@ -76,7 +76,8 @@ class Schedule:
         return self.world.seen
 
     def to_the_end(self) -> None:
-        for _ in range(200):
+        # A device that lags may be polled ten times and more before an operation is over.
+        for _ in range(2000):
             if not self.world.visitors:
                 return
             self.go_on(ahead=False)
