@@ -1,6 +1,6 @@
 """KV events: what each tier holds, told as it changes, in the format that existing indexers read.
 
-The brains (tree, tiers, storage) emit plain values into an `EventSink`, in the order in which things happened:
+The brains (tree, tiers, storage) emit plain values into an `EventLog`, in the order in which things happened:
 `Stored`, `Removed`, `Cleared`. A `Publisher` (cache/event_publisher.py) sends what a round collected as one batch; an
 `EventReader` (cache/event_reader.py) follows it and rebuilds the index. This file is the vocabulary, the bytes, and
 the index; it does no I/O.
@@ -42,7 +42,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import Any, Protocol
+from typing import Any
 
 import msgpack
 
@@ -93,19 +93,6 @@ class Cleared:
 
 
 KvEvent = Stored | Removed | Cleared
-
-
-class EventSink(Protocol):
-    """Where the brains tell what changed; never blocks, never fails."""
-
-    def emit(self, event: KvEvent) -> None: ...
-
-
-class NoEvents:
-    """The sink when nobody listens."""
-
-    def emit(self, event: KvEvent) -> None:
-        pass
 
 
 class EventLog:

@@ -144,10 +144,6 @@ class PrefixTree(TreeState):
             start = end
         return self.keep(parts, owner), held
 
-    def touch(self, match: Match) -> None:
-        """Count a use of what was matched, without locking it."""
-        self._use(match.path)
-
     def _use(self, path: Sequence[Node]) -> None:
         self._tick += 1
         for node in path:

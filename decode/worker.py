@@ -320,7 +320,8 @@ class DecodeWorker(PhaseWorker[Request]):
         if self._reasoning is not None:
             tokens = tokens[: self._reasoning.keeps(tokens, request.submit.prompt_len)]
         self._seat.seal([(claim, request.committed)])
-        prefix = Prefix.of(tokens, self._page_tokens, request.submit.salt)
+        known = request.prefix.head(len(tokens) // self._page_tokens)
+        prefix = known.longer(tokens[len(known) * self._page_tokens :])
         self._seat.share(claim, prefix, request.submit.priority)
 
     def _finish(self, request: Request, reason: str, stop_token: int | None) -> None:
