@@ -41,7 +41,7 @@ class Grove:
         return self.tree.match(Prefix.of(tokens, PAGE_TOKENS, salt)).depth
 
     def use(self, tokens: list[int]) -> None:
-        self.tree.touch(self.tree.match(Prefix.of(tokens, PAGE_TOKENS)))
+        self.tree.unlock(self.tree.lock(self.tree.match(Prefix.of(tokens, PAGE_TOKENS)), "a use"))
 
     def evict(self, count: int, pool: str = "full") -> int:
         freed = self.tree.evict(Tier.DEVICE, pool, count)
