@@ -12,7 +12,7 @@
 #include "vector.h"
 
 constexpr int PANEL = 2 * LANES;
-constexpr int MOST_ROWS = 12;
+constexpr int MOST_ROWS = 14;
 
 // What is multiplied at once: one k in float32; two neighbours in bf16, which hardware adds up in one instruction.
 template <typename T> struct Step;
@@ -48,9 +48,7 @@ inline void panel_product(const T *x, long row_stride, long step_stride, const T
     for (int r = 0; r < ROWS; r++) low[r] = high[r] = f32x16{};
     for (long k = 0; k < steps; k++) {
         // About 4 KiB ahead: far enough to hide memory, and across the pages that the hardware stops at.
-        __builtin_prefetch((const char *)(w + k * wide) + 4096);
-        __builtin_prefetch((const char *)(w + k * wide) + 4096 + 64);
-#pragma GCC unroll 12
+#pragma GCC unroll 14
         for (int r = 0; r < ROWS; r++) {
             auto factor = Step<T>::broadcast(x + r * row_stride + k * step_stride);
             low[r] = Step<T>::dot(low[r], factor, w + k * wide);
@@ -75,7 +73,7 @@ inline void panel_rows(int rows, const T *x, long row_stride, long step_stride, 
     case n: return panel_product<T, n>(x, row_stride, step_stride, w, steps, bias, out, out_stride, width);
     switch (rows) {
         ROWS_CASE(1) ROWS_CASE(2) ROWS_CASE(3) ROWS_CASE(4) ROWS_CASE(5) ROWS_CASE(6)
-        ROWS_CASE(7) ROWS_CASE(8) ROWS_CASE(9) ROWS_CASE(10) ROWS_CASE(11) ROWS_CASE(12)
+        ROWS_CASE(7) ROWS_CASE(8) ROWS_CASE(9) ROWS_CASE(10) ROWS_CASE(11) ROWS_CASE(12) ROWS_CASE(13) ROWS_CASE(14)
     }
 #undef ROWS_CASE
 }
