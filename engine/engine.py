@@ -15,7 +15,7 @@ from cache.gate import Door, Gate
 from cache.registry import Kind, PoolSetSpec
 from contracts.config import EngineConfig
 from contracts.errors import ConfigError
-from engine.attention import Attention, AttentionPlan, SlotPlan, make_plan, make_slot_plan, muted, muted_slots
+from engine.attention import Attention, AttentionPlan, SlotPlan, Tables, make_plan, make_slot_plan, muted, muted_slots
 from engine.batch import Row, RowOutput, Step
 from engine.decoder import Decoder
 from engine.models import Model
@@ -121,10 +121,8 @@ class Engine:
     def _guarded(self, ctx: StepContext) -> tuple[StepContext, Tensor]:
         """Find the sequences of which a page or slot has been given away ([B] bool), and let them write nothing."""
         device = self._device.torch_device
-        found = [
-            self.attention.stale(plan, self._epochs[pool].on(device))
-            for pool, plan in {**ctx.plans, **ctx.slots}.items()
-        ]
+        tables: dict[str, Tables] = {**ctx.plans, **ctx.slots}
+        found = [self.attention.stale(plan, self._epochs[pool].on(device)) for pool, plan in tables.items()]
         stale_b = torch.stack(found).any(0)
         if not stale_b.is_cpu or stale_b.any():
             ctx.plans = {pool: muted(plan, stale_b) for pool, plan in ctx.plans.items()}

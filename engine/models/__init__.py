@@ -7,19 +7,10 @@ from pathlib import Path
 
 from contracts.errors import CheckpointError
 from contracts.model import ModelSpec, read_model_spec
-from engine.models.base import FULL_POOL, STATE_POOL, WINDOW_POOL, Model, StateOptions
+from engine.models.base import Model, StateOptions
 from engine.weights import Weights
 
-__all__ = [
-    "ARCHITECTURES",
-    "FULL_POOL",
-    "STATE_POOL",
-    "WINDOW_POOL",
-    "Model",
-    "StateOptions",
-    "model_for",
-    "read_model",
-]
+__all__ = ["ARCHITECTURES", "Model", "StateOptions", "model_for", "read_model"]
 
 ARCHITECTURES = {
     "LlamaForCausalLM": "llama.Llama",
