@@ -27,7 +27,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from engine.attention import AttentionPlan
+from engine.attention import AttentionPlan, Tables
 from engine.numerics import Numerics
 
 BLOCK_TOKENS = 128
@@ -105,7 +105,7 @@ class TorchAttention:
             self._attend_batch(batch, q_scaled, k_rows, v_rows, kv_heads, out_thd)
         return out_thd
 
-    def stale(self, plan: AttentionPlan, epochs_e: Tensor) -> Tensor:
+    def stale(self, plan: Tables, epochs_e: Tensor) -> Tensor:
         assert plan.epochs_bp is not None, "the plan has epochs"
         return epochs_e[plan.tables_bp.long()].ne(plan.epochs_bp).any(1)
 

@@ -16,7 +16,7 @@ from contracts.errors import ConfigError
 from engine import triton_kernels as kernels
 
 if TYPE_CHECKING:
-    from engine.attention import AttentionPlan
+    from engine.attention import AttentionPlan, Tables
 
 MAX_HEAD_DIM = 256
 MAX_HEADS_PER_KV = 64
@@ -63,7 +63,7 @@ class TritonAttention:
             self._extend(q_thd, k_pages, v_pages, out_thd, plan, scale)
         return out_thd
 
-    def stale(self, plan: AttentionPlan, epochs_e: Tensor) -> Tensor:
+    def stale(self, plan: Tables, epochs_e: Tensor) -> Tensor:
         """Which sequences' tables name a page whose epoch in `epochs_e` ([pages] int32) is another by now: [B] bool."""
         assert plan.epochs_bp is not None, "the plan has epochs"
         batch, width = plan.tables_bp.shape
