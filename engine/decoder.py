@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from engine.layers.norm import rms_norm
+from engine.native import Kernels, using
 from engine.numerics import Linear, Numerics
 from engine.step_context import StepContext
 
@@ -51,6 +52,8 @@ class Decoder:
     embed_scale: float | None = None
     logits_softcap: float = 0.0
     """Logits are squeezed to plus or minus this by a hyperbolic tangent; 0: not at all."""
+    kernels: Kernels | None = None
+    """What layers compute with on a CPU; None: torch's operations alone."""
 
     @property
     def dtype(self) -> torch.dtype:
@@ -61,8 +64,9 @@ class Decoder:
         x_mh = self.embed_vh[tokens_m]
         if self.embed_scale is not None:
             x_mh = x_mh * torch.tensor(self.embed_scale, dtype=x_mh.dtype, device=x_mh.device)
-        for layer in self.layers:
-            x_mh = layer(x_mh, ctx)
+        with using(self.kernels):
+            for layer in self.layers:
+                x_mh = layer(x_mh, ctx)
         return x_mh
 
     def logits(self, x_nh: Tensor, numerics: Numerics) -> Tensor:
@@ -71,7 +75,8 @@ class Decoder:
         padded = numerics.padded(rows)
         if padded > rows:
             x_nh = torch.cat((x_nh, x_nh.new_zeros(padded - rows, x_nh.shape[1])))
-        logits_nv = numerics.linear(self.norm(x_nh), self.head)[:rows].float()
+        with using(self.kernels):
+            logits_nv = numerics.linear(self.norm(x_nh), self.head)[:rows].float()
         if self.logits_softcap:
             logits_nv = torch.tanh(logits_nv / self.logits_softcap) * self.logits_softcap
         return logits_nv

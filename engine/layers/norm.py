@@ -5,9 +5,14 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from engine.native import kernels_for
+
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """Root-mean-square norm over the last axis, in float32, rounded before the weight as transformers does."""
+    kernels = kernels_for(x)
+    if kernels is not None and weight.dtype == x.dtype:
+        return kernels.rms_norm(x, weight, eps)
     y = x.float()
     variance = y.square().mean(-1, keepdim=True)
     return (y * variance.add_(eps).rsqrt_()).to(x.dtype).mul_(weight)

@@ -131,14 +131,15 @@ struct Room {
     std::vector<float> queries, keys, values, scores, sums;
     std::vector<float> highest, total;
 
-    void size(long words, long wide) {
-        queries.resize(TILE_ROWS * words);
+    void size(long rows, long words, long wide) {
+        rows = std::max(rows, (long)TILE_ROWS);
+        queries.resize(rows * words);
         keys.resize(words * BLOCK);
         values.resize(BLOCK * wide);
-        scores.resize(TILE_ROWS * BLOCK);
-        sums.resize(TILE_ROWS * wide);
-        highest.resize(TILE_ROWS);
-        total.resize(TILE_ROWS);
+        scores.resize(rows * BLOCK);
+        sums.resize(rows * wide);
+        highest.resize(rows);
+        total.resize(rows);
     }
 };
 
@@ -238,7 +239,7 @@ void attend_tile(const AttentionShape &a, const Sequence &seq, const Tile &tile,
     const long words = ((a.dim + pack - 1) / pack + LANES - 1) / LANES * LANES;
     const long group = a.heads / a.kv_heads, count = tile.count * group;
     static thread_local Room room;
-    room.size(words, wide);
+    room.size(count, words, wide);
     const auto element = [&](long r) {
         return ((seq.row + tile.first + r / group) * a.heads + kv_head * group + r % group) * a.dim;
     };
