@@ -16,18 +16,10 @@
 #include "vector.h"
 
 constexpr int BLOCK = 64;
-constexpr int ROW_GROUP = 6;
-constexpr int COLUMNS = 4;
+constexpr int ROW_GROUP = 12;
+constexpr int COLUMNS = 2 * LANES;
 constexpr int TILE_ROWS = 96;
 constexpr float HIDDEN = -1e30f;
-
-struct AttentionShape {
-    long heads, kv_heads, dim, page_tokens;
-    long page_stride, token_stride;  // of keys and values, in elements; heads follow each other
-    long table_width;
-    float scale, softcap;  // softcap 0: none
-    long window;  // positions that a query sees, its own included; 0: all
-};
 
 // What a sequence brings to a step.
 struct Sequence {
@@ -35,83 +27,81 @@ struct Sequence {
     long first_page, start, row, count;
 };
 
+struct AttentionShape {
+    long heads, kv_heads, dim, page_tokens;
+    long page_stride, token_stride;  // of keys and values, in elements; heads follow each other
+    long table_width;
+    float scale, softcap;  // softcap 0: none
+    long window;  // positions that a query sees, its own included; 0: all
+
+    // Of a position's key or value, in elements.
+    long offset(const Sequence &seq, long position, long kv_head) const {
+        const long page = seq.pages[position / page_tokens - seq.first_page];
+        return page * page_stride + position % page_tokens * token_stride + kv_head * dim;
+    }
+};
+
 struct Tile {
     int sequence;
     long first, count;  // queries, counted from the sequence's first of this step
 };
 
-// c[r][0..columns) = (begin or 0) + sum over k of a[r][k] * b[k][0..columns); one chain an element.
-template <int ROWS, int WIDE>
-inline void chain(const float *a, long a_stride, const float *b, long b_stride, long depth, float *c, long c_stride,
-                  bool begin_zero) {
-    f32x16 sum[ROWS][WIDE];
-    for (int r = 0; r < ROWS; r++)
-        for (int w = 0; w < WIDE; w++) sum[r][w] = begin_zero ? f32x16{} : load(c + r * c_stride + w * LANES);
-    for (long k = 0; k < depth; k++) {
-        f32x16 right[WIDE];
-        for (int w = 0; w < WIDE; w++) right[w] = load(b + k * b_stride + w * LANES);
-        for (int r = 0; r < ROWS; r++) {
-            const f32x16 left = splat(a[r * a_stride + k]);
-            for (int w = 0; w < WIDE; w++) sum[r][w] = fma(left, right[w], sum[r][w]);
-        }
-    }
-    for (int r = 0; r < ROWS; r++)
-        for (int w = 0; w < WIDE; w++) store(c + r * c_stride + w * LANES, sum[r][w]);
-}
-
-#if defined(__AVX512BF16__)
-// The same over pairs of bf16 in the place of one float: products are exact either way.
-template <int ROWS, int WIDE>
-inline void chain_pairs(const float *a, long a_stride, const float *b, long b_stride, long depth, float *c,
-                        long c_stride) {
-    __m512 sum[ROWS][WIDE];
-    for (int r = 0; r < ROWS; r++)
-        for (int w = 0; w < WIDE; w++) sum[r][w] = _mm512_setzero_ps();
-    for (long k = 0; k < depth; k++) {
-        __m512bh right[WIDE];
-        for (int w = 0; w < WIDE; w++) right[w] = (__m512bh)_mm512_loadu_ps(b + k * b_stride + w * LANES);
-        for (int r = 0; r < ROWS; r++) {
-            const __m512bh left = (__m512bh)_mm512_set1_ps(a[r * a_stride + k]);
-            for (int w = 0; w < WIDE; w++) sum[r][w] = _mm512_dpbf16_ps(sum[r][w], left, right[w]);
-        }
-    }
-    for (int r = 0; r < ROWS; r++)
-        for (int w = 0; w < WIDE; w++) _mm512_storeu_ps(c + r * c_stride + w * LANES, sum[r][w]);
-}
-#endif
-
-// How queries and keys are held while scores are computed: floats, or pairs of bf16 in the bits of a float.
-template <typename T> struct Scores {
+// How queries and keys are held while scores are computed: words of one float, or of two bf16.
+template <typename T> struct Words {
     static constexpr int pack = 1;
-    template <int ROWS> static void product(const float *q, long q_stride, const float *k, long depth, float *s) {
-        chain<ROWS, COLUMNS>(q, q_stride, k, BLOCK, depth, s, BLOCK, true);
-    }
-    static f32x16 words(const T *p, int count) { return load_some(p, count); }
+    static f32x16 dot(f32x16 a, f32x16 b, f32x16 c) { return fma(a, b, c); }
+    static f32x16 take(const T *p, int count) { return load_some(p, count); }
 };
 
 #if defined(__AVX512BF16__)
-template <> struct Scores<bf16> {
+template <> struct Words<bf16> {
     static constexpr int pack = 2;
-    template <int ROWS> static void product(const float *q, long q_stride, const float *k, long depth, float *s) {
-        chain_pairs<ROWS, COLUMNS>(q, q_stride, k, BLOCK, depth, s, BLOCK);
+    static f32x16 dot(f32x16 a, f32x16 b, f32x16 c) {
+        return (f32x16)_mm512_dpbf16_ps((__m512)c, (__m512bh)(__m512)a, (__m512bh)(__m512)b);
     }
-    static f32x16 words(const bf16 *p, int count) {
+    static f32x16 take(const bf16 *p, int count) {
         f32x16 out = {};
-        if (count > 0) memcpy(&out, p, std::min(count, 2 * LANES) * sizeof(bf16));
+        if (count >= 2 * LANES) return load((const float *)p);
+        if (count > 0) memcpy(&out, p, count * sizeof(bf16));
         return out;
     }
 };
 #endif
 
-template <int H> inline void exchange(f32x16 &a, f32x16 &b) {
-    i32x16 low, high;
-    for (int i = 0; i < LANES; i++) {
-        low[i] = i & H ? LANES + i - H : i;
-        high[i] = i & H ? LANES + i : i + H;
+// c[r][0..32) = (what is there, or 0) + sum over k of a[r][k] * b[k][0..32); one chain an element.
+template <int ROWS, typename W>
+inline void chains(const float *a, long a_stride, const float *b, long b_stride, long depth, float *c, bool from_zero,
+                   long c_stride) {
+    f32x16 low[ROWS], high[ROWS];
+#pragma GCC unroll 12
+    for (int r = 0; r < ROWS; r++) {
+        low[r] = from_zero ? f32x16{} : load(c + r * c_stride);
+        high[r] = from_zero ? f32x16{} : load(c + r * c_stride + LANES);
     }
-    const f32x16 first = __builtin_shuffle(a, b, low);
-    b = __builtin_shuffle(a, b, high);
+    for (long k = 0; k < depth; k++) {
+        const f32x16 left = load(b + k * b_stride), right = load(b + k * b_stride + LANES);
+#pragma GCC unroll 12
+        for (int r = 0; r < ROWS; r++) {
+            const f32x16 factor = splat_bits(a[r * a_stride + k]);
+            low[r] = W::dot(factor, left, low[r]);
+            high[r] = W::dot(factor, right, high[r]);
+        }
+    }
+#pragma GCC unroll 12
+    for (int r = 0; r < ROWS; r++) {
+        store(c + r * c_stride, low[r]);
+        store(c + r * c_stride + LANES, high[r]);
+    }
+}
+
+template <int H> inline void exchange(f32x16 &a, f32x16 &b) {
+#define LOW(i) (i & H ? LANES + i - H : i)
+#define HIGH(i) (i & H ? LANES + i : i + H)
+    const f32x16 first = __builtin_shuffle(a, b, EACH_LANE(LOW));
+    b = __builtin_shuffle(a, b, EACH_LANE(HIGH));
     a = first;
+#undef LOW
+#undef HIGH
 }
 
 template <int H> inline void exchange_all(f32x16 *rows) {
@@ -143,25 +133,32 @@ struct Room {
     }
 };
 
-// Keys of a block as [words][BLOCK], values as [BLOCK][wide] floats; zeros outside of [skipped, filled).
+// Keys of a block as [words][BLOCK], values as [BLOCK][wide] floats; zeros before `skipped` and from position `end` on.
 template <typename T>
 void take_block(const AttentionShape &a, const Sequence &seq, const T *k_pages, const T *v_pages, long kv_head,
-                long begin, long skipped, long filled, long words, long wide, Room &room) {
-    constexpr int pack = Scores<T>::pack;
+                long begin, long skipped, long end, long words, long wide, Room &room) {
+    const long filled = std::min((long)BLOCK, end - begin);
+    constexpr int pack = Words<T>::pack;
     const T *rows[BLOCK];
     long offsets[BLOCK];
     for (long n = skipped; n < filled; n++) {
-        const long at = begin + n;
-        const long page = seq.pages[at / a.page_tokens - seq.first_page];
-        offsets[n] = page * a.page_stride + at % a.page_tokens * a.token_stride + kv_head * a.dim;
+        offsets[n] = a.offset(seq, begin + n, kv_head);
         rows[n] = k_pages + offsets[n];
+    }
+    // A head's rows lie far apart, which no hardware foresees.
+    for (long at = begin + BLOCK; at < std::min(begin + 2 * BLOCK, end); at++) {
+        const long next = a.offset(seq, at, kv_head);
+        for (long d = 0; d < a.dim; d += 64 / sizeof(T)) {
+            __builtin_prefetch(k_pages + next + d);
+            __builtin_prefetch(v_pages + next + d);
+        }
     }
     for (long group = 0; group < BLOCK; group += LANES)
         for (long word = 0; word < words; word += LANES) {
             f32x16 square[LANES];
             for (int n = 0; n < LANES; n++)
                 square[n] = group + n >= skipped && group + n < filled
-                                ? Scores<T>::words(rows[group + n] + word * pack, (int)(a.dim - word * pack))
+                                ? Words<T>::take(rows[group + n] + word * pack, (int)(a.dim - word * pack))
                                 : f32x16{};
             transpose(square);
             for (int i = 0; i < LANES; i++) store(room.keys.data() + (word + i) * BLOCK + group, square[i]);
@@ -174,25 +171,24 @@ void take_block(const AttentionShape &a, const Sequence &seq, const T *k_pages, 
         }
 }
 
-template <typename T, int ROWS>
-void score_group(const float *q, long words, const float *keys, float *s) {
-    Scores<T>::template product<ROWS>(q, words, keys, words, s);
+template <typename T, int ROWS> void score_group(const float *q, long words, const float *keys, float *s) {
+    for (long n = 0; n < BLOCK; n += COLUMNS)
+        chains<ROWS, Words<T>>(q, words, keys + n, BLOCK, words, s + n, true, BLOCK);
 }
 
 template <int ROWS> void value_group(const float *p, const float *values, long wide, float *sums) {
-    long d = 0;
-    for (; d + COLUMNS * LANES <= wide; d += COLUMNS * LANES)
-        chain<ROWS, COLUMNS>(p, BLOCK, values + d, wide, BLOCK, sums + d, wide, false);
-    for (; d < wide; d += LANES) chain<ROWS, 1>(p, BLOCK, values + d, wide, BLOCK, sums + d, wide, false);
+    for (long d = 0; d < wide; d += COLUMNS)
+        chains<ROWS, Words<float>>(p, BLOCK, values + d, wide, BLOCK, sums + d, false, wide);
 }
 
 // Scores to weights, in place; the row's maximum, total and sums brought along. Sees [from, to) of the block.
 inline void soften(const AttentionShape &a, float *s, long from, long to, float &highest, float &total, float *sums,
                    long wide) {
-    f32x16 value[COLUMNS], top = splat(HIDDEN);
-    i32x16 lane;
-    for (int i = 0; i < LANES; i++) lane[i] = i;
-    for (int c = 0; c < COLUMNS; c++) {
+    f32x16 value[BLOCK / LANES], top = splat(HIDDEN);
+#define SAME(i) i
+    const i32x16 lane = EACH_LANE(SAME);
+#undef SAME
+    for (int c = 0; c < BLOCK / LANES; c++) {
         value[c] = load(s + c * LANES) * a.scale;
         if (a.softcap != 0.0f) {
             // tanh(x) = 1 - 2 / (exp(2x) + 1)
@@ -201,11 +197,11 @@ inline void soften(const AttentionShape &a, float *s, long from, long to, float 
         }
         const i32x16 at = lane + c * LANES;
         value[c] = (at >= (int)from) & (at < (int)to) ? value[c] : splat(HIDDEN);
-        top = value[c] > top ? value[c] : top;
+        top = larger(value[c], top);
     }
     const float now = std::max(highest, max_of(top));
     f32x16 added = {};
-    for (int c = 0; c < COLUMNS; c++) {
+    for (int c = 0; c < BLOCK / LANES; c++) {
         const i32x16 at = lane + c * LANES;
         f32x16 weight = exp_of(value[c] - now);
         weight = (at >= (int)from) & (at < (int)to) ? weight : f32x16{};
@@ -228,14 +224,20 @@ inline void soften(const AttentionShape &a, float *s, long from, long to, float 
         case 3: call(3); break;                                                                                       \
         case 4: call(4); break;                                                                                       \
         case 5: call(5); break;                                                                                       \
-        default: call(6); break;                                                                                      \
+        case 6: call(6); break;                                                                                       \
+        case 7: call(7); break;                                                                                       \
+        case 8: call(8); break;                                                                                       \
+        case 9: call(9); break;                                                                                       \
+        case 10: call(10); break;                                                                                     \
+        case 11: call(11); break;                                                                                     \
+        default: call(12); break;                                                                                     \
     }
 
 template <typename T>
 void attend_tile(const AttentionShape &a, const Sequence &seq, const Tile &tile, long kv_head, const T *q,
                  const T *k_pages, const T *v_pages, const float *sinks, T *out) {
-    constexpr int pack = Scores<T>::pack;
-    const long wide = (a.dim + LANES - 1) / LANES * LANES;
+    constexpr int pack = Words<T>::pack;
+    const long wide = (a.dim + COLUMNS - 1) / COLUMNS * COLUMNS;
     const long words = ((a.dim + pack - 1) / pack + LANES - 1) / LANES * LANES;
     const long group = a.heads / a.kv_heads, count = tile.count * group;
     static thread_local Room room;
@@ -246,7 +248,7 @@ void attend_tile(const AttentionShape &a, const Sequence &seq, const Tile &tile,
     for (long r = 0; r < count; r++) {
         for (long word = 0; word < words; word += LANES)
             store(room.queries.data() + r * words + word,
-                  Scores<T>::words(q + element(r) + word * pack, (int)(a.dim - word * pack)));
+                  Words<T>::take(q + element(r) + word * pack, (int)(a.dim - word * pack)));
         for (long d = 0; d < wide; d += LANES) store(room.sums.data() + r * wide + d, f32x16{});
         room.highest[r] = sinks ? sinks[kv_head * group + r % group] : HIDDEN;
         room.total[r] = sinks ? 1.0f : 0.0f;
@@ -256,8 +258,7 @@ void attend_tile(const AttentionShape &a, const Sequence &seq, const Tile &tile,
     for (long begin = lowest / BLOCK * BLOCK; begin < end; begin += BLOCK) {
         // Before the window nothing may be in the table any more.
         const long skipped = std::max(0L, lowest - begin);
-        take_block(a, seq, k_pages, v_pages, kv_head, begin, skipped, std::min((long)BLOCK, end - begin), words, wide,
-                   room);
+        take_block(a, seq, k_pages, v_pages, kv_head, begin, skipped, end, words, wide, room);
         for (long r = 0; r < count; r += ROW_GROUP) {
             const long rows = std::min((long)ROW_GROUP, count - r);
             float *s = room.scores.data() + r * BLOCK;

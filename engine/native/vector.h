@@ -20,6 +20,13 @@ constexpr int LANES = 16;
 
 inline f32x16 splat(float x) { return x - f32x16{}; }
 
+// The same for bits that needn't be a number's.
+inline f32x16 splat_bits(float x) {
+    int32_t bits;
+    memcpy(&bits, &x, 4);
+    return (f32x16)(bits - i32x16{});
+}
+
 inline f32x16 fma(f32x16 a, f32x16 b, f32x16 c) {
 #if defined(__AVX512F__)
     return (f32x16)_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)c);
@@ -74,15 +81,32 @@ template <typename T> inline void store_some(T *p, f32x16 x, int count) {
     memcpy(p, padded, count * sizeof(T));
 }
 
+// A vector of integers from a macro of the lane; constant, so that shuffles by it are single instructions.
+#define EACH_LANE(f)                                                                                                  \
+    (i32x16) { f(0), f(1), f(2), f(3), f(4), f(5), f(6), f(7), f(8), f(9), f(10), f(11), f(12), f(13), f(14), f(15) }
+
+template <int WIDTH> inline f32x16 rotated(f32x16 x) {
+#define AHEAD(i) ((i + WIDTH) % LANES)
+    return __builtin_shuffle(x, EACH_LANE(AHEAD));
+#undef AHEAD
+}
+
+// Lane with lane half the width away, down to one: a fixed order of additions.
 inline float sum_of(f32x16 x) {
-    for (int width = LANES / 2; width; width /= 2)
-        for (int i = 0; i < width; i++) x[i] += x[i + width];
+    x += rotated<8>(x);
+    x += rotated<4>(x);
+    x += rotated<2>(x);
+    x += rotated<1>(x);
     return x[0];
 }
 
+inline f32x16 larger(f32x16 a, f32x16 b) { return a > b ? a : b; }
+
 inline float max_of(f32x16 x) {
-    for (int width = LANES / 2; width; width /= 2)
-        for (int i = 0; i < width; i++) x[i] = x[i] > x[i + width] ? x[i] : x[i + width];
+    x = larger(x, rotated<8>(x));
+    x = larger(x, rotated<4>(x));
+    x = larger(x, rotated<2>(x));
+    x = larger(x, rotated<1>(x));
     return x[0];
 }
 
