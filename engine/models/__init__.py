@@ -15,6 +15,7 @@ __all__ = ["ARCHITECTURES", "Model", "StateOptions", "model_for", "read_model"]
 ARCHITECTURES = {
     "LlamaForCausalLM": "llama.Llama",
     "Qwen3ForCausalLM": "llama.Qwen3",
+    "Qwen3MoeForCausalLM": "qwen_moe.Qwen3Moe",
 }
 """The name in `config.json`, and the file and class here that know it."""
 
