@@ -14,6 +14,7 @@ __all__ = ["ARCHITECTURES", "Model", "StateOptions", "model_for", "read_model"]
 
 ARCHITECTURES = {
     "LlamaForCausalLM": "llama.Llama",
+    "Qwen2ForCausalLM": "qwen2.Qwen2",
     "Qwen3ForCausalLM": "llama.Qwen3",
     "Qwen3MoeForCausalLM": "qwen_moe.Qwen3Moe",
 }
