@@ -9,7 +9,7 @@ from functools import partial
 from pathlib import Path
 from typing import Protocol
 
-from tests import family_llama
+from tests import family_llama, family_qwen
 
 
 class Make(Protocol):
@@ -23,5 +23,7 @@ class Make(Protocol):
 FAMILIES: dict[str, Make] = {
     "llama": family_llama.make,
     "qwen3": partial(family_llama.make, kind="qwen3"),
+    "qwen2": family_qwen.make_qwen2,
+    "qwen3_moe": family_qwen.make_qwen3_moe,
 }
 """By name; the names are those of the test ids."""
