@@ -13,6 +13,8 @@ from engine.weights import Weights
 __all__ = ["ARCHITECTURES", "Model", "StateOptions", "model_for", "read_model"]
 
 ARCHITECTURES = {
+    "Gemma3ForCausalLM": "gemma.Gemma3",
+    "Gemma3ForConditionalGeneration": "gemma.Gemma3",
     "LlamaForCausalLM": "llama.Llama",
     "Qwen3ForCausalLM": "llama.Qwen3",
 }
