@@ -15,6 +15,8 @@ __all__ = ["ARCHITECTURES", "Model", "StateOptions", "model_for", "read_model"]
 ARCHITECTURES = {
     "Gemma3ForCausalLM": "gemma.Gemma3",
     "Gemma3ForConditionalGeneration": "gemma.Gemma3",
+    "Gemma4ForCausalLM": "gemma4.Gemma4",
+    "Gemma4ForConditionalGeneration": "gemma4.Gemma4",
     "LlamaForCausalLM": "llama.Llama",
     "Qwen3ForCausalLM": "llama.Qwen3",
 }

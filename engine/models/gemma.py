@@ -69,9 +69,7 @@ class GemmaAttention:
                 v = rms_norm(v, self._value_norm_d, self._eps)
             store(buffers["k"], k[: ctx.count], plan)
             store(buffers["v"], v[: ctx.count], plan)
-        out = ctx.attention.attend(
-            q[: ctx.count], buffers["k"], buffers["v"], plan, self._scale, window=self._window
-        )
+        out = ctx.attention.attend(q[: ctx.count], buffers["k"], buffers["v"], plan, self._scale, window=self._window)
         return ctx.linear(ctx.padded(out.reshape(ctx.count, -1)), self._out)
 
 
