@@ -19,6 +19,7 @@ ARCHITECTURES = {
     "Gemma4ForConditionalGeneration": "gemma4.Gemma4",
     "LlamaForCausalLM": "llama.Llama",
     "Qwen3ForCausalLM": "llama.Qwen3",
+    "Qwen3MoeForCausalLM": "qwen_moe.Qwen3Moe",
 }
 """The name in `config.json`, and the file and class here that know it."""
 
