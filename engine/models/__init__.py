@@ -17,6 +17,7 @@ ARCHITECTURES = {
     "Gemma3ForConditionalGeneration": "gemma.Gemma3",
     "Gemma4ForCausalLM": "gemma4.Gemma4",
     "Gemma4ForConditionalGeneration": "gemma4.Gemma4",
+    "GptOssForCausalLM": "gpt_oss.GptOss",
     "LlamaForCausalLM": "llama.Llama",
     "Qwen3ForCausalLM": "llama.Qwen3",
     "Qwen3MoeForCausalLM": "qwen_moe.Qwen3Moe",

@@ -18,7 +18,9 @@ from contracts.model import ModelSpec
 from contracts.rope import read_rope
 from engine.decoder import Decoder, Layer
 from engine.layers.mlp import GatedMlp
+from engine.layers.moe import MixtureOfExperts, Sizes, gated_gelu
 from engine.layers.norm import gelu_tanh, rms_norm
+from engine.layers.router import ScaledSoftmaxRouter
 from engine.models.gemma import Gemma, GemmaAttention
 from engine.models.windows import FULL, SLIDING, LayerKind, rope_by_kind
 from engine.step_context import StepContext
@@ -42,6 +44,14 @@ class Gemma4(Gemma):
         self.wide = config.flag("use_double_wide_mlp")
         self.input_size = config.count("hidden_size_per_layer_input", 256)
         self.input_vocab = config.size("vocab_size_per_layer_input", 262_144)
+        self.experts = (
+            Sizes(config.size("num_experts"), self.hidden, config.size("moe_intermediate_size"))
+            if config.flag("enable_moe_block")
+            else None
+        )
+        self.top_k = config.size("top_k_experts", 1)
+        if self.experts is not None and self.top_k > self.experts.experts:
+            raise config.refuse(f"top_k_experts {self.top_k} is more than the {self.experts.experts} experts")
         if self.input_size and self.input_vocab < spec.vocab_size:
             raise config.refuse(f"vocab_size_per_layer_input {self.input_vocab} is below vocab_size {spec.vocab_size}")
 
@@ -121,6 +131,12 @@ class Gemma4Layer:
         )
         inner = model.inner * (2 if model.wide and not owner else 1)
         self._mlp = GatedMlp(weights.scope("mlp."), model.hidden, inner, activation=gelu_tanh)
+        self._experts = None
+        if model.experts is not None:
+            router = ScaledSoftmaxRouter(weights, model.hidden, model.experts.experts, model.top_k, model.eps)
+            self._experts = MixtureOfExperts(weights, router, model.experts, activation=gated_gelu)
+            self._after_dense, self._after_experts = (norm(f"post_feedforward_layernorm_{n}") for n in (1, 2))
+            self._before_experts = norm("pre_feedforward_layernorm_2")
         self._has_input = model.input_size > 0
         if self._has_input:
             self._gate = weights.linear({"per_layer_input_gate": model.input_size}, model.hidden)
@@ -132,6 +148,10 @@ class Gemma4Layer:
         mixed_mh = self._attention(rms_norm(x_mh, self._before_attention, self._eps), ctx)
         x_mh = x_mh + rms_norm(mixed_mh, self._after_attention, self._eps)
         out_mh = self._mlp(rms_norm(x_mh, self._before_mlp, self._eps), ctx)
+        if self._experts is not None:
+            expert_mh = self._experts(rms_norm(x_mh, self._before_experts, self._eps), ctx, routed_by=x_mh)
+            out_mh = rms_norm(out_mh, self._after_dense, self._eps)
+            out_mh.add_(rms_norm(expert_mh, self._after_experts, self._eps))
         x_mh = x_mh.add_(rms_norm(out_mh, self._after_mlp, self._eps))
         if self._has_input:
             gate_mn = ctx.linear(x_mh, self._gate)
