@@ -19,6 +19,7 @@ ARCHITECTURES = {
     "Gemma4ForConditionalGeneration": "gemma4.Gemma4",
     "GptOssForCausalLM": "gpt_oss.GptOss",
     "LlamaForCausalLM": "llama.Llama",
+    "Qwen2ForCausalLM": "qwen2.Qwen2",
     "Qwen3ForCausalLM": "llama.Qwen3",
     "Qwen3MoeForCausalLM": "qwen_moe.Qwen3Moe",
 }
