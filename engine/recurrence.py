@@ -17,7 +17,7 @@ the sequence's tokens and of nothing else.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -47,6 +47,12 @@ class ScanState:
     """[slots, H, BLOCK]: logarithms."""
     solved: Tensor | None
     """[slots, H, BLOCK, BLOCK]: how much of each earlier position's value counts. Of the delta rule only."""
+
+    @classmethod
+    def of(cls, buffers: Mapping[str, Tensor]) -> ScanState:
+        """From a layer's buffers by name, as `scan_buffers` declares them."""
+        names = ("matrix", "block_keys", "block_values", "block_decays")
+        return cls(*(buffers[name] for name in names), buffers.get("block_solved"))
 
 
 def scan_buffers(
