@@ -43,8 +43,8 @@ def read_rope(
     """The rope of a configuration, or of one kind of its layers if `raw` is that kind's part of `rope_parameters`.
 
     Old spelling: `rope_theta` beside `rope_scaling` (with ``type`` or ``rope_type``); new: `rope_parameters`.
-    `partial`: whether the architecture knows `partial_rotary_factor`, and what it is where not given. Raises `CheckpointError` for a scaling that is
-    unknown, lacks a number, or depends on the length of the whole sequence.
+    `partial`: whether the architecture knows `partial_rotary_factor`; where not given it is `default_partial`. Raises
+    `CheckpointError` for a scaling that is unknown, lacks a number, or depends on the length of the whole sequence.
     """
     if raw is None:
         raw = config.table("rope_scaling") or config.table("rope_parameters")

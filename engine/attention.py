@@ -79,12 +79,25 @@ Tables = AttentionPlan | SlotPlan
 class Attention(Protocol):
     """Causal attention over paged keys and values."""
 
-    def attend(self, q_thd: Tensor, k_pages: Tensor, v_pages: Tensor, plan: AttentionPlan, scale: float) -> Tensor:
-        """Attend each query to the positions up to its own.
+    def attend(
+        self,
+        q_thd: Tensor,
+        k_pages: Tensor,
+        v_pages: Tensor,
+        plan: AttentionPlan,
+        scale: float,
+        *,
+        window: int = 0,
+        sinks_h: Tensor | None = None,
+        softcap: float = 0.0,
+    ) -> Tensor:
+        """Attend each query to the positions up to its own, the last `window` of them unless that is 0.
 
         `q_thd` is [T, heads, head_dim]; `k_pages` and `v_pages` are [pages, page_tokens, kv_heads, head_dim] in the
         dtype of `q_thd`; heads is a multiple of kv_heads, and head h reads kv head h // (heads // kv_heads).
-        Scores are multiplied by `scale`; softmax and accumulation are in float32.
+        Scores are multiplied by `scale` and, with `softcap`, squeezed to plus or minus it by a hyperbolic tangent;
+        softmax and accumulation are in float32. `sinks_h` ([heads] float32) adds a score of nothing to each head's
+        softmax: a part of the weights that goes nowhere. The plan's tables may begin where the window does.
         Returns [T, heads, head_dim] in the dtype of `q_thd`.
         """
 

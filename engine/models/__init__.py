@@ -15,6 +15,7 @@ __all__ = ["ARCHITECTURES", "Model", "StateOptions", "model_for", "read_model"]
 ARCHITECTURES = {
     "LlamaForCausalLM": "llama.Llama",
     "Qwen3ForCausalLM": "llama.Qwen3",
+    "Qwen3MoeForCausalLM": "qwen_moe.Qwen3Moe",
     "Qwen3NextForCausalLM": "qwen3_next.Qwen3Next",
     "Qwen3_5ForCausalLM": "qwen3_next.Qwen35",
     "Qwen3_5ForConditionalGeneration": "qwen3_next.Qwen35",

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 from torch import Tensor
 
 from cache.registry import Kind, PoolSpec
@@ -14,8 +12,11 @@ from engine.layers.attention import kv_buffers
 from engine.layers.delta import DeltaShape, GatedDelta, Projection, delta_buffers, grouped, separate
 from engine.layers.gated_attention import GatedAttention
 from engine.layers.mlp import GatedMlp
+from engine.layers.moe import GatedShared, MixtureOfExperts, Sizes
 from engine.layers.norm import rms_norm_late
+from engine.layers.router import SoftmaxRouter
 from engine.models.base import FULL_POOL, STATE_POOL, Model, StateOptions
+from engine.models.qwen_moe import sparse_layers
 from engine.rope import RopeTable
 from engine.step_context import Place
 from engine.weights import Weights
@@ -48,6 +49,7 @@ class Qwen3Next(Model):
             value_dim=config.size("linear_value_head_dim", 128),
             kernel=config.size("linear_conv_kernel_dim", 4),
         )
+        self.sparse = sparse_layers(config, self.layers) if "num_experts" in config else frozenset[int]()
         self._refuse()
 
     def _refuse(self) -> None:
@@ -103,14 +105,23 @@ class Qwen3Next(Model):
         )
 
     def mlp(self, number: int, weights: Weights) -> Sublayer:
-        return GatedMlp(weights, self.hidden, self.config.size("intermediate_size"))
+        if number not in self.sparse:
+            return GatedMlp(weights, self.hidden, self.config.size("intermediate_size"))
+        config, hidden = self.config, self.hidden
+        sizes = Sizes(config.size("num_experts"), hidden, config.size("moe_intermediate_size"))
+        top_k = config.size("num_experts_per_tok")
+        if top_k > sizes.experts:
+            raise config.refuse(f"num_experts_per_tok {top_k} is more than the {sizes.experts} experts")
+        router = SoftmaxRouter(weights, hidden, sizes.experts, top_k, normalise=config.flag("norm_topk_prob", True))
+        shared = GatedMlp(weights.scope("shared_expert."), hidden, config.size("shared_expert_intermediate_size"))
+        return MixtureOfExperts(weights, router, sizes, shared=GatedShared(weights, hidden, shared))
 
     def norm(self, x: Tensor, weight_h: Tensor) -> Tensor:
         return rms_norm_late(x, weight_h.float() + 1.0, self.eps)
 
 
 class Qwen35(Qwen3Next):
-    """``Qwen3_5ForCausalLM``, and the text of ``Qwen3_5ForConditionalGeneration``.
+    """``Qwen3_5ForCausalLM`` and ``Qwen3_5MoeForCausalLM``, and the text of their models ``ForConditionalGeneration``.
 
     Its rope has sections for the three axes of images; in text all three are the position, and it is plain rope.
     """
