@@ -22,6 +22,9 @@ ARCHITECTURES = {
     "Qwen2ForCausalLM": "qwen2.Qwen2",
     "Qwen3ForCausalLM": "llama.Qwen3",
     "Qwen3MoeForCausalLM": "qwen_moe.Qwen3Moe",
+    "Qwen3NextForCausalLM": "qwen3_next.Qwen3Next",
+    "Qwen3_5ForCausalLM": "qwen3_next.Qwen35",
+    "Qwen3_5ForConditionalGeneration": "qwen3_next.Qwen35",
 }
 """The name in `config.json`, and the file and class here that know it."""
 
