@@ -81,7 +81,7 @@ class Attention(Protocol):
         """Attend each query to the positions up to its own.
 
         `q_thd` is [T, heads, head_dim]; `k_pages` and `v_pages` are [pages, page_tokens, kv_heads, head_dim] in the
-        dtype of `q_thd`; heads is a multiple of kv_heads, and head h reads kv head h // (heads // kv_heads).
+        dtype of `q_thd`, values of another width where the backend allows it; heads is a multiple of kv_heads, and head h reads kv head h // (heads // kv_heads).
         Scores are multiplied by `scale`; softmax and accumulation are in float32.
         Returns [T, heads, head_dim] in the dtype of `q_thd`.
         """
