@@ -9,7 +9,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from engine.layers.norm import rms_norm
+from engine.layers.norm import rms_norm, tanh
 from engine.numerics import Linear, Numerics
 from engine.step_context import StepContext
 
@@ -73,5 +73,5 @@ class Decoder:
             x_nh = torch.cat((x_nh, x_nh.new_zeros(padded - rows, x_nh.shape[1])))
         logits_nv = numerics.linear(self.norm(x_nh), self.head)[:rows].float()
         if self.logits_softcap:
-            logits_nv = torch.tanh(logits_nv / self.logits_softcap) * self.logits_softcap
+            logits_nv = tanh(logits_nv / self.logits_softcap).mul_(self.logits_softcap)
         return logits_nv
