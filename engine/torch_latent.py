@@ -125,9 +125,7 @@ class TorchLatent:
         slots_sk = page_sk * plan.page_tokens + positions_sk % plan.page_tokens
         return tiles.query_ur[tiles.real_ur], slots_sk.int(), positions_sk.int()
 
-    def _scores(
-        self, tiles: _Tiles, q_thd: Tensor, weights_th: Tensor, keys: IndexKeys, plan: AttentionPlan
-    ) -> Tensor:
+    def _scores(self, tiles: _Tiles, q_thd: Tensor, weights_th: Tensor, keys: IndexKeys, plan: AttentionPlan) -> Tensor:
         """[U, R, n] float32: scores of positions 0 to n, which is whole blocks."""
         device, (heads, dim), per_tile = q_thd.device, q_thd.shape[1:], tiles.query_ur.shape[1]
         used = per_tile * heads
@@ -140,7 +138,7 @@ class TorchLatent:
         block_w = torch.arange(len(tile_w), device=device) - (blocks_u.cumsum(0) - blocks_u)[tile_w]
         scores_urjn = q_thd.new_full((len(q_urd), per_tile, max(tiles.blocks), INDEX_BLOCK), _HIDDEN)
         at_once = max(1, _SCORE_ELEMENTS // (rows * INDEX_BLOCK))
-        for tile, block in zip(tile_w.split(at_once), block_w.split(at_once), strict=True):
+        for tile, block in zip(torch.split(tile_w, at_once), torch.split(block_w, at_once), strict=True):
             k_wnd = _block_keys(tiles, tile, block, keys, plan)
             products_wrn = q_thd.new_empty(len(tile), rows, INDEX_BLOCK)
             self._numerics.bmm(q_urd[tile], k_wnd.transpose(1, 2), products_wrn)

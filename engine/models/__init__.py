@@ -15,6 +15,9 @@ __all__ = ["ARCHITECTURES", "Model", "StateOptions", "model_for", "read_model"]
 ARCHITECTURES = {
     "LlamaForCausalLM": "llama.Llama",
     "Qwen3ForCausalLM": "llama.Qwen3",
+    "DeepseekV3ForCausalLM": "deepseek.DeepseekV3",
+    "DeepseekV32ForCausalLM": "deepseek.DeepseekV32",
+    "GlmMoeDsaForCausalLM": "deepseek.GlmMoeDsa",
 }
 """The name in `config.json`, and the file and class here that know it."""
 
