@@ -1,0 +1,27 @@
+"""One maker of small checkpoints a family: what the tests of the whole product go over.
+
+Each family's own file knows how to make one; a new family is one import and one entry here.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from pathlib import Path
+from typing import Protocol
+
+from tests import family_llama
+
+
+class Make(Protocol):
+    """Writes a checkpoint of random weights with a tokenizer and returns its folder."""
+
+    def __call__(
+        self, folder: Path, *, dtype: str = "float32", seed: int = 0, published: bool = False, **changes: object
+    ) -> Path: ...
+
+
+FAMILIES: dict[str, Make] = {
+    "llama": family_llama.make,
+    "qwen3": partial(family_llama.make, kind="qwen3"),
+}
+"""By name; the names are those of the test ids."""
