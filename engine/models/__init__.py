@@ -14,10 +14,12 @@ __all__ = ["ARCHITECTURES", "Model", "StateOptions", "model_for", "read_model"]
 
 ARCHITECTURES = {
     "LlamaForCausalLM": "llama.Llama",
+    "Qwen2ForCausalLM": "qwen2.Qwen2",
     "Qwen3ForCausalLM": "llama.Qwen3",
     "DeepseekV3ForCausalLM": "deepseek.DeepseekV3",
     "DeepseekV32ForCausalLM": "deepseek.DeepseekV32",
     "GlmMoeDsaForCausalLM": "deepseek.GlmMoeDsa",
+    "Qwen3MoeForCausalLM": "qwen_moe.Qwen3Moe",
 }
 """The name in `config.json`, and the file and class here that know it."""
 

@@ -15,6 +15,8 @@ from engine.decoder import Layer, PreNormLayer, Sublayer
 from engine.layers.indexer import Indexer, IndexShape, index_buffers, shared_selection
 from engine.layers.latent import LatentMixer, LatentShape, Selector, latent_buffer
 from engine.layers.mlp import GatedMlp
+from engine.layers.moe import MixtureOfExperts, Sizes
+from engine.layers.router import SigmoidRouter
 from engine.models.base import FULL_POOL, Model, StateOptions
 from engine.rope import RopeTable
 from engine.step_context import Place
@@ -49,8 +51,13 @@ class DeepseekV3(Model):
         if config.size("moe_layer_freq", 1) != 1:
             raise config.refuse("moe_layer_freq other than 1 is not supported")
         dense = min(config.count("first_k_dense_replace", 3), self.layers)
-        by_rank = ["dense"] * dense + ["sparse"] * (self.layers - dense)
-        self.mlp_kinds = config.words("mlp_layer_types", self.layers, ("dense", "sparse"), by_rank)
+        by_number = ["dense"] * dense + ["sparse"] * (self.layers - dense)
+        self.mlp_kinds = config.words("mlp_layer_types", self.layers, ("dense", "sparse"), by_number)
+        if "sparse" in self.mlp_kinds:
+            self.experts = Sizes(config.size("n_routed_experts"), self.hidden, config.size("moe_intermediate_size"))
+            self.top_k = config.size("num_experts_per_tok")
+            if self.top_k > self.experts.experts:
+                raise config.refuse(f"num_experts_per_tok {self.top_k} is more than the {self.experts.experts} experts")
 
     def scale(self) -> float:
         """Of the scores: yarn squeezes them once more than its factor on cos and sin says."""
@@ -83,8 +90,23 @@ class DeepseekV3(Model):
         return None
 
     def mlp(self, number: int, weights: Weights) -> Sublayer:
-        assert self.mlp_kinds[number] == "dense"
-        return GatedMlp(weights, self.hidden, self.inner)
+        if self.mlp_kinds[number] == "dense":
+            return GatedMlp(weights, self.hidden, self.inner)
+        config = self.config
+        router = SigmoidRouter(
+            weights,
+            self.hidden,
+            self.experts.experts,
+            self.top_k,
+            groups=config.size("n_group", 1),
+            top_groups=config.size("topk_group", 1),
+            normalise=config.flag("norm_topk_prob", True),
+            scale=config.number("routed_scaling_factor", 1.0),
+        )
+        shared = None
+        if count := config.count("n_shared_experts", 0):
+            shared = GatedMlp(weights.scope("shared_experts."), self.hidden, count * self.experts.inner)
+        return MixtureOfExperts(weights, router, self.experts, shared=shared)
 
     def rope_table(self, weights: Weights) -> RopeTable:
         """One table for all layers."""
