@@ -9,7 +9,7 @@ from functools import partial
 from pathlib import Path
 from typing import Protocol
 
-from tests import family_llama, family_qwen
+from tests import family_llama, family_qwen, family_window
 
 
 class Make(Protocol):
@@ -25,5 +25,8 @@ FAMILIES: dict[str, Make] = {
     "qwen3": partial(family_llama.make, kind="qwen3"),
     "qwen2": family_qwen.make_qwen2,
     "qwen3_moe": family_qwen.make_qwen3_moe,
+    "gemma3": family_window.make_gemma3,
+    "gemma4": family_window.make_gemma4,
+    "gpt_oss": family_window.make_gpt_oss,
 }
 """By name; the names are those of the test ids."""
