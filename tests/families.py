@@ -9,7 +9,7 @@ from functools import partial
 from pathlib import Path
 from typing import Protocol
 
-from tests import family_llama, family_qwen, family_window
+from tests import family_latent, family_llama, family_qwen, family_window
 
 
 class Make(Protocol):
@@ -25,6 +25,9 @@ FAMILIES: dict[str, Make] = {
     "qwen3": partial(family_llama.make, kind="qwen3"),
     "qwen2": family_qwen.make_qwen2,
     "qwen3_moe": family_qwen.make_qwen3_moe,
+    "deepseek_v3": family_latent.make_deepseek_v3,
+    "deepseek_v32": family_latent.make_deepseek_v32,
+    "glm5": family_latent.make_glm5,
     "gemma3": family_window.make_gemma3,
     "gemma4": family_window.make_gemma4,
     "gpt_oss": family_window.make_gpt_oss,

@@ -21,7 +21,13 @@ ARCHITECTURES = {
     "LlamaForCausalLM": "llama.Llama",
     "Qwen2ForCausalLM": "qwen2.Qwen2",
     "Qwen3ForCausalLM": "llama.Qwen3",
+    "DeepseekV3ForCausalLM": "deepseek.DeepseekV3",
+    "DeepseekV32ForCausalLM": "deepseek.DeepseekV32",
+    "GlmMoeDsaForCausalLM": "deepseek.GlmMoeDsa",
     "Qwen3MoeForCausalLM": "qwen_moe.Qwen3Moe",
+    "Qwen3NextForCausalLM": "qwen3_next.Qwen3Next",
+    "Qwen3_5ForCausalLM": "qwen3_next.Qwen35",
+    "Qwen3_5ForConditionalGeneration": "qwen3_next.Qwen35",
 }
 """The name in `config.json`, and the file and class here that know it."""
 

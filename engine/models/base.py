@@ -28,6 +28,8 @@ class StateOptions:
     """What keys, values and latents are kept in."""
     page_tokens: int
     shard: Shard = WHOLE
+    index_float8: bool = False
+    """Index keys as float8 with a scale a token, not as the model computes them."""
 
 
 class Model(ABC):
