@@ -47,15 +47,19 @@ class HeadAttention:
         bias: bool = False,
         out_bias: bool = False,
         qk_norm_eps: float | None = None,
+        scale: float | None = None,
     ) -> None:
-        """`qk_norm_eps`: queries and keys are normed by head before rope, with this epsilon."""
+        """`qk_norm_eps`: queries and keys are normed by head before rope, with this epsilon.
+
+        `scale` is the factor on scores where it isn't the usual one.
+        """
         shard = weights.shard
         self._place, self._rope, self._dim = place, rope, head_dim
         self._heads, self._kv = len(shard.heads(heads)), len(shard.heads(kv_heads, "key-value heads"))
         q, kv = shard.axis(heads, head_dim), shard.axis(kv_heads, head_dim)
         self._qkv = weights.linear({"q_proj": q, "k_proj": kv, "v_proj": kv}, hidden, bias=bias)
         self._out = weights.linear({"o_proj": hidden}, q, bias=out_bias)
-        self._scale = head_dim**-0.5
+        self._scale = head_dim**-0.5 if scale is None else scale
         self._eps = qk_norm_eps
         if qk_norm_eps is not None:
             q_norm, k_norm = weights.tensor("q_norm.weight", head_dim), weights.tensor("k_norm.weight", head_dim)

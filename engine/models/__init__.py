@@ -13,12 +13,15 @@ from engine.weights import Weights
 __all__ = ["ARCHITECTURES", "Model", "StateOptions", "model_for", "read_model"]
 
 ARCHITECTURES = {
+    "FalconH1ForCausalLM": "falcon_h1.FalconH1",
     "LlamaForCausalLM": "llama.Llama",
     "Qwen3ForCausalLM": "llama.Qwen3",
     "Qwen3MoeForCausalLM": "qwen_moe.Qwen3Moe",
     "Qwen3NextForCausalLM": "qwen3_next.Qwen3Next",
     "Qwen3_5ForCausalLM": "qwen3_next.Qwen35",
     "Qwen3_5ForConditionalGeneration": "qwen3_next.Qwen35",
+    "Qwen3_5MoeForCausalLM": "qwen3_next.Qwen35",
+    "Qwen3_5MoeForConditionalGeneration": "qwen3_next.Qwen35",
 }
 """The name in `config.json`, and the file and class here that know it."""
 
