@@ -38,7 +38,7 @@ class HeadAttention:
         self,
         weights: Weights,
         place: Place,
-        rope: RopeTable,
+        rope: RopeTable | None,
         *,
         hidden: int,
         heads: int,
@@ -51,7 +51,7 @@ class HeadAttention:
     ) -> None:
         """`qk_norm_eps`: queries and keys are normed by head before rope, with this epsilon.
 
-        `scale` is the factor on scores where it isn't the usual one.
+        `rope` is None where positions are not turned; `scale` is the factor on scores where it isn't the usual one.
         """
         shard = weights.shard
         self._place, self._rope, self._dim = place, rope, head_dim
@@ -73,7 +73,9 @@ class HeadAttention:
         qk, v = torch.split(qkv, [self._heads + self._kv, self._kv], dim=1)
         if self._eps is not None:
             qk = rms_norm(qk, self._qk_norm_nd, self._eps)
-        q, k = torch.split(rotate(qk, *ctx.rope(self._rope)), [self._heads, self._kv], dim=1)
+        if self._rope is not None:
+            qk = rotate(qk, *ctx.rope(self._rope))
+        q, k = torch.split(qk, [self._heads, self._kv], dim=1)
         store(buffers["k"], k[: ctx.count], plan)
         store(buffers["v"], v[: ctx.count], plan)
         out = ctx.attention.attend(q[: ctx.count], buffers["k"], buffers["v"], plan, self._scale)

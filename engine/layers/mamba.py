@@ -97,12 +97,12 @@ class Mamba2:
         shape, rows = self._shape, ctx.linear(h_mh, self._in)[: ctx.count]
         if self._scaled:
             rows = rows * self._scale_n
-        gate, xbc, time = rows.split([self._widths[0], sum(self._widths[1:4]), self._widths[4]], dim=1)
-        x, b, c = self._conv(xbc, ctx).float().split(self._widths[1:4], dim=1)
-        x_thd = x.unflatten(1, (-1, shape.head_dim))
+        gate, xbc, time = torch.split(rows, [self._widths[0], sum(self._widths[1:4]), self._widths[4]], dim=1)
+        x, b, c = torch.split(self._conv(xbc, ctx).float(), self._widths[1:4], dim=1)
+        x_thd = x.reshape(len(x), -1, shape.head_dim)
         # Rounded to the model's dtype where transformers rounds.
         time_th = softplus((time + self._time_bias_h).float()).to(rows.dtype).float().clamp_(*shape.time_limit)
-        q_tgk, k_tgk = (part.unflatten(1, (-1, shape.state_dim)) for part in (c, b))
+        q_tgk, k_tgk = (part.reshape(len(part), -1, shape.state_dim) for part in (c, b))
         state, plan = ScanState.of(ctx.buffers(self._place)), ctx.slots[self._place.pool]
         v_thd = x_thd * time_th.unsqueeze(2)
         out = ctx.recurrence.scan(q_tgk, k_tgk, v_thd, time_th * self._rate_h, None, state, plan)
@@ -128,7 +128,7 @@ class _GroupNorm:
         self._split = heads.count % self._size != 0
 
     def __call__(self, x_tn: Tensor, ctx: StepContext) -> Tensor:
-        x_tgn = x_tn.unflatten(1, (len(self._here), -1))
+        x_tgn = x_tn.view(len(x_tn), len(self._here), -1)
         squares_tg = x_tgn.square().sum(-1)
         if self._split:
             all_tg = squares_tg.new_zeros(len(x_tn), self._groups)
@@ -136,6 +136,25 @@ class _GroupNorm:
             squares_tg = ctx.sum(all_tg)[:, self._here.start : self._here.stop]
         factor_tg = squares_tg.div_(self._size).add_(self._eps).rsqrt_()
         return (x_tgn * factor_tg.unsqueeze(2)).flatten(1).mul_(self._weight_n)
+
+
+def time_limit(config: Fields) -> tuple[float, float]:
+    """The least and the largest time step, by the key `time_step_limit`."""
+    low, high = numbers(config, "time_step_limit", 2, (0.0, float("inf")))
+    return low, high
+
+
+def numbers(config: Fields, key: str, count: int, default: tuple[float, ...] = ()) -> tuple[float, ...]:
+    """`count` numbers; ones where none are given, unless there is another default.
+
+    transformers writes an infinite one as ``{"__float__": "Infinity"}``.
+    """
+    values = config.values.get(key, list(default) or [1.0] * count)
+    if isinstance(values, list):
+        values = [float("inf") if value == {"__float__": "Infinity"} else value for value in values]
+    if not isinstance(values, list) or len(values) != count or not all(isinstance(v, int | float) for v in values):
+        raise config.refuse(f"{key} must be {count} numbers, got {values!r}")
+    return tuple(float(value) for value in values)
 
 
 def _ranges(axes: list[Axis]) -> list[Axis]:

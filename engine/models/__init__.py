@@ -15,6 +15,7 @@ __all__ = ["ARCHITECTURES", "Model", "StateOptions", "model_for", "read_model"]
 ARCHITECTURES = {
     "FalconH1ForCausalLM": "falcon_h1.FalconH1",
     "LlamaForCausalLM": "llama.Llama",
+    "NemotronHForCausalLM": "nemotron_h.NemotronH",
     "Qwen3ForCausalLM": "llama.Qwen3",
     "Qwen3MoeForCausalLM": "qwen_moe.Qwen3Moe",
     "Qwen3NextForCausalLM": "qwen3_next.Qwen3Next",

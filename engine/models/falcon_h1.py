@@ -11,7 +11,7 @@ from contracts.fields import Fields
 from contracts.model import ModelSpec
 from engine.decoder import Decoder, Layer, Sublayer
 from engine.layers.attention import HeadAttention, kv_buffers
-from engine.layers.mamba import Mamba2, MambaShape, mamba_buffers
+from engine.layers.mamba import Mamba2, MambaShape, mamba_buffers, numbers, time_limit
 from engine.layers.mlp import GatedMlp
 from engine.layers.norm import rms_norm, silu
 from engine.models.base import FULL_POOL, STATE_POOL, StateOptions
@@ -94,17 +94,18 @@ class _Factors:
 
     @classmethod
     def of(cls, config: Fields) -> _Factors:
-        gate, down = _numbers(config, "mlp_multipliers", 2)
-        names = (
-            "embedding_multiplier",
-            "lm_head_multiplier",
-            "attention_in_multiplier",
-            "attention_out_multiplier",
-            "key_multiplier",
-            "ssm_in_multiplier",
-            "ssm_out_multiplier",
+        gate, down = numbers(config, "mlp_multipliers", 2)
+        return cls(
+            embedding=config.number("embedding_multiplier", 1.0),
+            logits=config.number("lm_head_multiplier", 1.0),
+            attention_in=config.number("attention_in_multiplier", 1.0),
+            attention_out=config.number("attention_out_multiplier", 1.0),
+            key=config.number("key_multiplier", 1.0),
+            mamba_in=config.number("ssm_in_multiplier", 1.0),
+            mamba_out=config.number("ssm_out_multiplier", 1.0),
+            gate=gate,
+            down=down,
         )
-        return cls(*(config.number(name, 1.0) for name in names), gate, down)
 
 
 @dataclass(frozen=True)
@@ -133,7 +134,6 @@ def _mamba_shape(config: Fields, hidden: int, eps: float) -> MambaShape:
     inner = config.size("mamba_d_ssm") if "mamba_d_ssm" in config else int(config.number("mamba_expand", 2) * hidden)
     if inner % heads or config.values.get("mamba_d_head", "auto") not in ("auto", inner // heads):
         raise config.refuse(f"mamba_d_head must be the {inner} inner units divided by the {heads} heads")
-    low, high = _numbers(config, "time_step_limit", 2, (0.0, float("inf")))
     shape = MambaShape(
         hidden=hidden,
         heads=heads,
@@ -147,21 +147,8 @@ def _mamba_shape(config: Fields, hidden: int, eps: float) -> MambaShape:
         out_bias=config.flag("projectors_bias"),
         normed=config.flag("mamba_rms_norm"),
         norm_first=config.flag("mamba_norm_before_gate", True),
-        time_limit=(low, high),
-        multipliers=_numbers(config, "ssm_multipliers", 5),
+        time_limit=time_limit(config),
+        multipliers=numbers(config, "ssm_multipliers", 5),
     )
     shape.check(config)
     return shape
-
-
-def _numbers(config: Fields, key: str, count: int, default: tuple[float, ...] = ()) -> tuple[float, ...]:
-    """`count` numbers; ones where none are given, unless there is another default.
-
-    transformers writes an infinite one as ``{"__float__": "Infinity"}``.
-    """
-    values = config.values.get(key, list(default) or [1.0] * count)
-    if isinstance(values, list):
-        values = [float("inf") if value == {"__float__": "Infinity"} else value for value in values]
-    if not isinstance(values, list) or len(values) != count or not all(isinstance(v, int | float) for v in values):
-        raise config.refuse(f"{key} must be {count} numbers, got {values!r}")
-    return tuple(float(value) for value in values)
