@@ -14,10 +14,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from itertools import accumulate
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from torch import Tensor
+
+if TYPE_CHECKING:
+    from engine.latent import LatentAttention
 
 NULL_PAGE = 0
 """Zeros, always: block tables are padded with it, nothing is ever written to it."""
@@ -100,6 +103,10 @@ class Attention(Protocol):
         softmax: a part of the weights that goes nowhere. The plan's tables may begin where the window does.
         Returns [T, heads, head_dim] in the dtype of `q_thd`.
         """
+
+    @property
+    def latent(self) -> LatentAttention:
+        """The same backend for models that keep latents."""
 
     def stale(self, plan: Tables, epochs_e: Tensor) -> Tensor:
         """Which sequences' tables name a page whose epoch in `epochs_e` ([pages] int32) is another by now: [B] bool.

@@ -54,6 +54,8 @@ class Decoder:
     logits_scale: float = 1.0
     logits_softcap: float = 0.0
     """Logits are squeezed to plus or minus this by a hyperbolic tangent; 0: not at all."""
+    prepare: Callable[[Tensor, Tensor, StepContext], None] | None = None
+    """Given tokens [M] and their embeddings [M, hidden], leaves in the scratch what layers ask for besides."""
 
     @property
     def dtype(self) -> torch.dtype:
@@ -64,6 +66,8 @@ class Decoder:
         x_mh = self.embed_vh[tokens_m]
         if self.embed_scale is not None:
             x_mh = x_mh * torch.tensor(self.embed_scale, dtype=x_mh.dtype, device=x_mh.device)
+        if self.prepare is not None:
+            self.prepare(tokens_m, x_mh, ctx)
         for layer in self.layers:
             x_mh = layer(x_mh, ctx)
         return x_mh
