@@ -67,6 +67,8 @@ class SlotPlan:
     """[B, 1] int32: the epoch that each slot had when it was leased."""
     muted_b: Tensor | None = None
     """[B] bool: stale sequences. Their slot is the null slot, to which zeros are written. None: there are none."""
+    scratch: dict[str, Any] = field(default_factory=dict, compare=False)
+    """What a backend works out once a step, kept for its later layers."""
 
     @property
     def slots_b(self) -> Tensor:

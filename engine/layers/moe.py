@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from engine.decoder import Sublayer
-from engine.layers.norm import silu
+from engine.layers.norm import gelu_tanh, silu
 from engine.layers.router import Router, Routes, sigmoid
 from engine.numerics import Linear, Numerics
 from engine.shard import Axis
@@ -33,6 +33,12 @@ def gated_silu(gate_up: Tensor) -> Tensor:
     """silu(gate) * up, of a product that holds gate, then up."""
     gate, up = gate_up.chunk(2, dim=-1)
     return silu(gate.float()).to(gate.dtype).mul_(up)
+
+
+def gated_gelu(gate_up: Tensor) -> Tensor:
+    """gelu(gate) * up, by its hyperbolic-tangent approximation."""
+    gate, up = gate_up.chunk(2, dim=-1)
+    return gelu_tanh(gate.float()).to(gate.dtype).mul_(up)
 
 
 def clamped_swiglu(limit: float, alpha: float) -> Activation:
@@ -148,8 +154,9 @@ class MixtureOfExperts:
             activation,
         )
 
-    def __call__(self, h_mh: Tensor, ctx: StepContext) -> Tensor:
-        routes = self._router(h_mh, ctx)
+    def __call__(self, h_mh: Tensor, ctx: StepContext, routed_by: Tensor | None = None) -> Tensor:
+        """`routed_by`: what the router reads, if not what the experts are given."""
+        routes = self._router(h_mh if routed_by is None else routed_by, ctx)
         real = Routes(routes.experts_mk[: ctx.count], routes.weights_mk[: ctx.count])
         sum_th = self._experts(h_mh[: ctx.count], real, ctx.numerics)
         if self._divided:

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from engine.layers.norm import rms_norm
 from engine.step_context import StepContext
 from engine.weights import Weights
 
@@ -51,6 +52,26 @@ class SoftmaxRouter:
         if self._normalise:
             weights_mk = weights_mk / weights_mk.sum(-1, keepdim=True)
         return Routes(chosen.indices, weights_mk.to(h_mh.dtype).float())
+
+
+class ScaledSoftmaxRouter:
+    """A softmax over all experts of the normed and scaled input; the chosen add up to 1, then count for their expert's
+    own factor (Gemma 4's)."""
+
+    def __init__(self, weights: Weights, hidden: int, experts: int, top_k: int, eps: float) -> None:
+        """Reads below ``router.``."""
+        mine = weights.scope("router.")
+        self._linear = mine.linear({"proj": experts}, hidden)
+        self._scale_h = mine.tensor("scale", hidden)
+        self._factor_e = mine.tensor("per_expert_scale", experts, dtype=torch.float32)
+        self._ones_h = torch.ones(hidden, device=weights.device)
+        self._top_k, self._root, self._eps = top_k, hidden**-0.5, eps
+
+    def __call__(self, h_mh: Tensor, ctx: StepContext) -> Routes:
+        scaled_mh = rms_norm(h_mh, self._ones_h, self._eps).mul_(self._scale_h).mul_(self._root)
+        chosen = ctx.linear(scaled_mh, self._linear).float().softmax(-1).topk(self._top_k)
+        weights_mk = chosen.values / chosen.values.sum(-1, keepdim=True)
+        return Routes(chosen.indices, weights_mk.mul_(self._factor_e[chosen.indices]))
 
 
 class ChosenSoftmaxRouter:
