@@ -105,7 +105,9 @@ def _parts(
     try:
         page_tokens = config.cache_for(role).page_tokens
         model = model_for(spec)
-        pool_set = model.pool_set(StateOptions(dtype_for(spec, config.engine), page_tokens))
+        float8 = config.cache.index_dtype == "fp8"
+        options = StateOptions(dtype_for(spec, config.engine), page_tokens, index_float8=float8)
+        pool_set = model.pool_set(options)
         layout = PoolSetLayout(pool_set, pool_set.even(1 + -(-device_tokens // page_tokens)))
         pools = PoolSet(pool_set, layout.counts, plane.allocate("pages", layout.nbytes))
         seat = _seat(pools, device, spec, config, role, name, clock, waiter)

@@ -108,7 +108,9 @@ def pool_set_of(spec: ModelSpec, config: Config) -> PoolSetSpec:
     from engine import StateOptions, dtype_for, model_for
 
     page_tokens = config.cache_for(Role.PREFILL).page_tokens
-    return model_for(spec).pool_set(StateOptions(dtype_for(spec, config.engine), page_tokens))
+    float8 = config.cache.index_dtype == "fp8"
+    options = StateOptions(dtype_for(spec, config.engine), page_tokens, index_float8=float8)
+    return model_for(spec).pool_set(options)
 
 
 def token_bytes(pool_set: PoolSetSpec) -> int:
