@@ -14,10 +14,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from itertools import accumulate
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from torch import Tensor
+
+if TYPE_CHECKING:
+    from engine.latent import LatentAttention
 
 NULL_PAGE = 0
 """Zeros, always: block tables are padded with it, nothing is ever written to it."""
@@ -64,6 +67,8 @@ class SlotPlan:
     """[B, 1] int32: the epoch that each slot had when it was leased."""
     muted_b: Tensor | None = None
     """[B] bool: stale sequences. Their slot is the null slot, to which zeros are written. None: there are none."""
+    scratch: dict[str, Any] = field(default_factory=dict, compare=False)
+    """What a backend works out once a step, kept for its later layers."""
 
     @property
     def slots_b(self) -> Tensor:
@@ -77,14 +82,31 @@ Tables = AttentionPlan | SlotPlan
 class Attention(Protocol):
     """Causal attention over paged keys and values."""
 
-    def attend(self, q_thd: Tensor, k_pages: Tensor, v_pages: Tensor, plan: AttentionPlan, scale: float) -> Tensor:
-        """Attend each query to the positions up to its own.
+    def attend(
+        self,
+        q_thd: Tensor,
+        k_pages: Tensor,
+        v_pages: Tensor,
+        plan: AttentionPlan,
+        scale: float,
+        *,
+        window: int = 0,
+        sinks_h: Tensor | None = None,
+        softcap: float = 0.0,
+    ) -> Tensor:
+        """Attend each query to the positions up to its own, the last `window` of them unless that is 0.
 
         `q_thd` is [T, heads, head_dim]; `k_pages` and `v_pages` are [pages, page_tokens, kv_heads, head_dim] in the
         dtype of `q_thd`; heads is a multiple of kv_heads, and head h reads kv head h // (heads // kv_heads).
-        Scores are multiplied by `scale`; softmax and accumulation are in float32.
+        Scores are multiplied by `scale` and, with `softcap`, squeezed to plus or minus it by a hyperbolic tangent;
+        softmax and accumulation are in float32. `sinks_h` ([heads] float32) adds a score of nothing to each head's
+        softmax: a part of the weights that goes nowhere. The plan's tables may begin where the window does.
         Returns [T, heads, head_dim] in the dtype of `q_thd`.
         """
+
+    @property
+    def latent(self) -> LatentAttention:
+        """The same backend for models that keep latents."""
 
     def stale(self, plan: Tables, epochs_e: Tensor) -> Tensor:
         """Which sequences' tables name a page whose epoch in `epochs_e` ([pages] int32) is another by now: [B] bool.

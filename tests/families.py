@@ -9,7 +9,7 @@ from functools import partial
 from pathlib import Path
 from typing import Protocol
 
-from tests import family_llama
+from tests import family_latent, family_llama, family_qwen
 
 
 class Make(Protocol):
@@ -23,5 +23,10 @@ class Make(Protocol):
 FAMILIES: dict[str, Make] = {
     "llama": family_llama.make,
     "qwen3": partial(family_llama.make, kind="qwen3"),
+    "qwen2": family_qwen.make_qwen2,
+    "qwen3_moe": family_qwen.make_qwen3_moe,
+    "deepseek_v3": family_latent.make_deepseek_v3,
+    "deepseek_v32": family_latent.make_deepseek_v32,
+    "glm5": family_latent.make_glm5,
 }
 """By name; the names are those of the test ids."""

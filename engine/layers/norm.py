@@ -5,12 +5,38 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+_GELU_SCALE = 0.7978845608028654
+"""The root of 2 / pi."""
+_GELU_CUBIC = 0.044715
+
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """Root-mean-square norm over the last axis, in float32, rounded before the weight as transformers does."""
+    """Root-mean-square norm over the last axis, in float32.
+
+    Rounded to the dtype of `x` before a weight of that dtype, as Llama has it, and after one of float32, as Gemma and
+    gpt-oss have it.
+    """
     y = x.float()
     variance = y.square().mean(-1, keepdim=True)
-    return (y * variance.add_(eps).rsqrt_()).to(x.dtype).mul_(weight)
+    y = y * variance.add_(eps).rsqrt_()
+    return y.to(x.dtype).mul_(weight) if weight.dtype == x.dtype else y.mul_(weight).to(x.dtype)
+
+
+def rms_norm_late(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """The same with a float32 weight, rounded once, after it: what Gemma, Qwen3-Next and Nemotron-H compute."""
+    y = x.float()
+    variance = y.square().mean(-1, keepdim=True)
+    return (y * variance.add_(eps).rsqrt_()).mul_(weight).to(x.dtype)
+
+
+def sigmoid(x: Tensor) -> Tensor:
+    """1 / (1 + exp(-x)) in float32, exact by element as `silu` is."""
+    return torch.exp(-x).add_(1.0).reciprocal_()
+
+
+def softplus(x: Tensor) -> Tensor:
+    """log(1 + exp(x)) in float32 without overflow, exact by element as `silu` is."""
+    return x.clamp_min(0.0).add_(x.abs().neg_().exp_().log1p_())
 
 
 def silu(x: Tensor) -> Tensor:
@@ -20,3 +46,17 @@ def silu(x: Tensor) -> Tensor:
     depends on the number of rows and threads. exp and a quotient are the same everywhere.
     """
     return x / torch.exp(-x).add_(1.0)
+
+
+def gelu_tanh(x: Tensor) -> Tensor:
+    """GELU by its hyperbolic-tangent approximation (arXiv 1606.08415) in float32, exact by element as `silu` is.
+
+    (1 + tanh(u)) / 2 is the sigmoid of 2u, which takes one exp and loses nothing near zero. May change `x`.
+    """
+    u = x.square().mul_(_GELU_CUBIC).add_(1.0).mul_(x).mul_(-2.0 * _GELU_SCALE)
+    return x.div_(u.exp_().add_(1.0))
+
+
+def tanh(x: Tensor) -> Tensor:
+    """The hyperbolic tangent of float32, exact by element as `silu` is, within 1e-7. Changes `x`."""
+    return x.mul_(2.0).exp_().add_(1.0).reciprocal_().mul_(-2.0).add_(1.0)
