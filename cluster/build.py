@@ -15,7 +15,7 @@ from cache.pools import PoolSet, host_pools
 from cache.registry import PoolSetLayout
 from cache.seat import Seat
 from cache.storage import StorageQueue, make_backend
-from cluster.memory import stride
+from cluster.memory import state_options, stride
 from contracts.access import SECRET_VARIABLE
 from contracts.clock import Clock, SystemClock
 from contracts.config import Config
@@ -24,7 +24,7 @@ from contracts.ids import Incarnation, Role, WorkerName
 from contracts.model import ModelSpec
 from contracts.ports import Worker
 from decode import DecodeWorker
-from engine import Engine, StateOptions, dtype_for, load_engine, model_for
+from engine import Engine, load_engine, model_for
 from prefill import PrefillWorker
 from transfer import Curve, make_plane
 from transfer.plane import Plane
@@ -105,9 +105,8 @@ def _parts(
     waiter = Waiter()
     plane = make_plane(config, host, curve, waiter.wake)
     try:
-        page_tokens = config.cache_for(role).page_tokens
         model = model_for(spec)
-        pool_set = model.pool_set(StateOptions(dtype_for(spec, config.engine), page_tokens))
+        pool_set = model.pool_set(state_options(spec, config, role))
         layout = PoolSetLayout(pool_set, {pool: 1 + count for pool, count in counts.items()})
         pools = PoolSet(pool_set, layout.counts, plane.allocate("pages", layout.nbytes))
         seat = _seat(pools, device, spec, config, role, name, clock, waiter)

@@ -21,6 +21,8 @@ from cache.registry import Kind, PoolSetSpec
 from cache.seat import SNAPSHOTS
 from contracts.config import Config
 from contracts.ids import Role
+from contracts.model import ModelSpec
+from engine import StateOptions, dtype_for
 from engine.ahead import LAUNCHED
 
 DEFAULT_CONTEXTS = 8
@@ -67,6 +69,14 @@ class MemoryPlan:
     def positions(self) -> int:
         """Positions that the full pool holds."""
         return sum(plan.count for plan in self.pools if plan.kind is Kind.FULL) * self.page_tokens
+
+
+def state_options(spec: ModelSpec, config: Config, role: Role) -> StateOptions:
+    """What is chosen about the state of a checkpoint's model."""
+    cache = config.cache_for(role)
+    return StateOptions(
+        dtype_for(spec, config.engine), cache.page_tokens, index_float8=config.cache.index_dtype == "fp8"
+    )
 
 
 def stride(config: Config, role: Role) -> int:

@@ -111,10 +111,10 @@ def model_folder(model: str) -> Path:
 
 def pool_set_of(spec: ModelSpec, config: Config) -> PoolSetSpec:
     """The state that a checkpoint's model keeps. Raises `CheckpointError` for one that it can't be."""
-    from engine import StateOptions, dtype_for, model_for
+    from cluster.memory import state_options
+    from engine import model_for
 
-    page_tokens = config.cache_for(Role.PREFILL).page_tokens
-    return model_for(spec).pool_set(StateOptions(dtype_for(spec, config.engine), page_tokens))
+    return model_for(spec).pool_set(state_options(spec, config, Role.PREFILL))
 
 
 def weight_bytes(spec: ModelSpec, config: Config) -> int:

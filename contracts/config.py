@@ -104,6 +104,8 @@ class CacheConfig:
     """Pages on the host are loaded where that is quicker than computing them again, by the rates measured here."""
     load_bytes: int = 1024**3
     """Loads under way at once; what exceeds it waits, unless nothing else is loading."""
+    index_dtype: Literal["auto", "fp8"] = "auto"
+    """Keys by which sparse attention selects: as the model computes them, or as float8 (e4m3) with a scale a token."""
     strip_reasoning: bool = False
     """Decode keeps no state of what the model thought before its answer."""
     reasoning_tokens: str = ""

@@ -11,7 +11,7 @@ from typing import Any
 
 from cache.device import Device
 from cluster.build import build_worker
-from cluster.memory import plan_memory
+from cluster.memory import plan_memory, state_options
 from contracts.clock import Clock, SystemClock
 from contracts.config import CacheOverride, Config, config_from_dict
 from contracts.ids import Incarnation, RequestId, Role, RoomId, WorkerName
@@ -19,7 +19,7 @@ from contracts.messages import Cancel, Done, Event, PeerRef, Progress, PromptSco
 from contracts.model import read_model_spec
 from contracts.ports import SessionId
 from contracts.sampling import SamplingParams, TokenLogprob
-from engine import StateOptions, dtype_for, read_model
+from engine import read_model
 
 SESSION = SessionId(1)
 
@@ -173,7 +173,7 @@ def counts_for(folder: Path, config: Config, role: Role, tokens: int) -> dict[st
     cache = replace(config.cache_for(role), device_tokens=tokens)
     plain = replace(config, cache=cache, prefill=replace(config.prefill, cache=CacheOverride()))
     plain = replace(plain, decode=replace(config.decode, cache=CacheOverride()))
-    pool_set = model.pool_set(StateOptions(dtype_for(model.spec, config.engine), cache.page_tokens))
+    pool_set = model.pool_set(state_options(model.spec, plain, role))
     plan = plan_memory(pool_set, plain, role, model.spec.context, 1 << 40)
     assert plan is not None
     return plan.counts
