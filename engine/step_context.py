@@ -17,6 +17,7 @@ from torch import Tensor
 from cache.gate import Door, LayerBuffers
 from engine.attention import Attention, AttentionPlan, SlotPlan
 from engine.numerics import Linear, Numerics
+from engine.recurrence import Recurrence
 
 if TYPE_CHECKING:
     from engine.rope import RopeTable
@@ -36,6 +37,7 @@ class StepContext:
 
     numerics: Numerics
     attention: Attention
+    recurrence: Recurrence
     positions_m: Tensor
     """[M] int64: absolute positions; 0 for padding."""
     longest: int

@@ -39,7 +39,7 @@ class HeadAttention:
         self,
         weights: Weights,
         place: Place,
-        rope: RopeTable,
+        rope: RopeTable | None,
         *,
         hidden: int,
         heads: int,
@@ -48,15 +48,22 @@ class HeadAttention:
         bias: bool = False,
         out_bias: bool = False,
         qk_norm_eps: float | None = None,
+        scale: float | None = None,
+        window: int = 0,
+        sinks: bool = False,
     ) -> None:
-        """`qk_norm_eps`: queries and keys are normed by head before rope, with this epsilon."""
+        """`qk_norm_eps`: queries and keys are normed by head before rope, with this epsilon. `rope` is None where
+        positions are not turned, `scale` the factor on scores where it isn't the usual one. `window`: positions that
+        a query sees; 0: all. `sinks`: each head has a learned score of nothing (arXiv 2309.17453)."""
         shard = weights.shard
         self._place, self._rope, self._dim = place, rope, head_dim
         self._heads, self._kv = len(shard.heads(heads)), len(shard.heads(kv_heads, "key-value heads"))
         q, kv = shard.axis(heads, head_dim), shard.axis(kv_heads, head_dim)
         self._qkv = weights.linear({"q_proj": q, "k_proj": kv, "v_proj": kv}, hidden, bias=bias)
         self._out = weights.linear({"o_proj": hidden}, q, bias=out_bias)
-        self._scale = head_dim**-0.5
+        self._scale = head_dim**-0.5 if scale is None else scale
+        self._window = window
+        self._sinks_h = weights.tensor("sinks", shard.axis(heads), dtype=torch.float32) if sinks else None
         self._eps = qk_norm_eps
         if qk_norm_eps is not None:
             q_norm, k_norm = weights.tensor("q_norm.weight", head_dim), weights.tensor("k_norm.weight", head_dim)
@@ -70,18 +77,18 @@ class HeadAttention:
         plan, buffers = ctx.plans[self._place.pool], ctx.buffers(self._place)
         k_pages, v_pages = buffers["k"], buffers["v"]
         q = self._queries(ctx.linear(h_mh, self._qkv), ctx, plan, k_pages, v_pages)
-        out = ctx.attention.attend(q, k_pages, v_pages, plan, self._scale)
+        out = ctx.attention.attend(q, k_pages, v_pages, plan, self._scale, window=self._window, sinks_h=self._sinks_h)
         return ctx.linear(ctx.padded(out.reshape(ctx.count, -1)), self._out)
 
     def _queries(
         self, qkv_mn: Tensor, ctx: StepContext, plan: AttentionPlan, k_pages: Tensor, v_pages: Tensor
     ) -> Tensor:
         """Norm and rotate queries and keys, store keys and values; returns the queries, [T, heads, head_dim]."""
-        cos, sin = ctx.rope(self._rope)
         norm_nd = self._qk_norm_nd if self._eps is not None else None
         kernels = kernels_for(qkv_mn)
-        if kernels is not None:
+        if kernels is not None and self._rope is not None:
             eps = self._eps or 0.0
+            cos, sin = ctx.rope(self._rope)
             return kernels.rope_and_store(
                 qkv_mn, norm_nd, eps, cos, sin, k_pages, v_pages, plan.slots_t, plan.muted_t, self._heads
             )
@@ -89,7 +96,9 @@ class HeadAttention:
         qk, v = torch.split(qkv, [self._heads + self._kv, self._kv], dim=1)
         if norm_nd is not None:
             qk = rms_norm(qk, norm_nd, self._eps or 0.0)
-        q, k = torch.split(rotate(qk, cos, sin), [self._heads, self._kv], dim=1)
+        if self._rope is not None:
+            qk = rotate(qk, *ctx.rope(self._rope))
+        q, k = torch.split(qk, [self._heads, self._kv], dim=1)
         store(k_pages, k[: ctx.count], plan)
         store(v_pages, v[: ctx.count], plan)
         return q[: ctx.count]
