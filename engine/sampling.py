@@ -135,11 +135,13 @@ def _draw_shaped(logits_nv: Tensor, draws: Sequence[Draw], triton: bool) -> Tens
     if sampled:
         params = [draws[i].params for i in sampled]
         uniforms = [uniform(p.seed, p.choice, draws[i].position) for i, p in zip(sampled, params, strict=True)]
+        rows_nv = logits_nv[sampled]
         if triton:
-            from engine.triton_rows import sample
+            from engine import triton_rows
+
+            tokens_n[sampled] = triton_rows.sample(rows_nv, params, uniforms)
         else:
-            sample = _sample
-        tokens_n[sampled] = sample(logits_nv[sampled], params, uniforms)
+            tokens_n[sampled] = _sample(rows_nv, params, uniforms)
     return tokens_n
 
 
