@@ -80,7 +80,7 @@ def make_qwen3_5(
 def make_falcon_h1(
     folder: Path, *, dtype: str = "float32", seed: int = 0, published: bool = False, **changes: object
 ) -> Path:
-    """Three layers; published ones have factors on everything."""
+    """Three layers, with a factor on everything."""
     numbers = {
         "hidden_size": 64,
         "intermediate_size": 96,
@@ -96,20 +96,17 @@ def make_falcon_h1(
         "mamba_rms_norm": True,
         "mamba_norm_before_gate": False,
         "num_logits_to_keep": None,
+        "embedding_multiplier": 5.65,
+        "lm_head_multiplier": 0.5,
+        "key_multiplier": 0.4,
+        "attention_in_multiplier": 0.9,
+        "attention_out_multiplier": 0.8,
+        "ssm_in_multiplier": 1.25,
+        "ssm_out_multiplier": 0.5,
+        "ssm_multipliers": [0.5, 0.7, 0.8, 0.9, 1.1],
+        "mlp_multipliers": [0.9, 0.3],
         "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
     }
-    if published:
-        numbers |= {
-            "embedding_multiplier": 5.65,
-            "lm_head_multiplier": 0.5,
-            "key_multiplier": 0.4,
-            "attention_in_multiplier": 0.9,
-            "attention_out_multiplier": 0.8,
-            "ssm_in_multiplier": 1.25,
-            "ssm_out_multiplier": 0.5,
-            "ssm_multipliers": [0.5, 0.7, 0.8, 0.9, 1.1],
-            "mlp_multipliers": [0.9, 0.3],
-        }
     write_family(folder, FalconH1Config(**(COMMON | numbers | changes)), dtype=dtype, seed=seed)
     _respread(folder, seed)
     if published:
