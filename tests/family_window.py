@@ -25,6 +25,18 @@ _NUMBERS = COMMON | {
     "head_dim": 16,
     "sliding_window": WINDOW,
 }
+_IMAGES = {"image_token_index": 299, "mm_tokens_per_image": 4}
+_VISION = {
+    "hidden_size": 16,
+    "intermediate_size": 16,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "image_size": 16,
+    "patch_size": 8,
+}
+"""Of the part that nobody asks here; small, since the oracle builds it."""
 _TURNS = ["sliding_attention", "full_attention"]
 
 
@@ -37,7 +49,7 @@ def make_gemma3(
     alone: bool = False,
     **changes: object,
 ) -> Path:
-    """Four layers that take turns, the logits soft-capped.
+    """Four layers that take turns.
 
     `published`: the text of a model of text and images, in the old spelling, its tensors prefixed; with `alone` one of
     text only.
@@ -46,7 +58,6 @@ def make_gemma3(
         "tie_word_embeddings": True,
         "query_pre_attn_scalar": 16,
         "sliding_window_pattern": 2,
-        "final_logit_softcapping": 30.0,
         "rope_parameters": {
             "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 1_000_000.0},
             "sliding_attention": {"rope_type": "default", "rope_theta": 10_000.0},
@@ -69,7 +80,8 @@ def make_gemma3(
             cache_implementation="hybrid",
         )
         if not alone:
-            _wrap(folder, "Gemma3ForConditionalGeneration", "gemma3", "language_model.model.", image_token_index=299)
+            prefix = "language_model.model."
+            _wrap(folder, "Gemma3ForConditionalGeneration", "gemma3", "siglip_vision_model", prefix, **_IMAGES)
     return folder
 
 
@@ -104,7 +116,7 @@ def make_gemma4(
     if published:
         own = {key: chosen[key] for key in ("global_head_dim", "num_global_key_value_heads")}
         published_config(folder, rope=False, per_layer_config=None, **own)
-        _wrap(folder, "Gemma4ForConditionalGeneration", "gemma4", "model.language_model.")
+        _wrap(folder, "Gemma4ForConditionalGeneration", "gemma4", "gemma4_vision", "model.language_model.")
     return folder
 
 
@@ -160,12 +172,12 @@ def _spread_gpt_oss(model: nn.Module) -> None:
             parameter.data.normal_(0.0, 0.3)
 
 
-def _wrap(folder: Path, architecture: str, kind: str, prefix: str, **outer: object) -> None:
+def _wrap(folder: Path, architecture: str, kind: str, vision: str, prefix: str, **outer: object) -> None:
     """Make it the text of a model with more than text: numbers in `text_config`, tensors behind a prefix."""
     path = folder / "config.json"
     text = json.loads(path.read_text())
     outer |= {"architectures": [architecture], "model_type": kind, "torch_dtype": text.pop("torch_dtype")}
-    outer |= {"eos_token_id": text.pop("eos_token_id"), "vision_config": {"model_type": f"{kind}_vision"}}
+    outer |= {"eos_token_id": text.pop("eos_token_id"), "vision_config": _VISION | {"model_type": vision}}
     del text["architectures"]
     path.write_text(json.dumps(outer | {"text_config": text}))
     tensors = {name.replace("model.", prefix, 1): tensor for name, tensor in tensors_of(folder).items()}

@@ -23,7 +23,7 @@ Family = Callable[..., Path]
 NAMES = ["gemma3", "gemma4", "gpt_oss"]
 VARIANTS: list[dict[str, Any]] = [
     {"name": "gemma3"},
-    {"name": "gemma3", "final_logit_softcapping": None, "attention_bias": True, "tie_word_embeddings": False},
+    {"name": "gemma3", "final_logit_softcapping": 30.0, "attention_bias": True, "tie_word_embeddings": False},
     {"name": "gemma4"},
     {"name": "gemma4", "enable_moe_block": True, "use_double_wide_mlp": False, "attention_k_eq_v": False},
     {"name": "gemma4", "hidden_size_per_layer_input": 0, "num_kv_shared_layers": 0},
