@@ -126,9 +126,13 @@ def make_gpt_oss(
     dtype: str = "float32",
     seed: int = 0,
     published: bool = False,
+    packed: bool = False,
     **changes: object,
 ) -> Path:
-    """Four layers that take turns, with sinks that matter; six experts of which two are chosen."""
+    """Four layers that take turns, with sinks that matter; six experts of which two are chosen.
+
+    `packed`: the experts have weights that four bits can hold, and are stored so if `published`.
+    """
     numbers = {
         "intermediate_size": 64,
         "num_local_experts": 6,
@@ -147,6 +151,8 @@ def make_gpt_oss(
     write_family(folder, config, dtype=dtype, seed=seed, spread=_spread_gpt_oss)
     if published:
         published_config(folder, initial_context_length=256, experts_per_token=2, swiglu_alpha=None)
+    if packed:
+        _pack(folder, store=published)
     return folder
 
 
@@ -170,6 +176,28 @@ def _spread_gpt_oss(model: nn.Module) -> None:
             parameter.data.normal_(1.0, 1.0)
         elif name.endswith("_proj_bias"):
             parameter.data.normal_(0.0, 0.3)
+
+
+def _pack(folder: Path, store: bool) -> None:
+    """Round the experts' weights to four bits; with `store`, keep them so, as gpt-oss is published."""
+    tensors = tensors_of(folder)
+    for name in [name for name in tensors if name.endswith(("experts.gate_up_proj", "experts.down_proj"))]:
+        weight_enk = tensors.pop(name).transpose(1, 2).contiguous()
+        groups = weight_enk.float().unflatten(-1, (-1, 32))
+        exponents = groups.abs().amax(-1).log2().floor().int() - 2
+        values = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, *[-0.0, -0.5, -1, -1.5, -2, -3, -4, -6]])
+        nearest = (torch.ldexp(groups, -exponents[..., None])[..., None] - values).abs().argmin(-1)
+        if store:
+            tensors[f"{name}_blocks"] = (nearest[..., ::2] | nearest[..., 1::2] << 4).to(torch.uint8)
+            tensors[f"{name}_scales"] = (exponents + 127).to(torch.uint8)
+        else:
+            rounded = torch.ldexp(values[nearest], exponents[..., None]).flatten(-2).to(weight_enk.dtype)
+            tensors[name] = rounded.transpose(1, 2)
+    rewrite_tensors(folder, tensors)
+    if store:
+        config = json.loads((folder / "config.json").read_text())
+        config["quantization_config"] = {"quant_method": "mxfp4", "modules_to_not_convert": ["lm_head"]}
+        (folder / "config.json").write_text(json.dumps(config))
 
 
 def _wrap(folder: Path, architecture: str, kind: str, vision: str, prefix: str, **outer: object) -> None:
