@@ -11,7 +11,8 @@ import triton
 from torch import Tensor
 
 from contracts.errors import ConfigError
-from engine import triton_kernels, triton_latent_kernels as kernels
+from engine import triton_kernels
+from engine import triton_latent_kernels as kernels
 from engine.attention import AttentionPlan
 from engine.latent import IndexKeys, Selection
 
@@ -20,8 +21,6 @@ MAX_TURNING = 128
 MAX_INDEX_HEADS = 128
 _LOG2_E = 1.4426950408889634
 _SELECT_BLOCK = 1024
-_SCORE_ELEMENTS = 1 << 28
-"""Index scores at once: 1 GiB in float32."""
 
 
 class TritonLatent:

@@ -32,7 +32,8 @@ def _load_rows(
     GROUP: tl.constexpr, LATENT: tl.constexpr, TURNING: tl.constexpr, ROWS: tl.constexpr,
     BLOCK_L: tl.constexpr, BLOCK_R: tl.constexpr,
 ):  # fmt: skip
-    """A tile of queries, [ROWS, BLOCK_L] and [ROWS, BLOCK_R], with each row's index, head, position (-1: none), mask."""
+    """A tile of queries, [ROWS, BLOCK_L] and [ROWS, BLOCK_R], with each row's index in q, head, position (-1: none)
+    and mask."""
     rows = tl.arange(0, ROWS)
     query = tile * (ROWS // GROUP) + rows // GROUP
     head = group * GROUP + rows % GROUP
@@ -189,9 +190,11 @@ def index_score_kernel(
             by_head = _dot(q, tl.trans(k), tl.zeros([BLOCK_H, BLOCK_N], tl.float32), UPCAST)
             if FLOAT8:
                 by_head = by_head * tl.load(scales_ptr + page * scales_stride + slot, mask=live, other=0.0)[None, :]
-            score = tl.sum(tl.maximum(by_head, 0.0) * weight[:, None], 0)
+            positive = tl.maximum(by_head, 0.0, propagate_nan=tl.PropagateNan.ALL)
+            score = tl.sum(positive * weight[:, None], 0)
             # Plus zero: minus zero and zero are one score. What is no number is the lowest.
-            score = tl.where((n <= start + query) & (score == score), score + 0.0, float("-inf"))
+            number = score == score  # noqa: PLR0124
+            score = tl.where((n <= start + query) & number, score + 0.0, float("-inf"))
             tl.store(scores_ptr + index * scores_stride + n, score)
 
 
@@ -253,6 +256,16 @@ def select_kernel(
 
 
 @triton.jit
+def _on_float8_grid(value):
+    """The nearest numbers that float8e4nv has, ties to even; within its range. Then the cast is exact everywhere."""
+    exponent = (value.to(tl.int32, bitcast=True) >> 23) & 255
+    step_exponent = tl.maximum(exponent - 3, 118)  # of float32: 127 - 9, the least step there is
+    step = (step_exponent << 23).to(tl.float32, bitcast=True)
+    inverse = ((254 - step_exponent) << 23).to(tl.float32, bitcast=True)
+    return ((value * inverse + 12582912.0) - 12582912.0) * step  # 1.5 * 2^23 leaves no room for a fraction
+
+
+@triton.jit
 def store_float8_kernel(
     keys_ptr, pages_ptr, scales_ptr, slots_ptr, keys_stride, stride_p, stride_t, scales_stride,
     PAGE_TOKENS: tl.constexpr, DIM: tl.constexpr, BLOCK_D: tl.constexpr,
@@ -263,7 +276,8 @@ def store_float8_kernel(
     page, offset = slot // PAGE_TOKENS, slot % PAGE_TOKENS
     dims = tl.arange(0, BLOCK_D)
     key = tl.load(keys_ptr + token * keys_stride + dims, mask=dims < DIM, other=0.0).to(tl.float32)
-    scale = tl.max(tl.abs(key), 0) / 448.0
-    rounded = tl.minimum(tl.maximum(key / tl.where(scale > 0, scale, 1.0), -448.0), 448.0)
-    tl.store(pages_ptr + page * stride_p + offset * stride_t + dims, rounded.to(tl.float8e4nv), mask=dims < DIM)
+    scale = tl.div_rn(tl.max(tl.abs(key), 0), 448.0)
+    value = tl.div_rn(key, tl.where(scale > 0, scale, 1.0) + tl.zeros_like(key))
+    value = _on_float8_grid(tl.minimum(tl.maximum(value, -448.0), 448.0))
+    tl.store(pages_ptr + page * stride_p + offset * stride_t + dims, value.to(tl.float8e4nv), mask=dims < DIM)
     tl.store(scales_ptr + page * scales_stride + offset, scale)
