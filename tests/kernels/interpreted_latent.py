@@ -6,7 +6,9 @@ Against the torch twin, with every byte that nobody owns NaN.
 from __future__ import annotations
 
 import os
+import tempfile
 from itertools import pairwise
+from pathlib import Path
 
 os.environ["TRITON_INTERPRET"] = "1"
 
@@ -222,6 +224,23 @@ def claim_no_queries_give_no_rows() -> None:
     case = Case()
     plan = case.plan([(1, 0, 1)])
     assert TRITON.attend(torch.empty(0, 3, 32), torch.zeros(3, 16, 32), plan, 1.0, 24).shape == (0, 3, 24)
+
+
+def claim_the_engine_says_the_same_with_either_attention() -> None:
+    from tests.engine.harness import Bench
+    from tests.families import FAMILIES
+
+    generator = torch.Generator().manual_seed(1)
+    prompts = [torch.randint(300, (length,), generator=generator).tolist() for length in (26, 3)]
+    small = {"num_hidden_layers": 2, "indexer_types": ["full", "shared"], "hidden_size": 32, "index_topk": 16}
+    with tempfile.TemporaryDirectory() as folder:
+        FAMILIES["glm5"](Path(folder), **small)
+        for float8 in (False, True):
+            options = {"index_float8": float8}
+            benches = [Bench(Path(folder), tokens=256, options=options, attention=name) for name in ("triton", "torch")]
+            assert type(benches[0].engine.attention.latent) is TritonLatent, "the setting has an effect"
+            answers = [bench.generate_many(prompts, 3, chunk=22) for bench in benches]
+            assert answers[0] == answers[1]
 
 
 if __name__ == "__main__":
