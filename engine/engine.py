@@ -50,12 +50,16 @@ class Engine:
         gates: Mapping[str, Gate],
         epochs: Mapping[str, EpochTable],
         device: Device,
+        *,
+        triton: bool = False,
     ) -> None:
+        """`triton`: tokens are drawn by Triton's kernel."""
         self.decoder, self.numerics, self.attention = decoder, numerics, attention
         self.recurrence: Recurrence = TorchRecurrence(numerics)
         self.spec = spec
         self._gates, self._epochs = dict(gates), dict(epochs)
         self._device = device
+        self._triton = triton
 
     @property
     def device(self) -> Device:
@@ -141,7 +145,7 @@ class Engine:
     def _draw(self, rows: Sequence[Row], x_mh: Tensor, firsts: Sequence[int], drawing: Sequence[int]) -> Draws:
         last = [firsts[i] + len(rows[i].tokens) - 1 for i in drawing]
         wanted = [draw for row in rows if (draw := row.draw) is not None]
-        return draw_tokens(self.decoder.logits(x_mh[last], self.numerics), wanted)
+        return draw_tokens(self.decoder.logits(x_mh[last], self.numerics), wanted, triton=self._triton)
 
     def _score(self, row: Row, x_th: Tensor) -> Iterator[Logprobs]:
         """Log-probabilities of the tokens that follow, some rows of logits at a time."""
@@ -198,8 +202,9 @@ def load_engine(
     if config.threads:
         torch.set_num_threads(config.threads)
     torch_device = device.torch_device
+    triton = wants_triton(config, torch_device)
     kernels = kernels_for_config(config, torch_device)
-    weights = Weights(model.spec, dtype_for(model.spec, config), torch_device, shard)
+    weights = Weights(model.spec, dtype_for(model.spec, config), torch_device, shard, triton=triton)
     try:
         with native.using(kernels):
             decoder = model.build(weights)
@@ -208,7 +213,7 @@ def load_engine(
         weights.close()
     numerics = numerics_for(weights, config, torch_device)
     attention = attention_for(config, numerics, torch_device, kernels)
-    return Engine(decoder, numerics, attention, spec, gates, epochs, device)
+    return Engine(decoder, numerics, attention, spec, gates, epochs, device, triton=triton)
 
 
 def kernels_for_config(config: EngineConfig, device: torch.device) -> native.Kernels | None:
@@ -232,6 +237,11 @@ def numerics_for(weights: Weights, config: EngineConfig, device: torch.device) -
         return probe(weights.linears, sorted(set(weights.products)), device)
 
 
+def wants_triton(config: EngineConfig, device: torch.device) -> bool:
+    """Whether kernels are Triton's, by `config.attention` and the device."""
+    return config.attention == "triton" or (config.attention == "auto" and device.type == "cuda")
+
+
 def attention_for(
     config: EngineConfig, numerics: Numerics, device: torch.device, kernels: native.Kernels | None = None
 ) -> Attention:
@@ -241,12 +251,9 @@ def attention_for(
     """
     if kernels is not None:
         return NativeAttention(numerics, kernels)
-    wanted = config.attention
-    if wanted == "auto":
-        wanted = "triton" if device.type == "cuda" else "torch"
-    if wanted == "native":
+    if config.attention == "native":
         raise ConfigError("engine.attention=native is for CPUs; set engine.attention=triton or auto")
-    if wanted == "torch":
+    if not wants_triton(config, device):
         return TorchAttention(numerics)
     if device.type != "cuda" and os.environ.get("TRITON_INTERPRET") != "1":
         raise ConfigError(
