@@ -150,7 +150,7 @@ class Kernels:
         offsets_b: Tensor,
         sinks_h: Tensor | None,
     ) -> Tensor:
-        """Paged causal attention, [T, heads, value_dim]; integers are int32, sinks float32; only pages may lie apart."""
+        """Paged causal attention, [T, heads, value_dim]; integers are int32, sinks float32; pages may lie apart."""
         out = torch.empty(*q_thd.shape[:2], v_pages.shape[3], dtype=q_thd.dtype)
         self._call("attend", q_thd.dtype)(
             ctypes.addressof(shape),
