@@ -6,6 +6,7 @@ import hashlib
 import json
 import os
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from cache.device import Device, make_device
@@ -14,6 +15,7 @@ from cache.pools import PoolSet, host_pools
 from cache.registry import PoolSetLayout
 from cache.seat import Seat
 from cache.storage import StorageQueue, make_backend
+from cluster.memory import state_options, stride
 from contracts.access import SECRET_VARIABLE
 from contracts.clock import Clock, SystemClock
 from contracts.config import Config
@@ -22,7 +24,7 @@ from contracts.ids import Incarnation, Role, WorkerName
 from contracts.model import ModelSpec
 from contracts.ports import Worker
 from decode import DecodeWorker
-from engine import Engine, StateOptions, dtype_for, load_engine, model_for
+from engine import Engine, load_engine, model_for
 from prefill import PrefillWorker
 from transfer import Curve, make_plane
 from transfer.plane import Plane
@@ -53,17 +55,17 @@ def build_worker(
     config: Config,
     *,
     host: str,
-    device_tokens: int,
+    counts: Mapping[str, int],
     clock: Clock | None = None,
     device: Device | None = None,
 ) -> Worker:
     """Load the model and open the worker's sockets on `host`. Everything is released when a part can't be built.
 
-    `device_tokens` is the number of positions that its pools hold. `device` is where it runs, if not where the config
-    says. Raises `CheckpointError` or `ConfigError`.
+    `counts` are the pages and slots that each of its pools can lease (`cluster.memory`). `device` is where it runs, if
+    not where the config says. Raises `CheckpointError` or `ConfigError`.
     """
     clock = clock or SystemClock()
-    p = _parts(role, name, spec, config, host, device_tokens, device, clock)
+    p = _parts(role, name, spec, config, host, counts, device, clock)
     if role is Role.PREFILL:
         sender = SenderEnd(
             name, incarnation, spec.fingerprint, p.plane, p.seat.pools, p.device, config.transfer,
@@ -89,7 +91,7 @@ def _parts(
     spec: ModelSpec,
     config: Config,
     host: str,
-    device_tokens: int,
+    counts: Mapping[str, int],
     device: Device | None,
     clock: Clock,
 ) -> Parts:
@@ -103,10 +105,9 @@ def _parts(
     waiter = Waiter()
     plane = make_plane(config, host, curve, waiter.wake)
     try:
-        page_tokens = config.cache_for(role).page_tokens
         model = model_for(spec)
-        pool_set = model.pool_set(StateOptions(dtype_for(spec, config.engine), page_tokens))
-        layout = PoolSetLayout(pool_set, pool_set.even(1 + -(-device_tokens // page_tokens)))
+        pool_set = model.pool_set(state_options(spec, config, role))
+        layout = PoolSetLayout(pool_set, {pool: 1 + count for pool, count in counts.items()})
         pools = PoolSet(pool_set, layout.counts, plane.allocate("pages", layout.nbytes))
         seat = _seat(pools, device, spec, config, role, name, clock, waiter)
         epochs = {pool: allocator.epochs for pool, allocator in pools.allocators.items()}
@@ -130,12 +131,13 @@ def _seat(
 ) -> Seat:
     """The pool set with its tiers, as the role's cache section has them."""
     cache = config.cache_for(role)
-    host = host_pools(pools.spec, cache.host_bytes, device) if cache.host_bytes else None
+    host = host_pools(pools.spec, cache.host_bytes, device, pools.layout.counts) if cache.host_bytes else None
     backend = make_backend(cache.storage) if host is not None else None
     storage = StorageQueue(backend, wake=waiter.wake, clock=clock) if backend is not None else None
     return Seat(
         pools, device, cache, clock.now,
         host=host, storage=storage, fingerprint=_fingerprint(pools, spec, config), rank=_event_rank(role, name),
+        stride=stride(config, role),
     )  # fmt: skip
 
 
