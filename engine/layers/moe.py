@@ -108,11 +108,15 @@ def ungated_expert(weights: Weights, number: int, sizes: Sizes, units: Axis) -> 
 
 
 def interleaved_expert(weights: Weights, number: int, sizes: Sizes, units: Axis) -> Expert:
-    """gpt-oss's: fused, transposed, gate and up taking turns, with biases."""
+    """gpt-oss's: fused, gate and up taking turns, with biases; transposed, or packed in four bits as published."""
     one, both = Axis(sizes.experts, number, 1), Axis(2 * units.whole, 2 * units.first, 2 * units.count)
-    up_nh = weights.tensor("gate_up_proj", one, sizes.hidden, both)[0].T
+    if weights.has("gate_up_proj_blocks"):
+        up_nh = weights.mxfp4("gate_up_proj", one, both, sizes.hidden)[0]
+        down_hi = weights.mxfp4("down_proj", one, sizes.hidden, units)[0]
+    else:
+        up_nh = weights.tensor("gate_up_proj", one, sizes.hidden, both)[0].T
+        down_hi = weights.tensor("down_proj", one, units, sizes.hidden)[0].T.contiguous()
     bias_n = weights.tensor("gate_up_proj_bias", one, both)[0]
-    down_hi = weights.tensor("down_proj", one, units, sizes.hidden)[0].T.contiguous()
     down_bias_h = weights.tensor("down_proj_bias", one, sizes.hidden)[0]
     return Expert(
         torch.cat((up_nh[::2], up_nh[1::2])),
