@@ -1,7 +1,8 @@
-"""Windows, sinks and soft-capping in the torch twin: plain softmax's answer, and the same bits in any company."""
+"""Windows, sinks and soft-capping on a CPU: plain softmax's answer, and the same bits in any company."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import pairwise
 
@@ -9,9 +10,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from engine.attention import AttentionPlan, make_plan
+from engine.attention import Attention, AttentionPlan, make_plan
+from engine.native_attention import NativeAttention
 from engine.numerics import FAST, Numerics
 from engine.torch_attention import TorchAttention
+from tests.engine.native import kernels_or_skip
 
 HEADS, KV_HEADS, DIM = 4, 2, 24
 SCALE = DIM**-0.5
@@ -69,9 +72,23 @@ def paged(rows: list[Run], page_tokens: int, window: int) -> tuple[Tensor, Tenso
     return torch.cat([Q[s][start : start + count] for s, start, count in rows]), k_pages, v_pages, plan
 
 
-def attend(rows: list[Run], shape: Shape, page_tokens: int = 16, numerics: Numerics | None = None) -> list[Tensor]:
+Way = Callable[[Numerics], Attention]
+
+
+@pytest.fixture(params=["torch", "native"])
+def way(request: pytest.FixtureRequest) -> Way:
+    """The twin, and the C++ kernels."""
+    if request.param == "torch":
+        return TorchAttention
+    kernels = kernels_or_skip()
+    return lambda numerics: NativeAttention(numerics, kernels)
+
+
+def attend(
+    way: Way, rows: list[Run], shape: Shape, page_tokens: int = 16, numerics: Numerics | None = None
+) -> list[Tensor]:
     q_thd, k_pages, v_pages, plan = paged(rows, page_tokens, shape.window)
-    out_thd = TorchAttention(numerics or Numerics(8)).attend(q_thd, k_pages, v_pages, plan, SCALE, **shape.options)
+    out_thd = way(numerics or Numerics(8)).attend(q_thd, k_pages, v_pages, plan, SCALE, **shape.options)
     return list(torch.split(out_thd, [count for *_, count in rows]))
 
 
@@ -94,21 +111,21 @@ def plain(row: Run, shape: Shape) -> Tensor:
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 @pytest.mark.parametrize("page_tokens", [1, 16, 64])
-def test_windows_sinks_and_caps_are_plain_softmaxes(shape: Shape, page_tokens: int) -> None:
+def test_windows_sinks_and_caps_are_plain_softmaxes(way: Way, shape: Shape, page_tokens: int) -> None:
     rows = [(0, 260, 140), (1, 0, 3), (2, 289, 1), (0, 0, 150), (2, 128, 1)]
     for numerics in (Numerics(8), FAST):
-        for row, got in zip(rows, attend(rows, shape, page_tokens, numerics), strict=True):
+        for row, got in zip(rows, attend(way, rows, shape, page_tokens, numerics), strict=True):
             torch.testing.assert_close(got.double(), plain(row, shape), rtol=0, atol=1e-5)
 
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
-def test_chunks_pages_neighbours_and_decoding_do_not_change_a_bit(shape: Shape) -> None:
-    (want,) = attend([(0, 0, 400)], shape)
+def test_chunks_pages_neighbours_and_decoding_do_not_change_a_bit(way: Way, shape: Shape) -> None:
+    (want,) = attend(way, [(0, 0, 400)], shape)
     for page_tokens, cuts in ((1, (0, 17, 400)), (64, (0, 128, 129, 257, 400)), (16, (0, 127, 391, 399, 400))):
-        parts = [attend([(2, 5, 9), (0, a, b - a), (1, 2, 1)], shape, page_tokens)[1] for a, b in pairwise(cuts)]
+        parts = [attend(way, [(2, 5, 9), (0, a, b - a), (1, 2, 1)], shape, page_tokens)[1] for a, b in pairwise(cuts)]
         assert torch.equal(torch.cat(parts), want), (page_tokens, cuts)
     decoded = [(0, position, 1) for position in (0, 6, 127, 128, 129, 255, 399)]
-    for row, got in zip(decoded, attend(decoded, shape), strict=True):
+    for row, got in zip(decoded, attend(way, decoded, shape), strict=True):
         assert torch.equal(got[0], want[row[1]]), row
 
 
