@@ -15,6 +15,7 @@ from torch import Tensor
 
 from contracts.errors import ConfigError
 from engine import triton_kernels as kernels
+from engine.triton_latent import TritonLatent
 
 if TYPE_CHECKING:
     from engine.attention import AttentionPlan, Tables
@@ -75,6 +76,7 @@ class TritonAttention:
         self._interpreted = bool(triton.knobs.runtime.interpret)
         if not self._interpreted and not torch.cuda.is_available():
             raise ConfigError("triton attention needs an NVIDIA GPU and none is visible; use engine.attention=torch")
+        self.latent = TritonLatent(interpreted=self._interpreted)
         self._rows = tile_rows
         self._block = block_tokens
         self._split = split_tokens

@@ -54,6 +54,7 @@ class _Files:
     linears: list[Linear] = field(default_factory=list)
     products: list[tuple[int, int, int]] = field(default_factory=list)
     nbytes: int = 0
+    triton: bool = False
     shared: dict[str, Any] = field(default_factory=dict)
 
 
@@ -67,12 +68,14 @@ class Weights:
         device: torch.device,
         shard: Shard = WHOLE,
         *,
+        triton: bool = False,
         prefix: str = "",
         files: _Files | None = None,
     ) -> None:
+        """`triton`: layers compute with Triton's kernels where they have any."""
         self.spec, self.dtype, self.device, self.shard = spec, dtype, device, shard
         self._prefix = prefix
-        self._files = files or _Files()
+        self._files = files or _Files(triton=triton)
 
     @classmethod
     def dry(cls, spec: ModelSpec, dtype: torch.dtype = torch.float32, shard: Shard = WHOLE) -> Weights:
@@ -82,6 +85,11 @@ class Weights:
     def scope(self, prefix: str) -> Weights:
         """The tensors below a name, e.g. ``model.layers.3.``."""
         return Weights(self.spec, self.dtype, self.device, self.shard, prefix=self._prefix + prefix, files=self._files)
+
+    @property
+    def triton(self) -> bool:
+        """Whether layers are to compute with Triton's kernels where they have any."""
+        return self._files.triton
 
     @property
     def linears(self) -> list[Linear]:
