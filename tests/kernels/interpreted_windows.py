@@ -6,7 +6,9 @@ Against the torch twin, on tables that begin where the window does, with every b
 from __future__ import annotations
 
 import os
+import tempfile
 from itertools import pairwise
+from pathlib import Path
 from typing import Any
 
 os.environ["TRITON_INTERPRET"] = "1"
@@ -18,6 +20,8 @@ from engine.attention import AttentionPlan, make_plan
 from engine.numerics import FAST
 from engine.torch_attention import TorchAttention
 from engine.triton_attention import TritonAttention
+from tests.engine.harness import Bench
+from tests.families import FAMILIES
 from tests.kernels.claims import answer
 
 TRITON = TritonAttention(tile_rows=16, block_tokens=16, split_tokens=32)
@@ -146,6 +150,18 @@ def claim_a_row_is_bitwise_the_same_whoever_shares_its_batch() -> None:
     for alone, together in (((0, 100, 9), EXTEND[1:]), ((0, 100, 1), DECODE)):
         (want,) = crowd.run([alone])
         assert torch.equal(crowd.run([together[0], alone, *together[1:]])[1], want)
+
+
+def claim_whole_models_say_with_the_kernels_what_they_say_with_torch() -> None:
+    tokens = torch.randint(300, (40,), generator=torch.Generator().manual_seed(1)).tolist()
+    for name, changes in (("gemma3", {}), ("gemma4", {"num_kv_shared_layers": 0}), ("gpt_oss", {})):
+        turns = ["sliding_attention", "full_attention"]
+        with tempfile.TemporaryDirectory() as folder:
+            FAMILIES[name](Path(folder), num_hidden_layers=2, layer_types=turns, sliding_window=18, **changes)
+            benches = [Bench(Path(folder), attention=backend, tokens=256) for backend in ("triton", "torch")]
+            got, want = (bench.forced(tokens, [30, 9, 1]) for bench in benches)
+        assert isinstance(benches[0].engine.attention, TritonAttention), "the setting has an effect"
+        torch.testing.assert_close(got, want, rtol=0, atol=2e-4)
 
 
 if __name__ == "__main__":

@@ -13,7 +13,7 @@ from tests.families import FAMILIES
 
 VARIANTS: list[tuple[str, dict[str, Any]]] = [
     ("gemma3", {}),
-    ("gemma3", {"sliding_window": 1}),
+    ("gemma3", {"sliding_window": 2}),
     ("gemma4", {}),
     ("gemma4", {"enable_moe_block": True, "use_double_wide_mlp": False, "attention_k_eq_v": False}),
     ("gemma4", {"hidden_size_per_layer_input": 0, "num_kv_shared_layers": 0}),
