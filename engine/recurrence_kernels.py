@@ -189,7 +189,9 @@ def keep_keys_kernel(
     known = (position < start) & (position < end)
     inside = (dims < KEY_DIM)[None, :]
     index = (first + position - start).to(tl.int64)
-    k = tl.load(k_ptr + (index[:, None] * GROUPS + group) * KEY_DIM + dims[None, :], mask=fresh[:, None] & inside, other=0.0)
+    k = tl.load(
+        k_ptr + (index[:, None] * GROUPS + group) * KEY_DIM + dims[None, :], mask=fresh[:, None] & inside, other=0.0
+    )
     if MUTED:
         muted = tl.load(muted_ptr + sequence) != 0
         k = tl.where(muted, 0.0, k)
