@@ -59,14 +59,14 @@ def conv_kernel(
         tl.store(target, acc.to(out_ptr.dtype.element_ty), mask=live)
         if tile == 0:
             tl.debug_barrier()  # the tile has read what is overwritten now
+            stale = count < 0
+            if MUTED:
+                stale = tl.load(muted_ptr + sequence) != 0
             for tap in tl.static_range(TAPS):
-                at = count + tap - TAPS
-                new = tl.load(source + at * x_stride_t, mask=inside & (at >= 0), other=0.0)
-                old = tl.load(entry + (at + TAPS) * WIDTH, mask=inside & (at < 0), other=0.0)
-                kept = new + old
-                if MUTED:
-                    kept = tl.where(tl.load(muted_ptr + sequence) != 0, 0.0, kept)
-                tl.store(entry + tap * WIDTH, kept, mask=inside)
+                back = count + tap - TAPS
+                fresh = tl.load(source + back * x_stride_t, mask=inside & (back >= 0), other=0.0)
+                moved = tl.load(entry + (back + TAPS) * WIDTH, mask=inside & (back < 0), other=0.0)
+                tl.store(entry + tap * WIDTH, tl.where(stale, 0.0, fresh + moved), mask=inside)
 
 
 @triton.jit
