@@ -23,13 +23,11 @@ from engine.decoder import Decoder
 from engine.models import Model
 from engine.native_attention import NativeAttention
 from engine.numerics import FAST, Numerics, probe
-from engine.recurrence import Recurrence
 from engine.sampling import Draws, Logprobs, draw_tokens, token_logprobs
 from engine.shard import WHOLE, Shard
 from engine.step import Computed, LaunchedStep, input_tokens
 from engine.step_context import StepContext
 from engine.torch_attention import TorchAttention
-from engine.torch_recurrence import TorchRecurrence
 from engine.weights import Weights, dtype_for
 
 log = logging.getLogger(__name__)
@@ -55,7 +53,6 @@ class Engine:
     ) -> None:
         """`triton`: tokens are drawn by Triton's kernel."""
         self.decoder, self.numerics, self.attention = decoder, numerics, attention
-        self.recurrence: Recurrence = TorchRecurrence(numerics)
         self.spec = spec
         self._gates, self._epochs = dict(gates), dict(epochs)
         self._device = device
@@ -122,7 +119,6 @@ class Engine:
         return StepContext(
             self.numerics,
             self.attention,
-            self.recurrence,
             torch.tensor(positions, device=device),
             max(positions) + 1,
             count,

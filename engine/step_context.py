@@ -17,7 +17,6 @@ from torch import Tensor
 from cache.gate import Door, LayerBuffers
 from engine.attention import Attention, AttentionPlan, SlotPlan
 from engine.numerics import Linear, Numerics
-from engine.recurrence import Recurrence
 
 if TYPE_CHECKING:
     from engine.rope import RopeTable
@@ -37,7 +36,6 @@ class StepContext:
 
     numerics: Numerics
     attention: Attention
-    recurrence: Recurrence
     positions_m: Tensor
     """[M] int64: absolute positions; 0 for padding."""
     longest: int
