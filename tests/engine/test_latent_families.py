@@ -9,15 +9,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
-from torch import Tensor
 
-from contracts.errors import CheckpointError
-from engine import read_model
-from engine.latent import IndexKeys, Selection
-from engine.layers import latent as latent_layer
-from engine.attention import AttentionPlan
-from tests.checkpoints import VOCAB, compare, compare_forced, copy_checkpoint
+from tests.checkpoints import VOCAB, compare, compare_forced
 from tests.engine.harness import Bench, MakeOracle
 from tests.families import FAMILIES
 
