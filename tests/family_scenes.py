@@ -119,6 +119,8 @@ def expect_answers(family: Family, plane: str, lengths: Sequence[int], count: in
         assert again[-1].progress[Role.PREFILL].cached_tokens > 0, "what was computed before is found again"
         expect_mechanisms(family, pools, len(trunk))
     assert spec.context >= len(trunk) + count
+    distinct = [len(set(answer.list)) for answer in answers]
+    assert sum(distinct) > len(distinct) * count / 2, "a checkpoint that repeats itself shows nothing"
     for prompt, answer in zip([*prompts, *shared], [*answers, *again], strict=True):
         family.expect(prompt, answer.list)
 
@@ -159,8 +161,9 @@ class Watch:
         evict, insert, plan = tree.evict, tree.insert, loader.plan
 
         def counted_evict(tier: Tier, pool: str, *rest: Any) -> int:
+            before = dict(tree.sizes)
             freed: int = evict(tier, pool, *rest)
-            self.evicted[tier, pool] += freed
+            self.evicted.update({key: size - tree.sizes[key] for key, size in before.items()})
             return freed
 
         def counted_insert(prefix: Any, offers: Any, tier: Tier = Tier.DEVICE, *rest: Any) -> Any:
@@ -268,11 +271,11 @@ class Buffer:
             stack[layer, index, at] ^= 1 << rng.randrange(8)
 
     def scramble(self, pools: PoolSet, indices: Sequence[int], seed: int) -> None:
-        """All of it: other numbers of the usual size."""
+        """All of it: other numbers, some of them large."""
         generator, layout = torch.Generator().manual_seed(seed), self.layout(pools)
         for layer in range(layout.spec.layers):
             view = pools.layout.view(pools.region, self.pool, layout, layer)
-            noise = torch.randn((len(indices), *view.shape[1:]), generator=generator)
+            noise = 4 * torch.randn((len(indices), *view.shape[1:]), generator=generator)
             view[list(indices)] = noise.to(view.dtype) if view.dtype.is_floating_point else (noise * 50).to(view.dtype)
 
     def saved(self, pools: PoolSet, indices: Sequence[int]) -> torch.Tensor:
@@ -361,6 +364,7 @@ def expect_damage_is_caught(family: Family) -> None:
             assert answer.done is not None
             assert answer.done.error is ErrorKind.DAMAGED, (buffer, answer.done)
             assert both.decode.status().counters["pages_damaged"] > before
+            both.settle()  # Prefill hears of it, and forgets what it sent.
             (good,) = ask(both, [prompt], DAMAGED_TOKENS)
             family.expect(prompt, good.list)
             before = both.prefill.status().counters["pages_damaged_on_host"]
