@@ -33,12 +33,10 @@ class PreNormLayer:
     mlp_norm_h: Tensor
     mlp: Sublayer
     eps: float
-    norm: Callable[[Tensor, Tensor, float], Tensor] = rms_norm
-    """Of rows, a weight and the epsilon."""
 
     def __call__(self, x_mh: Tensor, ctx: StepContext) -> Tensor:
-        x_mh = x_mh + self.mixer(self.norm(x_mh, self.input_norm_h, self.eps), ctx)
-        return x_mh.add_(self.mlp(self.norm(x_mh, self.mlp_norm_h, self.eps), ctx))
+        x_mh = x_mh + self.mixer(rms_norm(x_mh, self.input_norm_h, self.eps), ctx)
+        return x_mh.add_(self.mlp(rms_norm(x_mh, self.mlp_norm_h, self.eps), ctx))
 
 
 @dataclass

@@ -9,7 +9,7 @@ from functools import partial
 from pathlib import Path
 from typing import Protocol
 
-from tests import family_latent, family_llama, family_qwen, family_window
+from tests import family_hybrid, family_latent, family_llama, family_qwen, family_window
 
 
 class Make(Protocol):
@@ -32,5 +32,9 @@ FAMILIES: dict[str, Make] = {
     "gemma3": partial(family_window.make_gemma3, tie_word_embeddings=False),
     "gemma4": partial(family_window.make_gemma4, tie_word_embeddings=False),
     "gpt_oss": family_window.make_gpt_oss,
+    "qwen3_next": family_hybrid.make_qwen3_next,
+    "qwen3_5": family_hybrid.make_qwen3_5,
+    "falcon_h1": family_hybrid.make_falcon_h1,
+    "nemotron_h": family_hybrid.make_nemotron_h,
 }
 """By name; the names are those of the test ids."""

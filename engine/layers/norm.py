@@ -22,13 +22,6 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     return y.to(x.dtype).mul_(weight) if weight.dtype == x.dtype else y.mul_(weight).to(x.dtype)
 
 
-def rms_norm_late(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """The same with a float32 weight, rounded once, after it: what Gemma, Qwen3-Next and Nemotron-H compute."""
-    y = x.float()
-    variance = y.square().mean(-1, keepdim=True)
-    return (y * variance.add_(eps).rsqrt_()).mul_(weight).to(x.dtype)
-
-
 def sigmoid(x: Tensor) -> Tensor:
     """1 / (1 + exp(-x)) in float32, exact by element as `silu` is."""
     return torch.exp(-x).add_(1.0).reciprocal_()
