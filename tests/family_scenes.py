@@ -20,7 +20,10 @@ import torch
 from cache.due import due
 from cache.nodes import Tier
 from cache.pools import PoolSet
+from cache.prefix import Prefix
 from cache.registry import BufferLayout, Kind, PoolSetSpec
+from cluster.memory import state_options
+from contracts.config import config_from_dict
 from contracts.errors import ErrorKind
 from contracts.ids import Role
 from contracts.sampling import SamplingParams
@@ -29,7 +32,7 @@ from engine import Model, read_model
 from prefill import PrefillWorker
 from tests.checkpoints import VOCAB, Oracle, compare
 from tests.families import FAMILIES
-from tests.pair import Answer, Pair, pair
+from tests.pair import Answer, Pair, counts_for, pair
 
 PAGE = 16
 CHUNK = 48
@@ -191,35 +194,30 @@ class Watch:
         seat.claim, seat.reserve = counted_claim, counted_reserve
 
 
-def unit_bytes(family: Family) -> int:
-    """A page of every pool and a slot."""
-    from cluster.memory import state_options
-    from contracts.config import config_from_dict
-
-    options = state_options(family.model.spec, config_from_dict({"cache": _pages()}), Role.PREFILL)
-    spec = family.model.pool_set(options)
-    return sum(spec.unit_bytes(pool) for pool in spec.by_name)
-
-
-def small(family: Family, **cache: Any) -> dict[str, Any]:
-    """A cache section with a small host tier and storage in memory."""
-    storage = {"backend": "memory", "path": uuid.uuid4().hex, "max_bytes": 1 << 28}
-    tiers = {"host_bytes": 30 * unit_bytes(family), "load_back": "always", "storage": storage}
-    return _pages(**tiers, prefetch={"policy": "wait_complete"}, device_requests=2, **cache)
+def device_bytes(family: Family, tokens: int, **cache: Any) -> int:
+    """What prefill's device pools of so many positions take."""
+    config = config_from_dict({"cache": cache})
+    spec = family.model.pool_set(state_options(family.model.spec, config, Role.PREFILL))
+    counts = counts_for(family.folder, config, Role.PREFILL, tokens)
+    return sum(spec.unit_bytes(pool) * (1 + count) for pool, count in counts.items())
 
 
 def expect_tiers(family: Family, talks: int, turns: int, count: int = 9) -> None:
     """Conversations through pools so small that state of every kind is evicted, goes to host and storage and returns.
 
-    Every answer is the oracle's, and every component was evicted from both tiers, loaded from both, and hit.
+    The host holds as much as prefill's device, which is two requests. Every answer is the oracle's, and every component was evicted from both tiers, loaded from both, and hit.
     """
     rng = random.Random(7)
     said = [tokens_of(200 + n, rng.randint(40, 150)) for n in range(talks)]
     first = [len(words) for words in said]
     asked: list[tuple[list[int], list[int]]] = []
+    small = _pages(device_requests=2)
+    storage = {"backend": "memory", "path": uuid.uuid4().hex, "max_bytes": 1 << 28}
+    host_bytes = device_bytes(family, 26 * PAGE, **small)
+    cache = small | {"host_bytes": host_bytes, "load_back": "always", "storage": storage}
     with pair(
         family.folder, tokens={Role.PREFILL: 26 * PAGE, Role.DECODE: 40 * PAGE}, transfer={"plane": "local"},
-        prefill={"chunk_tokens": CHUNK}, cache=small(family),
+        prefill={"chunk_tokens": CHUNK}, cache=cache | {"prefetch": {"policy": "wait_complete"}},
     ) as both:  # fmt: skip
         watches = [Watch(seat) for seat in seats(both)]
         for _ in range(turns):
@@ -333,20 +331,23 @@ def _host_parts(node: Any, pool: str) -> list[Any]:
 @contextmanager
 def tagged(family: Family, *, verify: bool) -> Iterator[Pair]:
     """A pair with a host tier, whose decode worker keeps nothing of its own."""
-    cache = _pages(host_bytes=200 * unit_bytes(family), load_back="always", verify=verify)
+    pages = {"page_tokens": DAMAGED_PAGE}
+    cache = pages | {"load_back": "always", "verify": verify, "host_bytes": 4 * device_bytes(family, 1024, **pages)}
     with pair(
-        family.folder, tokens=60 * PAGE, transfer={"plane": "local"}, prefill={"chunk_tokens": CHUNK}, cache=cache,
+        family.folder, tokens=1024, transfer={"plane": "local"}, prefill={"chunk_tokens": CHUNK}, cache=cache,
         decode={"cache": {"prefix_reuse": False}},
     ) as both:  # fmt: skip
         yield both
 
 
 DAMAGED_TOKENS = 10
+DAMAGED_PAGE = 8
+"""Half of what recurrent layers gather before they fold it into their state: both halves are there in the middle."""
 
 
 def damage_prompts(spec: PoolSetSpec, family: Family) -> Iterator[tuple[Buffer, list[int]]]:
     """Each buffer with a prompt of its own, longer than windows, chunks and top-k."""
-    length = max(100, family.top_k * 2 + 20)
+    length = max(6, family.top_k // 8) * 16 + DAMAGED_PAGE + 3
     for number, buffer in enumerate(buffers_of(spec)):
         yield buffer, tokens_of(300 + number, length)
 
@@ -389,10 +390,4 @@ def expect_unnoticed_damage_shows(family: Family) -> None:
             (loaded,) = ask(both, [prompt], DAMAGED_TOKENS)
             assert loaded.progress[Role.PREFILL].cached_by_tier["host"] > 0
             assert loaded.list != good.list, f"{buffer} was damaged in a load and nothing changed"
-            seats(both)[0].condemn(seat_prefix(both, prompt))
-
-
-def seat_prefix(both: Pair, prompt: Sequence[int]) -> Any:
-    from cache.prefix import Prefix
-
-    return Prefix.of(prompt, PAGE, "")
+            seats(both)[0].condemn(Prefix.of(prompt, DAMAGED_PAGE))
