@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import random
+import shutil
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
@@ -13,7 +15,11 @@ import torch
 
 from cache.registry import Kind
 from contracts.errors import CheckpointError
+from contracts.model import read_model_spec
 from engine import read_model
+from engine.layers.moe import Sizes, interleaved_expert
+from engine.shard import Shard
+from engine.weights import Weights
 from tests.checkpoints import VOCAB, compare, compare_forced, copy_checkpoint
 from tests.engine.harness import Bench, MakeOracle
 from tests.families import FAMILIES
@@ -23,7 +29,7 @@ Family = Callable[..., Path]
 NAMES = ["gemma3", "gemma4", "gpt_oss"]
 VARIANTS: list[dict[str, Any]] = [
     {"name": "gemma3"},
-    {"name": "gemma3", "final_logit_softcapping": None, "attention_bias": True, "tie_word_embeddings": False},
+    {"name": "gemma3", "final_logit_softcapping": 30.0, "attention_bias": True, "tie_word_embeddings": False},
     {"name": "gemma4"},
     {"name": "gemma4", "enable_moe_block": True, "use_double_wide_mlp": False, "attention_k_eq_v": False},
     {"name": "gemma4", "hidden_size_per_layer_input": 0, "num_kv_shared_layers": 0},
@@ -108,7 +114,7 @@ def test_a_rows_bits_hang_on_its_own_sequence_alone(family: Family, name: str, d
 @pytest.mark.slow
 @pytest.mark.parametrize(("name", "options"), [
     ("gemma3", {}), ("gemma3", {"alone": True}), ("gemma4", {}), ("gemma4", {"enable_moe_block": True}),
-    ("gpt_oss", {}),
+    ("gpt_oss", {}), ("gpt_oss", {"packed": True}),
 ])  # fmt: skip
 def test_a_published_folder_gives_the_bits_of_a_saved_one(family: Family, name: str, options: dict[str, Any]) -> None:
     (tokens,) = prompts(4, 2 * WINDOW)
@@ -116,6 +122,33 @@ def test_a_published_folder_gives_the_bits_of_a_saved_one(family: Family, name: 
     saved, published = family(name=name, **kept), family(name=name, published=True, **options)
     want, got = (Bench(folder, tokens=512).forced(tokens, [len(tokens)]) for folder in (saved, published))
     assert torch.equal(got, want)
+
+
+@pytest.mark.slow
+def test_a_rank_reads_its_part_of_packed_experts_though_it_ends_within_a_group(family: Family) -> None:
+    spec = read_model_spec(family(name="gpt_oss", published=True, packed=True))
+    experts = [
+        Weights(spec, torch.float32, torch.device("cpu"), shard).scope("model.layers.0.mlp.experts.")
+        for shard in (Shard(), *(Shard(rank, 4) for rank in range(4)))
+    ]
+    whole, *parts = (interleaved_expert(each, 3, Sizes(6, 64, 64), each.shard.axis(64)) for each in experts)
+    assert [part.down_hi.shape[1] for part in parts] == [16] * 4, "half a group of 32"
+    assert torch.equal(torch.cat([part.down_hi for part in parts], 1), whole.down_hi)
+    for half in (0, 1):
+        rows = [part.up_nh.chunk(2)[half] for part in parts]
+        assert torch.equal(torch.cat(rows), whole.up_nh.chunk(2)[half])
+
+
+def test_what_published_gemma_3_leaves_out_is_known(family: Family, tmp_path: Path) -> None:
+    folder = tmp_path / "gemma"
+    shutil.copytree(family(name="gemma3", published=True), folder)
+    config = json.loads((folder / "config.json").read_text())
+    for key in ("vocab_size", "max_position_embeddings", "num_attention_heads", "num_key_value_heads"):
+        del config["text_config"][key]
+    (folder / "config.json").write_text(json.dumps(config))
+    spec = read_model_spec(folder)
+    assert (spec.vocab_size, spec.context) == (262_208, 131_072)
+    assert (spec.config.size("num_attention_heads"), spec.config.size("num_key_value_heads")) == (8, 4)
 
 
 @pytest.mark.slow

@@ -119,6 +119,12 @@ def claim_half_precision_stays_within_its_rounding() -> None:
         Case(dtype=dtype, window=45, sinks=True, softcap=6.0).check(DECODE[:1], tolerance)
 
 
+def claim_heads_as_wide_as_gemma_4s_are_the_twins() -> None:
+    wide = Case(dim=320, heads=2, window=40)
+    wide.check([(0, 120, 10), (1, 0, 2)])
+    wide.check([(0, 129, 1), (1, 1, 1)])
+
+
 def claim_a_decoded_row_is_bitwise_the_extended_row() -> None:
     both = Case(window=45, sinks=True, softcap=6.0)
     (extended,) = both.run([(0, 60, 70)])
