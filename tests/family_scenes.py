@@ -205,7 +205,8 @@ def device_bytes(family: Family, tokens: int, **cache: Any) -> int:
 def expect_tiers(family: Family, talks: int, turns: int, count: int = 9) -> None:
     """Conversations through pools so small that state of every kind is evicted, goes to host and storage and returns.
 
-    The host holds as much as prefill's device, which is two requests. Every answer is the oracle's, and every component was evicted from both tiers, loaded from both, and hit.
+    The host holds as much as prefill's device, which is two requests. Every answer is the oracle's, and every component
+    was evicted from both tiers, loaded from both, and hit.
     """
     rng = random.Random(7)
     said = [tokens_of(200 + n, rng.randint(40, 150)) for n in range(talks)]
@@ -334,13 +335,13 @@ def tagged(family: Family, *, verify: bool) -> Iterator[Pair]:
     pages = {"page_tokens": DAMAGED_PAGE}
     cache = pages | {"load_back": "always", "verify": verify, "host_bytes": 4 * device_bytes(family, 1024, **pages)}
     with pair(
-        family.folder, tokens=1024, transfer={"plane": "local"}, prefill={"chunk_tokens": CHUNK}, cache=cache,
+        family.folder, tokens=1024, transfer={"plane": "local"}, prefill={"chunk_tokens": 2 * CHUNK}, cache=cache,
         decode={"cache": {"prefix_reuse": False}},
     ) as both:  # fmt: skip
         yield both
 
 
-DAMAGED_TOKENS = 10
+DAMAGED_TOKENS = 7
 DAMAGED_PAGE = 8
 """Half of what recurrent layers gather before they fold it into their state: both halves are there in the middle."""
 
@@ -367,12 +368,13 @@ def expect_damage_is_caught(family: Family) -> None:
             assert both.decode.status().counters["pages_damaged"] > before
             both.settle()  # Prefill hears of it, and forgets what it sent.
             (good,) = ask(both, [prompt], DAMAGED_TOKENS)
-            family.expect(prompt, good.list)
+            assert good.progress[Role.DECODE].cached_tokens == 0, "decode holds nothing of it"
             before = both.prefill.status().counters["pages_damaged_on_host"]
             assert damage_on_the_host(both, buffer, whole=False), f"nothing of {buffer} is on the host"
             (again,) = ask(both, [prompt], DAMAGED_TOKENS)
             assert both.prefill.status().counters["pages_damaged_on_host"] > before, buffer
             assert again.list == good.list, buffer
+        family.expect(prompt, good.list)
 
 
 def expect_unnoticed_damage_shows(family: Family) -> None:
