@@ -61,6 +61,11 @@ class Family:
         if not verdict.exact:
             print(f"{self.name}, {len(prompt)} tokens: {verdict}")
 
+    def pool_set(self, **cache: Any) -> PoolSetSpec:
+        """What it keeps, with these keys of the cache's section."""
+        config = config_from_dict({"cache": cache})
+        return self.model.pool_set(state_options(self.model.spec, config, Role.PREFILL))
+
     @property
     def top_k(self) -> int:
         """Positions that sparse attention reads; 0: all."""
@@ -196,9 +201,8 @@ class Watch:
 
 def device_bytes(family: Family, tokens: int, **cache: Any) -> int:
     """What prefill's device pools of so many positions take."""
-    config = config_from_dict({"cache": cache})
-    spec = family.model.pool_set(state_options(family.model.spec, config, Role.PREFILL))
-    counts = counts_for(family.folder, config, Role.PREFILL, tokens)
+    spec = family.pool_set(**cache)
+    counts = counts_for(family.folder, config_from_dict({"cache": cache}), Role.PREFILL, tokens)
     return sum(spec.unit_bytes(pool) * (1 + count) for pool, count in counts.items())
 
 
@@ -217,7 +221,7 @@ def expect_tiers(family: Family, talks: int, turns: int, count: int = 9) -> None
     host_bytes = device_bytes(family, 26 * PAGE, **small)
     cache = small | {"host_bytes": host_bytes, "load_back": "always", "storage": storage}
     with pair(
-        family.folder, tokens={Role.PREFILL: 26 * PAGE, Role.DECODE: 40 * PAGE}, transfer={"plane": "local"},
+        family.folder, tokens={Role.PREFILL: 26 * PAGE, Role.DECODE: 12 * talks * PAGE}, transfer={"plane": "local"},
         prefill={"chunk_tokens": CHUNK}, cache=cache | {"prefetch": {"policy": "wait_complete"}},
     ) as both:  # fmt: skip
         watches = [Watch(seat) for seat in seats(both)]
