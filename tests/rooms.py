@@ -23,7 +23,7 @@ from contracts.ids import Incarnation, RoomId, WorkerName
 from contracts.messages import PeerRef
 from tests.poolsets import entry, filled
 from transfer import make_plane, receiver, sender
-from transfer.metadata import Metadata
+from transfer.metadata import Draft, Metadata
 from transfer.plane import Run
 from transfer.receiver import Expected, ReceiverEnd
 from transfer.sender import Finished, SenderEnd
@@ -160,8 +160,8 @@ class Ends:
         self.until(lambda: self.sender.granted(prompt.room), "the grant")
         return leases
 
-    def seal(self, prompt: Prompt) -> None:
-        self.sender.seal(prompt.room, Metadata(prompt.room, 0, 7, None, 0, prompt.positions))
+    def seal(self, prompt: Prompt, draft: Draft | None = None) -> None:
+        self.sender.seal(prompt.room, Metadata(prompt.room, 0, 7, None, 0, prompt.positions, draft))
 
     def outcome(self, room: RoomId) -> receiver.Outcome:
         """What the room came to at the reader."""
