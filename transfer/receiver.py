@@ -19,7 +19,6 @@ from cache.due import NOTHING, Held, due, extents, missing
 from cache.leases import Allocator, Lease
 from cache.moves import describe_spec
 from cache.pools import PoolSet
-from cache.tags import Digester
 from contracts.clock import Clock
 from contracts.config import TransferConfig
 from contracts.errors import ErrorKind, WireError
@@ -136,7 +135,6 @@ class ReceiverEnd:
         self._verify, self._waiter, self._curve = verify, waiter, curve
         self._slots = plane.allocate("slots", slots * SLOT_BYTES).view(slots, SLOT_BYTES)
         self.slots = Allocator("metadata slots", slots)
-        self._digester = Digester(pools.layout)
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context.instance()
         self._peers: dict[tuple[WorkerName, Incarnation], _Peer] = {}
         self._rooms: dict[RoomId, _Room] = {}
@@ -383,7 +381,7 @@ class ReceiverEnd:
         """Numbers of what arrived and isn't what was sealed."""
         numbers = range(part.first, part.first + len(part.digests))
         firsts, ends = extents(self._pools.spec, part.pool, numbers, room.expected.positions)
-        found = self._digester.digest(self._pools.region, part.pool, room.runs[part.pool].at(numbers), firsts, ends)
+        found = self._pools.digest(part.pool, room.runs[part.pool].at(numbers), firsts, ends)
         return [n for n, a, b in zip(numbers, found, part.digests, strict=True) if a != b]
 
     def _complete(self, room: _Room) -> None:
