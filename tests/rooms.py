@@ -16,7 +16,7 @@ from cache.due import Held, due, extents
 from cache.leases import Lease
 from cache.pools import PoolSet
 from cache.registry import PoolSetLayout, PoolSetSpec
-from cache.tags import ContentTag, Digester, chain_keys
+from cache.tags import ContentTag, chain_keys
 from contracts.clock import ManualClock
 from contracts.config import config_from_dict
 from contracts.ids import Incarnation, RoomId, WorkerName
@@ -134,13 +134,11 @@ class Ends:
         room = RoomId(f"room-{self._rooms}")
         size = self.spec.page_tokens
         keys = tuple(chain_keys([self.random.randrange(1000) for _ in range(positions)], size))
-        digester, runs, leases, tags = Digester(self.source.layout), {}, {}, {}
+        runs, leases, tags = {}, {}, {}
         for pool, numbers in due(self.spec, positions).items():
             lease = leases[pool] = self.source.allocators[pool].lease(len(numbers), room)
             runs[pool] = Run(numbers.start, lease.indices)
-            digests = digester.digest(
-                self.source.region, pool, lease.indices, *extents(self.spec, pool, numbers, positions)
-            )
+            digests = self.source.digest(pool, lease.indices, *extents(self.spec, pool, numbers, positions))
             tags[pool] = tuple(ContentTag(keys[n], d) for n, d in zip(numbers, digests, strict=True))
         return Prompt(room, positions, keys, runs, leases, tags)
 

@@ -261,7 +261,7 @@ class ReceiverEnd:
             self._curve.call(socket)
         socket.connect(ref.control)
         peer = _Peer(ref, socket, self._clock.now() + self._config.connect_timeout_s)
-        layout = {"model": self._fingerprint, **describe_spec(self._pools.layout.spec)}
+        layout = {"model": self._fingerprint, **describe_spec(self._pools.spec.whole)}
         hello = m.Hello(
             self._name, self._incarnation, ref.incarnation, layout, self._plane.kind, self._plane.describe(),
             *process.mine(),
@@ -397,7 +397,7 @@ class ReceiverEnd:
             return
         self._send(room.peer, m.Received(room.id))
         leases, room.leases = room.leases, {}
-        received = {pool: len(run) * self._pools.spec.unit_bytes(pool) for pool, run in room.runs.items()}
+        received = {pool: len(run) * self._pools.spec.whole.unit_bytes(pool) for pool, run in room.runs.items()}
         self._step(room, ReceiverEvent.COMPLETE)
         self._outcomes.append(Arrived(room.id, leases, metadata, received, room.digests))
 
