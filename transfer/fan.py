@@ -13,6 +13,9 @@ from contracts.errors import LayoutMismatch
 from contracts.ids import RoomId
 from transfer.plane import Link, PageWrite, SlotWrite
 
+MOST_RANKS = 64
+"""More than this no worker has: a peer that says so is no peer."""
+
 _cuts = lru_cache(maxsize=64)(cuts)
 
 
@@ -71,8 +74,8 @@ of every page, as both hold the same."""
 def fan(whole: PoolSetSpec, rank: int, size: int, descriptor: Mapping[str, Any], open_link: Open) -> Link:
     """The way of rank `rank` of `size` into the reader that described itself. Raises `LayoutMismatch`."""
     ranks = descriptor.get("ranks")
-    if not isinstance(ranks, list | tuple) or not ranks:
-        raise LayoutMismatch("the reader's descriptor names no ranks")
+    if not isinstance(ranks, list | tuple) or not 0 < len(ranks) <= MOST_RANKS:
+        raise LayoutMismatch(f"the reader's descriptor must name 1 to {MOST_RANKS} ranks")
     if size == len(ranks) == 1:
         return open_link(ranks[0], whole, None)
     links: dict[int, Link] = {}

@@ -29,7 +29,7 @@ from contracts.config import FaultsConfig
 from contracts.errors import ConfigError
 from contracts.ids import RoomId
 from contracts.orders import Arrival
-from transfer.fan import fan, rank_cut, writers
+from transfer.fan import MOST_RANKS, fan, rank_cut, writers
 from transfer.faults import WriteFaults
 from transfer.held import HeldNotices
 from transfer.metadata import SLOT_BYTES
@@ -184,6 +184,8 @@ class ZmqPlane:
     def _notice(self, head: bytes, data: bytes) -> list[bytes]:
         try:
             room, writes, sources = msgpack.unpackb(head)
+            if not (type(writes) is type(sources) is int and 0 < sources <= MOST_RANKS):
+                raise ValueError(f"{writes} writes of {sources} ranks")
             return self._held.add(room, data, writes, sources)
         except (ValueError, TypeError, ConfigError, msgpack.UnpackException):
             self.dropped += 1
@@ -202,6 +204,8 @@ class ZmqPlane:
         places: list[tuple[_Packing, tuple[int, ...]]] = []
         try:
             room, runs, source, sources, number = msgpack.unpackb(frames[0])
+            if not (type(source) is type(sources) is type(number) is int and 0 <= source < sources <= MOST_RANKS):
+                return False
             target = self._targets[room]
             packings = self._packings(source, sources)
             for (pool, first, count), frame in zip(runs, frames[1:], strict=True):
