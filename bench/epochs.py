@@ -38,14 +38,14 @@ def median_us(*work: Callable[[], object]) -> list[float]:
 def measure(side: Twinpool, batch: int, context: int) -> tuple[float, float]:
     """Microseconds of a decode step, and of them what the comparison takes."""
     rate = side.run([[300 + i % 700 for i in range(context)]] * batch, _STEPS).decode_tokens_per_s
-    pages = -(-context // side.engine.page_tokens)
+    pages = -(-context // side.engine.spec.page_tokens)
     tables = [list(range(1 + row * pages, 1 + (row + 1) * pages)) for row in range(batch)]
     epochs = [[0] * pages] * batch
     device = torch.device("cpu")
     table = side.pools.allocators["full"].epochs.on(device)
-    shape = ([context - 1] * batch, [1] * batch, tables, side.engine.page_tokens, device)
+    shape = ([context - 1] * batch, [1] * batch, tables, side.engine.spec.page_tokens, device)
     without, checked = median_us(
-        lambda: make_plan(*shape), lambda: side.engine.model.guarded(make_plan(*shape, epochs), table)
+        lambda: make_plan(*shape), lambda: side.engine.attention.stale(make_plan(*shape, epochs), table)
     )
     return 1e6 * batch / rate, checked - without
 

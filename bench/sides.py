@@ -17,9 +17,8 @@ from transformers.generation.configuration_utils import ContinuousBatchingConfig
 from cache.device import CpuDevice
 from cache.pools import PoolSet
 from contracts.config import EngineConfig
-from contracts.model import read_model_spec
 from contracts.sampling import SamplingParams
-from engine import dtype_for, load_engine, pool_set_spec
+from engine import StateOptions, dtype_for, load_engine, read_model
 from engine.batch import Draw, Row
 
 Prompts = Sequence[Sequence[int]]
@@ -62,12 +61,12 @@ class Twinpool:
 
     def __init__(self, folder: Path, config: EngineConfig, tokens: int, page_tokens: int = 16) -> None:
         self.name = f"twinpool, {config.numerics}"
-        spec = read_model_spec(folder)
-        pool_set = pool_set_spec(spec, dtype_for(spec, config), page_tokens)
+        model = read_model(folder)
+        pool_set = model.pool_set(StateOptions(dtype_for(model.spec, config), page_tokens))
         pages = 1 + -(-tokens // page_tokens)
         self.pools = PoolSet(pool_set, pool_set.even(pages))
-        self._epochs = self.pools.allocators["full"].epochs
-        self.engine = load_engine(spec, config, page_tokens, self.pools.gates["full"], self._epochs, CpuDevice())
+        epochs = {pool: allocator.epochs for pool, allocator in self.pools.allocators.items()}
+        self.engine = load_engine(model, config, pool_set, self.pools.gates, epochs, CpuDevice())
         self._pages = list(range(1, pages))
         random.Random(0).shuffle(self._pages)  # as in a pool that has been used for a while
 

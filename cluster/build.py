@@ -22,8 +22,7 @@ from contracts.ids import Incarnation, Role, WorkerName
 from contracts.model import ModelSpec
 from contracts.ports import Worker
 from decode import DecodeWorker
-from engine import dtype_for, load_engine, pool_set_spec
-from engine.engine import Engine
+from engine import Engine, StateOptions, dtype_for, load_engine, model_for
 from prefill import PrefillWorker
 from transfer import Curve, make_plane
 from transfer.plane import Plane
@@ -105,12 +104,13 @@ def _parts(
     plane = make_plane(config, host, curve, waiter.wake)
     try:
         page_tokens = config.cache_for(role).page_tokens
-        pool_set = pool_set_spec(spec, dtype_for(spec, config.engine), page_tokens)
+        model = model_for(spec)
+        pool_set = model.pool_set(StateOptions(dtype_for(spec, config.engine), page_tokens))
         layout = PoolSetLayout(pool_set, pool_set.even(1 + -(-device_tokens // page_tokens)))
         pools = PoolSet(pool_set, layout.counts, plane.allocate("pages", layout.nbytes))
         seat = _seat(pools, device, spec, config, role, name, clock, waiter)
-        epochs = pools.allocators["full"].epochs
-        engine = load_engine(spec, config.engine, page_tokens, pools.gates["full"], epochs, device)
+        epochs = {pool: allocator.epochs for pool, allocator in pools.allocators.items()}
+        engine = load_engine(model, config.engine, pool_set, pools.gates, epochs, device)
     except BaseException:
         plane.close()
         waiter.close()

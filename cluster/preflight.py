@@ -1,6 +1,7 @@
 """Everything that can be refused before anything is started: flags, configuration, checkpoint, port, memory.
 
-Nothing here imports torch or Ray, so a mistake costs its author a second and one line.
+Ray is never imported here, and torch only once the rest has passed, so a mistake costs its author a second and one
+line.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ import os
 import socket
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import yaml
 
@@ -18,12 +20,14 @@ from contracts.errors import ConfigError, TwinpoolError
 from contracts.ids import Role, WorkerName
 from contracts.model import ModelSpec, read_model_spec
 
+if TYPE_CHECKING:
+    from cache.registry import PoolSetSpec
+
 DEMO = Path(__file__).parent / "demo"
 DEFAULT_CONTEXTS = 8
 """A worker's pool holds this many full contexts unless memory is short."""
 MEMORY_SHARE = 0.25
 """Part of a worker's share of the free memory that its pool may take by default."""
-DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 WORKER_BYTES = 300 << 20
 """What a worker takes besides weights and pool: interpreter, torch, buffers."""
 
@@ -54,6 +58,7 @@ class Prepared:
     options: ServeOptions
     config: Config
     spec: ModelSpec
+    pool_set: PoolSetSpec
     port: int
     threads: int
     device_tokens: dict[Role, int] = field(default_factory=dict)
@@ -64,7 +69,7 @@ class Prepared:
         return [(WorkerName(f"{role}-{i}"), role) for role, count in counts for i in range(count)]
 
     def pool_bytes(self, role: Role) -> int:
-        return self.device_tokens[role] * token_bytes(self.spec, self.config)
+        return self.device_tokens[role] * token_bytes(self.pool_set)
 
 
 def prepare(options: ServeOptions, free_bytes: int | None = None) -> Prepared:
@@ -80,11 +85,12 @@ def prepare(options: ServeOptions, free_bytes: int | None = None) -> Prepared:
         raise ConfigError(f"--set takes section.key=value with a YAML value: {' '.join(str(error).split())}") from None
     _check_config(config, options)
     spec = read_model_spec(model_folder(options.model))
+    pool_set = pool_set_of(spec, config)
     workers = options.prefill + options.decode
     free = free_bytes if free_bytes is not None else _free_bytes()
-    tokens = {role: device_tokens(config, spec, role, free // workers) for role in Role}
+    tokens = {role: device_tokens(config, spec, pool_set, role, free // workers) for role in Role}
     threads = config.engine.threads or max(1, _cores() // workers)
-    prepared = Prepared(options, config, spec, free_port(options.host, options.port), threads, tokens)
+    prepared = Prepared(options, config, spec, pool_set, free_port(options.host, options.port), threads, tokens)
     if options.ray_address is None:
         _check_memory(prepared, free)
     return prepared
@@ -97,10 +103,17 @@ def model_folder(model: str) -> Path:
     return Path(model).expanduser().absolute()
 
 
-def token_bytes(spec: ModelSpec, config: Config) -> int:
-    """Bytes of one position's keys and values over all layers."""
-    dtype = spec.dtype if config.engine.dtype == "auto" else config.engine.dtype
-    return 2 * spec.layers * spec.kv_heads * spec.head_dim * DTYPE_BYTES[dtype]
+def pool_set_of(spec: ModelSpec, config: Config) -> PoolSetSpec:
+    """The state that a checkpoint's model keeps. Raises `CheckpointError` for one that it can't be."""
+    from engine import StateOptions, dtype_for, model_for
+
+    page_tokens = config.cache_for(Role.PREFILL).page_tokens
+    return model_for(spec).pool_set(StateOptions(dtype_for(spec, config.engine), page_tokens))
+
+
+def token_bytes(pool_set: PoolSetSpec) -> int:
+    """Bytes of one position's state over all pools, rounded up."""
+    return -(-sum(pool_set.unit_bytes(pool) for pool in pool_set.by_name) // pool_set.page_tokens)
 
 
 def weight_bytes(folder: Path) -> int:
@@ -108,7 +121,7 @@ def weight_bytes(folder: Path) -> int:
     return sum(path.stat().st_size for path in folder.glob("*.safetensors"))
 
 
-def device_tokens(config: Config, spec: ModelSpec, role: Role, free_bytes: int) -> int:
+def device_tokens(config: Config, spec: ModelSpec, pool_set: PoolSetSpec, role: Role, free_bytes: int) -> int:
     """Positions of a worker's pool, a whole number of pages; `free_bytes` is this worker's share of free memory.
 
     Raises `MemoryShort` when not even one page fits, `ConfigError` for a pool smaller than a page.
@@ -121,7 +134,7 @@ def device_tokens(config: Config, spec: ModelSpec, role: Role, free_bytes: int) 
                 f"cache.device_tokens={cache.device_tokens} is less than one page (cache.page_tokens={page})"
             )
         return cache.device_tokens // page * page
-    bound = int(free_bytes * MEMORY_SHARE) // token_bytes(spec, config)
+    bound = int(free_bytes * MEMORY_SHARE) // token_bytes(pool_set)
     tokens = min(DEFAULT_CONTEXTS * spec.context, bound) // page * page
     if tokens < page:
         raise MemoryShort(

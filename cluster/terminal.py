@@ -57,7 +57,7 @@ def worker_table(prepared: Prepared, views: Sequence[WorkerView]) -> object:
     table = Table(box=box.SIMPLE_HEAD, pad_edge=True)
     for title in ("worker", "node", "pid", "threads", "pages", "positions", "pool", "weights"):
         table.add_column(title, justify="left" if title in ("worker", "node") else "right", no_wrap=True)
-    per_token = token_bytes(prepared.spec, prepared.config)
+    per_token = token_bytes(prepared.pool_set)
     weights = weight_bytes(prepared.spec.folder)
     for view in views:
         page_tokens = prepared.config.cache_for(Role(view.record.role)).page_tokens

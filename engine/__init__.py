@@ -1,7 +1,7 @@
 """A batch in, drawn tokens and written pages out."""
 
-from engine.checkpoint import dtype_for
 from engine.engine import Engine, load_engine
-from engine.model import pool_set_spec
+from engine.models import Model, StateOptions, model_for, read_model
+from engine.weights import dtype_for
 
-__all__ = ["Engine", "dtype_for", "load_engine", "pool_set_spec"]
+__all__ = ["Engine", "Model", "StateOptions", "dtype_for", "load_engine", "model_for", "read_model"]

@@ -40,6 +40,8 @@ class AttentionPlan:
     page_tokens: int
     max_queries: int
     """The largest number of queries of one sequence."""
+    firsts_b: Tensor | None = None
+    """[B] int32: the page number of each table's first column. None: 0, as for every full pool."""
     epochs_bp: Tensor | None = None
     """[B, P] int32: the epoch that each page of `tables_bp` had when it was leased. None: nobody frees these pages."""
     muted_t: Tensor | None = None
@@ -48,19 +50,56 @@ class AttentionPlan:
     """What a backend works out once a step, kept for its later layers."""
 
 
+@dataclass(frozen=True)
+class SlotPlan:
+    """Whose recurrent state is where in one step. B sequences with T rows in all."""
+
+    tables_bp: Tensor
+    """[B, 1] int32: each sequence's slot."""
+    starts: tuple[int, ...]
+    """Absolute position of each sequence's first row."""
+    counts: tuple[int, ...]
+    """Each sequence's rows on the packed axis, which has them one sequence after the other."""
+    epochs_bp: Tensor | None = None
+    """[B, 1] int32: the epoch that each slot had when it was leased."""
+    muted_b: Tensor | None = None
+    """[B] bool: stale sequences. Their slot is the null slot, to which zeros are written. None: there are none."""
+
+    @property
+    def slots_b(self) -> Tensor:
+        """[B] int64"""
+        return self.tables_bp[:, 0].long()
+
+
+Tables = AttentionPlan | SlotPlan
+
+
 class Attention(Protocol):
     """Causal attention over paged keys and values."""
 
-    def attend(self, q_thd: Tensor, k_pages: Tensor, v_pages: Tensor, plan: AttentionPlan, scale: float) -> Tensor:
-        """Attend each query to the positions up to its own.
+    def attend(
+        self,
+        q_thd: Tensor,
+        k_pages: Tensor,
+        v_pages: Tensor,
+        plan: AttentionPlan,
+        scale: float,
+        *,
+        window: int = 0,
+        sinks_h: Tensor | None = None,
+        softcap: float = 0.0,
+    ) -> Tensor:
+        """Attend each query to the positions up to its own, the last `window` of them unless that is 0.
 
         `q_thd` is [T, heads, head_dim]; `k_pages` and `v_pages` are [pages, page_tokens, kv_heads, head_dim] in the
         dtype of `q_thd`; heads is a multiple of kv_heads, and head h reads kv head h // (heads // kv_heads).
-        Scores are multiplied by `scale`; softmax and accumulation are in float32.
+        Scores are multiplied by `scale` and, with `softcap`, squeezed to plus or minus it by a hyperbolic tangent;
+        softmax and accumulation are in float32. `sinks_h` ([heads] float32) adds a score of nothing to each head's
+        softmax: a part of the weights that goes nowhere. The plan's tables may begin where the window does.
         Returns [T, heads, head_dim] in the dtype of `q_thd`.
         """
 
-    def stale(self, plan: AttentionPlan, epochs_e: Tensor) -> Tensor:
+    def stale(self, plan: Tables, epochs_e: Tensor) -> Tensor:
         """Which sequences' tables name a page whose epoch in `epochs_e` ([pages] int32) is another by now: [B] bool.
 
         `plan.epochs_bp` must be there.
@@ -74,35 +113,60 @@ def make_plan(
     page_tokens: int,
     device: torch.device,
     epochs: Sequence[Sequence[int]] | None = None,
+    firsts: Sequence[int] | None = None,
 ) -> AttentionPlan:
     """Build the plan of a step from each sequence's first position, number of queries, block table and its epochs.
 
-    Only the entries of a table that hold its context are used; it may be longer.
+    `firsts` are the page numbers that the tables begin with, if not 0. Only the entries of a table that hold its
+    context are used; it may be longer.
     """
     lengths = [start + count for start, count in zip(starts, counts, strict=True)]
-    used = [-(-length // page_tokens) for length in lengths]
-    width = max(used)
+    begins = list(firsts) if firsts is not None else [0] * len(lengths)
+    used = [-(-length // page_tokens) - first for length, first in zip(lengths, begins, strict=True)]
 
-    def padded(rows: Sequence[Sequence[int]]) -> Tensor:
-        """The null page is never freed, so its epoch is 0 as well."""
-        full = [[*row[:n], *([NULL_PAGE] * (width - n))] for row, n in zip(rows, used, strict=True)]
-        return torch.tensor(full, dtype=torch.int32, device=device)
+    def integers(rows: Sequence[int], dtype: torch.dtype = torch.int32) -> Tensor:
+        return torch.tensor(rows, dtype=dtype, device=device)
 
     slots = [
-        table[position // page_tokens] * page_tokens + position % page_tokens
-        for table, start, length in zip(tables, starts, lengths, strict=True)
+        table[position // page_tokens - first] * page_tokens + position % page_tokens
+        for table, first, start, length in zip(tables, begins, starts, lengths, strict=True)
         for position in range(start, length)
     ]
     return AttentionPlan(
-        starts_b=torch.tensor(starts, dtype=torch.int32, device=device),
-        offsets_b=torch.tensor([0, *accumulate(counts)], dtype=torch.int32, device=device),
-        lengths_b=torch.tensor(lengths, dtype=torch.int32, device=device),
-        tables_bp=padded(tables),
-        slots_t=torch.tensor(slots, dtype=torch.int64, device=device),
+        starts_b=integers(starts),
+        offsets_b=integers([0, *accumulate(counts)]),
+        lengths_b=integers(lengths),
+        tables_bp=_rectangle(tables, used, device),
+        slots_t=integers(slots, torch.int64),
         page_tokens=page_tokens,
         max_queries=max(counts),
-        epochs_bp=padded(epochs) if epochs is not None else None,
+        firsts_b=integers(begins) if firsts is not None else None,
+        epochs_bp=_rectangle(epochs, used, device) if epochs is not None else None,
     )
+
+
+def make_slot_plan(
+    starts: Sequence[int],
+    counts: Sequence[int],
+    slots: Sequence[Sequence[int]],
+    device: torch.device,
+    epochs: Sequence[Sequence[int]] | None = None,
+) -> SlotPlan:
+    """Build the plan of a state pool from each sequence's first position, number of rows, slot and its epoch."""
+    ones = [1] * len(starts)
+    return SlotPlan(
+        _rectangle(slots, ones, device),
+        tuple(starts),
+        tuple(counts),
+        _rectangle(epochs, ones, device) if epochs is not None else None,
+    )
+
+
+def _rectangle(rows: Sequence[Sequence[int]], used: Sequence[int], device: torch.device) -> Tensor:
+    """The first `used` entries of each row, padded with the null page, which is never freed: its epoch is 0 as well."""
+    width = max(used)
+    full = [[*row[:n], *([NULL_PAGE] * (width - n))] for row, n in zip(rows, used, strict=True)]
+    return torch.tensor(full, dtype=torch.int32, device=device)
 
 
 def muted(plan: AttentionPlan, stale_b: Tensor) -> AttentionPlan:
@@ -113,3 +177,8 @@ def muted(plan: AttentionPlan, stale_b: Tensor) -> AttentionPlan:
     counts_b = plan.offsets_b.diff().long()
     muted_t = torch.repeat_interleave(stale_b, counts_b, output_size=len(plan.slots_t))
     return replace(plan, slots_t=plan.slots_t.masked_fill(muted_t, 0), muted_t=muted_t)
+
+
+def muted_slots(plan: SlotPlan, stale_b: Tensor) -> SlotPlan:
+    """The same for slots."""
+    return replace(plan, tables_bp=plan.tables_bp.masked_fill(stale_b[:, None], NULL_PAGE), muted_b=stale_b)

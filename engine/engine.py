@@ -3,41 +3,50 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 import torch
 from torch import Tensor
 
-from cache.device import DEVICE, Device, Op, Span, Stream
+from cache.claim import Table
+from cache.device import DEVICE, Device, Op, Stream, spans
 from cache.epochs import EpochTable
 from cache.gate import Door, Gate
+from cache.registry import Kind, PoolSetSpec
 from contracts.config import EngineConfig
 from contracts.errors import ConfigError
-from contracts.model import ModelSpec
-from engine.attention import Attention, make_plan
+from engine.attention import Attention, AttentionPlan, SlotPlan, Tables, make_plan, make_slot_plan, muted, muted_slots
 from engine.batch import Row, RowOutput, Step
-from engine.checkpoint import Weights, dtype_for, load_weights
-from engine.model import FULL_POOL, Decoder
+from engine.decoder import Decoder
+from engine.models import Model
 from engine.numerics import FAST, Numerics, probe
 from engine.sampling import Draws, Logprobs, draw_tokens, token_logprobs
+from engine.shard import WHOLE, Shard
 from engine.step import Computed, LaunchedStep, input_tokens
-from engine.torch_attention import BLOCK_TOKENS, TorchAttention
+from engine.step_context import StepContext
+from engine.torch_attention import TorchAttention
+from engine.weights import Weights, dtype_for
 
 _LOGIT_ELEMENTS = 1 << 23
 """Logits computed at once when prompts are scored: 32 MiB in float32."""
 
 
 class Engine:
-    """Computes steps of one model over one gate's buffers."""
+    """Computes steps of one model over the buffers of one pool set."""
 
     def __init__(
-        self, model: Decoder, gate: Gate, epochs: EpochTable, page_tokens: int, config: EngineConfig, device: Device
+        self,
+        decoder: Decoder,
+        numerics: Numerics,
+        attention: Attention,
+        spec: PoolSetSpec,
+        gates: Mapping[str, Gate],
+        epochs: Mapping[str, EpochTable],
+        device: Device,
     ) -> None:
-        self.model = model
-        self.page_tokens = page_tokens
-        self.config = config
-        self._gate = gate
-        self._epochs = epochs
+        self.decoder, self.numerics, self.attention = decoder, numerics, attention
+        self.spec = spec
+        self._gates, self._epochs = dict(gates), dict(epochs)
         self._device = device
 
     @property
@@ -51,15 +60,15 @@ class Engine:
         must not change.
         """
         assert rows, "a step has at least one row"
-        for row in rows:
-            assert len(row.tokens), "a row has at least one token"
-            assert len(row.epochs) == len(row.pages), "a block table has an epoch for each page"
-            assert len(row.pages) * self.page_tokens >= row.start + len(row.tokens), "the block table is too short"
-        read, written = self._spans(rows)
-        op = Op("forward", Stream.COMPUTE, reads=(read,), writes=(written,))
-        passage = self._gate.enter(FULL_POOL)
+        tables = [{self.spec.full.name: Table(0, row.pages, row.epochs), **row.others} for row in rows]
+        for row, mine in zip(rows, tables, strict=True):
+            self._check(row, mine)
+        reads, writes = self._named(rows, tables)
+        op = Op("forward", Stream.COMPUTE, reads=spans(DEVICE, reads), writes=spans(DEVICE, writes))
+        passages = {pool.name: self._gates[pool.name].enter(pool.name) for pool in self.spec.pools}
+        gates = {gate: loads for passage in passages.values() for gate, loads in passage.gates.items()}
         step = LaunchedStep(rows)
-        step.completion = self._device.submit(op, lambda: step.fill(self._step(rows, passage)), gates=passage.gates)
+        step.completion = self._device.submit(op, lambda: step.fill(self._step(rows, tables, passages)), gates=gates)
         return step
 
     def forward(self, rows: Sequence[Row]) -> list[RowOutput]:
@@ -67,84 +76,134 @@ class Engine:
         return self.launch(rows).outputs()
 
     @torch.inference_mode()
-    def _step(self, rows: Sequence[Row], door: Door) -> Computed:
+    def _step(self, rows: Sequence[Row], tables: Sequence[Mapping[str, Table]], doors: Mapping[str, Door]) -> Computed:
         device = self._device.torch_device
+        ctx, stale_b = self._guarded(self.context(rows, tables, doors))
+        padding = len(ctx.positions_m) - ctx.count
+        x_mh = self.decoder.forward(input_tokens(rows, padding, device), ctx)
         counts = [len(row.tokens) for row in rows]
-        tables, epochs = [r.pages for r in rows], [r.epochs for r in rows]
-        plan = make_plan([r.start for r in rows], counts, tables, self.page_tokens, device, epochs)
-        plan, stale_b = self.model.guarded(plan, self._epochs.on(device))
-        padding = self.model.numerics.padded(sum(counts)) - sum(counts)
-        positions = [p for row in rows for p in range(row.start, row.start + len(row.tokens))] + [0] * padding
-        x_mh = self.model.forward(
-            input_tokens(rows, padding, device),
-            torch.tensor(positions, device=device),
-            max(positions) + 1,
-            plan,
-            door,
-        )
         firsts = [sum(counts[:i]) for i in range(len(counts))]
         drawing = [i for i, row in enumerate(rows) if row.draw is not None]
         draws = self._draw(rows, x_mh, firsts, drawing) if drawing else None
         scores = [tuple(self._score(row, x_mh[first:])) for row, first in zip(rows, firsts, strict=True)]
         return Computed(drawing, draws, scores, stale_b)
 
+    def context(
+        self, rows: Sequence[Row], tables: Sequence[Mapping[str, Table]], doors: Mapping[str, Door]
+    ) -> StepContext:
+        """What the layers need to know of a step; `tables` are the rows' tables by pool."""
+        device, size = self._device.torch_device, self.spec.page_tokens
+        starts, counts = [row.start for row in rows], [len(row.tokens) for row in rows]
+        plans: dict[str, AttentionPlan] = {}
+        slots: dict[str, SlotPlan] = {}
+        for pool in self.spec.pools:
+            mine = [table[pool.name] for table in tables]
+            pages, epochs = [t.pages for t in mine], [t.epochs for t in mine]
+            if pool.kind is Kind.STATE:
+                slots[pool.name] = make_slot_plan(starts, counts, pages, device, epochs)
+            else:
+                firsts = [t.first for t in mine] if pool.kind is Kind.WINDOW else None
+                plans[pool.name] = make_plan(starts, counts, pages, size, device, epochs, firsts)
+        count = sum(counts)
+        positions = [p for row in rows for p in range(row.start, row.start + len(row.tokens))]
+        positions += [0] * (self.numerics.padded(count) - count)
+        return StepContext(
+            self.numerics,
+            self.attention,
+            torch.tensor(positions, device=device),
+            max(positions) + 1,
+            count,
+            plans,
+            slots,
+            doors,
+        )
+
+    def _guarded(self, ctx: StepContext) -> tuple[StepContext, Tensor]:
+        """Find the sequences of which a page or slot has been given away ([B] bool), and let them write nothing."""
+        device = self._device.torch_device
+        tables: dict[str, Tables] = {**ctx.plans, **ctx.slots}
+        found = [self.attention.stale(plan, self._epochs[pool].on(device)) for pool, plan in tables.items()]
+        stale_b = torch.stack(found).any(0)
+        if not stale_b.is_cpu or stale_b.any():
+            ctx.plans = {pool: muted(plan, stale_b) for pool, plan in ctx.plans.items()}
+            ctx.slots = {pool: muted_slots(plan, stale_b) for pool, plan in ctx.slots.items()}
+        return ctx, stale_b
+
     def _draw(self, rows: Sequence[Row], x_mh: Tensor, firsts: Sequence[int], drawing: Sequence[int]) -> Draws:
         last = [firsts[i] + len(rows[i].tokens) - 1 for i in drawing]
         wanted = [draw for row in rows if (draw := row.draw) is not None]
-        return draw_tokens(self.model.logits(x_mh[last]), wanted)
+        return draw_tokens(self.decoder.logits(x_mh[last], self.numerics), wanted)
 
     def _score(self, row: Row, x_th: Tensor) -> Iterator[Logprobs]:
         """Log-probabilities of the tokens that follow, some rows of logits at a time."""
         follow = torch.tensor(row.score or (), dtype=torch.int64, device=x_th.device)
-        step = max(1, _LOGIT_ELEMENTS // self.model.spec.vocab_size)
+        step = max(1, _LOGIT_ELEMENTS // self.decoder.head.shape[0])
         for begin in range(0, len(follow), step):
             part = follow[begin : begin + step]
-            logits_nv = self.model.logits(x_th[begin : begin + len(part)])
+            logits_nv = self.decoder.logits(x_th[begin : begin + len(part)], self.numerics)
             yield token_logprobs(logits_nv, part, [row.score_top] * len(part))
 
-    def _spans(self, rows: Sequence[Row]) -> tuple[Span, Span]:
-        size = self.page_tokens
-        read: set[int] = set()
-        written: set[int] = set()
-        for row in rows:
-            end = -(-(row.start + len(row.tokens)) // size)
-            read.update(row.pages[:end])
-            written.update(row.pages[row.start // size : end])
-        return Span(DEVICE, FULL_POOL, sorted(read)), Span(DEVICE, FULL_POOL, sorted(written))
+    def _check(self, row: Row, tables: Mapping[str, Table]) -> None:
+        assert len(row.tokens), "a row has at least one token"
+        for pool in self.spec.pools:
+            table = tables[pool.name]
+            assert len(table.epochs) == len(table.pages), "a block table has an epoch for each page"
+            end = (table.first + len(table.pages)) * self.spec.page_tokens
+            assert pool.kind is Kind.STATE or end >= row.start + len(row.tokens), "the block table is too short"
+
+    def _named(
+        self, rows: Sequence[Row], tables: Sequence[Mapping[str, Table]]
+    ) -> tuple[dict[str, list[int]], dict[str, list[int]]]:
+        """Pages and slots that a step reads, and those that it writes."""
+        size = self.spec.page_tokens
+        reads: dict[str, list[int]] = {}
+        writes: dict[str, list[int]] = {}
+        for pool in self.spec.pools:
+            read: set[int] = set()
+            written: set[int] = set()
+            for row, mine in zip(rows, tables, strict=True):
+                table = mine[pool.name]
+                first, end = row.start // size - table.first, -(-(row.start + len(row.tokens)) // size) - table.first
+                state = pool.kind is Kind.STATE
+                read.update(table.pages if state else table.pages[:end])
+                written.update(table.pages if state else table.pages[first:end])
+            reads[pool.name], writes[pool.name] = sorted(read), sorted(written)
+        return reads, writes
 
 
 def load_engine(
-    spec: ModelSpec, config: EngineConfig, page_tokens: int, gate: Gate, epochs: EpochTable, device: Device
+    model: Model,
+    config: EngineConfig,
+    spec: PoolSetSpec,
+    gates: Mapping[str, Gate],
+    epochs: Mapping[str, EpochTable],
+    device: Device,
+    shard: Shard = WHOLE,
 ) -> Engine:
-    """Load the checkpoint behind `spec` and bind it to `gate`, whose buffers are those of `pool_set_spec`.
+    """Load the checkpoint of `model` and bind it to `gates`, whose buffers are those of `spec`, its pool set.
 
-    `epochs` is the table of the allocator that hands out the gate's pages.
+    `epochs` are the tables of the allocators that hand out the pools' pages and slots.
     Sets torch's threads to `config.threads` unless that is 0. Raises `CheckpointError` for a checkpoint that can't be
     read and `ConfigError` for an attention backend that can't run here.
     """
     if config.threads:
         torch.set_num_threads(config.threads)
     torch_device = device.torch_device
-    weights = load_weights(spec, dtype_for(spec, config), torch_device)
-    numerics = numerics_for(spec, weights, config, torch_device)
-    attention = attention_for(config, numerics, torch_device)
-    model = Decoder(spec, weights, attention, numerics, torch_device)
-    return Engine(model, gate, epochs, page_tokens, config, device)
+    weights = Weights(model.spec, dtype_for(model.spec, config), torch_device, shard)
+    try:
+        decoder = model.build(weights)
+    finally:
+        weights.close()
+    numerics = numerics_for(weights, config, torch_device)
+    return Engine(decoder, numerics, attention_for(config, numerics, torch_device), spec, gates, epochs, device)
 
 
-def numerics_for(spec: ModelSpec, weights: Weights, config: EngineConfig, device: torch.device) -> Numerics:
+def numerics_for(weights: Weights, config: EngineConfig, device: torch.device) -> Numerics:
     """How products are computed here, found by trying the model's own shapes unless `config.numerics` is ``fast``."""
     if config.numerics == "fast":
         return FAST
-    layer = weights.layers[0]
-    linears = (layer.qkv, layer.out, layer.gate_up, layer.down, weights.head)
-    products = [
-        (batch, k, n)
-        for batch in (spec.kv_heads, 5 * spec.kv_heads)
-        for k, n in ((spec.head_dim, BLOCK_TOKENS), (BLOCK_TOKENS, spec.head_dim))
-    ]
     with torch.inference_mode():
-        return probe(linears, products, device)
+        return probe(weights.linears, sorted(set(weights.products)), device)
 
 
 def attention_for(config: EngineConfig, numerics: Numerics, device: torch.device) -> Attention:

@@ -34,7 +34,9 @@ class Linear:
     twice as fast as with plain rows (measured; see the benchmarks page). The plain weight isn't kept.
     """
 
-    def __init__(self, weight_nk: Tensor, bias_n: Tensor | None = None) -> None:
+    def __init__(self, weight_nk: Tensor, bias_n: Tensor | None = None, *, partial: bool = False) -> None:
+        self.partial = partial
+        """Whether the columns are a rank's part, and its product a part of the sum."""
         self.shape = (weight_nk.shape[0], weight_nk.shape[1])
         self.dtype, self.device = weight_nk.dtype, weight_nk.device
         self._bias = bias_n

@@ -14,7 +14,7 @@ from typing import cast
 import torch
 from torch import Tensor
 
-from contracts.model import RopeSpec
+from contracts.rope import RopeSpec
 
 _TABLE_STEP = 4096
 """Tables grow by this many positions, always computed in the same pieces."""

@@ -11,10 +11,12 @@ product for the values, and the products of a row are the same calls with the sa
     weight of a block    its sum times exp(its maximum - row maximum); exactly 0 where all is masked
     sum over blocks      weighted, in block order, one after the other; then divided by the sum of weights
 
-A block beyond a query's position contributes zeros, and adding zeros is exact; so it doesn't matter which queries
-share a tile, which blocks their neighbours need, or whether the query came alone. Rows of a product are padded to the
-quantum that `engine.numerics` found. Positions after a tile's last query are read from the null page: what another
-owner left in a page's tail is never touched, not even to be multiplied by zero.
+A block beyond a query's position, or before its window, contributes zeros, and adding zeros is exact; so it doesn't
+matter which queries share a tile, which blocks their neighbours need, or whether the query came alone. Blocks before
+the window of a tile's first query are no items at all. Rows of a product are padded to the quantum that
+`engine.numerics` found. Positions that none of a tile's queries sees are read from the null page: what another owner
+left in a page's tail is never touched, not even to be multiplied by zero. A sink, which is a score of nothing, takes
+part in the row maximum and is added last to the sum of weights.
 
 Keys, values and queries are raised to float32 (exact); the result is rounded once.
 """
@@ -27,7 +29,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from engine.attention import AttentionPlan
+from engine.attention import AttentionPlan, Tables
+from engine.layers.norm import tanh
 from engine.numerics import Numerics
 
 BLOCK_TOKENS = 128
@@ -54,17 +57,24 @@ class _Tile:
     start: int
     """Absolute position of the first query."""
     count: int
+    low: int
+    """The first position that any of them sees."""
+
+    @property
+    def first_block(self) -> int:
+        return self.low // BLOCK_TOKENS
 
     @property
     def blocks(self) -> int:
-        return -(-(self.start + self.count) // BLOCK_TOKENS)
+        return -(-(self.start + self.count) // BLOCK_TOKENS) - self.first_block
 
 
 @dataclass(frozen=True)
 class _Batch:
     """Tiles of one shape and their items. U tiles of R queries, W items ordered by block, then tile.
 
-    Tiles are ordered by falling number of blocks, so the items of block j belong to the first `widths[j]` tiles.
+    Tiles are ordered by falling number of blocks, so the items of each tile's block j, counted from the first that it
+    sees, belong to the first `widths[j]` tiles.
     """
 
     queries: int
@@ -92,25 +102,44 @@ class TorchAttention:
     def __init__(self, numerics: Numerics) -> None:
         self._numerics = numerics
 
-    def attend(self, q_thd: Tensor, k_pages: Tensor, v_pages: Tensor, plan: AttentionPlan, scale: float) -> Tensor:
+    def attend(
+        self,
+        q_thd: Tensor,
+        k_pages: Tensor,
+        v_pages: Tensor,
+        plan: AttentionPlan,
+        scale: float,
+        *,
+        window: int = 0,
+        sinks_h: Tensor | None = None,
+        softcap: float = 0.0,
+    ) -> Tensor:
         heads, kv_heads, dim = q_thd.shape[1], k_pages.shape[2], k_pages.shape[3]
-        key = f"torch attention {heads} {kv_heads} {dim}"
+        key = f"torch attention {heads} {kv_heads} {dim} {window}"
         batches: list[_Batch] | None = plan.scratch.get(key)
         if batches is None:
-            batches = plan.scratch[key] = self._split(plan, heads, kv_heads, dim)
+            batches = plan.scratch[key] = self._split(plan, heads, kv_heads, dim, window)
         q_scaled = q_thd.float() * scale
         out_thd = torch.empty_like(q_thd)
         k_rows, v_rows = k_pages.view(-1, dim), v_pages.view(-1, dim)
         for batch in batches:
-            self._attend_batch(batch, q_scaled, k_rows, v_rows, kv_heads, out_thd)
+            self._attend_batch(batch, q_scaled, k_rows, v_rows, kv_heads, out_thd, sinks_h, softcap)
         return out_thd
 
-    def stale(self, plan: AttentionPlan, epochs_e: Tensor) -> Tensor:
+    def stale(self, plan: Tables, epochs_e: Tensor) -> Tensor:
         assert plan.epochs_bp is not None, "the plan has epochs"
         return epochs_e[plan.tables_bp.long()].ne(plan.epochs_bp).any(1)
 
     def _attend_batch(
-        self, batch: _Batch, q_thd: Tensor, k_rows: Tensor, v_rows: Tensor, kv_heads: int, out_thd: Tensor
+        self,
+        batch: _Batch,
+        q_thd: Tensor,
+        k_rows: Tensor,
+        v_rows: Tensor,
+        kv_heads: int,
+        out_thd: Tensor,
+        sinks_h: Tensor | None,
+        softcap: float,
     ) -> None:
         tiles, items = len(batch.query_ur), len(batch.tile_w)
         heads, dim = q_thd.shape[1:]
@@ -126,9 +155,12 @@ class TorchAttention:
         for part, slots in batch.chunks:
             k_wnd = k_rows.index_select(0, slots).view(-1, BLOCK_TOKENS, dim).float()
             self._numerics.bmm(q_wrd[part], k_wnd.transpose(1, 2), s_wrn[part])
+        if softcap:
+            tanh(s_wrn.div_(softcap)).mul_(softcap)
         s_wkrn = s_wrn.view(items, kv_heads, rows, BLOCK_TOKENS).add_(_expanded(batch.mask_wrn, group, rows))
 
-        weight_wkr = _weights(batch, s_wkrn)
+        sink_kr = _sinks_of_rows(sinks_h, kv_heads, batch.queries, rows) if sinks_h is not None else None
+        weight_wkr, sink_ukr = _weights(batch, s_wkrn, sink_kr)
         p_wrn = s_wrn.softmax(-1)
         # The largest weight of a block is exp(0) over the block's sum, so its inverse is that sum.
         weight_wkr /= p_wrn.amax(-1).view_as(weight_wkr)
@@ -144,20 +176,23 @@ class TorchAttention:
             out_ukrd[:width] += o_wkrd[begin : begin + width]
             sums_ukr[:width] += weight_wkr[begin : begin + width]
             begin += width
+        if sink_ukr is not None:
+            sums_ukr += sink_ukr
         result = out_ukrd.div_(sums_ukr.unsqueeze(-1))[:, :, :used]
         result = result.view(tiles, kv_heads, batch.queries, group, dim).transpose(1, 2)
         result = result.reshape(tiles * batch.queries, heads, dim)
         out_thd.index_copy_(0, batch.out_queries, result.index_select(0, batch.out_rows).to(out_thd.dtype))
 
-    def _split(self, plan: AttentionPlan, heads: int, kv_heads: int, dim: int) -> list[_Batch]:
+    def _split(self, plan: AttentionPlan, heads: int, kv_heads: int, dim: int, window: int) -> list[_Batch]:
         """Cut the step's queries into tiles and the tiles into batches of bounded size."""
         offsets, starts = plan.offsets_b.tolist(), plan.starts_b.tolist()
         by_size: dict[int, list[_Tile]] = {}
         for sequence, start in enumerate(starts):
             row, end = offsets[sequence], offsets[sequence + 1]
-            size = _tile_queries(end - row, start + end - row, heads)
+            size = _tile_queries(end - row, start + end - row, heads, window)
             by_size.setdefault(size, []).extend(
-                _Tile(at, sequence, start + at - row, min(size, end - at)) for at in range(row, end, size)
+                _Tile(at, sequence, start + at - row, min(size, end - at), _low(start + at - row, window))
+                for at in range(row, end, size)
             )
         batches = []
         for size, tiles in by_size.items():
@@ -166,7 +201,7 @@ class TorchAttention:
             limit = _SCORE_ELEMENTS // (self._numerics.padded(item_rows) * kv_heads * BLOCK_TOKENS)
             chunk = max(1, _GATHER_ELEMENTS // (kv_heads * dim * BLOCK_TOKENS))
             for part in _parts(tiles, limit):
-                batches.append(_batch(plan, part, size, kv_heads, chunk))
+                batches.append(_batch(plan, part, size, kv_heads, chunk, window))
         return batches
 
 
@@ -178,24 +213,43 @@ def _expanded(mask_wrn: Tensor, group: int, rows: int) -> Tensor:
     return F.pad(mask, (0, 0, 0, rows - mask.shape[2])) if rows > mask.shape[2] else mask
 
 
-def _weights(batch: _Batch, s_wkrn: Tensor) -> Tensor:
-    """exp(block maximum - row maximum) of each item's rows, [W, kv_heads, rows]: exactly 0 where all is masked."""
+def _weights(batch: _Batch, s_wkrn: Tensor, sink_kr: Tensor | None) -> tuple[Tensor, Tensor | None]:
+    """exp(block maximum - row maximum) of each item's rows, [W, kv_heads, rows]: exactly 0 where all is masked.
+
+    With sinks, also theirs: [U, kv_heads, rows].
+    """
     high_wkr = s_wkrn.amax(-1)
     tiles, blocks = len(batch.query_ur), len(batch.widths)
-    if blocks == 1:
-        return torch.ones_like(high_wkr)
+    if blocks == 1 and sink_kr is None:
+        return torch.ones_like(high_wkr), None
     table = high_wkr.new_full((blocks * tiles, *high_wkr.shape[1:]), _MASKED)
     high_ukr = table.index_copy_(0, batch.cell_w, high_wkr).view(blocks, tiles, *high_wkr.shape[1:]).amax(0)
-    return high_wkr.sub_(high_ukr[batch.tile_w]).exp_()
+    if sink_kr is None:
+        return high_wkr.sub_(high_ukr[batch.tile_w]).exp_(), None
+    high_ukr = torch.maximum(high_ukr, sink_kr)
+    return high_wkr.sub_(high_ukr[batch.tile_w]).exp_(), (sink_kr - high_ukr).exp_()
 
 
-def _tile_queries(count: int, length: int, heads: int) -> int:
+def _sinks_of_rows(sinks_h: Tensor, kv_heads: int, queries: int, rows: int) -> Tensor:
+    """The sink of each row of a tile, [kv_heads, rows]: a row is a query and a head, padding has any."""
+    sink_kg = sinks_h.view(kv_heads, -1)
+    sink_kr = sink_kg.repeat(1, queries)
+    return F.pad(sink_kr, (0, rows - sink_kr.shape[1]))
+
+
+def _low(position: int, window: int) -> int:
+    """The first position that a query at `position` sees."""
+    return max(0, position - window + 1) if window else 0
+
+
+def _tile_queries(count: int, length: int, heads: int, window: int) -> int:
     """Queries of a tile for a sequence with `count` of them: the next power of two, less where the context is long.
 
     Any choice gives the same bits; this one keeps padding low, and the scores of one tile within their bound.
     """
     size = 1 << (count - 1).bit_length()
-    blocks = -(-length // BLOCK_TOKENS)
+    seen = min(length, window + _TILE_QUERIES) if window else length
+    blocks = -(-seen // BLOCK_TOKENS)
     while size > 1 and (size > _TILE_QUERIES or size * heads * blocks * BLOCK_TOKENS > _TILE_SCORES):
         size //= 2
     return size
@@ -214,30 +268,38 @@ def _parts(tiles: list[_Tile], limit: int) -> list[list[_Tile]]:
     return parts
 
 
-def _batch(plan: AttentionPlan, tiles: list[_Tile], size: int, kv_heads: int, chunk: int) -> _Batch:
+def _batch(plan: AttentionPlan, tiles: list[_Tile], size: int, kv_heads: int, chunk: int, window: int) -> _Batch:
     device = plan.tables_bp.device
     widths = tuple(sum(tile.blocks > block for tile in tiles) for block in range(tiles[0].blocks))
-    blocks_w = torch.repeat_interleave(torch.arange(len(widths)), torch.tensor(widths)).to(device)
+    nth_w = torch.repeat_interleave(torch.arange(len(widths)), torch.tensor(widths)).to(device)
     tile_w = torch.cat([torch.arange(width) for width in widths]).to(device)
     first_u = torch.tensor([tile.row for tile in tiles], device=device)
     start_u = torch.tensor([tile.start for tile in tiles], device=device)
     count_u = torch.tensor([tile.count for tile in tiles], device=device)
     sequence_u = torch.tensor([tile.sequence for tile in tiles], device=device)
+    low_u = torch.tensor([tile.low for tile in tiles], device=device)
 
     step_r = torch.arange(size, device=device)
     real_ur = step_r < count_u[:, None]
     query_ur = first_u[:, None] + torch.where(real_ur, step_r, 0)
     position_ur = start_u[:, None] + torch.minimum(step_r, count_u[:, None] - 1)
 
-    position_wn = blocks_w[:, None] * BLOCK_TOKENS + torch.arange(BLOCK_TOKENS, device=device)
-    visible_wn = position_wn < (start_u + count_u)[tile_w][:, None]
-    page_wn = torch.where(visible_wn, position_wn // plan.page_tokens, 0)
+    block_w = low_u[tile_w] // BLOCK_TOKENS + nth_w
+    position_wn = block_w[:, None] * BLOCK_TOKENS + torch.arange(BLOCK_TOKENS, device=device)
+    visible_wn = (position_wn < (start_u + count_u)[tile_w][:, None]) & (position_wn >= low_u[tile_w][:, None])
+    page_wn = position_wn // plan.page_tokens
+    if plan.firsts_b is not None:
+        page_wn = page_wn - plan.firsts_b[sequence_u[tile_w]][:, None]
+    page_wn = torch.where(visible_wn, page_wn, 0)
     table_wp = plan.tables_bp[sequence_u[tile_w]].long()
     slot_wn = table_wp.gather(1, page_wn) * plan.page_tokens + position_wn % plan.page_tokens
     slot_wn = torch.where(visible_wn, slot_wn, 0)
     slots = slot_wn[:, None] * kv_heads + torch.arange(kv_heads, device=device)[:, None]
 
-    hidden_wrn = position_wn[:, None] > position_ur[tile_w][:, :, None]
+    seen_wrn = position_ur[tile_w][:, :, None]
+    hidden_wrn = position_wn[:, None] > seen_wrn
+    if window:
+        hidden_wrn |= position_wn[:, None] <= seen_wrn - window
     mask_wrn = torch.zeros(hidden_wrn.shape, device=device).masked_fill_(hidden_wrn, _MASKED)
     out_rows = real_ur.flatten().nonzero().flatten()
     return _Batch(
@@ -246,7 +308,7 @@ def _batch(plan: AttentionPlan, tiles: list[_Tile], size: int, kv_heads: int, ch
         out_rows=out_rows,
         out_queries=query_ur.flatten()[out_rows],
         tile_w=tile_w,
-        cell_w=blocks_w * len(tiles) + tile_w,
+        cell_w=nth_w * len(tiles) + tile_w,
         chunks=tuple(
             (slice(at * kv_heads, min(at + chunk, len(slots)) * kv_heads), slots[at : at + chunk].flatten())
             for at in range(0, len(slots), chunk)

@@ -6,6 +6,7 @@ the same kernels run on CPU tensors, slowly: that is how they are tested without
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
@@ -16,13 +17,43 @@ from contracts.errors import ConfigError
 from engine import triton_kernels as kernels
 
 if TYPE_CHECKING:
-    from engine.attention import AttentionPlan
+    from engine.attention import AttentionPlan, Tables
 
 MAX_HEAD_DIM = 256
 MAX_HEADS_PER_KV = 64
 _EPOCHS_AT_ONCE = 1024
 _LOG2_E = 1.4426950408889634
 _DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+
+
+@dataclass(frozen=True)
+class _Call:
+    """What one layer asks for."""
+
+    q_thd: Tensor
+    k_pages: Tensor
+    v_pages: Tensor
+    out_thd: Tensor
+    plan: AttentionPlan
+    scale_log2: float
+    window: int
+    sinks_h: Tensor | None
+    cap_log2: float
+
+    @property
+    def firsts(self) -> Tensor:
+        """Something to point at where there are none."""
+        return self.plan.starts_b if self.plan.firsts_b is None else self.plan.firsts_b
+
+    @property
+    def sinks(self) -> Tensor:
+        """The same."""
+        return self.plan.starts_b if self.sinks_h is None else self.sinks_h
+
+    @property
+    def kind(self) -> dict[str, int]:
+        """What is known of the layer when its kernel is compiled."""
+        return {"WINDOW": self.window, "FIRSTS": self.plan.firsts_b is not None, "CAPPED": self.cap_log2 > 0}
 
 
 class TritonAttention:
@@ -46,24 +77,38 @@ class TritonAttention:
         self._block = block_tokens
         self._split = split_tokens
 
-    def attend(self, q_thd: Tensor, k_pages: Tensor, v_pages: Tensor, plan: AttentionPlan, scale: float) -> Tensor:
-        """Each query attends to its sequence's positions up to its own.
+    def attend(
+        self,
+        q_thd: Tensor,
+        k_pages: Tensor,
+        v_pages: Tensor,
+        plan: AttentionPlan,
+        scale: float,
+        *,
+        window: int = 0,
+        sinks_h: Tensor | None = None,
+        softcap: float = 0.0,
+    ) -> Tensor:
+        """Each query attends to its sequence's positions up to its own, the last `window` of them unless that is 0.
 
         q_thd: [T, heads, head_dim] float32, float16 or bfloat16, packed by `plan.offsets_b`; k_pages and v_pages:
-        [pages, page_tokens, kv_heads, head_dim] of the same dtype, the new tokens' entries already stored. Returns
-        [T, heads, head_dim] in q's dtype, freshly allocated. Raises `ConfigError` for shapes that it can't serve.
+        [pages, page_tokens, kv_heads, head_dim] of the same dtype, the new tokens' entries already stored; sinks_h:
+        [heads] float32. Returns [T, heads, head_dim] in q's dtype, freshly allocated. Raises `ConfigError` for shapes
+        that it can't serve.
         """
         self._check(q_thd, k_pages, v_pages, plan)
+        assert sinks_h is None or sinks_h.dtype == torch.float32, "sinks are float32"
         out_thd = torch.empty(q_thd.shape, dtype=q_thd.dtype, device=q_thd.device)
         if q_thd.shape[0] == 0:
             return out_thd
+        call = _Call(q_thd, k_pages, v_pages, out_thd, plan, scale * _LOG2_E, window, sinks_h, softcap * _LOG2_E)
         if plan.max_queries == 1:
-            self._decode(q_thd, k_pages, v_pages, out_thd, plan, scale)
+            self._decode(call)
         else:
-            self._extend(q_thd, k_pages, v_pages, out_thd, plan, scale)
+            self._extend(call)
         return out_thd
 
-    def stale(self, plan: AttentionPlan, epochs_e: Tensor) -> Tensor:
+    def stale(self, plan: Tables, epochs_e: Tensor) -> Tensor:
         """Which sequences' tables name a page whose epoch in `epochs_e` ([pages] int32) is another by now: [B] bool."""
         assert plan.epochs_bp is not None, "the plan has epochs"
         batch, width = plan.tables_bp.shape
@@ -92,39 +137,41 @@ class TritonAttention:
             PAGE_TOKENS=k_pages.shape[1], WIDTH=width, BLOCK=triton.next_power_of_2(width),
         )  # fmt: skip
 
-    def _extend(
-        self, q_thd: Tensor, k_pages: Tensor, v_pages: Tensor, out_thd: Tensor, plan: AttentionPlan, scale: float
-    ) -> None:
-        kv_heads = k_pages.shape[2]
+    def _extend(self, call: _Call) -> None:
+        q_thd, k_pages, v_pages, out_thd, plan = call.q_thd, call.k_pages, call.v_pages, call.out_thd, call.plan
         shape = self._shape(q_thd, k_pages)
         tiles = triton.cdiv(plan.max_queries, shape["ROWS"] // shape["GROUP"])
-        kernels.extend_kernel[(tiles, plan.starts_b.shape[0], kv_heads)](
-            q_thd, k_pages, v_pages, out_thd, plan.starts_b, plan.offsets_b, plan.tables_bp,
+        kernels.extend_kernel[(tiles, plan.starts_b.shape[0], k_pages.shape[2])](
+            q_thd, k_pages, v_pages, out_thd, plan.starts_b, plan.offsets_b, plan.tables_bp, call.firsts, call.sinks,
             q_thd.stride(0), q_thd.stride(1), *k_pages.stride()[:3], *v_pages.stride()[:3],
-            out_thd.stride(0), out_thd.stride(1), plan.tables_bp.stride(0), scale * _LOG2_E,
-            **shape,
+            out_thd.stride(0), out_thd.stride(1), plan.tables_bp.stride(0), call.scale_log2, call.cap_log2,
+            **shape, **call.kind, SINKS=call.sinks_h is not None,
         )  # fmt: skip
 
-    def _decode(
-        self, q_thd: Tensor, k_pages: Tensor, v_pages: Tensor, out_thd: Tensor, plan: AttentionPlan, scale: float
-    ) -> None:
-        batch, heads, kv_heads = plan.starts_b.shape[0], q_thd.shape[1], k_pages.shape[2]
+    def _decode(self, call: _Call) -> None:
+        q_thd, k_pages, v_pages, out_thd, plan = call.q_thd, call.k_pages, call.v_pages, call.out_thd, call.plan
+        batch, heads = plan.starts_b.shape[0], q_thd.shape[1]
         shape = self._shape(q_thd, k_pages)
-        # The table's width bounds every length without asking the device; programs past a length end at once.
-        splits = triton.cdiv(plan.tables_bp.shape[1] * plan.page_tokens, self._split)
+        # The table's width bounds every length without asking the device; programs past a length end at once. A table
+        # that begins later may begin in the midst of a split.
+        splits = triton.cdiv(plan.tables_bp.shape[1] * plan.page_tokens, self._split) + (plan.firsts_b is not None)
+        if call.window:
+            splits = min(splits, triton.cdiv(call.window, self._split) + 1)
         count = batch * heads * splits
         parts = torch.empty(count * (shape["BLOCK_D"] + 2), dtype=torch.float32, device=q_thd.device)
         acc_bhsd, m_bhs, total_bhs = torch.split(parts, [count * shape["BLOCK_D"], count, count])
-        kernels.decode_split_kernel[(splits, batch, kv_heads)](
+        kernels.decode_split_kernel[(splits, batch, k_pages.shape[2])](
             q_thd, k_pages, v_pages, m_bhs, total_bhs, acc_bhsd, plan.starts_b, plan.offsets_b, plan.tables_bp,
+            call.firsts,
             q_thd.stride(0), q_thd.stride(1), *k_pages.stride()[:3], *v_pages.stride()[:3],
-            plan.tables_bp.stride(0), heads, splits, scale * _LOG2_E,
-            **shape,
+            plan.tables_bp.stride(0), heads, splits, call.scale_log2, call.cap_log2,
+            **shape, **call.kind,
         )  # fmt: skip
         kernels.decode_merge_kernel[(batch, heads)](
-            m_bhs, total_bhs, acc_bhsd, out_thd, plan.starts_b, plan.offsets_b,
+            m_bhs, total_bhs, acc_bhsd, out_thd, plan.starts_b, plan.offsets_b, call.sinks,
             out_thd.stride(0), out_thd.stride(1), heads, splits,
             HEAD_DIM=shape["HEAD_DIM"], BLOCK_D=shape["BLOCK_D"], SPLIT=self._split,
+            WINDOW=call.window, SINKS=call.sinks_h is not None,
         )  # fmt: skip
 
     def _shape(self, q_thd: Tensor, k_pages: Tensor) -> dict[str, int]:

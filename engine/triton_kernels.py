@@ -19,9 +19,13 @@ key head (padded to a power of two). Both kernels use the same tile shape, altho
 the instruction that multiplies a tile is chosen by its shape, and another instruction may add in another order.
 Decode waits for memory, so the idle rows cost little.
 
+A *window* hides positions before it as the causal mask hides those after a query; splits and blocks that a tile's
+first query can't see are left out, which is as exact: a block or a split that is masked as a whole changes nothing.
+A *sink*, a score of nothing, is merged last, like a split of one key whose value is zero. Soft-capping is by element.
+
 Masks: rows past a sequence's queries have position -1 and see nothing; columns past `HEAD_DIM` (a head of 48 in a
-tile of 64) and keys past the sequence's length load as zero. Nothing past a length is ever used, so what the null
-page or a page's tail holds, NaN included, is of no matter.
+tile of 64) and keys past the sequence's length or before the tile's window load as zero. Nothing past a length is ever
+used, so what the null page or a page's tail holds, NaN included, is of no matter.
 
 Triton's interpreter multiplies bfloat16 wrongly; there (`UPCAST`) operands are cast to float32 first, which is exact.
 float32 operands are multiplied as such, never as TF32.
@@ -47,6 +51,29 @@ def _merged(old, old_weight, new, new_weight):
     """The weighted sum, with the fused step spelled out: left to itself the compiler may fuse either product."""
     new, new_weight = tl.broadcast(new, new_weight)
     return tl.fma(new, new_weight, old * old_weight)
+
+
+@triton.jit
+def _sunk(m, total, acc, sink):
+    """Running maximum, sum and weighted values with a sink merged in: a key of that score whose value is zero."""
+    m, old, new = _weights(m, sink)
+    return _merged(total, old, tl.full(total.shape, 1.0, tl.float32), new), acc * tl.expand_dims(old, 1)
+
+
+@triton.jit
+def _capped(scores, cap_log2):
+    """`scores` squeezed to plus or minus `cap_log2` by a hyperbolic tangent."""
+    turns = tl.exp2(scores / cap_log2 * 2.8853900817779268)  # exp(2x): 2 / ln 2
+    return (1.0 - 2.0 / (turns + 1.0)) * cap_log2
+
+
+@triton.jit
+def _first_seen(position, WINDOW: tl.constexpr):
+    """The first position that a query at `position` sees."""
+    if WINDOW:
+        return tl.maximum(position - WINDOW + 1, 0)
+    else:
+        return position * 0
 
 
 @triton.jit
@@ -78,26 +105,35 @@ def _load_queries(
 
 @triton.jit
 def _attend_split(
-    q, position, k_ptr, v_ptr, table_ptr, begin, end, kv_head,
-    k_stride_p, k_stride_t, k_stride_h, v_stride_p, v_stride_t, v_stride_h, scale_log2,
+    q, position, k_ptr, v_ptr, table_ptr, first_page, low, begin, end, kv_head,
+    k_stride_p, k_stride_t, k_stride_h, v_stride_p, v_stride_t, v_stride_h, scale_log2, cap_log2,
     PAGE_TOKENS: tl.constexpr, HEAD_DIM: tl.constexpr, ROWS: tl.constexpr, BLOCK_D: tl.constexpr,
-    BLOCK_N: tl.constexpr, UPCAST: tl.constexpr,
+    BLOCK_N: tl.constexpr, UPCAST: tl.constexpr, WINDOW: tl.constexpr, CAPPED: tl.constexpr,
 ):  # fmt: skip
-    """Attend to positions [begin, end), begun afresh: maximum [ROWS], sum [ROWS], weighted values [ROWS, BLOCK_D]."""
+    """Attend to positions [begin, end) from `low` on, begun afresh: maximum [ROWS], sum [ROWS], weighted values
+    [ROWS, BLOCK_D]. The table's first entry is page `first_page` of the sequence."""
     m = tl.full([ROWS], float("-inf"), tl.float32)
     total = tl.zeros([ROWS], tl.float32)
     acc = tl.zeros([ROWS, BLOCK_D], tl.float32)
     dims = tl.arange(0, BLOCK_D)
+    if WINDOW:
+        begin = tl.maximum(begin, low // BLOCK_N * BLOCK_N)
     for block in range(begin, end, BLOCK_N):
         n = block + tl.arange(0, BLOCK_N)
         live = n < end
-        page = tl.load(table_ptr + n // PAGE_TOKENS, mask=live, other=0).to(tl.int64)
+        if WINDOW:
+            live = live & (n >= low)
+        page = tl.load(table_ptr + n // PAGE_TOKENS - first_page, mask=live, other=0).to(tl.int64)
         slot = n % PAGE_TOKENS
         mask = live[:, None] & (dims[None, :] < HEAD_DIM)
         k_offset = page * k_stride_p + slot * k_stride_t + kv_head * k_stride_h
         k = tl.load(k_ptr + k_offset[:, None] + dims[None, :], mask=mask, other=0.0)
         scores = _dot(q, tl.trans(k), tl.zeros([ROWS, BLOCK_N], tl.float32), UPCAST) * scale_log2
+        if CAPPED:
+            scores = _capped(scores, cap_log2)
         seen = live[None, :] & (n[None, :] <= position[:, None])
+        if WINDOW:
+            seen = seen & (n[None, :] > position[:, None] - WINDOW)
         scores = tl.where(seen, scores, float("-inf"))
         m_next, alpha, _ = _weights(m, tl.max(scores, 1))
         base = tl.where(m_next == float("-inf"), 0.0, m_next)
@@ -116,11 +152,12 @@ def _attend_split(
 
 @triton.jit
 def extend_kernel(
-    q_ptr, k_ptr, v_ptr, out_ptr, starts_ptr, offsets_ptr, tables_ptr,
+    q_ptr, k_ptr, v_ptr, out_ptr, starts_ptr, offsets_ptr, tables_ptr, firsts_ptr, sinks_ptr,
     q_stride_t, q_stride_h, k_stride_p, k_stride_t, k_stride_h, v_stride_p, v_stride_t, v_stride_h,
-    out_stride_t, out_stride_h, tables_stride, scale_log2,
+    out_stride_t, out_stride_h, tables_stride, scale_log2, cap_log2,
     PAGE_TOKENS: tl.constexpr, HEAD_DIM: tl.constexpr, HEADS_PER_KV: tl.constexpr, GROUP: tl.constexpr,
     ROWS: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_N: tl.constexpr, SPLIT: tl.constexpr, UPCAST: tl.constexpr,
+    WINDOW: tl.constexpr, FIRSTS: tl.constexpr, SINKS: tl.constexpr, CAPPED: tl.constexpr,
 ):  # fmt: skip
     """One program: one tile of a sequence's queries, one key head, all its keys. Grid (tiles, sequences, kv_heads)."""
     tile, row, kv_head = tl.program_id(0), tl.program_id(1), tl.program_id(2)
@@ -133,20 +170,24 @@ def extend_kernel(
             q_ptr, q_stride_t, q_stride_h, first, start, tile, queries, kv_head,
             HEADS_PER_KV, GROUP, HEAD_DIM, ROWS, BLOCK_D,
         )  # fmt: skip
+        low = _first_seen(start + tile * PER_TILE, WINDOW)
+        first_page = tl.load(firsts_ptr + row) if FIRSTS else 0
         end = start + tl.minimum(queries, (tile + 1) * PER_TILE)
         m = tl.full([ROWS], float("-inf"), tl.float32)
         total = tl.zeros([ROWS], tl.float32)
         acc = tl.zeros([ROWS, BLOCK_D], tl.float32)
-        for begin in range(0, end, SPLIT):
+        for begin in range(low // SPLIT * SPLIT, end, SPLIT):
             m_split, total_split, acc_split = _attend_split(
-                q, position, k_ptr, v_ptr, tables_ptr + row.to(tl.int64) * tables_stride,
-                begin, tl.minimum(begin + SPLIT, end), kv_head,
-                k_stride_p, k_stride_t, k_stride_h, v_stride_p, v_stride_t, v_stride_h, scale_log2,
-                PAGE_TOKENS, HEAD_DIM, ROWS, BLOCK_D, BLOCK_N, UPCAST,
+                q, position, k_ptr, v_ptr, tables_ptr + row.to(tl.int64) * tables_stride, first_page,
+                low, begin, tl.minimum(begin + SPLIT, end), kv_head,
+                k_stride_p, k_stride_t, k_stride_h, v_stride_p, v_stride_t, v_stride_h, scale_log2, cap_log2,
+                PAGE_TOKENS, HEAD_DIM, ROWS, BLOCK_D, BLOCK_N, UPCAST, WINDOW, CAPPED,
             )  # fmt: skip
             m, old, new = _weights(m, m_split)
             total = _merged(total, old, total_split, new)
             acc = _merged(acc, old[:, None], acc_split, new[:, None])
+        if SINKS:
+            total, acc = _sunk(m, total, acc, tl.load(sinks_ptr + head, mask=live, other=0.0) * 1.4426950408889634)
         dims = tl.arange(0, BLOCK_D)
         pointers = out_ptr + index.to(tl.int64)[:, None] * out_stride_t + head[:, None] * out_stride_h + dims[None, :]
         result = acc / tl.where(live, total, 1.0)[:, None]
@@ -155,32 +196,36 @@ def extend_kernel(
 
 @triton.jit
 def decode_split_kernel(
-    q_ptr, k_ptr, v_ptr, m_ptr, total_ptr, acc_ptr, starts_ptr, offsets_ptr, tables_ptr,
+    q_ptr, k_ptr, v_ptr, m_ptr, total_ptr, acc_ptr, starts_ptr, offsets_ptr, tables_ptr, firsts_ptr,
     q_stride_t, q_stride_h, k_stride_p, k_stride_t, k_stride_h, v_stride_p, v_stride_t, v_stride_h,
-    tables_stride, heads, splits, scale_log2,
+    tables_stride, heads, splits, scale_log2, cap_log2,
     PAGE_TOKENS: tl.constexpr, HEAD_DIM: tl.constexpr, HEADS_PER_KV: tl.constexpr, GROUP: tl.constexpr,
     ROWS: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_N: tl.constexpr, SPLIT: tl.constexpr, UPCAST: tl.constexpr,
+    WINDOW: tl.constexpr, FIRSTS: tl.constexpr, CAPPED: tl.constexpr,
 ):  # fmt: skip
     """One program: one split of one sequence's only query, one key head. Grid (splits, sequences, kv_heads).
 
-    Writes the split's part to m and total [sequences, heads, splits] and acc [sequences, heads, splits, BLOCK_D].
+    Splits are counted from the first that the window reaches. Writes the split's part to m and total
+    [sequences, heads, splits] and acc [sequences, heads, splits, BLOCK_D].
     """
     split, row, kv_head = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     first = tl.load(offsets_ptr + row)
     queries = tl.load(offsets_ptr + row + 1) - first
     start = tl.load(starts_ptr + row)
     end = start + queries
-    begin = split * SPLIT
+    low = _first_seen(start, WINDOW)
+    begin = (low // SPLIT + split) * SPLIT
     if (queries > 0) & (begin < end):
+        first_page = tl.load(firsts_ptr + row) if FIRSTS else 0
         q, _, head, position, live = _load_queries(
             q_ptr, q_stride_t, q_stride_h, first, start, 0, queries, kv_head,
             HEADS_PER_KV, GROUP, HEAD_DIM, ROWS, BLOCK_D,
         )  # fmt: skip
         m, total, acc = _attend_split(
-            q, position, k_ptr, v_ptr, tables_ptr + row.to(tl.int64) * tables_stride,
-            begin, tl.minimum(begin + SPLIT, end), kv_head,
-            k_stride_p, k_stride_t, k_stride_h, v_stride_p, v_stride_t, v_stride_h, scale_log2,
-            PAGE_TOKENS, HEAD_DIM, ROWS, BLOCK_D, BLOCK_N, UPCAST,
+            q, position, k_ptr, v_ptr, tables_ptr + row.to(tl.int64) * tables_stride, first_page,
+            low, begin, tl.minimum(begin + SPLIT, end), kv_head,
+            k_stride_p, k_stride_t, k_stride_h, v_stride_p, v_stride_t, v_stride_h, scale_log2, cap_log2,
+            PAGE_TOKENS, HEAD_DIM, ROWS, BLOCK_D, BLOCK_N, UPCAST, WINDOW, CAPPED,
         )  # fmt: skip
         part = (row.to(tl.int64) * heads + head) * splits + split
         dims = tl.arange(0, BLOCK_D)
@@ -191,29 +236,31 @@ def decode_split_kernel(
 
 @triton.jit
 def decode_merge_kernel(
-    m_ptr, total_ptr, acc_ptr, out_ptr, starts_ptr, offsets_ptr,
+    m_ptr, total_ptr, acc_ptr, out_ptr, starts_ptr, offsets_ptr, sinks_ptr,
     out_stride_t, out_stride_h, heads, splits,
-    HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, SPLIT: tl.constexpr,
+    HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, SPLIT: tl.constexpr, WINDOW: tl.constexpr, SINKS: tl.constexpr,
 ):  # fmt: skip
     """Merge one query's splits, first to last. Grid (sequences, heads)."""
     row, head = tl.program_id(0), tl.program_id(1)
     first = tl.load(offsets_ptr + row)
     queries = tl.load(offsets_ptr + row + 1) - first
     if queries > 0:
-        end = tl.load(starts_ptr + row) + queries
+        start = tl.load(starts_ptr + row)
         dims = tl.arange(0, BLOCK_D)
         part = (row.to(tl.int64) * heads + head) * splits
         m = tl.full([1], float("-inf"), tl.float32)
         total = tl.zeros([1], tl.float32)
-        acc = tl.zeros([BLOCK_D], tl.float32)
-        for _ in range(0, end, SPLIT):
+        acc = tl.zeros([1, BLOCK_D], tl.float32)
+        for _ in range(_first_seen(start, WINDOW) // SPLIT * SPLIT, start + queries, SPLIT):
             lone = part + tl.arange(0, 1)
             m, old, new = _weights(m, tl.load(m_ptr + lone))
             total = _merged(total, old, tl.load(total_ptr + lone), new)
-            acc = _merged(acc, old, tl.load(acc_ptr + part * BLOCK_D + dims), new)
+            acc = _merged(acc, old[:, None], tl.load(acc_ptr + part * BLOCK_D + dims[None, :]), new[:, None])
             part += 1
-        pointers = out_ptr + first.to(tl.int64) * out_stride_t + head * out_stride_h + dims
-        tl.store(pointers, (acc / total).to(out_ptr.dtype.element_ty), mask=dims < HEAD_DIM)
+        if SINKS:
+            total, acc = _sunk(m, total, acc, tl.load(sinks_ptr + head + tl.arange(0, 1)) * 1.4426950408889634)
+        pointers = out_ptr + first.to(tl.int64) * out_stride_t + head * out_stride_h + dims[None, :]
+        tl.store(pointers, (acc / total[:, None]).to(out_ptr.dtype.element_ty), mask=dims[None, :] < HEAD_DIM)
 
 
 @triton.jit

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from cluster.preflight import DEMO, MemoryShort, ServeOptions, device_tokens, prepare, token_bytes
+from cluster.preflight import DEMO, MemoryShort, ServeOptions, device_tokens, pool_set_of, prepare, token_bytes
 from contracts.config import load_config
 from contracts.errors import CheckpointError, ConfigError
 from contracts.ids import Role
@@ -29,13 +29,15 @@ def test_pools_hold_eight_contexts_where_memory_allows() -> None:
 
 
 def test_pools_take_a_quarter_of_a_workers_share_of_free_memory_at_most() -> None:
-    spec, config = prepare(options(), 8 * GIB).spec, load_config(assignments=["cache.page_tokens=64"])
+    config = load_config(assignments=["cache.page_tokens=64"])
+    spec = prepare(options(), 8 * GIB).spec
+    pool_set = pool_set_of(spec, config)
     share = 20 << 20
-    tokens = device_tokens(config, spec, Role.DECODE, share)
+    tokens = device_tokens(config, spec, pool_set, Role.DECODE, share)
     assert tokens % 64 == 0
-    assert share / 4 - 64 * token_bytes(spec, config) < tokens * token_bytes(spec, config) <= share / 4
+    assert share / 4 - 64 * token_bytes(pool_set) < tokens * token_bytes(pool_set) <= share / 4
     with pytest.raises(MemoryShort, match="too little for one page"):
-        device_tokens(config, spec, Role.DECODE, 100_000)
+        device_tokens(config, spec, pool_set, Role.DECODE, 100_000)
 
 
 def test_pool_sizes_can_be_set_by_role() -> None:

@@ -3,25 +3,24 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from cache.claim import Table
 from cache.device import CpuDevice, Device
 from cache.epochs import EpochTable
-from cache.gate import Gate
-from cache.registry import PoolSetLayout
+from cache.pools import PoolSet
+from cache.registry import Kind
 from contracts.config import EngineConfig
-from contracts.model import read_model_spec
 from contracts.sampling import SamplingParams
-from engine.attention import make_plan
+from engine import StateOptions, dtype_for, load_engine, read_model
 from engine.batch import Draw, FromStep, Row, RowOutput
-from engine.checkpoint import dtype_for
-from engine.engine import Engine, load_engine
-from engine.model import FULL_POOL, pool_set_spec
+from engine.engine import Engine
 from tests.checkpoints import Oracle
 
 MakeCheckpoint = Callable[..., Path]
@@ -29,6 +28,17 @@ MakeCheckpoint = Callable[..., Path]
 MakeOracle = Callable[[Path], Oracle]
 """The `oracle_of` fixture."""
 GREEDY = SamplingParams(max_tokens=1 << 20, temperature=0.0)
+
+
+@dataclass
+class Held:
+    """What one sequence has of every pool: pages from position 0 on, and slots."""
+
+    indices: dict[str, list[int]]
+
+    @property
+    def pages(self) -> list[int]:
+        return self.indices["full"]
 
 
 class Bench:
@@ -41,39 +51,88 @@ class Bench:
         tokens: int = 4096,
         seed: int = 0,
         device: Device | None = None,
+        options: Mapping[str, Any] | None = None,
         **config: object,
     ) -> None:
+        """`options` are those of the state (`StateOptions`), `config` those of the engine."""
         self.config = EngineConfig(**config)  # type: ignore[arg-type]
-        self.spec = read_model_spec(folder)
-        pool_set = pool_set_spec(self.spec, dtype_for(self.spec, self.config), page_tokens)
-        pages = -(-tokens // page_tokens) + 1
-        layout = PoolSetLayout(pool_set, pool_set.even(pages))
-        self.region = torch.zeros(layout.nbytes, dtype=torch.uint8)
-        self.buffers = layout.buffers[FULL_POOL]
-        layers = [
-            {b.spec.name: layout.view(self.region, FULL_POOL, b, layer) for b in self.buffers}
-            for layer in range(self.spec.layers)
-        ]
-        generator = torch.Generator().manual_seed(seed)
-        for buffers in layers:
-            for view in buffers.values():
-                # Stale state of earlier owners: nothing may be read from it. NaN would show in any product.
-                view[1:] = torch.where(torch.rand(view[1:].shape, generator=generator) < 0.5, torch.nan, 1e4)
-        self.gate = Gate(layers)
-        self.layers = layers
+        self.model = read_model(folder)
+        self.spec = self.model.spec
+        chosen = StateOptions(dtype_for(self.spec, self.config), page_tokens, **options or {})
+        pool_set = self.model.pool_set(chosen)
+        count = -(-tokens // page_tokens) + 1
+        self.pools = PoolSet(pool_set, pool_set.even(count))
+        self.region = self.pools.region
+        self.buffers = self.pools.layout.buffers["full"]
+        self.layers = self.views("full")
+        self._generator = torch.Generator().manual_seed(seed)
+        for pool in pool_set.by_name:
+            # Stale state of earlier owners: nothing may be read from it. NaN would show in any product.
+            self._spoil(pool, list(range(1, count)))
         self.page_tokens = page_tokens
-        self.free = list(range(1, pages))
-        random.Random(seed).shuffle(self.free)
+        self._free = {pool: random.Random(seed).sample(range(1, count), count - 1) for pool in pool_set.by_name}
+        epochs = {pool: EpochTable(count) for pool in pool_set.by_name}
         self.engine: Engine = load_engine(
-            self.spec, self.config, page_tokens, self.gate, EpochTable(pages), device or CpuDevice()
+            self.model, self.config, pool_set, self.pools.gates, epochs, device or CpuDevice()
         )
 
+    @property
+    def free(self) -> list[int]:
+        """Pages of the full pool that nobody has."""
+        return self._free["full"]
+
+    def views(self, pool: str) -> list[Mapping[str, Tensor]]:
+        """The buffers of a pool by layer and name."""
+        gate = self.pools.gates[pool]
+        return [gate.layer(layer) for layer in range(len(gate))]
+
+    def _spoil(self, pool: str, indices: list[int]) -> None:
+        for buffers in self.views(pool):
+            for view in buffers.values():
+                noise = torch.rand((len(indices), *view.shape[1:]), generator=self._generator)
+                spoilt = torch.where(noise < 0.5, torch.nan, 1e4 if view.dtype.itemsize > 1 else 100.0)
+                view[indices] = spoilt.to(view.dtype)
+
     def lease(self, tokens: int) -> list[int]:
-        """Pages for so many positions."""
-        count = -(-tokens // self.page_tokens)
-        pages, self.free = self.free[:count], self.free[count:]
-        assert len(pages) == count, "the bench's pool is too small for this test"
-        return pages
+        """Pages of the full pool for so many positions."""
+        return self._take("full", -(-tokens // self.page_tokens))
+
+    def _take(self, pool: str, count: int) -> list[int]:
+        taken, self._free[pool] = self._free[pool][:count], self._free[pool][count:]
+        assert len(taken) == count, "the bench's pool is too small for this test"
+        return taken
+
+    def hold(self, tokens: int) -> Held:
+        """What a new sequence of so many positions needs of every pool; its states are zero."""
+        held = {}
+        for pool in self.pools.spec.pools:
+            if pool.kind is Kind.STATE:
+                held[pool.name] = self._take(pool.name, 1)
+                self.pools.zero({pool.name: held[pool.name]})
+            else:
+                held[pool.name] = self._take(pool.name, -(-tokens // self.page_tokens))
+        return Held(held)
+
+    def drop(self, held: Held) -> None:
+        """Give everything back, spoilt."""
+        for pool, indices in held.indices.items():
+            self._spoil(pool, indices)
+            self._free[pool] += indices
+
+    def row(
+        self, tokens: Sequence[int] | FromStep, start: int, held: Held, draw: Draw | None = None, **options: Any
+    ) -> Row:
+        """A row of a sequence. What its windows can't see any more is spoilt, as if somebody else had it."""
+        others = {}
+        for pool in self.pools.spec.pools:
+            if pool.kind is Kind.STATE:
+                others[pool.name] = Table(0, held.indices[pool.name], [0])
+            elif pool.kind is Kind.WINDOW:
+                first = max(0, start - pool.window_tokens + 1) // self.page_tokens
+                pages = held.indices[pool.name]
+                self._spoil(pool.name, pages[:first])
+                others[pool.name] = Table(first, pages[first:], [0] * (len(pages) - first))
+        return row(tokens, start, held.pages, draw, others=others, **options)
 
     def generate(self, prompt: Sequence[int], count: int, chunk: int = 1 << 20) -> list[int]:
         """Greedy tokens of one sequence alone, its prompt in chunks."""
@@ -88,50 +147,48 @@ class Bench:
     ) -> list[list[int]]:
         """Tokens of several sequences: prompts one after the other in chunks, then decoded as one batch."""
         params = params or [GREEDY] * len(prompts)
-        pages = [self.lease(len(prompt) + count) for prompt in prompts]
+        held = [self.hold(len(prompt) + count) for prompt in prompts]
         tokens = [list(prompt) for prompt in prompts]
         for i, prompt in enumerate(prompts):
             for begin in range(0, len(prompt), chunk):
                 part = prompt[begin : begin + chunk]
                 last = begin + len(part) == len(prompt)
                 draw = Draw(params[i], tuple(tokens[i]), len(prompt)) if last else None
-                (out,) = self.engine.forward([row(part, begin, pages[i], draw)])
+                (out,) = self.engine.forward([self.row(part, begin, held[i], draw)])
             assert out.drawn is not None
             tokens[i].append(out.drawn.token)
         for _ in range(count - 1):
             rows = [
-                row(t[-1:], len(t) - 1, pages[i], Draw(params[i], tuple(t), len(prompts[i])))
+                self.row(t[-1:], len(t) - 1, held[i], Draw(params[i], tuple(t), len(prompts[i])))
                 for i, t in enumerate(tokens)
             ]
             for t, out in zip(tokens, self.engine.forward(rows), strict=True):
                 assert out.drawn is not None
                 t.append(out.drawn.token)
-        self.free.extend(page for leased in pages for page in leased)
+        for each in held:
+            self.drop(each)
         return [t[len(prompt) :] for t, prompt in zip(tokens, prompts, strict=True)]
 
     @torch.inference_mode()
     def logits(self, rows: Sequence[Row]) -> list[Tensor]:
         """Logits of every token of every row, [tokens, vocab] float32 each, beside the outputs' own path."""
-        counts = [len(row.tokens) for row in rows]
-        model = self.engine.model
-        plan = make_plan(
-            [r.start for r in rows], counts, [r.pages for r in rows], self.page_tokens, torch.device("cpu")
-        )
-        padding = [0] * (model.numerics.padded(sum(counts)) - sum(counts))
-        tokens = [t for row in rows for t in row.tokens] + padding
-        positions = [p for row in rows for p in range(row.start, row.start + len(row.tokens))] + padding
-        x = model.forward(torch.tensor(tokens), torch.tensor(positions), max(positions) + 1, plan, self.gate)
-        return list(torch.split(model.logits(x[: sum(counts)]), counts))
+        engine = self.engine
+        tables = [{"full": Table(0, row.pages, row.epochs), **row.others} for row in rows]
+        ctx = engine.context(rows, tables, self.pools.gates)
+        tokens = [t for row in rows for t in row.tokens] + [0] * (len(ctx.positions_m) - ctx.count)
+        x = engine.decoder.forward(torch.tensor(tokens), ctx)
+        logits = engine.decoder.logits(x[: ctx.count], engine.numerics)
+        return list(torch.split(logits, [len(row.tokens) for row in rows]))
 
     def forced(self, tokens: Sequence[int], chunks: Sequence[int]) -> Tensor:
         """Logits of one sequence cut at the given chunk lengths, [len(tokens), vocab] float32."""
-        pages = self.lease(len(tokens))
+        held = self.hold(len(tokens))
         parts, begin = [], 0
         for chunk in chunks:
-            parts += self.logits([row(tokens[begin : begin + chunk], begin, pages)])
+            parts += self.logits([self.row(tokens[begin : begin + chunk], begin, held)])
             begin += chunk
         assert begin == len(tokens)
-        self.free.extend(pages)
+        self.drop(held)
         return torch.cat(parts)
 
 

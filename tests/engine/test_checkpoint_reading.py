@@ -18,10 +18,11 @@ from safetensors.torch import load_file, save_file
 from contracts.config import EngineConfig
 from contracts.errors import CheckpointError, ConfigError
 from contracts.model import read_model_spec
-from engine.checkpoint import dtype_for, load_weights
 from engine.engine import attention_for
+from engine.models import model_for, read_model
 from engine.numerics import FAST
 from engine.torch_attention import TorchAttention
+from engine.weights import Weights, dtype_for
 from tests.checkpoints import copy_checkpoint
 from tests.engine.harness import Bench, MakeCheckpoint
 
@@ -127,7 +128,7 @@ def test_a_bad_folder_is_refused_in_one_line_that_says_what_is_wrong(
     change(folder)
     begin = time.perf_counter()
     with pytest.raises(CheckpointError) as caught:
-        read_model_spec(folder)
+        read_model(folder)
     assert time.perf_counter() - begin < 1
     assert "\n" not in str(caught.value)
     for part in says:
@@ -144,9 +145,9 @@ def test_a_sliding_window_is_refused_where_it_is_used_and_ignored_where_it_is_no
 ) -> None:
     used = {"use_sliding_window": True, "sliding_window": 128, "layer_types": None}
     with pytest.raises(CheckpointError, match="sliding_attention layers are not supported"):
-        read_model_spec(copy_checkpoint(checkpoint("qwen3"), tmp_path / "used", **used))
+        read_model(copy_checkpoint(checkpoint("qwen3"), tmp_path / "used", **used))
     unused = {"use_sliding_window": False, "sliding_window": 128}
-    assert read_model_spec(copy_checkpoint(checkpoint("qwen3"), tmp_path / "unused", **unused)).layers == 2
+    assert read_model(copy_checkpoint(checkpoint("qwen3"), tmp_path / "unused", **unused)).layers == 2
 
 
 @pytest.mark.parametrize(
@@ -171,7 +172,7 @@ def test_both_spellings_and_any_sharding_are_the_same_model(checkpoint: MakeChec
         new = read_model_spec(checkpoint("llama", rope=scaling))
         old = read_model_spec(checkpoint("llama", rope=scaling, old_spelling=True))
         assert replace(old, folder=new.folder, name=new.name) == new
-        assert new.rope.kind == scaling
+        assert model_for(new).rope.kind == scaling
     sharded = read_model_spec(checkpoint("llama", shards=3))
     assert sharded.fingerprint == read_model_spec(checkpoint("llama")).fingerprint
 
@@ -206,10 +207,10 @@ def test_end_tokens_and_defaults_come_from_the_generation_config_first(
 
 def test_the_head_dimension_has_the_architectures_default(checkpoint: MakeCheckpoint, tmp_path: Path) -> None:
     folder = copy_checkpoint(checkpoint("llama"), tmp_path / "llama", head_dim=None)
-    assert read_model_spec(folder).head_dim == 64 // 4
+    assert read_model(folder).head_dim == 64 // 4
     folder = copy_checkpoint(checkpoint("qwen3"), tmp_path / "qwen3", head_dim=None)
-    with pytest.raises(CheckpointError, match=r"q_norm.weight has shape \[16\].* asks for \[128\]"):
-        read_model_spec(folder)
+    with pytest.raises(CheckpointError, match=r"q_proj.weight has shape \[64, 64\].* asks for \[512, 64\]"):
+        read_model(folder)
 
 
 def test_the_dtype_is_the_checkpoints_own_unless_told_otherwise(checkpoint: MakeCheckpoint) -> None:
@@ -223,7 +224,7 @@ def test_the_dtype_is_the_checkpoints_own_unless_told_otherwise(checkpoint: Make
 
 def test_a_float16_checkpoint_computes_in_float32(checkpoint: MakeCheckpoint) -> None:
     bench = Bench(checkpoint("llama", dtype="float16"))
-    assert bench.engine.model.dtype is torch.float32
+    assert bench.engine.decoder.dtype is torch.float32
     assert len(bench.generate([1, 2, 3], 3)) == 3
 
 
@@ -234,7 +235,7 @@ def test_a_file_that_vanished_since_it_was_checked_is_an_error_of_the_checkpoint
     spec = read_model_spec(folder)
     (folder / "model.safetensors").unlink()
     with pytest.raises(CheckpointError, match=r"model.safetensors"):
-        load_weights(spec, torch.float32, CPU)
+        model_for(spec).build(Weights(spec, torch.float32, CPU))
 
 
 def test_loaded_weights_outlive_their_files(checkpoint: MakeCheckpoint, tmp_path: Path) -> None:

@@ -130,9 +130,8 @@ def test_tiled_products_are_invariant_too(folder: Path) -> None:
     """The way out where no quantum makes rows exact."""
     tokens = sequence(6, 300)
     bench = Bench(folder, 16, 1 << 12)
-    model = bench.engine.model
-    model.numerics = Numerics(16, tiled=True)
-    model._attention = torch_attention.TorchAttention(model.numerics)
+    bench.engine.numerics = Numerics(16, tiled=True)
+    bench.engine.attention = torch_attention.TorchAttention(bench.engine.numerics)
     want = bench.forced(tokens, [300])
     assert same(bench.forced(tokens, random_chunks(random.Random(6), 300)), want)
 

@@ -115,7 +115,7 @@ def test_a_float32_run_of_a_bfloat16_checkpoint_is_the_oracles_float32_run(
 def test_fast_numerics_gives_the_oracles_tokens_too(checkpoint: MakeCheckpoint, oracle_of: MakeOracle) -> None:
     folder = checkpoint("llama")
     bench = Bench(folder, numerics="fast")
-    assert not bench.engine.model.numerics.invariant
+    assert not bench.engine.numerics.invariant
     asked = prompts(4, 1, 30, 200)
     for prompt, got in zip(asked, bench.generate_many(asked, 10, chunk=64), strict=True):
         assert compare(oracle_of(folder), prompt, got).equal

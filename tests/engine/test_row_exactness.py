@@ -11,7 +11,7 @@ from torch import Tensor
 
 from cache.device import DEVICE, Completion, CpuDevice, Op, Span
 from engine import numerics
-from engine.model import silu
+from engine.layers.norm import silu
 from engine.numerics import TILE_ROWS, Linear, Numerics, probe
 from tests.engine.harness import Bench, MakeCheckpoint, row
 

@@ -17,26 +17,30 @@ from engine import triton_kernels as kernels
 
 SHAPE = {"PAGE_TOKENS": 16, "HEAD_DIM": 48, "HEADS_PER_KV": 3, "GROUP": 4, "ROWS": 64, "BLOCK_D": 64, "BLOCK_N": 64}
 SHAPE |= {"SPLIT": 256, "UPCAST": False, "WIDTH": 96, "BLOCK": 128}
+PLAIN = SHAPE | {"WINDOW": 0, "FIRSTS": False, "SINKS": False, "CAPPED": False}
+WINDOWED = SHAPE | {"WINDOW": 128, "FIRSTS": True, "SINKS": True, "CAPPED": True}
 INTEGERS = {"starts_ptr": "*i32", "offsets_ptr": "*i32", "tables_ptr": "*i32", "slots_ptr": "*i64"}
 INTEGERS |= {"epochs_ptr": "*i32", "now_ptr": "*i32", "stale_ptr": "*i8"}
-PARTS = {"m_ptr": "*fp32", "total_ptr": "*fp32", "acc_ptr": "*fp32"}
+INTEGERS |= {"firsts_ptr": "*i32"}
+PARTS = {"m_ptr": "*fp32", "total_ptr": "*fp32", "acc_ptr": "*fp32", "sinks_ptr": "*fp32"}
+FLOATS = ("scale_log2", "cap_log2")
 
 
-def code_of(kernel: Any, dtype: str, capability: int) -> str:
+def code_of(kernel: Any, dtype: str, capability: int, shape: dict[str, int]) -> str:
     """PTX of `kernel` for data of `dtype` (Triton's name) on a GPU of compute capability `capability`."""
 
     def kind(name: str) -> str:
-        if name in SHAPE:
+        if name in shape:
             return "constexpr"
         if name.endswith("_ptr"):
             return {**INTEGERS, **PARTS}.get(name, f"*{dtype}")
-        return "fp32" if name == "scale_log2" else "i32"
+        return "fp32" if name in FLOATS else "i32"
 
     names = kernel.arg_names
     source = ASTSource(
         fn=kernel,
         signature={name: kind(name) for name in names},
-        constexprs={(at,): SHAPE[name] for at, name in enumerate(names) if name in SHAPE},
+        constexprs={(at,): shape[name] for at, name in enumerate(names) if name in shape},
         attrs={(at,): [["tt.divisibility", 16]] for at, name in enumerate(names) if name.endswith("_ptr")},
     )
     compiled = triton.compile(source, target=GPUTarget("cuda", capability, 32))
@@ -50,9 +54,12 @@ def main() -> None:
         kernels.epoch_check_kernel,
     ):  # fmt: skip
         for dtype in ("bf16", "fp32"):
-            code = code_of(kernel, dtype, 90)
             name = kernel.fn.__name__.removesuffix("_kernel")
-            findings[f"{name} {dtype}"] = [word for word in ("tf32", "wgmma", "fma.rn.f32") if word in code]
+            for kind, shape in (("", PLAIN), ("windowed ", WINDOWED)):
+                if kind and "WINDOW" not in kernel.arg_names:
+                    continue
+                code = code_of(kernel, dtype, 90, shape)
+                findings[f"{kind}{name} {dtype}"] = [word for word in ("tf32", "wgmma", "fma.rn.f32") if word in code]
     sys.stdout.write(json.dumps(findings))
 
 

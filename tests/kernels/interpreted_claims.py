@@ -238,7 +238,7 @@ def claim_the_engine_says_the_same_with_either_attention() -> None:
         benches = [Bench(Path(folder), attention=name, tokens=256) for name in ("triton", "torch")]
     answers = [bench.generate_many(prompts, 4, chunk=20) for bench in benches]
     logits = [bench.forced(prompts[0], [20, 16, 1]) for bench in benches]
-    assert type(benches[0].engine.model._attention) is TritonAttention, "the setting has an effect"
+    assert type(benches[0].engine.attention) is TritonAttention, "the setting has an effect"
     assert answers[0] == answers[1]
     assert torch.allclose(logits[0], logits[1], rtol=0, atol=2e-4), (logits[0] - logits[1]).abs().max()
 

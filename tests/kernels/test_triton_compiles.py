@@ -35,13 +35,15 @@ def findings(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[str]]:
 
 
 def test_every_kernel_compiles_for_both_dtypes(findings: dict[str, list[str]]) -> None:
-    assert len(findings) == 10
+    assert len(findings) == 10 + 6
 
 
 def test_float32_is_never_multiplied_as_tf32(findings: dict[str, list[str]]) -> None:
-    assert findings["extend fp32"] == findings["decode_split fp32"] == ["fma.rn.f32"]
+    for kind in ("", "windowed "):
+        assert findings[f"{kind}extend fp32"] == findings[f"{kind}decode_split fp32"] == ["fma.rn.f32"]
 
 
 def test_extend_and_decode_multiply_tiles_with_one_kind_of_instruction(findings: dict[str, list[str]]) -> None:
-    assert "wgmma" in findings["extend bf16"]
-    assert "wgmma" in findings["decode_split bf16"]
+    for kind in ("", "windowed "):
+        assert "wgmma" in findings[f"{kind}extend bf16"]
+        assert "wgmma" in findings[f"{kind}decode_split bf16"]

@@ -1,0 +1,76 @@
+"""Attention with keys and values by head: projections, norms, rope, the store into pages, and the way out."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from cache.registry import BufferSpec
+from engine.attention import AttentionPlan
+from engine.layers.norm import rms_norm
+from engine.rope import RopeTable, rotate
+from engine.shard import Shard
+from engine.step_context import Place, StepContext
+from engine.torch_attention import BLOCK_TOKENS
+from engine.weights import Weights
+
+
+def kv_buffers(layers: int, kv_heads: int, head_dim: int, dtype: torch.dtype, shard: Shard) -> tuple[BufferSpec, ...]:
+    """Buffers ``k`` and ``v`` of `layers` layers, with the heads of one rank."""
+    here = shard.heads(kv_heads, "key-value heads")
+    return tuple(
+        BufferSpec(name, layers, (len(here), head_dim), dtype, heads=kv_heads, first_head=here.start)
+        for name in ("k", "v")
+    )
+
+
+def store(pages: Tensor, entries_t: Tensor, plan: AttentionPlan) -> None:
+    """Write the step's entries [T, *shape] into pages [pages, page_tokens, *shape]; zeros where the plan is muted."""
+    if plan.muted_t is not None:
+        entries_t = entries_t.masked_fill(plan.muted_t.view(-1, *[1] * (entries_t.dim() - 1)), 0.0)
+    pages.view(-1, *entries_t.shape[1:]).index_copy_(0, plan.slots_t, entries_t)
+
+
+class HeadAttention:
+    """Causal attention over keys and values by head: multi-head, grouped-query or multi-query."""
+
+    def __init__(
+        self,
+        weights: Weights,
+        place: Place,
+        rope: RopeTable,
+        *,
+        hidden: int,
+        heads: int,
+        kv_heads: int,
+        head_dim: int,
+        bias: bool = False,
+        out_bias: bool = False,
+        qk_norm_eps: float | None = None,
+    ) -> None:
+        """`qk_norm_eps`: queries and keys are normed by head before rope, with this epsilon."""
+        shard = weights.shard
+        self._place, self._rope, self._dim = place, rope, head_dim
+        self._heads, self._kv = len(shard.heads(heads)), len(shard.heads(kv_heads, "key-value heads"))
+        q, kv = shard.axis(heads, head_dim), shard.axis(kv_heads, head_dim)
+        self._qkv = weights.linear({"q_proj": q, "k_proj": kv, "v_proj": kv}, hidden, bias=bias)
+        self._out = weights.linear({"o_proj": hidden}, q, bias=out_bias)
+        self._scale = head_dim**-0.5
+        self._eps = qk_norm_eps
+        if qk_norm_eps is not None:
+            q_norm, k_norm = weights.tensor("q_norm.weight", head_dim), weights.tensor("k_norm.weight", head_dim)
+            self._qk_norm_nd = torch.cat((q_norm.expand(self._heads, -1), k_norm.expand(self._kv, -1)))
+        for k, n in ((head_dim, BLOCK_TOKENS), (BLOCK_TOKENS, head_dim)):
+            weights.products.extend((batch, k, n) for batch in (self._kv, 5 * self._kv))
+
+    def __call__(self, h_mh: Tensor, ctx: StepContext) -> Tensor:
+        plan, buffers = ctx.plans[self._place.pool], ctx.buffers(self._place)
+        qkv = ctx.linear(h_mh, self._qkv).view(len(h_mh), -1, self._dim)
+        qk, v = torch.split(qkv, [self._heads + self._kv, self._kv], dim=1)
+        if self._eps is not None:
+            qk = rms_norm(qk, self._qk_norm_nd, self._eps)
+        q, k = torch.split(rotate(qk, *ctx.rope(self._rope)), [self._heads, self._kv], dim=1)
+        store(buffers["k"], k[: ctx.count], plan)
+        store(buffers["v"], v[: ctx.count], plan)
+        out = ctx.attention.attend(q[: ctx.count], buffers["k"], buffers["v"], plan, self._scale)
+        return ctx.linear(ctx.padded(out.reshape(ctx.count, -1)), self._out)

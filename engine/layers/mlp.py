@@ -1,0 +1,35 @@
+"""Feed-forward layers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from torch import Tensor
+
+from engine.layers.norm import silu
+from engine.step_context import StepContext
+from engine.weights import Weights
+
+
+class GatedMlp:
+    """down(activation(gate(x)) * up(x)); the inner units are divided among ranks."""
+
+    def __init__(
+        self,
+        weights: Weights,
+        hidden: int,
+        inner: int,
+        *,
+        bias: bool = False,
+        activation: Callable[[Tensor], Tensor] = silu,
+    ) -> None:
+        """`activation` takes and returns float32; it may change its argument."""
+        units = weights.shard.axis(inner, what="inner units")
+        self._gate_up = weights.linear({"gate_proj": units, "up_proj": units}, hidden, bias=bias)
+        self._down = weights.linear({"down_proj": hidden}, units, bias=bias)
+        self._activation = activation
+
+    def __call__(self, h_mh: Tensor, ctx: StepContext) -> Tensor:
+        gate, up = ctx.linear(h_mh, self._gate_up).chunk(2, dim=-1)
+        activated = self._activation(gate.float()).to(gate.dtype)
+        return ctx.linear(activated.mul_(up), self._down)

@@ -1,0 +1,40 @@
+"""Norms and activations: by row, and the same bits for a row wherever it lies."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+_GELU_SCALE = 0.7978845608028654
+"""The root of 2 / pi."""
+_GELU_CUBIC = 0.044715
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """Root-mean-square norm over the last axis, in float32, rounded before the weight as transformers does."""
+    y = x.float()
+    variance = y.square().mean(-1, keepdim=True)
+    return (y * variance.add_(eps).rsqrt_()).to(x.dtype).mul_(weight)
+
+
+def silu(x: Tensor) -> Tensor:
+    """x * sigmoid(x) in float32, the same bits for an element wherever it lies.
+
+    Not torch's silu or sigmoid: their vector lanes and their scalar tails round differently, and where a tail falls
+    depends on the number of rows and threads. exp and a quotient are the same everywhere.
+    """
+    return x / torch.exp(-x).add_(1.0)
+
+
+def gelu_tanh(x: Tensor) -> Tensor:
+    """GELU by its hyperbolic-tangent approximation (arXiv 1606.08415) in float32, exact by element as `silu` is.
+
+    (1 + tanh(u)) / 2 is the sigmoid of 2u, which takes one exp and loses nothing near zero. May change `x`.
+    """
+    u = x.square().mul_(_GELU_CUBIC).add_(1.0).mul_(x).mul_(-2.0 * _GELU_SCALE)
+    return x.div_(u.exp_().add_(1.0))
+
+
+def tanh(x: Tensor) -> Tensor:
+    """The hyperbolic tangent of float32, exact by element as `silu` is, within 1e-7. Changes `x`."""
+    return x.mul_(2.0).exp_().add_(1.0).reciprocal_().mul_(-2.0).add_(1.0)

@@ -1,0 +1,42 @@
+"""The architectures: one readable file each, and one entry here."""
+
+from __future__ import annotations
+
+from importlib import import_module
+from pathlib import Path
+
+from contracts.errors import CheckpointError
+from contracts.model import ModelSpec, read_model_spec
+from engine.models.base import Model, StateOptions
+from engine.weights import Weights
+
+__all__ = ["ARCHITECTURES", "Model", "StateOptions", "model_for", "read_model"]
+
+ARCHITECTURES = {
+    "LlamaForCausalLM": "llama.Llama",
+    "Qwen3ForCausalLM": "llama.Qwen3",
+}
+"""The name in `config.json`, and the file and class here that know it."""
+
+
+def model_for(spec: ModelSpec) -> Model:
+    """The model that a checkpoint is of, its numbers and the names and shapes of its tensors checked.
+
+    Raises `CheckpointError` in one line for an architecture that is not supported, numbers that can't be, and a tensor
+    that is missing or of the wrong shape (naming it and both shapes).
+    """
+    entry = ARCHITECTURES.get(spec.architecture)
+    if entry is None:
+        raise CheckpointError(
+            f"{spec.config.path}: architecture {spec.architecture} is not supported; "
+            f"supported are {', '.join(ARCHITECTURES)}"
+        )
+    file, _, name = entry.partition(".")
+    model: Model = getattr(import_module(f"engine.models.{file}"), name)(spec)
+    model.build(Weights.dry(spec))
+    return model
+
+
+def read_model(folder: Path) -> Model:
+    """Read and check a checkpoint folder without loading a tensor. Raises `CheckpointError`."""
+    return model_for(read_model_spec(folder))

@@ -1,0 +1,68 @@
+"""What a model file declares: its numbers, its state, and how it is built from a checkpoint's tensors."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from cache.registry import PoolSetSpec, PoolSpec
+from contracts.model import ModelSpec
+from engine.decoder import Decoder, Layer
+from engine.layers.norm import rms_norm
+from engine.shard import WHOLE, Shard
+from engine.weights import Weights
+
+FULL_POOL = "full"
+WINDOW_POOL = "window"
+STATE_POOL = "state"
+
+
+@dataclass(frozen=True, slots=True)
+class StateOptions:
+    """What is chosen about a model's state."""
+
+    dtype: torch.dtype
+    """What keys, values and latents are kept in."""
+    page_tokens: int
+    shard: Shard = WHOLE
+
+
+class Model(ABC):
+    """One architecture with the numbers of one checkpoint. Raises `CheckpointError` for numbers that can't be."""
+
+    def __init__(self, spec: ModelSpec) -> None:
+        config = spec.config
+        self.spec, self.config = spec, config
+        self.hidden = config.size("hidden_size")
+        self.layers = config.size("num_hidden_layers")
+        self.eps = config.number("rms_norm_eps", 1e-6)
+        self.tied = config.flag("tie_word_embeddings")
+
+    @abstractmethod
+    def pools(self, options: StateOptions) -> tuple[PoolSpec, ...]:
+        """The state that the model keeps, pool by pool; exactly one is full."""
+
+    @abstractmethod
+    def layer(self, number: int, weights: Weights) -> Layer:
+        """Layer `number`, whose tensors are all below `weights`."""
+
+    def pool_set(self, options: StateOptions) -> PoolSetSpec:
+        """The registry entry of one rank."""
+        return PoolSetSpec(options.page_tokens, self.pools(options))
+
+    def build(self, weights: Weights) -> Decoder:
+        """All of the model. Raises `CheckpointError` for a tensor that is missing or misshapen."""
+        embed = weights.tensor("model.embed_tokens.weight", self.spec.vocab_size, self.hidden)
+        layers = [self.layer(i, weights.scope(f"model.layers.{i}.")) for i in range(self.layers)]
+        norm_h = weights.tensor("model.norm.weight", self.hidden)
+        if self.tied:
+            head = weights.made(embed)
+        else:
+            head = weights.linear({"lm_head": self.spec.vocab_size}, self.hidden)
+        return Decoder(embed, layers, lambda x: self.norm(x, norm_h), head)
+
+    def norm(self, x: Tensor, weight_h: Tensor) -> Tensor:
+        return rms_norm(x, weight_h, self.eps)

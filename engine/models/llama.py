@@ -1,0 +1,104 @@
+"""Llama and Qwen3: grouped-query attention to everything, gated feed-forward layers; Qwen3 norms queries and keys."""
+
+from __future__ import annotations
+
+from cache.registry import PoolSpec
+from contracts.model import ModelSpec
+from contracts.rope import read_rope
+from engine.decoder import Layer, PreNormLayer
+from engine.layers.attention import HeadAttention, kv_buffers
+from engine.layers.mlp import GatedMlp
+from engine.models.base import FULL_POOL, Model, StateOptions
+from engine.rope import RopeTable
+from engine.step_context import Place
+from engine.weights import Weights
+
+
+class Llama(Model):
+    """``LlamaForCausalLM``; what others change of it are the methods and numbers below."""
+
+    qk_norm = False
+
+    def __init__(self, spec: ModelSpec) -> None:
+        super().__init__(spec)
+        config = spec.config
+        self.inner = config.size("intermediate_size")
+        self.heads = config.size("num_attention_heads")
+        self.kv_heads = config.size("num_key_value_heads", self.heads)
+        self.head_dim = config.size("head_dim", self.default_head_dim)
+        self.attention_bias, self.out_bias = self.biases()
+        self.mlp_bias = config.flag("mlp_bias")
+        self.rope = read_rope(config)
+        if config.text("hidden_act", "silu") != "silu":
+            raise config.refuse(f"hidden_act {config.text('hidden_act')!r} is not supported; only silu is")
+        if self.heads % self.kv_heads:
+            raise config.refuse(f"{self.heads} attention heads do not divide among {self.kv_heads} key-value heads")
+        if self.head_dim % 2:
+            raise config.refuse(f"head_dim {self.head_dim} must be even for rotary embeddings")
+        self.refuse_windows()
+
+    @property
+    def default_head_dim(self) -> int:
+        return self.hidden // self.heads
+
+    def biases(self) -> tuple[bool, bool]:
+        """Whether queries, keys and values have biases, and whether the way out has."""
+        bias = self.config.flag("attention_bias")
+        return bias, bias
+
+    def refuse_windows(self) -> None:
+        """Raises `CheckpointError` where some layers would see a window only."""
+        kinds = self.config.values.get("layer_types")
+        others = {str(kind) for kind in kinds if kind != "full_attention"} if isinstance(kinds, list) else set()
+        if others:
+            raise self.config.refuse(f"{', '.join(sorted(others))} layers are not supported; only full attention is")
+
+    def pools(self, options: StateOptions) -> tuple[PoolSpec, ...]:
+        buffers = kv_buffers(self.layers, self.kv_heads, self.head_dim, options.dtype, options.shard)
+        return (PoolSpec(FULL_POOL, buffers),)
+
+    def layer(self, number: int, weights: Weights) -> Layer:
+        return PreNormLayer(
+            weights.tensor("input_layernorm.weight", self.hidden),
+            self.attention(number, weights.scope("self_attn.")),
+            weights.tensor("post_attention_layernorm.weight", self.hidden),
+            self.mlp(number, weights.scope("mlp.")),
+            self.eps,
+        )
+
+    def attention(self, number: int, weights: Weights) -> HeadAttention:
+        return HeadAttention(
+            weights,
+            Place(FULL_POOL, number),
+            self.rope_table(weights),
+            hidden=self.hidden,
+            heads=self.heads,
+            kv_heads=self.kv_heads,
+            head_dim=self.head_dim,
+            bias=self.attention_bias,
+            out_bias=self.out_bias,
+            qk_norm_eps=self.eps if self.qk_norm else None,
+        )
+
+    def mlp(self, number: int, weights: Weights) -> GatedMlp:
+        return GatedMlp(weights, self.hidden, self.inner, bias=self.mlp_bias)
+
+    def rope_table(self, weights: Weights) -> RopeTable:
+        """One table for all layers."""
+        return weights.once("rope", lambda: RopeTable(self.rope, self.head_dim, weights.dtype, weights.device))
+
+
+class Qwen3(Llama):
+    """``Qwen3ForCausalLM``: Llama with norms of queries and keys by head."""
+
+    qk_norm = True
+
+    @property
+    def default_head_dim(self) -> int:
+        return 128
+
+    def refuse_windows(self) -> None:
+        config = self.config
+        if config.flag("use_sliding_window") and "sliding_window" in config:
+            raise config.refuse("sliding_attention layers are not supported; only full attention is")
+        super().refuse_windows()

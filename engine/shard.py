@@ -1,0 +1,57 @@
+"""Which part of a model one tensor-parallel rank holds.
+
+Heads and the inner units of feed-forward layers are divided among the ranks; everything else each rank has whole. A
+product over a divided axis gives each rank a part of the sum, and the ranks add their parts up (`StepContext.sum`).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from contracts.errors import ConfigError
+
+
+@dataclass(frozen=True, slots=True)
+class Axis:
+    """One axis of a weight: its whole length, and what of it is here."""
+
+    whole: int
+    first: int
+    count: int
+
+    @property
+    def divided(self) -> bool:
+        return self.count < self.whole
+
+    @property
+    def here(self) -> slice:
+        return slice(self.first, self.first + self.count)
+
+
+@dataclass(frozen=True, slots=True)
+class Shard:
+    """Rank `rank` of `size`."""
+
+    rank: int = 0
+    size: int = 1
+
+    def heads(self, count: int, what: str = "heads") -> range:
+        """Which of `count` heads are here: an equal part, or one head on several ranks where there are more ranks.
+
+        Raises `ConfigError` where neither goes.
+        """
+        if count % self.size == 0:
+            here = count // self.size
+            return range(self.rank * here, (self.rank + 1) * here)
+        if self.size % count == 0:
+            head = self.rank * count // self.size
+            return range(head, head + 1)
+        raise ConfigError(f"tp={self.size} doesn't divide the {count} {what} of this model, nor they it")
+
+    def axis(self, units: int, width: int = 1, what: str = "units") -> Axis:
+        """An axis of `units` units of `width` elements each, divided like heads."""
+        here = self.heads(units, what)
+        return Axis(units * width, here.start * width, len(here) * width)
+
+
+WHOLE = Shard()

@@ -1,0 +1,120 @@
+"""Windows, sinks and soft-capping in the torch twin: plain softmax's answer, and the same bits in any company."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from itertools import pairwise
+
+import pytest
+import torch
+from torch import Tensor
+
+from engine.attention import AttentionPlan, make_plan
+from engine.numerics import FAST, Numerics
+from engine.torch_attention import TorchAttention
+
+HEADS, KV_HEADS, DIM = 4, 2, 24
+SCALE = DIM**-0.5
+LENGTHS = (400, 3, 290)
+Run = tuple[int, int, int]
+"""A row of a batch: sequence, start, queries."""
+
+
+@dataclass
+class Shape:
+    """What one layer asks of attention."""
+
+    window: int = 0
+    sinks: bool = False
+    softcap: float = 0.0
+
+    @property
+    def options(self) -> dict[str, object]:
+        return {"window": self.window, "sinks_h": SINKS if self.sinks else None, "softcap": self.softcap}
+
+
+def draw(seed: int, *shape: int) -> Tensor:
+    return 2 * torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+
+
+SINKS = draw(9, HEADS)
+Q = [draw(1, n, HEADS, DIM) for n in LENGTHS]
+K = [draw(2, n, KV_HEADS, DIM) for n in LENGTHS]
+V = [draw(3, n, KV_HEADS, DIM) for n in LENGTHS]
+SHAPES = [
+    Shape(window=1), Shape(window=7), Shape(window=128), Shape(window=129), Shape(window=200), Shape(window=1000),
+    Shape(sinks=True), Shape(softcap=5.0), Shape(window=150, sinks=True, softcap=8.0),
+]  # fmt: skip
+
+
+def paged(rows: list[Run], page_tokens: int, window: int) -> tuple[Tensor, Tensor, Tensor, AttentionPlan]:
+    """Queries and pages of `rows`; what no window sees is not in the tables, and every byte that nobody owns is NaN."""
+    firsts = [max(0, start - window + 1) // page_tokens if window else 0 for _, start, _ in rows]
+    ends = [-(-(start + count) // page_tokens) for _, start, count in rows]
+    total = sum(end - first for first, end in zip(firsts, ends, strict=True))
+    k_pages, v_pages = (torch.full((total + 3, page_tokens, KV_HEADS, DIM), torch.nan) for _ in "kv")
+    k_pages[0], v_pages[0] = 0, 0
+    free = torch.randperm(total + 2, generator=torch.Generator().manual_seed(5)).add(1).tolist()
+    tables = []
+    for (sequence, start, count), first, end in zip(rows, firsts, ends, strict=True):
+        tables.append([free.pop() for _ in range(first, end)])
+        for number, at in enumerate(tables[-1], first):
+            part = slice(number * page_tokens, min((number + 1) * page_tokens, start + count))
+            k_pages[at, : part.stop - part.start] = K[sequence][part]
+            v_pages[at, : part.stop - part.start] = V[sequence][part]
+    plan = make_plan(
+        [start for _, start, _ in rows], [count for *_, count in rows], tables, page_tokens, torch.device("cpu"),
+        firsts=firsts if window else None,
+    )  # fmt: skip
+    return torch.cat([Q[s][start : start + count] for s, start, count in rows]), k_pages, v_pages, plan
+
+
+def attend(rows: list[Run], shape: Shape, page_tokens: int = 16, numerics: Numerics | None = None) -> list[Tensor]:
+    q_thd, k_pages, v_pages, plan = paged(rows, page_tokens, shape.window)
+    out_thd = TorchAttention(numerics or Numerics(8)).attend(q_thd, k_pages, v_pages, plan, SCALE, **shape.options)
+    return list(torch.split(out_thd, [count for *_, count in rows]))
+
+
+def plain(row: Run, shape: Shape) -> Tensor:
+    """Softmax attention in float64 over a dense mask."""
+    sequence, start, count = row
+    q, k, v = (each[sequence].double() for each in (Q, K, V))
+    length = start + count
+    k, v = (each[:length].repeat_interleave(HEADS // KV_HEADS, 1) for each in (k, v))
+    scores_hqk = torch.einsum("qhd,khd->hqk", q[start:length], k) * SCALE
+    if shape.softcap:
+        scores_hqk = torch.tanh(scores_hqk / shape.softcap) * shape.softcap
+    at_q, at_k = torch.arange(start, length)[:, None], torch.arange(length)
+    hidden = (at_k > at_q) | ((at_k <= at_q - shape.window) if shape.window else torch.tensor(False))
+    scores_hqk = scores_hqk.masked_fill(hidden, -torch.inf)
+    if shape.sinks:
+        scores_hqk = torch.cat((scores_hqk, SINKS.double()[:, None, None].expand(-1, count, 1)), -1)
+    return torch.einsum("hqk,khd->qhd", scores_hqk.softmax(-1)[..., :length], v)
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize("page_tokens", [1, 16, 64])
+def test_windows_sinks_and_caps_are_plain_softmaxes(shape: Shape, page_tokens: int) -> None:
+    rows = [(0, 260, 140), (1, 0, 3), (2, 289, 1), (0, 0, 150), (2, 128, 1)]
+    for numerics in (Numerics(8), FAST):
+        for row, got in zip(rows, attend(rows, shape, page_tokens, numerics), strict=True):
+            torch.testing.assert_close(got.double(), plain(row, shape), rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_chunks_pages_neighbours_and_decoding_do_not_change_a_bit(shape: Shape) -> None:
+    (want,) = attend([(0, 0, 400)], shape)
+    for page_tokens, cuts in ((1, (0, 17, 400)), (64, (0, 128, 129, 257, 400)), (16, (0, 127, 391, 399, 400))):
+        parts = [attend([(2, 5, 9), (0, a, b - a), (1, 2, 1)], shape, page_tokens)[1] for a, b in pairwise(cuts)]
+        assert torch.equal(torch.cat(parts), want), (page_tokens, cuts)
+    decoded = [(0, position, 1) for position in (0, 6, 127, 128, 129, 255, 399)]
+    for row, got in zip(decoded, attend(decoded, shape), strict=True):
+        assert torch.equal(got[0], want[row[1]]), row
+
+
+def test_blocks_that_the_window_has_left_are_not_computed() -> None:
+    q_thd, k_pages, v_pages, plan = paged([(0, 384, 16)], 16, 100)
+    attention = TorchAttention(Numerics(8))
+    attention.attend(q_thd, k_pages, v_pages, plan, SCALE, window=100)
+    (batches,) = plan.scratch.values()
+    assert [len(batch.tile_w) for batch in batches] == [2], "positions 285 to 399 lie in two blocks of 128"
