@@ -83,21 +83,17 @@ class Check:
 class RowOrder(NamedTuple):
     """One sequence's part of a step, as the engine's own `Row` has it."""
 
-    tokens: Indices | None
-    """None: one token, which the leader tells within the step."""
     start: int
-    pages: Indices
-    draws: bool
-    """Logits of its last token are wanted."""
-    scores: int
-    """Logits of so many of its tokens are wanted, from its first."""
-    others: tuple[tuple[str, int, Indices], ...]
-    """Pool, first page and indices of its tables of other pools."""
+    tokens: int
+    """How many."""
+    tables: tuple[Places, ...]
+    """Its tables, by pool."""
 
 
 @dataclass(frozen=True, slots=True)
 class Compute:
-    """Compute one step together with the other ranks."""
+    """Compute one step together with the other ranks. Its tokens, and whose state must not be written, are told by the
+    leader within the step: it need not know them yet."""
 
     rows: tuple[RowOrder, ...]
 
@@ -152,11 +148,6 @@ class Revoke:
 
 
 @dataclass(frozen=True, slots=True)
-class Beat:
-    """Nothing to do; answer, so that the leader knows that this rank is there."""
-
-
-@dataclass(frozen=True, slots=True)
 class End:
     """The worker ends."""
 
@@ -173,7 +164,7 @@ class Arrival(NamedTuple):
 
 Order = (
     Zero | Copy | Digest | Check | Compute | Describe | Connect | Disconnect | Post | Permit | Revoke
-    | Beat | End
+    | End
 )  # fmt: skip
 
 TAGS: dict[int, type[Any]] = {
@@ -188,8 +179,7 @@ TAGS: dict[int, type[Any]] = {
     19: Post,
     20: Permit,
     21: Revoke,
-    32: Beat,
-    33: End,
+    32: End,
 }
 _TAG_OF = {cls: tag for tag, cls in TAGS.items()}
 _NAMES = {cls: tuple(f.name for f in fields(cls)) for cls in TAGS.values()}
@@ -216,11 +206,18 @@ def decode(data: bytes | memoryview) -> Order:
         for at, name in enumerate(names):
             inner: Any = _INNER.get((cls, name))
             if inner is not None:
-                values[at] = tuple(inner(*value) for value in values[at])
+                values[at] = tuple(_made(inner, value) for value in values[at])
         order: Order = cls(**dict(zip(names, values, strict=True)))
     except (ValueError, TypeError, LookupError, msgpack.UnpackException) as error:
         raise WireError(f"no order: {error}") from None
     return order
+
+
+def _made(inner: type[Any], value: tuple[Any, ...]) -> Any:
+    if inner is RowOrder:
+        start, tokens, tables = value
+        return RowOrder(start, tokens, tuple(Places(*table) for table in tables))
+    return inner(*value)
 
 
 class Answers(Protocol):

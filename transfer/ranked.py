@@ -37,12 +37,10 @@ from transfer.plane import Link, PageWrite, RankPlane, Run, SlotWrite, Target
 class RankedPlane:
     """The leader's `Plane`: its own rank's `plane`, and those of its followers."""
 
-    def __init__(self, plane: RankPlane, followers: Followers, waitable: Sequence[zmq.Socket[bytes]] = ()) -> None:
-        """`waitable`: sockets that become readable when followers have told something."""
+    def __init__(self, plane: RankPlane, followers: Followers) -> None:
         self.kind, self.revocable = plane.kind, plane.revocable
         self._plane = plane
         self._followers = followers
-        self._waitable = waitable
         self._links = count(1)
 
     @property
@@ -96,7 +94,7 @@ class RankedPlane:
 
     @property
     def waitable(self) -> Sequence[zmq.Socket[bytes]]:
-        return (*self._plane.waitable, *self._waitable)
+        return self._plane.waitable
 
     def close(self) -> None:
         self._plane.close()
