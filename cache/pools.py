@@ -115,9 +115,14 @@ def host_pools(spec: PoolSetSpec, nbytes: int, device: Device) -> PoolSet:
 
     Raises `ConfigError` when not even one page fits.
     """
+    layout = host_layout(spec, nbytes)
+    return PoolSet(spec, layout.counts, device.allocate_host(layout.nbytes), Order.PAGE_FIRST, "host")
+
+
+def host_layout(spec: PoolSetSpec, nbytes: int) -> PoolSetLayout:
+    """How it lies there. Raises `ConfigError` when not even one page fits."""
     one = sum(spec.unit_bytes(pool) for pool in spec.by_name)
     count = nbytes // one
     if count < 2:
         raise ConfigError(f"cache.host_bytes={nbytes} holds no page: this model needs {2 * one} or more")
-    layout = PoolSetLayout(spec, spec.even(count), Order.PAGE_FIRST)
-    return PoolSet(spec, layout.counts, device.allocate_host(layout.nbytes), Order.PAGE_FIRST, "host")
+    return PoolSetLayout(spec, spec.even(count), Order.PAGE_FIRST)

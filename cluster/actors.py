@@ -10,11 +10,14 @@ from __future__ import annotations
 import dataclasses
 import logging
 import os
+import secrets
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import ray
+from ray.util.placement_group import placement_group, remove_placement_group
+from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from cluster.launcher import Ended
 from cluster.procs import kill_process
@@ -42,6 +45,10 @@ class WorkerActor:
         plan = self._plan
         if not plan.host:
             plan = dataclasses.replace(plan, host=ray.util.get_node_ip_address())
+        if plan.rank:
+            from cluster.follower import run_follower
+
+            run_follower(plan)
         run_worker(plan, self._build)
 
 
@@ -52,6 +59,9 @@ class _Running:
     run: Any
     where: Any
     pid: tuple[int, int, str] | None = None
+    followers: tuple[Any, ...] = ()
+    group: Any = None
+    """The placement group of a worker of several ranks."""
 
 
 class RayLauncher:
@@ -62,17 +72,33 @@ class RayLauncher:
         self._running: dict[Any, _Running] = {}
 
     def start(self, plan: WorkerPlan) -> None:
+        size = plan.config.tp_for(plan.role)
+        group = None
+        if size > 1:
+            # All ranks on one node, which has a place for each, or none anywhere.
+            group = placement_group([{RESOURCES[plan.role]: 1} for _ in range(size)], strategy="STRICT_PACK")
+            plan = dataclasses.replace(plan, meeting=secrets.token_hex(32))
+        leader, *followers = [self._actor(dataclasses.replace(plan, rank=rank), group) for rank in range(size)]
+        for follower in followers:
+            follower.run.remote()
+        running = _Running(plan, leader, leader.run.remote(), leader.where.remote(), None, tuple(followers), group)
+        self._running[running.run] = running
+
+    def _actor(self, plan: WorkerPlan, group: Any) -> Any:
+        """The actor of one rank, not yet running."""
+        placed = {}
+        if group is not None:
+            placed["scheduling_strategy"] = PlacementGroupSchedulingStrategy(group, plan.rank)
         actor = ray.remote(WorkerActor).options(
             num_cpus=0,
             resources={RESOURCES[plan.role]: 1},
             max_restarts=0,
             max_task_retries=0,
             max_concurrency=2,
-            name=f"{plan.name}.{plan.incarnation}",
+            name=f"{plan.name}.{plan.incarnation}" + (f".rank{plan.rank}" if plan.rank else ""),
+            **placed,
         )
-        handle = actor.remote(plan, self._build)
-        running = _Running(plan, handle, handle.run.remote(), handle.where.remote())
-        self._running[running.run] = running
+        return actor.remote(plan, self._build)
 
     def kill(self, name: WorkerName, incarnation: Incarnation, pid: int, node: str) -> None:
         for running in list(self._running.values()):
@@ -91,6 +117,7 @@ class RayLauncher:
         for ref in done:
             if ref in self._running:
                 running = self._running.pop(ref)
+                _dismiss(running)
                 out.append(Ended(running.plan.name, running.plan.incarnation, _reason(running, ref)))
             else:
                 self._note_pid(ref)
@@ -111,11 +138,21 @@ class RayLauncher:
         if running.pid is not None and running.pid[2] == node_name():
             kill_process(running.pid[0], running.pid[1])
         ray.kill(running.handle, no_restart=True)
+        _dismiss(running)
 
     def close(self) -> None:
         for running in self._running.values():
             self._kill(running)
         self._running.clear()
+
+
+def _dismiss(running: _Running) -> None:
+    """End the other ranks, which end by themselves unless they are stuck, and give their places back. Idempotent."""
+    for follower in running.followers:
+        ray.kill(follower, no_restart=True)
+    if running.group is not None:
+        remove_placement_group(running.group)
+        running.group = None
 
 
 def _reason(running: _Running, ref: Any) -> str:

@@ -148,6 +148,21 @@ class Revoke:
 
 
 @dataclass(frozen=True, slots=True)
+class Form:
+    """The first order: meet the other ranks through the store in this file, and watch this process, your leader."""
+
+    store: str
+    pid: int
+    started: int
+    namespace: str
+
+
+@dataclass(frozen=True, slots=True)
+class Ready:
+    """Answer when everything is loaded."""
+
+
+@dataclass(frozen=True, slots=True)
 class End:
     """The worker ends."""
 
@@ -164,7 +179,7 @@ class Arrival(NamedTuple):
 
 Order = (
     Zero | Copy | Digest | Check | Compute | Describe | Connect | Disconnect | Post | Permit | Revoke
-    | End
+    | Form | Ready | End
 )  # fmt: skip
 
 TAGS: dict[int, type[Any]] = {
@@ -179,7 +194,9 @@ TAGS: dict[int, type[Any]] = {
     19: Post,
     20: Permit,
     21: Revoke,
-    32: End,
+    32: Form,
+    33: Ready,
+    34: End,
 }
 _TAG_OF = {cls: tag for tag, cls in TAGS.items()}
 _NAMES = {cls: tuple(f.name for f in fields(cls)) for cls in TAGS.values()}
