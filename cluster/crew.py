@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-import torch.distributed as dist
+from torch.distributed import FileStore  # type: ignore[attr-defined]
 
 from cluster.rank_line import LeaderLine, RankLine
 from contracts.clock import Clock
@@ -94,7 +94,7 @@ def follow(meeting: str, rank: int, size: int, *, deadline_s: float, start_s: fl
 
 def _group(store: Path, rank: int, size: int, deadline_s: float) -> GroupRanks:
     # On loopback, as all ranks of a worker are on one host: gloo asks nobody who he is.
-    ranks = GroupRanks(dist.FileStore(str(store), size), rank, size, deadline_s=deadline_s)
+    ranks = GroupRanks(FileStore(str(store), size), rank, size, deadline_s=deadline_s)
     # The store is removed after this: everybody has met everybody.
     ranks.gather(torch.zeros(1))
     return ranks

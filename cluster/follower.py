@@ -1,4 +1,4 @@
-"""A follower's process: rank 1 and up of a worker. It has no brain; it carries out its leader's orders, and dies with it.
+"""A follower's process: rank 1 and up of a worker. It has no brain, carries out its leader's orders, and dies with it.
 
 Nothing goes on here by itself but storing what has come over TCP for rooms that the leader has permitted. An order that
 can't be carried out ends the process: the leader sees that, and ends the worker.

@@ -2,8 +2,8 @@
 
 All ranks of a worker are processes of one host. They meet at a socket whose name, and whose keys, follow from a secret
 that whoever starts the worker makes up and gives to each of them: nobody else can join. Leader and followers watch each
-other by pidfds. Whatever goes wrong between ranks, a dead one, a silent one, an order that can't be carried out, ends the
-worker as a whole: it has no state that another could go on from without the lost heads.
+other by pidfds. Whatever goes wrong between ranks, a dead one, a silent one, an order that can't be carried out, ends
+the worker as a whole: it has no state that another could go on from without the lost heads.
 """
 
 from __future__ import annotations

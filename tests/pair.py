@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from tempfile import TemporaryDirectory
+from typing import TYPE_CHECKING, Any
 
 from cache.device import Device
 from cluster.build import build_worker
@@ -18,6 +19,9 @@ from contracts.messages import Cancel, Done, Event, PeerRef, Progress, PromptSco
 from contracts.model import read_model_spec
 from contracts.ports import SessionId
 from contracts.sampling import SamplingParams, TokenLogprob
+
+if TYPE_CHECKING:
+    from cluster.crew import Crew
 
 SESSION = SessionId(1)
 
@@ -50,8 +54,9 @@ class Pair:
         tokens: int | Mapping[Role, int],
         clock: Clock,
         devices: Mapping[Role, Device] | None = None,
+        crews: Mapping[Role, Crew | None] | None = None,
     ) -> None:
-        devices = devices or {}
+        devices, crews = devices or {}, crews or {}
         sizes = tokens if isinstance(tokens, Mapping) else dict.fromkeys(Role, tokens)
         spec = read_model_spec(folder)
         self.clock = clock
@@ -65,6 +70,7 @@ class Pair:
                 config,
                 device_tokens=sizes[role],
                 device=devices.get(role),
+                crew=crews.get(role),
                 **options,
             )
             for role in (Role.PREFILL, Role.DECODE)
@@ -178,11 +184,29 @@ def pair(
     """A pair that is checked for leaks at the end."""
     sections.setdefault("transfer", {}).setdefault("plane", "local")
     sections.setdefault("engine", {}).setdefault("threads", 1)
-    both = Pair(folder, config_from_dict(sections), tokens, clock or SystemClock(), devices)
-    try:
-        yield both
-        if settle:
-            both.settle()
-    finally:
-        both.prefill.close()
-        both.decode.close()
+    config = config_from_dict(sections)
+    with ExitStack() as stack:
+        crews = _crews(stack, folder, config, tokens)
+        both = Pair(folder, config, tokens, clock or SystemClock(), devices, crews)
+        try:
+            yield both
+            if settle:
+                both.settle()
+        finally:
+            both.prefill.close()
+            both.decode.close()
+
+
+def _crews(stack: ExitStack, folder: Path, config: Config, tokens: int | Mapping[Role, int]) -> dict[Role, Crew | None]:
+    """The other ranks of each worker, as processes, where it has several."""
+    if not any(config.tp_for(role) > 1 for role in Role):
+        return {}
+    from tests.rank_workers import crew_of
+
+    logs = Path(stack.enter_context(TemporaryDirectory()))
+    crews: dict[Role, Crew | None] = {}
+    for role in Role:
+        size = tokens[role] if isinstance(tokens, Mapping) else tokens
+        members = stack.enter_context(crew_of(folder, role, config, size, logs))
+        crews[role] = members.crew if members is not None else None
+    return crews
