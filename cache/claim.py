@@ -62,13 +62,16 @@ class Claim:
     """What a request reads and writes. Tables go by page number of the sequence, from 0 on.
 
     Pages before `depth` were in the tree and are kept by `lock`; from there on they are the request's own `runs`, until
-    the tree takes them. A window's table has `NO_PAGE` where the window has moved on. State pools have one working
+    the tree takes them. A window's table has `NO_PAGE` where the window has moved on, and ends with what `Seat.grow` has
+    given it so far: pages that the window leaves are used again further on. State pools have one working
     slot, which nobody else ever sees.
     """
 
     owner: str
     prefix: Prefix
     """The whole pages known when it was made; `Seat.share` may bring a longer one."""
+    pages: int
+    """Pages of all positions that it was made for."""
     lock: Lock
     depth: int
     """Pages whose state was there when it was made: computing starts behind them."""
@@ -76,6 +79,8 @@ class Claim:
     tables: dict[str, list[int]] = field(default_factory=dict)
     epochs: dict[str, list[int]] = field(default_factory=dict)
     runs: dict[str, list[Run]] = field(default_factory=dict)
+    spare: dict[str, Lease] = field(default_factory=dict)
+    """Pages of window pools that the window has left, for the pages that are still to come."""
     slots: dict[str, Lease] = field(default_factory=dict)
     snapshots: dict[str, list[Snapshot]] = field(default_factory=dict)
     digests: dict[str, list[int | None]] = field(default_factory=dict)
@@ -113,5 +118,5 @@ class Claim:
     def own(self, pool: str) -> int:
         """Pages and slots of `pool` that it leased itself and still holds."""
         held = sum(len(run.lease) for run in self.runs.get(pool, ()))
-        held += len(self.slots[pool]) if pool in self.slots else 0
+        held += sum(len(part[pool]) for part in (self.slots, self.spare) if pool in part)
         return held + sum(len(s.lease) for s in self.snapshots.get(pool, ()))

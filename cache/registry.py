@@ -174,6 +174,12 @@ class PoolSetSpec:
         """Pages before a page boundary that a window reaches back into."""
         return -(-(self.by_name[pool].window_tokens - 1) // self.page_tokens)
 
+    def window_hold(self, pool: str, stride: int) -> int:
+        """Pages of a window pool that a request holds at most, where steps write up to `stride` positions beyond
+        what is committed: those that the window reaches back into from the last page boundary, and those of the steps.
+        """
+        return self.window_pages(pool) + 1 + (self.page_tokens - 2 + stride) // self.page_tokens
+
     def even(self, count: int) -> dict[str, int]:
         """The same number of indices for every pool."""
         return {p.name: count for p in self.pools}

@@ -7,7 +7,8 @@ A request's way through it:
     launch     the loads of all claims of this round begin, layer by layer; forward passes wait at the gates
     seal       a step was committed: finished pages get their digests
     share      finished pages go into the tree, and from there down the tiers
-    slide      pages that the window has left go back
+    grow       windows get pages for the positions of the next step
+    slide      pages that the window has left are used again further on, or go back
     snapshot   the recurrent state is copied aside at a page boundary, for the tree
     release    the one way out: locks, pages, slots and snapshots go back, whatever happened
 
@@ -66,12 +67,24 @@ class Seat(SeatState):
 
         All pools or none: None when there isn't room now, with nothing taken.
         """
+        claim = self._claim(prefix, positions, owner, reusable, prefetch)
+        if claim is None and reusable and not self._claims:
+            # Alone, it may be its own prefix that leaves no room for the rest: then it does without.
+            claim = self._claim(prefix, positions, owner, 0, prefetch)
+        return claim
+
+    def _claim(
+        self, prefix: Prefix, positions: int, owner: str, reusable: int, prefetch: Prefetch | None
+    ) -> Claim | None:
         match = self.tree.match(prefix.head(reusable))
         tier = Tier.HOST if self._worth_loading(match) else Tier.DEVICE
-        lock = self.tree.lock(match, owner, tier=tier)
         depth = match.depth if tier is Tier.HOST else match.device_depth
+        pages = self.pools.pages_for(positions)
+        own = self._own(dict.fromkeys(self._runs, pages - depth))
+        if any(count > self.pools.allocators[pool].total for pool, count in own.items()):
+            return None
+        lock = self.tree.lock(match, owner, tier=tier)
         loads = self._loads(lock)
-        own = {pool: self.pools.pages_for(positions) - depth for pool in self._runs} | dict.fromkeys(self._slots, 1)
         if (
             not self._may_load(loads)
             or (leases := self._lease({pool: own[pool] + loads[pool] for pool in own}, owner)) is None
@@ -86,7 +99,12 @@ class Seat(SeatState):
         size = self.spec.page_tokens
         cached = Cached((depth - loaded) * size, (loaded - stored) * size, stored * size)
         self._count(cached)
-        return self._open(Claim(owner, prefix, lock, depth, cached), leases)
+        return self._open(Claim(owner, prefix, pages, lock, depth, cached), leases)
+
+    def _own(self, pages: Mapping[str, int]) -> dict[str, int]:
+        """What a request leases for so many pages that nobody has: of windows, as many as it ever holds at once."""
+        own = {pool: min(count, self._windows.get(pool, count)) for pool, count in pages.items()}
+        return own | dict.fromkeys(self._slots, 1)
 
     def _open(self, claim: Claim, leases: Mapping[str, Lease]) -> Claim:
         for pool in self._runs:
@@ -122,12 +140,21 @@ class Seat(SeatState):
         What the tree has on the device is kept, component by component; the leases are for what `lacking` names and
         for the answer, in that order, and belong to whoever receives until `adopt`. None without room.
         """
+        reserved = self._reserve(prefix, prompt, positions, owner)
+        if reserved is None and len(prefix) and not self._claims:
+            reserved = self._reserve(prefix.head(0), prompt, positions, owner)
+        return reserved
+
+    def _reserve(
+        self, prefix: Prefix, prompt: int, positions: int, owner: str
+    ) -> tuple[Claim, dict[str, Lease]] | None:
         wanted = due(self.spec, prompt)
         lock, held = self.tree.hold(prefix, wanted, owner, host=self.loader is not None and self._may_load_back)
         loads = self._loads(lock)
         lacking = missing(wanted, held)
-        more = self.pools.pages_for(positions) - self.pools.pages_for(prompt)
-        needs = {pool: len(lacking[pool]) + more for pool in self._runs} | dict.fromkeys(self._slots, 1)
+        pages = self.pools.pages_for(positions)
+        more = pages - self.pools.pages_for(prompt)
+        needs = self._own({pool: len(lacking[pool]) + more for pool in self._runs})
         leases = (
             self._lease({pool: n + loads[pool] for pool, n in needs.items()}, owner) if self._may_load(loads) else None
         )
@@ -140,7 +167,7 @@ class Seat(SeatState):
         from_host = min(loads[self.full], depth) * size
         cached = Cached(min(prompt, depth * size - from_host), from_host)
         self._count(cached)
-        claim = Claim(owner, prefix, lock, depth, cached, lacking=lacking)
+        claim = Claim(owner, prefix, pages, lock, depth, cached, lacking=lacking)
         for pool in self._runs:
             self._enter_held(claim, pool, wanted[pool])
         self._claims[lock] = claim
@@ -179,6 +206,28 @@ class Seat(SeatState):
         return {start + i: digest for start, part in starts for i, digest in enumerate(part.digests)}
 
     # ------------------------------------------------------------ steps
+
+    def grow(self, claim: Claim, end: int) -> int:
+        """Give its windows pages for positions up to `end`; returns how far they go by now, at most `end`.
+
+        Less where steps under way still have to be committed before the window moves on.
+        """
+        for pool in self._windows:
+            table, spare = claim.tables[pool], claim.spare.get(pool)
+            lacking = self.pools.pages_for(end) - len(table)
+            if lacking > 0 and spare is not None:
+                self._append(claim, pool, spare.split(min(lacking, len(spare)), claim.owner))
+            end = min(end, len(table) * self.spec.page_tokens)
+        return end
+
+    def _append(self, claim: Claim, pool: str, lease: Lease) -> None:
+        """Put these pages behind the table of `pool`."""
+        runs, first = claim.runs[pool], len(claim.tables[pool])
+        claim.put(pool, first, lease.indices, lease.epochs)
+        if runs and runs[-1].end == first:
+            last = runs.pop()
+            first, lease = last.first, self.pools.allocators[pool].join([last.lease, lease], claim.owner)
+        runs.append(Run(first, lease))
 
     def tables(self, claim: Claim, start: int, end: int) -> dict[str, Table]:
         """What a pass over positions `start .. end-1` sees of each pool; of a window, from the first page it needs."""
@@ -286,7 +335,10 @@ class Seat(SeatState):
             start += pages
 
     def slide(self, claim: Claim, committed: int) -> None:
-        """Give back the window pages that no position from the last page boundary on can see."""
+        """Give back the window pages that no position from the last page boundary on can see.
+
+        As many as are still to come are leased again at once, under new epochs.
+        """
         for pool in self._runs:
             window = self.spec.by_name[pool].window_tokens
             if not window:
@@ -306,6 +358,17 @@ class Seat(SeatState):
                     if page < len(claim.digests[pool]):
                         claim.digests[pool][page] = None
             claim.runs[pool] = kept
+            self._set_aside(claim, pool)
+
+    def _set_aside(self, claim: Claim, pool: str) -> None:
+        """Lease again what the claim has still to come, up to what it may hold at once: as much as it gave back."""
+        spare = claim.spare.get(pool)
+        to_come = claim.pages - len(claim.tables[pool]) - (len(spare) if spare is not None else 0)
+        again = min(to_come, self._windows[pool] - claim.own(pool), self.pools.allocators[pool].free)
+        if again > 0:
+            more = self.pools.allocators[pool].lease(again, claim.owner)
+            join = self.pools.allocators[pool].join
+            claim.spare[pool] = join([spare, more], claim.owner) if spare is not None else more
 
     def snapshot(self, claim: Claim, committed: int) -> bool:
         """Copy the recurrent state aside, as it is after `committed` positions (whole pages): what was launched up to

@@ -49,7 +49,10 @@ class SeatState:
         agree: Agree = lambda key, value: value,
         wall: Callable[[], float] = time.time,
         rank: int = 0,
+        stride: int = 1 << 40,
     ) -> None:
+        """`stride`: positions beyond what is committed that launched steps of one request write at most. Windows get
+        pages for so many at a time; without it, for all at once."""
         self.pools, self.host, self.config = pools, host, config
         self._device, self._now, self._storage = device, now, storage
         self.spec = pools.spec
@@ -58,6 +61,7 @@ class SeatState:
             self.spec, POLICIES[config.eviction], write_back=host is not None and config.write_policy == "back"
         )
         self._runs = [p.name for p in self.spec.pools if p.kind is not Kind.STATE]
+        self._windows = {p.name: self.spec.window_hold(p.name, stride) for p in self.spec.pools if p.window_tokens}
         self._slots = [p.name for p in self.spec.pools if p.kind is Kind.STATE]
         self._claims: dict[Lock, Claim] = {}
         self._fresh: list[Claim] = []
@@ -237,7 +241,7 @@ class SeatState:
             )
         del self._claims[claim.lock]
         self.tree.unlock(claim.lock)
-        leases = [s.lease for s in snapshots] + list(claim.slots.values())
+        leases = [s.lease for s in snapshots] + [*claim.slots.values(), *claim.spare.values()]
         for lease in leases + [run.lease for runs in claim.runs.values() for run in runs]:
             lease.release()
 
@@ -257,6 +261,15 @@ class SeatState:
     def free(self, pool: str) -> int:
         """Pages (or slots) of the device that are free or only kept for reuse."""
         return self.pools.allocators[pool].free + self.tree.evictable(pool)
+
+    @property
+    def max_positions(self) -> int:
+        """Positions that one request can hold when all pools are empty."""
+        bounds = [self.pools.max_positions]
+        for pool, most in self._windows.items():
+            total = self.pools.allocators[pool].total
+            bounds += [total * self.spec.page_tokens] if total < most else []
+        return min(bounds)
 
     @property
     def claims(self) -> int:

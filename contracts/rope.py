@@ -38,12 +38,13 @@ def read_rope(
     theta_key: str = "rope_theta",
     default_theta: float = _DEFAULT_THETA,
     partial: bool = False,
+    default_partial: float = 1.0,
 ) -> RopeSpec:
     """The rope of a configuration, or of one kind of its layers if `raw` is that kind's part of `rope_parameters`.
 
     Old spelling: `rope_theta` beside `rope_scaling` (with ``type`` or ``rope_type``); new: `rope_parameters`.
-    `partial`: whether the architecture knows `partial_rotary_factor`. Raises `CheckpointError` for a scaling that is
-    unknown, lacks a number, or depends on the length of the whole sequence.
+    `partial`: whether the architecture knows `partial_rotary_factor`; where not given it is `default_partial`. Raises
+    `CheckpointError` for a scaling that is unknown, lacks a number, or depends on the length of the whole sequence.
     """
     if raw is None:
         raw = config.table("rope_scaling") or config.table("rope_parameters")
@@ -60,7 +61,7 @@ def read_rope(
         )
     if kind not in _NUMBERS:
         raise config.refuse(f"unknown rope scaling {kind!r}; supported are {', '.join(_NUMBERS)}")
-    turning = scaling.pop("partial_rotary_factor", config.values.get("partial_rotary_factor", 1.0))
+    turning = scaling.pop("partial_rotary_factor", config.values.get("partial_rotary_factor", default_partial))
     if not isinstance(turning, int | float) or not 0 < turning <= 1 or (turning != 1 and not partial):
         raise config.refuse(f"partial_rotary_factor {turning!r} is not supported here")
     if "original_max_position_embeddings" in _NUMBERS[kind]:

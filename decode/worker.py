@@ -63,7 +63,7 @@ class DecodeWorker(PhaseWorker[Request]):
         self._page_tokens = seat.spec.page_tokens
         self._full = seat.full
         self._pages = seat.pools.allocators[self._full]
-        self.fits = Fits(seat.pools.max_positions, context)
+        self.fits = Fits(seat.max_positions, context)
         super().__init__(Desk(name, self.fits, clock), waiter)
         self._waiting: deque[Request] = deque()
         self._running: deque[Request] = deque()
@@ -232,7 +232,7 @@ class DecodeWorker(PhaseWorker[Request]):
 
     def _batch(self) -> list[Request]:
         """Up to the step's token budget, in turn: whoever waited longest for its step comes first."""
-        able = (request for request in self._running if request.can_go_on and self._loaded(request))
+        able = (r for r in self._running if r.can_go_on and self._loaded(r) and self._has_room(r))
         batch = list(islice(able, self._config.decode.max_batch_tokens))
         for request in batch:
             request.planned += 1
@@ -241,6 +241,10 @@ class DecodeWorker(PhaseWorker[Request]):
     def _loaded(self, request: Request) -> bool:
         """Whether all that was loaded for it is there and good: a request joins a batch with everything, or not."""
         return request.claim is not None and self._seat.settled(request.claim)
+
+    def _has_room(self, request: Request) -> bool:
+        """Whether its windows have a page for its next position, or one that the window has left."""
+        return request.claim is not None and self._seat.grow(request.claim, request.planned + 1) > request.planned
 
     def _compute(self) -> None:
         """Launch the next step, then commit the one before it."""

@@ -14,10 +14,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from itertools import accumulate
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from torch import Tensor
+
+if TYPE_CHECKING:
+    from engine.latent import LatentAttention
 
 NULL_PAGE = 0
 """Zeros, always: block tables are padded with it, nothing is ever written to it."""
@@ -64,6 +67,8 @@ class SlotPlan:
     """[B, 1] int32: the epoch that each slot had when it was leased."""
     muted_b: Tensor | None = None
     """[B] bool: stale sequences. Their slot is the null slot, to which zeros are written. None: there are none."""
+    scratch: dict[str, Any] = field(default_factory=dict, compare=False)
+    """What a backend works out once a step, kept for its later layers."""
 
     @property
     def slots_b(self) -> Tensor:
@@ -98,6 +103,10 @@ class Attention(Protocol):
         softmax: a part of the weights that goes nowhere. The plan's tables may begin where the window does.
         Returns [T, heads, head_dim] in the dtype of `q_thd`.
         """
+
+    @property
+    def latent(self) -> LatentAttention:
+        """The same backend for models that keep latents."""
 
     def stale(self, plan: Tables, epochs_e: Tensor) -> Tensor:
         """Which sequences' tables name a page whose epoch in `epochs_e` ([pages] int32) is another by now: [B] bool.

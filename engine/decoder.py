@@ -33,10 +33,12 @@ class PreNormLayer:
     mlp_norm_h: Tensor
     mlp: Sublayer
     eps: float
+    norm: Callable[[Tensor, Tensor, float], Tensor] = rms_norm
+    """Of rows, a weight and the epsilon."""
 
     def __call__(self, x_mh: Tensor, ctx: StepContext) -> Tensor:
-        x_mh = x_mh + self.mixer(rms_norm(x_mh, self.input_norm_h, self.eps), ctx)
-        return x_mh.add_(self.mlp(rms_norm(x_mh, self.mlp_norm_h, self.eps), ctx))
+        x_mh = x_mh + self.mixer(self.norm(x_mh, self.input_norm_h, self.eps), ctx)
+        return x_mh.add_(self.mlp(self.norm(x_mh, self.mlp_norm_h, self.eps), ctx))
 
 
 @dataclass
@@ -51,6 +53,8 @@ class Decoder:
     embed_scale: float | None = None
     logits_softcap: float = 0.0
     """Logits are squeezed to plus or minus this by a hyperbolic tangent; 0: not at all."""
+    prepare: Callable[[Tensor, Tensor, StepContext], None] | None = None
+    """Given tokens [M] and their embeddings [M, hidden], leaves in the scratch what layers ask for besides."""
 
     @property
     def dtype(self) -> torch.dtype:
@@ -61,6 +65,8 @@ class Decoder:
         x_mh = self.embed_vh[tokens_m]
         if self.embed_scale is not None:
             x_mh = x_mh * torch.tensor(self.embed_scale, dtype=x_mh.dtype, device=x_mh.device)
+        if self.prepare is not None:
+            self.prepare(tokens_m, x_mh, ctx)
         for layer in self.layers:
             x_mh = layer(x_mh, ctx)
         return x_mh

@@ -22,11 +22,13 @@ from engine.decoder import Decoder
 from engine.models import Model
 from engine.numerics import FAST, Numerics, probe
 from engine.ranks import ALONE, Ranks
+from engine.recurrence import Recurrence
 from engine.sampling import Draws, Logprobs, draw_tokens, token_logprobs
 from engine.shard import Shard
 from engine.step import Computed, LaunchedStep, input_tokens
 from engine.step_context import StepContext
 from engine.torch_attention import TorchAttention
+from engine.torch_recurrence import TorchRecurrence
 from engine.weights import Weights, dtype_for
 
 _LOGIT_ELEMENTS = 1 << 23
@@ -51,6 +53,7 @@ class Engine:
         """`followers`: where this is the leader of several `ranks`, its line to the others."""
         self.ranks, self._followers = ranks, followers
         self.decoder, self.numerics, self.attention = decoder, numerics, attention
+        self.recurrence: Recurrence = TorchRecurrence(numerics)
         self.spec = spec
         self._gates, self._epochs = dict(gates), dict(epochs)
         self._device = device
@@ -136,6 +139,7 @@ class Engine:
         return StepContext(
             self.numerics,
             self.attention,
+            self.recurrence,
             torch.tensor(positions, device=device),
             max(positions) + 1,
             count,

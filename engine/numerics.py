@@ -34,6 +34,9 @@ class Linear:
     twice as fast as with plain rows (measured; see the benchmarks page). The plain weight isn't kept.
     """
 
+    heads = 1
+    """Matrices that work side by side, each on its own part of the columns."""
+
     def __init__(self, weight_nk: Tensor, bias_n: Tensor | None = None, *, partial: bool = False) -> None:
         self.partial = partial
         """Whether the columns are a rank's part, and its product a part of the sum."""
@@ -54,6 +57,26 @@ class Linear:
             return F.linear(x_mk, self._plain, self._bias)
         out: Tensor = torch.ops.mkldnn._linear_pointwise(x_mk, self._packed, self._bias, "none", [], "")
         return out
+
+
+class HeadLinear(Linear):
+    """One matrix [k, n] a head, each applied to its own part of a row: [m, heads * k] gives [m, heads * n]."""
+
+    def __init__(self, weight_hkn: Tensor) -> None:
+        self.heads, k, n = weight_hkn.shape
+        self.partial = False
+        self.shape = (self.heads * n, self.heads * k)
+        self.dtype, self.device = weight_hkn.dtype, weight_hkn.device
+        self._weight_hkn = weight_hkn.contiguous()
+
+    @property
+    def nbytes(self) -> int:
+        return self._weight_hkn.numel() * self.dtype.itemsize
+
+    def __call__(self, x_mk: Tensor) -> Tensor:
+        rows = len(x_mk)
+        x_hmk = x_mk.view(rows, self.heads, -1).transpose(0, 1).contiguous()
+        return torch.bmm(x_hmk, self._weight_hkn).transpose(0, 1).reshape(rows, -1)
 
 
 def _packed(weight_nk: Tensor) -> Tensor | None:
@@ -112,7 +135,7 @@ def probe(linears: Iterable[Linear], products: Iterable[tuple[int, int, int]], d
     """
     generator = torch.Generator().manual_seed(0)
     trials: list[tuple[Callable[[Tensor], Tensor], Tensor, int]] = []
-    by_shape = {(linear.shape, linear.dtype): linear for linear in linears}
+    by_shape = {(linear.heads, linear.shape, linear.dtype): linear for linear in linears}
     for linear in by_shape.values():
         x = torch.randn(_PROBE_ROWS, linear.shape[1], generator=generator).to(linear.device, linear.dtype)
         trials.append((linear, x, max(1, _PROBE_BYTES // linear.nbytes)))

@@ -3,7 +3,8 @@
 The frequencies follow transformers' definitions, operation by operation, since a last-bit difference in a frequency
 grows with the position: default, ``linear`` (positions divided by a factor), ``llama3`` (long wavelengths divided,
 short ones kept, a smooth passage between) and ``yarn`` (arXiv 2309.00071: a ramp between the two over the head's
-dimensions, and a factor on cos and sin).
+dimensions, and a factor on cos and sin) and ``proportional`` (a part of a head's dimensions turns, at the
+frequencies that it has when all of them do; the others' angle is zero).
 """
 
 from __future__ import annotations
@@ -24,6 +25,8 @@ def inverse_frequencies(rope: RopeSpec, head_dim: int) -> tuple[Tensor, float]:
     """Angles a position, [head_dim / 2] float32, and the factor on cos and sin."""
     if rope.kind == "yarn":
         return _yarn(rope, head_dim)
+    if rope.kind == "proportional":
+        return _proportional(rope, head_dim), 1.0
     inv_freq = 1.0 / (rope.theta ** (torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim))
     if rope.kind == "linear":
         inv_freq /= _number(rope, "factor")
@@ -86,6 +89,13 @@ def _llama3(rope: RopeSpec, inv_freq: Tensor) -> Tensor:
     blended = (1 - smooth) * scaled / factor + smooth * scaled
     between = (wavelength >= trained / high) & (wavelength <= trained / low)
     return torch.where(between, blended, scaled)
+
+
+def _proportional(rope: RopeSpec, head_dim: int) -> Tensor:
+    turning = int(rope.partial * head_dim // 2)
+    inv_freq = torch.zeros(head_dim // 2)
+    inv_freq[:turning] = 1.0 / (rope.theta ** (torch.arange(0, 2 * turning, 2, dtype=torch.float32) / head_dim))
+    return inv_freq / (_optional(rope, "factor") or 1.0)
 
 
 def _yarn(rope: RopeSpec, head_dim: int) -> tuple[Tensor, float]:

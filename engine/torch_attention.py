@@ -32,6 +32,7 @@ from torch import Tensor
 from engine.attention import AttentionPlan, Tables
 from engine.layers.norm import tanh
 from engine.numerics import Numerics
+from engine.torch_latent import TorchLatent
 
 BLOCK_TOKENS = 128
 _TILE_QUERIES = 128
@@ -101,6 +102,7 @@ class TorchAttention:
 
     def __init__(self, numerics: Numerics) -> None:
         self._numerics = numerics
+        self.latent = TorchLatent(numerics, self)
 
     def attend(
         self,
@@ -114,14 +116,15 @@ class TorchAttention:
         sinks_h: Tensor | None = None,
         softcap: float = 0.0,
     ) -> Tensor:
+        """As `Attention.attend`; values may have another width than keys."""
         heads, kv_heads, dim = q_thd.shape[1], k_pages.shape[2], k_pages.shape[3]
         key = f"torch attention {heads} {kv_heads} {dim} {window}"
         batches: list[_Batch] | None = plan.scratch.get(key)
         if batches is None:
             batches = plan.scratch[key] = self._split(plan, heads, kv_heads, dim, window)
         q_scaled = q_thd.float() * scale
-        out_thd = torch.empty_like(q_thd)
-        k_rows, v_rows = k_pages.view(-1, dim), v_pages.view(-1, dim)
+        out_thd = q_thd.new_empty(*q_thd.shape[:2], v_pages.shape[3])
+        k_rows, v_rows = k_pages.view(-1, dim), v_pages.view(-1, v_pages.shape[3])
         for batch in batches:
             self._attend_batch(batch, q_scaled, k_rows, v_rows, kv_heads, out_thd, sinks_h, softcap)
         return out_thd
@@ -142,7 +145,7 @@ class TorchAttention:
         softcap: float,
     ) -> None:
         tiles, items = len(batch.query_ur), len(batch.tile_w)
-        heads, dim = q_thd.shape[1:]
+        (heads, dim), value_dim = q_thd.shape[1:], v_rows.shape[1]
         group = heads // kv_heads
         used = batch.queries * group
         rows = self._numerics.padded(used)
@@ -164,11 +167,11 @@ class TorchAttention:
         p_wrn = s_wrn.softmax(-1)
         # The largest weight of a block is exp(0) over the block's sum, so its inverse is that sum.
         weight_wkr /= p_wrn.amax(-1).view_as(weight_wkr)
-        o_wrd = q_thd.new_empty(items * kv_heads, rows, dim)
+        o_wrd = q_thd.new_empty(items * kv_heads, rows, value_dim)
         for part, slots in batch.chunks:
-            v_wnd = v_rows.index_select(0, slots).view(-1, BLOCK_TOKENS, dim).float()
+            v_wnd = v_rows.index_select(0, slots).view(-1, BLOCK_TOKENS, value_dim).float()
             self._numerics.bmm(p_wrn[part], v_wnd, o_wrd[part])
-        o_wkrd = o_wrd.view(items, kv_heads, rows, dim).mul_(weight_wkr.unsqueeze(-1))
+        o_wkrd = o_wrd.view(items, kv_heads, rows, value_dim).mul_(weight_wkr.unsqueeze(-1))
 
         out_ukrd, sums_ukr = o_wkrd[:tiles], weight_wkr[:tiles]
         begin = tiles
@@ -179,8 +182,8 @@ class TorchAttention:
         if sink_ukr is not None:
             sums_ukr += sink_ukr
         result = out_ukrd.div_(sums_ukr.unsqueeze(-1))[:, :, :used]
-        result = result.view(tiles, kv_heads, batch.queries, group, dim).transpose(1, 2)
-        result = result.reshape(tiles * batch.queries, heads, dim)
+        result = result.view(tiles, kv_heads, batch.queries, group, value_dim).transpose(1, 2)
+        result = result.reshape(tiles * batch.queries, heads, value_dim)
         out_thd.index_copy_(0, batch.out_queries, result.index_select(0, batch.out_rows).to(out_thd.dtype))
 
     def _split(self, plan: AttentionPlan, heads: int, kv_heads: int, dim: int, window: int) -> list[_Batch]:

@@ -20,7 +20,7 @@ from contracts.config import EngineConfig
 from contracts.errors import CheckpointError
 from contracts.model import ModelSpec
 from contracts.tensor_files import FLOATS
-from engine.numerics import Linear
+from engine.numerics import HeadLinear, Linear
 from engine.shard import WHOLE, Axis, Shard
 
 _ROOTS = {
@@ -140,6 +140,12 @@ class Weights:
     def made(self, weight_nk: Tensor, bias_n: Tensor | None = None, *, partial: bool = False) -> Linear:
         """A product with a weight that was taken before."""
         linear = Linear(weight_nk, bias_n, partial=partial)
+        self._files.linears.append(linear)
+        return linear
+
+    def by_head(self, weight_hkn: Tensor) -> HeadLinear:
+        """A product with a matrix [k, n] a head, of a weight that was taken before."""
+        linear = HeadLinear(weight_hkn)
         self._files.linears.append(linear)
         return linear
 

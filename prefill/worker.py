@@ -80,7 +80,7 @@ class PrefillWorker(PhaseWorker[Request]):
         self._page_tokens = seat.spec.page_tokens
         self._full = seat.full
         self._pages = seat.pools.allocators[self._full]
-        self.fits = Fits(seat.pools.max_positions, context)
+        self.fits = Fits(seat.max_positions, context)
         super().__init__(Desk(name, self.fits, clock), waiter)
         self._unconfirmed: dict[RoomId, Request] = {}
         """Requests that have left, until decode confirms that what was sent is right."""
@@ -230,8 +230,11 @@ class PrefillWorker(PhaseWorker[Request]):
             # Recurrent states are kept as they are at the last page boundary: a chunk ends there.
             boundary = request.last_boundary(self._page_tokens) if self._seat.stateful else 0
             end = boundary if request.launched < boundary else len(request.tokens)
-            count = min(budget, end - request.launched)
-            if request.phase is Phase.RUNNING and count:
+            end = min(end, request.launched + budget)
+            if request.phase is not Phase.RUNNING or request.claim is None or end == request.launched:
+                continue
+            count = self._seat.grow(request.claim, end) - request.launched
+            if count > 0:
                 budget -= count
                 request.planned += count
                 batch.append((request, self._row(request, count)))

@@ -43,6 +43,7 @@ class Schedule:
             "write_policy": rng.choice(["through", "through", "back"]),
             "prefetch_policy": rng.choice(["wait_complete", "best_effort", "timeout"]),
             "ranks": rng.random() < 0.2,
+            "stride": rng.choice([1 << 40, PAGE_TOKENS]),
         }
         self.world = World(pool_sets(PAGE_TOKENS)[self.name], seed, lazy=True, **self.settings)
         self.prompts = [[rng.randrange(2) for _ in range(PAGE_TOKENS * rng.randint(4, 7))] for _ in range(2)]
@@ -178,7 +179,9 @@ class Schedule:
         self.away.remove((visitor, saved))
         visitor.claim = claim
         world.seat.launch()
-        world.seat.slide(claim, visitor.done * PAGE_TOKENS)
+        for page in range(visitor.done + 1):
+            world.seat.grow(claim, page * PAGE_TOKENS)
+            world.seat.slide(claim, page * PAGE_TOKENS)
         into = self.extents(visitor)
         restored = restore(
             world.device, saved, world.pools, into, chunk_bytes=_CHUNK_BYTES, after=claim.started

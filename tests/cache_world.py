@@ -57,6 +57,7 @@ class World:
         fault_rate: float = 0.0,
         device_fault_rate: float = 0.0,
         ranks: bool = False,
+        stride: int = 1 << 40,
     ) -> None:
         self.spec, self.rng = spec, random.Random(seed)
         self.clock = ManualClock()
@@ -78,7 +79,7 @@ class World:
         )
         self.seat = Seat(
             self.pools, self.device, config, self.clock.now, host=self.host, storage=self.queue, fingerprint="model",
-            agree=self._agree if ranks else lambda key, value: value,
+            agree=self._agree if ranks else lambda key, value: value, stride=stride,
         )  # fmt: skip
         self.watch = Watch(self.seat, self.seen)
         self.sends: list[tuple[Completion, list[Pin], Claim, list[str]]] = []
@@ -189,7 +190,9 @@ class World:
         if claim is None or len(visitor.steps) > 1 or begin == len(visitor.prefix):
             return False
         self.seat.launch()
-        end = min(len(visitor.prefix), begin + pages)
+        end = self.grow(visitor, min(len(visitor.prefix), begin + pages))
+        if end == begin:
+            return False
         slots = {pool: list(slot.indices) for pool, slot in claim.slots.items()}
         reads = {pool: self.attended(claim, pool, begin) for pool in claim.tables} | slots
         writes = {pool: claim.tables[pool][begin:end] for pool in claim.tables} | slots
@@ -213,6 +216,18 @@ class World:
             step.copied = self._snapshot(claim, end)
         self.changes += 1
         return True
+
+    def grow(self, visitor: Visitor, end: int) -> int:
+        """Windows get their pages up to page `end`; returns how far they go."""
+        claim, size = visitor.claim, self.spec.page_tokens
+        assert claim is not None
+        there = self.seat.grow(claim, end * size) // size
+        if there < end and not visitor.steps:
+            self.seat.slide(claim, visitor.done * size)
+            there = self.seat.grow(claim, end * size) // size
+        self.seen["a window waited for its pages"] += there < end
+        self.seen["a window used its pages again"] += bool(claim.spare)
+        return there
 
     def _snapshot(self, claim: Claim, pages: int) -> list[Completion]:
         before = self.seat.counters["pages_evicted"]

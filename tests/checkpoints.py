@@ -107,7 +107,7 @@ def make_checkpoint(
     (folder / "generation_config.json").write_text(json.dumps(generation))
     if old_spelling:
         _respell(folder / "config.json")
-    _write_tokenizer(folder, vocab, chat)
+    write_tokenizer(folder, vocab, chat)
     return folder
 
 
@@ -129,7 +129,7 @@ def _respell(path: Path) -> None:
     path.write_text(json.dumps(config))
 
 
-def _write_tokenizer(folder: Path, vocab: int, chat: bool) -> None:
+def write_tokenizer(folder: Path, vocab: int, chat: bool) -> None:
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()

@@ -47,8 +47,11 @@ class HeadAttention:
         bias: bool = False,
         out_bias: bool = False,
         qk_norm_eps: float | None = None,
+        window: int = 0,
+        sinks: bool = False,
     ) -> None:
-        """`qk_norm_eps`: queries and keys are normed by head before rope, with this epsilon."""
+        """`qk_norm_eps`: queries and keys are normed by head before rope, with this epsilon. `window`: positions that
+        a query sees; 0: all. `sinks`: each head has a learned score of nothing (arXiv 2309.17453)."""
         shard = weights.shard
         self._place, self._rope, self._dim = place, rope, head_dim
         self._heads, self._kv = len(shard.heads(heads)), len(shard.heads(kv_heads, "key-value heads"))
@@ -56,6 +59,8 @@ class HeadAttention:
         self._qkv = weights.linear({"q_proj": q, "k_proj": kv, "v_proj": kv}, hidden, bias=bias)
         self._out = weights.linear({"o_proj": hidden}, q, bias=out_bias)
         self._scale = head_dim**-0.5
+        self._window = window
+        self._sinks_h = weights.tensor("sinks", shard.axis(heads), dtype=torch.float32) if sinks else None
         self._eps = qk_norm_eps
         if qk_norm_eps is not None:
             q_norm, k_norm = weights.tensor("q_norm.weight", head_dim), weights.tensor("k_norm.weight", head_dim)
@@ -72,5 +77,13 @@ class HeadAttention:
         q, k = torch.split(rotate(qk, *ctx.rope(self._rope)), [self._heads, self._kv], dim=1)
         store(buffers["k"], k[: ctx.count], plan)
         store(buffers["v"], v[: ctx.count], plan)
-        out = ctx.attention.attend(q[: ctx.count], buffers["k"], buffers["v"], plan, self._scale)
+        out = ctx.attention.attend(
+            q[: ctx.count],
+            buffers["k"],
+            buffers["v"],
+            plan,
+            self._scale,
+            window=self._window,
+            sinks_h=self._sinks_h,
+        )
         return ctx.linear(ctx.padded(out.reshape(ctx.count, -1)), self._out)

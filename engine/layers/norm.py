@@ -11,10 +11,32 @@ _GELU_CUBIC = 0.044715
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """Root-mean-square norm over the last axis, in float32, rounded before the weight as transformers does."""
+    """Root-mean-square norm over the last axis, in float32.
+
+    Rounded to the dtype of `x` before a weight of that dtype, as Llama has it, and after one of float32, as Gemma and
+    gpt-oss have it.
+    """
     y = x.float()
     variance = y.square().mean(-1, keepdim=True)
-    return (y * variance.add_(eps).rsqrt_()).to(x.dtype).mul_(weight)
+    y = y * variance.add_(eps).rsqrt_()
+    return y.to(x.dtype).mul_(weight) if weight.dtype == x.dtype else y.mul_(weight).to(x.dtype)
+
+
+def rms_norm_late(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """The same with a float32 weight, rounded once, after it: what Gemma, Qwen3-Next and Nemotron-H compute."""
+    y = x.float()
+    variance = y.square().mean(-1, keepdim=True)
+    return (y * variance.add_(eps).rsqrt_()).mul_(weight).to(x.dtype)
+
+
+def sigmoid(x: Tensor) -> Tensor:
+    """1 / (1 + exp(-x)) in float32, exact by element as `silu` is."""
+    return torch.exp(-x).add_(1.0).reciprocal_()
+
+
+def softplus(x: Tensor) -> Tensor:
+    """log(1 + exp(x)) in float32 without overflow, exact by element as `silu` is."""
+    return x.clamp_min(0.0).add_(x.abs().neg_().exp_().log1p_())
 
 
 def silu(x: Tensor) -> Tensor:

@@ -28,6 +28,8 @@ class StateOptions:
     """What keys, values and latents are kept in."""
     page_tokens: int
     shard: Shard = WHOLE
+    index_float8: bool = False
+    """Index keys as float8 with a scale a token, not as the model computes them."""
 
 
 class Model(ABC):
@@ -57,12 +59,16 @@ class Model(ABC):
         """All of the model. Raises `CheckpointError` for a tensor that is missing or misshapen."""
         embed = weights.tensor("model.embed_tokens.weight", self.spec.vocab_size, self.hidden)
         layers = [self.layer(i, weights.scope(f"model.layers.{i}.")) for i in range(self.layers)]
-        norm_h = weights.tensor("model.norm.weight", self.hidden)
+        norm_h = self.norm_weight(weights, "model.norm.weight", self.hidden)
         if self.tied:
             head = weights.made(embed)
         else:
             head = weights.linear({"lm_head": self.spec.vocab_size}, self.hidden)
         return Decoder(embed, layers, lambda x: self.norm(x, norm_h), head)
+
+    def norm_weight(self, weights: Weights, name: str, size: int) -> Tensor:
+        """A norm's weight as `rms_norm` takes it."""
+        return weights.tensor(name, size)
 
     def norm(self, x: Tensor, weight_h: Tensor) -> Tensor:
         return rms_norm(x, weight_h, self.eps)

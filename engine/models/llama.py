@@ -5,7 +5,7 @@ from __future__ import annotations
 from cache.registry import PoolSpec
 from contracts.model import ModelSpec
 from contracts.rope import read_rope
-from engine.decoder import Layer, PreNormLayer
+from engine.decoder import Layer, PreNormLayer, Sublayer
 from engine.layers.attention import HeadAttention, kv_buffers
 from engine.layers.mlp import GatedMlp
 from engine.models.base import FULL_POOL, Model, StateOptions
@@ -80,7 +80,7 @@ class Llama(Model):
             qk_norm_eps=self.eps if self.qk_norm else None,
         )
 
-    def mlp(self, number: int, weights: Weights) -> GatedMlp:
+    def mlp(self, number: int, weights: Weights) -> Sublayer:
         return GatedMlp(weights, self.hidden, self.inner, bias=self.mlp_bias)
 
     def rope_table(self, weights: Weights) -> RopeTable:

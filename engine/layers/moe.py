@@ -1,0 +1,217 @@
+"""A mixture of experts: each token goes to a few of many feed-forward layers.
+
+The tokens of a step are sorted by expert, each expert computes its own in one product, and each token adds up what its
+experts answered. So a decode step reads the weights of the chosen experts only, and a long prefill is one large
+product an expert.
+
+A row stays exact: an expert's rows are padded to the numerics' quantum like any batch (the products of all experts of
+a model have one shape, which the probe has tried), and a row's answers are weighted and added in float32 in the order
+of its experts' numbers. Neither hangs on what else is in the batch. Padding rows of the step are sent nowhere.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from engine.decoder import Sublayer
+from engine.layers.norm import gelu_tanh, silu
+from engine.layers.router import Router, Routes, sigmoid
+from engine.numerics import Linear, Numerics
+from engine.shard import Axis
+from engine.step_context import StepContext
+from engine.weights import Weights
+
+Activation = Callable[[Tensor], Tensor]
+"""From an expert's first product [S, width] to what its second takes, [S, inner], in the same dtype."""
+
+
+def gated_silu(gate_up: Tensor) -> Tensor:
+    """silu(gate) * up, of a product that holds gate, then up."""
+    gate, up = gate_up.chunk(2, dim=-1)
+    return silu(gate.float()).to(gate.dtype).mul_(up)
+
+
+def gated_gelu(gate_up: Tensor) -> Tensor:
+    """gelu(gate) * up, by its hyperbolic-tangent approximation."""
+    gate, up = gate_up.chunk(2, dim=-1)
+    return gelu_tanh(gate.float()).to(gate.dtype).mul_(up)
+
+
+def clamped_swiglu(limit: float, alpha: float) -> Activation:
+    """gpt-oss's: (up + 1) * gate * sigmoid(alpha * gate), both clamped; of a product that holds gate, then up."""
+
+    def activation(gate_up: Tensor) -> Tensor:
+        gate, up = gate_up.float().chunk(2, dim=-1)
+        gate, up = gate.clamp(max=limit), up.clamp(-limit, limit)
+        return (gate * sigmoid(gate * alpha)).mul_(up + 1.0).to(gate_up.dtype)
+
+    return activation
+
+
+def relu_squared(up: Tensor) -> Tensor:
+    """relu(up)², of experts without a gate."""
+    return up.relu().square_()
+
+
+@dataclass(frozen=True, slots=True)
+class Expert:
+    """One expert's weights, as one rank holds them."""
+
+    up_nh: Tensor
+    """[width, hidden]: the first product; of gated experts all of gate, then all of up."""
+    down_hi: Tensor
+    """[hidden, inner]"""
+    up_bias_n: Tensor | None = None
+    down_bias_h: Tensor | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Sizes:
+    """The experts of one layer. `inner` is one expert's, over all ranks."""
+
+    experts: int
+    hidden: int
+    inner: int
+
+
+Reader = Callable[[Weights, int, Sizes, Axis], Expert]
+"""Reads expert `number` below ``experts.``; the axis is that of the inner units, as divided among ranks."""
+
+
+def plain_expert(weights: Weights, number: int, sizes: Sizes, units: Axis) -> Expert:
+    """An expert with a gate: one by one as published, or fused as [experts, 2 * inner, hidden]."""
+    if not weights.has("gate_up_proj"):
+        mine = weights.scope(f"{number}.")
+        gate_up = [mine.tensor(f"{name}.weight", units, sizes.hidden) for name in ("gate_proj", "up_proj")]
+        return Expert(torch.cat(gate_up), mine.tensor("down_proj.weight", sizes.hidden, units))
+    one = Axis(sizes.experts, number, 1)
+    gate_up = [weights.tensor("gate_up_proj", one, part, sizes.hidden)[0] for part in _halves(units)]
+    return Expert(torch.cat(gate_up), weights.tensor("down_proj", one, sizes.hidden, units)[0])
+
+
+def ungated_expert(weights: Weights, number: int, sizes: Sizes, units: Axis) -> Expert:
+    """An expert without a gate: one by one, or fused as [experts, inner, hidden]."""
+    if not weights.has("up_proj"):
+        mine = weights.scope(f"{number}.")
+        return Expert(
+            mine.tensor("up_proj.weight", units, sizes.hidden), mine.tensor("down_proj.weight", sizes.hidden, units)
+        )
+    one = Axis(sizes.experts, number, 1)
+    return Expert(
+        weights.tensor("up_proj", one, units, sizes.hidden)[0],
+        weights.tensor("down_proj", one, sizes.hidden, units)[0],
+    )
+
+
+def interleaved_expert(weights: Weights, number: int, sizes: Sizes, units: Axis) -> Expert:
+    """gpt-oss's: fused, transposed, gate and up taking turns, with biases."""
+    one, both = Axis(sizes.experts, number, 1), Axis(2 * units.whole, 2 * units.first, 2 * units.count)
+    up_nh = weights.tensor("gate_up_proj", one, sizes.hidden, both)[0].T
+    bias_n = weights.tensor("gate_up_proj_bias", one, both)[0]
+    down_hi = weights.tensor("down_proj", one, units, sizes.hidden)[0].T.contiguous()
+    down_bias_h = weights.tensor("down_proj_bias", one, sizes.hidden)[0]
+    return Expert(
+        torch.cat((up_nh[::2], up_nh[1::2])),
+        down_hi,
+        torch.cat((bias_n[::2], bias_n[1::2])),
+        # Each rank has a part of the sum; the bias is added once, by the first.
+        torch.zeros_like(down_bias_h) if weights.shard.rank and units.divided else down_bias_h,
+    )
+
+
+def _halves(units: Axis) -> tuple[Axis, Axis]:
+    """A rank's part of gate and of up where both lie on one axis."""
+    whole = 2 * units.whole
+    return Axis(whole, units.first, units.count), Axis(whole, units.whole + units.first, units.count)
+
+
+class MixtureOfExperts:
+    """sum over a token's experts of weight * expert(x), and a shared expert for all where there is one."""
+
+    def __init__(
+        self,
+        weights: Weights,
+        router: Router,
+        sizes: Sizes,
+        *,
+        read: Reader = plain_expert,
+        activation: Activation = gated_silu,
+        shared: Sublayer | None = None,
+    ) -> None:
+        """Experts are read below ``experts.``, their inner units divided among ranks; `shared` is added as it is."""
+        self._router, self._shared = router, shared
+        units = weights.shard.axis(sizes.inner, what="inner units of an expert")
+        self._divided = units.divided
+        below = weights.scope("experts.")
+        experts = [read(below, number, sizes, units) for number in range(sizes.experts)]
+        self._experts = TorchExperts(
+            [weights.made(expert.up_nh, expert.up_bias_n) for expert in experts],
+            [weights.made(expert.down_hi, expert.down_bias_h) for expert in experts],
+            activation,
+        )
+
+    def __call__(self, h_mh: Tensor, ctx: StepContext, routed_by: Tensor | None = None) -> Tensor:
+        """`routed_by`: what the router reads, if not what the experts are given."""
+        routes = self._router(h_mh if routed_by is None else routed_by, ctx)
+        real = Routes(routes.experts_mk[: ctx.count], routes.weights_mk[: ctx.count])
+        sum_th = self._experts(h_mh[: ctx.count], real, ctx.numerics)
+        if self._divided:
+            sum_th = ctx.sum(sum_th)
+        out_mh = ctx.padded(sum_th.to(h_mh.dtype))
+        return out_mh if self._shared is None else out_mh.add_(self._shared(h_mh, ctx))
+
+
+class GatedShared:
+    """A shared expert behind a gate of its own: sigmoid(gate(x)) * expert(x) (Qwen's)."""
+
+    def __init__(self, weights: Weights, hidden: int, expert: Sublayer, name: str = "shared_expert_gate") -> None:
+        self._gate = weights.linear({name: 1}, hidden)
+        self._expert = expert
+
+    def __call__(self, h_mh: Tensor, ctx: StepContext) -> Tensor:
+        gate_m1 = sigmoid(ctx.linear(h_mh, self._gate).float()).to(h_mh.dtype)
+        return self._expert(h_mh, ctx).mul_(gate_m1)
+
+
+class TorchExperts:
+    """The experts' part in torch operations: one product an expert."""
+
+    def __init__(self, ups: Sequence[Linear], downs: Sequence[Linear], activation: Activation) -> None:
+        self._ups, self._downs, self._activation = ups, downs, activation
+
+    def __call__(self, h_th: Tensor, routes: Routes, numerics: Numerics) -> Tensor:
+        """Each row's weighted sum, [T, hidden] float32."""
+        top_k = routes.experts_mk.shape[1]
+        experts_tk, turn = routes.experts_mk.sort(-1)
+        weights_tk = routes.weights_mk.gather(1, turn)
+        order_s = experts_tk.flatten().argsort(stable=True)
+        counts = torch.bincount(experts_tk.flatten(), minlength=len(self._ups)).tolist()
+        chosen = [expert for expert, count in enumerate(counts) if count]
+        sizes = [numerics.padded(counts[expert]) for expert in chosen]
+
+        # Where each of the sorted pairs lies once every expert's rows are padded.
+        place_s = torch.arange(len(order_s), device=h_th.device)
+        behind = lacking = 0
+        for expert, size in zip(chosen, sizes, strict=True):
+            place_s[behind : behind + counts[expert]] += lacking
+            behind += counts[expert]
+            lacking += size - counts[expert]
+        token_s = order_s.new_zeros(behind + lacking).index_copy_(0, place_s, order_s // top_k)
+        place_tk = torch.empty_like(order_s).index_copy_(0, order_s, place_s).view(-1, top_k)
+
+        up_sn = self._products(self._ups, h_th.index_select(0, token_s), chosen, sizes, numerics)
+        down_sh = self._products(self._downs, self._activation(up_sn), chosen, sizes, numerics)
+        sum_th = torch.zeros(h_th.shape, device=h_th.device)
+        for place_t, weight_t in zip(place_tk.unbind(1), weights_tk.unbind(1), strict=True):
+            sum_th += down_sh.index_select(0, place_t).float().mul_(weight_t.unsqueeze(1))
+        return sum_th
+
+    def _products(
+        self, linears: Sequence[Linear], x_sk: Tensor, chosen: Sequence[int], sizes: list[int], numerics: Numerics
+    ) -> Tensor:
+        parts = zip(chosen, torch.split(x_sk, sizes), strict=True)
+        return torch.cat([numerics.linear(part, linears[expert]) for expert, part in parts])

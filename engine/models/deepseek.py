@@ -1,0 +1,178 @@
+"""DeepSeek-V3, DeepSeek-V3.2 and GLM-5: latent attention, in the latter two of what an indexer selects.
+
+A layer that predicts further tokens (``num_nextn_predict_layers``: tensors of layers past the last) is left unused.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import cast
+
+from cache.registry import PoolSpec
+from contracts.model import ModelSpec
+from contracts.rope import read_rope
+from engine.decoder import Layer, PreNormLayer, Sublayer
+from engine.layers.indexer import Indexer, IndexShape, index_buffers, shared_selection
+from engine.layers.latent import LatentMixer, LatentShape, Selector, latent_buffer
+from engine.layers.mlp import GatedMlp
+from engine.layers.moe import MixtureOfExperts, Sizes
+from engine.layers.router import SigmoidRouter
+from engine.models.base import FULL_POOL, Model, StateOptions
+from engine.rope import RopeTable
+from engine.step_context import Place
+from engine.weights import Weights
+
+
+class DeepseekV3(Model):
+    """``DeepseekV3ForCausalLM``"""
+
+    def __init__(self, spec: ModelSpec) -> None:
+        super().__init__(spec)
+        config = spec.config
+        self.inner = config.size("intermediate_size")
+        self.rope = read_rope(config)
+        self.latent = LatentShape(
+            hidden=self.hidden,
+            heads=config.size("num_attention_heads"),
+            q_rank=config.size("q_lora_rank") if "q_lora_rank" in config else None,
+            rank=config.size("kv_lora_rank"),
+            plain_dim=config.size("qk_nope_head_dim"),
+            rope_dim=config.size("qk_rope_head_dim"),
+            value_dim=config.size("v_head_dim"),
+            scale=self.scale(),
+            interleaved=config.flag("rope_interleave", True),
+            bias=config.flag("attention_bias"),
+        )
+        if self.latent.rope_dim % 2:
+            raise config.refuse(f"qk_rope_head_dim {self.latent.rope_dim} must be even for rotary embeddings")
+        config.text("hidden_act", "silu", choices=("silu",))
+        config.text("scoring_func", "sigmoid", choices=("sigmoid",))
+        config.text("topk_method", "noaux_tc", choices=("noaux_tc",))
+        if config.size("moe_layer_freq", 1) != 1:
+            raise config.refuse("moe_layer_freq other than 1 is not supported")
+        dense = min(config.count("first_k_dense_replace", 3), self.layers)
+        by_number = ["dense"] * dense + ["sparse"] * (self.layers - dense)
+        self.mlp_kinds = config.words("mlp_layer_types", self.layers, ("dense", "sparse"), by_number)
+        if "sparse" in self.mlp_kinds:
+            self.experts = Sizes(config.size("n_routed_experts"), self.hidden, config.size("moe_intermediate_size"))
+            self.top_k = config.size("num_experts_per_tok")
+            if self.top_k > self.experts.experts:
+                raise config.refuse(f"num_experts_per_tok {self.top_k} is more than the {self.experts.experts} experts")
+
+    def scale(self) -> float:
+        """Of the scores: yarn squeezes them once more than its factor on cos and sin says."""
+        config = self.config
+        scale = float((config.size("qk_nope_head_dim") + config.size("qk_rope_head_dim")) ** -0.5)
+        whole = float(cast(float, self.rope.parameters.get("mscale_all_dim", 0)))
+        factor = float(cast(float, self.rope.parameters.get("factor", 1)))
+        if self.rope.kind != "default" and whole and factor > 1:
+            scale *= (0.1 * whole * math.log(factor) + 1.0) ** 2
+        return scale
+
+    def pools(self, options: StateOptions) -> tuple[PoolSpec, ...]:
+        return (PoolSpec(FULL_POOL, (latent_buffer(self.layers, self.latent, options.dtype),)),)
+
+    def layer(self, number: int, weights: Weights) -> Layer:
+        return PreNormLayer(
+            weights.tensor("input_layernorm.weight", self.hidden),
+            self.attention(number, weights.scope("self_attn.")),
+            weights.tensor("post_attention_layernorm.weight", self.hidden),
+            self.mlp(number, weights.scope("mlp.")),
+            self.eps,
+        )
+
+    def attention(self, number: int, weights: Weights) -> LatentMixer:
+        selector = self.selector(number, weights.scope("indexer."))
+        return LatentMixer(weights, Place(FULL_POOL, number), self.rope_table(weights), self.latent, selector)
+
+    def selector(self, number: int, weights: Weights) -> Selector | None:
+        """What chooses the positions that a layer reads; None: it reads all."""
+        return None
+
+    def mlp(self, number: int, weights: Weights) -> Sublayer:
+        if self.mlp_kinds[number] == "dense":
+            return GatedMlp(weights, self.hidden, self.inner)
+        config = self.config
+        router = SigmoidRouter(
+            weights,
+            self.hidden,
+            self.experts.experts,
+            self.top_k,
+            groups=config.size("n_group", 1),
+            top_groups=config.size("topk_group", 1),
+            normalise=config.flag("norm_topk_prob", True),
+            scale=config.number("routed_scaling_factor", 1.0),
+        )
+        shared = None
+        if count := config.count("n_shared_experts", 0):
+            shared = GatedMlp(weights.scope("shared_experts."), self.hidden, count * self.experts.inner)
+        return MixtureOfExperts(weights, router, self.experts, shared=shared)
+
+    def rope_table(self, weights: Weights) -> RopeTable:
+        """One table for all layers."""
+        make = lambda: RopeTable(self.rope, self.latent.rope_dim, weights.dtype, weights.device)  # noqa: E731
+        return weights.once("rope", make)
+
+
+class DeepseekV32(DeepseekV3):
+    """``DeepseekV32ForCausalLM``: each layer reads what its indexer selects."""
+
+    index_interleaved = False
+
+    def __init__(self, spec: ModelSpec) -> None:
+        super().__init__(spec)
+        config = spec.config
+        if self.latent.q_rank is None:
+            raise config.refuse("q_lora_rank is missing: the indexer reads compressed queries")
+        self.index = IndexShape(
+            hidden=self.hidden,
+            q_rank=self.latent.q_rank,
+            heads=config.size("index_n_heads"),
+            dim=config.size("index_head_dim"),
+            rope_dim=self.latent.rope_dim,
+            top_k=config.size("index_topk"),
+            interleaved=self.index_interleaved,
+        )
+        if self.index.dim < self.index.rope_dim:
+            raise config.refuse(f"index_head_dim {self.index.dim} is less than qk_rope_head_dim {self.index.rope_dim}")
+        self.chooses = self.indexers()
+        if not self.chooses[0]:
+            raise config.refuse("the first layer shares a selection, but there is none before it")
+
+    def indexers(self) -> list[bool]:
+        """Whether each layer has an indexer; the others read what the last one before them selected."""
+        return [True] * self.layers
+
+    def pools(self, options: StateOptions) -> tuple[PoolSpec, ...]:
+        index = index_buffers(
+            sum(self.chooses), self.index, options.dtype, options.page_tokens, float8=options.index_float8
+        )
+        return (PoolSpec(FULL_POOL, (latent_buffer(self.layers, self.latent, options.dtype), *index)),)
+
+    def selector(self, number: int, weights: Weights) -> Selector:
+        if not self.chooses[number]:
+            return shared_selection
+        place = Place(FULL_POOL, sum(self.chooses[:number]))
+        return Indexer(weights, place, self.rope_table(weights), self.index)
+
+
+class GlmMoeDsa(DeepseekV32):
+    """``GlmMoeDsaForCausalLM`` (GLM-5): some layers share the selection of the last one that has an indexer."""
+
+    index_interleaved = True
+
+    def indexers(self) -> list[bool]:
+        config = self.config
+        spelled = config.values.get("index_topk_pattern")
+        if "indexer_types" in config:
+            kinds = config.words("indexer_types", self.layers, ("full", "shared"))
+        elif isinstance(spelled, str):
+            kinds = [{"F": "full", "S": "shared"}.get(letter, letter) for letter in spelled]
+        elif spelled is not None:
+            kinds = config.words("index_topk_pattern", self.layers, ("full", "shared"))
+        else:
+            every, offset = max(config.count("index_topk_freq", 1), 1), config.count("index_skip_topk_offset", 2)
+            kinds = ["full" if max(i - offset + 1, 0) % every == 0 else "shared" for i in range(self.layers)]
+        if len(kinds) != self.layers or not {"full", "shared"}.issuperset(kinds):
+            raise config.refuse(f"index_topk_pattern must be {self.layers} letters F or S, got {spelled!r}")
+        return [kind == "full" for kind in kinds]

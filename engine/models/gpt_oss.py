@@ -1,0 +1,67 @@
+"""gpt-oss: every other layer sees a window, all have attention sinks and biases, and experts with a clamped gate."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from contracts.model import ModelSpec
+from contracts.rope import read_rope
+from engine.decoder import Layer, PreNormLayer
+from engine.layers.attention import HeadAttention
+from engine.layers.moe import MixtureOfExperts, Sizes, clamped_swiglu, interleaved_expert
+from engine.layers.router import ChosenSoftmaxRouter
+from engine.models.windows import LayerKind, WindowModel
+from engine.weights import Weights
+
+
+class GptOss(WindowModel):
+    """``GptOssForCausalLM``"""
+
+    def __init__(self, spec: ModelSpec) -> None:
+        super().__init__(spec, pattern=2)
+        config = spec.config
+        self.bias = config.flag("attention_bias", default=True)
+        self.sizes = Sizes(config.size("num_local_experts"), self.hidden, config.size("intermediate_size"))
+        self.top_k = config.size("num_experts_per_tok", 4)
+        self.activation = clamped_swiglu(config.number("swiglu_limit", 7.0), config.number("swiglu_alpha", 1.702))
+        if self.top_k > self.sizes.experts:
+            raise config.refuse(f"num_experts_per_tok {self.top_k} is more than the {self.sizes.experts} experts")
+
+    def kind(self, name: str) -> LayerKind:
+        config = self.config
+        rope = read_rope(config, default_theta=150_000.0)
+        kv_heads, head_dim = config.size("num_key_value_heads", 8), config.size("head_dim", 64)
+        return LayerKind(name, self.window_of(name), kv_heads, head_dim, rope)
+
+    def norm_weight(self, weights: Weights, name: str, size: int) -> Tensor:
+        return weights.tensor(name, size, dtype=torch.float32)
+
+    def layer(self, number: int, weights: Weights) -> Layer:
+        return PreNormLayer(
+            self.norm_weight(weights, "input_layernorm.weight", self.hidden),
+            self.attention(number, weights.scope("self_attn.")),
+            self.norm_weight(weights, "post_attention_layernorm.weight", self.hidden),
+            self.experts(weights.scope("mlp.")),
+            self.eps,
+        )
+
+    def attention(self, number: int, weights: Weights) -> HeadAttention:
+        kind = self.kinds[self.names[number]]
+        return HeadAttention(
+            weights,
+            self.place(number),
+            kind.rope_table(weights),
+            hidden=self.hidden,
+            heads=self.heads,
+            kv_heads=kind.kv_heads,
+            head_dim=kind.head_dim,
+            bias=self.bias,
+            out_bias=self.bias,
+            window=kind.window,
+            sinks=True,
+        )
+
+    def experts(self, weights: Weights) -> MixtureOfExperts:
+        router = ChosenSoftmaxRouter(weights, self.hidden, self.sizes.experts, self.top_k)
+        return MixtureOfExperts(weights, router, self.sizes, read=interleaved_expert, activation=self.activation)
