@@ -69,7 +69,9 @@ class Prepared:
         return [(WorkerName(f"{role}-{i}"), role) for role, count in counts for i in range(count)]
 
     def pool_bytes(self, role: Role) -> int:
-        return self.device_tokens[role] * token_bytes(self.pool_set)
+        """Of one worker, all its ranks together."""
+        size = self.config.tp_for(role)
+        return self.device_tokens[role] * sum(token_bytes(self.pool_set.shard(rank, size)) for rank in range(size))
 
 
 def prepare(options: ServeOptions, free_bytes: int | None = None) -> Prepared:
@@ -86,10 +88,12 @@ def prepare(options: ServeOptions, free_bytes: int | None = None) -> Prepared:
     _check_config(config, options)
     spec = read_model_spec(model_folder(options.model))
     pool_set = pool_set_of(spec, config)
+    check_ranks(config, spec)
     workers = options.prefill + options.decode
+    processes = options.prefill * config.prefill.tp + options.decode * config.decode.tp
     free = free_bytes if free_bytes is not None else _free_bytes()
     tokens = {role: device_tokens(config, spec, pool_set, role, free // workers) for role in Role}
-    threads = config.engine.threads or max(1, _cores() // workers)
+    threads = config.engine.threads or max(1, _cores() // processes)
     prepared = Prepared(options, config, spec, pool_set, free_port(options.host, options.port), threads, tokens)
     if options.ray_address is None:
         _check_memory(prepared, free)
@@ -109,6 +113,40 @@ def pool_set_of(spec: ModelSpec, config: Config) -> PoolSetSpec:
 
     page_tokens = config.cache_for(Role.PREFILL).page_tokens
     return model_for(spec).pool_set(StateOptions(dtype_for(spec, config.engine), page_tokens))
+
+
+def check_ranks(config: Config, spec: ModelSpec) -> None:
+    """Whether the model can be divided as the configuration says. Raises `ConfigError` naming what would work."""
+    for role in Role:
+        size = config.tp_for(role)
+        if size == 1:
+            continue
+        if config.transfer.plane == "local":
+            raise ConfigError(f"{role}.tp={size} needs a process for each rank: use transfer.plane=shm or zmq")
+        reason = _divides(config, spec, size)
+        if reason:
+            good = [str(n) for n in range(1, 17) if not _divides(config, spec, n)]
+            raise ConfigError(f"{role}.tp={size}: {reason}; {role}.tp can be {', '.join(good)}")
+
+
+def _divides(config: Config, spec: ModelSpec, size: int) -> str:
+    """Why the model can't be divided among so many ranks; empty where it can."""
+    from engine import StateOptions, dtype_for, model_for
+    from engine.shard import Shard
+    from engine.weights import Weights
+
+    model = model_for(spec)
+    dtype = dtype_for(spec, config.engine)
+    try:
+        for rank in (0, size - 1):
+            shard = Shard(rank, size)
+            mine = model.pool_set(StateOptions(dtype, config.cache_for(Role.PREFILL).page_tokens, shard=shard))
+            if mine != mine.whole.shard(rank, size):
+                return "its state is not divided like its heads"
+            model.build(Weights.dry(spec, dtype, shard))
+    except ConfigError as error:
+        return str(error)
+    return ""
 
 
 def token_bytes(pool_set: PoolSetSpec) -> int:
@@ -190,7 +228,8 @@ def _check_config(config: Config, options: ServeOptions) -> None:
 def _check_memory(prepared: Prepared, free_bytes: int) -> None:
     weights = weight_bytes(prepared.spec.folder)
     hosts = sum(prepared.config.cache_for(role).host_bytes for _, role in prepared.workers)
-    need = hosts + sum(weights + WORKER_BYTES + prepared.pool_bytes(role) for _, role in prepared.workers)
+    sizes = {role: prepared.config.tp_for(role) for role in Role}
+    need = hosts + sum(weights + sizes[role] * WORKER_BYTES + prepared.pool_bytes(role) for _, role in prepared.workers)
     if need > free_bytes:
         count = len(prepared.workers)
         raise MemoryShort(
