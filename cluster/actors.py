@@ -11,7 +11,8 @@ import dataclasses
 import logging
 import os
 import secrets
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -59,7 +60,10 @@ class _Running:
     run: Any
     where: Any
     pid: tuple[int, int, str] | None = None
-    followers: tuple[Any, ...] = ()
+    followers: Mapping[Any, Any] = field(default_factory=dict)
+    """Actors of the other ranks by the end of their run."""
+    why: str = ""
+    """Why it was ended from here."""
     group: Any = None
     """The placement group of a worker of several ranks."""
 
@@ -79,9 +83,8 @@ class RayLauncher:
             group = placement_group([{RESOURCES[plan.role]: 1} for _ in range(size)], strategy="STRICT_PACK")
             plan = dataclasses.replace(plan, meeting=secrets.token_hex(32))
         leader, *followers = [self._actor(dataclasses.replace(plan, rank=rank), group) for rank in range(size)]
-        for follower in followers:
-            follower.run.remote()
-        running = _Running(plan, leader, leader.run.remote(), leader.where.remote(), None, tuple(followers), group)
+        runs = {follower.run.remote(): follower for follower in followers}
+        running = _Running(plan, leader, leader.run.remote(), leader.where.remote(), followers=runs, group=group)
         self._running[running.run] = running
 
     def _actor(self, plan: WorkerPlan, group: Any) -> Any:
@@ -107,6 +110,7 @@ class RayLauncher:
 
     def ended(self, timeout_s: float) -> list[Ended]:
         waiting = [*self._running, *(r.where for r in self._running.values() if r.pid is None)]
+        waiting += [run for r in self._running.values() if not r.why for run in r.followers]
         if not waiting:
             return []
         done, _ = ray.wait(waiting, num_returns=1, timeout=timeout_s, fetch_local=False)
@@ -119,9 +123,20 @@ class RayLauncher:
                 running = self._running.pop(ref)
                 _dismiss(running)
                 out.append(Ended(running.plan.name, running.plan.incarnation, _reason(running, ref)))
-            else:
+            elif not self._lost_rank(ref):
                 self._note_pid(ref)
         return out
+
+    def _lost_rank(self, ref: Any) -> bool:
+        """Whether a follower's run has ended. Its leader notices by itself, but for one that still waits for it."""
+        for running in self._running.values():
+            if ref in running.followers:
+                rank = list(running.followers).index(ref) + 1
+                name = running.plan.name
+                running.why = f"rank {rank} has ended, see {running.plan.logs / name}.rank{rank}.log"
+                self._kill(running)
+                return True
+        return False
 
     def _note_pid(self, ref: Any) -> None:
         for running in self._running.values():
@@ -148,7 +163,7 @@ class RayLauncher:
 
 def _dismiss(running: _Running) -> None:
     """End the other ranks, which end by themselves unless they are stuck, and give their places back. Idempotent."""
-    for follower in running.followers:
+    for follower in running.followers.values():
         ray.kill(follower, no_restart=True)
     if running.group is not None:
         remove_placement_group(running.group)
@@ -159,6 +174,8 @@ def _reason(running: _Running, ref: Any) -> str:
     """Why a process ended: its own words, else what Ray knows, else that somebody killed it."""
     plan = running.plan
     words = exit_file(plan.logs, plan.name, plan.incarnation)
+    if running.why and not words.exists():
+        return running.why
     if words.exists():
         text = words.read_text()
         words.unlink(missing_ok=True)
