@@ -17,6 +17,7 @@ from cache.ranked import RankedPools, RankState
 from cache.registry import BufferSpec, Index, PoolSetLayout, PoolSetSpec
 from contracts.orders import Arrival, Check, Copy, Digest, Order, Zero, decode, encode
 from tests.poolsets import pool_sets
+from transfer.plane import RankPlane
 from transfer.ranked import RankLinks
 
 
@@ -45,11 +46,13 @@ def _split(buffer: BufferSpec) -> list[BufferSpec]:
 
 @dataclass
 class DirectFollowers:
-    """Followers that obey as they are told. `lazy` ones obey when somebody waits, or when told to `catch_up`."""
+    """Followers that obey as they are told."""
 
     states: Sequence[RankState]
     links: Sequence[RankLinks] = ()
-    told: list[Order] = field(default_factory=list)
+    slow: type[Any] | None = None
+    """Orders of this type are carried out by `catch_up`."""
+    late: list[tuple[Order, Answered]] = field(default_factory=list)
 
     @property
     def size(self) -> int:
@@ -60,10 +63,25 @@ class DirectFollowers:
 
     def ask(self, order: Order) -> Answered:
         order = decode(encode(order))
-        self.told.append(order)
+        answered = Answered([], False)
+        if self.slow is not None and isinstance(order, self.slow):
+            self.late.append((order, answered))
+        else:
+            self._obey(order, answered)
+        return answered
+
+    def catch_up(self) -> None:
+        """Carry out what was slow."""
+        late, self.late = self.late, []
+        for order, answered in late:
+            self._obey(order, answered)
+
+    def _obey(self, order: Order, answered: Answered) -> None:
         if isinstance(order, Zero | Copy | Digest | Check):
-            return Answered([state.obey(order) for state in self.states])
-        return Answered([links.obey(order) for links in self.links])  # type: ignore[arg-type]
+            answered.answers += [state.obey(order) for state in self.states]
+        else:
+            answered.answers += [links.obey(order) for links in self.links]  # type: ignore[arg-type]
+        answered.done = True
 
     def heard(self) -> list[tuple[int, Arrival]]:
         return [(rank, arrival) for rank, links in enumerate(self.links, 1) for arrival in links.poll()]
@@ -75,6 +93,7 @@ class Answered:
     done: bool = True
 
     def wait(self) -> list[Any]:
+        assert self.done, "nobody carries it out while this waits"
         return self.answers
 
 
@@ -89,6 +108,16 @@ class RankedSeat:
     @property
     def leader(self) -> PoolSet:
         return self.pools[0]
+
+    def connect(self, planes: Sequence[RankPlane]) -> None:
+        """The followers' planes; the leader's belongs to an end of its own."""
+        for plane, pools in zip(planes[1:], self.pools[1:], strict=True):
+            plane.register(pools, None)
+        self.followers.links = [RankLinks(plane) for plane in planes[1:]]
+
+    def close(self) -> None:
+        for links in self.followers.links:
+            links.close()
 
 
 def ranked_seat(
