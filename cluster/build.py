@@ -79,7 +79,7 @@ def build_worker(
     if role is Role.PREFILL:
         sender = SenderEnd(
             name, incarnation, spec.fingerprint, p.plane, p.seat.pools, p.device, config.transfer,
-            host=host, clock=clock, waiter=p.waiter, curve=p.curve,
+            host=host, clock=clock, waiter=p.waiter, curve=p.curve, others=crew.line.processes if crew else (),
         )  # fmt: skip
         return PrefillWorker(
             name, incarnation, config, p.engine, p.seat, sender, p.waiter,

@@ -92,7 +92,7 @@ class _Peer:
     socket: zmq.Socket[bytes]
     deadline: float
     welcome: m.Welcome | None = None
-    watch: process.ProcessWatch | None = None
+    watch: process.GroupWatch | None = None
     queued: list[m.Control] = field(default_factory=list)
 
 
@@ -301,6 +301,8 @@ class ReceiverEnd:
                 self._notice(message)
         if peer.watch is not None and peer.watch.dead:
             self._lose(peer, f"{peer.ref.name} (pid {peer.watch.pid}) died")
+        elif peer.watch is not None:
+            peer.watch.forget_dead(self._waiter.remove)
 
     def _welcome(self, peer: _Peer, welcome: m.Welcome) -> None:
         if welcome.incarnation != peer.ref.incarnation:
@@ -308,12 +310,14 @@ class ReceiverEnd:
             return
         peer.welcome = welcome
         try:
-            peer.watch = process.ProcessWatch.open(welcome.pid, welcome.started, welcome.boot)
+            others = [(other.pid, other.started, other.boot) for other in welcome.others]
+            peer.watch = process.GroupWatch.open([(welcome.pid, welcome.started, welcome.boot), *others])
         except ProcessLookupError:
             self._lose(peer, f"{peer.ref.name} (pid {welcome.pid}) died")
             return
         if peer.watch is not None:
-            self._waiter.add(peer.watch.fd)
+            for fd in peer.watch.fds:
+                self._waiter.add(fd)
         queued, peer.queued = peer.queued, []
         for message in queued:
             self._send(peer, message)
@@ -329,7 +333,8 @@ class ReceiverEnd:
         self._waiter.remove(peer.socket)
         peer.socket.close(linger=0)
         if peer.watch is not None:
-            self._waiter.remove(peer.watch.fd)
+            for fd in peer.watch.fds:
+                self._waiter.remove(fd)
             peer.watch.close()
 
     # ------------------------------------------------------------ notices

@@ -122,7 +122,10 @@ class SenderEnd:
         clock: Clock,
         waiter: Waiter,
         curve: Curve | None,
+        others: Sequence[tuple[int, int, str]] = (),
     ) -> None:
+        """`others`: the processes of the worker's other ranks, as `process.mine` names them."""
+        self._others = tuple(m.RankProcess(*other) for other in others)
         self._name, self._incarnation, self._fingerprint = name, incarnation, fingerprint
         self._plane, self._pools, self._device = plane, pools, device
         self._config, self._clock, self._waiter = config, clock, waiter
@@ -319,7 +322,7 @@ class SenderEnd:
         if watch is not None:
             self._waiter.add(watch.fd)
         self._peers[identity] = _Peer(identity, WorkerName(hello.worker), Incarnation(hello.incarnation), link, watch)
-        self._reply(identity, m.Welcome(self._name, self._incarnation, *process.mine()))
+        self._reply(identity, m.Welcome(self._name, self._incarnation, *process.mine(), self._others))
 
     def _lose(self, peer: _Peer, reason: str) -> None:
         """The peer is dead, or another one has taken its place: its rooms are over."""
