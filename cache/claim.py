@@ -62,9 +62,9 @@ class Claim:
     """What a request reads and writes. Tables go by page number of the sequence, from 0 on.
 
     Pages before `depth` were in the tree and are kept by `lock`; from there on they are the request's own `runs`, until
-    the tree takes them. A window's table has `NO_PAGE` where the window has moved on, and ends with what `Seat.grow` has
-    given it so far: pages that the window leaves are used again further on. State pools have one working
-    slot, which nobody else ever sees.
+    the tree takes them. A window's table has `NO_PAGE` where the window has moved on, and ends with what `Seat.grow`
+    has given it so far: pages that the window leaves are used again further on. State pools have one working slot,
+    which nobody else ever sees.
     """
 
     owner: str

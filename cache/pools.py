@@ -110,19 +110,30 @@ class PoolSet:
         return found
 
 
-def host_pools(spec: PoolSetSpec, nbytes: int, device: Device) -> PoolSet:
+def host_counts(spec: PoolSetSpec, nbytes: int, like: Mapping[str, int]) -> dict[str, int]:
+    """Pages and slots of each pool, the null one included, in `nbytes` of host memory: to each other as in `like`.
+
+    Raises `ConfigError` when not even one of each fits.
+    """
+    least = 2 * sum(spec.unit_bytes(pool) for pool in like)
+    if nbytes < least:
+        raise ConfigError(f"cache.host_bytes={nbytes} holds no page: this model needs {least} or more")
+    share = (nbytes - least) / sum(spec.unit_bytes(pool) * count for pool, count in like.items())
+    counts = {pool: 2 + int(share * count) for pool, count in like.items()}
+    used = sum(spec.unit_bytes(pool) * count for pool, count in counts.items())
+    counts[spec.full.name] += (nbytes - used) // spec.page_bytes
+    return counts
+
+
+def host_pools(spec: PoolSetSpec, nbytes: int, device: Device, like: Mapping[str, int]) -> PoolSet:
     """The host tier's mirror of a pool set in `nbytes` of memory that `device` copies from and to: page-first.
 
-    Raises `ConfigError` when not even one page fits.
+    `like` are the device's counts. Raises `ConfigError` when not even one page fits.
     """
-    layout = host_layout(spec, nbytes)
+    layout = host_layout(spec, nbytes, like)
     return PoolSet(spec, layout.counts, device.allocate_host(layout.nbytes), Order.PAGE_FIRST, "host")
 
 
-def host_layout(spec: PoolSetSpec, nbytes: int) -> PoolSetLayout:
+def host_layout(spec: PoolSetSpec, nbytes: int, like: Mapping[str, int]) -> PoolSetLayout:
     """How it lies there. Raises `ConfigError` when not even one page fits."""
-    one = sum(spec.unit_bytes(pool) for pool in spec.by_name)
-    count = nbytes // one
-    if count < 2:
-        raise ConfigError(f"cache.host_bytes={nbytes} holds no page: this model needs {2 * one} or more")
-    return PoolSetLayout(spec, spec.even(count), Order.PAGE_FIRST)
+    return PoolSetLayout(spec, host_counts(spec, nbytes, like), Order.PAGE_FIRST)

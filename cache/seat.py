@@ -29,7 +29,7 @@ from cache.prefetch import Prefetch
 from cache.prefix import Prefix
 from cache.seat_state import SeatState
 
-_SNAPSHOTS = 2
+SNAPSHOTS = 2
 """Snapshots of a request that aren't in the tree yet: they alternate."""
 
 
@@ -381,7 +381,7 @@ class Seat(SeatState):
             copied = self._copy_slot(pool, claim.slots[pool].indices[0], lease.indices[0])
             held = claim.snapshots.setdefault(pool, [])
             held.append(Snapshot(committed // self.spec.page_tokens, lease, copied))
-            while len(held) > _SNAPSHOTS:
+            while len(held) > SNAPSHOTS:
                 self._give_back(held.pop(0))
         return True
 

@@ -6,8 +6,8 @@ import hashlib
 import json
 import os
 import time
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 
 import zmq
 
@@ -19,6 +19,7 @@ from cache.registry import PoolSetLayout
 from cache.seat import Seat
 from cache.storage import StorageQueue, make_backend
 from cluster.crew import Crew
+from cluster.memory import state_options, stride
 from cluster.rank_line import RankLine
 from contracts.access import SECRET_VARIABLE
 from contracts.clock import Clock, SystemClock
@@ -29,7 +30,7 @@ from contracts.model import ModelSpec
 from contracts.orders import Ready
 from contracts.ports import Worker
 from decode import DecodeWorker
-from engine import Engine, Model, StateOptions, dtype_for, load_engine, model_for
+from engine import Engine, Model, load_engine, model_for
 from engine.ranks import ALONE, Ranks
 from engine.shard import Shard
 from prefill import PrefillWorker
@@ -63,19 +64,19 @@ def build_worker(
     config: Config,
     *,
     host: str,
-    device_tokens: int,
+    counts: Mapping[str, int],
     clock: Clock | None = None,
     device: Device | None = None,
     crew: Crew | None = None,
 ) -> Worker:
     """Load the model and open the worker's sockets on `host`. Everything is released when a part can't be built.
 
-    `device_tokens` is the number of positions that its pools hold. `device` is where it runs, if not where the config
-    says. `crew`: the other ranks, where the worker has several; this is their leader, and whoever gives the crew closes
-    it. Raises `CheckpointError`, `ConfigError`, or `PeerDead` for a rank that could not start.
+    `counts` are the pages and slots that each of its pools can lease (`cluster.memory`). `device` is where it runs, if
+    not where the config says. `crew`: the other ranks, where the worker has several; this is their leader, and whoever
+    gives the crew closes it. Raises `CheckpointError`, `ConfigError`, or `PeerDead` for a rank that could not start.
     """
     clock = clock or SystemClock()
-    p = _parts(role, name, spec, config, host, device_tokens, device, clock, crew)
+    p = _parts(role, name, spec, config, host, counts, device, clock, crew)
     if role is Role.PREFILL:
         sender = SenderEnd(
             name, incarnation, spec.fingerprint, p.plane, p.seat.pools, p.device, config.transfer,
@@ -101,7 +102,7 @@ def _parts(
     spec: ModelSpec,
     config: Config,
     host: str,
-    device_tokens: int,
+    counts: Mapping[str, int],
     device: Device | None,
     clock: Clock,
     crew: Crew | None,
@@ -117,7 +118,7 @@ def _parts(
     own = make_plane(config, host, curve, waiter.wake, ranks.rank, ranks.size)
     plane: Plane = own if line is None else RankedPlane(own, line)
     try:
-        model, layout = rank_layout(role, spec, config, device_tokens, ranks)
+        model, layout = rank_layout(role, spec, config, counts, ranks)
         region = plane.allocate("pages", layout.nbytes)
         pools = PoolSet(layout.spec, layout.counts, region) if line is None else RankedPools(
             layout, region, line, DEVICE
@@ -145,20 +146,18 @@ def _curve(host: str) -> Curve | None:
 
 
 def rank_layout(
-    role: Role, spec: ModelSpec, config: Config, device_tokens: int, ranks: Ranks
+    role: Role, spec: ModelSpec, config: Config, counts: Mapping[str, int], ranks: Ranks
 ) -> tuple[Model, PoolSetLayout]:
     """The model, and what one of its ranks holds: every rank works out the same pages, each of its own heads."""
-    page_tokens = config.cache_for(role).page_tokens
     model = model_for(spec)
-    options = StateOptions(dtype_for(spec, config.engine), page_tokens, shard=Shard(ranks.rank, ranks.size))
-    pool_set = model.pool_set(options)
-    return model, PoolSetLayout(pool_set, pool_set.even(1 + -(-device_tokens // page_tokens)))
+    options = replace(state_options(spec, config, role), shard=Shard(ranks.rank, ranks.size))
+    return model, PoolSetLayout(model.pool_set(options), {pool: 1 + count for pool, count in counts.items()})
 
 
 def host_tier(layout: PoolSetLayout, config: Config, role: Role, size: int) -> PoolSetLayout | None:
     """How a rank's part of the host tier lies; None where there is none."""
     host_bytes = config.cache_for(role).host_bytes
-    return host_layout(layout.spec, host_bytes // size) if host_bytes else None
+    return host_layout(layout.spec, host_bytes // size, layout.counts) if host_bytes else None
 
 
 @dataclass(frozen=True)
@@ -172,13 +171,13 @@ class RankParts:
 
 
 def build_rank(
-    role: Role, spec: ModelSpec, config: Config, *, host: str, device_tokens: int, ranks: Ranks
+    role: Role, spec: ModelSpec, config: Config, *, host: str, counts: Mapping[str, int], ranks: Ranks
 ) -> RankParts:
     """Build what a follower needs to carry out its leader's orders. Raises what `build_worker` does."""
     device = make_device("cpu")
     plane = make_plane(config, host, _curve(host), lambda: None, ranks.rank, ranks.size)
     try:
-        model, layout = rank_layout(role, spec, config, device_tokens, ranks)
+        model, layout = rank_layout(role, spec, config, counts, ranks)
         pools = PoolSet(layout.spec, layout.counts, plane.allocate("pages", layout.nbytes))
         plane.register(pools, None)
         places = {DEVICE: pools}
@@ -219,6 +218,7 @@ def _seat(
     return Seat(
         pools, device, cache, clock.now,
         host=host, storage=storage, fingerprint=_fingerprint(pools, spec, config), rank=_event_rank(role, name),
+        stride=stride(config, role),
     )  # fmt: skip
 
 

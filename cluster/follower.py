@@ -95,7 +95,7 @@ def serve_rank(plan: WorkerPlan) -> str:
     try:
         spec = read_model_spec(plan.model)
         parts = build_rank(
-            plan.role, spec, config, host=plan.host, device_tokens=plan.device_tokens, ranks=follower.ranks
+            plan.role, spec, config, host=plan.host, counts=plan.counts, ranks=follower.ranks
         )  # fmt: skip
         try:
             return FollowerLoop(follower, parts).run()

@@ -22,14 +22,9 @@ from contracts.model import ModelSpec, read_model_spec
 
 if TYPE_CHECKING:
     from cache.registry import PoolSetSpec
+    from cluster.memory import MemoryPlan
 
 DEMO = Path(__file__).parent / "demo"
-DEFAULT_CONTEXTS = 8
-"""A worker's pool holds this many full contexts unless memory is short."""
-MEMORY_SHARE = 0.25
-"""Part of a worker's share of the free memory that its pool may take by default."""
-WORKER_BYTES = 300 << 20
-"""What a worker takes besides weights and pool: interpreter, torch, buffers."""
 
 
 class MemoryShort(TwinpoolError):
@@ -61,17 +56,15 @@ class Prepared:
     pool_set: PoolSetSpec
     port: int
     threads: int
-    device_tokens: dict[Role, int] = field(default_factory=dict)
+    plans: dict[Role, MemoryPlan] = field(default_factory=dict)
+    """What the pools of each role's workers hold."""
+    weights: int = 0
+    """Bytes of a worker's weights."""
 
     @property
     def workers(self) -> list[tuple[WorkerName, Role]]:
         counts = ((Role.PREFILL, self.options.prefill), (Role.DECODE, self.options.decode))
         return [(WorkerName(f"{role}-{i}"), role) for role, count in counts for i in range(count)]
-
-    def pool_bytes(self, role: Role) -> int:
-        """Of one worker, all its ranks together."""
-        size = self.config.tp_for(role)
-        return self.device_tokens[role] * sum(token_bytes(self.pool_set.shard(rank, size)) for rank in range(size))
 
 
 def prepare(options: ServeOptions, free_bytes: int | None = None) -> Prepared:
@@ -89,15 +82,26 @@ def prepare(options: ServeOptions, free_bytes: int | None = None) -> Prepared:
     spec = read_model_spec(model_folder(options.model))
     pool_set = pool_set_of(spec, config)
     check_ranks(config, spec)
-    workers = options.prefill + options.decode
     processes = options.prefill * config.prefill.tp + options.decode * config.decode.tp
     free = free_bytes if free_bytes is not None else _free_bytes()
-    tokens = {role: device_tokens(config, spec, pool_set, role, free // workers) for role in Role}
     threads = config.engine.threads or max(1, _cores() // processes)
-    prepared = Prepared(options, config, spec, pool_set, free_port(options.host, options.port), threads, tokens)
-    if options.ray_address is None:
-        _check_memory(prepared, free)
-    return prepared
+    weights = weight_bytes(spec, config)
+    plans = _plans(options, config, spec, pool_set, weights, free)
+    return Prepared(options, config, spec, pool_set, free_port(options.host, options.port), threads, plans, weights)
+
+
+def _plans(
+    options: ServeOptions, config: Config, spec: ModelSpec, pool_set: PoolSetSpec, weights: int, free: int
+) -> dict[Role, MemoryPlan]:
+    """What each role's workers hold. Raises `MemoryShort`; nodes of a running cluster have memory of their own."""
+    from cluster.fitting import Demand
+
+    here = options.ray_address is None
+    demand = Demand(config, pool_set, spec.context, weights if here else 0, options.prefill, options.decode, free)
+    plans = demand.plans()
+    if plans is None or (here and demand.need(plans) > free):
+        raise MemoryShort(demand.refusal(plans))
+    return plans
 
 
 def model_folder(model: str) -> Path:
@@ -109,10 +113,10 @@ def model_folder(model: str) -> Path:
 
 def pool_set_of(spec: ModelSpec, config: Config) -> PoolSetSpec:
     """The state that a checkpoint's model keeps. Raises `CheckpointError` for one that it can't be."""
-    from engine import StateOptions, dtype_for, model_for
+    from cluster.memory import state_options
+    from engine import model_for
 
-    page_tokens = config.cache_for(Role.PREFILL).page_tokens
-    return model_for(spec).pool_set(StateOptions(dtype_for(spec, config.engine), page_tokens))
+    return model_for(spec).pool_set(state_options(spec, config, Role.PREFILL))
 
 
 def check_ranks(config: Config, spec: ModelSpec) -> None:
@@ -131,16 +135,17 @@ def check_ranks(config: Config, spec: ModelSpec) -> None:
 
 def _divides(config: Config, spec: ModelSpec, size: int) -> str:
     """Why the model can't be divided among so many ranks; empty where it can."""
-    from engine import StateOptions, dtype_for, model_for
+    from cluster.memory import state_options
+    from engine import dtype_for, model_for
     from engine.shard import Shard
     from engine.weights import Weights
 
     model = model_for(spec)
-    dtype = dtype_for(spec, config.engine)
+    dtype, options = dtype_for(spec, config.engine), state_options(spec, config, Role.PREFILL)
     try:
         for rank in (0, size - 1):
             shard = Shard(rank, size)
-            mine = model.pool_set(StateOptions(dtype, config.cache_for(Role.PREFILL).page_tokens, shard=shard))
+            mine = model.pool_set(dataclasses.replace(options, shard=shard))
             if mine != mine.whole.shard(rank, size):
                 return "its state is not divided like its heads"
             model.build(Weights.dry(spec, dtype, shard))
@@ -149,36 +154,12 @@ def _divides(config: Config, spec: ModelSpec, size: int) -> str:
     return ""
 
 
-def token_bytes(pool_set: PoolSetSpec) -> int:
-    """Bytes of one position's state over all pools, rounded up."""
-    return -(-sum(pool_set.unit_bytes(pool) for pool in pool_set.by_name) // pool_set.page_tokens)
+def weight_bytes(spec: ModelSpec, config: Config) -> int:
+    """Bytes of a checkpoint's weights in the dtype to compute in, whatever they have on disk."""
+    from engine import dtype_for
 
-
-def weight_bytes(folder: Path) -> int:
-    """Bytes of the checkpoint's tensors on disk."""
-    return sum(path.stat().st_size for path in folder.glob("*.safetensors"))
-
-
-def device_tokens(config: Config, spec: ModelSpec, pool_set: PoolSetSpec, role: Role, free_bytes: int) -> int:
-    """Positions of a worker's pool, a whole number of pages; `free_bytes` is this worker's share of free memory.
-
-    Raises `MemoryShort` when not even one page fits, `ConfigError` for a pool smaller than a page.
-    """
-    cache = config.cache_for(role)
-    page = cache.page_tokens
-    if cache.device_tokens:
-        if cache.device_tokens < page:
-            raise ConfigError(
-                f"cache.device_tokens={cache.device_tokens} is less than one page (cache.page_tokens={page})"
-            )
-        return cache.device_tokens // page * page
-    bound = int(free_bytes * MEMORY_SHARE) // token_bytes(pool_set)
-    tokens = min(DEFAULT_CONTEXTS * spec.context, bound) // page * page
-    if tokens < page:
-        raise MemoryShort(
-            f"{role} workers have {_mib(free_bytes)} of memory each, too little for one page: start fewer workers"
-        )
-    return max(tokens, page)
+    stored = sum(path.stat().st_size for path in spec.folder.glob("*.safetensors"))
+    return stored * dtype_for(spec, config.engine).itemsize // (4 if spec.dtype == "float32" else 2)
 
 
 def with_threads(config: Config, threads: int) -> Config:
@@ -225,20 +206,6 @@ def _check_config(config: Config, options: ServeOptions) -> None:
         )
 
 
-def _check_memory(prepared: Prepared, free_bytes: int) -> None:
-    weights = weight_bytes(prepared.spec.folder)
-    hosts = sum(prepared.config.cache_for(role).host_bytes for _, role in prepared.workers)
-    sizes = {role: prepared.config.tp_for(role) for role in Role}
-    need = hosts + sum(weights + sizes[role] * WORKER_BYTES + prepared.pool_bytes(role) for _, role in prepared.workers)
-    if need > free_bytes:
-        count = len(prepared.workers)
-        raise MemoryShort(
-            f"{count} workers need about {_mib(need)} ({_mib(weights)} of weights each, pools of "
-            f"{' and '.join(_mib(prepared.pool_bytes(role)) for role in Role)}, {_mib(hosts)} of host tiers), "
-            f"{_mib(free_bytes)} are free: start fewer workers or lower cache.device_tokens or cache.host_bytes"
-        )
-
-
 def _free_bytes() -> int:
     import psutil
 
@@ -247,7 +214,3 @@ def _free_bytes() -> int:
 
 def _cores() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-
-
-def _mib(size: int) -> str:
-    return f"{size / (1 << 20):,.0f} MiB"

@@ -97,6 +97,7 @@ class Serve:
             f"{spec.name}: {spec.architecture}, {spec.layers} layers, {spec.dtype}, context {spec.context}",
         )
         self._terminal.step("logs", str(folder.logs))
+        self._terminal.pools(prepared)
         url = url_of(options.host, prepared.port)
         ledger = FileLedger(folder.temporary / "incarnations.json")
         brain = Controller(self._clock, prepared.config.cluster, ledger)
@@ -181,7 +182,7 @@ class Serve:
             incarnation=start.incarnation,
             model=prepared.spec.folder,
             config=with_threads(prepared.config, prepared.threads),
-            device_tokens=prepared.device_tokens[start.role],
+            counts=prepared.plans[start.role].counts,
             host=self._address if prepared.options.ray_address is None else "",
             controller=self._server.endpoint,
             logs=self._folder.logs,

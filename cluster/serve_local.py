@@ -79,6 +79,7 @@ class LocalServe:
                 f"{spec.name}: {spec.architecture}, {spec.layers} layers, {spec.dtype}, context {spec.context}",
             )
             self._terminal.step("logs", str(self._folder.logs))
+            self._terminal.pools(prepared)
             bound = stack.enter_context(listen(options.host, prepared.port))
             workers = [self._start_worker(stack, name, role) for name, role in prepared.workers]
             directory = self._directory = LocalDirectory(workers)
@@ -99,7 +100,7 @@ class LocalServe:
         config = with_threads(prepared.config, prepared.threads)
         incarnation = Incarnation(1)
         worker = build_worker(
-            role, name, incarnation, prepared.spec, config, host=HOST, device_tokens=prepared.device_tokens[role]
+            role, name, incarnation, prepared.spec, config, host=HOST, counts=prepared.plans[role].counts
         )
         try:
             host = WorkerHost(worker, on_end=lambda end, reason: self._on_end(name, end, reason))

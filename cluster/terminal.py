@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TextIO
 
-from cluster.preflight import Prepared, token_bytes, weight_bytes
+from cluster.preflight import Prepared
 from contracts.clock import Clock
 from contracts.ids import Role
 from contracts.ports import WorkerView
@@ -39,13 +39,19 @@ class Terminal:
         """A step of the start that is done, with the seconds since the start."""
         self.line(f"  {self._clock.now() - self._start:6.1f} s  {what:<11} {text}")
 
+    def pools(self, prepared: Prepared) -> None:
+        """What each role's workers hold of each kind of state."""
+        self._print(pool_table(prepared))
+
     def table(self, prepared: Prepared, views: Sequence[WorkerView]) -> None:
         """Workers, pages and memory."""
+        self._print(worker_table(prepared, views))
+
+    def _print(self, table: object) -> None:
         from rich.console import Console
 
         with self._lock:
-            console = Console(file=self._out, highlight=False)
-            console.print(worker_table(prepared, views))
+            Console(file=self._out, highlight=False).print(table)
             self._out.flush()
 
 
@@ -55,10 +61,8 @@ def worker_table(prepared: Prepared, views: Sequence[WorkerView]) -> object:
     from rich.table import Table
 
     table = Table(box=box.SIMPLE_HEAD, pad_edge=True)
-    for title in ("worker", "node", "pid", "threads", "pages", "positions", "pool", "weights"):
+    for title in ("worker", "node", "pid", "threads", "pages", "positions", "pools", "weights"):
         table.add_column(title, justify="left" if title in ("worker", "node") else "right", no_wrap=True)
-    per_token = token_bytes(prepared.pool_set)
-    weights = weight_bytes(prepared.spec.folder)
     for view in views:
         page_tokens = prepared.config.cache_for(Role(view.record.role)).page_tokens
         positions = view.status.pages_total * page_tokens
@@ -69,9 +73,30 @@ def worker_table(prepared: Prepared, views: Sequence[WorkerView]) -> object:
             str(prepared.threads),
             f"{view.status.pages_total:,}",
             f"{positions:,}",
-            mib(positions * per_token),
-            mib(weights),
+            mib(prepared.plans[Role(view.record.role)].nbytes),
+            mib(prepared.weights),
         )
+    return table
+
+
+def pool_table(prepared: Prepared) -> object:
+    """A rich table: one row a pool of each role."""
+    from rich import box
+    from rich.table import Table
+
+    from cache.pools import host_counts
+    from cache.registry import Kind
+
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=True)
+    for title in ("workers", "pool", "holds", "memory", "on the host", "for"):
+        table.add_column(title, justify="right" if title in ("holds", "memory", "on the host") else "left")
+    for role, plan in prepared.plans.items():
+        nbytes = prepared.config.cache_for(role).host_bytes
+        host = host_counts(prepared.pool_set, nbytes, plan.counts) if nbytes else {}
+        for pool in plan.pools:
+            unit = "slots" if pool.kind is Kind.STATE else "pages"
+            there = f"{host[pool.pool] - 1:,} {unit}" if host else "-"
+            table.add_row(role, pool.pool, f"{pool.count:,} {unit}", mib(pool.nbytes), there, pool.purpose)
     return table
 
 

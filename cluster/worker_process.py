@@ -48,7 +48,8 @@ class WorkerPlan:
     incarnation: Incarnation
     model: Path
     config: Config
-    device_tokens: int
+    counts: dict[str, int]
+    """Pages and slots that each pool can lease."""
     host: str
     """Address its services bind to and are reached at; empty: its Ray node's."""
     controller: str
@@ -141,7 +142,7 @@ def build_from_plan(plan: WorkerPlan) -> Worker:
         read_model_spec(plan.model),
         plan.config,
         host=plan.host,
-        device_tokens=plan.device_tokens,
+        counts=plan.counts,
         crew=_crew(plan) if plan.config.tp_for(plan.role) > 1 else None,
     )
 

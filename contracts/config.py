@@ -86,6 +86,8 @@ class CacheConfig:
     """Positions in a page, a power of two; the same for both roles."""
     device_tokens: int = 0
     """Positions a worker's pool holds; 0: eight contexts, bounded by a quarter of free memory a worker."""
+    device_requests: int = 0
+    """Requests whose windows and recurrent states a worker holds at once; 0: all that it runs, or what fits."""
     prefix_reuse: bool = True
     """Workers keep finished pages in their prefix trees: prefill what it computed, decode what it generated."""
     verify: bool = True
@@ -102,6 +104,8 @@ class CacheConfig:
     """Pages on the host are loaded where that is quicker than computing them again, by the rates measured here."""
     load_bytes: int = 1024**3
     """Loads under way at once; what exceeds it waits, unless nothing else is loading."""
+    index_dtype: Literal["auto", "fp8"] = "auto"
+    """Keys by which sparse attention selects: as the model computes them, or as float8 (e4m3) with a scale a token."""
     strip_reasoning: bool = False
     """Decode keeps no state of what the model thought before its answer."""
     reasoning_tokens: str = ""
@@ -119,6 +123,7 @@ class CacheOverride:
 
     page_tokens: int | None = None
     device_tokens: int | None = None
+    device_requests: int | None = None
     prefix_reuse: bool | None = None
     verify: bool | None = None
     host_bytes: int | None = None
@@ -336,6 +341,7 @@ def _coerce(kind: Any, value: Any, name: str) -> Any:
 _NAMES = {int: "a whole number", float: "a number", bool: "true or false", str: "text"}
 _MAY_BE_ZERO = {
     "engine.threads", "cache.device_tokens", "prefill.cache.device_tokens", "decode.cache.device_tokens",
+    "cache.device_requests", "prefill.cache.device_requests", "decode.cache.device_requests",
     "cache.host_bytes", "prefill.cache.host_bytes", "decode.cache.host_bytes", "cache.prefetch.base_s",
     "cache.prefetch.per_token_s", "cache.storage.ttl_s", "faults.stop_in_write", "faults.corrupt_page",
     "faults.step_delay_s", "router.replay_limit",

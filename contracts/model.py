@@ -74,7 +74,7 @@ def read_model_spec(folder: Path) -> ModelSpec:
         name=folder.resolve().name,
         architecture=architecture,
         vocab_size=config.size("vocab_size"),
-        layers=config.size("num_hidden_layers"),
+        layers=config.size("num_hidden_layers", _listed_layers(config)),
         context=config.size("max_position_embeddings"),
         dtype=dtype,
         bos_token_id=bos if isinstance(bos, int) else None,
@@ -127,6 +127,12 @@ def _dtype(config: Fields, headers: Mapping[str, TensorHeader]) -> str:
             f"{config.path}: dtype {name} is not supported; supported are {', '.join(FLOATS.values())}"
         )
     return name
+
+
+def _listed_layers(config: Fields) -> int | None:
+    """How many layers there are where only their kinds are given, one by one."""
+    kinds = config.values.get("layers_block_type", config.values.get("hybrid_override_pattern"))
+    return len(kinds) if isinstance(kinds, list | str) and kinds else None
 
 
 def _token_ids(value: object) -> tuple[int, ...]:

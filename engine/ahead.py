@@ -24,6 +24,8 @@ from engine.batch import RowOutput, Step
 M = TypeVar("M")
 _UNDER_WAY = 1
 """Steps that may be under way when a round ends."""
+LAUNCHED = _UNDER_WAY + 1
+"""Steps that are launched and not committed at most: those, and the one of the round."""
 
 
 @dataclass(frozen=True)

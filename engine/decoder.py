@@ -51,6 +51,7 @@ class Decoder:
     """Over the last layer's output."""
     head: Linear
     embed_scale: float | None = None
+    logits_scale: float = 1.0
     logits_softcap: float = 0.0
     """Logits are squeezed to plus or minus this by a hyperbolic tangent; 0: not at all."""
     prepare: Callable[[Tensor, Tensor, StepContext], None] | None = None
@@ -78,6 +79,8 @@ class Decoder:
         if padded > rows:
             x_nh = torch.cat((x_nh, x_nh.new_zeros(padded - rows, x_nh.shape[1])))
         logits_nv = numerics.linear(self.norm(x_nh), self.head)[:rows].float()
+        if self.logits_scale != 1.0:
+            logits_nv = logits_nv * self.logits_scale
         if self.logits_softcap:
             logits_nv = tanh(logits_nv / self.logits_softcap).mul_(self.logits_softcap)
         return logits_nv

@@ -51,8 +51,13 @@ class ScanState:
     @classmethod
     def of(cls, buffers: Mapping[str, Tensor]) -> ScanState:
         """From a layer's buffers by name, as `scan_buffers` declares them."""
-        names = ("matrix", "block_keys", "block_values", "block_decays")
-        return cls(*(buffers[name] for name in names), buffers.get("block_solved"))
+        return cls(
+            buffers["matrix"],
+            buffers["block_keys"],
+            buffers["block_values"],
+            buffers["block_decays"],
+            buffers.get("block_solved"),
+        )
 
 
 def scan_buffers(

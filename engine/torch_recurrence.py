@@ -95,8 +95,8 @@ class TorchRecurrence:
         if plan.muted_b is not None:
             after_bkc.masked_fill_(plan.muted_b[:, None, None], 0.0)
         widths = [state.shape[1] * state.shape[3] for state in states]
-        for state, part in zip(states, after_bkc.split(widths, dim=2), strict=True):
-            state.index_copy_(0, plan.slots_b, part.unflatten(2, (state.shape[1], -1)).transpose(1, 2))
+        for state, part in zip(states, torch.split(after_bkc, widths, dim=2), strict=True):
+            state.index_copy_(0, plan.slots_b, part.view(batch, taps, -1, state.shape[3]).transpose(1, 2))
         return out_tc.to(x_tc.dtype)
 
     def scan(

@@ -24,7 +24,7 @@ from engine.numerics import HeadLinear, Linear
 from engine.shard import WHOLE, Axis, Shard
 
 _ROOTS = {
-    "model.": ("model.language_model.", "language_model.model.", "model.text_model.", "model."),
+    "model.": ("model.language_model.", "language_model.model.", "model.text_model.", "backbone.", "model."),
     "lm_head.": ("language_model.lm_head.", "lm_head."),
 }
 """How published folders spell the two roots of a text model's names; the plain one last."""

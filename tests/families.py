@@ -9,7 +9,7 @@ from functools import partial
 from pathlib import Path
 from typing import Protocol
 
-from tests import family_latent, family_llama, family_qwen
+from tests import family_latent, family_llama, family_qwen, family_window
 
 
 class Make(Protocol):
@@ -28,5 +28,8 @@ FAMILIES: dict[str, Make] = {
     "deepseek_v3": family_latent.make_deepseek_v3,
     "deepseek_v32": family_latent.make_deepseek_v32,
     "glm5": family_latent.make_glm5,
+    "gemma3": family_window.make_gemma3,
+    "gemma4": family_window.make_gemma4,
+    "gpt_oss": family_window.make_gpt_oss,
 }
 """By name; the names are those of the test ids."""

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
 from safetensors.torch import load_file, save_file
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, PretrainedConfig
 
 from tests.checkpoints import VOCAB, write_tokenizer
@@ -24,10 +25,18 @@ COMMON: dict[str, Any] = {
 }
 
 
-def write_family(folder: Path, config: PretrainedConfig, *, dtype: str, seed: int) -> Path:
+def write_family(
+    folder: Path,
+    config: PretrainedConfig,
+    *,
+    dtype: str,
+    seed: int,
+    spread: Callable[[nn.Module], None] | None = None,
+) -> Path:
     """Write a checkpoint with random weights as transformers saves it, and a tokenizer; returns `folder`.
 
-    Norms are spread around 1, and biases and everything else that is zero at first are spread around 0.
+    Norms are spread around 1, and biases and everything else that is zero at first are spread around 0; `spread` does
+    what a family needs besides.
     """
     state = torch.random.get_rng_state()
     torch.manual_seed(seed)
@@ -37,6 +46,8 @@ def write_family(folder: Path, config: PretrainedConfig, *, dtype: str, seed: in
             tensor.data.uniform_(0.5, 1.5)
         elif name.endswith("bias"):
             tensor.data.normal_(0.0, 0.3)
+    if spread is not None:
+        spread(model)
     torch.random.set_rng_state(state)
     folder.mkdir(parents=True, exist_ok=True)
     model.to(getattr(torch, dtype)).save_pretrained(folder)
@@ -45,15 +56,15 @@ def write_family(folder: Path, config: PretrainedConfig, *, dtype: str, seed: in
     return folder
 
 
-def published_config(folder: Path, **changes: object) -> None:
-    """Respell `config.json` as published folders have it; a value of None removes a key."""
+def published_config(folder: Path, *, rope: bool = True, **changes: object) -> None:
+    """Respell `config.json` as published folders have it, `rope` included; a value of None removes a key."""
     path = folder / "config.json"
     config = json.loads(path.read_text())
-    rope = config.pop("rope_parameters", None)
-    if rope is not None:
-        config["rope_theta"] = rope.pop("rope_theta")
-        if rope.get("rope_type", "default") != "default":
-            config["rope_scaling"] = rope
+    parameters = config.pop("rope_parameters", None) if rope else None
+    if parameters is not None:
+        config["rope_theta"] = parameters.pop("rope_theta")
+        if parameters.get("rope_type", "default") != "default":
+            config["rope_scaling"] = parameters
     config["torch_dtype"] = config.pop("dtype")
     config |= changes
     path.write_text(json.dumps({key: value for key, value in config.items() if value is not None}))

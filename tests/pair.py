@@ -12,13 +12,15 @@ from typing import TYPE_CHECKING, Any
 
 from cache.device import Device
 from cluster.build import build_worker
+from cluster.memory import plan_memory, state_options
 from contracts.clock import Clock, SystemClock
-from contracts.config import Config, config_from_dict
+from contracts.config import CacheOverride, Config, config_from_dict
 from contracts.ids import Incarnation, RequestId, Role, RoomId, WorkerName
 from contracts.messages import Cancel, Done, Event, PeerRef, Progress, PromptScores, Submit, Tokens
 from contracts.model import read_model_spec
 from contracts.ports import SessionId
 from contracts.sampling import SamplingParams, TokenLogprob
+from engine import read_model
 
 if TYPE_CHECKING:
     from cluster.crew import Crew
@@ -68,7 +70,7 @@ class Pair:
                 Incarnation(1),
                 spec,
                 config,
-                device_tokens=sizes[role],
+                counts=counts_for(folder, config, role, sizes[role]),
                 device=devices.get(role),
                 crew=crews.get(role),
                 **options,
@@ -171,6 +173,18 @@ def _together(before: Progress | None, report: Progress) -> Progress:
     )
 
 
+def counts_for(folder: Path, config: Config, role: Role, tokens: int) -> dict[str, int]:
+    """The pools of a worker of so many positions, as planned where memory is no question."""
+    model = read_model(folder)
+    cache = replace(config.cache_for(role), device_tokens=tokens)
+    plain = replace(config, cache=cache, prefill=replace(config.prefill, cache=CacheOverride()))
+    plain = replace(plain, decode=replace(config.decode, cache=CacheOverride()))
+    pool_set = model.pool_set(state_options(model.spec, plain, role))
+    plan = plan_memory(pool_set, plain, role, model.spec.context, 1 << 40)
+    assert plan is not None
+    return plan.counts
+
+
 @contextmanager
 def pair(
     folder: Path,
@@ -207,6 +221,7 @@ def _crews(stack: ExitStack, folder: Path, config: Config, tokens: int | Mapping
     crews: dict[Role, Crew | None] = {}
     for role in Role:
         size = tokens[role] if isinstance(tokens, Mapping) else tokens
-        members = stack.enter_context(crew_of(folder, role, config, size, logs))
+        counts = counts_for(folder, config, role, size)
+        members = stack.enter_context(crew_of(folder, role, config, counts, logs))
         crews[role] = members.crew if members is not None else None
     return crews

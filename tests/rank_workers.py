@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import multiprocessing
 import secrets
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,9 +20,11 @@ from contracts.ids import Incarnation, Role, WorkerName
 START_S = 120.0
 
 
-def rank_plan(folder: Path, role: Role, config: Config, device_tokens: int, logs: Path, rank: int = 0) -> WorkerPlan:
+def rank_plan(
+    folder: Path, role: Role, config: Config, counts: Mapping[str, int], logs: Path, rank: int = 0
+) -> WorkerPlan:
     return WorkerPlan(
-        WorkerName(f"{role}-0"), role, Incarnation(1), folder, config, device_tokens, "127.0.0.1", "", logs, rank,
+        WorkerName(f"{role}-0"), role, Incarnation(1), folder, config, counts, "127.0.0.1", "", logs, rank,
     )  # fmt: skip
 
 
@@ -48,7 +50,9 @@ def start_followers(plan: WorkerPlan, size: int) -> list[Any]:
 
 
 @contextmanager
-def crew_of(folder: Path, role: Role, config: Config, device_tokens: int, logs: Path) -> Iterator[CrewProcesses | None]:
+def crew_of(
+    folder: Path, role: Role, config: Config, counts: Mapping[str, int], logs: Path
+) -> Iterator[CrewProcesses | None]:
     """The other ranks of a worker that is built here; None where it has one."""
     from dataclasses import replace
 
@@ -56,7 +60,7 @@ def crew_of(folder: Path, role: Role, config: Config, device_tokens: int, logs: 
     if size == 1:
         yield None
         return
-    plan = replace(rank_plan(folder, role, config, device_tokens, logs), meeting=secrets.token_hex(32))
+    plan = replace(rank_plan(folder, role, config, counts, logs), meeting=secrets.token_hex(32))
     processes = start_followers(plan, size)
     try:
         crew = lead(plan.meeting, size, SystemClock(), deadline_s=60.0, start_s=START_S)

@@ -24,9 +24,10 @@ def _serve(pipe: Connection, folder: Path, role: Role, name: str, sections: dict
     from cluster.build import build_worker
     from contracts.config import config_from_dict
     from contracts.model import read_model_spec
+    from tests.pair import counts_for
 
-    options: dict[str, Any] = {"host": "127.0.0.1", "device_tokens": tokens}
     config, spec = config_from_dict(sections), read_model_spec(folder)
+    options: dict[str, Any] = {"host": "127.0.0.1", "counts": counts_for(folder, config, role, tokens)}
     worker = build_worker(role, WorkerName(name), Incarnation(1), spec, config, **options)
     pipe.send(worker.control)
     try:

@@ -38,7 +38,7 @@ class HeadAttention:
         self,
         weights: Weights,
         place: Place,
-        rope: RopeTable,
+        rope: RopeTable | None,
         *,
         hidden: int,
         heads: int,
@@ -47,10 +47,12 @@ class HeadAttention:
         bias: bool = False,
         out_bias: bool = False,
         qk_norm_eps: float | None = None,
+        scale: float | None = None,
         window: int = 0,
         sinks: bool = False,
     ) -> None:
-        """`qk_norm_eps`: queries and keys are normed by head before rope, with this epsilon. `window`: positions that
+        """`qk_norm_eps`: queries and keys are normed by head before rope, with this epsilon. `rope` is None where
+        positions are not turned, `scale` the factor on scores where it isn't the usual one. `window`: positions that
         a query sees; 0: all. `sinks`: each head has a learned score of nothing (arXiv 2309.17453)."""
         shard = weights.shard
         self._place, self._rope, self._dim = place, rope, head_dim
@@ -58,7 +60,7 @@ class HeadAttention:
         q, kv = shard.axis(heads, head_dim), shard.axis(kv_heads, head_dim)
         self._qkv = weights.linear({"q_proj": q, "k_proj": kv, "v_proj": kv}, hidden, bias=bias)
         self._out = weights.linear({"o_proj": hidden}, q, bias=out_bias)
-        self._scale = head_dim**-0.5
+        self._scale = head_dim**-0.5 if scale is None else scale
         self._window = window
         self._sinks_h = weights.tensor("sinks", shard.axis(heads), dtype=torch.float32) if sinks else None
         self._eps = qk_norm_eps
@@ -74,7 +76,9 @@ class HeadAttention:
         qk, v = torch.split(qkv, [self._heads + self._kv, self._kv], dim=1)
         if self._eps is not None:
             qk = rms_norm(qk, self._qk_norm_nd, self._eps)
-        q, k = torch.split(rotate(qk, *ctx.rope(self._rope)), [self._heads, self._kv], dim=1)
+        if self._rope is not None:
+            qk = rotate(qk, *ctx.rope(self._rope))
+        q, k = torch.split(qk, [self._heads, self._kv], dim=1)
         store(buffers["k"], k[: ctx.count], plan)
         store(buffers["v"], v[: ctx.count], plan)
         out = ctx.attention.attend(

@@ -76,7 +76,7 @@ def grouped(weights: Weights, shape: DeltaShape) -> list[Tensor]:
 
     def read(name: str, widths: list[int]) -> list[Tensor]:
         rows = weights.tensor(name, shard.axis(shape.key_heads, sum(widths)), shape.hidden)
-        return list(rows.unflatten(0, (len(keys), -1)).split(widths, dim=1))
+        return list(torch.split(rows.view(len(keys), -1, shape.hidden), widths, dim=1))
 
     q, k, v, z = read("in_proj_qkvz.weight", widths)
     b, a = read("in_proj_ba.weight", [group, group])
@@ -102,18 +102,18 @@ class GatedDelta:
 
     def __call__(self, h_mh: Tensor, ctx: StepContext) -> Tensor:
         shape, rows = self._shape, ctx.linear(h_mh, self._in)[: ctx.count]
-        qkv, z, b, a = rows.split([sum(self._widths[:3]), *self._widths[3:]], dim=1)
-        q, k, v = self._conv(qkv, ctx).float().split(self._widths[:3], dim=1)
-        q_tgk = _unit(q.unflatten(1, (-1, shape.key_dim))).mul_(shape.key_dim**-0.5)
-        k_tgk = _unit(k.unflatten(1, (-1, shape.key_dim)))
-        v_thv = v.unflatten(1, (-1, shape.value_dim))
+        qkv, z, b, a = torch.split(rows, [sum(self._widths[:3]), *self._widths[3:]], dim=1)
+        q, k, v = torch.split(self._conv(qkv, ctx).float(), self._widths[:3], dim=1)
+        q_tgk = _unit(q.reshape(len(q), -1, shape.key_dim)).mul_(shape.key_dim**-0.5)
+        k_tgk = _unit(k.reshape(len(k), -1, shape.key_dim))
+        v_thv = v.reshape(len(v), -1, shape.value_dim)
         # Rounded to the model's dtype where transformers rounds.
         beta_th = sigmoid(b.float()).to(rows.dtype).float()
         decay_th = softplus(a.float() + self._rate_bias_h).mul_(self._rate_h)
         state, plan = ScanState.of(ctx.buffers(self._place)), ctx.slots[self._place.pool]
         out = ctx.recurrence.scan(q_tgk, k_tgk, v_thv, decay_th, beta_th, state, plan)
         normed = rms_norm(out.to(rows.dtype), self._norm_v, self._eps)
-        gated = silu(z.float().unflatten(1, (-1, shape.value_dim))).mul_(normed)
+        gated = silu(z.float()).view_as(normed).mul_(normed)
         return ctx.linear(ctx.padded(gated.to(rows.dtype).flatten(1)), self._out)
 
 

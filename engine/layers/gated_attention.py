@@ -49,13 +49,14 @@ class GatedAttention:
     def __call__(self, h_mh: Tensor, ctx: StepContext) -> Tensor:
         plan, buffers = ctx.plans[self._place.pool], ctx.buffers(self._place)
         rows, dim = ctx.linear(h_mh, self._qkv), self._dim
-        wide, k, v = rows.split([2 * self._heads * dim, self._kv * dim, self._kv * dim], dim=1)
-        q, gate = wide.unflatten(1, (-1, 2 * dim)).chunk(2, dim=2)
-        qk = rms_norm_late(torch.cat((q, k.unflatten(1, (-1, dim))), dim=1), self._qk_norm_nd, self._eps)
+        wide, k, v = torch.split(rows, [2 * self._heads * dim, self._kv * dim, self._kv * dim], dim=1)
+        q, gate = wide.reshape(len(h_mh), -1, 2 * dim).chunk(2, dim=2)
+        qk = rms_norm_late(torch.cat((q, k.reshape(len(h_mh), -1, dim)), dim=1), self._qk_norm_nd, self._eps)
         turned = rotate(qk[..., : self._rope_dim], *ctx.rope(self._rope))
-        q, k = torch.cat((turned, qk[..., self._rope_dim :]), dim=2)[: ctx.count].split([self._heads, self._kv], dim=1)
+        qk = torch.cat((turned, qk[..., self._rope_dim :]), dim=2)[: ctx.count]
+        q, k = torch.split(qk, [self._heads, self._kv], dim=1)
         store(buffers["k"], k, plan)
-        store(buffers["v"], v[: ctx.count].unflatten(1, (-1, dim)), plan)
+        store(buffers["v"], v[: ctx.count].reshape(ctx.count, -1, dim), plan)
         out = ctx.attention.attend(q, buffers["k"], buffers["v"], plan, dim**-0.5)
         gated = out.mul_(sigmoid(gate[: ctx.count].float()).to(out.dtype))
         return ctx.linear(ctx.padded(gated.flatten(1)), self._out)

@@ -11,6 +11,22 @@ from engine.step_context import StepContext
 from engine.weights import Weights
 
 
+class PlainMlp:
+    """down(activation(up(x))), without a gate; the inner units are divided among ranks."""
+
+    def __init__(
+        self, weights: Weights, hidden: int, inner: int, activation: Callable[[Tensor], Tensor], *, bias: bool = False
+    ) -> None:
+        """`activation` takes and returns the model's dtype; it may change its argument."""
+        units = weights.shard.axis(inner, what="inner units")
+        self._up = weights.linear({"up_proj": units}, hidden, bias=bias)
+        self._down = weights.linear({"down_proj": hidden}, units, bias=bias)
+        self._activation = activation
+
+    def __call__(self, h_mh: Tensor, ctx: StepContext) -> Tensor:
+        return ctx.linear(self._activation(ctx.linear(h_mh, self._up)), self._down)
+
+
 class GatedMlp:
     """down(activation(gate(x)) * up(x)); the inner units are divided among ranks."""
 

@@ -13,12 +13,14 @@ from engine.weights import Weights
 __all__ = ["ARCHITECTURES", "Model", "StateOptions", "model_for", "read_model"]
 
 ARCHITECTURES = {
+    "FalconH1ForCausalLM": "falcon_h1.FalconH1",
     "Gemma3ForCausalLM": "gemma.Gemma3",
     "Gemma3ForConditionalGeneration": "gemma.Gemma3",
     "Gemma4ForCausalLM": "gemma4.Gemma4",
     "Gemma4ForConditionalGeneration": "gemma4.Gemma4",
     "GptOssForCausalLM": "gpt_oss.GptOss",
     "LlamaForCausalLM": "llama.Llama",
+    "NemotronHForCausalLM": "nemotron_h.NemotronH",
     "Qwen2ForCausalLM": "qwen2.Qwen2",
     "Qwen3ForCausalLM": "llama.Qwen3",
     "DeepseekV3ForCausalLM": "deepseek.DeepseekV3",
@@ -28,6 +30,8 @@ ARCHITECTURES = {
     "Qwen3NextForCausalLM": "qwen3_next.Qwen3Next",
     "Qwen3_5ForCausalLM": "qwen3_next.Qwen35",
     "Qwen3_5ForConditionalGeneration": "qwen3_next.Qwen35",
+    "Qwen3_5MoeForCausalLM": "qwen3_next.Qwen35",
+    "Qwen3_5MoeForConditionalGeneration": "qwen3_next.Qwen35",
 }
 """The name in `config.json`, and the file and class here that know it."""
 

@@ -39,7 +39,7 @@ class Model(ABC):
         config = spec.config
         self.spec, self.config = spec, config
         self.hidden = config.size("hidden_size")
-        self.layers = config.size("num_hidden_layers")
+        self.layers = spec.layers
         self.eps = config.number("rms_norm_eps", 1e-6)
         self.tied = config.flag("tie_word_embeddings")
 

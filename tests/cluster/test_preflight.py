@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 import socket
 import subprocess
@@ -11,8 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from cluster.preflight import DEMO, MemoryShort, ServeOptions, device_tokens, pool_set_of, prepare, token_bytes
-from contracts.config import load_config
+from cluster.preflight import DEMO, MemoryShort, ServeOptions, prepare
 from contracts.errors import CheckpointError, ConfigError
 from contracts.ids import Role
 
@@ -23,26 +23,20 @@ def options(**changes: object) -> ServeOptions:
     return replace(ServeOptions(port=0), **changes)  # type: ignore[arg-type]
 
 
+def positions(assignments: tuple[str, ...] = (), free_bytes: int = 8 * GIB) -> dict[Role, int]:
+    prepared = prepare(options(assignments=assignments), free_bytes)
+    return {role: plan.positions for role, plan in prepared.plans.items()}
+
+
 def test_pools_hold_eight_contexts_where_memory_allows() -> None:
-    prepared = prepare(options(), free_bytes=64 * GIB)
-    assert prepared.device_tokens == dict.fromkeys(Role, 8 * prepared.spec.context)
-
-
-def test_pools_take_a_quarter_of_a_workers_share_of_free_memory_at_most() -> None:
-    config = load_config(assignments=["cache.page_tokens=64"])
-    spec = prepare(options(), 8 * GIB).spec
-    pool_set = pool_set_of(spec, config)
-    share = 20 << 20
-    tokens = device_tokens(config, spec, pool_set, Role.DECODE, share)
-    assert tokens % 64 == 0
-    assert share / 4 - 64 * token_bytes(pool_set) < tokens * token_bytes(pool_set) <= share / 4
-    with pytest.raises(MemoryShort, match="too little for one page"):
-        device_tokens(config, spec, pool_set, Role.DECODE, 100_000)
+    context = prepare(options(), free_bytes=64 * GIB).spec.context
+    assert positions(free_bytes=64 * GIB) == dict.fromkeys(Role, 8 * context)
 
 
 def test_pool_sizes_can_be_set_by_role() -> None:
-    prepared = prepare(options(assignments=("cache.device_tokens=4096", "decode.cache.device_tokens=1030")), 8 * GIB)
-    assert prepared.device_tokens == {Role.PREFILL: 4096, Role.DECODE: 1024}
+    assert positions(("cache.device_tokens=4096", "decode.cache.device_tokens=1030")) == {
+        Role.PREFILL: 4096, Role.DECODE: 1024
+    }  # fmt: skip
 
 
 def test_threads_are_cores_divided_by_workers_and_at_least_one() -> None:
@@ -96,11 +90,36 @@ def test_port_zero_is_some_free_port() -> None:
     assert prepare(options(), 8 * GIB).port > 0
 
 
-def test_too_little_memory_is_refused_with_the_numbers() -> None:
-    with pytest.raises(MemoryShort, match=r"MiB are free: start fewer workers or lower cache.device_tokens"):
-        prepare(options(assignments=("cache.device_tokens=100000000",)), 8 * GIB)
-    with pytest.raises(MemoryShort, match=r"lower cache.device_tokens or cache.host_bytes"):
-        prepare(options(assignments=(f"cache.host_bytes={5 * GIB}",)), 8 * GIB)
+def refused(free_bytes: int, *assignments: str, **changes: object) -> str:
+    with pytest.raises(MemoryShort) as caught:
+        prepare(options(assignments=assignments, **changes), free_bytes)
+    assert "\n" not in str(caught.value)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("free_bytes", "assignments", "flags", "without"),
+    [
+        (8 * GIB, ("cache.device_tokens=100000000",), {}, ""),
+        (8 * GIB, ("decode.cache.device_tokens=100000000", "prefill.cache.device_tokens=64"), {}, ""),
+        (8 * GIB, (), {"prefill": 20, "decode": 20}, "--prefill 1 --decode 1 and "),
+        (8 * GIB, (f"cache.host_bytes={5 * GIB}",), {}, "without cache.host_bytes, "),
+    ],
+)
+def test_what_does_not_fit_is_refused_with_what_would_and_that_does(
+    free_bytes: int, assignments: tuple[str, ...], flags: dict[str, object], without: str
+) -> None:
+    said = refused(free_bytes, *assignments, **flags)
+    assert "8,192 MiB are free" in said
+    found = re.search(rf": {without}cache.device_tokens=(\d+) fits$", said)
+    assert found, said
+    flags = {} if "--prefill" in without else flags
+    prepared = prepare(options(assignments=(f"cache.device_tokens={found[1]}",), **flags), free_bytes)
+    assert min(plan.positions for plan in prepared.plans.values()) == int(found[1])
+
+
+def test_a_model_that_memory_can_never_hold_is_refused_as_such() -> None:
+    assert "needs more memory" in refused(200 << 20)
 
 
 def test_a_bad_checkpoint_is_refused_in_one_line(tmp_path: Path) -> None:

@@ -98,7 +98,10 @@ REFUSALS: dict[str, tuple[Callable[[Path], Any], tuple[str, ...]]] = {
     "wrong shape": (tensors(put(DOWN, torch.zeros(64, 100))), (DOWN, "[64, 100]", "[64, 128]")),
     "wrong vocab": (config(vocab_size=301), ("embed_tokens", "[300, 64]", "[301, 64]")),
     "integers": (tensors(put(NORM, torch.zeros(64, dtype=torch.int8))), (NORM, "I8", "F32, BF16, F16")),
-    "architecture": (config(architectures=["GPT2LMHeadModel"]), ("GPT2LMHeadModel", "LlamaForCausalLM, Qwen3For")),
+    "architecture": (
+        config(architectures=["GPT2LMHeadModel"]),
+        ("GPT2LMHeadModel", "LlamaForCausalLM", "Qwen3ForCausalLM"),
+    ),
     "no architecture": (config(architectures=None, model_type="t5"), ("t5", "supported are")),
     "quantised": (config(quantization_config={"quant_method": "gptq"}), ("quantised",)),
     "activation": (config(hidden_act="gelu"), ("'gelu'", "only silu")),

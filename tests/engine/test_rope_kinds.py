@@ -26,6 +26,8 @@ CASES: list[tuple[str, float, int, dict[str, Any]]] = [
     ("yarn", 10000.0, 48, {**YARN, "attention_factor": 0.7}),
     ("yarn", 10000.0, 64, {**YARN, "factor": 40.0, "mscale": 0.707, "mscale_all_dim": 1.0}),
     ("yarn", 10000.0, 64, {**YARN, "truncate": False}),
+    ("proportional", 1000000.0, 64, {"partial_rotary_factor": 0.25}),
+    ("proportional", 10000.0, 48, {"partial_rotary_factor": 0.5, "factor": 4.0}),
 ]
 
 
@@ -39,6 +41,10 @@ def config_of(kind: str, theta: float, head_dim: int, numbers: dict[str, Any]) -
     )
 
 
+def spec_of(kind: str, theta: float, numbers: dict[str, Any]) -> RopeSpec:
+    return RopeSpec(kind, theta, numbers, numbers.get("partial_rotary_factor", 1.0))
+
+
 @pytest.mark.parametrize(("kind", "theta", "head_dim", "numbers"), CASES)
 def test_frequencies_and_factor_are_transformers(kind: str, theta: float, head_dim: int, numbers: Any) -> None:
     config = config_of(kind, theta, head_dim, numbers)
@@ -46,7 +52,7 @@ def test_frequencies_and_factor_are_transformers(kind: str, theta: float, head_d
         want, factor = LlamaRotaryEmbedding.compute_default_rope_parameters(config)
     else:
         want, factor = ROPE_INIT_FUNCTIONS[kind](config, torch.device("cpu"))
-    got, got_factor = inverse_frequencies(RopeSpec(kind, theta, numbers), head_dim)
+    got, got_factor = inverse_frequencies(spec_of(kind, theta, numbers), head_dim)
     assert torch.equal(got, want)
     assert got_factor == factor
 
@@ -61,7 +67,7 @@ def test_rotations_are_transformers_at_near_and_far_positions(
     embedding = LlamaRotaryEmbedding(config_of(kind, theta, head_dim, numbers))
     cos, sin = embedding(x, positions[None])
     want, _ = apply_rotary_pos_emb(x.transpose(0, 1)[None], x.transpose(0, 1)[None], cos, sin)
-    table = RopeTable(RopeSpec(kind, theta, numbers), head_dim, dtype, torch.device("cpu"))
+    table = RopeTable(spec_of(kind, theta, numbers), head_dim, dtype, torch.device("cpu"))
     got = rotate(x, *table.at(positions, 9002))
     assert torch.equal(got, want[0].transpose(0, 1))
 

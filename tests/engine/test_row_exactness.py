@@ -11,7 +11,7 @@ from torch import Tensor
 
 from cache.device import DEVICE, Completion, CpuDevice, Op, Span
 from engine import numerics
-from engine.layers.norm import silu
+from engine.layers.norm import gelu_tanh, silu, tanh
 from engine.numerics import TILE_ROWS, Linear, Numerics, probe
 from tests.engine.harness import Bench, MakeCheckpoint, row
 
@@ -78,13 +78,21 @@ def test_tiles_are_always_the_same_call() -> None:
     assert seen == [TILE_ROWS] * 3
 
 
-def test_the_activation_of_an_element_is_the_same_in_vector_lanes_and_in_tails() -> None:
+def gelu(x: Tensor) -> Tensor:
+    return torch.nn.functional.gelu(x, approximate="tanh")
+
+
+@pytest.mark.parametrize(("ours", "want"), [(silu, torch.nn.functional.silu), (gelu_tanh, gelu), (tanh, torch.tanh)])
+def test_an_activation_of_an_element_is_the_same_in_vector_lanes_and_in_tails(
+    ours: Callable[[Tensor], Tensor], want: Callable[[Tensor], Tensor]
+) -> None:
     x = torch.randn(5000, generator=torch.Generator().manual_seed(3)) * 5
-    want = silu(x)
-    torch.testing.assert_close(want, torch.nn.functional.silu(x))
+    x[:8] = torch.tensor([0.0, -0.0, 1e-6, -1e-3, 90.0, -90.0, 1e4, -1e4])
+    whole = ours(x.clone())
+    torch.testing.assert_close(whole, want(x), rtol=2e-5, atol=2e-7)
     for offset in (0, 1, 3, 1000):
         for count in (*range(1, 70), 1001):
-            assert torch.equal(silu(x[offset : offset + count].clone()), want[offset : offset + count])
+            assert torch.equal(ours(x[offset : offset + count].clone()), whole[offset : offset + count])
 
 
 class Recording(CpuDevice):

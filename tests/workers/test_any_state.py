@@ -53,7 +53,7 @@ class HashPair(Pair):
         pools = PoolSet(spec, layout.counts, plane.allocate("pages", layout.nbytes))
         backend = make_backend(cache.storage)
         queue = StorageQueue(backend, wake=waiter.wake) if backend is not None else None
-        host = host_pools(spec, cache.host_bytes, device) if cache.host_bytes else None
+        host = host_pools(spec, cache.host_bytes, device, layout.counts) if cache.host_bytes else None
         seat = Seat(pools, device, cache, self.clock.now, host=host, storage=queue, fingerprint="hash")
         engine = cast(Engine, HashEngine(pools, device))
         name, first = WorkerName(f"{role}-0"), Incarnation(1)

@@ -22,6 +22,7 @@ from contracts.model import read_model_spec
 from contracts.ports import Worker
 from contracts.sampling import SamplingParams
 from tests.checkpoints import Oracle, compare
+from tests.pair import counts_for
 from tests.worker_child import SESSION, Child, worker_child
 
 POOL = 24 * 16
@@ -40,7 +41,7 @@ class Scene:
         self.healthy = stack.enter_context(worker_child(folder, Role.PREFILL, "prefill-1", sections, 1024))
         self.decode: Worker = build_worker(
             Role.DECODE, WorkerName("decode-0"), Incarnation(1), spec, config_from_dict(sections),
-            host="127.0.0.1", device_tokens=POOL,
+            host="127.0.0.1", counts=counts_for(folder, config_from_dict(sections), Role.DECODE, POOL),
         )  # fmt: skip
         stack.callback(self.decode.close)
         self.tokens: dict[str, dict[int, int]] = {}
@@ -136,7 +137,7 @@ def test_a5_a_readers_proven_death_ends_its_rooms_at_the_writer(model: Path) -> 
     sections = {"transfer": {"plane": "shm"}, "engine": {"threads": 1}, "prefill": {"chunk_tokens": 16}}
     prefill = build_worker(
         Role.PREFILL, WorkerName("prefill-0"), Incarnation(1), read_model_spec(model), config_from_dict(sections),
-        host="127.0.0.1", device_tokens=POOL, clock=ManualClock(),
+        host="127.0.0.1", counts=counts_for(model, config_from_dict(sections), Role.PREFILL, POOL), clock=ManualClock(),
     )  # fmt: skip
     to_prefill = PeerRef(WorkerName("prefill-0"), Incarnation(1), prefill.control)
     deadline = time.monotonic() + 60

@@ -1,0 +1,119 @@
+"""Whether what is asked for fits into memory; where it doesn't, what would."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+from cache.registry import PoolSetSpec
+from cluster.memory import MemoryPlan, plan_memory
+from contracts.config import CacheOverride, Config
+from contracts.errors import ConfigError
+from contracts.ids import Role
+
+MEMORY_SHARE = 0.25
+"""Part of a worker's share of the free memory that its pools may take by default."""
+WORKER_BYTES = 300 << 20
+"""What a worker takes besides weights and pools: interpreter, torch, buffers."""
+
+
+@dataclass(frozen=True, slots=True)
+class Demand:
+    """What is to be started, and with how much free memory. Bytes are those of all workers, but for the weights."""
+
+    config: Config
+    pool_set: PoolSetSpec
+    context: int
+    weights: int
+    """Bytes of one worker's weights."""
+    prefill: int
+    decode: int
+    free: int
+
+    def plans(self) -> dict[Role, MemoryPlan] | None:
+        """What workers of each role hold; None where free memory is too little for the smallest pools.
+
+        Raises `ConfigError` for a pool smaller than a page.
+        """
+        share, plans = self.free // (self.prefill + self.decode), {}
+        for role in Role:
+            cache = self.config.cache_for(role)
+            if 0 < cache.device_tokens < cache.page_tokens:
+                raise ConfigError(
+                    f"cache.device_tokens={cache.device_tokens} is less than one page "
+                    f"(cache.page_tokens={cache.page_tokens})"
+                )
+            budget = min(int(share * MEMORY_SHARE), share - self.weights - self._processes(role) - cache.host_bytes)
+            plan = plan_memory(self.pool_set, self.config, role, self.context, budget)
+            if plan is None:
+                return None
+            plans[role] = plan
+        return plans
+
+    def need(self, plans: dict[Role, MemoryPlan]) -> int:
+        """Bytes that all workers take."""
+        each = {role: plans[role].nbytes + self.weights + self._processes(role) for role in Role}
+        return self.prefill * each[Role.PREFILL] + self.decode * each[Role.DECODE] + self._hosts
+
+    def _processes(self, role: Role) -> int:
+        return self.config.tp_for(role) * WORKER_BYTES
+
+    @property
+    def _hosts(self) -> int:
+        config = self.config
+        return (
+            self.prefill * config.cache_for(Role.PREFILL).host_bytes
+            + self.decode * config.cache_for(Role.DECODE).host_bytes
+        )
+
+    def refusal(self, plans: dict[Role, MemoryPlan] | None) -> str:
+        """Why it doesn't fit, and what would: one line."""
+        workers = self.prefill + self.decode
+        if plans is None:
+            said = f"{workers} workers need {_mib(self.weights)} of weights each, and pools of at least a page"
+        else:
+            pools = " and ".join(_mib(plans[role].nbytes) for role in Role)
+            said = f"{workers} workers need about {_mib(self.need(plans))} ({_mib(self.weights)} of weights each"
+            said += f", pools of {pools}, {_mib(self._hosts)} of host tiers)"
+        return f"{said}; {_mib(self.free)} are free: {self._advice()}"
+
+    def _advice(self) -> str:
+        """The largest pools that fit: of these workers, of fewer, without host tiers."""
+        fewer = replace(self, prefill=1, decode=1)
+        ways = {"": self, "--prefill 1 --decode 1 and ": fewer}
+        if self._hosts:
+            ways |= {
+                "without cache.host_bytes, ": self._without_hosts(),
+                "without cache.host_bytes, --prefill 1 --decode 1 and ": fewer._without_hosts(),
+            }
+        for how, demand in ways.items():
+            plans = demand._left_open().plans()
+            if plans is not None:
+                return f"{how}cache.device_tokens={min(plan.positions for plan in plans.values())} fits"
+        return "this model needs more memory than that, or a smaller engine.dtype"
+
+    def _left_open(self) -> Demand:
+        """The same with the sizes of pools left to the plan."""
+        return self._with_cache(device_tokens=0, device_requests=0)
+
+    def _without_hosts(self) -> Demand:
+        return self._with_cache(host_bytes=0)
+
+    def _with_cache(self, **sizes: Any) -> Demand:
+        """Other sizes for both roles."""
+
+        def unset(override: CacheOverride) -> CacheOverride:
+            return replace(override, **dict.fromkeys(sizes))
+
+        config = self.config
+        changed = replace(
+            config,
+            cache=replace(config.cache, **sizes),
+            prefill=replace(config.prefill, cache=unset(config.prefill.cache)),
+            decode=replace(config.decode, cache=unset(config.decode.cache)),
+        )
+        return replace(self, config=changed)
+
+
+def _mib(size: int) -> str:
+    return f"{size / (1 << 20):,.0f} MiB"

@@ -1,0 +1,146 @@
+"""Nemotron-H: Mamba-2, attention and feed-forward layers in an order of their own, each alone in its layer."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from cache.registry import Kind, PoolSpec
+from contracts.fields import Fields
+from contracts.model import ModelSpec
+from engine.decoder import Decoder, Layer, Sublayer
+from engine.layers.attention import HeadAttention, kv_buffers
+from engine.layers.mamba import Mamba2, MambaShape, mamba_buffers, time_limit
+from engine.layers.mlp import PlainMlp
+from engine.layers.moe import MixtureOfExperts, Sizes, relu_squared, ungated_expert
+from engine.layers.norm import rms_norm_late
+from engine.layers.router import SigmoidRouter
+from engine.models.base import FULL_POOL, STATE_POOL, Model, StateOptions
+from engine.step_context import Place, StepContext
+from engine.weights import Weights
+
+_LETTERS = {"M": "linear_attention", "*": "full_attention", "-": "mlp", "E": "moe"}
+_SPELLINGS = {kind: kind for kind in _LETTERS.values()} | {"mamba": "linear_attention", "attention": "full_attention"}
+
+
+class NemotronH(Model):
+    """``NemotronHForCausalLM``. A checkpoint's multi-token-prediction layers (``mtp.*``) are left unused."""
+
+    def __init__(self, spec: ModelSpec) -> None:
+        super().__init__(spec)
+        config = spec.config
+        self.eps = config.number("layer_norm_epsilon", config.number("rms_norm_eps", 1e-5))
+        self.kinds = _kinds(config, self.layers)
+        self.heads = config.size("num_attention_heads")
+        self.kv_heads = config.size("num_key_value_heads", self.heads)
+        self.head_dim = config.size("head_dim", config.size("attention_head_dim", 128))
+        self.mlp_bias = config.flag("mlp_bias")
+        self.mamba = self._mamba_shape()
+        activation = config.text("mlp_hidden_act", "relu2")
+        if activation != "relu2":
+            raise config.refuse(f"mlp_hidden_act {activation!r} is not supported; only relu2 is")
+        if self.heads % self.kv_heads:
+            raise config.refuse(f"{self.heads} attention heads do not divide among {self.kv_heads} key-value heads")
+        for kind in ("linear_attention", "full_attention"):
+            if kind not in self.kinds:
+                raise config.refuse(f"no layer is of type {kind}; that is not supported")
+        if "moe_latent_size" in config:
+            raise config.refuse("experts behind a latent projection (moe_latent_size) are not supported")
+
+    def _mamba_shape(self) -> MambaShape:
+        config = self.config
+        shape = MambaShape(
+            hidden=self.hidden,
+            heads=config.size("mamba_num_heads"),
+            head_dim=config.size("mamba_head_dim"),
+            groups=config.size("n_groups", 8),
+            state_dim=config.size("ssm_state_size", 128),
+            kernel=config.size("conv_kernel", 4),
+            eps=self.eps,
+            in_bias=config.flag("use_bias"),
+            conv_bias=config.flag("use_conv_bias", True),
+            out_bias=config.flag("use_bias"),
+            time_limit=time_limit(config),
+        )
+        shape.check(config)
+        return shape
+
+    def pools(self, options: StateOptions) -> tuple[PoolSpec, ...]:
+        layers = self.kinds.count("full_attention")
+        full = kv_buffers(layers, self.kv_heads, self.head_dim, options.dtype, options.shard)
+        state = mamba_buffers(self.kinds.count("linear_attention"), self.mamba, options.dtype, options.shard)
+        return PoolSpec(FULL_POOL, full), PoolSpec(STATE_POOL, state, Kind.STATE)
+
+    def layer(self, number: int, weights: Weights) -> Layer:
+        norm_h = weights.tensor("norm.weight", self.hidden).float()
+        return _OneMixer(norm_h, self.mixer(number, weights.scope("mixer.")), self.eps)
+
+    def mixer(self, number: int, weights: Weights) -> Sublayer:
+        kind = self.kinds[number]
+        before = self.kinds[:number].count(kind)
+        if kind == "linear_attention":
+            return Mamba2(weights, Place(STATE_POOL, before), self.mamba)
+        if kind == "full_attention":
+            return HeadAttention(
+                weights,
+                Place(FULL_POOL, before),
+                None,
+                hidden=self.hidden,
+                heads=self.heads,
+                kv_heads=self.kv_heads,
+                head_dim=self.head_dim,
+            )
+        if kind == "mlp":
+            return self._mlp(weights, self.config.size("intermediate_size"))
+        return self._experts(weights)
+
+    def _mlp(self, weights: Weights, inner: int) -> PlainMlp:
+        return PlainMlp(weights, self.hidden, inner, relu_squared, bias=self.mlp_bias)
+
+    def _experts(self, weights: Weights) -> MixtureOfExperts:
+        config = self.config
+        sizes = Sizes(config.size("n_routed_experts"), self.hidden, config.size("moe_intermediate_size"))
+        router = SigmoidRouter(
+            weights,
+            self.hidden,
+            sizes.experts,
+            config.size("num_experts_per_tok"),
+            groups=config.size("n_group", 1),
+            top_groups=config.size("topk_group", 1),
+            normalise=config.flag("norm_topk_prob", True),
+            scale=config.number("routed_scaling_factor", 1.0),
+        )
+        shared = self._mlp(weights.scope("shared_experts."), config.size("moe_shared_expert_intermediate_size"))
+        return MixtureOfExperts(
+            weights, router, sizes, read=ungated_expert, activation=relu_squared, shared=shared
+        )  # fmt: skip
+
+    def build(self, weights: Weights) -> Decoder:
+        embed_vh = weights.tensor("model.embeddings.weight", self.spec.vocab_size, self.hidden)
+        layers = [self.layer(i, weights.scope(f"model.layers.{i}.")) for i in range(self.layers)]
+        norm_h = weights.tensor("model.norm_f.weight", self.hidden).float()
+        head = weights.made(embed_vh) if self.tied else weights.linear({"lm_head": self.spec.vocab_size}, self.hidden)
+        return Decoder(embed_vh, layers, lambda x: rms_norm_late(x, norm_h, self.eps), head)
+
+
+@dataclass(frozen=True)
+class _OneMixer:
+    """x + mixer(norm(x))"""
+
+    norm_h: Tensor
+    mixer: Sublayer
+    eps: float
+
+    def __call__(self, x_mh: Tensor, ctx: StepContext) -> Tensor:
+        return x_mh + self.mixer(rms_norm_late(x_mh, self.norm_h, self.eps), ctx)
+
+
+def _kinds(config: Fields, layers: int) -> list[str]:
+    """Each layer's kind: a list of words, or a letter each as published."""
+    words = config.values.get("layers_block_type", config.values.get("layer_types"))
+    if words is None:
+        words = [_LETTERS.get(letter, letter) for letter in config.text("hybrid_override_pattern")]
+    if not isinstance(words, list) or len(words) != layers or not set(words) <= set(_SPELLINGS):
+        raise config.refuse(f"the kinds of {layers} layers must be among {', '.join(_SPELLINGS)}, got {words!r}")
+    return [_SPELLINGS[word] for word in words]

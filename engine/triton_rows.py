@@ -1,0 +1,73 @@
+"""Kernels by row on an NVIDIA GPU: norms, rope and store in one, and the draw of tokens."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+import triton
+from torch import Tensor
+
+from contracts.sampling import SamplingParams
+from engine import triton_rows_kernels as kernels
+
+_VOCAB_BLOCK = 2048
+
+
+def store_heads(
+    qkv_tn: Tensor,
+    norm_nd: Tensor | None,
+    eps: float,
+    cos_td: Tensor,
+    sin_td: Tensor,
+    k_pages: Tensor,
+    v_pages: Tensor,
+    slots_t: Tensor,
+    muted_t: Tensor | None,
+) -> Tensor:
+    """Norm and rotate queries and keys, store keys and values; returns the queries, [T, heads, head_dim].
+
+    qkv_tn: [T, (heads + 2 * kv_heads) * head_dim], heads of queries, keys, values; norm_nd: [heads + kv_heads,
+    head_dim] weights of their norms with epsilon `eps`, or None; cos_td, sin_td: [T, 1, head_dim] as `StepContext.rope`
+    gives them; pages [pages, page_tokens, kv_heads, head_dim], all of one dtype; slots_t [T] int64; muted_t [T] bool or
+    None: tokens whose zeros are stored instead.
+    """
+    tokens, kv_heads, dim = len(qkv_tn), k_pages.shape[2], k_pages.shape[3]
+    total = qkv_tn.shape[1] // dim
+    heads = total - 2 * kv_heads
+    q_thd = torch.empty(tokens, heads, dim, dtype=qkv_tn.dtype, device=qkv_tn.device)
+    if tokens == 0:
+        return q_thd
+    assert k_pages.stride(2) == v_pages.stride(2) == dim, "a token's heads lie side by side"
+    kernels.store_heads_kernel[(tokens, total)](
+        qkv_tn, norm_nd if norm_nd is not None else qkv_tn, cos_td, sin_td, q_thd, k_pages, v_pages, slots_t,
+        slots_t if muted_t is None else muted_t.view(torch.int8),
+        qkv_tn.stride(0), cos_td.stride(0), sin_td.stride(0),
+        k_pages.stride(0), k_pages.stride(1), v_pages.stride(0), v_pages.stride(1), eps,
+        HEADS=heads, KV_HEADS=kv_heads, HEAD_DIM=dim, BLOCK_D=triton.next_power_of_2(dim),
+        PAGE_TOKENS=k_pages.shape[1], NORM=norm_nd is not None, MUTED=muted_t is not None,
+    )  # fmt: skip
+    return q_thd
+
+
+def sample(
+    logits_nv: Tensor, params: Sequence[SamplingParams], uniforms: Sequence[float], block: int = _VOCAB_BLOCK
+) -> Tensor:
+    """Temperature, the cuts, and the inverse of the cumulative distribution: [n] int64.
+
+    logits_nv: [n, vocab] float32. What `engine.sampling` computes in torch, without a sort and without asking the
+    device anything.
+    """
+    logits_nv = logits_nv.contiguous()
+    rows, vocab = logits_nv.shape
+    device = logits_nv.device
+    drawn_n = torch.empty(rows, dtype=torch.int64, device=device)
+    ks = [p.top_k if 0 < p.top_k < vocab else vocab for p in params]
+    numbers = [[p.temperature for p in params], [p.top_p for p in params], [p.min_p for p in params], [*uniforms]]
+    temperature_n, top_p_n, min_p_n, uniform_n = torch.tensor(numbers, dtype=torch.float64, device=device)
+    kernels.draw_kernel[(rows,)](
+        logits_nv, temperature_n, torch.tensor(ks, device=device), top_p_n, min_p_n, uniform_n, drawn_n,
+        logits_nv.stride(0), vocab,
+        BLOCK=block, LIMITS=min(ks) < vocab or any(p.top_p < 1.0 for p in params),
+    )  # fmt: skip
+    return drawn_n

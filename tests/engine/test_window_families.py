@@ -1,0 +1,162 @@
+"""Gemma 3, Gemma 4 and gpt-oss against transformers, with prompts far longer than their windows."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from cache.registry import Kind
+from contracts.errors import CheckpointError
+from engine import read_model
+from tests.checkpoints import VOCAB, compare, compare_forced, copy_checkpoint
+from tests.engine.harness import Bench, MakeOracle
+from tests.families import FAMILIES
+from tests.family_window import WINDOW
+
+Family = Callable[..., Path]
+NAMES = ["gemma3", "gemma4", "gpt_oss"]
+VARIANTS: list[dict[str, Any]] = [
+    {"name": "gemma3"},
+    {"name": "gemma3", "final_logit_softcapping": None, "attention_bias": True, "tie_word_embeddings": False},
+    {"name": "gemma4"},
+    {"name": "gemma4", "enable_moe_block": True, "use_double_wide_mlp": False, "attention_k_eq_v": False},
+    {"name": "gemma4", "hidden_size_per_layer_input": 0, "num_kv_shared_layers": 0},
+    {"name": "gpt_oss"},
+    {"name": "gpt_oss", "attention_bias": False, "num_experts_per_tok": 6},
+]
+
+
+@pytest.fixture(scope="session")
+def family(tmp_path_factory: pytest.TempPathFactory) -> Family:
+    """A checkpoint of one of this file's families; the same options give the same folder."""
+    base = tmp_path_factory.mktemp("windows")
+
+    @cache
+    def make(options: tuple[tuple[str, Any], ...]) -> Path:
+        rest = dict(options)
+        return FAMILIES[str(rest.pop("name"))](base / str(len(list(base.iterdir()))), **rest)
+
+    return lambda **options: make(tuple(sorted(options.items())))
+
+
+def prompts(seed: int, *lengths: int) -> list[list[int]]:
+    rng = random.Random(seed)
+    return [[rng.randrange(VOCAB) for _ in range(n)] for n in lengths]
+
+
+def described(options: dict[str, Any]) -> str:
+    return "-".join(str(value if key == "name" else key) for key, value in options.items())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("options", VARIANTS, ids=described)
+def test_float32_gives_the_oracles_greedy_tokens_and_logits(
+    family: Family, oracle_of: MakeOracle, options: dict[str, Any]
+) -> None:
+    folder = family(**options)
+    oracle, bench = oracle_of(folder), Bench(folder)
+    asked = prompts(1, 1, 2, 15, WINDOW - 1, WINDOW, WINDOW + 1, 129, 300, 700)
+    for prompt, got in zip(asked, bench.generate_many(asked, 10, chunk=64), strict=True):
+        verdict = compare(oracle, prompt, got)
+        assert verdict.equal, verdict
+    logits = bench.forced(asked[-1], [100, 1, 599])
+    assert (logits - oracle.logits(asked[-1])).abs().max() <= 4 * oracle.difference
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", NAMES)
+def test_bfloat16_chooses_within_the_oracles_own_difference(family: Family, oracle_of: MakeOracle, name: str) -> None:
+    folder = family(name=name, dtype="bfloat16")
+    oracle, bench = oracle_of(folder), Bench(folder)
+    for prompt in prompts(2, 17, 300):
+        tokens = prompt + oracle.generate(prompt, 8)
+        got = bench.forced(tokens, [len(prompt), *[1] * 8])
+        verdict = compare_forced(oracle, tokens, got.argmax(-1).tolist())
+        assert verdict.equal, verdict
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("name", NAMES)
+def test_a_rows_bits_hang_on_its_own_sequence_alone(family: Family, name: str, dtype: str) -> None:
+    folder, rng = family(name=name, dtype=dtype), random.Random(3)
+    (tokens,) = prompts(3, 300)
+    want = Bench(folder, 16, 1024).forced(tokens, [300])
+    for page_tokens, seed in ((1, 1), (16, 2), (64, 3)):
+        bench = Bench(folder, page_tokens, 4096, seed)
+        at, held, parts = 0, bench.hold(300), []
+        while at < 300:
+            count = min(300 - at, rng.choice([1, 1, 2, 3, 5, 16, 31, 64, 127]))
+            others = prompts(rng.randrange(99), *rng.choices([1, 2, 7, 60], k=rng.randrange(5)))
+            company = [bench.hold(len(prompt)) for prompt in others]
+            rows = [bench.row(prompt, 0, mine) for prompt, mine in zip(others, company, strict=True)]
+            place = rng.randrange(len(rows) + 1)
+            rows.insert(place, bench.row(tokens[at : at + count], at, held))
+            parts.append(bench.logits(rows)[place])
+            for mine in company:
+                bench.drop(mine)
+            at += count
+        assert torch.equal(torch.cat(parts), want), page_tokens
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("name", "options"), [
+    ("gemma3", {}), ("gemma3", {"alone": True}), ("gemma4", {}), ("gemma4", {"enable_moe_block": True}),
+    ("gpt_oss", {}),
+])  # fmt: skip
+def test_a_published_folder_gives_the_bits_of_a_saved_one(family: Family, name: str, options: dict[str, Any]) -> None:
+    (tokens,) = prompts(4, 2 * WINDOW)
+    kept = {key: value for key, value in options.items() if key != "alone"}
+    saved, published = family(name=name, **kept), family(name=name, published=True, **options)
+    want, got = (Bench(folder, tokens=512).forced(tokens, [len(tokens)]) for folder in (saved, published))
+    assert torch.equal(got, want)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", NAMES)
+def test_each_kind_of_layer_keeps_its_own_state_and_the_window_is_at_work(family: Family, name: str) -> None:
+    """The other tests of this file mean something only if this holds: a token that every window has left still counts
+    through the full layers, and tables of windows begin behind it."""
+    bench = Bench(family(name=name), tokens=1024)
+    pools = bench.pools.spec.by_name
+    assert (pools["full"].kind, pools["window"].kind) == (Kind.FULL, Kind.WINDOW)
+    assert pools["window"].window_tokens == WINDOW
+    assert {buffer.layers for pool in pools.values() for buffer in pool.buffers} == {2}
+    (tokens,) = prompts(5, 200)
+    held = bench.hold(201)
+    bench.logits([bench.row(tokens, 0, held)])
+    row = bench.row([7], 200, held)
+    assert row.others["window"].first == (200 - WINDOW + 1) // 16 > 0
+    (before,) = bench.logits([row])
+    for pool, matters in (("window", False), ("full", True)):
+        for buffers in bench.views(pool):
+            buffers["k"][held.indices[pool][3]] += 1.0  # Positions 48 to 63.
+        (after,) = bench.logits([row])
+        assert (not torch.equal(after, before)) is matters, pool
+
+
+def test_numbers_that_cannot_be_are_refused_in_one_line(family: Family, tmp_path: Path) -> None:
+    gemma3, gemma4, oss = (family(name=name) for name in NAMES)
+    cases: list[tuple[Path, dict[str, object], str]] = [
+        (gemma3, {"layer_types": ["sliding_attention"] * 4}, "no layer keeps full attention"),
+        (gemma3, {"layer_types": ["full_attention", "chunked_attention"] * 2}, "chunked_attention"),
+        (gemma3, {"sliding_window": 0}, "sliding_window must be a positive whole number"),
+        (gemma3, {"hidden_activation": "gelu"}, "only gelu_pytorch_tanh is"),
+        (gemma3, {"use_bidirectional_attention": True}, "can't generate"),
+        (gemma3, {"attn_logit_softcapping": 50.0}, "attn_logit_softcapping"),
+        (gemma4, {"num_kv_shared_layers": 5}, "no layer"),
+        (gemma4, {"per_layer_config": {"1": {"head_dim": 32}, "3": {"head_dim": 64}}}, "one positive number"),
+        (gemma4, {"vocab_size_per_layer_input": 200}, "below vocab_size"),
+        (oss, {"num_experts_per_tok": 7}, "7 is more than the 6 experts"),
+        (oss, {"num_key_value_heads": 3}, "do not divide"),
+    ]  # fmt: skip
+    for number, (folder, changes, message) in enumerate(cases):
+        with pytest.raises(CheckpointError, match=message) as error:
+            read_model(copy_checkpoint(folder, tmp_path / str(number), **changes))
+        assert "\n" not in str(error.value)

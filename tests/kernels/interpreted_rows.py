@@ -1,0 +1,137 @@
+"""The claims about the kernels by row; run as a script by `test_rows_kernels.py`."""
+
+from __future__ import annotations
+
+import os
+
+os.environ["TRITON_INTERPRET"] = "1"
+
+import torch
+from torch import Tensor
+
+from contracts.rope import RopeSpec
+from contracts.sampling import SamplingParams
+from engine import sampling, triton_rows
+from engine.layers.norm import rms_norm
+from engine.rope import RopeTable, rotate
+from tests.kernels.claims import answer
+
+CPU = torch.device("cpu")
+
+
+def draw(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
+
+
+def stored(
+    tokens: int,
+    *,
+    heads: int = 3,
+    kv_heads: int = 1,
+    dim: int = 10,
+    norm: bool = True,
+    muted: bool = False,
+    dtype: torch.dtype = torch.float32,
+) -> tuple[list[Tensor], list[Tensor]]:
+    """Queries, key pages and value pages by the kernel and by its twin."""
+    qkv = draw(tokens, (heads + 2 * kv_heads) * dim, dtype=dtype)
+    norm_nd = draw(heads + kv_heads, dim, seed=1, dtype=dtype) if norm else None
+    table = RopeTable(RopeSpec("default", 10000.0, {}), dim, dtype, CPU)
+    cos, sin = table.at(torch.arange(tokens) * 7, 4096)
+    slots = torch.randperm(5 * 4, generator=torch.Generator().manual_seed(2))[:tokens] + 4
+    muted_t = torch.arange(tokens) % 3 == 1 if muted else None
+    if muted_t is not None:
+        slots = slots.masked_fill(muted_t, 0)
+    ours, theirs = ([torch.zeros(6, 4, kv_heads, dim, dtype=dtype) for _ in "kv"] for _ in range(2))
+    q = triton_rows.store_heads(qkv, norm_nd, 1e-6, cos, sin, *ours, slots, muted_t)
+
+    qk, v = torch.split(qkv.view(tokens, -1, dim), [heads + kv_heads, kv_heads], dim=1)
+    if norm_nd is not None:
+        qk = rms_norm(qk, norm_nd, 1e-6)
+    q_twin, k = torch.split(rotate(qk, cos, sin), [heads, kv_heads], dim=1)
+    for pages, entries in zip(theirs, (k, v), strict=True):
+        kept = entries if muted_t is None else entries.masked_fill(muted_t[:, None, None], 0.0)
+        pages.view(-1, kv_heads, dim)[slots] = kept
+    return [q, *ours], [q_twin, *theirs]
+
+
+def check(tolerance: float, tokens: int, **options: object) -> None:
+    for got, want in zip(*stored(tokens, **options), strict=True):  # type: ignore[arg-type]
+        torch.testing.assert_close(got, want, rtol=tolerance, atol=tolerance)
+
+
+def claim_norm_rope_and_store_in_one_equal_the_operations_one_by_one() -> None:
+    check(2e-6, 7)
+    check(2e-6, 1, heads=4, kv_heads=2, dim=16)
+    check(2e-6, 5, norm=False, dim=48)
+    check(2e-6, 0)
+
+
+def claim_they_round_where_the_operations_do() -> None:
+    check(1e-3, 6, dtype=torch.float16)
+    check(1e-3, 6, dtype=torch.float16, norm=False)
+
+
+def claim_muted_tokens_store_zeros_into_the_null_page() -> None:
+    check(2e-6, 7, muted=True)
+
+
+def claim_a_tokens_heads_are_bitwise_the_same_alone() -> None:
+    (many, *_), (one, *_) = stored(5)[0], stored(1)[0]
+    assert torch.equal(one[0], many[0])
+
+
+PARAMS = [
+    SamplingParams(max_tokens=1, temperature=1.0),
+    SamplingParams(max_tokens=1, temperature=0.7, top_k=5),
+    SamplingParams(max_tokens=1, temperature=1.3, top_p=0.6),
+    SamplingParams(max_tokens=1, temperature=0.9, top_k=20, top_p=0.8, min_p=0.05),
+    SamplingParams(max_tokens=1, temperature=2.0, min_p=0.3),
+    SamplingParams(max_tokens=1, temperature=1.0, top_k=1),
+    SamplingParams(max_tokens=1, temperature=1.0, top_p=1e-9),
+]
+
+
+def drawn(logits: Tensor, uniforms: list[float]) -> None:
+    ours = triton_rows.sample(logits, PARAMS, uniforms, block=64)
+    assert ours.tolist() == sampling._sample(logits, PARAMS, uniforms).tolist()
+
+
+def claim_tokens_are_those_that_the_sorting_twin_draws() -> None:
+    for seed in range(6):
+        generator = torch.Generator().manual_seed(seed)
+        uniforms = torch.rand(len(PARAMS), generator=generator, dtype=torch.float64).tolist()
+        drawn(3 * draw(len(PARAMS), 131, seed=seed), uniforms)
+
+
+def claim_the_ends_of_the_distribution_are_drawn_alike() -> None:
+    logits = 3 * draw(len(PARAMS), 70)
+    drawn(logits, [0.0] * len(PARAMS))
+    drawn(logits, [1.0 - 2.0**-53] * len(PARAMS))
+
+
+def claim_ties_at_a_cut_are_kept() -> None:
+    """Few values, many times each; minus zero is zero."""
+    for seed in range(4):
+        logits = draw(len(PARAMS), 90, seed=seed).round()
+        uniforms = torch.rand(len(PARAMS), generator=torch.Generator().manual_seed(seed)).double().tolist()
+        drawn(logits, uniforms)
+
+
+def claim_suppressed_tokens_are_never_drawn() -> None:
+    logits = 3 * draw(len(PARAMS), 100)
+    logits[:, ::2] = float("-inf")
+    for u in (0.0, 0.3, 0.999999):
+        drawn(logits, [u] * len(PARAMS))
+    assert (triton_rows.sample(logits, PARAMS, [0.5] * len(PARAMS), block=64) % 2 == 1).all()
+
+
+def claim_a_row_draws_the_same_alone() -> None:
+    logits, uniforms = 3 * draw(len(PARAMS), 100), [0.1 * (i + 1) for i in range(len(PARAMS))]
+    together = triton_rows.sample(logits, PARAMS, uniforms, block=64)
+    for i, params in enumerate(PARAMS):
+        assert triton_rows.sample(logits[i : i + 1], [params], [uniforms[i]], block=64) == together[i]
+
+
+if __name__ == "__main__":
+    answer(globals())

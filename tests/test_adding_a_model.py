@@ -1,0 +1,83 @@
+"""docs/adding-a-model.md against the code: what it quotes is there, and the model that it spells out computes."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+import torch
+
+import engine.models
+from cache.registry import PoolSpec
+from contracts.model import ModelSpec, read_model_spec
+from contracts.rope import read_rope
+from engine.decoder import Layer, PreNormLayer
+from engine.layers.attention import HeadAttention, kv_buffers
+from engine.layers.mlp import GatedMlp
+from engine.models import Model, StateOptions
+from engine.models.base import FULL_POOL
+from engine.rope import RopeTable
+from engine.step_context import Place
+from engine.weights import Weights
+from tests.checkpoints import make_checkpoint
+from tests.engine import harness
+from tests.serving import ROOT
+
+PAGE = (ROOT / "docs" / "adding-a-model.md").read_text()
+NAMES = {
+    name.__name__: name
+    for name in (
+        PoolSpec, ModelSpec, read_rope, Layer, PreNormLayer, HeadAttention, kv_buffers, GatedMlp, Model, StateOptions,
+        RopeTable, Place, Weights,
+    )
+} | {"FULL_POOL": FULL_POOL}  # fmt: skip
+
+
+def blocks(kind: str) -> list[tuple[str, str]]:
+    """What stands behind ``python`` in the fence, and the code."""
+    found = re.findall(r"^```python ([^\n]+)\n(.*?)^```", PAGE, re.MULTILINE | re.DOTALL)
+    return [(head, code) for head, code in found if head.startswith(kind)]
+
+
+@pytest.mark.parametrize(("head", "code"), blocks("file="))
+def test_what_the_page_quotes_stands_in_the_file(head: str, code: str) -> None:
+    assert code in (ROOT / head.removeprefix("file=")).read_text()
+
+
+def test_every_piece_of_code_is_checked() -> None:
+    assert len(blocks("file=")) + len(blocks("run")) == PAGE.count("```python") == 4
+
+
+def test_the_example_is_one_short_file_and_one_entry() -> None:
+    assert len((ROOT / "engine" / "models" / "qwen2.py").read_text().splitlines()) < 120
+    assert sum("qwen2" in entry for entry in engine.models.ARCHITECTURES.values()) == 1
+
+
+def test_names_that_the_page_mentions_exist() -> None:
+    sources = ("engine/weights.py", "engine/step_context.py", "contracts/fields.py")
+    code = "".join((ROOT / path).read_text() for path in sources)
+    for path in re.findall(r"`((?:engine|tests)/[\w/]+(?:\.py)?)/?`", PAGE):
+        assert (ROOT / path).exists(), path
+    for name in re.findall(r"`(?:weights|ctx|config)\.(\w+)", PAGE):
+        assert re.search(rf"\b{name}\b", code), name
+
+
+@pytest.mark.slow
+def test_the_model_that_the_page_spells_out_gives_llamas_logits(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = make_checkpoint(tmp_path / "model", "llama")
+    tokens = list(range(1, 60))
+    want = harness.Bench(folder).forced(tokens, [20, 39])
+    ((_, code),) = blocks("run")
+    names = dict(NAMES)
+    exec(compile(code, "docs/adding-a-model.md", "exec", flags=annotations.compiler_flag), names)
+
+    def read(folder: Path) -> Model:
+        model: Model = names["Plain"](read_model_spec(folder))
+        model.build(Weights.dry(model.spec))
+        return model
+
+    monkeypatch.setattr(harness, "read_model", read)
+    assert torch.equal(harness.Bench(folder).forced(tokens, [20, 39]), want)
