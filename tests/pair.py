@@ -7,7 +7,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
 
 from cache.device import Device
@@ -24,6 +23,7 @@ from engine import read_model
 
 if TYPE_CHECKING:
     from cluster.crew import Crew
+    from tests.rank_workers import RankProcesses
 
 SESSION = SessionId(1)
 
@@ -193,14 +193,15 @@ def pair(
     clock: Clock | None = None,
     settle: bool = True,
     devices: Mapping[Role, Device] | None = None,
+    ranks: RankProcesses | None = None,
     **sections: dict[str, Any],
 ) -> Iterator[Pair]:
-    """A pair that is checked for leaks at the end."""
+    """A pair that is checked for leaks at the end. `ranks`: warm processes for workers of several ranks."""
     sections.setdefault("transfer", {}).setdefault("plane", "local")
     sections.setdefault("engine", {}).setdefault("threads", 1)
     config = config_from_dict(sections)
     with ExitStack() as stack:
-        crews = _crews(stack, folder, config, tokens)
+        crews = _crews(stack, ranks, folder, config, tokens)
         both = Pair(folder, config, tokens, clock or SystemClock(), devices, crews)
         try:
             yield both
@@ -211,17 +212,22 @@ def pair(
             both.decode.close()
 
 
-def _crews(stack: ExitStack, folder: Path, config: Config, tokens: int | Mapping[Role, int]) -> dict[Role, Crew | None]:
-    """The other ranks of each worker, as processes, where it has several."""
+def _crews(
+    stack: ExitStack,
+    processes: RankProcesses | None,
+    folder: Path,
+    config: Config,
+    tokens: int | Mapping[Role, int],
+) -> dict[Role, Crew | None]:
+    """The other ranks of each worker, where it has several."""
     if not any(config.tp_for(role) > 1 for role in Role):
         return {}
-    from tests.rank_workers import crew_of
+    from tests.rank_workers import crew_of, rank_processes
 
-    logs = Path(stack.enter_context(TemporaryDirectory()))
+    processes = processes or stack.enter_context(rank_processes())
     crews: dict[Role, Crew | None] = {}
     for role in Role:
         size = tokens[role] if isinstance(tokens, Mapping) else tokens
         counts = counts_for(folder, config, role, size)
-        members = stack.enter_context(crew_of(folder, role, config, counts, logs))
-        crews[role] = members.crew if members is not None else None
+        crews[role] = stack.enter_context(crew_of(processes, folder, role, config, counts))
     return crews

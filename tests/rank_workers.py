@@ -1,17 +1,21 @@
-"""Followers of a worker as processes of their own, whose leader is in this one (or in another)."""
+"""Followers of a worker as processes of their own, kept warm; their leader is in this process."""
 
 from __future__ import annotations
 
 import multiprocessing
+import os
 import secrets
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
-from dataclasses import dataclass
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field, replace
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from cluster.crew import Crew, lead
-from cluster.follower import run_follower
+from cluster.follower import serve_rank
 from cluster.worker_process import WorkerPlan
 from contracts.clock import SystemClock
 from contracts.config import Config
@@ -20,57 +24,93 @@ from contracts.ids import Incarnation, Role, WorkerName
 START_S = 120.0
 
 
-def rank_plan(
-    folder: Path, role: Role, config: Config, counts: Mapping[str, int], logs: Path, rank: int = 0
-) -> WorkerPlan:
-    return WorkerPlan(
-        WorkerName(f"{role}-0"), role, Incarnation(1), folder, config, counts, "127.0.0.1", "", logs, rank,
-    )  # fmt: skip
+def _serve(pipe: Connection) -> None:
+    """Be a follower of one worker after the other."""
+    torch.set_num_threads(1)
+    while (plan := pipe.recv()) is not None:
+        try:
+            pipe.send(serve_rank(plan))
+        except Exception as error:
+            pipe.send(f"{type(error).__name__}: {error}")
+    # As in a real follower: threads of gloo may still wait for their deadlines.
+    os._exit(0)
 
 
 @dataclass
-class CrewProcesses:
-    """A crew, and the processes of its followers."""
+class Warm:
+    """A process that waits to be a follower."""
 
-    crew: Crew
-    followers: list[Any]
+    process: Any
+    pipe: Connection
+
+    def end(self) -> None:
+        if self.process.is_alive():
+            self.pipe.send(None)
+            self.process.join(10)
+        if self.process.is_alive():
+            self.process.kill()
+            self.process.join(10)
+        self.pipe.close()
 
 
-def start_followers(plan: WorkerPlan, size: int) -> list[Any]:
-    """Processes of ranks 1 and up; `plan` has their meeting."""
-    from dataclasses import replace
+@dataclass
+class RankProcesses:
+    """As many as are needed, made when they are."""
 
-    context = multiprocessing.get_context("spawn")
-    processes = [
-        context.Process(target=run_follower, args=(replace(plan, rank=rank),), daemon=True) for rank in range(1, size)
-    ]
-    for process in processes:
-        process.start()
-    return processes
+    idle: list[Warm] = field(default_factory=list)
+
+    def take(self, count: int) -> list[Warm]:
+        context = multiprocessing.get_context("spawn")
+        while len(self.idle) < count:
+            ours, theirs = context.Pipe()
+            process = context.Process(target=_serve, args=(theirs,), daemon=True)
+            process.start()
+            theirs.close()
+            self.idle.append(Warm(process, ours))
+        taken, self.idle = self.idle[:count], self.idle[count:]
+        return taken
+
+    def give(self, warm: Warm) -> str:
+        """It is over; returns why, or raises `AssertionError` for one that doesn't end."""
+        assert warm.pipe.poll(30), "a follower didn't end with its leader"
+        reason: str = warm.pipe.recv()
+        self.idle.append(warm)
+        return reason
+
+    def end(self) -> None:
+        for warm in self.idle:
+            warm.end()
+        self.idle.clear()
+
+
+@contextmanager
+def rank_processes() -> Iterator[RankProcesses]:
+    processes = RankProcesses()
+    try:
+        yield processes
+    finally:
+        processes.end()
 
 
 @contextmanager
 def crew_of(
-    folder: Path, role: Role, config: Config, counts: Mapping[str, int], logs: Path
-) -> Iterator[CrewProcesses | None]:
+    processes: RankProcesses, folder: Path, role: Role, config: Config, counts: Mapping[str, int]
+) -> Iterator[Crew | None]:
     """The other ranks of a worker that is built here; None where it has one."""
-    from dataclasses import replace
-
     size = config.tp_for(role)
     if size == 1:
         yield None
         return
-    plan = replace(rank_plan(folder, role, config, counts, logs), meeting=secrets.token_hex(32))
-    processes = start_followers(plan, size)
-    try:
+    plan = WorkerPlan(
+        WorkerName(f"{role}-0"), role, Incarnation(1), folder, config, dict(counts), "127.0.0.1", "", folder,
+        meeting=secrets.token_hex(32),
+    )  # fmt: skip
+    taken = processes.take(size - 1)
+    for rank, warm in enumerate(taken, 1):
+        warm.pipe.send(replace(plan, rank=rank))
+    with ExitStack() as stack:
+        for warm in taken:
+            stack.callback(processes.give, warm)
         crew = lead(plan.meeting, size, SystemClock(), deadline_s=60.0, start_s=START_S)
-        try:
-            yield CrewProcesses(crew, processes)
-        finally:
-            crew.close()
-    finally:
-        for process in processes:
-            process.join(10)
-            if process.is_alive():
-                process.kill()
-                process.join(10)
+        stack.callback(crew.close)
+        yield crew
