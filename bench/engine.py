@@ -1,7 +1,8 @@
 """Measure the engine alone, beside transformers on the same checkpoint, dtype and threads in the same run.
 
     python -m bench.engine                        # the demo checkpoint
-    python -m bench.engine --make 445m            # a Qwen3-shaped one with random weights
+    python -m bench.engine --make qwen3-445m      # a Qwen3-shaped one with random weights
+    python -m bench.engine --make qwen3-445m --threads 2 --sides invariant generate openvino vllm   # and rivals
     python -m bench.engine --model DIR --profile  # and where our time goes
 
 Prefill: one prompt, tokens a second until its first token. Decode: tokens a second of a batch once all of its
@@ -17,6 +18,7 @@ import statistics
 import sys
 import tempfile
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -28,6 +30,7 @@ from rich.console import Console
 from rich.table import Table
 
 from bench import machine, random_model
+from bench.rival.side import PACKAGES, Rival
 from bench.sides import Answer, ContinuousBatching, Generate, Side, Twinpool
 from contracts.config import EngineConfig
 from contracts.errors import CheckpointError, ConfigError
@@ -35,7 +38,13 @@ from contracts.model import read_model_spec
 
 _LOWEST_TOKEN = 300
 """Ids below may be special."""
-SIDES = ("invariant", "fast", "generate", "continuous")
+SIDES = ("invariant", "fast", "torch", "generate", "continuous", "openvino", "vllm")
+"""torch: ours without the C++ kernels. The last two need `python -m bench.rival --install`."""
+_OWN: dict[str, dict[str, Any]] = {
+    "invariant": {},
+    "fast": {"numerics": "fast"},
+    "torch": {"attention": "torch"},
+}
 
 
 @dataclass(frozen=True)
@@ -124,7 +133,13 @@ def parser() -> argparse.ArgumentParser:
     which.add_argument("--make", choices=random_model.SIZES, help="make one of this size with random weights")
     out.add_argument("--threads", type=int, default=0, help="torch's threads (default: all cores)")
     out.add_argument("--dtype", choices=("auto", "float32", "bfloat16"), default="auto")
-    out.add_argument("--sides", nargs="+", choices=SIDES, default=list(SIDES), help="what to measure")
+    out.add_argument(
+        "--sides",
+        nargs="+",
+        choices=SIDES,
+        default=["invariant", "fast", "generate", "continuous"],
+        help="what to measure",
+    )
     out.add_argument("--batches", type=int, nargs="+", default=[1, 8, 32], help="batches of decode")
     out.add_argument("--prefill-tokens", type=int, default=512)
     out.add_argument("--context", type=int, default=128, help="prompt tokens before decode")
@@ -135,18 +150,25 @@ def parser() -> argparse.ArgumentParser:
     return out
 
 
-def make_sides(args: argparse.Namespace, folder: Path, scenarios: Sequence[Scenario]) -> list[Side]:
+def make_sides(args: argparse.Namespace, folder: Path, scenarios: Sequence[Scenario], close: ExitStack) -> list[Side]:
+    """All of `args.sides`, loaded; `close` closes them."""
     # Whole pages for every sequence, at either side's page size.
     tokens = max(s.batch * (s.prompt_tokens + s.output_tokens + 32) for s in scenarios)
     config: dict[str, Any] = {"dtype": args.dtype, "threads": args.threads}
     sides: list[Side] = []
     for name in args.sides:
-        if name in ("invariant", "fast"):
-            sides.append(Twinpool(folder, EngineConfig(numerics=name, **config), tokens))
+        side: Side
+        if name in _OWN:
+            side = Twinpool(folder, EngineConfig(**_OWN[name], **config), tokens)
+            side.name = f"twinpool, {name}"
+        elif name in PACKAGES:
+            side = Rival(name, folder, args.threads or torch.get_num_threads())
         elif name == "generate":
-            sides.append(Generate(folder, EngineConfig(**config)))
+            side = Generate(folder, EngineConfig(**config))
         else:
-            sides.append(ContinuousBatching(folder, EngineConfig(**config), tokens))
+            side = ContinuousBatching(folder, EngineConfig(**config), tokens)
+        close.callback(side.close)
+        sides.append(side)
     return sides
 
 
@@ -158,8 +180,8 @@ def run(args: argparse.Namespace, folder: Path, console: Console) -> None:
     longest = max(s.prompt_tokens + s.output_tokens for s in scenarios)
     if longest > spec.context:
         raise ConfigError(f"{longest} tokens don't fit the checkpoint's context of {spec.context}")
-    sides = make_sides(args, folder, scenarios)
-    try:
+    with ExitStack() as close:
+        sides = make_sides(args, folder, scenarios, close)
         console.print(f"{args.make or folder.name}: {machine.headline()}")
         results = measure(sides, scenarios, spec.vocab_size, args.repeats)
         console.print(table(results, "medians", statistics.median))
@@ -173,9 +195,6 @@ def run(args: argparse.Namespace, folder: Path, console: Console) -> None:
         first = sides[0]
         if args.profile and isinstance(first, Twinpool):
             print(profile(first, scenarios[-1], spec.vocab_size))
-    finally:
-        for side in sides:
-            side.close()
     if args.json is not None:
         settings = {k: str(v) if isinstance(v, Path) else v for k, v in vars(args).items()}
         figures = {s: {n: asdict(m) | {"median": m.median} for n, m in by.items()} for s, by in results.items()}

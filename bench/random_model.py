@@ -20,8 +20,18 @@ SIZES: dict[str, dict[str, int]] = {
     "4m": {"hidden": 192, "layers": 8, "heads": 4, "kv_heads": 2, "head_dim": 48, "inner": 512, "vocab": 2048},
     "60m": {"hidden": 512, "layers": 16, "heads": 8, "kv_heads": 4, "head_dim": 64, "inner": 1792, "vocab": 4096},
     "445m": {"hidden": 1024, "layers": 28, "heads": 16, "kv_heads": 8, "head_dim": 128, "inner": 3072, "vocab": 4096},
+    "qwen3-445m": {
+        "hidden": 1024,
+        "layers": 28,
+        "heads": 16,
+        "kv_heads": 8,
+        "head_dim": 64,
+        "inner": 3072,
+        "vocab": 32768,
+    },
 }
-"""The largest is Qwen3-0.6B with a small vocabulary."""
+"""445m is Qwen3-0.6B with a small vocabulary; qwen3-445m has narrower heads, a larger vocabulary and 386 M parameters,
+as its embedding is tied."""
 
 
 def make(folder: Path, size: str, seed: int = 0) -> Path:

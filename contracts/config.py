@@ -25,8 +25,8 @@ from contracts.ids import Role
 class EngineConfig:
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     """auto: the checkpoint's own."""
-    attention: Literal["auto", "torch", "triton"] = "auto"
-    """auto: triton on an NVIDIA GPU, torch elsewhere."""
+    attention: Literal["auto", "torch", "native", "triton"] = "auto"
+    """auto: triton on an NVIDIA GPU; on a CPU native, kernels compiled by g++ where there is one; else torch."""
     threads: int = 0
     """Threads a worker computes with; 0: cores divided by workers."""
     numerics: Literal["invariant", "fast"] = "invariant"

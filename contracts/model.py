@@ -20,6 +20,17 @@ from contracts.tensor_files import FLOATS, TensorHeader, digest_samples, read_he
 _GENERATION_KEYS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
 _TEXT_KEYS = ("text_config", "llm_config")
 """Where published folders of models with more than text keep what is said of the text."""
+_QUANTISED = ("mxfp4",)
+"""Ways of storing weights that engine/weights.py can read."""
+_LEFT_OUT = {
+    "gemma3_text": {
+        "vocab_size": 262_208,
+        "max_position_embeddings": 131_072,
+        "num_attention_heads": 8,
+        "num_key_value_heads": 4,
+    },
+}
+"""What published folders leave to the defaults of their text model's type."""
 _SPELLINGS = ("rope_theta", "rope_scaling", "rope_parameters", "torch_dtype", "dtype")
 _NOISE = ("transformers_version", "use_cache", "architectures", "model_type", "bos_token_id", "eos_token_id")
 
@@ -60,8 +71,9 @@ def read_model_spec(folder: Path) -> ModelSpec:
     if not (folder / "config.json").exists():
         raise CheckpointError(f"{folder} has no config.json; is it a Hugging Face checkpoint folder?")
     config = Fields(folder / "config.json", _of_text(read_json(folder / "config.json")))
-    if "quantization_config" in config:
-        raise config.refuse("quantised checkpoints are not supported; use the original weights")
+    method = config.table("quantization_config").get("quant_method", "given without a method")
+    if "quantization_config" in config and method not in _QUANTISED:
+        raise config.refuse(f"checkpoints quantised by {method!r} are not supported; use the original weights")
     generation_path = folder / "generation_config.json"
     generation = read_json(generation_path) if generation_path.exists() else {}
     headers = read_headers(folder)
@@ -98,7 +110,9 @@ def _of_text(values: Mapping[str, object]) -> dict[str, object]:
     assert isinstance(inner, dict)
     outer = {key: value for key, value in values.items() if not isinstance(value, dict)}
     given = {key: value for key, value in inner.items() if value is not None}
-    return outer | given | {"architectures": values.get("architectures")}
+    return (
+        _LEFT_OUT.get(str(inner.get("model_type")), {}) | outer | given | {"architectures": values.get("architectures")}
+    )
 
 
 def _numbers(config: Fields) -> dict[str, object]:

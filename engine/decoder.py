@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from engine.layers.norm import rms_norm, tanh
+from engine.native import Kernels, using
 from engine.numerics import Linear, Numerics
 from engine.step_context import StepContext
 
@@ -33,12 +34,10 @@ class PreNormLayer:
     mlp_norm_h: Tensor
     mlp: Sublayer
     eps: float
-    norm: Callable[[Tensor, Tensor, float], Tensor] = rms_norm
-    """Of rows, a weight and the epsilon."""
 
     def __call__(self, x_mh: Tensor, ctx: StepContext) -> Tensor:
-        x_mh = x_mh + self.mixer(self.norm(x_mh, self.input_norm_h, self.eps), ctx)
-        return x_mh.add_(self.mlp(self.norm(x_mh, self.mlp_norm_h, self.eps), ctx))
+        x_mh = x_mh + self.mixer(rms_norm(x_mh, self.input_norm_h, self.eps), ctx)
+        return x_mh.add_(self.mlp(rms_norm(x_mh, self.mlp_norm_h, self.eps), ctx))
 
 
 @dataclass
@@ -54,6 +53,8 @@ class Decoder:
     logits_scale: float = 1.0
     logits_softcap: float = 0.0
     """Logits are squeezed to plus or minus this by a hyperbolic tangent; 0: not at all."""
+    kernels: Kernels | None = None
+    """What layers compute with on a CPU; None: torch's operations alone."""
     prepare: Callable[[Tensor, Tensor, StepContext], None] | None = None
     """Given tokens [M] and their embeddings [M, hidden], leaves in the scratch what layers ask for besides."""
 
@@ -66,10 +67,11 @@ class Decoder:
         x_mh = self.embed_vh[tokens_m]
         if self.embed_scale is not None:
             x_mh = x_mh * torch.tensor(self.embed_scale, dtype=x_mh.dtype, device=x_mh.device)
-        if self.prepare is not None:
-            self.prepare(tokens_m, x_mh, ctx)
-        for layer in self.layers:
-            x_mh = layer(x_mh, ctx)
+        with using(self.kernels):
+            if self.prepare is not None:
+                self.prepare(tokens_m, x_mh, ctx)
+            for layer in self.layers:
+                x_mh = layer(x_mh, ctx)
         return x_mh
 
     def logits(self, x_nh: Tensor, numerics: Numerics) -> Tensor:
@@ -78,7 +80,8 @@ class Decoder:
         padded = numerics.padded(rows)
         if padded > rows:
             x_nh = torch.cat((x_nh, x_nh.new_zeros(padded - rows, x_nh.shape[1])))
-        logits_nv = numerics.linear(self.norm(x_nh), self.head)[:rows].float()
+        with using(self.kernels):
+            logits_nv = numerics.linear(self.norm(x_nh), self.head)[:rows].float()
         if self.logits_scale != 1.0:
             logits_nv = logits_nv * self.logits_scale
         if self.logits_softcap:

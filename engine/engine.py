@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Iterator, Mapping, Sequence
 
@@ -16,20 +17,22 @@ from cache.registry import Kind, PoolSetSpec
 from contracts.config import EngineConfig
 from contracts.errors import ConfigError
 from contracts.orders import Compute, Followers, Places, RowOrder
+from engine import native
 from engine.attention import Attention, AttentionPlan, SlotPlan, Tables, make_plan, make_slot_plan, muted, muted_slots
 from engine.batch import Row, RowOutput, Step
 from engine.decoder import Decoder
 from engine.models import Model
+from engine.native_attention import NativeAttention
 from engine.numerics import FAST, Numerics, probe
 from engine.ranks import ALONE, Ranks
-from engine.recurrence import Recurrence
 from engine.sampling import Draws, Logprobs, draw_tokens, token_logprobs
 from engine.shard import Shard
 from engine.step import Computed, LaunchedStep, input_tokens
 from engine.step_context import StepContext
 from engine.torch_attention import TorchAttention
-from engine.torch_recurrence import TorchRecurrence
 from engine.weights import Weights, dtype_for
+
+log = logging.getLogger(__name__)
 
 _LOGIT_ELEMENTS = 1 << 23
 """Logits computed at once when prompts are scored: 32 MiB in float32."""
@@ -47,16 +50,19 @@ class Engine:
         gates: Mapping[str, Gate],
         epochs: Mapping[str, EpochTable],
         device: Device,
+        *,
         ranks: Ranks = ALONE,
         followers: Followers | None = None,
+        triton: bool = False,
     ) -> None:
-        """`followers`: where this is the leader of several `ranks`, its line to the others."""
+        """`followers`: where this is the leader of several `ranks`, its line to the others. `triton`: tokens are drawn
+        by Triton's kernel."""
         self.ranks, self._followers = ranks, followers
         self.decoder, self.numerics, self.attention = decoder, numerics, attention
-        self.recurrence: Recurrence = TorchRecurrence(numerics)
         self.spec = spec
         self._gates, self._epochs = dict(gates), dict(epochs)
         self._device = device
+        self._triton = triton
 
     @property
     def device(self) -> Device:
@@ -139,7 +145,6 @@ class Engine:
         return StepContext(
             self.numerics,
             self.attention,
-            self.recurrence,
             torch.tensor(positions, device=device),
             max(positions) + 1,
             count,
@@ -165,7 +170,7 @@ class Engine:
     def _draw(self, rows: Sequence[Row], x_mh: Tensor, firsts: Sequence[int], drawing: Sequence[int]) -> Draws:
         last = [firsts[i] + len(rows[i].tokens) - 1 for i in drawing]
         wanted = [draw for row in rows if (draw := row.draw) is not None]
-        return draw_tokens(self.decoder.logits(x_mh[last], self.numerics), wanted)
+        return draw_tokens(self.decoder.logits(x_mh[last], self.numerics), wanted, triton=self._triton)
 
     def _score(self, row: Row, x_th: Tensor) -> Iterator[Logprobs]:
         """Log-probabilities of the tokens that follow, some rows of logits at a time."""
@@ -224,14 +229,34 @@ def load_engine(
     if config.threads:
         torch.set_num_threads(config.threads)
     torch_device = device.torch_device
-    weights = Weights(model.spec, dtype_for(model.spec, config), torch_device, Shard(ranks.rank, ranks.size))
+    triton = wants_triton(config, torch_device)
+    kernels = kernels_for_config(config, torch_device)
+    shard = Shard(ranks.rank, ranks.size)
+    weights = Weights(model.spec, dtype_for(model.spec, config), torch_device, shard, triton=triton)
     try:
-        decoder = model.build(weights)
+        with native.using(kernels):
+            decoder = model.build(weights)
+        decoder.kernels = kernels
     finally:
         weights.close()
     numerics = agreed(numerics_for(weights, config, torch_device), ranks, torch_device)
-    attention = attention_for(config, numerics, torch_device)
-    return Engine(decoder, numerics, attention, spec, gates, epochs, device, ranks, followers)
+    attention = attention_for(config, numerics, torch_device, kernels)
+    return Engine(
+        decoder, numerics, attention, spec, gates, epochs, device, ranks=ranks, followers=followers, triton=triton
+    )
+
+
+def kernels_for_config(config: EngineConfig, device: torch.device) -> native.Kernels | None:
+    """The C++ kernels, where they are wanted and can be had; raises `ConfigError` where nothing else will do."""
+    if config.attention not in {"auto", "native"} or device.type != "cpu":
+        return None
+    try:
+        return native.available()
+    except native.NativeUnavailable as error:
+        if config.attention == "native":
+            raise ConfigError(f"engine.attention=native: {error}; set engine.attention=torch") from None
+        log.warning("computing with torch alone, slower than with the CPU kernels reason=%s", error)
+        return None
 
 
 def numerics_for(weights: Weights, config: EngineConfig, device: torch.device) -> Numerics:
@@ -263,12 +288,23 @@ def compute_order(rows: Sequence[Row], tables: Sequence[Mapping[str, Table]]) ->
     )
 
 
-def attention_for(config: EngineConfig, numerics: Numerics, device: torch.device) -> Attention:
-    """The attention backend that `config.attention` names; raises `ConfigError` if it can't run on `device`."""
-    wanted = config.attention
-    if wanted == "auto":
-        wanted = "triton" if device.type == "cuda" else "torch"
-    if wanted == "torch":
+def wants_triton(config: EngineConfig, device: torch.device) -> bool:
+    """Whether kernels are Triton's, by `config.attention` and the device."""
+    return config.attention == "triton" or (config.attention == "auto" and device.type == "cuda")
+
+
+def attention_for(
+    config: EngineConfig, numerics: Numerics, device: torch.device, kernels: native.Kernels | None = None
+) -> Attention:
+    """The attention backend that `config.attention` names; raises `ConfigError` if it can't run on `device`.
+
+    `kernels`: what `kernels_for_config` found.
+    """
+    if kernels is not None:
+        return NativeAttention(numerics, kernels)
+    if config.attention == "native":
+        raise ConfigError("engine.attention=native is for CPUs; set engine.attention=triton or auto")
+    if not wants_triton(config, device):
         return TorchAttention(numerics)
     if device.type != "cuda" and os.environ.get("TRITON_INTERPRET") != "1":
         raise ConfigError(

@@ -6,6 +6,9 @@ makes rows bitwise equal is a property of the library and the processor, so it i
 model's own weights and shapes are multiplied with random rows in many batch sizes, and compared bitwise with
 products of one fixed tile. The smallest quantum that passes is used. Where none does, every product is computed in
 tiles of `TILE_ROWS` rows: slow, but the same call each time.
+
+The project's own kernels (engine/native) need none of that: there, an element of a product is one chain of additions
+over the inner axis, however many rows are computed with it.
 """
 
 from __future__ import annotations
@@ -19,6 +22,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from engine.native import PackedWeight, kernels_for
+
 TILE_ROWS = 16
 _CPU = torch.device("cpu")
 _QUANTA = (4, 8, 16)
@@ -30,8 +35,8 @@ _PROBE_BYTES = 1 << 25
 class Linear:
     """A weight [n, k] and its bias in the layout that its products are fastest in.
 
-    On CPU that is the one oneDNN packs: with few rows, its products read the weight at the speed of memory, up to
-    twice as fast as with plain rows (measured; see the benchmarks page). The plain weight isn't kept.
+    On CPU that is our own kernels' where they are in use, else the one oneDNN packs: with few rows, its products read
+    the weight up to twice as fast as with plain rows (measured; see the benchmarks page). The plain weight isn't kept.
     """
 
     heads = 1
@@ -43,8 +48,14 @@ class Linear:
         self.shape = (weight_nk.shape[0], weight_nk.shape[1])
         self.dtype, self.device = weight_nk.dtype, weight_nk.device
         self._bias = bias_n
-        self._packed = _packed(weight_nk)
-        self._plain = weight_nk if self._packed is None else None
+        self._native = _native(weight_nk, bias_n)
+        self._packed = _packed(weight_nk) if self._native is None else None
+        self._plain = weight_nk if self._native is None and self._packed is None else None
+
+    @property
+    def row_exact(self) -> bool:
+        """Whether rows don't depend on each other by construction."""
+        return self._native is not None
 
     @property
     def nbytes(self) -> int:
@@ -52,11 +63,20 @@ class Linear:
 
     def __call__(self, x_mk: Tensor) -> Tensor:
         """``x @ weight.T + bias``."""
+        if self._native is not None:
+            return self._native(x_mk)
         if self._packed is None:
             assert self._plain is not None
             return F.linear(x_mk, self._plain, self._bias)
         out: Tensor = torch.ops.mkldnn._linear_pointwise(x_mk, self._packed, self._bias, "none", [], "")
         return out
+
+
+def _native(weight_nk: Tensor, bias_n: Tensor | None) -> PackedWeight | None:
+    kernels = kernels_for(weight_nk)
+    if kernels is None or not kernels.multiplies(weight_nk.dtype):
+        return None
+    return PackedWeight(kernels, weight_nk, bias_n)
 
 
 class HeadLinear(Linear):
@@ -68,6 +88,7 @@ class HeadLinear(Linear):
         self.shape = (self.heads * n, self.heads * k)
         self.dtype, self.device = weight_hkn.dtype, weight_hkn.device
         self._weight_hkn = weight_hkn.contiguous()
+        self._native = None
 
     @property
     def nbytes(self) -> int:
@@ -99,10 +120,8 @@ class Numerics:
     """Batches are padded to a multiple of this many rows; 1: not at all."""
     tiled: bool = False
     """Products are computed in tiles of `TILE_ROWS`; then `quantum` is `TILE_ROWS`."""
-
-    @property
-    def invariant(self) -> bool:
-        return self.quantum > 1
+    invariant: bool = True
+    """Whether rows are exact."""
 
     def padded(self, rows: int) -> int:
         """`rows`, rounded up to whole quanta."""
@@ -123,7 +142,7 @@ class Numerics:
             out.copy_(torch.bmm(a.contiguous(), b_bkn))
 
 
-FAST = Numerics(quantum=1)
+FAST = Numerics(quantum=1, invariant=False)
 
 
 def probe(linears: Iterable[Linear], products: Iterable[tuple[int, int, int]], device: torch.device = _CPU) -> Numerics:
@@ -135,7 +154,7 @@ def probe(linears: Iterable[Linear], products: Iterable[tuple[int, int, int]], d
     """
     generator = torch.Generator().manual_seed(0)
     trials: list[tuple[Callable[[Tensor], Tensor], Tensor, int]] = []
-    by_shape = {(linear.heads, linear.shape, linear.dtype): linear for linear in linears}
+    by_shape = {(linear.heads, linear.shape, linear.dtype): linear for linear in linears if not linear.row_exact}
     for linear in by_shape.values():
         x = torch.randn(_PROBE_ROWS, linear.shape[1], generator=generator).to(linear.device, linear.dtype)
         trials.append((linear, x, max(1, _PROBE_BYTES // linear.nbytes)))
@@ -143,6 +162,8 @@ def probe(linears: Iterable[Linear], products: Iterable[tuple[int, int, int]], d
         x = torch.randn(_PROBE_ROWS, k, generator=generator).to(device)
         b_bkn = torch.randn(1, k, n, generator=generator).to(device).expand(batch, -1, -1).contiguous()
         trials.append((partial(_batched, b_bkn), x, _PROBE_ROWS))
+    if not trials:
+        return Numerics(quantum=1)
     for quantum in _QUANTA:
         if all(_rows_exact(function, x, quantum, budget) for function, x, budget in trials):
             return Numerics(quantum)

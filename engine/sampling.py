@@ -78,15 +78,15 @@ class Draws:
         return [Drawn(token, known.get(i)) for i, token in enumerate(self.tokens_n.tolist())]
 
 
-def draw_tokens(logits_nv: Tensor, draws: Sequence[Draw]) -> Draws:
-    """Draw one token for each row of `logits_nv` ([n, vocab] float32, not changed)."""
+def draw_tokens(logits_nv: Tensor, draws: Sequence[Draw], *, triton: bool = False) -> Draws:
+    """Draw one token for each row of `logits_nv` ([n, vocab] float32, not changed); `triton`: by its kernel."""
     others = [i for i, draw in enumerate(draws) if not draw.params.greedy or _shapes(draw)]
     if len(others) == len(draws):
-        tokens_n = _draw_shaped(logits_nv.clone(), draws)
+        tokens_n = _draw_shaped(logits_nv.clone(), draws, triton)
     else:
         tokens_n = logits_nv.argmax(-1)
         if others:
-            tokens_n[others] = _draw_shaped(logits_nv[others], [draws[i] for i in others])
+            tokens_n[others] = _draw_shaped(logits_nv[others], [draws[i] for i in others], triton)
     scored = [i for i, draw in enumerate(draws) if draw.params.logprobs is not None]
     if not scored:
         return Draws(tokens_n, (), None)
@@ -125,7 +125,7 @@ def _too_early(draw: Draw) -> bool:
     return bool(draw.params.stop_token_ids) and draw.position - draw.prompt_len < draw.params.min_tokens
 
 
-def _draw_shaped(logits_nv: Tensor, draws: Sequence[Draw]) -> Tensor:
+def _draw_shaped(logits_nv: Tensor, draws: Sequence[Draw], triton: bool) -> Tensor:
     """Draw for rows that need more than an argmax: [n] int64; `logits_nv` is changed."""
     for row, draw in zip(logits_nv, draws, strict=True):
         if _shapes(draw):
@@ -135,7 +135,13 @@ def _draw_shaped(logits_nv: Tensor, draws: Sequence[Draw]) -> Tensor:
     if sampled:
         params = [draws[i].params for i in sampled]
         uniforms = [uniform(p.seed, p.choice, draws[i].position) for i, p in zip(sampled, params, strict=True)]
-        tokens_n[sampled] = _sample(logits_nv[sampled], params, uniforms)
+        rows_nv = logits_nv[sampled]
+        if triton:
+            from engine import triton_rows
+
+            tokens_n[sampled] = triton_rows.sample(rows_nv, params, uniforms)
+        else:
+            tokens_n[sampled] = _sample(rows_nv, params, uniforms)
     return tokens_n
 
 

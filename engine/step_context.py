@@ -18,7 +18,6 @@ from cache.gate import Door, LayerBuffers
 from engine.attention import Attention, AttentionPlan, SlotPlan
 from engine.numerics import Linear, Numerics
 from engine.ranks import ALONE, Ranks
-from engine.recurrence import Recurrence
 
 if TYPE_CHECKING:
     from engine.rope import RopeTable
@@ -38,7 +37,6 @@ class StepContext:
 
     numerics: Numerics
     attention: Attention
-    recurrence: Recurrence
     positions_m: Tensor
     """[M] int64: absolute positions; 0 for padding."""
     longest: int

@@ -15,11 +15,15 @@ from torch import Tensor
 
 from contracts.errors import ConfigError
 from engine import triton_kernels as kernels
+from engine.triton_latent import TritonLatent
+from engine.triton_recurrence import TritonRecurrence
 
 if TYPE_CHECKING:
     from engine.attention import AttentionPlan, Tables
 
-MAX_HEAD_DIM = 256
+MAX_HEAD_DIM = 512
+_WIDE = 256
+"""Heads above this get tiles that still fit a multiprocessor's shared memory, and twice the warps to hold them."""
 MAX_HEADS_PER_KV = 64
 _EPOCHS_AT_ONCE = 1024
 _LOG2_E = 1.4426950408889634
@@ -73,6 +77,8 @@ class TritonAttention:
         self._interpreted = bool(triton.knobs.runtime.interpret)
         if not self._interpreted and not torch.cuda.is_available():
             raise ConfigError("triton attention needs an NVIDIA GPU and none is visible; use engine.attention=torch")
+        self.latent = TritonLatent(interpreted=self._interpreted)
+        self.recurrence = TritonRecurrence()
         self._rows = tile_rows
         self._block = block_tokens
         self._split = split_tokens
@@ -179,17 +185,27 @@ class TritonAttention:
         head_dim = q_thd.shape[2]
         per_kv = q_thd.shape[1] // k_pages.shape[2]
         group = triton.next_power_of_2(per_kv)
+        rows, block, warps = self._tile(head_dim, q_thd.dtype)
         return {
             "PAGE_TOKENS": k_pages.shape[1],
             "HEAD_DIM": head_dim,
             "HEADS_PER_KV": per_kv,
             "GROUP": group,
-            "ROWS": max(self._rows, group),
+            "ROWS": max(rows, group),
             "BLOCK_D": max(16, triton.next_power_of_2(head_dim)),
-            "BLOCK_N": self._block,
+            "BLOCK_N": block,
             "SPLIT": self._split,
             "UPCAST": self._interpreted and q_thd.dtype == torch.bfloat16,
+            "num_warps": warps,
         }
+
+    def _tile(self, head_dim: int, dtype: torch.dtype) -> tuple[int, int, int]:
+        """Rows of a tile, keys of a block, and warps."""
+        if head_dim <= _WIDE:
+            return self._rows, self._block, 4
+        if dtype.itemsize == 2:
+            return self._rows, max(16, self._block // 2), 8
+        return max(16, self._rows // 4), max(16, self._block // 4), 8
 
     def _check(self, q_thd: Tensor, k_pages: Tensor, v_pages: Tensor, plan: AttentionPlan) -> None:
         _, heads, head_dim = q_thd.shape

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from engine import triton_experts_kernels as kernels
 from engine.layers.router import Routes
+from engine.numerics import FAST, Numerics
 
 ROWS, BLOCK_N, BLOCK_K = 64, 64, 64
 """The shape of the work. Changing one changes the last bits of results."""
@@ -55,8 +56,8 @@ class TritonExperts:
         self._ups, self._downs, self._activation, self._rows = ups, downs, activation, rows
         self._interpreted = bool(triton.knobs.runtime.interpret)
 
-    def __call__(self, h_th: Tensor, routes: Routes) -> Tensor:
-        """Each row's weighted sum, [T, hidden] float32."""
+    def __call__(self, h_th: Tensor, routes: Routes, numerics: Numerics = FAST) -> Tensor:
+        """Each row's weighted sum, [T, hidden] float32; row-exact whatever the numerics."""
         tokens, top_k = routes.experts_mk.shape
         sum_th = torch.empty(tokens, h_th.shape[1], dtype=torch.float32, device=h_th.device)
         if tokens == 0:

@@ -6,9 +6,8 @@ checkpoint is whole, and once from the files. Both are the same code, so there i
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
-from math import prod
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -20,6 +19,7 @@ from contracts.config import EngineConfig
 from contracts.errors import CheckpointError, ConfigError
 from contracts.model import ModelSpec
 from contracts.tensor_files import FLOATS
+from engine.mxfp4 import GROUP, unpacked
 from engine.numerics import HeadLinear, Linear
 from engine.shard import WHOLE, Axis, Shard
 
@@ -30,6 +30,10 @@ _ROOTS = {
 """How published folders spell the two roots of a text model's names; the plain one last."""
 _META = torch.device("meta")
 T = TypeVar("T")
+
+
+def _axes(shape: Sequence[int | Axis]) -> list[Axis]:
+    return [axis if isinstance(axis, Axis) else Axis(axis, 0, axis) for axis in shape]
 
 
 def dtype_for(spec: ModelSpec, config: EngineConfig) -> torch.dtype:
@@ -50,6 +54,7 @@ class _Files:
     linears: list[Linear] = field(default_factory=list)
     products: list[tuple[int, int, int]] = field(default_factory=list)
     nbytes: int = 0
+    triton: bool = False
     shared: dict[str, Any] = field(default_factory=dict)
 
 
@@ -63,12 +68,14 @@ class Weights:
         device: torch.device,
         shard: Shard = WHOLE,
         *,
+        triton: bool = False,
         prefix: str = "",
         files: _Files | None = None,
     ) -> None:
+        """`triton`: layers compute with Triton's kernels where they have any."""
         self.spec, self.dtype, self.device, self.shard = spec, dtype, device, shard
         self._prefix = prefix
-        self._files = files or _Files()
+        self._files = files or _Files(triton=triton)
 
     @classmethod
     def dry(cls, spec: ModelSpec, dtype: torch.dtype = torch.float32, shard: Shard = WHOLE) -> Weights:
@@ -78,6 +85,11 @@ class Weights:
     def scope(self, prefix: str) -> Weights:
         """The tensors below a name, e.g. ``model.layers.3.``."""
         return Weights(self.spec, self.dtype, self.device, self.shard, prefix=self._prefix + prefix, files=self._files)
+
+    @property
+    def triton(self) -> bool:
+        """Whether layers are to compute with Triton's kernels where they have any."""
+        return self._files.triton
 
     @property
     def linears(self) -> list[Linear]:
@@ -102,7 +114,23 @@ class Weights:
 
         In the dtype to compute in unless another is given.
         """
-        axes = [axis if isinstance(axis, Axis) else Axis(axis, 0, axis) for axis in shape]
+        taken = self._take(name, _axes(shape), dtype or self.dtype, FLOATS)
+        self._files.nbytes += taken.nbytes
+        return taken
+
+    def mxfp4(self, name: str, *shape: int | Axis) -> Tensor:
+        """The same for a tensor that is stored as ``name_blocks`` and ``name_scales`` (see `engine.mxfp4`)."""
+        *rows, columns = _axes(shape)
+        first, last = columns.first // GROUP, -(-(columns.first + columns.count) // GROUP)
+        groups = Axis(-(-columns.whole // GROUP), first, last - first)
+        blocks = self._take(f"{name}_blocks", [*rows, groups, *_axes((GROUP // 2,))], torch.uint8, ("U8",))
+        scales = self._take(f"{name}_scales", [*rows, groups], torch.uint8, ("U8",))
+        begin = columns.first - first * GROUP
+        taken = unpacked(blocks, scales)[..., begin : begin + columns.count].to(self.dtype)
+        self._files.nbytes += taken.nbytes
+        return taken
+
+    def _take(self, name: str, axes: list[Axis], dtype: torch.dtype, stored: Collection[str]) -> Tensor:
         full = self._found(name)
         header = self.spec.headers.get(full)
         if header is None:
@@ -112,15 +140,12 @@ class Weights:
             raise CheckpointError(
                 f"{self.spec.folder}: tensor {full} has shape {list(header.shape)}, but config.json asks for {wanted}"
             )
-        if header.dtype not in FLOATS:
+        if header.dtype not in stored:
             raise CheckpointError(
-                f"{self.spec.folder}: tensor {full} has dtype {header.dtype}; supported are {', '.join(FLOATS)}"
+                f"{self.spec.folder}: tensor {full} has dtype {header.dtype}; supported are {', '.join(stored)}"
             )
-        dtype = dtype or self.dtype
-        here = [axis.count for axis in axes]
-        self._files.nbytes += prod(here) * dtype.itemsize
         if self.device == _META:
-            return torch.empty(here, dtype=dtype, device=_META)
+            return torch.empty([axis.count for axis in axes], dtype=dtype, device=_META)
         return self._read(header.file, full, axes).to(self.device, dtype, copy=True)
 
     def linear(

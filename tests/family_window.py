@@ -25,6 +25,18 @@ _NUMBERS = COMMON | {
     "head_dim": 16,
     "sliding_window": WINDOW,
 }
+_IMAGES = {"image_token_index": 299, "mm_tokens_per_image": 4}
+_VISION = {
+    "hidden_size": 16,
+    "intermediate_size": 16,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "image_size": 16,
+    "patch_size": 8,
+}
+"""Of the part that nobody asks here; small, since the oracle builds it."""
 _TURNS = ["sliding_attention", "full_attention"]
 
 
@@ -37,7 +49,7 @@ def make_gemma3(
     alone: bool = False,
     **changes: object,
 ) -> Path:
-    """Four layers that take turns, the logits soft-capped.
+    """Four layers that take turns.
 
     `published`: the text of a model of text and images, in the old spelling, its tensors prefixed; with `alone` one of
     text only.
@@ -46,7 +58,6 @@ def make_gemma3(
         "tie_word_embeddings": True,
         "query_pre_attn_scalar": 16,
         "sliding_window_pattern": 2,
-        "final_logit_softcapping": 30.0,
         "rope_parameters": {
             "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 1_000_000.0},
             "sliding_attention": {"rope_type": "default", "rope_theta": 10_000.0},
@@ -69,7 +80,8 @@ def make_gemma3(
             cache_implementation="hybrid",
         )
         if not alone:
-            _wrap(folder, "Gemma3ForConditionalGeneration", "gemma3", "language_model.model.", image_token_index=299)
+            prefix = "language_model.model."
+            _wrap(folder, "Gemma3ForConditionalGeneration", "gemma3", "siglip_vision_model", prefix, **_IMAGES)
     return folder
 
 
@@ -104,7 +116,7 @@ def make_gemma4(
     if published:
         own = {key: chosen[key] for key in ("global_head_dim", "num_global_key_value_heads")}
         published_config(folder, rope=False, per_layer_config=None, **own)
-        _wrap(folder, "Gemma4ForConditionalGeneration", "gemma4", "model.language_model.")
+        _wrap(folder, "Gemma4ForConditionalGeneration", "gemma4", "gemma4_vision", "model.language_model.")
     return folder
 
 
@@ -114,9 +126,13 @@ def make_gpt_oss(
     dtype: str = "float32",
     seed: int = 0,
     published: bool = False,
+    packed: bool = False,
     **changes: object,
 ) -> Path:
-    """Four layers that take turns, with sinks that matter; six experts of which two are chosen."""
+    """Four layers that take turns, with sinks that matter; six experts of which two are chosen.
+
+    `packed`: the experts have weights that four bits can hold, and are stored so if `published`.
+    """
     numbers = {
         "intermediate_size": 64,
         "num_local_experts": 6,
@@ -135,6 +151,8 @@ def make_gpt_oss(
     write_family(folder, config, dtype=dtype, seed=seed, spread=_spread_gpt_oss)
     if published:
         published_config(folder, initial_context_length=256, experts_per_token=2, swiglu_alpha=None)
+    if packed:
+        _pack(folder, store=published)
     return folder
 
 
@@ -160,12 +178,34 @@ def _spread_gpt_oss(model: nn.Module) -> None:
             parameter.data.normal_(0.0, 0.3)
 
 
-def _wrap(folder: Path, architecture: str, kind: str, prefix: str, **outer: object) -> None:
+def _pack(folder: Path, store: bool) -> None:
+    """Round the experts' weights to four bits; with `store`, keep them so, as gpt-oss is published."""
+    tensors = tensors_of(folder)
+    for name in [name for name in tensors if name.endswith(("experts.gate_up_proj", "experts.down_proj"))]:
+        weight_enk = tensors.pop(name).transpose(1, 2).contiguous()
+        groups = weight_enk.float().unflatten(-1, (-1, 32))
+        exponents = groups.abs().amax(-1).log2().floor().int() - 2
+        values = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, *[-0.0, -0.5, -1, -1.5, -2, -3, -4, -6]])
+        nearest = (torch.ldexp(groups, -exponents[..., None])[..., None] - values).abs().argmin(-1)
+        if store:
+            tensors[f"{name}_blocks"] = (nearest[..., ::2] | nearest[..., 1::2] << 4).to(torch.uint8)
+            tensors[f"{name}_scales"] = (exponents + 127).to(torch.uint8)
+        else:
+            rounded = torch.ldexp(values[nearest], exponents[..., None]).flatten(-2).to(weight_enk.dtype)
+            tensors[name] = rounded.transpose(1, 2)
+    rewrite_tensors(folder, tensors)
+    if store:
+        config = json.loads((folder / "config.json").read_text())
+        config["quantization_config"] = {"quant_method": "mxfp4", "modules_to_not_convert": ["lm_head"]}
+        (folder / "config.json").write_text(json.dumps(config))
+
+
+def _wrap(folder: Path, architecture: str, kind: str, vision: str, prefix: str, **outer: object) -> None:
     """Make it the text of a model with more than text: numbers in `text_config`, tensors behind a prefix."""
     path = folder / "config.json"
     text = json.loads(path.read_text())
     outer |= {"architectures": [architecture], "model_type": kind, "torch_dtype": text.pop("torch_dtype")}
-    outer |= {"eos_token_id": text.pop("eos_token_id"), "vision_config": {"model_type": f"{kind}_vision"}}
+    outer |= {"eos_token_id": text.pop("eos_token_id"), "vision_config": _VISION | {"model_type": vision}}
     del text["architectures"]
     path.write_text(json.dumps(outer | {"text_config": text}))
     tensors = {name.replace("model.", prefix, 1): tensor for name, tensor in tensors_of(folder).items()}

@@ -24,7 +24,7 @@ from contracts.messages import PeerRef
 from tests.poolsets import entry, filled
 from tests.ranks import RankedSeat, content, fill, ranked_seat
 from transfer import make_plane, receiver, sender
-from transfer.metadata import Metadata
+from transfer.metadata import Draft, Metadata
 from transfer.plane import Plane, Run
 from transfer.ranked import RankedPlane
 from transfer.receiver import Expected, ReceiverEnd
@@ -162,8 +162,8 @@ class Ends:
         self.until(lambda: self.sender.granted(prompt.room), "the grant")
         return leases
 
-    def seal(self, prompt: Prompt) -> None:
-        self.sender.seal(prompt.room, Metadata(prompt.room, 0, 7, None, 0, prompt.positions))
+    def seal(self, prompt: Prompt, draft: Draft | None = None) -> None:
+        self.sender.seal(prompt.room, Metadata(prompt.room, 0, 7, None, 0, prompt.positions, draft))
 
     def outcome(self, room: RoomId) -> receiver.Outcome:
         """What the room came to at the reader."""

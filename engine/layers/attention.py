@@ -8,6 +8,7 @@ from torch import Tensor
 from cache.registry import BufferSpec
 from engine.attention import AttentionPlan
 from engine.layers.norm import rms_norm
+from engine.native import in_use, kernels_for
 from engine.rope import RopeTable, rotate
 from engine.shard import Shard
 from engine.step_context import Place, StepContext
@@ -67,27 +68,41 @@ class HeadAttention:
         if qk_norm_eps is not None:
             q_norm, k_norm = weights.tensor("q_norm.weight", head_dim), weights.tensor("k_norm.weight", head_dim)
             self._qk_norm_nd = torch.cat((q_norm.expand(self._heads, -1), k_norm.expand(self._kv, -1)))
+        self._triton = weights.triton
+        if in_use():
+            return  # The kernels' attention has no such products.
         for k, n in ((head_dim, BLOCK_TOKENS), (BLOCK_TOKENS, head_dim)):
             weights.products.extend((batch, k, n) for batch in (self._kv, 5 * self._kv))
 
     def __call__(self, h_mh: Tensor, ctx: StepContext) -> Tensor:
         plan, buffers = ctx.plans[self._place.pool], ctx.buffers(self._place)
-        qkv = ctx.linear(h_mh, self._qkv).view(len(h_mh), -1, self._dim)
-        qk, v = torch.split(qkv, [self._heads + self._kv, self._kv], dim=1)
-        if self._eps is not None:
-            qk = rms_norm(qk, self._qk_norm_nd, self._eps)
-        if self._rope is not None:
-            qk = rotate(qk, *ctx.rope(self._rope))
-        q, k = torch.split(qk, [self._heads, self._kv], dim=1)
-        store(buffers["k"], k[: ctx.count], plan)
-        store(buffers["v"], v[: ctx.count], plan)
-        out = ctx.attention.attend(
-            q[: ctx.count],
-            buffers["k"],
-            buffers["v"],
-            plan,
-            self._scale,
-            window=self._window,
-            sinks_h=self._sinks_h,
-        )
+        k_pages, v_pages = buffers["k"], buffers["v"]
+        q = self._queries(ctx.linear(h_mh, self._qkv), ctx, plan, k_pages, v_pages)
+        out = ctx.attention.attend(q, k_pages, v_pages, plan, self._scale, window=self._window, sinks_h=self._sinks_h)
         return ctx.linear(ctx.padded(out.reshape(ctx.count, -1)), self._out)
+
+    def _queries(
+        self, qkv_mn: Tensor, ctx: StepContext, plan: AttentionPlan, k_pages: Tensor, v_pages: Tensor
+    ) -> Tensor:
+        """Norm and rotate queries and keys, store keys and values; returns the queries, [T, heads, head_dim]."""
+        turns = ctx.rope(self._rope) if self._rope is not None else None
+        norm_nd, eps = (self._qk_norm_nd if self._eps is not None else None), self._eps or 0.0
+        kernels = kernels_for(qkv_mn)
+        if kernels is not None and turns is not None:
+            return kernels.rope_and_store(
+                qkv_mn, norm_nd, eps, *turns, k_pages, v_pages, plan.slots_t, plan.muted_t, self._heads
+            )
+        if self._triton:
+            from engine.triton_rows import store_heads
+
+            return store_heads(qkv_mn[: ctx.count], norm_nd, eps, turns, k_pages, v_pages, plan.slots_t, plan.muted_t)
+        qkv = qkv_mn.view(len(qkv_mn), -1, self._dim)
+        qk, v = torch.split(qkv, [self._heads + self._kv, self._kv], dim=1)
+        if norm_nd is not None:
+            qk = rms_norm(qk, norm_nd, self._eps or 0.0)
+        if turns is not None:
+            qk = rotate(qk, *turns)
+        q, k = torch.split(qk, [self._heads, self._kv], dim=1)
+        store(k_pages, k[: ctx.count], plan)
+        store(v_pages, v[: ctx.count], plan)
+        return q[: ctx.count]

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from engine.layers.attention import store
-from engine.layers.norm import rms_norm_late, sigmoid
+from engine.layers.norm import rms_norm, sigmoid
 from engine.rope import RopeTable, rotate
 from engine.step_context import Place, StepContext
 from engine.torch_attention import BLOCK_TOKENS
@@ -51,7 +51,7 @@ class GatedAttention:
         rows, dim = ctx.linear(h_mh, self._qkv), self._dim
         wide, k, v = torch.split(rows, [2 * self._heads * dim, self._kv * dim, self._kv * dim], dim=1)
         q, gate = wide.reshape(len(h_mh), -1, 2 * dim).chunk(2, dim=2)
-        qk = rms_norm_late(torch.cat((q, k.reshape(len(h_mh), -1, dim)), dim=1), self._qk_norm_nd, self._eps)
+        qk = rms_norm(torch.cat((q, k.reshape(len(h_mh), -1, dim)), dim=1), self._qk_norm_nd, self._eps)
         turned = rotate(qk[..., : self._rope_dim], *ctx.rope(self._rope))
         qk = torch.cat((turned, qk[..., self._rope_dim :]), dim=2)[: ctx.count]
         q, k = torch.split(qk, [self._heads, self._kv], dim=1)

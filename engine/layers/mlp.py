@@ -7,6 +7,7 @@ from collections.abc import Callable
 from torch import Tensor
 
 from engine.layers.norm import silu
+from engine.native import kernels_for
 from engine.step_context import StepContext
 from engine.weights import Weights
 
@@ -46,6 +47,10 @@ class GatedMlp:
         self._activation = activation
 
     def __call__(self, h_mh: Tensor, ctx: StepContext) -> Tensor:
-        gate, up = ctx.linear(h_mh, self._gate_up).chunk(2, dim=-1)
+        gate_up = ctx.linear(h_mh, self._gate_up)
+        kernels = kernels_for(gate_up)
+        if kernels is not None and self._activation is silu:
+            return ctx.linear(kernels.silu_product(gate_up), self._down)
+        gate, up = gate_up.chunk(2, dim=-1)
         activated = self._activation(gate.float()).to(gate.dtype)
         return ctx.linear(activated.mul_(up), self._down)

@@ -108,11 +108,15 @@ def ungated_expert(weights: Weights, number: int, sizes: Sizes, units: Axis) -> 
 
 
 def interleaved_expert(weights: Weights, number: int, sizes: Sizes, units: Axis) -> Expert:
-    """gpt-oss's: fused, transposed, gate and up taking turns, with biases."""
+    """gpt-oss's: fused, gate and up taking turns, with biases; transposed, or packed in four bits as published."""
     one, both = Axis(sizes.experts, number, 1), Axis(2 * units.whole, 2 * units.first, 2 * units.count)
-    up_nh = weights.tensor("gate_up_proj", one, sizes.hidden, both)[0].T
+    if weights.has("gate_up_proj_blocks"):
+        up_nh = weights.mxfp4("gate_up_proj", one, both, sizes.hidden)[0]
+        down_hi = weights.mxfp4("down_proj", one, sizes.hidden, units)[0]
+    else:
+        up_nh = weights.tensor("gate_up_proj", one, sizes.hidden, both)[0].T
+        down_hi = weights.tensor("down_proj", one, units, sizes.hidden)[0].T.contiguous()
     bias_n = weights.tensor("gate_up_proj_bias", one, both)[0]
-    down_hi = weights.tensor("down_proj", one, units, sizes.hidden)[0].T.contiguous()
     down_bias_h = weights.tensor("down_proj_bias", one, sizes.hidden)[0]
     return Expert(
         torch.cat((up_nh[::2], up_nh[1::2])),
@@ -148,11 +152,7 @@ class MixtureOfExperts:
         self._divided = units.divided
         below = weights.scope("experts.")
         experts = [read(below, number, sizes, units) for number in range(sizes.experts)]
-        self._experts = TorchExperts(
-            [weights.made(expert.up_nh, expert.up_bias_n) for expert in experts],
-            [weights.made(expert.down_hi, expert.down_bias_h) for expert in experts],
-            activation,
-        )
+        self._experts = (_triton if weights.triton else _torch)(weights, experts, activation)
 
     def __call__(self, h_mh: Tensor, ctx: StepContext, routed_by: Tensor | None = None) -> Tensor:
         """`routed_by`: what the router reads, if not what the experts are given."""
@@ -163,6 +163,23 @@ class MixtureOfExperts:
             sum_th = ctx.sum(sum_th)
         out_mh = ctx.padded(sum_th.to(h_mh.dtype))
         return out_mh if self._shared is None else out_mh.add_(self._shared(h_mh, ctx))
+
+
+Experts = Callable[[Tensor, Routes, Numerics], Tensor]
+"""From rows of tokens [T, hidden] and where they go to each row's weighted sum, [T, hidden] float32."""
+
+
+def _torch(weights: Weights, experts: Sequence[Expert], activation: Activation) -> Experts:
+    ups = [weights.made(expert.up_nh, expert.up_bias_n) for expert in experts]
+    return TorchExperts(ups, [weights.made(expert.down_hi, expert.down_bias_h) for expert in experts], activation)
+
+
+def _triton(weights: Weights, experts: Sequence[Expert], activation: Activation) -> Experts:
+    from engine.triton_experts import StackedProducts, TritonExperts
+
+    ups = StackedProducts.of([expert.up_nh for expert in experts], [expert.up_bias_n for expert in experts])
+    downs = StackedProducts.of([expert.down_hi for expert in experts], [expert.down_bias_h for expert in experts])
+    return TritonExperts(ups, downs, activation)
 
 
 class GatedShared:
@@ -184,7 +201,6 @@ class TorchExperts:
         self._ups, self._downs, self._activation = ups, downs, activation
 
     def __call__(self, h_th: Tensor, routes: Routes, numerics: Numerics) -> Tensor:
-        """Each row's weighted sum, [T, hidden] float32."""
         top_k = routes.experts_mk.shape[1]
         experts_tk, turn = routes.experts_mk.sort(-1)
         weights_tk = routes.weights_mk.gather(1, turn)

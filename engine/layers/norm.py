@@ -5,6 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from engine.native import kernels_for
+
 _GELU_SCALE = 0.7978845608028654
 """The root of 2 / pi."""
 _GELU_CUBIC = 0.044715
@@ -16,17 +18,13 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     Rounded to the dtype of `x` before a weight of that dtype, as Llama has it, and after one of float32, as Gemma and
     gpt-oss have it.
     """
+    kernels = kernels_for(x)
+    if kernels is not None and weight.dtype == x.dtype:
+        return kernels.rms_norm(x, weight, eps)
     y = x.float()
     variance = y.square().mean(-1, keepdim=True)
     y = y * variance.add_(eps).rsqrt_()
     return y.to(x.dtype).mul_(weight) if weight.dtype == x.dtype else y.mul_(weight).to(x.dtype)
-
-
-def rms_norm_late(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """The same with a float32 weight, rounded once, after it: what Gemma, Qwen3-Next and Nemotron-H compute."""
-    y = x.float()
-    variance = y.square().mean(-1, keepdim=True)
-    return (y * variance.add_(eps).rsqrt_()).mul_(weight).to(x.dtype)
 
 
 def sigmoid(x: Tensor) -> Tensor:

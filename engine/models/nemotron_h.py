@@ -14,7 +14,7 @@ from engine.layers.attention import HeadAttention, kv_buffers
 from engine.layers.mamba import Mamba2, MambaShape, mamba_buffers, time_limit
 from engine.layers.mlp import PlainMlp
 from engine.layers.moe import MixtureOfExperts, Sizes, relu_squared, ungated_expert
-from engine.layers.norm import rms_norm_late
+from engine.layers.norm import rms_norm
 from engine.layers.router import SigmoidRouter
 from engine.models.base import FULL_POOL, STATE_POOL, Model, StateOptions
 from engine.step_context import Place, StepContext
@@ -121,7 +121,7 @@ class NemotronH(Model):
         layers = [self.layer(i, weights.scope(f"model.layers.{i}.")) for i in range(self.layers)]
         norm_h = weights.tensor("model.norm_f.weight", self.hidden).float()
         head = weights.made(embed_vh) if self.tied else weights.linear({"lm_head": self.spec.vocab_size}, self.hidden)
-        return Decoder(embed_vh, layers, lambda x: rms_norm_late(x, norm_h, self.eps), head)
+        return Decoder(embed_vh, layers, lambda x: rms_norm(x, norm_h, self.eps), head)
 
 
 @dataclass(frozen=True)
@@ -133,7 +133,7 @@ class _OneMixer:
     eps: float
 
     def __call__(self, x_mh: Tensor, ctx: StepContext) -> Tensor:
-        return x_mh + self.mixer(rms_norm_late(x_mh, self.norm_h, self.eps), ctx)
+        return x_mh + self.mixer(rms_norm(x_mh, self.norm_h, self.eps), ctx)
 
 
 def _kinds(config: Fields, layers: int) -> list[str]:

@@ -13,7 +13,6 @@ from engine.layers.delta import DeltaShape, GatedDelta, Projection, delta_buffer
 from engine.layers.gated_attention import GatedAttention
 from engine.layers.mlp import GatedMlp
 from engine.layers.moe import GatedShared, MixtureOfExperts, Sizes
-from engine.layers.norm import rms_norm_late
 from engine.layers.router import SoftmaxRouter
 from engine.models.base import FULL_POOL, STATE_POOL, Model, StateOptions
 from engine.models.qwen_moe import sparse_layers
@@ -78,12 +77,11 @@ class Qwen3Next(Model):
 
     def layer(self, number: int, weights: Weights) -> Layer:
         return PreNormLayer(
-            weights.tensor("input_layernorm.weight", self.hidden).float() + 1.0,
+            self.norm_weight(weights, "input_layernorm.weight", self.hidden),
             self.mixer(number, weights),
-            weights.tensor("post_attention_layernorm.weight", self.hidden).float() + 1.0,
+            self.norm_weight(weights, "post_attention_layernorm.weight", self.hidden),
             self.mlp(number, weights.scope("mlp.")),
             self.eps,
-            rms_norm_late,
         )
 
     def mixer(self, number: int, weights: Weights) -> Sublayer:
@@ -116,8 +114,9 @@ class Qwen3Next(Model):
         shared = GatedMlp(weights.scope("shared_expert."), hidden, config.size("shared_expert_intermediate_size"))
         return MixtureOfExperts(weights, router, sizes, shared=GatedShared(weights, hidden, shared))
 
-    def norm(self, x: Tensor, weight_h: Tensor) -> Tensor:
-        return rms_norm_late(x, weight_h.float() + 1.0, self.eps)
+    def norm_weight(self, weights: Weights, name: str, size: int) -> Tensor:
+        """In the files around zero."""
+        return weights.tensor(name, size).float() + 1.0
 
 
 class Qwen35(Qwen3Next):

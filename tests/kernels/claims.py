@@ -31,7 +31,7 @@ def interpret(script: Path) -> Verdicts:
     environment = {**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": str(ROOT)}
     command = [sys.executable, str(script)]
     done = subprocess.run(
-        command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=150, check=False
+        command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=400, check=False
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     out: Verdicts = json.loads(done.stdout)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import sys
+from collections.abc import Mapping
 from typing import Any
 
 import triton
@@ -26,12 +27,19 @@ PARTS = {"m_ptr": "*fp32", "total_ptr": "*fp32", "acc_ptr": "*fp32", "sinks_ptr"
 FLOATS = ("scale_log2", "cap_log2")
 
 
-def code_of(kernel: Any, dtype: str, capability: int, shape: dict[str, int]) -> str:
-    """PTX of `kernel` for data of `dtype` (Triton's name) on a GPU of compute capability `capability`."""
+def code_of(
+    kernel: Any, dtype: str, capability: int, shape: dict[str, int], types: Mapping[str, str] | None = None
+) -> str:
+    """PTX of `kernel` for data of `dtype` (Triton's name) on a GPU of compute capability `capability`.
+
+    `types` of arguments that are neither data of that dtype nor known by their names.
+    """
 
     def kind(name: str) -> str:
         if name in shape:
             return "constexpr"
+        if types and name in types:
+            return types[name]
         if name.endswith("_ptr"):
             return {**INTEGERS, **PARTS}.get(name, f"*{dtype}")
         return "fp32" if name in FLOATS else "i32"

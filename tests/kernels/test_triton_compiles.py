@@ -16,22 +16,25 @@ ROOT = SCRIPT.parents[2]
 pytestmark = pytest.mark.slow
 
 
-@pytest.fixture(scope="module")
-def findings(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[str]]:
-    cache = tmp_path_factory.mktemp("triton")
+def compiled(script: Path, cache: Path) -> dict[str, list[str]]:
     environment = {**os.environ, "TRITON_INTERPRET": "0", "PYTHONPATH": str(ROOT), "TRITON_CACHE_DIR": str(cache)}
     done = subprocess.run(
-        [sys.executable, str(SCRIPT)],
+        [sys.executable, str(script)],
         cwd=ROOT,
         env=environment,
         capture_output=True,
         text=True,
-        timeout=150,
+        timeout=400,
         check=False,
     )
     assert done.returncode == 0, done.stderr
     out: dict[str, list[str]] = json.loads(done.stdout)
     return out
+
+
+@pytest.fixture(scope="module")
+def findings(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[str]]:
+    return compiled(SCRIPT, tmp_path_factory.mktemp("triton"))
 
 
 def test_every_kernel_compiles_for_both_dtypes(findings: dict[str, list[str]]) -> None:
@@ -47,3 +50,11 @@ def test_extend_and_decode_multiply_tiles_with_one_kind_of_instruction(findings:
     for kind in ("", "windowed "):
         assert "wgmma" in findings[f"{kind}extend bf16"]
         assert "wgmma" in findings[f"{kind}decode_split bf16"]
+
+
+def test_kernels_by_row_and_of_experts_compile_with_the_instructions_they_should_have(tmp_path: Path) -> None:
+    found = compiled(SCRIPT.with_name("compiled_rows.py"), tmp_path)
+    assert len(found) == 5
+    assert "wgmma" in found["product bf16"]
+    assert found["product fp32"] == ["fma.rn.f32"], "float32 is never multiplied as TF32"
+    assert "fma.rn.f64" in found["draw"]

@@ -1,0 +1,312 @@
+// Attention over paged keys and values, with an online softmax over blocks of absolute positions.
+//
+// A work item is one tile (neighbouring queries of one sequence) and one key-value head; its *rows* are the tile's
+// queries times the query heads that share the head. The keys of a block are laid out with positions side by side and
+// read by all rows, so pages are read once a tile and nothing is gathered in advance.
+//
+// A row's result depends on its own position alone. Its score with a key is one chain over the head's dimensions; its
+// sum of values one chain over positions, block after block; what it shares with the other rows of its tile is data,
+// never an order. A block that a row doesn't see adds zeros to a sum and scales it by one, which changes no bit.
+// Positions after a tile's last query are not read.
+#pragma once
+
+#include <algorithm>
+#include <vector>
+
+#include "vector.h"
+
+constexpr int BLOCK = 64;
+constexpr int ROW_GROUP = 12;
+constexpr int COLUMNS = 2 * LANES;
+constexpr int TILE_ROWS = 96;
+constexpr float HIDDEN = -1e30f;
+
+// What a sequence brings to a step.
+struct Sequence {
+    const int32_t *pages;  // of the positions from first_page * page_tokens on
+    long first_page, start, row, count;
+};
+
+struct AttentionShape {
+    long heads, kv_heads, dim, page_tokens;
+    long value_dim;  // values may be the first part of what keys are, in the same place
+    long page_stride, token_stride;  // of keys and values, in elements; heads follow each other
+    long table_width;
+    float scale, softcap;  // softcap 0: none
+    long window;  // positions that a query sees, its own included; 0: all
+
+    // Of a position's key or value, in elements.
+    long offset(const Sequence &seq, long position, long kv_head) const {
+        const long page = seq.pages[position / page_tokens - seq.first_page];
+        return page * page_stride + position % page_tokens * token_stride + kv_head * dim;
+    }
+};
+
+struct Tile {
+    int sequence;
+    long first, count;  // queries, counted from the sequence's first of this step
+};
+
+// How queries and keys are held while scores are computed: words of one float, or of two bf16.
+template <typename T> struct Words {
+    static constexpr int pack = 1;
+    static f32x16 dot(f32x16 a, f32x16 b, f32x16 c) { return fma(a, b, c); }
+    static f32x16 take(const T *p, int count) { return load_some(p, count); }
+};
+
+#if defined(__AVX512BF16__)
+template <> struct Words<bf16> {
+    static constexpr int pack = 2;
+    static f32x16 dot(f32x16 a, f32x16 b, f32x16 c) {
+        return (f32x16)_mm512_dpbf16_ps((__m512)c, (__m512bh)(__m512)a, (__m512bh)(__m512)b);
+    }
+    static f32x16 take(const bf16 *p, int count) {
+        f32x16 out = {};
+        if (count >= 2 * LANES) return load((const float *)p);
+        if (count > 0) memcpy(&out, p, count * sizeof(bf16));
+        return out;
+    }
+};
+#endif
+
+// c[r][0..32) = (what is there, or 0) + sum over k of a[r][k] * b[k][0..32); one chain an element.
+template <int ROWS, typename W>
+inline void chains(const float *a, long a_stride, const float *b, long b_stride, long depth, float *c, bool from_zero,
+                   long c_stride) {
+    f32x16 low[ROWS], high[ROWS];
+#pragma GCC unroll 12
+    for (int r = 0; r < ROWS; r++) {
+        low[r] = from_zero ? f32x16{} : load(c + r * c_stride);
+        high[r] = from_zero ? f32x16{} : load(c + r * c_stride + LANES);
+    }
+    for (long k = 0; k < depth; k++) {
+        const f32x16 left = load(b + k * b_stride), right = load(b + k * b_stride + LANES);
+#pragma GCC unroll 12
+        for (int r = 0; r < ROWS; r++) {
+            const f32x16 factor = splat_bits(a[r * a_stride + k]);
+            low[r] = W::dot(factor, left, low[r]);
+            high[r] = W::dot(factor, right, high[r]);
+        }
+    }
+#pragma GCC unroll 12
+    for (int r = 0; r < ROWS; r++) {
+        store(c + r * c_stride, low[r]);
+        store(c + r * c_stride + LANES, high[r]);
+    }
+}
+
+template <int H> inline void exchange(f32x16 &a, f32x16 &b) {
+#define LOW(i) (i & H ? LANES + i - H : i)
+#define HIGH(i) (i & H ? LANES + i : i + H)
+    const f32x16 first = __builtin_shuffle(a, b, EACH_LANE(LOW));
+    b = __builtin_shuffle(a, b, EACH_LANE(HIGH));
+    a = first;
+#undef LOW
+#undef HIGH
+}
+
+template <int H> inline void exchange_all(f32x16 *rows) {
+    for (int i = 0; i < LANES; i++)
+        if (!(i & H)) exchange<H>(rows[i], rows[i + H]);
+}
+
+inline void transpose(f32x16 *rows) {
+    exchange_all<8>(rows);
+    exchange_all<4>(rows);
+    exchange_all<2>(rows);
+    exchange_all<1>(rows);
+}
+
+// One thread's room. Words: floats that hold `pack` elements.
+struct Room {
+    std::vector<float> queries, keys, values, scores, sums;
+    std::vector<float> highest, total;
+
+    void size(long rows, long words, long wide) {
+        rows = std::max(rows, (long)TILE_ROWS);
+        queries.resize(rows * words);
+        keys.resize(words * BLOCK);
+        values.resize(BLOCK * wide);
+        scores.resize(rows * BLOCK);
+        sums.resize(rows * wide);
+        highest.resize(rows);
+        total.resize(rows);
+    }
+};
+
+// Keys of a block as [words][BLOCK], values as [BLOCK][wide] floats; zeros before `skipped` and from position `end` on.
+template <typename T>
+void take_block(const AttentionShape &a, const Sequence &seq, const T *k_pages, const T *v_pages, long kv_head,
+                long begin, long skipped, long end, long words, long wide, Room &room) {
+    const long filled = std::min((long)BLOCK, end - begin);
+    constexpr int pack = Words<T>::pack;
+    const T *rows[BLOCK];
+    long offsets[BLOCK];
+    for (long n = skipped; n < filled; n++) {
+        offsets[n] = a.offset(seq, begin + n, kv_head);
+        rows[n] = k_pages + offsets[n];
+    }
+    // A head's rows lie far apart, which no hardware foresees.
+    for (long at = begin + BLOCK; at < std::min(begin + 2 * BLOCK, end); at++) {
+        const long next = a.offset(seq, at, kv_head);
+        for (long d = 0; d < a.dim; d += 64 / sizeof(T)) __builtin_prefetch(k_pages + next + d);
+        if (v_pages == k_pages) continue;
+        for (long d = 0; d < a.value_dim; d += 64 / sizeof(T)) __builtin_prefetch(v_pages + next + d);
+    }
+    for (long group = 0; group < BLOCK; group += LANES)
+        for (long word = 0; word < words; word += LANES) {
+            f32x16 square[LANES];
+            for (int n = 0; n < LANES; n++)
+                square[n] = group + n >= skipped && group + n < filled
+                                ? Words<T>::take(rows[group + n] + word * pack, (int)(a.dim - word * pack))
+                                : f32x16{};
+            transpose(square);
+            for (int i = 0; i < LANES; i++) store(room.keys.data() + (word + i) * BLOCK + group, square[i]);
+        }
+    for (long n = 0; n < BLOCK; n++)
+        for (long d = 0; d < wide; d += LANES) {
+            f32x16 value = {};
+            if (n >= skipped && n < filled) value = load_some(v_pages + offsets[n] + d, (int)(a.value_dim - d));
+            store(room.values.data() + n * wide + d, value);
+        }
+}
+
+template <typename T, int ROWS> void score_group(const float *q, long words, const float *keys, float *s) {
+    for (long n = 0; n < BLOCK; n += COLUMNS)
+        chains<ROWS, Words<T>>(q, words, keys + n, BLOCK, words, s + n, true, BLOCK);
+}
+
+template <int ROWS> void value_group(const float *p, const float *values, long wide, float *sums) {
+    for (long d = 0; d < wide; d += COLUMNS)
+        chains<ROWS, Words<float>>(p, BLOCK, values + d, wide, BLOCK, sums + d, false, wide);
+}
+
+// Scores to weights, in place; the row's maximum, total and sums brought along. Sees [from, to) of the block.
+inline void soften(const AttentionShape &a, float *s, long from, long to, float &highest, float &total, float *sums,
+                   long wide) {
+    f32x16 value[BLOCK / LANES], top = splat(HIDDEN);
+#define SAME(i) i
+    const i32x16 lane = EACH_LANE(SAME);
+#undef SAME
+    for (int c = 0; c < BLOCK / LANES; c++) {
+        value[c] = load(s + c * LANES) * a.scale;
+        if (a.softcap != 0.0f) {
+            // tanh(x) = 1 - 2 / (exp(2x) + 1)
+            f32x16 grown = exp_of(value[c] * (2.0f / a.softcap));
+            value[c] = (1.0f - 2.0f / (grown + 1.0f)) * a.softcap;
+        }
+        const i32x16 at = lane + c * LANES;
+        value[c] = (at >= (int)from) & (at < (int)to) ? value[c] : splat(HIDDEN);
+        top = larger(value[c], top);
+    }
+    const float now = std::max(highest, max_of(top));
+    f32x16 added = {};
+    for (int c = 0; c < BLOCK / LANES; c++) {
+        const i32x16 at = lane + c * LANES;
+        f32x16 weight = exp_of(value[c] - now);
+        weight = (at >= (int)from) & (at < (int)to) ? weight : f32x16{};
+        added += weight;
+        store(s + c * LANES, weight);
+    }
+    if (now != highest) {
+        const float kept = exp_of(splat(highest - now))[0];
+        total *= kept;
+        for (long d = 0; d < wide; d += LANES) store(sums + d, load(sums + d) * kept);
+        highest = now;
+    }
+    total += sum_of(added);
+}
+
+#define BY_ROWS(call)                                                                                                 \
+    switch (rows) {                                                                                                   \
+        case 1: call(1); break;                                                                                       \
+        case 2: call(2); break;                                                                                       \
+        case 3: call(3); break;                                                                                       \
+        case 4: call(4); break;                                                                                       \
+        case 5: call(5); break;                                                                                       \
+        case 6: call(6); break;                                                                                       \
+        case 7: call(7); break;                                                                                       \
+        case 8: call(8); break;                                                                                       \
+        case 9: call(9); break;                                                                                       \
+        case 10: call(10); break;                                                                                     \
+        case 11: call(11); break;                                                                                     \
+        default: call(12); break;                                                                                     \
+    }
+
+template <typename T>
+void attend_tile(const AttentionShape &a, const Sequence &seq, const Tile &tile, long kv_head, const T *q,
+                 const T *k_pages, const T *v_pages, const float *sinks, T *out) {
+    constexpr int pack = Words<T>::pack;
+    const long wide = (a.value_dim + COLUMNS - 1) / COLUMNS * COLUMNS;
+    const long words = ((a.dim + pack - 1) / pack + LANES - 1) / LANES * LANES;
+    const long group = a.heads / a.kv_heads, count = tile.count * group;
+    static thread_local Room room;
+    room.size(count, words, wide);
+    const auto head = [&](long r) {
+        return (seq.row + tile.first + r / group) * a.heads + kv_head * group + r % group;
+    };
+    for (long r = 0; r < count; r++) {
+        for (long word = 0; word < words; word += LANES)
+            store(room.queries.data() + r * words + word,
+                  Words<T>::take(q + head(r) * a.dim + word * pack, (int)(a.dim - word * pack)));
+        for (long d = 0; d < wide; d += LANES) store(room.sums.data() + r * wide + d, f32x16{});
+        room.highest[r] = sinks ? sinks[kv_head * group + r % group] : HIDDEN;
+        room.total[r] = sinks ? 1.0f : 0.0f;
+    }
+    const long first = seq.start + tile.first, end = first + tile.count;
+    const long lowest = a.window ? std::max(0L, first + 1 - a.window) : 0;
+    for (long begin = lowest / BLOCK * BLOCK; begin < end; begin += BLOCK) {
+        // Before the window nothing may be in the table any more.
+        const long skipped = std::max(0L, lowest - begin);
+        take_block(a, seq, k_pages, v_pages, kv_head, begin, skipped, end, words, wide, room);
+        for (long r = 0; r < count; r += ROW_GROUP) {
+            const long rows = std::min((long)ROW_GROUP, count - r);
+            float *s = room.scores.data() + r * BLOCK;
+#define CALL(n) score_group<T, n>(room.queries.data() + r * words, words, room.keys.data(), s)
+            BY_ROWS(CALL)
+#undef CALL
+            for (long i = r; i < r + rows; i++) {
+                const long position = first + i / group;
+                const long from = a.window ? std::max(0L, position + 1 - a.window - begin) : 0;
+                const long to = std::min((long)BLOCK, position + 1 - begin);
+                soften(a, room.scores.data() + i * BLOCK, from, to, room.highest[i], room.total[i],
+                       room.sums.data() + i * wide, wide);
+            }
+#define CALL(n) value_group<n>(s, room.values.data(), wide, room.sums.data() + r * wide)
+            BY_ROWS(CALL)
+#undef CALL
+        }
+    }
+    for (long r = 0; r < count; r++)
+        for (long d = 0; d < a.value_dim; d += LANES) {
+            const int some = (int)(a.value_dim - d);
+            store_some(out + head(r) * a.value_dim + d, load(room.sums.data() + r * wide + d) / room.total[r], some);
+        }
+}
+
+// q [T, heads, dim], out [T, heads, value_dim]; sequence b has queries offsets[b] to offsets[b + 1], the first at
+// position starts[b].
+template <typename T>
+void attend(const AttentionShape &a, long sequences, const T *q, const T *k_pages, const T *v_pages,
+            const int32_t *tables, const int32_t *first_pages, const int32_t *starts, const int32_t *offsets,
+            const float *sinks, T *out) {
+    const long most = std::max(1L, TILE_ROWS / (a.heads / a.kv_heads));
+    std::vector<Sequence> all(sequences);
+    std::vector<Tile> tiles;
+    for (long b = 0; b < sequences; b++) {
+        const long count = offsets[b + 1] - offsets[b];
+        all[b] = {tables + b * a.table_width, first_pages ? first_pages[b] : 0, starts[b], offsets[b], count};
+        for (long at = 0; at < count; at += most) tiles.push_back({(int)b, at, std::min(most, count - at)});
+    }
+    // Long work first, so that threads end together.
+    std::sort(tiles.begin(), tiles.end(), [&](const Tile &x, const Tile &y) {
+        return all[x.sequence].start + x.first + x.count > all[y.sequence].start + y.first + y.count;
+    });
+    const long items = (long)tiles.size() * a.kv_heads;
+#pragma omp parallel for schedule(dynamic, 1) if (items > 1)
+    for (long item = 0; item < items; item++) {
+        const Tile &tile = tiles[item / a.kv_heads];
+        attend_tile(a, all[tile.sequence], tile, item % a.kv_heads, q, k_pages, v_pages, sinks, out);
+    }
+}
+#undef BY_ROWS

@@ -1,0 +1,43 @@
+// The C interface: one function a kernel and dtype, called from engine/native/ops.py.
+
+#include <omp.h>
+
+#include "attention.h"
+#include "gemm.h"
+#include "rows.h"
+
+#define FOR_DTYPE(T, name)                                                                                            \
+    void rms_norm_##name(const T *x, long x_stride, const T *weight, long weight_rows, T *out, long rows, long n,     \
+                         float eps) {                                                                                 \
+        rms_norm(x, x_stride, weight, weight_rows, out, rows, n, eps);                                                \
+    }                                                                                                                 \
+    void silu_product_##name(const T *x, T *out, long rows, long n) { silu_product(x, out, rows, n); }                \
+    void rope_and_store_##name(const Heads *h, const T *x, long x_stride, const T *norm, const T *cos, const T *sin,  \
+                               T *q, T *k_pages, T *v_pages, const int64_t *slots, const uint8_t *muted,              \
+                               long slot_stride) {                                                                    \
+        rope_and_store(*h, x, x_stride, norm, cos, sin, q, k_pages, v_pages, slots, muted, slot_stride);              \
+    }                                                                                                                 \
+    void attend_##name(const AttentionShape *a, long sequences, const T *q, const T *k_pages, const T *v_pages,       \
+                       const int32_t *tables, const int32_t *first_pages, const int32_t *starts,                      \
+                       const int32_t *offsets, const float *sinks, T *out) {                                          \
+        attend(*a, sequences, q, k_pages, v_pages, tables, first_pages, starts, offsets, sinks, out);                 \
+    }
+
+#define FOR_PRODUCT(T, name)                                                                                          \
+    long packed_elements_##name(long n, long k) { return packed_elements<T>(n, k); }                                  \
+    void pack_##name(const T *weight, T *packed, long n, long k) { pack(weight, packed, n, k); }                      \
+    void product_##name(const T *x, long x_stride, const T *packed, const float *bias, T *out, long m, long n,        \
+                        long k) {                                                                                     \
+        product(x, x_stride, packed, bias, out, m, n, k);                                                             \
+    }
+
+extern "C" {
+void set_threads(int count) { omp_set_num_threads(count); }
+FOR_DTYPE(float, float32)
+FOR_DTYPE(bf16, bfloat16)
+FOR_PRODUCT(float, float32)
+// Where there are tile instructions, oneDNN's products of many rows are several times as fast as these can be.
+#if defined(__AVX512BF16__) && !defined(__AMX_BF16__)
+FOR_PRODUCT(bf16, bfloat16)
+#endif
+}

@@ -1,0 +1,225 @@
+"""The compiled kernels as functions on tensors.
+
+All tensors are on the CPU, in float32 or bfloat16. The kernels run on as many threads as torch does.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+_NAMES = {torch.float32: "float32", torch.bfloat16: "bfloat16"}
+_PANEL = 32
+"""Outputs side by side in a packed weight, as in gemm.h."""
+_MOST_HEAD_DIM = 1024
+_HUGE_PAGE = 1 << 21
+_MADV_HUGEPAGE = 14
+
+
+class _Heads(ctypes.Structure):
+    _fields_ = [(name, ctypes.c_long) for name in ("tokens", "heads", "kv_heads", "dim")] + [("eps", ctypes.c_float)]
+
+
+class AttentionShape(ctypes.Structure):
+    """As in attention.h."""
+
+    _fields_ = [
+        *((name, ctypes.c_long) for name in ("heads", "kv_heads", "dim", "page_tokens", "value_dim")),
+        *((name, ctypes.c_long) for name in ("page_stride", "token_stride", "table_width")),
+        *((name, ctypes.c_float) for name in ("scale", "softcap")),
+        ("window", ctypes.c_long),
+    ]
+
+
+_SIGNATURES = {
+    "rms_norm": "plplpllf",
+    "silu_product": "ppll",
+    "rope_and_store": "pplpppppp" + "ppl",
+    "attend": "plppppppp" + "pp",
+    "packed_elements": "ll",
+    "pack": "ppll",
+    "product": "plppplll",
+}
+_TYPES = {"p": ctypes.c_void_p, "l": ctypes.c_long, "f": ctypes.c_float}
+
+
+class Kernels:
+    """One loaded library."""
+
+    def __init__(self, library: ctypes.CDLL) -> None:
+        self._set_threads: Callable[[int], None] = library.set_threads
+        self._set_threads.argtypes, self._set_threads.restype = [ctypes.c_int], None
+        self._local = threading.local()
+        self._functions: dict[tuple[str, torch.dtype], Any] = {}
+        for dtype, suffix in _NAMES.items():
+            for name, types in _SIGNATURES.items():
+                function = getattr(library, f"{name}_{suffix}", None)
+                if function is not None:
+                    function.argtypes = [_TYPES[letter] for letter in types]
+                    function.restype = ctypes.c_long if name == "packed_elements" else None
+                    self._functions[name, dtype] = function
+
+    def knows(self, x: Tensor) -> bool:
+        """Whether these kernels compute with tensors of this device and dtype."""
+        return x.device.type == "cpu" and x.dtype in _NAMES
+
+    def multiplies(self, dtype: torch.dtype) -> bool:
+        """Whether the processor has the instructions that products of this dtype are made of."""
+        return ("product", dtype) in self._functions
+
+    def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        """Root-mean-square norm over the last axis, [..., n]; `weight` is [n], or [rows, n] where x is [..., rows, n].
+
+        Computed in float32, rounded before the weight.
+        """
+        width = x.shape[-1]
+        if x.dim() != 2 or x.stride(1) != 1:
+            x = x.contiguous()
+        out = torch.empty(x.shape, dtype=x.dtype)
+        rows = x.numel() // width if width else 0
+        stride = x.stride(0) if x.dim() == 2 else width
+        self._call("rms_norm", x.dtype)(
+            x.data_ptr(), stride, weight.data_ptr(), weight.numel() // width, out.data_ptr(), rows, width, eps
+        )
+        return out
+
+    def silu_product(self, gate_up_mn: Tensor) -> Tensor:
+        """silu(gate) * up, [M, n], of both side by side, [M, 2n]; silu in float32, rounded."""
+        gate_up_mn = gate_up_mn.contiguous()
+        rows, width = gate_up_mn.shape[0], gate_up_mn.shape[1] // 2
+        out = torch.empty(rows, width, dtype=gate_up_mn.dtype)
+        self._call("silu_product", out.dtype)(gate_up_mn.data_ptr(), out.data_ptr(), rows, width)
+        return out
+
+    def rope_and_store(
+        self,
+        qkv_mn: Tensor,
+        norm_nd: Tensor | None,
+        eps: float,
+        cos: Tensor,
+        sin: Tensor,
+        k_pages: Tensor,
+        v_pages: Tensor,
+        slots_t: Tensor,
+        muted_t: Tensor | None,
+        heads: int,
+    ) -> Tensor:
+        """Norm (where there is one) and rotate queries and keys, and write keys and values to their slots.
+
+        `qkv_mn` is [M, (heads + 2 kv_heads) * dim], of which the first T rows are used; `norm_nd` [heads + kv_heads,
+        dim]; `cos` and `sin` [M, 1, dim], the first half of sin negated; pages [pages, page_tokens, kv_heads, dim];
+        `slots_t` [T] int64; muted tokens ([T] bool) are written as zeros. Returns the queries, [T, heads, dim].
+        """
+        tokens, (kv_heads, dim) = slots_t.shape[0], k_pages.shape[2:]
+        assert dim <= _MOST_HEAD_DIM and qkv_mn.stride(1) == 1, "heads fit the kernel's room"  # noqa: PT018
+        assert k_pages.is_contiguous() and v_pages.is_contiguous(), "pages follow each other"  # noqa: PT018
+        q_thd = torch.empty(tokens, heads, dim, dtype=qkv_mn.dtype)
+        shape = _Heads(tokens, heads, kv_heads, dim, eps)
+        cos, sin = cos.contiguous(), sin.contiguous()
+        self._call("rope_and_store", qkv_mn.dtype)(
+            ctypes.addressof(shape),
+            qkv_mn.data_ptr(),
+            qkv_mn.stride(0),
+            None if norm_nd is None else norm_nd.data_ptr(),
+            cos.data_ptr(),
+            sin.data_ptr(),
+            q_thd.data_ptr(),
+            k_pages.data_ptr(),
+            v_pages.data_ptr(),
+            slots_t.data_ptr(),
+            None if muted_t is None else muted_t.data_ptr(),
+            kv_heads * dim,
+        )
+        return q_thd
+
+    def attend(
+        self,
+        shape: AttentionShape,
+        q_thd: Tensor,
+        k_pages: Tensor,
+        v_pages: Tensor,
+        tables_bp: Tensor,
+        firsts_b: Tensor | None,
+        starts_b: Tensor,
+        offsets_b: Tensor,
+        sinks_h: Tensor | None,
+    ) -> Tensor:
+        """Paged causal attention, [T, heads, value_dim]; integers are int32, sinks float32, all contiguous.
+
+        Values lie as keys do: in pages of their own, or as the first part of each key.
+        """
+        out = q_thd.new_empty(*q_thd.shape[:2], shape.value_dim)
+        self._call("attend", q_thd.dtype)(
+            ctypes.addressof(shape),
+            starts_b.shape[0],
+            q_thd.data_ptr(),
+            k_pages.data_ptr(),
+            v_pages.data_ptr(),
+            tables_bp.data_ptr(),
+            None if firsts_b is None else firsts_b.data_ptr(),
+            starts_b.data_ptr(),
+            offsets_b.data_ptr(),
+            None if sinks_h is None else sinks_h.data_ptr(),
+            out.data_ptr(),
+        )
+        return out
+
+    def _call(self, name: str, dtype: torch.dtype) -> Any:
+        """The function, once this thread's number of threads is torch's."""
+        threads = torch.get_num_threads()
+        if getattr(self._local, "threads", 0) != threads:
+            self._set_threads(threads)
+            self._local.threads = threads
+        return self._functions[name, dtype]
+
+
+class PackedWeight:
+    """A weight [n, k] in the order in which the kernels read it, and its bias."""
+
+    def __init__(self, kernels: Kernels, weight_nk: Tensor, bias_n: Tensor | None) -> None:
+        self._kernels = kernels
+        self._n, self._k = weight_nk.shape
+        weight_nk = weight_nk.contiguous()
+        function = kernels._call("packed_elements", weight_nk.dtype)
+        self._packed = _huge_pages(function(self._n, self._k), weight_nk.dtype)
+        kernels._call("pack", weight_nk.dtype)(weight_nk.data_ptr(), self._packed.data_ptr(), self._n, self._k)
+        self._bias: Tensor | None = None
+        if bias_n is not None:
+            self._bias = torch.zeros(-(-self._n // _PANEL) * _PANEL)
+            self._bias[: self._n] = bias_n
+
+    def __call__(self, x_mk: Tensor) -> Tensor:
+        """``x @ weight.T + bias``, [M, n], summed in float32 and rounded once; rows are exact."""
+        if x_mk.stride(1) != 1:
+            x_mk = x_mk.contiguous()
+        rows = x_mk.shape[0]
+        out = torch.empty(rows, self._n, dtype=x_mk.dtype)
+        self._kernels._call("product", x_mk.dtype)(
+            x_mk.data_ptr(),
+            x_mk.stride(0),
+            self._packed.data_ptr(),
+            None if self._bias is None else self._bias.data_ptr(),
+            out.data_ptr(),
+            rows,
+            self._n,
+            self._k,
+        )
+        return out
+
+
+def _huge_pages(elements: int, dtype: torch.dtype) -> Tensor:
+    """Room for a weight; if it is large, on huge pages where the system grants them."""
+    if elements * dtype.itemsize < 2 * _HUGE_PAGE:
+        return torch.empty(elements, dtype=dtype)
+    room = torch.empty(elements * dtype.itemsize + _HUGE_PAGE, dtype=torch.uint8)
+    begin = -room.data_ptr() % _HUGE_PAGE
+    libc = ctypes.CDLL(None)
+    nbytes = elements * dtype.itemsize
+    if hasattr(libc, "madvise"):
+        libc.madvise(ctypes.c_void_p(room.data_ptr() + begin), ctypes.c_size_t(nbytes), _MADV_HUGEPAGE)
+    return room[begin : begin + nbytes].view(dtype)

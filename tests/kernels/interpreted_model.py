@@ -1,0 +1,42 @@
+"""A whole model on the kernels; run as a script by `test_model_on_kernels.py`."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from pathlib import Path
+
+os.environ["TRITON_INTERPRET"] = "1"
+
+import torch
+
+from contracts.sampling import SamplingParams
+from engine import triton_experts, triton_rows
+from engine.triton_attention import TritonAttention
+from tests.engine.harness import Bench
+from tests.families import FAMILIES
+from tests.kernels.claims import answer
+
+TOKENS = [3, 250, 17, 17, 90, 4, 201, 33, 5]
+
+
+def claim_a_mixture_of_experts_computes_with_the_kernels_what_it_computes_with_torch() -> None:
+    used = set()
+    products, heads, draw = triton_experts.TritonExperts._product, triton_rows.store_heads, triton_rows.sample
+    triton_experts.TritonExperts._product = lambda *a: (used.add("experts"), products(*a))[1]  # type: ignore[method-assign]
+    triton_rows.store_heads = lambda *a: (used.add("heads"), heads(*a))[1]
+    triton_rows.sample = lambda *a: (used.add("draw"), draw(*a))[1]
+    with tempfile.TemporaryDirectory() as folder:
+        FAMILIES["qwen3_moe"](Path(folder), num_hidden_layers=2)
+        torchs, tritons = Bench(Path(folder)), Bench(Path(folder), attention="triton")
+        assert isinstance(tritons.engine.attention, TritonAttention)
+        got, want = (bench.forced(TOKENS, [5, 3, 1]) for bench in (tritons, torchs))
+        torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-4)
+        params = SamplingParams(max_tokens=3, temperature=1.0, top_k=20, top_p=0.9, seed=5)
+        answers = [bench.generate_many([TOKENS[:4]], 3, params=[params]) for bench in (tritons, torchs)]
+        assert answers[0] == answers[1]
+    assert used == {"experts", "heads", "draw"}
+
+
+if __name__ == "__main__":
+    answer(globals())
