@@ -211,7 +211,9 @@ def main(argv: list[str] | None = None) -> int:
     if min(numbers) < 1 or args.output_tokens < 2 or args.threads < 0:
         flags.error("batches, tokens and repeats must be 1 or more, --output-tokens 2 or more")
     if args.clock == "cpu" and (args.threads != 1 or "continuous" in args.sides):
-        flags.error("--clock cpu is fair with --threads 1 only, and not to continuous batching, which has its own clock")
+        flags.error(
+            "--clock cpu is fair with --threads 1 only, and not to continuous batching, which has its own clock"
+        )
     clock.use(args.clock)
     if args.threads:
         torch.set_num_threads(args.threads)

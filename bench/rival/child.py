@@ -48,12 +48,12 @@ def openvino(folder: str, threads: int) -> tuple[Generate, str]:
         times: list[list[float]] = [[] for _ in prompts]
         while pipe.has_non_finished_requests():
             pipe.step()
-            now = now() - start
+            at = now() - start
             for i, handle in enumerate(handles):
                 while handle.can_read():
                     for output in handle.read().values():
                         tokens[i] += output.generated_ids
-                        times[i] += [now] * len(output.generated_ids)
+                        times[i] += [at] * len(output.generated_ids)
         return {"tokens": tokens, "times_s": times}
 
     return generate, f"OpenVINO GenAI {version('openvino-genai')}"
@@ -89,11 +89,11 @@ def vllm(folder: str, threads: int) -> tuple[Generate, str]:
         times: list[list[float]] = [[] for _ in prompts]
         while llm.llm_engine.has_unfinished_requests():
             outputs = llm.llm_engine.step()
-            now = now() - start
+            at = now() - start
             for output in outputs:
                 i = names.index(output.request_id.split("-")[0])
                 ids = list(output.outputs[0].token_ids)
-                times[i] += [now] * (len(ids) - len(tokens[i]))
+                times[i] += [at] * (len(ids) - len(tokens[i]))
                 tokens[i] = ids
         return {"tokens": tokens, "times_s": times}
 
