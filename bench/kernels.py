@@ -5,8 +5,9 @@
 Checks first, in float32, float16 and bfloat16: against softmax attention in float64, a decoded row against the same
 row of an extend, a row alone against a row in a crowd, and the store kernel. The last two must be bitwise. Then it
 times decode and extend beside `scaled_dot_product_attention` over keys that lie contiguously, which is what paging
-gives up. Needs torch 2.11, triton 3.6 and an NVIDIA GPU. With ``TRITON_INTERPRET=1`` the checks run on a CPU in small
-shapes and nothing is timed: that shows that this script works, and says nothing about a GPU.
+gives up. The kernels by row (norm, rope and store; the draw of tokens) and of experts are checked and timed beside
+their torch twins. Needs torch 2.11, triton 3.6 and an NVIDIA GPU. With ``TRITON_INTERPRET=1`` the checks run on a CPU
+in small shapes and nothing is timed: that shows that this script works, and says nothing about a GPU.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ import triton
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
+from bench import kernels_rows
 from engine.attention import AttentionPlan, make_plan
 from engine.triton_attention import TritonAttention
 
@@ -168,6 +170,23 @@ def median_us(call: Callable[[], Tensor]) -> float:
     return float(triton.testing.do_bench(call, warmup=50, rep=200, return_mode="median")) * 1e3
 
 
+def rows(device: torch.device, interpreted: bool) -> tuple[list[kernels_rows.RowCheck], list[kernels_rows.RowTiming]]:
+    """Check and time the kernels by row and of experts."""
+    found = []
+    for dtype in (torch.float32, torch.float16) if interpreted else (torch.float32, torch.float16, torch.bfloat16):
+        for row in kernels_rows.checks(dtype, device, small=interpreted):
+            found.append(row)
+            print(f"{'ok   ' if row.ok else 'WRONG'} {row.dtype:9} {row.claim} (worst {row.worst:.1e})")
+    timings = []
+    for timing in () if interpreted else kernels_rows.timings(device):
+        timings.append(timing)
+        print(
+            f"{timing.what}: triton {timing.triton_us:9.1f} us, torch {timing.torch_us:9.1f} us, "
+            f"ratio {timing.torch_us / timing.triton_us:.2f}, {timing.rate:.0f} {timing.unit}"
+        )
+    return found, timings
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--json", type=Path, help="write all results to this file")
@@ -204,14 +223,17 @@ def main() -> int:
                 f"ratio {one_timing.torch_us / one_timing.triton_us:.2f}, "
                 f"{one_timing.rate:.0f} {'GB/s' if queries == 1 else 'TFLOP/s'}"
             )
+    row_checks, row_timings = rows(device, interpreted)
     if args.json:
         where = "interpreter" if interpreted else torch.cuda.get_device_name()
         setting = {"torch": torch.__version__, "triton": triton.__version__, "device": where}
         setting |= {name: str(getattr(args, name)) for name in ("tile_rows", "block_tokens", "split_tokens")}
         results = {"checks": [asdict(v) for v in verdicts], "timings": [asdict(t) for t in timings]}
+        results |= {"row_checks": [asdict(c) for c in row_checks], "row_timings": [asdict(t) for t in row_timings]}
         args.json.write_text(json.dumps({"setting": setting, **results}, indent=1) + "\n")
-    wrong = sum(not one.ok for one in verdicts)
-    print(f"{len(verdicts) - wrong} checks passed, {wrong} failed")
+    outcomes = [*(verdict.ok for verdict in verdicts), *(row.ok for row in row_checks)]
+    wrong = outcomes.count(False)
+    print(f"{len(outcomes) - wrong} checks passed, {wrong} failed")
     return 1 if wrong else 0
 
 

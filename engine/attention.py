@@ -21,6 +21,7 @@ from torch import Tensor
 
 if TYPE_CHECKING:
     from engine.latent import LatentAttention
+    from engine.recurrence import Recurrence
 
 NULL_PAGE = 0
 """Zeros, always: block tables are padded with it, nothing is ever written to it."""
@@ -107,6 +108,10 @@ class Attention(Protocol):
     @property
     def latent(self) -> LatentAttention:
         """The same backend for models that keep latents."""
+
+    @property
+    def recurrence(self) -> Recurrence:
+        """The same backend for recurrent layers."""
 
     def stale(self, plan: Tables, epochs_e: Tensor) -> Tensor:
         """Which sequences' tables name a page whose epoch in `epochs_e` ([pages] int32) is another by now: [B] bool.

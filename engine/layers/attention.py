@@ -92,10 +92,10 @@ class HeadAttention:
             return kernels.rope_and_store(
                 qkv_mn, norm_nd, eps, *turns, k_pages, v_pages, plan.slots_t, plan.muted_t, self._heads
             )
-        if self._triton and turns is not None:
+        if self._triton:
             from engine.triton_rows import store_heads
 
-            return store_heads(qkv_mn[: ctx.count], norm_nd, eps, *turns, k_pages, v_pages, plan.slots_t, plan.muted_t)
+            return store_heads(qkv_mn[: ctx.count], norm_nd, eps, turns, k_pages, v_pages, plan.slots_t, plan.muted_t)
         qkv = qkv_mn.view(len(qkv_mn), -1, self._dim)
         qk, v = torch.split(qkv, [self._heads + self._kv, self._kv], dim=1)
         if norm_nd is not None:

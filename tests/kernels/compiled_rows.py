@@ -12,7 +12,16 @@ from tests.kernels.compiled_claims import code_of
 WORDS = ("tf32", "wgmma", "fma.rn.f32", "fma.rn.f64")
 PLACES = {name: "*i64" for name in ("row_ptr", "expert_ptr", "first_ptr", "count_ptr", "place_ptr", "slots_ptr")}
 PRODUCT = {"ROWS": 64, "BLOCK_N": 64, "BLOCK_K": 64, "BIAS": True, "UPCAST": False}
-HEADS = {"HEADS": 6, "KV_HEADS": 2, "HEAD_DIM": 48, "BLOCK_D": 64, "PAGE_TOKENS": 16, "NORM": True, "MUTED": True}
+HEADS = {
+    "HEADS": 6,
+    "KV_HEADS": 2,
+    "HEAD_DIM": 48,
+    "BLOCK_D": 64,
+    "PAGE_TOKENS": 16,
+    "NORM": True,
+    "ROPE": True,
+    "MUTED": True,
+}
 DOUBLES = {name: "*fp64" for name in ("temperature_ptr", "top_p_ptr", "min_p_ptr", "uniform_ptr")}
 SUMS = {"weight_ptr": "*fp32", "out_ptr": "*fp32"}
 WHOLE = {"top_k_ptr": "*i64", "out_ptr": "*i64"}

@@ -30,6 +30,7 @@ def stored(
     kv_heads: int = 1,
     dim: int = 10,
     norm: bool = True,
+    rope: bool = True,
     muted: bool = False,
     dtype: torch.dtype = torch.float32,
 ) -> tuple[list[Tensor], list[Tensor]]:
@@ -37,18 +38,20 @@ def stored(
     qkv = draw(tokens, (heads + 2 * kv_heads) * dim, dtype=dtype)
     norm_nd = draw(heads + kv_heads, dim, seed=1, dtype=dtype) if norm else None
     table = RopeTable(RopeSpec("default", 10000.0, {}), dim, dtype, CPU)
-    cos, sin = table.at(torch.arange(tokens) * 7, 4096)
+    turns = table.at(torch.arange(tokens) * 7, 4096) if rope else None
     slots = torch.randperm(5 * 4, generator=torch.Generator().manual_seed(2))[:tokens] + 4
     muted_t = torch.arange(tokens) % 3 == 1 if muted else None
     if muted_t is not None:
         slots = slots.masked_fill(muted_t, 0)
     ours, theirs = ([torch.zeros(6, 4, kv_heads, dim, dtype=dtype) for _ in "kv"] for _ in range(2))
-    q = triton_rows.store_heads(qkv, norm_nd, 1e-6, cos, sin, *ours, slots, muted_t)
+    q = triton_rows.store_heads(qkv, norm_nd, 1e-6, turns, *ours, slots, muted_t)
 
     qk, v = torch.split(qkv.view(tokens, heads + 2 * kv_heads, dim), [heads + kv_heads, kv_heads], dim=1)
     if norm_nd is not None:
         qk = rms_norm(qk, norm_nd, 1e-6)
-    q_twin, k = torch.split(rotate(qk, cos, sin), [heads, kv_heads], dim=1)
+    if turns is not None:
+        qk = rotate(qk, *turns)
+    q_twin, k = torch.split(qk, [heads, kv_heads], dim=1)
     for pages, entries in zip(theirs, (k, v), strict=True):
         kept = entries if muted_t is None else entries.masked_fill(muted_t[:, None, None], 0.0)
         pages.view(-1, kv_heads, dim)[slots] = kept
@@ -64,6 +67,7 @@ def claim_norm_rope_and_store_in_one_equal_the_operations_one_by_one() -> None:
     check(2e-6, 7)
     check(2e-6, 1, heads=4, kv_heads=2, dim=16)
     check(2e-6, 5, norm=False, dim=48)
+    check(2e-6, 3, rope=False)
     check(2e-6, 0)
 
 
