@@ -11,7 +11,6 @@ import torch
 from tests.checkpoints import VOCAB, Oracle, compare, compare_forced
 from tests.engine.harness import Bench
 
-
 _QUANTILES = torch.tensor([0.5, 0.75, 0.9])
 
 
