@@ -66,7 +66,7 @@ class Decoder:
         """Compute a step's tokens ([M] int64) and write their state; returns the last layer's output, [M, hidden]."""
         x_mh = self.embed_vh[tokens_m]
         if self.embed_scale is not None:
-            x_mh = x_mh * torch.tensor(self.embed_scale, dtype=x_mh.dtype, device=x_mh.device)
+            x_mh = x_mh * float(torch.tensor(self.embed_scale, dtype=x_mh.dtype))  # rounded to the model's dtype
         with using(self.kernels):
             if self.prepare is not None:
                 self.prepare(tokens_m, x_mh, ctx)
