@@ -106,7 +106,6 @@ class Prefetcher:
     ) -> None:
         self._tree, self._host, self._storage, self._fingerprint = tree, host, storage, fingerprint
         self._config, self._now, self._agree, self._begin = config, now, agree, begin
-        self._digester = host.digester
         self._active: list[Prefetch] = []
         self._unreleased: set[int] = set()
         self._number = 0
@@ -316,7 +315,7 @@ class Prefetcher:
         point = self._tree.component(component).point
         ends = [(page + 1) * size for page in pages]
         firsts = ends if point else [page * size for page in pages]
-        return self._digester.digest(self._host.region, component, indices, firsts, ends)
+        return self._host.digest(component, indices, firsts, ends)
 
     def _end(self, prefetch: Prefetch) -> None:
         agreed = self._common(prefetch, "done", {name: set(pages) for name, pages in prefetch.arrived.items()})

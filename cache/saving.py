@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from cache.device import DEVICE, HOST, Completion, Device, Op, Stream, attempt, failure, spans
 from cache.leases import Lease
-from cache.moves import Move, copy_state
+from cache.moves import Move
 from cache.nodes import Lock, Node, Part, Tier
 from cache.pools import PoolSet
 from cache.storage import Item, ObjectName, Outcome, Queue, Ticket
@@ -126,9 +126,7 @@ class Saver:
         reads = spans(DEVICE, {part.pool: part.sources for part in piece.parts})
         writes = spans(HOST, {part.pool: part.targets for part in piece.parts})
         op = Op("save", Stream.SAVE, reads, writes)
-        return attempt(
-            self._device, op, lambda: copy_state(piece, ours.region, ours.layout, theirs.region, theirs.layout)
-        )
+        return attempt(self._device, op, lambda: ours.copy(piece, theirs))
 
     def _lease(self, component: str, count: int) -> Lease:
         allocator = self._host.allocators[component]

@@ -17,7 +17,7 @@ from cache.eviction import POLICIES
 from cache.launched import Launched
 from cache.leases import Lease
 from cache.loading import Loader
-from cache.moves import Move, Part, copy_state
+from cache.moves import Move, Part
 from cache.nodes import Lock, Node, Tier
 from cache.pools import PoolSet
 from cache.prefetch import Agree, Prefetcher
@@ -63,7 +63,6 @@ class SeatState:
         self._runs = [p.name for p in self.spec.pools if p.kind is not Kind.STATE]
         self._windows = {p.name: self.spec.window_hold(p.name, stride) for p in self.spec.pools if p.window_tokens}
         self._slots = [p.name for p in self.spec.pools if p.kind is Kind.STATE]
-        self._digester = pools.digester
         self._claims: dict[Lock, Claim] = {}
         self._fresh: list[Claim] = []
         self._launched = Launched()
@@ -156,8 +155,8 @@ class SeatState:
     def _copy_slot(self, pool: str, source: int, target: int, after: Sequence[Completion] = ()) -> Completion:
         """On the stream of the forward passes: whatever touches a slot does so in their order."""
         op = Op("copy slot", Stream.COMPUTE, (Span(DEVICE, pool, (source,)),), (Span(DEVICE, pool, (target,)),))
-        move, region, layout = Move((Part(pool, (source,), (target,)),)), self.pools.region, self.pools.layout
-        return attempt(self._device, op, lambda: copy_state(move, region, layout, region, layout), after)
+        move = Move((Part(pool, (source,), (target,)),))
+        return attempt(self._device, op, lambda: self.pools.copy(move, self.pools), after)
 
     # ------------------------------------------------------------ progress
 

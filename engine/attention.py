@@ -23,6 +23,7 @@ from engine.host import to_device
 
 if TYPE_CHECKING:
     from engine.latent import LatentAttention
+    from engine.recurrence import Recurrence
 
 NULL_PAGE = 0
 """Zeros, always: block tables are padded with it, nothing is ever written to it."""
@@ -109,6 +110,10 @@ class Attention(Protocol):
     @property
     def latent(self) -> LatentAttention:
         """The same backend for models that keep latents."""
+
+    @property
+    def recurrence(self) -> Recurrence:
+        """The same backend for recurrent layers."""
 
     def stale(self, plan: Tables, epochs_e: Tensor) -> Tensor:
         """Which sequences' tables name a page whose epoch in `epochs_e` ([pages] int32) is another by now: [B] bool.

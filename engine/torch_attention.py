@@ -33,6 +33,7 @@ from engine.attention import AttentionPlan, Tables
 from engine.layers.norm import tanh
 from engine.numerics import Numerics
 from engine.torch_latent import TorchLatent
+from engine.torch_recurrence import TorchRecurrence
 
 BLOCK_TOKENS = 128
 _TILE_QUERIES = 128
@@ -103,6 +104,7 @@ class TorchAttention:
     def __init__(self, numerics: Numerics) -> None:
         self._numerics = numerics
         self.latent = TorchLatent(numerics, self)
+        self.recurrence = TorchRecurrence(numerics)
 
     def attend(
         self,

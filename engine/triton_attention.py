@@ -16,6 +16,7 @@ from torch import Tensor
 from contracts.errors import ConfigError
 from engine import triton_kernels as kernels
 from engine.triton_latent import TritonLatent
+from engine.triton_recurrence import TritonRecurrence
 
 if TYPE_CHECKING:
     from engine.attention import AttentionPlan, Tables
@@ -77,6 +78,7 @@ class TritonAttention:
         if not self._interpreted and not torch.cuda.is_available():
             raise ConfigError("triton attention needs an NVIDIA GPU and none is visible; use engine.attention=torch")
         self.latent = TritonLatent(interpreted=self._interpreted)
+        self.recurrence = TritonRecurrence()
         self._rows = tile_rows
         self._block = block_tokens
         self._split = split_tokens

@@ -28,8 +28,9 @@ FAMILIES: dict[str, Make] = {
     "deepseek_v3": family_latent.make_deepseek_v3,
     "deepseek_v32": family_latent.make_deepseek_v32,
     "glm5": family_latent.make_glm5,
-    "gemma3": family_window.make_gemma3,
-    "gemma4": family_window.make_gemma4,
+    # With tied embeddings a random model of these repeats its last token, whatever it has read.
+    "gemma3": partial(family_window.make_gemma3, tie_word_embeddings=False),
+    "gemma4": partial(family_window.make_gemma4, tie_word_embeddings=False),
     "gpt_oss": family_window.make_gpt_oss,
     "qwen3_next": family_hybrid.make_qwen3_next,
     "qwen3_5": family_hybrid.make_qwen3_5,

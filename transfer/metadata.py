@@ -1,5 +1,9 @@
 """Metadata slots: everything prefill computed that is not a page, one slot a hand-over.
 
+What a draft model goes on from has its place here: the hidden state after the prompt and the likeliest next tokens
+with their probabilities (DeepSeek-V3's multi-token prediction, arXiv 2412.19437, reads the one, EAGLE's trees,
+arXiv 2406.16858, grow from the others). No engine drafts as yet, so prefill leaves it out.
+
 A slot is `SLOT_BYTES` of registered memory: a length, a checksum, then msgpack. The reader takes a *copy* out and
 returns the slot; nothing keeps a view into it. Room and epoch are inside, so that a stranger's metadata is refused.
 """
@@ -16,8 +20,23 @@ from contracts.errors import WireError
 from contracts.ids import RoomId
 from contracts.sampling import TokenLogprob
 
-SLOT_BYTES = 4096
+SLOT_BYTES = 32 << 10
+"""Room for the hidden state of the widest models: 12,288 bfloat16 or 7,168 float32 and what goes with it."""
 _HEADER = 8
+
+
+@dataclass(frozen=True, slots=True)
+class Draft:
+    """What a draft model goes on from behind the prompt's last position."""
+
+    dtype: str
+    """Of the hidden state, as ``bfloat16``."""
+    hidden: bytes
+    """The last layer's output at the last position, [hidden]."""
+    tokens: tuple[int, ...] = ()
+    """The likeliest next tokens, best first."""
+    probabilities: tuple[float, ...] = ()
+    """Theirs, in the distribution that the first token was drawn from."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,13 +51,16 @@ class Metadata:
     cached_tokens: int
     """Prompt tokens whose state prefill found in its tree."""
     computed_tokens: int
-    draft: bytes = b""
-    """State of a draft model, empty without one."""
+    draft: Draft | None = None
+    """None where no draft model is used."""
 
 
 def pack(metadata: Metadata) -> bytes:
     """Raises `ValueError` when it doesn't fit into a slot."""
     logprob = metadata.logprob and (metadata.logprob.token, metadata.logprob.logprob, metadata.logprob.top)
+    draft = metadata.draft and (
+        metadata.draft.dtype, metadata.draft.hidden, metadata.draft.tokens, metadata.draft.probabilities
+    )  # fmt: skip
     body: bytes = msgpack.packb(
         (
             metadata.room,
@@ -47,7 +69,7 @@ def pack(metadata: Metadata) -> bytes:
             logprob,
             metadata.cached_tokens,
             metadata.computed_tokens,
-            metadata.draft,
+            draft,
         )
     )
     if len(body) + _HEADER > SLOT_BYTES:
@@ -60,16 +82,17 @@ def copy_out(slots: torch.Tensor, slot: int, room: RoomId, epoch: int) -> Metada
 
     Raises `WireError` when the bytes are damaged or belong to another room or epoch.
     """
-    raw = bytes(slots[slot].numpy())
-    size = int.from_bytes(raw[:4], "little")
-    body = raw[_HEADER : _HEADER + size]
-    if len(body) != size or zlib.crc32(body) != int.from_bytes(raw[4:8], "little"):
+    header = bytes(slots[slot, :_HEADER].numpy())
+    size = int.from_bytes(header[:4], "little")
+    body = bytes(slots[slot, _HEADER : _HEADER + size].numpy())
+    if len(body) != size or zlib.crc32(body) != int.from_bytes(header[4:8], "little"):
         raise WireError(f"metadata slot {slot} is damaged")
     try:
         found, slot_epoch, token, logprob, cached, computed, draft = msgpack.unpackb(body, use_list=False)
         score = None if logprob is None else TokenLogprob(logprob[0], logprob[1], logprob[2])
+        drafted = None if draft is None else Draft(*draft)
     except (ValueError, TypeError, IndexError, msgpack.UnpackException) as error:
         raise WireError(f"metadata slot {slot} can't be read: {error}") from None
     if found != room or slot_epoch != epoch:
         raise WireError(f"metadata slot {slot} holds room {found} epoch {slot_epoch}, wanted {room} epoch {epoch}")
-    return Metadata(room, epoch, token, score, cached, computed, draft)
+    return Metadata(room, epoch, token, score, cached, computed, drafted)

@@ -44,5 +44,5 @@ class CausalConv:
         """Of tokens, [T, channels] in the model's dtype; the slots get the last inputs."""
         buffers = ctx.buffers(self._place)
         states = [buffers[name] for name in self._buffers]
-        out_tc = ctx.recurrence.conv(x_tc, states, self._weight_kc, self._bias_c, ctx.slots[self._place.pool])
+        out_tc = ctx.attention.recurrence.conv(x_tc, states, self._weight_kc, self._bias_c, ctx.slots[self._place.pool])
         return silu(out_tc.float()).to(x_tc.dtype)

@@ -111,7 +111,7 @@ class GatedDelta:
         beta_th = sigmoid(b.float()).to(rows.dtype).float()
         decay_th = softplus(a.float() + self._rate_bias_h).mul_(self._rate_h)
         state, plan = ScanState.of(ctx.buffers(self._place)), ctx.slots[self._place.pool]
-        out = ctx.recurrence.scan(q_tgk, k_tgk, v_thv, decay_th, beta_th, state, plan)
+        out = ctx.attention.recurrence.scan(q_tgk, k_tgk, v_thv, decay_th, beta_th, state, plan)
         normed = rms_norm(out.to(rows.dtype), self._norm_v, self._eps)
         gated = silu(z.float()).view_as(normed).mul_(normed)
         return ctx.linear(ctx.padded(gated.to(rows.dtype).flatten(1)), self._out)

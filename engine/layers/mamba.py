@@ -105,7 +105,7 @@ class Mamba2:
         q_tgk, k_tgk = (part.reshape(len(part), -1, shape.state_dim) for part in (c, b))
         state, plan = ScanState.of(ctx.buffers(self._place)), ctx.slots[self._place.pool]
         v_thd = x_thd * time_th.unsqueeze(2)
-        out = ctx.recurrence.scan(q_tgk, k_tgk, v_thd, time_th * self._rate_h, None, state, plan)
+        out = ctx.attention.recurrence.scan(q_tgk, k_tgk, v_thd, time_th * self._rate_h, None, state, plan)
         out_tn = out.add_(x_thd * self._skip_h1).flatten(1)
         opened = silu(gate.float())
         if self._norm is None:

@@ -29,6 +29,7 @@ struct Sequence {
 
 struct AttentionShape {
     long heads, kv_heads, dim, page_tokens;
+    long value_dim;  // values may be the first part of what keys are, in the same place
     long page_stride, token_stride;  // of keys and values, in elements; heads follow each other
     long table_width;
     float scale, softcap;  // softcap 0: none
@@ -148,10 +149,9 @@ void take_block(const AttentionShape &a, const Sequence &seq, const T *k_pages, 
     // A head's rows lie far apart, which no hardware foresees.
     for (long at = begin + BLOCK; at < std::min(begin + 2 * BLOCK, end); at++) {
         const long next = a.offset(seq, at, kv_head);
-        for (long d = 0; d < a.dim; d += 64 / sizeof(T)) {
-            __builtin_prefetch(k_pages + next + d);
-            __builtin_prefetch(v_pages + next + d);
-        }
+        for (long d = 0; d < a.dim; d += 64 / sizeof(T)) __builtin_prefetch(k_pages + next + d);
+        if (v_pages == k_pages) continue;
+        for (long d = 0; d < a.value_dim; d += 64 / sizeof(T)) __builtin_prefetch(v_pages + next + d);
     }
     for (long group = 0; group < BLOCK; group += LANES)
         for (long word = 0; word < words; word += LANES) {
@@ -166,7 +166,7 @@ void take_block(const AttentionShape &a, const Sequence &seq, const T *k_pages, 
     for (long n = 0; n < BLOCK; n++)
         for (long d = 0; d < wide; d += LANES) {
             f32x16 value = {};
-            if (n >= skipped && n < filled) value = load_some(v_pages + offsets[n] + d, (int)(a.dim - d));
+            if (n >= skipped && n < filled) value = load_some(v_pages + offsets[n] + d, (int)(a.value_dim - d));
             store(room.values.data() + n * wide + d, value);
         }
 }
@@ -237,18 +237,18 @@ template <typename T>
 void attend_tile(const AttentionShape &a, const Sequence &seq, const Tile &tile, long kv_head, const T *q,
                  const T *k_pages, const T *v_pages, const float *sinks, T *out) {
     constexpr int pack = Words<T>::pack;
-    const long wide = (a.dim + COLUMNS - 1) / COLUMNS * COLUMNS;
+    const long wide = (a.value_dim + COLUMNS - 1) / COLUMNS * COLUMNS;
     const long words = ((a.dim + pack - 1) / pack + LANES - 1) / LANES * LANES;
     const long group = a.heads / a.kv_heads, count = tile.count * group;
     static thread_local Room room;
     room.size(count, words, wide);
-    const auto element = [&](long r) {
-        return ((seq.row + tile.first + r / group) * a.heads + kv_head * group + r % group) * a.dim;
+    const auto head = [&](long r) {
+        return (seq.row + tile.first + r / group) * a.heads + kv_head * group + r % group;
     };
     for (long r = 0; r < count; r++) {
         for (long word = 0; word < words; word += LANES)
             store(room.queries.data() + r * words + word,
-                  Words<T>::take(q + element(r) + word * pack, (int)(a.dim - word * pack)));
+                  Words<T>::take(q + head(r) * a.dim + word * pack, (int)(a.dim - word * pack)));
         for (long d = 0; d < wide; d += LANES) store(room.sums.data() + r * wide + d, f32x16{});
         room.highest[r] = sinks ? sinks[kv_head * group + r % group] : HIDDEN;
         room.total[r] = sinks ? 1.0f : 0.0f;
@@ -278,13 +278,14 @@ void attend_tile(const AttentionShape &a, const Sequence &seq, const Tile &tile,
         }
     }
     for (long r = 0; r < count; r++)
-        for (long d = 0; d < a.dim; d += LANES) {
-            const int some = (int)(a.dim - d);
-            store_some(out + element(r) + d, load(room.sums.data() + r * wide + d) / room.total[r], some);
+        for (long d = 0; d < a.value_dim; d += LANES) {
+            const int some = (int)(a.value_dim - d);
+            store_some(out + head(r) * a.value_dim + d, load(room.sums.data() + r * wide + d) / room.total[r], some);
         }
 }
 
-// q and out [T, heads, dim]; sequence b has queries offsets[b] to offsets[b + 1], the first at position starts[b].
+// q [T, heads, dim], out [T, heads, value_dim]; sequence b has queries offsets[b] to offsets[b + 1], the first at
+// position starts[b].
 template <typename T>
 void attend(const AttentionShape &a, long sequences, const T *q, const T *k_pages, const T *v_pages,
             const int32_t *tables, const int32_t *first_pages, const int32_t *starts, const int32_t *offsets,

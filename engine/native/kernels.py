@@ -29,7 +29,7 @@ class AttentionShape(ctypes.Structure):
     """As in attention.h."""
 
     _fields_ = [
-        *((name, ctypes.c_long) for name in ("heads", "kv_heads", "dim", "page_tokens")),
+        *((name, ctypes.c_long) for name in ("heads", "kv_heads", "dim", "page_tokens", "value_dim")),
         *((name, ctypes.c_long) for name in ("page_stride", "token_stride", "table_width")),
         *((name, ctypes.c_float) for name in ("scale", "softcap")),
         ("window", ctypes.c_long),
@@ -115,7 +115,7 @@ class Kernels:
         dim]; `cos` and `sin` [M, 1, dim], the first half of sin negated; pages [pages, page_tokens, kv_heads, dim];
         `slots_t` [T] int64; muted tokens ([T] bool) are written as zeros. Returns the queries, [T, heads, dim].
         """
-        tokens, (kv_heads, dim) = len(slots_t), k_pages.shape[2:]
+        tokens, (kv_heads, dim) = slots_t.shape[0], k_pages.shape[2:]
         assert dim <= _MOST_HEAD_DIM and qkv_mn.stride(1) == 1, "heads fit the kernel's room"  # noqa: PT018
         assert k_pages.is_contiguous() and v_pages.is_contiguous(), "pages follow each other"  # noqa: PT018
         q_thd = torch.empty(tokens, heads, dim, dtype=qkv_mn.dtype)
@@ -149,11 +149,14 @@ class Kernels:
         offsets_b: Tensor,
         sinks_h: Tensor | None,
     ) -> Tensor:
-        """Paged causal attention, [T, heads, dim]; integers are int32, sinks float32, all contiguous."""
-        out = torch.empty_like(q_thd)
+        """Paged causal attention, [T, heads, value_dim]; integers are int32, sinks float32, all contiguous.
+
+        Values lie as keys do: in pages of their own, or as the first part of each key.
+        """
+        out = q_thd.new_empty(*q_thd.shape[:2], shape.value_dim)
         self._call("attend", q_thd.dtype)(
             ctypes.addressof(shape),
-            len(starts_b),
+            starts_b.shape[0],
             q_thd.data_ptr(),
             k_pages.data_ptr(),
             v_pages.data_ptr(),
@@ -194,14 +197,15 @@ class PackedWeight:
         """``x @ weight.T + bias``, [M, n], summed in float32 and rounded once; rows are exact."""
         if x_mk.stride(1) != 1:
             x_mk = x_mk.contiguous()
-        out = torch.empty(len(x_mk), self._n, dtype=x_mk.dtype)
+        rows = x_mk.shape[0]
+        out = torch.empty(rows, self._n, dtype=x_mk.dtype)
         self._kernels._call("product", x_mk.dtype)(
             x_mk.data_ptr(),
             x_mk.stride(0),
             self._packed.data_ptr(),
             None if self._bias is None else self._bias.data_ptr(),
             out.data_ptr(),
-            len(x_mk),
+            rows,
             self._n,
             self._k,
         )
@@ -209,11 +213,13 @@ class PackedWeight:
 
 
 def _huge_pages(elements: int, dtype: torch.dtype) -> Tensor:
-    """Room for a weight that begins on a huge page, if it is large, and asks the system for such pages."""
+    """Room for a weight; if it is large, on huge pages where the system grants them."""
+    if elements * dtype.itemsize < 2 * _HUGE_PAGE:
+        return torch.empty(elements, dtype=dtype)
     room = torch.empty(elements * dtype.itemsize + _HUGE_PAGE, dtype=torch.uint8)
     begin = -room.data_ptr() % _HUGE_PAGE
     libc = ctypes.CDLL(None)
     nbytes = elements * dtype.itemsize
-    if nbytes >= _HUGE_PAGE and hasattr(libc, "madvise"):
+    if hasattr(libc, "madvise"):
         libc.madvise(ctypes.c_void_p(room.data_ptr() + begin), ctypes.c_size_t(nbytes), _MADV_HUGEPAGE)
     return room[begin : begin + nbytes].view(dtype)

@@ -70,7 +70,7 @@ inline f32x16 rounded(f32x16 x, const bf16 *) {
 template <typename T> inline f32x16 load_some(const T *p, int count) {
     if (count >= LANES) return load(p);
     T padded[LANES] = {};
-    memcpy(padded, p, count * sizeof(T));
+    if (count > 0) memcpy(padded, p, count * sizeof(T));
     return load(padded);
 }
 

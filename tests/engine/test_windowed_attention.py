@@ -1,4 +1,4 @@
-"""Windows, sinks and soft-capping in the torch twin: plain softmax's answer, and the same bits in any company."""
+"""Windows, sinks and soft-capping on CPUs: plain softmax's answer, and the same bits in any company."""
 
 from __future__ import annotations
 
@@ -9,7 +9,9 @@ import pytest
 import torch
 from torch import Tensor
 
+from engine import native
 from engine.attention import AttentionPlan, make_plan
+from engine.native_attention import NativeAttention
 from engine.numerics import FAST, Numerics
 from engine.torch_attention import TorchAttention
 
@@ -69,9 +71,19 @@ def paged(rows: list[Run], page_tokens: int, window: int) -> tuple[Tensor, Tenso
     return torch.cat([Q[s][start : start + count] for s, start, count in rows]), k_pages, v_pages, plan
 
 
-def attend(rows: list[Run], shape: Shape, page_tokens: int = 16, numerics: Numerics | None = None) -> list[Tensor]:
+@pytest.fixture(params=["invariant", "fast", "native"])
+def attention(request: pytest.FixtureRequest) -> TorchAttention:
+    if request.param != "native":
+        return TorchAttention(Numerics(8) if request.param == "invariant" else FAST)
+    try:
+        return NativeAttention(Numerics(8), native.available())
+    except native.NativeUnavailable as error:
+        pytest.skip(str(error))
+
+
+def attend(attention: TorchAttention, rows: list[Run], shape: Shape, page_tokens: int = 16) -> list[Tensor]:
     q_thd, k_pages, v_pages, plan = paged(rows, page_tokens, shape.window)
-    out_thd = TorchAttention(numerics or Numerics(8)).attend(q_thd, k_pages, v_pages, plan, SCALE, **shape.options)
+    out_thd = attention.attend(q_thd, k_pages, v_pages, plan, SCALE, **shape.options)
     return list(torch.split(out_thd, [count for *_, count in rows]))
 
 
@@ -94,27 +106,28 @@ def plain(row: Run, shape: Shape) -> Tensor:
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 @pytest.mark.parametrize("page_tokens", [1, 16, 64])
-def test_windows_sinks_and_caps_are_plain_softmaxes(shape: Shape, page_tokens: int) -> None:
+def test_windows_sinks_and_caps_are_plain_softmaxes(attention: TorchAttention, shape: Shape, page_tokens: int) -> None:
     rows = [(0, 260, 140), (1, 0, 3), (2, 289, 1), (0, 0, 150), (2, 128, 1)]
-    for numerics in (Numerics(8), FAST):
-        for row, got in zip(rows, attend(rows, shape, page_tokens, numerics), strict=True):
-            torch.testing.assert_close(got.double(), plain(row, shape), rtol=0, atol=1e-5)
+    for row, got in zip(rows, attend(attention, rows, shape, page_tokens), strict=True):
+        torch.testing.assert_close(got.double(), plain(row, shape), rtol=0, atol=1e-5)
 
 
+@pytest.mark.parametrize("attention", ["invariant", "native"], indirect=True)
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
-def test_chunks_pages_neighbours_and_decoding_do_not_change_a_bit(shape: Shape) -> None:
-    (want,) = attend([(0, 0, 400)], shape)
+def test_chunks_pages_neighbours_and_decoding_do_not_change_a_bit(attention: TorchAttention, shape: Shape) -> None:
+    (want,) = attend(attention, [(0, 0, 400)], shape)
     for page_tokens, cuts in ((1, (0, 17, 400)), (64, (0, 128, 129, 257, 400)), (16, (0, 127, 391, 399, 400))):
-        parts = [attend([(2, 5, 9), (0, a, b - a), (1, 2, 1)], shape, page_tokens)[1] for a, b in pairwise(cuts)]
+        parts = [
+            attend(attention, [(2, 5, 9), (0, a, b - a), (1, 2, 1)], shape, page_tokens)[1] for a, b in pairwise(cuts)
+        ]
         assert torch.equal(torch.cat(parts), want), (page_tokens, cuts)
     decoded = [(0, position, 1) for position in (0, 6, 127, 128, 129, 255, 399)]
-    for row, got in zip(decoded, attend(decoded, shape), strict=True):
+    for row, got in zip(decoded, attend(attention, decoded, shape), strict=True):
         assert torch.equal(got[0], want[row[1]]), row
 
 
 def test_blocks_that_the_window_has_left_are_not_computed() -> None:
     q_thd, k_pages, v_pages, plan = paged([(0, 384, 16)], 16, 100)
-    attention = TorchAttention(Numerics(8))
-    attention.attend(q_thd, k_pages, v_pages, plan, SCALE, window=100)
+    TorchAttention(Numerics(8)).attend(q_thd, k_pages, v_pages, plan, SCALE, window=100)
     (batches,) = plan.scratch.values()
     assert [len(batch.tile_w) for batch in batches] == [2], "positions 285 to 399 lie in two blocks of 128"

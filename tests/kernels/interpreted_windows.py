@@ -6,7 +6,9 @@ Against the torch twin, on tables that begin where the window does, with every b
 from __future__ import annotations
 
 import os
+import tempfile
 from itertools import pairwise
+from pathlib import Path
 from typing import Any
 
 os.environ["TRITON_INTERPRET"] = "1"
@@ -18,6 +20,8 @@ from engine.attention import AttentionPlan, make_plan
 from engine.numerics import FAST
 from engine.torch_attention import TorchAttention
 from engine.triton_attention import TritonAttention
+from tests.engine.harness import Bench
+from tests.families import FAMILIES
 from tests.kernels.claims import answer
 
 TRITON = TritonAttention(tile_rows=16, block_tokens=16, split_tokens=32)
@@ -33,7 +37,7 @@ class Case:
     def __init__(
         self,
         page_tokens: int = 16,
-        heads: int = 3,
+        heads: int = 2,
         kv_heads: int = 1,
         dim: int = 24,
         dtype: torch.dtype = torch.float32,
@@ -82,12 +86,12 @@ class Case:
             torch.testing.assert_close(got, want, rtol=0, atol=tolerance)
 
 
-EXTEND = [(0, 100, 30), (1, 0, 2), (2, 74, 1)]
+EXTEND = [(0, 108, 22), (1, 0, 2), (2, 74, 1)]
 DECODE = [(0, 129, 1), (1, 0, 1), (2, 64, 1), (0, 32, 1)]
 
 
 def claim_windows_are_the_twins() -> None:
-    for window in (1, 7, 16, 33, 64, 500):
+    for window in (1, 33, 64, 500):
         Case(window=window).check(EXTEND)
         Case(window=window).check(DECODE)
 
@@ -99,7 +103,7 @@ def claim_windows_are_the_twins_for_any_page_size() -> None:
 
 
 def claim_sinks_are_the_twins() -> None:
-    Case(sinks=True).check(EXTEND)
+    Case(sinks=True, heads=3).check(EXTEND)
     Case(sinks=True, heads=6, kv_heads=2).check(DECODE)
 
 
@@ -127,15 +131,15 @@ def claim_heads_as_wide_as_gemma_4s_are_the_twins() -> None:
 
 def claim_a_decoded_row_is_bitwise_the_extended_row() -> None:
     both = Case(window=45, sinks=True, softcap=6.0)
-    (extended,) = both.run([(0, 60, 70)])
-    for position in (60, 61, 64, 95, 129):
+    (extended,) = both.run([(0, 90, 40)])
+    for position in (90, 95, 96, 129):
         (decoded,) = both.run([(0, position, 1)])
-        assert torch.equal(decoded[0], extended[position - 60]), position
+        assert torch.equal(decoded[0], extended[position - 90]), position
 
 
 def claim_a_row_is_bitwise_the_same_wherever_chunks_end_and_for_any_page_size() -> None:
-    (whole,) = Case(window=45, sinks=True).run([(0, 0, 130)])
-    for page_tokens, cuts in ((1, (0, 17, 130)), (64, (0, 64, 65, 130))):
+    (whole,) = Case(window=45, sinks=True).run([(0, 0, 110)])
+    for page_tokens, cuts in ((1, (0, 17, 110)), (64, (0, 64, 65, 110))):
         chunked = Case(page_tokens, window=45, sinks=True)
         parts = [chunked.run([(0, a, b - a)])[0] for a, b in pairwise(cuts)]
         assert torch.equal(torch.cat(parts), whole), cuts
@@ -146,6 +150,18 @@ def claim_a_row_is_bitwise_the_same_whoever_shares_its_batch() -> None:
     for alone, together in (((0, 100, 9), EXTEND[1:]), ((0, 100, 1), DECODE)):
         (want,) = crowd.run([alone])
         assert torch.equal(crowd.run([together[0], alone, *together[1:]])[1], want)
+
+
+def claim_whole_models_say_with_the_kernels_what_they_say_with_torch() -> None:
+    tokens = torch.randint(300, (40,), generator=torch.Generator().manual_seed(1)).tolist()
+    for name, changes in (("gemma3", {}), ("gemma4", {"num_kv_shared_layers": 0}), ("gpt_oss", {})):
+        turns = ["sliding_attention", "full_attention"]
+        with tempfile.TemporaryDirectory() as folder:
+            FAMILIES[name](Path(folder), num_hidden_layers=2, layer_types=turns, sliding_window=18, **changes)
+            benches = [Bench(Path(folder), attention=backend, tokens=256) for backend in ("triton", "torch")]
+            got, want = (bench.forced(tokens, [30, 9, 1]) for bench in benches)
+        assert isinstance(benches[0].engine.attention, TritonAttention), "the setting has an effect"
+        torch.testing.assert_close(got, want, rtol=0, atol=2e-4)
 
 
 if __name__ == "__main__":

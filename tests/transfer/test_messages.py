@@ -10,13 +10,14 @@ from contracts.errors import ErrorKind, WireError
 from contracts.ids import RoomId
 from contracts.sampling import TokenLogprob
 from transfer import messages as m
-from transfer.metadata import SLOT_BYTES, Metadata, copy_out, pack
+from transfer.metadata import SLOT_BYTES, Draft, Metadata, copy_out, pack
 from transfer.security import Curve
 
 ROOM = RoomId("room-1")
 EXAMPLES: list[m.Message] = [
     m.Hello("decode-0", 2, 1, {"model": "x", "page_tokens": 16}, "shm", {"pid": 5}, 5, 99, "boot"),
-    m.Welcome("prefill-0", 1, 5, 99, "boot"),
+    m.Welcome("prefill-0", 1, 5, 99, "boot", ()),
+    m.Welcome("prefill-0", 1, 5, 99, "boot", (m.RankProcess(6, 98, "boot"),)),
     m.Refused("page_tokens: 16 and 64"),
     m.Grant(ROOM, (m.Place("full", 2, (4, 5), (0, 7)), m.Place("state", 3, (1,), (9,))), 3, 1),
     m.Abort(ROOM, "cancelled"),
@@ -64,9 +65,13 @@ def test_d9_random_bytes_are_refused_or_a_message(data: bytes) -> None:
         assert type(m.decode(data)) in m.TAGS.values()
 
 
+DRAFT = Draft("bfloat16", bytes(range(256)) * 96, (5, 299, 0), (0.5, 0.25, 0.125))
+"""Of a model with 12,288 hidden units."""
+
+
 def metadata(top: int) -> Metadata:
     logprob = TokenLogprob(7, -0.25, tuple((i, -float(i) / 3) for i in range(top)))
-    return Metadata(ROOM, 4, 7, logprob, 32, 10, b"draft")
+    return Metadata(ROOM, 4, 7, logprob, 32, 10, DRAFT)
 
 
 def test_d6_a_slot_carries_all_that_prefill_computed() -> None:
@@ -96,7 +101,7 @@ def test_a2_a_strangers_or_damaged_slot_is_refused_and_what_was_read_is_a_copy()
 
 def test_metadata_that_is_too_large_is_an_error_where_it_is_made() -> None:
     with pytest.raises(ValueError, match="doesn't fit"):
-        pack(Metadata(ROOM, 4, 7, None, 0, 10, bytes(SLOT_BYTES)))
+        pack(Metadata(ROOM, 4, 7, None, 0, 10, Draft("float32", bytes(SLOT_BYTES))))
 
 
 def test_one_secret_gives_one_key_pair_and_short_secrets_are_refused() -> None:

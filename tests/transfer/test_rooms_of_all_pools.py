@@ -6,6 +6,7 @@ import random
 from collections.abc import Mapping
 
 import pytest
+import torch
 
 from cache.device import DEVICE, DONE, Op, Stream, spans
 from cache.due import due
@@ -16,6 +17,7 @@ from contracts.messages import PeerRef
 from tests.poolsets import NAMES, entry, pool_sets
 from tests.rooms import PLANES, Ends, LateDevice, Prompt, ends, image, placed
 from transfer import messages as m
+from transfer.metadata import Draft
 from transfer.receiver import Arrived, Broken, Expected
 from transfer.sender import Finished
 from transfer.shares import Share, Shares
@@ -128,7 +130,7 @@ def test_c1_pages_without_their_state_are_no_hand_over() -> None:
         assert both.outcomes == []
         peer = both.sender._rooms[prompt.room].peer
         assert peer is not None
-        peer.link.notify(m.encode(m.WroteSlot(prompt.room)))
+        peer.link.notify(prompt.room, m.encode(m.WroteSlot(prompt.room)))
         broken = both.outcome(prompt.room)
         assert isinstance(broken, Broken)
         assert broken.kind is ErrorKind.DAMAGED
@@ -184,6 +186,23 @@ def test_c2_a_room_with_nothing_to_send_is_complete_by_its_metadata_and_not_befo
 
 
 # ------------------------------------------------------------ one write, all pools
+
+
+@pytest.mark.parametrize("plane", PLANES)
+def test_d6_what_a_draft_model_goes_on_from_travels_with_the_room(plane: str) -> None:
+    hidden = torch.randn(7168, generator=torch.Generator().manual_seed(1)).bfloat16()
+    draft = Draft("bfloat16", hidden.view(torch.uint8).numpy().tobytes(), tuple(range(64)), (0.25, *[0.01] * 63))
+    with ends(SETS["all"], plane) as both:
+        drafted, plain = both.prompt(27), both.prompt(9)
+        for prompt, sent in ((drafted, draft), (plain, None)):
+            both.open(prompt)
+            both.sender.write(prompt.room, {p: prompt.part(p, r.numbers) for p, r in prompt.runs.items()}, (DONE,))
+            both.seal(prompt, sent)
+            arrived = both.outcome(prompt.room)
+            assert isinstance(arrived, Arrived)
+            assert arrived.metadata.draft == sent
+            arrived.release()
+        both.quiet()
 
 
 def test_b6_a_write_pins_and_names_every_pool_and_its_state_arrives_although_the_writer_let_go() -> None:
@@ -354,7 +373,7 @@ def test_a_notice_of_anything_but_what_comes_next_breaks_the_room(part: str) -> 
         both.open(prompt, {"full": range(3)})
         peer = both.sender._rooms[prompt.room].peer
         assert peer is not None
-        peer.link.notify(m.encode(m.Wrote(prompt.room, (sealed,))))
+        peer.link.notify(prompt.room, m.encode(m.Wrote(prompt.room, (sealed,))))
         broken = both.outcome(prompt.room)
         assert isinstance(broken, Broken)
         assert "came when these were due: full 3..6, window 4..6, state 6..6" in broken.message

@@ -1,0 +1,218 @@
+"""The C++ kernels: torch's answers, each row the same bits in any company, and torch alone where they can't be had."""
+
+from __future__ import annotations
+
+import logging
+import os
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from contracts.config import EngineConfig
+from contracts.errors import ConfigError
+from engine import native
+from engine.attention import make_plan
+from engine.engine import kernels_for_config
+from engine.layers.norm import rms_norm, silu
+from engine.native import build
+from engine.native.kernels import Kernels, PackedWeight
+from engine.native_attention import NativeAttention
+from engine.numerics import FAST, Numerics
+from engine.rope import rotate
+from engine.torch_attention import TorchAttention
+from tests.engine.harness import Bench, MakeCheckpoint
+from tests.engine.native import kernels_or_skip
+
+CPU = torch.device("cpu")
+
+
+@pytest.fixture(scope="module")
+def kernels() -> Kernels:
+    return kernels_or_skip()
+
+
+@pytest.fixture(params=[torch.float32, torch.bfloat16], ids=str)
+def dtype(request: pytest.FixtureRequest) -> torch.dtype:
+    found: torch.dtype = request.param
+    return found
+
+
+def draw(seed: int, *shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
+
+
+def close(got: Tensor, want: Tensor) -> None:
+    """Within a unit in the last place of the dtype, of values around 1."""
+    tolerance = 1e-5 if got.dtype == torch.float32 else 2**-7
+    torch.testing.assert_close(got.float(), want.float(), rtol=tolerance, atol=tolerance)
+
+
+@pytest.mark.parametrize(("n", "k"), [(96, 64), (1, 7), (33, 51), (200, 129)])
+@pytest.mark.parametrize("bias", [False, True])
+def test_products_are_right_and_their_rows_exact(
+    kernels: Kernels, dtype: torch.dtype, n: int, k: int, bias: bool
+) -> None:
+    if not kernels.multiplies(dtype):
+        pytest.skip("this processor has no such instructions")
+    x, weight = draw(1, 150, k, dtype=dtype), draw(2, n, k, dtype=dtype)
+    bias_n = draw(3, n, dtype=dtype) if bias else None
+    packed = PackedWeight(kernels, weight, bias_n)
+    want = packed(x)
+    exact = x.double() @ weight.double().T + (0 if bias_n is None else bias_n.double())
+    torch.testing.assert_close(want.double(), exact, rtol=2**-8 if dtype == torch.bfloat16 else 1e-5, atol=1e-4)
+    for count in (*range(1, 31), 57, 150):
+        for first in {0, (150 - count) // 2, 150 - count}:
+            assert torch.equal(packed(x[first : first + count]), want[first : first + count]), (first, count)
+    wide = draw(4, 150, 2 * k, dtype=dtype)
+    wide[:, :k] = x
+    assert torch.equal(packed(wide[:, :k]), want), "rows may lie apart"
+
+
+def test_threads_do_not_change_a_bit_of_a_product(kernels: Kernels) -> None:
+    x, packed = draw(1, 40, 96), PackedWeight(kernels, draw(2, 300, 96), None)
+    want = packed(x)
+    torch.set_num_threads(2)
+    assert torch.equal(packed(x), want)
+
+
+@pytest.mark.parametrize("width", [18, 51, 64, 1000])
+def test_norms_are_torchs_and_their_rows_exact(kernels: Kernels, dtype: torch.dtype, width: int) -> None:
+    x, weight = draw(1, 37, width, dtype=dtype), draw(2, width, dtype=dtype)
+    want = kernels.rms_norm(x, weight, 1e-6)
+    close(want, rms_norm(x, weight, 1e-6))
+    for count in (1, 2, 13):
+        assert torch.equal(kernels.rms_norm(x[5 : 5 + count].clone(), weight, 1e-6), want[5 : 5 + count])
+    by_head = draw(3, 11, 3, width, dtype=dtype)
+    weights = draw(4, 3, width, dtype=dtype)
+    close(kernels.rms_norm(by_head, weights, 1e-6), rms_norm(by_head, weights, 1e-6))
+
+
+def test_the_activation_is_torchs_whatever_its_argument(kernels: Kernels, dtype: torch.dtype) -> None:
+    gate = torch.cat((torch.tensor([0.0, -0.0, 1e4, -1e4, 87.0, -87.0, 90.0, -90.0, 1e-8]), 5 * draw(1, 60))).to(dtype)
+    up = draw(2, len(gate), dtype=dtype)
+    both = torch.cat((gate, up))[None].repeat(9, 1)
+    got = kernels.silu_product(both)
+    close(got[0], silu(gate.float()).to(dtype) * up)
+    assert torch.equal(got, got[:1].expand(9, -1))
+    assert kernels.silu_product(torch.full((1, 40), torch.nan, dtype=dtype)).isnan().all()
+
+
+@pytest.mark.parametrize("dim", [18, 64])
+@pytest.mark.parametrize("normed", [False, True])
+def test_heads_are_normed_rotated_and_stored_as_torch_does_it(
+    kernels: Kernels, dtype: torch.dtype, dim: int, normed: bool
+) -> None:
+    heads, kv_heads, tokens = 4, 2, 7
+    qkv = draw(1, tokens + 2, (heads + 2 * kv_heads) * dim, dtype=dtype)
+    angles = 3 * draw(2, tokens + 2, 1, dim // 2)
+    cos = torch.cat((angles.cos(), angles.cos()), -1).to(dtype)
+    sin = torch.cat((-angles.sin(), angles.sin()), -1).to(dtype)
+    norm_nd = draw(3, heads + kv_heads, dim, dtype=dtype) if normed else None
+    slots_t = torch.tensor([9, 17, 3, 0, 30, 31, 12])
+    muted_t = slots_t == 0
+    k_pages, v_pages = (torch.full((4, 8, kv_heads, dim), 7.0, dtype=dtype) for _ in "kv")
+    q_thd = kernels.rope_and_store(qkv, norm_nd, 1e-6, cos, sin, k_pages, v_pages, slots_t, muted_t, heads)
+
+    every = qkv[:tokens].view(tokens, -1, dim)
+    qk, v = torch.split(every, [heads + kv_heads, kv_heads], dim=1)
+    qk = rotate(qk if norm_nd is None else rms_norm(qk, norm_nd, 1e-6), cos[:tokens], sin[:tokens])
+    close(q_thd, qk[:, :heads])
+    want_k, want_v = (torch.full((32, kv_heads, dim), 7.0, dtype=dtype) for _ in "kv")
+    want_k[slots_t], want_v[slots_t] = (x.masked_fill(muted_t.view(-1, 1, 1), 0) for x in (qk[:, heads:], v))
+    close(k_pages.view(32, kv_heads, dim), want_k)
+    assert torch.equal(v_pages.view(32, kv_heads, dim), want_v)
+
+
+def attended(
+    attention: TorchAttention, rows: list[tuple[int, int, int]], dtype: torch.dtype, page_tokens: int
+) -> Tensor:
+    """Rows of (sequence, start, count) with 6 heads of 40 on 2; the pages of nobody are NaN."""
+    lengths = [start + count for _, start, count in rows]
+    used = [-(-length // page_tokens) for length in lengths]
+    free = torch.randperm(sum(used), generator=torch.Generator().manual_seed(1)).add(1).tolist()
+    tables = [[free.pop() for _ in range(count)] for count in used]
+    k_pages, v_pages = (torch.full((sum(used) + 1, page_tokens, 2, 40), torch.nan, dtype=dtype) for _ in "kv")
+    k_pages[0], v_pages[0] = 0, 0
+    for (sequence, _, _), length, table in zip(rows, lengths, tables, strict=True):
+        for seed, pages in ((10, k_pages), (20, v_pages)):
+            state = draw(seed + sequence, 400, 2, 40, dtype=dtype)
+            for number, page in enumerate(table):
+                part = state[number * page_tokens : min(length, (number + 1) * page_tokens)]
+                pages[page, : len(part)] = part
+    starts, counts = [start for _, start, _ in rows], [count for *_, count in rows]
+    plan = make_plan(starts, counts, tables, page_tokens, CPU)
+    queries = [draw(30 + sequence, 400, 6, 40, dtype=dtype)[start : start + count] for sequence, start, count in rows]
+    return attention.attend(torch.cat(queries), k_pages, v_pages, plan, 0.3)
+
+
+def test_attention_is_the_twins_and_the_same_bits_in_any_company(kernels: Kernels, dtype: torch.dtype) -> None:
+    attention = NativeAttention(FAST, kernels)
+    want = attended(attention, [(0, 0, 400)], dtype, 16)
+    twin = attended(TorchAttention(Numerics(16)), [(0, 0, 400)], dtype, 16)
+    torch.testing.assert_close(want.float(), twin.float(), rtol=0, atol=1e-5 if dtype == torch.float32 else 2**-6)
+    for page_tokens, cuts in ((1, (0, 17, 400)), (64, (0, 64, 65, 257, 400)), (16, (0, 127, 391, 399, 400))):
+        for first, end in pairwise(cuts):
+            got = attended(attention, [(2, 5, 9), (0, first, end - first), (1, 300, 1)], dtype, page_tokens)
+            assert torch.equal(got[9:-1], want[first:end]), (page_tokens, first, end)
+    torch.set_num_threads(2)
+    assert torch.equal(attended(attention, [(1, 100, 200), (0, 0, 400)], dtype, 16)[200:], want)
+
+
+def test_without_a_compiler_torch_computes_alone_and_says_so_once(
+    checkpoint: MakeCheckpoint, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(build.shutil, "which", lambda name: None)
+    build.load_library.cache_clear()
+    try:
+        with caplog.at_level(logging.WARNING):
+            bench = Bench(checkpoint("llama"))
+        with pytest.raises(ConfigError, match=r"no C\+\+ compiler was found .*engine\.attention=torch"):
+            kernels_for_config(EngineConfig(attention="native"), CPU)
+    finally:
+        build.load_library.cache_clear()
+    assert sum("torch alone" in record.message for record in caplog.records) == 1
+    assert type(bench.engine.attention) is TorchAttention
+    assert not any(linear.row_exact for linear in [bench.engine.decoder.head])
+    assert len(bench.generate([1, 2, 3], 2)) == 2
+
+
+def test_kernels_that_do_not_compile_are_an_error_of_one_line(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    compiler = tmp_path / "compiler"
+    compiler.write_text('#!/bin/sh\n[ "$1" = --version ] && exit 0\necho "kernels.cpp:1: error: no" >&2\nexit 1\n')
+    compiler.chmod(0o700)
+    monkeypatch.setenv("CXX", str(compiler))
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    build.load_library.cache_clear()
+    try:
+        with pytest.raises(native.NativeUnavailable, match=r"failed: kernels\.cpp:1: error: no$"):
+            native.available()
+    finally:
+        build.load_library.cache_clear()
+    assert not list((tmp_path / "twinpool").iterdir()), "nothing half made is left"
+
+
+def test_a_cache_folder_that_others_can_write_to_is_not_trusted(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    shared, own = tmp_path / "twinpool", tmp_path / "tmp"
+    shared.mkdir()
+    shared.chmod(0o777)
+    own.mkdir()
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr(build.tempfile, "gettempdir", lambda: str(own))
+    assert build._cache_folder() == own / f"twinpool-{os.getuid()}"
+
+
+def test_layers_are_told_of_kernels_only_within_using(kernels: Kernels) -> None:
+    x = torch.ones(2, 2)
+    assert native.kernels_for(x) is None
+    with native.using(kernels):
+        assert native.kernels_for(x) is kernels
+        assert native.kernels_for(x.half()) is None
+        with native.using(None):
+            assert not native.in_use()
+        assert native.in_use()
+    assert not native.in_use()

@@ -1,0 +1,147 @@
+"""What the torch indexer selects and what sparse attention reads, against the definitions spelled out."""
+
+from __future__ import annotations
+
+from itertools import accumulate
+
+import pytest
+import torch
+from torch import Tensor
+
+from cache.device import CpuDevice
+from contracts.config import EngineConfig
+from engine import StateOptions, read_model
+from engine.attention import AttentionPlan, make_plan
+from engine.engine import numerics_for
+from engine.latent import IndexKeys
+from engine.numerics import FAST, HeadLinear, Numerics, probe
+from engine.shard import Shard
+from engine.torch_attention import TorchAttention
+from engine.torch_latent import best, sum_of_heads
+from engine.weights import Weights
+from tests.families import FAMILIES
+
+LATENT = TorchAttention(FAST).latent
+HEADS, DIM, TOP_K = 5, 12, 20
+"""An odd number of index heads: the tree of halves has a rest."""
+ROWS = [(30, 3), (0, 40), (199, 1), (15, 10)]
+"""First position and number of queries of each sequence."""
+
+
+class Step:
+    """Sequences with their keys in pages, everything else NaN."""
+
+    def __init__(self, page_tokens: int = 16) -> None:
+        source = torch.Generator().manual_seed(1)
+        ends = [-(-(start + count) // page_tokens) for start, count in ROWS]
+        free = torch.randperm(sum(ends), generator=source).add(1).tolist()
+        tables = [[free.pop() for _ in range(end)] for end in ends]
+        starts, counts = zip(*ROWS, strict=True)
+        self.plan: AttentionPlan = make_plan(starts, counts, tables, page_tokens, torch.device("cpu"))
+        self.keys = [torch.randn(start + count, DIM, generator=source) for start, count in ROWS]
+        self.pages = torch.full((sum(ends) + 1, page_tokens, DIM), torch.nan)
+        self.pages[0] = 0
+        for table, keys in zip(tables, self.keys, strict=True):
+            for position, key in enumerate(keys):
+                self.pages[table[position // page_tokens], position % page_tokens] = key
+        total = sum(counts)
+        self.q = torch.randn(total, HEADS, DIM, generator=source)
+        self.weights = torch.randn(total, HEADS, generator=source)
+        firsts = [0, *accumulate(counts)]
+        self.queries = [(firsts[b] + at, b, start + at) for b, (start, count) in enumerate(ROWS) for at in range(count)]
+
+    def best(self, row: int, sequence: int, position: int) -> list[int]:
+        """The positions that a query reads: of equal scores (zeros, where no head likes a key) the earlier."""
+        order = self.scores(row, sequence, position).sort(descending=True, stable=True).indices
+        return sorted(order[:TOP_K].tolist())
+
+    def scores(self, row: int, sequence: int, position: int) -> Tensor:
+        keys = self.keys[sequence][: position + 1].double()
+        by_head = (self.q[row].double() @ keys.T).relu()
+        return self.weights[row].double() @ by_head
+
+
+@pytest.mark.parametrize("page_tokens", [1, 16, 64])
+def test_each_query_reads_its_best_positions_or_all_it_sees(page_tokens: int) -> None:
+    step = Step(page_tokens)
+    found = LATENT.select(step.q, step.weights, IndexKeys(step.pages), step.plan, TOP_K)
+    assert found is not None
+    read = dict(zip(found.rows_s.tolist(), found.positions_sk.tolist(), strict=True))
+    slots = dict(zip(found.rows_s.tolist(), found.slots_sk.tolist(), strict=True))
+    flat = step.pages.view(-1, DIM)
+    for row, sequence, position in step.queries:
+        assert (row in read) == (position >= TOP_K), "who sees no more than it may read reads all"
+        if row in read:
+            assert read[row] == step.best(row, sequence, position)
+            assert torch.equal(flat[slots[row]], step.keys[sequence][read[row]])
+
+
+def test_short_contexts_are_not_scored_at_all() -> None:
+    step = Step()
+    nothing = IndexKeys(torch.full_like(step.pages, torch.nan))
+    assert LATENT.select(step.q, step.weights, nothing, step.plan, 200) is None
+
+
+def test_sparse_attention_is_a_softmax_over_what_was_selected() -> None:
+    step, value_dim = Step(), 8
+    found = LATENT.select(step.q, step.weights, IndexKeys(step.pages), step.plan, TOP_K)
+    out = LATENT.attend_selected(step.q, step.pages, step.plan, found, 0.3, value_dim)
+    for row, sequence, position in step.queries:
+        entries = step.keys[sequence][: position + 1].double()
+        if position >= TOP_K:
+            entries = entries[step.best(row, sequence, position)]
+        weights = (0.3 * step.q[row].double() @ entries.T).softmax(-1)
+        torch.testing.assert_close(out[row].double(), weights @ entries[:, :value_dim], rtol=1e-5, atol=1e-5)
+
+
+def test_a_selection_of_everything_gives_the_bits_of_attention_to_everything() -> None:
+    step = Step()
+    numerics = Numerics(4)
+    latent = TorchAttention(numerics).latent
+    whole = latent.attend(step.q, step.pages, step.plan, 0.3, 8)
+    for top_k in (20, 32, 199):
+        found = latent.select(step.q, step.weights, IndexKeys(step.pages), step.plan, top_k)
+        sparse = latent.attend_selected(step.q, step.pages, step.plan, found, 0.3, 8)
+        all_read = [row for row, _, position in step.queries if position < top_k]
+        assert torch.equal(sparse[all_read], whole[all_read])
+
+
+def test_of_equal_scores_the_earlier_are_the_best_and_what_is_no_number_is_the_worst() -> None:
+    nan, low = torch.nan, -torch.inf
+    scores = torch.tensor(
+        [[1, 2, 2, 2, 0, 3], [0, 0, 0, 0, 0, 0], [nan, 5, nan, nan, low, low], [-0.0, 0, -1, 0, 0, -2]]
+    )
+    assert best(scores, 3).tolist() == [[1, 2, 5], [0, 1, 2], [0, 1, 2], [0, 1, 3]]
+
+
+def test_heads_are_added_up_alike_wherever_an_element_lies() -> None:
+    for heads in (1, 2, 3, 16, 24):
+        x = torch.randn(7, 3, heads, 128)
+        want = x.double().sum(2)
+        got = sum_of_heads(x.clone())
+        torch.testing.assert_close(got.double(), want, rtol=0, atol=1e-4)
+        for item in range(7):
+            assert torch.equal(sum_of_heads(x[item : item + 1, 1:2].clone())[0, 0], got[item, 1])
+
+
+def test_a_matrix_a_head_is_a_product_by_head_and_its_rows_are_exact() -> None:
+    weight_hkn, x = torch.randn(3, 10, 7), torch.randn(64, 30)
+    linear = HeadLinear(weight_hkn)
+    want = torch.einsum("mhk,hkn->mhn", x.view(64, 3, 10), weight_hkn).reshape(64, 21)
+    torch.testing.assert_close(linear(x), want)
+    numerics = probe([linear], [])
+    whole = numerics.linear(x, linear)
+    for rows in range(numerics.quantum, 64, numerics.quantum):
+        assert torch.equal(numerics.linear(x[:rows], linear), whole[:rows])
+
+
+def test_ranks_divide_heads_and_have_all_of_latents_and_index_keys(tmp_path_factory: pytest.TempPathFactory) -> None:
+    folder = FAMILIES["glm5"](tmp_path_factory.mktemp("ranks") / "m")
+    model = read_model(folder)
+    whole, parts = Weights.dry(model.spec), [Weights.dry(model.spec, shard=Shard(rank, 2)) for rank in (0, 1)]
+    for weights in (whole, *parts):
+        model.build(weights)
+    assert parts[0].nbytes == parts[1].nbytes < whole.nbytes
+    pools = [model.pools(StateOptions(torch.float32, 16, shard)) for shard in (Shard(0, 1), Shard(0, 2), Shard(1, 2))]
+    assert pools[0] == pools[1] == pools[2], "the same on every rank"
+    assert numerics_for(parts[0], EngineConfig(numerics="fast"), CpuDevice().torch_device) is FAST
