@@ -15,7 +15,8 @@ from cache.leases import Lease
 from cache.moves import Move
 from cache.nodes import Lock, Node, Part, Tier
 from cache.pools import PoolSet
-from cache.storage import Item, ObjectName, Outcome, Queue, Ticket
+from cache.shelf import HostPage, Pending, Shelf
+from cache.storage import Outcome
 from cache.tree import PrefixTree
 from contracts.errors import CapacityError
 
@@ -35,7 +36,7 @@ class _Save:
 
 @dataclass(eq=False)
 class _Write:
-    tickets: list[Ticket[list[Outcome]]]
+    puts: list[tuple[Sequence[HostPage], Pending[list[Outcome]]]]
     lock: Lock
 
 
@@ -48,12 +49,11 @@ class Saver:
         pools: PoolSet,
         host: PoolSet,
         device: Device,
-        storage: Queue | None,
-        fingerprint: str,
+        shelf: Shelf | None,
         chunk_bytes: int,
     ) -> None:
         self._tree, self._pools, self._host, self._device = tree, pools, host, device
-        self._storage, self._fingerprint, self._chunk_bytes = storage, fingerprint, chunk_bytes
+        self._shelf, self._chunk_bytes = shelf, chunk_bytes
         self._saves: list[_Save] = []
         self._writes: list[_Write] = []
         self.counters = {"pages_saved": 0.0, "saves_left_out": 0.0, "saves_failed": 0.0}
@@ -150,9 +150,9 @@ class Saver:
             else:
                 self.counters["saves_failed"] += 1
             self._let_go(save.lock, save.above, save.leases)
-        for write in [w for w in self._writes if all(t.done for t in w.tickets)]:
+        for write in [w for w in self._writes if all(put.done for _, put in w.puts)]:
             self._writes.remove(write)
-            results = [outcome for ticket in write.tickets for outcome in ticket.result()]
+            results = [outcome for _, put in write.puts for outcome in put.result()]
             stored = sum(outcome.ok for outcome in results)
             self._tell(write, results)
             self.counters["pages_stored"] += stored
@@ -161,8 +161,8 @@ class Saver:
 
     def _tell(self, write: _Write, results: Sequence[Outcome]) -> None:
         """Full nodes that storage now has all of."""
-        names = [name for ticket in write.tickets for name in ticket.names]
-        good = {name.chain for name, outcome in zip(names, results, strict=True) if outcome.ok}
+        pages = [page for put_by, _ in write.puts for page in put_by]
+        good = {page.key for page, outcome in zip(pages, results, strict=True) if outcome.ok}
         for part in write.lock.of(self._tree.full):
             if part.live and self._tree.linked(part.node) and good.issuperset(part.node.keys):
                 self._tree.on_change(part.node, Tier.STORAGE, True)
@@ -176,8 +176,8 @@ class Saver:
                 self.counters["pages_saved"] += len(part) if part.component == tree.full else 0
             else:
                 lease.release()
-        if self._storage is not None and arrived:
-            self._store(self._storage, arrived)
+        if self._shelf is not None and arrived:
+            self._store(self._shelf, arrived)
 
     def _wanted(self, part: Part) -> bool:
         """Whether the host has a place for it still: things may have changed since the copy began."""
@@ -190,20 +190,24 @@ class Saver:
         assert parent is not None
         return self._tree.write_back or parent.parent is None or full in parent.parts[Tier.HOST]
 
-    def _store(self, storage: Queue, parts: Sequence[Part]) -> None:
+    def _store(self, shelf: Shelf, parts: Sequence[Part]) -> None:
         full = self._tree.full
         lock = self._tree.keep([*(p.node.parts[Tier.HOST][full] for p in parts), *parts], "store")
-        items = [item for part in parts for item in self._items(part)]
-        batches = [items[at : at + _WRITE_PAGES] for at in range(0, len(items), _WRITE_PAGES)]
-        self._writes.append(_Write([storage.submit_write(batch) for batch in batches], lock))
+        pages = [page for part in parts for page in self._pages(part)]
+        digests = [digest for part in parts for digest in part.digests]
+        batches = [slice(at, at + _WRITE_PAGES) for at in range(0, len(pages), _WRITE_PAGES)]
+        self._writes.append(_Write([(pages[b], shelf.put(pages[b], digests[b])) for b in batches], lock))
 
-    def _items(self, part: Part) -> list[Item]:
-        point = self._tree.component(part.component).point
-        keys = part.node.keys[-1:] if point else part.node.keys
-        pages = [self._host.layout.page(self._host.region, part.component, i) for i in part.lease.indices]
+    def _pages(self, part: Part) -> list[HostPage]:
+        size, start = self._host.spec.page_tokens, self._tree.start(part.node)
+        if self._tree.component(part.component).point:
+            (at,), end = part.lease.indices, (start + len(part.node)) * size
+            return [HostPage(part.component, part.node.keys[-1], at, end, end)]
         return [
-            Item(ObjectName(self._fingerprint, part.component, key), digest, page.numpy().data)
-            for key, digest, page in zip(keys, part.digests, pages, strict=True)
+            HostPage(part.component, key, at, first, first + size)
+            for key, at, first in zip(
+                part.node.keys, part.lease.indices, range(start * size, (start + len(part)) * size, size), strict=True
+            )
         ]
 
     def check(self) -> list[str]:

@@ -24,6 +24,7 @@ from cache.prefetch import Agree, Prefetcher
 from cache.prefix import Prefix
 from cache.registry import Kind
 from cache.saving import Saver
+from cache.shelf import RankShelf, Shelf
 from cache.storage import Queue
 from cache.telling import Teller
 from cache.tree import Match, PrefixTree
@@ -45,6 +46,7 @@ class SeatState:
         *,
         host: PoolSet | None = None,
         storage: Queue | None = None,
+        shelf: Shelf | None = None,
         fingerprint: str = "",
         agree: Agree = lambda key, value: value,
         wall: Callable[[], float] = time.time,
@@ -52,9 +54,13 @@ class SeatState:
         stride: int = 1 << 40,
     ) -> None:
         """`stride`: positions beyond what is committed that launched steps of one request write at most. Windows get
-        pages for so many at a time; without it, for all at once."""
+        pages for so many at a time; without it, for all at once. `shelf`: storage of a seat of several ranks, instead
+        of `storage`."""
         self.pools, self.host, self.config = pools, host, config
-        self._device, self._now, self._storage = device, now, storage
+        self._device, self._now = device, now
+        if shelf is None and storage is not None and host is not None:
+            shelf = RankShelf(storage, host, fingerprint)
+        self._shelf, self._storage = shelf, shelf or storage
         self.spec = pools.spec
         self.full = self.spec.full.name
         self.tree = PrefixTree(
@@ -68,10 +74,10 @@ class SeatState:
         self._launched = Launched()
         self.saver = self.loader = self.prefetcher = None
         if host is not None:
-            self.saver = Saver(self.tree, pools, host, device, storage, fingerprint, config.move_chunk_bytes)
+            self.saver = Saver(self.tree, pools, host, device, self._shelf, config.move_chunk_bytes)
             self.loader = Loader(self.tree, pools, host, device, now, config.verify)
-            if storage is not None:
-                self.prefetcher = Prefetcher(self.tree, host, storage, fingerprint, config.prefetch, now, agree)
+            if self._shelf is not None:
+                self.prefetcher = Prefetcher(self.tree, host, self._shelf, config.prefetch, now, agree)
         events = config.events
         self.teller = Teller(self.tree, events, wall, rank) if events.endpoint else None
         if self.teller is not None:
