@@ -30,11 +30,12 @@ from cache.leases import Lease
 from cache.nodes import Lock, Offer, Tier
 from cache.pools import PoolSet
 from cache.prefix import Prefix
-from cache.shelf import HostPage, Pending, Shelf
+from cache.shelf import Pending, Shelf
 from cache.storage import Outcome
 from cache.tree import PrefixTree
 from contracts.config import PrefetchConfig
 from contracts.errors import CapacityError
+from contracts.orders import Kept
 
 Agree = Callable[[str, int], int | None]
 """Says this rank's finding under a key, again and again, until it returns what all ranks agree on."""
@@ -276,7 +277,7 @@ class Prefetcher:
             return False
         firsts, ends = self._positions(component, pages)
         wanted = [
-            HostPage(component, prefetch.prefix.key(page), at, first, end)
+            Kept(component, prefetch.prefix.key(page), at, first, end)
             for page, at, first, end in zip(pages, lease.indices, firsts, ends, strict=True)
         ]
         prefetch.batches.append(_Batch(component, pages, lease, self._shelf.fetch(wanted)))

@@ -15,10 +15,11 @@ from cache.leases import Lease
 from cache.moves import Move
 from cache.nodes import Lock, Node, Part, Tier
 from cache.pools import PoolSet
-from cache.shelf import HostPage, Pending, Shelf
+from cache.shelf import Pending, Shelf
 from cache.storage import Outcome
 from cache.tree import PrefixTree
 from contracts.errors import CapacityError
+from contracts.orders import Kept
 
 _WRITE_PAGES = 64
 """Pages in one write to storage, which has a deadline: long ones would let everything behind them wait."""
@@ -36,7 +37,7 @@ class _Save:
 
 @dataclass(eq=False)
 class _Write:
-    puts: list[tuple[Sequence[HostPage], Pending[list[Outcome]]]]
+    puts: list[tuple[Sequence[Kept], Pending[list[Outcome]]]]
     lock: Lock
 
 
@@ -198,13 +199,13 @@ class Saver:
         batches = [slice(at, at + _WRITE_PAGES) for at in range(0, len(pages), _WRITE_PAGES)]
         self._writes.append(_Write([(pages[b], shelf.put(pages[b], digests[b])) for b in batches], lock))
 
-    def _pages(self, part: Part) -> list[HostPage]:
+    def _pages(self, part: Part) -> list[Kept]:
         size, start = self._host.spec.page_tokens, self._tree.start(part.node)
         if self._tree.component(part.component).point:
             (at,), end = part.lease.indices, (start + len(part.node)) * size
-            return [HostPage(part.component, part.node.keys[-1], at, end, end)]
+            return [Kept(part.component, part.node.keys[-1], at, end, end)]
         return [
-            HostPage(part.component, key, at, first, first + size)
+            Kept(part.component, key, at, first, first + size)
             for key, at, first in zip(
                 part.node.keys, part.lease.indices, range(start * size, (start + len(part)) * size, size), strict=True
             )

@@ -21,6 +21,7 @@ from cache.ranked import groups, merged
 from cache.registry import PoolSetSpec
 from cache.storage import Item, ObjectName, Outcome, Queue, Ticket, Verdict
 from cache.storage.backend import KEPT
+from contracts.orders import Kept
 
 T_co = TypeVar("T_co", covariant=True)
 S = TypeVar("S")
@@ -42,16 +43,6 @@ class Pending(Protocol[T_co]):
         """Nobody wants it any more. Whether it is done now; False: ask again later."""
 
 
-class HostPage(NamedTuple):
-    """A page in host memory: what it holds, where it lies, and which positions it has for its digest."""
-
-    pool: str
-    key: bytes
-    at: int
-    first: int
-    end: int
-
-
 class Fetched(NamedTuple):
     """What became of a page: it is in its place if `verdict` is `FOUND`, with these digests by group of buffers."""
 
@@ -66,10 +57,10 @@ class Shelf(Protocol):
     def exists(self, wanted: Sequence[tuple[str, bytes]]) -> Pending[list[bool]]:
         """Whether storage has each page, by pool and chain key; a later fetch may still find it gone or damaged."""
 
-    def fetch(self, pages: Sequence[HostPage]) -> Pending[list[Outcome]]:
+    def fetch(self, pages: Sequence[Kept]) -> Pending[list[Outcome]]:
         """Read pages of one pool into host memory; each outcome has the digest that the page was stored with."""
 
-    def put(self, pages: Sequence[HostPage], digests: Sequence[int]) -> Pending[list[Outcome]]:
+    def put(self, pages: Sequence[Kept], digests: Sequence[int]) -> Pending[list[Outcome]]:
         """Store pages, which have these digests; an outcome each."""
 
     def close(self, timeout_s: float) -> bool:
@@ -89,19 +80,19 @@ class RankShelf:
     def exists(self, wanted: Sequence[tuple[str, bytes]]) -> Pending[list[bool]]:
         return _Probe(self, wanted)
 
-    def fetch(self, pages: Sequence[HostPage]) -> Pending[list[Outcome]]:
+    def fetch(self, pages: Sequence[Kept]) -> Pending[list[Outcome]]:
         return Mapped(self.fetch_parts(pages), lambda found: merged_outcomes(self.host.spec, pages, [found]))
 
-    def fetch_parts(self, pages: Sequence[HostPage]) -> Pending[list[Fetched]]:
+    def fetch_parts(self, pages: Sequence[Kept]) -> Pending[list[Fetched]]:
         return _Fetch(self, pages)
 
-    def put(self, pages: Sequence[HostPage], digests: Sequence[int]) -> Pending[list[Outcome]]:
+    def put(self, pages: Sequence[Kept], digests: Sequence[int]) -> Pending[list[Outcome]]:
         objects = [self._items(page, digest) for page, digest in zip(pages, digests, strict=True)]
         counts = [len(items) for items in objects]
         ticket = self.queue.submit_write([item for items in objects for item in items])
         return Mapped(ticket, lambda outcomes: _worst(outcomes, counts))
 
-    def put_mine(self, pages: Sequence[HostPage]) -> Pending[list[Outcome]]:
+    def put_mine(self, pages: Sequence[Kept]) -> Pending[list[Outcome]]:
         """`put` with the digests of what lies here: a rank's share of pages that were checked as a whole."""
         digests = [self.digest(page) for page in pages]
         return self.put(pages, digests)
@@ -116,11 +107,11 @@ class RankShelf:
         whole = Part(0, 1) if self.slicer.own(pool) == (SHARED,) else part
         return ObjectName(self._fingerprint, pool, key, str(whole))
 
-    def memory(self, page: HostPage) -> torch.Tensor:
+    def memory(self, page: Kept) -> torch.Tensor:
         """uint8 [unit_bytes], in host memory."""
         return self.host.layout.page(self.host.region, page.pool, page.at)
 
-    def digest(self, page: HostPage) -> int:
+    def digest(self, page: Kept) -> int:
         """Of what this rank holds of it."""
         region, digester = self.host.region, self.host.digester
         return digester.digest(region, page.pool, [page.at], [page.first], [page.end])[0]
@@ -132,7 +123,7 @@ class RankShelf:
         # The group that all ranks hold alike comes last.
         return ((digest - shared) & _ALL_BITS, shared)
 
-    def _items(self, page: HostPage, digest: int) -> list[Item]:
+    def _items(self, page: Kept, digest: int) -> list[Item]:
         """The objects of a page that this rank is to write: those that no rank before it has."""
         own = self.slicer.own(page.pool)
         if len(own) == 1:
@@ -235,7 +226,7 @@ class _Probe:
 class _Fetch:
     """Pages on their way into host memory: in place where they are one object, else put together at the end."""
 
-    def __init__(self, shelf: RankShelf, pages: Sequence[HostPage]) -> None:
+    def __init__(self, shelf: RankShelf, pages: Sequence[Kept]) -> None:
         self._shelf, self._pages = shelf, list(pages)
         self._plans = [shelf.plans.pop((p.pool, p.key), shelf.slicer.own(p.pool)) for p in self._pages]
         self._payloads: list[list[torch.Tensor]] = []
@@ -265,7 +256,7 @@ class _Fetch:
         return self._result
 
     def _one(
-        self, page: HostPage, plan: tuple[Part, ...], payloads: list[torch.Tensor], outcomes: list[Outcome]
+        self, page: Kept, plan: tuple[Part, ...], payloads: list[torch.Tensor], outcomes: list[Outcome]
     ) -> Fetched:
         for outcome in outcomes:
             if not outcome.ok:
@@ -285,9 +276,7 @@ class _Fetch:
         return Fetched(Verdict.FOUND, shelf.grouped(page.pool, whole.digests[0], shared))
 
 
-def merged_outcomes(
-    spec: PoolSetSpec, pages: Sequence[HostPage], by_rank: Sequence[Sequence[Fetched]]
-) -> list[Outcome]:
+def merged_outcomes(spec: PoolSetSpec, pages: Sequence[Kept], by_rank: Sequence[Sequence[Fetched]]) -> list[Outcome]:
     """What became of whole pages, of which each rank has fetched its part: [ranks][pages]."""
     out = []
     for page, parts in zip(pages, zip(*by_rank, strict=True), strict=True):

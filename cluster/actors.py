@@ -54,14 +54,22 @@ class WorkerActor:
 
 
 @dataclass(slots=True)
+class _Follower:
+    rank: int
+    handle: Any
+    where: Any
+    pid: tuple[int, int, str] | None = None
+
+
+@dataclass(slots=True)
 class _Running:
     plan: WorkerPlan
     handle: Any
     run: Any
     where: Any
     pid: tuple[int, int, str] | None = None
-    followers: Mapping[Any, Any] = field(default_factory=dict)
-    """Actors of the other ranks by the end of their run."""
+    followers: Mapping[Any, _Follower] = field(default_factory=dict)
+    """The other ranks by the end of their run."""
     why: str = ""
     """Why it was ended from here."""
     group: Any = None
@@ -83,7 +91,10 @@ class RayLauncher:
             group = placement_group([{RESOURCES[plan.role]: 1} for _ in range(size)], strategy="STRICT_PACK")
             plan = dataclasses.replace(plan, meeting=secrets.token_hex(32))
         leader, *followers = [self._actor(dataclasses.replace(plan, rank=rank), group) for rank in range(size)]
-        runs = {follower.run.remote(): follower for follower in followers}
+        runs = {
+            handle.run.remote(): _Follower(rank, handle, handle.where.remote())
+            for rank, handle in enumerate(followers, 1)
+        }
         running = _Running(plan, leader, leader.run.remote(), leader.where.remote(), followers=runs, group=group)
         self._running[running.run] = running
 
@@ -110,7 +121,9 @@ class RayLauncher:
 
     def ended(self, timeout_s: float) -> list[Ended]:
         waiting = [*self._running, *(r.where for r in self._running.values() if r.pid is None)]
-        waiting += [run for r in self._running.values() if not r.why for run in r.followers]
+        for running in self._running.values():
+            waiting += [run for run in running.followers if not running.why]
+            waiting += [follower.where for follower in running.followers.values() if follower.pid is None]
         if not waiting:
             return []
         done, _ = ray.wait(waiting, num_returns=1, timeout=timeout_s, fetch_local=False)
@@ -131,8 +144,7 @@ class RayLauncher:
         """Whether a follower's run has ended. Its leader notices by itself, but for one that still waits for it."""
         for running in self._running.values():
             if ref in running.followers:
-                rank = list(running.followers).index(ref) + 1
-                name = running.plan.name
+                rank, name = running.followers[ref].rank, running.plan.name
                 running.why = f"rank {rank} has ended, see {running.plan.logs / name}.rank{rank}.log"
                 self._kill(running)
                 return True
@@ -140,19 +152,18 @@ class RayLauncher:
 
     def _note_pid(self, ref: Any) -> None:
         for running in self._running.values():
-            if running.where == ref:
-                try:
-                    running.pid = ray.get(ref)
-                except ray.exceptions.RayError as error:
-                    # Its `run` ends with the same cause and is what gets reported.
-                    log.info("%s has not told its pid: %s", running.plan.name, error)
-                    running.pid = (0, 0, "")
+            processes: list[_Running | _Follower] = [running, *running.followers.values()]
+            for process in processes:
+                if process.where == ref:
+                    try:
+                        process.pid = ray.get(ref)
+                    except ray.exceptions.RayError as error:
+                        # Its `run` ends with the same cause and is what gets reported.
+                        log.info("%s has not told its pid: %s", running.plan.name, error)
+                        process.pid = (0, 0, "")
 
     def _kill(self, running: _Running) -> None:
-        # Ray asks the process to end, which one that is stopped or stuck can't; so kill it here where we can.
-        if running.pid is not None and running.pid[2] == node_name():
-            kill_process(running.pid[0], running.pid[1])
-        ray.kill(running.handle, no_restart=True)
+        _end(running)
         _dismiss(running)
 
     def close(self) -> None:
@@ -161,10 +172,17 @@ class RayLauncher:
         self._running.clear()
 
 
+def _end(process: _Running | _Follower) -> None:
+    # Ray asks the process to end, which one that is stopped or stuck can't; so kill it here where we can.
+    if process.pid is not None and process.pid[2] == node_name():
+        kill_process(process.pid[0], process.pid[1])
+    ray.kill(process.handle, no_restart=True)
+
+
 def _dismiss(running: _Running) -> None:
     """End the other ranks, which end by themselves unless they are stuck, and give their places back. Idempotent."""
     for follower in running.followers.values():
-        ray.kill(follower, no_restart=True)
+        _end(follower)
     if running.group is not None:
         remove_placement_group(running.group)
         running.group = None

@@ -6,17 +6,17 @@ import hashlib
 import json
 import os
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
-
-import zmq
 
 from cache.device import DEVICE, HOST, Device, make_device
 from cache.moves import describe_spec
 from cache.pools import PoolSet, host_layout
 from cache.ranked import RankedPools, RankState
+from cache.ranked_shelf import RankedShelf, RankStorage
 from cache.registry import PoolSetLayout
 from cache.seat import Seat
+from cache.shelf import RankShelf, Shelf
 from cache.storage import StorageQueue, make_backend
 from cluster.crew import Crew
 from cluster.memory import state_options, stride
@@ -167,7 +167,14 @@ class RankParts:
     state: RankState
     links: RankLinks
     engine: Engine
-    waitable: Sequence[zmq.Socket[bytes]]
+    storage: RankStorage | None
+    waiter: Waiter
+
+    def close(self) -> None:
+        if self.storage is not None:
+            self.storage.close(1.0)
+        self.links.close()
+        self.waiter.close()
 
 
 def build_rank(
@@ -175,7 +182,9 @@ def build_rank(
 ) -> RankParts:
     """Build what a follower needs to carry out its leader's orders. Raises what `build_worker` does."""
     device = make_device("cpu")
-    plane = make_plane(config, host, _curve(host), lambda: None, ranks.rank, ranks.size)
+    waiter = Waiter()
+    plane = make_plane(config, host, _curve(host), waiter.wake, ranks.rank, ranks.size)
+    storage: RankStorage | None = None
     try:
         model, layout = rank_layout(role, spec, config, counts, ranks)
         pools = PoolSet(layout.spec, layout.counts, plane.allocate("pages", layout.nbytes))
@@ -183,13 +192,22 @@ def build_rank(
         places = {DEVICE: pools}
         tier = host_tier(layout, config, role, ranks.size)
         if tier is not None:
-            places[HOST] = PoolSet(tier.spec, tier.counts, device.allocate_host(tier.nbytes), tier.order, "host")
+            mirror = PoolSet(tier.spec, tier.counts, device.allocate_host(tier.nbytes), tier.order, "host")
+            places[HOST] = mirror
+            backend = make_backend(config.cache_for(role).storage)
+            if backend is not None:
+                queue = StorageQueue(backend, wake=waiter.wake)
+                named = _fingerprint(pools, spec, config)
+                storage = RankStorage(RankShelf(queue, mirror, named, ranks.rank, ranks.size))
         epochs = {pool: allocator.epochs for pool, allocator in pools.allocators.items()}
         engine = load_engine(model, config.engine, layout.spec, pools.gates, epochs, device, ranks)
     except BaseException:
         plane.close()
+        waiter.close()
         raise
-    return RankParts(RankState(places, ranks.size), RankLinks(plane), engine, plane.waitable)
+    for socket in plane.waitable:
+        waiter.add(socket)
+    return RankParts(RankState(places, ranks.size), RankLinks(plane), engine, storage, waiter)
 
 
 def _seat(
@@ -215,9 +233,13 @@ def _seat(
         )  # fmt: skip
     backend = make_backend(cache.storage) if host is not None else None
     storage = StorageQueue(backend, wake=waiter.wake, clock=clock) if backend is not None else None
+    fingerprint = _fingerprint(pools, spec, config)
+    shelf: Shelf | None = None
+    if storage is not None and isinstance(host, RankedPools) and line is not None:
+        shelf = RankedShelf(RankShelf(storage, host, fingerprint, 0, size), host, line)
     return Seat(
         pools, device, cache, clock.now,
-        host=host, storage=storage, fingerprint=_fingerprint(pools, spec, config), rank=_event_rank(role, name),
+        host=host, storage=storage, shelf=shelf, fingerprint=fingerprint, rank=_event_rank(role, name),
         stride=stride(config, role),
     )  # fmt: skip
 

@@ -10,8 +10,6 @@ import logging
 import os
 from typing import Any
 
-import zmq
-
 from cluster.build import RankParts, build_rank
 from cluster.crew import Follower, follow
 from cluster.logs import log_to_file
@@ -28,9 +26,12 @@ from contracts.orders import (
     Digest,
     Disconnect,
     End,
+    Exists,
+    Fetch,
     Order,
     Permit,
     Post,
+    Put,
     Ready,
     Revoke,
     Zero,
@@ -47,22 +48,27 @@ class FollowerLoop:
 
     def __init__(self, follower: Follower, parts: RankParts) -> None:
         self._line, self._leader, self._parts = follower.line, follower.leader, parts
-        self._poller = zmq.Poller()
-        for waitable in (self._line.socket, self._leader.fd, *parts.waitable):
-            self._poller.register(waitable, zmq.POLLIN)
+        for waitable in (self._line.socket, self._leader.fd):
+            parts.waiter.add(waitable)
 
     def run(self) -> str:
         """Returns why it is over."""
         while True:
-            self._poller.poll(int(_LOOK_S * 1000))
+            self._parts.waiter.wait(_LOOK_S)
             # Orders first: what arrives is stored only for rooms that they permit.
             while (item := self._line.next(0.0)) is not None:
                 sequence, order = item
                 if isinstance(order, End):
                     return order.reason
+                if isinstance(order, Exists | Fetch | Put):
+                    assert self._parts.storage is not None, "a leader without storage asks nothing of it"
+                    self._parts.storage.obey(sequence, order)
+                    continue
                 answer = self._obey(order)
                 if sequence:
                     self._line.answer(sequence, answer)
+            for sequence, answer in self._parts.storage.answers() if self._parts.storage is not None else ():
+                self._line.answer(sequence, answer)
             for arrival in self._parts.links.poll():
                 self._line.tell(arrival)
             if self._leader.dead:
@@ -100,7 +106,7 @@ def serve_rank(plan: WorkerPlan) -> str:
         try:
             return FollowerLoop(follower, parts).run()
         finally:
-            parts.links.close()
+            parts.close()
     finally:
         follower.close()
 

@@ -271,9 +271,6 @@ def _check_together(config: Config) -> None:
             f"config key cache.storage.backend={storage.backend} needs host memory to read into and write from: "
             "set cache.host_bytes"
         )
-    ranks = max(config.tp_for(role) for role in Role)
-    if storage.backend != "none" and ranks > 1:
-        raise ConfigError(f"cache.storage needs workers of one rank as yet: tp is {ranks}; leave out one or the other")
     events = config.cache.events
     if events.replay_endpoint and not events.endpoint:
         raise ConfigError(

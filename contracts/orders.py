@@ -144,6 +144,40 @@ class Revoke:
     room: str
 
 
+# ---------------------------------------------------------------- storage
+
+
+class Kept(NamedTuple):
+    """A page in host memory, with its chain key and the positions that its digest is over."""
+
+    pool: str
+    key: bytes
+    at: int
+    first: int
+    end: int
+
+
+@dataclass(frozen=True, slots=True)
+class Exists:
+    """Answer, when storage has, with one truth for each pool and chain key: whether this rank's part is there."""
+
+    wanted: tuple[tuple[str, bytes], ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Fetch:
+    """Read this rank's part of pages into host memory; answer, when it is there, with verdict, digests and reason."""
+
+    pages: tuple[Kept, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Put:
+    """Store this rank's part of pages in host memory; answer, when it is done, with verdict, digest and reason."""
+
+    pages: tuple[Kept, ...]
+
+
 # ---------------------------------------------------------------- life
 
 
@@ -179,7 +213,7 @@ class Arrival(NamedTuple):
 
 Order = (
     Zero | Copy | Digest | Check | Compute | Describe | Connect | Disconnect | Post | Permit | Revoke
-    | Form | Ready | End
+    | Exists | Fetch | Put | Form | Ready | End
 )  # fmt: skip
 
 TAGS: dict[int, type[Any]] = {
@@ -194,6 +228,9 @@ TAGS: dict[int, type[Any]] = {
     19: Post,
     20: Permit,
     21: Revoke,
+    24: Exists,
+    25: Fetch,
+    26: Put,
     32: Form,
     33: Ready,
     34: End,
@@ -206,6 +243,8 @@ _INNER: dict[tuple[type[Any], str], type[Any]] = {
     (Post, "sources"): Places,
     (Post, "targets"): Places,
     (Permit, "places"): Places,
+    (Fetch, "pages"): Kept,
+    (Put, "pages"): Kept,
 }
 
 

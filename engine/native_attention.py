@@ -31,16 +31,17 @@ class NativeAttention(TorchAttention):
         sinks_h: Tensor | None = None,
         softcap: float = 0.0,
     ) -> Tensor:
-        assert k_pages.stride(3) == 1 and v_pages.stride(3) == 1, "a key's elements follow each other"  # noqa: PT018
+        assert k_pages.is_contiguous() and v_pages.stride() == k_pages.stride(), "pages follow each other"  # noqa: PT018
         heads, (page_tokens, kv_heads, dim) = q_thd.shape[1], k_pages.shape[1:]
+        entry = kv_heads * dim
         shape = AttentionShape(
             heads,
             kv_heads,
             dim,
-            v_pages.shape[3],
             page_tokens,
-            *k_pages.stride()[:3],
-            *v_pages.stride()[:3],
+            v_pages.shape[3],
+            page_tokens * entry,
+            entry,
             plan.tables_bp.shape[1],
             scale,
             softcap,

@@ -14,8 +14,9 @@ import torch
 from cache.device import DEVICE
 from cache.pools import PoolSet
 from cache.ranked import RankedPools, RankState
-from cache.registry import BufferSpec, Index, PoolSetLayout, PoolSetSpec
-from contracts.orders import Arrival, Check, Copy, Digest, Order, Zero, decode, encode
+from cache.registry import BufferSpec, Index, Order, PoolSetLayout, PoolSetSpec
+from contracts.orders import Arrival, Check, Copy, Digest, Zero, decode, encode
+from contracts.orders import Order as Told
 from tests.poolsets import pool_sets
 from transfer.plane import RankPlane
 from transfer.ranked import RankLinks
@@ -52,16 +53,16 @@ class DirectFollowers:
     links: Sequence[RankLinks] = ()
     slow: type[Any] | None = None
     """Orders of this type are carried out by `catch_up`."""
-    late: list[tuple[Order, Answered]] = field(default_factory=list)
+    late: list[tuple[Told, Answered]] = field(default_factory=list)
 
     @property
     def size(self) -> int:
         return len(self.states) + 1
 
-    def tell(self, order: Order) -> None:
+    def tell(self, order: Told) -> None:
         self.ask(order)
 
-    def ask(self, order: Order) -> Answered:
+    def ask(self, order: Told) -> Answered:
         order = decode(encode(order))
         answered = Answered([], False)
         if self.slow is not None and isinstance(order, self.slow):
@@ -76,7 +77,7 @@ class DirectFollowers:
         for order, answered in late:
             self._obey(order, answered)
 
-    def _obey(self, order: Order, answered: Answered) -> None:
+    def _obey(self, order: Told, answered: Answered) -> None:
         if isinstance(order, Zero | Copy | Digest | Check):
             answered.answers += [state.obey(order) for state in self.states]
         else:
@@ -121,17 +122,25 @@ class RankedSeat:
 
 
 def ranked_seat(
-    whole: PoolSetSpec, size: int, count: int, place: str = DEVICE, regions: Sequence[torch.Tensor] = ()
+    whole: PoolSetSpec,
+    size: int,
+    count: int,
+    place: str = DEVICE,
+    regions: Sequence[torch.Tensor] = (),
+    order: Order = Order.LAYER_FIRST,
 ) -> RankedSeat:
-    layouts = [PoolSetLayout(whole.shard(rank, size), whole.even(count)) for rank in range(size)]
+    layouts = [PoolSetLayout(whole.shard(rank, size), whole.even(count), order) for rank in range(size)]
     memory = list(regions) or [torch.zeros(layout.nbytes, dtype=torch.uint8) for layout in layouts]
     others = [
-        PoolSet(layout.spec, layout.counts, region) for layout, region in zip(layouts[1:], memory[1:], strict=True)
+        PoolSet(layout.spec, layout.counts, region, order)
+        for layout, region in zip(layouts[1:], memory[1:], strict=True)
     ]
     followers = DirectFollowers([RankState({place: pools}, size) for pools in others])
-    leader = RankedPools(layouts[0], memory[0], followers, place) if size > 1 else PoolSet(
-        whole, layouts[0].counts, memory[0]
-    )  # fmt: skip
+    leader: PoolSet
+    if size > 1:
+        leader = RankedPools(layouts[0], memory[0], followers, place)
+    else:
+        leader = PoolSet(whole, layouts[0].counts, memory[0], order)
     return RankedSeat(whole, [leader, *others], followers)
 
 

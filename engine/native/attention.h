@@ -27,22 +27,18 @@ struct Sequence {
     long first_page, start, row, count;
 };
 
-// Of pages, their tokens and their heads, in elements.
-struct Strides {
-    long page, token, head;
-};
-
 struct AttentionShape {
-    long heads, kv_heads, dim, value_dim, page_tokens;
-    Strides k, v;
+    long heads, kv_heads, dim, page_tokens;
+    long value_dim;  // values may be the first part of what keys are, in the same place
+    long page_stride, token_stride;  // of keys and values, in elements; heads follow each other
     long table_width;
     float scale, softcap;  // softcap 0: none
     long window;  // positions that a query sees, its own included; 0: all
 
-    // Of a position's key or value.
-    long offset(const Strides &s, const Sequence &seq, long position, long kv_head) const {
+    // Of a position's key or value, in elements.
+    long offset(const Sequence &seq, long position, long kv_head) const {
         const long page = seq.pages[position / page_tokens - seq.first_page];
-        return page * s.page + position % page_tokens * s.token + kv_head * s.head;
+        return page * page_stride + position % page_tokens * token_stride + kv_head * dim;
     }
 };
 
@@ -144,23 +140,25 @@ void take_block(const AttentionShape &a, const Sequence &seq, const T *k_pages, 
                 long begin, long skipped, long end, long words, long wide, Room &room) {
     const long filled = std::min((long)BLOCK, end - begin);
     constexpr int pack = Words<T>::pack;
-    const T *keys[BLOCK], *values[BLOCK];
+    const T *rows[BLOCK];
+    long offsets[BLOCK];
     for (long n = skipped; n < filled; n++) {
-        keys[n] = k_pages + a.offset(a.k, seq, begin + n, kv_head);
-        values[n] = v_pages + a.offset(a.v, seq, begin + n, kv_head);
+        offsets[n] = a.offset(seq, begin + n, kv_head);
+        rows[n] = k_pages + offsets[n];
     }
     // A head's rows lie far apart, which no hardware foresees.
     for (long at = begin + BLOCK; at < std::min(begin + 2 * BLOCK, end); at++) {
-        const T *key = k_pages + a.offset(a.k, seq, at, kv_head), *value = v_pages + a.offset(a.v, seq, at, kv_head);
-        for (long d = 0; d < a.dim; d += 64 / sizeof(T)) __builtin_prefetch(key + d);
-        for (long d = 0; d < a.value_dim; d += 64 / sizeof(T)) __builtin_prefetch(value + d);
+        const long next = a.offset(seq, at, kv_head);
+        for (long d = 0; d < a.dim; d += 64 / sizeof(T)) __builtin_prefetch(k_pages + next + d);
+        if (v_pages == k_pages) continue;
+        for (long d = 0; d < a.value_dim; d += 64 / sizeof(T)) __builtin_prefetch(v_pages + next + d);
     }
     for (long group = 0; group < BLOCK; group += LANES)
         for (long word = 0; word < words; word += LANES) {
             f32x16 square[LANES];
             for (int n = 0; n < LANES; n++)
                 square[n] = group + n >= skipped && group + n < filled
-                                ? Words<T>::take(keys[group + n] + word * pack, (int)(a.dim - word * pack))
+                                ? Words<T>::take(rows[group + n] + word * pack, (int)(a.dim - word * pack))
                                 : f32x16{};
             transpose(square);
             for (int i = 0; i < LANES; i++) store(room.keys.data() + (word + i) * BLOCK + group, square[i]);
@@ -168,7 +166,7 @@ void take_block(const AttentionShape &a, const Sequence &seq, const T *k_pages, 
     for (long n = 0; n < BLOCK; n++)
         for (long d = 0; d < wide; d += LANES) {
             f32x16 value = {};
-            if (n >= skipped && n < filled) value = load_some(values[n] + d, (int)(a.value_dim - d));
+            if (n >= skipped && n < filled) value = load_some(v_pages + offsets[n] + d, (int)(a.value_dim - d));
             store(room.values.data() + n * wide + d, value);
         }
 }
@@ -244,13 +242,13 @@ void attend_tile(const AttentionShape &a, const Sequence &seq, const Tile &tile,
     const long group = a.heads / a.kv_heads, count = tile.count * group;
     static thread_local Room room;
     room.size(count, words, wide);
-    const auto element = [&](long r) {
-        return ((seq.row + tile.first + r / group) * a.heads + kv_head * group + r % group);
+    const auto head = [&](long r) {
+        return (seq.row + tile.first + r / group) * a.heads + kv_head * group + r % group;
     };
     for (long r = 0; r < count; r++) {
         for (long word = 0; word < words; word += LANES)
             store(room.queries.data() + r * words + word,
-                  Words<T>::take(q + element(r) * a.dim + word * pack, (int)(a.dim - word * pack)));
+                  Words<T>::take(q + head(r) * a.dim + word * pack, (int)(a.dim - word * pack)));
         for (long d = 0; d < wide; d += LANES) store(room.sums.data() + r * wide + d, f32x16{});
         room.highest[r] = sinks ? sinks[kv_head * group + r % group] : HIDDEN;
         room.total[r] = sinks ? 1.0f : 0.0f;
@@ -282,11 +280,11 @@ void attend_tile(const AttentionShape &a, const Sequence &seq, const Tile &tile,
     for (long r = 0; r < count; r++)
         for (long d = 0; d < a.value_dim; d += LANES) {
             const int some = (int)(a.value_dim - d);
-            store_some(out + element(r) * a.value_dim + d, load(room.sums.data() + r * wide + d) / room.total[r], some);
+            store_some(out + head(r) * a.value_dim + d, load(room.sums.data() + r * wide + d) / room.total[r], some);
         }
 }
 
-// q [T, heads, dim] and out [T, heads, value_dim]; sequence b has queries offsets[b] to offsets[b + 1], the first at
+// q [T, heads, dim], out [T, heads, value_dim]; sequence b has queries offsets[b] to offsets[b + 1], the first at
 // position starts[b].
 template <typename T>
 void attend(const AttentionShape &a, long sequences, const T *q, const T *k_pages, const T *v_pages,

@@ -29,9 +29,8 @@ class AttentionShape(ctypes.Structure):
     """As in attention.h."""
 
     _fields_ = [
-        *((name, ctypes.c_long) for name in ("heads", "kv_heads", "dim", "value_dim", "page_tokens")),
-        *((f"{which}_{name}", ctypes.c_long) for which in "kv" for name in ("page", "token", "head")),
-        ("table_width", ctypes.c_long),
+        *((name, ctypes.c_long) for name in ("heads", "kv_heads", "dim", "page_tokens", "value_dim")),
+        *((name, ctypes.c_long) for name in ("page_stride", "token_stride", "table_width")),
         *((name, ctypes.c_float) for name in ("scale", "softcap")),
         ("window", ctypes.c_long),
     ]
@@ -150,8 +149,11 @@ class Kernels:
         offsets_b: Tensor,
         sinks_h: Tensor | None,
     ) -> Tensor:
-        """Paged causal attention, [T, heads, value_dim]; integers are int32, sinks float32; pages may lie apart."""
-        out = torch.empty(*q_thd.shape[:2], v_pages.shape[3], dtype=q_thd.dtype)
+        """Paged causal attention, [T, heads, value_dim]; integers are int32, sinks float32, all contiguous.
+
+        Values lie as keys do: in pages of their own, or as the first part of each key.
+        """
+        out = q_thd.new_empty(*q_thd.shape[:2], shape.value_dim)
         self._call("attend", q_thd.dtype)(
             ctypes.addressof(shape),
             starts_b.shape[0],
