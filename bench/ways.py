@@ -162,7 +162,7 @@ class PlaneWriter:
     def send(self, number: int) -> None:
         at = number % DISTINCT
         self._link.post(PageWrite(self._targets[at], {"full": Run(0, tuple(self._memory.chunks[at]))})).wait()
-        self._link.notify(b"wrote")
+        self._link.notify(RoomId("bench"), b"wrote")
 
     def close(self) -> None:
         self._link.close()

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 from cache.device import DEVICE, HOST, Completion, Device, Op, Stream, attempt, failure, spans
 from cache.leases import Lease
-from cache.moves import Move, copy_state
+from cache.moves import Move
 from cache.nodes import Lock, Node, Part, Tier
 from cache.pools import PoolSet
 from cache.tree import PrefixTree
@@ -47,7 +47,6 @@ class Loader:
     ) -> None:
         self._tree, self._pools, self._host, self._device, self._now = tree, pools, host, device, now
         self._verify = verify
-        self._digester = pools.digester
         self._planned: _Load | None = None
         self._loads: list[_Load] = []
         self.bytes_per_s = 0.0
@@ -122,7 +121,7 @@ class Loader:
         completion = attempt(
             self._device,
             Op(f"load layer {layer}", Stream.LOAD, reads, writes),
-            lambda: copy_state(chosen, host.region, host.layout, pools.region, pools.layout, range(layer, layer + 1)),
+            lambda: host.copy(chosen, pools, range(layer, layer + 1)),
         )
         for pool in here:
             pools.gates[pool].expect(layer, completion)
@@ -173,5 +172,5 @@ class Loader:
         else:
             firsts = [(start + i) * size for i in range(len(part))]
             ends = [first + size for first in firsts]
-        found = self._digester.digest(self._pools.region, part.component, part.lease.indices, firsts, ends)
+        found = self._pools.digest(part.component, part.lease.indices, firsts, ends)
         return tuple(found) == part.digests

@@ -21,9 +21,9 @@ from dataclasses import dataclass
 
 from cache.device import DEVICE, HOST, Completion, Device, Op, Span, Stream
 from cache.leases import Lease, Pin
-from cache.moves import Move, Part, copy_state, describe_spec
+from cache.moves import Move, Part, describe_spec
 from cache.pools import PoolSet
-from cache.tags import ContentTag, Sums
+from cache.tags import ContentTag
 from cache.transit import Transit
 from contracts.errors import CapacityError, LayoutMismatch, StaleLease
 from contracts.ids import Epoch
@@ -88,7 +88,7 @@ class _Piece:
 
     move: Move
     at: range
-    sums: Sums | None = None
+    digests: Callable[[], list[int]] | None = None
 
 
 class Saved:
@@ -177,16 +177,17 @@ def offload(
 
     def copy(piece: _Piece) -> None:
         if digesting:
-            (part,) = piece.move.parts
-            piece.sums = pools.digester.sums(pools.region, part.pool, part.sources)
-        copy_state(piece.move, pools.region, pools.layout, host.region, host.layout)
+            (part,), at = piece.move.parts, slice(piece.at.start, piece.at.stop)
+            extent = extents[part.pool]
+            piece.digests = pools.digesting(part.pool, part.sources, extent.firsts[at], extent.ends[at])
+        pools.copy(piece.move, host)
 
     def finish(error: BaseException | None) -> None:
         if error is not None:
             saved.release()
             return
         if digesting:
-            saved.digests = _finished(pieces, pools, extents)
+            saved.digests = _finished(pieces, extents)
         elif digests is not None:
             saved.digests = {pool: list(digests.get(pool, ())) for pool in extents}
         saved._complete = True
@@ -261,15 +262,16 @@ def restore(
     checked = saved.digests is not None
 
     def copy(piece: _Piece) -> None:
-        copy_state(piece.move, saved.host.region, saved.host.layout, pools.region, pools.layout)
+        saved.host.copy(piece.move, pools)
         if checked:
-            (part,) = piece.move.parts
-            piece.sums = pools.digester.sums(pools.region, part.pool, part.targets)
+            (part,), at = piece.move.parts, slice(piece.at.start, piece.at.stop)
+            extent = into[part.pool]
+            piece.digests = pools.digesting(part.pool, part.targets, extent.firsts[at], extent.ends[at])
 
     def finish(error: BaseException | None) -> None:
         if error is None:
             if checked:
-                out.damage += _compare(saved, _finished(pieces, pools, into), wanted)
+                out.damage += _compare(saved, _finished(pieces, into), wanted)
             out._ended_well = True
 
     pins = _pins(pairs, saved.host, pools, "restore")
@@ -313,13 +315,12 @@ def _pins(pairs: Pairs, source: PoolSet, target: PoolSet, reason: str) -> list[P
     ]
 
 
-def _finished(pieces: Sequence[_Piece], pools: PoolSet, extents: Extents) -> dict[str, list[int]]:
+def _finished(pieces: Sequence[_Piece], extents: Extents) -> dict[str, list[int]]:
     digests: dict[str, list[int]] = {pool: [] for pool in extents}
     for piece in pieces:
-        (part,), at = piece.move.parts, slice(piece.at.start, piece.at.stop)
-        extent = extents[part.pool]
-        assert piece.sums is not None
-        digests[part.pool] += pools.digester.finish(piece.sums, extent.firsts[at], extent.ends[at])
+        (part,) = piece.move.parts
+        assert piece.digests is not None
+        digests[part.pool] += piece.digests()
     return digests
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
 
 import torch
@@ -10,7 +10,7 @@ import torch
 from cache.device import Device
 from cache.gate import Gate
 from cache.leases import Allocator
-from cache.moves import Indices
+from cache.moves import Indices, Move, copy_state
 from cache.registry import Order, PoolSetLayout, PoolSetSpec
 from cache.tags import Digester
 from contracts.errors import ConfigError
@@ -77,6 +77,21 @@ class PoolSet:
             for buffer in self.layout.buffers[pool]:
                 buffer.stack(self.region, self.layout.counts[pool])[:, list(chosen)] = 0
 
+    def copy(self, move: Move, target: PoolSet, layers: range | None = None) -> None:
+        """Copy what `move` names from here to `target`, which may be this pool set; with `layers`, those layers."""
+        copy_state(move, self.region, self.layout, target.region, target.layout, layers)
+
+    def digest(self, pool: str, indices: Sequence[int], firsts: Sequence[int], ends: Sequence[int]) -> list[int]:
+        """The digests of these pages or slots, as `Digester.digest` takes them: of all heads, on whichever ranks."""
+        return self.digester.digest(self.region, pool, indices, firsts, ends)
+
+    def digesting(
+        self, pool: str, indices: Sequence[int], firsts: Sequence[int], ends: Sequence[int]
+    ) -> Callable[[], list[int]]:
+        """The same, begun now where the region is; what it returns waits for the end."""
+        sums = self.digester.sums(self.region, pool, indices)
+        return lambda: self.digester.finish(sums, firsts, ends)
+
     def close(self) -> None:
         """Let go of the memory: gates hand out nothing any more. Leases must have ended."""
         held = [a.name for a in self.allocators.values() if a.leases]
@@ -115,5 +130,10 @@ def host_pools(spec: PoolSetSpec, nbytes: int, device: Device, like: Mapping[str
 
     `like` are the device's counts. Raises `ConfigError` when not even one page fits.
     """
-    layout = PoolSetLayout(spec, host_counts(spec, nbytes, like), Order.PAGE_FIRST)
+    layout = host_layout(spec, nbytes, like)
     return PoolSet(spec, layout.counts, device.allocate_host(layout.nbytes), Order.PAGE_FIRST, "host")
+
+
+def host_layout(spec: PoolSetSpec, nbytes: int, like: Mapping[str, int]) -> PoolSetLayout:
+    """How it lies there. Raises `ConfigError` when not even one page fits."""
+    return PoolSetLayout(spec, host_counts(spec, nbytes, like), Order.PAGE_FIRST)

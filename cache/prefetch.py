@@ -30,10 +30,12 @@ from cache.leases import Lease
 from cache.nodes import Lock, Offer, Tier
 from cache.pools import PoolSet
 from cache.prefix import Prefix
-from cache.storage import ObjectName, Outcome, Queue, Ticket
+from cache.shelf import Pending, Shelf
+from cache.storage import Outcome
 from cache.tree import PrefixTree
 from contracts.config import PrefetchConfig
 from contracts.errors import CapacityError
+from contracts.orders import Kept
 
 Agree = Callable[[str, int], int | None]
 """Says this rank's finding under a key, again and again, until it returns what all ranks agree on."""
@@ -56,7 +58,7 @@ class _Batch:
     component: str
     pages: list[int]
     lease: Lease
-    ticket: Ticket[list[Outcome]]
+    ticket: Pending[list[Outcome]]
 
 
 @dataclass(eq=False)
@@ -71,7 +73,7 @@ class Prefetch:
     lock: Lock
     """Keeps on the host what it hangs on and what it has brought, until it is released."""
     stage: Stage = Stage.PROBING
-    probe: Ticket[list[bool]] | None = None
+    probe: Pending[list[bool]] | None = None
     probed: list[tuple[str, int]] = field(default_factory=list)
     limit: int = 0
     """The length last agreed on; in the end one that every rank accepts."""
@@ -97,16 +99,14 @@ class Prefetcher:
         self,
         tree: PrefixTree,
         host: PoolSet,
-        storage: Queue,
-        fingerprint: str,
+        shelf: Shelf,
         config: PrefetchConfig,
         now: Callable[[], float],
         agree: Agree = lambda key, value: value,
         begin: Begin = lambda number, limit: None,
     ) -> None:
-        self._tree, self._host, self._storage, self._fingerprint = tree, host, storage, fingerprint
+        self._tree, self._host, self._shelf = tree, host, shelf
         self._config, self._now, self._agree, self._begin = config, now, agree, begin
-        self._digester = host.digester
         self._active: list[Prefetch] = []
         self._unreleased: set[int] = set()
         self._number = 0
@@ -149,7 +149,7 @@ class Prefetcher:
             if isinstance(component, Window):
                 first = max(0, held - component.reach)
             prefetch.probed += [(component.name, page) for page in range(first, len(prefix))]
-        prefetch.probe = self._storage.submit_exists([self._name(prefix, *p) for p in prefetch.probed])
+        prefetch.probe = self._shelf.exists([(pool, prefix.key(page)) for pool, page in prefetch.probed])
         self._active.append(prefetch)
         return prefetch
 
@@ -178,9 +178,6 @@ class Prefetcher:
             self.stop(prefetch)
         self._unreleased.discard(prefetch.number)
         self._tree.unlock(prefetch.lock)
-
-    def _name(self, prefix: Prefix, component: str, page: int) -> ObjectName:
-        return ObjectName(self._fingerprint, component, prefix.key(page))
 
     # ------------------------------------------------------------ progress
 
@@ -278,9 +275,12 @@ class Prefetcher:
             lease = allocator.lease(len(pages), f"prefetch {component}")
         except CapacityError:
             return False
-        into = [self._host.layout.page(self._host.region, component, i).numpy().data for i in lease.indices]
-        names = [self._name(prefetch.prefix, component, page) for page in pages]
-        prefetch.batches.append(_Batch(component, pages, lease, self._storage.submit_read(names, into)))
+        firsts, ends = self._positions(component, pages)
+        wanted = [
+            Kept(component, prefetch.prefix.key(page), at, first, end)
+            for page, at, first, end in zip(pages, lease.indices, firsts, ends, strict=True)
+        ]
+        prefetch.batches.append(_Batch(component, pages, lease, self._shelf.fetch(wanted)))
         return True
 
     def _collect(self, prefetch: Prefetch) -> None:
@@ -312,11 +312,14 @@ class Prefetcher:
         batch.lease.release()
 
     def _digests(self, component: str, pages: Sequence[int], indices: Sequence[int]) -> list[int]:
+        firsts, ends = self._positions(component, pages)
+        return self._host.digest(component, indices, firsts, ends)
+
+    def _positions(self, component: str, pages: Sequence[int]) -> tuple[list[int], list[int]]:
+        """Of pages by their numbers, or of the state at their end: where each begins and ends, for its digest."""
         size = self._host.spec.page_tokens
-        point = self._tree.component(component).point
         ends = [(page + 1) * size for page in pages]
-        firsts = ends if point else [page * size for page in pages]
-        return self._digester.digest(self._host.region, component, indices, firsts, ends)
+        return (ends if self._tree.component(component).point else [end - size for end in ends]), ends
 
     def _end(self, prefetch: Prefetch) -> None:
         agreed = self._common(prefetch, "done", {name: set(pages) for name, pages in prefetch.arrived.items()})

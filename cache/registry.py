@@ -23,6 +23,8 @@ from math import prod
 
 import torch
 
+from contracts.errors import ConfigError
+
 ALIGNMENT = 64
 """Buffers start on multiples of this many bytes: vector loads, DMA and cache lines like it."""
 
@@ -149,6 +151,16 @@ class PoolSetSpec:
         ]
         return PoolSetSpec(self.page_tokens, tuple(pools))
 
+    def shard(self, rank: int, size: int) -> PoolSetSpec:
+        """What rank `rank` of `size` holds of this whole pool set: its share of the heads of every buffer that has any.
+
+        Heads are sliced where the ranks divide them, and each goes to several ranks where they divide the ranks.
+        Raises `ConfigError` where neither is so.
+        """
+        assert 0 <= rank < size
+        pools = tuple(replace(p, buffers=tuple(_share(b, rank, size) for b in p.buffers)) for p in self.pools)
+        return PoolSetSpec(self.page_tokens, pools)
+
     def unit_bytes(self, pool: str) -> int:
         """Bytes of one page (or slot) of `pool`, all layers of all its buffers."""
         return sum(b.layers * b.entry_bytes(self.page_tokens) for b in self.by_name[pool].buffers)
@@ -171,6 +183,18 @@ class PoolSetSpec:
     def even(self, count: int) -> dict[str, int]:
         """The same number of indices for every pool."""
         return {p.name: count for p in self.pools}
+
+
+def _share(buffer: BufferSpec, rank: int, size: int) -> BufferSpec:
+    if not buffer.heads:
+        return buffer
+    if buffer.heads % size and size % buffer.heads:
+        good = [n for n in (1, 2, 4, 8, 16) if not buffer.heads % n or not n % buffer.heads]
+        raise ConfigError(
+            f"{size} ranks can't share the {buffer.heads} heads of {buffer.name}: tp can be {', '.join(map(str, good))}"
+        )
+    count, first = max(1, buffer.heads // size), rank * buffer.heads // size
+    return replace(buffer, shape=(count, *buffer.shape[1:]), first_head=first)
 
 
 @dataclass(frozen=True)

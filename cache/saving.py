@@ -12,12 +12,14 @@ from dataclasses import dataclass
 
 from cache.device import DEVICE, HOST, Completion, Device, Op, Stream, attempt, failure, spans
 from cache.leases import Lease
-from cache.moves import Move, copy_state
+from cache.moves import Move
 from cache.nodes import Lock, Node, Part, Tier
 from cache.pools import PoolSet
-from cache.storage import Item, ObjectName, Outcome, Queue, Ticket
+from cache.shelf import Pending, Shelf
+from cache.storage import Outcome
 from cache.tree import PrefixTree
 from contracts.errors import CapacityError
+from contracts.orders import Kept
 
 _WRITE_PAGES = 64
 """Pages in one write to storage, which has a deadline: long ones would let everything behind them wait."""
@@ -35,7 +37,7 @@ class _Save:
 
 @dataclass(eq=False)
 class _Write:
-    tickets: list[Ticket[list[Outcome]]]
+    puts: list[tuple[Sequence[Kept], Pending[list[Outcome]]]]
     lock: Lock
 
 
@@ -48,12 +50,11 @@ class Saver:
         pools: PoolSet,
         host: PoolSet,
         device: Device,
-        storage: Queue | None,
-        fingerprint: str,
+        shelf: Shelf | None,
         chunk_bytes: int,
     ) -> None:
         self._tree, self._pools, self._host, self._device = tree, pools, host, device
-        self._storage, self._fingerprint, self._chunk_bytes = storage, fingerprint, chunk_bytes
+        self._shelf, self._chunk_bytes = shelf, chunk_bytes
         self._saves: list[_Save] = []
         self._writes: list[_Write] = []
         self.counters = {"pages_saved": 0.0, "saves_left_out": 0.0, "saves_failed": 0.0}
@@ -126,9 +127,7 @@ class Saver:
         reads = spans(DEVICE, {part.pool: part.sources for part in piece.parts})
         writes = spans(HOST, {part.pool: part.targets for part in piece.parts})
         op = Op("save", Stream.SAVE, reads, writes)
-        return attempt(
-            self._device, op, lambda: copy_state(piece, ours.region, ours.layout, theirs.region, theirs.layout)
-        )
+        return attempt(self._device, op, lambda: ours.copy(piece, theirs))
 
     def _lease(self, component: str, count: int) -> Lease:
         allocator = self._host.allocators[component]
@@ -152,9 +151,9 @@ class Saver:
             else:
                 self.counters["saves_failed"] += 1
             self._let_go(save.lock, save.above, save.leases)
-        for write in [w for w in self._writes if all(t.done for t in w.tickets)]:
+        for write in [w for w in self._writes if all(put.done for _, put in w.puts)]:
             self._writes.remove(write)
-            results = [outcome for ticket in write.tickets for outcome in ticket.result()]
+            results = [outcome for _, put in write.puts for outcome in put.result()]
             stored = sum(outcome.ok for outcome in results)
             self._tell(write, results)
             self.counters["pages_stored"] += stored
@@ -163,8 +162,8 @@ class Saver:
 
     def _tell(self, write: _Write, results: Sequence[Outcome]) -> None:
         """Full nodes that storage now has all of."""
-        names = [name for ticket in write.tickets for name in ticket.names]
-        good = {name.chain for name, outcome in zip(names, results, strict=True) if outcome.ok}
+        pages = [page for put_by, _ in write.puts for page in put_by]
+        good = {page.key for page, outcome in zip(pages, results, strict=True) if outcome.ok}
         for part in write.lock.of(self._tree.full):
             if part.live and self._tree.linked(part.node) and good.issuperset(part.node.keys):
                 self._tree.on_change(part.node, Tier.STORAGE, True)
@@ -178,8 +177,8 @@ class Saver:
                 self.counters["pages_saved"] += len(part) if part.component == tree.full else 0
             else:
                 lease.release()
-        if self._storage is not None and arrived:
-            self._store(self._storage, arrived)
+        if self._shelf is not None and arrived:
+            self._store(self._shelf, arrived)
 
     def _wanted(self, part: Part) -> bool:
         """Whether the host has a place for it still: things may have changed since the copy began."""
@@ -192,20 +191,24 @@ class Saver:
         assert parent is not None
         return self._tree.write_back or parent.parent is None or full in parent.parts[Tier.HOST]
 
-    def _store(self, storage: Queue, parts: Sequence[Part]) -> None:
+    def _store(self, shelf: Shelf, parts: Sequence[Part]) -> None:
         full = self._tree.full
         lock = self._tree.keep([*(p.node.parts[Tier.HOST][full] for p in parts), *parts], "store")
-        items = [item for part in parts for item in self._items(part)]
-        batches = [items[at : at + _WRITE_PAGES] for at in range(0, len(items), _WRITE_PAGES)]
-        self._writes.append(_Write([storage.submit_write(batch) for batch in batches], lock))
+        pages = [page for part in parts for page in self._pages(part)]
+        digests = [digest for part in parts for digest in part.digests]
+        batches = [slice(at, at + _WRITE_PAGES) for at in range(0, len(pages), _WRITE_PAGES)]
+        self._writes.append(_Write([(pages[b], shelf.put(pages[b], digests[b])) for b in batches], lock))
 
-    def _items(self, part: Part) -> list[Item]:
-        point = self._tree.component(part.component).point
-        keys = part.node.keys[-1:] if point else part.node.keys
-        pages = [self._host.layout.page(self._host.region, part.component, i) for i in part.lease.indices]
+    def _pages(self, part: Part) -> list[Kept]:
+        size, start = self._host.spec.page_tokens, self._tree.start(part.node)
+        if self._tree.component(part.component).point:
+            (at,), end = part.lease.indices, (start + len(part.node)) * size
+            return [Kept(part.component, part.node.keys[-1], at, end, end)]
         return [
-            Item(ObjectName(self._fingerprint, part.component, key), digest, page.numpy().data)
-            for key, digest, page in zip(keys, part.digests, pages, strict=True)
+            Kept(part.component, key, at, first, first + size)
+            for key, at, first in zip(
+                part.node.keys, part.lease.indices, range(start * size, (start + len(part)) * size, size), strict=True
+            )
         ]
 
     def check(self) -> list[str]:

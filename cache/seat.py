@@ -254,7 +254,7 @@ class Seat(SeatState):
             indices = [claim.tables[pool][page] for claim, page in todo]
             firsts = [page * size for _, page in todo]
             self._device.touch("seal", reads=[Span(DEVICE, pool, indices)])
-            found = self._digester.digest(self.pools.region, pool, indices, firsts, [at + size for at in firsts])
+            found = self.pools.digest(pool, indices, firsts, [at + size for at in firsts])
             for (claim, page), digest in zip(todo, found, strict=True):
                 claim.digests[pool][page] = digest
 
@@ -265,9 +265,7 @@ class Seat(SeatState):
         if committed % size == 0:
             return {}
         return {
-            pool: self._digester.digest(
-                self.pools.region, pool, [claim.tables[pool][page]], [page * size], [committed]
-            )[0]
+            pool: self.pools.digest(pool, [claim.tables[pool][page]], [page * size], [committed])[0]
             for pool in self._runs
         }
 
@@ -276,7 +274,7 @@ class Seat(SeatState):
         out = {}
         for pool, lease in claim.slots.items():
             self._device.touch("seal state", reads=[Span(DEVICE, pool, lease.indices)])
-            found = self._digester.digest(self.pools.region, pool, lease.indices, [committed], [committed + 1])
+            found = self.pools.digest(pool, lease.indices, [committed], [committed + 1])
             out[pool] = found[0]
         return out
 
@@ -315,7 +313,7 @@ class Seat(SeatState):
         ends = [s.depth * self.spec.page_tokens for s in there]
         slots = [s.lease.indices[0] for s in there]
         self._device.touch("seal slots", reads=[Span(DEVICE, pool, slots)])
-        found = self._digester.digest(self.pools.region, pool, slots, ends, ends)
+        found = self.pools.digest(pool, slots, ends, ends)
         return [Offer(s.depth, s.lease, (digest,)) for s, digest in zip(there, found, strict=True)]
 
     def _keep(self, claim: Claim, prefix: Prefix) -> None:

@@ -17,13 +17,14 @@ from cache.eviction import POLICIES
 from cache.launched import Launched
 from cache.leases import Lease
 from cache.loading import Loader
-from cache.moves import Move, Part, copy_state
+from cache.moves import Move, Part
 from cache.nodes import Lock, Node, Tier
 from cache.pools import PoolSet
 from cache.prefetch import Agree, Prefetcher
 from cache.prefix import Prefix
 from cache.registry import Kind
 from cache.saving import Saver
+from cache.shelf import RankShelf, Shelf
 from cache.storage import Queue
 from cache.telling import Teller
 from cache.tree import Match, PrefixTree
@@ -45,6 +46,7 @@ class SeatState:
         *,
         host: PoolSet | None = None,
         storage: Queue | None = None,
+        shelf: Shelf | None = None,
         fingerprint: str = "",
         agree: Agree = lambda key, value: value,
         wall: Callable[[], float] = time.time,
@@ -52,9 +54,13 @@ class SeatState:
         stride: int = 1 << 40,
     ) -> None:
         """`stride`: positions beyond what is committed that launched steps of one request write at most. Windows get
-        pages for so many at a time; without it, for all at once."""
+        pages for so many at a time; without it, for all at once. `shelf`: storage of a seat of several ranks, instead
+        of `storage`."""
         self.pools, self.host, self.config = pools, host, config
-        self._device, self._now, self._storage = device, now, storage
+        self._device, self._now = device, now
+        if shelf is None and storage is not None and host is not None:
+            shelf = RankShelf(storage, host, fingerprint)
+        self._shelf, self._storage = shelf, shelf or storage
         self.spec = pools.spec
         self.full = self.spec.full.name
         self.tree = PrefixTree(
@@ -63,16 +69,15 @@ class SeatState:
         self._runs = [p.name for p in self.spec.pools if p.kind is not Kind.STATE]
         self._windows = {p.name: self.spec.window_hold(p.name, stride) for p in self.spec.pools if p.window_tokens}
         self._slots = [p.name for p in self.spec.pools if p.kind is Kind.STATE]
-        self._digester = pools.digester
         self._claims: dict[Lock, Claim] = {}
         self._fresh: list[Claim] = []
         self._launched = Launched()
         self.saver = self.loader = self.prefetcher = None
         if host is not None:
-            self.saver = Saver(self.tree, pools, host, device, storage, fingerprint, config.move_chunk_bytes)
+            self.saver = Saver(self.tree, pools, host, device, self._shelf, config.move_chunk_bytes)
             self.loader = Loader(self.tree, pools, host, device, now, config.verify)
-            if storage is not None:
-                self.prefetcher = Prefetcher(self.tree, host, storage, fingerprint, config.prefetch, now, agree)
+            if self._shelf is not None:
+                self.prefetcher = Prefetcher(self.tree, host, self._shelf, config.prefetch, now, agree)
         events = config.events
         self.teller = Teller(self.tree, events, wall, rank) if events.endpoint else None
         if self.teller is not None:
@@ -156,8 +161,8 @@ class SeatState:
     def _copy_slot(self, pool: str, source: int, target: int, after: Sequence[Completion] = ()) -> Completion:
         """On the stream of the forward passes: whatever touches a slot does so in their order."""
         op = Op("copy slot", Stream.COMPUTE, (Span(DEVICE, pool, (source,)),), (Span(DEVICE, pool, (target,)),))
-        move, region, layout = Move((Part(pool, (source,), (target,)),)), self.pools.region, self.pools.layout
-        return attempt(self._device, op, lambda: copy_state(move, region, layout, region, layout), after)
+        move = Move((Part(pool, (source,), (target,)),))
+        return attempt(self._device, op, lambda: self.pools.copy(move, self.pools), after)
 
     # ------------------------------------------------------------ progress
 

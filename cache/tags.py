@@ -14,14 +14,14 @@ against an adversary (the transport authenticates peers).
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 import torch
 
 from cache.blocks import index_tensor, packing, runs
-from cache.registry import BufferLayout, Index, PoolSetLayout, word_dtype
+from cache.registry import BufferLayout, BufferSpec, Index, PoolSetLayout, word_dtype
 
 _GOLDEN = np.uint64(0x9E3779B97F4A7C15)
 _TEMPORARY_BYTES = 1024 * 1024
@@ -71,12 +71,18 @@ class Sums:
 class Digester:
     """Digests pages and slots of one pool set, in regions of any order that lie on `device`."""
 
-    def __init__(self, layout: PoolSetLayout, device: torch.device | str = "cpu", only: str | None = None) -> None:
-        """`only`: the one pool that will be digested; without it, all."""
+    def __init__(
+        self,
+        layout: PoolSetLayout,
+        device: torch.device | str = "cpu",
+        only: str | None = None,
+        counts: Callable[[BufferSpec], bool] = lambda buffer: True,
+    ) -> None:
+        """`only`: the one pool that will be digested; without it, all. `counts`: which buffers go into the sums."""
         self._layout = layout
         self._device = torch.device(device)
-        self._coefficients: dict[str, list[torch.Tensor]] = {
-            pool: [_coefficients(pool, buffer).to(device) for buffer in buffers]
+        self._coefficients: dict[str, list[torch.Tensor | None]] = {
+            pool: [_coefficients(pool, buffer).to(device) if counts(buffer.spec) else None for buffer in buffers]
             for pool, buffers in layout.buffers.items()
             if only in (None, pool)
         }
@@ -109,6 +115,8 @@ class Digester:
         if not len(indices):
             return Sums(by_token, by_entry)
         for buffer, coefficients_lw in zip(buffers, self._coefficients[pool], strict=True):
+            if coefficients_lw is None:
+                continue
             total = by_token if buffer.spec.index is Index.TOKEN else by_entry
             word = _word(buffer)
             stack_lpw = buffer.stack(region, count, min(word, buffer.word, key=_size))

@@ -10,11 +10,15 @@ from __future__ import annotations
 import dataclasses
 import logging
 import os
-from dataclasses import dataclass
+import secrets
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import ray
+from ray.util.placement_group import placement_group, remove_placement_group
+from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from cluster.launcher import Ended
 from cluster.procs import kill_process
@@ -42,7 +46,19 @@ class WorkerActor:
         plan = self._plan
         if not plan.host:
             plan = dataclasses.replace(plan, host=ray.util.get_node_ip_address())
+        if plan.rank:
+            from cluster.follower import run_follower
+
+            run_follower(plan)
         run_worker(plan, self._build)
+
+
+@dataclass(slots=True)
+class _Follower:
+    rank: int
+    handle: Any
+    where: Any
+    pid: tuple[int, int, str] | None = None
 
 
 @dataclass(slots=True)
@@ -52,6 +68,12 @@ class _Running:
     run: Any
     where: Any
     pid: tuple[int, int, str] | None = None
+    followers: Mapping[Any, _Follower] = field(default_factory=dict)
+    """The other ranks by the end of their run."""
+    why: str = ""
+    """Why it was ended from here."""
+    group: Any = None
+    """The placement group of a worker of several ranks."""
 
 
 class RayLauncher:
@@ -62,17 +84,35 @@ class RayLauncher:
         self._running: dict[Any, _Running] = {}
 
     def start(self, plan: WorkerPlan) -> None:
+        size = plan.config.tp_for(plan.role)
+        group = None
+        if size > 1:
+            # All ranks on one node, which has a place for each, or none anywhere.
+            group = placement_group([{RESOURCES[plan.role]: 1} for _ in range(size)], strategy="STRICT_PACK")
+            plan = dataclasses.replace(plan, meeting=secrets.token_hex(32))
+        leader, *followers = [self._actor(dataclasses.replace(plan, rank=rank), group) for rank in range(size)]
+        runs = {
+            handle.run.remote(): _Follower(rank, handle, handle.where.remote())
+            for rank, handle in enumerate(followers, 1)
+        }
+        running = _Running(plan, leader, leader.run.remote(), leader.where.remote(), followers=runs, group=group)
+        self._running[running.run] = running
+
+    def _actor(self, plan: WorkerPlan, group: Any) -> Any:
+        """The actor of one rank, not yet running."""
+        placed = {}
+        if group is not None:
+            placed["scheduling_strategy"] = PlacementGroupSchedulingStrategy(group, plan.rank)
         actor = ray.remote(WorkerActor).options(
             num_cpus=0,
             resources={RESOURCES[plan.role]: 1},
             max_restarts=0,
             max_task_retries=0,
             max_concurrency=2,
-            name=f"{plan.name}.{plan.incarnation}",
+            name=f"{plan.name}.{plan.incarnation}" + (f".rank{plan.rank}" if plan.rank else ""),
+            **placed,
         )
-        handle = actor.remote(plan, self._build)
-        running = _Running(plan, handle, handle.run.remote(), handle.where.remote())
-        self._running[running.run] = running
+        return actor.remote(plan, self._build)
 
     def kill(self, name: WorkerName, incarnation: Incarnation, pid: int, node: str) -> None:
         for running in list(self._running.values()):
@@ -81,6 +121,9 @@ class RayLauncher:
 
     def ended(self, timeout_s: float) -> list[Ended]:
         waiting = [*self._running, *(r.where for r in self._running.values() if r.pid is None)]
+        for running in self._running.values():
+            waiting += [run for run in running.followers if not running.why]
+            waiting += [follower.where for follower in running.followers.values() if follower.pid is None]
         if not waiting:
             return []
         done, _ = ray.wait(waiting, num_returns=1, timeout=timeout_s, fetch_local=False)
@@ -91,26 +134,37 @@ class RayLauncher:
         for ref in done:
             if ref in self._running:
                 running = self._running.pop(ref)
+                _dismiss(running)
                 out.append(Ended(running.plan.name, running.plan.incarnation, _reason(running, ref)))
-            else:
+            elif not self._lost_rank(ref):
                 self._note_pid(ref)
         return out
 
+    def _lost_rank(self, ref: Any) -> bool:
+        """Whether a follower's run has ended. Its leader notices by itself, but for one that still waits for it."""
+        for running in self._running.values():
+            if ref in running.followers:
+                rank, name = running.followers[ref].rank, running.plan.name
+                running.why = f"rank {rank} has ended, see {running.plan.logs / name}.rank{rank}.log"
+                self._kill(running)
+                return True
+        return False
+
     def _note_pid(self, ref: Any) -> None:
         for running in self._running.values():
-            if running.where == ref:
-                try:
-                    running.pid = ray.get(ref)
-                except ray.exceptions.RayError as error:
-                    # Its `run` ends with the same cause and is what gets reported.
-                    log.info("%s has not told its pid: %s", running.plan.name, error)
-                    running.pid = (0, 0, "")
+            processes: list[_Running | _Follower] = [running, *running.followers.values()]
+            for process in processes:
+                if process.where == ref:
+                    try:
+                        process.pid = ray.get(ref)
+                    except ray.exceptions.RayError as error:
+                        # Its `run` ends with the same cause and is what gets reported.
+                        log.info("%s has not told its pid: %s", running.plan.name, error)
+                        process.pid = (0, 0, "")
 
     def _kill(self, running: _Running) -> None:
-        # Ray asks the process to end, which one that is stopped or stuck can't; so kill it here where we can.
-        if running.pid is not None and running.pid[2] == node_name():
-            kill_process(running.pid[0], running.pid[1])
-        ray.kill(running.handle, no_restart=True)
+        _end(running)
+        _dismiss(running)
 
     def close(self) -> None:
         for running in self._running.values():
@@ -118,10 +172,28 @@ class RayLauncher:
         self._running.clear()
 
 
+def _end(process: _Running | _Follower) -> None:
+    # Ray asks the process to end, which one that is stopped or stuck can't; so kill it here where we can.
+    if process.pid is not None and process.pid[2] == node_name():
+        kill_process(process.pid[0], process.pid[1])
+    ray.kill(process.handle, no_restart=True)
+
+
+def _dismiss(running: _Running) -> None:
+    """End the other ranks, which end by themselves unless they are stuck, and give their places back. Idempotent."""
+    for follower in running.followers.values():
+        _end(follower)
+    if running.group is not None:
+        remove_placement_group(running.group)
+        running.group = None
+
+
 def _reason(running: _Running, ref: Any) -> str:
     """Why a process ended: its own words, else what Ray knows, else that somebody killed it."""
     plan = running.plan
     words = exit_file(plan.logs, plan.name, plan.incarnation)
+    if running.why and not words.exists():
+        return running.why
     if words.exists():
         text = words.read_text()
         words.unlink(missing_ok=True)

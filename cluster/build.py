@@ -7,27 +7,36 @@ import json
 import os
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
-from cache.device import Device, make_device
+from cache.device import DEVICE, HOST, Device, make_device
 from cache.moves import describe_spec
-from cache.pools import PoolSet, host_pools
+from cache.pools import PoolSet, host_layout
+from cache.ranked import RankedPools, RankState
+from cache.ranked_shelf import RankedShelf, RankStorage
 from cache.registry import PoolSetLayout
 from cache.seat import Seat
+from cache.shelf import RankShelf, Shelf
 from cache.storage import StorageQueue, make_backend
+from cluster.crew import Crew
 from cluster.memory import state_options, stride
+from cluster.rank_line import RankLine
 from contracts.access import SECRET_VARIABLE
 from contracts.clock import Clock, SystemClock
 from contracts.config import Config
 from contracts.errors import ConfigError
 from contracts.ids import Incarnation, Role, WorkerName
 from contracts.model import ModelSpec
+from contracts.orders import Ready
 from contracts.ports import Worker
 from decode import DecodeWorker
-from engine import Engine, load_engine, model_for
+from engine import Engine, Model, load_engine, model_for
+from engine.ranks import ALONE, Ranks
+from engine.shard import Shard
 from prefill import PrefillWorker
 from transfer import Curve, make_plane
 from transfer.plane import Plane
+from transfer.ranked import RankedPlane, RankLinks
 from transfer.receiver import ReceiverEnd
 from transfer.sender import SenderEnd
 from transfer.waiting import Waiter
@@ -58,18 +67,20 @@ def build_worker(
     counts: Mapping[str, int],
     clock: Clock | None = None,
     device: Device | None = None,
+    crew: Crew | None = None,
 ) -> Worker:
     """Load the model and open the worker's sockets on `host`. Everything is released when a part can't be built.
 
     `counts` are the pages and slots that each of its pools can lease (`cluster.memory`). `device` is where it runs, if
-    not where the config says. Raises `CheckpointError` or `ConfigError`.
+    not where the config says. `crew`: the other ranks, where the worker has several; this is their leader, and whoever
+    gives the crew closes it. Raises `CheckpointError`, `ConfigError`, or `PeerDead` for a rank that could not start.
     """
     clock = clock or SystemClock()
-    p = _parts(role, name, spec, config, host, counts, device, clock)
+    p = _parts(role, name, spec, config, host, counts, device, clock, crew)
     if role is Role.PREFILL:
         sender = SenderEnd(
             name, incarnation, spec.fingerprint, p.plane, p.seat.pools, p.device, config.transfer,
-            host=host, clock=clock, waiter=p.waiter, curve=p.curve,
+            host=host, clock=clock, waiter=p.waiter, curve=p.curve, others=crew.line.processes if crew else (),
         )  # fmt: skip
         return PrefillWorker(
             name, incarnation, config, p.engine, p.seat, sender, p.waiter,
@@ -94,29 +105,109 @@ def _parts(
     counts: Mapping[str, int],
     device: Device | None,
     clock: Clock,
+    crew: Crew | None,
 ) -> Parts:
-    secret = os.environ.get(SECRET_VARIABLE)
-    curve = Curve.from_secret(bytes.fromhex(secret)) if secret else None
-    if curve is None and not host.startswith("127."):
-        raise ConfigError(f"a worker on {host} needs {SECRET_VARIABLE}: only loopback goes without authentication")
+    curve = _curve(host)
     if config.engine.device == "cuda":
         raise ConfigError("engine.device=cuda: data planes register host memory only as yet; use engine.device=cpu")
+    if (config.tp_for(role) > 1) != (crew is not None):
+        raise ConfigError(f"{role}.tp={config.tp_for(role)} needs a process for each rank")
     device = device or make_device("cpu")
     waiter = Waiter()
-    plane = make_plane(config, host, curve, waiter.wake)
+    ranks, line = (ALONE, None) if crew is None else (crew.ranks, crew.line)
+    own = make_plane(config, host, curve, waiter.wake, ranks.rank, ranks.size)
+    plane: Plane = own if line is None else RankedPlane(own, line)
     try:
-        model = model_for(spec)
-        pool_set = model.pool_set(state_options(spec, config, role))
-        layout = PoolSetLayout(pool_set, {pool: 1 + count for pool, count in counts.items()})
-        pools = PoolSet(pool_set, layout.counts, plane.allocate("pages", layout.nbytes))
-        seat = _seat(pools, device, spec, config, role, name, clock, waiter)
+        model, layout = rank_layout(role, spec, config, counts, ranks)
+        region = plane.allocate("pages", layout.nbytes)
+        pools = PoolSet(layout.spec, layout.counts, region) if line is None else RankedPools(
+            layout, region, line, DEVICE
+        )  # fmt: skip
+        if line is not None:
+            waiter.add(line.socket)
+        seat = _seat(pools, device, spec, config, role, name, clock, waiter, line)
         epochs = {pool: allocator.epochs for pool, allocator in pools.allocators.items()}
-        engine = load_engine(model, config.engine, pool_set, pools.gates, epochs, device)
+        engine = load_engine(model, config.engine, layout.spec, pools.gates, epochs, device, ranks, line)
+        if line is not None:
+            line.ask(Ready(), config.cluster.start_timeout_s).wait()
     except BaseException:
         plane.close()
         waiter.close()
         raise
     return Parts(spec, config, device, waiter, plane, seat, engine, curve)
+
+
+def _curve(host: str) -> Curve | None:
+    """The cluster's keys. Raises `ConfigError` where there are none and `host` isn't loopback."""
+    secret = os.environ.get(SECRET_VARIABLE)
+    if secret is None and not host.startswith("127."):
+        raise ConfigError(f"a worker on {host} needs {SECRET_VARIABLE}: only loopback goes without authentication")
+    return Curve.from_secret(bytes.fromhex(secret)) if secret else None
+
+
+def rank_layout(
+    role: Role, spec: ModelSpec, config: Config, counts: Mapping[str, int], ranks: Ranks
+) -> tuple[Model, PoolSetLayout]:
+    """The model, and what one of its ranks holds: every rank works out the same pages, each of its own heads."""
+    model = model_for(spec)
+    options = replace(state_options(spec, config, role), shard=Shard(ranks.rank, ranks.size))
+    return model, PoolSetLayout(model.pool_set(options), {pool: 1 + count for pool, count in counts.items()})
+
+
+def host_tier(layout: PoolSetLayout, config: Config, role: Role, size: int) -> PoolSetLayout | None:
+    """How a rank's part of the host tier lies; None where there is none."""
+    host_bytes = config.cache_for(role).host_bytes
+    return host_layout(layout.spec, host_bytes // size, layout.counts) if host_bytes else None
+
+
+@dataclass(frozen=True)
+class RankParts:
+    """What a follower is made of."""
+
+    state: RankState
+    links: RankLinks
+    engine: Engine
+    storage: RankStorage | None
+    waiter: Waiter
+
+    def close(self) -> None:
+        if self.storage is not None:
+            self.storage.close(1.0)
+        self.links.close()
+        self.waiter.close()
+
+
+def build_rank(
+    role: Role, spec: ModelSpec, config: Config, *, host: str, counts: Mapping[str, int], ranks: Ranks
+) -> RankParts:
+    """Build what a follower needs to carry out its leader's orders. Raises what `build_worker` does."""
+    device = make_device("cpu")
+    waiter = Waiter()
+    plane = make_plane(config, host, _curve(host), waiter.wake, ranks.rank, ranks.size)
+    storage: RankStorage | None = None
+    try:
+        model, layout = rank_layout(role, spec, config, counts, ranks)
+        pools = PoolSet(layout.spec, layout.counts, plane.allocate("pages", layout.nbytes))
+        plane.register(pools, None)
+        places = {DEVICE: pools}
+        tier = host_tier(layout, config, role, ranks.size)
+        if tier is not None:
+            mirror = PoolSet(tier.spec, tier.counts, device.allocate_host(tier.nbytes), tier.order, "host")
+            places[HOST] = mirror
+            backend = make_backend(config.cache_for(role).storage)
+            if backend is not None:
+                queue = StorageQueue(backend, wake=waiter.wake)
+                named = _fingerprint(pools, spec, config)
+                storage = RankStorage(RankShelf(queue, mirror, named, ranks.rank, ranks.size))
+        epochs = {pool: allocator.epochs for pool, allocator in pools.allocators.items()}
+        engine = load_engine(model, config.engine, layout.spec, pools.gates, epochs, device, ranks)
+    except BaseException:
+        plane.close()
+        waiter.close()
+        raise
+    for socket in plane.waitable:
+        waiter.add(socket)
+    return RankParts(RankState(places, ranks.size), RankLinks(plane), engine, storage, waiter)
 
 
 def _seat(
@@ -128,15 +219,27 @@ def _seat(
     name: WorkerName,
     clock: Clock,
     waiter: Waiter,
+    line: RankLine | None,
 ) -> Seat:
     """The pool set with its tiers, as the role's cache section has them."""
     cache = config.cache_for(role)
-    host = host_pools(pools.spec, cache.host_bytes, device, pools.layout.counts) if cache.host_bytes else None
+    size = 1 if line is None else line.size
+    tier = host_tier(pools.layout, config, role, size)
+    host: PoolSet | None = None
+    if tier is not None:
+        memory = device.allocate_host(tier.nbytes)
+        host = PoolSet(tier.spec, tier.counts, memory, tier.order, "host") if line is None else RankedPools(
+            tier, memory, line, HOST, "host"
+        )  # fmt: skip
     backend = make_backend(cache.storage) if host is not None else None
     storage = StorageQueue(backend, wake=waiter.wake, clock=clock) if backend is not None else None
+    fingerprint = _fingerprint(pools, spec, config)
+    shelf: Shelf | None = None
+    if storage is not None and isinstance(host, RankedPools) and line is not None:
+        shelf = RankedShelf(RankShelf(storage, host, fingerprint, 0, size), host, line)
     return Seat(
         pools, device, cache, clock.now,
-        host=host, storage=storage, fingerprint=_fingerprint(pools, spec, config), rank=_event_rank(role, name),
+        host=host, storage=storage, shelf=shelf, fingerprint=fingerprint, rank=_event_rank(role, name),
         stride=stride(config, role),
     )  # fmt: skip
 

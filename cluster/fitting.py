@@ -43,7 +43,7 @@ class Demand:
                     f"cache.device_tokens={cache.device_tokens} is less than one page "
                     f"(cache.page_tokens={cache.page_tokens})"
                 )
-            budget = min(int(share * MEMORY_SHARE), share - self.weights - WORKER_BYTES - cache.host_bytes)
+            budget = min(int(share * MEMORY_SHARE), share - self.weights - self._processes(role) - cache.host_bytes)
             plan = plan_memory(self.pool_set, self.config, role, self.context, budget)
             if plan is None:
                 return None
@@ -52,8 +52,11 @@ class Demand:
 
     def need(self, plans: dict[Role, MemoryPlan]) -> int:
         """Bytes that all workers take."""
-        each = {role: plans[role].nbytes + self.weights + WORKER_BYTES for role in Role}
+        each = {role: plans[role].nbytes + self.weights + self._processes(role) for role in Role}
         return self.prefill * each[Role.PREFILL] + self.decode * each[Role.DECODE] + self._hosts
+
+    def _processes(self, role: Role) -> int:
+        return self.config.tp_for(role) * WORKER_BYTES
 
     @property
     def _hosts(self) -> int:

@@ -14,7 +14,7 @@ and a request that no plan of this size can hold is refused when it comes (`Seat
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from cache.registry import Kind, PoolSetSpec
@@ -102,9 +102,10 @@ def plan_memory(spec: PoolSetSpec, config: Config, role: Role, context: int, bud
     cache = config.cache_for(role)
     size = spec.page_tokens
     limit = most_requests(config, role)
+    units = unit_bytes(spec, config.tp_for(role))
 
     def sized(pages: int, requests: int) -> MemoryPlan:
-        return _sized(spec, stride(config, role), pages, min(requests, pages))
+        return _sized(spec, units, stride(config, role), pages, min(requests, pages))
 
     def fits(pages: int, requests: int) -> bool:
         return sized(pages, requests).nbytes <= budget
@@ -125,7 +126,13 @@ def _largest(limit: int, good: Callable[[int], bool]) -> int:
     return bisect_right(range(1, limit + 1), False, key=lambda n: not good(n))
 
 
-def _sized(spec: PoolSetSpec, steps: int, pages: int, requests: int) -> MemoryPlan:
+def unit_bytes(spec: PoolSetSpec, ranks: int) -> dict[str, int]:
+    """Bytes of one page or slot of each pool, of all ranks of a worker together; `spec` is the whole model's."""
+    shards = [spec.shard(rank, ranks) for rank in range(ranks)]
+    return {pool: sum(shard.unit_bytes(pool) for shard in shards) for pool in spec.by_name}
+
+
+def _sized(spec: PoolSetSpec, units: Mapping[str, int], steps: int, pages: int, requests: int) -> MemoryPlan:
     plans = []
     for pool in spec.pools:
         if pool.kind is Kind.FULL:
@@ -138,6 +145,6 @@ def _sized(spec: PoolSetSpec, steps: int, pages: int, requests: int) -> MemoryPl
         else:
             count = requests * (1 + SNAPSHOTS + KEPT_STATES)
             purpose = f"{requests} requests, {SNAPSHOTS + KEPT_STATES} kept each"
-        nbytes = (count + 1) * spec.unit_bytes(pool.name)
+        nbytes = (count + 1) * units[pool.name]
         plans.append(PoolPlan(pool.name, pool.kind, count, nbytes, purpose))
     return MemoryPlan(tuple(plans), requests, spec.page_tokens)

@@ -81,8 +81,10 @@ def prepare(options: ServeOptions, free_bytes: int | None = None) -> Prepared:
     _check_config(config, options)
     spec = read_model_spec(model_folder(options.model))
     pool_set = pool_set_of(spec, config)
+    check_ranks(config, spec)
+    processes = options.prefill * config.prefill.tp + options.decode * config.decode.tp
     free = free_bytes if free_bytes is not None else _free_bytes()
-    threads = config.engine.threads or max(1, _cores() // (options.prefill + options.decode))
+    threads = config.engine.threads or max(1, _cores() // processes)
     weights = weight_bytes(spec, config)
     plans = _plans(options, config, spec, pool_set, weights, free)
     return Prepared(options, config, spec, pool_set, free_port(options.host, options.port), threads, plans, weights)
@@ -115,6 +117,41 @@ def pool_set_of(spec: ModelSpec, config: Config) -> PoolSetSpec:
     from engine import model_for
 
     return model_for(spec).pool_set(state_options(spec, config, Role.PREFILL))
+
+
+def check_ranks(config: Config, spec: ModelSpec) -> None:
+    """Whether the model can be divided as the configuration says. Raises `ConfigError` naming what would work."""
+    for role in Role:
+        size = config.tp_for(role)
+        if size == 1:
+            continue
+        if config.transfer.plane == "local":
+            raise ConfigError(f"{role}.tp={size} needs a process for each rank: use transfer.plane=shm or zmq")
+        reason = _divides(config, spec, size)
+        if reason:
+            good = [str(n) for n in range(1, 17) if not _divides(config, spec, n)]
+            raise ConfigError(f"{role}.tp={size}: {reason}; {role}.tp can be {', '.join(good)}")
+
+
+def _divides(config: Config, spec: ModelSpec, size: int) -> str:
+    """Why the model can't be divided among so many ranks; empty where it can."""
+    from cluster.memory import state_options
+    from engine import dtype_for, model_for
+    from engine.shard import Shard
+    from engine.weights import Weights
+
+    model = model_for(spec)
+    dtype, options = dtype_for(spec, config.engine), state_options(spec, config, Role.PREFILL)
+    try:
+        for rank in (0, size - 1):
+            shard = Shard(rank, size)
+            mine = model.pool_set(dataclasses.replace(options, shard=shard))
+            if mine != mine.whole.shard(rank, size):
+                return "its state is not divided like its heads"
+            model.build(Weights.dry(spec, dtype, shard))
+    except ConfigError as error:
+        return str(error)
+    return ""
 
 
 def weight_bytes(spec: ModelSpec, config: Config) -> int:

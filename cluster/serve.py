@@ -27,6 +27,7 @@ from cluster.worker_process import BuildWorker, WorkerPlan, build_from_plan
 from contracts.access import SECRET_VARIABLE
 from contracts.clock import Clock, SystemClock
 from contracts.errors import TwinpoolError
+from contracts.ids import Role
 from contracts.logs import log_to_stream
 
 if TYPE_CHECKING:
@@ -123,13 +124,14 @@ class Serve:
         from cluster.ray_cluster import join_ray, leave_ray, missing_places
 
         options = self._prepared.options
+        tp = {role: self._prepared.config.tp_for(role) for role in Role}
         stack.callback(leave_ray)
         address = join_ray(options.ray_address or "auto")
         self._stopping.install()  # importing Ray takes SIGTERM over
         self._terminal.step("ray", f"joined from {address}")
         deadline = self._clock.now() + self._prepared.config.cluster.start_timeout_s
         said = ""
-        while missing := missing_places(options.prefill, options.decode):
+        while missing := missing_places(options.prefill * tp[Role.PREFILL], options.decode * tp[Role.DECODE]):
             self._check_stop()
             if self._clock.now() > deadline:
                 raise PartFailed(

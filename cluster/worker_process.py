@@ -14,6 +14,7 @@ from collections.abc import Callable
 from concurrent.futures import CancelledError
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from cluster.aio import LoopThread
 from cluster.host import HostEnd, WorkerHost
@@ -28,6 +29,9 @@ from contracts.errors import TwinpoolError
 from contracts.ids import Incarnation, Role, WorkerName
 from contracts.model import read_model_spec
 from contracts.ports import Worker, WorkerRecord
+
+if TYPE_CHECKING:
+    from cluster.crew import Crew
 
 log = logging.getLogger("twinpool.worker")
 
@@ -51,6 +55,10 @@ class WorkerPlan:
     controller: str
     """The controller's endpoint."""
     logs: Path
+    rank: int = 0
+    """Which of the worker's tensor-parallel ranks this process is; 0 is the leader."""
+    meeting: str = field(default="", repr=False)
+    """Hex: by which the ranks of this incarnation find and know each other; empty where there is one."""
     secret: str = field(default="", repr=False)
     """Hex; what workers authenticate each other with where they don't meet on loopback."""
 
@@ -135,7 +143,29 @@ def build_from_plan(plan: WorkerPlan) -> Worker:
         plan.config,
         host=plan.host,
         counts=plan.counts,
+        crew=_crew(plan) if plan.config.tp_for(plan.role) > 1 else None,
     )
+
+
+def _crew(plan: WorkerPlan) -> Crew:
+    """The plan's other ranks. When one of them dies, so does this process, at once and without another word."""
+    from cluster.crew import lead
+    from cluster.rank_line import DeathWatch
+
+    cluster = plan.config.cluster
+    crew = lead(
+        plan.meeting, plan.config.tp_for(plan.role), SystemClock(),
+        deadline_s=cluster.rank_timeout_s, start_s=cluster.start_timeout_s,
+    )  # fmt: skip
+
+    def end(reason: str) -> None:
+        log.error("a rank is gone", extra={"worker": plan.name, "reason": reason})
+        _write_exit(plan, reason)
+        logging.shutdown()
+        os._exit(1)
+
+    DeathWatch(crew.watch(), end).start()
+    return crew
 
 
 def run_worker(plan: WorkerPlan, build: BuildWorker) -> None:

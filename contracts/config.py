@@ -135,6 +135,8 @@ class PrefillConfig:
     """Token budget of a prefill step; longer prompts take several steps."""
     max_running: int = 32
     """Requests computed at the same time."""
+    tp: int = 1
+    """Tensor-parallel ranks of a worker, each a process with its share of the heads; 1, 2, 4, as the heads divide."""
     cache: CacheOverride = field(default_factory=CacheOverride)
 
 
@@ -144,6 +146,8 @@ class DecodeConfig:
     """Token budget of a decode step: one a running request."""
     metadata_slots: int = 128
     """Hand-overs that can be under way at once."""
+    tp: int = 1
+    """As `prefill.tp`; the two may differ."""
     cache: CacheOverride = field(default_factory=CacheOverride)
 
 
@@ -189,6 +193,8 @@ class ClusterConfig:
     """How long a worker may take from its start to its first heartbeat."""
     restart_limit: int = 20
     """Restarts of one worker within ten minutes before it is left dead."""
+    rank_timeout_s: float = 30.0
+    """A rank of a worker that was silent for this long in mid-step ends the worker."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -219,6 +225,10 @@ class Config:
         override = self.prefill.cache if role is Role.PREFILL else self.decode.cache
         changes = {f.name: v for f in dataclasses.fields(override) if (v := getattr(override, f.name)) is not None}
         return dataclasses.replace(self.cache, **changes)
+
+    def tp_for(self, role: Role) -> int:
+        """Tensor-parallel ranks of a worker of `role`."""
+        return self.prefill.tp if role is Role.PREFILL else self.decode.tp
 
     def to_dict(self) -> dict[str, Any]:
         return dataclasses.asdict(self)

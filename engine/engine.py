@@ -16,15 +16,18 @@ from cache.gate import Door, Gate
 from cache.registry import Kind, PoolSetSpec
 from contracts.config import EngineConfig
 from contracts.errors import ConfigError
+from contracts.orders import Compute, Followers, Places, RowOrder
 from engine import native
 from engine.attention import Attention, AttentionPlan, SlotPlan, Tables, make_plan, make_slot_plan, muted, muted_slots
 from engine.batch import Row, RowOutput, Step
 from engine.decoder import Decoder
+from engine.host import to_device, to_host
 from engine.models import Model
 from engine.native_attention import NativeAttention
 from engine.numerics import FAST, Numerics, probe
+from engine.ranks import ALONE, Ranks
 from engine.sampling import Draws, Logprobs, draw_tokens, token_logprobs
-from engine.shard import WHOLE, Shard
+from engine.shard import Shard
 from engine.step import Computed, LaunchedStep, input_tokens
 from engine.step_context import StepContext
 from engine.torch_attention import TorchAttention
@@ -49,9 +52,13 @@ class Engine:
         epochs: Mapping[str, EpochTable],
         device: Device,
         *,
+        ranks: Ranks = ALONE,
+        followers: Followers | None = None,
         triton: bool = False,
     ) -> None:
-        """`triton`: tokens are drawn by Triton's kernel."""
+        """`followers`: where this is the leader of several `ranks`, its line to the others. `triton`: tokens are drawn
+        by Triton's kernel."""
+        self.ranks, self._followers = ranks, followers
         self.decoder, self.numerics, self.attention = decoder, numerics, attention
         self.spec = spec
         self._gates, self._epochs = dict(gates), dict(epochs)
@@ -87,15 +94,41 @@ class Engine:
     @torch.inference_mode()
     def _step(self, rows: Sequence[Row], tables: Sequence[Mapping[str, Table]], doors: Mapping[str, Door]) -> Computed:
         device = self._device.torch_device
-        ctx, stale_b = self._guarded(self.context(rows, tables, doors))
-        padding = len(ctx.positions_m) - ctx.count
-        x_mh = self.decoder.forward(input_tokens(rows, padding, device), ctx)
+        if self._followers is not None:
+            self._followers.tell(compute_order(rows, tables))
+        ctx = self.context(rows, tables, doors)
+        stale_b = self._stale(ctx)
+        tokens_m = input_tokens(rows, len(ctx.positions_m) - ctx.count, device)
+        if self._followers is not None:
+            self.ranks.first(torch.cat((tokens_m, stale_b.long())))
+        self._mute(ctx, stale_b)
+        x_mh = self.decoder.forward(tokens_m, ctx)
         counts = [len(row.tokens) for row in rows]
         firsts = [sum(counts[:i]) for i in range(len(counts))]
         drawing = [i for i, row in enumerate(rows) if row.draw is not None]
         draws = self._draw(rows, x_mh, firsts, drawing) if drawing else None
         scores = [tuple(self._score(row, x_mh[first:])) for row, first in zip(rows, firsts, strict=True)]
-        return Computed(drawing, draws, scores, stale_b)
+        return Computed(
+            drawing,
+            draws.tokens_n if draws is not None else None,
+            draws.to_host() if draws is not None else None,
+            [[part.to_host() for part in parts] for parts in scores],
+            to_host(stale_b),
+        )
+
+    @torch.inference_mode()
+    def follow(self, order: Compute) -> None:
+        """A follower's part of a step that its leader has begun."""
+        rows = [Row((0,) * row.tokens, row.start, (), epochs=()) for row in order.rows]
+        tables = [
+            {at.pool: Table(at.first, at.indices, (0,) * len(at.indices)) for at in row.tables} for row in order.rows
+        ]
+        doors = {pool.name: self._gates[pool.name].enter(pool.name) for pool in self.spec.pools}
+        ctx = self.context(rows, tables, doors)
+        count = len(ctx.positions_m)
+        told = self.ranks.first(ctx.positions_m.new_zeros(count + len(rows)))
+        self._mute(ctx, told[count:].bool())
+        self.decoder.forward(told[:count], ctx)
 
     def context(
         self, rows: Sequence[Row], tables: Sequence[Mapping[str, Table]], doors: Mapping[str, Door]
@@ -119,33 +152,37 @@ class Engine:
         return StepContext(
             self.numerics,
             self.attention,
-            torch.tensor(positions, device=device),
+            to_device(positions, device),
             max(positions) + 1,
             count,
             plans,
             slots,
             doors,
+            self.ranks,
         )
 
-    def _guarded(self, ctx: StepContext) -> tuple[StepContext, Tensor]:
-        """Find the sequences of which a page or slot has been given away ([B] bool), and let them write nothing."""
+    def _stale(self, ctx: StepContext) -> Tensor:
+        """The sequences of which a page or slot has been given away, [B] bool."""
         device = self._device.torch_device
         tables: dict[str, Tables] = {**ctx.plans, **ctx.slots}
         found = [self.attention.stale(plan, self._epochs[pool].on(device)) for pool, plan in tables.items()]
-        stale_b = torch.stack(found).any(0)
+        return torch.stack(found).any(0)
+
+    def _mute(self, ctx: StepContext, stale_b: Tensor) -> None:
+        """Let stale sequences write nothing."""
         if not stale_b.is_cpu or stale_b.any():
             ctx.plans = {pool: muted(plan, stale_b) for pool, plan in ctx.plans.items()}
             ctx.slots = {pool: muted_slots(plan, stale_b) for pool, plan in ctx.slots.items()}
-        return ctx, stale_b
 
     def _draw(self, rows: Sequence[Row], x_mh: Tensor, firsts: Sequence[int], drawing: Sequence[int]) -> Draws:
         last = [firsts[i] + len(rows[i].tokens) - 1 for i in drawing]
         wanted = [draw for row in rows if (draw := row.draw) is not None]
-        return draw_tokens(self.decoder.logits(x_mh[last], self.numerics), wanted, triton=self._triton)
+        x_nh = x_mh.index_select(0, to_device(last, x_mh.device))
+        return draw_tokens(self.decoder.logits(x_nh, self.numerics), wanted, triton=self._triton)
 
     def _score(self, row: Row, x_th: Tensor) -> Iterator[Logprobs]:
         """Log-probabilities of the tokens that follow, some rows of logits at a time."""
-        follow = torch.tensor(row.score or (), dtype=torch.int64, device=x_th.device)
+        follow = to_device(row.score or (), x_th.device)
         step = max(1, _LOGIT_ELEMENTS // self.decoder.head.shape[0])
         for begin in range(0, len(follow), step):
             part = follow[begin : begin + step]
@@ -187,10 +224,12 @@ def load_engine(
     gates: Mapping[str, Gate],
     epochs: Mapping[str, EpochTable],
     device: Device,
-    shard: Shard = WHOLE,
+    ranks: Ranks = ALONE,
+    followers: Followers | None = None,
 ) -> Engine:
     """Load the checkpoint of `model` and bind it to `gates`, whose buffers are those of `spec`, its pool set.
 
+    Of several `ranks`, each loads its part, all at the same time; the leader has a line to its `followers`.
     `epochs` are the tables of the allocators that hand out the pools' pages and slots.
     Sets torch's threads to `config.threads` unless that is 0. Raises `CheckpointError` for a checkpoint that can't be
     read and `ConfigError` for an attention backend that can't run here.
@@ -200,6 +239,7 @@ def load_engine(
     torch_device = device.torch_device
     triton = wants_triton(config, torch_device)
     kernels = kernels_for_config(config, torch_device)
+    shard = Shard(ranks.rank, ranks.size)
     weights = Weights(model.spec, dtype_for(model.spec, config), torch_device, shard, triton=triton)
     try:
         with native.using(kernels):
@@ -207,9 +247,11 @@ def load_engine(
         decoder.kernels = kernels
     finally:
         weights.close()
-    numerics = numerics_for(weights, config, torch_device)
+    numerics = agreed(numerics_for(weights, config, torch_device), ranks, torch_device)
     attention = attention_for(config, numerics, torch_device, kernels)
-    return Engine(decoder, numerics, attention, spec, gates, epochs, device, triton=triton)
+    return Engine(
+        decoder, numerics, attention, spec, gates, epochs, device, ranks=ranks, followers=followers, triton=triton
+    )
 
 
 def kernels_for_config(config: EngineConfig, device: torch.device) -> native.Kernels | None:
@@ -231,6 +273,27 @@ def numerics_for(weights: Weights, config: EngineConfig, device: torch.device) -
         return FAST
     with torch.inference_mode():
         return probe(weights.linears, sorted(set(weights.products)), device)
+
+
+def agreed(numerics: Numerics, ranks: Ranks, device: torch.device) -> Numerics:
+    """Numerics that are good enough for every rank's products: all pad their batches alike."""
+    mine = torch.tensor([numerics.tiled, numerics.quantum], device=device)
+    tiled, quantum = max(found.tolist() for found in ranks.gather(mine))
+    return Numerics(quantum, bool(tiled))
+
+
+def compute_order(rows: Sequence[Row], tables: Sequence[Mapping[str, Table]]) -> Compute:
+    """What followers need to know of a step besides its tokens."""
+    return Compute(
+        tuple(
+            RowOrder(
+                row.start,
+                len(row.tokens),
+                tuple(Places(pool, table.first, tuple(table.pages)) for pool, table in mine.items()),
+            )
+            for row, mine in zip(rows, tables, strict=True)
+        )
+    )
 
 
 def wants_triton(config: EngineConfig, device: torch.device) -> bool:

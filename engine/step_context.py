@@ -17,6 +17,7 @@ from torch import Tensor
 from cache.gate import Door, LayerBuffers
 from engine.attention import Attention, AttentionPlan, SlotPlan
 from engine.numerics import Linear, Numerics
+from engine.ranks import ALONE, Ranks
 
 if TYPE_CHECKING:
     from engine.rope import RopeTable
@@ -47,6 +48,7 @@ class StepContext:
     slots: Mapping[str, SlotPlan]
     """Of state pools, by name."""
     doors: Mapping[str, Door]
+    ranks: Ranks = ALONE
     scratch: dict[Any, Any] = field(default_factory=dict)
     """What a layer leaves for later layers of the same step: selections, keys that others share."""
 
@@ -57,7 +59,7 @@ class StepContext:
 
     def sum(self, x: Tensor) -> Tensor:
         """The sum of every rank's `x`, in an order of additions that depends on the ranks alone."""
-        return x
+        return self.ranks.sum(x)
 
     def buffers(self, place: Place) -> LayerBuffers:
         """A layer's state, complete when it is handed out."""

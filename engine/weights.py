@@ -16,7 +16,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from contracts.config import EngineConfig
-from contracts.errors import CheckpointError
+from contracts.errors import CheckpointError, ConfigError
 from contracts.model import ModelSpec
 from contracts.tensor_files import FLOATS
 from engine.mxfp4 import GROUP, unpacked
@@ -158,6 +158,11 @@ class Weights:
         weights = [self.tensor(name + suffix, axis, columns) for name, axis in rows.items()]
         biases = [self.tensor(name + ".bias", axis) for name, axis in rows.items()] if bias else []
         partial = isinstance(columns, Axis) and columns.divided
+        if isinstance(columns, Axis) and partial and columns.count * self.shard.size != columns.whole:
+            raise ConfigError(
+                f"tp={self.shard.size} is more than {self._prefix}{next(iter(rows))} can be divided into: its parts "
+                "would be added more than once"
+            )
         if partial and self.shard.rank:
             biases = []  # Added once, by the first rank.
         return self.made(torch.cat(weights), torch.cat(biases) if biases else None, partial=partial)

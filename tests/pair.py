@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from cache.device import Device
 from cluster.build import build_worker
@@ -20,6 +20,10 @@ from contracts.model import read_model_spec
 from contracts.ports import SessionId
 from contracts.sampling import SamplingParams, TokenLogprob
 from engine import read_model
+
+if TYPE_CHECKING:
+    from cluster.crew import Crew
+    from tests.rank_workers import RankProcesses
 
 SESSION = SessionId(1)
 
@@ -52,8 +56,9 @@ class Pair:
         tokens: int | Mapping[Role, int],
         clock: Clock,
         devices: Mapping[Role, Device] | None = None,
+        crews: Mapping[Role, Crew | None] | None = None,
     ) -> None:
-        devices = devices or {}
+        devices, crews = devices or {}, crews or {}
         sizes = tokens if isinstance(tokens, Mapping) else dict.fromkeys(Role, tokens)
         spec = read_model_spec(folder)
         self.clock = clock
@@ -67,6 +72,7 @@ class Pair:
                 config,
                 counts=counts_for(folder, config, role, sizes[role]),
                 device=devices.get(role),
+                crew=crews.get(role),
                 **options,
             )
             for role in (Role.PREFILL, Role.DECODE)
@@ -187,16 +193,41 @@ def pair(
     clock: Clock | None = None,
     settle: bool = True,
     devices: Mapping[Role, Device] | None = None,
+    ranks: RankProcesses | None = None,
     **sections: dict[str, Any],
 ) -> Iterator[Pair]:
-    """A pair that is checked for leaks at the end."""
+    """A pair that is checked for leaks at the end. `ranks`: warm processes for workers of several ranks."""
     sections.setdefault("transfer", {}).setdefault("plane", "local")
     sections.setdefault("engine", {}).setdefault("threads", 1)
-    both = Pair(folder, config_from_dict(sections), tokens, clock or SystemClock(), devices)
-    try:
-        yield both
-        if settle:
-            both.settle()
-    finally:
-        both.prefill.close()
-        both.decode.close()
+    config = config_from_dict(sections)
+    with ExitStack() as stack:
+        crews = _crews(stack, ranks, folder, config, tokens)
+        both = Pair(folder, config, tokens, clock or SystemClock(), devices, crews)
+        try:
+            yield both
+            if settle:
+                both.settle()
+        finally:
+            both.prefill.close()
+            both.decode.close()
+
+
+def _crews(
+    stack: ExitStack,
+    processes: RankProcesses | None,
+    folder: Path,
+    config: Config,
+    tokens: int | Mapping[Role, int],
+) -> dict[Role, Crew | None]:
+    """The other ranks of each worker, where it has several."""
+    if not any(config.tp_for(role) > 1 for role in Role):
+        return {}
+    from tests.rank_workers import crew_of, rank_processes
+
+    processes = processes or stack.enter_context(rank_processes())
+    crews: dict[Role, Crew | None] = {}
+    for role in Role:
+        size = tokens[role] if isinstance(tokens, Mapping) else tokens
+        counts = counts_for(folder, config, role, size)
+        crews[role] = stack.enter_context(crew_of(processes, folder, role, config, counts))
+    return crews

@@ -16,15 +16,17 @@ from cache.due import Held, due, extents
 from cache.leases import Lease
 from cache.pools import PoolSet
 from cache.registry import PoolSetLayout, PoolSetSpec
-from cache.tags import ContentTag, Digester, chain_keys
+from cache.tags import ContentTag, chain_keys
 from contracts.clock import ManualClock
 from contracts.config import config_from_dict
 from contracts.ids import Incarnation, RoomId, WorkerName
 from contracts.messages import PeerRef
 from tests.poolsets import entry, filled
+from tests.ranks import RankedSeat, content, fill, ranked_seat
 from transfer import make_plane, receiver, sender
 from transfer.metadata import Draft, Metadata
-from transfer.plane import Run
+from transfer.plane import Plane, Run
+from transfer.ranked import RankedPlane
 from transfer.receiver import Expected, ReceiverEnd
 from transfer.sender import Finished, SenderEnd
 from transfer.waiting import Waiter
@@ -112,6 +114,8 @@ class Ends:
     clock: ManualClock
     waiter: Waiter
     random: random.Random
+    seats: tuple[RankedSeat, RankedSeat]
+    """All ranks of both."""
     outcomes: list[receiver.Outcome] = field(default_factory=list)
     heard: list[sender.Outcome] = field(default_factory=list)
     _rooms: int = 0
@@ -134,13 +138,11 @@ class Ends:
         room = RoomId(f"room-{self._rooms}")
         size = self.spec.page_tokens
         keys = tuple(chain_keys([self.random.randrange(1000) for _ in range(positions)], size))
-        digester, runs, leases, tags = Digester(self.source.layout), {}, {}, {}
+        runs, leases, tags = {}, {}, {}
         for pool, numbers in due(self.spec, positions).items():
             lease = leases[pool] = self.source.allocators[pool].lease(len(numbers), room)
             runs[pool] = Run(numbers.start, lease.indices)
-            digests = digester.digest(
-                self.source.region, pool, lease.indices, *extents(self.spec, pool, numbers, positions)
-            )
+            digests = self.source.digest(pool, lease.indices, *extents(self.spec, pool, numbers, positions))
             tags[pool] = tuple(ContentTag(keys[n], d) for n, d in zip(numbers, digests, strict=True))
         return Prompt(room, positions, keys, runs, leases, tags)
 
@@ -197,7 +199,7 @@ def placed(ends: Ends, prompt: Prompt, leases: Mapping[str, Lease], lacks: Mappi
     for pool, numbers in lacks.items():
         theirs = leases[pool].indices[: len(numbers)]
         for ours, there in zip(prompt.runs[pool].at(numbers), theirs, strict=True):
-            assert entry(ends.source, pool, ours) == entry(ends.target, pool, there), (pool, numbers)
+            assert content(ends.seats[0], pool, ours) == content(ends.seats[1], pool, there), (pool, numbers)
 
 
 @contextmanager
@@ -210,17 +212,28 @@ def ends(
     slots: int = 4,
     faults: Mapping[str, Any] | None = None,
     device: Device | None = None,
+    ranks: tuple[int, int] = (1, 1),
 ) -> Iterator[Ends]:
+    """`ranks`: how many the writer has, and the reader; all in this process."""
     clock = ManualClock()
     config = config_from_dict({"transfer": {"plane": plane}, "faults": dict(faults or {})})
     waiter = Waiter()
-    pools, planes = [], []
-    for side in range(2):
-        planes.append(make_plane(config, "127.0.0.1", None, waiter.wake))
-        layout = PoolSetLayout(spec, spec.even(count + 7 * side))
-        pool_set = PoolSet(spec, layout.counts, planes[side].allocate("pages", layout.nbytes))
-        filled(pool_set, seed + side).zero({pool.name: [0] for pool in spec.pools})
-        pools.append(pool_set)
+    pools: list[PoolSet] = []
+    planes: list[Plane] = []
+    seats: list[RankedSeat] = []
+    for side, size in enumerate(ranks):
+        mine = [make_plane(config, "127.0.0.1", None, waiter.wake, rank, size) for rank in range(size)]
+        layouts = [PoolSetLayout(spec.shard(rank, size), spec.even(count + 7 * side)) for rank in range(size)]
+        regions = [plane.allocate("pages", layout.nbytes) for plane, layout in zip(mine, layouts, strict=True)]
+        seat = ranked_seat(spec, size, count + 7 * side, regions=regions)
+        if size == 1:
+            filled(seat.leader, seed + side).zero({pool.name: [0] for pool in spec.pools})
+        else:
+            fill(seat, seed + side)
+        seat.connect(mine)
+        planes.append(mine[0] if size == 1 else RankedPlane(mine[0], seat.followers))
+        pools.append(seat.leader)
+        seats.append(seat)
     options: dict[str, Any] = {"clock": clock, "waiter": waiter, "curve": None}
     writer = SenderEnd(
         WorkerName("prefill-0"), Incarnation(1), "a model", planes[0], pools[0], device or CpuDevice(),
@@ -231,8 +244,10 @@ def ends(
         verify=True, **options,
     )  # fmt: skip
     try:
-        yield Ends(spec, writer, reader, pools[0], pools[1], clock, waiter, random.Random(seed))
+        yield Ends(spec, writer, reader, pools[0], pools[1], clock, waiter, random.Random(seed), (seats[0], seats[1]))
     finally:
+        for seat in seats:
+            seat.close()
         writer.close()
         reader.close()
         waiter.close()

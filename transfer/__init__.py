@@ -4,17 +4,17 @@ from __future__ import annotations
 
 from contracts.config import Config
 from transfer.direct import LocalPlane, ShmPlane
-from transfer.plane import Plane, Wake
+from transfer.plane import Plane, RankPlane, Wake
 from transfer.security import Curve
 from transfer.tcp import ZmqPlane
 
-__all__ = ["Curve", "Plane", "make_plane"]
+__all__ = ["Curve", "Plane", "RankPlane", "make_plane"]
 
 
-def make_plane(config: Config, host: str, curve: Curve | None, wake: Wake) -> Plane:
-    """The plane that `transfer.plane` names, bound to free ports of `host`."""
+def make_plane(config: Config, host: str, curve: Curve | None, wake: Wake, rank: int = 0, size: int = 1) -> RankPlane:
+    """The plane that `transfer.plane` names, bound to free ports of `host`; of rank `rank` of a worker of `size`."""
     if config.transfer.plane == "local":
-        return LocalPlane(config.faults, wake)
+        return LocalPlane(config.faults, wake, rank, size)
     if config.transfer.plane == "shm":
-        return ShmPlane(config.faults, host, curve)
-    return ZmqPlane(config.faults, host, curve)
+        return ShmPlane(config.faults, host, curve, rank, size)
+    return ZmqPlane(config.faults, host, curve, rank, size)

@@ -18,16 +18,19 @@ import torch
 import zmq
 
 from cache.device import DONE, Completion
+from cache.heads import Cut, chosen, common, copy_common
 from cache.moves import Move, Part, copy_state
 from cache.pools import PoolSet
-from cache.registry import PoolSetLayout
+from cache.registry import BufferLayout, PoolSetLayout, PoolSetSpec
 from contracts.config import FaultsConfig
 from contracts.errors import LayoutMismatch
 from contracts.ids import RoomId
+from contracts.orders import Arrival
 from transfer import process
+from transfer.fan import fan
 from transfer.faults import WriteFaults
 from transfer.metadata import SLOT_BYTES
-from transfer.plane import PageWrite, SlotWrite, Target, Wake
+from transfer.plane import Link, PageWrite, SlotWrite, Target, Wake
 from transfer.security import Curve, bind, dial
 
 _HEAD = 64
@@ -42,12 +45,16 @@ class DirectLink:
         source: PoolSet,
         region: torch.Tensor,
         layout: PoolSetLayout,
-        slots: torch.Tensor,
+        slots: torch.Tensor | None,
         notify: Callable[[bytes], None],
         close: Callable[[], None],
         faults: WriteFaults,
+        cut: Cut | None = None,
     ) -> None:
+        """`slots` and `notify` are the reader's leader's. `cut`: the buffers to write, and of them the heads that both
+        hold; None: all of every page."""
         self._source = source
+        self._cut = cut
         self._region = region
         self._layout = layout
         self._slots = slots
@@ -57,20 +64,45 @@ class DirectLink:
 
     def post(self, write: PageWrite | SlotWrite) -> Completion:
         if isinstance(write, SlotWrite):
+            assert self._slots is not None, "metadata goes to the reader's leader"
             data = torch.frombuffer(bytearray(write.data), dtype=torch.uint8)
             self._slots[write.target.slot, : len(write.data)] = data
             return DONE
         move = write.move
         first, rest = _halves(move)
-        copy_state(first, self._source.region, self._source.layout, self._region, self._layout)
+        self._copy(first)
         self._faults.in_write()
-        copy_state(rest, self._source.region, self._source.layout, self._region, self._layout)
+        self._copy(rest)
         for part in move.parts:
-            buffer = self._layout.buffers[part.pool][0]
-            self._faults.after_seal(self._region, buffer.offset(0, part.targets[0]))
+            for buffer in self._chosen(self._layout, part.pool)[:1]:
+                self._faults.after_seal(self._region, buffer.offset(0, part.targets[0]) + self._first_byte(buffer))
         return DONE
 
-    def notify(self, data: bytes) -> None:
+    def _copy(self, move: Move) -> None:
+        ours, theirs = self._source.layout, self._layout
+        if self._cut is None:
+            copy_state(move, self._source.region, ours, self._region, theirs)
+            return
+        for part in move.parts:
+            copy_common(
+                self._chosen(ours, part.pool), self._source.region, (ours.counts[part.pool], part.sources),
+                self._chosen(theirs, part.pool), self._region, (theirs.counts[part.pool], part.targets),
+                ours.spec.page_tokens,
+            )  # fmt: skip
+
+    def _chosen(self, layout: PoolSetLayout, pool: str) -> tuple[BufferLayout, ...]:
+        return layout.buffers[pool] if self._cut is None else chosen(layout.buffers[pool], self._cut.get(pool, ()))
+
+    def _first_byte(self, buffer: BufferLayout) -> int:
+        """Where in an entry of the reader's buffer this link writes its first byte."""
+        spec = buffer.spec
+        if not spec.heads:
+            return 0
+        pool = next(p for p in self._layout.spec.pools if spec in p.buffers)
+        mine = next(b for b in self._source.spec.by_name[pool.name].buffers if b.name == spec.name)
+        return (common(mine, spec).start - spec.first_head) * (spec.shape_bytes // spec.shape[0])
+
+    def notify(self, room: RoomId, data: bytes, writes: int = 0) -> None:
         self._notify(data)
 
     def close(self) -> None:
@@ -92,7 +124,8 @@ class LocalPlane:
     revocable = False
     _readers: ClassVar[dict[str, LocalPlane]] = {}
 
-    def __init__(self, faults: FaultsConfig, wake: Wake) -> None:
+    def __init__(self, faults: FaultsConfig, wake: Wake, rank: int = 0, size: int = 1) -> None:
+        self._rank, self._size = rank, size
         self._token = secrets.token_hex(16)
         self._arrived: deque[bytes] = deque()
         self._wake = wake
@@ -107,9 +140,12 @@ class LocalPlane:
         self._pools, self._slots = pools, slots
 
     def describe(self) -> dict[str, Any]:
-        return {"token": self._token}
+        return {"ranks": [{"token": self._token}]}
 
-    def connect(self, descriptor: dict[str, Any]) -> DirectLink:
+    def connect(self, descriptor: dict[str, Any]) -> Link:
+        return fan(self._pools.spec.whole, self._rank, self._size, descriptor, self._link)
+
+    def _link(self, descriptor: dict[str, Any], spec: PoolSetSpec, cut: Cut | None) -> Link:
         reader = self._readers.get(str(descriptor.get("token")))
         if reader is None:
             raise LayoutMismatch("plane local: the reader isn't in this process, or is closed")
@@ -119,9 +155,9 @@ class LocalPlane:
             reader._wake()
 
         pools, slots = reader._pools, reader._slots
-        if slots is None:
+        if slots is None and reader._rank == 0:
             raise LayoutMismatch("plane local: the reader has no metadata slots")
-        return DirectLink(self._pools, pools.region, pools.layout, slots, notify, lambda: None, self._faults)
+        return DirectLink(self._pools, pools.region, pools.layout, slots, notify, lambda: None, self._faults, cut)
 
     def permit(self, target: Target) -> None: ...
 
@@ -129,6 +165,11 @@ class LocalPlane:
 
     def poll(self) -> list[bytes]:
         return [self._arrived.popleft() for _ in range(len(self._arrived))]
+
+    def settled(self, rank: int, settled: Arrival) -> None: ...
+
+    def take_settled(self) -> list[Arrival]:
+        return []
 
     @property
     def waitable(self) -> Sequence[zmq.Socket[bytes]]:
@@ -144,7 +185,8 @@ class ShmPlane:
     kind = "shm"
     revocable = False
 
-    def __init__(self, faults: FaultsConfig, host: str, curve: Curve | None) -> None:
+    def __init__(self, faults: FaultsConfig, host: str, curve: Curve | None, rank: int = 0, size: int = 1) -> None:
+        self._rank, self._size = rank, size
         self._nonce = secrets.token_bytes(_HEAD)
         self._segments: dict[str, tuple[int, int]] = {}
         self._maps: list[mmap.mmap] = []
@@ -169,7 +211,7 @@ class ShmPlane:
         self._pools = pools
 
     def describe(self) -> dict[str, Any]:
-        return {
+        mine = {
             "namespace": process.namespace(),
             "pid": os.getpid(),
             "nonce": self._nonce,
@@ -177,19 +219,23 @@ class ShmPlane:
             "counts": dict(self._pools.layout.counts),
             "endpoint": self._endpoint,
         }
+        return {"ranks": [mine]}
 
-    def connect(self, descriptor: dict[str, Any]) -> DirectLink:
+    def connect(self, descriptor: dict[str, Any]) -> Link:
+        return fan(self._pools.spec.whole, self._rank, self._size, descriptor, self._link)
+
+    def _link(self, descriptor: dict[str, Any], spec: PoolSetSpec, cut: Cut | None) -> Link:
         here = process.namespace()
         if descriptor["namespace"] != here:
             raise LayoutMismatch(
                 f"plane shm: the reader is on host {descriptor['namespace']}, the writer on {here}; "
                 "use transfer.plane=zmq"
             )
-        pages, slots = (self._map(descriptor, name) for name in ("pages", "slots"))
-        layout = PoolSetLayout(self._pools.layout.spec, descriptor["counts"])
+        pages = self._map(descriptor, "pages")
+        slots = self._map(descriptor, "slots").view(-1, SLOT_BYTES) if "slots" in descriptor["segments"] else None
+        layout = PoolSetLayout(spec, descriptor["counts"])
         socket = dial(self._context, descriptor["endpoint"], self._curve)
-        slots = slots.view(-1, SLOT_BYTES)
-        return DirectLink(self._pools, pages, layout, slots, socket.send, socket.close, self._faults)
+        return DirectLink(self._pools, pages, layout, slots, socket.send, socket.close, self._faults, cut)
 
     def _map(self, descriptor: dict[str, Any], name: str) -> torch.Tensor:
         fd, nbytes = descriptor["segments"][name]
@@ -211,6 +257,11 @@ class ShmPlane:
 
     def poll(self) -> list[bytes]:
         return drain(self._notices)
+
+    def settled(self, rank: int, settled: Arrival) -> None: ...
+
+    def take_settled(self) -> list[Arrival]:
+        return []
 
     @property
     def waitable(self) -> Sequence[zmq.Socket[bytes]]:

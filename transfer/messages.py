@@ -77,6 +77,15 @@ class Received:
 
 
 @dataclass(frozen=True, slots=True)
+class RankProcess:
+    """The process of one more rank of a worker; as in `Welcome`."""
+
+    pid: int
+    started: int
+    boot: str
+
+
+@dataclass(frozen=True, slots=True)
 class Welcome:
     """The layouts meet; the process that will write is this one."""
 
@@ -87,6 +96,8 @@ class Welcome:
     """Start time of the process in clock ticks since boot, so that a reused pid isn't taken for it."""
     boot: str
     """Which running kernel and pid namespace `pid` belongs to."""
+    others: tuple[RankProcess, ...]
+    """The worker's other ranks, which will write, too."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -165,7 +176,7 @@ TAGS: dict[int, type[Any]] = {
     20: Finished,
 }
 _TAG_OF = {cls: tag for tag, cls in TAGS.items()}
-_HINTS = {cls: typing.get_type_hints(cls) for cls in (*TAGS.values(), Place, Sealed)}
+_HINTS = {cls: typing.get_type_hints(cls) for cls in (*TAGS.values(), Place, Sealed, RankProcess)}
 
 
 def encode(message: Message) -> bytes:

@@ -23,6 +23,7 @@ from cache.device import Completion
 from cache.moves import Move
 from cache.pools import PoolSet
 from contracts.ids import RoomId
+from contracts.orders import Arrival
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,6 +69,8 @@ class PageWrite:
 
     target: Target
     runs: Mapping[str, Run]
+    number: int = 1
+    """Which write of its room this is, from 1."""
 
     @property
     def sources(self) -> dict[str, tuple[int, ...]]:
@@ -93,8 +96,9 @@ class Link(Protocol):
     def post(self, write: PageWrite | SlotWrite) -> Completion:
         """Start a write. What it reads must stay unchanged until the completion is done."""
 
-    def notify(self, data: bytes) -> None:
-        """Tell the reader `data` after everything posted so far has arrived."""
+    def notify(self, room: RoomId, data: bytes, writes: int = 0) -> None:
+        """Tell the reader `data` of a room, after everything posted here so far has arrived, and the first `writes`
+        writes of the room from all other ranks."""
 
     def close(self) -> None: ...
 
@@ -114,7 +118,8 @@ class Plane(Protocol):
         """Let peers write into the pool set and the metadata slots, uint8 [slots, SLOT_BYTES]. A worker that only
         writes has no slots; its pool set is what it writes from."""
 
-    def describe(self) -> dict[str, Any]: ...
+    def describe(self) -> dict[str, Any]:
+        """What `connect` of a peer's plane needs, as plain values: a part for each rank, under ``ranks``."""
 
     def connect(self, descriptor: dict[str, Any]) -> Link:
         """Raises `LayoutMismatch` when the descriptor's memory can't be reached from here, saying why."""
@@ -133,6 +138,16 @@ class Plane(Protocol):
         """Sockets that become readable when `poll` has something to do."""
 
     def close(self) -> None: ...
+
+
+class RankPlane(Plane, Protocol):
+    """One rank's end of the data plane of a worker of several."""
+
+    def settled(self, rank: int, settled: Arrival) -> None:
+        """A rank of this worker has taken in a write."""
+
+    def take_settled(self) -> list[Arrival]:
+        """What this rank has taken in since the last call, for its leader; the leader's own is with the leader."""
 
 
 Wake = Callable[[], None]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import select
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -57,3 +58,49 @@ class ProcessWatch:
         if self.fd >= 0:
             os.close(self.fd)
             self.fd = -1
+
+
+class GroupWatch:
+    """Watches all processes of a worker: it is dead when the last of them is, since each may write."""
+
+    def __init__(self, watches: Sequence[ProcessWatch]) -> None:
+        self.pid = watches[0].pid
+        self._alive = list(watches)
+
+    @classmethod
+    def open(cls, processes: Sequence[tuple[int, int, str]]) -> GroupWatch | None:
+        """None where one can't be watched from here. Raises `ProcessLookupError` when all are dead already."""
+        watches: list[ProcessWatch] = []
+        for pid, started, boot in processes:
+            try:
+                watch = ProcessWatch.open(pid, started, boot)
+            except ProcessLookupError:
+                continue
+            if watch is None:
+                for opened in watches:
+                    opened.close()
+                return None
+            watches.append(watch)
+        if not watches:
+            raise ProcessLookupError(f"pid {processes[0][0]} and all that belonged to it are dead")
+        return cls(watches)
+
+    @property
+    def fds(self) -> list[int]:
+        """Of those that live, as far as is known: readable when they die."""
+        return [watch.fd for watch in self._alive]
+
+    def forget_dead(self, forget: Callable[[int], None]) -> None:
+        """Tell `forget` the descriptors of those that have died, and close them."""
+        for watch in [watch for watch in self._alive if watch.dead]:
+            self._alive.remove(watch)
+            forget(watch.fd)
+            watch.close()
+
+    @property
+    def dead(self) -> bool:
+        return all(watch.dead for watch in self._alive)
+
+    def close(self) -> None:
+        for watch in self._alive:
+            watch.close()

@@ -19,7 +19,6 @@ from cache.due import NOTHING, Held, due, extents, missing
 from cache.leases import Allocator, Lease
 from cache.moves import describe_spec
 from cache.pools import PoolSet
-from cache.tags import Digester
 from contracts.clock import Clock
 from contracts.config import TransferConfig
 from contracts.errors import ErrorKind, WireError
@@ -93,7 +92,7 @@ class _Peer:
     socket: zmq.Socket[bytes]
     deadline: float
     welcome: m.Welcome | None = None
-    watch: process.ProcessWatch | None = None
+    watch: process.GroupWatch | None = None
     queued: list[m.Control] = field(default_factory=list)
 
 
@@ -136,7 +135,6 @@ class ReceiverEnd:
         self._verify, self._waiter, self._curve = verify, waiter, curve
         self._slots = plane.allocate("slots", slots * SLOT_BYTES).view(slots, SLOT_BYTES)
         self.slots = Allocator("metadata slots", slots)
-        self._digester = Digester(pools.layout)
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context.instance()
         self._peers: dict[tuple[WorkerName, Incarnation], _Peer] = {}
         self._rooms: dict[RoomId, _Room] = {}
@@ -263,7 +261,7 @@ class ReceiverEnd:
             self._curve.call(socket)
         socket.connect(ref.control)
         peer = _Peer(ref, socket, self._clock.now() + self._config.connect_timeout_s)
-        layout = {"model": self._fingerprint, **describe_spec(self._pools.layout.spec)}
+        layout = {"model": self._fingerprint, **describe_spec(self._pools.spec.whole)}
         hello = m.Hello(
             self._name, self._incarnation, ref.incarnation, layout, self._plane.kind, self._plane.describe(),
             *process.mine(),
@@ -303,6 +301,8 @@ class ReceiverEnd:
                 self._notice(message)
         if peer.watch is not None and peer.watch.dead:
             self._lose(peer, f"{peer.ref.name} (pid {peer.watch.pid}) died")
+        elif peer.watch is not None:
+            peer.watch.forget_dead(self._waiter.remove)
 
     def _welcome(self, peer: _Peer, welcome: m.Welcome) -> None:
         if welcome.incarnation != peer.ref.incarnation:
@@ -310,12 +310,14 @@ class ReceiverEnd:
             return
         peer.welcome = welcome
         try:
-            peer.watch = process.ProcessWatch.open(welcome.pid, welcome.started, welcome.boot)
+            others = [(other.pid, other.started, other.boot) for other in welcome.others]
+            peer.watch = process.GroupWatch.open([(welcome.pid, welcome.started, welcome.boot), *others])
         except ProcessLookupError:
             self._lose(peer, f"{peer.ref.name} (pid {welcome.pid}) died")
             return
         if peer.watch is not None:
-            self._waiter.add(peer.watch.fd)
+            for fd in peer.watch.fds:
+                self._waiter.add(fd)
         queued, peer.queued = peer.queued, []
         for message in queued:
             self._send(peer, message)
@@ -331,7 +333,8 @@ class ReceiverEnd:
         self._waiter.remove(peer.socket)
         peer.socket.close(linger=0)
         if peer.watch is not None:
-            self._waiter.remove(peer.watch.fd)
+            for fd in peer.watch.fds:
+                self._waiter.remove(fd)
             peer.watch.close()
 
     # ------------------------------------------------------------ notices
@@ -383,7 +386,7 @@ class ReceiverEnd:
         """Numbers of what arrived and isn't what was sealed."""
         numbers = range(part.first, part.first + len(part.digests))
         firsts, ends = extents(self._pools.spec, part.pool, numbers, room.expected.positions)
-        found = self._digester.digest(self._pools.region, part.pool, room.runs[part.pool].at(numbers), firsts, ends)
+        found = self._pools.digest(part.pool, room.runs[part.pool].at(numbers), firsts, ends)
         return [n for n, a, b in zip(numbers, found, part.digests, strict=True) if a != b]
 
     def _complete(self, room: _Room) -> None:
@@ -399,7 +402,7 @@ class ReceiverEnd:
             return
         self._send(room.peer, m.Received(room.id))
         leases, room.leases = room.leases, {}
-        received = {pool: len(run) * self._pools.spec.unit_bytes(pool) for pool, run in room.runs.items()}
+        received = {pool: len(run) * self._pools.spec.whole.unit_bytes(pool) for pool, run in room.runs.items()}
         self._step(room, ReceiverEvent.COMPLETE)
         self._outcomes.append(Arrived(room.id, leases, metadata, received, room.digests))
 

@@ -89,6 +89,8 @@ class _Room:
     shares: Shares = field(default_factory=lambda: Shares({}))
     """What is still to be written."""
     sent_at: float = 0.0
+    writes: int = 0
+    """Posted so far."""
 
 
 @dataclass(eq=False)
@@ -99,6 +101,8 @@ class _Pending:
     link: Link
     notice: m.Notice
     pins: tuple[Pin, ...]
+    writes: int
+    """Writes of its room that the notice comes after."""
 
 
 class SenderEnd:
@@ -118,7 +122,10 @@ class SenderEnd:
         clock: Clock,
         waiter: Waiter,
         curve: Curve | None,
+        others: Sequence[tuple[int, int, str]] = (),
     ) -> None:
+        """`others`: the processes of the worker's other ranks, as `process.mine` names them."""
+        self._others = tuple(m.RankProcess(*other) for other in others)
         self._name, self._incarnation, self._fingerprint = name, incarnation, fingerprint
         self._plane, self._pools, self._device = plane, pools, device
         self._config, self._clock, self._waiter = config, clock, waiter
@@ -178,10 +185,17 @@ class SenderEnd:
             return
         runs = {p: Run(finished[p].first + run.start, tuple(finished[p].indices[run])) for p, run in chosen.items()}
         self._step(entry, SenderEvent.WROTE)
+        entry.writes += 1
         parts = [_sealed(pool, runs[pool].first, finished[pool].tags[run]) for pool, run in chosen.items()]
-        self._post(entry.peer.link, PageWrite(entry.target, runs), m.Wrote(room, tuple(parts)), after)
+        self._post(
+            entry.peer.link,
+            PageWrite(entry.target, runs, entry.writes),
+            m.Wrote(room, tuple(parts)),
+            after,
+            entry.writes,
+        )
         for pool, indices in runs.items():
-            self.sent[pool] += len(indices) * self._pools.spec.unit_bytes(pool)
+            self.sent[pool] += len(indices) * self._pools.spec.whole.unit_bytes(pool)
 
     def seal(self, room: RoomId, metadata: Metadata) -> None:
         """Everything is written but the metadata: write it, and end the writing.
@@ -195,7 +209,7 @@ class SenderEnd:
         if not entry.shares.done:
             raise WireError(f"room {room} can't be sealed: {entry.shares} not written")
         data = pack(replace(metadata, slot_epoch=entry.grant.slot_epoch))
-        self._post(entry.peer.link, SlotWrite(entry.target, data), m.WroteSlot(room), ())
+        self._post(entry.peer.link, SlotWrite(entry.target, data), m.WroteSlot(room), (), entry.writes)
         entry.sent_at = self._clock.now()
         self._step(entry, SenderEvent.SENT)
 
@@ -289,7 +303,7 @@ class SenderEnd:
             raise WireError(f"{type(message).__name__} is not for prefill")
 
     def _hello(self, identity: bytes, hello: m.Hello) -> None:
-        mine = {"model": self._fingerprint, **describe_spec(self._pools.layout.spec)}
+        mine = {"model": self._fingerprint, **describe_spec(self._pools.spec.whole)}
         refuse_mismatch(self._name, mine, self._plane.kind, hello)
         if hello.expects != self._incarnation:
             raise LayoutMismatch(f"{self._name} is incarnation {self._incarnation}, not {hello.expects}")
@@ -308,7 +322,7 @@ class SenderEnd:
         if watch is not None:
             self._waiter.add(watch.fd)
         self._peers[identity] = _Peer(identity, WorkerName(hello.worker), Incarnation(hello.incarnation), link, watch)
-        self._reply(identity, m.Welcome(self._name, self._incarnation, *process.mine()))
+        self._reply(identity, m.Welcome(self._name, self._incarnation, *process.mine(), self._others))
 
     def _lose(self, peer: _Peer, reason: str) -> None:
         """The peer is dead, or another one has taken its place: its rooms are over."""
@@ -337,7 +351,7 @@ class SenderEnd:
         last_word = self._ended.get(grant.room)
         room = self._rooms.get(grant.room)
         if last_word is not None:
-            peer.link.notify(m.encode(last_word))
+            peer.link.notify(last_word.room, m.encode(last_word))
         elif room is None:
             self._early[grant.room] = (peer, grant)
             while len(self._early) > _REMEMBERED:
@@ -355,7 +369,7 @@ class SenderEnd:
             )
             self._remember(room.id, m.Failed(room.id, ErrorKind.ROOM, reason))
             self._step(room, SenderEvent.LOST)
-            peer.link.notify(m.encode(self._ended[room.id]))
+            peer.link.notify(room.id, m.encode(self._ended[room.id]))
             self._outcomes.append(Released(room.id, False, reason))
             return
         runs = self._runs(grant)
@@ -389,7 +403,7 @@ class SenderEnd:
             self._outcomes.append(Released(room.id, False, reason, abort.damaged))
         else:
             self._remember(abort.room, m.Quiesced(abort.room))
-        peer.link.notify(m.encode(m.Quiesced(abort.room)))
+        peer.link.notify(abort.room, m.encode(m.Quiesced(abort.room)))
 
     def _end(self, room_id: RoomId, event: SenderEvent, notice: m.Notice) -> None:
         room = self._rooms.get(room_id)
@@ -400,7 +414,7 @@ class SenderEnd:
         peer = room.peer or self._peer_of(room.wants)
         if peer is not None:
             self._settle(peer.link)
-            peer.link.notify(m.encode(notice))
+            peer.link.notify(notice.room, m.encode(notice))
 
     def _peer_of(self, ref: PeerRef) -> _Peer | None:
         wanted = (ref.name, ref.incarnation)
@@ -421,14 +435,16 @@ class SenderEnd:
 
     # ------------------------------------------------------------ writes and time
 
-    def _post(self, link: Link, write: PageWrite | SlotWrite, notice: m.Notice, after: Sequence[Completion]) -> None:
+    def _post(
+        self, link: Link, write: PageWrite | SlotWrite, notice: m.Notice, after: Sequence[Completion], writes: int
+    ) -> None:
         sources = write.sources if isinstance(write, PageWrite) else {}
         op = Op("send", Stream.SEND, reads=spans(DEVICE, sources))
         posted: list[Completion] = []
         launched = self._device.submit(op, lambda: posted.append(link.post(write)), after)
         reason = f"send of {write.target.room}"
         pins = tuple(self._pools.allocators[pool].pin(indices, reason) for pool, indices in sources.items())
-        self._pending.append(_Pending(_Both(launched, posted), link, notice, pins))
+        self._pending.append(_Pending(_Both(launched, posted), link, notice, pins, writes))
         self._flush()
 
     def _flush(self) -> None:
@@ -437,7 +453,7 @@ class SenderEnd:
             pending = self._pending.pop(0)
             for pin in pending.pins:
                 pin.release()
-            pending.link.notify(m.encode(pending.notice))
+            pending.link.notify(pending.notice.room, m.encode(pending.notice), pending.writes)
 
     def _settle(self, link: Link) -> None:
         """Wait for every write on `link`, and send their notices."""

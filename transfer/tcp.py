@@ -4,12 +4,16 @@ The reader copies, so access is revocable: a frame for a room that has ended is 
 can be used again at once. A write names positions in the room's grant, never addresses; the reader looks them up.
 Pages travel in the canonical page layout, one frame a pool, which ZMQ sends without another copy; a write of several
 pools is one message, stored whole or not at all.
+
+Between workers of several ranks each rank has its own socket at the reader, and a frame holds what the two ranks have
+in common. Notices go to the leader, where they wait for writes that take other ways (`transfer.held`).
 """
 
 from __future__ import annotations
 
 import warnings
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import msgpack
@@ -17,13 +21,19 @@ import torch
 import zmq
 
 from cache.device import DONE, Completion
-from cache.moves import gather, scatter
+from cache.heads import Cut, chosen, copy_common, packed_layouts
+from cache.moves import gather
 from cache.pools import PoolSet
+from cache.registry import BufferLayout, PoolSetSpec
 from contracts.config import FaultsConfig
+from contracts.errors import ConfigError
 from contracts.ids import RoomId
+from contracts.orders import Arrival
+from transfer.fan import MOST_RANKS, fan, rank_cut, writers
 from transfer.faults import WriteFaults
+from transfer.held import HeldNotices
 from transfer.metadata import SLOT_BYTES
-from transfer.plane import PageWrite, SlotWrite, Target
+from transfer.plane import Link, PageWrite, SlotWrite, Target
 from transfer.security import Curve, bind, dial
 
 # A received frame is read-only memory, and only read.
@@ -34,10 +44,33 @@ _POLL_BYTES = 32 * 1024 * 1024
 """Stored in one poll at most, so that a decode step never waits long."""
 
 
+@dataclass(frozen=True, slots=True)
+class _Packing:
+    """One pool's part of the frames from one rank: where it goes, and how it lies in them."""
+
+    pool: str
+    mine: tuple[BufferLayout, ...]
+    frames: tuple[BufferLayout, ...]
+
+    @property
+    def page_bytes(self) -> int:
+        return self.frames[0].index_stride
+
+
 class ZmqLink:
     """Sends pages, slots and notices down one socket, so they arrive in order."""
 
-    def __init__(self, source: PoolSet, socket: zmq.Socket[bytes], faults: WriteFaults) -> None:
+    def __init__(
+        self,
+        source: PoolSet,
+        socket: zmq.Socket[bytes],
+        faults: WriteFaults,
+        ranks: tuple[int, int] = (0, 1),
+        target: PoolSetSpec | None = None,
+        cut: Cut | None = None,
+    ) -> None:
+        """`ranks` is which of how many this writer is. `target`, with a `cut` for it: what the reader's rank holds."""
+        self._ranks, self._target, self._cut = ranks, target, cut
         self._source = source
         self._socket = socket
         self._faults = faults
@@ -46,19 +79,34 @@ class ZmqLink:
         if isinstance(write, SlotWrite):
             self._socket.send_multipart([_SLOT, write.target.room.encode(), write.data])
             return DONE
-        region, layout = self._source.region, self._source.layout
-        packed = [gather(region, layout, pool, indices) for pool, indices in write.sources.items()]
+        mine = {pool: run for pool, run in write.runs.items() if self._cut is None or pool in self._cut}
+        packed = [self._packed(pool, run.indices) for pool, run in mine.items()]
         self._faults.in_write()
         for part in packed:
             self._faults.after_seal(part.view(-1), 0)
-        runs = [(pool, run.first, len(run)) for pool, run in write.runs.items()]
+        runs = [(pool, run.first, len(run)) for pool, run in mine.items()]
         frames = [memoryview(part.numpy()) for part in packed]  # type: ignore[arg-type]
-        self._socket.send_multipart([_PAGES, msgpack.packb((write.target.room, runs))], zmq.SNDMORE)
-        self._socket.send_multipart(frames, 0, copy=False)
+        head = msgpack.packb((write.target.room, runs, *self._ranks, write.number))
+        self._socket.send_multipart([_PAGES, head], zmq.SNDMORE if frames else 0)
+        if frames:
+            self._socket.send_multipart(frames, 0, copy=False)
         return DONE
 
-    def notify(self, data: bytes) -> None:
-        self._socket.send_multipart([_NOTICE, data])
+    def _packed(self, pool: str, indices: tuple[int, ...]) -> torch.Tensor:
+        """What the reader's rank is to have of these pages: uint8 [pages, bytes], contiguous."""
+        region, layout = self._source.region, self._source.layout
+        if self._cut is None or self._target is None:
+            return gather(region, layout, pool, indices)
+        mine = chosen(layout.buffers[pool], self._cut[pool])
+        theirs = [b for b in self._target.by_name[pool].buffers if b.name in self._cut[pool]]
+        packing = packed_layouts([b.spec for b in mine], theirs, layout.spec.page_tokens)
+        out = torch.empty(len(indices), packing[0].index_stride, dtype=torch.uint8)
+        ends = (layout.counts[pool], indices), (len(indices), range(len(indices)))
+        copy_common(mine, region, ends[0], packing, out.view(-1), ends[1], layout.spec.page_tokens)
+        return out
+
+    def notify(self, room: RoomId, data: bytes, writes: int = 0) -> None:
+        self._socket.send_multipart([_NOTICE, msgpack.packb((room, writes, self._ranks[1])), data])
 
     def close(self) -> None:
         self._socket.close(linger=0)
@@ -70,7 +118,11 @@ class ZmqPlane:
     kind = "zmq"
     revocable = True
 
-    def __init__(self, faults: FaultsConfig, host: str, curve: Curve | None) -> None:
+    def __init__(self, faults: FaultsConfig, host: str, curve: Curve | None, rank: int = 0, size: int = 1) -> None:
+        self._rank, self._size = rank, size
+        self._held = HeldNotices(size, lambda sources, at: writers(self._pools.spec.whole, sources, at, size))
+        self._settled: list[Arrival] = []
+        self._due: list[bytes] = []
         self._faults = WriteFaults(faults)
         self._curve = curve
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context.instance()
@@ -78,6 +130,7 @@ class ZmqPlane:
         self._inbound.set(zmq.RCVHWM, 0)
         self._endpoint = bind(self._inbound, host, curve)
         self._targets: dict[RoomId, Target] = {}
+        self._from: dict[tuple[int, int], dict[str, _Packing]] = {}
         self.dropped = 0
 
     def allocate(self, name: str, nbytes: int) -> torch.Tensor:
@@ -87,33 +140,56 @@ class ZmqPlane:
         self._pools, self._slots = pools, slots
 
     def describe(self) -> dict[str, Any]:
-        return {"endpoint": self._endpoint}
+        return {"ranks": [{"endpoint": self._endpoint}]}
 
-    def connect(self, descriptor: dict[str, Any]) -> ZmqLink:
+    def connect(self, descriptor: dict[str, Any]) -> Link:
+        return fan(self._pools.spec.whole, self._rank, self._size, descriptor, self._link)
+
+    def _link(self, descriptor: dict[str, Any], spec: PoolSetSpec, cut: Cut | None) -> Link:
         socket = dial(self._context, descriptor["endpoint"], self._curve)
-        return ZmqLink(self._pools, socket, self._faults)
+        return ZmqLink(self._pools, socket, self._faults, (self._rank, self._size), spec, cut)
 
     def permit(self, target: Target) -> None:
         self._targets[target.room] = target
+        self._held.open(target.room)
 
     def revoke(self, room: RoomId) -> None:
         self._targets.pop(room, None)
+        self._due += self._held.close(room)
+
+    def settled(self, rank: int, settled: Arrival) -> None:
+        self._held.settled(rank, RoomId(settled.room), settled.source, settled.number)
+
+    def take_settled(self) -> list[Arrival]:
+        settled, self._settled = self._settled, []
+        return settled
 
     def poll(self) -> list[bytes]:
-        notices: list[bytes] = []
+        notices = [*self._due, *self._held.due()]
+        self._due.clear()
         stored = 0
         while stored < _POLL_BYTES:
             try:
                 kind, *frames = self._inbound.recv_multipart(zmq.NOBLOCK, copy=False)
             except zmq.Again:
                 break
-            if kind.bytes == _NOTICE and len(frames) == 1:
-                notices.append(frames[0].bytes)
+            if kind.bytes == _NOTICE and len(frames) == 2:
+                notices += self._notice(frames[0].bytes, frames[1].bytes)
             elif self._store(kind.bytes, [f.buffer for f in frames]):
                 stored += sum(len(f.buffer) for f in frames)
             else:
                 self.dropped += 1
         return notices
+
+    def _notice(self, head: bytes, data: bytes) -> list[bytes]:
+        try:
+            room, writes, sources = msgpack.unpackb(head)
+            if not (type(writes) is type(sources) is int and 0 < sources <= MOST_RANKS):
+                raise ValueError(f"{writes} writes of {sources} ranks")
+            return self._held.add(room, data, writes, sources)
+        except (ValueError, TypeError, ConfigError, msgpack.UnpackException):
+            self.dropped += 1
+            return []
 
     def _store(self, kind: bytes, frames: Sequence[memoryview]) -> bool:
         """Store a write into its room's places or slot; False, with nothing stored, for what was not granted."""
@@ -125,21 +201,47 @@ class ZmqPlane:
             return True
         if kind != _PAGES or not frames:
             return False
-        layout = self._pools.layout
-        places: list[tuple[str, tuple[int, ...]]] = []
+        places: list[tuple[_Packing, tuple[int, ...]]] = []
         try:
-            room, runs = msgpack.unpackb(frames[0])
+            room, runs, source, sources, number = msgpack.unpackb(frames[0])
+            if not (type(source) is type(sources) is type(number) is int and 0 <= source < sources <= MOST_RANKS):
+                return False
             target = self._targets[room]
+            packings = self._packings(source, sources)
             for (pool, first, count), frame in zip(runs, frames[1:], strict=True):
-                places.append((pool, target.at(pool, range(first, first + count))))
-                if not count or len(frame) != count * layout.spec.unit_bytes(pool):
+                places.append((packings[pool], target.at(pool, range(first, first + count))))
+                if not count or len(frame) != count * packings[pool].page_bytes:
                     return False
-        except (ValueError, TypeError, LookupError, msgpack.UnpackException):
+        except (ValueError, TypeError, LookupError, ConfigError, msgpack.UnpackException):
             return False
-        for (pool, indices), frame in zip(places, frames[1:], strict=True):
-            packed = torch.frombuffer(frame, dtype=torch.uint8).view(len(indices), -1)
-            scatter(packed, self._pools.region, layout, pool, indices)
+        layout = self._pools.layout
+        for (packing, indices), frame in zip(places, frames[1:], strict=True):
+            packed = torch.frombuffer(frame, dtype=torch.uint8)
+            ends = (len(indices), range(len(indices))), (layout.counts[packing.pool], indices)
+            copy_common(
+                packing.frames, packed, ends[0], packing.mine, self._pools.region, ends[1], layout.spec.page_tokens
+            )
+        settled = Arrival(room, source, number)
+        self._held.settled(self._rank, RoomId(settled.room), settled.source, settled.number)
+        if self._rank:
+            self._settled.append(settled)
         return True
+
+    def _packings(self, source: int, sources: int) -> dict[str, _Packing]:
+        """What the frames of a writer's rank hold, by pool. Worked out once for each."""
+        found = self._from.get((source, sources))
+        if found is None:
+            whole, layout = self._pools.spec.whole, self._pools.layout
+            theirs = whole.shard(source, sources)
+            cut = rank_cut(whole, (source, sources), (self._rank, self._size))
+            found = {}
+            for pool, names in cut.items():
+                mine = chosen(layout.buffers[pool], names)
+                its = [b for b in theirs.by_name[pool].buffers if b.name in names]
+                frames = packed_layouts(its, [b.spec for b in mine], layout.spec.page_tokens)
+                found[pool] = _Packing(pool, mine, tuple(frames))
+            self._from[source, sources] = found
+        return found
 
     @property
     def waitable(self) -> Sequence[zmq.Socket[bytes]]:

@@ -16,6 +16,7 @@ from cache.pools import PoolSet
 from cache.prefetch import Prefetch, Prefetcher
 from cache.prefix import Prefix
 from cache.registry import Order, PoolSetSpec
+from cache.shelf import RankShelf
 from cache.storage import InlineQueue, Item, ObjectName
 from cache.storage.memory import MemoryBackend
 from cache.tags import Digester
@@ -68,7 +69,9 @@ def make_ranks(size: int, prefix: Prefix, seed: int) -> tuple[list[Rank], Manual
         tree, host, queue = PrefixTree(spec), PoolSet(spec, spec.even(30), order=Order.PAGE_FIRST), InlineQueue(backend)
         ballot = Ballot(member, clock, deadline_s=5.0)
         council = Council(ballot)
-        prefetcher = Prefetcher(tree, host, queue, "model", CONFIG, clock.now, council.agree, council.begin)
+        prefetcher = Prefetcher(
+            tree, host, RankShelf(queue, host, "model"), CONFIG, clock.now, council.agree, council.begin
+        )
         ranks.append(Rank(tree, host, queue, has, prefetcher, ballot, council, []))
     return ranks, clock
 

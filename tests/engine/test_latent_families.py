@@ -16,7 +16,7 @@ from contracts.errors import CheckpointError
 from engine import read_model, torch_latent
 from engine.attention import AttentionPlan
 from engine.latent import Selection
-from tests.checkpoints import VOCAB, compare, compare_forced, copy_checkpoint
+from tests.checkpoints import VOCAB, Oracle, compare, copy_checkpoint
 from tests.engine.harness import Bench, MakeOracle
 from tests.families import FAMILIES
 
@@ -24,14 +24,12 @@ Family = Callable[..., Path]
 LENGTHS = (1, 2, 15, 63, 64, 65, 129, 300)
 TOP_K = 64
 CELLS: list[dict[str, Any]] = [
-    {"name": "deepseek_v3"},
     {"name": "deepseek_v3", "published": True},
     {"name": "deepseek_v3", "q_lora_rank": None, "attention_bias": True, "rope_interleave": False},
-    {"name": "deepseek_v32"},
     {"name": "deepseek_v32", "published": True, "attention_bias": True},
-    {"name": "glm5"},
-    {"name": "glm5", "published": True, "index_topk": 40, "index_head_dim": 24},
+    {"name": "glm5", "index_topk": 40, "index_head_dim": 24},
 ]
+"""More of them, longer, are in tests/soak."""
 SPARSE = ("deepseek_v32", "glm5")
 
 
@@ -53,6 +51,15 @@ def prompts(seed: int, *lengths: int) -> list[list[int]]:
     return [[rng.randrange(VOCAB) for _ in range(n)] for n in lengths]
 
 
+def far_rows(oracle: Oracle, tokens: list[int], got: Tensor) -> int:
+    """Rows of logits further from the oracle's than 4 times its own difference between one shot and chunks."""
+    want = oracle.logits(tokens)
+    allowed = 4 * max(float((oracle.chunked_logits(tokens, chunk) - want).abs().max()) for chunk in (64, 1))
+    worst_t = (got - want).abs().amax(1)
+    print(f"furthest rows {worst_t.topk(5).values.tolist()}, allowed {allowed}")
+    return int((worst_t > allowed).sum())
+
+
 def described(options: Mapping[str, Any]) -> str:
     return "-".join(str(value if key == "name" else key) for key, value in options.items())
 
@@ -68,37 +75,32 @@ def test_float32_gives_the_oracles_greedy_tokens_and_logits(
     for prompt, got in zip(asked, bench.generate_many(asked, 8, chunk=50), strict=True):
         verdict = compare(oracle, prompt, got)
         assert verdict.equal, verdict
-    (tokens,) = prompts(2, 400)
-    worst_t = (bench.forced(tokens, [100, 1, 299]) - oracle.logits(tokens)).abs().amax(1)
-    beyond = worst_t > 4 * oracle.difference
+    (tokens,) = prompts(2, 300)
+    beyond = far_rows(oracle, tokens, bench.forced(tokens, [100, 1, 199]))
     # Where two scores at the edge of a selection are a rounding apart, either may be chosen: its row differs.
-    assert beyond.sum() <= (3 if options["name"] in SPARSE else 0), worst_t[beyond]
+    assert beyond <= (3 if options["name"] in SPARSE else 0)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["deepseek_v3", *SPARSE])
-def test_bfloat16_chooses_within_the_oracles_own_difference(family: Family, oracle_of: MakeOracle, name: str) -> None:
-    folder = family(name=name, dtype="bfloat16")
-    oracle, bench = oracle_of(folder), Bench(folder)
-    for prompt in prompts(3, 17, 200):
-        tokens = prompt + oracle.generate(prompt, 8)
-        got = bench.forced(tokens, [len(prompt), *[1] * 8])
-        verdict = compare_forced(oracle, tokens, got.argmax(-1).tolist())
-        assert verdict.equal, verdict
+def test_bfloat16_logits_are_the_oracles_within_its_own_difference(family: Family, oracle_of: MakeOracle) -> None:
+    folder = family(name="deepseek_v3", dtype="bfloat16", initializer_range=0.08)
+    (tokens,) = prompts(3, 200)
+    assert far_rows(oracle_of(folder), tokens, Bench(folder).forced(tokens, [150, *[1] * 50])) == 0
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("attention", ["torch", "auto"])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("name", ["deepseek_v3", "deepseek_v32", "glm5", "fp8"])
-def test_a_rows_bits_hang_on_its_own_sequence_alone(family: Family, name: str, dtype: str) -> None:
+@pytest.mark.parametrize("name", ["deepseek_v3", "glm5", "fp8"])
+def test_a_rows_bits_hang_on_its_own_sequence_alone(family: Family, name: str, dtype: str, attention: str) -> None:
     """Whatever chunks, neighbours and pages; from short contexts, which are read whole, to long ones."""
     folder, rng = family(name="glm5" if name == "fp8" else name, dtype=dtype), random.Random(4)
     options = {"index_float8": name == "fp8"}
     (tokens,) = prompts(4, 200)
-    want = Bench(folder, 16, 512, options=options).forced(tokens, [200])
+    want = Bench(folder, 16, 512, options=options, attention=attention).forced(tokens, [200])
     assert not want.isnan().any(), "something of an earlier owner was read"
     for page_tokens in (1, 64):
-        bench = Bench(folder, page_tokens, 2048, page_tokens, options=options)
+        bench = Bench(folder, page_tokens, 2048, page_tokens, options=options, attention=attention)
         at, held, parts = 0, bench.hold(200), []
         while at < 200:
             count = min(200 - at, rng.choice([1, 2, 3, 5, 16, 31, 64]))
@@ -114,22 +116,14 @@ def test_a_rows_bits_hang_on_its_own_sequence_alone(family: Family, name: str, d
 
 
 @pytest.mark.slow
-def test_threads_do_not_change_a_bit(family: Family) -> None:
-    (tokens,) = prompts(8, 200)
-    folder = family(name="glm5")
-    want = Bench(folder, threads=1).forced(tokens, [200])
-    assert torch.equal(Bench(folder, threads=2).forced(tokens, [70, 129, 1]), want)
-
-
-@pytest.mark.slow
 @pytest.mark.parametrize("name", ["deepseek_v32", "glm5"])
 def test_small_bounds_on_memory_do_not_change_a_bit(family: Family, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     (tokens,) = prompts(5, 200)
     folder = family(name=name)
-    want = Bench(folder).forced(tokens, [200])
+    want = Bench(folder, attention="torch").forced(tokens, [200])
     monkeypatch.setattr(torch_latent, "_SCORE_ELEMENTS", 1 << 12)
     monkeypatch.setattr(torch_latent, "_TILE_QUERIES", 4)
-    assert torch.equal(Bench(folder).forced(tokens, [90, 110]), want)
+    assert torch.equal(Bench(folder, attention="torch").forced(tokens, [90, 110]), want)
 
 
 def noted(bench: Bench) -> list[tuple[AttentionPlan, Selection | None]]:

@@ -16,7 +16,8 @@ from transfer.security import Curve
 ROOM = RoomId("room-1")
 EXAMPLES: list[m.Message] = [
     m.Hello("decode-0", 2, 1, {"model": "x", "page_tokens": 16}, "shm", {"pid": 5}, 5, 99, "boot"),
-    m.Welcome("prefill-0", 1, 5, 99, "boot"),
+    m.Welcome("prefill-0", 1, 5, 99, "boot", ()),
+    m.Welcome("prefill-0", 1, 5, 99, "boot", (m.RankProcess(6, 98, "boot"),)),
     m.Refused("page_tokens: 16 and 64"),
     m.Grant(ROOM, (m.Place("full", 2, (4, 5), (0, 7)), m.Place("state", 3, (1,), (9,))), 3, 1),
     m.Abort(ROOM, "cancelled"),

@@ -23,6 +23,8 @@ from transfer.tcp import ZmqPlane
 SPEC = pool_sets()["all"]
 ROOM = RoomId("room-1")
 TARGET = Target(ROOM, {"full": Run(2, (5, 7, 6)), "state": Run(4, (3,))}, 1)
+ALONE = (0, 1, 1)
+"""The first write of a writer of one rank."""
 FULL, STATE = SPEC.unit_bytes("full"), SPEC.unit_bytes("state")
 
 
@@ -33,7 +35,7 @@ def reader() -> Iterator[tuple[ZmqPlane, PoolSet, zmq.Socket[bytes]]]:
     plane.register(pools, torch.zeros(2, SLOT_BYTES, dtype=torch.uint8))
     plane.permit(TARGET)
     socket: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.PUSH)
-    socket.connect(plane.describe()["endpoint"])
+    socket.connect(plane.describe()["ranks"][0]["endpoint"])
     try:
         yield plane, pools, socket
     finally:
@@ -44,7 +46,7 @@ def reader() -> Iterator[tuple[ZmqPlane, PoolSet, zmq.Socket[bytes]]]:
 def deliver(plane: ZmqPlane, socket: zmq.Socket[bytes], *frames: bytes) -> None:
     """Sends one message, and a notice after it to wait for."""
     socket.send_multipart(frames)
-    socket.send_multipart([b"N", b"over"])
+    socket.send_multipart([b"N", msgpack.packb(("", 0, 1)), b"over"])
     for _ in range(1000):
         plane.waitable[0].poll(20)
         if plane.poll() == [b"over"]:
@@ -55,7 +57,7 @@ def deliver(plane: ZmqPlane, socket: zmq.Socket[bytes], *frames: bytes) -> None:
 def test_a_write_of_several_pools_is_stored_in_the_places_that_were_granted() -> None:
     with reader() as (plane, pools, socket):
         before = image(pools)
-        head = msgpack.packb((ROOM, [("full", 3, 2), ("state", 4, 1)]))
+        head = msgpack.packb((ROOM, [("full", 3, 2), ("state", 4, 1)], *ALONE))
         deliver(plane, socket, b"P", head, b"\1" * FULL + b"\2" * FULL, b"\3" * STATE)
         after = image(pools)
         assert {place for place in after if after[place] != before[place]} == {("full", 7), ("full", 6), ("state", 3)}
@@ -86,18 +88,29 @@ def test_b6_a_write_that_does_not_fit_in_one_pool_is_stored_in_none(misfit: str)
     head, *frames = MISFITS[misfit]
     with reader() as (plane, pools, socket):
         before = image(pools)
-        deliver(plane, socket, b"P", msgpack.packb(head), *frames)
+        deliver(plane, socket, b"P", msgpack.packb((*head, *ALONE)), *frames)
         beside = (head[0], [("state", 4, 1), *head[1]] if isinstance(head[1], list) else 5)
-        deliver(plane, socket, b"P", msgpack.packb(beside), b"\3" * STATE, *frames)
+        deliver(plane, socket, b"P", msgpack.packb((*beside, *ALONE)), b"\3" * STATE, *frames)
         assert image(pools) == before
         assert plane.dropped == 2
+
+
+@pytest.mark.parametrize(
+    "ranks", [(), (1, 1, 1), (-1, 1, 1), (0, 0, 1), (0, 10**9, 1), ("0", 1, 1), (0, 1, "1"), (0, 1, 1, 1)]
+)
+def test_a_write_of_ranks_that_cannot_be_is_dropped(ranks: tuple[Any, ...]) -> None:
+    with reader() as (plane, pools, socket):
+        before = image(pools)
+        deliver(plane, socket, b"P", msgpack.packb((ROOM, [("full", 3, 1)], *ranks)), b"\1" * FULL)
+        assert image(pools) == before
+        assert plane.dropped == 1
 
 
 def test_a5_what_comes_for_a_room_that_was_revoked_is_dropped_and_counted() -> None:
     with reader() as (plane, pools, socket):
         before = image(pools)
         plane.revoke(ROOM)
-        deliver(plane, socket, b"P", msgpack.packb((ROOM, [("full", 2, 1)])), b"\1" * FULL)
+        deliver(plane, socket, b"P", msgpack.packb((ROOM, [("full", 2, 1)], *ALONE)), b"\1" * FULL)
         deliver(plane, socket, b"S", ROOM.encode(), b"\1" * 10)
         assert image(pools) == before
         assert plane.dropped == 2

@@ -1,0 +1,304 @@
+"""What the leader of a worker's ranks tells the others to do: frozen values, an explicit tag for each, msgpack.
+
+A worker of several tensor-parallel ranks has one brain, in the process of rank 0, the *leader*. It alone decides, hands
+out pages and slots, and talks to routers and peers. The other ranks, the *followers*, hold their heads' share of every
+page under the same index, and carry out the leader's orders one by one, in the order in which the leader carried out
+its own part of them. An order that asks for something is answered with plain values; what can't be carried out ends the
+follower, and with it the worker.
+
+Nothing but the types in `TAGS` can come out of bytes; anything else raises `WireError`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+from typing import Any, NamedTuple, Protocol
+
+import msgpack
+
+from contracts.errors import WireError
+
+Indices = tuple[int, ...]
+
+
+class Piece(NamedTuple):
+    """One pool's share of a copy: `sources[i]` goes to `targets[i]`."""
+
+    pool: str
+    sources: Indices
+    targets: Indices
+
+
+class Places(NamedTuple):
+    """Pages (or states) `first ..` of a sequence in one pool, and the pages or slots that hold them."""
+
+    pool: str
+    first: int
+    indices: Indices
+
+
+# ---------------------------------------------------------------- state
+
+
+@dataclass(frozen=True, slots=True)
+class Zero:
+    """Clear these pages and slots of the pools in `place`."""
+
+    place: str
+    chosen: tuple[tuple[str, Indices], ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Copy:
+    """Copy pages and slots between the pools of two places, all buffers."""
+
+    source: str
+    target: str
+    pieces: tuple[Piece, ...]
+    layers: tuple[int, int] | None
+    """Half-open; None: all layers."""
+
+
+@dataclass(frozen=True, slots=True)
+class Digest:
+    """Answer with the digests of positions `firsts[i] .. ends[i]-1`, a list for each group of the pool's buffers."""
+
+    place: str
+    pool: str
+    indices: Indices
+    firsts: Indices
+    ends: Indices
+
+
+@dataclass(frozen=True, slots=True)
+class Check:
+    """Answer with the broken invariants of the pools in `place`."""
+
+    place: str
+
+
+# ---------------------------------------------------------------- steps
+
+
+class RowOrder(NamedTuple):
+    """One sequence's part of a step, as the engine's own `Row` has it."""
+
+    start: int
+    tokens: int
+    """How many."""
+    tables: tuple[Places, ...]
+    """Its tables, by pool."""
+
+
+@dataclass(frozen=True, slots=True)
+class Compute:
+    """Compute one step together with the other ranks. Its tokens, and whose state must not be written, are told by the
+    leader within the step: it need not know them yet."""
+
+    rows: tuple[RowOrder, ...]
+
+
+# ---------------------------------------------------------------- hand-over
+
+
+@dataclass(frozen=True, slots=True)
+class Describe:
+    """Answer with this rank's part of the plane's descriptor."""
+
+
+@dataclass(frozen=True, slots=True)
+class Connect:
+    """Open link `link` to a reader; answer with an empty string, or with why it can't be reached."""
+
+    link: int
+    descriptor: dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Disconnect:
+    link: int
+
+
+@dataclass(frozen=True, slots=True)
+class Post:
+    """Write these places of mine to the reader's of the same numbers; answer when it is done."""
+
+    link: int
+    room: str
+    number: int
+    """Which write of its room this is, from 1."""
+    sources: tuple[Places, ...]
+    targets: tuple[Places, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Permit:
+    """Writes for this room may arrive from now on; answered, since nothing may arrive before."""
+
+    room: str
+    places: tuple[Places, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Revoke:
+    room: str
+
+
+# ---------------------------------------------------------------- storage
+
+
+class Kept(NamedTuple):
+    """A page in host memory, with its chain key and the positions that its digest is over."""
+
+    pool: str
+    key: bytes
+    at: int
+    first: int
+    end: int
+
+
+@dataclass(frozen=True, slots=True)
+class Exists:
+    """Answer, when storage has, with one truth for each pool and chain key: whether this rank's part is there."""
+
+    wanted: tuple[tuple[str, bytes], ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Fetch:
+    """Read this rank's part of pages into host memory; answer, when it is there, with verdict, digests and reason."""
+
+    pages: tuple[Kept, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Put:
+    """Store this rank's part of pages in host memory; answer, when it is done, with verdict, digest and reason."""
+
+    pages: tuple[Kept, ...]
+
+
+# ---------------------------------------------------------------- life
+
+
+@dataclass(frozen=True, slots=True)
+class Form:
+    """The first order: meet the other ranks through the store in this file, and watch this process, your leader."""
+
+    store: str
+    pid: int
+    started: int
+    namespace: str
+
+
+@dataclass(frozen=True, slots=True)
+class Ready:
+    """Answer when everything is loaded."""
+
+
+@dataclass(frozen=True, slots=True)
+class End:
+    """The worker ends."""
+
+    reason: str
+
+
+class Arrival(NamedTuple):
+    """Told by a follower of its own accord: it has taken in writes up to `number` of a room from a writer's rank."""
+
+    room: str
+    source: int
+    number: int
+
+
+Order = (
+    Zero | Copy | Digest | Check | Compute | Describe | Connect | Disconnect | Post | Permit | Revoke
+    | Exists | Fetch | Put | Form | Ready | End
+)  # fmt: skip
+
+TAGS: dict[int, type[Any]] = {
+    1: Zero,
+    2: Copy,
+    3: Digest,
+    4: Check,
+    8: Compute,
+    16: Describe,
+    17: Connect,
+    18: Disconnect,
+    19: Post,
+    20: Permit,
+    21: Revoke,
+    24: Exists,
+    25: Fetch,
+    26: Put,
+    32: Form,
+    33: Ready,
+    34: End,
+}
+_TAG_OF = {cls: tag for tag, cls in TAGS.items()}
+_NAMES = {cls: tuple(f.name for f in fields(cls)) for cls in TAGS.values()}
+_INNER: dict[tuple[type[Any], str], type[Any]] = {
+    (Copy, "pieces"): Piece,
+    (Compute, "rows"): RowOrder,
+    (Post, "sources"): Places,
+    (Post, "targets"): Places,
+    (Permit, "places"): Places,
+    (Fetch, "pages"): Kept,
+    (Put, "pages"): Kept,
+}
+
+
+def encode(order: Order) -> bytes:
+    packed: bytes = msgpack.packb([_TAG_OF[type(order)], *(getattr(order, n) for n in _NAMES[type(order)])])
+    return packed
+
+
+def decode(data: bytes | memoryview) -> Order:
+    """Raises `WireError` for anything but an order of `TAGS`."""
+    try:
+        tag, *values = msgpack.unpackb(data, use_list=False)
+        cls = TAGS[tag]
+        names = _NAMES[cls]
+        for at, name in enumerate(names):
+            inner: Any = _INNER.get((cls, name))
+            if inner is not None:
+                values[at] = tuple(_made(inner, value) for value in values[at])
+        order: Order = cls(**dict(zip(names, values, strict=True)))
+    except (ValueError, TypeError, LookupError, msgpack.UnpackException) as error:
+        raise WireError(f"no order: {error}") from None
+    return order
+
+
+def _made(inner: type[Any], value: tuple[Any, ...]) -> Any:
+    if inner is RowOrder:
+        start, tokens, tables = value
+        return RowOrder(start, tokens, tuple(Places(*table) for table in tables))
+    return inner(*value)
+
+
+class Answers(Protocol):
+    """What followers answer to one order."""
+
+    @property
+    def done(self) -> bool:
+        """Whether all have answered."""
+
+    def wait(self) -> list[Any]:
+        """One answer a follower, by rank from 1 on. Raises `PeerDead` when one is gone, or silent for too long."""
+
+
+class Followers(Protocol):
+    """The leader's line to the other ranks. One thread."""
+
+    @property
+    def size(self) -> int:
+        """Ranks in all, the leader included."""
+
+    def tell(self, order: Order) -> None:
+        """Have all followers carry out `order` after all that they were told before. Raises `PeerDead`."""
+
+    def ask(self, order: Order) -> Answers:
+        """The same for an order that is answered."""
+
+    def heard(self) -> list[tuple[int, Arrival]]:
+        """What followers told of their own accord since the last call, each with its rank. Never waits."""

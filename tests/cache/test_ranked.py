@@ -1,0 +1,99 @@
+"""Pool sets of several ranks: one page, one digest, whatever the number of ranks."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from cache.moves import Move, Part
+from cache.registry import BufferSpec, PoolSetSpec, PoolSpec
+from contracts.errors import ConfigError
+from tests.poolsets import NAMES
+from tests.ranks import RankedSeat, content, fill, headed_sets, ranked_seat
+
+SIZES = (1, 2, 4)
+
+
+def _seat(name: str, size: int, seed: int = 3) -> RankedSeat:
+    seat = ranked_seat(headed_sets()[name], size, 6)
+    fill(seat, seed)
+    return seat
+
+
+def _digests(seat: RankedSeat, indices: list[int]) -> dict[str, list[int]]:
+    firsts = [8 + 4 * i for i in range(len(indices))]
+    ends = [first + 3 for first in firsts]
+    return {pool.name: seat.leader.digest(pool.name, indices, firsts, ends) for pool in seat.whole.pools}
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_page_has_one_digest_whatever_the_number_of_ranks(name: str) -> None:
+    one, two, four = (_digests(_seat(name, size), [2, 5, 1]) for size in SIZES)
+    assert one == two == four
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("size", SIZES[1:])
+def test_one_bit_of_any_copy_on_any_rank_changes_the_digest(name: str, size: int) -> None:
+    seat = _seat(name, size)
+    right = _digests(seat, [2])
+    for pools in seat.pools:
+        for pool, buffer in pools.layout.each():
+            at = buffer.offset(buffer.spec.layers - 1, 2)
+            pools.region[at] ^= 0x10
+            wrong = _digests(seat, [2])
+            assert [p for p in right if right[p] != wrong[p]] == [pool.name], buffer.spec.name
+            pools.region[at] ^= 0x10
+    assert _digests(seat, [2]) == right
+
+
+def test_the_same_damage_to_all_copies_of_a_buffer_is_no_agreement() -> None:
+    seat = _seat("sparse", 4)
+    right = _digests(seat, [3])
+    for pools in seat.pools:
+        pools.region[pools.layout.buffers["full"][0].offset(1, 3)] ^= 1
+    assert _digests(seat, [3]) != right
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_copies_and_clears_are_those_of_all_ranks(name: str) -> None:
+    seat = _seat(name, 4)
+    for pool in seat.whole.pools:
+        before = content(seat, pool.name, 2)
+        seat.leader.copy(Move((Part(pool.name, (2,), (4,)),)), seat.leader)
+        assert content(seat, pool.name, 4) == content(seat, pool.name, 2) == before
+        seat.leader.zero({pool.name: [2]})
+        assert not any(map(any, content(seat, pool.name, 2)))
+        assert content(seat, pool.name, 4) == before
+
+
+def test_a_copy_of_one_layer_leaves_the_others_on_every_rank() -> None:
+    seat = _seat("full", 2)
+    before, source = content(seat, "full", 4), content(seat, "full", 2)
+    seat.leader.copy(Move((Part("full", (2,), (4,)),)), seat.leader, range(1, 2))
+    after = content(seat, "full", 4)
+    moved = {i for i in range(len(after)) if after[i] != before[i]}
+    assert moved == {i for buffer in range(2) for i in range(buffer * 12 + 4, buffer * 12 + 8)}
+    assert all(after[i] == source[i] for i in moved)
+
+
+def test_a_dirty_null_page_of_a_follower_is_found() -> None:
+    seat = _seat("full", 2)
+    assert seat.leader.check() == []
+    seat.pools[1].region[0] = 1
+    (line,) = seat.leader.check()
+    assert line.startswith("rank 1: ")
+    assert "null page" in line
+
+
+def test_heads_that_ranks_cannot_share_are_refused_with_the_sizes_that_work() -> None:
+    spec = PoolSetSpec(4, (PoolSpec("full", (BufferSpec("k", 1, (6, 2), torch.float32, heads=6),)),))
+    with pytest.raises(ConfigError, match=r"4 ranks can't share the 6 heads of k: tp can be 1, 2$"):
+        spec.shard(0, 4)
+    assert [spec.shard(rank, 2).full.buffers[0].first_head for rank in range(2)] == [0, 3]
+
+
+def test_heads_fewer_than_ranks_go_to_neighbours() -> None:
+    spec = PoolSetSpec(4, (PoolSpec("full", (BufferSpec("k", 1, (2, 2), torch.float32, heads=2),)),))
+    assert [spec.shard(rank, 4).full.buffers[0].first_head for rank in range(4)] == [0, 0, 1, 1]
+    assert spec.shard(3, 4).whole == spec

@@ -1,0 +1,126 @@
+"""Pages on storage by any number of ranks: what one has put by, every other fetches whole, or not at all."""
+
+from __future__ import annotations
+
+import itertools
+import secrets
+from dataclasses import dataclass
+
+import pytest
+
+from cache.device import HOST
+from cache.ranked import merged
+from cache.registry import Order, PoolSetSpec
+from cache.shelf import RankShelf, merged_outcomes
+from cache.storage import InlineQueue, Outcome, Verdict
+from cache.storage.memory import MemoryBackend
+from contracts.orders import Kept
+from tests.poolsets import NAMES
+from tests.ranks import RankedSeat, content, fill, headed_sets, ranked_seat
+
+SIZES = (1, 2, 4)
+KEYS = [bytes([n]) * 16 for n in range(3)]
+
+
+@dataclass
+class Ranks:
+    """The host tiers of all ranks of a worker, each with its shelf on the one store."""
+
+    seat: RankedSeat
+    shelves: list[RankShelf]
+    queues: list[InlineQueue]
+
+    def pages(self, pool: str) -> list[Kept]:
+        return [Kept(pool, key, 1 + n, 4 * n, 4 * n + 4) for n, key in enumerate(KEYS)]
+
+    def digests(self, pool: str) -> list[int]:
+        pages = self.pages(pool)
+        return self.seat.leader.digest(pool, [p.at for p in pages], [p.first for p in pages], [p.end for p in pages])
+
+    def run(self) -> None:
+        while any(queue.run_all() for queue in self.queues):
+            pass
+
+
+def ranks(whole: PoolSetSpec, size: int, backend: MemoryBackend) -> Ranks:
+    seat = ranked_seat(whole, size, 5, HOST, order=Order.PAGE_FIRST)
+    queues = [InlineQueue(backend) for _ in range(size)]
+    shelves = [RankShelf(queue, pools, "model", rank, size) for rank, (queue, pools) in enumerate(
+        zip(queues, seat.pools, strict=True))]  # fmt: skip
+    return Ranks(seat, shelves, queues)
+
+
+def put(writer: Ranks, pool: str) -> None:
+    pending = [shelf.put_mine(writer.pages(pool)) for shelf in writer.shelves]
+    writer.run()
+    assert all(outcome.ok for one in pending for outcome in one.result())
+
+
+def found(reader: Ranks, pool: str) -> list[bool]:
+    pending = [shelf.exists([(pool, key) for key in KEYS]) for shelf in reader.shelves]
+    while not all([one.done for one in pending]):
+        reader.run()
+    return [all(ranks) for ranks in zip(*(one.result() for one in pending), strict=True)]
+
+
+def fetch(reader: Ranks, pool: str) -> list[Outcome]:
+    pending = [shelf.fetch_parts(reader.pages(pool)) for shelf in reader.shelves]
+    reader.run()
+    assert all(one.done for one in pending)
+    return merged_outcomes(reader.seat.whole, reader.pages(pool), [one.result() for one in pending])
+
+
+@pytest.mark.parametrize(("writers", "readers"), list(itertools.product(SIZES, repeat=2)))
+@pytest.mark.parametrize("name", NAMES)
+def test_what_any_number_of_ranks_has_put_by_any_other_fetches_head_by_head(
+    name: str, writers: int, readers: int
+) -> None:
+    whole, backend = headed_sets()[name], MemoryBackend(secrets.token_hex(8), 1 << 20)
+    writer, reader = ranks(whole, writers, backend), ranks(whole, readers, backend)
+    fill(writer.seat, 5)
+    for pool in whole.by_name:
+        assert not any(found(reader, pool))
+        put(writer, pool)
+        assert all(found(reader, pool))
+        outcomes = fetch(reader, pool)
+        assert [outcome.verdict for outcome in outcomes] == [Verdict.FOUND] * 3
+        assert [outcome.digest for outcome in outcomes] == writer.digests(pool) == reader.digests(pool)
+        for page in reader.pages(pool):
+            assert content(reader.seat, pool, page.at) == content(writer.seat, pool, page.at)
+
+
+@pytest.mark.parametrize(("writers", "readers"), [(1, 1), (2, 2), (2, 1), (1, 4)])
+def test_a9_a_page_of_which_one_object_is_gone_is_missing_for_every_reader(writers: int, readers: int) -> None:
+    whole, backend = headed_sets()["full"], MemoryBackend(secrets.token_hex(8), 1 << 20)
+    writer, reader = ranks(whole, writers, backend), ranks(whole, readers, backend)
+    fill(writer.seat, 5)
+    put(writer, "full")
+    assert all(found(reader, "full"))
+    last = writer.shelves[-1]
+    backend.delete([last.name("full", KEYS[1], part) for part in last.slicer.own("full")])
+    verdicts = [outcome.verdict for outcome in fetch(reader, "full")]
+    assert verdicts == [Verdict.FOUND, Verdict.MISSING, Verdict.FOUND]
+
+
+def test_the_digest_of_a_page_with_parts_of_both_kinds_is_that_of_all_its_ranks() -> None:
+    whole, backend = headed_sets()["full+state"], MemoryBackend(secrets.token_hex(8), 1 << 20)
+    writer = ranks(whole, 2, backend)
+    fill(writer.seat, 6)
+    put(writer, "state")
+    parts = [shelf.fetch_parts(writer.pages("state")) for shelf in writer.shelves]
+    writer.run()
+    by_rank = [[list(page.digests) for page in one.result()] for one in parts]
+    pages = [merged(whole.by_name["state"], [[[d] for d in rank[n]] for rank in by_rank])[0] for n in range(3)]
+    assert pages == writer.digests("state")
+
+
+def test_one_rank_asks_for_others_sizes_with_one_name_each_and_only_where_heads_can_be_sliced() -> None:
+    whole, backend = headed_sets()["all"], MemoryBackend(secrets.token_hex(8), 1 << 20)
+    reader = ranks(whole, 1, backend)
+    for pool, questions in (("full", 1), ("window", 2)):
+        pending = reader.shelves[0].exists([(pool, key) for key in KEYS])
+        asked = 0
+        while not pending.done:
+            asked += reader.queues[0].run_all()
+        assert asked == questions
+        assert pending.result() == [False] * 3

@@ -1,0 +1,95 @@
+"""Tensor-parallel ranks as processes over gloo: sums that depend on the ranks alone, and one that dies."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from engine.ranks import ALONE
+from tests.engine.rank_process import part
+
+ROOT = Path(__file__).parents[2]
+
+
+class Process:
+    """A rank, and the lines to it and from it."""
+
+    def __init__(self, store: Path, rank: int, size: int) -> None:
+        self.rank = rank
+        self.process = subprocess.Popen(
+            [sys.executable, str(ROOT / "tests" / "engine" / "rank_process.py"), str(store), str(rank), str(size)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            env=os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
+        )
+
+    def tell(self, line: str) -> None:
+        assert self.process.stdin is not None
+        self.process.stdin.write(line + "\n")
+        self.process.stdin.flush()
+
+    def hear(self) -> dict[str, Any]:
+        assert self.process.stdout is not None
+        line = self.process.stdout.readline()
+        assert line, f"rank {self.rank} is gone"
+        heard: dict[str, Any] = json.loads(line)
+        return heard
+
+    def end(self) -> None:
+        self.process.kill()
+        self.process.wait(30)
+        for pipe in (self.process.stdin, self.process.stdout):
+            if pipe is not None:
+                pipe.close()
+
+
+def _all(ranks: list[Process], line: str) -> list[dict[str, Any]]:
+    for rank in ranks:
+        rank.tell(line)
+    return [rank.hear() for rank in ranks]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("size", [2, pytest.param(4, marks=pytest.mark.soak)])
+def test_c3_sums_are_in_the_order_of_the_ranks_for_any_rows_and_a_dead_rank_ends_the_others(
+    size: int, tmp_path: Path
+) -> None:
+    ranks = [Process(tmp_path / "store", rank, size) for rank in range(size)]
+    try:
+        assert all(rank.hear()["ready"] for rank in ranks)
+        for dtype in (torch.float32, torch.bfloat16):
+            for rows in (1, 3, 128):
+                name = str(dtype).removeprefix("torch.")
+                total = part(0, 7, rows, dtype).float()
+                for rank in range(1, size):
+                    total = total + part(rank, 7, rows, dtype).float()
+                answers = [torch.tensor(heard["sum"]) for heard in _all(ranks, f"sum 7 {rows} {name}")]
+                assert all(torch.equal(answer, total.to(dtype).float()) for answer in answers)
+        for rank in ranks:
+            rank.tell(f"first {rank.rank + 5}")
+        assert [rank.hear()["first"] for rank in ranks] == [[5]] * size
+        for rank in ranks:
+            rank.tell(f"gather {rank.rank}")
+        assert [rank.hear()["gather"] for rank in ranks] == [[[n] for n in range(size)]] * size
+        for rank in ranks:
+            rank.tell("outlive")
+        ranks[-1].process.kill()
+        assert all("a rank of this worker is gone" in rank.hear()["dead"] for rank in ranks[:-1])
+    finally:
+        for rank in ranks:
+            rank.end()
+
+
+def test_one_rank_alone_has_nothing_to_add_or_to_wait_for() -> None:
+    x = torch.randn(3, 5)
+    assert ALONE.sum(x) is x
+    assert ALONE.first(x) is x
+    assert ALONE.gather(x)[0] is x

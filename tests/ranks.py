@@ -1,0 +1,182 @@
+"""Ranks of workers in this process: followers that obey at once, pool sets with heads, and what lies in all of them.
+
+What a follower is told goes through the wire's encoding, so that what can't travel is found here, too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+
+from cache.device import DEVICE
+from cache.pools import PoolSet
+from cache.ranked import RankedPools, RankState
+from cache.registry import BufferSpec, Index, Order, PoolSetLayout, PoolSetSpec
+from contracts.orders import Arrival, Check, Copy, Digest, Zero, decode, encode
+from contracts.orders import Order as Told
+from tests.poolsets import pool_sets
+from transfer.plane import RankPlane
+from transfer.ranked import RankLinks
+
+
+def headed_sets(page_tokens: int = 4) -> dict[str, PoolSetSpec]:
+    """The tests' pool sets as models of several heads have them: sliced finely, coarsely, in sub-blocks, and not at
+    all."""
+    return {name: _headed(spec) for name, spec in pool_sets(page_tokens).items()}
+
+
+def _headed(spec: PoolSetSpec) -> PoolSetSpec:
+    pools = tuple(replace(p, buffers=tuple(b for old in p.buffers for b in _split(old))) for p in spec.pools)
+    return PoolSetSpec(spec.page_tokens, pools)
+
+
+def _split(buffer: BufferSpec) -> list[BufferSpec]:
+    if buffer.name in ("latent", "index_k"):
+        return [buffer]
+    if buffer.name == "conv":
+        # Its sub-blocks, of queries and of values, each by heads of its own, and one that no head has.
+        q = replace(buffer, name="conv_q", shape=(4, 3), heads=4)
+        v = replace(buffer, name="conv_v", shape=(8, 3), heads=8)
+        return [q, v, replace(buffer, name="conv_rest", shape=(2, 3))]
+    heads = 4 if buffer.name in ("k", "v", "recurrent") else 2
+    return [replace(buffer, shape=(heads, *buffer.shape[1:]), heads=heads)]
+
+
+@dataclass
+class DirectFollowers:
+    """Followers that obey as they are told."""
+
+    states: Sequence[RankState]
+    links: Sequence[RankLinks] = ()
+    slow: type[Any] | None = None
+    """Orders of this type are carried out by `catch_up`."""
+    late: list[tuple[Told, Answered]] = field(default_factory=list)
+
+    @property
+    def size(self) -> int:
+        return len(self.states) + 1
+
+    def tell(self, order: Told) -> None:
+        self.ask(order)
+
+    def ask(self, order: Told) -> Answered:
+        order = decode(encode(order))
+        answered = Answered([], False)
+        if self.slow is not None and isinstance(order, self.slow):
+            self.late.append((order, answered))
+        else:
+            self._obey(order, answered)
+        return answered
+
+    def catch_up(self) -> None:
+        """Carry out what was slow."""
+        late, self.late = self.late, []
+        for order, answered in late:
+            self._obey(order, answered)
+
+    def _obey(self, order: Told, answered: Answered) -> None:
+        if isinstance(order, Zero | Copy | Digest | Check):
+            answered.answers += [state.obey(order) for state in self.states]
+        else:
+            answered.answers += [links.obey(order) for links in self.links]  # type: ignore[arg-type]
+        answered.done = True
+
+    def heard(self) -> list[tuple[int, Arrival]]:
+        return [(rank, arrival) for rank, links in enumerate(self.links, 1) for arrival in links.poll()]
+
+
+@dataclass
+class Answered:
+    answers: list[Any]
+    done: bool = True
+
+    def wait(self) -> list[Any]:
+        assert self.done, "nobody carries it out while this waits"
+        return self.answers
+
+
+@dataclass
+class RankedSeat:
+    """The pool sets of all ranks of a seat; the leader's is the first."""
+
+    whole: PoolSetSpec
+    pools: list[PoolSet]
+    followers: DirectFollowers
+
+    @property
+    def leader(self) -> PoolSet:
+        return self.pools[0]
+
+    def connect(self, planes: Sequence[RankPlane]) -> None:
+        """The followers' planes; the leader's belongs to an end of its own."""
+        for plane, pools in zip(planes[1:], self.pools[1:], strict=True):
+            plane.register(pools, None)
+        self.followers.links = [RankLinks(plane) for plane in planes[1:]]
+
+    def close(self) -> None:
+        for links in self.followers.links:
+            links.close()
+
+
+def ranked_seat(
+    whole: PoolSetSpec,
+    size: int,
+    count: int,
+    place: str = DEVICE,
+    regions: Sequence[torch.Tensor] = (),
+    order: Order = Order.LAYER_FIRST,
+) -> RankedSeat:
+    layouts = [PoolSetLayout(whole.shard(rank, size), whole.even(count), order) for rank in range(size)]
+    memory = list(regions) or [torch.zeros(layout.nbytes, dtype=torch.uint8) for layout in layouts]
+    others = [
+        PoolSet(layout.spec, layout.counts, region, order)
+        for layout, region in zip(layouts[1:], memory[1:], strict=True)
+    ]
+    followers = DirectFollowers([RankState({place: pools}, size) for pools in others])
+    leader: PoolSet
+    if size > 1:
+        leader = RankedPools(layouts[0], memory[0], followers, place)
+    else:
+        leader = PoolSet(whole, layouts[0].counts, memory[0], order)
+    return RankedSeat(whole, [leader, *others], followers)
+
+
+def fill(seat: RankedSeat, seed: int) -> None:
+    """Random state, the same for every number of ranks: each rank gets its heads of it."""
+    generator = torch.Generator().manual_seed(seed)
+    counts = seat.leader.layout.counts
+    for pool in seat.whole.pools:
+        for at, buffer in enumerate(pool.buffers):
+            for layer in range(buffer.layers):
+                inner = (seat.whole.page_tokens, *buffer.shape) if buffer.index is Index.TOKEN else buffer.shape
+                shape = (counts[pool.name], *inner, buffer.dtype.itemsize)
+                state = torch.randint(256, shape, dtype=torch.uint8, generator=generator)
+                state[0] = 0
+                for pools in seat.pools:
+                    its = pools.layout.buffers[pool.name][at]
+                    view = pools.layout.view(pools.region, pool.name, its, layer)
+                    axis = 2 if buffer.index is Index.TOKEN else 1
+                    first, n = (its.spec.first_head, its.spec.shape[0]) if buffer.heads else (0, buffer.shape[0])
+                    view.copy_(state.narrow(axis, first, n).contiguous().view(buffer.dtype).reshape(view.shape))
+
+
+def content(seat: RankedSeat, pool: str, index: int) -> list[bytes]:
+    """What a page or slot holds, all heads of each buffer and layer; fails where copies on several ranks differ."""
+    out = []
+    for at, buffer in enumerate(seat.whole.by_name[pool].buffers):
+        for layer in range(buffer.layers):
+            heads: dict[int, bytes] = {}
+            for pools in seat.pools:
+                its = pools.layout.buffers[pool][at]
+                view = pools.layout.view(pools.region, pool, its, layer)[index]
+                axis = 1 if buffer.index is Index.TOKEN else 0
+                for n in range(its.spec.shape[0]):
+                    raw = view.select(axis, n).contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
+                    known = heads.setdefault(its.spec.first_head + n, raw)
+                    assert known == raw, f"{pool} {index}: copies of head {n} of {buffer.name} differ"
+            assert sorted(heads) == list(range(buffer.shape[0]))
+            out += [heads[head] for head in sorted(heads)]
+    return out

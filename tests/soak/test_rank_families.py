@@ -1,0 +1,54 @@
+"""Every family with 1, 2 and 4 tensor-parallel ranks on either side: the oracle's tokens, handed over between all."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from contracts.config import config_from_dict
+from contracts.model import read_model_spec
+from tests.checkpoints import Oracle, compare
+from tests.families import FAMILIES
+from tests.pair import pair
+from tests.rank_workers import RankProcesses, rank_processes
+from tests.workers.test_pair import greedy, prompts
+
+pytestmark = [pytest.mark.soak, pytest.mark.timeout(900)]
+
+PAIRS = [(p, d) for p, d in itertools.product((1, 2, 4), repeat=2) if (p, d) != (1, 1)]
+
+
+@pytest.fixture(scope="module")
+def warm() -> Iterator[RankProcesses]:
+    with rank_processes() as processes:
+        yield processes
+
+
+def _sizes(folder: Path) -> list[tuple[int, int]]:
+    """Those that the checkpoint's heads allow."""
+    from cluster.preflight import _divides
+
+    spec, config = read_model_spec(folder), config_from_dict({})
+    good = {size for size in (1, 2, 4) if not _divides(config, spec, size)}
+    return [sizes for sizes in PAIRS if good.issuperset(sizes)]
+
+
+@pytest.mark.parametrize("name", list(FAMILIES))
+def test_ranks_of_any_number_give_the_tokens_of_one(name: str, warm: RankProcesses, tmp_path: Path) -> None:
+    folder = FAMILIES[name](tmp_path / "model")
+    oracle = Oracle(folder)
+    asked = prompts(4, 1, 17, 70, 150)
+    asked.append(asked[-1][:96] + asked[1])
+    sizes = _sizes(folder)
+    assert (2, 2) in sizes, "the fixture has heads for two ranks"
+    for number, (p, d) in enumerate(sizes):
+        plane = ("shm", "zmq")[number % 2]
+        sections = {"transfer": {"plane": plane}, "prefill": {"chunk_tokens": 64, "tp": p}, "decode": {"tp": d}}
+        with pair(folder, tokens=2048, ranks=warm, **sections) as both:
+            answers = both.run(*[both.submit(prompt, greedy(8)) for prompt in asked])
+        for prompt, answer in zip(asked, answers, strict=True):
+            verdict = compare(oracle, prompt, answer.list)
+            assert verdict.equal, (p, d, plane, verdict)

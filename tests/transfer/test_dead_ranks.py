@@ -1,0 +1,72 @@
+"""When a writer of several processes is dead: when none of them can write any more."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import pytest
+
+from transfer import process
+from transfer.process import GroupWatch
+
+Mark = tuple[int, int, str]
+
+
+@contextmanager
+def sleepers(count: int) -> Iterator[list[subprocess.Popen[bytes]]]:
+    """Processes that wait for the end of their input."""
+    command = [sys.executable, "-S", "-c", "import sys; sys.stdin.read()"]
+    found = [subprocess.Popen(command, stdin=subprocess.PIPE) for _ in range(count)]
+    try:
+        yield found
+    finally:
+        for one in found:
+            one.kill()
+            one.wait()
+            assert one.stdin is not None
+            one.stdin.close()
+
+
+def mark(one: subprocess.Popen[bytes]) -> Mark:
+    return one.pid, process.start_ticks(one.pid) or 0, process.namespace()
+
+
+def test_a5_a_writer_lives_as_long_as_one_of_its_ranks_although_its_leader_is_dead() -> None:
+    with sleepers(2) as (leader, rank):
+        watch = GroupWatch.open([mark(leader), mark(rank)])
+        assert watch is not None
+        forgotten: list[int] = []
+        fds = watch.fds
+        leader.kill()
+        leader.wait()
+        watch.forget_dead(forgotten.append)
+        assert not watch.dead, "its rank may be stopped in mid-write, and wake up"
+        assert forgotten == fds[:1]
+        assert watch.fds == fds[1:]
+        rank.kill()
+        rank.wait()
+        assert watch.dead
+        watch.close()
+
+
+def test_a_writer_all_of_whose_ranks_are_dead_is_no_writer() -> None:
+    with sleepers(2) as both:
+        marks = [mark(one) for one in both]
+        both[0].kill()
+        both[0].wait()
+        watch = GroupWatch.open(marks)
+        assert watch is not None
+        assert not watch.dead
+        watch.close()
+        both[1].kill()
+        both[1].wait()
+        with pytest.raises(ProcessLookupError):
+            GroupWatch.open(marks)
+
+
+def test_a_writer_with_a_rank_on_another_host_cannot_be_watched() -> None:
+    with sleepers(1) as (one,):
+        assert GroupWatch.open([mark(one), (1, 1, "elsewhere")]) is None

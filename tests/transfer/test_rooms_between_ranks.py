@@ -1,0 +1,161 @@
+"""Hand-overs between workers of unequal numbers of ranks: every head arrives where it belongs, and damage is seen."""
+
+from __future__ import annotations
+
+import itertools
+import random
+from collections.abc import Mapping
+
+import pytest
+
+from cache.device import DONE
+from cache.heads import common, cuts
+from contracts.errors import ErrorKind
+from contracts.ids import RoomId
+from contracts.orders import Post
+from tests.poolsets import NAMES
+from tests.ranks import headed_sets
+from tests.rooms import PLANES, Ends, Prompt, ends, placed
+from tests.transfer.test_rooms_of_all_pools import some_held, write_in_chunks
+from transfer.held import HeldNotices
+from transfer.receiver import Arrived, Broken, Expected
+
+SETS = headed_sets()
+QUICK = [
+    (name, *sizes, plane)
+    for name, sizes, plane in itertools.product(("full", "all"), ((1, 2), (2, 1), (4, 2)), ("shm", "zmq"))
+]
+ALL = [
+    pytest.param(name, writers, readers, plane, marks=[pytest.mark.soak])
+    for name, writers, readers, plane in itertools.product(NAMES, (1, 2, 4), (1, 2, 4), PLANES)
+    if (name, writers, readers, plane) not in QUICK
+]
+
+
+def hand_over(both: Ends, prompts: list[Prompt], held: Mapping[RoomId, Mapping[str, set[int]]]) -> None:
+    """All of them at once, chunk by chunk; what was lacking must lie in place, head by head."""
+    wanted = {p.room: both.receiver.missing(Expected(p.keys, p.positions), held[p.room]) for p in prompts}
+    for prompt in prompts:
+        both.open(prompt, held[prompt.room], 1)
+    write_in_chunks(both, prompts, both.random)
+    for prompt in prompts:
+        both.seal(prompt)
+        arrived = both.outcome(prompt.room)
+        assert isinstance(arrived, Arrived), arrived
+        placed(both, prompt, arrived.leases, wanted[prompt.room])
+        whole = both.spec.whole
+        sizes = {pool: len(numbers) * whole.unit_bytes(pool) for pool, numbers in wanted[prompt.room].items()}
+        assert arrived.received == {pool: size for pool, size in sizes.items() if size}
+        arrived.release()
+        assert both.released(prompt.room).received
+    for prompt in prompts:
+        for lease in prompt.leases.values():
+            lease.release()
+
+
+@pytest.mark.parametrize(("name", "writers", "readers", "plane"), QUICK + ALL)
+def test_every_head_arrives_at_every_rank_that_holds_it(name: str, writers: int, readers: int, plane: str) -> None:
+    dice = random.Random(f"{name} {writers} {readers} {plane}")
+    with ends(SETS[name], plane, seed=dice.randrange(1000), count=40, ranks=(writers, readers)) as both:
+        for _ in range(2):
+            prompts = [both.prompt(dice.randint(1, 50)) for _ in range(2)]
+            hand_over(both, prompts, {p.room: some_held(both, p, dice) for p in prompts})
+        both.quiet()
+
+
+@pytest.mark.parametrize(("writers", "readers"), [*itertools.product((1, 2, 4), repeat=2)])
+@pytest.mark.parametrize("name", NAMES)
+def test_what_ranks_write_to_each_other_covers_every_head_once(name: str, writers: int, readers: int) -> None:
+    whole = SETS[name]
+    plan = cuts(whole, writers, readers)
+    for pool in whole.pools:
+        for at, buffer in enumerate(pool.buffers):
+            for target in range(readers):
+                theirs = whole.shard(target, readers).by_name[pool.name].buffers[at]
+                come = [
+                    head
+                    for source in range(writers)
+                    if buffer.name in plan.get((source, target), {}).get(pool.name, ())
+                    for head in common(whole.shard(source, writers).by_name[pool.name].buffers[at], theirs)
+                ]
+                assert sorted(come) == list(range(theirs.first_head, theirs.first_head + theirs.shape[0]))
+
+
+def test_writers_with_the_same_heads_share_the_readers_among_them() -> None:
+    plan = cuts(SETS["sparse"], 4, 4)
+    assert sorted(plan) == [(rank, rank) for rank in range(4)]
+    assert sorted(cuts(SETS["sparse"], 2, 4)) == [(0, 0), (0, 1), (1, 2), (1, 3)]
+    assert sorted(cuts(SETS["sparse"], 4, 1)) == [(0, 0)]
+
+
+@pytest.mark.parametrize("plane", PLANES)
+@pytest.mark.parametrize(("writers", "readers"), [(2, 1), (1, 2)])
+def test_a_byte_that_went_wrong_in_any_buffer_on_any_rank_is_caught_by_its_tag(
+    plane: str, writers: int, readers: int
+) -> None:
+    with ends(SETS["all"], plane, count=40, ranks=(writers, readers)) as both:
+        for rank, pools in enumerate(both.seats[0].pools):
+            for pool, buffer in pools.layout.each():
+                prompt = both.prompt(23)
+                index = prompt.runs[pool.name].indices[-1]
+                sent_by = {s for (s, _), cut in cuts(SETS["all"], writers, readers).items()
+                           if buffer.spec.name in cut.get(pool.name, ())}  # fmt: skip
+                at = buffer.offset(buffer.spec.layers - 1, index)
+                both.open(prompt)
+                pools.region[at] ^= 1
+                both.sender.write(prompt.room, prompt.all(), (DONE,))
+                pools.region[at] ^= 1
+                if rank in sent_by:
+                    broken = both.outcome(prompt.room)
+                    assert isinstance(broken, Broken), (buffer.spec.name, rank)
+                    assert broken.kind is ErrorKind.DAMAGED
+                    assert broken.message.startswith(pool.name)
+                else:
+                    both.seal(prompt)
+                    arrived = both.outcome(prompt.room)
+                    assert isinstance(arrived, Arrived)
+                    arrived.release()
+                both.released(prompt.room)
+                for lease in prompt.leases.values():
+                    lease.release()
+        both.quiet()
+
+
+def test_a_write_is_told_of_only_when_every_rank_has_posted_its_part() -> None:
+    with ends(SETS["full"], "shm", count=40, ranks=(2, 1)) as both:
+        prompt = both.prompt(9)
+        both.open(prompt)
+        followers = both.seats[0].followers
+        followers.slow = Post
+        both.sender.write(prompt.room, prompt.all(), (DONE,))
+        for lease in prompt.leases.values():
+            lease.release()
+        for _ in range(5):
+            both.poll()
+        (room,) = both.receiver._rooms.values()
+        assert room.shares.left("full") == range(3), "nothing has been told of"
+        assert both.source.allocators["full"].quarantined == 3, "a rank still writes from these pages"
+        followers.catch_up()
+        both.seal(prompt)
+        arrived = both.outcome(prompt.room)
+        assert isinstance(arrived, Arrived)
+        arrived.release()
+        both.released(prompt.room)
+        both.quiet()
+
+
+def test_a_notice_waits_for_the_writes_of_every_rank_and_keeps_those_behind_it() -> None:
+    room = RoomId("room-1")
+    held = HeldNotices(2, lambda sources, rank: frozenset(range(sources)))
+    held.open(room)
+    held.settled(0, room, 0, 1)
+    held.settled(0, room, 1, 1)
+    assert held.add(room, b"wrote", 1, 2) == []
+    assert held.add(room, b"finished", 0, 2) == []
+    held.settled(1, room, 0, 2)
+    assert held.due() == []
+    held.settled(1, room, 1, 1)
+    assert held.due() == [b"wrote", b"finished"]
+    assert held.add(room, b"late", 9, 2) == []
+    assert held.close(room) == [b"late"]
+    assert held.add(room, b"later", 9, 2) == [b"later"]

@@ -1,0 +1,102 @@
+"""One rank's way into all ranks of a reader: who writes what to whom, worked out once when two workers meet."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from functools import lru_cache
+from typing import Any
+
+from cache.device import DONE, Completion
+from cache.heads import Cut, cuts
+from cache.registry import PoolSetSpec
+from contracts.errors import LayoutMismatch
+from contracts.ids import RoomId
+from transfer.plane import Link, PageWrite, SlotWrite
+
+MOST_RANKS = 64
+"""More than this no worker has: a peer that says so is no peer."""
+
+_cuts = lru_cache(maxsize=64)(cuts)
+
+
+class Fan:
+    """Links to those ranks of a reader that this rank has something for.
+
+    `leader` goes to the reader's rank 0, which alone has metadata slots and takes notices; a rank that isn't the
+    writer's leader has none. Pages go down the links of `parts`.
+    """
+
+    def __init__(self, leader: Link | None, parts: Sequence[Link]) -> None:
+        self._leader = leader
+        self._parts = parts
+
+    def post(self, write: PageWrite | SlotWrite) -> Completion:
+        if isinstance(write, SlotWrite):
+            assert self._leader is not None, "only leaders write metadata"
+            return self._leader.post(write)
+        posted = [link.post(write) for link in self._parts]
+        return DONE if all(p is DONE for p in posted) else All(posted)
+
+    def notify(self, room: RoomId, data: bytes, writes: int = 0) -> None:
+        assert self._leader is not None, "only leaders give notice"
+        self._leader.notify(room, data, writes)
+
+    def close(self) -> None:
+        links = {id(link): link for link in (self._leader, *self._parts) if link is not None}
+        for link in links.values():
+            link.close()
+
+
+class All:
+    """Complete when all of them are."""
+
+    def __init__(self, completions: Sequence[Completion]) -> None:
+        self._completions = completions
+
+    @property
+    def done(self) -> bool:
+        return all(c.done for c in self._completions)
+
+    def wait(self) -> None:
+        for completion in self._completions:
+            completion.wait()
+
+    def order(self) -> None:
+        for completion in self._completions:
+            completion.order()
+
+
+Open = Callable[[dict[str, Any], PoolSetSpec, Cut | None], Link]
+"""Opens the link to one rank of a reader: its part of the descriptor, what it holds, what is written to it; None: all
+of every page, as both hold the same."""
+
+
+def fan(whole: PoolSetSpec, rank: int, size: int, descriptor: Mapping[str, Any], open_link: Open) -> Link:
+    """The way of rank `rank` of `size` into the reader that described itself. Raises `LayoutMismatch`."""
+    ranks = descriptor.get("ranks")
+    if not isinstance(ranks, list | tuple) or not 0 < len(ranks) <= MOST_RANKS:
+        raise LayoutMismatch(f"the reader's descriptor must name 1 to {MOST_RANKS} ranks")
+    if size == len(ranks) == 1:
+        return open_link(ranks[0], whole, None)
+    links: dict[int, Link] = {}
+    try:
+        for target, part in enumerate(ranks):
+            cut = _cuts(whole, size, len(ranks)).get((rank, target))
+            if cut is not None or (rank == 0 and target == 0):
+                links[target] = open_link(part, whole.shard(target, len(ranks)), cut or {})
+    except BaseException:
+        for link in links.values():
+            link.close()
+        raise
+    writing = [link for target, link in links.items() if (rank, target) in _cuts(whole, size, len(ranks))]
+    return Fan(links[0] if rank == 0 else None, writing)
+
+
+def rank_cut(whole: PoolSetSpec, source: tuple[int, int], target: tuple[int, int]) -> Cut:
+    """What rank `source` (of how many) of a writer writes to rank `target` of a reader. Raises `LookupError`."""
+    return _cuts(whole, source[1], target[1])[source[0], target[0]]
+
+
+def writers(whole: PoolSetSpec, sources: int, rank: int, size: int) -> frozenset[int]:
+    """The ranks of a writer with `sources` ranks that write to rank `rank` of `size`."""
+    return frozenset(source for source, target in _cuts(whole, sources, size) if target == rank)

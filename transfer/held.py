@@ -1,0 +1,79 @@
+"""Notices that wait for writes which take other ways: between workers of several ranks over TCP.
+
+A notice tells of writes that every rank of the reader must have taken in by then, from every rank of the writer that
+has something for it. Writes come on sockets of their own, so a notice may overtake them. It says how many writes of its
+room went before it, and is held, with all later ones of its room, until each rank has taken in as many from each of its
+sources. A room that has ended holds nothing: what comes for it is dropped later anyway.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict, deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from contracts.ids import RoomId
+
+
+@dataclass(frozen=True, slots=True)
+class _Notice:
+    data: bytes
+    writes: int
+    """Writes of its room that were posted before it."""
+    sources: int
+    """Ranks of its writer."""
+
+
+@dataclass(slots=True)
+class _Room:
+    taken: defaultdict[tuple[int, int], int] = field(default_factory=lambda: defaultdict(int))
+    """By rank here and source rank: the last write that was taken in."""
+    notices: deque[_Notice] = field(default_factory=deque)
+
+
+class HeldNotices:
+    """The notices of a reader of `size` ranks. `writers(sources, rank)`: who of `sources` ranks writes to `rank`."""
+
+    def __init__(self, size: int, writers: Callable[[int, int], frozenset[int]]) -> None:
+        self._size = size
+        self._writers = writers
+        self._rooms: dict[RoomId, _Room] = {}
+
+    def open(self, room: RoomId) -> None:
+        self._rooms.setdefault(room, _Room())
+
+    def settled(self, rank: int, room: RoomId, source: int, number: int) -> None:
+        """Rank `rank` has taken in writes up to `number` of a room from rank `source` of the writer."""
+        entry = self._rooms.get(room)
+        if entry is not None:
+            entry.taken[rank, source] = max(number, entry.taken[rank, source])
+
+    def add(self, room: RoomId, data: bytes, writes: int, sources: int) -> list[bytes]:
+        """A notice has come; those that needn't wait, in order."""
+        entry = self._rooms.get(room)
+        if entry is None:
+            return [data]
+        entry.notices.append(_Notice(data, writes, sources))
+        return self._due(entry)
+
+    def due(self) -> list[bytes]:
+        """Notices for which everything has been taken in by now."""
+        return [data for entry in self._rooms.values() for data in self._due(entry)]
+
+    def _due(self, entry: _Room) -> list[bytes]:
+        out = []
+        while entry.notices and self._complete(entry, entry.notices[0]):
+            out.append(entry.notices.popleft().data)
+        return out
+
+    def _complete(self, entry: _Room, notice: _Notice) -> bool:
+        return all(
+            entry.taken.get((rank, source), 0) >= notice.writes
+            for rank in range(self._size)
+            for source in self._writers(notice.sources, rank)
+        )
+
+    def close(self, room: RoomId) -> list[bytes]:
+        """The room has ended: what it held, for whoever counts late messages."""
+        entry = self._rooms.pop(room, None)
+        return [notice.data for notice in entry.notices] if entry is not None else []
