@@ -35,7 +35,6 @@ from engine.numerics import FAST, Linear, Numerics
 from engine.shard import WHOLE, Shard
 from engine.step_context import StepContext
 from engine.torch_attention import TorchAttention
-from engine.torch_recurrence import TorchRecurrence
 from engine.weights import Weights
 
 HIDDEN, INNER, EXPERTS, TOP_K = 24, 20, 8, 3
@@ -56,7 +55,7 @@ class Counting(Numerics):
 def context(count: int, numerics: Numerics = FAST) -> StepContext:
     """A step of `count` tokens without state."""
     positions = torch.zeros(numerics.padded(count), dtype=torch.int64)
-    return StepContext(numerics, TorchAttention(numerics), TorchRecurrence(numerics), positions, 1, count, {}, {}, {})
+    return StepContext(numerics, TorchAttention(numerics), positions, 1, count, {}, {}, {})
 
 
 def written(folder: Path, tensors: Mapping[str, Tensor], shard: Shard = WHOLE) -> Weights:
