@@ -29,7 +29,7 @@ import transformers
 from rich.console import Console
 from rich.table import Table
 
-from bench import machine, random_model
+from bench import clock, machine, random_model
 from bench.rival.side import PACKAGES, Rival
 from bench.sides import Answer, ContinuousBatching, Generate, Side, Twinpool
 from contracts.config import EngineConfig
@@ -145,6 +145,7 @@ def parser() -> argparse.ArgumentParser:
     out.add_argument("--context", type=int, default=128, help="prompt tokens before decode")
     out.add_argument("--output-tokens", type=int, default=33, help="tokens of a decode run, the first uncounted")
     out.add_argument("--repeats", type=int, default=5)
+    out.add_argument("--clock", choices=clock.CLOCKS, default="wall", help="cpu: of the processor, for busy machines")
     out.add_argument("--profile", action="store_true", help="print where the time of our largest batch goes")
     out.add_argument("--json", type=Path, help="write all figures to this file")
     return out
@@ -162,7 +163,7 @@ def make_sides(args: argparse.Namespace, folder: Path, scenarios: Sequence[Scena
             side = Twinpool(folder, EngineConfig(**_OWN[name], **config), tokens)
             side.name = f"twinpool, {name}"
         elif name in PACKAGES:
-            side = Rival(name, folder, args.threads or torch.get_num_threads())
+            side = Rival(name, folder, args.threads or torch.get_num_threads(), args.clock)
         elif name == "generate":
             side = Generate(folder, EngineConfig(**config))
         else:
@@ -209,6 +210,11 @@ def main(argv: list[str] | None = None) -> int:
     numbers = [*args.batches, args.prefill_tokens, args.context, args.repeats]
     if min(numbers) < 1 or args.output_tokens < 2 or args.threads < 0:
         flags.error("batches, tokens and repeats must be 1 or more, --output-tokens 2 or more")
+    if args.clock == "cpu" and (args.threads != 1 or "continuous" in args.sides):
+        flags.error(
+            "--clock cpu is fair with --threads 1 only, and not to continuous batching, which has its own clock"
+        )
+    clock.use(args.clock)
     if args.threads:
         torch.set_num_threads(args.threads)
     transformers.utils.logging.disable_progress_bar()

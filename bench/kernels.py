@@ -5,9 +5,10 @@
 Checks first, in float32, float16 and bfloat16: against softmax attention in float64, a decoded row against the same
 row of an extend, a row alone against a row in a crowd, and the store kernel. The last two must be bitwise. Then it
 times decode and extend beside `scaled_dot_product_attention` over keys that lie contiguously, which is what paging
-gives up. The kernels by row (norm, rope and store; the draw of tokens) and of experts are checked and timed beside
-their torch twins. Needs torch 2.11, triton 3.6 and an NVIDIA GPU. With ``TRITON_INTERPRET=1`` the checks run on a CPU
-in small shapes and nothing is timed: that shows that this script works, and says nothing about a GPU.
+gives up. The kernels by row (norm, rope and store; the draw of tokens), of experts, and of latent and sparse attention
+are checked and timed beside their torch twins. Needs torch 2.11, triton 3.6 and an NVIDIA GPU. With
+``TRITON_INTERPRET=1`` the checks run on a CPU in small shapes and nothing is timed: that shows that this script works,
+and says nothing about a GPU.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ import json
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
+from itertools import chain
 from pathlib import Path
 
 import torch
@@ -24,7 +26,7 @@ import triton
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
-from bench import kernels_rows
+from bench import kernels_latent, kernels_rows
 from engine.attention import AttentionPlan, make_plan
 from engine.triton_attention import TritonAttention
 
@@ -171,14 +173,19 @@ def median_us(call: Callable[[], Tensor]) -> float:
 
 
 def rows(device: torch.device, interpreted: bool) -> tuple[list[kernels_rows.RowCheck], list[kernels_rows.RowTiming]]:
-    """Check and time the kernels by row and of experts."""
+    """Check and time the kernels by row, of experts, and of latent and sparse attention."""
+    latent = TritonAttention().latent
     found = []
     for dtype in (torch.float32, torch.float16) if interpreted else (torch.float32, torch.float16, torch.bfloat16):
-        for row in kernels_rows.checks(dtype, device, small=interpreted):
+        both = (
+            kernels_rows.checks(dtype, device, interpreted),
+            kernels_latent.checks(latent, dtype, device, interpreted),
+        )
+        for row in chain.from_iterable(both):
             found.append(row)
             print(f"{'ok   ' if row.ok else 'WRONG'} {row.dtype:9} {row.claim} (worst {row.worst:.1e})")
     timings = []
-    for timing in () if interpreted else kernels_rows.timings(device):
+    for timing in () if interpreted else chain(kernels_rows.timings(device), kernels_latent.timings(latent, device)):
         timings.append(timing)
         print(
             f"{timing.what}: triton {timing.triton_us:9.1f} us, torch {timing.torch_us:9.1f} us, "

@@ -14,6 +14,7 @@ import torch
 from transformers import AutoModelForCausalLM, GenerationConfig, LogitsProcessor
 from transformers.generation.configuration_utils import ContinuousBatchingConfig
 
+from bench import clock
 from cache.device import CpuDevice
 from cache.pools import PoolSet
 from contracts.config import EngineConfig
@@ -71,7 +72,7 @@ class Twinpool:
         random.Random(0).shuffle(self._pages)  # as in a pool that has been used for a while
 
     def run(self, prompts: Prompts, count: int) -> Answer:
-        start = time.perf_counter()
+        start = clock.now()
         params = SamplingParams(max_tokens=_NO_END, temperature=0.0)
         tokens = [list(prompt) for prompt in prompts]
         times: list[list[float]] = [[] for _ in prompts]
@@ -85,7 +86,7 @@ class Twinpool:
 
         def step(members: Sequence[int], rows: list[Row]) -> None:
             outputs = self.engine.forward(rows)
-            now = time.perf_counter() - start
+            now = clock.now() - start
             for i, out in zip(members, outputs, strict=True):
                 if out.drawn is not None:
                     tokens[i].append(out.drawn.token)
@@ -115,7 +116,7 @@ class _Stamp(LogitsProcessor):  # type: ignore[misc]
         self.at: list[float] = []
 
     def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
-        self.at.append(time.perf_counter())
+        self.at.append(clock.now())
         return scores
 
 
@@ -135,7 +136,7 @@ class Generate:
         stamp = _Stamp()
         generation: Any = GenerationConfig(max_new_tokens=count, do_sample=False, eos_token_id=None, pad_token_id=0)
         ids = torch.tensor([list(prompt) for prompt in prompts])
-        start = time.perf_counter()
+        start = clock.now()
         out = self.model.generate(
             ids,
             attention_mask=torch.ones_like(ids),

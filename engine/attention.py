@@ -19,6 +19,8 @@ from typing import TYPE_CHECKING, Any, Protocol
 import torch
 from torch import Tensor
 
+from engine.host import to_device
+
 if TYPE_CHECKING:
     from engine.latent import LatentAttention
     from engine.recurrence import Recurrence
@@ -139,7 +141,7 @@ def make_plan(
     used = [-(-length // page_tokens) - first for length, first in zip(lengths, begins, strict=True)]
 
     def integers(rows: Sequence[int], dtype: torch.dtype = torch.int32) -> Tensor:
-        return torch.tensor(rows, dtype=dtype, device=device)
+        return to_device(rows, device, dtype)
 
     slots = [
         table[position // page_tokens - first] * page_tokens + position % page_tokens
@@ -180,7 +182,7 @@ def _rectangle(rows: Sequence[Sequence[int]], used: Sequence[int], device: torch
     """The first `used` entries of each row, padded with the null page, which is never freed: its epoch is 0 as well."""
     width = max(used)
     full = [[*row[:n], *([NULL_PAGE] * (width - n))] for row, n in zip(rows, used, strict=True)]
-    return torch.tensor(full, dtype=torch.int32, device=device)
+    return to_device(full, device, torch.int32)
 
 
 def muted(plan: AttentionPlan, stale_b: Tensor) -> AttentionPlan:

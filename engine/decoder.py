@@ -58,6 +58,10 @@ class Decoder:
     prepare: Callable[[Tensor, Tensor, StepContext], None] | None = None
     """Given tokens [M] and their embeddings [M, hidden], leaves in the scratch what layers ask for besides."""
 
+    def __post_init__(self) -> None:
+        if self.embed_scale is not None:
+            self.embed_scale = float(torch.tensor(self.embed_scale, dtype=self.dtype))  # as transformers rounds it
+
     @property
     def dtype(self) -> torch.dtype:
         return self.embed_vh.dtype
@@ -66,7 +70,7 @@ class Decoder:
         """Compute a step's tokens ([M] int64) and write their state; returns the last layer's output, [M, hidden]."""
         x_mh = self.embed_vh[tokens_m]
         if self.embed_scale is not None:
-            x_mh = x_mh * torch.tensor(self.embed_scale, dtype=x_mh.dtype, device=x_mh.device)
+            x_mh = x_mh * self.embed_scale
         with using(self.kernels):
             if self.prepare is not None:
                 self.prepare(tokens_m, x_mh, ctx)

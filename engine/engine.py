@@ -21,6 +21,7 @@ from engine import native
 from engine.attention import Attention, AttentionPlan, SlotPlan, Tables, make_plan, make_slot_plan, muted, muted_slots
 from engine.batch import Row, RowOutput, Step
 from engine.decoder import Decoder
+from engine.host import to_device, to_host
 from engine.models import Model
 from engine.native_attention import NativeAttention
 from engine.numerics import FAST, Numerics, probe
@@ -107,7 +108,13 @@ class Engine:
         drawing = [i for i, row in enumerate(rows) if row.draw is not None]
         draws = self._draw(rows, x_mh, firsts, drawing) if drawing else None
         scores = [tuple(self._score(row, x_mh[first:])) for row, first in zip(rows, firsts, strict=True)]
-        return Computed(drawing, draws, scores, stale_b)
+        return Computed(
+            drawing,
+            draws.tokens_n if draws is not None else None,
+            draws.to_host() if draws is not None else None,
+            [[part.to_host() for part in parts] for parts in scores],
+            to_host(stale_b),
+        )
 
     @torch.inference_mode()
     def follow(self, order: Compute) -> None:
@@ -145,7 +152,7 @@ class Engine:
         return StepContext(
             self.numerics,
             self.attention,
-            torch.tensor(positions, device=device),
+            to_device(positions, device),
             max(positions) + 1,
             count,
             plans,
@@ -170,11 +177,12 @@ class Engine:
     def _draw(self, rows: Sequence[Row], x_mh: Tensor, firsts: Sequence[int], drawing: Sequence[int]) -> Draws:
         last = [firsts[i] + len(rows[i].tokens) - 1 for i in drawing]
         wanted = [draw for row in rows if (draw := row.draw) is not None]
-        return draw_tokens(self.decoder.logits(x_mh[last], self.numerics), wanted, triton=self._triton)
+        x_nh = x_mh.index_select(0, to_device(last, x_mh.device))
+        return draw_tokens(self.decoder.logits(x_nh, self.numerics), wanted, triton=self._triton)
 
     def _score(self, row: Row, x_th: Tensor) -> Iterator[Logprobs]:
         """Log-probabilities of the tokens that follow, some rows of logits at a time."""
-        follow = torch.tensor(row.score or (), dtype=torch.int64, device=x_th.device)
+        follow = to_device(row.score or (), x_th.device)
         step = max(1, _LOGIT_ELEMENTS // self.decoder.head.shape[0])
         for begin in range(0, len(follow), step):
             part = follow[begin : begin + step]

@@ -21,6 +21,7 @@ from torch import Tensor
 
 from contracts.sampling import SamplingParams, TokenLogprob
 from engine.batch import Draw, Drawn
+from engine.host import to_device, to_host
 
 _MASK = (1 << 64) - 1
 _TOP_P_CANDIDATES = 1024
@@ -42,7 +43,7 @@ def _mix(z: int) -> int:
 
 @dataclass(frozen=True)
 class Logprobs:
-    """Log-probabilities of n rows, on the device: of a token each, and of the `tops[i]` best of row i."""
+    """Log-probabilities of n rows: of a token each, and of the `tops[i]` best of row i."""
 
     tokens_n: Tensor
     own_n: Tensor
@@ -51,8 +52,14 @@ class Logprobs:
     values_nk: Tensor | None
     tops: Sequence[int]
 
+    def to_host(self) -> Logprobs:
+        """The same on its way to the host."""
+        ids_nk = to_host(self.ids_nk) if self.ids_nk is not None else None
+        values_nk = to_host(self.values_nk) if self.values_nk is not None else None
+        return Logprobs(to_host(self.tokens_n), to_host(self.own_n), ids_nk, values_nk, self.tops)
+
     def listed(self) -> list[TokenLogprob]:
-        """As the host has them; waits for the device."""
+        """As the host has them; what is on a device is waited for."""
         tokens, own = self.tokens_n.tolist(), self.own_n.tolist()
         if self.ids_nk is None or self.values_nk is None:
             return [TokenLogprob(token, value) for token, value in zip(tokens, own, strict=True)]
@@ -65,15 +72,21 @@ class Logprobs:
 
 @dataclass(frozen=True)
 class Draws:
-    """The tokens of n rows, on the device, and the log-probabilities of those rows that asked."""
+    """The tokens of n rows, and the log-probabilities of those rows that asked."""
 
     tokens_n: Tensor
     """[n] int64."""
     scored: Sequence[int]
     logprobs: Logprobs | None
 
+    def to_host(self) -> Draws:
+        """The same on its way to the host."""
+        return Draws(
+            to_host(self.tokens_n), self.scored, self.logprobs.to_host() if self.logprobs is not None else None
+        )
+
     def listed(self) -> list[Drawn]:
-        """As the host has them; waits for the device."""
+        """As the host has them; what is on a device is waited for."""
         known = dict(zip(self.scored, self.logprobs.listed(), strict=True)) if self.logprobs is not None else {}
         return [Drawn(token, known.get(i)) for i, token in enumerate(self.tokens_n.tolist())]
 
@@ -86,12 +99,16 @@ def draw_tokens(logits_nv: Tensor, draws: Sequence[Draw], *, triton: bool = Fals
     else:
         tokens_n = logits_nv.argmax(-1)
         if others:
-            tokens_n[others] = _draw_shaped(logits_nv[others], [draws[i] for i in others], triton)
+            others_k = to_device(others, logits_nv.device)
+            drawn_k = _draw_shaped(logits_nv.index_select(0, others_k), [draws[i] for i in others], triton)
+            tokens_n.index_copy_(0, others_k, drawn_k)
     scored = [i for i, draw in enumerate(draws) if draw.params.logprobs is not None]
     if not scored:
         return Draws(tokens_n, (), None)
     tops = [draws[i].params.logprobs or 0 for i in scored]
-    return Draws(tokens_n, scored, token_logprobs(logits_nv[scored], tokens_n[scored], tops))
+    scored_k = to_device(scored, logits_nv.device)
+    logprobs = token_logprobs(logits_nv.index_select(0, scored_k), tokens_n.index_select(0, scored_k), tops)
+    return Draws(tokens_n, scored, logprobs)
 
 
 def token_logprobs(logits_nv: Tensor, tokens_n: Tensor, tops: Sequence[int]) -> Logprobs:
@@ -135,13 +152,15 @@ def _draw_shaped(logits_nv: Tensor, draws: Sequence[Draw], triton: bool) -> Tens
     if sampled:
         params = [draws[i].params for i in sampled]
         uniforms = [uniform(p.seed, p.choice, draws[i].position) for i, p in zip(sampled, params, strict=True)]
-        rows_nv = logits_nv[sampled]
+        sampled_k = to_device(sampled, logits_nv.device)
+        rows_nv = logits_nv.index_select(0, sampled_k)
         if triton:
             from engine import triton_rows
 
-            tokens_n[sampled] = triton_rows.sample(rows_nv, params, uniforms)
+            drawn_k = triton_rows.sample(rows_nv, params, uniforms)
         else:
-            tokens_n[sampled] = _sample(rows_nv, params, uniforms)
+            drawn_k = _sample(rows_nv, params, uniforms)
+        tokens_n.index_copy_(0, sampled_k, drawn_k)
     return tokens_n
 
 
@@ -150,18 +169,18 @@ def _shape(row_v: Tensor, draw: Draw) -> None:
     p, device = draw.params, row_v.device
     if p.logit_bias:
         ids, values = zip(*p.logit_bias, strict=True)
-        row_v[torch.tensor(ids, device=device)] += torch.tensor(values, device=device)
+        row_v[to_device(ids, device)] += to_device(values, device, torch.float32)
     if _too_early(draw):
-        row_v[torch.tensor(p.stop_token_ids, device=device)] = -torch.inf
+        row_v.index_fill_(0, to_device(p.stop_token_ids, device), -torch.inf)
     if p.repetition_penalty != 1.0:
-        seen = torch.tensor(sorted(set(draw.tokens)), device=device)
+        seen = to_device(sorted(set(draw.tokens)), device)
         value = row_v[seen]
         row_v[seen] = torch.where(value > 0, value / p.repetition_penalty, value * p.repetition_penalty)
     output = draw.tokens[draw.prompt_len :]
     if output and (p.presence_penalty or p.frequency_penalty):
         counts = sorted(Counter(output).items())
-        ids_k = torch.tensor([token for token, _ in counts], device=device)
-        count_k = torch.tensor([float(count) for _, count in counts], device=device)
+        ids_k = to_device([token for token, _ in counts], device)
+        count_k = to_device([float(count) for _, count in counts], device, torch.float32)
         row_v[ids_k] -= p.presence_penalty + p.frequency_penalty * count_k
 
 

@@ -10,15 +10,18 @@ from torch import Tensor
 
 from cache.device import DONE, Completion
 from engine.batch import Row, RowOutput
+from engine.host import to_device
 from engine.sampling import Draws, Logprobs
 
 
 @dataclass(frozen=True)
 class Computed:
-    """A step's results, on the device."""
+    """A step's results: on their way to the host, and readable once the step is complete."""
 
     drawing: Sequence[int]
     """Rows that drew."""
+    tokens_n: Tensor | None
+    """What they drew, [n] int64 on the device: the next step begins with it."""
     draws: Draws | None
     scores: Sequence[Sequence[Logprobs]]
     """Of each row, in runs of its tokens."""
@@ -44,9 +47,9 @@ class LaunchedStep:
     def token(self, row: int) -> Tensor:
         """The token that `row` drew, [1] int64 on the device; for a later operation of the same stream."""
         assert self._computed is not None, "a later step of the same stream runs later"
-        assert self._computed.draws is not None, "the row draws"
+        assert self._computed.tokens_n is not None, "the row draws"
         at = self._computed.drawing.index(row)
-        return self._computed.draws.tokens_n[at : at + 1]
+        return self._computed.tokens_n[at : at + 1]
 
     def outputs(self) -> list[RowOutput]:
         """One a row, in order; waits for the device. Raises what the step raised."""
@@ -73,7 +76,7 @@ def input_tokens(rows: Sequence[Row], padding: int, device: torch.device) -> Ten
             assert isinstance(source.step, LaunchedStep)
             pending.append((len(known), source.step.token(source.row)))
             known.append(0)
-    tokens_m = torch.tensor(known + [0] * padding, device=device)
+    tokens_m = to_device(known + [0] * padding, device)
     for at, token in pending:
         tokens_m[at : at + 1] = token
     return tokens_m

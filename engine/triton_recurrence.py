@@ -12,6 +12,7 @@ from torch import Tensor
 
 from engine import recurrence_kernels as kernels
 from engine.attention import SlotPlan
+from engine.host import to_device
 from engine.recurrence import BLOCK, ScanState
 
 _CONV_ROWS = 16
@@ -152,8 +153,8 @@ def _rows(plan: SlotPlan) -> _Rows:
     """Worked out once a step."""
     if "triton rows" not in plan.scratch:
         device = plan.tables_bp.device
-        offsets_b = torch.tensor([0, *accumulate(plan.counts)], dtype=torch.int32, device=device)
-        starts_b = torch.tensor(plan.starts, dtype=torch.int32, device=device)
+        offsets_b = to_device([0, *accumulate(plan.counts)], device, torch.int32)
+        starts_b = to_device(plan.starts, device, torch.int32)
         slots_b = plan.tables_bp[:, 0].contiguous()
         muted_b = starts_b if plan.muted_b is None else plan.muted_b.to(torch.int8)
         plan.scratch["triton rows"] = _Rows(

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from contracts.sampling import SamplingParams
 from engine import triton_rows_kernels as kernels
+from engine.host import to_device
 
 _VOCAB_BLOCK = 2048
 
@@ -64,9 +65,9 @@ def sample(
     drawn_n = torch.empty(rows, dtype=torch.int64, device=device)
     ks = [p.top_k if 0 < p.top_k < vocab else vocab for p in params]
     numbers = [[p.temperature for p in params], [p.top_p for p in params], [p.min_p for p in params], [*uniforms]]
-    temperature_n, top_p_n, min_p_n, uniform_n = torch.tensor(numbers, dtype=torch.float64, device=device)
+    temperature_n, top_p_n, min_p_n, uniform_n = to_device(numbers, device, torch.float64)
     kernels.draw_kernel[(rows,)](
-        logits_nv, temperature_n, torch.tensor(ks, device=device), top_p_n, min_p_n, uniform_n, drawn_n,
+        logits_nv, temperature_n, to_device(ks, device), top_p_n, min_p_n, uniform_n, drawn_n,
         logits_nv.stride(0), vocab,
         BLOCK=block, LIMITS=min(ks) < vocab or any(p.top_p < 1.0 for p in params),
     )  # fmt: skip

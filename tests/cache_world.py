@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import random
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from itertools import count
 
 import torch
@@ -58,6 +58,7 @@ class World:
         device_fault_rate: float = 0.0,
         ranks: bool = False,
         stride: int = 1 << 40,
+        counts: Mapping[str, int] | None = None,
     ) -> None:
         self.spec, self.rng = spec, random.Random(seed)
         self.clock = ManualClock()
@@ -65,7 +66,7 @@ class World:
         """What has happened, for those who want to know that it has."""
         self.lazy = LazyDevice(seed, clock=self.clock) if lazy else None
         self.device: Device = FaultyDevice(self.lazy or CpuDevice(), self.rng, device_fault_rate, self._broke)
-        self.pools = PoolSet(spec, spec.even(pages))
+        self.pools = PoolSet(spec, spec.even(pages) | dict(counts or {}))
         self.host = PoolSet(spec, spec.even(host_pages), order=Order.PAGE_FIRST, tier="host") if host_pages else None
         self.backend = MemoryBackend(f"world {next(_worlds)}", 1 << 24)
         self.fault_rate = fault_rate

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from contracts.config import load_config
+from engine.models import ARCHITECTURES
 from tests.serving import ROOT
 
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
@@ -25,6 +26,13 @@ def test_the_page_of_configuration_is_what_the_source_says() -> None:
 def test_links_lead_somewhere(page: Path) -> None:
     for target in re.findall(r"\]\(([^)#:]+)\)", page.read_text()):
         assert (page.parent / target).exists(), f"{page.name} links to {target}"
+
+
+def test_the_page_of_models_names_every_architecture_and_no_other() -> None:
+    text = (ROOT / "docs" / "using.md").read_text()
+    named = [re.findall(r"`(\w+)`", line.split("|")[1]) for line in text.splitlines() if line.startswith("| `")]
+    found = [name for names in named for name in names if name.endswith(("ForCausalLM", "ForConditionalGeneration"))]
+    assert sorted(found) == sorted(ARCHITECTURES)
 
 
 def test_settings_in_the_pages_are_accepted() -> None:

@@ -36,7 +36,7 @@ def python_of(name: str) -> Path:
 class Rival:
     """Another project's engine. Raises `ConfigError` if it isn't installed or doesn't answer."""
 
-    def __init__(self, name: str, folder: Path, threads: int) -> None:
+    def __init__(self, name: str, folder: Path, threads: int, clock: str = "wall") -> None:
         python = python_of(name)
         if not python.exists():
             raise ConfigError(f"{name} is not installed; run: python -m bench.rival --install {name}")
@@ -46,7 +46,7 @@ class Rival:
             model = self._converted(folder) if name == "openvino" else folder
             child = Path(__file__).with_name("child.py")
             self._process = subprocess.Popen(
-                [python, child, name, model, str(threads)],
+                [python, child, name, model, str(threads), clock],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=self._errors,

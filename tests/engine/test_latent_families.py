@@ -16,7 +16,7 @@ from contracts.errors import CheckpointError
 from engine import read_model, torch_latent
 from engine.attention import AttentionPlan
 from engine.latent import Selection
-from tests.checkpoints import VOCAB, compare, compare_forced, copy_checkpoint
+from tests.checkpoints import VOCAB, Oracle, compare, copy_checkpoint
 from tests.engine.harness import Bench, MakeOracle
 from tests.families import FAMILIES
 
@@ -51,6 +51,15 @@ def prompts(seed: int, *lengths: int) -> list[list[int]]:
     return [[rng.randrange(VOCAB) for _ in range(n)] for n in lengths]
 
 
+def far_rows(oracle: Oracle, tokens: list[int], got: Tensor) -> int:
+    """Rows of logits further from the oracle's than 4 times its own difference between one shot and chunks."""
+    want = oracle.logits(tokens)
+    allowed = 4 * max(float((oracle.chunked_logits(tokens, chunk) - want).abs().max()) for chunk in (64, 1))
+    worst_t = (got - want).abs().amax(1)
+    print(f"furthest rows {worst_t.topk(5).values.tolist()}, allowed {allowed}")
+    return int((worst_t > allowed).sum())
+
+
 def described(options: Mapping[str, Any]) -> str:
     return "-".join(str(value if key == "name" else key) for key, value in options.items())
 
@@ -66,23 +75,17 @@ def test_float32_gives_the_oracles_greedy_tokens_and_logits(
     for prompt, got in zip(asked, bench.generate_many(asked, 8, chunk=50), strict=True):
         verdict = compare(oracle, prompt, got)
         assert verdict.equal, verdict
-    (tokens,) = prompts(2, 400)
-    worst_t = (bench.forced(tokens, [100, 1, 299]) - oracle.logits(tokens)).abs().amax(1)
-    beyond = worst_t > 4 * oracle.difference
+    (tokens,) = prompts(2, 300)
+    beyond = far_rows(oracle, tokens, bench.forced(tokens, [100, 1, 199]))
     # Where two scores at the edge of a selection are a rounding apart, either may be chosen: its row differs.
-    assert beyond.sum() <= (3 if options["name"] in SPARSE else 0), worst_t[beyond]
+    assert beyond <= (3 if options["name"] in SPARSE else 0)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["deepseek_v3", "deepseek_v32"])
-def test_bfloat16_chooses_within_the_oracles_own_difference(family: Family, oracle_of: MakeOracle, name: str) -> None:
-    folder = family(name=name, dtype="bfloat16")
-    oracle, bench = oracle_of(folder), Bench(folder)
-    for prompt in prompts(3, 17, 200):
-        tokens = prompt + oracle.generate(prompt, 8)
-        got = bench.forced(tokens, [len(prompt), *[1] * 8])
-        verdict = compare_forced(oracle, tokens, got.argmax(-1).tolist())
-        assert verdict.equal, verdict
+def test_bfloat16_logits_are_the_oracles_within_its_own_difference(family: Family, oracle_of: MakeOracle) -> None:
+    folder = family(name="deepseek_v3", dtype="bfloat16", initializer_range=0.08)
+    (tokens,) = prompts(3, 200)
+    assert far_rows(oracle_of(folder), tokens, Bench(folder).forced(tokens, [150, *[1] * 50])) == 0
 
 
 @pytest.mark.slow

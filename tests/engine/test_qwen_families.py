@@ -84,13 +84,13 @@ def test_bfloat16_chooses_within_the_oracles_own_difference(family: Family, orac
 
 @pytest.mark.slow
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("name", ["qwen2", "qwen3_moe"])
-def test_a_rows_bits_hang_on_its_own_sequence_alone(family: Family, name: str, dtype: str) -> None:
+@pytest.mark.parametrize(("name", "attention"), [("qwen2", "auto"), ("qwen3_moe", "auto"), ("qwen3_moe", "torch")])
+def test_a_rows_bits_hang_on_its_own_sequence_alone(family: Family, name: str, attention: str, dtype: str) -> None:
     folder, rng = family(name=name, dtype=dtype), random.Random(3)
     (tokens,) = prompts(3, 300)
-    want = Bench(folder, 16, 1024).forced(tokens, [300])
+    want = Bench(folder, 16, 1024, attention=attention).forced(tokens, [300])
     for page_tokens, seed in ((1, 1), (16, 2), (64, 3)):
-        bench = Bench(folder, page_tokens, 2048, seed)
+        bench = Bench(folder, page_tokens, 2048, seed, attention=attention)
         at, held, parts = 0, bench.hold(300), []
         while at < 300:
             count = min(300 - at, rng.choice([1, 1, 2, 3, 5, 16, 31, 64, 127]))

@@ -113,7 +113,7 @@ def test_a_rank_reads_its_part_of_packed_experts_though_it_ends_within_a_group(f
         Weights(spec, torch.float32, torch.device("cpu"), shard).scope("model.layers.0.mlp.experts.")
         for shard in (Shard(), *(Shard(rank, 4) for rank in range(4)))
     ]
-    whole, *parts = (interleaved_expert(each, 3, Sizes(6, 64, 64), each.shard.axis(64)) for each in experts)
+    whole, *parts = (interleaved_expert(each, 3, Sizes(8, 64, 64), each.shard.axis(64)) for each in experts)
     assert [part.down_hi.shape[1] for part in parts] == [16] * 4, "half a group of 32"
     assert torch.equal(torch.cat([part.down_hi for part in parts], 1), whole.down_hi)
     for half in (0, 1):
@@ -168,7 +168,7 @@ def test_numbers_that_cannot_be_are_refused_in_one_line(family: Family, tmp_path
         (gemma4, {"num_kv_shared_layers": 5}, "no layer"),
         (gemma4, {"per_layer_config": {"1": {"head_dim": 32}, "3": {"head_dim": 64}}}, "one positive number"),
         (gemma4, {"vocab_size_per_layer_input": 200}, "below vocab_size"),
-        (oss, {"num_experts_per_tok": 7}, "7 is more than the 6 experts"),
+        (oss, {"num_experts_per_tok": 9}, "9 is more than the 8 experts"),
         (oss, {"num_key_value_heads": 3}, "do not divide"),
     ]  # fmt: skip
     for number, (folder, changes, message) in enumerate(cases):

@@ -1,4 +1,4 @@
-"""Latent and sparse attention against the oracle, at length: prompts of up to 1,500 tokens, every kind of checkpoint."""
+"""Latent and sparse attention against the oracle at length: prompts of up to 1,500 tokens, all kinds of checkpoint."""
 
 from __future__ import annotations
 

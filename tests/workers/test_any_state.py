@@ -17,6 +17,7 @@ from cache.pools import PoolSet, host_pools
 from cache.registry import PoolSetLayout, PoolSetSpec
 from cache.seat import Seat
 from cache.storage import StorageQueue, make_backend
+from cluster.memory import stride
 from contracts.clock import SystemClock
 from contracts.config import Config, config_from_dict
 from contracts.ids import Incarnation, RequestId, Role, WorkerName
@@ -49,12 +50,15 @@ class HashPair(Pair):
     def _worker(self, role: Role, spec: PoolSetSpec, config: Config, count: int) -> PrefillWorker | DecodeWorker:
         device, waiter, cache = CpuDevice(), Waiter(), config.cache_for(role)
         plane = make_plane(config, "127.0.0.1", None, waiter.wake)
-        layout = PoolSetLayout(spec, spec.even(count))
+        steps = stride(config, role)
+        # Room for a few windows, not for one of each page: they are used again and again.
+        windows = {p.name: min(count, 4 * spec.window_hold(p.name, steps)) for p in spec.pools if p.window_tokens}
+        layout = PoolSetLayout(spec, spec.even(count) | windows)
         pools = PoolSet(spec, layout.counts, plane.allocate("pages", layout.nbytes))
         backend = make_backend(cache.storage)
         queue = StorageQueue(backend, wake=waiter.wake) if backend is not None else None
         host = host_pools(spec, cache.host_bytes, device, layout.counts) if cache.host_bytes else None
-        seat = Seat(pools, device, cache, self.clock.now, host=host, storage=queue, fingerprint="hash")
+        seat = Seat(pools, device, cache, self.clock.now, host=host, storage=queue, fingerprint="hash", stride=steps)
         engine = cast(Engine, HashEngine(pools, device))
         name, first = WorkerName(f"{role}-0"), Incarnation(1)
         common: dict[str, Any] = {"context": CONTEXT, "clock": self.clock, "pause": lambda s: None}

@@ -1,0 +1,117 @@
+"""Decode steps on tensors without contents: whoever would make the host wait for a device is caught.
+
+A tensor of torch's fake mode has a shape and no numbers, so reading one (a length that depends on what was routed
+where, a test whether any row is stale) raises. Kernels are left out: what they answer has no contents either. And
+nothing may go up to the device but through `engine.host`, whose copies don't wait. So a step that passes here gives
+the device all its work without waiting for it; it is waited for once, when its outputs are read.
+
+Run as a script by `test_steps_wait_once.py`. Prints one JSON object: family -> null, or what was wrong.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import tempfile
+import traceback
+from pathlib import Path
+from typing import Any
+
+os.environ["TRITON_INTERPRET"] = "1"
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.overrides import TorchFunctionMode
+from triton.runtime.interpreter import GridExecutor
+
+from cache.claim import Table
+from cache.device import CpuDevice
+from cache.epochs import EpochTable
+from cache.pools import PoolSet, PoolSetLayout
+from cache.registry import Kind, PoolSetSpec
+from contracts.config import EngineConfig
+from contracts.sampling import SamplingParams
+from engine import StateOptions, dtype_for, load_engine, numerics, read_model
+from engine import engine as engine_module
+from engine.batch import Draw, Row
+from engine.engine import Engine
+from engine.weights import Weights
+from tests.families import FAMILIES
+
+PAGES = 40
+GREEDY = SamplingParams(max_tokens=9, temperature=0.0)
+SAMPLED = SamplingParams(max_tokens=9, temperature=1.0, top_k=5, top_p=0.9, logprobs=2)
+
+
+class Uploads(TorchFunctionMode):
+    """Refuses tensors made of the host's numbers, and lists as indices, anywhere but in `engine.host`."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = getattr(func, "__name__", "")
+        indices = args[1] if name in ("__getitem__", "__setitem__") else ()
+        listed = any(isinstance(one, list) for one in (indices if isinstance(indices, tuple) else (indices,)))
+        caller = sys._getframe(1).f_code.co_filename
+        if (name in ("tensor", "as_tensor", "from_numpy") or listed) and not caller.endswith("engine/host.py"):
+            raise AssertionError(f"{name} copies the host's numbers up and waits")
+        return func(*args, **(kwargs or {}))
+
+
+def without_contents() -> None:
+    """Weights, kernels and devices as they are on a GPU, as far as the host can see."""
+    GridExecutor.__call__ = lambda self, *args, **kwargs: None
+    FakeTensor.is_cpu = property(lambda self: False)
+    numerics._packed = lambda weight: None
+    engine_module.agreed = lambda found, ranks, device: found  # when an engine is loaded it may wait
+    Weights._read = lambda self, path, name, axes: torch.empty([axis.count for axis in axes])  # type: ignore[method-assign]
+
+
+def engine_of(folder: Path, mode: FakeTensorMode, attention: str) -> tuple[Engine, PoolSetSpec]:
+    model = read_model(folder)
+    config = EngineConfig(numerics="fast", attention=attention)
+    spec = model.pool_set(StateOptions(dtype_for(model.spec, config), 16))
+    with mode:
+        region = torch.zeros(PoolSetLayout(spec, spec.even(PAGES)).nbytes, dtype=torch.uint8)
+    gates = PoolSet(spec, spec.even(PAGES), region).gates
+    epochs = {pool: EpochTable(PAGES) for pool in spec.by_name}
+    with mode:
+        return load_engine(model, config, spec, gates, epochs, CpuDevice()), spec
+
+
+def decode_rows(spec: PoolSetSpec) -> list[Row]:
+    """Three sequences of different lengths: greedy, sampled, sampled."""
+    rows = []
+    for number, (length, params) in enumerate(((20, GREEDY), (33, SAMPLED), (5, SAMPLED))):
+        pages = [3 * number + 1, 3 * number + 2, 3 * number + 3]
+        others = {
+            pool.name: Table(0, [number + 1], [0]) if pool.kind is Kind.STATE else Table(0, pages, [0] * 3)
+            for pool in spec.pools
+            if pool.kind is not Kind.FULL
+        }
+        draw = Draw(params, [1] * length, length)
+        rows.append(Row([7], length, pages, draw, epochs=[0] * 3, others=others))
+    return rows
+
+
+def launch(name: str, attention: str = "triton") -> None:
+    mode = FakeTensorMode(allow_non_fake_inputs=True)
+    with tempfile.TemporaryDirectory() as folder:
+        engine, spec = engine_of(FAMILIES[name](Path(folder)), mode, attention)
+        with mode, Uploads():
+            engine.launch(decode_rows(spec))
+
+
+def main() -> None:
+    without_contents()
+    verdicts: dict[str, str | None] = {}
+    for name, attention in [*((name, "triton") for name in FAMILIES), ("qwen3_moe", "torch")]:
+        try:
+            launch(name, attention)
+            verdicts[f"{name} {attention}"] = None
+        except Exception:
+            verdicts[f"{name} {attention}"] = traceback.format_exc()
+    sys.stdout.write(json.dumps(verdicts))
+
+
+if __name__ == "__main__":
+    main()
