@@ -103,14 +103,21 @@ def test_a_folder_as_published_gives_what_one_saved_by_transformers_gives(family
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("dtype", ["float32", pytest.param("bfloat16", marks=LATER)])
+@pytest.mark.parametrize(
+    ("dtype", "backend"),
+    [
+        ("float32", "auto"),
+        pytest.param("bfloat16", "auto", marks=LATER),
+        pytest.param("float32", "torch", marks=LATER),
+    ],
+)
 @pytest.mark.parametrize("name", NAMES)
-def test_a_rows_bits_hang_on_its_own_sequence_alone(family: Family, name: str, dtype: str) -> None:
+def test_a_rows_bits_hang_on_its_own_sequence_alone(family: Family, name: str, dtype: str, backend: str) -> None:
     folder, rng = family(name=name, dtype=dtype), random.Random(3)
     (tokens,) = prompts(4, 300)
-    want = Bench(folder, 16, 1024).forced(tokens, [300])
+    want = Bench(folder, 16, 1024, attention=backend).forced(tokens, [300])
     for page_tokens, seed in ((1, 1), (16, 2), (64, 3)):
-        bench = Bench(folder, page_tokens, 8192, seed)
+        bench = Bench(folder, page_tokens, 8192, seed, attention=backend)
         held, parts = bench.hold(300), []
         for at, count in chunks(rng, 300):
             others = prompts(rng.randrange(99), *rng.choices([1, 2, 7, 16, 40], k=rng.randrange(5)))
