@@ -46,6 +46,10 @@ class PoolPlan:
     purpose: str
     """What it is that large for, for people."""
 
+    @property
+    def unit(self) -> str:
+        return "slots" if self.kind is Kind.STATE else "pages"
+
 
 @dataclass(frozen=True, slots=True)
 class MemoryPlan:
@@ -132,15 +136,15 @@ def _sized(spec: PoolSetSpec, units: Mapping[str, int], steps: int, pages: int, 
     plans = []
     for pool in spec.pools:
         if pool.kind is Kind.FULL:
-            count, purpose = pages, f"{pages * spec.page_tokens:,} positions, of requests and kept"
+            count, purpose = pages, f"{pages * spec.page_tokens:,} positions"
         elif pool.kind is Kind.WINDOW:
             kept = KEPT_WINDOWS * (spec.window_pages(pool.name) + 1)
             # Nothing has more window pages than pages.
             count = min(pages, requests * (spec.window_hold(pool.name, steps) + kept))
-            purpose = f"{requests} requests' windows of {pool.window_tokens:,}, and {KEPT_WINDOWS} kept for each"
+            purpose = f"{requests} requests, {KEPT_WINDOWS} kept each"
         else:
             count = requests * (1 + SNAPSHOTS + KEPT_STATES)
-            purpose = f"{requests} requests' states, and {SNAPSHOTS} snapshots and {KEPT_STATES} kept for each"
+            purpose = f"{requests} requests, {SNAPSHOTS + KEPT_STATES} kept each"
         nbytes = (count + 1) * units[pool.name]
         plans.append(PoolPlan(pool.name, pool.kind, count, nbytes, purpose))
     return MemoryPlan(tuple(plans), requests, spec.page_tokens)

@@ -85,18 +85,19 @@ def pool_table(prepared: Prepared) -> object:
     from rich.table import Table
 
     from cache.pools import host_counts
-    from cache.registry import Kind
 
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=True)
-    for title in ("workers", "pool", "holds", "memory", "on the host", "for"):
-        table.add_column(title, justify="right" if title in ("holds", "memory", "on the host") else "left")
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, collapse_padding=True)
+    tiers = any(prepared.config.cache_for(role).host_bytes for role in prepared.plans)
+    for title in ("role", "pool", "holds", "memory", *(["host"] if tiers else []), "for"):
+        table.add_column(title, justify="right" if title in ("holds", "memory", "host") else "left", no_wrap=True)
     for role, plan in prepared.plans.items():
         nbytes = prepared.config.cache_for(role).host_bytes
         host = host_counts(prepared.pool_set, nbytes, plan.counts) if nbytes else {}
         for pool in plan.pools:
-            unit = "slots" if pool.kind is Kind.STATE else "pages"
-            there = f"{host[pool.pool] - 1:,} {unit}" if host else "-"
-            table.add_row(role, pool.pool, f"{pool.count:,} {unit}", mib(pool.nbytes), there, pool.purpose)
+            cells = [role, pool.pool, f"{pool.count:,} {pool.unit}", mib(pool.nbytes)]
+            if tiers:
+                cells.append(f"{host[pool.pool] - 1:,}" if host else "-")
+            table.add_row(*cells, pool.purpose)
     return table
 
 

@@ -1,0 +1,37 @@
+"""What `serve` shows of memory: one row a pool of each role, on one line of a usual terminal."""
+
+from __future__ import annotations
+
+import io
+from dataclasses import replace
+
+import pytest
+from rich.console import Console
+
+from cluster.memory import plan_memory
+from cluster.preflight import ServeOptions, prepare
+from cluster.terminal import pool_table
+from contracts.ids import Role
+from tests.poolsets import pool_sets
+
+
+@pytest.mark.parametrize("host_bytes", [0, 1 << 20])
+def test_each_pool_of_each_role_has_a_row_with_its_pages_bytes_and_what_for(host_bytes: int) -> None:
+    assignments = (f"cache.host_bytes={host_bytes}", "cache.page_tokens=4")
+    spec = pool_sets(4)["all"]
+    demo = prepare(ServeOptions(port=0, assignments=assignments), 8 << 30)
+    plans = {}
+    for role in Role:
+        plan = plan_memory(spec, demo.config, role, 32_768, 1 << 40)
+        assert plan is not None
+        plans[role] = plan
+    out = io.StringIO()
+    Console(file=out, width=80).print(pool_table(replace(demo, pool_set=spec, plans=plans)))
+    rows = [line.split() for line in out.getvalue().splitlines() if line.split()[:1] in (["prefill"], ["decode"])]
+    assert [(row[0], row[1]) for row in rows] == [(role, pool) for role in Role for pool in spec.by_name]
+    for row in rows:
+        count = plans[Role(row[0])].counts[row[1]]
+        assert row[2:4] == [f"{count:,}", "slots" if row[1] == "state" else "pages"]
+        assert row[5] == "MiB"
+        assert ("positions" if row[1] == "full" else "requests,") in row
+    assert ("host" in out.getvalue()) == bool(host_bytes)
