@@ -279,7 +279,7 @@ def agreed(numerics: Numerics, ranks: Ranks, device: torch.device) -> Numerics:
     """Numerics that are good enough for every rank's products: all pad their batches alike."""
     mine = torch.tensor([numerics.tiled, numerics.quantum], device=device)
     tiled, quantum = max(found.tolist() for found in ranks.gather(mine))
-    return Numerics(quantum, bool(tiled))
+    return Numerics(quantum, bool(tiled), numerics.invariant)
 
 
 def compute_order(rows: Sequence[Row], tables: Sequence[Mapping[str, Table]]) -> Compute:
