@@ -70,6 +70,15 @@ def conv_kernel(
 
 
 @triton.jit
+def _extent(offsets_ptr, starts_ptr, slots_ptr, sequence):
+    """A sequence's first packed row, the positions it begins and ends at, and its slot."""
+    first = tl.load(offsets_ptr + sequence)
+    start = tl.load(starts_ptr + sequence)
+    end = start + tl.load(offsets_ptr + sequence + 1) - first
+    return first, start, end, tl.load(slots_ptr + sequence).to(tl.int64)
+
+
+@triton.jit
 def _solved_rows(k, k_columns, weights, solved, rows, fresh):
     """(1 + A)^-1 row by row, [BLOCK, BLOCK]: the rows that are fresh, on top of those that are known."""
     scores = tl.dot(k, k_columns, input_precision="ieee") * weights
@@ -103,18 +112,11 @@ def scan_kernel(
     BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr, DELTA: tl.constexpr, MUTED: tl.constexpr,
 ):  # fmt: skip
     """See the module's prose. Slots are contiguous, a stride apart; rows are contiguous."""
-    sequence = tl.program_id(0)
-    head = tl.program_id(1)
-    tile = tl.program_id(2)
+    sequence, head, tile = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     group = head // (HEADS // GROUPS)
-    first = tl.load(offsets_ptr + sequence)
-    count = tl.load(offsets_ptr + sequence + 1) - first
-    start = tl.load(starts_ptr + sequence)
-    slot = tl.load(slots_ptr + sequence).to(tl.int64)
-    end = start + count
+    first, start, end, slot = _extent(offsets_ptr, starts_ptr, slots_ptr, sequence)
 
-    rows = tl.arange(0, BLOCK)
-    dims = tl.arange(0, BLOCK_K)
+    rows, dims = tl.arange(0, BLOCK), tl.arange(0, BLOCK_K)
     columns = tile * BLOCK_V + tl.arange(0, BLOCK_V)
     has_dim, has_column = dims < KEY_DIM, columns < VALUE_DIM
     causal = rows[:, None] >= rows[None, :]
@@ -181,10 +183,7 @@ def keep_keys_kernel(
     """The keys of a sequence's last block: fresh ones are written, known ones stay, and there is nothing else."""
     sequence = tl.program_id(0)
     group = tl.program_id(1)
-    first = tl.load(offsets_ptr + sequence)
-    start = tl.load(starts_ptr + sequence)
-    end = start + tl.load(offsets_ptr + sequence + 1) - first
-    slot = tl.load(slots_ptr + sequence).to(tl.int64)
+    first, start, end, slot = _extent(offsets_ptr, starts_ptr, slots_ptr, sequence)
     rows = tl.arange(0, BLOCK)
     dims = tl.arange(0, BLOCK_K)
     position = end // BLOCK * BLOCK + rows
@@ -212,10 +211,7 @@ def keep_rows_kernel(
     """The same for decays by head, and the solved rows that `scan_kernel` left."""
     sequence = tl.program_id(0)
     head = tl.program_id(1)
-    first = tl.load(offsets_ptr + sequence)
-    start = tl.load(starts_ptr + sequence)
-    end = start + tl.load(offsets_ptr + sequence + 1) - first
-    slot = tl.load(slots_ptr + sequence).to(tl.int64)
+    first, start, end, slot = _extent(offsets_ptr, starts_ptr, slots_ptr, sequence)
     rows = tl.arange(0, BLOCK)
     position = end // BLOCK * BLOCK + rows
     fresh = (position >= start) & (position < end)
