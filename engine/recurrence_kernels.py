@@ -70,14 +70,36 @@ def conv_kernel(
 
 
 @triton.jit
-def _solved_rows(a, solved, rows, fresh):
-    """(1 + a)^-1 row by row, [BLOCK, BLOCK]: the rows that are fresh, on top of those that are known."""
+def _extent(offsets_ptr, starts_ptr, slots_ptr, sequence):
+    """A sequence's first packed row, the positions it begins and ends at, and its slot."""
+    first = tl.load(offsets_ptr + sequence)
+    start = tl.load(starts_ptr + sequence)
+    end = start + tl.load(offsets_ptr + sequence + 1) - first
+    return first, start, end, tl.load(slots_ptr + sequence).to(tl.int64)
+
+
+@triton.jit
+def _solved_rows(k, k_columns, weights, solved, rows, fresh):
+    """(1 + A)^-1 row by row, [BLOCK, BLOCK]: the rows that are fresh, on top of those that are known."""
+    scores = tl.dot(k, k_columns, input_precision="ieee") * weights
+    a = tl.where(rows[:, None] > rows[None, :], scores, 0.0)
     columns = tl.arange(0, BLOCK)
     for row in tl.static_range(BLOCK):
         mine = tl.sum(tl.where(rows[:, None] == row, a, 0.0), 0)
         found = tl.where(columns == row, 1.0, 0.0) - tl.sum(mine[:, None] * solved, 0)
         solved = tl.where(((rows == row) & fresh)[:, None], found[None, :], solved)
     return solved
+
+
+@triton.jit
+def _decayed(fresh_at, fresh, known_at, known, rows, causal):
+    """Logarithms of decays summed up to each row and over all of them; exp of what lies between two rows, and before
+    each."""
+    decay = tl.load(fresh_at, mask=fresh, other=0.0) + tl.load(known_at, mask=known, other=0.0)
+    total = tl.cumsum(decay, 0)
+    last = tl.sum(tl.where(rows == BLOCK - 1, total, 0.0), 0)
+    within = tl.where(causal, tl.exp(total[:, None] - total[None, :]), 0.0)
+    return total, last, within, tl.exp(total)[:, None]
 
 
 @triton.jit
@@ -90,18 +112,11 @@ def scan_kernel(
     BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr, DELTA: tl.constexpr, MUTED: tl.constexpr,
 ):  # fmt: skip
     """See the module's prose. Slots are contiguous, a stride apart; rows are contiguous."""
-    sequence = tl.program_id(0)
-    head = tl.program_id(1)
-    tile = tl.program_id(2)
+    sequence, head, tile = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     group = head // (HEADS // GROUPS)
-    first = tl.load(offsets_ptr + sequence)
-    count = tl.load(offsets_ptr + sequence + 1) - first
-    start = tl.load(starts_ptr + sequence)
-    slot = tl.load(slots_ptr + sequence).to(tl.int64)
-    end = start + count
+    first, start, end, slot = _extent(offsets_ptr, starts_ptr, slots_ptr, sequence)
 
-    rows = tl.arange(0, BLOCK)
-    dims = tl.arange(0, BLOCK_K)
+    rows, dims = tl.arange(0, BLOCK), tl.arange(0, BLOCK_K)
     columns = tile * BLOCK_V + tl.arange(0, BLOCK_V)
     has_dim, has_column = dims < KEY_DIM, columns < VALUE_DIM
     causal = rows[:, None] >= rows[None, :]
@@ -129,20 +144,12 @@ def scan_kernel(
         value_at = (index[:, None] * HEADS + head) * VALUE_DIM + columns[None, :]
         v = tl.load(v_ptr + value_at, mask=fresh[:, None] & has_column[None, :], other=0.0)
         before = tl.load(values_at, mask=known[:, None] & has_column[None, :], other=0.0)
-        decay = tl.load(decay_ptr + index * HEADS + head, mask=fresh, other=0.0)
-        decay += tl.load(decays_at, mask=known, other=0.0)
-
-        total = tl.cumsum(decay, 0)
-        last = tl.sum(tl.where(rows == BLOCK - 1, total, 0.0), 0)
-        within = tl.where(causal, tl.exp(total[:, None] - total[None, :]), 0.0)
-        since = tl.exp(total)[:, None]
+        total, last, within, since = _decayed(decay_ptr + index * HEADS + head, fresh, decays_at, known, rows, causal)
         k_columns = tl.trans(k)
         if DELTA:
             beta = tl.load(beta_ptr + index * HEADS + head, mask=fresh, other=0.0)[:, None]
-            strict = rows[:, None] > rows[None, :]
-            a = tl.where(strict, tl.dot(k, k_columns, input_precision="ieee") * within * beta, 0.0)
             solved = tl.load(solved_at, mask=known[:, None] & causal, other=0.0)
-            solved = _solved_rows(a, solved, rows, fresh)
+            solved = _solved_rows(k, k_columns, within * beta, solved, rows, fresh)
             held = tl.dot(k, matrix, input_precision="ieee") * since
             residual = tl.where(known[:, None], before, (v - held) * beta)
             u = tl.dot(solved, residual, input_precision="ieee")
@@ -157,17 +164,15 @@ def scan_kernel(
             matrix = matrix * tl.exp(last) + tl.dot(tl.trans(k * until), u, input_precision="ieee")
 
     kept = (rows < end % BLOCK)[:, None]
-    residual = tl.where(kept, residual, 0.0)
-    if MUTED:
-        muted = tl.load(muted_ptr + sequence) != 0
-        residual = tl.where(muted, 0.0, residual)
-        matrix = tl.where(muted, 0.0, matrix)
-    tl.store(values_at, residual, mask=(rows < BLOCK)[:, None] & has_column[None, :])
-    if start // BLOCK != end // BLOCK:
-        tl.store(matrix_at, matrix, mask=matrix_has)
     if DELTA and tile == 0:
         out_at = solved_out_ptr + ((sequence * HEADS + head) * BLOCK + rows[:, None]) * BLOCK + rows[None, :]
         tl.store(out_at, tl.where(kept, solved, 0.0))
+    if MUTED:
+        kept = kept & (tl.load(muted_ptr + sequence) == 0)
+        matrix = tl.where(tl.load(muted_ptr + sequence) != 0, 0.0, matrix)
+    tl.store(values_at, tl.where(kept, residual, 0.0), mask=(rows < BLOCK)[:, None] & has_column[None, :])
+    if start // BLOCK != end // BLOCK:
+        tl.store(matrix_at, matrix, mask=matrix_has)
 
 
 @triton.jit
@@ -178,10 +183,7 @@ def keep_keys_kernel(
     """The keys of a sequence's last block: fresh ones are written, known ones stay, and there is nothing else."""
     sequence = tl.program_id(0)
     group = tl.program_id(1)
-    first = tl.load(offsets_ptr + sequence)
-    start = tl.load(starts_ptr + sequence)
-    end = start + tl.load(offsets_ptr + sequence + 1) - first
-    slot = tl.load(slots_ptr + sequence).to(tl.int64)
+    first, start, end, slot = _extent(offsets_ptr, starts_ptr, slots_ptr, sequence)
     rows = tl.arange(0, BLOCK)
     dims = tl.arange(0, BLOCK_K)
     position = end // BLOCK * BLOCK + rows
@@ -209,10 +211,7 @@ def keep_rows_kernel(
     """The same for decays by head, and the solved rows that `scan_kernel` left."""
     sequence = tl.program_id(0)
     head = tl.program_id(1)
-    first = tl.load(offsets_ptr + sequence)
-    start = tl.load(starts_ptr + sequence)
-    end = start + tl.load(offsets_ptr + sequence + 1) - first
-    slot = tl.load(slots_ptr + sequence).to(tl.int64)
+    first, start, end, slot = _extent(offsets_ptr, starts_ptr, slots_ptr, sequence)
     rows = tl.arange(0, BLOCK)
     position = end // BLOCK * BLOCK + rows
     fresh = (position >= start) & (position < end)

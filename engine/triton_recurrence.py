@@ -86,15 +86,14 @@ class TritonRecurrence:
         state: ScanState,
         plan: SlotPlan,
     ) -> Tensor:
-        rows, batch = _rows(plan), len(plan.starts)
+        rows, batch, delta = _rows(plan), len(plan.starts), beta_th is not None
         q_tgk, k_tgk, v_thv, decay_th = (x.contiguous() for x in (q_tgk, k_tgk, v_thv, decay_th))
         beta = decay_th if beta_th is None else beta_th.contiguous()
-        delta, solved = beta_th is not None, state.decays if state.solved is None else state.solved
+        solved = state.decays if state.solved is None else state.solved
         (_, groups, key_dim), (heads, value_dim) = k_tgk.shape, v_thv.shape[1:]
         left = v_thv.new_empty(batch, heads, BLOCK, BLOCK) if delta else v_thv
         out_thv = torch.empty_like(v_thv)
-        block_k = max(BLOCK, triton.next_power_of_2(key_dim))
-        block_v = max(BLOCK, min(_SCAN_COLUMNS, triton.next_power_of_2(value_dim)))
+        block_k, block_v = _width(key_dim), min(_SCAN_COLUMNS, _width(value_dim))
         places = (rows.offsets_b, rows.starts_b, rows.slots_b, rows.muted_b)
         kernels.scan_kernel[batch, heads, triton.cdiv(value_dim, block_v)](
             q_tgk,
@@ -147,6 +146,11 @@ class TritonRecurrence:
             MUTED=rows.muted,
         )
         return out_thv
+
+
+def _width(size: int) -> int:
+    """Of a tile that holds `size` columns."""
+    return max(BLOCK, int(triton.next_power_of_2(size)))
 
 
 def _rows(plan: SlotPlan) -> _Rows:
