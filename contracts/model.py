@@ -22,13 +22,10 @@ _TEXT_KEYS = ("text_config", "llm_config")
 """Where published folders of models with more than text keep what is said of the text."""
 _QUANTISED = ("mxfp4",)
 """Ways of storing weights that engine/weights.py can read."""
+_GEMMA = {"max_position_embeddings": 131_072, "num_attention_heads": 8, "num_key_value_heads": 4}
 _LEFT_OUT = {
-    "gemma3_text": {
-        "vocab_size": 262_208,
-        "max_position_embeddings": 131_072,
-        "num_attention_heads": 8,
-        "num_key_value_heads": 4,
-    },
+    "gemma3_text": _GEMMA | {"vocab_size": 262_208},
+    "gemma4_text": _GEMMA | {"vocab_size": 262_144, "sliding_window": 512},
 }
 """What published folders leave to the defaults of their text model's type."""
 _SPELLINGS = ("rope_theta", "rope_scaling", "rope_parameters", "torch_dtype", "dtype")

@@ -35,6 +35,9 @@ from engine.attention import SlotPlan
 from engine.numerics import Numerics
 from engine.recurrence import BLOCK, ScanState
 
+_LARGE = 1 << 15
+"""Elements of a sequence's matrices from which on it is slower to gather them than to read each where it is."""
+
 
 @dataclass(frozen=True)
 class _Round:
@@ -66,6 +69,8 @@ class _Blocks:
     """[B, BLOCK] bool: rows that the slot keeps nothing of after the step."""
     known_bc: Tensor | None
     """[B, BLOCK] bool: rows that the slot had of the first block. None: every sequence begins with a block."""
+    row_b: Tensor | None
+    """[B]: each sequence's row of its block where all have one (decode)."""
     steps: Sequence[Step]
     """In an order in which each row of T finds the earlier ones of its item."""
 
@@ -155,10 +160,11 @@ class TorchRecurrence:
         of each key; then `v_whcv` become R.
         """
         out_whcv = torch.empty_like(v_whcv)
-        matrix_bhkv = state.matrix[blocks.slots_b]
+        changed = blocks.rounds[0].full
+        matrix_bhkv = state.matrix[blocks.slots_b[:changed]]
         for turn in blocks.rounds:
             here = slice(turn.first, turn.first + turn.width)
-            found = self._products(reads[here], matrix_bhkv[: turn.width])
+            found = self._before(reads[here], matrix_bhkv[: turn.width], state, blocks)
             u_whcv = v_whcv[here]
             if solved_whcc is not None:
                 u_whcv -= found[:, :, BLOCK:]
@@ -171,13 +177,25 @@ class TorchRecurrence:
                 done = slice(turn.first, turn.first + turn.full)
                 written = self._products(k_until_whck[done].transpose(2, 3), u_whcv[: turn.full])
                 matrix_bhkv[: turn.full] = (matrix_bhkv[: turn.full] * decay_wh11[done]).add_(written)
-        changed = blocks.rounds[0].full
         if changed:
-            after = matrix_bhkv[:changed]
             if blocks.muted_b is not None:
-                after = after.masked_fill_(blocks.muted_b[:changed, None, None, None], 0.0)
-            state.matrix.index_copy_(0, blocks.slots_b[:changed], after)
+                matrix_bhkv.masked_fill_(blocks.muted_b[:changed, None, None, None], 0.0)
+            state.matrix.index_copy_(0, blocks.slots_b[:changed], matrix_bhkv)
         return out_whcv
+
+    def _before(self, reads: Tensor, matrix_bhkv: Tensor, state: ScanState, blocks: _Blocks) -> Tensor:
+        """Rows of some sequences times their matrices; those without one in `matrix_bhkv` only read, from the slot."""
+        changed, shape = len(matrix_bhkv), state.matrix.shape[1:]
+        if changed == len(reads):
+            return self._products(reads, matrix_bhkv)
+        if not state.matrix.is_cpu or shape.numel() < _LARGE:
+            return self._products(reads, state.matrix[blocks.slots_b[: len(reads)]])
+        found = reads.new_empty(*reads.shape[:3], shape[2])
+        if changed:
+            found[:changed] = self._products(reads[:changed], matrix_bhkv)
+        for at, slot in enumerate(blocks.slots_b[changed : len(reads)].tolist(), changed):
+            self._numerics.bmm(reads[at], state.matrix[slot], found[at])
+        return found
 
     def _products(self, a_whmk: Tensor, b_whkn: Tensor) -> Tensor:
         """[W, H, m, n] float32. Each of the W * H products is computed by its own shape, however many there are."""
@@ -225,6 +243,15 @@ def _solve(a_whcc: Tensor, blocks: _Blocks, state: ScanState) -> Tensor:
 
 def _keep(buffer: Tensor, x_wh: Tensor, blocks: _Blocks) -> None:
     """Write each sequence's last block into its slot: the rows that are of an unfinished one, zeros for the rest."""
+    if blocks.row_b is not None:
+        changed = blocks.rounds[0].full
+        items, slots, row = blocks.last_b[changed:], blocks.slots_b[changed:], blocks.row_b[changed:]
+        mine = x_wh[items, :, row]
+        if blocks.muted_b is not None:
+            mine = mine.masked_fill_(blocks.muted_b[changed:].view(-1, *[1] * (mine.dim() - 1)), 0.0)
+        buffer[slots, :, row] = mine
+        buffer.index_fill_(0, blocks.slots_b[:changed], 0.0)
+        return
     last = x_wh[blocks.last_b]
     gone = blocks.gone_bc.view(len(last), 1, BLOCK, *[1] * (last.dim() - 3))
     buffer.index_copy_(0, blocks.slots_b, last.masked_fill_(gone, 0.0))
@@ -265,6 +292,7 @@ def _laid_out(plan: SlotPlan) -> _Blocks:
         known_bc=row_c < integers([starts[b] % BLOCK for b in order])[:, None]
         if any(start % BLOCK for start in starts)
         else None,
+        row_b=integers([starts[b] % BLOCK for b in order]) if max(counts) == 1 else None,
         steps=_steps(fresh, device),
     )
 

@@ -12,7 +12,7 @@ from contracts.sampling import SamplingParams
 from engine import triton_rows_kernels as kernels
 from engine.host import to_device
 
-_VOCAB_BLOCK = 2048
+_VOCAB_BLOCK = 1024
 
 
 def store_heads(
@@ -70,5 +70,6 @@ def sample(
         logits_nv, temperature_n, to_device(ks, device), top_p_n, min_p_n, uniform_n, drawn_n,
         logits_nv.stride(0), vocab,
         BLOCK=block, LIMITS=min(ks) < vocab or any(p.top_p < 1.0 for p in params),
+        num_warps=8,
     )  # fmt: skip
     return drawn_n

@@ -73,9 +73,15 @@ def store_heads_kernel(
 
 @triton.jit
 def _ordered(x):
-    """float32 as int64 in [0, 2^32) of the same order; minus zero counts as zero."""
+    """float32 as int32 of the same order; minus zero counts as zero."""
     bits = (x + 0.0).to(tl.int32, bitcast=True)
-    return tl.where(bits < 0, ~bits.to(tl.int64) & 0xFFFFFFFF, bits.to(tl.int64) | 0x80000000)
+    return tl.where(bits < 0, bits ^ 0x7FFFFFFF, bits)
+
+
+@triton.jit
+def _bound(digits):
+    """32 bits, as found digit by digit in an int64, as a bound on what `_ordered` gives."""
+    return (digits - 0x80000000).to(tl.int32)
 
 
 @triton.jit
@@ -114,17 +120,17 @@ def draw_kernel(
         # The largest bound that top_k tokens or more reach: that of the k-th.
         top_k = tl.load(top_k_ptr + row)
         for level in range(8):
-            bounds = floor + (digit << (28 - 4 * level))
-            reached = tl.zeros([16], tl.int64)
+            bounds = _bound(floor + (digit << (28 - 4 * level)))
+            reached = tl.zeros([16], tl.int32)
             for block in range(0, vocab, BLOCK):
                 at = block + tl.arange(0, BLOCK)
                 key = _ordered(tl.load(row_ptr + at, mask=at < vocab, other=float("-inf")))
                 above = (key[:, None] >= bounds[None, :]) & (at < vocab)[:, None]
-                reached += tl.sum(above.to(tl.int64), 0)
+                reached += tl.sum(above.to(tl.int32), 0)
             floor += (tl.sum((reached >= top_k).to(tl.int64), 0) - 1) << (28 - 4 * level)
 
         # The nucleus is cut among what top-k left: the largest bound whose weight, ties included, is still enough.
-        kept = floor
+        kept = _bound(floor)
         total = tl.zeros([1], tl.float64)
         for block in range(0, vocab, BLOCK):
             at, key, weight = _weights_of(row_ptr, block, vocab, top, temperature, BLOCK)
@@ -133,7 +139,7 @@ def draw_kernel(
         needed = tl.where(top_p < 1.0, total * top_p, 0.0)
         nucleus = tl.zeros([1], tl.int64)
         for level in range(8):
-            bounds = nucleus + (digit << (28 - 4 * level))
+            bounds = _bound(nucleus + (digit << (28 - 4 * level)))
             reached = tl.zeros([16], tl.float64)
             for block in range(0, vocab, BLOCK):
                 at, key, weight = _weights_of(row_ptr, block, vocab, top, temperature, BLOCK)
@@ -141,13 +147,14 @@ def draw_kernel(
                 reached += tl.sum(tl.where(key[:, None] >= bounds[None, :], weight[:, None], 0.0), 0)
             enough = tl.maximum(tl.sum((reached >= needed).to(tl.int64), 0), 1)
             nucleus += (enough - 1) << (28 - 4 * level)
-        floor = tl.where(top_p < 1.0, tl.maximum(kept, nucleus), kept)
+        floor = tl.where(top_p < 1.0, tl.maximum(floor, nucleus), floor)
 
+    bound = _bound(floor)
     least = tl.load(min_p_ptr + row)
     total = tl.zeros([1], tl.float64)
     for block in range(0, vocab, BLOCK):
         at, key, weight = _weights_of(row_ptr, block, vocab, top, temperature, BLOCK)
-        total += tl.sum(tl.where((key >= floor) & (weight >= least), weight, 0.0), 0)
+        total += tl.sum(tl.where((key >= bound) & (weight >= least), weight, 0.0), 0)
     target = total * tl.load(uniform_ptr + row)
 
     # The first id whose cumulative weight exceeds the target, else (the sum rounds) the last that has any.
@@ -156,7 +163,7 @@ def draw_kernel(
     before = tl.zeros([1], tl.float64)
     for block in range(0, vocab, BLOCK):
         at, key, weight = _weights_of(row_ptr, block, vocab, top, temperature, BLOCK)
-        weight = tl.where((key >= floor) & (weight >= least), weight, 0.0)
+        weight = tl.where((key >= bound) & (weight >= least), weight, 0.0)
         reached = before + tl.cumsum(weight, 0)
         ids = at.to(tl.int64)
         drawn = tl.minimum(drawn, tl.min(tl.where((reached > target) & (weight > 0.0), ids, vocab), 0))

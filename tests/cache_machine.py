@@ -234,7 +234,7 @@ class Machine(RuleBasedStateMachine):
 def drive(name: str, changes: int, events: Sequence[str] = (), *, disturbing: bool = True) -> Counter[str]:
     """Run the machine over pool set `name` until `changes` steps, each followed by `check`, have changed state.
 
-    Goes on for as long again if it must to meet all `events`. Returns what happened.
+    Goes on for several times as long if it must to meet all `events`. Returns what happened.
     """
     happened: Counter[str] = Counter()
     attributes: dict[str, Any] = {"name": name, "disturbing": disturbing, "happened": happened}
@@ -247,7 +247,7 @@ def drive(name: str, changes: int, events: Sequence[str] = (), *, disturbing: bo
         suppress_health_check=list(HealthCheck),
     )
     while (done := happened["steps that changed state"]) < changes or (
-        done < 3 * changes and not all(happened[event] for event in events)
+        done < 6 * changes and not all(happened[event] for event in events)
     ):
         happened["rounds"] += 1
         machine = type(f"Machine_{name}", (Machine,), attributes)

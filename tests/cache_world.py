@@ -422,13 +422,14 @@ class World:
     def damage(self, tier: Tier) -> None:
         """Change bytes on the host or in storage behind the seat's back."""
         if tier is Tier.HOST:
-            how = "flipped" if damage_host(self.seat, self.rng) else ""
+            done = ["flipped"] if damage_host(self.seat, self.rng) else []
         else:
-            how = damage_storage(self.backend, self.rng)
-        if how:
+            # Several at once: few of the many objects are ever read again.
+            done = [how for _ in range(4) if (how := damage_storage(self.backend, self.rng))]
+        for how in done:
             self.seen[f"{tier.name.lower()} {how}"] += 1
-        self.damaged |= bool(how)
-        self.disturbed |= bool(how)
+        self.damaged |= bool(done)
+        self.disturbed |= bool(done)
 
     def settle(self) -> None:
         """Everybody leaves, everything under way comes to its end; then all pools must be whole. The world is over."""

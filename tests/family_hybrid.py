@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import FalconH1Config, NemotronHConfig, Qwen3_5TextConfig, Qwen3NextConfig
+from transformers import FalconH1Config, NemotronHConfig, Qwen3_5MoeTextConfig, Qwen3_5TextConfig, Qwen3NextConfig
 
 from tests.family import COMMON, published_config, rewrite_tensors, tensors_of, write_family
 
@@ -56,10 +56,12 @@ def make_qwen3_next(
 def make_qwen3_5(
     folder: Path, *, dtype: str = "float32", seed: int = 0, published: bool = False, **changes: object
 ) -> Path:
-    """The same with dense layers; published as the text of a model that sees, too."""
+    """The same with dense layers, or experts where `num_experts` are given; published as the text of a model that sees,
+    too."""
     rope = {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.25, "mrope_section": [2, 1, 1]}
     numbers = _DELTA | {"rope_parameters": rope}
-    write_family(folder, Qwen3_5TextConfig(**(COMMON | numbers | changes)), dtype=dtype, seed=seed)
+    config = Qwen3_5MoeTextConfig if "num_experts" in changes else Qwen3_5TextConfig
+    write_family(folder, config(**(COMMON | numbers | changes)), dtype=dtype, seed=seed)
     tensors = _respread(folder, seed)
     if published:
         inner = json.loads((folder / "config.json").read_text()) | {"mtp_num_hidden_layers": 1}

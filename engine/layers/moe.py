@@ -20,6 +20,7 @@ from torch import Tensor
 from engine.decoder import Sublayer
 from engine.layers.norm import gelu_tanh, silu
 from engine.layers.router import Router, Routes, sigmoid
+from engine.native import kernels_for
 from engine.numerics import Linear, Numerics
 from engine.shard import Axis
 from engine.step_context import StepContext
@@ -31,6 +32,9 @@ Activation = Callable[[Tensor], Tensor]
 
 def gated_silu(gate_up: Tensor) -> Tensor:
     """silu(gate) * up, of a product that holds gate, then up."""
+    kernels = kernels_for(gate_up)
+    if kernels is not None:
+        return kernels.silu_product(gate_up)
     gate, up = gate_up.chunk(2, dim=-1)
     return silu(gate.float()).to(gate.dtype).mul_(up)
 

@@ -17,6 +17,7 @@ from engine.layers.attention import store
 from engine.layers.mlp import GatedMlp
 from engine.layers.norm import gelu_tanh, rms_norm
 from engine.models.windows import SLIDING, LayerKind, SandwichLayer, WindowModel, rope_by_kind
+from engine.native import in_use
 from engine.rope import rotate
 from engine.step_context import Place, StepContext
 from engine.torch_attention import BLOCK_TOKENS
@@ -55,6 +56,8 @@ class GemmaAttention:
             norms.append(model.norm_weight(weights, "k_norm.weight", dim).expand(self._kv, -1))
         self._norm_nd = torch.cat(norms)
         self._value_norm_d = torch.ones(dim, device=weights.device) if value_norm else None
+        if in_use():
+            return  # The kernels' attention has no such products.
         for k, n in ((dim, BLOCK_TOKENS), (BLOCK_TOKENS, dim)):
             weights.products.extend((batch, k, n) for batch in (kv.count // dim, 5 * kv.count // dim))
 

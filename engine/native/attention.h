@@ -261,6 +261,7 @@ void attend_tile(const AttentionShape &a, const Sequence &seq, const Tile &tile,
         take_block(a, seq, k_pages, v_pages, kv_head, begin, skipped, end, words, wide, room);
         for (long r = 0; r < count; r += ROW_GROUP) {
             const long rows = std::min((long)ROW_GROUP, count - r);
+            if (begin > first + (r + rows - 1) / group) continue;  // None of them sees any of it.
             float *s = room.scores.data() + r * BLOCK;
 #define CALL(n) score_group<T, n>(room.queries.data() + r * words, words, room.keys.data(), s)
             BY_ROWS(CALL)

@@ -77,8 +77,10 @@ def _openmp() -> list[Path]:
 
 def _cache_folder() -> Path:
     """A folder that nobody else can write to."""
-    home = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "twinpool"
-    for folder in (home, Path(tempfile.gettempdir()) / f"twinpool-{os.getuid()}"):
+    home = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")  # stays so where nobody is at home
+    for folder in (Path(home) / "twinpool", Path(tempfile.gettempdir()) / f"twinpool-{os.getuid()}"):
+        if not folder.is_absolute():
+            continue
         try:
             folder.mkdir(mode=0o700, parents=True, exist_ok=True)
             found = folder.stat()

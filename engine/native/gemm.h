@@ -116,14 +116,16 @@ void product(const T *x, long x_stride, const T *packed, const float *bias, T *o
     {
         if (!direct) {
 #pragma omp for
-            for (long block = 0; block < blocks; block++)
-                for (long r = 0; r < MOST_ROWS; r++)
-                    for (long s = 0; s < steps; s++)
-                        for (long d = 0; d < depth; d++) {
-                            const long row = block * MOST_ROWS + r, inner = s * depth + d;
-                            rows[block * block_size + (s * MOST_ROWS + r) * depth + d] =
-                                row < m && inner < k ? x[row * x_stride + inner] : T{};
-                        }
+            for (long row = 0; row < m; row++) {
+                const T *from = x + row * x_stride;
+                T *to = rows + row / MOST_ROWS * block_size + row % MOST_ROWS * depth;
+                for (long s = 0; s < k / depth; s++)
+                    memcpy((void *)(to + s * MOST_ROWS * depth), (const void *)(from + s * depth), depth * sizeof(T));
+                if (k % depth) {
+                    to[(steps - 1) * MOST_ROWS * depth] = from[k - 1];
+                    to[(steps - 1) * MOST_ROWS * depth + 1] = T{};
+                }
+            }
         }
 #pragma omp for schedule(dynamic, chunk)
         for (long panel = 0; panel < panels; panel++) {

@@ -159,3 +159,27 @@ def test_a_bad_folder_fails_within_three_seconds_in_one_line_and_imports_neither
     assert done.returncode == 1
     assert done.stdout.split() == ["[]"]
     assert done.stderr.splitlines() == [f"error: checkpoint folder {tmp_path / 'nothing'} does not exist"]
+
+
+@pytest.mark.parametrize(
+    ("assignments", "words"),
+    [
+        (("decode.tp=3",), r"decode\.tp=3: .*2 key-value heads.*decode\.tp can be 1, 2, 4$"),
+        (("prefill.tp=8",), r"prefill\.tp=8: .*prefill\.tp can be 1, 2, 4$"),
+        (("prefill.tp=2", "transfer.plane=local"), r"prefill\.tp=2 needs a process for each rank: .*shm or zmq$"),
+        (("prefill.tp=0",), r"prefill\.tp must be above 0"),
+    ],
+)
+def test_ranks_that_cannot_share_the_model_are_refused_with_those_that_can(
+    assignments: tuple[str, ...], words: str
+) -> None:
+    with pytest.raises(ConfigError, match=words):
+        prepare(options(assignments=assignments), 8 * GIB)
+
+
+def test_ranks_have_threads_of_their_own_and_share_the_pools_memory() -> None:
+    one, four = (prepare(options(assignments=(f"decode.tp={n}", "cache.device_tokens=4096")), 8 * GIB) for n in (1, 4))
+    assert four.threads <= one.threads
+    assert four.plans[Role.PREFILL] == one.plans[Role.PREFILL]
+    # Two heads on four ranks: each is there twice.
+    assert four.plans[Role.DECODE].nbytes == 2 * one.plans[Role.DECODE].nbytes

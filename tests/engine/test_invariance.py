@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from contracts.sampling import SamplingParams
-from engine import torch_attention
+from engine import native, torch_attention
 from engine.batch import Draw
 from engine.numerics import Numerics
 from tests.checkpoints import VOCAB
@@ -24,6 +24,7 @@ MODELS = {
     "qwen3-18": {"kind": "qwen3", "head_dim": 18, "heads": 4, "kv_heads": 1, "hidden": 51},
     "llama-64": {"kind": "llama", "head_dim": 64, "heads": 2, "kv_heads": 1, "rope": "yarn"},
 }
+PLAIN = ("llama-16", "qwen3-18")
 pytestmark = pytest.mark.slow
 
 
@@ -32,9 +33,19 @@ def dtype(request: pytest.FixtureRequest) -> str:
     return str(request.param)
 
 
-@pytest.fixture(params=MODELS)
-def folder(request: pytest.FixtureRequest, checkpoint: MakeCheckpoint, dtype: str) -> Path:
-    return checkpoint(**MODELS[request.param], dtype=dtype)
+@pytest.fixture(params=[*MODELS, *(f"{name} by torch" for name in PLAIN)])
+def folder(
+    request: pytest.FixtureRequest, checkpoint: MakeCheckpoint, dtype: str, monkeypatch: pytest.MonkeyPatch
+) -> Path:
+    """Checkpoints; of those `by torch` nothing is computed by the C++ kernels, as where there is no compiler."""
+    name, _, by_torch = request.param.partition(" ")
+    if by_torch:
+        monkeypatch.setattr(native, "available", _unavailable)
+    return checkpoint(**MODELS[name], dtype=dtype)
+
+
+def _unavailable() -> native.Kernels:
+    raise native.NativeUnavailable("not in this test")
 
 
 def sequence(seed: int, length: int) -> list[int]:

@@ -164,7 +164,7 @@ def test_attention_is_the_twins_and_the_same_bits_in_any_company(kernels: Kernel
 def test_without_a_compiler_torch_computes_alone_and_says_so_once(
     checkpoint: MakeCheckpoint, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(build.shutil, "which", lambda name: None)
+    monkeypatch.setattr("shutil.which", lambda name: None)
     build.load_library.cache_clear()
     try:
         with caplog.at_level(logging.WARNING):
@@ -202,7 +202,7 @@ def test_a_cache_folder_that_others_can_write_to_is_not_trusted(
     shared.chmod(0o777)
     own.mkdir()
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    monkeypatch.setattr(build.tempfile, "gettempdir", lambda: str(own))
+    monkeypatch.setattr("tempfile.gettempdir", lambda: str(own))
     assert build._cache_folder() == own / f"twinpool-{os.getuid()}"
 
 

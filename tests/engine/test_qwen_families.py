@@ -16,8 +16,9 @@ from engine import read_model
 from engine.layers.moe import TorchExperts
 from engine.layers.router import Routes
 from engine.numerics import Numerics
-from tests.checkpoints import VOCAB, compare, compare_forced, copy_checkpoint
+from tests.checkpoints import copy_checkpoint
 from tests.engine.harness import Bench, MakeOracle
+from tests.engine.judged import expect_as_close_to_float32, expect_close_choices, expect_the_oracles, prompts
 from tests.families import FAMILIES
 
 Family = Callable[..., Path]
@@ -47,11 +48,6 @@ def family(tmp_path_factory: pytest.TempPathFactory) -> Family:
     )
 
 
-def prompts(seed: int, *lengths: int) -> list[list[int]]:
-    rng = random.Random(seed)
-    return [[rng.randrange(VOCAB) for _ in range(n)] for n in lengths]
-
-
 def described(options: dict[str, Any]) -> str:
     return "-".join(str(value if key == "name" else key) for key, value in options.items())
 
@@ -62,24 +58,19 @@ def test_float32_gives_the_oracles_greedy_tokens_and_logits(
     family: Family, oracle_of: MakeOracle, options: dict[str, Any]
 ) -> None:
     folder = family(**options)
-    oracle, bench = oracle_of(folder), Bench(folder)
-    asked = prompts(1, *LENGTHS)
-    for prompt, got in zip(asked, bench.generate_many(asked, 10, chunk=64), strict=True):
-        assert compare(oracle, prompt, got).equal
-    got = bench.forced(asked[-1], [100, 1, 599])
-    assert (got - oracle.logits(asked[-1])).abs().max() <= 4 * oracle.difference
+    expect_the_oracles(folder, oracle_of(folder), LENGTHS)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["qwen2", "qwen3_moe"])
-def test_bfloat16_chooses_within_the_oracles_own_difference(family: Family, oracle_of: MakeOracle, name: str) -> None:
-    folder = family(name=name, dtype="bfloat16")
-    oracle, bench = oracle_of(folder), Bench(folder)
-    for prompt in prompts(2, 17, 300):
-        tokens = prompt + oracle.generate(prompt, 8)
-        got = bench.forced(tokens, [len(prompt), *[1] * 8])
-        verdict = compare_forced(oracle, tokens, got.argmax(-1).tolist())
-        assert verdict.equal, verdict
+def test_bfloat16_chooses_within_the_oracles_own_difference(family: Family, oracle_of: MakeOracle) -> None:
+    folder = family(name="qwen2", dtype="bfloat16")
+    expect_close_choices(folder, oracle_of(folder), (17, 300))
+
+
+@pytest.mark.slow
+def test_bfloat16_with_experts_is_as_close_to_float32_as_the_oracles(family: Family, oracle_of: MakeOracle) -> None:
+    folder = family(name="qwen3_moe", dtype="bfloat16")
+    expect_as_close_to_float32(folder, oracle_of(folder), 600)
 
 
 @pytest.mark.slow

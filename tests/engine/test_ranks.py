@@ -12,6 +12,8 @@ from typing import Any
 import pytest
 import torch
 
+from engine.engine import agreed
+from engine.numerics import Numerics
 from engine.ranks import ALONE
 from tests.engine.rank_process import part
 
@@ -93,3 +95,35 @@ def test_one_rank_alone_has_nothing_to_add_or_to_wait_for() -> None:
     assert ALONE.sum(x) is x
     assert ALONE.first(x) is x
     assert ALONE.gather(x)[0] is x
+
+
+class Said:
+    """Ranks that have said what they found."""
+
+    rank, size = 0, 2
+
+    def __init__(self, other: list[int]) -> None:
+        self._other = other
+
+    def gather(self, x: torch.Tensor) -> list[torch.Tensor]:
+        return [x, torch.tensor(self._other)]
+
+    def sum(self, x: torch.Tensor) -> torch.Tensor:
+        raise NotImplementedError
+
+    first = sum
+
+
+@pytest.mark.parametrize(
+    ("mine", "other", "both"),
+    [
+        (Numerics(4), [0, 8], Numerics(8)),
+        (Numerics(8), [0, 4], Numerics(8)),
+        (Numerics(4), [1, 16], Numerics(16, tiled=True)),
+        (Numerics(16, tiled=True), [0, 4], Numerics(16, tiled=True)),
+    ],
+)
+def test_all_ranks_pad_their_batches_as_the_one_that_needs_it_most(
+    mine: Numerics, other: list[int], both: Numerics
+) -> None:
+    assert agreed(mine, Said(other), torch.device("cpu")) == both

@@ -29,7 +29,7 @@ Run = tuple[int, int, int]
 LENGTHS = (45, 1, 30)
 MIXED: list[Run] = [(0, 38, 7), (1, 0, 1), (2, 28, 2)]
 DECODED: list[Run] = [(0, 44, 1), (1, 0, 1), (2, 29, 1)]
-LATE: list[Run] = [(0, 30, 15)]
+LATE: list[Run] = [(0, 37, 8)]
 
 
 class Case:
@@ -193,8 +193,8 @@ def claim_sparse_rows_are_bitwise_the_same_extended_and_decoded() -> None:
 
 def claim_a_selection_of_everything_is_bitwise_attention_to_everything() -> None:
     sparse, dense = Case().sparse(LATE, 40), Case().attend(LATE)
-    assert torch.equal(sparse[:10], dense[:10])
-    assert not torch.equal(sparse[10:], dense[10:])
+    assert torch.equal(sparse[:3], dense[:3])
+    assert not torch.equal(sparse[3:], dense[3:])
 
 
 def claim_float8_keys_are_stored_as_the_twin_stores_them_and_nothing_else_is_written() -> None:
@@ -231,16 +231,15 @@ def claim_the_engine_says_the_same_with_either_attention() -> None:
     from tests.families import FAMILIES
 
     generator = torch.Generator().manual_seed(1)
-    prompts = [torch.randint(300, (length,), generator=generator).tolist() for length in (26, 3)]
+    prompts = [torch.randint(300, (length,), generator=generator).tolist() for length in (22, 3)]
     small = {"num_hidden_layers": 2, "indexer_types": ["full", "shared"], "hidden_size": 32, "index_topk": 16}
     with tempfile.TemporaryDirectory() as folder:
         FAMILIES["glm5"](Path(folder), **small)
-        for float8 in (False, True):
-            options = {"index_float8": float8}
-            benches = [Bench(Path(folder), tokens=256, options=options, attention=name) for name in ("triton", "torch")]
-            assert type(benches[0].engine.attention.latent) is TritonLatent, "the setting has an effect"
-            answers = [bench.generate_many(prompts, 3, chunk=22) for bench in benches]
-            assert answers[0] == answers[1]
+        options = {"index_float8": True}
+        benches = [Bench(Path(folder), tokens=256, options=options, attention=name) for name in ("triton", "torch")]
+        assert type(benches[0].engine.attention.latent) is TritonLatent, "the setting has an effect"
+        answers = [bench.generate_many(prompts, 2, chunk=20) for bench in benches]
+        assert answers[0] == answers[1]
 
 
 if __name__ == "__main__":

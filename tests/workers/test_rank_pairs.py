@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -10,18 +11,30 @@ import pytest
 from contracts.ids import Role
 from tests.checkpoints import Oracle
 from tests.pair import pair
-from tests.rank_workers import rank_processes
+from tests.rank_workers import RankProcesses, rank_processes
 from tests.workers.test_pair import expect_equal, greedy, prompts
+
+
+@pytest.fixture(scope="module")
+def warm() -> Iterator[RankProcesses]:
+    """Processes that are started once for all of these tests."""
+    with rank_processes() as processes:
+        yield processes
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("plane", "prefill", "decode"), [("shm", 2, 1), ("zmq", 1, 2)])
 def test_greedy_answers_are_the_oracles_with_ranks_on_one_side(
-    model: Path, oracle: Oracle, plane: str, prefill: int, decode: int
+    model: Path, oracle: Oracle, warm: RankProcesses, plane: str, prefill: int, decode: int
 ) -> None:
     sections: dict[str, Any] = {"transfer": {"plane": plane}, "cache": {"page_tokens": 16}}
     with pair(
-        model, tokens=2048, prefill={"chunk_tokens": 96, "tp": prefill}, decode={"tp": decode}, **sections
+        model,
+        tokens=2048,
+        ranks=warm,
+        prefill={"chunk_tokens": 96, "tp": prefill},
+        decode={"tp": decode},
+        **sections,
     ) as both:
         asked = prompts(1, 1, 16, 17, 97, 200)
         asked.append(asked[-1][:150] + asked[1])
@@ -34,26 +47,25 @@ def test_greedy_answers_are_the_oracles_with_ranks_on_one_side(
 
 @pytest.mark.slow
 def test_what_two_ranks_have_stored_one_rank_reads_and_the_other_way_round(
-    model: Path, oracle: Oracle, tmp_path: Path
+    model: Path, oracle: Oracle, warm: RankProcesses, tmp_path: Path
 ) -> None:
     """Pools so small that the device and the host forget; storage outlives the workers, whatever their ranks."""
     (prompt, *others) = prompts(8, 200, 180, 190, 170)
     storage = {"backend": "file", "path": str(tmp_path / "pages")}
     tiers: dict[str, Any] = {"host_bytes": 1 << 20, "storage": storage, "prefetch": {"policy": "wait_complete"}}
-    with rank_processes() as processes:
-        for ranks, hits in ((2, 0), (1, 192), (2, 192)):
-            with pair(
-                model, tokens=512, ranks=processes, transfer={"plane": "shm"}, cache={**tiers, "load_back": "always"},
-                prefill={"tp": ranks},
-            ) as both:  # fmt: skip
-                (answer,) = both.run(both.submit(prompt, greedy(8)))
-                expect_equal(oracle, prompt, answer)
-                assert answer.progress[Role.PREFILL].cached_by_tier.get("storage", 0) == hits, ranks
-                for other in others:
-                    expect_equal(oracle, other, *both.run(both.submit(other, greedy(4))))
-                (again,) = both.run(both.submit(prompt, greedy(8)))
-                expect_equal(oracle, prompt, again)
-                assert again.progress[Role.PREFILL].cached_tokens == 192
-                both.prefill.wait(0.2)
-                for _ in range(50):
-                    both.step()
+    for ranks, hits in ((2, 0), (1, 192), (2, 192)):
+        with pair(
+            model, tokens=512, ranks=warm, transfer={"plane": "shm"}, cache={**tiers, "load_back": "always"},
+            prefill={"tp": ranks},
+        ) as both:  # fmt: skip
+            (answer,) = both.run(both.submit(prompt, greedy(8)))
+            expect_equal(oracle, prompt, answer)
+            assert answer.progress[Role.PREFILL].cached_by_tier.get("storage", 0) == hits, ranks
+            for other in others:
+                expect_equal(oracle, other, *both.run(both.submit(other, greedy(4))))
+            (again,) = both.run(both.submit(prompt, greedy(8)))
+            expect_equal(oracle, prompt, again)
+            assert again.progress[Role.PREFILL].cached_tokens == 192
+            both.prefill.wait(0.2)
+            for _ in range(50):
+                both.step()

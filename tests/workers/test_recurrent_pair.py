@@ -25,7 +25,7 @@ def prompts(seed: int, *lengths: int) -> list[list[int]]:
     return [[rng.randrange(VOCAB) for _ in range(n)] for n in lengths]
 
 
-@pytest.mark.parametrize("name", ["qwen3_next", "falcon_h1"])
+@pytest.mark.parametrize("name", ["qwen3_next", pytest.param("falcon_h1", marks=pytest.mark.soak)])
 def test_the_next_turn_of_a_conversation_goes_on_from_a_snapshot(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -10,6 +10,7 @@ import pytest
 from contracts.ids import Role
 from contracts.sampling import SamplingParams
 from decode import DecodeWorker
+from prefill import PrefillWorker
 from tests.checkpoints import VOCAB, Oracle, compare
 from tests.families import FAMILIES
 from tests.family_window import WINDOW
@@ -54,17 +55,21 @@ def test_a_turn_that_goes_on_finds_its_full_prefix_and_its_last_window(gemma3: P
 
 
 @pytest.mark.slow
-def test_pages_that_the_window_has_left_go_back_while_the_answer_goes_on(gemma3: Path) -> None:
+def test_pages_that_the_window_has_left_go_back_while_prompt_and_answer_go_on(gemma3: Path) -> None:
     (words,) = prompts(4, 512)
     with pair(gemma3, tokens=2048, cache={"page_tokens": PAGE}, prefill={"chunk_tokens": 32}) as both:
         request = both.submit(words, SamplingParams(max_tokens=100, temperature=0.0))
         held: list[list[int]] = []
+        leased = 0
         while both.answers[request].done is None:
             both.step()
             assert isinstance(both.decode, DecodeWorker)
+            assert isinstance(both.prefill, PrefillWorker)
+            leased = max([leased, *(claim.own("window") for claim in both.prefill._seat._claims.values())])
             tables = [claim.tables["window"] for claim in both.decode._seat._claims.values() if claim.tables]
             held += [[page for page in table if page] for table in tables if any(table)]
         assert compare(Oracle(gemma3), words, both.answers[request].list).equal
+        assert 0 < leased < 512 // PAGE // 2, "prefill takes pages for some chunks at a time"
         first, last = held[0], held[-1]
         # The last window of the prompt, then of the answer: of 512 + 100 positions never more than these.
         assert len(first) <= WINDOW // PAGE + 1 + 100 // PAGE + 1
