@@ -6,6 +6,7 @@ The long versions, in whole clusters, are in the soak.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 import torch
@@ -13,6 +14,7 @@ import torch
 from tests.families import FAMILIES
 from tests.family_scenes import (
     Family,
+    buffers_of,
     expect_answers,
     expect_damage_is_caught,
     expect_tiers,
@@ -46,4 +48,12 @@ def test_damage_to_any_buffer_is_caught_and_computed_again(family: Family) -> No
 
 
 def test_damage_to_any_buffer_shows_where_nobody_looks_for_it(family: Family) -> None:
+    expect_unnoticed_damage_shows(family)
+
+
+def test_damage_to_float8_index_keys_is_caught_and_would_show(tmp_path: Path) -> None:
+    family = make_family("deepseek_v32", tmp_path)
+    family.cache = {"index_dtype": "fp8"}
+    assert buffers_of(family.pool_set(**family.cache)) != buffers_of(family.pool_set()), "they are other buffers"
+    expect_damage_is_caught(family)
     expect_unnoticed_damage_shows(family)
