@@ -9,6 +9,7 @@ from tests.poolsets import NAMES
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(600)
 @pytest.mark.parametrize("name", NAMES)
 def test_state_is_never_wrong_lost_or_leaked_whatever_happens_around_it(name: str) -> None:
     events = must_have_met(name)
