@@ -31,6 +31,7 @@ from contracts.orders import Ready
 from contracts.ports import Worker
 from decode import DecodeWorker
 from engine import Engine, Model, load_engine, model_for
+from engine.engine import kernels_name
 from engine.ranks import ALONE, Ranks
 from engine.shard import Shard
 from prefill import PrefillWorker
@@ -252,5 +253,6 @@ def _event_rank(role: Role, name: WorkerName) -> int:
 
 def _fingerprint(pools: PoolSet, spec: ModelSpec, config: Config) -> str:
     """What state on storage depends on besides its tokens: the model, the whole layout, and how it was computed."""
-    described = json.dumps([spec.fingerprint, describe_spec(pools.spec.whole), config.engine.numerics], sort_keys=True)
+    computed = [config.engine.numerics, kernels_name(config.engine, pools.region.device)]
+    described = json.dumps([spec.fingerprint, describe_spec(pools.spec.whole), *computed], sort_keys=True)
     return hashlib.blake2b(described.encode(), digest_size=16).hexdigest()

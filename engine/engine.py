@@ -267,6 +267,20 @@ def kernels_for_config(config: EngineConfig, device: torch.device) -> native.Ker
         return None
 
 
+def kernels_name(config: EngineConfig, device: torch.device) -> str:
+    """Who computes here, torch, the C++ kernels or Triton's: state that one of them computed is not another's, bit for
+    bit."""
+    if wants_triton(config, device):
+        return "triton"
+    if config.attention == "torch" or device.type != "cpu":
+        return "torch"
+    try:
+        native.available()
+    except native.NativeUnavailable:
+        return "torch"
+    return "native"
+
+
 def numerics_for(weights: Weights, config: EngineConfig, device: torch.device) -> Numerics:
     """How products are computed here, found by trying the model's own shapes unless `config.numerics` is ``fast``."""
     if config.numerics == "fast":

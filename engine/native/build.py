@@ -24,6 +24,8 @@ log = logging.getLogger(__name__)
 
 _FLAGS = ("-std=c++17", "-O3", "-march=native", "-ffp-contract=off", "-fno-math-errno", "-Wno-psabi", "-fopenmp")
 _SOURCES = ("vector.h", "rows.h", "gemm.h", "attention.h", "kernels.cpp")
+_CODE = {name: (Path(__file__).parent / name).read_bytes() for name in _SOURCES}
+"""Read with the Python code that calls it: an update under a running worker changes neither."""
 _COMPILE_TIMEOUT_S = 120.0
 
 
@@ -38,13 +40,11 @@ def load_library() -> ctypes.CDLL:
     Raises `NativeUnavailable`, each time it is asked again.
     """
     compiler = _compiler()
-    folder = Path(__file__).parent
-    sources = [(folder / name).read_bytes() for name in _SOURCES]
     about = [_output([compiler, "--version"]), _processor(), *_FLAGS, *map(str, _openmp())]
-    digest = hashlib.sha256(b"\0".join([*sources, *(text.encode() for text in about)])).hexdigest()[:20]
+    digest = hashlib.sha256(b"\0".join([*_CODE.values(), *(text.encode() for text in about)])).hexdigest()[:20]
     path = _cache_folder() / f"kernels-{digest}.so"
     if not path.exists():
-        _compile(compiler, folder / "kernels.cpp", path)
+        _compile(compiler, path)
     try:
         return ctypes.CDLL(str(path))
     except OSError as error:
@@ -91,9 +91,12 @@ def _cache_folder() -> Path:
     raise NativeUnavailable("neither the cache folder nor the temporary folder can be written to safely")
 
 
-def _compile(compiler: str, source: Path, path: Path) -> None:
+def _compile(compiler: str, path: Path) -> None:
     openmp = _openmp()
     with tempfile.TemporaryDirectory(dir=path.parent, prefix="making-") as made:
+        for name, code in _CODE.items():
+            (Path(made) / name).write_bytes(code)
+        source = Path(made) / "kernels.cpp"
         part, whole = Path(made) / "kernels.o", Path(made) / "kernels.so"
         _output([compiler, *_FLAGS, "-fPIC", "-c", str(source), "-o", str(part)])
         _output([compiler, "-shared", str(part), *(map(str, openmp) if openmp else ["-fopenmp"]), "-o", str(whole)])
