@@ -18,8 +18,8 @@ import torch
 from torch import Tensor
 
 from engine.decoder import Sublayer
-from engine.layers.norm import gelu_tanh, silu
-from engine.layers.router import Router, Routes, sigmoid
+from engine.layers.norm import gelu_tanh, sigmoid, silu
+from engine.layers.router import Router, Routes
 from engine.native import kernels_for
 from engine.numerics import Linear, Numerics
 from engine.shard import Axis

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from engine.layers.norm import rms_norm
+from engine.layers.norm import rms_norm, sigmoid
 from engine.step_context import StepContext
 from engine.weights import Weights
 
@@ -29,11 +29,6 @@ class Routes:
 
 Router = Callable[[Tensor, StepContext], Routes]
 """From activations [M, hidden], padding included."""
-
-
-def sigmoid(x: Tensor) -> Tensor:
-    """1 / (1 + exp(-x)), the same bits for an element wherever it lies (see `engine.layers.norm.silu`)."""
-    return torch.exp(-x).add_(1.0).reciprocal_()
 
 
 class SoftmaxRouter:
