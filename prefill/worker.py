@@ -229,8 +229,7 @@ class PrefillWorker(PhaseWorker[Request]):
         for request in self._desk:
             # Recurrent states are kept as they are at the last page boundary: a chunk ends there.
             boundary = request.last_boundary(self._page_tokens) if self._seat.stateful else 0
-            end = boundary if request.launched < boundary else len(request.tokens)
-            end = min(end, request.launched + budget)
+            end = min(boundary if request.launched < boundary else len(request.tokens), request.launched + budget)
             if request.phase is not Phase.RUNNING or request.claim is None or end == request.launched:
                 continue
             count = self._seat.grow(request.claim, end) - request.launched
