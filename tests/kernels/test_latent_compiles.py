@@ -16,7 +16,7 @@ from tests.kernels.claims import ROOT
 SHARED_LIMIT = 227 * 1024
 """Bytes of shared memory that a program may have on a GPU of compute capability 9.0."""
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.soak]
 
 
 @pytest.fixture(scope="module")

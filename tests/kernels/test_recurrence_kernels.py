@@ -27,6 +27,7 @@ def test_in_the_interpreter(claim: str, verdicts: Verdicts) -> None:
     assert verdicts[claim] is None, verdicts[claim]
 
 
+@pytest.mark.soak
 def test_every_kernel_compiles_and_float32_is_never_multiplied_as_tf32(tmp_path: Path) -> None:
     script = SCRIPT.with_name("compiled_recurrence.py")
     environment = {**os.environ, "TRITON_INTERPRET": "0", "PYTHONPATH": str(ROOT), "TRITON_CACHE_DIR": str(tmp_path)}

@@ -52,6 +52,7 @@ def test_extend_and_decode_multiply_tiles_with_one_kind_of_instruction(findings:
         assert "wgmma" in findings[f"{kind}decode_split bf16"]
 
 
+@pytest.mark.soak
 def test_kernels_by_row_and_of_experts_compile_with_the_instructions_they_should_have(tmp_path: Path) -> None:
     found = compiled(SCRIPT.with_name("compiled_rows.py"), tmp_path)
     assert len(found) == 5
