@@ -10,7 +10,7 @@ from tests.kernels.claims import Verdicts, interpret, names
 
 SCRIPT = Path(__file__).with_name("interpreted_model.py")
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.soak]
 
 
 @pytest.fixture(scope="module")
