@@ -6,6 +6,7 @@ All of it is written once over the registry: a new family, or a new buffer of on
 from __future__ import annotations
 
 import random
+import time
 import uuid
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
@@ -108,6 +109,14 @@ def ask(both: Pair, prompts: Sequence[Sequence[int]], count: int, at_once: int =
         assert answer.done is not None
         assert answer.done.error is None, answer.done
     return answers
+
+
+def rest(both: Pair) -> None:
+    """Step until all that goes down the tiers is there, so that what is found next doesn't hang on threads."""
+    deadline = time.monotonic() + 60
+    while any(seat.busy for seat in seats(both)):
+        assert time.monotonic() < deadline, "the tiers never came to rest"
+        both.step()
 
 
 # ------------------------------------------------------------ answers
@@ -233,6 +242,7 @@ def expect_tiers(family: Family, talks: int, turns: int, count: int = 9) -> None
             for words, answer in zip(said, ask(both, said, count, at_once=3), strict=True):
                 asked.append((list(words), answer.list))
                 words += [*answer.list, *tokens_of(len(asked), rng.randint(1, 30))]
+            rest(both)
         # The end of an answer is where decode goes on with all that it has itself: pages, windows and states.
         last = max(asked, key=lambda pair: len(pair[0]))
         whole = [*last[0], *last[1]]
@@ -249,8 +259,7 @@ def expect_tiers(family: Family, talks: int, turns: int, count: int = 9) -> None
         assert prefill.evicted[Tier.HOST, pool], f"{pool} was never evicted from the host: {prefill.evicted}"
         assert prefill.loaded[pool], f"{pool} was never loaded from the host"
         assert prefill.stored[pool], f"{pool} never came from storage"
-        # How many turns hit depends on what storage has by then; that several do doesn't.
-        assert prefill.hits[pool] > talks // 2, f"{pool} was hit {prefill.hits[pool]} times"
+        assert prefill.hits[pool] > talks, f"{pool} was hit {prefill.hits[pool]} times"
     assert watches[1].hits, "decode needn't be sent what it has"
     assert max(first) > CHUNK
     for prompt, answer_tokens in asked:
