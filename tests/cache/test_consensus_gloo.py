@@ -1,13 +1,9 @@
 """The ranks of a seat as processes, over gloo: one slow, one killed."""
 
-import json
 import os
 import signal
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -15,47 +11,15 @@ from cache.consensus import Ballot
 from cache.gloo_group import GlooGroup
 from contracts.clock import ManualClock
 from contracts.errors import PeerDead
+from tests.rank_lines import Process
 
-ROOT = Path(__file__).parents[2]
+SCRIPT = Path(__file__).parents[2] / "tests" / "cache" / "gloo_rank.py"
 AHEAD = 3
-
-
-class Process:
-    """A rank, and the lines to it and from it."""
-
-    def __init__(self, store: Path, rank: int, size: int) -> None:
-        self.rank = rank
-        self.process = subprocess.Popen(
-            [sys.executable, str(ROOT / "tests" / "cache" / "gloo_rank.py"), str(store), str(rank), str(size)],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-            env=os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
-        )
-
-    def tell(self, line: str) -> None:
-        assert self.process.stdin is not None
-        self.process.stdin.write(line + "\n")
-        self.process.stdin.flush()
-
-    def hear(self) -> dict[str, Any]:
-        assert self.process.stdout is not None
-        line = self.process.stdout.readline()
-        assert line, f"rank {self.rank} is gone"
-        heard: dict[str, Any] = json.loads(line)
-        return heard
-
-    def end(self) -> None:
-        self.process.kill()
-        self.process.wait(30)
-        for pipe in (self.process.stdin, self.process.stdout):
-            if pipe is not None:
-                pipe.close()
 
 
 @pytest.fixture(params=[2, 4])
 def ranks(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[list[Process]]:
-    ranks = [Process(tmp_path / "store", rank, request.param) for rank in range(request.param)]
+    ranks = [Process(SCRIPT, tmp_path / "store", rank, request.param) for rank in range(request.param)]
     try:
         for rank in ranks:
             assert rank.hear()["ready"]

@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -16,41 +12,9 @@ from engine.engine import agreed
 from engine.numerics import Numerics
 from engine.ranks import ALONE
 from tests.engine.rank_process import part
+from tests.rank_lines import Process
 
-ROOT = Path(__file__).parents[2]
-
-
-class Process:
-    """A rank, and the lines to it and from it."""
-
-    def __init__(self, store: Path, rank: int, size: int) -> None:
-        self.rank = rank
-        self.process = subprocess.Popen(
-            [sys.executable, str(ROOT / "tests" / "engine" / "rank_process.py"), str(store), str(rank), str(size)],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-            env=os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
-        )
-
-    def tell(self, line: str) -> None:
-        assert self.process.stdin is not None
-        self.process.stdin.write(line + "\n")
-        self.process.stdin.flush()
-
-    def hear(self) -> dict[str, Any]:
-        assert self.process.stdout is not None
-        line = self.process.stdout.readline()
-        assert line, f"rank {self.rank} is gone"
-        heard: dict[str, Any] = json.loads(line)
-        return heard
-
-    def end(self) -> None:
-        self.process.kill()
-        self.process.wait(30)
-        for pipe in (self.process.stdin, self.process.stdout):
-            if pipe is not None:
-                pipe.close()
+SCRIPT = Path(__file__).parents[2] / "tests" / "engine" / "rank_process.py"
 
 
 def _all(ranks: list[Process], line: str) -> list[dict[str, Any]]:
@@ -64,7 +28,7 @@ def _all(ranks: list[Process], line: str) -> list[dict[str, Any]]:
 def test_c3_sums_are_in_the_order_of_the_ranks_for_any_rows_and_a_dead_rank_ends_the_others(
     size: int, tmp_path: Path
 ) -> None:
-    ranks = [Process(tmp_path / "store", rank, size) for rank in range(size)]
+    ranks = [Process(SCRIPT, tmp_path / "store", rank, size) for rank in range(size)]
     try:
         assert all(rank.hear()["ready"] for rank in ranks)
         for dtype in (torch.float32, torch.bfloat16):
