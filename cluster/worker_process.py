@@ -192,7 +192,11 @@ def exit_file(logs: Path, name: WorkerName, incarnation: Incarnation) -> Path:
 
 
 def _write_exit(plan: WorkerPlan, reason: str) -> None:
-    exit_file(plan.logs, plan.name, plan.incarnation).write_text(" ".join(reason.split()))
+    """Whole or not at all: this process may be killed while it writes."""
+    path = exit_file(plan.logs, plan.name, plan.incarnation)
+    unfinished = path.with_name(f"{path.name}.unfinished")
+    unfinished.write_text(" ".join(reason.split()))
+    unfinished.replace(path)
 
 
 def node_name() -> str:
