@@ -16,7 +16,6 @@ import pytest
 
 from tests.kernels.claims import Said, run_script
 
-
 PATIENCE_S = 900
 
 
