@@ -34,6 +34,7 @@ class SimControl:
         """The newest process of each worker."""
         self.all_hosts: list[SimHost] = []
         self.watchers: list[Callable[[tuple[WorkerView, ...]], None]] = []
+        self.given_up: set[WorkerName] = set()
         self._pids = count(100)
         self._folding = False
         for role, many in ((Role.PREFILL, world.shape.prefill), (Role.DECODE, world.shape.decode)):
@@ -82,7 +83,13 @@ class SimControl:
                     self._kill(action)
                 case Report():
                     self.world.say("controller", action.text)
+                    self._given_up(action.text)
         self.world.agenda.after(TICK_S, self._tick)
+
+    def _given_up(self, report: str) -> None:
+        """An operator reads it so as well: whom the controller doesn't start again."""
+        if "not restarted" in report or "left dead" in report:
+            self.given_up.add(WorkerName(report.partition(" ")[0]))
 
     def _start(self, start: Start) -> None:
         label = f"{start.name}#{start.incarnation}"

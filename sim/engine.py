@@ -48,7 +48,7 @@ def recite(
     for pool in spec.pools:
         if pool.kind is Kind.STATE:
             for lane, width in zip(lanes[pool.name], widths[pool.name], strict=True):
-                lane += bytes(width)
+                lane.extend(bytes(width))
     at = 0
     while len(tokens) < len(prompt) + max_tokens:
         seen = [
@@ -62,7 +62,7 @@ def recite(
             for lane, entry in zip(lanes[pool.name], _entry(pool, mark), strict=True):
                 if pool.kind is Kind.STATE:
                     lane.clear()
-                lane += entry
+                lane.extend(entry)
         if at == len(tokens):
             tokens.append(_draw(mark, seed, at))
             if tokens[-1] in stops:
@@ -122,8 +122,8 @@ class HashEngine:
         gates = {gate: waits for passage in passages.values() for gate, waits in passage.gates.items()}
 
         def run() -> None:
-            for pool, passage in passages.items():
-                for layer in range(self._spec.by_name[pool].layers):
+            for name, passage in passages.items():
+                for layer in range(self._spec.by_name[name].layers):
                     passage.layer(layer)
             step.drawn += [self._row(row, mine) for row, mine in zip(rows, tables, strict=True)]
 
@@ -146,8 +146,8 @@ class HashEngine:
         return {p: sorted(i) for p, i in reads.items()}, {p: sorted(i) for p, i in writes.items()}
 
     def _row(self, row: Row, tables: Mapping[str, Table]) -> RowOutput:
-        for pool, table in tables.items():
-            if tuple(self._pools.allocators[pool].epochs_of(table.pages)) != tuple(table.epochs):
+        for name, table in tables.items():
+            if tuple(self._pools.allocators[name].epochs_of(table.pages)) != tuple(table.epochs):
                 return RowOutput(stale=True)
         tokens = self._tokens(row)
         seen = {pool.name: self._seen(pool, tables[pool.name], row.start) for pool in self._spec.pools}
@@ -199,6 +199,6 @@ class HashEngine:
                 continue
             start = lane.page(table.pages[number - table.first]).start + at * lane.width
             self._memory[start : start + lane.width] = data
-            run += data
+            run.extend(data)
             if pool.kind is Kind.WINDOW:
                 del run[: max(0, len(run) - (pool.window_tokens - 1) * lane.width)]

@@ -71,14 +71,7 @@ def _router(run: Run, fault: Fault) -> Undo | None:
     if not run.router.process.alive:
         return None
     run.router.process.die()
-
-    def again() -> None:
-        run.router = run._new_router()
-        for client in run.clients:
-            if not client.over and client.request_id is not None:
-                run._ask(client)
-
-    run.agenda.after(RESTART_S, again)
+    run.agenda.after(RESTART_S, run.restart_router)
     return _nothing
 
 

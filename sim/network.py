@@ -1,10 +1,10 @@
 """The network: connections as TCP gives them, between processes on nodes that may lose sight of each other.
 
-    order       what is sent down one pipe arrives in that order, each once; two pipes know nothing of each other
-    delay       drawn for each message, by the speed of the network at the moment
-    partition   between two nodes nothing arrives; it waits, as TCP repeats what isn't acknowledged, until they meet
-    stall       the same for two processes
-    reset       a connection is cut: what is in its pipes is lost, and both ends hear of it if they ask to
+order       what is sent down one pipe arrives in that order, each once; two pipes know nothing of each other
+delay       drawn for each message, by the speed of the network at the moment
+partition   between two nodes nothing arrives; it waits, as TCP repeats what isn't acknowledged, until they meet
+stall       the same for two processes
+reset       a connection is cut: what is in its pipes is lost, and both ends hear of it if they ask to
 """
 
 from __future__ import annotations
@@ -140,4 +140,3 @@ def _parts(pair: tuple[str, str], one: Process, other: Process) -> bool:
     if _is_name(pair):
         return pair[0] == one.name and pair[1] in ("*", other.name)
     return one.node != other.node and pair[0] == one.node and pair[1] in ("*", other.node)
-

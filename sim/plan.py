@@ -1,6 +1,6 @@
-"""What a seed stands for: a cluster, what is asked of it, and what goes wrong. A plan is a value, apart from running it.
+"""What a seed stands for: a cluster, what is asked of it, and what goes wrong.
 
-So a failing plan can be made smaller (`sim.shrink`) and run again, and what is drawn in a run (delays, say) is drawn
+A plan is a value, apart from running it. So a failing plan can be made smaller (`sim.shrink`) and run again, and what is drawn in a run (delays, say) is drawn
 from another stream than what is drawn here.
 """
 
@@ -62,10 +62,6 @@ class Shape:
     pools: str
     """``full``, ``window``, ``state`` or ``all``."""
     page_tokens: int
-    pages: tuple[int, int]
-    """Of a prefill and of a decode worker's full pool."""
-    requests: tuple[int, int]
-    """Whose windows and states fit at once."""
     plane: str
     lazy: bool
     """Devices run operations late, in any order that is allowed."""
@@ -106,35 +102,28 @@ def draw(seed: int) -> Plan:
 def _shape(rng: random.Random) -> Shape:
     page = rng.choice((2, 4, 4, 4, 8))
     plane = rng.choice(("shm", "shm", "zmq"))
-    tight = rng.random() < 0.6
-    # A pool must hold the longest request: the rest is what makes requests wait for each other.
-    most = CONTEXT // page
-    pages = tuple(most + rng.randrange(0, most // 2 if tight else 4 * most) for _ in range(2))
-    requests = tuple(rng.randint(1, 2) if tight else rng.randint(2, 8) for _ in range(2))
     return Shape(
         prefill=rng.choice((1, 2, 2, 3)),
         decode=rng.choice((1, 2, 2, 3)),
         pools=rng.choice(("full", "full", "window", "state", "all")),
         page_tokens=page,
-        pages=(pages[0], pages[1]),
-        requests=(requests[0], requests[1]),
         plane=plane,
         lazy=rng.random() < 0.3,
         delay_s=rng.choice((0.0002, 0.002, 0.02)),
-        step_s=rng.choice((0.001, 0.01, 0.04)),
+        step_s=rng.choice((0.002, 0.02, 0.08)),
         nodes=1 if plane == "shm" else rng.randint(1, 3),
-        config=_config(rng, page, pages[0]),
+        config=_config(rng, page),
     )
 
 
-def _config(rng: random.Random, page: int, pages: int) -> dict[str, Any]:
+def _config(rng: random.Random, page: int) -> dict[str, Any]:
     cache: dict[str, Any] = {
         "page_tokens": page,
         "prefix_reuse": rng.random() < 0.85,
         "eviction": rng.choice(("lru", "lfu", "fifo", "priority", "slru")),
     }
     if rng.random() < 0.6:
-        cache["host_bytes"] = rng.choice((1, 2, 6)) * pages * page * 32
+        cache["host_bytes"] = rng.choice((1, 2, 6)) * CONTEXT * 32
         cache["write_policy"] = rng.choice(("through", "selective", "back"))
         cache["load_back"] = rng.choice(("auto", "always", "always", "never"))
         if rng.random() < 0.6:
@@ -143,11 +132,26 @@ def _config(rng: random.Random, page: int, pages: int) -> dict[str, Any]:
                 "policy": rng.choice(("best_effort", "wait_complete", "timeout")),
                 "batch_pages": rng.choice((1, 4)),
             }
+    tight = rng.random() < 0.6
     return {
         "cache": cache,
-        "prefill": {"chunk_tokens": STEP_TOKENS, "max_running": rng.choice((1, 2, 8))},
-        "decode": {"max_batch_tokens": rng.choice((1, 3, 16)), "metadata_slots": rng.choice((1, 2, 8))},
+        "prefill": {
+            "chunk_tokens": STEP_TOKENS,
+            "max_running": rng.choice((1, 2, 8)),
+            "cache": _sizes(rng, page, tight),
+        },
+        "decode": {
+            "max_batch_tokens": rng.choice((1, 3, 16)),
+            "metadata_slots": rng.choice((1, 2, 8)),
+            "cache": _sizes(rng, page, tight),
+        },
     }
+
+
+def _sizes(rng: random.Random, page: int, tight: bool) -> dict[str, int]:
+    """A pool holds the longest request; how much more than that decides whether requests wait for each other."""
+    tokens = CONTEXT + page * rng.randrange(0, CONTEXT // page // (2 if tight else 1) * (1 if tight else 4))
+    return {"device_tokens": tokens, "device_requests": rng.randint(1, 2) if tight else rng.randint(2, 8)}
 
 
 def _asks(rng: random.Random, shape: Shape) -> tuple[Ask, ...]:
@@ -157,10 +161,11 @@ def _asks(rng: random.Random, shape: Shape) -> tuple[Ask, ...]:
     said: list[list[int]] = []
     asks: list[Ask] = []
     at = 0.5
-    for number in range(rng.randint(3, 14)):
-        at += rng.choice((0.0, 0.01, 0.1, 0.5)) * rng.expovariate(1.0)
+    length = rng.choice((4, 12, 40))
+    for number in range(rng.choice((3, 6, 12, 24))):
+        at += rng.choice((0.0, 0.01, 0.1, 0.5, 1.0)) * rng.expovariate(1.0)
         words = list(rng.choice(said)) if said and rng.random() < 0.5 else list(system if rng.random() < 0.6 else [])
-        words += [rng.randrange(VOCABULARY) for _ in range(rng.randint(1, 12))]
+        words += [rng.randrange(VOCABULARY) for _ in range(rng.randint(1, length))]
         words = words[: CONTEXT - 26]
         most = rng.choice((1, 2, 5, 12, 24))
         stops = tuple(rng.sample(range(VOCABULARY), rng.choice((0, 0, 4))))
@@ -178,13 +183,13 @@ def _asks(rng: random.Random, shape: Shape) -> tuple[Ask, ...]:
 def _faults(rng: random.Random, shape: Shape, asks: Sequence[Ask]) -> tuple[Fault, ...]:
     """None in some plans; in others some of a few kinds, so that each meets the others."""
     count = rng.choice((0, 1, 3, 6, 10))
-    names = [f"{role}-{n}" for role, many in (("prefill", shape.prefill), ("decode", shape.decode)) for n in range(many)]
-    until = asks[-1].at + 6.0
+    names = [f"prefill-{n}" for n in range(shape.prefill)] + [f"decode-{n}" for n in range(shape.decode)]
+    until = asks[-1].at + 1.0
     kinds = rng.sample(list(KINDS), rng.randint(2, 6))
     faults = []
     for _ in range(count):
         kind = rng.choice(kinds)
-        at, lasts = rng.uniform(0.5, until), rng.choice((0.05, 0.5, 3.0, 8.0)) * rng.uniform(0.5, 1.5)
+        at, lasts = rng.uniform(0.5, until), rng.choice((0.05, 0.5, 2.0, 6.0)) * rng.uniform(0.5, 1.5)
         target, other = rng.sample([*names, "router-0"], 2) if kind in PAIRS else (rng.choice(names), "")
         if kind in WHOLE:
             target = ""

@@ -1,8 +1,8 @@
 """Data planes over the simulated network: implement `transfer.plane.Plane`.
 
-    shm   the writer stores into the reader's memory, the second half of a write some time after the first: if it
-          stands still in between, it stores the rest whenever it goes on, whatever has become of those pages (A5)
-    zmq   what is written travels, and the reader stores it if the room still exists
+shm   the writer stores into the reader's memory, the second half of a write some time after the first: if it
+      stands still in between, it stores the rest whenever it goes on, whatever has become of those pages (A5)
+zmq   what is written travels, and the reader stores it if the room still exists
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The router's process: the production `Brain`, and around it what `router.fleet` and `router.service` do, as events."""
+"""The router's process: the production `Brain`, and what `router.fleet` and `router.service` do around it, as events."""
 
 from __future__ import annotations
 
@@ -15,7 +15,6 @@ from router.service import TICK_S
 from router.workers import WorkerKey, prefix_hashes
 from sim.control import SimControl
 from sim.plan import Ask
-from sim.process import Process
 from sim.worker import SimHost, World
 
 KEEPALIVE_S = 20.0
@@ -159,11 +158,9 @@ class SimRouter:
         now = self.world.agenda.now()
         sampling = SamplingParams(max_tokens=ask.max_tokens, seed=ask.seed, stop_token_ids=ask.stops)
         self._asks[request_id] = ask
+        hashes = prefix_hashes(ask.prompt)
         self.brain.submit(
-            Request(
-                request_id, ask.prompt, sampling, now=now, deadline=now + ask.deadline_s,
-                hashes=prefix_hashes(ask.prompt),
-            )  # fmt: skip
+            Request(request_id, ask.prompt, sampling, now=now, deadline=now + ask.deadline_s, hashes=hashes)
         )
         self._act()
 
@@ -269,4 +266,3 @@ def _short(command: Command) -> str:
     name = type(command).__name__
     room = getattr(command, "room", "")
     return f"{name} {command.request_id} attempt {command.attempt}{' ' + room if room else ''}"
-

@@ -18,6 +18,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import count
 
 from contracts.config import config_from_dict
@@ -27,8 +28,10 @@ from router.brain import End
 from sim.agenda import Agenda
 from sim.carrier import Exchange
 from sim.control import SimControl
+from sim.engine import recite
+from sim.faults import schedule
 from sim.network import Network
-from sim.plan import Ask, Plan, pool_set, recite
+from sim.plan import Ask, Plan, pool_set
 from sim.plane import Damage
 from sim.router import SimRouter
 from sim.storage import Store
@@ -39,6 +42,11 @@ _RETRY_S = 0.5
 """A client whose server is gone asks again after so long."""
 _ENOUGH = 5
 """Violations after which a run is stopped: the rest follows from the first ones."""
+_TOLD = (
+    "stale_pages", "pages_damaged", "late_messages", "parked", "pages_evicted", "pages_condemned",
+    "hit_tokens_device", "hit_tokens_host", "hit_tokens_storage", "prompt_tokens_held",
+)  # fmt: skip
+"""Counters of workers that say what a run has met."""
 _runs = count()
 
 
@@ -81,17 +89,14 @@ class Run:
         config = config_from_dict(_config(shape.config))
         storage = config.cache.storage
         has_store = storage.backend != "none"
-        self.store = (
-            Store(f"simulated {next(_runs)}", storage.max_bytes, rng, 5 * shape.delay_s) if has_store else None
-        )
+        self.store = Store(f"simulated {next(_runs)}", storage.max_bytes, rng, 5 * shape.delay_s) if has_store else None
         self.world = World(
             self.agenda, rng, shape, config, Exchange(self.network), {}, Damage(), self.store, self.say, self.violated
         )
         self.control = SimControl(self.world)
         spec = pool_set(shape.pools, shape.page_tokens)
-        self.clients = [
-            Client(ask, recite(spec, ask.prompt, ask.seed, ask.max_tokens, ask.stops)) for ask in plan.asks
-        ]
+        self.clients = [Client(ask, recite(spec, ask.prompt, ask.seed, ask.max_tokens, ask.stops)) for ask in plan.asks]
+        self._by_number = {client.ask.number: client for client in self.clients}
         self.routers = 0
         self.router = self._new_router()
 
@@ -111,6 +116,13 @@ class Run:
         self.routers += 1
         return SimRouter(self.world, self.control, self.routers, self._on_tokens, self._on_end)
 
+    def restart_router(self) -> None:
+        """A new one comes up; whose connections went down with the old one asks again."""
+        self.router = self._new_router()
+        for client in self.clients:
+            if not client.over and client.request_id is not None:
+                self._ask(client)
+
     def _ask(self, client: Client) -> None:
         if client.over:
             return
@@ -124,7 +136,7 @@ class Run:
         self.router.submit(client.ask, client.request_id)
 
     def _on_tokens(self, ask: Ask, tokens: Sequence[int]) -> None:
-        client = self.clients_by_number[ask.number]
+        client = self._by_number[ask.number]
         if client.over:
             self.violated(f"{client.request_id} got tokens after its end")
         at = len(client.got)
@@ -141,7 +153,7 @@ class Run:
             self.router.cancel(self._id(client), finished=True)
 
     def _on_end(self, ask: Ask, end: End) -> None:
-        client = self.clients_by_number[ask.number]
+        client = self._by_number[ask.number]
         client.over = True
         if end.done.error is None:
             self.counts["answered"] += 1
@@ -164,19 +176,13 @@ class Run:
         assert client.request_id is not None
         return client.request_id
 
-    @property
-    def clients_by_number(self) -> dict[int, Client]:
-        return {client.ask.number: client for client in self.clients}
-
     # ------------------------------------------------------------ the run
 
     def run(self) -> Result:
-        from sim.faults import schedule
-
         for client in self.clients:
-            self.agenda.after(client.ask.at, lambda client=client: self._ask(client))  # type: ignore[misc]
+            self.agenda.after(client.ask.at, partial(self._ask, client))
             if client.ask.leaves_at is not None:
-                self.agenda.after(client.ask.leaves_at, lambda client=client: self._leave(client))  # type: ignore[misc]
+                self.agenda.after(client.ask.leaves_at, partial(self._leave, client))
         calm = max([schedule(self, fault) for fault in self.plan.faults], default=0.0)
         calm = max(calm, max((client.ask.at for client in self.clients), default=0.0))
         events = 0
@@ -223,16 +229,15 @@ class Run:
         found = [line for host in self.control.all_hosts if host.ended is None for line in host.unrest()]
         for view in self.control.brain.views():
             host = self.control.hosts.get(WorkerName(view.record.name))
-            if view.status.state in ("starting", "dead") and (host is None or host.ended is not None):
+            given_up = view.record.name in self.control.given_up
+            if view.status.state in ("starting", "dead") and not given_up and (host is None or host.ended is not None):
                 found.append(f"{view.record.name} is {view.status.state}")
         return found
 
     def _result(self, events: int) -> Result:
         for host in self.control.all_hosts:
-            if host.ended is None:
-                status = host.worker.status()
-                for name in ("stale_pages", "pages_damaged", "late_messages", "parked"):
-                    self.counts[name] += int(status.counters.get(name, 0))
+            for name in _TOLD:
+                self.counts[name] += int(host.snapshot.counters.get(name, 0))
         self.counts["replays"] = self.router.brain.counts.replays
         return Result(
             self.plan.seed, tuple(self.violations), self.agenda.now(), events, self.counts, tuple(self.log or ())

@@ -63,11 +63,10 @@ class Store:
 class SimQueue:
     """Implements `cache.storage.Queue` for one process."""
 
-    def __init__(self, store: Store, process: Process) -> None:
-        self._store, self._process = store, process
+    def __init__(self, store: Store, process: Process, wake: Callable[[], None]) -> None:
+        self._store, self._process, self._wake = store, process, wake
         self._inline = InlineQueue(store.backend(), fault=store.fault)
         self._closed = False
-        self.wake: Callable[[], None] = lambda: None
 
     def submit_exists(self, names: Sequence[ObjectName]) -> Ticket[list[bool]]:
         return self._later(self._inline.submit_exists(names))
@@ -89,5 +88,4 @@ class SimQueue:
     def _run(self) -> None:
         """Operations of several threads end in any order."""
         if not self._closed and self._inline.run_next(self._store.rng):
-            self.wake()
-
+            self._wake()

@@ -20,7 +20,7 @@ from cache.seat import Seat
 from cluster.controller import Grant
 from cluster.host import HostEnd
 from cluster.lease import Lease
-from cluster.memory import _sized, stride, unit_bytes
+from cluster.memory import plan_memory, stride
 from contracts.config import Config
 from contracts.ids import Incarnation, Role, WorkerName
 from contracts.messages import Command, Event, WorkerStatus
@@ -104,18 +104,15 @@ def build(
     cache = config.cache_for(role)
     device: Device = LazyDevice(world.rng.randrange(1 << 30)) if shape.lazy else CpuDevice()
     spec = pool_set(shape.pools, shape.page_tokens)
-    which = role is Role.DECODE
-    plan = _sized(spec, unit_bytes(spec, 1), stride(config, role), shape.pages[which], shape.requests[which])
+    plan = plan_memory(spec, config, role, CONTEXT, 1 << 40)
+    assert plan is not None, "a plan draws sizes that fit"
     layout = PoolSetLayout(spec, {pool: 1 + count for pool, count in plan.counts.items()})
-    plane = SimPlane(
-        shape.plane, world.exchange.network, process, world.planes, world.rng, world.damage, sleep.wake
-    )
+    plane = SimPlane(shape.plane, world.exchange.network, process, world.planes, world.rng, world.damage, sleep.wake)
     pools = PoolSet(spec, layout.counts, plane.allocate("pages", layout.nbytes))
     host = host_pools(spec, cache.host_bytes, device, layout.counts) if cache.host_bytes else None
     queue: SimQueue | None = None
     if host is not None and world.store is not None:
-        queue = SimQueue(world.store, process)
-        queue.wake = sleep.wake
+        queue = SimQueue(world.store, process, sleep.wake)
     seat = Seat(
         pools, device, cache, agenda.now,
         host=host, storage=queue, fingerprint=FINGERPRINT, stride=stride(config, role), wall=agenda.now,
