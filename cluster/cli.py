@@ -60,6 +60,7 @@ FLAGS = (
     Flag(("--seed",), ("sim",), "replay one seed, with its log", {"type": int, "metavar": "N"}),
     Flag(("--seeds",), ("sim",), "run many, the first to the last", {"metavar": "A..B"}),
     Flag(("--jobs",), ("sim",), "processes that run seeds", {"type": int, "default": 1, "metavar": "N"}),
+    Flag(("--first",), ("sim",), "of many, stop at the first that violates something", {"action": "store_true"}),
     Flag(("--shrink",), ("sim",), "make a failing seed smaller before it is shown", {"action": "store_true"}),
     Flag(("--url",), _OTHERS, "the router (default: TWINPOOL_URL, else the newest cluster on this machine)", {}),
 )
@@ -171,7 +172,7 @@ def _undrain(args: argparse.Namespace) -> int:
 def _sim(args: argparse.Namespace) -> int:
     from sim.command import sim
 
-    good = sim(args.seed, args.seeds, args.jobs, args.shrink, lambda line: print(line, flush=True))
+    good = sim(args.seed, args.seeds, args.jobs, args.shrink, args.first, lambda line: print(line, flush=True))
     return FINE if good else REFUSED
 
 

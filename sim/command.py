@@ -18,7 +18,7 @@ Say = Callable[[str], None]
 _MOST_SHOWN = 20
 
 
-def sim(seed: int | None, seeds: str | None, jobs: int, shrinks: bool, say: Say) -> bool:
+def sim(seed: int | None, seeds: str | None, jobs: int, shrinks: bool, first: bool, say: Say) -> bool:
     """Run what was asked for; whether nothing was violated. Raises `ConfigError` for what can't be asked."""
     if (seed is None) == (seeds is None):
         raise ConfigError("sim takes either --seed N, to replay one, or --seeds A..B, to run many")
@@ -29,7 +29,7 @@ def sim(seed: int | None, seeds: str | None, jobs: int, shrinks: bool, say: Say)
         return _one(seed, shrinks, say)
     if shrinks:
         raise ConfigError("--shrink makes one seed smaller: name it with --seed N")
-    return _many(_range(seeds or ""), jobs, say)
+    return _many(_range(seeds or ""), jobs, first, say)
 
 
 def _range(text: str) -> range:
@@ -72,18 +72,21 @@ def describe(plan: Plan) -> list[str]:
     return lines
 
 
-def _many(seeds: range, jobs: int, say: Say) -> bool:
+def _many(seeds: range, jobs: int, first: bool, say: Say) -> bool:
     began, counts, failed = time.monotonic(), Counter[str](), 0
-    virtual = 0.0
+    virtual, ran = 0.0, 0
     for result in run_seeds(seeds, jobs):
+        ran += 1
         counts.update(result.counts)
         virtual += result.seconds
         if result.violations:
             failed += 1
             if failed <= _MOST_SHOWN:
                 say(f"seed {result.seed}: {result.violations[0]}")
+            if first:
+                break
     took = time.monotonic() - began
-    say(f"{len(seeds)} seeds, {virtual:,.0f} s of virtual time in {took:.0f} s; {_counted(counts)}")
+    say(f"{ran} seeds, {virtual:,.0f} s of virtual time in {took:.0f} s; {_counted(counts)}")
     say(f"{failed} seeds with violations" if failed else "no violation")
     return not failed
 

@@ -1,7 +1,7 @@
 """What a seed stands for: a cluster, what is asked of it, and what goes wrong.
 
-A plan is a value, apart from running it. So a failing plan can be made smaller (`sim.shrink`) and run again, and what is drawn in a run (delays, say) is drawn
-from another stream than what is drawn here.
+A plan is a value, apart from running it. So a failing one can be made smaller (`sim.shrink`) and run again, and what is
+drawn in a run (delays, say) is drawn from another stream than what is drawn here.
 """
 
 from __future__ import annotations

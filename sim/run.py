@@ -267,16 +267,15 @@ class _IntoLog(logging.Handler):
 
 @contextmanager
 def _logging(run: Run) -> Iterator[None]:
-    root = logging.getLogger()
-    handlers, root.handlers = root.handlers, [_IntoLog(run.say)]
-    before = logging.root.manager.disable
+    root, handler, before = logging.getLogger(), _IntoLog(run.say), logging.root.manager.disable
+    root.addHandler(handler)
     if run.log is None:
         logging.disable()
     try:
         yield
     finally:
         logging.disable(before)
-        root.handlers = handlers
+        root.removeHandler(handler)
 
 
 def run_plan(plan: Plan, *, keep_log: bool = False) -> Result:

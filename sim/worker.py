@@ -324,6 +324,10 @@ class SimHost:
             return
         self.ended = end
         self.world.say(self.process.label, f"ends, {end}: {reason}")
+        if end is HostEnd.LEFT:
+            # Who leaves in peace has finished everything and handed over everything.
+            for line in self.unrest():
+                self.world.violated(f"{line}, and it leaves")
         try:
             if end in (HostEnd.FENCED, HostEnd.DIED):
                 self.worker.fence()
