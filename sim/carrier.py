@@ -64,10 +64,12 @@ class SimChannel:
         self._closed = False
         inbox = exchange.inboxes.get(endpoint)
         self._inbox = inbox
+        self._network, self._process = exchange.network, process
         self._pipes: tuple[Pipe, Pipe] | None = None
+        self._cut, self._down = False, False
         if inbox is not None:
-            network = exchange.network
-            self._pipes = network.pipe(process, inbox.process), network.pipe(inbox.process, process)
+            there = self._network.pipe(process, inbox.process, self._reset)
+            self._pipes = there, self._network.pipe(inbox.process, process)
 
     def send(self, data: bytes) -> None:
         if self._pipes is not None and self._inbox is not None:
@@ -86,6 +88,27 @@ class SimChannel:
 
     def receive(self) -> bytes | None:
         return self._arrived.popleft() if self._arrived else None
+
+    def _reset(self) -> None:
+        """What is under way back is lost with what is under way there."""
+        if self._pipes is not None and not self._closed:
+            self._pipes[1].lose()
+            self._cut, self._down = True, True
+            self._wake()
+
+    def cut(self) -> bool:
+        cut, self._cut = self._cut, False
+        return cut
+
+    @property
+    def up(self) -> bool:
+        """It connects again as soon as it can."""
+        inbox = self._inbox
+        if inbox is None or not inbox.process.alive:
+            return False
+        if self._down and not inbox.process.stopped and self._network.reaches(self._process, inbox.process):
+            self._down = False
+        return not self._down
 
     def close(self) -> None:
         """What was sent is on its way all the same, as with a socket that is closed."""

@@ -37,6 +37,7 @@ class SimControl:
         self.given_up: set[WorkerName] = set()
         self._pids = count(100)
         self._folding = False
+        self._pipes: dict[int, tuple[Pipe, Pipe]] = {}
         for role, many in ((Role.PREFILL, world.shape.prefill), (Role.DECODE, world.shape.decode)):
             for number in range(many):
                 self.brain.add(WorkerName(f"{role}-{number}"), role)
@@ -58,17 +59,24 @@ class SimControl:
         self._pipe(host.process).send(lambda: self.brain.leave(host.name, host.incarnation))
 
     def _pipe(self, worker: Process) -> Pipe:
-        return self.world.exchange.network.pipe(worker, self.process)
+        return self._pipes_of(worker)[0]
+
+    def _pipes_of(self, worker: Process) -> tuple[Pipe, Pipe]:
+        """The connection that a worker keeps: there, and back."""
+        if worker.pid not in self._pipes:
+            network = self.world.exchange.network
+            self._pipes[worker.pid] = network.pipe(worker, self.process), network.pipe(self.process, worker)
+        return self._pipes[worker.pid]
 
     def _ask(self, worker: Process, ask: Callable[[], Grant], answer: Callable[[Grant], None]) -> None:
         """One call over the network: there, and back."""
-        back = self.world.exchange.network.pipe(self.process, worker)
+        there, back = self._pipes_of(worker)
 
         def asked() -> None:
             grant = ask()
             back.send(lambda: worker.do(lambda: answer(grant)))
 
-        self._pipe(worker).send(asked)
+        there.send(asked)
 
     # ------------------------------------------------------------ what it does
 

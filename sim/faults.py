@@ -62,8 +62,10 @@ def _stop(run: Run, fault: Fault) -> Undo | None:
     host = _host(run, fault.target)
     if host is None or host.process.stopped:
         return None
-    host.process.stop()
-    return host.process.go_on
+    process = host.process
+    process.stop()
+    run.agenda.after(run.network.timeout_s, lambda: run.network.silence() if process.stopped else None)
+    return process.go_on
 
 
 def _router(run: Run, fault: Fault) -> Undo | None:

@@ -1,10 +1,13 @@
 """The network: connections as TCP gives them, between processes on nodes that may lose sight of each other.
 
-order       what is sent down one pipe arrives in that order, each once; two pipes know nothing of each other
-delay       drawn for each message, by the speed of the network at the moment
-partition   between two nodes nothing arrives; it waits, as TCP repeats what isn't acknowledged, until they meet
-stall       the same for two processes
-reset       a connection is cut: what is in its pipes is lost, and both ends hear of it if they ask to
+    order       what is sent down one pipe arrives in that order, each once; two pipes know nothing of each other
+    delay       drawn for each message, by the speed of the network at the moment
+    partition   between two nodes nothing arrives; it waits, as TCP repeats what isn't acknowledged, until they meet
+    stall       the same for two processes
+    reset       a connection is cut: what is in its pipes is lost, and its ends hear of it if they ask to
+    silence     heartbeats cut a connection whose ends didn't hear each other for `timeout_s`
+
+Whoever made a connection that was cut makes it anew.
 """
 
 from __future__ import annotations
@@ -78,8 +81,8 @@ class Pipe:
 class Network:
     """Who reaches whom, and how fast."""
 
-    def __init__(self, agenda: Agenda, rng: random.Random, delay_s: float) -> None:
-        self.agenda = agenda
+    def __init__(self, agenda: Agenda, rng: random.Random, delay_s: float, timeout_s: float) -> None:
+        self.agenda, self.timeout_s = agenda, timeout_s
         self._rng = rng
         self._delay_s = delay_s
         self.slow = 1.0
@@ -101,18 +104,26 @@ class Network:
 
     def reset(self, one: str, other: str) -> int:
         """Reset all connections between two processes, by name; returns how many messages were lost."""
+        return self._reset(lambda pipe: {pipe.source.name, pipe.target.name} == {one, other})
+
+    def silence(self) -> None:
+        """Some ends have not heard each other for `timeout_s`."""
+        self._reset(lambda p: p.source.stopped or p.target.stopped or not self.reaches(p.source, p.target))
+
+    def _reset(self, chosen: Callable[[Pipe], bool]) -> int:
         self._pipes = [p for p in self._pipes if not p.closed and p.source.alive and p.target.alive]
         lost = 0
-        for pipe in self._pipes:
-            if {pipe.source.name, pipe.target.name} == {one, other}:
-                lost += pipe.lose()
-                if pipe.on_reset is not None:
-                    pipe.on_reset()
+        for pipe in [p for p in self._pipes if chosen(p)]:
+            lost += pipe.lose()
+            if pipe.on_reset is not None:
+                pipe.on_reset()
         return lost
 
     def part(self, one: str, other: str) -> None:
         """From now on these two (nodes, or names of workers; ``*``: all others) don't reach each other."""
-        self._cut.append((one, other))
+        pair = one, other
+        self._cut.append(pair)
+        self.agenda.after(self.timeout_s, lambda: self.silence() if pair in self._cut else None)
 
     def join(self, one: str, other: str) -> None:
         """Undo one `part`; what waited arrives."""

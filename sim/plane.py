@@ -131,7 +131,8 @@ class SentLink:
 
     def __init__(self, writer: SimPlane, reader: SimPlane) -> None:
         self._writer, self._reader = writer, reader
-        self._pipe = writer.network.pipe(writer.process, reader.process)
+        self._cut = False
+        self._pipe = writer.network.pipe(writer.process, reader.process, self._reset)
 
     def post(self, write: PageWrite | SlotWrite) -> Completion:
         if isinstance(write, SlotWrite):
@@ -152,6 +153,13 @@ class SentLink:
         reader = self._reader
         self._pipe.send(lambda: reader.arrive(item))
 
+    def _reset(self) -> None:
+        self._cut = True
+
+    def cut(self) -> bool:
+        cut, self._cut = self._cut, False
+        return cut
+
     def close(self) -> None: ...
 
 
@@ -160,7 +168,8 @@ class StoredLink:
 
     def __init__(self, writer: SimPlane, reader: SimPlane) -> None:
         self._writer, self._reader = writer, reader
-        self._pipe = writer.network.pipe(writer.process, reader.process)
+        self._cut = False
+        self._pipe = writer.network.pipe(writer.process, reader.process, self._reset)
 
     def post(self, write: PageWrite | SlotWrite) -> Completion:
         reader = self._reader
@@ -186,6 +195,13 @@ class StoredLink:
     def notify(self, room: RoomId, data: bytes, writes: int = 0) -> None:
         reader = self._reader
         self._pipe.send(lambda: reader.arrive(data))
+
+    def _reset(self) -> None:
+        self._cut = True
+
+    def cut(self) -> bool:
+        cut, self._cut = self._cut, False
+        return cut
 
     def close(self) -> None: ...
 

@@ -38,6 +38,7 @@ from sim.storage import Store
 from sim.worker import World
 
 GRACE_S = 180.0
+_LINK_TIMEOUT_S = 3.0
 _RETRY_S = 0.5
 """A client whose server is gone asks again after so long."""
 _ENOUGH = 5
@@ -85,7 +86,7 @@ class Run:
         self.log: list[str] | None = [] if keep_log else None
         self.agenda = Agenda()
         shape, rng = plan.shape, random.Random(f"run {plan.seed}")
-        self.network = Network(self.agenda, rng, shape.delay_s)
+        self.network = Network(self.agenda, rng, shape.delay_s, _LINK_TIMEOUT_S)
         config = config_from_dict(_config(shape.config))
         storage = config.cache.storage
         has_store = storage.backend != "none"
