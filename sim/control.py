@@ -18,6 +18,8 @@ from sim.process import Process
 from sim.worker import SimHost, World
 
 TICK_S = 0.1
+KILL_S = 2.0
+"""A node may take so long to carry out a kill."""
 FOLD_S = 0.02
 """As `cluster.controller_service`."""
 
@@ -119,7 +121,12 @@ class SimControl:
         for host in self.all_hosts:
             if (host.name, host.incarnation) == (kill.name, kill.incarnation):
                 agent = Process(self.world.agenda, f"agent of {host.process}", host.process.node, 0)
-                self.world.exchange.network.pipe(self.process, agent).send(host.process.die)
+                delay = self.world.rng.uniform(0.0, KILL_S)
+                send = self.world.exchange.network.pipe(self.process, agent).send
+                send(partial(self._die_later, host, delay))
+
+    def _die_later(self, host: SimHost, delay_s: float) -> None:
+        self.world.agenda.after(delay_s, host.process.die)
 
     def _changed(self) -> None:
         if not self._folding:

@@ -77,6 +77,22 @@ def _router(run: Run, fault: Fault) -> Undo | None:
     return _nothing
 
 
+def _halt(run: Run, fault: Fault) -> Undo | None:
+    host = _host(run, fault.target)
+    if host is None or run.plan.shape.plane != "shm":
+        return None
+    process = host.process
+
+    def halt() -> None:
+        run.say("fault", f"{process} stands still in mid-write for {fault.lasts:.2f} s")
+        process.stop()
+        run.agenda.after(run.network.timeout_s, lambda: run.network.silence() if process.stopped else None)
+        run.agenda.after(fault.lasts, process.go_on)
+
+    host.built.plane.halt = halt
+    return _nothing
+
+
 def _drain(run: Run, fault: Fault) -> Undo | None:
     name = WorkerName(fault.target)
     if not run.router.process.alive or not run.router.drain(name):
@@ -137,6 +153,7 @@ def _forget(run: Run, fault: Fault) -> Undo | None:
 _BEGIN: dict[str, Callable[[Run, Fault], Undo | None]] = {
     "crash": _crash,
     "stop": _stop,
+    "halt": _halt,
     "router": _router,
     "drain": _drain,
     "stall": _stall,

@@ -203,10 +203,11 @@ PAIRS = ("reset", "stall")
 """Faults between two processes."""
 WHOLE = ("router", "errors", "rot", "forget", "slow", "corrupt")
 """Faults of the whole cluster."""
-LASTING = ("stop", "stall", "partition", "errors", "slow", "drain")
+LASTING = ("stop", "halt", "stall", "partition", "errors", "slow", "drain")
 KINDS = {
     "crash": "a worker's process dies",
     "stop": "a worker's process stands still for a while",
+    "halt": "a worker's process stands still in the middle of its next write, for a while",
     "router": "the router's process dies and is started again",
     "drain": "an operator drains a worker, and takes it back after a while if it is still there",
     "stall": "two processes don't reach each other for a while",

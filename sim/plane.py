@@ -56,6 +56,8 @@ class SimPlane:
         self.kind, self.revocable = kind, kind == "zmq"
         self.network, self.process, self.rng, self.damage = network, process, rng, damage
         self.dropped = 0
+        self.halt: Callable[[], None] | None = None
+        """Called once, in the middle of the next write of pages."""
         self._planes, self._wake = planes, wake
         self._arrived: deque[bytes | _Frames] = deque()
         self._permitted: dict[RoomId, Target] = {}
@@ -182,6 +184,9 @@ class StoredLink:
         first, rest = _halves(write.move)
         self._copy(first)
         store = _Store(lambda: self._copy(rest))
+        halt, self._writer.halt = self._writer.halt, None
+        if halt is not None:
+            halt()
         self._writer.process.later(self._writer.rng.random() * 0.004, store.wait)
         return store
 

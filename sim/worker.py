@@ -93,6 +93,7 @@ class Built:
 
     worker: PrefillWorker | DecodeWorker
     seat: Seat
+    plane: SimPlane
     receiver: ReceiverEnd | None = None
 
 
@@ -124,13 +125,13 @@ def build(
         sender = SenderEnd(
             name, incarnation, FINGERPRINT, plane, pools, device, config.transfer, carrier=carrier, clock=agenda
         )
-        return Built(PrefillWorker(name, incarnation, config, engine, seat, sender, sleep, **common), seat)
+        return Built(PrefillWorker(name, incarnation, config, engine, seat, sender, sleep, **common), seat, plane)
     receiver = ReceiverEnd(
         name, incarnation, FINGERPRINT, plane, pools, config.decode.metadata_slots, config.transfer,
         verify=cache.verify, carrier=carrier, clock=agenda,
     )  # fmt: skip
     worker = DecodeWorker(name, incarnation, config, engine, seat, receiver, sleep, **common)
-    return Built(worker, seat, receiver)
+    return Built(worker, seat, plane, receiver)
 
 
 @dataclass
