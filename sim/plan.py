@@ -160,7 +160,7 @@ def _asks(rng: random.Random, shape: Shape) -> tuple[Ask, ...]:
     system = [rng.randrange(VOCABULARY) for _ in range(rng.randint(0, 20))]
     said: list[list[int]] = []
     asks: list[Ask] = []
-    at = 0.5
+    at, impatient = 0.5, rng.choice((0.1, 0.1, 0.1, 0.5))
     length = rng.choice((4, 12, 40))
     for number in range(rng.choice((3, 6, 12, 24))):
         at += rng.choice((0.0, 0.01, 0.1, 0.5, 1.0)) * rng.expovariate(1.0)
@@ -171,7 +171,7 @@ def _asks(rng: random.Random, shape: Shape) -> tuple[Ask, ...]:
         stops = tuple(rng.sample(range(VOCABULARY), rng.choice((0, 0, 4))))
         ask = Ask(
             number, at, tuple(words), most, rng.randrange(1 << 32), stops,
-            leaves_at=at + rng.expovariate(2.0) if rng.random() < 0.15 else None,
+            leaves_at=at + rng.expovariate(2.0) if rng.random() < impatient else None,
             enough=rng.randint(1, 4) if rng.random() < 0.08 else None,
             deadline_s=rng.expovariate(1.0) + 0.01 if rng.random() < 0.05 else 600.0,
         )  # fmt: skip
@@ -182,15 +182,19 @@ def _asks(rng: random.Random, shape: Shape) -> tuple[Ask, ...]:
 
 def _faults(rng: random.Random, shape: Shape, asks: Sequence[Ask]) -> tuple[Fault, ...]:
     """None in some plans; in others some of a few kinds, so that each meets the others."""
-    count = rng.choice((0, 1, 3, 6, 10))
+    count = rng.choice((0, 2, 5, 10, 16))
     names = [f"prefill-{n}" for n in range(shape.prefill)] + [f"decode-{n}" for n in range(shape.decode)]
-    until = asks[-1].at + 1.0
-    kinds = rng.sample(list(KINDS), rng.randint(2, 6))
+    kinds = rng.sample(list(KINDS), rng.randint(1, 5))
     faults = []
     for _ in range(count):
         kind = rng.choice(kinds)
-        at, lasts = rng.uniform(0.5, until), rng.choice((0.05, 0.5, 2.0, 6.0)) * rng.uniform(0.5, 1.5)
+        # Where something is under way.
+        at = rng.choice(asks).at + rng.expovariate(2.0)
+        lasts = rng.choice((0.05, 0.5, 2.0, 6.0)) * rng.uniform(0.5, 1.5)
         target, other = rng.sample([*names, "router-0"], 2) if kind in PAIRS else (rng.choice(names), "")
+        if kind == "halt":
+            # Decode doesn't write. Long enough for the room to be given up, too short for the writer to be killed.
+            target, lasts = rng.choice(names[: shape.prefill]), rng.uniform(0.3, 3.5)
         if kind in WHOLE:
             target = ""
         if kind == "partition":
