@@ -32,7 +32,7 @@ from engine.sampling import needs_history
 from transfer.desk import Desk, Refusal, seconds_until
 from transfer.phase import PhaseWorker
 from transfer.receiver import Arrived, Broken, Expected, ReceiverEnd
-from transfer.waiting import Waiter
+from transfer.waiting import Sleep
 
 
 class DecodeWorker(PhaseWorker[Request]):
@@ -49,7 +49,7 @@ class DecodeWorker(PhaseWorker[Request]):
         engine: Engine,
         seat: Seat,
         receiver: ReceiverEnd,
-        waiter: Waiter,
+        waiter: Sleep,
         *,
         context: int,
         clock: Clock,

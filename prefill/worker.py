@@ -32,7 +32,7 @@ from transfer.desk import Desk, Refusal, seconds_until
 from transfer.metadata import Metadata
 from transfer.phase import PhaseWorker
 from transfer.sender import Finished, Granted, Released, SenderEnd
-from transfer.waiting import Waiter
+from transfer.waiting import Sleep
 
 log = logging.getLogger("twinpool.prefill")
 _STALE_LIMIT = 2
@@ -67,7 +67,7 @@ class PrefillWorker(PhaseWorker[Request]):
         engine: Engine,
         seat: Seat,
         sender: SenderEnd,
-        waiter: Waiter,
+        waiter: Sleep,
         *,
         context: int,
         clock: Clock,

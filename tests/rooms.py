@@ -24,6 +24,7 @@ from contracts.messages import PeerRef
 from tests.poolsets import entry, filled
 from tests.ranks import RankedSeat, content, fill, ranked_seat
 from transfer import make_plane, receiver, sender
+from transfer.control import ZmqCarrier
 from transfer.metadata import Draft, Metadata
 from transfer.plane import Plane, Run
 from transfer.ranked import RankedPlane
@@ -234,15 +235,17 @@ def ends(
         planes.append(mine[0] if size == 1 else RankedPlane(mine[0], seat.followers))
         pools.append(seat.leader)
         seats.append(seat)
-    options: dict[str, Any] = {"clock": clock, "waiter": waiter, "curve": None}
+    options: dict[str, Any] = {"clock": clock, "carrier": ZmqCarrier("127.0.0.1", waiter, None)}
     writer = SenderEnd(
         WorkerName("prefill-0"), Incarnation(1), "a model", planes[0], pools[0], device or CpuDevice(),
-        config.transfer, host="127.0.0.1", **options,
+        config.transfer, **options,
     )  # fmt: skip
     reader = ReceiverEnd(
         WorkerName("decode-0"), Incarnation(1), "a model", planes[1], pools[1], slots, config.transfer,
         verify=True, **options,
     )  # fmt: skip
+    for socket in planes[1].waitable:
+        waiter.add(socket)
     try:
         yield Ends(spec, writer, reader, pools[0], pools[1], clock, waiter, random.Random(seed), (seats[0], seats[1]))
     finally:

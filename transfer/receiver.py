@@ -13,8 +13,6 @@ from collections import Counter, OrderedDict
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
-import zmq
-
 from cache.due import NOTHING, Held, due, extents, missing
 from cache.leases import Allocator, Lease
 from cache.moves import describe_spec
@@ -25,13 +23,11 @@ from contracts.errors import ErrorKind, WireError
 from contracts.ids import Incarnation, RoomId, WorkerName
 from contracts.messages import PeerRef
 from transfer import messages as m
-from transfer import process
+from transfer.control import Carrier, Channel, Watch
 from transfer.metadata import SLOT_BYTES, Metadata, copy_out
 from transfer.plane import Plane, Run, Target
 from transfer.rooms import RECEIVER, Receiver, ReceiverEvent
-from transfer.security import Curve
 from transfer.shares import Shares
-from transfer.waiting import Waiter
 
 log = logging.getLogger("twinpool.transfer")
 
@@ -89,10 +85,10 @@ Outcome = Arrived | Broken | Over
 @dataclass(eq=False)
 class _Peer:
     ref: PeerRef
-    socket: zmq.Socket[bytes]
+    channel: Channel
     deadline: float
     welcome: m.Welcome | None = None
-    watch: process.GroupWatch | None = None
+    watch: Watch | None = None
     queued: list[m.Control] = field(default_factory=list)
 
 
@@ -126,16 +122,14 @@ class ReceiverEnd:
         config: TransferConfig,
         *,
         verify: bool,
+        carrier: Carrier,
         clock: Clock,
-        waiter: Waiter,
-        curve: Curve | None,
     ) -> None:
         self._name, self._incarnation, self._fingerprint = name, incarnation, fingerprint
         self._plane, self._pools, self._config, self._clock = plane, pools, config, clock
-        self._verify, self._waiter, self._curve = verify, waiter, curve
+        self._verify, self._carrier = verify, carrier
         self._slots = plane.allocate("slots", slots * SLOT_BYTES).view(slots, SLOT_BYTES)
         self.slots = Allocator("metadata slots", slots)
-        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context.instance()
         self._peers: dict[tuple[WorkerName, Incarnation], _Peer] = {}
         self._rooms: dict[RoomId, _Room] = {}
         self._ended: OrderedDict[RoomId, None] = OrderedDict()
@@ -145,8 +139,6 @@ class ReceiverEnd:
         self.damage: Counter[str] = Counter()
         """Rooms in which something arrived that isn't what was promised, by pool, or by "metadata"."""
         plane.register(pools, self._slots)
-        for socket in plane.waitable:
-            waiter.add(socket)
 
     # ------------------------------------------------------------ what decode asks
 
@@ -253,21 +245,14 @@ class ReceiverEnd:
         key = (ref.name, ref.incarnation)
         if key in self._peers:
             return self._peers[key]
-        socket = self._context.socket(zmq.DEALER)
-        socket.set(zmq.SNDHWM, 0)
-        socket.set(zmq.LINGER, 0)
-        socket.set(zmq.ROUTING_ID, f"{self._name}:{self._incarnation}".encode())
-        if self._curve is not None and ref.control.startswith("tcp"):
-            self._curve.call(socket)
-        socket.connect(ref.control)
-        peer = _Peer(ref, socket, self._clock.now() + self._config.connect_timeout_s)
+        channel = self._carrier.connect(ref.control, f"{self._name}:{self._incarnation}".encode())
+        peer = _Peer(ref, channel, self._clock.now() + self._config.connect_timeout_s)
         layout = {"model": self._fingerprint, **describe_spec(self._pools.spec.whole)}
         hello = m.Hello(
             self._name, self._incarnation, ref.incarnation, layout, self._plane.kind, self._plane.describe(),
-            *process.mine(),
+            *self._carrier.mine(),
         )  # fmt: skip
-        socket.send(m.encode(hello))
-        self._waiter.add(socket)
+        channel.send(m.encode(hello))
         # A worker has one live incarnation: what the old one still owed is lost.
         for (name, incarnation), old in list(self._peers.items()):
             if name == ref.name and incarnation < ref.incarnation and (old.watch is None or old.watch.dead):
@@ -279,14 +264,10 @@ class ReceiverEnd:
         if peer.welcome is None:
             peer.queued.append(message)
         else:
-            peer.socket.send(m.encode(message))
+            peer.channel.send(m.encode(message))
 
     def _hear(self, peer: _Peer) -> None:
-        while True:
-            try:
-                data = peer.socket.recv(zmq.NOBLOCK)
-            except zmq.Again:
-                break
+        while (data := peer.channel.receive()) is not None:
             try:
                 message = m.decode(data)
             except WireError as error:
@@ -301,8 +282,6 @@ class ReceiverEnd:
                 self._notice(message)
         if peer.watch is not None and peer.watch.dead:
             self._lose(peer, f"{peer.ref.name} (pid {peer.watch.pid}) died")
-        elif peer.watch is not None:
-            peer.watch.forget_dead(self._waiter.remove)
 
     def _welcome(self, peer: _Peer, welcome: m.Welcome) -> None:
         if welcome.incarnation != peer.ref.incarnation:
@@ -311,13 +290,10 @@ class ReceiverEnd:
         peer.welcome = welcome
         try:
             others = [(other.pid, other.started, other.boot) for other in welcome.others]
-            peer.watch = process.GroupWatch.open([(welcome.pid, welcome.started, welcome.boot), *others])
+            peer.watch = self._carrier.watch([(welcome.pid, welcome.started, welcome.boot), *others])
         except ProcessLookupError:
             self._lose(peer, f"{peer.ref.name} (pid {welcome.pid}) died")
             return
-        if peer.watch is not None:
-            for fd in peer.watch.fds:
-                self._waiter.add(fd)
         queued, peer.queued = peer.queued, []
         for message in queued:
             self._send(peer, message)
@@ -330,11 +306,8 @@ class ReceiverEnd:
 
     def _forget(self, peer: _Peer) -> None:
         self._peers.pop((peer.ref.name, peer.ref.incarnation), None)
-        self._waiter.remove(peer.socket)
-        peer.socket.close(linger=0)
+        peer.channel.close()
         if peer.watch is not None:
-            for fd in peer.watch.fds:
-                self._waiter.remove(fd)
             peer.watch.close()
 
     # ------------------------------------------------------------ notices

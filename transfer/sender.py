@@ -12,8 +12,6 @@ from collections import Counter, OrderedDict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-import zmq
-
 from cache.device import DEVICE, Completion, Device, Op, Stream, spans
 from cache.leases import Pin
 from cache.moves import describe_spec
@@ -25,14 +23,12 @@ from contracts.errors import ErrorKind, LayoutMismatch, WireError
 from contracts.ids import Incarnation, RoomId, WorkerName
 from contracts.messages import PeerRef
 from transfer import messages as m
-from transfer import process
 from transfer.agreement import refuse_mismatch
+from transfer.control import Carrier, Process, Watch
 from transfer.metadata import Metadata, pack
 from transfer.plane import Link, PageWrite, Plane, Run, SlotWrite, Target
 from transfer.rooms import SENDER, Sender, SenderEvent
-from transfer.security import Curve, bind
 from transfer.shares import Shares
-from transfer.waiting import Waiter
 
 log = logging.getLogger("twinpool.transfer")
 _REMEMBERED = 65536
@@ -75,7 +71,7 @@ class _Peer:
     name: WorkerName
     incarnation: Incarnation
     link: Link
-    watch: process.ProcessWatch | None
+    watch: Watch | None
 
 
 @dataclass(eq=False)
@@ -118,23 +114,17 @@ class SenderEnd:
         device: Device,
         config: TransferConfig,
         *,
-        host: str,
+        carrier: Carrier,
         clock: Clock,
-        waiter: Waiter,
-        curve: Curve | None,
-        others: Sequence[tuple[int, int, str]] = (),
+        others: Sequence[Process] = (),
     ) -> None:
-        """`others`: the processes of the worker's other ranks, as `process.mine` names them."""
+        """`others`: the processes of the worker's other ranks."""
         self._others = tuple(m.RankProcess(*other) for other in others)
         self._name, self._incarnation, self._fingerprint = name, incarnation, fingerprint
         self._plane, self._pools, self._device = plane, pools, device
-        self._config, self._clock, self._waiter = config, clock, waiter
-        context: zmq.Context[zmq.Socket[bytes]] = zmq.Context.instance()
-        self._socket = context.socket(zmq.ROUTER)
-        self._socket.set(zmq.SNDHWM, 0)
-        self._socket.set(zmq.ROUTER_HANDOVER, 1)
-        self.control = bind(self._socket, host, curve)
-        waiter.add(self._socket)
+        self._config, self._clock, self._carrier = config, clock, carrier
+        self._inbox = carrier.listen()
+        self.control = self._inbox.endpoint
         plane.register(pools, None)
         self._peers: dict[bytes, _Peer] = {}
         self._rooms: dict[RoomId, _Room] = {}
@@ -223,13 +213,7 @@ class SenderEnd:
 
     def poll(self) -> list[Outcome]:
         """Hear peers, send due notices, expire; returns what became of rooms."""
-        while True:
-            try:
-                identity, data = self._socket.recv_multipart(zmq.NOBLOCK)
-            except zmq.Again:
-                break
-            except ValueError:
-                continue
+        for identity, data in self._inbox.receive():
             try:
                 self._control(identity, m.decode(data))
             except (WireError, LayoutMismatch) as error:
@@ -275,8 +259,7 @@ class SenderEnd:
         self._pending.clear()
         for peer in self._peers.values():
             self._disconnect(peer)
-        self._waiter.remove(self._socket)
-        self._socket.close(linger=0)
+        self._inbox.close()
         self._plane.close()
 
     # ------------------------------------------------------------ peers
@@ -315,14 +298,12 @@ class SenderEnd:
             self._lose(self._peers[identity], f"{hello.worker} connected again")
         link = self._plane.connect(hello.descriptor)
         try:
-            watch = process.ProcessWatch.open(hello.pid, hello.started, hello.boot)
+            watch = self._carrier.watch([(hello.pid, hello.started, hello.boot)])
         except ProcessLookupError:
             link.close()
             return
-        if watch is not None:
-            self._waiter.add(watch.fd)
         self._peers[identity] = _Peer(identity, WorkerName(hello.worker), Incarnation(hello.incarnation), link, watch)
-        self._reply(identity, m.Welcome(self._name, self._incarnation, *process.mine(), self._others))
+        self._reply(identity, m.Welcome(self._name, self._incarnation, *self._carrier.mine(), self._others))
 
     def _lose(self, peer: _Peer, reason: str) -> None:
         """The peer is dead, or another one has taken its place: its rooms are over."""
@@ -338,11 +319,10 @@ class SenderEnd:
     def _disconnect(self, peer: _Peer) -> None:
         peer.link.close()
         if peer.watch is not None:
-            self._waiter.remove(peer.watch.fd)
             peer.watch.close()
 
     def _reply(self, identity: bytes, message: m.Control) -> None:
-        self._socket.send_multipart([identity, m.encode(message)])
+        self._inbox.send(identity, m.encode(message))
 
     # ------------------------------------------------------------ rooms
 

@@ -29,6 +29,7 @@ from tests.hash_engine import HashEngine, recite
 from tests.pair import Answer, Pair
 from tests.poolsets import NAMES, pool_sets
 from transfer import make_plane
+from transfer.control import ZmqCarrier
 from transfer.receiver import ReceiverEnd
 from transfer.sender import SenderEnd
 from transfer.waiting import Waiter
@@ -60,17 +61,18 @@ class HashPair(Pair):
         host = host_pools(spec, cache.host_bytes, device, layout.counts) if cache.host_bytes else None
         seat = Seat(pools, device, cache, self.clock.now, host=host, storage=queue, fingerprint="hash", stride=steps)
         engine = cast(Engine, HashEngine(pools, device))
+        carrier = ZmqCarrier("127.0.0.1", waiter, None)
         name, first = WorkerName(f"{role}-0"), Incarnation(1)
         common: dict[str, Any] = {"context": CONTEXT, "clock": self.clock, "pause": lambda s: None}
         if role is Role.PREFILL:
             sender = SenderEnd(
                 name, first, "hash", plane, pools, device, config.transfer,
-                host="127.0.0.1", clock=self.clock, waiter=waiter, curve=None,
+                carrier=carrier, clock=self.clock,
             )  # fmt: skip
             return PrefillWorker(name, first, config, engine, seat, sender, waiter, **common)
         receiver = ReceiverEnd(
             name, first, "hash", plane, pools, 16, config.transfer,
-            verify=True, clock=self.clock, waiter=waiter, curve=None,
+            verify=True, carrier=carrier, clock=self.clock,
         )  # fmt: skip
         return DecodeWorker(name, first, config, engine, seat, receiver, waiter, **common)
 
