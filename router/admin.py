@@ -83,6 +83,7 @@ def _status_line(s: WorkerStatus) -> dict[str, Any]:
         "pages_total": s.pages_total,
         "pages_free": s.pages_free,
         "outgoing": s.outgoing,
+        "stalled_s": round(s.stalled_s, 1),
         "counters": s.counters,
     }
 
