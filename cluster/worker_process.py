@@ -30,6 +30,7 @@ from contracts.errors import TwinpoolError
 from contracts.ids import Incarnation, Role, WorkerName
 from contracts.model import read_model_spec
 from contracts.ports import Worker, WorkerRecord
+from transfer.detour import detour
 
 if TYPE_CHECKING:
     from cluster.crew import Crew
@@ -97,10 +98,13 @@ class WorkerProcess:
         host = WorkerHost(
             worker, may_send=lambda: keeper is None or keeper.lease.held, on_end=self._on_end, before_step=hang
         )
-        server, endpoint = serve_worker(loop, host, plan.incarnation, plan.host, plan.secret)
+        link_timeout_s, proxy = plan.config.transfer.link_timeout_s, plan.config.faults.proxy
+        server, endpoint = serve_worker(loop, host, plan.incarnation, plan.host, plan.secret, link_timeout_s)
         record = WorkerRecord(
-            plan.name, plan.role, plan.incarnation, os.getpid(), node_name(), endpoint, worker.control, worker.fits
-        )
+            plan.name, plan.role, plan.incarnation, os.getpid(), node_name(),
+            detour(endpoint, "serve", plan.name, proxy), detour(worker.control, "control", plan.name, proxy),
+            worker.fits,
+        )  # fmt: skip
         try:
             heartbeat_s = plan.config.cluster.heartbeat_s
             starting = LeaseKeeper(

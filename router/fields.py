@@ -53,6 +53,7 @@ SAMPLING: dict[str, Field] = {
     "priority": Field(
         "integer", -INT64, INT64 - 1, "Higher stays longer in the caches, under cache.eviction=priority; default 0."
     ),
+    "timeout": Field("number", 0, doc="Seconds from its arrival until it ends with an error.", above=True),
     "user": Field("string", doc="Ignored."),
 }
 
