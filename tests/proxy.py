@@ -17,6 +17,8 @@ from typing import Any, TypeVar
 
 T = TypeVar("T")
 CHUNK = 64 * 1024
+IN_FLIGHT = 64
+"""Chunks that a direction holds."""
 
 
 @dataclass(eq=False)
@@ -144,10 +146,16 @@ class Proxy:
         ends = {writer, upstream[1]}
         relay.open |= ends
         try:
-            ways = [_pump(relay, reader, upstream[1]), _pump(relay, upstream[0], writer)]
-            await asyncio.wait([asyncio.ensure_future(way) for way in ways], return_when=asyncio.FIRST_COMPLETED)
+            ways = [
+                asyncio.ensure_future(_pump(relay, reader, upstream[1])),
+                asyncio.ensure_future(_pump(relay, upstream[0], writer)),
+            ]
+            with contextlib.suppress(asyncio.CancelledError):  # At the end of the proxy: this task is asked by nobody.
+                await asyncio.wait(ways, return_when=asyncio.FIRST_COMPLETED)
         finally:
             relay.open -= ends
+            for way in ways:
+                way.cancel()
             for end in ends:
                 end.transport.abort()
 
@@ -161,16 +169,33 @@ class Proxy:
 
 
 async def _pump(relay: Relay, source: asyncio.StreamReader, sink: asyncio.StreamWriter) -> None:
-    with contextlib.suppress(OSError):
-        while data := await source.read(CHUNK):
-            if relay.delay_s:
-                await asyncio.sleep(relay.delay_s)
+    """One direction. What is delayed doesn't hold up the reading of what comes behind it."""
+    line: asyncio.Queue[tuple[float, bytes]] = asyncio.Queue(IN_FLIGHT)
+    loop = asyncio.get_running_loop()
+
+    async def read() -> None:
+        with contextlib.suppress(OSError):
+            while data := await source.read(CHUNK):
+                await line.put((loop.time() + relay.delay_s, data))
+        await line.put((0.0, b""))
+
+    reading = loop.create_task(read())
+    try:
+        while True:
+            due, data = await line.get()
+            if not data:
+                return
+            await asyncio.sleep(due - loop.time())
             if relay.bytes_per_s:
                 await asyncio.sleep(len(data) / relay.bytes_per_s)
             await relay.flows.wait()
             relay.passed += len(data)
             sink.write(data)
             await sink.drain()
+    except OSError:
+        return
+    finally:
+        reading.cancel()
 
 
 @contextmanager

@@ -236,7 +236,10 @@ def ends(
         planes.append(mine[0] if size == 1 else RankedPlane(mine[0], seat.followers))
         pools.append(seat.leader)
         seats.append(seat)
-    options: dict[str, Any] = {"clock": clock, "carrier": ZmqCarrier("127.0.0.1", waiter, None, config.transfer.link_timeout_s)}
+    options: dict[str, Any] = {
+        "clock": clock,
+        "carrier": ZmqCarrier("127.0.0.1", waiter, None, config.transfer.link_timeout_s),
+    }
     writer = SenderEnd(
         WorkerName("prefill-0"), Incarnation(1), "a model", planes[0], pools[0], device or CpuDevice(),
         config.transfer, **options,

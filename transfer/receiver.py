@@ -387,7 +387,7 @@ class ReceiverEnd:
         for part in wrote.parts:
             numbers = range(part.first, part.first + len(part.keys))
             if not room.shares.takes(part.pool, numbers) or len(part.keys) != len(part.digests):
-                self._damage(room, part.pool, f"pages {part.first}.. came when these were due: {room.shares}")
+                self._hole(room, f"{part.pool}: pages {part.first}.. came when these were due: {room.shares}")
                 return
             if part.keys != room.expected.keys[numbers.start : numbers.stop]:
                 self._damage(room, part.pool, f"pages {numbers.start}..{numbers.stop - 1} are of another prompt")
@@ -411,7 +411,7 @@ class ReceiverEnd:
         """The metadata is here. With it the room is done, if every pool is."""
         assert room.slot is not None
         if not room.shares.done:
-            self._damage(room, "metadata", f"it came before this had arrived: {room.shares}")
+            self._hole(room, f"metadata: it came before this had arrived: {room.shares}")
             return
         try:
             metadata = copy_out(self._slots, room.slot.indices[0], room.id, room.slot.epochs[0])
@@ -424,6 +424,12 @@ class ReceiverEnd:
         received = {pool: len(run) * self._pools.spec.whole.unit_bytes(pool) for pool, run in room.runs.items()}
         self._step(room, ReceiverEvent.COMPLETE)
         self._outcomes.append(Arrived(room.id, leases, metadata, received, room.digests))
+
+    def _hole(self, room: _Room, message: str) -> None:
+        """Something is missing before what came, as when a connection was cut. No byte of it was damaged."""
+        log.warning("room %s from %s: %s", room.id, room.peer.ref.name, message)
+        self._give_up(room, message)
+        self._outcomes.append(Broken(room.id, ErrorKind.ROOM, message, room.peer.ref.name))
 
     def _damage(self, room: _Room, pool: str, what: str) -> None:
         self.damage[pool if pool in self._pools.spec.by_name else "metadata"] += 1
