@@ -48,8 +48,8 @@ SERVER_OPTIONS = [
 def server_options(link_timeout_s: float) -> list[tuple[str, int]]:
     """`SERVER_OPTIONS`, and pings: a router that vanishes says nothing, and its requests are to end."""
     half_ms = max(1, int(500 * link_timeout_s))
-    pings = [("grpc.keepalive_time_ms", half_ms), ("grpc.keepalive_timeout_ms", half_ms)]
-    return [*SERVER_OPTIONS, *pings]
+    pings = ("grpc.keepalive_time_ms", "grpc.keepalive_timeout_ms", "grpc.http2.ping_timeout_ms")
+    return [*SERVER_OPTIONS, *((name, half_ms) for name in pings)]
 
 
 # grpc.aio's own types are generic in ways its stubs and its runtime disagree on.

@@ -247,7 +247,7 @@ class Brain:
         for request in list(self._requests.values()):
             if now >= request.deadline:
                 limit = request.deadline - request.arrived
-                self._fail(request, ErrorKind.DEADLINE, f"the request took longer than {limit:g} s")
+                self._fail(request, ErrorKind.DEADLINE, f"the request took longer than {round(limit, 2):g} s")
         self._place_waiting()
         for request in list(self._waiting.values()):
             if now - request.waiting_since >= self._config.worker_wait_s:

@@ -160,6 +160,8 @@ def check_value(name: str, value: object, field: Field) -> Any:
 def _bounds(field: Field) -> str:
     if field.low == field.high:
         return f"{field.low:g}"
+    if field.high is None:
+        return f"above {field.low:g}" if field.above else f"{field.low:g} or more"
     if field.high == MOST_TOKENS:
         return f"{field.low:g} or more"
     if field.kind == "integer" and field.high == INT64 - 1:

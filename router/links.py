@@ -51,6 +51,8 @@ def channel_options(link_timeout_s: float) -> list[tuple[str, int]]:
         *CHANNEL_OPTIONS,
         ("grpc.keepalive_time_ms", half_ms),
         ("grpc.keepalive_timeout_ms", half_ms),
+        # What gRPC really waits for an answer is this, of which the one above is only the least: a minute by default.
+        ("grpc.http2.ping_timeout_ms", half_ms),
         ("grpc.http2.max_pings_without_data", 0),
     ]
 

@@ -123,7 +123,7 @@ def test_b10_a_peer_whom_nobody_reaches_loses_its_rooms_within_a_set_time(plane:
 @pytest.mark.parametrize("plane", PLANES)
 def test_a5_pages_of_a_room_given_up_while_its_writer_is_out_of_reach_return_on_its_word(plane: str) -> None:
     """The abort is lost with the connection, or the answer is: it is asked again until the writer has answered."""
-    with proxied(plane) as (both, relay, proxy):
+    with proxied(plane) as (both, _, proxy):
         prompt = opened(both)
         both.sender.write(prompt.room, {"full": prompt.part("full")}, (DONE,))
         way = data(proxy)
