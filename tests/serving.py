@@ -188,12 +188,18 @@ def family(process: subprocess.Popen[str]) -> list[psutil.Process]:
 
 @contextmanager
 def serving(
-    model: Path | str, runtime: Path, *flags: str, sections: dict[str, Any] | None = None, ready_within: float = 90
+    model: Path | str,
+    runtime: Path,
+    *flags: str,
+    sections: dict[str, Any] | None = None,
+    ready_within: float = 90,
+    prefix: Sequence[str] = (),
 ) -> Iterator[Serving]:
-    """`twinpool serve` on a free port with `sections` as --set flags, ended by Ctrl-C within 5 s."""
+    """`twinpool serve` on a free port with `sections` as --set flags, ended by Ctrl-C within 5 s. `prefix`: a command
+    that becomes it."""
     runtime.mkdir(parents=True, exist_ok=True)
     settings = [f"{s}.{key}={value}" for s, keys in (sections or {}).items() for key, value in keys.items()]
-    command = [*COMMAND, "serve", "--model", str(model), "--port", "0", *flags]
+    command = [*prefix, *COMMAND, "serve", "--model", str(model), "--port", "0", *flags]
     command += [part for setting in settings for part in ("--set", setting)]
     process = subprocess.Popen(
         command, env=environment(runtime), cwd=runtime, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
