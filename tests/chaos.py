@@ -6,8 +6,8 @@ often: workers and single ranks are killed and stopped, one hangs, connections b
 workers are cut, silenced and slowed by a proxy, workers are drained and taken back, the disk of the storage tier fills
 up (a small file system of its own), and host memory is always full, being much too small.
 
-Every request ends in its exact answer or by its own client; anything else is a failure, since one worker of each role is
-always alive or on its way back. One seed decides what is asked and what strikes when. `--state FILE` keeps the counts,
+Every request ends in its exact answer or by its own client; anything else is a failure, since one worker of each role
+is always alive or on its way back. One seed decides what is asked and what strikes when. `--state FILE` keeps the counts,
 so that a run that was cut short goes on where it stopped.
 """
 
@@ -254,9 +254,8 @@ class Chaos:
     def _measure(self) -> None:
         """Memory of what lives through everything: the command itself and its router."""
         root = psutil.Process(self.cluster.process.pid)
-        found = {"serve": root}
-        found |= {"router": p for p in root.children() if "router.main" in " ".join(_command(p))}
-        for name, process in found.items():
+        routers = [("router", p) for p in root.children() if "router.main" in " ".join(_command(p))]
+        for name, process in [("serve", root), *routers]:
             self.tally.memory_mib.setdefault(name, []).append(round(process.memory_info().rss / 2**20, 1))
 
     def finish(self) -> None:
