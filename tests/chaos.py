@@ -7,7 +7,7 @@ workers are cut, silenced and slowed by a proxy, workers are drained and taken b
 up (a small file system of its own), and host memory is always full, being much too small.
 
 Every request ends in its exact answer or by its own client; anything else is a failure, since one worker of each role
-is always alive or on its way back. One seed decides what is asked and what strikes when. `--state FILE` keeps the counts,
+is always alive or on its way back. One seed decides what is asked and what strikes when. `--state FILE` keeps counts,
 so that a run that was cut short goes on where it stopped.
 """
 
