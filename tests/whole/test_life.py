@@ -126,7 +126,7 @@ def test_d5_a_worker_killed_under_load_costs_no_answer_and_comes_back(scene: Sce
 
 
 @pytest.mark.slow
-def test_a_worker_drains_under_load_without_a_failed_request_and_undrains_before_it_has_left(scene: Scene) -> None:
+def test_d1_a_worker_drains_under_load_without_a_failed_request_and_undrains_before_it_has_left(scene: Scene) -> None:
     cluster = scene.serving
     prompts = some_prompts(6, 32, 400)
 
