@@ -19,7 +19,7 @@ _STOP_TIMEOUT_S = 20.0
 
 @contextmanager
 def serving(model: str, settings: Sequence[str] = (), flags: Sequence[str] = ()) -> Iterator[str]:
-    """`twinpool serve` on a free port, one worker of each role unless `flags` say more; yields its URL and ends it afterwards.
+    """`twinpool serve` on a free port, one worker of each role unless `flags` say more; yields its URL, and ends it.
 
     `settings` are ``section.key=value``. Raises `RuntimeError` with what it said when it doesn't become ready.
     """

@@ -20,6 +20,7 @@ import sys
 import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -47,7 +48,7 @@ class Stream:
     def pause_s(self, killed: float) -> float:
         """From the kill to the token that ended the longest silence after it."""
         edges = [killed, *(t for t in self.at if t > killed)]
-        gaps = [later - before for before, later in zip(edges, edges[1:], strict=False)]
+        gaps = [later - before for before, later in pairwise(edges)]
         return edges[1 + gaps.index(max(gaps))] - killed
 
 

@@ -362,7 +362,10 @@ def scene(base: Path, tally: Tally, plane: str, pause_s: float) -> Iterator[Chao
     with proxying() as proxy:
         settings = sections(proxy, storage, plane)
         flags = ("--prefill", "2", "--decode", "2")
-        with serving(folder, base / "run", *flags, sections=settings, ready_within=240, prefix=prefix) as cluster:
+        started = serving(
+            folder, base / "run", *flags, sections=settings, ready_within=240, prefix=prefix, orderly=False
+        )
+        with started as cluster:
             asks = learn(cluster, Oracle(folder), tally.seed)
             disk = Path(f"/proc/{cluster.process.pid}/root") / storage.relative_to("/") if prefix else None
             yield Chaos(cluster, proxy, asks, tally, disk, pause_s)
