@@ -1,4 +1,4 @@
-"""Everything goes wrong for `MINUTES` on each of two data planes; `python -m tests.chaos` takes any time and resumes."""
+"""Everything goes wrong for `MINUTES`, on two data planes; `python -m tests.chaos` takes any time and resumes."""
 
 from __future__ import annotations
 
