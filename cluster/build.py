@@ -79,7 +79,7 @@ def build_worker(
     """
     clock = clock or SystemClock()
     p = _parts(role, name, spec, config, host, counts, device, clock, crew)
-    carrier = ZmqCarrier(host, p.waiter, p.curve)
+    carrier = ZmqCarrier(host, p.waiter, p.curve, config.transfer.link_timeout_s)
     if role is Role.PREFILL:
         sender = SenderEnd(
             name, incarnation, spec.fingerprint, p.plane, p.seat.pools, p.device, config.transfer,

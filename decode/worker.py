@@ -97,13 +97,17 @@ class DecodeWorker(PhaseWorker[Request]):
         self._waiting.append(request)
 
     def wait(self, timeout_s: float) -> None:
-        if not self._running and not self._ahead and not self._landed:
+        if not self.runnable and not self._landed:
             due = seconds_until(self._clock, self._desk.next_deadline, self._receiver.next_deadline)
             self._waiter.wait(min(timeout_s, due))
 
     @property
     def drained(self) -> bool:
         return self._desk.draining and not (self._desk or self._ahead or self._receiver.rooms or self._seat.busy)
+
+    @property
+    def runnable(self) -> bool:
+        return bool(self._running or self._ahead)
 
     def status(self) -> Status:
         return Status(
