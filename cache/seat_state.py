@@ -19,6 +19,7 @@ from cache.leases import Lease
 from cache.loading import Loader
 from cache.moves import Move, Part
 from cache.nodes import Lock, Node, Tier
+from cache.parked import Parked
 from cache.pools import PoolSet
 from cache.prefetch import Agree, Prefetcher
 from cache.prefix import Prefix
@@ -71,6 +72,7 @@ class SeatState:
         self._slots = [p.name for p in self.spec.pools if p.kind is Kind.STATE]
         self._claims: dict[Lock, Claim] = {}
         self._fresh: list[Claim] = []
+        self._parked: list[Parked] = []
         self._launched = Launched()
         self.saver = self.loader = self.prefetcher = None
         if host is not None:
@@ -282,6 +284,11 @@ class SeatState:
         return len(self._claims)
 
     @property
+    def parked(self) -> int:
+        """Claims whose state is in host memory, or on its way there or back."""
+        return len(self._parked)
+
+    @property
     def busy(self) -> bool:
         """Whether copies, loads or reads are under way that `poll` is to take in."""
         return any((
@@ -302,7 +309,8 @@ class SeatState:
         for claim in self._claims.values():
             found += self._check_claim(claim)
         moves = (self.saver, self.loader, self.prefetcher)
-        locks = len(self._claims) + sum(part.locks for part in moves if part is not None)
+        found += [line for parked in self._parked for line in parked.check()]
+        locks = len(self._claims) + len(self._parked) + sum(part.locks for part in moves if part is not None)
         if locks != self.tree.locks:
             found.append(f"tree: {self.tree.locks} locks, claims and moves hold {locks}")
         if self.host is None:
@@ -312,6 +320,7 @@ class SeatState:
         for pool, allocator in self.host.allocators.items():
             held = self.tree.sizes[Tier.HOST, pool] + self.saver.leased(pool)
             held += self.prefetcher.leased(pool) if self.prefetcher is not None else 0
+            held += sum(parked.leased(pool) for parked in self._parked)
             found += _compare(allocator.total - allocator.free - allocator.quarantined, held, f"host {pool}")
         return found + (self.prefetcher.check() if self.prefetcher is not None else [])
 
