@@ -60,7 +60,7 @@ class Parking(SeatState):
         Steps that name the claim must have landed; it is the caller's to release, at once if it likes. Raises
         `CapacityError` without enough host memory, and `RuntimeError` where the device refuses; nothing is taken then.
         """
-        assert not claim.released and not claim.betrayed, "what can't be trusted isn't kept"
+        assert not (claim.released or claim.betrayed), "what can't be trusted isn't kept"
         if self.host is None:
             raise CapacityError("there is no host tier to park in: set cache.host_bytes")
         digests = {pool: _known(claim.digests[pool], committed // self.spec.page_tokens) for pool in self._runs}
@@ -92,7 +92,8 @@ class Parking(SeatState):
             slot = claim.slots[pool]
             return Extent(slot.indices, slot.epochs, tuple(firsts), tuple(ends))
         indices = claim.tables[pool][numbers.start : numbers.stop]
-        assert len(indices) == len(numbers) and NO_PAGE not in indices, f"{pool} lacks state of committed positions"
+        whole = len(indices) == len(numbers) and NO_PAGE not in indices
+        assert whole, f"{pool} lacks state of committed positions"
         epochs = tuple(Epoch(e) for e in claim.epochs[pool][numbers.start : numbers.stop])
         return Extent(tuple(indices), epochs, tuple(firsts), tuple(ends))
 

@@ -270,6 +270,16 @@ class SeatState:
         """Pages (or slots) of the device that are free or only kept for reuse."""
         return self.pools.allocators[pool].free + self.tree.evictable(pool)
 
+    def held_anyway(self, prefix: Prefix) -> int:
+        """Full pages of `prefix` that are on the device and that somebody keeps there."""
+        held = 0
+        for node, pages in self.tree.walked(prefix):
+            part = node.parts[Tier.DEVICE].get(self.full)
+            if part is None or not part.locks:
+                break
+            held += pages
+        return held
+
     @property
     def max_positions(self) -> int:
         """Positions that one request can hold when all pools are empty."""

@@ -148,6 +148,14 @@ class DecodeConfig:
     """Hand-overs that can be under way at once."""
     tp: int = 1
     """As `prefill.tp`; the two may differ."""
+    retract: Literal["auto", "copy", "recompute"] = "auto"
+    """What becomes of the state of a request that must leave the device for others: copied to host memory and back, or
+    computed again by prefill; auto: what is quicker by the rates measured so far."""
+    retract_limit: int = 3
+    """A request that was retracted this often comes back only with pages for its whole answer, and leaves no more."""
+    growth_quantile: float = 0.75
+    """A request is admitted with room for the answer that this share of recent ones, as far along as it, stayed within;
+    1: for the longest of them."""
     cache: CacheOverride = field(default_factory=CacheOverride)
 
 
@@ -207,6 +215,8 @@ class FaultsConfig:
     """n: one byte of the n-th write of pages is flipped after it was sealed; one of several pools counts for each."""
     step_delay_s: float = 0.0
     """Each step takes this much longer."""
+    retract_every: int = 0
+    """n: every n-th step of a decode worker retracts all that it runs; each takes a step before the next time."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -280,6 +290,12 @@ def _check_together(config: Config) -> None:
     for backend, key, value in (("file", "path", storage.path), ("redis", "url", storage.url)):
         if storage.backend == backend and not value:
             raise ConfigError(f"config key cache.storage.backend={backend} needs cache.storage.{key}")
+    if config.decode.growth_quantile > 1:
+        raise ConfigError(f"config key decode.growth_quantile is a share up to 1; got {config.decode.growth_quantile}")
+    if config.decode.retract == "copy" and not config.cache_for(Role.DECODE).host_bytes:
+        raise ConfigError(
+            "config key decode.retract=copy needs host memory to copy into: set cache.host_bytes, or leave it at auto"
+        )
     if config.cache.strip_reasoning and not config.cache.reasoning_tokens:
         raise ConfigError("config key cache.strip_reasoning needs cache.reasoning_tokens")
 
@@ -341,7 +357,7 @@ _MAY_BE_ZERO = {
     "cache.device_requests", "prefill.cache.device_requests", "decode.cache.device_requests",
     "cache.host_bytes", "prefill.cache.host_bytes", "decode.cache.host_bytes", "cache.prefetch.base_s",
     "cache.prefetch.per_token_s", "cache.storage.ttl_s", "faults.stop_in_write", "faults.corrupt_page",
-    "faults.step_delay_s", "router.replay_limit",
+    "faults.step_delay_s", "faults.retract_every", "router.replay_limit",
 }  # fmt: skip
 
 
