@@ -60,7 +60,8 @@ class Parking(SeatState):
         Steps that name the claim must have landed; it is the caller's to release, at once if it likes. Raises
         `CapacityError` without enough host memory, and `RuntimeError` where the device refuses; nothing is taken then.
         """
-        assert not (claim.released or claim.betrayed), "what can't be trusted isn't kept"
+        assert not claim.released, "what was given back isn't kept"
+        assert not claim.betrayed, "what can't be trusted isn't kept"
         if self.host is None:
             raise CapacityError("there is no host tier to park in: set cache.host_bytes")
         digests = {pool: _known(claim.digests[pool], committed // self.spec.page_tokens) for pool in self._runs}

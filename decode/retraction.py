@@ -57,7 +57,7 @@ class Retraction:
         """When the copy under way of each began."""
         self.rates = Rates()
         self.counters = dict.fromkeys(
-            ("retractions", "resumptions", "retracted_bytes", "resumed_bytes", "recomputed", "pages_damaged_parked"),
+            ("retractions", "resumptions", "retracted_bytes", "resumed_bytes", "recomputed", "states_damaged_parked"),
             0.0,
         )
 
@@ -83,11 +83,13 @@ class Retraction:
 
     # ------------------------------------------------------------ away
 
-    def retract(self, request: Request) -> None:
-        """Take a running request off the device; steps of it that are under way still count."""
+    def retract(self, request: Request, *, on_purpose: bool = False) -> None:
+        """Take a running request off the device; steps of it that are under way still count.
+
+        `on_purpose`: a fault wants it, so it says nothing about how often the request was in the way of others.
+        """
         request.step(PhaseEvent.RETRACT)
-        request.retractions += 1
-        self.counters["retractions"] += 1
+        request.retractions += not on_purpose
         self._leaving.append(request)
 
     def advance(self) -> list[Lost]:
@@ -103,6 +105,7 @@ class Retraction:
     def _copy(self, request: Request) -> Iterator[Lost]:
         claim, committed = request.claim, request.committed
         assert claim is not None
+        self.counters["retractions"] += 1
         if not self._copies(committed):
             yield self._again(request, "computing its state again is quicker than copying it")
             return
@@ -143,7 +146,7 @@ class Retraction:
         self._away.append(request)
 
     def _damaged(self, request: Request) -> Lost:
-        self.counters["pages_damaged_parked"] += 1
+        self.counters["states_damaged_parked"] += 1
         return Lost(request, ErrorKind.DAMAGED, "its state was damaged while it was retracted")
 
     # ------------------------------------------------------------ and back

@@ -278,16 +278,16 @@ class DecodeWorker(PhaseWorker[Request]):
             request.planned += 1
         return batch
 
-    def _retract(self, request: Request) -> None:
+    def _retract(self, request: Request, *, on_purpose: bool = False) -> None:
         self._running.remove(request)
-        self._retraction.retract(request)
+        self._retraction.retract(request, on_purpose=on_purpose)
 
     def _retract_on_purpose(self) -> None:
         """`faults.retract_every`: all that runs and took a step since it came."""
         every = self._config.faults.retract_every
         if every and self._launches % every == 0:
             for request in [r for r in self._running if r.stepped or r.under_way]:
-                self._retract(request)
+                self._retract(request, on_purpose=True)
 
     def _loaded(self, request: Request) -> bool:
         """Whether all that was loaded for it is there and good: a request joins a batch with everything, or not."""
