@@ -1,13 +1,58 @@
-"""What is left of a claim whose request was taken off the device: its state in host memory, in every pool."""
+"""What is left of a claim whose request was taken off the device: its state below it, in every pool."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from enum import StrEnum
 
 from cache.nodes import Lock
 from cache.offload import Saved
 from cache.prefix import Prefix
+from contracts.table import StateTable
+
+
+class Place(StrEnum):
+    """Where parked state is."""
+
+    SAVING = "saving"
+    """On its way to host memory: the device's pages are pinned."""
+    HOST = "host"
+    STORING = "storing"
+    """In host memory, on its way to storage."""
+    STORED = "stored"
+    """On storage alone: it has nothing on the host."""
+    FETCHING = "fetching"
+    """On its way from storage into host memory."""
+    LOST = "lost"
+    """Not all of it could be kept: it is of no use."""
+    GONE = "gone"
+
+
+class Turn(StrEnum):
+    SAVED = "saved"
+    PUT = "put"
+    STORED = "stored"
+    REFUSED = "refused"
+    FETCH = "fetch"
+    FETCHED = "fetched"
+    FAILED = "failed"
+    DISCARD = "discard"
+
+
+PLACES = StateTable[Place, Turn](
+    "parked state",
+    {
+        Place.SAVING: {Turn.SAVED: Place.HOST, Turn.FAILED: Place.LOST, Turn.DISCARD: Place.GONE},
+        Place.HOST: {Turn.PUT: Place.STORING, Turn.DISCARD: Place.GONE},
+        Place.STORING: {Turn.STORED: Place.STORED, Turn.REFUSED: Place.HOST, Turn.DISCARD: Place.GONE},
+        Place.STORED: {Turn.FETCH: Place.FETCHING, Turn.DISCARD: Place.GONE},
+        Place.FETCHING: {Turn.FETCHED: Place.HOST, Turn.FAILED: Place.LOST, Turn.DISCARD: Place.GONE},
+        Place.LOST: {Turn.DISCARD: Place.GONE},
+    },
+)
+ON_HOST = (Place.SAVING, Place.HOST, Place.STORING, Place.FETCHING)
+"""Where it has leases of the host."""
 
 
 @dataclass(eq=False)
@@ -33,17 +78,22 @@ class Parked:
     saved: Saved
     digests: dict[str, dict[int, int]] = field(default_factory=dict)
     """Content tags of whole pages by pool and number: first those that were sealed on the device, then all."""
-    released: bool = False
+    place: Place = Place.SAVING
+    storable: bool = True
+    """False once storage has refused it."""
 
-    @property
-    def done(self) -> bool:
-        """Whether the copy has ended, well or not: then the device's pages are nobody's any more."""
-        return self.saved.done
+    def turn(self, turn: Turn) -> None:
+        self.place = PLACES.next(self.place, turn)
 
     @property
     def nbytes(self) -> int:
         """Bytes that were copied."""
         return self.saved.nbytes
+
+    @property
+    def leases(self) -> int:
+        """Pages and slots of the host that it holds, in all pools."""
+        return sum(self.leased(pool) for pool in self.numbers)
 
     def leased(self, pool: str) -> int:
         """Pages or slots of the host that it holds."""
@@ -53,8 +103,9 @@ class Parked:
     def check(self) -> list[str]:
         found = []
         for pool, numbers in self.numbers.items():
-            if self.leased(pool) != len(numbers) and not (self.saved.done and not self.saved.complete):
-                found.append(f"{self.owner}: {self.leased(pool)} {pool} pages on the host, {len(numbers)} were parked")
+            due = len(numbers) if self.place in ON_HOST else 0
+            if self.leased(pool) != due and not (self.place is Place.SAVING and self.saved.done):
+                found.append(f"{self.owner}: it is {self.place} and has {self.leased(pool)} {pool} pages on the host")
         if len(self.prefix) != self.positions // self.prefix.page_tokens:
             found.append(f"{self.owner}: {self.positions} positions are parked under {len(self.prefix)} whole pages")
         if sum(len(part) for part in self.above.parts) != self.kept:

@@ -1,7 +1,8 @@
 """Parking: a claim leaves the device with its state in host memory, and comes back into other pages.
 
     park       the state of the committed positions is copied to leased host memory, in every pool; the claim ends
-    ready      the copy has ended: whether all of it is there, and is what was sealed on the device
+    settle     the copy has ended: whether all of it is there, and is what was sealed on the device
+    store      host memory is wanted for others: it goes on to storage (`cache.shelving`), `fetch` brings it back
     unpark     pages and slots of every pool are leased, or none; what the tree has is taken from there
     back       everything has come and matches its tags: the new claim may be computed from
     discard    the one way out of host memory, whatever happened
@@ -33,9 +34,10 @@ from cache.due import due, extents
 from cache.leases import Lease
 from cache.nodes import Node, Part, Tier
 from cache.offload import Extent, Restored, offload, restore
-from cache.parked import Parked
+from cache.parked import Parked, Place, Turn
 from cache.prefix import Prefix
 from cache.seat_state import SeatState
+from cache.tags import chain_keys
 from contracts.errors import CapacityError, StaleLease
 from contracts.ids import Epoch
 
@@ -123,9 +125,16 @@ class Parking(SeatState):
 
     # ------------------------------------------------------------ there
 
-    def ready(self, parked: Parked) -> bool:
-        """Of a copy that is `done`: whether all of it is there and is what was sealed. Else it is of no use."""
-        assert parked.done
+    def settle(self, parked: Parked) -> None:
+        """Take in a copy that has ended: all of it is there and is what was sealed, or it is lost."""
+        if parked.place is Place.SAVING and parked.saved.done:
+            if self._sound(parked):
+                parked.turn(Turn.SAVED)
+            else:
+                parked.turn(Turn.FAILED)
+                parked.saved.release()
+
+    def _sound(self, parked: Parked) -> bool:
         if not parked.saved.complete:
             return False
         sums = parked.saved.digests
@@ -140,14 +149,29 @@ class Parking(SeatState):
             parked.digests[pool] = sealed | {n: digest for n, digest in found.items() if n < whole}
         return True
 
+    def store(self, parked: Parked, tokens: Sequence[int]) -> bool:
+        """Begin to move it on to storage, so that its host memory becomes free; `tokens` are those of its positions.
+
+        False where there is no storage, or nothing to tell it by on the way back.
+        """
+        if self.shelver is None or parked.saved.digests is None or not parked.storable:
+            return False
+        self.shelver.store(parked, chain_keys(tokens, self.spec.page_tokens, parked.prefix.salt))
+        return True
+
+    def fetch(self, parked: Parked, tokens: Sequence[int]) -> None:
+        """Begin to bring what is stored back to the host. Raises `CapacityError` without room there."""
+        assert self.shelver is not None
+        self.shelver.fetch(parked, chain_keys(tokens, self.spec.page_tokens, parked.prefix.salt))
+
     def discard(self, parked: Parked) -> None:
-        """Give back the host's memory. Idempotent; what a copy still touches is free when that has ended."""
-        if parked.released:
+        """Give back the host's memory. Idempotent; what an operation still touches is free when that has ended."""
+        if parked.place is Place.GONE:
             return
-        parked.released = True
+        parked.turn(Turn.DISCARD)
         self._parked.remove(parked)
         self.tree.unlock(parked.above)
-        if not parked.done:
+        if not parked.saved.done:
             self._launched.hold(parked.saved)
         parked.saved.release()
 
@@ -159,7 +183,7 @@ class Parking(SeatState):
         None without room, and nothing is taken. Raises `StaleLease` when the tree has lost what it kept of it, and
         `RuntimeError` where the device refuses.
         """
-        assert parked.saved.complete
+        assert parked.place is Place.HOST, f"{parked.owner} is {parked.place}"
         here = self._same(parked.prefix, parked.digests[self.full], None) if self._may_load_back else []
         depth = sum(map(len, here))
         if depth < parked.kept:

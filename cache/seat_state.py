@@ -26,6 +26,7 @@ from cache.prefix import Prefix
 from cache.registry import Kind
 from cache.saving import Saver
 from cache.shelf import RankShelf, Shelf
+from cache.shelving import Shelver
 from cache.storage import Queue
 from cache.telling import Teller
 from cache.tree import Match, PrefixTree
@@ -74,12 +75,13 @@ class SeatState:
         self._fresh: list[Claim] = []
         self._parked: list[Parked] = []
         self._launched = Launched()
-        self.saver = self.loader = self.prefetcher = None
+        self.saver = self.loader = self.prefetcher = self.shelver = None
         if host is not None:
             self.saver = Saver(self.tree, pools, host, device, self._shelf, config.move_chunk_bytes)
             self.loader = Loader(self.tree, pools, host, device, now, config.verify)
             if self._shelf is not None:
                 self.prefetcher = Prefetcher(self.tree, host, self._shelf, config.prefetch, now, agree)
+                self.shelver = Shelver(host, self._shelf, self.saver.lease)
         events = config.events
         self.teller = Teller(self.tree, events, wall, rank) if events.endpoint else None
         if self.teller is not None:
@@ -176,6 +178,8 @@ class SeatState:
             self.saver.poll()
         if self.prefetcher is not None:
             self.prefetcher.poll()
+        if self.shelver is not None:
+            self.shelver.poll()
         self._launched.sweep()
         betrayed = [c for c in self._claims.values() if not c.betrayed and _failed(c.started)]
         relied = [self._claims.get(lock) for lock in (self.loader.poll() if self.loader is not None else ())]
@@ -216,7 +220,7 @@ class SeatState:
     def stats(self) -> dict[str, float]:
         """Counters of everything that happened in the tiers, and how full they are."""
         out = {**self.counters, "device_pages_kept": self.tree.sizes[Tier.DEVICE, self.full]}
-        for part in (self.saver, self.loader, self.prefetcher):
+        for part in (self.saver, self.loader, self.prefetcher, self.shelver):
             out |= part.counters if part is not None else {}
         if self.host is not None:
             allocator = self.host.allocators[self.full]
@@ -306,6 +310,7 @@ class SeatState:
             self.saver is not None and self.saver.busy,
             self.loader is not None and self.loader.busy,
             self.prefetcher is not None and len(self.prefetcher),
+            self.shelver is not None and self.shelver.busy,
         ))  # fmt: skip
 
     def check(self, others: Mapping[str, int] = {}) -> list[str]:
@@ -365,6 +370,8 @@ class SeatState:
             self.release(claim)
         if self.prefetcher is not None:
             self.prefetcher.close()
+        if self.shelver is not None:
+            self.shelver.poll()
         self._launched.settle()
 
 

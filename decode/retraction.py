@@ -13,7 +13,7 @@ takes from the grant to its arrival, with prefill's queue and the transfer. That
 decode sees it with every request, so nobody has to tell it. To compute again, the attempt ends as *retracted*: the
 router starts the next one from all tokens so far, which costs it none of its replays. Every attempt brings at least the
 token that prefill draws, so this ends, too. It is also what is done where host memory is full: first what only the tree
-holds there goes, then this.
+holds there goes; then the state of whoever comes back last goes on to storage, where there is one; then this.
 
 How often: a request takes at least one step between two retractions. It comes back when the pool has room for what it
 and all who run are expected to grow by, or when nobody else holds pages; oldest first, and nobody is admitted before
@@ -27,6 +27,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 from cache.due import due
+from cache.parked import Parked, Place
 from cache.seat import Seat
 from contracts.clock import Clock
 from contracts.config import DecodeConfig
@@ -98,14 +99,15 @@ class Retraction:
         for request in list(self._leaving):
             if request.parked is None and not request.under_way:
                 lost += self._copy(request)
-            if request.parked is not None and request.parked.done:
-                lost += self._arrive(request)
+            if request.parked is not None:
+                self._seat.settle(request.parked)
+                if request.parked.place is not Place.SAVING:
+                    lost += self._arrive(request)
         return lost
 
     def _copy(self, request: Request) -> Iterator[Lost]:
         claim, committed = request.claim, request.committed
         assert claim is not None
-        self.counters["retractions"] += 1
         if not self._copies(committed):
             yield self._again(request, "computing its state again is quicker than copying it")
             return
@@ -113,12 +115,14 @@ class Retraction:
         try:
             parked = self._seat.park(claim, request.whole(self._page_tokens, committed), committed)
         except CapacityError as error:
-            yield self._again(request, str(error))
+            if not self._make_room():
+                yield self._again(request, str(error))
             return
         except RuntimeError as error:
             yield self._again(request, f"its state could not be copied: {error}")
             return
         self._began[request] = began
+        self.counters["retractions"] += 1
         self.counters["retracted_bytes"] += parked.nbytes
         self._seat.release(claim)
         request.parked, request.claim, request.latest, request.stepped = parked, None, None, False
@@ -131,14 +135,27 @@ class Retraction:
         return self._config.retract == "copy" or cheaper_to_copy(nbytes, committed, self.rates)
 
     def _again(self, request: Request, why: str) -> Lost:
+        self.counters["retractions"] += request.parked is None
         self.counters["recomputed"] += 1
         return Lost(request, ErrorKind.RETRACTED, f"decode was short of pages: {why}")
+
+    def _make_room(self) -> bool:
+        """Send on to storage whoever of those on the host comes back last; False where nobody can be."""
+        if any(r.parked is not None and r.parked.place is Place.STORING for r in self._away):
+            return True
+        for request in sorted(self._away, key=returns_first, reverse=True):
+            parked = request.parked
+            assert parked is not None
+            tokens = request.tokens[: request.committed]
+            if parked.place is Place.HOST and parked.leases and self._seat.store(parked, tokens):
+                return True
+        return False
 
     def _arrive(self, request: Request) -> Iterator[Lost]:
         parked = request.parked
         assert parked is not None
         self.rates.saw_out(parked.nbytes, self._clock.now() - self._began.pop(request))
-        if not self._seat.ready(parked):
+        if parked.place is Place.LOST:
             yield self._damaged(request)
             return
         self._leaving.remove(request)
@@ -153,12 +170,15 @@ class Retraction:
 
     def resume(self, may: Callable[[Request], bool]) -> list[Lost]:
         """Begin to bring back whoever may come and has room, oldest first; who can't come holds those behind it."""
-        lost = []
+        lost: list[Lost] = []
         for request in sorted(self._away, key=returns_first):
             if not may(request):
                 break
             parked = request.parked
             assert parked is not None
+            if parked.place is not Place.HOST:
+                lost += self._bring_to_host(request, parked)
+                break
             positions = request.positions_for(1 << 62 if self.assured(request) else request.committed + 1)
             began = self._clock.now()
             try:
@@ -174,6 +194,19 @@ class Retraction:
             request.returning, request.claim = returning, returning.claim
             self._coming.append(request)
         return lost
+
+    def _bring_to_host(self, request: Request, parked: Parked) -> Iterator[Lost]:
+        """Of what is on storage, or on the way there or back: let it come, if it isn't coming."""
+        if parked.place is Place.LOST:
+            yield self._again(request, "storage has lost a part of its state")
+        if parked.place is not Place.STORED:
+            return
+        try:
+            self._seat.fetch(parked, request.tokens[: request.committed])
+        except CapacityError as error:
+            # Who is coming back leaves the host in a moment.
+            if not self._coming and not self._make_room():
+                yield self._again(request, str(error))
 
     def returned(self) -> tuple[list[Request], list[Lost]]:
         """Those who run again, with everything loaded and proved; and those whose state didn't come back right."""
