@@ -115,7 +115,9 @@ def once_parked(both: Pair, prompt: list[int], count: int, change: Change) -> An
     decode = both.decode
     assert isinstance(decode, DecodeWorker)
     asked = both.submit(prompt, greedy(count))
-    while not any(r.generated >= 3 for r in decode._running):
+    for _ in range(10_000):
+        if any(r.generated >= 3 for r in decode._running):
+            break
         both.step()
     (request,) = decode._running
     request_parked(both, decode, request)
