@@ -29,7 +29,7 @@ def family(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
 
 
 def test_fifty_requests_in_a_tenth_of_the_memory_get_the_answers_of_an_undisturbed_run(family: Family) -> None:
-    calm, short = expect_same_answers(family, 50, at_once=50, longest=40, answer=20)
+    calm, short = expect_same_answers(family, 50, at_once=50, longest=32, answer=16)
     print(f"{family.name}: enough memory {calm}; a tenth {short}")
 
 
