@@ -13,6 +13,7 @@ may be: the first requests are admitted as if nothing could be retracted.
 
 from __future__ import annotations
 
+from bisect import bisect_left, bisect_right, insort
 from collections import deque
 
 REMEMBERED = 256
@@ -29,7 +30,8 @@ class Growth:
     def __init__(self, quantile: float) -> None:
         self._base = quantile
         self._raised = 0.0
-        self._lengths: deque[int] = deque(maxlen=REMEMBERED)
+        self._lengths: deque[int] = deque()
+        self._sorted: list[int] = []
 
     @property
     def quantile(self) -> float:
@@ -37,7 +39,10 @@ class Growth:
 
     def ended(self, length: int) -> None:
         """An answer is whole."""
+        if len(self._lengths) == REMEMBERED:
+            del self._sorted[bisect_left(self._sorted, self._lengths.popleft())]
         self._lengths.append(length)
+        insort(self._sorted, length)
         self._raised *= _CALM
 
     def retracted(self) -> None:
@@ -46,11 +51,11 @@ class Growth:
 
     def expected(self, generated: int, most: int) -> int:
         """What an answer of `generated` tokens so far will come to, from `generated` to `most`."""
-        if len(self._lengths) < KNOWN:
+        if len(self._sorted) < KNOWN:
             return most
-        longer = sorted(n for n in self._lengths if n > generated)
-        if len(longer) < KNOWN:
+        first = bisect_right(self._sorted, generated)
+        longer = len(self._sorted) - first
+        if longer < KNOWN:
             # Longer than nearly all that were seen: it may well be half done.
-            return min(most, max(2 * generated, longer[-1] if longer else 0))
-        at = min(len(longer) - 1, int(self.quantile * len(longer)))
-        return min(most, longer[at])
+            return min(most, max(2 * generated, self._sorted[-1]))
+        return min(most, self._sorted[first + min(longer - 1, int(self.quantile * longer))])

@@ -88,7 +88,7 @@ class Pressure:
 
     def _may_go(self, request: Request) -> bool:
         """Whether it took a step since it came back, and may be retracted once more."""
-        return (request.stepped or not request.retractions) and not self._retraction.assured(request)
+        return request.stepped and not self._retraction.assured(request)
 
     def _candidate(self, request: Request) -> Candidate[Request]:
         claim, submit = request.claim, request.submit

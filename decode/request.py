@@ -84,8 +84,8 @@ class Request:
     """The way back of what is parked."""
     retractions: int = 0
     """How often it was retracted."""
-    stepped: bool = False
-    """Whether a step of it was committed since it came, or came back."""
+    stepped: bool = True
+    """False from its coming back until a step of it is committed: so long it isn't retracted again."""
     metadata: Metadata | None = None
     """What prefill handed over besides pages, the draft state with it: a copy of its own, whatever becomes of the slot
     and wherever its pages are (hazard A2)."""
