@@ -97,13 +97,17 @@ class Retraction:
         """Begin the copies of those whose steps have landed, and take in the copies that have ended."""
         lost: list[Lost] = []
         for request in list(self._leaving):
-            if request.parked is None and not request.under_way:
+            if request.parked is None and self._at_rest(request):
                 lost += self._copy(request)
             if request.parked is not None:
                 self._seat.settle(request.parked)
                 if request.parked.place is not Place.SAVING:
                     lost += self._arrive(request)
         return lost
+
+    def _at_rest(self, request: Request) -> bool:
+        """Whether nothing is under way that writes its state: steps have landed, what was loaded for it has come."""
+        return not request.under_way and request.claim is not None and self._seat.settled(request.claim)
 
     def _copy(self, request: Request) -> Iterator[Lost]:
         claim, committed = request.claim, request.committed
