@@ -148,6 +148,14 @@ class DecodeConfig:
     """Hand-overs that can be under way at once."""
     tp: int = 1
     """As `prefill.tp`; the two may differ."""
+    retract: Literal["auto", "copy", "recompute"] = "auto"
+    """What becomes of the state of a request that must leave the device for others: copied to host memory and back, or
+    computed again by prefill; auto: what is quicker by the rates measured so far."""
+    retract_limit: int = 3
+    """A request that was retracted this often comes back only with pages for its whole answer, and leaves no more."""
+    growth_quantile: float = 0.75
+    """A request is admitted with room for the answer that this share of recent ones, as far along as it, stayed within;
+    1: for the longest of them."""
     cache: CacheOverride = field(default_factory=CacheOverride)
 
 
@@ -226,6 +234,8 @@ class FaultsConfig:
     """worker:n, several with commas: that worker's first start hangs for ever after its n-th step."""
     proxy: str = ""
     """host:port of a relay that is asked for a detour to each of the workers' endpoints, which they advertise then."""
+    retract_every: int = 0
+    """n: every n-th step of a decode worker retracts all that it runs; each takes a step before the next time."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -307,6 +317,12 @@ def _check_together(config: Config) -> None:
         )
     if router.breaker_rate > 1:
         raise ConfigError(f"config key router.breaker_rate is a share of 1; got {router.breaker_rate:g}")
+    if config.decode.growth_quantile > 1:
+        raise ConfigError(f"config key decode.growth_quantile is a share up to 1; got {config.decode.growth_quantile}")
+    if config.decode.retract == "copy" and not config.cache_for(Role.DECODE).host_bytes:
+        raise ConfigError(
+            "config key decode.retract=copy needs host memory to copy into: set cache.host_bytes, or leave it at auto"
+        )
     if config.cache.strip_reasoning and not config.cache.reasoning_tokens:
         raise ConfigError("config key cache.strip_reasoning needs cache.reasoning_tokens")
 
@@ -368,7 +384,7 @@ _MAY_BE_ZERO = {
     "cache.device_requests", "prefill.cache.device_requests", "decode.cache.device_requests",
     "cache.host_bytes", "prefill.cache.host_bytes", "decode.cache.host_bytes", "cache.prefetch.base_s",
     "cache.prefetch.per_token_s", "cache.storage.ttl_s", "faults.stop_in_write", "faults.corrupt_page",
-    "faults.step_delay_s", "router.replay_limit",
+    "faults.step_delay_s", "faults.retract_every", "router.replay_limit",
 }  # fmt: skip
 
 

@@ -7,6 +7,8 @@ prompt and everything emitted as tokens. Three kinds of trouble, three prices:
 - A worker is lost or reports a retryable error: one replay of `router.replay_limit`. The worker at fault is avoided
   for a while that doubles, so that a request neither burns its replays on a dead worker nor gives up a live one.
 - A worker refuses because it drains: no replay is spent, but refusals are bounded too.
+- Decode has no memory for it any more (retracted): nobody is avoided, and where the attempt has brought a token nothing
+  is spent; else it counts as a refusal.
 - Prefill is lost after decode has sent tokens and the first one is here: nothing is missing, nothing happens.
 
 Every wait ends: for a worker after `router.worker_wait_s`, for the whole request after `router.request_timeout_s`.
@@ -91,6 +93,8 @@ class Counts:
     replays: int = 0
     refusals: int = 0
     damaged: int = 0
+    recomputed: int = 0
+    """Attempts that decode ended because prefill can compute their state again sooner than it would be back."""
     late_events: int = 0
     fallbacks: int = 0
     """Legs in which decode had to compute a part of the prompt itself, instead of receiving all of it."""
@@ -413,6 +417,10 @@ class Brain:
                 entry.refuses_until = self._clock.now() + REFUSAL_PAUSE_S
             self._replay(r, reason, blame=blame, over=over, refused=True)
             return
+        if kind is ErrorKind.RETRACTED:
+            gained = r.next_position > r.base
+            self._replay(r, reason, blame=None, over=over, free=gained, refused=not gained)
+            return
         self.workers.failed(blame, r.id, self._clock.now(), worker)
         if kind is ErrorKind.ROOM and r.prefill and r.decode:
             r.spoiled.add((r.prefill, r.decode))
@@ -428,6 +436,7 @@ class Brain:
         blame: WorkerKey | None,
         over: tuple[Role, ...] = (),
         refused: bool = False,
+        free: bool = False,
         kind: ErrorKind = ErrorKind.WORKER,
     ) -> None:
         """Start the next attempt; `over` are the legs that have already ended themselves."""
@@ -436,7 +445,9 @@ class Brain:
         if done := r.ending:
             self._finish(r, done)
             return
-        if refused:
+        if free:
+            self.counts.recomputed += 1
+        elif refused:
             r.refusals += 1
             self.counts.refusals += 1
         else:
@@ -452,7 +463,7 @@ class Brain:
             return
         if blame is not None and not refused:
             r.avoid[blame] = now + min(0.25 * 2**r.replays, 5.0)
-        r.not_before = now if refused or r.replays <= 1 else now + min(0.05 * 2 ** (r.replays - 2), 1.0)
+        r.not_before = now if refused or free or r.replays <= 1 else now + min(0.05 * 2 ** (r.replays - 2), 1.0)
         r.waiting_since = now
         r.move("replay")
         self._actions.append(Replay(r.id, r.attempt, reason))

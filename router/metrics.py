@@ -109,6 +109,11 @@ class Metrics(Collector):
             ("twinpool_requests_failed", "Choices that ended in an error", counts.failed),
             ("twinpool_requests_cancelled", "Choices taken back", counts.cancelled),
             ("twinpool_replays", "Attempts after a worker was lost or failed", counts.replays),
+            (
+                "twinpool_recomputed",
+                "Attempts that decode had no memory for, gone on from their tokens",
+                counts.recomputed,
+            ),
             ("twinpool_drain_refusals", "Attempts that a draining worker refused", counts.refusals),
             ("twinpool_damaged", "Hand-overs with damaged bytes, detected and recomputed", counts.damaged),
             ("twinpool_fallbacks", "Legs in which decode computed prompt tokens itself", counts.fallbacks),
