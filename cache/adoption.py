@@ -129,6 +129,11 @@ class ArenaKeeper:
         self.counters["arena_pages_adopted"] += adopted
         return adopted
 
+    @property
+    def bond(self) -> bytes:
+        """What the arenas of all ranks have in common; empty where there is nothing to take over."""
+        return self._arena.bond
+
     def begin(self, bond: bytes) -> None:
         """Start with nothing."""
         self._arena.begin(bond)

@@ -200,10 +200,12 @@ class _Table:
     def _sums(self, words: Words, at: np.ndarray) -> Words:
         """Checksums of whole records at these places, of all words but their first; never 0."""
         with np.errstate(over="ignore"):
-            mixed = (words[:, 1:] * self._odd[1:]).sum(axis=1, dtype=np.uint64) + (at.astype(np.uint64) * self._odd[0])
+            mixed: Words = (words[:, 1:] * self._odd[1:]).sum(axis=1, dtype=np.uint64)
+            mixed += at.astype(np.uint64) * self._odd[0]
             mixed ^= mixed >> np.uint64(29)
             mixed *= np.uint64(0xBF58476D1CE4E5B9)
-        return mixed | np.uint64(1)
+        mixed |= np.uint64(1)
+        return mixed
 
     def read(self) -> tuple[list[Record], int]:
         there = self.sums.nonzero()[0]
