@@ -147,6 +147,32 @@ def test_an_agent_that_dies_gets_the_memory_back_from_those_who_live(agent: Loca
 
 
 @pytest.mark.slow
+def test_of_two_incarnations_the_later_one_is_right_whichever_reaches_a_new_agent_first(
+    agent: LocalAgent, token: str
+) -> None:
+    with borrower(token, 1) as first:
+        first.wrote(7)
+        os.kill(first.process.pid, signal.SIGSTOP)
+        with borrower(token, 2) as second:
+            second.wrote(8)
+            assert agent._process is not None
+            agent._process.kill()
+            agent._process.wait()
+            os.kill(second.process.pid, signal.SIGSTOP)
+            os.kill(first.process.pid, signal.SIGCONT)
+            agent.poll()
+            until(lambda: len(segments_of(agent)) == 1, "the fenced one's segment to come back", 10)
+            os.kill(second.process.pid, signal.SIGCONT)
+            (before,) = (fd for fd, _ in descriptors_of(agent))
+            until(lambda: before not in dict(descriptors_of(agent)), "the later one's to replace it", 10)
+        with borrowed(token, 3) as memory:
+            assert memory is not None
+            assert memory[0] == 8
+        with borrowed(token, 2) as late:
+            assert late is None, "an earlier incarnation gets nothing any more"
+
+
+@pytest.mark.slow
 def test_a_worker_that_wont_come_back_leaves_nothing(agent: LocalAgent, token: str) -> None:
     with borrower(token, 1) as first:
         first.wrote(7)
@@ -214,10 +240,15 @@ def test_the_agent_and_its_memory_end_with_its_parent_however_that_ends(token: s
 
 def segments_of(agent: LocalAgent) -> list[str]:
     """The names of the segments that the agent holds."""
+    return sorted(name for _, name in descriptors_of(agent))
+
+
+def descriptors_of(agent: LocalAgent) -> list[tuple[tuple[str, int], str]]:
+    """Which file each segment of the agent is, and its name."""
     assert agent._process is not None
     found = []
     for fd in Path(f"/proc/{agent._process.pid}/fd").iterdir():
         link = os.readlink(fd)
         if link.startswith("/memfd:"):
-            found.append(link.removeprefix("/memfd:").partition(" ")[0])
-    return sorted(found)
+            found.append(((link, fd.stat().st_ino), link.removeprefix("/memfd:").partition(" ")[0]))
+    return found
