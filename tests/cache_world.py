@@ -63,7 +63,7 @@ class World:
         counts: Mapping[str, int] | None = None,
         segment: memoryview | None = None,
     ) -> None:
-        """`segment`: memory for the host tier that outlives this world; what an earlier one left there is taken over."""
+        """`segment`: memory for the host tier that outlives this world; what is left there is taken over."""
         self.spec, self.rng = spec, random.Random(seed)
         self.clock = ManualClock()
         self.seen: Counter[str] = Counter()
