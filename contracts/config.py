@@ -138,6 +138,9 @@ class PrefillConfig:
     """Token budget of a prefill step; longer prompts take several steps."""
     max_running: int = 32
     """Requests computed at the same time."""
+    share_tokens: int = 4096
+    """A prompt that is being computed leaves its finished pages to the cache every so many tokens, before it is whole:
+    no more than these are computed again when its worker dies."""
     tp: int = 1
     """Tensor-parallel ranks of a worker, each a process with its share of the heads; 1, 2, 4, as the heads divide."""
     cache: CacheOverride = field(default_factory=CacheOverride)

@@ -77,7 +77,7 @@ def sections(**prefill: Any) -> dict[str, dict[str, Any]]:
 def talks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Talks]:
     base = tmp_path_factory.mktemp("arena")
     folder = make_checkpoint(base / "model", "qwen3", seed=23)
-    with serving(folder, base / "run", sections=sections()) as cluster:
+    with serving(folder, base / "run", sections=sections(), ready_within=300) as cluster:
         yield Talks(cluster, Oracle(folder), random.Random(3))
         assert segments(cluster).keys() == {"prefill-0.0", "decode-0.0"}
 
@@ -148,7 +148,7 @@ def test_an_agent_that_is_killed_takes_nothing_along_that_somebody_still_has(tal
 @pytest.mark.timeout(300)
 def test_a_worker_of_two_ranks_takes_over_what_both_have_or_nothing(tmp_path: Path) -> None:
     folder = make_checkpoint(tmp_path / "model", "llama", seed=31)
-    with serving(folder, tmp_path / "run", sections=sections(tp=2), ready_within=180) as cluster:
+    with serving(folder, tmp_path / "run", sections=sections(tp=2), ready_within=300) as cluster:
         talks = Talks(cluster, Oracle(folder), random.Random(5))
         talks.begin(3, 200)
         talks.turn()

@@ -33,9 +33,11 @@ def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
 
 
 @contextmanager
-def workers(folder: Path, arenas: dict[Role, KeptMemory], **cache: object) -> Iterator[Pair]:
-    sizes = {"page_tokens": PAGE, "host_bytes": 32 << 20, "load_back": "always", **cache}
-    with pair(folder, tokens=4096, arenas=arenas, cache=sizes) as both:
+def workers(
+    folder: Path, arenas: dict[Role, KeptMemory], *, settle: bool = True, **sections: dict[str, object]
+) -> Iterator[Pair]:
+    sizes = {"page_tokens": PAGE, "host_bytes": 32 << 20, "load_back": "always"}
+    with pair(folder, tokens=4096, arenas=arenas, cache=sizes, settle=settle, **sections) as both:
         yield both
 
 
@@ -76,3 +78,21 @@ def test_the_next_turn_after_a_death_computes_as_little_as_without_it(folder: Pa
         _, none, computed = turn(both, longer)
         assert sum(none.values()) == 0
         assert computed == len(longer), "without an arena all of it is computed again"
+
+
+@pytest.mark.slow
+def test_a_long_prompt_whose_worker_dies_in_the_middle_goes_on_where_it_was(folder: Path) -> None:
+    prompt = [(7 * i * i + i) % 250 + 1 for i in range(400)]
+    arenas = {role: KeptMemory() for role in Role}
+    chunks: dict[str, object] = {"chunk_tokens": 32, "share_tokens": 64}
+    with workers(folder, {}, prefill=chunks) as both:
+        undisturbed, _, _ = turn(both, prompt)
+    with workers(folder, arenas, settle=False, prefill=chunks) as both:
+        both.submit(prompt, greedy(COUNT))
+        while counters(both)["prompt_tokens_computed"] < 300:
+            both.step()
+    with workers(folder, arenas, prefill=chunks) as both:
+        answer, found, computed = turn(both, prompt)
+        assert answer == undisturbed
+        assert found["host"] >= 300 - 64 - 32
+        assert computed == len(prompt) - found["host"]
