@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 
 from tests.arenas import agent_of, damage_last_page, segments, tear_record
@@ -44,20 +45,25 @@ class Talks:
         asked, computed = sum(map(len, self.prompts)), sum(a.twinpool["computed"]["prefill"] for a in answers)
         for prompt, answer in zip(self.prompts, answers, strict=True):
             prompt += [*answer.tokens, *[self.rng.randrange(1, 300) for _ in range(SAID)]]
-        self.cluster.settle()
+        until(lambda: not any(w["running"] or w["waiting"] for w in self.workers().values()), "rest")
         return asked, computed, found
 
+    def workers(self) -> dict[str, dict[str, Any]]:
+        """As `Serving.status`, without a process for each question."""
+        rows = httpx.get(f"{self.cluster.url}/cluster/status", timeout=60).json()["workers"]
+        return {row["name"]: row for row in rows}
+
     def counters(self, worker: str) -> dict[str, float]:
-        counters: dict[str, float] = self.cluster.status()[worker]["counters"]
+        counters: dict[str, float] = self.workers()[worker]["counters"]
         return counters
 
     def kill(self, worker: str) -> None:
         """With everything at rest, and wait for its successor."""
-        before = self.cluster.status()[worker]
+        before = self.workers()[worker]
         os.kill(before["pid"], signal.SIGKILL)
 
         def back() -> bool:
-            now = self.cluster.status()[worker]
+            now = self.workers()[worker]
             return bool(now["incarnation"] > before["incarnation"] and now["state"] == "ready" and now["pages_total"])
 
         until(back, f"{worker} to come back", 120)
@@ -79,6 +85,7 @@ def talks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Talks]:
     folder = make_checkpoint(base / "model", "qwen3", seed=23)
     with serving(folder, base / "run", sections=sections(), ready_within=300) as cluster:
         yield Talks(cluster, Oracle(folder), random.Random(3))
+        cluster.settle()
         assert segments(cluster).keys() == {"prefill-0.0", "decode-0.0"}
 
 
@@ -159,3 +166,4 @@ def test_a_worker_of_two_ranks_takes_over_what_both_have_or_nothing(tmp_path: Pa
         assert computed <= most(asked, talks) < asked / 2
         assert found["host"] == asked - computed
         assert talks.counters("prefill-0")["arena_pages_damaged"] == 0
+        cluster.settle()
