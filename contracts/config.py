@@ -96,6 +96,9 @@ class CacheConfig:
     """What goes first from a full tier: longest unused, least used, oldest, least urgent, or seen only once."""
     host_bytes: int = 0
     """Host memory of each worker for pages that its device has no room for; 0: none, and no storage either."""
+    arena: Literal["auto", "off"] = "auto"
+    """auto: where workers are processes, host memory lies with an agent on their node, and a worker that dies leaves it
+    to its successor; off: it ends with the worker."""
     write_policy: Literal["through", "selective", "back"] = "through"
     """Pages are copied to the host as soon as they are finished, once they were hit again, or when they must go."""
     write_hits: int = 2
@@ -135,6 +138,9 @@ class PrefillConfig:
     """Token budget of a prefill step; longer prompts take several steps."""
     max_running: int = 32
     """Requests computed at the same time."""
+    share_tokens: int = 4096
+    """A prompt that is being computed leaves its finished pages to the cache every so many tokens, before it is whole:
+    no more than these are computed again when its worker dies."""
     tp: int = 1
     """Tensor-parallel ranks of a worker, each a process with its share of the heads; 1, 2, 4, as the heads divide."""
     cache: CacheOverride = field(default_factory=CacheOverride)
