@@ -1,0 +1,207 @@
+"""A cheap watch over streams that look broken: repetition, and rare tokens. No I/O; O(1) a token, bounded memory.
+
+It proves nothing. A model may repeat itself for good reasons, and a client may ask for rare words. But state that was
+damaged without a trace shows as just this: nonsense, loops, strange characters. So the watch counts, logs and hands
+what it flags to the audits, which do prove something.
+
+**Repetition.** A stream repeats itself with period p at a token that equals the one p before it. Which p to look at is
+told by the last place of the token's n-gram: one dictionary a stream, over its last tokens. While the guess at p holds,
+one comparison a token carries it on; where it breaks the n-gram offers the next. The length of the run is compared with
+`watch.repetition_tokens`, and must be three periods or more.
+
+**Rare tokens.** The model's usual is learned from all its streams: how often each token has been said lately (counts
+that are halved now and then), and what share of tokens is rare by them. A stream's last `watch.window_tokens` tokens
+are bits of one number. It is flagged when they hold `rare_factor` times the usual number of rare ones, and so many more
+that chance alone would not do it in a million windows. Tokens of flagged streams teach the watch nothing more.
+"""
+
+from __future__ import annotations
+
+import math
+from array import array
+from collections import Counter, OrderedDict
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from enum import StrEnum
+
+import numpy as np
+
+from contracts.config import WatchConfig
+from contracts.ids import RequestId
+
+NGRAM = 3
+"""Tokens by which a stream's earlier self is looked for."""
+TIMES = 3
+"""Periods that a run must hold before it is a repetition."""
+MEMORY_TOKENS = 1_000_000
+"""Tokens after which the model's counts are halved: about as many are remembered."""
+CHANCE = 1e-6
+"""How likely a window of an undisturbed stream may be flagged, were its tokens independent."""
+
+
+class Why(StrEnum):
+    REPETITION = "repetition"
+    RARE = "rare_tokens"
+
+
+@dataclass(frozen=True, slots=True)
+class Flag:
+    """A stream looks broken from here on; told once a stream and reason."""
+
+    request_id: RequestId
+    why: Why
+    position: int
+    """Of the token that did it, counted from the answer's first."""
+    detail: dict[str, float]
+    """What was measured, and what it was measured against."""
+
+
+@dataclass(slots=True)
+class _Stream:
+    said: int = 0
+    recent: list[int] = field(default_factory=list)
+    """The last tokens, in a ring."""
+    places: OrderedDict[tuple[int, ...], int] = field(default_factory=OrderedDict)
+    """Where each recent n-gram ended last."""
+    period: int = 0
+    run: int = 0
+    """Tokens in a row that equal the one a period before."""
+    rare: int = 0
+    """A bit for each of the window's tokens, the newest lowest."""
+    told: set[Why] = field(default_factory=set)
+
+
+class StreamWatch:
+    """All streams of one model in one router."""
+
+    def __init__(self, config: WatchConfig, vocab: int) -> None:
+        self._config = config
+        self._repetition, self._rare = config.repetition_tokens > 0, config.rare_factor > 0
+        self._ring = config.repetition_period + NGRAM
+        self._streams: dict[RequestId, _Stream] = {}
+        self._counts = array("I", bytes(4 * vocab)) if self._rare else array("I")
+        self._total = 0
+        """What the counts add up to."""
+        self._seen = 0
+        """Tokens that taught it something, ever."""
+        self._mask = (1 << config.window_tokens) - 1
+        self._rare_rate = 0.0
+        self._limit, self._limit_for = config.window_tokens + 1, -1.0
+        self.flagged: Counter[Why] = Counter()
+        self.ended = 0
+
+    @property
+    def on(self) -> bool:
+        return self._repetition or self._rare
+
+    @property
+    def rare_rate(self) -> float:
+        """Share of rare tokens in what the model says lately."""
+        return self._rare_rate
+
+    def __len__(self) -> int:
+        """Streams that it knows."""
+        return len(self._streams)
+
+    def feed(self, request_id: RequestId, tokens: Sequence[int]) -> list[Flag]:
+        """The next tokens of a stream; what there is to say of them."""
+        stream = self._streams.get(request_id)
+        if stream is None:
+            stream = self._streams[request_id] = _Stream()
+        flags = []
+        for token in tokens:
+            if self._repetition and (flag := self._repeats(request_id, stream, token)) is not None:
+                flags.append(flag)
+            if self._rare and (flag := self._is_rare(request_id, stream, token)) is not None:
+                flags.append(flag)
+            stream.said += 1
+        return flags
+
+    def end(self, request_id: RequestId) -> None:
+        """The stream has ended, somehow. Idempotent."""
+        if self._streams.pop(request_id, None) is not None:
+            self.ended += 1
+
+    # ------------------------------------------------------------ repetition
+
+    def _repeats(self, request_id: RequestId, stream: _Stream, token: int) -> Flag | None:
+        recent, at, size = stream.recent, stream.said, self._ring
+        if len(recent) < size:
+            recent.append(token)
+        else:
+            recent[at % size] = token
+        if stream.period and recent[(at - stream.period) % size] == token:
+            stream.run += 1
+        else:
+            stream.period = stream.run = 0
+        if at + 1 >= NGRAM:
+            self._guess(stream, at)
+        if stream.run < max(self._config.repetition_tokens, TIMES * stream.period) or Why.REPETITION in stream.told:
+            return None
+        detail = {"period": float(stream.period), "tokens": float(stream.run)}
+        return self._flag(request_id, stream, Why.REPETITION, detail)
+
+    def _guess(self, stream: _Stream, at: int) -> None:
+        """Note where this n-gram ended; without a period, take the distance to where it ended before."""
+        recent, size = stream.recent, self._ring
+        ngram = tuple(recent[(at - back) % size] for back in range(NGRAM))
+        before = stream.places.pop(ngram, None)
+        stream.places[ngram] = at
+        if len(stream.places) > self._config.repetition_period:
+            stream.places.popitem(last=False)
+        if not stream.period and before is not None and at - before <= self._config.repetition_period:
+            stream.period, stream.run = at - before, NGRAM
+
+    # ------------------------------------------------------------ rare tokens
+
+    def _is_rare(self, request_id: RequestId, stream: _Stream, token: int) -> Flag | None:
+        known = token < len(self._counts)
+        rare = not known or self._counts[token] < self._config.rare_share * self._total
+        stream.rare = (stream.rare << 1 | rare) & self._mask
+        if known and Why.RARE not in stream.told:
+            self._learn(token, rare)
+        window = self._config.window_tokens
+        if self._seen < self._config.warm_up_tokens or stream.said + 1 < window or Why.RARE in stream.told:
+            return None
+        count = stream.rare.bit_count()
+        if count < self._rare_limit():
+            return None
+        return self._flag(request_id, stream, Why.RARE, {"share": count / window, "usual": self._rare_rate})
+
+    def _learn(self, token: int, rare: bool) -> None:
+        self._counts[token] += 1
+        self._total += 1
+        self._seen += 1
+        # A mean over what there was at first, of about the last warm-up's worth of tokens later.
+        step = 1 / min(self._seen, self._config.warm_up_tokens)
+        self._rare_rate += step * (rare - self._rare_rate)
+        if self._total >= MEMORY_TOKENS:
+            counts = np.frombuffer(self._counts, dtype=np.uint32)
+            counts >>= 1
+            self._total = int(counts.sum())
+
+    def _rare_limit(self) -> int:
+        """Rare tokens of a window from which on its stream is flagged; kept until the usual rate has moved."""
+        if abs(self._rare_rate - self._limit_for) > 0.02 * self._limit_for or self._limit_for < 0:
+            self._limit_for = self._rare_rate
+            window = self._config.window_tokens
+            factor = math.ceil(self._config.rare_factor * self._rare_rate * window)
+            self._limit = max(factor, least_unlikely(window, self._rare_rate, CHANCE))
+        return self._limit
+
+    def _flag(self, request_id: RequestId, stream: _Stream, why: Why, detail: dict[str, float]) -> Flag:
+        stream.told.add(why)
+        self.flagged[why] += 1
+        return Flag(request_id, why, stream.said, detail)
+
+
+def least_unlikely(trials: int, share: float, chance: float) -> int:
+    """The least count that so many independent trials of this share reach with at most this chance."""
+    share = min(max(share, 1e-9), 1 - 1e-9)
+    tail, count = 0.0, trials
+    while count > 0:
+        tail += math.comb(trials, count) * share**count * (1 - share) ** (trials - count)
+        if tail > chance:
+            return count + 1
+        count -= 1
+    return count
