@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 from contracts.errors import ErrorKind
 from contracts.ids import Incarnation, RequestId, Role, RoomId, WorkerName
 from contracts.messages import (
+    Audit,
     Cancel,
     CheckReport,
     Command,
@@ -175,6 +176,7 @@ class FakeWorker:
         self.counters: dict[str, float] = {}
         self.submits: list[Submit] = []
         self.cancels: list[Cancel] = []
+        self.audits: list[Audit] = []
         self.legs: dict[RequestId, Leg] = {}
         self.sessions: list[FakeSession] = []
         self._scheduled = False
@@ -202,6 +204,9 @@ class FakeWorker:
             leg = self.legs.get(command.request_id)
             if leg and leg.session is session and leg.submit.attempt <= command.attempt:
                 del self.legs[command.request_id]
+            return
+        if isinstance(command, Audit):
+            self.audits.append(command)
             return
         self.submits.append(command)
         key = (command.request_id, command.attempt)
