@@ -5,6 +5,7 @@ It computes no prompt token: every row starts after the state that prefill hande
 
 from __future__ import annotations
 
+import logging
 import os
 import platform
 from collections import deque
@@ -18,6 +19,7 @@ from cache.seat import Seat
 from cache.tags import chain_keys
 from contracts.clock import Clock
 from contracts.config import Config
+from contracts.damage import Where, log_damage
 from contracts.errors import ErrorKind, WireError
 from contracts.ids import Incarnation, Role, WorkerName
 from contracts.messages import CheckReport, Command, Done, Fits, Progress, Submit, Tokens
@@ -33,6 +35,8 @@ from transfer.desk import Desk, Refusal, seconds_until
 from transfer.phase import PhaseWorker
 from transfer.receiver import Arrived, Broken, Expected, ReceiverEnd
 from transfer.waiting import Waiter
+
+log = logging.getLogger("twinpool.decode")
 
 
 class DecodeWorker(PhaseWorker[Request]):
@@ -183,6 +187,7 @@ class DecodeWorker(PhaseWorker[Request]):
             elif isinstance(outcome, Arrived):
                 self._start(request, outcome)
             elif isinstance(outcome, Broken):
+                log.warning("request %s: room %s failed: %s", request.submit.request_id, outcome.room, outcome.message)
                 self._fail(request, outcome.kind, outcome.message, outcome.blame)
             else:
                 self._leave(request, "prefill ended it")
@@ -309,6 +314,7 @@ class DecodeWorker(PhaseWorker[Request]):
     def _lost(self, request: Request) -> None:
         """A page of it belongs to somebody else: the step's token is dropped, and the router starts another attempt."""
         self._counters["stale_pages"] += 1
+        log_damage(log, Where.STEP, request=request.submit.request_id, positions=[request.committed, request.launched])
         assert request.claim is not None
         request.claim.betrayed = True
         self._fail(request, ErrorKind.WORKER, "a step found a page of it given away")

@@ -97,7 +97,7 @@ class PrefillWorker(PhaseWorker[Request]):
         self._auditor.preempt("a request came")
         request = self._request(session, submit)
         if self._reusable(request):
-            request.prefetch = self._seat.prefetch(request.prefix.head(self._reusable(request)))
+            request.prefetch = self._seat.prefetch(request.prefix.head(self._reusable(request)), submit.request_id)
         self._desk.add(request)
 
     def wait(self, timeout_s: float) -> None:

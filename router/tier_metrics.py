@@ -9,7 +9,6 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from router.workers import Entry
 
 _HITS = {"device": "hit_tokens_device", "host": "hit_tokens_host", "storage": "hit_tokens_storage"}
-_DAMAGE = {"host": "pages_damaged_on_host", "storage": "pages_damaged_in_storage", "transfer": "pages_damaged"}
 _PAGES = {
     ("device", "kept"): "device_pages_kept",
     ("host", "kept"): "host_pages_used",
@@ -31,11 +30,6 @@ def tier_metrics(workers: Iterable[Entry]) -> Iterator[Metric]:
     hits = CounterMetricFamily(
         "twinpool_cache_hit_tokens", "Prompt tokens found in a worker's cache", labels=["worker", "role", "tier"]
     )
-    damage = CounterMetricFamily(
-        "twinpool_cache_damaged_pages",
-        "Damaged pages, found before use and dropped",
-        labels=["worker", "role", "where"],
-    )
     moves = CounterMetricFamily(
         "twinpool_cache_moved_pages", "What became of pages", labels=["worker", "role", "tier", "what"]
     )
@@ -45,13 +39,10 @@ def tier_metrics(workers: Iterable[Entry]) -> Iterator[Metric]:
         for tier, key in _HITS.items():
             if key in counters:
                 hits.add_metric([*labels, tier], counters[key])
-        for where, key in _DAMAGE.items():
-            if key in counters:
-                damage.add_metric([*labels, where], counters[key])
         for (tier, what), key in _MOVES.items():
             if key in counters:
                 moves.add_metric([*labels, tier, what], counters[key])
         for (tier, what), key in _PAGES.items():
             if key in counters:
                 pages.add_metric([*labels, tier, what], counters[key])
-    yield from (hits, damage, moves, pages)
+    yield from (hits, moves, pages)

@@ -70,7 +70,7 @@ class HashPair(Pair):
             return PrefillWorker(name, first, config, engine, seat, sender, waiter, **common)
         receiver = ReceiverEnd(
             name, first, "hash", plane, pools, 16, config.transfer,
-            verify=True, clock=self.clock, waiter=waiter, curve=None,
+            verify=cache.verify, clock=self.clock, waiter=waiter, curve=None,
         )  # fmt: skip
         return DecodeWorker(name, first, config, engine, seat, receiver, waiter, **common)
 
