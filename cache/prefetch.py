@@ -312,11 +312,9 @@ class Prefetcher:
             good = digests.get(i) == outcomes[i].digest
             if outcomes[i].verdict == "damaged" or (i in digests and not good):
                 self.counters["pages_damaged_in_storage"] += 1
-                why = outcomes[i].reason or "it isn't what was stored"
-                page = batch.pages[i]
-                log_damage(
-                    _log, Where.STORAGE, pool=batch.component, pages=[page, page + 1], prefetch=prefetch.owner, what=why
-                )
+                why, page = outcomes[i].reason or "it isn't what was stored", batch.pages[i]
+                pages = [page, page + 1]
+                log_damage(_log, Where.STORAGE, request=prefetch.owner, pool=batch.component, pages=pages, what=why)
             if good:
                 mine[batch.pages[i]] = (lease, outcomes[i].digest)
             else:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -19,13 +20,22 @@ from router.workers import WorkerKey, prefix_hashes
 from tests.pair import SESSION, Pair
 
 
+class Hurried:
+    """A clock that runs fast: the brain's pauses after a failure are long beside a step of these workers."""
+
+    def now(self) -> float:
+        return 100 * time.monotonic()
+
+
 class Cell:
     """A pair's workers, and a brain that sends them requests; what fails is replayed as in a cluster."""
 
     def __init__(self, both: Pair, *, audit: Mapping[str, Any] = {}, **router: Any) -> None:
-        self.both, self.clock = both, both.clock
+        self.both, self.clock = both, Hurried()
         rooms = (f"cell-room-{i}" for i in itertools.count())
-        self.brain = Brain(RouterConfig(**router), self.clock, lambda: next(rooms), AuditConfig(**audit))
+        self.brain = Brain(
+            RouterConfig(**{"worker_wait_s": 6000.0, **router}), self.clock, lambda: next(rooms), AuditConfig(**audit)
+        )
         self.workers = {(w.status().name, Incarnation(1)): w for w in (both.prefill, both.decode)}
         self.answers: dict[RequestId, list[int]] = {}
         self.ends: dict[RequestId, Done] = {}
@@ -50,7 +60,7 @@ class Cell:
     def submit(self, prompt: Sequence[int], sampling: SamplingParams) -> RequestId:
         rid, now = RequestId(f"cell-{next(self._numbers)}"), self.clock.now()
         self.answers[rid] = []
-        request = Request(rid, tuple(prompt), sampling, now=now, deadline=now + 600, hashes=prefix_hashes(prompt))
+        request = Request(rid, tuple(prompt), sampling, now=now, deadline=now + 6000, hashes=prefix_hashes(prompt))
         self.brain.submit(request)
         self.act()
         return rid

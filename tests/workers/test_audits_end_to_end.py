@@ -42,7 +42,7 @@ def hash_cell(name: str, **sections: dict[str, object]) -> Iterator[Cell]:
 def test_a_flipped_byte_that_no_tag_caught_is_found_by_the_audit(name: str) -> None:
     """Tags off: the answer that the client gets is wrong, and nothing but the audit can tell."""
     spec = pool_sets(PAGE)[name]
-    with hash_cell(name, cache={"verify": False}, faults={"corrupt_page": 2}) as cell:
+    with hash_cell(name, cache={"verify": False}, faults={"corrupt_page": 1}) as cell:
         prompt = words(1, 21)
         answer = cell.ask(prompt, GREEDY)
         assert answer != recite(spec, prompt, 9), "the fault was served"
