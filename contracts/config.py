@@ -205,11 +205,11 @@ class WatchConfig:
     """Longest piece that is looked for; it counts as repeated from its third time on."""
     rare_factor: float = 0.0
     """A stream with this many times as many rare tokens as the model's usual is flagged; 0: not watched."""
-    rare_share: float = 0.0005
-    """A token is rare that made up less than this of what the model has said lately."""
+    rare_share: float = 0.05
+    """Rare are the tokens that the model has said least lately and that together make up this share of it."""
     window_tokens: int = 64
     """The last tokens of a stream whose rare ones are counted; at most 1024."""
-    warm_up_tokens: int = 20_000
+    warm_up_tokens: int = 100_000
     """Tokens of a model before its usual rate is known: until then no stream is flagged for its rare tokens."""
 
 
@@ -314,6 +314,8 @@ def _check_together(config: Config) -> None:
             raise ConfigError(f"config key cache.storage.backend={backend} needs cache.storage.{key}")
     if config.audit.fraction > 1:
         raise ConfigError(f"config key audit.fraction is a share, at most 1; got {config.audit.fraction:g}")
+    if config.watch.rare_share >= 1:
+        raise ConfigError(f"config key watch.rare_share is a share, below 1; got {config.watch.rare_share:g}")
     if config.watch.window_tokens > 1024:
         raise ConfigError(f"config key watch.window_tokens must be at most 1024; got {config.watch.window_tokens}")
     if config.cache.strip_reasoning and not config.cache.reasoning_tokens:

@@ -10,16 +10,17 @@ one comparison a token carries it on; where it breaks the n-gram offers the next
 `watch.repetition_tokens`, and must be three periods or more.
 
 **Rare tokens.** The model's usual is learned from all its streams: how often each token has been said lately (counts
-that are halved now and then), and what share of tokens is rare by them. A stream's last `watch.window_tokens` tokens
-are bits of one number. It is flagged when they hold `rare_factor` times the usual number of rare ones, and so many more
-that chance alone would not do it in a million windows. Tokens of flagged streams teach the watch nothing more.
+that are halved now and then). Rare are those said least that together make up `watch.rare_share` of it; how many of
+them streams usually have is counted. A stream's last `watch.window_tokens` tokens are bits of one number. It is flagged
+when they hold `rare_factor` times the usual number of rare ones, and so many more that chance alone would not do it in
+a million windows. A stream's tokens teach the watch once they have left the window, so garbage doesn't become usual.
 """
 
 from __future__ import annotations
 
 import math
 from array import array
-from collections import Counter, OrderedDict
+from collections import Counter, OrderedDict, deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
@@ -33,6 +34,10 @@ NGRAM = 3
 """Tokens by which a stream's earlier self is looked for."""
 TIMES = 3
 """Periods that a run must hold before it is a repetition."""
+RECOUNT_TOKENS = 4096
+"""After so many tokens it is looked up again which are rare: one pass over the vocabulary, without sorting."""
+_MOST_OFTEN = 1 << 12
+"""Counts from here on are one to that pass: no rare token is said so often."""
 MEMORY_TOKENS = 1_000_000
 """Tokens after which the model's counts are halved: about as many are remembered."""
 CHANCE = 1e-6
@@ -68,6 +73,8 @@ class _Stream:
     """Tokens in a row that equal the one a period before."""
     rare: int = 0
     """A bit for each of the window's tokens, the newest lowest."""
+    pending: deque[tuple[int, bool]] = field(default_factory=deque)
+    """The window's tokens, and whether they were rare: they teach nothing before they have left it unsuspected."""
     told: set[Why] = field(default_factory=set)
 
 
@@ -84,6 +91,8 @@ class StreamWatch:
         """What the counts add up to."""
         self._seen = 0
         """Tokens that taught it something, ever."""
+        self._rare_at_most = 0
+        """Tokens said no more often than this are rare."""
         self._mask = (1 << config.window_tokens) - 1
         self._rare_rate = 0.0
         self._limit, self._limit_for = config.window_tokens + 1, -1.0
@@ -119,8 +128,11 @@ class StreamWatch:
 
     def end(self, request_id: RequestId) -> None:
         """The stream has ended, somehow. Idempotent."""
-        if self._streams.pop(request_id, None) is not None:
+        stream = self._streams.pop(request_id, None)
+        if stream is not None:
             self.ended += 1
+            for token, rare in stream.pending:
+                self._learn(token, rare)
 
     # ------------------------------------------------------------ repetition
 
@@ -155,30 +167,48 @@ class StreamWatch:
     # ------------------------------------------------------------ rare tokens
 
     def _is_rare(self, request_id: RequestId, stream: _Stream, token: int) -> Flag | None:
-        known = token < len(self._counts)
-        rare = not known or self._counts[token] < self._config.rare_share * self._total
+        rare = token >= len(self._counts) or self._counts[token] <= self._rare_at_most
         stream.rare = (stream.rare << 1 | rare) & self._mask
-        if known and Why.RARE not in stream.told:
-            self._learn(token, rare)
         window = self._config.window_tokens
-        if self._seen < self._config.warm_up_tokens or stream.said + 1 < window or Why.RARE in stream.told:
+        if Why.RARE in stream.told:
+            return None
+        stream.pending.append((token, rare))
+        if len(stream.pending) > window:
+            self._learn(*stream.pending.popleft())
+        if self._seen < self._config.warm_up_tokens or stream.said + 1 < window:
             return None
         count = stream.rare.bit_count()
         if count < self._rare_limit():
             return None
+        stream.pending.clear()
         return self._flag(request_id, stream, Why.RARE, {"share": count / window, "usual": self._rare_rate})
 
     def _learn(self, token: int, rare: bool) -> None:
+        if token >= len(self._counts):
+            return
         self._counts[token] += 1
         self._total += 1
         self._seen += 1
-        # A mean over what there was at first, of about the last warm-up's worth of tokens later.
-        step = 1 / min(self._seen, self._config.warm_up_tokens)
-        self._rare_rate += step * (rare - self._rare_rate)
+        # At first everything is rare: the rate is counted from the second half of the warm-up on, as a mean over what
+        # there was, and later over about as many tokens as the warm-up has.
+        counted = self._seen - self._config.warm_up_tokens // 2
+        if counted > 0:
+            self._rare_rate += (rare - self._rare_rate) / min(counted, self._config.warm_up_tokens)
         if self._total >= MEMORY_TOKENS:
             counts = np.frombuffer(self._counts, dtype=np.uint32)
             counts >>= 1
             self._total = int(counts.sum())
+            self._recount()
+        elif self._seen % RECOUNT_TOKENS == 0 or self._seen == self._config.warm_up_tokens // 2:
+            self._recount()
+
+    def _recount(self) -> None:
+        """Which tokens are rare by now: the least said ones, up to `rare_share` of everything."""
+        often = np.minimum(np.frombuffer(self._counts, dtype=np.uint32), _MOST_OFTEN)
+        tokens_with = np.bincount(often, minlength=_MOST_OFTEN + 1)[:_MOST_OFTEN]
+        said_up_to = np.cumsum(tokens_with * np.arange(_MOST_OFTEN))
+        allowed = self._config.rare_share * self._total
+        self._rare_at_most = int(np.searchsorted(said_up_to, allowed, side="right")) - 1
 
     def _rare_limit(self) -> int:
         """Rare tokens of a window from which on its stream is flagged; kept until the usual rate has moved."""
@@ -198,8 +228,10 @@ class StreamWatch:
 def least_unlikely(trials: int, share: float, chance: float) -> int:
     """The least count that so many independent trials of this share reach with at most this chance."""
     share = min(max(share, 1e-9), 1 - 1e-9)
+    if share**trials > chance:
+        return trials + 1
     tail, count = 0.0, trials
-    while count > 0:
+    while count > 1:
         tail += math.comb(trials, count) * share**count * (1 - share) ** (trials - count)
         if tail > chance:
             return count + 1

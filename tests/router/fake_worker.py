@@ -17,6 +17,7 @@ from contracts.errors import ErrorKind
 from contracts.ids import Incarnation, RequestId, Role, RoomId, WorkerName
 from contracts.messages import (
     Audit,
+    Audited,
     Cancel,
     CheckReport,
     Command,
@@ -177,6 +178,8 @@ class FakeWorker:
         self.submits: list[Submit] = []
         self.cancels: list[Cancel] = []
         self.audits: list[Audit] = []
+        self.audited: Callable[[Audit], Audited] | None = None
+        """What it says to an audit; None: nothing."""
         self.legs: dict[RequestId, Leg] = {}
         self.sessions: list[FakeSession] = []
         self._scheduled = False
@@ -207,6 +210,8 @@ class FakeWorker:
             return
         if isinstance(command, Audit):
             self.audits.append(command)
+            if self.audited is not None:
+                asyncio.get_running_loop().call_soon(session.on_events, [self.audited(command)])
             return
         self.submits.append(command)
         key = (command.request_id, command.attempt)
