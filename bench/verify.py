@@ -25,7 +25,7 @@ import json
 import statistics
 import sys
 import tempfile
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -42,7 +42,7 @@ from cluster.memory import plan_memory, state_options
 from contracts.config import Config, config_from_dict
 from contracts.errors import CheckpointError, ConfigError
 from contracts.ids import Incarnation, RequestId, Role, RoomId, WorkerName
-from contracts.messages import Done, PeerRef, Submit
+from contracts.messages import Done, PeerRef, Submit, Tokens
 from contracts.model import read_model_spec
 from contracts.ports import SessionId
 from contracts.sampling import SamplingParams
@@ -112,6 +112,7 @@ class Workers:
         self.prefill, self.decode = prefill, decode
         self.time_s = dict.fromkeys(Role, 0.0)
         self._numbers = itertools.count()
+        self._said: dict[RequestId, dict[int, int]] = {}
 
     @staticmethod
     def _build(role: Role, folder: Path, config: Config) -> object:
@@ -127,15 +128,28 @@ class Workers:
         self.decode.close()
 
     def ask(self, prompts: Sequence[Sequence[int]], count: int) -> None:
-        """Answer all prompts, and go on until both workers are at rest; their time is in `time_s`."""
-        self.time_s = dict.fromkeys(Role, 0.0)
-        open_ones = {self._submit(prompt, count) for prompt in prompts}
+        """Answer all prompts greedily, as `answer`."""
+        self.answer(prompts, [SamplingParams(max_tokens=count, temperature=0.0)] * len(prompts))
+
+    def answer(
+        self,
+        prompts: Sequence[Sequence[int]],
+        sampling: Sequence[SamplingParams],
+        between: Callable[[], bool | None] = lambda: None,
+    ) -> list[list[int]]:
+        """Answer all prompts, and go on until both workers are at rest; their time is in `time_s`.
+
+        `between` is called after each round, until it returns True.
+        """
+        self.time_s, self._said = dict.fromkeys(Role, 0.0), {}
+        asked = [self._submit(prompt, params) for prompt, params in zip(prompts, sampling, strict=True)]
+        open_ones, over = set(asked), False
         for _ in range(_ROUNDS_MOST):
-            done = self._step(Role.PREFILL) | self._step(Role.DECODE)
-            open_ones -= done
+            open_ones -= self._step(Role.PREFILL) | self._step(Role.DECODE)
+            over = over or bool(between())
             idle = not any(s.running + s.waiting + s.outgoing for s in (self.prefill.status(), self.decode.status()))
             if not open_ones and idle and not self.prefill._seat.busy:
-                return
+                return [[token for _, token in sorted(self._said[request].items())] for request in asked]
         raise TimeoutError(f"{len(open_ones)} requests did not end")
 
     def _step(self, role: Role) -> set[RequestId]:
@@ -143,15 +157,18 @@ class Workers:
         began = clock.now()
         events = worker.step()
         self.time_s[role] += clock.now() - began
+        for _, event in events:
+            if isinstance(event, Tokens):
+                self._said[event.request_id] |= dict(enumerate(event.tokens, event.position))
         ends = [event for _, event in events if isinstance(event, Done)]
         if failed := [end for end in ends if end.error is not None]:
             raise RuntimeError(f"a request failed: {failed[0].message}")
         return {end.request_id for end in ends}
 
-    def _submit(self, prompt: Sequence[int], count: int) -> RequestId:
+    def _submit(self, prompt: Sequence[int], sampling: SamplingParams) -> RequestId:
         number = next(self._numbers)
         request, room = RequestId(f"r{number}"), RoomId(f"room-{number}")
-        sampling = SamplingParams(max_tokens=count, temperature=0.0)
+        self._said[request] = {}
         to_decode = PeerRef(WorkerName("decode-0"), Incarnation(1), "")
         to_prefill = PeerRef(WorkerName("prefill-0"), Incarnation(1), self.prefill.control)
         for worker, peer in ((self.prefill, to_decode), (self.decode, to_prefill)):
