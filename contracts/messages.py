@@ -83,7 +83,17 @@ class Audit:
     sampling: SamplingParams
 
 
-Command = Submit | Cancel | Audit
+@dataclass(frozen=True, slots=True)
+class Forget:
+    """Never again use state of this prefix from the tree: an audit has shown that something in it is wrong."""
+
+    request_id: RequestId
+    """Whose answer was audited."""
+    tokens: tuple[int, ...]
+    salt: str = ""
+
+
+Command = Submit | Cancel | Audit | Forget
 
 
 # ---------------------------------------------------------------- worker -> router

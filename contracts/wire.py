@@ -13,6 +13,7 @@ from contracts.messages import (
     Command,
     Done,
     Event,
+    Forget,
     PeerRef,
     Progress,
     PromptScores,
@@ -32,6 +33,9 @@ def command_to_proto(command: Command) -> pb.Command:
             return pb.Command(cancel=pb.Cancel(request_id=command.request_id, attempt=command.attempt))
         case Audit():
             return pb.Command(audit=_audit_to_proto(command))
+        case Forget():
+            forget = pb.Forget(request_id=command.request_id, tokens=command.tokens, salt=command.salt)
+            return pb.Command(forget=forget)
 
 
 def command_from_proto(message: pb.Command) -> Command:
@@ -43,6 +47,9 @@ def command_from_proto(message: pb.Command) -> Command:
             return Cancel(RequestId(message.cancel.request_id), message.cancel.attempt)
         case "audit":
             return _audit_from_proto(message.audit)
+        case "forget":
+            f = message.forget
+            return Forget(RequestId(f.request_id), tuple(f.tokens), f.salt)
         case kind:
             raise WireError(f"unknown command {kind!r}")
 

@@ -22,7 +22,7 @@ from contracts.config import Config
 from contracts.damage import Where, log_damage
 from contracts.errors import ErrorKind, WireError
 from contracts.ids import Incarnation, Role, WorkerName
-from contracts.messages import CheckReport, Command, Done, Fits, Progress, Submit, Tokens
+from contracts.messages import CheckReport, Command, Done, Fits, Forget, Progress, Submit, Tokens
 from contracts.messages import WorkerStatus as Status
 from contracts.ports import SessionId
 from decode.reasoning import Reasoning
@@ -86,6 +86,9 @@ class DecodeWorker(PhaseWorker[Request]):
     # ------------------------------------------------------------ the host's side
 
     def handle(self, session: SessionId, command: Command) -> None:
+        if isinstance(command, Forget):
+            self._seat.condemn(Prefix.of(command.tokens, self._page_tokens, command.salt))
+            return
         submit = self._desk.accept(session, command, self._cancel)
         if submit is None:
             return

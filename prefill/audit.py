@@ -27,7 +27,7 @@ from cache.seat import Seat
 from contracts.config import Config
 from contracts.damage import PREFIX, Where, log_damage
 from contracts.ids import RequestId
-from contracts.messages import Audit, Audited, AuditEnd, Event
+from contracts.messages import Audit, Audited, AuditEnd, Cancel, Command, Event, Forget
 from contracts.ports import SessionId
 from contracts.sampling import Difference
 from contracts.table import StateTable
@@ -122,8 +122,20 @@ class Auditor:
 
     # ------------------------------------------------------------ what comes and goes
 
-    def take(self, session: SessionId, audit: Audit, *, busy: bool) -> None:
-        """An audit has come; `busy`: the worker has other things to do."""
+    def handle(self, session: SessionId, command: Command, *, busy: bool) -> bool:
+        """Take in what concerns audits; whether that is all that `command` is about.
+
+        `busy`: the worker has other things to do.
+        """
+        if isinstance(command, Audit):
+            self._take(session, command, busy=busy)
+        elif isinstance(command, Forget):
+            self._seat.condemn(Prefix.of(command.tokens, self._seat.spec.page_tokens, command.salt))
+        elif isinstance(command, Cancel):
+            self._cancel(session, command.request_id)
+        return isinstance(command, Audit | Forget)
+
+    def _take(self, session: SessionId, audit: Audit, *, busy: bool) -> None:
         audition = Audition(session, audit)
         if not 0 < audit.prompt_len < len(audit.tokens) <= self._most:
             message = f"{len(audit.tokens)} tokens with a prompt of {audit.prompt_len}; at most {self._most} fit"
@@ -133,7 +145,7 @@ class Auditor:
         else:
             self._waiting.append(audition)
 
-    def cancel(self, session: SessionId, request_id: RequestId) -> None:
+    def _cancel(self, session: SessionId, request_id: RequestId) -> None:
         """The router doesn't want it any more; nothing is told."""
         for audition in self._all():
             if audition.session == session and audition.audit.request_id == request_id:

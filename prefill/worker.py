@@ -21,7 +21,7 @@ from contracts.config import Config
 from contracts.damage import Where, log_damage
 from contracts.errors import ErrorKind, WireError
 from contracts.ids import Incarnation, Role, RoomId, WorkerName
-from contracts.messages import Audit, Cancel, CheckReport, Command, Done, Fits, Progress, PromptScores, Submit, Tokens
+from contracts.messages import CheckReport, Command, Done, Fits, Progress, PromptScores, Submit, Tokens
 from contracts.messages import WorkerStatus as Status
 from contracts.ports import SessionId
 from engine.ahead import Ahead
@@ -80,11 +80,8 @@ class PrefillWorker(PhaseWorker[Request]):
     # ------------------------------------------------------------ the host's side
 
     def handle(self, session: SessionId, command: Command) -> None:
-        if isinstance(command, Audit):
-            self._auditor.take(session, command, busy=self._busy)
+        if self._auditor.handle(session, command, busy=self._busy):
             return
-        if isinstance(command, Cancel):
-            self._auditor.cancel(session, command.request_id)
         submit = self._desk.accept(session, command, self._cancel)
         if submit is None:
             return

@@ -10,7 +10,8 @@ Clients come first everywhere: a full queue leaves its oldest audits out, and a 
 request comes.
 
 A difference is believed when a second computation, on another worker where there is one, comes to the same tokens.
-Where it comes to others, one of the two auditors is wrong: `disputed`.
+Where it comes to others, one of the two auditors is wrong: `disputed`. Of an answer that was damaged, whoever served it
+forgets all that it keeps of it, so that no later turn goes on from there.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from enum import StrEnum
 from contracts.clock import Clock
 from contracts.config import AuditConfig
 from contracts.ids import RequestId, Role
-from contracts.messages import Audit, Audited, AuditEnd, Cancel
+from contracts.messages import Audit, Audited, AuditEnd, Cancel, Forget
 from contracts.sampling import Difference
 from contracts.table import StateTable
 from router.request import Leg, Request
@@ -83,6 +84,7 @@ class Case:
     audit: Audit
     legs: tuple[Leg, ...]
     """Who served which part of it."""
+    salt: str
     state: State = State.QUEUED
     worker: WorkerKey | None = None
     sent_at: float = 0.0
@@ -149,7 +151,7 @@ class Audits:
         self._flagged: set[RequestId] = set()
         """Requests in the house whose streams look broken."""
         self._paused: dict[WorkerKey, float] = {}
-        self._commands: list[tuple[WorkerKey, Audit | Cancel]] = []
+        self._commands: list[tuple[WorkerKey, Audit | Cancel | Forget]] = []
         self._findings: list[Finding] = []
 
     # ------------------------------------------------------------ questions
@@ -162,7 +164,7 @@ class Audits:
     def under_way(self) -> int:
         return len(self._cases) - self.queued
 
-    def take_commands(self) -> list[tuple[WorkerKey, Audit | Cancel]]:
+    def take_commands(self) -> list[tuple[WorkerKey, Audit | Cancel | Forget]]:
         commands, self._commands = self._commands, []
         return commands
 
@@ -203,7 +205,7 @@ class Audits:
         key = RequestId(f"{PREFIX}{r.id}")
         # What only concerns what is sent along with tokens costs time and decides nothing.
         sampling = replace(r.sampling, logprobs=None, prompt_logprobs=None)
-        self._cases[key] = Case(Audit(key, 0, r.tokens, len(r.prompt), sampling), tuple(r.legs))
+        self._cases[key] = Case(Audit(key, 0, r.tokens, len(r.prompt), sampling), tuple(r.legs), r.salt)
         waiting = [case for case in self._cases.values() if case.state is State.QUEUED]
         for case in waiting[: max(0, len(waiting) - self._config.queue_answers)]:
             self._end(case, Result.DROPPED)
@@ -308,6 +310,7 @@ class Audits:
             counts.differing += event.differing
             if leg is not None and role is not None:
                 counts.damage[leg.workers.get(role, ""), role] += 1
+            self._forget(case)
         request = RequestId(case.audit.request_id.removeprefix(PREFIX))
         self._findings.append(
             Finding(
@@ -322,6 +325,14 @@ class Audits:
                 event.message,
             )
         )
+
+    def _forget(self, case: Case) -> None:
+        """Whoever served any of it may have kept the state that was wrong: nobody is to go on from that."""
+        request = RequestId(case.audit.request_id.removeprefix(PREFIX))
+        for name in sorted({name for leg in case.legs for name in leg.workers.values()}):
+            entry = self._workers.named(name)
+            if entry is not None and entry.linked:
+                self._commands.append((entry.key, Forget(request, case.audit.tokens, case.salt)))
 
 
 def _idle(entry: Entry) -> bool:

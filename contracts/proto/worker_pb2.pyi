@@ -17,14 +17,16 @@ class RouterFrame(_message.Message):
     def __init__(self, commands: _Optional[_Iterable[_Union[Command, _Mapping]]] = ...) -> None: ...
 
 class Command(_message.Message):
-    __slots__ = ("submit", "cancel", "audit")
+    __slots__ = ("submit", "cancel", "audit", "forget")
     SUBMIT_FIELD_NUMBER: _ClassVar[int]
     CANCEL_FIELD_NUMBER: _ClassVar[int]
     AUDIT_FIELD_NUMBER: _ClassVar[int]
+    FORGET_FIELD_NUMBER: _ClassVar[int]
     submit: Submit
     cancel: Cancel
     audit: Audit
-    def __init__(self, submit: _Optional[_Union[Submit, _Mapping]] = ..., cancel: _Optional[_Union[Cancel, _Mapping]] = ..., audit: _Optional[_Union[Audit, _Mapping]] = ...) -> None: ...
+    forget: Forget
+    def __init__(self, submit: _Optional[_Union[Submit, _Mapping]] = ..., cancel: _Optional[_Union[Cancel, _Mapping]] = ..., audit: _Optional[_Union[Audit, _Mapping]] = ..., forget: _Optional[_Union[Forget, _Mapping]] = ...) -> None: ...
 
 class Peer(_message.Message):
     __slots__ = ("name", "incarnation", "control")
@@ -122,6 +124,16 @@ class Audit(_message.Message):
     prompt_len: int
     sampling: Sampling
     def __init__(self, request_id: _Optional[str] = ..., attempt: _Optional[int] = ..., tokens: _Optional[_Iterable[int]] = ..., prompt_len: _Optional[int] = ..., sampling: _Optional[_Union[Sampling, _Mapping]] = ...) -> None: ...
+
+class Forget(_message.Message):
+    __slots__ = ("request_id", "tokens", "salt")
+    REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
+    TOKENS_FIELD_NUMBER: _ClassVar[int]
+    SALT_FIELD_NUMBER: _ClassVar[int]
+    request_id: str
+    tokens: _containers.RepeatedScalarFieldContainer[int]
+    salt: str
+    def __init__(self, request_id: _Optional[str] = ..., tokens: _Optional[_Iterable[int]] = ..., salt: _Optional[str] = ...) -> None: ...
 
 class WorkerFrame(_message.Message):
     __slots__ = ("incarnation", "events")

@@ -24,6 +24,7 @@ from contracts.messages import (
     Done,
     Event,
     Fits,
+    Forget,
     Progress,
     PromptScores,
     Submit,
@@ -178,6 +179,7 @@ class FakeWorker:
         self.submits: list[Submit] = []
         self.cancels: list[Cancel] = []
         self.audits: list[Audit] = []
+        self.forgets: list[Forget] = []
         self.audited: Callable[[Audit], Audited] | None = None
         """What it says to an audit; None: nothing."""
         self.legs: dict[RequestId, Leg] = {}
@@ -212,6 +214,9 @@ class FakeWorker:
             self.audits.append(command)
             if self.audited is not None:
                 asyncio.get_running_loop().call_soon(session.on_events, [self.audited(command)])
+            return
+        if isinstance(command, Forget):
+            self.forgets.append(command)
             return
         self.submits.append(command)
         key = (command.request_id, command.attempt)

@@ -11,7 +11,7 @@ from typing import Any
 from contracts.clock import ManualClock
 from contracts.config import AuditConfig, RouterConfig
 from contracts.ids import RequestId, Role, RoomId
-from contracts.messages import Audit, Cancel, Done, Event, Submit
+from contracts.messages import Audit, Cancel, Done, Event, Forget, Submit
 from contracts.sampling import SamplingParams, TokenLogprob
 from router.audits import Finding
 from router.brain import Brain, Deliver, End, Replay, Scores, Send
@@ -47,6 +47,7 @@ class Stage:
         self.ends: dict[RequestId, Done] = {}
         self.audits: list[tuple[WorkerKey, Audit]] = []
         self.findings: list[Finding] = []
+        self.forgets: list[tuple[WorkerKey, Forget]] = []
         self.requests: dict[RequestId, Request] = {}
         self.view()
         for name in self.cluster.workers:
@@ -139,6 +140,8 @@ class Stage:
                     assert reason
                 case Send(worker, Audit() as audit):
                     self.audits.append((worker, audit))
+                case Send(worker, Forget() as forget):
+                    self.forgets.append((worker, forget))
                 case Finding():
                     self.findings.append(action)
                 case End(rid, done):

@@ -190,6 +190,8 @@ def test_a_difference_counts_once_another_worker_has_come_to_the_same() -> None:
     assert len(set(finding.auditors)) == 2
     assert on.brain.audits.counts.damage == {("decode-0", DECODE): 1}
     assert on.brain.audits.counts.damage_rate == 1.0
+    assert {worker[0] for worker, _ in on.forgets} == {prefill, "decode-0"}, "whoever served it forgets it"
+    assert {forget.tokens for _, forget in on.forgets} == {(*on.requests[rid].prompt, *on.answer(rid))}
 
 
 def test_a_wrong_first_token_is_prefills() -> None:

@@ -10,7 +10,7 @@ import pytest
 from contracts.config import config_from_dict
 from contracts.errors import ConfigError
 from contracts.ids import Incarnation, RequestId, Role, WorkerName
-from contracts.messages import Audit, Audited, AuditEnd, Cancel, Command, Event, WorkerStatus
+from contracts.messages import Audit, Audited, AuditEnd, Cancel, Command, Event, Forget, WorkerStatus
 from contracts.sampling import Difference, SamplingParams
 from contracts.wire import command_from_proto, command_to_proto, event_from_proto, event_to_proto
 from router.audits import PREFIX
@@ -69,7 +69,7 @@ def test_counters_of_one_place_add_up() -> None:
 AUDIT = Audit(
     RequestId("audit-1"), 3, (1, 2, 3, 2**31), 2, SamplingParams(5, seed=2**64 - 1, logit_bias=((1, -0.5),), top_k=-1)
 )
-COMMANDS: list[Command] = [AUDIT, Cancel(RequestId("audit-1"), 3)]
+COMMANDS: list[Command] = [AUDIT, Forget(RequestId("r"), (1, 2), "salt"), Cancel(RequestId("audit-1"), 3)]
 EVENTS: list[Event] = [
     Audited(RequestId("audit-1"), 3, AuditEnd.COMPUTED, 9, 2, (Difference(4, 7, 0.25), Difference(5, 0, 1e300)), False),
     Audited(RequestId("audit-1"), 0, AuditEnd.REFUSED, message="why"),

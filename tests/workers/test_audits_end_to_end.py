@@ -54,9 +54,12 @@ def test_a_flipped_byte_that_no_tag_caught_is_found_by_the_audit(name: str) -> N
         assert finding.differences[0].position == len(prompt) + wrong
         assert finding.differences[0].drawn == right[wrong]
         assert finding.role is Role.DECODE
+        assert cell.both.decode.status().counters["pages_condemned"] > 0
+        assert cell.ask(prompt, GREEDY) == right, "what was kept of it is forgotten, so the next turn is right"
         counts = cell.brain.audits.counts
         assert counts.damage == {("decode-0", Role.DECODE): 1}
-        assert (counts.tokens, counts.damage_rate) == (9, 1.0)
+        assert cell.audit_all() == {Result.DAMAGED: 1, Result.EXACT: 1}
+        assert (counts.tokens, counts.damage_rate) == (18, 0.5)
 
 
 @pytest.mark.parametrize("name", NAMES)
