@@ -38,6 +38,8 @@ COUNTERS = {
     "pages_damaged_on_host": Where.LOAD,
     "pages_damaged_in_storage": Where.STORAGE,
     "stale_pages": Where.STEP,
+    "states_damaged_parked": Where.RESTORE,
+    "arena_pages_damaged": Where.ARENA,
 }
 """Counters of workers, by name, that count damage."""
 

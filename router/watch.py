@@ -66,6 +66,8 @@ class _Stream:
     said: int = 0
     recent: list[int] = field(default_factory=list)
     """The last tokens, in a ring."""
+    ngram: tuple[int, ...] = ()
+    """The last `NGRAM` tokens."""
     places: OrderedDict[tuple[int, ...], int] = field(default_factory=OrderedDict)
     """Where each recent n-gram ended last."""
     period: int = 0
@@ -146,23 +148,18 @@ class StreamWatch:
             stream.run += 1
         else:
             stream.period = stream.run = 0
-        if at + 1 >= NGRAM:
-            self._guess(stream, at)
-        if stream.run < max(self._config.repetition_tokens, TIMES * stream.period) or Why.REPETITION in stream.told:
-            return None
-        detail = {"period": float(stream.period), "tokens": float(stream.run)}
-        return self._flag(request_id, stream, Why.REPETITION, detail)
-
-    def _guess(self, stream: _Stream, at: int) -> None:
-        """Note where this n-gram ended; without a period, take the distance to where it ended before."""
-        recent, size = stream.recent, self._ring
-        ngram = tuple(recent[(at - back) % size] for back in range(NGRAM))
+        ngram = stream.ngram = (*stream.ngram[1 - NGRAM :], token)
         before = stream.places.pop(ngram, None)
         stream.places[ngram] = at
         if len(stream.places) > self._config.repetition_period:
             stream.places.popitem(last=False)
         if not stream.period and before is not None and at - before <= self._config.repetition_period:
+            # As far as the n-gram goes it has repeated itself already.
             stream.period, stream.run = at - before, NGRAM
+        if stream.run < max(self._config.repetition_tokens, TIMES * stream.period) or Why.REPETITION in stream.told:
+            return None
+        detail = {"period": float(stream.period), "tokens": float(stream.run)}
+        return self._flag(request_id, stream, Why.REPETITION, detail)
 
     # ------------------------------------------------------------ rare tokens
 
