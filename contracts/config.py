@@ -165,6 +165,8 @@ class TransferConfig:
     """local: all in one process; shm: the writer writes into the reader's memory; zmq: TCP."""
     room_timeout_s: float = 60.0
     """Longest silence of a room before it is failed."""
+    link_timeout_s: float = 10.0
+    """A connection between workers, or between router and worker, on which nothing was heard for this long is cut."""
     connect_timeout_s: float = 10.0
     """How long prefill may take to answer a decode worker that it has not met yet."""
 
@@ -176,11 +178,21 @@ class RouterConfig:
     default_max_tokens: int = 512
     """For requests that name no limit."""
     request_timeout_s: float = 600.0
-    """From its arrival a request has this long before it is ended with an error."""
+    """From its arrival a request has this long before it ends with an error, unless its `timeout` says otherwise."""
+    max_timeout_s: float = 3600.0
+    """The longest `timeout` that a request may name."""
     replay_limit: int = 8
     """Attempts after the first before a request is failed."""
     worker_wait_s: float = 60.0
     """How long a request waits for a worker of a role to come (back)."""
+    breaker_window_s: float = 30.0
+    """What a worker did within this time decides whether it is trusted with more."""
+    breaker_failures: int = 5
+    """So many failures within the window, at least, before a worker is left alone for a while."""
+    breaker_rate: float = 0.6
+    """And at least this share of what it was given within the window."""
+    breaker_open_s: float = 5.0
+    """How long it is left alone; then one request tries it. Doubles with each trial that fails, up to eight times."""
     stall_s: float = 30.0
     """/health fails when work waits and nothing has advanced for this long."""
     max_body_bytes: int = 8 * 1024 * 1024
@@ -201,6 +213,9 @@ class ClusterConfig:
     """How long a worker may take from its start to its first heartbeat."""
     restart_limit: int = 20
     """Restarts of one worker within ten minutes before it is left dead."""
+    stall_s: float = 60.0
+    """A worker that has work and ended no step for this long is ended and started again: more where its steps are long
+    (four times its longest), and `start_timeout_s` for its first, in which kernels may have to be compiled."""
     rank_timeout_s: float = 30.0
     """A rank of a worker that was silent for this long in mid-step ends the worker."""
 
@@ -215,6 +230,10 @@ class FaultsConfig:
     """n: one byte of the n-th write of pages is flipped after it was sealed; one of several pools counts for each."""
     step_delay_s: float = 0.0
     """Each step takes this much longer."""
+    hang: str = ""
+    """worker:n, several with commas: that worker's first start hangs for ever after its n-th step."""
+    proxy: str = ""
+    """host:port of a relay that is asked for a detour to each of the workers' endpoints, which they advertise then."""
     retract_every: int = 0
     """n: every n-th step of a decode worker retracts all that it runs; each takes a step before the next time."""
 
@@ -290,6 +309,14 @@ def _check_together(config: Config) -> None:
     for backend, key, value in (("file", "path", storage.path), ("redis", "url", storage.url)):
         if storage.backend == backend and not value:
             raise ConfigError(f"config key cache.storage.backend={backend} needs cache.storage.{key}")
+    router = config.router
+    if router.max_timeout_s < router.request_timeout_s:
+        raise ConfigError(
+            f"config key router.max_timeout_s={router.max_timeout_s:g} is below router.request_timeout_s="
+            f"{router.request_timeout_s:g}: requests without a timeout of their own would exceed it"
+        )
+    if router.breaker_rate > 1:
+        raise ConfigError(f"config key router.breaker_rate is a share of 1; got {router.breaker_rate:g}")
     if config.decode.growth_quantile > 1:
         raise ConfigError(f"config key decode.growth_quantile is a share up to 1; got {config.decode.growth_quantile}")
     if config.decode.retract == "copy" and not config.cache_for(Role.DECODE).host_bytes:

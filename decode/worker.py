@@ -35,7 +35,7 @@ from engine.sampling import needs_history
 from transfer.desk import Desk, Refusal, seconds_until
 from transfer.phase import PhaseWorker
 from transfer.receiver import Arrived, Broken, Expected, ReceiverEnd
-from transfer.waiting import Waiter
+from transfer.waiting import Sleep
 
 _STEPPING = (Phase.RUNNING, Phase.RETRACTING)
 """Whoever's steps may be under way."""
@@ -57,7 +57,7 @@ class DecodeWorker(PhaseWorker[Request]):
         engine: Engine,
         seat: Seat,
         receiver: ReceiverEnd,
-        waiter: Waiter,
+        waiter: Sleep,
         *,
         context: int,
         clock: Clock,
@@ -107,7 +107,7 @@ class DecodeWorker(PhaseWorker[Request]):
         self._waiting.append(request)
 
     def wait(self, timeout_s: float) -> None:
-        if not self._running and not self._ahead and not self._landed:
+        if not self.runnable and not self._landed:
             timeout_s = min(timeout_s, _LOOK_S) if len(self._retraction) else timeout_s
             due = seconds_until(self._clock, self._desk.next_deadline, self._receiver.next_deadline)
             self._waiter.wait(min(timeout_s, due))
@@ -115,6 +115,10 @@ class DecodeWorker(PhaseWorker[Request]):
     @property
     def drained(self) -> bool:
         return self._desk.draining and not (self._desk or self._ahead or self._receiver.rooms or self._seat.busy)
+
+    @property
+    def runnable(self) -> bool:
+        return bool(self._running or self._ahead)
 
     def status(self) -> Status:
         return Status(

@@ -104,7 +104,7 @@ class Brain:
     """Placement, ordering and failover of all requests of one router."""
 
     def __init__(self, config: RouterConfig, clock: Clock, mint_room: Callable[[], str]) -> None:
-        self.workers = Workers()
+        self.workers = Workers(config)
         self.counts = Counts()
         self._config = config
         self._clock = clock
@@ -160,6 +160,8 @@ class Brain:
                 decode_load[r.decode] = decode_load.get(r.decode, 0) + 1
                 members.setdefault(r.decode, set()).add(rid)
         for entry in self.workers:
+            if entry.breaker.probe is not None and entry.breaker.probe not in entry.requests:
+                found.append(f"{entry.record.name}: its breaker waits for a request that it doesn't have")
             want = (prefill_load if entry.record.role is Role.PREFILL else decode_load).get(entry.key, 0)
             if entry.load != want:
                 found.append(f"{entry.record.name}: load is booked as {entry.load}, requests add up to {want}")
@@ -179,6 +181,7 @@ class Brain:
             self._steps, self._advanced = steps, self._clock.now()
         for entry in self.workers.update(views):
             self._lose(entry, "the controller no longer sees it")
+            self.workers.gone(entry)
         self._place_waiting()
 
     def on_linked(self, key: WorkerKey) -> None:
@@ -190,6 +193,8 @@ class Brain:
     def on_unlinked(self, key: WorkerKey, reason: str) -> None:
         entry = self.workers.get(key)
         if entry is not None and entry.linked:
+            if entry.requests:  # One failure, however many requests it struck.
+                entry.breaker.failed(entry.breaker.probe or min(entry.requests), self._clock.now())
             self._lose(entry, reason)
 
     def on_status(self, status: WorkerStatus) -> None:
@@ -245,8 +250,8 @@ class Brain:
         now = self._clock.now()
         for request in list(self._requests.values()):
             if now >= request.deadline:
-                limit = self._config.request_timeout_s
-                self._fail(request, ErrorKind.DEADLINE, f"the request took longer than {limit:g} s")
+                limit = request.deadline - request.arrived
+                self._fail(request, ErrorKind.DEADLINE, f"the request took longer than {round(limit, 2):g} s")
         self._place_waiting()
         for request in list(self._waiting.values()):
             if now - request.waiting_since >= self._config.worker_wait_s:
@@ -275,7 +280,8 @@ class Brain:
             return
         decode = None
         if r.max_len - len(tokens) > 1:
-            decode = self.workers.pick_decode(r.max_len, r.avoid, now)
+            spoiled = {d for p, d in r.spoiled if p == prefill.key}
+            decode = self.workers.pick_decode(r.max_len, r.avoid, now, spoiled)
             if decode is None:
                 return
         del self._waiting[r.id]
@@ -285,6 +291,7 @@ class Brain:
         r.prefill, r.prefill_loaded = prefill.key, len(tokens) - prefill.cached_tokens(r.hashes)
         prefill.load += r.prefill_loaded
         prefill.requests.add(r.id)
+        prefill.breaker.sent(r.id, now)
         prefill.remember(r.hashes)
         r.workers = {Role.PREFILL: prefill.record.name}
         sampling = r.sampling
@@ -298,6 +305,7 @@ class Brain:
             r.decode = decode.key
             decode.load += 1
             decode.requests.add(r.id)
+            decode.breaker.sent(r.id, now)
             r.workers[Role.DECODE] = decode.record.name
             self._actions.append(Send(decode.key, replace(submit, peer=prefill.peer)))
             submit = replace(submit, peer=decode.peer)
@@ -314,6 +322,7 @@ class Brain:
         entry = self.workers.get(r.prefill) if r.prefill else None
         if entry is not None:
             entry.requests.discard(r.id)
+            entry.breaker.left(r.id)
         r.prefill = None
 
     def _leave_decode(self, r: Request) -> None:
@@ -321,6 +330,7 @@ class Brain:
         if entry is not None:
             entry.load -= 1
             entry.requests.discard(r.id)
+            entry.breaker.left(r.id)
         r.decode = None
 
     def _leave(self, r: Request, over: tuple[Role, ...] = ()) -> None:
@@ -344,6 +354,8 @@ class Brain:
         self._advanced = self._clock.now()
         match event:
             case Tokens():
+                if role is Role.DECODE and not r.decode_spoke:
+                    self.workers.succeeded((r.prefill, r.decode), r.id, self._advanced)
                 self._deliver(r, *r.accept(event, role))
             case Progress():
                 r.progress.append(event)
@@ -362,6 +374,8 @@ class Brain:
                     self._on_error(r, worker, event)
                     return
                 if r.done is None:
+                    if not r.decode:
+                        self.workers.succeeded((r.prefill,), r.id, self._advanced)
                     r.done, r.done_at = (role, event), self._advanced
         if r.done is not None:
             self._finish_if_complete(r)
@@ -377,6 +391,8 @@ class Brain:
         role, done = r.done
         if wrong := r.contradiction():
             blame = r.prefill if role is Role.PREFILL else r.decode
+            if blame is not None:
+                self.workers.failed(blame, r.id, self._clock.now(), blame)
             self._replay(r, f"{r.workers[role]} {wrong}", blame=blame, over=(role,))
             return
         if not (r.reported or r.prefill_lost) and self._clock.now() < r.done_at + REPORT_GRACE_S:
@@ -405,6 +421,9 @@ class Brain:
             gained = r.next_position > r.base
             self._replay(r, reason, blame=None, over=over, free=gained, refused=not gained)
             return
+        self.workers.failed(blame, r.id, self._clock.now(), worker)
+        if kind is ErrorKind.ROOM and r.prefill and r.decode:
+            r.spoiled.add((r.prefill, r.decode))
         self._replay(r, reason, blame=blame, over=over, kind=kind)
 
     # ------------------------------------------------------------ replay and end
