@@ -39,14 +39,14 @@ class Seat(Parking):
 
     # ------------------------------------------------------------ admission
 
-    def prefetch(self, prefix: Prefix) -> Prefetch | None:
+    def prefetch(self, prefix: Prefix, owner: str = "") -> Prefetch | None:
         """Start to bring what storage has of `prefix` to the host; None where there is nothing to wait for."""
         if self.prefetcher is None or not len(prefix):
             return None
         if self.saver is not None:
             # What comes from storage hangs below what is there, so that must be on the host as well.
             self.saver.save(self.tree.match(prefix).path)
-        return self.prefetcher.start(prefix)
+        return self.prefetcher.start(prefix, owner)
 
     def may_run(self, prefetch: Prefetch) -> bool:
         """Whether a request need not wait for its prefetch any longer, by the stop policy."""

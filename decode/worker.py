@@ -7,6 +7,7 @@ on; when one can't, others leave the device for a while (`decode.retraction`).
 
 from __future__ import annotations
 
+import logging
 import os
 import platform
 from collections import deque
@@ -19,9 +20,10 @@ from cache.seat import Seat
 from cache.tags import chain_keys
 from contracts.clock import Clock
 from contracts.config import Config
+from contracts.damage import Where, log_damage
 from contracts.errors import ErrorKind, WireError
 from contracts.ids import Incarnation, Role, WorkerName
-from contracts.messages import CheckReport, Command, Done, Fits, Progress, Submit, Tokens
+from contracts.messages import CheckReport, Command, Done, Fits, Forget, Progress, Submit, Tokens
 from contracts.messages import WorkerStatus as Status
 from contracts.ports import SessionId
 from decode.pressure import Pressure
@@ -41,6 +43,8 @@ _STEPPING = (Phase.RUNNING, Phase.RETRACTING)
 """Whoever's steps may be under way."""
 _LOOK_S = 0.002
 """Between two looks at copies and pages when nobody runs who could take a step meanwhile."""
+
+log = logging.getLogger("twinpool.decode")
 
 
 class DecodeWorker(PhaseWorker[Request]):
@@ -92,6 +96,9 @@ class DecodeWorker(PhaseWorker[Request]):
     # ------------------------------------------------------------ the host's side
 
     def handle(self, session: SessionId, command: Command) -> None:
+        if isinstance(command, Forget):
+            self._seat.condemn(Prefix.of(command.tokens, self._page_tokens, command.salt))
+            return
         submit = self._desk.accept(session, command, self._cancel)
         if submit is None:
             return
@@ -204,6 +211,7 @@ class DecodeWorker(PhaseWorker[Request]):
             elif isinstance(outcome, Arrived):
                 self._start(request, outcome)
             elif isinstance(outcome, Broken):
+                log.warning("request %s: room %s failed: %s", request.submit.request_id, outcome.room, outcome.message)
                 self._fail(request, outcome.kind, outcome.message, outcome.blame)
             else:
                 self._leave(request, "prefill ended it")
@@ -362,6 +370,7 @@ class DecodeWorker(PhaseWorker[Request]):
     def _lost(self, request: Request) -> None:
         """A page of it belongs to somebody else: the step's token is dropped, and the router starts another attempt."""
         self._counters["stale_pages"] += 1
+        log_damage(log, Where.STEP, request=request.submit.request_id, positions=[request.committed, request.launched])
         assert request.claim is not None
         request.claim.betrayed = True
         self._fail(request, ErrorKind.WORKER, "a step found a page of it given away")

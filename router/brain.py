@@ -21,13 +21,26 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 
 from contracts.clock import Clock
-from contracts.config import RouterConfig
+from contracts.config import AuditConfig, RouterConfig
 from contracts.errors import ErrorKind
 from contracts.ids import RequestId, Role, RoomId
-from contracts.messages import Cancel, Command, Done, Event, Progress, PromptScores, Submit, Tokens, WorkerStatus
+from contracts.messages import (
+    Audited,
+    Cancel,
+    Command,
+    Done,
+    Event,
+    Progress,
+    PromptScores,
+    Submit,
+    Tokens,
+    WorkerStatus,
+)
 from contracts.ports import WorkerView
 from contracts.sampling import TokenLogprob
-from router.request import Phase, Request
+from router.audits import Audits, Finding
+from router.damage import Damage
+from router.request import Leg, Phase, Request
 from router.workers import Entry, WorkerKey, Workers
 
 REFUSAL_LIMIT = 64
@@ -79,7 +92,7 @@ class Replay:
     reason: str
 
 
-Action = Send | Deliver | Scores | End | Replay
+Action = Send | Deliver | Scores | End | Replay | Finding
 
 
 @dataclass(slots=True)
@@ -103,9 +116,16 @@ class Counts:
 class Brain:
     """Placement, ordering and failover of all requests of one router."""
 
-    def __init__(self, config: RouterConfig, clock: Clock, mint_room: Callable[[], str]) -> None:
+    def __init__(
+        self,
+        config: RouterConfig,
+        clock: Clock,
+        mint_room: Callable[[], str],
+        audit: AuditConfig = AuditConfig(),  # noqa: B008 (frozen)
+    ) -> None:
         self.workers = Workers(config)
         self.counts = Counts()
+        self.damage = Damage()
         self._config = config
         self._clock = clock
         self._mint_room = mint_room
@@ -113,6 +133,7 @@ class Brain:
         self._waiting: dict[RequestId, Request] = {}
         self._held: dict[RequestId, Request] = {}
         """Complete but for prefill's report."""
+        self.audits = Audits(audit, clock, self.workers, self._requests, self._waiting)
         self._actions: list[Action] = []
         self._advanced = clock.now()
         self._steps = 0
@@ -137,6 +158,8 @@ class Brain:
 
     def take_actions(self) -> list[Action]:
         actions, self._actions = self._actions, []
+        actions += [Send(worker, command) for worker, command in self.audits.take_commands()]
+        actions += self.audits.take_findings()
         return actions
 
     def request_ids(self) -> Iterable[RequestId]:
@@ -170,7 +193,7 @@ class Brain:
         found += [f"requests name {name} #{inc}, which is not in the table" for name, inc in members]
         found += [f"{rid} is queued but not in the house" for rid in self._waiting if rid not in self._requests]
         found += [f"{rid} is held but not in the house" for rid in self._held if rid not in self._requests]
-        return found
+        return found + self.audits.check()
 
     # ------------------------------------------------------------ workers come and go
 
@@ -179,6 +202,7 @@ class Brain:
         steps = sum(view.status.steps for view in views)
         if steps != self._steps:  # a long prompt takes many steps before its first event
             self._steps, self._advanced = steps, self._clock.now()
+        self.damage.hear(view.status for view in views)
         for entry in self.workers.update(views):
             self._lose(entry, "the controller no longer sees it")
             self.workers.gone(entry)
@@ -202,10 +226,12 @@ class Brain:
         entry = self.workers.get((status.name, status.incarnation))
         if entry is not None:
             entry.status = status
+            self.damage.hear([status])
             self._place_waiting()
 
     def _lose(self, entry: Entry, reason: str) -> None:
         entry.linked = False
+        self.audits.lost(entry.key)
         for rid in sorted(entry.requests):
             request = self._requests[rid]
             if request.prefill == entry.key and self._survives_prefill(request):
@@ -241,6 +267,7 @@ class Brain:
             return
         if finished:
             self.counts.ended += 1
+            self.audits.consider(request)
         else:
             self.counts.cancelled += 1
         self._close(request)
@@ -258,6 +285,7 @@ class Brain:
                 self._fail(request, ErrorKind.OVERLOADED, self._missing(request))
         for request in list(self._held.values()):
             self._finish_if_complete(request)
+        self.audits.tick()
 
     def _missing(self, r: Request) -> str:
         roles = [role for role in Role if not self.serving(role)]
@@ -310,6 +338,7 @@ class Brain:
             self._actions.append(Send(decode.key, replace(submit, peer=prefill.peer)))
             submit = replace(submit, peer=decode.peer)
         self._actions.append(Send(prefill.key, submit))
+        r.legs.append(Leg(r.attempt, len(tokens), dict(r.workers)))
 
     def _unload_prefill(self, r: Request) -> None:
         entry = self.workers.get(r.prefill) if r.prefill else None
@@ -346,6 +375,9 @@ class Brain:
     # ------------------------------------------------------------ events
 
     def on_event(self, worker: WorkerKey, event: Event) -> None:
+        if isinstance(event, Audited):
+            self.counts.late_events += not self.audits.hear(worker, event)
+            return
         r = self._requests.get(event.request_id)
         if r is None or event.attempt != r.attempt or worker not in (r.prefill, r.decode):
             self.counts.late_events += 1
@@ -480,6 +512,7 @@ class Brain:
     def _finish(self, r: Request, done: Done) -> None:
         if done.error is None:
             self.counts.ended += 1
+            self.audits.consider(r)
         else:
             self.counts.failed += 1
         self._actions.append(End(r.id, done))
@@ -490,4 +523,5 @@ class Brain:
         self._leave(r)
         self._waiting.pop(r.id, None)
         del self._requests[r.id]
+        self.audits.forget(r.id)
         r.move("end")

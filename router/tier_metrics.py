@@ -9,12 +9,6 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from router.workers import Entry
 
 _HITS = {"device": "hit_tokens_device", "host": "hit_tokens_host", "storage": "hit_tokens_storage"}
-_DAMAGE = {
-    "host": "pages_damaged_on_host",
-    "storage": "pages_damaged_in_storage",
-    "transfer": "pages_damaged",
-    "parked": "states_damaged_parked",
-}
 _PAGES = {
     ("device", "kept"): "device_pages_kept",
     ("host", "kept"): "host_pages_used",
@@ -38,11 +32,6 @@ def tier_metrics(workers: Iterable[Entry]) -> Iterator[Metric]:
     hits = CounterMetricFamily(
         "twinpool_cache_hit_tokens", "Prompt tokens found in a worker's cache", labels=["worker", "role", "tier"]
     )
-    damage = CounterMetricFamily(
-        "twinpool_cache_damaged_pages",
-        "Damaged pages, found before use and dropped",
-        labels=["worker", "role", "where"],
-    )
     moves = CounterMetricFamily(
         "twinpool_cache_moved_pages", "What became of pages", labels=["worker", "role", "tier", "what"]
     )
@@ -63,9 +52,6 @@ def tier_metrics(workers: Iterable[Entry]) -> Iterator[Metric]:
         for tier, key in _HITS.items():
             if key in counters:
                 hits.add_metric([*labels, tier], counters[key])
-        for where, key in _DAMAGE.items():
-            if key in counters:
-                damage.add_metric([*labels, where], counters[key])
         for (tier, what), key in _MOVES.items():
             if key in counters:
                 moves.add_metric([*labels, tier, what], counters[key])
@@ -80,4 +66,4 @@ def tier_metrics(workers: Iterable[Entry]) -> Iterator[Metric]:
                 retracted_bytes.add_metric([*labels, way], counters[key])
         if "retracted" in counters:
             away.add_metric(labels, counters["retracted"])
-    yield from (hits, damage, moves, pages, retracted, retracted_bytes, away)
+    yield from (hits, moves, pages, retracted, retracted_bytes, away)
