@@ -144,7 +144,9 @@ class Parking(SeatState):
         for pool in self._runs:
             sealed = parked.digests[pool]
             found = dict(zip(parked.numbers.get(pool, ()), sums.get(pool, ()), strict=True))
-            if any(found[n] != sealed[n] for n in found.keys() & sealed.keys()):
+            bad = sorted(n for n in found.keys() & sealed.keys() if found[n] != sealed[n])
+            if bad:
+                parked.damage[pool] = bad
                 return False
             parked.digests[pool] = sealed | {n: digest for n, digest in found.items() if n < whole}
         return True
