@@ -9,6 +9,7 @@ match, or whose copy failed, is condemned with everything below it, and the requ
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -18,6 +19,9 @@ from cache.moves import Move
 from cache.nodes import Lock, Node, Part, Tier
 from cache.pools import PoolSet
 from cache.tree import PrefixTree
+from contracts.damage import Where, log_damage
+
+_log = logging.getLogger("twinpool.cache")
 
 
 @dataclass(eq=False)
@@ -173,6 +177,11 @@ class Loader:
                 else:
                     bad.append(target)
         self.counters["pages_damaged_on_host"] += sum(len(p) for p in bad)
+        for part in bad:
+            first = self._tree.start(part.node)
+            owners = sorted({lock.owner for lock in part.locks if lock not in load.locks})
+            pages = [first, first + len(part.node)]
+            log_damage(_log, Where.LOAD, pool=part.component, pages=pages, relied=owners)
         return bad
 
     def _matches(self, part: Part) -> bool:
