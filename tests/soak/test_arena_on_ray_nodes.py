@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import os
 import random
+import shutil
 import signal
+import socket
 import subprocess
 import sys
+import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -27,10 +30,10 @@ def ray_node(folder: Path, port: int) -> Iterator[psutil.Process]:
     """A Ray of one node, which ends with all that it started."""
     command = [
         str(Path(sys.executable).with_name("ray")), "start", "--head", "--block", f"--port={port}",
-        "--node-ip-address=127.0.0.1", "--include-dashboard=false", f"--resources={PLACES}", "--num-cpus=2",
-        f"--temp-dir={folder}", "--object-store-memory=80000000",
+        "--include-dashboard=false", f"--resources={PLACES}", "--num-cpus=2", f"--temp-dir={folder}",
+        "--object-store-memory=80000000",
     ]  # fmt: skip
-    env = environment(folder) | {"RAY_AUTH_MODE": "disabled", "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0"}
+    env = environment(folder) | {"RAY_AUTH_MODE": "disabled"}
     process = subprocess.Popen(command, env=env, stdout=subprocess.DEVNULL, start_new_session=True)
     root = psutil.Process(process.pid)
     try:
@@ -42,6 +45,14 @@ def ray_node(folder: Path, port: int) -> Iterator[psutil.Process]:
         for left in alive:
             left.kill()
         process.wait(20)
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def own_address() -> str:
+    """This machine's, as Ray finds it: of the way that packets would take; none is sent."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        probe.connect(("192.0.2.1", 9))
+        return str(probe.getsockname()[0])
 
 
 def arenas_below(root: psutil.Process) -> list[str]:
@@ -66,10 +77,11 @@ def test_a_node_of_a_joined_ray_keeps_host_memory_until_the_cluster_leaves(tmp_p
         "cache": {"device_tokens": 8192, "host_bytes": 24 << 20, "load_back": "always"},
         "cluster": {"start_timeout_s": 300},
     }
-    ray = Path("/tmp") / f"ray-{os.getpid()}"
+    # Its sockets lie deep below, and their paths may not be long.
+    ray = Path(tempfile.mkdtemp(prefix="ray-", dir="/tmp"))
     with ray_node(ray, port) as root:
         with serving(
-            folder, tmp_path / "run", "--ray-address", f"127.0.0.1:{port}", sections=sections, ready_within=400
+            folder, tmp_path / "run", "--ray-address", f"{own_address()}:{port}", sections=sections, ready_within=400
         ) as cluster:
 
             def row(name: str) -> dict[str, object]:
