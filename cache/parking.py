@@ -130,6 +130,8 @@ class Parking(SeatState):
         if parked.place is Place.SAVING and parked.saved.done:
             if self._sound(parked):
                 parked.turn(Turn.SAVED)
+                if self.keeper is not None:
+                    self.keeper.seal_parked(parked)
             else:
                 parked.turn(Turn.FAILED)
                 parked.saved.release()
