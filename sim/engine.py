@@ -11,6 +11,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 
 from cache.claim import Table
 from cache.device import DEVICE, DONE, Completion, Device, Op, Stream, spans
@@ -38,8 +39,9 @@ def _draw(mark: bytes, seed: int, position: int) -> int:
     return int.from_bytes(drawn, "little") % VOCABULARY
 
 
+@lru_cache(maxsize=256)
 def recite(
-    spec: PoolSetSpec, prompt: Sequence[int], seed: int, max_tokens: int, stops: Sequence[int] = ()
+    spec: PoolSetSpec, prompt: tuple[int, ...], seed: int, max_tokens: int, stops: tuple[int, ...] = ()
 ) -> tuple[int, ...]:
     """The answer to a prompt: up to `max_tokens` tokens, the first of `stops` included."""
     tokens = list(prompt)

@@ -176,7 +176,7 @@ def _asks(rng: random.Random, shape: Shape) -> tuple[Ask, ...]:
             deadline_s=rng.expovariate(1.0) + 0.01 if rng.random() < 0.05 else 600.0,
         )  # fmt: skip
         asks.append(ask)
-        said.append([*words, *recite(spec, words, ask.seed, most, stops)])
+        said.append([*words, *recite(spec, ask.prompt, ask.seed, most, stops)])
     return tuple(asks)
 
 
