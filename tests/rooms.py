@@ -212,12 +212,13 @@ def ends(
     count: int = 64,
     slots: int = 4,
     faults: Mapping[str, Any] | None = None,
+    transfer: Mapping[str, Any] | None = None,
     device: Device | None = None,
     ranks: tuple[int, int] = (1, 1),
 ) -> Iterator[Ends]:
     """`ranks`: how many the writer has, and the reader; all in this process."""
     clock = ManualClock()
-    config = config_from_dict({"transfer": {"plane": plane}, "faults": dict(faults or {})})
+    config = config_from_dict({"transfer": {"plane": plane, **(transfer or {})}, "faults": dict(faults or {})})
     waiter = Waiter()
     pools: list[PoolSet] = []
     planes: list[Plane] = []
@@ -235,7 +236,10 @@ def ends(
         planes.append(mine[0] if size == 1 else RankedPlane(mine[0], seat.followers))
         pools.append(seat.leader)
         seats.append(seat)
-    options: dict[str, Any] = {"clock": clock, "carrier": ZmqCarrier("127.0.0.1", waiter, None)}
+    options: dict[str, Any] = {
+        "clock": clock,
+        "carrier": ZmqCarrier("127.0.0.1", waiter, None, config.transfer.link_timeout_s),
+    }
     writer = SenderEnd(
         WorkerName("prefill-0"), Incarnation(1), "a model", planes[0], pools[0], device or CpuDevice(),
         config.transfer, **options,

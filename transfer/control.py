@@ -4,7 +4,7 @@ Rooms (`transfer.sender`, `transfer.receiver`) decide and do no I/O of their own
 `Carrier`. What a carrier promises is what the rooms rely on:
 
     order    messages of one connection come in the order in which they were sent, each once
-    loss     of a live connection nothing is lost; where it is cut, what is lost is its end
+    loss     of a live connection nothing is lost; where it is cut, what is lost is its end, and a channel tells it
     death    a watch says dead only of a worker that will never write again
 
 `ZmqCarrier` keeps these with a DEALER socket a connection, one ROUTER socket for all who connect, and pidfds.
@@ -17,10 +17,13 @@ from typing import Protocol
 
 import zmq
 
+from contracts.config import TransferConfig
 from transfer import process
+from transfer.cuts import CutWatch, keep_alive
 from transfer.security import Curve, bind
 from transfer.waiting import Waiter
 
+LINK_TIMEOUT_S = TransferConfig().link_timeout_s
 Process = tuple[int, int, str]
 """A process as `process.mine` names it: pid, start ticks, namespace."""
 
@@ -47,6 +50,13 @@ class Channel(Protocol):
 
     def receive(self) -> bytes | None:
         """The next message that has come, or None. Never waits."""
+
+    def cut(self) -> bool:
+        """Whether it was cut since the last call. It connects again by itself, and what is sent meanwhile waits."""
+
+    @property
+    def up(self) -> bool:
+        """Whether there is a connection now."""
 
     def close(self) -> None: ...
 
@@ -82,8 +92,8 @@ class Carrier(Protocol):
 class ZmqCarrier:
     """The carrier of real workers; what comes wakes `waiter`."""
 
-    def __init__(self, host: str, waiter: Waiter, curve: Curve | None) -> None:
-        self._host, self._waiter, self._curve = host, waiter, curve
+    def __init__(self, host: str, waiter: Waiter, curve: Curve | None, link_timeout_s: float = LINK_TIMEOUT_S) -> None:
+        self._host, self._waiter, self._curve, self._link_timeout_s = host, waiter, curve, link_timeout_s
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context.instance()
 
     def mine(self) -> Process:
@@ -93,6 +103,7 @@ class ZmqCarrier:
         socket = self._context.socket(zmq.ROUTER)
         socket.set(zmq.SNDHWM, 0)
         socket.set(zmq.ROUTER_HANDOVER, 1)
+        keep_alive(socket, self._link_timeout_s)
         return ZmqInbox(socket, bind(socket, self._host, self._curve), self._waiter)
 
     def connect(self, endpoint: str, identity: bytes) -> ZmqChannel:
@@ -100,10 +111,12 @@ class ZmqCarrier:
         socket.set(zmq.SNDHWM, 0)
         socket.set(zmq.LINGER, 0)
         socket.set(zmq.ROUTING_ID, identity)
+        keep_alive(socket, self._link_timeout_s)
         if self._curve is not None and endpoint.startswith("tcp"):
             self._curve.call(socket)
+        watch = CutWatch(socket)
         socket.connect(endpoint)
-        return ZmqChannel(socket, self._waiter)
+        return ZmqChannel(socket, watch, self._waiter)
 
     def watch(self, processes: Sequence[Process]) -> PidWatch | None:
         watch = process.GroupWatch.open(processes)
@@ -138,9 +151,16 @@ class ZmqInbox:
 class ZmqChannel:
     """Implements `Channel`."""
 
-    def __init__(self, socket: zmq.Socket[bytes], waiter: Waiter) -> None:
-        self._socket, self._waiter = socket, waiter
+    def __init__(self, socket: zmq.Socket[bytes], watch: CutWatch, waiter: Waiter) -> None:
+        self._socket, self._watch, self._waiter = socket, watch, waiter
         waiter.add(socket)
+
+    def cut(self) -> bool:
+        return self._watch.cut()
+
+    @property
+    def up(self) -> bool:
+        return self._watch.up
 
     def send(self, data: bytes) -> None:
         self._socket.send(data)
@@ -152,6 +172,7 @@ class ZmqChannel:
             return None
 
     def close(self) -> None:
+        self._watch.close()
         self._waiter.remove(self._socket)
         self._socket.close(linger=0)
 

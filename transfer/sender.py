@@ -8,7 +8,7 @@ about them, which is repeated to whoever asks again.
 from __future__ import annotations
 
 import logging
-from collections import Counter, OrderedDict
+from collections import Counter, OrderedDict, deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
@@ -32,6 +32,7 @@ from transfer.shares import Shares
 
 log = logging.getLogger("twinpool.transfer")
 _REMEMBERED = 65536
+_WORDS = 256
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,6 +73,8 @@ class _Peer:
     incarnation: Incarnation
     link: Link
     watch: Watch | None
+    words: deque[RoomId] = field(default_factory=lambda: deque(maxlen=_WORDS))
+    """The latest rooms that ended with a word to it."""
 
 
 @dataclass(eq=False)
@@ -221,6 +224,8 @@ class SenderEnd:
                 self._reply(identity, m.Refused(str(error)))
         for peer in [p for p in self._peers.values() if p.watch is not None and p.watch.dead]:
             self._lose(peer, f"{peer.name} died")
+        for peer in [p for p in self._peers.values() if p.link.cut()]:
+            self._cut(peer)
         self._flush()
         self._expire()
         outcomes, self._outcomes = self._outcomes, []
@@ -316,6 +321,18 @@ class SenderEnd:
             self._step(room, SenderEvent.LOST)
             self._outcomes.append(Released(room.id, False, reason))
 
+    def _cut(self, peer: _Peer) -> None:
+        """The connection was cut: pages, or the word of them, may be lost. Rooms of which something was sent are given
+        up, and last words said again; a room that has not begun goes on."""
+        reason = f"the connection to {peer.name} was cut"
+        log.warning(reason)
+        for word in list(peer.words):
+            if word in self._ended:
+                peer.link.notify(word, m.encode(self._ended[word]))
+        for room in [r for r in self._rooms.values() if r.peer is peer and (r.writes or r.state is Sender.SENT)]:
+            self._end(room.id, SenderEvent.FAILED, m.Failed(room.id, ErrorKind.ROOM, reason))
+            self._outcomes.append(Released(room.id, False, reason))
+
     def _disconnect(self, peer: _Peer) -> None:
         peer.link.close()
         if peer.watch is not None:
@@ -338,7 +355,7 @@ class SenderEnd:
                 self._early.popitem(last=False)
         elif room.state is Sender.OPEN:
             self._grant(room, peer, grant)
-        else:
+        elif room.grant != grant:
             raise WireError(f"room {grant.room} was granted twice")
 
     def _grant(self, room: _Room, peer: _Peer, grant: m.Grant) -> None:
@@ -383,6 +400,7 @@ class SenderEnd:
             self._outcomes.append(Released(room.id, False, reason, abort.damaged))
         else:
             self._remember(abort.room, m.Quiesced(abort.room))
+        peer.words.append(abort.room)
         peer.link.notify(abort.room, m.encode(m.Quiesced(abort.room)))
 
     def _end(self, room_id: RoomId, event: SenderEvent, notice: m.Notice) -> None:
@@ -394,6 +412,7 @@ class SenderEnd:
         peer = room.peer or self._peer_of(room.wants)
         if peer is not None:
             self._settle(peer.link)
+            peer.words.append(notice.room)
             peer.link.notify(notice.room, m.encode(notice))
 
     def _peer_of(self, ref: PeerRef) -> _Peer | None:

@@ -5,20 +5,20 @@ from __future__ import annotations
 import itertools
 import random
 import uuid
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, cast
 
 import pytest
 
-from cache.device import CpuDevice
+from cache.device import CpuDevice, Device
 from cache.nodes import Tier
 from cache.pools import PoolSet, host_pools
 from cache.registry import PoolSetLayout, PoolSetSpec
 from cache.seat import Seat
 from cache.storage import StorageQueue, make_backend
 from cluster.memory import stride
-from contracts.clock import SystemClock
+from contracts.clock import Clock, SystemClock
 from contracts.config import Config, config_from_dict
 from contracts.ids import Incarnation, RequestId, Role, WorkerName
 from contracts.sampling import SamplingParams
@@ -42,14 +42,22 @@ CONTEXT = 400
 class HashPair(Pair):
     """A pair whose engines hash what they read; the rest is what a cluster runs."""
 
-    def __init__(self, spec: PoolSetSpec, config: Config, counts: dict[Role, int]) -> None:
-        self.clock = SystemClock()
+    def __init__(
+        self,
+        spec: PoolSetSpec,
+        config: Config,
+        counts: dict[Role, int],
+        clock: Clock | None = None,
+        device: Callable[[], Device] = CpuDevice,
+    ) -> None:
+        self.clock = clock or SystemClock()
+        self._device = device
         self.answers: dict[RequestId, Answer] = {}
         self._numbers = itertools.count(1)
         self.prefill, self.decode = (self._worker(role, spec, config, counts[role]) for role in Role)
 
     def _worker(self, role: Role, spec: PoolSetSpec, config: Config, count: int) -> PrefillWorker | DecodeWorker:
-        device, waiter, cache = CpuDevice(), Waiter(), config.cache_for(role)
+        device, waiter, cache = self._device(), Waiter(), config.cache_for(role)
         plane = make_plane(config, "127.0.0.1", None, waiter.wake)
         steps = stride(config, role)
         # Room for a few windows, not for one of each page: they are used again and again.
@@ -72,15 +80,22 @@ class HashPair(Pair):
             return PrefillWorker(name, first, config, engine, seat, sender, waiter, **common)
         receiver = ReceiverEnd(
             name, first, "hash", plane, pools, 16, config.transfer,
-            verify=True, carrier=carrier, clock=self.clock,
+            verify=cache.verify, carrier=carrier, clock=self.clock,
         )  # fmt: skip
         return DecodeWorker(name, first, config, engine, seat, receiver, waiter, **common)
 
 
 @contextmanager
-def hash_pair(name: str, counts: dict[Role, int], **sections: dict[str, Any]) -> Iterator[HashPair]:
+def hash_pair(
+    name: str,
+    counts: dict[Role, int],
+    *,
+    clock: Clock | None = None,
+    device: Callable[[], Device] = CpuDevice,
+    **sections: dict[str, Any],
+) -> Iterator[HashPair]:
     config = {"cache": {"page_tokens": PAGE, **sections.pop("cache", {})}, "transfer": {"plane": "local"}, **sections}
-    both = HashPair(pool_sets(PAGE)[name], config_from_dict(config), counts)
+    both = HashPair(pool_sets(PAGE)[name], config_from_dict(config), counts, clock, device)
     try:
         yield both
         both.settle()
