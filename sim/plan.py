@@ -144,7 +144,11 @@ def _config(rng: random.Random, page: int) -> dict[str, Any]:
             "max_batch_tokens": rng.choice((1, 3, 16)),
             "metadata_slots": rng.choice((1, 2, 8)),
             "cache": _sizes(rng, page, tight),
+            "growth_quantile": rng.choice((0.1, 0.75, 1.0)),
+            "retract": rng.choice(("auto", "auto", "recompute", "copy" if "host_bytes" in cache else "auto")),
+            "retract_limit": rng.choice((1, 3, 50)),
         },
+        "faults": {"retract_every": rng.choice((0, 0, 0, 3, 7))},
     }
 
 
@@ -211,6 +215,7 @@ LASTING = ("stop", "halt", "stall", "partition", "errors", "slow", "drain")
 KINDS = {
     "crash": "a worker's process dies",
     "stop": "a worker's process stands still for a while",
+    "hang": "a worker's loop hangs for ever, while its lease is renewed",
     "halt": "a worker's process stands still in the middle of its next write, for a while",
     "router": "the router's process dies and is started again",
     "drain": "an operator drains a worker, and takes it back after a while if it is still there",

@@ -45,7 +45,8 @@ _ENOUGH = 5
 """Violations after which a run is stopped: the rest follows from the first ones."""
 _TOLD = (
     "stale_pages", "pages_damaged", "late_messages", "parked", "pages_evicted", "pages_condemned",
-    "hit_tokens_device", "hit_tokens_host", "hit_tokens_storage", "prompt_tokens_held",
+    "retractions", "resumptions", "recomputed", "hit_tokens_device", "hit_tokens_host", "hit_tokens_storage",
+    "prompt_tokens_held",
 )  # fmt: skip
 """Counters of workers that say what a run has met."""
 _runs = count()
@@ -248,9 +249,14 @@ class Run:
 def _config(drawn: dict[str, object]) -> dict[str, object]:
     """Short leases and timeouts, so that little virtual time is spent on waiting; nobody gives up too early."""
     return {
-        "cluster": {"heartbeat_s": 0.25, "lease_s": 2.0, "start_timeout_s": 20.0, "restart_limit": 100},
+        "cluster": {"heartbeat_s": 0.25, "lease_s": 2.0, "start_timeout_s": 6.0, "stall_s": 4.0, "restart_limit": 100},
         "router": {"replay_limit": 100, "worker_wait_s": 120.0},
-        "transfer": {"plane": "local", "room_timeout_s": 5.0, "connect_timeout_s": 2.0},
+        "transfer": {
+            "plane": "local",
+            "room_timeout_s": 5.0,
+            "connect_timeout_s": 2.0,
+            "link_timeout_s": _LINK_TIMEOUT_S,
+        },
         **drawn,
     }
 

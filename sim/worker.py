@@ -21,6 +21,7 @@ from cluster.controller import Grant
 from cluster.host import HostEnd
 from cluster.lease import Lease
 from cluster.memory import plan_memory, stride
+from cluster.progress import Pulse
 from contracts.config import Config
 from contracts.ids import Incarnation, Role, WorkerName
 from contracts.messages import Command, Event, WorkerStatus
@@ -160,6 +161,8 @@ class SimHost:
         self._turn: Entry | None = None
         self._renewal: Entry | None = None
         self._checks_in = world.rng.randrange(40)
+        self._pulse = Pulse(world.agenda)
+        self._hung = False
         self.snapshot = self.worker.status()
         self.sleep.on_wake = self.wake
         process.on_death(self._died)
@@ -203,7 +206,7 @@ class SimHost:
         if not self.lease.held:
             self._end(HostEnd.FENCED, "the controller could not be reached in time")
             return
-        self.home.renew(self, self.snapshot, granted)
+        self.home.renew(self, self._pulse.on(self.snapshot), granted)
         self._renewal = self.process.later(self.world.config.cluster.heartbeat_s, self._renew)
 
     # ------------------------------------------------------------ what reaches it
@@ -249,9 +252,13 @@ class SimHost:
         self.sleep.asked = None
         self._turn = self.process.later(delay_s, self._run)
 
+    def hang(self) -> None:
+        """From now on its loop makes no turn, although its lease is renewed."""
+        self._hung = True
+
     def _run(self) -> None:
         self._turn = None
-        if self.ended is not None:
+        if self.ended is not None or self._hung:
             return
         try:
             end = self._round()
@@ -271,6 +278,7 @@ class SimHost:
             return HostEnd.FENCED, "the worker's lease has ended"
         self._deliver(events)
         steps, self.snapshot = self.snapshot.steps, self.worker.status()
+        self._pulse.turned(self.snapshot.steps, self.worker.runnable, self.world.shape.step_s)
         if self.worker.drained and not self._inbox:
             return HostEnd.LEFT, "the worker was drained and has left"
         self._check_sometimes()
