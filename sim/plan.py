@@ -120,6 +120,7 @@ def _config(rng: random.Random, page: int) -> dict[str, Any]:
     cache: dict[str, Any] = {
         "page_tokens": page,
         "prefix_reuse": rng.random() < 0.85,
+        "arena": rng.choice(("auto", "auto", "off")),
         "eviction": rng.choice(("lru", "lfu", "fifo", "priority", "slru")),
     }
     if rng.random() < 0.6:
@@ -148,6 +149,7 @@ def _config(rng: random.Random, page: int) -> dict[str, Any]:
             "retract": rng.choice(("auto", "auto", "recompute", "copy" if "host_bytes" in cache else "auto")),
             "retract_limit": rng.choice((1, 3, 50)),
         },
+        "audit": {"fraction": rng.choice((0.0, 0.0, 1.0))},
         "faults": {"retract_every": rng.choice((0, 0, 0, 3, 7))},
     }
 

@@ -5,6 +5,7 @@ What must hold, whatever the plan:
     ends        every request ends, within `GRACE_S` of virtual time after the last fault
     answers     every token is the one that `recite` works out from the prompt alone, each delivered once; only a
                 client that left, or whose own deadline was short, gets less
+    audits      computing an answer again from its tokens never comes to another
     rules       no worker, router or controller raises: an event outside its table, a broken assertion
     books       `check()` of everybody finds nothing, now and then on the way and at the end
     rest        when nobody asks for anything any more, every page and slot of every pool is back, within `GRACE_S`
@@ -24,8 +25,10 @@ from itertools import count
 from contracts.config import config_from_dict
 from contracts.errors import ErrorKind
 from contracts.ids import RequestId, WorkerName
+from router.audits import Result as Audited
 from router.brain import End
 from sim.agenda import Agenda
+from sim.arenas import SimArenas
 from sim.carrier import Exchange
 from sim.control import SimControl
 from sim.engine import recite
@@ -93,7 +96,17 @@ class Run:
         has_store = storage.backend != "none"
         self.store = Store(f"simulated {next(_runs)}", storage.max_bytes, rng, 5 * shape.delay_s) if has_store else None
         self.world = World(
-            self.agenda, rng, shape, config, Exchange(self.network), {}, Damage(), self.store, self.say, self.violated
+            self.agenda,
+            rng,
+            shape,
+            config,
+            Exchange(self.network),
+            {},
+            Damage(),
+            SimArenas(),
+            self.store,
+            self.say,
+            self.violated,
         )
         self.control = SimControl(self.world)
         spec = pool_set(shape.pools, shape.page_tokens)
@@ -240,6 +253,7 @@ class Run:
         for host in self.control.all_hosts:
             for name in _TOLD:
                 self.counts[name] += int(host.snapshot.counters.get(name, 0))
+        self.counts["audited"] = self.router.brain.audits.counts.results[Audited.EXACT]
         self.counts["replays"] = self.router.brain.counts.replays
         return Result(
             self.plan.seed, tuple(self.violations), self.agenda.now(), events, self.counts, tuple(self.log or ())
