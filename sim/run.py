@@ -47,8 +47,8 @@ _RETRY_S = 0.5
 _ENOUGH = 5
 """Violations after which a run is stopped: the rest follows from the first ones."""
 _TOLD = (
-    "stale_pages", "pages_damaged", "late_messages", "parked", "pages_evicted", "pages_condemned",
-    "retractions", "resumptions", "recomputed", "arena_pages_adopted", "hit_tokens_device", "hit_tokens_host", "hit_tokens_storage",
+    "stale_pages", "pages_damaged", "late_messages", "parked", "pages_evicted", "pages_condemned", "retractions",
+    "resumptions", "recomputed", "arena_pages_adopted", "hit_tokens_device", "hit_tokens_host", "hit_tokens_storage",
     "prompt_tokens_held",
 )  # fmt: skip
 """Counters of workers that say what a run has met."""
