@@ -78,22 +78,23 @@ def build_worker(
     """
     clock = clock or SystemClock()
     p = _parts(role, name, spec, config, host, counts, device, clock, crew)
+    sender = SenderEnd(
+        name, incarnation, spec.fingerprint, p.plane, p.seat.pools, p.device, config.transfer,
+        host=host, clock=clock, waiter=p.waiter, curve=p.curve, others=crew.line.processes if crew else (),
+    )  # fmt: skip
     if role is Role.PREFILL:
-        sender = SenderEnd(
-            name, incarnation, spec.fingerprint, p.plane, p.seat.pools, p.device, config.transfer,
-            host=host, clock=clock, waiter=p.waiter, curve=p.curve, others=crew.line.processes if crew else (),
-        )  # fmt: skip
         return PrefillWorker(
             name, incarnation, config, p.engine, p.seat, sender, p.waiter,
             context=spec.context, clock=clock, pause=time.sleep,
         )  # fmt: skip
+    # After the sender: the plane registers the metadata slots with the reader's end, which has them.
     receiver = ReceiverEnd(
         name, incarnation, spec.fingerprint, p.plane, p.seat.pools, config.decode.metadata_slots, config.transfer,
         verify=config.cache_for(role).verify, clock=clock, waiter=p.waiter, curve=p.curve,
     )  # fmt: skip
     return DecodeWorker(
         name, incarnation, config, p.engine, p.seat, receiver, p.waiter,
-        context=spec.context, clock=clock, pause=time.sleep,
+        sender=sender, context=spec.context, clock=clock, pause=time.sleep,
     )  # fmt: skip
 
 

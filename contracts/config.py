@@ -146,6 +146,10 @@ class DecodeConfig:
     """Token budget of a decode step: one a running request."""
     metadata_slots: int = 128
     """Hand-overs that can be under way at once."""
+    move_pause_s: float = 5.0
+    """A stream that is handed to another worker stands still for this long at most; then it goes on where it was."""
+    move_chunk_bytes: int = 8 * 1024 * 1024
+    """What a worker writes of a request that it hands on between two steps of the others."""
     tp: int = 1
     """As `prefill.tp`; the two may differ."""
     cache: CacheOverride = field(default_factory=CacheOverride)
@@ -171,6 +175,8 @@ class RouterConfig:
     """From its arrival a request has this long before it is ended with an error."""
     replay_limit: int = 8
     """Attempts after the first before a request is failed."""
+    moves_at_once: int = 4
+    """Requests that one decode worker hands to others at the same time."""
     worker_wait_s: float = 60.0
     """How long a request waits for a worker of a role to come (back)."""
     stall_s: float = 30.0

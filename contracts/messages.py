@@ -66,7 +66,29 @@ class Cancel:
     attempt: int
 
 
-Command = Submit | Cancel
+@dataclass(frozen=True, slots=True)
+class Handover:
+    """Stop this request at its next token and hold its state for `peer`, which will take it as `room`.
+
+    Decode answers `Paused`, or `Resumed` where it can't.
+    """
+
+    request_id: RequestId
+    attempt: int
+    room: RoomId
+    peer: PeerRef
+    """The decode worker that takes over; its control endpoint isn't needed, as it is the one that calls."""
+
+
+@dataclass(frozen=True, slots=True)
+class Resume:
+    """A hand-over is taken back: go on with the request where it stopped. Ends in an error where it isn't held."""
+
+    request_id: RequestId
+    attempt: int
+
+
+Command = Submit | Cancel | Handover | Resume
 
 
 # ---------------------------------------------------------------- worker -> router
@@ -132,7 +154,47 @@ class Done:
     """The worker at fault, if the one that reports isn't."""
 
 
-Event = Tokens | PromptScores | Progress | Done
+@dataclass(frozen=True, slots=True)
+class Leaving:
+    """The worker drains and would rather have this request go on elsewhere."""
+
+    request_id: RequestId
+    attempt: int
+    started: bool
+    """It has state here, which a hand-over would keep; else it has nothing yet and can start anywhere."""
+    withdrawn: bool = False
+    """Not any more: the worker has been undrained."""
+
+
+@dataclass(frozen=True, slots=True)
+class Paused:
+    """A hand-over can begin: all tokens were sent, and the state of the first `position` positions waits for it."""
+
+    request_id: RequestId
+    attempt: int
+    position: int
+
+
+@dataclass(frozen=True, slots=True)
+class Resumed:
+    """The hand-over came to nothing: the request goes on here."""
+
+    request_id: RequestId
+    attempt: int
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Moved:
+    """The other worker has everything; nothing of the request is left here."""
+
+    request_id: RequestId
+    attempt: int
+    bytes: int
+    """Of state, that were sent."""
+
+
+Event = Tokens | PromptScores | Progress | Done | Leaving | Paused | Resumed | Moved
 
 
 # ---------------------------------------------------------------- worker state, for the controller and operators

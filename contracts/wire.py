@@ -10,9 +10,15 @@ from contracts.messages import (
     Command,
     Done,
     Event,
+    Handover,
+    Leaving,
+    Moved,
+    Paused,
     PeerRef,
     Progress,
     PromptScores,
+    Resume,
+    Resumed,
     Submit,
     Tokens,
     WorkerStatus,
@@ -27,6 +33,13 @@ def command_to_proto(command: Command) -> pb.Command:
             return pb.Command(submit=_submit_to_proto(command))
         case Cancel():
             return pb.Command(cancel=pb.Cancel(request_id=command.request_id, attempt=command.attempt))
+        case Handover():
+            rid, peer = command.request_id, _peer_to_proto(command.peer)
+            return pb.Command(
+                handover=pb.Handover(request_id=rid, attempt=command.attempt, room=command.room, peer=peer)
+            )
+        case Resume():
+            return pb.Command(resume=pb.Cancel(request_id=command.request_id, attempt=command.attempt))
 
 
 def command_from_proto(message: pb.Command) -> Command:
@@ -36,14 +49,27 @@ def command_from_proto(message: pb.Command) -> Command:
             return _submit_from_proto(message.submit)
         case "cancel":
             return Cancel(RequestId(message.cancel.request_id), message.cancel.attempt)
+        case "handover":
+            h = message.handover
+            return Handover(RequestId(h.request_id), h.attempt, RoomId(h.room), _peer_from_proto(h.peer))
+        case "resume":
+            return Resume(RequestId(message.resume.request_id), message.resume.attempt)
         case kind:
             raise WireError(f"unknown command {kind!r}")
+
+
+def _peer_to_proto(peer: PeerRef) -> pb.Peer:
+    return pb.Peer(name=peer.name, incarnation=peer.incarnation, control=peer.control)
+
+
+def _peer_from_proto(m: pb.Peer) -> PeerRef:
+    return PeerRef(WorkerName(m.name), Incarnation(m.incarnation), m.control)
 
 
 def _submit_to_proto(s: Submit) -> pb.Submit:
     peer = None
     if s.peer is not None:
-        peer = pb.Peer(name=s.peer.name, incarnation=s.peer.incarnation, control=s.peer.control)
+        peer = _peer_to_proto(s.peer)
     return pb.Submit(
         request_id=s.request_id,
         attempt=s.attempt,
@@ -61,7 +87,7 @@ def _submit_to_proto(s: Submit) -> pb.Submit:
 def _submit_from_proto(m: pb.Submit) -> Submit:
     peer = None
     if m.HasField("peer"):
-        peer = PeerRef(WorkerName(m.peer.name), Incarnation(m.peer.incarnation), m.peer.control)
+        peer = _peer_from_proto(m.peer)
     return Submit(
         request_id=RequestId(m.request_id),
         attempt=m.attempt,
@@ -159,6 +185,14 @@ def event_to_proto(event: Event) -> pb.Event:
                     blame=event.blame or "",
                 )
             )
+        case Leaving():
+            out.leaving.CopyFrom(pb.Leaving(started=event.started, withdrawn=event.withdrawn))
+        case Paused():
+            out.paused.CopyFrom(pb.Paused(position=event.position))
+        case Resumed():
+            out.resumed.CopyFrom(pb.Resumed(reason=event.reason))
+        case Moved():
+            out.moved.CopyFrom(pb.Moved(bytes=event.bytes))
     return out
 
 
@@ -197,6 +231,14 @@ def event_from_proto(m: pb.Event) -> Event:
                 d.message,
                 WorkerName(d.blame) if d.blame else None,
             )
+        case "leaving":
+            return Leaving(request_id, attempt, m.leaving.started, m.leaving.withdrawn)
+        case "paused":
+            return Paused(request_id, attempt, m.paused.position)
+        case "resumed":
+            return Resumed(request_id, attempt, m.resumed.reason)
+        case "moved":
+            return Moved(request_id, attempt, m.moved.bytes)
         case kind:
             raise WireError(f"unknown event {kind!r}")
 

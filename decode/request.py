@@ -1,6 +1,10 @@
 """A request on its way through decode, and the states it goes through.
 
     waiting --pages and slot granted--> arriving --verified--> running --last token--> gone
+                                                                |   ^
+                                          handed to another worker   came to nothing
+                                                                v   |
+                                                               leaving --received there--> gone
 
 It is admitted with pages for its prompt and its whole answer, so a running request never lacks one. While a step is
 under way the next one may be launched already, with the token still on the device; not where the draw looks at the
@@ -25,12 +29,16 @@ class Phase(StrEnum):
     WAITING = "waiting"
     ARRIVING = "arriving"
     RUNNING = "running"
+    LEAVING = "leaving"
+    """Its state is held for another decode worker (`decode.departures`)."""
     GONE = "gone"
 
 
 class PhaseEvent(StrEnum):
     GRANT = "grant"
     ARRIVED = "arrived"
+    DEPART = "depart"
+    BACK = "back"
     END = "end"
 
 
@@ -39,7 +47,8 @@ PHASES = StateTable[Phase, PhaseEvent](
     {
         Phase.WAITING: {PhaseEvent.GRANT: Phase.ARRIVING, PhaseEvent.END: Phase.GONE},
         Phase.ARRIVING: {PhaseEvent.ARRIVED: Phase.RUNNING, PhaseEvent.END: Phase.GONE},
-        Phase.RUNNING: {PhaseEvent.END: Phase.GONE},
+        Phase.RUNNING: {PhaseEvent.DEPART: Phase.LEAVING, PhaseEvent.END: Phase.GONE},
+        Phase.LEAVING: {PhaseEvent.BACK: Phase.RUNNING, PhaseEvent.END: Phase.GONE},
     },
 )
 
@@ -67,6 +76,8 @@ class Request:
     """Positions that are decided on."""
     latest: FromStep | None = None
     """Where its last launched token is drawn."""
+    stopping: bool = False
+    """It is to be handed on: no step of it is launched any more."""
     computed: int = 0
     """Prompt positions that this worker's engine had to compute: none, as long as all state is handed over."""
     marks: dict[str, float] = field(default_factory=dict)
@@ -93,6 +104,8 @@ class Request:
     @property
     def can_go_on(self) -> bool:
         """Whether its next step can be launched now: nothing is missing, and it doesn't end with what is under way."""
+        if self.stopping:
+            return False
         if not self.under_way:
             return True
         known = not needs_history(self.submit.sampling)

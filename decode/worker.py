@@ -20,9 +20,10 @@ from contracts.clock import Clock
 from contracts.config import Config
 from contracts.errors import ErrorKind, WireError
 from contracts.ids import Incarnation, Role, WorkerName
-from contracts.messages import CheckReport, Command, Done, Fits, Progress, Submit, Tokens
+from contracts.messages import CheckReport, Command, Done, Fits, Handover, Progress, Resume, Submit, Tokens
 from contracts.messages import WorkerStatus as Status
 from contracts.ports import SessionId
+from decode.departures import Books, Departures
 from decode.reasoning import Reasoning
 from decode.request import Phase, PhaseEvent, Request
 from engine.ahead import Ahead
@@ -32,6 +33,7 @@ from engine.sampling import needs_history
 from transfer.desk import Desk, Refusal, seconds_until
 from transfer.phase import PhaseWorker
 from transfer.receiver import Arrived, Broken, Expected, ReceiverEnd
+from transfer.sender import SenderEnd
 from transfer.waiting import Waiter
 
 
@@ -39,7 +41,6 @@ class DecodeWorker(PhaseWorker[Request]):
     """See the module's prose. Implements `contracts.ports.Worker`."""
 
     role = Role.DECODE
-    control = ""
 
     def __init__(
         self,
@@ -51,10 +52,12 @@ class DecodeWorker(PhaseWorker[Request]):
         receiver: ReceiverEnd,
         waiter: Waiter,
         *,
+        sender: SenderEnd,
         context: int,
         clock: Clock,
         pause: Callable[[float], None],
     ) -> None:
+        """`sender`: the end of the rooms in which other decode workers receive what this one hands on."""
         self._name, self._incarnation, self._config = name, incarnation, config
         self._engine, self._seat, self._receiver = engine, seat, receiver
         self._clock, self._pause = clock, pause
@@ -68,6 +71,8 @@ class DecodeWorker(PhaseWorker[Request]):
         self._waiting: deque[Request] = deque()
         self._running: deque[Request] = deque()
         self._ahead = Ahead[Request]()
+        books = Books(self._depart, self._come_back, self._loaded, self._leave, self._fail)
+        self._departures = Departures(seat, sender, self._desk, config.decode, clock, books)
         self._landed = False
         """Whether the last round committed something: then the next may have room for somebody."""
         self._steps = 0
@@ -82,6 +87,9 @@ class DecodeWorker(PhaseWorker[Request]):
     # ------------------------------------------------------------ the host's side
 
     def handle(self, session: SessionId, command: Command) -> None:
+        if isinstance(command, Handover | Resume):
+            self._departures.handle(session, command)
+            return
         submit = self._desk.accept(session, command, self._cancel)
         if submit is None:
             return
@@ -97,13 +105,23 @@ class DecodeWorker(PhaseWorker[Request]):
         self._waiting.append(request)
 
     def wait(self, timeout_s: float) -> None:
-        if not self._running and not self._ahead and not self._landed:
-            due = seconds_until(self._clock, self._desk.next_deadline, self._receiver.next_deadline)
+        if not (self._running or self._ahead or self._landed or self._departures.sending):
+            deadlines = self._desk.next_deadline, self._receiver.next_deadline, self._departures.next_deadline
+            due = seconds_until(self._clock, *deadlines)
             self._waiter.wait(min(timeout_s, due))
 
     @property
     def drained(self) -> bool:
-        return self._desk.draining and not (self._desk or self._ahead or self._receiver.rooms or self._seat.busy)
+        rooms = self._receiver.rooms + self._departures.rooms
+        return self._desk.draining and not (self._desk or self._ahead or rooms or self._seat.busy)
+
+    def undrain(self) -> None:
+        super().undrain()
+        self._departures.undrain()
+
+    @property
+    def control(self) -> str:
+        return self._departures.control
 
     def status(self) -> Status:
         return Status(
@@ -118,9 +136,10 @@ class DecodeWorker(PhaseWorker[Request]):
             pages_total=self._pages.total,
             pages_free=self._seat.free(self._full),
             steps=self._steps,
-            outgoing=0,
+            outgoing=self._departures.rooms,
             counters={
                 **self._counters,
+                **self._departures.counters,
                 **self._seat.stats(),
                 "pages_damaged": self._receiver.damaged,
                 "late_messages": self._receiver.late,
@@ -129,7 +148,7 @@ class DecodeWorker(PhaseWorker[Request]):
 
     def check(self) -> CheckReport:
         found = self._seat.check({pool: self._receiver.holds(pool) for pool in self._seat.spec.by_name})
-        found += self._receiver.check()
+        found += self._receiver.check() + self._departures.check()
         claims = sum(r.claim is not None for r in self._desk)
         if claims != self._seat.claims:
             found.append(f"{self._seat.claims} claims, requests hold {claims}")
@@ -141,7 +160,7 @@ class DecodeWorker(PhaseWorker[Request]):
             if (request.phase is Phase.WAITING) != (request.claim is None):
                 found.append(f"request {request.submit.request_id} is {request.phase} and its claim says otherwise")
             lengths = (request.committed, request.launched, request.planned)
-            known = len(request.tokens) - 1 if request.phase is Phase.RUNNING else 0
+            known = len(request.tokens) - 1 if request.tokens else 0
             if lengths[0] != known or not known <= lengths[1] <= known + len(self._ahead) or lengths[1] != lengths[2]:
                 found.append(f"request {request.submit.request_id} has {known} positions and says {lengths}")
         rooms, slots = self._receiver.rooms, self._receiver.slots
@@ -155,6 +174,7 @@ class DecodeWorker(PhaseWorker[Request]):
             self._ahead.drop()
             self._seat.close()
         finally:
+            self._departures.close()
             self._receiver.close()
             self._waiter.close()
 
@@ -171,6 +191,7 @@ class DecodeWorker(PhaseWorker[Request]):
 
     def _hear(self) -> None:
         self._recover(self._seat.poll())
+        self._departures.hear()
         outcomes = self._receiver.poll()
         if not outcomes:
             return
@@ -259,6 +280,7 @@ class DecodeWorker(PhaseWorker[Request]):
                 # Who ended while this step was under way has no use for what it drew.
                 if request.phase is Phase.RUNNING:
                     self._commit(request, output)
+        self._departures.settle()
 
     def _launch(self, batch: list[Request]) -> None:
         step = self._engine.launch([self._row(request) for request in batch])
@@ -333,6 +355,7 @@ class DecodeWorker(PhaseWorker[Request]):
         request.marks["done"] = self._clock.now() - request.arrived
         key = (submit.request_id, submit.attempt)
         self._report(request, computed=request.computed)
+        self._departures.ended(request)
         self._desk.tell(request.session, Done(*key, reason, stop_token))
         self._leave(request, reason)
 
@@ -350,15 +373,24 @@ class DecodeWorker(PhaseWorker[Request]):
     def _cancel(self, request: Request, reason: str) -> None:
         self._leave(request, reason)
 
+    def _depart(self, request: Request) -> None:
+        self._running.remove(request)
+        request.step(PhaseEvent.DEPART)
+
+    def _come_back(self, request: Request) -> None:
+        request.step(PhaseEvent.BACK)
+        self._running.append(request)
+
     def _leave(self, request: Request, reason: str) -> None:
         """The one way out of the books, from any phase; the room gives back what it holds by its own rules."""
         if request.phase is Phase.WAITING:
             self._waiting.remove(request)
         elif request.phase is Phase.RUNNING:
             self._running.remove(request)
+        self._departures.drop(request, reason)
         self._receiver.abort(request.submit.room, reason)
         if request.claim is not None:
-            if request.phase is Phase.RUNNING:
+            if request.tokens:
                 self._share(request)
             self._seat.release(request.claim, [request.latest.step.completion] if request.latest is not None else [])
             request.claim = None

@@ -116,14 +116,6 @@ class Request:
         """The last page boundary that leaves something to compute."""
         return (len(self.tokens) - 1) // page_tokens * page_tokens
 
-    def sealed(self, pool: str, number: int) -> int | None:
-        """The digest of a page or state by its number; None while it isn't finished."""
-        assert self.claim is not None
-        whole = self.claim.digests.get(pool, ())
-        if number < len(whole):
-            return whole[number]
-        return self.ends.get(pool) if number == len(self.chain) - 1 else None
-
     def start_over(self) -> None:
         """Nothing of it is computed; what was handed over and published stays so, as it comes out the same again."""
         self.ends, self.scores = {}, []

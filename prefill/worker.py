@@ -16,12 +16,23 @@ from cache.claim import Claim
 from cache.device import DONE, Completion
 from cache.prefix import Prefix
 from cache.seat import Seat
-from cache.tags import ContentTag, chain_keys
+from cache.tags import chain_keys
 from contracts.clock import Clock
 from contracts.config import Config
 from contracts.errors import ErrorKind, WireError
 from contracts.ids import Incarnation, Role, RoomId, WorkerName
-from contracts.messages import CheckReport, Command, Done, Fits, Progress, PromptScores, Submit, Tokens
+from contracts.messages import (
+    CheckReport,
+    Command,
+    Done,
+    Fits,
+    Handover,
+    Progress,
+    PromptScores,
+    Resume,
+    Submit,
+    Tokens,
+)
 from contracts.messages import WorkerStatus as Status
 from contracts.ports import SessionId
 from engine.ahead import Ahead
@@ -29,9 +40,10 @@ from engine.batch import Draw, Row, RowOutput, Step
 from engine.engine import Engine
 from prefill.request import Phase, PhaseEvent, Request
 from transfer.desk import Desk, Refusal, seconds_until
+from transfer.finished import finished
 from transfer.metadata import Metadata
 from transfer.phase import PhaseWorker
-from transfer.sender import Finished, Granted, Released, SenderEnd
+from transfer.sender import Granted, Released, SenderEnd
 from transfer.waiting import Waiter
 
 log = logging.getLogger("twinpool.prefill")
@@ -93,6 +105,8 @@ class PrefillWorker(PhaseWorker[Request]):
     # ------------------------------------------------------------ the host's side
 
     def handle(self, session: SessionId, command: Command) -> None:
+        if isinstance(command, Handover | Resume):
+            return  # For decode: prefill's requests leave by themselves.
         submit = self._desk.accept(session, command, self._cancel)
         if submit is None:
             return
@@ -377,28 +391,13 @@ class PrefillWorker(PhaseWorker[Request]):
         )  # fmt: skip
         self._desk.tell(request.session, progress)
 
-    def _finished(self, request: Request) -> dict[str, Finished]:
-        """What is sealed of what decode wants and was not sent, pool by pool."""
-        claim, out = request.claim, {}
-        assert claim is not None
-        for pool, left in self._sender.wanted(request.submit.room).items():
-            tags = []
-            for number in left:
-                digest = request.sealed(pool, number)
-                if digest is None:
-                    break
-                tags.append(ContentTag(request.chain[number], digest))
-            if tags:
-                places = claim.tables[pool][left.start :] if pool in claim.tables else claim.slots[pool].indices
-                out[pool] = Finished(left.start, tuple(places[: len(tags)]), tuple(tags))
-        return out
-
     def _write(self, request: Request, computed: Completion) -> None:
         """Hand over what is sealed and not yet sent, after the step behind it; with the last page, the metadata."""
         room = request.submit.room
         if not self._sender.granted(room) or request.claim is None:
             return
-        self._sender.write(room, self._finished(request), (computed,))
+        wanted = self._sender.wanted(room)
+        self._sender.write(room, finished(wanted, request.claim, request.chain, request.ends), (computed,))
         if request.phase is Phase.COMPUTED:
             assert request.first is not None
             drawn = request.first

@@ -25,6 +25,7 @@ from contracts.ids import RequestId, Role, RoomId
 from contracts.messages import Cancel, Command, Done, Event, Progress, PromptScores, Submit, Tokens, WorkerStatus
 from contracts.ports import WorkerView
 from contracts.sampling import TokenLogprob
+from router.moves import Moves
 from router.request import Phase, Request
 from router.workers import Entry, WorkerKey, Workers
 
@@ -112,6 +113,11 @@ class Brain:
         self._actions: list[Action] = []
         self._advanced = clock.now()
         self._steps = 0
+        self.moves = Moves(
+            config, clock, self.workers, mint_room,
+            send=lambda worker, command: self._actions.append(Send(worker, command)),
+            replay=lambda r, reason, worker: self._replay(r, reason, blame=worker, refused=True),
+        )  # fmt: skip
 
     # ------------------------------------------------------------ questions
 
@@ -140,7 +146,7 @@ class Brain:
 
     def check(self) -> list[str]:
         """Recount the books from the requests themselves; returns what doesn't agree."""
-        found = []
+        found = self.moves.check()
         prefill_load: dict[WorkerKey, int] = {}
         decode_load: dict[WorkerKey, int] = {}
         members: dict[WorkerKey, set[RequestId]] = {}
@@ -152,9 +158,10 @@ class Brain:
             if r.prefill:
                 prefill_load[r.prefill] = prefill_load.get(r.prefill, 0) + r.prefill_loaded
                 members.setdefault(r.prefill, set()).add(rid)
-            if r.decode:
-                decode_load[r.decode] = decode_load.get(r.decode, 0) + 1
-                members.setdefault(r.decode, set()).add(rid)
+            move = self.moves.of(r)
+            for key in [k for k in (r.decode, move.target if move else None) if k]:
+                decode_load[key] = decode_load.get(key, 0) + 1
+                members.setdefault(key, set()).add(rid)
         for entry in self.workers:
             want = (prefill_load if entry.record.role is Role.PREFILL else decode_load).get(entry.key, 0)
             if entry.load != want:
@@ -199,6 +206,8 @@ class Brain:
         entry.linked = False
         for rid in sorted(entry.requests):
             request = self._requests[rid]
+            if self.moves.lost(request, entry.key, reason):
+                continue
             if request.prefill == entry.key and self._survives_prefill(request):
                 self._leave_prefill(request)
                 request.prefill_lost = True
@@ -249,6 +258,7 @@ class Brain:
                 self._fail(request, ErrorKind.OVERLOADED, self._missing(request))
         for request in list(self._held.values()):
             self._finish_if_complete(request)
+        self.moves.tick()
 
     def _missing(self, r: Request) -> str:
         roles = [role for role in Role if not self.serving(role)]
@@ -321,6 +331,7 @@ class Brain:
 
     def _leave(self, r: Request, over: tuple[Role, ...] = ()) -> None:
         """Leave both legs; those whose work isn't over are told."""
+        self.moves.leave(r)
         for role, key in ((Role.PREFILL, r.prefill), (Role.DECODE, r.decode)):
             entry = self.workers.get(key) if key else None
             if key and entry is not None and entry.linked and role not in over:
@@ -333,6 +344,9 @@ class Brain:
 
     def on_event(self, worker: WorkerKey, event: Event) -> None:
         r = self._requests.get(event.request_id)
+        if r is not None and self.moves.hears(r, worker, event):
+            self._advanced = self._clock.now()
+            return
         if r is None or event.attempt != r.attempt or worker not in (r.prefill, r.decode):
             self.counts.late_events += 1
             return

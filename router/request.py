@@ -138,6 +138,11 @@ class Request:
             self.attempt += 1
         self.phase = target
 
+    def hand_over(self, worker: WorkerKey, name: str, attempt: int, room: RoomId) -> None:
+        """Another decode worker goes on with it from where it is; the books of both are the caller's."""
+        self.decode, self.attempt, self.room = worker, attempt, room
+        self.workers[Role.DECODE] = name
+
     @property
     def tokens(self) -> tuple[int, ...]:
         return (*self.prompt, *self.emitted)

@@ -13,7 +13,7 @@ from typing import Generic, Protocol, TypeVar
 from contracts.clock import Clock
 from contracts.errors import ErrorKind
 from contracts.ids import RequestId, WorkerName
-from contracts.messages import Cancel, Command, Done, Event, Fits, Submit
+from contracts.messages import Cancel, Done, Event, Fits, Submit
 from contracts.ports import SessionId
 
 
@@ -52,7 +52,7 @@ class Desk(Generic[R]):
     def __iter__(self) -> Iterator[R]:
         return iter(list(self._requests.values()))
 
-    def accept(self, session: SessionId, command: Command, leave: Callable[[R, str], None]) -> Submit | None:
+    def accept(self, session: SessionId, command: Submit | Cancel, leave: Callable[[R, str], None]) -> Submit | None:
         """The request to open, if `command` is one that can be served.
 
         What is cancelled goes through `leave`, and so does an earlier attempt that its router could not take back.
@@ -96,6 +96,11 @@ class Desk(Generic[R]):
         if request is None or request.session != session or request.submit.attempt > attempt:
             return None
         return request
+
+    def find(self, session: SessionId, request_id: RequestId, attempt: int) -> R | None:
+        """This very attempt of the session's request, if it is here."""
+        request = self._find(session, request_id, attempt)
+        return request if request is not None and request.submit.attempt == attempt else None
 
     def remove(self, request: R) -> None:
         del self._requests[request.submit.request_id]

@@ -62,17 +62,17 @@ class HashPair(Pair):
         engine = cast(Engine, HashEngine(pools, device))
         name, first = WorkerName(f"{role}-0"), Incarnation(1)
         common: dict[str, Any] = {"context": CONTEXT, "clock": self.clock, "pause": lambda s: None}
+        sender = SenderEnd(
+            name, first, "hash", plane, pools, device, config.transfer,
+            host="127.0.0.1", clock=self.clock, waiter=waiter, curve=None,
+        )  # fmt: skip
         if role is Role.PREFILL:
-            sender = SenderEnd(
-                name, first, "hash", plane, pools, device, config.transfer,
-                host="127.0.0.1", clock=self.clock, waiter=waiter, curve=None,
-            )  # fmt: skip
             return PrefillWorker(name, first, config, engine, seat, sender, waiter, **common)
         receiver = ReceiverEnd(
             name, first, "hash", plane, pools, 16, config.transfer,
             verify=True, clock=self.clock, waiter=waiter, curve=None,
         )  # fmt: skip
-        return DecodeWorker(name, first, config, engine, seat, receiver, waiter, **common)
+        return DecodeWorker(name, first, config, engine, seat, receiver, waiter, sender=sender, **common)
 
 
 @contextmanager
