@@ -16,8 +16,8 @@ first and cancels the other.
 
 A stream stands still from `offered` on. After `decode.move_pause_s` without an end the request goes on here.
 
-What arrived damaged may have been damaged here: then the tags of all its state are checked once more, and only what
-still matches goes on; the rest ends as damaged and is computed again.
+What arrived damaged may have been damaged here. So before a request goes on after something was sent, all of its state
+is checked against its tags once more; where it doesn't match, the request ends as damaged and is computed again.
 
 A worker that drains offers its requests to the router (`Leaving`), those that haven't begun at once, and those that run
 if handing them on is quicker than finishing them. The router picks who takes them, and when.
@@ -122,6 +122,18 @@ class Departure:
         self.stage = STAGES.next(self.stage, event)
 
 
+@dataclass(slots=True)
+class _Verdict:
+    """What a draining worker wants of a request."""
+
+    request: Request
+    running: bool
+    goes: bool
+    """The router was told that it is to go; else it may finish here."""
+    again_at: float
+    """When to think again."""
+
+
 @dataclass(frozen=True, slots=True)
 class Books:
     """What the worker does with a request that departs; it alone keeps the queues."""
@@ -145,9 +157,8 @@ class Departures:
         self._config, self._clock, self._books = config, clock, books
         self.costs = Costs()
         self._by_room: dict[RoomId, Departure] = {}
-        self._asked: dict[int, tuple[Request, bool]] = {}
-        """Those that the router was told of, by identity, and whether they had begun."""
-        self._judged_at = float("-inf")
+        self._verdicts: dict[int, _Verdict] = {}
+        """Of a draining worker's requests, by identity."""
         spec = seat.spec
         self._most = {p: max(1, config.move_chunk_bytes // spec.whole.unit_bytes(p)) for p in spec.by_name}
         self.counters = {"moved_out": 0.0, "moved_out_bytes": 0.0, "moves_undone": 0.0, "left_to_finish": 0.0}
@@ -177,8 +188,7 @@ class Departures:
             d.paused_at + self._config.move_pause_s for d in self._by_room.values() if d.stage is not Stage.STOPPING
         ]
         due_at += [at for at in (self._sender.next_deadline,) if at is not None]
-        if self._desk.draining and len(self._desk):
-            due_at.append(self._judged_at + JUDGE_EVERY_S)
+        due_at += [verdict.again_at for verdict in self._verdicts.values() if not verdict.goes]
         return min(due_at, default=None)
 
     def handle(self, session: SessionId, command: Handover | Resume) -> None:
@@ -209,7 +219,7 @@ class Departures:
 
     def drop(self, request: Request, reason: str) -> None:
         """It ends here, whatever it is doing. Idempotent."""
-        self._asked.pop(id(request), None)
+        self._verdicts.pop(id(request), None)
         departure = self._of(request)
         if departure is not None:
             departure.step(StageEvent.END)
@@ -217,11 +227,10 @@ class Departures:
 
     def undrain(self) -> None:
         """Nobody has to leave any more; those that have begun to, go."""
-        for request, _ in self._asked.values():
-            if not request.stopping:
-                self._tell_leaving(request, withdrawn=True)
-        self._asked.clear()
-        self._judged_at = float("-inf")
+        for verdict in self._verdicts.values():
+            if verdict.goes and not verdict.request.stopping:
+                self._tell_leaving(verdict.request, withdrawn=True)
+        self._verdicts.clear()
 
     # ------------------------------------------------------------ the round
 
@@ -300,21 +309,23 @@ class Departures:
             self.counters["moved_out_bytes"] += departure.bytes
             self._desk.tell(request.session, Moved(submit.request_id, submit.attempt, departure.bytes))
             self._books.leave(request, f"{departure.peer.name} has it")
-        elif outcome.damaged and not self._intact(departure):
-            assert request.claim is not None
-            request.claim.betrayed = True
-            self._books.fail(request, ErrorKind.DAMAGED, f"its state was damaged here: {outcome.reason}")
         else:
             self._back(departure, outcome.reason)
 
     def _back(self, departure: Departure, reason: str, *, tell: bool = True) -> None:
-        """The request goes on here; the room is over. With the next move it may be luckier."""
+        """The request goes on here, if its state is what it was; the room is over. The next move may be luckier."""
         request, submit = departure.request, departure.request.submit
         paused = departure.stage is not Stage.STOPPING
+        # Why it came to nothing may be told elsewhere first. If it was damage, this may be where it was done.
+        if departure.stage in (Stage.SENDING, Stage.SENT) and not self._intact(departure):
+            assert request.claim is not None
+            request.claim.betrayed = True
+            self._books.fail(request, ErrorKind.DAMAGED, f"its state was damaged here: {reason}")
+            return
         departure.step(StageEvent.BACK)
         self._close(departure, ErrorKind.ROOM, reason)
         request.stopping = False
-        self._asked.pop(id(request), None)
+        self._verdicts[id(request)] = _Verdict(request, True, False, self._clock.now() + JUDGE_EVERY_S)
         self.counters["moves_undone"] += 1
         if paused:
             self._books.come_back(request)
@@ -341,22 +352,20 @@ class Departures:
     # ------------------------------------------------------------ draining
 
     def _ask(self) -> None:
-        """Tell the router who should go. Judged once a second: what was left to finish may turn out to take long."""
+        """Tell the router who should go; who was left to finish may turn out to take long, and is judged again."""
         now = self._clock.now()
-        if now < self._judged_at + JUDGE_EVERY_S:
-            return
-        self._judged_at = now
-        stay = 0
         for request in self._desk:
-            runs = request.phase is Phase.RUNNING
+            running = request.phase is Phase.RUNNING
             if request.stopping or request.phase is Phase.ARRIVING:
                 continue
-            if runs and not self._worth_moving(request, now):
-                stay += 1
-            elif self._asked.get(id(request)) != (request, runs):
-                self._asked[id(request)] = request, runs
+            known = self._verdicts.get(id(request))
+            if known is not None and known.running == running and (known.goes or now < known.again_at):
+                continue
+            goes = not running or self._worth_moving(request, now)
+            self._verdicts[id(request)] = _Verdict(request, running, goes, now + JUDGE_EVERY_S)
+            if goes:
                 self._tell_leaving(request)
-        self.counters["left_to_finish"] = stay
+        self.counters["left_to_finish"] = sum(not v.goes for v in self._verdicts.values())
 
     def _tell_leaving(self, request: Request, *, withdrawn: bool = False) -> None:
         submit, started = request.submit, request.phase is Phase.RUNNING

@@ -344,7 +344,7 @@ class Brain:
 
     def on_event(self, worker: WorkerKey, event: Event) -> None:
         r = self._requests.get(event.request_id)
-        if r is not None and self.moves.hears(r, worker, event):
+        if self.moves.hears(r, worker, event):
             self._advanced = self._clock.now()
             return
         if r is None or event.attempt != r.attempt or worker not in (r.prefill, r.decode):

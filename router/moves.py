@@ -8,9 +8,9 @@ A worker that drains says who should leave (`Leaving`). The router picks who tak
     moved      the target spoke: from now on it is the request's worker
     stayed     the target failed or refused, or nothing happened in time: the source goes on with it
 
-Whoever speaks first after the pause has the request, and the other is sent a cancel: both would go on with the same
-tokens, so it can't be wrong. A move costs no replay; but if both are lost, the request is replayed from its tokens
-like any other. One that stayed is offered again, to another worker first, `TRIES` times in all.
+Whoever speaks first after the pause has the request, and the other is sent a cancel when it speaks, too: both would go
+on with the same tokens, so it can't be wrong. A move costs no replay; but if both are lost, the request is replayed
+from its tokens like any other. One that stayed is offered again, to another worker first, `TRIES` times in all.
 """
 
 from __future__ import annotations
@@ -163,12 +163,19 @@ class Moves:
 
     # ------------------------------------------------------------ what workers say
 
-    def hears(self, r: Request, worker: WorkerKey, event: Event) -> bool:
+    def hears(self, r: Request | None, worker: WorkerKey, event: Event) -> bool:
         """Take an event in; True when it is about a move and nothing else. May change who the request's worker is."""
         if isinstance(event, Leaving | Paused | Resumed | Moved):
-            if worker == r.decode and event.attempt == r.attempt:
+            if isinstance(event, Moved):
+                self.counts.moved_bytes += event.bytes
+            if r is not None and worker == r.decode and event.attempt == r.attempt:
                 self._of_source(r, worker, event)
+            elif isinstance(event, Paused | Resumed):
+                # The request has ended or is somewhere else: who would go on with it needn't.
+                self._send(worker, Cancel(event.request_id, event.attempt))
             return True
+        if r is None:
+            return False
         move = self.of(r)
         if move is None or worker != move.target or event.attempt != move.attempt:
             return False
@@ -192,7 +199,6 @@ class Moves:
                 self._give_up(r, move, event.reason, tell_source=False)
             case Moved() if move is not None and move.state is MoveState.OFFERED:
                 move.step(MoveEvent.GIVEN, self._clock.now())
-                self.counts.moved_bytes += event.bytes
 
     def _wish(self, r: Request, worker: WorkerKey, event: Leaving) -> None:
         if event.withdrawn:
@@ -217,7 +223,7 @@ class Moves:
         target = self._workers.pick_decode(r.max_len, avoid, now)
         if target is None:
             return False
-        move = Move(r.decode, target.key, r.attempt + 1, RoomId(self._mint_room()), now)
+        move = Move(r.decode, target.key, r.next_attempt(), RoomId(self._mint_room()), now)
         self._under_way[r.id] = r, move
         target.load += 1
         target.requests.add(r.id)
@@ -239,13 +245,12 @@ class Moves:
         self._send(move.target, submit)
 
     def _arrive(self, r: Request, move: Move) -> None:
-        """The target has it. Whatever the source still does with it is nothing to anybody."""
+        """The target has it. The source will hear so, or go on with it in vain, say so and be told."""
         now = self._clock.now()
         paused_s = now - move.paused_at
         self.counts.moved += 1
         self.counts.paused_s += paused_s
         self.counts.longest_pause_s = max(self.counts.longest_pause_s, paused_s)
-        self._send(move.source, Cancel(r.id, r.attempt))
         move.step(MoveEvent.SPOKE, now)
         del self._under_way[r.id]
         self._wishes.pop(r.id, None)
