@@ -248,8 +248,10 @@ def _seat(
 
 def _event_rank(role: Role, name: WorkerName) -> int:
     """What is added to the port of `cache.events`, so that no two workers of a host want the same."""
-    index = name.rpartition("-")[2]
-    return 2 * (int(index) if index.isdigit() else 0) + (role is Role.DECODE)
+    kind, _, index = name.rpartition("-")
+    # By its name, which it keeps when its role is changed.
+    decodes = kind == Role.DECODE if kind in list(Role) else role is Role.DECODE
+    return 2 * (int(index) if index.isdigit() else 0) + decodes
 
 
 def _fingerprint(pools: PoolSet, spec: ModelSpec, config: Config) -> str:

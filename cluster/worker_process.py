@@ -59,6 +59,8 @@ class WorkerPlan:
     """Which of the worker's tensor-parallel ranks this process is; 0 is the leader."""
     meeting: str = field(default="", repr=False)
     """Hex: by which the ranks of this incarnation find and know each other; empty where there is one."""
+    node_id: str = ""
+    """The Ray node that it runs on."""
     secret: str = field(default="", repr=False)
     """Hex; what workers authenticate each other with where they don't meet on loopback."""
 
@@ -95,12 +97,27 @@ class WorkerProcess:
         host = WorkerHost(worker, may_send=lambda: keeper is None or keeper.lease.held, on_end=self._on_end)
         server, endpoint = serve_worker(loop, host, plan.incarnation, plan.host, plan.secret)
         record = WorkerRecord(
-            plan.name, plan.role, plan.incarnation, os.getpid(), node_name(), endpoint, worker.control, worker.fits
+            plan.name,
+            plan.role,
+            plan.incarnation,
+            os.getpid(),
+            node_name(),
+            endpoint,
+            worker.control,
+            worker.fits,
+            plan.node_id,
         )
         try:
             heartbeat_s = plan.config.cluster.heartbeat_s
             starting = LeaseKeeper(
-                record, plan.controller, clock, heartbeat_s, lambda: host.snapshot, self._on_lost, plan.secret
+                record,
+                plan.controller,
+                clock,
+                heartbeat_s,
+                lambda: host.snapshot,
+                self._on_lost,
+                plan.secret,
+                on_drain=host.drain,
             )
             loop.run(starting.start(plan.config.cluster.lease_s), plan.config.cluster.lease_s + 5.0)
             keeper = starting

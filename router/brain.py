@@ -223,6 +223,23 @@ class Brain:
         """Prefill's work is done: its token and scores are here, and decode runs on what it sent."""
         return r.scores_in and r.next_position > r.base and r.decode_spoke
 
+    def fail_over(self, key: WorkerKey) -> int:
+        """Start over elsewhere what this worker has, at no cost to any request; what nobody else can take stays.
+
+        Returns how many.
+        """
+        entry, taken = self.workers.get(key), 0
+        requests = [self._requests[rid] for rid in sorted(entry.requests)] if entry is not None else []
+        for request in requests:
+            if self.moves.lost(request, key, "it leaves", over=False):
+                continue
+            if request.prefill == key and self._survives_prefill(request):
+                self._leave_prefill(request)
+                request.prefill_lost = True
+            else:
+                taken += self.moves.restart(request, key)
+        return taken
+
     # ------------------------------------------------------------ requests come and go
 
     def submit(self, request: Request) -> None:

@@ -124,9 +124,7 @@ class MoveCounts:
     moved: int = 0
     stayed: int = 0
     restarted: int = 0
-    """Requests that had not begun at a draining worker, and began elsewhere."""
-    failed_over: int = 0
-    """Requests that were taken from a worker that was to leave at once."""
+    """Requests that had not begun at a draining worker, or that it was to leave at once, and began elsewhere."""
     moved_bytes: int = 0
     paused_s: float = 0.0
     """Of all that moved, from their pause until the other worker had everything."""
@@ -290,12 +288,12 @@ class Moves:
 
     # ------------------------------------------------------------ what the brain says
 
-    def lost(self, r: Request, worker: WorkerKey, reason: str) -> bool:
-        """A worker is lost; True when that was only where the request was going to."""
+    def lost(self, r: Request, worker: WorkerKey, reason: str, *, over: bool = True) -> bool:
+        """A worker is lost, or (not `over`) to leave; True when that was only where the request was going to."""
         move = self.of(r)
         if move is None or worker != move.target or worker == r.decode:
             return False
-        self._give_up(r, move, f"lost {worker[0]}: {reason}", over=True)
+        self._give_up(r, move, f"lost {worker[0]}: {reason}", over=over)
         return True
 
     def leave(self, r: Request) -> None:
@@ -319,15 +317,21 @@ class Moves:
             self._wishes.pop(r.id, None)
             return
         if not wish.started:
-            avoid = {**r.avoid, wish.worker: float("inf")}
-            if self._workers.able(Role.DECODE, r.max_len, avoid, self._clock.now()):
-                self._wishes.pop(r.id)
-                self.counts.restarted += 1
-                self._replay(r, f"{wish.worker[0]} drains", wish.worker)
+            self.restart(r, wish.worker)
             return
         busy = sum(move.source == wish.worker for _, move in self._under_way.values())
         if busy < self._config.moves_at_once and self.begin(r):
             wish.tries += 1
+
+    def restart(self, r: Request, worker: WorkerKey) -> bool:
+        """Start a request over without this worker, if there is another of its role."""
+        role = Role.DECODE if worker == r.decode else Role.PREFILL
+        others = [e for e in self._workers.able(role, r.max_len, r.avoid, self._clock.now()) if e.key != worker]
+        if not others or r.done is not None:
+            return False
+        self.counts.restarted += 1
+        self._replay(r, f"{worker[0]} drains", worker)
+        return True
 
     def check(self) -> list[str]:
         """What of the books doesn't agree."""
