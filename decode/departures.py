@@ -178,6 +178,11 @@ class Departures:
         return self._sender.rooms
 
     @property
+    def stats(self) -> dict[str, float]:
+        """Counters for the worker's status."""
+        return {**self.counters, "leaving": len(self._by_room), **self._sender.outgoing}
+
+    @property
     def sending(self) -> bool:
         """Whether there is something to write as soon as the worker comes to it."""
         return any(d.stage in (Stage.STOPPING, Stage.SENDING) for d in self._by_room.values())

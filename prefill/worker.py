@@ -153,6 +153,7 @@ class PrefillWorker(PhaseWorker[Request]):
             counters={
                 **self._counters,
                 **self._seat.stats(),
+                **self._sender.outgoing,
                 "sent_bytes": self._sender.sent_bytes,
                 "late_messages": self._sender.late,
             },
