@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, TextIO
 from cluster.controller import Controller, Start
 from cluster.controller_service import ControllerServer, FileLedger
 from cluster.logs import last_words
+from cluster.node_drains import NodeDrains, draining_ray_nodes
 from cluster.preflight import Prepared, with_threads
 from cluster.router_process import COMMAND, RouterProcess
 from cluster.run_folder import RunFolder
@@ -170,6 +171,8 @@ class Serve:
         stack.callback(launcher.close)
         # Before the workers are ended, so that routers learn why and nothing is restarted.
         stack.callback(lambda: self._server.call(Controller.shut_down))
+        self._node_drains = NodeDrains(draining_ray_nodes)
+        stack.callback(self._node_drains.close)
         self._supervisor = Supervisor(self._server, launcher, self._plan, self._terminal.line)
         for name, role in self._prepared.workers:
             self._server.call(lambda brain, name=name, role=role: brain.add(name, role))  # type: ignore[misc]
@@ -238,8 +241,10 @@ class Serve:
 
     def _keep_alive(self) -> None:
         restarts = 0
+        self._node_drains.start()
         while not self._stopping.asked:
             self._supervisor.poll(POLL_S)
+            self._drain_nodes()
             if self._ray is not None and (lost := self._ray.lost()):
                 raise PartFailed(f"Ray has died ({lost} is gone) and took the workers with it; start again")
             how = self._router.ended()
@@ -250,6 +255,11 @@ class Serve:
                 raise PartFailed(f"the router died ({how}) too often{self._words('router')}")
             self._terminal.line(f"router died ({how}); restarting{self._words('router')}")
             self._folder.owns(*self._router.start())
+
+    def _drain_nodes(self) -> None:
+        for name, node in self._node_drains.due(self._server.call(Controller.views)):
+            if self._server.call(lambda brain, name=name: brain.drain(name)):  # type: ignore[misc]
+                self._terminal.line(f"{name} drains: Ray takes its node {node[:8]} away")
 
 
 def _words(lines: list[str]) -> str:

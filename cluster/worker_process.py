@@ -22,6 +22,7 @@ from cluster.lease import LeaseKeeper
 from cluster.logs import log_to_file
 from cluster.procs import die_with_parent, start_time
 from cluster.service import serve_worker
+from cluster.terminated import TERMINATED
 from contracts.access import SECRET_VARIABLE
 from contracts.clock import SystemClock
 from contracts.config import Config
@@ -122,6 +123,7 @@ class WorkerProcess:
             loop.run(starting.start(plan.config.cluster.lease_s), plan.config.cluster.lease_s + 5.0)
             keeper = starting
             host.start()
+            TERMINATED.on(host.drain)
             log.info("ready", extra={"worker": plan.name, "endpoint": endpoint, "control": worker.control})
             self._ended.wait()
             if self._outcome.end is HostEnd.LEFT:
