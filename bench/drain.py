@@ -7,8 +7,8 @@
 The same streams, drawn at random from fixed seeds, run twice. The first time nothing happens. The second time the
 victim is drained when each stream has had some tokens; every answer must be the same, token by token. Shown are the
 time until the victim had left, the longest gap of each stream that was handed on, beside those of the others, and
-the time that waiting for the victim's streams to end would have taken: what they still had to come at that moment, at the pace
-of the first run.
+the time that waiting for the victim's streams to end would have taken: what they still had to come at that moment, at
+the pace of the first run.
 """
 
 from __future__ import annotations
@@ -128,7 +128,7 @@ async def _drain(client: httpx.AsyncClient, victim: str) -> None:
         state = next((row["state"] for row in rows if row["name"] == victim), "left")
         if state == "left":
             return
-        if state not in ("draining", "ready"):
+        if state in ("dead", "starting"):
             raise EndpointError(f"{victim} is {state} in the middle of its drain")
         await asyncio.sleep(0.02)
     raise EndpointError(f"{victim} has not left within {DRAIN_TIMEOUT_S:g} s")

@@ -150,6 +150,10 @@ class DecodeConfig:
     """A stream that is handed to another worker stands still for this long at most; then it goes on where it was."""
     move_chunk_bytes: int = 8 * 1024 * 1024
     """What a worker writes of a request that it hands on between two steps of the others."""
+    move_ahead_bytes: int = 1024 * 1024
+    """Of a request with more state than this, finished pages are copied ahead, while it runs, before it is moved."""
+    offer_bytes: int = 256 * 1024 * 1024
+    """What a worker that leaves offers of its prefix tree to the others, the hottest prefixes first; 0: nothing."""
     tp: int = 1
     """As `prefill.tp`; the two may differ."""
     cache: CacheOverride = field(default_factory=CacheOverride)
@@ -347,7 +351,7 @@ _MAY_BE_ZERO = {
     "cache.device_requests", "prefill.cache.device_requests", "decode.cache.device_requests",
     "cache.host_bytes", "prefill.cache.host_bytes", "decode.cache.host_bytes", "cache.prefetch.base_s",
     "cache.prefetch.per_token_s", "cache.storage.ttl_s", "faults.stop_in_write", "faults.corrupt_page",
-    "faults.step_delay_s", "router.replay_limit",
+    "faults.step_delay_s", "router.replay_limit", "decode.offer_bytes",
 }  # fmt: skip
 
 

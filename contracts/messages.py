@@ -88,7 +88,38 @@ class Resume:
     attempt: int
 
 
-Command = Submit | Cancel | Handover | Resume
+@dataclass(frozen=True, slots=True)
+class Give:
+    """Write the finished pages that the tree has of these tokens to `peer`, which will fetch them as `room`.
+
+    Decode answers `Gives`. Nothing that runs is held up.
+    """
+
+    request_id: RequestId
+    """The running request whose pages they are, or a name for what was offered."""
+    attempt: int
+    room: RoomId
+    peer: PeerRef
+    tokens: tuple[int, ...] = ()
+    """Empty: those of the request."""
+    salt: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Fetch:
+    """Receive the finished pages of these tokens from `peer` as `room`, for the tree. Decode answers `Fetched`."""
+
+    request_id: RequestId
+    attempt: int
+    room: RoomId
+    peer: PeerRef
+    tokens: tuple[int, ...]
+    salt: str = ""
+    spare: bool = False
+    """Only into pages that hold nothing."""
+
+
+Command = Submit | Cancel | Handover | Resume | Give | Fetch
 
 
 # ---------------------------------------------------------------- worker -> router
@@ -194,7 +225,36 @@ class Moved:
     """Of state, that were sent."""
 
 
-Event = Tokens | PromptScores | Progress | Done | Leaving | Paused | Resumed | Moved
+@dataclass(frozen=True, slots=True)
+class Gives:
+    """Pages of so many positions are kept for whoever fetches them; 0: it isn't worth it, or there are none."""
+
+    request_id: RequestId
+    attempt: int
+    positions: int
+
+
+@dataclass(frozen=True, slots=True)
+class Fetched:
+    """A fetch has ended, with so many bytes; 0: with nothing."""
+
+    request_id: RequestId
+    attempt: int
+    bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Offered:
+    """A decode worker that leaves has these tokens' pages, which others may want: the hottest first."""
+
+    request_id: RequestId
+    """A name for the offer."""
+    attempt: int
+    tokens: tuple[int, ...]
+    salt: str
+
+
+Event = Tokens | PromptScores | Progress | Done | Leaving | Paused | Resumed | Moved | Gives | Fetched | Offered
 
 
 # ---------------------------------------------------------------- worker state, for the controller and operators

@@ -10,9 +10,14 @@ from contracts.messages import (
     Command,
     Done,
     Event,
+    Fetch,
+    Fetched,
+    Give,
+    Gives,
     Handover,
     Leaving,
     Moved,
+    Offered,
     Paused,
     PeerRef,
     Progress,
@@ -40,6 +45,22 @@ def command_to_proto(command: Command) -> pb.Command:
             )
         case Resume():
             return pb.Command(resume=pb.Cancel(request_id=command.request_id, attempt=command.attempt))
+        case Give():
+            return pb.Command(give=_pages_to_proto(command))
+        case Fetch():
+            return pb.Command(fetch=_pages_to_proto(command))
+
+
+def _pages_to_proto(c: Give | Fetch) -> pb.Pages:
+    return pb.Pages(
+        request_id=c.request_id,
+        attempt=c.attempt,
+        room=c.room,
+        peer=_peer_to_proto(c.peer),
+        tokens=c.tokens,
+        salt=c.salt,
+        spare=isinstance(c, Fetch) and c.spare,
+    )
 
 
 def command_from_proto(message: pb.Command) -> Command:
@@ -52,6 +73,14 @@ def command_from_proto(message: pb.Command) -> Command:
         case "handover":
             h = message.handover
             return Handover(RequestId(h.request_id), h.attempt, RoomId(h.room), _peer_from_proto(h.peer))
+        case "give":
+            g = message.give
+            ids = RequestId(g.request_id), g.attempt, RoomId(g.room), _peer_from_proto(g.peer)
+            return Give(*ids, tuple(g.tokens), g.salt)
+        case "fetch":
+            f = message.fetch
+            ids = RequestId(f.request_id), f.attempt, RoomId(f.room), _peer_from_proto(f.peer)
+            return Fetch(*ids, tuple(f.tokens), f.salt, f.spare)
         case "resume":
             return Resume(RequestId(message.resume.request_id), message.resume.attempt)
         case kind:
@@ -193,6 +222,12 @@ def event_to_proto(event: Event) -> pb.Event:
             out.resumed.CopyFrom(pb.Resumed(reason=event.reason))
         case Moved():
             out.moved.CopyFrom(pb.Moved(bytes=event.bytes))
+        case Gives():
+            out.gives.CopyFrom(pb.Gives(positions=event.positions))
+        case Fetched():
+            out.fetched.CopyFrom(pb.Moved(bytes=event.bytes))
+        case Offered():
+            out.offered.CopyFrom(pb.Offered(tokens=event.tokens, salt=event.salt))
     return out
 
 
@@ -239,6 +274,12 @@ def event_from_proto(m: pb.Event) -> Event:
             return Resumed(request_id, attempt, m.resumed.reason)
         case "moved":
             return Moved(request_id, attempt, m.moved.bytes)
+        case "gives":
+            return Gives(request_id, attempt, m.gives.positions)
+        case "fetched":
+            return Fetched(request_id, attempt, m.fetched.bytes)
+        case "offered":
+            return Offered(request_id, attempt, tuple(m.offered.tokens), m.offered.salt)
         case kind:
             raise WireError(f"unknown event {kind!r}")
 

@@ -34,13 +34,14 @@ from cache.due import due, extents
 from cache.seat import Seat
 from cache.tags import chain_keys
 from contracts.clock import Clock
-from contracts.config import DecodeConfig
+from contracts.config import Config
 from contracts.errors import ErrorKind, WireError
 from contracts.ids import RoomId
-from contracts.messages import Done, Handover, Leaving, Moved, Paused, PeerRef, Resume, Resumed
+from contracts.messages import Done, Give, Handover, Leaving, Moved, Paused, PeerRef, Resume, Resumed
 from contracts.ports import SessionId
 from contracts.table import StateTable
 from decode.costs import Costs
+from decode.giving import Giving
 from decode.request import Phase, Request
 from transfer.desk import Desk
 from transfer.finished import finished
@@ -145,22 +146,25 @@ class Books:
     """Whether all that was loaded for it has come."""
     leave: Callable[[Request, str], None]
     fail: Callable[[Request, ErrorKind, str], None]
+    share: Callable[[Request], None]
+    """Give the tree what it has finished."""
 
 
 class Departures:
     """See the module's prose. Called between steps, by the worker's thread."""
 
     def __init__(
-        self, seat: Seat, sender: SenderEnd, desk: Desk[Request], config: DecodeConfig, clock: Clock, books: Books
+        self, seat: Seat, sender: SenderEnd, desk: Desk[Request], config: Config, clock: Clock, books: Books
     ) -> None:
         self._seat, self._sender, self._desk = seat, sender, desk
-        self._config, self._clock, self._books = config, clock, books
+        self._config, self._clock, self._books = config.decode, clock, books
         self.costs = Costs()
+        self.giving = Giving(seat, sender, desk, config, clock, books.share)
         self._by_room: dict[RoomId, Departure] = {}
         self._verdicts: dict[int, _Verdict] = {}
         """Of a draining worker's requests, by identity."""
         spec = seat.spec
-        self._most = {p: max(1, config.move_chunk_bytes // spec.whole.unit_bytes(p)) for p in spec.by_name}
+        self._most = {p: max(1, config.decode.move_chunk_bytes // spec.whole.unit_bytes(p)) for p in spec.by_name}
         self.counters = {"moved_out": 0.0, "moved_out_bytes": 0.0, "moves_undone": 0.0, "left_to_finish": 0.0}
 
     # ------------------------------------------------------------ what the router and the worker say
@@ -180,24 +184,29 @@ class Departures:
     @property
     def stats(self) -> dict[str, float]:
         """Counters for the worker's status."""
-        return {**self.counters, "leaving": len(self._by_room), **self._sender.outgoing}
+        here = {"leaving": len(self._by_room), "given_bytes": self.giving.bytes}
+        return {**self.counters, **here, **self._sender.outgoing}
 
     @property
     def sending(self) -> bool:
         """Whether there is something to write as soon as the worker comes to it."""
-        return any(d.stage in (Stage.STOPPING, Stage.SENDING) for d in self._by_room.values())
+        going = (Stage.STOPPING, Stage.SENDING)
+        return self.giving.writing or any(d.stage in going for d in self._by_room.values())
 
     @property
     def next_deadline(self) -> float | None:
         due_at = [
             d.paused_at + self._config.move_pause_s for d in self._by_room.values() if d.stage is not Stage.STOPPING
         ]
-        due_at += [at for at in (self._sender.next_deadline,) if at is not None]
+        due_at += [at for at in (self._sender.next_deadline, self.giving.next_deadline) if at is not None]
         due_at += [verdict.again_at for verdict in self._verdicts.values() if not verdict.goes]
         return min(due_at, default=None)
 
-    def handle(self, session: SessionId, command: Handover | Resume) -> None:
+    def handle(self, session: SessionId, command: Handover | Resume | Give) -> None:
         request = self._desk.find(session, command.request_id, command.attempt)
+        if isinstance(command, Give):
+            self.giving.handle(session, command, request)
+            return
         if isinstance(command, Resume):
             self._resume(session, command, request)
             return
@@ -244,6 +253,7 @@ class Departures:
         for outcome in self._sender.poll():
             departure = self._by_room.get(outcome.room)
             if departure is None:
+                self.giving.hear(outcome)
                 continue
             if isinstance(outcome, Granted):
                 departure.step(StageEvent.GRANT)
@@ -257,6 +267,7 @@ class Departures:
         for departure in list(self._by_room.values()):
             if departure.stage is Stage.SENDING:
                 self._send(departure)
+        self.giving.round()
         if self._desk.draining:
             self._ask()
 
@@ -413,4 +424,5 @@ class Departures:
         return found
 
     def close(self) -> None:
+        self.giving.close()
         self._sender.close()

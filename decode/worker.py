@@ -20,10 +20,11 @@ from contracts.clock import Clock
 from contracts.config import Config
 from contracts.errors import ErrorKind, WireError
 from contracts.ids import Incarnation, Role, WorkerName
-from contracts.messages import CheckReport, Command, Done, Fits, Handover, Progress, Resume, Submit, Tokens
+from contracts.messages import CheckReport, Command, Done, Fetch, Fits, Give, Handover, Progress, Resume, Submit, Tokens
 from contracts.messages import WorkerStatus as Status
 from contracts.ports import SessionId
 from decode.departures import Books, Departures
+from decode.fetching import Fetching
 from decode.reasoning import Reasoning
 from decode.request import Phase, PhaseEvent, Request
 from engine.ahead import Ahead
@@ -71,8 +72,9 @@ class DecodeWorker(PhaseWorker[Request]):
         self._waiting: deque[Request] = deque()
         self._running: deque[Request] = deque()
         self._ahead = Ahead[Request]()
-        books = Books(self._depart, self._come_back, self._loaded, self._leave, self._fail)
-        self._departures = Departures(seat, sender, self._desk, config.decode, clock, books)
+        books = Books(self._depart, self._come_back, self._loaded, self._leave, self._fail, self._share)
+        self._departures = Departures(seat, sender, self._desk, config, clock, books)
+        self._fetching = Fetching(seat, receiver, self._desk, reuse=self._reuse)
         self._landed = False
         """Whether the last round committed something: then the next may have room for somebody."""
         self._steps = 0
@@ -87,7 +89,10 @@ class DecodeWorker(PhaseWorker[Request]):
     # ------------------------------------------------------------ the host's side
 
     def handle(self, session: SessionId, command: Command) -> None:
-        if isinstance(command, Handover | Resume):
+        if isinstance(command, Fetch):
+            self._fetching.handle(session, command)
+            return
+        if isinstance(command, Handover | Resume | Give):
             self._departures.handle(session, command)
             return
         submit = self._desk.accept(session, command, self._cancel)
@@ -140,6 +145,7 @@ class DecodeWorker(PhaseWorker[Request]):
             counters={
                 **self._counters,
                 **self._departures.stats,
+                "fetched_bytes": self._fetching.bytes,
                 **self._seat.stats(),
                 "pages_damaged": self._receiver.damaged,
                 "late_messages": self._receiver.late,
@@ -149,7 +155,7 @@ class DecodeWorker(PhaseWorker[Request]):
     def check(self) -> CheckReport:
         found = self._seat.check({pool: self._receiver.holds(pool) for pool in self._seat.spec.by_name})
         found += self._receiver.check() + self._departures.check()
-        claims = sum(r.claim is not None for r in self._desk)
+        claims = sum(r.claim is not None for r in self._desk) + len(self._departures.giving) + len(self._fetching)
         if claims != self._seat.claims:
             found.append(f"{self._seat.claims} claims, requests hold {claims}")
         for phase, queue in ((Phase.WAITING, self._waiting), (Phase.RUNNING, self._running)):
@@ -172,6 +178,8 @@ class DecodeWorker(PhaseWorker[Request]):
             self._leave(request, "the worker closes")
         try:
             self._ahead.drop()
+            self._fetching.close()
+            self._departures.giving.close()
             self._seat.close()
         finally:
             self._departures.close()
@@ -198,6 +206,8 @@ class DecodeWorker(PhaseWorker[Request]):
         by_room = {r.submit.room: r for r in self._desk}
         for outcome in outcomes:
             request = by_room.get(outcome.room)
+            if self._fetching.hears(outcome):
+                continue
             if request is None or not self._desk.holds(request):
                 if isinstance(outcome, Arrived):
                     outcome.release()

@@ -25,7 +25,9 @@ from contracts.messages import (
     CheckReport,
     Command,
     Done,
+    Fetch,
     Fits,
+    Give,
     Handover,
     Progress,
     PromptScores,
@@ -105,7 +107,7 @@ class PrefillWorker(PhaseWorker[Request]):
     # ------------------------------------------------------------ the host's side
 
     def handle(self, session: SessionId, command: Command) -> None:
-        if isinstance(command, Handover | Resume):
+        if isinstance(command, Handover | Resume | Give | Fetch):
             return  # For decode: prefill's requests leave by themselves.
         submit = self._desk.accept(session, command, self._cancel)
         if submit is None:

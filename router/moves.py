@@ -2,6 +2,7 @@
 
 A worker that drains says who should leave (`Leaving`). The router picks who takes each, a few at a time:
 
+    ahead      its finished pages go to the target's tree while it runs on, if they are many (`Give`, `Fetch`)
     asked      the source was told to stop it (`Handover`)
     offered    it stands still at the source; the target was sent it as the next attempt, with the source as its peer
     given      the source says that the target has everything
@@ -28,9 +29,14 @@ from contracts.messages import (
     Command,
     Done,
     Event,
+    Fetch,
+    Fetched,
+    Give,
+    Gives,
     Handover,
     Leaving,
     Moved,
+    Offered,
     Paused,
     Progress,
     Resume,
@@ -51,6 +57,7 @@ AVOID_S = 5.0
 
 
 class MoveState(StrEnum):
+    AHEAD = "ahead"
     ASKED = "asked"
     OFFERED = "offered"
     GIVEN = "given"
@@ -59,6 +66,8 @@ class MoveState(StrEnum):
 
 
 class MoveEvent(StrEnum):
+    COPIED = "copied"
+    """As much as can be was copied ahead, or it isn't worth it."""
     PAUSED = "paused"
     GIVEN = "given"
     SPOKE = "spoke"
@@ -71,6 +80,11 @@ class MoveEvent(StrEnum):
 MOVES = StateTable[MoveState, MoveEvent](
     "move",
     {
+        MoveState.AHEAD: {
+            MoveEvent.COPIED: MoveState.ASKED,
+            MoveEvent.BACK: MoveState.STAYED,
+            MoveEvent.END: MoveState.STAYED,
+        },
         MoveState.ASKED: {
             MoveEvent.PAUSED: MoveState.OFFERED,
             MoveEvent.BACK: MoveState.STAYED,
@@ -99,8 +113,10 @@ class Move:
     attempt: int
     """As which the target knows it."""
     room: RoomId
+    ahead: RoomId
+    """For what is copied ahead."""
     heard: float
-    state: MoveState = MoveState.ASKED
+    state: MoveState = MoveState.AHEAD
     paused_at: float = 0.0
 
     def step(self, event: MoveEvent, now: float) -> None:
@@ -163,9 +179,12 @@ class Moves:
 
     def hears(self, r: Request | None, worker: WorkerKey, event: Event) -> bool:
         """Take an event in; True when it is about a move and nothing else. May change who the request's worker is."""
-        if isinstance(event, Leaving | Paused | Resumed | Moved):
-            if isinstance(event, Moved):
+        if isinstance(event, Leaving | Paused | Resumed | Moved | Gives | Fetched | Offered):
+            if isinstance(event, Moved | Fetched):
                 self.counts.moved_bytes += event.bytes
+            if isinstance(event, Fetched):
+                self._fetched(r, worker, event)
+                return True
             if r is not None and worker == r.decode and event.attempt == r.attempt:
                 self._of_source(r, worker, event)
             elif isinstance(event, Paused | Resumed):
@@ -180,11 +199,18 @@ class Moves:
         if isinstance(event, Done) and event.error is not None:
             self._give_up(r, move, f"{worker[0]}: {event.error}: {event.message}", over=True, kind=event.error)
             return True
-        if isinstance(event, Progress | Tokens | Done) and move.state is not MoveState.ASKED:
+        if isinstance(event, Progress | Tokens | Done) and move.state in (MoveState.OFFERED, MoveState.GIVEN):
             self._arrive(r, move)
         return False
 
-    def _of_source(self, r: Request, worker: WorkerKey, event: Leaving | Paused | Resumed | Moved) -> None:
+    def _fetched(self, r: Request | None, worker: WorkerKey, event: Fetched) -> None:
+        move = self.of(r) if r is not None else None
+        if r is None or move is None or (worker, event.attempt) != (move.target, move.attempt):
+            return
+        if move.state is MoveState.AHEAD:
+            self._ask(r, move)
+
+    def _of_source(self, r: Request, worker: WorkerKey, event: Event) -> None:
         move = self.of(r)
         match event:
             case Leaving():
@@ -193,6 +219,8 @@ class Moves:
                 self._offer(r, move, event.position)
             case Paused():
                 self._send(worker, Resume(r.id, r.attempt))
+            case Gives() if move is not None and move.state is MoveState.AHEAD:
+                self._copy(r, move, event.positions)
             case Resumed() if move is not None and move.state is not MoveState.GIVEN:
                 self._give_up(r, move, event.reason, tell_source=False)
             case Moved() if move is not None and move.state is MoveState.OFFERED:
@@ -221,13 +249,32 @@ class Moves:
         target = self._workers.pick_decode(r.max_len, avoid, now)
         if target is None:
             return False
-        move = Move(r.decode, target.key, r.next_attempt(), RoomId(self._mint_room()), now)
+        rooms = RoomId(self._mint_room()), RoomId(self._mint_room())
+        move = Move(r.decode, target.key, r.next_attempt(), *rooms, now)
         self._under_way[r.id] = r, move
         target.load += 1
         target.requests.add(r.id)
         self.counts.begun += 1
-        self._send(r.decode, Handover(r.id, r.attempt, move.room, target.peer))
+        self._send(r.decode, Give(r.id, r.attempt, move.ahead, target.peer))
         return True
+
+    def _copy(self, r: Request, move: Move, positions: int) -> None:
+        """The source keeps pages of so many positions for the target."""
+        source = self._workers.get(move.source)
+        if source is None or not positions:
+            self._ask(r, move)
+            return
+        move.heard = self._clock.now()
+        self._send(move.target, Fetch(r.id, move.attempt, move.ahead, source.peer, r.tokens[:positions], r.salt))
+
+    def _ask(self, r: Request, move: Move) -> None:
+        """The source is to stop it."""
+        target = self._workers.get(move.target)
+        if target is None or not _movable(r):
+            self._give_up(r, move, "it is about to end", tell_source=False)
+            return
+        move.step(MoveEvent.COPIED, self._clock.now())
+        self._send(move.source, Handover(r.id, r.attempt, move.room, target.peer))
 
     def _offer(self, r: Request, move: Move, position: int) -> None:
         now, source = self._clock.now(), self._workers.get(move.source)
@@ -265,19 +312,19 @@ class Moves:
         kind: ErrorKind = ErrorKind.ROOM,
     ) -> None:  # fmt: skip
         """The request stays where it is. `over`: the target has ended its attempt itself."""
-        given = move.state is MoveState.GIVEN
+        given, ahead = move.state is MoveState.GIVEN, move.state is MoveState.AHEAD
         self._end(r, move, over=over, event=MoveEvent.END if given else MoveEvent.BACK)
         self.counts.stayed += 1
         r.avoid[move.target] = self._clock.now() + AVOID_S
         if given:
             # The source has nothing of it any more, and what the target had is lost.
             self._replay(r, f"it was lost on its way to {move.target[0]}: {reason}", move.target)
-        elif tell_source:
+        elif tell_source and not ahead:
             self._send(move.source, Resume(r.id, r.attempt))
 
     def _end(self, r: Request, move: Move, *, over: bool, event: MoveEvent) -> None:
         target = self._workers.get(move.target)
-        offered = move.state is not MoveState.ASKED
+        offered = move.state in (MoveState.OFFERED, MoveState.GIVEN)
         move.step(event, self._clock.now())
         del self._under_way[r.id]
         if target is not None:

@@ -17,16 +17,20 @@ class RouterFrame(_message.Message):
     def __init__(self, commands: _Optional[_Iterable[_Union[Command, _Mapping]]] = ...) -> None: ...
 
 class Command(_message.Message):
-    __slots__ = ("submit", "cancel", "handover", "resume")
+    __slots__ = ("submit", "cancel", "handover", "resume", "give", "fetch")
     SUBMIT_FIELD_NUMBER: _ClassVar[int]
     CANCEL_FIELD_NUMBER: _ClassVar[int]
     HANDOVER_FIELD_NUMBER: _ClassVar[int]
     RESUME_FIELD_NUMBER: _ClassVar[int]
+    GIVE_FIELD_NUMBER: _ClassVar[int]
+    FETCH_FIELD_NUMBER: _ClassVar[int]
     submit: Submit
     cancel: Cancel
     handover: Handover
     resume: Cancel
-    def __init__(self, submit: _Optional[_Union[Submit, _Mapping]] = ..., cancel: _Optional[_Union[Cancel, _Mapping]] = ..., handover: _Optional[_Union[Handover, _Mapping]] = ..., resume: _Optional[_Union[Cancel, _Mapping]] = ...) -> None: ...
+    give: Pages
+    fetch: Pages
+    def __init__(self, submit: _Optional[_Union[Submit, _Mapping]] = ..., cancel: _Optional[_Union[Cancel, _Mapping]] = ..., handover: _Optional[_Union[Handover, _Mapping]] = ..., resume: _Optional[_Union[Cancel, _Mapping]] = ..., give: _Optional[_Union[Pages, _Mapping]] = ..., fetch: _Optional[_Union[Pages, _Mapping]] = ...) -> None: ...
 
 class Peer(_message.Message):
     __slots__ = ("name", "incarnation", "control")
@@ -123,6 +127,24 @@ class Handover(_message.Message):
     peer: Peer
     def __init__(self, request_id: _Optional[str] = ..., attempt: _Optional[int] = ..., room: _Optional[str] = ..., peer: _Optional[_Union[Peer, _Mapping]] = ...) -> None: ...
 
+class Pages(_message.Message):
+    __slots__ = ("request_id", "attempt", "room", "peer", "tokens", "salt", "spare")
+    REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
+    ATTEMPT_FIELD_NUMBER: _ClassVar[int]
+    ROOM_FIELD_NUMBER: _ClassVar[int]
+    PEER_FIELD_NUMBER: _ClassVar[int]
+    TOKENS_FIELD_NUMBER: _ClassVar[int]
+    SALT_FIELD_NUMBER: _ClassVar[int]
+    SPARE_FIELD_NUMBER: _ClassVar[int]
+    request_id: str
+    attempt: int
+    room: str
+    peer: Peer
+    tokens: _containers.RepeatedScalarFieldContainer[int]
+    salt: str
+    spare: bool
+    def __init__(self, request_id: _Optional[str] = ..., attempt: _Optional[int] = ..., room: _Optional[str] = ..., peer: _Optional[_Union[Peer, _Mapping]] = ..., tokens: _Optional[_Iterable[int]] = ..., salt: _Optional[str] = ..., spare: _Optional[bool] = ...) -> None: ...
+
 class WorkerFrame(_message.Message):
     __slots__ = ("incarnation", "events")
     INCARNATION_FIELD_NUMBER: _ClassVar[int]
@@ -132,7 +154,7 @@ class WorkerFrame(_message.Message):
     def __init__(self, incarnation: _Optional[int] = ..., events: _Optional[_Iterable[_Union[Event, _Mapping]]] = ...) -> None: ...
 
 class Event(_message.Message):
-    __slots__ = ("request_id", "attempt", "tokens", "prompt_scores", "progress", "done", "leaving", "paused", "resumed", "moved")
+    __slots__ = ("request_id", "attempt", "tokens", "prompt_scores", "progress", "done", "leaving", "paused", "resumed", "moved", "gives", "fetched", "offered")
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     ATTEMPT_FIELD_NUMBER: _ClassVar[int]
     TOKENS_FIELD_NUMBER: _ClassVar[int]
@@ -143,6 +165,9 @@ class Event(_message.Message):
     PAUSED_FIELD_NUMBER: _ClassVar[int]
     RESUMED_FIELD_NUMBER: _ClassVar[int]
     MOVED_FIELD_NUMBER: _ClassVar[int]
+    GIVES_FIELD_NUMBER: _ClassVar[int]
+    FETCHED_FIELD_NUMBER: _ClassVar[int]
+    OFFERED_FIELD_NUMBER: _ClassVar[int]
     request_id: str
     attempt: int
     tokens: Tokens
@@ -153,7 +178,24 @@ class Event(_message.Message):
     paused: Paused
     resumed: Resumed
     moved: Moved
-    def __init__(self, request_id: _Optional[str] = ..., attempt: _Optional[int] = ..., tokens: _Optional[_Union[Tokens, _Mapping]] = ..., prompt_scores: _Optional[_Union[PromptScores, _Mapping]] = ..., progress: _Optional[_Union[Progress, _Mapping]] = ..., done: _Optional[_Union[Done, _Mapping]] = ..., leaving: _Optional[_Union[Leaving, _Mapping]] = ..., paused: _Optional[_Union[Paused, _Mapping]] = ..., resumed: _Optional[_Union[Resumed, _Mapping]] = ..., moved: _Optional[_Union[Moved, _Mapping]] = ...) -> None: ...
+    gives: Gives
+    fetched: Moved
+    offered: Offered
+    def __init__(self, request_id: _Optional[str] = ..., attempt: _Optional[int] = ..., tokens: _Optional[_Union[Tokens, _Mapping]] = ..., prompt_scores: _Optional[_Union[PromptScores, _Mapping]] = ..., progress: _Optional[_Union[Progress, _Mapping]] = ..., done: _Optional[_Union[Done, _Mapping]] = ..., leaving: _Optional[_Union[Leaving, _Mapping]] = ..., paused: _Optional[_Union[Paused, _Mapping]] = ..., resumed: _Optional[_Union[Resumed, _Mapping]] = ..., moved: _Optional[_Union[Moved, _Mapping]] = ..., gives: _Optional[_Union[Gives, _Mapping]] = ..., fetched: _Optional[_Union[Moved, _Mapping]] = ..., offered: _Optional[_Union[Offered, _Mapping]] = ...) -> None: ...
+
+class Gives(_message.Message):
+    __slots__ = ("positions",)
+    POSITIONS_FIELD_NUMBER: _ClassVar[int]
+    positions: int
+    def __init__(self, positions: _Optional[int] = ...) -> None: ...
+
+class Offered(_message.Message):
+    __slots__ = ("tokens", "salt")
+    TOKENS_FIELD_NUMBER: _ClassVar[int]
+    SALT_FIELD_NUMBER: _ClassVar[int]
+    tokens: _containers.RepeatedScalarFieldContainer[int]
+    salt: str
+    def __init__(self, tokens: _Optional[_Iterable[int]] = ..., salt: _Optional[str] = ...) -> None: ...
 
 class Leaving(_message.Message):
     __slots__ = ("started", "withdrawn")

@@ -11,8 +11,9 @@ import pytest
 from contracts.clock import ManualClock
 from contracts.errors import ErrorKind
 from contracts.ids import RequestId
+from contracts.messages import Moved
 from contracts.sampling import SamplingParams
-from tests.company import Company, company, generated
+from tests.company import Company, company, generated, hears
 from tests.pair import SESSION
 
 COUNT = 40
@@ -81,6 +82,7 @@ def _bring_to(c: Company, stage: str) -> RequestId:
     c.brain.moves.begin(c.told[rid].request)
     c.act()
     departures = c.decode("decode-0")._departures
+    c.step("decode-0")
     for _ in range(200):
         (departure,) = departures._by_room.values()
         if departure.stage == stage:
@@ -163,9 +165,7 @@ def test_state_damaged_on_its_way_is_noticed_and_the_source_whose_state_is_whole
     target = c.decode("decode-1")
     room = next(iter(target._receiver._rooms.values()))
     pools, full = target._seat.pools, target._seat.full
-    written = room.shares.left(full).start
-    c.step("decode-0")
-    index = room.runs[full].indices[written]
+    index = room.runs[full].indices[room.shares.left(full).start]
     pools.layout.buffers[full][0].stack(pools.region, pools.layout.counts[full])[0, index] += 1
     assert c.run(rid) == [alone]
     assert c.told[rid].replays == []
@@ -289,3 +289,70 @@ def test_a_request_moves_on_and_back_again(model: Path) -> None:
             sent.append(c.brain.moves.counts.moved_bytes - before)
         assert c.run(rid) == c.run(c.submit(prompt, seeded(1)))
         assert all(0 < later < sent[0] for later in sent[1:]), f"of what it left there it is sent nothing: {sent}"
+
+
+# ---------------------------------------------------------------- copied ahead
+
+
+@pytest.fixture
+def large(model: Path) -> Iterator[tuple[Company, RequestId]]:
+    """A request of many pages, which are copied ahead one by one."""
+    with company(model, decode={"move_chunk_bytes": 1, "move_ahead_bytes": 1}) as c:
+        rid = c.submit(list(range(200)), seeded(1, 120))
+        c.until(generated(c, rid, 5), "it to run")
+        yield c, rid
+
+
+def test_finished_pages_are_copied_ahead_while_the_stream_goes_on(large: tuple[Company, RequestId]) -> None:
+    c, rid = large
+    gone = hears(c, Moved)
+    before = len(c.told[rid].tokens)
+    assert c.brain.moves.begin(c.told[rid].request)
+    c.act()
+    c.until(lambda: bool(c.decode("decode-0")._departures), "it to be stopped")
+    assert len(c.told[rid].tokens) > before + 8, "it went on meanwhile"
+    c.until(lambda: c.brain.moves.counts.moved == 1, "it to move")
+    c.until(lambda: bool(gone), "the source to say so")
+    (moved,) = gone
+    assert isinstance(moved, Moved)
+    unit = c.decode("decode-0")._seat.spec.unit_bytes("full")
+    assert c.decode("decode-1").status().counters["fetched_bytes"] >= 12 * unit
+    assert moved.bytes <= 3 * unit, "little was left to send while it stood still"
+    assert c.run(rid) == c.run(c.submit(list(range(200)), seeded(1, 120)))
+
+
+@pytest.mark.parametrize("who", ["cancel", "decode-0", "decode-1"])
+def test_b2_what_is_copied_ahead_is_released_when_a_side_goes(large: tuple[Company, RequestId], who: str) -> None:
+    c, rid = large
+    assert c.brain.moves.begin(c.told[rid].request)
+    c.act()
+    for _ in range(4):
+        c.step()
+    assert len(c.decode("decode-1")._fetching) == 1
+    assert len(c.decode("decode-0")._departures.giving) == 1
+    assert c.decode("decode-0").check().violations == c.decode("decode-1").check().violations == ()
+    c.cancel(rid) if who == "cancel" else c.gone(who)
+    if who != "cancel":
+        (answer,) = c.run(rid)
+        assert len(answer) == 120
+        assert len(c.told[rid].replays) == (who == "decode-0")
+
+
+def test_what_is_damaged_on_its_way_ahead_is_not_taken_and_the_move_goes_on(large: tuple[Company, RequestId]) -> None:
+    c, rid = large
+    assert c.brain.moves.begin(c.told[rid].request)
+    c.act()
+    target = c.decode("decode-1")
+    c.until(lambda: any(r.state == "granted" for r in target._receiver._rooms.values()), "a grant")
+    (room,) = target._receiver._rooms.values()
+    pools, full = target._seat.pools, target._seat.full
+    for _ in range(500):
+        c.step("decode-1")
+        c.step("decode-0")
+        if c.decode("decode-0")._departures.giving.bytes:
+            break
+    index = room.runs[full].indices[0]
+    pools.layout.buffers[full][0].stack(pools.region, pools.layout.counts[full])[0, index] += 1
+    c.until(lambda: c.brain.moves.counts.moved == 1, "it to move")
+    assert target._receiver.damaged == 1
+    assert c.run(rid) == c.run(c.submit(list(range(200)), seeded(1, 120)))
