@@ -42,6 +42,7 @@ from contracts.ports import SessionId
 from contracts.table import StateTable
 from decode.costs import Costs
 from decode.giving import Giving
+from decode.offers import Offers
 from decode.request import Phase, Request
 from transfer.desk import Desk
 from transfer.finished import finished
@@ -154,12 +155,13 @@ class Departures:
     """See the module's prose. Called between steps, by the worker's thread."""
 
     def __init__(
-        self, seat: Seat, sender: SenderEnd, desk: Desk[Request], config: Config, clock: Clock, books: Books
+        self, name: str, seat: Seat, sender: SenderEnd, desk: Desk[Request], config: Config, clock: Clock, books: Books
     ) -> None:
         self._seat, self._sender, self._desk = seat, sender, desk
         self._config, self._clock, self._books = config.decode, clock, books
         self.costs = Costs()
         self.giving = Giving(seat, sender, desk, config, clock, books.share)
+        self.offers = Offers(name, seat, self.giving, desk, config, clock)
         self._by_room: dict[RoomId, Departure] = {}
         self._verdicts: dict[int, _Verdict] = {}
         """Of a draining worker's requests, by identity."""
@@ -198,7 +200,8 @@ class Departures:
         due_at = [
             d.paused_at + self._config.move_pause_s for d in self._by_room.values() if d.stage is not Stage.STOPPING
         ]
-        due_at += [at for at in (self._sender.next_deadline, self.giving.next_deadline) if at is not None]
+        others = (self._sender.next_deadline, self.giving.next_deadline, self.offers.next_deadline)
+        due_at += [at for at in others if at is not None]
         due_at += [verdict.again_at for verdict in self._verdicts.values() if not verdict.goes]
         return min(due_at, default=None)
 
@@ -206,6 +209,8 @@ class Departures:
         request = self._desk.find(session, command.request_id, command.attempt)
         if isinstance(command, Give):
             self.giving.handle(session, command, request)
+            if command.tokens:
+                self.offers.asked_for()
             return
         if isinstance(command, Resume):
             self._resume(session, command, request)
@@ -245,6 +250,7 @@ class Departures:
             if verdict.goes and not verdict.request.stopping:
                 self._tell_leaving(verdict.request, withdrawn=True)
         self._verdicts.clear()
+        self.offers.withdraw()
 
     # ------------------------------------------------------------ the round
 
@@ -270,6 +276,7 @@ class Departures:
         self.giving.round()
         if self._desk.draining:
             self._ask()
+            self.offers.round()
 
     def settle(self) -> None:
         """A step was committed: who was waiting for that is offered now."""

@@ -10,7 +10,6 @@ from dataclasses import dataclass
 
 from cache.claim import Claim
 from cache.due import due
-from cache.leases import Lease
 from cache.prefix import Prefix
 from cache.seat import Seat
 from cache.tags import chain_keys
@@ -28,7 +27,6 @@ class _Fetch:
     session: SessionId
     command: Fetch
     claim: Claim
-    lease: Lease
 
 
 class Fetching:
@@ -44,33 +42,35 @@ class Fetching:
         return len(self._fetches)
 
     def handle(self, session: SessionId, command: Fetch) -> None:
-        if not (self._reuse and not self._desk.draining and self._begin(session, command)):
-            self._tell(session, command, 0)
-
-    def _begin(self, session: SessionId, command: Fetch) -> bool:
         size = self._seat.spec.page_tokens
         positions = len(command.tokens) // size * size
-        if not positions:
-            return False
         keys = chain_keys(command.tokens[:positions], size, command.salt)
-        prefix = Prefix.of(command.tokens[:positions], size, command.salt, keys)
+        try:
+            self._receiver.open(command.room, command.peer, Expected(tuple(keys), positions))
+        except WireError:
+            self._tell(session, command, 0)
+            return
+        if not self._begin(session, command, keys, positions):
+            # The room is given up by who is known to be there: the other end hears of it at once.
+            self._receiver.abort(command.room, "nothing of it is wanted here, or there is no room for it")
+            self._tell(session, command, 0)
+
+    def _begin(self, session: SessionId, command: Fetch, keys: list[bytes], positions: int) -> bool:
+        if not self._reuse or self._desk.draining or not positions:
+            return False
+        prefix = Prefix.of(command.tokens[:positions], self._seat.spec.page_tokens, command.salt, keys)
         borrowed = self._seat.borrow(prefix, f"fetch {command.room}", spare=command.spare)
         if borrowed is None:
             return False
         claim, lease = borrowed
-        try:
-            self._receiver.open(command.room, command.peer, Expected(tuple(keys), positions))
-        except WireError:
-            self._give_back(claim, lease)
-            return False
         # Of other pools nothing is wanted: that is as good as having it all.
         held = {pool: set(numbers) for pool, numbers in due(self._seat.spec, positions).items()}
         held[self._seat.full] -= set(claim.lacking[self._seat.full])
         if not self._receiver.grant(command.room, {self._seat.full: lease}, held):
-            self._receiver.abort(command.room, "no metadata slot is free")
-            self._give_back(claim, lease)
+            lease.release()
+            self._seat.release(claim)
             return False
-        self._fetches[command.room] = _Fetch(session, command, claim, lease)
+        self._fetches[command.room] = _Fetch(session, command, claim)
         return True
 
     def hears(self, outcome: Arrived | Broken | Over) -> bool:
@@ -89,10 +89,6 @@ class Fetching:
             self._seat.release(fetch.claim)
         self._tell(fetch.session, fetch.command, nbytes)
         return True
-
-    def _give_back(self, claim: Claim, lease: Lease) -> None:
-        lease.release()
-        self._seat.release(claim)
 
     def _tell(self, session: SessionId, command: Fetch, nbytes: int) -> None:
         self._desk.tell(session, Fetched(command.request_id, command.attempt, nbytes))

@@ -92,7 +92,7 @@ class Giving:
 
     @property
     def next_deadline(self) -> float | None:
-        silence = self._config.transfer.room_timeout_s
+        silence = self._config.transfer.connect_timeout_s
         return min((g.opened_at + silence for g in self._gifts.values() if g.state is Gift.OPEN), default=None)
 
     def handle(self, session: SessionId, command: Give, request: Request | None) -> None:
@@ -141,7 +141,7 @@ class Giving:
 
     def round(self) -> None:
         """Write the next part of each gift, and give up those that nobody has fetched."""
-        late = self._clock.now() - self._config.transfer.room_timeout_s
+        late = self._clock.now() - self._config.transfer.connect_timeout_s
         for gift in list(self._gifts.values()):
             if gift.state is Gift.WRITING:
                 self._write(gift)

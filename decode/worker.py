@@ -73,7 +73,7 @@ class DecodeWorker(PhaseWorker[Request]):
         self._running: deque[Request] = deque()
         self._ahead = Ahead[Request]()
         books = Books(self._depart, self._come_back, self._loaded, self._leave, self._fail, self._share)
-        self._departures = Departures(seat, sender, self._desk, config, clock, books)
+        self._departures = Departures(name, seat, sender, self._desk, config, clock, books)
         self._fetching = Fetching(seat, receiver, self._desk, reuse=self._reuse)
         self._landed = False
         """Whether the last round committed something: then the next may have room for somebody."""
@@ -95,6 +95,7 @@ class DecodeWorker(PhaseWorker[Request]):
         if isinstance(command, Handover | Resume | Give):
             self._departures.handle(session, command)
             return
+        self._departures.offers.session = session
         submit = self._desk.accept(session, command, self._cancel)
         if submit is None:
             return
@@ -118,7 +119,8 @@ class DecodeWorker(PhaseWorker[Request]):
     @property
     def drained(self) -> bool:
         rooms = self._receiver.rooms + self._departures.rooms
-        return self._desk.draining and not (self._desk or self._ahead or rooms or self._seat.busy)
+        over = self._departures.offers.over and not (self._desk or self._ahead or rooms or self._seat.busy)
+        return self._desk.draining and over
 
     def undrain(self) -> None:
         super().undrain()

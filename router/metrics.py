@@ -121,13 +121,18 @@ class Metrics(Collector):
         yield from self._of_workers()
 
     def _of_moves(self) -> Iterator[Metric]:
-        counts = self._brain.moves.counts
+        counts, offered = self._brain.moves.counts, float(self._brain.moves.offers.bytes)
         moves = CounterMetricFamily("twinpool_moves", "Requests handed from decode to decode", labels=["outcome"])
         for outcome, value in (("moved", counts.moved), ("stayed", counts.stayed), ("restarted", counts.restarted)):
             moves.add_metric([outcome], value)
         yield moves
         for name, text, total in (
             ("twinpool_moved_bytes", "State sent along with requests that moved", float(counts.moved_bytes)),
+            (
+                "twinpool_offered_bytes",
+                "State taken over from trees of workers that left",
+                offered,
+            ),
             ("twinpool_move_pause_seconds", "Streams stood still for moves, in all", counts.paused_s),
         ):
             yield CounterMetricFamily(name, text, value=total)

@@ -45,6 +45,7 @@ from contracts.messages import (
     Tokens,
 )
 from contracts.table import StateTable
+from router.offers import Offers
 from router.request import Phase, Request
 from router.workers import WorkerKey, Workers
 
@@ -164,6 +165,7 @@ class Moves:
         self._mint_room, self._send, self._replay = mint_room, send, replay
         self._wishes: dict[RequestId, tuple[Request, Wish]] = {}
         self._under_way: dict[RequestId, tuple[Request, Move]] = {}
+        self.offers = Offers(clock, workers, mint_room, send)
         self.counts = MoveCounts()
 
     def of(self, request: Request) -> Move | None:
@@ -180,6 +182,8 @@ class Moves:
     def hears(self, r: Request | None, worker: WorkerKey, event: Event) -> bool:
         """Take an event in; True when it is about a move and nothing else. May change who the request's worker is."""
         if isinstance(event, Leaving | Paused | Resumed | Moved | Gives | Fetched | Offered):
+            if isinstance(event, Offered | Gives | Fetched) and self.offers.hears(worker, event):
+                return True
             if isinstance(event, Moved | Fetched):
                 self.counts.moved_bytes += event.bytes
             if isinstance(event, Fetched):
@@ -352,6 +356,7 @@ class Moves:
 
     def tick(self) -> None:
         """Take back what nobody speaks of, and fulfil what can be fulfilled now."""
+        self.offers.tick()
         now = self._clock.now()
         for r, move in list(self._under_way.values()):
             if now - move.heard >= PATIENCE_S:
