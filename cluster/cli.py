@@ -36,6 +36,7 @@ COMMANDS = {
     "undrain": "have a draining worker or node admit again",
     "role": "drain a worker and start it in the other pool",
     "check": "recount every page, slot, lease and room, and name what is wrong",
+    "sim": "run simulated clusters under a virtual clock, with faults, and check every answer",
 }
 _OTHERS = ("status", "drain", "undrain", "role", "check")
 FLAGS = (
@@ -71,6 +72,15 @@ FLAGS = (
     Flag(("--timeout",), ("drain", "role"), "seconds to wait for it", {"type": float, "default": 600.0}),
     Flag(("--watch",), ("drain",), "show what it waits for, live", {"action": "store_true"}),
     Flag(("--json",), ("status", "check", "drain"), "print JSON", {"action": "store_true"}),
+    Flag(("worker",), ("drain", "undrain"), "name of a worker, such as decode-1", {"metavar": "WORKER"}),
+    Flag(("--force",), ("drain",), "drain even the last worker of its role", {"action": "store_true"}),
+    Flag(("--timeout",), ("drain",), "seconds to wait for it to leave", {"type": float, "default": 600.0}),
+    Flag(("--json",), ("status", "check"), "print JSON", {"action": "store_true"}),
+    Flag(("--seed",), ("sim",), "replay one seed, with its log", {"type": int, "metavar": "N"}),
+    Flag(("--seeds",), ("sim",), "run many, the first to the last", {"metavar": "A..B"}),
+    Flag(("--jobs",), ("sim",), "processes that run seeds", {"type": int, "default": 1, "metavar": "N"}),
+    Flag(("--first",), ("sim",), "of many, stop at the first that violates something", {"action": "store_true"}),
+    Flag(("--shrink",), ("sim",), "make a failing seed smaller before it is shown", {"action": "store_true"}),
     Flag(("--url",), _OTHERS, "the router (default: TWINPOOL_URL, else the newest cluster on this machine)", {}),
 )
 
@@ -218,6 +228,13 @@ def _line(text: str) -> None:
     print(text, flush=True)
 
 
+def _sim(args: argparse.Namespace) -> int:
+    from sim.command import sim
+
+    good = sim(args.seed, args.seeds, args.jobs, args.shrink, args.first, lambda line: print(line, flush=True))
+    return FINE if good else REFUSED
+
+
 def _show(table: Any) -> None:
     from rich.console import Console
 
@@ -225,7 +242,15 @@ def _show(table: Any) -> None:
     Console(highlight=False, width=None if sys.stdout.isatty() else 160).print(table)
 
 
-_RUN = {"serve": _serve, "status": _status, "drain": _drain, "undrain": _undrain, "role": _role, "check": _check}
+_RUN = {
+    "serve": _serve,
+    "status": _status,
+    "drain": _drain,
+    "undrain": _undrain,
+    "role": _role,
+    "check": _check,
+    "sim": _sim,
+}
 
 if __name__ == "__main__":
     main()

@@ -10,6 +10,8 @@ What it guarantees:
 - A *lease* ends `lease_s` after the controller last heard of the worker. The worker counts from when it sent that
   message, which is earlier, and takes a margin; so by the time the controller calls it dead and starts the next
   incarnation, the old one has already stopped sending.
+- A worker that renews but makes no progress (`cluster.progress`) loses its lease as if it had not renewed, and is
+  killed and started again.
 - A worker that is known to have died (its process is gone) is restarted at once; one that dies again soon after its
   start waits longer each time; one that dies more than `restart_limit` times in ten minutes is left dead.
 - A worker that left by drain, or died while it was draining, is not started again: the operator wanted it gone. One
@@ -24,6 +26,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Protocol
 
+from cluster.progress import why_stalled
 from cluster.states import WorkerEvent, WorkerState, advance
 from contracts.clock import Clock
 from contracts.config import ClusterConfig
@@ -71,13 +74,20 @@ class Kill:
 
 
 @dataclass(frozen=True, slots=True)
+class Forget:
+    """This worker won't be started again: nothing need be kept for its successor."""
+
+    name: WorkerName
+
+
+@dataclass(frozen=True, slots=True)
 class Report:
     """A line for the operator."""
 
     text: str
 
 
-Action = Start | Kill | Report
+Action = Start | Kill | Forget | Report
 
 
 class Ledger(Protocol):
@@ -214,6 +224,9 @@ class Controller:
         if changed != slot.status:
             slot.status = changed
             self._changed()
+        if reason := why_stalled(status, self._config):
+            self._kill(slot, reason)
+            return self._fenced(incarnation)
         return self._grant(slot)
 
     def leave(self, name: WorkerName, incarnation: Incarnation) -> None:
@@ -229,7 +242,7 @@ class Controller:
         else:
             slot.state = advance(slot.state, WorkerEvent.LEFT)
             slot.wanted = False
-            self._actions.append(Report(f"{name} has left"))
+            self._actions += [Forget(name), Report(f"{name} has left")]
         slot.status = _status(slot)
         self._changed()
 
@@ -296,6 +309,7 @@ class Controller:
         delay = min(BACKOFF_MAX_S, BACKOFF_S * 2 ** (slot.quick_deaths - 2)) if slot.quick_deaths > 1 else 0.0
         slot.restart_at = now + delay
         what_next = self._what_next(slot, was_draining, delay)
+        self._actions += [] if slot.wanted else [Forget(slot.name)]
         self._actions.append(Report(f"{slot.name} died ({reason}); {what_next}"))
         self._changed()
 

@@ -10,6 +10,7 @@ import logging
 import os
 import socket
 import threading
+import time
 from collections.abc import Callable
 from concurrent.futures import CancelledError
 from dataclasses import dataclass, field
@@ -21,6 +22,7 @@ from cluster.host import HostEnd, WorkerHost
 from cluster.lease import LeaseKeeper
 from cluster.logs import log_to_file
 from cluster.procs import die_with_parent, start_time
+from cluster.rehearsal import Hang, hang_at
 from cluster.service import serve_worker
 from cluster.terminated import TERMINATED
 from contracts.access import SECRET_VARIABLE
@@ -30,8 +32,10 @@ from contracts.errors import TwinpoolError
 from contracts.ids import Incarnation, Role, WorkerName
 from contracts.model import read_model_spec
 from contracts.ports import Worker, WorkerRecord
+from transfer.detour import detour
 
 if TYPE_CHECKING:
+    from cluster.arena import Arenas
     from cluster.crew import Crew
 
 log = logging.getLogger("twinpool.worker")
@@ -62,6 +66,8 @@ class WorkerPlan:
     """Hex: by which the ranks of this incarnation find and know each other; empty where there is one."""
     node_id: str = ""
     """The Ray node that it runs on."""
+    arena: str = field(default="", repr=False)
+    """Hex: the token of the agents that keep host memory; empty where there are none."""
     secret: str = field(default="", repr=False)
     """Hex; what workers authenticate each other with where they don't meet on loopback."""
 
@@ -95,31 +101,23 @@ class WorkerProcess:
         clock = SystemClock()
         keeper: LeaseKeeper | None = None
         # Before registration nobody knows this worker, so there is nothing it could send.
-        host = WorkerHost(worker, may_send=lambda: keeper is None or keeper.lease.held, on_end=self._on_end)
-        server, endpoint = serve_worker(loop, host, plan.incarnation, plan.host, plan.secret)
-        record = WorkerRecord(
-            plan.name,
-            plan.role,
-            plan.incarnation,
-            os.getpid(),
-            node_name(),
-            endpoint,
-            worker.control,
-            worker.fits,
-            plan.node_id,
+        hang = Hang(hang_at(plan.config.faults.hang, plan.name, plan.incarnation))
+        host = WorkerHost(
+            worker, may_send=lambda: keeper is None or keeper.lease.held, on_end=self._on_end, before_step=hang
         )
+        link_timeout_s, proxy = plan.config.transfer.link_timeout_s, plan.config.faults.proxy
+        server, endpoint = serve_worker(loop, host, plan.incarnation, plan.host, plan.secret, link_timeout_s)
+        record = WorkerRecord(
+            plan.name, plan.role, plan.incarnation, os.getpid(), node_name(),
+            detour(endpoint, "serve", plan.name, proxy), detour(worker.control, "control", plan.name, proxy),
+            worker.fits, plan.node_id,
+        )  # fmt: skip
         try:
             heartbeat_s = plan.config.cluster.heartbeat_s
             starting = LeaseKeeper(
-                record,
-                plan.controller,
-                clock,
-                heartbeat_s,
-                lambda: host.snapshot,
-                self._on_lost,
-                plan.secret,
+                record, plan.controller, clock, heartbeat_s, host.heartbeat, self._on_lost, plan.secret,
                 on_drain=host.drain,
-            )
+            )  # fmt: skip
             loop.run(starting.start(plan.config.cluster.lease_s), plan.config.cluster.lease_s + 5.0)
             keeper = starting
             host.start()
@@ -162,8 +160,16 @@ def build_from_plan(plan: WorkerPlan) -> Worker:
         plan.config,
         host=plan.host,
         counts=plan.counts,
+        arenas=arenas_of(plan),
         crew=_crew(plan) if plan.config.tp_for(plan.role) > 1 else None,
     )
+
+
+def arenas_of(plan: WorkerPlan) -> Arenas:
+    """Where its ranks get memory that outlives them."""
+    from cluster.arena import BorrowedArenas
+
+    return BorrowedArenas(plan.arena, plan.name, plan.incarnation, SystemClock(), time.sleep)
 
 
 def _crew(plan: WorkerPlan) -> Crew:

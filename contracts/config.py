@@ -96,6 +96,9 @@ class CacheConfig:
     """What goes first from a full tier: longest unused, least used, oldest, least urgent, or seen only once."""
     host_bytes: int = 0
     """Host memory of each worker for pages that its device has no room for; 0: none, and no storage either."""
+    arena: Literal["auto", "off"] = "auto"
+    """auto: where workers are processes, host memory lies with an agent on their node, and a worker that dies leaves it
+    to its successor; off: it ends with the worker."""
     write_policy: Literal["through", "selective", "back"] = "through"
     """Pages are copied to the host as soon as they are finished, once they were hit again, or when they must go."""
     write_hits: int = 2
@@ -135,6 +138,9 @@ class PrefillConfig:
     """Token budget of a prefill step; longer prompts take several steps."""
     max_running: int = 32
     """Requests computed at the same time."""
+    share_tokens: int = 4096
+    """A prompt that is being computed leaves its finished pages to the cache every so many tokens, before it is whole:
+    no more than these are computed again when its worker dies."""
     tp: int = 1
     """Tensor-parallel ranks of a worker, each a process with its share of the heads; 1, 2, 4, as the heads divide."""
     cache: CacheOverride = field(default_factory=CacheOverride)
@@ -156,6 +162,14 @@ class DecodeConfig:
     """What a worker that leaves offers of its prefix tree to the others, the hottest prefixes first; 0: nothing."""
     tp: int = 1
     """As `prefill.tp`; the two may differ."""
+    retract: Literal["auto", "copy", "recompute"] = "auto"
+    """What becomes of the state of a request that must leave the device for others: copied to host memory and back, or
+    computed again by prefill; auto: what is quicker by the rates measured so far."""
+    retract_limit: int = 3
+    """A request that was retracted this often comes back only with pages for its whole answer, and leaves no more."""
+    growth_quantile: float = 0.75
+    """A request is admitted with room for the answer that this share of recent ones, as far along as it, stayed within;
+    1: for the longest of them."""
     cache: CacheOverride = field(default_factory=CacheOverride)
 
 
@@ -165,6 +179,8 @@ class TransferConfig:
     """local: all in one process; shm: the writer writes into the reader's memory; zmq: TCP."""
     room_timeout_s: float = 60.0
     """Longest silence of a room before it is failed."""
+    link_timeout_s: float = 10.0
+    """A connection between workers, or between router and worker, on which nothing was heard for this long is cut."""
     connect_timeout_s: float = 10.0
     """How long prefill may take to answer a decode worker that it has not met yet."""
 
@@ -176,13 +192,23 @@ class RouterConfig:
     default_max_tokens: int = 512
     """For requests that name no limit."""
     request_timeout_s: float = 600.0
-    """From its arrival a request has this long before it is ended with an error."""
+    """From its arrival a request has this long before it ends with an error, unless its `timeout` says otherwise."""
+    max_timeout_s: float = 3600.0
+    """The longest `timeout` that a request may name."""
     replay_limit: int = 8
     """Attempts after the first before a request is failed."""
     moves_at_once: int = 4
     """Requests that one decode worker hands to others at the same time."""
     worker_wait_s: float = 60.0
     """How long a request waits for a worker of a role to come (back)."""
+    breaker_window_s: float = 30.0
+    """What a worker did within this time decides whether it is trusted with more."""
+    breaker_failures: int = 5
+    """So many failures within the window, at least, before a worker is left alone for a while."""
+    breaker_rate: float = 0.6
+    """And at least this share of what it was given within the window."""
+    breaker_open_s: float = 5.0
+    """How long it is left alone; then one request tries it. Doubles with each trial that fails, up to eight times."""
     stall_s: float = 30.0
     """/health fails when work waits and nothing has advanced for this long."""
     max_body_bytes: int = 8 * 1024 * 1024
@@ -191,6 +217,36 @@ class RouterConfig:
     """Threads for tokenising and templates, off the event loop."""
     client_buffer_events: int = 4096
     """Undelivered stream events of a slow client before its request is cancelled."""
+
+
+@dataclass(frozen=True, slots=True)
+class AuditConfig:
+    fraction: float = 0.0
+    """Share of finished answers that idle prefill workers compute again from their tokens alone; 0: none."""
+    queue_answers: int = 64
+    """Answers that wait for an idle worker; when there are more, the oldest are left out."""
+    chunk_tokens: int = 128
+    """Positions of an audit's step: a request that comes waits for one such step at most."""
+    margin: float = 0.25
+    """numerics: fast: a token counts as damaged only where every logit would have to be off by more than this."""
+    timeout_s: float = 120.0
+    """An audit that a worker has not answered for this long is left out."""
+
+
+@dataclass(frozen=True, slots=True)
+class WatchConfig:
+    repetition_tokens: int = 0
+    """A stream that has repeated a piece of itself for this many tokens is flagged; 0: not watched."""
+    repetition_period: int = 64
+    """Longest piece that is looked for; it counts as repeated from its third time on."""
+    rare_factor: float = 0.0
+    """A stream with this many times as many rare tokens as the model's usual is flagged; 0: not watched."""
+    rare_share: float = 0.05
+    """Rare are the tokens that the model has said least lately and that together make up this share of it."""
+    window_tokens: int = 64
+    """The last tokens of a stream whose rare ones are counted; at most 1024."""
+    warm_up_tokens: int = 100_000
+    """Tokens of a model before its usual rate is known: until then no stream is flagged for its rare tokens."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -203,6 +259,9 @@ class ClusterConfig:
     """How long a worker may take from its start to its first heartbeat."""
     restart_limit: int = 20
     """Restarts of one worker within ten minutes before it is left dead."""
+    stall_s: float = 60.0
+    """A worker that has work and ended no step for this long is ended and started again: more where its steps are long
+    (four times its longest), and `start_timeout_s` for its first, in which kernels may have to be compiled."""
     rank_timeout_s: float = 30.0
     """A rank of a worker that was silent for this long in mid-step ends the worker."""
 
@@ -217,6 +276,12 @@ class FaultsConfig:
     """n: one byte of the n-th write of pages is flipped after it was sealed; one of several pools counts for each."""
     step_delay_s: float = 0.0
     """Each step takes this much longer."""
+    hang: str = ""
+    """worker:n, several with commas: that worker's first start hangs for ever after its n-th step."""
+    proxy: str = ""
+    """host:port of a relay that is asked for a detour to each of the workers' endpoints, which they advertise then."""
+    retract_every: int = 0
+    """n: every n-th step of a decode worker retracts all that it runs; each takes a step before the next time."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -227,6 +292,8 @@ class Config:
     decode: DecodeConfig = field(default_factory=DecodeConfig)
     transfer: TransferConfig = field(default_factory=TransferConfig)
     router: RouterConfig = field(default_factory=RouterConfig)
+    audit: AuditConfig = field(default_factory=AuditConfig)
+    watch: WatchConfig = field(default_factory=WatchConfig)
     cluster: ClusterConfig = field(default_factory=ClusterConfig)
     faults: FaultsConfig = field(default_factory=FaultsConfig)
 
@@ -290,6 +357,26 @@ def _check_together(config: Config) -> None:
     for backend, key, value in (("file", "path", storage.path), ("redis", "url", storage.url)):
         if storage.backend == backend and not value:
             raise ConfigError(f"config key cache.storage.backend={backend} needs cache.storage.{key}")
+    router = config.router
+    if router.max_timeout_s < router.request_timeout_s:
+        raise ConfigError(
+            f"config key router.max_timeout_s={router.max_timeout_s:g} is below router.request_timeout_s="
+            f"{router.request_timeout_s:g}: requests without a timeout of their own would exceed it"
+        )
+    if router.breaker_rate > 1:
+        raise ConfigError(f"config key router.breaker_rate is a share of 1; got {router.breaker_rate:g}")
+    if config.decode.growth_quantile > 1:
+        raise ConfigError(f"config key decode.growth_quantile is a share up to 1; got {config.decode.growth_quantile}")
+    if config.decode.retract == "copy" and not config.cache_for(Role.DECODE).host_bytes:
+        raise ConfigError(
+            "config key decode.retract=copy needs host memory to copy into: set cache.host_bytes, or leave it at auto"
+        )
+    if config.audit.fraction > 1:
+        raise ConfigError(f"config key audit.fraction is a share, at most 1; got {config.audit.fraction:g}")
+    if config.watch.rare_share >= 1:
+        raise ConfigError(f"config key watch.rare_share is a share, below 1; got {config.watch.rare_share:g}")
+    if config.watch.window_tokens > 1024:
+        raise ConfigError(f"config key watch.window_tokens must be at most 1024; got {config.watch.window_tokens}")
     if config.cache.strip_reasoning and not config.cache.reasoning_tokens:
         raise ConfigError("config key cache.strip_reasoning needs cache.reasoning_tokens")
 
@@ -352,6 +439,8 @@ _MAY_BE_ZERO = {
     "cache.host_bytes", "prefill.cache.host_bytes", "decode.cache.host_bytes", "cache.prefetch.base_s",
     "cache.prefetch.per_token_s", "cache.storage.ttl_s", "faults.stop_in_write", "faults.corrupt_page",
     "faults.step_delay_s", "router.replay_limit", "decode.offer_bytes",
+    "faults.retract_every", "audit.fraction", "audit.margin",
+    "watch.repetition_tokens", "watch.rare_factor",
 }  # fmt: skip
 
 

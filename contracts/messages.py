@@ -7,10 +7,11 @@ one process. A request has one `Submit` a leg; both legs get the same value and 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from enum import StrEnum
 
 from contracts.errors import ErrorKind
 from contracts.ids import Incarnation, RequestId, Role, RoomId, WorkerName
-from contracts.sampling import SamplingParams, TokenLogprob
+from contracts.sampling import Difference, SamplingParams, TokenLogprob
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,7 +120,35 @@ class Fetch:
     """Only into pages that hold nothing."""
 
 
-Command = Submit | Cancel | Handover | Resume | Give | Fetch
+@dataclass(frozen=True, slots=True)
+class Audit:
+    """Compute a finished answer again from its tokens alone, when there is nothing else to do.
+
+    Nothing of it is taken from a tree or a tier, nor kept. Any request that comes ends it (`AuditEnd.PREEMPTED`).
+    """
+
+    request_id: RequestId
+    """The audit's own."""
+    attempt: int
+    tokens: tuple[int, ...]
+    """The prompt, then the whole answer."""
+    prompt_len: int
+    sampling: SamplingParams
+
+
+@dataclass(frozen=True, slots=True)
+class Forget:
+    """Never again use state of this prefix from the tree: an audit has shown that something in it is wrong."""
+
+    request_id: RequestId
+    """Whose answer was audited."""
+    tokens: tuple[int, ...]
+    salt: str = ""
+
+
+Transit = Handover | Resume | Give | Fetch
+"""What concerns state that goes between decode workers."""
+Command = Submit | Cancel | Transit | Audit | Forget
 
 
 # ---------------------------------------------------------------- worker -> router
@@ -254,7 +283,37 @@ class Offered:
     salt: str
 
 
-Event = Tokens | PromptScores | Progress | Done | Leaving | Paused | Resumed | Moved | Gives | Fetched | Offered
+class AuditEnd(StrEnum):
+    """How an audit ended at its worker."""
+
+    COMPUTED = "computed"
+    PREEMPTED = "preempted"
+    """A request came, or the worker drains: it may be tried again later."""
+    REFUSED = "refused"
+    """It can't be computed here."""
+
+
+@dataclass(frozen=True, slots=True)
+class Audited:
+    """What came of an `Audit`."""
+
+    request_id: RequestId
+    attempt: int
+    end: AuditEnd
+    checked: int = 0
+    """Tokens of the answer that were drawn again."""
+    differing: int = 0
+    """Those of them that came out otherwise."""
+    differences: tuple[Difference, ...] = ()
+    """The first of these, in order of position."""
+    exact: bool = True
+    """Whether every difference is damage; else (numerics: fast) only what is beyond `audit.margin`."""
+    message: str = ""
+
+
+Event = (
+    Tokens | PromptScores | Progress | Done | Leaving | Paused | Resumed | Moved | Gives | Fetched | Offered | Audited
+)
 
 
 # ---------------------------------------------------------------- worker state, for the controller and operators
@@ -280,6 +339,10 @@ class WorkerStatus:
     outgoing: int = 0
     """Rooms whose pages have not been released yet."""
     counters: dict[str, float] = field(default_factory=dict)
+    stalled_s: float = 0.0
+    """How long its loop has made no progress, or had work that could run and ended no step; 0 while all is well."""
+    longest_step_s: float = 0.0
+    """The longest of its latest steps: what is long for one worker is usual for another."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,6 +5,9 @@ from __future__ import annotations
 from contracts.errors import ErrorKind, WireError
 from contracts.ids import Incarnation, RequestId, Role, RoomId, WorkerName
 from contracts.messages import (
+    Audit,
+    Audited,
+    AuditEnd,
     Cancel,
     CheckReport,
     Command,
@@ -12,6 +15,7 @@ from contracts.messages import (
     Event,
     Fetch,
     Fetched,
+    Forget,
     Give,
     Gives,
     Handover,
@@ -29,7 +33,7 @@ from contracts.messages import (
     WorkerStatus,
 )
 from contracts.proto import worker_pb2 as pb
-from contracts.sampling import SamplingParams, TokenLogprob
+from contracts.sampling import Difference, SamplingParams, TokenLogprob
 
 
 def command_to_proto(command: Command) -> pb.Command:
@@ -49,6 +53,11 @@ def command_to_proto(command: Command) -> pb.Command:
             return pb.Command(give=_pages_to_proto(command))
         case Fetch():
             return pb.Command(fetch=_pages_to_proto(command))
+        case Audit():
+            return pb.Command(audit=_audit_to_proto(command))
+        case Forget():
+            forget = pb.Forget(request_id=command.request_id, tokens=command.tokens, salt=command.salt)
+            return pb.Command(forget=forget)
 
 
 def _pages_to_proto(c: Give | Fetch) -> pb.Pages:
@@ -83,6 +92,11 @@ def command_from_proto(message: pb.Command) -> Command:
             return Fetch(*ids, tuple(f.tokens), f.salt, f.spare)
         case "resume":
             return Resume(RequestId(message.resume.request_id), message.resume.attempt)
+        case "audit":
+            return _audit_from_proto(message.audit)
+        case "forget":
+            old = message.forget
+            return Forget(RequestId(old.request_id), tuple(old.tokens), old.salt)
         case kind:
             raise WireError(f"unknown command {kind!r}")
 
@@ -171,6 +185,37 @@ def _sampling_from_proto(m: pb.Sampling) -> SamplingParams:
     )
 
 
+def _audit_to_proto(a: Audit) -> pb.Audit:
+    return pb.Audit(
+        request_id=a.request_id,
+        attempt=a.attempt,
+        tokens=a.tokens,
+        prompt_len=a.prompt_len,
+        sampling=_sampling_to_proto(a.sampling),
+    )
+
+
+def _audit_from_proto(m: pb.Audit) -> Audit:
+    sampling = _sampling_from_proto(m.sampling)
+    return Audit(RequestId(m.request_id), m.attempt, tuple(m.tokens), m.prompt_len, sampling)
+
+
+def _audited_to_proto(a: Audited) -> pb.Audited:
+    return pb.Audited(
+        end=a.end,
+        checked=a.checked,
+        differing=a.differing,
+        differences=[pb.Difference(position=d.position, drawn=d.drawn, gap=d.gap) for d in a.differences],
+        exact=a.exact,
+        message=a.message,
+    )
+
+
+def _audited_from_proto(request_id: RequestId, attempt: int, m: pb.Audited) -> Audited:
+    differences = tuple(Difference(d.position, d.drawn, d.gap) for d in m.differences)
+    return Audited(request_id, attempt, AuditEnd(m.end), m.checked, m.differing, differences, m.exact, m.message)
+
+
 def _logprob_to_proto(t: TokenLogprob) -> pb.TokenLogprob:
     return pb.TokenLogprob(
         token=t.token,
@@ -228,6 +273,8 @@ def event_to_proto(event: Event) -> pb.Event:
             out.fetched.CopyFrom(pb.Moved(bytes=event.bytes))
         case Offered():
             out.offered.CopyFrom(pb.Offered(tokens=event.tokens, salt=event.salt))
+        case Audited():
+            out.audited.CopyFrom(_audited_to_proto(event))
     return out
 
 
@@ -280,6 +327,8 @@ def event_from_proto(m: pb.Event) -> Event:
             return Fetched(request_id, attempt, m.fetched.bytes)
         case "offered":
             return Offered(request_id, attempt, tuple(m.offered.tokens), m.offered.salt)
+        case "audited":
+            return _audited_from_proto(request_id, attempt, m.audited)
         case kind:
             raise WireError(f"unknown event {kind!r}")
 
@@ -299,6 +348,8 @@ def status_to_proto(s: WorkerStatus) -> pb.WorkerStatus:
         steps=s.steps,
         outgoing=s.outgoing,
         counters=s.counters,
+        stalled_s=s.stalled_s,
+        longest_step_s=s.longest_step_s,
     )
 
 
@@ -317,6 +368,8 @@ def status_from_proto(m: pb.WorkerStatus) -> WorkerStatus:
         m.steps,
         m.outgoing,
         dict(m.counters),
+        m.stalled_s,
+        m.longest_step_s,
     )
 
 

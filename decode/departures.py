@@ -282,7 +282,11 @@ class Departures:
         """A step was committed: who was waiting for that is offered now."""
         for departure in list(self._by_room.values()):
             request = departure.request
-            if departure.stage is Stage.STOPPING and not request.under_way and self._books.settled(request):
+            if departure.stage is not Stage.STOPPING:
+                continue
+            if request.phase is not Phase.RUNNING:
+                self._back(departure, f"it is {request.phase}")
+            elif not request.under_way and self._books.settled(request):
                 self._offer(departure)
 
     def _offer(self, departure: Departure) -> None:
@@ -314,7 +318,9 @@ class Departures:
         departure.bytes += sum(len(pages.indices) * unit_bytes(pool) for pool, pages in part.items())
         if part and any(self._sender.wanted(room).values()):
             return
-        metadata = Metadata(room, 0, request.tokens[-1], None, request.claim.cached.total, request.computed)
+        draft = request.metadata.draft if request.metadata is not None else None
+        cached = request.claim.cached.total
+        metadata = Metadata(room, 0, request.tokens[-1], None, cached, request.computed, draft)
         try:
             self._sender.seal(room, metadata)
         except WireError as error:
@@ -379,8 +385,8 @@ class Departures:
         now = self._clock.now()
         for request in self._desk:
             running = request.phase is Phase.RUNNING
-            if request.stopping or request.phase is Phase.ARRIVING:
-                continue
+            if request.stopping or request.phase not in (Phase.RUNNING, Phase.WAITING):
+                continue  # Its state is on its way here, or will be: with that it goes.
             known = self._verdicts.get(id(request))
             if known is not None and known.running == running and (known.goes or now < known.again_at):
                 continue
@@ -423,7 +429,7 @@ class Departures:
             name = request.submit.request_id
             if not self._desk.holds(request) or not request.stopping:
                 found.append(f"request {name} is {departure.stage} and not in the house, or doesn't know")
-            if (request.phase is Phase.LEAVING) != paused or (request.phase is Phase.RUNNING) == paused:
+            if (request.phase is Phase.LEAVING) != paused:
                 found.append(f"request {name} is {departure.stage} and {request.phase}")
         out = [r for r in self._desk if r.stopping]
         if len(out) != len(self._by_room):

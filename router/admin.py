@@ -52,7 +52,7 @@ async def status(service: RouterService, exchange: Exchange) -> None:
         await exchange.fail(failure)
         return
     lines = await asyncio.gather(*(_status_of(service, view) for view in service.fleet.views))
-    shown = [status_line(line) for line in sorted(lines, key=_order)]
+    shown = [status_line(line) | _breaker_of(service, line) for line in sorted(lines, key=_order)]
     await exchange.answer_json(200, {"workers": shown})
 
 
@@ -82,8 +82,15 @@ def status_line(s: WorkerStatus) -> dict[str, Any]:
         "pages_total": s.pages_total,
         "pages_free": s.pages_free,
         "outgoing": s.outgoing,
+        "stalled_s": round(s.stalled_s, 1),
         "counters": s.counters,
     }
+
+
+def _breaker_of(service: RouterService, s: WorkerStatus) -> dict[str, str]:
+    """Whether this router sends the worker requests (`router.breaker`)."""
+    entry = service.brain.workers.get((s.name, s.incarnation))
+    return {"breaker": str(entry.breaker.state)} if entry is not None else {}
 
 
 def _order(s: WorkerStatus) -> tuple[bool, tuple[str, int]]:

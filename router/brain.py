@@ -7,6 +7,8 @@ prompt and everything emitted as tokens. Three kinds of trouble, three prices:
 - A worker is lost or reports a retryable error: one replay of `router.replay_limit`. The worker at fault is avoided
   for a while that doubles, so that a request neither burns its replays on a dead worker nor gives up a live one.
 - A worker refuses because it drains: no replay is spent, but refusals are bounded too.
+- Decode has no memory for it any more (retracted): nobody is avoided, and where the attempt has brought a token nothing
+  is spent; else it counts as a refusal.
 - Prefill is lost after decode has sent tokens and the first one is here: nothing is missing, nothing happens.
 
 Every wait ends: for a worker after `router.worker_wait_s`, for the whole request after `router.request_timeout_s`.
@@ -19,14 +21,27 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 
 from contracts.clock import Clock
-from contracts.config import RouterConfig
+from contracts.config import AuditConfig, RouterConfig
 from contracts.errors import ErrorKind
 from contracts.ids import RequestId, Role, RoomId
-from contracts.messages import Cancel, Command, Done, Event, Progress, PromptScores, Submit, Tokens, WorkerStatus
+from contracts.messages import (
+    Audited,
+    Cancel,
+    Command,
+    Done,
+    Event,
+    Progress,
+    PromptScores,
+    Submit,
+    Tokens,
+    WorkerStatus,
+)
 from contracts.ports import WorkerView
 from contracts.sampling import TokenLogprob
+from router.audits import Audits, Finding
+from router.damage import Damage
 from router.moves import Moves
-from router.request import Phase, Request
+from router.request import Leg, Phase, Request
 from router.workers import Entry, WorkerKey, Workers
 
 REFUSAL_LIMIT = 64
@@ -78,7 +93,7 @@ class Replay:
     reason: str
 
 
-Action = Send | Deliver | Scores | End | Replay
+Action = Send | Deliver | Scores | End | Replay | Finding
 
 
 @dataclass(slots=True)
@@ -92,6 +107,8 @@ class Counts:
     replays: int = 0
     refusals: int = 0
     damaged: int = 0
+    recomputed: int = 0
+    """Attempts that decode ended because prefill can compute their state again sooner than it would be back."""
     late_events: int = 0
     fallbacks: int = 0
     """Legs in which decode had to compute a part of the prompt itself, instead of receiving all of it."""
@@ -100,9 +117,16 @@ class Counts:
 class Brain:
     """Placement, ordering and failover of all requests of one router."""
 
-    def __init__(self, config: RouterConfig, clock: Clock, mint_room: Callable[[], str]) -> None:
-        self.workers = Workers()
+    def __init__(
+        self,
+        config: RouterConfig,
+        clock: Clock,
+        mint_room: Callable[[], str],
+        audit: AuditConfig = AuditConfig(),  # noqa: B008 (frozen)
+    ) -> None:
+        self.workers = Workers(config)
         self.counts = Counts()
+        self.damage = Damage()
         self._config = config
         self._clock = clock
         self._mint_room = mint_room
@@ -110,6 +134,7 @@ class Brain:
         self._waiting: dict[RequestId, Request] = {}
         self._held: dict[RequestId, Request] = {}
         """Complete but for prefill's report."""
+        self.audits = Audits(audit, clock, self.workers, self._requests, self._waiting)
         self._actions: list[Action] = []
         self._advanced = clock.now()
         self._steps = 0
@@ -139,6 +164,8 @@ class Brain:
 
     def take_actions(self) -> list[Action]:
         actions, self._actions = self._actions, []
+        actions += [Send(worker, command) for worker, command in self.audits.take_commands()]
+        actions += self.audits.take_findings()
         return actions
 
     def request_ids(self) -> Iterable[RequestId]:
@@ -163,6 +190,8 @@ class Brain:
                 decode_load[key] = decode_load.get(key, 0) + 1
                 members.setdefault(key, set()).add(rid)
         for entry in self.workers:
+            if entry.breaker.probe is not None and entry.breaker.probe not in entry.requests:
+                found.append(f"{entry.record.name}: its breaker waits for a request that it doesn't have")
             want = (prefill_load if entry.record.role is Role.PREFILL else decode_load).get(entry.key, 0)
             if entry.load != want:
                 found.append(f"{entry.record.name}: load is booked as {entry.load}, requests add up to {want}")
@@ -171,7 +200,7 @@ class Brain:
         found += [f"requests name {name} #{inc}, which is not in the table" for name, inc in members]
         found += [f"{rid} is queued but not in the house" for rid in self._waiting if rid not in self._requests]
         found += [f"{rid} is held but not in the house" for rid in self._held if rid not in self._requests]
-        return found
+        return found + self.audits.check()
 
     # ------------------------------------------------------------ workers come and go
 
@@ -180,8 +209,10 @@ class Brain:
         steps = sum(view.status.steps for view in views)
         if steps != self._steps:  # a long prompt takes many steps before its first event
             self._steps, self._advanced = steps, self._clock.now()
+        self.damage.hear(view.status for view in views)
         for entry in self.workers.update(views):
             self._lose(entry, "the controller no longer sees it")
+            self.workers.gone(entry)
         self._place_waiting()
 
     def on_linked(self, key: WorkerKey) -> None:
@@ -193,6 +224,8 @@ class Brain:
     def on_unlinked(self, key: WorkerKey, reason: str) -> None:
         entry = self.workers.get(key)
         if entry is not None and entry.linked:
+            if entry.requests:  # One failure, however many requests it struck.
+                entry.breaker.failed(entry.breaker.probe or min(entry.requests), self._clock.now())
             self._lose(entry, reason)
 
     def on_status(self, status: WorkerStatus) -> None:
@@ -200,10 +233,12 @@ class Brain:
         entry = self.workers.get((status.name, status.incarnation))
         if entry is not None:
             entry.status = status
+            self.damage.hear([status])
             self._place_waiting()
 
     def _lose(self, entry: Entry, reason: str) -> None:
         entry.linked = False
+        self.audits.lost(entry.key)
         for rid in sorted(entry.requests):
             request = self._requests[rid]
             if self.moves.lost(request, entry.key, reason):
@@ -258,6 +293,7 @@ class Brain:
             return
         if finished:
             self.counts.ended += 1
+            self.audits.consider(request)
         else:
             self.counts.cancelled += 1
         self._close(request)
@@ -267,8 +303,8 @@ class Brain:
         now = self._clock.now()
         for request in list(self._requests.values()):
             if now >= request.deadline:
-                limit = self._config.request_timeout_s
-                self._fail(request, ErrorKind.DEADLINE, f"the request took longer than {limit:g} s")
+                limit = request.deadline - request.arrived
+                self._fail(request, ErrorKind.DEADLINE, f"the request took longer than {round(limit, 2):g} s")
         self._place_waiting()
         for request in list(self._waiting.values()):
             if now - request.waiting_since >= self._config.worker_wait_s:
@@ -276,6 +312,7 @@ class Brain:
         for request in list(self._held.values()):
             self._finish_if_complete(request)
         self.moves.tick()
+        self.audits.tick()
 
     def _missing(self, r: Request) -> str:
         roles = [role for role in Role if not self.serving(role)]
@@ -298,7 +335,8 @@ class Brain:
             return
         decode = None
         if r.max_len - len(tokens) > 1:
-            decode = self.workers.pick_decode(r.max_len, r.avoid, now)
+            spoiled = {d for p, d in r.spoiled if p == prefill.key}
+            decode = self.workers.pick_decode(r.max_len, r.avoid, now, spoiled)
             if decode is None:
                 return
         del self._waiting[r.id]
@@ -308,6 +346,7 @@ class Brain:
         r.prefill, r.prefill_loaded = prefill.key, len(tokens) - prefill.cached_tokens(r.hashes)
         prefill.load += r.prefill_loaded
         prefill.requests.add(r.id)
+        prefill.breaker.sent(r.id, now)
         prefill.remember(r.hashes)
         r.workers = {Role.PREFILL: prefill.record.name}
         sampling = r.sampling
@@ -321,10 +360,12 @@ class Brain:
             r.decode = decode.key
             decode.load += 1
             decode.requests.add(r.id)
+            decode.breaker.sent(r.id, now)
             r.workers[Role.DECODE] = decode.record.name
             self._actions.append(Send(decode.key, replace(submit, peer=prefill.peer)))
             submit = replace(submit, peer=decode.peer)
         self._actions.append(Send(prefill.key, submit))
+        r.legs.append(Leg(r.attempt, len(tokens), dict(r.workers)))
 
     def _unload_prefill(self, r: Request) -> None:
         entry = self.workers.get(r.prefill) if r.prefill else None
@@ -337,6 +378,7 @@ class Brain:
         entry = self.workers.get(r.prefill) if r.prefill else None
         if entry is not None:
             entry.requests.discard(r.id)
+            entry.breaker.left(r.id)
         r.prefill = None
 
     def _leave_decode(self, r: Request) -> None:
@@ -344,6 +386,7 @@ class Brain:
         if entry is not None:
             entry.load -= 1
             entry.requests.discard(r.id)
+            entry.breaker.left(r.id)
         r.decode = None
 
     def _leave(self, r: Request, over: tuple[Role, ...] = ()) -> None:
@@ -360,6 +403,9 @@ class Brain:
     # ------------------------------------------------------------ events
 
     def on_event(self, worker: WorkerKey, event: Event) -> None:
+        if isinstance(event, Audited):
+            self.counts.late_events += not self.audits.hear(worker, event)
+            return
         r = self._requests.get(event.request_id)
         if self.moves.hears(r, worker, event):
             self._advanced = self._clock.now()
@@ -371,6 +417,8 @@ class Brain:
         self._advanced = self._clock.now()
         match event:
             case Tokens():
+                if role is Role.DECODE and not r.decode_spoke:
+                    self.workers.succeeded((r.prefill, r.decode), r.id, self._advanced)
                 self._deliver(r, *r.accept(event, role))
             case Progress():
                 r.progress.append(event)
@@ -389,6 +437,8 @@ class Brain:
                     self._on_error(r, worker, event)
                     return
                 if r.done is None:
+                    if not r.decode:
+                        self.workers.succeeded((r.prefill,), r.id, self._advanced)
                     r.done, r.done_at = (role, event), self._advanced
         if r.done is not None:
             self._finish_if_complete(r)
@@ -404,6 +454,8 @@ class Brain:
         role, done = r.done
         if wrong := r.contradiction():
             blame = r.prefill if role is Role.PREFILL else r.decode
+            if blame is not None:
+                self.workers.failed(blame, r.id, self._clock.now(), blame)
             self._replay(r, f"{r.workers[role]} {wrong}", blame=blame, over=(role,))
             return
         if not (r.reported or r.prefill_lost) and self._clock.now() < r.done_at + REPORT_GRACE_S:
@@ -428,6 +480,13 @@ class Brain:
                 entry.refuses_until = self._clock.now() + REFUSAL_PAUSE_S
             self._replay(r, reason, blame=blame, over=over, refused=True)
             return
+        if kind is ErrorKind.RETRACTED:
+            gained = r.next_position > r.base
+            self._replay(r, reason, blame=None, over=over, free=gained, refused=not gained)
+            return
+        self.workers.failed(blame, r.id, self._clock.now(), worker)
+        if kind is ErrorKind.ROOM and r.prefill and r.decode:
+            r.spoiled.add((r.prefill, r.decode))
         self._replay(r, reason, blame=blame, over=over, kind=kind)
 
     # ------------------------------------------------------------ replay and end
@@ -440,6 +499,7 @@ class Brain:
         blame: WorkerKey | None,
         over: tuple[Role, ...] = (),
         refused: bool = False,
+        free: bool = False,
         kind: ErrorKind = ErrorKind.WORKER,
     ) -> None:
         """Start the next attempt; `over` are the legs that have already ended themselves."""
@@ -448,7 +508,9 @@ class Brain:
         if done := r.ending:
             self._finish(r, done)
             return
-        if refused:
+        if free:
+            self.counts.recomputed += 1
+        elif refused:
             r.refusals += 1
             self.counts.refusals += 1
         else:
@@ -464,7 +526,7 @@ class Brain:
             return
         if blame is not None and not refused:
             r.avoid[blame] = now + min(0.25 * 2**r.replays, 5.0)
-        r.not_before = now if refused or r.replays <= 1 else now + min(0.05 * 2 ** (r.replays - 2), 1.0)
+        r.not_before = now if refused or free or r.replays <= 1 else now + min(0.05 * 2 ** (r.replays - 2), 1.0)
         r.waiting_since = now
         r.move("replay")
         self._actions.append(Replay(r.id, r.attempt, reason))
@@ -481,6 +543,7 @@ class Brain:
     def _finish(self, r: Request, done: Done) -> None:
         if done.error is None:
             self.counts.ended += 1
+            self.audits.consider(r)
         else:
             self.counts.failed += 1
         self._actions.append(End(r.id, done))
@@ -491,4 +554,5 @@ class Brain:
         self._leave(r)
         self._waiting.pop(r.id, None)
         del self._requests[r.id]
+        self.audits.forget(r.id)
         r.move("end")

@@ -17,7 +17,8 @@ it. The phases and their moves are the table `MOVES`:
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from enum import StrEnum
 
 from contracts.errors import IllegalTransition
@@ -25,6 +26,20 @@ from contracts.ids import RequestId, Role, RoomId
 from contracts.messages import Done, Progress, Tokens
 from contracts.sampling import SamplingParams, TokenLogprob
 from router.workers import WorkerKey
+
+
+@dataclass(frozen=True, slots=True)
+class Leg:
+    """Who emits a request's tokens from absolute position `base` on, until the next one begins."""
+
+    attempt: int
+    base: int
+    workers: Mapping[Role, str]
+    first: Role = Role.PREFILL
+    """Who draws the token at `base`; all others are decode's."""
+
+    def role_at(self, position: int) -> Role:
+        return self.first if position == self.base else Role.DECODE
 
 
 class Phase(StrEnum):
@@ -61,6 +76,7 @@ class Request:
         "hashes",
         "id",
         "last_attempt",
+        "legs",
         "moves",
         "not_before",
         "phase",
@@ -77,6 +93,7 @@ class Request:
         "salt",
         "sampling",
         "scores_in",
+        "spoiled",
         "waiting_since",
         "workers",
     )
@@ -112,11 +129,15 @@ class Request:
         """How often another decode worker went on with it."""
         self.avoid: dict[WorkerKey, float] = {}
         """Workers at fault, until when they are not chosen."""
+        self.spoiled: set[tuple[WorkerKey, WorkerKey]] = set()
+        """Pairs of workers between which a hand-over of it has failed."""
         self.scores_in = sampling.prompt_logprobs is None
         self.progress: list[Progress] = []
         """Every report of every attempt, in order of arrival."""
         self.workers: dict[Role, str] = {}
         """Who serves, or served last, each leg."""
+        self.legs: list[Leg] = []
+        """Every attempt that was placed, in order."""
         self._clear_attempt()
 
     def _clear_attempt(self) -> None:

@@ -3,7 +3,7 @@
 The choice is one expression a role: prefill takes the worker with the least work in front of the first token
 (prompt tokens in flight plus those of this prompt that it probably doesn't hold yet), decode the one with the fewest
 sequences. What a worker holds is guessed from what was sent to it: a bounded memory of prefix hashes that dies with
-the worker's incarnation, as its cache does.
+the worker's incarnation, as its cache does, unless the next one says that it has taken over its host memory.
 """
 
 from __future__ import annotations
@@ -11,12 +11,14 @@ from __future__ import annotations
 import hashlib
 from array import array
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
+from contracts.config import RouterConfig
 from contracts.ids import Incarnation, RequestId, Role, WorkerName
 from contracts.messages import PeerRef, WorkerStatus
 from contracts.ports import WorkerRecord, WorkerView
+from router.breaker import Breaker
 
 WorkerKey = tuple[WorkerName, Incarnation]
 """One life of one worker."""
@@ -46,6 +48,7 @@ class Entry:
 
     record: WorkerRecord
     status: WorkerStatus
+    breaker: Breaker
     linked: bool = False
     refuses_until: float = 0.0
     """It said that it is draining before the view did."""
@@ -55,6 +58,8 @@ class Entry:
     """When it was last chosen; ties go to the one that has waited longest."""
     requests: set[RequestId] = field(default_factory=set)
     prefixes: OrderedDict[bytes, None] = field(default_factory=OrderedDict)
+    before: OrderedDict[bytes, None] = field(default_factory=OrderedDict)
+    """What its last incarnation was sent, until this one has said whether it took that over."""
 
     @property
     def key(self) -> WorkerKey:
@@ -76,6 +81,13 @@ class Entry:
             blocks += 1
         return blocks * PREFIX_BLOCK_TOKENS
 
+    def take_over(self) -> None:
+        """Count on what the last incarnation was sent, if this one says that it found its pages on the host."""
+        if self.before and self.status.counters.get("arena_pages_adopted", 0) > 0:
+            older = [key for key in self.before if key not in self.prefixes]
+            self.prefixes = OrderedDict.fromkeys([*older, *self.prefixes])
+            self.before = OrderedDict()
+
     def remember(self, hashes: Sequence[bytes]) -> None:
         # Deepest first, so that a chain's head is the youngest and outlives its tail.
         for key in reversed(hashes):
@@ -88,7 +100,8 @@ class Entry:
 class Workers:
     """The table: one entry a worker, its current incarnation only."""
 
-    def __init__(self) -> None:
+    def __init__(self, config: RouterConfig) -> None:
+        self._config = config
         self._entries: dict[WorkerName, Entry] = {}
         self._turn = 0
 
@@ -115,15 +128,38 @@ class Workers:
             if old is not None and old.record.incarnation == incarnation:
                 was_gone = old.status.state in GONE
                 old.record, old.status = view.record, view.status
+                old.take_over()
                 if view.status.state in GONE and not was_gone:
                     lost.append(old)
                 continue
+            entry = Entry(view.record, view.status, Breaker(self._config))
             if old is not None:
                 lost.append(old)
-            self._entries[name] = Entry(view.record, view.status)
+                entry.before = old.prefixes or old.before
+                entry.take_over()
+            self._entries[name] = entry
         for name in [n for n in self._entries if n not in seen]:
             lost.append(self._entries.pop(name))
         return lost
+
+    def failed(self, key: WorkerKey, request: RequestId, now: float, reporter: WorkerKey) -> None:
+        """An attempt failed, and `key` is at fault, as `reporter` says."""
+        guilty, witness = self.get(key), self.get(reporter)
+        if guilty is not None:
+            guilty.breaker.failed(request, now)
+        if witness is not None and reporter != key:
+            witness.breaker.complained(key[0], now)
+
+    def succeeded(self, keys: Iterable[WorkerKey | None], request: RequestId, now: float) -> None:
+        for entry in [self.get(key) for key in keys if key]:
+            if entry is not None:
+                entry.breaker.succeeded(request, now)
+
+    def gone(self, entry: Entry) -> None:
+        """Its incarnation has ended: who complained about it was right."""
+        entry.breaker.over()
+        for other in self:
+            other.breaker.justified(entry.record.name)
 
     def serving(self, role: Role, now: float) -> list[Entry]:
         return [e for e in self if e.record.role is role and e.serves(now)]
@@ -145,8 +181,11 @@ class Workers:
 
         return self._pick(Role.PREFILL, max_len, avoid, now, cost)
 
-    def pick_decode(self, max_len: int, avoid: Mapping[WorkerKey, float], now: float) -> Entry | None:
-        return self._pick(Role.DECODE, max_len, avoid, now, lambda e: (e.load, e.turn))
+    def pick_decode(
+        self, max_len: int, avoid: Mapping[WorkerKey, float], now: float, spoiled: Container[WorkerKey] = ()
+    ) -> Entry | None:
+        """`spoiled`: those to which the chosen prefill worker could not hand it over before; the last choice."""
+        return self._pick(Role.DECODE, max_len, avoid, now, lambda e: (e.key in spoiled, e.load, e.turn))
 
     def _pick(
         self,
@@ -171,6 +210,7 @@ class Workers:
             for e in self._entries.values()
             if e.record.role is role
             and e.serves(now)
+            and e.breaker.admits(now)
             and e.record.fits.max_positions >= need
             and avoid.get(e.key, 0.0) <= now
         ]

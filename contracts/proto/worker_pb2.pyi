@@ -17,20 +17,24 @@ class RouterFrame(_message.Message):
     def __init__(self, commands: _Optional[_Iterable[_Union[Command, _Mapping]]] = ...) -> None: ...
 
 class Command(_message.Message):
-    __slots__ = ("submit", "cancel", "handover", "resume", "give", "fetch")
+    __slots__ = ("submit", "cancel", "handover", "resume", "give", "fetch", "audit", "forget")
     SUBMIT_FIELD_NUMBER: _ClassVar[int]
     CANCEL_FIELD_NUMBER: _ClassVar[int]
     HANDOVER_FIELD_NUMBER: _ClassVar[int]
     RESUME_FIELD_NUMBER: _ClassVar[int]
     GIVE_FIELD_NUMBER: _ClassVar[int]
     FETCH_FIELD_NUMBER: _ClassVar[int]
+    AUDIT_FIELD_NUMBER: _ClassVar[int]
+    FORGET_FIELD_NUMBER: _ClassVar[int]
     submit: Submit
     cancel: Cancel
     handover: Handover
     resume: Cancel
     give: Pages
     fetch: Pages
-    def __init__(self, submit: _Optional[_Union[Submit, _Mapping]] = ..., cancel: _Optional[_Union[Cancel, _Mapping]] = ..., handover: _Optional[_Union[Handover, _Mapping]] = ..., resume: _Optional[_Union[Cancel, _Mapping]] = ..., give: _Optional[_Union[Pages, _Mapping]] = ..., fetch: _Optional[_Union[Pages, _Mapping]] = ...) -> None: ...
+    audit: Audit
+    forget: Forget
+    def __init__(self, submit: _Optional[_Union[Submit, _Mapping]] = ..., cancel: _Optional[_Union[Cancel, _Mapping]] = ..., handover: _Optional[_Union[Handover, _Mapping]] = ..., resume: _Optional[_Union[Cancel, _Mapping]] = ..., give: _Optional[_Union[Pages, _Mapping]] = ..., fetch: _Optional[_Union[Pages, _Mapping]] = ..., audit: _Optional[_Union[Audit, _Mapping]] = ..., forget: _Optional[_Union[Forget, _Mapping]] = ...) -> None: ...
 
 class Peer(_message.Message):
     __slots__ = ("name", "incarnation", "control")
@@ -145,6 +149,30 @@ class Pages(_message.Message):
     spare: bool
     def __init__(self, request_id: _Optional[str] = ..., attempt: _Optional[int] = ..., room: _Optional[str] = ..., peer: _Optional[_Union[Peer, _Mapping]] = ..., tokens: _Optional[_Iterable[int]] = ..., salt: _Optional[str] = ..., spare: _Optional[bool] = ...) -> None: ...
 
+class Audit(_message.Message):
+    __slots__ = ("request_id", "attempt", "tokens", "prompt_len", "sampling")
+    REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
+    ATTEMPT_FIELD_NUMBER: _ClassVar[int]
+    TOKENS_FIELD_NUMBER: _ClassVar[int]
+    PROMPT_LEN_FIELD_NUMBER: _ClassVar[int]
+    SAMPLING_FIELD_NUMBER: _ClassVar[int]
+    request_id: str
+    attempt: int
+    tokens: _containers.RepeatedScalarFieldContainer[int]
+    prompt_len: int
+    sampling: Sampling
+    def __init__(self, request_id: _Optional[str] = ..., attempt: _Optional[int] = ..., tokens: _Optional[_Iterable[int]] = ..., prompt_len: _Optional[int] = ..., sampling: _Optional[_Union[Sampling, _Mapping]] = ...) -> None: ...
+
+class Forget(_message.Message):
+    __slots__ = ("request_id", "tokens", "salt")
+    REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
+    TOKENS_FIELD_NUMBER: _ClassVar[int]
+    SALT_FIELD_NUMBER: _ClassVar[int]
+    request_id: str
+    tokens: _containers.RepeatedScalarFieldContainer[int]
+    salt: str
+    def __init__(self, request_id: _Optional[str] = ..., tokens: _Optional[_Iterable[int]] = ..., salt: _Optional[str] = ...) -> None: ...
+
 class WorkerFrame(_message.Message):
     __slots__ = ("incarnation", "events")
     INCARNATION_FIELD_NUMBER: _ClassVar[int]
@@ -154,7 +182,7 @@ class WorkerFrame(_message.Message):
     def __init__(self, incarnation: _Optional[int] = ..., events: _Optional[_Iterable[_Union[Event, _Mapping]]] = ...) -> None: ...
 
 class Event(_message.Message):
-    __slots__ = ("request_id", "attempt", "tokens", "prompt_scores", "progress", "done", "leaving", "paused", "resumed", "moved", "gives", "fetched", "offered")
+    __slots__ = ("request_id", "attempt", "tokens", "prompt_scores", "progress", "done", "leaving", "paused", "resumed", "moved", "gives", "fetched", "offered", "audited")
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     ATTEMPT_FIELD_NUMBER: _ClassVar[int]
     TOKENS_FIELD_NUMBER: _ClassVar[int]
@@ -168,6 +196,7 @@ class Event(_message.Message):
     GIVES_FIELD_NUMBER: _ClassVar[int]
     FETCHED_FIELD_NUMBER: _ClassVar[int]
     OFFERED_FIELD_NUMBER: _ClassVar[int]
+    AUDITED_FIELD_NUMBER: _ClassVar[int]
     request_id: str
     attempt: int
     tokens: Tokens
@@ -181,7 +210,8 @@ class Event(_message.Message):
     gives: Gives
     fetched: Moved
     offered: Offered
-    def __init__(self, request_id: _Optional[str] = ..., attempt: _Optional[int] = ..., tokens: _Optional[_Union[Tokens, _Mapping]] = ..., prompt_scores: _Optional[_Union[PromptScores, _Mapping]] = ..., progress: _Optional[_Union[Progress, _Mapping]] = ..., done: _Optional[_Union[Done, _Mapping]] = ..., leaving: _Optional[_Union[Leaving, _Mapping]] = ..., paused: _Optional[_Union[Paused, _Mapping]] = ..., resumed: _Optional[_Union[Resumed, _Mapping]] = ..., moved: _Optional[_Union[Moved, _Mapping]] = ..., gives: _Optional[_Union[Gives, _Mapping]] = ..., fetched: _Optional[_Union[Moved, _Mapping]] = ..., offered: _Optional[_Union[Offered, _Mapping]] = ...) -> None: ...
+    audited: Audited
+    def __init__(self, request_id: _Optional[str] = ..., attempt: _Optional[int] = ..., tokens: _Optional[_Union[Tokens, _Mapping]] = ..., prompt_scores: _Optional[_Union[PromptScores, _Mapping]] = ..., progress: _Optional[_Union[Progress, _Mapping]] = ..., done: _Optional[_Union[Done, _Mapping]] = ..., leaving: _Optional[_Union[Leaving, _Mapping]] = ..., paused: _Optional[_Union[Paused, _Mapping]] = ..., resumed: _Optional[_Union[Resumed, _Mapping]] = ..., moved: _Optional[_Union[Moved, _Mapping]] = ..., gives: _Optional[_Union[Gives, _Mapping]] = ..., fetched: _Optional[_Union[Moved, _Mapping]] = ..., offered: _Optional[_Union[Offered, _Mapping]] = ..., audited: _Optional[_Union[Audited, _Mapping]] = ...) -> None: ...
 
 class Gives(_message.Message):
     __slots__ = ("positions",)
@@ -297,8 +327,34 @@ class Done(_message.Message):
     blame: str
     def __init__(self, reason: _Optional[str] = ..., stop_token: _Optional[int] = ..., error: _Optional[str] = ..., message: _Optional[str] = ..., blame: _Optional[str] = ...) -> None: ...
 
+class Difference(_message.Message):
+    __slots__ = ("position", "drawn", "gap")
+    POSITION_FIELD_NUMBER: _ClassVar[int]
+    DRAWN_FIELD_NUMBER: _ClassVar[int]
+    GAP_FIELD_NUMBER: _ClassVar[int]
+    position: int
+    drawn: int
+    gap: float
+    def __init__(self, position: _Optional[int] = ..., drawn: _Optional[int] = ..., gap: _Optional[float] = ...) -> None: ...
+
+class Audited(_message.Message):
+    __slots__ = ("end", "checked", "differing", "differences", "exact", "message")
+    END_FIELD_NUMBER: _ClassVar[int]
+    CHECKED_FIELD_NUMBER: _ClassVar[int]
+    DIFFERING_FIELD_NUMBER: _ClassVar[int]
+    DIFFERENCES_FIELD_NUMBER: _ClassVar[int]
+    EXACT_FIELD_NUMBER: _ClassVar[int]
+    MESSAGE_FIELD_NUMBER: _ClassVar[int]
+    end: str
+    checked: int
+    differing: int
+    differences: _containers.RepeatedCompositeFieldContainer[Difference]
+    exact: bool
+    message: str
+    def __init__(self, end: _Optional[str] = ..., checked: _Optional[int] = ..., differing: _Optional[int] = ..., differences: _Optional[_Iterable[_Union[Difference, _Mapping]]] = ..., exact: _Optional[bool] = ..., message: _Optional[str] = ...) -> None: ...
+
 class WorkerStatus(_message.Message):
-    __slots__ = ("name", "role", "state", "pid", "node", "incarnation", "running", "waiting", "pages_total", "pages_free", "steps", "outgoing", "counters")
+    __slots__ = ("name", "role", "state", "pid", "node", "incarnation", "running", "waiting", "pages_total", "pages_free", "steps", "outgoing", "counters", "stalled_s", "longest_step_s")
     class CountersEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -319,6 +375,8 @@ class WorkerStatus(_message.Message):
     STEPS_FIELD_NUMBER: _ClassVar[int]
     OUTGOING_FIELD_NUMBER: _ClassVar[int]
     COUNTERS_FIELD_NUMBER: _ClassVar[int]
+    STALLED_S_FIELD_NUMBER: _ClassVar[int]
+    LONGEST_STEP_S_FIELD_NUMBER: _ClassVar[int]
     name: str
     role: str
     state: str
@@ -332,7 +390,9 @@ class WorkerStatus(_message.Message):
     steps: int
     outgoing: int
     counters: _containers.ScalarMap[str, float]
-    def __init__(self, name: _Optional[str] = ..., role: _Optional[str] = ..., state: _Optional[str] = ..., pid: _Optional[int] = ..., node: _Optional[str] = ..., incarnation: _Optional[int] = ..., running: _Optional[int] = ..., waiting: _Optional[int] = ..., pages_total: _Optional[int] = ..., pages_free: _Optional[int] = ..., steps: _Optional[int] = ..., outgoing: _Optional[int] = ..., counters: _Optional[_Mapping[str, float]] = ...) -> None: ...
+    stalled_s: float
+    longest_step_s: float
+    def __init__(self, name: _Optional[str] = ..., role: _Optional[str] = ..., state: _Optional[str] = ..., pid: _Optional[int] = ..., node: _Optional[str] = ..., incarnation: _Optional[int] = ..., running: _Optional[int] = ..., waiting: _Optional[int] = ..., pages_total: _Optional[int] = ..., pages_free: _Optional[int] = ..., steps: _Optional[int] = ..., outgoing: _Optional[int] = ..., counters: _Optional[_Mapping[str, float]] = ..., stalled_s: _Optional[float] = ..., longest_step_s: _Optional[float] = ...) -> None: ...
 
 class CheckReport(_message.Message):
     __slots__ = ("name", "pages", "slots", "leases", "rooms", "violations")
