@@ -99,7 +99,8 @@ class Chaos:
         self.faults: dict[str, Callable[[], Awaitable[bool]]] = {
             "kill a prefill": lambda: self.kill("prefill"),
             "kill a decode": lambda: self.kill("decode"),
-            "kill a rank": self.kill_rank,
+            "kill a rank": lambda: self.strike_rank(signal.SIGKILL),
+            "stop a rank": lambda: self.strike_rank(signal.SIGSTOP),
             "stop and go on": self.stop_and_go_on,
             "stop for good": self.stop_for_good,
             "cut a stream": lambda: self.link("serve", self.proxy.cut),
@@ -184,14 +185,14 @@ class Chaos:
             os.kill(victim["pid"], signal.SIGKILL)
         return True
 
-    async def kill_rank(self) -> bool:
-        """A process of a worker that is not its leader."""
+    async def strike_rank(self, number: signal.Signals) -> bool:
+        """A process of a worker that is not its leader. One that is stopped is found as soon as it is to compute."""
         leaders = {w["pid"]: w["name"] for w in await self._ready("prefill")}
         others = [p for p in _worker_processes(self.cluster) if p.pid not in leaders and _rank_of(p)]
         if not leaders or not others:
             return False
         with contextlib.suppress(psutil.NoSuchProcess):
-            self._random.choice(others).kill()
+            self._random.choice(others).send_signal(number)
         return True
 
     async def stop_and_go_on(self) -> bool:
