@@ -42,7 +42,7 @@ PROMPTS, TOKENS, LONGEST, AT_ONCE = 40, 48, 400, 8
 LEAVES = 0.15
 """Share of the clients that don't wait for their answer's end."""
 DISK_MIB = 4
-BACK_S = 90.0
+BACK_S = 300.0
 """A worker that was struck is back within this time, on a machine with much else to do."""
 
 
@@ -322,7 +322,11 @@ def sections(proxy: Proxy, storage: Path, plane: str) -> dict[str, Any]:
             "storage.timeout_s": 2,
         },
         "prefill": {"chunk_tokens": 128, "tp": 2},
-        "cluster": {"lease_s": 4, "stall_s": 8, "rank_timeout_s": 6, "restart_limit": 100_000},
+        # On a machine with much else to do a worker takes minutes to come back.
+        "router": {"worker_wait_s": BACK_S},
+        "cluster": {
+            "lease_s": 4, "stall_s": 8, "rank_timeout_s": 6, "restart_limit": 100_000, "start_timeout_s": BACK_S,
+        },
         "faults": {"proxy": proxy.door, "hang": "decode-1:400"},
     }  # fmt: skip
 
