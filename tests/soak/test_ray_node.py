@@ -23,7 +23,7 @@ from tests.serving import Answer, complete, environment, serving, until
 NODES = """
 import json, os, sys
 from ray.cluster_utils import Cluster
-places = {"twinpool_prefill": 2, "twinpool_decode": 2}
+places = {"twinpool_prefill": 1, "twinpool_decode": 1}
 cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 1, "resources": places, "include_dashboard": False})
 print(json.dumps({"address": cluster.address}), flush=True)
 sys.stdin.readline()
@@ -31,13 +31,14 @@ node = cluster.add_node(num_cpus=1, resources={"twinpool_decode": 1})
 raylet = node.all_processes["raylet"][0].process.pid
 print(json.dumps({"raylet": raylet}), flush=True)
 sys.stdin.readline()
-cluster.shutdown()
+cluster.add_node(num_cpus=1, resources={"twinpool_decode": 1})
+sys.stdin.readline()
 """
 
 
 @contextmanager
 def nodes(runtime: Path) -> Iterator[subprocess.Popen[str]]:
-    """A Ray of two nodes on this machine: the second has room for one decode worker alone."""
+    """A Ray on this machine: a head, a node with room for one decode worker, and on demand another one."""
     process = subprocess.Popen(
         [sys.executable, "-c", NODES], env=environment(runtime) | {"RAY_AUTH_MODE": "disabled"}, text=True,
         stdin=subprocess.PIPE, stdout=subprocess.PIPE, start_new_session=True,
@@ -50,6 +51,13 @@ def nodes(runtime: Path) -> Iterator[subprocess.Popen[str]]:
             if psutil.pid_exists(pid):
                 os.kill(pid, signal.SIGKILL)
         process.wait(30)
+
+
+def more_nodes(process: subprocess.Popen[str]) -> None:
+    """Go on to the script's next step."""
+    assert process.stdin is not None
+    process.stdin.write("\n")
+    process.stdin.flush()
 
 
 def said(process: subprocess.Popen[str]) -> dict[str, object]:
@@ -71,11 +79,9 @@ def test_a_node_that_dies_costs_no_answer_and_its_workers_come_back_elsewhere(tm
     sections = {"cache": {"device_tokens": 8192}, "cluster": {"lease_s": 4, "start_timeout_s": 200}}
     with nodes(tmp_path) as ray:
         address = str(said(ray)["address"])
-        assert ray.stdin is not None
-        ray.stdin.write("\n")
-        ray.stdin.flush()
+        more_nodes(ray)
         raylet = psutil.Process(int(str(said(ray)["raylet"])))
-        flags = ("--prefill", "1", "--decode", "3", "--ray-address", address, "--set", "transfer.plane=zmq")
+        flags = ("--prefill", "1", "--decode", "2", "--ray-address", address, "--set", "transfer.plane=zmq")
         with serving(folder, tmp_path / "run", *flags, sections=sections, ready_within=300, orderly=False) as cluster:
             there = {c.pid for c in raylet.children(recursive=True)}
             before = cluster.status()
@@ -97,5 +103,7 @@ def test_a_node_that_dies_costs_no_answer_and_its_workers_come_back_elsewhere(tm
             for prompt, answer in zip(prompts, answers, strict=True):
                 assert compare(oracle, prompt, answer.tokens).equal
             assert any(a.twinpool["attempts"] > 1 for a in answers)
-            until(lambda: cluster.status()[victim]["incarnation"] > before[victim]["incarnation"], "a new start", 200)
+            more_nodes(ray)
+            until(lambda: cluster.status()[victim]["state"] == "ready", f"{victim} to come back on another node", 250)
+            assert cluster.status()[victim]["incarnation"] > before[victim]["incarnation"]
             cluster.settle()
