@@ -96,6 +96,8 @@ class Chaos:
         self._random = random.Random(f"{tally.seed}:{tally.seconds:.0f}")
         self._bag: list[str] = []
         self._over = False
+        self._seen: Counter[str] = Counter()
+        """What has been counted of this cluster already."""
         self.faults: dict[str, Callable[[], Awaitable[bool]]] = {
             "kill a prefill": lambda: self.kill("prefill"),
             "kill a decode": lambda: self.kill("decode"),
@@ -120,7 +122,7 @@ class Chaos:
 
     async def run(self, seconds: float) -> None:
         """Ask and strike for so long, then mend everything and let what runs end."""
-        end = time.monotonic() + seconds
+        end, self._over = time.monotonic() + seconds, False
         limits = httpx.Limits(max_connections=4 * AT_ONCE)
         async with httpx.AsyncClient(base_url=self.cluster.url, timeout=300, limits=limits) as client:
             self._client = client
@@ -272,9 +274,11 @@ class Chaos:
         for labels, name in tiers.items():
             marks = labels.split(",")
             value = sum(v for k, v in metrics.items() if "moved_pages_total" in k and all(m in k for m in marks))
-            self.tally.outcomes[name] += int(value)
+            self.tally.outcomes[name] += int(value) - self._seen[name]
+            self._seen[name] = int(value)
         hung = sum("hung: " in line for line in self.cluster.lines)
-        self.tally.faults["hang"] += hung
+        self.tally.faults["hang"] += hung - self._seen["hang"]
+        self._seen["hang"] = hung
 
     def _all_back(self) -> bool:
         return all(w["state"] in ("ready", "left") for w in self.cluster.status().values())
