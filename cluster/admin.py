@@ -21,7 +21,7 @@ POLL_S = 0.2
 SAY_EVERY_S = 5.0
 STATUS_KEYS = (
     "name", "role", "state", "pid", "node", "incarnation", "running", "waiting", "pages_total", "pages_free",
-    "counters",
+    "counters", "stalled_s", "breaker",
 )  # fmt: skip
 
 
@@ -143,6 +143,7 @@ def status_table(workers: Sequence[Mapping[str, Any]]) -> Any:
     table = _table("worker", "state", "node", "pid", "start", "running", "waiting", "pages free", "pages")
     for w in workers:
         colour = _COLOURS.get(w["state"], "default")
+        state = "".join([w["state"], *_troubles(w)])
         cells = [
             w["node"],
             w["pid"] or "",
@@ -152,8 +153,18 @@ def status_table(workers: Sequence[Mapping[str, Any]]) -> Any:
             w["pages_free"],
             w["pages_total"],
         ]
-        table.add_row(w["name"], f"[{colour}]{w['state']}[/]", *(str(cell) for cell in cells))
+        table.add_row(w["name"], f"[{colour}]{state}[/]", *(str(cell) for cell in cells))
     return table
+
+
+def _troubles(row: Mapping[str, Any]) -> list[str]:
+    """What an operator should know beside the state."""
+    found = []
+    if row.get("stalled_s"):
+        found.append(f", no progress for {row['stalled_s']:.0f} s")
+    if row.get("breaker", "closed") != "closed":
+        found.append(f", breaker {row['breaker']}")
+    return found
 
 
 def check_table(report: Mapping[str, Any]) -> Any:

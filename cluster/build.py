@@ -36,6 +36,7 @@ from engine.ranks import ALONE, Ranks
 from engine.shard import Shard
 from prefill import PrefillWorker
 from transfer import Curve, make_plane
+from transfer.control import ZmqCarrier
 from transfer.plane import Plane
 from transfer.ranked import RankedPlane, RankLinks
 from transfer.receiver import ReceiverEnd
@@ -78,10 +79,11 @@ def build_worker(
     """
     clock = clock or SystemClock()
     p = _parts(role, name, spec, config, host, counts, device, clock, crew)
+    carrier = ZmqCarrier(host, p.waiter, p.curve, config.transfer.link_timeout_s)
     if role is Role.PREFILL:
         sender = SenderEnd(
             name, incarnation, spec.fingerprint, p.plane, p.seat.pools, p.device, config.transfer,
-            host=host, clock=clock, waiter=p.waiter, curve=p.curve, others=crew.line.processes if crew else (),
+            carrier=carrier, clock=clock, others=crew.line.processes if crew else (),
         )  # fmt: skip
         return PrefillWorker(
             name, incarnation, config, p.engine, p.seat, sender, p.waiter,
@@ -89,8 +91,10 @@ def build_worker(
         )  # fmt: skip
     receiver = ReceiverEnd(
         name, incarnation, spec.fingerprint, p.plane, p.seat.pools, config.decode.metadata_slots, config.transfer,
-        verify=config.cache_for(role).verify, clock=clock, waiter=p.waiter, curve=p.curve,
+        verify=config.cache_for(role).verify, carrier=carrier, clock=clock,
     )  # fmt: skip
+    for socket in p.plane.waitable:
+        p.waiter.add(socket)
     return DecodeWorker(
         name, incarnation, config, p.engine, p.seat, receiver, p.waiter,
         context=spec.context, clock=clock, pause=time.sleep,

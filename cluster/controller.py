@@ -10,6 +10,8 @@ What it guarantees:
 - A *lease* ends `lease_s` after the controller last heard of the worker. The worker counts from when it sent that
   message, which is earlier, and takes a margin; so by the time the controller calls it dead and starts the next
   incarnation, the old one has already stopped sending.
+- A worker that renews but makes no progress (`cluster.progress`) loses its lease as if it had not renewed, and is
+  killed and started again.
 - A worker that is known to have died (its process is gone) is restarted at once; one that dies again soon after its
   start waits longer each time; one that dies more than `restart_limit` times in ten minutes is left dead.
 - A worker that left by drain, or died while it was draining, is not started again: the operator wanted it gone.
@@ -23,6 +25,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Protocol
 
+from cluster.progress import why_stalled
 from cluster.states import WorkerEvent, WorkerState, advance
 from contracts.clock import Clock
 from contracts.config import ClusterConfig
@@ -188,6 +191,9 @@ class Controller:
         if changed != slot.status:
             slot.status = changed
             self._changed()
+        if reason := why_stalled(status, self._config):
+            self._kill(slot, reason)
+            return self._fenced(incarnation)
         return self._grant(slot)
 
     def leave(self, name: WorkerName, incarnation: Incarnation) -> None:

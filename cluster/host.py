@@ -24,6 +24,8 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import TypeVar
 
+from cluster.progress import Pulse
+from contracts.clock import Clock, SystemClock
 from contracts.errors import TwinpoolError
 from contracts.messages import CheckReport, Command, Event, WorkerStatus
 from contracts.ports import SessionId, Worker
@@ -72,15 +74,20 @@ class WorkerHost:
         may_send: Callable[[], bool] = lambda: True,
         on_end: Callable[[HostEnd, str], None] = lambda end, reason: None,
         idle_s: float = 0.1,
+        clock: Clock | None = None,
+        before_step: Callable[[int], None] = lambda steps: None,
     ) -> None:
         """`may_send` tells whether the worker's lease still holds. `on_end` is called once, on the engine thread, after
         all sessions have ended and before the worker is closed. `idle_s` bounds how long an idle worker sleeps
-        between two looks at its clock.
+        between two looks at its clock. `before_step` is called with the number of steps that have ended.
         """
         self._worker = worker
         self._may_send = may_send
         self._on_end = on_end
         self._idle_s = idle_s
+        self._clock = clock or SystemClock()
+        self._pulse = Pulse(self._clock)
+        self._before_step = before_step
         self._lock = threading.Lock()
         self._inbox: deque[_Item] = deque()
         self._sessions: dict[SessionId, _Session] = {}
@@ -91,7 +98,7 @@ class WorkerHost:
         self.fits = worker.fits
         self.control = worker.control
         self.snapshot: WorkerStatus = worker.status()
-        """The status after the latest step: what heartbeats carry, so that a long step delays none."""
+        """The status after the latest step."""
         self._thread = threading.Thread(target=self._run, name=f"engine-{self.snapshot.name}", daemon=True)
 
     def start(self) -> None:
@@ -100,6 +107,11 @@ class WorkerHost:
     @property
     def ended(self) -> HostEnd | None:
         return self._end
+
+    def heartbeat(self) -> WorkerStatus:
+        """What heartbeats carry: the latest snapshot, so that a long step delays none, and how long it has been that
+        without progress. Any thread."""
+        return self._pulse.on(self.snapshot)
 
     def open_session(self, deliver: Deliver, ended: Ended = lambda reason: None) -> SessionId:
         """Open a router's session; may be called from any thread.
@@ -195,11 +207,14 @@ class WorkerHost:
                 return HostEnd.STOPPED, "the worker was stopped"
             if not self._may_send():
                 return HostEnd.FENCED, "the worker's lease has ended"
+            began = self._clock.now()
+            self._before_step(self.snapshot.steps)
             events = self._worker.step()
             if events and not self._may_send():
                 return HostEnd.FENCED, "the worker's lease has ended"
             self._deliver(events)
             self.snapshot = self._worker.status()
+            self._pulse.turned(self.snapshot.steps, self._worker.runnable, self._clock.now() - began)
             # An undrain that is already in the inbox must win against leaving, so look before deciding.
             if self._worker.drained and self._left():
                 return HostEnd.LEFT, "the worker was drained and has left"

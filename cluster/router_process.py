@@ -96,6 +96,12 @@ class RouterProcess:
             return None
         return f"signal {-code}" if code < 0 else f"exit code {code}"
 
+    def kill(self) -> None:
+        """End one that hangs; `ended` says so afterwards."""
+        if self._process is not None:
+            self._process.kill()
+            self._process.wait()
+
     def stop(self, timeout_s: float) -> None:
         """Ask it to end, then kill it. Idempotent."""
         process, self._process = self._process, None

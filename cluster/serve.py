@@ -18,6 +18,7 @@ from cluster.controller import Controller, Start
 from cluster.controller_service import ControllerServer, FileLedger
 from cluster.logs import last_words
 from cluster.preflight import Prepared, with_threads
+from cluster.router_probe import RouterProbe
 from cluster.router_process import COMMAND, RouterProcess
 from cluster.run_folder import RunFolder
 from cluster.stopping import Stopping
@@ -79,7 +80,7 @@ class Serve:
         with ExitStack() as stack:
             try:
                 self._start(stack)
-                self._keep_alive()
+                self._keep_alive(stack)
             except Stopped:
                 self._terminal.line("stopped while starting")
             finally:
@@ -236,10 +237,17 @@ class Serve:
 
     # ------------------------------------------------------------ running
 
-    def _keep_alive(self) -> None:
+    def _keep_alive(self, stack: ExitStack) -> None:
         restarts = 0
+        options, allowed_s = self._prepared.options, self._prepared.config.router.stall_s
+        probe = RouterProbe(options.host, self._prepared.port, self._clock)
+        stack.callback(probe.stop)
+        probe.start()
         while not self._stopping.asked:
             self._supervisor.poll(POLL_S)
+            if probe.silent_s >= allowed_s:
+                self._terminal.line(f"router hung: no answer for {probe.silent_s:.0f} s (router.stall_s)")
+                self._router.kill()
             if self._ray is not None and (lost := self._ray.lost()):
                 raise PartFailed(f"Ray has died ({lost} is gone) and took the workers with it; start again")
             how = self._router.ended()
@@ -250,6 +258,7 @@ class Serve:
                 raise PartFailed(f"the router died ({how}) too often{self._words('router')}")
             self._terminal.line(f"router died ({how}); restarting{self._words('router')}")
             self._folder.owns(*self._router.start())
+            probe.started_again()
 
 
 def _words(lines: list[str]) -> str:

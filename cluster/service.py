@@ -22,6 +22,7 @@ import grpc.aio
 from cluster.aio import LoopThread
 from cluster.host import HostClosed, WorkerHost
 from contracts.access import admits
+from contracts.config import TransferConfig
 from contracts.errors import TwinpoolError, WireError
 from contracts.messages import Event, WorkerStatus
 from contracts.proto import worker_pb2 as pb
@@ -34,15 +35,22 @@ INCARNATION_KEY = "twinpool-incarnation"
 OUTBOX_BYTES = 16 * 1024 * 1024
 MESSAGE_BYTES = 64 * 1024 * 1024
 CALL_TIMEOUT_S = 30.0
+LINK_TIMEOUT_S = TransferConfig().link_timeout_s
 SERVER_OPTIONS = [
     ("grpc.max_receive_message_length", MESSAGE_BYTES),
     ("grpc.max_send_message_length", MESSAGE_BYTES),
     ("grpc.so_reuseport", 0),
-    ("grpc.keepalive_time_ms", 10_000),
-    ("grpc.keepalive_timeout_ms", 10_000),
     ("grpc.http2.max_pings_without_data", 0),
-    ("grpc.http2.min_recv_ping_interval_without_data_ms", 1_000),
+    ("grpc.http2.max_ping_strikes", 0),
 ]
+
+
+def server_options(link_timeout_s: float) -> list[tuple[str, int]]:
+    """`SERVER_OPTIONS`, and pings: a router that vanishes says nothing, and its requests are to end."""
+    half_ms = max(1, int(500 * link_timeout_s))
+    pings = ("grpc.keepalive_time_ms", "grpc.keepalive_timeout_ms", "grpc.http2.ping_timeout_ms")
+    return [*SERVER_OPTIONS, *((name, half_ms) for name in pings)]
+
 
 # grpc.aio's own types are generic in ways its stubs and its runtime disagree on.
 Context = grpc.aio.ServicerContext[Any, Any]
@@ -178,8 +186,10 @@ async def _refuse(requests: Any, context: Context) -> None:
 class ServiceServer:
     """A gRPC server with one servicer on a loop thread."""
 
-    def __init__(self, loop: LoopThread, bind: str, secret: str = "") -> None:
-        """With a `secret`, calls must carry its token (`contracts.access`)."""
+    def __init__(self, loop: LoopThread, bind: str, secret: str = "", link_timeout_s: float = LINK_TIMEOUT_S) -> None:
+        """With a `secret`, calls must carry its token (`contracts.access`). A client from whom nothing was heard for
+        `link_timeout_s` is gone."""
+        self._link_timeout_s = link_timeout_s
         self._loop = loop
         self._bind = bind
         self._secret = secret
@@ -194,7 +204,7 @@ class ServiceServer:
 
     async def _start(self, add: Any, servicer: Any) -> int:
         doorkeepers = [_Doorkeeper(self._secret)] if self._secret else []
-        server = grpc.aio.server(options=SERVER_OPTIONS, interceptors=doorkeepers)
+        server = grpc.aio.server(options=server_options(self._link_timeout_s), interceptors=doorkeepers)
         add(servicer, server)
         try:
             port = server.add_insecure_port(self._bind)
@@ -216,9 +226,14 @@ async def _stop(server: grpc.aio.Server, grace_s: float) -> None:
 
 
 def serve_worker(
-    loop: LoopThread, host: WorkerHost, incarnation: int, address: str, secret: str = ""
+    loop: LoopThread,
+    host: WorkerHost,
+    incarnation: int,
+    address: str,
+    secret: str = "",
+    link_timeout_s: float = LINK_TIMEOUT_S,
 ) -> tuple[ServiceServer, str]:
     """Serve `host` on a free port of `address`; returns the server and its endpoint ``host:port``."""
-    server = ServiceServer(loop, f"{address}:0", secret)
+    server = ServiceServer(loop, f"{address}:0", secret, link_timeout_s)
     port = server.start(pb_grpc.add_WorkerServicer_to_server, WorkerService(host, incarnation))
     return server, f"{address}:{port}"

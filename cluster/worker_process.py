@@ -21,6 +21,7 @@ from cluster.host import HostEnd, WorkerHost
 from cluster.lease import LeaseKeeper
 from cluster.logs import log_to_file
 from cluster.procs import die_with_parent, start_time
+from cluster.rehearsal import Hang, hang_at
 from cluster.service import serve_worker
 from contracts.access import SECRET_VARIABLE
 from contracts.clock import SystemClock
@@ -29,6 +30,7 @@ from contracts.errors import TwinpoolError
 from contracts.ids import Incarnation, Role, WorkerName
 from contracts.model import read_model_spec
 from contracts.ports import Worker, WorkerRecord
+from transfer.detour import detour
 
 if TYPE_CHECKING:
     from cluster.crew import Crew
@@ -92,15 +94,21 @@ class WorkerProcess:
         clock = SystemClock()
         keeper: LeaseKeeper | None = None
         # Before registration nobody knows this worker, so there is nothing it could send.
-        host = WorkerHost(worker, may_send=lambda: keeper is None or keeper.lease.held, on_end=self._on_end)
-        server, endpoint = serve_worker(loop, host, plan.incarnation, plan.host, plan.secret)
-        record = WorkerRecord(
-            plan.name, plan.role, plan.incarnation, os.getpid(), node_name(), endpoint, worker.control, worker.fits
+        hang = Hang(hang_at(plan.config.faults.hang, plan.name, plan.incarnation))
+        host = WorkerHost(
+            worker, may_send=lambda: keeper is None or keeper.lease.held, on_end=self._on_end, before_step=hang
         )
+        link_timeout_s, proxy = plan.config.transfer.link_timeout_s, plan.config.faults.proxy
+        server, endpoint = serve_worker(loop, host, plan.incarnation, plan.host, plan.secret, link_timeout_s)
+        record = WorkerRecord(
+            plan.name, plan.role, plan.incarnation, os.getpid(), node_name(),
+            detour(endpoint, "serve", plan.name, proxy), detour(worker.control, "control", plan.name, proxy),
+            worker.fits,
+        )  # fmt: skip
         try:
             heartbeat_s = plan.config.cluster.heartbeat_s
             starting = LeaseKeeper(
-                record, plan.controller, clock, heartbeat_s, lambda: host.snapshot, self._on_lost, plan.secret
+                record, plan.controller, clock, heartbeat_s, host.heartbeat, self._on_lost, plan.secret
             )
             loop.run(starting.start(plan.config.cluster.lease_s), plan.config.cluster.lease_s + 5.0)
             keeper = starting

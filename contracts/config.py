@@ -148,6 +148,14 @@ class DecodeConfig:
     """Hand-overs that can be under way at once."""
     tp: int = 1
     """As `prefill.tp`; the two may differ."""
+    retract: Literal["auto", "copy", "recompute"] = "auto"
+    """What becomes of the state of a request that must leave the device for others: copied to host memory and back, or
+    computed again by prefill; auto: what is quicker by the rates measured so far."""
+    retract_limit: int = 3
+    """A request that was retracted this often comes back only with pages for its whole answer, and leaves no more."""
+    growth_quantile: float = 0.75
+    """A request is admitted with room for the answer that this share of recent ones, as far along as it, stayed within;
+    1: for the longest of them."""
     cache: CacheOverride = field(default_factory=CacheOverride)
 
 
@@ -157,6 +165,8 @@ class TransferConfig:
     """local: all in one process; shm: the writer writes into the reader's memory; zmq: TCP."""
     room_timeout_s: float = 60.0
     """Longest silence of a room before it is failed."""
+    link_timeout_s: float = 10.0
+    """A connection between workers, or between router and worker, on which nothing was heard for this long is cut."""
     connect_timeout_s: float = 10.0
     """How long prefill may take to answer a decode worker that it has not met yet."""
 
@@ -168,11 +178,21 @@ class RouterConfig:
     default_max_tokens: int = 512
     """For requests that name no limit."""
     request_timeout_s: float = 600.0
-    """From its arrival a request has this long before it is ended with an error."""
+    """From its arrival a request has this long before it ends with an error, unless its `timeout` says otherwise."""
+    max_timeout_s: float = 3600.0
+    """The longest `timeout` that a request may name."""
     replay_limit: int = 8
     """Attempts after the first before a request is failed."""
     worker_wait_s: float = 60.0
     """How long a request waits for a worker of a role to come (back)."""
+    breaker_window_s: float = 30.0
+    """What a worker did within this time decides whether it is trusted with more."""
+    breaker_failures: int = 5
+    """So many failures within the window, at least, before a worker is left alone for a while."""
+    breaker_rate: float = 0.6
+    """And at least this share of what it was given within the window."""
+    breaker_open_s: float = 5.0
+    """How long it is left alone; then one request tries it. Doubles with each trial that fails, up to eight times."""
     stall_s: float = 30.0
     """/health fails when work waits and nothing has advanced for this long."""
     max_body_bytes: int = 8 * 1024 * 1024
@@ -223,6 +243,9 @@ class ClusterConfig:
     """How long a worker may take from its start to its first heartbeat."""
     restart_limit: int = 20
     """Restarts of one worker within ten minutes before it is left dead."""
+    stall_s: float = 60.0
+    """A worker that has work and ended no step for this long is ended and started again: more where its steps are long
+    (four times its longest), and `start_timeout_s` for its first, in which kernels may have to be compiled."""
     rank_timeout_s: float = 30.0
     """A rank of a worker that was silent for this long in mid-step ends the worker."""
 
@@ -237,6 +260,12 @@ class FaultsConfig:
     """n: one byte of the n-th write of pages is flipped after it was sealed; one of several pools counts for each."""
     step_delay_s: float = 0.0
     """Each step takes this much longer."""
+    hang: str = ""
+    """worker:n, several with commas: that worker's first start hangs for ever after its n-th step."""
+    proxy: str = ""
+    """host:port of a relay that is asked for a detour to each of the workers' endpoints, which they advertise then."""
+    retract_every: int = 0
+    """n: every n-th step of a decode worker retracts all that it runs; each takes a step before the next time."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -318,6 +347,20 @@ def _check_together(config: Config) -> None:
         raise ConfigError(f"config key watch.rare_share is a share, below 1; got {config.watch.rare_share:g}")
     if config.watch.window_tokens > 1024:
         raise ConfigError(f"config key watch.window_tokens must be at most 1024; got {config.watch.window_tokens}")
+    router = config.router
+    if router.max_timeout_s < router.request_timeout_s:
+        raise ConfigError(
+            f"config key router.max_timeout_s={router.max_timeout_s:g} is below router.request_timeout_s="
+            f"{router.request_timeout_s:g}: requests without a timeout of their own would exceed it"
+        )
+    if router.breaker_rate > 1:
+        raise ConfigError(f"config key router.breaker_rate is a share of 1; got {router.breaker_rate:g}")
+    if config.decode.growth_quantile > 1:
+        raise ConfigError(f"config key decode.growth_quantile is a share up to 1; got {config.decode.growth_quantile}")
+    if config.decode.retract == "copy" and not config.cache_for(Role.DECODE).host_bytes:
+        raise ConfigError(
+            "config key decode.retract=copy needs host memory to copy into: set cache.host_bytes, or leave it at auto"
+        )
     if config.cache.strip_reasoning and not config.cache.reasoning_tokens:
         raise ConfigError("config key cache.strip_reasoning needs cache.reasoning_tokens")
 
@@ -379,8 +422,8 @@ _MAY_BE_ZERO = {
     "cache.device_requests", "prefill.cache.device_requests", "decode.cache.device_requests",
     "cache.host_bytes", "prefill.cache.host_bytes", "decode.cache.host_bytes", "cache.prefetch.base_s",
     "cache.prefetch.per_token_s", "cache.storage.ttl_s", "faults.stop_in_write", "faults.corrupt_page",
-    "faults.step_delay_s", "router.replay_limit", "audit.fraction", "audit.margin", "watch.repetition_tokens",
-    "watch.rare_factor",
+    "faults.step_delay_s", "faults.retract_every", "router.replay_limit", "audit.fraction", "audit.margin",
+    "watch.repetition_tokens", "watch.rare_factor",
 }  # fmt: skip
 
 

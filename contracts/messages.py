@@ -213,6 +213,10 @@ class WorkerStatus:
     outgoing: int = 0
     """Rooms whose pages have not been released yet."""
     counters: dict[str, float] = field(default_factory=dict)
+    stalled_s: float = 0.0
+    """How long its loop has made no progress, or had work that could run and ended no step; 0 while all is well."""
+    longest_step_s: float = 0.0
+    """The longest of its latest steps: what is long for one worker is usual for another."""
 
 
 @dataclass(frozen=True, slots=True)

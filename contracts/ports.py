@@ -47,6 +47,10 @@ class Worker(Protocol):
     def drained(self) -> bool:
         """Draining, and nothing runs, waits or is outgoing: the worker can leave."""
 
+    @property
+    def runnable(self) -> bool:
+        """Something could be computed now: a worker that says so and ends no step is hung."""
+
     def fence(self) -> None:
         """The worker's lease has ended: send nothing any more, to routers or peers."""
 

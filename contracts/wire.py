@@ -265,6 +265,8 @@ def status_to_proto(s: WorkerStatus) -> pb.WorkerStatus:
         steps=s.steps,
         outgoing=s.outgoing,
         counters=s.counters,
+        stalled_s=s.stalled_s,
+        longest_step_s=s.longest_step_s,
     )
 
 
@@ -283,6 +285,8 @@ def status_from_proto(m: pb.WorkerStatus) -> WorkerStatus:
         m.steps,
         m.outgoing,
         dict(m.counters),
+        m.stalled_s,
+        m.longest_step_s,
     )
 
 

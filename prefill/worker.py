@@ -33,7 +33,7 @@ from transfer.desk import Desk, Refusal, seconds_until
 from transfer.metadata import Metadata
 from transfer.phase import PhaseWorker
 from transfer.sender import Granted, Released, SenderEnd
-from transfer.waiting import Waiter
+from transfer.waiting import Sleep
 
 log = logging.getLogger("twinpool.prefill")
 _STALE_LIMIT = 2
@@ -53,7 +53,7 @@ class PrefillWorker(PhaseWorker[Request]):
         engine: Engine,
         seat: Seat,
         sender: SenderEnd,
-        waiter: Waiter,
+        waiter: Sleep,
         *,
         context: int,
         clock: Clock,
@@ -100,7 +100,7 @@ class PrefillWorker(PhaseWorker[Request]):
     def wait(self, timeout_s: float) -> None:
         if self._auditor and not self._busy:
             return
-        if not any(r.phase is Phase.RUNNING for r in self._desk) and not self._ahead and not self._landed:
+        if not self.runnable and not self._landed:
             fetched = [self._seat.due(r.prefetch) for r in self._desk if r.prefetch is not None]
             due = seconds_until(self._clock, self._desk.next_deadline, self._sender.next_deadline, *fetched)
             self._waiter.wait(min(timeout_s, due))
@@ -121,6 +121,10 @@ class PrefillWorker(PhaseWorker[Request]):
     @property
     def drained(self) -> bool:
         return self._desk.draining and not (self._desk or self._ahead or self._sender.rooms or self._seat.busy)
+
+    @property
+    def runnable(self) -> bool:
+        return bool(self._ahead) or any(r.phase is Phase.RUNNING for r in self._desk)
 
     @property
     def control(self) -> str:

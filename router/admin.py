@@ -53,7 +53,7 @@ async def status(service: RouterService, exchange: Exchange) -> None:
         await exchange.fail(failure)
         return
     lines = await asyncio.gather(*(_status_of(service, view) for view in service.fleet.views))
-    shown = [_status_line(line) for line in sorted(lines, key=_order)]
+    shown = [_status_line(line) | _breaker_of(service, line) for line in sorted(lines, key=_order)]
     await exchange.answer_json(200, {"workers": shown})
 
 
@@ -83,8 +83,15 @@ def _status_line(s: WorkerStatus) -> dict[str, Any]:
         "pages_total": s.pages_total,
         "pages_free": s.pages_free,
         "outgoing": s.outgoing,
+        "stalled_s": round(s.stalled_s, 1),
         "counters": s.counters,
     }
+
+
+def _breaker_of(service: RouterService, s: WorkerStatus) -> dict[str, str]:
+    """Whether this router sends the worker requests (`router.breaker`)."""
+    entry = service.brain.workers.get((s.name, s.incarnation))
+    return {"breaker": str(entry.breaker.state)} if entry is not None else {}
 
 
 def _order(s: WorkerStatus) -> tuple[bool, tuple[str, int]]:

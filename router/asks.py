@@ -53,6 +53,8 @@ class Ask:
     eos: frozenset[int]
     salt: str
     priority: int
+    timeout_s: float | None
+    """From its arrival; None: the server's default."""
 
     @property
     def choices(self) -> int:
@@ -132,6 +134,7 @@ def _read_common(
         eos=frozenset(spec.eos_token_ids),
         salt=values.get("cache_salt", ""),
         priority=values.get("priority", 0),
+        timeout_s=values.get("timeout"),
     )
 
 

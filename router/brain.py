@@ -7,6 +7,8 @@ prompt and everything emitted as tokens. Three kinds of trouble, three prices:
 - A worker is lost or reports a retryable error: one replay of `router.replay_limit`. The worker at fault is avoided
   for a while that doubles, so that a request neither burns its replays on a dead worker nor gives up a live one.
 - A worker refuses because it drains: no replay is spent, but refusals are bounded too.
+- Decode has no memory for it any more (retracted): nobody is avoided, and where the attempt has brought a token nothing
+  is spent; else it counts as a refusal.
 - Prefill is lost after decode has sent tokens and the first one is here: nothing is missing, nothing happens.
 
 Every wait ends: for a worker after `router.worker_wait_s`, for the whole request after `router.request_timeout_s`.
@@ -16,7 +18,7 @@ Every wait ends: for a worker after `router.worker_wait_s`, for the whole reques
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from contracts.clock import Clock
 from contracts.config import AuditConfig, RouterConfig
@@ -25,7 +27,6 @@ from contracts.ids import RequestId, Role, RoomId
 from contracts.messages import (
     Audited,
     Cancel,
-    Command,
     Done,
     Event,
     Progress,
@@ -36,7 +37,8 @@ from contracts.messages import (
 )
 from contracts.ports import WorkerView
 from contracts.sampling import TokenLogprob
-from router.audits import Audits, Finding
+from router.actions import Action, Counts, Deliver, End, Replay, Scores, Send
+from router.audits import Audits
 from router.damage import Damage
 from router.request import Leg, Phase, Request
 from router.workers import Entry, WorkerKey, Workers
@@ -46,67 +48,6 @@ REFUSAL_PAUSE_S = 0.5
 """How long a worker that refused as draining is not asked again."""
 REPORT_GRACE_S = 0.25
 """How long an end waits for prefill's report once every token is in."""
-
-
-@dataclass(frozen=True, slots=True)
-class Send:
-    """Send `command` on the link to `worker`."""
-
-    worker: WorkerKey
-    command: Command
-
-
-@dataclass(frozen=True, slots=True)
-class Deliver:
-    """The next tokens of a request, in order."""
-
-    request_id: RequestId
-    tokens: Sequence[int]
-    logprobs: Sequence[TokenLogprob]
-
-
-@dataclass(frozen=True, slots=True)
-class Scores:
-    """The prompt's log-probabilities; before any token."""
-
-    request_id: RequestId
-    scores: tuple[TokenLogprob, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class End:
-    """The request has ended; nothing follows."""
-
-    request_id: RequestId
-    done: Done
-
-
-@dataclass(frozen=True, slots=True)
-class Replay:
-    """A request starts over from its tokens, as attempt `attempt`; for the log."""
-
-    request_id: RequestId
-    attempt: int
-    reason: str
-
-
-Action = Send | Deliver | Scores | End | Replay | Finding
-
-
-@dataclass(slots=True)
-class Counts:
-    """What happened since the start; read by the metrics."""
-
-    submitted: int = 0
-    ended: int = 0
-    failed: int = 0
-    cancelled: int = 0
-    replays: int = 0
-    refusals: int = 0
-    damaged: int = 0
-    late_events: int = 0
-    fallbacks: int = 0
-    """Legs in which decode had to compute a part of the prompt itself, instead of receiving all of it."""
 
 
 class Brain:
@@ -119,7 +60,7 @@ class Brain:
         mint_room: Callable[[], str],
         audit: AuditConfig = AuditConfig(),  # noqa: B008 (frozen)
     ) -> None:
-        self.workers = Workers()
+        self.workers = Workers(config)
         self.counts = Counts()
         self.damage = Damage()
         self._config = config
@@ -179,6 +120,8 @@ class Brain:
                 decode_load[r.decode] = decode_load.get(r.decode, 0) + 1
                 members.setdefault(r.decode, set()).add(rid)
         for entry in self.workers:
+            if entry.breaker.probe is not None and entry.breaker.probe not in entry.requests:
+                found.append(f"{entry.record.name}: its breaker waits for a request that it doesn't have")
             want = (prefill_load if entry.record.role is Role.PREFILL else decode_load).get(entry.key, 0)
             if entry.load != want:
                 found.append(f"{entry.record.name}: load is booked as {entry.load}, requests add up to {want}")
@@ -199,6 +142,7 @@ class Brain:
         self.damage.hear(view.status for view in views)
         for entry in self.workers.update(views):
             self._lose(entry, "the controller no longer sees it")
+            self.workers.gone(entry)
         self._place_waiting()
 
     def on_linked(self, key: WorkerKey) -> None:
@@ -210,6 +154,8 @@ class Brain:
     def on_unlinked(self, key: WorkerKey, reason: str) -> None:
         entry = self.workers.get(key)
         if entry is not None and entry.linked:
+            if entry.requests:  # One failure, however many requests it struck.
+                entry.breaker.failed(entry.breaker.probe or min(entry.requests), self._clock.now())
             self._lose(entry, reason)
 
     def on_status(self, status: WorkerStatus) -> None:
@@ -268,8 +214,8 @@ class Brain:
         now = self._clock.now()
         for request in list(self._requests.values()):
             if now >= request.deadline:
-                limit = self._config.request_timeout_s
-                self._fail(request, ErrorKind.DEADLINE, f"the request took longer than {limit:g} s")
+                limit = request.deadline - request.arrived
+                self._fail(request, ErrorKind.DEADLINE, f"the request took longer than {round(limit, 2):g} s")
         self._place_waiting()
         for request in list(self._waiting.values()):
             if now - request.waiting_since >= self._config.worker_wait_s:
@@ -299,7 +245,8 @@ class Brain:
             return
         decode = None
         if r.max_len - len(tokens) > 1:
-            decode = self.workers.pick_decode(r.max_len, r.avoid, now)
+            spoiled = {d for p, d in r.spoiled if p == prefill.key}
+            decode = self.workers.pick_decode(r.max_len, r.avoid, now, spoiled)
             if decode is None:
                 return
         del self._waiting[r.id]
@@ -309,6 +256,7 @@ class Brain:
         r.prefill, r.prefill_loaded = prefill.key, len(tokens) - prefill.cached_tokens(r.hashes)
         prefill.load += r.prefill_loaded
         prefill.requests.add(r.id)
+        prefill.breaker.sent(r.id, now)
         prefill.remember(r.hashes)
         r.workers = {Role.PREFILL: prefill.record.name}
         sampling = r.sampling
@@ -322,6 +270,7 @@ class Brain:
             r.decode = decode.key
             decode.load += 1
             decode.requests.add(r.id)
+            decode.breaker.sent(r.id, now)
             r.workers[Role.DECODE] = decode.record.name
             self._actions.append(Send(decode.key, replace(submit, peer=prefill.peer)))
             submit = replace(submit, peer=decode.peer)
@@ -339,6 +288,7 @@ class Brain:
         entry = self.workers.get(r.prefill) if r.prefill else None
         if entry is not None:
             entry.requests.discard(r.id)
+            entry.breaker.left(r.id)
         r.prefill = None
 
     def _leave_decode(self, r: Request) -> None:
@@ -346,6 +296,7 @@ class Brain:
         if entry is not None:
             entry.load -= 1
             entry.requests.discard(r.id)
+            entry.breaker.left(r.id)
         r.decode = None
 
     def _leave(self, r: Request, over: tuple[Role, ...] = ()) -> None:
@@ -372,6 +323,8 @@ class Brain:
         self._advanced = self._clock.now()
         match event:
             case Tokens():
+                if role is Role.DECODE and not r.decode_spoke:
+                    self.workers.succeeded((r.prefill, r.decode), r.id, self._advanced)
                 self._deliver(r, *r.accept(event, role))
             case Progress():
                 r.progress.append(event)
@@ -390,6 +343,8 @@ class Brain:
                     self._on_error(r, worker, event)
                     return
                 if r.done is None:
+                    if not r.decode:
+                        self.workers.succeeded((r.prefill,), r.id, self._advanced)
                     r.done, r.done_at = (role, event), self._advanced
         if r.done is not None:
             self._finish_if_complete(r)
@@ -405,6 +360,8 @@ class Brain:
         role, done = r.done
         if wrong := r.contradiction():
             blame = r.prefill if role is Role.PREFILL else r.decode
+            if blame is not None:
+                self.workers.failed(blame, r.id, self._clock.now(), blame)
             self._replay(r, f"{r.workers[role]} {wrong}", blame=blame, over=(role,))
             return
         if not (r.reported or r.prefill_lost) and self._clock.now() < r.done_at + REPORT_GRACE_S:
@@ -429,6 +386,13 @@ class Brain:
                 entry.refuses_until = self._clock.now() + REFUSAL_PAUSE_S
             self._replay(r, reason, blame=blame, over=over, refused=True)
             return
+        if kind is ErrorKind.RETRACTED:
+            gained = r.next_position > r.base
+            self._replay(r, reason, blame=None, over=over, free=gained, refused=not gained)
+            return
+        self.workers.failed(blame, r.id, self._clock.now(), worker)
+        if kind is ErrorKind.ROOM and r.prefill and r.decode:
+            r.spoiled.add((r.prefill, r.decode))
         self._replay(r, reason, blame=blame, over=over, kind=kind)
 
     # ------------------------------------------------------------ replay and end
@@ -441,6 +405,7 @@ class Brain:
         blame: WorkerKey | None,
         over: tuple[Role, ...] = (),
         refused: bool = False,
+        free: bool = False,
         kind: ErrorKind = ErrorKind.WORKER,
     ) -> None:
         """Start the next attempt; `over` are the legs that have already ended themselves."""
@@ -449,7 +414,9 @@ class Brain:
         if done := r.ending:
             self._finish(r, done)
             return
-        if refused:
+        if free:
+            self.counts.recomputed += 1
+        elif refused:
             r.refusals += 1
             self.counts.refusals += 1
         else:
@@ -465,7 +432,7 @@ class Brain:
             return
         if blame is not None and not refused:
             r.avoid[blame] = now + min(0.25 * 2**r.replays, 5.0)
-        r.not_before = now if refused or r.replays <= 1 else now + min(0.05 * 2 ** (r.replays - 2), 1.0)
+        r.not_before = now if refused or free or r.replays <= 1 else now + min(0.05 * 2 ** (r.replays - 2), 1.0)
         r.waiting_since = now
         r.move("replay")
         self._actions.append(Replay(r.id, r.attempt, reason))

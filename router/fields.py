@@ -53,6 +53,7 @@ SAMPLING: dict[str, Field] = {
     "priority": Field(
         "integer", -INT64, INT64 - 1, "Higher stays longer in the caches, under cache.eviction=priority; default 0."
     ),
+    "timeout": Field("number", 0, doc="Seconds from its arrival until it ends with an error.", above=True),
     "user": Field("string", doc="Ignored."),
 }
 
@@ -159,6 +160,8 @@ def check_value(name: str, value: object, field: Field) -> Any:
 def _bounds(field: Field) -> str:
     if field.low == field.high:
         return f"{field.low:g}"
+    if field.high is None:
+        return f"above {field.low:g}" if field.above else f"{field.low:g} or more"
     if field.high == MOST_TOKENS:
         return f"{field.low:g} or more"
     if field.kind == "integer" and field.high == INT64 - 1:

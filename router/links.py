@@ -16,6 +16,7 @@ import grpc
 import grpc.aio
 
 from contracts.access import access_metadata, cluster_secret
+from contracts.config import TransferConfig
 from contracts.errors import WireError
 from contracts.ids import Incarnation, Role, WorkerName
 from contracts.messages import CheckReport, Command, Event, Fits, WorkerStatus
@@ -29,6 +30,7 @@ INCARNATION_KEY = "twinpool-incarnation"
 CONNECT_TIMEOUT_S = 5.0
 STATUS_TIMEOUT_S = 1.0
 CHECK_TIMEOUT_S = 10.0
+LINK_TIMEOUT_S = TransferConfig().link_timeout_s
 FRAME_COMMANDS = 64
 """Commands a frame takes at most, so that one frame stays under the message limit."""
 MESSAGE_LIMIT = 256 * 1024 * 1024
@@ -39,10 +41,20 @@ CHANNEL_OPTIONS = (
     ("grpc.initial_reconnect_backoff_ms", 100),
     ("grpc.max_reconnect_backoff_ms", 1000),
     ("grpc.use_local_subchannel_pool", 1),
-    # A host that vanishes says nothing; its silence is noticed.
-    ("grpc.keepalive_time_ms", 10_000),
-    ("grpc.keepalive_timeout_ms", 10_000),
 )
+
+
+def channel_options(link_timeout_s: float) -> list[tuple[str, int]]:
+    """`CHANNEL_OPTIONS`, and pings: a host that vanishes says nothing, and its silence is noticed."""
+    half_ms = max(1, int(500 * link_timeout_s))
+    return [
+        *CHANNEL_OPTIONS,
+        ("grpc.keepalive_time_ms", half_ms),
+        ("grpc.keepalive_timeout_ms", half_ms),
+        # What gRPC really waits for an answer is this, of which the one above is only the least: a minute by default.
+        ("grpc.http2.ping_timeout_ms", half_ms),
+        ("grpc.http2.max_pings_without_data", 0),
+    ]
 
 
 class GrpcSession:
@@ -122,10 +134,10 @@ class GrpcSession:
 class GrpcPort:
     """One incarnation of one worker, at ``record.endpoint``."""
 
-    def __init__(self, record: WorkerRecord) -> None:
+    def __init__(self, record: WorkerRecord, link_timeout_s: float = LINK_TIMEOUT_S) -> None:
         self._record = record
         self._metadata = ((INCARNATION_KEY, str(record.incarnation)), *access_metadata(cluster_secret()))
-        self._channel = grpc.aio.insecure_channel(record.endpoint, options=CHANNEL_OPTIONS)
+        self._channel = grpc.aio.insecure_channel(record.endpoint, options=channel_options(link_timeout_s))
         self._stub: Any = pb_grpc.WorkerStub(self._channel)  # type: ignore[no-untyped-call]
 
     async def connect(
@@ -175,8 +187,10 @@ class ControllerDirectory:
     RETRY_FIRST_S = 0.05
     RETRY_MOST_S = 1.0
 
-    def __init__(self, target: str) -> None:
+    def __init__(self, target: str, link_timeout_s: float = LINK_TIMEOUT_S) -> None:
+        """`link_timeout_s`: silence after which a connection counts as cut (`transfer.link_timeout_s`)."""
         self._target = target
+        self._link_timeout_s = link_timeout_s
         self._listeners: list[Callable[[tuple[WorkerView, ...]], None]] = []
         self._views: tuple[WorkerView, ...] | None = None
         self._task: asyncio.Task[None] | None = None
@@ -198,7 +212,7 @@ class ControllerDirectory:
         return unwatch
 
     def port(self, record: WorkerRecord) -> Port:
-        return GrpcPort(record)
+        return GrpcPort(record, self._link_timeout_s)
 
     def _tell(self, views: tuple[WorkerView, ...]) -> None:
         for listener in list(self._listeners):
@@ -210,7 +224,7 @@ class ControllerDirectory:
     async def _follow(self) -> None:
         pause = self.RETRY_FIRST_S
         metadata = access_metadata(cluster_secret())
-        async with grpc.aio.insecure_channel(self._target, options=CHANNEL_OPTIONS) as channel:
+        async with grpc.aio.insecure_channel(self._target, options=channel_options(self._link_timeout_s)) as channel:
             stub: Any = pb_grpc.ControllerStub(channel)  # type: ignore[no-untyped-call]
             while True:
                 try:

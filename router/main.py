@@ -117,7 +117,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     log_to_stream("router")
     try:
         config = read_config(options.config_json)
-        directory = ControllerDirectory(options.controller)
+        directory = ControllerDirectory(options.controller, config.transfer.link_timeout_s)
         with listen(options.host, options.port) as bound:
             serve(options.model, config, directory, bound, options.ready_fd)
     except TwinpoolError as error:

@@ -17,6 +17,7 @@ from prometheus_client.registry import Collector
 from contracts.ids import Role
 from contracts.messages import Progress
 from router.brain import Brain
+from router.breaker import Circuit
 from router.choice import Choice
 from router.tier_metrics import tier_metrics
 from router.verification_metrics import verification_metrics
@@ -24,6 +25,7 @@ from router.watch import StreamWatch
 
 TTFT_BUCKETS_S = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)
 ITL_BUCKETS_S = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 5.0)
+_BREAKER = {Circuit.CLOSED: 0, Circuit.HALF_OPEN: 1, Circuit.OPEN: 2}
 E2E_BUCKETS_S = (0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0, 600.0)
 
 
@@ -110,6 +112,11 @@ class Metrics(Collector):
             ("twinpool_requests_failed", "Choices that ended in an error", counts.failed),
             ("twinpool_requests_cancelled", "Choices taken back", counts.cancelled),
             ("twinpool_replays", "Attempts after a worker was lost or failed", counts.replays),
+            (
+                "twinpool_recomputed",
+                "Attempts that decode had no memory for, gone on from their tokens",
+                counts.recomputed,
+            ),
             ("twinpool_drain_refusals", "Attempts that a draining worker refused", counts.refusals),
             ("twinpool_damaged", "Hand-overs with damaged bytes, detected and recomputed", counts.damaged),
             ("twinpool_fallbacks", "Legs in which decode computed prompt tokens itself", counts.fallbacks),
@@ -139,6 +146,19 @@ class Metrics(Collector):
         moved.add_metric([self._plane], self.transfer_bytes)
         yield moved
 
+    def _of_breakers(self) -> Iterator[Metric]:
+        labels = ["worker", "role"]
+        state = GaugeMetricFamily(
+            "twinpool_breaker_state", "Circuit breaker: 0 closed, 1 half-open, 2 open", labels=labels
+        )
+        opened = CounterMetricFamily("twinpool_breaker_opened", "Times it has opened", labels=labels)
+        for entry in self._brain.workers:
+            values = [entry.record.name, str(entry.record.role)]
+            state.add_metric(values, _BREAKER.get(entry.breaker.state, 0))
+            opened.add_metric(values, entry.breaker.opened)
+        yield state
+        yield opened
+
     def _of_workers(self) -> Iterator[Metric]:
         brain = self._brain
         yield GaugeMetricFamily("twinpool_requests_in_house", "Choices that have not ended", value=brain.in_house)
@@ -159,5 +179,6 @@ class Metrics(Collector):
             free.add_metric(labels, entry.status.pages_free)
         yield load
         yield free
+        yield from self._of_breakers()
         yield from tier_metrics(brain.workers)
         yield from verification_metrics(brain.damage, brain.audits, self._watch, self._model)

@@ -91,6 +91,7 @@ class Request:
         "salt",
         "sampling",
         "scores_in",
+        "spoiled",
         "waiting_since",
         "workers",
     )
@@ -124,6 +125,8 @@ class Request:
         self.refusals = 0
         self.avoid: dict[WorkerKey, float] = {}
         """Workers at fault, until when they are not chosen."""
+        self.spoiled: set[tuple[WorkerKey, WorkerKey]] = set()
+        """Pairs of workers between which a hand-over of it has failed."""
         self.scores_in = sampling.prompt_logprobs is None
         self.progress: list[Progress] = []
         """Every report of every attempt, in order of arrival."""

@@ -23,10 +23,11 @@ from contracts.ids import RequestId, Role
 from contracts.messages import Command, Event, Progress
 from contracts.model import ModelSpec
 from contracts.ports import Directory
+from router.actions import Deliver, End, Replay, Scores, Send
 from router.answers import Answer
 from router.asks import Ask, Prompt
 from router.audits import Finding
-from router.brain import Brain, Deliver, End, Replay, Scores, Send
+from router.brain import Brain
 from router.choice import Choice
 from router.failures import QueueFull
 from router.fleet import Fleet
@@ -129,6 +130,7 @@ class RouterService:
 
         Raises `QueueFull`, or `RequestError` where the prompt doesn't fit.
         """
+        timeout_s = self._timeout(ask)
         limit = self.config.max_queue
         if ask.choices > limit:
             raise RequestError(f"{ask.choices} answers in one request are above the server's queue of {limit}")
@@ -143,10 +145,30 @@ class RouterService:
         except BaseException:
             self._reserved -= ask.choices
             raise
-        return self._admit(ask, prompts, limits, client_id, self.clock.now() - began)
+        return self._admit(ask, prompts, limits, client_id, began, timeout_s)
 
-    def _admit(self, ask: Ask, prompts: list[Prepared], limits: list[int], client_id: str, tokenise_s: float) -> Job:
+    def _timeout(self, ask: Ask) -> float:
+        """Seconds that the request has. Raises `RequestError` for more than anybody gets."""
+        if ask.timeout_s is None:
+            return self.config.request_timeout_s
+        if ask.timeout_s > self.config.max_timeout_s:
+            raise RequestError(
+                f"timeout {ask.timeout_s:g} s is above the server's limit of {self.config.max_timeout_s:g} s",
+                param="timeout",
+            )
+        return ask.timeout_s
+
+    def _admit(
+        self,
+        ask: Ask,
+        prompts: list[Prepared],
+        limits: list[int],
+        client_id: str,
+        began: float,
+        timeout_s: float,
+    ) -> Job:
         job_id, now = self._mint(), self.clock.now()
+        tokenise_s = now - began
         answer = Answer(ask, job_id, int(time.time()), self.spec.name, self.codec)
         job = Job(job_id, ask, answer, self.config.client_buffer_events, client_id)
         choices = []
@@ -157,7 +179,7 @@ class RouterService:
                 sampling = replace(sampling, prompt_logprobs=None)  # a first token has no log-probability
             request = Request(
                 RequestId(f"{job_id}-{index}"), prompt.tokens, sampling, now=now,
-                deadline=now + self.config.request_timeout_s, hashes=prompt.hashes, salt=ask.salt,
+                deadline=began + timeout_s, hashes=prompt.hashes, salt=ask.salt,
                 priority=ask.priority,
             )  # fmt: skip
             choice = Choice(index, request, ask, self.codec, prompt.text)

@@ -14,6 +14,8 @@ _PAGES = {
     ("host", "kept"): "host_pages_used",
     ("host", "total"): "host_pages_total",
 }
+_RETRACTED = ("retractions", "resumptions", "recomputed")
+_RETRACTED_BYTES = {"out": "retracted_bytes", "back": "resumed_bytes"}
 _MOVES = {
     ("host", "saved"): "pages_saved",
     ("host", "left_out"): "saves_left_out",
@@ -34,6 +36,17 @@ def tier_metrics(workers: Iterable[Entry]) -> Iterator[Metric]:
         "twinpool_cache_moved_pages", "What became of pages", labels=["worker", "role", "tier", "what"]
     )
     pages = GaugeMetricFamily("twinpool_cache_pages", "Pages of a tier", labels=["worker", "role", "tier", "what"])
+    retracted = CounterMetricFamily(
+        "twinpool_retracted_requests",
+        "Requests that left decode's device for others",
+        labels=["worker", "role", "what"],
+    )
+    retracted_bytes = CounterMetricFamily(
+        "twinpool_retracted_bytes", "State copied to host memory and back for them", labels=["worker", "role", "way"]
+    )
+    away = GaugeMetricFamily(
+        "twinpool_requests_retracted_now", "Requests that are off decode's device", labels=["worker", "role"]
+    )
     for entry in workers:
         labels, counters = [str(entry.record.name), str(entry.record.role)], entry.status.counters
         for tier, key in _HITS.items():
@@ -45,4 +58,12 @@ def tier_metrics(workers: Iterable[Entry]) -> Iterator[Metric]:
         for (tier, what), key in _PAGES.items():
             if key in counters:
                 pages.add_metric([*labels, tier, what], counters[key])
-    yield from (hits, moves, pages)
+        for key in _RETRACTED:
+            if key in counters:
+                retracted.add_metric([*labels, key], counters[key])
+        for way, key in _RETRACTED_BYTES.items():
+            if key in counters:
+                retracted_bytes.add_metric([*labels, way], counters[key])
+        if "retracted" in counters:
+            away.add_metric(labels, counters["retracted"])
+    yield from (hits, moves, pages, retracted, retracted_bytes, away)

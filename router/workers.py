@@ -11,12 +11,14 @@ from __future__ import annotations
 import hashlib
 from array import array
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
+from contracts.config import RouterConfig
 from contracts.ids import Incarnation, RequestId, Role, WorkerName
 from contracts.messages import PeerRef, WorkerStatus
 from contracts.ports import WorkerRecord, WorkerView
+from router.breaker import Breaker
 
 WorkerKey = tuple[WorkerName, Incarnation]
 """One life of one worker."""
@@ -46,6 +48,7 @@ class Entry:
 
     record: WorkerRecord
     status: WorkerStatus
+    breaker: Breaker
     linked: bool = False
     refuses_until: float = 0.0
     """It said that it is draining before the view did."""
@@ -88,7 +91,8 @@ class Entry:
 class Workers:
     """The table: one entry a worker, its current incarnation only."""
 
-    def __init__(self) -> None:
+    def __init__(self, config: RouterConfig) -> None:
+        self._config = config
         self._entries: dict[WorkerName, Entry] = {}
         self._turn = 0
 
@@ -120,10 +124,29 @@ class Workers:
                 continue
             if old is not None:
                 lost.append(old)
-            self._entries[name] = Entry(view.record, view.status)
+            self._entries[name] = Entry(view.record, view.status, Breaker(self._config))
         for name in [n for n in self._entries if n not in seen]:
             lost.append(self._entries.pop(name))
         return lost
+
+    def failed(self, key: WorkerKey, request: RequestId, now: float, reporter: WorkerKey) -> None:
+        """An attempt failed, and `key` is at fault, as `reporter` says."""
+        guilty, witness = self.get(key), self.get(reporter)
+        if guilty is not None:
+            guilty.breaker.failed(request, now)
+        if witness is not None and reporter != key:
+            witness.breaker.complained(key[0], now)
+
+    def succeeded(self, keys: Iterable[WorkerKey | None], request: RequestId, now: float) -> None:
+        for entry in [self.get(key) for key in keys if key]:
+            if entry is not None:
+                entry.breaker.succeeded(request, now)
+
+    def gone(self, entry: Entry) -> None:
+        """Its incarnation has ended: who complained about it was right."""
+        entry.breaker.over()
+        for other in self:
+            other.breaker.justified(entry.record.name)
 
     def serving(self, role: Role, now: float) -> list[Entry]:
         return [e for e in self if e.record.role is role and e.serves(now)]
@@ -145,8 +168,11 @@ class Workers:
 
         return self._pick(Role.PREFILL, max_len, avoid, now, cost)
 
-    def pick_decode(self, max_len: int, avoid: Mapping[WorkerKey, float], now: float) -> Entry | None:
-        return self._pick(Role.DECODE, max_len, avoid, now, lambda e: (e.load, e.turn))
+    def pick_decode(
+        self, max_len: int, avoid: Mapping[WorkerKey, float], now: float, spoiled: Container[WorkerKey] = ()
+    ) -> Entry | None:
+        """`spoiled`: those to which the chosen prefill worker could not hand it over before; the last choice."""
+        return self._pick(Role.DECODE, max_len, avoid, now, lambda e: (e.key in spoiled, e.load, e.turn))
 
     def _pick(
         self,
@@ -161,6 +187,7 @@ class Workers:
             for e in self._entries.values()
             if e.record.role is role
             and e.serves(now)
+            and e.breaker.admits(now)
             and e.record.fits.max_positions >= need
             and avoid.get(e.key, 0.0) <= now
         ]

@@ -127,10 +127,16 @@ class HashEngine:
         for pool, table in tables.items():
             if tuple(self.pools.allocators[pool].epochs_of(table.pages)) != tuple(table.epochs):
                 return RowOutput(stale=True)
-        assert not isinstance(row.tokens, FromStep), "a device that is never late draws nothing ahead"
+        tokens = row.tokens
+        if isinstance(tokens, FromStep):  # Steps run in their order, so the one before has run.
+            assert isinstance(tokens.step, HashStep)
+            drawn = tokens.step.drawn[tokens.row].drawn
+            if drawn is None:
+                return RowOutput(stale=True)
+            tokens = (drawn.token,)
         mark = b""
         known, found, replayed = row.replay, [], 0
-        for position, token in enumerate(row.tokens, row.start):
+        for position, token in enumerate(tokens, row.start):
             mark = self._see(tables, position).mark(token)
             self._write(tables, position, mark)
             if known is not None and position + 1 in known.positions(row.start, len(row.tokens)):

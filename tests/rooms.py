@@ -24,6 +24,7 @@ from contracts.messages import PeerRef
 from tests.poolsets import entry, filled
 from tests.ranks import RankedSeat, content, fill, ranked_seat
 from transfer import make_plane, receiver, sender
+from transfer.control import ZmqCarrier
 from transfer.metadata import Draft, Metadata
 from transfer.plane import Plane, Run
 from transfer.ranked import RankedPlane
@@ -211,12 +212,13 @@ def ends(
     count: int = 64,
     slots: int = 4,
     faults: Mapping[str, Any] | None = None,
+    transfer: Mapping[str, Any] | None = None,
     device: Device | None = None,
     ranks: tuple[int, int] = (1, 1),
 ) -> Iterator[Ends]:
     """`ranks`: how many the writer has, and the reader; all in this process."""
     clock = ManualClock()
-    config = config_from_dict({"transfer": {"plane": plane}, "faults": dict(faults or {})})
+    config = config_from_dict({"transfer": {"plane": plane, **(transfer or {})}, "faults": dict(faults or {})})
     waiter = Waiter()
     pools: list[PoolSet] = []
     planes: list[Plane] = []
@@ -234,15 +236,20 @@ def ends(
         planes.append(mine[0] if size == 1 else RankedPlane(mine[0], seat.followers))
         pools.append(seat.leader)
         seats.append(seat)
-    options: dict[str, Any] = {"clock": clock, "waiter": waiter, "curve": None}
+    options: dict[str, Any] = {
+        "clock": clock,
+        "carrier": ZmqCarrier("127.0.0.1", waiter, None, config.transfer.link_timeout_s),
+    }
     writer = SenderEnd(
         WorkerName("prefill-0"), Incarnation(1), "a model", planes[0], pools[0], device or CpuDevice(),
-        config.transfer, host="127.0.0.1", **options,
+        config.transfer, **options,
     )  # fmt: skip
     reader = ReceiverEnd(
         WorkerName("decode-0"), Incarnation(1), "a model", planes[1], pools[1], slots, config.transfer,
         verify=True, **options,
     )  # fmt: skip
+    for socket in planes[1].waitable:
+        waiter.add(socket)
     try:
         yield Ends(spec, writer, reader, pools[0], pools[1], clock, waiter, random.Random(seed), (seats[0], seats[1]))
     finally:

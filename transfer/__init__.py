@@ -15,6 +15,7 @@ def make_plane(config: Config, host: str, curve: Curve | None, wake: Wake, rank:
     """The plane that `transfer.plane` names, bound to free ports of `host`; of rank `rank` of a worker of `size`."""
     if config.transfer.plane == "local":
         return LocalPlane(config.faults, wake, rank, size)
+    silence_s = config.transfer.link_timeout_s
     if config.transfer.plane == "shm":
-        return ShmPlane(config.faults, host, curve, rank, size)
-    return ZmqPlane(config.faults, host, curve, rank, size)
+        return ShmPlane(config.faults, host, curve, rank, size, silence_s)
+    return ZmqPlane(config.faults, host, curve, rank, size, silence_s)

@@ -22,17 +22,20 @@ from cache.heads import Cut, chosen, common, copy_common
 from cache.moves import Move, Part, copy_state
 from cache.pools import PoolSet
 from cache.registry import BufferLayout, PoolSetLayout, PoolSetSpec
-from contracts.config import FaultsConfig
+from contracts.config import FaultsConfig, TransferConfig
 from contracts.errors import LayoutMismatch
 from contracts.ids import RoomId
 from contracts.orders import Arrival
 from transfer import process
+from transfer.cuts import CutWatch, keep_alive
+from transfer.detour import detour
 from transfer.fan import fan
 from transfer.faults import WriteFaults
 from transfer.metadata import SLOT_BYTES
 from transfer.plane import Link, PageWrite, SlotWrite, Target, Wake
 from transfer.security import Curve, bind, dial
 
+LINK_TIMEOUT_S = TransferConfig().link_timeout_s
 _HEAD = 64
 """Bytes in front of a segment: a nonce, by which a writer knows that it mapped what was described."""
 
@@ -47,18 +50,20 @@ class DirectLink:
         layout: PoolSetLayout,
         slots: torch.Tensor | None,
         notify: Callable[[bytes], None],
+        watch: CutWatch | None,
         close: Callable[[], None],
         faults: WriteFaults,
         cut: Cut | None = None,
     ) -> None:
-        """`slots` and `notify` are the reader's leader's. `cut`: the buffers to write, and of them the heads that both
-        hold; None: all of every page."""
+        """`slots` and `notify` are the reader's leader's; notices go by a connection that `watch` watches. `cut`: the
+        buffers to write, and of them the heads that both hold; None: all of every page."""
         self._source = source
         self._cut = cut
         self._region = region
         self._layout = layout
         self._slots = slots
         self._notify = notify
+        self._watch = watch
         self._close = close
         self._faults = faults
 
@@ -105,7 +110,12 @@ class DirectLink:
     def notify(self, room: RoomId, data: bytes, writes: int = 0) -> None:
         self._notify(data)
 
+    def cut(self) -> bool:
+        return self._watch is not None and self._watch.cut()
+
     def close(self) -> None:
+        if self._watch is not None:
+            self._watch.close()
         self._close()
 
 
@@ -157,7 +167,7 @@ class LocalPlane:
         pools, slots = reader._pools, reader._slots
         if slots is None and reader._rank == 0:
             raise LayoutMismatch("plane local: the reader has no metadata slots")
-        return DirectLink(self._pools, pools.region, pools.layout, slots, notify, lambda: None, self._faults, cut)
+        return DirectLink(self._pools, pools.region, pools.layout, slots, notify, None, lambda: None, self._faults, cut)
 
     def permit(self, target: Target) -> None: ...
 
@@ -185,8 +195,17 @@ class ShmPlane:
     kind = "shm"
     revocable = False
 
-    def __init__(self, faults: FaultsConfig, host: str, curve: Curve | None, rank: int = 0, size: int = 1) -> None:
+    def __init__(
+        self,
+        faults: FaultsConfig,
+        host: str,
+        curve: Curve | None,
+        rank: int = 0,
+        size: int = 1,
+        link_timeout_s: float = LINK_TIMEOUT_S,
+    ) -> None:
         self._rank, self._size = rank, size
+        self._link_timeout_s = link_timeout_s
         self._nonce = secrets.token_bytes(_HEAD)
         self._segments: dict[str, tuple[int, int]] = {}
         self._maps: list[mmap.mmap] = []
@@ -195,7 +214,8 @@ class ShmPlane:
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context.instance()
         self._notices = self._context.socket(zmq.PULL)
         self._notices.set(zmq.RCVHWM, 0)
-        self._endpoint = bind(self._notices, host, curve)
+        keep_alive(self._notices, link_timeout_s)
+        self._endpoint = detour(bind(self._notices, host, curve), "data", str(os.getpid()), faults.proxy)
         self.dropped = 0
 
     def allocate(self, name: str, nbytes: int) -> torch.Tensor:
@@ -234,8 +254,8 @@ class ShmPlane:
         pages = self._map(descriptor, "pages")
         slots = self._map(descriptor, "slots").view(-1, SLOT_BYTES) if "slots" in descriptor["segments"] else None
         layout = PoolSetLayout(spec, descriptor["counts"])
-        socket = dial(self._context, descriptor["endpoint"], self._curve)
-        return DirectLink(self._pools, pages, layout, slots, socket.send, socket.close, self._faults, cut)
+        socket, watch = dial(self._context, descriptor["endpoint"], self._curve, self._link_timeout_s)
+        return DirectLink(self._pools, pages, layout, slots, socket.send, watch, socket.close, self._faults, cut)
 
     def _map(self, descriptor: dict[str, Any], name: str) -> torch.Tensor:
         fd, nbytes = descriptor["segments"][name]

@@ -41,10 +41,16 @@ class Fan:
         assert self._leader is not None, "only leaders give notice"
         self._leader.notify(room, data, writes)
 
+    def cut(self) -> bool:
+        # All are asked: each forgets what it has told.
+        return any([link.cut() for link in self._links()])
+
     def close(self) -> None:
-        links = {id(link): link for link in (self._leader, *self._parts) if link is not None}
-        for link in links.values():
+        for link in self._links():
             link.close()
+
+    def _links(self) -> list[Link]:
+        return list({id(link): link for link in (self._leader, *self._parts) if link is not None}.values())
 
 
 class All:

@@ -43,16 +43,19 @@ class HeldNotices:
         self._rooms.setdefault(room, _Room())
 
     def settled(self, rank: int, room: RoomId, source: int, number: int) -> None:
-        """Rank `rank` has taken in writes up to `number` of a room from rank `source` of the writer."""
+        """Rank `rank` has taken in write `number` of a room from rank `source` of the writer.
+
+        They come in order, but for those that were lost with a connection: after a gap nothing counts any more.
+        """
         entry = self._rooms.get(room)
-        if entry is not None:
-            entry.taken[rank, source] = max(number, entry.taken[rank, source])
+        if entry is not None and number == entry.taken[rank, source] + 1:
+            entry.taken[rank, source] = number
 
     def add(self, room: RoomId, data: bytes, writes: int, sources: int) -> list[bytes]:
         """A notice has come; those that needn't wait, in order."""
         entry = self._rooms.get(room)
-        if entry is None:
-            return [data]
+        if entry is None or not writes:
+            return [data]  # An end of the room waits for nothing.
         entry.notices.append(_Notice(data, writes, sources))
         return self._due(entry)
 

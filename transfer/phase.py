@@ -10,13 +10,13 @@ from contracts.ids import WorkerName
 from contracts.messages import Event
 from contracts.ports import SessionId
 from transfer.desk import Desk, R
-from transfer.waiting import Waiter
+from transfer.waiting import Sleep
 
 
 class PhaseWorker(ABC, Generic[R]):
     """The common part of `contracts.ports.Worker`. One thread, but for `wake`."""
 
-    def __init__(self, desk: Desk[R], waiter: Waiter) -> None:
+    def __init__(self, desk: Desk[R], waiter: Sleep) -> None:
         self._desk = desk
         self._waiter = waiter
 

@@ -100,6 +100,9 @@ class Link(Protocol):
         """Tell the reader `data` of a room, after everything posted here so far has arrived, and the first `writes`
         writes of the room from all other ranks."""
 
+    def cut(self) -> bool:
+        """Whether its connection was cut since the last call: writes and notices may be lost."""
+
     def close(self) -> None: ...
 
 

@@ -119,6 +119,10 @@ class _RankedLink:
     def notify(self, room: RoomId, data: bytes, writes: int = 0) -> None:
         self._mine.notify(room, data, writes)
 
+    def cut(self) -> bool:
+        """The leader's own. A gap in what another rank has written is noticed where it arrives (`transfer.held`)."""
+        return self._mine.cut()
+
     def close(self) -> None:
         self._followers.tell(Disconnect(self._number))
         self._mine.close()

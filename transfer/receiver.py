@@ -9,11 +9,9 @@ where it doesn't (hazard A5).
 from __future__ import annotations
 
 import logging
-from collections import Counter, OrderedDict
+from collections import Counter, OrderedDict, deque
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-
-import zmq
 
 from cache.due import NOTHING, Held, due, extents, missing
 from cache.leases import Allocator, Lease
@@ -26,15 +24,14 @@ from contracts.errors import ErrorKind, WireError
 from contracts.ids import Incarnation, RoomId, WorkerName
 from contracts.messages import PeerRef
 from transfer import messages as m
-from transfer import process
+from transfer.control import Carrier, Channel, Watch
 from transfer.metadata import SLOT_BYTES, Metadata, copy_out
 from transfer.plane import Plane, Run, Target
 from transfer.rooms import RECEIVER, Receiver, ReceiverEvent
-from transfer.security import Curve
 from transfer.shares import Shares
-from transfer.waiting import Waiter
 
 log = logging.getLogger("twinpool.transfer")
+_CONFIRMED = 256
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,11 +87,15 @@ Outcome = Arrived | Broken | Over
 @dataclass(eq=False)
 class _Peer:
     ref: PeerRef
-    socket: zmq.Socket[bytes]
+    channel: Channel
     deadline: float
     welcome: m.Welcome | None = None
-    watch: process.GroupWatch | None = None
+    watch: Watch | None = None
     queued: list[m.Control] = field(default_factory=list)
+    down_since: float | None = None
+    """Since when there has been no connection to it, after there was one."""
+    confirmed: deque[m.Received] = field(default_factory=lambda: deque(maxlen=_CONFIRMED))
+    """The latest that it was told to be complete."""
 
 
 @dataclass(eq=False)
@@ -108,6 +109,9 @@ class _Room:
     slot: Lease | None = None
     runs: Mapping[str, Run] = field(default_factory=dict)
     """What was granted, by pool: those of which something is missing."""
+    grant: m.Grant | None = None
+    asked: float = 0.0
+    """When its writer was last asked to stop."""
     shares: Shares = field(default_factory=lambda: Shares({}))
     """What has still to come."""
     digests: dict[str, dict[int, int]] = field(default_factory=dict)
@@ -127,16 +131,14 @@ class ReceiverEnd:
         config: TransferConfig,
         *,
         verify: bool,
+        carrier: Carrier,
         clock: Clock,
-        waiter: Waiter,
-        curve: Curve | None,
     ) -> None:
         self._name, self._incarnation, self._fingerprint = name, incarnation, fingerprint
         self._plane, self._pools, self._config, self._clock = plane, pools, config, clock
-        self._verify, self._waiter, self._curve = verify, waiter, curve
+        self._verify, self._carrier = verify, carrier
         self._slots = plane.allocate("slots", slots * SLOT_BYTES).view(slots, SLOT_BYTES)
         self.slots = Allocator("metadata slots", slots)
-        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context.instance()
         self._peers: dict[tuple[WorkerName, Incarnation], _Peer] = {}
         self._rooms: dict[RoomId, _Room] = {}
         self._ended: OrderedDict[RoomId, None] = OrderedDict()
@@ -146,8 +148,6 @@ class ReceiverEnd:
         self.damage: Counter[str] = Counter()
         """Rooms in which something arrived that isn't what was promised, by pool, or by "metadata"."""
         plane.register(pools, self._slots)
-        for socket in plane.waitable:
-            waiter.add(socket)
 
     # ------------------------------------------------------------ what decode asks
 
@@ -185,7 +185,8 @@ class ReceiverEnd:
         entry.runs, entry.shares = runs, Shares(wanted)
         self._plane.permit(Target(room, runs, slot.indices[0]))
         places = [m.Place(p, run.first, run.indices, leases[p].epochs[: len(run)]) for p, run in runs.items()]
-        self._send(entry.peer, m.Grant(room, tuple(places), slot.indices[0], slot.epochs[0]))
+        entry.grant = m.Grant(room, tuple(places), slot.indices[0], slot.epochs[0])
+        self._send(entry.peer, entry.grant)
         return True
 
     def abort(self, room: RoomId, reason: str) -> None:
@@ -193,8 +194,7 @@ class ReceiverEnd:
         entry = self._rooms.get(room)
         if entry is None or entry.state is Receiver.ABORTING:
             return
-        self._send(entry.peer, m.Abort(room, reason))
-        self._step(entry, ReceiverEvent.REVOKED if self._plane.revocable else ReceiverEvent.ABORT)
+        self._give_up(entry, reason)
 
     def poll(self) -> list[Outcome]:
         """Hear peers and notices, expire what is late; returns what rooms came to."""
@@ -254,21 +254,9 @@ class ReceiverEnd:
         key = (ref.name, ref.incarnation)
         if key in self._peers:
             return self._peers[key]
-        socket = self._context.socket(zmq.DEALER)
-        socket.set(zmq.SNDHWM, 0)
-        socket.set(zmq.LINGER, 0)
-        socket.set(zmq.ROUTING_ID, f"{self._name}:{self._incarnation}".encode())
-        if self._curve is not None and ref.control.startswith("tcp"):
-            self._curve.call(socket)
-        socket.connect(ref.control)
-        peer = _Peer(ref, socket, self._clock.now() + self._config.connect_timeout_s)
-        layout = {"model": self._fingerprint, **describe_spec(self._pools.spec.whole)}
-        hello = m.Hello(
-            self._name, self._incarnation, ref.incarnation, layout, self._plane.kind, self._plane.describe(),
-            *process.mine(),
-        )  # fmt: skip
-        socket.send(m.encode(hello))
-        self._waiter.add(socket)
+        channel = self._carrier.connect(ref.control, f"{self._name}:{self._incarnation}".encode())
+        peer = _Peer(ref, channel, self._clock.now() + self._config.connect_timeout_s)
+        channel.send(m.encode(self._hello(ref)))
         # A worker has one live incarnation: what the old one still owed is lost.
         for (name, incarnation), old in list(self._peers.items()):
             if name == ref.name and incarnation < ref.incarnation and (old.watch is None or old.watch.dead):
@@ -276,18 +264,21 @@ class ReceiverEnd:
         self._peers[key] = peer
         return peer
 
+    def _hello(self, ref: PeerRef) -> m.Hello:
+        layout = {"model": self._fingerprint, **describe_spec(self._pools.spec.whole)}
+        return m.Hello(
+            self._name, self._incarnation, ref.incarnation, layout, self._plane.kind, self._plane.describe(),
+            *self._carrier.mine(),
+        )  # fmt: skip
+
     def _send(self, peer: _Peer, message: m.Control) -> None:
         if peer.welcome is None:
             peer.queued.append(message)
         else:
-            peer.socket.send(m.encode(message))
+            peer.channel.send(m.encode(message))
 
     def _hear(self, peer: _Peer) -> None:
-        while True:
-            try:
-                data = peer.socket.recv(zmq.NOBLOCK)
-            except zmq.Again:
-                break
+        while (data := peer.channel.receive()) is not None:
             try:
                 message = m.decode(data)
             except WireError as error:
@@ -302,23 +293,53 @@ class ReceiverEnd:
                 self._notice(message)
         if peer.watch is not None and peer.watch.dead:
             self._lose(peer, f"{peer.ref.name} (pid {peer.watch.pid}) died")
-        elif peer.watch is not None:
-            peer.watch.forget_dead(self._waiter.remove)
+            return
+        if peer.channel.cut():
+            self._say_again(peer)
+        self._mind(peer)
+
+    def _say_again(self, peer: _Peer) -> None:
+        """The connection was cut: what was said last may be lost. When it is back the writer hears all of it once more,
+        and takes what it knows already as said once."""
+        log.warning("the connection to %s was cut", peer.ref.name)
+        if peer.welcome is None:
+            peer.channel.send(m.encode(self._hello(peer.ref)))
+            return
+        for room in [r for r in self._rooms.values() if r.peer is peer]:
+            if room.state is Receiver.GRANTED and room.grant is not None:
+                self._send(peer, room.grant)
+            elif room.state is Receiver.ABORTING:
+                self._send(peer, m.Abort(room.id, "given up"))
+        for message in peer.confirmed:
+            self._send(peer, message)
+
+    def _mind(self, peer: _Peer) -> None:
+        """End the rooms of a peer whom nobody reaches any more. What it may still write to stays in quarantine."""
+        if peer.welcome is None or peer.channel.up:
+            peer.down_since = None
+            return
+        now, limit = self._clock.now(), self._config.link_timeout_s
+        peer.down_since = now if peer.down_since is None else peer.down_since
+        if now - peer.down_since < limit:
+            return
+        for room in [r for r in self._rooms.values() if r.peer is peer and r.state is not Receiver.ABORTING]:
+            message = f"the connection to {peer.ref.name} was cut, and not back after {limit:g} s"
+            self._give_up(room, message)
+            self._outcomes.append(Broken(room.id, ErrorKind.ROOM, message, peer.ref.name))
 
     def _welcome(self, peer: _Peer, welcome: m.Welcome) -> None:
         if welcome.incarnation != peer.ref.incarnation:
             self._lose(peer, f"{peer.ref.name} is incarnation {welcome.incarnation}, not {peer.ref.incarnation}")
             return
+        if peer.welcome is not None:
+            return  # Said again, as the hello was.
         peer.welcome = welcome
         try:
             others = [(other.pid, other.started, other.boot) for other in welcome.others]
-            peer.watch = process.GroupWatch.open([(welcome.pid, welcome.started, welcome.boot), *others])
+            peer.watch = self._carrier.watch([(welcome.pid, welcome.started, welcome.boot), *others])
         except ProcessLookupError:
             self._lose(peer, f"{peer.ref.name} (pid {welcome.pid}) died")
             return
-        if peer.watch is not None:
-            for fd in peer.watch.fds:
-                self._waiter.add(fd)
         queued, peer.queued = peer.queued, []
         for message in queued:
             self._send(peer, message)
@@ -331,11 +352,8 @@ class ReceiverEnd:
 
     def _forget(self, peer: _Peer) -> None:
         self._peers.pop((peer.ref.name, peer.ref.incarnation), None)
-        self._waiter.remove(peer.socket)
-        peer.socket.close(linger=0)
+        peer.channel.close()
         if peer.watch is not None:
-            for fd in peer.watch.fds:
-                self._waiter.remove(fd)
             peer.watch.close()
 
     # ------------------------------------------------------------ notices
@@ -370,7 +388,7 @@ class ReceiverEnd:
         for part in wrote.parts:
             numbers = range(part.first, part.first + len(part.keys))
             if not room.shares.takes(part.pool, numbers) or len(part.keys) != len(part.digests):
-                self._damage(room, part.pool, f"pages {part.first}.. came when these were due: {room.shares}")
+                self._hole(room, f"{part.pool}: pages {part.first}.. came when these were due: {room.shares}")
                 return
             if part.keys != room.expected.keys[numbers.start : numbers.stop]:
                 self._damage(room, part.pool, f"pages {numbers.start}..{numbers.stop - 1} are of another prompt")
@@ -394,18 +412,25 @@ class ReceiverEnd:
         """The metadata is here. With it the room is done, if every pool is."""
         assert room.slot is not None
         if not room.shares.done:
-            self._damage(room, "metadata", f"it came before this had arrived: {room.shares}")
+            self._hole(room, f"metadata: it came before this had arrived: {room.shares}")
             return
         try:
             metadata = copy_out(self._slots, room.slot.indices[0], room.id, room.slot.epochs[0])
         except WireError as error:
             self._damage(room, "metadata", str(error))
             return
-        self._send(room.peer, m.Received(room.id))
+        room.peer.confirmed.append(m.Received(room.id))
+        self._send(room.peer, room.peer.confirmed[-1])
         leases, room.leases = room.leases, {}
         received = {pool: len(run) * self._pools.spec.whole.unit_bytes(pool) for pool, run in room.runs.items()}
         self._step(room, ReceiverEvent.COMPLETE)
         self._outcomes.append(Arrived(room.id, leases, metadata, received, room.digests))
+
+    def _hole(self, room: _Room, message: str) -> None:
+        """Something is missing before what came, as when a connection was cut. No byte of it was damaged."""
+        log.warning("room %s from %s: %s", room.id, room.peer.ref.name, message)
+        self._give_up(room, message)
+        self._outcomes.append(Broken(room.id, ErrorKind.ROOM, message, room.peer.ref.name))
 
     def _damage(self, room: _Room, pool: str, what: str) -> None:
         self.damage[pool if pool in self._pools.spec.by_name else "metadata"] += 1
@@ -416,6 +441,12 @@ class ReceiverEnd:
         self._break(room, event, ErrorKind.DAMAGED, message)
 
     # ------------------------------------------------------------ ends
+
+    def _give_up(self, room: _Room, reason: str) -> None:
+        """Tell the writer to stop, and end the room as soon as nobody can write to it any more (hazard A5)."""
+        room.asked = self._clock.now()
+        self._send(room.peer, m.Abort(room.id, reason))
+        self._step(room, ReceiverEvent.REVOKED if self._plane.revocable else ReceiverEvent.ABORT)
 
     def _break(self, room: _Room, event: ReceiverEvent, kind: ErrorKind, message: str) -> None:
         aborting = room.state is Receiver.ABORTING
@@ -428,10 +459,13 @@ class ReceiverEnd:
         for peer in [p for p in self._peers.values() if p.welcome is None and now >= p.deadline]:
             self._lose(peer, f"{peer.ref.name} did not answer within {self._config.connect_timeout_s:g} s")
         for room in self._silent(now):
-            self._send(room.peer, m.Abort(room.id, "silence"))
-            event = ReceiverEvent.REVOKED if self._plane.revocable else ReceiverEvent.ABORT
+            self._give_up(room, "silence")
             message = f"nothing came for {self._config.room_timeout_s:g} s"
-            self._break(room, event, ErrorKind.ROOM, message)
+            self._outcomes.append(Broken(room.id, ErrorKind.ROOM, message, room.peer.ref.name))
+        for room in [r for r in self._rooms.values() if r.state is Receiver.ABORTING]:
+            if now - room.asked >= self._config.link_timeout_s:  # The writer's answer may be lost, with a connection.
+                room.asked = now
+                self._send(room.peer, m.Abort(room.id, "given up"))
 
     def _silent(self, now: float) -> Iterable[_Room]:
         late = now - self._config.room_timeout_s

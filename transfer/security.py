@@ -12,6 +12,8 @@ from dataclasses import dataclass
 import zmq
 from zmq.utils import z85
 
+from transfer.cuts import CutWatch, keep_alive
+
 
 @dataclass(frozen=True, slots=True)
 class Curve:
@@ -39,15 +41,19 @@ class Curve:
         socket.curve_publickey, socket.curve_secretkey = self.public, self.secret
 
 
-def dial(context: zmq.Context[zmq.Socket[bytes]], endpoint: str, curve: Curve | None) -> zmq.Socket[bytes]:
+def dial(
+    context: zmq.Context[zmq.Socket[bytes]], endpoint: str, curve: Curve | None, link_timeout_s: float
+) -> tuple[zmq.Socket[bytes], CutWatch]:
     """A PUSH socket to `endpoint` that never blocks its sender, and forgets what is unsent when it is closed."""
     socket = context.socket(zmq.PUSH)
     socket.set(zmq.SNDHWM, 0)
     socket.set(zmq.LINGER, 0)
+    keep_alive(socket, link_timeout_s)
     if curve is not None:
         curve.call(socket)
+    watch = CutWatch(socket)
     socket.connect(endpoint)
-    return socket
+    return socket, watch
 
 
 def bind(socket: zmq.Socket[bytes], host: str, curve: Curve | None) -> str:

@@ -8,11 +8,9 @@ about them, which is repeated to whoever asks again.
 from __future__ import annotations
 
 import logging
-from collections import Counter, OrderedDict
+from collections import Counter, OrderedDict, deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-
-import zmq
 
 from cache.device import DEVICE, Completion, Device, Op, Stream, spans
 from cache.leases import Pin
@@ -25,17 +23,16 @@ from contracts.errors import ErrorKind, LayoutMismatch, WireError
 from contracts.ids import Incarnation, RoomId, WorkerName
 from contracts.messages import PeerRef
 from transfer import messages as m
-from transfer import process
 from transfer.agreement import refuse_mismatch
+from transfer.control import Carrier, Process, Watch
 from transfer.metadata import Metadata, pack
 from transfer.plane import Link, PageWrite, Plane, Run, SlotWrite, Target
 from transfer.rooms import SENDER, Sender, SenderEvent
-from transfer.security import Curve, bind
 from transfer.shares import Shares
-from transfer.waiting import Waiter
 
 log = logging.getLogger("twinpool.transfer")
 _REMEMBERED = 65536
+_WORDS = 256
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,7 +72,9 @@ class _Peer:
     name: WorkerName
     incarnation: Incarnation
     link: Link
-    watch: process.ProcessWatch | None
+    watch: Watch | None
+    words: deque[RoomId] = field(default_factory=lambda: deque(maxlen=_WORDS))
+    """The latest rooms that ended with a word to it."""
 
 
 @dataclass(eq=False)
@@ -118,23 +117,17 @@ class SenderEnd:
         device: Device,
         config: TransferConfig,
         *,
-        host: str,
+        carrier: Carrier,
         clock: Clock,
-        waiter: Waiter,
-        curve: Curve | None,
-        others: Sequence[tuple[int, int, str]] = (),
+        others: Sequence[Process] = (),
     ) -> None:
-        """`others`: the processes of the worker's other ranks, as `process.mine` names them."""
+        """`others`: the processes of the worker's other ranks."""
         self._others = tuple(m.RankProcess(*other) for other in others)
         self._name, self._incarnation, self._fingerprint = name, incarnation, fingerprint
         self._plane, self._pools, self._device = plane, pools, device
-        self._config, self._clock, self._waiter = config, clock, waiter
-        context: zmq.Context[zmq.Socket[bytes]] = zmq.Context.instance()
-        self._socket = context.socket(zmq.ROUTER)
-        self._socket.set(zmq.SNDHWM, 0)
-        self._socket.set(zmq.ROUTER_HANDOVER, 1)
-        self.control = bind(self._socket, host, curve)
-        waiter.add(self._socket)
+        self._config, self._clock, self._carrier = config, clock, carrier
+        self._inbox = carrier.listen()
+        self.control = self._inbox.endpoint
         plane.register(pools, None)
         self._peers: dict[bytes, _Peer] = {}
         self._rooms: dict[RoomId, _Room] = {}
@@ -223,13 +216,7 @@ class SenderEnd:
 
     def poll(self) -> list[Outcome]:
         """Hear peers, send due notices, expire; returns what became of rooms."""
-        while True:
-            try:
-                identity, data = self._socket.recv_multipart(zmq.NOBLOCK)
-            except zmq.Again:
-                break
-            except ValueError:
-                continue
+        for identity, data in self._inbox.receive():
             try:
                 self._control(identity, m.decode(data))
             except (WireError, LayoutMismatch) as error:
@@ -237,6 +224,8 @@ class SenderEnd:
                 self._reply(identity, m.Refused(str(error)))
         for peer in [p for p in self._peers.values() if p.watch is not None and p.watch.dead]:
             self._lose(peer, f"{peer.name} died")
+        for peer in [p for p in self._peers.values() if p.link.cut()]:
+            self._cut(peer)
         self._flush()
         self._expire()
         outcomes, self._outcomes = self._outcomes, []
@@ -275,8 +264,7 @@ class SenderEnd:
         self._pending.clear()
         for peer in self._peers.values():
             self._disconnect(peer)
-        self._waiter.remove(self._socket)
-        self._socket.close(linger=0)
+        self._inbox.close()
         self._plane.close()
 
     # ------------------------------------------------------------ peers
@@ -315,14 +303,12 @@ class SenderEnd:
             self._lose(self._peers[identity], f"{hello.worker} connected again")
         link = self._plane.connect(hello.descriptor)
         try:
-            watch = process.ProcessWatch.open(hello.pid, hello.started, hello.boot)
+            watch = self._carrier.watch([(hello.pid, hello.started, hello.boot)])
         except ProcessLookupError:
             link.close()
             return
-        if watch is not None:
-            self._waiter.add(watch.fd)
         self._peers[identity] = _Peer(identity, WorkerName(hello.worker), Incarnation(hello.incarnation), link, watch)
-        self._reply(identity, m.Welcome(self._name, self._incarnation, *process.mine(), self._others))
+        self._reply(identity, m.Welcome(self._name, self._incarnation, *self._carrier.mine(), self._others))
 
     def _lose(self, peer: _Peer, reason: str) -> None:
         """The peer is dead, or another one has taken its place: its rooms are over."""
@@ -335,14 +321,25 @@ class SenderEnd:
             self._step(room, SenderEvent.LOST)
             self._outcomes.append(Released(room.id, False, reason))
 
+    def _cut(self, peer: _Peer) -> None:
+        """The connection was cut: pages, or the word of them, may be lost. Rooms of which something was sent are given
+        up, and last words said again; a room that has not begun goes on."""
+        reason = f"the connection to {peer.name} was cut"
+        log.warning(reason)
+        for word in list(peer.words):
+            if word in self._ended:
+                peer.link.notify(word, m.encode(self._ended[word]))
+        for room in [r for r in self._rooms.values() if r.peer is peer and (r.writes or r.state is Sender.SENT)]:
+            self._end(room.id, SenderEvent.FAILED, m.Failed(room.id, ErrorKind.ROOM, reason))
+            self._outcomes.append(Released(room.id, False, reason))
+
     def _disconnect(self, peer: _Peer) -> None:
         peer.link.close()
         if peer.watch is not None:
-            self._waiter.remove(peer.watch.fd)
             peer.watch.close()
 
     def _reply(self, identity: bytes, message: m.Control) -> None:
-        self._socket.send_multipart([identity, m.encode(message)])
+        self._inbox.send(identity, m.encode(message))
 
     # ------------------------------------------------------------ rooms
 
@@ -358,7 +355,7 @@ class SenderEnd:
                 self._early.popitem(last=False)
         elif room.state is Sender.OPEN:
             self._grant(room, peer, grant)
-        else:
+        elif room.grant != grant:
             raise WireError(f"room {grant.room} was granted twice")
 
     def _grant(self, room: _Room, peer: _Peer, grant: m.Grant) -> None:
@@ -403,6 +400,7 @@ class SenderEnd:
             self._outcomes.append(Released(room.id, False, reason, abort.damaged))
         else:
             self._remember(abort.room, m.Quiesced(abort.room))
+        peer.words.append(abort.room)
         peer.link.notify(abort.room, m.encode(m.Quiesced(abort.room)))
 
     def _end(self, room_id: RoomId, event: SenderEvent, notice: m.Notice) -> None:
@@ -414,6 +412,7 @@ class SenderEnd:
         peer = room.peer or self._peer_of(room.wants)
         if peer is not None:
             self._settle(peer.link)
+            peer.words.append(notice.room)
             peer.link.notify(notice.room, m.encode(notice))
 
     def _peer_of(self, ref: PeerRef) -> _Peer | None:

@@ -11,6 +11,7 @@ in common. Notices go to the leader, where they wait for writes that take other 
 
 from __future__ import annotations
 
+import os
 import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -25,10 +26,12 @@ from cache.heads import Cut, chosen, copy_common, packed_layouts
 from cache.moves import gather
 from cache.pools import PoolSet
 from cache.registry import BufferLayout, PoolSetSpec
-from contracts.config import FaultsConfig
+from contracts.config import FaultsConfig, TransferConfig
 from contracts.errors import ConfigError
 from contracts.ids import RoomId
 from contracts.orders import Arrival
+from transfer.cuts import CutWatch, keep_alive
+from transfer.detour import detour
 from transfer.fan import MOST_RANKS, fan, rank_cut, writers
 from transfer.faults import WriteFaults
 from transfer.held import HeldNotices
@@ -40,6 +43,7 @@ from transfer.security import Curve, bind, dial
 warnings.filterwarnings("ignore", "The given buffer is not writable", UserWarning, "transfer.tcp")
 
 _PAGES, _SLOT, _NOTICE = b"P", b"S", b"N"
+LINK_TIMEOUT_S = TransferConfig().link_timeout_s
 _POLL_BYTES = 32 * 1024 * 1024
 """Stored in one poll at most, so that a decode step never waits long."""
 
@@ -64,6 +68,7 @@ class ZmqLink:
         self,
         source: PoolSet,
         socket: zmq.Socket[bytes],
+        watch: CutWatch,
         faults: WriteFaults,
         ranks: tuple[int, int] = (0, 1),
         target: PoolSetSpec | None = None,
@@ -73,6 +78,7 @@ class ZmqLink:
         self._ranks, self._target, self._cut = ranks, target, cut
         self._source = source
         self._socket = socket
+        self._watch = watch
         self._faults = faults
 
     def post(self, write: PageWrite | SlotWrite) -> Completion:
@@ -108,7 +114,11 @@ class ZmqLink:
     def notify(self, room: RoomId, data: bytes, writes: int = 0) -> None:
         self._socket.send_multipart([_NOTICE, msgpack.packb((room, writes, self._ranks[1])), data])
 
+    def cut(self) -> bool:
+        return self._watch.cut()
+
     def close(self) -> None:
+        self._watch.close()
         self._socket.close(linger=0)
 
 
@@ -118,8 +128,17 @@ class ZmqPlane:
     kind = "zmq"
     revocable = True
 
-    def __init__(self, faults: FaultsConfig, host: str, curve: Curve | None, rank: int = 0, size: int = 1) -> None:
+    def __init__(
+        self,
+        faults: FaultsConfig,
+        host: str,
+        curve: Curve | None,
+        rank: int = 0,
+        size: int = 1,
+        link_timeout_s: float = LINK_TIMEOUT_S,
+    ) -> None:
         self._rank, self._size = rank, size
+        self._link_timeout_s = link_timeout_s
         self._held = HeldNotices(size, lambda sources, at: writers(self._pools.spec.whole, sources, at, size))
         self._settled: list[Arrival] = []
         self._due: list[bytes] = []
@@ -128,7 +147,8 @@ class ZmqPlane:
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context.instance()
         self._inbound = self._context.socket(zmq.PULL)
         self._inbound.set(zmq.RCVHWM, 0)
-        self._endpoint = bind(self._inbound, host, curve)
+        keep_alive(self._inbound, link_timeout_s)
+        self._endpoint = detour(bind(self._inbound, host, curve), "data", str(os.getpid()), faults.proxy)
         self._targets: dict[RoomId, Target] = {}
         self._from: dict[tuple[int, int], dict[str, _Packing]] = {}
         self.dropped = 0
@@ -146,8 +166,8 @@ class ZmqPlane:
         return fan(self._pools.spec.whole, self._rank, self._size, descriptor, self._link)
 
     def _link(self, descriptor: dict[str, Any], spec: PoolSetSpec, cut: Cut | None) -> Link:
-        socket = dial(self._context, descriptor["endpoint"], self._curve)
-        return ZmqLink(self._pools, socket, self._faults, (self._rank, self._size), spec, cut)
+        socket, watch = dial(self._context, descriptor["endpoint"], self._curve, self._link_timeout_s)
+        return ZmqLink(self._pools, socket, watch, self._faults, (self._rank, self._size), spec, cut)
 
     def permit(self, target: Target) -> None:
         self._targets[target.room] = target

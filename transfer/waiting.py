@@ -5,10 +5,22 @@ from __future__ import annotations
 import contextlib
 import math
 import os
+from typing import Protocol
 
 import zmq
 
 Waitable = zmq.Socket[bytes] | int
+
+
+class Sleep(Protocol):
+    """What a worker needs of a `Waiter`."""
+
+    def wait(self, timeout_s: float) -> None:
+        """Return when something may have come, when `wake` was called, or after `timeout_s`."""
+
+    def wake(self) -> None: ...
+
+    def close(self) -> None: ...
 
 
 class Waiter:

@@ -262,7 +262,7 @@ class Audited(_message.Message):
     def __init__(self, end: _Optional[str] = ..., checked: _Optional[int] = ..., differing: _Optional[int] = ..., differences: _Optional[_Iterable[_Union[Difference, _Mapping]]] = ..., exact: _Optional[bool] = ..., message: _Optional[str] = ...) -> None: ...
 
 class WorkerStatus(_message.Message):
-    __slots__ = ("name", "role", "state", "pid", "node", "incarnation", "running", "waiting", "pages_total", "pages_free", "steps", "outgoing", "counters")
+    __slots__ = ("name", "role", "state", "pid", "node", "incarnation", "running", "waiting", "pages_total", "pages_free", "steps", "outgoing", "counters", "stalled_s", "longest_step_s")
     class CountersEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -283,6 +283,8 @@ class WorkerStatus(_message.Message):
     STEPS_FIELD_NUMBER: _ClassVar[int]
     OUTGOING_FIELD_NUMBER: _ClassVar[int]
     COUNTERS_FIELD_NUMBER: _ClassVar[int]
+    STALLED_S_FIELD_NUMBER: _ClassVar[int]
+    LONGEST_STEP_S_FIELD_NUMBER: _ClassVar[int]
     name: str
     role: str
     state: str
@@ -296,7 +298,9 @@ class WorkerStatus(_message.Message):
     steps: int
     outgoing: int
     counters: _containers.ScalarMap[str, float]
-    def __init__(self, name: _Optional[str] = ..., role: _Optional[str] = ..., state: _Optional[str] = ..., pid: _Optional[int] = ..., node: _Optional[str] = ..., incarnation: _Optional[int] = ..., running: _Optional[int] = ..., waiting: _Optional[int] = ..., pages_total: _Optional[int] = ..., pages_free: _Optional[int] = ..., steps: _Optional[int] = ..., outgoing: _Optional[int] = ..., counters: _Optional[_Mapping[str, float]] = ...) -> None: ...
+    stalled_s: float
+    longest_step_s: float
+    def __init__(self, name: _Optional[str] = ..., role: _Optional[str] = ..., state: _Optional[str] = ..., pid: _Optional[int] = ..., node: _Optional[str] = ..., incarnation: _Optional[int] = ..., running: _Optional[int] = ..., waiting: _Optional[int] = ..., pages_total: _Optional[int] = ..., pages_free: _Optional[int] = ..., steps: _Optional[int] = ..., outgoing: _Optional[int] = ..., counters: _Optional[_Mapping[str, float]] = ..., stalled_s: _Optional[float] = ..., longest_step_s: _Optional[float] = ...) -> None: ...
 
 class CheckReport(_message.Message):
     __slots__ = ("name", "pages", "slots", "leases", "rooms", "violations")

@@ -87,6 +87,10 @@ class FakeWorker:
     def drained(self) -> bool:
         return self.draining and not self.running and not self.out
 
+    @property
+    def runnable(self) -> bool:
+        return bool(self.running)
+
     def fence(self) -> None:
         self.fenced = True
 

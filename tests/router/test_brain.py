@@ -497,7 +497,7 @@ def test_what_a_worker_is_remembered_to_hold_is_bounded(monkeypatch: pytest.Monk
 
 
 @pytest.mark.parametrize("how", ["draining", "dead", "unlinked", "small"])
-def test_a_worker_that_cannot_serve_is_not_chosen(how: str) -> None:
+def test_c7_a_worker_that_cannot_serve_is_not_chosen(how: str) -> None:
     stage = Stage()
     if how == "draining":
         stage.drain("decode-0")
@@ -615,7 +615,7 @@ def test_reports_of_every_attempt_are_kept_for_the_timeline() -> None:
     assert [p.role for p in reports] == [PREFILL, PREFILL, DECODE, DECODE]
 
 
-def test_a_prompt_that_decode_had_to_compute_is_counted_as_a_fallback() -> None:
+def test_d4_a_prompt_that_decode_had_to_compute_is_counted_as_a_fallback() -> None:
     stage = Stage()
     rid = stage.submit()
     name = WorkerName(stage.leg(rid, Role.DECODE))

@@ -12,6 +12,7 @@ import httpx
 import pytest
 
 from contracts.errors import ErrorKind
+from contracts.ids import Role
 from contracts.messages import Done
 from contracts.sampling import SamplingParams
 from tests.router.fake_worker import FakeCluster, expected
@@ -263,3 +264,22 @@ def test_small_writes_are_not_held_back(server: Server) -> None:
         option = socket.IPPROTO_TCP, socket.TCP_NODELAY
         assert all(t.get_extra_info("socket").getsockopt(*option) for t in transports)
         assert transports
+
+
+def test_a_request_ends_at_its_own_timeout_on_both_workers(server: Server) -> None:
+    server.pause(Role.PREFILL)
+    server.pause(Role.DECODE)
+    error = server.refused("/v1/completions", {"prompt": [5, 6, 7], "max_tokens": 9, "timeout": 0.2}, 504)
+    assert error["code"] == "deadline"
+    assert "longer than 0.2 s" in error["message"]
+    submits = [s for w in server.cluster.workers.values() for s in w.submits]
+    assert {s.deadline_s <= 0.2 for s in submits[-2:]} == {True}, "workers know it too"
+    server.resume()
+
+
+def test_a_stream_that_runs_out_of_time_ends_in_an_error_after_its_tokens(server: Server) -> None:
+    server.pause(Role.DECODE)
+    events = server.stream("/v1/completions", {"prompt": [5, 6, 7], "max_tokens": 9, "timeout": 0.2})
+    assert any("choices" in e for e in events if isinstance(e, dict)), "prefill's token was here"
+    assert any("error" in e and "0.2 s" in str(e) for e in events if isinstance(e, dict))
+    server.resume()

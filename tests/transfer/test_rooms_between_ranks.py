@@ -151,11 +151,24 @@ def test_a_notice_waits_for_the_writes_of_every_rank_and_keeps_those_behind_it()
     held.settled(0, room, 0, 1)
     held.settled(0, room, 1, 1)
     assert held.add(room, b"wrote", 1, 2) == []
-    assert held.add(room, b"finished", 0, 2) == []
-    held.settled(1, room, 0, 2)
+    assert held.add(room, b"behind it", 1, 2) == []
+    held.settled(1, room, 0, 1)
     assert held.due() == []
     held.settled(1, room, 1, 1)
-    assert held.due() == [b"wrote", b"finished"]
+    assert held.due() == [b"wrote", b"behind it"]
     assert held.add(room, b"late", 9, 2) == []
     assert held.close(room) == [b"late"]
     assert held.add(room, b"later", 9, 2) == [b"later"]
+
+
+def test_a9_after_a_write_that_was_lost_nothing_counts_as_arrived_and_only_an_end_passes() -> None:
+    room = RoomId("room-1")
+    held = HeldNotices(1, lambda sources, rank: frozenset(range(sources)))
+    held.open(room)
+    held.settled(0, room, 0, 1)
+    held.settled(0, room, 0, 3)
+    assert held.add(room, b"wrote 1", 1, 1) == [b"wrote 1"]
+    assert held.add(room, b"wrote 3", 3, 1) == []
+    held.settled(0, room, 0, 4)
+    assert held.due() == []
+    assert held.add(room, b"failed", 0, 1) == [b"failed"]

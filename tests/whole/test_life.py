@@ -15,8 +15,9 @@ from pathlib import Path
 import httpx
 import pytest
 
+from bench.failover import Failover, Load
 from tests.checkpoints import Oracle, compare, make_checkpoint
-from tests.serving import Answer, Serving, complete, serving, until
+from tests.serving import Answer, Serving, complete, family, serving, until
 
 
 @dataclass
@@ -126,7 +127,7 @@ def test_d5_a_worker_killed_under_load_costs_no_answer_and_comes_back(scene: Sce
 
 
 @pytest.mark.slow
-def test_a_worker_drains_under_load_without_a_failed_request_and_undrains_before_it_has_left(scene: Scene) -> None:
+def test_d1_a_worker_drains_under_load_without_a_failed_request_and_undrains_before_it_has_left(scene: Scene) -> None:
     cluster = scene.serving
     prompts = some_prompts(6, 32, 400)
 
@@ -154,6 +155,49 @@ def test_a_worker_drains_under_load_without_a_failed_request_and_undrains_before
     assert gone.returncode == 1
     (prompt,) = some_prompts(7, 1, 50)
     assert compare(scene.oracle, prompt, cluster.complete(prompt, max_tokens=10).tokens).equal
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("role", ["decode", "prefill"])
+def test_d5_seeded_streams_go_on_with_the_very_same_tokens_after_a_kill(scene: Scene, role: str) -> None:
+    failover = Failover(scene.serving.url, Load(streams=6, prompt_tokens=300, answer_tokens=80, vocab=300, seed=9))
+    result = asyncio.run(failover.measure(role, 1))
+    print(result)
+    assert result.same_tokens
+    assert result.kills == 1
+    assert result.struck or role == "prefill", "half of the streams were running when their worker was killed"
+    assert result.worst_ms is None or result.worst_ms < 60_000
+
+
+@pytest.mark.slow
+def test_b2_a_router_that_is_killed_leaves_nothing_on_the_workers_and_the_next_one_serves(scene: Scene) -> None:
+    cluster = scene.serving
+    prompts = some_prompts(11, 12, 300)
+    (router,) = [p for p in family(cluster.process) if "router.main" in " ".join(p.cmdline())]
+
+    async def under_load() -> list[Answer | BaseException]:
+        async with httpx.AsyncClient(base_url=cluster.url, timeout=120) as client:
+            tasks = [asyncio.create_task(complete(client, cluster.body(p, max_tokens=400))) for p in prompts]
+            while not any(w["running"] for w in (await client.get("/cluster/status")).json()["workers"]):
+                await asyncio.sleep(0.01)
+            router.kill()
+            return list(await asyncio.gather(*tasks, return_exceptions=True))
+
+    ended = asyncio.run(under_load())
+    assert any(isinstance(e, httpx.HTTPError) for e in ended), "the kill was to strike in the middle"
+    before = cluster.process.pid
+
+    def it_serves() -> bool:
+        try:
+            return httpx.get(f"{cluster.url}/health").status_code == 200
+        except httpx.HTTPError:
+            return False
+
+    until(it_serves, "the next router")
+    assert before == cluster.process.pid
+    assert any("router died" in line for line in cluster.lines)
+    (prompt,) = some_prompts(12, 1, 200)
+    assert compare(scene.oracle, prompt, cluster.complete(prompt, max_tokens=20).tokens).equal
 
 
 def test_the_commands_answer(scene: Scene) -> None:

@@ -5,20 +5,20 @@ from __future__ import annotations
 import itertools
 import random
 import uuid
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, cast
 
 import pytest
 
-from cache.device import CpuDevice
+from cache.device import CpuDevice, Device
 from cache.nodes import Tier
 from cache.pools import PoolSet, host_pools
 from cache.registry import PoolSetLayout, PoolSetSpec
 from cache.seat import Seat
 from cache.storage import StorageQueue, make_backend
 from cluster.memory import stride
-from contracts.clock import SystemClock
+from contracts.clock import Clock, SystemClock
 from contracts.config import Config, config_from_dict
 from contracts.ids import Incarnation, RequestId, Role, WorkerName
 from contracts.sampling import SamplingParams
@@ -29,6 +29,7 @@ from tests.hash_engine import HashEngine, recite
 from tests.pair import Answer, Pair
 from tests.poolsets import NAMES, pool_sets
 from transfer import make_plane
+from transfer.control import ZmqCarrier
 from transfer.receiver import ReceiverEnd
 from transfer.sender import SenderEnd
 from transfer.waiting import Waiter
@@ -41,14 +42,22 @@ CONTEXT = 400
 class HashPair(Pair):
     """A pair whose engines hash what they read; the rest is what a cluster runs."""
 
-    def __init__(self, spec: PoolSetSpec, config: Config, counts: dict[Role, int]) -> None:
-        self.clock = SystemClock()
+    def __init__(
+        self,
+        spec: PoolSetSpec,
+        config: Config,
+        counts: dict[Role, int],
+        clock: Clock | None = None,
+        device: Callable[[], Device] = CpuDevice,
+    ) -> None:
+        self.clock = clock or SystemClock()
+        self._device = device
         self.answers: dict[RequestId, Answer] = {}
         self._numbers = itertools.count(1)
         self.prefill, self.decode = (self._worker(role, spec, config, counts[role]) for role in Role)
 
     def _worker(self, role: Role, spec: PoolSetSpec, config: Config, count: int) -> PrefillWorker | DecodeWorker:
-        device, waiter, cache = CpuDevice(), Waiter(), config.cache_for(role)
+        device, waiter, cache = self._device(), Waiter(), config.cache_for(role)
         plane = make_plane(config, "127.0.0.1", None, waiter.wake)
         steps = stride(config, role)
         # Room for a few windows, not for one of each page: they are used again and again.
@@ -60,25 +69,33 @@ class HashPair(Pair):
         host = host_pools(spec, cache.host_bytes, device, layout.counts) if cache.host_bytes else None
         seat = Seat(pools, device, cache, self.clock.now, host=host, storage=queue, fingerprint="hash", stride=steps)
         engine = cast(Engine, HashEngine(pools, device))
+        carrier = ZmqCarrier("127.0.0.1", waiter, None)
         name, first = WorkerName(f"{role}-0"), Incarnation(1)
         common: dict[str, Any] = {"context": CONTEXT, "clock": self.clock, "pause": lambda s: None}
         if role is Role.PREFILL:
             sender = SenderEnd(
                 name, first, "hash", plane, pools, device, config.transfer,
-                host="127.0.0.1", clock=self.clock, waiter=waiter, curve=None,
+                carrier=carrier, clock=self.clock,
             )  # fmt: skip
             return PrefillWorker(name, first, config, engine, seat, sender, waiter, **common)
         receiver = ReceiverEnd(
             name, first, "hash", plane, pools, 16, config.transfer,
-            verify=cache.verify, clock=self.clock, waiter=waiter, curve=None,
+            verify=cache.verify, carrier=carrier, clock=self.clock,
         )  # fmt: skip
         return DecodeWorker(name, first, config, engine, seat, receiver, waiter, **common)
 
 
 @contextmanager
-def hash_pair(name: str, counts: dict[Role, int], **sections: dict[str, Any]) -> Iterator[HashPair]:
+def hash_pair(
+    name: str,
+    counts: dict[Role, int],
+    *,
+    clock: Clock | None = None,
+    device: Callable[[], Device] = CpuDevice,
+    **sections: dict[str, Any],
+) -> Iterator[HashPair]:
     config = {"cache": {"page_tokens": PAGE, **sections.pop("cache", {})}, "transfer": {"plane": "local"}, **sections}
-    both = HashPair(pool_sets(PAGE)[name], config_from_dict(config), counts)
+    both = HashPair(pool_sets(PAGE)[name], config_from_dict(config), counts, clock, device)
     try:
         yield both
         both.settle()

@@ -375,7 +375,7 @@ def test_c11_prefill_parks_what_has_no_grant_for_what_has_one(model: Path, oracl
             expect_equal(oracle, prompt, answer)
 
 
-def test_what_can_never_fit_is_refused_with_the_numbers(model: Path) -> None:
+def test_c10_what_can_never_fit_is_refused_with_the_numbers(model: Path) -> None:
     (prompt,) = prompts(19, 100)
     with pair(model, tokens=128) as both:
         answers = both.run(both.submit(prompt, greedy(40)), both.submit(prompt * 41, greedy(4)))

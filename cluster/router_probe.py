@@ -1,0 +1,55 @@
+"""Whether the router answers: asked beside everything else, since a router that hangs is worse than one that died."""
+
+from __future__ import annotations
+
+import http.client
+import threading
+
+from contracts.clock import Clock
+
+EVERY_S = 1.0
+PATIENCE_S = 5.0
+"""How long one question may take; many of them fit into what is allowed in all."""
+
+
+class RouterProbe:
+    """Asks ``/live`` again and again on a thread of its own."""
+
+    def __init__(self, host: str, port: int, clock: Clock, every_s: float = EVERY_S) -> None:
+        self._host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)
+        self._port, self._clock, self._every_s = port, clock, every_s
+        self._heard_at = clock.now()
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="router-probe", daemon=True)
+
+    def start(self) -> None:
+        self.started_again()
+        self._thread.start()
+
+    def started_again(self) -> None:
+        """Another router has been started: its time counts from now."""
+        self._heard_at = self._clock.now()
+
+    @property
+    def silent_s(self) -> float:
+        """Seconds since the router last answered."""
+        return self._clock.now() - self._heard_at
+
+    def stop(self) -> None:
+        """Idempotent. An answer that is under way isn't waited for."""
+        self._stop.set()
+
+    def _run(self) -> None:
+        while not self._stop.wait(self._every_s):
+            if self._answers():
+                self._heard_at = self._clock.now()
+
+    def _answers(self) -> bool:
+        connection = http.client.HTTPConnection(self._host, self._port, timeout=PATIENCE_S)
+        try:
+            connection.request("GET", "/live")
+            return connection.getresponse().status == 200
+        except (OSError, http.client.HTTPException):
+            return False
+        finally:
+            connection.close()

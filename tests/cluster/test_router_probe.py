@@ -1,0 +1,54 @@
+"""A router that no longer answers is noticed by its silence, although its process lives and its port is open."""
+
+from __future__ import annotations
+
+import socket
+import threading
+import time
+from collections.abc import Callable
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+
+import pytest
+
+import cluster.router_probe
+from cluster.router_probe import RouterProbe
+from contracts.clock import ManualClock
+
+
+class _Live(BaseHTTPRequestHandler):
+    def do_GET(self) -> None:
+        assert self.path == "/live"
+        self.send_response(200)
+        self.end_headers()
+
+    def log_message(self, *args: object) -> None: ...
+
+
+def until(true: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 20
+    while not true():
+        assert time.monotonic() < deadline
+        threading.Event().wait(0.005)
+
+
+def test_c4_a_router_that_answers_is_heard_and_one_that_hangs_is_not(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cluster.router_probe, "PATIENCE_S", 0.05)
+    clock = ManualClock()
+    with ThreadingHTTPServer(("127.0.0.1", 0), _Live) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        probe = RouterProbe("127.0.0.1", server.server_address[1], clock, every_s=0.01)
+        probe.start()
+        clock.advance(50.0)
+        until(lambda: probe.silent_s == 0.0)
+        probe.stop()
+        server.shutdown()
+    with socket.create_server(("127.0.0.1", 0)) as mute:
+        probe = RouterProbe("127.0.0.1", mute.getsockname()[1], clock, every_s=0.01)
+        probe.start()
+        mute.accept()[0].close()
+        clock.advance(50.0)
+        mute.accept()[0].close()
+        assert probe.silent_s == 50.0
+        probe.started_again()
+        assert probe.silent_s == 0.0
+        probe.stop()

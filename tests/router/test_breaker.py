@@ -1,0 +1,192 @@
+"""Circuit breakers: who is left alone, for how long, and who isn't."""
+
+from __future__ import annotations
+
+import pytest
+
+from contracts.errors import ErrorKind, IllegalTransition
+from contracts.ids import RequestId, Role, WorkerName
+from contracts.messages import Done
+from router.breaker import CIRCUIT, Circuit, CircuitEvent
+from tests.router.stage import Stage
+
+PREFILL, DECODE = Role.PREFILL, Role.DECODE
+PATIENT = {"replay_limit": 1000, "worker_wait_s": 1000.0, "breaker_failures": 4, "breaker_open_s": 5.0}
+
+
+def state(stage: Stage, name: str) -> Circuit:
+    entry = stage.brain.workers.named(name)
+    assert entry is not None
+    return entry.breaker.state
+
+
+def accuse(stage: Stage, rid: RequestId, kind: ErrorKind, blame: str | None = None) -> None:
+    """Decode reports that the hand-over failed, and that prefill is at fault (or `blame`)."""
+    prefill, decode = stage.leg(rid, PREFILL), stage.leg(rid, DECODE)
+    submit = stage.legs.pop((decode, rid)).submit
+    stage.hear(stage.key(decode), Done(rid, submit.attempt, "error", None, kind, "bad", WorkerName(blame or prefill)))
+
+
+def play_bad(stage: Stage, rid: RequestId, bad: str, kind: ErrorKind = ErrorKind.DAMAGED) -> None:
+    """Every attempt that `bad` has a part in fails, and prefill is blamed; the first other one is answered."""
+    for _ in range(100):
+        if rid in stage.ends:
+            return
+        if not any(r == rid for _, r in stage.legs):
+            stage.tick(0.5)
+        elif bad in (stage.leg(rid, PREFILL), stage.leg(rid, DECODE)):
+            accuse(stage, rid, kind)
+        else:
+            while rid not in stage.ends:
+                name = next(n for n, r in stage.legs if r == rid and stage.can_say(n, r))
+                stage.say_next(name, rid)
+    raise AssertionError("no end")
+
+
+def test_a_prefill_worker_that_sends_damage_is_left_alone_and_the_decode_workers_that_say_so_are_not() -> None:
+    stage = Stage(**PATIENT)
+    for _ in range(12):
+        rid = stage.submit()
+        play_bad(stage, rid, "prefill-0")
+        stage.assert_answered(rid)
+    assert state(stage, "prefill-0") is Circuit.OPEN
+    for healthy in ("prefill-1", "decode-0", "decode-1"):
+        assert state(stage, healthy) is Circuit.CLOSED
+    before = len(stage.submits)
+    for _ in range(6):
+        stage.submit()
+    assert "prefill-0" not in {worker[0] for worker, _ in stage.submits[before:]}
+
+
+def test_a_decode_worker_that_complains_about_everybody_is_the_one_at_fault() -> None:
+    stage = Stage(prefill=3, **PATIENT)
+    for _ in range(12):
+        rid = stage.submit()
+        play_bad(stage, rid, "decode-0", ErrorKind.ROOM)
+    assert state(stage, "decode-0") is Circuit.OPEN
+    assert {state(stage, name) for name in ("prefill-0", "prefill-1", "prefill-2", "decode-1")} == {Circuit.CLOSED}
+
+
+def test_the_only_reporter_of_the_only_prefill_worker_is_believed() -> None:
+    stage = Stage(prefill=1, decode=1, **PATIENT)
+    rid = stage.submit()
+    for _ in range(40):
+        if state(stage, "prefill-0") is Circuit.OPEN:
+            break
+        if any(r == rid for _, r in stage.legs):
+            accuse(stage, rid, ErrorKind.ROOM)
+        else:
+            stage.tick(0.5)
+    assert state(stage, "prefill-0") is Circuit.OPEN
+    assert state(stage, "decode-0") is Circuit.CLOSED
+    stage.finish()
+    stage.assert_answered(rid)
+    assert state(stage, "prefill-0") is Circuit.CLOSED, "the request that waited for it was the trial"
+
+
+def opened() -> Stage:
+    stage = Stage(prefill=1, decode=1, **PATIENT)
+    rids = [stage.submit() for _ in range(4)]
+    for rid in rids:
+        stage.error(rid, DECODE, ErrorKind.WORKER)
+    assert state(stage, "decode-0") is Circuit.OPEN
+    assert not stage.legs
+    return stage
+
+
+def test_after_a_while_one_request_tries_it_and_its_success_brings_the_others() -> None:
+    stage = opened()
+    stage.tick(4.0)
+    assert not stage.legs, "not before its time"
+    stage.tick(1.2)
+    assert len(stage.legs) == 2, "one request, on both workers"
+    assert state(stage, "decode-0") is Circuit.HALF_OPEN
+    rid = next(iter(stage.legs))[1]
+    stage.say(rid, PREFILL, 2)
+    stage.say(rid, DECODE, 2)
+    assert state(stage, "decode-0") is Circuit.CLOSED
+    stage.tick()
+    stage.finish()
+
+
+def test_a_trial_that_fails_is_followed_by_a_longer_wait() -> None:
+    stage = opened()
+    for wait in (5.2, 10.2, 20.2, 40.2, 40.2):
+        stage.tick(wait - 1)
+        assert not stage.legs
+        stage.tick(1.0)
+        assert state(stage, "decode-0") is Circuit.HALF_OPEN
+        stage.error(next(iter(stage.legs))[1], DECODE, ErrorKind.WORKER)
+        assert state(stage, "decode-0") is Circuit.OPEN
+
+
+def test_a_trial_that_its_client_takes_back_makes_room_for_the_next() -> None:
+    stage = opened()
+    stage.tick(5.2)
+    first = next(iter(stage.legs))[1]
+    stage.brain.cancel(first)
+    stage.play()
+    stage.tick()
+    second = {rid for _, rid in stage.legs}
+    assert len(second) == 1
+    assert second != {first}
+    assert state(stage, "decode-0") is Circuit.HALF_OPEN
+
+
+def test_a_link_that_breaks_is_one_failure_however_many_requests_it_strikes() -> None:
+    stage = Stage(prefill=1, decode=1, **PATIENT)
+    rids = [stage.submit() for _ in range(10)]
+    stage.unlink("decode-0")
+    assert state(stage, "decode-0") is Circuit.CLOSED
+    stage.link("decode-0")
+    stage.finish()
+    for rid in rids:
+        stage.assert_answered(rid)
+
+
+def test_a_worker_that_died_justifies_those_who_complained_about_it() -> None:
+    stage = Stage(prefill=2, decode=1, **PATIENT)
+    for victim in ("prefill-0", "prefill-1"):
+        for _ in range(4):
+            rid = stage.submit()
+            for _ in range(50):
+                if not any(r == rid for _, r in stage.legs):
+                    stage.tick(0.5)
+                elif stage.leg(rid, PREFILL) == victim:
+                    accuse(stage, rid, ErrorKind.ROOM)
+                    break
+                else:
+                    play_bad(stage, rid, victim, ErrorKind.ROOM)
+                    break
+        stage.kill(victim)
+        stage.restart(victim)
+    assert state(stage, "decode-0") is Circuit.CLOSED
+
+
+def test_breakers_say_nothing_about_refusals_of_a_draining_worker() -> None:
+    stage = Stage(prefill=1, decode=2, **PATIENT)
+    for _ in range(8):
+        stage.tick(1.0)
+        stage.error(stage.submit(), DECODE, ErrorKind.DRAINING)
+    assert {state(stage, name) for name in ("decode-0", "decode-1", "prefill-0")} == {Circuit.CLOSED}
+
+
+def test_an_attempt_after_a_failed_hand_over_prefers_another_pair() -> None:
+    stage = Stage(prefill=1, decode=3, **PATIENT)
+    rid = stage.submit()
+    seen = []
+    for _ in range(3):
+        while not any(r == rid for _, r in stage.legs):
+            stage.tick(0.3)
+        seen.append(stage.leg(rid, DECODE))
+        accuse(stage, rid, ErrorKind.ROOM)
+    assert len(set(seen)) == 3
+
+
+def test_an_event_that_is_not_in_the_table_raises_and_every_state_can_end() -> None:
+    assert CIRCUIT.dead_ends() == []
+    for state_, event in ((Circuit.CLOSED, CircuitEvent.PROVED), (Circuit.OPEN, CircuitEvent.TRIP)):
+        with pytest.raises(IllegalTransition):
+            CIRCUIT.next(state_, event)
+    for row in CIRCUIT.rows.values():
+        assert row[CircuitEvent.OVER] is Circuit.OVER

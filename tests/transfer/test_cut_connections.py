@@ -1,0 +1,186 @@
+"""Connections between workers that are cut or silent, by a proxy between them: what is said again, what is given up."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+
+import pytest
+
+from cache.device import DONE
+from contracts.config import TransferConfig
+from contracts.errors import ErrorKind
+from contracts.ids import Incarnation, WorkerName
+from contracts.messages import PeerRef
+from tests.poolsets import pool_sets
+from tests.proxy import Proxy, Relay, proxying
+from tests.rooms import Ends, Prompt, ends, placed
+from transfer.receiver import Arrived, Broken, Expected
+
+SPEC = pool_sets()["all"]
+PLANES = ["shm", "zmq"]
+LINK_S = 0.6
+"""What connections may be silent for, in these tests: of the wall's clock, as sockets know no other."""
+
+
+@contextmanager
+def proxied(plane: str) -> Iterator[tuple[Ends, Relay, Proxy]]:
+    """Both ends, the way to the writer's control socket, and the proxy; the ways of data are made by `faults.proxy`."""
+    with proxying() as proxy:
+        faults = {"proxy": proxy.door}
+        with ends(SPEC, plane, faults=faults, transfer={"link_timeout_s": LINK_S}) as both:
+            relay = proxy.relay("control", "prefill-0", both.sender.control.removeprefix("tcp://"))
+            both.sender.control = f"tcp://{relay.endpoint}"
+            yield both, relay, proxy
+
+
+def data(proxy: Proxy) -> Relay:
+    """The way to the reader's socket for pages and notices: the one that something goes over."""
+    return max(proxy.find("data"), key=lambda relay: (len(relay.open), relay.passed))
+
+
+def opened(both: Ends, positions: int = 27) -> Prompt:
+    prompt = both.prompt(positions)
+    both.open(prompt)
+    return prompt
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("plane", PLANES)
+def test_c5_a_cut_control_connection_costs_nothing(plane: str) -> None:
+    """A grant that was lost with it is said again, and the room goes on."""
+    with proxied(plane) as (both, relay, proxy):
+        first = opened(both)
+        proxy.silence(relay)
+        lost = both.prompt(27)
+        writer = PeerRef(WorkerName("prefill-0"), Incarnation(1), both.sender.control)
+        expected = Expected(lost.keys, lost.positions)
+        both.receiver.open(lost.room, writer, expected)
+        both.sender.open(lost.room, PeerRef(WorkerName("decode-0"), Incarnation(1), ""))
+        lacks = both.receiver.missing(expected)
+        leases = {p: both.target.allocators[p].lease(len(n), lost.room) for p, n in lacks.items()}
+        assert both.receiver.grant(lost.room, leases)
+        proxy.cut(relay)
+        proxy.mend(relay)
+        both.until(lambda: both.sender.granted(lost.room), "the grant, said again")
+        for prompt in (first, lost):
+            both.sender.write(prompt.room, prompt.all(), (DONE,))
+            both.seal(prompt)
+            arrived = both.outcome(prompt.room)
+            assert isinstance(arrived, Arrived)
+            if prompt is lost:
+                placed(both, prompt, arrived.leases, lacks)
+            arrived.release()
+            assert both.released(prompt.room).received
+        assert both.receiver.damaged == 0
+        both.quiet()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("plane", PLANES)
+def test_c5_a_confirmation_that_was_lost_is_said_again(plane: str) -> None:
+    with proxied(plane) as (both, relay, proxy):
+        prompt = opened(both)
+        proxy.silence(relay)
+        both.sender.write(prompt.room, prompt.all(), (DONE,))
+        both.seal(prompt)
+        arrived = both.outcome(prompt.room)
+        assert isinstance(arrived, Arrived)
+        arrived.release()
+        assert both.sender.rooms == 1
+        proxy.cut(relay)
+        proxy.mend(relay)
+        assert both.released(prompt.room).received
+        both.quiet()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("plane", PLANES)
+def test_b10_a_peer_whom_nobody_reaches_loses_its_rooms_within_a_set_time(plane: str) -> None:
+    with proxied(plane) as (both, relay, proxy):
+        prompt = opened(both)
+        proxy.silence(relay)
+        both.until(lambda: not next(iter(both.receiver._peers.values())).channel.up, "the heartbeats to stop")
+        both.poll()
+        assert both.receiver.rooms == 1
+        both.clock.advance(LINK_S)
+        broken = both.outcome(prompt.room)
+        assert isinstance(broken, Broken)
+        assert (broken.kind, broken.blame) == (ErrorKind.ROOM, "prefill-0")
+        assert "cut" in broken.message
+        # The writer knows nothing of it yet. Where it could still write, nobody else gets what it was promised.
+        assert both.receiver.rooms == (0 if both.receiver._plane.revocable else 1)
+        for allocator in both.target.allocators.values():
+            assert (allocator.free == allocator.total) is both.receiver._plane.revocable
+        proxy.cut(relay)
+        proxy.mend(relay)
+        both.released(prompt.room)
+        both.quiet()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("plane", PLANES)
+def test_a5_pages_of_a_room_given_up_while_its_writer_is_out_of_reach_return_on_its_word(plane: str) -> None:
+    """The abort is lost with the connection, or the answer is: it is asked again until the writer has answered."""
+    with proxied(plane) as (both, _, proxy):
+        prompt = opened(both)
+        both.sender.write(prompt.room, {"full": prompt.part("full")}, (DONE,))
+        way = data(proxy)
+        proxy.silence(way)
+        both.receiver.abort(prompt.room, "cancelled")
+        both.released(prompt.room)  # It has answered, into the void.
+        revocable = both.receiver._plane.revocable
+        both.clock.advance(100_000)
+        both.poll()
+        assert both.receiver.rooms == (0 if revocable else 1), "no time alone gives promised pages back"
+        proxy.cut(way)
+        proxy.mend(way)
+        both.clock.advance(LINK_S)
+        both.quiet()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("plane", PLANES)
+def test_a9_pages_that_were_lost_with_their_connection_are_never_taken_for_arrived(plane: str) -> None:
+    with proxied(plane) as (both, _, proxy):
+        both.receiver._verify = False  # Not even where nobody looks at tags.
+        prompt = opened(both)
+        both.sender.write(prompt.room, {"full": prompt.part("full", range(1))}, (DONE,))
+        way = data(proxy)
+        both.until(lambda: way.passed and both.receiver._rooms[prompt.room].digests, "the first page")
+        proxy.silence(way)
+        both.sender.write(prompt.room, {"full": prompt.part("full", range(1, 2))}, (DONE,))
+        proxy.cut(way)
+        proxy.mend(way)
+        both.sender.write(prompt.room, {**prompt.all(), "full": prompt.part("full", range(2, 7))}, (DONE,))
+        both.seal(prompt)
+        broken = both.outcome(prompt.room)
+        assert isinstance(broken, Broken)
+        assert broken.kind is ErrorKind.ROOM
+        assert both.receiver.damaged == 0, "nothing was damaged: something is missing"
+        assert not both.released(prompt.room).received
+        both.quiet()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("plane", PLANES)
+def test_a_slow_connection_is_no_cut_one(plane: str) -> None:
+    with proxied(plane) as (both, relay, proxy):
+        prompt = opened(both)
+        for way in (relay, data(proxy)):
+            proxy.slow(way, delay_s=LINK_S / 4)
+        both.sender.write(prompt.room, prompt.all(), (DONE,))
+        both.seal(prompt)
+        arrived = both.outcome(prompt.room)
+        assert isinstance(arrived, Arrived)
+        arrived.release()
+        assert both.released(prompt.room).received
+        both.quiet()
+
+
+def test_the_time_after_which_a_connection_is_cut_is_configured() -> None:
+    assert replace(TransferConfig(), link_timeout_s=3.0).link_timeout_s == 3.0
+    with ends(SPEC, "zmq", transfer={"link_timeout_s": 3.0}) as both:
+        assert both.receiver._config.link_timeout_s == 3.0
+        assert both.receiver._plane._link_timeout_s == 3.0  # type: ignore[attr-defined]

@@ -1,0 +1,25 @@
+"""Half a minute in which everything goes wrong at once; `python -m tests.chaos` and the soak take longer."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+
+import pytest
+
+from tests.chaos import Tally, report, scene
+
+SECONDS = 30.0
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_half_a_minute_of_everything_going_wrong_alters_no_answer_and_fails_none(tmp_path: Path) -> None:
+    tally = Tally(seed=5)
+    with scene(tmp_path, tally, "zmq", pause_s=0.8) as chaos:
+        asyncio.run(chaos.run(SECONDS))
+        chaos.finish()
+        print(report(tally))
+    assert tally.failures == []
+    assert tally.outcomes["answered"]
+    assert sum(tally.faults.values()) >= 3, "even a slow machine has time for some"

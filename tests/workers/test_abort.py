@@ -1,0 +1,307 @@
+"""A request may be ended anywhere: in every phase, on every plane, in every way, and everything is whole afterwards.
+
+State is of every kind, and the engine's tokens are a hash of the state it read, so a page that came back too early, or
+belongs to two, changes the answer of the request that runs beside it, or of the one that comes after.
+"""
+
+from __future__ import annotations
+
+import itertools
+import random
+import uuid
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import pytest
+
+from cache.lazy import LazyDevice
+from contracts.clock import ManualClock
+from contracts.ids import RequestId, Role
+from contracts.messages import Cancel
+from contracts.sampling import SamplingParams
+from decode import DecodeWorker
+from decode.request import Phase as DecodePhase
+from prefill import PrefillWorker
+from prefill.request import Phase as PrefillPhase
+from tests.pair import SESSION
+from tests.poolsets import pool_sets
+from tests.workers.test_any_state import HashPair, hash_pair
+
+SETS = ("full+window", "full+state", "all")
+PLANES = ("local", "shm", "zmq")
+SOME = (("full+window", "local"), ("full+state", "local"), ("all", "shm"), ("all", "zmq"))
+"""Every plane, and every kind of state."""
+PROMPT, ANSWER, PAGE = 22, 6, 4
+FILLER = 36
+PARAMS = SamplingParams(max_tokens=ANSWER, temperature=0.0)
+DEADLINE_S = 500.0
+BOTH = (Role.PREFILL, Role.DECODE)
+
+
+@dataclass
+class Scene:
+    """A pair, and what it holds of the request that is to be ended."""
+
+    both: HashPair
+    clock: ManualClock
+    random: random.Random
+    name: str
+
+    @property
+    def prefill(self) -> PrefillWorker:
+        assert isinstance(self.both.prefill, PrefillWorker)
+        return self.both.prefill
+
+    @property
+    def decode(self) -> DecodeWorker:
+        assert isinstance(self.both.decode, DecodeWorker)
+        return self.both.decode
+
+    def prompt(self, length: int = PROMPT) -> list[int]:
+        return [self.random.randrange(300) for _ in range(length)]
+
+    def submit(self, prompt: list[int], legs: tuple[Role, ...] = BOTH) -> RequestId:
+        return self.both.submit(prompt, PARAMS, legs=legs, deadline_s=DEADLINE_S)
+
+    def until(self, reached: Callable[[], object], *roles: Role) -> None:
+        for _ in range(3000):
+            if reached():
+                return
+            self.both.step(*roles)
+        raise AssertionError("the phase was never reached")
+
+    def at_prefill(self, rid: RequestId, phase: PrefillPhase) -> bool:
+        return any(r.phase is phase for r in self.prefill._desk if r.submit.request_id == rid)
+
+    def at_decode(self, rid: RequestId, phase: DecodePhase) -> bool:
+        return any(r.phase is phase for r in self.decode._desk if r.submit.request_id == rid)
+
+    def check(self, prompt: list[int], rid: RequestId) -> None:
+        from tests.hash_engine import recite
+
+        (answer,) = self.both.run(rid)
+        assert answer.done is not None
+        assert answer.done.error is None, answer.done
+        assert answer.list == recite(pool_sets(PAGE)[self.name], prompt, ANSWER)
+
+
+# ---------------------------------------------------------------- phases: how a request gets there
+
+
+def queued(scene: Scene) -> RequestId:
+    return scene.submit(scene.prompt())
+
+
+def only_prefill_has_heard(scene: Scene) -> RequestId:
+    rid = scene.submit(scene.prompt(), (Role.PREFILL,))
+    scene.until(lambda: scene.at_prefill(rid, PrefillPhase.COMPUTED), Role.PREFILL)
+    return rid
+
+
+def only_decode_has_heard(scene: Scene) -> RequestId:
+    rid = scene.submit(scene.prompt(), (Role.DECODE,))
+    scene.until(lambda: scene.at_decode(rid, DecodePhase.ARRIVING))
+    return rid
+
+
+def computed_without_a_grant(scene: Scene) -> RequestId:
+    rid = scene.submit(scene.prompt())
+    scene.until(lambda: scene.at_prefill(rid, PrefillPhase.COMPUTED), Role.PREFILL)
+    return rid
+
+
+def prefetching(scene: Scene) -> RequestId:
+    """What it needs lies in storage alone, and is being read."""
+    first = scene.prompt(16)
+    scene.both.run(scene.submit(first))
+    for _ in range(3):  # Others take the room that its pages have on the device and on the host.
+        scene.both.run(scene.submit(scene.prompt(FILLER)))
+    rid = scene.submit([*first, *scene.prompt(5)])
+    (request,) = [r for r in scene.prefill._desk if r.submit.request_id == rid]
+    assert request.prefetch is not None
+    return rid
+
+
+def loading(scene: Scene) -> RequestId:
+    """Its prefix is on the host, and on its way to the device."""
+    first = scene.prompt(16)
+    scene.both.run(scene.submit(first))
+    for _ in range(3):  # Others take the room on the device; the host has enough.
+        scene.both.run(scene.submit(scene.prompt(FILLER)))
+    rid = scene.submit([*first, *scene.prompt(5)])
+    (request,) = [r for r in scene.prefill._desk if r.submit.request_id == rid]
+    for _ in range(2000):
+        scene.prefill._hear()
+        scene.prefill._take_in()
+        if request.claim is not None:
+            break
+    assert request.cached.host, "it was to come from the host"
+    scene.prefill._seat.launch()
+    return rid
+
+
+def prefilling(scene: Scene) -> RequestId:
+    rid = scene.submit(scene.prompt())
+    scene.until(lambda: any(0 < r.committed < PROMPT for r in scene.prefill._desk), Role.PREFILL)
+    return rid
+
+
+def in_transfer(scene: Scene) -> RequestId:
+    rid = scene.submit(scene.prompt())
+    before = scene.prefill._sender.sent_bytes
+    scene.until(lambda: scene.prefill._sender.sent_bytes > before)
+    assert scene.at_decode(rid, DecodePhase.ARRIVING)
+    return rid
+
+
+def sent_and_not_confirmed(scene: Scene) -> RequestId:
+    rid = scene.submit(scene.prompt())
+    scene.until(lambda: scene.at_decode(rid, DecodePhase.ARRIVING) and scene.prefill._sender.rooms)
+    scene.until(lambda: scene.prefill._sender.unconfirmed, Role.PREFILL)
+    return rid
+
+
+def running(scene: Scene) -> RequestId:
+    rid = scene.submit(scene.prompt())
+    scene.until(lambda: len(scene.both.answers[rid].tokens) >= 3)
+    assert scene.at_decode(rid, DecodePhase.RUNNING)
+    return rid
+
+
+def waiting_for_pages(scene: Scene) -> RequestId:
+    """Decode's pool is given to others."""
+    others = [scene.submit(scene.prompt(FILLER)) for _ in range(4)]
+    rid = scene.submit(scene.prompt(FILLER))
+    scene.both.step()
+    assert scene.at_decode(rid, DecodePhase.WAITING)
+    for other in others[1:]:
+        scene.both.cancel(other)
+    return rid
+
+
+PHASES = (
+    queued,
+    only_prefill_has_heard,
+    only_decode_has_heard,
+    computed_without_a_grant,
+    prefetching,
+    loading,
+    prefilling,
+    in_transfer,
+    sent_and_not_confirmed,
+    running,
+    waiting_for_pages,
+)
+
+
+# ---------------------------------------------------------------- ways to end it
+
+
+def cancelled(scene: Scene, rid: RequestId) -> None:
+    scene.both.cancel(rid)
+
+
+def cancelled_at_prefill_first(scene: Scene, rid: RequestId) -> None:
+    scene.both.cancel(rid, (Role.PREFILL,))
+    for _ in range(5):
+        scene.both.step()
+    scene.both.cancel(rid, (Role.DECODE,))
+
+
+def cancelled_at_decode_first(scene: Scene, rid: RequestId) -> None:
+    scene.both.cancel(rid, (Role.DECODE,))
+    for _ in range(5):
+        scene.both.step()
+    scene.both.cancel(rid, (Role.PREFILL,))
+
+
+def out_of_time(scene: Scene, rid: RequestId) -> None:
+    scene.clock.advance(DEADLINE_S)
+
+
+def its_router_gone(scene: Scene, rid: RequestId) -> None:
+    scene.both.prefill.drop_session(SESSION)
+    scene.both.decode.drop_session(SESSION)
+
+
+Way = Callable[[Scene, RequestId], None]
+WAYS: tuple[Way, ...] = (cancelled, cancelled_at_prefill_first, cancelled_at_decode_first, out_of_time, its_router_gone)
+ALONE = (out_of_time, its_router_gone)
+"""Ways that end everything else as well."""
+
+
+@contextmanager
+def opened(name: str, plane: str, seed: int, host_pages: int = 24) -> Iterator[Scene]:
+    clock = ManualClock()
+    seeds = itertools.count(seed)
+    unit = sum(pool_sets(PAGE)[name].unit_bytes(pool) for pool in pool_sets(PAGE)[name].by_name)
+    storage = {"backend": "memory", "path": uuid.uuid4().hex, "max_bytes": 1 << 24}
+    cache = {"host_bytes": host_pages * unit, "load_back": "always", "storage": storage}
+    cache |= {"prefetch": {"policy": "wait_complete"}}
+    with hash_pair(
+        name, {Role.PREFILL: 26, Role.DECODE: 34}, clock=clock, device=lambda: LazyDevice(next(seeds)),
+        cache=cache, transfer={"plane": plane}, prefill={"chunk_tokens": 8},
+    ) as both:  # fmt: skip
+        yield Scene(both, clock, random.Random(seed), name)
+
+
+def whole(both: HashPair) -> None:
+    both.settle()
+    for worker in (both.prefill, both.decode):
+        assert worker.check().violations == ()
+
+
+def end_in_every_way(name: str, plane: str, number: int, ways: Sequence[Way]) -> None:
+    """Brings a request into phase `number` and ends it, in each way, beside one that goes on where the way allows."""
+    phase = PHASES[number]
+    with opened(name, plane, seed=100 * number, host_pages=200 if phase is loading else 24) as scene:
+        for way in ways:
+            beside = None if way in ALONE or phase is waiting_for_pages else scene.prompt(9)
+            bystander = scene.submit(beside) if beside is not None else None
+            way(scene, phase(scene))
+            if beside is not None and bystander is not None:
+                scene.check(beside, bystander)
+            whole(scene.both)
+        after = scene.prompt(PROMPT)
+        scene.check(after, scene.submit(after))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("phase", range(len(PHASES)), ids=lambda n: PHASES[n].__name__)
+@pytest.mark.parametrize(("name", "plane"), SOME)
+def test_b2_a_request_that_is_ended_in_any_phase_leaves_everything_whole(name: str, plane: str, phase: int) -> None:
+    """Cancelled, and in one other way; the soak has all ways on all planes for all kinds of state."""
+    end_in_every_way(name, plane, phase, [cancelled, WAYS[1 + phase % (len(WAYS) - 1)]])
+
+
+@pytest.mark.soak
+@pytest.mark.slow
+@pytest.mark.parametrize("phase", range(len(PHASES)), ids=lambda n: PHASES[n].__name__)
+@pytest.mark.parametrize("plane", PLANES)
+@pytest.mark.parametrize("name", SETS)
+def test_b2_a_request_that_is_ended_in_any_phase_in_any_way_leaves_everything_whole(
+    name: str, plane: str, phase: int
+) -> None:
+    end_in_every_way(name, plane, phase, WAYS)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("name", "plane"), SOME)
+def test_a5_pages_of_a_request_given_up_in_mid_transfer_return_on_the_writers_word_alone(name: str, plane: str) -> None:
+    with opened(name, plane, seed=7) as scene:
+        rid = in_transfer(scene)
+        receiver = scene.decode._receiver
+        scene.decode.handle(SESSION, Cancel(rid, 0))
+        revocable = receiver._plane.revocable
+        for _ in range(20):  # The writer hears nothing of it: only decode takes its turns.
+            scene.both.step(Role.DECODE)
+            scene.clock.advance(100.0)
+        assert bool(receiver.rooms) is not revocable
+        free = {pool: allocator.free for pool, allocator in scene.decode._seat.pools.allocators.items()}
+        held = sum(receiver.holds(pool) for pool in free)
+        assert (held > 0) is not revocable, "what a writer may still write to belongs to nobody else"
+        scene.prefill.handle(SESSION, Cancel(rid, 0))
+        whole(scene.both)
+        after = scene.prompt()
+        scene.check(after, scene.submit(after))

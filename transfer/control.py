@@ -1,0 +1,197 @@
+"""How the two ends of rooms reach each other: control messages, and the proof of a peer's death.
+
+Rooms (`transfer.sender`, `transfer.receiver`) decide and do no I/O of their own: what they say and hear goes through a
+`Carrier`. What a carrier promises is what the rooms rely on:
+
+    order    messages of one connection come in the order in which they were sent, each once
+    loss     of a live connection nothing is lost; where it is cut, what is lost is its end, and a channel tells it
+    death    a watch says dead only of a worker that will never write again
+
+`ZmqCarrier` keeps these with a DEALER socket a connection, one ROUTER socket for all who connect, and pidfds.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+import zmq
+
+from contracts.config import TransferConfig
+from transfer import process
+from transfer.cuts import CutWatch, keep_alive
+from transfer.security import Curve, bind
+from transfer.waiting import Waiter
+
+LINK_TIMEOUT_S = TransferConfig().link_timeout_s
+Process = tuple[int, int, str]
+"""A process as `process.mine` names it: pid, start ticks, namespace."""
+
+
+class Inbox(Protocol):
+    """Where readers connect to a writer."""
+
+    endpoint: str
+    """By which they find it."""
+
+    def receive(self) -> list[tuple[bytes, bytes]]:
+        """What has come: identity of the connection, and message. Never waits."""
+
+    def send(self, identity: bytes, data: bytes) -> None:
+        """To the newest connection of that identity; to nobody where there is none."""
+
+    def close(self) -> None: ...
+
+
+class Channel(Protocol):
+    """A reader's connection to one writer."""
+
+    def send(self, data: bytes) -> None: ...
+
+    def receive(self) -> bytes | None:
+        """The next message that has come, or None. Never waits."""
+
+    def cut(self) -> bool:
+        """Whether it was cut since the last call. It connects again by itself, and what is sent meanwhile waits."""
+
+    @property
+    def up(self) -> bool:
+        """Whether there is a connection now."""
+
+    def close(self) -> None: ...
+
+
+class Watch(Protocol):
+    """Watches all processes of a worker."""
+
+    pid: int
+    """Of the first of them."""
+
+    @property
+    def dead(self) -> bool:
+        """Whether all of them have ended for certain."""
+
+    def close(self) -> None: ...
+
+
+class Carrier(Protocol):
+    """One worker's way to its peers."""
+
+    def mine(self) -> Process:
+        """This process, as peers are told of it."""
+
+    def listen(self) -> Inbox: ...
+
+    def connect(self, endpoint: str, identity: bytes) -> Channel:
+        """Never fails: where nobody answers, nothing comes."""
+
+    def watch(self, processes: Sequence[Process]) -> Watch | None:
+        """None for processes that can't be watched from here. Raises `ProcessLookupError` when all are dead already."""
+
+
+class ZmqCarrier:
+    """The carrier of real workers; what comes wakes `waiter`."""
+
+    def __init__(self, host: str, waiter: Waiter, curve: Curve | None, link_timeout_s: float = LINK_TIMEOUT_S) -> None:
+        self._host, self._waiter, self._curve, self._link_timeout_s = host, waiter, curve, link_timeout_s
+        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context.instance()
+
+    def mine(self) -> Process:
+        return process.mine()
+
+    def listen(self) -> ZmqInbox:
+        socket = self._context.socket(zmq.ROUTER)
+        socket.set(zmq.SNDHWM, 0)
+        socket.set(zmq.ROUTER_HANDOVER, 1)
+        keep_alive(socket, self._link_timeout_s)
+        return ZmqInbox(socket, bind(socket, self._host, self._curve), self._waiter)
+
+    def connect(self, endpoint: str, identity: bytes) -> ZmqChannel:
+        socket = self._context.socket(zmq.DEALER)
+        socket.set(zmq.SNDHWM, 0)
+        socket.set(zmq.LINGER, 0)
+        socket.set(zmq.ROUTING_ID, identity)
+        keep_alive(socket, self._link_timeout_s)
+        if self._curve is not None and endpoint.startswith("tcp"):
+            self._curve.call(socket)
+        watch = CutWatch(socket)
+        socket.connect(endpoint)
+        return ZmqChannel(socket, watch, self._waiter)
+
+    def watch(self, processes: Sequence[Process]) -> PidWatch | None:
+        watch = process.GroupWatch.open(processes)
+        return PidWatch(watch, self._waiter) if watch is not None else None
+
+
+class ZmqInbox:
+    """Implements `Inbox`."""
+
+    def __init__(self, socket: zmq.Socket[bytes], endpoint: str, waiter: Waiter) -> None:
+        self._socket, self.endpoint, self._waiter = socket, endpoint, waiter
+        waiter.add(socket)
+
+    def receive(self) -> list[tuple[bytes, bytes]]:
+        out: list[tuple[bytes, bytes]] = []
+        while True:
+            try:
+                frames = self._socket.recv_multipart(zmq.NOBLOCK)
+            except zmq.Again:
+                return out
+            if len(frames) == 2:
+                out.append((frames[0], frames[1]))
+
+    def send(self, identity: bytes, data: bytes) -> None:
+        self._socket.send_multipart([identity, data])
+
+    def close(self) -> None:
+        self._waiter.remove(self._socket)
+        self._socket.close(linger=0)
+
+
+class ZmqChannel:
+    """Implements `Channel`."""
+
+    def __init__(self, socket: zmq.Socket[bytes], watch: CutWatch, waiter: Waiter) -> None:
+        self._socket, self._watch, self._waiter = socket, watch, waiter
+        waiter.add(socket)
+
+    def cut(self) -> bool:
+        return self._watch.cut()
+
+    @property
+    def up(self) -> bool:
+        return self._watch.up
+
+    def send(self, data: bytes) -> None:
+        self._socket.send(data)
+
+    def receive(self) -> bytes | None:
+        try:
+            return self._socket.recv(zmq.NOBLOCK)
+        except zmq.Again:
+            return None
+
+    def close(self) -> None:
+        self._watch.close()
+        self._waiter.remove(self._socket)
+        self._socket.close(linger=0)
+
+
+class PidWatch:
+    """Implements `Watch`: deaths wake the waiter."""
+
+    def __init__(self, watch: process.GroupWatch, waiter: Waiter) -> None:
+        self._watch, self._waiter = watch, waiter
+        self.pid = watch.pid
+        for fd in watch.fds:
+            waiter.add(fd)
+
+    @property
+    def dead(self) -> bool:
+        self._watch.forget_dead(self._waiter.remove)
+        return self._watch.dead
+
+    def close(self) -> None:
+        for fd in self._watch.fds:
+            self._waiter.remove(fd)
+        self._watch.close()

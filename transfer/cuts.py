@@ -1,0 +1,62 @@
+"""Connections that are cut: how that is noticed, and what is known then.
+
+TCP loses nothing of a connection that lives. When one is cut, what was under way may be lost, while ZMQ connects again
+by itself and goes on with what comes after: a hole in the middle of a conversation. So sockets between workers send
+heartbeats, which find a dead connection and a silent one within `transfer.link_timeout_s`, and whoever speaks on one
+asks its `CutWatch`. The rule is then the same everywhere: what may be lost is said again where saying it twice does no
+harm (grants, aborts, confirmations, last words), and given up where it isn't (pages and the notices of them).
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import zmq
+from zmq.utils.monitor import recv_monitor_message
+
+
+def keep_alive(socket: zmq.Socket[bytes], link_timeout_s: float) -> None:
+    """Before `bind` or `connect`: a connection that is silent for so long is cut, and made anew where it was made."""
+    whole_ms = max(3, int(1000 * link_timeout_s))
+    socket.set(zmq.HEARTBEAT_IVL, whole_ms // 3)
+    socket.set(zmq.HEARTBEAT_TIMEOUT, whole_ms)
+    socket.set(zmq.HEARTBEAT_TTL, whole_ms)
+    socket.set(zmq.HANDSHAKE_IVL, whole_ms)
+
+
+class CutWatch:
+    """What became of the connection of a socket that connects to one endpoint. One thread."""
+
+    def __init__(self, socket: zmq.Socket[bytes]) -> None:
+        """Before `connect`."""
+        self._socket = socket
+        # The stubs of pyzmq give sync and async sockets one type here.
+        self._monitor: Any = socket.get_monitor_socket(zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED)
+        self._up = False
+        self._cut = False
+
+    def cut(self) -> bool:
+        """Whether the connection was cut since the last call."""
+        self._look()
+        cut, self._cut = self._cut, False
+        return cut
+
+    @property
+    def up(self) -> bool:
+        """Whether there is a connection now, as far as is known."""
+        self._look()
+        return self._up
+
+    def _look(self) -> None:
+        while True:
+            try:
+                event = recv_monitor_message(self._monitor, zmq.NOBLOCK)
+            except zmq.Again:
+                return
+            self._up = event["event"] == zmq.EVENT_HANDSHAKE_SUCCEEDED
+            self._cut = self._cut or not self._up
+
+    def close(self) -> None:
+        """Before the socket's own."""
+        self._socket.disable_monitor()
+        self._monitor.close(linger=0)
