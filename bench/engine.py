@@ -3,6 +3,7 @@
     python -m bench.engine                        # the demo checkpoint
     python -m bench.engine --make qwen3-445m      # a Qwen3-shaped one with random weights
     python -m bench.engine --make qwen3-445m --threads 2 --sides invariant generate openvino vllm   # and rivals
+    python -m bench.engine --families             # a miniature of every family, or of those that are named
     python -m bench.engine --model DIR --profile  # and where our time goes
 
 Prefill: one prompt, tokens a second until its first token. Decode: tokens a second of a batch once all of its
@@ -13,11 +14,13 @@ machine treats them alike; medians are shown, with our engine over the others.
 from __future__ import annotations
 
 import argparse
+import gc
 import json
+import os
 import statistics
 import sys
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -29,7 +32,7 @@ import transformers
 from rich.console import Console
 from rich.table import Table
 
-from bench import clock, machine, random_model
+from bench import clock, family_models, machine, random_model
 from bench.rival.side import PACKAGES, Rival
 from bench.sides import Answer, ContinuousBatching, Generate, Side, Twinpool
 from contracts.config import EngineConfig
@@ -130,19 +133,21 @@ def parser() -> argparse.ArgumentParser:
     out = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     which = out.add_mutually_exclusive_group()
     which.add_argument("--model", type=Path, default=random_model.DEMO, help="checkpoint folder (default: the demo)")
-    which.add_argument("--make", choices=random_model.SIZES, help="make one of this size with random weights")
+    which.add_argument("--make", choices=random_model.NAMES, help="make this one with random weights")
+    which.add_argument(
+        "--families", nargs="*", choices=family_models.FAMILIES, help="make a miniature of each (default: of all)"
+    )
     out.add_argument("--threads", type=int, default=0, help="torch's threads (default: all cores)")
     out.add_argument("--dtype", choices=("auto", "float32", "bfloat16"), default="auto")
     out.add_argument(
         "--sides",
         nargs="+",
         choices=SIDES,
-        default=["invariant", "fast", "generate", "continuous"],
-        help="what to measure",
+        help="what to measure (default: invariant, fast, generate, continuous; of families invariant, generate)",
     )
-    out.add_argument("--batches", type=int, nargs="+", default=[1, 8, 32], help="batches of decode")
+    out.add_argument("--batches", type=int, nargs="+", help="batches of decode (default: 1 8 32; of families 1 8)")
     out.add_argument("--prefill-tokens", type=int, default=512)
-    out.add_argument("--context", type=int, default=128, help="prompt tokens before decode")
+    out.add_argument("--context", type=int, help="prompt tokens before decode (default: 128; of families 384)")
     out.add_argument("--output-tokens", type=int, default=33, help="tokens of a decode run, the first uncounted")
     out.add_argument("--repeats", type=int, default=5)
     out.add_argument("--clock", choices=clock.CLOCKS, default="wall", help="cpu: of the processor, for busy machines")
@@ -155,12 +160,13 @@ def make_sides(args: argparse.Namespace, folder: Path, scenarios: Sequence[Scena
     """All of `args.sides`, loaded; `close` closes them."""
     # Whole pages for every sequence, at either side's page size.
     tokens = max(s.batch * (s.prompt_tokens + s.output_tokens + 32) for s in scenarios)
+    sequences = max(s.batch for s in scenarios)
     config: dict[str, Any] = {"dtype": args.dtype, "threads": args.threads}
     sides: list[Side] = []
     for name in args.sides:
         side: Side
         if name in _OWN:
-            side = Twinpool(folder, EngineConfig(**_OWN[name], **config), tokens)
+            side = Twinpool(folder, EngineConfig(**_OWN[name], **config), tokens, sequences)
             side.name = f"twinpool, {name}"
         elif name in PACKAGES:
             side = Rival(name, folder, args.threads or torch.get_num_threads(), args.clock)
@@ -173,8 +179,12 @@ def make_sides(args: argparse.Namespace, folder: Path, scenarios: Sequence[Scena
     return sides
 
 
-def run(args: argparse.Namespace, folder: Path, console: Console) -> None:
-    """Measure, print, write."""
+Agreement = dict[str, float]
+"""By side: the share of sequences that got the first side's tokens."""
+
+
+def measure_model(args: argparse.Namespace, folder: Path) -> tuple[Results, Agreement]:
+    """All of `args.sides` on one checkpoint; prints where our time goes if that is asked for."""
     spec = read_model_spec(folder)
     scenarios = [Scenario(1, args.prefill_tokens, 1)]
     scenarios += [Scenario(batch, args.context, args.output_tokens) for batch in args.batches]
@@ -183,19 +193,46 @@ def run(args: argparse.Namespace, folder: Path, console: Console) -> None:
         raise ConfigError(f"{longest} tokens don't fit the checkpoint's context of {spec.context}")
     with ExitStack() as close:
         sides = make_sides(args, folder, scenarios, close)
-        console.print(f"{args.make or folder.name}: {machine.headline()}")
         results = measure(sides, scenarios, spec.vocab_size, args.repeats)
-        console.print(table(results, "medians", statistics.median))
-        console.print(table(results, "best of each, for busy machines", max))
         agreement = {
             side.name: statistics.fmean(e for by_side in results.values() for e in by_side[side.name].equal)
             for side in sides[1:]
         }
-        for name, share in agreement.items():
-            console.print(f"same tokens as the first column, {name}: {share:.0%} of sequences")
         first = sides[0]
         if args.profile and isinstance(first, Twinpool):
-            print(profile(first, scenarios[-1], spec.vocab_size))
+            for scenario in (scenarios[0], scenarios[-1]):
+                print(f"{folder.name}: {scenario.name}\n{profile(first, scenario, spec.vocab_size)}")
+    return results, agreement
+
+
+def models(args: argparse.Namespace) -> Iterator[Path]:
+    """The checkpoints to measure, one after the other; made ones are gone when the next is asked for."""
+    made = [args.make] if args.make else args.families
+    if made is None:
+        yield args.model
+        return
+    for name in made:
+        with tempfile.TemporaryDirectory(prefix="twinpool-bench-") as folder:
+            yield random_model.make(Path(folder) / name, name)
+
+
+def run(args: argparse.Namespace, console: Console) -> None:
+    """Measure, print, write."""
+    results: Results = {}
+    agreement: Agreement = {}
+    console.print(machine.headline())
+    for folder in models(args):
+        label = f"{folder.name}: " if args.families else ""
+        mine, agrees = measure_model(args, folder)
+        results |= {label + scenario: by_side for scenario, by_side in mine.items()}
+        agreement |= {label + side: share for side, share in agrees.items()}
+        if label:
+            console.print(f"{label}measured, load {os.getloadavg()[0]:.1f}")
+        gc.collect()
+    console.print(table(results, "medians", statistics.median))
+    console.print(table(results, "best of each, for busy machines", max))
+    for side, share in agreement.items():
+        console.print(f"{side}: the tokens of the first column in {share:.0%} of sequences")
     if args.json is not None:
         settings = {k: str(v) if isinstance(v, Path) else v for k, v in vars(args).items()}
         figures = {s: {n: asdict(m) | {"median": m.median} for n, m in by.items()} for s, by in results.items()}
@@ -203,10 +240,23 @@ def run(args: argparse.Namespace, folder: Path, console: Console) -> None:
         args.json.write_text(json.dumps(out, indent=1) + "\n", encoding="utf-8")
 
 
+def _fill(args: argparse.Namespace) -> None:
+    """Defaults that hang on what is measured."""
+    families = args.families is not None
+    if families and not args.families:
+        args.families = list(family_models.FAMILIES)
+    args.sides = args.sides or (
+        ["invariant", "generate"] if families else ["invariant", "fast", "generate", "continuous"]
+    )
+    args.batches = args.batches or ([1, 8] if families else [1, 8, 32])
+    args.context = args.context or (384 if families else 128)
+
+
 def main(argv: list[str] | None = None) -> int:
     """0: measured; 2: wrong flags or a checkpoint that can't be used."""
     flags = parser()
     args = flags.parse_args(argv)
+    _fill(args)
     numbers = [*args.batches, args.prefill_tokens, args.context, args.repeats]
     if min(numbers) < 1 or args.output_tokens < 2 or args.threads < 0:
         flags.error("batches, tokens and repeats must be 1 or more, --output-tokens 2 or more")
@@ -220,9 +270,7 @@ def main(argv: list[str] | None = None) -> int:
     transformers.utils.logging.disable_progress_bar()
     transformers.utils.logging.set_verbosity_error()
     try:
-        with tempfile.TemporaryDirectory(prefix="twinpool-bench-") as made:
-            folder = random_model.make(Path(made), args.make) if args.make else args.model
-            run(args, folder, Console(width=max(100, Console().width)))
+        run(args, Console(width=max(100, Console().width)))
     except (CheckpointError, ConfigError) as error:
         print(f"bench.engine: {error}", file=sys.stderr)
         return 2

@@ -58,7 +58,7 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=1)
     args = parser.parse_args()
     tokens = max(args.batches) * (args.context + _STEPS + 32)
-    side = Twinpool(args.model, EngineConfig(threads=args.threads), tokens)
+    side = Twinpool(args.model, EngineConfig(threads=args.threads), tokens, max(args.batches))
     print(machine.headline())
     for batch in args.batches:
         step, check = measure(side, batch, args.context)

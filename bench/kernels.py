@@ -27,7 +27,7 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 from bench import kernels_latent, kernels_rows
-from engine.attention import AttentionPlan, make_plan
+from engine.attention import AttentionPlan, Scores, make_plan
 from engine.triton_attention import TritonAttention
 
 PAGE_TOKENS = 16
@@ -95,7 +95,7 @@ class Paged:
     def attend(self, attention: TritonAttention, rows: Sequence[int], start: int, count: int) -> Tensor:
         """[len(rows), count, heads, dim]."""
         plan, q_thd = self.plan(rows, start, count), self.packed(rows, start, count)
-        out = attention.attend(q_thd, self.k_pages, self.v_pages, plan, self.scale)
+        out = attention.attend(q_thd, self.k_pages, self.v_pages, plan, Scores(self.scale))
         return out.view(len(rows), count, *out.shape[1:])
 
     def want(self, start: int, count: int) -> Tensor:
@@ -152,7 +152,7 @@ def measure(
     mask = None if queries in (1, context) else at[None, :] <= at[start:, None]
 
     def ours() -> Tensor:
-        return attention.attend(q_thd, paged.k_pages, paged.v_pages, plan, paged.scale)
+        return attention.attend(q_thd, paged.k_pages, paged.v_pages, plan, Scores(paged.scale))
 
     def torchs() -> Tensor:
         causal = queries == context and queries > 1

@@ -1,6 +1,7 @@
-"""Make a Qwen3-shaped checkpoint with random weights, to measure speed at a size that is not committed.
+"""Make a checkpoint with random weights, to measure speed at a size or of a family that is not committed.
 
-    python -m bench.random_model 445m FOLDER
+    python -m bench.random_model 445m FOLDER      # Qwen3-shaped
+    python -m bench.random_model sparse FOLDER    # a miniature of a family: see bench/family_models.py
 
 It has the demo's tokenizer, so a cluster can serve it; what it says is noise.
 """
@@ -14,6 +15,8 @@ from typing import Any
 
 import torch
 from transformers import AutoModelForCausalLM, Qwen3Config
+
+from bench.family_models import FAMILIES, config_of
 
 DEMO = Path(__file__).parents[1] / "cluster" / "demo"
 SIZES: dict[str, dict[str, int]] = {
@@ -34,10 +37,11 @@ SIZES: dict[str, dict[str, int]] = {
 as its embedding is tied."""
 
 
-def make(folder: Path, size: str, seed: int = 0) -> Path:
-    """Write a bf16 checkpoint of `SIZES[size]` to `folder`; returns it."""
-    shape = SIZES[size]
-    config: Any = Qwen3Config(
+NAMES = (*SIZES, *FAMILIES)
+
+
+def _qwen3(shape: dict[str, int]) -> Any:
+    return Qwen3Config(
         vocab_size=shape["vocab"],
         hidden_size=shape["hidden"],
         intermediate_size=shape["inner"],
@@ -51,22 +55,27 @@ def make(folder: Path, size: str, seed: int = 0) -> Path:
         use_sliding_window=False,
         eos_token_id=None,
     )
+
+
+def make(folder: Path, name: str, seed: int = 0) -> Path:
+    """Write a bf16 checkpoint of one of `NAMES` to `folder`; returns it."""
+    config = _qwen3(SIZES[name]) if name in SIZES else config_of(name)
     torch.manual_seed(seed)
     factory: Any = AutoModelForCausalLM
     model = factory.from_config(config, dtype=torch.bfloat16)
     folder.mkdir(parents=True, exist_ok=True)
     model.save_pretrained(folder)
-    for name in ("tokenizer.json", "tokenizer_config.json"):
-        shutil.copyfile(DEMO / name, folder / name)
+    for file in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copyfile(DEMO / file, folder / file)
     return folder
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("size", choices=SIZES)
+    parser.add_argument("name", choices=NAMES)
     parser.add_argument("folder", type=Path)
     args = parser.parse_args()
-    print(make(args.folder, args.size))
+    print(make(args.folder, args.name))
 
 
 if __name__ == "__main__":

@@ -15,8 +15,10 @@ from transformers import AutoModelForCausalLM, GenerationConfig, LogitsProcessor
 from transformers.generation.configuration_utils import ContinuousBatchingConfig
 
 from bench import clock
+from cache.claim import Table
 from cache.device import CpuDevice
 from cache.pools import PoolSet
+from cache.registry import Kind
 from contracts.config import EngineConfig
 from contracts.sampling import SamplingParams
 from engine import StateOptions, dtype_for, load_engine, read_model
@@ -60,26 +62,48 @@ class Twinpool:
 
     chunk_tokens = 512
 
-    def __init__(self, folder: Path, config: EngineConfig, tokens: int, page_tokens: int = 16) -> None:
+    def __init__(self, folder: Path, config: EngineConfig, tokens: int, sequences: int, page_tokens: int = 16) -> None:
+        """Room for so many sequences, which need pages for `tokens` positions together."""
         self.name = f"twinpool, {config.numerics}"
         model = read_model(folder)
         pool_set = model.pool_set(StateOptions(dtype_for(model.spec, config), page_tokens))
-        pages = 1 + -(-tokens // page_tokens)
-        self.pools = PoolSet(pool_set, pool_set.even(pages))
+        pages = -(-tokens // page_tokens)
+        counts = {pool.name: 1 + (sequences if pool.kind is Kind.STATE else pages) for pool in pool_set.pools}
+        self.pools = PoolSet(pool_set, counts)
         epochs = {pool: allocator.epochs for pool, allocator in self.pools.allocators.items()}
         self.engine = load_engine(model, config, pool_set, self.pools.gates, epochs, CpuDevice())
-        self._pages = list(range(1, pages))
-        random.Random(0).shuffle(self._pages)  # as in a pool that has been used for a while
+        shuffled = random.Random(0)  # as in a pool that has been used for a while
+        self._free = {name: shuffled.sample(range(1, count), count - 1) for name, count in counts.items()}
+
+    def _held(self, number: int, tokens: int) -> dict[str, list[int]]:
+        """What sequence `number` of a batch has of each pool, for so many positions; its states are zero."""
+        each = self.pools.pages_for(tokens)
+        held = {}
+        for pool in self.pools.spec.pools:
+            count = 1 if pool.kind is Kind.STATE else each
+            held[pool.name] = self._free[pool.name][number * count : (number + 1) * count]
+            if pool.kind is Kind.STATE:
+                self.pools.zero({pool.name: held[pool.name]})
+        return held
+
+    def _row(self, tokens: list[int], start: int, held: dict[str, list[int]], draw: Draw | None) -> Row:
+        """Tables of windows begin where the window does. No epoch ever changes: nobody frees anything."""
+        others = {}
+        for pool in self.pools.spec.pools:
+            if pool.kind is not Kind.FULL:
+                seen = start - pool.window_tokens + 1 if pool.kind is Kind.WINDOW else 0
+                first = max(0, seen) // self.pools.spec.page_tokens
+                mine = held[pool.name][first:]
+                others[pool.name] = Table(first, mine, [0] * len(mine))
+        pages = held[self.pools.spec.full.name]
+        return Row(tokens, start, pages, draw, epochs=[0] * len(pages), others=others)
 
     def run(self, prompts: Prompts, count: int) -> Answer:
+        held = [self._held(i, len(prompt) + count) for i, prompt in enumerate(prompts)]
         start = clock.now()
         params = SamplingParams(max_tokens=_NO_END, temperature=0.0)
         tokens = [list(prompt) for prompt in prompts]
         times: list[list[float]] = [[] for _ in prompts]
-        each = self.pools.pages_for(len(prompts[0]) + count)
-        tables = [self._pages[i * each : (i + 1) * each] for i in range(len(prompts))]
-
-        epochs = [0] * each  # nobody frees them
 
         def draws(i: int) -> Draw:
             return Draw(params, tokens[i], len(prompts[i]))
@@ -94,16 +118,12 @@ class Twinpool:
 
         for i, prompt in enumerate(prompts):
             for begin in range(0, len(prompt), self.chunk_tokens):
-                part = prompt[begin : begin + self.chunk_tokens]
+                part = list(prompt[begin : begin + self.chunk_tokens])
                 last = begin + len(part) == len(prompt)
-                draw = draws(i) if last else None
-                step([i], [Row(part, begin, tables[i], draw, epochs=epochs)])
+                step([i], [self._row(part, begin, held[i], draws(i) if last else None)])
         everyone = range(len(prompts))
         for _ in range(count - 1):
-            step(
-                everyone,
-                [Row(tokens[i][-1:], len(tokens[i]) - 1, tables[i], draws(i), epochs=epochs) for i in everyone],
-            )
+            step(everyone, [self._row(tokens[i][-1:], len(tokens[i]) - 1, held[i], draws(i)) for i in everyone])
         return Answer([t[len(p) :] for t, p in zip(tokens, prompts, strict=True)], times)
 
     def close(self) -> None: ...

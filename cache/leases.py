@@ -116,6 +116,14 @@ class Allocator:
         del self._free[len(self._free) - count :]
         return self._grant(owner, taken)
 
+    def take(self, runs: Sequence[Sequence[int]], owner: str) -> list[Lease]:
+        """A lease for each of `runs`, of exactly these indices. Raises `CapacityError` where one of them isn't free."""
+        wanted = {index for run in runs for index in run}
+        if len(wanted) != sum(map(len, runs)) or not wanted.issubset(self._free):
+            raise CapacityError(f"{self.name} {owner} wants aren't all free")
+        self._free = [index for index in self._free if index not in wanted]
+        return [self._grant(owner, tuple(run)) for run in runs]
+
     def epochs_of(self, indices: Sequence[int]) -> tuple[Epoch, ...]:
         return tuple(self._epochs[np.asarray(indices, dtype=np.int64)].tolist())
 
@@ -168,6 +176,23 @@ class Allocator:
 
     def check(self) -> list[str]:
         """Recount everything from the leases and pins; returns what doesn't add up."""
+        found = [] if self._each_once() else self._miscounted()
+        pinned = Counter(index for pin in self._pins for index in pin.indices)
+        if pinned != {int(i): int(self._pinned[i]) for i in self._pinned.nonzero()[0]}:
+            found.append(f"{self.name}: pin counts differ from the pins")
+        found += [f"{self.name}: {index} is in limbo without a pin" for index in self._limbo if not pinned[index]]
+        return found
+
+    def _each_once(self) -> bool:
+        """Whether every index has one holder, and every lease its epochs: one pass for the usual case."""
+        leased = [index for lease in self._leases.values() for index in lease.indices]
+        epochs = [epoch for lease in self._leases.values() for epoch in lease.epochs]
+        if sorted([*leased, *self._free, *self._limbo]) != list(range(self._first, self.size)):
+            return False
+        return list(self.epochs_of(leased)) == epochs
+
+    def _miscounted(self) -> list[str]:
+        """What `_each_once` doesn't say: whose index it is."""
         found: list[str] = []
         owners: dict[int, list[str]] = {}
         for lease in self._leases.values():
@@ -184,10 +209,6 @@ class Allocator:
             if len(holders) != 1:
                 found.append(f"{self.name}: {index} belongs to {' and '.join(holders) or 'nobody'}")
         found += [f"{self.name}: {index} is out of range, held by {' and '.join(o)}" for index, o in owners.items()]
-        pinned = Counter(index for pin in self._pins for index in pin.indices)
-        if pinned != {int(i): int(self._pinned[i]) for i in self._pinned.nonzero()[0]}:
-            found.append(f"{self.name}: pin counts differ from the pins")
-        found += [f"{self.name}: {index} is in limbo without a pin" for index in self._limbo if not pinned[index]]
         return found
 
     def _grant(self, owner: str, indices: tuple[int, ...]) -> Lease:

@@ -139,6 +139,12 @@ class Saved:
         keys = extent.keys or (b"",) * len(extent)
         return [ContentTag(key, digest) for key, digest in zip(keys, self.digests[pool], strict=True)]
 
+    def move_to(self, leases: dict[str, Lease]) -> None:
+        """Its bytes went elsewhere, and come back into these leases of the same pool set, in the same order."""
+        assert self.done, "a copy that is under way writes where it was told to"
+        self.release()
+        self.leases = leases
+
     def release(self) -> None:
         """Give the host's pages back. Those still being written become free once `done` says that this has ended."""
         for lease in self.leases.values():

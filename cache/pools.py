@@ -98,16 +98,25 @@ class PoolSet:
         if held:
             raise ValueError(f"{' and '.join(held)} are still leased")
         self.gates.clear()
+        self.__dict__.pop("_nulls", None)
         self.region = torch.empty(0, dtype=torch.uint8)
 
     def check(self) -> list[str]:
         found = [line for allocator in self.allocators.values() for line in allocator.check()]
-        for pool, buffer in self.layout.each():
-            null_lw = buffer.stack(self.region, self.layout.counts[pool.name])[:, 0]
+        for pool, buffer, null_lw in self._nulls:
             if null_lw.any():
                 dirty = [i for i, row in enumerate(null_lw) if row.any()]
-                found.append(f"{pool.name} pages: the null page of {buffer.spec.name} isn't zero in layers {dirty}")
+                found.append(f"{pool} pages: the null page of {buffer} isn't zero in layers {dirty}")
         return found
+
+    @cached_property
+    def _nulls(self) -> list[tuple[str, str, torch.Tensor]]:
+        """The null page or slot of each buffer, by pool and buffer: [layers, words]."""
+        counts = self.layout.counts
+        return [
+            (pool.name, buffer.spec.name, buffer.stack(self.region, counts[pool.name])[:, 0])
+            for pool, buffer in self.layout.each()
+        ]
 
 
 def host_counts(spec: PoolSetSpec, nbytes: int, like: Mapping[str, int]) -> dict[str, int]:

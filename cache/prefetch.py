@@ -21,6 +21,7 @@ again, until what is agreed is what was agreed before.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
@@ -34,8 +35,11 @@ from cache.shelf import Pending, Shelf
 from cache.storage import Outcome
 from cache.tree import PrefixTree
 from contracts.config import PrefetchConfig
+from contracts.damage import Where, log_damage
 from contracts.errors import CapacityError
 from contracts.orders import Kept
+
+_log = logging.getLogger("twinpool.cache")
 
 Agree = Callable[[str, int], int | None]
 """Says this rank's finding under a key, again and again, until it returns what all ranks agree on."""
@@ -66,6 +70,8 @@ class Prefetch:
     """One request's prefetch. Lengths are in pages from the start of its prefix."""
 
     number: int
+    owner: str
+    """Whose it is, for the log."""
     prefix: Prefix
     began: float
     held: int
@@ -128,7 +134,7 @@ class Prefetcher:
             for p in self._active
         )
 
-    def start(self, prefix: Prefix) -> Prefetch | None:
+    def start(self, prefix: Prefix, owner: str = "") -> Prefetch | None:
         """Ask storage for what the tree lacks of `prefix`; over at once where that is nothing. None without pages.
 
         Its request must `release` it.
@@ -138,10 +144,10 @@ class Prefetcher:
         held = self._tree.match(prefix).depth
         self._number += 1
         if held == len(prefix):
-            return self._all_there(prefix)
+            return self._all_there(prefix, owner)
         self._begin(self._number, len(prefix))
         lock = self._tree.keep((), f"prefetch {self._number}")
-        prefetch = Prefetch(self._number, prefix, self._now(), held, lock, limit=len(prefix))
+        prefetch = Prefetch(self._number, owner, prefix, self._now(), held, lock, limit=len(prefix))
         self._unreleased.add(prefetch.number)
         self._keep(prefetch)
         for component in self._tree.components:
@@ -153,9 +159,9 @@ class Prefetcher:
         self._active.append(prefetch)
         return prefetch
 
-    def _all_there(self, prefix: Prefix) -> Prefetch:
+    def _all_there(self, prefix: Prefix, owner: str) -> Prefetch:
         lock = self._tree.keep((), f"prefetch {self._number}")
-        prefetch = Prefetch(self._number, prefix, self._now(), len(prefix), lock, stage=Stage.OVER)
+        prefetch = Prefetch(self._number, owner, prefix, self._now(), len(prefix), lock, stage=Stage.OVER)
         self._unreleased.add(prefetch.number)
         self._keep(prefetch)
         return prefetch
@@ -304,7 +310,11 @@ class Prefetcher:
         for i in reversed(range(len(batch.pages))):
             lease = batch.lease.split(1, batch.lease.owner, start=i)
             good = digests.get(i) == outcomes[i].digest
-            self.counters["pages_damaged_in_storage"] += outcomes[i].verdict == "damaged" or (i in digests and not good)
+            if outcomes[i].verdict == "damaged" or (i in digests and not good):
+                self.counters["pages_damaged_in_storage"] += 1
+                why, page = outcomes[i].reason or "it isn't what was stored", batch.pages[i]
+                pages = [page, page + 1]
+                log_damage(_log, Where.STORAGE, request=prefetch.owner, pool=batch.component, pages=pages, what=why)
             if good:
                 mine[batch.pages[i]] = (lease, outcomes[i].digest)
             else:

@@ -105,7 +105,7 @@ class Saver:
             for component in self._tree.components:
                 count = sum(len(p) for p in lock.of(component.name))
                 if count:
-                    leases[component.name] = self._lease(component.name, count)
+                    leases[component.name] = self.lease(component.name, count)
         except CapacityError:
             self._let_go(lock, above, leases)
             if len(parts) > 1:
@@ -129,7 +129,8 @@ class Saver:
         op = Op("save", Stream.SAVE, reads, writes)
         return attempt(self._device, op, lambda: ours.copy(piece, theirs))
 
-    def _lease(self, component: str, count: int) -> Lease:
+    def lease(self, component: str, count: int) -> Lease:
+        """Pages (or slots) of the host, for which the tree gives up what it can; raises `CapacityError`."""
         allocator = self._host.allocators[component]
         if count > allocator.free:
             self._tree.evict(Tier.HOST, component, count - allocator.free)

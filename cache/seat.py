@@ -7,9 +7,10 @@ A request's way through it:
     launch     the loads of all claims of this round begin, layer by layer; forward passes wait at the gates
     seal       a step was committed: finished pages get their digests
     share      finished pages go into the tree, and from there down the tiers
-    grow       windows get pages for the positions of the next step
+    grow       pools get pages for the positions of the next step
     slide      pages that the window has left are used again further on, or go back
     snapshot   the recurrent state is copied aside at a page boundary, for the tree
+    park       off the device, to leased host memory; `unpark` brings it back (`cache.parking`)
     release    the one way out: locks, pages, slots and snapshots go back, whatever happened
 
 `poll` takes in what has completed; it never waits. Only committed positions may be sealed, shared or snapshotted.
@@ -25,27 +26,27 @@ from cache.device import DEVICE, Span, failure
 from cache.due import due, missing
 from cache.leases import Lease
 from cache.nodes import Offer, Tier
+from cache.parking import Parking
 from cache.prefetch import Prefetch
 from cache.prefix import Prefix
-from cache.seat_state import SeatState
 
 SNAPSHOTS = 2
 """Snapshots of a request that aren't in the tree yet: they alternate."""
 
 
-class Seat(SeatState):
+class Seat(Parking):
     """See the module's prose. Single-threaded."""
 
     # ------------------------------------------------------------ admission
 
-    def prefetch(self, prefix: Prefix) -> Prefetch | None:
+    def prefetch(self, prefix: Prefix, owner: str = "") -> Prefetch | None:
         """Start to bring what storage has of `prefix` to the host; None where there is nothing to wait for."""
         if self.prefetcher is None or not len(prefix):
             return None
         if self.saver is not None:
             # What comes from storage hangs below what is there, so that must be on the host as well.
             self.saver.save(self.tree.match(prefix).path)
-        return self.prefetcher.start(prefix)
+        return self.prefetcher.start(prefix, owner)
 
     def may_run(self, prefetch: Prefetch) -> bool:
         """Whether a request need not wait for its prefetch any longer, by the stop policy."""
@@ -134,27 +135,31 @@ class Seat(SeatState):
 
     # ------------------------------------------------------------ hand-over to this seat
 
-    def reserve(self, prefix: Prefix, prompt: int, positions: int, owner: str) -> tuple[Claim, dict[str, Lease]] | None:
+    def reserve(
+        self, prefix: Prefix, prompt: int, positions: int, owner: str, most: int | None = None
+    ) -> tuple[Claim, dict[str, Lease]] | None:
         """Take state for a prompt of `prompt` positions that is handed over, and for `positions` in all.
 
-        What the tree has on the device is kept, component by component; the leases are for what `lacking` names and
-        for the answer, in that order, and belong to whoever receives until `adopt`. None without room.
+        `most`: positions that it may come to, for which `grow` leases as they come; of windows and recurrent states
+        all that it ever holds at once is leased now. What the tree has on the device is kept, component by component;
+        the leases are for what `lacking` names and for what follows, in that order, and belong to whoever receives
+        until `adopt`. None without room.
         """
-        reserved = self._reserve(prefix, prompt, positions, owner)
+        reserved = self._reserve(prefix, prompt, positions, owner, most or positions)
         if reserved is None and len(prefix) and not self._claims:
-            reserved = self._reserve(prefix.head(0), prompt, positions, owner)
+            reserved = self._reserve(prefix.head(0), prompt, positions, owner, most or positions)
         return reserved
 
     def _reserve(
-        self, prefix: Prefix, prompt: int, positions: int, owner: str
+        self, prefix: Prefix, prompt: int, positions: int, owner: str, most: int
     ) -> tuple[Claim, dict[str, Lease]] | None:
         wanted = due(self.spec, prompt)
         lock, held = self.tree.hold(prefix, wanted, owner, host=self.loader is not None and self._may_load_back)
         loads = self._loads(lock)
         lacking = missing(wanted, held)
-        pages = self.pools.pages_for(positions)
-        more = pages - self.pools.pages_for(prompt)
-        needs = self._own({pool: len(lacking[pool]) + more for pool in self._runs})
+        pages, pages_here = self.pools.pages_for(most), self.pools.pages_for(prompt)
+        needs = self._own({pool: len(lacking[pool]) + pages - pages_here for pool in self._runs})
+        needs[self.full] = len(lacking[self.full]) + self.pools.pages_for(positions) - pages_here
         leases = (
             self._lease({pool: n + loads[pool] for pool, n in needs.items()}, owner) if self._may_load(loads) else None
         )
@@ -208,17 +213,30 @@ class Seat(SeatState):
     # ------------------------------------------------------------ steps
 
     def grow(self, claim: Claim, end: int) -> int:
-        """Give its windows pages for positions up to `end`; returns how far they go by now, at most `end`.
+        """Give it pages for positions up to `end`; returns how far they go by now, at most `end`.
 
-        Less where steps under way still have to be committed before the window moves on.
+        Less where a pool has none left that the tree could spare, and in a window where steps under way still have to
+        be committed before it moves on.
         """
-        for pool in self._windows:
-            table, spare = claim.tables[pool], claim.spare.get(pool)
-            lacking = self.pools.pages_for(end) - len(table)
-            if lacking > 0 and spare is not None:
-                self._append(claim, pool, spare.split(min(lacking, len(spare)), claim.owner))
+        for pool in self._runs:
+            table = claim.tables[pool]
+            if len(table) * self.spec.page_tokens < end:
+                self._extend(claim, pool, self.pools.pages_for(end) - len(table))
             end = min(end, len(table) * self.spec.page_tokens)
         return end
+
+    def _extend(self, claim: Claim, pool: str, lacking: int) -> None:
+        """Up to `lacking` more pages: of a window, what it has set aside and what is left of its share."""
+        spare = claim.spare.get(pool)
+        if spare is not None and len(spare):
+            taken = spare.split(min(lacking, len(spare)), claim.owner)
+            lacking -= len(taken)
+            self._append(claim, pool, taken)
+        if pool in self._windows:
+            lacking = min(lacking, self._windows[pool] - claim.own(pool))
+        leases = self._lease({pool: lacking}, claim.owner) if lacking > 0 else None
+        if leases is not None:
+            self._append(claim, pool, leases[pool])
 
     def _append(self, claim: Claim, pool: str, lease: Lease) -> None:
         """Put these pages behind the table of `pool`."""

@@ -11,6 +11,8 @@ import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 
+from cache.adoption import ArenaKeeper
+from cache.arena import Arena
 from cache.claim import NO_PAGE, Cached, Claim, Snapshot
 from cache.device import DEVICE, Completion, Device, Op, Span, Stream, attempt, failure
 from cache.eviction import POLICIES
@@ -19,12 +21,14 @@ from cache.leases import Lease
 from cache.loading import Loader
 from cache.moves import Move, Part
 from cache.nodes import Lock, Node, Tier
+from cache.parked import Parked
 from cache.pools import PoolSet
 from cache.prefetch import Agree, Prefetcher
 from cache.prefix import Prefix
 from cache.registry import Kind
 from cache.saving import Saver
 from cache.shelf import RankShelf, Shelf
+from cache.shelving import Shelver
 from cache.storage import Queue
 from cache.telling import Teller
 from cache.tree import Match, PrefixTree
@@ -52,10 +56,11 @@ class SeatState:
         wall: Callable[[], float] = time.time,
         rank: int = 0,
         stride: int = 1 << 40,
+        arena: Arena | None = None,
     ) -> None:
         """`stride`: positions beyond what is committed that launched steps of one request write at most. Windows get
         pages for so many at a time; without it, for all at once. `shelf`: storage of a seat of several ranks, instead
-        of `storage`."""
+        of `storage`. `arena`: where `host` lies, if that outlives this process."""
         self.pools, self.host, self.config = pools, host, config
         self._device, self._now = device, now
         if shelf is None and storage is not None and host is not None:
@@ -71,13 +76,18 @@ class SeatState:
         self._slots = [p.name for p in self.spec.pools if p.kind is Kind.STATE]
         self._claims: dict[Lock, Claim] = {}
         self._fresh: list[Claim] = []
+        self._parked: list[Parked] = []
         self._launched = Launched()
-        self.saver = self.loader = self.prefetcher = None
+        self.saver = self.loader = self.prefetcher = self.shelver = None
         if host is not None:
             self.saver = Saver(self.tree, pools, host, device, self._shelf, config.move_chunk_bytes)
             self.loader = Loader(self.tree, pools, host, device, now, config.verify)
             if self._shelf is not None:
                 self.prefetcher = Prefetcher(self.tree, host, self._shelf, config.prefetch, now, agree)
+                self.shelver = Shelver(host, self._shelf, self.saver.lease)
+        self.keeper = ArenaKeeper(self.tree, host, arena, device, now) if host is not None and arena else None
+        if self.keeper is not None and self.loader is not None:
+            self.loader.unproven, self.loader.proved = self.keeper.unproven, self.keeper.proved
         events = config.events
         self.teller = Teller(self.tree, events, wall, rank) if events.endpoint else None
         if self.teller is not None:
@@ -174,6 +184,10 @@ class SeatState:
             self.saver.poll()
         if self.prefetcher is not None:
             self.prefetcher.poll()
+        if self.shelver is not None:
+            self.shelver.poll()
+        if self.keeper is not None:
+            self.keeper.poll(idle=not self._claims)
         self._launched.sweep()
         betrayed = [c for c in self._claims.values() if not c.betrayed and _failed(c.started)]
         relied = [self._claims.get(lock) for lock in (self.loader.poll() if self.loader is not None else ())]
@@ -214,7 +228,7 @@ class SeatState:
     def stats(self) -> dict[str, float]:
         """Counters of everything that happened in the tiers, and how full they are."""
         out = {**self.counters, "device_pages_kept": self.tree.sizes[Tier.DEVICE, self.full]}
-        for part in (self.saver, self.loader, self.prefetcher):
+        for part in (self.saver, self.loader, self.prefetcher, self.shelver, self.keeper):
             out |= part.counters if part is not None else {}
         if self.host is not None:
             allocator = self.host.allocators[self.full]
@@ -268,6 +282,16 @@ class SeatState:
         """Pages (or slots) of the device that are free or only kept for reuse."""
         return self.pools.allocators[pool].free + self.tree.evictable(pool)
 
+    def held_anyway(self, prefix: Prefix) -> int:
+        """Full pages of `prefix` that are on the device and that somebody keeps there."""
+        held = 0
+        for node, pages in self.tree.walked(prefix):
+            part = node.parts[Tier.DEVICE].get(self.full)
+            if part is None or not part.locks:
+                break
+            held += pages
+        return held
+
     @property
     def max_positions(self) -> int:
         """Positions that one request can hold when all pools are empty."""
@@ -282,6 +306,11 @@ class SeatState:
         return len(self._claims)
 
     @property
+    def parked(self) -> int:
+        """Claims whose state is in host memory, or on its way there or back."""
+        return len(self._parked)
+
+    @property
     def busy(self) -> bool:
         """Whether copies, loads or reads are under way that `poll` is to take in."""
         return any((
@@ -289,6 +318,7 @@ class SeatState:
             self.saver is not None and self.saver.busy,
             self.loader is not None and self.loader.busy,
             self.prefetcher is not None and len(self.prefetcher),
+            self.shelver is not None and self.shelver.busy,
         ))  # fmt: skip
 
     def check(self, others: Mapping[str, int] = {}) -> list[str]:
@@ -302,7 +332,8 @@ class SeatState:
         for claim in self._claims.values():
             found += self._check_claim(claim)
         moves = (self.saver, self.loader, self.prefetcher)
-        locks = len(self._claims) + sum(part.locks for part in moves if part is not None)
+        found += [line for parked in self._parked for line in parked.check()]
+        locks = len(self._claims) + len(self._parked) + sum(part.locks for part in moves if part is not None)
         if locks != self.tree.locks:
             found.append(f"tree: {self.tree.locks} locks, claims and moves hold {locks}")
         if self.host is None:
@@ -312,7 +343,9 @@ class SeatState:
         for pool, allocator in self.host.allocators.items():
             held = self.tree.sizes[Tier.HOST, pool] + self.saver.leased(pool)
             held += self.prefetcher.leased(pool) if self.prefetcher is not None else 0
+            held += sum(parked.leased(pool) for parked in self._parked)
             found += _compare(allocator.total - allocator.free - allocator.quarantined, held, f"host {pool}")
+        found += self.keeper.check() if self.keeper is not None else []
         return found + (self.prefetcher.check() if self.prefetcher is not None else [])
 
     def _check_claim(self, claim: Claim) -> list[str]:
@@ -346,6 +379,8 @@ class SeatState:
             self.release(claim)
         if self.prefetcher is not None:
             self.prefetcher.close()
+        if self.shelver is not None:
+            self.shelver.poll()
         self._launched.settle()
 
 

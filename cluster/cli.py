@@ -35,6 +35,7 @@ COMMANDS = {
     "drain": "stop a worker's admission, wait until its work is done and it has left",
     "undrain": "have a draining worker admit again",
     "check": "recount every page, slot, lease and room, and name what is wrong",
+    "sim": "run simulated clusters under a virtual clock, with faults, and check every answer",
 }
 _OTHERS = ("status", "drain", "undrain", "check")
 FLAGS = (
@@ -56,6 +57,11 @@ FLAGS = (
     Flag(("--force",), ("drain",), "drain even the last worker of its role", {"action": "store_true"}),
     Flag(("--timeout",), ("drain",), "seconds to wait for it to leave", {"type": float, "default": 600.0}),
     Flag(("--json",), ("status", "check"), "print JSON", {"action": "store_true"}),
+    Flag(("--seed",), ("sim",), "replay one seed, with its log", {"type": int, "metavar": "N"}),
+    Flag(("--seeds",), ("sim",), "run many, the first to the last", {"metavar": "A..B"}),
+    Flag(("--jobs",), ("sim",), "processes that run seeds", {"type": int, "default": 1, "metavar": "N"}),
+    Flag(("--first",), ("sim",), "of many, stop at the first that violates something", {"action": "store_true"}),
+    Flag(("--shrink",), ("sim",), "make a failing seed smaller before it is shown", {"action": "store_true"}),
     Flag(("--url",), _OTHERS, "the router (default: TWINPOOL_URL, else the newest cluster on this machine)", {}),
 )
 
@@ -163,6 +169,13 @@ def _undrain(args: argparse.Namespace) -> int:
     return FINE
 
 
+def _sim(args: argparse.Namespace) -> int:
+    from sim.command import sim
+
+    good = sim(args.seed, args.seeds, args.jobs, args.shrink, args.first, lambda line: print(line, flush=True))
+    return FINE if good else REFUSED
+
+
 def _show(table: Any) -> None:
     from rich.console import Console
 
@@ -170,7 +183,7 @@ def _show(table: Any) -> None:
     Console(highlight=False, width=None if sys.stdout.isatty() else 160).print(table)
 
 
-_RUN = {"serve": _serve, "status": _status, "drain": _drain, "undrain": _undrain, "check": _check}
+_RUN = {"serve": _serve, "status": _status, "drain": _drain, "undrain": _undrain, "check": _check, "sim": _sim}
 
 if __name__ == "__main__":
     main()

@@ -7,8 +7,9 @@ snapshots. So these two are sized by the number of requests that may run at once
 much again of what the prefix tree keeps for later turns. All of them are shares of the same memory: where the default
 sizes don't fit, requests and positions shrink together.
 
-A request is admitted with all that it will ever hold at once, or it waits; so a plan of any size is free of deadlock,
-and a request that no plan of this size can hold is refused when it comes (`Seat.max_positions`).
+A request is admitted with all that it will ever hold at once, or it waits; on decode, which takes pages of the full
+pool as an answer grows, others leave when there are none. So a plan of any size is free of deadlock, and a request that
+no plan of this size can hold is refused when it comes (`Seat.max_positions`).
 """
 
 from __future__ import annotations

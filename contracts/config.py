@@ -96,6 +96,9 @@ class CacheConfig:
     """What goes first from a full tier: longest unused, least used, oldest, least urgent, or seen only once."""
     host_bytes: int = 0
     """Host memory of each worker for pages that its device has no room for; 0: none, and no storage either."""
+    arena: Literal["auto", "off"] = "auto"
+    """auto: where workers are processes, host memory lies with an agent on their node, and a worker that dies leaves it
+    to its successor; off: it ends with the worker."""
     write_policy: Literal["through", "selective", "back"] = "through"
     """Pages are copied to the host as soon as they are finished, once they were hit again, or when they must go."""
     write_hits: int = 2
@@ -135,6 +138,9 @@ class PrefillConfig:
     """Token budget of a prefill step; longer prompts take several steps."""
     max_running: int = 32
     """Requests computed at the same time."""
+    share_tokens: int = 4096
+    """A prompt that is being computed leaves its finished pages to the cache every so many tokens, before it is whole:
+    no more than these are computed again when its worker dies."""
     tp: int = 1
     """Tensor-parallel ranks of a worker, each a process with its share of the heads; 1, 2, 4, as the heads divide."""
     cache: CacheOverride = field(default_factory=CacheOverride)
@@ -148,6 +154,14 @@ class DecodeConfig:
     """Hand-overs that can be under way at once."""
     tp: int = 1
     """As `prefill.tp`; the two may differ."""
+    retract: Literal["auto", "copy", "recompute"] = "auto"
+    """What becomes of the state of a request that must leave the device for others: copied to host memory and back, or
+    computed again by prefill; auto: what is quicker by the rates measured so far."""
+    retract_limit: int = 3
+    """A request that was retracted this often comes back only with pages for its whole answer, and leaves no more."""
+    growth_quantile: float = 0.75
+    """A request is admitted with room for the answer that this share of recent ones, as far along as it, stayed within;
+    1: for the longest of them."""
     cache: CacheOverride = field(default_factory=CacheOverride)
 
 
@@ -196,6 +210,36 @@ class RouterConfig:
 
 
 @dataclass(frozen=True, slots=True)
+class AuditConfig:
+    fraction: float = 0.0
+    """Share of finished answers that idle prefill workers compute again from their tokens alone; 0: none."""
+    queue_answers: int = 64
+    """Answers that wait for an idle worker; when there are more, the oldest are left out."""
+    chunk_tokens: int = 128
+    """Positions of an audit's step: a request that comes waits for one such step at most."""
+    margin: float = 0.25
+    """numerics: fast: a token counts as damaged only where every logit would have to be off by more than this."""
+    timeout_s: float = 120.0
+    """An audit that a worker has not answered for this long is left out."""
+
+
+@dataclass(frozen=True, slots=True)
+class WatchConfig:
+    repetition_tokens: int = 0
+    """A stream that has repeated a piece of itself for this many tokens is flagged; 0: not watched."""
+    repetition_period: int = 64
+    """Longest piece that is looked for; it counts as repeated from its third time on."""
+    rare_factor: float = 0.0
+    """A stream with this many times as many rare tokens as the model's usual is flagged; 0: not watched."""
+    rare_share: float = 0.05
+    """Rare are the tokens that the model has said least lately and that together make up this share of it."""
+    window_tokens: int = 64
+    """The last tokens of a stream whose rare ones are counted; at most 1024."""
+    warm_up_tokens: int = 100_000
+    """Tokens of a model before its usual rate is known: until then no stream is flagged for its rare tokens."""
+
+
+@dataclass(frozen=True, slots=True)
 class ClusterConfig:
     heartbeat_s: float = 0.5
     """How often a worker renews its lease and reports its status."""
@@ -226,6 +270,8 @@ class FaultsConfig:
     """worker:n, several with commas: that worker's first start hangs for ever after its n-th step."""
     proxy: str = ""
     """host:port of a relay that is asked for a detour to each of the workers' endpoints, which they advertise then."""
+    retract_every: int = 0
+    """n: every n-th step of a decode worker retracts all that it runs; each takes a step before the next time."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -236,6 +282,8 @@ class Config:
     decode: DecodeConfig = field(default_factory=DecodeConfig)
     transfer: TransferConfig = field(default_factory=TransferConfig)
     router: RouterConfig = field(default_factory=RouterConfig)
+    audit: AuditConfig = field(default_factory=AuditConfig)
+    watch: WatchConfig = field(default_factory=WatchConfig)
     cluster: ClusterConfig = field(default_factory=ClusterConfig)
     faults: FaultsConfig = field(default_factory=FaultsConfig)
 
@@ -307,6 +355,18 @@ def _check_together(config: Config) -> None:
         )
     if router.breaker_rate > 1:
         raise ConfigError(f"config key router.breaker_rate is a share of 1; got {router.breaker_rate:g}")
+    if config.decode.growth_quantile > 1:
+        raise ConfigError(f"config key decode.growth_quantile is a share up to 1; got {config.decode.growth_quantile}")
+    if config.decode.retract == "copy" and not config.cache_for(Role.DECODE).host_bytes:
+        raise ConfigError(
+            "config key decode.retract=copy needs host memory to copy into: set cache.host_bytes, or leave it at auto"
+        )
+    if config.audit.fraction > 1:
+        raise ConfigError(f"config key audit.fraction is a share, at most 1; got {config.audit.fraction:g}")
+    if config.watch.rare_share >= 1:
+        raise ConfigError(f"config key watch.rare_share is a share, below 1; got {config.watch.rare_share:g}")
+    if config.watch.window_tokens > 1024:
+        raise ConfigError(f"config key watch.window_tokens must be at most 1024; got {config.watch.window_tokens}")
     if config.cache.strip_reasoning and not config.cache.reasoning_tokens:
         raise ConfigError("config key cache.strip_reasoning needs cache.reasoning_tokens")
 
@@ -368,7 +428,8 @@ _MAY_BE_ZERO = {
     "cache.device_requests", "prefill.cache.device_requests", "decode.cache.device_requests",
     "cache.host_bytes", "prefill.cache.host_bytes", "decode.cache.host_bytes", "cache.prefetch.base_s",
     "cache.prefetch.per_token_s", "cache.storage.ttl_s", "faults.stop_in_write", "faults.corrupt_page",
-    "faults.step_delay_s", "router.replay_limit",
+    "faults.step_delay_s", "faults.retract_every", "router.replay_limit", "audit.fraction", "audit.margin",
+    "watch.repetition_tokens", "watch.rare_factor",
 }  # fmt: skip
 
 

@@ -31,10 +31,14 @@ class ErrorKind(StrEnum):
     """The worker no longer admits."""
     WORKER = "worker"
     """The worker died or failed inside."""
+    RETRACTED = "retracted"
+    """Decode had no memory for it any more: nobody's fault, and it goes on from the tokens that it has."""
 
     @property
     def retryable(self) -> bool:
-        return self in (ErrorKind.ROOM, ErrorKind.DAMAGED, ErrorKind.DRAINING, ErrorKind.WORKER)
+        return self in (
+            ErrorKind.ROOM, ErrorKind.DAMAGED, ErrorKind.DRAINING, ErrorKind.WORKER, ErrorKind.RETRACTED
+        )  # fmt: skip
 
 
 class TwinpoolError(Exception):

@@ -7,10 +7,11 @@ one process. A request has one `Submit` a leg; both legs get the same value and 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from enum import StrEnum
 
 from contracts.errors import ErrorKind
 from contracts.ids import Incarnation, RequestId, Role, RoomId, WorkerName
-from contracts.sampling import SamplingParams, TokenLogprob
+from contracts.sampling import Difference, SamplingParams, TokenLogprob
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,7 +67,33 @@ class Cancel:
     attempt: int
 
 
-Command = Submit | Cancel
+@dataclass(frozen=True, slots=True)
+class Audit:
+    """Compute a finished answer again from its tokens alone, when there is nothing else to do.
+
+    Nothing of it is taken from a tree or a tier, nor kept. Any request that comes ends it (`AuditEnd.PREEMPTED`).
+    """
+
+    request_id: RequestId
+    """The audit's own."""
+    attempt: int
+    tokens: tuple[int, ...]
+    """The prompt, then the whole answer."""
+    prompt_len: int
+    sampling: SamplingParams
+
+
+@dataclass(frozen=True, slots=True)
+class Forget:
+    """Never again use state of this prefix from the tree: an audit has shown that something in it is wrong."""
+
+    request_id: RequestId
+    """Whose answer was audited."""
+    tokens: tuple[int, ...]
+    salt: str = ""
+
+
+Command = Submit | Cancel | Audit | Forget
 
 
 # ---------------------------------------------------------------- worker -> router
@@ -132,7 +159,35 @@ class Done:
     """The worker at fault, if the one that reports isn't."""
 
 
-Event = Tokens | PromptScores | Progress | Done
+class AuditEnd(StrEnum):
+    """How an audit ended at its worker."""
+
+    COMPUTED = "computed"
+    PREEMPTED = "preempted"
+    """A request came, or the worker drains: it may be tried again later."""
+    REFUSED = "refused"
+    """It can't be computed here."""
+
+
+@dataclass(frozen=True, slots=True)
+class Audited:
+    """What came of an `Audit`."""
+
+    request_id: RequestId
+    attempt: int
+    end: AuditEnd
+    checked: int = 0
+    """Tokens of the answer that were drawn again."""
+    differing: int = 0
+    """Those of them that came out otherwise."""
+    differences: tuple[Difference, ...] = ()
+    """The first of these, in order of position."""
+    exact: bool = True
+    """Whether every difference is damage; else (numerics: fast) only what is beyond `audit.margin`."""
+    message: str = ""
+
+
+Event = Tokens | PromptScores | Progress | Done | Audited
 
 
 # ---------------------------------------------------------------- worker state, for the controller and operators

@@ -50,3 +50,15 @@ class TokenLogprob:
     logprob: float
     top: tuple[tuple[int, float], ...] = ()
     """The best (token, log-probability) pairs, best first."""
+
+
+@dataclass(frozen=True, slots=True)
+class Difference:
+    """A token of an answer that came out otherwise when it was computed again."""
+
+    position: int
+    """Absolute, counted from the prompt's first token."""
+    drawn: int
+    """What should have been drawn there, after the same tokens."""
+    gap: float
+    """By how much every logit would have to be off for the answer's token to be drawn; 0 where that can't be told."""

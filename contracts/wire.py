@@ -5,11 +5,15 @@ from __future__ import annotations
 from contracts.errors import ErrorKind, WireError
 from contracts.ids import Incarnation, RequestId, Role, RoomId, WorkerName
 from contracts.messages import (
+    Audit,
+    Audited,
+    AuditEnd,
     Cancel,
     CheckReport,
     Command,
     Done,
     Event,
+    Forget,
     PeerRef,
     Progress,
     PromptScores,
@@ -18,7 +22,7 @@ from contracts.messages import (
     WorkerStatus,
 )
 from contracts.proto import worker_pb2 as pb
-from contracts.sampling import SamplingParams, TokenLogprob
+from contracts.sampling import Difference, SamplingParams, TokenLogprob
 
 
 def command_to_proto(command: Command) -> pb.Command:
@@ -27,6 +31,11 @@ def command_to_proto(command: Command) -> pb.Command:
             return pb.Command(submit=_submit_to_proto(command))
         case Cancel():
             return pb.Command(cancel=pb.Cancel(request_id=command.request_id, attempt=command.attempt))
+        case Audit():
+            return pb.Command(audit=_audit_to_proto(command))
+        case Forget():
+            forget = pb.Forget(request_id=command.request_id, tokens=command.tokens, salt=command.salt)
+            return pb.Command(forget=forget)
 
 
 def command_from_proto(message: pb.Command) -> Command:
@@ -36,6 +45,11 @@ def command_from_proto(message: pb.Command) -> Command:
             return _submit_from_proto(message.submit)
         case "cancel":
             return Cancel(RequestId(message.cancel.request_id), message.cancel.attempt)
+        case "audit":
+            return _audit_from_proto(message.audit)
+        case "forget":
+            f = message.forget
+            return Forget(RequestId(f.request_id), tuple(f.tokens), f.salt)
         case kind:
             raise WireError(f"unknown command {kind!r}")
 
@@ -116,6 +130,37 @@ def _sampling_from_proto(m: pb.Sampling) -> SamplingParams:
     )
 
 
+def _audit_to_proto(a: Audit) -> pb.Audit:
+    return pb.Audit(
+        request_id=a.request_id,
+        attempt=a.attempt,
+        tokens=a.tokens,
+        prompt_len=a.prompt_len,
+        sampling=_sampling_to_proto(a.sampling),
+    )
+
+
+def _audit_from_proto(m: pb.Audit) -> Audit:
+    sampling = _sampling_from_proto(m.sampling)
+    return Audit(RequestId(m.request_id), m.attempt, tuple(m.tokens), m.prompt_len, sampling)
+
+
+def _audited_to_proto(a: Audited) -> pb.Audited:
+    return pb.Audited(
+        end=a.end,
+        checked=a.checked,
+        differing=a.differing,
+        differences=[pb.Difference(position=d.position, drawn=d.drawn, gap=d.gap) for d in a.differences],
+        exact=a.exact,
+        message=a.message,
+    )
+
+
+def _audited_from_proto(request_id: RequestId, attempt: int, m: pb.Audited) -> Audited:
+    differences = tuple(Difference(d.position, d.drawn, d.gap) for d in m.differences)
+    return Audited(request_id, attempt, AuditEnd(m.end), m.checked, m.differing, differences, m.exact, m.message)
+
+
 def _logprob_to_proto(t: TokenLogprob) -> pb.TokenLogprob:
     return pb.TokenLogprob(
         token=t.token,
@@ -159,6 +204,8 @@ def event_to_proto(event: Event) -> pb.Event:
                     blame=event.blame or "",
                 )
             )
+        case Audited():
+            out.audited.CopyFrom(_audited_to_proto(event))
     return out
 
 
@@ -197,6 +244,8 @@ def event_from_proto(m: pb.Event) -> Event:
                 d.message,
                 WorkerName(d.blame) if d.blame else None,
             )
+        case "audited":
+            return _audited_from_proto(request_id, attempt, m.audited)
         case kind:
             raise WireError(f"unknown event {kind!r}")
 

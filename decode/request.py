@@ -1,10 +1,15 @@
 """A request on its way through decode, and the states it goes through.
 
     waiting --pages and slot granted--> arriving --verified--> running --last token--> gone
+                                                                |   ^
+                              short of pages: its steps land,   |   |  everything is back
+                              its state goes to the host        v   |  and matches its tags
+                                           retracting --> retracted --> resuming
 
-It is admitted with pages for its prompt and its whole answer, so a running request never lacks one. While a step is
-under way the next one may be launched already, with the token still on the device; not where the draw looks at the
-tokens before it (repetition, presence and frequency penalties), for which the host must know them.
+It is admitted with pages for its prompt and its next step, and gets more as it goes on; where there are none, somebody
+is retracted (`decode.retraction`). While a step is under way the next one may be launched already, with the token still
+on the device; not where the draw looks at the tokens before it (repetition, presence and frequency penalties), for
+which the host must know them.
 """
 
 from __future__ import annotations
@@ -13,24 +18,37 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 
 from cache.claim import Claim
+from cache.parked import Parked
+from cache.parking import Returning
 from cache.prefix import Prefix
 from contracts.messages import Submit
 from contracts.ports import SessionId
 from contracts.table import StateTable
 from engine.batch import FromStep
 from engine.sampling import needs_history
+from transfer.metadata import Metadata
 
 
 class Phase(StrEnum):
     WAITING = "waiting"
     ARRIVING = "arriving"
     RUNNING = "running"
+    RETRACTING = "retracting"
+    """It leaves the device: steps under way land, then its state is copied."""
+    RETRACTED = "retracted"
+    """Its state is in host memory."""
+    RESUMING = "resuming"
+    """Its state is on its way back."""
     GONE = "gone"
 
 
 class PhaseEvent(StrEnum):
     GRANT = "grant"
     ARRIVED = "arrived"
+    RETRACT = "retract"
+    PARKED = "parked"
+    RESUME = "resume"
+    BACK = "back"
     END = "end"
 
 
@@ -39,7 +57,10 @@ PHASES = StateTable[Phase, PhaseEvent](
     {
         Phase.WAITING: {PhaseEvent.GRANT: Phase.ARRIVING, PhaseEvent.END: Phase.GONE},
         Phase.ARRIVING: {PhaseEvent.ARRIVED: Phase.RUNNING, PhaseEvent.END: Phase.GONE},
-        Phase.RUNNING: {PhaseEvent.END: Phase.GONE},
+        Phase.RUNNING: {PhaseEvent.RETRACT: Phase.RETRACTING, PhaseEvent.END: Phase.GONE},
+        Phase.RETRACTING: {PhaseEvent.PARKED: Phase.RETRACTED, PhaseEvent.END: Phase.GONE},
+        Phase.RETRACTED: {PhaseEvent.RESUME: Phase.RESUMING, PhaseEvent.END: Phase.GONE},
+        Phase.RESUMING: {PhaseEvent.BACK: Phase.RUNNING, PhaseEvent.END: Phase.GONE},
     },
 )
 
@@ -56,7 +77,18 @@ class Request:
     """The prompt's whole pages."""
     phase: Phase = Phase.WAITING
     claim: Claim | None = None
-    """What it holds of the seat; from its grant on."""
+    """What it holds of the seat: from its grant on, but not while it is off the device."""
+    parked: Parked | None = None
+    """What it holds in host memory: from the copy's beginning until it runs again."""
+    returning: Returning | None = None
+    """The way back of what is parked."""
+    retractions: int = 0
+    """How often it was retracted."""
+    stepped: bool = True
+    """False from its coming back until a step of it is committed: so long it isn't retracted again."""
+    metadata: Metadata | None = None
+    """What prefill handed over besides pages, the draft state with it: a copy of its own, whatever becomes of the slot
+    and wherever its pages are (hazard A2)."""
     tokens: list[int] = field(default_factory=list)
     """Prompt and answer so far; the state of all but the last is in the pages."""
     committed: int = 0
@@ -73,22 +105,30 @@ class Request:
 
     @property
     def generated(self) -> int:
-        return len(self.tokens) - self.submit.prompt_len
+        """Tokens of its answer, those of earlier attempts among them."""
+        return max(len(self.tokens), len(self.submit.tokens)) - self.submit.prompt_len
 
     @property
     def under_way(self) -> int:
         """Tokens that are being drawn."""
         return self.launched - self.committed
 
-    def start(self, token: int) -> None:
+    def start(self, metadata: Metadata) -> None:
         """The state of its tokens is here, and the first one after them."""
-        self.tokens = [*self.submit.tokens, token]
+        self.metadata = metadata
+        self.tokens = [*self.submit.tokens, metadata.token]
         self.committed = self.launched = self.planned = len(self.submit.tokens)
 
     def commit(self, token: int) -> None:
         """A step is complete: the state of its last token, and the next token."""
         self.tokens.append(token)
         self.committed += 1
+        self.stepped = True
+
+    def whole(self, page_tokens: int, end: int) -> Prefix:
+        """The whole pages of its first `end` tokens."""
+        known = self.prefix.head(end // page_tokens)
+        return known.longer(self.tokens[len(known) * page_tokens : end])
 
     @property
     def can_go_on(self) -> bool:
@@ -102,6 +142,10 @@ class Request:
     def positions(self) -> int:
         """Positions whose state it needs at most: the last token's is never read."""
         return max(len(self.submit.tokens), self.submit.max_len - 1)
+
+    def positions_for(self, end: int) -> int:
+        """Positions up to `end`, as far as it can ever need them."""
+        return min(self.positions, end)
 
     def step(self, event: PhaseEvent) -> None:
         self.phase = PHASES.next(self.phase, event)

@@ -1,30 +1,35 @@
-"""The decode worker: one round hears, expires, grants, launches one token for each of a batch, publishes the last.
+"""The decode worker: one round hears, expires, resumes, grants, launches one token for each of a batch, publishes the
+last.
 
-It computes no prompt token: every row starts after the state that prefill handed over.
+It computes no prompt token: every row starts after the state that prefill handed over. Requests get pages as they go
+on; when one can't, others leave the device for a while (`decode.retraction`).
 """
 
 from __future__ import annotations
 
+import logging
 import os
 import platform
 from collections import deque
 from collections.abc import Callable, Sequence
-from itertools import islice
 
 from cache.claim import Claim
-from cache.device import DEVICE, spans
+from cache.device import DEVICE, Completion, spans
 from cache.prefix import Prefix
 from cache.seat import Seat
 from cache.tags import chain_keys
 from contracts.clock import Clock
 from contracts.config import Config
+from contracts.damage import Where, log_damage
 from contracts.errors import ErrorKind, WireError
 from contracts.ids import Incarnation, Role, WorkerName
-from contracts.messages import CheckReport, Command, Done, Fits, Progress, Submit, Tokens
+from contracts.messages import CheckReport, Command, Done, Fits, Forget, Progress, Submit, Tokens
 from contracts.messages import WorkerStatus as Status
 from contracts.ports import SessionId
+from decode.pressure import Pressure
 from decode.reasoning import Reasoning
 from decode.request import Phase, PhaseEvent, Request
+from decode.retraction import Lost, Retraction
 from engine.ahead import Ahead
 from engine.batch import Draw, FromStep, Row, RowOutput
 from engine.engine import Engine
@@ -33,6 +38,13 @@ from transfer.desk import Desk, Refusal, seconds_until
 from transfer.phase import PhaseWorker
 from transfer.receiver import Arrived, Broken, Expected, ReceiverEnd
 from transfer.waiting import Sleep
+
+_STEPPING = (Phase.RUNNING, Phase.RETRACTING)
+"""Whoever's steps may be under way."""
+_LOOK_S = 0.002
+"""Between two looks at copies and pages when nobody runs who could take a step meanwhile."""
+
+log = logging.getLogger("twinpool.decode")
 
 
 class DecodeWorker(PhaseWorker[Request]):
@@ -67,10 +79,12 @@ class DecodeWorker(PhaseWorker[Request]):
         super().__init__(Desk(name, self.fits, clock), waiter)
         self._waiting: deque[Request] = deque()
         self._running: deque[Request] = deque()
+        self._retraction = Retraction(seat, config.decode, clock)
+        self._pressure = Pressure(seat, config.decode, self._retraction)
         self._ahead = Ahead[Request]()
         self._landed = False
         """Whether the last round committed something: then the next may have room for somebody."""
-        self._steps = 0
+        self._steps = self._launches = 0
         self._counters = {
             "prompt_tokens_computed": 0.0,
             "prompt_tokens_held": 0.0,
@@ -82,6 +96,9 @@ class DecodeWorker(PhaseWorker[Request]):
     # ------------------------------------------------------------ the host's side
 
     def handle(self, session: SessionId, command: Command) -> None:
+        if isinstance(command, Forget):
+            self._seat.condemn(Prefix.of(command.tokens, self._page_tokens, command.salt))
+            return
         submit = self._desk.accept(session, command, self._cancel)
         if submit is None:
             return
@@ -98,6 +115,7 @@ class DecodeWorker(PhaseWorker[Request]):
 
     def wait(self, timeout_s: float) -> None:
         if not self.runnable and not self._landed:
+            timeout_s = min(timeout_s, _LOOK_S) if len(self._retraction) else timeout_s
             due = seconds_until(self._clock, self._desk.next_deadline, self._receiver.next_deadline)
             self._waiter.wait(min(timeout_s, due))
 
@@ -125,6 +143,8 @@ class DecodeWorker(PhaseWorker[Request]):
             outgoing=0,
             counters={
                 **self._counters,
+                **self._retraction.counters,
+                "retracted": len(self._retraction),
                 **self._seat.stats(),
                 "pages_damaged": self._receiver.damaged,
                 "late_messages": self._receiver.late,
@@ -134,18 +154,22 @@ class DecodeWorker(PhaseWorker[Request]):
     def check(self) -> CheckReport:
         found = self._seat.check({pool: self._receiver.holds(pool) for pool in self._seat.spec.by_name})
         found += self._receiver.check()
+        found += self._retraction.check()
         claims = sum(r.claim is not None for r in self._desk)
         if claims != self._seat.claims:
             found.append(f"{self._seat.claims} claims, requests hold {claims}")
-        for phase, queue in ((Phase.WAITING, self._waiting), (Phase.RUNNING, self._running)):
+        queues = {Phase.WAITING: list(self._waiting), Phase.RUNNING: list(self._running)}
+        off_device = (Phase.RETRACTING, Phase.RETRACTED, Phase.RESUMING)
+        queues |= {phase: [r for r in self._retraction if r.phase is phase] for phase in off_device}
+        for phase, queue in queues.items():
             members = [r for r in self._desk if r.phase is phase]
             if {id(r) for r in members} != {id(r) for r in queue} or len(members) != len(queue):
                 found.append(f"{len(members)} requests are {phase}, {len(queue)} are in that queue")
         for request in self._desk:
-            if (request.phase is Phase.WAITING) != (request.claim is None):
+            if (request.phase in (Phase.WAITING, Phase.RETRACTED)) != (request.claim is None) and not request.parked:
                 found.append(f"request {request.submit.request_id} is {request.phase} and its claim says otherwise")
             lengths = (request.committed, request.launched, request.planned)
-            known = len(request.tokens) - 1 if request.phase is Phase.RUNNING else 0
+            known = len(request.tokens) - 1 if request.phase not in (Phase.WAITING, Phase.ARRIVING) else 0
             if lengths[0] != known or not known <= lengths[1] <= known + len(self._ahead) or lengths[1] != lengths[2]:
                 found.append(f"request {request.submit.request_id} has {known} positions and says {lengths}")
         rooms, slots = self._receiver.rooms, self._receiver.slots
@@ -187,6 +211,7 @@ class DecodeWorker(PhaseWorker[Request]):
             elif isinstance(outcome, Arrived):
                 self._start(request, outcome)
             elif isinstance(outcome, Broken):
+                log.warning("request %s: room %s failed: %s", request.submit.request_id, outcome.room, outcome.message)
                 self._fail(request, outcome.kind, outcome.message, outcome.blame)
             else:
                 self._leave(request, "prefill ended it")
@@ -195,8 +220,10 @@ class DecodeWorker(PhaseWorker[Request]):
         request.step(PhaseEvent.ARRIVED)
         assert request.claim is not None
         self._seat.adopt(request.claim, len(request.submit.tokens), arrived.leases, arrived.digests)
-        request.start(arrived.metadata.token)
+        request.start(arrived.metadata)
         request.marks["arrived"] = self._clock.now() - request.arrived
+        seconds = request.marks["arrived"] - request.marks["grant"]
+        self._retraction.rates.saw_prefill(len(request.submit.tokens), seconds)
         self._counters["received_bytes"] += arrived.bytes
         self._report(request, held=request.claim.cached.total, received=arrived.bytes)
         self._running.append(request)
@@ -207,16 +234,31 @@ class DecodeWorker(PhaseWorker[Request]):
             self._fail(request, ErrorKind.DAMAGED, "a page loaded for it was damaged")
 
     def _admit(self) -> None:
-        self._grant()
+        """Who was here already comes back before anybody new is admitted."""
+        self._lose(self._retraction.advance())
+        self._lose(self._retraction.resume(lambda request: self._pressure.leaves_room(request, self._desk)))
+        if not self._retraction.first_in_line:
+            self._grant()
         self._seat.launch()
         self._recover(self._seat.poll())
+        back, lost = self._retraction.returned()
+        self._running += back
+        self._lose(lost)
+
+    def _lose(self, lost: list[Lost]) -> None:
+        for one in lost:
+            self._fail(one.request, one.kind, one.message)
 
     def _grant(self) -> None:
-        """First come, first served: each gets pages for its prompt and its whole answer, or all behind it wait."""
+        """First come, first served: each gets pages for its prompt and its next step, if there is room for what it and
+        those who run are expected to grow by; or all behind it wait."""
         while self._waiting:
             request = self._waiting[0]
+            if not self._pressure.leaves_room(request, self._desk):
+                return
             submit, prefix = request.submit, request.prefix if self._reuse else request.prefix.head(0)
-            reserved = self._seat.reserve(prefix, len(submit.tokens), request.positions, f"room {submit.room}")
+            prompt, owner = len(submit.tokens), f"room {submit.room}"
+            reserved = self._seat.reserve(prefix, prompt, request.positions_for(prompt + 1), owner, request.positions)
             if reserved is None:
                 return
             claim, leases = reserved
@@ -235,20 +277,33 @@ class DecodeWorker(PhaseWorker[Request]):
             self._counters["prompt_tokens_held"] += claim.cached.total
 
     def _batch(self) -> list[Request]:
-        """Up to the step's token budget, in turn: whoever waited longest for its step comes first."""
-        able = (r for r in self._running if r.can_go_on and self._loaded(r) and self._has_room(r))
-        batch = list(islice(able, self._config.decode.max_batch_tokens))
+        """Up to the step's token budget, in turn: whoever waited longest for its step comes first.
+
+        Where somebody can't be given the pages for its step, others leave.
+        """
+        able = (r for r in self._running if r.can_go_on and self._loaded(r))
+        batch, short = self._pressure.backed(able, self._config.decode.max_batch_tokens)
+        for victim in self._pressure.victims(short, self._running):
+            self._retract(victim)
+        batch = [request for request in batch if request.phase is Phase.RUNNING]
         for request in batch:
             request.planned += 1
         return batch
 
+    def _retract(self, request: Request, *, on_purpose: bool = False) -> None:
+        self._running.remove(request)
+        self._retraction.retract(request, on_purpose=on_purpose)
+
+    def _retract_on_purpose(self) -> None:
+        """`faults.retract_every`: all that runs and took a step since it came."""
+        every = self._config.faults.retract_every
+        if every and self._launches % every == 0:
+            for request in [r for r in self._running if r.stepped or r.under_way]:
+                self._retract(request, on_purpose=True)
+
     def _loaded(self, request: Request) -> bool:
         """Whether all that was loaded for it is there and good: a request joins a batch with everything, or not."""
         return request.claim is not None and self._seat.settled(request.claim)
-
-    def _has_room(self, request: Request) -> bool:
-        """Whether its windows have a page for its next position, or one that the window has left."""
-        return request.claim is not None and self._seat.grow(request.claim, request.planned + 1) > request.planned
 
     def _compute(self) -> None:
         """Launch the next step, then commit the one before it."""
@@ -261,7 +316,7 @@ class DecodeWorker(PhaseWorker[Request]):
             self._steps += 1
             for request, output in results:
                 # Who ended while this step was under way has no use for what it drew.
-                if request.phase is Phase.RUNNING:
+                if request.phase in _STEPPING:
                     self._commit(request, output)
 
     def _launch(self, batch: list[Request]) -> None:
@@ -274,6 +329,8 @@ class DecodeWorker(PhaseWorker[Request]):
                 self._seat.snapshot(request.claim, request.launched)
         went = set(map(id, batch))
         self._running = deque([r for r in self._running if id(r) not in went] + batch)
+        self._launches += 1
+        self._retract_on_purpose()
         if self._config.faults.step_delay_s:
             self._pause(self._config.faults.step_delay_s)
 
@@ -313,6 +370,7 @@ class DecodeWorker(PhaseWorker[Request]):
     def _lost(self, request: Request) -> None:
         """A page of it belongs to somebody else: the step's token is dropped, and the router starts another attempt."""
         self._counters["stale_pages"] += 1
+        log_damage(log, Where.STEP, request=request.submit.request_id, positions=[request.committed, request.launched])
         assert request.claim is not None
         request.claim.betrayed = True
         self._fail(request, ErrorKind.WORKER, "a step found a page of it given away")
@@ -337,6 +395,7 @@ class DecodeWorker(PhaseWorker[Request]):
         request.marks["done"] = self._clock.now() - request.arrived
         key = (submit.request_id, submit.attempt)
         self._report(request, computed=request.computed)
+        self._pressure.growth.ended(request.generated)
         self._desk.tell(request.session, Done(*key, reason, stop_token))
         self._leave(request, reason)
 
@@ -362,9 +421,13 @@ class DecodeWorker(PhaseWorker[Request]):
             self._running.remove(request)
         self._receiver.abort(request.submit.room, reason)
         if request.claim is not None:
-            if request.phase is Phase.RUNNING:
+            if request.phase in _STEPPING:
                 self._share(request)
-            self._seat.release(request.claim, [request.latest.step.completion] if request.latest is not None else [])
+            under_way: list[Completion] = [request.latest.step.completion] if request.latest is not None else []
+            if request.returning is not None:
+                under_way.append(request.returning.restored)
+            self._seat.release(request.claim, under_way)
             request.claim = None
+        self._retraction.leave(request)
         request.step(PhaseEvent.END)
         self._desk.remove(request)

@@ -82,28 +82,30 @@ class SlotPlan:
 Tables = AttentionPlan | SlotPlan
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class Scores:
+    """How a layer weighs what its queries see."""
+
+    scale: float
+    """The factor on products of queries and keys."""
+    window: int = 0
+    """Positions that a query sees, the last ones up to its own; 0: all up to its own."""
+    softcap: float = 0.0
+    """Scores are squeezed to plus or minus this by a hyperbolic tangent; 0: not at all."""
+    sinks_h: Tensor | None = None
+    """[heads] float32: a score of nothing in each head's softmax, a part of the weights that goes nowhere
+    (arXiv 2309.17453)."""
+
+
 class Attention(Protocol):
     """Causal attention over paged keys and values."""
 
-    def attend(
-        self,
-        q_thd: Tensor,
-        k_pages: Tensor,
-        v_pages: Tensor,
-        plan: AttentionPlan,
-        scale: float,
-        *,
-        window: int = 0,
-        sinks_h: Tensor | None = None,
-        softcap: float = 0.0,
-    ) -> Tensor:
-        """Attend each query to the positions up to its own, the last `window` of them unless that is 0.
+    def attend(self, q_thd: Tensor, k_pages: Tensor, v_pages: Tensor, plan: AttentionPlan, scores: Scores) -> Tensor:
+        """Attend each query to the positions up to its own that it sees.
 
         `q_thd` is [T, heads, head_dim]; `k_pages` and `v_pages` are [pages, page_tokens, kv_heads, head_dim] in the
         dtype of `q_thd`; heads is a multiple of kv_heads, and head h reads kv head h // (heads // kv_heads).
-        Scores are multiplied by `scale` and, with `softcap`, squeezed to plus or minus it by a hyperbolic tangent;
-        softmax and accumulation are in float32. `sinks_h` ([heads] float32) adds a score of nothing to each head's
-        softmax: a part of the weights that goes nowhere. The plan's tables may begin where the window does.
+        Softmax and accumulation are in float32. The plan's tables may begin where the window does.
         Returns [T, heads, head_dim] in the dtype of `q_thd`.
         """
 

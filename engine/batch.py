@@ -12,7 +12,7 @@ from typing import Protocol
 
 from cache.claim import Table
 from cache.device import Completion
-from contracts.sampling import SamplingParams, TokenLogprob
+from contracts.sampling import Difference, SamplingParams, TokenLogprob
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,6 +29,20 @@ class Draw:
     @property
     def position(self) -> int:
         return len(self.tokens) if self.at is None else self.at
+
+
+@dataclass(frozen=True, slots=True)
+class Replay:
+    """Draw again what followed each of a row's tokens in an answer that is known, and compare."""
+
+    params: SamplingParams
+    tokens: Sequence[int]
+    """The prompt, then the whole answer: what is compared with, and what penalties see the beginning of."""
+    prompt_len: int
+
+    def positions(self, start: int, count: int) -> range:
+        """Absolute positions that a row of `count` tokens from `start` on draws: those of the answer alone."""
+        return range(max(self.prompt_len, start + 1), min(len(self.tokens), start + count + 1))
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,6 +75,8 @@ class Row:
     epochs: Sequence[int] = field(kw_only=True)
     """The epoch of each of `pages` when it was leased. The step compares them with the pool's own; where they differ,
     the page has been given away: the row is flagged `stale` and writes nothing."""
+    replay: Replay | None = field(default=None, kw_only=True)
+    """An answer that the row's tokens are of, to be drawn again."""
     others: Mapping[str, Table] = field(default_factory=dict, kw_only=True)
     """The tables of pools other than the full one: windows and recurrent states."""
 
@@ -79,6 +95,10 @@ class RowOutput:
 
     drawn: Drawn | None = None
     scores: tuple[TokenLogprob, ...] = ()
+    replayed: int = 0
+    """Tokens of a known answer that were drawn again."""
+    differences: tuple[Difference, ...] = ()
+    """Those of them that came out otherwise."""
     stale: bool = False
 
 

@@ -26,6 +26,7 @@ from engine.models import Model
 from engine.native_attention import NativeAttention
 from engine.numerics import FAST, Numerics, probe
 from engine.ranks import ALONE, Ranks
+from engine.replay import Redrawn, redraw
 from engine.sampling import Draws, Logprobs, draw_tokens, token_logprobs
 from engine.shard import Shard
 from engine.step import Computed, LaunchedStep, input_tokens
@@ -108,11 +109,13 @@ class Engine:
         drawing = [i for i, row in enumerate(rows) if row.draw is not None]
         draws = self._draw(rows, x_mh, firsts, drawing) if drawing else None
         scores = [tuple(self._score(row, x_mh[first:])) for row, first in zip(rows, firsts, strict=True)]
+        replays = [tuple(self._redraw(row, x_mh[first:])) for row, first in zip(rows, firsts, strict=True)]
         return Computed(
             drawing,
             draws.tokens_n if draws is not None else None,
             draws.to_host() if draws is not None else None,
             [[part.to_host() for part in parts] for parts in scores],
+            [[part.to_host() for part in parts] for parts in replays],
             to_host(stale_b),
         )
 
@@ -188,6 +191,11 @@ class Engine:
             part = follow[begin : begin + step]
             logits_nv = self.decoder.logits(x_th[begin : begin + len(part)], self.numerics)
             yield token_logprobs(logits_nv, part, [row.score_top] * len(part))
+
+    def _redraw(self, row: Row, x_th: Tensor) -> Iterator[Redrawn]:
+        """A known answer drawn again, some rows of logits at a time."""
+        most = _LOGIT_ELEMENTS // self.decoder.head.shape[0]
+        return redraw(row, x_th, lambda x_nh: self.decoder.logits(x_nh, self.numerics), most, triton=self._triton)
 
     def _check(self, row: Row, tables: Mapping[str, Table]) -> None:
         assert len(row.tokens), "a row has at least one token"

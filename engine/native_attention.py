@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from engine.attention import AttentionPlan
+from engine.attention import AttentionPlan, Scores
 from engine.native import Kernels
 from engine.native.kernels import AttentionShape
 from engine.numerics import Numerics
@@ -19,18 +19,7 @@ class NativeAttention(TorchAttention):
         super().__init__(numerics)
         self._kernels = kernels
 
-    def attend(
-        self,
-        q_thd: Tensor,
-        k_pages: Tensor,
-        v_pages: Tensor,
-        plan: AttentionPlan,
-        scale: float,
-        *,
-        window: int = 0,
-        sinks_h: Tensor | None = None,
-        softcap: float = 0.0,
-    ) -> Tensor:
+    def attend(self, q_thd: Tensor, k_pages: Tensor, v_pages: Tensor, plan: AttentionPlan, scores: Scores) -> Tensor:
         assert k_pages.is_contiguous() and v_pages.stride() == k_pages.stride(), "pages follow each other"  # noqa: PT018
         heads, (page_tokens, kv_heads, dim) = q_thd.shape[1], k_pages.shape[1:]
         entry = kv_heads * dim
@@ -43,11 +32,11 @@ class NativeAttention(TorchAttention):
             page_tokens * entry,
             entry,
             plan.tables_bp.shape[1],
-            scale,
-            softcap,
-            window,
+            scores.scale,
+            scores.softcap,
+            scores.window,
         )
-        sinks = None if sinks_h is None else sinks_h.to(torch.float32).contiguous()
+        sinks = None if scores.sinks_h is None else scores.sinks_h.to(torch.float32).contiguous()
         return self._kernels.attend(
             shape,
             q_thd.contiguous(),

@@ -144,9 +144,7 @@ def _too_early(draw: Draw) -> bool:
 
 def _draw_shaped(logits_nv: Tensor, draws: Sequence[Draw], triton: bool) -> Tensor:
     """Draw for rows that need more than an argmax: [n] int64; `logits_nv` is changed."""
-    for row, draw in zip(logits_nv, draws, strict=True):
-        if _shapes(draw):
-            _shape(row, draw)
+    shape_all(logits_nv, draws)
     tokens_n = logits_nv.argmax(-1)
     sampled = [i for i, draw in enumerate(draws) if not draw.params.greedy]
     if sampled:
@@ -162,6 +160,13 @@ def _draw_shaped(logits_nv: Tensor, draws: Sequence[Draw], triton: bool) -> Tens
             drawn_k = _sample(rows_nv, params, uniforms)
         tokens_n.index_copy_(0, sampled_k, drawn_k)
     return tokens_n
+
+
+def shape_all(logits_nv: Tensor, draws: Sequence[Draw]) -> None:
+    """Bias, suppression and penalties of each row's draw, in place."""
+    for row, draw in zip(logits_nv, draws, strict=True):
+        if _shapes(draw):
+            _shape(row, draw)
 
 
 def _shape(row_v: Tensor, draw: Draw) -> None:
@@ -186,6 +191,17 @@ def _shape(row_v: Tensor, draw: Draw) -> None:
 
 def _sample(logits_nv: Tensor, params: Sequence[SamplingParams], uniforms: Sequence[float]) -> Tensor:
     """Temperature, the cuts, and the inverse of the cumulative distribution, row by row the same."""
+    p_nv = weights(logits_nv, params)
+    cdf_nv = p_nv.cumsum(-1)
+    targets = torch.tensor(uniforms, dtype=torch.float64, device=p_nv.device).unsqueeze(1) * cdf_nv[:, -1:]
+    # The first id whose cumulative sum exceeds the target; such an id has a share of its own, so it was kept.
+    drawn = torch.searchsorted(cdf_nv, targets, right=True).squeeze(1)
+    last = (p_nv.shape[1] - 1) - (p_nv > 0).flip(-1).to(torch.uint8).argmax(-1)
+    return torch.minimum(drawn, last)
+
+
+def weights(logits_nv: Tensor, params: Sequence[SamplingParams]) -> Tensor:
+    """What each id weighs in a draw, 1 for the likeliest and 0 for those that are cut: [n, vocab] float64."""
     device, vocab = logits_nv.device, logits_nv.shape[1]
     temperature_n = torch.tensor([p.temperature for p in params], dtype=torch.float64, device=device)
     x_nv = logits_nv.double().div_(temperature_n.unsqueeze(1))
@@ -205,12 +221,7 @@ def _sample(logits_nv: Tensor, params: Sequence[SamplingParams], uniforms: Seque
         # The largest is exp(0) = 1, so min-p, a share of the largest, is a bound as it stands.
         shares = torch.tensor([p.min_p for p in params], dtype=torch.float64, device=device)
         p_nv.masked_fill_(p_nv < shares.unsqueeze(1), 0.0)
-    cdf_nv = p_nv.cumsum(-1)
-    targets = torch.tensor(uniforms, dtype=torch.float64, device=device).unsqueeze(1) * cdf_nv[:, -1:]
-    # The first id whose cumulative sum exceeds the target; such an id has a share of its own, so it was kept.
-    drawn = torch.searchsorted(cdf_nv, targets, right=True).squeeze(1)
-    last = (vocab - 1) - (p_nv > 0).flip(-1).to(torch.uint8).argmax(-1)
-    return torch.minimum(drawn, last)
+    return p_nv
 
 
 def _nucleus_floors(p_nv: Tensor, limits_n: Tensor) -> Tensor:

@@ -11,6 +11,7 @@ from torch import Tensor
 from cache.device import DONE, Completion
 from engine.batch import Row, RowOutput
 from engine.host import to_device
+from engine.replay import Redrawn
 from engine.sampling import Draws, Logprobs
 
 
@@ -25,6 +26,8 @@ class Computed:
     draws: Draws | None
     scores: Sequence[Sequence[Logprobs]]
     """Of each row, in runs of its tokens."""
+    replays: Sequence[Sequence[Redrawn]]
+    """Of each row, the parts of a known answer that were drawn again."""
     stale_b: Tensor
     """[B] bool: rows whose pages had been given away."""
 
@@ -59,7 +62,13 @@ class LaunchedStep:
         draws = computed.draws.listed() if computed.draws is not None else []
         drawn = dict(zip(computed.drawing, draws, strict=True))
         return [
-            RowOutput(drawn.get(row), tuple(score for part in computed.scores[row] for score in part.listed()), stale)
+            RowOutput(
+                drawn.get(row),
+                tuple(score for part in computed.scores[row] for score in part.listed()),
+                sum(len(part.tokens_n) for part in computed.replays[row]),
+                tuple(found for part in computed.replays[row] for found in part.listed()),
+                stale,
+            )
             for row, stale in enumerate(computed.stale_b.tolist())
         ]
 

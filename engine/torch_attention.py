@@ -29,7 +29,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from engine.attention import AttentionPlan, Tables
+from engine.attention import AttentionPlan, Scores, Tables
 from engine.layers.norm import tanh
 from engine.numerics import Numerics
 from engine.torch_latent import TorchLatent
@@ -106,29 +106,18 @@ class TorchAttention:
         self.latent = TorchLatent(numerics, self)
         self.recurrence = TorchRecurrence(numerics)
 
-    def attend(
-        self,
-        q_thd: Tensor,
-        k_pages: Tensor,
-        v_pages: Tensor,
-        plan: AttentionPlan,
-        scale: float,
-        *,
-        window: int = 0,
-        sinks_h: Tensor | None = None,
-        softcap: float = 0.0,
-    ) -> Tensor:
+    def attend(self, q_thd: Tensor, k_pages: Tensor, v_pages: Tensor, plan: AttentionPlan, scores: Scores) -> Tensor:
         """As `Attention.attend`; values may have another width than keys."""
         heads, kv_heads, dim = q_thd.shape[1], k_pages.shape[2], k_pages.shape[3]
-        key = f"torch attention {heads} {kv_heads} {dim} {window}"
+        key = f"torch attention {heads} {kv_heads} {dim} {scores.window}"
         batches: list[_Batch] | None = plan.scratch.get(key)
         if batches is None:
-            batches = plan.scratch[key] = self._split(plan, heads, kv_heads, dim, window)
-        q_scaled = q_thd.float() * scale
+            batches = plan.scratch[key] = self._split(plan, heads, kv_heads, dim, scores.window)
+        q_scaled = q_thd.float() * scores.scale
         out_thd = q_thd.new_empty(*q_thd.shape[:2], v_pages.shape[3])
         k_rows, v_rows = k_pages.view(-1, dim), v_pages.view(-1, v_pages.shape[3])
         for batch in batches:
-            self._attend_batch(batch, q_scaled, k_rows, v_rows, kv_heads, out_thd, sinks_h, softcap)
+            self._attend_batch(batch, q_scaled, k_rows, v_rows, kv_heads, out_thd, scores)
         return out_thd
 
     def stale(self, plan: Tables, epochs_e: Tensor) -> Tensor:
@@ -143,8 +132,7 @@ class TorchAttention:
         v_rows: Tensor,
         kv_heads: int,
         out_thd: Tensor,
-        sinks_h: Tensor | None,
-        softcap: float,
+        scores: Scores,
     ) -> None:
         tiles, items = len(batch.query_ur), len(batch.tile_w)
         (heads, dim), value_dim = q_thd.shape[1:], v_rows.shape[1]
@@ -160,11 +148,12 @@ class TorchAttention:
         for part, slots in batch.chunks:
             k_wnd = k_rows.index_select(0, slots).view(-1, BLOCK_TOKENS, dim).float()
             self._numerics.bmm(q_wrd[part], k_wnd.transpose(1, 2), s_wrn[part])
-        if softcap:
+        if softcap := scores.softcap:
             tanh(s_wrn.div_(softcap)).mul_(softcap)
         s_wkrn = s_wrn.view(items, kv_heads, rows, BLOCK_TOKENS).add_(_expanded(batch.mask_wrn, group, rows))
 
-        sink_kr = _sinks_of_rows(sinks_h, kv_heads, batch.queries, rows) if sinks_h is not None else None
+        sinks_h = scores.sinks_h
+        sink_kr = None if sinks_h is None else _sinks_of_rows(sinks_h, kv_heads, batch.queries, rows)
         weight_wkr, sink_ukr = _weights(batch, s_wkrn, sink_kr)
         p_wrn = s_wrn.softmax(-1)
         # The largest weight of a block is exp(0) over the block's sum, so its inverse is that sum.

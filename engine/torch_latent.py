@@ -17,7 +17,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from engine.attention import Attention, AttentionPlan
+from engine.attention import Attention, AttentionPlan, Scores
 from engine.latent import IndexKeys, Selection
 from engine.numerics import Numerics
 
@@ -64,7 +64,7 @@ class TorchLatent:
 
     def attend(self, q_thd: Tensor, latents: Tensor, plan: AttentionPlan, scale: float, value_dim: int) -> Tensor:
         k_pages = latents.unsqueeze(2)
-        return self._attention.attend(q_thd, k_pages, k_pages[..., :value_dim], plan, scale)
+        return self._attention.attend(q_thd, k_pages, k_pages[..., :value_dim], plan, Scores(scale))
 
     def store_keys(self, keys_td: Tensor, into: IndexKeys, plan: AttentionPlan) -> None:
         if plan.muted_t is not None:

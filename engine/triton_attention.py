@@ -19,7 +19,7 @@ from engine.triton_latent import TritonLatent
 from engine.triton_recurrence import TritonRecurrence
 
 if TYPE_CHECKING:
-    from engine.attention import AttentionPlan, Tables
+    from engine.attention import AttentionPlan, Scores, Tables
 
 MAX_HEAD_DIM = 512
 _WIDE = 256
@@ -39,10 +39,15 @@ class _Call:
     v_pages: Tensor
     out_thd: Tensor
     plan: AttentionPlan
-    scale_log2: float
-    window: int
-    sinks_h: Tensor | None
-    cap_log2: float
+    scores: Scores
+
+    @property
+    def scale_log2(self) -> float:
+        return self.scores.scale * _LOG2_E
+
+    @property
+    def cap_log2(self) -> float:
+        return self.scores.softcap * _LOG2_E
 
     @property
     def firsts(self) -> Tensor:
@@ -52,12 +57,12 @@ class _Call:
     @property
     def sinks(self) -> Tensor:
         """The same."""
-        return self.plan.starts_b if self.sinks_h is None else self.sinks_h
+        return self.plan.starts_b if self.scores.sinks_h is None else self.scores.sinks_h
 
     @property
     def kind(self) -> dict[str, int]:
         """What is known of the layer when its kernel is compiled."""
-        return {"WINDOW": self.window, "FIRSTS": self.plan.firsts_b is not None, "CAPPED": self.cap_log2 > 0}
+        return {"WINDOW": self.scores.window, "FIRSTS": self.plan.firsts_b is not None, "CAPPED": self.cap_log2 > 0}
 
 
 class TritonAttention:
@@ -83,31 +88,20 @@ class TritonAttention:
         self._block = block_tokens
         self._split = split_tokens
 
-    def attend(
-        self,
-        q_thd: Tensor,
-        k_pages: Tensor,
-        v_pages: Tensor,
-        plan: AttentionPlan,
-        scale: float,
-        *,
-        window: int = 0,
-        sinks_h: Tensor | None = None,
-        softcap: float = 0.0,
-    ) -> Tensor:
-        """Each query attends to its sequence's positions up to its own, the last `window` of them unless that is 0.
+    def attend(self, q_thd: Tensor, k_pages: Tensor, v_pages: Tensor, plan: AttentionPlan, scores: Scores) -> Tensor:
+        """Each query attends to its sequence's positions up to its own that it sees.
 
         q_thd: [T, heads, head_dim] float32, float16 or bfloat16, packed by `plan.offsets_b`; k_pages and v_pages:
-        [pages, page_tokens, kv_heads, head_dim] of the same dtype, the new tokens' entries already stored; sinks_h:
-        [heads] float32. Returns [T, heads, head_dim] in q's dtype, freshly allocated. Raises `ConfigError` for shapes
+        [pages, page_tokens, kv_heads, head_dim] of the same dtype, the new tokens' entries already stored.
+        Returns [T, heads, head_dim] in q's dtype, freshly allocated. Raises `ConfigError` for shapes
         that it can't serve.
         """
         self._check(q_thd, k_pages, v_pages, plan)
-        assert sinks_h is None or sinks_h.dtype == torch.float32, "sinks are float32"
+        assert scores.sinks_h is None or scores.sinks_h.dtype == torch.float32, "sinks are float32"
         out_thd = torch.empty(q_thd.shape, dtype=q_thd.dtype, device=q_thd.device)
         if q_thd.shape[0] == 0:
             return out_thd
-        call = _Call(q_thd, k_pages, v_pages, out_thd, plan, scale * _LOG2_E, window, sinks_h, softcap * _LOG2_E)
+        call = _Call(q_thd, k_pages, v_pages, out_thd, plan, scores)
         if plan.max_queries == 1:
             self._decode(call)
         else:
@@ -151,7 +145,7 @@ class TritonAttention:
             q_thd, k_pages, v_pages, out_thd, plan.starts_b, plan.offsets_b, plan.tables_bp, call.firsts, call.sinks,
             q_thd.stride(0), q_thd.stride(1), *k_pages.stride()[:3], *v_pages.stride()[:3],
             out_thd.stride(0), out_thd.stride(1), plan.tables_bp.stride(0), call.scale_log2, call.cap_log2,
-            **shape, **call.kind, SINKS=call.sinks_h is not None,
+            **shape, **call.kind, SINKS=call.scores.sinks_h is not None,
         )  # fmt: skip
 
     def _decode(self, call: _Call) -> None:
@@ -161,8 +155,8 @@ class TritonAttention:
         # The table's width bounds every length without asking the device; programs past a length end at once. A table
         # that begins later may begin in the midst of a split.
         splits = triton.cdiv(plan.tables_bp.shape[1] * plan.page_tokens, self._split) + (plan.firsts_b is not None)
-        if call.window:
-            splits = min(splits, triton.cdiv(call.window, self._split) + 1)
+        if window := call.scores.window:
+            splits = min(splits, triton.cdiv(window, self._split) + 1)
         count = batch * heads * splits
         parts = torch.empty(count * (shape["BLOCK_D"] + 2), dtype=torch.float32, device=q_thd.device)
         acc_bhsd, m_bhs, total_bhs = torch.split(parts, [count * shape["BLOCK_D"], count, count])
@@ -177,7 +171,7 @@ class TritonAttention:
             m_bhs, total_bhs, acc_bhsd, out_thd, plan.starts_b, plan.offsets_b, call.sinks,
             out_thd.stride(0), out_thd.stride(1), heads, splits,
             HEAD_DIM=shape["HEAD_DIM"], BLOCK_D=shape["BLOCK_D"], SPLIT=self._split,
-            WINDOW=call.window, SINKS=call.sinks_h is not None,
+            WINDOW=call.scores.window, SINKS=call.scores.sinks_h is not None,
         )  # fmt: skip
 
     def _shape(self, q_thd: Tensor, k_pages: Tensor) -> dict[str, int]:

@@ -192,8 +192,14 @@ class Weights:
         for root, spellings in _ROOTS.items():
             if full.startswith(root):
                 names = [spelling + full.removeprefix(root) for spelling in spellings]
-                return next((found for found in names if found in self.spec.headers), full)
+                known = next((found for found in names if found in self.spec.headers), None)
+                return known or self._root(root) + full.removeprefix(root)
         return full
+
+    def _root(self, root: str) -> str:
+        """How this folder begins the names below a root, to name what it lacks as it would spell it."""
+        spellings = _ROOTS[root]
+        return next((s for s in spellings if any(name.startswith(s) for name in self.spec.headers)), root)
 
     def _read(self, path: Path, name: str, axes: list[Axis]) -> Tensor:
         try:

@@ -11,18 +11,21 @@ away, or when what was loaded for it turns out damaged. Its first token, once dr
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
 
 from cache.claim import Cached, Claim
 from cache.prefetch import Prefetch
 from cache.prefix import Prefix
+from cache.tags import ContentTag
 from contracts.ids import WorkerName
 from contracts.messages import Submit
 from contracts.ports import SessionId
 from contracts.sampling import TokenLogprob
 from contracts.table import StateTable
 from engine.batch import Drawn, Step
+from transfer.sender import Finished
 
 
 class Phase(StrEnum):
@@ -76,6 +79,8 @@ class Request:
     """Positions whose state was given to the device to compute."""
     planned: int = 0
     """Positions that are decided on."""
+    shared: int = 0
+    """Positions up to which its finished pages were given to the tree."""
     latest: Step | None = None
     """The last launched step that it was part of."""
     starts: int = 0
@@ -124,6 +129,31 @@ class Request:
             return whole[number]
         return self.ends.get(pool) if number == len(self.chain) - 1 else None
 
+    def finished(self, wanted: Mapping[str, range]) -> dict[str, Finished]:
+        """What is sealed of the pages and states that are `wanted`, pool by pool."""
+        claim, out = self.claim, {}
+        assert claim is not None
+        for pool, left in wanted.items():
+            tags = []
+            for number in left:
+                digest = self.sealed(pool, number)
+                if digest is None:
+                    break
+                tags.append(ContentTag(self.chain[number], digest))
+            if tags:
+                places = claim.tables[pool][left.start :] if pool in claim.tables else claim.slots[pool].indices
+                out[pool] = Finished(left.start, tuple(places[: len(tags)]), tuple(tags))
+        return out
+
+    def check(self) -> list[str]:
+        """What its own numbers contradict."""
+        found, lengths = [], (self.committed, self.launched, self.planned)
+        if list(lengths) != sorted(lengths) or lengths[1] != lengths[2] or len(self.tokens) < lengths[2]:
+            found.append(f"request {self.submit.request_id} has lengths {lengths} of {len(self.tokens)}")
+        if (self.phase is Phase.WAITING) != (self.claim is None):
+            found.append(f"request {self.submit.request_id} is {self.phase} and its claim says otherwise")
+        return found
+
     def start_over(self) -> None:
         """Nothing of it is computed; what was handed over and published stays so, as it comes out the same again."""
         self.ends, self.scores = {}, []
@@ -132,7 +162,22 @@ class Request:
 
     def begin(self, positions: int) -> None:
         """The state of so many positions is there to start with."""
-        self.committed = self.launched = self.planned = positions
+        self.committed = self.launched = self.planned = self.shared = positions
 
     def step(self, event: PhaseEvent) -> None:
         self.phase = PHASES.next(self.phase, event)
+
+
+@dataclass(frozen=True, slots=True)
+class Member:
+    """Whose a row of a launched step is."""
+
+    request: Request
+    start: int
+    count: int
+    step: Step
+
+    @property
+    def current(self) -> bool:
+        """Whether the request has not started over since."""
+        return self.start == self.request.starts

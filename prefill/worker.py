@@ -10,48 +10,34 @@ import logging
 import os
 import platform
 from collections.abc import Callable
-from dataclasses import dataclass
 
 from cache.claim import Claim
 from cache.device import DONE, Completion
 from cache.prefix import Prefix
 from cache.seat import Seat
-from cache.tags import ContentTag, chain_keys
+from cache.tags import chain_keys
 from contracts.clock import Clock
 from contracts.config import Config
+from contracts.damage import Where, log_damage
 from contracts.errors import ErrorKind, WireError
 from contracts.ids import Incarnation, Role, RoomId, WorkerName
 from contracts.messages import CheckReport, Command, Done, Fits, Progress, PromptScores, Submit, Tokens
 from contracts.messages import WorkerStatus as Status
 from contracts.ports import SessionId
 from engine.ahead import Ahead
-from engine.batch import Draw, Row, RowOutput, Step
+from engine.batch import Draw, Row, RowOutput
 from engine.engine import Engine
-from prefill.request import Phase, PhaseEvent, Request
+from prefill.audit import Auditor
+from prefill.request import Member, Phase, PhaseEvent, Request
 from transfer.desk import Desk, Refusal, seconds_until
 from transfer.metadata import Metadata
 from transfer.phase import PhaseWorker
-from transfer.sender import Finished, Granted, Released, SenderEnd
+from transfer.sender import Granted, Released, SenderEnd
 from transfer.waiting import Sleep
 
 log = logging.getLogger("twinpool.prefill")
 _STALE_LIMIT = 2
 """How often a request starts over because a page of it was given away, before it is failed."""
-
-
-@dataclass(frozen=True, slots=True)
-class _Member:
-    """Whose a row of a launched step is."""
-
-    request: Request
-    start: int
-    count: int
-    step: Step
-
-    @property
-    def current(self) -> bool:
-        """Whether the request has not started over since."""
-        return self.start == self.request.starts
 
 
 class PrefillWorker(PhaseWorker[Request]):
@@ -82,9 +68,10 @@ class PrefillWorker(PhaseWorker[Request]):
         self._pages = seat.pools.allocators[self._full]
         self.fits = Fits(seat.max_positions, context)
         super().__init__(Desk(name, self.fits, clock), waiter)
+        self._auditor = Auditor(config, engine, seat, self._desk.tell, min(context, seat.max_positions))
         self._unconfirmed: dict[RoomId, Request] = {}
         """Requests that have left, until decode confirms that what was sent is right."""
-        self._ahead = Ahead[_Member]()
+        self._ahead = Ahead[Member]()
         self._landed = False
         """Whether the last round committed something: then the next may have room for somebody."""
         self._steps = 0
@@ -93,6 +80,8 @@ class PrefillWorker(PhaseWorker[Request]):
     # ------------------------------------------------------------ the host's side
 
     def handle(self, session: SessionId, command: Command) -> None:
+        if self._auditor.handle(session, command, busy=self._busy):
+            return
         submit = self._desk.accept(session, command, self._cancel)
         if submit is None:
             return
@@ -102,16 +91,32 @@ class PrefillWorker(PhaseWorker[Request]):
             except WireError as error:
                 self._desk.refuse(session, submit, Refusal(ErrorKind.ROOM, str(error)))
                 return
+        self._auditor.preempt("a request came")
         request = self._request(session, submit)
         if self._reusable(request):
-            request.prefetch = self._seat.prefetch(request.prefix.head(self._reusable(request)))
+            request.prefetch = self._seat.prefetch(request.prefix.head(self._reusable(request)), submit.request_id)
         self._desk.add(request)
 
     def wait(self, timeout_s: float) -> None:
+        if self._auditor and not self._busy:
+            return
         if not self.runnable and not self._landed:
             fetched = [self._seat.due(r.prefetch) for r in self._desk if r.prefetch is not None]
             due = seconds_until(self._clock, self._desk.next_deadline, self._sender.next_deadline, *fetched)
             self._waiter.wait(min(timeout_s, due))
+
+    @property
+    def _busy(self) -> bool:
+        """Whether there is anything to do that comes before audits."""
+        return bool(self._desk or self._ahead or self._desk.draining)
+
+    def drop_session(self, session: SessionId) -> None:
+        self._auditor.drop_session(session)
+        super().drop_session(session)
+
+    def drain(self) -> None:
+        super().drain()
+        self._auditor.preempt("the worker drains")
 
     @property
     def drained(self) -> bool:
@@ -143,6 +148,7 @@ class PrefillWorker(PhaseWorker[Request]):
             counters={
                 **self._counters,
                 **self._seat.stats(),
+                **self._auditor.counters,
                 "sent_bytes": self._sender.sent_bytes,
                 "late_messages": self._sender.late,
             },
@@ -150,23 +156,19 @@ class PrefillWorker(PhaseWorker[Request]):
 
     def check(self) -> CheckReport:
         found = self._seat.check() + self._sender.check()
-        claims = sum(r.claim is not None for r in self._desk)
+        claims = sum(r.claim is not None for r in self._desk) + self._auditor.claims
         if claims != self._seat.claims:
             found.append(f"{self._seat.claims} claims, requests hold {claims}")
         if self._sender.unconfirmed != self._unconfirmed.keys():
             found.append(f"{len(self._unconfirmed)} requests wait for decode's word, not the rooms that do")
-        for request in self._desk:
-            lengths = (request.committed, request.launched, request.planned)
-            if list(lengths) != sorted(lengths) or lengths[1] != lengths[2] or len(request.tokens) < lengths[2]:
-                found.append(f"request {request.submit.request_id} has lengths {lengths} of {len(request.tokens)}")
-            if (request.phase is Phase.WAITING) != (request.claim is None):
-                found.append(f"request {request.submit.request_id} is {request.phase} and its claim says otherwise")
+        found += [wrong for request in self._desk for wrong in request.check()] + self._auditor.check()
         return CheckReport(self._name, self._pages.total, 0, self._pages.leases, self._sender.rooms, tuple(found))
 
     def close(self) -> None:
         self._reuse = False  # Nobody will come for what could be kept.
         for request in self._desk:
             self._drop(request, ErrorKind.WORKER, "the worker closes")
+        self._auditor.close()
         try:
             self._ahead.drop()
             self._seat.close()
@@ -261,6 +263,8 @@ class PrefillWorker(PhaseWorker[Request]):
         batch = self._batch()
         if batch:
             self._launch(batch)
+        elif self._auditor and not self._busy:
+            self._auditor.step()
         self._landed = False
         for results in self._ahead.landed(go_on=bool(batch)):
             self._landed = True
@@ -272,7 +276,7 @@ class PrefillWorker(PhaseWorker[Request]):
 
     def _launch(self, batch: list[tuple[Request, Row]]) -> None:
         step = self._engine.launch([row for _, row in batch])
-        members = [_Member(request, request.starts, len(row.tokens), step) for request, row in batch]
+        members = [Member(request, request.starts, len(row.tokens), step) for request, row in batch]
         self._ahead.launched(step, members)
         for request, _ in batch:
             request.launched = request.planned
@@ -282,7 +286,7 @@ class PrefillWorker(PhaseWorker[Request]):
         if self._config.faults.step_delay_s:
             self._pause(self._config.faults.step_delay_s)
 
-    def _prove(self, members: list[_Member]) -> None:
+    def _prove(self, members: list[Member]) -> None:
         """Wait until all that was loaded for these has proved good or not: before that, nothing of it is committed."""
         for member in members:
             claim = member.request.claim
@@ -294,12 +298,12 @@ class PrefillWorker(PhaseWorker[Request]):
     def _recover(self, betrayed: list[Claim]) -> None:
         """Start over whoever relied on state that turned out damaged: it isn't in the tree any more."""
         for request in [r for r in self._desk if r.claim in betrayed]:
-            log.error("request %s: a page loaded for it was damaged", request.submit.request_id)
+            log.warning("request %s: it starts over, as a page loaded for it was damaged", request.submit.request_id)
             request.start_over()
             self._return_pages(request)
             request.step(PhaseEvent.PARK)
 
-    def _take(self, results: list[tuple[_Member, RowOutput]]) -> None:
+    def _take(self, results: list[tuple[Member, RowOutput]]) -> None:
         """Commit one step's results, then hand over and publish what they finished."""
         good = []
         for member, output in results:
@@ -327,7 +331,7 @@ class PrefillWorker(PhaseWorker[Request]):
     def _lost(self, request: Request) -> None:
         """A page of it belongs to somebody else: nothing that it or the tree holds of its prompt can be trusted."""
         self._counters["stale_pages"] += 1
-        log.error("request %s: a step found a page of it given away", request.submit.request_id)
+        log_damage(log, Where.STEP, request=request.submit.request_id, positions=[request.committed, request.launched])
         assert request.claim is not None
         self._seat.condemn(request.prefix)
         request.claim.betrayed = True
@@ -348,6 +352,8 @@ class PrefillWorker(PhaseWorker[Request]):
                 request.ends = self._seat.tail(claim, committed) | self._seat.states(claim, committed)
             else:
                 self._seat.slide(claim, committed)
+                if committed - request.shared >= self._config.prefill.share_tokens:
+                    self._share(request)
 
     def _complete(self, request: Request, computed: Completion) -> None:
         """The prompt is done: publish its first token, then end the request or hand it over."""
@@ -381,28 +387,12 @@ class PrefillWorker(PhaseWorker[Request]):
         )  # fmt: skip
         self._desk.tell(request.session, progress)
 
-    def _finished(self, request: Request) -> dict[str, Finished]:
-        """What is sealed of what decode wants and was not sent, pool by pool."""
-        claim, out = request.claim, {}
-        assert claim is not None
-        for pool, left in self._sender.wanted(request.submit.room).items():
-            tags = []
-            for number in left:
-                digest = request.sealed(pool, number)
-                if digest is None:
-                    break
-                tags.append(ContentTag(request.chain[number], digest))
-            if tags:
-                places = claim.tables[pool][left.start :] if pool in claim.tables else claim.slots[pool].indices
-                out[pool] = Finished(left.start, tuple(places[: len(tags)]), tuple(tags))
-        return out
-
     def _write(self, request: Request, computed: Completion) -> None:
         """Hand over what is sealed and not yet sent, after the step behind it; with the last page, the metadata."""
         room = request.submit.room
         if not self._sender.granted(room) or request.claim is None:
             return
-        self._sender.write(room, self._finished(request), (computed,))
+        self._sender.write(room, request.finished(self._sender.wanted(room)), (computed,))
         if request.phase is Phase.COMPUTED:
             assert request.first is not None
             drawn = request.first
@@ -428,12 +418,9 @@ class PrefillWorker(PhaseWorker[Request]):
     def _take_pages(self, request: Request) -> bool:
         """Claim what the tiers have and pages for the rest; on False nothing was taken."""
         claim = self._seat.claim(
-            request.prefix,
-            len(request.tokens),
-            f"request {request.submit.request_id}",
-            reusable=self._reusable(request),
-            prefetch=request.prefetch,
-        )
+            request.prefix, len(request.tokens), f"request {request.submit.request_id}",
+            reusable=self._reusable(request), prefetch=request.prefetch,
+        )  # fmt: skip
         if claim is None:
             return False
         request.claim = claim
@@ -446,6 +433,7 @@ class PrefillWorker(PhaseWorker[Request]):
         """Give its finished pages to the tree at once, locked for as long as it is here: others may wait for them."""
         if self._reuse and request.claim is not None and not request.claim.betrayed:
             self._seat.share(request.claim, request.prefix, request.submit.priority)
+            request.shared = request.committed
 
     def _return_pages(self, request: Request) -> None:
         """Give finished pages to the tree and the rest back. Idempotent: nothing is held afterwards."""

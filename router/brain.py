@@ -7,6 +7,8 @@ prompt and everything emitted as tokens. Three kinds of trouble, three prices:
 - A worker is lost or reports a retryable error: one replay of `router.replay_limit`. The worker at fault is avoided
   for a while that doubles, so that a request neither burns its replays on a dead worker nor gives up a live one.
 - A worker refuses because it drains: no replay is spent, but refusals are bounded too.
+- Decode has no memory for it any more (retracted): nobody is avoided, and where the attempt has brought a token nothing
+  is spent; else it counts as a refusal.
 - Prefill is lost after decode has sent tokens and the first one is here: nothing is missing, nothing happens.
 
 Every wait ends: for a worker after `router.worker_wait_s`, for the whole request after `router.request_timeout_s`.
@@ -19,13 +21,26 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 
 from contracts.clock import Clock
-from contracts.config import RouterConfig
+from contracts.config import AuditConfig, RouterConfig
 from contracts.errors import ErrorKind
 from contracts.ids import RequestId, Role, RoomId
-from contracts.messages import Cancel, Command, Done, Event, Progress, PromptScores, Submit, Tokens, WorkerStatus
+from contracts.messages import (
+    Audited,
+    Cancel,
+    Command,
+    Done,
+    Event,
+    Progress,
+    PromptScores,
+    Submit,
+    Tokens,
+    WorkerStatus,
+)
 from contracts.ports import WorkerView
 from contracts.sampling import TokenLogprob
-from router.request import Phase, Request
+from router.audits import Audits, Finding
+from router.damage import Damage
+from router.request import Leg, Phase, Request
 from router.workers import Entry, WorkerKey, Workers
 
 REFUSAL_LIMIT = 64
@@ -77,7 +92,7 @@ class Replay:
     reason: str
 
 
-Action = Send | Deliver | Scores | End | Replay
+Action = Send | Deliver | Scores | End | Replay | Finding
 
 
 @dataclass(slots=True)
@@ -91,6 +106,8 @@ class Counts:
     replays: int = 0
     refusals: int = 0
     damaged: int = 0
+    recomputed: int = 0
+    """Attempts that decode ended because prefill can compute their state again sooner than it would be back."""
     late_events: int = 0
     fallbacks: int = 0
     """Legs in which decode had to compute a part of the prompt itself, instead of receiving all of it."""
@@ -99,9 +116,16 @@ class Counts:
 class Brain:
     """Placement, ordering and failover of all requests of one router."""
 
-    def __init__(self, config: RouterConfig, clock: Clock, mint_room: Callable[[], str]) -> None:
+    def __init__(
+        self,
+        config: RouterConfig,
+        clock: Clock,
+        mint_room: Callable[[], str],
+        audit: AuditConfig = AuditConfig(),  # noqa: B008 (frozen)
+    ) -> None:
         self.workers = Workers(config)
         self.counts = Counts()
+        self.damage = Damage()
         self._config = config
         self._clock = clock
         self._mint_room = mint_room
@@ -109,6 +133,7 @@ class Brain:
         self._waiting: dict[RequestId, Request] = {}
         self._held: dict[RequestId, Request] = {}
         """Complete but for prefill's report."""
+        self.audits = Audits(audit, clock, self.workers, self._requests, self._waiting)
         self._actions: list[Action] = []
         self._advanced = clock.now()
         self._steps = 0
@@ -133,6 +158,8 @@ class Brain:
 
     def take_actions(self) -> list[Action]:
         actions, self._actions = self._actions, []
+        actions += [Send(worker, command) for worker, command in self.audits.take_commands()]
+        actions += self.audits.take_findings()
         return actions
 
     def request_ids(self) -> Iterable[RequestId]:
@@ -166,7 +193,7 @@ class Brain:
         found += [f"requests name {name} #{inc}, which is not in the table" for name, inc in members]
         found += [f"{rid} is queued but not in the house" for rid in self._waiting if rid not in self._requests]
         found += [f"{rid} is held but not in the house" for rid in self._held if rid not in self._requests]
-        return found
+        return found + self.audits.check()
 
     # ------------------------------------------------------------ workers come and go
 
@@ -175,6 +202,7 @@ class Brain:
         steps = sum(view.status.steps for view in views)
         if steps != self._steps:  # a long prompt takes many steps before its first event
             self._steps, self._advanced = steps, self._clock.now()
+        self.damage.hear(view.status for view in views)
         for entry in self.workers.update(views):
             self._lose(entry, "the controller no longer sees it")
             self.workers.gone(entry)
@@ -198,10 +226,12 @@ class Brain:
         entry = self.workers.get((status.name, status.incarnation))
         if entry is not None:
             entry.status = status
+            self.damage.hear([status])
             self._place_waiting()
 
     def _lose(self, entry: Entry, reason: str) -> None:
         entry.linked = False
+        self.audits.lost(entry.key)
         for rid in sorted(entry.requests):
             request = self._requests[rid]
             if request.prefill == entry.key and self._survives_prefill(request):
@@ -237,6 +267,7 @@ class Brain:
             return
         if finished:
             self.counts.ended += 1
+            self.audits.consider(request)
         else:
             self.counts.cancelled += 1
         self._close(request)
@@ -254,6 +285,7 @@ class Brain:
                 self._fail(request, ErrorKind.OVERLOADED, self._missing(request))
         for request in list(self._held.values()):
             self._finish_if_complete(request)
+        self.audits.tick()
 
     def _missing(self, r: Request) -> str:
         roles = [role for role in Role if not self.serving(role)]
@@ -308,6 +340,7 @@ class Brain:
             self._actions.append(Send(decode.key, replace(submit, peer=prefill.peer)))
             submit = replace(submit, peer=decode.peer)
         self._actions.append(Send(prefill.key, submit))
+        r.legs.append(Leg(r.attempt, len(tokens), dict(r.workers)))
 
     def _unload_prefill(self, r: Request) -> None:
         entry = self.workers.get(r.prefill) if r.prefill else None
@@ -344,6 +377,9 @@ class Brain:
     # ------------------------------------------------------------ events
 
     def on_event(self, worker: WorkerKey, event: Event) -> None:
+        if isinstance(event, Audited):
+            self.counts.late_events += not self.audits.hear(worker, event)
+            return
         r = self._requests.get(event.request_id)
         if r is None or event.attempt != r.attempt or worker not in (r.prefill, r.decode):
             self.counts.late_events += 1
@@ -415,6 +451,10 @@ class Brain:
                 entry.refuses_until = self._clock.now() + REFUSAL_PAUSE_S
             self._replay(r, reason, blame=blame, over=over, refused=True)
             return
+        if kind is ErrorKind.RETRACTED:
+            gained = r.next_position > r.base
+            self._replay(r, reason, blame=None, over=over, free=gained, refused=not gained)
+            return
         self.workers.failed(blame, r.id, self._clock.now(), worker)
         if kind is ErrorKind.ROOM and r.prefill and r.decode:
             r.spoiled.add((r.prefill, r.decode))
@@ -430,6 +470,7 @@ class Brain:
         blame: WorkerKey | None,
         over: tuple[Role, ...] = (),
         refused: bool = False,
+        free: bool = False,
         kind: ErrorKind = ErrorKind.WORKER,
     ) -> None:
         """Start the next attempt; `over` are the legs that have already ended themselves."""
@@ -438,7 +479,9 @@ class Brain:
         if done := r.ending:
             self._finish(r, done)
             return
-        if refused:
+        if free:
+            self.counts.recomputed += 1
+        elif refused:
             r.refusals += 1
             self.counts.refusals += 1
         else:
@@ -454,7 +497,7 @@ class Brain:
             return
         if blame is not None and not refused:
             r.avoid[blame] = now + min(0.25 * 2**r.replays, 5.0)
-        r.not_before = now if refused or r.replays <= 1 else now + min(0.05 * 2 ** (r.replays - 2), 1.0)
+        r.not_before = now if refused or free or r.replays <= 1 else now + min(0.05 * 2 ** (r.replays - 2), 1.0)
         r.waiting_since = now
         r.move("replay")
         self._actions.append(Replay(r.id, r.attempt, reason))
@@ -471,6 +514,7 @@ class Brain:
     def _finish(self, r: Request, done: Done) -> None:
         if done.error is None:
             self.counts.ended += 1
+            self.audits.consider(r)
         else:
             self.counts.failed += 1
         self._actions.append(End(r.id, done))
@@ -481,4 +525,5 @@ class Brain:
         self._leave(r)
         self._waiting.pop(r.id, None)
         del self._requests[r.id]
+        self.audits.forget(r.id)
         r.move("end")

@@ -20,6 +20,8 @@ from router.brain import Brain
 from router.breaker import Circuit
 from router.choice import Choice
 from router.tier_metrics import tier_metrics
+from router.verification_metrics import verification_metrics
+from router.watch import StreamWatch
 
 TTFT_BUCKETS_S = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)
 ITL_BUCKETS_S = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 5.0)
@@ -53,9 +55,10 @@ class Tally:
 class Metrics(Collector):
     """One router's numbers."""
 
-    def __init__(self, brain: Brain, plane: str) -> None:
+    def __init__(self, brain: Brain, plane: str, watch: StreamWatch | None = None, model: str = "") -> None:
         self._brain = brain
         self._plane = plane
+        self._watch, self._model = watch, model
         self._computed: Counter[tuple[str, str]] = Counter()
         self._ttft, self._itl, self._e2e = Tally(TTFT_BUCKETS_S), Tally(ITL_BUCKETS_S), Tally(E2E_BUCKETS_S)
         self.transfer_bytes = 0
@@ -109,6 +112,11 @@ class Metrics(Collector):
             ("twinpool_requests_failed", "Choices that ended in an error", counts.failed),
             ("twinpool_requests_cancelled", "Choices taken back", counts.cancelled),
             ("twinpool_replays", "Attempts after a worker was lost or failed", counts.replays),
+            (
+                "twinpool_recomputed",
+                "Attempts that decode had no memory for, gone on from their tokens",
+                counts.recomputed,
+            ),
             ("twinpool_drain_refusals", "Attempts that a draining worker refused", counts.refusals),
             ("twinpool_damaged", "Hand-overs with damaged bytes, detected and recomputed", counts.damaged),
             ("twinpool_fallbacks", "Legs in which decode computed prompt tokens itself", counts.fallbacks),
@@ -173,3 +181,4 @@ class Metrics(Collector):
         yield free
         yield from self._of_breakers()
         yield from tier_metrics(brain.workers)
+        yield from verification_metrics(brain.damage, brain.audits, self._watch, self._model)

@@ -17,7 +17,8 @@ it. The phases and their moves are the table `MOVES`:
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from enum import StrEnum
 
 from contracts.errors import IllegalTransition
@@ -25,6 +26,20 @@ from contracts.ids import RequestId, Role, RoomId
 from contracts.messages import Done, Progress, Tokens
 from contracts.sampling import SamplingParams, TokenLogprob
 from router.workers import WorkerKey
+
+
+@dataclass(frozen=True, slots=True)
+class Leg:
+    """Who emits a request's tokens from absolute position `base` on, until the next one begins."""
+
+    attempt: int
+    base: int
+    workers: Mapping[Role, str]
+    first: Role = Role.PREFILL
+    """Who draws the token at `base`; all others are decode's."""
+
+    def role_at(self, position: int) -> Role:
+        return self.first if position == self.base else Role.DECODE
 
 
 class Phase(StrEnum):
@@ -60,6 +75,7 @@ class Request:
         "first_placed",
         "hashes",
         "id",
+        "legs",
         "not_before",
         "phase",
         "prefill",
@@ -116,6 +132,8 @@ class Request:
         """Every report of every attempt, in order of arrival."""
         self.workers: dict[Role, str] = {}
         """Who serves, or served last, each leg."""
+        self.legs: list[Leg] = []
+        """Every attempt that was placed, in order."""
         self._clear_attempt()
 
     def _clear_attempt(self) -> None:

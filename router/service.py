@@ -25,6 +25,7 @@ from contracts.model import ModelSpec
 from contracts.ports import Directory
 from router.answers import Answer
 from router.asks import Ask, Prompt
+from router.audits import Finding
 from router.brain import Brain, Deliver, End, Replay, Scores, Send
 from router.choice import Choice
 from router.failures import QueueFull
@@ -34,6 +35,8 @@ from router.log import log
 from router.metrics import Metrics
 from router.request import Request
 from router.text import TextCodec, read_text_codec
+from router.verification_log import log_finding, log_flag
+from router.watch import StreamWatch
 from router.workers import WorkerKey, prefix_hashes
 
 T = TypeVar("T")
@@ -71,8 +74,10 @@ class RouterService:
         self.started = int(time.time())
         self.codec = codec if codec is not None else read_text_codec(spec.folder, 4 * config.router.max_body_bytes)
         self.clock = clock if clock is not None else SystemClock()
-        self.brain = Brain(config.router, self.clock, mint)
-        self.metrics = Metrics(self.brain, config.transfer.plane)
+        self.brain = Brain(config.router, self.clock, mint, config.audit)
+        watch = StreamWatch(config.watch, spec.vocab_size)
+        self.watch = watch if watch.on else None
+        self.metrics = Metrics(self.brain, config.transfer.plane, self.watch, spec.name)
         self.fleet = Fleet(
             directory,
             on_view=self._on_view,
@@ -303,6 +308,8 @@ class RouterService:
                     self._end(action)
                 elif type(action) is Replay:
                     log("request replayed", id=action.request_id, attempt=action.attempt, reason=action.reason)
+                elif type(action) is Finding:
+                    log_finding(action)
         for key, commands in sends.items():
             self.fleet.send(key, commands)
 
@@ -313,6 +320,10 @@ class RouterService:
         job, choice = owner
         now = self.clock.now()
         self.metrics.tokens(choice, len(action.tokens), now)
+        if self.watch is not None:
+            for flag in self.watch.feed(action.request_id, action.tokens):
+                self.brain.audits.flag(action.request_id)
+                log_flag(flag, choice.request)
         try:
             piece = choice.take(action.tokens, action.logprobs)
             job.push(piece)
@@ -361,6 +372,8 @@ class RouterService:
         """The one way out of the house for a choice."""
         if self._owners.pop(choice.request.id, None) is not None:
             self._reserved -= 1
+            if self.watch is not None:
+                self.watch.end(choice.request.id)
 
     def check(self) -> list[str]:
         """The router's own books, recounted; returns what doesn't agree."""

@@ -16,10 +16,13 @@ import random
 import sys
 from collections import Counter
 from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import replace
 
 from cache.device import DEVICE
 from cache.nodes import Tier
-from cache.offload import Extent, Restored, Saved, offload, restore
+from cache.parked import Parked, Place
+from cache.parking import Returning
 from contracts.errors import CapacityError
 from tests.cache_visitors import Visitor
 from tests.cache_world import World
@@ -28,7 +31,6 @@ from tests.poolsets import NAMES, pool_sets
 PAGE_TOKENS = 2
 _ACTIONS = 120
 _AT_ONCE = 5
-_CHUNK_BYTES = 700
 
 
 class Schedule:
@@ -46,11 +48,13 @@ class Schedule:
             "stride": rng.choice([1 << 40, PAGE_TOKENS]),
         }
         self.world = World(pool_sets(PAGE_TOKENS)[self.name], seed, lazy=True, **self.settings)
+        # Copies of a request's state go in several pieces.
+        self.world.seat.config = replace(self.world.seat.config, move_chunk_bytes=700)
         self.prompts = [[rng.randrange(2) for _ in range(PAGE_TOKENS * rng.randint(4, 7))] for _ in range(2)]
         self.log: list[str] = []
-        self.away: list[tuple[Visitor, Saved]] = []
-        """Retracted: their state is on the host, or on its way there."""
-        self.coming: list[tuple[Visitor, Saved, Restored]] = []
+        self.away: list[tuple[Visitor, Parked]] = []
+        """Retracted: their state is on the host or in storage, or on its way there."""
+        self.coming: list[tuple[Visitor, Returning]] = []
         lazy = self.world.lazy
         assert lazy is not None
         self.lazy = lazy
@@ -123,79 +127,83 @@ class Schedule:
             visitor: Visitor = self.rng.choice(late)
             self.world.leave(visitor)
 
-    def extents(self, visitor: Visitor) -> dict[str, Extent]:
-        """All that a request holds after what it has committed."""
-        claim, done = visitor.claim, visitor.done
-        assert claim is not None
-        out = {}
-        for pool in claim.tables:
-            indices = self.world.attended(claim, pool, done)
-            firsts = [PAGE_TOKENS * page for page in range(done - len(indices), done)]
-            epochs = claim.epochs[pool][done - len(indices) : done]
-            ends = [first + PAGE_TOKENS for first in firsts]
-            out[pool] = Extent(tuple(indices), tuple(epochs), tuple(firsts), tuple(ends))
-        return out | {pool: Extent.slot(slot, done * PAGE_TOKENS) for pool, slot in claim.slots.items()}
-
     def retract(self) -> None:
         """Take a request's state to the host and its pages back at once: the copy's pins keep them."""
-        world = self.world
+        world, size = self.world, PAGE_TOKENS
         idle = [v for v in world.visitors if v.claim and v.done and not v.steps and world.seat.settled(v.claim)]
         if not idle:
             return
         visitor = self.rng.choice(idle)
-        claim, host = visitor.claim, world.host
-        assert claim is not None
-        assert host is not None
+        assert visitor.claim is not None
         try:
-            saved = offload(
-                world.device, world.pools, host, self.extents(visitor), chunk_bytes=_CHUNK_BYTES, owner=visitor.name
-            )
+            parked = world.seat.park(visitor.claim, visitor.prefix.head(visitor.done), visitor.done * size)
         except CapacityError:
+            world.disturbed = True
             return
-        world.seat.release(claim)
+        world.disturbed = True
+        world.seat.release(visitor.claim)
         world.visitors.remove(visitor)
-        self.away.append((visitor, saved))
+        self.away.append((visitor, parked))
         world.seen["retracted"] += 1
+        world.seen["retracted beside the tree's own pages"] += parked.kept > 0
+
+    def shelve(self) -> None:
+        """Send what is parked on to storage, or bring it back to the host."""
+        for visitor, parked in self.away:
+            self.world.seat.settle(parked)
+            tokens = list(visitor.prefix.tokens(0, visitor.done))
+            if parked.place is Place.HOST and self.rng.random() < 0.3 and parked.leases:
+                self.world.seen["parked on storage"] += self.world.seat.store(parked, tokens)
+            elif parked.place is Place.STORED:
+                self._fetch(parked, tokens)
+
+    def _fetch(self, parked: Parked, tokens: list[int]) -> None:
+        self.world.disturbed = True
+        with suppress(CapacityError):
+            self.world.seat.fetch(parked, tokens)
 
     def resume(self) -> None:
         """Begin to bring a retracted request back, or take in one that has come."""
         world = self.world
-        for entry in [e for e in self.coming if e[2].done]:
-            self.coming.remove(entry)
-            visitor, saved, restored = entry
-            assert restored.complete, restored.damage
-            saved.release()
-            world.visitors.append(visitor)
-            world.seen["resumed"] += 1
-        ready = [entry for entry in self.away if entry[1].done]
+        self._take_in()
+        for _, parked in self.away:
+            world.seat.settle(parked)
+        assert all(parked.place is not Place.LOST for _, parked in self.away)
+        ready = [entry for entry in self.away if entry[1].place is Place.HOST]
         if not ready:
             return
-        visitor, saved = self.rng.choice(ready)
+        visitor, parked = self.rng.choice(ready)
         before = world.seat.counters["pages_evicted"]
-        claim = world.seat.claim(visitor.prefix, len(visitor.prefix) * PAGE_TOKENS, visitor.name, reusable=0)
+        returning = world.seat.unpark(parked, len(visitor.prefix) * PAGE_TOKENS)
         world.look(before)
-        if claim is None:
+        if returning is None:
             return
-        self.away.remove((visitor, saved))
-        visitor.claim = claim
+        world.seen["resumed beside the tree's own pages"] += returning.claim.depth > 0
+        self.away.remove((visitor, parked))
+        visitor.claim = returning.claim
         world.seat.launch()
-        for page in range(visitor.done + 1):
-            world.seat.grow(claim, page * PAGE_TOKENS)
-            world.seat.slide(claim, page * PAGE_TOKENS)
-        into = self.extents(visitor)
-        restored = restore(
-            world.device, saved, world.pools, into, chunk_bytes=_CHUNK_BYTES, after=claim.started
-        )  # fmt: skip
-        self.coming.append((visitor, saved, restored))
+        self.coming.append((visitor, returning))
+
+    def _take_in(self) -> None:
+        world = self.world
+        world.poll()
+        for entry in [e for e in self.coming if e[1].restored.done and world.seat.settled(e[1].claim)]:
+            self.coming.remove(entry)
+            visitor, returning = entry
+            assert world.seat.back(returning), returning.restored.damage
+            world.seat.discard(returning.parked)
+            world.visitors.append(visitor)
+            world.seen["resumed"] += 1
 
     def bring_home(self) -> None:
         """Everyone who is coming arrives; those who are still away are given up."""
-        self.lazy.settle()
         away, self.away = self.away, []
-        for _, saved in away:
-            saved.wait()
-            saved.release()
-        self.resume()
+        for _, parked in away:
+            self.world.seat.discard(parked)
+        self.lazy.settle()
+        if self.world.queue is not None:
+            self.world.queue.run_all(self.rng)
+        self._take_in()
         assert not self.coming
 
     def storage(self) -> None:
@@ -223,8 +231,9 @@ _WEIGHTS: dict[Callable[[Schedule], None], int] = {
     Schedule.go_on: 20,
     Schedule.send: 3,
     Schedule.stop: 1,
-    Schedule.retract: 1,
+    Schedule.retract: 2,
     Schedule.resume: 3,
+    Schedule.shelve: 2,
     Schedule.storage: 3,
     Schedule.poll: 2,
     Schedule.device: 2,

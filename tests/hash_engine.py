@@ -17,6 +17,7 @@ from cache.claim import Table
 from cache.device import DEVICE, DONE, Completion, Device, Op, Stream, spans
 from cache.pools import PoolSet
 from cache.registry import Index, Kind, PoolSetSpec
+from contracts.sampling import Difference
 from engine.batch import Drawn, FromStep, Row, RowOutput
 
 VOCAB = 300
@@ -134,10 +135,16 @@ class HashEngine:
                 return RowOutput(stale=True)
             tokens = (drawn.token,)
         mark = b""
+        known, found, replayed = row.replay, [], 0
         for position, token in enumerate(tokens, row.start):
             mark = self._see(tables, position).mark(token)
             self._write(tables, position, mark)
-        return RowOutput(Drawn(_token(mark), None) if row.draw is not None else None)
+            if known is not None and position + 1 in known.positions(row.start, len(tokens)):
+                replayed += 1
+                if _token(mark) != known.tokens[position + 1]:
+                    found.append(Difference(position + 1, _token(mark), 1.0))
+        drawn = Drawn(_token(mark), None) if row.draw is not None else None
+        return RowOutput(drawn, replayed=replayed, differences=tuple(found))
 
     def _see(self, tables: Mapping[str, Table], at: int) -> _Seen:
         seen = _Seen(self.spec)

@@ -12,7 +12,7 @@ import engine.models
 from cache.registry import PoolSpec
 from contracts.model import ModelSpec, read_model_spec
 from contracts.rope import read_rope
-from engine.decoder import Layer, PreNormLayer
+from engine.decoder import Layer
 from engine.layers.attention import HeadAttention, kv_buffers
 from engine.layers.mlp import GatedMlp
 from engine.models import Model, StateOptions
@@ -28,7 +28,7 @@ PAGE = (ROOT / "docs" / "adding-a-model.md").read_text()
 NAMES = {
     name.__name__: name
     for name in (
-        PoolSpec, ModelSpec, read_rope, Layer, PreNormLayer, HeadAttention, kv_buffers, GatedMlp, Model, StateOptions,
+        PoolSpec, ModelSpec, read_rope, Layer, HeadAttention, kv_buffers, GatedMlp, Model, StateOptions,
         RopeTable, Place, Weights,
     )
 } | {"FULL_POOL": FULL_POOL}  # fmt: skip

@@ -13,7 +13,7 @@ from typing import Generic, Protocol, TypeVar
 from contracts.clock import Clock
 from contracts.errors import ErrorKind
 from contracts.ids import RequestId, WorkerName
-from contracts.messages import Cancel, Command, Done, Event, Fits, Submit
+from contracts.messages import Audit, Audited, AuditEnd, Cancel, Command, Done, Event, Fits, Submit
 from contracts.ports import SessionId
 
 
@@ -62,6 +62,11 @@ class Desk(Generic[R]):
             if request is not None:
                 leave(request, "cancelled")
             return None
+        if isinstance(command, Audit):
+            message = f"{self._name} computes no audits"
+            self.tell(session, Audited(command.request_id, command.attempt, AuditEnd.REFUSED, message=message))
+            return None
+        assert isinstance(command, Submit), "what concerns the tree is its worker's business"
         held = self._requests.get(command.request_id)
         if held is not None and held.submit.attempt < command.attempt:
             leave(held, "a later attempt came")

@@ -19,6 +19,7 @@ from cache.moves import describe_spec
 from cache.pools import PoolSet
 from contracts.clock import Clock
 from contracts.config import TransferConfig
+from contracts.damage import Where, log_damage
 from contracts.errors import ErrorKind, WireError
 from contracts.ids import Incarnation, RoomId, WorkerName
 from contracts.messages import PeerRef
@@ -434,7 +435,7 @@ class ReceiverEnd:
     def _damage(self, room: _Room, pool: str, what: str) -> None:
         self.damage[pool if pool in self._pools.spec.by_name else "metadata"] += 1
         message = f"{pool}: {what}"
-        log.error("room %s from %s: %s", room.id, room.peer.ref.name, message)
+        log_damage(log, Where.HANDOVER, room=room.id, peer=room.peer.ref.name, pool=pool, what=what)
         self._send(room.peer, m.Abort(room.id, message, damaged=True))
         event = ReceiverEvent.REVOKED if self._plane.revocable else ReceiverEvent.DAMAGED
         self._break(room, event, ErrorKind.DAMAGED, message)

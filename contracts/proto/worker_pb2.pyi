@@ -17,12 +17,16 @@ class RouterFrame(_message.Message):
     def __init__(self, commands: _Optional[_Iterable[_Union[Command, _Mapping]]] = ...) -> None: ...
 
 class Command(_message.Message):
-    __slots__ = ("submit", "cancel")
+    __slots__ = ("submit", "cancel", "audit", "forget")
     SUBMIT_FIELD_NUMBER: _ClassVar[int]
     CANCEL_FIELD_NUMBER: _ClassVar[int]
+    AUDIT_FIELD_NUMBER: _ClassVar[int]
+    FORGET_FIELD_NUMBER: _ClassVar[int]
     submit: Submit
     cancel: Cancel
-    def __init__(self, submit: _Optional[_Union[Submit, _Mapping]] = ..., cancel: _Optional[_Union[Cancel, _Mapping]] = ...) -> None: ...
+    audit: Audit
+    forget: Forget
+    def __init__(self, submit: _Optional[_Union[Submit, _Mapping]] = ..., cancel: _Optional[_Union[Cancel, _Mapping]] = ..., audit: _Optional[_Union[Audit, _Mapping]] = ..., forget: _Optional[_Union[Forget, _Mapping]] = ...) -> None: ...
 
 class Peer(_message.Message):
     __slots__ = ("name", "incarnation", "control")
@@ -107,6 +111,30 @@ class Cancel(_message.Message):
     attempt: int
     def __init__(self, request_id: _Optional[str] = ..., attempt: _Optional[int] = ...) -> None: ...
 
+class Audit(_message.Message):
+    __slots__ = ("request_id", "attempt", "tokens", "prompt_len", "sampling")
+    REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
+    ATTEMPT_FIELD_NUMBER: _ClassVar[int]
+    TOKENS_FIELD_NUMBER: _ClassVar[int]
+    PROMPT_LEN_FIELD_NUMBER: _ClassVar[int]
+    SAMPLING_FIELD_NUMBER: _ClassVar[int]
+    request_id: str
+    attempt: int
+    tokens: _containers.RepeatedScalarFieldContainer[int]
+    prompt_len: int
+    sampling: Sampling
+    def __init__(self, request_id: _Optional[str] = ..., attempt: _Optional[int] = ..., tokens: _Optional[_Iterable[int]] = ..., prompt_len: _Optional[int] = ..., sampling: _Optional[_Union[Sampling, _Mapping]] = ...) -> None: ...
+
+class Forget(_message.Message):
+    __slots__ = ("request_id", "tokens", "salt")
+    REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
+    TOKENS_FIELD_NUMBER: _ClassVar[int]
+    SALT_FIELD_NUMBER: _ClassVar[int]
+    request_id: str
+    tokens: _containers.RepeatedScalarFieldContainer[int]
+    salt: str
+    def __init__(self, request_id: _Optional[str] = ..., tokens: _Optional[_Iterable[int]] = ..., salt: _Optional[str] = ...) -> None: ...
+
 class WorkerFrame(_message.Message):
     __slots__ = ("incarnation", "events")
     INCARNATION_FIELD_NUMBER: _ClassVar[int]
@@ -116,20 +144,22 @@ class WorkerFrame(_message.Message):
     def __init__(self, incarnation: _Optional[int] = ..., events: _Optional[_Iterable[_Union[Event, _Mapping]]] = ...) -> None: ...
 
 class Event(_message.Message):
-    __slots__ = ("request_id", "attempt", "tokens", "prompt_scores", "progress", "done")
+    __slots__ = ("request_id", "attempt", "tokens", "prompt_scores", "progress", "done", "audited")
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     ATTEMPT_FIELD_NUMBER: _ClassVar[int]
     TOKENS_FIELD_NUMBER: _ClassVar[int]
     PROMPT_SCORES_FIELD_NUMBER: _ClassVar[int]
     PROGRESS_FIELD_NUMBER: _ClassVar[int]
     DONE_FIELD_NUMBER: _ClassVar[int]
+    AUDITED_FIELD_NUMBER: _ClassVar[int]
     request_id: str
     attempt: int
     tokens: Tokens
     prompt_scores: PromptScores
     progress: Progress
     done: Done
-    def __init__(self, request_id: _Optional[str] = ..., attempt: _Optional[int] = ..., tokens: _Optional[_Union[Tokens, _Mapping]] = ..., prompt_scores: _Optional[_Union[PromptScores, _Mapping]] = ..., progress: _Optional[_Union[Progress, _Mapping]] = ..., done: _Optional[_Union[Done, _Mapping]] = ...) -> None: ...
+    audited: Audited
+    def __init__(self, request_id: _Optional[str] = ..., attempt: _Optional[int] = ..., tokens: _Optional[_Union[Tokens, _Mapping]] = ..., prompt_scores: _Optional[_Union[PromptScores, _Mapping]] = ..., progress: _Optional[_Union[Progress, _Mapping]] = ..., done: _Optional[_Union[Done, _Mapping]] = ..., audited: _Optional[_Union[Audited, _Mapping]] = ...) -> None: ...
 
 class TokenLogprob(_message.Message):
     __slots__ = ("token", "logprob", "top_tokens", "top_logprobs")
@@ -204,6 +234,32 @@ class Done(_message.Message):
     message: str
     blame: str
     def __init__(self, reason: _Optional[str] = ..., stop_token: _Optional[int] = ..., error: _Optional[str] = ..., message: _Optional[str] = ..., blame: _Optional[str] = ...) -> None: ...
+
+class Difference(_message.Message):
+    __slots__ = ("position", "drawn", "gap")
+    POSITION_FIELD_NUMBER: _ClassVar[int]
+    DRAWN_FIELD_NUMBER: _ClassVar[int]
+    GAP_FIELD_NUMBER: _ClassVar[int]
+    position: int
+    drawn: int
+    gap: float
+    def __init__(self, position: _Optional[int] = ..., drawn: _Optional[int] = ..., gap: _Optional[float] = ...) -> None: ...
+
+class Audited(_message.Message):
+    __slots__ = ("end", "checked", "differing", "differences", "exact", "message")
+    END_FIELD_NUMBER: _ClassVar[int]
+    CHECKED_FIELD_NUMBER: _ClassVar[int]
+    DIFFERING_FIELD_NUMBER: _ClassVar[int]
+    DIFFERENCES_FIELD_NUMBER: _ClassVar[int]
+    EXACT_FIELD_NUMBER: _ClassVar[int]
+    MESSAGE_FIELD_NUMBER: _ClassVar[int]
+    end: str
+    checked: int
+    differing: int
+    differences: _containers.RepeatedCompositeFieldContainer[Difference]
+    exact: bool
+    message: str
+    def __init__(self, end: _Optional[str] = ..., checked: _Optional[int] = ..., differing: _Optional[int] = ..., differences: _Optional[_Iterable[_Union[Difference, _Mapping]]] = ..., exact: _Optional[bool] = ..., message: _Optional[str] = ...) -> None: ...
 
 class WorkerStatus(_message.Message):
     __slots__ = ("name", "role", "state", "pid", "node", "incarnation", "running", "waiting", "pages_total", "pages_free", "steps", "outgoing", "counters", "stalled_s", "longest_step_s")

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from cache.registry import BufferSpec
-from engine.attention import AttentionPlan
+from engine.attention import AttentionPlan, Scores
 from engine.layers.norm import rms_norm
 from engine.native import in_use, kernels_for
 from engine.rope import RopeTable, rotate
@@ -61,9 +61,8 @@ class HeadAttention:
         q, kv = shard.axis(heads, head_dim), shard.axis(kv_heads, head_dim)
         self._qkv = weights.linear({"q_proj": q, "k_proj": kv, "v_proj": kv}, hidden, bias=bias)
         self._out = weights.linear({"o_proj": hidden}, q, bias=out_bias)
-        self._scale = head_dim**-0.5 if scale is None else scale
-        self._window = window
-        self._sinks_h = weights.tensor("sinks", shard.axis(heads), dtype=torch.float32) if sinks else None
+        sinks_h = weights.tensor("sinks", shard.axis(heads), dtype=torch.float32) if sinks else None
+        self._scores = Scores(head_dim**-0.5 if scale is None else scale, window, sinks_h=sinks_h)
         self._eps = qk_norm_eps
         if qk_norm_eps is not None:
             q_norm, k_norm = weights.tensor("q_norm.weight", head_dim), weights.tensor("k_norm.weight", head_dim)
@@ -78,7 +77,7 @@ class HeadAttention:
         plan, buffers = ctx.plans[self._place.pool], ctx.buffers(self._place)
         k_pages, v_pages = buffers["k"], buffers["v"]
         q = self._queries(ctx.linear(h_mh, self._qkv), ctx, plan, k_pages, v_pages)
-        out = ctx.attention.attend(q, k_pages, v_pages, plan, self._scale, window=self._window, sinks_h=self._sinks_h)
+        out = ctx.attention.attend(q, k_pages, v_pages, plan, self._scores)
         return ctx.linear(ctx.padded(out.reshape(ctx.count, -1)), self._out)
 
     def _queries(

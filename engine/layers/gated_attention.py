@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from engine.attention import Scores
 from engine.layers.attention import store
 from engine.layers.norm import rms_norm, sigmoid
 from engine.rope import RopeTable, rotate
@@ -41,6 +42,7 @@ class GatedAttention:
         q, kv = shard.axis(heads, 2 * head_dim), shard.axis(kv_heads, head_dim)
         self._qkv = weights.linear({"q_proj": q, "k_proj": kv, "v_proj": kv}, hidden, bias=bias)
         self._out = weights.linear({"o_proj": hidden}, shard.axis(heads, head_dim), bias=bias)
+        self._scores = Scores(head_dim**-0.5)
         norms = [weights.tensor(f"{name}.weight", head_dim).float() + 1.0 for name in ("q_norm", "k_norm")]
         self._qk_norm_nd = torch.cat((norms[0].expand(self._heads, -1), norms[1].expand(self._kv, -1)))
         for k, n in ((head_dim, BLOCK_TOKENS), (BLOCK_TOKENS, head_dim)):
@@ -57,6 +59,6 @@ class GatedAttention:
         q, k = torch.split(qk, [self._heads, self._kv], dim=1)
         store(buffers["k"], k, plan)
         store(buffers["v"], v[: ctx.count].reshape(ctx.count, -1, dim), plan)
-        out = ctx.attention.attend(q, buffers["k"], buffers["v"], plan, dim**-0.5)
+        out = ctx.attention.attend(q, buffers["k"], buffers["v"], plan, self._scores)
         gated = out.mul_(sigmoid(gate[: ctx.count].float()).to(out.dtype))
         return ctx.linear(ctx.padded(gated.flatten(1)), self._out)

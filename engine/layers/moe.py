@@ -88,7 +88,7 @@ Reader = Callable[[Weights, int, Sizes, Axis], Expert]
 
 def plain_expert(weights: Weights, number: int, sizes: Sizes, units: Axis) -> Expert:
     """An expert with a gate: one by one as published, or fused as [experts, 2 * inner, hidden]."""
-    if not weights.has("gate_up_proj"):
+    if not _fused(weights):
         mine = weights.scope(f"{number}.")
         gate_up = [mine.tensor(f"{name}.weight", units, sizes.hidden) for name in ("gate_proj", "up_proj")]
         return Expert(torch.cat(gate_up), mine.tensor("down_proj.weight", sizes.hidden, units))
@@ -99,7 +99,7 @@ def plain_expert(weights: Weights, number: int, sizes: Sizes, units: Axis) -> Ex
 
 def ungated_expert(weights: Weights, number: int, sizes: Sizes, units: Axis) -> Expert:
     """An expert without a gate: one by one, or fused as [experts, inner, hidden]."""
-    if not weights.has("up_proj"):
+    if not _fused(weights):
         mine = weights.scope(f"{number}.")
         return Expert(
             mine.tensor("up_proj.weight", units, sizes.hidden), mine.tensor("down_proj.weight", sizes.hidden, units)
@@ -114,7 +114,7 @@ def ungated_expert(weights: Weights, number: int, sizes: Sizes, units: Axis) -> 
 def interleaved_expert(weights: Weights, number: int, sizes: Sizes, units: Axis) -> Expert:
     """gpt-oss's: fused, gate and up taking turns, with biases; transposed, or packed in four bits as published."""
     one, both = Axis(sizes.experts, number, 1), Axis(2 * units.whole, 2 * units.first, 2 * units.count)
-    if weights.has("gate_up_proj_blocks"):
+    if weights.has("gate_up_proj_blocks") or weights.has("gate_up_proj_scales"):
         up_nh = weights.mxfp4("gate_up_proj", one, both, sizes.hidden)[0]
         down_hi = weights.mxfp4("down_proj", one, sizes.hidden, units)[0]
     else:
@@ -129,6 +129,11 @@ def interleaved_expert(weights: Weights, number: int, sizes: Sizes, units: Axis)
         # Each rank has a part of the sum; the bias is added once, by the first.
         torch.zeros_like(down_bias_h) if weights.shard.rank and units.divided else down_bias_h,
     )
+
+
+def _fused(weights: Weights) -> bool:
+    """Whether all experts are in one tensor a product. Either one tells, so that the other's absence is named."""
+    return any(weights.has(name) for name in ("gate_up_proj", "up_proj", "down_proj"))
 
 
 def _halves(units: Axis) -> tuple[Axis, Axis]:

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from cache.registry import PoolSetSpec, PoolSpec
 from contracts.model import ModelSpec
-from engine.decoder import Decoder, Layer
+from engine.decoder import Decoder, Layer, PreNormLayer, Sublayer
 from engine.layers.norm import rms_norm
 from engine.shard import WHOLE, Shard
 from engine.weights import Weights
@@ -35,6 +35,8 @@ class StateOptions:
 class Model(ABC):
     """One architecture with the numbers of one checkpoint. Raises `CheckpointError` for numbers that can't be."""
 
+    embed_name, norm_name = "embed_tokens", "norm"
+
     def __init__(self, spec: ModelSpec) -> None:
         config = spec.config
         self.spec, self.config = spec, config
@@ -55,11 +57,21 @@ class Model(ABC):
         """The registry entry of one rank."""
         return PoolSetSpec(options.page_tokens, self.pools(options))
 
+    def pre_norm(self, weights: Weights, mixer: Sublayer, mlp: Sublayer) -> Layer:
+        """A layer of the usual frame, its norms called as in most models."""
+        return PreNormLayer(
+            self.norm_weight(weights, "input_layernorm.weight", self.hidden),
+            mixer,
+            self.norm_weight(weights, "post_attention_layernorm.weight", self.hidden),
+            mlp,
+            self.eps,
+        )
+
     def build(self, weights: Weights) -> Decoder:
         """All of the model. Raises `CheckpointError` for a tensor that is missing or misshapen."""
-        embed = weights.tensor("model.embed_tokens.weight", self.spec.vocab_size, self.hidden)
+        embed = weights.tensor(f"model.{self.embed_name}.weight", self.spec.vocab_size, self.hidden)
         layers = [self.layer(i, weights.scope(f"model.layers.{i}.")) for i in range(self.layers)]
-        norm_h = self.norm_weight(weights, "model.norm.weight", self.hidden)
+        norm_h = self.norm_weight(weights, f"model.{self.norm_name}.weight", self.hidden)
         if self.tied:
             head = weights.made(embed)
         else:

@@ -11,7 +11,7 @@ from typing import cast
 from cache.registry import PoolSpec
 from contracts.model import ModelSpec
 from contracts.rope import read_rope
-from engine.decoder import Layer, PreNormLayer, Sublayer
+from engine.decoder import Layer, Sublayer
 from engine.layers.indexer import Indexer, IndexShape, index_buffers, shared_selection
 from engine.layers.latent import LatentMixer, LatentShape, Selector, latent_buffer
 from engine.layers.mlp import GatedMlp
@@ -73,13 +73,8 @@ class DeepseekV3(Model):
         return (PoolSpec(FULL_POOL, (latent_buffer(self.layers, self.latent, options.dtype),)),)
 
     def layer(self, number: int, weights: Weights) -> Layer:
-        return PreNormLayer(
-            weights.tensor("input_layernorm.weight", self.hidden),
-            self.attention(number, weights.scope("self_attn.")),
-            weights.tensor("post_attention_layernorm.weight", self.hidden),
-            self.mlp(number, weights.scope("mlp.")),
-            self.eps,
-        )
+        attention = self.attention(number, weights.scope("self_attn."))
+        return self.pre_norm(weights, attention, self.mlp(number, weights.scope("mlp.")))
 
     def attention(self, number: int, weights: Weights) -> LatentMixer:
         selector = self.selector(number, weights.scope("indexer."))

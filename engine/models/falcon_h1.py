@@ -10,7 +10,7 @@ from cache.registry import Kind, PoolSpec
 from contracts.fields import Fields
 from contracts.model import ModelSpec
 from engine.decoder import Decoder, Layer, Sublayer
-from engine.layers.attention import HeadAttention, kv_buffers
+from engine.layers.attention import kv_buffers
 from engine.layers.mamba import Mamba2, MambaShape, mamba_buffers, numbers, time_limit
 from engine.layers.mlp import GatedMlp
 from engine.layers.norm import rms_norm, silu
@@ -22,6 +22,8 @@ from engine.weights import Weights
 
 class FalconH1(Llama):
     """``FalconH1ForCausalLM``"""
+
+    norm_name = "final_layernorm"
 
     def __init__(self, spec: ModelSpec) -> None:
         super().__init__(spec)
@@ -45,37 +47,19 @@ class FalconH1(Llama):
             self.factors,
         )
 
-    def attention(self, number: int, weights: Weights) -> HeadAttention:
-        return HeadAttention(
-            weights,
-            Place(FULL_POOL, number),
-            self.rope_table(weights),
-            hidden=self.hidden,
-            heads=self.heads,
-            kv_heads=self.kv_heads,
-            head_dim=self.head_dim,
-            bias=self.attention_bias,
-            out_bias=self.out_bias,
-            # A factor on keys is one on scores.
-            scale=self.head_dim**-0.5 * self.factors.key,
-        )
+    def scale(self) -> float:
+        """With the factor on keys: it is one on scores."""
+        return super().scale() * self.factors.key
 
     def mlp(self, number: int, weights: Weights) -> GatedMlp:
         factor = self.factors.gate
         return GatedMlp(weights, self.hidden, self.inner, bias=self.mlp_bias, activation=lambda x: silu(x.mul_(factor)))
 
     def build(self, weights: Weights) -> Decoder:
-        embed_vh = weights.tensor("model.embed_tokens.weight", self.spec.vocab_size, self.hidden)
-        layers = [self.layer(i, weights.scope(f"model.layers.{i}.")) for i in range(self.layers)]
-        norm_h = weights.tensor("model.final_layernorm.weight", self.hidden)
-        head = weights.made(embed_vh) if self.tied else weights.linear({"lm_head": self.spec.vocab_size}, self.hidden)
-        return Decoder(
-            embed_vh * self.factors.embedding,
-            layers,
-            lambda x: self.norm(x, norm_h),
-            head,
-            logits_scale=self.factors.logits,
-        )
+        decoder = super().build(weights)
+        decoder.embed_vh = decoder.embed_vh * self.factors.embedding  # The head may be the plain one.
+        decoder.logits_scale = self.factors.logits
+        return decoder
 
 
 @dataclass(frozen=True)

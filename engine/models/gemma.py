@@ -12,6 +12,7 @@ from torch import Tensor
 
 from contracts.model import ModelSpec
 from contracts.rope import read_rope
+from engine.attention import Scores
 from engine.decoder import Decoder, Layer
 from engine.layers.attention import store
 from engine.layers.mlp import GatedMlp
@@ -43,7 +44,8 @@ class GemmaAttention:
         """`owner`: the layer keeps keys and values, else it reads those at `place`. Without `values` they are the
         keys, before norm and rope."""
         shard, dim = weights.shard, kind.head_dim
-        self._place, self._dim, self._window, self._scale, self._eps = place, dim, kind.window, scale, model.eps
+        self._place, self._dim, self._eps = place, dim, model.eps
+        self._scores = Scores(scale, kind.window)
         self._rope = kind.rope_table(weights)
         q, kv = shard.axis(model.heads, dim), shard.axis(kind.kv_heads, dim, "key-value heads")
         self._heads, self._kv = q.count // dim, kv.count // dim if owner else 0
@@ -72,7 +74,7 @@ class GemmaAttention:
                 v = rms_norm(v, self._value_norm_d, self._eps)
             store(buffers["k"], k[: ctx.count], plan)
             store(buffers["v"], v[: ctx.count], plan)
-        out = ctx.attention.attend(q[: ctx.count], buffers["k"], buffers["v"], plan, self._scale, window=self._window)
+        out = ctx.attention.attend(q[: ctx.count], buffers["k"], buffers["v"], plan, self._scores)
         return ctx.linear(ctx.padded(out.reshape(ctx.count, -1)), self._out)
 
 

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from contracts.model import ModelSpec
 from contracts.rope import read_rope
-from engine.decoder import Layer, PreNormLayer
+from engine.decoder import Layer
 from engine.layers.attention import HeadAttention
 from engine.layers.moe import MixtureOfExperts, Sizes, clamped_swiglu, interleaved_expert
 from engine.layers.router import ChosenSoftmaxRouter
@@ -38,13 +38,8 @@ class GptOss(WindowModel):
         return weights.tensor(name, size, dtype=torch.float32)
 
     def layer(self, number: int, weights: Weights) -> Layer:
-        return PreNormLayer(
-            self.norm_weight(weights, "input_layernorm.weight", self.hidden),
-            self.attention(number, weights.scope("self_attn.")),
-            self.norm_weight(weights, "post_attention_layernorm.weight", self.hidden),
-            self.experts(weights.scope("mlp.")),
-            self.eps,
-        )
+        attention = self.attention(number, weights.scope("self_attn."))
+        return self.pre_norm(weights, attention, self.experts(weights.scope("mlp.")))
 
     def attention(self, number: int, weights: Weights) -> HeadAttention:
         kind = self.kinds[self.names[number]]

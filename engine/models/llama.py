@@ -5,7 +5,7 @@ from __future__ import annotations
 from cache.registry import PoolSpec
 from contracts.model import ModelSpec
 from contracts.rope import read_rope
-from engine.decoder import Layer, PreNormLayer, Sublayer
+from engine.decoder import Layer, Sublayer
 from engine.layers.attention import HeadAttention, kv_buffers
 from engine.layers.mlp import GatedMlp
 from engine.models.base import FULL_POOL, Model, StateOptions
@@ -58,13 +58,8 @@ class Llama(Model):
         return (PoolSpec(FULL_POOL, buffers),)
 
     def layer(self, number: int, weights: Weights) -> Layer:
-        return PreNormLayer(
-            weights.tensor("input_layernorm.weight", self.hidden),
-            self.attention(number, weights.scope("self_attn.")),
-            weights.tensor("post_attention_layernorm.weight", self.hidden),
-            self.mlp(number, weights.scope("mlp.")),
-            self.eps,
-        )
+        attention = self.attention(number, weights.scope("self_attn."))
+        return self.pre_norm(weights, attention, self.mlp(number, weights.scope("mlp.")))
 
     def attention(self, number: int, weights: Weights) -> HeadAttention:
         return HeadAttention(
@@ -78,7 +73,12 @@ class Llama(Model):
             bias=self.attention_bias,
             out_bias=self.out_bias,
             qk_norm_eps=self.eps if self.qk_norm else None,
+            scale=self.scale(),
         )
+
+    def scale(self) -> float:
+        """The factor on scores."""
+        return float(self.head_dim**-0.5)
 
     def mlp(self, number: int, weights: Weights) -> Sublayer:
         return GatedMlp(weights, self.hidden, self.inner, bias=self.mlp_bias)

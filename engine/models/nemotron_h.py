@@ -9,7 +9,7 @@ from torch import Tensor
 from cache.registry import Kind, PoolSpec
 from contracts.fields import Fields
 from contracts.model import ModelSpec
-from engine.decoder import Decoder, Layer, Sublayer
+from engine.decoder import Layer, Sublayer
 from engine.layers.attention import HeadAttention, kv_buffers
 from engine.layers.mamba import Mamba2, MambaShape, mamba_buffers, time_limit
 from engine.layers.mlp import PlainMlp
@@ -26,6 +26,8 @@ _SPELLINGS = {kind: kind for kind in _LETTERS.values()} | {"mamba": "linear_atte
 
 class NemotronH(Model):
     """``NemotronHForCausalLM``. A checkpoint's multi-token-prediction layers (``mtp.*``) are left unused."""
+
+    embed_name, norm_name = "embeddings", "norm_f"
 
     def __init__(self, spec: ModelSpec) -> None:
         super().__init__(spec)
@@ -73,7 +75,7 @@ class NemotronH(Model):
         return PoolSpec(FULL_POOL, full), PoolSpec(STATE_POOL, state, Kind.STATE)
 
     def layer(self, number: int, weights: Weights) -> Layer:
-        norm_h = weights.tensor("norm.weight", self.hidden).float()
+        norm_h = self.norm_weight(weights, "norm.weight", self.hidden)
         return _OneMixer(norm_h, self.mixer(number, weights.scope("mixer.")), self.eps)
 
     def mixer(self, number: int, weights: Weights) -> Sublayer:
@@ -116,12 +118,8 @@ class NemotronH(Model):
             weights, router, sizes, read=ungated_expert, activation=relu_squared, shared=shared
         )  # fmt: skip
 
-    def build(self, weights: Weights) -> Decoder:
-        embed_vh = weights.tensor("model.embeddings.weight", self.spec.vocab_size, self.hidden)
-        layers = [self.layer(i, weights.scope(f"model.layers.{i}.")) for i in range(self.layers)]
-        norm_h = weights.tensor("model.norm_f.weight", self.hidden).float()
-        head = weights.made(embed_vh) if self.tied else weights.linear({"lm_head": self.spec.vocab_size}, self.hidden)
-        return Decoder(embed_vh, layers, lambda x: rms_norm(x, norm_h, self.eps), head)
+    def norm_weight(self, weights: Weights, name: str, size: int) -> Tensor:
+        return weights.tensor(name, size).float()
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,7 @@ from torch import Tensor
 from cache.registry import Kind, PoolSpec
 from contracts.model import ModelSpec
 from contracts.rope import read_rope
-from engine.decoder import Layer, PreNormLayer, Sublayer
+from engine.decoder import Layer, Sublayer
 from engine.layers.attention import kv_buffers
 from engine.layers.delta import DeltaShape, GatedDelta, Projection, delta_buffers, grouped, separate
 from engine.layers.gated_attention import GatedAttention
@@ -76,13 +76,7 @@ class Qwen3Next(Model):
         return self.kinds[:before].count(kind)
 
     def layer(self, number: int, weights: Weights) -> Layer:
-        return PreNormLayer(
-            self.norm_weight(weights, "input_layernorm.weight", self.hidden),
-            self.mixer(number, weights),
-            self.norm_weight(weights, "post_attention_layernorm.weight", self.hidden),
-            self.mlp(number, weights.scope("mlp.")),
-            self.eps,
-        )
+        return self.pre_norm(weights, self.mixer(number, weights), self.mlp(number, weights.scope("mlp.")))
 
     def mixer(self, number: int, weights: Weights) -> Sublayer:
         kind = self.kinds[number]

@@ -149,9 +149,9 @@ void take_block(const AttentionShape &a, const Sequence &seq, const T *k_pages, 
     // A head's rows lie far apart, which no hardware foresees.
     for (long at = begin + BLOCK; at < std::min(begin + 2 * BLOCK, end); at++) {
         const long next = a.offset(seq, at, kv_head);
-        for (long d = 0; d < a.dim; d += 64 / sizeof(T)) __builtin_prefetch(k_pages + next + d);
+        for (long d = 0; d < a.dim; d += 64 / sizeof(T)) __builtin_prefetch(k_pages + next + d, 0, 2);
         if (v_pages == k_pages) continue;
-        for (long d = 0; d < a.value_dim; d += 64 / sizeof(T)) __builtin_prefetch(v_pages + next + d);
+        for (long d = 0; d < a.value_dim; d += 64 / sizeof(T)) __builtin_prefetch(v_pages + next + d, 0, 2);
     }
     for (long group = 0; group < BLOCK; group += LANES)
         for (long word = 0; word < words; word += LANES) {

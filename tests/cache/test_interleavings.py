@@ -26,6 +26,9 @@ MET = (
     "tombstone healed",
     "retracted",
     "resumed",
+    "retracted beside the tree's own pages",
+    "resumed beside the tree's own pages",
+    "parked on storage",
 )
 
 

@@ -51,10 +51,13 @@ def prompts(seed: int, *lengths: int) -> list[list[int]]:
     return [[rng.randrange(VOCAB) for _ in range(n)] for n in lengths]
 
 
-def far_rows(oracle: Oracle, tokens: list[int], got: Tensor) -> int:
-    """Rows of logits further from the oracle's than 4 times its own difference between one shot and chunks."""
-    want = oracle.logits(tokens)
-    allowed = 4 * max(float((oracle.chunked_logits(tokens, chunk) - want).abs().max()) for chunk in (64, 1))
+def far_rows(oracle: Oracle, tokens: list[int], got: Tensor, singles: int = 20) -> int:
+    """Rows of logits further from the oracle's than 4 times its own difference between one shot and chunks, and one
+    shot and twice so many single tokens."""
+    want, length = oracle.logits(tokens), len(tokens)
+    alone, rest = [1] * singles, length - 2 * singles
+    ways = ([64, 64, length - 128], [rest // 3, *alone, rest // 3, *alone, rest - 2 * (rest // 3)])
+    allowed = 4 * max(float((oracle.chunked_logits(tokens, cuts) - want).abs().max()) for cuts in ways)
     worst_t = (got - want).abs().amax(1)
     print(f"furthest rows {worst_t.topk(5).values.tolist()}, allowed {allowed}")
     return int((worst_t > allowed).sum())
@@ -85,7 +88,9 @@ def test_float32_gives_the_oracles_greedy_tokens_and_logits(
 def test_bfloat16_logits_are_the_oracles_within_its_own_difference(family: Family, oracle_of: MakeOracle) -> None:
     folder = family(name="deepseek_v3", dtype="bfloat16", initializer_range=0.08)
     (tokens,) = prompts(3, 200)
-    assert far_rows(oracle_of(folder), tokens, Bench(folder).forced(tokens, [150, *[1] * 50])) == 0
+    got = Bench(folder).forced(tokens, [150, *[1] * 50])
+    # One last bit may send a token to another expert, in the oracle as well: all of its positions are tried.
+    assert far_rows(oracle_of(folder), tokens, got, singles=98) == 0
 
 
 @pytest.mark.slow

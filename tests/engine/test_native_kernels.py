@@ -14,7 +14,7 @@ from torch import Tensor
 from contracts.config import EngineConfig
 from contracts.errors import ConfigError
 from engine import native
-from engine.attention import make_plan
+from engine.attention import Scores, make_plan
 from engine.engine import kernels_for_config
 from engine.layers.norm import rms_norm, silu
 from engine.native import build
@@ -145,7 +145,7 @@ def attended(
     starts, counts = [start for _, start, _ in rows], [count for *_, count in rows]
     plan = make_plan(starts, counts, tables, page_tokens, CPU)
     queries = [draw(30 + sequence, 400, 6, 40, dtype=dtype)[start : start + count] for sequence, start, count in rows]
-    return attention.attend(torch.cat(queries), k_pages, v_pages, plan, 0.3)
+    return attention.attend(torch.cat(queries), k_pages, v_pages, plan, Scores(0.3))
 
 
 def test_attention_is_the_twins_and_the_same_bits_in_any_company(kernels: Kernels, dtype: torch.dtype) -> None:

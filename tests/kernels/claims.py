@@ -17,31 +17,34 @@ import torch
 
 ROOT = Path(__file__).resolve().parents[2]
 
-Verdicts = dict[str, str | None]
-"""Claim -> null, or the traceback of its failure."""
+Said = dict[str, Any]
+"""One script's JSON: from a claim to null or the traceback of its failure, or from a kernel to what is in its code."""
 
 
-def names(script: Path) -> list[str]:
-    return re.findall(r"^def (claim_\w+)", script.read_text(), re.MULTILINE)
+def names(script: str) -> list[str]:
+    """The claims of a script of this folder."""
+    return re.findall(r"^def (claim_\w+)", Path(__file__).with_name(script).read_text(), re.MULTILINE)
 
 
-def interpret(script: Path) -> Verdicts:
-    """Run all claims of `script` in the interpreter; triton is part of the development set-up."""
+def run_script(script: Path, cache: Path) -> Said:
+    """The JSON that a script of this folder prints: one that compiles for a GPU, by its name, or one for the
+    interpreter. `cache`: an empty folder for what is compiled."""
     assert importlib.util.find_spec("triton"), "triton is missing: install the development requirements"
-    environment = {**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": str(ROOT)}
-    command = [sys.executable, str(script)]
+    interpreted = "0" if script.name.startswith("compiled") else "1"
+    environment = {**os.environ, "TRITON_INTERPRET": interpreted, "TRITON_CACHE_DIR": str(cache)}
     done = subprocess.run(
-        command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=400, check=False
+        [sys.executable, str(script)], cwd=ROOT, env=environment | {"PYTHONPATH": str(ROOT)}, capture_output=True,
+        text=True, timeout=400, check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
-    out: Verdicts = json.loads(done.stdout)
+    out: Said = json.loads(done.stdout)
     return out
 
 
 def answer(namespace: Mapping[str, Any]) -> None:
     """What such a script does in the end: try each claim, print the verdicts as JSON."""
     torch.set_num_threads(1)
-    verdicts: Verdicts = {}
+    verdicts: Said = {}
     for name, claim in list(namespace.items()):
         if name.startswith("claim_"):
             try:

@@ -2,40 +2,22 @@
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
-import sys
-from pathlib import Path
-
 import pytest
 
-from tests.kernels.claims import ROOT, Verdicts, interpret, names
+from tests.kernels.claims import Said, names
 
-SCRIPT = Path(__file__).with_name("interpreted_recurrence.py")
+SCRIPT = "interpreted_recurrence.py"
 
-pytestmark = pytest.mark.slow
-
-
-@pytest.fixture(scope="module")
-def verdicts() -> Verdicts:
-    return interpret(SCRIPT)
+pytestmark = [pytest.mark.slow, pytest.mark.runs(SCRIPT)]
 
 
 @pytest.mark.parametrize("claim", names(SCRIPT))
-def test_in_the_interpreter(claim: str, verdicts: Verdicts) -> None:
-    assert verdicts[claim] is None, verdicts[claim]
+def test_in_the_interpreter(claim: str, said: Said) -> None:
+    assert said[claim] is None, said[claim]
 
 
 @pytest.mark.soak
-def test_every_kernel_compiles_and_float32_is_never_multiplied_as_tf32(tmp_path: Path) -> None:
-    script = SCRIPT.with_name("compiled_recurrence.py")
-    environment = {**os.environ, "TRITON_INTERPRET": "0", "PYTHONPATH": str(ROOT), "TRITON_CACHE_DIR": str(tmp_path)}
-    command = [sys.executable, str(script)]
-    done = subprocess.run(
-        command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=150, check=False
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr
-    findings: dict[str, bool] = json.loads(done.stdout)
-    assert len(findings) == 4 * 2
-    assert not any(findings.values())
+@pytest.mark.runs("compiled_recurrence.py")
+def test_every_kernel_compiles_and_float32_is_never_multiplied_as_tf32(said: Said) -> None:
+    assert len(said) == 4 * 2
+    assert not any(said.values())

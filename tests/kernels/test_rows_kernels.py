@@ -2,22 +2,15 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
 
-from tests.kernels.claims import Verdicts, interpret, names
+from tests.kernels.claims import Said, names
 
-SCRIPT = Path(__file__).with_name("interpreted_rows.py")
+SCRIPT = "interpreted_rows.py"
 
-pytestmark = pytest.mark.slow
-
-
-@pytest.fixture(scope="module")
-def verdicts() -> Verdicts:
-    return interpret(SCRIPT)
+pytestmark = [pytest.mark.slow, pytest.mark.runs(SCRIPT)]
 
 
 @pytest.mark.parametrize("claim", names(SCRIPT))
-def test_in_the_interpreter(claim: str, verdicts: Verdicts) -> None:
-    assert verdicts[claim] is None, verdicts[claim]
+def test_in_the_interpreter(claim: str, said: Said) -> None:
+    assert said[claim] is None, said[claim]

@@ -18,9 +18,13 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[2]
 FOLDER = Path(__file__).resolve().parent
 HAZARDS = tuple(
-    [f"A{n}" for n in range(1, 10)] + ["A11", "A12"] + [f"B{n}" for n in range(1, 11)] + [f"C{n}" for n in range(1, 5)]
+    [f"A{n}" for n in range(1, 10)]
+    + ["A11", "A12"]
+    + [f"B{n}" for n in range(1, 11)]
+    + [f"C{n}" for n in range(1, 5)]
+    + ["C10"]
 )
-"""Those that concern the state plane, and C4."""
+"""Those that concern the state plane, and C4 and C10."""
 
 
 @dataclass(frozen=True)

@@ -16,12 +16,15 @@ from dataclasses import dataclass, field
 from contracts.errors import ErrorKind
 from contracts.ids import Incarnation, RequestId, Role, RoomId, WorkerName
 from contracts.messages import (
+    Audit,
+    Audited,
     Cancel,
     CheckReport,
     Command,
     Done,
     Event,
     Fits,
+    Forget,
     Progress,
     PromptScores,
     Submit,
@@ -175,6 +178,10 @@ class FakeWorker:
         self.counters: dict[str, float] = {}
         self.submits: list[Submit] = []
         self.cancels: list[Cancel] = []
+        self.audits: list[Audit] = []
+        self.forgets: list[Forget] = []
+        self.audited: Callable[[Audit], Audited] | None = None
+        """What it says to an audit; None: nothing."""
         self.legs: dict[RequestId, Leg] = {}
         self.sessions: list[FakeSession] = []
         self._scheduled = False
@@ -202,6 +209,14 @@ class FakeWorker:
             leg = self.legs.get(command.request_id)
             if leg and leg.session is session and leg.submit.attempt <= command.attempt:
                 del self.legs[command.request_id]
+            return
+        if isinstance(command, Audit):
+            self.audits.append(command)
+            if self.audited is not None:
+                asyncio.get_running_loop().call_soon(session.on_events, [self.audited(command)])
+            return
+        if isinstance(command, Forget):
+            self.forgets.append(command)
             return
         self.submits.append(command)
         key = (command.request_id, command.attempt)

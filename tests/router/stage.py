@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import itertools
 from collections import deque
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from contracts.clock import ManualClock
-from contracts.config import RouterConfig
+from contracts.config import AuditConfig, RouterConfig
 from contracts.ids import RequestId, Role, RoomId
-from contracts.messages import Cancel, Done, Event, Submit
+from contracts.messages import Audit, Cancel, Done, Event, Forget, Submit
 from contracts.sampling import SamplingParams, TokenLogprob
+from router.audits import Finding
 from router.brain import Brain, Deliver, End, Replay, Scores, Send
 from router.request import Request
 from router.workers import WorkerKey, prefix_hashes
@@ -29,11 +31,11 @@ class StageLeg:
 class Stage:
     """Workers without any I/O, and a brain that believes in them."""
 
-    def __init__(self, prefill: int = 2, decode: int = 2, **config: Any) -> None:
+    def __init__(self, prefill: int = 2, decode: int = 2, audit: Mapping[str, Any] = {}, **config: Any) -> None:
         self.clock = ManualClock(100.0)
         self.cluster = FakeCluster(prefill, decode)
         rooms = (f"room-{i}" for i in itertools.count())
-        self.brain = Brain(RouterConfig(**config), self.clock, lambda: next(rooms))
+        self.brain = Brain(RouterConfig(**config), self.clock, lambda: next(rooms), AuditConfig(**audit))
         self.legs: dict[tuple[str, RequestId], StageLeg] = {}
         self.said: list[tuple[WorkerKey, Event]] = []
         self.submits: list[tuple[WorkerKey, Submit]] = []
@@ -43,6 +45,9 @@ class Stage:
         self.logprobs: dict[RequestId, list[TokenLogprob]] = {}
         self.scores: dict[RequestId, tuple[TokenLogprob, ...]] = {}
         self.ends: dict[RequestId, Done] = {}
+        self.audits: list[tuple[WorkerKey, Audit]] = []
+        self.findings: list[Finding] = []
+        self.forgets: list[tuple[WorkerKey, Forget]] = []
         self.requests: dict[RequestId, Request] = {}
         self.view()
         for name in self.cluster.workers:
@@ -133,6 +138,12 @@ class Stage:
                 case Replay(rid, attempt, reason):
                     assert attempt == self.requests[rid].attempt or rid in self.ends
                     assert reason
+                case Send(worker, Audit() as audit):
+                    self.audits.append((worker, audit))
+                case Send(worker, Forget() as forget):
+                    self.forgets.append((worker, forget))
+                case Finding():
+                    self.findings.append(action)
                 case End(rid, done):
                     assert rid not in self.ends, "an end comes once"
                     self.ends[rid] = done

@@ -91,10 +91,10 @@ def test_what_the_tiers_did_is_in_status_and_metrics(server: Server) -> None:
     of_prefill = 'role="prefill"'
     for sample, value in (
         (f'twinpool_cache_hit_tokens_total{{{of_prefill},tier="host",worker="prefill-0"}}', 64),
-        (f'twinpool_cache_damaged_pages_total{{{of_prefill},where="storage",worker="prefill-0"}}', 2),
+        (f'twinpool_state_damage_total{{{of_prefill},where="storage",worker="prefill-0"}}', 2),
         (f'twinpool_cache_pages{{{of_prefill},tier="host",what="total",worker="prefill-0"}}', 9),
         (f'twinpool_cache_moved_pages_total{{{of_prefill},tier="device",what="loaded",worker="prefill-0"}}', 4),
-        ('twinpool_cache_damaged_pages_total{role="decode",where="transfer",worker="decode-0"}', 1),
+        ('twinpool_state_damage_total{role="decode",where="handover",worker="decode-0"}', 1),
     ):
         assert metric(server, sample) == value
     assert 'worker="prefill-1"' not in "".join(

@@ -80,7 +80,7 @@ class HashPair(Pair):
             return PrefillWorker(name, first, config, engine, seat, sender, waiter, **common)
         receiver = ReceiverEnd(
             name, first, "hash", plane, pools, 16, config.transfer,
-            verify=True, carrier=carrier, clock=self.clock,
+            verify=cache.verify, carrier=carrier, clock=self.clock,
         )  # fmt: skip
         return DecodeWorker(name, first, config, engine, seat, receiver, waiter, **common)
 

@@ -1,0 +1,1 @@
+"""The simulator: whole clusters of the production brains under a virtual clock and one seed."""

@@ -1,0 +1,47 @@
+"""Virtual time: a clock that stands still while code runs, and the list of what happens next."""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Callable
+from dataclasses import dataclass
+
+
+@dataclass(slots=True)
+class Entry:
+    """Something that will happen, unless it is cancelled."""
+
+    run: Callable[[], None] | None
+
+    def cancel(self) -> None:
+        self.run = None
+
+
+class Agenda:
+    """Implements `contracts.clock.Clock`. What is due at the same time happens in the order in which it was entered."""
+
+    def __init__(self) -> None:
+        self._now = 0.0
+        self._heap: list[tuple[float, int, Entry]] = []
+        self._entered = 0
+
+    def now(self) -> float:
+        return self._now
+
+    def after(self, delay_s: float, run: Callable[[], None]) -> Entry:
+        """Have `run` called so many seconds from now; a negative delay is none."""
+        entry = Entry(run)
+        self._entered += 1
+        heapq.heappush(self._heap, (self._now + max(0.0, delay_s), self._entered, entry))
+        return entry
+
+    def next(self) -> bool:
+        """Let the next thing happen; False when nothing is due any more."""
+        while self._heap:
+            at, _, entry = heapq.heappop(self._heap)
+            if entry.run is not None:
+                self._now = at
+                run, entry.run = entry.run, None
+                run()
+                return True
+        return False

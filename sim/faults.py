@@ -1,0 +1,167 @@
+"""What a fault of a plan does to a run. Each ends by itself, and says when."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+from contracts.ids import WorkerName
+from sim.plan import Fault
+from sim.worker import SimHost
+
+if TYPE_CHECKING:
+    from sim.run import Run
+
+RESTART_S = 0.5
+_FAILING = 0.34
+_SLOW = 20.0
+
+
+def schedule(run: Run, fault: Fault) -> float:
+    """Enter a fault into the run's agenda; returns when all of it is over."""
+
+    def begin() -> None:
+        undo = _BEGIN[fault.kind](run, fault)
+        if undo is None:
+            return
+        run.counts[fault.kind] += 1
+        run.say("fault", str(fault))
+        if fault.lasts:
+
+            def end() -> None:
+                run.say("fault", f"over: {fault}")
+                undo()
+
+            run.agenda.after(fault.lasts, end)
+
+    run.agenda.after(fault.at, begin)
+    return fault.at + fault.lasts + RESTART_S
+
+
+def _nothing() -> None:
+    return
+
+
+Undo = Callable[[], None]
+
+
+def _host(run: Run, name: str) -> SimHost | None:
+    host = run.control.hosts.get(WorkerName(name))
+    return host if host is not None and host.process.alive else None
+
+
+def _crash(run: Run, fault: Fault) -> Undo | None:
+    host = _host(run, fault.target)
+    if host is None:
+        return None
+    host.process.die()
+    return _nothing
+
+
+def _stop(run: Run, fault: Fault) -> Undo | None:
+    host = _host(run, fault.target)
+    if host is None or host.process.stopped:
+        return None
+    process = host.process
+    process.stop()
+    run.agenda.after(run.network.timeout_s, lambda: run.network.silence() if process.stopped else None)
+    return process.go_on
+
+
+def _router(run: Run, fault: Fault) -> Undo | None:
+    """Its clients lose their connections, and ask again."""
+    if not run.router.process.alive:
+        return None
+    run.router.process.die()
+    run.agenda.after(RESTART_S, run.restart_router)
+    return _nothing
+
+
+def _halt(run: Run, fault: Fault) -> Undo | None:
+    host = _host(run, fault.target)
+    if host is None or run.plan.shape.plane != "shm":
+        return None
+    process = host.process
+
+    def halt() -> None:
+        run.say("fault", f"{process} stands still in mid-write for {fault.lasts:.2f} s")
+        process.stop()
+        run.agenda.after(run.network.timeout_s, lambda: run.network.silence() if process.stopped else None)
+        run.agenda.after(fault.lasts, process.go_on)
+
+    host.built.plane.halt = halt
+    return _nothing
+
+
+def _drain(run: Run, fault: Fault) -> Undo | None:
+    name = WorkerName(fault.target)
+    if not run.router.process.alive or not run.router.drain(name):
+        return None
+    return lambda: _undrain(run, name)
+
+
+def _undrain(run: Run, name: WorkerName) -> None:
+    if run.router.process.alive:
+        run.router.drain(name, undo=True)
+
+
+def _stall(run: Run, fault: Fault) -> Undo | None:
+    run.network.part(fault.target, fault.other)
+    return lambda: run.network.join(fault.target, fault.other)
+
+
+def _reset(run: Run, fault: Fault) -> Undo | None:
+    lost = run.network.reset(fault.target, fault.other)
+    run.say("fault", f"{lost} messages are lost")
+    return _nothing
+
+
+def _slow(run: Run, fault: Fault) -> Undo | None:
+    run.network.slow = _SLOW
+
+    def end() -> None:
+        run.network.slow = 1.0
+
+    return end
+
+
+def _corrupt(run: Run, fault: Fault) -> Undo | None:
+    run.world.damage.due += 1
+    return _nothing
+
+
+def _errors(run: Run, fault: Fault) -> Undo | None:
+    store = run.store
+    if store is None:
+        return None
+    store.failing = _FAILING
+
+    def end() -> None:
+        store.failing = 0.0
+
+    return end
+
+
+def _rot(run: Run, fault: Fault) -> Undo | None:
+    return _nothing if run.store is not None and run.store.damage() else None
+
+
+def _forget(run: Run, fault: Fault) -> Undo | None:
+    return _nothing if run.store is not None and run.store.lose() else None
+
+
+_BEGIN: dict[str, Callable[[Run, Fault], Undo | None]] = {
+    "crash": _crash,
+    "stop": _stop,
+    "halt": _halt,
+    "router": _router,
+    "drain": _drain,
+    "stall": _stall,
+    "partition": _stall,
+    "reset": _reset,
+    "slow": _slow,
+    "corrupt": _corrupt,
+    "errors": _errors,
+    "rot": _rot,
+    "forget": _forget,
+}

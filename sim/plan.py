@@ -1,0 +1,225 @@
+"""What a seed stands for: a cluster, what is asked of it, and what goes wrong.
+
+A plan is a value, apart from running it. So a failing one can be made smaller (`sim.shrink`) and run again, and what is
+drawn in a run (delays, say) is drawn from another stream than what is drawn here.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from cache.registry import BufferSpec, Index, Kind, PoolSetSpec, PoolSpec
+from sim.engine import VOCABULARY, recite
+
+CONTEXT = 96
+STEP_TOKENS = 8
+"""Token budget of a prefill step: prompts take several."""
+
+
+@dataclass(frozen=True, slots=True)
+class Ask:
+    """One client's request."""
+
+    number: int
+    at: float
+    prompt: tuple[int, ...]
+    max_tokens: int
+    seed: int
+    stops: tuple[int, ...] = ()
+    leaves_at: float | None = None
+    """When the client hangs up, if it still waits."""
+    enough: int | None = None
+    """The client has what it wanted after so many tokens, as with a stop string."""
+    deadline_s: float = 600.0
+
+
+@dataclass(frozen=True, slots=True)
+class Fault:
+    """Something that goes wrong, or that an operator does."""
+
+    kind: str
+    at: float
+    target: str = ""
+    other: str = ""
+    lasts: float = 0.0
+
+    def __str__(self) -> str:
+        between = f" and {self.other}" if self.other else ""
+        return f"{self.kind} {self.target}{between}" + (f" for {self.lasts:.2f} s" if self.lasts else "")
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """The cluster."""
+
+    prefill: int
+    decode: int
+    pools: str
+    """``full``, ``window``, ``state`` or ``all``."""
+    page_tokens: int
+    plane: str
+    lazy: bool
+    """Devices run operations late, in any order that is allowed."""
+    delay_s: float
+    step_s: float
+    nodes: int
+    config: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """See the module's prose."""
+
+    seed: int
+    shape: Shape
+    asks: tuple[Ask, ...]
+    faults: tuple[Fault, ...]
+
+
+def pool_set(name: str, page_tokens: int) -> PoolSetSpec:
+    """A few bytes for each position and kind of state."""
+    u8 = torch.uint8
+    full = PoolSpec("full", (BufferSpec("kv", 2, (8,), u8),))
+    window = PoolSpec("window", (BufferSpec("kv", 1, (8,), u8),), Kind.WINDOW, 7)
+    state = PoolSpec("state", (BufferSpec("s", 1, (16,), u8, Index.SLOT),), Kind.STATE)
+    chosen = {"full": (full,), "window": (full, window), "state": (full, state), "all": (full, window, state)}
+    return PoolSetSpec(page_tokens, chosen[name])
+
+
+def draw(seed: int) -> Plan:
+    """The plan of a seed."""
+    rng = random.Random(f"plan {seed}")
+    shape = _shape(rng)
+    asks = _asks(rng, shape)
+    return Plan(seed, shape, asks, _faults(rng, shape, asks))
+
+
+def _shape(rng: random.Random) -> Shape:
+    page = rng.choice((2, 4, 4, 4, 8))
+    plane = rng.choice(("shm", "shm", "zmq"))
+    return Shape(
+        prefill=rng.choice((1, 2, 2, 3)),
+        decode=rng.choice((1, 2, 2, 3)),
+        pools=rng.choice(("full", "full", "window", "state", "all")),
+        page_tokens=page,
+        plane=plane,
+        lazy=rng.random() < 0.3,
+        delay_s=rng.choice((0.0002, 0.002, 0.02)),
+        step_s=rng.choice((0.002, 0.02, 0.08)),
+        nodes=1 if plane == "shm" else rng.randint(1, 3),
+        config=_config(rng, page),
+    )
+
+
+def _config(rng: random.Random, page: int) -> dict[str, Any]:
+    cache: dict[str, Any] = {
+        "page_tokens": page,
+        "prefix_reuse": rng.random() < 0.85,
+        "eviction": rng.choice(("lru", "lfu", "fifo", "priority", "slru")),
+    }
+    if rng.random() < 0.6:
+        cache["host_bytes"] = rng.choice((1, 2, 6)) * CONTEXT * 32
+        cache["write_policy"] = rng.choice(("through", "selective", "back"))
+        cache["load_back"] = rng.choice(("auto", "always", "always", "never"))
+        if rng.random() < 0.6:
+            cache["storage"] = {"backend": "memory", "max_bytes": rng.choice((4096, 65536, 1 << 20))}
+            cache["prefetch"] = {
+                "policy": rng.choice(("best_effort", "wait_complete", "timeout")),
+                "batch_pages": rng.choice((1, 4)),
+            }
+    tight = rng.random() < 0.6
+    return {
+        "cache": cache,
+        "prefill": {
+            "chunk_tokens": STEP_TOKENS,
+            "max_running": rng.choice((1, 2, 8)),
+            "cache": _sizes(rng, page, tight),
+        },
+        "decode": {
+            "max_batch_tokens": rng.choice((1, 3, 16)),
+            "metadata_slots": rng.choice((1, 2, 8)),
+            "cache": _sizes(rng, page, tight),
+        },
+    }
+
+
+def _sizes(rng: random.Random, page: int, tight: bool) -> dict[str, int]:
+    """A pool holds the longest request; how much more than that decides whether requests wait for each other."""
+    tokens = CONTEXT + page * rng.randrange(0, CONTEXT // page // (2 if tight else 1) * (1 if tight else 4))
+    return {"device_tokens": tokens, "device_requests": rng.randint(1, 2) if tight else rng.randint(2, 8)}
+
+
+def _asks(rng: random.Random, shape: Shape) -> tuple[Ask, ...]:
+    """Conversations: some go on from what was said, some share what they begin with."""
+    spec = pool_set(shape.pools, shape.page_tokens)
+    system = [rng.randrange(VOCABULARY) for _ in range(rng.randint(0, 20))]
+    said: list[list[int]] = []
+    asks: list[Ask] = []
+    at, impatient = 0.5, rng.choice((0.1, 0.1, 0.1, 0.5))
+    length = rng.choice((4, 12, 40))
+    for number in range(rng.choice((3, 6, 12, 24))):
+        at += rng.choice((0.0, 0.01, 0.1, 0.5, 1.0)) * rng.expovariate(1.0)
+        words = list(rng.choice(said)) if said and rng.random() < 0.5 else list(system if rng.random() < 0.6 else [])
+        words += [rng.randrange(VOCABULARY) for _ in range(rng.randint(1, length))]
+        words = words[: CONTEXT - 26]
+        most = rng.choice((1, 2, 5, 12, 24))
+        stops = tuple(rng.sample(range(VOCABULARY), rng.choice((0, 0, 4))))
+        ask = Ask(
+            number, at, tuple(words), most, rng.randrange(1 << 32), stops,
+            leaves_at=at + rng.expovariate(2.0) if rng.random() < impatient else None,
+            enough=rng.randint(1, 4) if rng.random() < 0.08 else None,
+            deadline_s=rng.expovariate(1.0) + 0.01 if rng.random() < 0.05 else 600.0,
+        )  # fmt: skip
+        asks.append(ask)
+        said.append([*words, *recite(spec, words, ask.seed, most, stops)])
+    return tuple(asks)
+
+
+def _faults(rng: random.Random, shape: Shape, asks: Sequence[Ask]) -> tuple[Fault, ...]:
+    """None in some plans; in others some of a few kinds, so that each meets the others."""
+    count = rng.choice((0, 2, 5, 10, 16))
+    names = [f"prefill-{n}" for n in range(shape.prefill)] + [f"decode-{n}" for n in range(shape.decode)]
+    kinds = rng.sample(list(KINDS), rng.randint(1, 5))
+    faults = []
+    for _ in range(count):
+        kind = rng.choice(kinds)
+        # Where something is under way.
+        at = rng.choice(asks).at + rng.expovariate(2.0)
+        lasts = rng.choice((0.05, 0.5, 2.0, 6.0)) * rng.uniform(0.5, 1.5)
+        target, other = rng.sample([*names, "router-0"], 2) if kind in PAIRS else (rng.choice(names), "")
+        if kind == "halt":
+            # Decode doesn't write. Long enough for the room to be given up, too short for the writer to be killed.
+            target, lasts = rng.choice(names[: shape.prefill]), rng.uniform(0.3, 3.5)
+        if kind in WHOLE:
+            target = ""
+        if kind == "partition":
+            target, other = f"node-{rng.randrange(shape.nodes)}", "*"
+        faults.append(Fault(kind, at, target, other, lasts if kind in LASTING else 0.0))
+    return tuple(sorted(faults, key=lambda f: f.at))
+
+
+PAIRS = ("reset", "stall")
+"""Faults between two processes."""
+WHOLE = ("router", "errors", "rot", "forget", "slow", "corrupt")
+"""Faults of the whole cluster."""
+LASTING = ("stop", "halt", "stall", "partition", "errors", "slow", "drain")
+KINDS = {
+    "crash": "a worker's process dies",
+    "stop": "a worker's process stands still for a while",
+    "halt": "a worker's process stands still in the middle of its next write, for a while",
+    "router": "the router's process dies and is started again",
+    "drain": "an operator drains a worker, and takes it back after a while if it is still there",
+    "stall": "two processes don't reach each other for a while",
+    "partition": "a node reaches no other for a while",
+    "reset": "the connections between two processes are reset",
+    "slow": "the network is twenty times as slow for a while",
+    "corrupt": "a byte of the next write of pages flips on its way",
+    "errors": "storage fails one operation in three for a while",
+    "rot": "a byte of an object on storage flips",
+    "forget": "storage loses all objects",
+}

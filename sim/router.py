@@ -1,0 +1,268 @@
+"""The router's process: the production `Brain`, and what the router's fleet and service do around it, as events."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from contracts.ids import RequestId, WorkerName
+from contracts.messages import Command, Event, Progress, WorkerStatus
+from contracts.ports import SessionId, WorkerView
+from contracts.sampling import SamplingParams
+from router.brain import Brain, Deliver, End, Replay, Send
+from router.fleet import REACHABLE, RETRY_FIRST_S, RETRY_MOST_S
+from router.request import Request
+from router.service import TICK_S
+from router.workers import WorkerKey, prefix_hashes
+from sim.control import SimControl
+from sim.plan import Ask
+from sim.worker import SimHost, World
+
+KEEPALIVE_S = 20.0
+"""After so long without a sign of life gRPC closes a connection: `keepalive_time` and `keepalive_timeout`."""
+CONNECT_S = 5.0
+
+
+class Link:
+    """The router's connection to one incarnation of one worker, made again whenever it ends."""
+
+    def __init__(self, router: SimRouter, key: WorkerKey, host: SimHost) -> None:
+        self.router, self.key, self.host = router, key, host
+        self.closed = False
+        self._pause = RETRY_FIRST_S
+        self._number = 0
+        self._session: SessionId | None = None
+        self._connect()
+
+    def _connect(self) -> None:
+        """Ask for a session; what belongs to an earlier try counts no more."""
+        if self.closed:
+            return
+        self._number += 1
+        number, network = self._number, self.router.world.exchange.network
+        mine, theirs = self.router.process, self.host.process
+        self._heard = self.router.world.agenda.now()
+        self.linked = False
+        self._there = network.pipe(mine, theirs, lambda: self._broken(number, "the connection was reset"))
+        self._back = network.pipe(theirs, mine)
+        there, back = self._there, self._back
+
+        def arrived() -> None:
+            session = self.host.open_session(
+                lambda events: back.send(lambda: self._events(number, events)),
+                lambda reason: back.send(lambda: self._broken(number, reason)),
+            )
+            if session is None:
+                back.send(lambda: self._broken(number, "the worker has ended"))
+            else:
+                self._session = session
+                mine.on_death(lambda: there.send(lambda: self.host.close_session(session)))
+                back.send(lambda: self._opened(number))
+
+        if theirs.alive:
+            there.send(lambda: theirs.do(arrived))
+        else:
+            self.router.process.later(0.001, lambda: self._broken(number, "connection refused"))
+        self._watch(number)
+
+    def _watch(self, number: int) -> None:
+        """Keepalive: a connection through which nothing comes back is closed."""
+
+        def look() -> None:
+            if self.closed or number != self._number:
+                return
+            network, now = self.router.world.exchange.network, self.router.world.agenda.now()
+            answers = not self.host.process.stopped and network.reaches(self.router.process, self.host.process)
+            if answers:
+                self._heard = now
+            silent = now - self._heard
+            if silent >= (KEEPALIVE_S if self.linked else CONNECT_S):
+                self._broken(number, "nothing was heard of it for too long")
+            else:
+                self.router.process.later(1.0, look)
+
+        self.router.process.later(1.0, look)
+
+    def _opened(self, number: int) -> None:
+        if number == self._number and not self.closed:
+            self.linked, self._pause = True, RETRY_FIRST_S
+            self.router.linked(self.key)
+
+    def _events(self, number: int, events: Sequence[Event]) -> None:
+        if number == self._number and not self.closed:
+            self.router.events(self.key, events)
+
+    def _broken(self, number: int, reason: str) -> None:
+        if number != self._number or self.closed:
+            return
+        self._hang_up()
+        self._number += 1
+        if self.linked:
+            self.linked = False
+            self.router.unlinked(self.key, reason)
+        self.router.process.later(self._pause, self._connect)
+        self._pause = min(2 * self._pause, RETRY_MOST_S)
+
+    def _hang_up(self) -> None:
+        session, self._session = self._session, None
+        if session is not None:
+            self._there.send(lambda: self.host.close_session(session))
+
+    def send(self, commands: list[Command]) -> None:
+        if self.linked and self._session is not None:
+            session = self._session
+            self._there.send(lambda: self.host.send(session, commands))
+
+    def close(self) -> None:
+        self._hang_up()
+        self.closed = True
+        if self.linked:
+            self.linked = False
+            self.router.unlinked(self.key, "the controller no longer shows it as alive")
+
+
+class SimRouter:
+    """One start of the router. Clients are told of tokens and ends by `on_tokens` and `on_end`."""
+
+    def __init__(
+        self,
+        world: World,
+        control: SimControl,
+        number: int,
+        on_tokens: Callable[[Ask, Sequence[int]], None],
+        on_end: Callable[[Ask, End], None],
+    ) -> None:
+        self.world, self.control = world, control
+        self.process = control.new_process(f"router-0#{number}", "node-head")
+        self.brain = Brain(world.config.router, world.agenda, self._mint)
+        self.links: dict[WorkerKey, Link] = {}
+        self._on_tokens, self._on_end = on_tokens, on_end
+        self._asks: dict[RequestId, Ask] = {}
+        self._number, self._rooms = number, 0
+        watched = world.exchange.network.pipe(control.process, self.process)
+
+        def watch(views: tuple[WorkerView, ...]) -> None:
+            watched.send(lambda: self.process.do(lambda: self._viewed(views)))
+
+        control.watchers.append(watch)
+        self.process.on_death(lambda: control.watchers.remove(watch))
+        watch(control.brain.views())
+        self._tick()
+
+    def _mint(self) -> str:
+        self._rooms += 1
+        return f"room-{self._number}.{self._rooms}"
+
+    # ------------------------------------------------------------ clients
+
+    def submit(self, ask: Ask, request_id: RequestId) -> None:
+        now = self.world.agenda.now()
+        sampling = SamplingParams(max_tokens=ask.max_tokens, seed=ask.seed, stop_token_ids=ask.stops)
+        self._asks[request_id] = ask
+        hashes = prefix_hashes(ask.prompt)
+        self.brain.submit(
+            Request(request_id, ask.prompt, sampling, now=now, deadline=now + ask.deadline_s, hashes=hashes)
+        )
+        self._act()
+
+    def cancel(self, request_id: RequestId, *, finished: bool = False) -> None:
+        """The client has left, or has what it wanted."""
+        self._asks.pop(request_id, None)
+        self.brain.cancel(request_id, finished=finished)
+        self._act()
+
+    def drain(self, name: WorkerName, *, undo: bool = False) -> bool:
+        """What the operators' endpoints do; False where they would refuse."""
+        entry = self.brain.workers.named(name)
+        link = self.links.get(entry.key) if entry is not None else None
+        if entry is None or link is None or not link.linked:
+            return False
+        serving = self.brain.serving(entry.record.role)
+        if not undo and (entry.status.state != "ready" or serving == [entry]):
+            return False
+        host, pipe = link.host, self.world.exchange.network.pipe(self.process, link.host.process)
+        back = self.world.exchange.network.pipe(link.host.process, self.process)
+
+        def answer() -> None:
+            status = host.worker.status()
+            back.send(lambda: self.process.do(lambda: self._status(status)))
+
+        def tell() -> None:
+            host.call(lambda worker: worker.undrain() if undo else worker.drain())
+            host.call(lambda worker: answer())
+
+        pipe.send(tell)
+        return True
+
+    def _status(self, status: WorkerStatus) -> None:
+        self.brain.on_status(status)
+        self._act()
+
+    # ------------------------------------------------------------ events in, actions out
+
+    def _tick(self) -> None:
+        self.brain.tick()
+        self._act()
+        self.process.later(TICK_S, self._tick)
+
+    def _viewed(self, views: tuple[WorkerView, ...]) -> None:
+        wanted = {(v.record.name, v.record.incarnation): v.record for v in views if v.status.state in REACHABLE}
+        for key in [k for k in self.links if k not in wanted]:
+            self.links.pop(key).close()
+        self.brain.on_view(views)
+        self._act()
+        for key in wanted:
+            if key not in self.links:
+                hosts = [h for h in self.control.all_hosts if (h.name, h.incarnation) == key]
+                self.links[key] = Link(self, key, hosts[0])
+
+    def linked(self, key: WorkerKey) -> None:
+        self.brain.on_linked(key)
+        self._act()
+
+    def unlinked(self, key: WorkerKey, reason: str) -> None:
+        self.world.say(self.process.label, f"lost {key[0]}#{key[1]}: {reason}")
+        self.brain.on_unlinked(key, reason)
+        self._act()
+
+    def events(self, key: WorkerKey, events: Sequence[Event]) -> None:
+        for event in events:
+            if not isinstance(event, Progress):
+                self.world.say(f"{key[0]}#{key[1]}", f"says {event}")
+            self.brain.on_event(key, event)
+        self._act()
+
+    def _act(self) -> None:
+        sends: dict[WorkerKey, list[Command]] = {}
+        while actions := self.brain.take_actions():
+            for action in actions:
+                match action:
+                    case Deliver():
+                        ask = self._asks.get(action.request_id)
+                        if ask is not None:
+                            self._on_tokens(ask, action.tokens)
+                    case Send():
+                        self.world.say(self.process.label, f"tells {action.worker[0]} {_short(action.command)}")
+                        sends.setdefault(action.worker, []).append(action.command)
+                    case End():
+                        ask = self._asks.pop(action.request_id, None)
+                        if ask is not None:
+                            self._on_end(ask, action)
+                    case Replay():
+                        reason = f"{action.request_id} goes on as attempt {action.attempt}: {action.reason}"
+                        self.world.say(self.process.label, reason)
+        for key, commands in sends.items():
+            link = self.links.get(key)
+            if link is not None:
+                link.send(commands)
+
+    def check(self) -> list[str]:
+        found = self.brain.check()
+        held = set(self.brain.request_ids())
+        found += [f"request {rid} has a client and runs nowhere" for rid in sorted(set(self._asks) - held)]
+        return found + [f"request {rid} runs and has no client" for rid in sorted(held - set(self._asks))]
+
+
+def _short(command: Command) -> str:
+    name = type(command).__name__
+    attempt, room = getattr(command, "attempt", None), getattr(command, "room", "")
+    return f"{name} {command.request_id}{'' if attempt is None else f' attempt {attempt}'}{' ' + room if room else ''}"

@@ -1,0 +1,286 @@
+"""Runs a plan: builds the cluster, lets it happen, and says what was wrong.
+
+What must hold, whatever the plan:
+
+    ends        every request ends, within `GRACE_S` of virtual time after the last fault
+    answers     every token is the one that `recite` works out from the prompt alone, each delivered once; only a
+                client that left, or whose own deadline was short, gets less
+    rules       no worker, router or controller raises: an event outside its table, a broken assertion
+    books       `check()` of everybody finds nothing, now and then on the way and at the end
+    rest        when nobody asks for anything any more, every page and slot of every pool is back, within `GRACE_S`
+"""
+
+from __future__ import annotations
+
+import logging
+import random
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import partial
+from itertools import count
+
+from contracts.config import config_from_dict
+from contracts.errors import ErrorKind
+from contracts.ids import RequestId, WorkerName
+from router.brain import End
+from sim.agenda import Agenda
+from sim.carrier import Exchange
+from sim.control import SimControl
+from sim.engine import recite
+from sim.faults import schedule
+from sim.network import Network
+from sim.plan import Ask, Plan, pool_set
+from sim.plane import Damage
+from sim.router import SimRouter
+from sim.storage import Store
+from sim.worker import World
+
+GRACE_S = 180.0
+_LINK_TIMEOUT_S = 3.0
+_RETRY_S = 0.5
+"""A client whose server is gone asks again after so long."""
+_ENOUGH = 5
+"""Violations after which a run is stopped: the rest follows from the first ones."""
+_TOLD = (
+    "stale_pages", "pages_damaged", "late_messages", "parked", "pages_evicted", "pages_condemned",
+    "hit_tokens_device", "hit_tokens_host", "hit_tokens_storage", "prompt_tokens_held",
+)  # fmt: skip
+"""Counters of workers that say what a run has met."""
+_runs = count()
+
+
+@dataclass(frozen=True, slots=True)
+class Result:
+    """What a run came to."""
+
+    seed: int
+    violations: tuple[str, ...]
+    seconds: float
+    """Of virtual time."""
+    events: int
+    counts: Counter[str]
+    log: tuple[str, ...] = ()
+
+
+@dataclass
+class Client:
+    """One request as its client sees it."""
+
+    ask: Ask
+    expected: tuple[int, ...]
+    request_id: RequestId | None = None
+    tries: int = 0
+    got: list[int] = field(default_factory=list)
+    over: bool = False
+
+
+class Run:
+    """One run of one plan."""
+
+    def __init__(self, plan: Plan, keep_log: bool = False) -> None:
+        self.plan = plan
+        self.violations: list[str] = []
+        self.counts: Counter[str] = Counter()
+        self.log: list[str] | None = [] if keep_log else None
+        self.agenda = Agenda()
+        shape, rng = plan.shape, random.Random(f"run {plan.seed}")
+        self.network = Network(self.agenda, rng, shape.delay_s, _LINK_TIMEOUT_S)
+        config = config_from_dict(_config(shape.config))
+        storage = config.cache.storage
+        has_store = storage.backend != "none"
+        self.store = Store(f"simulated {next(_runs)}", storage.max_bytes, rng, 5 * shape.delay_s) if has_store else None
+        self.world = World(
+            self.agenda, rng, shape, config, Exchange(self.network), {}, Damage(), self.store, self.say, self.violated
+        )
+        self.control = SimControl(self.world)
+        spec = pool_set(shape.pools, shape.page_tokens)
+        self.clients = [Client(ask, recite(spec, ask.prompt, ask.seed, ask.max_tokens, ask.stops)) for ask in plan.asks]
+        self._by_number = {client.ask.number: client for client in self.clients}
+        self.routers = 0
+        self.router = self._new_router()
+
+    # ------------------------------------------------------------ what is said
+
+    def say(self, who: str, what: str) -> None:
+        if self.log is not None:
+            self.log.append(f"{self.agenda.now():10.4f}  {who:14}  {what}")
+
+    def violated(self, what: str) -> None:
+        self.violations.append(f"{self.agenda.now():.4f} {what}")
+        self.say("VIOLATION", what)
+
+    # ------------------------------------------------------------ clients
+
+    def _new_router(self) -> SimRouter:
+        self.routers += 1
+        return SimRouter(self.world, self.control, self.routers, self._on_tokens, self._on_end)
+
+    def restart_router(self) -> None:
+        """A new one comes up; whose connections went down with the old one asks again."""
+        self.router = self._new_router()
+        for client in self.clients:
+            if not client.over and client.request_id is not None:
+                self._ask(client)
+
+    def _ask(self, client: Client) -> None:
+        if client.over:
+            return
+        if not self.router.process.alive:
+            self.agenda.after(_RETRY_S, lambda: self._ask(client))
+            return
+        client.tries += 1
+        client.got.clear()
+        client.request_id = RequestId(f"r{client.ask.number}.{client.tries}")
+        self.say("client", f"asks {client.request_id}: {len(client.ask.prompt)} tokens, {client.ask.max_tokens} wanted")
+        self.router.submit(client.ask, client.request_id)
+
+    def _on_tokens(self, ask: Ask, tokens: Sequence[int]) -> None:
+        client = self._by_number[ask.number]
+        if client.over:
+            self.violated(f"{client.request_id} got tokens after its end")
+        at = len(client.got)
+        client.got += tokens
+        self.counts["tokens"] += len(tokens)
+        if tuple(client.got) != client.expected[: len(client.got)]:
+            wanted = client.expected[at : at + len(tokens)]
+            self.violated(f"{client.request_id}: tokens {at}.. are {tuple(tokens)}, not {wanted}")
+            client.over = True
+            self.router.cancel(self._id(client))
+        elif ask.enough is not None and len(client.got) >= ask.enough and len(client.got) < len(client.expected):
+            client.over = True
+            self.counts["stopped"] += 1
+            self.router.cancel(self._id(client), finished=True)
+
+    def _on_end(self, ask: Ask, end: End) -> None:
+        client = self._by_number[ask.number]
+        client.over = True
+        if end.done.error is None:
+            self.counts["answered"] += 1
+            if tuple(client.got) != client.expected:
+                self.violated(f"{client.request_id} ended after {len(client.got)} of {len(client.expected)} tokens")
+        elif end.done.error is ErrorKind.DEADLINE and ask.deadline_s < 600.0:
+            self.counts["late"] += 1
+        else:
+            self.violated(f"{client.request_id} failed: {end.done.error}: {end.done.message}")
+
+    def _leave(self, client: Client) -> None:
+        if client.over:
+            return
+        client.over = True
+        self.counts["left"] += 1
+        if client.request_id is not None and self.router.process.alive:
+            self.router.cancel(client.request_id)
+
+    def _id(self, client: Client) -> RequestId:
+        assert client.request_id is not None
+        return client.request_id
+
+    # ------------------------------------------------------------ the run
+
+    def run(self) -> Result:
+        for client in self.clients:
+            self.agenda.after(client.ask.at, partial(self._ask, client))
+            if client.ask.leaves_at is not None:
+                self.agenda.after(client.ask.leaves_at, partial(self._leave, client))
+        calm = max([schedule(self, fault) for fault in self.plan.faults], default=0.0)
+        calm = max(calm, max((client.ask.at for client in self.clients), default=0.0))
+        events = 0
+        try:
+            events = self._until(lambda: all(c.over for c in self.clients), calm + GRACE_S)
+            if self.violations:
+                return self._result(events)
+            self.violations += [f"{c.request_id} has not ended" for c in self.clients if not c.over]
+            if not self.violations:
+                events += self._rest(calm)
+            return self._result(events)
+        finally:
+            if self.store is not None:
+                self.store.close()
+
+    def _until(self, reached: Callable[[], bool], deadline: float) -> int:
+        events = 0
+        while not reached() and len(self.violations) < _ENOUGH and self.agenda.now() < deadline:
+            try:
+                if not self.agenda.next():
+                    break
+            except Exception as error:
+                self.violated(f"{type(error).__name__}: {error}")
+                self.say("", repr(error))
+                break
+            events += 1
+        return events
+
+    def _rest(self, calm: float) -> int:
+        """Once the last fault is over, everything comes back."""
+        events = self._until(lambda: False, max(calm, self.agenda.now()) + 0.5)
+        deadline, unrest = self.agenda.now() + GRACE_S, ["nothing was looked at"]
+        while unrest and self.agenda.now() < deadline and not self.violations:
+            events += self._until(lambda: False, self.agenda.now() + 1.0)
+            unrest = self._unrest()
+        self.violations += unrest
+        hosts = [host for host in self.control.all_hosts if host.ended is None]
+        for host in hosts:
+            self.violations += [f"{host.process}: {line}" for line in host.worker.check().violations]
+        self.violations += [f"router: {line}" for line in self.router.check()]
+        return events
+
+    def _unrest(self) -> list[str]:
+        found = [line for host in self.control.all_hosts if host.ended is None for line in host.unrest()]
+        for view in self.control.brain.views():
+            host = self.control.hosts.get(WorkerName(view.record.name))
+            given_up = view.record.name in self.control.given_up
+            if view.status.state in ("starting", "dead") and not given_up and (host is None or host.ended is not None):
+                found.append(f"{view.record.name} is {view.status.state}")
+        return found
+
+    def _result(self, events: int) -> Result:
+        for host in self.control.all_hosts:
+            for name in _TOLD:
+                self.counts[name] += int(host.snapshot.counters.get(name, 0))
+        self.counts["replays"] = self.router.brain.counts.replays
+        return Result(
+            self.plan.seed, tuple(self.violations), self.agenda.now(), events, self.counts, tuple(self.log or ())
+        )
+
+
+def _config(drawn: dict[str, object]) -> dict[str, object]:
+    """Short leases and timeouts, so that little virtual time is spent on waiting; nobody gives up too early."""
+    return {
+        "cluster": {"heartbeat_s": 0.25, "lease_s": 2.0, "start_timeout_s": 20.0, "restart_limit": 100},
+        "router": {"replay_limit": 100, "worker_wait_s": 120.0},
+        "transfer": {"plane": "local", "room_timeout_s": 5.0, "connect_timeout_s": 2.0},
+        **drawn,
+    }
+
+
+class _IntoLog(logging.Handler):
+    """What the brains log goes into the run's log."""
+
+    def __init__(self, say: Callable[[str, str], None]) -> None:
+        super().__init__()
+        self._say = say
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self._say(record.name, record.getMessage())
+
+
+@contextmanager
+def _logging(run: Run) -> Iterator[None]:
+    root, handler, before = logging.getLogger(), _IntoLog(run.say), logging.root.manager.disable
+    root.addHandler(handler)
+    if run.log is None:
+        logging.disable()
+    try:
+        yield
+    finally:
+        logging.disable(before)
+        root.removeHandler(handler)
+
+
+def run_plan(plan: Plan, *, keep_log: bool = False) -> Result:
+    """Run a plan from beginning to end; deterministic."""
+    run = Run(plan, keep_log)
+    with _logging(run):
+        return run.run()

@@ -1,0 +1,91 @@
+"""The third tier as simulated workers meet it: one store for all, with delays, errors, damage and no room.
+
+Each worker has its own way to the store, a `cache.storage.inline.InlineQueue`, on which operations run some time after
+they were submitted, if the worker's process runs then. What was written outlives every worker.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Sequence
+from typing import TypeVar
+
+from cache.storage.backend import Item, ObjectName, Outcome
+from cache.storage.executor import Op, Ticket
+from cache.storage.inline import InlineQueue
+from cache.storage.memory import MemoryBackend
+from sim.process import Process
+
+T = TypeVar("T")
+
+
+class Store:
+    """The objects of one run, and what is wrong with the medium at the moment."""
+
+    def __init__(self, name: str, max_bytes: int, rng: random.Random, delay_s: float) -> None:
+        self.rng, self.delay_s = rng, delay_s
+        self.failing = 0.0
+        """The share of names that meet an error."""
+        self._name, self._max_bytes = name, max_bytes
+        self._handles = [MemoryBackend(name, max_bytes)]
+
+    def backend(self) -> MemoryBackend:
+        self._handles.append(MemoryBackend(self._name, self._max_bytes))
+        return self._handles[-1]
+
+    def fault(self, op: Op, name: ObjectName) -> str | None:
+        return "the medium failed" if self.failing and self.rng.random() < self.failing else None
+
+    def damage(self) -> bool:
+        """Flip a byte of one object; False where there is none."""
+        objects = self._handles[0].store.objects
+        if not objects:
+            return False
+        key = self.rng.choice(list(objects))
+        data = bytearray(objects[key])
+        data[self.rng.randrange(len(data))] ^= 0x10
+        objects[key] = bytes(data)
+        return True
+
+    def lose(self) -> int:
+        """All objects are gone; returns how many."""
+        store = self._handles[0].store
+        count = len(store.objects)
+        for key in list(store.objects):
+            store.pop(key)
+        return count
+
+    def close(self) -> None:
+        for handle in self._handles:
+            handle.close()
+
+
+class SimQueue:
+    """Implements `cache.storage.Queue` for one process."""
+
+    def __init__(self, store: Store, process: Process, wake: Callable[[], None]) -> None:
+        self._store, self._process, self._wake = store, process, wake
+        self._inline = InlineQueue(store.backend(), fault=store.fault)
+        self._closed = False
+
+    def submit_exists(self, names: Sequence[ObjectName]) -> Ticket[list[bool]]:
+        return self._later(self._inline.submit_exists(names))
+
+    def submit_read(self, names: Sequence[ObjectName], into: Sequence[memoryview]) -> Ticket[list[Outcome]]:
+        return self._later(self._inline.submit_read(names, into))
+
+    def submit_write(self, items: Sequence[Item]) -> Ticket[list[Outcome]]:
+        return self._later(self._inline.submit_write(items))
+
+    def close(self, timeout_s: float) -> bool:
+        self._closed = True
+        return self._inline.close(timeout_s)
+
+    def _later(self, ticket: Ticket[T]) -> Ticket[T]:
+        self._process.later(self._store.delay_s * self._store.rng.expovariate(1.0), self._run)
+        return ticket
+
+    def _run(self) -> None:
+        """Operations of several threads end in any order."""
+        if not self._closed and self._inline.run_next(self._store.rng):
+            self._wake()

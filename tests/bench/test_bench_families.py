@@ -1,0 +1,43 @@
+"""The miniatures of the families are what they are said to be, and all of them are measured and answer alike."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from bench import engine, family_models
+
+LAYERS = {"window": 6, "hybrid-delta": 4}
+"""The fewest that have layers of both kinds; 2 for the others."""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", family_models.FAMILIES)
+def test_a_miniature_has_some_twenty_to_sixty_million_parameters(family: str) -> None:
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(family_models.config_of(family))
+    assert 20e6 < sum(p.numel() for p in model.parameters()) < 65e6
+
+
+@pytest.mark.slow
+def test_every_family_is_measured_and_answers_as_transformers_does(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    small = {
+        name: (kind, numbers | {"num_hidden_layers": LAYERS.get(name, 2)})
+        for name, (kind, numbers) in family_models.FAMILIES.items()
+    }
+    monkeypatch.setattr(family_models, "FAMILIES", small)
+    out = tmp_path / "out.json"
+    sizes = ["--prefill-tokens", "150", "--context", "140", "--output-tokens", "4", "--batches", "2"]
+    arguments = [*sizes, "--dtype", "float32", "--repeats", "1", "--threads", "1", "--json", str(out)]
+    assert engine.main(["--families", *arguments]) == 0
+    written = json.loads(out.read_text())
+    scenarios = ("prefill of 150", "decode, batch 2")
+    assert list(written["tokens_per_s"]) == [f"{name}: {scenario}" for name in small for scenario in scenarios]
+    assert all(side["median"] > 0 for by_side in written["tokens_per_s"].values() for side in by_side.values())
+    assert set(written["same_tokens"].values()) == {1.0}

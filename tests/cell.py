@@ -1,0 +1,135 @@
+"""The real brain of the router over two real workers, stepped by hand: no HTTP, no gRPC, no threads."""
+
+from __future__ import annotations
+
+import itertools
+import time
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from contracts.config import AuditConfig, RouterConfig
+from contracts.damage import where_of
+from contracts.ids import Incarnation, RequestId, Role
+from contracts.messages import Audit, CheckReport, Done
+from contracts.ports import WorkerRecord, WorkerView
+from contracts.sampling import SamplingParams
+from router.audits import Finding, Result
+from router.brain import Brain, Deliver, End, Replay, Send
+from router.request import Request
+from router.workers import WorkerKey, prefix_hashes
+from tests.pair import SESSION, Pair
+
+
+class Hurried:
+    """A clock that runs fast: the brain's pauses after a failure are long beside a step of these workers."""
+
+    def now(self) -> float:
+        return 100 * time.monotonic()
+
+
+class Cell:
+    """A pair's workers, and a brain that sends them requests; what fails is replayed as in a cluster."""
+
+    def __init__(self, both: Pair, *, audit: Mapping[str, Any] = {}, **router: Any) -> None:
+        self.both, self.clock = both, Hurried()
+        rooms = (f"cell-room-{i}" for i in itertools.count())
+        self.brain = Brain(
+            RouterConfig(**{"worker_wait_s": 6000.0, **router}), self.clock, lambda: next(rooms), AuditConfig(**audit)
+        )
+        self.workers = {(w.status().name, Incarnation(1)): w for w in (both.prefill, both.decode)}
+        self.answers: dict[RequestId, list[int]] = {}
+        self.ends: dict[RequestId, Done] = {}
+        self.replays: list[Replay] = []
+        self.findings: list[Finding] = []
+        self.audits = 0
+        self._numbers = itertools.count()
+        self.see()
+        for key in self.workers:
+            self.brain.on_linked(key)
+
+    def see(self) -> None:
+        """The controller's table, as of now."""
+        self.brain.on_view(self._view(key) for key in self.workers)
+
+    def _view(self, key: WorkerKey) -> WorkerView:
+        worker = self.workers[key]
+        status = worker.status()
+        record = WorkerRecord(key[0], status.role, key[1], 1, "here", "", worker.control, worker.fits)
+        return WorkerView(record, status)
+
+    def submit(self, prompt: Sequence[int], sampling: SamplingParams) -> RequestId:
+        rid, now = RequestId(f"cell-{next(self._numbers)}"), self.clock.now()
+        self.answers[rid] = []
+        request = Request(rid, tuple(prompt), sampling, now=now, deadline=now + 6000, hashes=prefix_hashes(prompt))
+        self.brain.submit(request)
+        self.act()
+        return rid
+
+    def act(self) -> None:
+        """Carry out the brain's actions, and let it recount its books."""
+        while actions := self.brain.take_actions():
+            for action in actions:
+                match action:
+                    case Send(key, command):
+                        self.audits += isinstance(command, Audit)
+                        self.workers[key].handle(SESSION, command)
+                    case Deliver(rid, tokens, _):
+                        self.answers[rid] += tokens
+                    case End(rid, done):
+                        self.ends[rid] = done
+                    case Replay():
+                        self.replays.append(action)
+                    case Finding():
+                        self.findings.append(action)
+        assert self.brain.check() == []
+
+    def round(self) -> None:
+        """One step of each worker, what it says, and the passing of time."""
+        for key, worker in self.workers.items():
+            for _, event in worker.step():
+                self.brain.on_event(key, event)
+                self.act()
+        self.see()
+        self.brain.tick()
+        self.act()
+
+    def run(self, *requests: RequestId, rounds: int = 20_000) -> list[list[int]]:
+        """Step until `requests` have ended well; their answers."""
+        wanted = requests or tuple(self.answers)
+        for _ in range(rounds):
+            if all(rid in self.ends for rid in wanted):
+                break
+            self.round()
+        assert all(self.ends[rid].error is None for rid in wanted), self.ends
+        return [self.answers[rid] for rid in wanted]
+
+    def ask(self, prompt: Sequence[int], sampling: SamplingParams) -> list[int]:
+        return self.run(self.submit(prompt, sampling))[0]
+
+    def audit_all(self, rounds: int = 20_000) -> dict[Result, int]:
+        """Step until no audit waits or runs; what became of all of them."""
+        for _ in range(rounds):
+            if not (self.brain.audits.queued or self.brain.audits.under_way):
+                return dict(self.brain.audits.counts.results)
+            self.round()
+        raise AssertionError("audits don't end")
+
+    def rest(self, rounds: int = 2000) -> list[CheckReport]:
+        """Step until nothing of any request is left on the workers."""
+        for _ in range(rounds):
+            self.round()
+            statuses = [worker.status() for worker in self.workers.values()]
+            if not any(s.running + s.waiting + s.outgoing for s in statuses):
+                break
+        return [worker.check() for worker in self.workers.values()]
+
+    def damage(self) -> dict[tuple[str, str], int]:
+        """The metric's counts that aren't 0, by role and `where`."""
+        samples = [s for s in self.brain.damage.samples() if s.count]
+        return {(s.role, s.where): int(s.count) for s in samples}
+
+
+def counted(both: Pair, role: Role, where: str) -> float:
+    """What a worker itself has counted under `where`."""
+    counters = (both.prefill if role is Role.PREFILL else both.decode).status().counters
+    return sum(value for name, value in counters.items() if where_of(name) == where)

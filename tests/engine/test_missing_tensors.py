@@ -1,0 +1,109 @@
+"""A checkpoint that lacks a tensor, or has one of another shape, is refused by its name: for every architecture, for
+every kind of tensor that it reads."""
+
+from __future__ import annotations
+
+import json
+import re
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from contracts.errors import CheckpointError
+from contracts.model import ModelSpec, read_model_spec
+from engine.models import ARCHITECTURES, model_for
+from tests.families import FAMILIES
+
+EXPERTS = {
+    "num_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 40,
+    "shared_expert_intermediate_size": 48,
+}
+PUBLISHED: dict[str, Any] = {"published": True}
+CHECKPOINTS: list[tuple[str, str, dict[str, Any]]] = [
+    ("FalconH1ForCausalLM", "falcon_h1", {"mamba_proj_bias": True, "projectors_bias": True}),
+    ("Gemma3ForCausalLM", "gemma3", PUBLISHED | {"alone": True, "attention_bias": True}),
+    ("Gemma3ForConditionalGeneration", "gemma3", PUBLISHED),
+    ("Gemma4ForCausalLM", "gemma4", {"enable_moe_block": True}),
+    ("Gemma4ForConditionalGeneration", "gemma4", PUBLISHED),
+    ("GptOssForCausalLM", "gpt_oss", {}),
+    ("GptOssForCausalLM", "gpt_oss", PUBLISHED | {"packed": True, "num_hidden_layers": 2}),
+    ("LlamaForCausalLM", "llama", {"bias": True}),
+    ("NemotronHForCausalLM", "nemotron_h", {"use_bias": True, "mlp_bias": True}),
+    ("Qwen2ForCausalLM", "qwen2", PUBLISHED),
+    ("Qwen3ForCausalLM", "qwen3", {}),
+    ("DeepseekV3ForCausalLM", "deepseek_v3", PUBLISHED),
+    ("DeepseekV3ForCausalLM", "deepseek_v3", {"q_lora_rank": None, "attention_bias": True}),
+    ("DeepseekV32ForCausalLM", "deepseek_v32", PUBLISHED),
+    ("GlmMoeDsaForCausalLM", "glm5", PUBLISHED),
+    ("Qwen3MoeForCausalLM", "qwen3_moe", PUBLISHED),
+    ("Qwen3MoeForCausalLM", "qwen3_moe", {"fused": True}),
+    ("Qwen3NextForCausalLM", "qwen3_next", PUBLISHED),
+    ("Qwen3_5ForCausalLM", "qwen3_5", {}),
+    ("Qwen3_5ForConditionalGeneration", "qwen3_5", PUBLISHED),
+    ("Qwen3_5MoeForCausalLM", "qwen3_5", EXPERTS),
+    ("Qwen3_5MoeForConditionalGeneration", "qwen3_5", EXPERTS | PUBLISHED),
+]
+UNUSED = re.compile(
+    r"mtp\.|vision_tower\.|model\.visual\.|model\.layers\.[34]\.(eh_proj|enorm|hnorm|shared_head|embed_tokens)"
+)
+"""Of parts that nobody asks here; a whole layer past the last is recognised by its number."""
+
+
+def spec_of(tmp_path: Path, architecture: str, family: str, options: dict[str, Any]) -> ModelSpec:
+    folder = FAMILIES[family](tmp_path / "model", **options)
+    path = folder / "config.json"
+    config = json.loads(path.read_text())
+    if architecture.endswith("ForConditionalGeneration"):  # The makers know one name for dense layers and experts.
+        path.write_text(json.dumps(config | {"architectures": [architecture]}))
+    spec = read_model_spec(folder)
+    assert spec.architecture == architecture
+    return spec
+
+
+def ends_of_each_kind(spec: ModelSpec) -> list[tuple[str, str]]:
+    """The first and the last tensor of each kind, whose names differ in numbers alone, that the model has a use for."""
+    kinds: dict[str, list[str]] = {}
+    for name in sorted(spec.headers, key=lambda name: [int(n) for n in re.findall(r"\d+", name)]):
+        layer = re.search(r"layers\.(\d+)\.", name)
+        if not UNUSED.match(name) and (layer is None or int(layer[1]) < spec.layers):
+            kinds.setdefault(re.sub(r"\d+", "#", name), []).append(name)
+    return [(names[0], names[-1]) for names in kinds.values()]
+
+
+def refusal(spec: ModelSpec) -> str:
+    with pytest.raises(CheckpointError) as error:
+        model_for(spec)
+    assert "\n" not in str(error.value)
+    return str(error.value)
+
+
+@pytest.fixture(params=CHECKPOINTS, ids=lambda case: "-".join([case[0], *case[2]]))
+def spec(request: pytest.FixtureRequest, tmp_path: Path) -> ModelSpec:
+    return spec_of(tmp_path, *request.param)
+
+
+def test_every_architecture_is_here() -> None:
+    assert {architecture for architecture, *_ in CHECKPOINTS} == set(ARCHITECTURES)
+
+
+@pytest.mark.slow
+def test_what_is_missing_or_misshapen_is_named_whatever_it_is(spec: ModelSpec) -> None:
+    model_for(spec)
+    ends = ends_of_each_kind(spec)
+    assert len(ends) > 8
+    for number, (first, last) in enumerate(ends):
+        assert f"tensor {last} is missing" in refusal(without(spec, last))
+        header = spec.headers[first]
+        shapes = [(*header.shape[:-1], header.shape[-1] + 1), (*header.shape, 1), header.shape[:-1]]
+        shape = shapes[number % len(shapes)]
+        said = refusal(replace(spec, headers={**spec.headers, first: replace(header, shape=shape)}))
+        assert f"tensor {first} has shape {list(shape)}" in said
+        assert str(list(header.shape)) in said, "it says which one it should have"
+
+
+def without(spec: ModelSpec, name: str) -> ModelSpec:
+    return replace(spec, headers={key: header for key, header in spec.headers.items() if key != name})

@@ -1,0 +1,38 @@
+"""What the scripts of this folder say, each run once a session in a process of its own, as many at a time as there are
+cores: most of the time of these tests is theirs.
+
+A test names its script by the marker `runs`. From the first test that asks on, all scripts that the session's tests
+will ask for are on their way.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+
+from tests.kernels.claims import Said, run_script
+
+
+@pytest.fixture(scope="session")
+def scripts(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Callable[[str], Said]]:
+    marks = [item.get_closest_marker("runs") for item in request.session.items]
+    wanted = dict.fromkeys(mark.args[0] for mark in marks if mark is not None)
+    pool = ThreadPoolExecutor(len(os.sched_getaffinity(0)))
+    runs = {
+        name: pool.submit(run_script, Path(__file__).with_name(name), tmp_path_factory.mktemp("triton"))
+        for name in wanted
+    }
+    yield lambda name: runs[name].result()
+    pool.shutdown(cancel_futures=True)
+
+
+@pytest.fixture
+def said(request: pytest.FixtureRequest, scripts: Callable[[str], Said]) -> Said:
+    """What the test's own script says."""
+    return scripts(request.node.get_closest_marker("runs").args[0])

@@ -1,0 +1,29 @@
+"""Attempts that decode had no memory for go on from their tokens, and cost the request nothing."""
+
+from __future__ import annotations
+
+from contracts.errors import ErrorKind
+from contracts.ids import Role
+from router.brain import REFUSAL_LIMIT
+from tests.router.stage import Stage
+
+
+def test_an_attempt_that_was_retracted_spends_no_replay_and_avoids_nobody() -> None:
+    stage = Stage(prefill=1, decode=1, replay_limit=0)
+    rid = stage.submit(max_tokens=40)
+    for _ in range(10):
+        stage.say(rid, Role.PREFILL, 2)
+        stage.say(rid, Role.DECODE, 2)
+        stage.error(rid, Role.DECODE, ErrorKind.RETRACTED)
+    stage.finish()
+    stage.assert_answered(rid)
+    assert (stage.brain.counts.recomputed, stage.brain.counts.replays, stage.brain.counts.refusals) == (10, 0, 0)
+
+
+def test_attempts_that_bring_no_token_are_bounded() -> None:
+    stage = Stage(prefill=1, decode=1)
+    rid = stage.submit(max_tokens=40)
+    for _ in range(REFUSAL_LIMIT + 1):
+        stage.error(rid, Role.DECODE, ErrorKind.RETRACTED)
+    assert stage.ends[rid].error is not None
+    assert stage.brain.counts.recomputed == 0

@@ -1,0 +1,91 @@
+"""The simulator runs the classes that production runs: none is subclassed, replaced or reached into."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+PRODUCTION = ("contracts", "cache", "transfer", "engine", "prefill", "decode", "router", "cluster")
+PATCHING = ("setattr", "delattr", "__setattr__", "__dict__", "__class__", "mock", "patch", "monkeypatch")
+
+
+def offences(source: str) -> list[str]:
+    """Where a module subclasses production classes, or assigns to anything of theirs."""
+    tree = ast.parse(source)
+    theirs = set(_imported(tree))
+    own = _own_attributes(tree)
+    found = []
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ClassDef):
+            found += [f"{node.name} is a {ast.unparse(base)}" for base in node.bases if _root(base) in theirs]
+        for target in _assigned(node):
+            if isinstance(target, ast.Attribute) and _root(target) != "self" and target.attr not in own:
+                found.append(f"{ast.unparse(target)} is assigned")
+            if isinstance(target, ast.Attribute) and _root(target) in theirs:
+                found.append(f"{ast.unparse(target)} is assigned")
+        name = getattr(node, "id", getattr(node, "attr", ""))
+        if isinstance(node, ast.Name | ast.Attribute) and name in PATCHING:
+            found.append(f"it uses {name}")
+    return found
+
+
+def _imported(tree: ast.AST) -> Iterator[str]:
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] in PRODUCTION:
+            yield from (alias.asname or alias.name for alias in node.names)
+        if isinstance(node, ast.Import):
+            yield from (a.asname or a.name.split(".")[0] for a in node.names if a.name.split(".")[0] in PRODUCTION)
+
+
+def _own_attributes(tree: ast.AST) -> set[str]:
+    """Attributes that the simulator's own classes give themselves."""
+    own: set[str] = set()
+    for path in sorted((ROOT / "sim").glob("*.py")):
+        for node in ast.walk(ast.parse(path.read_text())):
+            own |= {t.attr for t in _assigned(node) if isinstance(t, ast.Attribute) and _root(t) == "self"}
+            if isinstance(node, ast.ClassDef):
+                own |= {
+                    n.target.id for n in node.body if isinstance(n, ast.AnnAssign) and isinstance(n.target, ast.Name)
+                }
+    return own
+
+
+def _assigned(node: ast.AST) -> list[ast.expr]:
+    if isinstance(node, ast.Assign):
+        targets = node.targets
+    elif isinstance(node, ast.AugAssign | ast.AnnAssign):
+        targets = [node.target]
+    else:
+        return []
+    return [part for t in targets for part in (t.elts if isinstance(t, ast.Tuple) else [t])]
+
+
+def _root(node: ast.expr) -> str:
+    while isinstance(node, ast.Attribute | ast.Subscript | ast.Call):
+        node = node.func if isinstance(node, ast.Call) else node.value
+    return node.id if isinstance(node, ast.Name) else ""
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / "sim").glob("*.py")), ids=lambda path: path.stem)
+def test_the_simulator_neither_subclasses_nor_patches_production(path: Path) -> None:
+    assert offences(path.read_text()) == []
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "from decode import DecodeWorker\nclass Mine(DecodeWorker): pass",
+        "from cache import seat\nclass Mine(seat.Seat): pass",
+        "from decode import DecodeWorker\nDecodeWorker.step = lambda self: []",
+        "import decode.worker\ndecode.worker.DecodeWorker.step = None",
+        "def f(worker):\n    worker.step = lambda: []",
+        "from decode import DecodeWorker\nsetattr(DecodeWorker, 'step', None)",
+        "from unittest import mock\nmock.patch('decode.worker')",
+    ],
+)
+def test_a_simulator_that_did_so_would_be_found(source: str) -> None:
+    assert offences(source)

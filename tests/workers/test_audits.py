@@ -1,0 +1,176 @@
+"""Audits on a real prefill worker: what comes out right, what doesn't, and that nothing waits for them."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+
+import pytest
+
+from contracts.ids import RequestId, Role
+from contracts.messages import Audit, Audited, AuditEnd, Cancel
+from contracts.sampling import SamplingParams
+from prefill.worker import PrefillWorker
+from tests.pair import SESSION, Pair, pair
+
+GREEDY = SamplingParams(max_tokens=12, temperature=0.0)
+AUDIT = RequestId("an audit")
+
+
+def words(seed: int, count: int) -> list[int]:
+    rng = random.Random(seed)
+    return [rng.randrange(300) for _ in range(count)]
+
+
+def audit_of(prompt: list[int], answer: list[int], sampling: SamplingParams) -> Audit:
+    return Audit(AUDIT, 0, (*prompt, *answer), len(prompt), sampling)
+
+
+def audited(both: Pair, audit: Audit, rounds: int = 200) -> Audited:
+    """What the idle prefill worker says to it."""
+    both.prefill.handle(SESSION, audit)
+    for _ in range(rounds):
+        for _, event in both.prefill.step():
+            if isinstance(event, Audited):
+                return event
+    raise AssertionError("no word of the audit")
+
+
+SAMPLINGS = {
+    "greedy": GREEDY,
+    "sampled": SamplingParams(max_tokens=12, temperature=0.9, seed=5, choice=2),
+    "cut": SamplingParams(max_tokens=12, temperature=1.2, top_k=40, top_p=0.9, min_p=0.01, seed=6),
+    "penalties": SamplingParams(
+        max_tokens=12, temperature=0.8, seed=7, repetition_penalty=1.3, presence_penalty=0.5, frequency_penalty=0.4
+    ),
+    "bias": SamplingParams(max_tokens=12, temperature=0.8, seed=8, logit_bias=((5, 4.0), (9, -4.0)), logprobs=2),
+    "stop tokens": SamplingParams(
+        max_tokens=12, temperature=1.0, seed=9, stop_token_ids=tuple(range(0, 300, 3)), min_tokens=6
+    ),
+}
+
+
+@pytest.mark.parametrize("name", SAMPLINGS)
+def test_an_undisturbed_answer_comes_out_the_same_at_every_position(model: Path, name: str) -> None:
+    sampling = SAMPLINGS[name]
+    with pair(model, audit={"chunk_tokens": 16}) as both:
+        prompt = words(1, 37)
+        (answer,) = both.run(both.submit(prompt, sampling))
+        both.settle()
+        found = audited(both, audit_of(prompt, answer.list, sampling))
+        assert (found.end, found.checked, found.differing) == (AuditEnd.COMPUTED, len(answer.list), 0)
+        assert found.exact
+
+
+@pytest.mark.parametrize("name", SAMPLINGS)
+def test_a_token_that_was_not_drawn_there_is_found_by_its_position(model: Path, name: str) -> None:
+    sampling = SAMPLINGS[name]
+    with pair(model, audit={"chunk_tokens": 16}) as both:
+        prompt = words(1, 37)
+        (answer,) = both.run(both.submit(prompt, sampling))
+        both.settle()
+        right = answer.list[-1]
+        wrong = [*answer.list[:-1], (right + 1) % 300]
+        found = audited(both, audit_of(prompt, wrong, sampling))
+        assert found.differing == 1
+        (difference,) = found.differences
+        assert (difference.position, difference.drawn) == (len(prompt) + len(wrong) - 1, right)
+        assert difference.gap >= 0
+
+
+def test_an_audit_takes_nothing_from_the_tree_and_leaves_nothing_there(model: Path) -> None:
+    with pair(model) as both:
+        assert isinstance(both.prefill, PrefillWorker)
+        prompt = words(2, 90)
+        (answer,) = both.run(both.submit(prompt, GREEDY))
+        both.settle()
+        before = both.prefill.status().counters
+        assert before["device_pages_kept"] > 0
+        audited(both, audit_of(prompt, answer.list, GREEDY))
+        after = both.prefill.status().counters
+        assert after["audit_tokens_computed"] == len(prompt) + len(answer.list) - 1, "every position is computed"
+        for name in ("device_pages_kept", "hit_tokens_device", "prompt_tokens_cached", "prompt_tokens_computed"):
+            assert after[name] == before[name], name
+
+
+def test_a_request_that_comes_ends_the_audit_at_once(model: Path) -> None:
+    with pair(model, audit={"chunk_tokens": 16}) as both:
+        prompt = words(3, 200)
+        (answer,) = both.run(both.submit(prompt, GREEDY))
+        both.settle()
+        both.prefill.handle(SESSION, audit_of(prompt, answer.list, GREEDY))
+        assert both.prefill.step() == []
+        assert both.prefill.check().violations == ()
+        assert both.prefill.status().pages_free < both.prefill.status().pages_total
+        request = both.submit(words(4, 20), GREEDY, legs=(Role.PREFILL,))
+        ((_, told),) = [e for e in both.prefill.step() if isinstance(e[1], Audited)]
+        assert isinstance(told, Audited)
+        assert (told.end, told.checked) == (AuditEnd.PREEMPTED, 0)
+        assert both.prefill.status().counters["audits_preempted"] == 1
+        both.cancel(request)
+
+
+def test_an_audit_that_comes_while_there_is_work_is_sent_back(model: Path) -> None:
+    with pair(model) as both:
+        request = both.submit(words(5, 20), GREEDY, legs=(Role.PREFILL,))
+        assert audited(both, audit_of([1, 2], [3], GREEDY)).end is AuditEnd.PREEMPTED
+        both.cancel(request)
+
+
+def test_a_drain_and_a_lost_router_and_a_cancel_end_audits(model: Path) -> None:
+    with pair(model, audit={"chunk_tokens": 16}) as both:
+        audit = audit_of(words(6, 100), [3], GREEDY)
+        for end in (lambda: both.prefill.drop_session(SESSION), lambda: both.prefill.handle(SESSION, Cancel(AUDIT, 0))):
+            both.prefill.handle(SESSION, audit)
+            both.prefill.step()
+            end()
+            assert both.prefill.step() == []
+            assert both.prefill.check().leases == 0
+        both.prefill.handle(SESSION, audit)
+        both.prefill.step()
+        assert not both.prefill.drained
+        both.prefill.drain()
+        ((_, told),) = both.prefill.step()
+        assert isinstance(told, Audited)
+        assert told.end is AuditEnd.PREEMPTED
+        assert both.prefill.drained
+        assert audited(both, audit).end is AuditEnd.PREEMPTED
+        both.prefill.undrain()
+
+
+def test_what_can_not_be_audited_is_refused_with_the_reason(model: Path) -> None:
+    with pair(model, tokens=256) as both:
+        long = audited(both, audit_of(words(7, 300), [3], GREEDY))
+        assert long.end is AuditEnd.REFUSED
+        assert "at most 256 fit" in long.message
+        assert audited(both, Audit(AUDIT, 0, (1, 2), 2, GREEDY)).end is AuditEnd.REFUSED
+        both.decode.handle(SESSION, audit_of([1, 2], [3], GREEDY))
+        ((_, told),) = both.decode.step()
+        assert isinstance(told, Audited)
+        assert told.end is AuditEnd.REFUSED
+
+
+def test_a_full_tree_makes_room_for_an_audit_and_no_more_than_it_needs(model: Path) -> None:
+    with pair(model, tokens=512) as both:
+        assert isinstance(both.prefill, PrefillWorker)
+        answers = [(words(n, 100), both.run(both.submit(words(n, 100), GREEDY))[0].list) for n in range(8, 14)]
+        both.settle()
+        allocator = both.prefill._pages
+        before, free = both.prefill.status().counters["device_pages_kept"], allocator.free
+        assert audited(both, audit_of(*answers[-1], GREEDY)).differing == 0
+        needs = -(-(100 + 12 - 1) // 16)
+        assert before - both.prefill.status().counters["device_pages_kept"] == max(0, needs - free)
+
+
+def test_where_numbers_are_not_exact_only_what_is_beyond_the_margin_is_told(model: Path) -> None:
+    with pair(model, engine={"numerics": "fast"}, audit={"margin": 0.25}) as both:
+        prompt = words(15, 30)
+        (answer,) = both.run(both.submit(prompt, GREEDY))
+        both.settle()
+        right = audited(both, audit_of(prompt, answer.list, GREEDY))
+        assert not right.exact
+        assert right.differences == ()
+        wrong = audited(both, audit_of(prompt, [(t + 7) % 300 for t in answer.list], GREEDY))
+        assert wrong.differing == len(answer.list)
+        assert wrong.differences
+        assert all(d.gap > 0.25 for d in wrong.differences)

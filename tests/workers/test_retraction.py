@@ -1,0 +1,420 @@
+"""Running requests that leave decode's device and come back: nothing of it shows, and nothing is left behind."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from cache.lazy import LazyDevice
+from contracts.clock import ManualClock
+from contracts.errors import CapacityError, ErrorKind
+from contracts.ids import Role
+from contracts.sampling import SamplingParams
+from decode.request import PHASES, Phase, Request
+from decode.worker import DecodeWorker
+from tests.pair import SESSION, Pair, pair
+from transfer.metadata import Draft
+
+PAGE = 16
+HOST_BYTES = 1 << 23
+COPY: dict[str, Any] = {"retract": "copy", "cache": {"host_bytes": HOST_BYTES}}
+
+
+def prompt_of(seed: int, length: int) -> list[int]:
+    rng = random.Random(seed)
+    return [rng.randrange(300) for _ in range(length)]
+
+
+def greedy(count: int) -> SamplingParams:
+    return SamplingParams(max_tokens=count, temperature=0.0)
+
+
+@contextmanager
+def working(
+    model: Path, tokens: int = 4096, storage: dict[str, Any] | None = None, **sections: Any
+) -> Iterator[tuple[Pair, DecodeWorker]]:
+    """A pair whose decode worker copies what it retracts."""
+    sections.setdefault("decode", COPY)
+    sizes = {Role.PREFILL: 4096, Role.DECODE: tokens}
+    cache = {"page_tokens": PAGE} | ({"storage": storage} if storage else {})
+    with pair(model, tokens=sizes, cache=cache, **sections) as both:
+        assert isinstance(both.decode, DecodeWorker)
+        yield both, both.decode
+
+
+@contextmanager
+def late(model: Path, **sections: Any) -> Iterator[tuple[Pair, DecodeWorker]]:
+    """The same on devices that run nothing before somebody waits for it, or has looked a few times."""
+    devices = {role: LazyDevice(1, stray=0.0, polled=0.05 if role is Role.DECODE else 0.1) for role in Role}
+    with working(model, devices=devices, **sections) as (both, decode):
+        yield both, decode
+    for device in devices.values():
+        device.settle()
+
+
+def run_until(both: Pair, decode: DecodeWorker, *, generated: int = 3, count: int = 1) -> list[Request]:
+    """Step until so many requests run that have drawn so many tokens."""
+    for _ in range(2000):
+        both.step()
+        good = [r for r in decode._running if r.generated >= generated]
+        if len(good) >= count:
+            return good
+    raise AssertionError("they never ran")
+
+
+def until(both: Pair, what: Callable[[], bool]) -> None:
+    for _ in range(2000):
+        if what():
+            return
+        both.step()
+    raise AssertionError("it never came to that")
+
+
+def undisturbed(model: Path, asked: list[tuple[list[int], int]]) -> list[list[int]]:
+    with pair(model, cache={"page_tokens": PAGE}) as both:
+        return [both.run(both.submit(prompt, greedy(count)))[0].list for prompt, count in asked]
+
+
+def hold_back(decode: DecodeWorker, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nobody comes back for now."""
+    monkeypatch.setattr(decode._pressure, "leaves_room", lambda request, everybody: False)
+
+
+# ------------------------------------------------------------ the life cycle
+
+
+def test_every_phase_reaches_the_end() -> None:
+    assert PHASES.dead_ends() == []
+    for phase in Phase:
+        assert phase is Phase.GONE or PHASES.rows[phase]
+
+
+def test_a_request_that_was_retracted_gives_the_same_answer(model: Path) -> None:
+    asked = [(prompt_of(1, 40), 30), (prompt_of(2, 7), 30)]
+    expected = undisturbed(model, asked)
+    with working(model) as (both, decode):
+        requests = [both.submit(prompt, greedy(count)) for prompt, count in asked]
+        for request in run_until(both, decode, count=2):
+            decode._retract(request)
+        assert [answer.list for answer in both.run(*requests)] == expected
+        counters = decode.status().counters
+        assert counters["retractions"] == counters["resumptions"] == 2
+        assert counters["retracted_bytes"] == counters["resumed_bytes"] > 0
+        assert counters["recomputed"] == counters["retracted"] == 0
+
+
+def test_sampled_answers_with_penalties_go_on_with_their_seed_and_history(model: Path) -> None:
+    params = SamplingParams(
+        max_tokens=20, temperature=0.9, seed=4, repetition_penalty=1.3, frequency_penalty=0.4, logprobs=2
+    )
+    prompt = prompt_of(3, 20)
+    with working(model) as (both, decode):
+        (first,) = both.run(both.submit(prompt, params))
+        again = both.submit(prompt, params)
+        for generated in (4, 11):
+            (request,) = run_until(both, decode, generated=generated)
+            decode._retract(request)
+        (second,) = both.run(again)
+        assert (second.list, second.logprobs) == (first.list, first.logprobs)
+
+
+def test_retract_every_takes_all_off_the_device_and_lets_each_step_between(model: Path) -> None:
+    asked = [(prompt_of(seed, 10 + 9 * seed), 20) for seed in range(4)]
+    expected = undisturbed(model, asked)
+    with working(model, faults={"retract_every": 1}) as (both, decode):
+        requests = [both.submit(prompt, greedy(count)) for prompt, count in asked]
+        assert [answer.list for answer in both.run(*requests)] == expected
+        counters = decode.status().counters
+        # The first token is prefill's, and who draws the last one has nothing to come back for.
+        assert counters["retractions"] == counters["resumptions"] == 4 * (20 - 2)
+
+
+def test_a_recomputed_request_ends_its_attempt_and_goes_on_from_its_tokens(model: Path) -> None:
+    (prompt, count) = asked = (prompt_of(5, 33), 20)
+    (expected,) = undisturbed(model, [asked])
+    with working(model, decode={"retract": "recompute"}) as (both, decode):
+        first = both.submit(prompt, greedy(count))
+        (request,) = run_until(both, decode, generated=6)
+        decode._retract(request)
+        (answer,) = both.run(first)
+        assert answer.done is not None
+        assert answer.done.error is ErrorKind.RETRACTED
+        assert answer.done.error.retryable
+        assert decode.status().counters["recomputed"] == 1
+        assert decode.status().counters["retracted_bytes"] == 0
+        emitted = answer.list
+        (rest,) = both.run(both.submit(prompt, greedy(count), emitted=emitted))
+        assert emitted + rest.list == expected
+        held = rest.progress[Role.DECODE].cached_tokens
+        assert held >= (len(prompt) + len(emitted) - 1) // PAGE * PAGE, "what it left in the tree is used again"
+
+
+def test_without_room_on_the_host_it_is_computed_again(model: Path) -> None:
+    with working(model, decode={"cache": {"host_bytes": 1 << 14}}) as (both, decode):
+        request = both.submit(prompt_of(6, 200), greedy(20))
+        decode._retract(run_until(both, decode)[0])
+        (answer,) = both.run(request)
+        assert answer.done is not None
+        assert answer.done.error is ErrorKind.RETRACTED
+        assert decode.status().counters["recomputed"] == 1
+
+
+def test_what_only_the_tree_holds_on_the_host_makes_room(model: Path) -> None:
+    with working(model) as (both, decode):
+        host = decode._seat.host
+        assert host is not None
+        seeds = iter(range(100, 200))
+        while host.allocators["full"].free >= 3:
+            both.run(both.submit(prompt_of(next(seeds), 200), greedy(2)))
+        request = both.submit(prompt_of(7, 200), greedy(20))
+        decode._retract(run_until(both, decode)[0])
+        (answer,) = both.run(request)
+        assert answer.done is not None
+        assert answer.done.error is None
+        assert decode.status().counters["resumptions"] == 1
+
+
+# ------------------------------------------------------------ pressure
+
+
+def test_requests_grow_page_by_page(model: Path) -> None:
+    with working(model) as (both, decode):
+        both.submit(prompt_of(8, 20), greedy(100))
+        (request,) = run_until(both, decode, generated=2)
+        claim = request.claim
+        assert claim is not None
+        sizes = set()
+        while request.phase is Phase.RUNNING:
+            sizes.add((len(claim.tables["full"]), -(-(request.committed + 1) // PAGE)))
+            both.step(Role.DECODE)
+        assert max(have - need for have, need in sizes) <= 1
+        assert max(have for have, _ in sizes) == -(-119 // PAGE)
+
+
+def learned(decode: DecodeWorker, length: int) -> None:
+    """Answers are known to be of this length."""
+    for _ in range(32):
+        decode._pressure.growth.ended(length)
+
+
+def test_c10_who_was_retracted_comes_back_oldest_first_and_before_anybody_new(model: Path) -> None:
+    with working(model, tokens=30 * PAGE) as (both, decode):
+        learned(decode, 1)
+        olds = [both.submit(prompt_of(seed, 60), greedy(110)) for seed in range(4)]
+        until(both, lambda: len(decode._retraction._away) >= 2)
+        new = both.submit(prompt_of(9, 5), greedy(4))
+        order: list[str] = []
+        while any(both.answers[r].done is None for r in [*olds, new]):
+            away = sorted(decode._retraction._away, key=lambda r: r.arrived)
+            both.step()
+            for request in away:
+                if request.phase in (Phase.RUNNING, Phase.RESUMING):
+                    assert request is away[0] or away[0].phase is not Phase.RETRACTED, "an older one still waits"
+                    order.append(str(request.submit.request_id))
+            if decode._retraction.first_in_line:
+                granted = [r for r in decode._desk if r.submit.request_id == new and r.phase is not Phase.WAITING]
+                assert not granted or "granted" in order, "nobody new is admitted before those who were here"
+            elif any(r.submit.request_id == new and r.phase is not Phase.WAITING for r in decode._desk):
+                order.append("granted")
+            assert decode.check().violations == ()
+        assert order
+        assert all(answer.done is not None and answer.done.error is None for answer in both.answers.values())
+
+
+def test_c10_at_least_one_always_advances_in_a_pool_for_one(model: Path) -> None:
+    asked = [(prompt_of(seed, 30), 60) for seed in range(6)]
+    expected = undisturbed(model, asked)
+    # Prompt and answer of one request are 6 pages.
+    with working(model, tokens=7 * PAGE) as (both, decode):
+        learned(decode, 1)
+        requests = [both.submit(prompt, greedy(count)) for prompt, count in asked]
+        quiet = 0
+        while any(both.answers[r].done is None for r in requests):
+            before = decode._counters["tokens_generated"]
+            both.step()
+            here = [r for r in decode._desk if r.phase not in (Phase.WAITING, Phase.ARRIVING)]
+            quiet = 0 if decode._counters["tokens_generated"] > before or not here else quiet + 1
+            assert quiet < 50, "nobody advances"
+        assert [both.answers[r].list for r in requests] == expected
+        assert decode.status().counters["retractions"] > 0
+
+
+def test_c10_what_can_never_fit_is_refused_at_once(model: Path) -> None:
+    with working(model, tokens=7 * PAGE) as (both, _):
+        (answer,) = both.run(both.submit(prompt_of(1, 60), greedy(100)))
+        assert answer.done is not None
+        assert answer.done.error is ErrorKind.INVALID
+        assert "can hold" in answer.done.message
+
+
+def test_after_the_limit_a_request_comes_back_with_all_its_pages_and_leaves_no_more(model: Path) -> None:
+    with working(model, decode=COPY | {"retract_limit": 2}) as (both, decode):
+        both.submit(prompt_of(1, 30), greedy(90))
+        for generated in (3, 8):
+            (request,) = run_until(both, decode, generated=generated)
+            decode._retract(request)
+        (request,) = run_until(both, decode, generated=12)
+        assert request.claim is not None
+        assert len(request.claim.tables["full"]) == -(-119 // PAGE)
+        assert decode._pressure.victims([request], [request]) == []
+        assert not decode._pressure._may_go(request)
+
+
+def test_admission_learns_how_long_answers_are(model: Path) -> None:
+    def granted_together(*, lengths: int) -> int:
+        with working(model, tokens=16 * PAGE) as (both, decode):
+            if lengths:
+                learned(decode, lengths)
+            requests = [both.submit(prompt_of(seed, 16), greedy(100)) for seed in range(8)]
+            most = 0
+            while any(both.answers[r].done is None for r in requests):
+                both.step()
+                most = max(most, sum(r.claim is not None for r in decode._desk))
+            return most
+
+    assert granted_together(lengths=0) == 2, "before anything is known, whole answers"
+    assert granted_together(lengths=10) > 4
+
+
+# ------------------------------------------------------------ A: reads before ready, writes after free
+
+
+def test_a2_what_prefill_handed_over_is_the_requests_own_whatever_becomes_of_its_slot(
+    model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    draft = Draft("float32", bytes(range(64)), (7, 9), (0.5, 0.25))
+    import prefill.worker as prefill_worker
+
+    made = prefill_worker.Metadata
+    monkeypatch.setattr(prefill_worker, "Metadata", lambda *args, **more: made(*args, **more | {"draft": draft}))
+    with working(model) as (both, decode):
+        asked = both.submit(prompt_of(1, 20), greedy(20))
+        (request,) = run_until(both, decode)
+        decode._retract(request)
+        until(both, lambda: request.parked is not None or request.stepped)
+        decode._receiver._slots.fill_(255)
+        both.run(asked)
+        assert request.metadata is not None
+        assert request.metadata.draft == draft
+        assert request.metadata.token == both.answers[asked].list[0]
+
+
+def test_a4_only_what_is_committed_is_parked_also_with_a_step_under_way(model: Path) -> None:
+    with late(model) as (both, decode):
+        asked = both.submit(prompt_of(1, 20), greedy(20))
+        until(both, lambda: any(r.under_way for r in decode._running))
+        (request,) = decode._running
+        tokens = len(request.tokens)
+        decode._retract(request)
+        decode._admit()
+        assert request.under_way == 1
+        assert request.parked is None, "a step of it is still to land"
+        until(both, lambda: request.parked is not None)
+        assert request.parked is not None
+        assert request.parked.positions == request.committed == len(request.tokens) - 1 == tokens
+        assert decode.check().violations == ()
+        assert len(both.run(asked)[0].list) == 20
+
+
+def test_a6_pages_of_a_request_that_leaves_are_nobodys_before_the_copy_is_complete(model: Path) -> None:
+    with late(model) as (both, decode):
+        both.submit(prompt_of(1, 40), greedy(20))
+        (request,) = run_until(both, decode)
+        assert request.claim is not None
+        pages = set(request.claim.named()["full"])
+        decode._retract(request)
+        until(both, lambda: request.parked is not None)
+        assert request.parked is not None
+        pool = decode._pages
+        assert not request.parked.saved._transit._over  # type: ignore[union-attr]
+        decode._seat.evict("full", pool.total)
+        assert not pages & set(pool._free), "the copy reads them"
+        with pytest.raises(CapacityError):
+            pool.lease(pool.free + 1, "a thief")
+        both.run()
+        assert pool.quarantined == 0
+
+
+# ------------------------------------------------------------ B: every way out
+
+AT: dict[str, Callable[[Request], bool]] = {
+    "landing": lambda r: r.phase is Phase.RETRACTING and r.parked is None,
+    "copying": lambda r: r.phase is Phase.RETRACTING and r.parked is not None,
+    "retracted": lambda r: r.phase is Phase.RETRACTED,
+    "resuming": lambda r: r.phase is Phase.RESUMING,
+}
+WAYS: dict[str, Callable[[Pair, DecodeWorker, ManualClock, Request], None]] = {
+    "cancel": lambda both, decode, clock, r: both.cancel(r.submit.request_id),
+    "deadline": lambda both, decode, clock, r: clock.advance(10_000),
+    "session": lambda both, decode, clock, r: [w.drop_session(SESSION) for w in (both.prefill, decode)] and None,
+}
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("at", AT)
+def test_b1_b2_whoever_ends_while_it_is_off_the_device_leaves_nothing_behind(
+    model: Path, monkeypatch: pytest.MonkeyPatch, at: str, way: str
+) -> None:
+    clock = ManualClock(100.0)
+    with late(model, clock=clock) as (both, decode):
+        both.submit(prompt_of(1, 40), greedy(30))
+        until(both, lambda: any(r.under_way and r.generated > 3 for r in decode._running))
+        (request,) = decode._running
+        if at == "retracted":
+            hold_back(decode, monkeypatch)
+        decode._retract(request)
+        if at != "landing":
+            until(both, lambda: AT[at](request))
+        assert AT[at](request)
+        assert decode.check().violations == ()
+        WAYS[way](both, decode, clock, request)
+        both.step()
+        assert request.phase is Phase.GONE
+        assert request.parked is request.claim is None
+        assert decode.check().violations == ()
+        monkeypatch.undo()
+        both.settle()
+        host = decode._seat.host
+        assert host is not None
+        decode._seat.tree.clear()
+        assert all(allocator.free == allocator.total for allocator in host.allocators.values())
+        assert not decode._seat.busy
+
+
+def test_b9_a_request_comes_back_with_all_pools_or_takes_nothing(model: Path) -> None:
+    with working(model, tokens=16 * PAGE) as (both, decode):
+        asked = both.submit(prompt_of(1, 40), greedy(30))
+        (request,) = run_until(both, decode)
+        thief = decode._pages
+        decode._retract(request)
+        decode._lose(decode._retraction.advance())
+        assert request.phase is Phase.RETRACTED
+        decode._seat.evict("full", thief.total)
+        taken = thief.lease(thief.free - 1, "a thief")
+        free = thief.free
+        assert decode._retraction.resume(lambda r: True) == []
+        assert (request.phase, thief.free, request.claim) == (Phase.RETRACTED, free, None)
+        taken.release()
+        assert len(both.run(asked)[0].list) == 30
+
+
+def test_a_drained_worker_is_one_without_retracted_requests(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with working(model) as (both, decode):
+        asked = both.submit(prompt_of(1, 20), greedy(20))
+        (request,) = run_until(both, decode)
+        with monkeypatch.context() as patch:
+            hold_back(decode, patch)
+            decode._retract(request)
+            decode.drain()
+            for _ in range(20):
+                both.step()
+            assert not decode.drained
+            assert decode.status().counters["retracted"] == 1
+        both.run(asked)
+        both.settle()
+        assert decode.drained

@@ -1,0 +1,164 @@
+"""Retracted requests that host memory has no room for: on storage, where there is one."""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from cache.parked import PLACES, Place
+from cache.storage import Backend, InlineQueue
+from contracts.errors import ErrorKind
+from decode.request import Request
+from decode.worker import DecodeWorker
+from tests.pair import Pair
+from tests.workers.test_retraction import greedy, hold_back, prompt_of, run_until, undisturbed, working
+
+PAGE_BYTES = 8192
+ASKED = [(prompt_of(seed, 50), 24) for seed in range(3)]
+
+
+@contextmanager
+def small_host(model: Path, pages: int, **faults: Any) -> Iterator[tuple[Pair, DecodeWorker]]:
+    """A host tier of so many pages, which nothing but retracted requests take, and storage."""
+    storage = {"backend": "memory", "path": uuid.uuid4().hex, "max_bytes": 1 << 26}
+    tier = {"prefix_reuse": False, "host_bytes": (pages + 1) * PAGE_BYTES}
+    with working(model, decode={"retract": "copy", "cache": tier}, storage=storage, faults=faults) as (both, decode):
+        assert decode._seat.host is not None
+        assert decode._seat.host.allocators["full"].total == pages
+        yield both, decode
+
+
+def all_away(both: Pair, decode: DecodeWorker, patch: pytest.MonkeyPatch) -> list[Request]:
+    """Everybody leaves the device and nobody comes back before `patch` is undone."""
+    hold_back(decode, patch)
+    requests = list(decode._running)
+    for request in requests:
+        decode._retract(request)
+    for _ in range(100_000):
+        both.step()
+        if all(r.phase == "retracted" for r in requests if r.phase != "gone"):
+            return requests
+    raise AssertionError("they never left")
+
+
+def places(requests: list[Request]) -> list[Place]:
+    return [r.parked.place for r in requests if r.parked is not None]
+
+
+def test_every_place_of_parked_state_reaches_the_end() -> None:
+    assert PLACES.dead_ends() == []
+    assert all(place is Place.GONE or PLACES.rows[place] for place in Place)
+
+
+def test_what_host_memory_has_no_room_for_goes_to_storage_and_comes_back(
+    model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    expected = undisturbed(model, ASKED)
+    with small_host(model, 9) as (both, decode):
+        asked = [both.submit(prompt, greedy(count)) for prompt, count in ASKED]
+        run_until(both, decode, count=3)
+        with monkeypatch.context() as patch:
+            away = all_away(both, decode, patch)
+            assert sorted(places(away)) == [Place.HOST, Place.HOST, Place.STORED]
+            assert decode.check().violations == ()
+        assert [answer.list for answer in both.run(*asked)] == expected
+        counters = decode.status().counters
+        assert (counters["parked_stored"], counters["parked_fetched"]) == (1, 1)
+        assert (counters["recomputed"], counters["parked_lost"]) == (0, 0)
+        assert counters["retractions"] == counters["resumptions"] == 3
+
+
+def test_a_host_for_one_serves_all_of_them_through_storage(model: Path) -> None:
+    expected = undisturbed(model, ASKED)
+    with small_host(model, 6, retract_every=5) as (both, decode):
+        asked = [both.submit(prompt, greedy(count)) for prompt, count in ASKED]
+        answers = both.run(*asked, rounds=1_000_000)
+        counters = decode.status().counters
+        assert counters["parked_stored"] > 3
+        for answer, whole in zip(answers, expected, strict=True):
+            assert answer.done is not None
+            assert answer.done.error in (None, ErrorKind.RETRACTED)
+            assert answer.list == whole[: len(answer.list)]
+
+
+def test_what_storage_has_lost_is_computed_again(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    queues: list[InlineQueue] = []
+
+    def queue(backend: Backend, **_: object) -> InlineQueue:
+        queues.append(InlineQueue(backend))
+        return queues[-1]
+
+    monkeypatch.setattr("cluster.build.StorageQueue", queue)
+    step = Pair.step
+
+    def stepped(self: Pair, *roles: Any) -> None:
+        step(self, *roles)
+        for one in queues:
+            one.run_all()
+
+    monkeypatch.setattr(Pair, "step", stepped)
+    with small_host(model, 9) as (both, decode):
+        asked = [both.submit(prompt, greedy(count)) for prompt, count in ASKED]
+        run_until(both, decode, count=3)
+        with monkeypatch.context() as patch:
+            away = all_away(both, decode, patch)
+            assert Place.STORED in places(away)
+            for one in queues:
+                store = one.backend.store  # type: ignore[attr-defined]
+                with store.lock:
+                    for key in list(store.objects):
+                        store.pop(key)
+        answers = both.run(*asked)
+        errors = [answer.done.error for answer in answers if answer.done is not None]
+        assert sorted(map(str, errors)) == ["None", "None", "retracted"]
+        assert decode.status().counters["parked_lost"] == 1
+
+
+@pytest.mark.parametrize("place", [Place.STORING, Place.STORED, Place.FETCHING])
+def test_b2_whoever_ends_while_its_state_is_on_storage_or_on_the_way_leaves_nothing_behind(
+    model: Path, monkeypatch: pytest.MonkeyPatch, place: Place
+) -> None:
+    queues: list[InlineQueue] = []
+
+    def queue(backend: Backend, **_: object) -> InlineQueue:
+        queues.append(InlineQueue(backend))
+        return queues[-1]
+
+    monkeypatch.setattr("cluster.build.StorageQueue", queue)
+    with small_host(model, 9) as (both, decode):
+        asked = [both.submit(prompt, greedy(count)) for prompt, count in ASKED]
+        run_until(both, decode, count=3)
+        requests = list(decode._running)
+        with monkeypatch.context() as patch:
+            hold_back(decode, patch)
+            for request in requests:
+                decode._retract(request)
+            for _ in range(20):
+                both.step()
+            if place is not Place.STORING:
+                for one in queues:
+                    one.run_all()
+                for _ in range(20):
+                    both.step()
+        (victim,) = [r for r in requests if r.parked is not None and r.parked.place not in (Place.HOST, Place.SAVING)]
+        if place is Place.FETCHING:
+            # Whoever is before it leaves the host.
+            for other in [r for r in requests if r is not victim]:
+                both.cancel(other.submit.request_id)
+            both.step()
+        assert victim.parked is not None
+        assert victim.parked.place is place
+        for request in asked:
+            both.cancel(request)
+        assert decode.check().violations == ()
+        for one in queues:
+            one.run_all()
+        both.settle()
+        host = decode._seat.host
+        assert host is not None
+        assert host.allocators["full"].free == host.allocators["full"].total
