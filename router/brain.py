@@ -18,7 +18,7 @@ Every wait ends: for a worker after `router.worker_wait_s`, for the whole reques
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from contracts.clock import Clock
 from contracts.config import AuditConfig, RouterConfig
@@ -27,7 +27,6 @@ from contracts.ids import RequestId, Role, RoomId
 from contracts.messages import (
     Audited,
     Cancel,
-    Command,
     Done,
     Event,
     Progress,
@@ -38,79 +37,19 @@ from contracts.messages import (
 )
 from contracts.ports import WorkerView
 from contracts.sampling import TokenLogprob
-from router.audits import Audits, Finding
+from router.actions import Action, Counts, Deliver, End, Replay, Scores, Send
+from router.audits import Audits
 from router.damage import Damage
 from router.request import Leg, Phase, Request
 from router.workers import Entry, WorkerKey, Workers
+
+__all__ = ["Action", "Brain", "Counts", "Deliver", "End", "Replay", "Scores", "Send"]
 
 REFUSAL_LIMIT = 64
 REFUSAL_PAUSE_S = 0.5
 """How long a worker that refused as draining is not asked again."""
 REPORT_GRACE_S = 0.25
 """How long an end waits for prefill's report once every token is in."""
-
-
-@dataclass(frozen=True, slots=True)
-class Send:
-    """Send `command` on the link to `worker`."""
-
-    worker: WorkerKey
-    command: Command
-
-
-@dataclass(frozen=True, slots=True)
-class Deliver:
-    """The next tokens of a request, in order."""
-
-    request_id: RequestId
-    tokens: Sequence[int]
-    logprobs: Sequence[TokenLogprob]
-
-
-@dataclass(frozen=True, slots=True)
-class Scores:
-    """The prompt's log-probabilities; before any token."""
-
-    request_id: RequestId
-    scores: tuple[TokenLogprob, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class End:
-    """The request has ended; nothing follows."""
-
-    request_id: RequestId
-    done: Done
-
-
-@dataclass(frozen=True, slots=True)
-class Replay:
-    """A request starts over from its tokens, as attempt `attempt`; for the log."""
-
-    request_id: RequestId
-    attempt: int
-    reason: str
-
-
-Action = Send | Deliver | Scores | End | Replay | Finding
-
-
-@dataclass(slots=True)
-class Counts:
-    """What happened since the start; read by the metrics."""
-
-    submitted: int = 0
-    ended: int = 0
-    failed: int = 0
-    cancelled: int = 0
-    replays: int = 0
-    refusals: int = 0
-    damaged: int = 0
-    recomputed: int = 0
-    """Attempts that decode ended because prefill can compute their state again sooner than it would be back."""
-    late_events: int = 0
-    fallbacks: int = 0
-    """Legs in which decode had to compute a part of the prompt itself, instead of receiving all of it."""
 
 
 class Brain:
