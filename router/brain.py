@@ -43,8 +43,6 @@ from router.damage import Damage
 from router.request import Leg, Phase, Request
 from router.workers import Entry, WorkerKey, Workers
 
-__all__ = ["Action", "Brain", "Counts", "Deliver", "End", "Replay", "Scores", "Send"]
-
 REFUSAL_LIMIT = 64
 REFUSAL_PAUSE_S = 0.5
 """How long a worker that refused as draining is not asked again."""
