@@ -4,7 +4,8 @@ Clients ask without pause; each answer is compared, token by token, with what an
 before the trouble began. Some clients leave. Meanwhile one fault after the other strikes, each of its kinds equally
 often: workers and single ranks are killed and stopped, one hangs, connections between router and workers and between
 workers are cut, silenced and slowed by a proxy, workers are drained and taken back, the disk of the storage tier fills
-up (a small file system of its own), and host memory is always full, being much too small.
+up (a small file system of its own), host memory is always full, being much too small, and all that runs is retracted now
+and then.
 
 Every request ends in its exact answer or by its own client; anything else is a failure, since one worker of each role
 is always alive or on its way back. One seed decides what is asked and what strikes when. `--state FILE` keeps counts,
@@ -331,7 +332,7 @@ def sections(proxy: Proxy, storage: Path, plane: str) -> dict[str, Any]:
         "cluster": {
             "lease_s": 4, "stall_s": 8, "rank_timeout_s": 6, "restart_limit": 100_000, "start_timeout_s": BACK_S,
         },
-        "faults": {"proxy": proxy.door, "hang": "decode-1:400"},
+        "faults": {"proxy": proxy.door, "hang": "decode-1:400", "retract_every": 60},
     }  # fmt: skip
 
 
