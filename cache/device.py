@@ -113,6 +113,10 @@ class Device(Protocol):
     def allocate_host(self, nbytes: int) -> torch.Tensor:
         """Zeroed host memory that the device copies from and to at full speed: uint8 [nbytes]."""
 
+    def register_host(self, memory: torch.Tensor) -> None:
+        """Make host memory that came from elsewhere as good as `allocate_host`'s. Raises `RuntimeError` where that
+        can't be."""
+
 
 class _Done:
     done = True
@@ -188,6 +192,9 @@ class CpuDevice:
     def allocate_host(self, nbytes: int) -> torch.Tensor:
         return torch.zeros(nbytes, dtype=torch.uint8)
 
+    def register_host(self, memory: torch.Tensor) -> None:
+        return
+
 
 class CudaDevice:
     """NVIDIA: one CUDA stream a `Stream`; completions are CUDA events."""
@@ -226,6 +233,12 @@ class CudaDevice:
 
     def allocate_host(self, nbytes: int) -> torch.Tensor:
         return torch.zeros(nbytes, dtype=torch.uint8, pin_memory=True)
+
+    def register_host(self, memory: torch.Tensor) -> None:
+        # It stays registered as long as the process lives: a worker's host tier ends with it.
+        code = torch.cuda.cudart().cudaHostRegister(memory.data_ptr(), memory.numel(), 0)  # type: ignore[no-untyped-call]
+        if int(code):
+            raise RuntimeError(f"{memory.numel()} bytes of host memory can't be registered with the GPU: error {code}")
 
     def _let_go(self) -> None:
         while self._kept and self._kept[0][0].query():  # type: ignore[no-untyped-call]

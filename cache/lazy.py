@@ -143,6 +143,9 @@ class LazyDevice:
     def allocate_host(self, nbytes: int) -> torch.Tensor:
         return torch.zeros(nbytes, dtype=torch.uint8)
 
+    def register_host(self, memory: torch.Tensor) -> None:
+        return
+
     # ------------------------------------------------------------ for tests
 
     def watch(self, place: str, pool: str, layers: Sequence[Mapping[str, torch.Tensor]]) -> None:

@@ -116,6 +116,14 @@ class Allocator:
         del self._free[len(self._free) - count :]
         return self._grant(owner, taken)
 
+    def take(self, runs: Sequence[Sequence[int]], owner: str) -> list[Lease]:
+        """A lease for each of `runs`, of exactly these indices. Raises `CapacityError` where one of them isn't free."""
+        wanted = {index for run in runs for index in run}
+        if len(wanted) != sum(map(len, runs)) or not wanted.issubset(self._free):
+            raise CapacityError(f"{self.name} {owner} wants aren't all free")
+        self._free = [index for index in self._free if index not in wanted]
+        return [self._grant(owner, tuple(run)) for run in runs]
+
     def epochs_of(self, indices: Sequence[int]) -> tuple[Epoch, ...]:
         return tuple(self._epochs[np.asarray(indices, dtype=np.int64)].tolist())
 

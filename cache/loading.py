@@ -51,6 +51,10 @@ class Loader:
     ) -> None:
         self._tree, self._pools, self._host, self._device, self._now = tree, pools, host, device, now
         self._verify = verify
+        self.unproven: Callable[[Part], bool] = lambda part: False
+        """Whether a part of the host is to be checked even where `verify` is off: nobody of this process wrote it."""
+        self.proved: Callable[[Part], None] = lambda part: None
+        """Told of parts of the host that matched."""
         self._planned: _Load | None = None
         self._loads: list[_Load] = []
         self.bytes_per_s = 0.0
@@ -165,7 +169,13 @@ class Loader:
         if failed:
             self.counters["loads_failed"] += 1
             return list(load.targets.parts)
-        bad = [part for part in load.targets.parts if self._verify and not self._matches(part)]
+        bad = []
+        for source, target in zip(load.sources.parts, load.targets.parts, strict=True):
+            if self._verify or self.unproven(source):
+                if self._matches(target):
+                    self.proved(source)
+                else:
+                    bad.append(target)
         self.counters["pages_damaged_on_host"] += sum(len(p) for p in bad)
         for part in bad:
             first = self._tree.start(part.node)

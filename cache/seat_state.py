@@ -11,6 +11,8 @@ import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 
+from cache.adoption import ArenaKeeper
+from cache.arena import Arena
 from cache.claim import NO_PAGE, Cached, Claim, Snapshot
 from cache.device import DEVICE, Completion, Device, Op, Span, Stream, attempt, failure
 from cache.eviction import POLICIES
@@ -54,10 +56,11 @@ class SeatState:
         wall: Callable[[], float] = time.time,
         rank: int = 0,
         stride: int = 1 << 40,
+        arena: Arena | None = None,
     ) -> None:
         """`stride`: positions beyond what is committed that launched steps of one request write at most. Windows get
         pages for so many at a time; without it, for all at once. `shelf`: storage of a seat of several ranks, instead
-        of `storage`."""
+        of `storage`. `arena`: where `host` lies, if that outlives this process."""
         self.pools, self.host, self.config = pools, host, config
         self._device, self._now = device, now
         if shelf is None and storage is not None and host is not None:
@@ -82,6 +85,9 @@ class SeatState:
             if self._shelf is not None:
                 self.prefetcher = Prefetcher(self.tree, host, self._shelf, config.prefetch, now, agree)
                 self.shelver = Shelver(host, self._shelf, self.saver.lease)
+        self.keeper = ArenaKeeper(self.tree, host, arena, device, now) if host is not None and arena else None
+        if self.keeper is not None and self.loader is not None:
+            self.loader.unproven, self.loader.proved = self.keeper.unproven, self.keeper.proved
         events = config.events
         self.teller = Teller(self.tree, events, wall, rank) if events.endpoint else None
         if self.teller is not None:
@@ -180,6 +186,8 @@ class SeatState:
             self.prefetcher.poll()
         if self.shelver is not None:
             self.shelver.poll()
+        if self.keeper is not None:
+            self.keeper.poll(idle=not self._claims)
         self._launched.sweep()
         betrayed = [c for c in self._claims.values() if not c.betrayed and _failed(c.started)]
         relied = [self._claims.get(lock) for lock in (self.loader.poll() if self.loader is not None else ())]
@@ -220,7 +228,7 @@ class SeatState:
     def stats(self) -> dict[str, float]:
         """Counters of everything that happened in the tiers, and how full they are."""
         out = {**self.counters, "device_pages_kept": self.tree.sizes[Tier.DEVICE, self.full]}
-        for part in (self.saver, self.loader, self.prefetcher, self.shelver):
+        for part in (self.saver, self.loader, self.prefetcher, self.shelver, self.keeper):
             out |= part.counters if part is not None else {}
         if self.host is not None:
             allocator = self.host.allocators[self.full]
@@ -337,6 +345,7 @@ class SeatState:
             held += self.prefetcher.leased(pool) if self.prefetcher is not None else 0
             held += sum(parked.leased(pool) for parked in self._parked)
             found += _compare(allocator.total - allocator.free - allocator.quarantined, held, f"host {pool}")
+        found += self.keeper.check() if self.keeper is not None else []
         return found + (self.prefetcher.check() if self.prefetcher is not None else [])
 
     def _check_claim(self, claim: Claim) -> list[str]:

@@ -253,6 +253,16 @@ class PrefixTree(TreeState):
                 return
             self._unlink(node)
 
+    def graft(self, parent: Node | None, salt: str, raw: bytes, chain: bytes, used: int) -> Node:
+        """Hang a run of whole pages below `parent` (None: the root of `salt`), which has nothing that begins with its
+        first page. It holds nothing yet: `attach` is to follow at once."""
+        above = self._root(salt) if parent is None else parent
+        node = Node(raw, chain, above)
+        node.used = node.created = used
+        assert raw[: self._page_bytes] not in above.children, "what the tree has already is inserted, not grafted"
+        above.children[raw[: self._page_bytes]] = node
+        return node
+
     def _root(self, salt: str) -> Node:
         root = self.roots.get(salt)
         if root is None:

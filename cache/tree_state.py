@@ -39,6 +39,9 @@ class TreeState:
         self.on_change: Callable[[Node, Tier, bool], None] = lambda node, tier, there: None
         """Told when full state that can be matched has come to a tier (True), parents first, or gone from it: also
         when it was condemned, whether or not it is locked still. Splits change nothing and aren't told."""
+        self.on_part: Callable[[Part, bool], None] = lambda part, there: None
+        """Told of every part of every tier that was hung on a node (True), and of each that is not to be matched any
+        more, perhaps twice (False): its pages still hold what they did, and may be written to only afterwards."""
         self._by_name = {c.name: c for c in self.components}
         self._tick = 0
         self._version = 0
@@ -144,6 +147,7 @@ class TreeState:
             self._queue(node.parent, tier)
         for there in IN_TREE:
             self._queue(node, there)
+        self.on_part(part, True)
         return part
 
     def _detach(self, part: Part) -> None:
@@ -161,6 +165,7 @@ class TreeState:
                 self.on_change(node, tier, False)
         del node.parts[tier][part.component]
         self.sizes[tier, part.component] -= len(part)
+        self.on_part(part, False)
         part.lease.release()
 
     def _split(self, node: Node, pages: int) -> Node:
@@ -309,6 +314,8 @@ class TreeState:
             for tier in IN_TREE:
                 if self.full in gone.parts[tier]:
                     self.on_change(gone, tier, False)
+                for part in gone.parts[tier].values():
+                    self.on_part(part, False)
         del parent.children[first]
         for tier in IN_TREE:
             parent.below[tier] -= int(self.full in node.parts[tier])

@@ -20,6 +20,7 @@ import ray
 from ray.util.placement_group import placement_group, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
+from cluster.arena_process import Agents, NoAgents
 from cluster.launcher import Ended
 from cluster.procs import kill_process
 from cluster.worker_process import BuildWorker, WorkerPlan, exit_file, node_name, process_mark, run_worker
@@ -79,8 +80,8 @@ class _Running:
 class RayLauncher:
     """A `Launcher` over a Ray cluster that this process has joined."""
 
-    def __init__(self, build: BuildWorker) -> None:
-        self._build = build
+    def __init__(self, build: BuildWorker, agents: Agents | None = None) -> None:
+        self._build, self._agents = build, agents or NoAgents()
         self._running: dict[Any, _Running] = {}
 
     def start(self, plan: WorkerPlan) -> None:
@@ -118,6 +119,9 @@ class RayLauncher:
         for running in list(self._running.values()):
             if (running.plan.name, running.plan.incarnation) == (name, incarnation):
                 self._kill(running)
+
+    def forget(self, name: WorkerName) -> None:
+        self._agents.forget(name)
 
     def ended(self, timeout_s: float) -> list[Ended]:
         waiting = [*self._running, *(r.where for r in self._running.values() if r.pid is None)]

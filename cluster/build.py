@@ -9,6 +9,7 @@ import time
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
+from cache.arena import Arena
 from cache.device import DEVICE, HOST, Device, make_device
 from cache.moves import describe_spec
 from cache.pools import PoolSet, host_layout
@@ -18,7 +19,9 @@ from cache.registry import PoolSetLayout
 from cache.seat import Seat
 from cache.shelf import RankShelf, Shelf
 from cache.storage import StorageQueue, make_backend
+from cluster.arena import Arenas
 from cluster.crew import Crew
+from cluster.host_memory import host_memory, take_over
 from cluster.memory import state_options, stride
 from cluster.rank_line import RankLine
 from contracts.access import SECRET_VARIABLE
@@ -70,15 +73,18 @@ def build_worker(
     clock: Clock | None = None,
     device: Device | None = None,
     crew: Crew | None = None,
+    arenas: Arenas | None = None,
 ) -> Worker:
     """Load the model and open the worker's sockets on `host`. Everything is released when a part can't be built.
 
     `counts` are the pages and slots that each of its pools can lease (`cluster.memory`). `device` is where it runs, if
     not where the config says. `crew`: the other ranks, where the worker has several; this is their leader, and whoever
-    gives the crew closes it. Raises `CheckpointError`, `ConfigError`, or `PeerDead` for a rank that could not start.
+    gives the crew closes it. `arenas`: where the host tier lies, if it is to outlive the worker; what an earlier
+    incarnation left there is taken over. Raises `CheckpointError`, `ConfigError`, or `PeerDead` for a rank that could
+    not start.
     """
     clock = clock or SystemClock()
-    p = _parts(role, name, spec, config, host, counts, device, clock, crew)
+    p = _parts(role, name, spec, config, host, counts, device, clock, crew, arenas)
     carrier = ZmqCarrier(host, p.waiter, p.curve, config.transfer.link_timeout_s)
     if role is Role.PREFILL:
         sender = SenderEnd(
@@ -111,6 +117,7 @@ def _parts(
     device: Device | None,
     clock: Clock,
     crew: Crew | None,
+    arenas: Arenas | None,
 ) -> Parts:
     curve = _curve(host)
     if config.engine.device == "cuda":
@@ -130,11 +137,12 @@ def _parts(
         )  # fmt: skip
         if line is not None:
             waiter.add(line.socket)
-        seat = _seat(pools, device, spec, config, role, name, clock, waiter, line)
+        seat = _seat(pools, device, spec, config, role, name, clock, waiter, line, arenas)
         epochs = {pool: allocator.epochs for pool, allocator in pools.allocators.items()}
         engine = load_engine(model, config.engine, layout.spec, pools.gates, epochs, device, ranks, line)
         if line is not None:
             line.ask(Ready(), config.cluster.start_timeout_s).wait()
+        take_over(seat, line)
     except BaseException:
         plane.close()
         waiter.close()
@@ -174,6 +182,7 @@ class RankParts:
     engine: Engine
     storage: RankStorage | None
     waiter: Waiter
+    arena: Arena | None
 
     def close(self) -> None:
         if self.storage is not None:
@@ -183,13 +192,21 @@ class RankParts:
 
 
 def build_rank(
-    role: Role, spec: ModelSpec, config: Config, *, host: str, counts: Mapping[str, int], ranks: Ranks
+    role: Role,
+    spec: ModelSpec,
+    config: Config,
+    *,
+    host: str,
+    counts: Mapping[str, int],
+    ranks: Ranks,
+    arenas: Arenas | None = None,
 ) -> RankParts:
     """Build what a follower needs to carry out its leader's orders. Raises what `build_worker` does."""
     device = make_device("cpu")
     waiter = Waiter()
     plane = make_plane(config, host, _curve(host), waiter.wake, ranks.rank, ranks.size)
     storage: RankStorage | None = None
+    arena: Arena | None = None
     try:
         model, layout = rank_layout(role, spec, config, counts, ranks)
         pools = PoolSet(layout.spec, layout.counts, plane.allocate("pages", layout.nbytes))
@@ -197,12 +214,13 @@ def build_rank(
         places = {DEVICE: pools}
         tier = host_tier(layout, config, role, ranks.size)
         if tier is not None:
-            mirror = PoolSet(tier.spec, tier.counts, device.allocate_host(tier.nbytes), tier.order, "host")
+            named = _fingerprint(pools, spec, config)
+            memory, arena = host_memory(tier, device, arenas, ranks.rank, ranks.size, named)
+            mirror = PoolSet(tier.spec, tier.counts, memory, tier.order, "host")
             places[HOST] = mirror
             backend = make_backend(config.cache_for(role).storage)
             if backend is not None:
                 queue = StorageQueue(backend, wake=waiter.wake)
-                named = _fingerprint(pools, spec, config)
                 storage = RankStorage(RankShelf(queue, mirror, named, ranks.rank, ranks.size))
         epochs = {pool: allocator.epochs for pool, allocator in pools.allocators.items()}
         engine = load_engine(model, config.engine, layout.spec, pools.gates, epochs, device, ranks)
@@ -212,7 +230,7 @@ def build_rank(
         raise
     for socket in plane.waitable:
         waiter.add(socket)
-    return RankParts(RankState(places, ranks.size), RankLinks(plane), engine, storage, waiter)
+    return RankParts(RankState(places, ranks.size), RankLinks(plane), engine, storage, waiter, arena)
 
 
 def _seat(
@@ -225,27 +243,29 @@ def _seat(
     clock: Clock,
     waiter: Waiter,
     line: RankLine | None,
+    arenas: Arenas | None,
 ) -> Seat:
     """The pool set with its tiers, as the role's cache section has them."""
     cache = config.cache_for(role)
     size = 1 if line is None else line.size
     tier = host_tier(pools.layout, config, role, size)
     host: PoolSet | None = None
+    arena: Arena | None = None
+    fingerprint = _fingerprint(pools, spec, config)
     if tier is not None:
-        memory = device.allocate_host(tier.nbytes)
+        memory, arena = host_memory(tier, device, arenas, 0, size, fingerprint)
         host = PoolSet(tier.spec, tier.counts, memory, tier.order, "host") if line is None else RankedPools(
             tier, memory, line, HOST, "host"
         )  # fmt: skip
     backend = make_backend(cache.storage) if host is not None else None
     storage = StorageQueue(backend, wake=waiter.wake, clock=clock) if backend is not None else None
-    fingerprint = _fingerprint(pools, spec, config)
     shelf: Shelf | None = None
     if storage is not None and isinstance(host, RankedPools) and line is not None:
         shelf = RankedShelf(RankShelf(storage, host, fingerprint, 0, size), host, line)
     return Seat(
         pools, device, cache, clock.now,
         host=host, storage=storage, shelf=shelf, fingerprint=fingerprint, rank=_event_rank(role, name),
-        stride=stride(config, role),
+        stride=stride(config, role), arena=arena,
     )  # fmt: skip
 
 

@@ -71,13 +71,20 @@ class Kill:
 
 
 @dataclass(frozen=True, slots=True)
+class Forget:
+    """This worker won't be started again: nothing need be kept for its successor."""
+
+    name: WorkerName
+
+
+@dataclass(frozen=True, slots=True)
 class Report:
     """A line for the operator."""
 
     text: str
 
 
-Action = Start | Kill | Report
+Action = Start | Kill | Forget | Report
 
 
 class Ledger(Protocol):
@@ -204,7 +211,7 @@ class Controller:
         slot.state = advance(slot.state, WorkerEvent.LEFT)
         slot.wanted = False
         slot.status = _status(slot)
-        self._actions.append(Report(f"{name} has left"))
+        self._actions += [Forget(name), Report(f"{name} has left")]
         self._changed()
 
     # ------------------------------------------------------------ what time says, and what to do
@@ -270,6 +277,7 @@ class Controller:
         delay = min(BACKOFF_MAX_S, BACKOFF_S * 2 ** (slot.quick_deaths - 2)) if slot.quick_deaths > 1 else 0.0
         slot.restart_at = now + delay
         what_next = self._what_next(slot, was_draining, delay)
+        self._actions += [] if slot.wanted else [Forget(slot.name)]
         self._actions.append(Report(f"{slot.name} died ({reason}); {what_next}"))
         self._changed()
 

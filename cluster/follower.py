@@ -12,12 +12,14 @@ from typing import Any
 
 from cluster.build import RankParts, build_rank
 from cluster.crew import Follower, follow
+from cluster.host_memory import rebind
 from cluster.logs import log_to_file
 from cluster.procs import die_with_parent
-from cluster.worker_process import WorkerPlan
+from cluster.worker_process import WorkerPlan, arenas_of
 from contracts.access import SECRET_VARIABLE
 from contracts.model import read_model_spec
 from contracts.orders import (
+    Bond,
     Check,
     Compute,
     Connect,
@@ -82,6 +84,8 @@ class FollowerLoop:
                 return self._parts.state.obey(order)
             case Describe() | Connect() | Disconnect() | Post() | Permit() | Revoke():
                 return self._parts.links.obey(order)
+            case Bond():
+                return rebind(self._parts.arena, order)
             case Ready():
                 return True
             case _:
@@ -101,7 +105,7 @@ def serve_rank(plan: WorkerPlan) -> str:
     try:
         spec = read_model_spec(plan.model)
         parts = build_rank(
-            plan.role, spec, config, host=plan.host, counts=plan.counts, ranks=follower.ranks
+            plan.role, spec, config, host=plan.host, counts=plan.counts, ranks=follower.ranks, arenas=arenas_of(plan)
         )  # fmt: skip
         try:
             return FollowerLoop(follower, parts).run()

@@ -14,6 +14,7 @@ import secrets
 from contextlib import ExitStack
 from typing import TYPE_CHECKING, TextIO
 
+from cluster.arena_process import Agents, LocalAgent, NoAgents, wanted
 from cluster.controller import Controller, Start
 from cluster.controller_service import ControllerServer, FileLedger
 from cluster.logs import last_words
@@ -72,6 +73,8 @@ class Serve:
         self._terminal = Terminal(self._clock, out, began)
         self._stopping = Stopping()
         self._ray: OwnRay | None = None
+        self._agents: Agents = NoAgents()
+        self._arena = ""
         self._secrets = {name: value for name in SECRETS if (value := os.environ.pop(name, None))}
 
     def run(self) -> int:
@@ -111,6 +114,7 @@ class Serve:
             self._own_ray(stack)
         self._stopping.install()  # importing Ray takes SIGTERM over
         self._check_stop()
+        self._start_agents(stack)
         self._start_workers(stack)
         self._await_ready()
         folder.publish(url, options.model)
@@ -164,10 +168,30 @@ class Serve:
         self._folder.owns(*router.start())
         return router
 
+    def _start_agents(self, stack: ExitStack) -> None:
+        if not wanted(self._prepared.config):
+            return
+        self._arena = secrets.token_hex(32)
+        if self._prepared.options.ray_address is not None:
+            from cluster.arena_actors import RayAgents
+
+            self._agents = RayAgents(self._arena, self._clock)
+        else:
+            agent = LocalAgent(self._arena, self._folder.logs, self._prepared.config.cluster.restart_limit)
+            self._agents = agent
+            self._folder.owns(*agent.start())
+        stack.callback(self._agents.close)
+        self._tend_agents()
+
+    def _tend_agents(self) -> None:
+        for line in self._agents.poll():
+            log.warning(line)
+            self._terminal.line(line)
+
     def _start_workers(self, stack: ExitStack) -> None:
         from cluster.actors import RayLauncher
 
-        launcher = RayLauncher(self._build)
+        launcher = RayLauncher(self._build, self._agents)
         stack.callback(launcher.close)
         # Before the workers are ended, so that routers learn why and nothing is restarted.
         stack.callback(lambda: self._server.call(Controller.shut_down))
@@ -187,6 +211,7 @@ class Serve:
             host=self._address if prepared.options.ray_address is None else "",
             controller=self._server.endpoint,
             logs=self._folder.logs,
+            arena=self._arena,
             secret=self._secret,
         )
 
@@ -220,6 +245,7 @@ class Serve:
 
     def _round(self, deadline: float, what: str) -> None:
         self._check_stop()
+        self._tend_agents()
         self._supervisor.poll(POLL_S)
         for name, reason in self._server.call(Controller.never_ready):
             raise PartFailed(f"{name} could not start: {reason}{self._words(name)}")
@@ -244,6 +270,7 @@ class Serve:
         stack.callback(probe.stop)
         probe.start()
         while not self._stopping.asked:
+            self._tend_agents()
             self._supervisor.poll(POLL_S)
             if probe.silent_s >= allowed_s:
                 self._terminal.line(f"router hung: no answer for {probe.silent_s:.0f} s (router.stall_s)")

@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 
-from cluster.controller import Controller, Kill, Report, Start
+from cluster.controller import Controller, Forget, Kill, Report, Start
 from cluster.controller_service import ControllerServer
 from cluster.launcher import Ended, Launcher
 from cluster.worker_process import WorkerPlan
@@ -42,6 +42,8 @@ class Supervisor:
                     self._launcher.start(self._plan(action))
                 case Kill():
                     self._launcher.kill(action.name, action.incarnation, action.pid, action.node)
+                case Forget():
+                    self._launcher.forget(action.name)
                 case Report():
                     log.warning(action.text)
                     self._say(action.text)

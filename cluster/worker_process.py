@@ -10,6 +10,7 @@ import logging
 import os
 import socket
 import threading
+import time
 from collections.abc import Callable
 from concurrent.futures import CancelledError
 from dataclasses import dataclass, field
@@ -33,6 +34,7 @@ from contracts.ports import Worker, WorkerRecord
 from transfer.detour import detour
 
 if TYPE_CHECKING:
+    from cluster.arena import Arenas
     from cluster.crew import Crew
 
 log = logging.getLogger("twinpool.worker")
@@ -61,6 +63,8 @@ class WorkerPlan:
     """Which of the worker's tensor-parallel ranks this process is; 0 is the leader."""
     meeting: str = field(default="", repr=False)
     """Hex: by which the ranks of this incarnation find and know each other; empty where there is one."""
+    arena: str = field(default="", repr=False)
+    """Hex: the token of the agents that keep host memory; empty where there are none."""
     secret: str = field(default="", repr=False)
     """Hex; what workers authenticate each other with where they don't meet on loopback."""
 
@@ -151,8 +155,16 @@ def build_from_plan(plan: WorkerPlan) -> Worker:
         plan.config,
         host=plan.host,
         counts=plan.counts,
+        arenas=arenas_of(plan),
         crew=_crew(plan) if plan.config.tp_for(plan.role) > 1 else None,
     )
+
+
+def arenas_of(plan: WorkerPlan) -> Arenas:
+    """Where its ranks get memory that outlives them."""
+    from cluster.arena import BorrowedArenas
+
+    return BorrowedArenas(plan.arena, plan.name, plan.incarnation, SystemClock(), time.sleep)
 
 
 def _crew(plan: WorkerPlan) -> Crew:

@@ -96,6 +96,9 @@ class CacheConfig:
     """What goes first from a full tier: longest unused, least used, oldest, least urgent, or seen only once."""
     host_bytes: int = 0
     """Host memory of each worker for pages that its device has no room for; 0: none, and no storage either."""
+    arena: Literal["auto", "off"] = "auto"
+    """auto: where workers are processes, host memory lies with an agent on their node, and a worker that dies leaves it
+    to its successor; off: it ends with the worker."""
     write_policy: Literal["through", "selective", "back"] = "through"
     """Pages are copied to the host as soon as they are finished, once they were hit again, or when they must go."""
     write_hits: int = 2
@@ -135,6 +138,9 @@ class PrefillConfig:
     """Token budget of a prefill step; longer prompts take several steps."""
     max_running: int = 32
     """Requests computed at the same time."""
+    share_tokens: int = 4096
+    """A prompt that is being computed leaves its finished pages to the cache every so many tokens, before it is whole:
+    no more than these are computed again when its worker dies."""
     tp: int = 1
     """Tensor-parallel ranks of a worker, each a process with its share of the heads; 1, 2, 4, as the heads divide."""
     cache: CacheOverride = field(default_factory=CacheOverride)
@@ -341,12 +347,6 @@ def _check_together(config: Config) -> None:
     for backend, key, value in (("file", "path", storage.path), ("redis", "url", storage.url)):
         if storage.backend == backend and not value:
             raise ConfigError(f"config key cache.storage.backend={backend} needs cache.storage.{key}")
-    if config.audit.fraction > 1:
-        raise ConfigError(f"config key audit.fraction is a share, at most 1; got {config.audit.fraction:g}")
-    if config.watch.rare_share >= 1:
-        raise ConfigError(f"config key watch.rare_share is a share, below 1; got {config.watch.rare_share:g}")
-    if config.watch.window_tokens > 1024:
-        raise ConfigError(f"config key watch.window_tokens must be at most 1024; got {config.watch.window_tokens}")
     router = config.router
     if router.max_timeout_s < router.request_timeout_s:
         raise ConfigError(
@@ -361,6 +361,12 @@ def _check_together(config: Config) -> None:
         raise ConfigError(
             "config key decode.retract=copy needs host memory to copy into: set cache.host_bytes, or leave it at auto"
         )
+    if config.audit.fraction > 1:
+        raise ConfigError(f"config key audit.fraction is a share, at most 1; got {config.audit.fraction:g}")
+    if config.watch.rare_share >= 1:
+        raise ConfigError(f"config key watch.rare_share is a share, below 1; got {config.watch.rare_share:g}")
+    if config.watch.window_tokens > 1024:
+        raise ConfigError(f"config key watch.window_tokens must be at most 1024; got {config.watch.window_tokens}")
     if config.cache.strip_reasoning and not config.cache.reasoning_tokens:
         raise ConfigError("config key cache.strip_reasoning needs cache.reasoning_tokens")
 

@@ -77,6 +77,14 @@ class Check:
     place: str
 
 
+@dataclass(frozen=True, slots=True)
+class Bond:
+    """Answer with the bond of this rank's arena, empty where it has none. With `bond`, forget what is in it first, and
+    take that one."""
+
+    bond: bytes
+
+
 # ---------------------------------------------------------------- steps
 
 
@@ -212,7 +220,7 @@ class Arrival(NamedTuple):
 
 
 Order = (
-    Zero | Copy | Digest | Check | Compute | Describe | Connect | Disconnect | Post | Permit | Revoke
+    Zero | Copy | Digest | Check | Bond | Compute | Describe | Connect | Disconnect | Post | Permit | Revoke
     | Exists | Fetch | Put | Form | Ready | End
 )  # fmt: skip
 
@@ -221,6 +229,7 @@ TAGS: dict[int, type[Any]] = {
     2: Copy,
     3: Digest,
     4: Check,
+    5: Bond,
     8: Compute,
     16: Describe,
     17: Connect,

@@ -79,6 +79,8 @@ class Request:
     """Positions whose state was given to the device to compute."""
     planned: int = 0
     """Positions that are decided on."""
+    shared: int = 0
+    """Positions up to which its finished pages were given to the tree."""
     latest: Step | None = None
     """The last launched step that it was part of."""
     starts: int = 0
@@ -160,7 +162,7 @@ class Request:
 
     def begin(self, positions: int) -> None:
         """The state of so many positions is there to start with."""
-        self.committed = self.launched = self.planned = positions
+        self.committed = self.launched = self.planned = self.shared = positions
 
     def step(self, event: PhaseEvent) -> None:
         self.phase = PHASES.next(self.phase, event)

@@ -352,6 +352,8 @@ class PrefillWorker(PhaseWorker[Request]):
                 request.ends = self._seat.tail(claim, committed) | self._seat.states(claim, committed)
             else:
                 self._seat.slide(claim, committed)
+                if committed - request.shared >= self._config.prefill.share_tokens:
+                    self._share(request)
 
     def _complete(self, request: Request, computed: Completion) -> None:
         """The prompt is done: publish its first token, then end the request or hand it over."""
@@ -416,12 +418,9 @@ class PrefillWorker(PhaseWorker[Request]):
     def _take_pages(self, request: Request) -> bool:
         """Claim what the tiers have and pages for the rest; on False nothing was taken."""
         claim = self._seat.claim(
-            request.prefix,
-            len(request.tokens),
-            f"request {request.submit.request_id}",
-            reusable=self._reusable(request),
-            prefetch=request.prefetch,
-        )
+            request.prefix, len(request.tokens), f"request {request.submit.request_id}",
+            reusable=self._reusable(request), prefetch=request.prefetch,
+        )  # fmt: skip
         if claim is None:
             return False
         request.claim = claim
@@ -434,6 +433,7 @@ class PrefillWorker(PhaseWorker[Request]):
         """Give its finished pages to the tree at once, locked for as long as it is here: others may wait for them."""
         if self._reuse and request.claim is not None and not request.claim.betrayed:
             self._seat.share(request.claim, request.prefix, request.submit.priority)
+            request.shared = request.committed
 
     def _return_pages(self, request: Request) -> None:
         """Give finished pages to the tree and the rest back. Idempotent: nothing is held afterwards."""

@@ -3,7 +3,7 @@
 The choice is one expression a role: prefill takes the worker with the least work in front of the first token
 (prompt tokens in flight plus those of this prompt that it probably doesn't hold yet), decode the one with the fewest
 sequences. What a worker holds is guessed from what was sent to it: a bounded memory of prefix hashes that dies with
-the worker's incarnation, as its cache does.
+the worker's incarnation, as its cache does, unless the next one says that it has taken over its host memory.
 """
 
 from __future__ import annotations
@@ -58,6 +58,8 @@ class Entry:
     """When it was last chosen; ties go to the one that has waited longest."""
     requests: set[RequestId] = field(default_factory=set)
     prefixes: OrderedDict[bytes, None] = field(default_factory=OrderedDict)
+    before: OrderedDict[bytes, None] = field(default_factory=OrderedDict)
+    """What its last incarnation was sent, until this one has said whether it took that over."""
 
     @property
     def key(self) -> WorkerKey:
@@ -78,6 +80,13 @@ class Entry:
                 break
             blocks += 1
         return blocks * PREFIX_BLOCK_TOKENS
+
+    def take_over(self) -> None:
+        """Count on what the last incarnation was sent, if this one says that it found its pages on the host."""
+        if self.before and self.status.counters.get("arena_pages_adopted", 0) > 0:
+            older = [key for key in self.before if key not in self.prefixes]
+            self.prefixes = OrderedDict.fromkeys([*older, *self.prefixes])
+            self.before = OrderedDict()
 
     def remember(self, hashes: Sequence[bytes]) -> None:
         # Deepest first, so that a chain's head is the youngest and outlives its tail.
@@ -119,12 +128,16 @@ class Workers:
             if old is not None and old.record.incarnation == incarnation:
                 was_gone = old.status.state in GONE
                 old.record, old.status = view.record, view.status
+                old.take_over()
                 if view.status.state in GONE and not was_gone:
                     lost.append(old)
                 continue
+            entry = Entry(view.record, view.status, Breaker(self._config))
             if old is not None:
                 lost.append(old)
-            self._entries[name] = Entry(view.record, view.status, Breaker(self._config))
+                entry.before = old.prefixes or old.before
+                entry.take_over()
+            self._entries[name] = entry
         for name in [n for n in self._entries if n not in seen]:
             lost.append(self._entries.pop(name))
         return lost

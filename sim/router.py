@@ -265,6 +265,5 @@ class SimRouter:
 
 def _short(command: Command) -> str:
     name = type(command).__name__
-    room = getattr(command, "room", "")
-    attempt = getattr(command, "attempt", "")
-    return f"{name} {command.request_id} attempt {attempt}{' ' + room if room else ''}"
+    attempt, room = getattr(command, "attempt", None), getattr(command, "room", "")
+    return f"{name} {command.request_id}{'' if attempt is None else f' attempt {attempt}'}{' ' + room if room else ''}"

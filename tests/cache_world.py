@@ -16,6 +16,8 @@ from itertools import count
 
 import torch
 
+from cache.adoption import ArenaKeeper
+from cache.arena import Arena
 from cache.claim import NO_PAGE, Claim
 from cache.components import Window
 from cache.device import DEVICE, Completion, CpuDevice, Device, Op, Stream, attempt, failure, spans
@@ -26,7 +28,7 @@ from cache.moves import gather
 from cache.nodes import Node, Tier
 from cache.pools import PoolSet
 from cache.prefix import Prefix
-from cache.registry import Order, PoolSetSpec
+from cache.registry import Order, PoolSetLayout, PoolSetSpec
 from cache.seat import Seat
 from cache.storage import InlineQueue, ObjectName
 from cache.storage import Op as StorageOp
@@ -59,7 +61,9 @@ class World:
         ranks: bool = False,
         stride: int = 1 << 40,
         counts: Mapping[str, int] | None = None,
+        segment: memoryview | None = None,
     ) -> None:
+        """`segment`: memory for the host tier that outlives this world; what is left there is taken over."""
         self.spec, self.rng = spec, random.Random(seed)
         self.clock = ManualClock()
         self.seen: Counter[str] = Counter()
@@ -67,7 +71,10 @@ class World:
         self.lazy = LazyDevice(seed, clock=self.clock) if lazy else None
         self.device: Device = FaultyDevice(self.lazy or CpuDevice(), self.rng, device_fault_rate, self._broke)
         self.pools = PoolSet(spec, spec.even(pages) | dict(counts or {}))
-        self.host = PoolSet(spec, spec.even(host_pages), order=Order.PAGE_FIRST, tier="host") if host_pages else None
+        layout = PoolSetLayout(spec, spec.even(host_pages), Order.PAGE_FIRST)
+        self.arena = Arena(segment, layout, "world") if segment is not None else None
+        region = self.arena.region if self.arena is not None else None
+        self.host = PoolSet(spec, layout.counts, region, Order.PAGE_FIRST, "host") if host_pages else None
         self.backend = MemoryBackend(f"world {next(_worlds)}", 1 << 24)
         self.fault_rate = fault_rate
         self.queue = InlineQueue(self.backend, fault=self._fault) if storage and self.host is not None else None
@@ -80,7 +87,7 @@ class World:
         )
         self.seat = Seat(
             self.pools, self.device, config, self.clock.now, host=self.host, storage=self.queue, fingerprint="model",
-            agree=self._agree if ranks else lambda key, value: value, stride=stride,
+            agree=self._agree if ranks else lambda key, value: value, stride=stride, arena=self.arena,
         )  # fmt: skip
         self.watch = Watch(self.seat, self.seen)
         self.sends: list[tuple[Completion, list[Pin], Claim, list[str]]] = []
@@ -93,6 +100,20 @@ class World:
         self.changes = 0
         """Steps that changed state."""
         self._number = 0
+        if self.seat.keeper is not None and self.arena is not None:
+            if self.arena.bond:
+                self._take_over(self.seat.keeper)
+            else:
+                self.seat.keeper.begin(b"of these worlds.")
+
+    def _take_over(self, keeper: ArenaKeeper) -> None:
+        """What is sealed there was shared in an earlier world; not all that was shared is there."""
+        self.disturbed = True
+        self.seen["adopted"] += keeper.adopt()
+        for node in self.seat.tree.nodes():
+            for part in node.parts[Tier.HOST].values():
+                point = self.seat.tree.component(part.component).point
+                self.shared[part.component] |= set(node.keys[-1:] if point else node.keys)
 
     def _broke(self, name: str) -> None:
         self.disturbed = self.damaged = True

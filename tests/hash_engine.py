@@ -139,7 +139,7 @@ class HashEngine:
         for position, token in enumerate(tokens, row.start):
             mark = self._see(tables, position).mark(token)
             self._write(tables, position, mark)
-            if known is not None and position + 1 in known.positions(row.start, len(row.tokens)):
+            if known is not None and position + 1 in known.positions(row.start, len(tokens)):
                 replayed += 1
                 if _token(mark) != known.tokens[position + 1]:
                     found.append(Difference(position + 1, _token(mark), 1.0))

@@ -22,6 +22,7 @@ from contracts.sampling import SamplingParams, TokenLogprob
 from engine import read_model
 
 if TYPE_CHECKING:
+    from cluster.arena import Arenas
     from cluster.crew import Crew
     from tests.rank_workers import RankProcesses
 
@@ -57,8 +58,9 @@ class Pair:
         clock: Clock,
         devices: Mapping[Role, Device] | None = None,
         crews: Mapping[Role, Crew | None] | None = None,
+        arenas: Mapping[Role, Arenas] | None = None,
     ) -> None:
-        devices, crews = devices or {}, crews or {}
+        devices, crews, arenas = devices or {}, crews or {}, arenas or {}
         sizes = tokens if isinstance(tokens, Mapping) else dict.fromkeys(Role, tokens)
         spec = read_model_spec(folder)
         self.clock = clock
@@ -73,6 +75,7 @@ class Pair:
                 counts=counts_for(folder, config, role, sizes[role]),
                 device=devices.get(role),
                 crew=crews.get(role),
+                arenas=arenas.get(role),
                 **options,
             )
             for role in (Role.PREFILL, Role.DECODE)
@@ -194,6 +197,7 @@ def pair(
     settle: bool = True,
     devices: Mapping[Role, Device] | None = None,
     ranks: RankProcesses | None = None,
+    arenas: Mapping[Role, Arenas] | None = None,
     **sections: dict[str, Any],
 ) -> Iterator[Pair]:
     """A pair that is checked for leaks at the end. `ranks`: warm processes for workers of several ranks."""
@@ -202,7 +206,7 @@ def pair(
     config = config_from_dict(sections)
     with ExitStack() as stack:
         crews = _crews(stack, ranks, folder, config, tokens)
-        both = Pair(folder, config, tokens, clock or SystemClock(), devices, crews)
+        both = Pair(folder, config, tokens, clock or SystemClock(), devices, crews, arenas)
         try:
             yield both
             if settle:

@@ -1,0 +1,274 @@
+"""Host memory that outlives its worker: the pages of a host tier, and beside them an index of what they hold.
+
+An arena is one segment of memory that somebody else keeps (`cluster.arena_agent`). The worker maps it and puts its host
+tier there. When the worker dies, however it dies, its successor maps the same segment and finds:
+
+    header      whose state this is (model, layout, numerics), which ranks belong together, how often it was taken over
+    index       of each pool a table with a record for each page or slot, at its number: what is sealed there
+    region      the pages, as `PoolSetLayout` lays them out page-first
+
+The dead can have stopped between any two stores. So nothing is ever true by itself, and order makes it true:
+
+- A record says that its page is finished. It is written after the page's last byte, and taken back before the page is
+  given to anybody who may write to it.
+- The first word of a record is a checksum over all others and over its place. Writing it begins with a zero there and
+  ends with the checksum; so a record that was cut off has no checksum, or a wrong one, and counts as torn.
+- The header is written in the same way, after the index was cleared.
+
+A process that is killed has made all stores up to some instruction and none behind it, so the order of the stores is
+all that is needed. That only one process writes is the agent's affair: it hands a segment on when the process that had
+it is dead, and not before.
+
+What a record says is believed for the shape of the tree, which its own checksum and the chain keys hold up. What the
+page's bytes are is believed once their digest was computed again: `cache.adoption`.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from cache.moves import describe_spec
+from cache.prefix import KEY_BYTES, TOKEN_BYTES
+from cache.registry import Kind, PoolSetLayout
+
+_MAGIC = 0x616E657261707774
+_FORMAT = 1
+_BLOCK = 4096
+_HEADER_WORDS = 8
+_SUM, _MAGIC_AT, _FORMAT_AT, _TAKEN, _FINGERPRINT, _BOND = 0, 1, 2, 3, 4, 6
+"""Words of the header; fingerprint and bond take two each."""
+BOND_BYTES = 16
+SALT_BYTES = 96
+"""Longer salts don't fit into a record: what is under them is not adopted."""
+
+Words = np.ndarray[tuple[int, ...], np.dtype[np.uint64]]
+
+
+@dataclass(frozen=True, slots=True)
+class Sealed:
+    """Pages that follow each other in one prefix, or one state, as the index has them."""
+
+    first: int
+    """The page number of the first; of a state, that of the last page before it."""
+    keys: bytes
+    """Chain keys, 16 bytes each."""
+    digests: Sequence[int]
+    parent: bytes = b""
+    """Chain key of the page before the first; empty at the start of a prefix. Full pages only, like what follows."""
+    tokens: bytes = b""
+    """4 bytes a token."""
+    salt: bytes = b""
+
+
+@dataclass(frozen=True, slots=True)
+class Record:
+    """One page or slot of what was found."""
+
+    index: int
+    sequence: int
+    number: int
+    key: bytes
+    digest: int
+    parent: bytes
+    tokens: bytes
+    salt: str
+
+
+class Arena:
+    """One rank's segment. One process, one thread."""
+
+    def __init__(self, memory: memoryview, layout: PoolSetLayout, fingerprint: str) -> None:
+        """`memory`: writable, of `arena_bytes(layout)`. `fingerprint` names all that pages depend on but the layout."""
+        raw = np.frombuffer(memory, dtype=np.uint8)
+        if raw.nbytes < arena_bytes(layout) or not raw.flags.writeable:
+            raise ValueError(f"an arena of this layout is {arena_bytes(layout)} writable bytes, not {raw.nbytes}")
+        self.layout = layout
+        self._fingerprint = _fingerprint(layout, fingerprint)
+        self._header: Words = raw[: 8 * _HEADER_WORDS].view(np.uint64)
+        self._tables: dict[str, _Table] = {}
+        at = _BLOCK
+        for number, pool in enumerate(layout.spec.pools):
+            dtype = _record_type(layout.spec.page_tokens, pool.kind)
+            count = layout.counts[pool.name]
+            self._tables[pool.name] = _Table(raw[at : at + count * dtype.itemsize], dtype, number)
+            at += _blocks(count * dtype.itemsize)
+        self._index = raw[_BLOCK:at]
+        self.region = torch.from_numpy(raw[at : at + layout.nbytes])
+        """uint8 [layout.nbytes]: what the host tier's `PoolSet` is made over."""
+        self._sequence = 0
+
+    # ------------------------------------------------------------ the header
+
+    @property
+    def bond(self) -> bytes:
+        """What the segments of all ranks of a worker have in common; empty where there is nothing to take over."""
+        words = self._header
+        valid = (
+            int(words[_SUM]) == _header_sum(words)
+            and (int(words[_MAGIC_AT]), int(words[_FORMAT_AT])) == (_MAGIC, _FORMAT)
+            and words[_FINGERPRINT:_BOND].tobytes() == self._fingerprint
+        )
+        return words[_BOND : _BOND + 2].tobytes() if valid else b""
+
+    @property
+    def taken(self) -> int:
+        """How many incarnations have taken it over since one of them was known to live well with it."""
+        return int(self._header[_TAKEN])
+
+    def begin(self, bond: bytes) -> None:
+        """Forget what it holds; from now on its state belongs together with that of other segments of this bond."""
+        self._header[_SUM] = 0
+        self._index[:] = 0
+        self._sequence = 0
+        self._write_header(bond, 0)
+
+    def take(self, times: int) -> None:
+        """Write down how often it has been taken over. What it holds stays."""
+        self._write_header(self.bond, times)
+
+    def _write_header(self, bond: bytes, taken: int) -> None:
+        assert len(bond) == BOND_BYTES
+        words = self._header
+        words[_SUM] = 0
+        words[_MAGIC_AT], words[_FORMAT_AT], words[_TAKEN] = _MAGIC, _FORMAT, taken
+        words[_FINGERPRINT:_BOND] = np.frombuffer(self._fingerprint, np.uint64)
+        words[_BOND : _BOND + 2] = np.frombuffer(bond, np.uint64)
+        words[_SUM] = _header_sum(words)
+
+    # ------------------------------------------------------------ the index
+
+    def seal(self, pool: str, indices: Sequence[int], run: Sealed) -> bool:
+        """Say that these pages are finished and hold `run`. False, and nothing is said, where its salt is too long."""
+        if len(run.salt) > SALT_BYTES:
+            return False
+        self._tables[pool].write(indices, run, self._sequence + 1)
+        self._sequence += len(indices)
+        return True
+
+    def drop(self, pool: str, indices: Sequence[int]) -> None:
+        """Say nothing of these pages any more: they may be written to from now on."""
+        self._tables[pool].sums[np.asarray(indices, dtype=np.int64)] = 0
+
+    def read(self, pool: str) -> tuple[list[Record], int]:
+        """All that the index says of a pool, by index, and the number of torn records, which are gone afterwards."""
+        records, torn = self._tables[pool].read()
+        self._sequence = max([self._sequence, *(record.sequence for record in records)])
+        return records, torn
+
+
+class _Table:
+    """The records of one pool, by index."""
+
+    def __init__(self, raw: np.ndarray, dtype: np.dtype, number: int) -> None:
+        self._type = dtype
+        self._records = raw.view(dtype)
+        self._words: Words = raw.view(np.uint64).reshape(len(self._records), -1)
+        self.sums = self._words[:, 0]
+        # A record at another index, or of another pool, is none. The numbers are the same in every process.
+        draw = np.random.Generator(np.random.PCG64(number))
+        self._odd: Words = draw.integers(0, 1 << 64, self._words.shape[1], dtype=np.uint64, endpoint=False) | np.uint64(
+            1
+        )
+
+    def write(self, indices: Sequence[int], run: Sealed, sequence: int) -> None:
+        count = len(indices)
+        records = np.zeros(count, self._type)
+        records["sequence"] = np.arange(sequence, sequence + count, dtype=np.uint64)
+        records["digest"] = np.array(run.digests, dtype=np.uint64)
+        records["number"] = np.arange(run.first, run.first + count, dtype=np.uint32)
+        records["key"] = _rows(run.keys, count, KEY_BYTES)
+        if run.tokens:
+            parents = (run.parent or bytes(KEY_BYTES)) + run.keys[:-KEY_BYTES]
+            records["parent"] = _rows(parents, count, KEY_BYTES)
+            records["tokens"] = _rows(run.tokens, count, len(run.tokens) // count)
+            records["salted"] = len(run.salt)
+            records["salt"][:, : len(run.salt)] = np.frombuffer(run.salt, np.uint8)
+        words: Words = records.view(np.uint64).reshape(count, -1)
+        at = np.asarray(indices, dtype=np.int64)
+        sums = self._sums(words, at)
+        # The order of these three is what `read` relies on.
+        self.sums[at] = 0
+        self._words[at, 1:] = words[:, 1:]
+        self.sums[at] = sums
+
+    def _sums(self, words: Words, at: np.ndarray) -> Words:
+        """Checksums of whole records at these places, of all words but their first; never 0."""
+        with np.errstate(over="ignore"):
+            mixed: Words = (words[:, 1:] * self._odd[1:]).sum(axis=1, dtype=np.uint64)
+            mixed += at.astype(np.uint64) * self._odd[0]
+            mixed ^= mixed >> np.uint64(29)
+            mixed *= np.uint64(0xBF58476D1CE4E5B9)
+        mixed |= np.uint64(1)
+        return mixed
+
+    def read(self) -> tuple[list[Record], int]:
+        there = self.sums.nonzero()[0]
+        words = self._words[there]
+        good = self._sums(words, there) == words[:, 0]
+        torn = there[~good]
+        self.sums[torn] = 0
+        found = np.ascontiguousarray(words[good]).view(self._type)[:, 0] if good.any() else ()
+        return [self._record(at, one) for at, one in zip(there[good].tolist(), found, strict=True)], len(torn)
+
+    def _record(self, index: int, one: np.void) -> Record:
+        parent = tokens = salt = b""
+        if "tokens" in (self._type.names or ()):
+            parent, tokens = one["parent"].tobytes(), one["tokens"].tobytes()
+            salt = one["salt"].tobytes()[: int(one["salted"])]
+        key, sequence, number = one["key"].tobytes(), int(one["sequence"]), int(one["number"])
+        return Record(index, sequence, number, key, int(one["digest"]), parent, tokens, salt.decode(errors="replace"))
+
+
+def arena_bytes(layout: PoolSetLayout) -> int:
+    """Bytes of the segment for a host tier of this layout: its pages, and about 250 bytes for each."""
+    return _BLOCK + index_bytes(layout) + layout.nbytes
+
+
+def index_bytes(layout: PoolSetLayout) -> int:
+    """Bytes of the tables."""
+    spec = layout.spec
+    sizes = [layout.counts[p.name] * _record_type(spec.page_tokens, p.kind).itemsize for p in spec.pools]
+    return sum(map(_blocks, sizes))
+
+
+def _record_type(page_tokens: int, kind: Kind) -> np.dtype:
+    fields: list[tuple[str, str, int, int]] = [
+        ("sum", "<u8", 1, 0), ("sequence", "<u8", 1, 8), ("digest", "<u8", 1, 16), ("number", "<u4", 1, 24),
+        ("salted", "<u4", 1, 28), ("key", "u1", KEY_BYTES, 32),
+    ]  # fmt: skip
+    if kind is Kind.FULL:
+        fields += [("parent", "u1", KEY_BYTES, 48), ("salt", "u1", SALT_BYTES, 64)]
+        fields += [("tokens", "u1", TOKEN_BYTES * page_tokens, 64 + SALT_BYTES)]
+    end = max(at + np.dtype(kind_of).itemsize * times for _, kind_of, times, at in fields)
+    return np.dtype(
+        {
+            "names": [name for name, _, _, _ in fields],
+            "formats": [kind_of if times == 1 else (kind_of, (times,)) for _, kind_of, times, _ in fields],
+            "offsets": [at for _, _, _, at in fields],
+            "itemsize": -(-end // 8) * 8,
+        }
+    )
+
+
+def _rows(raw: bytes, count: int, width: int) -> np.ndarray:
+    return np.frombuffer(raw, np.uint8).reshape(count, width)
+
+
+def _blocks(nbytes: int) -> int:
+    return -(-nbytes // _BLOCK) * _BLOCK
+
+
+def _fingerprint(layout: PoolSetLayout, named: str) -> bytes:
+    described = json.dumps([named, describe_spec(layout.spec), dict(layout.counts), str(layout.order)], sort_keys=True)
+    return hashlib.blake2b(described.encode(), digest_size=16).digest()
+
+
+def _header_sum(words: Words) -> int:
+    digest = hashlib.blake2b(words[1:].tobytes(), digest_size=8).digest()
+    return int.from_bytes(digest, "little") | 1

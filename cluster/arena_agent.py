@@ -1,0 +1,212 @@
+"""The arena agent: one small process a node, which holds the memory of host tiers while workers come and go.
+
+It owns each segment (an anonymous memfd: no name, no file, gone with the last process that has it) and lends it to one
+process at a time. Whoever asks for the segment of a worker's rank gets it with what is in it, if size and fingerprint
+are still the same and the process that had it last is *dead*, by its pidfd. Nothing less will do: an incarnation that
+is fenced, stopped or cut off may still write to what it has mapped, and no number that anybody compares would stop it.
+As long as it lives the answer is `busy`; who can't wait asks for a fresh segment, and the old one is never lent again.
+A pidfd says *dead* once all threads have ended and the kernel has let go of the process's memory and devices, so no
+copy of its is under way either.
+
+The agent has no mind of its own and keeps nothing on disk. When it dies, workers keep what they have mapped and go on;
+its successor gets the segments back from those that live. What is lost then is the state of workers that die before.
+
+It imports the standard library only and is started as a script, or runs in a thread of an actor on nodes that are not
+`serve`'s own. The socket is abstract, named after the token, and answers only to processes of the same user that know
+the token. Messages are JSON, one a packet:
+
+    take     who (name, rank, incarnation), nbytes, fingerprint, fresh  ->  lent, adopted (and the segment); busy; error
+    return   who, nbytes, fingerprint (and the segment)  ->  kept: after an agent's death
+    forget   name  ->  forgotten: the worker won't come back
+
+Of two incarnations of a worker the later one is right, whichever comes first.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import hashlib
+import hmac
+import json
+import os
+import select
+import selectors
+import socket
+import struct
+import sys
+from dataclasses import dataclass
+from typing import Any
+
+MESSAGE_BYTES = 8192
+_SEALS = fcntl.F_SEAL_GROW | fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_SEAL
+_CREDENTIALS = struct.Struct("iII")
+
+
+class Refused(Exception):
+    """Raised for a message that is none, or from somebody who may not ask."""
+
+
+@dataclass(slots=True)
+class _Segment:
+    fd: int
+    shape: tuple[int, str]
+    """Its size in bytes, and the fingerprint of what may lie in it."""
+    incarnation: int
+    owner: int
+    """A pidfd of the process that has it mapped, or had."""
+
+    @property
+    def free(self) -> bool:
+        return bool(select.select([self.owner], [], [], 0)[0])
+
+    def close(self) -> None:
+        os.close(self.fd)
+        os.close(self.owner)
+
+
+class Agent:
+    """Lends segments. One thread."""
+
+    def __init__(self, token: str) -> None:
+        """Raises `OSError` where another agent of this token answers already."""
+        self._token = token
+        self._segments: dict[tuple[str, int], _Segment] = {}
+        self._selector = selectors.DefaultSelector()
+        self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self._listener.bind(address(token))
+        self._listener.listen(128)
+        self._listener.setblocking(False)
+        self._selector.register(self._listener, selectors.EVENT_READ)
+
+    def serve(self, stop: int) -> None:
+        """Answer until the file `stop` can be read."""
+        self._selector.register(stop, selectors.EVENT_READ)
+        while True:
+            for key, _ in self._selector.select():
+                if key.fileobj == stop:
+                    return
+                if key.fileobj is self._listener:
+                    self._accept()
+                elif isinstance(key.fileobj, socket.socket):
+                    self._hear(key.fileobj)
+
+    def _accept(self) -> None:
+        with contextlib.suppress(OSError):
+            peer, _ = self._listener.accept()
+            peer.setblocking(False)
+            self._selector.register(peer, selectors.EVENT_READ)
+
+    def _hear(self, peer: socket.socket) -> None:
+        fds: list[int] = []
+        try:
+            data, fds, _, _ = socket.recv_fds(peer, MESSAGE_BYTES, 1, socket.MSG_CMSG_CLOEXEC)
+            if not data:
+                raise ConnectionError
+            answer, lent = self._answer(peer, data, fds)
+            socket.send_fds(peer, [json.dumps(answer).encode()], lent, socket.MSG_NOSIGNAL)
+        except (OSError, ValueError, KeyError, TypeError, Refused):
+            # Gone, or nobody we speak to: a client that hears nothing goes without an arena.
+            self._selector.unregister(peer)
+            peer.close()
+        finally:
+            for fd in fds:
+                os.close(fd)
+
+    def _answer(self, peer: socket.socket, data: bytes, fds: list[int]) -> tuple[dict[str, Any], list[int]]:
+        message = json.loads(data)
+        pid, uid, _ = _CREDENTIALS.unpack(peer.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size))
+        if uid != os.geteuid() or not hmac.compare_digest(str(message["token"]), self._token):
+            raise Refused
+        name = str(message["name"])
+        if message["verb"] == "forget":
+            return self._forget(name), []
+        who, incarnation = (name, int(message["rank"])), int(message["incarnation"])
+        shape = int(message["nbytes"]), str(message["fingerprint"])
+        if message["verb"] == "return":
+            return self._take_back(who, incarnation, shape, pid, fds), []
+        if message["verb"] == "take":
+            return self._lend(who, incarnation, shape, pid, bool(message["fresh"]))
+        raise Refused
+
+    def _lend(
+        self, who: tuple[str, int], incarnation: int, shape: tuple[int, str], pid: int, fresh: bool
+    ) -> tuple[dict[str, Any], list[int]]:
+        held = self._segments.get(who)
+        if held is not None and held.incarnation > incarnation:
+            return {"error": f"incarnation {held.incarnation} has it"}, []
+        if held is not None and not fresh and not held.free:
+            return {"busy": True}, []
+        owner = os.pidfd_open(pid)
+        if held is not None and held.free and held.shape == shape:
+            os.close(held.owner)
+            held.owner, held.incarnation = owner, incarnation
+            return {"lent": True, "adopted": True}, [held.fd]
+        try:
+            fd = _make(f"twinpool-arena-{who[0]}.{who[1]}", shape[0])
+        except OSError as error:
+            os.close(owner)
+            return {"error": f"{shape[0]} bytes: {error.strerror}"}, []
+        self._keep(who, _Segment(fd, shape, incarnation, owner))
+        return {"lent": True, "adopted": False}, [fd]
+
+    def _take_back(
+        self, who: tuple[str, int], incarnation: int, shape: tuple[int, str], pid: int, fds: list[int]
+    ) -> dict[str, Any]:
+        held = self._segments.get(who)
+        if held is not None and held.incarnation >= incarnation:
+            return {"kept": False}
+        if not fds or os.fstat(fds[0]).st_size != shape[0]:
+            raise Refused
+        self._keep(who, _Segment(os.dup(fds[0]), shape, incarnation, os.pidfd_open(pid)))
+        return {"kept": True}
+
+    def _keep(self, who: tuple[str, int], segment: _Segment) -> None:
+        """From now on this is the one: another of the same worker's is never lent again."""
+        held = self._segments.pop(who, None)
+        if held is not None:
+            held.close()
+        self._segments[who] = segment
+
+    def _forget(self, name: str) -> dict[str, Any]:
+        mine = [who for who in self._segments if who[0] == name]
+        for who in mine:
+            self._segments.pop(who).close()
+        return {"forgotten": len(mine)}
+
+    def close(self) -> None:
+        for key in list(self._selector.get_map().values()):
+            if isinstance(key.fileobj, socket.socket):
+                key.fileobj.close()
+        self._selector.close()
+        for segment in self._segments.values():
+            segment.close()
+        self._segments.clear()
+
+
+def address(token: str) -> str:
+    """The socket of this token's agent: abstract, so it leaves no file."""
+    name = hashlib.blake2b(bytes.fromhex(token), digest_size=12, person=b"twinpool-arena").hexdigest()
+    return f"\0twinpool-arena-{name}"
+
+
+def _make(name: str, nbytes: int) -> int:
+    """A segment of zeros that nobody can cut short under those who have it mapped."""
+    fd = os.memfd_create(name, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+    try:
+        os.ftruncate(fd, nbytes)
+        fcntl.fcntl(fd, fcntl.F_ADD_SEALS, _SEALS)
+    except OSError:
+        os.close(fd)
+        raise
+    return fd
+
+
+def main() -> None:
+    """``arena_agent.py``: the token is the first line of the standard input; the end of that is the agent's."""
+    agent = Agent(sys.stdin.buffer.readline().decode().strip())
+    agent.serve(sys.stdin.fileno())
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,105 @@
+"""The arena agents of a cluster, as `serve` sees them: a child process on its own machine, an actor on other nodes."""
+
+from __future__ import annotations
+
+import logging
+import subprocess
+import sys
+from pathlib import Path
+from typing import Protocol
+
+import cluster.arena_agent
+from cluster.arena import forget
+from cluster.procs import start_time
+from cluster.router_process import TIED
+from contracts.config import Config
+from contracts.ids import Role, WorkerName
+
+log = logging.getLogger("twinpool.arena")
+
+COMMAND = (*TIED, sys.executable, "-S", "-P", "-E", str(cluster.arena_agent.__file__))
+STOP_S = 2.0
+
+
+class Agents(Protocol):
+    """One agent a node."""
+
+    def poll(self) -> list[str]:
+        """Start those that are missing; returns lines for the operator."""
+
+    def forget(self, name: WorkerName) -> None:
+        """This worker won't come back."""
+
+    def close(self) -> None:
+        """End them, and with them what only they have. Idempotent."""
+
+
+class NoAgents:
+    """Where host memory ends with its worker."""
+
+    def poll(self) -> list[str]:
+        return []
+
+    def forget(self, name: WorkerName) -> None: ...
+
+    def close(self) -> None: ...
+
+
+class LocalAgent:
+    """The agent of this machine. Used from the main thread: the kernel ties the child's life to that thread."""
+
+    def __init__(self, token: str, logs: Path, restart_limit: int) -> None:
+        self._token, self._log, self._limit = token, logs / "arena.log", restart_limit
+        self._process: subprocess.Popen[bytes] | None = None
+        self._restarts = 0
+
+    def start(self) -> tuple[int, int]:
+        """Start the process; returns its pid and start time."""
+        with self._log.open("ab") as output:
+            self._process = subprocess.Popen(
+                COMMAND, stdin=subprocess.PIPE, stdout=output, stderr=output, cwd="/", start_new_session=True
+            )
+        assert self._process.stdin is not None
+        # Not on the command line, which everybody can read. The open end is also what it lives by.
+        self._process.stdin.write(f"{self._token}\n".encode())
+        self._process.stdin.flush()
+        return self._process.pid, start_time(self._process.pid) or 0
+
+    def poll(self) -> list[str]:
+        code = self._process.poll() if self._process is not None else None
+        if code is None:
+            return []
+        how = f"signal {-code}" if code < 0 else f"exit code {code}"
+        self._let_go()
+        self._restarts += 1
+        if self._restarts > self._limit:
+            return [f"the arena agent died ({how}) too often: from now on host memory ends with its worker"]
+        self.start()
+        return [f"the arena agent died ({how}); restarted, and workers that live keep their memory"]
+
+    def forget(self, name: WorkerName) -> None:
+        try:
+            forget(self._token, name)
+        except OSError as error:
+            log.warning("the arena agent could not be told", extra={"worker": name, "reason": str(error)})
+
+    def close(self) -> None:
+        process = self._process
+        if process is None:
+            return
+        self._let_go()
+        try:
+            process.wait(STOP_S)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
+
+    def _let_go(self) -> None:
+        process, self._process = self._process, None
+        if process is not None and process.stdin is not None:
+            process.stdin.close()
+
+
+def wanted(config: Config) -> bool:
+    """Whether any worker has host memory that is to outlive it."""
+    return config.cache.arena == "auto" and any(config.cache_for(role).host_bytes for role in Role)

@@ -1,0 +1,322 @@
+"""Host memory that outlives its worker: whatever moment it died at, what is adopted is what was sealed."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import pytest
+
+from cache.adoption import MOST_TAKEN, SETTLED_S
+from cache.arena import SALT_BYTES, Arena, arena_bytes
+from cache.nodes import Node, Tier
+from cache.registry import Order, PoolSetLayout
+from tests.cache_schedule import _ACTIONS, _WEIGHTS, Schedule
+from tests.cache_visitors import content
+from tests.cache_world import World
+from tests.poolsets import NAMES, pool_sets
+
+PAGE_TOKENS = 2
+COUNT = 40
+TOKENS = [1, 2, 3, 4, 5, 6, 7, 8]
+BOND = b"sixteen byte tie"
+
+
+def layout_of(name: str, count: int = COUNT) -> PoolSetLayout:
+    spec = pool_sets(PAGE_TOKENS)[name]
+    return PoolSetLayout(spec, spec.even(count), Order.PAGE_FIRST)
+
+
+def segment_for(name: str, count: int = COUNT) -> memoryview:
+    return memoryview(bytearray(arena_bytes(layout_of(name, count))))
+
+
+def world_on(segment: memoryview, name: str, seed: int = 1, **settings: object) -> World:
+    options = {"pages": COUNT, "host_pages": COUNT, "storage": False, **settings}
+    return World(pool_sets(PAGE_TOKENS)[name], seed, segment=segment, **options)  # type: ignore[arg-type]
+
+
+def visit(world: World, tokens: list[int], salt: str = "") -> int:
+    """A request comes, computes what it doesn't find, shares it and leaves; returns how many pages it found."""
+    visitor = world.arrive(tokens, salt)
+    for _ in range(100):
+        if visitor.claim is None:
+            world.admit(visitor)
+        elif visitor.steps:
+            world.commit(visitor, share=True, snapshot=True)
+        elif visitor.done == len(visitor.prefix):
+            found = visitor.claim.depth
+            world._share(visitor, visitor.claim)
+            world.leave(visitor)
+            world.poll()
+            return found
+        else:
+            world.compute(visitor, 2, snapshot=True)
+        if world.lazy is not None:
+            world.lazy.settle()
+        world.poll()
+        if visitor not in world.visitors:
+            visitor = world.arrive(tokens, salt)
+    raise AssertionError("a visit without an end")
+
+
+def host_nodes(world: World) -> list[Node]:
+    return [node for node in world.seat.tree.nodes() if node.parts[Tier.HOST]]
+
+
+def expect_right_bytes(world: World) -> int:
+    """Every page and slot that the tree has on the host holds what its chain key says; returns how many."""
+    host, tree = world.host, world.seat.tree
+    assert host is not None
+    seen = 0
+    for node in tree.nodes():
+        for part in node.parts[Tier.HOST].values():
+            keys = node.keys[-1:] if tree.component(part.component).point else node.keys
+            for key, index in zip(keys, part.lease.indices, strict=True):
+                page = host.layout.page(host.region, part.component, index)
+                assert page.equal(content(key, part.component, len(page))), (part.component, index)
+                seen += 1
+    return seen
+
+
+def look_at_all(world: World) -> None:
+    for _ in range(1000):
+        world.clock.advance(0.01)
+        world.poll()
+    assert not any(world.seat.keeper._unproven.values())  # type: ignore[union-attr]
+
+
+# ------------------------------------------------------------ adoption
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_successor_finds_on_the_host_what_the_dead_had_there(name: str) -> None:
+    segment = segment_for(name)
+    first = world_on(segment, name)
+    visit(first, TOKENS)
+    visit(first, [*TOKENS[:4], 9, 9, 9, 9], "a tenant")
+    visit(first, [*TOKENS[:4], 9, 9, 9, 9])
+    pages = expect_right_bytes(first)
+    assert pages
+    second = world_on(segment, name, 2)
+    assert expect_right_bytes(second) == pages
+    assert second.check() == []
+    for tokens, salt in ((TOKENS, ""), ([*TOKENS[:4], 9, 9, 9, 9], "a tenant")):
+        visitor = second.arrive(tokens, salt)
+        visitor.reusable = len(visitor.prefix)
+        second.admit(visitor)
+        assert visitor.claim is not None
+        assert visitor.claim.cached.host == len(tokens), "all of it comes from the host"
+        second.leave(visitor)
+    look_at_all(second)
+    second.settle()
+
+
+@pytest.mark.slow
+def test_a5_whatever_moment_a_worker_dies_at_what_is_adopted_is_what_was_sealed() -> None:
+    met: Counter[str] = Counter()
+    for seed in range(40):
+        schedule = DyingSchedule(seed)
+        schedule.live()
+        successor = schedule.successor()
+        met["adopted"] += successor.seen["adopted"]
+        met["pages"] += expect_right_bytes(successor)
+        met["in the middle of a copy"] += bool(schedule.world.seat.saver.busy)  # type: ignore[union-attr]
+        assert successor.check() == [], seed
+        for prompt in schedule.prompts:
+            visit(successor, prompt)
+        expect_right_bytes(successor)
+        assert successor.seat.stats()["arena_pages_damaged"] == successor.seat.stats()["pages_damaged_on_host"] == 0
+        successor.settle()
+    assert met["adopted"] > 200, met
+    assert met["in the middle of a copy"], met
+
+
+class DyingSchedule(Schedule):
+    """A schedule on an arena that stops in the middle, with everything under way that is."""
+
+    def __init__(self, seed: int) -> None:
+        super().__init__(seed)
+        count = self.settings["host_pages"]
+        assert isinstance(count, int)
+        self.segment = segment_for(self.name, count)
+        self.world = World(
+            self.world.spec, seed, lazy=True, segment=self.segment, **{**self.settings, "storage": True},  # type: ignore[arg-type]
+        )  # fmt: skip
+        assert self.world.lazy is not None
+        self.lazy = self.world.lazy
+
+    def live(self) -> None:
+        for prompt in self.prompts:
+            self.world.arrive(prompt)
+            self.to_the_end()
+        for _ in range(self.rng.randint(0, _ACTIONS)):
+            self.rng.choices(list(_WEIGHTS), weights=list(_WEIGHTS.values()))[0](self)
+        keeper = self.world.seat.keeper
+        assert keeper is not None
+        assert keeper.check() == []
+
+    def successor(self) -> World:
+        settings = {**self.settings, "storage": False, "pages": 40}
+        return World(self.world.spec, 1, lazy=True, segment=self.segment, **settings)  # type: ignore[arg-type]
+
+
+# ------------------------------------------------------------ what is not believed
+
+
+def test_a9_a_page_that_was_damaged_while_nobody_lived_is_found_before_it_is_asked_for() -> None:
+    name = "full+window"
+    segment = segment_for(name)
+    visit(world_on(segment, name), TOKENS)
+    flip(segment, name, "full", page=2)
+    second = world_on(segment, name, 2)
+    second.damaged = True
+    look_at_all(second)
+    assert second.seat.stats()["arena_pages_damaged"] == 1
+    assert visit(second, TOKENS) <= 2, "what is below it is gone as well"
+    second.settle()
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a9_a_damaged_page_that_is_asked_for_at_once_is_found_by_its_load_though_nothing_else_is_verified(
+    name: str,
+) -> None:
+    segment = segment_for(name)
+    visit(world_on(segment, name), TOKENS)
+    flip(segment, name, "full", page=1)
+    second = world_on(segment, name, 2)
+    second.damaged = True
+    second.seat.loader._verify = False  # type: ignore[union-attr]
+    second.seat.keeper._look = lambda budget: None  # type: ignore[union-attr,method-assign,misc]
+    visit(second, [*TOKENS, 9, 9])
+    assert second.seen["claim betrayed"]
+    assert second.seat.stats()["pages_damaged_on_host"] >= 1
+    second.settle()
+
+
+def test_a_record_that_was_cut_off_anywhere_is_not_believed() -> None:
+    name = "full"
+    segment = segment_for(name)
+    world = world_on(segment, name)
+    visit(world, TOKENS)
+    whole = bytes(segment)
+    table = world.arena._tables["full"]  # type: ignore[union-attr]
+    used = table.sums.nonzero()[0].tolist()
+    words = table._words.shape[1]
+    for word in range(1, words):
+        # The record of the second page up to here is another page's, as when it was just being written over.
+        cut = memoryview(bytearray(whole))
+        mine = Arena(cut, layout_of(name), "world")._tables["full"]._words
+        mine[used[1], word] ^= 0xFF
+        second = world_on(cut, name, 2)
+        assert second.seat.stats()["arena_records_torn"] == 1, word
+        assert second.seat.stats()["arena_pages_adopted"] == 1, "the page before it stays"
+        assert second.seat.stats()["arena_pages_dropped"] == len(used) - 2, "what hangs below it has lost its place"
+        assert second.check() == []
+    cleared = memoryview(bytearray(whole))
+    Arena(cleared, layout_of(name), "world")._tables["full"].sums[used[1]] = 0
+    assert world_on(cleared, name, 2).seat.stats()["arena_records_torn"] == 0
+
+
+def test_a_record_in_another_place_or_of_another_pool_is_none() -> None:
+    name = "all"
+    segment = segment_for(name)
+    world = world_on(segment, name)
+    visit(world, TOKENS)
+    tables = world.arena._tables  # type: ignore[union-attr]
+    words = tables["full"]._words
+    (first, *_) = tables["full"].sums.nonzero()[0].tolist()
+    free = next(i for i in range(1, COUNT) if not words[i, 0])
+    words[free] = words[first]
+    records, torn = world.arena.read("full")  # type: ignore[union-attr]
+    assert torn == 1
+    assert free not in {record.index for record in records}
+    moved = tables["window"]._words
+    tables["state"]._words[free] = moved[tables["window"].sums.nonzero()[0][0]]
+    assert world.arena.read("state")[1] == 1  # type: ignore[union-attr]
+
+
+def test_an_arena_of_another_model_or_layout_has_no_bond() -> None:
+    segment = segment_for("full")
+    arena = Arena(segment, layout_of("full"), "a model")
+    assert arena.bond == b""
+    arena.begin(BOND)
+    assert Arena(segment, layout_of("full"), "a model").bond == BOND
+    assert Arena(segment, layout_of("full"), "another model").bond == b""
+    assert Arena(segment, layout_of("full", COUNT - 1), "a model").bond == b""
+
+
+@pytest.mark.parametrize("word", range(8))
+def test_a_header_that_was_cut_off_anywhere_is_none(word: int) -> None:
+    segment = segment_for("full")
+    arena = Arena(segment, layout_of("full"), "a model")
+    arena.begin(BOND)
+    arena._header[word] ^= 1
+    assert Arena(segment, layout_of("full"), "a model").bond == b""
+
+
+# ------------------------------------------------------------ what is not adopted
+
+
+def test_what_was_condemned_is_never_adopted_though_somebody_held_it_still() -> None:
+    segment = segment_for("full")
+    world = world_on(segment, "full")
+    visit(world, TOKENS)
+    visitor = world.arrive(TOKENS)
+    assert world.admit(visitor)
+    world.condemn(visitor.prefix, 1)
+    assert world.seat.tree.condemned, "it is locked"
+    second = world_on(segment, "full", 2)
+    assert second.seat.stats()["arena_pages_adopted"] == 1
+
+
+def test_pages_under_a_salt_that_no_record_can_hold_end_with_their_worker() -> None:
+    segment = segment_for("full")
+    world = world_on(segment, "full")
+    visit(world, TOKENS, "s" * (SALT_BYTES + 1))
+    visit(world, TOKENS, "s" * SALT_BYTES)
+    assert world.check() == []
+    second = world_on(segment, "full", 2)
+    assert second.seat.stats()["arena_pages_adopted"] == len(TOKENS) // PAGE_TOKENS
+    assert visit(second, TOKENS, "s" * SALT_BYTES) > 0
+    assert visit(second, TOKENS, "s" * (SALT_BYTES + 1)) == 0
+    world.settle()
+
+
+def test_state_that_several_in_a_row_died_with_is_left() -> None:
+    segment = segment_for("full")
+    visit(world_on(segment, "full"), TOKENS)
+    for _ in range(MOST_TAKEN):
+        assert world_on(segment, "full", 2).seat.stats()["arena_pages_adopted"] > 0
+    last = world_on(segment, "full", 2)
+    assert last.seat.stats()["arena_pages_adopted"] == 0
+    visit(last, TOKENS)
+    for seed in range(2 * MOST_TAKEN):
+        settled = world_on(segment, "full", seed)
+        assert settled.seat.stats()["arena_pages_adopted"] > 0, "who lives long with it has not been harmed by it"
+        settled.clock.advance(SETTLED_S)
+        settled.poll()
+
+
+def test_the_oldest_of_what_was_adopted_goes_first_and_before_all_that_is_new() -> None:
+    segment = segment_for("full")
+    first = world_on(segment, "full")
+    older, newer, new = [5] * 8, [6] * 8, [7] * 8
+    visit(first, older)
+    visit(first, newer)
+    second = world_on(segment, "full", 2)
+    visit(second, new)
+
+    def there() -> set[int]:
+        return {node.raw[0] for node in second.seat.tree.nodes() if node.parts[Tier.HOST]}
+
+    assert there() == {5, 6, 7}
+    for left in ({6, 7}, {7}):
+        second.evict(Tier.HOST, "full", 4)
+        assert there() == left
+
+
+def flip(segment: memoryview, name: str, pool: str, page: int) -> None:
+    """Damage what is page `page` of the prefix, behind everybody's back."""
+    arena = Arena(segment, layout_of(name), "world")
+    (record,) = [record for record in arena.read(pool)[0] if record.number == page]
+    arena.layout.page(arena.region, pool, record.index)[3] ^= 1
