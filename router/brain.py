@@ -227,6 +227,8 @@ class Brain:
     def _missing(self, r: Request) -> str:
         roles = [role for role in Role if not self.serving(role)]
         what = " and no ".join(f"{role} worker" for role in roles) or "free pair of workers"
+        if left_alone := self.workers.left_alone(self._clock.now()):
+            what += f" (left alone after failures: {', '.join(left_alone)})"
         return f"no {what} could serve the request within {self._config.worker_wait_s:g} s"
 
     # ------------------------------------------------------------ placing
