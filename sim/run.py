@@ -25,8 +25,8 @@ from itertools import count
 from contracts.config import config_from_dict
 from contracts.errors import ErrorKind
 from contracts.ids import RequestId, WorkerName
+from router.actions import End
 from router.audits import Result as Audited
-from router.brain import End
 from sim.agenda import Agenda
 from sim.arenas import SimArenas
 from sim.carrier import Exchange
