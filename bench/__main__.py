@@ -7,7 +7,7 @@
 `engine` measures the engine beside transformers, `copies` what moves between tiers beside a memcpy, `cache` the prefix
 tree by its size and the tiers through a seat, `replay` hit rates of a real trace by cache size, `handover` the data
 planes beside a copy and a socket, `serve` a cluster that it starts (or the one at `--url`): one request at a time, many
-at once, and arrivals of a real trace; `failover` how long streams pause when a worker of a cluster of its own is killed.
+at once, and arrivals of a real trace; `failover` how long streams pause when a worker of a cluster is killed.
 Each bench has more flags of its own: `python -m bench.engine --help`, and so on.
 """
 
