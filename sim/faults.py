@@ -15,6 +15,7 @@ if TYPE_CHECKING:
 RESTART_S = 0.5
 _FAILING = 0.34
 _SLOW = 20.0
+_FLIPS = 8
 
 
 def schedule(run: Run, fault: Fault) -> float:
@@ -138,6 +139,20 @@ def _corrupt(run: Run, fault: Fault) -> Undo | None:
     return _nothing
 
 
+def _flip(run: Run, fault: Fault) -> Undo | None:
+    """Some bytes, any but those of the null pages, which nothing can be lost from."""
+    host = _host(run, fault.target)
+    pools = host.built.seat.host if host is not None else None
+    if pools is None:
+        return None
+    rng = run.world.rng
+    for _ in range(_FLIPS):
+        pool, buffer = rng.choice([(pool.name, buffer) for pool, buffer in pools.layout.each()])
+        index, layer = rng.randrange(1, pools.layout.counts[pool]), rng.randrange(buffer.spec.layers)
+        pools.region[buffer.offset(layer, index) + rng.randrange(buffer.entry_bytes)] ^= 0x20
+    return _nothing
+
+
 def _errors(run: Run, fault: Fault) -> Undo | None:
     store = run.store
     if store is None:
@@ -171,6 +186,7 @@ _BEGIN: dict[str, Callable[[Run, Fault], Undo | None]] = {
     "slow": _slow,
     "corrupt": _corrupt,
     "errors": _errors,
+    "flip": _flip,
     "rot": _rot,
     "forget": _forget,
 }

@@ -25,7 +25,7 @@ PORTION = 100
 """Seeds of one process."""
 ALSO = (
     "a5-promised-pages-come-back-at-once",
-    "a9-failed-load-is-done",
+    "a9-load-not-verified",
     "b10-death-unnoticed",
 )
 """Of `tests/mutants`."""
