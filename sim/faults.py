@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from contracts.ids import WorkerName
+from contracts.errors import ConfigError
+from contracts.ids import Role, WorkerName
 from sim.plan import Fault
 from sim.worker import SimHost
 
@@ -109,6 +110,18 @@ def _drain(run: Run, fault: Fault) -> Undo | None:
     return lambda: _undrain(run, name)
 
 
+def _role(run: Run, fault: Fault) -> Undo | None:
+    """An operator has a worker change its role, unless it is the last of its own that serves."""
+    host = _host(run, fault.target)
+    if host is None or len(run.router.brain.serving(host.role)) < 2:
+        return None
+    try:
+        run.control.brain.change_role(host.name, Role.DECODE if host.role is Role.PREFILL else Role.PREFILL)
+    except ConfigError:
+        return None
+    return _nothing
+
+
 def _undrain(run: Run, name: WorkerName) -> None:
     if run.router.process.alive:
         run.router.drain(name, undo=True)
@@ -180,6 +193,7 @@ _BEGIN: dict[str, Callable[[Run, Fault], Undo | None]] = {
     "halt": _halt,
     "router": _router,
     "drain": _drain,
+    "role": _role,
     "stall": _stall,
     "partition": _stall,
     "reset": _reset,

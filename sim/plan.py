@@ -221,6 +221,7 @@ KINDS = {
     "halt": "a worker's process stands still in the middle of its next write, for a while",
     "router": "the router's process dies and is started again",
     "drain": "an operator drains a worker, and takes it back after a while if it is still there",
+    "role": "an operator has a worker change its role",
     "stall": "two processes don't reach each other for a while",
     "partition": "a node reaches no other for a while",
     "reset": "the connections between two processes are reset",
