@@ -244,6 +244,24 @@ def test_c10_who_was_retracted_comes_back_oldest_first_and_before_anybody_new(mo
         assert all(answer.done is not None and answer.done.error is None for answer in both.answers.values())
 
 
+def test_c10_the_oldest_is_asked_first_and_who_cannot_come_holds_those_behind_it(model: Path) -> None:
+    with working(model) as (both, decode):
+        names = [both.submit(prompt_of(seed, 20), greedy(20)) for seed in range(3)]
+        for request in sorted(run_until(both, decode, count=3), key=lambda r: -r.generated):
+            decode._retract(request)
+        decode._lose(decode._retraction.advance())
+        asked: list[str] = []
+
+        def may(request: Request) -> bool:
+            asked.append(str(request.submit.request_id))
+            return len(asked) < 3
+
+        decode._retraction.resume(may)
+        assert asked == names
+        assert [r.phase for r in decode._desk] == [Phase.RESUMING, Phase.RESUMING, Phase.RETRACTED]
+        assert all(len(answer.list) == 20 for answer in both.run(*names))
+
+
 def test_c10_at_least_one_always_advances_in_a_pool_for_one(model: Path) -> None:
     asked = [(prompt_of(seed, 30), 60) for seed in range(6)]
     expected = undisturbed(model, asked)
