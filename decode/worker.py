@@ -448,6 +448,9 @@ class DecodeWorker(PhaseWorker[Request]):
         self._leave(request, message)
 
     def _cancel(self, request: Request, reason: str) -> None:
+        if request.phase in _STEPPING:
+            # A stop string of the router's ends answers this way too: it grows no further.
+            self._pressure.growth.ended(request.generated)
         self._leave(request, reason)
 
     def _depart(self, request: Request) -> None:

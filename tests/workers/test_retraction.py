@@ -317,6 +317,17 @@ def test_admission_learns_how_long_answers_are(model: Path) -> None:
     assert granted_together(lengths=10) > 4
 
 
+def test_an_answer_that_is_taken_back_says_how_long_answers_get(model: Path) -> None:
+    """A stop string ends it at the router, which cancels the rest."""
+    with working(model) as (both, decode):
+        for seed in range(8):
+            asked = both.submit(prompt_of(seed, 10), greedy(50))
+            run_until(both, decode, generated=5)
+            both.cancel(asked)
+            both.step()
+        assert decode._pressure.growth.expected(0, 50) < 10
+
+
 # ------------------------------------------------------------ A: reads before ready, writes after free
 
 
@@ -459,7 +470,9 @@ def test_b9_a_request_comes_back_with_all_pools_or_takes_nothing(model: Path) ->
 
 
 def test_a_drained_worker_is_one_without_retracted_requests(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    with working(model) as (both, decode):
+    # Nothing in its tree that it would offer to others before it leaves.
+    decode_section = COPY | {"cache": {"host_bytes": HOST_BYTES, "prefix_reuse": False}}
+    with working(model, decode=decode_section) as (both, decode):
         asked = both.submit(prompt_of(1, 20), greedy(20))
         (request,) = run_until(both, decode)
         with monkeypatch.context() as patch:
