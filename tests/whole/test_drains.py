@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 
 from bench import drain
@@ -69,7 +70,13 @@ class Clients(threading.Thread):
 
 
 def running(scene: Scene, name: str) -> None:
-    until(lambda: scene.serving.status()[name]["running"] > 1, f"{name} to be busy")
+    """Wait until this worker has something to do; asked of the router itself, as a command takes its time."""
+
+    def busy() -> bool:
+        rows = httpx.get(f"{scene.serving.url}/cluster/status").json()["workers"]
+        return any(row["name"] == name and row["running"] > 0 for row in rows)
+
+    until(busy, f"{name} to be busy")
 
 
 @pytest.mark.slow
@@ -118,7 +125,7 @@ def test_a_worker_changes_its_role_under_load(scene: Scene) -> None:
 
 @pytest.mark.slow
 def test_d1_sigterm_to_a_worker_is_a_drain(scene: Scene) -> None:
-    clients = Clients(scene, 4, 12, 60)
+    clients = Clients(scene, 4, 12, 200)
     running(scene, "decode-0")
     os.kill(scene.serving.status()["decode-2"]["pid"], signal.SIGTERM)
     until(lambda: scene.serving.status()["decode-2"]["state"] == "left", "decode-2 to leave")
@@ -128,7 +135,7 @@ def test_d1_sigterm_to_a_worker_is_a_drain(scene: Scene) -> None:
 
 @pytest.mark.slow
 def test_the_last_one_finishes_what_it_has_and_says_so_in_json(scene: Scene) -> None:
-    clients = Clients(scene, 5, 4, 200)
+    clients = Clients(scene, 5, 4, 400)
     running(scene, "decode-0")
     node = scene.serving.status()["decode-0"]["node"]
     refused = scene.serving.twinpool("drain", node)
