@@ -31,9 +31,14 @@ def scene(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Scene]:
     base = tmp_path_factory.mktemp("drains")
     folder = make_checkpoint(base / "model", "qwen3", seed=23)
     # Steps take their time, so that streams are in their middle when something happens.
-    sections = {"cache": {"device_tokens": 16384}, "faults": {"step_delay_s": 0.005}, "engine": {"threads": 1}}
+    sections = {
+        "cache": {"device_tokens": 16384},
+        "faults": {"step_delay_s": 0.005},
+        "engine": {"threads": 1},
+        "cluster": {"start_timeout_s": 300},
+    }
     with serving(
-        folder, base / "run", "--prefill", "1", "--decode", "3", sections=sections, ready_within=180
+        folder, base / "run", "--prefill", "1", "--decode", "3", sections=sections, ready_within=300
     ) as cluster:
         yield Scene(Oracle(folder), cluster)
 
