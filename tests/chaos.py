@@ -348,22 +348,21 @@ def sections(proxy: Proxy, storage: Path, plane: str) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def learn(cluster: Serving, oracle: Any, seed: int) -> list[Ask]:
+def learn(cluster: Serving, oracle: Any, seed: int, count: int) -> list[Ask]:
     """Every prompt's answer, undisturbed: greedy ones are the oracle's, drawn ones are drawn from its distribution."""
     from contracts.sampling import SamplingParams
     from tests.checkpoints import compare, compare_sampled
 
     rng = random.Random(seed)
     asks = []
-    for number in range(PROMPTS):
+    for number in range(count):
         prompt = [rng.randrange(300) for _ in range(rng.randint(1, LONGEST))]
         body: dict[str, Any] = {"max_tokens": TOKENS}
         if number % 2:
             body |= {"temperature": 0.8, "top_k": 40, "seed": rng.randrange(1 << 40)}
         asks.append(Ask(prompt, body, []))
     out = []
-    for ask in asks:
-        tokens = cluster.complete(ask.prompt, **ask.body).tokens
+    for ask, tokens in zip(asks, asyncio.run(_undisturbed(cluster, asks)), strict=True):
         drawn = "seed" in ask.body
         params = SamplingParams(**ask.body) if drawn else SamplingParams(TOKENS)
         verdict = compare_sampled(oracle, ask.prompt, tokens, params) if drawn else compare(oracle, ask.prompt, tokens)
@@ -372,8 +371,14 @@ def learn(cluster: Serving, oracle: Any, seed: int) -> list[Ask]:
     return out
 
 
+async def _undisturbed(cluster: Serving, asks: list[Ask]) -> list[list[int]]:
+    async with httpx.AsyncClient(base_url=cluster.url, timeout=300) as client:
+        answers = await asyncio.gather(*(complete(client, cluster.body(a.prompt, **a.body)) for a in asks))
+    return [answer.tokens for answer in answers]
+
+
 @contextmanager
-def scene(base: Path, tally: Tally, plane: str, pause_s: float) -> Iterator[Chaos]:
+def scene(base: Path, tally: Tally, plane: str, pause_s: float, prompts: int = PROMPTS) -> Iterator[Chaos]:
     """The cluster behind its proxy, and all answers known."""
     from tests.checkpoints import Oracle, make_checkpoint
 
@@ -388,7 +393,7 @@ def scene(base: Path, tally: Tally, plane: str, pause_s: float) -> Iterator[Chao
             folder, base / "run", *flags, sections=settings, ready_within=240, prefix=prefix, orderly=False
         )
         with started as cluster:
-            asks = learn(cluster, Oracle(folder), tally.seed)
+            asks = learn(cluster, Oracle(folder), tally.seed, prompts)
             disk = Path(f"/proc/{cluster.process.pid}/root") / storage.relative_to("/") if prefix else None
             yield Chaos(cluster, proxy, asks, tally, disk, pause_s)
 
