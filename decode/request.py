@@ -6,6 +6,13 @@
                               its state goes to the host        v   |  and matches its tags
                                            retracting --> retracted --> resuming
 
+                           running --handed to another worker--> leaving --received there--> gone
+                              ^                                     |
+                              +----------came to nothing------------+
+
+A request that is told to go to another worker isn't retracted any more; one that is off the device isn't handed on, but
+comes back first.
+
 It is admitted with pages for its prompt and its next step, and gets more as it goes on; where there are none, somebody
 is retracted (`decode.retraction`). While a step is under way the next one may be launched already, with the token still
 on the device; not where the draw looks at the tokens before it (repetition, presence and frequency penalties), for
@@ -39,6 +46,8 @@ class Phase(StrEnum):
     """Its state is in host memory."""
     RESUMING = "resuming"
     """Its state is on its way back."""
+    LEAVING = "leaving"
+    """Its state is held for another decode worker (`decode.departures`)."""
     GONE = "gone"
 
 
@@ -48,6 +57,7 @@ class PhaseEvent(StrEnum):
     RETRACT = "retract"
     PARKED = "parked"
     RESUME = "resume"
+    DEPART = "depart"
     BACK = "back"
     END = "end"
 
@@ -57,12 +67,20 @@ PHASES = StateTable[Phase, PhaseEvent](
     {
         Phase.WAITING: {PhaseEvent.GRANT: Phase.ARRIVING, PhaseEvent.END: Phase.GONE},
         Phase.ARRIVING: {PhaseEvent.ARRIVED: Phase.RUNNING, PhaseEvent.END: Phase.GONE},
-        Phase.RUNNING: {PhaseEvent.RETRACT: Phase.RETRACTING, PhaseEvent.END: Phase.GONE},
+        Phase.RUNNING: {
+            PhaseEvent.RETRACT: Phase.RETRACTING,
+            PhaseEvent.DEPART: Phase.LEAVING,
+            PhaseEvent.END: Phase.GONE,
+        },
         Phase.RETRACTING: {PhaseEvent.PARKED: Phase.RETRACTED, PhaseEvent.END: Phase.GONE},
         Phase.RETRACTED: {PhaseEvent.RESUME: Phase.RESUMING, PhaseEvent.END: Phase.GONE},
         Phase.RESUMING: {PhaseEvent.BACK: Phase.RUNNING, PhaseEvent.END: Phase.GONE},
+        Phase.LEAVING: {PhaseEvent.BACK: Phase.RUNNING, PhaseEvent.END: Phase.GONE},
     },
 )
+
+OFF_DEVICE = (Phase.RETRACTING, Phase.RETRACTED, Phase.RESUMING)
+"""Those of `decode.retraction`."""
 
 
 @dataclass(eq=False)
@@ -99,6 +117,8 @@ class Request:
     """Positions that are decided on."""
     latest: FromStep | None = None
     """Where its last launched token is drawn."""
+    stopping: bool = False
+    """It is to be handed on: no step of it is launched any more."""
     computed: int = 0
     """Prompt positions that this worker's engine had to compute: none, as long as all state is handed over."""
     marks: dict[str, float] = field(default_factory=dict)
@@ -107,6 +127,11 @@ class Request:
     def generated(self) -> int:
         """Tokens of its answer, those of earlier attempts among them."""
         return max(len(self.tokens), len(self.submit.tokens)) - self.submit.prompt_len
+
+    @property
+    def in_place(self) -> bool:
+        """Whether the state of all its committed positions is on the device, in its claim."""
+        return self.claim is not None and self.phase in (Phase.RUNNING, Phase.RETRACTING, Phase.LEAVING)
 
     @property
     def under_way(self) -> int:
@@ -133,6 +158,8 @@ class Request:
     @property
     def can_go_on(self) -> bool:
         """Whether its next step can be launched now: nothing is missing, and it doesn't end with what is under way."""
+        if self.stopping:
+            return False
         if not self.under_way:
             return True
         known = not needs_history(self.submit.sampling)

@@ -18,7 +18,7 @@ Every wait ends: for a worker after `router.worker_wait_s`, for the whole reques
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from contracts.clock import Clock
 from contracts.config import AuditConfig, RouterConfig
@@ -27,7 +27,6 @@ from contracts.ids import RequestId, Role, RoomId
 from contracts.messages import (
     Audited,
     Cancel,
-    Command,
     Done,
     Event,
     Progress,
@@ -38,9 +37,12 @@ from contracts.messages import (
 )
 from contracts.ports import WorkerView
 from contracts.sampling import TokenLogprob
-from router.audits import Audits, Finding
+from router.actions import Action, Counts, Deliver, End, Replay, Scores, Send
+from router.audits import Audits
 from router.damage import Damage
-from router.request import Leg, Phase, Request
+from router.moves import Moves
+from router.recount import recount
+from router.request import Leg, Request
 from router.workers import Entry, WorkerKey, Workers
 
 REFUSAL_LIMIT = 64
@@ -48,69 +50,6 @@ REFUSAL_PAUSE_S = 0.5
 """How long a worker that refused as draining is not asked again."""
 REPORT_GRACE_S = 0.25
 """How long an end waits for prefill's report once every token is in."""
-
-
-@dataclass(frozen=True, slots=True)
-class Send:
-    """Send `command` on the link to `worker`."""
-
-    worker: WorkerKey
-    command: Command
-
-
-@dataclass(frozen=True, slots=True)
-class Deliver:
-    """The next tokens of a request, in order."""
-
-    request_id: RequestId
-    tokens: Sequence[int]
-    logprobs: Sequence[TokenLogprob]
-
-
-@dataclass(frozen=True, slots=True)
-class Scores:
-    """The prompt's log-probabilities; before any token."""
-
-    request_id: RequestId
-    scores: tuple[TokenLogprob, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class End:
-    """The request has ended; nothing follows."""
-
-    request_id: RequestId
-    done: Done
-
-
-@dataclass(frozen=True, slots=True)
-class Replay:
-    """A request starts over from its tokens, as attempt `attempt`; for the log."""
-
-    request_id: RequestId
-    attempt: int
-    reason: str
-
-
-Action = Send | Deliver | Scores | End | Replay | Finding
-
-
-@dataclass(slots=True)
-class Counts:
-    """What happened since the start; read by the metrics."""
-
-    submitted: int = 0
-    ended: int = 0
-    failed: int = 0
-    cancelled: int = 0
-    replays: int = 0
-    refusals: int = 0
-    damaged: int = 0
-    recomputed: int = 0
-    """Attempts that decode ended because prefill can compute their state again sooner than it would be back."""
-    late_events: int = 0
-    fallbacks: int = 0
-    """Legs in which decode had to compute a part of the prompt itself, instead of receiving all of it."""
 
 
 class Brain:
@@ -137,6 +76,11 @@ class Brain:
         self._actions: list[Action] = []
         self._advanced = clock.now()
         self._steps = 0
+        self.moves = Moves(
+            config, clock, self.workers, mint_room,
+            send=lambda worker, command: self._actions.append(Send(worker, command)),
+            replay=lambda r, reason, worker: self._replay(r, reason, blame=worker, refused=True),
+        )  # fmt: skip
 
     # ------------------------------------------------------------ questions
 
@@ -167,33 +111,11 @@ class Brain:
 
     def check(self) -> list[str]:
         """Recount the books from the requests themselves; returns what doesn't agree."""
-        found = []
-        prefill_load: dict[WorkerKey, int] = {}
-        decode_load: dict[WorkerKey, int] = {}
-        members: dict[WorkerKey, set[RequestId]] = {}
-        for rid, r in self._requests.items():
-            if (r.phase is Phase.WAITING) != (rid in self._waiting):
-                found.append(f"request {rid} is {r.phase} but {'in' if rid in self._waiting else 'not in'} the queue")
-            if r.phase is Phase.ENDED:
-                found.append(f"request {rid} has ended and is still held")
-            if r.prefill:
-                prefill_load[r.prefill] = prefill_load.get(r.prefill, 0) + r.prefill_loaded
-                members.setdefault(r.prefill, set()).add(rid)
-            if r.decode:
-                decode_load[r.decode] = decode_load.get(r.decode, 0) + 1
-                members.setdefault(r.decode, set()).add(rid)
-        for entry in self.workers:
-            if entry.breaker.probe is not None and entry.breaker.probe not in entry.requests:
-                found.append(f"{entry.record.name}: its breaker waits for a request that it doesn't have")
-            want = (prefill_load if entry.record.role is Role.PREFILL else decode_load).get(entry.key, 0)
-            if entry.load != want:
-                found.append(f"{entry.record.name}: load is booked as {entry.load}, requests add up to {want}")
-            if entry.requests != members.pop(entry.key, set()):
-                found.append(f"{entry.record.name}: booked requests differ from the requests that name it")
-        found += [f"requests name {name} #{inc}, which is not in the table" for name, inc in members]
-        found += [f"{rid} is queued but not in the house" for rid in self._waiting if rid not in self._requests]
-        found += [f"{rid} is held but not in the house" for rid in self._held if rid not in self._requests]
-        return found + self.audits.check()
+        return (
+            self.moves.check()
+            + recount(self._requests, self._waiting, self._held, self.workers, self.moves)
+            + (self.audits.check())
+        )
 
     # ------------------------------------------------------------ workers come and go
 
@@ -234,6 +156,8 @@ class Brain:
         self.audits.lost(entry.key)
         for rid in sorted(entry.requests):
             request = self._requests[rid]
+            if self.moves.lost(request, entry.key, reason):
+                continue
             if request.prefill == entry.key and self._survives_prefill(request):
                 self._leave_prefill(request)
                 request.prefill_lost = True
@@ -248,6 +172,23 @@ class Brain:
     def _survives_prefill(r: Request) -> bool:
         """Prefill's work is done: its token and scores are here, and decode runs on what it sent."""
         return r.scores_in and r.next_position > r.base and r.decode_spoke
+
+    def fail_over(self, key: WorkerKey) -> int:
+        """Start over elsewhere what this worker has, at no cost to any request; what nobody else can take stays.
+
+        Returns how many.
+        """
+        entry, taken = self.workers.get(key), 0
+        requests = [self._requests[rid] for rid in sorted(entry.requests)] if entry is not None else []
+        for request in requests:
+            if self.moves.lost(request, key, "it leaves", over=False):
+                continue
+            if request.prefill == key and self._survives_prefill(request):
+                self._leave_prefill(request)
+                request.prefill_lost = True
+            else:
+                taken += self.moves.restart(request, key)
+        return taken
 
     # ------------------------------------------------------------ requests come and go
 
@@ -286,6 +227,7 @@ class Brain:
         for request in list(self._held.values()):
             self._finish_if_complete(request)
         self.audits.tick()
+        self.moves.tick()
 
     def _missing(self, r: Request) -> str:
         roles = [role for role in Role if not self.serving(role)]
@@ -364,6 +306,7 @@ class Brain:
 
     def _leave(self, r: Request, over: tuple[Role, ...] = ()) -> None:
         """Leave both legs; those whose work isn't over are told."""
+        self.moves.leave(r)
         for role, key in ((Role.PREFILL, r.prefill), (Role.DECODE, r.decode)):
             entry = self.workers.get(key) if key else None
             if key and entry is not None and entry.linked and role not in over:
@@ -379,6 +322,9 @@ class Brain:
             self.counts.late_events += not self.audits.hear(worker, event)
             return
         r = self._requests.get(event.request_id)
+        if self.moves.hears(r, worker, event):
+            self._advanced = self._clock.now()
+            return
         if r is None or event.attempt != r.attempt or worker not in (r.prefill, r.decode):
             self.counts.late_events += 1
             return

@@ -8,7 +8,8 @@ from contracts.ids import RequestId, WorkerName
 from contracts.messages import Command, Event, Progress, WorkerStatus
 from contracts.ports import SessionId, WorkerView
 from contracts.sampling import SamplingParams
-from router.brain import Brain, Deliver, End, Replay, Send
+from router.actions import Deliver, End, Replay, Send
+from router.brain import Brain
 from router.fleet import REACHABLE, RETRY_FIRST_S, RETRY_MOST_S
 from router.request import Request
 from router.service import TICK_S

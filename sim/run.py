@@ -24,7 +24,7 @@ from itertools import count
 from contracts.config import config_from_dict
 from contracts.errors import ErrorKind
 from contracts.ids import RequestId, WorkerName
-from router.brain import End
+from router.actions import End
 from sim.agenda import Agenda
 from sim.carrier import Exchange
 from sim.control import SimControl

@@ -66,7 +66,7 @@ class Desk(Generic[R]):
             message = f"{self._name} computes no audits"
             self.tell(session, Audited(command.request_id, command.attempt, AuditEnd.REFUSED, message=message))
             return None
-        assert isinstance(command, Submit), "what concerns the tree is its worker's business"
+        assert isinstance(command, Submit), "what concerns trees and moves is its worker's business"
         held = self._requests.get(command.request_id)
         if held is not None and held.submit.attempt < command.attempt:
             leave(held, "a later attempt came")
@@ -101,6 +101,11 @@ class Desk(Generic[R]):
         if request is None or request.session != session or request.submit.attempt > attempt:
             return None
         return request
+
+    def find(self, session: SessionId, request_id: RequestId, attempt: int) -> R | None:
+        """This very attempt of the session's request, if it is here."""
+        request = self._find(session, request_id, attempt)
+        return request if request is not None and request.submit.attempt == attempt else None
 
     def remove(self, request: R) -> None:
         del self._requests[request.submit.request_id]
