@@ -18,16 +18,12 @@ _STOP_TIMEOUT_S = 20.0
 
 
 @contextmanager
-def serving(
-    model: str, settings: Sequence[str] = (), flags: Sequence[str] = (), *, prefill: int = 1, decode: int = 1
-) -> Iterator[str]:
-    """`twinpool serve` on a free port, with so many workers of each role; yields its URL and ends it afterwards.
+def serving(model: str, settings: Sequence[str] = (), flags: Sequence[str] = ()) -> Iterator[str]:
+    """`twinpool serve` on a free port, one worker of each role unless `flags` say more; yields its URL, and ends it.
 
-    `settings` are ``section.key=value``, `flags` any others that it takes. Raises `RuntimeError` with what it said when
-    it doesn't become ready.
+    `settings` are ``section.key=value``. Raises `RuntimeError` with what it said when it doesn't become ready.
     """
-    command = [sys.executable, "-m", "cluster.cli", "serve", "--model", model, "--port", "0"]
-    command += ["--prefill", str(prefill), "--decode", str(decode), *flags]
+    command = [sys.executable, "-m", "cluster.cli", "serve", "--model", model, "--port", "0", *flags]
     for setting in settings:
         command += ["--set", setting]
     with tempfile.TemporaryFile() as said:

@@ -211,9 +211,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 2
     try:
         with ExitStack() as stack:
-            url = args.url or stack.enter_context(
-                serving(args.model, args.set, prefill=args.prefill, decode=args.decode)
-            )
+            flags = ["--prefill", str(args.prefill), "--decode", str(args.decode)]
+            url = args.url or stack.enter_context(serving(args.model, args.set, flags))
             endpoint = Endpoint.parse(url)
             bodies = bodies_of(args, asyncio.run(endpoint.first_model()))
             calm = asyncio.run(run(endpoint.url, bodies, "", 0))

@@ -134,6 +134,8 @@ def _troubles(row: Mapping[str, Any]) -> list[str]:
         found.append(f", no progress for {row['stalled_s']:.0f} s")
     if row.get("breaker", "closed") != "closed":
         found.append(f", breaker {row['breaker']}")
+    if retracted := (row.get("counters") or {}).get("retracted"):
+        found.append(f", {retracted:.0f} retracted")
     return found
 
 

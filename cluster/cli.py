@@ -72,6 +72,10 @@ FLAGS = (
     Flag(("--timeout",), ("drain", "role"), "seconds to wait for it", {"type": float, "default": 600.0}),
     Flag(("--watch",), ("drain",), "show what it waits for, live", {"action": "store_true"}),
     Flag(("--json",), ("status", "check", "drain"), "print JSON", {"action": "store_true"}),
+    Flag(("worker",), ("drain", "undrain"), "name of a worker, such as decode-1", {"metavar": "WORKER"}),
+    Flag(("--force",), ("drain",), "drain even the last worker of its role", {"action": "store_true"}),
+    Flag(("--timeout",), ("drain",), "seconds to wait for it to leave", {"type": float, "default": 600.0}),
+    Flag(("--json",), ("status", "check"), "print JSON", {"action": "store_true"}),
     Flag(("--seed",), ("sim",), "replay one seed, with its log", {"type": int, "metavar": "N"}),
     Flag(("--seeds",), ("sim",), "run many, the first to the last", {"metavar": "A..B"}),
     Flag(("--jobs",), ("sim",), "processes that run seeds", {"type": int, "default": 1, "metavar": "N"}),
@@ -204,13 +208,6 @@ def _undrain(args: argparse.Namespace) -> int:
     return FINE
 
 
-def _sim(args: argparse.Namespace) -> int:
-    from sim.command import sim
-
-    good = sim(args.seed, args.seeds, args.jobs, args.shrink, args.first, _line)
-    return FINE if good else REFUSED
-
-
 def _role(args: argparse.Namespace) -> int:
     from cluster.admin import Operator
     from cluster.leaving import change_role
@@ -229,6 +226,13 @@ def _check_timeout(timeout_s: float) -> None:
 
 def _line(text: str) -> None:
     print(text, flush=True)
+
+
+def _sim(args: argparse.Namespace) -> int:
+    from sim.command import sim
+
+    good = sim(args.seed, args.seeds, args.jobs, args.shrink, args.first, lambda line: print(line, flush=True))
+    return FINE if good else REFUSED
 
 
 def _show(table: Any) -> None:

@@ -242,7 +242,7 @@ class Controller:
         else:
             slot.state = advance(slot.state, WorkerEvent.LEFT)
             slot.wanted = False
-            self._actions.append(Report(f"{name} has left"))
+            self._actions += [Forget(name), Report(f"{name} has left")]
         slot.status = _status(slot)
         self._changed()
 

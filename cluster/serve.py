@@ -268,11 +268,11 @@ class Serve:
 
     def _keep_alive(self, stack: ExitStack) -> None:
         restarts = 0
+        self._node_drains.start()
         options, allowed_s = self._prepared.options, self._prepared.config.router.stall_s
         probe = RouterProbe(options.host, self._prepared.port, self._clock)
         stack.callback(probe.stop)
         probe.start()
-        self._node_drains.start()
         while not self._stopping.asked:
             self._tend_agents()
             self._supervisor.poll(POLL_S)

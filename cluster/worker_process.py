@@ -64,10 +64,10 @@ class WorkerPlan:
     """Which of the worker's tensor-parallel ranks this process is; 0 is the leader."""
     meeting: str = field(default="", repr=False)
     """Hex: by which the ranks of this incarnation find and know each other; empty where there is one."""
-    arena: str = field(default="", repr=False)
-    """Hex: the token of the agents that keep host memory; empty where there are none."""
     node_id: str = ""
     """The Ray node that it runs on."""
+    arena: str = field(default="", repr=False)
+    """Hex: the token of the agents that keep host memory; empty where there are none."""
     secret: str = field(default="", repr=False)
     """Hex; what workers authenticate each other with where they don't meet on loopback."""
 
@@ -115,15 +115,9 @@ class WorkerProcess:
         try:
             heartbeat_s = plan.config.cluster.heartbeat_s
             starting = LeaseKeeper(
-                record,
-                plan.controller,
-                clock,
-                heartbeat_s,
-                host.heartbeat,
-                self._on_lost,
-                plan.secret,
+                record, plan.controller, clock, heartbeat_s, host.heartbeat, self._on_lost, plan.secret,
                 on_drain=host.drain,
-            )
+            )  # fmt: skip
             loop.run(starting.start(plan.config.cluster.lease_s), plan.config.cluster.lease_s + 5.0)
             keeper = starting
             host.start()

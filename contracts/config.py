@@ -438,8 +438,9 @@ _MAY_BE_ZERO = {
     "cache.device_requests", "prefill.cache.device_requests", "decode.cache.device_requests",
     "cache.host_bytes", "prefill.cache.host_bytes", "decode.cache.host_bytes", "cache.prefetch.base_s",
     "cache.prefetch.per_token_s", "cache.storage.ttl_s", "faults.stop_in_write", "faults.corrupt_page",
-    "faults.step_delay_s", "faults.retract_every", "router.replay_limit", "audit.fraction", "audit.margin",
-    "watch.repetition_tokens", "watch.rare_factor", "decode.offer_bytes",
+    "faults.step_delay_s", "router.replay_limit", "decode.offer_bytes",
+    "faults.retract_every", "audit.fraction", "audit.margin",
+    "watch.repetition_tokens", "watch.rare_factor",
 }  # fmt: skip
 
 

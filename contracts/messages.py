@@ -146,9 +146,9 @@ class Forget:
     salt: str = ""
 
 
-MoveCommand = Handover | Resume | Give | Fetch
-"""What decode workers are told of what is handed on."""
-Command = Submit | Cancel | MoveCommand | Audit | Forget
+Transit = Handover | Resume | Give | Fetch
+"""What concerns state that goes between decode workers."""
+Command = Submit | Cancel | Transit | Audit | Forget
 
 
 # ---------------------------------------------------------------- worker -> router
@@ -311,9 +311,9 @@ class Audited:
     message: str = ""
 
 
-Moving = Leaving | Paused | Resumed | Moved | Gives | Fetched | Offered
-"""What decode workers say of what they hand on."""
-Event = Tokens | PromptScores | Progress | Done | Audited | Moving
+Event = (
+    Tokens | PromptScores | Progress | Done | Leaving | Paused | Resumed | Moved | Gives | Fetched | Offered | Audited
+)
 
 
 # ---------------------------------------------------------------- worker state, for the controller and operators

@@ -42,11 +42,6 @@ def command_to_proto(command: Command) -> pb.Command:
             return pb.Command(submit=_submit_to_proto(command))
         case Cancel():
             return pb.Command(cancel=pb.Cancel(request_id=command.request_id, attempt=command.attempt))
-        case Audit():
-            return pb.Command(audit=_audit_to_proto(command))
-        case Forget():
-            forget = pb.Forget(request_id=command.request_id, tokens=command.tokens, salt=command.salt)
-            return pb.Command(forget=forget)
         case Handover():
             rid, peer = command.request_id, _peer_to_proto(command.peer)
             return pb.Command(
@@ -58,6 +53,11 @@ def command_to_proto(command: Command) -> pb.Command:
             return pb.Command(give=_pages_to_proto(command))
         case Fetch():
             return pb.Command(fetch=_pages_to_proto(command))
+        case Audit():
+            return pb.Command(audit=_audit_to_proto(command))
+        case Forget():
+            forget = pb.Forget(request_id=command.request_id, tokens=command.tokens, salt=command.salt)
+            return pb.Command(forget=forget)
 
 
 def _pages_to_proto(c: Give | Fetch) -> pb.Pages:
@@ -79,11 +79,6 @@ def command_from_proto(message: pb.Command) -> Command:
             return _submit_from_proto(message.submit)
         case "cancel":
             return Cancel(RequestId(message.cancel.request_id), message.cancel.attempt)
-        case "audit":
-            return _audit_from_proto(message.audit)
-        case "forget":
-            forget = message.forget
-            return Forget(RequestId(forget.request_id), tuple(forget.tokens), forget.salt)
         case "handover":
             h = message.handover
             return Handover(RequestId(h.request_id), h.attempt, RoomId(h.room), _peer_from_proto(h.peer))
@@ -97,6 +92,11 @@ def command_from_proto(message: pb.Command) -> Command:
             return Fetch(*ids, tuple(f.tokens), f.salt, f.spare)
         case "resume":
             return Resume(RequestId(message.resume.request_id), message.resume.attempt)
+        case "audit":
+            return _audit_from_proto(message.audit)
+        case "forget":
+            old = message.forget
+            return Forget(RequestId(old.request_id), tuple(old.tokens), old.salt)
         case kind:
             raise WireError(f"unknown command {kind!r}")
 
@@ -259,8 +259,6 @@ def event_to_proto(event: Event) -> pb.Event:
                     blame=event.blame or "",
                 )
             )
-        case Audited():
-            out.audited.CopyFrom(_audited_to_proto(event))
         case Leaving():
             out.leaving.CopyFrom(pb.Leaving(started=event.started, withdrawn=event.withdrawn))
         case Paused():
@@ -275,6 +273,8 @@ def event_to_proto(event: Event) -> pb.Event:
             out.fetched.CopyFrom(pb.Moved(bytes=event.bytes))
         case Offered():
             out.offered.CopyFrom(pb.Offered(tokens=event.tokens, salt=event.salt))
+        case Audited():
+            out.audited.CopyFrom(_audited_to_proto(event))
     return out
 
 
@@ -313,8 +313,6 @@ def event_from_proto(m: pb.Event) -> Event:
                 d.message,
                 WorkerName(d.blame) if d.blame else None,
             )
-        case "audited":
-            return _audited_from_proto(request_id, attempt, m.audited)
         case "leaving":
             return Leaving(request_id, attempt, m.leaving.started, m.leaving.withdrawn)
         case "paused":
@@ -329,6 +327,8 @@ def event_from_proto(m: pb.Event) -> Event:
             return Fetched(request_id, attempt, m.fetched.bytes)
         case "offered":
             return Offered(request_id, attempt, tuple(m.offered.tokens), m.offered.salt)
+        case "audited":
+            return _audited_from_proto(request_id, attempt, m.audited)
         case kind:
             raise WireError(f"unknown event {kind!r}")
 

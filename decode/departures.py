@@ -20,8 +20,7 @@ What arrived damaged may have been damaged here. So before a request goes on aft
 is checked against its tags once more; where it doesn't match, the request ends as damaged and is computed again.
 
 A worker that drains offers its requests to the router (`Leaving`), those that haven't begun at once, and those that run
-if handing them on is quicker than finishing them. The router picks who takes them, and when. One that is retracted can
-come back when others have left, with less work than it would take to compute its state elsewhere; then it is offered.
+if handing them on is quicker than finishing them. The router picks who takes them, and when.
 """
 
 from __future__ import annotations
@@ -44,7 +43,7 @@ from contracts.table import StateTable
 from decode.costs import Costs
 from decode.giving import Giving
 from decode.offers import Offers
-from decode.request import OFF_DEVICE, Phase, Request
+from decode.request import Phase, Request
 from transfer.desk import Desk
 from transfer.finished import finished
 from transfer.metadata import Metadata
@@ -283,7 +282,11 @@ class Departures:
         """A step was committed: who was waiting for that is offered now."""
         for departure in list(self._by_room.values()):
             request = departure.request
-            if departure.stage is Stage.STOPPING and not request.under_way and self._books.settled(request):
+            if departure.stage is not Stage.STOPPING:
+                continue
+            if request.phase is not Phase.RUNNING:
+                self._back(departure, f"it is {request.phase}")
+            elif not request.under_way and self._books.settled(request):
                 self._offer(departure)
 
     def _offer(self, departure: Departure) -> None:
@@ -315,7 +318,9 @@ class Departures:
         departure.bytes += sum(len(pages.indices) * unit_bytes(pool) for pool, pages in part.items())
         if part and any(self._sender.wanted(room).values()):
             return
-        metadata = Metadata(room, 0, request.tokens[-1], None, request.claim.cached.total, request.computed)
+        draft = request.metadata.draft if request.metadata is not None else None
+        cached = request.claim.cached.total
+        metadata = Metadata(room, 0, request.tokens[-1], None, cached, request.computed, draft)
         try:
             self._sender.seal(room, metadata)
         except WireError as error:
@@ -380,10 +385,8 @@ class Departures:
         now = self._clock.now()
         for request in self._desk:
             running = request.phase is Phase.RUNNING
-            if request.phase in OFF_DEVICE:
-                self._take_back(request)
-            if request.stopping or request.phase is Phase.ARRIVING or request.phase in OFF_DEVICE:
-                continue
+            if request.stopping or request.phase not in (Phase.RUNNING, Phase.WAITING):
+                continue  # Its state is on its way here, or will be: with that it goes.
             known = self._verdicts.get(id(request))
             if known is not None and known.running == running and (known.goes or now < known.again_at):
                 continue
@@ -392,12 +395,6 @@ class Departures:
             if goes:
                 self._tell_leaving(request)
         self.counters["left_to_finish"] = sum(not v.goes for v in self._verdicts.values())
-
-    def _take_back(self, request: Request) -> None:
-        """It was retracted. It is back as soon as others have left, and is judged again then."""
-        verdict = self._verdicts.pop(id(request), None)
-        if verdict is not None and verdict.goes:
-            self._tell_leaving(request, withdrawn=True)
 
     def _tell_leaving(self, request: Request, *, withdrawn: bool = False) -> None:
         submit, started = request.submit, request.phase is Phase.RUNNING
@@ -432,7 +429,7 @@ class Departures:
             name = request.submit.request_id
             if not self._desk.holds(request) or not request.stopping:
                 found.append(f"request {name} is {departure.stage} and not in the house, or doesn't know")
-            if (request.phase is Phase.LEAVING) != paused or (request.phase is Phase.RUNNING) == paused:
+            if (request.phase is Phase.LEAVING) != paused:
                 found.append(f"request {name} is {departure.stage} and {request.phase}")
         out = [r for r in self._desk if r.stopping]
         if len(out) != len(self._by_room):

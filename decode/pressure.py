@@ -87,8 +87,8 @@ class Pressure:
         return chosen
 
     def _may_go(self, request: Request) -> bool:
-        """Whether it took a step since it came back, may be retracted once more, and isn't about to leave anyway."""
-        return request.stepped and not request.stopping and not self._retraction.assured(request)
+        """Whether it took a step since it came back, and may be retracted once more."""
+        return request.stepped and not self._retraction.assured(request)
 
     def _candidate(self, request: Request) -> Candidate[Request]:
         claim, submit = request.claim, request.submit

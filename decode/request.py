@@ -2,16 +2,12 @@
 
     waiting --pages and slot granted--> arriving --verified--> running --last token--> gone
                                                                 |   ^
+                                          handed to another worker   came to nothing
+                                                                v   |
+                                                               leaving --received there--> gone
                               short of pages: its steps land,   |   |  everything is back
                               its state goes to the host        v   |  and matches its tags
                                            retracting --> retracted --> resuming
-
-                           running --handed to another worker--> leaving --received there--> gone
-                              ^                                     |
-                              +----------came to nothing------------+
-
-A request that is told to go to another worker isn't retracted any more; one that is off the device isn't handed on, but
-comes back first.
 
 It is admitted with pages for its prompt and its next step, and gets more as it goes on; where there are none, somebody
 is retracted (`decode.retraction`). While a step is under way the next one may be launched already, with the token still
@@ -40,24 +36,24 @@ class Phase(StrEnum):
     WAITING = "waiting"
     ARRIVING = "arriving"
     RUNNING = "running"
+    LEAVING = "leaving"
+    """Its state is held for another decode worker (`decode.departures`)."""
     RETRACTING = "retracting"
     """It leaves the device: steps under way land, then its state is copied."""
     RETRACTED = "retracted"
     """Its state is in host memory."""
     RESUMING = "resuming"
     """Its state is on its way back."""
-    LEAVING = "leaving"
-    """Its state is held for another decode worker (`decode.departures`)."""
     GONE = "gone"
 
 
 class PhaseEvent(StrEnum):
     GRANT = "grant"
     ARRIVED = "arrived"
+    DEPART = "depart"
     RETRACT = "retract"
     PARKED = "parked"
     RESUME = "resume"
-    DEPART = "depart"
     BACK = "back"
     END = "end"
 
@@ -68,19 +64,16 @@ PHASES = StateTable[Phase, PhaseEvent](
         Phase.WAITING: {PhaseEvent.GRANT: Phase.ARRIVING, PhaseEvent.END: Phase.GONE},
         Phase.ARRIVING: {PhaseEvent.ARRIVED: Phase.RUNNING, PhaseEvent.END: Phase.GONE},
         Phase.RUNNING: {
-            PhaseEvent.RETRACT: Phase.RETRACTING,
             PhaseEvent.DEPART: Phase.LEAVING,
+            PhaseEvent.RETRACT: Phase.RETRACTING,
             PhaseEvent.END: Phase.GONE,
         },
+        Phase.LEAVING: {PhaseEvent.BACK: Phase.RUNNING, PhaseEvent.END: Phase.GONE},
         Phase.RETRACTING: {PhaseEvent.PARKED: Phase.RETRACTED, PhaseEvent.END: Phase.GONE},
         Phase.RETRACTED: {PhaseEvent.RESUME: Phase.RESUMING, PhaseEvent.END: Phase.GONE},
         Phase.RESUMING: {PhaseEvent.BACK: Phase.RUNNING, PhaseEvent.END: Phase.GONE},
-        Phase.LEAVING: {PhaseEvent.BACK: Phase.RUNNING, PhaseEvent.END: Phase.GONE},
     },
 )
-
-OFF_DEVICE = (Phase.RETRACTING, Phase.RETRACTED, Phase.RESUMING)
-"""Those of `decode.retraction`."""
 
 
 @dataclass(eq=False)
@@ -127,11 +120,6 @@ class Request:
     def generated(self) -> int:
         """Tokens of its answer, those of earlier attempts among them."""
         return max(len(self.tokens), len(self.submit.tokens)) - self.submit.prompt_len
-
-    @property
-    def in_place(self) -> bool:
-        """Whether the state of all its committed positions is on the device, in its claim."""
-        return self.claim is not None and self.phase in (Phase.RUNNING, Phase.RETRACTING, Phase.LEAVING)
 
     @property
     def under_way(self) -> int:

@@ -23,14 +23,14 @@ from contracts.config import Config
 from contracts.damage import Where, log_damage
 from contracts.errors import ErrorKind, WireError
 from contracts.ids import Incarnation, Role, WorkerName
-from contracts.messages import CheckReport, Command, Done, Fetch, Fits, Forget, MoveCommand, Progress, Submit, Tokens
+from contracts.messages import CheckReport, Command, Done, Fetch, Fits, Forget, Progress, Submit, Tokens, Transit
 from contracts.messages import WorkerStatus as Status
 from contracts.ports import SessionId
 from decode.departures import Books, Departures
 from decode.fetching import Fetching
 from decode.pressure import Pressure
 from decode.reasoning import Reasoning
-from decode.request import OFF_DEVICE, Phase, PhaseEvent, Request
+from decode.request import Phase, PhaseEvent, Request
 from decode.retraction import Lost, Retraction
 from engine.ahead import Ahead
 from engine.batch import Draw, FromStep, Row, RowOutput
@@ -103,16 +103,13 @@ class DecodeWorker(PhaseWorker[Request]):
     # ------------------------------------------------------------ the host's side
 
     def handle(self, session: SessionId, command: Command) -> None:
+        if isinstance(command, Transit):
+            self._transit(session, command)
+            return
+        self._departures.offers.session = session
         if isinstance(command, Forget):
             self._seat.condemn(Prefix.of(command.tokens, self._page_tokens, command.salt))
             return
-        if isinstance(command, Fetch):
-            self._fetching.handle(session, command)
-            return
-        if isinstance(command, MoveCommand):
-            self._departures.handle(session, command)
-            return
-        self._departures.offers.session = session
         submit = self._desk.accept(session, command, self._cancel)
         if submit is None:
             return
@@ -126,6 +123,12 @@ class DecodeWorker(PhaseWorker[Request]):
         request = Request(session, submit, now, now + submit.deadline_s, prefix)
         self._desk.add(request)
         self._waiting.append(request)
+
+    def _transit(self, session: SessionId, command: Transit) -> None:
+        if isinstance(command, Fetch):
+            self._fetching.handle(session, command)
+        else:
+            self._departures.handle(session, command)
 
     def wait(self, timeout_s: float) -> None:
         if not (self.runnable or self._landed or self._departures.sending):
@@ -168,10 +171,10 @@ class DecodeWorker(PhaseWorker[Request]):
             outgoing=self._departures.rooms,
             counters={
                 **self._counters,
-                **self._retraction.counters,
-                "retracted": len(self._retraction),
                 **self._departures.stats,
                 "fetched_bytes": self._fetching.bytes,
+                **self._retraction.counters,
+                "retracted": len(self._retraction),
                 **self._seat.stats(),
                 "pages_damaged": self._receiver.damaged,
                 "late_messages": self._receiver.late,
@@ -180,12 +183,13 @@ class DecodeWorker(PhaseWorker[Request]):
 
     def check(self) -> CheckReport:
         found = self._seat.check({pool: self._receiver.holds(pool) for pool in self._seat.spec.by_name})
-        found += self._receiver.check() + self._retraction.check() + self._departures.check()
+        found += self._receiver.check() + self._departures.check() + self._retraction.check()
         claims = sum(r.claim is not None for r in self._desk) + len(self._departures.giving) + len(self._fetching)
         if claims != self._seat.claims:
             found.append(f"{self._seat.claims} claims, requests hold {claims}")
         queues = {Phase.WAITING: list(self._waiting), Phase.RUNNING: list(self._running)}
-        queues |= {phase: [r for r in self._retraction if r.phase is phase] for phase in OFF_DEVICE}
+        off_device = (Phase.RETRACTING, Phase.RETRACTED, Phase.RESUMING)
+        queues |= {phase: [r for r in self._retraction if r.phase is phase] for phase in off_device}
         for phase, queue in queues.items():
             members = [r for r in self._desk if r.phase is phase]
             if {id(r) for r in members} != {id(r) for r in queue} or len(members) != len(queue):
@@ -194,7 +198,7 @@ class DecodeWorker(PhaseWorker[Request]):
             if (request.phase in (Phase.WAITING, Phase.RETRACTED)) != (request.claim is None) and not request.parked:
                 found.append(f"request {request.submit.request_id} is {request.phase} and its claim says otherwise")
             lengths = (request.committed, request.launched, request.planned)
-            known = len(request.tokens) - 1 if request.tokens else 0
+            known = len(request.tokens) - 1 if request.phase not in (Phase.WAITING, Phase.ARRIVING) else 0
             if lengths[0] != known or not known <= lengths[1] <= known + len(self._ahead) or lengths[1] != lengths[2]:
                 found.append(f"request {request.submit.request_id} has {known} positions and says {lengths}")
         rooms, slots = self._receiver.rooms, self._receiver.slots
@@ -253,9 +257,8 @@ class DecodeWorker(PhaseWorker[Request]):
         self._seat.adopt(request.claim, len(request.submit.tokens), arrived.leases, arrived.digests)
         request.start(arrived.metadata)
         request.marks["arrived"] = self._clock.now() - request.arrived
-        if arrived.metadata.computed_tokens:  # By prefill; who comes from another decode worker says nothing of it.
-            seconds = request.marks["arrived"] - request.marks["grant"]
-            self._retraction.rates.saw_prefill(len(request.submit.tokens), seconds)
+        seconds = request.marks["arrived"] - request.marks["grant"]
+        self._retraction.rates.saw_prefill(len(request.submit.tokens), seconds)
         self._counters["received_bytes"] += arrived.bytes
         self._report(request, held=request.claim.cached.total, received=arrived.bytes)
         self._running.append(request)
@@ -330,7 +333,7 @@ class DecodeWorker(PhaseWorker[Request]):
         """`faults.retract_every`: all that runs and took a step since it came."""
         every = self._config.faults.retract_every
         if every and self._launches % every == 0:
-            for request in [r for r in self._running if (r.stepped or r.under_way) and not r.stopping]:
+            for request in [r for r in self._running if r.stepped or r.under_way]:
                 self._retract(request, on_purpose=True)
 
     def _loaded(self, request: Request) -> bool:
@@ -428,8 +431,8 @@ class DecodeWorker(PhaseWorker[Request]):
         request.marks["done"] = self._clock.now() - request.arrived
         key = (submit.request_id, submit.attempt)
         self._report(request, computed=request.computed)
-        self._pressure.growth.ended(request.generated)
         self._departures.ended(request)
+        self._pressure.growth.ended(request.generated)
         self._desk.tell(request.session, Done(*key, reason, stop_token))
         self._leave(request, reason)
 
@@ -464,7 +467,7 @@ class DecodeWorker(PhaseWorker[Request]):
         self._departures.drop(request, reason)
         self._receiver.abort(request.submit.room, reason)
         if request.claim is not None:
-            if request.in_place:
+            if request.phase in _STEPPING or request.phase is Phase.LEAVING:
                 self._share(request)
             under_way: list[Completion] = [request.latest.step.completion] if request.latest is not None else []
             if request.returning is not None:

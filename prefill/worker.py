@@ -21,7 +21,7 @@ from contracts.config import Config
 from contracts.damage import Where, log_damage
 from contracts.errors import ErrorKind, WireError
 from contracts.ids import Incarnation, Role, RoomId, WorkerName
-from contracts.messages import CheckReport, Command, Done, Fits, MoveCommand, Progress, PromptScores, Submit, Tokens
+from contracts.messages import CheckReport, Command, Done, Fits, Progress, PromptScores, Submit, Tokens, Transit
 from contracts.messages import WorkerStatus as Status
 from contracts.ports import SessionId
 from engine.ahead import Ahead
@@ -81,7 +81,7 @@ class PrefillWorker(PhaseWorker[Request]):
     # ------------------------------------------------------------ the host's side
 
     def handle(self, session: SessionId, command: Command) -> None:
-        if isinstance(command, MoveCommand):
+        if isinstance(command, Transit):
             return  # For decode: prefill's requests leave by themselves.
         if self._auditor.handle(session, command, busy=self._busy):
             return
@@ -151,8 +151,8 @@ class PrefillWorker(PhaseWorker[Request]):
             counters={
                 **self._counters,
                 **self._seat.stats(),
-                **self._auditor.counters,
                 **self._sender.outgoing,
+                **self._auditor.counters,
                 "sent_bytes": self._sender.sent_bytes,
                 "late_messages": self._sender.late,
             },

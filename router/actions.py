@@ -1,4 +1,4 @@
-"""What the router's brain asks to be done, and what it counts."""
+"""What the brain decides, as values that the service carries out, and what it has counted."""
 
 from __future__ import annotations
 

@@ -41,8 +41,7 @@ from router.actions import Action, Counts, Deliver, End, Replay, Scores, Send
 from router.audits import Audits
 from router.damage import Damage
 from router.moves import Moves
-from router.recount import recount
-from router.request import Leg, Request
+from router.request import Leg, Phase, Request
 from router.workers import Entry, WorkerKey, Workers
 
 REFUSAL_LIMIT = 64
@@ -111,11 +110,34 @@ class Brain:
 
     def check(self) -> list[str]:
         """Recount the books from the requests themselves; returns what doesn't agree."""
-        return (
-            self.moves.check()
-            + recount(self._requests, self._waiting, self._held, self.workers, self.moves)
-            + (self.audits.check())
-        )
+        found = self.moves.check()
+        prefill_load: dict[WorkerKey, int] = {}
+        decode_load: dict[WorkerKey, int] = {}
+        members: dict[WorkerKey, set[RequestId]] = {}
+        for rid, r in self._requests.items():
+            if (r.phase is Phase.WAITING) != (rid in self._waiting):
+                found.append(f"request {rid} is {r.phase} but {'in' if rid in self._waiting else 'not in'} the queue")
+            if r.phase is Phase.ENDED:
+                found.append(f"request {rid} has ended and is still held")
+            if r.prefill:
+                prefill_load[r.prefill] = prefill_load.get(r.prefill, 0) + r.prefill_loaded
+                members.setdefault(r.prefill, set()).add(rid)
+            move = self.moves.of(r)
+            for key in [k for k in (r.decode, move.target if move else None) if k]:
+                decode_load[key] = decode_load.get(key, 0) + 1
+                members.setdefault(key, set()).add(rid)
+        for entry in self.workers:
+            if entry.breaker.probe is not None and entry.breaker.probe not in entry.requests:
+                found.append(f"{entry.record.name}: its breaker waits for a request that it doesn't have")
+            want = (prefill_load if entry.record.role is Role.PREFILL else decode_load).get(entry.key, 0)
+            if entry.load != want:
+                found.append(f"{entry.record.name}: load is booked as {entry.load}, requests add up to {want}")
+            if entry.requests != members.pop(entry.key, set()):
+                found.append(f"{entry.record.name}: booked requests differ from the requests that name it")
+        found += [f"requests name {name} #{inc}, which is not in the table" for name, inc in members]
+        found += [f"{rid} is queued but not in the house" for rid in self._waiting if rid not in self._requests]
+        found += [f"{rid} is held but not in the house" for rid in self._held if rid not in self._requests]
+        return found + self.audits.check()
 
     # ------------------------------------------------------------ workers come and go
 
@@ -226,12 +248,14 @@ class Brain:
                 self._fail(request, ErrorKind.OVERLOADED, self._missing(request))
         for request in list(self._held.values()):
             self._finish_if_complete(request)
-        self.audits.tick()
         self.moves.tick()
+        self.audits.tick()
 
     def _missing(self, r: Request) -> str:
         roles = [role for role in Role if not self.serving(role)]
         what = " and no ".join(f"{role} worker" for role in roles) or "free pair of workers"
+        if left_alone := self.workers.left_alone(self._clock.now()):
+            what += f" (left alone after failures: {', '.join(left_alone)})"
         return f"no {what} could serve the request within {self._config.worker_wait_s:g} s"
 
     # ------------------------------------------------------------ placing

@@ -161,6 +161,10 @@ class Workers:
         for other in self:
             other.breaker.justified(entry.record.name)
 
+    def left_alone(self, now: float) -> list[WorkerName]:
+        """Those whose breakers keep requests from them."""
+        return [e.record.name for e in self if e.serves(now) and not e.breaker.admits(now)]
+
     def serving(self, role: Role, now: float) -> list[Entry]:
         return [e for e in self if e.record.role is role and e.serves(now)]
 

@@ -68,6 +68,14 @@ def _stop(run: Run, fault: Fault) -> Undo | None:
     return process.go_on
 
 
+def _hang(run: Run, fault: Fault) -> Undo | None:
+    host = _host(run, fault.target)
+    if host is None or host.process.stopped:
+        return None
+    host.hang()
+    return _nothing
+
+
 def _router(run: Run, fault: Fault) -> Undo | None:
     """Its clients lose their connections, and ask again."""
     if not run.router.process.alive:
@@ -153,6 +161,7 @@ def _forget(run: Run, fault: Fault) -> Undo | None:
 _BEGIN: dict[str, Callable[[Run, Fault], Undo | None]] = {
     "crash": _crash,
     "stop": _stop,
+    "hang": _hang,
     "halt": _halt,
     "router": _router,
     "drain": _drain,

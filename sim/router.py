@@ -9,6 +9,7 @@ from contracts.messages import Command, Event, Progress, WorkerStatus
 from contracts.ports import SessionId, WorkerView
 from contracts.sampling import SamplingParams
 from router.actions import Deliver, End, Replay, Send
+from router.audits import Finding, Result
 from router.brain import Brain
 from router.fleet import REACHABLE, RETRY_FIRST_S, RETRY_MOST_S
 from router.request import Request
@@ -134,7 +135,7 @@ class SimRouter:
     ) -> None:
         self.world, self.control = world, control
         self.process = control.new_process(f"router-0#{number}", "node-head")
-        self.brain = Brain(world.config.router, world.agenda, self._mint)
+        self.brain = Brain(world.config.router, world.agenda, self._mint, world.config.audit)
         self.links: dict[WorkerKey, Link] = {}
         self._on_tokens, self._on_end = on_tokens, on_end
         self._asks: dict[RequestId, Ask] = {}
@@ -248,6 +249,8 @@ class SimRouter:
                         ask = self._asks.pop(action.request_id, None)
                         if ask is not None:
                             self._on_end(ask, action)
+                    case Finding() if action.result in (Result.DAMAGED, Result.UNCLEAR, Result.DISPUTED):
+                        self.world.violated(f"the audit of {action.request_id} finds {action}")
                     case Replay():
                         reason = f"{action.request_id} goes on as attempt {action.attempt}: {action.reason}"
                         self.world.say(self.process.label, reason)

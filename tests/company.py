@@ -22,8 +22,7 @@ from contracts.model import read_model_spec
 from contracts.ports import Worker, WorkerRecord, WorkerView
 from contracts.sampling import SamplingParams
 from decode import DecodeWorker
-from router.actions import Deliver, End, Replay, Send
-from router.brain import Brain
+from router.brain import Brain, Deliver, End, Replay, Send
 from router.request import Request
 from router.workers import WorkerKey, prefix_hashes
 from tests.pair import SESSION, counts_for

@@ -66,7 +66,7 @@ class Desk(Generic[R]):
             message = f"{self._name} computes no audits"
             self.tell(session, Audited(command.request_id, command.attempt, AuditEnd.REFUSED, message=message))
             return None
-        assert isinstance(command, Submit), "what concerns trees and moves is its worker's business"
+        assert isinstance(command, Submit), "what concerns the tree is its worker's business"
         held = self._requests.get(command.request_id)
         if held is not None and held.submit.attempt < command.attempt:
             leave(held, "a later attempt came")

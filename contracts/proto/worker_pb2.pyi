@@ -119,30 +119,6 @@ class Cancel(_message.Message):
     attempt: int
     def __init__(self, request_id: _Optional[str] = ..., attempt: _Optional[int] = ...) -> None: ...
 
-class Audit(_message.Message):
-    __slots__ = ("request_id", "attempt", "tokens", "prompt_len", "sampling")
-    REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
-    ATTEMPT_FIELD_NUMBER: _ClassVar[int]
-    TOKENS_FIELD_NUMBER: _ClassVar[int]
-    PROMPT_LEN_FIELD_NUMBER: _ClassVar[int]
-    SAMPLING_FIELD_NUMBER: _ClassVar[int]
-    request_id: str
-    attempt: int
-    tokens: _containers.RepeatedScalarFieldContainer[int]
-    prompt_len: int
-    sampling: Sampling
-    def __init__(self, request_id: _Optional[str] = ..., attempt: _Optional[int] = ..., tokens: _Optional[_Iterable[int]] = ..., prompt_len: _Optional[int] = ..., sampling: _Optional[_Union[Sampling, _Mapping]] = ...) -> None: ...
-
-class Forget(_message.Message):
-    __slots__ = ("request_id", "tokens", "salt")
-    REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
-    TOKENS_FIELD_NUMBER: _ClassVar[int]
-    SALT_FIELD_NUMBER: _ClassVar[int]
-    request_id: str
-    tokens: _containers.RepeatedScalarFieldContainer[int]
-    salt: str
-    def __init__(self, request_id: _Optional[str] = ..., tokens: _Optional[_Iterable[int]] = ..., salt: _Optional[str] = ...) -> None: ...
-
 class Handover(_message.Message):
     __slots__ = ("request_id", "attempt", "room", "peer")
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
@@ -172,6 +148,30 @@ class Pages(_message.Message):
     salt: str
     spare: bool
     def __init__(self, request_id: _Optional[str] = ..., attempt: _Optional[int] = ..., room: _Optional[str] = ..., peer: _Optional[_Union[Peer, _Mapping]] = ..., tokens: _Optional[_Iterable[int]] = ..., salt: _Optional[str] = ..., spare: _Optional[bool] = ...) -> None: ...
+
+class Audit(_message.Message):
+    __slots__ = ("request_id", "attempt", "tokens", "prompt_len", "sampling")
+    REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
+    ATTEMPT_FIELD_NUMBER: _ClassVar[int]
+    TOKENS_FIELD_NUMBER: _ClassVar[int]
+    PROMPT_LEN_FIELD_NUMBER: _ClassVar[int]
+    SAMPLING_FIELD_NUMBER: _ClassVar[int]
+    request_id: str
+    attempt: int
+    tokens: _containers.RepeatedScalarFieldContainer[int]
+    prompt_len: int
+    sampling: Sampling
+    def __init__(self, request_id: _Optional[str] = ..., attempt: _Optional[int] = ..., tokens: _Optional[_Iterable[int]] = ..., prompt_len: _Optional[int] = ..., sampling: _Optional[_Union[Sampling, _Mapping]] = ...) -> None: ...
+
+class Forget(_message.Message):
+    __slots__ = ("request_id", "tokens", "salt")
+    REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
+    TOKENS_FIELD_NUMBER: _ClassVar[int]
+    SALT_FIELD_NUMBER: _ClassVar[int]
+    request_id: str
+    tokens: _containers.RepeatedScalarFieldContainer[int]
+    salt: str
+    def __init__(self, request_id: _Optional[str] = ..., tokens: _Optional[_Iterable[int]] = ..., salt: _Optional[str] = ...) -> None: ...
 
 class WorkerFrame(_message.Message):
     __slots__ = ("incarnation", "events")

@@ -34,7 +34,7 @@ def run_script(script: Path, cache: Path) -> Said:
     environment = {**os.environ, "TRITON_INTERPRET": interpreted, "TRITON_CACHE_DIR": str(cache)}
     done = subprocess.run(
         [sys.executable, str(script)], cwd=ROOT, env=environment | {"PYTHONPATH": str(ROOT)}, capture_output=True,
-        text=True, timeout=400, check=False,
+        text=True, timeout=800, check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     out: Said = json.loads(done.stdout)

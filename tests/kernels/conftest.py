@@ -16,6 +16,15 @@ import pytest
 
 from tests.kernels.claims import Said, run_script
 
+PATIENCE_S = 900
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """The first to ask waits for a whole script, beside others, perhaps on a busy machine."""
+    for item in items:
+        if item.get_closest_marker("runs"):
+            item.add_marker(pytest.mark.timeout(PATIENCE_S))
+
 
 @pytest.fixture(scope="session")
 def scripts(

@@ -17,7 +17,8 @@ from tests.family_scenes import Family, bytes_due, expect_mechanisms, expect_tie
 from tests.serving import Serving, serving
 
 COUNT, LONGEST, TOKENS, AT_ONCE = 32, 1500, 24, 8
-pytestmark = [pytest.mark.soak, pytest.mark.slow, pytest.mark.timeout(900)]
+READY_WITHIN_S = 600
+pytestmark = [pytest.mark.soak, pytest.mark.slow, pytest.mark.timeout(1800)]
 
 
 @pytest.fixture(scope="module", params=FAMILIES)
@@ -56,16 +57,15 @@ def expect_table(family: Family, cluster: Serving) -> None:
 
 
 def test_a_folder_is_served_with_no_flag(family: Family, tmp_path: Path) -> None:
-    with serving(family.folder, tmp_path) as cluster:
+    with serving(family.folder, tmp_path, ready_within=READY_WITHIN_S) as cluster:
         expect_table(family, cluster)
         expect_oracle(family, cluster, 1)
 
 
 def test_a_published_folder_is_served_over_tcp(family: Family, tmp_path: Path) -> None:
     published = make_family(family.name, tmp_path / "model", published=True)
-    with serving(
-        published.folder, tmp_path, sections={"transfer": {"plane": "zmq"}, "prefill": {"chunk_tokens": 100}}
-    ) as cluster:
+    sections = {"transfer": {"plane": "zmq"}, "prefill": {"chunk_tokens": 100}}
+    with serving(published.folder, tmp_path, sections=sections, ready_within=READY_WITHIN_S) as cluster:
         expect_oracle(family, cluster, 2)
 
 

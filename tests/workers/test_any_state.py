@@ -73,7 +73,8 @@ class HashPair(Pair):
         name, first = WorkerName(f"{role}-0"), Incarnation(1)
         common: dict[str, Any] = {"context": CONTEXT, "clock": self.clock, "pause": lambda s: None}
         sender = SenderEnd(
-            name, first, "hash", plane, pools, device, config.transfer, carrier=carrier, clock=self.clock,
+            name, first, "hash", plane, pools, device, config.transfer,
+            carrier=carrier, clock=self.clock,
         )  # fmt: skip
         if role is Role.PREFILL:
             return PrefillWorker(name, first, config, engine, seat, sender, waiter, **common)

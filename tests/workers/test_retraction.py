@@ -209,7 +209,9 @@ def test_c10_who_was_retracted_comes_back_oldest_first_and_before_anybody_new(mo
         until(both, lambda: len(decode._retraction._away) >= 2)
         new = both.submit(prompt_of(9, 5), greedy(4))
         order: list[str] = []
-        while any(both.answers[r].done is None for r in [*olds, new]):
+        for _ in range(5000):
+            if all(both.answers[r].done is not None for r in [*olds, new]):
+                break
             away = sorted(decode._retraction._away, key=lambda r: r.arrived)
             both.step()
             for request in away:
@@ -338,6 +340,25 @@ def test_a6_pages_of_a_request_that_leaves_are_nobodys_before_the_copy_is_comple
             pool.lease(pool.free + 1, "a thief")
         both.run()
         assert pool.quarantined == 0
+
+
+def test_what_was_damaged_on_the_device_is_found_as_it_leaves(model: Path, caplog: pytest.LogCaptureFixture) -> None:
+    with working(model) as (both, decode):
+        asked = both.submit(prompt_of(1, 40), greedy(20))
+        (request,) = run_until(both, decode)
+        assert request.claim is not None
+        pools, page = decode._seat.pools, request.claim.tables["full"][1]
+        pools.layout.buffers["full"][0].stack(pools.region, pools.layout.counts["full"])[0, page, 3] ^= 8
+        decode._retract(request)
+        (answer,) = both.run(asked)
+        assert answer.done is not None
+        assert answer.done.error is ErrorKind.DAMAGED
+        assert decode.status().counters["states_damaged_parked"] == 1
+        (line,) = [record for record in caplog.records if record.message == "state damage"]
+        assert (line.where, line.pages) == ("restore", {"full": [1]})  # type: ignore[attr-defined]
+        both.settle()
+        (again,) = both.run(both.submit(prompt_of(1, 40), greedy(20)))
+        assert again.list[: len(answer.list)] == answer.list
 
 
 # ------------------------------------------------------------ B: every way out
