@@ -30,7 +30,7 @@ from decode.departures import Books, Departures
 from decode.fetching import Fetching
 from decode.pressure import Pressure
 from decode.reasoning import Reasoning
-from decode.request import Phase, PhaseEvent, Request
+from decode.request import OFF_DEVICE, Phase, PhaseEvent, Request
 from decode.retraction import Lost, Retraction
 from engine.ahead import Ahead
 from engine.batch import Draw, FromStep, Row, RowOutput
@@ -188,8 +188,7 @@ class DecodeWorker(PhaseWorker[Request]):
         if claims != self._seat.claims:
             found.append(f"{self._seat.claims} claims, requests hold {claims}")
         queues = {Phase.WAITING: list(self._waiting), Phase.RUNNING: list(self._running)}
-        off_device = (Phase.RETRACTING, Phase.RETRACTED, Phase.RESUMING)
-        queues |= {phase: [r for r in self._retraction if r.phase is phase] for phase in off_device}
+        queues |= {phase: [r for r in self._retraction if r.phase is phase] for phase in OFF_DEVICE}
         for phase, queue in queues.items():
             members = [r for r in self._desk if r.phase is phase]
             if {id(r) for r in members} != {id(r) for r in queue} or len(members) != len(queue):
@@ -257,8 +256,9 @@ class DecodeWorker(PhaseWorker[Request]):
         self._seat.adopt(request.claim, len(request.submit.tokens), arrived.leases, arrived.digests)
         request.start(arrived.metadata)
         request.marks["arrived"] = self._clock.now() - request.arrived
-        seconds = request.marks["arrived"] - request.marks["grant"]
-        self._retraction.rates.saw_prefill(len(request.submit.tokens), seconds)
+        if arrived.metadata.computed_tokens:  # By prefill; who comes from another decode worker says nothing of it.
+            seconds = request.marks["arrived"] - request.marks["grant"]
+            self._retraction.rates.saw_prefill(len(request.submit.tokens), seconds)
         self._counters["received_bytes"] += arrived.bytes
         self._report(request, held=request.claim.cached.total, received=arrived.bytes)
         self._running.append(request)
@@ -467,7 +467,7 @@ class DecodeWorker(PhaseWorker[Request]):
         self._departures.drop(request, reason)
         self._receiver.abort(request.submit.room, reason)
         if request.claim is not None:
-            if request.phase in _STEPPING or request.phase is Phase.LEAVING:
+            if request.in_place:
                 self._share(request)
             under_way: list[Completion] = [request.latest.step.completion] if request.latest is not None else []
             if request.returning is not None:
