@@ -256,7 +256,7 @@ class DecodeWorker(PhaseWorker[Request]):
         self._seat.adopt(request.claim, len(request.submit.tokens), arrived.leases, arrived.digests)
         request.start(arrived.metadata)
         request.marks["arrived"] = self._clock.now() - request.arrived
-        if arrived.metadata.computed_tokens:  # By prefill; who comes from another decode worker says nothing of it.
+        if arrived.metadata.computed_tokens:  # What another decode worker hands over was computed by nobody.
             seconds = request.marks["arrived"] - request.marks["grant"]
             self._retraction.rates.saw_prefill(len(request.submit.tokens), seconds)
         self._counters["received_bytes"] += arrived.bytes
@@ -448,6 +448,9 @@ class DecodeWorker(PhaseWorker[Request]):
         self._leave(request, message)
 
     def _cancel(self, request: Request, reason: str) -> None:
+        if request.phase in _STEPPING:
+            # A stop string of the router's ends answers this way too: it grows no further.
+            self._pressure.growth.ended(request.generated)
         self._leave(request, reason)
 
     def _depart(self, request: Request) -> None:
@@ -467,7 +470,7 @@ class DecodeWorker(PhaseWorker[Request]):
         self._departures.drop(request, reason)
         self._receiver.abort(request.submit.room, reason)
         if request.claim is not None:
-            if request.in_place:
+            if request.phase in _STEPPING or request.phase is Phase.LEAVING:
                 self._share(request)
             under_way: list[Completion] = [request.latest.step.completion] if request.latest is not None else []
             if request.returning is not None:

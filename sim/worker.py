@@ -222,6 +222,8 @@ class SimHost:
                 self._end(HostEnd.FENCED, "the controller has ended the lease")
             else:
                 self.lease.granted(sent, grant.lease_s)
+                if grant.drain:
+                    self.call(lambda worker: worker.drain())
 
         if not self.lease.held:
             self._end(HostEnd.FENCED, "the controller could not be reached in time")
