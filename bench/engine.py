@@ -227,7 +227,9 @@ def run(args: argparse.Namespace, console: Console) -> None:
         results |= {label + scenario: by_side for scenario, by_side in mine.items()}
         agreement |= {label + side: share for side, share in agrees.items()}
         if label:
-            console.print(f"{label}measured, load {os.getloadavg()[0]:.1f}")
+            console.print(
+                f"{label}load {os.getloadavg()[0]:.1f}", *(_line(scenario, by) for scenario, by in mine.items())
+            )
         gc.collect()
     console.print(table(results, "medians", statistics.median))
     console.print(table(results, "best of each, for busy machines", max))
@@ -238,6 +240,11 @@ def run(args: argparse.Namespace, console: Console) -> None:
         figures = {s: {n: asdict(m) | {"median": m.median} for n, m in by.items()} for s, by in results.items()}
         out = {"settings": settings, "machine": machine.describe(), "tokens_per_s": figures, "same_tokens": agreement}
         args.json.write_text(json.dumps(out, indent=1) + "\n", encoding="utf-8")
+
+
+def _line(scenario: str, by_side: dict[str, Measured]) -> str:
+    """The medians of one scenario, at once: a run of all families is long."""
+    return f"; {scenario} " + " / ".join(f"{measured.median:.1f}" for measured in by_side.values())
 
 
 def _fill(args: argparse.Namespace) -> None:

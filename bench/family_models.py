@@ -109,7 +109,6 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
             "mamba_n_groups": 1,
             "mamba_d_state": 128,
             "mamba_chunk_size": 128,
-            "num_logits_to_keep": None,
             "rope_parameters": _ROPE,
         },
     ),

@@ -271,6 +271,12 @@ class RouterService:
             log("request abandoned", slow=slow, **job.facts())
         self._act()
 
+    def fail_over(self, key: WorkerKey) -> int:
+        """Start over elsewhere all that this worker has and another can take; returns how many requests."""
+        taken = self.brain.fail_over(key)
+        self._act()
+        return taken
+
     # ------------------------------------------------------------ events in, actions out
 
     def _on_view(self, views: tuple[object, ...]) -> None:

@@ -199,7 +199,17 @@ class Workers:
         now: float,
         cost: Callable[[Entry], tuple[int, ...]],
     ) -> Entry | None:
-        able = [
+        able = self.able(role, need, avoid, now)
+        if not able:
+            return None
+        entry = min(able, key=cost)
+        self._turn += 1
+        entry.turn = self._turn
+        return entry
+
+    def able(self, role: Role, need: int, avoid: Mapping[WorkerKey, float], now: float) -> list[Entry]:
+        """Who could take a request of `need` positions now."""
+        return [
             e
             for e in self._entries.values()
             if e.record.role is role
@@ -208,9 +218,3 @@ class Workers:
             and e.record.fits.max_positions >= need
             and avoid.get(e.key, 0.0) <= now
         ]
-        if not able:
-            return None
-        entry = min(able, key=cost)
-        self._turn += 1
-        entry.turn = self._turn
-        return entry

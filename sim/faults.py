@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from contracts.ids import WorkerName
+from contracts.errors import ConfigError
+from contracts.ids import Role, WorkerName
 from sim.plan import Fault
 from sim.worker import SimHost
 
@@ -15,6 +16,7 @@ if TYPE_CHECKING:
 RESTART_S = 0.5
 _FAILING = 0.34
 _SLOW = 20.0
+_FLIPS = 8
 
 
 def schedule(run: Run, fault: Fault) -> float:
@@ -108,6 +110,18 @@ def _drain(run: Run, fault: Fault) -> Undo | None:
     return lambda: _undrain(run, name)
 
 
+def _role(run: Run, fault: Fault) -> Undo | None:
+    """An operator has a worker change its role, unless it is the last of its own that serves."""
+    host = _host(run, fault.target)
+    if host is None or len(run.router.brain.serving(host.role)) < 2:
+        return None
+    try:
+        run.control.brain.change_role(host.name, Role.DECODE if host.role is Role.PREFILL else Role.PREFILL)
+    except ConfigError:
+        return None
+    return _nothing
+
+
 def _undrain(run: Run, name: WorkerName) -> None:
     if run.router.process.alive:
         run.router.drain(name, undo=True)
@@ -138,6 +152,20 @@ def _corrupt(run: Run, fault: Fault) -> Undo | None:
     return _nothing
 
 
+def _flip(run: Run, fault: Fault) -> Undo | None:
+    """Some bytes, any but those of the null pages, which nothing can be lost from."""
+    host = _host(run, fault.target)
+    pools = host.built.seat.host if host is not None else None
+    if pools is None:
+        return None
+    rng = run.world.rng
+    for _ in range(_FLIPS):
+        pool, buffer = rng.choice([(pool.name, buffer) for pool, buffer in pools.layout.each()])
+        index, layer = rng.randrange(1, pools.layout.counts[pool]), rng.randrange(buffer.spec.layers)
+        pools.region[buffer.offset(layer, index) + rng.randrange(buffer.entry_bytes)] ^= 0x20
+    return _nothing
+
+
 def _errors(run: Run, fault: Fault) -> Undo | None:
     store = run.store
     if store is None:
@@ -165,12 +193,14 @@ _BEGIN: dict[str, Callable[[Run, Fault], Undo | None]] = {
     "halt": _halt,
     "router": _router,
     "drain": _drain,
+    "role": _role,
     "stall": _stall,
     "partition": _stall,
     "reset": _reset,
     "slow": _slow,
     "corrupt": _corrupt,
     "errors": _errors,
+    "flip": _flip,
     "rot": _rot,
     "forget": _forget,
 }

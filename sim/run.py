@@ -254,6 +254,8 @@ class Run:
             for name in _TOLD:
                 self.counts[name] += int(host.snapshot.counters.get(name, 0))
         self.counts["audited"] = self.router.brain.audits.counts.results[Audited.EXACT]
+        moves = self.router.brain.moves.counts
+        self.counts["moved"], self.counts["stayed"] = moves.moved, moves.stayed
         self.counts["replays"] = self.router.brain.counts.replays
         return Result(
             self.plan.seed, tuple(self.violations), self.agenda.now(), events, self.counts, tuple(self.log or ())

@@ -128,16 +128,16 @@ def build(
     engine = cast(Engine, HashEngine(pools, device))
     carrier = SimCarrier(world.exchange, process, sleep.wake)
     common: dict[str, Any] = {"context": CONTEXT, "clock": agenda, "pause": lambda s: None}
+    sender = SenderEnd(
+        name, incarnation, FINGERPRINT, plane, pools, device, config.transfer, carrier=carrier, clock=agenda
+    )
     if role is Role.PREFILL:
-        sender = SenderEnd(
-            name, incarnation, FINGERPRINT, plane, pools, device, config.transfer, carrier=carrier, clock=agenda
-        )
         return Built(PrefillWorker(name, incarnation, config, engine, seat, sender, sleep, **common), seat, plane)
     receiver = ReceiverEnd(
         name, incarnation, FINGERPRINT, plane, pools, config.decode.metadata_slots, config.transfer,
         verify=cache.verify, carrier=carrier, clock=agenda,
     )  # fmt: skip
-    worker = DecodeWorker(name, incarnation, config, engine, seat, receiver, sleep, **common)
+    worker = DecodeWorker(name, incarnation, config, engine, seat, receiver, sleep, sender=sender, **common)
     return Built(worker, seat, plane, receiver)
 
 
@@ -222,6 +222,8 @@ class SimHost:
                 self._end(HostEnd.FENCED, "the controller has ended the lease")
             else:
                 self.lease.granted(sent, grant.lease_s)
+                if grant.drain:
+                    self.call(lambda worker: worker.drain())
 
         if not self.lease.held:
             self._end(HostEnd.FENCED, "the controller could not be reached in time")

@@ -3,8 +3,9 @@
 Clients ask without pause; each answer is compared, token by token, with what an undisturbed run and the oracle said
 before the trouble began. Some clients leave. Meanwhile one fault after the other strikes, each of its kinds equally
 often: workers and single ranks are killed and stopped, one hangs, connections between router and workers and between
-workers are cut, silenced and slowed by a proxy, workers are drained and taken back, the disk of the storage tier fills
-up (a small file system of its own), and host memory is always full, being much too small.
+workers are cut, silenced and slowed by a proxy, workers are drained and taken back and change their role, the disk of
+the storage tier fills up (a small file system of its own), host memory is always full, being much too small, and all
+that runs is retracted now and then.
 
 Every request ends in its exact answer or by its own client; anything else is a failure, since one worker of each role
 is always alive or on its way back. One seed decides what is asked and what strikes when. `--state FILE` keeps counts,
@@ -117,6 +118,8 @@ class Chaos:
         }
         if disk is not None:
             self.faults["fill the disk"] = self.fill_the_disk
+        if any("/cluster/role/" in path for path in httpx.get(f"{cluster.url}/openapi.json").json()["paths"]):
+            self.faults["change a role"] = self.change_a_role
 
     # ------------------------------------------------------------ the run
 
@@ -241,6 +244,16 @@ class Chaos:
         undrained = await self._client.post(f"/cluster/undrain/{victim['name']}")
         return drained.status_code == undrained.status_code == 200
 
+    async def change_a_role(self) -> bool:
+        """Of a worker of the larger pool: what it runs is handed on, and it comes back in the other one."""
+        ready = {role: await self._ready(role) for role in ROLES}
+        role = max(ROLES, key=lambda role: len(ready[role]))
+        if not ready[role]:
+            return False
+        victim, other = self._random.choice(ready[role]), ROLES[role == ROLES[0]]
+        answer = await self._client.post(f"/cluster/role/{victim['name']}", params={"role": other})
+        return answer.status_code == 200
+
     async def fill_the_disk(self) -> bool:
         assert self._disk is not None
         filler = self._disk / "filler"
@@ -331,7 +344,7 @@ def sections(proxy: Proxy, storage: Path, plane: str) -> dict[str, Any]:
         "cluster": {
             "lease_s": 4, "stall_s": 8, "rank_timeout_s": 6, "restart_limit": 100_000, "start_timeout_s": BACK_S,
         },
-        "faults": {"proxy": proxy.door, "hang": "decode-1:400"},
+        "faults": {"proxy": proxy.door, "hang": "decode-1:400", "retract_every": 60},
     }  # fmt: skip
 
 

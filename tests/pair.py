@@ -156,7 +156,7 @@ class Pair:
             answer.scores = event.scores
         elif isinstance(event, Progress):
             answer.progress[event.role] = _together(answer.progress.get(event.role), event)
-        else:
+        elif isinstance(event, Done):
             answer.done = event
             if event.error is not None:
                 self.cancel(event.request_id)

@@ -83,7 +83,9 @@ def test_what_the_tiers_did_is_in_status_and_metrics(server: Server) -> None:
     server.cluster["prefill-0"].counters = {
         "hit_tokens_host": 64.0, "pages_damaged_in_storage": 2.0, "host_pages_total": 9.0, "pages_loaded": 4.0,
     }  # fmt: skip
-    server.cluster["decode-0"].counters = {"pages_damaged": 1.0}
+    server.cluster["decode-0"].counters = {
+        "pages_damaged": 1.0, "retractions": 5.0, "resumptions": 3.0, "resumed_bytes": 640.0, "retracted": 2.0,
+    }  # fmt: skip
     server.call(server.cluster.changed)
     told = {w["name"]: w["counters"] for w in server.client.get("/cluster/status").json()["workers"]}
     assert told["prefill-0"]["hit_tokens_host"] == 64
@@ -95,6 +97,10 @@ def test_what_the_tiers_did_is_in_status_and_metrics(server: Server) -> None:
         (f'twinpool_cache_pages{{{of_prefill},tier="host",what="total",worker="prefill-0"}}', 9),
         (f'twinpool_cache_moved_pages_total{{{of_prefill},tier="device",what="loaded",worker="prefill-0"}}', 4),
         ('twinpool_state_damage_total{role="decode",where="handover",worker="decode-0"}', 1),
+        ('twinpool_retracted_requests_total{role="decode",what="retractions",worker="decode-0"}', 5),
+        ('twinpool_retracted_requests_total{role="decode",what="resumptions",worker="decode-0"}', 3),
+        ('twinpool_retracted_bytes_total{role="decode",way="back",worker="decode-0"}', 640),
+        ('twinpool_requests_retracted_now{role="decode",worker="decode-0"}', 2),
     ):
         assert metric(server, sample) == value
     assert 'worker="prefill-1"' not in "".join(

@@ -154,6 +154,22 @@ def test_a_recomputed_request_ends_its_attempt_and_goes_on_from_its_tokens(model
         assert held >= (len(prompt) + len(emitted) - 1) // PAGE * PAGE, "what it left in the tree is used again"
 
 
+@pytest.mark.parametrize("quicker", ["copying", "computing"])
+def test_what_is_quicker_by_the_rates_measured_is_done(model: Path, quicker: str) -> None:
+    with working(model, decode={"cache": {"host_bytes": HOST_BYTES}}) as (both, decode):
+        asked = both.submit(prompt_of(1, 40), greedy(20))
+        (request,) = run_until(both, decode)
+        rates = decode._retraction.rates
+        assert rates.positions_per_s > 0, "measured with its own hand-over"
+        rates.out_bytes_per_s = rates.back_bytes_per_s = 1e12 if quicker == "copying" else 1.0
+        decode._retract(request)
+        (answer,) = both.run(asked)
+        assert answer.done is not None
+        assert answer.done.error is (None if quicker == "copying" else ErrorKind.RETRACTED)
+        counters = decode.status().counters
+        assert (counters["resumptions"], counters["recomputed"]) == ((1, 0) if quicker == "copying" else (0, 1))
+
+
 def test_without_room_on_the_host_it_is_computed_again(model: Path) -> None:
     with working(model, decode={"cache": {"host_bytes": 1 << 14}}) as (both, decode):
         request = both.submit(prompt_of(6, 200), greedy(20))
