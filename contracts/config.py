@@ -96,9 +96,9 @@ class CacheConfig:
     """What goes first from a full tier: longest unused, least used, oldest, least urgent, or seen only once."""
     host_bytes: int = 0
     """Host memory of each worker for pages that its device has no room for; 0: none, and no storage either."""
-    arena: Literal["auto", "off"] = "auto"
+    arena: Literal["auto", "none"] = "auto"
     """auto: where workers are processes, host memory lies with an agent on their node, and a worker that dies leaves it
-    to its successor; off: it ends with the worker."""
+    to its successor; none: it ends with the worker."""
     write_policy: Literal["through", "selective", "back"] = "through"
     """Pages are copied to the host as soon as they are finished, once they were hit again, or when they must go."""
     write_hits: int = 2

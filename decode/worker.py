@@ -257,8 +257,9 @@ class DecodeWorker(PhaseWorker[Request]):
         self._seat.adopt(request.claim, len(request.submit.tokens), arrived.leases, arrived.digests)
         request.start(arrived.metadata)
         request.marks["arrived"] = self._clock.now() - request.arrived
-        seconds = request.marks["arrived"] - request.marks["grant"]
-        self._retraction.rates.saw_prefill(len(request.submit.tokens), seconds)
+        if arrived.metadata.computed_tokens:  # What another decode worker hands over was computed by nobody.
+            seconds = request.marks["arrived"] - request.marks["grant"]
+            self._retraction.rates.saw_prefill(len(request.submit.tokens), seconds)
         self._counters["received_bytes"] += arrived.bytes
         self._report(request, held=request.claim.cached.total, received=arrived.bytes)
         self._running.append(request)
@@ -448,6 +449,9 @@ class DecodeWorker(PhaseWorker[Request]):
         self._leave(request, message)
 
     def _cancel(self, request: Request, reason: str) -> None:
+        if request.phase in _STEPPING:
+            # A stop string of the router's ends answers this way too: it grows no further.
+            self._pressure.growth.ended(request.generated)
         self._leave(request, reason)
 
     def _depart(self, request: Request) -> None:

@@ -39,7 +39,10 @@ async def drain(service: RouterService, exchange: Exchange) -> None:
         return await _hurry(service, exchange, name, entries)
     if failure := _undrainable(service, name, entries, force=_asked(exchange, "force")):
         return await exchange.fail(failure)
-    await _tell(service, exchange, name, [e for e in entries if e.status.state == "ready"], drain=True)
+    ready = [e for e in entries if e.status.state == "ready"]
+    for entry in ready:  # Before they have answered: another operator may ask for the others meanwhile.
+        entry.tell_to_leave(service.clock.now())
+    await _tell(service, exchange, name, ready, drain=True)
 
 
 def _undrainable(service: RouterService, name: str, entries: Sequence[Entry], *, force: bool) -> Failure | None:
@@ -51,7 +54,7 @@ def _undrainable(service: RouterService, name: str, entries: Sequence[Entry], *,
             return _conflict(f"{name} is draining already")
         return _conflict(f"{name} is {' and '.join(sorted(states))}: only a ready worker can be drained")
     for role in {e.record.role for e in ready}:
-        left = [e for e in service.brain.serving(role) if e not in ready]
+        left = [e for e in service.brain.workers.staying(role, service.clock.now()) if e not in ready]
         if not left and not force:
             those = ready[0].record.name if len(ready) == 1 else name
             return _conflict(f"{those} is the last {role} worker that serves; drain it with --force (force=true)")
@@ -79,6 +82,8 @@ async def undrain(service: RouterService, exchange: Exchange) -> None:
         states = " and ".join(sorted({e.status.state for e in entries}))
         gone = {"left": f"{name} has left", "dead": f"{name} is dead"}
         return await exchange.fail(_conflict(gone.get(states, f"{name} is not draining; it is {states}")))
+    for entry in draining:
+        entry.tell_to_stay()
     await _tell(service, exchange, name, draining, drain=False)
 
 
@@ -96,10 +101,12 @@ async def role(service: RouterService, exchange: Exchange) -> None:
         return await exchange.fail(_conflict(f"{name} is a {wanted} worker already"))
     if failure := _undrainable(service, name, entries, force=_asked(exchange, "force")):
         return await exchange.fail(failure)
+    entry.tell_to_leave(service.clock.now())
     try:
         async with asyncio.timeout(ANSWER_DEADLINE_S):
             await service.fleet.directory.change_role(entry.record.name, Role(wanted))
     except RequestError as error:
+        entry.tell_to_stay()
         return await exchange.fail(_conflict(str(error)))
     except (OSError, TimeoutError) as error:
         reason = str(error) or "no answer in time"

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from contracts.errors import ConfigError
 from contracts.ids import Role, WorkerName
 from sim.plan import Fault
 from sim.worker import SimHost
@@ -111,15 +110,11 @@ def _drain(run: Run, fault: Fault) -> Undo | None:
 
 
 def _role(run: Run, fault: Fault) -> Undo | None:
-    """An operator has a worker change its role, unless it is the last of its own that serves."""
     host = _host(run, fault.target)
-    if host is None or len(run.router.brain.serving(host.role)) < 2:
+    if host is None or not run.router.process.alive:
         return None
-    try:
-        run.control.brain.change_role(host.name, Role.DECODE if host.role is Role.PREFILL else Role.PREFILL)
-    except ConfigError:
-        return None
-    return _nothing
+    other = Role.DECODE if host.role is Role.PREFILL else Role.PREFILL
+    return _nothing if run.router.change_role(host.name, other) else None
 
 
 def _undrain(run: Run, name: WorkerName) -> None:

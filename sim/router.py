@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from contracts.ids import RequestId, WorkerName
+from contracts.errors import ConfigError
+from contracts.ids import RequestId, Role, WorkerName
 from contracts.messages import Command, Event, Progress, WorkerStatus
 from contracts.ports import SessionId, WorkerView
 from contracts.sampling import SamplingParams
@@ -14,7 +15,7 @@ from router.brain import Brain
 from router.fleet import REACHABLE, RETRY_FIRST_S, RETRY_MOST_S
 from router.request import Request
 from router.service import TICK_S
-from router.workers import WorkerKey, prefix_hashes
+from router.workers import Entry, WorkerKey, prefix_hashes
 from sim.control import SimControl
 from sim.plan import Ask
 from sim.worker import SimHost, World
@@ -178,9 +179,12 @@ class SimRouter:
         link = self.links.get(entry.key) if entry is not None else None
         if entry is None or link is None or not link.linked:
             return False
-        serving = self.brain.serving(entry.record.role)
-        if not undo and (entry.status.state != "ready" or serving == [entry]):
+        if not undo and not self.may_leave(entry):
             return False
+        if undo:
+            entry.tell_to_stay()
+        else:
+            entry.tell_to_leave(self.world.agenda.now())
         host, pipe = link.host, self.world.exchange.network.pipe(self.process, link.host.process)
         back = self.world.exchange.network.pipe(link.host.process, self.process)
 
@@ -193,6 +197,24 @@ class SimRouter:
             host.call(lambda worker: answer())
 
         pipe.send(tell)
+        return True
+
+    def may_leave(self, entry: Entry) -> bool:
+        """As `router.drains` decides it: somebody of its role must stay."""
+        staying = self.brain.workers.staying(entry.record.role, self.world.agenda.now())
+        return entry.status.state == "ready" and staying != [entry] and bool(staying)
+
+    def change_role(self, name: WorkerName, role: Role) -> bool:
+        """What the operators' endpoint does; False where it would refuse."""
+        entry = self.brain.workers.named(name)
+        if entry is None or entry.record.role is role or not self.may_leave(entry):
+            return False
+        entry.tell_to_leave(self.world.agenda.now())
+        try:
+            self.control.brain.change_role(name, role)
+        except ConfigError:
+            entry.tell_to_stay()
+            return False
         return True
 
     def _status(self, status: WorkerStatus) -> None:

@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from cluster.build import build_worker
+from cluster.crew import Crew
 from contracts.clock import Clock, SystemClock
 from contracts.config import Config, config_from_dict
 from contracts.ids import Incarnation, RequestId, Role, WorkerName
@@ -26,6 +27,7 @@ from router.brain import Brain, Deliver, End, Replay, Send
 from router.request import Request
 from router.workers import WorkerKey, prefix_hashes
 from tests.pair import SESSION, counts_for
+from tests.rank_workers import RankProcesses, crew_of
 
 
 @dataclass
@@ -43,10 +45,11 @@ class Company:
 
     def __init__(
         self, folder: Path, config: Config, roles: Sequence[Role], tokens: int, clock: Clock,
-        build: Callable[..., Worker] = build_worker,
+        crew: Callable[[Role], Crew | None] = lambda role: None,
     ) -> None:  # fmt: skip
+        """`crew`: the other ranks of a worker that is about to be built."""
         self.clock, self.config = clock, config
-        self._folder, self._tokens, self._build = folder, tokens, build
+        self._folder, self._tokens, self._crew = folder, tokens, crew
         self.workers: dict[WorkerName, Worker] = {}
         self._numbers = itertools.count(1)
         self._incarnations: dict[WorkerName, int] = {}
@@ -64,9 +67,10 @@ class Company:
 
     def start(self, role: Role, name: WorkerName) -> Worker:
         number = self._incarnations[name] = self._incarnations.get(name, 0) + 1
-        worker = self._build(
+        worker = build_worker(
             role, name, Incarnation(number), read_model_spec(self._folder), self.config, host="127.0.0.1",
             counts=counts_for(self._folder, self.config, role, self._tokens), clock=self.clock,
+            crew=self._crew(role),
         )  # fmt: skip
         self.workers[name] = worker
         self.view()
@@ -196,19 +200,27 @@ class Company:
 @contextmanager
 def company(
     folder: Path, *, prefills: int = 1, decodes: int = 2, tokens: int = 8192, clock: Clock | None = None,
-    settle: bool = True, **sections: dict[str, Any],
+    settle: bool = True, ranks: RankProcesses | None = None, **sections: dict[str, Any],
 ) -> Iterator[Company]:  # fmt: skip
+    """`ranks`: warm processes for workers of several ranks."""
     sections.setdefault("transfer", {}).setdefault("plane", "local")
     sections.setdefault("engine", {}).setdefault("threads", 1)
     roles = [Role.PREFILL] * prefills + [Role.DECODE] * decodes
-    both = Company(folder, config_from_dict(sections), roles, tokens, clock or SystemClock())
-    try:
-        yield both
-        if settle:
-            both.settle()
-    finally:
-        for worker in both.workers.values():
-            worker.close()
+    config = config_from_dict(sections)
+    with ExitStack() as stack:
+
+        def crew(role: Role) -> Crew | None:
+            counts = counts_for(folder, config, role, tokens)
+            return stack.enter_context(crew_of(ranks, folder, role, config, counts)) if ranks is not None else None
+
+        both = Company(folder, config, roles, tokens, clock or SystemClock(), crew)
+        try:
+            yield both
+            if settle:
+                both.settle()
+        finally:
+            for worker in both.workers.values():
+                worker.close()
 
 
 def hears(company: Company, kind: type[Event]) -> list[Event]:

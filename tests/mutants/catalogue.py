@@ -23,8 +23,9 @@ HAZARDS = tuple(
     + [f"B{n}" for n in range(1, 11)]
     + [f"C{n}" for n in range(1, 5)]
     + ["C10"]
+    + [f"D{n}" for n in range(1, 4)]
 )
-"""Those that concern the state plane, and C4 and C10."""
+"""Those that concern the state plane, C4 and C10, and how workers go."""
 
 
 @dataclass(frozen=True)

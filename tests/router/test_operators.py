@@ -9,6 +9,7 @@ import pytest
 
 from contracts.config import config_from_dict
 from contracts.errors import ErrorKind
+from contracts.ids import Role
 from tests.router.fake_worker import FakeCluster
 from tests.router.http_server import Server, router_config, serving
 
@@ -179,6 +180,21 @@ def test_drain_stops_placement_and_undrain_brings_it_back(server: Server) -> Non
     for _ in range(2):
         server.complete(max_tokens=3)
     assert server.cluster["decode-0"].submits
+
+
+def test_d1_a_worker_that_was_told_to_leave_is_not_counted_on_before_it_has_answered(server: Server) -> None:
+    """Two operators at once, or one whose first drain is slow to arrive: somebody of the role stays."""
+    service = server.service
+    told = service.brain.workers.named("decode-0")
+    assert told is not None
+    server.call(lambda: told.tell_to_leave(service.clock.now()))
+    status, message = refusal(server, "drain/decode-1")
+    assert status == 409
+    assert message.startswith("decode-1 is the last decode worker that serves")
+    assert refusal(server, "role/decode-1?role=prefill")[0] == 409
+    server.call(told.tell_to_stay)
+    assert operate(server, "drain/decode-1")[0] == 200
+    assert service.brain.workers.staying(Role.DECODE, service.clock.now()) == [told]
 
 
 def test_the_last_worker_of_a_role_is_drained_by_force_only(server: Server) -> None:

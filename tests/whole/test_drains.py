@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 
 from bench import drain
@@ -30,9 +31,14 @@ def scene(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Scene]:
     base = tmp_path_factory.mktemp("drains")
     folder = make_checkpoint(base / "model", "qwen3", seed=23)
     # Steps take their time, so that streams are in their middle when something happens.
-    sections = {"cache": {"device_tokens": 16384}, "faults": {"step_delay_s": 0.005}, "engine": {"threads": 1}}
+    sections = {
+        "cache": {"device_tokens": 16384},
+        "faults": {"step_delay_s": 0.005},
+        "engine": {"threads": 1},
+        "cluster": {"start_timeout_s": 300},
+    }
     with serving(
-        folder, base / "run", "--prefill", "1", "--decode", "3", sections=sections, ready_within=180
+        folder, base / "run", "--prefill", "1", "--decode", "3", sections=sections, ready_within=300
     ) as cluster:
         yield Scene(Oracle(folder), cluster)
 
@@ -69,7 +75,13 @@ class Clients(threading.Thread):
 
 
 def running(scene: Scene, name: str) -> None:
-    until(lambda: scene.serving.status()[name]["running"] > 1, f"{name} to be busy")
+    """Wait until this worker has something to do; asked of the router itself, as a command takes its time."""
+
+    def busy() -> bool:
+        rows = httpx.get(f"{scene.serving.url}/cluster/status").json()["workers"]
+        return any(row["name"] == name and row["running"] > 0 for row in rows)
+
+    until(busy, f"{name} to be busy")
 
 
 @pytest.mark.slow
@@ -118,7 +130,7 @@ def test_a_worker_changes_its_role_under_load(scene: Scene) -> None:
 
 @pytest.mark.slow
 def test_d1_sigterm_to_a_worker_is_a_drain(scene: Scene) -> None:
-    clients = Clients(scene, 4, 12, 60)
+    clients = Clients(scene, 4, 12, 200)
     running(scene, "decode-0")
     os.kill(scene.serving.status()["decode-2"]["pid"], signal.SIGTERM)
     until(lambda: scene.serving.status()["decode-2"]["state"] == "left", "decode-2 to leave")
@@ -128,7 +140,7 @@ def test_d1_sigterm_to_a_worker_is_a_drain(scene: Scene) -> None:
 
 @pytest.mark.slow
 def test_the_last_one_finishes_what_it_has_and_says_so_in_json(scene: Scene) -> None:
-    clients = Clients(scene, 5, 4, 200)
+    clients = Clients(scene, 5, 4, 400)
     running(scene, "decode-0")
     node = scene.serving.status()["decode-0"]["node"]
     refused = scene.serving.twinpool("drain", node)

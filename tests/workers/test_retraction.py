@@ -244,6 +244,24 @@ def test_c10_who_was_retracted_comes_back_oldest_first_and_before_anybody_new(mo
         assert all(answer.done is not None and answer.done.error is None for answer in both.answers.values())
 
 
+def test_c10_the_oldest_is_asked_first_and_who_cannot_come_holds_those_behind_it(model: Path) -> None:
+    with working(model) as (both, decode):
+        names = [both.submit(prompt_of(seed, 20), greedy(20)) for seed in range(3)]
+        for request in sorted(run_until(both, decode, count=3), key=lambda r: -r.generated):
+            decode._retract(request)
+        decode._lose(decode._retraction.advance())
+        asked: list[str] = []
+
+        def may(request: Request) -> bool:
+            asked.append(str(request.submit.request_id))
+            return len(asked) < 3
+
+        decode._retraction.resume(may)
+        assert asked == names
+        assert [r.phase for r in decode._desk] == [Phase.RESUMING, Phase.RESUMING, Phase.RETRACTED]
+        assert all(len(answer.list) == 20 for answer in both.run(*names))
+
+
 def test_c10_at_least_one_always_advances_in_a_pool_for_one(model: Path) -> None:
     asked = [(prompt_of(seed, 30), 60) for seed in range(6)]
     expected = undisturbed(model, asked)
@@ -297,6 +315,17 @@ def test_admission_learns_how_long_answers_are(model: Path) -> None:
 
     assert granted_together(lengths=0) == 2, "before anything is known, whole answers"
     assert granted_together(lengths=10) > 4
+
+
+def test_an_answer_that_is_taken_back_says_how_long_answers_get(model: Path) -> None:
+    """A stop string ends it at the router, which cancels the rest."""
+    with working(model) as (both, decode):
+        for seed in range(8):
+            asked = both.submit(prompt_of(seed, 10), greedy(50))
+            run_until(both, decode, generated=5)
+            both.cancel(asked)
+            both.step()
+        assert decode._pressure.growth.expected(0, 50) < 10
 
 
 # ------------------------------------------------------------ A: reads before ready, writes after free
@@ -441,7 +470,9 @@ def test_b9_a_request_comes_back_with_all_pools_or_takes_nothing(model: Path) ->
 
 
 def test_a_drained_worker_is_one_without_retracted_requests(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    with working(model) as (both, decode):
+    # Nothing in its tree that it would offer to others before it leaves.
+    decode_section = COPY | {"cache": {"host_bytes": HOST_BYTES, "prefix_reuse": False}}
+    with working(model, decode=decode_section) as (both, decode):
         asked = both.submit(prompt_of(1, 20), greedy(20))
         (request,) = run_until(both, decode)
         with monkeypatch.context() as patch:
