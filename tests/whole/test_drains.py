@@ -140,12 +140,12 @@ def test_d1_sigterm_to_a_worker_is_a_drain(scene: Scene) -> None:
 
 @pytest.mark.slow
 def test_the_last_one_finishes_what_it_has_and_says_so_in_json(scene: Scene) -> None:
-    clients = Clients(scene, 5, 4, 400)
-    running(scene, "decode-0")
     node = scene.serving.status()["decode-0"]["node"]
     refused = scene.serving.twinpool("drain", node)
     assert refused.returncode == 1
     assert "--force" in refused.stderr
+    clients = Clients(scene, 5, 4, 1200)
+    running(scene, "decode-0")
     late = scene.serving.twinpool("drain", "decode-0", "--force", "--json", "--watch", "--timeout", "0.2", timeout=120)
     lines = [json.loads(line) for line in late.stdout.splitlines()]
     assert lines[0]["workers"][0]["running"] > 0
