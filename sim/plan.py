@@ -227,7 +227,7 @@ KINDS = {
     "reset": "the connections between two processes are reset",
     "slow": "the network is twenty times as slow for a while",
     "corrupt": "a byte of the next write of pages flips on its way",
-    "flip": "some bytes of a worker's host memory flip",
+    "flip": "a byte of every page in a worker's host memory flips",
     "errors": "storage fails one operation in three for a while",
     "rot": "a byte of an object on storage flips",
     "forget": "storage loses all objects",
