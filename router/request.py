@@ -177,7 +177,6 @@ class Request:
         """Another decode worker goes on with it from where it is; the books of both are the caller's."""
         self.decode, self.attempt, self.room = worker, attempt, room
         self.workers[Role.DECODE] = name
-        self.legs.append(Leg(attempt, self.next_position, dict(self.workers), Role.DECODE))
         self.moves += 1
         self.legs.append(Leg(attempt, self.next_position, dict(self.workers), Role.DECODE))
 
