@@ -120,7 +120,7 @@ def _config(rng: random.Random, page: int) -> dict[str, Any]:
     cache: dict[str, Any] = {
         "page_tokens": page,
         "prefix_reuse": rng.random() < 0.85,
-        "arena": rng.choice(("auto", "auto", "off")),
+        "arena": rng.choice(("auto", "auto", "none")),
         "eviction": rng.choice(("lru", "lfu", "fifo", "priority", "slru")),
     }
     if rng.random() < 0.6:

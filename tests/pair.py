@@ -15,7 +15,7 @@ from cluster.memory import plan_memory, state_options
 from contracts.clock import Clock, SystemClock
 from contracts.config import CacheOverride, Config, config_from_dict
 from contracts.ids import Incarnation, RequestId, Role, RoomId, WorkerName
-from contracts.messages import Cancel, Done, Event, Offered, PeerRef, Progress, PromptScores, Submit, Tokens
+from contracts.messages import Cancel, Done, Event, PeerRef, Progress, PromptScores, Submit, Tokens
 from contracts.model import read_model_spec
 from contracts.ports import SessionId
 from contracts.sampling import SamplingParams, TokenLogprob
@@ -63,6 +63,8 @@ class Pair:
         devices, crews, arenas = devices or {}, crews or {}, arenas or {}
         sizes = tokens if isinstance(tokens, Mapping) else dict.fromkeys(Role, tokens)
         spec = read_model_spec(folder)
+        # There is no other decode worker that could take what this one has.
+        config = replace(config, decode=replace(config.decode, offer_bytes=0))
         self.clock = clock
         options: dict[str, Any] = {"host": "127.0.0.1", "clock": clock}
         self.prefill, self.decode = (
@@ -146,8 +148,6 @@ class Pair:
             assert status.pages_free == status.pages_total, status
 
     def _take(self, event: Event) -> None:
-        if isinstance(event, Offered):
-            return  # There is no other decode worker to take it.
         answer = self.answers[event.request_id]
         if isinstance(event, Tokens):
             for i, token in enumerate(event.tokens):
@@ -205,6 +205,8 @@ def pair(
     """A pair that is checked for leaks at the end. `ranks`: warm processes for workers of several ranks."""
     sections.setdefault("transfer", {}).setdefault("plane", "local")
     sections.setdefault("engine", {}).setdefault("threads", 1)
+    # Here is nobody who could take what decode offers of its tree when it leaves.
+    sections["decode"] = {"offer_bytes": 0, **sections.get("decode", {})}
     config = config_from_dict(sections)
     with ExitStack() as stack:
         crews = _crews(stack, ranks, folder, config, tokens)

@@ -33,7 +33,7 @@ def scene(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Scene]:
     # Steps take their time, so that streams are in their middle when something happens.
     sections = {
         "cache": {"device_tokens": 16384},
-        "faults": {"step_delay_s": 0.005},
+        "faults": {"step_delay_s": 0.01},
         "engine": {"threads": 1},
         "cluster": {"start_timeout_s": 300},
     }
@@ -89,7 +89,7 @@ def test_d1_streams_of_a_drained_decode_worker_go_on_elsewhere_without_a_failed_
     scene: Scene, tmp_path: Path
 ) -> None:
     out = tmp_path / "drain.json"
-    flags = ["--streams", "12", "--input-tokens", "20:120", "--output-tokens", "160", "--victim", "decode-1"]
+    flags = ["--streams", "12", "--input-tokens", "20:120", "--output-tokens", "400", "--victim", "decode-1"]
     flags += ["--after-tokens", "10", "--json", str(out)]
     pytest.MonkeyPatch().setattr(drain, "LOW", 0)
     pytest.MonkeyPatch().setattr(drain, "HIGH", 300)
