@@ -242,11 +242,11 @@ async def test_a_bug_in_the_router_ends_the_stream_and_never_leaves_it_unread() 
 
 async def test_a_call_whose_channel_is_closed_meanwhile_fails_and_cancels_nobody() -> None:
     worker = FakeWorker("decode-0", Role.DECODE)
-    server, _ = await start_worker(worker)
+    server, fake = await start_worker(worker)
     worker.hangs = True
     port = GrpcPort(worker.record)
     asking = asyncio.create_task(port.status())
-    await asyncio.sleep(0.05)
+    await eventually(lambda: bool(fake.hanging))
     await port.aclose()
     with pytest.raises(ConnectionError, match="decode-0"):
         await asking
