@@ -175,6 +175,12 @@ class GrpcPort:
             raise ConnectionError(f"{self._record.name}: {error.code().name}: {error.details()}") from None
         except grpc.aio.UsageError as error:
             raise ConnectionError(f"{self._record.name}: {error}") from None
+        except asyncio.CancelledError:
+            task = asyncio.current_task()
+            if task is None or task.cancelling():
+                raise
+            # Not whoever asks was cancelled, but the call: the channel was closed, as the worker is gone.
+            raise ConnectionError(f"{self._record.name}: its connection was closed in mid-call") from None
 
 
 class ControllerDirectory:

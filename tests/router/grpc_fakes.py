@@ -22,6 +22,8 @@ class WorkerFake(pb_grpc.WorkerServicer):
 
     def __init__(self, worker: FakeWorker) -> None:
         self.worker = worker
+        self.hanging = 0
+        """Calls that will never be answered."""
         self.says = worker.incarnation
         """The incarnation it writes on its frames."""
 
@@ -47,6 +49,7 @@ class WorkerFake(pb_grpc.WorkerServicer):
 
     async def _check(self, context: Any) -> None:
         if self.worker.hangs:
+            self.hanging += 1
             await asyncio.Event().wait()
         given = dict(context.invocation_metadata()).get(INCARNATION_KEY)
         if given != str(self.worker.incarnation):

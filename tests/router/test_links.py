@@ -238,3 +238,16 @@ async def test_a_bug_in_the_router_ends_the_stream_and_never_leaves_it_unread() 
     await eventually(lambda: not worker.sessions)
     await port.aclose()
     await server.stop(0)
+
+
+async def test_a_call_whose_channel_is_closed_meanwhile_fails_and_cancels_nobody() -> None:
+    worker = FakeWorker("decode-0", Role.DECODE)
+    server, fake = await start_worker(worker)
+    worker.hangs = True
+    port = GrpcPort(worker.record)
+    asking = asyncio.create_task(port.status())
+    await eventually(lambda: bool(fake.hanging))
+    await port.aclose()
+    with pytest.raises(ConnectionError, match="decode-0"):
+        await asking
+    await server.stop(0)
