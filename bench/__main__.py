@@ -7,7 +7,7 @@
 `engine` measures the engine beside transformers, `copies` what moves between tiers beside a memcpy, `cache` the prefix
 tree by its size and the tiers through a seat, `replay` hit rates of a real trace by cache size, `handover` the data
 planes beside a copy and a socket, `serve` a cluster that it starts (or the one at `--url`): one request at a time, many
-at once, and arrivals of a real trace.
+at once, and arrivals of a real trace; `failover` how long streams pause when a worker of a cluster is killed.
 Each bench has more flags of its own: `python -m bench.engine --help`, and so on.
 """
 
@@ -20,11 +20,11 @@ import sys
 from contextlib import ExitStack
 from pathlib import Path
 
-from bench import cache, copies, engine, handover, serve, trace_cache
+from bench import cache, copies, engine, failover, handover, serve, trace_cache
 from bench.cluster import serving
 from bench.random_model import DEMO
 
-BENCHES = ("engine", "copies", "cache", "replay", "handover", "serve")
+BENCHES = ("engine", "copies", "cache", "replay", "handover", "serve", "failover")
 TRACE = os.path.relpath(Path(__file__).parent / "traces" / "conversation_200.jsonl")
 SLO = ("--slo-ttft-ms", "500", "--slo-tpot-ms", "50")
 
@@ -91,6 +91,10 @@ def main() -> int:
         worst = max(worst, trace_cache.main([TRACE, "--json", str(args.out / "replay.json")]))
     if "serve" in chosen:
         worst = max(worst, serve_all(args.url, str(args.model), times, args.set, args.out))
+    if "failover" in chosen:
+        print("\n== failover", flush=True)
+        flags = ["--model", str(args.model), "--rounds", str(2 * times), "--json", str(args.out / "failover.json")]
+        worst = max(worst, failover.main(flags))
     return worst
 
 

@@ -120,7 +120,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--json", type=Path, help="file for the figures")
     args = parser.parse_args(arguments)
     results = []
-    for arena in ("auto", "off"):
+    for arena in ("auto", "none"):
         settings = [f"cache.arena={arena}", f"cache.host_bytes={args.host_bytes}", "cache.load_back=always"]
         with serving(str(args.model), settings) as url:
             results += asyncio.run(measure(url, arena, args.talks, args.tokens, args.answer))

@@ -13,8 +13,12 @@ Four sides take turns on the same two workers, each with new prompts:
 
 `prefill` is prompt tokens a second of the prefill worker's time, `decode` generated tokens a second of the decode
 worker's, `load` prompt tokens a second of the prefill worker's time when all but their ends come from its host tier.
-The workers take turns in one process, and the time of each is its own steps'. A round's figures are compared with each
-other only; medians of their ratios are shown, with the middle half of all rounds in brackets.
+The workers take turns in one process, and the time of each is its own steps'. Two figures tell the same:
+
+- what `all` lacks of the rate of each other side, compared within a round; medians, with the middle half of all rounds
+  in brackets. It has everything in it, and the noise of two runs.
+- the share of its time that `all` spends inside the checks themselves (digests and comparisons of epochs). It lacks
+  what goes on around them (some comparisons of lists), and a busy machine hardly changes it.
 """
 
 from __future__ import annotations
@@ -29,7 +33,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, ParamSpec, TypeVar
 
 import numpy as np
 import torch
@@ -50,6 +54,9 @@ from decode import DecodeWorker
 from engine import read_model
 from engine.step_context import StepContext
 from prefill import PrefillWorker
+
+P = ParamSpec("P")
+T = TypeVar("T")
 
 SESSION = SessionId(1)
 SIDES: dict[str, tuple[bool, bool]] = {
@@ -81,6 +88,11 @@ class Figures:
         default_factory=lambda: {s: {side: [] for side in SIDES} for s in SCENARIOS}
     )
 
+    shares: dict[str, dict[str, list[float]]] = field(
+        default_factory=lambda: {s: {kind: [] for kind in ("tags", "epochs")} for s in SCENARIOS}
+    )
+    """Of the time of `all`, what is spent inside each kind of check."""
+
     def costs(self, scenario: str, side: str) -> list[float]:
         """What `all` lacks of the rate of `side`, round by round."""
         by_side = self.rates[scenario]
@@ -111,6 +123,8 @@ class Workers:
         assert isinstance(decode, DecodeWorker)
         self.prefill, self.decode = prefill, decode
         self.time_s = dict.fromkeys(Role, 0.0)
+        self.checks_s = {role: {"tags": 0.0, "epochs": 0.0} for role in Role}
+        """Of `time_s`, what was spent inside checks."""
         self._numbers = itertools.count()
         self._said: dict[RequestId, dict[int, int]] = {}
 
@@ -142,6 +156,7 @@ class Workers:
         `between` is called after each round, until it returns True.
         """
         self.time_s, self._said = dict.fromkeys(Role, 0.0), {}
+        self.checks_s = {role: {"tags": 0.0, "epochs": 0.0} for role in Role}
         asked = [self._submit(prompt, params) for prompt, params in zip(prompts, sampling, strict=True)]
         open_ones, over = set(asked), False
         for _ in range(_ROUNDS_MOST):
@@ -192,15 +207,28 @@ def side(workers: Workers, *, tags: bool, epochs: bool) -> Iterator[None]:
     """Both workers with or without each kind of check, for as long as the block runs."""
     with ExitStack() as back:
         for worker in (workers.prefill, workers.decode):
-            if not tags:
-                _swap(back, worker._seat.pools, "digest", _no_digest)
-                if worker._seat.loader is not None:
-                    _swap(back, worker._seat.loader, "_verify", False)
-            if not epochs:
-                _swap(back, worker._engine, "_stale", _nothing_stale)
+            pools, engine, loader = worker._seat.pools, worker._engine, worker._seat.loader
+            digest = timed(workers, worker.role, "tags", pools.digest) if tags else _no_digest
+            stale = timed(workers, worker.role, "epochs", engine._stale) if epochs else _nothing_stale
+            _swap(back, pools, "digest", digest)
+            _swap(back, engine, "_stale", stale)
+            if loader is not None and not tags:
+                _swap(back, loader, "_verify", False)
         if not tags:
             _swap(back, workers.decode._receiver, "_verify", False)
         yield
+
+
+def timed(workers: Workers, role: Role, kind: str, check: Callable[P, T]) -> Callable[P, T]:
+    """`check`, with its time counted."""
+
+    def run(*args: P.args, **kwargs: P.kwargs) -> T:
+        began = clock.now()
+        found = check(*args, **kwargs)
+        workers.checks_s[role][kind] += clock.now() - began
+        return found
+
+    return run
 
 
 def _swap(back: ExitStack, owner: object, name: str, value: object) -> None:
@@ -235,6 +263,9 @@ def measure(folder: Path, shape: Shape, vocab: int, rounds: int, threads: int) -
                     workers.forget()
                     for scenario, rate in rates.items() if number else ():
                         figures.rates[scenario][name].append(rate)
+                        role = Role.DECODE if scenario == "decode" else Role.PREFILL
+                        for kind, spent in workers.checks_s[role].items() if name == "all" else ():
+                            figures.shares[scenario][kind].append(spent / workers.time_s[role])
         finally:
             workers.close()
     return figures
@@ -265,12 +296,13 @@ def loads(workers: Workers, prompts: list[list[int]], shape: Shape) -> dict[str,
 def table(title: str, figures: Figures) -> Table:
     """The rate as served, and what of it each kind of check costs."""
     out = Table(title=title, title_justify="left")
-    for name in ("", "tokens/s, all", "tags", "epochs", "together"):
+    for name in ("", "tokens/s, all", "tags", "epochs", "together", "inside tags", "inside epochs"):
         out.add_column(name, justify="right" if name else "left")
     for scenario in SCENARIOS:
         rate = statistics.median(figures.rates[scenario]["all"])
         cells = [_percent(figures.costs(scenario, other)) for other in ("no tags", "no epochs", "none")]
-        out.add_row(scenario, f"{rate:,.0f}", *cells)
+        inside = [f"{statistics.median(shares):.2%}" for shares in figures.shares[scenario].values()]
+        out.add_row(scenario, f"{rate:,.0f}", *cells, *inside)
     return out
 
 
@@ -308,7 +340,7 @@ def run(name: str, folder: Path, args: argparse.Namespace, console: Console) -> 
         raise ConfigError(f"{name}: prompt and output don't fit the checkpoint's context of {spec.context}")
     figures = measure(folder, shape, spec.vocab_size, args.rounds, args.threads)
     console.print(table(f"{name}: {args.requests} requests of {args.prompt_tokens} + {args.output_tokens}", figures))
-    return figures.rates
+    return {"tokens_per_s": figures.rates, "shares": figures.shares}
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -321,7 +353,7 @@ def main(argv: list[str] | None = None) -> int:
         flags.error("--clock cpu is fair with --threads 1 only: waiting threads may spin")
     clock.use(args.clock)
     torch.set_num_threads(args.threads)
-    console = Console(width=max(100, Console().width))
+    console = Console(width=max(150, Console().width))
     console.print(f"{machine.headline()}; time of the {'processor' if args.clock == 'cpu' else 'wall'}")
     figures = {}
     try:
@@ -333,7 +365,7 @@ def main(argv: list[str] | None = None) -> int:
         return 2
     if args.json is not None:
         settings = {k: str(v) if isinstance(v, Path) else v for k, v in vars(args).items()}
-        out = {"settings": settings, "machine": machine.describe(), "tokens_per_s": figures}
+        out = {"settings": settings, "machine": machine.describe(), "models": figures}
         args.json.write_text(json.dumps(out, indent=1) + "\n", encoding="utf-8")
     return 0
 

@@ -18,16 +18,19 @@ copy when the leader died is found in the same way.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 
 from cache.arena import Arena, Record, Sealed
 from cache.device import HOST, Device, Span
 from cache.nodes import Node, Part, Tier
+from cache.parked import Parked
 from cache.pools import PoolSet
 from cache.prefix import KEY_BYTES, Prefix
 from cache.tags import chain_on, chain_start
 from cache.tree import PrefixTree
+from contracts.damage import Where, log_damage
 
 _log = logging.getLogger("twinpool.cache")
 
@@ -60,6 +63,8 @@ class ArenaKeeper:
         """Pages and slots that were taken over and not yet looked at."""
         self._unindexed: set[tuple[str, int]] = set()
         """Those of the host tier that the index can't name."""
+        self._beside: dict[tuple[str, int], tuple[int, bytes, int]] = {}
+        """Those that it names and the tree doesn't have, with their numbers, keys and digests: of parked requests."""
         self._adopting = False
         self._next = 0.0
         """When to look again while requests run."""
@@ -69,6 +74,9 @@ class ArenaKeeper:
             ("arena_pages_adopted", "arena_pages_dropped", "arena_pages_damaged", "arena_records_torn"), 0.0
         )
         tree.on_part = self._on_part
+        for pool, allocator in host.allocators.items():
+            # By whomever it was leased: once the lease has ended, others may write there.
+            allocator.on_release = partial(self._drop, pool)
 
     # ------------------------------------------------------------ the index follows the tree
 
@@ -80,10 +88,40 @@ class ArenaKeeper:
             if not self._arena.seal(pool, indices, self._sealed(part)):
                 self._unindexed.update((pool, index) for index in indices)
             return
+        self._drop(pool, indices)
+
+    def _drop(self, pool: str, indices: Sequence[int]) -> None:
         self._arena.drop(pool, indices)
         self._unproven[pool].difference_update(indices)
-        if self._unindexed:
-            self._unindexed.difference_update((pool, index) for index in indices)
+        if self._unindexed or self._beside:
+            for index in indices:
+                self._unindexed.discard((pool, index))
+                self._beside.pop((pool, index), None)
+
+    def seal_parked(self, parked: Parked) -> None:
+        """Name what a retracted request has on the host, for a successor: whole pages of its prefix are pages like any
+        others. Of its state only what is at the end of one."""
+        if parked.saved.digests is None:
+            return
+        prefix, whole = parked.prefix, len(parked.prefix)
+        for pool, numbers in parked.numbers.items():
+            point = self._tree.component(pool).point
+            if point and parked.positions % prefix.page_tokens:
+                continue
+            first = whole - 1 if point else numbers.start
+            count = min(1 if point else whole - first, len(numbers))
+            if first < 0 or count < 1:
+                continue
+            indices, digests = parked.saved.leases[pool].indices[:count], parked.saved.digests[pool][:count]
+            keys = prefix.chain[KEY_BYTES * first : KEY_BYTES * (first + count)]
+            run = Sealed(first, keys, digests)
+            if pool == self._tree.full:
+                above = prefix.key(first - 1) if first else b""
+                raw = prefix.raw[first * prefix.page_bytes : (first + count) * prefix.page_bytes]
+                run = Sealed(first, keys, digests, above, raw, prefix.salt.encode())
+            if self._arena.seal(pool, indices, run):
+                for i, (index, digest) in enumerate(zip(indices, digests, strict=True)):
+                    self._beside[pool, index] = (first + i, keys[KEY_BYTES * i : KEY_BYTES * (i + 1)], digest)
 
     def _sealed(self, part: Part) -> Sealed:
         tree, node = self._tree, part.node
@@ -227,7 +265,7 @@ class ArenaKeeper:
         bad = [i for i, digest in zip(at, digests, strict=True) if digest != part.digests[i]]
         if bad and tree.linked(part.node):
             page = start + (len(part.node) - 1 if tree.component(pool).point else bad[0])
-            _log.error("%d pages of %s that were taken over are damaged, from page %d on", len(bad), pool, page)
+            log_damage(_log, Where.ARENA, pool=pool, pages=[start + i for i in bad], condemned_from=page)
             tree.condemn(_prefix_to(tree, part.node), page)
         self.counters["arena_pages_damaged"] += len(bad)
         return len(at)
@@ -237,6 +275,8 @@ class ArenaKeeper:
     def check(self) -> list[str]:
         """The index names exactly what the tree has on the host and may still match."""
         wanted: dict[str, dict[int, tuple[int, bytes, int]]] = {pool: {} for pool in self._unproven}
+        for (pool, index), record in self._beside.items():
+            wanted[pool][index] = record
         for node in self._tree.nodes():
             if not self._tree.linked(node):
                 continue

@@ -16,7 +16,7 @@ Every lease is released once, by itself: `release()` is idempotent, and parts of
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 
@@ -89,6 +89,8 @@ class Allocator:
         self._pinned = np.zeros(size, dtype=np.int32)
         self._limbo: set[int] = set()
         self._next_id = 1
+        self.on_release: Callable[[Sequence[int]], None] = lambda indices: None
+        """Told of indices whose lease has ended, before anybody else can have them."""
 
     @property
     def total(self) -> int:
@@ -153,6 +155,7 @@ class Allocator:
         if self._leases.pop(lease.id, None) is None:
             return
         self.epochs.bump(lease.indices)
+        self.on_release(lease.indices)
         returned = lease.indices[::-1]
         if self._pins:
             pinned = [i for i in returned if self._pinned[i]]

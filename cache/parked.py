@@ -79,6 +79,8 @@ class Parked:
     digests: dict[str, dict[int, int]] = field(default_factory=dict)
     """Content tags of whole pages by pool and number: first those that were sealed on the device, then all."""
     place: Place = Place.SAVING
+    damage: dict[str, list[int]] = field(default_factory=dict)
+    """Of what is lost because it isn't what was sealed: the numbers of those pages, by pool."""
     storable: bool = True
     """False once storage has refused it."""
 

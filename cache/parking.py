@@ -130,6 +130,8 @@ class Parking(SeatState):
         if parked.place is Place.SAVING and parked.saved.done:
             if self._sound(parked):
                 parked.turn(Turn.SAVED)
+                if self.keeper is not None:
+                    self.keeper.seal_parked(parked)
             else:
                 parked.turn(Turn.FAILED)
                 parked.saved.release()
@@ -144,7 +146,9 @@ class Parking(SeatState):
         for pool in self._runs:
             sealed = parked.digests[pool]
             found = dict(zip(parked.numbers.get(pool, ()), sums.get(pool, ()), strict=True))
-            if any(found[n] != sealed[n] for n in found.keys() & sealed.keys()):
+            bad = sorted(n for n in found.keys() & sealed.keys() if found[n] != sealed[n])
+            if bad:
+                parked.damage[pool] = bad
                 return False
             parked.digests[pool] = sealed | {n: digest for n, digest in found.items() if n < whole}
         return True

@@ -210,6 +210,54 @@ class Seat(Parking):
         starts = [(self.tree.start(part.node), part) for part in claim.lock.of(pool) if part.tier is Tier.DEVICE]
         return {start + i: digest for start, part in starts for i, digest in enumerate(part.digests)}
 
+    # ------------------------------------------------------------ from tree to tree
+
+    def lend(self, prefix: Prefix, owner: str) -> Claim:
+        """Keep what the device's tree has of the full pool's first pages, to be written to another worker.
+
+        `depth` of the claim says how many those are; nothing else is in it.
+        """
+        wanted = {self.full: range(len(prefix))}
+        lock, held = self.tree.hold(prefix, wanted, owner, host=False)
+        depth = len(held[self.full])
+        claim = self._pages_only(Claim(owner, prefix, depth, lock, depth, Cached()))
+        claim.lacking = {self.full: range(depth, len(prefix))}
+        self._enter_held(claim, self.full, wanted[self.full])
+        known = self._held_digests(claim, self.full)
+        claim.digests[self.full] = [known[n] for n in range(depth)]
+        return claim
+
+    def borrow(self, prefix: Prefix, owner: str, *, spare: bool) -> tuple[Claim, Lease] | None:
+        """Room for what the device's tree lacks of these pages of the full pool, which another worker is to write.
+
+        With `spare`, only pages that hold nothing. None without room, or where nothing lacks.
+        """
+        wanted = {self.full: range(len(prefix))}
+        lock, held = self.tree.hold(prefix, wanted, owner, host=False)
+        lacking = missing(wanted, held)[self.full]
+        room = lacking and not (spare and len(lacking) > self.pools.allocators[self.full].free)
+        leases = self._lease({self.full: len(lacking)}, owner) if room else None
+        if leases is None:
+            self.tree.unlock(lock)
+            return None
+        claim = self._pages_only(Claim(owner, prefix, len(prefix), lock, lacking.start, Cached()))
+        claim.lacking = {self.full: lacking}
+        return claim, leases[self.full]
+
+    def _pages_only(self, claim: Claim) -> Claim:
+        for pool in self._runs:
+            claim.tables[pool], claim.epochs[pool], claim.digests[pool], claim.runs[pool] = [], [], [], []
+        self._claims[claim.lock] = claim
+        return claim
+
+    def take(self, claim: Claim, lease: Lease, digests: Mapping[int, int]) -> None:
+        """What was borrowed has come, verified, with these digests by number: the tree's now. Ends the claim."""
+        lacking = claim.lacking[self.full]
+        offer = Offer(lacking.start, lease, [digests[n] for n in lacking])
+        self.tree.insert(claim.prefix, {self.full: [offer]}, Tier.DEVICE)
+        lease.release()
+        self.release(claim)
+
     # ------------------------------------------------------------ steps
 
     def grow(self, claim: Claim, end: int) -> int:

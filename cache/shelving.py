@@ -18,7 +18,7 @@ from cache.leases import Lease, Pin
 from cache.parked import Parked, Place, Turn
 from cache.pools import PoolSet
 from cache.shelf import Pending, Shelf
-from cache.storage import Outcome
+from cache.storage import Outcome, Verdict
 from contracts.orders import Kept
 
 _BATCH_PAGES = 64
@@ -31,12 +31,12 @@ class _Under:
 
     parked: Parked
     pins: list[Pin]
-    batches: list[tuple[Sequence[int], Pending[list[Outcome]]]]
-    """Digests that are expected, and what storage says."""
+    batches: list[tuple[Sequence[Kept], Sequence[int], Pending[list[Outcome]]]]
+    """Pages, the digests that are expected, and what storage says."""
 
     @property
     def done(self) -> bool:
-        return all(pending.done for _, pending in self.batches)
+        return all(pending.done for _, _, pending in self.batches)
 
 
 class Shelver:
@@ -85,7 +85,7 @@ class Shelver:
             digests = parked.saved.digests[pool]
             for at in range(0, len(pages), _BATCH_PAGES):
                 batch = slice(at, at + _BATCH_PAGES)
-                under.batches.append((digests[batch], way(pages[batch], digests[batch])))
+                under.batches.append((pages[batch], digests[batch], way(pages[batch], digests[batch])))
 
     def _pages(self, parked: Parked, keys: Sequence[bytes]) -> Mapping[str, list[Kept]]:
         out = {}
@@ -110,7 +110,7 @@ class Shelver:
 
     def _stored(self, under: _Under) -> None:
         parked = under.parked
-        if all(outcome.ok for _, pending in under.batches for outcome in pending.result()):
+        if all(outcome.ok for _, _, pending in under.batches for outcome in pending.result()):
             parked.turn(Turn.STORED)
             parked.saved.release()
             self.counters["parked_stored"] += 1
@@ -121,11 +121,12 @@ class Shelver:
 
     def _fetched(self, under: _Under) -> None:
         parked = under.parked
-        good = all(
-            outcome.ok and outcome.digest == digest
-            for digests, pending in under.batches
-            for digest, outcome in zip(digests, pending.result(), strict=True)
-        )
+        good = True
+        for pages, digests, pending in under.batches:
+            for page, digest, outcome in zip(pages, digests, pending.result(), strict=True):
+                good = good and outcome.ok and outcome.digest == digest
+                if outcome.verdict is Verdict.DAMAGED or (outcome.ok and outcome.digest != digest):
+                    parked.damage.setdefault(page.pool, []).append(page.first // self._host.spec.page_tokens)
         parked.turn(Turn.FETCHED if good else Turn.FAILED)
         self.counters["parked_fetched" if good else "parked_lost"] += 1
         if not good:

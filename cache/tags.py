@@ -20,7 +20,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from cache.blocks import index_tensor, packing, runs
+from cache.blocks import Runs, index_tensor, packing, runs
 from cache.registry import BufferLayout, BufferSpec, Index, PoolSetLayout, word_dtype
 
 _GOLDEN = np.uint64(0x9E3779B97F4A7C15)
@@ -114,13 +114,14 @@ class Digester:
         by_entry = torch.zeros(len(indices), 1, dtype=torch.int64, device=self._device)
         if not len(indices):
             return Sums(by_token, by_entry)
+        found = runs(indices, at_least=_RUN_PAGES)
         for buffer, coefficients_lw in zip(buffers, self._coefficients[pool], strict=True):
             if coefficients_lw is None:
                 continue
             total = by_token if buffer.spec.index is Index.TOKEN else by_entry
             word = _word(buffer)
             stack_lpw = buffer.stack(region, count, min(word, buffer.word, key=_size))
-            for at, words_lpw in _portions(stack_lpw, indices):
+            for at, words_lpw in _portions(stack_lpw, indices, found):
                 sums = sum_by_torch if words_lpw.is_cuda else sum_by_numpy
                 total[at] += sums(words_lpw, word, coefficients_lw, total.shape[1])
         return Sums(by_token, by_entry)
@@ -139,10 +140,11 @@ class Digester:
         return digests
 
 
-def _portions(stack_lpw: torch.Tensor, indices: Sequence[int]) -> Iterator[tuple[slice | torch.Tensor, torch.Tensor]]:
+def _portions(
+    stack_lpw: torch.Tensor, indices: Sequence[int], found: Runs
+) -> Iterator[tuple[slice | torch.Tensor, torch.Tensor]]:
     """Positions in `indices` with their pages [layers, pages, words]: in place where they follow each other or are
     large, else copied together."""
-    found = runs(indices, at_least=_RUN_PAGES)
     for start, stop in found.long:
         yield slice(start, stop), stack_lpw[:, indices[start] : indices[start] + stop - start]
     page_bytes = stack_lpw.shape[0] * stack_lpw.shape[2] * stack_lpw.element_size()

@@ -40,8 +40,7 @@ class TreeState:
         """Told when full state that can be matched has come to a tier (True), parents first, or gone from it: also
         when it was condemned, whether or not it is locked still. Splits change nothing and aren't told."""
         self.on_part: Callable[[Part, bool], None] = lambda part, there: None
-        """Told of every part of every tier that was hung on a node (True), and of each that is not to be matched any
-        more, perhaps twice (False): its pages still hold what they did, and may be written to only afterwards."""
+        """Told of every part of every tier that was hung on a node (True), and of each that was condemned (False)."""
         self._by_name = {c.name: c for c in self.components}
         self._tick = 0
         self._version = 0
@@ -165,7 +164,6 @@ class TreeState:
                 self.on_change(node, tier, False)
         del node.parts[tier][part.component]
         self.sizes[tier, part.component] -= len(part)
-        self.on_part(part, False)
         part.lease.release()
 
     def _split(self, node: Node, pages: int) -> Node:

@@ -23,6 +23,7 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 from cluster.arena_process import Agents, NoAgents
 from cluster.launcher import Ended
 from cluster.procs import kill_process
+from cluster.terminated import TERMINATED
 from cluster.worker_process import BuildWorker, WorkerPlan, exit_file, node_name, process_mark, run_worker
 from contracts.ids import Incarnation, Role, WorkerName
 
@@ -37,6 +38,8 @@ class WorkerActor:
     def __init__(self, plan: WorkerPlan, build: BuildWorker) -> None:
         self._plan = plan
         self._build = build
+        if not TERMINATED.listen():
+            log.warning("SIGTERM will not drain this worker: Ray made it on another thread than the main one")
 
     def where(self) -> tuple[int, int, str]:
         """(pid, start time, node)."""
@@ -44,7 +47,7 @@ class WorkerActor:
 
     def run(self) -> None:
         """Serve until the end; the process exits with it."""
-        plan = self._plan
+        plan = dataclasses.replace(self._plan, node_id=ray.get_runtime_context().get_node_id())
         if not plan.host:
             plan = dataclasses.replace(plan, host=ray.util.get_node_ip_address())
         if plan.rank:

@@ -43,8 +43,8 @@ class Operator:
         if parts.scheme not in ("http", "https") or not parts.hostname:
             raise ConfigError(f"--url takes http://HOST:PORT, got {url!r}")
         self._url = url.rstrip("/")
-        self._clock = clock
-        self._sleep = sleep
+        self.clock = clock
+        self.sleep = sleep
 
     @classmethod
     def find(cls, url: str | None) -> Operator:
@@ -59,44 +59,23 @@ class Operator:
 
     def status(self) -> list[dict[str, Any]]:
         """One row a worker, with the keys of `STATUS_KEYS`."""
-        return [{key: row.get(key) for key in STATUS_KEYS} for row in self._rows()]
+        return [{key: row.get(key) for key in STATUS_KEYS} for row in self.rows()]
 
     def check(self) -> dict[str, Any]:
         """``{"ok", "workers": [{"name", "checked", "violations"}]}``."""
-        return self._call("POST", "/cluster/check")
+        return self.call("POST", "/cluster/check")
 
-    def undrain(self, worker: str) -> None:
-        self._call("POST", f"/cluster/undrain/{urllib.parse.quote(worker, safe='')}")
+    def undrain(self, worker: str) -> list[str]:
+        """Returns the names of the workers that admit again."""
+        answer = self.call("POST", f"/cluster/undrain/{urllib.parse.quote(worker, safe='')}")
+        return [row["name"] for row in answer.get("workers", [])] or [worker]
 
-    def drain(self, worker: str, force: bool, timeout_s: float, say: Callable[[str], None]) -> None:
-        """Drain a worker and wait until it has left. Raises `Refused`, also when `timeout_s` has passed."""
-        query = "?force=true" if force else ""
-        self._call("POST", f"/cluster/drain/{urllib.parse.quote(worker, safe='')}{query}")
-        start = self._clock()
-        said, said_at = "", start
-        while True:
-            row = next((row for row in self._rows() if row["name"] == worker), None)
-            now = self._clock()
-            if row is None or row["state"] == "left":
-                return say(f"{worker} has left after {now - start:.1f} s")
-            if row["state"] in ("dead", "starting"):
-                raise Refused(f"{worker} died while it was draining")
-            if row["state"] == "ready" and said:
-                raise Refused(f"{worker} was undrained and stays")
-            waits = _waits_for(row)
-            if now - start > timeout_s:
-                raise Refused(f"{worker} has not left after {timeout_s:g} s; it waits for {waits} and goes on draining")
-            silence_s = SAY_EVERY_S if waits == said else 1.0
-            if row["state"] == "draining" and (not said or now - said_at > silence_s):
-                say(f"{worker} is draining: waits for {waits}")
-                said, said_at = waits, now
-            self._sleep(POLL_S)
-
-    def _rows(self) -> list[dict[str, Any]]:
-        rows: list[dict[str, Any]] = self._call("GET", "/cluster/status")["workers"]
+    def rows(self) -> list[dict[str, Any]]:
+        rows: list[dict[str, Any]] = self.call("GET", "/cluster/status")["workers"]
         return rows
 
-    def _call(self, method: str, path: str) -> dict[str, Any]:
+    def call(self, method: str, path: str) -> dict[str, Any]:
+        """One call of an admin path. Raises `Refused` or `NoCluster`."""
         headers = {"Accept": "application/json"}
         if token := os.environ.get("TWINPOOL_ADMIN_TOKEN"):
             headers["Authorization"] = f"Bearer {token}"
@@ -126,21 +105,12 @@ def _message(body: bytes) -> str:
         return ""
 
 
-def _waits_for(row: Mapping[str, Any]) -> str:
-    parts = [
-        f"{row[key]} {word}"
-        for key, word in (("running", "running"), ("waiting", "waiting"), ("outgoing", "outgoing transfers"))
-        if row.get(key)
-    ]
-    return ", ".join(parts) or "its last frames"
-
-
 _COLOURS = {"ready": "green", "starting": "cyan", "draining": "yellow", "left": "dim", "dead": "red"}
 
 
 def status_table(workers: Sequence[Mapping[str, Any]]) -> Any:
     """A rich table of the workers."""
-    table = _table("worker", "state", "node", "pid", "start", "running", "waiting", "pages free", "pages")
+    table = plain_table("worker", "state", "node", "pid", "start", "running", "waiting", "pages free", "pages")
     for w in workers:
         colour = _COLOURS.get(w["state"], "default")
         state = "".join([w["state"], *_troubles(w)])
@@ -164,12 +134,14 @@ def _troubles(row: Mapping[str, Any]) -> list[str]:
         found.append(f", no progress for {row['stalled_s']:.0f} s")
     if row.get("breaker", "closed") != "closed":
         found.append(f", breaker {row['breaker']}")
+    if retracted := (row.get("counters") or {}).get("retracted"):
+        found.append(f", {retracted:.0f} retracted")
     return found
 
 
 def check_table(report: Mapping[str, Any]) -> Any:
     """A rich table of what was recounted."""
-    table = _table("worker", "result", "pages", "slots", "leases", "rooms")
+    table = plain_table("worker", "result", "pages", "slots", "leases", "rooms")
     for worker in report["workers"]:
         bad = len(worker["violations"])
         result = f"[red]{bad} violation{'s' if bad > 1 else ''}[/]" if bad else "[green]whole[/]"
@@ -178,7 +150,7 @@ def check_table(report: Mapping[str, Any]) -> Any:
     return table
 
 
-def _table(*titles: str) -> Any:
+def plain_table(*titles: str) -> Any:
     from rich import box
     from rich.table import Table
 

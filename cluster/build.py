@@ -86,15 +86,16 @@ def build_worker(
     clock = clock or SystemClock()
     p = _parts(role, name, spec, config, host, counts, device, clock, crew, arenas)
     carrier = ZmqCarrier(host, p.waiter, p.curve, config.transfer.link_timeout_s)
+    sender = SenderEnd(
+        name, incarnation, spec.fingerprint, p.plane, p.seat.pools, p.device, config.transfer,
+        carrier=carrier, clock=clock, others=crew.line.processes if crew else (),
+    )  # fmt: skip
     if role is Role.PREFILL:
-        sender = SenderEnd(
-            name, incarnation, spec.fingerprint, p.plane, p.seat.pools, p.device, config.transfer,
-            carrier=carrier, clock=clock, others=crew.line.processes if crew else (),
-        )  # fmt: skip
         return PrefillWorker(
             name, incarnation, config, p.engine, p.seat, sender, p.waiter,
             context=spec.context, clock=clock, pause=time.sleep,
         )  # fmt: skip
+    # After the sender: the plane registers the metadata slots with the reader's end, which has them.
     receiver = ReceiverEnd(
         name, incarnation, spec.fingerprint, p.plane, p.seat.pools, config.decode.metadata_slots, config.transfer,
         verify=config.cache_for(role).verify, carrier=carrier, clock=clock,
@@ -103,7 +104,7 @@ def build_worker(
         p.waiter.add(socket)
     return DecodeWorker(
         name, incarnation, config, p.engine, p.seat, receiver, p.waiter,
-        context=spec.context, clock=clock, pause=time.sleep,
+        sender=sender, context=spec.context, clock=clock, pause=time.sleep,
     )  # fmt: skip
 
 
@@ -271,8 +272,10 @@ def _seat(
 
 def _event_rank(role: Role, name: WorkerName) -> int:
     """What is added to the port of `cache.events`, so that no two workers of a host want the same."""
-    index = name.rpartition("-")[2]
-    return 2 * (int(index) if index.isdigit() else 0) + (role is Role.DECODE)
+    kind, _, index = name.rpartition("-")
+    # By its name, which it keeps when its role is changed.
+    decodes = kind == Role.DECODE if kind in list(Role) else role is Role.DECODE
+    return 2 * (int(index) if index.isdigit() else 0) + decodes
 
 
 def _fingerprint(pools: PoolSet, spec: ModelSpec, config: Config) -> str:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NoReturn
@@ -32,12 +32,13 @@ class Flag:
 COMMANDS = {
     "serve": "start a cluster and serve a model",
     "status": "show the workers",
-    "drain": "stop a worker's admission, wait until its work is done and it has left",
-    "undrain": "have a draining worker admit again",
+    "drain": "stop a worker's admission, or a node's; hand its work on or finish it, and wait until it has left",
+    "undrain": "have a draining worker or node admit again",
+    "role": "drain a worker and start it in the other pool",
     "check": "recount every page, slot, lease and room, and name what is wrong",
     "sim": "run simulated clusters under a virtual clock, with faults, and check every answer",
 }
-_OTHERS = ("status", "drain", "undrain", "check")
+_OTHERS = ("status", "drain", "undrain", "role", "check")
 FLAGS = (
     Flag(("--model",), ("serve",), "checkpoint folder, or demo", {"default": "demo", "metavar": "DIR"}),
     Flag(("--prefill",), ("serve",), "number of prefill workers", {"type": int, "default": 1, "metavar": "N"}),
@@ -53,10 +54,24 @@ FLAGS = (
     ),
     Flag(("--ray-address",), ("serve",), "join this Ray cluster (auto: the one on this machine)", {"metavar": "ADDR"}),
     Flag(("--dashboard",), ("serve",), "start Ray's dashboard too", {"action": "store_true"}),
-    Flag(("worker",), ("drain", "undrain"), "name of a worker, such as decode-1", {"metavar": "WORKER"}),
-    Flag(("--force",), ("drain",), "drain even the last worker of its role", {"action": "store_true"}),
-    Flag(("--timeout",), ("drain",), "seconds to wait for it to leave", {"type": float, "default": 600.0}),
-    Flag(("--json",), ("status", "check"), "print JSON", {"action": "store_true"}),
+    Flag(
+        ("worker",),
+        ("drain", "undrain"),
+        "name of a worker, such as decode-1, or a node's host name or Ray id",
+        {"metavar": "WORKER|NODE"},
+    ),
+    Flag(("worker",), ("role",), "name of a worker, such as decode-1", {"metavar": "WORKER"}),
+    Flag(("role",), ("role",), "prefill or decode", {"choices": ("prefill", "decode")}),
+    Flag(
+        ("--force",),
+        ("drain",),
+        "drain even the last worker of its role; after --timeout start over elsewhere what is left",
+        {"action": "store_true"},
+    ),
+    Flag(("--force",), ("role",), "even if it is the last worker of its role", {"action": "store_true"}),
+    Flag(("--timeout",), ("drain", "role"), "seconds to wait for it", {"type": float, "default": 600.0}),
+    Flag(("--watch",), ("drain",), "show what it waits for, live", {"action": "store_true"}),
+    Flag(("--json",), ("status", "check", "drain"), "print JSON", {"action": "store_true"}),
     Flag(("--seed",), ("sim",), "replay one seed, with its log", {"type": int, "metavar": "N"}),
     Flag(("--seeds",), ("sim",), "run many, the first to the last", {"metavar": "A..B"}),
     Flag(("--jobs",), ("sim",), "processes that run seeds", {"type": int, "default": 1, "metavar": "N"}),
@@ -153,20 +168,60 @@ def _check(args: argparse.Namespace) -> int:
 
 
 def _drain(args: argparse.Namespace) -> int:
+    from cluster import leaving
     from cluster.admin import Operator
 
-    if args.timeout <= 0:
-        raise ConfigError(f"--timeout must be above 0 seconds, got {args.timeout:g}")
-    Operator.find(args.url).drain(args.worker, args.force, args.timeout, lambda line: print(line, flush=True))
-    return FINE
+    _check_timeout(args.timeout)
+    operator = Operator.find(args.url)
+
+    def drain(show: Callable[[leaving.Report], None]) -> leaving.Report:
+        options = {"force": args.force, "timeout_s": args.timeout, "show": show}
+        return leaving.Drain(operator, args.worker, **options).run()
+
+    if args.json:
+        report = drain(lambda r: _line(json.dumps(r.as_json())) if args.watch else None)
+        _line(json.dumps(report.as_json()))
+    elif args.watch and sys.stdout.isatty():
+        from rich.live import Live
+
+        with Live(refresh_per_second=5) as live:
+            report = drain(lambda r: live.update(leaving.table(r)))
+            live.update(leaving.table(report))
+    else:
+        report = drain(leaving.Lines(_line).show)
+    if not report.left:
+        print(f"error: {report.why}", file=sys.stderr)
+    elif not args.json:
+        _line(leaving.ending(report))
+    return FINE if report.left else REFUSED
 
 
 def _undrain(args: argparse.Namespace) -> int:
     from cluster.admin import Operator
 
-    Operator.find(args.url).undrain(args.worker)
-    print(f"{args.worker} admits again")
+    for name in Operator.find(args.url).undrain(args.worker):
+        print(f"{name} admits again")
     return FINE
+
+
+def _role(args: argparse.Namespace) -> int:
+    from cluster.admin import Operator
+    from cluster.leaving import change_role
+
+    _check_timeout(args.timeout)
+    operator = Operator.find(args.url)
+    report = change_role(operator, args.worker, args.role, force=args.force, timeout_s=args.timeout)
+    _line(f"{args.worker} serves as a {args.role} worker after {report.seconds:.1f} s")
+    return FINE
+
+
+def _check_timeout(timeout_s: float) -> None:
+    if timeout_s <= 0:
+        raise ConfigError(f"--timeout must be above 0 seconds, got {timeout_s:g}")
+
+
+def _line(text: str) -> None:
+    print(text, flush=True)
 
 
 def _sim(args: argparse.Namespace) -> int:
@@ -183,7 +238,15 @@ def _show(table: Any) -> None:
     Console(highlight=False, width=None if sys.stdout.isatty() else 160).print(table)
 
 
-_RUN = {"serve": _serve, "status": _status, "drain": _drain, "undrain": _undrain, "check": _check, "sim": _sim}
+_RUN = {
+    "serve": _serve,
+    "status": _status,
+    "drain": _drain,
+    "undrain": _undrain,
+    "role": _role,
+    "check": _check,
+    "sim": _sim,
+}
 
 if __name__ == "__main__":
     main()

@@ -14,7 +14,8 @@ What it guarantees:
   killed and started again.
 - A worker that is known to have died (its process is gone) is restarted at once; one that dies again soon after its
   start waits longer each time; one that dies more than `restart_limit` times in ten minutes is left dead.
-- A worker that left by drain, or died while it was draining, is not started again: the operator wanted it gone.
+- A worker that left by drain, or died while it was draining, is not started again: the operator wanted it gone. One
+  that was to change its role is started in the new one, whichever way it ended.
 """
 
 from __future__ import annotations
@@ -49,6 +50,8 @@ class Grant:
     incarnation: Incarnation
     lease_s: float
     fenced: bool = False
+    drain: bool = False
+    """The worker is to leave."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,6 +130,10 @@ class _Slot:
     quick_deaths: int = 0
     deaths: deque[float] = field(default_factory=deque)
     ever_ready: bool = False
+    drains: bool = False
+    """It is to be told to drain; until it says that it does."""
+    becomes: Role | None = None
+    """The role that it is started in when it has left."""
     last_reason: str = ""
 
 
@@ -161,6 +168,23 @@ class Controller:
         if slot is not None and slot.state not in (WorkerState.DEAD, WorkerState.LEFT):
             self._die(slot, reason)
 
+    def change_role(self, name: WorkerName, role: Role) -> None:
+        """Have a worker drain and come back in another role. Raises `ConfigError` where it can't."""
+        slot = self._slots.get(name)
+        if slot is None or slot.state is not WorkerState.READY:
+            raise ConfigError(f"{name} is {slot.state if slot else 'unknown'}: only a ready worker can change its role")
+        if slot.role is role:
+            raise ConfigError(f"{name} is a {role} worker already")
+        slot.becomes, slot.drains = role, True
+
+    def drain(self, name: WorkerName) -> bool:
+        """Have a worker drain, as its node goes; False for one that isn't serving."""
+        slot = self._slots.get(name)
+        if slot is None or slot.state is not WorkerState.READY or slot.drains:
+            return False
+        slot.drains = True
+        return True
+
     def shut_down(self) -> None:
         """No restarts any more; routers are told."""
         self.shutting_down = True
@@ -194,6 +218,8 @@ class Controller:
             slot.state = advance(slot.state, WorkerEvent.DRAINING)
         elif not draining and slot.state is WorkerState.DRAINING:
             slot.state = advance(slot.state, WorkerEvent.UNDRAINED)
+            slot.becomes = None
+        slot.drains = slot.drains and not draining
         changed = dataclasses.replace(status, state=slot.state)
         if changed != slot.status:
             slot.status = changed
@@ -208,10 +234,16 @@ class Controller:
         slot = self._current(name, incarnation)
         if slot is None or slot.state not in (WorkerState.READY, WorkerState.DRAINING):
             return
-        slot.state = advance(slot.state, WorkerEvent.LEFT)
-        slot.wanted = False
+        if slot.becomes is not None:
+            slot.state = advance(slot.state, WorkerEvent.CHANGED)
+            self._actions.append(Report(f"{name} has left, and starts again for {slot.becomes}"))
+            slot.restart_at = self._clock.now()
+            self._take_role(slot)
+        else:
+            slot.state = advance(slot.state, WorkerEvent.LEFT)
+            slot.wanted = False
+            self._actions += [Forget(name), Report(f"{name} has left")]
         slot.status = _status(slot)
-        self._actions += [Forget(name), Report(f"{name} has left")]
         self._changed()
 
     # ------------------------------------------------------------ what time says, and what to do
@@ -281,9 +313,18 @@ class Controller:
         self._actions.append(Report(f"{slot.name} died ({reason}); {what_next}"))
         self._changed()
 
+    @staticmethod
+    def _take_role(slot: _Slot) -> None:
+        """Be of the new role, if there is one, from the next start on."""
+        slot.drains = False
+        if slot.becomes is not None:
+            slot.role, slot.becomes, slot.record = slot.becomes, None, None
+
     def _what_next(self, slot: _Slot, was_draining: bool, delay: float) -> str:
         if self.shutting_down:
             return "shutting down"
+        was_draining = was_draining and slot.becomes is None
+        self._take_role(slot)
         if was_draining:
             slot.wanted = False
             return "it was draining and is not restarted"
@@ -301,7 +342,7 @@ class Controller:
         return None
 
     def _grant(self, slot: _Slot) -> Grant:
-        return Grant(slot.incarnation, self._config.lease_s)
+        return Grant(slot.incarnation, self._config.lease_s, drain=slot.drains)
 
     def _fenced(self, incarnation: Incarnation) -> Grant:
         return Grant(incarnation, 0.0, fenced=True)

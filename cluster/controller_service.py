@@ -20,6 +20,7 @@ from cluster.aio import LoopThread
 from cluster.controller import Controller, Grant
 from cluster.lease import record_to_proto
 from cluster.service import ServiceServer
+from contracts.errors import ConfigError
 from contracts.ids import Incarnation, Role, WorkerName
 from contracts.messages import Fits
 from contracts.ports import WorkerRecord
@@ -58,7 +59,7 @@ def record_from_proto(m: pb.Registration) -> WorkerRecord:
     """A worker's record from the wire; raises `ValueError` for an unknown role."""
     fits = Fits(m.max_positions, m.context)
     name, incarnation = WorkerName(m.name), Incarnation(m.incarnation)
-    return WorkerRecord(name, Role(m.role), incarnation, m.pid, m.node, m.endpoint, m.control, fits)
+    return WorkerRecord(name, Role(m.role), incarnation, m.pid, m.node, m.endpoint, m.control, fits, m.node_id)
 
 
 class ControllerService(pb_grpc.ControllerServicer):
@@ -88,6 +89,13 @@ class ControllerService(pb_grpc.ControllerServicer):
         self._brain.leave(WorkerName(request.name), Incarnation(request.incarnation))
         return pb.Empty()
 
+    async def ChangeRole(self, request: pb.RoleChange, context: Context) -> pb.Empty:
+        try:
+            self._brain.change_role(WorkerName(request.name), Role(request.role))
+        except (ConfigError, ValueError) as error:
+            await context.abort(grpc.StatusCode.FAILED_PRECONDITION, str(error))
+        return pb.Empty()
+
     async def Watch(self, request: pb.Empty, context: Context) -> AsyncIterator[pb.ClusterView]:
         changed = asyncio.Event()
         with self._watching(changed):
@@ -115,7 +123,7 @@ class ControllerService(pb_grpc.ControllerServicer):
 
 
 def _grant(grant: Grant) -> pb.Grant:
-    return pb.Grant(incarnation=grant.incarnation, lease_s=grant.lease_s, fenced=grant.fenced)
+    return pb.Grant(incarnation=grant.incarnation, lease_s=grant.lease_s, fenced=grant.fenced, drain=grant.drain)
 
 
 class ControllerServer:

@@ -69,8 +69,11 @@ class LeaseKeeper:
         status: Callable[[], WorkerStatus],
         on_lost: Callable[[str], None],
         secret: str = "",
+        on_drain: Callable[[], object] = lambda: None,
     ) -> None:
-        """`status` is asked at each heartbeat; `on_lost` is called once, on the loop, when the lease has ended."""
+        """`status` is asked at each heartbeat; `on_lost` is called once, on the loop, when the lease has ended;
+        `on_drain` whenever the controller wants the worker to leave."""
+        self._on_drain = on_drain
         self._metadata = access_metadata(secret)
         self.lease = Lease(clock)
         self._record = record
@@ -115,6 +118,8 @@ class LeaseKeeper:
                     self.lease.fence()
                     return self._on_lost("the controller has ended the lease")
                 self.lease.granted(sent_at, grant.lease_s)
+                if grant.drain:
+                    self._on_drain()
             await asyncio.sleep(self._heartbeat_s)
 
     async def leave(self, timeout_s: float = 2.0) -> None:
@@ -161,4 +166,5 @@ def record_to_proto(record: WorkerRecord) -> pb.Registration:
         max_positions=record.fits.max_positions,
         context=record.fits.context,
         incarnation=record.incarnation,
+        node_id=record.node_id,
     )

@@ -14,6 +14,8 @@ from typing import TypeVar
 
 from cluster.host import HostClosed, HostEnd, WorkerHost
 from cluster.states import WorkerState
+from contracts.errors import RequestError
+from contracts.ids import Role, WorkerName
 from contracts.messages import CheckReport, Command, Event, WorkerStatus
 from contracts.ports import SessionId, WorkerRecord, WorkerView
 
@@ -119,6 +121,9 @@ class LocalDirectory:
 
     def port(self, record: WorkerRecord) -> LocalPort:
         return LocalPort(self._workers[record.name][1])
+
+    async def change_role(self, name: WorkerName, role: Role) -> None:
+        raise RequestError(f"{name} can't become a {role} worker: in one process no worker is started again")
 
     def views(self) -> tuple[WorkerView, ...]:
         """The whole table."""

@@ -18,6 +18,7 @@ from cluster.arena_process import Agents, LocalAgent, NoAgents, wanted
 from cluster.controller import Controller, Start
 from cluster.controller_service import ControllerServer, FileLedger
 from cluster.logs import last_words
+from cluster.node_drains import NodeDrains, draining_ray_nodes
 from cluster.preflight import Prepared, with_threads
 from cluster.router_probe import RouterProbe
 from cluster.router_process import COMMAND, RouterProcess
@@ -195,6 +196,8 @@ class Serve:
         stack.callback(launcher.close)
         # Before the workers are ended, so that routers learn why and nothing is restarted.
         stack.callback(lambda: self._server.call(Controller.shut_down))
+        self._node_drains = NodeDrains(draining_ray_nodes)
+        stack.callback(self._node_drains.close)
         self._supervisor = Supervisor(self._server, launcher, self._plan, self._terminal.line)
         for name, role in self._prepared.workers:
             self._server.call(lambda brain, name=name, role=role: brain.add(name, role))  # type: ignore[misc]
@@ -265,6 +268,7 @@ class Serve:
 
     def _keep_alive(self, stack: ExitStack) -> None:
         restarts = 0
+        self._node_drains.start()
         options, allowed_s = self._prepared.options, self._prepared.config.router.stall_s
         probe = RouterProbe(options.host, self._prepared.port, self._clock)
         stack.callback(probe.stop)
@@ -272,6 +276,7 @@ class Serve:
         while not self._stopping.asked:
             self._tend_agents()
             self._supervisor.poll(POLL_S)
+            self._drain_nodes()
             if probe.silent_s >= allowed_s:
                 self._terminal.line(f"router hung: no answer for {probe.silent_s:.0f} s (router.stall_s)")
                 self._router.kill()
@@ -286,6 +291,11 @@ class Serve:
             self._terminal.line(f"router died ({how}); restarting{self._words('router')}")
             self._folder.owns(*self._router.start())
             probe.started_again()
+
+    def _drain_nodes(self) -> None:
+        for name, node in self._node_drains.due(self._server.call(Controller.views)):
+            if self._server.call(lambda brain, name=name: brain.drain(name)):  # type: ignore[misc]
+                self._terminal.line(f"{name} drains: Ray takes its node {node[:8]} away")
 
 
 def _words(lines: list[str]) -> str:

@@ -4,6 +4,7 @@
         ▲ │                    │ ◀──undrained──────┘ │
         │ └──died──▶ dead ◀──died────────────────────┘
         └──started────┘
+                        ready, draining ──changed──▶ dead, and started again at once in another role
 
 Rules:
 
@@ -34,6 +35,8 @@ class WorkerEvent(StrEnum):
     DRAINING = "draining"
     UNDRAINED = "undrained"
     LEFT = "left"
+    CHANGED = "changed"
+    """It has left to come back in another role."""
     DIED = "died"
 
 
@@ -47,6 +50,8 @@ TRANSITIONS: dict[tuple[WorkerState, WorkerEvent], WorkerState] = {
     (WorkerState.DRAINING, WorkerEvent.UNDRAINED): WorkerState.READY,
     (WorkerState.DRAINING, WorkerEvent.LEFT): WorkerState.LEFT,
     (WorkerState.DRAINING, WorkerEvent.DIED): WorkerState.DEAD,
+    (WorkerState.READY, WorkerEvent.CHANGED): WorkerState.DEAD,
+    (WorkerState.DRAINING, WorkerEvent.CHANGED): WorkerState.DEAD,
 }
 
 

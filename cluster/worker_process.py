@@ -24,6 +24,7 @@ from cluster.logs import log_to_file
 from cluster.procs import die_with_parent, start_time
 from cluster.rehearsal import Hang, hang_at
 from cluster.service import serve_worker
+from cluster.terminated import TERMINATED
 from contracts.access import SECRET_VARIABLE
 from contracts.clock import SystemClock
 from contracts.config import Config
@@ -63,6 +64,8 @@ class WorkerPlan:
     """Which of the worker's tensor-parallel ranks this process is; 0 is the leader."""
     meeting: str = field(default="", repr=False)
     """Hex: by which the ranks of this incarnation find and know each other; empty where there is one."""
+    node_id: str = ""
+    """The Ray node that it runs on."""
     arena: str = field(default="", repr=False)
     """Hex: the token of the agents that keep host memory; empty where there are none."""
     secret: str = field(default="", repr=False)
@@ -107,16 +110,18 @@ class WorkerProcess:
         record = WorkerRecord(
             plan.name, plan.role, plan.incarnation, os.getpid(), node_name(),
             detour(endpoint, "serve", plan.name, proxy), detour(worker.control, "control", plan.name, proxy),
-            worker.fits,
+            worker.fits, plan.node_id,
         )  # fmt: skip
         try:
             heartbeat_s = plan.config.cluster.heartbeat_s
             starting = LeaseKeeper(
-                record, plan.controller, clock, heartbeat_s, host.heartbeat, self._on_lost, plan.secret
-            )
+                record, plan.controller, clock, heartbeat_s, host.heartbeat, self._on_lost, plan.secret,
+                on_drain=host.drain,
+            )  # fmt: skip
             loop.run(starting.start(plan.config.cluster.lease_s), plan.config.cluster.lease_s + 5.0)
             keeper = starting
             host.start()
+            TERMINATED.on(host.drain)
             log.info("ready", extra={"worker": plan.name, "endpoint": endpoint, "control": worker.control})
             self._ended.wait()
             if self._outcome.end is HostEnd.LEFT:

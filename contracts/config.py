@@ -96,9 +96,9 @@ class CacheConfig:
     """What goes first from a full tier: longest unused, least used, oldest, least urgent, or seen only once."""
     host_bytes: int = 0
     """Host memory of each worker for pages that its device has no room for; 0: none, and no storage either."""
-    arena: Literal["auto", "off"] = "auto"
+    arena: Literal["auto", "none"] = "auto"
     """auto: where workers are processes, host memory lies with an agent on their node, and a worker that dies leaves it
-    to its successor; off: it ends with the worker."""
+    to its successor; none: it ends with the worker."""
     write_policy: Literal["through", "selective", "back"] = "through"
     """Pages are copied to the host as soon as they are finished, once they were hit again, or when they must go."""
     write_hits: int = 2
@@ -152,6 +152,14 @@ class DecodeConfig:
     """Token budget of a decode step: one a running request."""
     metadata_slots: int = 128
     """Hand-overs that can be under way at once."""
+    move_pause_s: float = 5.0
+    """A stream that is handed to another worker stands still for this long at most; then it goes on where it was."""
+    move_chunk_bytes: int = 8 * 1024 * 1024
+    """What a worker writes of a request that it hands on between two steps of the others."""
+    move_ahead_bytes: int = 1024 * 1024
+    """Of a request with more state than this, finished pages are copied ahead, while it runs, before it is moved."""
+    offer_bytes: int = 256 * 1024 * 1024
+    """What a worker that leaves offers of its prefix tree to the others, the hottest prefixes first; 0: nothing."""
     tp: int = 1
     """As `prefill.tp`; the two may differ."""
     retract: Literal["auto", "copy", "recompute"] = "auto"
@@ -189,6 +197,8 @@ class RouterConfig:
     """The longest `timeout` that a request may name."""
     replay_limit: int = 8
     """Attempts after the first before a request is failed."""
+    moves_at_once: int = 4
+    """Requests that one decode worker hands to others at the same time."""
     worker_wait_s: float = 60.0
     """How long a request waits for a worker of a role to come (back)."""
     breaker_window_s: float = 30.0
@@ -428,7 +438,8 @@ _MAY_BE_ZERO = {
     "cache.device_requests", "prefill.cache.device_requests", "decode.cache.device_requests",
     "cache.host_bytes", "prefill.cache.host_bytes", "decode.cache.host_bytes", "cache.prefetch.base_s",
     "cache.prefetch.per_token_s", "cache.storage.ttl_s", "faults.stop_in_write", "faults.corrupt_page",
-    "faults.step_delay_s", "faults.retract_every", "router.replay_limit", "audit.fraction", "audit.margin",
+    "faults.step_delay_s", "router.replay_limit", "decode.offer_bytes",
+    "faults.retract_every", "audit.fraction", "audit.margin",
     "watch.repetition_tokens", "watch.rare_factor",
 }  # fmt: skip
 

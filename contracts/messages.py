@@ -68,6 +68,59 @@ class Cancel:
 
 
 @dataclass(frozen=True, slots=True)
+class Handover:
+    """Stop this request at its next token and hold its state for `peer`, which will take it as `room`.
+
+    Decode answers `Paused`, or `Resumed` where it can't.
+    """
+
+    request_id: RequestId
+    attempt: int
+    room: RoomId
+    peer: PeerRef
+    """The decode worker that takes over; its control endpoint isn't needed, as it is the one that calls."""
+
+
+@dataclass(frozen=True, slots=True)
+class Resume:
+    """A hand-over is taken back: go on with the request where it stopped. Ends in an error where it isn't held."""
+
+    request_id: RequestId
+    attempt: int
+
+
+@dataclass(frozen=True, slots=True)
+class Give:
+    """Write the finished pages that the tree has of these tokens to `peer`, which will fetch them as `room`.
+
+    Decode answers `Gives`. Nothing that runs is held up.
+    """
+
+    request_id: RequestId
+    """The running request whose pages they are, or a name for what was offered."""
+    attempt: int
+    room: RoomId
+    peer: PeerRef
+    tokens: tuple[int, ...] = ()
+    """Empty: those of the request."""
+    salt: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Fetch:
+    """Receive the finished pages of these tokens from `peer` as `room`, for the tree. Decode answers `Fetched`."""
+
+    request_id: RequestId
+    attempt: int
+    room: RoomId
+    peer: PeerRef
+    tokens: tuple[int, ...]
+    salt: str = ""
+    spare: bool = False
+    """Only into pages that hold nothing."""
+
+
+@dataclass(frozen=True, slots=True)
 class Audit:
     """Compute a finished answer again from its tokens alone, when there is nothing else to do.
 
@@ -93,7 +146,9 @@ class Forget:
     salt: str = ""
 
 
-Command = Submit | Cancel | Audit | Forget
+Transit = Handover | Resume | Give | Fetch
+"""What concerns state that goes between decode workers."""
+Command = Submit | Cancel | Transit | Audit | Forget
 
 
 # ---------------------------------------------------------------- worker -> router
@@ -159,6 +214,75 @@ class Done:
     """The worker at fault, if the one that reports isn't."""
 
 
+@dataclass(frozen=True, slots=True)
+class Leaving:
+    """The worker drains and would rather have this request go on elsewhere."""
+
+    request_id: RequestId
+    attempt: int
+    started: bool
+    """It has state here, which a hand-over would keep; else it has nothing yet and can start anywhere."""
+    withdrawn: bool = False
+    """Not any more: the worker has been undrained."""
+
+
+@dataclass(frozen=True, slots=True)
+class Paused:
+    """A hand-over can begin: all tokens were sent, and the state of the first `position` positions waits for it."""
+
+    request_id: RequestId
+    attempt: int
+    position: int
+
+
+@dataclass(frozen=True, slots=True)
+class Resumed:
+    """The hand-over came to nothing: the request goes on here."""
+
+    request_id: RequestId
+    attempt: int
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Moved:
+    """The other worker has everything; nothing of the request is left here."""
+
+    request_id: RequestId
+    attempt: int
+    bytes: int
+    """Of state, that were sent."""
+
+
+@dataclass(frozen=True, slots=True)
+class Gives:
+    """Pages of so many positions are kept for whoever fetches them; 0: it isn't worth it, or there are none."""
+
+    request_id: RequestId
+    attempt: int
+    positions: int
+
+
+@dataclass(frozen=True, slots=True)
+class Fetched:
+    """A fetch has ended, with so many bytes; 0: with nothing."""
+
+    request_id: RequestId
+    attempt: int
+    bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Offered:
+    """A decode worker that leaves has these tokens' pages, which others may want: the hottest first."""
+
+    request_id: RequestId
+    """A name for the offer."""
+    attempt: int
+    tokens: tuple[int, ...]
+    salt: str
+
+
 class AuditEnd(StrEnum):
     """How an audit ended at its worker."""
 
@@ -187,7 +311,9 @@ class Audited:
     message: str = ""
 
 
-Event = Tokens | PromptScores | Progress | Done | Audited
+Event = (
+    Tokens | PromptScores | Progress | Done | Leaving | Paused | Resumed | Moved | Gives | Fetched | Offered | Audited
+)
 
 
 # ---------------------------------------------------------------- worker state, for the controller and operators

@@ -82,6 +82,8 @@ class WorkerRecord:
     """Its gRPC service, ``host:port``; empty in one process."""
     control: str
     fits: Fits
+    node_id: str = ""
+    """The Ray node that it runs on; empty without Ray."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,3 +130,9 @@ class Directory(Protocol):
         """Call `on_change` with the whole table now and at each change, on the event loop; returns the unsubscriber."""
 
     def port(self, record: WorkerRecord) -> Port: ...
+
+    async def change_role(self, name: WorkerName, role: Role) -> None:
+        """Have the controller drain a worker and start it in another role.
+
+        Raises `RequestError` where that can't be, saying why, and `ConnectionError` without an answer.
+        """

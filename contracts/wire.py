@@ -13,10 +13,21 @@ from contracts.messages import (
     Command,
     Done,
     Event,
+    Fetch,
+    Fetched,
     Forget,
+    Give,
+    Gives,
+    Handover,
+    Leaving,
+    Moved,
+    Offered,
+    Paused,
     PeerRef,
     Progress,
     PromptScores,
+    Resume,
+    Resumed,
     Submit,
     Tokens,
     WorkerStatus,
@@ -31,11 +42,34 @@ def command_to_proto(command: Command) -> pb.Command:
             return pb.Command(submit=_submit_to_proto(command))
         case Cancel():
             return pb.Command(cancel=pb.Cancel(request_id=command.request_id, attempt=command.attempt))
+        case Handover():
+            rid, peer = command.request_id, _peer_to_proto(command.peer)
+            return pb.Command(
+                handover=pb.Handover(request_id=rid, attempt=command.attempt, room=command.room, peer=peer)
+            )
+        case Resume():
+            return pb.Command(resume=pb.Cancel(request_id=command.request_id, attempt=command.attempt))
+        case Give():
+            return pb.Command(give=_pages_to_proto(command))
+        case Fetch():
+            return pb.Command(fetch=_pages_to_proto(command))
         case Audit():
             return pb.Command(audit=_audit_to_proto(command))
         case Forget():
             forget = pb.Forget(request_id=command.request_id, tokens=command.tokens, salt=command.salt)
             return pb.Command(forget=forget)
+
+
+def _pages_to_proto(c: Give | Fetch) -> pb.Pages:
+    return pb.Pages(
+        request_id=c.request_id,
+        attempt=c.attempt,
+        room=c.room,
+        peer=_peer_to_proto(c.peer),
+        tokens=c.tokens,
+        salt=c.salt,
+        spare=isinstance(c, Fetch) and c.spare,
+    )
 
 
 def command_from_proto(message: pb.Command) -> Command:
@@ -45,19 +79,40 @@ def command_from_proto(message: pb.Command) -> Command:
             return _submit_from_proto(message.submit)
         case "cancel":
             return Cancel(RequestId(message.cancel.request_id), message.cancel.attempt)
+        case "handover":
+            h = message.handover
+            return Handover(RequestId(h.request_id), h.attempt, RoomId(h.room), _peer_from_proto(h.peer))
+        case "give":
+            g = message.give
+            ids = RequestId(g.request_id), g.attempt, RoomId(g.room), _peer_from_proto(g.peer)
+            return Give(*ids, tuple(g.tokens), g.salt)
+        case "fetch":
+            f = message.fetch
+            ids = RequestId(f.request_id), f.attempt, RoomId(f.room), _peer_from_proto(f.peer)
+            return Fetch(*ids, tuple(f.tokens), f.salt, f.spare)
+        case "resume":
+            return Resume(RequestId(message.resume.request_id), message.resume.attempt)
         case "audit":
             return _audit_from_proto(message.audit)
         case "forget":
-            f = message.forget
-            return Forget(RequestId(f.request_id), tuple(f.tokens), f.salt)
+            old = message.forget
+            return Forget(RequestId(old.request_id), tuple(old.tokens), old.salt)
         case kind:
             raise WireError(f"unknown command {kind!r}")
+
+
+def _peer_to_proto(peer: PeerRef) -> pb.Peer:
+    return pb.Peer(name=peer.name, incarnation=peer.incarnation, control=peer.control)
+
+
+def _peer_from_proto(m: pb.Peer) -> PeerRef:
+    return PeerRef(WorkerName(m.name), Incarnation(m.incarnation), m.control)
 
 
 def _submit_to_proto(s: Submit) -> pb.Submit:
     peer = None
     if s.peer is not None:
-        peer = pb.Peer(name=s.peer.name, incarnation=s.peer.incarnation, control=s.peer.control)
+        peer = _peer_to_proto(s.peer)
     return pb.Submit(
         request_id=s.request_id,
         attempt=s.attempt,
@@ -75,7 +130,7 @@ def _submit_to_proto(s: Submit) -> pb.Submit:
 def _submit_from_proto(m: pb.Submit) -> Submit:
     peer = None
     if m.HasField("peer"):
-        peer = PeerRef(WorkerName(m.peer.name), Incarnation(m.peer.incarnation), m.peer.control)
+        peer = _peer_from_proto(m.peer)
     return Submit(
         request_id=RequestId(m.request_id),
         attempt=m.attempt,
@@ -204,6 +259,20 @@ def event_to_proto(event: Event) -> pb.Event:
                     blame=event.blame or "",
                 )
             )
+        case Leaving():
+            out.leaving.CopyFrom(pb.Leaving(started=event.started, withdrawn=event.withdrawn))
+        case Paused():
+            out.paused.CopyFrom(pb.Paused(position=event.position))
+        case Resumed():
+            out.resumed.CopyFrom(pb.Resumed(reason=event.reason))
+        case Moved():
+            out.moved.CopyFrom(pb.Moved(bytes=event.bytes))
+        case Gives():
+            out.gives.CopyFrom(pb.Gives(positions=event.positions))
+        case Fetched():
+            out.fetched.CopyFrom(pb.Moved(bytes=event.bytes))
+        case Offered():
+            out.offered.CopyFrom(pb.Offered(tokens=event.tokens, salt=event.salt))
         case Audited():
             out.audited.CopyFrom(_audited_to_proto(event))
     return out
@@ -244,6 +313,20 @@ def event_from_proto(m: pb.Event) -> Event:
                 d.message,
                 WorkerName(d.blame) if d.blame else None,
             )
+        case "leaving":
+            return Leaving(request_id, attempt, m.leaving.started, m.leaving.withdrawn)
+        case "paused":
+            return Paused(request_id, attempt, m.paused.position)
+        case "resumed":
+            return Resumed(request_id, attempt, m.resumed.reason)
+        case "moved":
+            return Moved(request_id, attempt, m.moved.bytes)
+        case "gives":
+            return Gives(request_id, attempt, m.gives.positions)
+        case "fetched":
+            return Fetched(request_id, attempt, m.fetched.bytes)
+        case "offered":
+            return Offered(request_id, attempt, tuple(m.offered.tokens), m.offered.salt)
         case "audited":
             return _audited_from_proto(request_id, attempt, m.audited)
         case kind:

@@ -2,6 +2,9 @@
 
     waiting --pages and slot granted--> arriving --verified--> running --last token--> gone
                                                                 |   ^
+                                          handed to another worker   came to nothing
+                                                                v   |
+                                                               leaving --received there--> gone
                               short of pages: its steps land,   |   |  everything is back
                               its state goes to the host        v   |  and matches its tags
                                            retracting --> retracted --> resuming
@@ -33,6 +36,8 @@ class Phase(StrEnum):
     WAITING = "waiting"
     ARRIVING = "arriving"
     RUNNING = "running"
+    LEAVING = "leaving"
+    """Its state is held for another decode worker (`decode.departures`)."""
     RETRACTING = "retracting"
     """It leaves the device: steps under way land, then its state is copied."""
     RETRACTED = "retracted"
@@ -45,6 +50,7 @@ class Phase(StrEnum):
 class PhaseEvent(StrEnum):
     GRANT = "grant"
     ARRIVED = "arrived"
+    DEPART = "depart"
     RETRACT = "retract"
     PARKED = "parked"
     RESUME = "resume"
@@ -57,7 +63,12 @@ PHASES = StateTable[Phase, PhaseEvent](
     {
         Phase.WAITING: {PhaseEvent.GRANT: Phase.ARRIVING, PhaseEvent.END: Phase.GONE},
         Phase.ARRIVING: {PhaseEvent.ARRIVED: Phase.RUNNING, PhaseEvent.END: Phase.GONE},
-        Phase.RUNNING: {PhaseEvent.RETRACT: Phase.RETRACTING, PhaseEvent.END: Phase.GONE},
+        Phase.RUNNING: {
+            PhaseEvent.DEPART: Phase.LEAVING,
+            PhaseEvent.RETRACT: Phase.RETRACTING,
+            PhaseEvent.END: Phase.GONE,
+        },
+        Phase.LEAVING: {PhaseEvent.BACK: Phase.RUNNING, PhaseEvent.END: Phase.GONE},
         Phase.RETRACTING: {PhaseEvent.PARKED: Phase.RETRACTED, PhaseEvent.END: Phase.GONE},
         Phase.RETRACTED: {PhaseEvent.RESUME: Phase.RESUMING, PhaseEvent.END: Phase.GONE},
         Phase.RESUMING: {PhaseEvent.BACK: Phase.RUNNING, PhaseEvent.END: Phase.GONE},
@@ -99,6 +110,8 @@ class Request:
     """Positions that are decided on."""
     latest: FromStep | None = None
     """Where its last launched token is drawn."""
+    stopping: bool = False
+    """It is to be handed on: no step of it is launched any more."""
     computed: int = 0
     """Prompt positions that this worker's engine had to compute: none, as long as all state is handed over."""
     marks: dict[str, float] = field(default_factory=dict)
@@ -133,6 +146,8 @@ class Request:
     @property
     def can_go_on(self) -> bool:
         """Whether its next step can be launched now: nothing is missing, and it doesn't end with what is under way."""
+        if self.stopping:
+            return False
         if not self.under_way:
             return True
         known = not needs_history(self.submit.sampling)

@@ -23,17 +23,22 @@ answer, and is not retracted any more for others (only on purpose, by `faults.re
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import logging
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from cache.due import due
+from cache.offload import Damage
 from cache.parked import Parked, Place
 from cache.seat import Seat
 from contracts.clock import Clock
 from contracts.config import DecodeConfig
+from contracts.damage import Where, log_damage
 from contracts.errors import CapacityError, ErrorKind, StaleLease
 from decode.policy import Rates, cheaper_to_copy, returns_first
 from decode.request import Phase, PhaseEvent, Request
+
+log = logging.getLogger("twinpool.decode")
 
 
 @dataclass(frozen=True, slots=True)
@@ -160,14 +165,17 @@ class Retraction:
         assert parked is not None
         self.rates.saw_out(parked.nbytes, self._clock.now() - self._began.pop(request))
         if parked.place is Place.LOST:
-            yield self._damaged(request)
+            yield self._damaged(request, "when it had been copied to the host", parked.damage)
             return
         self._leaving.remove(request)
         request.step(PhaseEvent.PARKED)
         self._away.append(request)
 
-    def _damaged(self, request: Request) -> Lost:
+    def _damaged(self, request: Request, where: str, pages: Mapping[str, list[int]] = {}) -> Lost:
+        """`pages`: which ones, by pool, where that is known."""
         self.counters["states_damaged_parked"] += 1
+        facts = {"request": request.submit.request_id, "found": where, "pages": dict(pages)}
+        log_damage(log, Where.RESTORE, **facts, then="its attempt ends, the next one computes it again")
         return Lost(request, ErrorKind.DAMAGED, "its state was damaged while it was retracted")
 
     # ------------------------------------------------------------ and back
@@ -187,8 +195,8 @@ class Retraction:
             began = self._clock.now()
             try:
                 returning = self._seat.unpark(parked, positions)
-            except (StaleLease, RuntimeError):
-                lost.append(self._damaged(request))
+            except (StaleLease, RuntimeError) as error:
+                lost.append(self._damaged(request, str(error)))
                 continue
             if returning is None:
                 break
@@ -201,7 +209,9 @@ class Retraction:
 
     def _bring_to_host(self, request: Request, parked: Parked) -> Iterator[Lost]:
         """Of what is on storage, or on the way there or back: let it come, if it isn't coming."""
-        if parked.place is Place.LOST:
+        if parked.place is Place.LOST and parked.damage:
+            yield self._damaged(request, "when it came from storage", parked.damage)
+        elif parked.place is Place.LOST:
             yield self._again(request, "storage has lost a part of its state")
         if parked.place is not Place.STORED:
             return
@@ -224,7 +234,7 @@ class Retraction:
             if not returning.restored.done:
                 continue
             if not self._seat.back(returning):
-                lost.append(self._damaged(request))
+                lost.append(self._damaged(request, "on the way back", _by_pool(returning.restored.damage)))
             elif self._seat.settled(claim):
                 self.rates.saw_back(parked.nbytes, self._clock.now() - self._began[request])
                 self.counters["resumptions"] += 1
@@ -270,3 +280,10 @@ class Retraction:
         if parked != self._seat.parked:
             found.append(f"{self._seat.parked} parked copies, requests hold {parked}")
         return found
+
+
+def _by_pool(damage: Sequence[Damage]) -> dict[str, list[int]]:
+    pages: dict[str, list[int]] = {}
+    for one in damage:
+        pages.setdefault(one.pool, []).append(one.at)
+    return pages

@@ -23,9 +23,11 @@ from contracts.config import Config
 from contracts.damage import Where, log_damage
 from contracts.errors import ErrorKind, WireError
 from contracts.ids import Incarnation, Role, WorkerName
-from contracts.messages import CheckReport, Command, Done, Fits, Forget, Progress, Submit, Tokens
+from contracts.messages import CheckReport, Command, Done, Fetch, Fits, Forget, Progress, Submit, Tokens, Transit
 from contracts.messages import WorkerStatus as Status
 from contracts.ports import SessionId
+from decode.departures import Books, Departures
+from decode.fetching import Fetching
 from decode.pressure import Pressure
 from decode.reasoning import Reasoning
 from decode.request import Phase, PhaseEvent, Request
@@ -37,6 +39,7 @@ from engine.sampling import needs_history
 from transfer.desk import Desk, Refusal, seconds_until
 from transfer.phase import PhaseWorker
 from transfer.receiver import Arrived, Broken, Expected, ReceiverEnd
+from transfer.sender import SenderEnd
 from transfer.waiting import Sleep
 
 _STEPPING = (Phase.RUNNING, Phase.RETRACTING)
@@ -51,7 +54,6 @@ class DecodeWorker(PhaseWorker[Request]):
     """See the module's prose. Implements `contracts.ports.Worker`."""
 
     role = Role.DECODE
-    control = ""
 
     def __init__(
         self,
@@ -63,10 +65,12 @@ class DecodeWorker(PhaseWorker[Request]):
         receiver: ReceiverEnd,
         waiter: Sleep,
         *,
+        sender: SenderEnd,
         context: int,
         clock: Clock,
         pause: Callable[[float], None],
     ) -> None:
+        """`sender`: the end of the rooms in which other decode workers receive what this one hands on."""
         self._name, self._incarnation, self._config = name, incarnation, config
         self._engine, self._seat, self._receiver = engine, seat, receiver
         self._clock, self._pause = clock, pause
@@ -82,6 +86,9 @@ class DecodeWorker(PhaseWorker[Request]):
         self._retraction = Retraction(seat, config.decode, clock)
         self._pressure = Pressure(seat, config.decode, self._retraction)
         self._ahead = Ahead[Request]()
+        books = Books(self._depart, self._come_back, self._loaded, self._leave, self._fail, self._share)
+        self._departures = Departures(name, seat, sender, self._desk, config, clock, books)
+        self._fetching = Fetching(seat, receiver, self._desk, reuse=self._reuse)
         self._landed = False
         """Whether the last round committed something: then the next may have room for somebody."""
         self._steps = self._launches = 0
@@ -96,6 +103,10 @@ class DecodeWorker(PhaseWorker[Request]):
     # ------------------------------------------------------------ the host's side
 
     def handle(self, session: SessionId, command: Command) -> None:
+        if isinstance(command, Transit):
+            self._transit(session, command)
+            return
+        self._departures.offers.session = session
         if isinstance(command, Forget):
             self._seat.condemn(Prefix.of(command.tokens, self._page_tokens, command.salt))
             return
@@ -113,15 +124,32 @@ class DecodeWorker(PhaseWorker[Request]):
         self._desk.add(request)
         self._waiting.append(request)
 
+    def _transit(self, session: SessionId, command: Transit) -> None:
+        if isinstance(command, Fetch):
+            self._fetching.handle(session, command)
+        else:
+            self._departures.handle(session, command)
+
     def wait(self, timeout_s: float) -> None:
-        if not self.runnable and not self._landed:
+        if not (self.runnable or self._landed or self._departures.sending):
             timeout_s = min(timeout_s, _LOOK_S) if len(self._retraction) else timeout_s
-            due = seconds_until(self._clock, self._desk.next_deadline, self._receiver.next_deadline)
+            deadlines = self._desk.next_deadline, self._receiver.next_deadline, self._departures.next_deadline
+            due = seconds_until(self._clock, *deadlines)
             self._waiter.wait(min(timeout_s, due))
 
     @property
     def drained(self) -> bool:
-        return self._desk.draining and not (self._desk or self._ahead or self._receiver.rooms or self._seat.busy)
+        rooms = self._receiver.rooms + self._departures.rooms
+        over = self._departures.offers.over and not (self._desk or self._ahead or rooms or self._seat.busy)
+        return self._desk.draining and over
+
+    def undrain(self) -> None:
+        super().undrain()
+        self._departures.undrain()
+
+    @property
+    def control(self) -> str:
+        return self._departures.control
 
     @property
     def runnable(self) -> bool:
@@ -135,14 +163,16 @@ class DecodeWorker(PhaseWorker[Request]):
             pid=os.getpid(),
             node=platform.node(),
             incarnation=self._incarnation,
-            running=len(self._running),
-            waiting=len(self._desk) - len(self._running),
+            running=(running := sum(r.phase in (Phase.RUNNING, Phase.LEAVING) for r in self._desk)),
+            waiting=len(self._desk) - running,
             pages_total=self._pages.total,
             pages_free=self._seat.free(self._full),
             steps=self._steps,
-            outgoing=0,
+            outgoing=self._departures.rooms,
             counters={
                 **self._counters,
+                **self._departures.stats,
+                "fetched_bytes": self._fetching.bytes,
                 **self._retraction.counters,
                 "retracted": len(self._retraction),
                 **self._seat.stats(),
@@ -153,9 +183,8 @@ class DecodeWorker(PhaseWorker[Request]):
 
     def check(self) -> CheckReport:
         found = self._seat.check({pool: self._receiver.holds(pool) for pool in self._seat.spec.by_name})
-        found += self._receiver.check()
-        found += self._retraction.check()
-        claims = sum(r.claim is not None for r in self._desk)
+        found += self._receiver.check() + self._departures.check() + self._retraction.check()
+        claims = sum(r.claim is not None for r in self._desk) + len(self._departures.giving) + len(self._fetching)
         if claims != self._seat.claims:
             found.append(f"{self._seat.claims} claims, requests hold {claims}")
         queues = {Phase.WAITING: list(self._waiting), Phase.RUNNING: list(self._running)}
@@ -181,8 +210,11 @@ class DecodeWorker(PhaseWorker[Request]):
             self._leave(request, "the worker closes")
         try:
             self._ahead.drop()
+            self._fetching.close()
+            self._departures.giving.close()
             self._seat.close()
         finally:
+            self._departures.close()
             self._receiver.close()
             self._waiter.close()
 
@@ -199,12 +231,15 @@ class DecodeWorker(PhaseWorker[Request]):
 
     def _hear(self) -> None:
         self._recover(self._seat.poll())
+        self._departures.hear()
         outcomes = self._receiver.poll()
         if not outcomes:
             return
         by_room = {r.submit.room: r for r in self._desk}
         for outcome in outcomes:
             request = by_room.get(outcome.room)
+            if self._fetching.hears(outcome):
+                continue
             if request is None or not self._desk.holds(request):
                 if isinstance(outcome, Arrived):
                     outcome.release()
@@ -222,8 +257,9 @@ class DecodeWorker(PhaseWorker[Request]):
         self._seat.adopt(request.claim, len(request.submit.tokens), arrived.leases, arrived.digests)
         request.start(arrived.metadata)
         request.marks["arrived"] = self._clock.now() - request.arrived
-        seconds = request.marks["arrived"] - request.marks["grant"]
-        self._retraction.rates.saw_prefill(len(request.submit.tokens), seconds)
+        if arrived.metadata.computed_tokens:  # What another decode worker hands over was computed by nobody.
+            seconds = request.marks["arrived"] - request.marks["grant"]
+            self._retraction.rates.saw_prefill(len(request.submit.tokens), seconds)
         self._counters["received_bytes"] += arrived.bytes
         self._report(request, held=request.claim.cached.total, received=arrived.bytes)
         self._running.append(request)
@@ -318,6 +354,7 @@ class DecodeWorker(PhaseWorker[Request]):
                 # Who ended while this step was under way has no use for what it drew.
                 if request.phase in _STEPPING:
                     self._commit(request, output)
+        self._departures.settle()
 
     def _launch(self, batch: list[Request]) -> None:
         step = self._engine.launch([self._row(request) for request in batch])
@@ -395,6 +432,7 @@ class DecodeWorker(PhaseWorker[Request]):
         request.marks["done"] = self._clock.now() - request.arrived
         key = (submit.request_id, submit.attempt)
         self._report(request, computed=request.computed)
+        self._departures.ended(request)
         self._pressure.growth.ended(request.generated)
         self._desk.tell(request.session, Done(*key, reason, stop_token))
         self._leave(request, reason)
@@ -411,7 +449,18 @@ class DecodeWorker(PhaseWorker[Request]):
         self._leave(request, message)
 
     def _cancel(self, request: Request, reason: str) -> None:
+        if request.phase in _STEPPING:
+            # A stop string of the router's ends answers this way too: it grows no further.
+            self._pressure.growth.ended(request.generated)
         self._leave(request, reason)
+
+    def _depart(self, request: Request) -> None:
+        self._running.remove(request)
+        request.step(PhaseEvent.DEPART)
+
+    def _come_back(self, request: Request) -> None:
+        request.step(PhaseEvent.BACK)
+        self._running.append(request)
 
     def _leave(self, request: Request, reason: str) -> None:
         """The one way out of the books, from any phase; the room gives back what it holds by its own rules."""
@@ -419,9 +468,10 @@ class DecodeWorker(PhaseWorker[Request]):
             self._waiting.remove(request)
         elif request.phase is Phase.RUNNING:
             self._running.remove(request)
+        self._departures.drop(request, reason)
         self._receiver.abort(request.submit.room, reason)
         if request.claim is not None:
-            if request.phase in _STEPPING:
+            if request.phase in _STEPPING or request.phase is Phase.LEAVING:
                 self._share(request)
             under_way: list[Completion] = [request.latest.step.completion] if request.latest is not None else []
             if request.returning is not None:

@@ -21,7 +21,7 @@ from contracts.config import Config
 from contracts.damage import Where, log_damage
 from contracts.errors import ErrorKind, WireError
 from contracts.ids import Incarnation, Role, RoomId, WorkerName
-from contracts.messages import CheckReport, Command, Done, Fits, Progress, PromptScores, Submit, Tokens
+from contracts.messages import CheckReport, Command, Done, Fits, Progress, PromptScores, Submit, Tokens, Transit
 from contracts.messages import WorkerStatus as Status
 from contracts.ports import SessionId
 from engine.ahead import Ahead
@@ -30,6 +30,7 @@ from engine.engine import Engine
 from prefill.audit import Auditor
 from prefill.request import Member, Phase, PhaseEvent, Request
 from transfer.desk import Desk, Refusal, seconds_until
+from transfer.finished import finished
 from transfer.metadata import Metadata
 from transfer.phase import PhaseWorker
 from transfer.sender import Granted, Released, SenderEnd
@@ -80,6 +81,8 @@ class PrefillWorker(PhaseWorker[Request]):
     # ------------------------------------------------------------ the host's side
 
     def handle(self, session: SessionId, command: Command) -> None:
+        if isinstance(command, Transit):
+            return  # For decode: prefill's requests leave by themselves.
         if self._auditor.handle(session, command, busy=self._busy):
             return
         submit = self._desk.accept(session, command, self._cancel)
@@ -148,6 +151,7 @@ class PrefillWorker(PhaseWorker[Request]):
             counters={
                 **self._counters,
                 **self._seat.stats(),
+                **self._sender.outgoing,
                 **self._auditor.counters,
                 "sent_bytes": self._sender.sent_bytes,
                 "late_messages": self._sender.late,
@@ -392,7 +396,8 @@ class PrefillWorker(PhaseWorker[Request]):
         room = request.submit.room
         if not self._sender.granted(room) or request.claim is None:
             return
-        self._sender.write(room, request.finished(self._sender.wanted(room)), (computed,))
+        wanted = self._sender.wanted(room)
+        self._sender.write(room, finished(wanted, request.claim, request.chain, request.ends), (computed,))
         if request.phase is Phase.COMPUTED:
             assert request.first is not None
             drawn = request.first

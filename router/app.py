@@ -8,7 +8,7 @@ from typing import Any
 
 from contracts.errors import RequestError, TwinpoolError
 from contracts.ids import Role
-from router import admin
+from router import admin, drains
 from router.asks import check_model, read_chat, read_completion, read_messages, read_template_args, read_tokens
 from router.failures import ClientGone, Failure, failure_of, failure_of_done
 from router.fields import TOKENIZE, describe, read_fields, read_json
@@ -256,6 +256,7 @@ ROUTES: dict[str, dict[str, Handler]] = {
 }
 PREFIX_ROUTES: dict[str, dict[str, Handler]] = {
     "/v1/models/": {"GET": _one_model},
-    "/cluster/drain/": {"POST": admin.drain},
-    "/cluster/undrain/": {"POST": admin.undrain},
+    "/cluster/drain/": {"POST": drains.drain},
+    "/cluster/undrain/": {"POST": drains.undrain},
+    "/cluster/role/": {"POST": drains.role},
 }

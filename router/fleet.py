@@ -43,7 +43,7 @@ class Fleet:
         on_unlinked: Callable[[WorkerKey, str], None],
         on_events: Callable[[WorkerKey, Sequence[Event]], None],
     ) -> None:
-        self._directory = directory
+        self.directory = directory
         self._on_view = on_view
         self._on_linked = on_linked
         self._on_unlinked = on_unlinked
@@ -54,7 +54,7 @@ class Fleet:
         self.views: tuple[WorkerView, ...] = ()
 
     def start(self) -> None:
-        self._unwatch = self._directory.watch(self._changed)
+        self._unwatch = self.directory.watch(self._changed)
 
     async def close(self) -> None:
         """End every link. Idempotent."""
@@ -84,7 +84,7 @@ class Fleet:
         self._on_view(views)
         for key, record in wanted.items():
             if key not in self._links:
-                link = self._links[key] = Link(record, self._directory.port(record))
+                link = self._links[key] = Link(record, self.directory.port(record))
                 link.task = asyncio.get_running_loop().create_task(self._keep(key, link))
 
     def _drop(self, key: WorkerKey) -> None:

@@ -105,7 +105,8 @@ class Job:
             "tokens": sum(len(c.tokens) for c in self.choices),
             "workers": sorted({name for c in self.choices for name in c.request.workers.values()}),
             "room": first.room,
-            "attempts": first.attempt + 1,
+            "attempts": first.starts,
+            "moves": first.moves,
         }
 
     def timeline(self) -> object:

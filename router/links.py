@@ -17,7 +17,7 @@ import grpc.aio
 
 from contracts.access import access_metadata, cluster_secret
 from contracts.config import TransferConfig
-from contracts.errors import WireError
+from contracts.errors import RequestError, WireError
 from contracts.ids import Incarnation, Role, WorkerName
 from contracts.messages import CheckReport, Command, Event, Fits, WorkerStatus
 from contracts.ports import Port, WorkerRecord, WorkerView
@@ -214,6 +214,19 @@ class ControllerDirectory:
     def port(self, record: WorkerRecord) -> Port:
         return GrpcPort(record, self._link_timeout_s)
 
+    async def change_role(self, name: WorkerName, role: Role) -> None:
+        """Raises `RequestError` where the controller refuses, `ConnectionError` where it doesn't answer."""
+        metadata = access_metadata(cluster_secret())
+        async with grpc.aio.insecure_channel(self._target, options=CHANNEL_OPTIONS) as channel:
+            stub: Any = pb_grpc.ControllerStub(channel)  # type: ignore[no-untyped-call]
+            change = pb.RoleChange(name=name, role=role)
+            try:
+                await stub.ChangeRole(change, timeout=CONNECT_TIMEOUT_S, metadata=metadata)
+            except grpc.aio.AioRpcError as error:
+                if error.code() is grpc.StatusCode.FAILED_PRECONDITION:
+                    raise RequestError(error.details() or "the controller refuses") from None
+                raise ConnectionError(f"{error.code().name}: {error.details()}") from None
+
     def _tell(self, views: tuple[WorkerView, ...]) -> None:
         for listener in list(self._listeners):
             try:
@@ -255,6 +268,7 @@ def _view_from_proto(m: pb.WorkerView) -> WorkerView:
         endpoint=r.endpoint,
         control=r.control,
         fits=Fits(r.max_positions, r.context),
+        node_id=r.node_id,
     )
     status = status_from_proto(m.status) if m.status.name else None
     if status is None:

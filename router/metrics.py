@@ -123,11 +123,31 @@ class Metrics(Collector):
             ("twinpool_late_events", "Events of ended requests or earlier attempts, dropped", counts.late_events),
         ):
             yield CounterMetricFamily(name, text, value=value)
+        yield from self._of_moves()
         yield self._ttft.family("twinpool_time_to_first_token_seconds", "From arrival to the first token")
         yield self._itl.family("twinpool_inter_token_seconds", "Between tokens of an answer")
         yield self._e2e.family("twinpool_request_seconds", "From arrival to the end of an answer")
         yield from self._of_legs()
         yield from self._of_workers()
+
+    def _of_moves(self) -> Iterator[Metric]:
+        counts, offered = self._brain.moves.counts, float(self._brain.moves.offers.bytes)
+        moves = CounterMetricFamily("twinpool_moves", "Requests handed from decode to decode", labels=["outcome"])
+        for outcome, value in (("moved", counts.moved), ("stayed", counts.stayed), ("restarted", counts.restarted)):
+            moves.add_metric([outcome], value)
+        yield moves
+        for name, text, total in (
+            ("twinpool_moved_bytes", "State sent along with requests that moved", float(counts.moved_bytes)),
+            (
+                "twinpool_offered_bytes",
+                "State taken over from trees of workers that left",
+                offered,
+            ),
+            ("twinpool_move_pause_seconds", "Streams stood still for moves, in all", counts.paused_s),
+        ):
+            yield CounterMetricFamily(name, text, value=total)
+        text = "The longest that a stream stood still for a move"
+        yield GaugeMetricFamily("twinpool_move_pause_longest_seconds", text, value=counts.longest_pause_s)
 
     def _of_legs(self) -> Iterator[Metric]:
         computed = CounterMetricFamily(

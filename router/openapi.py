@@ -61,8 +61,9 @@ _GETS = {
 }
 _OPERATIONS = {
     "/cluster/check": "Recount every book (operators only)",
-    "/cluster/drain/{worker}": "Drain a worker; ?force=true for the last of its role (operators only)",
+    "/cluster/drain/{worker}": "Drain a worker or node; ?force=true for the last of its role (operators only)",
     "/cluster/undrain/{worker}": "Admit again, until it has left (operators only)",
+    "/cluster/role/{worker}": "Drain a worker and start it in the pool of ?role= (operators only)",
 }
 
 

@@ -75,7 +75,9 @@ class Request:
         "first_placed",
         "hashes",
         "id",
+        "last_attempt",
         "legs",
+        "moves",
         "not_before",
         "phase",
         "prefill",
@@ -120,9 +122,11 @@ class Request:
         self.first_placed: float | None = None
         self.phase = Phase.WAITING
         self.emitted: list[int] = []
-        self.attempt = 0
+        self.attempt = self.last_attempt = 0
         self.replays = 0
         self.refusals = 0
+        self.moves = 0
+        """How often another decode worker went on with it."""
         self.avoid: dict[WorkerKey, float] = {}
         """Workers at fault, until when they are not chosen."""
         self.spoiled: set[tuple[WorkerKey, WorkerKey]] = set()
@@ -156,8 +160,24 @@ class Request:
             raise IllegalTransition(f"request {self.id}: no move {name!r} from {self.phase}")
         if name == "replay":
             self._clear_attempt()
-            self.attempt += 1
+            self.attempt = self.next_attempt()
         self.phase = target
+
+    def next_attempt(self) -> int:
+        """A number that no worker has seen with this request: what it says of one tried in vain is never mistaken."""
+        self.last_attempt += 1
+        return self.last_attempt
+
+    @property
+    def starts(self) -> int:
+        """How often it was begun from its tokens."""
+        return 1 + self.replays + self.refusals
+
+    def hand_over(self, worker: WorkerKey, name: str, attempt: int, room: RoomId) -> None:
+        """Another decode worker goes on with it from where it is; the books of both are the caller's."""
+        self.decode, self.attempt, self.room = worker, attempt, room
+        self.workers[Role.DECODE] = name
+        self.moves += 1
 
     @property
     def tokens(self) -> tuple[int, ...]:

@@ -23,10 +23,11 @@ from contracts.ids import RequestId, Role
 from contracts.messages import Command, Event, Progress
 from contracts.model import ModelSpec
 from contracts.ports import Directory
+from router.actions import Deliver, End, Replay, Scores, Send
 from router.answers import Answer
 from router.asks import Ask, Prompt
 from router.audits import Finding
-from router.brain import Brain, Deliver, End, Replay, Scores, Send
+from router.brain import Brain
 from router.choice import Choice
 from router.failures import QueueFull
 from router.fleet import Fleet
@@ -269,6 +270,12 @@ class RouterService:
                 self.metrics.disconnects += 1
             log("request abandoned", slow=slow, **job.facts())
         self._act()
+
+    def fail_over(self, key: WorkerKey) -> int:
+        """Start over elsewhere all that this worker has and another can take; returns how many requests."""
+        taken = self.brain.fail_over(key)
+        self._act()
+        return taken
 
     # ------------------------------------------------------------ events in, actions out
 

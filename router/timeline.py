@@ -37,7 +37,8 @@ def timeline_of(choice: Choice) -> dict[str, Any]:
         "cached_by_tier": dict(prefill.cached_by_tier) if prefill else {},
         "held_by_decode": decode.cached_tokens if decode else 0,
         "computed": computed,
-        "attempts": request.attempt + 1,
+        "attempts": request.starts,
+        "moves": request.moves,
     }
 
 

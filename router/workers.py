@@ -27,6 +27,9 @@ PREFIX_BLOCK_TOKENS = 64
 PREFIX_BLOCKS_REMEMBERED = 65_536
 """A worker; at 64 tokens a block that is 4 M positions."""
 
+LEAVE_ANSWER_S = 10.0
+"""A worker that was told to leave and still serves after so long has not heard of it."""
+
 GONE = frozenset({"left", "dead"})
 
 
@@ -51,6 +54,8 @@ class Entry:
     breaker: Breaker
     linked: bool = False
     refuses_until: float = 0.0
+    leaves_until: float = 0.0
+    """An operator has told it to leave: until then nobody counts on it, whether it has answered or not."""
     """It said that it is draining before the view did."""
     load: int = 0
     """Prefill: prompt tokens in flight. Decode: sequences in flight."""
@@ -71,6 +76,18 @@ class Entry:
 
     def serves(self, now: float) -> bool:
         return self.linked and self.status.state == "ready" and now >= self.refuses_until
+
+    def stays(self, now: float) -> bool:
+        """Whether it serves and will go on to, as far as is known."""
+        return self.serves(now) and now >= self.leaves_until
+
+    def tell_to_leave(self, now: float) -> None:
+        """An operator tells it so, and its answer may take a while."""
+        self.leaves_until = now + LEAVE_ANSWER_S
+
+    def tell_to_stay(self) -> None:
+        """An operator has changed his mind, or it can't leave."""
+        self.leaves_until = 0.0
 
     def cached_tokens(self, hashes: Sequence[bytes]) -> int:
         """How many leading tokens this worker has probably seen."""
@@ -161,6 +178,13 @@ class Workers:
         for other in self:
             other.breaker.justified(entry.record.name)
 
+    def left_alone(self, now: float) -> list[WorkerName]:
+        """Those whose breakers keep requests from them."""
+        return [e.record.name for e in self if e.serves(now) and not e.breaker.admits(now)]
+
+    def staying(self, role: Role, now: float) -> list[Entry]:
+        return [e for e in self if e.record.role is role and e.stays(now)]
+
     def serving(self, role: Role, now: float) -> list[Entry]:
         return [e for e in self if e.record.role is role and e.serves(now)]
 
@@ -195,7 +219,17 @@ class Workers:
         now: float,
         cost: Callable[[Entry], tuple[int, ...]],
     ) -> Entry | None:
-        able = [
+        able = self.able(role, need, avoid, now)
+        if not able:
+            return None
+        entry = min(able, key=cost)
+        self._turn += 1
+        entry.turn = self._turn
+        return entry
+
+    def able(self, role: Role, need: int, avoid: Mapping[WorkerKey, float], now: float) -> list[Entry]:
+        """Who could take a request of `need` positions now."""
+        return [
             e
             for e in self._entries.values()
             if e.record.role is role
@@ -204,9 +238,3 @@ class Workers:
             and e.record.fits.max_positions >= need
             and avoid.get(e.key, 0.0) <= now
         ]
-        if not able:
-            return None
-        entry = min(able, key=cost)
-        self._turn += 1
-        entry.turn = self._turn
-        return entry

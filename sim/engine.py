@@ -11,11 +11,13 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 
 from cache.claim import Table
 from cache.device import DEVICE, DONE, Completion, Device, Op, Stream, spans
 from cache.pools import PoolSet
 from cache.registry import BufferLayout, Kind, PoolSetSpec, PoolSpec
+from contracts.sampling import Difference
 from engine.batch import Drawn, FromStep, Row, RowOutput
 
 VOCABULARY = 64
@@ -38,8 +40,9 @@ def _draw(mark: bytes, seed: int, position: int) -> int:
     return int.from_bytes(drawn, "little") % VOCABULARY
 
 
+@lru_cache(maxsize=256)
 def recite(
-    spec: PoolSetSpec, prompt: Sequence[int], seed: int, max_tokens: int, stops: Sequence[int] = ()
+    spec: PoolSetSpec, prompt: tuple[int, ...], seed: int, max_tokens: int, stops: tuple[int, ...] = ()
 ) -> tuple[int, ...]:
     """The answer to a prompt: up to `max_tokens` tokens, the first of `stops` included."""
     tokens = list(prompt)
@@ -151,14 +154,20 @@ class HashEngine:
                 return RowOutput(stale=True)
         tokens = self._tokens(row)
         seen = {pool.name: self._seen(pool, tables[pool.name], row.start) for pool in self._spec.pools}
-        mark = b""
+        mark, known, found, replayed = b"", row.replay, list[Difference](), 0
         for position, token in enumerate(tokens, row.start):
             mark = _mark([bytes(lane) for pool in self._spec.pools for lane in seen[pool.name]], token)
             for pool in self._spec.pools:
                 self._write(pool, tables[pool.name], position, _entry(pool, mark), seen[pool.name])
-        if row.draw is None:
-            return RowOutput()
-        return RowOutput(Drawn(_draw(mark, row.draw.params.seed, row.draw.position), None))
+            if known is not None and position + 1 in known.positions(row.start, len(tokens)):
+                replayed += 1
+                again = _draw(mark, known.params.seed, position + 1)
+                if again != known.tokens[position + 1]:
+                    found.append(Difference(position + 1, again, 1.0))
+        drawn = None
+        if row.draw is not None:
+            drawn = Drawn(_draw(mark, row.draw.params.seed, row.draw.position), None)
+        return RowOutput(drawn, replayed=replayed, differences=tuple(found))
 
     def _tokens(self, row: Row) -> Sequence[int]:
         if not isinstance(row.tokens, FromStep):

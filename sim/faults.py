@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from contracts.ids import WorkerName
+from contracts.ids import Role, WorkerName
 from sim.plan import Fault
 from sim.worker import SimHost
 
@@ -15,6 +15,7 @@ if TYPE_CHECKING:
 RESTART_S = 0.5
 _FAILING = 0.34
 _SLOW = 20.0
+_FLIPS = 8
 
 
 def schedule(run: Run, fault: Fault) -> float:
@@ -68,6 +69,14 @@ def _stop(run: Run, fault: Fault) -> Undo | None:
     return process.go_on
 
 
+def _hang(run: Run, fault: Fault) -> Undo | None:
+    host = _host(run, fault.target)
+    if host is None or host.process.stopped:
+        return None
+    host.hang()
+    return _nothing
+
+
 def _router(run: Run, fault: Fault) -> Undo | None:
     """Its clients lose their connections, and ask again."""
     if not run.router.process.alive:
@@ -100,6 +109,14 @@ def _drain(run: Run, fault: Fault) -> Undo | None:
     return lambda: _undrain(run, name)
 
 
+def _role(run: Run, fault: Fault) -> Undo | None:
+    host = _host(run, fault.target)
+    if host is None or not run.router.process.alive:
+        return None
+    other = Role.DECODE if host.role is Role.PREFILL else Role.PREFILL
+    return _nothing if run.router.change_role(host.name, other) else None
+
+
 def _undrain(run: Run, name: WorkerName) -> None:
     if run.router.process.alive:
         run.router.drain(name, undo=True)
@@ -130,6 +147,20 @@ def _corrupt(run: Run, fault: Fault) -> Undo | None:
     return _nothing
 
 
+def _flip(run: Run, fault: Fault) -> Undo | None:
+    """Some bytes, any but those of the null pages, which nothing can be lost from."""
+    host = _host(run, fault.target)
+    pools = host.built.seat.host if host is not None else None
+    if pools is None:
+        return None
+    rng = run.world.rng
+    for _ in range(_FLIPS):
+        pool, buffer = rng.choice([(pool.name, buffer) for pool, buffer in pools.layout.each()])
+        index, layer = rng.randrange(1, pools.layout.counts[pool]), rng.randrange(buffer.spec.layers)
+        pools.region[buffer.offset(layer, index) + rng.randrange(buffer.entry_bytes)] ^= 0x20
+    return _nothing
+
+
 def _errors(run: Run, fault: Fault) -> Undo | None:
     store = run.store
     if store is None:
@@ -153,15 +184,18 @@ def _forget(run: Run, fault: Fault) -> Undo | None:
 _BEGIN: dict[str, Callable[[Run, Fault], Undo | None]] = {
     "crash": _crash,
     "stop": _stop,
+    "hang": _hang,
     "halt": _halt,
     "router": _router,
     "drain": _drain,
+    "role": _role,
     "stall": _stall,
     "partition": _stall,
     "reset": _reset,
     "slow": _slow,
     "corrupt": _corrupt,
     "errors": _errors,
+    "flip": _flip,
     "rot": _rot,
     "forget": _forget,
 }

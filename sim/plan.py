@@ -120,6 +120,7 @@ def _config(rng: random.Random, page: int) -> dict[str, Any]:
     cache: dict[str, Any] = {
         "page_tokens": page,
         "prefix_reuse": rng.random() < 0.85,
+        "arena": rng.choice(("auto", "auto", "off")),
         "eviction": rng.choice(("lru", "lfu", "fifo", "priority", "slru")),
     }
     if rng.random() < 0.6:
@@ -144,7 +145,12 @@ def _config(rng: random.Random, page: int) -> dict[str, Any]:
             "max_batch_tokens": rng.choice((1, 3, 16)),
             "metadata_slots": rng.choice((1, 2, 8)),
             "cache": _sizes(rng, page, tight),
+            "growth_quantile": rng.choice((0.1, 0.75, 1.0)),
+            "retract": rng.choice(("auto", "auto", "recompute", "copy" if "host_bytes" in cache else "auto")),
+            "retract_limit": rng.choice((1, 3, 50)),
         },
+        "audit": {"fraction": rng.choice((0.0, 0.0, 1.0))},
+        "faults": {"retract_every": rng.choice((0, 0, 0, 3, 7))},
     }
 
 
@@ -176,7 +182,7 @@ def _asks(rng: random.Random, shape: Shape) -> tuple[Ask, ...]:
             deadline_s=rng.expovariate(1.0) + 0.01 if rng.random() < 0.05 else 600.0,
         )  # fmt: skip
         asks.append(ask)
-        said.append([*words, *recite(spec, words, ask.seed, most, stops)])
+        said.append([*words, *recite(spec, ask.prompt, ask.seed, most, stops)])
     return tuple(asks)
 
 
@@ -211,14 +217,17 @@ LASTING = ("stop", "halt", "stall", "partition", "errors", "slow", "drain")
 KINDS = {
     "crash": "a worker's process dies",
     "stop": "a worker's process stands still for a while",
+    "hang": "a worker's loop hangs for ever, while its lease is renewed",
     "halt": "a worker's process stands still in the middle of its next write, for a while",
     "router": "the router's process dies and is started again",
     "drain": "an operator drains a worker, and takes it back after a while if it is still there",
+    "role": "an operator has a worker change its role",
     "stall": "two processes don't reach each other for a while",
     "partition": "a node reaches no other for a while",
     "reset": "the connections between two processes are reset",
     "slow": "the network is twenty times as slow for a while",
     "corrupt": "a byte of the next write of pages flips on its way",
+    "flip": "some bytes of a worker's host memory flip",
     "errors": "storage fails one operation in three for a while",
     "rot": "a byte of an object on storage flips",
     "forget": "storage loses all objects",

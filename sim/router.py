@@ -4,15 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from contracts.ids import RequestId, WorkerName
+from contracts.errors import ConfigError
+from contracts.ids import RequestId, Role, WorkerName
 from contracts.messages import Command, Event, Progress, WorkerStatus
 from contracts.ports import SessionId, WorkerView
 from contracts.sampling import SamplingParams
-from router.brain import Brain, Deliver, End, Replay, Send
+from router.actions import Deliver, End, Replay, Send
+from router.audits import Finding, Result
+from router.brain import Brain
 from router.fleet import REACHABLE, RETRY_FIRST_S, RETRY_MOST_S
 from router.request import Request
 from router.service import TICK_S
-from router.workers import WorkerKey, prefix_hashes
+from router.workers import Entry, WorkerKey, prefix_hashes
 from sim.control import SimControl
 from sim.plan import Ask
 from sim.worker import SimHost, World
@@ -133,7 +136,7 @@ class SimRouter:
     ) -> None:
         self.world, self.control = world, control
         self.process = control.new_process(f"router-0#{number}", "node-head")
-        self.brain = Brain(world.config.router, world.agenda, self._mint)
+        self.brain = Brain(world.config.router, world.agenda, self._mint, world.config.audit)
         self.links: dict[WorkerKey, Link] = {}
         self._on_tokens, self._on_end = on_tokens, on_end
         self._asks: dict[RequestId, Ask] = {}
@@ -176,9 +179,12 @@ class SimRouter:
         link = self.links.get(entry.key) if entry is not None else None
         if entry is None or link is None or not link.linked:
             return False
-        serving = self.brain.serving(entry.record.role)
-        if not undo and (entry.status.state != "ready" or serving == [entry]):
+        if not undo and not self.may_leave(entry):
             return False
+        if undo:
+            entry.tell_to_stay()
+        else:
+            entry.tell_to_leave(self.world.agenda.now())
         host, pipe = link.host, self.world.exchange.network.pipe(self.process, link.host.process)
         back = self.world.exchange.network.pipe(link.host.process, self.process)
 
@@ -191,6 +197,24 @@ class SimRouter:
             host.call(lambda worker: answer())
 
         pipe.send(tell)
+        return True
+
+    def may_leave(self, entry: Entry) -> bool:
+        """As `router.drains` decides it: somebody of its role must stay."""
+        staying = self.brain.workers.staying(entry.record.role, self.world.agenda.now())
+        return entry.status.state == "ready" and staying != [entry] and bool(staying)
+
+    def change_role(self, name: WorkerName, role: Role) -> bool:
+        """What the operators' endpoint does; False where it would refuse."""
+        entry = self.brain.workers.named(name)
+        if entry is None or entry.record.role is role or not self.may_leave(entry):
+            return False
+        entry.tell_to_leave(self.world.agenda.now())
+        try:
+            self.control.brain.change_role(name, role)
+        except ConfigError:
+            entry.tell_to_stay()
+            return False
         return True
 
     def _status(self, status: WorkerStatus) -> None:
@@ -247,6 +271,8 @@ class SimRouter:
                         ask = self._asks.pop(action.request_id, None)
                         if ask is not None:
                             self._on_end(ask, action)
+                    case Finding() if action.result in (Result.DAMAGED, Result.UNCLEAR, Result.DISPUTED):
+                        self.world.violated(f"the audit of {action.request_id} finds {action}")
                     case Replay():
                         reason = f"{action.request_id} goes on as attempt {action.attempt}: {action.reason}"
                         self.world.say(self.process.label, reason)

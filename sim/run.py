@@ -5,6 +5,7 @@ What must hold, whatever the plan:
     ends        every request ends, within `GRACE_S` of virtual time after the last fault
     answers     every token is the one that `recite` works out from the prompt alone, each delivered once; only a
                 client that left, or whose own deadline was short, gets less
+    audits      computing an answer again from its tokens never comes to another
     rules       no worker, router or controller raises: an event outside its table, a broken assertion
     books       `check()` of everybody finds nothing, now and then on the way and at the end
     rest        when nobody asks for anything any more, every page and slot of every pool is back, within `GRACE_S`
@@ -24,8 +25,10 @@ from itertools import count
 from contracts.config import config_from_dict
 from contracts.errors import ErrorKind
 from contracts.ids import RequestId, WorkerName
-from router.brain import End
+from router.actions import End
+from router.audits import Result as Audited
 from sim.agenda import Agenda
+from sim.arenas import SimArenas
 from sim.carrier import Exchange
 from sim.control import SimControl
 from sim.engine import recite
@@ -44,8 +47,9 @@ _RETRY_S = 0.5
 _ENOUGH = 5
 """Violations after which a run is stopped: the rest follows from the first ones."""
 _TOLD = (
-    "stale_pages", "pages_damaged", "late_messages", "parked", "pages_evicted", "pages_condemned",
-    "hit_tokens_device", "hit_tokens_host", "hit_tokens_storage", "prompt_tokens_held",
+    "stale_pages", "pages_damaged", "late_messages", "parked", "pages_evicted", "pages_condemned", "retractions",
+    "resumptions", "recomputed", "arena_pages_adopted", "hit_tokens_device", "hit_tokens_host", "hit_tokens_storage",
+    "prompt_tokens_held",
 )  # fmt: skip
 """Counters of workers that say what a run has met."""
 _runs = count()
@@ -92,7 +96,17 @@ class Run:
         has_store = storage.backend != "none"
         self.store = Store(f"simulated {next(_runs)}", storage.max_bytes, rng, 5 * shape.delay_s) if has_store else None
         self.world = World(
-            self.agenda, rng, shape, config, Exchange(self.network), {}, Damage(), self.store, self.say, self.violated
+            self.agenda,
+            rng,
+            shape,
+            config,
+            Exchange(self.network),
+            {},
+            Damage(),
+            SimArenas(),
+            self.store,
+            self.say,
+            self.violated,
         )
         self.control = SimControl(self.world)
         spec = pool_set(shape.pools, shape.page_tokens)
@@ -239,6 +253,9 @@ class Run:
         for host in self.control.all_hosts:
             for name in _TOLD:
                 self.counts[name] += int(host.snapshot.counters.get(name, 0))
+        self.counts["audited"] = self.router.brain.audits.counts.results[Audited.EXACT]
+        moves = self.router.brain.moves.counts
+        self.counts["moved"], self.counts["stayed"] = moves.moved, moves.stayed
         self.counts["replays"] = self.router.brain.counts.replays
         return Result(
             self.plan.seed, tuple(self.violations), self.agenda.now(), events, self.counts, tuple(self.log or ())
@@ -248,9 +265,14 @@ class Run:
 def _config(drawn: dict[str, object]) -> dict[str, object]:
     """Short leases and timeouts, so that little virtual time is spent on waiting; nobody gives up too early."""
     return {
-        "cluster": {"heartbeat_s": 0.25, "lease_s": 2.0, "start_timeout_s": 20.0, "restart_limit": 100},
+        "cluster": {"heartbeat_s": 0.25, "lease_s": 2.0, "start_timeout_s": 6.0, "stall_s": 4.0, "restart_limit": 100},
         "router": {"replay_limit": 100, "worker_wait_s": 120.0},
-        "transfer": {"plane": "local", "room_timeout_s": 5.0, "connect_timeout_s": 2.0},
+        "transfer": {
+            "plane": "local",
+            "room_timeout_s": 5.0,
+            "connect_timeout_s": 2.0,
+            "link_timeout_s": _LINK_TIMEOUT_S,
+        },
         **drawn,
     }
 

@@ -12,15 +12,18 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Protocol, cast
 
+from cache.arena import Arena, arena_bytes
 from cache.device import CpuDevice, Device
 from cache.lazy import LazyDevice
-from cache.pools import PoolSet, host_pools
+from cache.pools import PoolSet, host_layout
 from cache.registry import PoolSetLayout
 from cache.seat import Seat
 from cluster.controller import Grant
 from cluster.host import HostEnd
+from cluster.host_memory import take_over
 from cluster.lease import Lease
 from cluster.memory import plan_memory, stride
+from cluster.progress import Pulse
 from contracts.config import Config
 from contracts.ids import Incarnation, Role, WorkerName
 from contracts.messages import Command, Event, WorkerStatus
@@ -29,6 +32,7 @@ from decode import DecodeWorker
 from engine import Engine
 from prefill import PrefillWorker
 from sim.agenda import Agenda, Entry
+from sim.arenas import SimArenas
 from sim.carrier import Exchange, SimCarrier
 from sim.engine import HashEngine
 from sim.plan import CONTEXT, Shape, pool_set
@@ -64,6 +68,7 @@ class World:
     exchange: Exchange
     planes: dict[int, SimPlane]
     damage: Damage
+    arenas: SimArenas
     store: Store | None
     say: Callable[[str, str], None]
     """Writes a line of the log: who, and what."""
@@ -110,28 +115,44 @@ def build(
     layout = PoolSetLayout(spec, {pool: 1 + count for pool, count in plan.counts.items()})
     plane = SimPlane(shape.plane, world.exchange.network, process, world.planes, world.rng, world.damage, sleep.wake)
     pools = PoolSet(spec, layout.counts, plane.allocate("pages", layout.nbytes))
-    host = host_pools(spec, cache.host_bytes, device, layout.counts) if cache.host_bytes else None
+    host, arena = _host_tier(world, process, role, layout, device)
     queue: SimQueue | None = None
     if host is not None and world.store is not None:
         queue = SimQueue(world.store, process, sleep.wake)
     seat = Seat(
         pools, device, cache, agenda.now,
         host=host, storage=queue, fingerprint=FINGERPRINT, stride=stride(config, role), wall=agenda.now,
+        arena=arena,
     )  # fmt: skip
+    take_over(seat, None)
     engine = cast(Engine, HashEngine(pools, device))
     carrier = SimCarrier(world.exchange, process, sleep.wake)
     common: dict[str, Any] = {"context": CONTEXT, "clock": agenda, "pause": lambda s: None}
+    sender = SenderEnd(
+        name, incarnation, FINGERPRINT, plane, pools, device, config.transfer, carrier=carrier, clock=agenda
+    )
     if role is Role.PREFILL:
-        sender = SenderEnd(
-            name, incarnation, FINGERPRINT, plane, pools, device, config.transfer, carrier=carrier, clock=agenda
-        )
         return Built(PrefillWorker(name, incarnation, config, engine, seat, sender, sleep, **common), seat, plane)
     receiver = ReceiverEnd(
         name, incarnation, FINGERPRINT, plane, pools, config.decode.metadata_slots, config.transfer,
         verify=cache.verify, carrier=carrier, clock=agenda,
     )  # fmt: skip
-    worker = DecodeWorker(name, incarnation, config, engine, seat, receiver, sleep, **common)
+    worker = DecodeWorker(name, incarnation, config, engine, seat, receiver, sleep, sender=sender, **common)
     return Built(worker, seat, plane, receiver)
+
+
+def _host_tier(
+    world: World, process: Process, role: Role, layout: PoolSetLayout, device: Device
+) -> tuple[PoolSet | None, Arena | None]:
+    """The mirror in host memory, in an arena where one is to be had."""
+    cache = world.config.cache_for(role)
+    if not cache.host_bytes:
+        return None, None
+    tier = host_layout(layout.spec, cache.host_bytes, layout.counts)
+    memory = world.arenas.take(process, arena_bytes(tier)) if cache.arena == "auto" else None
+    arena = Arena(memory, tier, FINGERPRINT) if memory is not None else None
+    region = arena.region if arena is not None else device.allocate_host(tier.nbytes)
+    return PoolSet(tier.spec, tier.counts, region, tier.order, "host"), arena
 
 
 @dataclass
@@ -160,6 +181,8 @@ class SimHost:
         self._turn: Entry | None = None
         self._renewal: Entry | None = None
         self._checks_in = world.rng.randrange(40)
+        self._pulse = Pulse(world.agenda)
+        self._hung = False
         self.snapshot = self.worker.status()
         self.sleep.on_wake = self.wake
         process.on_death(self._died)
@@ -199,11 +222,13 @@ class SimHost:
                 self._end(HostEnd.FENCED, "the controller has ended the lease")
             else:
                 self.lease.granted(sent, grant.lease_s)
+                if grant.drain:
+                    self.call(lambda worker: worker.drain())
 
         if not self.lease.held:
             self._end(HostEnd.FENCED, "the controller could not be reached in time")
             return
-        self.home.renew(self, self.snapshot, granted)
+        self.home.renew(self, self._pulse.on(self.snapshot), granted)
         self._renewal = self.process.later(self.world.config.cluster.heartbeat_s, self._renew)
 
     # ------------------------------------------------------------ what reaches it
@@ -249,9 +274,13 @@ class SimHost:
         self.sleep.asked = None
         self._turn = self.process.later(delay_s, self._run)
 
+    def hang(self) -> None:
+        """From now on its loop makes no turn, although its lease is renewed."""
+        self._hung = True
+
     def _run(self) -> None:
         self._turn = None
-        if self.ended is not None:
+        if self.ended is not None or self._hung:
             return
         try:
             end = self._round()
@@ -271,6 +300,7 @@ class SimHost:
             return HostEnd.FENCED, "the worker's lease has ended"
         self._deliver(events)
         steps, self.snapshot = self.snapshot.steps, self.worker.status()
+        self._pulse.turned(self.snapshot.steps, self.worker.runnable, self.world.shape.step_s)
         if self.worker.drained and not self._inbox:
             return HostEnd.LEFT, "the worker was drained and has left"
         self._check_sometimes()

@@ -13,8 +13,9 @@ from contracts.ids import Incarnation, RequestId, Role
 from contracts.messages import Audit, CheckReport, Done
 from contracts.ports import WorkerRecord, WorkerView
 from contracts.sampling import SamplingParams
+from router.actions import Deliver, End, Replay, Send
 from router.audits import Finding, Result
-from router.brain import Brain, Deliver, End, Replay, Send
+from router.brain import Brain
 from router.request import Request
 from router.workers import WorkerKey, prefix_hashes
 from tests.pair import SESSION, Pair

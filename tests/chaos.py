@@ -3,8 +3,9 @@
 Clients ask without pause; each answer is compared, token by token, with what an undisturbed run and the oracle said
 before the trouble began. Some clients leave. Meanwhile one fault after the other strikes, each of its kinds equally
 often: workers and single ranks are killed and stopped, one hangs, connections between router and workers and between
-workers are cut, silenced and slowed by a proxy, workers are drained and taken back, the disk of the storage tier fills
-up (a small file system of its own), and host memory is always full, being much too small.
+workers are cut, silenced and slowed by a proxy, workers are drained and taken back and change their role, the disk of
+the storage tier fills up (a small file system of its own), host memory is always full, being much too small, and all
+that runs is retracted now and then.
 
 Every request ends in its exact answer or by its own client; anything else is a failure, since one worker of each role
 is always alive or on its way back. One seed decides what is asked and what strikes when. `--state FILE` keeps counts,
@@ -42,7 +43,7 @@ PROMPTS, TOKENS, LONGEST, AT_ONCE = 40, 48, 400, 8
 LEAVES = 0.15
 """Share of the clients that don't wait for their answer's end."""
 DISK_MIB = 4
-BACK_S = 90.0
+BACK_S = 300.0
 """A worker that was struck is back within this time, on a machine with much else to do."""
 
 
@@ -96,10 +97,13 @@ class Chaos:
         self._random = random.Random(f"{tally.seed}:{tally.seconds:.0f}")
         self._bag: list[str] = []
         self._over = False
+        self._seen: Counter[str] = Counter()
+        """What has been counted of this cluster already."""
         self.faults: dict[str, Callable[[], Awaitable[bool]]] = {
             "kill a prefill": lambda: self.kill("prefill"),
             "kill a decode": lambda: self.kill("decode"),
-            "kill a rank": self.kill_rank,
+            "kill a rank": lambda: self.strike_rank(signal.SIGKILL),
+            "stop a rank": lambda: self.strike_rank(signal.SIGSTOP),
             "stop and go on": self.stop_and_go_on,
             "stop for good": self.stop_for_good,
             "cut a stream": lambda: self.link("serve", self.proxy.cut),
@@ -114,12 +118,14 @@ class Chaos:
         }
         if disk is not None:
             self.faults["fill the disk"] = self.fill_the_disk
+        if any("/cluster/role/" in path for path in httpx.get(f"{cluster.url}/openapi.json").json()["paths"]):
+            self.faults["change a role"] = self.change_a_role
 
     # ------------------------------------------------------------ the run
 
     async def run(self, seconds: float) -> None:
         """Ask and strike for so long, then mend everything and let what runs end."""
-        end = time.monotonic() + seconds
+        end, self._over = time.monotonic() + seconds, False
         limits = httpx.Limits(max_connections=4 * AT_ONCE)
         async with httpx.AsyncClient(base_url=self.cluster.url, timeout=300, limits=limits) as client:
             self._client = client
@@ -184,14 +190,14 @@ class Chaos:
             os.kill(victim["pid"], signal.SIGKILL)
         return True
 
-    async def kill_rank(self) -> bool:
-        """A process of a worker that is not its leader."""
+    async def strike_rank(self, number: signal.Signals) -> bool:
+        """A process of a worker that is not its leader. One that is stopped is found as soon as it is to compute."""
         leaders = {w["pid"]: w["name"] for w in await self._ready("prefill")}
         others = [p for p in _worker_processes(self.cluster) if p.pid not in leaders and _rank_of(p)]
         if not leaders or not others:
             return False
         with contextlib.suppress(psutil.NoSuchProcess):
-            self._random.choice(others).kill()
+            self._random.choice(others).send_signal(number)
         return True
 
     async def stop_and_go_on(self) -> bool:
@@ -238,6 +244,16 @@ class Chaos:
         undrained = await self._client.post(f"/cluster/undrain/{victim['name']}")
         return drained.status_code == undrained.status_code == 200
 
+    async def change_a_role(self) -> bool:
+        """Of a worker of the larger pool: what it runs is handed on, and it comes back in the other one."""
+        ready = {role: await self._ready(role) for role in ROLES}
+        role = max(ROLES, key=lambda role: len(ready[role]))
+        if not ready[role]:
+            return False
+        victim, other = self._random.choice(ready[role]), ROLES[role == ROLES[0]]
+        answer = await self._client.post(f"/cluster/role/{victim['name']}", params={"role": other})
+        return answer.status_code == 200
+
     async def fill_the_disk(self) -> bool:
         assert self._disk is not None
         filler = self._disk / "filler"
@@ -271,9 +287,11 @@ class Chaos:
         for labels, name in tiers.items():
             marks = labels.split(",")
             value = sum(v for k, v in metrics.items() if "moved_pages_total" in k and all(m in k for m in marks))
-            self.tally.outcomes[name] += int(value)
+            self.tally.outcomes[name] += int(value) - self._seen[name]
+            self._seen[name] = int(value)
         hung = sum("hung: " in line for line in self.cluster.lines)
-        self.tally.faults["hang"] += hung
+        self.tally.faults["hang"] += hung - self._seen["hang"]
+        self._seen["hang"] = hung
 
     def _all_back(self) -> bool:
         return all(w["state"] in ("ready", "left") for w in self.cluster.status().values())
@@ -321,8 +339,12 @@ def sections(proxy: Proxy, storage: Path, plane: str) -> dict[str, Any]:
             "storage.timeout_s": 2,
         },
         "prefill": {"chunk_tokens": 128, "tp": 2},
-        "cluster": {"lease_s": 4, "stall_s": 8, "rank_timeout_s": 6, "restart_limit": 100_000},
-        "faults": {"proxy": proxy.door, "hang": "decode-1:400"},
+        # On a machine with much else to do a worker takes minutes to come back.
+        "router": {"worker_wait_s": BACK_S},
+        "cluster": {
+            "lease_s": 4, "stall_s": 8, "rank_timeout_s": 6, "restart_limit": 100_000, "start_timeout_s": BACK_S,
+        },
+        "faults": {"proxy": proxy.door, "hang": "decode-1:400", "retract_every": 60},
     }  # fmt: skip
 
 

@@ -63,6 +63,8 @@ class Pair:
         devices, crews, arenas = devices or {}, crews or {}, arenas or {}
         sizes = tokens if isinstance(tokens, Mapping) else dict.fromkeys(Role, tokens)
         spec = read_model_spec(folder)
+        # There is no other decode worker that could take what this one has.
+        config = replace(config, decode=replace(config.decode, offer_bytes=0))
         self.clock = clock
         options: dict[str, Any] = {"host": "127.0.0.1", "clock": clock}
         self.prefill, self.decode = (
@@ -156,7 +158,7 @@ class Pair:
             answer.scores = event.scores
         elif isinstance(event, Progress):
             answer.progress[event.role] = _together(answer.progress.get(event.role), event)
-        else:
+        elif isinstance(event, Done):
             answer.done = event
             if event.error is not None:
                 self.cancel(event.request_id)

@@ -102,6 +102,11 @@ class Desk(Generic[R]):
             return None
         return request
 
+    def find(self, session: SessionId, request_id: RequestId, attempt: int) -> R | None:
+        """This very attempt of the session's request, if it is here."""
+        request = self._find(session, request_id, attempt)
+        return request if request is not None and request.submit.attempt == attempt else None
+
     def remove(self, request: R) -> None:
         del self._requests[request.submit.request_id]
 

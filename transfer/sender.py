@@ -240,6 +240,11 @@ class SenderEnd:
         return len(self._rooms)
 
     @property
+    def outgoing(self) -> dict[str, float]:
+        """Rooms that have not ended, by who receives them: counters of a worker's status (hazard D2)."""
+        return dict(Counter(f"outgoing_to:{room.wants.name}" for room in self._rooms.values()))
+
+    @property
     def unconfirmed(self) -> set[RoomId]:
         """Rooms in which everything was sent and decode has not said yet that it has it."""
         return {r.id for r in self._rooms.values() if r.state is Sender.SENT}

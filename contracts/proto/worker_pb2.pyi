@@ -17,16 +17,24 @@ class RouterFrame(_message.Message):
     def __init__(self, commands: _Optional[_Iterable[_Union[Command, _Mapping]]] = ...) -> None: ...
 
 class Command(_message.Message):
-    __slots__ = ("submit", "cancel", "audit", "forget")
+    __slots__ = ("submit", "cancel", "handover", "resume", "give", "fetch", "audit", "forget")
     SUBMIT_FIELD_NUMBER: _ClassVar[int]
     CANCEL_FIELD_NUMBER: _ClassVar[int]
+    HANDOVER_FIELD_NUMBER: _ClassVar[int]
+    RESUME_FIELD_NUMBER: _ClassVar[int]
+    GIVE_FIELD_NUMBER: _ClassVar[int]
+    FETCH_FIELD_NUMBER: _ClassVar[int]
     AUDIT_FIELD_NUMBER: _ClassVar[int]
     FORGET_FIELD_NUMBER: _ClassVar[int]
     submit: Submit
     cancel: Cancel
+    handover: Handover
+    resume: Cancel
+    give: Pages
+    fetch: Pages
     audit: Audit
     forget: Forget
-    def __init__(self, submit: _Optional[_Union[Submit, _Mapping]] = ..., cancel: _Optional[_Union[Cancel, _Mapping]] = ..., audit: _Optional[_Union[Audit, _Mapping]] = ..., forget: _Optional[_Union[Forget, _Mapping]] = ...) -> None: ...
+    def __init__(self, submit: _Optional[_Union[Submit, _Mapping]] = ..., cancel: _Optional[_Union[Cancel, _Mapping]] = ..., handover: _Optional[_Union[Handover, _Mapping]] = ..., resume: _Optional[_Union[Cancel, _Mapping]] = ..., give: _Optional[_Union[Pages, _Mapping]] = ..., fetch: _Optional[_Union[Pages, _Mapping]] = ..., audit: _Optional[_Union[Audit, _Mapping]] = ..., forget: _Optional[_Union[Forget, _Mapping]] = ...) -> None: ...
 
 class Peer(_message.Message):
     __slots__ = ("name", "incarnation", "control")
@@ -111,6 +119,36 @@ class Cancel(_message.Message):
     attempt: int
     def __init__(self, request_id: _Optional[str] = ..., attempt: _Optional[int] = ...) -> None: ...
 
+class Handover(_message.Message):
+    __slots__ = ("request_id", "attempt", "room", "peer")
+    REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
+    ATTEMPT_FIELD_NUMBER: _ClassVar[int]
+    ROOM_FIELD_NUMBER: _ClassVar[int]
+    PEER_FIELD_NUMBER: _ClassVar[int]
+    request_id: str
+    attempt: int
+    room: str
+    peer: Peer
+    def __init__(self, request_id: _Optional[str] = ..., attempt: _Optional[int] = ..., room: _Optional[str] = ..., peer: _Optional[_Union[Peer, _Mapping]] = ...) -> None: ...
+
+class Pages(_message.Message):
+    __slots__ = ("request_id", "attempt", "room", "peer", "tokens", "salt", "spare")
+    REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
+    ATTEMPT_FIELD_NUMBER: _ClassVar[int]
+    ROOM_FIELD_NUMBER: _ClassVar[int]
+    PEER_FIELD_NUMBER: _ClassVar[int]
+    TOKENS_FIELD_NUMBER: _ClassVar[int]
+    SALT_FIELD_NUMBER: _ClassVar[int]
+    SPARE_FIELD_NUMBER: _ClassVar[int]
+    request_id: str
+    attempt: int
+    room: str
+    peer: Peer
+    tokens: _containers.RepeatedScalarFieldContainer[int]
+    salt: str
+    spare: bool
+    def __init__(self, request_id: _Optional[str] = ..., attempt: _Optional[int] = ..., room: _Optional[str] = ..., peer: _Optional[_Union[Peer, _Mapping]] = ..., tokens: _Optional[_Iterable[int]] = ..., salt: _Optional[str] = ..., spare: _Optional[bool] = ...) -> None: ...
+
 class Audit(_message.Message):
     __slots__ = ("request_id", "attempt", "tokens", "prompt_len", "sampling")
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
@@ -144,13 +182,20 @@ class WorkerFrame(_message.Message):
     def __init__(self, incarnation: _Optional[int] = ..., events: _Optional[_Iterable[_Union[Event, _Mapping]]] = ...) -> None: ...
 
 class Event(_message.Message):
-    __slots__ = ("request_id", "attempt", "tokens", "prompt_scores", "progress", "done", "audited")
+    __slots__ = ("request_id", "attempt", "tokens", "prompt_scores", "progress", "done", "leaving", "paused", "resumed", "moved", "gives", "fetched", "offered", "audited")
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     ATTEMPT_FIELD_NUMBER: _ClassVar[int]
     TOKENS_FIELD_NUMBER: _ClassVar[int]
     PROMPT_SCORES_FIELD_NUMBER: _ClassVar[int]
     PROGRESS_FIELD_NUMBER: _ClassVar[int]
     DONE_FIELD_NUMBER: _ClassVar[int]
+    LEAVING_FIELD_NUMBER: _ClassVar[int]
+    PAUSED_FIELD_NUMBER: _ClassVar[int]
+    RESUMED_FIELD_NUMBER: _ClassVar[int]
+    MOVED_FIELD_NUMBER: _ClassVar[int]
+    GIVES_FIELD_NUMBER: _ClassVar[int]
+    FETCHED_FIELD_NUMBER: _ClassVar[int]
+    OFFERED_FIELD_NUMBER: _ClassVar[int]
     AUDITED_FIELD_NUMBER: _ClassVar[int]
     request_id: str
     attempt: int
@@ -158,8 +203,55 @@ class Event(_message.Message):
     prompt_scores: PromptScores
     progress: Progress
     done: Done
+    leaving: Leaving
+    paused: Paused
+    resumed: Resumed
+    moved: Moved
+    gives: Gives
+    fetched: Moved
+    offered: Offered
     audited: Audited
-    def __init__(self, request_id: _Optional[str] = ..., attempt: _Optional[int] = ..., tokens: _Optional[_Union[Tokens, _Mapping]] = ..., prompt_scores: _Optional[_Union[PromptScores, _Mapping]] = ..., progress: _Optional[_Union[Progress, _Mapping]] = ..., done: _Optional[_Union[Done, _Mapping]] = ..., audited: _Optional[_Union[Audited, _Mapping]] = ...) -> None: ...
+    def __init__(self, request_id: _Optional[str] = ..., attempt: _Optional[int] = ..., tokens: _Optional[_Union[Tokens, _Mapping]] = ..., prompt_scores: _Optional[_Union[PromptScores, _Mapping]] = ..., progress: _Optional[_Union[Progress, _Mapping]] = ..., done: _Optional[_Union[Done, _Mapping]] = ..., leaving: _Optional[_Union[Leaving, _Mapping]] = ..., paused: _Optional[_Union[Paused, _Mapping]] = ..., resumed: _Optional[_Union[Resumed, _Mapping]] = ..., moved: _Optional[_Union[Moved, _Mapping]] = ..., gives: _Optional[_Union[Gives, _Mapping]] = ..., fetched: _Optional[_Union[Moved, _Mapping]] = ..., offered: _Optional[_Union[Offered, _Mapping]] = ..., audited: _Optional[_Union[Audited, _Mapping]] = ...) -> None: ...
+
+class Gives(_message.Message):
+    __slots__ = ("positions",)
+    POSITIONS_FIELD_NUMBER: _ClassVar[int]
+    positions: int
+    def __init__(self, positions: _Optional[int] = ...) -> None: ...
+
+class Offered(_message.Message):
+    __slots__ = ("tokens", "salt")
+    TOKENS_FIELD_NUMBER: _ClassVar[int]
+    SALT_FIELD_NUMBER: _ClassVar[int]
+    tokens: _containers.RepeatedScalarFieldContainer[int]
+    salt: str
+    def __init__(self, tokens: _Optional[_Iterable[int]] = ..., salt: _Optional[str] = ...) -> None: ...
+
+class Leaving(_message.Message):
+    __slots__ = ("started", "withdrawn")
+    STARTED_FIELD_NUMBER: _ClassVar[int]
+    WITHDRAWN_FIELD_NUMBER: _ClassVar[int]
+    started: bool
+    withdrawn: bool
+    def __init__(self, started: _Optional[bool] = ..., withdrawn: _Optional[bool] = ...) -> None: ...
+
+class Paused(_message.Message):
+    __slots__ = ("position",)
+    POSITION_FIELD_NUMBER: _ClassVar[int]
+    position: int
+    def __init__(self, position: _Optional[int] = ...) -> None: ...
+
+class Resumed(_message.Message):
+    __slots__ = ("reason",)
+    REASON_FIELD_NUMBER: _ClassVar[int]
+    reason: str
+    def __init__(self, reason: _Optional[str] = ...) -> None: ...
+
+class Moved(_message.Message):
+    __slots__ = ("bytes",)
+    BYTES_FIELD_NUMBER: _ClassVar[int]
+    bytes: int
+    def __init__(self, bytes: _Optional[int] = ...) -> None: ...
 
 class TokenLogprob(_message.Message):
     __slots__ = ("token", "logprob", "top_tokens", "top_logprobs")
@@ -319,7 +411,7 @@ class CheckReport(_message.Message):
     def __init__(self, name: _Optional[str] = ..., pages: _Optional[int] = ..., slots: _Optional[int] = ..., leases: _Optional[int] = ..., rooms: _Optional[int] = ..., violations: _Optional[_Iterable[str]] = ...) -> None: ...
 
 class Registration(_message.Message):
-    __slots__ = ("name", "role", "pid", "node", "endpoint", "control", "max_positions", "context", "incarnation")
+    __slots__ = ("name", "role", "pid", "node", "endpoint", "control", "max_positions", "context", "incarnation", "node_id")
     NAME_FIELD_NUMBER: _ClassVar[int]
     ROLE_FIELD_NUMBER: _ClassVar[int]
     PID_FIELD_NUMBER: _ClassVar[int]
@@ -329,6 +421,7 @@ class Registration(_message.Message):
     MAX_POSITIONS_FIELD_NUMBER: _ClassVar[int]
     CONTEXT_FIELD_NUMBER: _ClassVar[int]
     INCARNATION_FIELD_NUMBER: _ClassVar[int]
+    NODE_ID_FIELD_NUMBER: _ClassVar[int]
     name: str
     role: str
     pid: int
@@ -338,17 +431,28 @@ class Registration(_message.Message):
     max_positions: int
     context: int
     incarnation: int
-    def __init__(self, name: _Optional[str] = ..., role: _Optional[str] = ..., pid: _Optional[int] = ..., node: _Optional[str] = ..., endpoint: _Optional[str] = ..., control: _Optional[str] = ..., max_positions: _Optional[int] = ..., context: _Optional[int] = ..., incarnation: _Optional[int] = ...) -> None: ...
+    node_id: str
+    def __init__(self, name: _Optional[str] = ..., role: _Optional[str] = ..., pid: _Optional[int] = ..., node: _Optional[str] = ..., endpoint: _Optional[str] = ..., control: _Optional[str] = ..., max_positions: _Optional[int] = ..., context: _Optional[int] = ..., incarnation: _Optional[int] = ..., node_id: _Optional[str] = ...) -> None: ...
 
 class Grant(_message.Message):
-    __slots__ = ("incarnation", "lease_s", "fenced")
+    __slots__ = ("incarnation", "lease_s", "fenced", "drain")
     INCARNATION_FIELD_NUMBER: _ClassVar[int]
     LEASE_S_FIELD_NUMBER: _ClassVar[int]
     FENCED_FIELD_NUMBER: _ClassVar[int]
+    DRAIN_FIELD_NUMBER: _ClassVar[int]
     incarnation: int
     lease_s: float
     fenced: bool
-    def __init__(self, incarnation: _Optional[int] = ..., lease_s: _Optional[float] = ..., fenced: _Optional[bool] = ...) -> None: ...
+    drain: bool
+    def __init__(self, incarnation: _Optional[int] = ..., lease_s: _Optional[float] = ..., fenced: _Optional[bool] = ..., drain: _Optional[bool] = ...) -> None: ...
+
+class RoleChange(_message.Message):
+    __slots__ = ("name", "role")
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    ROLE_FIELD_NUMBER: _ClassVar[int]
+    name: str
+    role: str
+    def __init__(self, name: _Optional[str] = ..., role: _Optional[str] = ...) -> None: ...
 
 class Renewal(_message.Message):
     __slots__ = ("name", "incarnation", "status")

@@ -294,6 +294,11 @@ class ControllerStub:
                 request_serializer=contracts_dot_proto_dot_worker__pb2.Renewal.SerializeToString,
                 response_deserializer=contracts_dot_proto_dot_worker__pb2.Empty.FromString,
                 _registered_method=True)
+        self.ChangeRole = channel.unary_unary(
+                '/twinpool.Controller/ChangeRole',
+                request_serializer=contracts_dot_proto_dot_worker__pb2.RoleChange.SerializeToString,
+                response_deserializer=contracts_dot_proto_dot_worker__pb2.Empty.FromString,
+                _registered_method=True)
         self.Watch = channel.unary_stream(
                 '/twinpool.Controller/Watch',
                 request_serializer=contracts_dot_proto_dot_worker__pb2.Empty.SerializeToString,
@@ -322,6 +327,13 @@ class ControllerServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def ChangeRole(self, request, context):
+        """Drain a worker, and start it again in another role.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def Watch(self, request, context):
         """The whole table at once, then again at each change.
         """
@@ -345,6 +357,11 @@ def add_ControllerServicer_to_server(servicer, server):
             'Leave': grpc.unary_unary_rpc_method_handler(
                     servicer.Leave,
                     request_deserializer=contracts_dot_proto_dot_worker__pb2.Renewal.FromString,
+                    response_serializer=contracts_dot_proto_dot_worker__pb2.Empty.SerializeToString,
+            ),
+            'ChangeRole': grpc.unary_unary_rpc_method_handler(
+                    servicer.ChangeRole,
+                    request_deserializer=contracts_dot_proto_dot_worker__pb2.RoleChange.FromString,
                     response_serializer=contracts_dot_proto_dot_worker__pb2.Empty.SerializeToString,
             ),
             'Watch': grpc.unary_stream_rpc_method_handler(
@@ -433,6 +450,33 @@ class Controller:
             target,
             '/twinpool.Controller/Leave',
             contracts_dot_proto_dot_worker__pb2.Renewal.SerializeToString,
+            contracts_dot_proto_dot_worker__pb2.Empty.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ChangeRole(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/twinpool.Controller/ChangeRole',
+            contracts_dot_proto_dot_worker__pb2.RoleChange.SerializeToString,
             contracts_dot_proto_dot_worker__pb2.Empty.FromString,
             options,
             channel_credentials,

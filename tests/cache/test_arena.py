@@ -320,3 +320,36 @@ def flip(segment: memoryview, name: str, pool: str, page: int) -> None:
     arena = Arena(segment, layout_of(name), "world")
     (record,) = [record for record in arena.read(pool)[0] if record.number == page]
     arena.layout.page(arena.region, pool, record.index)[3] ^= 1
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_what_a_retracted_request_has_on_the_host_is_a_prefix_for_whoever_comes_after_the_death(name: str) -> None:
+    segment = segment_for(name)
+    world = world_on(segment, name)
+    visitor = world.arrive(TOKENS)
+    assert world.admit(visitor)
+    while visitor.done < len(visitor.prefix):
+        assert world.compute(visitor, len(visitor.prefix))
+        world.poll()
+        assert world.commit(visitor, share=False)
+    claim, seat = visitor.claim, world.seat
+    assert claim is not None
+    parked = seat.park(claim, visitor.prefix, len(TOKENS))
+    world.leave(visitor)
+    seat.settle(parked)
+    assert seat.check() == []
+    second = world_on(memoryview(bytearray(segment)), name, 2)
+    assert second.seat.stats()["arena_pages_adopted"] == len(visitor.prefix)
+    assert expect_right_bytes(second)
+    look_at_all(second)
+    assert second.seat.stats()["arena_pages_damaged"] == 0
+    again = second.arrive(TOKENS)
+    again.reusable = len(again.prefix)
+    second.admit(again)
+    assert again.claim is not None
+    assert again.claim.depth == len(again.prefix), "all of it can be computed from"
+    second.settle()
+    seat.discard(parked)
+    assert seat.check() == []
+    third = world_on(segment, name, 3)
+    assert third.seat.stats()["arena_pages_adopted"] == 0, "what was given back is nobody's prefix"

@@ -7,7 +7,8 @@ from pathlib import Path
 import pytest
 
 from cluster import admin, cli
-from cluster.admin import STATUS_KEYS, Operator, Refused
+from cluster.admin import STATUS_KEYS, Operator
+from cluster.leaving import Drain, Lines, ending
 from cluster.runfile import write_run_file
 from cluster.terminal import curl_line, url_of
 from contracts.clock import ManualClock
@@ -100,7 +101,9 @@ def test_drain_waits_until_the_worker_has_left_and_says_for_what(stub: RouterStu
         [row("decode-0", "left")],
     ]
     clock, said = ManualClock(), list[str]()
-    Operator(stub.url, clock.now, lambda s: clock.advance(2.0)).drain("decode-0", True, 60.0, said.append)
+    operator = Operator(stub.url, clock.now, lambda s: clock.advance(2.0))
+    report = Drain(operator, "decode-0", force=True, timeout_s=60.0, show=Lines(said.append).show).run()
+    said.append(ending(report))
     assert stub.calls[0] == ("POST", "/cluster/drain/decode-0?force=true")
     assert said == [
         "decode-0 is draining: waits for 2 running, 1 waiting",
@@ -114,14 +117,16 @@ def test_drain_waits_until_the_worker_has_left_and_says_for_what(stub: RouterStu
     [
         (row("decode-0", "ready"), "was undrained"),
         (row("decode-0", "dead"), "died while it was draining"),
-        (row("decode-0", "draining", running=1), "has not left after 10 s; it waits for 1 running"),
+        (row("decode-0", "draining", running=1), "has not left after 10 s; decode-0 waits for 1 running"),
     ],
 )
 def test_a_drain_that_does_not_end_well_is_a_refusal(stub: RouterStub, end: dict[str, object], words: str) -> None:
     stub.tables = [[row("decode-0", "draining", running=1)], [end]]
     clock = ManualClock()
-    with pytest.raises(Refused, match=words):
-        Operator(stub.url, clock.now, lambda s: clock.advance(2.0)).drain("decode-0", False, 10.0, lambda line: None)
+    operator = Operator(stub.url, clock.now, lambda s: clock.advance(2.0))
+    report = Drain(operator, "decode-0", force=False, timeout_s=10.0).run()
+    assert not report.left
+    assert words in report.why
 
 
 def test_a_server_that_is_no_router_counts_as_no_cluster(stub: RouterStub, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -4,7 +4,7 @@ import dataclasses
 
 import pytest
 
-from cluster.controller import Action, Controller, Kill, MemoryLedger, Report, Start
+from cluster.controller import Action, Controller, Forget, Kill, MemoryLedger, Report, Start
 from cluster.states import TRANSITIONS, WorkerEvent, WorkerState, advance
 from contracts.clock import ManualClock
 from contracts.config import ClusterConfig
@@ -142,11 +142,25 @@ def test_a_worker_that_keeps_dying_waits_longer_each_time_and_is_then_left_dead(
         waits.append(cluster.clock.now() - start)
         cluster.brain.died(NAME, Incarnation(incarnation), "out of memory")
     assert waits == [0.0, 0.0, 0.5, 1.0]
-    reports = [a.text for a in cluster.brain.tick() if isinstance(a, Report)]
+    actions = cluster.brain.tick()
+    reports = [a.text for a in actions if isinstance(a, Report)]
     assert "left dead (cluster.restart_limit)" in reports[-1]
+    assert actions.count(Forget(NAME)) == 1, "only now that nobody comes after it"
     cluster.clock.advance(3600)
     assert cluster.brain.tick() == []
     assert cluster.state == "dead"
+
+
+def test_what_is_kept_for_a_successor_is_forgotten_when_a_worker_leaves_and_not_when_it_dies() -> None:
+    cluster = Cluster()
+    cluster.up(1)
+    cluster.brain.died(NAME, Incarnation(1), "signal 9")
+    actions = cluster.brain.tick()
+    assert Forget(NAME) not in actions
+    assert cluster.starts(actions) == [2]
+    assert not cluster.brain.register(_record(2)).fenced
+    cluster.brain.leave(NAME, Incarnation(2))
+    assert Forget(NAME) in cluster.brain.tick()
 
 
 def test_deaths_long_ago_do_not_count() -> None:

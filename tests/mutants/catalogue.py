@@ -21,10 +21,11 @@ HAZARDS = tuple(
     [f"A{n}" for n in range(1, 10)]
     + ["A11", "A12"]
     + [f"B{n}" for n in range(1, 11)]
-    + [f"C{n}" for n in range(1, 4)]
+    + [f"C{n}" for n in range(1, 5)]
     + ["C10"]
+    + [f"D{n}" for n in range(1, 4)]
 )
-"""Those that concern the state plane."""
+"""Those that concern the state plane, C4 and C10, and how workers go."""
 
 
 @dataclass(frozen=True)

@@ -13,8 +13,9 @@ from contracts.config import AuditConfig, RouterConfig
 from contracts.ids import RequestId, Role, RoomId
 from contracts.messages import Audit, Cancel, Done, Event, Forget, Submit
 from contracts.sampling import SamplingParams, TokenLogprob
+from router.actions import Deliver, End, Replay, Scores, Send
 from router.audits import Finding
-from router.brain import Brain, Deliver, End, Replay, Scores, Send
+from router.brain import Brain
 from router.request import Request
 from router.workers import WorkerKey, prefix_hashes
 from tests.router.fake_worker import FakeCluster, decode_frames, expected, prefill_frames

@@ -190,3 +190,13 @@ def test_an_event_that_is_not_in_the_table_raises_and_every_state_can_end() -> N
             CIRCUIT.next(state_, event)
     for row in CIRCUIT.rows.values():
         assert row[CircuitEvent.OVER] is Circuit.OVER
+
+
+def test_who_waits_in_vain_for_a_worker_that_is_left_alone_is_told() -> None:
+    stage = Stage(prefill=1, decode=1, **{**PATIENT, "worker_wait_s": 3.0})
+    rids = [stage.submit() for _ in range(4)]
+    for rid in rids:
+        stage.error(rid, DECODE, ErrorKind.WORKER)
+    stage.tick(3.1)
+    for rid in rids:
+        assert "left alone after failures: decode-0" in stage.ends[rid].message

@@ -9,6 +9,7 @@ import pytest
 
 from contracts.config import config_from_dict
 from contracts.errors import ErrorKind
+from contracts.ids import Role
 from tests.router.fake_worker import FakeCluster
 from tests.router.http_server import Server, router_config, serving
 
@@ -83,7 +84,9 @@ def test_what_the_tiers_did_is_in_status_and_metrics(server: Server) -> None:
     server.cluster["prefill-0"].counters = {
         "hit_tokens_host": 64.0, "pages_damaged_in_storage": 2.0, "host_pages_total": 9.0, "pages_loaded": 4.0,
     }  # fmt: skip
-    server.cluster["decode-0"].counters = {"pages_damaged": 1.0}
+    server.cluster["decode-0"].counters = {
+        "pages_damaged": 1.0, "retractions": 5.0, "resumptions": 3.0, "resumed_bytes": 640.0, "retracted": 2.0,
+    }  # fmt: skip
     server.call(server.cluster.changed)
     told = {w["name"]: w["counters"] for w in server.client.get("/cluster/status").json()["workers"]}
     assert told["prefill-0"]["hit_tokens_host"] == 64
@@ -95,6 +98,10 @@ def test_what_the_tiers_did_is_in_status_and_metrics(server: Server) -> None:
         (f'twinpool_cache_pages{{{of_prefill},tier="host",what="total",worker="prefill-0"}}', 9),
         (f'twinpool_cache_moved_pages_total{{{of_prefill},tier="device",what="loaded",worker="prefill-0"}}', 4),
         ('twinpool_state_damage_total{role="decode",where="handover",worker="decode-0"}', 1),
+        ('twinpool_retracted_requests_total{role="decode",what="retractions",worker="decode-0"}', 5),
+        ('twinpool_retracted_requests_total{role="decode",what="resumptions",worker="decode-0"}', 3),
+        ('twinpool_retracted_bytes_total{role="decode",way="back",worker="decode-0"}', 640),
+        ('twinpool_requests_retracted_now{role="decode",worker="decode-0"}', 2),
     ):
         assert metric(server, sample) == value
     assert 'worker="prefill-1"' not in "".join(
@@ -173,6 +180,21 @@ def test_drain_stops_placement_and_undrain_brings_it_back(server: Server) -> Non
     for _ in range(2):
         server.complete(max_tokens=3)
     assert server.cluster["decode-0"].submits
+
+
+def test_d1_a_worker_that_was_told_to_leave_is_not_counted_on_before_it_has_answered(server: Server) -> None:
+    """Two operators at once, or one whose first drain is slow to arrive: somebody of the role stays."""
+    service = server.service
+    told = service.brain.workers.named("decode-0")
+    assert told is not None
+    server.call(lambda: told.tell_to_leave(service.clock.now()))
+    status, message = refusal(server, "drain/decode-1")
+    assert status == 409
+    assert message.startswith("decode-1 is the last decode worker that serves")
+    assert refusal(server, "role/decode-1?role=prefill")[0] == 409
+    server.call(told.tell_to_stay)
+    assert operate(server, "drain/decode-1")[0] == 200
+    assert service.brain.workers.staying(Role.DECODE, service.clock.now()) == [told]
 
 
 def test_the_last_worker_of_a_role_is_drained_by_force_only(server: Server) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contracts.config import RouterConfig
 from contracts.ids import Incarnation, Role, WorkerName
 from contracts.messages import Fits, WorkerStatus
 from contracts.ports import WorkerRecord, WorkerView
@@ -24,7 +25,7 @@ def holds(workers: Workers) -> int:
 
 
 def killed() -> Workers:
-    workers = Workers()
+    workers = Workers(RouterConfig())
     workers.update([view(1)])
     entry = workers.named(NAME)
     assert entry is not None

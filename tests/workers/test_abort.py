@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import itertools
 import random
+import time
 import uuid
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -34,6 +35,7 @@ SOME = (("full+window", "local"), ("full+state", "local"), ("all", "shm"), ("all
 """Every plane, and every kind of state."""
 PROMPT, ANSWER, PAGE = 22, 6, 4
 FILLER = 36
+UNTIL_S = 60.0
 PARAMS = SamplingParams(max_tokens=ANSWER, temperature=0.0)
 DEADLINE_S = 500.0
 BOTH = (Role.PREFILL, Role.DECODE)
@@ -65,11 +67,11 @@ class Scene:
         return self.both.submit(prompt, PARAMS, legs=legs, deadline_s=DEADLINE_S)
 
     def until(self, reached: Callable[[], object], *roles: Role) -> None:
-        for _ in range(3000):
-            if reached():
-                return
+        end = time.monotonic() + UNTIL_S
+        while not reached():
+            assert time.monotonic() < end, "the phase was never reached"
             self.both.step(*roles)
-        raise AssertionError("the phase was never reached")
+            self.both.prefill.wait(0.001)
 
     def at_prefill(self, rid: RequestId, phase: PrefillPhase) -> bool:
         return any(r.phase is phase for r in self.prefill._desk if r.submit.request_id == rid)
@@ -247,7 +249,12 @@ def opened(name: str, plane: str, seed: int, host_pages: int = 24) -> Iterator[S
 
 
 def whole(both: HashPair) -> None:
-    both.settle()
+    end = time.monotonic() + UNTIL_S
+    while any(w.check().rooms for w in (both.prefill, both.decode)):  # On sockets, words take their time.
+        assert time.monotonic() < end, "rooms are left"
+        both.step()
+        both.prefill.wait(0.001)
+    both.settle(20000)
     for worker in (both.prefill, both.decode):
         assert worker.check().violations == ()
 

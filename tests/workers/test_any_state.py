@@ -72,17 +72,17 @@ class HashPair(Pair):
         carrier = ZmqCarrier("127.0.0.1", waiter, None)
         name, first = WorkerName(f"{role}-0"), Incarnation(1)
         common: dict[str, Any] = {"context": CONTEXT, "clock": self.clock, "pause": lambda s: None}
+        sender = SenderEnd(
+            name, first, "hash", plane, pools, device, config.transfer,
+            carrier=carrier, clock=self.clock,
+        )  # fmt: skip
         if role is Role.PREFILL:
-            sender = SenderEnd(
-                name, first, "hash", plane, pools, device, config.transfer,
-                carrier=carrier, clock=self.clock,
-            )  # fmt: skip
             return PrefillWorker(name, first, config, engine, seat, sender, waiter, **common)
         receiver = ReceiverEnd(
             name, first, "hash", plane, pools, 16, config.transfer,
             verify=cache.verify, carrier=carrier, clock=self.clock,
         )  # fmt: skip
-        return DecodeWorker(name, first, config, engine, seat, receiver, waiter, **common)
+        return DecodeWorker(name, first, config, engine, seat, receiver, waiter, sender=sender, **common)
 
 
 @contextmanager

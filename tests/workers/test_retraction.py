@@ -154,6 +154,22 @@ def test_a_recomputed_request_ends_its_attempt_and_goes_on_from_its_tokens(model
         assert held >= (len(prompt) + len(emitted) - 1) // PAGE * PAGE, "what it left in the tree is used again"
 
 
+@pytest.mark.parametrize("quicker", ["copying", "computing"])
+def test_what_is_quicker_by_the_rates_measured_is_done(model: Path, quicker: str) -> None:
+    with working(model, decode={"cache": {"host_bytes": HOST_BYTES}}) as (both, decode):
+        asked = both.submit(prompt_of(1, 40), greedy(20))
+        (request,) = run_until(both, decode)
+        rates = decode._retraction.rates
+        assert rates.positions_per_s > 0, "measured with its own hand-over"
+        rates.out_bytes_per_s = rates.back_bytes_per_s = 1e12 if quicker == "copying" else 1.0
+        decode._retract(request)
+        (answer,) = both.run(asked)
+        assert answer.done is not None
+        assert answer.done.error is (None if quicker == "copying" else ErrorKind.RETRACTED)
+        counters = decode.status().counters
+        assert (counters["resumptions"], counters["recomputed"]) == ((1, 0) if quicker == "copying" else (0, 1))
+
+
 def test_without_room_on_the_host_it_is_computed_again(model: Path) -> None:
     with working(model, decode={"cache": {"host_bytes": 1 << 14}}) as (both, decode):
         request = both.submit(prompt_of(6, 200), greedy(20))
@@ -209,7 +225,9 @@ def test_c10_who_was_retracted_comes_back_oldest_first_and_before_anybody_new(mo
         until(both, lambda: len(decode._retraction._away) >= 2)
         new = both.submit(prompt_of(9, 5), greedy(4))
         order: list[str] = []
-        while any(both.answers[r].done is None for r in [*olds, new]):
+        for _ in range(5000):
+            if all(both.answers[r].done is not None for r in [*olds, new]):
+                break
             away = sorted(decode._retraction._away, key=lambda r: r.arrived)
             both.step()
             for request in away:
@@ -224,6 +242,24 @@ def test_c10_who_was_retracted_comes_back_oldest_first_and_before_anybody_new(mo
             assert decode.check().violations == ()
         assert order
         assert all(answer.done is not None and answer.done.error is None for answer in both.answers.values())
+
+
+def test_c10_the_oldest_is_asked_first_and_who_cannot_come_holds_those_behind_it(model: Path) -> None:
+    with working(model) as (both, decode):
+        names = [both.submit(prompt_of(seed, 20), greedy(20)) for seed in range(3)]
+        for request in sorted(run_until(both, decode, count=3), key=lambda r: -r.generated):
+            decode._retract(request)
+        decode._lose(decode._retraction.advance())
+        asked: list[str] = []
+
+        def may(request: Request) -> bool:
+            asked.append(str(request.submit.request_id))
+            return len(asked) < 3
+
+        decode._retraction.resume(may)
+        assert asked == names
+        assert [r.phase for r in decode._desk] == [Phase.RESUMING, Phase.RESUMING, Phase.RETRACTED]
+        assert all(len(answer.list) == 20 for answer in both.run(*names))
 
 
 def test_c10_at_least_one_always_advances_in_a_pool_for_one(model: Path) -> None:
@@ -279,6 +315,17 @@ def test_admission_learns_how_long_answers_are(model: Path) -> None:
 
     assert granted_together(lengths=0) == 2, "before anything is known, whole answers"
     assert granted_together(lengths=10) > 4
+
+
+def test_an_answer_that_is_taken_back_says_how_long_answers_get(model: Path) -> None:
+    """A stop string ends it at the router, which cancels the rest."""
+    with working(model) as (both, decode):
+        for seed in range(8):
+            asked = both.submit(prompt_of(seed, 10), greedy(50))
+            run_until(both, decode, generated=5)
+            both.cancel(asked)
+            both.step()
+        assert decode._pressure.growth.expected(0, 50) < 10
 
 
 # ------------------------------------------------------------ A: reads before ready, writes after free
@@ -338,6 +385,25 @@ def test_a6_pages_of_a_request_that_leaves_are_nobodys_before_the_copy_is_comple
             pool.lease(pool.free + 1, "a thief")
         both.run()
         assert pool.quarantined == 0
+
+
+def test_what_was_damaged_on_the_device_is_found_as_it_leaves(model: Path, caplog: pytest.LogCaptureFixture) -> None:
+    with working(model) as (both, decode):
+        asked = both.submit(prompt_of(1, 40), greedy(20))
+        (request,) = run_until(both, decode)
+        assert request.claim is not None
+        pools, page = decode._seat.pools, request.claim.tables["full"][1]
+        pools.layout.buffers["full"][0].stack(pools.region, pools.layout.counts["full"])[0, page, 3] ^= 8
+        decode._retract(request)
+        (answer,) = both.run(asked)
+        assert answer.done is not None
+        assert answer.done.error is ErrorKind.DAMAGED
+        assert decode.status().counters["states_damaged_parked"] == 1
+        (line,) = [record for record in caplog.records if record.message == "state damage"]
+        assert (line.where, line.pages) == ("restore", {"full": [1]})  # type: ignore[attr-defined]
+        both.settle()
+        (again,) = both.run(both.submit(prompt_of(1, 40), greedy(20)))
+        assert again.list[: len(answer.list)] == answer.list
 
 
 # ------------------------------------------------------------ B: every way out
@@ -404,7 +470,9 @@ def test_b9_a_request_comes_back_with_all_pools_or_takes_nothing(model: Path) ->
 
 
 def test_a_drained_worker_is_one_without_retracted_requests(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    with working(model) as (both, decode):
+    # Nothing in its tree that it would offer to others before it leaves.
+    decode_section = COPY | {"cache": {"host_bytes": HOST_BYTES, "prefix_reuse": False}}
+    with working(model, decode=decode_section) as (both, decode):
         asked = both.submit(prompt_of(1, 20), greedy(20))
         (request,) = run_until(both, decode)
         with monkeypatch.context() as patch:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import uuid
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -86,7 +86,22 @@ def test_a_host_for_one_serves_all_of_them_through_storage(model: Path) -> None:
             assert answer.list == whole[: len(answer.list)]
 
 
-def test_what_storage_has_lost_is_computed_again(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def forget(store: Any) -> None:
+    with store.lock:
+        for key in list(store.objects):
+            store.pop(key)
+
+
+def spoil(store: Any) -> None:
+    with store.lock:
+        for key, stored in store.objects.items():
+            store.objects[key] = bytes([stored[0] ^ 1]) + stored[1:]
+
+
+@pytest.mark.parametrize(("harm", "error"), [(forget, ErrorKind.RETRACTED), (spoil, ErrorKind.DAMAGED)])
+def test_what_storage_has_lost_or_spoilt_is_computed_again(
+    model: Path, monkeypatch: pytest.MonkeyPatch, harm: Callable[[Any], None], error: ErrorKind
+) -> None:
     queues: list[InlineQueue] = []
 
     def queue(backend: Backend, **_: object) -> InlineQueue:
@@ -109,14 +124,12 @@ def test_what_storage_has_lost_is_computed_again(model: Path, monkeypatch: pytes
             away = all_away(both, decode, patch)
             assert Place.STORED in places(away)
             for one in queues:
-                store = one.backend.store  # type: ignore[attr-defined]
-                with store.lock:
-                    for key in list(store.objects):
-                        store.pop(key)
+                harm(one.backend.store)  # type: ignore[attr-defined]
         answers = both.run(*asked)
         errors = [answer.done.error for answer in answers if answer.done is not None]
-        assert sorted(map(str, errors)) == ["None", "None", "retracted"]
-        assert decode.status().counters["parked_lost"] == 1
+        assert sorted(map(str, errors)) == sorted(["None", "None", str(error)])
+        counters = decode.status().counters
+        assert (counters["parked_lost"], counters["states_damaged_parked"]) == (1, error is ErrorKind.DAMAGED)
 
 
 @pytest.mark.parametrize("place", [Place.STORING, Place.STORED, Place.FETCHING])

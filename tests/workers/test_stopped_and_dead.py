@@ -97,10 +97,10 @@ def stopped_scene(folder: Path) -> Iterator[Scene]:
         scene = Scene(folder, stack)
         scene.ask("stuck", scene.stopping)
         scene.until(lambda: scene.stopping.stopped)
-        assert scene.free == 16
+        assert scene.free == 17
         scene.decode.handle(SESSION, Cancel(RequestId("stuck"), 0))
         scene.until(lambda: not scene.decode.status().waiting)
-        assert scene.free == 16, "what a stopped writer may still write to is not given away"
+        assert scene.free == 17, "what a stopped writer may still write to is not given away"
         yield scene
 
 
@@ -109,7 +109,8 @@ def test_a5_promised_pages_come_back_on_the_writers_word_and_no_answer_is_touche
     with stopped_scene(model) as scene:
         prompts = {name: scene.ask(name, scene.healthy) for name in ("a", "b", "c")}
         scene.until(lambda: scene.begun("a") and scene.begun("b"))
-        assert (scene.free, scene.decode.status().waiting) == (0, 1)
+        # Seven for each prompt, and each expected to come to eight.
+        assert (scene.free <= 3, scene.decode.status().waiting) == (True, 1)
         assert not scene.begun("c")
         scene.stopping.signal(signal.SIGCONT)
         scene.until(lambda: set(scene.done) >= {"a", "b", "c"} and scene.free == 24)

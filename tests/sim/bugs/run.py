@@ -20,12 +20,12 @@ from tests.mutants.catalogue import Mutant, load  # noqa: E402
 from tests.mutants.run import command, copy_tree  # noqa: E402
 
 FOLDER = Path(__file__).resolve().parent
-MOST = 300
+MOST = 2000
 PORTION = 100
 """Seeds of one process."""
 ALSO = (
     "a5-promised-pages-come-back-at-once",
-    "a9-failed-load-is-done",
+    "a9-load-not-verified",
     "b10-death-unnoticed",
 )
 """Of `tests/mutants`."""

@@ -1,0 +1,69 @@
+"""Ray nodes that are about to go: what is on them drains in time.
+
+`ray drain-node`, an autoscaler that scales down and a provider's preemption notice all come to the same entry in Ray's
+control store: the node's id, and until when it has. Nothing is pushed, so it is asked for, every second, on a thread of
+its own: a store that doesn't answer must hold nobody up. A worker on such a node is told once; who undrains it against
+the notice is obeyed.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable, Iterable, Mapping
+
+from contracts.ids import Incarnation, WorkerName
+from contracts.ports import WorkerView
+
+log = logging.getLogger("twinpool.nodes")
+
+ASK_EVERY_S = 1.0
+
+
+class NodeDrains:
+    """Which workers are to leave because their node does."""
+
+    def __init__(self, ask: Callable[[], Mapping[str, int]], every_s: float = ASK_EVERY_S) -> None:
+        """`ask` returns the draining nodes: hex id and deadline, in milliseconds since 1970, 0 for none."""
+        self._ask = ask
+        self._every_s = every_s
+        self._nodes: Mapping[str, int] = {}
+        self._told: set[tuple[WorkerName, Incarnation]] = set()
+        self._end = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="node-drains", daemon=True)
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def close(self) -> None:
+        """Stop asking. Idempotent."""
+        self._end.set()
+
+    def _run(self) -> None:
+        failing = False
+        while not self._end.wait(self._every_s):
+            try:
+                self._nodes = dict(self._ask())
+                failing = False
+            except Exception as error:  # Ray's own, of many kinds; the next time may be better
+                if not failing:
+                    log.warning("Ray doesn't tell which nodes drain: %s", error)
+                failing = True
+
+    def due(self, views: Iterable[WorkerView]) -> list[tuple[WorkerName, str]]:
+        """Workers to drain now, each told once, and the node that goes."""
+        nodes, out = self._nodes, []
+        for view in views if nodes else ():
+            key = (view.record.name, view.record.incarnation)
+            if view.record.node_id in nodes and view.status.state == "ready" and key not in self._told:
+                self._told.add(key)
+                out.append((view.record.name, view.record.node_id))
+        return out
+
+
+def draining_ray_nodes() -> Mapping[str, int]:
+    """As Ray's own libraries read it; there is no public call."""
+    import ray._private.state
+
+    nodes: Mapping[str, int] = ray._private.state.state.get_draining_nodes()
+    return nodes

@@ -1,0 +1,255 @@
+"""Workers that are told to leave: by the controller, by Ray, by SIGTERM, by an operator."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from cluster import cli
+from cluster.admin import Operator
+from cluster.controller import Controller, MemoryLedger, Report, Start
+from cluster.leaving import Drain, Lines, ending, table
+from cluster.leaving import Report as Progress
+from cluster.node_drains import NodeDrains
+from contracts.clock import ManualClock
+from contracts.config import ClusterConfig
+from contracts.errors import ConfigError
+from contracts.ids import Incarnation, Role, WorkerName
+from contracts.messages import Fits, WorkerStatus
+from contracts.ports import WorkerRecord, WorkerView
+from tests.cluster.router_stub import RouterStub, router_stub, row
+
+NAME = WorkerName("decode-1")
+WAIT_S = 20.0
+
+
+class Cluster:
+    """A controller with one worker, driven by hand."""
+
+    def __init__(self) -> None:
+        self.clock = ManualClock()
+        self.brain = Controller(self.clock, ClusterConfig(), MemoryLedger())
+        self.brain.add(NAME, Role.DECODE)
+        self.incarnation = Incarnation(0)
+        self.role = Role.DECODE
+        self.up()
+
+    def up(self) -> Start:
+        (start,) = [a for a in self.brain.tick() if isinstance(a, Start)]
+        self.incarnation, self.role = start.incarnation, start.role
+        self.brain.register(self.record())
+        return start
+
+    def record(self) -> WorkerRecord:
+        return WorkerRecord(NAME, self.role, self.incarnation, 7, "n", "e", "c", Fits(1, 1), "node-of-ray")
+
+    def renew(self, state: str) -> bool:
+        """A heartbeat; whether the worker is told to drain."""
+        status = WorkerStatus(NAME, self.role, state, 7, "n", self.incarnation, 0, 0, 1, 1)
+        return self.brain.renew(NAME, self.incarnation, status).drain
+
+
+def test_a_worker_that_changes_its_role_drains_and_comes_back_as_the_other_kind() -> None:
+    cluster = Cluster()
+    cluster.brain.change_role(NAME, Role.PREFILL)
+    assert cluster.renew("ready"), "it is told"
+    assert not cluster.renew("draining"), "once"
+    cluster.brain.leave(NAME, cluster.incarnation)
+    start = cluster.up()
+    assert (start.role, start.incarnation) == (Role.PREFILL, 2)
+    (view,) = cluster.brain.views()
+    assert (view.status.role, view.status.state) == (Role.PREFILL, "ready")
+    assert not cluster.renew("ready")
+
+
+def test_a_worker_that_dies_on_its_way_to_another_role_is_started_in_that_role() -> None:
+    cluster = Cluster()
+    cluster.brain.change_role(NAME, Role.PREFILL)
+    cluster.renew("ready")
+    cluster.renew("draining")
+    cluster.brain.died(NAME, cluster.incarnation, "killed")
+    assert cluster.up().role is Role.PREFILL
+
+
+def test_an_undrained_worker_keeps_its_role() -> None:
+    cluster = Cluster()
+    cluster.brain.change_role(NAME, Role.PREFILL)
+    cluster.renew("ready")
+    cluster.renew("draining")
+    cluster.renew("ready")
+    cluster.renew("draining")
+    cluster.brain.leave(NAME, cluster.incarnation)
+    actions = cluster.brain.tick()
+    assert [a for a in actions if isinstance(a, Start)] == []
+    assert Report(f"{NAME} has left") in actions
+
+
+def test_only_a_ready_worker_of_the_other_kind_can_change_its_role() -> None:
+    cluster = Cluster()
+    with pytest.raises(ConfigError, match="already"):
+        cluster.brain.change_role(NAME, Role.DECODE)
+    with pytest.raises(ConfigError, match="unknown"):
+        cluster.brain.change_role(WorkerName("decode-9"), Role.PREFILL)
+    cluster.renew("draining")
+    with pytest.raises(ConfigError, match="only a ready worker"):
+        cluster.brain.change_role(NAME, Role.PREFILL)
+
+
+def test_a_node_that_ray_takes_away_drains_its_workers_once() -> None:
+    cluster = Cluster()
+    asked, answered = threading.Event(), threading.Event()
+    nodes: dict[str, int] = {}
+
+    def ask() -> dict[str, int]:
+        asked.set()
+        answered.wait(WAIT_S)
+        return nodes
+
+    drains = NodeDrains(ask, every_s=0.001)
+    assert drains.due(cluster.brain.views()) == []
+    nodes["node-of-ray"] = 0
+    drains.start()
+    try:
+        assert asked.wait(WAIT_S)
+        assert drains.due(cluster.brain.views()) == [], "a store that doesn't answer holds nobody up"
+        answered.set()
+        due: list[tuple[WorkerName, str]] = []
+        while not due:
+            due = drains.due(cluster.brain.views())
+        assert due == [(NAME, "node-of-ray")]
+        assert drains.due(cluster.brain.views()) == []
+    finally:
+        drains.close()
+    assert cluster.brain.drain(NAME)
+    assert cluster.renew("ready")
+    assert not cluster.renew("draining")
+    assert not cluster.brain.drain(NAME), "it drains already"
+    cluster.brain.leave(NAME, cluster.incarnation)
+    assert not [a for a in cluster.brain.tick() if isinstance(a, Start)]
+
+
+def test_workers_of_other_nodes_stay() -> None:
+    cluster = Cluster()
+    drains = NodeDrains(dict)
+    drains._nodes = {"another": 1}
+    assert drains.due(cluster.brain.views()) == []
+    views = [WorkerView(v.record, v.status) for v in cluster.brain.views()]
+    drains._nodes = {"": 1}
+    assert drains.due(views) == []
+
+
+SIGNALLED = """
+import os, signal, sys, threading
+from cluster.terminated import TERMINATED
+told = threading.Event()
+assert TERMINATED.listen()
+TERMINATED.on(told.set)
+lock = threading.Lock()
+lock.acquire()
+threading.Timer(0.05, os.kill, (os.getpid(), signal.SIGTERM)).start()
+def end():
+    ok = told.wait(20)
+    late = threading.Event()
+    TERMINATED.on(late.set)
+    os._exit(0 if ok and late.is_set() else 1)
+threading.Thread(target=end).start()
+lock.acquire()  # the main thread runs no Python any more
+"""
+
+
+def test_sigterm_is_heard_while_the_main_thread_is_busy_elsewhere() -> None:
+    root = str(Path(__file__).parents[2])
+    done = subprocess.run(
+        [sys.executable, "-c", SIGNALLED], env=os.environ | {"PYTHONPATH": root}, timeout=60, check=True
+    )
+    assert done.returncode == 0
+
+
+@pytest.fixture
+def stub(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[RouterStub]:
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
+    with router_stub() as running:
+        yield running
+
+
+def operator(stub: RouterStub) -> Operator:
+    clock = ManualClock()
+    return Operator(stub.url, clock.now, lambda s: clock.advance(2.0))
+
+
+BUSY = row("decode-0", "draining", running=3, waiting=1, outgoing=2)
+BUSY["counters"] = {
+    "left_to_finish": 1.0, "leaving": 1.0, "outgoing_to:decode-2": 2.0, "moved_out": 5.0, "moved_out_bytes": 3e6,
+}  # fmt: skip
+
+
+def test_a_drain_says_what_it_waits_for_and_what_it_did(stub: RouterStub) -> None:
+    stub.tables = [[BUSY], [row("decode-0", "left")]]
+    said: list[str] = []
+    seen: list[Progress] = []
+
+    def show(report: Progress) -> None:
+        seen.append(report)
+        Lines(said.append).show(report)
+        assert table(report).row_count == 1
+
+    report = Drain(operator(stub), "decode-0", force=False, timeout_s=60.0, show=show).run()
+    assert said == [
+        "decode-0 is draining: waits for 3 running (1 to finish here, 1 on the way to other workers), 1 waiting, "
+        "2 outgoing transfers (2 to decode-2)"
+    ]
+    assert ending(report) == "decode-0 has left after 2.0 s; 5 requests handed on, 3.0 MB"
+    shown = json.loads(json.dumps(seen[0].as_json()))
+    assert shown["workers"][0]["outgoing_to"] == {"decode-2": 2}
+
+
+def test_when_time_is_up_force_starts_over_elsewhere_what_is_left(stub: RouterStub) -> None:
+    stub.tables = [[BUSY]] * 4 + [[row("decode-0", "left")]]
+    stub.report = {"taken": 3}
+    answer = stub.answer
+
+    def answering(method: str, path: str) -> tuple[int, dict[str, Any]]:
+        status, body = answer(method, path)
+        return status, {"taken": 3} if path.endswith("now=true") else body
+
+    stub.answer = answering  # type: ignore[method-assign]
+    report = Drain(operator(stub), "decode-0", force=True, timeout_s=5.0).run()
+    assert report.left
+    assert report.restarted == 3
+    assert ("POST", "/cluster/drain/decode-0?now=true") in stub.calls
+    assert "3 started over elsewhere" in ending(report)
+
+
+def test_without_force_the_drain_goes_on_and_the_command_says_so(
+    stub: RouterStub, capsys: pytest.CaptureFixture[str]
+) -> None:
+    stub.tables = [[BUSY]]
+    code = cli.run(cli.parser().parse_args(["drain", "decode-0", "--url", stub.url, "--timeout", "0.01", "--json"]))
+    out = capsys.readouterr()
+    assert code == 1
+    assert "it goes on draining" in out.err
+    assert json.loads(out.out)["left"] is False
+    assert not [path for _, path in stub.calls if "now=true" in path]
+
+
+def test_a_node_has_left_when_all_its_workers_have(stub: RouterStub) -> None:
+    names = ["decode-0", "prefill-0"]
+    stub.tables = [[BUSY, row("prefill-0", "left")], [row("decode-0", "left"), row("prefill-0", "left")]]
+    answer = stub.answer
+
+    def answering(method: str, path: str) -> tuple[int, dict[str, Any]]:
+        status, body = answer(method, path)
+        return status, {"workers": [{"name": n} for n in names]} if path.startswith("/cluster/drain") else body
+
+    stub.answer = answering  # type: ignore[method-assign]
+    report = Drain(operator(stub), "some-host", force=False, timeout_s=60.0).run()
+    assert report.left
+    assert [w.name for w in report.workers] == names

@@ -1,0 +1,245 @@
+"""Several workers in this process and the real brain of a router between them, all stepped by hand.
+
+Everything is what a cluster runs but for threads, wires and text: requests go to the brain, its commands to the
+workers, their events back. At the end every worker's books and every page are recounted.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from cluster.build import build_worker
+from cluster.crew import Crew
+from contracts.clock import Clock, SystemClock
+from contracts.config import Config, config_from_dict
+from contracts.ids import Incarnation, RequestId, Role, WorkerName
+from contracts.messages import Command, Done, Event, Tokens
+from contracts.model import read_model_spec
+from contracts.ports import Worker, WorkerRecord, WorkerView
+from contracts.sampling import SamplingParams
+from decode import DecodeWorker
+from router.brain import Brain, Deliver, End, Replay, Send
+from router.request import Request
+from router.workers import WorkerKey, prefix_hashes
+from tests.pair import SESSION, counts_for
+from tests.rank_workers import RankProcesses, crew_of
+
+
+@dataclass
+class Told:
+    """What the client of one request was told."""
+
+    request: Request
+    tokens: list[int] = field(default_factory=list)
+    done: Done | None = None
+    replays: list[str] = field(default_factory=list)
+
+
+class Company:
+    """See the module's prose."""
+
+    def __init__(
+        self, folder: Path, config: Config, roles: Sequence[Role], tokens: int, clock: Clock,
+        crew: Callable[[Role], Crew | None] = lambda role: None,
+    ) -> None:  # fmt: skip
+        """`crew`: the other ranks of a worker that is about to be built."""
+        self.clock, self.config = clock, config
+        self._folder, self._tokens, self._crew = folder, tokens, crew
+        self.workers: dict[WorkerName, Worker] = {}
+        self._numbers = itertools.count(1)
+        self._incarnations: dict[WorkerName, int] = {}
+        self.brain = Brain(config.router, clock, lambda: f"room-{next(self._numbers)}")
+        self.told: dict[RequestId, Told] = {}
+        self.between: list[Callable[[WorkerKey, Event], bool]] = []
+        """Each sees every event on its way to the router; True: it is lost."""
+        self.sent: list[tuple[WorkerName, Command]] = []
+        counts: dict[Role, int] = dict.fromkeys(Role, 0)
+        for role in roles:
+            self.start(role, WorkerName(f"{role}-{counts[role]}"))
+            counts[role] += 1
+
+    # ------------------------------------------------------------ workers
+
+    def start(self, role: Role, name: WorkerName) -> Worker:
+        number = self._incarnations[name] = self._incarnations.get(name, 0) + 1
+        worker = build_worker(
+            role, name, Incarnation(number), read_model_spec(self._folder), self.config, host="127.0.0.1",
+            counts=counts_for(self._folder, self.config, role, self._tokens), clock=self.clock,
+            crew=self._crew(role),
+        )  # fmt: skip
+        self.workers[name] = worker
+        self.view()
+        self.brain.on_linked(self.key(name))
+        return worker
+
+    def key(self, name: str) -> WorkerKey:
+        return WorkerName(name), Incarnation(self._incarnations[WorkerName(name)])
+
+    def decode(self, name: str) -> DecodeWorker:
+        worker = self.workers[WorkerName(name)]
+        assert isinstance(worker, DecodeWorker)
+        return worker
+
+    def view(self) -> None:
+        """The controller's table reaches the router."""
+        self.brain.on_view(
+            WorkerView(
+                WorkerRecord(
+                    name, worker.status().role, Incarnation(self._incarnations[name]), 1, "here", "", worker.control,
+                    worker.fits,
+                ),
+                worker.status(),
+            )
+            for name, worker in self.workers.items()
+        )  # fmt: skip
+        self.act()
+
+    def drain(self, name: str, draining: bool = True) -> None:
+        worker = self.workers[WorkerName(name)]
+        worker.drain() if draining else worker.undrain()
+        self.view()
+
+    def gone(self, name: str) -> None:
+        """The worker is no more: its stream ends, and so does its row."""
+        key, worker = self.key(name), self.workers.pop(WorkerName(name))
+        worker.close()
+        self.brain.on_unlinked(key, "the stream ended")
+        self.view()
+
+    # ------------------------------------------------------------ requests
+
+    def submit(self, prompt: Sequence[int], sampling: SamplingParams, **options: Any) -> RequestId:
+        rid = RequestId(f"r{len(self.told)}")
+        now = self.clock.now()
+        request = Request(
+            rid, tuple(prompt), sampling, now=now, deadline=now + self.config.router.request_timeout_s,
+            hashes=prefix_hashes(prompt), **options,
+        )  # fmt: skip
+        self.told[rid] = Told(request)
+        self.brain.submit(request)
+        self.act()
+        return rid
+
+    def act(self) -> None:
+        """Carry out what the brain has decided."""
+        while actions := self.brain.take_actions():
+            for action in actions:
+                match action:
+                    case Send(worker, command):
+                        self.sent.append((worker[0], command))
+                        if worker[0] in self.workers and worker == self.key(worker[0]):
+                            self.workers[worker[0]].handle(SESSION, command)
+                    case Deliver(rid, tokens, _):
+                        assert self.told[rid].done is None
+                        self.told[rid].tokens += tokens
+                    case End(rid, done):
+                        assert self.told[rid].done is None
+                        self.told[rid].done = done
+                    case Replay(rid, _, reason):
+                        self.told[rid].replays.append(reason)
+        assert self.brain.check() == []
+
+    def step(self, *names: str) -> None:
+        """One round of every worker, or of those named; the router hears all that they say."""
+        for name, worker in list(self.workers.items()):
+            if names and name not in names:
+                continue
+            for _, event in worker.step():
+                key = self.key(name)
+                if not any(loses(key, event) for loses in self.between):
+                    self.brain.on_event(key, event)
+                self.act()
+        self.brain.tick()
+        self.act()
+
+    def until(self, true: Callable[[], bool], what: str, rounds: int = 20000) -> None:
+        for _ in range(rounds):
+            if true():
+                return
+            self.step()
+        raise AssertionError(f"waited {rounds} rounds for {what}")
+
+    def run(self, *rids: RequestId) -> list[list[int]]:
+        """Step until these, or all, have ended; returns their answers."""
+        wanted = [self.told[rid] for rid in rids or self.told]
+        self.until(lambda: all(t.done is not None for t in wanted), f"ends of {len(wanted)} requests")
+        for told in wanted:
+            assert told.done is not None
+            assert told.done.error is None, told.done
+        return [t.tokens for t in wanted]
+
+    def cancel(self, rid: RequestId) -> None:
+        self.brain.cancel(rid)
+        self.act()
+
+    def worker_of(self, rid: RequestId) -> str:
+        """Which decode worker has it now, as the router knows."""
+        decode = self.told[rid].request.decode
+        return decode[0] if decode is not None else ""
+
+    def settle(self) -> None:
+        """Step until nothing is under way, then recount everything."""
+
+        def idle() -> bool:
+            reports = [w.check() for w in self.workers.values()]
+            statuses = [w.status() for w in self.workers.values()]
+            assert [r.violations for r in reports if r.violations] == []
+            quiet = not any(r.rooms for r in reports) and not any(s.running + s.waiting + s.outgoing for s in statuses)
+            return quiet and all(s.pages_free == s.pages_total for s in statuses)
+
+        self.until(idle, "every page to come back", 2000)
+        assert self.brain.check() == []
+        assert self.brain.in_house == 0
+
+
+@contextmanager
+def company(
+    folder: Path, *, prefills: int = 1, decodes: int = 2, tokens: int = 8192, clock: Clock | None = None,
+    settle: bool = True, ranks: RankProcesses | None = None, **sections: dict[str, Any],
+) -> Iterator[Company]:  # fmt: skip
+    """`ranks`: warm processes for workers of several ranks."""
+    sections.setdefault("transfer", {}).setdefault("plane", "local")
+    sections.setdefault("engine", {}).setdefault("threads", 1)
+    roles = [Role.PREFILL] * prefills + [Role.DECODE] * decodes
+    config = config_from_dict(sections)
+    with ExitStack() as stack:
+
+        def crew(role: Role) -> Crew | None:
+            counts = counts_for(folder, config, role, tokens)
+            return stack.enter_context(crew_of(ranks, folder, role, config, counts)) if ranks is not None else None
+
+        both = Company(folder, config, roles, tokens, clock or SystemClock(), crew)
+        try:
+            yield both
+            if settle:
+                both.settle()
+        finally:
+            for worker in both.workers.values():
+                worker.close()
+
+
+def hears(company: Company, kind: type[Event]) -> list[Event]:
+    """A list that fills with the events of a kind from now on."""
+    heard: list[Event] = []
+
+    def listen(worker: WorkerKey, event: Event) -> bool:
+        if isinstance(event, kind):
+            heard.append(event)
+        return False
+
+    company.between.append(listen)
+    return heard
+
+
+def generated(company: Company, rid: RequestId, count: int) -> Callable[[], bool]:
+    """Whether so many tokens of it were told."""
+    return lambda: len(company.told[rid].tokens) >= count
+
+
+def told_tokens(events: Sequence[Event]) -> list[int]:
+    return [token for event in events if isinstance(event, Tokens) for token in event.tokens]

@@ -1,0 +1,173 @@
+"""The simulator's time, processes, network and carrier do what the real ones do."""
+
+from __future__ import annotations
+
+import random
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+import pytest
+
+from sim.agenda import Agenda
+from sim.carrier import Exchange, SimCarrier
+from sim.network import Network
+from sim.process import Process
+from transfer.control import Carrier, ZmqCarrier
+from transfer.waiting import Waiter
+
+
+@dataclass
+class Stage:
+    """Two processes on two nodes."""
+
+    agenda: Agenda
+    network: Network
+    one: Process
+    other: Process
+
+    def pass_time(self, seconds: float = 100.0) -> None:
+        over: list[bool] = []
+        self.agenda.after(seconds, lambda: over.append(True))
+        while not over:
+            self.agenda.next()
+
+
+@pytest.fixture
+def stage() -> Stage:
+    agenda = Agenda()
+    network = Network(agenda, random.Random(1), 0.01, 3.0)
+    return Stage(agenda, network, Process(agenda, "a-0#1", "node-0", 1), Process(agenda, "b-0#1", "node-1", 2))
+
+
+def test_things_happen_in_the_order_of_time_and_at_the_same_time_in_the_order_of_entry() -> None:
+    agenda, seen = Agenda(), list[str]()
+    agenda.after(2.0, lambda: seen.append("late"))
+    agenda.after(1.0, lambda: seen.append("first"))
+    agenda.after(1.0, lambda: seen.append("second"))
+    agenda.after(1.5, lambda: seen.append("never")).cancel()
+    while agenda.next():
+        pass
+    assert seen == ["first", "second", "late"]
+    assert agenda.now() == 2.0
+
+
+def test_a_stopped_process_does_later_what_a_dead_one_never_does(stage: Stage) -> None:
+    seen: list[str] = []
+    stage.one.stop()
+    stage.one.later(1.0, lambda: seen.append("done"))
+    stage.other.later(1.0, lambda: seen.append("not done"))
+    stage.other.die()
+    stage.pass_time()
+    assert seen == []
+    stage.one.go_on()
+    assert seen == ["done"]
+
+
+def test_messages_of_a_pipe_arrive_in_order_each_once(stage: Stage) -> None:
+    seen: list[int] = []
+    pipe = stage.network.pipe(stage.one, stage.other)
+    for number in range(50):
+        pipe.send(lambda number=number: seen.append(number))  # type: ignore[misc]
+    stage.pass_time()
+    assert seen == list(range(50))
+
+
+@pytest.mark.parametrize("pair", [("node-0", "*"), ("node-1", "node-0"), ("a-0", "b-0"), ("b-0", "*")])
+def test_what_cannot_arrive_waits_until_it_can(stage: Stage, pair: tuple[str, str]) -> None:
+    seen: list[int] = []
+    pipe = stage.network.pipe(stage.one, stage.other)
+    stage.network.part(*pair)
+    pipe.send(lambda: seen.append(1))
+    stage.pass_time(1.0)
+    assert seen == []
+    stage.network.join(*pair)
+    stage.pass_time()
+    assert seen == [1]
+
+
+def test_a_reset_and_a_silence_lose_what_is_under_way_and_tell(stage: Stage) -> None:
+    seen: list[str] = []
+    pipe = stage.network.pipe(stage.one, stage.other, lambda: seen.append("cut"))
+    pipe.send(lambda: seen.append("lost"))
+    assert stage.network.reset("b-0", "a-0") == 1
+    pipe.send(lambda: seen.append("arrived"))
+    stage.pass_time(1.0)
+    assert seen == ["cut", "arrived"]
+    stage.network.part("a-0", "b-0")
+    pipe.send(lambda: seen.append("lost"))
+    stage.pass_time()
+    assert seen == ["cut", "arrived", "cut"]
+
+
+@pytest.fixture(params=["simulated", "zmq"])
+def carriers(request: pytest.FixtureRequest, stage: Stage) -> Iterator[tuple[Carrier, Carrier, Callable[[], None]]]:
+    """Two carriers of one kind, and how to let what was sent arrive."""
+    if request.param == "simulated":
+        exchange, same = Exchange(stage.network), Process(stage.agenda, "b-0#1", "node-0", 2)
+        mine, theirs = (SimCarrier(exchange, process, lambda: None) for process in (stage.one, same))
+        yield mine, theirs, stage.pass_time
+        return
+    waiter = Waiter()
+    real = ZmqCarrier("127.0.0.1", waiter, None), ZmqCarrier("127.0.0.1", waiter, None)
+    yield *real, lambda: waiter.wait(1.0)
+    waiter.close()
+
+
+def test_a_carrier_brings_messages_there_in_order_and_answers_back(
+    carriers: tuple[Carrier, Carrier, Callable[[], None]],
+) -> None:
+    mine, theirs, arrive = carriers
+    inbox = mine.listen()
+    channel = theirs.connect(inbox.endpoint, b"decode-0:1")
+    for number in range(5):
+        channel.send(b"%d" % number)
+    got: list[tuple[bytes, bytes]] = []
+    end = time.monotonic() + 30.0
+    while len(got) < 5:
+        assert time.monotonic() < end
+        arrive()
+        got += inbox.receive()
+    assert got == [(b"decode-0:1", b"%d" % n) for n in range(5)]
+    inbox.send(b"decode-0:1", b"answer")
+    inbox.send(b"nobody", b"lost")
+    answer = None
+    while answer is None:
+        assert time.monotonic() < end
+        arrive()
+        answer = channel.receive()
+    assert answer == b"answer"
+    assert channel.receive() is None
+    assert not channel.cut()
+    assert channel.up
+    channel.close()
+    inbox.close()
+
+
+def test_a_carrier_watches_processes_of_its_own_node_and_no_others(
+    carriers: tuple[Carrier, Carrier, Callable[[], None]],
+) -> None:
+    mine, theirs, _ = carriers
+    pid, started, _ = theirs.mine()
+    watch = mine.watch([theirs.mine()])
+    assert watch is not None
+    assert watch.pid == pid
+    assert not watch.dead
+    watch.close()
+    assert mine.watch([(pid, started, "elsewhere")]) is None
+
+
+def test_a_simulated_watch_tells_of_the_death_and_of_nothing_else(stage: Stage) -> None:
+    exchange, woken = Exchange(stage.network), list[str]()
+    near = Process(stage.agenda, "c-0#1", "node-0", 3)
+    carrier = SimCarrier(exchange, stage.one, lambda: woken.append("woken"))
+    mark = SimCarrier(exchange, near, lambda: None).mine()
+    watch = carrier.watch([mark])
+    assert watch is not None
+    near.stop()
+    assert not watch.dead
+    near.die()
+    assert watch.dead
+    assert woken == ["woken"]
+    with pytest.raises(ProcessLookupError):
+        carrier.watch([mark])

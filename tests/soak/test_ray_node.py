@@ -1,0 +1,109 @@
+"""A Ray node dies with its workers: what they ran goes on elsewhere, and they are started where there is room."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import httpx
+import psutil
+import pytest
+
+from tests.checkpoints import Oracle, compare, make_checkpoint
+from tests.serving import Answer, complete, environment, serving, until
+
+NODES = """
+import json, os, sys
+from ray.cluster_utils import Cluster
+places = {"twinpool_prefill": 1, "twinpool_decode": 1}
+cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 1, "resources": places, "include_dashboard": False})
+print(json.dumps({"address": cluster.address}), flush=True)
+sys.stdin.readline()
+node = cluster.add_node(num_cpus=1, resources={"twinpool_decode": 1})
+raylet = node.all_processes["raylet"][0].process.pid
+print(json.dumps({"raylet": raylet}), flush=True)
+sys.stdin.readline()
+cluster.add_node(num_cpus=1, resources={"twinpool_decode": 1})
+sys.stdin.readline()
+"""
+
+
+@contextmanager
+def nodes(runtime: Path) -> Iterator[subprocess.Popen[str]]:
+    """A Ray on this machine: a head, a node with room for one decode worker, and on demand another one."""
+    process = subprocess.Popen(
+        [sys.executable, "-c", NODES], env=environment(runtime) | {"RAY_AUTH_MODE": "disabled"}, text=True,
+        stdin=subprocess.PIPE, stdout=subprocess.PIPE, start_new_session=True,
+    )  # fmt: skip
+    try:
+        yield process
+    finally:
+        family = [process.pid, *(c.pid for c in psutil.Process(process.pid).children(recursive=True))]
+        for pid in family:
+            if psutil.pid_exists(pid):
+                os.kill(pid, signal.SIGKILL)
+        process.wait(30)
+
+
+def more_nodes(process: subprocess.Popen[str]) -> None:
+    """Go on to the script's next step."""
+    assert process.stdin is not None
+    process.stdin.write("\n")
+    process.stdin.flush()
+
+
+def said(process: subprocess.Popen[str]) -> dict[str, object]:
+    assert process.stdout is not None
+    for line in process.stdout:
+        if line.startswith("{"):
+            found: dict[str, object] = json.loads(line)
+            return found
+    raise AssertionError("Ray's nodes did not start")
+
+
+@pytest.mark.soak
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_a_node_that_dies_costs_no_answer_and_its_workers_come_back_elsewhere(tmp_path: Path) -> None:
+    folder = make_checkpoint(tmp_path / "model", "qwen3", seed=51)
+    oracle, rng = Oracle(folder), random.Random(4)
+    prompts = [[rng.randrange(300) for _ in range(rng.randint(20, 300))] for _ in range(24)]
+    sections = {"cache": {"device_tokens": 8192}, "cluster": {"lease_s": 4, "start_timeout_s": 200}}
+    with nodes(tmp_path) as ray:
+        address = str(said(ray)["address"])
+        more_nodes(ray)
+        raylet = psutil.Process(int(str(said(ray)["raylet"])))
+        flags = ("--prefill", "1", "--decode", "2", "--ray-address", address, "--set", "transfer.plane=zmq")
+        with serving(folder, tmp_path / "run", *flags, sections=sections, ready_within=300, orderly=False) as cluster:
+            there = {c.pid for c in raylet.children(recursive=True)}
+            before = cluster.status()
+            (victim,) = [name for name, w in before.items() if w["pid"] in there]
+
+            async def under_load() -> list[Answer]:
+                async with httpx.AsyncClient(base_url=cluster.url, timeout=300) as client:
+                    tasks = [asyncio.create_task(complete(client, cluster.body(p, max_tokens=200))) for p in prompts]
+                    while True:
+                        rows = (await client.get("/cluster/status")).json()["workers"]
+                        if any(w["running"] for w in rows if w["name"] == victim):
+                            break
+                        await asyncio.sleep(0.02)
+                    for process in [raylet, *raylet.children(recursive=True)]:
+                        process.kill()
+                    return list(await asyncio.gather(*tasks))
+
+            answers = asyncio.run(under_load())
+            for prompt, answer in zip(prompts, answers, strict=True):
+                assert compare(oracle, prompt, answer.tokens).equal
+            assert any(a.twinpool["attempts"] > 1 for a in answers)
+            more_nodes(ray)
+            until(lambda: cluster.status()[victim]["state"] == "ready", f"{victim} to come back on another node", 250)
+            assert cluster.status()[victim]["incarnation"] > before[victim]["incarnation"]
+            cluster.settle()

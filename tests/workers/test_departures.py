@@ -1,0 +1,194 @@
+"""The tables of who leaves, what is waited for, and handles that outlive their worker."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from contracts.clock import ManualClock
+from contracts.errors import IllegalTransition
+from contracts.ids import Incarnation, Role, RoomId, WorkerName
+from contracts.messages import (
+    Command,
+    Event,
+    Fetch,
+    Fetched,
+    Give,
+    Gives,
+    Handover,
+    Leaving,
+    Moved,
+    Offered,
+    Paused,
+    PeerRef,
+    Resume,
+    Resumed,
+)
+from contracts.sampling import SamplingParams
+from contracts.wire import command_from_proto, command_to_proto, event_from_proto, event_to_proto
+from decode.costs import FIRST_BYTES_PER_S, KNOWN_ANSWERS, Costs
+from decode.departures import STAGES, Stage, StageEvent
+from decode.giving import GIFTS
+from router.moves import MOVES, MoveEvent, MoveState
+from tests.company import Company, company, generated
+from transfer.messages import Received
+
+PEER = PeerRef(WorkerName("decode-1"), Incarnation(3), "tcp://127.0.0.1:7")
+COMMANDS: list[Command] = [
+    Handover("r", 2, RoomId("a"), PEER),  # type: ignore[arg-type]
+    Resume("r", 2),  # type: ignore[arg-type]
+    Give("r", 2, RoomId("a"), PEER, (1, 2, 3), "salt"),  # type: ignore[arg-type]
+    Fetch("r", 2, RoomId("a"), PEER, (1, 2, 3), "salt", True),  # type: ignore[arg-type]
+]
+EVENTS: list[Event] = [
+    Leaving("r", 2, True, False),  # type: ignore[arg-type]
+    Leaving("r", 2, False, True),  # type: ignore[arg-type]
+    Paused("r", 2, 77),  # type: ignore[arg-type]
+    Resumed("r", 2, "because"),  # type: ignore[arg-type]
+    Moved("r", 2, 1 << 40),  # type: ignore[arg-type]
+    Gives("r", 2, 64),  # type: ignore[arg-type]
+    Fetched("r", 2, 1 << 33),  # type: ignore[arg-type]
+    Offered("r", 2, (5, 6), "salt"),  # type: ignore[arg-type]
+]
+
+
+def test_what_is_said_of_moves_travels_unchanged() -> None:
+    assert [command_from_proto(command_to_proto(command)) for command in COMMANDS] == COMMANDS
+    assert [event_from_proto(event_to_proto(event)) for event in EVENTS] == EVENTS
+
+
+def test_c5_every_departure_move_and_gift_comes_to_an_end() -> None:
+    assert [table.dead_ends() for table in (STAGES, MOVES, GIFTS)] == [[], [], []]
+
+
+def test_c8_what_has_moved_or_stayed_does_so_for_good() -> None:
+    for stage in (Stage.GONE, Stage.BACK):
+        for event in StageEvent:
+            with pytest.raises(IllegalTransition):
+                STAGES.next(stage, event)
+    for state in (MoveState.MOVED, MoveState.STAYED):
+        for happening in MoveEvent:
+            with pytest.raises(IllegalTransition):
+                MOVES.next(state, happening)
+
+
+def test_a_request_can_be_taken_back_until_the_other_has_it_and_not_after() -> None:
+    assert all(StageEvent.BACK in row and StageEvent.END in row for row in STAGES.rows.values())
+    assert MoveEvent.BACK not in MOVES.rows[MoveState.GIVEN], "the source has nothing of it any more"
+    assert [s for s, row in MOVES.rows.items() if MoveEvent.SPOKE in row] == [MoveState.OFFERED, MoveState.GIVEN]
+
+
+def test_finishing_is_chosen_where_it_is_quicker_than_moving() -> None:
+    costs = Costs()
+    megabytes = 100 * 1000 * 1000
+    assert costs.worth_moving(megabytes, 100, 0.01), "0.2 s against 1 s"
+    assert not costs.worth_moving(megabytes, 10, 0.01)
+    for _ in range(60):
+        costs.moved(megabytes, 10.0)
+    assert costs.bytes_per_s < FIRST_BYTES_PER_S / 20
+    assert not costs.worth_moving(megabytes, 100, 0.01), "moves turned out to be slow"
+
+
+def test_what_answers_came_to_bounds_what_is_still_expected() -> None:
+    costs = Costs()
+    for _ in range(KNOWN_ANSWERS - 1):
+        costs.ended(10)
+    assert costs.to_come(500) == 500
+    costs.ended(10)
+    assert costs.to_come(500) == pytest.approx(10)
+    assert costs.to_come(3) == 3
+
+
+def _held_back(c: Company) -> list[Callable[[], None]]:
+    """decode-0's word that it has received something doesn't go out; each call of the list lets one of them go."""
+    receiver = c.decode("decode-0")._receiver
+    send, held = receiver._send, list[Callable[[], None]]()
+
+    def hold(peer: Any, message: Any) -> None:
+        held.append(partial(send, peer, message)) if isinstance(message, Received) else send(peer, message)
+
+    receiver._send = hold  # type: ignore[method-assign]
+    return held
+
+
+def test_d2_a_draining_prefill_worker_waits_for_its_outgoing_transfers_and_says_whose(model: Path) -> None:
+    with company(model, decodes=1) as c:
+        worker, held = c.workers[WorkerName("prefill-0")], _held_back(c)
+        rid = c.submit(list(range(60)), SamplingParams(8, temperature=0.0))
+        c.run(rid)
+        c.drain("prefill-0")
+        c.step()
+        status = worker.status()
+        assert (status.running, status.outgoing) == (0, 1), "computed and written, and not confirmed"
+        assert not worker.drained
+        assert status.counters["outgoing_to:decode-0"] == 1
+        held.pop()()
+        c.until(lambda: worker.drained, "the word of decode")
+        assert not [k for k in worker.status().counters if k.startswith("outgoing_to:")]
+
+
+def test_d2_a_transfer_whose_reader_never_confirms_holds_a_drain_up_no_longer_than_it_may(model: Path) -> None:
+    clock = ManualClock(100.0)
+    with company(model, decodes=1, clock=clock, settle=False, transfer={"room_timeout_s": 30.0}) as c:
+        worker, _ = c.workers[WorkerName("prefill-0")], _held_back(c)
+        c.run(c.submit(list(range(60)), SamplingParams(8, temperature=0.0)))
+        c.drain("prefill-0")
+        c.step()
+        assert worker.status().outgoing == 1
+        assert not worker.drained
+        clock.advance(31.0)
+        c.step("prefill-0")
+        assert worker.drained
+
+
+def _moving(c: Company) -> Any:
+    rid = c.submit(list(range(60)), SamplingParams(40, temperature=0.0))
+    c.until(generated(c, rid, 5), "it to run")
+    return rid
+
+
+def test_d3_a_restarted_target_is_a_stranger_to_rooms_of_its_predecessor(model: Path) -> None:
+    with company(model, decode={"move_chunk_bytes": 1}) as c:
+        rid = _moving(c)
+        assert c.worker_of(rid) == "decode-0"
+        c.brain.moves.begin(c.told[rid].request)
+        c.act()
+        c.until(lambda: bool(c.decode("decode-0")._departures), "it to be stopped")
+        c.gone("decode-1")
+        c.start(Role.DECODE, WorkerName("decode-1"))
+        # The move to incarnation 1 came to nothing; the request is whole, and may move to incarnation 2.
+        c.until(lambda: not c.decode("decode-0")._departures, "it to go on")
+        assert c.brain.moves.begin(c.told[rid].request) or c.told[rid].request.avoid
+        c.act()
+        assert c.run(rid) == c.run(c.submit(list(range(60)), SamplingParams(40, temperature=0.0)))
+        assert c.told[rid].replays == []
+        assert c.decode("decode-0").check().violations == ()
+
+
+def test_d3_a_restarted_source_is_not_asked_for_what_its_predecessor_had(model: Path) -> None:
+    with company(model, decode={"move_chunk_bytes": 1}) as c:
+        rid = _moving(c)
+        c.brain.moves.begin(c.told[rid].request)
+        c.act()
+        c.until(lambda: bool(c.decode("decode-0")._departures), "it to be stopped")
+        c.gone("decode-0")
+        c.start(Role.DECODE, WorkerName("decode-0"))
+        assert c.run(rid) == c.run(c.submit(list(range(60)), SamplingParams(40, temperature=0.0)))
+        assert len(c.told[rid].replays) == 1, "what the dead one held is computed again, once"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("plane", ["shm", "zmq"])
+def test_requests_move_on_every_data_plane(model: Path, plane: str) -> None:
+    with company(model, transfer={"plane": plane}, decode={"move_ahead_bytes": 1}) as c:
+        rid = _moving(c)
+        assert c.brain.moves.begin(c.told[rid].request)
+        c.act()
+        c.until(lambda: c.brain.moves.counts.moved == 1, "it to move")
+        assert c.worker_of(rid) == "decode-1"
+        assert c.run(rid) == c.run(c.submit(list(range(60)), SamplingParams(40, temperature=0.0)))
+        assert c.told[rid].replays == []

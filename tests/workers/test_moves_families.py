@@ -1,0 +1,45 @@
+"""State of every kind goes from decode worker to decode worker bit for bit: the answers are those of who stayed."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from cache.due import due
+from contracts.messages import Moved
+from contracts.sampling import SamplingParams
+from tests.company import company, generated, hears
+from tests.families import FAMILIES
+from tests.family_scenes import tokens_of
+
+PAGE = 16
+COUNT = 30
+FIRST = ["gemma3", "deepseek_v32", "qwen3_next", "falcon_h1"]
+"""One with windows, one with index keys, two with recurrent states; the others take as long and are the soak's."""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "name", [name if name in FIRST else pytest.param(name, marks=pytest.mark.soak) for name in FAMILIES]
+)
+def test_a_moved_request_goes_on_as_if_it_had_stayed(name: str, tmp_path: Path) -> None:
+    folder = FAMILIES[name](tmp_path / name)
+    prompts = [tokens_of(seed, length) for seed, length in enumerate((70, 131, 38))]
+    options = [SamplingParams(COUNT, temperature=0.8, seed=seed) for seed in range(3)]
+    with company(folder, cache={"page_tokens": PAGE}, prefill={"chunk_tokens": 48}) as c:
+        stayed = c.run(*[c.submit(p, o) for p, o in zip(prompts, options, strict=True)])
+    with company(folder, cache={"page_tokens": PAGE}, prefill={"chunk_tokens": 48}, tokens=4096) as c:
+        moved = hears(c, Moved)
+        rids = [c.submit(p, o) for p, o in zip(prompts, options, strict=True)]
+        for number, rid in enumerate(rids):
+            # At different places within a page, and within what recurrent layers gather.
+            c.until(generated(c, rid, 9 + 3 * number), "it to run")
+            assert c.brain.moves.begin(c.told[rid].request)
+            c.act()
+        c.until(lambda: c.brain.moves.counts.moved == 3, "all to move")
+        assert c.run(*rids) == stayed
+        spec = c.decode("decode-0")._seat.spec
+        least = sum(min(len(n), 1) * spec.unit_bytes(pool) for pool, n in due(spec, 60).items())
+        assert min(event.bytes for event in moved if isinstance(event, Moved)) >= least, "something of every pool"
+        assert all(not told.replays for told in c.told.values())

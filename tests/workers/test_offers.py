@@ -1,0 +1,85 @@
+"""What a decode worker that leaves has in its tree goes to the others, the hottest first."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from cache.heat import hottest
+from cache.prefix import Prefix
+from contracts.ids import RequestId
+from contracts.sampling import SamplingParams
+from tests.company import Company, company
+
+PAGE = 16
+HOT, COLD = list(range(100, 164)), list(range(64))
+
+
+def depth(c: Company, name: str, tokens: list[int]) -> int:
+    """Pages of these tokens that the worker's tree has on the device."""
+    seat = c.decode(name)._seat
+    return sum(pages for _, pages in seat.tree.walked(Prefix.of(tokens, PAGE)))
+
+
+def served(c: Company) -> None:
+    """decode-0 alone serves one prefix four times, another once."""
+    c.drain("decode-1")
+    for number, prompt in enumerate([COLD, HOT, HOT, HOT, HOT]):
+        c.run(c.submit([*prompt, number, number], SamplingParams(8, temperature=0.0)))
+    c.drain("decode-1", draining=False)
+    assert depth(c, "decode-1", HOT) == 0
+
+
+def leaves(c: Company) -> None:
+    c.drain("decode-0")
+    c.until(lambda: c.workers["decode-0"].drained, "decode-0 to have nothing to do", 4000)
+    assert c.decode("decode-0").check().violations == c.decode("decode-1").check().violations == ()
+
+
+def sections(**decode: Any) -> dict[str, dict[str, Any]]:
+    return {"cache": {"page_tokens": PAGE}, "decode": decode}
+
+
+def test_the_tree_of_a_drained_worker_is_taken_over_and_used(model: Path) -> None:
+    with company(model, **sections()) as c:
+        served(c)
+        leaves(c)
+        assert depth(c, "decode-1", HOT) == depth(c, "decode-1", COLD) == 4
+        assert c.brain.moves.offers.bytes == c.decode("decode-1").status().counters["fetched_bytes"] > 0
+        assert not len(c.brain.moves.offers)
+        rid: RequestId = c.submit([*HOT, 9, 9, 9], SamplingParams(8, temperature=0.0))
+        c.run(rid)
+        held = [p.cached_tokens for p in c.told[rid].request.progress if p.worker == "decode-1"]
+        assert max(held) == 4 * PAGE
+
+
+def test_within_its_budget_a_worker_offers_what_was_used_most(model: Path) -> None:
+    with company(model, **sections()) as plain:
+        unit = plain.decode("decode-0")._seat.spec.unit_bytes("full")
+    with company(model, **sections(offer_bytes=4 * unit)) as c:
+        served(c)
+        seat = c.decode("decode-0")._seat
+        (hot,) = hottest(seat.tree, seat.full, 4)
+        assert hot.tokens == tuple(HOT)
+        leaves(c)
+        assert depth(c, "decode-1", HOT) == 4
+        assert depth(c, "decode-1", COLD) == 0
+
+
+def test_pages_that_somebody_else_uses_are_not_pushed_out(model: Path) -> None:
+    with company(model, tokens=160, **sections()) as c:
+        served(c)
+        target = c.decode("decode-1")._seat
+        taken = target.pools.allocators[target.full].lease(target.pools.allocators[target.full].free, "planted")
+        c.drain("decode-0")
+        c.until(lambda: c.workers["decode-0"].drained, "decode-0 to have nothing to do", 4000)
+        assert depth(c, "decode-1", HOT) == 0
+        taken.release()
+
+
+def test_nobody_waits_for_a_router_that_asks_for_nothing(model: Path) -> None:
+    with company(model, decodes=1, **sections()) as c:
+        c.run(c.submit(HOT, SamplingParams(8, temperature=0.0)))
+        c.drain("decode-0")
+        # Nobody is there to take anything: after a moment it goes.
+        c.until(lambda: c.workers["decode-0"].drained, "decode-0 to leave", 100_000)
