@@ -38,8 +38,7 @@ class WorkerActor:
     def __init__(self, plan: WorkerPlan, build: BuildWorker) -> None:
         self._plan = plan
         self._build = build
-        if not TERMINATED.listen():
-            log.warning("SIGTERM will not drain this worker: Ray made it on another thread than the main one")
+        TERMINATED.listen()
 
     def where(self) -> tuple[int, int, str]:
         """(pid, start time, node)."""

@@ -76,17 +76,20 @@ class BorrowedArenas:
             return None
         wanted = {"rank": rank, "incarnation": self._incarnation, "nbytes": nbytes, "fingerprint": fingerprint}
         message = {"token": self._token, "name": self._name, **wanted}
-        try:
-            connection = self._reach()
-            fd, adopted = self._borrow(connection, message)
-            # A fork that hasn't become another program yet must have no way to write here.
-            memory = mmap.mmap(fd, nbytes)
-            memory.madvise(mmap.MADV_DONTFORK)
-        except (OSError, ValueError) as error:
-            log.warning(
-                "no arena: host memory ends with this worker", extra={"worker": self._name, "reason": str(error)}
-            )
-            return None
+        with contextlib.ExitStack() as stack:
+            try:
+                connection = stack.enter_context(self._reach())
+                fd, adopted = self._borrow(connection, message)
+                stack.callback(os.close, fd)
+                memory = mmap.mmap(fd, nbytes)
+                # A fork that hasn't become another program yet must have no way to write here.
+                memory.madvise(mmap.MADV_DONTFORK)
+            except (OSError, ValueError) as error:
+                log.warning(
+                    "no arena: host memory ends with this worker", extra={"worker": self._name, "reason": str(error)}
+                )
+                return None
+            stack.pop_all()
         loan = _Loan(fd, message, connection)
         loan.thread = threading.Thread(target=_watch, args=(loan,), name="arena", daemon=True)
         loan.thread.start()

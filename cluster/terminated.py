@@ -16,6 +16,7 @@ class Terminated:
     """Calls whoever wants to know of SIGTERM, also of one that came before."""
 
     def __init__(self) -> None:
+        self.listening = False
         self._asked = threading.Event()
         self._calls: list[Callable[[], object]] = []
         self._lock = threading.Lock()
@@ -28,6 +29,7 @@ class Terminated:
         os.set_blocking(writer, False)
         signal.signal(signal.SIGTERM, lambda number, frame: None)
         signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
+        self.listening = True
         threading.Thread(target=self._read, args=(reader,), name="signals", daemon=True).start()
         return True
 

@@ -122,6 +122,8 @@ class WorkerProcess:
             keeper = starting
             host.start()
             TERMINATED.on(host.drain)
+            if not TERMINATED.listening:
+                log.warning("SIGTERM will not drain this worker: nobody listens for it in this process")
             log.info("ready", extra={"worker": plan.name, "endpoint": endpoint, "control": worker.control})
             self._ended.wait()
             if self._outcome.end is HostEnd.LEFT:

@@ -20,7 +20,8 @@ What arrived damaged may have been damaged here. So before a request goes on aft
 is checked against its tags once more; where it doesn't match, the request ends as damaged and is computed again.
 
 A worker that drains offers its requests to the router (`Leaving`), those that haven't begun at once, and those that run
-if handing them on is quicker than finishing them. The router picks who takes them, and when.
+if handing them on is quicker than finishing them. The router picks who takes them, and when. One that is retracted can
+come back when others have left, with less work than it would take to compute its state elsewhere; then it is offered.
 """
 
 from __future__ import annotations
@@ -43,7 +44,7 @@ from contracts.table import StateTable
 from decode.costs import Costs
 from decode.giving import Giving
 from decode.offers import Offers
-from decode.request import Phase, Request
+from decode.request import OFF_DEVICE, Phase, Request
 from transfer.desk import Desk
 from transfer.finished import finished
 from transfer.metadata import Metadata
@@ -385,6 +386,8 @@ class Departures:
         now = self._clock.now()
         for request in self._desk:
             running = request.phase is Phase.RUNNING
+            if request.phase in OFF_DEVICE:
+                self._take_back(request)
             if request.stopping or request.phase not in (Phase.RUNNING, Phase.WAITING):
                 continue  # Its state is on its way here, or will be: with that it goes.
             known = self._verdicts.get(id(request))
@@ -395,6 +398,12 @@ class Departures:
             if goes:
                 self._tell_leaving(request)
         self.counters["left_to_finish"] = sum(not v.goes for v in self._verdicts.values())
+
+    def _take_back(self, request: Request) -> None:
+        """It was retracted: nobody can take it before it is back, and then it is judged again."""
+        verdict = self._verdicts.pop(id(request), None)
+        if verdict is not None and verdict.goes:
+            self._tell_leaving(request, withdrawn=True)
 
     def _tell_leaving(self, request: Request, *, withdrawn: bool = False) -> None:
         submit, started = request.submit, request.phase is Phase.RUNNING

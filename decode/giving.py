@@ -112,7 +112,7 @@ class Giving:
         page_tokens = self._seat.spec.page_tokens
         if command.tokens:
             return Prefix.of(command.tokens, page_tokens, command.salt)
-        if request is None or request.claim is None or not request.tokens:
+        if request is None or not request.in_place:
             return None
         self._share(request)
         return Prefix.of(request.tokens[: request.committed], page_tokens, request.submit.salt)

@@ -2,12 +2,15 @@
 
     waiting --pages and slot granted--> arriving --verified--> running --last token--> gone
                                                                 |   ^
-                                          handed to another worker   came to nothing
-                                                                v   |
-                                                               leaving --received there--> gone
                               short of pages: its steps land,   |   |  everything is back
                               its state goes to the host        v   |  and matches its tags
                                            retracting --> retracted --> resuming
+
+                           running --handed to another worker--> leaving --received there--> gone
+                              ^                                     |
+                              +----------came to nothing------------+
+
+What is off the device isn't handed on, but comes back first.
 
 It is admitted with pages for its prompt and its next step, and gets more as it goes on; where there are none, somebody
 is retracted (`decode.retraction`). While a step is under way the next one may be launched already, with the token still
@@ -75,6 +78,9 @@ PHASES = StateTable[Phase, PhaseEvent](
     },
 )
 
+OFF_DEVICE = (Phase.RETRACTING, Phase.RETRACTED, Phase.RESUMING)
+"""Those of `decode.retraction`."""
+
 
 @dataclass(eq=False)
 class Request:
@@ -120,6 +126,11 @@ class Request:
     def generated(self) -> int:
         """Tokens of its answer, those of earlier attempts among them."""
         return max(len(self.tokens), len(self.submit.tokens)) - self.submit.prompt_len
+
+    @property
+    def in_place(self) -> bool:
+        """Whether the state of all its committed positions is on the device, in its claim."""
+        return self.claim is not None and self.phase in (Phase.RUNNING, Phase.RETRACTING, Phase.LEAVING)
 
     @property
     def under_way(self) -> int:

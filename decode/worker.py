@@ -30,7 +30,7 @@ from decode.departures import Books, Departures
 from decode.fetching import Fetching
 from decode.pressure import Pressure
 from decode.reasoning import Reasoning
-from decode.request import Phase, PhaseEvent, Request
+from decode.request import OFF_DEVICE, Phase, PhaseEvent, Request
 from decode.retraction import Lost, Retraction
 from engine.ahead import Ahead
 from engine.batch import Draw, FromStep, Row, RowOutput
@@ -188,8 +188,7 @@ class DecodeWorker(PhaseWorker[Request]):
         if claims != self._seat.claims:
             found.append(f"{self._seat.claims} claims, requests hold {claims}")
         queues = {Phase.WAITING: list(self._waiting), Phase.RUNNING: list(self._running)}
-        off_device = (Phase.RETRACTING, Phase.RETRACTED, Phase.RESUMING)
-        queues |= {phase: [r for r in self._retraction if r.phase is phase] for phase in off_device}
+        queues |= {phase: [r for r in self._retraction if r.phase is phase] for phase in OFF_DEVICE}
         for phase, queue in queues.items():
             members = [r for r in self._desk if r.phase is phase]
             if {id(r) for r in members} != {id(r) for r in queue} or len(members) != len(queue):

@@ -56,6 +56,8 @@ PATIENCE_S = 15.0
 AVOID_S = 5.0
 """How long a worker that could not take a request isn't asked to take it again."""
 
+_NO_FAULT = (ErrorKind.DRAINING, ErrorKind.RETRACTED, ErrorKind.DEADLINE, ErrorKind.CANCELLED)
+
 
 class MoveState(StrEnum):
     AHEAD = "ahead"
@@ -201,11 +203,18 @@ class Moves:
         if move is None or worker != move.target or event.attempt != move.attempt:
             return False
         if isinstance(event, Done) and event.error is not None:
+            self._blame(r, move, event)
             self._give_up(r, move, f"{worker[0]}: {event.error}: {event.message}", over=True, kind=event.error)
             return True
         if isinstance(event, Progress | Tokens | Done) and move.state in (MoveState.OFFERED, MoveState.GIVEN):
             self._arrive(r, move)
         return False
+
+    def _blame(self, r: Request, move: Move, done: Done) -> None:
+        """The target could not take it: who is at fault will get fewer requests. Lack of room is no fault."""
+        if done.error not in _NO_FAULT:
+            guilty = move.source if done.blame == move.source[0] else move.target
+            self._workers.failed(guilty, r.id, self._clock.now(), move.target)
 
     def _fetched(self, r: Request | None, worker: WorkerKey, event: Fetched) -> None:
         move = self.of(r) if r is not None else None
@@ -258,6 +267,7 @@ class Moves:
         self._under_way[r.id] = r, move
         target.load += 1
         target.requests.add(r.id)
+        target.breaker.sent(r.id, now)
         self.counts.begun += 1
         self._send(r.decode, Give(r.id, r.attempt, move.ahead, target.peer))
         return True
@@ -307,8 +317,10 @@ class Moves:
         if source is not None:
             source.load -= 1
             source.requests.discard(r.id)
+            source.breaker.left(r.id)
         target = self._workers.get(move.target)
         assert target is not None, "who speaks has an entry"
+        self._workers.succeeded((move.target,), r.id, now)
         r.hand_over(move.target, target.record.name, move.attempt, move.room)
 
     def _give_up(
@@ -334,6 +346,7 @@ class Moves:
         if target is not None:
             target.load -= 1
             target.requests.discard(r.id)
+            target.breaker.left(r.id)
             if offered and not over and target.linked:
                 self._send(move.target, Cancel(r.id, move.attempt))
 

@@ -137,7 +137,7 @@ class Request:
         self.workers: dict[Role, str] = {}
         """Who serves, or served last, each leg."""
         self.legs: list[Leg] = []
-        """Every attempt that was placed, in order."""
+        """Every attempt that was placed, and every move to another decode worker, in order."""
         self._clear_attempt()
 
     def _clear_attempt(self) -> None:
@@ -178,6 +178,7 @@ class Request:
         self.decode, self.attempt, self.room = worker, attempt, room
         self.workers[Role.DECODE] = name
         self.moves += 1
+        self.legs.append(Leg(attempt, self.next_position, dict(self.workers), Role.DECODE))
 
     @property
     def tokens(self) -> tuple[int, ...]:

@@ -15,7 +15,6 @@ if TYPE_CHECKING:
 RESTART_S = 0.5
 _FAILING = 0.34
 _SLOW = 20.0
-_FLIPS = 8
 
 
 def schedule(run: Run, fault: Fault) -> float:
@@ -148,16 +147,17 @@ def _corrupt(run: Run, fault: Fault) -> Undo | None:
 
 
 def _flip(run: Run, fault: Fault) -> Undo | None:
-    """Some bytes, any but those of the null pages, which nothing can be lost from."""
+    """A byte of each page, but those of the null pages, which nothing can be lost from."""
     host = _host(run, fault.target)
     pools = host.built.seat.host if host is not None else None
     if pools is None:
         return None
     rng = run.world.rng
-    for _ in range(_FLIPS):
-        pool, buffer = rng.choice([(pool.name, buffer) for pool, buffer in pools.layout.each()])
-        index, layer = rng.randrange(1, pools.layout.counts[pool]), rng.randrange(buffer.spec.layers)
-        pools.region[buffer.offset(layer, index) + rng.randrange(buffer.entry_bytes)] ^= 0x20
+    for pool, count in pools.layout.counts.items():
+        for index in range(1, count):
+            buffer = rng.choice(pools.layout.buffers[pool])
+            at = buffer.offset(rng.randrange(buffer.spec.layers), index) + rng.randrange(buffer.entry_bytes)
+            pools.region[at] ^= 0x20
     return _nothing
 
 

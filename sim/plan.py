@@ -120,7 +120,7 @@ def _config(rng: random.Random, page: int) -> dict[str, Any]:
     cache: dict[str, Any] = {
         "page_tokens": page,
         "prefix_reuse": rng.random() < 0.85,
-        "arena": rng.choice(("auto", "auto", "off")),
+        "arena": rng.choice(("auto", "auto", "none")),
         "eviction": rng.choice(("lru", "lfu", "fifo", "priority", "slru")),
     }
     if rng.random() < 0.6:
@@ -227,7 +227,7 @@ KINDS = {
     "reset": "the connections between two processes are reset",
     "slow": "the network is twenty times as slow for a while",
     "corrupt": "a byte of the next write of pages flips on its way",
-    "flip": "some bytes of a worker's host memory flip",
+    "flip": "a byte of every page in a worker's host memory flips",
     "errors": "storage fails one operation in three for a while",
     "rot": "a byte of an object on storage flips",
     "forget": "storage loses all objects",

@@ -45,6 +45,7 @@ from transfer.sender import SenderEnd
 IDLE_S = 0.1
 """As `WorkerHost`'s `idle_s`."""
 FINGERPRINT = "simulated"
+_SPINS = 2000
 
 
 class Home(Protocol):
@@ -183,6 +184,7 @@ class SimHost:
         self._checks_in = world.rng.randrange(40)
         self._pulse = Pulse(world.agenda)
         self._hung = False
+        self._spins = 0
         self.snapshot = self.worker.status()
         self.sleep.on_wake = self.wake
         process.on_death(self._died)
@@ -308,12 +310,19 @@ class SimHost:
         self.sleep.asked = None
         self.worker.wait(IDLE_S)
         asked = self.sleep.asked
+        self._look_for_spins(took > 0.0002 or asked is None or asked > 0.0)
         if asked is None or took > 0.0002:
             self._schedule(took)
         else:
             self._schedule(max(asked, took))
             self.sleep.asked = asked
         return None
+
+    def _look_for_spins(self, sound: bool) -> None:
+        """A loop that would not sleep, turn after turn, and has nothing to show for it, uses up a processor."""
+        self._spins = 0 if sound else self._spins + 1
+        if self._spins == _SPINS:
+            self.world.violated(f"{self.process}: its loop has turned {_SPINS} times for something that is due")
 
     def _check_sometimes(self) -> None:
         self._checks_in -= 1

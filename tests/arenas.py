@@ -25,7 +25,10 @@ def segments(cluster: Serving) -> dict[str, Path]:
     """The segments that it holds, by worker and rank, as files."""
     found = {}
     for fd in Path(f"/proc/{agent_of(cluster).pid}/fd").iterdir():
-        link = os.readlink(fd)
+        try:
+            link = os.readlink(fd)
+        except FileNotFoundError:
+            continue  # it opens and closes others meanwhile
         if link.startswith("/memfd:twinpool-arena-"):
             found[link.removeprefix("/memfd:twinpool-arena-").partition(" ")[0]] = fd
     return found

@@ -43,6 +43,7 @@ PROMPTS, TOKENS, LONGEST, AT_ONCE = 40, 48, 400, 8
 LEAVES = 0.15
 """Share of the clients that don't wait for their answer's end."""
 DISK_MIB = 4
+FEW = 4
 BACK_S = 300.0
 """A worker that was struck is back within this time, on a machine with much else to do."""
 
@@ -161,25 +162,28 @@ class Chaos:
                 self.tally.failures.append(f"wrong: {ask.body} {answer.twinpool} {answer.tokens} not {ask.tokens}")
 
     async def _strike(self) -> None:
-        """The next fault of the bag, which holds each kind once; one that finds nobody to strike has not happened."""
-        if not self._bag:
-            self._bag = sorted(self.faults)
-            self._random.shuffle(self._bag)
+        """The next fault of the bag, which holds each kind once; one that finds nobody to strike comes again soon."""
+        if len(self._bag) < FEW:
+            fresh = sorted(self.faults)
+            self._random.shuffle(fresh)
+            self._bag += fresh
         name = self._bag.pop()
         if await self.faults[name]():
             self.tally.faults[name] += 1
+        else:
+            self._bag.insert(self._random.randrange(len(self._bag) + 1), name)
 
     # ------------------------------------------------------------ faults
 
-    async def _ready(self, role: str) -> list[dict[str, Any]]:
-        """Workers of a role that serve, if there is more than one: the last one is left alone."""
+    async def _ready(self, role: str, least: int = 2) -> list[dict[str, Any]]:
+        """Workers of a role that serve, if there are so many: the last one is not killed."""
         answer = await self._client.get("/cluster/status")
         rows = [w for w in answer.json()["workers"] if w["role"] == role]
         ready = [w for w in rows if w["state"] == "ready" and not w["stalled_s"]]
-        return ready if len(ready) > 1 else []
+        return ready if len(ready) >= least else []
 
-    async def _victim(self, role: str | None = None) -> dict[str, Any] | None:
-        ready = await self._ready(role or self._random.choice(ROLES))
+    async def _victim(self, role: str | None = None, least: int = 2) -> dict[str, Any] | None:
+        ready = await self._ready(role or self._random.choice(ROLES), least)
         return self._random.choice(ready) if ready else None
 
     async def kill(self, role: str) -> bool:
@@ -223,7 +227,7 @@ class Chaos:
         self.proxy.slow(relay, delay_s=self._random.uniform(0.01, 0.3), bytes_per_s=self._random.choice([0, 2e5]))
 
     async def link(self, kind: str, trouble: Callable[[Relay], None]) -> bool:
-        victim = await self._victim({"control": "prefill", "data": "decode"}.get(kind))
+        victim = await self._victim({"control": "prefill", "data": "decode"}.get(kind), least=1)
         if victim is None:
             return False
         name = str(victim["pid"]) if kind == "data" else victim["name"]
@@ -348,22 +352,21 @@ def sections(proxy: Proxy, storage: Path, plane: str) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def learn(cluster: Serving, oracle: Any, seed: int) -> list[Ask]:
+def learn(cluster: Serving, oracle: Any, seed: int, count: int) -> list[Ask]:
     """Every prompt's answer, undisturbed: greedy ones are the oracle's, drawn ones are drawn from its distribution."""
     from contracts.sampling import SamplingParams
     from tests.checkpoints import compare, compare_sampled
 
     rng = random.Random(seed)
     asks = []
-    for number in range(PROMPTS):
+    for number in range(count):
         prompt = [rng.randrange(300) for _ in range(rng.randint(1, LONGEST))]
         body: dict[str, Any] = {"max_tokens": TOKENS}
         if number % 2:
             body |= {"temperature": 0.8, "top_k": 40, "seed": rng.randrange(1 << 40)}
         asks.append(Ask(prompt, body, []))
     out = []
-    for ask in asks:
-        tokens = cluster.complete(ask.prompt, **ask.body).tokens
+    for ask, tokens in zip(asks, asyncio.run(_undisturbed(cluster, asks)), strict=True):
         drawn = "seed" in ask.body
         params = SamplingParams(**ask.body) if drawn else SamplingParams(TOKENS)
         verdict = compare_sampled(oracle, ask.prompt, tokens, params) if drawn else compare(oracle, ask.prompt, tokens)
@@ -372,8 +375,14 @@ def learn(cluster: Serving, oracle: Any, seed: int) -> list[Ask]:
     return out
 
 
+async def _undisturbed(cluster: Serving, asks: list[Ask]) -> list[list[int]]:
+    async with httpx.AsyncClient(base_url=cluster.url, timeout=300) as client:
+        answers = await asyncio.gather(*(complete(client, cluster.body(a.prompt, **a.body)) for a in asks))
+    return [answer.tokens for answer in answers]
+
+
 @contextmanager
-def scene(base: Path, tally: Tally, plane: str, pause_s: float) -> Iterator[Chaos]:
+def scene(base: Path, tally: Tally, plane: str, pause_s: float, prompts: int = PROMPTS) -> Iterator[Chaos]:
     """The cluster behind its proxy, and all answers known."""
     from tests.checkpoints import Oracle, make_checkpoint
 
@@ -388,7 +397,7 @@ def scene(base: Path, tally: Tally, plane: str, pause_s: float) -> Iterator[Chao
             folder, base / "run", *flags, sections=settings, ready_within=240, prefix=prefix, orderly=False
         )
         with started as cluster:
-            asks = learn(cluster, Oracle(folder), tally.seed)
+            asks = learn(cluster, Oracle(folder), tally.seed, prompts)
             disk = Path(f"/proc/{cluster.process.pid}/root") / storage.relative_to("/") if prefix else None
             yield Chaos(cluster, proxy, asks, tally, disk, pause_s)
 

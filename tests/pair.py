@@ -205,6 +205,8 @@ def pair(
     """A pair that is checked for leaks at the end. `ranks`: warm processes for workers of several ranks."""
     sections.setdefault("transfer", {}).setdefault("plane", "local")
     sections.setdefault("engine", {}).setdefault("threads", 1)
+    # Here is nobody who could take what decode offers of its tree when it leaves.
+    sections["decode"] = {"offer_bytes": 0, **sections.get("decode", {})}
     config = config_from_dict(sections)
     with ExitStack() as stack:
         crews = _crews(stack, ranks, folder, config, tokens)

@@ -9,7 +9,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import psutil
@@ -248,7 +248,9 @@ def descriptors_of(agent: LocalAgent) -> list[tuple[tuple[str, int], str]]:
     assert agent._process is not None
     found = []
     for fd in Path(f"/proc/{agent._process.pid}/fd").iterdir():
-        link = os.readlink(fd)
-        if link.startswith("/memfd:"):
-            found.append(((link, fd.stat().st_ino), link.removeprefix("/memfd:").partition(" ")[0]))
+        # It opens and closes others meanwhile.
+        with suppress(FileNotFoundError):
+            link = os.readlink(fd)
+            if link.startswith("/memfd:"):
+                found.append(((link, fd.stat().st_ino), link.removeprefix("/memfd:").partition(" ")[0]))
     return found

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from contracts.errors import ErrorKind
-from contracts.ids import RequestId, Role
+from contracts.ids import Incarnation, RequestId, Role, RoomId, WorkerName
 from contracts.messages import Audit, Audited, AuditEnd, Done
 from contracts.sampling import Difference
 from router.audits import STATES, TRIES, Result, chosen
@@ -222,6 +222,31 @@ def test_a_replayed_answer_is_blamed_on_the_attempt_that_drew_the_token() -> Non
             idle(on)
             say(on, AuditEnd.COMPUTED, Difference(position, 77, 0.5))
         assert audits.counts.damage == {(worker, role): 1}
+
+
+def test_a_moved_answer_is_blamed_on_the_decode_worker_that_drew_the_token() -> None:
+    for position, worker in ((4, "decode-0"), (5, "decode-9"), (6, "decode-9")):
+        on = stage()
+        rid = on.submit()
+        on.say(rid, PREFILL, 2)
+        on.say(rid, DECODE, 1 + 1)
+        request = on.requests[rid]
+        legs = list(request.legs)
+        request.hand_over((WorkerName("decode-9"), Incarnation(1)), "decode-9", 0, RoomId("another"))
+        legs, request.legs = list(request.legs), legs
+        request.decode, request.workers[DECODE] = on.key("decode-0"), "decode-0"
+        on.finish()
+        request.legs = legs
+        audits = on.brain.audits
+        while audits.queued or audits.under_way:
+            idle(on)
+            say(on, AuditEnd.COMPUTED, Difference(position, 77, 0.5))
+        audits.counts.damage.clear()
+        audits.consider(request)
+        while audits.queued or audits.under_way:
+            idle(on)
+            say(on, AuditEnd.COMPUTED, Difference(position, 77, 0.5))
+        assert audits.counts.damage == {(worker, DECODE): 1}
 
 
 def test_auditors_that_contradict_each_other_prove_nothing() -> None:

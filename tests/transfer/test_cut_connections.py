@@ -25,11 +25,11 @@ LINK_S = 0.6
 
 
 @contextmanager
-def proxied(plane: str) -> Iterator[tuple[Ends, Relay, Proxy]]:
+def proxied(plane: str, link_s: float = LINK_S) -> Iterator[tuple[Ends, Relay, Proxy]]:
     """Both ends, the way to the writer's control socket, and the proxy; the ways of data are made by `faults.proxy`."""
     with proxying() as proxy:
         faults = {"proxy": proxy.door}
-        with ends(SPEC, plane, faults=faults, transfer={"link_timeout_s": LINK_S}) as both:
+        with ends(SPEC, plane, faults=faults, transfer={"link_timeout_s": link_s}) as both:
             relay = proxy.relay("control", "prefill-0", both.sender.control.removeprefix("tcp://"))
             both.sender.control = f"tcp://{relay.endpoint}"
             yield both, relay, proxy
@@ -166,7 +166,7 @@ def test_a9_pages_that_were_lost_with_their_connection_are_never_taken_for_arriv
 @pytest.mark.slow
 @pytest.mark.parametrize("plane", PLANES)
 def test_a_slow_connection_is_no_cut_one(plane: str) -> None:
-    with proxied(plane) as (both, relay, proxy):
+    with proxied(plane, 20 * LINK_S) as (both, relay, proxy):
         prompt = opened(both)
         for way in (relay, data(proxy)):
             proxy.slow(way, delay_s=LINK_S / 4)

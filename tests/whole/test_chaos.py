@@ -16,7 +16,7 @@ SECONDS = 30.0
 @pytest.mark.timeout(900)
 def test_half_a_minute_of_everything_going_wrong_alters_no_answer_and_fails_none(tmp_path: Path) -> None:
     tally = Tally(seed=5)
-    with scene(tmp_path, tally, "zmq", pause_s=0.8) as chaos:
+    with scene(tmp_path, tally, "zmq", pause_s=0.8, prompts=12) as chaos:
         asyncio.run(chaos.run(SECONDS))
         chaos.finish()
         print(report(tally))

@@ -33,7 +33,7 @@ def scene(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Scene]:
     # Steps take their time, so that streams are in their middle when something happens.
     sections = {
         "cache": {"device_tokens": 16384},
-        "faults": {"step_delay_s": 0.005},
+        "faults": {"step_delay_s": 0.01},
         "engine": {"threads": 1},
         "cluster": {"start_timeout_s": 300},
     }
@@ -89,7 +89,7 @@ def test_d1_streams_of_a_drained_decode_worker_go_on_elsewhere_without_a_failed_
     scene: Scene, tmp_path: Path
 ) -> None:
     out = tmp_path / "drain.json"
-    flags = ["--streams", "12", "--input-tokens", "20:120", "--output-tokens", "160", "--victim", "decode-1"]
+    flags = ["--streams", "12", "--input-tokens", "20:120", "--output-tokens", "400", "--victim", "decode-1"]
     flags += ["--after-tokens", "10", "--json", str(out)]
     pytest.MonkeyPatch().setattr(drain, "LOW", 0)
     pytest.MonkeyPatch().setattr(drain, "HIGH", 300)
@@ -140,12 +140,12 @@ def test_d1_sigterm_to_a_worker_is_a_drain(scene: Scene) -> None:
 
 @pytest.mark.slow
 def test_the_last_one_finishes_what_it_has_and_says_so_in_json(scene: Scene) -> None:
-    clients = Clients(scene, 5, 4, 400)
-    running(scene, "decode-0")
     node = scene.serving.status()["decode-0"]["node"]
     refused = scene.serving.twinpool("drain", node)
     assert refused.returncode == 1
     assert "--force" in refused.stderr
+    clients = Clients(scene, 5, 4, 1200)
+    running(scene, "decode-0")
     late = scene.serving.twinpool("drain", "decode-0", "--force", "--json", "--watch", "--timeout", "0.2", timeout=120)
     lines = [json.loads(line) for line in late.stdout.splitlines()]
     assert lines[0]["workers"][0]["running"] > 0

@@ -95,6 +95,7 @@ def hash_pair(
     **sections: dict[str, Any],
 ) -> Iterator[HashPair]:
     config = {"cache": {"page_tokens": PAGE, **sections.pop("cache", {})}, "transfer": {"plane": "local"}, **sections}
+    config["decode"] = {"offer_bytes": 0, **sections.get("decode", {})}
     both = HashPair(pool_sets(PAGE)[name], config_from_dict(config), counts, clock, device)
     try:
         yield both

@@ -11,8 +11,9 @@ import pytest
 from contracts.clock import ManualClock
 from contracts.errors import ErrorKind
 from contracts.ids import RequestId
-from contracts.messages import Moved
+from contracts.messages import Event, Moved
 from contracts.sampling import SamplingParams
+from router.workers import WorkerKey
 from tests.company import Company, company, generated, hears
 from tests.pair import SESSION
 
@@ -287,6 +288,30 @@ def test_a_request_moves_on_and_back_again(model: Path) -> None:
             sent.append(c.brain.moves.counts.moved_bytes - before)
         assert c.run(rid) == c.run(c.submit(prompt, seeded(1)))
         assert all(0 < later < sent[0] for later in sent[1:]), f"of what it left there it is sent nothing: {sent}"
+
+
+@pytest.mark.parametrize("told", [True, False])
+def test_a_request_that_is_lost_with_its_target_after_it_left_is_replayed(
+    model: Path, alone: list[int], told: bool
+) -> None:
+    """The source has nothing of it any more, whether or not the router has heard so."""
+    with company(model) as c:
+        rid = c.submit(prompts(2, 1)[0], seeded(1))
+        c.until(generated(c, rid, 5), "it to run")
+        left: list[bool] = []
+
+        def loses(worker: WorkerKey, event: Event) -> bool:
+            left.extend([True] * isinstance(event, Moved))
+            return worker[0] == "decode-1" or (isinstance(event, Moved) and not told)
+
+        c.between.append(loses)
+        assert c.brain.moves.begin(c.told[rid].request)
+        c.act()
+        c.until(lambda: bool(left), "the source to give it away")
+        assert c.told[rid].request.decode == c.key("decode-0"), "nobody has told otherwise"
+        c.gone("decode-1")
+        assert c.run(rid) == [alone]
+        assert len(c.told[rid].replays) == 1
 
 
 # ---------------------------------------------------------------- copied ahead
