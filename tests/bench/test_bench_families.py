@@ -24,8 +24,11 @@ def test_a_miniature_has_some_twenty_to_sixty_million_parameters(family: str) ->
 
 
 @pytest.mark.slow
-def test_every_family_is_measured_and_answers_as_transformers_does(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    "names", [["window", "hybrid-delta"], pytest.param(list(family_models.FAMILIES), marks=pytest.mark.soak)], ids=len
+)
+def test_families_are_measured_and_answer_as_transformers_does(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, names: list[str]
 ) -> None:
     small = {
         name: (kind, numbers | {"num_hidden_layers": LAYERS.get(name, 2)})
@@ -35,9 +38,9 @@ def test_every_family_is_measured_and_answers_as_transformers_does(
     out = tmp_path / "out.json"
     sizes = ["--prefill-tokens", "150", "--context", "140", "--output-tokens", "4", "--batches", "2"]
     arguments = [*sizes, "--dtype", "float32", "--repeats", "1", "--threads", "1", "--json", str(out)]
-    assert engine.main(["--families", *arguments]) == 0
+    assert engine.main(["--families", *names, *arguments]) == 0
     written = json.loads(out.read_text())
     scenarios = ("prefill of 150", "decode, batch 2")
-    assert list(written["tokens_per_s"]) == [f"{name}: {scenario}" for name in small for scenario in scenarios]
+    assert list(written["tokens_per_s"]) == [f"{name}: {scenario}" for name in names for scenario in scenarios]
     assert all(side["median"] > 0 for by_side in written["tokens_per_s"].values() for side in by_side.values())
     assert set(written["same_tokens"].values()) == {1.0}
