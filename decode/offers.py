@@ -44,7 +44,8 @@ class Offers:
 
     @property
     def next_deadline(self) -> float | None:
-        return self._until if not self.over else None
+        # What is being given ends by its own deadlines, and patience then changes nothing any more.
+        return self._until if not self._giving and not self.over else None
 
     def round(self) -> None:
         """Of a worker that drains: begin, once it has nothing else to do."""

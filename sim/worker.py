@@ -45,7 +45,7 @@ from transfer.sender import SenderEnd
 IDLE_S = 0.1
 """As `WorkerHost`'s `idle_s`."""
 FINGERPRINT = "simulated"
-_SPINS = 20_000
+_SPINS = 2000
 
 
 class Home(Protocol):

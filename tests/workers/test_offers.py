@@ -7,8 +7,10 @@ from typing import Any
 
 from cache.heat import hottest
 from cache.prefix import Prefix
+from contracts.clock import ManualClock
 from contracts.ids import RequestId
 from contracts.sampling import SamplingParams
+from decode.offers import PATIENCE_S
 from tests.company import Company, company
 
 PAGE = 16
@@ -83,3 +85,23 @@ def test_nobody_waits_for_a_router_that_asks_for_nothing(model: Path) -> None:
         c.drain("decode-0")
         # Nobody is there to take anything: after a moment it goes.
         c.until(lambda: c.workers["decode-0"].drained, "decode-0 to leave", 100_000)
+
+
+def test_while_it_gives_to_somebody_who_stands_still_a_worker_sleeps(model: Path) -> None:
+    clock = ManualClock()
+    with company(model, clock=clock, settle=False, **sections()) as c:
+        served(c)
+        worker = c.decode("decode-0")
+        c.drain("decode-0")
+        for _ in range(10):
+            c.step("decode-0", "prefill-0")  # decode-1 is told to fetch, and makes no round.
+        assert worker.status().outgoing
+        clock.advance(PATIENCE_S + 0.1)
+        c.step("decode-0")
+        assert not worker.drained
+        due = worker._departures.next_deadline
+        assert due is not None
+        assert due > clock.now(), "nothing is due: whoever is woken for it turns and turns"
+        clock.advance(due - clock.now() + 0.001)
+        c.step("decode-0")
+        assert worker.drained, "what nobody takes is not given for ever"
