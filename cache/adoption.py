@@ -148,8 +148,7 @@ class ArenaKeeper:
             return 0
         arena.take(times)
         self._settles = self._now() + SETTLED_S
-        # A writer that was killed may have been anywhere, and padding reads this page.
-        self._host.zero({pool: (0,) for pool in self._unproven})
+        self._clear_nulls()
         found = {}
         for pool in self._unproven:
             found[pool], torn = arena.read(pool)
@@ -173,8 +172,14 @@ class ArenaKeeper:
         return self._arena.bond
 
     def begin(self, bond: bytes) -> None:
-        """Start with nothing."""
+        """Start with nothing, whatever was written there before."""
         self._arena.begin(bond)
+        self._clear_nulls()
+
+    def _clear_nulls(self) -> None:
+        """Of all ranks. A writer that was killed may have been anywhere, and one of another layout, as after a change
+        of role, has had pages where the null pages are now."""
+        self._host.zero({pool: (0,) for pool in self._unproven})
 
     def _hang_all(self, roots: list[_Found]) -> int:
         newest = max((page.used for page in roots), default=0)

@@ -147,18 +147,17 @@ def _corrupt(run: Run, fault: Fault) -> Undo | None:
 
 
 def _flip(run: Run, fault: Fault) -> Undo | None:
-    """A byte of each full page, but those of the null pages, which nothing can be lost from."""
+    """A byte of each page, but those of the null pages, which nothing can be lost from."""
     host = _host(run, fault.target)
     pools = host.built.seat.host if host is not None else None
-    # With windows or states as well, a damaged adoption ends in a write to a null page (`docs/simulator.md`).
-    if pools is None or len(pools.spec.pools) > 1:
+    if pools is None:
         return None
     rng = run.world.rng
-    pool = pools.spec.full.name
-    for index in range(1, pools.layout.counts[pool]):
-        buffer = rng.choice(pools.layout.buffers[pool])
-        at = buffer.offset(rng.randrange(buffer.spec.layers), index) + rng.randrange(buffer.entry_bytes)
-        pools.region[at] ^= 0x20
+    for pool, count in pools.layout.counts.items():
+        for index in range(1, count):
+            buffer = rng.choice(pools.layout.buffers[pool])
+            at = buffer.offset(rng.randrange(buffer.spec.layers), index) + rng.randrange(buffer.entry_bytes)
+            pools.region[at] ^= 0x20
     return _nothing
 
 

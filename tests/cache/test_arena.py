@@ -269,6 +269,22 @@ def test_what_was_condemned_is_never_adopted_though_somebody_held_it_still() -> 
     assert second.seat.stats()["arena_pages_adopted"] == 1
 
 
+@pytest.mark.parametrize("name", [name for name in NAMES if "+" in name or name == "all"])
+def test_pages_of_another_layout_leave_nothing_in_the_null_pages_of_who_begins_anew(name: str) -> None:
+    segment = segment_for(name)
+    first = world_on(segment, name)
+    assert first.host is not None
+    for index in range(1, COUNT):  # Each page is in use, as in a worker that has run for a while.
+        for pool in first.host.spec.by_name:
+            first.host.layout.page(first.host.region, pool, index).fill_(0x55)
+    second = world_on(segment, name, 2, host_pages=COUNT - 1)
+    assert second.host is not None
+    assert second.host.check() == []
+    visit(second, TOKENS)
+    assert expect_right_bytes(second)
+    assert second.check() == []
+
+
 def test_pages_under_a_salt_that_no_record_can_hold_end_with_their_worker() -> None:
     segment = segment_for("full")
     world = world_on(segment, "full")
