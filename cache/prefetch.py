@@ -22,6 +22,7 @@ again, until what is agreed is what was agreed before.
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
@@ -116,6 +117,7 @@ class Prefetcher:
         self._active: list[Prefetch] = []
         self._unreleased: set[int] = set()
         self._number = 0
+        self._polled = -math.inf
         self.counters = {"pages_prefetched": 0.0, "pages_damaged_in_storage": 0.0, "prefetch_pages_dropped": 0.0}
 
     def __len__(self) -> int:
@@ -191,16 +193,23 @@ class Prefetcher:
         """Whether its request need not wait for it any longer; by the stop policy this may end it."""
         if prefetch.over:
             return True
-        policy, tokens = self._config.policy, prefetch.target * prefetch.prefix.page_tokens
-        due = prefetch.began + self._config.base_s + self._config.per_token_s * tokens
-        if policy == "best_effort" or (policy == "timeout" and self._now() >= due):
+        policy = self._config.policy
+        if policy == "best_effort" or (policy == "timeout" and self._now() >= self._due(prefetch)):
             self.stop(prefetch)
         return prefetch.over
 
     def deadline(self, prefetch: Prefetch) -> float | None:
-        """When `may_run` is due although nothing arrives."""
+        """When `may_run` is due although nothing arrives.
+
+        None where that was before the last `poll`: whoever could act on it had the round since, so what its request
+        waits for is something else, or storage that doesn't let go of pages.
+        """
         if prefetch.over or self._config.policy != "timeout":
             return None
+        due = self._due(prefetch)
+        return due if due > self._polled else None
+
+    def _due(self, prefetch: Prefetch) -> float:
         tokens = prefetch.target * prefetch.prefix.page_tokens
         return prefetch.began + self._config.base_s + self._config.per_token_s * tokens
 
@@ -211,6 +220,7 @@ class Prefetcher:
 
     def poll(self) -> None:
         """Take in what storage has answered."""
+        self._polled = self._now()
         for prefetch in list(self._active):
             self._advance(prefetch)
 

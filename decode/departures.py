@@ -203,7 +203,9 @@ class Departures:
         ]
         others = (self._sender.next_deadline, self.giving.next_deadline, self.offers.next_deadline)
         due_at += [at for at in others if at is not None]
-        due_at += [verdict.again_at for verdict in self._verdicts.values() if not verdict.goes]
+        if self._desk.draining:
+            # Who goes all the same, as somebody asked for it, isn't judged meanwhile.
+            due_at += [v.again_at for v in self._verdicts.values() if not v.goes and not v.request.stopping]
         return min(due_at, default=None)
 
     def handle(self, session: SessionId, command: Handover | Resume | Give) -> None:

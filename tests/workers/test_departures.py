@@ -31,7 +31,7 @@ from contracts.messages import (
 from contracts.sampling import SamplingParams
 from contracts.wire import command_from_proto, command_to_proto, event_from_proto, event_to_proto
 from decode.costs import FIRST_BYTES_PER_S, KNOWN_ANSWERS, Costs
-from decode.departures import STAGES, Stage, StageEvent
+from decode.departures import JUDGE_EVERY_S, STAGES, Stage, StageEvent
 from decode.giving import GIFTS
 from router.moves import MOVES, MoveEvent, MoveState
 from tests.company import Company, company, generated
@@ -179,6 +179,41 @@ def test_d3_a_restarted_source_is_not_asked_for_what_its_predecessor_had(model: 
         c.start(Role.DECODE, WorkerName("decode-0"))
         assert c.run(rid) == c.run(c.submit(list(range(60)), SamplingParams(40, temperature=0.0)))
         assert len(c.told[rid].replays) == 1, "what the dead one held is computed again, once"
+
+
+def _expect_sleep(c: Company, clock: ManualClock) -> None:
+    """No deadline of decode-0's departures lies in the past: whoever is woken for one turns and turns."""
+    due = c.decode("decode-0")._departures.next_deadline
+    assert due is None or due > clock.now()
+
+
+def test_what_a_worker_thought_of_a_request_wakes_it_only_where_it_would_think_again(model: Path) -> None:
+    clock = ManualClock()
+    with company(model, clock=clock) as c:
+        rid, worker = _moving(c), c.decode("decode-0")
+
+        def offered() -> None:
+            assert c.brain.moves.begin(c.told[rid].request)
+            c.act()
+            c.until(lambda: bool(worker._departures._paused()), "it to be offered")
+
+        offered()
+        clock.advance(c.config.decode.move_pause_s)
+        c.step("decode-0")
+        assert not len(worker._departures), "nobody took it in time"
+        clock.advance(JUDGE_EVERY_S + 0.1)
+        c.step("decode-0")
+        _expect_sleep(c, clock)
+        # While it is offered again, on demand, the worker is told to drain: it had better stay, by what is known.
+        c.told[rid].request.avoid.clear()
+        offered()
+        worker.drain()
+        clock.advance(JUDGE_EVERY_S + 0.1)
+        c.step("decode-0")
+        assert len(worker._departures)
+        _expect_sleep(c, clock)
+        worker.undrain()
+        c.run(rid)
 
 
 @pytest.mark.slow

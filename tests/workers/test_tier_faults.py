@@ -116,6 +116,36 @@ def test_with_a_timeout_a_request_waits_so_long_and_no_longer(model: Path, tmp_p
         settle(both, queues)
 
 
+def test_a_request_that_waits_for_pages_is_not_woken_again_and_again_as_storage_is_late(
+    model: Path, tmp_path: Path, by_hand: MakeQueues
+) -> None:
+    prompt, sizes = tokens(2, 5 * PAGE + 3), {Role.PREFILL: 8 * PAGE, Role.DECODE: 32 * PAGE}
+    want = fill(model, tmp_path, prompt, by_hand)
+    queues, clock = by_hand(), ManualClock()
+    with pair(model, tokens=sizes, clock=clock, cache=policy(tmp_path, "timeout", base_s=1.0)) as both:
+        seat = seat_of(both)
+        holder = both.submit(tokens(3, 5 * PAGE + 3), GREEDY)
+        both.step(Role.PREFILL)
+        clock.advance(5.0)
+        for _ in range(20):
+            both.step(Role.PREFILL)
+        assert both.answers[holder].tokens, "it is computed, and decode has no pages for it yet"
+        first, second = both.submit(tokens(4, 5 * PAGE + 3), GREEDY), both.submit(prompt, GREEDY)
+        *_, prefetch = [r.prefetch for r in both.prefill._desk if r.claim is None]  # type: ignore[attr-defined]
+        both.step(Role.PREFILL)
+        due = seat.due(prefetch)
+        assert due is not None
+        assert due > clock.now(), "it is woken as its patience with storage ends"
+        clock.advance(5.0)
+        both.step(Role.PREFILL)
+        assert seat.claims == 1
+        assert not prefetch.over, "nobody has asked: who came before it lacks pages"
+        assert seat.due(prefetch) is None, "and then sleeps on"
+        *_, answer = both.run(holder, first, second)
+        assert answer.list == want
+        settle(both, queues)
+
+
 def test_c5_a_request_that_waits_for_storage_ends_by_its_deadline(
     model: Path, tmp_path: Path, by_hand: MakeQueues
 ) -> None:
