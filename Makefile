@@ -13,8 +13,8 @@ help: ## show the commands
 serve: .venv/.installed ## start the demo cluster; ARGS="--model DIR --decode 2" for another
 	@$(BIN)/twinpool serve --model demo $(ARGS)
 
-test: .venv/.installed-dev ## run the tests; ARGS="tests/cluster -k drain" for some of them
-	@$(BIN)/python -m pytest -m "not soak" $(ARGS)
+test: .venv/.installed-dev ## run the tests, two at a time; ARGS="-n0 tests/cluster -k drain" for some of them, in order
+	@$(BIN)/python -m pytest -m "not soak" -n 2 --no-loadscope-reorder $(ARGS)
 
 check: .venv/.installed-dev ## lint, format, types, import layers
 	$(BIN)/ruff check .

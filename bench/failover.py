@@ -164,7 +164,7 @@ class Failover:
         deadline = time.monotonic() + BACK_S
         while time.monotonic() < deadline:
             rows = (await client.get("/cluster/status")).json()["workers"]
-            if all(w["state"] == "ready" for w in rows):
+            if all(w["state"] == "ready" for w in rows if w["state"] != "left"):
                 return
             await asyncio.sleep(0.2)
         raise RuntimeError(f"not all workers were back within {BACK_S:g} s")

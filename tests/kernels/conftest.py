@@ -32,7 +32,8 @@ def scripts(
 ) -> Iterator[Callable[[str], Said]]:
     marks = [item.get_closest_marker("runs") for item in request.session.items]
     wanted = dict.fromkeys(mark.args[0] for mark in marks if mark is not None)
-    pool = ThreadPoolExecutor(len(os.sched_getaffinity(0)))
+    others = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1")) - 1
+    pool = ThreadPoolExecutor(max(1, len(os.sched_getaffinity(0)) - others))
     runs = {
         name: pool.submit(run_script, Path(__file__).with_name(name), tmp_path_factory.mktemp("triton"))
         for name in wanted
