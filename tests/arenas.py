@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import mmap
 import os
+from contextlib import suppress
 from pathlib import Path
 
 import psutil
@@ -16,15 +17,25 @@ _BLOCK = 4096
 
 def agent_of(cluster: Serving) -> psutil.Process:
     """The process that holds the segments."""
+    (found,) = _agents(cluster)
+    return found
+
+
+def _agents(cluster: Serving) -> list[psutil.Process]:
+    """One, but for the moment after it died."""
     script = str(arena_agent.__file__)
-    (found,) = [p for p in family(cluster.process) if p.is_running() and p.cmdline()[-1:] == [script]]
+    found = []
+    for process in family(cluster.process):
+        with suppress(psutil.NoSuchProcess):
+            if process.is_running() and process.cmdline()[-1:] == [script]:
+                found.append(process)
     return found
 
 
 def segments(cluster: Serving) -> dict[str, Path]:
-    """The segments that it holds, by worker and rank, as files."""
+    """The segments that it holds, by worker and rank, as files; none while there is no agent."""
     found = {}
-    for fd in Path(f"/proc/{agent_of(cluster).pid}/fd").iterdir():
+    for fd in (fd for agent in _agents(cluster) for fd in _descriptors(agent)):
         try:
             link = os.readlink(fd)
         except FileNotFoundError:
@@ -32,6 +43,12 @@ def segments(cluster: Serving) -> dict[str, Path]:
         if link.startswith("/memfd:twinpool-arena-"):
             found[link.removeprefix("/memfd:twinpool-arena-").partition(" ")[0]] = fd
     return found
+
+
+def _descriptors(process: psutil.Process) -> list[Path]:
+    with suppress(FileNotFoundError):
+        return list(Path(f"/proc/{process.pid}/fd").iterdir())
+    return []
 
 
 def _open(cluster: Serving, worker: str) -> mmap.mmap:

@@ -37,8 +37,9 @@ struct AttentionShape {
 
     // Of a position's key or value, in elements.
     long offset(const Sequence &seq, long position, long kv_head) const {
-        const long page = seq.pages[position / page_tokens - seq.first_page];
-        return page * page_stride + position % page_tokens * token_stride + kv_head * dim;
+        const uint32_t at = (uint32_t)position, size = (uint32_t)page_tokens;
+        const long page = seq.pages[at / size - seq.first_page];
+        return page * page_stride + at % size * token_stride + kv_head * dim;
     }
 };
 
@@ -153,7 +154,7 @@ void take_block(const AttentionShape &a, const Sequence &seq, const T *k_pages, 
         if (v_pages == k_pages) continue;
         for (long d = 0; d < a.value_dim; d += 64 / sizeof(T)) __builtin_prefetch(v_pages + next + d, 0, 2);
     }
-    for (long group = 0; group < BLOCK; group += LANES)
+    for (long group = 0; group < filled; group += LANES)
         for (long word = 0; word < words; word += LANES) {
             f32x16 square[LANES];
             for (int n = 0; n < LANES; n++)
@@ -163,7 +164,7 @@ void take_block(const AttentionShape &a, const Sequence &seq, const T *k_pages, 
             transpose(square);
             for (int i = 0; i < LANES; i++) store(room.keys.data() + (word + i) * BLOCK + group, square[i]);
         }
-    for (long n = 0; n < BLOCK; n++)
+    for (long n = 0; n < filled; n++)
         for (long d = 0; d < wide; d += LANES) {
             f32x16 value = {};
             if (n >= skipped && n < filled) value = load_some(v_pages + offsets[n] + d, (int)(a.value_dim - d));
@@ -171,14 +172,15 @@ void take_block(const AttentionShape &a, const Sequence &seq, const T *k_pages, 
         }
 }
 
-template <typename T, int ROWS> void score_group(const float *q, long words, const float *keys, float *s) {
-    for (long n = 0; n < BLOCK; n += COLUMNS)
+template <typename T, int ROWS>
+void score_group(const float *q, long words, const float *keys, float *s, long filled) {
+    for (long n = 0; n < filled; n += COLUMNS)
         chains<ROWS, Words<T>>(q, words, keys + n, BLOCK, words, s + n, true, BLOCK);
 }
 
-template <int ROWS> void value_group(const float *p, const float *values, long wide, float *sums) {
+template <int ROWS> void value_group(const float *p, const float *values, long wide, float *sums, long filled) {
     for (long d = 0; d < wide; d += COLUMNS)
-        chains<ROWS, Words<float>>(p, BLOCK, values + d, wide, BLOCK, sums + d, false, wide);
+        chains<ROWS, Words<float>>(p, BLOCK, values + d, wide, filled, sums + d, false, wide);
 }
 
 // Scores to weights, in place; the row's maximum, total and sums brought along. Sees [from, to) of the block.
@@ -259,11 +261,12 @@ void attend_tile(const AttentionShape &a, const Sequence &seq, const Tile &tile,
         // Before the window nothing may be in the table any more.
         const long skipped = std::max(0L, lowest - begin);
         take_block(a, seq, k_pages, v_pages, kv_head, begin, skipped, end, words, wide, room);
+        const long filled = std::min((long)BLOCK, end - begin);
         for (long r = 0; r < count; r += ROW_GROUP) {
             const long rows = std::min((long)ROW_GROUP, count - r);
             if (begin > first + (r + rows - 1) / group) continue;  // None of them sees any of it.
             float *s = room.scores.data() + r * BLOCK;
-#define CALL(n) score_group<T, n>(room.queries.data() + r * words, words, room.keys.data(), s)
+#define CALL(n) score_group<T, n>(room.queries.data() + r * words, words, room.keys.data(), s, filled)
             BY_ROWS(CALL)
 #undef CALL
             for (long i = r; i < r + rows; i++) {
@@ -273,7 +276,7 @@ void attend_tile(const AttentionShape &a, const Sequence &seq, const Tile &tile,
                 soften(a, room.scores.data() + i * BLOCK, from, to, room.highest[i], room.total[i],
                        room.sums.data() + i * wide, wide);
             }
-#define CALL(n) value_group<n>(s, room.values.data(), wide, room.sums.data() + r * wide)
+#define CALL(n) value_group<n>(s, room.values.data(), wide, room.sums.data() + r * wide, filled)
             BY_ROWS(CALL)
 #undef CALL
         }

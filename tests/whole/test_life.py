@@ -160,7 +160,7 @@ def test_d1_a_worker_drains_under_load_without_a_failed_request_and_undrains_bef
 @pytest.mark.slow
 @pytest.mark.parametrize("role", ["decode", "prefill"])
 def test_d5_seeded_streams_go_on_with_the_very_same_tokens_after_a_kill(scene: Scene, role: str) -> None:
-    failover = Failover(scene.serving.url, Load(streams=6, prompt_tokens=300, answer_tokens=80, vocab=300, seed=9))
+    failover = Failover(scene.serving.url, Load(streams=6, prompt_tokens=300, answer_tokens=400, vocab=300, seed=9))
     result = asyncio.run(failover.measure(role, 1))
     print(result)
     assert result.same_tokens

@@ -144,7 +144,7 @@ def test_an_agent_that_is_killed_takes_nothing_along_that_somebody_still_has(tal
     agent = agent_of(talks.cluster)
     agent.kill()
     until(lambda: any("arena agent died" in line for line in talks.cluster.lines), "the agent to be missed", 20)
-    until(lambda: len(segments(talks.cluster)) == 2, "the segments to come back", 20)
+    until(lambda: len(segments(talks.cluster)) == 2, "the segments to come back")
     assert talks.turn()[1] <= most(0, talks)
     talks.kill("prefill-0")
     asked, computed, _ = talks.turn()
