@@ -162,8 +162,8 @@ def test_of_two_incarnations_the_later_one_is_right_whichever_reaches_a_new_agen
             os.kill(first.process.pid, signal.SIGCONT)
             agent.poll()
             until(lambda: len(segments_of(agent)) == 1, "the fenced one's segment to come back")
-            os.kill(second.process.pid, signal.SIGCONT)
             (before,) = (fd for fd, _ in descriptors_of(agent))
+            os.kill(second.process.pid, signal.SIGCONT)
             until(lambda: before not in dict(descriptors_of(agent)), "the later one's to replace it")
         with borrowed(token, 3) as memory:
             assert memory is not None
