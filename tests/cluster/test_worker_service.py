@@ -3,6 +3,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import AsyncIterator, Iterator
+from contextlib import suppress
 
 import grpc
 import grpc.aio
@@ -18,7 +19,7 @@ from contracts.proto import worker_pb2_grpc as pb_grpc
 from contracts.wire import command_to_proto, event_from_proto
 from tests.cluster.fake_worker import FakeWorker, submit
 
-WAIT_S = 5.0
+WAIT_S = 20.0
 METADATA = (("twinpool-incarnation", "3"),)
 
 
@@ -160,7 +161,14 @@ def test_a_router_that_reads_too_slowly_is_cut_off() -> None:
                 except grpc.aio.AioRpcError as error:
                     return str(error.details())
 
-        assert "reads too slowly" in asyncio.run(talk())
+        said = ""
+        for _ in range(3):
+            # gRPC hands events to the loops of a process in turn, and stops at one that an earlier test has closed:
+            # what came behind is lost on it until something else happens.
+            with suppress(TimeoutError):
+                said = asyncio.run(talk())
+                break
+        assert "reads too slowly" in said
         assert served.host.call(lambda worker: None).result(WAIT_S) is None
         assert served.worker.dropped
     finally:

@@ -158,5 +158,7 @@ def test_a5_a_readers_proven_death_ends_its_rooms_at_the_writer(model: Path) -> 
             assert time.monotonic() < deadline
             events += [event for _, event in prefill.step()]
         # On a slow machine everything may have been sent by then: the request has left, and only its room was open.
-        assert all("decode-0 died" in e.message for e in events if isinstance(e, Done))
+        # Its connection ends with it, and may be heard of first.
+        why = [e.message for e in events if isinstance(e, Done)]
+        assert all("decode-0 died" in said or ("decode-0" in said and "cut" in said) for said in why), why
         assert prefill.status().pages_free == prefill.status().pages_total
