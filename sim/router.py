@@ -58,6 +58,8 @@ class Link:
                 back.send(lambda: self._broken(number, "the worker has ended"))
             else:
                 self._session = session
+                # Its own end of the connection tells it; a word from here might be lost with the next reset.
+                back.on_reset = lambda: self.host.close_session(session)
                 mine.on_death(lambda: there.send(lambda: self.host.close_session(session)))
                 back.send(lambda: self._opened(number))
 
