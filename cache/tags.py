@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -59,6 +59,18 @@ def chain_on(key: bytes, raw: bytes, page_bytes: int, start: int = 0) -> list[by
 
 
 @dataclass(frozen=True, slots=True)
+class _Stack:
+    """Buffers that follow each other so evenly that they are summed as one with more layers."""
+
+    layout: BufferLayout
+    coefficients_lw: torch.Tensor
+    word: torch.dtype
+    """The integers that are summed."""
+    read_as: torch.dtype
+    """Integers that start where the region allows: no wider than `word`."""
+
+
+@dataclass(frozen=True, slots=True)
 class Sums:
     """What a digest is made of before positions are known, on the device of the region: int64."""
 
@@ -81,11 +93,17 @@ class Digester:
         """`only`: the one pool that will be digested; without it, all. `counts`: which buffers go into the sums."""
         self._layout = layout
         self._device = torch.device(device)
-        self._coefficients: dict[str, list[torch.Tensor | None]] = {
-            pool: [_coefficients(pool, buffer).to(device) if counts(buffer.spec) else None for buffer in buffers]
-            for pool, buffers in layout.buffers.items()
-            if only in (None, pool)
-        }
+        self._stacks: dict[str, list[_Stack]] = {}
+        """By pool, of regions of the layout."""
+        self._packed: dict[str, list[_Stack]] = {}
+        """By pool, of pages in the canonical layout."""
+        for pool, buffers in layout.buffers.items():
+            if only in (None, pool):
+                coefficients = [_coefficients(pool, b).to(device) if counts(b.spec) else None for b in buffers]
+                self._stacks[pool] = _stacks(buffers, coefficients)
+                self._packed[pool] = _stacks(packing(layout, pool), coefficients)
+        self._weights = np.zeros(0, dtype=np.uint64)
+        """A(p) of the first positions."""
 
     def digest(
         self, region: torch.Tensor, pool: str, indices: Sequence[int], firsts: Sequence[int], ends: Sequence[int]
@@ -100,44 +118,45 @@ class Digester:
         self, packed: torch.Tensor, pool: str, firsts: Sequence[int], ends: Sequence[int]
     ) -> list[int]:
         """The same of pages in the canonical layout, uint8 [pages, unit_bytes], contiguous."""
-        sums = self._sums(packed.view(-1), packing(self._layout, pool), len(packed), pool, range(len(packed)))
+        sums = self._sums(packed.view(-1), self._packed[pool], len(packed), range(len(packed)))
         return self.finish(sums, firsts, ends)
 
     def sums(self, region: torch.Tensor, pool: str, indices: Sequence[int]) -> Sums:
         """The part that reads the region: it is queued where the region is, and nobody waits for it here."""
-        return self._sums(region, self._layout.buffers[pool], self._layout.counts[pool], pool, indices)
+        return self._sums(region, self._stacks[pool], self._layout.counts[pool], indices)
 
-    def _sums(
-        self, region: torch.Tensor, buffers: Sequence[BufferLayout], count: int, pool: str, indices: Sequence[int]
-    ) -> Sums:
+    def _sums(self, region: torch.Tensor, stacks: Sequence[_Stack], count: int, indices: Sequence[int]) -> Sums:
         by_token = torch.zeros(len(indices), self._layout.spec.page_tokens, dtype=torch.int64, device=self._device)
         by_entry = torch.zeros(len(indices), 1, dtype=torch.int64, device=self._device)
         if not len(indices):
             return Sums(by_token, by_entry)
         found = runs(indices, at_least=_RUN_PAGES)
-        for buffer, coefficients_lw in zip(buffers, self._coefficients[pool], strict=True):
-            if coefficients_lw is None:
-                continue
-            total = by_token if buffer.spec.index is Index.TOKEN else by_entry
-            word = _word(buffer)
-            stack_lpw = buffer.stack(region, count, min(word, buffer.word, key=_size))
+        for stack in stacks:
+            total = by_token if stack.layout.spec.index is Index.TOKEN else by_entry
+            stack_lpw = stack.layout.stack(region, count, stack.read_as)
             for at, words_lpw in _portions(stack_lpw, indices, found):
                 sums = sum_by_torch if words_lpw.is_cuda else sum_by_numpy
-                total[at] += sums(words_lpw, word, coefficients_lw, total.shape[1])
+                total[at] += sums(words_lpw, stack.word, stack.coefficients_lw, total.shape[1])
         return Sums(by_token, by_entry)
 
     def finish(self, sums: Sums, firsts: Sequence[int], ends: Sequence[int]) -> list[int]:
         """Digests of positions `firsts[i] .. ends[i]-1`; waits for the sums of a GPU."""
         starts = np.asarray(firsts, dtype=np.int64)[:, None]
-        positions = starts + np.arange(self._layout.spec.page_tokens, dtype=np.int64)[None, :]
-        weights = _odd(positions.astype(np.uint64) * _GOLDEN)
+        positions = starts + np.arange(self._layout.spec.page_tokens, dtype=np.int64)
+        known = self._weights_below(int(positions.max(initial=0)) + 1)
+        weights = known[positions]
         weights[positions >= np.asarray(ends, dtype=np.int64)[:, None]] = 0
-        of_entry = _odd(starts.astype(np.uint64) * _GOLDEN)
-        with np.errstate(over="ignore"):
-            summed = (sums.by_token.cpu().numpy().view(np.uint64) * weights).sum(-1, dtype=np.uint64)
-            summed += (sums.by_entry.cpu().numpy().view(np.uint64) * of_entry)[:, 0]
+        summed = (sums.by_token.cpu().numpy().view(np.uint64) * weights).sum(-1, dtype=np.uint64)
+        summed += (sums.by_entry.cpu().numpy().view(np.uint64) * known[starts])[:, 0]
         digests: list[int] = summed.tolist()
         return digests
+
+    def _weights_below(self, stop: int) -> np.ndarray:
+        """A(p) of at least the positions before `stop`; mixing them anew was a fifth of a small digest."""
+        if (known := self._weights).size < stop:
+            positions = np.arange(1 << stop.bit_length(), dtype=np.uint64)
+            known = self._weights = _odd(positions * _GOLDEN)
+        return known
 
 
 def _portions(
@@ -190,6 +209,31 @@ def sum_by_torch(
     return sums_pt
 
 
+def _stacks(buffers: Sequence[BufferLayout], coefficients: Sequence[torch.Tensor | None]) -> list[_Stack]:
+    """The buffers that have coefficients, as few stacks as their places allow."""
+    found: list[tuple[BufferLayout, torch.Tensor]] = []
+    for buffer, coefficients_lw in zip(buffers, coefficients, strict=True):
+        if coefficients_lw is None:
+            continue
+        if found and (joined := _joined(found[-1][0], buffer)) is not None:
+            found[-1] = joined, torch.cat([found[-1][1], coefficients_lw])
+        else:
+            found.append((buffer, coefficients_lw))
+    return [_Stack(b, c, _word(b), min(_word(b), b.word, key=_size)) for b, c in found]
+
+
+def _joined(buffer: BufferLayout, following: BufferLayout) -> BufferLayout | None:
+    """Both as one, where each layer of `following` lies as far from the one before as those of `buffer` do."""
+    layers = buffer.spec.layers
+    stride = buffer.layer_stride if layers > 1 else following.base - buffer.base
+    if following.spec.layers > 1 and following.layer_stride != stride:
+        return None
+    alike = replace(following.spec, name=buffer.spec.name, layers=layers) == buffer.spec
+    if not alike or following.index_stride != buffer.index_stride or following.base != buffer.base + layers * stride:
+        return None
+    return replace(buffer, spec=replace(buffer.spec, layers=layers + following.spec.layers), layer_stride=stride)
+
+
 def _word(buffer: BufferLayout) -> torch.dtype:
     """The integers that a buffer is summed in, wherever it lies: none spans two heads, so that slices add up."""
     spec = buffer.spec
@@ -216,9 +260,8 @@ def _coefficients(pool: str, buffer: BufferLayout) -> torch.Tensor:
 
 def _odd(x: np.ndarray) -> np.ndarray:
     """Mix 64-bit counters (the finaliser of SplitMix64, Steele et al. 2014) into odd coefficients."""
-    with np.errstate(over="ignore"):
-        z = x * _GOLDEN + _GOLDEN
-        z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-        z = (z ^ (z >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-        mixed: np.ndarray = (z ^ (z >> np.uint64(31))) | np.uint64(1)
+    z = x * _GOLDEN + _GOLDEN
+    z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    z = (z ^ (z >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    mixed: np.ndarray = (z ^ (z >> np.uint64(31))) | np.uint64(1)
     return mixed
