@@ -53,7 +53,7 @@ from router.workers import WorkerKey, Workers
 PATIENCE_S = 15.0
 """A move that nobody spoke of for this long is taken back; the workers' own deadlines are shorter."""
 AVOID_S, DOUBLINGS = 5.0, 4
-"""How long a worker that could not take a request isn't asked to take it again: twice as long with each try, at first."""
+"""How long a worker that could not take a request isn't asked to take it again: twice as long with each try."""
 
 _NO_FAULT = (
     ErrorKind.OVERLOADED, ErrorKind.DRAINING, ErrorKind.RETRACTED, ErrorKind.DEADLINE, ErrorKind.CANCELLED
