@@ -72,7 +72,7 @@ def test_what_went_wrong_on_the_way_between_ranks_is_found_where_nobody_looks_at
         assert all(not report.violations for report in cell.rest())
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 def test_where_the_roles_have_unequal_ranks_rounding_accuses_nobody(model: Path, warm: RankProcesses) -> None:
     with pair(model, tokens=1024, ranks=warm, **sections(2, 1)) as both:
         cell = Cell(both, audit=ALL)
