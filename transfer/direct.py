@@ -173,6 +173,8 @@ class LocalPlane:
 
     def revoke(self, room: RoomId) -> None: ...
 
+    def hear(self) -> None: ...
+
     def poll(self) -> list[bytes]:
         return [self._arrived.popleft() for _ in range(len(self._arrived))]
 
@@ -277,6 +279,8 @@ class ShmPlane:
     def permit(self, target: Target) -> None: ...
 
     def revoke(self, room: RoomId) -> None: ...
+
+    def hear(self) -> None: ...
 
     def poll(self) -> list[bytes]:
         return drain(self._notices)

@@ -96,7 +96,6 @@ class RankedPlane:
         return self._plane.poll()
 
     def hear(self) -> None:
-        """Take in what followers told."""
         for rank, tidings in self.followers.heard():
             if isinstance(tidings, Severed):
                 link = self._links.get(tidings.link)
@@ -139,8 +138,7 @@ class _RankedLink:
         self._mine.notify(room, data, writes)
 
     def cut(self) -> bool:
-        """The leader's own, or that of a follower, which tells of it by itself."""
-        self._plane.hear()
+        """The leader's own, or that of a follower, as far as the plane has heard."""
         severed, self.severed = self.severed, False
         return self._mine.cut() or severed
 

@@ -14,6 +14,7 @@ from contracts.config import TransferConfig
 from contracts.errors import ErrorKind
 from contracts.ids import Incarnation, WorkerName
 from contracts.messages import PeerRef
+from contracts.orders import Severed
 from tests.poolsets import pool_sets
 from tests.proxy import Proxy, Relay, proxying
 from tests.ranks import headed_sets
@@ -192,6 +193,24 @@ def test_b10_a_cut_connection_of_a_follower_rank_ends_its_rooms_at_once(refuse: 
         arrived = both.outcome(before.room)
         assert isinstance(arrived, Arrived), "a room that begins later goes on"
         arrived.release()
+        both.quiet()
+
+
+@pytest.mark.slow
+def test_b10_what_a_follower_tells_is_heard_though_the_peer_is_gone_already(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else it would lie on the line to the ranks, which wakes whoever sleeps there for as long as it lies there."""
+    with proxied("zmq", spec=headed_sets()["all"], ranks=(2, 1)) as (both, _, _):
+        prompt, followers = opened(both), both.seats[0].followers
+        (peer,) = both.sender._peers.values()
+        (link,) = followers.links[0]._links.values()
+        monkeypatch.setattr(link, "cut", lambda: True)
+        told = followers.heard()
+        assert told == [(1, Severed(1))]
+        both.sender._lose(peer, "it died")
+        monkeypatch.setattr(followers, "heard", lambda: [told.pop()] if told else [])
+        both.sender.poll()
+        assert not told
+        both.receiver.abort(prompt.room, "its writer has forgotten it")
         both.quiet()
 
 
