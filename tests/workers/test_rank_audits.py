@@ -17,10 +17,12 @@ from tests.pair import pair
 from tests.rank_workers import RankProcesses, rank_processes
 from tests.workers.test_audits_end_to_end import ALL, words
 
+PATIENT = {**ALL, "timeout_s": 1e6}
+"""A cell's clock runs fast, and ranks that share a busy machine don't."""
 SAMPLINGS = (
-    SamplingParams(max_tokens=9, temperature=0.0),
-    SamplingParams(max_tokens=9, temperature=0.9, seed=3, top_p=0.95),
-    SamplingParams(max_tokens=9, temperature=0.8, seed=4, repetition_penalty=1.2),
+    SamplingParams(max_tokens=5, temperature=0.0),
+    SamplingParams(max_tokens=5, temperature=0.9, seed=3, top_p=0.95),
+    SamplingParams(max_tokens=5, temperature=0.8, seed=4, repetition_penalty=1.2),
 )
 
 
@@ -40,12 +42,12 @@ def sections(prefill: int, decode: int, **more: Any) -> dict[str, Any]:
 @pytest.mark.slow
 def test_two_ranks_draw_an_answer_again_exactly_and_give_way_to_requests(model: Path, warm: RankProcesses) -> None:
     with pair(model, tokens=1024, ranks=warm, **sections(2, 2)) as both:
-        cell = Cell(both, audit=ALL)
+        cell = Cell(both, audit=PATIENT)
         for n, sampling in enumerate(SAMPLINGS):
-            cell.ask(words(n, 40 + 61 * n), sampling)
+            cell.ask(words(n, 30 + 30 * n), sampling)
         assert cell.audit_all() == {Result.EXACT: 3}, cell.findings
-        assert cell.brain.audits.counts.tokens == 3 * 9
-        prompt, counters = words(9, 160), lambda: both.prefill.status().counters
+        assert cell.brain.audits.counts.tokens == 3 * 5
+        prompt, counters = words(9, 100), lambda: both.prefill.status().counters
         before, answer = counters()["audit_tokens_computed"], cell.ask(prompt, SAMPLINGS[0])
         while counters()["audit_tokens_computed"] == before:
             cell.round()
@@ -61,7 +63,7 @@ def test_what_went_wrong_on_the_way_between_ranks_is_found_where_nobody_looks_at
 ) -> None:
     """Of one rank's heads, as the leader writes them: the others' are right."""
     with pair(model, tokens=1024, ranks=warm, **sections(2, 2, cache={"verify": False})) as both:
-        cell = Cell(both, audit=ALL)
+        cell = Cell(both, audit=PATIENT)
         with damaged_on_the_way(both, buffers_of(seats(both)[0].pools.spec)[-1], whole=True) as hurt:
             cell.ask(words(1, 100), SAMPLINGS[0])
         assert hurt
@@ -75,9 +77,9 @@ def test_what_went_wrong_on_the_way_between_ranks_is_found_where_nobody_looks_at
 @pytest.mark.soak
 def test_where_the_roles_have_unequal_ranks_rounding_accuses_nobody(model: Path, warm: RankProcesses) -> None:
     with pair(model, tokens=1024, ranks=warm, **sections(2, 1)) as both:
-        cell = Cell(both, audit=ALL)
+        cell = Cell(both, audit=PATIENT)
         for n, sampling in enumerate(SAMPLINGS):
-            cell.ask(words(n, 40 + 61 * n), sampling)
+            cell.ask(words(n, 30 + 30 * n), sampling)
         results = cell.audit_all()
         assert sum(results.values()) == 3
         assert set(results) <= {Result.EXACT, Result.UNCLEAR}, cell.findings
