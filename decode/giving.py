@@ -143,8 +143,12 @@ class Giving:
         """Write the next part of each gift, and give up those that nobody has fetched."""
         late = self._clock.now() - self._config.transfer.connect_timeout_s
         for gift in list(self._gifts.values()):
-            if gift.state is Gift.WRITING:
-                self._write(gift)
+            if gift.claim.betrayed:
+                self._sender.fail(gift.room, ErrorKind.ROOM, "a page of it turned out damaged")
+                self._end(gift)
+            elif gift.state is Gift.WRITING:
+                if self._seat.settled(gift.claim):  # Some of it may still be on its way from the host.
+                    self._write(gift)
             elif gift.state is Gift.OPEN and gift.opened_at <= late:
                 self._sender.fail(gift.room, ErrorKind.ROOM, "nobody fetched it")
                 self._end(gift)

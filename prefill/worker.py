@@ -195,7 +195,9 @@ class PrefillWorker(PhaseWorker[Request]):
                 continue
             if isinstance(outcome, Granted):
                 request.marks["grant"] = self._clock.now() - request.arrived
-                self._write(request, DONE)
+                # What is still being loaded goes out with the step that waits for it.
+                if request.claim is not None and self._seat.settled(request.claim):
+                    self._write(request, DONE)
             elif not outcome.received:
                 self._fail(request, ErrorKind.ROOM, outcome.reason, request.peer)
 

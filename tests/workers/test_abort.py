@@ -297,6 +297,29 @@ def test_b2_a_request_that_is_ended_in_any_phase_in_any_way_leaves_everything_wh
     end_in_every_way(name, plane, phase, WAYS)
 
 
+@pytest.mark.parametrize("name", ["full+window", "full+state"])
+def test_a7_what_is_still_being_loaded_is_not_sent_when_its_grant_comes(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It goes out behind the step that waits for the load."""
+    with opened(name, "local", seed=5, host_pages=200) as scene:
+        rid = loading(scene)
+        (request,) = [r for r in scene.prefill._desk if r.submit.request_id == rid]
+        assert request.claim is not None
+        scene.decode._seat.tree.clear()  # It has nothing of the prefix itself.
+        before = scene.prefill._sender.sent_bytes
+        with monkeypatch.context() as patched:
+            patched.setattr(scene.prefill._seat, "poll", list)  # Nobody looks at the load.
+            for _ in range(100):
+                scene.both.step(Role.DECODE)
+                scene.prefill._hear()
+        assert scene.prefill._sender.granted(request.submit.room)
+        assert not scene.prefill._seat.settled(request.claim), "the load was to be under way"
+        assert scene.prefill._sender.sent_bytes == before
+        scene.check(list(request.submit.tokens), rid)
+        assert scene.prefill._sender.sent_bytes > before
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(("name", "plane"), SOME)
 def test_a5_pages_of_a_request_given_up_in_mid_transfer_return_on_the_writers_word_alone(name: str, plane: str) -> None:
