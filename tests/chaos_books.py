@@ -7,6 +7,7 @@ started again all the time; of them the report has the largest at each moment, w
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 from collections import Counter
@@ -119,7 +120,7 @@ class Watch:
                     self._note(kind, process, _mib(process))
                     self._note(f"{kind}, open files", process, float(process.num_fds()))
                 if kind == "arena agent":
-                    self._note("arena agent, kept for workers", process, _kept_mib(process.pid))
+                    self._note("arena agent, kept for workers", process, kept_mib(process.pid))
             except (psutil.Error, OSError):
                 continue  # It has just ended.
         if sizes:
@@ -164,13 +165,14 @@ def _mib(process: psutil.Process) -> float:
     return float(process.memory_info().rss) / 2**20
 
 
-def _kept_mib(pid: int) -> float:
+def kept_mib(pid: int) -> float:
     """Of anonymous files that a process has open: memory that isn't mapped, so nobody's resident memory shows it."""
     total = 0
     for name in os.listdir(f"/proc/{pid}/fd"):
         path = f"/proc/{pid}/fd/{name}"
-        if os.readlink(path).startswith("/memfd:"):
-            total += os.stat(path).st_blocks * 512
+        with contextlib.suppress(FileNotFoundError):  # It has just been closed.
+            if os.readlink(path).startswith("/memfd:"):
+                total += os.stat(path).st_blocks * 512
     return total / 2**20
 
 
