@@ -331,6 +331,9 @@ class Chaos:
         hung = sum("died (hung: " in line for line in self.cluster.lines)
         self.tally.faults["hang"] += hung - self._hung
         self._hung = hung
+        # Whatever is killed, cut or full: bytes change only where memory or a disk changes them, and here none does.
+        damage = {k: v for k, v in self.cluster.metrics().items() if k.startswith("twinpool_state_damage_total{") and v}
+        self.tally.failures += [f"damaged state: {what} {count:g}" for what, count in damage.items()]
 
     def _all_back(self) -> bool:
         """Nobody is on the way, however it ends: one that died while it drained stays dead."""
