@@ -174,8 +174,10 @@ def _portions(
         return
     step = _TEMPORARY_BYTES // page_bytes + 1
     for first in range(0, len(chosen), step):
-        at = index_tensor(found.rest[first : first + step], stack_lpw.device)
         pages = chosen[first : first + step]
+        at: slice | torch.Tensor = slice(first, first + step)
+        if found.long:
+            at = index_tensor(found.rest[first : first + step], stack_lpw.device)
         if stack_lpw.is_cuda:
             on_device = index_tensor(pages, stack_lpw.device)
             yield at, torch.stack([words_pw.index_select(0, on_device) for words_pw in stack_lpw])

@@ -169,7 +169,7 @@ class Engine:
         device = self._device.torch_device
         tables: dict[str, Tables] = {**ctx.plans, **ctx.slots}
         found = [self.attention.stale(plan, self._epochs[pool].on(device)) for pool, plan in tables.items()]
-        return torch.stack(found).any(0)
+        return found[0] if len(found) == 1 else torch.stack(found).any(0)
 
     def _mute(self, ctx: StepContext, stale_b: Tensor) -> None:
         """Let stale sequences write nothing."""

@@ -124,7 +124,7 @@ class TorchAttention:
         assert plan.epochs_bp is not None, "the plan has epochs"
         if plan.tables_bp.is_cpu:
             # numpy's way from one small operation to the next is shorter, and this is done in every step.
-            found = epochs_e.numpy()[plan.tables_bp.numpy()] != plan.epochs_bp.numpy()
+            found = epochs_e.numpy().take(plan.tables_bp.numpy()) != plan.epochs_bp.numpy()
             return torch.from_numpy(found.any(1))
         return epochs_e[plan.tables_bp.long()].ne(plan.epochs_bp).any(1)
 

@@ -136,11 +136,12 @@ def loading(scene: Scene) -> RequestId:
         scene.both.run(scene.submit(scene.prompt(FILLER)))
     rid = scene.submit([*first, *scene.prompt(5)])
     (request,) = [r for r in scene.prefill._desk if r.submit.request_id == rid]
-    for _ in range(2000):
+    end = time.monotonic() + UNTIL_S
+    while request.claim is None:
+        assert time.monotonic() < end, "it was not claimed"
         scene.prefill._hear()
         scene.prefill._take_in()
-        if request.claim is not None:
-            break
+        scene.prefill.wait(0.001)
     assert request.cached.host, "it was to come from the host"
     scene.prefill._seat.launch()
     return rid
