@@ -37,7 +37,9 @@ BACK_S = 300.0
 """A worker that was struck is back within this time, on a machine with much else to do."""
 LEAVE_S = 120.0
 LOOK_S = 2.0
-LAST = "drain for good"
+CHANGE, LAST = "change a role", "drain for good"
+CHANGE_BACK = 6
+"""After so many other strikes."""
 BY_ITSELF = ("hang", "host memory full")
 """Faults that the cluster's configuration brings about."""
 COUNTED = {
@@ -72,6 +74,7 @@ class Chaos:
         self._long = [ask for ask in asks if ask.body["max_tokens"] == longest]
         self._random = random.Random(f"{tally.seed}:{tally.seconds:.0f}")
         self._bag: list[str] = []
+        self._since_change = 0
         self._over = False
         self._counters = Counters()
         self._hung = 0
@@ -92,7 +95,7 @@ class Chaos:
             "cut a control line": lambda: self.link("control", self.proxy.cut),
             "silence a control line": lambda: self.link("control", self.proxy.silence),
             "drain and undrain": self.drain_and_undrain,
-            "change a role": self.change_a_role,
+            CHANGE: self.change_a_role,
         }
         if disk is not None:
             self.faults["fill the disk"] = self.fill_the_disk
@@ -163,12 +166,18 @@ class Chaos:
             fresh = sorted(self.faults)
             self._random.shuffle(fresh)
             self._bag += fresh
-        name = self._bag.pop()
+        # Half of the kinds need two workers of a role, so the pools don't stay of different sizes for long.
+        name = CHANGE if self._since_change >= CHANGE_BACK and await self._uneven() else self._bag.pop()
+        self._since_change = 0 if name == CHANGE else self._since_change + 1
         if await self.faults[name]():
             self.tally.faults[name] += 1
         else:
             self._bag.insert(self._random.randrange(len(self._bag) + 1), name)
             self._say(f"nobody to {name}")
+
+    async def _uneven(self) -> bool:
+        wanted = [row["role"] for row in await self._rows() if row["state"] not in ("left", "dead")]
+        return abs(wanted.count(ROLES[0]) - wanted.count(ROLES[1])) > 1
 
     # ------------------------------------------------------------ faults
 
@@ -269,7 +278,8 @@ class Chaos:
             if ran > 4:
                 await asyncio.sleep(self._random.uniform(0.0, 0.1))
             undrained = await self._client.post(f"/cluster/undrain/{victim['name']}")
-            self._say(f"drain {victim['name']}, which runs {ran}: {drained.status_code}, {undrained.status_code}")
+            how = "taken back" if undrained.status_code == 200 else undrained.text
+            self._say(f"drain {victim['name']}, which runs {ran}: {drained.status_code}, {how}")
             return drained.status_code == undrained.status_code == 200
         return False
 
