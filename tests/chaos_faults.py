@@ -16,6 +16,7 @@ import os
 import random
 import signal
 import time
+from collections import Counter
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -45,9 +46,11 @@ BY_ITSELF = ("hang", "host memory full")
 COUNTED = {
     "saves_left_out": "host memory full", "stores_failed": "pages that the full disk didn't take",
     "retractions": "retracted", "resumptions": "resumed from host memory", "recomputed": "retracted and recomputed",
-    "moved_out": "moved to another decode worker", "arena_pages_adopted": "pages adopted from the dead",
+    "arena_pages_adopted": "pages adopted from the dead",
 }  # fmt: skip
 """Counters of the workers, and what the books call them."""
+MOVES = ("moved", "stayed", "restarted")
+"""How requests of workers that drain go, as the router counts them."""
 
 
 @dataclass(frozen=True)
@@ -77,8 +80,8 @@ class Chaos:
         self._since_change = 0
         self._over = False
         self._counters = Counters()
-        self._hung = 0
-        """Lines about hung workers that have been counted."""
+        self._seen: Counter[str] = Counter()
+        """What has been counted of this cluster already."""
         self.faults: dict[str, Callable[[], Awaitable[bool]]] = {
             "kill a prefill": lambda: self.kill("prefill"),
             "kill a decode": lambda: self.kill("decode"),
@@ -338,9 +341,14 @@ class Chaos:
         for counter, name in COUNTED.items():
             books = self.tally.faults if name in BY_ITSELF else self.tally.outcomes
             books[name] += self._counters.fresh(counter)
-        hung = sum("died (hung: " in line for line in self.cluster.lines)
-        self.tally.faults["hang"] += hung - self._hung
-        self._hung = hung
+        totals = {"hang": sum("died (hung: " in line for line in self.cluster.lines)}
+        for outcome in MOVES:
+            count = self.cluster.metric("twinpool_moves_total", outcome=outcome)
+            totals[f"requests of a worker that drained: {outcome}"] = int(count)
+        for name, total in totals.items():
+            books = self.tally.faults if name in BY_ITSELF else self.tally.outcomes
+            books[name] += total - self._seen[name]
+            self._seen[name] = total
         # Whatever is killed, cut or full: bytes change only where memory or a disk changes them, and here none does.
         damage = {k: v for k, v in self.cluster.metrics().items() if k.startswith("twinpool_state_damage_total{") and v}
         self.tally.failures += [f"damaged state: {what} {count:g}" for what, count in damage.items()]
