@@ -42,7 +42,7 @@ from tests.serving import Serving, complete, serving
 PROMPTS, TOKENS, LONGEST = 40, 48, 400
 LONG, LONG_TOKENS = 6, 240
 DISK_MIB = 4
-ROUND_S = 120.0
+ROUND_S = 300.0
 
 
 def small_disk(folder: Path) -> list[str]:
