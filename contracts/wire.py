@@ -124,6 +124,7 @@ def _submit_to_proto(s: Submit) -> pb.Submit:
         salt=s.salt,
         priority=s.priority,
         deadline_s=s.deadline_s,
+        moving=s.moving,
     )
 
 
@@ -142,6 +143,7 @@ def _submit_from_proto(m: pb.Submit) -> Submit:
         salt=m.salt,
         priority=m.priority,
         deadline_s=m.deadline_s,
+        moving=m.moving,
     )
 
 

@@ -274,6 +274,8 @@ class DecodeWorker(PhaseWorker[Request]):
         self._lose(self._retraction.resume(lambda request: self._pressure.leaves_room(request, self._desk)))
         if not self._retraction.first_in_line:
             self._grant()
+        for request in [r for r in self._waiting if r.submit.moving]:
+            self._fail(request, ErrorKind.OVERLOADED, "there is no room for it now")
         self._seat.launch()
         self._recover(self._seat.poll())
         back, lost = self._retraction.returned()

@@ -7,17 +7,18 @@ A worker that drains says who should leave (`Leaving`). The router picks who tak
     offered    it stands still at the source; the target was sent it as the next attempt, with the source as its peer
     given      the source says that the target has everything
     moved      the target spoke: from now on it is the request's worker
-    stayed     the target failed or refused, or nothing happened in time: the source goes on with it
+    stayed     the target failed or refused, or nothing happened in time: the source goes on with it. A target without
+               room for it now refuses at once: nobody stands still in a queue
 
 Whoever speaks first after the pause has the request, and the other is sent a cancel when it speaks, too: both would go
 on with the same tokens, so it can't be wrong. A move costs no replay; but if both are lost, the request is replayed
-from its tokens like any other. One that stayed is offered again, to another worker first, `TRIES` times in all.
+from its tokens like any other. One that stayed is offered again, to another worker first, and ever more rarely.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from enum import StrEnum
 
 from contracts.clock import Clock
@@ -49,14 +50,14 @@ from router.offers import Offers
 from router.request import Phase, Request
 from router.workers import WorkerKey, Workers
 
-TRIES = 4
-"""How often one request is handed on by one worker in vain before it is left to finish there."""
 PATIENCE_S = 15.0
 """A move that nobody spoke of for this long is taken back; the workers' own deadlines are shorter."""
-AVOID_S = 5.0
-"""How long a worker that could not take a request isn't asked to take it again."""
+AVOID_S, DOUBLINGS = 5.0, 4
+"""How long a worker that could not take a request isn't asked to take it again: twice as long with each try."""
 
-_NO_FAULT = (ErrorKind.DRAINING, ErrorKind.RETRACTED, ErrorKind.DEADLINE, ErrorKind.CANCELLED)
+_NO_FAULT = (
+    ErrorKind.OVERLOADED, ErrorKind.DRAINING, ErrorKind.RETRACTED, ErrorKind.DEADLINE, ErrorKind.CANCELLED
+)  # fmt: skip
 
 
 class MoveState(StrEnum):
@@ -133,6 +134,12 @@ class Wish:
     worker: WorkerKey
     started: bool
     tries: int = 0
+    avoid: dict[WorkerKey, float] = field(default_factory=dict)
+    """Who could not take it, and when to ask again. A replay may well go there: it can wait."""
+
+    def refused(self, target: WorkerKey, now: float) -> None:
+        self.tries += 1
+        self.avoid[target] = now + AVOID_S * 2 ** min(self.tries - 1, DOUBLINGS)
 
 
 @dataclass(slots=True)
@@ -258,7 +265,8 @@ class Moves:
         source = self._workers.get(r.decode) if r.decode is not None else None
         if source is None or r.decode is None or r.id in self._under_way or not _movable(r):
             return False
-        avoid = {**r.avoid, r.decode: float("inf")}
+        refusals = self._wishes[r.id][1].avoid if r.id in self._wishes else {}
+        avoid = {**r.avoid, **refusals, r.decode: float("inf")}
         target = self._workers.pick_decode(r.max_len, avoid, now)
         if target is None:
             return False
@@ -300,6 +308,7 @@ class Moves:
         submit = Submit(
             r.id, move.attempt, move.room, r.tokens[:position], len(r.prompt),
             replace(r.sampling, prompt_logprobs=None), source.peer, r.salt, max(r.deadline - now, 0.001), r.priority,
+            moving=True,
         )  # fmt: skip
         self._send(move.target, submit)
 
@@ -331,7 +340,8 @@ class Moves:
         given, ahead = move.state is MoveState.GIVEN, move.state is MoveState.AHEAD
         self._end(r, move, over=over, event=MoveEvent.END if given else MoveEvent.BACK)
         self.counts.stayed += 1
-        r.avoid[move.target] = self._clock.now() + AVOID_S
+        if r.id in self._wishes:
+            self._wishes[r.id][1].refused(move.target, self._clock.now())
         if given:
             # The source has nothing of it any more, and what the target had is lost.
             self._replay(r, f"it was lost on its way to {move.target[0]}: {reason}", move.target)
@@ -378,15 +388,15 @@ class Moves:
             self._fulfil(r, wish)
 
     def _fulfil(self, r: Request, wish: Wish) -> None:
-        if wish.worker != r.decode or r.phase is not Phase.RUNNING or wish.tries >= TRIES:
+        if wish.worker != r.decode or r.phase is not Phase.RUNNING:
             self._wishes.pop(r.id, None)
             return
         if not wish.started:
             self.restart(r, wish.worker)
             return
         busy = sum(move.source == wish.worker for _, move in self._under_way.values())
-        if busy < self._config.moves_at_once and self.begin(r):
-            wish.tries += 1
+        if busy < self._config.moves_at_once:
+            self.begin(r)
 
     def restart(self, r: Request, worker: WorkerKey) -> bool:
         """Start a request over without this worker, if there is another of its role."""

@@ -47,7 +47,7 @@ class Peer(_message.Message):
     def __init__(self, name: _Optional[str] = ..., incarnation: _Optional[int] = ..., control: _Optional[str] = ...) -> None: ...
 
 class Submit(_message.Message):
-    __slots__ = ("request_id", "attempt", "room", "tokens", "prompt_len", "sampling", "peer", "salt", "deadline_s", "priority")
+    __slots__ = ("request_id", "attempt", "room", "tokens", "prompt_len", "sampling", "peer", "salt", "deadline_s", "priority", "moving")
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     ATTEMPT_FIELD_NUMBER: _ClassVar[int]
     ROOM_FIELD_NUMBER: _ClassVar[int]
@@ -58,6 +58,7 @@ class Submit(_message.Message):
     SALT_FIELD_NUMBER: _ClassVar[int]
     DEADLINE_S_FIELD_NUMBER: _ClassVar[int]
     PRIORITY_FIELD_NUMBER: _ClassVar[int]
+    MOVING_FIELD_NUMBER: _ClassVar[int]
     request_id: str
     attempt: int
     room: str
@@ -68,7 +69,8 @@ class Submit(_message.Message):
     salt: str
     deadline_s: float
     priority: int
-    def __init__(self, request_id: _Optional[str] = ..., attempt: _Optional[int] = ..., room: _Optional[str] = ..., tokens: _Optional[_Iterable[int]] = ..., prompt_len: _Optional[int] = ..., sampling: _Optional[_Union[Sampling, _Mapping]] = ..., peer: _Optional[_Union[Peer, _Mapping]] = ..., salt: _Optional[str] = ..., deadline_s: _Optional[float] = ..., priority: _Optional[int] = ...) -> None: ...
+    moving: bool
+    def __init__(self, request_id: _Optional[str] = ..., attempt: _Optional[int] = ..., room: _Optional[str] = ..., tokens: _Optional[_Iterable[int]] = ..., prompt_len: _Optional[int] = ..., sampling: _Optional[_Union[Sampling, _Mapping]] = ..., peer: _Optional[_Union[Peer, _Mapping]] = ..., salt: _Optional[str] = ..., deadline_s: _Optional[float] = ..., priority: _Optional[int] = ..., moving: _Optional[bool] = ...) -> None: ...
 
 class Sampling(_message.Message):
     __slots__ = ("max_tokens", "temperature", "top_p", "top_k", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty", "logit_bias", "seed", "choice", "min_tokens", "stop_token_ids", "logprobs", "prompt_logprobs")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterator
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -13,6 +14,7 @@ from contracts.errors import ErrorKind
 from contracts.ids import RequestId
 from contracts.messages import Event, Moved
 from contracts.sampling import SamplingParams
+from router.moves import AVOID_S
 from router.workers import WorkerKey
 from tests.company import Company, company, generated, hears
 from tests.pair import SESSION
@@ -200,6 +202,38 @@ def test_c5_a_stream_stands_still_no_longer_than_it_may(model: Path, alone: list
         assert departure.stage == "back"
         assert c.run(rid) == [alone]
         assert c.told[rid].replays == []
+
+
+def test_c5_a_target_without_room_says_so_at_once_and_is_asked_ever_more_rarely(model: Path) -> None:
+    """No time passes while the stream stands still; and a drain doesn't stop it over and over."""
+    clock = ManualClock(100.0)
+    with company(model, clock=clock) as c:
+        (prompt,) = prompts(2, 1)
+        rid = c.submit(prompt, seeded(1, 200))
+        c.until(generated(c, rid, 5), "it to run")
+        pools = c.decode("decode-1")._seat.pools.allocators.values()
+        taken = [allocator.lease(allocator.free, "others") for allocator in pools]
+        c.drain("decode-0")
+        stops: list[float] = []
+        departures, counts = c.decode("decode-0")._departures, c.brain.moves.counts
+        while clock.now() < 180.0:
+            stayed, rounds = counts.stayed, 0
+            while not rounds or departures:
+                c.step()
+                rounds += 1
+                assert rounds < 12, "it stands still, waiting for room"
+            if counts.stayed > stayed:
+                stops.append(clock.now())
+            clock.advance(0.5)
+        gaps = [b - a for a, b in pairwise(stops)]
+        assert gaps[0] >= AVOID_S
+        assert all(later > 1.5 * before for before, later in pairwise(gaps[:3])), gaps
+        for lease in taken:
+            assert lease is not None
+            lease.release()
+        moved = c.run(rid)
+        assert c.told[rid].replays == []
+        assert c.run(c.submit(prompt, seeded(1, 200))) == moved
 
 
 @pytest.mark.parametrize("going", STAGES, indirect=True)
