@@ -35,7 +35,7 @@ import torch
 
 from cache.moves import describe_spec
 from cache.prefix import KEY_BYTES, TOKEN_BYTES
-from cache.registry import Kind, PoolSetLayout
+from cache.registry import Kind, PoolSetLayout, PoolSetSpec
 
 _MAGIC = 0x616E657261707774
 _FORMAT = 1
@@ -248,6 +248,13 @@ def index_bytes(layout: PoolSetLayout) -> int:
     spec = layout.spec
     sizes = [layout.counts[p.name] * _record_type(spec.page_tokens, p.kind).itemsize for p in spec.pools]
     return sum(map(_blocks, sizes))
+
+
+def most_index_bytes(spec: PoolSetSpec, nbytes: int) -> int:
+    """What an arena takes beside the pages of a host tier of `nbytes`, at most: all of it in the pool whose records
+    weigh most."""
+    sizes = [_record_type(spec.page_tokens, p.kind).itemsize / spec.unit_bytes(p.name) for p in spec.pools]
+    return int(nbytes * max(sizes)) + (1 + len(sizes)) * _BLOCK
 
 
 def _record_type(page_tokens: int, kind: Kind) -> np.dtype:

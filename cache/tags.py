@@ -169,8 +169,8 @@ def _portions(
     page_bytes = stack_lpw.shape[0] * stack_lpw.shape[2] * stack_lpw.element_size()
     chosen = np.asarray(indices)[found.rest]
     if page_bytes >= _LARGE_PAGE_BYTES:
-        for at, page in zip(found.rest.tolist(), chosen.tolist(), strict=True):
-            yield slice(at, at + 1), stack_lpw[:, page : page + 1]
+        for place, page in zip(found.rest.tolist(), chosen.tolist(), strict=True):
+            yield slice(place, place + 1), stack_lpw[:, page : page + 1]
         return
     step = _TEMPORARY_BYTES // page_bytes + 1
     for first in range(0, len(chosen), step):

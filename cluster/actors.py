@@ -124,8 +124,8 @@ class RayLauncher:
             if (running.plan.name, running.plan.incarnation) == (name, incarnation):
                 self._kill(running)
 
-    def forget(self, name: WorkerName) -> None:
-        self._agents.forget(name)
+    def forget(self, name: WorkerName, before: Incarnation | None = None) -> None:
+        self._agents.forget(name, before)
 
     def ended(self, timeout_s: float) -> list[Ended]:
         waiting = [*self._running, *(r.where for r in self._running.values() if r.pid is None)]

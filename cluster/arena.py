@@ -135,11 +135,14 @@ class BorrowedArenas:
             self._pause(PAUSE_S)
 
 
-def forget(token: str, name: str) -> None:
-    """Tell this node's agent that a worker won't come back. Raises `OSError` where no agent answers."""
+def forget(token: str, name: str, before: int | None = None) -> None:
+    """Tell this node's agent that a worker won't come back; with `before`, that older incarnations' memory may go.
+
+    Raises `OSError` where no agent answers.
+    """
     connection = _connect(token)
     try:
-        _ask(connection, {"verb": "forget", "token": token, "name": name})
+        _ask(connection, {"verb": "forget", "token": token, "name": name, "before": before})
     finally:
         connection.close()
 

@@ -15,7 +15,7 @@ from cluster.arena import forget
 from cluster.arena_agent import Agent
 from cluster.procs import die_with_parent
 from contracts.clock import Clock
-from contracts.ids import WorkerName
+from contracts.ids import Incarnation, WorkerName
 
 log = logging.getLogger("twinpool.arena")
 
@@ -32,8 +32,8 @@ class ArenaActor:
         agent = Agent(token)
         threading.Thread(target=agent.serve, args=(os.eventfd(0),), name="arena-agent", daemon=True).start()
 
-    def forget(self, name: str) -> None:
-        forget(self._token, name)
+    def forget(self, name: str, before: int | None) -> None:
+        forget(self._token, name, before)
 
 
 class RayAgents:
@@ -68,9 +68,9 @@ class RayAgents:
         )
         return actor.remote(self._token)
 
-    def forget(self, name: WorkerName) -> None:
+    def forget(self, name: WorkerName, before: Incarnation | None = None) -> None:
         for actor in self._actors.values():
-            actor.forget.remote(name)
+            actor.forget.remote(name, before)
 
     def close(self) -> None:
         for actor in self._actors.values():

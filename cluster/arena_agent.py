@@ -17,7 +17,7 @@ the token. Messages are JSON, one a packet:
 
     take     who (name, rank, incarnation), nbytes, fingerprint, fresh  ->  lent, adopted (and the segment); busy; error
     return   who, nbytes, fingerprint (and the segment)  ->  kept: after an agent's death
-    forget   name  ->  forgotten: the worker won't come back
+    forget   name, before  ->  forgotten: the worker won't come back, or has no use for what is older than `before`
 
 Of two incarnations of a worker the later one is right, whichever comes first.
 """
@@ -120,7 +120,7 @@ class Agent:
             raise Refused
         name = str(message["name"])
         if message["verb"] == "forget":
-            return self._forget(name), []
+            return self._forget(name, message["before"]), []
         who, incarnation = (name, int(message["rank"])), int(message["incarnation"])
         shape = int(message["nbytes"]), str(message["fingerprint"])
         if message["verb"] == "return":
@@ -168,8 +168,11 @@ class Agent:
             held.close()
         self._segments[who] = segment
 
-    def _forget(self, name: str) -> dict[str, Any]:
-        mine = [who for who in self._segments if who[0] == name]
+    def _forget(self, name: str, before: int | None) -> dict[str, Any]:
+        mine = [
+            who for who, held in self._segments.items()
+            if who[0] == name and (before is None or held.incarnation < int(before))
+        ]  # fmt: skip
         for who in mine:
             self._segments.pop(who).close()
         return {"forgotten": len(mine)}

@@ -13,7 +13,7 @@ from cluster.arena import forget
 from cluster.procs import start_time
 from cluster.router_process import TIED
 from contracts.config import Config
-from contracts.ids import Role, WorkerName
+from contracts.ids import Incarnation, Role, WorkerName
 
 log = logging.getLogger("twinpool.arena")
 
@@ -27,8 +27,8 @@ class Agents(Protocol):
     def poll(self) -> list[str]:
         """Start those that are missing; returns lines for the operator."""
 
-    def forget(self, name: WorkerName) -> None:
-        """This worker won't come back."""
+    def forget(self, name: WorkerName, before: Incarnation | None = None) -> None:
+        """This worker won't come back; with `before`, what is older than this incarnation of it is of no use."""
 
     def close(self) -> None:
         """End them, and with them what only they have. Idempotent."""
@@ -40,7 +40,7 @@ class NoAgents:
     def poll(self) -> list[str]:
         return []
 
-    def forget(self, name: WorkerName) -> None: ...
+    def forget(self, name: WorkerName, before: Incarnation | None = None) -> None: ...
 
     def close(self) -> None: ...
 
@@ -77,9 +77,9 @@ class LocalAgent:
         self.start()
         return [f"the arena agent died ({how}); restarted, and workers that live keep their memory"]
 
-    def forget(self, name: WorkerName) -> None:
+    def forget(self, name: WorkerName, before: Incarnation | None = None) -> None:
         try:
-            forget(self._token, name)
+            forget(self._token, name, before)
         except OSError as error:
             log.warning("the arena agent could not be told", extra={"worker": name, "reason": str(error)})
 

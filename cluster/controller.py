@@ -75,9 +75,13 @@ class Kill:
 
 @dataclass(frozen=True, slots=True)
 class Forget:
-    """This worker won't be started again: nothing need be kept for its successor."""
+    """Of this worker nothing need be kept any more: it won't be started again, or its successor has what it could use.
+
+    With `before`, that is what incarnations before this one have left.
+    """
 
     name: WorkerName
+    before: Incarnation | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -202,6 +206,9 @@ class Controller:
         slot.record, slot.ready_since, slot.ever_ready = record, now, True
         slot.status = _status(slot)
         slot.deadline = now + self._config.lease_s
+        if slot.incarnation > 1:
+            # What it has not taken over by now nobody will: its role or its node may be another one.
+            self._actions.append(Forget(slot.name, slot.incarnation))
         if slot.incarnation > 1 and slot.deaths:
             self._actions.append(Report(f"{slot.name} is back, incarnation {slot.incarnation}"))
         self._changed()

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Any
 
+from cache.arena import most_index_bytes
 from cache.registry import PoolSetSpec
 from cluster.memory import MemoryPlan, plan_memory
 from contracts.config import CacheOverride, Config
@@ -43,7 +44,8 @@ class Demand:
                     f"cache.device_tokens={cache.device_tokens} is less than one page "
                     f"(cache.page_tokens={cache.page_tokens})"
                 )
-            budget = min(int(share * MEMORY_SHARE), share - self.weights - self._processes(role) - cache.host_bytes)
+            others = self.weights + self._processes(role) + self._host(role)
+            budget = min(int(share * MEMORY_SHARE), share - others)
             plan = plan_memory(self.pool_set, self.config, role, self.context, budget)
             if plan is None:
                 return None
@@ -58,13 +60,17 @@ class Demand:
     def _processes(self, role: Role) -> int:
         return self.config.tp_for(role) * WORKER_BYTES
 
+    def _host(self, role: Role) -> int:
+        """Bytes of a worker's host tier, with the index of its arenas."""
+        config, nbytes, size = self.config, self.config.cache_for(role).host_bytes, self.config.tp_for(role)
+        if not nbytes or config.cache.arena != "auto" or config.transfer.plane == "local":
+            return nbytes
+        ranks = [self.pool_set.shard(rank, size) for rank in range(size)]
+        return nbytes + sum(most_index_bytes(spec, nbytes // size) for spec in ranks)
+
     @property
     def _hosts(self) -> int:
-        config = self.config
-        return (
-            self.prefill * config.cache_for(Role.PREFILL).host_bytes
-            + self.decode * config.cache_for(Role.DECODE).host_bytes
-        )
+        return self.prefill * self._host(Role.PREFILL) + self.decode * self._host(Role.DECODE)
 
     def refusal(self, plans: dict[Role, MemoryPlan] | None) -> str:
         """Why it doesn't fit, and what would: one line."""

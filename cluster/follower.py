@@ -41,8 +41,9 @@ from contracts.orders import (
 
 log = logging.getLogger("twinpool.follower")
 
-_LOOK_S = 0.5
-"""Between two looks around when nothing comes; a leader's death is heard at once."""
+_LOOK_S = 0.1
+"""Between two looks around when nothing comes, which is when connections that were cut are found; a leader's death is
+heard at once."""
 
 
 class FollowerLoop:
@@ -71,8 +72,8 @@ class FollowerLoop:
                     self._line.answer(sequence, answer)
             for sequence, answer in self._parts.storage.answers() if self._parts.storage is not None else ():
                 self._line.answer(sequence, answer)
-            for arrival in self._parts.links.poll():
-                self._line.tell(arrival)
+            for tidings in self._parts.links.poll():
+                self._line.tell(tidings)
             if self._leader.dead:
                 return f"the leader (pid {self._leader.pid}) died"
 

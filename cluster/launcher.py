@@ -29,8 +29,8 @@ class Launcher(Protocol):
 
     def kill(self, name: WorkerName, incarnation: Incarnation, pid: int, node: str) -> None: ...
 
-    def forget(self, name: WorkerName) -> None:
-        """This worker won't be started again: what is kept for its successor may go."""
+    def forget(self, name: WorkerName, before: Incarnation | None = None) -> None:
+        """What is kept of this worker for a successor may go: all of it, or what incarnations before this one left."""
 
     def ended(self, timeout_s: float) -> list[Ended]:
         """Processes that have ended since the last call; waits up to `timeout_s` for the first."""

@@ -21,14 +21,16 @@ import zmq
 
 from contracts.clock import Clock
 from contracts.errors import PeerDead, WireError
-from contracts.orders import Arrival, Order, decode, encode
+from contracts.orders import Arrival, Order, Severed, Tidings, decode, encode
 from transfer import process
 from transfer.process import ProcessWatch
 from transfer.security import Curve
 
 log = logging.getLogger("twinpool.ranks")
 
-_JOIN, _ANSWER, _TIDINGS = b"J", b"A", b"T"
+_JOIN, _ANSWER = b"J", b"A"
+_TIDINGS: dict[bytes, type[Arrival] | type[Severed]] = {b"T": Arrival, b"S": Severed}
+_KINDS = {kind: tag for tag, kind in _TIDINGS.items()}
 _LOOK_S = 0.2
 """Between two looks at who is still alive, while waiting."""
 
@@ -62,7 +64,7 @@ class RankLine:
         """Each follower's pid, start ticks and namespace, by rank from 1 on."""
         self._sequence = 0
         self._open: dict[int, _Asked] = {}
-        self._tidings: list[tuple[int, Arrival]] = []
+        self._tidings: list[tuple[int, Tidings]] = []
         self._joined: dict[int, tuple[int, int, str]] = {}
 
     @property
@@ -97,7 +99,7 @@ class RankLine:
         self._send(order, self._sequence)
         return asked
 
-    def heard(self) -> list[tuple[int, Arrival]]:
+    def heard(self) -> list[tuple[int, Tidings]]:
         self._take()
         tidings, self._tidings = self._tidings, []
         return tidings
@@ -121,8 +123,8 @@ class RankLine:
             value = msgpack.unpackb(frames[-1], use_list=False)
             if kind == _JOIN:
                 self._joined[rank] = value
-            elif kind == _TIDINGS:
-                self._tidings.append((rank, Arrival(*value)))
+            elif kind in _TIDINGS:
+                self._tidings.append((rank, _TIDINGS[kind](*value)))
             else:
                 sequence = int.from_bytes(frames[0], "little")
                 asked = self._open.get(sequence)
@@ -214,8 +216,8 @@ class LeaderLine:
     def answer(self, sequence: int, value: Any) -> None:
         self.socket.send_multipart([_ANSWER, sequence.to_bytes(8, "little"), msgpack.packb(value)])
 
-    def tell(self, tidings: Arrival) -> None:
-        self.socket.send_multipart([_TIDINGS, msgpack.packb(tidings)])
+    def tell(self, tidings: Tidings) -> None:
+        self.socket.send_multipart([_KINDS[type(tidings)], msgpack.packb(tidings)])
 
     def close(self) -> None:
         self.socket.close()

@@ -43,7 +43,7 @@ class Supervisor:
                 case Kill():
                     self._launcher.kill(action.name, action.incarnation, action.pid, action.node)
                 case Forget():
-                    self._launcher.forget(action.name)
+                    self._launcher.forget(action.name, action.before)
                 case Report():
                     log.warning(action.text)
                     self._say(action.text)

@@ -219,6 +219,15 @@ class Arrival(NamedTuple):
     number: int
 
 
+class Severed(NamedTuple):
+    """Told by a follower of its own accord: the connection of its link was cut, and what it wrote may be lost."""
+
+    link: int
+
+
+Tidings = Arrival | Severed
+"""What followers tell without being asked."""
+
 Order = (
     Zero | Copy | Digest | Check | Bond | Compute | Describe | Connect | Disconnect | Post | Permit | Revoke
     | Exists | Fetch | Put | Form | Ready | End
@@ -309,5 +318,5 @@ class Followers(Protocol):
     def ask(self, order: Order) -> Answers:
         """The same for an order that is answered."""
 
-    def heard(self) -> list[tuple[int, Arrival]]:
+    def heard(self) -> list[tuple[int, Tidings]]:
         """What followers told of their own accord since the last call, each with its rank. Never waits."""

@@ -193,8 +193,7 @@ class Departures:
     @property
     def sending(self) -> bool:
         """Whether there is something to write as soon as the worker comes to it."""
-        going = (Stage.STOPPING, Stage.SENDING)
-        return self.giving.writing or any(d.stage in going for d in self._by_room.values())
+        return self.giving.writing or any(d.stage is Stage.SENDING for d in self._by_room.values())
 
     @property
     def next_deadline(self) -> float | None:

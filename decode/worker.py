@@ -45,7 +45,7 @@ from transfer.waiting import Sleep
 _STEPPING = (Phase.RUNNING, Phase.RETRACTING)
 """Whoever's steps may be under way."""
 _LOOK_S = 0.002
-"""Between two looks at copies and pages when nobody runs who could take a step meanwhile."""
+"""Between two looks at copies, loads and pages when nobody can take a step meanwhile."""
 
 log = logging.getLogger("twinpool.decode")
 
@@ -131,8 +131,9 @@ class DecodeWorker(PhaseWorker[Request]):
             self._departures.handle(session, command)
 
     def wait(self, timeout_s: float) -> None:
-        if not (self.runnable or self._landed or self._departures.sending):
-            timeout_s = min(timeout_s, _LOOK_S) if len(self._retraction) else timeout_s
+        if not (self._ahead or self._landed or self._departures.sending):
+            # Of those who run nobody could take a step: they wait for loads, or for pages.
+            timeout_s = min(timeout_s, _LOOK_S) if self._running or len(self._retraction) else timeout_s
             deadlines = self._desk.next_deadline, self._receiver.next_deadline, self._departures.next_deadline
             due = seconds_until(self._clock, *deadlines)
             self._waiter.wait(min(timeout_s, due))

@@ -91,6 +91,8 @@ class SimPlane:
         self._arrived.append(item)
         self._wake()
 
+    def hear(self) -> None: ...
+
     def poll(self) -> list[bytes]:
         notices: list[bytes] = []
         while self._arrived:

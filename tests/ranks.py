@@ -15,7 +15,7 @@ from cache.device import DEVICE
 from cache.pools import PoolSet
 from cache.ranked import RankedPools, RankState
 from cache.registry import BufferSpec, Index, Order, PoolSetLayout, PoolSetSpec
-from contracts.orders import Arrival, Check, Copy, Digest, Zero, decode, encode
+from contracts.orders import Check, Copy, Digest, Tidings, Zero, decode, encode
 from contracts.orders import Order as Told
 from tests.poolsets import pool_sets
 from transfer.plane import RankPlane
@@ -84,8 +84,8 @@ class DirectFollowers:
             answered.answers += [links.obey(order) for links in self.links]  # type: ignore[arg-type]
         answered.done = True
 
-    def heard(self) -> list[tuple[int, Arrival]]:
-        return [(rank, arrival) for rank, links in enumerate(self.links, 1) for arrival in links.poll()]
+    def heard(self) -> list[tuple[int, Tidings]]:
+        return [(rank, tidings) for rank, links in enumerate(self.links, 1) for tidings in links.poll()]
 
 
 @dataclass

@@ -173,6 +173,8 @@ class LocalPlane:
 
     def revoke(self, room: RoomId) -> None: ...
 
+    def hear(self) -> None: ...
+
     def poll(self) -> list[bytes]:
         return [self._arrived.popleft() for _ in range(len(self._arrived))]
 
@@ -254,6 +256,9 @@ class ShmPlane:
         pages = self._map(descriptor, "pages")
         slots = self._map(descriptor, "slots").view(-1, SLOT_BYTES) if "slots" in descriptor["segments"] else None
         layout = PoolSetLayout(spec, descriptor["counts"])
+        if self._rank or slots is None:
+            # Notices go from leader to leader: between other ranks there is nothing that a connection could lose.
+            return DirectLink(self._pools, pages, layout, None, _no_notices, None, lambda: None, self._faults, cut)
         socket, watch = dial(self._context, descriptor["endpoint"], self._curve, self._link_timeout_s)
         return DirectLink(self._pools, pages, layout, slots, socket.send, watch, socket.close, self._faults, cut)
 
@@ -275,6 +280,8 @@ class ShmPlane:
 
     def revoke(self, room: RoomId) -> None: ...
 
+    def hear(self) -> None: ...
+
     def poll(self) -> list[bytes]:
         return drain(self._notices)
 
@@ -292,6 +299,10 @@ class ShmPlane:
         for fd, _ in self._segments.values():
             os.close(fd)
         self._segments.clear()
+
+
+def _no_notices(data: bytes) -> None:
+    raise AssertionError("only leaders give notice, to leaders")
 
 
 def drain(socket: zmq.Socket[bytes]) -> list[bytes]:

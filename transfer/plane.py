@@ -133,6 +133,9 @@ class Plane(Protocol):
     def revoke(self, room: RoomId) -> None:
         """Writes for this room are refused from now on, where the plane is revocable."""
 
+    def hear(self) -> None:
+        """Take in what other ranks of this worker told: `poll` does so, too, but who only writes doesn't call it."""
+
     def poll(self) -> list[bytes]:
         """Apply what has arrived; returns the notices, in order. Never blocks."""
 

@@ -20,7 +20,6 @@ from contracts.errors import LayoutMismatch
 from contracts.ids import RoomId
 from contracts.orders import (
     Answers,
-    Arrival,
     Connect,
     Describe,
     Disconnect,
@@ -29,6 +28,8 @@ from contracts.orders import (
     Places,
     Post,
     Revoke,
+    Severed,
+    Tidings,
 )
 from transfer.fan import All
 from transfer.plane import Link, PageWrite, RankPlane, Run, SlotWrite, Target
@@ -40,8 +41,10 @@ class RankedPlane:
     def __init__(self, plane: RankPlane, followers: Followers) -> None:
         self.kind, self.revocable = plane.kind, plane.revocable
         self._plane = plane
-        self._followers = followers
-        self._links = count(1)
+        self.followers = followers
+        self._numbers = count(1)
+        self._links: dict[int, _RankedLink] = {}
+        """Those that aren't closed."""
 
     @property
     def dropped(self) -> int:
@@ -58,39 +61,52 @@ class RankedPlane:
         self._plane.register(pools, slots)
 
     def describe(self) -> dict[str, Any]:
-        others = self._followers.ask(Describe()).wait()
+        others = self.followers.ask(Describe()).wait()
         return {"ranks": [*self._plane.describe()["ranks"], *(part for other in others for part in other["ranks"])]}
 
     def connect(self, descriptor: dict[str, Any]) -> Link:
-        number = next(self._links)
-        answers = self._followers.ask(Connect(number, descriptor))
+        number = next(self._numbers)
+        answers = self.followers.ask(Connect(number, descriptor))
         try:
             link = self._plane.connect(descriptor)
         except LayoutMismatch:
             answers.wait()
-            self._followers.tell(Disconnect(number))
+            self.followers.tell(Disconnect(number))
             raise
         refusals = [reason for reason in answers.wait() if reason]
         if refusals:
             link.close()
-            self._followers.tell(Disconnect(number))
+            self.followers.tell(Disconnect(number))
             raise LayoutMismatch(refusals[0])
-        return _RankedLink(number, link, self._followers)
+        self._links[number] = _RankedLink(number, link, self)
+        return self._links[number]
 
     def permit(self, target: Target) -> None:
         # Before the writer hears of its grant, every rank must know: what it doesn't know of, it drops.
-        answers = self._followers.ask(Permit(target.room, _places(target.runs)))
+        answers = self.followers.ask(Permit(target.room, _places(target.runs)))
         self._plane.permit(target)
         answers.wait()
 
     def revoke(self, room: RoomId) -> None:
-        self._followers.tell(Revoke(room))
+        self.followers.tell(Revoke(room))
         self._plane.revoke(room)
 
     def poll(self) -> list[bytes]:
-        for rank, arrival in self._followers.heard():
-            self._plane.settled(rank, arrival)
+        self.hear()
         return self._plane.poll()
+
+    def hear(self) -> None:
+        for rank, tidings in self.followers.heard():
+            if isinstance(tidings, Severed):
+                link = self._links.get(tidings.link)
+                if link is not None:
+                    link.severed = True
+            else:
+                self._plane.settled(rank, tidings)
+
+    def forget(self, number: int) -> None:
+        """This link is closed."""
+        self._links.pop(number, None)
 
     @property
     def waitable(self) -> Sequence[zmq.Socket[bytes]]:
@@ -103,28 +119,32 @@ class RankedPlane:
 class _RankedLink:
     """The links of all ranks to one reader."""
 
-    def __init__(self, number: int, mine: Link, followers: Followers) -> None:
+    def __init__(self, number: int, mine: Link, plane: RankedPlane) -> None:
         self._number = number
         self._mine = mine
-        self._followers = followers
+        self._plane = plane
+        self.severed = False
+        """Whether a follower has told that its part was cut."""
 
     def post(self, write: PageWrite | SlotWrite) -> Completion:
         if isinstance(write, SlotWrite):
             return self._mine.post(write)
         sources, targets = _places(write.runs), _places(write.target.runs)
         order = Post(self._number, write.target.room, write.number, sources, targets)
-        answers = self._followers.ask(order)
+        answers = self._plane.followers.ask(order)
         return All([self._mine.post(write), _Answered(answers)])
 
     def notify(self, room: RoomId, data: bytes, writes: int = 0) -> None:
         self._mine.notify(room, data, writes)
 
     def cut(self) -> bool:
-        """The leader's own. A gap in what another rank has written is noticed where it arrives (`transfer.held`)."""
-        return self._mine.cut()
+        """The leader's own, or that of a follower, as far as the plane has heard."""
+        severed, self.severed = self.severed, False
+        return self._mine.cut() or severed
 
     def close(self) -> None:
-        self._followers.tell(Disconnect(self._number))
+        self._plane.forget(self._number)
+        self._plane.followers.tell(Disconnect(self._number))
         self._mine.close()
 
 
@@ -180,10 +200,11 @@ class RankLinks:
                 self._plane.revoke(RoomId(order.room))
         return None
 
-    def poll(self) -> list[Arrival]:
-        """Store what has come; what the leader is to hear of it."""
+    def poll(self) -> list[Tidings]:
+        """Store what has come; what the leader is to hear of it, and of connections that were cut."""
         self._plane.poll()
-        return self._plane.take_settled()
+        severed = [Severed(number) for number, link in self._links.items() if link.cut()]
+        return [*self._plane.take_settled(), *severed]
 
     def close(self) -> None:
         for link in self._links.values():

@@ -224,6 +224,7 @@ class SenderEnd:
                 self._reply(identity, m.Refused(str(error)))
         for peer in [p for p in self._peers.values() if p.watch is not None and p.watch.dead]:
             self._lose(peer, f"{peer.name} died")
+        self._plane.hear()
         for peer in [p for p in self._peers.values() if p.link.cut()]:
             self._cut(peer)
         self._flush()

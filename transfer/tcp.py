@@ -184,6 +184,8 @@ class ZmqPlane:
         settled, self._settled = self._settled, []
         return settled
 
+    def hear(self) -> None: ...
+
     def poll(self) -> list[bytes]:
         notices = [*self._due, *self._held.due()]
         self._due.clear()

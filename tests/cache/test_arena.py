@@ -7,7 +7,7 @@ from collections import Counter
 import pytest
 
 from cache.adoption import MOST_TAKEN, SETTLED_S
-from cache.arena import SALT_BYTES, Arena, arena_bytes
+from cache.arena import SALT_BYTES, Arena, arena_bytes, most_index_bytes
 from cache.nodes import Node, Tier
 from cache.registry import Order, PoolSetLayout
 from tests.cache_schedule import _ACTIONS, _WEIGHTS, Schedule
@@ -86,6 +86,15 @@ def look_at_all(world: World) -> None:
 
 
 # ------------------------------------------------------------ adoption
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_what_is_planned_for_an_index_is_enough_and_not_much_more(name: str) -> None:
+    for count in (3, 50, 5000):
+        layout = layout_of(name, count)
+        planned, taken = most_index_bytes(layout.spec, layout.nbytes), arena_bytes(layout) - layout.nbytes
+        assert taken <= planned
+        assert name != "full" or planned < taken + 2 * 4096
 
 
 @pytest.mark.parametrize("name", NAMES)

@@ -18,7 +18,7 @@ import pytest
 from cluster.arena import BorrowedArenas
 from cluster.arena_process import LocalAgent
 from contracts.clock import SystemClock
-from contracts.ids import WorkerName
+from contracts.ids import Incarnation, WorkerName
 from tests.serving import ROOT, until
 
 NBYTES = 3 * 4096
@@ -81,12 +81,18 @@ def borrower(token: str, incarnation: int, nbytes: int = NBYTES) -> Iterator[Bor
 
 @contextmanager
 def borrowed(
-    token: str, incarnation: int, *, nbytes: int = NBYTES, fingerprint: str = "a model", owner_s: float = 5.0
+    token: str,
+    incarnation: int,
+    *,
+    rank: int = 0,
+    nbytes: int = NBYTES,
+    fingerprint: str = "a model",
+    owner_s: float = 5.0,
 ) -> Iterator[memoryview | None]:
     """A segment in this process."""
     arenas = BorrowedArenas(token, NAME, incarnation, SystemClock(), time.sleep, owner_s)
     try:
-        yield arenas.take(0, nbytes, fingerprint)
+        yield arenas.take(rank, nbytes, fingerprint)
     finally:
         arenas.close()
 
@@ -182,6 +188,22 @@ def test_a_worker_that_wont_come_back_leaves_nothing(agent: LocalAgent, token: s
     with borrowed(token, 2) as memory:
         assert memory is not None
         assert memory[0] == 0
+
+
+@pytest.mark.slow
+def test_what_a_later_incarnation_had_no_use_for_is_forgotten_and_nothing_else(agent: LocalAgent, token: str) -> None:
+    """As when a worker has changed its role, its number of ranks or its node."""
+    with borrower(token, 1) as first, borrowed(token, 1, rank=1):
+        first.wrote(7)
+        assert segments_of(agent) == [f"twinpool-arena-{NAME}.0", f"twinpool-arena-{NAME}.1"]
+        agent.forget(WorkerName(NAME), Incarnation(1))
+        assert len(segments_of(agent)) == 2, "they are its own"
+    with borrowed(token, 2) as memory:
+        assert memory is not None
+        assert memory[0] == 7
+        agent.forget(WorkerName(NAME), Incarnation(2))
+        assert segments_of(agent) == [f"twinpool-arena-{NAME}.0"]
+        assert memory[0] == 7
 
 
 @pytest.mark.slow

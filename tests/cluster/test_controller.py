@@ -159,6 +159,7 @@ def test_what_is_kept_for_a_successor_is_forgotten_when_a_worker_leaves_and_not_
     assert Forget(NAME) not in actions
     assert cluster.starts(actions) == [2]
     assert not cluster.brain.register(_record(2)).fenced
+    assert Forget(NAME, Incarnation(2)) in cluster.brain.tick(), "it has taken over what it could"
     cluster.brain.leave(NAME, Incarnation(2))
     assert Forget(NAME) in cluster.brain.tick()
 

@@ -118,6 +118,17 @@ def test_what_does_not_fit_is_refused_with_what_would_and_that_does(
     assert min(plan.positions for plan in prepared.plans.values()) == int(found[1])
 
 
+def test_the_index_of_host_memory_that_outlives_its_worker_is_planned_for() -> None:
+    sizes = ("cache.device_tokens=4096", f"cache.host_bytes={GIB}")
+    outlives, ends = "cache.arena=auto", "cache.arena=none"
+    (need,) = re.findall(r"need about ([\d,]+) MiB", refused(GIB, *sizes, ends))
+    free = (int(need.replace(",", "")) + 1) << 20
+    prepare(options(assignments=(*sizes, ends)), free)
+    assert "host tiers" in refused(free, *sizes, outlives)
+    prepare(options(assignments=(*sizes, outlives, "transfer.plane=local")), free)
+    prepare(options(assignments=(*sizes, outlives)), free + GIB)
+
+
 def test_a_model_that_memory_can_never_hold_is_refused_as_such() -> None:
     assert "needs more memory" in refused(200 << 20)
 

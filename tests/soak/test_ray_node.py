@@ -1,4 +1,4 @@
-"""A Ray node dies with its workers: what they ran goes on elsewhere, and they are started where there is room."""
+"""A Ray node goes, by death or with notice: what its workers ran goes on elsewhere."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ print(json.dumps({"address": cluster.address}), flush=True)
 sys.stdin.readline()
 node = cluster.add_node(num_cpus=1, resources={"twinpool_decode": 1})
 raylet = node.all_processes["raylet"][0].process.pid
-print(json.dumps({"raylet": raylet}), flush=True)
+print(json.dumps({"raylet": raylet, "node": node.node_id}), flush=True)
 sys.stdin.readline()
 cluster.add_node(num_cpus=1, resources={"twinpool_decode": 1})
 sys.stdin.readline()
@@ -107,3 +107,57 @@ def test_a_node_that_dies_costs_no_answer_and_its_workers_come_back_elsewhere(tm
             until(lambda: cluster.status()[victim]["state"] == "ready", f"{victim} to come back on another node", 250)
             assert cluster.status()[victim]["incarnation"] > before[victim]["incarnation"]
             cluster.settle()
+
+
+@pytest.mark.soak
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_d1_ray_drain_node_moves_what_runs_there_and_costs_no_stream_anything(tmp_path: Path) -> None:
+    """As a provider's preemption notice comes: to Ray, and from Ray to nobody. Its workers have left in time."""
+    folder = make_checkpoint(tmp_path / "model", "qwen3", seed=52)
+    oracle, rng = Oracle(folder), random.Random(5)
+    prompts = [[rng.randrange(300) for _ in range(rng.randint(20, 300))] for _ in range(12)]
+    sections = {
+        "cache": {"device_tokens": 16384}, "cluster": {"start_timeout_s": 200}, "faults": {"step_delay_s": 0.02},
+    }  # fmt: skip
+    with nodes(tmp_path) as ray:
+        address = str(said(ray)["address"])
+        more_nodes(ray)
+        node = said(ray)
+        raylet = psutil.Process(int(str(node["raylet"])))
+        flags = ("--prefill", "1", "--decode", "2", "--ray-address", address, "--set", "transfer.plane=zmq")
+        with serving(folder, tmp_path / "run", *flags, sections=sections, ready_within=300, orderly=False) as cluster:
+            there = {c.pid for c in raylet.children(recursive=True)}
+            (victim,) = [name for name, w in cluster.status().items() if w["pid"] in there]
+
+            async def under_load() -> list[Answer]:
+                async with httpx.AsyncClient(base_url=cluster.url, timeout=300) as client:
+                    bodies = [cluster.body(p, max_tokens=400, stream=True) for p in prompts]
+                    tasks = [asyncio.create_task(complete(client, body)) for body in bodies]
+                    while True:
+                        rows = (await client.get("/cluster/status")).json()["workers"]
+                        if any(w["running"] > 3 for w in rows if w["name"] == victim):
+                            break
+                        await asyncio.sleep(0.02)
+                    await asyncio.to_thread(drain_node, tmp_path, address, str(node["node"]))
+                    return list(await asyncio.gather(*tasks))
+
+            answers = asyncio.run(under_load())
+            until(lambda: cluster.status()[victim]["state"] == "left", f"{victim} to leave", 100)
+            for prompt, answer in zip(prompts, answers, strict=True):
+                assert compare(oracle, prompt, answer.tokens).equal
+            assert cluster.metric("twinpool_moves_total", outcome="moved") > 0
+            assert cluster.metric("twinpool_replays_total") == 0
+            assert any(f"{victim} drains: Ray takes its node" in line for line in cluster.lines), cluster.lines
+            assert not any("died" in line for line in cluster.lines), cluster.lines
+            cluster.settle()
+
+
+def drain_node(runtime: Path, address: str, node: str) -> None:
+    """`ray drain-node`, with the words of a preemption."""
+    command = [str(Path(sys.executable).with_name("ray")), "drain-node", "--address", address, "--node-id", node]
+    command += ["--reason", "DRAIN_NODE_REASON_PREEMPTION", "--reason-message", "this machine is taken away"]
+    command += ["--deadline-remaining-seconds", "120"]
+    env = environment(runtime) | {"RAY_AUTH_MODE": "disabled"}
+    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=100, check=False)
+    assert done.returncode == 0, done.stderr

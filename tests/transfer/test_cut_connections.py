@@ -9,12 +9,15 @@ from dataclasses import replace
 import pytest
 
 from cache.device import DONE
+from cache.registry import PoolSetSpec
 from contracts.config import TransferConfig
 from contracts.errors import ErrorKind
 from contracts.ids import Incarnation, WorkerName
 from contracts.messages import PeerRef
+from contracts.orders import Severed
 from tests.poolsets import pool_sets
 from tests.proxy import Proxy, Relay, proxying
+from tests.ranks import headed_sets
 from tests.rooms import Ends, Prompt, ends, placed
 from transfer.receiver import Arrived, Broken, Expected
 
@@ -25,11 +28,13 @@ LINK_S = 0.6
 
 
 @contextmanager
-def proxied(plane: str, link_s: float = LINK_S) -> Iterator[tuple[Ends, Relay, Proxy]]:
+def proxied(
+    plane: str, link_s: float = LINK_S, spec: PoolSetSpec = SPEC, ranks: tuple[int, int] = (1, 1)
+) -> Iterator[tuple[Ends, Relay, Proxy]]:
     """Both ends, the way to the writer's control socket, and the proxy; the ways of data are made by `faults.proxy`."""
     with proxying() as proxy:
         faults = {"proxy": proxy.door}
-        with ends(SPEC, plane, faults=faults, transfer={"link_timeout_s": link_s}) as both:
+        with ends(spec, plane, faults=faults, transfer={"link_timeout_s": link_s}, ranks=ranks) as both:
             relay = proxy.relay("control", "prefill-0", both.sender.control.removeprefix("tcp://"))
             both.sender.control = f"tcp://{relay.endpoint}"
             yield both, relay, proxy
@@ -160,6 +165,61 @@ def test_a9_pages_that_were_lost_with_their_connection_are_never_taken_for_arriv
         assert broken.kind is ErrorKind.ROOM
         assert both.receiver.damaged == 0, "nothing was damaged: something is missing"
         assert not both.released(prompt.room).received
+        both.quiet()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("refuse", [False, True])
+def test_b10_a_cut_connection_of_a_follower_rank_ends_its_rooms_at_once(refuse: bool) -> None:
+    """No clock goes on here: without the follower's word both sides would wait for ever."""
+    with proxied("zmq", spec=headed_sets()["all"], ranks=(2, 2)) as (both, _, proxy):
+        before, prompt = both.prompt(27), opened(both)
+        both.sender.write(prompt.room, {"full": prompt.part("full", range(1))}, (DONE,))
+        both.until(lambda: both.receiver._rooms[prompt.room].digests, "the first page")
+        leaders, way = [w for w in proxy.find("data") if w.open]
+        assert leaders.passed > way.passed, "notices go to the leader"
+        proxy.silence(way)
+        both.sender.write(prompt.room, {"full": prompt.part("full", range(1, 2))}, (DONE,))
+        proxy.cut(way, refuse=refuse)
+        broken, released = both.outcome(prompt.room), both.released(prompt.room)
+        assert isinstance(broken, Broken)
+        assert (broken.kind, broken.blame, both.receiver.damaged) == (ErrorKind.ROOM, "prefill-0", 0)
+        assert "cut" in broken.message
+        assert "cut" in released.reason
+        proxy.mend(way)
+        both.open(before)
+        both.sender.write(before.room, before.all(), (DONE,))
+        both.seal(before)
+        arrived = both.outcome(before.room)
+        assert isinstance(arrived, Arrived), "a room that begins later goes on"
+        arrived.release()
+        both.quiet()
+
+
+@pytest.mark.slow
+def test_b10_what_a_follower_tells_is_heard_though_the_peer_is_gone_already(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else it would lie on the line to the ranks, which wakes whoever sleeps there for as long as it lies there."""
+    with proxied("zmq", spec=headed_sets()["all"], ranks=(2, 1)) as (both, _, _):
+        prompt, followers = opened(both), both.seats[0].followers
+        (peer,) = both.sender._peers.values()
+        (link,) = followers.links[0]._links.values()
+        monkeypatch.setattr(link, "cut", lambda: True)
+        told = followers.heard()
+        assert told == [(1, Severed(1))]
+        both.sender._lose(peer, "it died")
+        monkeypatch.setattr(followers, "heard", lambda: [told.pop()] if told else [])
+        both.sender.poll()
+        assert not told
+        both.receiver.abort(prompt.room, "its writer has forgotten it")
+        both.quiet()
+
+
+@pytest.mark.slow
+def test_ranks_that_share_memory_have_no_connection_that_could_be_cut() -> None:
+    with proxied("shm", spec=headed_sets()["all"], ranks=(2, 2)) as (both, _, proxy):
+        opened_room = opened(both)
+        assert sum(bool(way.open) for way in proxy.find("data")) == 1, "notices, from leader to leader"
+        both.receiver.abort(opened_room.room, "enough")
         both.quiet()
 
 

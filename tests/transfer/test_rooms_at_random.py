@@ -26,9 +26,12 @@ def run(name: str, plane: str, seed: int, steps: int) -> Counter[str]:
 @pytest.mark.parametrize("name", NAMES)
 def test_whatever_happens_who_arrives_has_what_was_sealed_and_everything_comes_back(name: str, plane: str) -> None:
     seen: Counter[str] = Counter()
-    for seed in range(2):
+    for seed in range(12):
         seen += run(name, plane, seed, 600)
-    assert {what for what, times in seen.items() if times} >= HAPPENS, seen
+        # Where the machine is busy the sockets' threads don't keep up, and less happens in as many steps.
+        if seed and seen.keys() >= HAPPENS:
+            return
+    raise AssertionError(f"not all of {HAPPENS} happened: {seen}")
 
 
 @pytest.mark.soak

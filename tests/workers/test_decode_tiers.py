@@ -5,6 +5,9 @@ from __future__ import annotations
 import random
 from pathlib import Path
 
+import pytest
+
+from cache.lazy import LazyDevice
 from cache.nodes import Tier
 from contracts.errors import ErrorKind
 from contracts.ids import Role
@@ -55,6 +58,40 @@ def test_what_went_to_decodes_host_comes_back_before_the_request_joins_a_batch(m
         _, held = turn(both, oracle, [*said, *tokens(4, 20)])
         assert held == known
         assert both.decode.status().counters["pages_loaded"] == known // PAGE
+
+
+def test_while_all_that_runs_is_being_loaded_the_worker_sleeps_between_two_looks(
+    model: Path, oracle: Oracle, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    device = LazyDevice(1, stray=0.0, polled=0.5)
+    with pair(model, decode={"cache": {"host_bytes": 1 << 22}}, devices={Role.DECODE: device}) as both:
+        assert isinstance(both.decode, DecodeWorker)
+        naps: list[float] = []
+        monkeypatch.setattr(both.decode._waiter, "wait", naps.append)
+        said, _ = turn(both, oracle, tokens(9, 90))
+        while not both.decode._seat.tree.sizes[Tier.HOST, "full"] or both.decode._seat.busy:
+            both.step()
+        to_the_host(both.decode)
+        device._polled = 0.0  # From now on nothing comes by itself.
+        prompt = [*said, *tokens(10, 20)]
+        request = both.submit(prompt, GREEDY)
+        while not both.decode._running:
+            both.step()
+        for _ in range(3):
+            both.step()
+            both.decode.wait(0.1)
+        assert naps == [pytest.approx(0.002)] * 3
+        device._polled = 0.5
+        (answer,) = both.run(request)
+        assert compare(oracle, prompt, answer.list).equal
+        naps.clear()
+        both.submit(tokens(11, 20), GREEDY)
+        while not both.decode._ahead:
+            both.step()
+        both.decode.wait(0.1)
+        assert not naps, "and not at all while there is something to compute"
+        both.run()
+    device.settle()
 
 
 def test_a9_a_page_that_rotted_on_decodes_host_costs_an_attempt_and_no_token(model: Path, oracle: Oracle) -> None:

@@ -86,7 +86,7 @@ def _bring_to(c: Company, stage: str) -> RequestId:
     c.act()
     departures = c.decode("decode-0")._departures
     c.step("decode-0")
-    for _ in range(200):
+    for _ in range(20_000):
         (departure,) = departures._by_room.values()
         if departure.stage == stage:
             assert c.decode("decode-0").check().violations == ()

@@ -43,3 +43,26 @@ def test_a_moved_request_goes_on_as_if_it_had_stayed(name: str, tmp_path: Path) 
         least = sum(min(len(n), 1) * spec.unit_bytes(pool) for pool, n in due(spec, 60).items())
         assert min(event.bytes for event in moved if isinstance(event, Moved)) >= least, "something of every pool"
         assert all(not told.replays for told in c.told.values())
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("name", ["gemma3", "qwen3_next"])
+def test_what_is_sent_while_a_stream_stands_still_does_not_grow_with_its_length(name: str, tmp_path: Path) -> None:
+    """Full pages go ahead, but for the last ones; windows and states go in the pause, and are what they are."""
+    folder = FAMILIES[name](tmp_path / name)
+    sizes: list[int] = []
+    for length in (120, 600):
+        with company(folder, decode={"move_ahead_bytes": 1}, prefill={"chunk_tokens": 128}) as c:
+            moved = hears(c, Moved)
+            rid = c.submit(tokens_of(5, length), SamplingParams(COUNT, temperature=0.8, seed=1))
+            c.until(generated(c, rid, 9), "it to run")
+            assert c.brain.moves.begin(c.told[rid].request)
+            c.run(rid)
+            spec = c.decode("decode-0")._seat.spec
+            (event,) = moved
+            assert isinstance(event, Moved)
+            sizes.append(event.bytes)
+    full = spec.unit_bytes(spec.full.name)
+    whole = sum(len(numbers) * spec.unit_bytes(pool) for pool, numbers in due(spec, 608).items())
+    assert abs(sizes[1] - sizes[0]) <= 2 * full + max(spec.unit_bytes(p.name) for p in spec.pools)
+    assert sizes[1] < whole - 20 * full
