@@ -342,6 +342,7 @@ class Chaos:
             books = self.tally.faults if name in BY_ITSELF else self.tally.outcomes
             books[name] += self._counters.fresh(counter)
         totals = {"hang": sum("died (hung: " in line for line in self.cluster.lines)}
+        totals["workers started again"] = sum(row["incarnation"] - 1 for row in rows)
         for outcome in MOVES:
             count = self.cluster.metric("twinpool_moves_total", outcome=outcome)
             totals[f"requests of a worker that drained: {outcome}"] = int(count)
