@@ -278,8 +278,6 @@ class Chaos:
             victim = self._random.choice(busy)
             drained = await self._client.post(f"/cluster/drain/{victim['name']}")
             ran = drained.json().get("running", 0)
-            if ran > 4:
-                await asyncio.sleep(self._random.uniform(0.0, 0.1))
             undrained = await self._client.post(f"/cluster/undrain/{victim['name']}")
             how = "taken back" if undrained.status_code == 200 else undrained.text
             self._say(f"drain {victim['name']}, which runs {ran}: {drained.status_code}, {how}")

@@ -255,5 +255,6 @@ def _end(process: subprocess.Popen[str], lines: list[str], orderly: bool) -> Non
     for relative in alive:
         relative.kill()
     assert not alive, f"left behind by Ctrl-C: {alive}"
-    assert process.returncode == 0 or not orderly, "\n".join(lines[-20:])
+    code = process.returncode
+    assert code == 0 or not orderly, f"exit code {code}, {took:.1f} s after Ctrl-C:\n" + "\n".join(lines[-20:])
     lines.append(f"ended {took:.1f} s after Ctrl-C")
