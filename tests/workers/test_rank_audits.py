@@ -55,7 +55,7 @@ def test_two_ranks_draw_an_answer_again_exactly_and_give_way_to_requests(model: 
         assert all(not report.violations for report in cell.rest())
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 def test_what_went_wrong_on_the_way_between_ranks_is_found_where_nobody_looks_at_tags(
     model: Path, warm: RankProcesses
 ) -> None:
