@@ -12,7 +12,8 @@ So far nobody has looked at the pages themselves. Their digests are computed aga
 
 What doesn't match is condemned with all that is below it, like any other damage, and computed again. With several
 ranks the index is the leader's, and a digest is over the parts of all ranks: a follower that had not yet carried out a
-copy when the leader died is found in the same way.
+copy when the leader died is found in the same way. That is no damage: each rank counts its copies, and where those of a
+dead worker differ, what doesn't match counts as torn.
 """
 
 from __future__ import annotations
@@ -66,6 +67,8 @@ class ArenaKeeper:
         self._beside: dict[tuple[str, int], tuple[int, bytes, int]] = {}
         """Those that it names and the tree doesn't have, with their numbers, keys and digests: of parked requests."""
         self._adopting = False
+        self._unfinished = False
+        """Not all ranks had carried out what the leader had sealed."""
         self._next = 0.0
         """When to look again while requests run."""
         self._settles: float | None = None
@@ -135,12 +138,13 @@ class ArenaKeeper:
 
     # ------------------------------------------------------------ taking over
 
-    def adopt(self) -> int:
+    def adopt(self, unfinished: bool = False) -> int:
         """Hang into the tree, which is empty, what the arena's index names; returns the number of full pages.
+        `unfinished`: not all ranks had carried out what the leader had sealed.
 
         Nothing where several incarnations have done so and didn't live long.
         """
-        arena = self._arena
+        arena, self._unfinished = self._arena, unfinished
         times = arena.taken + 1
         if times > MOST_TAKEN:
             _log.error("host memory was taken over %d times and none lived long with it: it is left", MOST_TAKEN)
@@ -170,6 +174,10 @@ class ArenaKeeper:
     def bond(self) -> bytes:
         """What the arenas of all ranks have in common; empty where there is nothing to take over."""
         return self._arena.bond
+
+    def take_copies(self) -> int:
+        """Copies into this tier that the leader has ordered; counted from zero from now on."""
+        return self._arena.take_copies()
 
     def begin(self, bond: bytes) -> None:
         """Start with nothing, whatever was written there before."""
@@ -222,6 +230,15 @@ class ArenaKeeper:
         mine = self._unproven[part.component]
         return bool(mine) and not mine.isdisjoint(part.lease.indices)
 
+    def torn(self, part: Part, count: int) -> bool:
+        """Asked about so many pages of a part that don't match: whether that is no damage, since a rank was killed
+        before it had carried out all copies."""
+        if not (self._unfinished and self.unproven(part)):
+            return False
+        _log.warning("a rank had not finished pages when it died", extra={"pool": part.component, "pages": count})
+        self.counters["arena_records_torn"] += count
+        return True
+
     def proved(self, part: Part) -> None:
         """All pages of this part have matched."""
         self._unproven[part.component].difference_update(part.lease.indices)
@@ -266,13 +283,15 @@ class ArenaKeeper:
             ends = [first + size for first in firsts]
         self._device.touch("prove", reads=[Span(HOST, pool, indices)])
         digests = self._host.digest(pool, indices, firsts, ends)
-        mine.difference_update(indices)
         bad = [i for i, digest in zip(at, digests, strict=True) if digest != part.digests[i]]
+        torn = bool(bad) and self.torn(part, len(bad))
+        mine.difference_update(indices)
         if bad and tree.linked(part.node):
             page = start + (len(part.node) - 1 if tree.component(pool).point else bad[0])
-            log_damage(_log, Where.ARENA, pool=pool, pages=[start + i for i in bad], condemned_from=page)
+            if not torn:
+                log_damage(_log, Where.ARENA, pool=pool, pages=[start + i for i in bad], condemned_from=page)
             tree.condemn(_prefix_to(tree, part.node), page)
-        self.counters["arena_pages_damaged"] += len(bad)
+        self.counters["arena_pages_damaged"] += 0 if torn else len(bad)
         return len(at)
 
     # ------------------------------------------------------------ accounts

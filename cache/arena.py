@@ -91,6 +91,8 @@ class Arena:
         self.layout = layout
         self._fingerprint = _fingerprint(layout, fingerprint)
         self._header: Words = raw[: 8 * _HEADER_WORDS].view(np.uint64)
+        # Behind the header, apart from its checksum: it changes with every copy.
+        self._copies: Words = raw[8 * _HEADER_WORDS : 8 * _HEADER_WORDS + 8].view(np.uint64)
         self._tables: dict[str, _Table] = {}
         at = _BLOCK
         for number, pool in enumerate(layout.spec.pools):
@@ -140,6 +142,17 @@ class Arena:
         words[_FINGERPRINT:_BOND] = np.frombuffer(self._fingerprint, np.uint64)
         words[_BOND : _BOND + 2] = np.frombuffer(bond, np.uint64)
         words[_SUM] = _header_sum(words)
+
+    def count_copy(self) -> None:
+        """Of several ranks: a copy into this tier was ordered (the leader's arena) or carried out (a follower's)."""
+        self._copies[0] += np.uint64(1)
+
+    def take_copies(self) -> int:
+        """How many copies were counted; from now on it counts from zero. Where the ranks of a dead worker differ,
+        somebody had not carried out what the leader had sealed."""
+        count = int(self._copies[0])
+        self._copies[0] = 0
+        return count
 
     # ------------------------------------------------------------ the index
 

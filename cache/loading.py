@@ -55,6 +55,8 @@ class Loader:
         """Whether a part of the host is to be checked even where `verify` is off: nobody of this process wrote it."""
         self.proved: Callable[[Part], None] = lambda part: None
         """Told of parts of the host that matched."""
+        self.torn: Callable[[Part, int], bool] = lambda part, count: False
+        """Asked about parts of the host that didn't: whether that is no damage."""
         self._planned: _Load | None = None
         self._loads: list[_Load] = []
         self.bytes_per_s = 0.0
@@ -169,15 +171,16 @@ class Loader:
         if failed:
             self.counters["loads_failed"] += 1
             return list(load.targets.parts)
-        bad = []
+        bad, damaged = [], []
         for source, target in zip(load.sources.parts, load.targets.parts, strict=True):
             if self._verify or self.unproven(source):
                 if self._matches(target):
                     self.proved(source)
-                else:
-                    bad.append(target)
-        self.counters["pages_damaged_on_host"] += sum(len(p) for p in bad)
-        for part in bad:
+                    continue
+                bad.append(target)
+                damaged += [target] if not self.torn(source, len(target)) else []
+        self.counters["pages_damaged_on_host"] += sum(len(p) for p in damaged)
+        for part in damaged:
             first = self._tree.start(part.node)
             owners = sorted({lock.owner for lock in part.locks if lock not in load.locks})
             pages = [first, first + len(part.node)]

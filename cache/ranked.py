@@ -85,6 +85,8 @@ class RankedPools(PoolSet):
         super().__init__(layout.spec, layout.counts, region, layout.order, tier)
         self.place = place
         self._followers = followers
+        self.on_copy: Callable[[], None] = lambda: None
+        """Called before the followers are told of a copy into these pools."""
 
     @cached_property
     def _groups(self) -> GroupDigester:
@@ -98,6 +100,7 @@ class RankedPools(PoolSet):
         assert isinstance(target, RankedPools), "all pools of a worker of several ranks are of several ranks"
         pieces = tuple(Piece(part.pool, part.sources, part.targets) for part in move.parts)
         span = None if layers is None else (layers.start, layers.stop)
+        target.on_copy()
         self._followers.tell(Copy(self.place, target.place, pieces, span))
         super().copy(move, target, layers)
 
@@ -122,8 +125,11 @@ class RankedPools(PoolSet):
 class RankState:
     """A follower's pool sets by place, and the orders about their bytes."""
 
-    def __init__(self, pools: Mapping[str, PoolSet], size: int) -> None:
-        self._pools = dict(pools)
+    def __init__(
+        self, pools: Mapping[str, PoolSet], size: int, copied: Callable[[str], None] = lambda place: None
+    ) -> None:
+        """`copied` is called with the place that a copy was carried out to."""
+        self._pools, self._copied = dict(pools), copied
         self._digesters = {
             place: GroupDigester(pool_set.layout, pool_set.region.device, size) for place, pool_set in pools.items()
         }
@@ -140,6 +146,7 @@ class RankState:
                 )
                 layers = None if order.layers is None else range(*order.layers)
                 self._pools[order.source].copy(move, self._pools[order.target], layers)
+                self._copied(order.target)
             case Digest():
                 region = self._pools[order.place].region
                 return self._digesters[order.place].digest(

@@ -88,6 +88,7 @@ class SeatState:
         self.keeper = ArenaKeeper(self.tree, host, arena, device, now) if host is not None and arena else None
         if self.keeper is not None and self.loader is not None:
             self.loader.unproven, self.loader.proved = self.keeper.unproven, self.keeper.proved
+            self.loader.torn = self.keeper.torn
         events = config.events
         self.teller = Teller(self.tree, events, wall, rank) if events.endpoint else None
         if self.teller is not None:

@@ -3,7 +3,8 @@
 Objects are named as the tree's are, by chain key, so full pages of a prompt may be there already; the last, partly
 filled page has the chain key of exactly its tokens. What is fetched counts only if every page of every pool came under
 the very tag that it was parked with. Storage may refuse, lose or damage anything: then the state stays where it is, or
-is lost, and its request computed again.
+is lost, and its request computed again. Lost, not damaged, is also what came whole under another tag: workers of other
+numbers of ranks round otherwise, and whoever computed the same tokens first has the name.
 
 A storage thread reads or writes host memory for as long as its operation takes, whoever gives up what meanwhile. So the
 pages of an operation are pinned until it is done.
@@ -125,7 +126,7 @@ class Shelver:
         for pages, digests, pending in under.batches:
             for page, digest, outcome in zip(pages, digests, pending.result(), strict=True):
                 good = good and outcome.ok and outcome.digest == digest
-                if outcome.verdict is Verdict.DAMAGED or (outcome.ok and outcome.digest != digest):
+                if outcome.verdict is Verdict.DAMAGED:
                     parked.damage.setdefault(page.pool, []).append(page.first // self._host.spec.page_tokens)
         parked.turn(Turn.FETCHED if good else Turn.FAILED)
         self.counters["parked_fetched" if good else "parked_lost"] += 1

@@ -84,6 +84,8 @@ class RayLauncher:
 
     def __init__(self, build: BuildWorker, agents: Agents | None = None) -> None:
         self._build, self._agents = build, agents or NoAgents()
+        # Once: Ray keeps what it has exported of each of these for ever, and workers are started again all the time.
+        self._class = ray.remote(WorkerActor)
         self._running: dict[Any, _Running] = {}
 
     def start(self, plan: WorkerPlan) -> None:
@@ -106,7 +108,7 @@ class RayLauncher:
         placed = {}
         if group is not None:
             placed["scheduling_strategy"] = PlacementGroupSchedulingStrategy(group, plan.rank)
-        actor = ray.remote(WorkerActor).options(
+        actor = self._class.options(
             num_cpus=0,
             resources={RESOURCES[plan.role]: 1},
             max_restarts=0,

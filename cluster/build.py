@@ -231,7 +231,8 @@ def build_rank(
         raise
     for socket in plane.waitable:
         waiter.add(socket)
-    return RankParts(RankState(places, ranks.size), RankLinks(plane), engine, storage, waiter, arena)
+    state = RankState(places, ranks.size, lambda place: arena.count_copy() if arena and place == HOST else None)
+    return RankParts(state, RankLinks(plane), engine, storage, waiter, arena)
 
 
 def _seat(
@@ -258,6 +259,8 @@ def _seat(
         host = PoolSet(tier.spec, tier.counts, memory, tier.order, "host") if line is None else RankedPools(
             tier, memory, line, HOST, "host"
         )  # fmt: skip
+        if arena is not None and isinstance(host, RankedPools):
+            host.on_copy = arena.count_copy
     backend = make_backend(cache.storage) if host is not None else None
     storage = StorageQueue(backend, wake=waiter.wake, clock=clock) if backend is not None else None
     shelf: Shelf | None = None

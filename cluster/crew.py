@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import shutil
-import tempfile
+import os
 from dataclasses import dataclass
-from pathlib import Path
 
 import torch
 from torch.distributed import FileStore  # type: ignore[attr-defined]
@@ -43,17 +41,23 @@ def lead(meeting: str, size: int, clock: Clock, *, deadline_s: float, start_s: f
     Raises `PeerDead` when one doesn't come.
     """
     line = RankLine(meeting, size, clock, deadline_s)
-    folder = Path(tempfile.mkdtemp(prefix="twinpool-ranks-"))
     try:
         line.meet(start_s)
-        store = folder / "store"
-        line.tell(Form(str(store), *process.mine()))
+        store = _meeting_place()
+        line.tell(Form(store, *process.mine()))
         return Crew(line, _group(store, 0, size, deadline_s))
     except BaseException:
         line.close()
         raise
-    finally:
-        shutil.rmtree(folder, ignore_errors=True)
+
+
+def _meeting_place() -> str:
+    """The path of a file that has no name: a worker may be killed at any time, and nothing of it stays behind.
+
+    It stays open as long as this process lives: torch opens the path again when the group ends, on every rank, and
+    would write into whatever had the number by then.
+    """
+    return f"/proc/{os.getpid()}/fd/{os.memfd_create('twinpool-ranks', os.MFD_CLOEXEC)}"
 
 
 @dataclass(frozen=True)
@@ -86,15 +90,15 @@ def follow(meeting: str, rank: int, size: int, *, deadline_s: float, start_s: fl
             raise PeerDead(f"the leader of this worker (pid {form.pid}) died") from None
         if leader is None:
             raise PeerDead("the leader of this worker is on another host: all ranks of a worker must be on one")
-        return Follower(line, _group(Path(form.store), rank, size, deadline_s), leader)
+        return Follower(line, _group(form.store, rank, size, deadline_s), leader)
     except BaseException:
         line.close()
         raise
 
 
-def _group(store: Path, rank: int, size: int, deadline_s: float) -> GroupRanks:
+def _group(store: str, rank: int, size: int, deadline_s: float) -> GroupRanks:
     # On loopback, as all ranks of a worker are on one host: gloo asks nobody who he is.
-    ranks = GroupRanks(FileStore(str(store), size), rank, size, deadline_s=deadline_s)
-    # The store is removed after this: everybody has met everybody.
+    ranks = GroupRanks(FileStore(store, size), rank, size, deadline_s=deadline_s)
+    # After this nobody needs the leader's file any more: everybody has met everybody.
     ranks.gather(torch.zeros(1))
     return ranks

@@ -43,9 +43,10 @@ def take_over(seat: Seat, line: RankLine | None) -> None:
         return
     keeper = seat.keeper
     mine = keeper.bond if keeper is not None else b""
-    bonds = [mine, *(line.ask(Bond(b"")).wait() if line is not None else ())]
-    if keeper is not None and mine and set(bonds) == {mine}:
-        pages = keeper.adopt()
+    others = line.ask(Bond(b"")).wait() if line is not None else []
+    copies = keeper.take_copies() if keeper is not None else 0
+    if keeper is not None and mine and all(bond == mine for bond, _ in others):
+        pages = keeper.adopt(unfinished=any(count != copies for _, count in others))
         log.info("host memory taken over", extra={"pages": pages, **keeper.counters})
         return
     fresh = os.urandom(BOND_BYTES)
@@ -55,10 +56,10 @@ def take_over(seat: Seat, line: RankLine | None) -> None:
         keeper.begin(fresh)
 
 
-def rebind(arena: Arena | None, order: Bond) -> bytes:
-    """A follower's part of that."""
+def rebind(arena: Arena | None, order: Bond) -> tuple[bytes, int]:
+    """A follower's part of that: its bond, and how many copies it has carried out since it was last asked."""
     if arena is None:
-        return b""
+        return b"", 0
     if order.bond:
         arena.begin(order.bond)
-    return arena.bond
+    return arena.bond, arena.take_copies()

@@ -79,8 +79,8 @@ class Check:
 
 @dataclass(frozen=True, slots=True)
 class Bond:
-    """Answer with the bond of this rank's arena, empty where it has none. With `bond`, forget what is in it first, and
-    take that one."""
+    """Answer with the bond of this rank's arena, empty where it has none, and with how many copies into it were carried
+    out since this was last asked. With `bond`, forget what is in it first, and take that one."""
 
     bond: bytes
 

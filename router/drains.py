@@ -77,7 +77,7 @@ async def undrain(service: RouterService, exchange: Exchange) -> None:
     entries = _find(service, exchange, name)
     if isinstance(entries, Failure):
         return await exchange.fail(entries)
-    draining = [e for e in entries if e.status.state == "draining"]
+    draining = [e for e in entries if e.status.state == "draining" or (e.drains and e.status.state == "ready")]
     if not draining:
         states = " and ".join(sorted({e.status.state for e in entries}))
         gone = {"left": f"{name} has left", "dead": f"{name} is dead"}
@@ -160,6 +160,7 @@ async def _tell(
             message = f"{target.record.name} can't be reached: {answer}"
             return await exchange.fail(Failure(503, message, "server_error", "unreachable"))
         service.brain.on_status(answer)
+        target.drains = drain
         lines.append(status_line(answer))
     one = lines[0] if len(lines) == 1 and lines[0]["name"] == name else {"node": name}
     await exchange.answer_json(200, {**one, "workers": lines})

@@ -54,9 +54,11 @@ class Entry:
     breaker: Breaker
     linked: bool = False
     refuses_until: float = 0.0
+    """It said that it is draining before the view did."""
     leaves_until: float = 0.0
     """An operator has told it to leave: until then nobody counts on it, whether it has answered or not."""
-    """It said that it is draining before the view did."""
+    drains: bool = False
+    """It has answered that it drains, and nobody has told it to stay since. A view may still show what was before."""
     load: int = 0
     """Prefill: prompt tokens in flight. Decode: sequences in flight."""
     turn: int = 0
@@ -87,7 +89,7 @@ class Entry:
 
     def tell_to_stay(self) -> None:
         """An operator has changed his mind, or it can't leave."""
-        self.leaves_until = 0.0
+        self.leaves_until, self.drains = 0.0, False
 
     def cached_tokens(self, hashes: Sequence[bytes]) -> int:
         """How many leading tokens this worker has probably seen."""

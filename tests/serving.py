@@ -195,16 +195,18 @@ def serving(
     ready_within: float = 90,
     prefix: Sequence[str] = (),
     orderly: bool = True,
+    temporary: Path | None = None,
 ) -> Iterator[Serving]:
     """`twinpool serve` on a free port with `sections` as --set flags, ended by Ctrl-C within 5 s. `prefix`: a command
-    that becomes it. `orderly`: False where the machine may be too busy for an end within its deadline."""
+    that becomes it. `orderly`: False where the machine may be too busy for an end within its deadline. `temporary`:
+    where its temporary files go."""
     runtime.mkdir(parents=True, exist_ok=True)
     settings = [f"{s}.{key}={value}" for s, keys in (sections or {}).items() for key, value in keys.items()]
     command = [*prefix, *COMMAND, "serve", "--model", str(model), "--port", "0", *flags]
     command += [part for setting in settings for part in ("--set", setting)]
     process = subprocess.Popen(
-        command, env=environment(runtime), cwd=runtime, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
-        start_new_session=True,
+        command, env=environment(runtime) | ({"TMPDIR": str(temporary)} if temporary is not None else {}), cwd=runtime,
+        text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, start_new_session=True,
     )  # fmt: skip
     lines: list[str] = []
     try:
@@ -253,5 +255,6 @@ def _end(process: subprocess.Popen[str], lines: list[str], orderly: bool) -> Non
     for relative in alive:
         relative.kill()
     assert not alive, f"left behind by Ctrl-C: {alive}"
-    assert process.returncode == 0 or not orderly, "\n".join(lines[-20:])
+    code = process.returncode
+    assert code == 0 or not orderly, f"exit code {code}, {took:.1f} s after Ctrl-C:\n" + "\n".join(lines[-20:])
     lines.append(f"ended {took:.1f} s after Ctrl-C")

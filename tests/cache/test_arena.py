@@ -202,6 +202,40 @@ def test_a9_a_damaged_page_that_is_asked_for_at_once_is_found_by_its_load_though
     second.settle()
 
 
+@pytest.mark.parametrize("by_load", [False, True])
+def test_a9_what_a_rank_had_not_finished_when_it_died_is_dropped_and_called_no_damage(by_load: bool) -> None:
+    name = "full"
+    segment = segment_for(name)
+    visit(world_on(segment, name), TOKENS)
+    flip(segment, name, "full", page=2)
+    second = world_on(segment, name, 2)
+    second.damaged = True
+    keeper = second.seat.keeper
+    assert keeper is not None
+    keeper._unfinished = True
+    if by_load:
+        keeper._look = lambda budget: None  # type: ignore[method-assign]
+        visit(second, [*TOKENS, 9, 9])
+        assert second.seen["claim betrayed"]
+    else:
+        look_at_all(second)
+    stats = second.seat.stats()
+    assert stats["arena_pages_damaged"] == stats["pages_damaged_on_host"] == 0
+    assert stats["arena_records_torn"] >= 1
+    assert by_load or visit(second, TOKENS) <= 2, "what is below it is gone as well"
+    second.settle()
+
+
+def test_copies_are_counted_until_somebody_asks() -> None:
+    arena = world_on(segment_for("full"), "full").seat.keeper._arena  # type: ignore[union-attr]
+    arena.take_copies()
+    bond = arena.bond
+    for _ in range(3):
+        arena.count_copy()
+    assert arena.bond == bond, "the header is as valid as before"
+    assert (arena.take_copies(), arena.take_copies()) == (3, 0)
+
+
 def test_a_record_that_was_cut_off_anywhere_is_not_believed() -> None:
     name = "full"
     segment = segment_for(name)

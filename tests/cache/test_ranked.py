@@ -5,9 +5,12 @@ from __future__ import annotations
 import pytest
 import torch
 
+from cache.device import DEVICE
 from cache.moves import Move, Part
+from cache.ranked import RankedPools
 from cache.registry import BufferSpec, PoolSetSpec, PoolSpec
 from contracts.errors import ConfigError
+from contracts.orders import Copy
 from tests.poolsets import NAMES
 from tests.ranks import RankedSeat, content, fill, headed_sets, ranked_seat
 
@@ -65,6 +68,24 @@ def test_copies_and_clears_are_those_of_all_ranks(name: str) -> None:
         seat.leader.zero({pool.name: [2]})
         assert not any(map(any, content(seat, pool.name, 2)))
         assert content(seat, pool.name, 4) == before
+
+
+def test_a_copy_counts_for_the_leader_before_and_for_a_follower_after_it_was_made() -> None:
+    """So ranks that were killed at any moment agree only where nothing was left to be done."""
+    seat = _seat("full", 2)
+    counts = {"leader": 0, DEVICE: 0}
+
+    def count(name: str) -> None:
+        counts[name] += 1
+
+    (follower,) = seat.followers.states
+    assert isinstance(seat.leader, RankedPools)
+    seat.leader.on_copy, follower._copied = (lambda: count("leader")), count
+    seat.followers.slow = Copy
+    seat.leader.copy(Move((Part("full", (2,), (4,)),)), seat.leader)
+    assert counts == {"leader": 1, DEVICE: 0}
+    seat.followers.catch_up()
+    assert counts == {"leader": 1, DEVICE: 1}
 
 
 def test_a_copy_of_one_layer_leaves_the_others_on_every_rank() -> None:

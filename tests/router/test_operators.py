@@ -182,6 +182,18 @@ def test_drain_stops_placement_and_undrain_brings_it_back(server: Server) -> Non
     assert server.cluster["decode-0"].submits
 
 
+def test_a_drain_is_taken_back_also_while_the_table_shows_what_was_before(server: Server) -> None:
+    """A heartbeat that was under way when the worker was told comes after its answer."""
+    assert operate(server, "drain/decode-0")[0] == 200
+    fake = server.cluster["decode-0"]
+    fake.state = "ready"
+    server.call(server.cluster.changed)
+    fake.state = "draining"
+    assert operate(server, "undrain/decode-0")[0] == 200
+    assert fake.state == "ready"
+    assert refusal(server, "undrain/decode-0")[0] == 409
+
+
 def test_d1_a_worker_that_was_told_to_leave_is_not_counted_on_before_it_has_answered(server: Server) -> None:
     """Two operators at once, or one whose first drain is slow to arrive: somebody of the role stays."""
     service = server.service

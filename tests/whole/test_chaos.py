@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.chaos import Tally, report, scene
+from tests.chaos import scene
+from tests.chaos_books import Tally, report
 
 SECONDS = 30.0
 
@@ -15,8 +16,8 @@ SECONDS = 30.0
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 def test_half_a_minute_of_everything_going_wrong_alters_no_answer_and_fails_none(tmp_path: Path) -> None:
-    tally = Tally(seed=5)
-    with scene(tmp_path, tally, "zmq", pause_s=0.8, prompts=12) as chaos:
+    tally = Tally(seed=5, plane="zmq")
+    with scene(tmp_path, tally, pause_s=0.8, prompts=12, long=2, orderly=False) as chaos:
         asyncio.run(chaos.run(SECONDS))
         chaos.finish()
         print(report(tally))

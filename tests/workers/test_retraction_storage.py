@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from cache.parked import PLACES, Place
-from cache.storage import Backend, InlineQueue
+from cache.storage import Backend, InlineQueue, Item, ObjectName, Outcome, Ticket
 from contracts.errors import ErrorKind
 from decode.request import Request
 from decode.worker import DecodeWorker
@@ -130,6 +130,51 @@ def test_what_storage_has_lost_or_spoilt_is_computed_again(
         assert sorted(map(str, errors)) == sorted(["None", "None", str(error)])
         counters = decode.status().counters
         assert (counters["parked_lost"], counters["states_damaged_parked"]) == (1, error is ErrorKind.DAMAGED)
+
+
+class Remembering(InlineQueue):
+    """Knows what it was to store."""
+
+    def __init__(self, backend: Backend) -> None:
+        super().__init__(backend)
+        self.items: dict[ObjectName, Item] = {}
+
+    def submit_write(self, items: Sequence[Item]) -> Ticket[list[Outcome]]:
+        self.items |= {item.name: item for item in items}
+        return super().submit_write(items)
+
+
+def test_what_another_computed_of_the_same_tokens_is_no_damage(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A worker of another number of ranks rounds otherwise, and was the first to store under the name."""
+    queues: list[Remembering] = []
+
+    def queue(backend: Backend, **_: object) -> InlineQueue:
+        queues.append(Remembering(backend))
+        return queues[-1]
+
+    monkeypatch.setattr("cluster.build.StorageQueue", queue)
+    step = Pair.step
+
+    def stepped(self: Pair, *roles: Any) -> None:
+        step(self, *roles)
+        for one in queues:
+            one.run_all()
+
+    monkeypatch.setattr(Pair, "step", stepped)
+    with small_host(model, 9) as (both, decode):
+        asked = [both.submit(prompt, greedy(count)) for prompt, count in ASKED]
+        run_until(both, decode, count=3)
+        with monkeypatch.context() as patch:
+            assert Place.STORED in places(all_away(both, decode, patch))
+            for one in queues:
+                others = [Item(i.name, i.digest ^ 1, bytes(memoryview(i.payload).nbytes)) for i in one.items.values()]
+                one.backend.delete([item.name for item in others])
+                assert all(outcome.ok for outcome in one.backend.write(others))
+        answers = both.run(*asked)
+        errors = [answer.done.error for answer in answers if answer.done is not None]
+        assert sorted(map(str, errors)) == sorted(["None", "None", str(ErrorKind.RETRACTED)])
+        counters = decode.status().counters
+        assert (counters["parked_lost"], counters["states_damaged_parked"]) == (1, 0)
 
 
 @pytest.mark.parametrize("place", [Place.STORING, Place.STORED, Place.FETCHING])
