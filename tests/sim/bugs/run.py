@@ -24,8 +24,12 @@ MOST = 2000
 PORTION = 100
 """Seeds of one process."""
 ALSO = (
+    "a4-copied-before-its-step-has-landed",
     "a5-promised-pages-come-back-at-once",
     "a9-load-not-verified",
+    "a11-page-free-under-a-launched-step",
+    "b1-release-twice",
+    "b2-host-memory-of-the-retracted-left-behind",
     "b10-death-unnoticed",
 )
 """Of `tests/mutants`."""
