@@ -6,7 +6,7 @@ import uuid
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import pytest
 
@@ -86,6 +86,33 @@ def test_a_host_for_one_serves_all_of_them_through_storage(model: Path) -> None:
             assert answer.list == whole[: len(answer.list)]
 
 
+Queue = TypeVar("Queue", bound=InlineQueue)
+
+
+def queues_by_hand(monkeypatch: pytest.MonkeyPatch, kind: type[Queue]) -> list[Queue]:
+    """The storage queues of all workers that are built from now on."""
+    queues: list[Queue] = []
+
+    def queue(backend: Backend, **_: object) -> Queue:
+        queues.append(kind(backend))
+        return queues[-1]
+
+    monkeypatch.setattr("cluster.build.StorageQueue", queue)
+    return queues
+
+
+def each_round(monkeypatch: pytest.MonkeyPatch, queues: Sequence[InlineQueue]) -> None:
+    """Every round of a pair ends with what lies in these queues."""
+    step = Pair.step
+
+    def stepped(self: Pair, *roles: Any) -> None:
+        step(self, *roles)
+        for one in queues:
+            one.run_all()
+
+    monkeypatch.setattr(Pair, "step", stepped)
+
+
 def forget(store: Any) -> None:
     with store.lock:
         for key in list(store.objects):
@@ -102,21 +129,8 @@ def spoil(store: Any) -> None:
 def test_what_storage_has_lost_or_spoilt_is_computed_again(
     model: Path, monkeypatch: pytest.MonkeyPatch, harm: Callable[[Any], None], error: ErrorKind
 ) -> None:
-    queues: list[InlineQueue] = []
-
-    def queue(backend: Backend, **_: object) -> InlineQueue:
-        queues.append(InlineQueue(backend))
-        return queues[-1]
-
-    monkeypatch.setattr("cluster.build.StorageQueue", queue)
-    step = Pair.step
-
-    def stepped(self: Pair, *roles: Any) -> None:
-        step(self, *roles)
-        for one in queues:
-            one.run_all()
-
-    monkeypatch.setattr(Pair, "step", stepped)
+    queues = queues_by_hand(monkeypatch, InlineQueue)
+    each_round(monkeypatch, queues)
     with small_host(model, 9) as (both, decode):
         asked = [both.submit(prompt, greedy(count)) for prompt, count in ASKED]
         run_until(both, decode, count=3)
@@ -146,21 +160,8 @@ class Remembering(InlineQueue):
 
 def test_what_another_computed_of_the_same_tokens_is_no_damage(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A worker of another number of ranks rounds otherwise, and was the first to store under the name."""
-    queues: list[Remembering] = []
-
-    def queue(backend: Backend, **_: object) -> InlineQueue:
-        queues.append(Remembering(backend))
-        return queues[-1]
-
-    monkeypatch.setattr("cluster.build.StorageQueue", queue)
-    step = Pair.step
-
-    def stepped(self: Pair, *roles: Any) -> None:
-        step(self, *roles)
-        for one in queues:
-            one.run_all()
-
-    monkeypatch.setattr(Pair, "step", stepped)
+    queues = queues_by_hand(monkeypatch, Remembering)
+    each_round(monkeypatch, queues)
     with small_host(model, 9) as (both, decode):
         asked = [both.submit(prompt, greedy(count)) for prompt, count in ASKED]
         run_until(both, decode, count=3)
@@ -181,13 +182,7 @@ def test_what_another_computed_of_the_same_tokens_is_no_damage(model: Path, monk
 def test_b2_whoever_ends_while_its_state_is_on_storage_or_on_the_way_leaves_nothing_behind(
     model: Path, monkeypatch: pytest.MonkeyPatch, place: Place
 ) -> None:
-    queues: list[InlineQueue] = []
-
-    def queue(backend: Backend, **_: object) -> InlineQueue:
-        queues.append(InlineQueue(backend))
-        return queues[-1]
-
-    monkeypatch.setattr("cluster.build.StorageQueue", queue)
+    queues = queues_by_hand(monkeypatch, InlineQueue)
     with small_host(model, 9) as (both, decode):
         asked = [both.submit(prompt, greedy(count)) for prompt, count in ASKED]
         run_until(both, decode, count=3)
