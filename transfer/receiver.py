@@ -286,6 +286,8 @@ class ReceiverEnd:
                 continue
             if isinstance(message, m.Welcome):
                 self._welcome(peer, message)
+                if self._peers.get((peer.ref.name, peer.ref.incarnation)) is not peer:
+                    return  # It is not who was asked for.
             elif isinstance(message, m.Refused):
                 self._lose(peer, f"{peer.ref.name} refused the hand-over: {message.reason}")
                 return

@@ -16,6 +16,7 @@ from contracts.ids import Incarnation, RequestId, Role, RoomId, WorkerName
 from contracts.messages import Cancel, PeerRef, Submit
 from contracts.ports import SessionId
 from contracts.sampling import SamplingParams
+from decode import DecodeWorker
 from prefill.worker import PrefillWorker
 from tests.checkpoints import Oracle, compare
 from tests.pair import SESSION, Answer, Pair, pair
@@ -306,6 +307,23 @@ def test_d3_an_older_or_newer_incarnation_is_refused_with_both_numbers(model: Pa
         assert answer.done is not None
         assert answer.done.error is ErrorKind.ROOM
         assert "prefill-0 is incarnation 1, not 2" in answer.done.message
+
+
+def test_b10_a_peer_that_dies_as_soon_as_it_has_welcomed_ends_its_rooms_and_nothing_else(
+    model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def gone(who: object) -> None:
+        raise ProcessLookupError
+
+    (prompt,) = prompts(15, 20)
+    with pair(model) as both:
+        assert isinstance(both.decode, DecodeWorker)
+        with monkeypatch.context() as patched:
+            patched.setattr(both.decode._receiver._carrier, "watch", gone)
+            (answer,) = both.run(both.submit(prompt, greedy(3)))
+        assert answer.done is not None
+        assert answer.done.error is ErrorKind.ROOM
+        assert "died" in answer.done.message
 
 
 @pytest.mark.parametrize(
