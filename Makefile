@@ -5,7 +5,7 @@ BIN := .venv/bin
 CONSTRAINTS := constraints/cpu.txt
 
 .DEFAULT_GOAL := help
-.PHONY: help serve test check format bench soak mutants demo-model test-rayup setup clean
+.PHONY: help serve test test-all check format bench soak mutants mutation-sweep test-numerics demo-model test-rayup proto setup clean
 
 help: ## show the commands
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1|\2/p' $(MAKEFILE_LIST) | column -t -s '|'
@@ -13,8 +13,15 @@ help: ## show the commands
 serve: .venv/.installed ## start the demo cluster; ARGS="--model DIR --decode 2" for another
 	@$(BIN)/twinpool serve --model demo $(ARGS)
 
-test: .venv/.installed-dev ## run the tests, two at a time; ARGS="-n0 tests/cluster -k drain" for some of them, in order
+test: .venv/.installed-dev ## run the tests that a change needs, two at a time; ARGS="-n0 tests/cluster -k drain" for some, in order
+	@$(BIN)/python -m pytest -m "not soak and not thorough" -n 2 --no-loadscope-reorder $(ARGS)
+
+test-all: .venv/.installed-dev ## run all tests but the soak, as CI does; those that `make test` leaves out are in tests/thorough.txt
 	@$(BIN)/python -m pytest -m "not soak" -n 2 --no-loadscope-reorder $(ARGS)
+	@.ci/numerics
+
+test-numerics: .venv/.installed-dev ## run the tests of numerics as other processors would: four settings of the libraries
+	@.ci/numerics $(ARGS)
 
 check: .venv/.installed-dev ## lint, format, types, import layers
 	$(BIN)/ruff check .
@@ -32,6 +39,9 @@ bench: .venv/.installed-dev ## measure the engine, the data planes and the demo 
 mutants: .venv/.installed-dev ## show that each hazard's test fails when its rule is broken; ARGS="a1 b" for some
 	@$(BIN)/python tests/mutants/run.py $(ARGS)
 
+mutation-sweep: .venv/.installed-dev ## break hundreds of places one by one, and see whether a test notices; ARGS="--hours 1", "report"
+	@$(BIN)/python tests/mutants/sweep.py $(ARGS)
+
 soak: .venv/.installed-dev ## the long tests: the full product of settings, and torture
 	@$(BIN)/python -m pytest -m soak $(ARGS)
 
@@ -41,6 +51,9 @@ demo-model: .venv/.installed-dev ## train the demo checkpoint again from its see
 
 test-rayup: .venv/.installed-dev ## launch a real Ray cluster through loopback ssh, use it, take it down
 	@$(BIN)/python tests/rayup/rayup.py $(ARGS)
+
+proto: .venv/.installed-dev ## generate the gRPC code anew from contracts/proto/worker.proto
+	$(BIN)/python -m grpc_tools.protoc -I. --python_out=. --pyi_out=. --grpc_python_out=. contracts/proto/worker.proto
 
 setup: .venv/.installed-dev ## make the environment with everything in it
 

@@ -4,10 +4,11 @@
     python -m bench serve                 # one of them
     python -m bench --model DIR --long    # another checkpoint, five times the repetitions
 
-`engine` measures the engine beside transformers, `copies` what moves between tiers beside a memcpy, `cache` the prefix
-tree by its size and the tiers through a seat, `replay` hit rates of a real trace by cache size, `handover` the data
-planes beside a copy and a socket, `serve` a cluster that it starts (or the one at `--url`): one request at a time, many
-at once, and arrivals of a real trace; `failover` how long streams pause when a worker of a cluster is killed.
+`engine` measures the engine beside transformers, `steps` what planning a decode step costs the host, `copies` what
+moves between tiers beside a memcpy, `cache` the prefix tree by its size and the tiers through a seat, `replay` hit
+rates of a real trace by cache size, `handover` the data planes beside a copy and a socket, `serve` a cluster that it
+starts (or the one at `--url`): one request at a time, many at once, and arrivals of a real trace; `failover` how long
+streams pause when a worker of a cluster is killed.
 Each bench has more flags of its own: `python -m bench.engine --help`, and so on.
 """
 
@@ -20,11 +21,11 @@ import sys
 from contextlib import ExitStack
 from pathlib import Path
 
-from bench import cache, copies, engine, failover, handover, serve, trace_cache
+from bench import cache, copies, engine, failover, handover, serve, steps, trace_cache
 from bench.cluster import serving
 from bench.random_model import DEMO
 
-BENCHES = ("engine", "copies", "cache", "replay", "handover", "serve", "failover")
+BENCHES = ("engine", "steps", "copies", "cache", "replay", "handover", "serve", "failover")
 TRACE = os.path.relpath(Path(__file__).parent / "traces" / "conversation_200.jsonl")
 SLO = ("--slo-ttft-ms", "500", "--slo-tpot-ms", "50")
 
@@ -75,6 +76,9 @@ def main() -> int:
         print("== engine", flush=True)
         flags = ["--model", str(args.model), "--threads", str(args.threads), "--repeats", str(3 * times)]
         worst = max(worst, engine.main([*flags, "--json", str(args.out / "engine.json")]))
+    if "steps" in chosen:
+        print("\n== steps", flush=True)
+        worst = max(worst, steps.main(["--rounds", str(15 * times), "--json", str(args.out / "steps.json")]))
     if "copies" in chosen:
         print("\n== copies", flush=True)
         worst = max(worst, copies.main(["--rounds", str(3 * times), "--json", str(args.out / "copies.json")]))

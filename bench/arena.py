@@ -94,7 +94,7 @@ async def measure(url: str, arena: str, count: int, length: int, tokens: int) ->
     rng = random.Random(1)
     talks = [Talk([rng.randrange(1, 250) for _ in range(length)]) for _ in range(count)]
     out = []
-    async with httpx.AsyncClient(base_url=url, timeout=TIMEOUT_S) as client:
+    async with httpx.AsyncClient(base_url=url, timeout=TIMEOUT_S, trust_env=False) as client:
         model = (await client.get("/v1/models")).json()["data"][0]["id"]
         await _turns(client, model, talks, tokens, rng)
         for victim in VICTIMS:

@@ -2,12 +2,13 @@
 
     python -m bench.cache                     # trees of 10,000, 100,000 and 1,000,000 pages, then the tiers
     python -m bench.cache --quick             # small and short
-    python -m bench.cache --pages 3000000 --without tiers
+    python -m bench.cache --pages 3000000 --without costs tiers
 
 The tree stands beside a trie of plain dictionaries with a node a page (`bench/trie.py`), grown from the same dialogues
 (`bench/tree_load.py`) in the same run. Times are processor time, medians over many calls: waiting for a
 neighbour's turn on a shared machine isn't in them. Memory is what Python allocated while a side was filled.
-The tiers are measured through a seat, whole claims at a time (`bench/tiers.py`).
+The tiers are measured through a seat, whole claims at a time (`bench/tiers.py`). Between them come operations that must
+not cost more for what clients send (deep paths, salts, long leaves), each at two sizes (`bench/tree_costs.py`).
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-from bench import machine, tiers
+from bench import machine, tiers, tree_costs
 from bench.tree_load import DOCUMENT_PAGES, PAGE_TOKENS, Clients, Samples, TreeSide, fill
 from bench.trie import Trie
 from cache.prefix import Prefix
@@ -246,7 +247,7 @@ def main(argv: list[str] | None = None) -> int:
     flags.add_argument("--pages", type=int, nargs="+", help="sizes of the trees (default: 10,000 to 1,000,000)")
     flags.add_argument("--quick", action="store_true", help="trees up to 8,000 pages, tiers of some MiB, once")
     flags.add_argument("--repeats", type=int, default=5)
-    flags.add_argument("--without", choices=("tree", "tiers"), nargs="+", default=[], help="leave a part out")
+    flags.add_argument("--without", choices=("tree", "costs", "tiers"), nargs="+", default=[], help="leave a part out")
     flags.add_argument("--folder", type=Path, help="where the file backend and the plain files go (default: temporary)")
     flags.add_argument("--threads", type=int, default=1, help="torch's threads")
     flags.add_argument("--json", type=Path, help="write all figures to this file")
@@ -261,6 +262,8 @@ def main(argv: list[str] | None = None) -> int:
     figures: dict[str, Any] = {"machine": machine.describe()}
     if "tree" not in args.without:
         figures |= measure_trees(console, sizes, repeats, DOCUMENT_PAGES // 8 if args.quick else DOCUMENT_PAGES)
+    if "costs" not in args.without:
+        figures["costs"] = tree_costs.run(console, args.quick, repeats)
     if "tiers" not in args.without:
         figures["tiers"] = tiers.run(console, tiers.QUICK if args.quick else tiers.SHAPES, repeats, args.folder)
     if args.json is not None:

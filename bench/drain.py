@@ -104,7 +104,7 @@ async def run(url: str, bodies: Sequence[dict[str, Any]], victim: str, after_tok
     """All streams at once; with a `victim`, it is drained when each has had `after_tokens`."""
     streams = [Stream() for _ in bodies]
     limits = httpx.Limits(max_connections=len(bodies) + 4)
-    async with httpx.AsyncClient(base_url=url, timeout=DRAIN_TIMEOUT_S, limits=limits) as client:
+    async with httpx.AsyncClient(base_url=url, timeout=DRAIN_TIMEOUT_S, limits=limits, trust_env=False) as client:
         tasks = [asyncio.create_task(follow(client, b, s)) for b, s in zip(bodies, streams, strict=True)]
         out = Round(streams)
         if victim:

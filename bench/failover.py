@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import contextlib
 import json
 import os
 import random
@@ -108,7 +109,7 @@ class Failover:
         """
         pauses: list[float] = []
         same, kills, number = True, 0, 0
-        async with httpx.AsyncClient(base_url=self._url, timeout=300) as client:
+        async with httpx.AsyncClient(base_url=self._url, timeout=300, trust_env=False) as client:
             while kills < rounds and number < TRIES * rounds:
                 number += 1
                 bodies = self._load.bodies(number)
@@ -122,7 +123,7 @@ class Failover:
                 ]
                 killed = await self._kill(client, role, streams)
                 await asyncio.gather(*tasks)
-                kills += killed is not None
+                kills += killed is not None and any(s.attempts > 1 for s in streams)
                 struck = [s for s in streams if s.attempts > 1]
                 pauses += [s.pause_s(killed) for s in struck] if killed is not None else []
                 same = same and [s.tokens for s in streams] == [s.tokens for s in whole]
@@ -149,7 +150,11 @@ class Failover:
         return out
 
     async def _kill(self, client: httpx.AsyncClient, role: str, streams: Sequence[Stream]) -> float | None:
-        """Kill a worker of `role` that has work, once streams run (decode), or as soon as one has (prefill)."""
+        """Kill a worker of `role` that has work, once streams run (decode), or as soon as one has (prefill).
+
+        A prefill worker may have finished before the signal comes. So it is stopped first, and killed when a stream
+        waits for it: one without a token while the others have nothing to do.
+        """
         deadline = time.monotonic() + BACK_S
         while time.monotonic() < deadline:
             if role == "prefill" or sum(len(s.tokens) >= AHEAD for s in streams) * 2 >= len(streams):
@@ -157,6 +162,8 @@ class Failover:
                 busy = [w for w in answer.json()["workers"] if w["role"] == role and w["running"]]
                 if busy:
                     victim = max(busy, key=lambda w: int(w["running"]))
+                    if role == "prefill" and not await self._caught(client, victim, streams):
+                        continue
                     killed = time.monotonic()
                     os.kill(victim["pid"], signal.SIGKILL)
                     return killed
@@ -164,6 +171,20 @@ class Failover:
                 return None
             await asyncio.sleep(LOOK_S if role == "decode" else 0)
         raise RuntimeError(f"no {role} worker was found at work within {BACK_S:g} s")
+
+    async def _caught(self, client: httpx.AsyncClient, victim: dict[str, Any], streams: Sequence[Stream]) -> bool:
+        """Stop a prefill worker; whether a stream waits for it then. One that nobody waits for goes on."""
+        with contextlib.suppress(ProcessLookupError):  # Its lease may end meanwhile, and it with it.
+            os.kill(victim["pid"], signal.SIGSTOP)
+            deadline = time.monotonic() + BACK_S
+            while any(not s.tokens for s in streams) and time.monotonic() < deadline:
+                rows = (await client.get("/cluster/status")).json()["workers"]
+                others = [w for w in rows if w["role"] == "prefill" and w["name"] != victim["name"]]
+                if not any(w["running"] or w["waiting"] for w in others):
+                    return True
+                await asyncio.sleep(LOOK_S)
+            os.kill(victim["pid"], signal.SIGCONT)
+        return False
 
     async def _all_back(self, client: httpx.AsyncClient) -> None:
         deadline = time.monotonic() + BACK_S

@@ -117,7 +117,7 @@ class Speaker:
         if len(running) < count:
             return False
         full = decode._seat.full
-        damage(decode, [r.claim.tables[full][: PROMPT_TOKENS // 16] for r in running if r.claim is not None])
+        damage(decode, [list(r.claim.tables[full][: PROMPT_TOKENS // 16]) for r in running if r.claim is not None])
         return True
 
 

@@ -25,7 +25,7 @@ from functools import partial
 
 from cache.arena import Arena, Record, Sealed
 from cache.device import HOST, Device, Span
-from cache.nodes import Node, Part, Tier
+from cache.nodes import Cursor, Node, Part, Tier
 from cache.parked import Parked
 from cache.pools import PoolSet
 from cache.prefix import KEY_BYTES, Prefix
@@ -37,6 +37,8 @@ _log = logging.getLogger("twinpool.cache")
 
 SLICE_BYTES = 1 << 20
 """Pages are looked through in portions of so many bytes."""
+_NODE_BYTES = 4096
+"""What it costs to see that a node has nothing to look at."""
 BUSY_SHARE = 50
 """While requests run, looking takes one part in so many of the time."""
 SETTLED_S = 30.0
@@ -72,7 +74,10 @@ class ArenaKeeper:
         self._next = 0.0
         """When to look again while requests run."""
         self._settles: float | None = None
-        self._todo: list[Node] = []
+        self._cursor: Cursor | None = None
+        """How far this way through the tree has come."""
+        self._at: Node | None = None
+        """The node that is looked at."""
         self.counters = dict.fromkeys(
             ("arena_pages_adopted", "arena_pages_dropped", "arena_pages_damaged", "arena_records_torn"), 0.0
         )
@@ -249,23 +254,32 @@ class ArenaKeeper:
             self._settles = None
             self._arena.take(0)
         if not any(self._unproven.values()):
-            self._todo.clear()
+            self._stop_looking()
             return
         began = self._now()
         if not idle and began < self._next:
             return
-        if not self._todo:
+        if self._cursor is None:
             # Nodes are split and go meanwhile: whatever is left after one round is found in the next.
-            self._todo = list(self._tree.nodes())
+            self._cursor = self._tree.list.cursor()
+            self._at = self._cursor.next()
         self._look(SLICE_BYTES)
         self._next = self._now() + BUSY_SHARE * (self._now() - began)
 
+    def _stop_looking(self) -> None:
+        if self._cursor is not None:
+            self._cursor.close()
+        self._cursor = self._at = None
+
     def _look(self, budget: int) -> None:
-        while self._todo and budget > 0:
-            node = self._todo[-1]
-            part = next((p for p in node.parts[Tier.HOST].values() if self.unproven(p)), None)
+        while budget > 0 and self._cursor is not None:
+            if self._at is None:
+                self._stop_looking()
+                return
+            part = next((p for p in self._at.parts[Tier.HOST].values() if self.unproven(p)), None)
             if part is None:
-                self._todo.pop()
+                self._at = self._cursor.next()
+                budget -= _NODE_BYTES
                 continue
             unit = self._host.spec.unit_bytes(part.component)
             budget -= unit * self._prove(part, max(1, budget // unit))

@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from array import array
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 from cache.device import Completion
 from cache.leases import Lease
-from cache.nodes import Lock, Tier
+from cache.nodes import Lock, Part, Tier
 from cache.prefix import Prefix
 
 NO_PAGE = 0
 """In a table: nothing is there. Index 0 is the null page of every pool."""
+
+
+def numbers(values: Iterable[int] = ()) -> array[int]:
+    """Page numbers or epochs as int32 side by side: what kernels read, so a step's tables are copies and no lists."""
+    return array("i", values)
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,8 +82,8 @@ class Claim:
     depth: int
     """Pages whose state was there when it was made: computing starts behind them."""
     cached: Cached
-    tables: dict[str, list[int]] = field(default_factory=dict)
-    epochs: dict[str, list[int]] = field(default_factory=dict)
+    tables: dict[str, array[int]] = field(default_factory=dict)
+    epochs: dict[str, array[int]] = field(default_factory=dict)
     runs: dict[str, list[Run]] = field(default_factory=dict)
     spare: dict[str, Lease] = field(default_factory=dict)
     """Pages of window pools that the window has left, for the pages that are still to come."""
@@ -97,10 +103,26 @@ class Claim:
         """Enter pages `first ..` into the table of `pool`."""
         table, marks = self.tables[pool], self.epochs[pool]
         lacking = first + len(indices) - len(table)
-        table += [NO_PAGE] * lacking
-        marks += [0] * lacking
-        table[first : first + len(indices)] = indices
-        marks[first : first + len(indices)] = epochs
+        if lacking > 0:
+            table.extend([NO_PAGE] * lacking)
+            marks.extend([0] * lacking)
+        table[first : first + len(indices)] = numbers(indices)
+        marks[first : first + len(indices)] = numbers(epochs)
+
+    def enter(self, pool: str, parts: Iterable[Part], least: int = 0) -> None:
+        """Begin the table of `pool` with what the tree has of it, in order; it has at least `least` pages."""
+        table: list[int] = []
+        marks: list[int] = []
+        for part in parts:
+            start = part.node.start
+            if start != len(table):
+                assert start > len(table), "parts come in the order of the sequence"
+                marks += [0] * (start - len(table))
+                table += [NO_PAGE] * (start - len(table))
+            part.lease.append_to(table, marks)
+        lacking = least - len(table)
+        self.tables[pool] = numbers(table + [NO_PAGE] * lacking)
+        self.epochs[pool] = numbers(marks + [0] * lacking)
 
     def named(self) -> dict[str, list[int]]:
         """Every page and slot that operations launched for it may name, by pool."""

@@ -93,6 +93,11 @@ class Device(Protocol):
     @property
     def torch_device(self) -> torch.device: ...
 
+    @property
+    def checks(self) -> bool:
+        """Whether it verifies what operations read and write. Where it doesn't, nobody looks at an `Op`'s spans, and a
+        caller for whom they are costly to name leaves them out."""
+
     def submit(
         self,
         op: Op,
@@ -170,6 +175,7 @@ def failure(completion: Completion) -> RuntimeError | None:
 class CpuDevice:
     """CPU torch: an operation is complete when `submit` returns."""
 
+    checks = False
     torch_device = torch.device("cpu")
 
     def submit(
@@ -198,6 +204,8 @@ class CpuDevice:
 
 class CudaDevice:
     """NVIDIA: one CUDA stream a `Stream`; completions are CUDA events."""
+
+    checks = False
 
     def __init__(self, index: int = 0) -> None:
         self.torch_device = torch.device("cuda", index)

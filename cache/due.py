@@ -33,8 +33,8 @@ def missing(wanted: Mapping[str, range], held: Held) -> dict[str, range]:
     """What of `wanted` isn't held: from the first number that lacks to the last, whatever is held between them."""
     out = {}
     for pool, numbers in wanted.items():
-        lacking = [n for n in numbers if n not in held.get(pool, ())]
-        out[pool] = range(lacking[0], lacking[-1] + 1) if lacking else range(numbers.stop, numbers.stop)
+        lacking = set(numbers).difference(held.get(pool, ()))
+        out[pool] = range(min(lacking), max(lacking) + 1) if lacking else range(numbers.stop, numbers.stop)
     return out
 
 

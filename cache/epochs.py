@@ -11,6 +11,9 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
+_MOST_BUMPED = 4096
+"""Releases that are remembered one by one for a device that hasn't followed yet."""
+
 
 class EpochTable:
     """int32 [size]. On a CPU the host's table is the device's; elsewhere a copy follows it, step by step."""
@@ -27,6 +30,9 @@ class EpochTable:
         self.counts[np.asarray(indices, dtype=np.int64)] += 1
         if self._copy is not None:
             self._bumped.append(indices)
+            if len(self._bumped) > _MOST_BUMPED:
+                # Pages come and go although no step runs that would look.
+                self._bumped = [np.unique(np.concatenate(self._bumped)).tolist()]
 
     def on(self, device: torch.device) -> torch.Tensor:
         """The table for an operation on `device`; to be called from within one, always on the same stream."""

@@ -8,8 +8,13 @@ holds gets what there is, and sees from its first number that something is lost.
 
 Beyond vLLM there is one more question, `truth`: the answer has the same form. It begins with the last batch that was
 published, if there is one, so that the asker knows it when it meets it again; the others are the whole content of the
-tiers, and each carries the sequence number *from which on* the following batches apply on top. It costs time in
-proportion to the tree, so at most one such question is answered a round.
+tiers, and each carries the sequence number *from which on* the following batches apply on top.
+
+An answer may be long, and the loop that asks for a round has work of its own: each round sends a bounded part of what
+there is to send, and the next goes on from there. So the content is told while it changes. That is as good as told at
+once: what is there all the time is in the answer, what comes or goes meanwhile is in batches that the asker applies on
+top, and whatever the answer says of it, the last of those batches has the last word. Askers of the truth take turns;
+who waits gets an empty part now and then, as a sign of life.
 
 Token ids are the users' prompts, and neither socket knows who listens. So both stay on loopback, unless the operator
 says that the network is their own (`cache.events.public`).
@@ -19,11 +24,13 @@ from __future__ import annotations
 
 import ipaddress
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from itertools import islice
 
 import zmq
 
-from cache.events import EventLog, KvEvent, encode_batch
+from cache.events import EventLog, KvEvent, Stored, encode_batch
 from contracts.config import EventsConfig
 from contracts.errors import ConfigError
 
@@ -31,18 +38,45 @@ END = (-1).to_bytes(8, "big", signed=True)
 """The sequence number that ends an answer."""
 TRUTH = b"truth"
 """The question for the whole content."""
-_TRUTH_EVENTS = 1024
-"""Events in one message of the answer to `truth`, or more where the buffer is small."""
+TRUTH_PAGES = 512
+"""Pages in one message of the answer to `truth`, the last event's beyond that: what is told in a round."""
 _QUESTIONS = 16
-"""Questions answered in a round; the rest wait for the next."""
+"""Questions under way at once; the rest wait in the socket."""
+_MESSAGES = 256
+"""Messages that answers send in a round."""
+_QUEUED = 1024
+"""Messages that wait for one slow peer, at most: a subscriber asks for what it missed."""
+_SIGN_OF_LIFE = 32
+"""Rounds after which an asker that waits for its turn gets an empty part."""
+_PATIENCE_S = 5.0
+"""How long an asker may take nothing that is sent to it."""
+
+
+@dataclass(eq=False)
+class _Answer:
+    """What is still to be told to one asker."""
+
+    client: bytes
+    seq: int
+    """Of the next batch to be sent, or from which on batches apply to the truth."""
+    truth: Iterator[KvEvent] | None
+    """None: buffered batches."""
+    unsent: deque[tuple[bytes, bytes]] = field(default_factory=deque)
+    """Messages that are made: sequence number and payload."""
+    over: bool = False
+    """Nothing will be added to those."""
+    rounds: int = 0
+    stuck: float | None = None
+    """Since when the asker has taken nothing."""
 
 
 class Publisher:
     """Sends what `log` collected, one batch a round. One thread.
 
-    `now`: seconds since 1970. `truth`: the content of all tiers as `Stored` events, parents first. `rank`: the seat's
-    index on this host; as in vLLM it is added to a port that isn't 0. Raises `ConfigError` for an endpoint that can't
-    be bound or mustn't be.
+    `now`: seconds since 1970. `truth`: begins to tell the content of all tiers as `Stored` events of few pages each,
+    while that changes; what it gives has `close` if it is not to be read to its end. `rank`: the seat's index on this
+    host; as in vLLM it is added to a port that isn't 0. Raises `ConfigError` for an endpoint that can't be bound or
+    mustn't be.
     """
 
     def __init__(
@@ -55,9 +89,12 @@ class Publisher:
     ) -> None:
         self._log, self._now, self._rank, self._truth = log, now, rank, truth
         self._topic = config.topic.encode()
-        self._buffer: deque[tuple[int, bytes]] = deque(maxlen=config.buffer_batches)
-        self._buffer_batches = config.buffer_batches
+        self._buffer: deque[tuple[int, bytes]] = deque()
+        self._buffer_batches, self._buffer_bytes = config.buffer_batches, config.buffer_bytes
+        self._buffered = 0
+        """Bytes of it."""
         self._next = 0
+        self._open: list[_Answer] = []
         self._context = zmq.Context()
         self._replay: zmq.Socket[bytes] | None = None
         try:
@@ -65,6 +102,8 @@ class Publisher:
             if config.replay_endpoint:
                 name, endpoint = "cache.events.replay_endpoint", config.replay_endpoint
                 self._replay = _bind(self._context, zmq.ROUTER, name, endpoint, config, rank)
+                # Who has gone, and whose queue is full, is to be known.
+                self._replay.set(zmq.ROUTER_MANDATORY, 1)
         except ConfigError:
             self._context.destroy(linger=0)
             raise
@@ -84,52 +123,115 @@ class Publisher:
         if events := self._log.drain():
             payload = encode_batch(self._now(), events, self._rank)
             self._buffer.append((self._next, payload))
+            self._buffered += len(payload)
+            while len(self._buffer) > 1 and (
+                len(self._buffer) > self._buffer_batches or self._buffered > self._buffer_bytes
+            ):
+                self._buffered -= len(self._buffer.popleft()[1])
             self._send(self._pub, self._topic, self._next.to_bytes(8, "big"), payload)
             self._next += 1
         self._answer()
 
     def close(self) -> None:
         """Close the sockets; what a subscriber hasn't taken yet is dropped. Idempotent."""
+        for answer in list(self._open):
+            self._end(answer)
         self._context.destroy(linger=0)
 
     def _answer(self) -> None:
-        truths = 1
-        for _ in range(_QUESTIONS):
-            if self._replay is None or not truths or not self._replay.poll(0):
-                return
+        """Take in questions, and go on with the answers."""
+        self._read_questions()
+        room, told = _MESSAGES, False
+        for answer in list(self._open):
+            if answer.truth is None:
+                self._add_batches(answer, room)
+            elif not told:
+                told = True
+                self._add_truth(answer)
+            elif answer.rounds % _SIGN_OF_LIFE == 0:
+                answer.unsent.append(self._piece(answer, []))
+            answer.rounds += 1
+            room -= self._send_some(answer, max(1, room))
+
+    def _read_questions(self) -> None:
+        while self._replay is not None and len(self._open) < _QUESTIONS and self._replay.poll(0):
             match self._replay.recv_multipart():
                 case [client, b"", question] if question == TRUTH:
-                    answer = self._whole()
-                    truths -= 1
+                    events: Iterable[KvEvent] = () if self._truth is None else self._truth()
+                    answer = _Answer(client, self._next, iter(events), over=self._truth is None)
+                    if self._buffer and self._truth is not None:
+                        seq, payload = self._buffer[-1]
+                        answer.unsent.append((seq.to_bytes(8, "big"), payload))
+                    self._open.append(answer)
                 case [client, b"", question] if len(question) == 8:
-                    answer = self._since(int.from_bytes(question, "big"))
+                    self._open.append(_Answer(client, int.from_bytes(question, "big"), None))
                 case _:
                     # Not a question. Without an answer its sender runs into its own deadline.
                     continue
-            for seq, payload in answer:
-                self._send(self._replay, client, b"", seq.to_bytes(8, "big"), payload)
-            self._send(self._replay, client, b"", END, b"")
 
-    def _since(self, start: int) -> Iterator[tuple[int, bytes]]:
-        return ((seq, payload) for seq, payload in self._buffer if seq >= start)
-
-    def _whole(self) -> Iterator[tuple[int, bytes]]:
-        if self._truth is None:
+    def _add_batches(self, answer: _Answer, most: int) -> None:
+        """Some more of the buffered batches; what has left the buffer meanwhile is a gap that the asker sees."""
+        if answer.unsent or answer.over:
             return
-        events = list(self._truth())
-        # No more messages than the queue to the client takes.
-        step = max(_TRUTH_EVENTS, -(-len(events) // self._buffer_batches))
-        if self._buffer:
-            yield self._buffer[-1]
-        for start in range(0, max(len(events), 1), step):
-            yield self._next, encode_batch(self._now(), events[start : start + step], self._rank)
+        oldest = self._next - len(self._buffer)
+        answer.seq = max(answer.seq, oldest)
+        stop = min(self._next, answer.seq + most)
+        some = islice(self._buffer, max(0, answer.seq - oldest), max(0, stop - oldest))
+        answer.unsent.extend((seq.to_bytes(8, "big"), payload) for seq, payload in some)
+        answer.seq, answer.over = stop, stop >= self._next
+
+    def _add_truth(self, answer: _Answer) -> None:
+        """Some more of what the tiers hold; an empty part where they hold nothing."""
+        assert answer.truth is not None
+        if len(answer.unsent) > 1 or answer.over:
+            return
+        events: list[KvEvent] = []
+        pages = 0
+        while pages < TRUTH_PAGES and not answer.over:
+            event = next(answer.truth, None)
+            if event is None:
+                answer.over = True
+                continue
+            events.append(event)
+            pages += len(event.hashes) if isinstance(event, Stored) else 1
+        answer.unsent.append(self._piece(answer, events))
+
+    def _piece(self, answer: _Answer, events: Sequence[KvEvent]) -> tuple[bytes, bytes]:
+        return answer.seq.to_bytes(8, "big"), encode_batch(self._now(), events, self._rank)
+
+    def _send_some(self, answer: _Answer, most: int) -> int:
+        """Send up to `most` messages of an answer, and its end; returns how many."""
+        assert self._replay is not None
+        sent = 0
+        try:
+            while answer.unsent and sent < most:
+                self._replay.send_multipart((answer.client, b"", *answer.unsent[0]), zmq.NOBLOCK)
+                answer.unsent.popleft()
+                sent, answer.stuck = sent + 1, None
+            if answer.over and not answer.unsent:
+                self._replay.send_multipart((answer.client, b"", END, b""), zmq.NOBLOCK)
+                self._end(answer)
+        except zmq.Again:
+            # Its queue is full. What it doesn't take in time is not sent; without the end it asks again.
+            answer.stuck = self._now() if answer.stuck is None else answer.stuck
+            if self._now() - answer.stuck > _PATIENCE_S:
+                self._end(answer)
+        except zmq.ZMQError:
+            self._end(answer)  # It has gone.
+        return sent
+
+    def _end(self, answer: _Answer) -> None:
+        self._open.remove(answer)
+        close: Callable[[], None] | None = getattr(answer.truth, "close", None)
+        if close is not None:
+            close()
 
     @staticmethod
     def _send(socket: zmq.Socket[bytes], *frames: bytes) -> None:
         try:
             socket.send_multipart(frames, zmq.NOBLOCK)
         except zmq.Again:
-            # A full queue: the peer sees the gap, or misses the end of its answer, and asks again.
+            # A full queue: the subscriber sees the gap, and asks for what it misses.
             return
 
 
@@ -144,7 +246,7 @@ def _bind(
         )
     socket = context.socket(kind)
     # An answer, with its end and what the truth begins with.
-    socket.set(zmq.SNDHWM, config.buffer_batches + 2)
+    socket.set(zmq.SNDHWM, min(config.buffer_batches, _QUEUED) + 2)
     socket.set(zmq.LINGER, 0)
     try:
         socket.bind(f"tcp://{host}:{port + rank if port else 0}")

@@ -1,7 +1,9 @@
 """Which node goes first: policies, and the queue that keeps them in order.
 
 A policy is one expression over a node; smaller goes first. Its value may only grow while a node lives, so that the
-queue can be lazy: an entry is looked at again when it comes up, and put back when it has become younger meanwhile.
+queue can be lazy: an entry is looked at again when it comes up, and put back when it has become younger meanwhile. What
+leaves the tree leaves the queue at once, and what was used again and let go changes its place. Places that became
+empty are taken out of the heap when they come to its top, a few at a time, and all at once when they are a third of it.
 """
 
 from __future__ import annotations
@@ -11,7 +13,7 @@ from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from cache.nodes import Node, Part
+    from cache.nodes import Entry, Node, Part
 
 Rank = tuple[float, ...]
 Policy = Callable[["Node"], Rank]
@@ -26,38 +28,96 @@ POLICIES: dict[str, Policy] = {
 """Least recently used, least frequently used, first in first out, lowest priority, and segmented LRU: what was hit
 twice outlives what was seen once (Karedla et al. 1994)."""
 PROTECTED_HITS = 2
+_EMPTY = 64
+"""Empty places that a heap may have however few others it has."""
+_CLEARED = 4
+"""Empty places that are taken off the top for each that becomes empty."""
 
 
 class Queue:
-    """Parts of one component in one tier that may be evicted, in the order of a policy."""
+    """Parts of one component in one tier that may be evicted, in the order of a policy.
+
+    An entry is [rank, number, part or None]. The heap has at most half as many again as there are parts, and some.
+    """
 
     def __init__(self, policy: Policy) -> None:
         self._policy = policy
-        self._heap: list[tuple[Rank, int, Part]] = []
+        self._heap: list[Entry] = []
+        self._live = 0
         self._number = 0
 
     def __len__(self) -> int:
+        """Parts in it."""
+        return self._live
+
+    @property
+    def places(self) -> int:
+        """Places in the heap, the empty ones included."""
         return len(self._heap)
+
+    @property
+    def _most(self) -> int:
+        return self._live + self._live // 2 + _EMPTY
 
     def push(self, part: Part) -> None:
         """Queue `part`, once."""
-        if not part.queued:
-            part.queued = True
+        if part.entry is None:
             self._number += 1
-            heapq.heappush(self._heap, (self._policy(part.node), self._number, part))
+            part.entry = [self._policy(part.node), self._number, part]
+            self._live += 1
+            heapq.heappush(self._heap, part.entry)
+
+    def refresh(self, part: Part) -> None:
+        """Put a queued part where it belongs by now, so that it isn't left to whoever evicts."""
+        entry = part.entry
+        if entry is not None and entry[0] != self._policy(part.node):
+            self.forget(part)
+            self.push(part)
+
+    def forget(self, part: Part) -> None:
+        """It leaves the tree, and the queue if it is in it."""
+        entry = part.entry
+        if entry is not None:
+            entry[2] = None
+            self._leave(part)
+            for _ in range(_CLEARED):
+                if self._heap and self._heap[0][2] is None:
+                    heapq.heappop(self._heap)
 
     def pop(self, may_go: Callable[[Part], bool]) -> Part | None:
         """The next part that may go. Those that may not leave the queue; their next release brings them back."""
         while self._heap:
-            rank, number, part = heapq.heappop(self._heap)
+            entry = heapq.heappop(self._heap)
+            part: Part | None = entry[2]
+            if part is None:
+                continue
             if not may_go(part):
-                part.queued = False
-            elif (now := self._policy(part.node)) > rank:
-                heapq.heappush(self._heap, (now, number, part))
+                self._leave(part)
+            elif (now := self._policy(part.node)) > entry[0]:
+                entry[0] = now
+                heapq.heappush(self._heap, entry)
             else:
-                part.queued = False
+                self._leave(part)
                 return part
         return None
 
+    def _leave(self, part: Part) -> None:
+        part.entry = None
+        self._live -= 1
+        if len(self._heap) > self._most:
+            self._heap = [entry for entry in self._heap if entry[2] is not None]
+            heapq.heapify(self._heap)
+
     def parts(self) -> Iterator[Part]:
-        return (part for _, _, part in self._heap)
+        return (part for _, _, part in self._heap if part is not None)
+
+    def check(self) -> list[str]:
+        """Recount the heap."""
+        found = []
+        if sum(entry[2] is not None for entry in self._heap) != self._live:
+            found.append(f"it counts {self._live} parts and has others")
+        if any(entry[2] is not None and entry[2].entry is not entry for entry in self._heap):
+            found.append("a part in it has its place elsewhere")
+        if len(self._heap) > self._most:
+            found.append(f"{len(self._heap)} places for {self._live} parts")
+        return found

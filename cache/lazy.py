@@ -88,6 +88,7 @@ class LazyDevice:
     `clock`, if given, moves with every operation.
     """
 
+    checks = True
     torch_device = torch.device("cpu")
 
     def __init__(

@@ -26,17 +26,59 @@ from contracts.ids import Epoch, LeaseId
 
 
 class Lease:
-    """Ownership of some indices of one allocator, until `release`."""
+    """Ownership of some indices of one allocator, until `release`.
+
+    Giving back the last of many costs what is given back: what stays is counted first, and cut to that when it is read.
+    """
+
+    __slots__ = ("_allocator", "_epochs", "_indices", "count", "id", "owner")
 
     def __init__(self, allocator: Allocator, lease_id: LeaseId, owner: str, indices: tuple[int, ...]) -> None:
         self._allocator = allocator
         self.id = lease_id
         self.owner = owner
-        self.indices = indices
-        self.epochs = allocator.epochs_of(indices)
+        self.count = len(indices)
+        self._indices = indices
+        self._epochs = allocator.epochs_of(indices)
 
     def __len__(self) -> int:
-        return len(self.indices)
+        return self.count
+
+    @property
+    def indices(self) -> tuple[int, ...]:
+        if len(self._indices) != self.count:
+            self._trim()
+        return self._indices
+
+    @property
+    def epochs(self) -> tuple[Epoch, ...]:
+        if len(self._indices) != self.count:
+            self._trim()
+        return self._epochs
+
+    def append_to(self, indices: list[int], epochs: list[int]) -> None:
+        """Append its own to both."""
+        if len(self._indices) != self.count:
+            self._trim()
+        indices += self._indices
+        epochs += self._epochs
+
+    def _trim(self) -> None:
+        self._indices, self._epochs = self._indices[: self.count], self._epochs[: self.count]
+
+    def _take(self, run: slice) -> tuple[int, ...]:
+        """Let go of these; returns them."""
+        taken = self._indices[run]
+        if run.stop == self.count:
+            self.count = run.start
+            if 2 * self.count < len(self._indices):
+                self._trim()
+        else:
+            indices, epochs = self.indices, self.epochs
+            self._indices = indices[: run.start] + indices[run.stop :]
+            self._epochs = epochs[: run.start] + epochs[run.stop :]
+            self.count = len(self._indices)
+        return taken
 
     @property
     def live(self) -> bool:
@@ -50,6 +92,10 @@ class Lease:
     def split(self, count: int, owner: str, *, start: int = 0) -> Lease:
         """Hand `count` indices from `start` on to a new lease of `owner`; this one keeps the rest."""
         return self._allocator.split(self, slice(start, start + count), owner)
+
+    def cut(self, count: int) -> None:
+        """Keep the first `count` indices, and give the others back."""
+        self._allocator.cut(self, count)
 
     def pin(self, reason: str) -> Pin:
         return self._allocator.pin(self.indices, reason)
@@ -137,10 +183,14 @@ class Allocator:
         lease.require()
         if not 0 <= run.start <= run.stop <= len(lease):
             raise ValueError(f"can't split {run.start}..{run.stop} off a lease of {len(lease)}")
-        part = self._grant(owner, lease.indices[run])
-        lease.indices = lease.indices[: run.start] + lease.indices[run.stop :]
-        lease.epochs = lease.epochs[: run.start] + lease.epochs[run.stop :]
-        return part
+        return self._grant(owner, lease._take(run))
+
+    def cut(self, lease: Lease, count: int) -> None:
+        """Give back all of `lease` but its first `count` indices."""
+        lease.require()
+        if not 0 <= count <= len(lease):
+            raise ValueError(f"can't keep {count} of a lease of {len(lease)}")
+        self._return(lease._take(slice(count, len(lease))))
 
     def join(self, leases: Sequence[Lease], owner: str) -> Lease:
         """One lease for what `leases` hold, in their order; they end, their indices and epochs go on."""
@@ -154,9 +204,12 @@ class Allocator:
     def release(self, lease: Lease) -> None:
         if self._leases.pop(lease.id, None) is None:
             return
-        self.epochs.bump(lease.indices)
-        self.on_release(lease.indices)
-        returned = lease.indices[::-1]
+        self._return(lease.indices)
+
+    def _return(self, indices: tuple[int, ...]) -> None:
+        self.epochs.bump(indices)
+        self.on_release(indices)
+        returned = indices[::-1]
         if self._pins:
             pinned = [i for i in returned if self._pinned[i]]
             self._limbo.update(pinned)

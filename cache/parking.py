@@ -30,6 +30,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from cache.claim import NO_PAGE, Cached, Claim, Run
+from cache.claim import numbers as page_numbers
 from cache.due import due, extents
 from cache.leases import Lease
 from cache.nodes import Node, Part, Tier
@@ -225,7 +226,7 @@ class Parking(SeatState):
         numbers = due(self.spec, parked.positions) | {self.full: range(claim.depth, claim.depth)}
         for pool in self._runs:
             first = numbers[pool].start
-            claim.tables[pool], claim.epochs[pool] = [NO_PAGE] * first, [0] * first
+            claim.tables[pool], claim.epochs[pool] = page_numbers([NO_PAGE] * first), page_numbers([0] * first)
             for part in claim.lock.of(pool):
                 if part.tier is Tier.DEVICE:
                     claim.put(pool, self.tree.start(part.node), part.lease.indices, part.lease.epochs)

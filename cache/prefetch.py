@@ -23,6 +23,7 @@ from __future__ import annotations
 
 import logging
 import math
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
@@ -41,6 +42,9 @@ from contracts.errors import CapacityError
 from contracts.orders import Kept
 
 _log = logging.getLogger("twinpool.cache")
+
+_IN_LINE = 128
+"""Reads of all prefetches that wait or run at once, of the 256 that storage's line takes: more would be refused."""
 
 Agree = Callable[[str, int], int | None]
 """Says this rank's finding under a key, again and again, until it returns what all ranks agree on."""
@@ -88,6 +92,8 @@ class Prefetch:
     target: int = 0
     """The length that it reads up to."""
     batches: list[_Batch] = field(default_factory=list)
+    unread: deque[tuple[str, list[int]]] = field(default_factory=deque)
+    """Pages, by component, that are read when others have come: storage's line has room for so many."""
     arrived: dict[str, dict[int, tuple[Lease, int]]] = field(default_factory=dict)
     """By component and page number: the page, and its digest."""
     stopped: bool = False
@@ -279,9 +285,17 @@ class Prefetcher:
     def _read(self, prefetch: Prefetch, there: Mapping[str, set[int]]) -> None:
         for component in self._tree.components:
             wanted = sorted(there.get(component.name, set()) & set(_reads(component, prefetch.held, prefetch.target)))
-            for at in range(0, len(wanted), self._config.batch_pages):
-                if not self._submit(prefetch, component.name, wanted[at : at + self._config.batch_pages]):
-                    break
+            step = self._config.batch_pages
+            prefetch.unread += [(component.name, wanted[at : at + step]) for at in range(0, len(wanted), step)]
+        self._submit_some(prefetch)
+
+    def _submit_some(self, prefetch: Prefetch) -> None:
+        """Begin to read as much of what is unread as the line has room for."""
+        while prefetch.unread and sum(len(p.batches) for p in self._active) < _IN_LINE:
+            component, pages = prefetch.unread.popleft()
+            if not self._submit(prefetch, component, pages):
+                # What lies behind is of no use without it.
+                prefetch.unread = deque(rest for rest in prefetch.unread if rest[0] != component)
 
     def _submit(self, prefetch: Prefetch, component: str, pages: list[int]) -> bool:
         allocator = self._host.allocators[component]
@@ -306,7 +320,10 @@ class Prefetcher:
             if batch.ticket.done:
                 prefetch.batches.remove(batch)
                 self._sort(prefetch, batch)
-        if prefetch.batches:
+        if prefetch.stopped:
+            prefetch.unread.clear()
+        self._submit_some(prefetch)
+        if prefetch.batches or prefetch.unread:
             return
         prefetch.stage = Stage.ENDING
 
@@ -388,6 +405,7 @@ class Prefetcher:
                 for lease, _ in pages.values():
                     lease.release()
             prefetch.batches, prefetch.arrived, prefetch.stage = [], {}, Stage.OVER
+            prefetch.unread.clear()
             self.release(prefetch)
         self._active.clear()
 

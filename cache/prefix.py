@@ -53,6 +53,10 @@ class Prefix:
         """Itself and the whole pages of the `tokens` behind it: what is known of its pages isn't computed again."""
         return Prefix(self.raw + _raw(tokens), self.page_tokens, self.salt, self._chain)
 
+    def knows(self, pages: int) -> bool:
+        """Whether the chain keys of its first `pages` pages needn't be computed."""
+        return len(self._chain) >= KEY_BYTES * pages
+
     def know(self, chain: bytes) -> None:
         """Take the chain keys of its first pages from somebody who compared their tokens with his."""
         if len(chain) > len(self._chain):

@@ -12,7 +12,7 @@ from typing import Any
 
 from cache.ranked import RankedPools
 from cache.shelf import Fetched, Mapped, Pending, RankShelf, merged_outcomes
-from cache.storage import Outcome, Verdict
+from cache.storage import Chain, Outcome, Verdict
 from contracts.orders import Answers, Exists, Fetch, Followers, Kept, Put
 
 _DAMAGED = Outcome(Verdict.FAILED, 0, "it was damaged in host memory before it was stored")
@@ -23,6 +23,9 @@ class RankedShelf:
 
     def __init__(self, mine: RankShelf, host: RankedPools, followers: Followers) -> None:
         self._mine, self._host, self._followers = mine, host, followers
+        self._chain: Chain | None = None
+        self._number = 0
+        """Of the last chain, as the followers know it: what belongs to one is ordered together."""
 
     def exists(self, wanted: Sequence[tuple[str, bytes]]) -> Pending[list[bool]]:
         both = _Both(self._mine.exists(wanted), self._followers.ask(Exists(tuple(wanted))))
@@ -38,10 +41,15 @@ class RankedShelf:
 
         return Mapped(both, together)
 
-    def put(self, pages: Sequence[Kept], digests: Sequence[int]) -> Pending[list[Outcome]]:
+    def put(self, pages: Sequence[Kept], digests: Sequence[int], chain: Chain | None = None) -> Pending[list[Outcome]]:
         good = self._sound(pages, digests)
         chosen = [page for page, sound in zip(pages, good, strict=True) if sound]
-        both = _Both(self._mine.put_mine(chosen), self._followers.ask(Put(tuple(chosen))))
+        number = 0
+        if chain is not None:
+            if chain is not self._chain:
+                self._chain, self._number = chain, self._number + 1
+            number = self._number
+        both = _Both(self._mine.put_mine(chosen, chain), self._followers.ask(Put(tuple(chosen), number)))
 
         def together(found: list[list[Any]]) -> list[Outcome]:
             stored = iter([_worst(one) for one in zip(*found, strict=True)])
@@ -95,6 +103,7 @@ class RankStorage:
     def __init__(self, shelf: RankShelf) -> None:
         self._shelf = shelf
         self._open: list[tuple[int, Pending[list[Any]]]] = []
+        self._chain, self._number = Chain(), 0
 
     def obey(self, sequence: int, order: Exists | Fetch | Put) -> None:
         match order:
@@ -103,7 +112,10 @@ class RankStorage:
             case Fetch():
                 self._open.append((sequence, self._shelf.fetch_parts(order.pages)))
             case Put():
-                self._open.append((sequence, self._shelf.put_mine(order.pages)))
+                if order.chain and order.chain != self._number:
+                    self._chain, self._number = Chain(), order.chain
+                chain = self._chain if order.chain else None
+                self._open.append((sequence, self._shelf.put_mine(order.pages, chain)))
 
     def answers(self) -> list[tuple[int, list[Any]]]:
         """What storage has answered since the last call, by the order's number."""

@@ -1,28 +1,44 @@
 """Device to host, host to storage: what the tree holds is copied down, parents before children.
 
-A copy locks what it reads and becomes the node's part on the host once it is complete, not before. What is on the
-host goes on to storage, page by page as it lies there; a write locks its pages too. Short of room, a copy is left
-out and counted, and one that fails is given up: nothing depends on it.
+A copy locks what it reads and becomes the node's part on the host once it is complete, not before. Short of room, a
+copy is left out and counted, and one that fails is given up: nothing depends on it.
+
+What is on the host goes on to storage, page by page as it lies there. The tree remembers of which parts storage lacks
+something; of those as much is written at a time as storage's line has room for, and only that is locked. What is found
+in storage is found from the first page on, so no page is written before the one above it: a node waits for the node
+above, what is written together is one chain, and what storage didn't take is offered again, later and later, with all
+that is below it waiting. What leaves the host before its turn is counted.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import chain, islice
+from typing import NamedTuple
 
 from cache.device import DEVICE, HOST, Completion, Device, Op, Stream, attempt, failure, spans
 from cache.leases import Lease
 from cache.moves import Move
 from cache.nodes import Lock, Node, Part, Tier
 from cache.pools import PoolSet
+from cache.prefix import KEY_BYTES
 from cache.shelf import Pending, Shelf
-from cache.storage import Outcome
+from cache.storage import Chain, Outcome
 from cache.tree import PrefixTree
 from contracts.errors import CapacityError
 from contracts.orders import Kept
 
 _WRITE_PAGES = 64
 """Pages in one write to storage, which has a deadline: long ones would let everything behind them wait."""
+_RUN_PAGES = 32 * _WRITE_PAGES
+"""Pages of one path that are written one after the other without looking in between."""
+_IN_LINE = 64
+"""Writes that wait or run at once, of the 256 that a line takes."""
+_LOOKED_AT = 64
+"""Parts that are looked at for one that can be written now."""
+_LONGEST_REST = 6
+"""Times that a rest is doubled."""
 
 
 @dataclass(eq=False)
@@ -37,8 +53,19 @@ class _Save:
 
 @dataclass(eq=False)
 class _Write:
-    puts: list[tuple[Sequence[Kept], Pending[list[Outcome]]]]
+    """Pages of one path on their way to storage, in the order in which they are written."""
+
+    puts: list[tuple[Sequence[_Unit], Pending[list[Outcome]]]]
     lock: Lock
+
+
+class _Unit(NamedTuple):
+    """A page or a slot to be written."""
+
+    page: Kept
+    digest: int
+    number: int
+    """Of the page in the sequence; of a slot, that of the last page before it."""
 
 
 class Saver:
@@ -52,13 +79,26 @@ class Saver:
         device: Device,
         shelf: Shelf | None,
         chunk_bytes: int,
+        now: Callable[[], float],
+        retry_s: float,
     ) -> None:
+        """`now` is in seconds."""
         self._tree, self._pools, self._host, self._device = tree, pools, host, device
+        self._now, self._retry_s = now, retry_s
         self._shelf, self._chunk_bytes = shelf, chunk_bytes
         self._saves: list[_Save] = []
         self._writes: list[_Write] = []
+        self._in_line = 0
+        """Writes to storage that wait or run."""
+        self._ready: dict[Node, None] = {}
+        """Nodes of which storage lacks something, and has all above them; some that are gone may be among them."""
         self.counters = {"pages_saved": 0.0, "saves_left_out": 0.0, "saves_failed": 0.0}
         self.counters |= {"pages_stored": 0.0, "stores_failed": 0.0}
+
+    @property
+    def waiting(self) -> int:
+        """Parts on the host of which storage lacks something still."""
+        return len(self._tree.unstored)
 
     @property
     def busy(self) -> bool:
@@ -79,23 +119,24 @@ class Saver:
         A node whose parent neither is nor comes to the host is left out, unless the host is written back to.
         """
         coming = {s.lock for s in self._saves}
-        parts: list[Part] = []
+        parts: dict[Part, None] = {}
+        names = [c.name for c in self._tree.components]
         for node in nodes:
-            if not self._may_come(node, coming, parts):
+            device, host = node.parts
+            if device.keys() <= host.keys() or not self._may_come(node, coming, parts):
                 continue
-            here = node.parts[Tier.DEVICE]
-            ordered = [here[c.name] for c in self._tree.components if c.name in here]
-            parts += [p for p in ordered if p.component not in node.parts[Tier.HOST] and not (p.locks & coming)]
-        return not parts or self._copy(parts)
+            ordered = [device[name] for name in names if name in device and name not in host]
+            parts |= dict.fromkeys(p for p in ordered if p.locks.isdisjoint(coming))
+        return not parts or self._copy(list(parts))
 
-    def _may_come(self, node: Node, coming: set[Lock], parts: Sequence[Part]) -> bool:
+    def _may_come(self, node: Node, coming: set[Lock], parts: Container[Part]) -> bool:
         full, parent = self._tree.full, node.parent
         if full not in node.parts[Tier.DEVICE] or not self._tree.linked(node):
             return False
         if self._tree.write_back or parent is None or parent.parent is None or full in parent.parts[Tier.HOST]:
             return True
         above = parent.parts[Tier.DEVICE].get(full)
-        return above is not None and (bool(above.locks & coming) or above in parts)
+        return above is not None and (above in parts or not above.locks.isdisjoint(coming))
 
     def _copy(self, parts: list[Part]) -> bool:
         above = self._tree.keep([p.node.parts[Tier.DEVICE][self._tree.full] for p in parts], "above a save")
@@ -154,20 +195,10 @@ class Saver:
             self._let_go(save.lock, save.above, save.leases)
         for write in [w for w in self._writes if all(put.done for _, put in w.puts)]:
             self._writes.remove(write)
-            results = [outcome for _, put in write.puts for outcome in put.result()]
-            stored = sum(outcome.ok for outcome in results)
-            self._tell(write, results)
-            self.counters["pages_stored"] += stored
-            self.counters["stores_failed"] += len(results) - stored
+            self._in_line -= len(write.puts)
+            self._take_in(write)
             self._tree.unlock(write.lock)
-
-    def _tell(self, write: _Write, results: Sequence[Outcome]) -> None:
-        """Full nodes that storage now has all of."""
-        pages = [page for put_by, _ in write.puts for page in put_by]
-        good = {page.key for page, outcome in zip(pages, results, strict=True) if outcome.ok}
-        for part in write.lock.of(self._tree.full):
-            if part.live and self._tree.linked(part.node) and good.issuperset(part.node.keys):
-                self._tree.on_change(part.node, Tier.STORAGE, True)
+        self._write()
 
     def _finish(self, save: _Save) -> None:
         tree, arrived = self._tree, []
@@ -178,8 +209,12 @@ class Saver:
                 self.counters["pages_saved"] += len(part) if part.component == tree.full else 0
             else:
                 lease.release()
-        if self._shelf is not None and arrived:
-            self._store(self._shelf, arrived)
+        if self._shelf is not None:
+            for part in arrived:
+                self._tree.unstored[part] = 0, 0.0
+                above = part.node.parent
+                if above is None or above.parts[Tier.HOST].get(tree.full) not in tree.unstored:
+                    self._ready[part.node] = None
 
     def _wanted(self, part: Part) -> bool:
         """Whether the host has a place for it still: things may have changed since the copy began."""
@@ -192,25 +227,119 @@ class Saver:
         assert parent is not None
         return self._tree.write_back or parent.parent is None or full in parent.parts[Tier.HOST]
 
-    def _store(self, shelf: Shelf, parts: Sequence[Part]) -> None:
-        full = self._tree.full
-        lock = self._tree.keep([*(p.node.parts[Tier.HOST][full] for p in parts), *parts], "store")
-        pages = [page for part in parts for page in self._pages(part)]
-        digests = [digest for part in parts for digest in part.digests]
-        batches = [slice(at, at + _WRITE_PAGES) for at in range(0, len(pages), _WRITE_PAGES)]
-        self._writes.append(_Write([(pages[b], shelf.put(pages[b], digests[b])) for b in batches], lock))
+    # ------------------------------------------------------------ on to storage
 
-    def _pages(self, part: Part) -> list[Kept]:
-        size, start = self._host.spec.page_tokens, self._tree.start(part.node)
-        if self._tree.component(part.component).point:
-            (at,), end = part.lease.indices, (start + len(part.node)) * size
-            return [Kept(part.component, part.node.keys[-1], at, end, end)]
-        return [
-            Kept(part.component, key, at, first, first + size)
-            for key, at, first in zip(
-                part.node.keys, part.lease.indices, range(start * size, (start + len(part)) * size, size), strict=True
-            )
-        ]
+    def _write(self) -> None:
+        """Begin to write as much of what storage lacks as its line has room for."""
+        if len(self._ready) > 2 * len(self._tree.unstored) + _LOOKED_AT:
+            self._ready = {node: None for node in self._ready if self._lacking(node)}
+        while self._shelf is not None and self._in_line < _IN_LINE and (parts := self._next_run()):
+            full, together = self._tree.full, Chain()
+            lock = self._tree.keep([*(p.node.parts[Tier.HOST][full] for p in parts), *parts], "store")
+            units = list(islice(chain.from_iterable(map(self._units, parts)), _RUN_PAGES))
+            write = _Write([], lock)
+            for at in range(0, len(units), _WRITE_PAGES):
+                some = units[at : at + _WRITE_PAGES]
+                put = self._shelf.put([u.page for u in some], [u.digest for u in some], together)
+                write.puts.append((some, put))
+            self._in_line += len(write.puts)
+            self._writes.append(write)
+
+    def _next_run(self) -> list[Part]:
+        """Parts of one path that may be written now, in order: nothing that they hang on is waiting, resting or under
+        way. Empty where there are none among the first that are looked at."""
+        unstored, now = self._tree.unstored, self._now()
+        busy = {write.lock for write in self._writes}
+        if not self._ready and not busy and unstored:
+            self._ready[self._uppermost(next(iter(unstored)).node)] = None
+        for node in list(islice(self._ready, _LOOKED_AT)):
+            del self._ready[node]
+            top = self._uppermost(node)
+            mine = [part for part in self._lacking(top) if not self._complete(part)]
+            if mine and all(p.locks.isdisjoint(busy) and unstored[p][1] <= now for p in mine):
+                return self._run(top, mine, busy)
+            if mine:
+                # It has its turn again when the others have had theirs.
+                self._ready[top] = None
+        return []
+
+    def _uppermost(self, node: Node) -> Node:
+        """The uppermost of the nodes from `node` upwards of which storage lacks full pages; itself, if it is none."""
+        full, unstored = self._tree.full, self._tree.unstored
+        while node.parent is not None and node.parent.parts[Tier.HOST].get(full) in unstored:
+            node = node.parent
+        return node
+
+    def _lacking(self, node: Node) -> list[Part]:
+        """What storage lacks of a node, the full part first."""
+        here, unstored = node.parts[Tier.HOST], self._tree.unstored
+        return [here[c.name] for c in self._tree.components if here.get(c.name) in unstored]
+
+    def _complete(self, part: Part) -> bool:
+        """Whether storage has all of a part by now: then nothing is left to be done for it."""
+        tree = self._tree
+        if part.stored < len(part):
+            return False
+        del tree.unstored[part]
+        if part.component == tree.full:
+            tree.on_change(part.node, Tier.STORAGE, True)
+            for child in part.node.children.values():
+                if child.parts[Tier.HOST].get(tree.full) in tree.unstored:
+                    self._ready[child] = None
+        return True
+
+    def _run(self, node: Node, parts: list[Part], busy: set[Lock]) -> list[Part]:
+        """`parts` of `node`, and of those below it that nothing divides, as far as one run goes."""
+        out, pages = list(parts), node.pages
+        while len(node.children) == 1 and pages < _RUN_PAGES:
+            (node,) = node.children.values()
+            more = self._lacking(node)
+            if not more or not all(part.locks.isdisjoint(busy) for part in more):
+                break
+            self._ready.pop(node, None)
+            out += more
+            pages += node.pages
+        return out
+
+    def _units(self, part: Part) -> Iterator[_Unit]:
+        """What storage lacks of a part, in order."""
+        size, node, pool = self._host.spec.page_tokens, part.node, part.component
+        if self._tree.component(pool).point:
+            end = (node.start + node.pages) * size
+            kept = Kept(pool, node.chain[-KEY_BYTES:], part.lease.indices[0], end, end)
+            yield _Unit(kept, part.digests[0], node.start + node.pages - 1)
+            return
+        keys, indices, digests = node.chain, part.lease.indices, part.digests
+        for i in range(part.stored, len(part)):
+            number = node.start + i
+            key = keys[KEY_BYTES * i : KEY_BYTES * (i + 1)]
+            yield _Unit(Kept(pool, key, indices[i], number * size, (number + 1) * size), digests[i], number)
+
+    def _take_in(self, write: _Write) -> None:
+        """A run has ended: its parts, halves of nodes that were split meanwhile included, know what storage has."""
+        tree = self._tree
+        good: set[tuple[str, int]] = set()
+        bad: set[tuple[str, int]] = set()
+        for units, put in write.puts:
+            for unit, outcome in zip(units, put.result(), strict=True):
+                (good if outcome.ok else bad).add((unit.page.pool, unit.number))
+        self.counters["pages_stored"] += len(good)
+        self.counters["stores_failed"] += len(bad)
+        for part in write.lock.parts:
+            if part not in tree.unstored:
+                continue
+            point = tree.component(part.component).point
+            start = part.node.start + (part.node.pages - 1 if point else 0)
+            before = part.stored
+            while part.stored < len(part) and (part.component, start + part.stored) in good:
+                part.stored += 1
+            if self._complete(part):
+                continue
+            if (part.component, start + part.stored) in bad:
+                tries = tree.unstored[part][0] if part.stored == before else 0
+                rest = self._retry_s * 2 ** min(tries, _LONGEST_REST)
+                tree.unstored[part] = tries + 1, self._now() + rest
+            self._ready[self._uppermost(part.node)] = None
 
     def check(self) -> list[str]:
         saves = {s.lock for s in self._saves}
@@ -219,6 +348,10 @@ class Saver:
             for part in node.parts[Tier.DEVICE].values():
                 if len(part.locks & saves) > 1:
                     found.append(f"tree: {part.component} of {len(part)} is saved twice at once")
+        if len(self._ready) > 2 * len(self._tree.unstored) + 2 * _LOOKED_AT:
+            found.append(f"save: {len(self._ready)} nodes are remembered for {len(self._tree.unstored)} parts to store")
+        if self._in_line != sum(len(write.puts) for write in self._writes):
+            found.append(f"save: {self._in_line} writes are counted and others are in line")
         for save in self._saves:
             for name, lease in save.leases.items():
                 if len(lease) != sum(len(p) for p in save.lock.of(name)):

@@ -21,11 +21,11 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from itertools import pairwise
 
-from cache.claim import NO_PAGE, Cached, Claim, Run, Snapshot, Table
+from cache.claim import NO_PAGE, Cached, Claim, Run, Snapshot, Table, numbers
 from cache.device import DEVICE, Span, failure
 from cache.due import due, missing
 from cache.leases import Lease
-from cache.nodes import Offer, Tier
+from cache.nodes import Node, Offer, Tier
 from cache.parking import Parking
 from cache.prefetch import Prefetch
 from cache.prefix import Prefix
@@ -109,13 +109,8 @@ class Seat(Parking):
 
     def _open(self, claim: Claim, leases: Mapping[str, Lease]) -> Claim:
         for pool in self._runs:
-            claim.tables[pool], claim.epochs[pool] = [NO_PAGE] * claim.depth, [0] * claim.depth
-            claim.digests[pool] = [None] * claim.depth
-            for part in claim.lock.of(pool):
-                if part.tier is Tier.DEVICE:
-                    start = self.tree.start(part.node)
-                    claim.put(pool, start, part.lease.indices, part.lease.epochs)
-                    claim.digests[pool][start : start + len(part)] = part.digests
+            claim.enter(pool, claim.lock.on_device(pool), claim.depth)
+            claim.digests[pool] = self._held_digests(claim, pool, claim.depth)
             claim.put(pool, claim.depth, leases[pool].indices, leases[pool].epochs)
             claim.runs[pool] = [Run(claim.depth, leases[pool])]
         claim.slots = {pool: leases[pool] for pool in self._slots}
@@ -179,14 +174,24 @@ class Seat(Parking):
         return claim, leases
 
     def _enter_held(self, claim: Claim, pool: str, wanted: range) -> None:
-        claim.tables[pool], claim.epochs[pool], claim.digests[pool], claim.runs[pool] = [], [], [], []
-        for part in (p for p in claim.lock.of(pool) if p.tier is Tier.DEVICE):
-            start = self.tree.start(part.node)
-            for number, index, epoch in zip(
-                range(start, start + len(part)), part.lease.indices, part.lease.epochs, strict=True
-            ):
-                if number in wanted and number not in claim.lacking[pool]:
-                    claim.put(pool, number, [index], [epoch])
+        claim.digests[pool], claim.runs[pool] = [], []
+        claim.enter(pool, claim.lock.on_device(pool))
+        lacking, table, marks = claim.lacking[pool], claim.tables[pool], claim.epochs[pool]
+        # What lies before what is wanted, behind it, and between what lacks isn't its.
+        del table[wanted.stop :], marks[wanted.stop :]
+        for gap in (range(min(wanted.start, len(table))), range(lacking.start, min(lacking.stop, len(table)))):
+            table[gap.start : gap.stop] = marks[gap.start : gap.stop] = numbers([NO_PAGE] * len(gap))
+        while table and table[-1] == NO_PAGE:
+            del table[-1], marks[-1]
+
+    def on_device(self, prefix: Prefix) -> int:
+        """How many leading full pages of `prefix` the tree has on the device."""
+        there = 0
+        for node, pages in self.tree.walked(prefix):
+            if self.full not in node.parts[Tier.DEVICE]:
+                break
+            there += pages
+        return there
 
     def adopt(
         self, claim: Claim, prompt: int, leases: Mapping[str, Lease], digests: Mapping[str, Mapping[int, int]]
@@ -199,16 +204,26 @@ class Seat(Parking):
             for first, part in ((lacking.start, received), (self.pools.pages_for(prompt), lease)):
                 claim.put(pool, first, part.indices, part.epochs)
                 claim.runs[pool].append(Run(first, part))
-            known = {**self._held_digests(claim, pool), **digests.get(pool, {})}
-            claim.digests[pool] = [known.get(n) if claim.tables[pool][n] != NO_PAGE else None for n in range(whole)]
+            known = self._held_digests(claim, pool, whole)
+            for number, digest in digests.get(pool, {}).items():
+                if number < whole:
+                    known[number] = digest
+            pages = claim.tables[pool][:whole]
+            claim.digests[pool] = [d if page != NO_PAGE else None for d, page in zip(known, pages, strict=True)]
         for pool in self._slots:
             claim.slots[pool] = leases[pool]
             if not claim.lacking[pool]:
                 self._start_slot(claim, pool)
 
-    def _held_digests(self, claim: Claim, pool: str) -> dict[int, int]:
-        starts = [(self.tree.start(part.node), part) for part in claim.lock.of(pool) if part.tier is Tier.DEVICE]
-        return {start + i: digest for start, part in starts for i, digest in enumerate(part.digests)}
+    def _held_digests(self, claim: Claim, pool: str, whole: int) -> list[int | None]:
+        """Of its first `whole` pages, those that the tree has on the device."""
+        known: list[int | None] = []
+        for part in claim.lock.on_device(pool):
+            start = part.node.start
+            if start != len(known):
+                known += [None] * (start - len(known))
+            known += part.digests
+        return known[:whole] + [None] * (whole - len(known))
 
     # ------------------------------------------------------------ from tree to tree
 
@@ -223,8 +238,7 @@ class Seat(Parking):
         claim = self._pages_only(Claim(owner, prefix, depth, lock, depth, Cached()))
         claim.lacking = {self.full: range(depth, len(prefix))}
         self._enter_held(claim, self.full, wanted[self.full])
-        known = self._held_digests(claim, self.full)
-        claim.digests[self.full] = [known[n] for n in range(depth)]
+        claim.digests[self.full] = self._held_digests(claim, self.full, depth)
         return claim
 
     def borrow(self, prefix: Prefix, owner: str, *, spare: bool) -> tuple[Claim, Lease] | None:
@@ -246,7 +260,7 @@ class Seat(Parking):
 
     def _pages_only(self, claim: Claim) -> Claim:
         for pool in self._runs:
-            claim.tables[pool], claim.epochs[pool], claim.digests[pool], claim.runs[pool] = [], [], [], []
+            claim.tables[pool], claim.epochs[pool], claim.digests[pool], claim.runs[pool] = numbers(), numbers(), [], []
         self._claims[claim.lock] = claim
         return claim
 
@@ -344,23 +358,29 @@ class Seat(Parking):
             out[pool] = found[0]
         return out
 
-    def share(self, claim: Claim, prefix: Prefix, priority: int = 0) -> None:
-        """Give the tree the sealed pages of `prefix` that it lacks, and its snapshots; the claim keeps them locked."""
+    def share(self, claim: Claim, prefix: Prefix, priority: int = 0, *, full_only: bool = False) -> None:
+        """Give the tree the sealed pages of `prefix` that it lacks, and its snapshots; the claim keeps them locked.
+
+        `full_only`: no pages of windows and no snapshots. A claim that goes on uses the pages again that its windows
+        leave, and those that the tree has it couldn't.
+        """
         assert not claim.betrayed, "what was computed from damaged state is nobody's to share"
         sealed = min(len(prefix), len(claim.digests[self.full]))
         prefix = prefix.head(sealed)
-        offers: dict[str, list[Offer]] = {pool: self._run_offers(claim, pool, sealed) for pool in self._runs}
-        offers |= {pool: self._snapshot_offers(claim, pool, sealed) for pool in self._slots}
+        runs, slots = ([self.full], []) if full_only else (self._runs, self._slots)
+        offers: dict[str, list[Offer]] = {pool: self._run_offers(claim, pool, sealed) for pool in runs}
+        offers |= {pool: self._snapshot_offers(claim, pool, sealed) for pool in slots}
         self.tree.insert(prefix, offers, Tier.DEVICE, priority)
-        for pool in self._runs:
+        for pool in runs:
             claim.runs[pool] = [run for old in claim.runs[pool] for run in _regroup(old, claim.tables[pool])]
-        for pool in self._slots:
+        for pool in slots:
             held = claim.snapshots.get(pool, [])
             claim.snapshots[pool] = [s for s in held if len(s.lease)]
             for taken in (s for s in held if not len(s.lease)):
                 taken.lease.release()
-        self._keep(claim, prefix)
-        self._save([node for node, _ in self.tree.walked(prefix)])
+        walked = self.tree.walked(prefix)
+        self._keep(claim, walked)
+        self._save([node for node, _ in walked])
 
     def _run_offers(self, claim: Claim, pool: str, sealed: int) -> list[Offer]:
         offers = []
@@ -382,23 +402,21 @@ class Seat(Parking):
         found = self.pools.digest(pool, slots, ends, ends)
         return [Offer(s.depth, s.lease, (digest,)) for s, digest in zip(there, found, strict=True)]
 
-    def _keep(self, claim: Claim, prefix: Prefix) -> None:
+    def _keep(self, claim: Claim, walked: Sequence[tuple[Node, int]]) -> None:
         """Lock what the tree has taken over from the claim's tables."""
-        start = 0
-        for node, pages in self.tree.walked(prefix):
-            here = node.parts[Tier.DEVICE]
+        for node, pages in walked:
+            start, here = node.start, node.parts[Tier.DEVICE]
             mine = [
                 part
                 for pool in self._runs
-                if pages == len(node) and (part := here.get(pool)) is not None and claim.lock not in part.locks
-                and claim.tables[pool][start : start + pages] == list(part.lease.indices)
+                if (part := here.get(pool)) is not None and claim.lock not in part.locks and pages == node.pages
+                and claim.tables[pool][start : start + pages] == numbers(part.lease.indices)
             ]  # fmt: skip
             full = here.get(self.full)
             if mine and full is not None and full not in mine and claim.lock not in full.locks:
                 mine.insert(0, full)
             for part in mine:
                 self.tree.add(claim.lock, part)
-            start += pages
 
     def slide(self, claim: Claim, committed: int) -> None:
         """Give back the window pages that no position from the last page boundary on can see.
@@ -454,7 +472,12 @@ class Seat(Parking):
 
 def _regroup(run: Run, table: Sequence[int]) -> list[Run]:
     """What is left of a run after parts of its lease were taken, as runs without gaps."""
-    left = set(run.lease.indices)
+    indices = numbers(run.lease.indices)
+    if indices:
+        first = table.index(indices[0], run.first)
+        if table[first : first + len(indices)] == indices:
+            return [Run(first, run.lease)]
+    left = set(indices)
     pages = [page for page in range(run.first, len(table)) if table[page] in left]
     assert len(pages) == len(left), "a leased page is missing from its table"
     breaks = [i for i, (a, b) in enumerate(pairwise(pages), 1) if b != a + 1]

@@ -80,7 +80,8 @@ class SeatState:
         self._launched = Launched()
         self.saver = self.loader = self.prefetcher = self.shelver = None
         if host is not None:
-            self.saver = Saver(self.tree, pools, host, device, self._shelf, config.move_chunk_bytes)
+            retry_s = config.storage.retry_s
+            self.saver = Saver(self.tree, pools, host, device, self._shelf, config.move_chunk_bytes, now, retry_s)
             self.loader = Loader(self.tree, pools, host, device, now, config.verify)
             if self._shelf is not None:
                 self.prefetcher = Prefetcher(self.tree, host, self._shelf, config.prefetch, now, agree)
@@ -233,6 +234,7 @@ class SeatState:
             out |= part.counters if part is not None else {}
         if self.host is not None:
             allocator = self.host.allocators[self.full]
+            out |= {"stores_missed": self.tree.missed, "stores_waiting": len(self.tree.unstored)}
             out |= {"host_pages_total": allocator.total, "host_pages_used": allocator.total - allocator.free}
         return out
 
@@ -365,7 +367,7 @@ class SeatState:
             for run in claim.runs[pool]:
                 if not run.lease.live:
                     found.append(f"{claim.owner}: its lease has ended")
-                if table[run.first : run.end] != list(run.lease.indices):
+                if tuple(table[run.first : run.end]) != run.lease.indices:
                     found.append(f"{claim.owner}: its {pool} table differs from what it leased")
         return found
 

@@ -19,7 +19,7 @@ from cache.canonical import SHARED, Objects, Part, Slicer
 from cache.pools import PoolSet
 from cache.ranked import groups, merged
 from cache.registry import PoolSetSpec
-from cache.storage import Item, ObjectName, Outcome, Queue, Ticket, Verdict
+from cache.storage import Chain, Item, ObjectName, Outcome, Queue, Ticket, Verdict
 from cache.storage.backend import KEPT
 from contracts.orders import Kept
 
@@ -60,8 +60,8 @@ class Shelf(Protocol):
     def fetch(self, pages: Sequence[Kept]) -> Pending[list[Outcome]]:
         """Read pages of one pool into host memory; each outcome has the digest that the page was stored with."""
 
-    def put(self, pages: Sequence[Kept], digests: Sequence[int]) -> Pending[list[Outcome]]:
-        """Store pages, which have these digests; an outcome each."""
+    def put(self, pages: Sequence[Kept], digests: Sequence[int], chain: Chain | None = None) -> Pending[list[Outcome]]:
+        """Store pages, which have these digests; an outcome each. None of a `chain` without those before it."""
 
     def close(self, timeout_s: float) -> bool:
         """Whether nothing touches host memory any more."""
@@ -86,16 +86,16 @@ class RankShelf:
     def fetch_parts(self, pages: Sequence[Kept]) -> Pending[list[Fetched]]:
         return _Fetch(self, pages)
 
-    def put(self, pages: Sequence[Kept], digests: Sequence[int]) -> Pending[list[Outcome]]:
+    def put(self, pages: Sequence[Kept], digests: Sequence[int], chain: Chain | None = None) -> Pending[list[Outcome]]:
         objects = [self._items(page, digest) for page, digest in zip(pages, digests, strict=True)]
         counts = [len(items) for items in objects]
-        ticket = self.queue.submit_write([item for items in objects for item in items])
+        ticket = self.queue.submit_write([item for items in objects for item in items], chain)
         return Mapped(ticket, lambda outcomes: _worst(outcomes, counts))
 
-    def put_mine(self, pages: Sequence[Kept]) -> Pending[list[Outcome]]:
+    def put_mine(self, pages: Sequence[Kept], chain: Chain | None = None) -> Pending[list[Outcome]]:
         """`put` with the digests of what lies here: a rank's share of pages that were checked as a whole."""
         digests = [self.digest(page) for page in pages]
-        return self.put(pages, digests)
+        return self.put(pages, digests, chain)
 
     def close(self, timeout_s: float) -> bool:
         return self.queue.close(timeout_s)

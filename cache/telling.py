@@ -14,10 +14,12 @@ from cache.event_publisher import Publisher
 from cache.events import EventLog, KvEvent, Removed, Stored
 from cache.events import Tier as Medium
 from cache.nodes import IN_TREE, Node, Tier
-from cache.prefix import token_ids
+from cache.prefix import KEY_BYTES, token_ids
 from cache.tree import PrefixTree
 from contracts.config import EventsConfig
 
+_RUN_PAGES = 64
+"""Pages that one event of the truth tells of."""
 _MEDIA = {Tier.DEVICE: Medium.DEVICE, Tier.HOST: Medium.HOST, Tier.STORAGE: Medium.STORAGE}
 
 
@@ -40,14 +42,29 @@ class Teller:
     def close(self) -> None:
         self.publisher.close()
 
-    def _stored(self, node: Node, tier: Tier) -> Stored:
-        tokens = tuple(token_ids(node.raw))
-        salt = self._tree.salt(node)
-        return Stored(_MEDIA[tier], node.parent_key, tuple(node.keys), tokens, self._tree.spec.page_tokens, salt)
+    def _stored(self, node: Node, tier: Tier, first: int = 0, count: int | None = None) -> Stored:
+        """Of its pages from `first` on, `count` of them or all."""
+        stop = node.pages if count is None else first + count
+        size = 4 * self._tree.spec.page_tokens
+        raw, chain = node.raw[first * size : stop * size], node.chain
+        keys = tuple(chain[KEY_BYTES * page : KEY_BYTES * (page + 1)] for page in range(first, stop))
+        parent = chain[KEY_BYTES * (first - 1) : KEY_BYTES * first] if first else node.parent_key
+        return Stored(_MEDIA[tier], parent, keys, tuple(token_ids(raw)), self._tree.spec.page_tokens, node.salt)
 
     def _truth(self) -> Iterator[KvEvent]:
-        for node in self._tree.nodes():
-            if self._tree.linked(node):
-                for tier in IN_TREE:
-                    if self._tree.full in node.parts[tier]:
-                        yield self._stored(node, tier)
+        """All that the tiers hold, a few pages at a time, while it changes: what is there all the while is told.
+
+        A node that is split goes on as its lower half; the upper one is new, and comes later.
+        """
+        cursor = self._tree.list.cursor()
+        try:
+            while (node := cursor.next()) is not None:
+                number = node.start
+                while node.linked and (number := max(number, node.start)) < node.start + node.pages:
+                    first = number - node.start
+                    count = min(_RUN_PAGES, node.pages - first)
+                    held = [tier for tier in IN_TREE if self._tree.full in node.parts[tier]]
+                    yield from [self._stored(node, tier, first, count) for tier in held]
+                    number += count
+        finally:
+            cursor.close()

@@ -24,6 +24,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
+from cache.components.base import Component, Level
 from cache.nodes import Lock, Node, Offer, Part, Tier
 from cache.prefix import KEY_BYTES, Prefix, common_pages
 from cache.tree_check import check_tree
@@ -56,39 +57,29 @@ class PrefixTree(TreeState):
 
     def match(self, prefix: Prefix) -> Match:
         """The longest part of `prefix` that can be computed from. Changes nothing and locks nothing."""
-        walks = [c.walk() for c in self.components]
-        path: list[Node] = []
-        depth = device_depth = at = 0
-        length = device_length = 0
-        for node, pages in self._along(prefix):
-            path.append(node)
-            at += pages
-            device = tree = True
-            for walk in walks:
-                accepts = walk.step(node, pages)
-                device, tree = device and accepts.device, tree and accepts.tree
-            if tree:
-                depth, length = at, len(path)
-            if device:
-                device_depth, device_length = at, len(path)
-        return Match(prefix, tuple(path[:length]), depth, device_depth, tuple(path[:device_length]), self._version)
+        walked = self.walked(prefix)
+        levels = [c.levels(walked) for c in self.components]
+        accepted = levels[0] if len(levels) == 1 else list(map(min, zip(*levels, strict=True)))
+        tree = _reach(accepted, Level.TREE)
+        device = _reach(accepted[:tree], Level.DEVICE)
+        path = tuple([node for node, _ in walked[:tree]])
+        return Match(prefix, path, _depth(walked, tree), _depth(walked, device), path[:device], self._version)
 
     def walked(self, prefix: Prefix) -> list[tuple[Node, int]]:
         """Every node along `prefix` with how many of its pages match, accepted or not."""
-        return list(self._along(prefix))
-
-    def _along(self, prefix: Prefix) -> Iterator[tuple[Node, int]]:
+        out: list[tuple[Node, int]] = []
         node, at, raw, size = self.roots.get(prefix.salt), 0, prefix.raw, prefix.page_bytes
         while node is not None:
             child = node.children.get(raw[at : at + size])
             if child is None:
-                return
-            run = child.raw
-            if not raw.startswith(run, at):
-                yield child, common_pages(run, raw, at, size)
-                return
-            yield child, len(run) // size
-            node, at = child, at + len(run)
+                break
+            pages = child.pages
+            if pages > 1 and not raw.startswith(child.raw, at):
+                out.append((child, common_pages(child.raw, raw, at, size)))
+                break
+            out.append((child, pages))
+            node, at = child, at + pages * size
+        return out
 
     # ------------------------------------------------------------ locks
 
@@ -100,19 +91,19 @@ class PrefixTree(TreeState):
         assert match.version == self._version, "the tree has changed since the match: match again, then lock"
         path = list(match.path if tier is Tier.HOST else match.device_path)
         depth = match.depth if tier is Tier.HOST else match.device_depth
-        over = sum(map(len, path)) - depth
+        over = path[-1].start + path[-1].pages - depth if path else 0
         if over:
             path[-1] = self._split(path[-1], len(path[-1]) - over)
         self._use(path)
-        parts: list[Part] = []
+        parts: dict[Part, None] = {}
         for component in self.components:
+            name, beside = component.name, component.name != self.full
             for node in component.needs(path):
-                part = node.part(component.name)
-                assert part is not None, f"{component.name} accepted a node without state"
-                full = node.parts[part.tier][self.full]
-                if part is not full and full not in parts:
-                    parts.append(full)
-                parts.append(part)
+                device, host = node.parts
+                part = device[name] if name in device else host[name]
+                if beside:
+                    parts[node.parts[part.tier][self.full]] = None
+                parts[part] = None
         return self.keep(parts, owner)
 
     def hold(
@@ -126,28 +117,47 @@ class PrefixTree(TreeState):
         """
         path = [node if pages == len(node) else self._split(node, pages) for node, pages in self.walked(prefix)]
         self._use(path)
-        parts: list[Part] = []
+        parts: dict[Part, None] = {}
         held: dict[str, set[int]] = {c.name: set() for c in self.components}
-        start = 0
+        full, unbroken = self.full, 0
         for node in path:
-            if self.full not in node.parts[Tier.DEVICE] and not (host and self.full in node.parts[Tier.HOST]):
+            device, kept = node.parts
+            if full not in device and not (host and full in kept):
                 break
-            end = start + len(node)
-            for component in self.components:
-                numbers = range(end - 1, end) if component.point else range(start, end)
-                of_use = held[component.name]
-                chosen = set(numbers) & set(wanted.get(component.name, ()))
-                part = node.part(component.name)
-                if chosen and part is not None and (host or part.tier is Tier.DEVICE):
-                    parts += [p for p in (node.parts[part.tier][self.full], part) if p not in parts]
-                    of_use |= chosen
-            start = end
+            unbroken += 1
+        for component in self.components:
+            if component.name in wanted:
+                found = self._of_use(component, path[:unbroken], wanted[component.name], host)
+                for part, numbers in found:
+                    if part.component != full:
+                        parts[part.node.parts[part.tier][full]] = None
+                    parts[part] = None
+                    held[component.name].update(numbers)
         return self.keep(parts, owner), held
+
+    def _of_use(
+        self, component: Component, path: Sequence[Node], due: range, host: bool
+    ) -> Iterator[tuple[Part, range]]:
+        """Parts of one component that have pages (or the slot) of these numbers, and which of them."""
+        name, point, first_due, stop_due = component.name, component.point, due.start, due.stop
+        for node in path:
+            device, kept = node.parts
+            part = device.get(name)
+            if part is None and host:
+                part = kept.get(name)
+            if part is not None:
+                stop = node.start + node.pages
+                start = stop - 1 if point else node.start
+                start = max(start, first_due)
+                stop = min(stop, stop_due)
+                if start < stop:
+                    yield part, range(start, stop)
 
     def _use(self, path: Sequence[Node]) -> None:
         self._tick += 1
+        tick = self._tick
         for node in path:
-            node.used = self._tick
+            node.used = tick
             node.hits += 1
 
     # ------------------------------------------------------------ insert
@@ -169,7 +179,8 @@ class PrefixTree(TreeState):
             return 0
         self._tick += 1
         # The nodes' keys are the prefix's own as far as the tokens are the same: only new pages are hashed.
-        prefix.know(b"".join([node.chain for node, _ in walked])[: KEY_BYTES * at])
+        if not prefix.knows(at):
+            prefix.know(b"".join([node.chain for node, _ in walked])[: KEY_BYTES * at])
         path = self._path(prefix, walked, at, end, self._boundaries(offers), priority)
         # From the last node up: taking a run out of a lease moves only what lies behind it.
         plan = self._plan(path, offers, tier)
@@ -180,11 +191,12 @@ class PrefixTree(TreeState):
             if any(component == self.full for component, _, _ in mine):
                 self.on_change(node, tier, True)
         self._discard_empty(path)
-        held, unbroken = 0, True
+        held, unbroken, full, tick = 0, True, self.full, self._tick
         for node in path:
-            node.used, node.priority = self._tick, max(node.priority, priority)
-            unbroken = unbroken and self.full in node.parts[tier]
-            held += len(node) if unbroken else 0
+            node.used = tick
+            node.priority = max(node.priority, priority)
+            unbroken = unbroken and full in node.parts[tier]
+            held += node.pages if unbroken else 0
         return held
 
     def _boundaries(self, offers: Offers) -> set[int]:
@@ -200,27 +212,29 @@ class PrefixTree(TreeState):
         if end > at:
             parent = path[-1] if path else self._root(prefix.salt)
             raw = prefix.raw[at * prefix.page_bytes : end * prefix.page_bytes]
-            node = Node(raw, prefix.chain[at * KEY_BYTES : end * KEY_BYTES], parent, priority=priority)
-            node.used = node.created = self._tick
+            node = Node(raw, prefix.chain[at * KEY_BYTES : end * KEY_BYTES], parent, start=at, salt=prefix.salt)
+            node.used, node.created, node.priority = self._tick, self._tick, priority
             parent.children[raw[: prefix.page_bytes]] = node
+            self.list.append(node)
             path.append(node)
-        out, start, cuts = [], 0, sorted(boundaries)
+        out: list[Node] = []
+        cuts = sorted(boundaries, reverse=True)
         for node in path:
-            stop = start + len(node)
-            for cut in cuts:
-                if start < cut < stop:
-                    out.append(self._split(node, cut - start))
-                    start = cut
+            while cuts and cuts[-1] <= node.start:
+                cuts.pop()
+            while cuts and cuts[-1] < node.start + node.pages:
+                out.append(self._split(node, cuts.pop() - node.start))
             out.append(node)
-            start = stop
         return out
 
     def _plan(self, path: list[Node], offers: Offers, tier: Tier) -> list[tuple[Node, list[tuple[str, Offer, int]]]]:
         """Decide from the root down what each node takes: component, offer, and where in its lease."""
         taken: list[tuple[Node, list[tuple[str, Offer, int]]]] = []
-        start, unbroken = 0, True
+        unbroken, names = True, self._by_name.keys()
         for node in path:
-            stop = start + len(node)
+            if node.parts[tier].keys() == names:
+                continue
+            start, stop = node.start, node.start + node.pages
             mine: list[tuple[str, Offer, int]] = []
             full_here = self.full in node.parts[tier]
             for component in self.components:
@@ -239,7 +253,6 @@ class PrefixTree(TreeState):
             if mine:
                 taken.append((node, mine))
             unbroken = full_here or (self.write_back and tier is Tier.HOST)
-            start = stop
         return taken
 
     def _take(self, node: Node, name: str, tier: Tier, offer: Offer, where: int) -> None:
@@ -257,10 +270,12 @@ class PrefixTree(TreeState):
         """Hang a run of whole pages below `parent` (None: the root of `salt`), which has nothing that begins with its
         first page. It holds nothing yet: `attach` is to follow at once."""
         above = self._root(salt) if parent is None else parent
-        node = Node(raw, chain, above)
+        start = 0 if parent is None else parent.start + parent.pages
+        node = Node(raw, chain, above, start=start, salt=salt)
         node.used = node.created = used
         assert raw[: self._page_bytes] not in above.children, "what the tree has already is inserted, not grafted"
         above.children[raw[: self._page_bytes]] = node
+        self.list.append(node)
         return node
 
     def _root(self, salt: str) -> Node:
@@ -290,3 +305,19 @@ class PrefixTree(TreeState):
     def check(self) -> list[str]:
         """Recompute links, ownership, counts, queues and locks from scratch; returns what doesn't hold."""
         return check_tree(self)
+
+
+def _reach(accepted: Sequence[Level], least: Level) -> int:
+    """How many nodes there are up to the last that is accepted."""
+    for length in range(len(accepted), 0, -1):
+        if accepted[length - 1] >= least:
+            return length
+    return 0
+
+
+def _depth(walked: Sequence[tuple[Node, int]], length: int) -> int:
+    """Pages of the first `length` nodes, as far as they match."""
+    if not length:
+        return 0
+    node, pages = walked[length - 1]
+    return node.start + pages

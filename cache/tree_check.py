@@ -21,6 +21,10 @@ def check_tree(tree: PrefixTree) -> list[str]:
     found += _sizes(tree, nodes)
     found += _locks(tree, nodes)
     found += _queues(tree, nodes)
+    found += _busy(tree, nodes)
+    hosted = {id(part) for node in tree.list for part in node.parts[Tier.HOST].values()}
+    if any(id(part) not in hosted for part in tree.unstored):
+        found.append("tree: what is to be stored is no longer on the host")
     return found
 
 
@@ -47,25 +51,33 @@ def _node(tree: PrefixTree, node: Node) -> Iterator[str]:
 
 
 def _links(tree: PrefixTree) -> Iterator[str]:
-    stack = [(root, True) for root in tree.roots.values()] + [(top, False) for top in tree.condemned]
+    stack = [(root, True) for root in tree.roots.values()] + [(grave, False) for grave in tree.graves]
     size = 4 * tree.spec.page_tokens
-    for root in tree.roots.values():
-        if root.parent is not None or any(root.parts):
-            yield "tree: a root has a parent or state"
+    for salt, root in tree.roots.items():
+        if root.parent is not None or any(root.parts) or root.salt != salt:
+            yield "tree: a root has a parent, state or another's salt"
+        if not root.children:
+            yield f"tree: nothing is left under the salt {salt!r}"
+    linked = {id(node) for root in tree.roots.values() for child in root.children.values() for node in _below(child)}
+    if linked != {id(node) for node in tree.list} or len(tree.list) != len(linked):
+        yield f"tree: {len(linked)} nodes can be matched, {len(tree.list)} are in the list of them"
     while stack:
         node, live = stack.pop()
         below = [0, 0]
         for first, child in node.children.items():
             stack.append((child, live))
-            if child.parent is not node or child.raw[:size] != first:
+            if child.parent is not node or child.raw[:size] != first or child.linked is not live:
                 yield f"tree node of {len(node)} pages: a child is linked wrongly"
+            place = child.start if node.parent is None and not live else node.start + node.pages
+            if child.start != place or child.salt != node.salt:
+                yield f"tree node of {len(node)} pages: a child says that it is elsewhere"
             for tier in IN_TREE:
                 below[tier] += tree.full in child.parts[tier]
                 strict = tier is Tier.DEVICE or not tree.write_back
                 inside = live and node.parent is not None
                 if strict and inside and tree.full in child.parts[tier] and tree.full not in node.parts[tier]:
                     yield f"tree node of {len(node)} pages: a child is on {tier.name.lower()} and it isn't"
-        if live and below != node.below:
+        if below != node.below:
             yield f"tree node of {len(node)} pages: {below} children in the tiers, it counts {node.below}"
         if live and node.parent is not None and not any(node.parts):
             yield f"tree node of {len(node)} pages: it is in no tier"
@@ -103,12 +115,35 @@ def _locks(tree: PrefixTree, nodes: list[Node]) -> Iterator[str]:
 def _queues(tree: PrefixTree, nodes: list[Node]) -> Iterator[str]:
     queued = {id(p) for queue in tree.queues.values() for p in queue.parts()}
     condemned = {id(n) for top in tree.condemned for n in _below(top)}
+    parts = {id(part) for part in _parts(nodes)}
+    for (tier, name), queue in tree.queues.items():
+        where = f"tree: the queue of {name} on {tier.name.lower()}"
+        yield from (f"{where}: {line}" for line in queue.check())
+        strangers = sum(id(part) not in parts for part in queue.parts())
+        if strangers:
+            yield f"{where} holds {strangers} parts that have left the tree"
     for part in _parts(nodes):
         if part.queued != (id(part) in queued):
             yield f"tree: {part.component} of {len(part)}: it is queued or not, and says otherwise"
         whole = id(part.node) not in condemned and tree.full in part.node.parts[part.tier]
         if whole and tree.may_go(part) and not part.queued:
             yield f"tree: {part.component} of {len(part)} on {part.tier.name.lower()} may go and isn't queued"
+
+
+def _busy(tree: PrefixTree, nodes: list[Node]) -> Iterator[str]:
+    """What a tree that is written back counts of locks in and below each node."""
+    tops = [*tree.roots.values(), *tree.graves]
+    own: dict[int, int] = {}
+    # Whether anything is locked in a node or below it: of children before their parents.
+    inside: dict[int, bool] = {}
+    for node in reversed([*tops, *nodes]):
+        own[id(node)] = sum(bool(p.locks) for parts in node.parts for p in parts.values())
+        inside[id(node)] = bool(own[id(node)]) or any(inside[id(child)] for child in node.children.values())
+    for node in (*tops, *nodes):
+        below = sum(inside[id(child)] for child in node.children.values())
+        wanted = (own[id(node)], below) if tree.write_back else (0, 0)
+        if (node.busy, node.busy_below) != wanted:
+            yield f"tree node of {len(node)} pages: {wanted} are locked in and below it, it counts otherwise"
 
 
 def _below(top: Node) -> Iterator[Node]:

@@ -7,17 +7,24 @@ recomputed from scratch by `check`.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from itertools import groupby
+from operator import attrgetter
 
 from cache.components import Component, components_of
 from cache.eviction import POLICIES, Policy, Queue
 from cache.leases import Lease
-from cache.nodes import IN_TREE, Lock, Node, Part, Tier
+from cache.nodes import IN_TREE, Lock, Node, NodeList, Part, Tier
 from cache.prefix import KEY_BYTES
 from cache.registry import PoolSetSpec
 
 Spill = Callable[[Node], bool]
 """Asked before a node that is on the device alone would go; True: it is being written elsewhere, leave it."""
+
+
+Rest = tuple[int, float]
+"""How often storage has not taken a part, and the time before which it isn't asked again."""
+_KEY = attrgetter("tier", "component")
 
 
 class TreeState:
@@ -29,8 +36,11 @@ class TreeState:
         self.full = self.components[0].name
         self.write_back = write_back
         self.roots: dict[str, Node] = {}
+        self.list = NodeList()
+        """Every node that can be matched: neither the roots nor what was condemned."""
         self.locked: set[Lock] = set()
-        self.condemned: list[Node] = []
+        self._graves: dict[Node, None] = {}
+        """What stands above nodes that were condemned and that somebody locks still, in the place of their parents."""
         self.queues = {(t, c.name): Queue(policy) for t in IN_TREE for c in self.components}
         self.sizes = dict.fromkeys(self.queues, 0)
         """Pages (or slots) held, by tier and component."""
@@ -41,6 +51,11 @@ class TreeState:
         when it was condemned, whether or not it is locked still. Splits change nothing and aren't told."""
         self.on_part: Callable[[Part, bool], None] = lambda part, there: None
         """Told of every part of every tier that was hung on a node (True), and of each that was condemned (False)."""
+        self.unstored: dict[Part, Rest] = {}
+        """Parts on the host of which storage is to have more than it is known to have, oldest first."""
+        self.missed = 0
+        """Pages (or slots) that left the host before storage had them."""
+        self._silent = self.on_change
         self._by_name = {c.name: c for c in self.components}
         self._tick = 0
         self._version = 0
@@ -53,25 +68,15 @@ class TreeState:
 
     def linked(self, node: Node) -> bool:
         """Whether `node` can be matched: it hangs on a root, and nothing above it was condemned."""
-        while node.parent is not None:
-            if node.parent.children.get(node.raw[: self._page_bytes]) is not node:
-                return False
-            node = node.parent
-        return True
+        return node.linked
 
     def salt(self, node: Node) -> str:
         """Under which salt it was inserted."""
-        while node.parent is not None:
-            node = node.parent
         return node.salt
 
     def start(self, node: Node) -> int:
         """The page number of its first page."""
-        pages = 0
-        while node.parent is not None:
-            node = node.parent
-            pages += len(node)
-        return pages
+        return node.start
 
     def nodes(self) -> Iterator[Node]:
         """Every node but the roots, condemned ones included."""
@@ -81,46 +86,75 @@ class TreeState:
         for top in self.condemned:
             yield from subtree(top)
 
+    @property
+    def condemned(self) -> list[Node]:
+        """The uppermost of the nodes that were condemned and aren't gone yet."""
+        return [top for grave in self._graves for top in grave.children.values()]
+
+    @property
+    def graves(self) -> list[Node]:
+        return list(self._graves)
+
     # ------------------------------------------------------------ locks
 
-    def keep(self, parts: Sequence[Part], owner: str) -> Lock:
+    def keep(self, parts: Iterable[Part], owner: str) -> Lock:
         """Lock exactly these parts: for moves, which must not lose what they read or write."""
         self._number += 1
         lock = Lock(self._number, owner, [])
         self.locked.add(lock)
-        for part in parts:
-            self.add(lock, part)
+        self._add(lock, parts)
         return lock
 
     def add(self, lock: Lock, part: Part) -> None:
         """Keep `part` too, once: it was loaded for whom the lock is."""
-        if lock in part.locks:
-            return
-        if lock in part.locks:
-            return
-        if not part.locks:
-            self.protected[part.tier, part.component] += len(part)
-        part.locks.add(lock)
-        lock.parts.append(part)
-        if len(part.node.parts[part.tier]) > 1:
-            # Where full state is kept, the rest of the node may go alone.
-            self._queue(part.node, part.tier)
+        self._add(lock, (part,))
+
+    def _add(self, lock: Lock, parts: Iterable[Part]) -> None:
+        mine, write_back = lock.parts, self.write_back
+        fresh: list[Part] = []
+        for part in parts:
+            locks = part.locks
+            if lock in locks:
+                continue
+            if not locks:
+                fresh.append(part)
+                if write_back:
+                    _occupy(part.node)
+            locks.add(lock)
+            mine.append(part)
+            if len(part.node.parts[part.tier]) > 1:
+                # Where full state is kept, the rest of the node may go alone.
+                self._queue(part.node, part.tier)
+        self._protect(fresh, 1)
 
     def unlock(self, lock: Lock) -> None:
         """Give back what `lock` keeps. Idempotent."""
         if lock not in self.locked:
             return
         self.locked.remove(lock)
+        write_back = self.write_back
+        free: list[Part] = []
         for part in lock.parts:
             part.locks.discard(lock)
             if not part.locks:
-                self.protected[part.tier, part.component] -= len(part)
+                free.append(part)
+                if write_back:
+                    self._vacate(part.node)
+        self._protect(free, -1)
         for part in lock.parts:
-            self._queue(part.node, part.tier)
-            if self.write_back:
-                self._queue_above(part.node)
+            node, tier = part.node, part.tier
+            if len(node.parts[tier]) > 1 or not node.below[tier]:
+                self._queue(node, tier)
+                self._refresh(node, tier)
+        gone = [part.node for part in lock.parts if not part.node.linked] if self._graves else ()
         lock.parts.clear()
-        self.condemned = [node for node in self.condemned if not self._bury(node)]
+        for node in gone:
+            self._bury(node)
+
+    def _protect(self, parts: Sequence[Part], sign: int) -> None:
+        """Count these as locked, or as locked no more."""
+        for (tier, component), run in groupby(parts, _KEY):
+            self.protected[tier, component] += sign * sum([part.lease.count for part in run])
 
     @property
     def locks(self) -> int:
@@ -139,7 +173,7 @@ class TreeState:
         assert name not in node.parts[tier], f"{name} is there already"
         self._version += 1
         part = node.parts[tier][name] = Part(node, name, tier, lease, digests)
-        self.sizes[tier, name] += len(lease)
+        self.sizes[tier, name] += lease.count
         if name == self.full:
             assert node.parent is not None
             node.parent.below[tier] += 1
@@ -156,54 +190,102 @@ class TreeState:
         if part.component == self.full:
             parent = node.parent
             assert parent is not None
-            if parent.children.get(node.raw[: self._page_bytes]) is node:
-                parent.below[tier] -= 1
-                self._queue(parent, tier)
+            parent.below[tier] -= 1
+            self._queue(parent, tier)
             # What was condemned is told as gone by then, and the same pages may have come anew since.
-            if not self.condemned or self.linked(node):
+            if node.linked:
                 self.on_change(node, tier, False)
         del node.parts[tier][part.component]
-        self.sizes[tier, part.component] -= len(part)
+        self.queues[tier, part.component].forget(part)
+        if self.unstored.pop(part, None) is not None:
+            self.missed += part.lease.count - part.stored
+        self.sizes[tier, part.component] -= part.lease.count
         part.lease.release()
 
     def _split(self, node: Node, pages: int) -> Node:
         """Cut `node` after `pages`; returns the new upper half. The lower half stays the object it was."""
-        parent, size = node.parent, pages * self._page_bytes
+        parent, page_bytes = node.parent, self._page_bytes
         assert parent is not None
         self._version += 1
-        upper = Node(node.raw[:size], node.chain[: pages * KEY_BYTES], parent)
-        upper.used, upper.created, upper.hits, upper.priority = node.used, node.created, node.hits, node.priority
-        upper.children[node.raw[size : size + self._page_bytes]] = node
-        if parent.children.get(node.raw[: self._page_bytes]) is node:
-            parent.children[node.raw[: self._page_bytes]] = upper
-        else:
-            self.condemned[self.condemned.index(node)] = upper
-        node.raw, node.chain, node.parent = node.raw[size:], node.chain[pages * KEY_BYTES :], upper
+        raw, chain = node.raw, node.chain
+        upper = Node(raw[: pages * page_bytes], chain[: pages * KEY_BYTES], parent, start=node.start, salt=node.salt)
+        _like(upper, node)
+        parent.children[node.first(page_bytes)] = upper
+        node.drop_head(pages, page_bytes)
+        node.parent = upper
+        upper.children[node.first(page_bytes)] = node
         for tier in IN_TREE:
-            for component in self.components:
-                part = node.parts[tier].get(component.name)
-                head = None if part is None else component.split(part, upper, pages)
-                if part is None or head is None:
+            for part in list(node.parts[tier].values()):
+                head = self._by_name[part.component].split(part, upper, pages)
+                if head is None:
                     continue
-                upper.parts[tier][component.name] = head
+                upper.parts[tier][part.component] = head
+                upper.busy += bool(self.write_back and head.locks)
                 for lock in part.locks:
                     lock.parts.insert(lock.parts.index(part), head)
+                if part in self.unstored:
+                    self.unstored[head] = self.unstored[part]
             upper.below[tier] = int(self.full in node.parts[tier])
+        upper.busy_below = int(bool(node.busy or node.busy_below))
+        if node.linked:
+            self.list.append(upper)
+        upper.linked = node.linked
         for tier in IN_TREE:
             self._queue(upper, tier)
             self._queue(node, tier)
         return upper
+
+    def _split_end(self, node: Node, pages: int) -> Node:
+        """Cut `node` after `pages`; returns the new lower half, and costs what that has."""
+        page_bytes = self._page_bytes
+        self._version += 1
+        raw, chain = node.end(pages, page_bytes)
+        lower = Node(raw, chain, node, start=node.start + pages, salt=node.salt)
+        _like(lower, node)
+        lower.children, lower.below, lower.busy_below = node.children, node.below, node.busy_below
+        for child in lower.children.values():
+            child.parent = lower
+        node.children, node.below = {lower.first(page_bytes): lower}, [0, 0]
+        node.cut(pages)
+        for tier in IN_TREE:
+            for part in list(node.parts[tier].values()):
+                end = self._by_name[part.component].split_end(part, lower, pages)
+                if end is None:
+                    lower.parts[tier][part.component] = part
+                    part.node = lower
+                    del node.parts[tier][part.component]
+                    continue
+                lower.parts[tier][part.component] = end
+                for lock in part.locks:
+                    lock.parts.insert(lock.parts.index(part) + 1, end)
+                if part in self.unstored:
+                    self.unstored[end] = self.unstored[part]
+            node.below[tier] = int(self.full in lower.parts[tier])
+        if self.write_back:
+            node.busy, lower.busy = _busy(node), _busy(lower)
+            node.busy_below = int(bool(lower.busy or lower.busy_below))
+        if node.linked:
+            self.list.append(lower)
+        lower.linked = node.linked
+        for tier in IN_TREE:
+            self._queue(node, tier)
+            self._queue(lower, tier)
+        return lower
 
     @property
     def _page_bytes(self) -> int:
         return 4 * self.spec.page_tokens
 
     def _unlink(self, node: Node) -> None:
-        parent = node.parent
-        if parent is not None and parent.children.get(node.raw[: self._page_bytes]) is node:
-            del parent.children[node.raw[: self._page_bytes]]
-            if parent.parent is None and not parent.children:
-                self.roots = {salt: root for salt, root in self.roots.items() if root.children}
+        parent, first = node.parent, node.first(self._page_bytes)
+        if parent is None or parent.children.get(first) is not node:
+            return
+        del parent.children[first]
+        if node.linked:
+            node.linked = False
+            self.list.remove(node)
+        if not parent.children and self.roots.get(parent.salt) is parent:
+            del self.roots[parent.salt]
 
     # ------------------------------------------------------------ eviction
 
@@ -232,7 +314,9 @@ class TreeState:
                 continue
             spare = len(node) - (count - freed)
             if spare > 0 and component == self.full and not self._has_point(node):
-                self._queue(self._split(node, spare), tier)
+                freed += self._drop_end(node, tier, spare)
+                self._queue(node, tier)
+                continue
             freed += len(part)
             self._drop_leaf(node, tier)
         for part in spared:
@@ -245,7 +329,7 @@ class TreeState:
 
     def may_go(self, part: Part) -> bool:
         """Whether `part` is held by its node, and either it or its whole leaf is nobody's."""
-        if not part.live or part.locks:
+        if part.locks or not part.live:
             return False
         return self._alone(part) or (self._leaf(part.node, part.tier) and self._free(part.node, part.tier))
 
@@ -260,29 +344,62 @@ class TreeState:
         return not node.below[tier]
 
     def _free(self, node: Node, tier: Tier) -> bool:
-        """Whether no lock keeps anything of it there, nor of what would go with it."""
-        if any(p.locks for p in node.parts[tier].values()):
-            return False
-        orphans = node.children if tier is Tier.DEVICE and self.full not in node.parts[Tier.HOST] else {}
-        return not any(
-            p.locks for top in orphans.values() for n in subtree(top) for t in IN_TREE for p in n.parts[t].values()
-        )
+        """Whether no lock keeps anything of it there, nor of what would go with it: a node that is on the device alone
+        takes along what hangs below it."""
+        for part in node.parts[tier].values():
+            if part.locks:
+                return False
+        return not node.busy_below or tier is Tier.HOST or self.full in node.parts[Tier.HOST]
+
+    def _vacate(self, node: Node | None) -> None:
+        """One part less of it is locked. What takes what is below it along has waited for that to be nobody's."""
+        assert node is not None
+        node.busy -= 1
+        idle = not (node.busy or node.busy_below)
+        while idle and (node := node.parent) is not None:
+            node.busy_below -= 1
+            if not node.busy_below:
+                self._queue(node, Tier.DEVICE)
+            idle = not (node.busy or node.busy_below)
 
     def _has_point(self, node: Node) -> bool:
         return any(self._by_name[name].point for parts in node.parts for name in parts)
 
     def _queue(self, node: Node, tier: Tier) -> None:
         """Let what may go of a node be found by `evict`."""
-        for part in node.parts[tier].values():
-            if not part.queued and self.may_go(part):
+        parts = node.parts[tier]
+        if len(parts) == 1 and node.below[tier]:
+            return  # Its full state, which something is built on.
+        for part in parts.values():
+            if part.entry is None and self.may_go(part):
                 self.queues[tier, part.component].push(part)
 
-    def _queue_above(self, node: Node) -> None:
-        """A node that is on the device alone takes what hangs below it along, so it waits for that to be nobody's."""
-        above = node
-        while above.parent is not None and above.parent.parent is not None:
-            above = above.parent
-            self._queue(above, Tier.DEVICE)
+    def _refresh(self, node: Node, tier: Tier) -> None:
+        """It was used, and goes later than its places in the queues say."""
+        for part in node.parts[tier].values():
+            if part.entry is not None:
+                self.queues[tier, part.component].refresh(part)
+
+    def _drop_end(self, node: Node, tier: Tier, pages: int) -> int:
+        """Take all but the first `pages` pages of a leaf out of `tier`; returns how many those were."""
+        other = node.parts[Tier.HOST if tier is Tier.DEVICE else Tier.DEVICE]
+        count = node.pages - pages
+        if other:
+            self._drop_leaf(self._split_end(node, pages), tier)
+            return count
+        for child in list(node.children.values()):
+            self._drop_subtree(child)
+        self._version += 1
+        if self.on_change is not self._silent and node.linked:
+            raw, chain = node.end(pages, self._page_bytes)
+            self.on_change(Node(raw, chain, node, start=node.start + pages, salt=node.salt), tier, False)
+        for part in node.parts[tier].values():
+            self.sizes[tier, part.component] -= count
+            if part in self.unstored:
+                self.missed += part.lease.count - max(part.stored, pages)
+            part.cut(pages)
+        node.cut(pages)
+        return count
 
     def _drop_leaf(self, node: Node, tier: Tier) -> None:
         """Take everything of a leaf out of `tier`, and the node with it if it is nowhere else."""
@@ -304,23 +421,43 @@ class TreeState:
 
     def condemn_node(self, node: Node) -> int:
         """`condemn` from the first page of `node` on; nothing happens when it is condemned already."""
-        parent, first = node.parent, node.raw[: self._page_bytes]
-        if not self.linked(node) or parent is None:
+        parent, first = node.parent, node.first(self._page_bytes)
+        if not node.linked or parent is None:
             return 0
         self._version += 1
-        for gone in reversed(list(subtree(node))):
+        count = 0
+        nodes = list(subtree(node))
+        for gone in reversed(nodes):
+            count += gone.pages
             for tier in IN_TREE:
                 if self.full in gone.parts[tier]:
                     self.on_change(gone, tier, False)
                 for part in gone.parts[tier].values():
                     self.on_part(part, False)
+                    self.unstored.pop(part, None)
+            gone.linked = False
+            self.list.remove(gone)
+        grave = Node(b"", b"", None, start=node.start, salt=node.salt)
+        grave.linked = False
+        grave.children[first], node.parent = node, grave
+        self._graves[grave] = None
         del parent.children[first]
         for tier in IN_TREE:
-            parent.below[tier] -= int(self.full in node.parts[tier])
+            there = int(self.full in node.parts[tier])
+            grave.below[tier] += there
+            parent.below[tier] -= there
+        if node.busy or node.busy_below:
+            grave.busy_below = 1
+            # As if the parent had been locked in its place, and isn't any more.
+            parent.busy += 1
+            parent.busy_below -= 1
+            self._vacate(parent)
+        for tier in IN_TREE:
             self._queue(parent, tier)
-        count = sum(map(len, subtree(node)))
-        self.condemned.append(node)
-        self.condemned = [n for n in self.condemned if not self._bury(n)]
+        if not parent.children and self.roots.get(parent.salt) is parent:
+            del self.roots[parent.salt]
+        for gone in reversed(nodes):
+            self._bury(gone)
         return count
 
     def clear(self) -> int:
@@ -330,16 +467,36 @@ class TreeState:
             count += sum(self.condemn_node(child) for child in list(root.children.values()))
         return count
 
-    def _bury(self, top: Node) -> bool:
-        """Free what nobody locks of a condemned node and below; whether that was all."""
-        for node in reversed(list(subtree(top))):
-            for tier in IN_TREE:
-                if not any(p.locks for p in node.parts[tier].values()):
-                    for part in list(node.parts[tier].values()):
-                        self._detach(part)
-            if not node.children and not any(node.parts) and node is not top:
-                self._unlink(node)
-        return not top.children and not any(top.parts)
+    def _bury(self, node: Node) -> None:
+        """Free what nobody locks of a condemned node, and the node with what is above it where nothing is left."""
+        for tier in IN_TREE:
+            if not any(p.locks for p in node.parts[tier].values()):
+                for part in list(node.parts[tier].values()):
+                    self._detach(part)
+        while not node.children and not any(node.parts) and node.parent is not None:
+            self._unlink(node)
+            node = node.parent
+        if node.parent is None and not node.children:
+            self._graves.pop(node, None)
+
+
+def _like(half: Node, node: Node) -> None:
+    """Two halves were used alike."""
+    half.used, half.created, half.hits, half.priority = node.used, node.created, node.hits, node.priority
+
+
+def _busy(node: Node) -> int:
+    return sum(bool(part.locks) for parts in node.parts for part in parts.values())
+
+
+def _occupy(node: Node | None) -> None:
+    """One part more of it is locked."""
+    assert node is not None
+    node.busy += 1
+    fresh = node.busy == 1 and not node.busy_below
+    while fresh and (node := node.parent) is not None:
+        node.busy_below += 1
+        fresh = node.busy_below == 1 and not node.busy
 
 
 def subtree(top: Node) -> Iterator[Node]:

@@ -14,22 +14,44 @@ import secrets
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import ray
 from ray.util.placement_group import placement_group, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from cluster.arena_process import Agents, NoAgents
-from cluster.launcher import Ended
+from cluster.controller import NodePlace
+from cluster.launcher import Ended, Placed
 from cluster.procs import kill_process
 from cluster.terminated import TERMINATED
 from cluster.worker_process import BuildWorker, WorkerPlan, exit_file, node_name, process_mark, run_worker
+from contracts.clock import Clock, SystemClock
 from contracts.ids import Incarnation, Role, WorkerName
 
 log = logging.getLogger("twinpool.actors")
 
+NODE_LABEL = "ray.io/node-id"
+LOOK_S = 2.0
+"""Between two looks for nodes that have joined or gone."""
+GET_TIMEOUT_S = 10.0
+"""What has been computed is fetched within this time, or counts as lost."""
 RESOURCES = {Role.PREFILL: "twinpool_prefill", Role.DECODE: "twinpool_decode"}
+
+
+def has_places(resources: Mapping[str, float]) -> bool:
+    """Whether a node with these Ray resources takes workers of any role."""
+    return any(resources.get(name, 0) > 0 for name in RESOURCES.values())
+
+
+class Where(NamedTuple):
+    """Where an actor runs; empty where it has not told and won't."""
+
+    pid: int = 0
+    started: int = 0
+    """The process's start time."""
+    node: str = ""
+    node_id: str = ""
 
 
 class WorkerActor:
@@ -40,13 +62,13 @@ class WorkerActor:
         self._build = build
         TERMINATED.listen()
 
-    def where(self) -> tuple[int, int, str]:
-        """(pid, start time, node)."""
-        return (*process_mark(), node_name())
+    def where(self) -> Where:
+        """Its process and its node."""
+        return Where(*process_mark(), node_name(), ray.get_runtime_context().get_node_id())
 
     def run(self) -> None:
         """Serve until the end; the process exits with it."""
-        plan = dataclasses.replace(self._plan, node_id=ray.get_runtime_context().get_node_id())
+        plan = self._plan.on(ray.get_runtime_context().get_node_id())
         if not plan.host:
             plan = dataclasses.replace(plan, host=ray.util.get_node_ip_address())
         if plan.rank:
@@ -61,7 +83,7 @@ class _Follower:
     rank: int
     handle: Any
     where: Any
-    pid: tuple[int, int, str] | None = None
+    at: Where | None = None
 
 
 @dataclass(slots=True)
@@ -70,7 +92,7 @@ class _Running:
     handle: Any
     run: Any
     where: Any
-    pid: tuple[int, int, str] | None = None
+    at: Where | None = None
     followers: Mapping[Any, _Follower] = field(default_factory=dict)
     """The other ranks by the end of their run."""
     why: str = ""
@@ -82,20 +104,42 @@ class _Running:
 class RayLauncher:
     """A `Launcher` over a Ray cluster that this process has joined."""
 
-    def __init__(self, build: BuildWorker, agents: Agents | None = None) -> None:
-        self._build, self._agents = build, agents or NoAgents()
+    def __init__(self, build: BuildWorker, agents: Agents | None = None, clock: Clock | None = None) -> None:
+        self._build, self._agents, self._clock = build, agents or NoAgents(), clock or SystemClock()
+        self._nodes: tuple[NodePlace, ...] = ()
+        self._look_at = self._clock.now()
+        self._placed: list[Placed] = []
         # Once: Ray keeps what it has exported of each of these for ever, and workers are started again all the time.
         self._class = ray.remote(WorkerActor)
         self._running: dict[Any, _Running] = {}
 
-    def start(self, plan: WorkerPlan) -> None:
+    def nodes(self) -> tuple[NodePlace, ...]:
+        if self._clock.now() >= self._look_at:
+            self._look_at = self._clock.now() + LOOK_S
+            try:
+                alive = [node for node in ray.nodes() if node["Alive"] and has_places(node["Resources"])]
+            except Exception as error:  # Ray's own, of many kinds; who watches Ray itself says when it is gone
+                log.warning("Ray doesn't tell its nodes: %s", error)
+            else:
+                self._nodes = tuple(NodePlace(node["NodeID"], node["NodeManagerHostname"]) for node in alive)
+        return self._nodes
+
+    def placed(self) -> list[Placed]:
+        placed, self._placed = self._placed, []
+        return placed
+
+    def start(self, plan: WorkerPlan, avoid: tuple[str, ...] = ()) -> None:
         size = plan.config.tp_for(plan.role)
         group = None
+        elsewhere = self._elsewhere(plan, avoid)
         if size > 1:
             # All ranks on one node, which has a place for each, or none anywhere.
-            group = placement_group([{RESOURCES[plan.role]: 1} for _ in range(size)], strategy="STRICT_PACK")
+            labels = {"bundle_label_selector": [elsewhere] * size} if elsewhere else {}
+            bundles = [{RESOURCES[plan.role]: 1.0} for _ in range(size)]
+            group = placement_group(bundles, strategy="STRICT_PACK", **labels)
             plan = dataclasses.replace(plan, meeting=secrets.token_hex(32))
-        leader, *followers = [self._actor(dataclasses.replace(plan, rank=rank), group) for rank in range(size)]
+        ranks = [dataclasses.replace(plan, rank=rank) for rank in range(size)]
+        leader, *followers = [self._actor(rank, group, elsewhere) for rank in ranks]
         runs = {
             handle.run.remote(): _Follower(rank, handle, handle.where.remote())
             for rank, handle in enumerate(followers, 1)
@@ -103,11 +147,23 @@ class RayLauncher:
         running = _Running(plan, leader, leader.run.remote(), leader.where.remote(), followers=runs, group=group)
         self._running[running.run] = running
 
-    def _actor(self, plan: WorkerPlan, group: Any) -> Any:
+    def _elsewhere(self, plan: WorkerPlan, avoid: tuple[str, ...]) -> dict[str, str]:
+        """A label selector for all nodes but those, and those that the plan doesn't know; Ray gives each node a label
+        with its id."""
+        ids = [
+            node.node_id
+            for node in self.nodes()
+            if any(node.named(name) for name in avoid) or (plan.by_node and node.node_id not in plan.by_node)
+        ]
+        return {NODE_LABEL: f"!in({','.join(ids)})"} if ids else {}
+
+    def _actor(self, plan: WorkerPlan, group: Any, elsewhere: dict[str, str]) -> Any:
         """The actor of one rank, not yet running."""
-        placed = {}
+        placed: dict[str, Any] = {}
         if group is not None:
             placed["scheduling_strategy"] = PlacementGroupSchedulingStrategy(group, plan.rank)
+        elif elsewhere:
+            placed["label_selector"] = elsewhere
         actor = self._class.options(
             num_cpus=0,
             resources={RESOURCES[plan.role]: 1},
@@ -128,10 +184,10 @@ class RayLauncher:
         self._agents.forget(name, before)
 
     def ended(self, timeout_s: float) -> list[Ended]:
-        waiting = [*self._running, *(r.where for r in self._running.values() if r.pid is None)]
+        waiting = [*self._running, *(r.where for r in self._running.values() if r.at is None)]
         for running in self._running.values():
             waiting += [run for run in running.followers if not running.why]
-            waiting += [follower.where for follower in running.followers.values() if follower.pid is None]
+            waiting += [follower.where for follower in running.followers.values() if follower.at is None]
         if not waiting:
             return []
         done, _ = ray.wait(waiting, num_returns=1, timeout=timeout_s, fetch_local=False)
@@ -164,11 +220,15 @@ class RayLauncher:
             for process in processes:
                 if process.where == ref:
                     try:
-                        process.pid = ray.get(ref)
+                        process.at = at = Where(*ray.get(ref, timeout=GET_TIMEOUT_S))
                     except ray.exceptions.RayError as error:
                         # Its `run` ends with the same cause and is what gets reported.
                         log.info("%s has not told its pid: %s", running.plan.name, error)
-                        process.pid = (0, 0, "")
+                        process.at = Where()
+                        continue
+                    if process is running:
+                        plan, node = running.plan, NodePlace(at.node_id, at.node)
+                        self._placed.append(Placed(plan.name, plan.incarnation, node))
 
     def _kill(self, running: _Running) -> None:
         _end(running)
@@ -182,8 +242,8 @@ class RayLauncher:
 
 def _end(process: _Running | _Follower) -> None:
     # Ray asks the process to end, which one that is stopped or stuck can't; so kill it here where we can.
-    if process.pid is not None and process.pid[2] == node_name():
-        kill_process(process.pid[0], process.pid[1])
+    if process.at is not None and process.at.node == node_name():
+        kill_process(process.at.pid, process.at.started)
     ray.kill(process.handle, no_restart=True)
 
 
@@ -207,13 +267,13 @@ def _reason(running: _Running, ref: Any) -> str:
         words.unlink(missing_ok=True)
         return text
     try:
-        ray.get(ref)
+        ray.get(ref, timeout=GET_TIMEOUT_S)
     except ray.exceptions.RayTaskError as error:
         return str(error.cause)
     except ray.exceptions.ActorUnschedulableError:
         return f"no node has the resource {RESOURCES[plan.role]}"
     except ray.exceptions.RayError:
-        node = running.pid[2] if running.pid is not None else ""
+        node = running.at.node if running.at is not None else ""
         if node not in ("", node_name()):
             return f"its process on {node} has ended, see {plan.logs / plan.name}.log there"
         crash = _crash_line(plan.logs / f"{plan.name}.log")

@@ -21,12 +21,16 @@ POLL_S = 0.2
 SAY_EVERY_S = 5.0
 STATUS_KEYS = (
     "name", "role", "state", "pid", "node", "incarnation", "running", "waiting", "pages_total", "pages_free",
-    "counters", "stalled_s", "breaker",
+    "counters", "stalled_s", "last_end", "breaker", "node_id", "cordoned",
 )  # fmt: skip
 
 
 class NoCluster(TwinpoolError):
     """Raised when there is no router to talk to."""
+
+
+class RouterAway(NoCluster):
+    """Raised when a router doesn't answer that may be back soon: it broke off, or has only just started."""
 
 
 class Refused(TwinpoolError):
@@ -45,6 +49,8 @@ class Operator:
         self._url = url.rstrip("/")
         self.clock = clock
         self.sleep = sleep
+        self._heard = False
+        """Whether a router has answered there: then one that doesn't is on its way back."""
 
     @classmethod
     def find(cls, url: str | None) -> Operator:
@@ -65,10 +71,11 @@ class Operator:
         """``{"ok", "workers": [{"name", "checked", "violations"}]}``."""
         return self.call("POST", "/cluster/check")
 
-    def undrain(self, worker: str) -> list[str]:
-        """Returns the names of the workers that admit again."""
-        answer = self.call("POST", f"/cluster/undrain/{urllib.parse.quote(worker, safe='')}")
-        return [row["name"] for row in answer.get("workers", [])] or [worker]
+    def undrain(self, target: str) -> list[dict[str, Any]]:
+        """Returns a row for each worker concerned, with its ``outcome``."""
+        answer = self.call("POST", f"/cluster/undrain/{urllib.parse.quote(target, safe='')}")
+        rows: list[dict[str, Any]] = answer.get("workers", [])
+        return rows
 
     def rows(self) -> list[dict[str, Any]]:
         rows: list[dict[str, Any]] = self.call("GET", "/cluster/status")["workers"]
@@ -85,24 +92,30 @@ class Operator:
         try:
             with opener.open(request, timeout=TIMEOUT_S) as response:
                 answer: dict[str, Any] = json.loads(response.read())
+                self._heard = True
                 return answer
         except urllib.error.HTTPError as error:
-            if message := _message(error.read()):
+            message, code = _message(error.read())
+            if code == "starting":
+                raise RouterAway(f"the router at {self._url} has only just started: {message}") from None
+            if message:
                 raise Refused(message) from None
             raise NoCluster(f"what answers at {self._url} is not a Twinpool router ({error.code})") from None
         except (OSError, http.client.HTTPException) as error:
             reason = getattr(error, "reason", error)
-            raise NoCluster(f"no router answers at {self._url} ({reason})") from None
+            away = RouterAway if self._heard or not isinstance(reason, ConnectionRefusedError) else NoCluster
+            raise away(f"no router answers at {self._url} ({reason})") from None
         except ValueError:
             raise NoCluster(f"what answers at {self._url} is not a Twinpool router") from None
 
 
-def _message(body: bytes) -> str:
-    """The router's reason; empty when the body isn't a router's."""
+def _message(body: bytes) -> tuple[str, str]:
+    """The router's reason and its code; empty when the body isn't a router's."""
     try:
-        return str(json.loads(body)["error"]["message"])
-    except (ValueError, KeyError, TypeError):
-        return ""
+        error = json.loads(body)["error"]
+        return str(error["message"]), str(error.get("code"))
+    except (ValueError, KeyError, TypeError, AttributeError):
+        return "", ""
 
 
 _COLOURS = {"ready": "green", "starting": "cyan", "draining": "yellow", "left": "dim", "dead": "red"}
@@ -132,6 +145,8 @@ def _troubles(row: Mapping[str, Any]) -> list[str]:
     found = []
     if row.get("stalled_s"):
         found.append(f", no progress for {row['stalled_s']:.0f} s")
+    if row.get("last_end"):
+        found.append(f", last ended: {row['last_end']}")
     if row.get("breaker", "closed") != "closed":
         found.append(f", breaker {row['breaker']}")
     if retracted := (row.get("counters") or {}).get("retracted"):

@@ -10,7 +10,7 @@ from typing import Any
 import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from cluster.actors import RESOURCES
+from cluster.actors import has_places
 from cluster.arena import forget
 from cluster.arena_agent import Agent
 from cluster.procs import die_with_parent
@@ -51,7 +51,7 @@ class RayAgents:
         if self._clock.now() < self._next:
             return []
         self._next = self._clock.now() + LOOK_S
-        able = {node["NodeID"] for node in ray.nodes() if node["Alive"] and _has_places(node["Resources"])}
+        able = {node["NodeID"] for node in ray.nodes() if node["Alive"] and has_places(node["Resources"])}
         for gone in self._actors.keys() - able:
             del self._actors[gone]
         for node in able - self._actors.keys():
@@ -76,7 +76,3 @@ class RayAgents:
         for actor in self._actors.values():
             ray.kill(actor, no_restart=True)
         self._actors.clear()
-
-
-def _has_places(resources: dict[str, float]) -> bool:
-    return any(resources.get(name, 0) > 0 for name in RESOURCES.values())

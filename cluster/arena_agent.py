@@ -58,11 +58,18 @@ class _Segment:
 
     @property
     def free(self) -> bool:
-        return bool(select.select([self.owner], [], [], 0)[0])
+        return _readable(self.owner)
 
     def close(self) -> None:
         os.close(self.fd)
         os.close(self.owner)
+
+
+def _readable(fd: int) -> bool:
+    """Whether there is something to read now. By poll: select fails for descriptors from 1024 on."""
+    poller = select.poll()
+    poller.register(fd, select.POLLIN)
+    return bool(poller.poll(0))
 
 
 class Agent:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import subprocess
 import sys
@@ -11,9 +12,11 @@ from typing import Protocol
 import cluster.arena_agent
 from cluster.arena import forget
 from cluster.procs import start_time
+from cluster.restarts import Restarts
 from cluster.router_process import TIED
-from contracts.config import Config
-from contracts.ids import Incarnation, Role, WorkerName
+from contracts.clock import Clock
+from contracts.config import ClusterConfig, Config, may_have_host_memory
+from contracts.ids import Incarnation, WorkerName
 
 log = logging.getLogger("twinpool.arena")
 
@@ -48,10 +51,12 @@ class NoAgents:
 class LocalAgent:
     """The agent of this machine. Used from the main thread: the kernel ties the child's life to that thread."""
 
-    def __init__(self, token: str, logs: Path, restart_limit: int) -> None:
-        self._token, self._log, self._limit = token, logs / "arena.log", restart_limit
+    def __init__(self, token: str, logs: Path, config: ClusterConfig, clock: Clock) -> None:
+        self._token, self._log, self._clock = token, logs / "arena.log", clock
         self._process: subprocess.Popen[bytes] | None = None
-        self._restarts = 0
+        self._restarts = Restarts(config)
+        self._since = clock.now()
+        self._restart_at: float | None = None
 
     def start(self) -> tuple[int, int]:
         """Start the process; returns its pid and start time."""
@@ -63,18 +68,23 @@ class LocalAgent:
         # Not on the command line, which everybody can read. The open end is also what it lives by.
         self._process.stdin.write(f"{self._token}\n".encode())
         self._process.stdin.flush()
+        self._since, self._restart_at = self._clock.now(), None
         return self._process.pid, start_time(self._process.pid) or 0
 
     def poll(self) -> list[str]:
+        if self._restart_at is not None and self._clock.now() >= self._restart_at:
+            self.start()
         code = self._process.poll() if self._process is not None else None
         if code is None:
             return []
         how = f"signal {-code}" if code < 0 else f"exit code {code}"
         self._let_go()
-        self._restarts += 1
-        if self._restarts > self._limit:
+        wait_s = self._restarts.died(self._clock.now(), self._since)
+        if self._restarts.too_many:
             return [f"the arena agent died ({how}) too often: from now on host memory ends with its worker"]
-        self.start()
+        self._restart_at = self._clock.now() + wait_s
+        if not wait_s:
+            self.start()
         return [f"the arena agent died ({how}); restarted, and workers that live keep their memory"]
 
     def forget(self, name: WorkerName, before: Incarnation | None = None) -> None:
@@ -84,7 +94,7 @@ class LocalAgent:
             log.warning("the arena agent could not be told", extra={"worker": name, "reason": str(error)})
 
     def close(self) -> None:
-        process = self._process
+        process, self._restart_at = self._process, None
         if process is None:
             return
         self._let_go()
@@ -92,7 +102,8 @@ class LocalAgent:
             process.wait(STOP_S)
         except subprocess.TimeoutExpired:
             process.kill()
-            process.wait()
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(STOP_S)
 
     def _let_go(self) -> None:
         process, self._process = self._process, None
@@ -102,4 +113,4 @@ class LocalAgent:
 
 def wanted(config: Config) -> bool:
     """Whether any worker has host memory that is to outlive it."""
-    return config.cache.arena == "auto" and any(config.cache_for(role).host_bytes for role in Role)
+    return config.cache.arena == "auto" and may_have_host_memory(config)

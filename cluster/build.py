@@ -28,17 +28,19 @@ from contracts.access import SECRET_VARIABLE
 from contracts.clock import Clock, SystemClock
 from contracts.config import Config
 from contracts.errors import ConfigError
+from contracts.fingerprint import numerics_class
 from contracts.ids import Incarnation, Role, WorkerName
 from contracts.model import ModelSpec
 from contracts.orders import Ready
 from contracts.ports import Worker
 from decode import DecodeWorker
-from engine import Engine, Model, load_engine, model_for
-from engine.engine import kernels_name
+from engine import Engine, Model, dtype_for, load_engine, model_for
+from engine.engine import class_of, hold_to_class
 from engine.ranks import ALONE, Ranks
 from engine.shard import Shard
 from prefill import PrefillWorker
 from transfer import Curve, make_plane
+from transfer.agreement import fingerprint as fingerprint_of
 from transfer.control import ZmqCarrier
 from transfer.plane import Plane
 from transfer.ranked import RankedPlane, RankLinks
@@ -85,9 +87,11 @@ def build_worker(
     """
     clock = clock or SystemClock()
     p = _parts(role, name, spec, config, host, counts, device, clock, crew, arenas)
-    carrier = ZmqCarrier(host, p.waiter, p.curve, config.transfer.link_timeout_s)
+    transfer = config.transfer
+    carrier = ZmqCarrier(host, p.waiter, p.curve, transfer.link_timeout_s, transfer.control_frame_bytes)
+    common = fingerprint_of(spec.fingerprint, p.seat.pools.spec, _numerics(p))
     sender = SenderEnd(
-        name, incarnation, spec.fingerprint, p.plane, p.seat.pools, p.device, config.transfer,
+        name, incarnation, common, p.plane, p.seat.pools, p.device, config.transfer,
         carrier=carrier, clock=clock, others=crew.line.processes if crew else (),
     )  # fmt: skip
     if role is Role.PREFILL:
@@ -97,7 +101,7 @@ def build_worker(
         )  # fmt: skip
     # After the sender: the plane registers the metadata slots with the reader's end, which has them.
     receiver = ReceiverEnd(
-        name, incarnation, spec.fingerprint, p.plane, p.seat.pools, config.decode.metadata_slots, config.transfer,
+        name, incarnation, common, p.plane, p.seat.pools, config.decode.metadata_slots, config.transfer,
         verify=config.cache_for(role).verify, carrier=carrier, clock=clock,
     )  # fmt: skip
     for socket in p.plane.waitable:
@@ -120,6 +124,7 @@ def _parts(
     crew: Crew | None,
     arenas: Arenas | None,
 ) -> Parts:
+    hold_to_class(config.engine)
     curve = _curve(host)
     if config.engine.device == "cuda":
         raise ConfigError("engine.device=cuda: data planes register host memory only as yet; use engine.device=cpu")
@@ -149,6 +154,16 @@ def _parts(
         waiter.close()
         raise
     return Parts(spec, config, device, waiter, plane, seat, engine, curve)
+
+
+def _numerics(parts: Parts) -> str:
+    """The worker's numerics class: how it computes, and with what."""
+    config = parts.config.engine
+    return numerics_class(config.numerics, _class(parts.config, parts.spec, parts.device))
+
+
+def _class(config: Config, spec: ModelSpec, device: Device) -> str:
+    return class_of(config.engine, dtype_for(spec, config.engine), device.torch_device)
 
 
 def _curve(host: str) -> Curve | None:
@@ -203,6 +218,7 @@ def build_rank(
     arenas: Arenas | None = None,
 ) -> RankParts:
     """Build what a follower needs to carry out its leader's orders. Raises what `build_worker` does."""
+    hold_to_class(config.engine)
     device = make_device("cpu")
     waiter = Waiter()
     plane = make_plane(config, host, _curve(host), waiter.wake, ranks.rank, ranks.size)
@@ -215,7 +231,7 @@ def build_rank(
         places = {DEVICE: pools}
         tier = host_tier(layout, config, role, ranks.size)
         if tier is not None:
-            named = _fingerprint(pools, spec, config)
+            named = _fingerprint(pools, spec, config, device)
             memory, arena = host_memory(tier, device, arenas, ranks.rank, ranks.size, named)
             mirror = PoolSet(tier.spec, tier.counts, memory, tier.order, "host")
             places[HOST] = mirror
@@ -253,7 +269,7 @@ def _seat(
     tier = host_tier(pools.layout, config, role, size)
     host: PoolSet | None = None
     arena: Arena | None = None
-    fingerprint = _fingerprint(pools, spec, config)
+    fingerprint = _fingerprint(pools, spec, config, device)
     if tier is not None:
         memory, arena = host_memory(tier, device, arenas, 0, size, fingerprint)
         host = PoolSet(tier.spec, tier.counts, memory, tier.order, "host") if line is None else RankedPools(
@@ -281,8 +297,10 @@ def _event_rank(role: Role, name: WorkerName) -> int:
     return 2 * (int(index) if index.isdigit() else 0) + decodes
 
 
-def _fingerprint(pools: PoolSet, spec: ModelSpec, config: Config) -> str:
-    """What state on storage depends on besides its tokens: the model, the whole layout, and how it was computed."""
-    computed = [config.engine.numerics, kernels_name(config.engine, pools.region.device)]
+def _fingerprint(pools: PoolSet, spec: ModelSpec, config: Config, device: Device) -> str:
+    """What state on storage depends on besides its tokens: the model, the whole layout, and how it was computed. Under
+    ``fast`` what another class computed is as good."""
+    invariant = config.engine.numerics == "invariant"
+    computed = [config.engine.numerics, *([_class(config, spec, device)] if invariant else [])]
     described = json.dumps([spec.fingerprint, describe_spec(pools.spec.whole), *computed], sort_keys=True)
     return hashlib.blake2b(described.encode(), digest_size=16).hexdigest()

@@ -33,7 +33,7 @@ COMMANDS = {
     "serve": "start a cluster and serve a model",
     "status": "show the workers",
     "drain": "stop a worker's admission, or a node's; hand its work on or finish it, and wait until it has left",
-    "undrain": "have a draining worker or node admit again",
+    "undrain": "have a draining worker or node admit again, and start again what has left",
     "role": "drain a worker and start it in the other pool",
     "check": "recount every page, slot, lease and room, and name what is wrong",
     "sim": "run simulated clusters under a virtual clock, with faults, and check every answer",
@@ -51,6 +51,12 @@ FLAGS = (
         ("serve",),
         "set one configuration key; may be repeated",
         {"action": "append", "default": [], "metavar": "SECTION.KEY=VALUE"},
+    ),
+    Flag(
+        ("--served-model-name",),
+        ("serve",),
+        "names under which clients ask for the model; answers carry the first",
+        {"nargs": "+", "default": [], "metavar": "NAME"},
     ),
     Flag(("--ray-address",), ("serve",), "join this Ray cluster (auto: the one on this machine)", {"metavar": "ADDR"}),
     Flag(("--dashboard",), ("serve",), "start Ray's dashboard too", {"action": "store_true"}),
@@ -119,6 +125,11 @@ def run(args: argparse.Namespace) -> int:
     return code
 
 
+def _served_names(names: Sequence[str]) -> list[str]:
+    """The assignment that `--served-model-name` stands for, quoted: a name may look like a number."""
+    return [f"router.served_model_name={json.dumps(','.join(names))}"] if names else []
+
+
 def _serve(args: argparse.Namespace) -> int:
     from cluster.preflight import ServeOptions, prepare
     from contracts.clock import SystemClock
@@ -131,7 +142,7 @@ def _serve(args: argparse.Namespace) -> int:
         host=args.host,
         port=args.port,
         config=args.config,
-        assignments=tuple(args.set),
+        assignments=(*args.set, *_served_names(args.served_model_name)),
         ray_address=args.ray_address,
         dashboard=args.dashboard,
     )
@@ -199,9 +210,10 @@ def _drain(args: argparse.Namespace) -> int:
 def _undrain(args: argparse.Namespace) -> int:
     from cluster.admin import Operator
 
-    for name in Operator.find(args.url).undrain(args.worker):
-        print(f"{name} admits again")
-    return FINE
+    rows = Operator.find(args.url).undrain(args.worker)
+    for row in rows:
+        print(f"{row['name']} {row.get('outcome', 'admits again')}")
+    return REFUSED if any(row["state"] == "unreachable" for row in rows) else FINE
 
 
 def _role(args: argparse.Namespace) -> int:

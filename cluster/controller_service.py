@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import math
 import os
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping
 from pathlib import Path
@@ -20,18 +21,25 @@ from cluster.aio import LoopThread
 from cluster.controller import Controller, Grant
 from cluster.lease import record_to_proto
 from cluster.service import ServiceServer
+from contracts.channels import CONTROL_BYTES, TABLE_BYTES
 from contracts.errors import ConfigError
 from contracts.ids import Incarnation, Role, WorkerName
 from contracts.messages import Fits
 from contracts.ports import WorkerRecord
 from contracts.proto import worker_pb2 as pb
 from contracts.proto import worker_pb2_grpc as pb_grpc
-from contracts.wire import status_from_proto, status_to_proto
+from contracts.wire import fingerprint_from_proto, status_from_proto, status_to_proto
 
 T = TypeVar("T")
 Context = grpc.aio.ServicerContext[Any, Any]
 FOLD_S = 0.02
 """Changes within this time reach a watcher as one."""
+FOLD_WORKER_S = 0.0005
+"""And so much more for each worker of the table."""
+MOST_WATCHERS = 256
+"""Routers that watch at once."""
+NAME_CHARS = 253
+"""Of a worker's name, or a host's."""
 CALL_TIMEOUT_S = 10.0
 
 
@@ -59,7 +67,10 @@ def record_from_proto(m: pb.Registration) -> WorkerRecord:
     """A worker's record from the wire; raises `ValueError` for an unknown role."""
     fits = Fits(m.max_positions, m.context)
     name, incarnation = WorkerName(m.name), Incarnation(m.incarnation)
-    return WorkerRecord(name, Role(m.role), incarnation, m.pid, m.node, m.endpoint, m.control, fits, m.node_id)
+    fingerprint = fingerprint_from_proto(m.fingerprint) if m.HasField("fingerprint") else None
+    return WorkerRecord(
+        name, Role(m.role), incarnation, m.pid, m.node, m.endpoint, m.control, fits, m.node_id, fingerprint
+    )
 
 
 class ControllerService(pb_grpc.ControllerServicer):
@@ -68,6 +79,8 @@ class ControllerService(pb_grpc.ControllerServicer):
     def __init__(self, brain: Controller) -> None:
         self._brain = brain
         self._watchers: set[asyncio.Event] = set()
+        self._told: tuple[int, pb.ClusterView] | None = None
+        """The latest table that was built, and its version: all watchers are told the same."""
         brain.on_change(self._wake)
 
     def _wake(self) -> None:
@@ -83,7 +96,13 @@ class ControllerService(pb_grpc.ControllerServicer):
 
     async def Renew(self, request: pb.Renewal, context: Context) -> pb.Grant:
         name, incarnation = WorkerName(request.name), Incarnation(request.incarnation)
-        return _grant(self._brain.renew(name, incarnation, status_from_proto(request.status)))
+        try:
+            status = status_from_proto(request.status)
+        except ValueError as error:
+            await context.abort(grpc.StatusCode.INVALID_ARGUMENT, str(error))
+        if not (math.isfinite(status.stalled_s) and math.isfinite(status.longest_step_s)):
+            await context.abort(grpc.StatusCode.INVALID_ARGUMENT, "a status whose seconds are no numbers")
+        return _grant(self._brain.renew(name, incarnation, status))
 
     async def Leave(self, request: pb.Renewal, context: Context) -> pb.Empty:
         self._brain.leave(WorkerName(request.name), Incarnation(request.incarnation))
@@ -96,14 +115,37 @@ class ControllerService(pb_grpc.ControllerServicer):
             await context.abort(grpc.StatusCode.FAILED_PRECONDITION, str(error))
         return pb.Empty()
 
+    async def Drain(self, request: pb.Target, context: Context) -> pb.Targets:
+        return await self._steer(self._brain.drain, request, context)
+
+    async def Undrain(self, request: pb.Target, context: Context) -> pb.Targets:
+        return await self._steer(self._brain.undrain, request, context)
+
+    @staticmethod
+    async def _steer(
+        steer: Callable[[str], tuple[WorkerName, ...]], request: pb.Target, context: Context
+    ) -> pb.Targets:
+        if len(request.name) > NAME_CHARS:
+            await context.abort(grpc.StatusCode.INVALID_ARGUMENT, f"a name has at most {NAME_CHARS} characters")
+        try:
+            workers = steer(request.name)
+        except ConfigError as error:
+            await context.abort(grpc.StatusCode.FAILED_PRECONDITION, str(error))
+        return pb.Targets(workers=workers)
+
     async def Watch(self, request: pb.Empty, context: Context) -> AsyncIterator[pb.ClusterView]:
+        if len(self._watchers) >= MOST_WATCHERS:
+            text = f"{MOST_WATCHERS} routers watch already"
+            await context.abort(grpc.StatusCode.RESOURCE_EXHAUSTED, text)
         changed = asyncio.Event()
         with self._watching(changed):
             while True:
                 changed.clear()
-                yield self.view()
+                view = self.view()
+                yield view
                 await changed.wait()
-                await asyncio.sleep(FOLD_S)
+                # Heartbeats change the table all the time, and the whole of it is told: a large one less often.
+                await asyncio.sleep(FOLD_S + FOLD_WORKER_S * len(view.workers))
 
     @contextlib.contextmanager
     def _watching(self, changed: asyncio.Event) -> Iterator[None]:
@@ -115,11 +157,20 @@ class ControllerService(pb_grpc.ControllerServicer):
 
     def view(self) -> pb.ClusterView:
         """The whole table."""
+        if self._told is not None and self._told[0] == self._brain.version:
+            return self._told[1]
         workers = [
-            pb.WorkerView(registration=record_to_proto(view.record), status=status_to_proto(view.status))
+            pb.WorkerView(
+                registration=record_to_proto(view.record),
+                status=status_to_proto(view.status),
+                cordoned=view.cordoned,
+            )
             for view in self._brain.views()
         ]
-        return pb.ClusterView(version=self._brain.version, workers=workers, shutting_down=self._brain.shutting_down)
+        version = self._brain.version
+        view = pb.ClusterView(version=version, workers=workers, shutting_down=self._brain.shutting_down)
+        self._told = version, view
+        return view
 
 
 def _grant(grant: Grant) -> pb.Grant:
@@ -132,7 +183,9 @@ class ControllerServer:
     def __init__(self, brain: Controller, address: str = "127.0.0.1", secret: str = "") -> None:
         self._brain = brain
         self._loop = LoopThread("controller")
-        self._server = ServiceServer(self._loop, f"{address}:0", secret)
+        self._server = ServiceServer(
+            self._loop, f"{address}:0", secret, receive_bytes=CONTROL_BYTES, send_bytes=TABLE_BYTES
+        )
         try:
             port = self._server.start(pb_grpc.add_ControllerServicer_to_server, ControllerService(brain))
         except BaseException:

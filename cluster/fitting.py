@@ -1,13 +1,15 @@
-"""Whether what is asked for fits into memory; where it doesn't, what would."""
+"""Whether what is asked for fits into a node's memory, and how it is divided; where it doesn't fit, what would."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
 from cache.arena import most_index_bytes
 from cache.registry import PoolSetSpec
-from cluster.memory import MemoryPlan, plan_memory
+from cluster.memory import MemoryPlan, plan_memory, unit_bytes
+from cluster.nodes import MemoryShort, NodeFacts, NodeShare
 from contracts.config import CacheOverride, Config
 from contracts.errors import ConfigError
 from contracts.ids import Role
@@ -36,7 +38,7 @@ class Demand:
 
         Raises `ConfigError` for a pool smaller than a page.
         """
-        share, plans = self.free // (self.prefill + self.decode), {}
+        share, plans = self.free // max(1, self.prefill + self.decode), {}
         for role in Role:
             cache = self.config.cache_for(role)
             if 0 < cache.device_tokens < cache.page_tokens:
@@ -60,9 +62,39 @@ class Demand:
     def _processes(self, role: Role) -> int:
         return self.config.tp_for(role) * WORKER_BYTES
 
+    def host_tiers(self, plans: Mapping[Role, MemoryPlan]) -> tuple[int, dict[Role, int]]:
+        """The budget of all host tiers together, and the host tier of a worker of each role, in bytes.
+
+        The budget is `cluster.host_memory_share` of what is free, or `cluster.host_memory_bytes`, and never what
+        weights and pools need. Each worker gets the same multiple of its device pools, `cluster.host_pools` at most.
+        Where the configuration gives any worker a host tier of its own (`cache.host_bytes`), there is no budget.
+        """
+        own = {role: self.config.cache_for(role).host_bytes for role in Role}
+        cluster = self.config.cluster
+        wished = cluster.host_memory_bytes or int(cluster.host_memory_share * self.free)
+        budget = 0 if any(own.values()) else max(0, min(wished, self.free - self.need(dict(plans))))
+        if not budget:
+            return 0, own
+        counts = {Role.PREFILL: self.prefill, Role.DECODE: self.decode}
+        multiple = cluster.host_pools
+        for _ in range(8):  # The index grows with the pages, nearly in proportion: this ends after two or three.
+            each = {role: int(multiple * plans[role].nbytes) for role in Role}
+            taken = sum(counts[role] * self._with_index(role, each[role]) for role in Role)
+            if taken <= budget:
+                break
+            multiple *= 0.999 * budget / taken
+        least = {role: 2 * self.config.tp_for(role) * self._page_bytes(role) for role in Role}
+        return budget, {role: each[role] if each[role] >= least[role] and taken <= budget else 0 for role in Role}
+
+    def _page_bytes(self, role: Role) -> int:
+        return sum(unit_bytes(self.pool_set, self.config.tp_for(role)).values())
+
     def _host(self, role: Role) -> int:
-        """Bytes of a worker's host tier, with the index of its arenas."""
-        config, nbytes, size = self.config, self.config.cache_for(role).host_bytes, self.config.tp_for(role)
+        """Bytes of a worker's host tier as the configuration has it, with the index of its arenas."""
+        return self._with_index(role, self.config.cache_for(role).host_bytes)
+
+    def _with_index(self, role: Role, nbytes: int) -> int:
+        config, size = self.config, self.config.tp_for(role)
         if not nbytes or config.cache.arena != "auto" or config.transfer.plane == "local":
             return nbytes
         ranks = [self.pool_set.shard(rank, size) for rank in range(size)]
@@ -119,6 +151,24 @@ class Demand:
             decode=replace(config.decode, cache=unset(config.decode.cache)),
         )
         return replace(self, config=changed)
+
+
+def divide(
+    facts: NodeFacts, config: Config, pool_set: PoolSetSpec, context: int, weights: int, wanted: Mapping[Role, int]
+) -> NodeShare:
+    """Divide a node's cores and memory among the workers that it may get of those `wanted`.
+
+    Raises `MemoryShort` with the numbers that would fit, and `ConfigError` for a pool smaller than a page.
+    """
+    workers = {role: min(wanted[role], facts.places.get(role, 0) // config.tp_for(role)) for role in Role}
+    processes = sum(workers[role] * config.tp_for(role) for role in Role)
+    demand = Demand(config, pool_set, context, weights, workers[Role.PREFILL], workers[Role.DECODE], facts.free)
+    plans = demand.plans()
+    if plans is None or demand.need(plans) > facts.free:
+        raise MemoryShort(demand.refusal(plans))
+    budget, host_bytes = demand.host_tiers(plans)
+    threads = config.engine.threads or max(1, facts.cores // max(1, processes))
+    return NodeShare(facts, workers, threads, weights, plans, budget, host_bytes)
 
 
 def _mib(size: int) -> str:

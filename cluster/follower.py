@@ -16,6 +16,7 @@ from cluster.host_memory import rebind
 from cluster.logs import log_to_file
 from cluster.procs import die_with_parent
 from cluster.worker_process import WorkerPlan, arenas_of
+from contracts import processor
 from contracts.access import SECRET_VARIABLE
 from contracts.model import read_model_spec
 from contracts.orders import (
@@ -98,6 +99,7 @@ def serve_rank(plan: WorkerPlan) -> str:
     if plan.secret:
         os.environ[SECRET_VARIABLE] = plan.secret
     config = plan.config
+    processor.pin(config.engine.numerics_class)  # before the ranks meet, which computes
     size = config.tp_for(plan.role)
     cluster = config.cluster
     follower = follow(

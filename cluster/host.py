@@ -8,7 +8,8 @@ step, on the engine thread: a `deliver` callback must only pass them on and neve
 The end of a worker has exactly four causes, and each ends all sessions once, with its reason:
 
 - ``left``: it was drained and nothing is left to do;
-- ``fenced``: its lease has ended, so it may send nothing any more (checked before every step and every delivery);
+- ``fenced``: its lease has ended, so it may send nothing any more (checked before every step and every delivery); or it
+  says itself that nothing it computes can be trusted (`Worker.unfit`), after that step's events are out;
 - ``died``: `step` raised, which is a bug or a broken device: the traceback is logged once and nothing is trusted;
 - ``stopped``: its owner asked.
 """
@@ -214,6 +215,9 @@ class WorkerHost:
                 return HostEnd.FENCED, "the worker's lease has ended"
             self._deliver(events)
             self.snapshot = self._worker.status()
+            if unfit := self._worker.unfit:
+                log.error("the worker is fenced: %s", unfit)
+                return HostEnd.FENCED, unfit
             self._pulse.turned(self.snapshot.steps, self._worker.runnable, self._clock.now() - began)
             # An undrain that is already in the inbox must win against leaving, so look before deciding.
             if self._worker.drained and self._left():

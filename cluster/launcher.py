@@ -9,6 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Protocol
 
+from cluster.controller import NodePlace
 from cluster.worker_process import WorkerPlan
 from contracts.ids import Incarnation, WorkerName
 
@@ -22,10 +23,26 @@ class Ended:
     reason: str
 
 
+@dataclass(frozen=True, slots=True)
+class Placed:
+    """An incarnation whose process runs on a node by now."""
+
+    name: WorkerName
+    incarnation: Incarnation
+    node: NodePlace
+
+
 class Launcher(Protocol):
     """Starts and ends workers' processes; the supervisor's hands."""
 
-    def start(self, plan: WorkerPlan) -> None: ...
+    def start(self, plan: WorkerPlan, avoid: tuple[str, ...] = ()) -> None:
+        """Start it on any node but those named by `avoid` (host names or Ray node ids)."""
+
+    def nodes(self) -> tuple[NodePlace, ...]:
+        """The nodes that it can start workers on."""
+
+    def placed(self) -> list[Placed]:
+        """Starts whose node has become known since the last call."""
 
     def kill(self, name: WorkerName, incarnation: Incarnation, pid: int, node: str) -> None: ...
 

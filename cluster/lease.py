@@ -16,18 +16,21 @@ import grpc
 import grpc.aio
 
 from contracts.access import access_metadata
+from contracts.channels import CONTROL_BYTES, channel_options
 from contracts.clock import Clock
 from contracts.errors import TwinpoolError
 from contracts.messages import WorkerStatus
 from contracts.ports import WorkerRecord
 from contracts.proto import worker_pb2 as pb
 from contracts.proto import worker_pb2_grpc as pb_grpc
-from contracts.wire import status_to_proto
+from contracts.wire import fingerprint_to_proto, status_to_proto
 
 log = logging.getLogger("twinpool.lease")
 
 MARGIN_S = 1.0
 MARGIN_SHARE = 0.2
+RENEWAL_TIMEOUT_S = 1.0
+"""How long a renewal may take, at least, before it is sent again on another connection."""
 
 
 class LeaseRefused(TwinpoolError):
@@ -82,13 +85,14 @@ class LeaseKeeper:
         self._heartbeat_s = heartbeat_s
         self._status = status
         self._on_lost = on_lost
+        self.failures = 0
+        """Renewals that were not answered."""
         self._channel: grpc.aio.Channel | None = None
         self._renewing: asyncio.Task[None] | None = None
 
     async def start(self, timeout_s: float) -> None:
         """Register, then renew in the background. Raises `LeaseRefused`."""
-        self._channel = grpc.aio.insecure_channel(self._controller)
-        stub = controller_stub(self._channel)
+        stub = controller_stub(self._open())
         sent_at = self._clock.now()
         try:
             grant = await stub.Register(
@@ -103,16 +107,30 @@ class LeaseKeeper:
         self.lease.granted(sent_at, grant.lease_s)
         self._renewing = asyncio.create_task(self._renew(stub))
 
+    def _open(self) -> grpc.aio.Channel:
+        self._channel = grpc.aio.insecure_channel(
+            self._controller, options=channel_options(CONTROL_BYTES, CONTROL_BYTES)
+        )
+        return self._channel
+
     async def _renew(self, stub: Any) -> None:
+        """Ask again and again. What was not answered is asked on a new connection: the old one may be a dead end that
+        nobody has noticed, and its back-off would last longer than the lease."""
         while True:
             sent_at = self._clock.now()
             try:
                 grant = await stub.Renew(
-                    self._renewal(), timeout=max(1.0, 2 * self._heartbeat_s), metadata=self._metadata
+                    self._renewal(),
+                    timeout=max(RENEWAL_TIMEOUT_S, 2 * self._heartbeat_s),
+                    wait_for_ready=True,
+                    metadata=self._metadata,
                 )
             except grpc.aio.AioRpcError as error:
                 if not self.lease.held:
                     return self._on_lost(f"the controller could not be reached in time: {error.details()}")
+                self.failures += 1
+                await self._close_channel()
+                stub = controller_stub(self._open())
             else:
                 if grant.fenced:
                     self.lease.fence()
@@ -125,16 +143,19 @@ class LeaseKeeper:
     async def leave(self, timeout_s: float = 2.0) -> None:
         """Give the lease back: this worker has left and is not to be started again."""
         self._stop_renewing()
-        if self._channel is not None:
-            try:
-                await controller_stub(self._channel).Leave(self._renewal(), timeout=timeout_s, metadata=self._metadata)
-            except grpc.aio.AioRpcError as error:
-                log.warning("the controller did not hear that this worker has left: %s", error.details())
+        stub = controller_stub(self._channel or self._open())
+        try:
+            await stub.Leave(self._renewal(), timeout=timeout_s, wait_for_ready=True, metadata=self._metadata)
+        except grpc.aio.AioRpcError as error:
+            log.warning("the controller did not hear that this worker has left: %s", error.details())
         await self.close()
 
     async def close(self) -> None:
         """End the renewals. Idempotent."""
         self._stop_renewing()
+        await self._close_channel()
+
+    async def _close_channel(self) -> None:
         channel, self._channel = self._channel, None
         if channel is not None:
             await channel.close(None)
@@ -167,4 +188,5 @@ def record_to_proto(record: WorkerRecord) -> pb.Registration:
         context=record.fits.context,
         incarnation=record.incarnation,
         node_id=record.node_id,
+        fingerprint=fingerprint_to_proto(record.fingerprint) if record.fingerprint is not None else None,
     )

@@ -2,21 +2,32 @@
 
 What a draining worker waits for is in its status: requests that run and how many of them are left to finish, those on
 their way to other workers, those that haven't begun, and rooms whose reader has not confirmed yet, by reader.
+
+A drain belongs to the workers and the controller, and goes on without this command and without the router. So a router
+that dies meanwhile is waited for, and what it says first is believed only once it has seen the controller's table. Of a
+node all workers are followed that are on it at any look, whoever told them to leave: it has left when none is there.
 """
 
 from __future__ import annotations
 
 import urllib.parse
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
-from cluster.admin import POLL_S, SAY_EVERY_S, Operator, Refused
+from cluster.admin import POLL_S, SAY_EVERY_S, Operator, Refused, RouterAway
 
 HURRY_S = 30.0
 """How long a worker whose requests were started over elsewhere may still take to leave."""
+AWAY_S = 120.0
+"""How long a router may be away: it is started again when it died, and killed when it hangs (`router.stall_s`)."""
+PASSING_S = 2.0
+"""A worker that can't be reached at first may just be on its way out."""
 OUTGOING = "outgoing_to:"
-GONE = ("left", "died")
+GONE = ("left", "died", "not running", "elsewhere")
+""""elsewhere": its next start is on another node; "not running": it was dead before anybody told it to leave."""
+NODE_ID_CHARS = 8
+"""So much of a Ray node id is enough to name it."""
 
 
 @dataclass(frozen=True)
@@ -37,29 +48,47 @@ class Progress:
     """Rooms whose reader has not confirmed, by reader."""
     moved: int = 0
     moved_bytes: int = 0
+    incarnation: int = 0
+    drained: bool = False
+    """It was seen draining: that it is ready again means that somebody took that back."""
 
     @classmethod
-    def of(cls, row: Mapping[str, Any], before: Progress | None) -> Progress:
-        """From a line of the router's status; what a worker that left had done is what it last said."""
-        counters = row.get("counters") or {}
-        if row["state"] in ("left", "dead", "starting"):
-            done = before or cls(row["name"], row["state"])
-            return cls(
-                row["name"],
-                "left" if row["state"] == "left" else "died",
-                moved=done.moved,
-                moved_bytes=done.moved_bytes,
-            )
+    def of(cls, row: Mapping[str, Any], before: Progress | None, here: bool) -> Progress:
+        """From a line of the router's status; what a worker that left had done is what it last said.
+
+        `here`: whether the row's worker is still where it is to leave from.
+        """
+        state, counters = row["state"], row.get("counters") or {}
+        before = before or cls(row["name"], "")
+        before = replace(before, incarnation=before.incarnation or row["incarnation"])
+        if before.state in GONE and row["incarnation"] == before.incarnation:
+            return before
+        if row["incarnation"] > before.incarnation:
+            # Another start of it: this one is over. What isn't here any more is none of ours.
+            state = "dead" if here else "elsewhere"
+        if state in ("left", "dead", "elsewhere"):
+            died = "died" if before.state else "not running"
+            how = {"left": "left", "elsewhere": "elsewhere"}.get(state, died)
+            zero = cls(row["name"], how, incarnation=before.incarnation, drained=before.drained)
+            return replace(zero, moved=before.moved, moved_bytes=before.moved_bytes)
+        if state in ("unreachable", "starting"):
+            return replace(before, state=state)
         to = {k.removeprefix(OUTGOING): int(v) for k, v in counters.items() if k.startswith(OUTGOING)}
         return cls(
             row["name"], row["state"], row["running"], int(counters.get("left_to_finish", 0)), row["waiting"],
             int(counters.get("leaving", 0)), row.get("outgoing", 0), to, int(counters.get("moved_out", 0)),
-            int(counters.get("moved_out_bytes", 0)),
+            int(counters.get("moved_out_bytes", 0)), before.incarnation, before.drained or state == "draining",
         )  # fmt: skip
 
     @property
     def waits_for(self) -> str:
         """In words; what it has done by now isn't part of it."""
+        if self.state == "unreachable":
+            return "an answer: the router can't reach it"
+        if self.state == "starting":
+            return "its start elsewhere"
+        if self.state == "ready":
+            return "the news that it is to leave"
         parts = []
         if self.running:
             how = [f"{self.finishing} to finish here"] * bool(self.finishing)
@@ -105,28 +134,33 @@ class Drain:
         self._hurried = False
 
     def run(self) -> Report:
-        """Drain, and wait until all have left, or until it is clear that they don't. Raises `Refused`."""
+        """Drain, and wait until all have left, or until it is clear that they don't. Raises `Refused`, `NoCluster`."""
         answer = self._operator.call("POST", f"/cluster/drain/{quoted(self._target)}{'?force=true' * self._force}")
-        names = [row["name"] for row in answer.get("workers", [])] or [self._target]
-        return self._follow(names)
+        # A router of before this field says it by the number of its rows.
+        is_node = answer.get("is_node", "node" in answer and "name" not in answer)
+        rows = answer.get("workers") or ([] if is_node else [{"name": self._target, "state": "ready"}])
+        last = {row["name"]: _told(row) for row in rows}
+        return self._follow(last, is_node)
 
-    def _follow(self, names: Sequence[str]) -> Report:
+    def _follow(self, last: dict[str, Progress], is_node: bool) -> Report:
         clock = self._operator.clock
-        start, deadline = clock(), clock() + self._timeout_s
-        last: dict[str, Progress] = {}
-        drains = False
+        start, deadline, heard = clock(), clock() + self._timeout_s, clock()
         while True:
-            rows = {row["name"]: row for row in self._operator.rows()}
-            for name in names:
-                last[name] = Progress.of(rows.get(name, {"name": name, "state": "left"}), last.get(name))
+            away = ""
+            try:
+                self._look(last, is_node)
+                heard = clock()
+            except RouterAway as error:
+                away = str(error)
             now = clock()
-            workers = tuple(last[name] for name in names)
+            workers = tuple(last.values())
             report = Report(self._target, now - start, False, workers, self._restarted)
-            states = {w.state for w in workers}
-            if why := self._over(workers, drains):
+            if not away and (why := self._over(workers)):
                 return Report(self._target, now - start, why == "left", workers, self._restarted, why * (why != "left"))
-            drains = drains or "draining" in states
-            if now >= deadline:
+            if away and now - heard >= min(AWAY_S, self._timeout_s):
+                why = f"{away}; what has become of {self._target} isn't known, and its workers go on draining"
+                return Report(self._target, now - start, False, workers, self._restarted, why)
+            if not away and now >= deadline:
                 if not self._force or self._hurried:
                     return self._late(report)
                 self._hurry()
@@ -134,11 +168,19 @@ class Drain:
             self._show(report)
             self._operator.sleep(POLL_S)
 
+    def _look(self, last: dict[str, Progress], is_node: bool) -> None:
+        """One look at the workers; one that the table doesn't show is as it was."""
+        for row in self._operator.rows():
+            here = not is_node or _is_on(row, self._target)
+            name, state = row["name"], row["state"]
+            if name in last or (is_node and here and state not in ("left", "dead")):
+                last[name] = Progress.of(row, last.get(name), here)
+
     @staticmethod
-    def _over(workers: Sequence[Progress], drains: bool) -> str:
+    def _over(workers: Sequence[Progress]) -> str:
         """ "left", or why it never will; empty while it goes on."""
-        back = [w.name for w in workers if w.state == "ready"]
-        if back and drains:
+        back = [w.name for w in workers if w.state == "ready" and w.drained]
+        if back:
             return f"{' and '.join(back)} was undrained and stays"
         if any(w.state not in GONE for w in workers):
             return ""
@@ -166,7 +208,7 @@ class Lines:
 
     def show(self, report: Report) -> None:
         for worker in report.workers:
-            if worker.state != "draining":
+            if worker.state != "draining" and not (worker.state == "unreachable" and report.seconds >= PASSING_S):
                 continue
             waits = worker.waits_for
             said, at = self._said.get(worker.name, ("", 0.0))
@@ -186,6 +228,18 @@ def ending(report: Report) -> str:
     return "; ".join(parts)
 
 
+def _told(row: Mapping[str, Any]) -> Progress:
+    """A worker as the router's answer to the drain has it."""
+    said = row.get("state", "ready")
+    state = "not running" if said in ("left", "dead") else said
+    return Progress(row["name"], state, incarnation=row.get("incarnation", 0), drained=said == "draining")
+
+
+def _is_on(row: Mapping[str, Any], node: str) -> bool:
+    node_id = row.get("node_id") or ""
+    return bool(row["node"] == node or (len(node) >= NODE_ID_CHARS and node_id.startswith(node)))
+
+
 def table(report: Report) -> Any:
     """A rich table of a drain, for `--watch`."""
     from cluster.admin import plain_table
@@ -203,15 +257,23 @@ def table(report: Report) -> Any:
 def change_role(operator: Operator, worker: str, role: str, *, force: bool, timeout_s: float) -> Report:
     """Have a worker drain and start again in another pool; returns when it serves there. Raises `Refused`."""
     before = operator.call("POST", f"/cluster/role/{quoted(worker)}?role={role}{'&force=true' * force}")
-    start, last = operator.clock(), Progress(worker, "draining")
+    start, last = operator.clock(), Progress(worker, "draining", incarnation=before["incarnation"])
+    heard = start
     while True:
-        row = next((row for row in operator.rows() if row["name"] == worker), None)
         seconds = operator.clock() - start
+        try:
+            row = next((row for row in operator.rows() if row["name"] == worker), None)
+            heard = operator.clock()
+        except RouterAway:
+            if operator.clock() - heard >= min(AWAY_S, timeout_s):
+                raise
+            operator.sleep(POLL_S)
+            continue
         if row is not None and row["incarnation"] > before["incarnation"]:
             if row["role"] == role and row["state"] == "ready":
                 return Report(worker, seconds, True, (last,))
         elif row is not None:
-            last = Progress.of(row, last)
+            last = Progress.of(row, last, True)
             if row["state"] == "left":
                 raise Refused(f"{worker} has left and didn't come back")
         if seconds > timeout_s:

@@ -125,6 +125,24 @@ class LocalDirectory:
     async def change_role(self, name: WorkerName, role: Role) -> None:
         raise RequestError(f"{name} can't become a {role} worker: in one process no worker is started again")
 
+    async def drain(self, target: str) -> tuple[WorkerName, ...]:
+        """Nothing is ever started again here, so there is nothing to cordon."""
+        self._find(target)
+        return ()
+
+    async def undrain(self, target: str) -> tuple[WorkerName, ...]:
+        if gone := [record.name for record, host in self._find(target) if host.ended is not None]:
+            raise RequestError(f"{' and '.join(gone)} has left: in one process no worker is started again")
+        return ()
+
+    def _find(self, target: str) -> list[tuple[WorkerRecord, WorkerHost]]:
+        """The worker of that name, or those of the node."""
+        found = [pair for pair in self._workers.values() if target in (pair[0].name, pair[0].node)]
+        if not found:
+            nodes = ", ".join(sorted({record.node for record, _ in self._workers.values()}))
+            raise RequestError(f"no worker or node is named {target!r}; nodes: {nodes}")
+        return found
+
     def views(self) -> tuple[WorkerView, ...]:
         """The whole table."""
         return tuple(WorkerView(record, _status(host)) for record, host in self._workers.values())

@@ -2,8 +2,8 @@
 
 `ray drain-node`, an autoscaler that scales down and a provider's preemption notice all come to the same entry in Ray's
 control store: the node's id, and until when it has. Nothing is pushed, so it is asked for, every second, on a thread of
-its own: a store that doesn't answer must hold nobody up. A worker on such a node is told once; who undrains it against
-the notice is obeyed.
+its own: a store that doesn't answer must hold nobody up. Such a node is drained once, as `twinpool drain` does it; who
+undrains it or a worker on it against the notice is obeyed.
 """
 
 from __future__ import annotations
@@ -12,7 +12,6 @@ import logging
 import threading
 from collections.abc import Callable, Iterable, Mapping
 
-from contracts.ids import Incarnation, WorkerName
 from contracts.ports import WorkerView
 
 log = logging.getLogger("twinpool.nodes")
@@ -28,7 +27,7 @@ class NodeDrains:
         self._ask = ask
         self._every_s = every_s
         self._nodes: Mapping[str, int] = {}
-        self._told: set[tuple[WorkerName, Incarnation]] = set()
+        self._told: set[str] = set()
         self._end = threading.Event()
         self._thread = threading.Thread(target=self._run, name="node-drains", daemon=True)
 
@@ -50,14 +49,13 @@ class NodeDrains:
                     log.warning("Ray doesn't tell which nodes drain: %s", error)
                 failing = True
 
-    def due(self, views: Iterable[WorkerView]) -> list[tuple[WorkerName, str]]:
-        """Workers to drain now, each told once, and the node that goes."""
-        nodes, out = self._nodes, []
-        for view in views if nodes else ():
-            key = (view.record.name, view.record.incarnation)
-            if view.record.node_id in nodes and view.status.state == "ready" and key not in self._told:
-                self._told.add(key)
-                out.append((view.record.name, view.record.node_id))
+    def due(self, views: Iterable[WorkerView]) -> list[str]:
+        """Ids of nodes to drain now that workers are on, each once for as long as Ray shows it as draining."""
+        nodes = self._nodes
+        self._told &= nodes.keys()
+        with_workers = {view.record.node_id for view in views} if nodes else set()
+        out = sorted(node for node in nodes.keys() - self._told if node and node in with_workers)
+        self._told.update(out)
         return out
 
 

@@ -7,28 +7,27 @@ line.
 from __future__ import annotations
 
 import dataclasses
-import os
 import socket
-from dataclasses import dataclass, field
+from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import yaml
 
+from cluster.nodes import MemoryShort, NodeFacts, NodeShare, measured
+from contracts import processor
 from contracts.config import Config, load_config
-from contracts.errors import ConfigError, TwinpoolError
+from contracts.errors import ConfigError
 from contracts.ids import Role, WorkerName
-from contracts.model import ModelSpec, read_model_spec
+from contracts.model import ModelSpec, read_model_spec, served_as
 
 if TYPE_CHECKING:
     from cache.registry import PoolSetSpec
-    from cluster.memory import MemoryPlan
+
+__all__ = ["MemoryShort", "Prepared", "ServeOptions", "prepare"]
 
 DEMO = Path(__file__).parent / "demo"
-
-
-class MemoryShort(TwinpoolError):
-    """Raised when weights and pools can't fit into the memory that is free."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,11 +54,31 @@ class Prepared:
     spec: ModelSpec
     pool_set: PoolSetSpec
     port: int
-    threads: int
-    plans: dict[Role, MemoryPlan] = field(default_factory=dict)
-    """What the pools of each role's workers hold."""
+    shares: Mapping[str, NodeShare]
+    """How each node is divided, by its Ray node id; one with an empty id where `serve` brings its own Ray. Of a Ray
+    that is joined the nodes are known later."""
     weights: int = 0
     """Bytes of a worker's weights."""
+
+    @property
+    def here(self) -> NodeShare:
+        """The share of this machine, where all workers run on it."""
+        return self.shares[""]
+
+    def share_of(self, node_id: str) -> NodeShare:
+        """The share of the node with this Ray id."""
+        return self.shares.get(node_id) or self.here
+
+    @property
+    def wanted(self) -> dict[Role, int]:
+        """Workers of each role."""
+        return {Role.PREFILL: self.options.prefill, Role.DECODE: self.options.decode}
+
+    def divide(self, facts: NodeFacts) -> NodeShare:
+        """What workers get on a node. Raises `MemoryShort`."""
+        from cluster.fitting import divide
+
+        return divide(facts, self.config, self.pool_set, self.spec.context, self.weights, self.wanted)
 
     @property
     def workers(self) -> list[tuple[WorkerName, Role]]:
@@ -79,29 +98,31 @@ def prepare(options: ServeOptions, free_bytes: int | None = None) -> Prepared:
     except yaml.YAMLError as error:
         raise ConfigError(f"--set takes section.key=value with a YAML value: {' '.join(str(error).split())}") from None
     _check_config(config, options)
-    spec = read_model_spec(model_folder(options.model))
+    if config.transfer.plane == "local":
+        # Everything is in this process, and the next lines compute.
+        processor.pin(config.engine.numerics_class)
+    spec = served_as(read_model_spec(model_folder(options.model)), config.router.served_model_name)
     pool_set = pool_set_of(spec, config)
     check_ranks(config, spec)
-    processes = options.prefill * config.prefill.tp + options.decode * config.decode.tp
-    free = free_bytes if free_bytes is not None else _free_bytes()
-    threads = config.engine.threads or max(1, _cores() // processes)
     weights = weight_bytes(spec, config)
-    plans = _plans(options, config, spec, pool_set, weights, free)
-    return Prepared(options, config, spec, pool_set, free_port(options.host, options.port), threads, plans, weights)
+    prepared = Prepared(options, config, spec, pool_set, free_port(options.host, options.port), {}, weights)
+    if options.ray_address is None:
+        places = {role: count * config.tp_for(role) for role, count in prepared.wanted.items()}
+        facts = measured(places)
+        if free_bytes is not None:
+            facts = dataclasses.replace(facts, free=free_bytes)
+        prepared = dataclasses.replace(prepared, shares={"": prepared.divide(facts)})
+        _check_tiers(config, prepared.here)
+    return prepared
 
 
-def _plans(
-    options: ServeOptions, config: Config, spec: ModelSpec, pool_set: PoolSetSpec, weights: int, free: int
-) -> dict[Role, MemoryPlan]:
-    """What each role's workers hold. Raises `MemoryShort`; nodes of a running cluster have memory of their own."""
-    from cluster.fitting import Demand
-
-    here = options.ray_address is None
-    demand = Demand(config, pool_set, spec.context, weights if here else 0, options.prefill, options.decode, free)
-    plans = demand.plans()
-    if plans is None or (here and demand.need(plans) > free):
-        raise MemoryShort(demand.refusal(plans))
-    return plans
+def _check_tiers(config: Config, share: NodeShare) -> None:
+    """Raises `ConfigError` where storage is asked for and no worker has the host memory that it goes through."""
+    if config.cache.storage.backend != "none" and not any(share.host_bytes.values()):
+        raise ConfigError(
+            f"cache.storage.backend={config.cache.storage.backend} needs host memory to read into and write from, and "
+            "the budget leaves none: set cache.host_bytes, or cluster.host_memory_bytes"
+        )
 
 
 def model_folder(model: str) -> Path:
@@ -162,11 +183,6 @@ def weight_bytes(spec: ModelSpec, config: Config) -> int:
     return stored * dtype_for(spec, config.engine).itemsize // (4 if spec.dtype == "float32" else 2)
 
 
-def with_threads(config: Config, threads: int) -> Config:
-    """The configuration of one worker, whose threads have been worked out."""
-    return dataclasses.replace(config, engine=dataclasses.replace(config.engine, threads=threads))
-
-
 def free_port(host: str, port: int) -> int:
     """`port`, or a free one for 0. Raises `ConfigError` when it is taken or the host is not ours."""
     try:
@@ -204,13 +220,3 @@ def _check_config(config: Config, options: ServeOptions) -> None:
             f"prefill.cache.page_tokens is {pages[Role.PREFILL]} and decode.cache.page_tokens is "
             f"{pages[Role.DECODE]}: pages are handed over as they are, so both must be equal"
         )
-
-
-def _free_bytes() -> int:
-    import psutil
-
-    return int(psutil.virtual_memory().available)
-
-
-def _cores() -> int:
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

@@ -11,20 +11,27 @@ import contextlib
 import functools
 import logging
 import os
+import secrets
 import socket
 import sys
-from collections.abc import Iterator
+from collections.abc import Container, Iterator
 from pathlib import Path
 from typing import Any
 
+from cluster.nodes import NodeFacts, by_machine, measured
 from cluster.procs import same_process, start_time
 from contracts.errors import ConfigError
+from contracts.ids import Role
 
 OBJECT_STORE_BYTES = 80 * 1024 * 1024
 OWN_SLOTS = 10_000
 """Places a role on a node of our own: the number of workers is decided by flags, not by Ray."""
 LOOPBACK = "127.0.0.1"
 REACH_TIMEOUT_S = 3.0
+MEASURE_TIMEOUT_S = 60.0
+"""How long a node may take to start a process that looks at it."""
+
+log = logging.getLogger("twinpool.ray")
 
 _QUIET = {
     "RAY_USAGE_STATS_ENABLED": "0",
@@ -33,8 +40,13 @@ _QUIET = {
     # GPUs stay visible to actors that ask Ray for none.
     "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
 }
+_AUTH_HINT = (
+    "; give this process the cluster's token (RAY_AUTH_TOKEN_PATH, or ~/.ray/auth_token), or RAY_AUTH_MODE=disabled "
+    "where the cluster was started without authentication"
+)
 _OWN = {
-    "RAY_AUTH_MODE": "disabled",
+    # Whoever may talk to a Ray can run code as its owner, and loopback is open to every user of the machine.
+    "RAY_AUTH_MODE": "token",
     # Keeps every port of ours on loopback; the name tells where Ray does so unasked.
     "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",
     "RAY_enable_worker_prestart": "0",
@@ -68,7 +80,9 @@ def start_own_ray(folder: Path, dashboard: bool) -> OwnRay:
     """Start a Ray of our own below `folder` and join it."""
     assert "ray" not in sys.modules, "Ray was imported before its environment was set"
     os.environ.update(_QUIET | _OWN)
-    os.environ.pop("RAY_ADDRESS", None)
+    os.environ["RAY_AUTH_TOKEN_PATH"] = str(_new_token(folder))
+    for name in ("RAY_ADDRESS", "RAY_AUTH_TOKEN"):
+        os.environ.pop(name, None)
     _importable_by_workers()
     import ray
 
@@ -85,6 +99,14 @@ def start_own_ray(folder: Path, dashboard: bool) -> OwnRay:
         )
     url = context.dashboard_url
     return OwnRay(_vital_processes(), f"http://{url}" if dashboard and url else "")
+
+
+def _new_token(folder: Path) -> Path:
+    """A file with a token for this run, which only its owner can read."""
+    path = folder / "ray-token"
+    with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "w") as file:
+        file.write(secrets.token_hex(32))
+    return path
 
 
 def _vital_processes() -> dict[str, tuple[int, int]]:
@@ -111,17 +133,21 @@ def _agent_on_free_port() -> Iterator[None]:
 
 
 def join_ray(address: str) -> str:
-    """Join the Ray at `address`; returns this node's address. Raises `ConfigError` when it can't be joined."""
+    """Join the Ray at `address`; returns this node's address. Raises `ConfigError` when it can't be joined.
+
+    Its authentication is its owner's: Ray looks for a token (`RAY_AUTH_TOKEN`, `RAY_AUTH_TOKEN_PATH`,
+    ~/.ray/auth_token), and `RAY_AUTH_MODE` is left as it is.
+    """
     os.environ.update(_QUIET)
-    if not _has_ray_token():
-        os.environ.setdefault("RAY_AUTH_MODE", "disabled")
     _check_reachable(address if address != "auto" else os.environ.get("RAY_ADDRESS", ""))
     import ray
 
     try:
         ray.init(address=address, **_driver())
     except (ConnectionError, ValueError, RuntimeError, ray.exceptions.RayError) as error:
-        raise ConfigError(f"can't join Ray at {address}: {str(error).splitlines()[0]}") from None
+        reason = (str(error).splitlines() or [type(error).__name__])[0]
+        hint = "" if "auth" not in str(error).lower() and "token" not in str(error).lower() else _AUTH_HINT
+        raise ConfigError(f"can't join Ray at {address}: {reason}{hint}") from None
     return str(ray.util.get_node_ip_address())
 
 
@@ -134,6 +160,36 @@ def missing_places(prefill: int, decode: int) -> str:
     return ", ".join(
         f"{places.get(name, 0):g} of {count} {name}" for name, count in wanted.items() if places.get(name, 0) < count
     )
+
+
+def measure_nodes(known: Container[str]) -> list[NodeFacts]:
+    """The facts of nodes that take workers and are not `known` yet, each measured there.
+
+    One that doesn't answer is left out. Where several share a machine, as logical nodes do, each gets its part of it.
+    """
+    import ray
+    from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+    from cluster.actors import RESOURCES, has_places
+
+    asked = []
+    for node in ray.nodes():
+        if node["Alive"] and has_places(node["Resources"]) and node["NodeID"] not in known:
+            places = {role: int(node["Resources"].get(RESOURCES[role], 0)) for role in Role}
+            there = NodeAffinitySchedulingStrategy(node["NodeID"], soft=False)
+            look = ray.remote(measured).options(num_cpus=0, max_retries=0, scheduling_strategy=there)
+            asked.append(look.remote(places, node["NodeID"]))
+    done, late = ray.wait(asked, num_returns=len(asked), timeout=MEASURE_TIMEOUT_S) if asked else ([], [])
+    facts: list[NodeFacts] = []
+    for answer in done:
+        try:
+            facts.append(ray.get(answer, timeout=MEASURE_TIMEOUT_S))
+        except ray.exceptions.RayError as error:
+            log.warning("a node could not be measured: %s", error)
+    for answer in late:
+        log.warning("a node has not answered in %g s and gets no worker yet", MEASURE_TIMEOUT_S)
+        ray.cancel(answer, force=True)
+    return by_machine(facts)
 
 
 def _check_reachable(address: str) -> None:
@@ -159,9 +215,9 @@ def _driver() -> dict[str, Any]:
     return {"log_to_driver": False, "configure_logging": False, "logging_level": logging.ERROR}
 
 
-def _has_ray_token() -> bool:
-    given = os.environ.get("RAY_AUTH_TOKEN") or os.environ.get("RAY_AUTH_TOKEN_PATH")
-    return bool(given) or (Path.home() / ".ray" / "auth_token").exists()
+def authenticated() -> bool:
+    """Whether the Ray that this process has joined asks for a token; Ray says so in its environment."""
+    return os.environ.get("RAY_AUTH_MODE", "").lower() == "token"
 
 
 def _importable_by_workers() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import select
@@ -19,6 +20,7 @@ from contracts.errors import TwinpoolError
 
 TIED = (sys.executable, "-S", "-P", "-E", str(procs.__file__))
 """Prefix of a command that is to die with this process."""
+KILL_S = 5.0
 COMMAND = (sys.executable, "-m", "router.main")
 
 
@@ -80,8 +82,9 @@ class RouterProcess:
         """Whether the router has said that it listens; waits up to `timeout_s`. Raises `RouterFailed` when it ended."""
         if self._ready_fd is None:
             return True
-        readable, _, _ = select.select([self._ready_fd], [], [], timeout_s)
-        if not readable:
+        poller = select.poll()
+        poller.register(self._ready_fd, select.POLLIN)
+        if not poller.poll(1000 * timeout_s):
             return False
         said = os.read(self._ready_fd, 64)
         self._close_ready()
@@ -99,8 +102,7 @@ class RouterProcess:
     def kill(self) -> None:
         """End one that hangs; `ended` says so afterwards."""
         if self._process is not None:
-            self._process.kill()
-            self._process.wait()
+            _kill(self._process)
 
     def stop(self, timeout_s: float) -> None:
         """Ask it to end, then kill it. Idempotent."""
@@ -113,10 +115,16 @@ class RouterProcess:
         try:
             process.wait(timeout_s)
         except subprocess.TimeoutExpired:
-            process.kill()
-            process.wait()
+            _kill(process)
 
     def _close_ready(self) -> None:
         if self._ready_fd is not None:
             os.close(self._ready_fd)
             self._ready_fd = None
+
+
+def _kill(process: subprocess.Popen[bytes]) -> None:
+    """One that the kernel keeps beyond its kill, as a dead disk does, is not waited for: it can't do anything."""
+    process.kill()
+    with contextlib.suppress(subprocess.TimeoutExpired):
+        process.wait(KILL_S)

@@ -7,6 +7,7 @@ the router watches. At the end all goes in reverse, and the reaper takes what di
 
 from __future__ import annotations
 
+import dataclasses
 import http.client
 import logging
 import os
@@ -19,7 +20,9 @@ from cluster.controller import Controller, Start
 from cluster.controller_service import ControllerServer, FileLedger
 from cluster.logs import last_words
 from cluster.node_drains import NodeDrains, draining_ray_nodes
-from cluster.preflight import Prepared, with_threads
+from cluster.nodes import MemoryShort, Sizes
+from cluster.preflight import Prepared
+from cluster.restarts import Restarts
 from cluster.router_probe import RouterProbe
 from cluster.router_process import COMMAND, RouterProcess
 from cluster.run_folder import RunFolder
@@ -76,6 +79,8 @@ class Serve:
         self._ray: OwnRay | None = None
         self._agents: Agents = NoAgents()
         self._arena = ""
+        self._small: set[str] = set()
+        """Nodes that are too small for a worker, by Ray id."""
         self._secrets = {name: value for name in SECRETS if (value := os.environ.pop(name, None))}
 
     def run(self) -> int:
@@ -102,7 +107,8 @@ class Serve:
             f"{spec.name}: {spec.architecture}, {spec.layers} layers, {spec.dtype}, context {spec.context}",
         )
         self._terminal.step("logs", str(folder.logs))
-        self._terminal.pools(prepared)
+        if prepared.shares:
+            self._terminal.nodes(prepared)
         url = url_of(options.host, prepared.port)
         ledger = FileLedger(folder.temporary / "incarnations.json")
         brain = Controller(self._clock, prepared.config.cluster, ledger)
@@ -120,14 +126,15 @@ class Serve:
         self._await_ready()
         folder.publish(url, options.model)
         self._stopping.ready()
-        self._terminal.table(prepared, self._server.call(Controller.views))
+        self._terminal.table(self._prepared, self._server.call(Controller.views))
         self._terminal.line(f"Twinpool is ready: {url}")
         self._terminal.line(curl_line(url, spec.name))
         if self._ray is not None and self._ray.dashboard:
-            self._terminal.line(f"Ray's dashboard: {self._ray.dashboard}")
+            token = os.environ["RAY_AUTH_TOKEN_PATH"]
+            self._terminal.line(f"Ray's dashboard: {self._ray.dashboard} (it asks for the token in {token})")
 
     def _join(self, stack: ExitStack) -> str:
-        from cluster.ray_cluster import join_ray, leave_ray, missing_places
+        from cluster.ray_cluster import authenticated, join_ray, leave_ray, missing_places
 
         options = self._prepared.options
         tp = {role: self._prepared.config.tp_for(role) for role in Role}
@@ -135,6 +142,10 @@ class Serve:
         address = join_ray(options.ray_address or "auto")
         self._stopping.install()  # importing Ray takes SIGTERM over
         self._terminal.step("ray", f"joined from {address}")
+        if not authenticated():
+            self._terminal.step(
+                "ray", "its authentication is off: whoever reaches it can run code there (RAY_AUTH_MODE)"
+            )
         deadline = self._clock.now() + self._prepared.config.cluster.start_timeout_s
         said = ""
         while missing := missing_places(options.prefill * tp[Role.PREFILL], options.decode * tp[Role.DECODE]):
@@ -148,7 +159,26 @@ class Serve:
                 self._terminal.step("ray", f"waiting for nodes: {missing}")
                 said = missing
             self._stopping.wait(POLL_S)
+        for reason in self._measure_nodes():
+            raise PartFailed(reason)
+        self._terminal.nodes(self._prepared)
         return address
+
+    def _measure_nodes(self) -> list[str]:
+        """Divide nodes that have joined; returns why some can't take a worker."""
+        from cluster.ray_cluster import measure_nodes
+
+        prepared, refused = self._prepared, []
+        for facts in measure_nodes({*prepared.shares, *self._small}):
+            try:
+                share = prepared.divide(facts)
+            except MemoryShort as error:
+                self._small.add(facts.node_id)
+                refused.append(f"node {facts.host} ({facts.node_id[:8]}) takes no worker: {error}")
+            else:
+                prepared = dataclasses.replace(prepared, shares={**prepared.shares, facts.node_id: share})
+        self._prepared = prepared
+        return refused
 
     def _own_ray(self, stack: ExitStack) -> None:
         from cluster.ray_cluster import leave_ray, start_own_ray
@@ -178,7 +208,7 @@ class Serve:
 
             self._agents = RayAgents(self._arena, self._clock)
         else:
-            agent = LocalAgent(self._arena, self._folder.logs, self._prepared.config.cluster.restart_limit)
+            agent = LocalAgent(self._arena, self._folder.logs, self._prepared.config.cluster, self._clock)
             self._agents = agent
             self._folder.owns(*agent.start())
         stack.callback(self._agents.close)
@@ -192,30 +222,40 @@ class Serve:
     def _start_workers(self, stack: ExitStack) -> None:
         from cluster.actors import RayLauncher
 
-        launcher = RayLauncher(self._build, self._agents)
+        launcher = RayLauncher(self._build, self._agents, self._clock)
         stack.callback(launcher.close)
         # Before the workers are ended, so that routers learn why and nothing is restarted.
         stack.callback(lambda: self._server.call(Controller.shut_down))
         self._node_drains = NodeDrains(draining_ray_nodes)
         stack.callback(self._node_drains.close)
-        self._supervisor = Supervisor(self._server, launcher, self._plan, self._terminal.line)
+        self._supervisor = Supervisor(self._server, launcher, self._plan, self._terminal.line, self._clock)
         for name, role in self._prepared.workers:
             self._server.call(lambda brain, name=name, role=role: brain.add(name, role))  # type: ignore[misc]
 
     def _plan(self, start: Start) -> WorkerPlan:
+        by_node: dict[str, Sizes] = {}
+        config, counts = self._prepared.config, {}
+        if self._prepared.options.ray_address is None:
+            sizes = self._prepared.here.sizes(start.role)
+            config, counts = sizes.applied_to(config, start.role), dict(sizes.counts)
+        else:
+            for reason in self._measure_nodes():
+                self._terminal.line(reason)
+            by_node = {node_id: share.sizes(start.role) for node_id, share in self._prepared.shares.items()}
         prepared = self._prepared
         return WorkerPlan(
             name=start.name,
             role=start.role,
             incarnation=start.incarnation,
             model=prepared.spec.folder,
-            config=with_threads(prepared.config, prepared.threads),
-            counts=prepared.plans[start.role].counts,
+            config=config,
+            counts=counts,
             host=self._address if prepared.options.ray_address is None else "",
             controller=self._server.endpoint,
             logs=self._folder.logs,
             arena=self._arena,
             secret=self._secret,
+            by_node=by_node,
         )
 
     def _cluster_secret(self) -> str:
@@ -267,35 +307,40 @@ class Serve:
     # ------------------------------------------------------------ running
 
     def _keep_alive(self, stack: ExitStack) -> None:
-        restarts = 0
         self._node_drains.start()
         options, allowed_s = self._prepared.options, self._prepared.config.router.stall_s
         probe = RouterProbe(options.host, self._prepared.port, self._clock)
         stack.callback(probe.stop)
         probe.start()
+        restarts, since, restart_at = Restarts(self._prepared.config.cluster), self._clock.now(), None
         while not self._stopping.asked:
             self._tend_agents()
             self._supervisor.poll(POLL_S)
             self._drain_nodes()
-            if probe.silent_s >= allowed_s:
-                self._terminal.line(f"router hung: no answer for {probe.silent_s:.0f} s (router.stall_s)")
-                self._router.kill()
             if self._ray is not None and (lost := self._ray.lost()):
                 raise PartFailed(f"Ray has died ({lost} is gone) and took the workers with it; start again")
-            how = self._router.ended()
-            if how is None:
-                continue
-            restarts += 1
-            if restarts > self._prepared.config.cluster.restart_limit:
-                raise PartFailed(f"the router died ({how}) too often{self._words('router')}")
-            self._terminal.line(f"router died ({how}); restarting{self._words('router')}")
-            self._folder.owns(*self._router.start())
-            probe.started_again()
+            if restart_at is None:
+                if probe.silent_s >= allowed_s:
+                    self._terminal.line(f"router hung: no answer for {probe.silent_s:.0f} s (router.stall_s)")
+                    self._router.kill()
+                if (how := self._router.ended()) is None:
+                    continue
+                wait_s = restarts.died(self._clock.now(), since)
+                if restarts.too_many:
+                    raise PartFailed(f"the router died ({how}) too often{self._words('router')}")
+                wait = f" in {wait_s:g} s" if wait_s else ""
+                self._terminal.line(f"router died ({how}); restarting{wait}{self._words('router')}")
+                restart_at = self._clock.now() + wait_s
+            if self._clock.now() >= restart_at:
+                self._folder.owns(*self._router.start())
+                probe.started_again()
+                since, restart_at = self._clock.now(), None
 
     def _drain_nodes(self) -> None:
-        for name, node in self._node_drains.due(self._server.call(Controller.views)):
-            if self._server.call(lambda brain, name=name: brain.drain(name)):  # type: ignore[misc]
-                self._terminal.line(f"{name} drains: Ray takes its node {node[:8]} away")
+        for node in self._node_drains.due(self._server.call(Controller.views)):
+            told = self._server.call(lambda brain, node=node: brain.drain(node))  # type: ignore[misc]
+            who = f"{', '.join(told)} {'drain' if len(told) > 1 else 'drains'}" if told else "it is cordoned"
+            self._terminal.line(f"{who}: Ray takes its node {node[:8]} away")
 
 
 def _words(lines: list[str]) -> str:

@@ -19,7 +19,7 @@ from typing import TextIO
 from cluster.build import build_worker
 from cluster.host import HostEnd, WorkerHost
 from cluster.local import LocalDirectory
-from cluster.preflight import Prepared, with_threads
+from cluster.preflight import Prepared
 from cluster.run_folder import RunFolder
 from cluster.stopping import Stopping
 from cluster.terminal import Terminal, curl_line, url_of
@@ -79,7 +79,7 @@ class LocalServe:
                 f"{spec.name}: {spec.architecture}, {spec.layers} layers, {spec.dtype}, context {spec.context}",
             )
             self._terminal.step("logs", str(self._folder.logs))
-            self._terminal.pools(prepared)
+            self._terminal.nodes(prepared)
             bound = stack.enter_context(listen(options.host, prepared.port))
             workers = [self._start_worker(stack, name, role) for name, role in prepared.workers]
             directory = self._directory = LocalDirectory(workers)
@@ -97,17 +97,19 @@ class LocalServe:
 
     def _start_worker(self, stack: ExitStack, name: WorkerName, role: Role) -> tuple[WorkerRecord, WorkerHost]:
         prepared = self._prepared
-        config = with_threads(prepared.config, prepared.threads)
+        sizes = prepared.here.sizes(role)
+        config = sizes.applied_to(prepared.config, role)
         incarnation = Incarnation(1)
-        worker = build_worker(
-            role, name, incarnation, prepared.spec, config, host=HOST, counts=prepared.plans[role].counts
-        )
+        worker = build_worker(role, name, incarnation, prepared.spec, config, host=HOST, counts=sizes.counts)
         try:
             host = WorkerHost(worker, on_end=lambda end, reason: self._on_end(name, end, reason))
         except BaseException:
             worker.close()
             raise
-        record = WorkerRecord(name, role, incarnation, os.getpid(), node_name(), "", host.control, host.fits)
+        record = WorkerRecord(
+            name, role, incarnation, os.getpid(), node_name(), "", host.control, host.fits,
+            fingerprint=worker.fingerprint,
+        )  # fmt: skip
         host.start()
         stack.callback(host.stop, FLUSH_S)
         self._terminal.step("worker", str(name))

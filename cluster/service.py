@@ -22,6 +22,7 @@ import grpc.aio
 from cluster.aio import LoopThread
 from cluster.host import HostClosed, WorkerHost
 from contracts.access import admits
+from contracts.channels import COMMANDS_BYTES, EVENTS_BYTES, server_options
 from contracts.config import TransferConfig
 from contracts.errors import TwinpoolError, WireError
 from contracts.messages import Event, WorkerStatus
@@ -33,24 +34,10 @@ log = logging.getLogger("twinpool.service")
 
 INCARNATION_KEY = "twinpool-incarnation"
 OUTBOX_BYTES = 16 * 1024 * 1024
-MESSAGE_BYTES = 64 * 1024 * 1024
+MOST_SESSIONS = 256
+"""Routers that a worker serves at once."""
 CALL_TIMEOUT_S = 30.0
 LINK_TIMEOUT_S = TransferConfig().link_timeout_s
-SERVER_OPTIONS = [
-    ("grpc.max_receive_message_length", MESSAGE_BYTES),
-    ("grpc.max_send_message_length", MESSAGE_BYTES),
-    ("grpc.so_reuseport", 0),
-    ("grpc.http2.max_pings_without_data", 0),
-    ("grpc.http2.max_ping_strikes", 0),
-]
-
-
-def server_options(link_timeout_s: float) -> list[tuple[str, int]]:
-    """`SERVER_OPTIONS`, and pings: a router that vanishes says nothing, and its requests are to end."""
-    half_ms = max(1, int(500 * link_timeout_s))
-    pings = ("grpc.keepalive_time_ms", "grpc.keepalive_timeout_ms", "grpc.http2.ping_timeout_ms")
-    return [*SERVER_OPTIONS, *((name, half_ms) for name in pings)]
-
 
 # grpc.aio's own types are generic in ways its stubs and its runtime disagree on.
 Context = grpc.aio.ServicerContext[Any, Any]
@@ -92,22 +79,33 @@ class WorkerService(pb_grpc.WorkerServicer):
         self._host = host
         self._incarnation = incarnation
         self._outbox_bytes = outbox_bytes
+        self._sessions = 0
 
     async def Serve(self, frames: AsyncIterator[pb.RouterFrame], context: Context) -> AsyncIterator[pb.WorkerFrame]:
         await self._check_incarnation(context)
         loop = asyncio.get_running_loop()
         outbox = _Outbox(self._outbox_bytes)
 
+        def put(events: list[Event]) -> None:
+            try:
+                outbox.put(self._frame(events))
+            except (ValueError, TypeError) as error:  # A stream from which events are missing would hang its requests.
+                log.exception("events can't be sent")
+                outbox.end(f"an event can't be sent: {error}")
+
         def deliver(events: list[Event]) -> None:
-            loop.call_soon_threadsafe(lambda: outbox.put(self._frame(events)))
+            loop.call_soon_threadsafe(put, events)
 
         def ended(reason: str) -> None:
             loop.call_soon_threadsafe(outbox.end, reason)
 
+        if self._sessions >= MOST_SESSIONS:
+            await context.abort(grpc.StatusCode.RESOURCE_EXHAUSTED, f"{MOST_SESSIONS} routers are served already")
         try:
             session = self._host.open_session(deliver, ended)
         except HostClosed as error:
             await context.abort(grpc.StatusCode.UNAVAILABLE, str(error))
+        self._sessions += 1
         reader = asyncio.create_task(self._read(session, frames, outbox))
         try:
             await context.send_initial_metadata(())
@@ -115,6 +113,7 @@ class WorkerService(pb_grpc.WorkerServicer):
                 yield frame
         finally:
             reader.cancel()
+            self._sessions -= 1
             self._host.close_session(session)
         await context.abort(grpc.StatusCode.UNAVAILABLE, outbox.reason)
 
@@ -128,6 +127,9 @@ class WorkerService(pb_grpc.WorkerServicer):
             outbox.end(f"protocol error: {error}")
         except grpc.RpcError as error:
             outbox.end(f"the stream broke: {error}")
+        except Exception as error:  # Bytes that are no frame come as gRPC's and protobuf's own errors, of many kinds.
+            log.warning("a router's frame can't be read: %s", error)
+            outbox.end(f"protocol error: a frame can't be read: {error}")
 
     def _frame(self, events: list[Event]) -> pb.WorkerFrame:
         return pb.WorkerFrame(incarnation=self._incarnation, events=[event_to_proto(event) for event in events])
@@ -186,9 +188,19 @@ async def _refuse(requests: Any, context: Context) -> None:
 class ServiceServer:
     """A gRPC server with one servicer on a loop thread."""
 
-    def __init__(self, loop: LoopThread, bind: str, secret: str = "", link_timeout_s: float = LINK_TIMEOUT_S) -> None:
+    def __init__(
+        self,
+        loop: LoopThread,
+        bind: str,
+        secret: str = "",
+        link_timeout_s: float = LINK_TIMEOUT_S,
+        *,
+        receive_bytes: int = COMMANDS_BYTES,
+        send_bytes: int = EVENTS_BYTES,
+    ) -> None:
         """With a `secret`, calls must carry its token (`contracts.access`). A client from whom nothing was heard for
-        `link_timeout_s` is gone."""
+        `link_timeout_s` is gone. Larger messages than `receive_bytes` end their call, and nothing else."""
+        self._receive_bytes, self._send_bytes = receive_bytes, send_bytes
         self._link_timeout_s = link_timeout_s
         self._loop = loop
         self._bind = bind
@@ -204,7 +216,8 @@ class ServiceServer:
 
     async def _start(self, add: Any, servicer: Any) -> int:
         doorkeepers = [_Doorkeeper(self._secret)] if self._secret else []
-        server = grpc.aio.server(options=server_options(self._link_timeout_s), interceptors=doorkeepers)
+        options = server_options(self._receive_bytes, self._send_bytes, self._link_timeout_s)
+        server = grpc.aio.server(options=options, interceptors=doorkeepers)
         add(servicer, server)
         try:
             port = server.add_insecure_port(self._bind)

@@ -1,15 +1,15 @@
 """The states of a worker as the controller sees it, as a table.
 
     starting ──registered──▶ ready ──draining──▶ draining ──left──▶ left
-        ▲ │                    │ ◀──undrained──────┘ │
-        │ └──died──▶ dead ◀──died────────────────────┘
-        └──started────┘
+        ▲ │                    │ ◀──undrained──────┘ │          │
+        │ └──died──▶ dead ◀──died────────────────────┘          │
+        └──started────┘ ◀──wanted───────────────────────────────┘
                         ready, draining ──changed──▶ dead, and started again at once in another role
 
 Rules:
 
 - A worker has one incarnation at a time; each `STARTED` has a larger number, and messages of older ones are dropped.
-- `left` is final: a worker that left by drain is not started again.
+- A worker that left by drain is not started again unless an operator wants it back (undrain).
 - A worker may leave straight from `ready`: drain and departure can fall between two heartbeats.
 - An event that is not in the table raises `IllegalTransition` and changes nothing.
 """
@@ -38,6 +38,8 @@ class WorkerEvent(StrEnum):
     CHANGED = "changed"
     """It has left to come back in another role."""
     DIED = "died"
+    WANTED = "wanted"
+    """It had left, and an operator wants it back."""
 
 
 TRANSITIONS: dict[tuple[WorkerState, WorkerEvent], WorkerState] = {
@@ -52,6 +54,7 @@ TRANSITIONS: dict[tuple[WorkerState, WorkerEvent], WorkerState] = {
     (WorkerState.DRAINING, WorkerEvent.DIED): WorkerState.DEAD,
     (WorkerState.READY, WorkerEvent.CHANGED): WorkerState.DEAD,
     (WorkerState.DRAINING, WorkerEvent.CHANGED): WorkerState.DEAD,
+    (WorkerState.LEFT, WorkerEvent.WANTED): WorkerState.DEAD,
 }
 
 

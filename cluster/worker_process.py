@@ -6,12 +6,13 @@ its engine thread: a fenced or dead worker must not send another byte, so its pr
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 import os
 import socket
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from concurrent.futures import CancelledError
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -21,14 +22,16 @@ from cluster.aio import LoopThread
 from cluster.host import HostEnd, WorkerHost
 from cluster.lease import LeaseKeeper
 from cluster.logs import log_to_file
+from cluster.nodes import Sizes
 from cluster.procs import die_with_parent, start_time
 from cluster.rehearsal import Hang, hang_at
 from cluster.service import serve_worker
 from cluster.terminated import TERMINATED
+from contracts import processor
 from contracts.access import SECRET_VARIABLE
 from contracts.clock import SystemClock
 from contracts.config import Config
-from contracts.errors import TwinpoolError
+from contracts.errors import ConfigError, TwinpoolError
 from contracts.ids import Incarnation, Role, WorkerName
 from contracts.model import read_model_spec
 from contracts.ports import Worker, WorkerRecord
@@ -70,6 +73,19 @@ class WorkerPlan:
     """Hex: the token of the agents that keep host memory; empty where there are none."""
     secret: str = field(default="", repr=False)
     """Hex; what workers authenticate each other with where they don't meet on loopback."""
+    by_node: Mapping[str, Sizes] = field(default_factory=dict)
+    """By Ray node id: what it gets there, which `counts` and `config` say where there is one node only."""
+
+    def on(self, node_id: str) -> WorkerPlan:
+        """The plan for the node that it has landed on. Raises `ConfigError` for one that it was not planned for."""
+        plan = dataclasses.replace(self, node_id=node_id)
+        if not self.by_node:
+            return plan
+        sizes = self.by_node.get(node_id)
+        if sizes is None:
+            raise ConfigError(f"node {node_id[:8]} was not measured before this start, which is tried again")
+        config = sizes.applied_to(self.config, self.role)
+        return dataclasses.replace(plan, config=config, counts=dict(sizes.counts), by_node={})
 
 
 BuildWorker = Callable[[WorkerPlan], Worker]
@@ -110,7 +126,7 @@ class WorkerProcess:
         record = WorkerRecord(
             plan.name, plan.role, plan.incarnation, os.getpid(), node_name(),
             detour(endpoint, "serve", plan.name, proxy), detour(worker.control, "control", plan.name, proxy),
-            worker.fits, plan.node_id,
+            worker.fits, plan.node_id, worker.fingerprint,
         )  # fmt: skip
         try:
             heartbeat_s = plan.config.cluster.heartbeat_s
@@ -152,6 +168,7 @@ def build_from_plan(plan: WorkerPlan) -> Worker:
     """Build the real worker. Raises `CheckpointError` or `ConfigError`."""
     from cluster.build import build_worker
 
+    processor.pin(plan.config.engine.numerics_class)  # before the ranks meet, which computes
     if plan.secret:
         os.environ[SECRET_VARIABLE] = plan.secret
     return build_worker(

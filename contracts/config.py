@@ -31,6 +31,9 @@ class EngineConfig:
     """Threads a worker computes with; 0: cores divided by workers."""
     numerics: Literal["invariant", "fast"] = "invariant"
     """invariant: a row's result depends on its own sequence alone, never on the batch or on chunk ends."""
+    numerics_class: Literal["auto", "x86-64-v3", "x86-64-v4"] = "auto"
+    """The instructions that a worker's kernels and libraries keep to. auto: all that its machine has. A level: no more
+    than it has, so that unlike machines compute the same bits; a machine that can't run it refuses to start."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """auto: the CPU, as long as data planes register host memory only; cuda is refused until then."""
 
@@ -49,6 +52,10 @@ class StorageConfig:
     """redis: pages expire this long after they were last written; 0: never."""
     timeout_s: float = 5.0
     """An operation gives up after this long, and counts as failed."""
+    group_access: bool = False
+    """file: the folder's group may read and write what lies there, for workers of several users; else their owner."""
+    retry_s: float = 1.0
+    """What storage did not take is offered again after this long, then after twice as long, up to 64 times as long."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,7 +82,9 @@ class EventsConfig:
     topic: str = "kv-events"
     """First frame of every message."""
     buffer_batches: int = 10_000
-    """Batches kept for subscribers that ask, and queued for slow ones."""
+    """Batches kept for subscribers that ask, and, up to 1,024, queued for slow ones."""
+    buffer_bytes: int = 64 * 1024**2
+    """Bytes of those that are kept: a long prompt's batch is large."""
     public: bool = False
     """Allows endpoints off the loopback: events carry the prompts' tokens to whoever connects, without keys."""
 
@@ -95,7 +104,8 @@ class CacheConfig:
     eviction: Literal["lru", "lfu", "fifo", "priority", "slru"] = "lru"
     """What goes first from a full tier: longest unused, least used, oldest, least urgent, or seen only once."""
     host_bytes: int = 0
-    """Host memory of each worker for pages that its device has no room for; 0: none, and no storage either."""
+    """Host memory of each worker for pages that its device has no room for; 0: its part of the node's budget
+    (`cluster.host_memory_share`). Set for any role, there is no budget, and a role without has no host tier."""
     arena: Literal["auto", "none"] = "auto"
     """auto: where workers are processes, host memory lies with an agent on their node, and a worker that dies leaves it
     to its successor; none: it ends with the worker."""
@@ -136,6 +146,9 @@ class CacheOverride:
 class PrefillConfig:
     chunk_tokens: int = 512
     """Token budget of a prefill step; longer prompts take several steps."""
+    short_share: float = 0.25
+    """The part of a step's token budget that prompts with less to compute than the oldest one come first in; the oldest
+    has the rest, so it is never slowed down by more."""
     max_running: int = 32
     """Requests computed at the same time."""
     share_tokens: int = 4096
@@ -167,6 +180,12 @@ class DecodeConfig:
     computed again by prefill; auto: what is quicker by the rates measured so far."""
     retract_limit: int = 3
     """A request that was retracted this often comes back only with pages for its whole answer, and leaves no more."""
+    prompt_wait_s: float = 10.0
+    """A request whose prompt another one is just receiving waits for that one this long at most, and then shares its
+    pages instead of receiving them too."""
+    first_answer_tokens: int = 512
+    """What an answer is expected to come to before eight have ended: many requests ask for the rest of the context, and
+    hardly any takes it."""
     growth_quantile: float = 0.75
     """A request is admitted with room for the answer that this share of recent ones, as far along as it, stayed within;
     1: for the longest of them."""
@@ -183,6 +202,14 @@ class TransferConfig:
     """A connection between workers, or between router and worker, on which nothing was heard for this long is cut."""
     connect_timeout_s: float = 10.0
     """How long prefill may take to answer a decode worker that it has not met yet."""
+    peer_forget_s: float = 60.0
+    """A peer whom nobody could reach for this long is forgotten, with all that was kept for it; it says hello again."""
+    most_peers: int = 1024
+    """Workers that one worker hands over to at the same time; more are refused."""
+    control_frame_bytes: int = 1024 * 1024
+    """The longest control message or notice that is taken in: a grant has about ten bytes a page, a notice thirty."""
+    frame_bytes: int = 4 * 1024 * 1024
+    """zmq: the longest frame of pages that is taken in, or one page where that is more; longer writes are split."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -190,7 +217,12 @@ class RouterConfig:
     max_queue: int = 1024
     """Requests in the house; more get 429."""
     default_max_tokens: int = 512
-    """For requests that name no limit."""
+    """For completions that name no limit; a chat without one may use what is left of the context."""
+    max_prompt_logprobs: int = 32_768
+    """Log-probabilities of prompt tokens (echo with logprobs) that one request may ask for, over all its choices."""
+    served_model_name: str = ""
+    """Names under which clients ask for the model, separated by commas; answers carry the first. Empty: the folder's
+    name, of a Hugging Face snapshot the repository's."""
     request_timeout_s: float = 600.0
     """From its arrival a request has this long before it ends with an error, unless its `timeout` says otherwise."""
     max_timeout_s: float = 3600.0
@@ -211,17 +243,37 @@ class RouterConfig:
     """How long it is left alone; then one request tries it. Doubles with each trial that fails, up to eight times."""
     stall_s: float = 30.0
     """/health fails when work waits and nothing has advanced for this long."""
-    max_body_bytes: int = 8 * 1024 * 1024
-    """Larger bodies are refused with 413."""
-    tokenizer_threads: int = 2
-    """Threads for tokenising and templates, off the event loop."""
+    max_body_bytes: int = 0
+    """Larger bodies are refused with 413; 0: 1 MiB and 32 bytes for each position of the context, at most 64 MiB."""
+    body_buffer_bytes: int = 64 * 1024 * 1024
+    """Memory for bodies that are being received, of all clients; a body's first 64 KiB don't count. More get 503."""
+    max_connections: int = 4096
+    """Clients' connections, at most three quarters of the descriptors that the process may open. For another one the
+    one that waits longest without a request is closed; when none waits, only the health endpoints answer."""
+    header_timeout_s: float = 10.0
+    """From the first byte of a request until its headers must be whole."""
+    body_timeout_s: float = 20.0
+    """How long a body may take, besides a second for every `body_bytes_per_s` that have come."""
+    body_bytes_per_s: int = 65_536
+    """The least rate at which a long body must come."""
+    write_timeout_s: float = 60.0
+    """A client that takes nothing of its answer for this long is cut off."""
+    stream_keepalive_s: float = 15.0
+    """A stream that has nothing to say for this long gets a comment line, so that proxies don't take it for dead."""
+    reader_processes: int = 2
+    """Processes that parse, render and tokenise bodies above 2 KiB; of several, one is kept free for those under
+    256 KiB. They start when they are first needed."""
+    reader_timeout_s: float = 30.0
+    """A body that takes a reader longer than this is refused, and the reader ended."""
+    reader_memory_bytes: int = 2 * 1024**3
+    """Memory that a reader may take for one body beyond what it has at its start."""
     client_buffer_events: int = 4096
     """Undelivered stream events of a slow client before its request is cancelled."""
 
 
 @dataclass(frozen=True, slots=True)
 class AuditConfig:
-    fraction: float = 0.0
+    fraction: float = 0.01
     """Share of finished answers that idle prefill workers compute again from their tokens alone; 0: none."""
     queue_answers: int = 64
     """Answers that wait for an idle worker; when there are more, the oldest are left out."""
@@ -258,10 +310,24 @@ class ClusterConfig:
     start_timeout_s: float = 120.0
     """How long a worker may take from its start to its first heartbeat."""
     restart_limit: int = 20
-    """Restarts of one worker within ten minutes before it is left dead."""
+    """Restarts of one worker within `restart_window_s` before it is left dead; of the router, before `serve` ends."""
+    restart_window_s: float = 600.0
+    """Deaths longer ago are forgotten."""
     stall_s: float = 60.0
     """A worker that has work and ended no step for this long is ended and started again: more where its steps are long
     (four times its longest), and `start_timeout_s` for its first, in which kernels may have to be compiled."""
+    nonfinite_rows: int = 3
+    """A worker that computed so many rows whose logits are no finite numbers, within `nonfinite_window_s`, is ended and
+    started again."""
+    nonfinite_window_s: float = 60.0
+    """See `nonfinite_rows`."""
+    host_memory_share: float = 0.25
+    """Part of a node's free memory, measured before its workers start, that all their host tiers may take together;
+    each worker gets the same multiple of its device pools. 0: no host tier but what `cache.host_bytes` says."""
+    host_memory_bytes: int = 0
+    """That budget in bytes; 0: by `host_memory_share`."""
+    host_pools: float = 4.0
+    """No worker's part of the budget is larger than so many times its device pools."""
     rank_timeout_s: float = 30.0
     """A rank of a worker that was silent for this long in mid-step ends the worker."""
 
@@ -343,10 +409,10 @@ def config_from_dict(tree: Mapping[str, Any]) -> Config:
 def _check_together(config: Config) -> None:
     """What one key needs of another."""
     storage = config.cache.storage
-    if storage.backend != "none" and not any(config.cache_for(role).host_bytes for role in Role):
+    if storage.backend != "none" and not may_have_host_memory(config):
         raise ConfigError(
             f"config key cache.storage.backend={storage.backend} needs host memory to read into and write from: "
-            "set cache.host_bytes"
+            "set cache.host_bytes, or cluster.host_memory_share"
         )
     events = config.cache.events
     if events.replay_endpoint and not events.endpoint:
@@ -363,14 +429,25 @@ def _check_together(config: Config) -> None:
             f"config key router.max_timeout_s={router.max_timeout_s:g} is below router.request_timeout_s="
             f"{router.request_timeout_s:g}: requests without a timeout of their own would exceed it"
         )
+    if router.body_buffer_bytes < router.max_body_bytes:
+        raise ConfigError(
+            f"config key router.body_buffer_bytes={router.body_buffer_bytes} is below router.max_body_bytes="
+            f"{router.max_body_bytes}: the largest body could never be received"
+        )
     if router.breaker_rate > 1:
         raise ConfigError(f"config key router.breaker_rate is a share of 1; got {router.breaker_rate:g}")
+    if config.prefill.short_share >= 1:
+        raise ConfigError(f"config key prefill.short_share is a share, below 1; got {config.prefill.short_share:g}")
     if config.decode.growth_quantile > 1:
         raise ConfigError(f"config key decode.growth_quantile is a share up to 1; got {config.decode.growth_quantile}")
-    if config.decode.retract == "copy" and not config.cache_for(Role.DECODE).host_bytes:
+    if config.decode.retract == "copy" and not may_have_host_memory(config, Role.DECODE):
         raise ConfigError(
-            "config key decode.retract=copy needs host memory to copy into: set cache.host_bytes, or leave it at auto"
+            "config key decode.retract=copy needs host memory to copy into: set cache.host_bytes or "
+            "cluster.host_memory_share, or leave it at auto"
         )
+    if config.cluster.host_memory_share >= 1:
+        share = config.cluster.host_memory_share
+        raise ConfigError(f"config key cluster.host_memory_share is a share of free memory, below 1; got {share:g}")
     if config.audit.fraction > 1:
         raise ConfigError(f"config key audit.fraction is a share, at most 1; got {config.audit.fraction:g}")
     if config.watch.rare_share >= 1:
@@ -379,6 +456,14 @@ def _check_together(config: Config) -> None:
         raise ConfigError(f"config key watch.window_tokens must be at most 1024; got {config.watch.window_tokens}")
     if config.cache.strip_reasoning and not config.cache.reasoning_tokens:
         raise ConfigError("config key cache.strip_reasoning needs cache.reasoning_tokens")
+
+
+def may_have_host_memory(config: Config, *roles: Role) -> bool:
+    """Whether any worker (of these roles) has a host tier, or may get one of the node's budget."""
+    own = [role for role in Role if config.cache_for(role).host_bytes]
+    if own:
+        return bool(set(own) & set(roles or Role))
+    return bool(config.cluster.host_memory_bytes or config.cluster.host_memory_share)
 
 
 def _assign(tree: dict[str, Any], assignment: str) -> None:
@@ -438,9 +523,10 @@ _MAY_BE_ZERO = {
     "cache.device_requests", "prefill.cache.device_requests", "decode.cache.device_requests",
     "cache.host_bytes", "prefill.cache.host_bytes", "decode.cache.host_bytes", "cache.prefetch.base_s",
     "cache.prefetch.per_token_s", "cache.storage.ttl_s", "faults.stop_in_write", "faults.corrupt_page",
-    "faults.step_delay_s", "router.replay_limit", "decode.offer_bytes",
+    "faults.step_delay_s", "router.replay_limit", "router.max_body_bytes", "router.max_prompt_logprobs",
+    "decode.offer_bytes",
     "faults.retract_every", "audit.fraction", "audit.margin",
-    "watch.repetition_tokens", "watch.rare_factor",
+    "watch.repetition_tokens", "watch.rare_factor", "cluster.host_memory_share", "cluster.host_memory_bytes",
 }  # fmt: skip
 
 

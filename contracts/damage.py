@@ -29,6 +29,8 @@ class Where(StrEnum):
     """What a retracted request left in host memory or storage isn't what was saved."""
     ARENA = "arena"
     """What a dead worker left in host memory isn't what it sealed."""
+    LOGITS = "logits"
+    """A step's logits were no finite numbers (NaN, infinity): nothing was drawn from them."""
     AUDIT = "audit"
     """A finished answer came out otherwise when it was computed again."""
 

@@ -33,11 +33,14 @@ class ErrorKind(StrEnum):
     """The worker died or failed inside."""
     RETRACTED = "retracted"
     """Decode had no memory for it any more: nobody's fault, and it goes on from the tokens that it has."""
+    NONFINITE = "nonfinite"
+    """A step's logits were no finite numbers, so nothing was drawn: computed once more elsewhere, from the tokens."""
 
     @property
     def retryable(self) -> bool:
         return self in (
-            ErrorKind.ROOM, ErrorKind.DAMAGED, ErrorKind.DRAINING, ErrorKind.WORKER, ErrorKind.RETRACTED
+            ErrorKind.ROOM, ErrorKind.DAMAGED, ErrorKind.DRAINING, ErrorKind.WORKER, ErrorKind.RETRACTED,
+            ErrorKind.NONFINITE,
         )  # fmt: skip
 
 

@@ -10,12 +10,37 @@ from contracts.errors import CheckpointError
 _MISSING = object()
 
 
+class _Noting(dict[str, object]):
+    """A dictionary that remembers which keys were asked for, whether they are there or not."""
+
+    def __init__(self, values: Mapping[str, object]) -> None:
+        super().__init__(values)
+        self.read: set[str] = set()
+
+    def __getitem__(self, key: str) -> object:
+        self.read.add(key)
+        return super().__getitem__(key)
+
+    def __contains__(self, key: object) -> bool:
+        self.read.add(str(key))
+        return super().__contains__(key)
+
+    def get(self, key: str, default: object = None) -> object:
+        self.read.add(key)
+        return super().get(key, default)
+
+
 class Fields:
     """Keys of a JSON object, checked as they are read. Raises `CheckpointError` in one line; null counts as absent."""
 
     def __init__(self, path: Path, values: Mapping[str, object]) -> None:
         self.path = path
-        self.values = {key: value for key, value in values.items() if value is not None}
+        self.values = _Noting({key: value for key, value in values.items() if value is not None})
+
+    @property
+    def read(self) -> frozenset[str]:
+        """The keys that were asked for so far; not those of whoever goes over all of them."""
+        return frozenset(self.values.read)
 
     def __contains__(self, key: str) -> bool:
         return key in self.values

@@ -345,6 +345,8 @@ class WorkerStatus:
     """How long its loop has made no progress, or had work that could run and ended no step; 0 while all is well."""
     longest_step_s: float = 0.0
     """The longest of its latest steps: what is long for one worker is usual for another."""
+    last_end: str = ""
+    """Why its last incarnation ended, as the controller knows; empty where none has."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from contracts.errors import CheckpointError
@@ -38,7 +38,7 @@ class ModelSpec:
 
     folder: Path
     name: str
-    """The served name: the folder's last part."""
+    """The served name: the folder's last part, of a Hugging Face snapshot its repository; or what `served_as` says."""
     architecture: str
     vocab_size: int
     layers: int
@@ -52,9 +52,30 @@ class ModelSpec:
     """Digest of architecture, numbers and tensors: two workers with different ones refuse each other."""
     generation_defaults: dict[str, float] = field(default_factory=dict)
     """`temperature`, `top_p`, `top_k`, `min_p`, `repetition_penalty` from `generation_config.json`, where given."""
+    aliases: tuple[str, ...] = field(default=(), kw_only=True)
+    """Further names that clients may ask for."""
     config: Fields = field(kw_only=True, repr=False, compare=False)
     """`config.json`; of a model with more than text, what it says of the text."""
     headers: Mapping[str, TensorHeader] = field(kw_only=True, repr=False, compare=False)
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Every name that a request may give; answers carry the first."""
+        return (self.name, *self.aliases)
+
+
+def served_as(spec: ModelSpec, names: str) -> ModelSpec:
+    """`spec` under the given names, separated by commas; unchanged where there is none."""
+    given = list(dict.fromkeys(name.strip() for name in names.split(",") if name.strip()))
+    return replace(spec, name=given[0], aliases=tuple(given[1:])) if given else spec
+
+
+def _folder_name(folder: Path) -> str:
+    """The last part; of ``models--ORGANISATION--NAME/snapshots/HASH``, as downloads are kept, the repository."""
+    parts = folder.resolve().parts
+    if len(parts) >= 3 and parts[-2] == "snapshots" and parts[-3].startswith("models--"):
+        return parts[-3].removeprefix("models--").replace("--", "/")
+    return parts[-1]
 
 
 def read_model_spec(folder: Path) -> ModelSpec:
@@ -70,7 +91,7 @@ def read_model_spec(folder: Path) -> ModelSpec:
     config = Fields(folder / "config.json", _of_text(read_json(folder / "config.json")))
     method = config.table("quantization_config").get("quant_method", "given without a method")
     if "quantization_config" in config and method not in _QUANTISED:
-        raise config.refuse(f"checkpoints quantised by {method!r} are not supported; use the original weights")
+        raise config.refuse(f"checkpoints quantised by {method!r} are not supported; convert the weights to bfloat16")
     generation_path = folder / "generation_config.json"
     generation = read_json(generation_path) if generation_path.exists() else {}
     headers = read_headers(folder)
@@ -80,7 +101,7 @@ def read_model_spec(folder: Path) -> ModelSpec:
     identity = json.dumps([architecture, dtype, _numbers(config)], sort_keys=True, default=str)
     return ModelSpec(
         folder=folder,
-        name=folder.resolve().name,
+        name=_folder_name(folder),
         architecture=architecture,
         vocab_size=config.size("vocab_size"),
         layers=config.size("num_hidden_layers", _listed_layers(config)),

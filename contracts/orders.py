@@ -133,6 +133,8 @@ class Post:
 
     link: int
     room: str
+    ticket: int
+    """The grant's."""
     number: int
     """Which write of its room this is, from 1."""
     sources: tuple[Places, ...]
@@ -144,6 +146,8 @@ class Permit:
     """Writes for this room may arrive from now on; answered, since nothing may arrive before."""
 
     room: str
+    ticket: int
+    """The grant's."""
     places: tuple[Places, ...]
 
 
@@ -181,9 +185,12 @@ class Fetch:
 
 @dataclass(frozen=True, slots=True)
 class Put:
-    """Store this rank's part of pages in host memory; answer, when it is done, with verdict, digest and reason."""
+    """Store this rank's part of pages in host memory; answer, when it is done, with verdict, digest and reason.
+
+    Of one `chain` (0: none) no page without those that were ordered before it."""
 
     pages: tuple[Kept, ...]
+    chain: int
 
 
 # ---------------------------------------------------------------- life

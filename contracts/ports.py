@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import NewType, Protocol
 
+from contracts.fingerprint import Fingerprint
 from contracts.ids import Incarnation, Role, WorkerName
 from contracts.messages import CheckReport, Command, Event, Fits, WorkerStatus
 
@@ -51,6 +52,10 @@ class Worker(Protocol):
     def runnable(self) -> bool:
         """Something could be computed now: a worker that says so and ends no step is hung."""
 
+    @property
+    def unfit(self) -> str:
+        """Why nothing more that it computes can be trusted, in words; empty while it can. Its host ends it then."""
+
     def fence(self) -> None:
         """The worker's lease has ended: send nothing any more, to routers or peers."""
 
@@ -60,6 +65,10 @@ class Worker(Protocol):
     @property
     def control(self) -> str:
         """Endpoint of the control socket for rooms; empty where peers don't connect to this worker."""
+
+    @property
+    def fingerprint(self) -> Fingerprint:
+        """What its peers must have in common with it."""
 
     def status(self) -> WorkerStatus: ...
 
@@ -84,6 +93,8 @@ class WorkerRecord:
     fits: Fits
     node_id: str = ""
     """The Ray node that it runs on; empty without Ray."""
+    fingerprint: Fingerprint | None = None
+    """What its peers must have in common with it; None while no process of it has registered."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,6 +103,8 @@ class WorkerView:
 
     record: WorkerRecord
     status: WorkerStatus
+    cordoned: bool = False
+    """Its node gets no worker until it is undrained."""
 
 
 class Session(Protocol):
@@ -136,3 +149,11 @@ class Directory(Protocol):
 
         Raises `RequestError` where that can't be, saying why, and `ConnectionError` without an answer.
         """
+
+    async def drain(self, target: str) -> tuple[WorkerName, ...]:
+        """Have the controller tell a worker to leave, or cordon a node and tell all that are on it; returns who is
+        told. Raises as `change_role` does."""
+
+    async def undrain(self, target: str) -> tuple[WorkerName, ...]:
+        """Have the controller take that back, for a worker or a node; returns who had left and is started again.
+        Raises as `change_role` does."""

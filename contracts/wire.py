@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from contracts.errors import ErrorKind, WireError
+from contracts.fingerprint import Fingerprint
 from contracts.ids import Incarnation, RequestId, Role, RoomId, WorkerName
 from contracts.messages import (
     Audit,
@@ -352,6 +353,7 @@ def status_to_proto(s: WorkerStatus) -> pb.WorkerStatus:
         counters=s.counters,
         stalled_s=s.stalled_s,
         longest_step_s=s.longest_step_s,
+        last_end=s.last_end,
     )
 
 
@@ -372,6 +374,7 @@ def status_from_proto(m: pb.WorkerStatus) -> WorkerStatus:
         dict(m.counters),
         m.stalled_s,
         m.longest_step_s,
+        m.last_end,
     )
 
 
@@ -383,3 +386,16 @@ def report_to_proto(r: CheckReport) -> pb.CheckReport:
 
 def report_from_proto(m: pb.CheckReport) -> CheckReport:
     return CheckReport(WorkerName(m.name), m.pages, m.slots, m.leases, m.rooms, tuple(m.violations))
+
+
+def fingerprint_to_proto(fingerprint: Fingerprint) -> pb.Fingerprint:
+    return pb.Fingerprint(
+        protocol=fingerprint.protocol,
+        layout=fingerprint.layout,
+        numerics=fingerprint.numerics,
+        weights=fingerprint.weights,
+    )
+
+
+def fingerprint_from_proto(m: pb.Fingerprint) -> Fingerprint:
+    return Fingerprint(m.protocol, m.layout, m.numerics, m.weights)

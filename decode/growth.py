@@ -7,8 +7,9 @@ tokens* stayed within, and never to more than its `max_tokens`. As answers are f
 follows the load.
 
 Being too low costs retractions, so each of them raises the quantile, half of the way to the longest answer seen, and
-each answer that ends lets it come back a little. Before anything is known, an answer is expected to be as long as it
-may be: the first requests are admitted as if nothing could be retracted.
+each answer that ends lets it come back a little. Before anything is known, an answer is expected to come to a number
+that was configured, or to twice what it has: who names no `max_tokens` may have the rest of the context, and to
+reserve that would let in a handful of the first requests and no more.
 """
 
 from __future__ import annotations
@@ -27,8 +28,9 @@ _CALM = 0.9
 class Growth:
     """See the module's prose. All lengths are in tokens of the answer."""
 
-    def __init__(self, quantile: float) -> None:
-        self._base = quantile
+    def __init__(self, quantile: float, first: int) -> None:
+        """`first`: what an answer is expected to come to before anything is known."""
+        self._base, self._first = quantile, first
         self._raised = 0.0
         self._lengths: deque[int] = deque()
         self._sorted: list[int] = []
@@ -52,7 +54,7 @@ class Growth:
     def expected(self, generated: int, most: int) -> int:
         """What an answer of `generated` tokens so far will come to, from `generated` to `most`."""
         if len(self._sorted) < KNOWN:
-            return most
+            return min(most, max(2 * generated, self._first))
         first = bisect_right(self._sorted, generated)
         longer = len(self._sorted) - first
         if longer < KNOWN:

@@ -27,7 +27,7 @@ class Pressure:
 
     def __init__(self, seat: Seat, config: DecodeConfig, retraction: Retraction) -> None:
         self._seat, self._retraction = seat, retraction
-        self.growth = Growth(config.growth_quantile)
+        self.growth = Growth(config.growth_quantile, config.first_answer_tokens)
 
     # ------------------------------------------------------------ admission
 

@@ -120,6 +120,10 @@ class Request:
     """It is to be handed on: no step of it is launched any more."""
     computed: int = 0
     """Prompt positions that this worker's engine had to compute: none, as long as all state is handed over."""
+    behind: Request | None = None
+    """Who is receiving the prompt that it has in common with it, while it waits for that."""
+    behind_since: float | None = None
+    """When it began to wait for another one first, in seconds."""
     marks: dict[str, float] = field(default_factory=dict)
 
     @property

@@ -10,6 +10,7 @@ from __future__ import annotations
 import logging
 import os
 import platform
+from bisect import bisect_left
 from collections import deque
 from collections.abc import Callable, Sequence
 
@@ -20,8 +21,9 @@ from cache.seat import Seat
 from cache.tags import chain_keys
 from contracts.clock import Clock
 from contracts.config import Config
-from contracts.damage import Where, log_damage
+from contracts.damage import PREFIX, Where, log_damage
 from contracts.errors import ErrorKind, WireError
+from contracts.fingerprint import Fingerprint
 from contracts.ids import Incarnation, Role, WorkerName
 from contracts.messages import CheckReport, Command, Done, Fetch, Fits, Forget, Progress, Submit, Tokens, Transit
 from contracts.messages import WorkerStatus as Status
@@ -33,10 +35,11 @@ from decode.reasoning import Reasoning
 from decode.request import OFF_DEVICE, Phase, PhaseEvent, Request
 from decode.retraction import Lost, Retraction
 from engine.ahead import Ahead
-from engine.batch import Draw, FromStep, Row, RowOutput
+from engine.batch import NONFINITE, Draw, FromStep, Row, RowOutput
 from engine.engine import Engine
 from engine.sampling import needs_history
 from transfer.desk import Desk, Refusal, seconds_until
+from transfer.fitness import Fitness
 from transfer.phase import PhaseWorker
 from transfer.receiver import Arrived, Broken, Expected, ReceiverEnd
 from transfer.sender import SenderEnd
@@ -80,7 +83,8 @@ class DecodeWorker(PhaseWorker[Request]):
         self._full = seat.full
         self._pages = seat.pools.allocators[self._full]
         self.fits = Fits(seat.max_positions, context)
-        super().__init__(Desk(name, self.fits, clock), waiter)
+        fitness = Fitness(config.cluster.nonfinite_rows, config.cluster.nonfinite_window_s, clock)
+        super().__init__(Desk(name, self.fits, clock), waiter, fitness)
         self._waiting: deque[Request] = deque()
         self._running: deque[Request] = deque()
         self._retraction = Retraction(seat, config.decode, clock)
@@ -153,6 +157,10 @@ class DecodeWorker(PhaseWorker[Request]):
         return self._departures.control
 
     @property
+    def fingerprint(self) -> Fingerprint:
+        return self._receiver.fingerprint
+
+    @property
     def runnable(self) -> bool:
         return bool(self._running or self._ahead)
 
@@ -177,6 +185,7 @@ class DecodeWorker(PhaseWorker[Request]):
                 **self._retraction.counters,
                 "retracted": len(self._retraction),
                 **self._seat.stats(),
+                f"{PREFIX}{Where.LOGITS}": self._fitness.rows,
                 "pages_damaged": self._receiver.damaged,
                 "late_messages": self._receiver.late,
             },
@@ -263,6 +272,9 @@ class DecodeWorker(PhaseWorker[Request]):
         self._counters["received_bytes"] += arrived.bytes
         self._report(request, held=request.claim.cached.total, received=arrived.bytes)
         self._running.append(request)
+        if self._reuse and not request.claim.betrayed:
+            # From now on others with the same prompt have it from here.
+            self._seat.share(request.claim, request.prefix, request.submit.priority, full_only=True)
 
     def _recover(self, betrayed: list[Claim]) -> None:
         """End attempts that relied on state which turned out damaged: the next one finds it gone and is sent it all."""
@@ -289,9 +301,11 @@ class DecodeWorker(PhaseWorker[Request]):
 
     def _grant(self) -> None:
         """First come, first served: each gets pages for its prompt and its next step, if there is room for what it and
-        those who run are expected to grow by; or all behind it wait."""
-        while self._waiting:
-            request = self._waiting[0]
+        those who run are expected to grow by; or all behind it wait. Who waits for another one's prompt holds up
+        nobody."""
+        for request in list(self._waiting):
+            if self._waits_for_another(request):
+                continue
             if not self._pressure.leaves_room(request, self._desk):
                 return
             submit, prefix = request.submit, request.prefix if self._reuse else request.prefix.head(0)
@@ -308,11 +322,39 @@ class DecodeWorker(PhaseWorker[Request]):
                 for lease in leases.values():
                     lease.release()
                 return
-            self._waiting.popleft()
-            request.claim = claim
+            self._waiting.remove(request)
+            request.claim, request.behind = claim, None
             request.step(PhaseEvent.GRANT)
             request.marks["grant"] = self._clock.now() - request.arrived
             self._counters["prompt_tokens_held"] += claim.cached.total
+
+    def _waits_for_another(self, request: Request) -> bool:
+        """Whether another request is receiving pages that this one can have from the tree afterwards.
+
+        Only where at least half of that one's prompt is in common, so that it doesn't wait long for little; and not for
+        ever. When that one ends without its prompt, this one goes on by itself, or behind the next.
+        """
+        if not self._reuse or request.submit.moving or not len(request.prefix):
+            return False
+        if request.behind is None or request.behind.phase is not Phase.ARRIVING:
+            request.behind = self._receiving(request)
+        if request.behind is None:
+            return False
+        now = self._clock.now()
+        request.behind_since = now if request.behind_since is None else request.behind_since
+        return now - request.behind_since < self._config.decode.prompt_wait_s
+
+    def _receiving(self, request: Request) -> Request | None:
+        """Who is receiving more of this request's prompt than the device has."""
+        arriving = [r for r in self._desk if r.phase is Phase.ARRIVING and r.submit.salt == request.submit.salt]
+        there = self._seat.on_device(request.prefix) if arriving else 0
+        for other in arriving:
+            most = min(len(request.prefix), len(other.prefix))
+            # Keys are chained: pages are in common up to the first that differs.
+            common = bisect_left(range(most), True, key=lambda n: request.prefix.key(n) != other.prefix.key(n))
+            if common > there and 2 * common >= len(other.prefix):
+                return other
+        return None
 
     def _batch(self) -> list[Request]:
         """Up to the step's token budget, in turn: whoever waited longest for its step comes first.
@@ -387,6 +429,9 @@ class DecodeWorker(PhaseWorker[Request]):
         if output.stale:
             self._lost(request)
             return
+        if output.nonfinite:
+            self._nonfinite(request)
+            return
         drawn, submit = output.drawn, request.submit
         assert drawn is not None
         computed = int(request.committed < len(submit.tokens))
@@ -407,12 +452,25 @@ class DecodeWorker(PhaseWorker[Request]):
             self._finish(request, "length", None)
 
     def _lost(self, request: Request) -> None:
-        """A page of it belongs to somebody else: the step's token is dropped, and the router starts another attempt."""
+        """A page of it belongs to somebody else: the token is dropped, the tree forgets what it has of the prompt, and
+        the router starts another attempt."""
         self._counters["stale_pages"] += 1
         log_damage(log, Where.STEP, request=request.submit.request_id, positions=[request.committed, request.launched])
         assert request.claim is not None
+        self._seat.condemn(request.prefix)
         request.claim.betrayed = True
         self._fail(request, ErrorKind.WORKER, "a step found a page of it given away")
+
+    def _nonfinite(self, request: Request) -> None:
+        """Its logits were no numbers: no token is drawn from them, and its state isn't kept for others."""
+        self._fitness.nonfinite()
+        log_damage(
+            log, Where.LOGITS, request=request.submit.request_id, positions=[request.committed, request.launched]
+        )
+        assert request.claim is not None
+        self._seat.condemn(request.prefix)
+        request.claim.betrayed = True
+        self._fail(request, ErrorKind.NONFINITE, NONFINITE)
 
     # ------------------------------------------------------------ ends
 

@@ -11,11 +11,13 @@ the sequence, or on whether the query came as an extend or as a decode row.
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from itertools import accumulate
 from typing import TYPE_CHECKING, Any, Protocol
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -182,8 +184,10 @@ def make_slot_plan(
 
 def _rectangle(rows: Sequence[Sequence[int]], used: Sequence[int], device: torch.device) -> Tensor:
     """The first `used` entries of each row, padded with the null page, which is never freed: its epoch is 0 as well."""
-    width = max(used)
-    full = [[*row[:n], *([NULL_PAGE] * (width - n))] for row, n in zip(rows, used, strict=True)]
+    full = np.full((len(rows), max(used)), NULL_PAGE, dtype=np.int32)
+    for line, row, n in zip(full, rows, used, strict=True):
+        # Tables of claims are int32 side by side already (`cache.claim.numbers`); others are lists.
+        line[:n] = np.frombuffer(row, np.int32, n) if isinstance(row, array) else np.fromiter(row, np.int32, n)
     return to_device(full, device, torch.int32)
 
 

@@ -89,6 +89,10 @@ class Drawn:
     logprob: TokenLogprob | None
 
 
+NONFINITE = "the logits of a step are no finite numbers, so no token can be drawn from them"
+"""What a request whose step was `nonfinite` ends with."""
+
+
 @dataclass(frozen=True, slots=True)
 class RowOutput:
     """What came of a row. Of a stale one nothing may be used."""
@@ -100,6 +104,8 @@ class RowOutput:
     differences: tuple[Difference, ...] = ()
     """Those of them that came out otherwise."""
     stale: bool = False
+    nonfinite: bool = False
+    """Logits that it needed were no numbers: nothing of them was drawn, and its state can't be trusted either."""
 
 
 class Step(Protocol):

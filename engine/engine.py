@@ -5,6 +5,8 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Iterator, Mapping, Sequence
+from functools import cache
+from itertools import accumulate
 
 import torch
 from torch import Tensor
@@ -14,6 +16,7 @@ from cache.device import DEVICE, Device, Op, Stream, spans
 from cache.epochs import EpochTable
 from cache.gate import Door, Gate
 from cache.registry import Kind, PoolSetSpec
+from contracts import processor
 from contracts.config import EngineConfig
 from contracts.errors import ConfigError
 from contracts.orders import Compute, Followers, Places, RowOrder
@@ -25,6 +28,7 @@ from engine.host import to_device, to_host
 from engine.models import Model
 from engine.native_attention import NativeAttention
 from engine.numerics import FAST, Numerics, probe
+from engine.numerics_class import numerics_class
 from engine.ranks import ALONE, Ranks
 from engine.replay import Redrawn, redraw
 from engine.sampling import Draws, Logprobs, draw_tokens, token_logprobs
@@ -80,7 +84,8 @@ class Engine:
         tables = [{self.spec.full.name: Table(0, row.pages, row.epochs), **row.others} for row in rows]
         for row, mine in zip(rows, tables, strict=True):
             self._check(row, mine)
-        reads, writes = self._named(rows, tables)
+        # Sets of all pages of a batch cost more than the rest of the plan: they are for a device that looks at them.
+        reads, writes = self._named(rows, tables) if self._device.checks else ({}, {})
         op = Op("forward", Stream.COMPUTE, reads=spans(DEVICE, reads), writes=spans(DEVICE, writes))
         passages = {pool.name: self._gates[pool.name].enter(pool.name) for pool in self.spec.pools}
         gates = {gate: loads for passage in passages.values() for gate, loads in passage.gates.items()}
@@ -105,11 +110,12 @@ class Engine:
         self._mute(ctx, stale_b)
         x_mh = self.decoder.forward(tokens_m, ctx)
         counts = [len(row.tokens) for row in rows]
-        firsts = [sum(counts[:i]) for i in range(len(counts))]
+        firsts = [0, *accumulate(counts)][:-1]
         drawing = [i for i, row in enumerate(rows) if row.draw is not None]
         draws = self._draw(rows, x_mh, firsts, drawing) if drawing else None
-        scores = [tuple(self._score(row, x_mh[first:])) for row, first in zip(rows, firsts, strict=True)]
-        replays = [tuple(self._redraw(row, x_mh[first:])) for row, first in zip(rows, firsts, strict=True)]
+        parts = [(row, x_mh[first:]) for row, first in zip(rows, firsts, strict=True)]
+        scores = [tuple(self._score(row, x_th)) if row.score else () for row, x_th in parts]
+        replays = [tuple(self._redraw(row, x_th)) if row.replay is not None else () for row, x_th in parts]
         return Computed(
             drawing,
             draws.tokens_n if draws is not None else None,
@@ -267,12 +273,17 @@ def kernels_for_config(config: EngineConfig, device: torch.device) -> native.Ker
     if config.attention not in {"auto", "native"} or device.type != "cpu":
         return None
     try:
-        return native.available()
+        return native.available(native_level(config))
     except native.NativeUnavailable as error:
         if config.attention == "native":
             raise ConfigError(f"engine.attention=native: {error}; set engine.attention=torch") from None
         log.warning("computing with torch alone, slower than with the CPU kernels reason=%s", error)
         return None
+
+
+def native_level(config: EngineConfig) -> str:
+    """What the C++ kernels are compiled for."""
+    return native.MACHINE if config.numerics_class == "auto" else config.numerics_class
 
 
 def kernels_name(config: EngineConfig, device: torch.device) -> str:
@@ -283,10 +294,27 @@ def kernels_name(config: EngineConfig, device: torch.device) -> str:
     if config.attention == "torch" or device.type != "cpu":
         return "torch"
     try:
-        native.available()
+        native.available(native_level(config))
     except native.NativeUnavailable:
         return "torch"
     return "native"
+
+
+@cache
+def class_of(config: EngineConfig, dtype: torch.dtype, device: torch.device) -> str:
+    """The numerics class (`engine.numerics_class`) of an engine of this process that computes in `dtype`."""
+    named = kernels_name(config, device)
+    kernels = native.available(native_level(config)) if named == "native" else None
+    if named == "triton" and device.type != "cuda":
+        return f"interpreted/{numerics_class(None, config.numerics_class, dtype, device)}"
+    return numerics_class(kernels, config.numerics_class, dtype, device)
+
+
+def hold_to_class(config: EngineConfig) -> None:
+    """Hold this process's libraries to `config.numerics_class`, before anything is computed. Raises `ConfigError` where
+    the machine can't run it, or the process has computed already."""
+    processor.pin(config.numerics_class)
+    processor.check_pinned(config.numerics_class, torch.backends.cpu.get_cpu_capability())
 
 
 def numerics_for(weights: Weights, config: EngineConfig, device: torch.device) -> Numerics:

@@ -8,21 +8,23 @@ given before: for the step that runs while the next one is planned. So a step ta
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
 _NUMPY = {torch.int64: np.int64, torch.int32: np.int32, torch.float32: np.float32}
-Numbers = Sequence[int] | Sequence[float] | Sequence[Sequence[int]] | Sequence[Sequence[float]]
+Numbers = Sequence[int] | Sequence[float] | Sequence[Sequence[int]] | Sequence[Sequence[float]] | np.ndarray[Any, Any]
 
 
 def to_device(values: Numbers, device: torch.device, dtype: torch.dtype = torch.int64) -> Tensor:
     """Numbers that the host knows, where kernels read them."""
     if device.type == "cpu" and dtype in _NUMPY:
         # A third of what torch.tensor takes for lists of lists, as block tables are.
-        return torch.from_numpy(np.array(values, dtype=_NUMPY[dtype]))
-    tensor = torch.tensor(values, dtype=dtype)
+        return torch.from_numpy(np.asarray(values, dtype=_NUMPY[dtype]))
+    known = isinstance(values, np.ndarray)
+    tensor = torch.from_numpy(values).to(dtype) if known else torch.tensor(values, dtype=dtype)
     return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor
 
 

@@ -41,10 +41,13 @@ class Redrawn:
     """[n] int64, as they are in the answer."""
     gaps_n: Tensor
     """[n] float64; 0 where both are the same."""
+    nonfinite_n: Tensor
+    """[n] bool: positions whose logits are damage, so that nothing could be drawn."""
 
     def to_host(self) -> Redrawn:
         """The same on its way to the host."""
-        return Redrawn(self.first, to_host(self.tokens_n), to_host(self.known_n), to_host(self.gaps_n))
+        gaps_n, nonfinite_n = to_host(self.gaps_n), to_host(self.nonfinite_n)
+        return Redrawn(self.first, to_host(self.tokens_n), to_host(self.known_n), gaps_n, nonfinite_n)
 
     def listed(self) -> list[Difference]:
         """Where the two differ; what is on a device is waited for."""
@@ -70,8 +73,9 @@ def redraw(
         draws = [Draw(params, known.tokens[:p] if history else (), known.prompt_len, p) for p in positions]
         known_n = to_device(known.tokens[positions.start : positions.stop], x_th.device)
         logits_nv = logits(x_th[positions.start - 1 - row.start : positions.stop - 1 - row.start])
-        tokens_n = draw_tokens(logits_nv, draws, triton=triton).tokens_n
-        yield Redrawn(at, tokens_n, known_n, _gaps_where_differing(logits_nv, draws, tokens_n, known_n))
+        again = draw_tokens(logits_nv, draws, triton=triton)
+        gaps_n = _gaps_where_differing(logits_nv, draws, again.tokens_n, known_n)
+        yield Redrawn(at, again.tokens_n, known_n, gaps_n, again.nonfinite_n)
 
 
 def _gaps_where_differing(logits_nv: Tensor, draws: Sequence[Draw], tokens_n: Tensor, known_n: Tensor) -> Tensor:

@@ -31,6 +31,11 @@ class Computed:
     stale_b: Tensor
     """[B] bool: rows whose pages had been given away."""
 
+    def damaged(self, row: int) -> bool:
+        """Whether logits by which tokens of this row were scored or drawn again are no numbers; once complete."""
+        flags = [part.nonfinite_n for part in self.scores[row]] + [part.nonfinite_n for part in self.replays[row]]
+        return any(bool(flag_n.any()) for flag_n in flags)
+
 
 class LaunchedStep:
     """Implements `engine.batch.Step`; the engine fills it in when the device comes to it."""
@@ -47,12 +52,15 @@ class LaunchedStep:
     def fill(self, computed: Computed) -> None:
         self._computed = computed
 
-    def token(self, row: int) -> Tensor:
-        """The token that `row` drew, [1] int64 on the device; for a later operation of the same stream."""
+    def tokens(self, rows: Sequence[int]) -> Tensor:
+        """The tokens that `rows` drew, [n] int64 on the device; for a later operation of the same stream."""
         assert self._computed is not None, "a later step of the same stream runs later"
-        assert self._computed.tokens_n is not None, "the row draws"
-        at = self._computed.drawing.index(row)
-        return self._computed.tokens_n[at : at + 1]
+        tokens_n, drawing = self._computed.tokens_n, self._computed.drawing
+        assert tokens_n is not None, "the rows draw"
+        if list(rows) == list(drawing):
+            return tokens_n
+        at = {row: i for i, row in enumerate(drawing)}
+        return tokens_n.index_select(0, to_device([at[row] for row in rows], tokens_n.device))
 
     def outputs(self) -> list[RowOutput]:
         """One a row, in order; waits for the device. Raises what the step raised."""
@@ -61,6 +69,7 @@ class LaunchedStep:
         assert computed is not None, "a complete step has been computed"
         draws = computed.draws.listed() if computed.draws is not None else []
         drawn = dict(zip(computed.drawing, draws, strict=True))
+        nonfinite = [(row in drawn and drawn[row] is None) or computed.damaged(row) for row in range(self._rows)]
         return [
             RowOutput(
                 drawn.get(row),
@@ -68,6 +77,7 @@ class LaunchedStep:
                 sum(len(part.tokens_n) for part in computed.replays[row]),
                 tuple(found for part in computed.replays[row] for found in part.listed()),
                 stale,
+                nonfinite[row],
             )
             for row, stale in enumerate(computed.stale_b.tolist())
         ]
@@ -76,16 +86,18 @@ class LaunchedStep:
 def input_tokens(rows: Sequence[Row], padding: int, device: torch.device) -> Tensor:
     """The tokens of a step, packed and padded with zeros: [M] int64, those of earlier steps taken where they lie."""
     known: list[int] = []
-    pending: list[tuple[int, Tensor]] = []
+    pending: dict[LaunchedStep, tuple[list[int], list[int]]] = {}
     for row in rows:
         source = row.tokens
         if isinstance(source, Sequence):
             known += source
         else:
             assert isinstance(source.step, LaunchedStep)
-            pending.append((len(known), source.step.token(source.row)))
+            places, drawn = pending.setdefault(source.step, ([], []))
+            places.append(len(known))
+            drawn.append(source.row)
             known.append(0)
     tokens_m = to_device(known + [0] * padding, device)
-    for at, token in pending:
-        tokens_m[at : at + 1] = token
+    for step, (places, drawn) in pending.items():
+        tokens_m.index_copy_(0, to_device(places, device), step.tokens(drawn))
     return tokens_m

@@ -54,7 +54,7 @@ def store_heads(
 def sample(
     logits_nv: Tensor, params: Sequence[SamplingParams], uniforms: Sequence[float], block: int = _VOCAB_BLOCK
 ) -> Tensor:
-    """Temperature, the cuts, and the inverse of the cumulative distribution: [n] int64.
+    """Temperature, the cuts, and the inverse of the cumulative distribution: [n] int64, -1 for a row that is none.
 
     logits_nv: [n, vocab] float32. What `engine.sampling` computes in torch, without a sort and without asking the
     device anything.

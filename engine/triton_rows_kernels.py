@@ -9,7 +9,7 @@ head, rope, and the store into pages. It rounds where the operations that it rep
 largest, and the smallest that the nucleus needs. Both are the largest bound for which a count (or a weight) of what
 lies at or above it is still enough, so they are searched for like digits of a number: floats are ordered as integers
 (`_ordered`), and each round tries 15 bounds at once and fixes four bits, eight rounds for all 32. A whole row is read
-17 times at most, and it stays in the device's cache. Ties at a bound are kept, as in `engine.sampling`.
+18 times at most, and it stays in the device's cache. Ties at a bound are kept, as in `engine.sampling`.
 """
 
 # The compiler reads these functions, Python does not run them: they have no types that mypy could check.
@@ -85,13 +85,16 @@ def _bound(digits):
 
 
 @triton.jit
-def _weights_of(row_ptr, block, vocab, top, temperature, BLOCK: tl.constexpr):
-    """Ids, keys and weights exp((x - top) / T) in float64 of one block; 0 behind the end and for minus infinity."""
+def _weights_of(row_ptr, block, vocab, top, temperature, least, BLOCK: tl.constexpr):
+    """Ids, keys and weights exp((x - top) / T) in float64 of one block; 0 behind the end, for minus infinity and below
+    `least`, which is min-p: the largest weight is 1.
+
+    The difference is divided, not its terms: with the smallest temperatures those would be infinite.
+    """
     at = block + tl.arange(0, BLOCK)
     x = tl.load(row_ptr + at, mask=at < vocab, other=float("-inf"))
-    scaled = x.to(tl.float64) / temperature
-    weight = tl.where(x == float("-inf"), 0.0, tl.exp(scaled - top.to(tl.float64) / temperature))
-    return at, _ordered(x), weight
+    weight = tl.exp((x.to(tl.float64) - top.to(tl.float64)) / temperature)
+    return at, _ordered(x), tl.where((x > float("-inf")) & (weight >= least), weight, 0.0)
 
 
 @triton.jit
@@ -102,18 +105,25 @@ def draw_kernel(
     """Draw one token of each row of logits [n, vocab] float32. Grid (n,).
 
     Per row: temperature float64 above 0, top_k int64 (the vocabulary's size: all), top_p, min_p and the draw in [0, 1)
-    float64. `LIMITS`: some row has a top_k or top_p that cuts. Writes out [n] int64.
+    float64. `LIMITS`: some row has a top_k or top_p that cuts. Writes out [n] int64: -1 for a row with a NaN or plus
+    infinity, or with nothing finite, which is no distribution.
     """
     row = tl.program_id(0).to(tl.int64)
     row_ptr = logits_ptr + row * stride
     temperature = tl.load(temperature_ptr + row)
     digit = tl.arange(0, 16).to(tl.int64)
 
+    least = tl.load(min_p_ptr + row)
     best = tl.full([BLOCK], float("-inf"), tl.float32)
+    damaged = tl.zeros([BLOCK], tl.int32)
     for block in range(0, vocab, BLOCK):
         at = block + tl.arange(0, BLOCK)
-        best = tl.maximum(best, tl.load(row_ptr + at, mask=at < vocab, other=float("-inf")))
+        x = tl.load(row_ptr + at, mask=at < vocab, other=float("-inf"))
+        # A maximum may lose a NaN on the way: it is looked for by itself.
+        damaged += ((x != x) | (x == float("inf"))).to(tl.int32)  # noqa: PLR0124 (NaN)
+        best = tl.maximum(best, x)
     top = tl.max(best, 0)
+    sound = (tl.sum(damaged, 0) == 0) & (top > float("-inf"))
 
     floor = tl.zeros([1], tl.int64)
     if LIMITS:
@@ -133,7 +143,7 @@ def draw_kernel(
         kept = _bound(floor)
         total = tl.zeros([1], tl.float64)
         for block in range(0, vocab, BLOCK):
-            at, key, weight = _weights_of(row_ptr, block, vocab, top, temperature, BLOCK)
+            at, key, weight = _weights_of(row_ptr, block, vocab, top, temperature, least, BLOCK)
             total += tl.sum(tl.where(key >= kept, weight, 0.0), 0)
         top_p = tl.load(top_p_ptr + row)
         needed = tl.where(top_p < 1.0, total * top_p, 0.0)
@@ -142,7 +152,7 @@ def draw_kernel(
             bounds = _bound(nucleus + (digit << (28 - 4 * level)))
             reached = tl.zeros([16], tl.float64)
             for block in range(0, vocab, BLOCK):
-                at, key, weight = _weights_of(row_ptr, block, vocab, top, temperature, BLOCK)
+                at, key, weight = _weights_of(row_ptr, block, vocab, top, temperature, least, BLOCK)
                 weight = tl.where(key >= kept, weight, 0.0)
                 reached += tl.sum(tl.where(key[:, None] >= bounds[None, :], weight[:, None], 0.0), 0)
             enough = tl.maximum(tl.sum((reached >= needed).to(tl.int64), 0), 1)
@@ -150,11 +160,10 @@ def draw_kernel(
         floor = tl.where(top_p < 1.0, tl.maximum(floor, nucleus), floor)
 
     bound = _bound(floor)
-    least = tl.load(min_p_ptr + row)
     total = tl.zeros([1], tl.float64)
     for block in range(0, vocab, BLOCK):
-        at, key, weight = _weights_of(row_ptr, block, vocab, top, temperature, BLOCK)
-        total += tl.sum(tl.where((key >= bound) & (weight >= least), weight, 0.0), 0)
+        at, key, weight = _weights_of(row_ptr, block, vocab, top, temperature, least, BLOCK)
+        total += tl.sum(tl.where(key >= bound, weight, 0.0), 0)
     target = total * tl.load(uniform_ptr + row)
 
     # The first id whose cumulative weight exceeds the target, else (the sum rounds) the last that has any.
@@ -162,11 +171,11 @@ def draw_kernel(
     last = tl.zeros([1], tl.int64)
     before = tl.zeros([1], tl.float64)
     for block in range(0, vocab, BLOCK):
-        at, key, weight = _weights_of(row_ptr, block, vocab, top, temperature, BLOCK)
-        weight = tl.where((key >= bound) & (weight >= least), weight, 0.0)
+        at, key, weight = _weights_of(row_ptr, block, vocab, top, temperature, least, BLOCK)
+        weight = tl.where(key >= bound, weight, 0.0)
         reached = before + tl.cumsum(weight, 0)
         ids = at.to(tl.int64)
         drawn = tl.minimum(drawn, tl.min(tl.where((reached > target) & (weight > 0.0), ids, vocab), 0))
         last = tl.maximum(last, tl.max(tl.where(weight > 0.0, ids, 0), 0))
         before += tl.sum(weight, 0)
-    tl.store(out_ptr + row + tl.arange(0, 1), tl.minimum(drawn, last))
+    tl.store(out_ptr + row + tl.arange(0, 1), tl.where(sound, tl.minimum(drawn, last), -1))

@@ -31,7 +31,7 @@ from contracts.messages import Audit, Audited, AuditEnd, Cancel, Command, Event,
 from contracts.ports import SessionId
 from contracts.sampling import Difference
 from contracts.table import StateTable
-from engine.batch import Replay, Row
+from engine.batch import NONFINITE, Replay, Row
 from engine.engine import Engine
 
 log = logging.getLogger("twinpool.prefill")
@@ -90,10 +90,17 @@ class Auditor:
     """See the module's prose. Single-threaded, driven by its worker."""
 
     def __init__(
-        self, config: Config, engine: Engine, seat: Seat, tell: Callable[[SessionId, Event], None], most_positions: int
+        self,
+        config: Config,
+        engine: Engine,
+        seat: Seat,
+        tell: Callable[[SessionId, Event], None],
+        nonfinite: Callable[[], None],
+        most_positions: int,
     ) -> None:
-        """`most_positions`: the longest answer, prompt included, that this worker can hold."""
-        self._engine, self._seat, self._tell = engine, seat, tell
+        """`nonfinite` is told of each row whose logits are no numbers. `most_positions`: the longest answer, prompt
+        included, that this worker can hold."""
+        self._engine, self._seat, self._tell, self._nonfinite = engine, seat, tell, nonfinite
         self._chunk = min(config.audit.chunk_tokens, config.prefill.chunk_tokens)
         self._most = most_positions
         # Other numbers of ranks add up in another order, so they agree within rounding only.
@@ -185,6 +192,11 @@ class Auditor:
             self.counters[f"{PREFIX}{Where.STEP}"] += 1
             log_damage(log, Where.STEP, request=audit.request_id, positions=[start, end])
             self._end(audition, AuditEvent.REFUSE, AuditEnd.REFUSED, "a step found a page of it given away")
+            return
+        if output.nonfinite:
+            self._nonfinite()
+            log_damage(log, Where.LOGITS, request=audit.request_id, positions=[start, end])
+            self._end(audition, AuditEvent.REFUSE, AuditEnd.REFUSED, NONFINITE)
             return
         self.counters["audit_tokens_computed"] += end - start
         audition.committed = end

@@ -81,6 +81,8 @@ class Request:
     """Positions that are decided on."""
     shared: int = 0
     """Positions up to which its finished pages were given to the tree."""
+    awaited: int = 0
+    """Positions up to which others wait for its pages rather than compute them too; 0: nobody does."""
     latest: Step | None = None
     """The last launched step that it was part of."""
     starts: int = 0
@@ -98,6 +100,11 @@ class Request:
     @property
     def tokens(self) -> tuple[int, ...]:
         return self.submit.tokens
+
+    @property
+    def left(self) -> int:
+        """Positions to compute until it is done, or as far as others wait for: then it is as urgent as they are."""
+        return (self.awaited if self.awaited > self.launched else len(self.tokens)) - self.launched
 
     @property
     def peer(self) -> WorkerName | None:
@@ -163,6 +170,7 @@ class Request:
     def begin(self, positions: int) -> None:
         """The state of so many positions is there to start with."""
         self.committed = self.launched = self.planned = self.shared = positions
+        self.awaited = 0
 
     def step(self, event: PhaseEvent) -> None:
         self.phase = PHASES.next(self.phase, event)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 import os
 import platform
+from bisect import bisect_left
 from collections.abc import Callable
 
 from cache.claim import Claim
@@ -18,19 +19,21 @@ from cache.seat import Seat
 from cache.tags import chain_keys
 from contracts.clock import Clock
 from contracts.config import Config
-from contracts.damage import Where, log_damage
+from contracts.damage import PREFIX, Where, log_damage
 from contracts.errors import ErrorKind, WireError
+from contracts.fingerprint import Fingerprint
 from contracts.ids import Incarnation, Role, RoomId, WorkerName
 from contracts.messages import CheckReport, Command, Done, Fits, Progress, PromptScores, Submit, Tokens, Transit
 from contracts.messages import WorkerStatus as Status
 from contracts.ports import SessionId
 from engine.ahead import Ahead
-from engine.batch import Draw, Row, RowOutput
+from engine.batch import NONFINITE, Draw, Row, RowOutput
 from engine.engine import Engine
 from prefill.audit import Auditor
 from prefill.request import Member, Phase, PhaseEvent, Request
 from transfer.desk import Desk, Refusal, seconds_until
 from transfer.finished import finished
+from transfer.fitness import Fitness
 from transfer.metadata import Metadata
 from transfer.phase import PhaseWorker
 from transfer.sender import Granted, Released, SenderEnd
@@ -68,8 +71,11 @@ class PrefillWorker(PhaseWorker[Request]):
         self._full = seat.full
         self._pages = seat.pools.allocators[self._full]
         self.fits = Fits(seat.max_positions, context)
-        super().__init__(Desk(name, self.fits, clock), waiter)
-        self._auditor = Auditor(config, engine, seat, self._desk.tell, min(context, seat.max_positions))
+        cluster = config.cluster
+        fitness = Fitness(cluster.nonfinite_rows, cluster.nonfinite_window_s, clock)
+        super().__init__(Desk(name, self.fits, clock), waiter, fitness)
+        most = min(context, seat.max_positions)
+        self._auditor = Auditor(config, engine, seat, self._desk.tell, fitness.nonfinite, most)
         self._unconfirmed: dict[RoomId, Request] = {}
         """Requests that have left, until decode confirms that what was sent is right."""
         self._ahead = Ahead[Member]()
@@ -133,6 +139,10 @@ class PrefillWorker(PhaseWorker[Request]):
     def control(self) -> str:
         return self._sender.control
 
+    @property
+    def fingerprint(self) -> Fingerprint:
+        return self._sender.fingerprint
+
     def status(self) -> Status:
         waiting = sum(r.phase is Phase.WAITING for r in self._desk)
         return Status(
@@ -153,6 +163,7 @@ class PrefillWorker(PhaseWorker[Request]):
                 **self._seat.stats(),
                 **self._sender.outgoing,
                 **self._auditor.counters,
+                f"{PREFIX}{Where.LOGITS}": self._fitness.rows,
                 "sent_bytes": self._sender.sent_bytes,
                 "late_messages": self._sender.late,
             },
@@ -212,7 +223,7 @@ class PrefillWorker(PhaseWorker[Request]):
         for request in sorted(waiting, key=lambda r: not self._entitled(r)):
             if len(running) >= self._config.prefill.max_running:
                 return
-            if any(self._computes_for(request, r) for r in running):
+            if self._waits_for_another(request, running):
                 continue
             if request.prefetch is not None and not self._seat.may_run(request.prefetch):
                 continue
@@ -224,32 +235,61 @@ class PrefillWorker(PhaseWorker[Request]):
             request.marks.setdefault("queue", self._clock.now() - request.arrived)
             running.append(request)
 
-    def _computes_for(self, request: Request, running: Request) -> bool:
-        """Whether `running` is about to compute a page that `request` can have from the tree afterwards.
+    def _waits_for_another(self, request: Request, running: list[Request]) -> bool:
+        """Whether one of `running` is about to compute pages that `request` can have from the tree afterwards.
 
-        Steps serve the earlier one first, so waiting for it never takes longer than computing the same beside it.
+        It waits for what they have in common and no longer, and until then that one is as urgent as `request` is
+        (`Request.left`), so waiting doesn't take longer than computing the same beside it.
         """
-        assert running.claim is not None
-        page = running.claim.depth
-        common = page < min(self._reusable(request), len(running.prefix)) and request.chain[page] == running.chain[page]
-        return self._reuse and common
+        for other in running if self._reuse else ():
+            assert other.claim is not None
+            most = min(self._reusable(request), len(other.prefix))
+            # Keys are chained: pages are in common up to the first that differs.
+            common = bisect_left(range(most), True, key=lambda page: request.chain[page] != other.chain[page])
+            end = common * self._page_tokens
+            if end > max(other.shared, other.claim.depth * self._page_tokens):
+                other.awaited = end if not other.awaited > other.launched else min(end, other.awaited)
+                return True
+        return False
 
     def _batch(self) -> list[tuple[Request, Row]]:
-        """The step's rows: requests in order of arrival, within the token budget."""
-        budget = self._config.prefill.chunk_tokens
-        batch = []
-        for request in self._desk:
-            # Recurrent states are kept as they are at the last page boundary: a chunk ends there.
-            boundary = request.last_boundary(self._page_tokens) if self._seat.stateful else 0
-            end = min(boundary if request.launched < boundary else len(request.tokens), request.launched + budget)
-            if request.phase is not Phase.RUNNING or request.claim is None or end == request.launched:
-                continue
-            count = self._seat.grow(request.claim, end) - request.launched
-            if count > 0:
-                budget -= count
-                request.planned += count
-                batch.append((request, self._row(request, count)))
-        return batch
+        """The step's rows, in order of arrival: what of its token budget each request gets.
+
+        A part of the budget (`prefill.short_share`) goes first to those who have less left to compute than the oldest,
+        the least first, so that a short prompt doesn't wait for a long one. The rest goes to all in order of arrival:
+        the oldest always has the other part, and whoever waits becomes the oldest. Chunks end at page boundaries, but
+        where the prompt ends.
+        """
+        prefill = self._config.prefill
+        able = [r for r in self._desk if r.phase is Phase.RUNNING and r.claim and r.launched < len(r.tokens)]
+        budget = prefill.chunk_tokens
+        first = max(self._page_tokens, int(budget * prefill.short_share)) if budget >= 2 * self._page_tokens else 0
+        shorter = sorted((r for r in able[1:] if r.left < able[0].left), key=lambda r: r.left)
+        for request in shorter:
+            first -= (count := self._plan_rows(request, min(first, budget)))
+            budget -= count
+        for request in able:
+            budget -= self._plan_rows(request, budget)
+        planned = [(request, request.planned - request.launched) for request in able]
+        return [(request, self._row(request, count)) for request, count in planned if count]
+
+    def _plan_rows(self, request: Request, most: int) -> int:
+        """Plan up to `most` further positions of it for this step; returns how many."""
+        size, planned = self._page_tokens, request.planned
+        # Recurrent states are kept as they are at the last page boundary: a chunk ends there.
+        boundary = request.last_boundary(size) if self._seat.stateful else 0
+        whole = boundary if request.launched < boundary else len(request.tokens)
+        if self._seat.stateful and request.awaited > request.launched:
+            whole = min(whole, request.awaited)  # And those who wait for it go on from the state there.
+        end = min(whole, planned + most)
+        if end < whole and end // size * size > planned:
+            end = end // size * size
+        elif end < whole and most < self._config.prefill.chunk_tokens:
+            return 0  # Less than a page, which a whole budget is the first to compute.
+        if request.claim is None or end <= planned:
+            return 0
+        request.planned = max(planned, self._seat.grow(request.claim, end))
+        return request.planned - planned
 
     def _row(self, request: Request, count: int) -> Row:
         start, end = request.launched, request.launched + count
@@ -315,6 +355,8 @@ class PrefillWorker(PhaseWorker[Request]):
         for member, output in results:
             if output.stale:
                 self._lost(member.request)
+            elif output.nonfinite:
+                self._nonfinite(member.request)
             else:
                 self._commit(member.request, member.count, output)
                 good.append(member)
@@ -349,6 +391,17 @@ class PrefillWorker(PhaseWorker[Request]):
         self._return_pages(request)
         request.step(PhaseEvent.PARK)
 
+    def _nonfinite(self, request: Request) -> None:
+        """Its logits were no numbers, so its state isn't to be trusted either: nothing of it is kept or handed over."""
+        self._fitness.nonfinite()
+        log_damage(
+            log, Where.LOGITS, request=request.submit.request_id, positions=[request.committed, request.launched]
+        )
+        assert request.claim is not None
+        self._seat.condemn(request.prefix)
+        request.claim.betrayed = True
+        self._fail(request, ErrorKind.NONFINITE, NONFINITE)
+
     def _seal(self, requests: list[Request]) -> None:
         """Tag every page that the step finished; a prompt's last page is finished with the prompt."""
         claims = [(r.claim, r.committed) for r in requests if r.claim is not None]
@@ -358,8 +411,9 @@ class PrefillWorker(PhaseWorker[Request]):
                 request.ends = self._seat.tail(claim, committed) | self._seat.states(claim, committed)
             else:
                 self._seat.slide(claim, committed)
-                if committed - request.shared >= self._config.prefill.share_tokens:
+                if committed - request.shared >= self._config.prefill.share_tokens or 0 < request.awaited <= committed:
                     self._share(request)
+                    request.awaited = 0
 
     def _complete(self, request: Request, computed: Completion) -> None:
         """The prompt is done: publish its first token, then end the request or hand it over."""

@@ -1,7 +1,9 @@
 """Operators' endpoints: status and check (`router.drains` has drain, undrain and role).
 
-Only for clients on this machine, or with the token of ``TWINPOOL_ADMIN_TOKEN``. A worker that doesn't answer is shown
-as ``unreachable``; nothing here waits longer than the ports' own deadlines.
+With ``TWINPOOL_ADMIN_TOKEN`` set the token is always asked for. Without one, only clients on this machine are answered,
+and of those neither a browser's page nor what comes through a proxy that runs here: for the router it would come from
+loopback too. A worker that doesn't answer is shown as ``unreachable``; nothing here waits longer than the ports' own
+deadlines.
 """
 
 from __future__ import annotations
@@ -10,6 +12,7 @@ import asyncio
 import hmac
 import ipaddress
 import os
+import socket
 from dataclasses import replace
 from typing import Any
 
@@ -24,35 +27,65 @@ from router.workers import GONE
 TOKEN_VARIABLE = "TWINPOOL_ADMIN_TOKEN"
 STATUS_DEADLINE_S = 1.0
 CHECK_DEADLINE_S = 10.0
+FORWARDED = (b"forwarded", b"x-forwarded-for", b"x-forwarded-host", b"x-real-ip", b"via")
+"""What a proxy adds."""
+STARTING = "starting"
+"""Code of the error of a router that doesn't know the workers yet."""
 
 
 def forbidden(exchange: Exchange) -> Failure | None:
+    """Why this client may not operate the cluster; None if it may."""
     token = os.environ.get(TOKEN_VARIABLE, "")
-    given = exchange.header(b"authorization").removeprefix("Bearer ").strip()
-    if token and given and hmac.compare_digest(given.encode(), token.encode()):
-        return None
-    try:
-        local = ipaddress.ip_address(exchange.client_host).is_loopback
-    except ValueError:
-        local = False
+    if token:
+        given = exchange.header(b"authorization").removeprefix("Bearer ").strip()
+        if hmac.compare_digest(given.encode(), token.encode()):
+            return None
+        return _forbidden(f"cluster endpoints need the token of {TOKEN_VARIABLE}, as Authorization: Bearer TOKEN")
+    if not _is_loopback(exchange.client_host):
+        return _forbidden(f"cluster endpoints answer on loopback only, unless {TOKEN_VARIABLE} is set for serve")
     # A page in the operator's browser can reach loopback too; browsers name their origin, tools don't.
-    if local and not exchange.header(b"origin"):
+    if exchange.header(b"origin") or any(exchange.header(name) for name in FORWARDED) or not _names_this_host(exchange):
+        text = f"set {TOKEN_VARIABLE} for serve and for its operators"
+        return _forbidden(f"cluster endpoints don't answer browsers and proxies on this machine: {text}")
+    return None
+
+
+def _forbidden(message: str) -> Failure:
+    return Failure(403, message, "permission_error", "forbidden")
+
+
+def _is_loopback(address: str) -> bool:
+    try:
+        return ipaddress.ip_address(address).is_loopback
+    except ValueError:
+        return False
+
+
+def _names_this_host(exchange: Exchange) -> bool:
+    """Whether the client meant this machine: a name elsewhere that resolves to loopback is a trick or a proxy's."""
+    host = exchange.header(b"host")
+    name = host.rpartition(":")[0] if host.rpartition(":")[2].isdigit() else host
+    name = name.strip("[]").lower()
+    return name in ("", "localhost", socket.gethostname().lower()) or _is_loopback(name)
+
+
+def unknown_as_yet(service: RouterService) -> Failure | None:
+    """A router that has just started has not seen the controller's table yet: it says so, not that nobody is there."""
+    if service.fleet.known:
         return None
-    return Failure(
-        403,
-        f"cluster endpoints answer on loopback, or with the token in {TOKEN_VARIABLE}",
-        "permission_error",
-        "forbidden",
-    )
+    message = "this router has just started and doesn't know the workers yet; ask again"
+    return Failure(503, message, "server_error", STARTING)
 
 
 async def status(service: RouterService, exchange: Exchange) -> None:
     """Every worker the controller knows, asked now."""
-    if failure := forbidden(exchange):
+    if failure := forbidden(exchange) or unknown_as_yet(service):
         await exchange.fail(failure)
         return
-    lines = await asyncio.gather(*(_status_of(service, view) for view in service.fleet.views))
-    shown = [status_line(line) | _breaker_of(service, line) for line in sorted(lines, key=_order)]
+    views = service.fleet.views
+    lines = await asyncio.gather(*(_status_of(service, view) for view in views))
+    pairs = sorted(zip(lines, views, strict=True), key=lambda pair: _order(pair[0]))
+    shown = [status_line(line) | _breaker_of(service, line) | node_of(view) for line, view in pairs]
     await exchange.answer_json(200, {"workers": shown})
 
 
@@ -64,9 +97,14 @@ async def _status_of(service: RouterService, view: WorkerView) -> WorkerStatus:
         if port is None:
             raise ConnectionError("no link")
         async with asyncio.timeout(STATUS_DEADLINE_S):
-            return await port.status()
+            return replace(await port.status(), last_end=view.status.last_end)
     except (OSError, TimeoutError):
         return replace(view.status, state="unreachable")
+
+
+def node_of(view: WorkerView) -> dict[str, Any]:
+    """What the controller knows of the worker's node; the worker itself does not."""
+    return {"node": view.record.node, "node_id": view.record.node_id, "cordoned": view.cordoned}
 
 
 def status_line(s: WorkerStatus) -> dict[str, Any]:
@@ -83,6 +121,7 @@ def status_line(s: WorkerStatus) -> dict[str, Any]:
         "pages_free": s.pages_free,
         "outgoing": s.outgoing,
         "stalled_s": round(s.stalled_s, 1),
+        "last_end": s.last_end,
         "counters": s.counters,
     }
 
@@ -104,7 +143,7 @@ def natural(name: str) -> tuple[str, int]:
 
 async def check(service: RouterService, exchange: Exchange) -> None:
     """Every worker recounts its books; so does the router."""
-    if failure := forbidden(exchange):
+    if failure := forbidden(exchange) or unknown_as_yet(service):
         await exchange.fail(failure)
         return
     alive = [v for v in service.fleet.views if v.status.state not in GONE and v.status.state != "starting"]

@@ -18,6 +18,7 @@ from router.choice import Choice, Piece
 from router.text import TextCodec
 
 _dumps = json.JSONEncoder(separators=(",", ":")).encode
+_quote = json.encoder.encode_basestring_ascii
 
 
 class Answer:
@@ -28,6 +29,10 @@ class Answer:
         self._codec = codec
         self._choices: list[Choice] = []
         self._offsets: dict[int, int] = {}
+        self._prompts: dict[tuple[int, str], bytes] = {}
+        self._plain = ask.logprobs is None and not ask.return_token_ids and not ask.continuous_usage
+        """Whether the events between the first and the last have nothing but text."""
+        self._starts: list[str] = []
         prefix = "chatcmpl" if ask.chat else "cmpl"
         self._common = {"id": f"{prefix}-{answer_id}", "created": created, "model": model}
         kind = "chat.completion" if ask.chat else "text_completion"
@@ -35,19 +40,23 @@ class Answer:
         chunk = kind + ".chunk" if ask.chat else kind
         self._head = "data: " + _dumps({**self._common, "object": chunk})[:-1]
         self._tail = ',"usage":null}\n\n' if ask.include_usage else "}\n\n"
+        self._end = f'{"}" if ask.chat else ""},"logprobs":null,"finish_reason":null}}]{self._tail}'
 
     def bind(self, choices: list[Choice]) -> None:
         self._choices = choices
+        body = '"delta":{"content":' if self._ask.chat else '"text":'
+        self._starts = [f'{self._head},"choices":[{{"index":{c.index},{body}' for c in choices]
 
     # ------------------------------------------------------------ streamed
 
-    def chunk(self, piece: Piece) -> bytes:
-        """The event of `piece`; empty when it would say nothing."""
+    def chunk(self, piece: Piece) -> bytes | tuple[bytes, ...]:
+        """The event of `piece`; empty when it would say nothing, in parts where it tells of the prompt."""
+        if self._plain and piece.finish is None and not piece.first:  # nearly all of them
+            return f"{self._starts[piece.index]}{_quote(piece.text)}{self._end}".encode() if piece.text else b""
         ask = self._ask
         text, logprobs = piece.text, None
         choice = self._choices[piece.index]
-        if piece.first and ask.echo:
-            text = choice.prompt_text + text
+        tells_prompt = piece.first and (ask.echo or ask.return_token_ids)
         if ask.logprobs is not None:
             logprobs = self._logprobs(choice, piece.logprobs, echo=piece.first and ask.echo)
         has_news = text or piece.finish or (piece.tokens and (ask.return_token_ids or logprobs)) or piece.first
@@ -55,23 +64,44 @@ class Answer:
             return b""
         finish = f'"{piece.finish}"' if piece.finish else "null"
         stop = f',"stop_reason":{_dumps(piece.stop)}' if piece.finish else ""
-        ids = extra = ""
-        if ask.return_token_ids:
-            ids = f',"token_ids":{_dumps(list(piece.tokens))}'
-            if piece.first:
-                prompt = f',"prompt_token_ids":{_dumps(choice.request.prompt)}'
-                ids, extra = ids + prompt, prompt if ask.chat else ""
+        ids = f',"token_ids":{_dumps(list(piece.tokens))}' if ask.return_token_ids else ""
+        tail = f',"usage":{_dumps(self.usage())}}}\n\n' if ask.continuous_usage else self._tail
+        shown = _dumps(logprobs) if logprobs else "null"
+        start = f'{self._head},"choices":[{{"index":{piece.index},'
+        end = f',"logprobs":{shown},"finish_reason":{finish}{stop}{ids}'
+        if tells_prompt:
+            first = (start.encode(), *self._text(choice, text, first=True), end.encode())
+            return (*first, *self._prompt_ids(choice), b"}]", *(self._prompt_ids(choice) if ask.chat else ()),
+                    tail.encode())  # fmt: skip
         if ask.chat:
             role = '"role":"assistant",' if piece.first else ""
             body = f'"delta":{{{role}"content":{_dumps(text)}}}'
         else:
             body = f'"text":{_dumps(text)}'
-        tail = f',"usage":{_dumps(self.usage())}}}\n\n' if ask.continuous_usage else self._tail
-        shown = _dumps(logprobs) if logprobs else "null"
-        return (
-            f'{self._head},"choices":[{{"index":{piece.index},{body},"logprobs":{shown}'
-            f',"finish_reason":{finish}{stop}{ids}}}]{extra}{tail}'
-        ).encode()
+        return f"{start}{body}{end}}}]{tail}".encode()
+
+    def _text(self, choice: Choice, text: str, *, first: bool) -> tuple[bytes, ...]:
+        """The text of a choice, or of its first event, with what is echoed before it."""
+        if self._ask.chat:
+            name = "delta" if first else "message"
+            return (f'"{name}":{{"role":"assistant","content":{_dumps(text)}}}'.encode(),)
+        if not self._ask.echo:
+            return (f'"text":{_dumps(text)}'.encode(),)
+        return b'"text":"', self._shared(choice, "text"), _dumps(text)[1:].encode()
+
+    def _prompt_ids(self, choice: Choice) -> tuple[bytes, ...]:
+        if not self._ask.return_token_ids:
+            return ()
+        return b',"prompt_token_ids":', self._shared(choice, "ids")
+
+    def _shared(self, choice: Choice, what: str) -> bytes:
+        """What all choices of a prompt tell of it, written once."""
+        key = (choice.index // self._ask.n, what)
+        found = self._prompts.get(key)
+        if found is None:
+            shape = _dumps(choice.request.prompt) if what == "ids" else _dumps(choice.prompt_text)[1:-1]
+            found = self._prompts[key] = shape.encode()
+        return found
 
     def closing(self, twinpool: object | None) -> bytes:
         """What comes after the last chunk: the usage, the timeline, and ``[DONE]``."""
@@ -86,30 +116,29 @@ class Answer:
 
     # ------------------------------------------------------------ whole
 
-    def whole(self, twinpool: object | None) -> bytes:
-        """The answer in one piece."""
-        tree: dict[str, Any] = {**self._common, "object": self._object}
-        tree["choices"] = [self._whole_choice(c) for c in self._choices]
-        if self._ask.chat and self._ask.return_token_ids:
-            tree["prompt_token_ids"] = self._choices[0].request.prompt
-        tree["usage"] = self.usage()
+    def whole(self, twinpool: object | None) -> list[bytes]:
+        """The answer, in parts."""
+        parts = [_dumps({**self._common, "object": self._object})[:-1].encode(), b',"choices":[']
+        for c in self._choices:
+            parts += (b",{" if c.index else b"{", *self._whole_choice(c), b"}")
+        parts.append(b"]")
+        if self._ask.chat:
+            parts += self._prompt_ids(self._choices[0])
+        tree: dict[str, Any] = {"usage": self.usage()}
         if twinpool is not None:
             tree["twinpool"] = twinpool
-        return _dumps(tree).encode()
+        parts.append(b"," + _dumps(tree)[1:].encode())
+        return parts
 
-    def _whole_choice(self, c: Choice) -> dict[str, Any]:
+    def _whole_choice(self, c: Choice) -> list[bytes]:
         ask = self._ask
-        text = (c.prompt_text if ask.echo else "") + "".join(c.text)
         shape: dict[str, Any] = {"index": c.index}
-        if ask.chat:
-            shape["message"] = {"role": "assistant", "content": text}
-        else:
-            shape["text"] = text
         logprobs = self._logprobs(c, c.logprobs, echo=ask.echo) if ask.logprobs is not None else None
         shape |= {"logprobs": logprobs, "finish_reason": c.finish, "stop_reason": c.stop}
         if ask.return_token_ids:
-            shape |= {"token_ids": c.tokens, "prompt_token_ids": c.request.prompt}
-        return shape
+            shape["token_ids"] = c.tokens
+        text = self._text(c, "".join(c.text), first=False)
+        return [*text, b"," + _dumps(shape)[1:-1].encode(), *self._prompt_ids(c)]
 
     def usage(self) -> dict[str, Any]:
         """Counts so far. A prompt counts once, however many answers it has."""

@@ -3,21 +3,24 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import Awaitable, Callable
+from contextlib import suppress
 from typing import Any
 
-from contracts.errors import RequestError, TwinpoolError
+from contracts.errors import TwinpoolError
 from contracts.ids import Role
 from router import admin, drains
-from router.asks import check_model, read_chat, read_completion, read_messages, read_template_args, read_tokens
-from router.failures import ClientGone, Failure, failure_of, failure_of_done
-from router.fields import TOKENIZE, describe, read_fields, read_json
-from router.job import Job
+from router.asks import check_model
+from router.failures import BufferFull, ClientGone, Failure, QueueFull, failure_of, failure_of_done
+from router.job import Heartbeat, Job
 from router.log import log
-from router.openapi import openapi_document
+from router.openapi import openapi_document, version
+from router.reader import Kind
 from router.service import RouterService
 from router.web import BodyTooLarge, Exchange, Receive, Scope, Sender
 
+LAST_WORD_S = 5.0
 CLIENT_GRACE_S = 30.0
 
 App = Callable[[Scope, Receive, Sender], Awaitable[None]]
@@ -59,7 +62,9 @@ async def _serve(service: RouterService, exchange: Exchange) -> None:
         pass
     except BodyTooLarge as error:
         failure = Failure(413, str(error), "invalid_request_error", "body_too_large")
-        await exchange.refuse_body(failure, service.config.max_body_bytes)
+        await exchange.refuse_body(failure)
+    except (BufferFull, QueueFull) as error:
+        await (exchange.fail if exchange.body_done else exchange.refuse_body)(failure_of(error))
     except TwinpoolError as error:
         await exchange.fail(failure_of(error))
     except Exception:
@@ -88,23 +93,17 @@ def _find(exchange: Exchange) -> Handler | Failure:
 # ---------------------------------------------------------------- text
 
 
-async def _read_body(service: RouterService, exchange: Exchange) -> tuple[dict[str, Any], int]:
-    raw = await exchange.body(service.config.max_body_bytes)
-    return await service.off_loop(len(raw), lambda: read_json(raw)), len(raw)
-
-
 async def _completions(service: RouterService, exchange: Exchange) -> None:
-    await _generate(service, exchange, chat=False)
+    await _generate(service, exchange, Kind.COMPLETION)
 
 
 async def _chat(service: RouterService, exchange: Exchange) -> None:
-    await _generate(service, exchange, chat=True)
+    await _generate(service, exchange, Kind.CHAT)
 
 
-async def _generate(service: RouterService, exchange: Exchange, *, chat: bool) -> None:
-    body, size = await _read_body(service, exchange)
-    read = read_chat if chat else read_completion
-    ask = await service.off_loop(size, lambda: read(body, service.spec))
+async def _generate(service: RouterService, exchange: Exchange, kind: Kind) -> None:
+    service.check_room()  # before the body takes memory
+    raw = await exchange.body(service.body_limit, service.buffer)
     wants_timeline = exchange.header(b"x-twinpool-timeline") == "1"
     gone = False
     job: Job | None = None
@@ -117,14 +116,16 @@ async def _generate(service: RouterService, exchange: Exchange, *, chat: bool) -
             job.fail("the client left")
 
     exchange.on_gone(client_left)
-    job = await service.open(ask, size, exchange.client_id)
+    job = await service.open(kind, raw, exchange.client_id, exchange.on_gone)
+    del raw
+    exchange.forget_body()
     try:
-        # The request's own deadline is the brain's; this one ends the wait for a client that reads nothing.
-        async with asyncio.timeout(service.config.request_timeout_s + CLIENT_GRACE_S):
+        # The request's own deadline is the brain's; this one is for a brain that doesn't keep it.
+        async with asyncio.timeout(job.timeout_s + CLIENT_GRACE_S):
             if gone:
                 return
-            if ask.stream:
-                await _stream(exchange, job, wants_timeline)
+            if job.ask.stream:
+                await _stream(service, exchange, job, wants_timeline)
                 return
             await job.ended()
             if gone:
@@ -132,19 +133,25 @@ async def _generate(service: RouterService, exchange: Exchange, *, chat: bool) -
             if job.failed is not None:
                 await exchange.fail(failure_of_done(job.failed))
                 return
-            await exchange.answer(200, job.answer.whole(job.timeline() if wants_timeline else None))
+            await exchange.answer_parts(200, job.answer.whole(job.timeline() if wants_timeline else None))
     except TimeoutError:
-        log("client takes nothing", id=job.id)
+        log("request was not ended in time", id=job.id, level=logging.ERROR)
+        await _give_up(exchange, Failure(504, f"no end after {job.timeout_s:g} s", "server_error", "deadline"))
     finally:
         service.abandon(job)  # nothing to do unless the answer was cut short
 
 
-async def _stream(exchange: Exchange, job: Job, wants_timeline: bool) -> None:
+async def _stream(service: RouterService, exchange: Exchange, job: Job, wants_timeline: bool) -> None:
     """Events as they come. A failure before the first is a plain error; later it is an event, without ``[DONE]``."""
-    while events := await job.more():
-        if not exchange.started:
-            await exchange.begin_events()
-        await exchange.write(events)
+    beat = Heartbeat(job, service.config.stream_keepalive_s)
+    try:
+        while events := await job.more():
+            if not exchange.started:
+                await exchange.begin_events()
+            await exchange.write(events)
+            beat.written()
+    finally:
+        beat.stop()
     if job.failed is None:
         if not exchange.started:
             await exchange.begin_events()
@@ -153,62 +160,59 @@ async def _stream(exchange: Exchange, job: Job, wants_timeline: bool) -> None:
     elif not exchange.started:
         await exchange.fail(failure_of_done(job.failed))
     else:
-        await exchange.write(b"data: " + failure_of_done(job.failed).to_json() + b"\n\n", more=False)
+        await exchange.write(error_event(failure_of_done(job.failed)), more=False)
+
+
+async def _give_up(exchange: Exchange, failure: Failure) -> None:
+    """End an answer that was cut short with an error; a client that takes nothing gets nothing."""
+    with suppress(TimeoutError):
+        async with asyncio.timeout(LAST_WORD_S):
+            if exchange.started:
+                await exchange.write(error_event(failure), more=False)
+            else:
+                await exchange.fail(failure)
+
+
+def error_event(failure: Failure) -> bytes:
+    return b"data: " + failure.to_json() + b"\n\n"
 
 
 async def _tokenize(service: RouterService, exchange: Exchange) -> None:
-    body, size = await _read_body(service, exchange)
-    check_model(body, service.spec)
-    values = read_fields(body, TOKENIZE)
-    prompt = body.get("prompt")
-
-    def work() -> tuple[int, ...]:
-        if body.get("messages") is not None:
-            args = read_template_args(body.get("chat_template_kwargs"))
-            opens = values.get("add_generation_prompt", True)
-            text = service.codec.render(read_messages(body["messages"]), opens, args)
-            return service.codec.encode(text, add_special=values.get("add_special_tokens", False), param="messages")
-        if not isinstance(prompt, str):
-            raise RequestError(f"prompt must be a string; got {describe(prompt)}", param="prompt")
-        return service.codec.encode(prompt, add_special=values.get("add_special_tokens", True))
-
-    tokens = await service.off_loop(size, work)
-    answer: dict[str, Any] = {"count": len(tokens), "max_model_len": service.spec.context, "tokens": tokens}
-    if values.get("return_token_strs"):
-        answer["token_strs"] = [service.codec.token_piece(t) for t in tokens]
-    await exchange.answer_json(200, answer)
+    await _text(service, exchange, Kind.TOKENIZE)
 
 
 async def _detokenize(service: RouterService, exchange: Exchange) -> None:
-    body, size = await _read_body(service, exchange)
-    check_model(body, service.spec)
-    tokens = read_tokens(body.get("tokens"), service.spec, "tokens")
-    text = await service.off_loop(size, lambda: service.codec.decode(tokens))
-    await exchange.answer_json(200, {"prompt": text})
+    await _text(service, exchange, Kind.DETOKENIZE)
+
+
+async def _text(service: RouterService, exchange: Exchange, kind: Kind) -> None:
+    raw = await exchange.body(service.body_limit, service.buffer)
+    await exchange.answer(200, await service.text(kind, raw))
 
 
 # ---------------------------------------------------------------- what is served, and how it is
 
 
 async def _models(service: RouterService, exchange: Exchange) -> None:
-    await exchange.answer_json(200, {"object": "list", "data": [_model(service)]})
+    models = [_model(service, name) for name in service.spec.names]
+    await exchange.answer_json(200, {"object": "list", "data": models})
 
 
 async def _one_model(service: RouterService, exchange: Exchange) -> None:
-    check_model({"model": exchange.path.removeprefix("/v1/models/")}, service.spec)
-    await exchange.answer_json(200, _model(service))
+    name = exchange.path.removeprefix("/v1/models/")
+    check_model({"model": name}, service.spec)
+    await exchange.answer_json(200, _model(service, name))
 
 
-def _model(service: RouterService) -> dict[str, Any]:
-    spec = service.spec
+def _model(service: RouterService, name: str) -> dict[str, Any]:
     return {
-        "id": spec.name,
+        "id": name,
         "object": "model",
         "created": service.started,
         "owned_by": "twinpool",
-        "root": spec.name,
+        "root": service.spec.name,
         "parent": None,
-        "max_model_len": spec.context,
+        "max_model_len": service.spec.context,
     }
 
 
@@ -233,6 +237,15 @@ async def _live(service: RouterService, exchange: Exchange) -> None:
     await exchange.answer_json(200, {"status": "alive"})
 
 
+async def _version(service: RouterService, exchange: Exchange) -> None:
+    await exchange.answer_json(200, {"version": version()})
+
+
+async def _load(service: RouterService, exchange: Exchange) -> None:
+    """The name is vLLM's: answers that have not ended."""
+    await exchange.answer_json(200, {"server_load": service.brain.in_house})
+
+
 async def _metrics(service: RouterService, exchange: Exchange) -> None:
     await exchange.answer(200, service.metrics.text(), kind=b"text/plain; version=0.0.4; charset=utf-8")
 
@@ -249,6 +262,9 @@ ROUTES: dict[str, dict[str, Handler]] = {
     "/detokenize": {"POST": _detokenize},
     "/health": {"GET": _health},
     "/live": {"GET": _live},
+    "/ping": {"GET": _health, "POST": _health},
+    "/version": {"GET": _version},
+    "/load": {"GET": _load},
     "/metrics": {"GET": _metrics},
     "/openapi.json": {"GET": _openapi},
     "/cluster/status": {"GET": admin.status},

@@ -7,14 +7,14 @@ Everything that can be known without the tokenizer is checked here; lengths are 
 from __future__ import annotations
 
 import secrets
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from contracts.errors import RequestError
 from contracts.model import ModelSpec
 from contracts.sampling import SamplingParams
-from router.fields import CHAT, COMPLETION, Field, check_value, describe, read_fields
+from router.fields import CHAT, COMPLETION, GENERATE_OTHERS, STREAM_OPTIONS, Field, check_value, describe, read_fields
 
 STOPS_AT_MOST = 16
 BIASES_AT_MOST = 4096
@@ -64,7 +64,7 @@ class Ask:
 def read_completion(body: Mapping[str, Any], spec: ModelSpec) -> Ask:
     """Raises `RequestError` naming the field that is wrong, `UnknownModel` for another model."""
     check_model(body, spec)
-    values = read_fields(body, COMPLETION)
+    values = read_fields(body, COMPLETION, (*GENERATE_OTHERS, "prompt"))
     prompts = _read_prompts(body.get("prompt"), spec)
     return _read_common(body, values, spec, chat=False, prompts=prompts, logprobs=values.get("logprobs"))
 
@@ -72,13 +72,12 @@ def read_completion(body: Mapping[str, Any], spec: ModelSpec) -> Ask:
 def read_chat(body: Mapping[str, Any], spec: ModelSpec) -> Ask:
     """Raises `RequestError` naming the field that is wrong, `UnknownModel` for another model."""
     check_model(body, spec)
-    values = read_fields(body, CHAT)
-    _refuse_tools(body)
+    if body.get("tool_choice") == "none":  # then they are not used
+        body = {name: value for name, value in body.items() if name != "tools"}
+    values = read_fields(body, CHAT, (*GENERATE_OTHERS, "messages", "chat_template_kwargs"))
     if values.get("top_logprobs") and not values.get("logprobs"):
         raise RequestError("top_logprobs needs logprobs: true", param="top_logprobs")
     logprobs = values.get("top_logprobs", 0) if values.get("logprobs") else None
-    if "max_completion_tokens" in values:
-        values["max_tokens"] = values["max_completion_tokens"]
     return _read_common(
         body, values, spec, chat=True, logprobs=logprobs, messages=read_messages(body.get("messages")),
         template_args=read_template_args(body.get("chat_template_kwargs")),
@@ -91,8 +90,9 @@ def check_model(body: Mapping[str, Any], spec: ModelSpec) -> None:
         return
     if not isinstance(model, str):
         raise RequestError(f"model must be a string; got {describe(model)}", param="model")
-    if model != spec.name:
-        raise UnknownModel(f"the model {describe(model)} does not exist; this server has {spec.name!r}", param="model")
+    if model not in spec.names:
+        served = " and ".join(map(repr, spec.names))
+        raise UnknownModel(f"the model {describe(model)} does not exist; this server has {served}", param="model")
 
 
 def _read_common(
@@ -107,7 +107,7 @@ def _read_common(
     template_args: dict[str, Any] | None = None,
 ) -> Ask:
     options = _read_stream_options(body.get("stream_options"), values.get("stream", False))
-    max_tokens, min_tokens = values.get("max_tokens"), values.get("min_tokens", 0)
+    max_tokens, min_tokens = values.get("max_completion_tokens", values.get("max_tokens")), values.get("min_tokens", 0)
     if max_tokens is not None and min_tokens > max_tokens:
         raise RequestError(f"min_tokens {min_tokens} is above max_tokens {max_tokens}", param="min_tokens")
     echo = values.get("echo", False)
@@ -144,12 +144,18 @@ def _read_sampling(
     defaults = spec.generation_defaults
     stop_ids = read_tokens(body.get("stop_token_ids") or [], spec, "stop_token_ids")
     ends = () if values.get("ignore_eos", False) else spec.eos_token_ids
+    if values.get("min_tokens", 0) and len({*stop_ids, *ends}) >= spec.vocab_size:
+        raise RequestError("min_tokens with stop_token_ids of the whole vocabulary leaves no token", param="min_tokens")
     seed = values.get("seed")
+    top_p = float(values.get("top_p", defaults.get("top_p", 1.0)))
+    top_k = max(0, int(values.get("top_k", defaults.get("top_k", 0))))
+    if top_p == 0:  # the smallest nucleus
+        top_p, top_k = 1.0, 1
     return SamplingParams(
         max_tokens=0,
         temperature=float(values.get("temperature", defaults.get("temperature", 1.0))),
-        top_p=float(values.get("top_p", defaults.get("top_p", 1.0))),
-        top_k=max(0, int(values.get("top_k", defaults.get("top_k", 0)))),
+        top_p=top_p,
+        top_k=top_k,
         min_p=float(values.get("min_p", defaults.get("min_p", 0.0))),
         repetition_penalty=float(values.get("repetition_penalty", defaults.get("repetition_penalty", 1.0))),
         presence_penalty=float(values.get("presence_penalty", 0.0)),
@@ -167,7 +173,7 @@ def _read_prompts(prompt: object, spec: ModelSpec) -> tuple[Prompt, ...]:
     if isinstance(prompt, str):
         return (prompt,)
     if isinstance(prompt, list) and prompt:
-        if type(prompt[0]) is int:
+        if type(prompt[0]) in (int, float):
             return (read_tokens(prompt, spec, "prompt"),)
         return tuple(p if isinstance(p, str) else read_tokens(p, spec, "prompt") for p in prompt)
     if prompt is None or prompt == []:
@@ -181,6 +187,8 @@ def read_tokens(tokens: object, spec: ModelSpec, param: str) -> tuple[int, ...]:
     """An array of token ids of this model. Raises `RequestError` naming the first that isn't one."""
     if not isinstance(tokens, list):
         raise RequestError(f"{param} must hold arrays of token ids; got {describe(tokens)}", param=param)
+    if not all(type(t) is int for t in tokens):
+        tokens = [int(t) if type(t) is float and t.is_integer() else t for t in tokens]
     if all(type(t) is int for t in tokens):
         if not tokens or (min(tokens) >= 0 and max(tokens) < spec.vocab_size):
             return tuple(tokens)
@@ -230,7 +238,7 @@ def _read_stream_options(options: object, stream: bool) -> tuple[bool, bool]:
         raise RequestError(f"stream_options must be an object; got {describe(options)}", param="stream_options")
     if not stream:
         raise RequestError("stream_options needs stream: true", param="stream_options")
-    values = read_fields(options, {"include_usage": Field("boolean"), "continuous_usage_stats": Field("boolean")})
+    values = read_fields(options, STREAM_OPTIONS)
     continuous = values.get("continuous_usage_stats", False)
     return values.get("include_usage", False) or continuous, continuous
 
@@ -273,11 +281,3 @@ def read_template_args(args: object) -> dict[str, Any]:
     if not isinstance(args, dict):
         raise RequestError("chat_template_kwargs must be an object", param="chat_template_kwargs")
     return args
-
-
-def _refuse_tools(body: Mapping[str, Any]) -> None:
-    if body.get("tools") and body.get("tool_choice") != "none":
-        raise RequestError("tools are not supported", param="tools")
-    form: Sequence[Any] | Mapping[str, Any] | None = body.get("response_format")
-    if form is not None and not (isinstance(form, dict) and form.get("type") == "text"):
-        raise RequestError("response_format other than text is not supported", param="response_format")

@@ -85,6 +85,8 @@ class Case:
     legs: tuple[Leg, ...]
     """Who served which part of it."""
     salt: str
+    numerics: str = ""
+    """The numerics class that the answer was computed in: only a worker of the same draws the same bits again."""
     state: State = State.QUEUED
     worker: WorkerKey | None = None
     sent_at: float = 0.0
@@ -205,7 +207,7 @@ class Audits:
         key = RequestId(f"{PREFIX}{r.id}")
         # What only concerns what is sent along with tokens costs time and decides nothing.
         sampling = replace(r.sampling, logprobs=None, prompt_logprobs=None)
-        self._cases[key] = Case(Audit(key, 0, r.tokens, len(r.prompt), sampling), tuple(r.legs), r.salt)
+        self._cases[key] = Case(Audit(key, 0, r.tokens, len(r.prompt), sampling), tuple(r.legs), r.salt, r.numerics)
         waiting = [case for case in self._cases.values() if case.state is State.QUEUED]
         for case in waiting[: max(0, len(waiting) - self._config.queue_answers)]:
             self._end(case, Result.DROPPED)
@@ -255,7 +257,10 @@ class Audits:
             if _idle(e) and e.key not in taken and self._paused.get(e.key, 0.0) <= now
         ]  # fmt: skip
         for case in waiting:
-            able = [e for e in idle if e.record.fits.max_positions >= len(case.audit.tokens)]
+            able = [
+                e for e in idle
+                if e.record.fits.max_positions >= len(case.audit.tokens) and e.numerics == case.numerics
+            ]  # fmt: skip
             if able:
                 # Whoever has computed it comes last, and so does whoever served it.
                 served = {leg.workers.get(Role.PREFILL) for leg in case.legs}

@@ -7,6 +7,8 @@ prompt and everything emitted as tokens. Three kinds of trouble, three prices:
 - A worker is lost or reports a retryable error: one replay of `router.replay_limit`. The worker at fault is avoided
   for a while that doubles, so that a request neither burns its replays on a dead worker nor gives up a live one.
 - A worker refuses because it drains: no replay is spent, but refusals are bounded too.
+- A worker's logits for it are no finite numbers: it is computed once more, on other workers where there are any, from
+  its tokens alone (nothing cached is taken), and ends with an error if that comes to the same.
 - Decode has no memory for it any more (retracted): nobody is avoided, and where the attempt has brought a token nothing
   is spent; else it counts as a refusal.
 - Prefill is lost after decode has sent tokens and the first one is here: nothing is missing, nothing happens.
@@ -45,6 +47,8 @@ from router.request import Leg, Phase, Request
 from router.workers import Entry, WorkerKey, Workers
 
 REFUSAL_LIMIT = 64
+NONFINITE_REPLAYS = 1
+"""How often a request is computed once more because its logits were no finite numbers."""
 REFUSAL_PAUSE_S = 0.5
 """How long a worker that refused as draining is not asked again."""
 REPORT_GRACE_S = 0.25
@@ -74,7 +78,8 @@ class Brain:
         self.audits = Audits(audit, clock, self.workers, self._requests, self._waiting)
         self._actions: list[Action] = []
         self._advanced = clock.now()
-        self._steps = 0
+        self._steps: dict[WorkerKey, int] = {}
+        """That workers had made in the latest table."""
         self.moves = Moves(
             config, clock, self.workers, mint_room,
             send=lambda worker, command: self._actions.append(Send(worker, command)),
@@ -143,9 +148,13 @@ class Brain:
 
     def on_view(self, views: Iterable[WorkerView]) -> None:
         views = tuple(views)
-        steps = sum(view.status.steps for view in views)
-        if steps != self._steps:  # a long prompt takes many steps before its first event
-            self._steps, self._advanced = steps, self._clock.now()
+        # A long prompt takes many steps before its first event. Only workers that have requests from here count: what
+        # others compute for somebody else is no progress, nor is a start, from which they count anew.
+        steps = {(view.record.name, view.record.incarnation): view.status.steps for view in views}
+        busy = [e.key for e in self.workers if e.requests]
+        if any(steps.get(key, 0) > self._steps.get(key, steps.get(key, 0)) for key in busy):
+            self._advanced = self._clock.now()
+        self._steps = steps
         self.damage.hear(view.status for view in views)
         for entry in self.workers.update(views):
             self._lose(entry, "the controller no longer sees it")
@@ -253,9 +262,13 @@ class Brain:
 
     def _missing(self, r: Request) -> str:
         roles = [role for role in Role if not self.serving(role)]
+        if not roles and (unlike := self.workers.unlike(self._clock.now())):
+            return unlike
         what = " and no ".join(f"{role} worker" for role in roles) or "free pair of workers"
         if left_alone := self.workers.left_alone(self._clock.now()):
             what += f" (left alone after failures: {', '.join(left_alone)})"
+        if r.told and r.numerics:
+            what += f" of the numerics class {r.numerics}, in which its answer began,"
         return f"no {what} could serve the request within {self._config.worker_wait_s:g} s"
 
     # ------------------------------------------------------------ placing
@@ -269,18 +282,27 @@ class Brain:
         if now < r.not_before:
             return
         tokens = r.tokens
-        prefill = self.workers.pick_prefill(len(tokens), r.max_len, r.hashes, r.avoid, now)
+        to_decode = r.max_len - len(tokens) > 1
+        classes = {r.numerics} if r.told else None
+        if to_decode:
+            # Only where somebody computes alike can it go on.
+            there = self.workers.classes(Role.DECODE, r.max_len, r.avoid, now)
+            classes = there if classes is None else classes & there
+            if not classes:
+                return  # before what prefill holds of it is counted: many may wait
+        prefill = self.workers.pick_prefill(len(tokens), r.max_len, r.hashes, r.avoid, now, classes)
         if prefill is None:
             return
         decode = None
-        if r.max_len - len(tokens) > 1:
+        if to_decode:
             spoiled = {d for p, d in r.spoiled if p == prefill.key}
-            decode = self.workers.pick_decode(r.max_len, r.avoid, now, spoiled)
+            decode = self.workers.pick_decode(r.max_len, r.avoid, now, spoiled, {prefill.numerics})
             if decode is None:
                 return
         del self._waiting[r.id]
         r.move("place")
         r.first_placed = now if r.first_placed is None else r.first_placed
+        r.computed_by(prefill.numerics)
         r.room = RoomId(self._mint_room())
         r.prefill, r.prefill_loaded = prefill.key, len(tokens) - prefill.cached_tokens(r.hashes)
         prefill.load += r.prefill_loaded
@@ -353,7 +375,8 @@ class Brain:
             self.counts.late_events += 1
             return
         role = Role.PREFILL if worker == r.prefill else Role.DECODE
-        self._advanced = self._clock.now()
+        if not (isinstance(event, Done) and (event.error is not None or event.reason == "error")):
+            self._advanced = self._clock.now()  # An attempt that failed has brought nobody on.
         match event:
             case Tokens():
                 if role is Role.DECODE and not r.decode_spoke:
@@ -424,6 +447,12 @@ class Brain:
             self._replay(r, reason, blame=None, over=over, free=gained, refused=not gained)
             return
         self.workers.failed(blame, r.id, self._clock.now(), worker)
+        if kind is ErrorKind.NONFINITE:
+            r.distrust()
+            if r.nonfinite > NONFINITE_REPLAYS:
+                self._leave(r, over)
+                self._fail(r, kind, f"{done.message}; it was computed twice; last: {worker[0]}")
+                return
         if kind is ErrorKind.ROOM and r.prefill and r.decode:
             r.spoiled.add((r.prefill, r.decode))
         self._replay(r, reason, blame=blame, over=over, kind=kind)
@@ -464,7 +493,8 @@ class Brain:
             )
             return
         if blame is not None and not refused:
-            r.avoid[blame] = now + min(0.25 * 2**r.replays, 5.0)
+            elsewhere = kind is ErrorKind.NONFINITE and self.workers.others_like(blame)
+            r.avoid[blame] = r.deadline if elsewhere else now + min(0.25 * 2**r.replays, 5.0)
         r.not_before = now if refused or free or r.replays <= 1 else now + min(0.05 * 2 ** (r.replays - 2), 1.0)
         r.waiting_since = now
         r.move("replay")

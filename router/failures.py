@@ -8,10 +8,15 @@ from dataclasses import dataclass
 from contracts.errors import ErrorKind, RequestError, TwinpoolError
 from contracts.messages import Done
 from router.asks import UnknownModel
+from router.reader import ReaderFailed
 
 
 class QueueFull(TwinpoolError):
     """Raised when `router.max_queue` choices are in the house."""
+
+
+class BufferFull(TwinpoolError):
+    """Raised while reading a body when those being received hold `router.body_buffer_bytes`."""
 
 
 class ClientGone(TwinpoolError):
@@ -38,6 +43,7 @@ _OF_KIND: dict[ErrorKind, tuple[int, str, str]] = {
     ErrorKind.INVALID: (400, "invalid_request_error", "invalid"),
     ErrorKind.OVERLOADED: (503, "server_error", "overloaded"),
     ErrorKind.DEADLINE: (504, "server_error", "deadline"),
+    ErrorKind.NONFINITE: (500, "server_error", "nonfinite_logits"),
     ErrorKind.CANCELLED: (503, "server_error", "cancelled"),
 }
 
@@ -58,5 +64,9 @@ def failure_of(error: TwinpoolError) -> Failure:
             return Failure(400, str(error), "invalid_request_error", None, error.param)
         case QueueFull():
             return Failure(429, str(error), "rate_limit_error", "queue_full", retry_after_s=1)
+        case BufferFull():
+            return Failure(503, str(error), "server_error", "body_buffer_full", retry_after_s=5)
+        case ReaderFailed():
+            return Failure(503, str(error), "server_error", "reader_failed", retry_after_s=1)
         case _:
             return Failure(500, str(error), "server_error", "internal")

@@ -1,15 +1,20 @@
 """The fields of a request body, as tables: kind, range, default and meaning of each; `openapi.json` is made of them.
 
 Reading is strict: ``"5"`` is no number, ``true`` is no number, NaN is no number. ``null`` means "not given", as in
-OpenAI's API. Fields that aren't in any table are ignored, as OpenAI does, except those in `REFUSED`: they would change
-the answer, so to ignore them would be to answer another question.
+OpenAI's API. A whole number may be written as ``10.0``, as JSON knows one kind of number.
+
+Every field has one of three fates. Those in an endpoint's table are done. Those in `IGNORED` can't change the answer
+here, whatever their value. All others would, or might: to ignore them would be to answer another question, so they are
+refused by name, known (`REFUSED`, which says what to do instead) or not.
 """
 
 from __future__ import annotations
 
+import difflib
+import itertools
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -33,7 +38,7 @@ class Field:
 
 SAMPLING: dict[str, Field] = {
     "temperature": Field("number", 0, 100, "0 is greedy."),
-    "top_p": Field("number", 0, 1, "Nucleus sampling.", above=True),
+    "top_p": Field("number", 0, 1, "Nucleus sampling; 0 keeps the best token alone."),
     "top_k": Field("integer", -1, MOST_TOKENS, "0 or -1: no limit."),
     "min_p": Field("number", 0, 1, "Least probability relative to the best token's."),
     "repetition_penalty": Field("number", 0, 100, "Over prompt and answer.", above=True),
@@ -42,6 +47,7 @@ SAMPLING: dict[str, Field] = {
     "seed": Field("integer", -INT64, INT64 - 1, "The same seed draws the same tokens."),
     "min_tokens": Field("integer", 0, MOST_TOKENS, "No end before this many tokens."),
     "max_tokens": Field("integer", 0, MOST_TOKENS, "Tokens to generate at most."),
+    "max_completion_tokens": Field("integer", 1, MOST_TOKENS, "As max_tokens; the one that counts if both are given."),
     "ignore_eos": Field("boolean", doc="The model's end tokens don't end the answer."),
     "include_stop_str_in_output": Field("boolean", doc="The stop string that matched stays in the text."),
     "skip_special_tokens": Field("boolean", doc="Special tokens have no text; default true."),
@@ -54,20 +60,17 @@ SAMPLING: dict[str, Field] = {
         "integer", -INT64, INT64 - 1, "Higher stays longer in the caches, under cache.eviction=priority; default 0."
     ),
     "timeout": Field("number", 0, doc="Seconds from its arrival until it ends with an error.", above=True),
-    "user": Field("string", doc="Ignored."),
 }
 
 COMPLETION: dict[str, Field] = {
     **SAMPLING,
     "echo": Field("boolean", doc="The prompt comes before the answer."),
     "logprobs": Field("integer", 0, 20, "Log-probabilities of the tokens and of this many best ones."),
-    "best_of": Field("integer", 1, 1, "Only 1."),
 }
 
 CHAT: dict[str, Field] = {
     **SAMPLING,
     "max_tokens": Field("integer", 1, MOST_TOKENS, "Tokens to generate at most."),
-    "max_completion_tokens": Field("integer", 1, MOST_TOKENS, "As max_tokens; the one that counts if both are given."),
     "logprobs": Field("boolean", doc="Log-probabilities of the tokens."),
     "top_logprobs": Field("integer", 0, 20, "And of this many best ones; needs logprobs."),
     "add_generation_prompt": Field("boolean", doc="The template opens the assistant's turn; default true."),
@@ -79,26 +82,136 @@ TOKENIZE: dict[str, Field] = {
     "return_token_strs": Field("boolean", doc="Add token_strs."),
 }
 
-REFUSED: dict[str, str] = {
-    "suffix": "insertion (suffix) is not supported",
-    "functions": "functions are not supported",
-    "function_call": "functions are not supported",
-    "prediction": "predicted outputs are not supported",
-    "audio": "audio is not supported",
-    "chat_template": "chat templates come from the checkpoint only",
-    "guided_json": "constrained output is not supported",
-    "guided_regex": "constrained output is not supported",
-    "guided_choice": "constrained output is not supported",
-    "guided_grammar": "constrained output is not supported",
-    "structured_outputs": "constrained output is not supported",
-    "continue_final_message": "continuing the last message is not supported",
-    "use_beam_search": "beam search is not supported",
-    "bad_words": "bad_words is not supported; use logit_bias",
-    "allowed_token_ids": "allowed_token_ids is not supported; use logit_bias",
-    "truncate_prompt_tokens": "prompts are not truncated; shorten the prompt",
-    "prompt_logprobs": "prompt_logprobs is not supported; use /v1/completions with echo and logprobs",
-    "logits_processors": "logits processors are not supported",
+STREAM_OPTIONS: dict[str, Field] = {
+    "include_usage": Field("boolean", doc="The last event has the usage."),
+    "continuous_usage_stats": Field("boolean", doc="Every event has the usage so far."),
+    "include_obfuscation": Field("boolean", doc="Ignored: nothing is added to events."),
 }
+
+DETOKENIZE: dict[str, Field] = {}
+
+GENERATE_OTHERS = ("model", "stop", "stop_token_ids", "logit_bias", "stream_options")
+"""Fields with a shape of their own, read where they are used."""
+
+IGNORED: dict[str, str] = {
+    **dict.fromkeys(
+        ("user", "safety_identifier", "metadata", "store", "prompt_cache_key", "prompt_cache_retention"),
+        "names the client, or what to keep for it: nothing is kept",
+    ),
+    **dict.fromkeys(("request_id", "rid"), "names the request; the header X-Request-Id does"),
+    **dict.fromkeys(
+        ("service_tier", "data_parallel_rank", "routed_dp_rank", "data_parallel_rank_decode"),
+        "says where to run; the router decides",
+    ),
+    **dict.fromkeys(("parallel_tool_calls", "tool_choice"), "says how to use tools; tools themselves are refused"),
+    **dict.fromkeys(("length_penalty", "early_stopping"), "belongs to beam search, which is refused"),
+    **dict.fromkeys(
+        ("guided_decoding_backend", "guided_whitespace_pattern"), "says how to constrain; constraints are refused"
+    ),
+    **dict.fromkeys(
+        ("mm_processor_kwargs", "media_io_kwargs", "use_audio_in_video", "max_dynamic_patch", "min_dynamic_patch"),
+        "belongs to images and sound, which are refused",
+    ),
+    **dict.fromkeys(
+        ("separate_reasoning", "stream_reasoning"), "belongs to a reasoning parser; text stays as the model wrote it"
+    ),
+    "spaces_between_special_tokens": "belongs to slow tokenizers",
+    "log_metrics": "says what to log",
+    "no_logs": "says what to log",
+}
+"""Known fields without effect on the answer here, and why."""
+
+_EMPTY: tuple[object, ...] = (False, [], {}, "")
+
+
+@dataclass(frozen=True, slots=True)
+class Refusal:
+    """Why a field is refused, and which values of it say nothing."""
+
+    why: str
+    neutral: tuple[object, ...] = ()
+
+    def says_nothing(self, value: object) -> bool:
+        return any(type(value) is type(n) and value == n for n in self.neutral)
+
+
+def _refuse(why: str, names: str, *neutral: object) -> dict[str, Refusal]:
+    return dict.fromkeys(names.split(), Refusal(why, neutral))
+
+
+REFUSED: dict[str, Refusal] = {
+    **_refuse("insertion (suffix) is not supported", "suffix", ""),
+    **_refuse("tools are not supported", "tools functions", [], {}),
+    **_refuse("functions are not supported", "function_call", "none", "auto"),
+    **_refuse("response_format other than text is not supported", "response_format", {"type": "text"}),
+    **_refuse(
+        "constrained output is not supported",
+        "guided_json guided_regex guided_choice guided_grammar structured_outputs structural_tag json_schema regex "
+        "ebnf grammar choices",
+    ),
+    **_refuse("guided JSON is not supported", "guided_json_object", False),
+    **_refuse("predicted outputs are not supported", "prediction"),
+    **_refuse("only text is answered", "audio modalities", ["text"]),
+    **_refuse("web search is not supported", "web_search_options"),
+    **_refuse("chat templates come from the checkpoint only", "chat_template"),
+    **_refuse("documents are not supported; put their text into a message", "documents", []),
+    **_refuse(
+        "this is not passed on; give it in chat_template_kwargs if the checkpoint's template reads it",
+        "reasoning_effort verbosity enable_thinking thinking reasoning",
+    ),
+    **_refuse("thinking isn't bounded; use max_tokens", "thinking_token_budget thinking_budget max_thinking_tokens"),
+    **_refuse("reasoning isn't told from the answer", "include_reasoning", True),
+    **_refuse("reasoning isn't told from the answer", "require_reasoning", False),
+    **_refuse("continuing the last message is not supported", "continue_final_message", False),
+    **_refuse("only 1 is supported; use n", "best_of", 1),
+    **_refuse("beam search is not supported", "use_beam_search", False),
+    **_refuse("bad_words is not supported; use logit_bias", "bad_words", []),
+    **_refuse("allowed_token_ids is not supported; use logit_bias", "allowed_token_ids"),
+    **_refuse("logits processors are not supported", "logits_processors", []),
+    **_refuse("logits processors are not supported", "custom_logit_processor custom_params vllm_xargs", {}),
+    **_refuse("prompts are not truncated; shorten the prompt", "truncate_prompt_tokens truncation_side"),
+    **_refuse(
+        "prompt_logprobs is not supported; use /v1/completions with echo and logprobs",
+        "prompt_logprobs logprob_start_len return_prompt_logprobs",
+        False,
+    ),
+    **_refuse(
+        "use logprobs", "return_logprob top_logprobs_num token_ids_logprob logprob_token_ids "
+        "return_text_in_logprobs return_tokens_as_token_ids", False, [],
+    ),
+    **_refuse("text is always made; token ids come with return_token_ids", "detokenize", True),
+    **_refuse("stop takes strings, not patterns", "stop_regex", [], ""),
+    **_refuse("use include_stop_str_in_output", "no_stop_trim", False),
+    **_refuse("repetition isn't looked for; use repetition_penalty", "repetition_detection"),
+    **_refuse(
+        "adapters are not supported: there is one set of weights", "lora_path lora_name lora_request lora adapter", ""
+    ),
+    **_refuse("sessions are not supported; send the whole conversation", "session_params session_id", {}, ""),
+    **_refuse("use cache_salt", "extra_key", ""),
+    **_refuse(
+        "the router pairs prefill and decode itself",
+        "kv_transfer_params bootstrap_host bootstrap_port bootstrap_room disagg_prefill_dp_rank", {},
+    ),
+    **_refuse(
+        "prompts are text or token ids",
+        "prompt_embeds input_embeds image_data audio_data video_data multi_modal_data", [], {},
+    ),
+    **_refuse("use prompt", "text input_ids prompt_token_ids inputs", ""),
+    **_refuse("the parameters stand beside the prompt, not in an object", "sampling_params parameters", {}),
+    **_refuse(
+        "the model's inside isn't answered",
+        "return_hidden_states return_routed_experts return_meta_info return_cached_tokens_details "
+        "return_prompt_token_ids",
+        False,
+    ),
+    **_refuse(
+        "this sampler is not supported",
+        "typical_p top_a tfs tfs_z eta_cutoff epsilon_cutoff mirostat mirostat_mode mirostat_tau mirostat_eta "
+        "dry_multiplier dry_base dry_allowed_length dry_sequence_breakers xtc_probability xtc_threshold "
+        "smoothing_factor smoothing_curve dynatemp_min dynatemp_max dynatemp_exponent temperature_last nsigma "
+        "top_n_sigma no_repeat_ngram_size encoder_repetition_penalty do_sample num_beams sampling_seed",
+    ),
+}  # fmt: skip
 
 _NAMES = {"integer": "an integer", "number": "a number", "boolean": "true or false", "string": "a string"}
 
@@ -121,12 +234,15 @@ def _refuse_constant(name: str) -> None:
 
 def describe(value: object) -> str:
     """`value` for an error message, shortened."""
+    if isinstance(value, list | tuple | dict | str) and len(value) > 60:  # only its beginning is shown
+        value = dict(itertools.islice(value.items(), 60)) if isinstance(value, dict) else value[:60]
     text = json.dumps(value, default=str)
     return text if len(text) <= 60 else text[:57] + "..."
 
 
-def read_fields(body: Mapping[str, Any], fields: Mapping[str, Field]) -> dict[str, Any]:
-    """The given fields that are in the table, checked. Raises `RequestError` naming the field."""
+def read_fields(body: Mapping[str, Any], fields: Mapping[str, Field], others: Collection[str] = ()) -> dict[str, Any]:
+    """The given fields that are in the table, checked. Raises `RequestError` naming the field that is wrong, refused or
+    unknown. `others`: fields of the same object that the caller reads."""
     values: dict[str, Any] = {}
     for name, value in body.items():
         if value is None:
@@ -134,13 +250,28 @@ def read_fields(body: Mapping[str, Any], fields: Mapping[str, Field]) -> dict[st
         field = fields.get(name)
         if field is not None:
             values[name] = check_value(name, value, field)
-        elif name in REFUSED and value not in (False, [], {}, ""):
-            raise RequestError(REFUSED[name], param=name)
+        elif name not in others and name not in IGNORED and name != "model":
+            _refuse_field(name, value, (*fields, *others))
     return values
+
+
+def _refuse_field(name: str, value: object, known: Sequence[str]) -> None:
+    refusal = REFUSED.get(name)
+    if refusal is not None:
+        if not refusal.says_nothing(value):
+            raise RequestError(f"{name}: {refusal.why}", param=name)
+        return
+    if name in _ELSEWHERE and any(type(value) is type(e) and value == e for e in _EMPTY):
+        return
+    close = difflib.get_close_matches(name[:64], known, n=1)
+    hint = f"; did you mean {close[0]}?" if close else "; leave it out"
+    raise RequestError(f"{describe(name)} is no field that this endpoint knows{hint}", param=name[:64])
 
 
 def check_value(name: str, value: object, field: Field) -> Any:
     """`value` if it is of the field's kind and within its bounds."""
+    if field.kind == "integer" and type(value) is float and value.is_integer():
+        value = int(value)
     good = {
         "integer": type(value) is int,
         "number": type(value) in (int, float),
@@ -155,6 +286,10 @@ def check_value(name: str, value: object, field: Field) -> Any:
         if under or (high is not None and value > high) or not math.isfinite(value):
             raise RequestError(f"{name} must be {_bounds(field)}; got {describe(value)}", param=name)
     return value
+
+
+_ELSEWHERE = frozenset({*COMPLETION, *CHAT, *TOKENIZE, "prompt", "messages", "tokens", *GENERATE_OTHERS})
+"""Fields of other endpoints: to switch one off where it doesn't exist says nothing."""
 
 
 def _bounds(field: Field) -> str:

@@ -52,6 +52,8 @@ class Fleet:
         self._closing: set[asyncio.Task[None]] = set()
         self._unwatch: Callable[[], None] | None = None
         self.views: tuple[WorkerView, ...] = ()
+        self.known = False
+        """Whether the controller's table has come since the start: before, no worker is not no worker."""
 
     def start(self) -> None:
         self._unwatch = self.directory.watch(self._changed)
@@ -77,7 +79,7 @@ class Fleet:
         return link.port if link is not None else None
 
     def _changed(self, views: tuple[WorkerView, ...]) -> None:
-        self.views = views
+        self.views, self.known = views, True
         wanted = {(v.record.name, v.record.incarnation): v.record for v in views if v.status.state in REACHABLE}
         for key in [k for k in self._links if k not in wanted]:
             self._drop(key)

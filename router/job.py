@@ -13,12 +13,17 @@ from router.asks import Ask
 from router.choice import Choice, Piece
 from router.timeline import timeline_of
 
+KEEP_ALIVE = b": keep-alive\n\n"
+WRITE_BYTES = 256 * 1024
+"""What is joined for one write of events with shared parts, besides the last part."""
+
 
 class Job:
     """Filled by the service, emptied by the HTTP side; both on one event loop."""
 
     __slots__ = (
         "_buffer_events",
+        "_shares",
         "_wake",
         "answer",
         "ask",
@@ -29,10 +34,15 @@ class Job:
         "open",
         "outbox",
         "overflowed",
+        "timeout_s",
     )
 
-    def __init__(self, job_id: str, ask: Ask, answer: Answer, buffer_events: int, client_id: str) -> None:
+    def __init__(
+        self, job_id: str, ask: Ask, answer: Answer, buffer_events: int, client_id: str, timeout_s: float
+    ) -> None:
         self.id = job_id
+        self.timeout_s = timeout_s
+        """What the request has from its arrival."""
         self.client_id = client_id
         self.ask = ask
         self.answer = answer
@@ -40,7 +50,9 @@ class Job:
         self.open = 0
         """Choices that have not ended."""
         self.failed: Done | None = None
-        self.outbox: list[bytes] = []
+        self.outbox: list[bytes | tuple[bytes, ...]] = []
+        """Events; one with parts that it shares with others in its parts."""
+        self._shares = False
         self.overflowed = False
         self._buffer_events = buffer_events
         self._wake = asyncio.Event()
@@ -61,6 +73,13 @@ class Job:
             self.overflowed = True
             return
         self.outbox.append(chunk)
+        if isinstance(chunk, tuple):
+            self._shares = True
+        self._wake.set()
+
+    def beat(self) -> None:
+        """A comment, which SSE clients skip: the stream lives."""
+        self.outbox.append(KEEP_ALIVE)
         self._wake.set()
 
     def close_one(self, choice: Choice) -> None:
@@ -79,8 +98,22 @@ class Job:
         while not self.outbox and not self.over:
             self._wake.clear()
             await self._wake.wait()
+        if self._shares:
+            return self._more_of_shared()
         chunks, self.outbox = self.outbox, []
-        return b"".join(chunks)
+        return b"".join(chunks)  # type: ignore[arg-type]
+
+    def _more_of_shared(self) -> bytes:
+        """Some of what waits: parts that a hundred events share are not joined a hundred times at once."""
+        parts = [p for chunk in self.outbox for p in ((chunk,) if isinstance(chunk, bytes) else chunk)]
+        size = count = 0
+        while count < len(parts) and size < WRITE_BYTES:
+            size += len(parts[count])
+            count += 1
+        rest = parts[count:]
+        self.outbox = [tuple(rest)] if rest else []
+        self._shares = bool(rest)
+        return b"".join(parts[:count])
 
     async def ended(self) -> None:
         """Wait until every choice has ended, or one has failed."""
@@ -113,3 +146,29 @@ class Job:
         """The field `twinpool`: of the only choice, or a list of one per choice."""
         each = [timeline_of(c) for c in self.choices]
         return each[0] if len(each) == 1 else each
+
+
+class Heartbeat:
+    """Has a stream say that it lives when it has said nothing for `every_s`; one timer a stream."""
+
+    def __init__(self, job: Job, every_s: float) -> None:
+        self._job = job
+        self._every_s = every_s
+        self._loop = asyncio.get_running_loop()
+        self._last = self._loop.time()
+        self._timer = self._loop.call_later(every_s, self._due)
+
+    def written(self) -> None:
+        self._last = self._loop.time()
+
+    def stop(self) -> None:
+        self._timer.cancel()
+
+    def _due(self) -> None:
+        left_s = self._last + self._every_s - self._loop.time()
+        if left_s <= 0:
+            # A client that takes nothing needs no more to take.
+            if not self._job.outbox and not self._job.over:
+                self._job.beat()
+            left_s = self._every_s
+        self._timer = self._loop.call_later(left_s, self._due)

@@ -15,15 +15,18 @@ from typing import Any
 import grpc
 import grpc.aio
 
+from contracts import channels
 from contracts.access import access_metadata, cluster_secret
+from contracts.channels import COMMANDS_BYTES, CONTROL_BYTES, EVENTS_BYTES, TABLE_BYTES
 from contracts.config import TransferConfig
 from contracts.errors import RequestError, WireError
+from contracts.frames import FrameWriter
 from contracts.ids import Incarnation, Role, WorkerName
 from contracts.messages import CheckReport, Command, Event, Fits, WorkerStatus
 from contracts.ports import Port, WorkerRecord, WorkerView
 from contracts.proto import worker_pb2 as pb
 from contracts.proto import worker_pb2_grpc as pb_grpc
-from contracts.wire import command_to_proto, event_from_proto, report_from_proto, status_from_proto
+from contracts.wire import event_from_proto, fingerprint_from_proto, report_from_proto, status_from_proto
 from router.log import log
 
 INCARNATION_KEY = "twinpool-incarnation"
@@ -31,30 +34,18 @@ CONNECT_TIMEOUT_S = 5.0
 STATUS_TIMEOUT_S = 1.0
 CHECK_TIMEOUT_S = 10.0
 LINK_TIMEOUT_S = TransferConfig().link_timeout_s
-FRAME_COMMANDS = 64
-"""Commands a frame takes at most, so that one frame stays under the message limit."""
-MESSAGE_LIMIT = 256 * 1024 * 1024
-CHANNEL_OPTIONS = (
-    ("grpc.max_receive_message_length", MESSAGE_LIMIT),
-    ("grpc.max_send_message_length", MESSAGE_LIMIT),
-    ("grpc.enable_http_proxy", 0),
-    ("grpc.initial_reconnect_backoff_ms", 100),
-    ("grpc.max_reconnect_backoff_ms", 1000),
-    ("grpc.use_local_subchannel_pool", 1),
-)
+SERVE = f"/{pb.DESCRIPTOR.services_by_name['Worker'].full_name}/Serve"
+"""Called by name, as its frames are bytes already."""
 
 
 def channel_options(link_timeout_s: float) -> list[tuple[str, int]]:
-    """`CHANNEL_OPTIONS`, and pings: a host that vanishes says nothing, and its silence is noticed."""
-    half_ms = max(1, int(500 * link_timeout_s))
-    return [
-        *CHANNEL_OPTIONS,
-        ("grpc.keepalive_time_ms", half_ms),
-        ("grpc.keepalive_timeout_ms", half_ms),
-        # What gRPC really waits for an answer is this, of which the one above is only the least: a minute by default.
-        ("grpc.http2.ping_timeout_ms", half_ms),
-        ("grpc.http2.max_pings_without_data", 0),
-    ]
+    """Options of a channel to a worker: a host that vanishes says nothing, and its silence is noticed."""
+    return channels.channel_options(COMMANDS_BYTES, EVENTS_BYTES, link_timeout_s)
+
+
+def controller_options(link_timeout_s: float) -> list[tuple[str, int]]:
+    """Options of a channel to the controller."""
+    return channels.channel_options(CONTROL_BYTES, TABLE_BYTES, link_timeout_s)
 
 
 class GrpcSession:
@@ -118,13 +109,15 @@ class GrpcSession:
             self._broken("the worker closed the stream")
 
     async def _write(self) -> None:
+        writer = FrameWriter()
         try:
             while True:
                 await self._wake.wait()
                 self._wake.clear()
                 while self._queue:
-                    batch, self._queue = self._queue[:FRAME_COMMANDS], self._queue[FRAME_COMMANDS:]
-                    await self._call.write(pb.RouterFrame(commands=[command_to_proto(c) for c in batch]))
+                    batch, self._queue = self._queue, []
+                    for frame in writer.frames(batch):
+                        await self._call.write(frame)
         except grpc.aio.AioRpcError as error:
             self._broken(f"{error.code().name}: {error.details()}")
         except (asyncio.InvalidStateError, ValueError) as error:
@@ -149,7 +142,8 @@ class GrpcPort:
                 f"{self._record.name} at {self._record.endpoint} is incarnation {status.incarnation}, "
                 f"not {self._record.incarnation}"
             )
-        call = self._stub.Serve(metadata=self._metadata)
+        serve: Any = self._channel.stream_stream(SERVE, None, pb.WorkerFrame.FromString)
+        call = serve(metadata=self._metadata)
         return GrpcSession(call, self._record.incarnation, on_events, on_closed)
 
     async def status(self) -> WorkerStatus:
@@ -222,12 +216,24 @@ class ControllerDirectory:
 
     async def change_role(self, name: WorkerName, role: Role) -> None:
         """Raises `RequestError` where the controller refuses, `ConnectionError` where it doesn't answer."""
+        await self._ask("ChangeRole", pb.RoleChange(name=name, role=role))
+
+    async def drain(self, target: str) -> tuple[WorkerName, ...]:
+        answer = await self._ask("Drain", pb.Target(name=target))
+        return tuple(WorkerName(name) for name in answer.workers)
+
+    async def undrain(self, target: str) -> tuple[WorkerName, ...]:
+        answer = await self._ask("Undrain", pb.Target(name=target))
+        return tuple(WorkerName(name) for name in answer.workers)
+
+    async def _ask(self, method: str, request: Any) -> Any:
+        """One call of the controller, on a connection of its own."""
         metadata = access_metadata(cluster_secret())
-        async with grpc.aio.insecure_channel(self._target, options=CHANNEL_OPTIONS) as channel:
+        options = controller_options(self._link_timeout_s)
+        async with grpc.aio.insecure_channel(self._target, options=options) as channel:
             stub: Any = pb_grpc.ControllerStub(channel)  # type: ignore[no-untyped-call]
-            change = pb.RoleChange(name=name, role=role)
             try:
-                await stub.ChangeRole(change, timeout=CONNECT_TIMEOUT_S, metadata=metadata)
+                return await getattr(stub, method)(request, timeout=CONNECT_TIMEOUT_S, metadata=metadata)
             except grpc.aio.AioRpcError as error:
                 if error.code() is grpc.StatusCode.FAILED_PRECONDITION:
                     raise RequestError(error.details() or "the controller refuses") from None
@@ -243,13 +249,13 @@ class ControllerDirectory:
     async def _follow(self) -> None:
         pause = self.RETRY_FIRST_S
         metadata = access_metadata(cluster_secret())
-        async with grpc.aio.insecure_channel(self._target, options=channel_options(self._link_timeout_s)) as channel:
+        async with grpc.aio.insecure_channel(self._target, options=controller_options(self._link_timeout_s)) as channel:
             stub: Any = pb_grpc.ControllerStub(channel)  # type: ignore[no-untyped-call]
             while True:
                 try:
                     async for view in stub.Watch(pb.Empty(), wait_for_ready=True, metadata=metadata):
                         pause = self.RETRY_FIRST_S
-                        self._views = tuple(_view_from_proto(w) for w in view.workers)
+                        self._views = tuple(view_from_proto(w) for w in view.workers)
                         self._tell(self._views)
                     reason = "the controller closed the stream"
                 except grpc.aio.AioRpcError as error:
@@ -261,8 +267,8 @@ class ControllerDirectory:
                 pause = min(pause * 2, self.RETRY_MOST_S)
 
 
-def _view_from_proto(m: pb.WorkerView) -> WorkerView:
-    """Raises `ValueError` for a role that doesn't exist."""
+def view_from_proto(m: pb.WorkerView) -> WorkerView:
+    """A row of the controller's table. Raises `ValueError` for a role that doesn't exist."""
     r = m.registration
     incarnation = Incarnation(m.status.incarnation or r.incarnation)
     record = WorkerRecord(
@@ -275,8 +281,9 @@ def _view_from_proto(m: pb.WorkerView) -> WorkerView:
         control=r.control,
         fits=Fits(r.max_positions, r.context),
         node_id=r.node_id,
+        fingerprint=fingerprint_from_proto(r.fingerprint) if r.HasField("fingerprint") else None,
     )
     status = status_from_proto(m.status) if m.status.name else None
     if status is None:
         status = WorkerStatus(record.name, record.role, "starting", record.pid, record.node, incarnation, 0, 0, 0, 0)
-    return WorkerView(record, status)
+    return WorkerView(record, status, m.cordoned)

@@ -8,12 +8,15 @@ Exit codes: 0 after a signal, 1 when something failed, 2 for wrong usage.
 from __future__ import annotations
 
 import argparse
+import asyncio
 import json
 import os
 import socket
 import sys
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
+from typing import cast
 
 import uvicorn
 
@@ -23,7 +26,7 @@ from contracts.logs import log_to_stream
 from contracts.model import read_model_spec
 from contracts.ports import Directory
 from router.app import App, create_app
-from router.cork import CorkedHttpProtocol
+from router.connections import BoundedHttpProtocol, Connections, raise_descriptor_limit
 from router.links import ControllerDirectory
 from router.log import log
 from router.service import RouterService
@@ -38,11 +41,14 @@ class RouterServer(uvicorn.Server):
     """Uvicorn, with answers ended before connections are waited for."""
 
     def __init__(self, app: App, service: RouterService, ready_fd: int | None = None) -> None:
+        self.connections = Connections(service.config)
+        service.metrics.sources.append(self.connections.metrics)
         super().__init__(
             uvicorn.Config(
                 app,
                 loop="uvloop",
-                http=CorkedHttpProtocol,
+                http=cast(type[asyncio.Protocol], partial(BoundedHttpProtocol, registry=self.connections)),
+                backlog=self.connections.backlog,
                 ws="none",
                 lifespan="on",
                 log_config=None,
@@ -115,6 +121,7 @@ def serve(spec_folder: Path, config: Config, directory: Directory, bound: socket
 def main(arguments: Sequence[str] | None = None) -> int:
     options = read_arguments(arguments)
     log_to_stream("router")
+    raise_descriptor_limit()
     try:
         config = read_config(options.config_json)
         directory = ControllerDirectory(options.controller, config.transfer.link_timeout_s)

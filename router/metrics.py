@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
@@ -67,6 +67,8 @@ class Metrics(Collector):
         self.refused_full = 0
         self.disconnects = 0
         self.slow_clients = 0
+        self.sources: list[Callable[[], Iterator[Metric]]] = []
+        """Families of parts that exist only where there are clients: connections, bodies, readers."""
         self._registry = CollectorRegistry()
         self._registry.register(self)
 
@@ -124,6 +126,8 @@ class Metrics(Collector):
         ):
             yield CounterMetricFamily(name, text, value=value)
         yield from self._of_moves()
+        for source in self.sources:
+            yield from source()
         yield self._ttft.family("twinpool_time_to_first_token_seconds", "From arrival to the first token")
         yield self._itl.family("twinpool_inter_token_seconds", "Between tokens of an answer")
         yield self._e2e.family("twinpool_request_seconds", "From arrival to the end of an answer")

@@ -267,7 +267,7 @@ class Moves:
             return False
         refusals = self._wishes[r.id][1].avoid if r.id in self._wishes else {}
         avoid = {**r.avoid, **refusals, r.decode: float("inf")}
-        target = self._workers.pick_decode(r.max_len, avoid, now)
+        target = self._workers.pick_decode(r.max_len, avoid, now, classes={source.numerics})
         if target is None:
             return False
         rooms = RoomId(self._mint_room()), RoomId(self._mint_room())

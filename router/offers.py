@@ -71,6 +71,10 @@ class Offers:
     def _place(self, worker: WorkerKey, offered: Offered) -> None:
         now = self._clock.now()
         able = self._workers.able(Role.DECODE, len(offered.tokens), {worker: float("inf")}, now)
+        source = self._workers.get(worker)
+        if source is not None:
+            # State of another numerics class is not what it would have computed.
+            able = [e for e in able if e.numerics == source.numerics]
         if not able or offered.request_id in self._offers:
             return
         # Pages of which worker are how large is the same everywhere: fewest promised, then most free.

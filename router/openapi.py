@@ -52,10 +52,13 @@ _POSTS: dict[str, tuple[str, Mapping[str, Field], dict[str, Any]]] = {
     "/detokenize": ("Token ids to text", {}, {"model": _TEXT, "tokens": _TOKENS}),
 }
 _GETS = {
-    "/v1/models": "The served model",
+    "/v1/models": "The served model, under each of its names",
     "/v1/models/{model}": "One model",
     "/health": "200 while requests can be served and work advances, else 503",
+    "/ping": "As /health",
     "/live": "200 while the process runs",
+    "/version": "The server's version",
+    "/load": "Answers that have not ended, as server_load",
     "/metrics": "Prometheus metrics",
     "/cluster/status": "The workers (operators only)",
 }
@@ -79,10 +82,10 @@ def openapi_document() -> dict[str, Any]:
         paths[path] = {"get": {"summary": summary, "responses": _responses(), **_parameters(path)}}
     for path, summary in _OPERATIONS.items():
         paths[path] = {"post": {"summary": summary, "responses": _responses(), **_parameters(path)}}
-    return {"openapi": "3.1.0", "info": {"title": "Twinpool", "version": _version()}, "paths": paths}
+    return {"openapi": "3.1.0", "info": {"title": "Twinpool", "version": version()}, "paths": paths}
 
 
-def _version() -> str:
+def version() -> str:
     try:
         return metadata.version("twinpool")
     except metadata.PackageNotFoundError:  # run from a source tree

@@ -78,7 +78,9 @@ class Request:
         "last_attempt",
         "legs",
         "moves",
+        "nonfinite",
         "not_before",
+        "numerics",
         "phase",
         "prefill",
         "prefill_loaded",
@@ -125,12 +127,17 @@ class Request:
         self.attempt = self.last_attempt = 0
         self.replays = 0
         self.refusals = 0
+        self.nonfinite = 0
+        """How often a worker's logits for it were no numbers."""
         self.moves = 0
         """How often another decode worker went on with it."""
         self.avoid: dict[WorkerKey, float] = {}
         """Workers at fault, until when they are not chosen."""
         self.spoiled: set[tuple[WorkerKey, WorkerKey]] = set()
         """Pairs of workers between which a hand-over of it has failed."""
+        self.numerics = ""
+        """The numerics class of the workers that have it: what comes after the first token that was told is computed in
+        the same, whatever fails. Empty where any will do."""
         self.scores_in = sampling.prompt_logprobs is None
         self.progress: list[Progress] = []
         """Every report of every attempt, in order of arrival."""
@@ -168,6 +175,22 @@ class Request:
         self.last_attempt += 1
         return self.last_attempt
 
+    def computed_by(self, numerics: str) -> None:
+        """A worker of this class begins with it, or begins again; only one of the same may, once it has told tokens."""
+        assert self.numerics == numerics or not self.told, "an answer stays in its numerics class"
+        self.numerics = numerics
+
+    @property
+    def told(self) -> bool:
+        """Whether anything of its answer has been told."""
+        return bool(self.emitted) or (self.scores_in and self.sampling.prompt_logprobs is not None)
+
+    def distrust(self) -> None:
+        """A worker's logits for it were no numbers: from now on it has a salt of its own, so that it is computed from
+        its tokens alone. State that is kept under the same tokens, on any tier, may be what was wrong."""
+        self.nonfinite += 1
+        self.salt, self.hashes = f"{self.salt}|recomputed {self.id} {self.nonfinite}", ()
+
     @property
     def starts(self) -> int:
         """How often it was begun from its tokens."""
@@ -182,7 +205,7 @@ class Request:
 
     @property
     def tokens(self) -> tuple[int, ...]:
-        return (*self.prompt, *self.emitted)
+        return (*self.prompt, *self.emitted) if self.emitted else self.prompt
 
     @property
     def next_position(self) -> int:

@@ -11,50 +11,52 @@ import asyncio
 import logging
 import secrets
 import time
-from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, replace
-from typing import TypeVar
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+
+from prometheus_client.core import GaugeMetricFamily, Metric
 
 from contracts.clock import Clock, SystemClock
 from contracts.config import Config
 from contracts.errors import RequestError
 from contracts.ids import RequestId, Role
 from contracts.messages import Command, Event, Progress
-from contracts.model import ModelSpec
+from contracts.model import ModelSpec, served_as
 from contracts.ports import Directory
 from router.actions import Deliver, End, Replay, Scores, Send
 from router.answers import Answer
-from router.asks import Ask, Prompt
+from router.asks import Ask
 from router.audits import Finding
 from router.brain import Brain
 from router.choice import Choice
-from router.failures import QueueFull
+from router.failures import ClientGone, QueueFull
 from router.fleet import Fleet
+from router.intake import Intake, Prepared, body_limit, too_long
 from router.job import Job
 from router.log import log
 from router.metrics import Metrics
+from router.reader import Kind, prepared_of, setup_frame
+from router.readers import Readers
 from router.request import Request
 from router.text import TextCodec, read_text_codec
 from router.verification_log import log_finding, log_flag
 from router.watch import StreamWatch
-from router.workers import WorkerKey, prefix_hashes
-
-T = TypeVar("T")
+from router.web import BodyBuffer
+from router.workers import WorkerKey
 
 TICK_S = 0.1
 INLINE_BYTES = 2048
-"""Bodies up to this size are parsed and tokenised on the loop: that takes less time than a hop to a thread."""
+"""Bodies up to this size are read on the loop: that takes less time than a hop to a reader."""
 
 
-@dataclass(frozen=True, slots=True)
-class Prepared:
-    """A prompt as tokens."""
-
-    tokens: tuple[int, ...]
-    text: str
-    """What `echo` shows; empty without it."""
-    hashes: tuple[bytes, ...]
+async def _unless_gone(reply: asyncio.Future[tuple[Kind, bytes]]) -> tuple[Kind, bytes]:
+    try:
+        return await reply
+    except asyncio.CancelledError:
+        task = asyncio.current_task()
+        if not reply.cancelled() or task is None or task.cancelling():
+            raise
+        raise ClientGone("the client left while its body was read") from None
 
 
 class RouterService:
@@ -70,15 +72,23 @@ class RouterService:
         clock: Clock | None = None,
         mint: Callable[[], str] = lambda: secrets.token_hex(12),
     ) -> None:
-        self.spec = spec
+        spec = self.spec = served_as(spec, config.router.served_model_name)
         self.config = config.router
         self.started = int(time.time())
-        self.codec = codec if codec is not None else read_text_codec(spec.folder, 4 * config.router.max_body_bytes)
+        self.body_limit = body_limit(config.router, spec)
+        max_chars = 4 * self.body_limit
+        self.codec = codec if codec is not None else read_text_codec(spec.folder, max_chars)
+        self.intake = Intake(spec, self.codec, config.router)
+        self.buffer = BodyBuffer(max(config.router.body_buffer_bytes, self.body_limit))
+        self.readers = Readers(
+            setup_frame(spec, config.router, max_chars), config.router.reader_processes, config.router.reader_timeout_s
+        )
         self.clock = clock if clock is not None else SystemClock()
         self.brain = Brain(config.router, self.clock, mint, config.audit)
         watch = StreamWatch(config.watch, spec.vocab_size)
         self.watch = watch if watch.on else None
         self.metrics = Metrics(self.brain, config.transfer.plane, self.watch, spec.name)
+        self.metrics.sources.append(self._of_bodies)
         self.fleet = Fleet(
             directory,
             on_view=self._on_view,
@@ -90,7 +100,6 @@ class RouterService:
         self._owners: dict[RequestId, tuple[Job, Choice]] = {}
         self._reserved = 0
         """Choices admitted and not ended, those still being tokenised included."""
-        self._pool = ThreadPoolExecutor(config.router.tokenizer_threads, thread_name_prefix="tokenise")
         self._ticker: asyncio.Task[None] | None = None
 
     async def start(self) -> None:
@@ -105,8 +114,8 @@ class RouterService:
         if self._ticker is not None:
             self._ticker.cancel()
             self._ticker = None
+        await self.readers.close()
         await self.fleet.close()
-        self._pool.shutdown(wait=False, cancel_futures=True)
 
     async def _tick(self) -> None:
         while True:
@@ -117,35 +126,48 @@ class RouterService:
             except Exception:  # our own bug: without ticks no deadline would be kept
                 log("tick failed", level=logging.ERROR, trace=True)
 
-    async def off_loop(self, size: int, work: Callable[[], T]) -> T:
-        """`work` here when it is small, in the tokenizer's threads when it isn't."""
-        if size <= INLINE_BYTES:
-            return work()
-        return await asyncio.get_running_loop().run_in_executor(self._pool, work)
-
     # ------------------------------------------------------------ admission
 
-    async def open(self, ask: Ask, size: int, client_id: str) -> Job:
-        """Admit a request, tokenise its prompts and place its choices. `size`: bytes of its body.
-
-        Raises `QueueFull`, or `RequestError` where the prompt doesn't fit.
-        """
-        timeout_s = self._timeout(ask)
+    def check_room(self, choices: int = 1) -> None:
+        """Raises `QueueFull` where no more choices can be in the house."""
         limit = self.config.max_queue
-        if ask.choices > limit:
-            raise RequestError(f"{ask.choices} answers in one request are above the server's queue of {limit}")
-        if self._reserved + ask.choices > limit:
+        if self._reserved + choices > limit:
             self.metrics.refused_full += 1
             raise QueueFull(f"the queue is full: {self._reserved} of {limit} answers are in the house; try again later")
-        self._reserved += ask.choices
-        try:
-            began = self.clock.now()
-            prompts = await self.off_loop(size, lambda: self._prepare(ask))
-            limits = [self._limit_tokens(ask, p) for p in prompts]
-        except BaseException:
-            self._reserved -= ask.choices
-            raise
-        return self._admit(ask, prompts, limits, client_id, began, timeout_s)
+
+    async def open(
+        self, kind: Kind, raw: bytes, client_id: str, on_gone: Callable[[Callable[[], object]], None] | None = None
+    ) -> Job:
+        """Admit a request, read and tokenise its body, and place its choices.
+
+        `on_gone` takes a call to be made when the client leaves, after which its body needn't be read. Raises
+        `QueueFull`, `RequestError` where the body is wrong or doesn't fit, `ReaderFailed`, and `ClientGone`.
+        """
+        self.check_room()
+        began = self.clock.now()
+        if len(raw) <= INLINE_BYTES:
+            prepared = self.intake.chat(raw) if kind is Kind.CHAT else self.intake.completion(raw)
+        else:
+            self._reserved += 1
+            try:
+                reply = self.readers.submit(kind, raw)
+                if on_gone is not None:
+                    on_gone(reply.cancel)
+                _, frame = await _unless_gone(reply)
+                prepared = prepared_of(frame)
+            finally:
+                self._reserved -= 1
+        ask = prepared.ask
+        timeout_s = self._timeout(ask)
+        self.check_room(ask.choices)
+        limits = [self._limit_tokens(ask, p) for p in prepared.prompts]
+        return self._admit(ask, prepared.prompts, limits, client_id, began, timeout_s)
+
+    async def text(self, kind: Kind, raw: bytes) -> bytes:
+        """The answer of ``/tokenize`` or ``/detokenize``. Raises `RequestError`, `ReaderFailed`."""
+        if len(raw) <= INLINE_BYTES:
+            return self.intake.tokenize(raw) if kind is Kind.TOKENIZE else self.intake.detokenize(raw)
+        return (await self.readers.submit(kind, raw))[1]
 
     def _timeout(self, ask: Ask) -> float:
         """Seconds that the request has. Raises `RequestError` for more than anybody gets."""
@@ -161,7 +183,7 @@ class RouterService:
     def _admit(
         self,
         ask: Ask,
-        prompts: list[Prepared],
+        prompts: Sequence[Prepared],
         limits: list[int],
         client_id: str,
         began: float,
@@ -170,7 +192,7 @@ class RouterService:
         job_id, now = self._mint(), self.clock.now()
         tokenise_s = now - began
         answer = Answer(ask, job_id, int(time.time()), self.spec.name, self.codec)
-        job = Job(job_id, ask, answer, self.config.client_buffer_events, client_id)
+        job = Job(job_id, ask, answer, self.config.client_buffer_events, client_id, timeout_s)
         choices = []
         for index in range(ask.choices):
             prompt, limit = prompts[index // ask.n], limits[index // ask.n]
@@ -186,6 +208,7 @@ class RouterService:
             choice.tokenise_s = tokenise_s
             choices.append(choice)
         job.bind(choices)
+        self._reserved += len(choices)
         for choice in choices:
             self._owners[choice.request.id] = (job, choice)
         for choice in choices:
@@ -193,45 +216,13 @@ class RouterService:
         self._act()
         return job
 
-    def _prepare(self, ask: Ask) -> list[Prepared]:
-        """Prompts to tokens and prefix keys; runs in a thread for large ones."""
-        prompts: Sequence[Prompt] = ask.prompts
-        if ask.chat:
-            prompts = (self.codec.render(ask.messages, ask.add_generation_prompt, ask.template_args),)
-        if ask.stops and not self.codec.has_text:
-            raise RequestError("stop strings need a tokenizer, which this checkpoint lacks", param="stop")
-        return [self._prepare_one(ask, p) for p in prompts]
-
-    def _prepare_one(self, ask: Ask, prompt: Prompt) -> Prepared:
-        param = "messages" if ask.chat else "prompt"
-        if isinstance(prompt, str):
-            least = self.codec.least_tokens(prompt)
-            if least > self.spec.context:
-                raise RequestError(
-                    f"the prompt has more than {least} tokens; the context has {self.spec.context}", param=param
-                )
-            tokens = self.codec.encode(prompt, add_special=ask.add_special_tokens, param=param)
-            text = prompt
-        else:
-            tokens = prompt
-            text = ""
-            if ask.echo and self.codec.has_text:
-                text = self.codec.decode(prompt, skip_special=ask.skip_special_tokens)
-        if not tokens:
-            if self.spec.bos_token_id is None:
-                raise RequestError("the prompt is empty, and this model has no token to begin with", param=param)
-            tokens = (self.spec.bos_token_id,)
-        return Prepared(tokens, text if ask.echo else "", prefix_hashes(tokens, ask.salt))
-
     def _limit_tokens(self, ask: Ask, prompt: Prepared) -> int:
         """`max_tokens` of a prompt. Raises `RequestError`, with the numbers, where prompt and answer can't fit."""
         have, context = len(prompt.tokens), self.spec.context
         param = "messages" if ask.chat else "prompt"
         wanted = 1 if ask.max_tokens is None else ask.max_tokens
         if have > context or (wanted and have >= context):
-            raise RequestError(
-                f"the prompt has {have} tokens; the context of {context} has no room for it", param=param
-            )
+            raise too_long(have, context, param)
         if have + wanted > context:
             raise RequestError(
                 f"prompt ({have} tokens) and max_tokens ({wanted}) make {have + wanted}; the context is {context}",
@@ -253,6 +244,8 @@ class RouterService:
             return ask.max_tokens
         if ask.sampling.min_tokens > left:
             raise RequestError(f"min_tokens {ask.sampling.min_tokens} is more than the {left} left", param="min_tokens")
+        if ask.chat:
+            return left
         return min(left, max(self.config.default_max_tokens, ask.sampling.min_tokens))
 
     def abandon(self, job: Job, *, slow: bool = False) -> None:
@@ -381,6 +374,14 @@ class RouterService:
             self._reserved -= 1
             if self.watch is not None:
                 self.watch.end(choice.request.id)
+
+    def _of_bodies(self) -> Iterator[Metric]:
+        text = "Memory of bodies that are being received, their first 64 KiB left out"
+        yield GaugeMetricFamily("twinpool_body_bytes_held", text, value=self.buffer.held)
+        readers = GaugeMetricFamily("twinpool_readers", "Readers that run, and bodies that wait", labels=["state"])
+        readers.add_metric(["running"], len(self.readers.pids))
+        readers.add_metric(["waiting"], self.readers.waiting)
+        yield readers
 
     def check(self) -> list[str]:
         """The router's own books, recounted; returns what doesn't agree."""

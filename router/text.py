@@ -38,7 +38,10 @@ class TextCodec:
         if tokenizer is not None:
             tokenizer.no_truncation()
             tokenizer.no_padding()
-            self._longest = max((len(piece) for piece in tokenizer.get_vocab()), default=0)
+            if _keeps_all_text(tree):
+                # A composed character stands for up to four of the text.
+                shrink = 4 if tree.get("normalizer") else 1
+                self._longest = shrink * max((len(piece) for piece in tokenizer.get_vocab()), default=0)
 
     @property
     def has_text(self) -> bool:
@@ -53,14 +56,14 @@ class TextCodec:
         if self._tokenizer is None:
             raise RequestError(NO_TOKENIZER, param=param)
         try:
-            return tuple(self._tokenizer.encode(text, add_special_tokens=add_special).ids)
+            # The batch call lets go of the interpreter's lock, and the fast one makes no offsets.
+            return tuple(self._tokenizer.encode_batch_fast([text], add_special_tokens=add_special)[0].ids)
         except (UnicodeError, TypeError):
             raise RequestError("the text holds lone surrogates, which no Unicode text has", param=param) from None
 
     def least_tokens(self, text: str) -> int:
-        """A number of tokens that `text` has for certain, found without tokenising; normalisers may shrink text,
-        by a factor of 4 at most."""
-        return len(text) // (4 * self._longest) if self._longest else 0
+        """A number of tokens that `text` has for certain, found without tokenising; 0 where nothing is certain."""
+        return len(text) // self._longest if self._longest else 0
 
     def render(
         self, messages: Sequence[Mapping[str, Any]], add_generation_prompt: bool, extra: Mapping[str, Any]
@@ -157,6 +160,23 @@ def _is_byte_level(decoder: object) -> bool:
         parts = decoder.get("decoders") or []
         return len(parts) == 1 and _is_byte_level(parts[0])
     return decoder.get("type") == "ByteLevel"
+
+
+def _keeps_all_text(tree: Mapping[str, Any]) -> bool:
+    """Whether each character of a text is in some token: nothing is dropped, stripped, or fused into one unknown."""
+    model, normalizer = tree.get("model") or {}, tree.get("normalizer") or {}
+    parts = [tree.get("pre_tokenizer") or {}]
+    parts = [p for part in parts for p in part.get("pretokenizers", [part])]
+    return (
+        model.get("type") == "BPE"
+        and (model.get("unk_token") is None or bool(model.get("byte_fallback")) or not model.get("fuse_unk"))
+        and normalizer.get("type") in (None, "NFC")
+        and all(
+            p.get("type") in (None, "ByteLevel", "Digits") or (p.get("type") == "Split" and p["behavior"] != "Removed")
+            for p in parts
+        )
+        and not any(t.get("lstrip") or t.get("rstrip") for t in tree.get("added_tokens", ()))
+    )
 
 
 def _byte_alphabet() -> dict[str, int]:

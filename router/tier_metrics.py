@@ -23,6 +23,7 @@ _MOVES = {
     ("device", "evicted"): "pages_evicted",
     ("storage", "stored"): "pages_stored",
     ("storage", "failed"): "stores_failed",
+    ("storage", "missed"): "stores_missed",
     ("host", "prefetched"): "pages_prefetched",
 }
 

@@ -14,7 +14,7 @@ from collections.abc import Awaitable, Callable, MutableMapping, Sequence
 from typing import Any
 
 from contracts.errors import TwinpoolError
-from router.failures import ClientGone, Failure
+from router.failures import BufferFull, ClientGone, Failure
 
 Scope = MutableMapping[str, Any]
 Message = MutableMapping[str, Any]
@@ -22,8 +22,11 @@ Receive = Callable[[], Awaitable[Message]]
 Sender = Callable[[Message], Awaitable[None]]
 
 REST_TIMEOUT_S = 5.0
-REST_FACTOR = 4
-"""Of a body that is too large this many times the limit is read and thrown away, so that the client can hear why."""
+REST_BYTES = 64 * 1024**2
+"""So much of a body that is refused is read and thrown away, so that the client can hear why."""
+FREE_BYTES = 64 * 1024
+"""Of every body, what doesn't count against the memory for all: ordinary requests get in beside any number of large
+ones. Connections are bounded."""
 
 JSON_KIND = b"application/json"
 EVENT_HEADERS = ((b"content-type", b"text/event-stream; charset=utf-8"), (b"cache-control", b"no-cache"))
@@ -35,11 +38,31 @@ class BodyTooLarge(TwinpoolError):
     """Raised while reading a body that is above `router.max_body_bytes`."""
 
 
+class BodyBuffer:
+    """Counts the memory of all bodies between their first byte and their admission."""
+
+    def __init__(self, limit: int) -> None:
+        self.limit = limit
+        self.held = 0
+
+    def take(self, size: int) -> None:
+        """Raises `BufferFull`, with nothing taken."""
+        if self.held + size > self.limit:
+            raise BufferFull(f"bodies of {self.held} bytes are being received; try again later")
+        self.held += size
+
+    def give_back(self, size: int) -> None:
+        self.held -= size
+
+
 class Exchange:
     """One HTTP request and its answer."""
 
     __slots__ = (
+        "_buffer",
         "_gone",
+        "_held",
+        "_on_gone",
         "_receive",
         "_send",
         "body_done",
@@ -66,6 +89,9 @@ class Exchange:
         self.client_id = given or secrets.token_hex(8)
         """The client's own name for the request, cleaned, or a minted one; it goes back with every answer."""
         self._gone: asyncio.Task[None] | None = None
+        self._on_gone: list[Callable[[], object]] = []
+        self._buffer: BodyBuffer | None = None
+        self._held = 0
 
     def header(self, name: bytes) -> str:
         return self.headers.get(name, b"").decode("latin-1")
@@ -75,11 +101,15 @@ class Exchange:
         client = self.scope.get("client")
         return client[0] if client else ""
 
-    async def body(self, limit: int) -> bytes:
-        """The whole body. Raises `BodyTooLarge` as soon as it is known to be above `limit` bytes, `ClientGone`."""
+    async def body(self, limit: int, buffer: BodyBuffer) -> bytes:
+        """The whole body, booked in `buffer` until `forget_body`.
+
+        Raises `BodyTooLarge` as soon as it is known to be above `limit` bytes, `BufferFull`, `ClientGone`.
+        """
         length = self.headers.get(b"content-length", b"")
-        if length.isdigit() and int(length) > limit:
-            raise BodyTooLarge(f"the body has {int(length)} bytes; the limit is {limit}")
+        if length.isdigit() and (len(length) > 18 or int(length) > limit):
+            raise BodyTooLarge(f"the body has {length[:24].decode()} bytes; the limit is {limit}")
+        self._buffer = buffer
         parts: list[bytes] = []
         size = 0
         while True:
@@ -90,22 +120,34 @@ class Exchange:
             size += len(part)
             if size > limit:
                 raise BodyTooLarge(f"the body is above the limit of {limit} bytes")
+            if size - FREE_BYTES > self._held:
+                buffer.take(size - FREE_BYTES - self._held)
+                self._held = size - FREE_BYTES
             parts.append(part)
             if not message.get("more_body", False):
                 self.body_done = True
                 return parts[0] if len(parts) == 1 else b"".join(parts)
 
-    def on_gone(self, call: Callable[[], None]) -> None:
-        """Call back when the client closes its connection before the answer is complete."""
+    def forget_body(self) -> None:
+        """What the body held is free again. Idempotent."""
+        if self._buffer is not None:
+            self._buffer.give_back(self._held)
+            self._held = 0
 
-        async def watch() -> None:
-            while (await self._receive())["type"] != "http.disconnect":
-                pass
+    def on_gone(self, call: Callable[[], object]) -> None:
+        """Call back when the client closes its connection before the answer is complete."""
+        self._on_gone.append(call)
+        if self._gone is None:
+            self._gone = asyncio.get_running_loop().create_task(self._watch())
+
+    async def _watch(self) -> None:
+        while (await self._receive())["type"] != "http.disconnect":
+            pass
+        for call in self._on_gone:
             call()
 
-        self._gone = asyncio.get_running_loop().create_task(watch())
-
     def release(self) -> None:
+        self.forget_body()
         if self._gone is not None:
             self._gone.cancel()
 
@@ -119,6 +161,14 @@ class Exchange:
     ) -> None:
         await self._begin(status, [(b"content-type", kind), (b"content-length", b"%d" % len(body)), *headers])
         await self._send({"type": "http.response.body", "body": body})
+
+    async def answer_parts(self, status: int, parts: Sequence[bytes]) -> None:
+        """An answer in pieces, which may share large ones with other answers."""
+        size = sum(map(len, parts))
+        await self._begin(status, [(b"content-type", JSON_KIND), (b"content-length", b"%d" % size)])
+        for part in parts:
+            await self._send({"type": "http.response.body", "body": part, "more_body": True})
+        await self._send({"type": "http.response.body", "body": b""})
 
     async def answer_json(self, status: int, tree: object) -> None:
         await self.answer(status, json.dumps(tree).encode())
@@ -135,19 +185,21 @@ class Exchange:
         headers = [(b"retry-after", b"%d" % retry)] if retry is not None else []
         await self.answer(failure.status, failure.to_json(), headers=headers)
 
-    async def refuse_body(self, failure: Failure, limit: int) -> None:
+    async def refuse_body(self, failure: Failure) -> None:
         """Answer before the body has been read, then throw some of the rest away and close the connection.
 
         The last byte of the answer is held until then: a server stops reading once an answer is complete.
         """
         body = failure.to_json()
         head = [(b"content-type", JSON_KIND), (b"content-length", b"%d" % len(body)), (b"connection", b"close")]
+        if failure.retry_after_s is not None:
+            head.append((b"retry-after", b"%d" % failure.retry_after_s))
         await self._begin(failure.status, head)
         await self.write(body[:-1])
         try:
             async with asyncio.timeout(REST_TIMEOUT_S):
                 thrown = 0
-                while thrown < REST_FACTOR * limit:
+                while thrown < REST_BYTES:
                     message = await self._receive()
                     thrown += len(message.get("body", b""))
                     if message["type"] == "http.disconnect" or not message.get("more_body", False):

@@ -10,11 +10,13 @@ from __future__ import annotations
 
 import hashlib
 from array import array
+from bisect import bisect_left
 from collections import OrderedDict
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from contracts.config import RouterConfig
+from contracts.fingerprint import binding_class
 from contracts.ids import Incarnation, RequestId, Role, WorkerName
 from contracts.messages import PeerRef, WorkerStatus
 from contracts.ports import WorkerRecord, WorkerView
@@ -25,10 +27,14 @@ WorkerKey = tuple[WorkerName, Incarnation]
 
 PREFIX_BLOCK_TOKENS = 64
 PREFIX_BLOCKS_REMEMBERED = 65_536
-"""A worker; at 64 tokens a block that is 4 M positions."""
+"""A worker; at 64 tokens a block that is 4 M positions. A block takes about 160 bytes."""
+PREFIX_BLOCKS_IN_ALL = 4 * 1024**2
+"""Of all workers together: where there are more than 64, each has its share."""
 
 LEAVE_ANSWER_S = 10.0
 """A worker that was told to leave and still serves after so long has not heard of it."""
+
+NOTHING_ASKED: tuple[Sequence[bytes], int] = ((b"",), 0)
 
 GONE = frozenset({"left", "dead"})
 
@@ -67,10 +73,18 @@ class Entry:
     prefixes: OrderedDict[bytes, None] = field(default_factory=OrderedDict)
     before: OrderedDict[bytes, None] = field(default_factory=OrderedDict)
     """What its last incarnation was sent, until this one has said whether it took that over."""
+    blocks_at_most: int = PREFIX_BLOCKS_REMEMBERED
+    last_asked: tuple[Sequence[bytes], int] = NOTHING_ASKED
+    """The prefix keys that were looked for last, and what was found: all choices of a prompt have the same."""
 
     @property
     def key(self) -> WorkerKey:
         return (self.record.name, self.record.incarnation)
+
+    @property
+    def numerics(self) -> str:
+        """The numerics class that what it computes belongs to; empty where any will do (``fast``)."""
+        return binding_class(self.record.fingerprint)
 
     @property
     def peer(self) -> PeerRef:
@@ -93,12 +107,13 @@ class Entry:
 
     def cached_tokens(self, hashes: Sequence[bytes]) -> int:
         """How many leading tokens this worker has probably seen."""
-        blocks = 0
-        for key in hashes:
-            if key not in self.prefixes:
-                break
-            blocks += 1
-        return blocks * PREFIX_BLOCK_TOKENS
+        if hashes is self.last_asked[0]:  # another choice of the same prompt
+            return self.last_asked[1]
+        # Whoever remembers a chain's tail remembers its head (see `remember`), so the first gap is found by halving:
+        # of a 128k prompt there are 2,000 keys, and hundreds of workers to ask.
+        blocks = bisect_left(hashes, True, key=lambda key: key not in self.prefixes)
+        self.last_asked = (hashes, blocks * PREFIX_BLOCK_TOKENS)
+        return self.last_asked[1]
 
     def take_over(self) -> None:
         """Count on what the last incarnation was sent, if this one says that it found its pages on the host."""
@@ -106,13 +121,21 @@ class Entry:
             older = [key for key in self.before if key not in self.prefixes]
             self.prefixes = OrderedDict.fromkeys([*older, *self.prefixes])
             self.before = OrderedDict()
+            self.last_asked = NOTHING_ASKED
 
     def remember(self, hashes: Sequence[bytes]) -> None:
-        # Deepest first, so that a chain's head is the youngest and outlives its tail.
+        if (
+            hashes is self.last_asked[0]
+            and self.last_asked[1] == len(hashes) * PREFIX_BLOCK_TOKENS
+            and (not hashes or next(reversed(self.prefixes)) == hashes[0])
+        ):  # the youngest already
+            return
+        self.last_asked = NOTHING_ASKED
+        # Deepest first, so that a chain's head is younger than its tail and outlives it, always.
         for key in reversed(hashes):
             self.prefixes[key] = None
             self.prefixes.move_to_end(key)
-        while len(self.prefixes) > PREFIX_BLOCKS_REMEMBERED:
+        while len(self.prefixes) > self.blocks_at_most:
             self.prefixes.popitem(last=False)
 
 
@@ -159,6 +182,9 @@ class Workers:
             self._entries[name] = entry
         for name in [n for n in self._entries if n not in seen]:
             lost.append(self._entries.pop(name))
+        share = min(PREFIX_BLOCKS_REMEMBERED, PREFIX_BLOCKS_IN_ALL // max(1, len(self._entries)))
+        for entry in self._entries.values():
+            entry.blocks_at_most = share
         return lost
 
     def failed(self, key: WorkerKey, request: RequestId, now: float, reporter: WorkerKey) -> None:
@@ -184,6 +210,12 @@ class Workers:
         """Those whose breakers keep requests from them."""
         return [e.record.name for e in self if e.serves(now) and not e.breaker.admits(now)]
 
+    def others_like(self, key: WorkerKey) -> bool:
+        """Whether there is another worker of this one's role, up or coming back."""
+        entry = self.get(key)
+        role = entry.record.role if entry is not None else None
+        return any(e.record.role is role and e.record.name != key[0] and e.status.state != "left" for e in self)
+
     def staying(self, role: Role, now: float) -> list[Entry]:
         return [e for e in self if e.record.role is role and e.stays(now)]
 
@@ -198,20 +230,49 @@ class Workers:
         known = (e.record.fits.max_positions for e in self if e.record.role is role and e.status.state not in GONE)
         return max(filter(None, known), default=None)
 
+    def classes(self, role: Role, need: int, avoid: Mapping[WorkerKey, float], now: float) -> set[str]:
+        """The numerics classes of those that could take a request of `need` positions now."""
+        return {e.numerics for e in self.able(role, need, avoid, now)}
+
+    def unlike(self, now: float) -> str:
+        """Why no prefill and no decode worker can serve a request together, where that is for their classes."""
+        prefill, decode = (self.serving(role, now) for role in (Role.PREFILL, Role.DECODE))
+        if not prefill or not decode or {e.numerics for e in prefill} & {e.numerics for e in decode}:
+            return ""
+        return (
+            f"no prefill and decode worker compute alike: {prefill[0].record.name} is of the numerics class "
+            f"{prefill[0].numerics}, {decode[0].record.name} of {decode[0].numerics}; set engine.numerics_class to a "
+            "level that every machine runs, and one build everywhere"
+        )
+
     def pick_prefill(
-        self, length: int, max_len: int, hashes: Sequence[bytes], avoid: Mapping[WorkerKey, float], now: float
+        self,
+        length: int,
+        max_len: int,
+        hashes: Sequence[bytes],
+        avoid: Mapping[WorkerKey, float],
+        now: float,
+        classes: Container[str] | None = None,
     ) -> Entry | None:
+        """`classes`: the numerics classes to choose from; None: all."""
+
         def cost(e: Entry) -> tuple[int, int, int]:
             uncached = length - e.cached_tokens(hashes)
             return (e.load + uncached, uncached, e.turn)
 
-        return self._pick(Role.PREFILL, max_len, avoid, now, cost)
+        return self._pick(Role.PREFILL, max_len, avoid, now, cost, classes)
 
     def pick_decode(
-        self, max_len: int, avoid: Mapping[WorkerKey, float], now: float, spoiled: Container[WorkerKey] = ()
+        self,
+        max_len: int,
+        avoid: Mapping[WorkerKey, float],
+        now: float,
+        spoiled: Container[WorkerKey] = (),
+        classes: Container[str] | None = None,
     ) -> Entry | None:
-        """`spoiled`: those to which the chosen prefill worker could not hand it over before; the last choice."""
-        return self._pick(Role.DECODE, max_len, avoid, now, lambda e: (e.key in spoiled, e.load, e.turn))
+        """`spoiled`: those to which the chosen prefill worker could not hand it over before; the last choice. `classes`
+        as for `pick_prefill`."""
+        return self._pick(Role.DECODE, max_len, avoid, now, lambda e: (e.key in spoiled, e.load, e.turn), classes)
 
     def _pick(
         self,
@@ -220,8 +281,9 @@ class Workers:
         avoid: Mapping[WorkerKey, float],
         now: float,
         cost: Callable[[Entry], tuple[int, ...]],
+        classes: Container[str] | None,
     ) -> Entry | None:
-        able = self.able(role, need, avoid, now)
+        able = [e for e in self.able(role, need, avoid, now) if classes is None or e.numerics in classes]
         if not able:
             return None
         entry = min(able, key=cost)

@@ -67,7 +67,8 @@ def describe(plan: Plan) -> list[str]:
     ]
     lines += [f"{fault.at:10.4f}  {fault}" for fault in plan.faults]
     lines += [
-        f"{ask.at:10.4f}  request {ask.number}: {len(ask.prompt)} tokens, {ask.max_tokens} wanted" for ask in plan.asks
+        f"{ask.at:10.4f}  request {ask.number}: {len(ask.prompt)} tokens, {ask.sampling.max_tokens} wanted"
+        for ask in plan.asks
     ]
     return lines
 

@@ -15,11 +15,10 @@ from contracts.messages import WorkerStatus
 from contracts.ports import WorkerRecord, WorkerView
 from sim.network import Pipe
 from sim.process import Process
+from sim.wire import record_there, status_there
 from sim.worker import SimHost, World
 
 TICK_S = 0.1
-KILL_S = 2.0
-"""A node may take so long to carry out a kill."""
 FOLD_S = 0.02
 """As `cluster.controller_service`."""
 
@@ -52,9 +51,11 @@ class SimControl:
 
     def register(self, record: WorkerRecord, answer: Callable[[Grant], None]) -> None:
         worker = self.world.exchange.processes[record.pid]
+        record = record_there(record)
         self._ask(worker, lambda: self.brain.register(record), answer)
 
     def renew(self, host: SimHost, status: WorkerStatus, answer: Callable[[Grant], None]) -> None:
+        status = status_there(status)
         self._ask(host.process, lambda: self.brain.renew(host.name, host.incarnation, status), answer)
 
     def leave(self, host: SimHost) -> None:
@@ -121,7 +122,7 @@ class SimControl:
         for host in self.all_hosts:
             if (host.name, host.incarnation) == (kill.name, kill.incarnation):
                 agent = Process(self.world.agenda, f"agent of {host.process}", host.process.node, 0)
-                delay = self.world.rng.uniform(0.0, KILL_S)
+                delay = self.world.rng.uniform(0.0, self.world.shape.kill_s)
                 send = self.world.exchange.network.pipe(self.process, agent).send
                 send(partial(self._die_later, host, delay))
 

@@ -76,6 +76,16 @@ def _hang(run: Run, fault: Fault) -> Undo | None:
     return _nothing
 
 
+def _rank(run: Run, fault: Fault) -> Undo | None:
+    host = _host(run, fault.target)
+    ranks = host.built.followers.ranks if host is not None and host.built.followers is not None else []
+    alive = [rank.process for rank in ranks if rank.process.alive]
+    if not alive:
+        return None
+    run.world.rng.choice(alive).die()
+    return _nothing
+
+
 def _router(run: Run, fault: Fault) -> Undo | None:
     """Its clients lose their connections, and ask again."""
     if not run.router.process.alive:
@@ -91,9 +101,13 @@ def _halt(run: Run, fault: Fault) -> Undo | None:
         return None
     process = host.process
 
+    def died() -> None:
+        run.counts["killed_in_write"] += process.stopped
+
     def halt() -> None:
         run.say("fault", f"{process} stands still in mid-write for {fault.lasts:.2f} s")
         process.stop()
+        process.on_death(died)
         run.agenda.after(run.network.timeout_s, lambda: run.network.silence() if process.stopped else None)
         run.agenda.after(fault.lasts, process.go_on)
 
@@ -141,8 +155,8 @@ def _slow(run: Run, fault: Fault) -> Undo | None:
     return end
 
 
-def _corrupt(run: Run, fault: Fault) -> Undo | None:
-    run.world.damage.due += 1
+def _damage(run: Run, fault: Fault) -> Undo | None:
+    run.world.damage.due[fault.kind] += 1
     return _nothing
 
 
@@ -193,7 +207,10 @@ _BEGIN: dict[str, Callable[[Run, Fault], Undo | None]] = {
     "partition": _stall,
     "reset": _reset,
     "slow": _slow,
-    "corrupt": _corrupt,
+    "corrupt": _damage,
+    "metadata": _damage,
+    "notice": _damage,
+    "rank": _rank,
     "errors": _errors,
     "flip": _flip,
     "rot": _rot,

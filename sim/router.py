@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from functools import partial
+from typing import Protocol
 
 from contracts.errors import ConfigError
 from contracts.ids import RequestId, Role, WorkerName
 from contracts.messages import Command, Event, Progress, WorkerStatus
 from contracts.ports import SessionId, WorkerView
-from contracts.sampling import SamplingParams
-from router.actions import Deliver, End, Replay, Send
+from contracts.sampling import TokenLogprob
+from router.actions import Deliver, End, Replay, Scores, Send
 from router.audits import Finding, Result
 from router.brain import Brain
 from router.fleet import REACHABLE, RETRY_FIRST_S, RETRY_MOST_S
@@ -18,6 +20,8 @@ from router.service import TICK_S
 from router.workers import Entry, WorkerKey, prefix_hashes
 from sim.control import SimControl
 from sim.plan import Ask
+from sim.process import Process
+from sim.wire import pack_commands, pack_views, status_there, unpack_commands, unpack_events, unpack_views
 from sim.worker import SimHost, World
 
 KEEPALIVE_S = 20.0
@@ -25,10 +29,23 @@ KEEPALIVE_S = 20.0
 CONNECT_S = 5.0
 
 
+class Linking(Protocol):
+    """Whose connections they are."""
+
+    world: World
+    process: Process
+
+    def linked(self, key: WorkerKey) -> None: ...
+
+    def unlinked(self, key: WorkerKey, reason: str) -> None: ...
+
+    def events(self, key: WorkerKey, events: Sequence[Event]) -> None: ...
+
+
 class Link:
     """The router's connection to one incarnation of one worker, made again whenever it ends."""
 
-    def __init__(self, router: SimRouter, key: WorkerKey, host: SimHost) -> None:
+    def __init__(self, router: Linking, key: WorkerKey, host: SimHost) -> None:
         self.router, self.key, self.host = router, key, host
         self.closed = False
         self._pause = RETRY_FIRST_S
@@ -50,8 +67,11 @@ class Link:
         there, back = self._there, self._back
 
         def arrived() -> None:
+            if self.host.incarnation != self.key[1]:
+                back.send(lambda: self._broken(number, "it is another incarnation"))
+                return
             session = self.host.open_session(
-                lambda events: back.send(lambda: self._events(number, events)),
+                lambda frame: back.send(lambda: self._events(number, frame)),
                 lambda reason: back.send(lambda: self._broken(number, reason)),
             )
             if session is None:
@@ -92,9 +112,9 @@ class Link:
             self.linked, self._pause = True, RETRY_FIRST_S
             self.router.linked(self.key)
 
-    def _events(self, number: int, events: Sequence[Event]) -> None:
+    def _events(self, number: int, frame: bytes) -> None:
         if number == self._number and not self.closed:
-            self.router.events(self.key, events)
+            self.router.events(self.key, unpack_events(self.key[1], frame))
 
     def _broken(self, number: int, reason: str) -> None:
         if number != self._number or self.closed:
@@ -114,8 +134,11 @@ class Link:
 
     def send(self, commands: list[Command]) -> None:
         if self.linked and self._session is not None:
-            session = self._session
-            self._there.send(lambda: self.host.send(session, commands))
+            for frame in pack_commands(commands):
+                self._there.send(partial(self._arrived, self._session, frame))
+
+    def _arrived(self, session: SessionId, frame: bytes) -> None:
+        self.host.send(session, unpack_commands(frame))
 
     def close(self) -> None:
         self._hang_up()
@@ -125,28 +148,41 @@ class Link:
             self.router.unlinked(self.key, "the controller no longer shows it as alive")
 
 
+class Clients(Protocol):
+    """Who asked, as a router knows them."""
+
+    def on_tokens(self, ask: Ask, tokens: Sequence[int], logprobs: Sequence[TokenLogprob]) -> None: ...
+
+    def on_scores(self, ask: Ask, scores: tuple[TokenLogprob, ...]) -> None: ...
+
+    def on_end(self, ask: Ask, end: End) -> None: ...
+
+    def on_progress(self, ask: Ask, progress: Progress) -> None:
+        """A worker reports of one of its requests; clients see what it counts in their usage."""
+
+
 class SimRouter:
-    """One start of the router. Clients are told of tokens and ends by `on_tokens` and `on_end`."""
+    """One start of the router. What its clients are told, `client` hears."""
 
     def __init__(
         self,
         world: World,
         control: SimControl,
         number: int,
-        on_tokens: Callable[[Ask, Sequence[int]], None],
-        on_end: Callable[[Ask, End], None],
+        client: Clients,
     ) -> None:
         self.world, self.control = world, control
         self.process = control.new_process(f"router-0#{number}", "node-head")
         self.brain = Brain(world.config.router, world.agenda, self._mint, world.config.audit)
         self.links: dict[WorkerKey, Link] = {}
-        self._on_tokens, self._on_end = on_tokens, on_end
+        self._client = client
         self._asks: dict[RequestId, Ask] = {}
         self._number, self._rooms = number, 0
         watched = world.exchange.network.pipe(control.process, self.process)
 
         def watch(views: tuple[WorkerView, ...]) -> None:
-            watched.send(lambda: self.process.do(lambda: self._viewed(views)))
+            table = pack_views(views)
+            watched.send(lambda: self.process.do(lambda: self._viewed(unpack_views(table))))
 
         control.watchers.append(watch)
         self.process.on_death(lambda: control.watchers.remove(watch))
@@ -161,12 +197,12 @@ class SimRouter:
 
     def submit(self, ask: Ask, request_id: RequestId) -> None:
         now = self.world.agenda.now()
-        sampling = SamplingParams(max_tokens=ask.max_tokens, seed=ask.seed, stop_token_ids=ask.stops)
         self._asks[request_id] = ask
-        hashes = prefix_hashes(ask.prompt)
-        self.brain.submit(
-            Request(request_id, ask.prompt, sampling, now=now, deadline=now + ask.deadline_s, hashes=hashes)
-        )
+        request = Request(
+            request_id, ask.prompt, ask.sampling, now=now, deadline=now + ask.deadline_s,
+            hashes=prefix_hashes(ask.prompt, ask.salt), salt=ask.salt, priority=ask.priority,
+        )  # fmt: skip
+        self.brain.submit(request)
         self._act()
 
     def cancel(self, request_id: RequestId, *, finished: bool = False) -> None:
@@ -191,7 +227,7 @@ class SimRouter:
         back = self.world.exchange.network.pipe(link.host.process, self.process)
 
         def answer() -> None:
-            status = host.worker.status()
+            status = status_there(host.worker.status())
             back.send(lambda: self.process.do(lambda: self._status(status)))
 
         def tell() -> None:
@@ -252,7 +288,11 @@ class SimRouter:
 
     def events(self, key: WorkerKey, events: Sequence[Event]) -> None:
         for event in events:
-            if not isinstance(event, Progress):
+            if isinstance(event, Progress):
+                ask = self._asks.get(event.request_id)
+                if ask is not None:
+                    self._client.on_progress(ask, event)
+            else:
                 self.world.say(f"{key[0]}#{key[1]}", f"says {event}")
             self.brain.on_event(key, event)
         self._act()
@@ -265,14 +305,18 @@ class SimRouter:
                     case Deliver():
                         ask = self._asks.get(action.request_id)
                         if ask is not None:
-                            self._on_tokens(ask, action.tokens)
+                            self._client.on_tokens(ask, action.tokens, action.logprobs)
+                    case Scores():
+                        ask = self._asks.get(action.request_id)
+                        if ask is not None:
+                            self._client.on_scores(ask, action.scores)
                     case Send():
                         self.world.say(self.process.label, f"tells {action.worker[0]} {_short(action.command)}")
                         sends.setdefault(action.worker, []).append(action.command)
                     case End():
                         ask = self._asks.pop(action.request_id, None)
                         if ask is not None:
-                            self._on_end(ask, action)
+                            self._client.on_end(ask, action)
                     case Finding() if action.result in (Result.DAMAGED, Result.UNCLEAR, Result.DISPUTED):
                         self.world.violated(f"the audit of {action.request_id} finds {action}")
                     case Replay():

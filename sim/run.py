@@ -3,8 +3,10 @@
 What must hold, whatever the plan:
 
     ends        every request ends, within `GRACE_S` of virtual time after the last fault
-    answers     every token is the one that `recite` works out from the prompt alone, each delivered once; only a
-                client that left, or whose own deadline was short, gets less
+    answers     every token and log-probability is the one that `recite` works out from the prompt alone, each
+                delivered once; only a client that left, or whose own deadline was short, gets less
+    prefixes    what a request is said to have found was said before, under its own salt
+    damage      nothing is found damaged where nothing was damaged: a check that saves an answer has found a bug as well
     audits      computing an answer again from its tokens never comes to another
     rules       no worker, router or controller raises: an event outside its table, a broken assertion
     books       `check()` of everybody finds nothing, now and then on the way and at the end
@@ -18,20 +20,22 @@ import random
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import count
 
 from contracts.config import config_from_dict
 from contracts.errors import ErrorKind
-from contracts.ids import RequestId, WorkerName
+from contracts.ids import RequestId, Role, WorkerName
+from contracts.messages import Progress
+from contracts.sampling import TokenLogprob
 from router.actions import End
 from router.audits import Result as Audited
 from sim.agenda import Agenda
 from sim.arenas import SimArenas
 from sim.carrier import Exchange
 from sim.control import SimControl
-from sim.engine import recite
+from sim.engine import Recital, penalised, recite
 from sim.faults import schedule
 from sim.network import Network
 from sim.plan import Ask, Plan, pool_set
@@ -52,6 +56,13 @@ _TOLD = (
     "prompt_tokens_held",
 )  # fmt: skip
 """Counters of workers that say what a run has met."""
+_SUSPECT = (
+    "pages_damaged", "pages_condemned", "stale_pages", "states_damaged_parked", "pages_damaged_in_storage",
+    "pages_damaged_on_host",
+)  # fmt: skip
+"""Counters of workers that say that state was found damaged."""
+_DAMAGING = ("corrupt", "metadata", "notice", "flip", "rot")
+"""Faults that damage state."""
 _runs = count()
 
 
@@ -73,10 +84,12 @@ class Client:
     """One request as its client sees it."""
 
     ask: Ask
-    expected: tuple[int, ...]
+    expected: Recital
     request_id: RequestId | None = None
     tries: int = 0
     got: list[int] = field(default_factory=list)
+    logprobs: list[TokenLogprob] = field(default_factory=list)
+    scores: tuple[TokenLogprob, ...] | None = None
     over: bool = False
 
 
@@ -110,7 +123,7 @@ class Run:
         )
         self.control = SimControl(self.world)
         spec = pool_set(shape.pools, shape.page_tokens)
-        self.clients = [Client(ask, recite(spec, ask.prompt, ask.seed, ask.max_tokens, ask.stops)) for ask in plan.asks]
+        self.clients = [Client(ask, recite(spec, ask.prompt, ask.sampling)) for ask in plan.asks]
         self._by_number = {client.ask.number: client for client in self.clients}
         self.routers = 0
         self.router = self._new_router()
@@ -129,7 +142,7 @@ class Run:
 
     def _new_router(self) -> SimRouter:
         self.routers += 1
-        return SimRouter(self.world, self.control, self.routers, self._on_tokens, self._on_end)
+        return SimRouter(self.world, self.control, self.routers, self)
 
     def restart_router(self) -> None:
         """A new one comes up; whose connections went down with the old one asks again."""
@@ -146,38 +159,106 @@ class Run:
             return
         client.tries += 1
         client.got.clear()
+        client.logprobs.clear()
+        client.scores = None
         client.request_id = RequestId(f"r{client.ask.number}.{client.tries}")
-        self.say("client", f"asks {client.request_id}: {len(client.ask.prompt)} tokens, {client.ask.max_tokens} wanted")
+        wanted = client.ask.sampling.max_tokens
+        self.say("client", f"asks {client.request_id}: {len(client.ask.prompt)} tokens, {wanted} wanted")
         self.router.submit(client.ask, client.request_id)
 
-    def _on_tokens(self, ask: Ask, tokens: Sequence[int]) -> None:
+    def on_tokens(self, ask: Ask, tokens: Sequence[int], logprobs: Sequence[TokenLogprob]) -> None:
         client = self._by_number[ask.number]
         if client.over:
             self.violated(f"{client.request_id} got tokens after its end")
         at = len(client.got)
         client.got += tokens
+        client.logprobs += logprobs
         self.counts["tokens"] += len(tokens)
-        if tuple(client.got) != client.expected[: len(client.got)]:
-            wanted = client.expected[at : at + len(tokens)]
-            self.violated(f"{client.request_id}: tokens {at}.. are {tuple(tokens)}, not {wanted}")
-            client.over = True
-            self.router.cancel(self._id(client))
-        elif ask.enough is not None and len(client.got) >= ask.enough and len(client.got) < len(client.expected):
+        wanted, enough = client.expected, ask.enough
+        if client.expected.scores is not None and client.scores is None:
+            self._wrong(client, "tokens came before the prompt's log-probabilities")
+        elif tuple(client.got) != wanted.tokens[: len(client.got)]:
+            meant = wanted.tokens[at : at + len(tokens)]
+            self._wrong(client, f"tokens {at}.. are {tuple(tokens)}, not {meant}")
+        elif tuple(client.logprobs) != wanted.logprobs[: len(client.got)]:
+            meant_too = wanted.logprobs[at : at + len(tokens)]
+            self._wrong(client, f"log-probabilities {at}.. are {tuple(logprobs)}, not {meant_too}")
+        elif enough is not None and enough <= len(client.got) < len(wanted.tokens):
             client.over = True
             self.counts["stopped"] += 1
             self.router.cancel(self._id(client), finished=True)
 
-    def _on_end(self, ask: Ask, end: End) -> None:
+    def _wrong(self, client: Client, what: str) -> None:
+        self.violated(f"{client.request_id}: {what}")
+        client.over = True
+        self.router.cancel(self._id(client))
+
+    def on_scores(self, ask: Ask, scores: tuple[TokenLogprob, ...]) -> None:
+        client = self._by_number[ask.number]
+        if client.scores is not None:
+            self._wrong(client, "the prompt's log-probabilities came twice")
+        client.scores = scores
+        if scores != client.expected.scores:
+            self._wrong(client, f"the prompt's log-probabilities are {scores}, not {client.expected.scores}")
+
+    def on_end(self, ask: Ask, end: End) -> None:
         client = self._by_number[ask.number]
         client.over = True
         if end.done.error is None:
             self.counts["answered"] += 1
-            if tuple(client.got) != client.expected:
-                self.violated(f"{client.request_id} ended after {len(client.got)} of {len(client.expected)} tokens")
+            self._count_kinds(client)
+            if tuple(client.got) != client.expected.tokens:
+                wanted = len(client.expected.tokens)
+                self.violated(f"{client.request_id} ended after {len(client.got)} of {wanted} tokens")
+            if client.scores != client.expected.scores:
+                self.violated(f"{client.request_id} ended without its prompt's log-probabilities")
         elif end.done.error is ErrorKind.DEADLINE and ask.deadline_s < 600.0:
             self.counts["late"] += 1
         else:
             self.violated(f"{client.request_id} failed: {end.done.error}: {end.done.message}")
+
+    def _count_kinds(self, client: Client) -> None:
+        """What of requests' kinds was answered."""
+        ask, sampling = client.ask, client.ask.sampling
+        spec = pool_set(self.plan.shape.pools, self.plan.shape.page_tokens)
+        free = replace(sampling, min_tokens=0)
+        kinds = {
+            "salted": bool(ask.salt),
+            "prioritised": ask.priority != 0,
+            "penalised": penalised(sampling),
+            "biased": bool(sampling.logit_bias),
+            "held_open": sampling.min_tokens > 0 and sampling.min_tokens > len(recite(spec, ask.prompt, free).tokens),
+            "logprobs": sampling.logprobs is not None,
+            "scored": sampling.prompt_logprobs is not None,
+            "chosen_again": sampling.choice > 0,
+        }
+        self.counts.update(kind for kind, so in kinds.items() if so)
+
+    def on_progress(self, ask: Ask, progress: Progress) -> None:
+        """What was found of its prompt must have been there to find: said by somebody of the same salt, before."""
+        found = progress.cached_tokens
+        if not found:
+            return
+        if ask.sampling.prompt_logprobs is not None and progress.role is Role.PREFILL and not self._shown(ask):
+            self.violated(f"request {ask.number} wants its prompt scored, and {found} tokens were not computed")
+        whole = (*ask.prompt, *self._by_number[ask.number].expected.tokens)
+        again = progress.attempt > 0 or self._by_number[ask.number].tries > 1 or self._restarts(progress.worker)
+        now = self.agenda.now()
+        known = [
+            _common(whole, (*other.ask.prompt, *other.expected.tokens))
+            for other in self.clients
+            if other.ask.salt == ask.salt and other.ask.at <= now and (again or other.ask.number != ask.number)
+        ]
+        if found > max(known, default=0):
+            self.violated(f"request {ask.number} found {found} tokens of its prompt, which nobody of its salt has said")
+
+    def _restarts(self, name: WorkerName) -> bool:
+        """Whether this worker has started requests over, which then find what they left in the tree themselves."""
+        counters = self.control.hosts[name].worker.status().counters
+        return any(counters.get(counter, 0) for counter in ("parked", "pages_condemned", "stale_pages"))
+
+    def _shown(self, ask: Ask) -> bool:
+        return self._by_number[ask.number].scores is not None
 
     def _leave(self, client: Client) -> None:
         if client.over:
@@ -193,7 +274,8 @@ class Run:
 
     # ------------------------------------------------------------ the run
 
-    def run(self) -> Result:
+    def run(self, until: Callable[[], bool] = lambda: False) -> Result:
+        """To the end, or until what is asked before each event is true."""
         for client in self.clients:
             self.agenda.after(client.ask.at, partial(self._ask, client))
             if client.ask.leaves_at is not None:
@@ -202,8 +284,8 @@ class Run:
         calm = max(calm, max((client.ask.at for client in self.clients), default=0.0))
         events = 0
         try:
-            events = self._until(lambda: all(c.over for c in self.clients), calm + GRACE_S)
-            if self.violations:
+            events = self._until(lambda: until() or all(c.over for c in self.clients), calm + GRACE_S)
+            if self.violations or until():
                 return self._result(events)
             self.violations += [f"{c.request_id} has not ended" for c in self.clients if not c.over]
             if not self.violations:
@@ -238,7 +320,15 @@ class Run:
         for host in hosts:
             self.violations += [f"{host.process}: {line}" for line in host.worker.check().violations]
         self.violations += [f"router: {line}" for line in self.router.check()]
+        self.violations += self._found_damaged()
         return events
+
+    def _found_damaged(self) -> list[str]:
+        if any(self.counts[kind] for kind in _DAMAGING):
+            return []
+        hosts = [(host, host.snapshot.counters) for host in self.control.all_hosts]
+        found = [(host, name, counters.get(name, 0)) for host, counters in hosts for name in _SUSPECT]
+        return [f"{host.process}: {name} is {n:g}, and nothing was damaged" for host, name, n in found if n]
 
     def _unrest(self) -> list[str]:
         found = [line for host in self.control.all_hosts if host.ended is None for line in host.unrest()]
@@ -253,13 +343,28 @@ class Run:
         for host in self.control.all_hosts:
             for name in _TOLD:
                 self.counts[name] += int(host.snapshot.counters.get(name, 0))
+            if host.built.followers is not None:
+                self.counts["late_orders"] += host.built.followers.late_orders
+        damaged = self.world.damage.done
+        self.counts["damaged_metadata"], self.counts["damaged_notices"] = damaged["metadata"], damaged["notice"]
+        self.counts["damaged_writes"] = damaged["corrupt"]
+        if self.store is not None:
+            self.counts["cancelled_running"] = self.store.cancelled_running
         self.counts["audited"] = self.router.brain.audits.counts.results[Audited.EXACT]
+        if not self.plan.shape.config["faults"]["retract_every"]:
+            self.counts["pressed_out"] = self.counts["retractions"]
+            self.counts["pressed_seeds"] = int(self.counts["retractions"] > 0)
         moves = self.router.brain.moves.counts
         self.counts["moved"], self.counts["stayed"] = moves.moved, moves.stayed
         self.counts["replays"] = self.router.brain.counts.replays
         return Result(
             self.plan.seed, tuple(self.violations), self.agenda.now(), events, self.counts, tuple(self.log or ())
         )
+
+
+def _common(one: Sequence[int], other: Sequence[int]) -> int:
+    """Tokens that two sequences begin with alike."""
+    return next((at for at, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), min(len(one), len(other)))
 
 
 def _config(drawn: dict[str, object]) -> dict[str, object]:

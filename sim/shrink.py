@@ -57,6 +57,8 @@ def _plainer(plan: Plan) -> list[Plan]:
         {"decode": max(1, shape.decode - 1)},
         {"nodes": 1},
         {"pools": "full"},
+        {"config": _with(shape.config, "prefill", tp=1)},
+        {"config": _with(shape.config, "decode", tp=1)},
         {"config": _without(shape.config, "storage")},
         {"config": _without(shape.config, "storage", "prefetch", "host_bytes")},
     ]
@@ -67,6 +69,10 @@ def _plainer(plan: Plan) -> list[Plan]:
         replace(plan, shape=s, faults=tuple(f for f in plan.faults if f.target not in g and f.other not in g))
         for s, g in zip(shapes, gone, strict=True)
     ]
+
+
+def _with(config: dict[str, Any], section: str, **changed: Any) -> dict[str, Any]:
+    return {**config, section: {**config[section], **changed}}
 
 
 def _without(config: dict[str, Any], *keys: str) -> dict[str, Any]:

@@ -1,17 +1,19 @@
 """The third tier as simulated workers meet it: one store for all, with delays, errors, damage and no room.
 
-Each worker has its own way to the store, a `cache.storage.inline.InlineQueue`, on which operations run some time after
-they were submitted, if the worker's process runs then. What was written outlives every worker.
+Each worker has its own way to the store, a `cache.storage.inline.InlineQueue`, on which operations begin some time
+after they were submitted and end some time after that, if the worker's process runs then. Meanwhile their buffers are
+in use, and of a cancelled one no less. What was written outlives every worker.
 """
 
 from __future__ import annotations
 
 import random
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import TypeVar
 
 from cache.storage.backend import Item, ObjectName, Outcome
-from cache.storage.executor import Op, Ticket
+from cache.storage.executor import Chain, Op, Ticket
 from cache.storage.inline import InlineQueue
 from cache.storage.memory import MemoryBackend
 from sim.process import Process
@@ -28,10 +30,18 @@ class Store:
         """The share of names that meet an error."""
         self._name, self._max_bytes = name, max_bytes
         self._handles = [MemoryBackend(name, max_bytes)]
+        self._queues: list[InlineQueue] = []
 
-    def backend(self) -> MemoryBackend:
+    def queue(self) -> InlineQueue:
+        """A worker's way to it."""
         self._handles.append(MemoryBackend(self._name, self._max_bytes))
-        return self._handles[-1]
+        self._queues.append(InlineQueue(self._handles[-1], fault=self.fault))
+        return self._queues[-1]
+
+    @property
+    def cancelled_running(self) -> int:
+        """Operations that nobody wanted any more while they ran."""
+        return sum(queue.cancelled_running for queue in self._queues)
 
     def fault(self, op: Op, name: ObjectName) -> str | None:
         return "the medium failed" if self.failing and self.rng.random() < self.failing else None
@@ -65,8 +75,10 @@ class SimQueue:
 
     def __init__(self, store: Store, process: Process, wake: Callable[[], None]) -> None:
         self._store, self._process, self._wake = store, process, wake
-        self._inline = InlineQueue(store.backend(), fault=store.fault)
+        self._inline = store.queue()
         self._closed = False
+        self._behind = 0
+        """Tickets that could not be begun in their turn."""
 
     def submit_exists(self, names: Sequence[ObjectName]) -> Ticket[list[bool]]:
         return self._later(self._inline.submit_exists(names))
@@ -74,18 +86,32 @@ class SimQueue:
     def submit_read(self, names: Sequence[ObjectName], into: Sequence[memoryview]) -> Ticket[list[Outcome]]:
         return self._later(self._inline.submit_read(names, into))
 
-    def submit_write(self, items: Sequence[Item]) -> Ticket[list[Outcome]]:
-        return self._later(self._inline.submit_write(items))
+    def submit_write(self, items: Sequence[Item], chain: Chain | None = None) -> Ticket[list[Outcome]]:
+        return self._later(self._inline.submit_write(items, chain))
 
     def close(self, timeout_s: float) -> bool:
         self._closed = True
         return self._inline.close(timeout_s)
 
     def _later(self, ticket: Ticket[T]) -> Ticket[T]:
-        self._process.later(self._store.delay_s * self._store.rng.expovariate(1.0), self._run)
+        self._process.later(self._takes(), self._begin)
         return ticket
 
-    def _run(self) -> None:
-        """Operations of several threads end in any order."""
-        if not self._closed and self._inline.run_next(self._store.rng):
-            self._wake()
+    def _takes(self) -> float:
+        return 0.5 * self._store.delay_s * self._store.rng.expovariate(1.0)
+
+    def _begin(self) -> None:
+        """Operations of several threads begin and end in any order."""
+        end = None if self._closed else self._inline.begin_next(self._store.rng)
+        if end is not None:
+            self._process.later(self._takes(), partial(self._end, end))
+        elif not self._closed:
+            # Those that wait are behind writes of their chains that run.
+            self._behind += 1
+
+    def _end(self, end: Callable[[], None]) -> None:
+        end()
+        behind, self._behind = self._behind, 0
+        for _ in range(behind):
+            self._process.later(self._takes(), self._begin)
+        self._wake()

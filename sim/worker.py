@@ -10,24 +10,31 @@ import random
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Protocol, cast
 
 from cache.arena import Arena, arena_bytes
-from cache.device import CpuDevice, Device
+from cache.device import DEVICE, HOST, CpuDevice, Device
 from cache.lazy import LazyDevice
 from cache.pools import PoolSet, host_layout
+from cache.ranked import RankedPools, RankState
+from cache.ranked_shelf import RankedShelf, RankStorage
 from cache.registry import PoolSetLayout
 from cache.seat import Seat
+from cache.shelf import RankShelf
 from cluster.controller import Grant
 from cluster.host import HostEnd
 from cluster.host_memory import take_over
 from cluster.lease import Lease
 from cluster.memory import plan_memory, stride
 from cluster.progress import Pulse
+from cluster.rank_line import RankLine
 from contracts.config import Config
+from contracts.errors import PeerDead
+from contracts.fingerprint import numerics_class
 from contracts.ids import Incarnation, Role, WorkerName
 from contracts.messages import Command, Event, WorkerStatus
-from contracts.ports import SessionId, WorkerRecord
+from contracts.ports import SessionId, Worker, WorkerRecord
 from decode import DecodeWorker
 from engine import Engine
 from prefill import PrefillWorker
@@ -38,7 +45,12 @@ from sim.engine import HashEngine
 from sim.plan import CONTEXT, Shape, pool_set
 from sim.plane import Damage, SimPlane
 from sim.process import Process
+from sim.ranks import SimFollowers, SimRank
 from sim.storage import SimQueue, Store
+from sim.wire import pack_events
+from transfer.agreement import fingerprint
+from transfer.plane import Plane
+from transfer.ranked import RankedPlane, RankLinks
 from transfer.receiver import ReceiverEnd
 from transfer.sender import SenderEnd
 
@@ -56,6 +68,9 @@ class Home(Protocol):
     def renew(self, host: SimHost, status: WorkerStatus, answer: Callable[[Grant], None]) -> None: ...
 
     def leave(self, host: SimHost) -> None: ...
+
+    def new_process(self, label: str, node: str) -> Process:
+        """Another one of this node."""
 
 
 @dataclass(frozen=True)
@@ -97,68 +112,137 @@ class SimSleep:
 class Built:
     """A worker, and of its parts those that are looked at when all is over."""
 
-    worker: PrefillWorker | DecodeWorker
+    worker: Worker
     seat: Seat
     plane: SimPlane
+    followers: SimFollowers | None = None
     receiver: ReceiverEnd | None = None
 
 
 def build(
-    world: World, process: Process, role: Role, name: WorkerName, incarnation: Incarnation, sleep: SimSleep
+    world: World, process: Process, role: Role, name: WorkerName, incarnation: Incarnation, sleep: SimSleep, home: Home
 ) -> Built:
     """A worker with everything but a model: the engine hashes."""
     shape, config, agenda = world.shape, world.config, world.agenda
-    cache = config.cache_for(role)
+    cache, size = config.cache_for(role), config.tp_for(role)
     device: Device = LazyDevice(world.rng.randrange(1 << 30)) if shape.lazy else CpuDevice()
     spec = pool_set(shape.pools, shape.page_tokens)
-    plan = plan_memory(spec, config, role, CONTEXT, 1 << 40)
-    assert plan is not None, "a plan draws sizes that fit"
-    layout = PoolSetLayout(spec, {pool: 1 + count for pool, count in plan.counts.items()})
-    plane = SimPlane(shape.plane, world.exchange.network, process, world.planes, world.rng, world.damage, sleep.wake)
-    pools = PoolSet(spec, layout.counts, plane.allocate("pages", layout.nbytes))
-    host, arena = _host_tier(world, process, role, layout, device)
+    memory = plan_memory(spec, config, role, CONTEXT, 1 << 40)
+    assert memory is not None, "a plan draws sizes that fit"
+    layouts = [
+        PoolSetLayout(spec.shard(rank, size), {pool: 1 + count for pool, count in memory.counts.items()})
+        for rank in range(size)
+    ]
+    own = _plane(world, process, sleep.wake, 0, size)
+    region = own.allocate("pages", layouts[0].nbytes)
+    followers: SimFollowers | None = None
+    plane: Plane = own
+    if size == 1:
+        pools = PoolSet(spec, layouts[0].counts, region)
+    else:
+        followers = SimFollowers(agenda, process, world.rng, sleep.wake)
+        for rank in range(1, size):
+            mine = home.new_process(f"{name}.rank{rank}#{incarnation}", process.node)
+            followers.ranks.append(_rank(world, mine, role, layouts[rank], followers, rank, size))
+        plane, pools = RankedPlane(own, followers), RankedPools(layouts[0], region, followers, DEVICE)
+    host, arena = _host_tier(world, process, role, layouts[0], device, 0, size, followers)
     queue: SimQueue | None = None
+    shelf: RankedShelf | None = None
     if host is not None and world.store is not None:
         queue = SimQueue(world.store, process, sleep.wake)
+        if followers is not None and isinstance(host, RankedPools):
+            shelf = RankedShelf(RankShelf(queue, host, FINGERPRINT, 0, size), host, followers)
     seat = Seat(
         pools, device, cache, agenda.now,
-        host=host, storage=queue, fingerprint=FINGERPRINT, stride=stride(config, role), wall=agenda.now,
+        host=host, storage=queue, shelf=shelf, fingerprint=FINGERPRINT, stride=stride(config, role), wall=agenda.now,
         arena=arena,
     )  # fmt: skip
-    take_over(seat, None)
-    engine = cast(Engine, HashEngine(pools, device))
+    ranks = followers.ranks if followers is not None else []
+    together = followers.catch_up if followers is not None else lambda: None
+    engine = cast(Engine, HashEngine(pools, device, [rank.pools for rank in ranks], together))
+    take_over(seat, cast(RankLine | None, followers))
     carrier = SimCarrier(world.exchange, process, sleep.wake)
     common: dict[str, Any] = {"context": CONTEXT, "clock": agenda, "pause": lambda s: None}
+    common_to_all = fingerprint(FINGERPRINT, spec, numerics_class(config.engine.numerics, "hashing"))
     sender = SenderEnd(
-        name, incarnation, FINGERPRINT, plane, pools, device, config.transfer, carrier=carrier, clock=agenda
-    )
+        name, incarnation, common_to_all, plane, pools, device, config.transfer, carrier=carrier, clock=agenda,
+        others=[(rank.process.pid, 1, rank.process.node) for rank in ranks],
+    )  # fmt: skip
     if role is Role.PREFILL:
-        return Built(PrefillWorker(name, incarnation, config, engine, seat, sender, sleep, **common), seat, plane)
+        worker = PrefillWorker(name, incarnation, config, engine, seat, sender, sleep, **common)
+        return Built(worker, seat, own, followers)
     receiver = ReceiverEnd(
-        name, incarnation, FINGERPRINT, plane, pools, config.decode.metadata_slots, config.transfer,
+        name, incarnation, common_to_all, plane, pools, config.decode.metadata_slots, config.transfer,
         verify=cache.verify, carrier=carrier, clock=agenda,
     )  # fmt: skip
-    worker = DecodeWorker(name, incarnation, config, engine, seat, receiver, sleep, sender=sender, **common)
-    return Built(worker, seat, plane, receiver)
+    decode = DecodeWorker(name, incarnation, config, engine, seat, receiver, sleep, sender=sender, **common)
+    return Built(decode, seat, own, followers, receiver)
+
+
+def _plane(world: World, process: Process, wake: Callable[[], None], rank: int, size: int) -> SimPlane:
+    network = world.exchange.network
+    return SimPlane(world.shape.plane, network, process, world.planes, world.rng, world.damage, wake, rank, size)
+
+
+def _rank(
+    world: World,
+    process: Process,
+    role: Role,
+    layout: PoolSetLayout,
+    followers: SimFollowers,
+    rank: int,
+    size: int,
+) -> SimRank:
+    """A follower, as `cluster.build` builds it."""
+    world.exchange.processes[process.pid] = process
+
+    def wake() -> None:
+        followers.turn(rank)
+
+    plane = _plane(world, process, wake, rank, size)
+    pools = PoolSet(layout.spec, layout.counts, plane.allocate("pages", layout.nbytes))
+    plane.register(pools, None)
+    places = {DEVICE: pools}
+    host, arena = _host_tier(world, process, role, layout, CpuDevice(), rank, size, None)
+    storage: RankStorage | None = None
+    if host is not None:
+        places[HOST] = host
+        if world.store is not None:
+            shelf = RankShelf(SimQueue(world.store, process, wake), host, FINGERPRINT, rank, size)
+            storage = RankStorage(shelf)
+    state = RankState(places, size, lambda place: arena.count_copy() if arena and place == HOST else None)
+    return SimRank(rank, process, pools, state, RankLinks(plane), storage, arena)
 
 
 def _host_tier(
-    world: World, process: Process, role: Role, layout: PoolSetLayout, device: Device
+    world: World,
+    process: Process,
+    role: Role,
+    layout: PoolSetLayout,
+    device: Device,
+    rank: int,
+    size: int,
+    followers: SimFollowers | None,
 ) -> tuple[PoolSet | None, Arena | None]:
-    """The mirror in host memory, in an arena where one is to be had."""
+    """A rank's mirror in host memory, in an arena where one is to be had; the leader's, with its `followers`."""
     cache = world.config.cache_for(role)
     if not cache.host_bytes:
         return None, None
-    tier = host_layout(layout.spec, cache.host_bytes, layout.counts)
+    tier = host_layout(layout.spec, cache.host_bytes // size, layout.counts)
     memory = world.arenas.take(process, arena_bytes(tier)) if cache.arena == "auto" else None
-    arena = Arena(memory, tier, FINGERPRINT) if memory is not None else None
+    arena = Arena(memory, tier, f"{FINGERPRINT}/{rank}/{size}") if memory is not None else None
     region = arena.region if arena is not None else device.allocate_host(tier.nbytes)
-    return PoolSet(tier.spec, tier.counts, region, tier.order, "host"), arena
+    if followers is None:
+        return PoolSet(tier.spec, tier.counts, region, tier.order, "host"), arena
+    host = RankedPools(tier, region, followers, HOST, "host")
+    if arena is not None:
+        host.on_copy = arena.count_copy
+    return host, arena
 
 
 @dataclass
 class _Session:
-    deliver: Callable[[list[Event]], None]
+    deliver: Callable[[bytes], None]
     ended: Callable[[str], None]
 
 
@@ -166,12 +250,19 @@ class SimHost:
     """One incarnation of one worker in its process."""
 
     def __init__(
-        self, world: World, process: Process, role: Role, name: WorkerName, incarnation: Incarnation, home: Home
+        self,
+        world: World,
+        process: Process,
+        role: Role,
+        name: WorkerName,
+        incarnation: Incarnation,
+        home: Home,
+        make: Callable[[World, Process, Role, WorkerName, Incarnation, SimSleep, Home], Built] = build,
     ) -> None:
         self.world, self.process, self.home = world, process, home
         self.name, self.role, self.incarnation = name, role, incarnation
         self.sleep = SimSleep()
-        self.built = build(world, process, role, name, incarnation, self.sleep)
+        self.built = make(world, process, role, name, incarnation, self.sleep, home)
         self.worker = self.built.worker
         self.lease = Lease(world.agenda)
         self.ended: HostEnd | None = None
@@ -188,6 +279,8 @@ class SimHost:
         self.snapshot = self.worker.status()
         self.sleep.on_wake = self.wake
         process.on_death(self._died)
+        for rank in self.built.followers.ranks if self.built.followers is not None else []:
+            rank.process.on_death(partial(process.do, partial(self._lost_rank, str(rank.process))))
         self._register()
 
     # ------------------------------------------------------------ lease
@@ -196,7 +289,7 @@ class SimHost:
         worker, process = self.worker, self.process
         return WorkerRecord(
             self.name, self.role, self.incarnation, process.pid, process.node, process.label, worker.control,
-            worker.fits,
+            worker.fits, fingerprint=worker.fingerprint,
         )  # fmt: skip
 
     def _register(self) -> None:
@@ -235,8 +328,8 @@ class SimHost:
 
     # ------------------------------------------------------------ what reaches it
 
-    def open_session(self, deliver: Callable[[list[Event]], None], ended: Callable[[str], None]) -> SessionId | None:
-        """None when the worker has ended."""
+    def open_session(self, deliver: Callable[[bytes], None], ended: Callable[[str], None]) -> SessionId | None:
+        """`deliver` gets frames. None when the worker has ended."""
         if self.ended is not None or not self.process.alive:
             return None
         session = SessionId(self._next_session)
@@ -256,7 +349,7 @@ class SimHost:
 
         self._put(take)
 
-    def call(self, run: Callable[[PrefillWorker | DecodeWorker], None]) -> None:
+    def call(self, run: Callable[[Worker], None]) -> None:
         self._put(lambda: run(self.worker))
 
     def _put(self, item: Callable[[], None]) -> None:
@@ -286,6 +379,8 @@ class SimHost:
             return
         try:
             end = self._round()
+        except PeerDead as error:
+            end = HostEnd.DIED, str(error)
         except Exception as error:
             self.world.violated(f"{self.process}: {type(error).__name__}: {error}")
             end = HostEnd.DIED, f"{type(error).__name__}: {error}"
@@ -302,6 +397,8 @@ class SimHost:
             return HostEnd.FENCED, "the worker's lease has ended"
         self._deliver(events)
         steps, self.snapshot = self.snapshot.steps, self.worker.status()
+        if self.worker.unfit:
+            return HostEnd.FENCED, self.worker.unfit
         self._pulse.turned(self.snapshot.steps, self.worker.runnable, self.world.shape.step_s)
         if self.worker.drained and not self._inbox:
             return HostEnd.LEFT, "the worker was drained and has left"
@@ -338,7 +435,7 @@ class SimHost:
         for session, batch in grouped.items():
             target = self._sessions.get(session)
             if target is not None:
-                target.deliver(batch)
+                target.deliver(pack_events(self.incarnation, batch))
 
     # ------------------------------------------------------------ rest
 
@@ -375,11 +472,17 @@ class SimHost:
             for session in sessions:
                 session.ended(reason)
             self.worker.close()
+        except PeerDead as error:
+            self.world.say(self.process.label, f"can't be closed: {error}")
         except Exception as error:
             self.world.violated(f"{self.process} could not be closed: {type(error).__name__}: {error}")
         if end is HostEnd.LEFT:
             self.home.leave(self)
         self.process.die()
+
+    def _lost_rank(self, which: str) -> None:
+        """Without one of its ranks a worker has no state that it could go on from."""
+        self._end(HostEnd.DIED, f"{which} died")
 
     def _died(self) -> None:
         """Its process is gone: the system closes its connections."""

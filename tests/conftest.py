@@ -7,6 +7,10 @@ say.
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Iterator
+from fnmatch import fnmatchcase
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -27,8 +31,29 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> ByFile:
     return ByFile(config, log)
 
 
-@pytest.hookimpl(trylast=True)
-def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """What takes long by waiting begins first, where there is more than one process."""
+def pytest_itemcollected(item: pytest.Item) -> None:
+    """Mark what tests/thorough.txt names, before marks choose what runs."""
+    if any(fnmatchcase(item.nodeid, pattern) for pattern in thorough()):
+        item.add_marker(pytest.mark.thorough)
+
+
+@functools.cache
+def thorough() -> tuple[str, ...]:
+    """Patterns of the tests that `make test` leaves to `make test-all`."""
+    lines = (line.strip() for line in Path(__file__).with_name("thorough.txt").read_text().splitlines())
+    return tuple(line for line in lines if line and not line.startswith("#"))
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> Iterator[None]:
+    """What takes long by waiting begins first, where there is more than one process.
+
+    Where everything is collected, a pattern of tests/thorough.txt that names nothing is an error.
+    """
+    if config.args_source is pytest.Config.ArgsSource.TESTPATHS:
+        stale = [p for p in thorough() if not any(fnmatchcase(item.nodeid, p) for item in items)]
+        if stale:
+            raise pytest.UsageError(f"tests/thorough.txt names no test by: {', '.join(stale)}; take it out, or mend it")
+    yield
     if config.getoption("tx", None) or hasattr(config, "workerinput"):
         items.sort(key=lambda item: not item.nodeid.startswith((WHOLE, KERNELS)))

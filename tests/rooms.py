@@ -19,11 +19,19 @@ from cache.registry import PoolSetLayout, PoolSetSpec
 from cache.tags import ContentTag, chain_keys
 from contracts.clock import ManualClock
 from contracts.config import config_from_dict
+from contracts.errors import CapacityError
+from contracts.fingerprint import Fingerprint
 from contracts.ids import Incarnation, RoomId, WorkerName
 from contracts.messages import PeerRef
+from sim.agenda import Agenda
+from sim.carrier import Exchange, SimCarrier
+from sim.network import Network
+from sim.plane import Damage, SimPlane
+from sim.process import Process
 from tests.poolsets import entry, filled
 from tests.ranks import RankedSeat, content, fill, ranked_seat
 from transfer import make_plane, receiver, sender
+from transfer.agreement import fingerprint
 from transfer.control import ZmqCarrier
 from transfer.metadata import Draft, Metadata
 from transfer.plane import Plane, Run
@@ -113,10 +121,12 @@ class Ends:
     source: PoolSet
     target: PoolSet
     clock: ManualClock
-    waiter: Waiter
+    waiter: Waiter | SimWaiter
     random: random.Random
     seats: tuple[RankedSeat, RankedSeat]
     """All ranks of both."""
+    pass_time: Callable[[], None] = lambda: None
+    """Lets what was sent travel on for a moment, where time is simulated."""
     outcomes: list[receiver.Outcome] = field(default_factory=list)
     heard: list[sender.Outcome] = field(default_factory=list)
     _rooms: int = 0
@@ -139,27 +149,42 @@ class Ends:
         room = RoomId(f"room-{self._rooms}")
         size = self.spec.page_tokens
         keys = tuple(chain_keys([self.random.randrange(1000) for _ in range(positions)], size))
-        runs, leases, tags = {}, {}, {}
+        runs, leases, tags = {}, dict[str, Lease](), {}
         for pool, numbers in due(self.spec, positions).items():
-            lease = leases[pool] = self.source.allocators[pool].lease(len(numbers), room)
+            try:
+                lease = leases[pool] = self.source.allocators[pool].lease(len(numbers), room)
+            except CapacityError:
+                for taken in leases.values():
+                    taken.release()
+                raise
             runs[pool] = Run(numbers.start, lease.indices)
             digests = self.source.digest(pool, lease.indices, *extents(self.spec, pool, numbers, positions))
             tags[pool] = tuple(ContentTag(keys[n], d) for n, d in zip(numbers, digests, strict=True))
         return Prompt(room, positions, keys, runs, leases, tags)
 
-    def open(self, prompt: Prompt, held: Held | None = None, extra: int = 0) -> dict[str, Lease]:
-        """Opens the room on both sides and grants it: leases for what isn't held, and `extra` after them."""
+    def start(
+        self, prompt: Prompt, held: Held | None = None, extra: int = 0, wants: PeerRef | None = None
+    ) -> dict[str, Lease]:
+        """Opens the room on both sides and says the grant: leases for what isn't held, and `extra` after them.
+
+        `wants`: whom the writer expects.
+        """
         held = held or {}
         writer = PeerRef(WorkerName("prefill-0"), Incarnation(1), self.sender.control)
         expected = Expected(prompt.keys, prompt.positions)
         self.receiver.open(prompt.room, writer, expected)
-        self.sender.open(prompt.room, PeerRef(WorkerName("decode-0"), Incarnation(1), ""))
+        self.sender.open(prompt.room, wants or PeerRef(WorkerName("decode-0"), Incarnation(1), ""))
         lacks = self.receiver.missing(expected, held)
         leases = {
             pool: self.target.allocators[pool].lease(len(numbers) + extra, prompt.room)
             for pool, numbers in lacks.items()
         }
         assert self.receiver.grant(prompt.room, leases, held)
+        return leases
+
+    def open(self, prompt: Prompt, held: Held | None = None, extra: int = 0) -> dict[str, Lease]:
+        """`start`, and the grant has come."""
+        leases = self.start(prompt, held, extra)
         self.until(lambda: self.sender.granted(prompt.room), "the grant")
         return leases
 
@@ -203,6 +228,61 @@ def placed(ends: Ends, prompt: Prompt, leases: Mapping[str, Lease], lacks: Mappi
             assert content(ends.seats[0], pool, ours) == content(ends.seats[1], pool, there), (pool, numbers)
 
 
+class SimWaiter:
+    """Waits in simulated time: what was sent travels meanwhile."""
+
+    def __init__(self, agenda: Agenda) -> None:
+        self._agenda = agenda
+
+    def wait(self, timeout_s: float) -> None:
+        over: list[bool] = []
+        self._agenda.after(timeout_s, lambda: over.append(True))
+        while not over:
+            self._agenda.next()
+
+    def wake(self) -> None: ...
+
+    def close(self) -> None: ...
+
+
+@contextmanager
+def simulated_ends(
+    spec: PoolSetSpec, plane: str, *, seed: int, count: int, slots: int, device: Device
+) -> Iterator[Ends]:
+    """The same ends over the simulator's planes and carrier: what arrives when is decided by the seed alone."""
+    agenda, rng = Agenda(), random.Random(seed)
+    network = Network(agenda, rng, 0.002, 3.0)
+    exchange, planes, damage = Exchange(network), dict[int, SimPlane](), Damage()
+    processes = [Process(agenda, f"{role}-0#1", "node-0", pid) for pid, role in enumerate(("prefill", "decode"), 1)]
+    mine = [SimPlane(plane, network, process, planes, rng, damage, lambda: None) for process in processes]
+    seats = []
+    for side, one in enumerate(mine):
+        layout = PoolSetLayout(spec, spec.even(count + 7 * side))
+        seat = ranked_seat(spec, 1, count + 7 * side, regions=[one.allocate("pages", layout.nbytes)])
+        filled(seat.leader, seed + side).zero({pool.name: [0] for pool in spec.pools})
+        seats.append(seat)
+    carriers = [SimCarrier(exchange, process, lambda: None) for process in processes]
+    config, clock, waiter = config_from_dict({}).transfer, ManualClock(), SimWaiter(agenda)
+    pools = [seat.leader for seat in seats]
+    mark = fingerprint("a model", spec, "invariant:by hand")
+    writer = SenderEnd(
+        WorkerName("prefill-0"), Incarnation(1), mark, mine[0], pools[0], device, config,
+        carrier=carriers[0], clock=clock,
+    )  # fmt: skip
+    reader = ReceiverEnd(
+        WorkerName("decode-0"), Incarnation(1), mark, mine[1], pools[1], slots, config,
+        verify=True, carrier=carriers[1], clock=clock,
+    )  # fmt: skip
+    try:
+        yield Ends(
+            spec, writer, reader, pools[0], pools[1], clock, waiter, random.Random(seed), (seats[0], seats[1]),
+            lambda: waiter.wait(0.005 * rng.random()),
+        )  # fmt: skip
+    finally:
+        writer.close()
+        reader.close()
+
+
 @contextmanager
 def ends(
     spec: PoolSetSpec,
@@ -215,8 +295,10 @@ def ends(
     transfer: Mapping[str, Any] | None = None,
     device: Device | None = None,
     ranks: tuple[int, int] = (1, 1),
+    marks: tuple[Fingerprint, Fingerprint] | None = None,
 ) -> Iterator[Ends]:
-    """`ranks`: how many the writer has, and the reader; all in this process."""
+    """`ranks`: how many the writer has, and the reader; all in this process. `marks`: their fingerprints."""
+    marks = marks or (fingerprint("a model", spec, "invariant:by hand"),) * 2
     clock = ManualClock()
     config = config_from_dict({"transfer": {"plane": plane, **(transfer or {})}, "faults": dict(faults or {})})
     waiter = Waiter()
@@ -238,14 +320,16 @@ def ends(
         seats.append(seat)
     options: dict[str, Any] = {
         "clock": clock,
-        "carrier": ZmqCarrier("127.0.0.1", waiter, None, config.transfer.link_timeout_s),
+        "carrier": ZmqCarrier(
+            "127.0.0.1", waiter, None, config.transfer.link_timeout_s, config.transfer.control_frame_bytes
+        ),
     }
     writer = SenderEnd(
-        WorkerName("prefill-0"), Incarnation(1), "a model", planes[0], pools[0], device or CpuDevice(),
+        WorkerName("prefill-0"), Incarnation(1), marks[0], planes[0], pools[0], device or CpuDevice(),
         config.transfer, **options,
     )  # fmt: skip
     reader = ReceiverEnd(
-        WorkerName("decode-0"), Incarnation(1), "a model", planes[1], pools[1], slots, config.transfer,
+        WorkerName("decode-0"), Incarnation(1), marks[1], planes[1], pools[1], slots, config.transfer,
         verify=True, **options,
     )  # fmt: skip
     for socket in planes[1].waitable:

@@ -55,6 +55,8 @@ def settings(trace: Trace, storage: Path, plane: str, *, decode_tiers: bool) -> 
     return {
         "transfer": {"plane": plane},
         "engine": {"threads": 1},
+        # What caches hold is counted exactly, and an audit takes pages from them.
+        "audit": {"fraction": 0},
         "cache": {
             "page_tokens": PAGE,
             "host_bytes": (1 + host) * PAGE_BYTES,

@@ -22,11 +22,13 @@ SESSION = SessionId(1)
 
 def _serve(pipe: Connection, folder: Path, role: Role, name: str, sections: dict[str, Any], tokens: int) -> None:
     from cluster.build import build_worker
+    from contracts import processor
     from contracts.config import config_from_dict
     from contracts.model import read_model_spec
     from tests.pair import counts_for
 
     config, spec = config_from_dict(sections), read_model_spec(folder)
+    processor.pin(config.engine.numerics_class)  # before the counts compute
     options: dict[str, Any] = {"host": "127.0.0.1", "counts": counts_for(folder, config, role, tokens)}
     worker = build_worker(role, WorkerName(name), Incarnation(1), spec, config, **options)
     pipe.send(worker.control)

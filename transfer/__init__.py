@@ -17,5 +17,5 @@ def make_plane(config: Config, host: str, curve: Curve | None, wake: Wake, rank:
         return LocalPlane(config.faults, wake, rank, size)
     silence_s = config.transfer.link_timeout_s
     if config.transfer.plane == "shm":
-        return ShmPlane(config.faults, host, curve, rank, size, silence_s)
-    return ZmqPlane(config.faults, host, curve, rank, size, silence_s)
+        return ShmPlane(config.faults, host, curve, rank, size, silence_s, config.transfer.control_frame_bytes)
+    return ZmqPlane(config.faults, host, curve, rank, size, silence_s, config.transfer.frame_bytes)

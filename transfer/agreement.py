@@ -1,18 +1,34 @@
-"""Whether two workers can hand over to each other: same model, same state, same plane."""
+"""Whether two workers can hand over to each other: same model, same state, same numerics, same plane."""
 
 from __future__ import annotations
 
+import hashlib
+import json
+
+from cache.moves import describe_spec
+from cache.registry import PoolSetSpec
 from contracts.errors import LayoutMismatch
+from contracts.fingerprint import PROTOCOL, Fingerprint, mismatch
 from contracts.ids import WorkerName
 from transfer import messages as m
 
 
-def refuse_mismatch(name: WorkerName, mine: dict[str, object], plane: str, hello: m.Hello) -> None:
+def fingerprint(weights: str, spec: PoolSetSpec, numerics: str) -> Fingerprint:
+    """Of a worker of this build whose pool set, over all its ranks, is `spec`."""
+    described = json.dumps(describe_spec(spec.whole), sort_keys=True)
+    return Fingerprint(PROTOCOL, hashlib.blake2b(described.encode(), digest_size=16).hexdigest(), numerics, weights)
+
+
+def refuse_mismatch(name: WorkerName, mine: Fingerprint, layout: dict[str, object], plane: str, hello: m.Hello) -> None:
     """Raises `LayoutMismatch` naming the first difference, with both values."""
     if plane != hello.plane:
         raise LayoutMismatch(f"transfer.plane: {name} has {plane}, {hello.worker} has {hello.plane}")
-    for path, ours, theirs in _differences(mine, hello.layout, ""):
-        raise LayoutMismatch(f"{path}: {name} has {ours}, {hello.worker} has {theirs}")
+    if mine.protocol == hello.fingerprint.protocol:
+        for path, ours, theirs in _differences(layout, hello.layout, ""):
+            raise LayoutMismatch(f"{path}: {name} has {ours}, {hello.worker} has {theirs}")
+    reason = mismatch(mine, hello.fingerprint, name, hello.worker)
+    if reason is not None:
+        raise LayoutMismatch(reason)
 
 
 def _differences(ours: object, theirs: object, path: str) -> list[tuple[str, object, object]]:

@@ -12,6 +12,8 @@ Rooms (`transfer.sender`, `transfer.receiver`) decide and do no I/O of their own
 
 from __future__ import annotations
 
+import contextlib
+import logging
 from collections.abc import Sequence
 from typing import Protocol
 
@@ -24,6 +26,14 @@ from transfer.security import Curve, bind
 from transfer.waiting import Waiter
 
 LINK_TIMEOUT_S = TransferConfig().link_timeout_s
+FRAME_BYTES = TransferConfig().control_frame_bytes
+_AT_ONCE = 1024
+"""Messages that are taken in by one call."""
+_WAITING = 64
+"""Messages of one connection that wait here to be taken in; more wait at the sender."""
+_UNREAD = 4096
+"""Answers to one connection that wait for it to read them; what comes after them is lost, as with a cut."""
+log = logging.getLogger("twinpool.transfer")
 Process = tuple[int, int, str]
 """A process as `process.mine` names it: pid, start ticks, namespace."""
 
@@ -35,7 +45,8 @@ class Inbox(Protocol):
     """By which they find it."""
 
     def receive(self) -> list[tuple[bytes, bytes]]:
-        """What has come: identity of the connection, and message. Never waits."""
+        """What has come: identity of the connection, and message. Never waits, and takes so much at a time that nobody
+        who sends without end keeps its caller."""
 
     def send(self, identity: bytes, data: bytes) -> None:
         """To the newest connection of that identity; to nobody where there is none."""
@@ -86,14 +97,24 @@ class Carrier(Protocol):
         """Never fails: where nobody answers, nothing comes."""
 
     def watch(self, processes: Sequence[Process]) -> Watch | None:
-        """None for processes that can't be watched from here. Raises `ProcessLookupError` when all are dead already."""
+        """None for processes that can't be watched from here. Raises `ProcessLookupError` when all are dead already,
+        and `WireError` for what can't be processes."""
 
 
 class ZmqCarrier:
     """The carrier of real workers; what comes wakes `waiter`."""
 
-    def __init__(self, host: str, waiter: Waiter, curve: Curve | None, link_timeout_s: float = LINK_TIMEOUT_S) -> None:
+    def __init__(
+        self,
+        host: str,
+        waiter: Waiter,
+        curve: Curve | None,
+        link_timeout_s: float = LINK_TIMEOUT_S,
+        frame_bytes: int = FRAME_BYTES,
+    ) -> None:
+        """`frame_bytes`: the longest message that is taken in; who sends a longer one is cut off."""
         self._host, self._waiter, self._curve, self._link_timeout_s = host, waiter, curve, link_timeout_s
+        self._frame_bytes = frame_bytes
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context.instance()
 
     def mine(self) -> Process:
@@ -101,7 +122,9 @@ class ZmqCarrier:
 
     def listen(self) -> ZmqInbox:
         socket = self._context.socket(zmq.ROUTER)
-        socket.set(zmq.SNDHWM, 0)
+        socket.set(zmq.SNDHWM, _UNREAD)
+        socket.set(zmq.RCVHWM, _WAITING)
+        socket.set(zmq.MAXMSGSIZE, self._frame_bytes)
         socket.set(zmq.ROUTER_HANDOVER, 1)
         keep_alive(socket, self._link_timeout_s)
         return ZmqInbox(socket, bind(socket, self._host, self._curve), self._waiter)
@@ -109,13 +132,18 @@ class ZmqCarrier:
     def connect(self, endpoint: str, identity: bytes) -> ZmqChannel:
         socket = self._context.socket(zmq.DEALER)
         socket.set(zmq.SNDHWM, 0)
+        socket.set(zmq.RCVHWM, _WAITING)
+        socket.set(zmq.MAXMSGSIZE, self._frame_bytes)
         socket.set(zmq.LINGER, 0)
         socket.set(zmq.ROUTING_ID, identity)
         keep_alive(socket, self._link_timeout_s)
         if self._curve is not None and endpoint.startswith("tcp"):
             self._curve.call(socket)
         watch = CutWatch(socket)
-        socket.connect(endpoint)
+        try:
+            socket.connect(endpoint)
+        except zmq.ZMQError as error:
+            log.warning("no connection to %.80r: %s", endpoint, error)  # As if nobody answered there.
         return ZmqChannel(socket, watch, self._waiter)
 
     def watch(self, processes: Sequence[Process]) -> PidWatch | None:
@@ -132,16 +160,18 @@ class ZmqInbox:
 
     def receive(self) -> list[tuple[bytes, bytes]]:
         out: list[tuple[bytes, bytes]] = []
-        while True:
+        for _ in range(_AT_ONCE):
             try:
                 frames = self._socket.recv_multipart(zmq.NOBLOCK)
             except zmq.Again:
-                return out
+                break
             if len(frames) == 2:
                 out.append((frames[0], frames[1]))
+        return out
 
     def send(self, identity: bytes, data: bytes) -> None:
-        self._socket.send_multipart([identity, data])
+        with contextlib.suppress(zmq.Again):
+            self._socket.send_multipart([identity, data], zmq.NOBLOCK)
 
     def close(self) -> None:
         self._waiter.remove(self._socket)
@@ -189,7 +219,7 @@ class PidWatch:
     @property
     def dead(self) -> bool:
         self._watch.forget_dead(self._waiter.remove)
-        return self._watch.dead
+        return not self._watch.fds
 
     def close(self) -> None:
         for fd in self._watch.fds:

@@ -24,11 +24,17 @@ def keep_alive(socket: zmq.Socket[bytes], link_timeout_s: float) -> None:
     socket.set(zmq.HANDSHAKE_IVL, whole_ms)
 
 
+_OPEN: set[CutWatch] = set()
+"""Those that were not closed yet. One that was forgotten must not be collected: where its monitor goes before its
+socket, the context's I/O thread waits for ever to tell of an event, and all connections of the process stand still."""
+
+
 class CutWatch:
-    """What became of the connection of a socket that connects to one endpoint. One thread."""
+    """What became of the connection of a socket that connects to one endpoint. One thread; to be closed."""
 
     def __init__(self, socket: zmq.Socket[bytes]) -> None:
         """Before `connect`."""
+        _OPEN.add(self)
         self._socket = socket
         # The stubs of pyzmq give sync and async sockets one type here.
         self._monitor: Any = socket.get_monitor_socket(zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED)
@@ -47,6 +53,11 @@ class CutWatch:
         self._look()
         return self._up
 
+    @property
+    def was_up(self) -> bool:
+        """The same, as far as the last call of `cut` or `up` saw."""
+        return self._up
+
     def _look(self) -> None:
         while True:
             try:
@@ -60,3 +71,4 @@ class CutWatch:
         """Before the socket's own."""
         self._socket.disable_monitor()
         self._monitor.close(linger=0)
+        _OPEN.discard(self)

@@ -7,6 +7,7 @@ nothing stays behind when processes die. Notices go over a ZMQ socket, after the
 
 from __future__ import annotations
 
+import fcntl
 import mmap
 import os
 import secrets
@@ -23,7 +24,7 @@ from cache.moves import Move, Part, copy_state
 from cache.pools import PoolSet
 from cache.registry import BufferLayout, PoolSetLayout, PoolSetSpec
 from contracts.config import FaultsConfig, TransferConfig
-from contracts.errors import LayoutMismatch
+from contracts.errors import LayoutMismatch, WireError
 from contracts.ids import RoomId
 from contracts.orders import Arrival
 from transfer import process
@@ -32,16 +33,26 @@ from transfer.detour import detour
 from transfer.fan import fan
 from transfer.faults import WriteFaults
 from transfer.metadata import SLOT_BYTES
-from transfer.plane import Link, PageWrite, SlotWrite, Target, Wake
+from transfer.plane import Link, PageWrite, SlotWrite, Target, Wake, said
 from transfer.security import Curve, bind, dial
 
 LINK_TIMEOUT_S = TransferConfig().link_timeout_s
+FRAME_BYTES = TransferConfig().control_frame_bytes
+AT_ONCE = 4096
+"""Notices that one poll takes in."""
+WAITING = 64
+"""Messages of one connection that wait here; more wait at their sender."""
+_SEGMENT = "twinpool-"
+_SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW
+_MOST_COUNT = 2**40
 _HEAD = 64
 """Bytes in front of a segment: a nonce, by which a writer knows that it mapped what was described."""
 
 
 class DirectLink:
     """Writes into memory that is mapped here."""
+
+    frame_bytes: int | None = None
 
     def __init__(
         self,
@@ -66,6 +77,14 @@ class DirectLink:
         self._watch = watch
         self._close = close
         self._faults = faults
+
+    def admit(self, target: Target) -> None:
+        for pool, run in target.runs.items():
+            count = self._layout.counts.get(pool, 0)
+            if not all(0 < index < count for index in run.indices):
+                raise WireError(f"room {target.room} was granted places of {pool} beyond the reader's {count}")
+        if self._slots is not None and not 0 <= target.slot < len(self._slots):
+            raise WireError(f"room {target.room} was granted slot {target.slot} of {len(self._slots)}")
 
     def post(self, write: PageWrite | SlotWrite) -> Completion:
         if isinstance(write, SlotWrite):
@@ -113,6 +132,10 @@ class DirectLink:
     def cut(self) -> bool:
         return self._watch is not None and self._watch.cut()
 
+    @property
+    def up(self) -> bool:
+        return self._watch is None or self._watch.was_up
+
     def close(self) -> None:
         if self._watch is not None:
             self._watch.close()
@@ -156,7 +179,7 @@ class LocalPlane:
         return fan(self._pools.spec.whole, self._rank, self._size, descriptor, self._link)
 
     def _link(self, descriptor: dict[str, Any], spec: PoolSetSpec, cut: Cut | None) -> Link:
-        reader = self._readers.get(str(descriptor.get("token")))
+        reader = self._readers.get(said(descriptor, "token", str))
         if reader is None:
             raise LayoutMismatch("plane local: the reader isn't in this process, or is closed")
 
@@ -176,7 +199,7 @@ class LocalPlane:
     def hear(self) -> None: ...
 
     def poll(self) -> list[bytes]:
-        return [self._arrived.popleft() for _ in range(len(self._arrived))]
+        return [self._arrived.popleft() for _ in range(min(len(self._arrived), AT_ONCE))]
 
     def settled(self, rank: int, settled: Arrival) -> None: ...
 
@@ -205,7 +228,9 @@ class ShmPlane:
         rank: int = 0,
         size: int = 1,
         link_timeout_s: float = LINK_TIMEOUT_S,
+        frame_bytes: int = FRAME_BYTES,
     ) -> None:
+        """`frame_bytes`: the longest notice that is taken in."""
         self._rank, self._size = rank, size
         self._link_timeout_s = link_timeout_s
         self._nonce = secrets.token_bytes(_HEAD)
@@ -215,14 +240,17 @@ class ShmPlane:
         self._curve = curve
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context.instance()
         self._notices = self._context.socket(zmq.PULL)
-        self._notices.set(zmq.RCVHWM, 0)
+        self._notices.set(zmq.RCVHWM, WAITING)
+        self._notices.set(zmq.MAXMSGSIZE, frame_bytes)
         keep_alive(self._notices, link_timeout_s)
         self._endpoint = detour(bind(self._notices, host, curve), "data", str(os.getpid()), faults.proxy)
         self.dropped = 0
 
     def allocate(self, name: str, nbytes: int) -> torch.Tensor:
-        fd = os.memfd_create(f"twinpool-{name}", os.MFD_CLOEXEC)
+        fd = os.memfd_create(f"{_SEGMENT}{name}", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         os.ftruncate(fd, _HEAD + nbytes)
+        # A writer that has it mapped would die if it shrank.
+        fcntl.fcntl(fd, fcntl.F_ADD_SEALS, _SEALS)
         self._segments[name] = (fd, nbytes)
         memory = mmap.mmap(fd, _HEAD + nbytes)
         memory[:_HEAD] = self._nonce
@@ -244,36 +272,61 @@ class ShmPlane:
         return {"ranks": [mine]}
 
     def connect(self, descriptor: dict[str, Any]) -> Link:
+        ranks = descriptor.get("ranks")
+        if isinstance(ranks, list | tuple):
+            counts = [said(part, "counts", dict) for part in ranks]
+            if any(other != counts[0] for other in counts):
+                raise LayoutMismatch(f"plane shm: the reader's ranks have different counts: {counts!r:.200}")
         return fan(self._pools.spec.whole, self._rank, self._size, descriptor, self._link)
 
     def _link(self, descriptor: dict[str, Any], spec: PoolSetSpec, cut: Cut | None) -> Link:
-        here = process.namespace()
-        if descriptor["namespace"] != here:
+        here, there = process.namespace(), said(descriptor, "namespace", str)
+        if there != here:
             raise LayoutMismatch(
-                f"plane shm: the reader is on host {descriptor['namespace']}, the writer on {here}; "
-                "use transfer.plane=zmq"
+                f"plane shm: the reader is on host {there:.200}, the writer on {here}; use transfer.plane=zmq"
             )
-        pages = self._map(descriptor, "pages")
-        slots = self._map(descriptor, "slots").view(-1, SLOT_BYTES) if "slots" in descriptor["segments"] else None
-        layout = PoolSetLayout(spec, descriptor["counts"])
+        segments, counts = said(descriptor, "segments", dict), said(descriptor, "counts", dict)
+        most = {pool.name: counts.get(pool.name) for pool in spec.pools}
+        if most != counts or not all(type(count) is int and 0 < count <= _MOST_COUNT for count in most.values()):
+            raise LayoutMismatch(f"plane shm: the reader's counts must be of {sorted(most)}, got {counts!r:.200}")
+        layout = PoolSetLayout(spec, counts)
+        pages = self._map(descriptor, "pages", layout.nbytes)
+        slots = self._map(descriptor, "slots").view(-1, SLOT_BYTES) if "slots" in segments else None
         if self._rank or slots is None:
             # Notices go from leader to leader: between other ranks there is nothing that a connection could lose.
             return DirectLink(self._pools, pages, layout, None, _no_notices, None, lambda: None, self._faults, cut)
-        socket, watch = dial(self._context, descriptor["endpoint"], self._curve, self._link_timeout_s)
+        endpoint = said(descriptor, "endpoint", str)
+        socket, watch = dial(self._context, endpoint, self._curve, self._link_timeout_s)
         return DirectLink(self._pools, pages, layout, slots, socket.send, watch, socket.close, self._faults, cut)
 
-    def _map(self, descriptor: dict[str, Any], name: str) -> torch.Tensor:
-        fd, nbytes = descriptor["segments"][name]
+    def _map(self, descriptor: dict[str, Any], name: str, wanted: int | None = None) -> torch.Tensor:
+        """Segment `name` of the reader, of `wanted` bytes; None: of any whole number of metadata slots.
+
+        What is opened is one of our own segments, of the size that it should have, which can't shrink any more:
+        whatever else a descriptor may name is not mapped.
+        """
+        pid, segment = said(descriptor, "pid", int), said(descriptor, "segments", dict).get(name)
+        where = f"plane shm: {name} of process {pid}"
+        if not isinstance(segment, list | tuple) or len(segment) != 2 or not all(type(n) is int for n in segment):
+            raise LayoutMismatch(f"{where} must be a descriptor and a size, got {segment!r:.80}")
+        fd, nbytes = segment
+        if not (nbytes == wanted if wanted is not None else nbytes > 0 and nbytes % SLOT_BYTES == 0):
+            raise LayoutMismatch(f"{where} has {nbytes} bytes, wanted {wanted or 'whole slots'}")
+        path = f"/proc/{pid}/fd/{fd}"
         try:
-            mine = os.open(f"/proc/{descriptor['pid']}/fd/{fd}", os.O_RDWR | os.O_CLOEXEC)
+            if not os.readlink(path).startswith(f"/memfd:{_SEGMENT}"):
+                raise LayoutMismatch(f"{where} is not a worker's segment")
+            mine = os.open(path, os.O_RDWR | os.O_CLOEXEC)
             try:
+                if os.fstat(mine).st_size != _HEAD + nbytes or fcntl.fcntl(mine, fcntl.F_GET_SEALS) & _SEALS != _SEALS:
+                    raise LayoutMismatch(f"{where} is not sealed at {nbytes} bytes")
                 memory = mmap.mmap(mine, _HEAD + nbytes)
             finally:
                 os.close(mine)
-        except (OSError, ValueError) as error:
-            raise LayoutMismatch(f"plane shm: can't map {name} of process {descriptor['pid']}: {error}") from None
-        if memory[:_HEAD] != descriptor["nonce"]:
-            raise LayoutMismatch(f"plane shm: process {descriptor['pid']} isn't the one that described its memory")
+        except (OSError, ValueError, OverflowError) as error:
+            raise LayoutMismatch(f"{where} can't be mapped: {error}") from None
+        if memory[:_HEAD] != said(descriptor, "nonce", bytes):
+            raise LayoutMismatch(f"plane shm: process {pid} isn't the one that described its memory")
         return torch.frombuffer(memory, dtype=torch.uint8, offset=_HEAD)
 
     def permit(self, target: Target) -> None: ...
@@ -306,10 +359,13 @@ def _no_notices(data: bytes) -> None:
 
 
 def drain(socket: zmq.Socket[bytes]) -> list[bytes]:
-    """Every message that has arrived."""
-    out = []
-    while True:
+    """Messages that have arrived, `AT_ONCE` at most. Those of several frames are nobody's."""
+    out: list[bytes] = []
+    for _ in range(AT_ONCE):
         try:
-            out.append(socket.recv(zmq.NOBLOCK))
+            frames = socket.recv_multipart(zmq.NOBLOCK)
         except zmq.Again:
-            return out
+            break
+        if len(frames) == 1:
+            out.append(frames[0])
+    return out

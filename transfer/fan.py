@@ -9,9 +9,9 @@ from typing import Any
 from cache.device import DONE, Completion
 from cache.heads import Cut, cuts
 from cache.registry import PoolSetSpec
-from contracts.errors import LayoutMismatch
+from contracts.errors import ConfigError, LayoutMismatch
 from contracts.ids import RoomId
-from transfer.plane import Link, PageWrite, SlotWrite
+from transfer.plane import Link, PageWrite, SlotWrite, Target
 
 MOST_RANKS = 64
 """More than this no worker has: a peer that says so is no peer."""
@@ -29,6 +29,11 @@ class Fan:
     def __init__(self, leader: Link | None, parts: Sequence[Link]) -> None:
         self._leader = leader
         self._parts = parts
+        self.frame_bytes = min((b for link in self._links() if (b := link.frame_bytes) is not None), default=None)
+
+    def admit(self, target: Target) -> None:
+        for link in self._links():
+            link.admit(target)
 
     def post(self, write: PageWrite | SlotWrite) -> Completion:
         if isinstance(write, SlotWrite):
@@ -44,6 +49,10 @@ class Fan:
     def cut(self) -> bool:
         # All are asked: each forgets what it has told.
         return any([link.cut() for link in self._links()])
+
+    @property
+    def up(self) -> bool:
+        return all(link.up for link in self._links())
 
     def close(self) -> None:
         for link in self._links():
@@ -86,15 +95,19 @@ def fan(whole: PoolSetSpec, rank: int, size: int, descriptor: Mapping[str, Any],
         return open_link(ranks[0], whole, None)
     links: dict[int, Link] = {}
     try:
+        try:
+            found = _cuts(whole, size, len(ranks))
+        except ConfigError as error:
+            raise LayoutMismatch(f"{len(ranks)} ranks can't share this model's state: {error}") from None
         for target, part in enumerate(ranks):
-            cut = _cuts(whole, size, len(ranks)).get((rank, target))
+            cut = found.get((rank, target))
             if cut is not None or (rank == 0 and target == 0):
                 links[target] = open_link(part, whole.shard(target, len(ranks)), cut or {})
     except BaseException:
         for link in links.values():
             link.close()
         raise
-    writing = [link for target, link in links.items() if (rank, target) in _cuts(whole, size, len(ranks))]
+    writing = [link for target, link in links.items() if (rank, target) in found]
     return Fan(links[0] if rank == 0 else None, writing)
 
 

@@ -14,6 +14,9 @@ from dataclasses import dataclass, field
 
 from contracts.ids import RoomId
 
+MOST_HELD = 4096
+"""Notices of one room that wait for writes; no writer has as many on their way."""
+
 
 @dataclass(frozen=True, slots=True)
 class _Notice:
@@ -52,10 +55,12 @@ class HeldNotices:
             entry.taken[rank, source] = number
 
     def add(self, room: RoomId, data: bytes, writes: int, sources: int) -> list[bytes]:
-        """A notice has come; those that needn't wait, in order."""
+        """A notice has come; those that needn't wait, in order. Raises `ValueError` where too many wait."""
         entry = self._rooms.get(room)
         if entry is None or not writes:
             return [data]  # An end of the room waits for nothing.
+        if len(entry.notices) >= MOST_HELD:
+            raise ValueError(f"room {room} holds {MOST_HELD} notices already")
         entry.notices.append(_Notice(data, writes, sources))
         return self._due(entry)
 

@@ -13,6 +13,7 @@ from typing import Any
 import msgpack
 
 from contracts.errors import ErrorKind, WireError
+from contracts.fingerprint import Fingerprint
 from contracts.ids import RoomId
 
 # ---------------------------------------------------------------- control: decode -> prefill
@@ -26,7 +27,9 @@ class Hello:
     incarnation: int
     expects: int
     """The incarnation that this hello is for."""
+    fingerprint: Fingerprint
     layout: dict[str, Any]
+    """The layout that the fingerprint has a digest of, so that a difference can be named."""
     plane: str
     descriptor: dict[str, Any]
     pid: int
@@ -54,6 +57,9 @@ class Grant:
     places: tuple[Place, ...]
     slot: int
     slot_epoch: int
+    ticket: int
+    """Drawn for this grant and told to nobody else. What tells of its writes, and that there are none any more, has
+    it: so only who was granted the places can give them back."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,8 +68,10 @@ class Abort:
 
     room: RoomId
     reason: str
-    damaged: bool = False
+    damaged: bool
     """What arrived did not match its tags."""
+    ticket: int
+    """The grant's, for the answer."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,6 +99,7 @@ class Welcome:
 
     worker: str
     incarnation: int
+    fingerprint: Fingerprint
     pid: int
     started: int
     """Start time of the process in clock ticks since boot, so that a reused pid isn't taken for it."""
@@ -102,9 +111,21 @@ class Welcome:
 
 @dataclass(frozen=True, slots=True)
 class Refused:
-    """These two workers can't hand over; `reason` names both values."""
+    """You are no peer of this worker: say hello, or another one. It writes nothing to you.
+
+    That is no proof about rooms which this worker was granted before: their places come back by their own last words.
+    """
 
     reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Rejected:
+    """One message of yours could not be used, and nothing has changed by it. All else goes on."""
+
+    reason: str
+    room: str
+    """The room that it was about; empty where that isn't known."""
 
 
 # ---------------------------------------------------------------- notices: prefill -> decode, after the writes
@@ -125,6 +146,8 @@ class Wrote:
     """One write is in place, in every pool that it names."""
 
     room: RoomId
+    ticket: int
+    """The grant's; here and below."""
     parts: tuple[Sealed, ...]
 
 
@@ -133,6 +156,7 @@ class WroteSlot:
     """The metadata slot is written, and with it everything."""
 
     room: RoomId
+    ticket: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,6 +164,7 @@ class Quiesced:
     """Answer to `Abort`: nothing of this room will be written any more."""
 
     room: RoomId
+    ticket: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -147,6 +172,8 @@ class Failed:
     """Prefill gives the request up; nothing of this room will be written any more."""
 
     room: RoomId
+    ticket: int
+    """0: the room was given up before its grant came. The grant is answered once more, with its ticket."""
     kind: ErrorKind
     message: str
 
@@ -156,9 +183,11 @@ class Finished:
     """The request ended with its first token; nothing of this room will be written any more."""
 
     room: RoomId
+    ticket: int
+    """As in `Failed`."""
 
 
-Control = Hello | Grant | Abort | Received | Welcome | Refused
+Control = Hello | Grant | Abort | Received | Welcome | Refused | Rejected
 Notice = Wrote | WroteSlot | Quiesced | Failed | Finished
 Message = Control | Notice
 
@@ -169,6 +198,7 @@ TAGS: dict[int, type[Any]] = {
     4: Grant,
     5: Abort,
     6: Received,
+    7: Rejected,
     16: Wrote,
     17: WroteSlot,
     18: Quiesced,
@@ -176,7 +206,10 @@ TAGS: dict[int, type[Any]] = {
     20: Finished,
 }
 _TAG_OF = {cls: tag for tag, cls in TAGS.items()}
-_HINTS = {cls: typing.get_type_hints(cls) for cls in (*TAGS.values(), Place, Sealed, RankProcess)}
+_OF_ROOMS = (4, 5, 6)
+MOST_NAME = 256
+"""Characters of a room's name."""
+_HINTS = {cls: typing.get_type_hints(cls) for cls in (*TAGS.values(), Place, Sealed, RankProcess, Fingerprint)}
 
 
 def encode(message: Message) -> bytes:
@@ -195,16 +228,28 @@ def decode(data: bytes | memoryview) -> Message:
     except (ValueError, msgpack.UnpackException) as error:
         raise WireError(f"not msgpack: {error}") from None
     if not isinstance(parts, tuple) or not parts or not isinstance(parts[0], int) or parts[0] not in TAGS:
-        raise WireError(f"no message has the tag {parts[0] if isinstance(parts, tuple) and parts else parts!r}")
+        raise WireError(f"no message has the tag {parts[0] if isinstance(parts, tuple) and parts else parts!r:.80}")
     message: Message = _build(TAGS[parts[0]], parts[1:])
     return message
 
 
+def room_of(data: bytes) -> str:
+    """The room that a message which can't be read is about, as far as can be told; else empty. Never raises."""
+    try:
+        parts = msgpack.unpackb(data, use_list=False)
+    except (ValueError, msgpack.UnpackException):
+        return ""
+    if not isinstance(parts, tuple) or len(parts) < 2 or type(parts[0]) is not int or parts[0] not in _OF_ROOMS:
+        return ""
+    return parts[1] if isinstance(parts[1], str) and len(parts[1]) <= MOST_NAME else ""
+
+
 def _build(cls: type[Any], values: tuple[Any, ...]) -> Any:
+    """Fields behind those that are known here are a newer build's, and skipped."""
     hints = _HINTS[cls]
-    if len(values) != len(hints):
+    if len(values) < len(hints):
         raise WireError(f"{cls.__name__} has {len(hints)} fields, got {len(values)}")
-    return cls(*(_field(cls, name, kind, v) for (name, kind), v in zip(hints.items(), values, strict=True)))
+    return cls(*(_field(cls, name, kind, v) for (name, kind), v in zip(hints.items(), values, strict=False)))
 
 
 def _field(cls: type, name: str, kind: Any, value: Any) -> Any:
@@ -214,6 +259,10 @@ def _field(cls: type, name: str, kind: Any, value: Any) -> Any:
             return ErrorKind(value)
         except ValueError:
             raise WireError(f"{cls.__name__}.{name} is no error kind: {value!r}") from None
+    if kind in _HINTS:
+        if not isinstance(value, tuple):
+            raise WireError(f"{cls.__name__}.{name} must be {kind.__name__}, got {value!r:.80}")
+        return _build(kind, value)
     if origin is tuple:
         inner = typing.get_args(kind)[0]
         if inner in _HINTS and isinstance(value, tuple) and all(isinstance(v, tuple) for v in value):
@@ -221,7 +270,7 @@ def _field(cls: type, name: str, kind: Any, value: Any) -> Any:
         good = isinstance(value, tuple) and all(type(v) is inner for v in value)
     else:
         plain = origin or getattr(kind, "__supertype__", kind)
-        good = type(value) is plain
+        good = type(value) is plain and not (kind is RoomId and len(value) > MOST_NAME)
     if not good:
         raise WireError(f"{cls.__name__}.{name} must be {kind}, got {value!r:.80}")
     return value

@@ -89,10 +89,31 @@ def copy_out(slots: torch.Tensor, slot: int, room: RoomId, epoch: int) -> Metada
         raise WireError(f"metadata slot {slot} is damaged")
     try:
         found, slot_epoch, token, logprob, cached, computed, draft = msgpack.unpackb(body, use_list=False)
-        score = None if logprob is None else TokenLogprob(logprob[0], logprob[1], logprob[2])
-        drafted = None if draft is None else Draft(*draft)
+        score = None if logprob is None else _logprob(*logprob)
+        drafted = None if draft is None else _draft(*draft)
+        _whole(token, cached, computed)
     except (ValueError, TypeError, IndexError, msgpack.UnpackException) as error:
         raise WireError(f"metadata slot {slot} can't be read: {error}") from None
     if found != room or slot_epoch != epoch:
         raise WireError(f"metadata slot {slot} holds room {found} epoch {slot_epoch}, wanted {room} epoch {epoch}")
     return Metadata(room, epoch, token, score, cached, computed, drafted)
+
+
+def _whole(*numbers: object) -> None:
+    """Raises `TypeError` for anything but token ids and counts."""
+    if not all(type(number) is int and 0 <= number < 2**63 for number in numbers):
+        raise TypeError(f"these must be whole numbers from 0 on: {numbers!r:.80}")
+
+
+def _logprob(token: int, logprob: float, top: tuple[tuple[int, float], ...]) -> TokenLogprob:
+    if not all(type(value) in (float, int) for value in (logprob, *(value for _, value in top))):
+        raise TypeError(f"log-probabilities must be numbers: {logprob!r:.80}")
+    _whole(token, *(other for other, _ in top))
+    return TokenLogprob(token, logprob, top)
+
+
+def _draft(dtype: str, hidden: bytes, tokens: tuple[int, ...], probabilities: tuple[float, ...]) -> Draft:
+    if type(dtype) is not str or type(hidden) is not bytes or not all(type(p) in (float, int) for p in probabilities):
+        raise TypeError("a draft's state must be named bytes, and its probabilities numbers")
+    _whole(*tokens)
+    return Draft(dtype, hidden, tokens, probabilities)

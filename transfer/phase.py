@@ -10,15 +10,21 @@ from contracts.ids import WorkerName
 from contracts.messages import Event
 from contracts.ports import SessionId
 from transfer.desk import Desk, R
+from transfer.fitness import Fitness
 from transfer.waiting import Sleep
 
 
 class PhaseWorker(ABC, Generic[R]):
     """The common part of `contracts.ports.Worker`. One thread, but for `wake`."""
 
-    def __init__(self, desk: Desk[R], waiter: Sleep) -> None:
+    def __init__(self, desk: Desk[R], waiter: Sleep, fitness: Fitness) -> None:
         self._desk = desk
         self._waiter = waiter
+        self._fitness = fitness
+
+    @property
+    def unfit(self) -> str:
+        return self._fitness.unfit
 
     def step(self) -> list[tuple[SessionId, Event]]:
         """One round: hear, expire, admit, compute, publish."""

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 import torch
 import zmq
@@ -22,8 +22,11 @@ import zmq
 from cache.device import Completion
 from cache.moves import Move
 from cache.pools import PoolSet
+from contracts.errors import LayoutMismatch
 from contracts.ids import RoomId
 from contracts.orders import Arrival
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,6 +57,8 @@ class Target:
     room: RoomId
     runs: Mapping[str, Run]
     slot: int
+    ticket: int = 0
+    """The grant's: what arrives with another one is nobody's."""
 
     def at(self, pool: str, numbers: range) -> tuple[int, ...]:
         """The reader's pages for these numbers. Raises `IndexError` for what was not granted."""
@@ -93,6 +98,12 @@ class SlotWrite:
 class Link(Protocol):
     """A writer's way into one reader's memory."""
 
+    frame_bytes: int | None
+    """What one write may have of each pool; None: everything."""
+
+    def admit(self, target: Target) -> None:
+        """Raises `WireError` for places that the reader's memory, as it was described, doesn't have."""
+
     def post(self, write: PageWrite | SlotWrite) -> Completion:
         """Start a write. What it reads must stay unchanged until the completion is done."""
 
@@ -102,6 +113,10 @@ class Link(Protocol):
 
     def cut(self) -> bool:
         """Whether its connection was cut since the last call: writes and notices may be lost."""
+
+    @property
+    def up(self) -> bool:
+        """Whether there is a connection now, as far as `cut` has seen; always, where none is needed."""
 
     def close(self) -> None: ...
 
@@ -125,7 +140,8 @@ class Plane(Protocol):
         """What `connect` of a peer's plane needs, as plain values: a part for each rank, under ``ranks``."""
 
     def connect(self, descriptor: dict[str, Any]) -> Link:
-        """Raises `LayoutMismatch` when the descriptor's memory can't be reached from here, saying why."""
+        """Raises `LayoutMismatch` when the descriptor's memory can't be reached from here, saying why, and for anything
+        that is no descriptor: it is what a peer says, and nothing about it is certain."""
 
     def permit(self, target: Target) -> None:
         """Writes for this room may arrive from now on."""
@@ -137,7 +153,8 @@ class Plane(Protocol):
         """Take in what other ranks of this worker told: `poll` does so, too, but who only writes doesn't call it."""
 
     def poll(self) -> list[bytes]:
-        """Apply what has arrived; returns the notices, in order. Never blocks."""
+        """Apply what has arrived; returns the notices, in order. Never blocks, and takes in so much at a time that
+        nobody who sends without end keeps its caller."""
 
     @property
     def waitable(self) -> Sequence[zmq.Socket[bytes]]:
@@ -157,3 +174,11 @@ class RankPlane(Plane, Protocol):
 
 
 Wake = Callable[[], None]
+
+
+def said(descriptor: object, name: str, kind: type[T]) -> T:
+    """Field `name` of a part of a peer's descriptor. Raises `LayoutMismatch` where it isn't there, or not a `kind`."""
+    value = descriptor.get(name) if isinstance(descriptor, dict) else None
+    if type(value) is not kind:
+        raise LayoutMismatch(f"the descriptor's {name} must be of type {kind.__name__}, got {value!r:.80}")
+    return value

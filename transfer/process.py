@@ -9,6 +9,11 @@ from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
+from contracts.errors import WireError
+
+MOST_PID = 2**22
+"""Linux knows no larger ones."""
+
 
 @cache
 def namespace() -> str:
@@ -26,6 +31,13 @@ def start_ticks(pid: int) -> int | None:
     return int(stat.rpartition(")")[2].split()[19])
 
 
+def readable(fd: int) -> bool:
+    """Whether there is something to read now. By poll: select fails for descriptors from 1024 on."""
+    poller = select.poll()
+    poller.register(fd, select.POLLIN)
+    return bool(poller.poll(0))
+
+
 def mine() -> tuple[int, int, str]:
     """This process as peers are told of it: pid, start ticks, namespace."""
     pid = os.getpid()
@@ -41,10 +53,19 @@ class ProcessWatch:
 
     @classmethod
     def open(cls, pid: int, started: int, boot: str) -> ProcessWatch | None:
-        """None for a process that can't be watched from here. Raises `ProcessLookupError` when it is dead already."""
+        """None for a process that can't be watched from here. Raises `ProcessLookupError` when it is dead already, and
+        `WireError` for what is no process, or where the system has no descriptor for it."""
         if boot != namespace():
             return None
-        fd = os.pidfd_open(pid)
+        if not 0 < pid <= MOST_PID:
+            raise WireError(f"no process has the pid {pid}")
+        try:
+            fd = os.pidfd_open(pid)
+        except ProcessLookupError:
+            raise
+        except OSError as error:
+            raise WireError(f"process {pid} can't be watched: {error}") from None
+        # In this order: what the descriptor stands for can't change any more.
         if start_ticks(pid) != started:
             os.close(fd)
             raise ProcessLookupError(f"pid {pid} is another process by now")
@@ -52,7 +73,7 @@ class ProcessWatch:
 
     @property
     def dead(self) -> bool:
-        return bool(select.select([self.fd], [], [], 0)[0])
+        return readable(self.fd)
 
     def close(self) -> None:
         if self.fd >= 0:
@@ -69,13 +90,18 @@ class GroupWatch:
 
     @classmethod
     def open(cls, processes: Sequence[tuple[int, int, str]]) -> GroupWatch | None:
-        """None where one can't be watched from here. Raises `ProcessLookupError` when all are dead already."""
+        """None where one can't be watched from here. Raises `ProcessLookupError` when all are dead already, and
+        `WireError` as `ProcessWatch.open` does."""
         watches: list[ProcessWatch] = []
         for pid, started, boot in processes:
             try:
                 watch = ProcessWatch.open(pid, started, boot)
             except ProcessLookupError:
                 continue
+            except WireError:
+                for opened in watches:
+                    opened.close()
+                raise
             if watch is None:
                 for opened in watches:
                     opened.close()

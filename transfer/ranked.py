@@ -83,7 +83,7 @@ class RankedPlane:
 
     def permit(self, target: Target) -> None:
         # Before the writer hears of its grant, every rank must know: what it doesn't know of, it drops.
-        answers = self.followers.ask(Permit(target.room, _places(target.runs)))
+        answers = self.followers.ask(Permit(target.room, target.ticket, _places(target.runs)))
         self._plane.permit(target)
         answers.wait()
 
@@ -125,12 +125,17 @@ class _RankedLink:
         self._plane = plane
         self.severed = False
         """Whether a follower has told that its part was cut."""
+        self.frame_bytes = mine.frame_bytes
+
+    def admit(self, target: Target) -> None:
+        """By the leader's own part: what all ranks of a reader describe has the same counts."""
+        self._mine.admit(target)
 
     def post(self, write: PageWrite | SlotWrite) -> Completion:
         if isinstance(write, SlotWrite):
             return self._mine.post(write)
         sources, targets = _places(write.runs), _places(write.target.runs)
-        order = Post(self._number, write.target.room, write.number, sources, targets)
+        order = Post(self._number, write.target.room, write.target.ticket, write.number, sources, targets)
         answers = self._plane.followers.ask(order)
         return All([self._mine.post(write), _Answered(answers)])
 
@@ -141,6 +146,11 @@ class _RankedLink:
         """The leader's own, or that of a follower, as far as the plane has heard."""
         severed, self.severed = self.severed, False
         return self._mine.cut() or severed
+
+    @property
+    def up(self) -> bool:
+        """The leader's own part: a follower's that is down shows in what is cut."""
+        return self._mine.up
 
     def close(self) -> None:
         self._plane.forget(self._number)
@@ -190,11 +200,11 @@ class RankLinks:
                 if link is not None:
                     link.close()
             case Post():
-                target = Target(RoomId(order.room), _runs(order.targets), 0)
+                target = Target(RoomId(order.room), _runs(order.targets), 0, order.ticket)
                 self._links[order.link].post(PageWrite(target, _runs(order.sources), order.number)).wait()
                 return True
             case Permit():
-                self._plane.permit(Target(RoomId(order.room), _runs(order.places), 0))
+                self._plane.permit(Target(RoomId(order.room), _runs(order.places), 0, order.ticket))
                 return True
             case Revoke():
                 self._plane.revoke(RoomId(order.room))

@@ -9,6 +9,7 @@ where it doesn't (hazard A5).
 from __future__ import annotations
 
 import logging
+import secrets
 from collections import Counter, OrderedDict, deque
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
@@ -21,6 +22,7 @@ from contracts.clock import Clock
 from contracts.config import TransferConfig
 from contracts.damage import Where, log_damage
 from contracts.errors import ErrorKind, WireError
+from contracts.fingerprint import Fingerprint, mismatch
 from contracts.ids import Incarnation, RoomId, WorkerName
 from contracts.messages import PeerRef
 from transfer import messages as m
@@ -32,6 +34,8 @@ from transfer.shares import Shares
 
 log = logging.getLogger("twinpool.transfer")
 _CONFIRMED = 256
+_AT_ONCE = 256
+"""Messages of one peer that are heard in one round."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,7 +95,10 @@ class _Peer:
     deadline: float
     welcome: m.Welcome | None = None
     watch: Watch | None = None
-    queued: list[m.Control] = field(default_factory=list)
+    estranged: bool = False
+    """It doesn't know this worker any more, or never answered: only rooms in quarantine keep it in the books."""
+    queued: dict[RoomId, m.Control] = field(default_factory=dict)
+    """What it hears after its welcome: the latest of each room."""
     down_since: float | None = None
     """Since when there has been no connection to it, after there was one."""
     confirmed: deque[m.Received] = field(default_factory=lambda: deque(maxlen=_CONFIRMED))
@@ -110,6 +117,8 @@ class _Room:
     runs: Mapping[str, Run] = field(default_factory=dict)
     """What was granted, by pool: those of which something is missing."""
     grant: m.Grant | None = None
+    promised: bool = False
+    """The grant has left: from here on its places come back by the writer's word, or its death, alone."""
     asked: float = 0.0
     """When its writer was last asked to stop."""
     shares: Shares = field(default_factory=lambda: Shares({}))
@@ -124,7 +133,7 @@ class ReceiverEnd:
         self,
         name: WorkerName,
         incarnation: Incarnation,
-        fingerprint: str,
+        fingerprint: Fingerprint,
         plane: Plane,
         pools: PoolSet,
         slots: int,
@@ -134,7 +143,7 @@ class ReceiverEnd:
         carrier: Carrier,
         clock: Clock,
     ) -> None:
-        self._name, self._incarnation, self._fingerprint = name, incarnation, fingerprint
+        self._name, self._incarnation, self.fingerprint = name, incarnation, fingerprint
         self._plane, self._pools, self._config, self._clock = plane, pools, config, clock
         self._verify, self._carrier = verify, carrier
         self._slots = plane.allocate("slots", slots * SLOT_BYTES).view(slots, SLOT_BYTES)
@@ -147,6 +156,8 @@ class ReceiverEnd:
         """Messages that came for a room that had ended."""
         self.damage: Counter[str] = Counter()
         """Rooms in which something arrived that isn't what was promised, by pool, or by "metadata"."""
+        self.refused = 0
+        """Messages and notices, heard or said, that could not be used."""
         plane.register(pools, self._slots)
 
     # ------------------------------------------------------------ what decode asks
@@ -183,9 +194,10 @@ class ReceiverEnd:
         runs = {p: Run(n.start, leases[p].indices[: len(n)]) for p, n in wanted.items() if n}
         entry.leases, entry.slot, entry.heard = dict(leases), slot, self._clock.now()
         entry.runs, entry.shares = runs, Shares(wanted)
-        self._plane.permit(Target(room, runs, slot.indices[0]))
+        ticket = 1 + secrets.randbits(62)
+        self._plane.permit(Target(room, runs, slot.indices[0], ticket))
         places = [m.Place(p, run.first, run.indices, leases[p].epochs[: len(run)]) for p, run in runs.items()]
-        entry.grant = m.Grant(room, tuple(places), slot.indices[0], slot.epochs[0])
+        entry.grant = m.Grant(room, tuple(places), slot.indices[0], slot.epochs[0], ticket)
         self._send(entry.peer, entry.grant)
         return True
 
@@ -204,7 +216,7 @@ class ReceiverEnd:
             try:
                 self._notice(m.decode(data))
             except WireError as error:
-                log.warning("notice refused: %s", error)
+                self._refuse("notice", error)
                 self._plane.dropped += 1
         self._expire()
         outcomes, self._outcomes = self._outcomes, []
@@ -225,7 +237,7 @@ class ReceiverEnd:
     @property
     def next_deadline(self) -> float | None:
         """When `poll` is due although nothing arrives."""
-        due = [p.deadline for p in self._peers.values() if p.welcome is None]
+        due = [p.deadline for p in self._peers.values() if p.welcome is None and not p.estranged]
         due += [r.heard + self._config.room_timeout_s for r in self._rooms.values() if r.state is Receiver.GRANTED]
         return min(due, default=None)
 
@@ -252,47 +264,51 @@ class ReceiverEnd:
 
     def _connect(self, ref: PeerRef) -> _Peer:
         key = (ref.name, ref.incarnation)
-        if key in self._peers:
-            return self._peers[key]
-        channel = self._carrier.connect(ref.control, f"{self._name}:{self._incarnation}".encode())
-        peer = _Peer(ref, channel, self._clock.now() + self._config.connect_timeout_s)
-        channel.send(m.encode(self._hello(ref)))
-        # A worker has one live incarnation: what the old one still owed is lost.
+        peer = self._peers.get(key)
+        if peer is not None and not peer.estranged:
+            return peer
+        deadline = self._clock.now() + self._config.connect_timeout_s
+        if peer is not None:
+            # It kept rooms that are in quarantine, and keeps them. Perhaps the two can meet now.
+            peer.estranged, peer.welcome, peer.deadline = False, None, deadline
+        else:
+            channel = self._carrier.connect(ref.control, f"{self._name}:{self._incarnation}".encode())
+            peer = self._peers[key] = _Peer(ref, channel, deadline)
+        peer.channel.send(m.encode(self._hello(ref)))
+        # A worker has one live incarnation: what the old one still owed is lost. What it may still write to is not free
+        # for that: one that still lives, somewhere, keeps it until it says that it writes no more, or its death is
+        # proven.
         for (name, incarnation), old in list(self._peers.items()):
             if name == ref.name and incarnation < ref.incarnation and (old.watch is None or old.watch.dead):
-                self._lose(old, f"{name} is now incarnation {ref.incarnation}")
-        self._peers[key] = peer
+                proven = old.watch is not None
+                (self._lose if proven else self._part)(old, f"{name} is now incarnation {ref.incarnation}")
         return peer
 
     def _hello(self, ref: PeerRef) -> m.Hello:
-        layout = {"model": self._fingerprint, **describe_spec(self._pools.spec.whole)}
         return m.Hello(
-            self._name, self._incarnation, ref.incarnation, layout, self._plane.kind, self._plane.describe(),
-            *self._carrier.mine(),
+            self._name, self._incarnation, ref.incarnation, self.fingerprint, describe_spec(self._pools.spec.whole),
+            self._plane.kind, self._plane.describe(), *self._carrier.mine(),
         )  # fmt: skip
 
-    def _send(self, peer: _Peer, message: m.Control) -> None:
-        if peer.welcome is None:
-            peer.queued.append(message)
-        else:
-            peer.channel.send(m.encode(message))
+    def _send(self, peer: _Peer, message: m.Grant | m.Abort | m.Received) -> None:
+        if peer.welcome is None and not peer.estranged:
+            peer.queued[message.room] = message
+            return
+        if isinstance(message, m.Grant) and message.room in self._rooms:
+            self._rooms[message.room].promised = True
+        peer.channel.send(m.encode(message))
 
     def _hear(self, peer: _Peer) -> None:
-        while (data := peer.channel.receive()) is not None:
+        for _ in range(_AT_ONCE):
+            data = peer.channel.receive()
+            if data is None:
+                break
             try:
-                message = m.decode(data)
+                self._control(peer, m.decode(data))
             except WireError as error:
-                log.warning("control message of %s refused: %s", peer.ref.name, error)
-                continue
-            if isinstance(message, m.Welcome):
-                self._welcome(peer, message)
-                if self._peers.get((peer.ref.name, peer.ref.incarnation)) is not peer:
-                    return  # It is not who was asked for.
-            elif isinstance(message, m.Refused):
-                self._lose(peer, f"{peer.ref.name} refused the hand-over: {message.reason}")
-                return
-            elif isinstance(message, m.Quiesced | m.Failed):
-                self._notice(message)
+                self._refuse(f"message of {peer.ref.name}", error)
+            if self._peers.get((peer.ref.name, peer.ref.incarnation)) is not peer:
+                return  # It is not who was asked for.
         if peer.watch is not None and peer.watch.dead:
             self._lose(peer, f"{peer.ref.name} (pid {peer.watch.pid}) died")
             return
@@ -300,23 +316,58 @@ class ReceiverEnd:
             self._say_again(peer)
         self._mind(peer)
 
+    def _control(self, peer: _Peer, message: m.Message) -> None:
+        """Raises `WireError` for what is not for decode, or not the peer's; then nothing has changed."""
+        if isinstance(message, m.Welcome):
+            self._welcome(peer, message)
+        elif isinstance(message, m.Refused):
+            self._part(peer, f"{peer.ref.name} refused the hand-over: {message.reason:.500}")
+        elif isinstance(message, m.Rejected):
+            self._rejected(peer, message)
+        elif isinstance(message, m.Quiesced | m.Failed):
+            room = self._rooms.get(message.room)
+            if room is not None and room.peer is not peer:
+                raise WireError(f"room {room.id} is not {peer.ref.name}'s")
+            self._notice(message)
+        else:
+            raise WireError(f"{type(message).__name__} is not for decode")
+
+    def _refuse(self, what: str, error: WireError) -> None:
+        """Counted, and told of now and then: whoever says one such thing may say many."""
+        self.refused += 1
+        if self.refused & (self.refused - 1) == 0:  # Of a flood, the first, second, fourth, eighth ...
+            log.warning("%s refused, the %d. in all: %.500s", what, self.refused, error)
+
+    def _rejected(self, peer: _Peer, rejected: m.Rejected) -> None:
+        """The peer couldn't use one message. It says of which room, if it knows: that one can't go on."""
+        if peer.welcome is None:
+            self._part(peer, f"{peer.ref.name} refused the hand-over: {rejected.reason:.500}")
+            return
+        self._refuse(f"message to {peer.ref.name}", WireError(rejected.reason))
+        room = self._rooms.get(RoomId(rejected.room))
+        if room is not None and room.peer is peer and room.state is not Receiver.ABORTING:
+            reason = f"{peer.ref.name} can't use a message: {rejected.reason:.500}"
+            self._give_up(room, reason)
+            self._outcomes.append(Broken(room.id, ErrorKind.ROOM, reason, peer.ref.name))
+
     def _say_again(self, peer: _Peer) -> None:
         """The connection was cut: what was said last may be lost. When it is back the writer hears all of it once more,
         and takes what it knows already as said once."""
         log.warning("the connection to %s was cut", peer.ref.name)
-        if peer.welcome is None:
+        if peer.welcome is None and not peer.estranged:
             peer.channel.send(m.encode(self._hello(peer.ref)))
             return
         for room in [r for r in self._rooms.values() if r.peer is peer]:
             if room.state is Receiver.GRANTED and room.grant is not None:
                 self._send(peer, room.grant)
             elif room.state is Receiver.ABORTING:
-                self._send(peer, m.Abort(room.id, "given up"))
+                self._send(peer, self._abort(room, "given up"))
         for message in peer.confirmed:
             self._send(peer, message)
 
     def _mind(self, peer: _Peer) -> None:
-        """End the rooms of a peer whom nobody reaches any more. What it may still write to stays in quarantine."""
+        """End the rooms of a peer whom nobody reaches any more. What it may still write to stays in quarantine; without
+        any of that it is forgotten after a while."""
         if peer.welcome is None or peer.channel.up:
             peer.down_since = None
             return
@@ -324,36 +375,78 @@ class ReceiverEnd:
         peer.down_since = now if peer.down_since is None else peer.down_since
         if now - peer.down_since < limit:
             return
-        for room in [r for r in self._rooms.values() if r.peer is peer and r.state is not Receiver.ABORTING]:
+        rooms = [r for r in self._rooms.values() if r.peer is peer]
+        for room in [r for r in rooms if r.state is not Receiver.ABORTING]:
             message = f"the connection to {peer.ref.name} was cut, and not back after {limit:g} s"
             self._give_up(room, message)
             self._outcomes.append(Broken(room.id, ErrorKind.ROOM, message, peer.ref.name))
+        if not rooms and now - peer.down_since >= self._config.peer_forget_s:
+            self._forget(peer)
 
     def _welcome(self, peer: _Peer, welcome: m.Welcome) -> None:
+        if peer.welcome is not None or peer.estranged:
+            return  # Said again, as the hello was, or too late.
         if welcome.incarnation != peer.ref.incarnation:
-            self._lose(peer, f"{peer.ref.name} is incarnation {welcome.incarnation}, not {peer.ref.incarnation}")
+            self._part(peer, f"{peer.ref.name} is incarnation {welcome.incarnation}, not {peer.ref.incarnation}")
             return
-        if peer.welcome is not None:
-            return  # Said again, as the hello was.
-        peer.welcome = welcome
+        reason = mismatch(self.fingerprint, welcome.fingerprint, self._name, peer.ref.name)
+        if reason is not None:
+            self._part(peer, reason)
+            return
         try:
             others = [(other.pid, other.started, other.boot) for other in welcome.others]
-            peer.watch = self._carrier.watch([(welcome.pid, welcome.started, welcome.boot), *others])
+            watch = self._carrier.watch([(welcome.pid, welcome.started, welcome.boot), *others])
         except ProcessLookupError:
-            self._lose(peer, f"{peer.ref.name} (pid {welcome.pid}) died")
+            self._part(peer, f"{peer.ref.name} (pid {welcome.pid}) died")
             return
-        queued, peer.queued = peer.queued, []
-        for message in queued:
+        except WireError as error:
+            self._part(peer, f"{peer.ref.name}: {error}")
+            return
+        if watch is None and not self._plane.revocable:
+            # Nobody could ever prove that it writes no more, and what it was promised might never come back.
+            self._part(peer, f"plane {self._plane.kind}: the processes of {peer.ref.name} can't be watched from here")
+            return
+        if peer.watch is not None:
+            peer.watch.close()
+        peer.welcome, peer.watch = welcome, watch
+        queued, peer.queued = peer.queued, {}
+        for message in queued.values():
+            assert isinstance(message, m.Grant | m.Abort | m.Received)
             self._send(peer, message)
 
     def _lose(self, peer: _Peer, reason: str) -> None:
-        """The peer can't write any more: it is dead, or never began."""
+        """The peer's death is proven: it can't write any more."""
         self._forget(peer)
         for room in [r for r in self._rooms.values() if r.peer is peer]:
             self._break(room, ReceiverEvent.LOST, ErrorKind.ROOM, reason)
 
+    def _part(self, peer: _Peer, reason: str) -> None:
+        """There is no hand-over with this peer, now; but it may well live, and what it was promised it may still write.
+
+        So its rooms are broken, and those with a promise stay in quarantine, and the peer in the books until the last
+        of them has ended.
+        """
+        peer.estranged, peer.queued = True, {}
+        for room in [r for r in self._rooms.values() if r.peer is peer]:
+            if room.state is Receiver.ABORTING and room.promised:
+                continue
+            if room.promised:
+                self._give_up(room, reason)
+                self._outcomes.append(Broken(room.id, ErrorKind.ROOM, reason, peer.ref.name))
+            else:
+                self._break(room, ReceiverEvent.LOST, ErrorKind.ROOM, reason)
+        self._drop(peer)
+
+    def _drop(self, peer: _Peer) -> None:
+        """Forget an estranged peer without rooms."""
+        if peer.estranged and not any(r.peer is peer for r in self._rooms.values()):
+            self._forget(peer)
+
     def _forget(self, peer: _Peer) -> None:
-        self._peers.pop((peer.ref.name, peer.ref.incarnation), None)
+        key = (peer.ref.name, peer.ref.incarnation)
+        if self._peers.get(key) is not peer:
+            return
+        del self._peers[key]
         peer.channel.close()
         if peer.watch is not None:
             peer.watch.close()
@@ -361,12 +454,20 @@ class ReceiverEnd:
     # ------------------------------------------------------------ notices
 
     def _notice(self, message: m.Message) -> None:
-        if isinstance(message, m.Hello | m.Grant | m.Abort | m.Received | m.Welcome | m.Refused):
+        """Raises `WireError` for what is no notice, and for one without the room's ticket; then nothing has changed."""
+        if isinstance(message, m.Hello | m.Grant | m.Abort | m.Received | m.Welcome | m.Refused | m.Rejected):
             raise WireError(f"{type(message).__name__} is no notice")
         room = self._rooms.get(message.room)
         if room is None:
             self.late += 1
             return
+        ticket = room.grant.ticket if room.grant is not None else 0
+        if message.ticket != ticket:
+            if message.ticket or not isinstance(message, m.Failed | m.Finished):
+                raise WireError(f"{type(message).__name__} of room {room.id} has another ticket")
+            if room.promised:
+                self._before_its_grant(room, message)
+                return
         room.heard = self._clock.now()
         if isinstance(message, m.Quiesced):
             if room.state is Receiver.ABORTING:
@@ -384,6 +485,17 @@ class ReceiverEnd:
             self._wrote(room, message)
         else:
             self._complete(room)
+
+    def _before_its_grant(self, room: _Room, word: m.Failed | m.Finished) -> None:
+        """The request ended at the writer before it knew of the grant, which is on its way. That much can be passed on;
+        the places come back when the grant or the abort behind it is answered."""
+        if room.state is Receiver.ABORTING:
+            return
+        if isinstance(word, m.Failed):
+            self._outcomes.append(Broken(room.id, word.kind, word.message, room.peer.ref.name))
+        else:
+            self._outcomes.append(Over(room.id))
+        self._give_up(room, "it had ended before its grant came")
 
     def _wrote(self, room: _Room, wrote: m.Wrote) -> None:
         """One write of several pools: all of it is right, or the room is broken."""
@@ -438,7 +550,8 @@ class ReceiverEnd:
         self.damage[pool if pool in self._pools.spec.by_name else "metadata"] += 1
         message = f"{pool}: {what}"
         log_damage(log, Where.HANDOVER, room=room.id, peer=room.peer.ref.name, pool=pool, what=what)
-        self._send(room.peer, m.Abort(room.id, message, damaged=True))
+        room.asked = self._clock.now()
+        self._send(room.peer, self._abort(room, message, damaged=True))
         event = ReceiverEvent.REVOKED if self._plane.revocable else ReceiverEvent.DAMAGED
         self._break(room, event, ErrorKind.DAMAGED, message)
 
@@ -447,8 +560,12 @@ class ReceiverEnd:
     def _give_up(self, room: _Room, reason: str) -> None:
         """Tell the writer to stop, and end the room as soon as nobody can write to it any more (hazard A5)."""
         room.asked = self._clock.now()
-        self._send(room.peer, m.Abort(room.id, reason))
-        self._step(room, ReceiverEvent.REVOKED if self._plane.revocable else ReceiverEvent.ABORT)
+        self._send(room.peer, self._abort(room, reason))
+        free = self._plane.revocable or not room.promised
+        self._step(room, ReceiverEvent.REVOKED if free else ReceiverEvent.ABORT)
+
+    def _abort(self, room: _Room, reason: str, damaged: bool = False) -> m.Abort:
+        return m.Abort(room.id, reason[:500], damaged, room.grant.ticket if room.grant is not None else 0)
 
     def _break(self, room: _Room, event: ReceiverEvent, kind: ErrorKind, message: str) -> None:
         aborting = room.state is Receiver.ABORTING
@@ -458,8 +575,8 @@ class ReceiverEnd:
 
     def _expire(self) -> None:
         now = self._clock.now()
-        for peer in [p for p in self._peers.values() if p.welcome is None and now >= p.deadline]:
-            self._lose(peer, f"{peer.ref.name} did not answer within {self._config.connect_timeout_s:g} s")
+        for peer in [p for p in self._peers.values() if p.welcome is None and not p.estranged and now >= p.deadline]:
+            self._part(peer, f"{peer.ref.name} did not answer within {self._config.connect_timeout_s:g} s")
         for room in self._silent(now):
             self._give_up(room, "silence")
             message = f"nothing came for {self._config.room_timeout_s:g} s"
@@ -467,7 +584,7 @@ class ReceiverEnd:
         for room in [r for r in self._rooms.values() if r.state is Receiver.ABORTING]:
             if now - room.asked >= self._config.link_timeout_s:  # The writer's answer may be lost, with a connection.
                 room.asked = now
-                self._send(room.peer, m.Abort(room.id, "given up"))
+                self._send(room.peer, self._abort(room, "given up"))
 
     def _silent(self, now: float) -> Iterable[_Room]:
         late = now - self._config.room_timeout_s
@@ -479,6 +596,8 @@ class ReceiverEnd:
         if not RECEIVER.terminal(room.state):
             return
         self._plane.revoke(room.id)
+        if isinstance(room.peer.queued.get(room.id), m.Grant):
+            del room.peer.queued[room.id]
         for lease in room.leases.values():
             lease.release()
         if room.slot is not None:
@@ -488,3 +607,4 @@ class ReceiverEnd:
         self._ended[room.id] = None
         while len(self._ended) > 65536:
             self._ended.popitem(last=False)
+        self._drop(room.peer)

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 import zmq
 from zmq.utils import z85
 
+from contracts.errors import LayoutMismatch
 from transfer.cuts import CutWatch, keep_alive
 
 
@@ -44,7 +45,10 @@ class Curve:
 def dial(
     context: zmq.Context[zmq.Socket[bytes]], endpoint: str, curve: Curve | None, link_timeout_s: float
 ) -> tuple[zmq.Socket[bytes], CutWatch]:
-    """A PUSH socket to `endpoint` that never blocks its sender, and forgets what is unsent when it is closed."""
+    """A PUSH socket to `endpoint` that never blocks its sender, and forgets what is unsent when it is closed.
+
+    Raises `LayoutMismatch` for what is no endpoint.
+    """
     socket = context.socket(zmq.PUSH)
     socket.set(zmq.SNDHWM, 0)
     socket.set(zmq.LINGER, 0)
@@ -52,7 +56,14 @@ def dial(
     if curve is not None:
         curve.call(socket)
     watch = CutWatch(socket)
-    socket.connect(endpoint)
+    try:
+        if not endpoint.startswith("tcp://"):
+            raise LayoutMismatch(f"a peer's endpoint must be tcp://HOST:PORT, got {endpoint!r:.80}")
+        socket.connect(endpoint)
+    except (zmq.ZMQError, LayoutMismatch) as error:
+        watch.close()
+        socket.close(linger=0)
+        raise LayoutMismatch(f"no connection to {endpoint!r:.80}: {error}") from None
     return socket, watch
 
 

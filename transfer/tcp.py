@@ -27,16 +27,17 @@ from cache.moves import gather
 from cache.pools import PoolSet
 from cache.registry import BufferLayout, PoolSetSpec
 from contracts.config import FaultsConfig, TransferConfig
-from contracts.errors import ConfigError
+from contracts.errors import ConfigError, LayoutMismatch
 from contracts.ids import RoomId
 from contracts.orders import Arrival
 from transfer.cuts import CutWatch, keep_alive
 from transfer.detour import detour
+from transfer.direct import AT_ONCE, WAITING
 from transfer.fan import MOST_RANKS, fan, rank_cut, writers
 from transfer.faults import WriteFaults
 from transfer.held import HeldNotices
 from transfer.metadata import SLOT_BYTES
-from transfer.plane import Link, PageWrite, SlotWrite, Target
+from transfer.plane import Link, PageWrite, SlotWrite, Target, said
 from transfer.security import Curve, bind, dial
 
 # A received frame is read-only memory, and only read.
@@ -44,8 +45,9 @@ warnings.filterwarnings("ignore", "The given buffer is not writable", UserWarnin
 
 _PAGES, _SLOT, _NOTICE = b"P", b"S", b"N"
 LINK_TIMEOUT_S = TransferConfig().link_timeout_s
+FRAME_BYTES = TransferConfig().frame_bytes
 _POLL_BYTES = 32 * 1024 * 1024
-"""Stored in one poll at most, so that a decode step never waits long."""
+"""Taken in by one poll at most, so that a decode step never waits long."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,17 +75,23 @@ class ZmqLink:
         ranks: tuple[int, int] = (0, 1),
         target: PoolSetSpec | None = None,
         cut: Cut | None = None,
+        frame_bytes: int | None = None,
     ) -> None:
-        """`ranks` is which of how many this writer is. `target`, with a `cut` for it: what the reader's rank holds."""
+        """`ranks` is which of how many this writer is. `target`, with a `cut` for it: what the reader's rank holds.
+        `frame_bytes`: the longest frame that it takes in."""
+        self.frame_bytes = frame_bytes
         self._ranks, self._target, self._cut = ranks, target, cut
         self._source = source
         self._socket = socket
         self._watch = watch
         self._faults = faults
 
+    def admit(self, target: Target) -> None: ...  # The reader looks up itself what it has granted.
+
     def post(self, write: PageWrite | SlotWrite) -> Completion:
+        target = write.target
         if isinstance(write, SlotWrite):
-            self._socket.send_multipart([_SLOT, write.target.room.encode(), write.data])
+            self._socket.send_multipart([_SLOT, msgpack.packb((target.room, target.ticket)), write.data])
             return DONE
         mine = {pool: run for pool, run in write.runs.items() if self._cut is None or pool in self._cut}
         packed = [self._packed(pool, run.indices) for pool, run in mine.items()]
@@ -92,7 +100,7 @@ class ZmqLink:
             self._faults.after_seal(part.view(-1), 0)
         runs = [(pool, run.first, len(run)) for pool, run in mine.items()]
         frames = [memoryview(part.numpy()) for part in packed]  # type: ignore[arg-type]
-        head = msgpack.packb((write.target.room, runs, *self._ranks, write.number))
+        head = msgpack.packb((target.room, target.ticket, runs, *self._ranks, write.number))
         self._socket.send_multipart([_PAGES, head], zmq.SNDMORE if frames else 0)
         if frames:
             self._socket.send_multipart(frames, 0, copy=False)
@@ -117,6 +125,10 @@ class ZmqLink:
     def cut(self) -> bool:
         return self._watch.cut()
 
+    @property
+    def up(self) -> bool:
+        return self._watch.was_up
+
     def close(self) -> None:
         self._watch.close()
         self._socket.close(linger=0)
@@ -136,9 +148,12 @@ class ZmqPlane:
         rank: int = 0,
         size: int = 1,
         link_timeout_s: float = LINK_TIMEOUT_S,
+        frame_bytes: int = FRAME_BYTES,
     ) -> None:
+        """`frame_bytes`: the longest frame that is taken in, unless one page has more."""
         self._rank, self._size = rank, size
-        self._link_timeout_s = link_timeout_s
+        self._link_timeout_s, self._frame_bytes = link_timeout_s, frame_bytes
+        self._host, self._endpoint = host, ""
         self._held = HeldNotices(size, lambda sources, at: writers(self._pools.spec.whole, sources, at, size))
         self._settled: list[Arrival] = []
         self._due: list[bytes] = []
@@ -146,9 +161,9 @@ class ZmqPlane:
         self._curve = curve
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context.instance()
         self._inbound = self._context.socket(zmq.PULL)
-        self._inbound.set(zmq.RCVHWM, 0)
+        self._inbound.set(zmq.RCVHWM, WAITING)
         keep_alive(self._inbound, link_timeout_s)
-        self._endpoint = detour(bind(self._inbound, host, curve), "data", str(os.getpid()), faults.proxy)
+        self._proxy = faults.proxy
         self._targets: dict[RoomId, Target] = {}
         self._from: dict[tuple[int, int], dict[str, _Packing]] = {}
         self.dropped = 0
@@ -158,16 +173,29 @@ class ZmqPlane:
 
     def register(self, pools: PoolSet, slots: torch.Tensor | None) -> None:
         self._pools, self._slots = pools, slots
+        if not self._endpoint:
+            # Only now is it known what the longest frame is, and a socket takes its bounds from before `bind`.
+            whole = pools.spec.whole
+            self._frame_bytes = max(self._frame_bytes, SLOT_BYTES, *(whole.unit_bytes(p.name) for p in whole.pools))
+            self._inbound.set(zmq.MAXMSGSIZE, self._frame_bytes)
+            endpoint = bind(self._inbound, self._host, self._curve)
+            self._endpoint = detour(endpoint, "data", str(os.getpid()), self._proxy)
 
     def describe(self) -> dict[str, Any]:
-        return {"ranks": [{"endpoint": self._endpoint}]}
+        return {"ranks": [{"endpoint": self._endpoint, "frame_bytes": self._frame_bytes}]}
 
     def connect(self, descriptor: dict[str, Any]) -> Link:
         return fan(self._pools.spec.whole, self._rank, self._size, descriptor, self._link)
 
     def _link(self, descriptor: dict[str, Any], spec: PoolSetSpec, cut: Cut | None) -> Link:
-        socket, watch = dial(self._context, descriptor["endpoint"], self._curve, self._link_timeout_s)
-        return ZmqLink(self._pools, socket, watch, self._faults, (self._rank, self._size), spec, cut)
+        endpoint, frame_bytes = said(descriptor, "endpoint", str), said(descriptor, "frame_bytes", int)
+        whole = self._pools.spec.whole
+        least = max(whole.unit_bytes(pool.name) for pool in whole.pools)
+        if frame_bytes < least:
+            raise LayoutMismatch(f"plane zmq: the reader takes frames of {frame_bytes} bytes, one page has {least}")
+        socket, watch = dial(self._context, endpoint, self._curve, self._link_timeout_s)
+        ranks = (self._rank, self._size)
+        return ZmqLink(self._pools, socket, watch, self._faults, ranks, spec, cut, frame_bytes)
 
     def permit(self, target: Target) -> None:
         self._targets[target.room] = target
@@ -189,26 +217,27 @@ class ZmqPlane:
     def poll(self) -> list[bytes]:
         notices = [*self._due, *self._held.due()]
         self._due.clear()
-        stored = 0
-        while stored < _POLL_BYTES:
+        taken = 0
+        for _ in range(AT_ONCE):
+            if taken >= _POLL_BYTES:
+                break
             try:
                 kind, *frames = self._inbound.recv_multipart(zmq.NOBLOCK, copy=False)
             except zmq.Again:
                 break
+            taken += sum(len(f.buffer) for f in frames)
             if kind.bytes == _NOTICE and len(frames) == 2:
                 notices += self._notice(frames[0].bytes, frames[1].bytes)
-            elif self._store(kind.bytes, [f.buffer for f in frames]):
-                stored += sum(len(f.buffer) for f in frames)
-            else:
+            elif not self._store(kind.bytes, [f.buffer for f in frames]):
                 self.dropped += 1
         return notices
 
     def _notice(self, head: bytes, data: bytes) -> list[bytes]:
         try:
             room, writes, sources = msgpack.unpackb(head)
-            if not (type(writes) is type(sources) is int and 0 < sources <= MOST_RANKS):
+            if not (type(room) is str and type(writes) is type(sources) is int and 0 < sources <= MOST_RANKS):
                 raise ValueError(f"{writes} writes of {sources} ranks")
-            return self._held.add(room, data, writes, sources)
+            return self._held.add(RoomId(room), data, writes, sources)
         except (ValueError, TypeError, ConfigError, msgpack.UnpackException):
             self.dropped += 1
             return []
@@ -216,8 +245,12 @@ class ZmqPlane:
     def _store(self, kind: bytes, frames: Sequence[memoryview]) -> bool:
         """Store a write into its room's places or slot; False, with nothing stored, for what was not granted."""
         if kind == _SLOT and len(frames) == 2:
-            target = self._targets.get(RoomId(bytes(frames[0]).decode(errors="replace")))
-            if target is None or self._slots is None or len(frames[1]) > SLOT_BYTES:
+            try:
+                room, ticket = msgpack.unpackb(frames[0])
+                target = self._granted(room, ticket)
+            except (ValueError, TypeError, LookupError, msgpack.UnpackException):
+                return False
+            if self._slots is None or not 0 < len(frames[1]) <= SLOT_BYTES:
                 return False
             self._slots[target.slot, : len(frames[1])] = torch.frombuffer(bytearray(frames[1]), dtype=torch.uint8)
             return True
@@ -225,16 +258,20 @@ class ZmqPlane:
             return False
         places: list[tuple[_Packing, tuple[int, ...]]] = []
         try:
-            room, runs, source, sources, number = msgpack.unpackb(frames[0])
+            room, ticket, runs, source, sources, number = msgpack.unpackb(frames[0])
             if not (type(source) is type(sources) is type(number) is int and 0 <= source < sources <= MOST_RANKS):
                 return False
-            target = self._targets[room]
+            target = self._granted(room, ticket)
             packings = self._packings(source, sources)
             for (pool, first, count), frame in zip(runs, frames[1:], strict=True):
+                if not type(first) is type(count) is int or count <= 0:
+                    return False
                 places.append((packings[pool], target.at(pool, range(first, first + count))))
-                if not count or len(frame) != count * packings[pool].page_bytes:
+                if len(frame) != count * packings[pool].page_bytes:
                     return False
         except (ValueError, TypeError, LookupError, ConfigError, msgpack.UnpackException):
+            return False
+        if len({packing.pool for packing, _ in places}) != len(places):
             return False
         layout = self._pools.layout
         for (packing, indices), frame in zip(places, frames[1:], strict=True):
@@ -248,6 +285,13 @@ class ZmqPlane:
         if self._rank:
             self._settled.append(settled)
         return True
+
+    def _granted(self, room: str, ticket: int) -> Target:
+        """Raises `LookupError` for a room that has no such grant."""
+        target = self._targets[RoomId(room)]
+        if target.ticket != ticket:
+            raise LookupError(f"room {room} was granted to somebody else")
+        return target
 
     def _packings(self, source: int, sources: int) -> dict[str, _Packing]:
         """What the frames of a writer's rank hold, by pool. Worked out once for each."""

@@ -8,25 +8,22 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from enum import IntEnum
 
 from cache.nodes import Node, Offer, Part
 
 
-@dataclass(frozen=True, slots=True)
-class Accepts:
-    """Whether what was walked so far can be computed from, with the device's state alone or with the host's too."""
+class Level(IntEnum):
+    """Whether what was walked so far can be computed from: not, with the host's state too, with the device's alone."""
 
-    device: bool
-    tree: bool
+    NEITHER = 0
+    TREE = 1
+    DEVICE = 2
 
 
-class Walk(ABC):
-    """One component's view of one path from the root down."""
-
-    @abstractmethod
-    def step(self, node: Node, pages: int) -> Accepts:
-        """Go on through the first `pages` pages of `node`."""
+NEITHER, TREE, DEVICE = Level.NEITHER, Level.TREE, Level.DEVICE
+Walked = Sequence[tuple[Node, int]]
+"""Nodes from the root down, each with how many of its first pages are meant."""
 
 
 class Component(ABC):
@@ -38,7 +35,8 @@ class Component(ABC):
         self.name = name
 
     @abstractmethod
-    def walk(self) -> Walk: ...
+    def levels(self, path: Walked) -> list[Level]:
+        """After each node of `path`: whether it can be computed from there, as far as this pool goes."""
 
     @abstractmethod
     def needs(self, path: Sequence[Node]) -> Iterable[Node]:
@@ -63,12 +61,11 @@ class Component(ABC):
 
     def split(self, part: Part, upper: Node, pages: int) -> Part | None:
         """Cut `part` with its node, after `pages`; returns what the upper half keeps. A point stays at its end."""
-        if self.point:
-            return None
-        lease = part.lease.split(pages, part.lease.owner)
-        head = Part(upper, part.component, part.tier, lease, part.digests[:pages], set(part.locks))
-        part.digests = part.digests[pages:]
-        return head
+        return None if self.point else part.split(upper, pages)
+
+    def split_end(self, part: Part, lower: Node, pages: int) -> Part | None:
+        """The same, where `lower` is the new one; returns what that gets. None: `part` goes there as it is."""
+        return None if self.point else part.split_end(lower, pages)
 
     def check(self, part: Part) -> list[str]:
         """What is wrong with one part."""
@@ -80,16 +77,7 @@ class Component(ABC):
         return []
 
 
-def accepts(device: bool, tree: bool) -> Accepts:
-    """The value, without making one: a match asks at every node."""
-    return _BOTH if device and tree else _TREE if tree else _DEVICE if device else NEITHER
-
-
-NEITHER = Accepts(False, False)
-_BOTH, _TREE, _DEVICE = Accepts(True, True), Accepts(False, True), Accepts(True, False)
-
-
-def there(node: Node, component: str) -> Accepts:
+def there(node: Node, component: str) -> Level:
     """In which tiers `node` has state of `component`."""
     device, host = node.parts
-    return _BOTH if component in device else _TREE if component in host else NEITHER
+    return DEVICE if component in device else TREE if component in host else NEITHER

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-from cache.components.base import Accepts, Component, Walk, accepts, there
+from cache.components.base import DEVICE, NEITHER, TREE, Component, Level, Walked, there
 from cache.nodes import Node
 
 
@@ -19,8 +19,18 @@ class Window(Component):
         super().__init__(name)
         self.reach = reach
 
-    def walk(self) -> Walk:
-        return _Walk(self.name, self.reach)
+    def levels(self, path: Walked) -> list[Level]:
+        # The last two: pages since the last tombstone.
+        depth = device = tree = 0
+        out = []
+        for node, pages in path:
+            here = there(node, self.name)
+            depth += pages
+            device = device + pages if here is DEVICE else 0
+            tree = tree + pages if here else 0
+            enough = min(self.reach, depth)
+            out.append(DEVICE if device >= enough else TREE if tree >= enough else NEITHER)
+        return out
 
     def needs(self, path: Sequence[Node]) -> Iterable[Node]:
         needed: list[Node] = []
@@ -31,19 +41,3 @@ class Window(Component):
             needed.append(node)
             pages += len(node)
         return reversed(needed)
-
-
-class _Walk(Walk):
-    """Counts the pages since the last tombstone."""
-
-    def __init__(self, name: str, reach: int) -> None:
-        self._name, self._reach = name, reach
-        self._depth = self._device = self._tree = 0
-
-    def step(self, node: Node, pages: int) -> Accepts:
-        here = there(node, self._name)
-        self._depth += pages
-        self._device = self._device + pages if here.device else 0
-        self._tree = self._tree + pages if here.tree else 0
-        enough = min(self._reach, self._depth)
-        return accepts(self._device >= enough, self._tree >= enough)

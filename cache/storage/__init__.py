@@ -7,7 +7,7 @@ from importlib.metadata import entry_points
 from pathlib import Path
 
 from cache.storage.backend import Backend, Capacity, Counts, Item, ObjectName, Outcome, Verdict
-from cache.storage.executor import Op, Queue, StorageQueue, Ticket
+from cache.storage.executor import Chain, Op, Queue, StorageQueue, Ticket
 from cache.storage.inline import InlineQueue
 from contracts.config import StorageConfig
 from contracts.errors import ConfigError
@@ -53,7 +53,8 @@ def _file(config: StorageConfig) -> Backend:
     _refuse(config, url=config.url, ttl_s=config.ttl_s)
     if not config.path:
         raise ConfigError("cache.storage.backend file needs a folder: set cache.storage.path")
-    return FileBackend(Path(config.path).expanduser(), config.max_bytes, config.timeout_s)
+    path = Path(config.path).expanduser()
+    return FileBackend(path, config.max_bytes, config.timeout_s, group=config.group_access)
 
 
 def _redis(config: StorageConfig) -> Backend:
@@ -81,6 +82,7 @@ def _refuse(config: StorageConfig, **settings: object) -> None:
 __all__ = [
     "Backend",
     "Capacity",
+    "Chain",
     "Counts",
     "InlineQueue",
     "Item",

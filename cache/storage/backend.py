@@ -81,6 +81,8 @@ class Outcome(NamedTuple):
         return self.verdict in (Verdict.FOUND, Verdict.STORED, Verdict.KEPT)
 
 
+CUT_OFF = "what comes before it could not be written"
+"""The reason of a write that was not begun."""
 MISSING = Outcome(Verdict.MISSING)
 STORED = Outcome(Verdict.STORED)
 KEPT = Outcome(Verdict.KEPT)
@@ -113,7 +115,7 @@ class Counts:
     foreign: int = 0
     """Files met in the folder that are not Twinpool's; they were left alone."""
     failed: int = 0
-    """Names that met an I/O error, an absent server or the deadline."""
+    """Names that met an I/O error, an absent server or the deadline, or were behind one that did in a write."""
     refused: int = 0
     """Writes for which there was no room."""
     evicted: int = 0
@@ -157,7 +159,11 @@ class Backend(Protocol):
         ...
 
     def write(self, items: Sequence[Item]) -> list[Outcome]:
-        """Store each object, evicting what was used longest ago; earlier items come first when room is short."""
+        """Store each object in turn, evicting what was used longest ago.
+
+        Once one could not be stored, none behind it is written, unless it is there already: they may be of use only
+        with those before them. Their outcome is `FAILED`, with `CUT_OFF` as the reason.
+        """
         ...
 
     def delete(self, names: Sequence[ObjectName]) -> None:

@@ -8,7 +8,9 @@ already *running* goes on to its end, and `cancel` says which it was.
        \\________ cancel, queue full, close ____________________________________/
 
 Reads and lookups go before writes, since a request waits for them; but after eight in a row the oldest write has its
-turn. Each of the two lines is bounded. A queue owns its backend: the last thread to leave closes it.
+turn. Writes of one `Chain` run one after the other in the order in which they were submitted, and once one of them has
+not written all of its objects, those behind it write none. Each of the two lines is bounded. A queue owns its backend:
+the last thread to leave closes it.
 """
 
 from __future__ import annotations
@@ -21,7 +23,7 @@ from dataclasses import dataclass
 from enum import Enum, StrEnum, auto
 from typing import Any, Generic, Protocol, TypeVar
 
-from cache.storage.backend import Backend, Item, ObjectName, Outcome, Verdict
+from cache.storage.backend import CUT_OFF, Backend, Item, ObjectName, Outcome, Verdict
 from contracts.clock import Clock, SystemClock
 
 _log = logging.getLogger(__name__)
@@ -42,13 +44,32 @@ class _State(Enum):
     DONE = auto()
 
 
+class Chain:
+    """Writes of which none is to be there without those before it."""
+
+    def __init__(self) -> None:
+        self.submitted = 0
+        self.running = False
+        self.broken: int | None = None
+        """Which of them failed or was given up, the first of those: no one behind it writes anything."""
+
+
 class Ticket(Generic[T]):
     """One submitted operation; `result()` once it is `done`."""
 
     def __init__(
-        self, op: Op, names: Sequence[ObjectName], run: Callable[[], T], drop: Callable[[Ticket[Any]], bool]
+        self,
+        op: Op,
+        names: Sequence[ObjectName],
+        run: Callable[[], T],
+        drop: Callable[[Ticket[Any]], bool],
+        chain: Chain | None = None,
     ) -> None:
         self.op = op
+        self.chain = chain
+        if chain is not None:
+            self._place = chain.submitted
+            chain.submitted += 1
         self.names = tuple(names)
         self._run = run
         self._drop = drop
@@ -71,10 +92,34 @@ class Ticket(Generic[T]):
 
     def _start(self) -> None:
         self._state = _State.RUNNING
+        if self.chain is not None:
+            self.chain.running = True
 
     def _finish(self, result: T) -> None:
+        if self.chain is not None:
+            if self._state is _State.RUNNING:
+                self.chain.running = False
+            outcomes: Any = result
+            if not all(outcome.ok for outcome in outcomes) and not self._cut_off:
+                self.chain.broken = self._place
         self._result = result
         self._state = _State.DONE
+
+    @property
+    def _may_start(self) -> bool:
+        """Whether no other one of its chain is running."""
+        return self.chain is None or not self.chain.running
+
+    def _carry_out(self) -> None:
+        """To be called by whoever started it."""
+        if self._cut_off:
+            self._fail(CUT_OFF)
+        else:
+            self._finish(self._run())
+
+    @property
+    def _cut_off(self) -> bool:
+        return self.chain is not None and self.chain.broken is not None and self.chain.broken < self._place
 
     def _fail(self, reason: str) -> None:
         answer: list[Any] = [False if self.op is Op.EXISTS else Outcome(Verdict.FAILED, reason=reason)]
@@ -99,7 +144,7 @@ class Queue(Protocol):
 
     def submit_read(self, names: Sequence[ObjectName], into: Sequence[memoryview]) -> Ticket[list[Outcome]]: ...
 
-    def submit_write(self, items: Sequence[Item]) -> Ticket[list[Outcome]]: ...
+    def submit_write(self, items: Sequence[Item], chain: Chain | None = None) -> Ticket[list[Outcome]]: ...
 
     def close(self, timeout_s: float) -> bool: ...
 
@@ -146,11 +191,11 @@ class StorageQueue:
         names, into = tuple(names), tuple(into)
         return self._submit(Ticket(Op.READ, names, lambda: self.backend.read(names, into), self._cancel))
 
-    def submit_write(self, items: Sequence[Item]) -> Ticket[list[Outcome]]:
+    def submit_write(self, items: Sequence[Item], chain: Chain | None = None) -> Ticket[list[Outcome]]:
         """The payloads must stay as they are until the ticket is done."""
         items = tuple(items)
         names = [item.name for item in items]
-        return self._submit(Ticket(Op.WRITE, names, lambda: self.backend.write(items), self._cancel))
+        return self._submit(Ticket(Op.WRITE, names, lambda: self.backend.write(items), self._cancel, chain))
 
     def counts(self) -> QueueCounts:
         with self._change:
@@ -208,17 +253,21 @@ class StorageQueue:
     def _take(self) -> Ticket[Any] | None:
         """The next ticket, once there is one; None when the queue is closing."""
         with self._change:
-            self._change.wait_for(lambda: self._closing or self._reads or self._writes)
-            if self._closing:
-                return None
-            if self._reads and not (self._writes and self._reads_in_a_row >= _IN_A_ROW):
-                self._reads_in_a_row += 1
-                ticket = self._reads.popleft()
-            else:
-                self._reads_in_a_row = 0
-                ticket = self._writes.popleft()
-            ticket._start()
-            return ticket
+            while not self._closing:
+                write = next((ticket for ticket in self._writes if ticket._may_start), None)
+                if self._reads and not (write and self._reads_in_a_row >= _IN_A_ROW):
+                    self._reads_in_a_row += 1
+                    ticket = self._reads.popleft()
+                elif write is not None:
+                    self._reads_in_a_row = 0
+                    self._writes.remove(write)
+                    ticket = write
+                else:
+                    self._change.wait()
+                    continue
+                ticket._start()
+                return ticket
+            return None
 
     def _serve(self) -> None:
         try:
@@ -233,11 +282,14 @@ class StorageQueue:
 
     def _run(self, ticket: Ticket[Any]) -> None:
         try:
-            ticket._finish(ticket._run())
+            ticket._carry_out()
         except Exception as error:  # A backend of a stranger's; the loop must hear of it all the same.
             with self._change:
                 self._counts["raised"] += 1
             ticket._fail(f"the backend raised {type(error).__name__}: {error}")
             _log.exception("storage_backend_raised", extra={"op": ticket.op.value})
+        if ticket.chain is not None:
+            with self._change:
+                self._change.notify_all()
         if self._wake is not None:
             self._wake()

@@ -3,17 +3,25 @@
 A read is open, one `preadv` of payload and seal straight into the caller's page, and a check. Nothing about single
 objects is kept in memory: a name is looked up in the file system each time, as another process may have written or
 deleted it in the meantime.
+
+When a folder is opened, a thread goes through it shard by shard: it counts, sweeps, and evicts what is over the cap.
+Nobody waits for it, but for a folder without counts, to which nothing is written until it has been through. Short of
+room, what was used longest ago goes: of a folder of a few thousand objects exactly that, of a larger one what is among
+the oldest eighth of its shard, shard after shard, so that a write never looks at all there is.
 """
 
 from __future__ import annotations
 
 import errno
 import os
+import random
 import stat
+import threading
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from cache.storage.backend import (
+    CUT_OFF,
     KEPT,
     MISSING,
     STORED,
@@ -26,7 +34,7 @@ from cache.storage.backend import (
     Tally,
     Verdict,
 )
-from cache.storage.folder import Busy, Folder, Scan, remove
+from cache.storage.folder import SHARDS, Busy, Counted, Folder, remove, shard_of
 from cache.storage.seal import check_seal, seal, seal_bytes, wrong_size
 from contracts.clock import Clock, SystemClock
 
@@ -38,14 +46,21 @@ _READ = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
 _WRITE = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 _SLACK = 16
-"""Evicting frees this part of the cap (1/16) beyond what is needed, as each time costs a scan of the folder."""
+"""Evicting from a small folder frees this part of the cap (1/16) beyond what is needed, as each time costs a scan."""
+_SMALL = 4096
+"""Objects of a folder that is small: all of them may be looked at at once."""
+_OLDEST = 8
+"""Of a shard of a larger one this part (1/8) may go at a time."""
+_MOST_SHARDS = 32
+"""Shards that are looked at to make room for one write."""
 
 
 class FileBackend:
     """Objects under `root`, at most `max_bytes` of them with their seals.
 
     A call waits `timeout_s` at most for other processes and starts no file after it. `wall_ns` gives the use times
-    (None: the file system's own clock), `writev` writes. Raises `ConfigError` when the folder can't be used.
+    (None: the file system's own clock), `writev` writes. With `group`, the folder's group may read and write there.
+    Raises `ConfigError` when the folder can't be used.
     """
 
     def __init__(
@@ -54,24 +69,78 @@ class FileBackend:
         max_bytes: int,
         timeout_s: float = 5.0,
         *,
+        group: bool = False,
         clock: Clock | None = None,
         wall_ns: Callable[[], int] | None = None,
         writev: Writer = os.writev,
     ) -> None:
         self._clock = clock or SystemClock()
-        self._folder = Folder(root, self._clock)
+        self._folder = Folder(root, self._clock, group)
         self._max_bytes, self._timeout_s = max_bytes, timeout_s
         self._wall_ns, self._writev = wall_ns, writev
         self._tally = Tally()
+        self._next_shard = random.randrange(SHARDS)
+        self._closing, self._wanted, self._through = threading.Event(), threading.Event(), threading.Event()
         try:
             with self._folder.locked(self._deadline()):
-                found = self._folder.scan(sweep=True)
-                self._tally.add("foreign", found.foreign)
-                self._folder.write_ledger(*self._evict(found, max_bytes))
-        except Busy:
-            pass  # Another process is scanning or evicting right now, and its ledger is as good.
-        except OSError:
-            pass  # The ledger could not be written: the disk is full, and refuses pages by itself.
+                counted = self._folder.read_counts()
+                if not counted.known and self._folder.empty:
+                    counted.known = True
+                    self._folder.write_counts(counted)
+        except (Busy, OSError):
+            pass  # It is counted before anything is written.
+        self._wanted.set()
+        self._scanner = threading.Thread(target=self._go_through_when_wanted, name="storage-scan", daemon=True)
+        self._scanner.start()
+
+    # ------------------------------------------------------------ counting
+
+    def wait_counted(self, timeout_s: float) -> bool:
+        """Whether the folder has been gone through since it was opened, after at most so long."""
+        return self._through.wait(timeout_s)
+
+    def _go_through_when_wanted(self) -> None:
+        while not self._closing.is_set():
+            self._wanted.wait()
+            self._wanted.clear()
+            while not self._closing.is_set() and not self._go_through():
+                self._closing.wait(self._timeout_s)
+            self._through.set()
+
+    def _go_through(self) -> bool:
+        """Count every shard, each under the lock for itself; whether all of that could be done."""
+        foreign = 0
+        try:
+            for shard in range(SHARDS):
+                if self._closing.is_set():
+                    return False
+                with self._folder.locked(self._deadline()):
+                    found = self._folder.scan(shard, sweep=True)
+                    counted = self._folder.read_counts()
+                    counted.set(shard, found)
+                    self._folder.write_counts(counted)
+                foreign += found.foreign
+            with self._folder.locked(self._deadline()):
+                counted = self._folder.read_counts()
+                counted.known = True
+                self._folder.write_counts(counted)
+                foreign += self._folder.tidy()
+            while not self._closing.is_set() and self._too_much():
+                pass
+        except (Busy, OSError):
+            return False  # Another process keeps the lock, or the disk is full and refuses pages by itself.
+        self._tally.add("foreign", foreign)
+        return True
+
+    def _too_much(self) -> bool:
+        """Evict some of what is over the cap; whether there is more."""
+        with self._folder.locked(self._deadline()):
+            counted = self._folder.read_counts()
+            before = counted.used
+            if before > self._max_bytes:
+                self._make_room(counted, self._max_bytes, 0)
+                self._folder.write_counts(counted)
+            return self._max_bytes < counted.used < before
 
     def _deadline(self) -> float:
         return self._clock.now() + self._timeout_s
@@ -145,15 +214,19 @@ class FileBackend:
         outcomes = [KEPT] * len(items)
         fresh = [at for at, item in enumerate(items) if not self._keep(self._folder.path(item.name.key))]
         sizes = [memoryview(items[at].payload).nbytes + seal_bytes(items[at].name) for at in fresh]
-        unused, stored = 0, 0
-        for at, size, granted in zip(fresh, sizes, self._reserve(sizes, deadline), strict=True):
+        sound = True
+        shards = [shard_of(items[at].name.key) for at in fresh]
+        gone: list[tuple[int, int]] = []
+        reserved = self._reserve(shards, sizes, deadline)
+        for at, shard, size, granted in zip(fresh, shards, sizes, reserved, strict=True):
             if granted is not None:
-                outcomes[at] = granted
+                outcomes[at], sound = granted, False
                 continue
-            outcomes[at] = self._write_one(items[at], deadline)
+            outcomes[at] = self._write_one(items[at], deadline) if sound else _cut_off()
             if not outcomes[at].ok:
-                unused, stored = unused + size, stored + 1
-        self._give_back(unused, stored, deadline)
+                gone.append((shard, size))
+                sound = False
+        self._give_back(gone, deadline)
         self._tally.add_outcomes(outcomes)
         return outcomes
 
@@ -167,43 +240,66 @@ class FileBackend:
             return False
         return True
 
-    def _reserve(self, sizes: Sequence[int], deadline: float) -> list[Outcome | None]:
-        """Take room in the ledger for each size in turn, evicting if need be; an outcome for those that get none."""
+    def _reserve(self, shards: Sequence[int], sizes: Sequence[int], deadline: float) -> list[Outcome | None]:
+        """Take room in the counts for each size in turn, evicting if need be; an outcome for those that get none."""
         if not sizes:
             return []
         answers: list[Outcome | None] = []
         try:
             with self._folder.locked(deadline):
-                used, objects = self._folder.read_ledger()
+                counted = self._folder.read_counts()
+                if not counted.known:
+                    self._wanted.set()
+                    return [Outcome(Verdict.FAILED, reason="what lies in the folder is still being counted")] * len(
+                        sizes
+                    )
                 wanted = sum(size for size in sizes if size <= self._max_bytes)
-                if used + wanted > self._max_bytes:
-                    keep = self._max_bytes - wanted - self._max_bytes // _SLACK
-                    used, objects = self._evict(self._folder.scan(sweep=False), max(0, keep))
-                for size in sizes:
-                    fits = used + size <= self._max_bytes
+                if counted.used + wanted > self._max_bytes:
+                    self._make_room(counted, max(0, self._max_bytes - wanted), self._max_bytes // _SLACK)
+                for shard, size in zip(shards, sizes, strict=True):
+                    fits = counted.used + size <= self._max_bytes
                     answers.append(None if fits else Outcome(Verdict.REFUSED, reason="the folder may not grow further"))
-                    used, objects = (used + size, objects + 1) if fits else (used, objects)
-                self._folder.write_ledger(used, objects)
+                    counted.add(shard, size if fits else 0, int(fits))
+                self._folder.write_counts(counted)
         except Busy:
             return [_late()] * len(sizes)
         except OSError as error:
             return [_failed(error)] * len(sizes)
         return answers
 
-    def _evict(self, found: Scan, keep_bytes: int) -> tuple[int, int]:
-        """Delete what was used longest ago until `keep_bytes` stay; bytes and objects then. The lock is held."""
-        used, objects = sum(size for _, size, _ in found.objects) + found.temp_bytes, len(found.objects)
-        if used > keep_bytes:
-            for _, size, file in sorted(found.objects):
-                if used <= keep_bytes:
-                    break
-                path = self._folder.path(file.removesuffix(".page"))
-                if remove(path):
-                    self._tally.add("evicted")
-                elif os.path.lexists(path):
-                    continue
-                used, objects = used - size, objects - 1
-        return used, objects
+    def _make_room(self, counted: Counted, keep_bytes: int, slack: int) -> None:
+        """Scan shards and delete what was used longest ago in them until `keep_bytes` stay; in a small folder `slack`
+        fewer, if it has to be begun with. The lock is held."""
+        if counted.objects <= _SMALL:
+            found = {shard: self._folder.scan(shard, sweep=False) for shard in range(SHARDS)}
+            for shard, one in found.items():
+                counted.set(shard, one)
+            if counted.used > keep_bytes - slack:
+                self._evict(
+                    counted, sorted(o for one in found.values() for o in one.objects), max(0, keep_bytes - slack)
+                )
+            return
+        for _ in range(_MOST_SHARDS):
+            if counted.used <= keep_bytes:
+                return
+            self._next_shard = (self._next_shard + 1) % SHARDS
+            one = self._folder.scan(self._next_shard, sweep=False)
+            counted.set(self._next_shard, one)
+            oldest = sorted(one.objects)[: -(-len(one.objects) // _OLDEST)]
+            self._evict(counted, oldest, 0 if counted.used > keep_bytes else counted.used)
+
+    def _evict(self, counted: Counted, objects: Sequence[tuple[int, int, str]], keep_bytes: int) -> None:
+        """Delete these, in order, until `keep_bytes` stay."""
+        for _, size, file in objects:
+            if counted.used <= keep_bytes:
+                return
+            key = file.removesuffix(".page")
+            path = self._folder.path(key)
+            if remove(path):
+                self._tally.add("evicted")
+            elif os.path.lexists(path):
+                continue
+            counted.add(shard_of(key), -size, -1)
 
     def _write_one(self, item: Item, deadline: float) -> Outcome:
         if self._clock.now() >= deadline:
@@ -212,10 +308,10 @@ class FileBackend:
         temp = self._folder.temp_path(key)
         try:
             try:
-                file = os.open(temp, _WRITE, 0o644)
+                file = self._folder.open_new(temp, _WRITE)
             except FileNotFoundError:
                 self._folder.make_shard(key)
-                file = os.open(temp, _WRITE, 0o644)
+                file = self._folder.open_new(temp, _WRITE)
             try:
                 self._write_all(file, [item.payload, seal(item.name, item.digest, item.payload)])
                 if self._wall_ns is not None:
@@ -238,7 +334,7 @@ class FileBackend:
                 left[0] = left[0][wrote:]
 
     def delete(self, names: Sequence[ObjectName]) -> None:
-        freed, gone = 0, 0
+        gone: list[tuple[int, int]] = []
         for name in names:
             path = self._folder.path(name.key)
             try:
@@ -246,34 +342,49 @@ class FileBackend:
             except OSError:
                 continue
             if stat.S_ISREG(status.st_mode) and remove(path):
-                freed, gone = freed + status.st_size, gone + 1
-        self._give_back(freed, gone, self._deadline())
+                gone.append((shard_of(name.key), status.st_size))
+        self._give_back(gone, self._deadline())
 
-    def _give_back(self, size: int, objects: int, deadline: float) -> None:
-        if objects == 0:
+    def _give_back(self, gone: Sequence[tuple[int, int]], deadline: float) -> None:
+        """Shards and sizes of objects that are no more, or never came."""
+        if not gone:
             return
         try:
             with self._folder.locked(deadline):
-                used, count = self._folder.read_ledger()
-                self._folder.write_ledger(used - size, count - objects)
+                counted = self._folder.read_counts()
+                for shard, size in gone:
+                    counted.add(shard, -size, -1)
+                self._folder.write_counts(counted)
         except (Busy, OSError):
-            pass  # The ledger stays too high until the next scan.
+            pass  # The counts stay too high until the next scan.
 
     def capacity(self) -> Capacity:
-        used, objects = self._folder.read_ledger()
-        return Capacity(self._max_bytes, used, objects)
+        counted = self._folder.read_counts()
+        return Capacity(self._max_bytes, counted.used, counted.objects)
 
     def counts(self) -> Counts:
         return self._tally.snapshot()
 
     def close(self) -> None:
-        self._folder.close()
+        self._closing.set()
+        self._wanted.set()
+        self._scanner.join(2 * self._timeout_s + 1)
+        if not self._scanner.is_alive():  # Else it uses what would be closed; it ends by itself.
+            self._folder.close()
 
 
 def _failed(error: OSError) -> Outcome:
     if error.errno in _FULL:
         return Outcome(Verdict.REFUSED, reason=f"the disk takes no more: {error.strerror}")
     return Outcome(Verdict.FAILED, reason=error.strerror or str(error))
+
+
+def _uncounted() -> Outcome:
+    return Outcome(Verdict.FAILED, reason="what lies in the folder is still being counted")
+
+
+def _cut_off() -> Outcome:
+    return Outcome(Verdict.FAILED, reason=CUT_OFF)
 
 
 def _late() -> Outcome:

@@ -1,6 +1,7 @@
 """The folder of the `file` backend: where things lie, who is at work in it, and how much it holds.
 
-    ROOT/ledger                     bytes and objects in use (two little-endian int64); its flock is the folder's lock
+    ROOT/ledger                     its flock is the folder's lock
+    ROOT/counts                     bytes and objects under each two digits (`Counted`)
     ROOT/owners/ID                  one for each open backend, held locked (flock) as long as its process lives
     ROOT/ab/ab12...ef.page          an object, under the first two digits of its key
     ROOT/ab/.ab12...ef.ID.N.tmp     an object that the backend ID is writing
@@ -8,12 +9,19 @@
 Any number of processes of one host work in a folder, and each may be killed at any moment. Three rules carry that:
 
 * An object appears by rename, complete or not at all. A temp file whose owner's lock is free is nobody's: it is swept
-  when a folder is opened. Locks are asked and not process numbers, so containers may share a folder.
-* The files are the truth, the ledger is an estimate that errs upward: room is taken from it *before* a file is
-  written and given back *after* one is gone, so a killed process leaves it too high. Every scan (on opening, and when
-  the ledger says that the folder is full) sets it right. What another process has taken from the ledger and not yet
-  begun to write is unknown to a scan, so the cap can be passed by one batch a process, until the next scan.
+  when a folder has been opened. Locks are asked and not process numbers, so containers may share a folder.
+* The files are the truth, the counts are an estimate that errs upward: room is taken from them *before* a file is
+  written and given back *after* one is gone, so a killed process leaves them too high. Each time a shard is scanned
+  its counts are set right. What another process has taken and not yet begun to write is unknown to a scan, so the cap
+  can be passed by one batch a process, until the next scan. Where there are no counts, or none that can be read,
+  nothing is written until all shards have been scanned.
 * Use times are the files' modification times, so they outlive a restart and are common to all processes.
+
+A folder may hold millions of files, so nothing is done to all of them at once: the lock is held for one shard of 256.
+
+What lies here is made of prompts. Files and folders are their owner's alone, or the group's too where the operator says
+so (`cache.storage.group_access`); shards that an earlier version left open to others are closed. The mode of a folder
+that was there is the operator's.
 
 Nothing is ever synced to the disk: a power cut may lose or tear what was written shortly before, which a seal shows
 when it is read, and what is lost is computed again. A scan trusts names and sizes; files that are not called as above
@@ -42,8 +50,8 @@ _PAGE = re.compile(r"([0-9a-f]{2})[0-9a-f]{30}\.page")
 _TEMP = re.compile(r"\.[0-9a-f]{32}\.([0-9a-f]{32})\.[0-9]+\.tmp")
 _OWNER = re.compile(r"[0-9a-f]{32}")
 _SHARD = re.compile(r"[0-9a-f]{2}")
-_LEDGER = struct.Struct("<qq")
 _POLL_S = 0.0002
+SHARDS = 256
 
 
 class Busy(Exception):
@@ -52,7 +60,7 @@ class Busy(Exception):
 
 @dataclass(slots=True)
 class Scan:
-    """What lies in the folder: the objects with their use times, and what else was met."""
+    """What lies in a shard: the objects with their use times, and what else was met."""
 
     objects: list[tuple[int, int, str]] = field(default_factory=list)
     """(use time in ns, bytes, file name), in no order."""
@@ -61,36 +69,97 @@ class Scan:
     foreign: int = 0
 
 
+class Counted:
+    """Bytes and objects in use, shard by shard. `known`: whether that is what was counted once."""
+
+    FORMAT = struct.Struct(f"<8s{2 * SHARDS}q")
+    KNOWN, UNKNOWN = b"tpcount1", b"tpcount?"
+
+    def __init__(self, raw: bytes) -> None:
+        mark, *figures = self.FORMAT.unpack(raw) if len(raw) == self.FORMAT.size else (b"",)
+        self.known = mark == self.KNOWN
+        self._figures: list[int] = figures if mark in (self.KNOWN, self.UNKNOWN) else [0] * (2 * SHARDS)
+
+    @property
+    def used(self) -> int:
+        return sum(self._figures[0::2])
+
+    @property
+    def objects(self) -> int:
+        return sum(self._figures[1::2])
+
+    def add(self, shard: int, size: int, objects: int) -> None:
+        """These have come, or with a minus gone."""
+        self._figures[2 * shard] = max(0, self._figures[2 * shard] + size)
+        self._figures[2 * shard + 1] = max(0, self._figures[2 * shard + 1] + objects)
+
+    def set(self, shard: int, found: Scan) -> None:
+        """What a scan has found."""
+        size = sum(size for _, size, _ in found.objects) + found.temp_bytes
+        self._figures[2 * shard : 2 * shard + 2] = [size, len(found.objects)]
+
+    def packed(self) -> bytes:
+        return self.FORMAT.pack(self.KNOWN if self.known else self.UNKNOWN, *self._figures)
+
+
+def shard_of(key: str) -> int:
+    return int(key[:2], 16)
+
+
 class Folder:
-    """An open folder: this process's place in it, the lock and the ledger.
+    """An open folder: this process's place in it, the lock and the counts. With `group`, the folder's group has access.
 
     Raises `ConfigError` when the folder can't be made or written to.
     """
 
-    def __init__(self, root: Path, clock: Clock) -> None:
+    def __init__(self, root: Path, clock: Clock, group: bool = False) -> None:
         self.root = str(root)
         self._clock = clock
+        self._group = group
+        self._file_mode, self._folder_mode = (0o660, 0o2770) if group else (0o600, 0o700)
         self._thread_lock = threading.Lock()
         self._next_temp = 0
         self._closed = False
+        opened: list[int] = []
         try:
-            os.makedirs(os.path.join(self.root, "owners"), exist_ok=True)
-            self._ledger = os.open(os.path.join(self.root, "ledger"), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+            self._make_folder(self.root)
+            self._make_folder(os.path.join(self.root, "owners"))
+            for name in ("ledger", "counts"):
+                opened.append(self.open_new(os.path.join(self.root, name), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC))
+            self._ledger, self._counts = opened
+            self._owner, self._owner_fd = self._enter()
         except OSError as error:
+            for fd in opened:
+                os.close(fd)
             raise ConfigError(
                 f"cannot use {root} for storage: {error.strerror}; set cache.storage.path to a folder you may write to"
             ) from None
+
+    def _make_folder(self, path: str) -> None:
+        """Make it, if it isn't there, with what leads to it."""
+        parent = os.path.dirname(path)
+        if parent and not os.path.isdir(parent):
+            os.makedirs(parent, exist_ok=True)
         try:
-            self._owner, self._owner_fd = self._enter()
-        except OSError as error:
-            os.close(self._ledger)
-            raise ConfigError(f"cannot use {root} for storage: {error.strerror}") from None
+            os.mkdir(path, self._folder_mode)
+        except FileExistsError:
+            return
+        if self._group:
+            os.chmod(path, self._folder_mode)  # Whatever the umask says.
+
+    def open_new(self, path: str, flags: int) -> int:
+        """Open a file that is made if it isn't there, for those only who may see it."""
+        fd = os.open(path, flags, self._file_mode)
+        status = os.fstat(fd)
+        if status.st_uid == os.geteuid() and stat.S_IMODE(status.st_mode) != self._file_mode:
+            os.fchmod(fd, self._file_mode)
+        return fd
 
     def _enter(self) -> tuple[str, int]:
         while True:
             owner = uuid.uuid4().hex
             path = self._owner_path(owner)
-            fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644)
+            fd = self.open_new(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC)
             fcntl.flock(fd, fcntl.LOCK_EX)
             if os.path.exists(path):
                 return owner, fd
@@ -103,8 +172,8 @@ class Folder:
         if not self._closed:
             self._closed = True
             remove(self._owner_path(self._owner))
-            os.close(self._owner_fd)
-            os.close(self._ledger)
+            for fd in (self._owner_fd, self._ledger, self._counts):
+                os.close(fd)
 
     def path(self, key: str) -> str:
         return f"{self.root}/{key[:2]}/{key}.page"
@@ -115,7 +184,8 @@ class Folder:
             return f"{self.root}/{key[:2]}/.{key}.{self._owner}.{self._next_temp}.tmp"
 
     def make_shard(self, key: str) -> None:
-        os.makedirs(f"{self.root}/{key[:2]}", exist_ok=True)
+        self._make_folder(self.root)
+        self._make_folder(f"{self.root}/{key[:2]}")
 
     @contextmanager
     def locked(self, deadline: float) -> Iterator[None]:
@@ -138,30 +208,45 @@ class Folder:
         finally:
             self._thread_lock.release()
 
-    def read_ledger(self) -> tuple[int, int]:
-        """Bytes and objects in use."""
-        raw = os.pread(self._ledger, _LEDGER.size, 0)
-        used, objects = _LEDGER.unpack(raw) if len(raw) == _LEDGER.size else (0, 0)
-        return max(0, used), max(0, objects)
+    def read_counts(self) -> Counted:
+        return Counted(os.pread(self._counts, Counted.FORMAT.size, 0))
 
-    def write_ledger(self, used: int, objects: int) -> None:
+    def write_counts(self, counted: Counted) -> None:
         """The caller holds the lock."""
-        os.pwrite(self._ledger, _LEDGER.pack(max(0, used), max(0, objects)), 0)
+        os.pwrite(self._counts, counted.packed(), 0)
 
-    def scan(self, *, sweep: bool) -> Scan:
-        """Look at every file by name and size; with `sweep`, delete what dead writers left behind."""
-        found = Scan()
-        for shard in self._entries(self.root):
-            if not _SHARD.fullmatch(shard.name) or not shard.is_dir(follow_symlinks=False):
-                found.foreign += shard.name not in ("ledger", "owners")
-                continue
-            for entry in self._entries(shard.path):
-                self._look(shard.name, entry, found, sweep)
-        if sweep:
-            for entry in self._entries(os.path.join(self.root, "owners")):
-                if _OWNER.fullmatch(entry.name):
-                    self._alive(entry.name)
+    @property
+    def empty(self) -> bool:
+        """Whether there is no shard."""
+        return not any(_SHARD.fullmatch(entry.name) for entry in self._entries(self.root))
+
+    def scan(self, shard: int, *, sweep: bool) -> Scan:
+        """Look at every file of a shard by name and size; with `sweep`, delete what dead writers left behind, and keep
+        strangers out."""
+        found, name = Scan(), f"{shard:02x}"
+        path = f"{self.root}/{name}"
+        try:
+            status = os.stat(path, follow_symlinks=False)
+        except OSError:
+            return found
+        if not stat.S_ISDIR(status.st_mode):
+            return found
+        if sweep and not self._group and status.st_mode & 0o077 and status.st_uid == os.geteuid():
+            os.chmod(path, self._folder_mode)
+        for entry in self._entries(path):
+            self._look(name, entry, found, sweep)
         return found
+
+    def tidy(self) -> int:
+        """Remove the marks of dead processes; returns how many strangers' files lie beside the shards."""
+        for entry in self._entries(os.path.join(self.root, "owners")):
+            if _OWNER.fullmatch(entry.name):
+                self._alive(entry.name)
+        foreign = 0
+        for entry in self._entries(self.root):
+            shard = _SHARD.fullmatch(entry.name) and entry.is_dir(follow_symlinks=False)
+            foreign += not shard and entry.name not in ("ledger", "counts", "owners")
+        return foreign
 
     def _look(self, shard: str, entry: os.DirEntry[str], found: Scan, sweep: bool) -> None:
         try:

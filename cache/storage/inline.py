@@ -6,8 +6,8 @@ import random
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from cache.storage.backend import Backend, Item, ObjectName, Outcome, Verdict
-from cache.storage.executor import Op, Ticket
+from cache.storage.backend import CUT_OFF, Backend, Item, ObjectName, Outcome, Verdict
+from cache.storage.executor import Chain, Op, Ticket
 
 Fault = Callable[[Op, ObjectName], str | None]
 """Why this name of an operation is to fail, or None."""
@@ -22,6 +22,11 @@ class InlineQueue:
         self.backend = backend
         self.fault = fault
         self._waiting: list[Ticket[Any]] = []
+        self._running = 0
+        self._abandoned: set[int] = set()
+        """Running tickets that nobody wants any more."""
+        self.cancelled_running = 0
+        """How many of those have ended."""
         self._closed = False
 
     @property
@@ -37,19 +42,38 @@ class InlineQueue:
         names, into = tuple(names), tuple(into)
         return self._submit(Ticket(Op.READ, names, lambda: self._read(names, into), self._cancel))
 
-    def submit_write(self, items: Sequence[Item]) -> Ticket[list[Outcome]]:
+    def submit_write(self, items: Sequence[Item], chain: Chain | None = None) -> Ticket[list[Outcome]]:
         items = tuple(items)
         names = [item.name for item in items]
-        return self._submit(Ticket(Op.WRITE, names, lambda: self._write(items), self._cancel))
+        return self._submit(Ticket(Op.WRITE, names, lambda: self._write(items), self._cancel, chain))
 
     def run_next(self, rng: random.Random | None = None) -> bool:
         """Run one waiting ticket, the oldest or one that `rng` picks; False when none waits."""
-        if not self._waiting:
+        end = self.begin_next(rng)
+        if end is None:
             return False
-        ticket = self._waiting.pop(rng.randrange(len(self._waiting)) if rng else 0)
-        ticket._start()
-        ticket._finish(ticket._run())
+        end()
         return True
+
+    def begin_next(self, rng: random.Random | None = None) -> Callable[[], None] | None:
+        """Begin to run one waiting ticket; None when none waits, or those that do wait for others of their chains. It
+        runs until what is returned is called: its buffers are in use until then, and nobody can cancel it."""
+        heads = {id(ticket.chain or ticket): ticket for ticket in reversed(self._waiting)}
+        first = [ticket for ticket in reversed(heads.values()) if ticket._may_start]
+        if not first:
+            return None
+        ticket = first[rng.randrange(len(first)) if rng else 0]
+        self._waiting.remove(ticket)
+        ticket._start()
+        self._running += 1
+
+        def end() -> None:
+            self._running -= 1
+            self.cancelled_running += id(ticket) in self._abandoned
+            self._abandoned.discard(id(ticket))
+            ticket._carry_out()
+
+        return end
 
     def run_all(self, rng: random.Random | None = None) -> int:
         """Run until none waits; how many ran."""
@@ -59,14 +83,14 @@ class InlineQueue:
         return ran
 
     def close(self, timeout_s: float = 0.0) -> bool:
-        """Fail what waits and close the backend; always in time, as nothing ever runs on its own."""
+        """Fail what waits and close the backend; False while some operation runs, as nothing here can wait for it."""
         for ticket in self._waiting:
             ticket._fail("storage is closing")
         self._waiting.clear()
         if not self._closed:
             self._closed = True
             self.backend.close()
-        return True
+        return not self._running
 
     def _submit(self, ticket: Ticket[Any]) -> Ticket[Any]:
         if self._closed:
@@ -77,6 +101,8 @@ class InlineQueue:
 
     def _cancel(self, ticket: Ticket[Any]) -> bool:
         if ticket not in self._waiting:
+            if not ticket.done:
+                self._abandoned.add(id(ticket))
             return False
         self._waiting.remove(ticket)
         ticket._fail("cancelled")
@@ -100,8 +126,10 @@ class InlineQueue:
 
     def _write(self, items: Sequence[Item]) -> list[Outcome]:
         reasons = self._reasons(Op.WRITE, [item.name for item in items])
-        answers = self.backend.write([item for item, why in zip(items, reasons, strict=True) if why is None])
-        return _merge(reasons, answers)
+        bad = next((at for at, why in enumerate(reasons) if why is not None), len(items))
+        answers = self.backend.write(items[:bad])
+        outcomes = _merge(reasons[: bad + 1], answers)
+        return outcomes + [Outcome(Verdict.FAILED, reason=CUT_OFF)] * (len(items) - len(outcomes))
 
 
 def _merge(reasons: Sequence[str | None], answers: Sequence[Outcome]) -> list[Outcome]:

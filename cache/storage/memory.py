@@ -7,6 +7,7 @@ from collections import OrderedDict
 from collections.abc import Sequence
 
 from cache.storage.backend import (
+    CUT_OFF,
     KEPT,
     MISSING,
     STORED,
@@ -98,7 +99,10 @@ class MemoryBackend:
         return outcome
 
     def write(self, items: Sequence[Item]) -> list[Outcome]:
-        outcomes = [self._write_one(item) for item in items]
+        outcomes: list[Outcome] = []
+        for item in items:
+            cut_off = bool(outcomes) and not outcomes[-1].ok
+            outcomes.append(Outcome(Verdict.FAILED, reason=CUT_OFF) if cut_off else self._write_one(item))
         self._tally.add_outcomes(outcomes)
         return outcomes
 

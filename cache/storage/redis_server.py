@@ -16,6 +16,7 @@ from redis.backoff import NoBackoff
 from redis.retry import Retry
 
 from cache.storage.backend import (
+    CUT_OFF,
     KEPT,
     MISSING,
     STORED,
@@ -104,8 +105,11 @@ class RedisBackend:
     def write(self, items: Sequence[Item]) -> list[Outcome]:
         deadline = self._clock.now() + self._timeout_s
         outcomes: list[Outcome] = []
+        sound = True
         for part in _rounds(items, [memoryview(item.payload).nbytes + seal_bytes(item.name) for item in items]):
-            outcomes += self._write_round(part, deadline)
+            answers = self._write_round(part, deadline) if sound else [_failed(CUT_OFF)] * len(part)
+            sound = all(outcome.ok for outcome in answers)
+            outcomes += answers
         self._tally.add_outcomes(outcomes)
         return outcomes
 
@@ -114,7 +118,12 @@ class RedisBackend:
         if isinstance(there, Outcome):
             return [there] * len(part)
         fresh = [item for item, kept in zip(part, there, strict=True) if not kept]
-        answers = iter(self._store(fresh, deadline))
+        stored = self._store(fresh, deadline)
+        bad = next((at for at, outcome in enumerate(stored) if not outcome.ok), len(stored))
+        if rest := [_key(item.name) for item, outcome in zip(fresh[bad:], stored[bad:], strict=True) if outcome.ok]:
+            # The server took some behind one that it didn't take.
+            self._ask(lambda: self._client.delete(*rest), deadline)
+        answers = iter([*stored[: bad + 1], *[_failed(CUT_OFF)] * (len(stored) - bad - 1)])
         return [KEPT if kept else next(answers) for kept in there]
 
     def _refresh(self, keys: Sequence[str], deadline: float) -> list[bool] | Outcome:

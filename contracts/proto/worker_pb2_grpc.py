@@ -299,6 +299,16 @@ class ControllerStub:
                 request_serializer=contracts_dot_proto_dot_worker__pb2.RoleChange.SerializeToString,
                 response_deserializer=contracts_dot_proto_dot_worker__pb2.Empty.FromString,
                 _registered_method=True)
+        self.Drain = channel.unary_unary(
+                '/twinpool.Controller/Drain',
+                request_serializer=contracts_dot_proto_dot_worker__pb2.Target.SerializeToString,
+                response_deserializer=contracts_dot_proto_dot_worker__pb2.Targets.FromString,
+                _registered_method=True)
+        self.Undrain = channel.unary_unary(
+                '/twinpool.Controller/Undrain',
+                request_serializer=contracts_dot_proto_dot_worker__pb2.Target.SerializeToString,
+                response_deserializer=contracts_dot_proto_dot_worker__pb2.Targets.FromString,
+                _registered_method=True)
         self.Watch = channel.unary_stream(
                 '/twinpool.Controller/Watch',
                 request_serializer=contracts_dot_proto_dot_worker__pb2.Empty.SerializeToString,
@@ -334,6 +344,20 @@ class ControllerServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def Drain(self, request, context):
+        """Tell a worker to leave, or cordon a node and tell all that are on it; answers who is told.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Undrain(self, request, context):
+        """Take that back, for a worker or a node; answers who had left and is started again.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def Watch(self, request, context):
         """The whole table at once, then again at each change.
         """
@@ -363,6 +387,16 @@ def add_ControllerServicer_to_server(servicer, server):
                     servicer.ChangeRole,
                     request_deserializer=contracts_dot_proto_dot_worker__pb2.RoleChange.FromString,
                     response_serializer=contracts_dot_proto_dot_worker__pb2.Empty.SerializeToString,
+            ),
+            'Drain': grpc.unary_unary_rpc_method_handler(
+                    servicer.Drain,
+                    request_deserializer=contracts_dot_proto_dot_worker__pb2.Target.FromString,
+                    response_serializer=contracts_dot_proto_dot_worker__pb2.Targets.SerializeToString,
+            ),
+            'Undrain': grpc.unary_unary_rpc_method_handler(
+                    servicer.Undrain,
+                    request_deserializer=contracts_dot_proto_dot_worker__pb2.Target.FromString,
+                    response_serializer=contracts_dot_proto_dot_worker__pb2.Targets.SerializeToString,
             ),
             'Watch': grpc.unary_stream_rpc_method_handler(
                     servicer.Watch,
@@ -478,6 +512,60 @@ class Controller:
             '/twinpool.Controller/ChangeRole',
             contracts_dot_proto_dot_worker__pb2.RoleChange.SerializeToString,
             contracts_dot_proto_dot_worker__pb2.Empty.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Drain(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/twinpool.Controller/Drain',
+            contracts_dot_proto_dot_worker__pb2.Target.SerializeToString,
+            contracts_dot_proto_dot_worker__pb2.Targets.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Undrain(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/twinpool.Controller/Undrain',
+            contracts_dot_proto_dot_worker__pb2.Target.SerializeToString,
+            contracts_dot_proto_dot_worker__pb2.Targets.FromString,
             options,
             channel_credentials,
             insecure,

@@ -8,6 +8,7 @@ from pathlib import Path
 from contracts.errors import CheckpointError
 from contracts.model import ModelSpec, read_model_spec
 from engine.models.base import Model, StateOptions
+from engine.models.keys import check_keys, warn_of
 from engine.weights import Weights
 
 __all__ = ["ARCHITECTURES", "Model", "StateOptions", "model_for", "read_model"]
@@ -34,6 +35,8 @@ ARCHITECTURES = {
     "Qwen3_5MoeForConditionalGeneration": "qwen3_next.Qwen35",
 }
 """The name in `config.json`, and the file and class here that know it."""
+_WARNED: set[tuple[Path, tuple[str, ...]]] = set()
+"""What was said already: a process reads a folder several times."""
 
 
 def model_for(spec: ModelSpec) -> Model:
@@ -51,6 +54,10 @@ def model_for(spec: ModelSpec) -> Model:
     file, _, name = entry.partition(".")
     model: Model = getattr(import_module(f"engine.models.{file}"), name)(spec)
     model.build(Weights.dry(spec))
+    unknown = check_keys(name, spec.config)
+    if (spec.config.path, unknown) not in _WARNED:
+        _WARNED.add((spec.config.path, unknown))
+        warn_of(unknown, spec.architecture, spec.config)
     return model
 
 

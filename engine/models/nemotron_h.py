@@ -11,7 +11,7 @@ from contracts.fields import Fields
 from contracts.model import ModelSpec
 from engine.decoder import Layer, Sublayer
 from engine.layers.attention import HeadAttention, kv_buffers
-from engine.layers.mamba import Mamba2, MambaShape, mamba_buffers, time_limit
+from engine.layers.mamba import Mamba2, MambaShape, mamba_buffers
 from engine.layers.mlp import PlainMlp
 from engine.layers.moe import MixtureOfExperts, Sizes, relu_squared, ungated_expert
 from engine.layers.norm import rms_norm
@@ -63,7 +63,9 @@ class NemotronH(Model):
             in_bias=config.flag("use_bias"),
             conv_bias=config.flag("use_conv_bias", True),
             out_bias=config.flag("use_bias"),
-            time_limit=time_limit(config),
+            # As in transformers' pass over a prompt; its step of one token leaves it out, which can't be had here: a
+            # position comes to the same whether it is computed in a chunk or alone.
+            time_limit=(config.number("mamba_dt_min", config.number("time_step_min", 0.001)), float("inf")),
         )
         shape.check(config)
         return shape

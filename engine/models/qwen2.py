@@ -22,3 +22,4 @@ class Qwen2(Llama):
                 "layers with a sliding window are not supported in this architecture; set use_sliding_window to false "
                 "in config.json if prompts stay shorter than the window"
             )
+        super().refuse_windows()

@@ -12,10 +12,10 @@ from contextlib import contextmanager
 
 from torch import Tensor
 
-from engine.native.build import NativeUnavailable, load_library
+from engine.native.build import MACHINE, NativeUnavailable, load_library
 from engine.native.kernels import Kernels, PackedWeight
 
-__all__ = ["Kernels", "NativeUnavailable", "PackedWeight", "available", "in_use", "kernels_for", "using"]
+__all__ = ["MACHINE", "Kernels", "NativeUnavailable", "PackedWeight", "available", "in_use", "kernels_for", "using"]
 
 
 class _Current(threading.local):
@@ -25,9 +25,9 @@ class _Current(threading.local):
 _current = _Current()
 
 
-def available() -> Kernels:
+def available(level: str = MACHINE) -> Kernels:
     """The kernels, compiled if this is the first time on this machine. Raises `NativeUnavailable`."""
-    return Kernels(load_library())
+    return Kernels(load_library(level))
 
 
 @contextmanager

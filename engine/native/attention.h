@@ -11,8 +11,9 @@
 #pragma once
 
 #include <algorithm>
-#include <vector>
 
+#include "buffer.h"
+#include "threads.h"
 #include "vector.h"
 
 constexpr int BLOCK = 64;
@@ -99,8 +100,8 @@ inline void chains(const float *a, long a_stride, const float *b, long b_stride,
 template <int H> inline void exchange(f32x16 &a, f32x16 &b) {
 #define LOW(i) (i & H ? LANES + i - H : i)
 #define HIGH(i) (i & H ? LANES + i : i + H)
-    const f32x16 first = __builtin_shuffle(a, b, EACH_LANE(LOW));
-    b = __builtin_shuffle(a, b, EACH_LANE(HIGH));
+    const f32x16 first = CHOSEN(a, b, LOW);
+    b = CHOSEN(a, b, HIGH);
     a = first;
 #undef LOW
 #undef HIGH
@@ -120,8 +121,8 @@ inline void transpose(f32x16 *rows) {
 
 // One thread's room. Words: floats that hold `pack` elements.
 struct Room {
-    std::vector<float> queries, keys, values, scores, sums;
-    std::vector<float> highest, total;
+    Buffer<float> queries, keys, values, scores, sums;
+    Buffer<float> highest, total;
 
     void size(long rows, long words, long wide) {
         rows = std::max(rows, (long)TILE_ROWS);
@@ -198,7 +199,7 @@ inline void soften(const AttentionShape &a, float *s, long from, long to, float 
             value[c] = (1.0f - 2.0f / (grown + 1.0f)) * a.softcap;
         }
         const i32x16 at = lane + c * LANES;
-        value[c] = (at >= (int)from) & (at < (int)to) ? value[c] : splat(HIDDEN);
+        value[c] = ((at >= (int)from) & (at < (int)to)) ? value[c] : splat(HIDDEN);
         top = larger(value[c], top);
     }
     const float now = std::max(highest, max_of(top));
@@ -206,7 +207,7 @@ inline void soften(const AttentionShape &a, float *s, long from, long to, float 
     for (int c = 0; c < BLOCK / LANES; c++) {
         const i32x16 at = lane + c * LANES;
         f32x16 weight = exp_of(value[c] - now);
-        weight = (at >= (int)from) & (at < (int)to) ? weight : f32x16{};
+        weight = ((at >= (int)from) & (at < (int)to)) ? weight : f32x16{};
         added += weight;
         store(s + c * LANES, weight);
     }
@@ -295,22 +296,24 @@ void attend(const AttentionShape &a, long sequences, const T *q, const T *k_page
             const int32_t *tables, const int32_t *first_pages, const int32_t *starts, const int32_t *offsets,
             const float *sinks, T *out) {
     const long most = std::max(1L, TILE_ROWS / (a.heads / a.kv_heads));
-    std::vector<Sequence> all(sequences);
-    std::vector<Tile> tiles;
+    Buffer<Sequence> all(sequences);
+    long count_of_tiles = 0;
+    for (long b = 0; b < sequences; b++) count_of_tiles += (offsets[b + 1] - offsets[b] + most - 1) / most;
+    Buffer<Tile> tiles(count_of_tiles);
+    Tile *last = tiles.data();
     for (long b = 0; b < sequences; b++) {
         const long count = offsets[b + 1] - offsets[b];
         all[b] = {tables + b * a.table_width, first_pages ? first_pages[b] : 0, starts[b], offsets[b], count};
-        for (long at = 0; at < count; at += most) tiles.push_back({(int)b, at, std::min(most, count - at)});
+        for (long at = 0; at < count; at += most) *last++ = {(int)b, at, std::min(most, count - at)};
     }
     // Long work first, so that threads end together.
-    std::sort(tiles.begin(), tiles.end(), [&](const Tile &x, const Tile &y) {
+    std::sort(tiles.data(), last, [&](const Tile &x, const Tile &y) {
         return all[x.sequence].start + x.first + x.count > all[y.sequence].start + y.first + y.count;
     });
-    const long items = (long)tiles.size() * a.kv_heads;
-#pragma omp parallel for schedule(dynamic, 1) if (items > 1)
-    for (long item = 0; item < items; item++) {
+    const long items = count_of_tiles * a.kv_heads;
+    each(items, 1, [&](long item) {
         const Tile &tile = tiles[item / a.kv_heads];
         attend_tile(a, all[tile.sequence], tile, item % a.kv_heads, q, k_pages, v_pages, sinks, out);
-    }
+    });
 }
 #undef BY_ROWS

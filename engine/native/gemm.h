@@ -7,8 +7,9 @@
 #pragma once
 
 #include <algorithm>
-#include <vector>
 
+#include "buffer.h"
+#include "threads.h"
 #include "vector.h"
 
 constexpr int PANEL = 2 * LANES;
@@ -87,8 +88,7 @@ template <typename T> long packed_elements(long n, long k) {
 template <typename T> void pack(const T *weight, T *packed, long n, long k) {
     constexpr long depth = Step<T>::depth;
     const long steps = (k + depth - 1) / depth, panels = (n + PANEL - 1) / PANEL;
-#pragma omp parallel for
-    for (long panel = 0; panel < panels; panel++) {
+    each(panels, 1, [&](long panel) {
         T *at = packed + panel * steps * PANEL * depth;
         for (long s = 0; s < steps; s++)
             for (long column = 0; column < PANEL; column++)
@@ -96,7 +96,7 @@ template <typename T> void pack(const T *weight, T *packed, long n, long k) {
                     const long row = panel * PANEL + column, inner = s * depth + d;
                     *at = row < n && inner < k ? weight[row * k + inner] : T{};
                 }
-    }
+    });
 }
 
 // x [m, k] with rows x_stride apart; out [m, n] contiguous. bias: whole panels of float32, or null.
@@ -107,41 +107,35 @@ void product(const T *x, long x_stride, const T *packed, const float *bias, T *o
     const long blocks = (m + MOST_ROWS - 1) / MOST_ROWS;
     // A block's rows in the order of reading, where they are read many times or end in the middle of a step.
     const bool direct = blocks == 1 && k % depth == 0;
-    static thread_local std::vector<T> kept;
+    static thread_local Buffer<T> kept;
     if (!direct) kept.resize(blocks * steps * MOST_ROWS * depth);
     T *rows = kept.data();
     const long block_size = steps * MOST_ROWS * depth;
     const long chunk = std::max(1L, std::min(panels / 16, 65536 / (steps * PANEL * depth * (long)sizeof(T)) + 1));
-#pragma omp parallel
-    {
-        if (!direct) {
-#pragma omp for
-            for (long row = 0; row < m; row++) {
-                const T *from = x + row * x_stride;
-                T *to = rows + row / MOST_ROWS * block_size + row % MOST_ROWS * depth;
-                for (long s = 0; s < k / depth; s++)
-                    memcpy((void *)(to + s * MOST_ROWS * depth), (const void *)(from + s * depth), depth * sizeof(T));
-                if (k % depth) {
-                    to[(steps - 1) * MOST_ROWS * depth] = from[k - 1];
-                    to[(steps - 1) * MOST_ROWS * depth + 1] = T{};
-                }
+    if (!direct)
+        each(m, MOST_ROWS, [&](long row) {
+            const T *from = x + row * x_stride;
+            T *to = rows + row / MOST_ROWS * block_size + row % MOST_ROWS * depth;
+            for (long s = 0; s < k / depth; s++)
+                memcpy((void *)(to + s * MOST_ROWS * depth), (const void *)(from + s * depth), depth * sizeof(T));
+            if (k % depth) {
+                to[(steps - 1) * MOST_ROWS * depth] = from[k - 1];
+                to[(steps - 1) * MOST_ROWS * depth + 1] = T{};
             }
+        });
+    each(panels, chunk, [&](long panel) {
+        const T *w = packed + panel * steps * PANEL * depth;
+        const float *panel_bias = bias ? bias + panel * PANEL : nullptr;
+        const int width = (int)std::min((long)PANEL, n - panel * PANEL);
+        T *to = out + panel * PANEL;
+        if (direct) {
+            panel_rows<T>((int)m, x, x_stride, depth, w, steps, panel_bias, to, n, width);
+            return;
         }
-#pragma omp for schedule(dynamic, chunk)
-        for (long panel = 0; panel < panels; panel++) {
-            const T *w = packed + panel * steps * PANEL * depth;
-            const float *panel_bias = bias ? bias + panel * PANEL : nullptr;
-            const int width = (int)std::min((long)PANEL, n - panel * PANEL);
-            T *to = out + panel * PANEL;
-            if (direct) {
-                panel_rows<T>((int)m, x, x_stride, depth, w, steps, panel_bias, to, n, width);
-                continue;
-            }
-            for (long block = 0; block < blocks; block++) {
-                const int count = (int)std::min((long)MOST_ROWS, m - block * MOST_ROWS);
-                panel_rows<T>(count, rows + block * block_size, depth, MOST_ROWS * depth, w, steps, panel_bias,
-                              to + block * MOST_ROWS * n, n, width);
-            }
+        for (long block = 0; block < blocks; block++) {
+            const int count = (int)std::min((long)MOST_ROWS, m - block * MOST_ROWS);
+            panel_rows<T>(count, rows + block * block_size, depth, MOST_ROWS * depth, w, steps, panel_bias,
+                          to + block * MOST_ROWS * n, n, width);
         }
-    }
+    });
 }

@@ -1,6 +1,4 @@
-// The C interface: one function a kernel and dtype, called from engine/native/ops.py.
-
-#include <omp.h>
+// The C interface: one function a kernel and dtype, called from engine/native/kernels.py.
 
 #include "attention.h"
 #include "gemm.h"
@@ -31,6 +29,8 @@
         product(x, x_stride, packed, bias, out, m, n, k);                                                             \
     }
 
+// All else stays in the library: builds for other processors may be in the same process.
+#pragma GCC visibility push(default)
 extern "C" {
 void set_threads(int count) { omp_set_num_threads(count); }
 FOR_DTYPE(float, float32)
@@ -41,3 +41,4 @@ FOR_PRODUCT(float, float32)
 FOR_PRODUCT(bf16, bfloat16)
 #endif
 }
+#pragma GCC visibility pop

@@ -3,10 +3,14 @@
 // Values are rounded to the model's dtype wherever transformers' operations, one after the other, round them.
 #pragma once
 
+#include "threads.h"
 #include "vector.h"
 
 // Fewer elements than this aren't worth waking other threads for.
 constexpr long ALONE = 8192;
+
+// Rows of n elements that a thread takes at a time.
+inline long some_rows(long n) { return std::max(1L, ALONE / std::max(1L, n)); }
 
 template <typename T> inline float inverse_rms(const T *x, long n, float eps) {
     f32x16 squares = {};
@@ -20,8 +24,7 @@ template <typename T> inline float inverse_rms(const T *x, long n, float eps) {
 // out[r] = x[r] / rms(x[r]) * weight[r % weight_rows]; rows of n elements, those of x x_stride apart.
 template <typename T>
 void rms_norm(const T *x, long x_stride, const T *weight, long weight_rows, T *out, long rows, long n, float eps) {
-#pragma omp parallel for if (rows * n > ALONE)
-    for (long r = 0; r < rows; r++) {
+    each(rows, some_rows(n), [&](long r) {
         const T *from = x + r * x_stride, *scale = weight + r % weight_rows * n;
         T *to = out + r * n;
         const f32x16 factor = splat(inverse_rms(from, n, eps));
@@ -30,13 +33,12 @@ void rms_norm(const T *x, long x_stride, const T *weight, long weight_rows, T *o
             f32x16 value = rounded(load_some(from + i, count) * factor, from);
             store_some(to + i, value * load_some(scale + i, count), count);
         }
-    }
+    });
 }
 
 // out[r] = silu(gate) * up, where row r of x holds gate, then up, n elements each.
 template <typename T> void silu_product(const T *x, T *out, long rows, long n) {
-#pragma omp parallel for if (rows * n > ALONE)
-    for (long r = 0; r < rows; r++) {
+    each(rows, some_rows(n), [&](long r) {
         const T *gate = x + r * 2 * n, *up = gate + n;
         for (long i = 0; i < n; i += LANES) {
             const int count = (int)(n - i);
@@ -44,7 +46,7 @@ template <typename T> void silu_product(const T *x, T *out, long rows, long n) {
             f32x16 active = rounded(value / (exp_of(-value) + 1.0f), gate);
             store_some(out + r * n + i, active * load_some(up + i, count), count);
         }
-    }
+    });
 }
 
 // One head through its norm (or none) and the rotation of half-split pairs; sin has its first half negated.
@@ -83,8 +85,7 @@ template <typename T>
 void rope_and_store(const Heads &h, const T *x, long x_stride, const T *norm, const T *cos, const T *sin, T *q,
                     T *k_pages, T *v_pages, const int64_t *slots, const uint8_t *muted, long slot_stride) {
     const long rotated = h.heads + h.kv_heads, all = rotated + h.kv_heads;
-#pragma omp parallel for if (h.tokens * all * h.dim > ALONE)
-    for (long t = 0; t < h.tokens; t++)
+    each(h.tokens, some_rows(all * h.dim), [&](long t) {
         for (long head = 0; head < all; head++) {
             const T *from = x + t * x_stride + head * h.dim;
             T *to = head < h.heads ? q + (t * h.heads + head) * h.dim
@@ -98,4 +99,5 @@ void rope_and_store(const Heads &h, const T *x, long x_stride, const T *norm, co
             else
                 memcpy((void *)to, (const void *)from, h.dim * sizeof(T));
         }
+    });
 }

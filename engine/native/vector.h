@@ -85,9 +85,18 @@ template <typename T> inline void store_some(T *p, f32x16 x, int count) {
 #define EACH_LANE(f)                                                                                                  \
     (i32x16) { f(0), f(1), f(2), f(3), f(4), f(5), f(6), f(7), f(8), f(9), f(10), f(11), f(12), f(13), f(14), f(15) }
 
+// Lanes of a and b, side by side, that a macro of the lane chooses.
+#if defined(__clang__)
+#define CHOSEN(a, b, f)                                                                                               \
+    __builtin_shufflevector(a, b, f(0), f(1), f(2), f(3), f(4), f(5), f(6), f(7), f(8), f(9), f(10), f(11), f(12),    \
+                            f(13), f(14), f(15))
+#else
+#define CHOSEN(a, b, f) __builtin_shuffle(a, b, EACH_LANE(f))
+#endif
+
 template <int WIDTH> inline f32x16 rotated(f32x16 x) {
 #define AHEAD(i) ((i + WIDTH) % LANES)
-    return __builtin_shuffle(x, EACH_LANE(AHEAD));
+    return CHOSEN(x, x, AHEAD);
 #undef AHEAD
 }
 

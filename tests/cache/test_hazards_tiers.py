@@ -338,9 +338,9 @@ PLANTS: dict[str, tuple[Callable[[World], object], str]] = {
     "protected": (lambda w: w.seat.tree.protected.update({(Tier.HOST, "window"): 9}), r"tree: window on host: .* 9$"),
     "lock": (lambda w: a_part(w).locks.pop(), "its locks differ from the tokens that hold it"),
     "token": (lambda w: next(x for x in w.seat.tree.locked if x.parts).parts.pop(), "its locks differ"),
-    "queue": (lambda w: setattr(a_part(w, tier=Tier.HOST), "queued", False), "queued"),
+    "queue": (lambda w: setattr(a_part(w, tier=Tier.HOST), "entry", None), "queued"),
     "children": (lambda w: a_part(w).node.parent.below.__setitem__(0, 5), "children in the tiers, it counts"),
-    "digest": (lambda w: setattr(a_part(w), "digests", (1,) * PAGES), "digests differ from the other tier's"),
+    "digest": (lambda w: setattr(a_part(w), "_digests", (1,) * PAGES), "digests differ from the other tier's"),
     "without full": (lambda w: _drop(a_part(w, tier=Tier.HOST)), "on host without full"),
     "lease": (lambda w: a_part(w, "window").lease.release(), "its lease has ended"),
     "table": (lambda w: w.visitors[0].claim.tables["full"].__setitem__(0, 33), "neither its own nor locked"),  # type: ignore[union-attr]

@@ -7,7 +7,7 @@ import pytest
 
 from cache.event_follower import Follower
 from cache.event_publisher import TRUTH
-from cache.events import Cleared, KvEvent, Removed, Stored, Tier, TierIndex, encode_batch
+from cache.events import Cleared, KvEvent, Removed, Stored, Tier, TierIndex, decode_batch, encode_batch
 
 
 class Source:
@@ -173,6 +173,10 @@ def test_the_index_equals_the_truth_after_any_losses_in_many_runs(knows_truth: b
         stand(seed, knows_truth)
 
 
+def pages_of(index: TierIndex) -> set[tuple[Tier, bytes]]:
+    return {(tier, page) for tier, pages in index.pages.items() for page in pages}
+
+
 def source_and_follower(buffer: int = 100, knows_truth: bool = False) -> tuple[Source, Follower]:
     source, follower = Source(random.Random(0), buffer, knows_truth, 1), Follower(can_ask=True)
     ask(follower, source)
@@ -209,14 +213,23 @@ def test_a_restart_is_noticed_even_where_the_numbers_fit() -> None:
 
 def test_a_loss_beyond_the_buffer_is_reported_and_the_old_index_is_gone() -> None:
     source, follower = source_and_follower(buffer=2)
-    follower.live(*source.batch())
-    for _ in range(5):
-        source.batch()
-    follower.live(*source.batch())
+    for _ in range(4):
+        follower.live(*source.batch())
+    before = pages_of(follower.index)
+    assert before, "there was something to forget"
+    missed = [source.batch() for _ in range(5)]
+    last = source.batch()
+    follower.live(*last)
     ask(follower, source)
     assert not follower.complete
     assert follower.lost == 1
     assert follower.next == source.next
+    # Of what was known before the loss nothing stays, but what the batches behind it say again.
+    afterwards = TierIndex()
+    for _, payload in (missed[-1], last):
+        afterwards.apply(decode_batch(payload).events)
+    assert follower.index == afterwards
+    assert not before & pages_of(follower.index)
 
 
 def test_the_truth_mends_a_loss_beyond_the_buffer() -> None:

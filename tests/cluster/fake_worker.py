@@ -6,6 +6,7 @@ import threading
 from collections.abc import Callable
 
 from contracts.errors import ErrorKind
+from contracts.fingerprint import PROTOCOL, Fingerprint
 from contracts.ids import Incarnation, RequestId, Role, RoomId, WorkerName
 from contracts.messages import Cancel, CheckReport, Command, Done, Event, Fits, Submit, Tokens, WorkerStatus
 from contracts.ports import SessionId
@@ -32,11 +33,13 @@ class FakeWorker:
         self.hold = False
         """Make no progress, as if the batch were always full."""
         self.fail: Exception | None = None
+        self.unfit = ""
         self.on_step: Callable[[], None] = lambda: None
         self._woken = threading.Event()
 
     fits = Fits(max_positions=1024, context=2048)
     control = "tcp://127.0.0.1:1"
+    fingerprint = Fingerprint(PROTOCOL, "a layout", "invariant:by hand", "a model")
 
     def handle(self, session: SessionId, command: Command) -> None:
         self.threads.add(threading.get_ident())

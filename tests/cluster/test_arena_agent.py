@@ -18,6 +18,7 @@ import pytest
 from cluster.arena import BorrowedArenas
 from cluster.arena_process import LocalAgent
 from contracts.clock import SystemClock
+from contracts.config import ClusterConfig
 from contracts.ids import Incarnation, WorkerName
 from tests.serving import ROOT, until
 
@@ -32,7 +33,7 @@ def token() -> str:
 
 @pytest.fixture
 def agent(token: str, tmp_path: Path) -> Iterator[LocalAgent]:
-    agent = LocalAgent(token, tmp_path, restart_limit=3)
+    agent = LocalAgent(token, tmp_path, ClusterConfig(restart_limit=3), SystemClock())
     agent.start()
     yield agent
     agent.close()
@@ -241,7 +242,8 @@ def test_without_an_agent_a_worker_does_without(token: str, monkeypatch: pytest.
 def test_the_agent_and_its_memory_end_with_its_parent_however_that_ends(token: str, tmp_path: Path) -> None:
     code = (
         "import sys, pathlib; from cluster.arena_process import LocalAgent\n"
-        f"agent = LocalAgent({token!r}, pathlib.Path({str(tmp_path)!r}), 3)\n"
+        "from contracts.clock import SystemClock; from contracts.config import ClusterConfig\n"
+        f"agent = LocalAgent({token!r}, pathlib.Path({str(tmp_path)!r}), ClusterConfig(), SystemClock())\n"
         "print(agent.start()[0], flush=True); sys.stdin.read()"
     )
     parent = subprocess.Popen(

@@ -1,10 +1,11 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 
 import pytest
 
-from cluster.controller import Action, Controller, Forget, Kill, MemoryLedger, Report, Start
+from cluster.controller import Action, Controller, Forget, Grant, Kill, MemoryLedger, NodePlace, Report, Start
 from cluster.states import TRANSITIONS, WorkerEvent, WorkerState, advance
 from contracts.clock import ManualClock
 from contracts.config import ClusterConfig
@@ -251,5 +252,172 @@ def test_an_event_that_is_not_in_the_table_raises() -> None:
                     advance(state, event)
 
 
-def test_a_worker_that_left_has_no_way_back() -> None:
-    assert not [event for state, event in TRANSITIONS if state is WorkerState.LEFT]
+def test_a_worker_that_left_comes_back_only_when_an_operator_wants_it() -> None:
+    assert [event for state, event in TRANSITIONS if state is WorkerState.LEFT] == [WorkerEvent.WANTED]
+    cluster = Cluster()
+    cluster.up(1)
+    cluster.renew(1, "draining")
+    cluster.brain.leave(NAME, Incarnation(1))
+    cluster.clock.advance(3600)
+    assert cluster.starts() == []
+    assert cluster.brain.undrain(NAME) == (NAME,)
+    cluster.up(2)
+    assert not cluster.renew(1), "what the one before it says is void"
+
+
+def test_one_that_was_left_dead_begins_anew_when_an_operator_wants_it() -> None:
+    cluster = Cluster()
+    for incarnation in (1, 2, 3, 4):
+        while not cluster.starts():
+            cluster.clock.advance(0.25)
+        cluster.brain.died(NAME, Incarnation(incarnation), "out of memory")
+    cluster.clock.advance(3600)
+    assert cluster.starts() == []
+    cluster.brain.undrain(NAME)
+    cluster.up(5)
+    cluster.brain.died(NAME, Incarnation(5), "again")
+    assert cluster.starts() == [6], "its deaths of before don't count"
+
+
+class Nodes:
+    """A controller with workers on two nodes, driven by hand."""
+
+    def __init__(self) -> None:
+        self.clock = ManualClock()
+        self.brain = Controller(self.clock, CONFIG, MemoryLedger())
+        self.places = {host: NodePlace(f"{host}-0123456789abcdef", host) for host in ("a", "b")}
+        self.brain.set_nodes(self.places.values())
+        self.incarnation: dict[WorkerName, Incarnation] = {}
+        for number in range(4):
+            self.brain.add(WorkerName(f"decode-{number}"), Role.DECODE)
+        self.told: list[Start] = []
+        self.land(lambda start: "ab"[int(start.name[-1]) % 2])
+
+    def land(self, where: Callable[[Start], str]) -> list[str]:
+        """Carry out what is to be started; returns the names."""
+        starts = [a for a in self.brain.tick() if isinstance(a, Start)]
+        for start in starts:
+            host = where(start)
+            assert not any(self.places[host].named(name) for name in start.avoid), "it lands where it must not"
+            self.incarnation[start.name] = start.incarnation
+            self.brain.placed(start.name, start.incarnation, self.places[host])
+            assert not self.register(start.name, host).fenced
+        return [start.name for start in starts]
+
+    def register(self, name: str, host: str) -> Grant:
+        number = self.incarnation[WorkerName(name)]
+        record = WorkerRecord(
+            WorkerName(name), Role.DECODE, number, 77, host, "e", "c", Fits(1, 1), self.places[host].node_id
+        )
+        return self.brain.register(record)
+
+    def renew(self, name: str, state: str = "ready") -> Grant:
+        number = self.incarnation[WorkerName(name)]
+        status = WorkerStatus(WorkerName(name), Role.DECODE, state, 77, "", number, 1, 0, 64, 60)
+        return self.brain.renew(WorkerName(name), number, status)
+
+    def states(self) -> dict[str, str]:
+        return {view.record.name: f"{view.status.state} on {view.record.node}" for view in self.brain.views()}
+
+
+@pytest.mark.parametrize("name", ["b", "b-0123456789", "b-0123456789abcdef"])
+def test_a_drained_node_is_cordoned_and_all_that_serve_there_are_told(name: str) -> None:
+    nodes = Nodes()
+    nodes.renew("decode-1", "draining")
+    assert nodes.brain.drain(name) == ("decode-3",), "decode-1 drains already"
+    assert nodes.renew("decode-3").drain
+    assert not nodes.renew("decode-0").drain
+    assert [view.record.name for view in nodes.brain.views() if view.cordoned] == ["decode-1", "decode-3"]
+    nodes.renew("decode-3", "draining")
+    assert not nodes.renew("decode-3", "ready").drain, "who undrains one of them is obeyed"
+    nodes.brain.died(WorkerName("decode-3"), Incarnation(1), "killed")
+    assert nodes.land(lambda start: "a") == ["decode-3"]
+
+
+def test_no_worker_lands_on_a_cordoned_node_whenever_it_was_started() -> None:
+    nodes = Nodes()
+    for number in (1, 3):
+        nodes.brain.died(WorkerName(f"decode-{number}"), Incarnation(1), "killed")
+    starts = {a.name: a.incarnation for a in nodes.brain.tick() if isinstance(a, Start)}
+    nodes.incarnation |= starts
+    nodes.brain.placed(WorkerName("decode-1"), starts[WorkerName("decode-1")], nodes.places["b"])
+    nodes.brain.drain("b")
+    kills = [a for a in nodes.brain.tick() if isinstance(a, Kill)]
+    assert [kill.name for kill in kills] == ["decode-1"], "it was building its worker there"
+    assert nodes.register("decode-3", "b").fenced, "nobody knew yet where it would land"
+    assert set(nodes.land(lambda start: "a")) | {"decode-1"} == {"decode-1", "decode-3"}
+    assert nodes.states()["decode-3"] == "ready on a"
+    for view in nodes.brain.views():
+        assert not (view.cordoned and view.status.state in ("starting", "ready"))
+
+
+def test_a_start_that_is_moved_to_another_node_is_no_death() -> None:
+    nodes = Nodes()
+    nodes.brain.died(WorkerName("decode-1"), Incarnation(1), "killed")
+    for _ in range(3 * CONFIG.restart_limit):
+        start = next(a for a in nodes.brain.tick() if isinstance(a, Start))
+        nodes.brain.placed(start.name, start.incarnation, nodes.places["b"])
+        nodes.brain.drain("b")
+        nodes.brain.undrain("b")
+    assert nodes.states()["decode-1"].startswith("dead")
+    assert nodes.land(lambda start: "b") == ["decode-1"]
+
+
+def test_where_every_node_is_cordoned_a_worker_waits_and_is_started_after_the_undrain() -> None:
+    nodes = Nodes()
+    nodes.brain.drain("a")
+    nodes.brain.drain("b")
+    nodes.brain.died(WorkerName("decode-0"), Incarnation(1), "killed")
+    reports = []
+    for _ in range(100):
+        nodes.clock.advance(1.0)
+        for number in (1, 2, 3):
+            nodes.renew(f"decode-{number}", "draining")
+        reports += [a.text for a in nodes.brain.tick() if isinstance(a, Report) and "waits" in a.text]
+    assert reports == ["decode-0 waits: every node is cordoned (a, b); undrain one"], "told once"
+    assert nodes.states()["decode-0"] == "dead on a"
+    nodes.brain.undrain("a")
+    assert nodes.land(lambda start: "a") == ["decode-0"]
+
+
+def test_a_start_that_waits_for_a_place_is_begun_anew_when_a_node_is_undrained() -> None:
+    """Where it may not be is part of what was asked for: it would wait for another node for ever."""
+    nodes = Nodes()
+    nodes.brain.drain("b")
+    nodes.brain.died(WorkerName("decode-1"), Incarnation(1), "killed")
+    assert [(a.name, a.avoid) for a in nodes.brain.tick() if isinstance(a, Start)] == [("decode-1", ("b",))]
+    nodes.brain.undrain("b")
+    actions = nodes.brain.tick()
+    assert [(a.name, a.incarnation) for a in actions if isinstance(a, Kill)] == [("decode-1", 2)]
+    assert [(a.name, a.incarnation, a.avoid) for a in actions if isinstance(a, Start)] == [("decode-1", 3, ())]
+
+
+def test_an_undrained_node_gets_back_those_that_left_it() -> None:
+    nodes = Nodes()
+    nodes.brain.drain("b")
+    nodes.renew("decode-1", "draining")
+    nodes.renew("decode-3", "draining")
+    nodes.brain.leave(WorkerName("decode-1"), Incarnation(1))
+    assert nodes.brain.undrain("b-0123456789") == ("decode-1",), "under whichever name"
+    assert nodes.land(lambda start: "b") == ["decode-1"]
+    assert not any(view.cordoned for view in nodes.brain.views())
+    assert not nodes.renew("decode-3", "ready").drain
+
+
+def test_an_unknown_node_is_refused_with_those_that_there_are() -> None:
+    nodes = Nodes()
+    for steer in (nodes.brain.drain, nodes.brain.undrain):
+        with pytest.raises(ConfigError, match="nodes: a, b"):
+            steer("c")
+
+
+def test_a_controller_that_stood_still_ends_no_lease_for_it() -> None:
+    """It has heard nobody: all of its workers would be dead to it, and each of them lives."""
+    cluster = Cluster()
+    cluster.up(1)
+    cluster.clock.advance(12.0)
+    cluster.brain.stood_still(12.0)
+    assert cluster.brain.tick() == []
+    assert cluster.renew(1)
+    cluster.clock.advance(10.0)
+    assert [a.name for a in cluster.brain.tick() if isinstance(a, Kill)] == [NAME]

@@ -109,6 +109,23 @@ def test_a_step_that_raises_kills_the_worker_and_ends_every_session(running: Run
         running.host.check().result(WAIT_S)
 
 
+def test_a_worker_that_can_not_be_trusted_is_fenced_once_its_last_events_are_out(running: Running) -> None:
+    session, got = running.session()
+
+    def turn_bad() -> None:
+        running.worker.unfit = "three rows were no numbers"
+
+    running.worker.hold = True
+    running.host.send(session, [submit("a", 1)])
+    running.host.status().result(WAIT_S)
+    running.worker.on_step, running.worker.hold = turn_bad, False
+    running.worker.wake()
+    assert running.ends.get(timeout=WAIT_S) == (HostEnd.FENCED, "three rows were no numbers")
+    assert isinstance(_until_done(got)[-1], Done)
+    assert got.get(timeout=WAIT_S) == "three rows were no numbers"
+    assert running.worker.fenced
+
+
 def test_a_call_that_raises_hurts_its_caller_only(running: Running) -> None:
     with pytest.raises(ZeroDivisionError):
         running.host.call(lambda worker: 1 // 0).result(WAIT_S)

@@ -1,25 +1,34 @@
 from __future__ import annotations
 
+import ast
 import asyncio
+import contextlib
 from collections.abc import Callable, Iterator
+from dataclasses import fields, replace
 from pathlib import Path
 
 import grpc.aio
 import pytest
 
+from cluster import lease
 from cluster.controller import Controller, MemoryLedger, Start
 from cluster.controller_service import ControllerServer, FileLedger
 from cluster.lease import Lease, LeaseKeeper, LeaseRefused
+from contracts.channels import channel_options
 from contracts.clock import ManualClock
 from contracts.config import ClusterConfig
+from contracts.errors import RequestError
+from contracts.fingerprint import Fingerprint
 from contracts.ids import Incarnation, Role, WorkerName
 from contracts.messages import Fits
-from contracts.ports import WorkerRecord
+from contracts.ports import WorkerRecord, WorkerView
 from contracts.proto import worker_pb2 as pb
 from contracts.proto import worker_pb2_grpc as pb_grpc
+from router.links import ControllerDirectory
 from tests.cluster.fake_worker import FakeWorker
 
 NAME = WorkerName("decode-0")
+MARK = Fingerprint(41, "a layout", "fast:avx2 and more", "a checkpoint")
 WAIT_S = 5.0
 
 
@@ -70,11 +79,15 @@ class Wired:
         self.server.call(lambda brain: brain.add(NAME, Role.DECODE))
         assert [a for a in self.server.call(Controller.tick) if isinstance(a, Start)]
 
-    def keeper(self, incarnation: int, on_lost: Callable[[str], None] = lambda reason: None) -> LeaseKeeper:
+    def keeper(
+        self, incarnation: int, on_lost: Callable[[str], None] = lambda reason: None, endpoint: str = ""
+    ) -> LeaseKeeper:
         fits = Fits(1024, 2048)
-        record = WorkerRecord(NAME, Role.DECODE, Incarnation(incarnation), 7, "n", "127.0.0.1:1", "tcp://x", fits)
+        record = WorkerRecord(
+            NAME, Role.DECODE, Incarnation(incarnation), 7, "n", "127.0.0.1:1", "tcp://x", fits, "a node", MARK
+        )
         worker = FakeWorker(incarnation=incarnation)
-        return LeaseKeeper(record, self.server.endpoint, self.clock, 0.01, worker.status, on_lost)
+        return LeaseKeeper(record, endpoint or self.server.endpoint, self.clock, 0.01, worker.status, on_lost)
 
     def state(self) -> str:
         return self.server.call(lambda brain: brain.views()[0].status.state)
@@ -100,6 +113,26 @@ def test_register_renew_and_leave_over_the_wire(wired: Wired) -> None:
     assert wired.state() == "left"
 
 
+def test_a_lease_carries_the_fingerprint_over_the_wire(wired: Wired) -> None:
+    """Every field, none of them a default, as the worker has it and as routers see it."""
+    assert all(replace(MARK, **{f.name: type(getattr(MARK, f.name))()}) != MARK for f in fields(MARK))
+
+    async def life() -> None:
+        keeper = wired.keeper(1)
+        await keeper.start(WAIT_S)
+        assert wired.server.call(lambda brain: brain.views()[0].record.fingerprint) == MARK
+        seen: list[Fingerprint | None] = []
+        directory = ControllerDirectory(wired.server.endpoint)
+        stop = directory.watch(lambda views: seen.extend(view.record.fingerprint for view in views))
+        while not seen:
+            await asyncio.sleep(0)
+        stop()
+        assert set(seen) == {MARK}
+        await keeper.close()
+
+    asyncio.run(asyncio.wait_for(life(), WAIT_S))
+
+
 def test_an_unwanted_incarnation_is_refused(wired: Wired) -> None:
     with pytest.raises(LeaseRefused, match="incarnation 2 is no longer wanted"):
         asyncio.run(wired.keeper(2).start(WAIT_S))
@@ -119,7 +152,9 @@ def test_a_worker_is_told_when_its_lease_is_ended(wired: Wired) -> None:
     assert asyncio.run(life()) == ("the controller has ended the lease", False)
 
 
-def test_a_controller_that_is_gone_ends_the_lease_in_time(wired: Wired) -> None:
+def test_a_controller_that_is_gone_ends_the_lease_in_time(wired: Wired, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(lease, "RENEWAL_TIMEOUT_S", 0.05)
+
     async def life() -> str:
         lost: asyncio.Future[str] = asyncio.get_running_loop().create_future()
         keeper = wired.keeper(1, lost.set_result)
@@ -133,6 +168,141 @@ def test_a_controller_that_is_gone_ends_the_lease_in_time(wired: Wired) -> None:
         return reason
 
     assert "could not be reached" in asyncio.run(life())
+
+
+class Line:
+    """The only way between a worker and the controller, which can be cut: then whoever connects is hung up on."""
+
+    def __init__(self, endpoint: str) -> None:
+        self.host, _, port = endpoint.partition(":")
+        self.port = int(port)
+        self.cut = False
+        self.attempts = 0
+        self._writers: set[asyncio.StreamWriter] = set()
+        self._pumps: set[asyncio.Task[None]] = set()
+
+    async def open(self) -> str:
+        self._server = await asyncio.start_server(self._relay, "127.0.0.1", 0)
+        return f"127.0.0.1:{self._server.sockets[0].getsockname()[1]}"
+
+    async def _relay(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self.attempts += 1
+        if self.cut:
+            return writer.close()
+        there, back = await asyncio.open_connection(self.host, self.port)
+        self._writers |= {writer, back}
+        for source, target in ((reader, back), (there, writer)):
+            task = asyncio.create_task(self._pump(source, target))
+            self._pumps.add(task)
+
+    async def _pump(self, source: asyncio.StreamReader, target: asyncio.StreamWriter) -> None:
+        with contextlib.suppress(OSError):
+            while data := await source.read(65536):
+                target.write(data)
+                await target.drain()
+        target.close()
+
+    def sever(self) -> None:
+        self.cut = True
+        for writer in self._writers:
+            writer.close()
+        self._writers.clear()
+
+    async def close(self) -> None:
+        self.sever()
+        self._server.close()
+        for task in self._pumps:
+            task.cancel()
+        await asyncio.gather(*self._pumps, return_exceptions=True)
+
+
+async def until_so(is_so: Callable[[], bool]) -> None:
+    async with asyncio.timeout(60.0):
+        while not is_so():
+            await asyncio.sleep(0.001)
+
+
+@pytest.mark.slow
+def test_a_lost_connection_is_tried_again_with_every_renewal(wired: Wired, monkeypatch: pytest.MonkeyPatch) -> None:
+    """gRPC's own back-off would wait longer than any lease: of twelve attempts its last comes after two minutes."""
+
+    monkeypatch.setattr(lease, "RENEWAL_TIMEOUT_S", 0.05)
+
+    async def life() -> None:
+        line = Line(wired.server.endpoint)
+        endpoint = await line.open()
+        lost: list[str] = []
+        keeper = wired.keeper(1, lost.append, endpoint)
+        await keeper.start(WAIT_S)
+        line.sever()
+        before = line.attempts
+        await until_so(lambda: line.attempts >= before + 12)
+        wired.clock.advance(8.5)
+        assert keeper.lease.held
+        line.cut = False
+        # What is asked from now on counts from now on.
+        renewed = 8.5 + 9.0
+        await until_so(lambda: (keeper.lease._until or 0.0) >= renewed)
+        assert lost == []
+        await keeper.close()
+        await line.close()
+
+    asyncio.run(life())
+
+
+def test_a_worker_registers_though_the_environment_names_a_proxy(wired: Wired, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing listens at port 9: whoever asks the proxy has lost."""
+    for name in ("http_proxy", "https_proxy", "grpc_proxy", "HTTP_PROXY", "HTTPS_PROXY", "all_proxy"):
+        monkeypatch.setenv(name, "http://127.0.0.1:9")
+    for name in ("no_proxy", "NO_PROXY", "no_grpc_proxy"):
+        monkeypatch.delenv(name, raising=False)
+
+    async def life() -> None:
+        keeper = wired.keeper(1)
+        await keeper.start(WAIT_S)
+        assert keeper.lease.held
+        directory = ControllerDirectory(wired.server.endpoint)
+        assert await directory.drain(NAME) == (NAME,)
+        await keeper.leave()
+
+    asyncio.run(asyncio.wait_for(life(), 2 * WAIT_S))
+    assert wired.state() == "left"
+
+
+def test_no_channel_within_the_cluster_asks_a_proxy() -> None:
+    """Every channel is opened with options of `contracts.channels`, which turn that off."""
+    assert dict(channel_options(1, 1))["grpc.enable_http_proxy"] == 0
+    root = Path(__file__).parents[2]
+    opened = [
+        call
+        for folder in ("cluster", "router", "transfer", "prefill", "decode", "cache", "engine", "sim")
+        for path in (root / folder).rglob("*.py")
+        if "ecure_channel" in path.read_text()
+        for call in ast.walk(ast.parse(path.read_text()))
+        if isinstance(call, ast.Call) and ast.unparse(call.func).endswith(("insecure_channel", "secure_channel"))
+    ]
+    assert len(opened) >= 4
+    for call in opened:
+        assert [k.arg for k in call.keywords] == ["options"], ast.unparse(call)
+
+
+def test_drain_and_undrain_of_a_node_over_the_wire(wired: Wired) -> None:
+    async def life() -> None:
+        keeper = wired.keeper(1)
+        await keeper.start(WAIT_S)
+        directory = ControllerDirectory(wired.server.endpoint)
+        views: list[tuple[WorkerView, ...]] = []
+        unwatch = directory.watch(views.append)
+        with pytest.raises(RequestError, match="no worker or node is named 'elsewhere'; nodes: n"):
+            await directory.drain("elsewhere")
+        assert await directory.drain("n") == (NAME,)
+        await until_so(lambda: bool(views) and views[-1][0].cordoned)
+        await keeper.leave()
+        assert await directory.undrain("n") == (NAME,)
+        await until_so(lambda: not views[-1][0].cordoned)
+        unwatch()
+
+    asyncio.run(asyncio.wait_for(life(), 60.0))
 
 
 def test_a_watcher_gets_the_table_now_and_at_each_change(wired: Wired) -> None:

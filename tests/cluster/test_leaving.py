@@ -14,9 +14,9 @@ from typing import Any
 import pytest
 
 from cluster import cli
-from cluster.admin import Operator
+from cluster.admin import Operator, RouterAway
 from cluster.controller import Controller, MemoryLedger, Report, Start
-from cluster.leaving import Drain, Lines, ending, table
+from cluster.leaving import Drain, Lines, change_role, ending, table
 from cluster.leaving import Report as Progress
 from cluster.node_drains import NodeDrains
 from contracts.clock import ManualClock
@@ -121,14 +121,14 @@ def test_a_node_that_ray_takes_away_drains_its_workers_once() -> None:
         assert asked.wait(WAIT_S)
         assert drains.due(cluster.brain.views()) == [], "a store that doesn't answer holds nobody up"
         answered.set()
-        due: list[tuple[WorkerName, str]] = []
+        due: list[str] = []
         while not due:
             due = drains.due(cluster.brain.views())
-        assert due == [(NAME, "node-of-ray")]
+        assert due == ["node-of-ray"]
         assert drains.due(cluster.brain.views()) == []
     finally:
         drains.close()
-    assert cluster.brain.drain(NAME)
+    assert cluster.brain.drain("node-of-ray") == (NAME,)
     assert cluster.renew("ready")
     assert not cluster.renew("draining")
     assert not cluster.brain.drain(NAME), "it drains already"
@@ -247,9 +247,148 @@ def test_a_node_has_left_when_all_its_workers_have(stub: RouterStub) -> None:
 
     def answering(method: str, path: str) -> tuple[int, dict[str, Any]]:
         status, body = answer(method, path)
-        return status, {"workers": [{"name": n} for n in names]} if path.startswith("/cluster/drain") else body
+        return status, of_node(*(row(n, "draining") for n in names)) if path.startswith("/cluster/drain") else body
 
     stub.answer = answering  # type: ignore[method-assign]
     report = Drain(operator(stub), "some-host", force=False, timeout_s=60.0).run()
     assert report.left
     assert [w.name for w in report.workers] == names
+
+
+AWAY: list[dict[str, Any]] = []
+"""What is seen while no router answers."""
+
+
+class Drained:
+    """A drain command against what a router says at each look."""
+
+    def __init__(self, answer: dict[str, Any], *looks: list[dict[str, Any]]) -> None:
+        self.answer, self.looks, self.time = answer, list(looks), 0.0
+        self.calls: list[str] = []
+
+    def clock(self) -> float:
+        return self.time
+
+    def sleep(self, seconds: float) -> None:
+        self.time += 1.0
+
+    def call(self, method: str, path: str) -> dict[str, Any]:
+        self.calls.append(path)
+        return self.answer
+
+    def rows(self) -> list[dict[str, Any]]:
+        look = self.looks.pop(0) if len(self.looks) > 1 else self.looks[0]
+        if look is AWAY:
+            raise RouterAway("no router answers")
+        return look
+
+    def run(self, target: str = "b", timeout_s: float = 60.0) -> Progress:
+        return Drain(self, target, force=False, timeout_s=timeout_s).run()  # type: ignore[arg-type]
+
+
+def at(name: str, state: str, node: str = "b", **changes: Any) -> dict[str, Any]:
+    return row(name, state, node=node, node_id=f"{node}-0123456789", **changes)
+
+
+def of_node(*rows: dict[str, Any]) -> dict[str, Any]:
+    return {"is_node": True, "workers": list(rows)}
+
+
+def test_a_node_has_not_left_while_a_worker_that_drained_before_still_has_a_stream() -> None:
+    """The command follows whoever is on the node, not only those that it told itself."""
+    stays = at("decode-1", "draining", running=1)
+    answer = of_node(at("decode-2", "draining"), stays)
+    report = Drained(answer, [stays, at("decode-2", "left")]).run(timeout_s=5.0)
+    assert not report.left
+    assert "decode-1 waits for 1 running" in report.why
+    assert {w.name: w.state for w in report.workers} == {"decode-1": "draining", "decode-2": "left"}
+
+
+@pytest.mark.parametrize("name", ["b", "b-012345"])
+def test_a_worker_of_the_node_that_the_answer_did_not_name_is_followed_as_well(name: str) -> None:
+    """Its drain began elsewhere, or it registered just then."""
+    looks = [
+        [at("decode-1", "ready"), at("decode-3", "ready", node="a")],
+        [at("decode-1", "draining", running=1)],
+        [at("decode-1", "left")],
+    ]
+    report = Drained(of_node(), *looks).run(name)
+    assert [(w.name, w.state) for w in report.workers] == [("decode-1", "left")]
+    report = Drained(of_node(at("decode-2", "draining")), [at("decode-2", "draining"), *looks[0]], *looks[1:]).run(
+        name, timeout_s=5.0
+    )
+    assert not report.left, "decode-2 has no row any more: it isn't known to have left"
+    assert {w.name: w.state for w in report.workers} == {"decode-1": "left", "decode-2": "draining"}
+
+
+def test_no_row_is_not_taken_for_having_left() -> None:
+    report = Drained({"name": "decode-1", "workers": [at("decode-1", "draining")]}, []).run("decode-1", timeout_s=5.0)
+    assert not report.left
+    assert "it goes on draining" in report.why
+
+
+def test_a_drain_outlives_the_router_that_was_asked() -> None:
+    busy = at("decode-1", "draining", running=1)
+    looks = [[busy], *[AWAY] * 20, [busy], [at("decode-1", "left")]]
+    command = Drained({"workers": [busy], "name": "decode-1"}, *looks)
+    report = command.run("decode-1")
+    assert report.left
+    assert command.calls == ["/cluster/drain/decode-1"], "asked once: it goes on at the worker"
+
+
+def test_a_router_that_does_not_come_back_leaves_the_end_unknown() -> None:
+    busy = at("decode-1", "draining", running=1)
+    report = Drained({"workers": [busy], "name": "decode-1"}, [busy], AWAY).run("decode-1", timeout_s=600.0)
+    assert not report.left
+    assert "isn't known" in report.why
+    assert report.seconds < 600
+
+
+def test_what_became_of_each_worker_of_a_node_is_told_apart() -> None:
+    looks = [
+        [at("a-0", "draining"), at("a-1", "draining"), at("a-2", "dead"), at("a-3", "starting"), at("a-4", "draining")],
+        [at("a-0", "left"), at("a-1", "unreachable"), at("a-2", "dead"), at("a-3", "starting", node="", incarnation=2),
+         at("a-4", "draining")],
+        [at("a-0", "left"), at("a-1", "left"), at("a-2", "dead"), at("a-3", "ready", node="a", incarnation=2),
+         at("a-4", "dead")],
+    ]  # fmt: skip
+    rows = [at(f"a-{i}", s) for i, s in enumerate(["draining", "draining", "dead", "starting", "draining"])]
+    report = Drained(of_node(*rows), *looks).run()
+    states = {w.name: w.state for w in report.workers}
+    assert states == {"a-0": "left", "a-1": "left", "a-2": "not running", "a-3": "elsewhere", "a-4": "died"}
+    assert not report.left
+    assert report.why == "a-4 died while it was draining"
+
+
+def test_one_that_has_not_heard_yet_is_waited_for_and_not_called_undrained() -> None:
+    """The other drains already; this one hears of it by its next heartbeat."""
+    looks = [
+        [at("decode-1", "draining"), at("decode-2", "unreachable")],
+        [at("decode-1", "draining"), at("decode-2", "ready")],
+        [at("decode-1", "left"), at("decode-2", "draining")],
+        [at("decode-1", "left"), at("decode-2", "left")],
+    ]
+    assert Drained(of_node(at("decode-1", "draining"), at("decode-2", "unreachable")), *looks).run().left
+    looks[2] = looks[3] = [at("decode-1", "draining"), at("decode-2", "ready")]
+    looks[1] = [at("decode-1", "draining"), at("decode-2", "draining")]
+    report = Drained(of_node(at("decode-1", "draining"), at("decode-2", "draining")), *looks).run()
+    assert report.why == "decode-2 was undrained and stays"
+
+
+def test_a_role_is_changed_though_the_router_restarts_meanwhile() -> None:
+    before, after = row("decode-1", "draining"), row("decode-1", "ready", incarnation=2, role="prefill")
+    command = Drained({"incarnation": 1}, [before], *[AWAY] * 5, [after])
+    report = change_role(command, "decode-1", "prefill", force=False, timeout_s=60.0)  # type: ignore[arg-type]
+    assert report.left
+
+
+def test_undrain_says_what_becomes_of_each_and_fails_when_one_was_not_reached(
+    stub: RouterStub, capsys: pytest.CaptureFixture[str]
+) -> None:
+    rows = [at("decode-1", "ready", outcome="admits again"), at("decode-2", "left", outcome="starts again")]
+    stub.answer = lambda method, path: (200, {"workers": rows})  # type: ignore[method-assign]
+    assert cli.run(cli.parser().parse_args(["undrain", "b", "--url", stub.url])) == 0
+    assert capsys.readouterr().out == "decode-1 admits again\ndecode-2 starts again\n"
+    rows.append(at("decode-3", "unreachable", outcome="can't be reached: no answer in time"))
+    assert cli.run(cli.parser().parse_args(["undrain", "b", "--url", stub.url])) == 1
+    assert "decode-3 can't be reached" in capsys.readouterr().out

@@ -17,7 +17,7 @@ from tests.poolsets import pool_sets
 
 @pytest.mark.parametrize("host_bytes", [0, 1 << 20])
 def test_each_pool_of_each_role_has_a_row_with_its_pages_bytes_and_what_for(host_bytes: int) -> None:
-    assignments = (f"cache.host_bytes={host_bytes}", "cache.page_tokens=4")
+    assignments = (f"cache.host_bytes={host_bytes}", "cache.page_tokens=4", "cluster.host_memory_share=0")
     spec = pool_sets(4)["all"]
     demo = prepare(ServeOptions(port=0, assignments=assignments), 8 << 30)
     plans = {}
@@ -26,7 +26,7 @@ def test_each_pool_of_each_role_has_a_row_with_its_pages_bytes_and_what_for(host
         assert plan is not None
         plans[role] = plan
     out = io.StringIO()
-    Console(file=out, width=80).print(pool_table(replace(demo, pool_set=spec, plans=plans)))
+    Console(file=out, width=80).print(pool_table(replace(demo, pool_set=spec), replace(demo.here, plans=plans)))
     rows = [line.split() for line in out.getvalue().splitlines() if line.split()[:1] in (["prefill"], ["decode"])]
     assert [(row[0], row[1]) for row in rows] == [(role, pool) for role in Role for pool in spec.by_name]
     for row in rows:

@@ -11,7 +11,7 @@ from decode.policy import Candidate, Rates, cheaper_to_copy, victims
 
 
 def seen(quantile: float, *lengths: int) -> Growth:
-    growth = Growth(quantile)
+    growth = Growth(quantile, 64)
     for length in lengths:
         growth.ended(length)
     return growth
@@ -24,8 +24,12 @@ def candidate(name: str, *, priority: int = 0, generated: int = 5, prompt: int =
 # ------------------------------------------------------------ growth
 
 
-def test_before_anything_is_known_an_answer_is_as_long_as_it_may_be() -> None:
-    assert seen(0.5, *[3] * (KNOWN - 1)).expected(0, 100) == 100
+def test_before_anything_is_known_an_answer_is_expected_to_come_to_what_was_configured() -> None:
+    growth = seen(0.5, *[3] * (KNOWN - 1))
+    assert growth.expected(0, 100_000) == 64, "and not to the rest of the context"
+    assert growth.expected(0, 50) == 50
+    assert growth.expected(40, 100_000) == 80
+    assert growth.expected(90_000, 100_000) == 100_000
 
 
 def test_an_answer_is_expected_to_be_what_a_share_of_recent_ones_stayed_within() -> None:
@@ -116,3 +120,23 @@ def test_what_took_no_time_says_nothing() -> None:
     rates.saw_out(1000, 0.0)
     rates.saw_back(0, 1.0)
     assert rates == Rates()
+
+
+def test_each_new_figure_counts_for_three_tenths_and_nothing_counts_for_nothing() -> None:
+    rates = Rates()
+    rates.saw_out(1000, 2.0)
+    assert rates.out_bytes_per_s == 500
+    rates.saw_out(3000, 2.0)
+    assert rates.out_bytes_per_s == pytest.approx(0.7 * 500 + 0.3 * 1500)
+    rates.saw_out(0, 1.0)
+    rates.saw_out(1000, 0.0)
+    assert rates.out_bytes_per_s == pytest.approx(800)
+    rates.saw_back(100, 1.0)
+    rates.saw_prefill(10, 1.0)
+    assert rates == Rates(pytest.approx(800), 100, 10), "each figure is its own"
+
+
+def test_state_that_is_as_soon_there_and_back_as_computed_is_copied() -> None:
+    rates = Rates(1000, 1000, 10)
+    assert cheaper_to_copy(5000, 100, rates)
+    assert not cheaper_to_copy(5001, 100, rates)

@@ -44,7 +44,7 @@ def folder(
     return checkpoint(**MODELS[name], dtype=dtype)
 
 
-def _unavailable() -> native.Kernels:
+def _unavailable(*_: object) -> native.Kernels:
     raise native.NativeUnavailable("not in this test")
 
 

@@ -18,6 +18,7 @@ from engine.attention import AttentionPlan
 from engine.latent import Selection
 from tests.checkpoints import VOCAB, Oracle, compare, copy_checkpoint
 from tests.engine.harness import Bench, MakeOracle
+from tests.engine.judged import expect_as_close_but_where_torn
 from tests.families import FAMILIES
 
 Family = Callable[..., Path]
@@ -88,9 +89,7 @@ def test_float32_gives_the_oracles_greedy_tokens_and_logits(
 def test_bfloat16_logits_are_the_oracles_within_its_own_difference(family: Family, oracle_of: MakeOracle) -> None:
     folder = family(name="deepseek_v3", dtype="bfloat16", initializer_range=0.08)
     (tokens,) = prompts(3, 200)
-    got = Bench(folder).forced(tokens, [150, *[1] * 50])
-    # One last bit may send a token to another expert, in the oracle as well: all of its positions are tried.
-    assert far_rows(oracle_of(folder), tokens, got, singles=98) == 0
+    expect_as_close_but_where_torn(folder, oracle_of(folder), tokens, [150, *[1] * 50])
 
 
 @pytest.mark.slow

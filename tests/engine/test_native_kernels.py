@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import logging
 import os
 from itertools import pairwise
@@ -21,17 +22,19 @@ from engine.native import build
 from engine.native.kernels import Kernels, PackedWeight
 from engine.native_attention import NativeAttention
 from engine.numerics import FAST, Numerics
+from engine.numerics_class import digest
 from engine.rope import rotate
 from engine.torch_attention import TorchAttention
 from tests.engine.harness import Bench, MakeCheckpoint
-from tests.engine.native import kernels_or_skip
+from tests.engine.native import BUILDS, kernels_or_skip
 
 CPU = torch.device("cpu")
 
 
-@pytest.fixture(scope="module")
-def kernels() -> Kernels:
-    return kernels_or_skip()
+@pytest.fixture(scope="module", params=BUILDS)
+def kernels(request: pytest.FixtureRequest) -> Kernels:
+    """For each level that this machine runs, and for the machine itself."""
+    return kernels_or_skip(request.param)
 
 
 @pytest.fixture(params=[torch.float32, torch.bfloat16], ids=str)
@@ -165,11 +168,12 @@ def test_without_a_compiler_torch_computes_alone_and_says_so_once(
     checkpoint: MakeCheckpoint, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr("shutil.which", lambda name: None)
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     build.load_library.cache_clear()
     try:
         with caplog.at_level(logging.WARNING):
             bench = Bench(checkpoint("llama"))
-        with pytest.raises(ConfigError, match=r"no C\+\+ compiler was found .*engine\.attention=torch"):
+        with pytest.raises(ConfigError, match=r"no C\+\+ compiler was found.*engine\.attention=torch"):
             kernels_for_config(EngineConfig(attention="native"), CPU)
     finally:
         build.load_library.cache_clear()
@@ -216,3 +220,43 @@ def test_layers_are_told_of_kernels_only_within_using(kernels: Kernels) -> None:
             assert not native.in_use()
         assert native.in_use()
     assert not native.in_use()
+
+
+@pytest.fixture
+def no_compiler_but_zig(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """A machine without g++, on which twinpool[kernels] is installed, and nothing was ever compiled."""
+    if importlib.util.find_spec("ziglang") is None:
+        pytest.skip("the package ziglang is not installed")
+    monkeypatch.delenv("CXX", raising=False)
+    monkeypatch.setenv("PATH", "/nowhere")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("no_compiler_but_zig")
+@pytest.mark.parametrize("level", BUILDS)
+def test_without_a_system_compiler_zig_makes_the_kernels_with_the_same_bits(
+    level: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    compiler = build.find_compiler()
+    assert compiler.zig
+    zigs = Kernels(build.load_library.__wrapped__(level))
+    monkeypatch.undo()
+    ours = kernels_or_skip(level)
+    for dtype in (torch.float32, torch.bfloat16):
+        assert digest(zigs, dtype) == digest(ours, dtype)
+        rows = [(1, 100, 200), (0, 0, 400)]
+        got, want = (attended(NativeAttention(FAST, kernels), rows, dtype, 16) for kernels in (zigs, ours))
+        assert torch.equal(got, want)
+        x, gate = draw(1, 37, 51, dtype=dtype), 5 * draw(2, 9, 128, dtype=dtype)
+        weight = draw(3, 51, dtype=dtype)
+        assert torch.equal(zigs.rms_norm(x, weight, 1e-6), ours.rms_norm(x, weight, 1e-6))
+        assert torch.equal(zigs.silu_product(gate), ours.silu_product(gate))
+
+
+def test_without_any_compiler_the_reason_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("CXX", raising=False)
+    monkeypatch.setattr("shutil.which", lambda name: None)
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    with pytest.raises(native.NativeUnavailable, match=r"install g\+\+.*twinpool\[kernels\]"):
+        build.find_compiler()

@@ -96,6 +96,8 @@ def test_an_activation_of_an_element_is_the_same_in_vector_lanes_and_in_tails(
 
 
 class Recording(CpuDevice):
+    checks = True
+
     def __init__(self) -> None:
         self.ops: list[Op] = []
 

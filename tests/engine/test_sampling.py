@@ -23,7 +23,9 @@ PLAIN = SamplingParams(max_tokens=100)
 
 
 def draw_tokens(logits: Tensor, draws: Sequence[Draw]) -> list[Drawn]:
-    return sampling.draw_tokens(logits, draws).listed()
+    drawn = [one for one in sampling.draw_tokens(logits, draws).listed() if one is not None]
+    assert len(drawn) == len(draws), "finite logits are drawn from"
+    return drawn
 
 
 def token_logprobs(logits: Tensor, tokens: Sequence[int], tops: Sequence[int]) -> list[TokenLogprob]:
@@ -50,17 +52,18 @@ def reference(logits: list[float], draw: Draw) -> int:
     if p.greedy:
         return x.index(max(x))
     x = [value / p.temperature for value in x]
+    best = max(x)
+    x = [value if math.exp(value - best) >= p.min_p else -math.inf for value in x]
     if p.top_k > 0:
         floor = sorted(x, reverse=True)[min(p.top_k, len(x)) - 1]
         x = [value if value >= floor else -math.inf for value in x]
-    best = max(x)
     weights = [math.exp(value - best) for value in x]
     total, mass, floor = sum(weights), 0.0, 0.0
     for weight in sorted(weights, reverse=True):
         if mass < p.top_p * total:
             floor = weight
         mass += weight
-    weights = [w if (w >= floor or p.top_p >= 1) and w >= p.min_p else 0.0 for w in weights]
+    weights = [w if w >= floor or p.top_p >= 1 else 0.0 for w in weights]
     target = uniform(p.seed, p.choice, len(draw.tokens)) * sum(weights)
     mass = 0.0
     for token, weight in enumerate(weights):
@@ -192,3 +195,114 @@ def test_a_nucleus_wider_than_the_candidates_is_found_too() -> None:
     sharp = [d.token for d in draw_tokens(logits[1:].expand(200, -1), draws)]
     assert max(flat) > 1024
     assert max(sharp) < 10
+
+
+def kept(probabilities: Sequence[float], *, top_k: int, top_p: float, min_p: float) -> set[int]:
+    """What is left after min-p, then top-k, then top-p, each over what the one before left: in plain Python, from the
+    words of vLLM's documentation."""
+    left = dict(enumerate(probabilities))
+    left = {t: p for t, p in left.items() if p >= min_p * max(left.values())}
+    left = dict(sorted(left.items(), key=lambda item: -item[1])[: top_k or None])
+    nucleus, mass, total = set[int](), 0.0, sum(left.values())
+    for token, p in left.items():
+        if mass / total >= top_p:
+            break
+        nucleus.add(token)
+        mass += p
+    return nucleus
+
+
+def test_min_p_comes_before_top_p_so_the_nucleus_is_of_what_min_p_left() -> None:
+    """Many unlikely tokens: they widen a nucleus that is cut first, and not one of what min-p has left."""
+    probabilities = [0.30, 0.20, 0.05] + [0.45 / 90] * 90
+    params = replace(PLAIN, top_p=0.9, min_p=0.1)
+    weights = sampling.weights(torch.tensor([probabilities]).log(), [params])
+    assert set(weights[0].nonzero().flatten().tolist()) == {0, 1} == kept(probabilities, top_k=0, top_p=0.9, min_p=0.1)
+
+
+def test_the_cuts_together_keep_what_plain_python_keeps() -> None:
+    rng = random.Random(4)
+    for _ in range(60):
+        logits = [rng.gauss(0, 2.5) for _ in range(40)]
+        total = sum(map(math.exp, logits))
+        limits = {
+            "top_k": rng.choice([0, 1, 3, 12]),
+            "top_p": rng.choice([0.3, 0.8, 0.99]),
+            "min_p": rng.choice([0.0, 0.02, 0.3]),
+        }
+        weights = sampling.weights(torch.tensor([logits], dtype=torch.float64), [replace(PLAIN, **limits)])  # type: ignore[arg-type]
+        assert set(weights[0].nonzero().flatten().tolist()) == kept([math.exp(x) / total for x in logits], **limits)
+
+
+@pytest.mark.parametrize("temperature", [1e-5, 1e-300, 1e-307, 1e-308, 5e-324])
+def test_the_smallest_temperatures_draw_the_likeliest_token(temperature: float) -> None:
+    logits = random_logits(8, 5) * 1e3
+    for limits in ({}, {"top_p": 0.9}, {"top_k": 5, "top_p": 0.5}, {"min_p": 0.1}):
+        params = replace(PLAIN, temperature=temperature, seed=3, **limits)  # type: ignore[arg-type]
+        drawn = draw_tokens(logits, [Draw(params, (1,) * (i + 1), 1) for i in range(8)])
+        assert [one.token for one in drawn] == logits.argmax(-1).tolist()
+
+
+NAN, INF = float("nan"), float("inf")
+DAMAGE = {"one NaN": {5: NAN}, "plus infinity": {5: INF}, "nothing finite": dict.fromkeys(range(VOCAB), -INF)}
+WAYS = {
+    "greedy": replace(PLAIN, temperature=0.0),
+    "sampled": PLAIN,
+    "cut": replace(PLAIN, top_k=3, top_p=0.9, min_p=0.05),
+    "penalised": replace(PLAIN, temperature=0.0, repetition_penalty=1.2),
+    "scored": replace(PLAIN, logprobs=2),
+}
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("damage", DAMAGE)
+def test_logits_that_are_no_numbers_are_never_drawn_from(damage: str, way: str) -> None:
+    """And the rows beside them draw what they draw anyway."""
+    logits = random_logits(3, 6)
+    sound = draw_tokens(logits, [Draw(WAYS[way], (1, 2), 1)] * 3)
+    for token, value in DAMAGE[damage].items():
+        logits[1, token] = value
+    draws = sampling.draw_tokens(logits, [Draw(WAYS[way], (1, 2), 1)] * 3)
+    assert draws.listed() == [sound[0], None, sound[2]]
+    assert draws.nonfinite_n.tolist() == [False, True, False]
+    assert 0 <= int(draws.tokens_n[1]) < VOCAB, (
+        "a step that is launched already goes on from it: an id of the vocabulary"
+    )
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_a_row_of_which_masks_leave_nothing_is_not_drawn_from(temperature: float) -> None:
+    """Suppressed stop tokens: all that is finite here."""
+    logits = torch.full((2, VOCAB), -INF)
+    logits[:, [4, 9]] = 1.0
+    params = replace(PLAIN, temperature=temperature, min_tokens=3, stop_token_ids=(4, 9))
+    early, late = sampling.draw_tokens(logits, [Draw(params, (1, 2), 1), Draw(params, (1,) * 9, 1)]).listed()
+    assert early is None
+    assert late is not None
+    assert late.token in (4, 9)
+
+
+def test_one_finite_logit_is_a_distribution() -> None:
+    logits = torch.full((2, VOCAB), -INF)
+    logits[:, 7] = -3.0
+    drawn = draw_tokens(logits, [Draw(replace(PLAIN, temperature=t, top_k=5, top_p=0.5), (1,), 1) for t in (0.0, 1.0)])
+    assert [one.token for one in drawn] == [7, 7]
+
+
+def test_a_penalty_that_asks_for_more_than_a_float_holds_is_the_clients_wish_and_no_damage() -> None:
+    logits = random_logits(1, 8)
+    seen = int(logits[0].argmax())
+    for temperature in (0.0, 1.0):
+        params = replace(PLAIN, temperature=temperature, repetition_penalty=1e-300)
+        assert [one.token for one in draw_tokens(logits, [Draw(params, (seen,), 1)])] == [seen]
+
+
+def test_log_probabilities_of_logits_that_are_no_numbers_are_flagged() -> None:
+    logits = random_logits(3, 9)
+    logits[2, 11] = NAN
+    for tops in ([0, 0, 0], [2, 2, 2]):
+        assert sampling.token_logprobs(logits, torch.tensor([1, 2, 3]), tops).nonfinite_n.tolist() == [
+            False,
+            False,
+            True,
+        ]

@@ -4,16 +4,18 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from itertools import pairwise
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
-from engine import native
 from engine.attention import AttentionPlan, Scores, make_plan
 from engine.native_attention import NativeAttention
 from engine.numerics import FAST, Numerics
 from engine.torch_attention import TorchAttention
+from tests.engine.native import BUILDS, kernels_or_skip
+from tests.plain_attention import expect_within, plain_attention
 
 HEADS, KV_HEADS, DIM = 4, 2, 24
 SCALE = DIM**-0.5
@@ -31,7 +33,7 @@ class Shape:
     softcap: float = 0.0
 
     @property
-    def options(self) -> dict[str, object]:
+    def options(self) -> dict[str, Any]:
         return {"window": self.window, "sinks_h": SINKS if self.sinks else None, "softcap": self.softcap}
 
 
@@ -71,14 +73,11 @@ def paged(rows: list[Run], page_tokens: int, window: int) -> tuple[Tensor, Tenso
     return torch.cat([Q[s][start : start + count] for s, start, count in rows]), k_pages, v_pages, plan
 
 
-@pytest.fixture(params=["invariant", "fast", "native"])
+@pytest.fixture(params=["invariant", "fast", *BUILDS])
 def attention(request: pytest.FixtureRequest) -> TorchAttention:
-    if request.param != "native":
-        return TorchAttention(Numerics(8) if request.param == "invariant" else FAST)
-    try:
-        return NativeAttention(Numerics(8), native.available())
-    except native.NativeUnavailable as error:
-        pytest.skip(str(error))
+    if request.param in BUILDS:
+        return NativeAttention(Numerics(8), kernels_or_skip(request.param))
+    return TorchAttention(Numerics(8) if request.param == "invariant" else FAST)
 
 
 def attend(attention: TorchAttention, rows: list[Run], shape: Shape, page_tokens: int = 16) -> list[Tensor]:
@@ -87,32 +86,17 @@ def attend(attention: TorchAttention, rows: list[Run], shape: Shape, page_tokens
     return list(torch.split(out_thd, [count for *_, count in rows]))
 
 
-def plain(row: Run, shape: Shape) -> Tensor:
-    """Softmax attention in float64 over a dense mask."""
-    sequence, start, count = row
-    q, k, v = (each[sequence].double() for each in (Q, K, V))
-    length = start + count
-    k, v = (each[:length].repeat_interleave(HEADS // KV_HEADS, 1) for each in (k, v))
-    scores_hqk = torch.einsum("qhd,khd->hqk", q[start:length], k) * SCALE
-    if shape.softcap:
-        scores_hqk = torch.tanh(scores_hqk / shape.softcap) * shape.softcap
-    at_q, at_k = torch.arange(start, length)[:, None], torch.arange(length)
-    hidden = (at_k > at_q) | ((at_k <= at_q - shape.window) if shape.window else torch.tensor(False))
-    scores_hqk = scores_hqk.masked_fill(hidden, -torch.inf)
-    if shape.sinks:
-        scores_hqk = torch.cat((scores_hqk, SINKS.double()[:, None, None].expand(-1, count, 1)), -1)
-    return torch.einsum("hqk,khd->qhd", scores_hqk.softmax(-1)[..., :length], v)
-
-
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 @pytest.mark.parametrize("page_tokens", [1, 16, 64])
 def test_windows_sinks_and_caps_are_plain_softmaxes(attention: TorchAttention, shape: Shape, page_tokens: int) -> None:
     rows = [(0, 260, 140), (1, 0, 3), (2, 289, 1), (0, 0, 150), (2, 128, 1)]
     for row, got in zip(rows, attend(attention, rows, shape, page_tokens), strict=True):
-        torch.testing.assert_close(got.double(), plain(row, shape), rtol=0, atol=1e-5)
+        sequence, start, count = row
+        q_qhd = Q[sequence][start : start + count]
+        expect_within(got, *plain_attention(q_qhd, K[sequence], V[sequence], start, scale=SCALE, **shape.options))
 
 
-@pytest.mark.parametrize("attention", ["invariant", "native"], indirect=True)
+@pytest.mark.parametrize("attention", ["invariant", *BUILDS], indirect=True)
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_chunks_pages_neighbours_and_decoding_do_not_change_a_bit(attention: TorchAttention, shape: Shape) -> None:
     (want,) = attend(attention, [(0, 0, 400)], shape)

@@ -124,6 +124,28 @@ def claim_suppressed_tokens_are_never_drawn() -> None:
     assert all(token % 2 for token in drawn(logits, [0.0, 0.3, 0.999999, 0.0, 0.3, 0.999999, 0.5]))
 
 
+def claim_rows_that_are_no_numbers_are_not_drawn_from() -> None:
+    """NaN, plus infinity and nothing finite, in the first, a middle and the last block; the others draw as ever."""
+    logits, uniforms = 3 * draw(len(PARAMS), 90), [0.3] * len(PARAMS)
+    sound = drawn(logits, uniforms)
+    logits[0, 1] = logits[4, 40] = float("nan")
+    logits[1, 89], logits[3] = float("inf"), float("-inf")
+    assert drawn(logits, uniforms) == [-1, -1, sound[2], -1, -1, *sound[5:]]
+
+
+def claim_the_smallest_temperatures_draw_the_likeliest_token() -> None:
+    logits = 30 * draw(4, 60)
+    params = [SamplingParams(max_tokens=1, temperature=t, top_p=0.9) for t in (1e-5, 1e-307, 1e-308, 5e-324)]
+    assert triton_rows.sample(logits, params, [0.7] * 4, block=32).tolist() == logits.argmax(-1).tolist()
+
+
+def claim_the_nucleus_is_of_what_min_p_left() -> None:
+    logits = torch.tensor([[0.30, 0.20, 0.05] + [0.45 / 90] * 90]).log()
+    params = [SamplingParams(max_tokens=1, temperature=1.0, top_p=0.9, min_p=0.1)]
+    seen = {triton_rows.sample(logits, params, [u], block=32).item() for u in (0.0, 0.5, 0.7, 0.9, 0.999)}
+    assert seen == {0, 1}
+
+
 def claim_a_row_draws_the_same_alone() -> None:
     logits, params, uniforms = 3 * draw(3, 60), PARAMS[1:4], [0.1, 0.5, 0.9]
     together = triton_rows.sample(logits, params, uniforms, block=32)

@@ -17,15 +17,8 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
 FOLDER = Path(__file__).resolve().parent
-HAZARDS = tuple(
-    [f"A{n}" for n in range(1, 10)]
-    + ["A11", "A12"]
-    + [f"B{n}" for n in range(1, 11)]
-    + [f"C{n}" for n in range(1, 5)]
-    + ["C10"]
-    + [f"D{n}" for n in range(1, 4)]
-)
-"""Those that concern the state plane, C4 and C10, and how workers go."""
+_GROUPS = {"A": 12, "B": 10, "C": 11, "D": 10}
+HAZARDS = tuple(f"{group}{n}" for group, last in _GROUPS.items() for n in range(1, last + 1))
 
 
 @dataclass(frozen=True)

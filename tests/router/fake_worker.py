@@ -13,7 +13,8 @@ import zlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
-from contracts.errors import ErrorKind
+from contracts.errors import ErrorKind, RequestError
+from contracts.fingerprint import PROTOCOL, Fingerprint
 from contracts.ids import Incarnation, RequestId, Role, RoomId, WorkerName
 from contracts.messages import (
     Audit,
@@ -180,6 +181,8 @@ class FakeWorker:
         self.cancels: list[Cancel] = []
         self.audits: list[Audit] = []
         self.forgets: list[Forget] = []
+        self.numerics = ""
+        """Its numerics class; empty: it registers without a fingerprint."""
         self.audited: Callable[[Audit], Audited] | None = None
         """What it says to an audit; None: nothing."""
         self.legs: dict[RequestId, Leg] = {}
@@ -190,7 +193,10 @@ class FakeWorker:
     def record(self) -> WorkerRecord:
         control = f"inproc://{self.name}" if self.role is Role.PREFILL else ""
         fits = Fits(self.positions, 4096)
-        return WorkerRecord(self.name, self.role, self.incarnation, 1, "here", self.endpoint, control, fits)
+        fingerprint = Fingerprint(PROTOCOL, "layout", self.numerics, "weights") if self.numerics else None
+        return WorkerRecord(
+            self.name, self.role, self.incarnation, 1, "here", self.endpoint, control, fits, fingerprint=fingerprint
+        )
 
     def status(self) -> WorkerStatus:
         state = self.state if self.alive else "dead"
@@ -350,6 +356,10 @@ class FakeCluster:
         names += [(f"decode-{i}", Role.DECODE) for i in range(decode)]
         self.workers = {name: FakeWorker(name, role, self.rooms) for name, role in names}
         self.hidden: set[str] = set()
+        self.away = False
+        """The controller can't be reached."""
+        self.told: list[tuple[str, str]] = []
+        """What the controller was asked for: drain or undrain, and of whom."""
         self._watchers: list[Callable[[tuple[WorkerView, ...]], None]] = []
 
     def __getitem__(self, name: str) -> FakeWorker:
@@ -374,6 +384,28 @@ class FakeCluster:
         self.workers[name].restart()
         self.changed()
 
+    def named(self, target: str) -> list[FakeWorker]:
+        """The worker of that name, or those of the node."""
+        if self.away:
+            raise ConnectionError("the controller is away")
+        found = [w for w in self.workers.values() if target in (w.name, w.record.node)]
+        if not found:
+            raise RequestError(f"no worker or node is named {target!r}")
+        return found
+
+    async def drain(self, target: str) -> tuple[WorkerName, ...]:
+        found = self.named(target)
+        self.told.append(("drain", target))
+        return tuple(w.name for w in found if w.state == "ready")
+
+    async def undrain(self, target: str) -> tuple[WorkerName, ...]:
+        found = self.named(target)
+        self.told.append(("undrain", target))
+        back = [w for w in found if w.state == "left" or not w.alive]
+        for worker in back:
+            self.restart(worker.name)
+        return tuple(w.name for w in back)
+
     def heal(self) -> None:
         """Every worker serves again, nothing planted; for the next test."""
         for worker in self.workers.values():
@@ -386,6 +418,8 @@ class FakeCluster:
             worker.state = "ready"
             worker.resume()
         self.hidden.clear()
+        self.away = False
+        self.told.clear()
         self.changed()
 
     def leftovers(self) -> list[str]:

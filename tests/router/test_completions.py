@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import threading
 from typing import Any
 
 import pytest
+from tokenizers import Tokenizer
 
 from contracts.sampling import SamplingParams
 from tests.router.fake_worker import expected
-from tests.router.http_server import Server
+from tests.router.http_server import DEMO, Server
 
 PROMPT = (5, 6, 7)
 
@@ -181,6 +181,13 @@ def test_without_max_tokens_the_default_counts_bounded_by_the_context(server: Se
     assert server.complete(prompt=prompt)["usage"]["completion_tokens"] == 8
 
 
+@pytest.mark.slow
+def test_a_chat_without_max_tokens_may_use_the_rest_of_the_context(server: Server) -> None:
+    body = {"messages": [{"role": "user", "content": "hello"}], "ignore_eos": True}
+    usage = server.post("/v1/chat/completions", body).json()["usage"]
+    assert usage["prompt_tokens"] + usage["completion_tokens"] == server.service.spec.context
+
+
 @pytest.mark.parametrize("priority", [None, 7, -2])
 def test_a_requests_priority_goes_to_both_workers(server: Server, priority: int | None) -> None:
     server.complete(max_tokens=4, priority=priority)
@@ -225,19 +232,22 @@ def test_request_ids_come_back_clean(server: Server) -> None:
     assert len(sent_back()) == 16
 
 
-def test_large_prompts_are_tokenised_off_the_loop(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
-    threads: list[str] = []
+def test_d7_large_prompts_are_read_by_another_process(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The interpreter's lock, which parsing and tokenising hold, is not this process's."""
+    here: list[str] = []
     encode = server.service.codec.encode
 
     def watched(text: str, **options: Any) -> tuple[int, ...]:
-        threads.append(threading.current_thread().name)
+        here.append(text[:5])
         return encode(text, **options)
 
     monkeypatch.setattr(server.service.codec, "encode", watched)
     server.complete(prompt="small", max_tokens=1)
-    server.complete(prompt="word " * 1000, max_tokens=1)
-    assert not threads[0].startswith("tokenise")
-    assert threads[1].startswith("tokenise")
+    large = server.complete(prompt="word " * 1000, max_tokens=1, return_token_ids=True)
+    assert here == ["small"]
+    assert server.call(lambda: server.service.readers.pids)
+    oracle = Tokenizer.from_file(str(DEMO / "tokenizer.json"))
+    assert large["choices"][0]["prompt_token_ids"] == oracle.encode("word " * 1000).ids
 
 
 def test_a_failing_tick_does_not_end_the_ticks(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:

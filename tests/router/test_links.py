@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import socket
 from collections.abc import Sequence
 from dataclasses import replace
@@ -12,12 +13,15 @@ import pytest
 
 from contracts.config import Config
 from contracts.errors import ErrorKind
+from contracts.frames import FrameWriter
 from contracts.ids import Incarnation, RequestId, Role, RoomId
 from contracts.messages import Cancel, Done, Event, PeerRef, Progress, PromptScores, Submit, Tokens
 from contracts.ports import WorkerView
+from contracts.proto import worker_pb2 as pb
 from contracts.sampling import SamplingParams
-from router.asks import read_completion
+from contracts.wire import command_from_proto
 from router.links import ControllerDirectory, GrpcPort
+from router.reader import Kind
 from router.service import RouterService
 from tests.router.fake_worker import FakeCluster, FakeWorker, prefill_frames
 from tests.router.grpc_fakes import grpc_cluster, start_controller, start_worker
@@ -188,13 +192,13 @@ async def test_a_router_serves_over_grpc_and_replays_when_a_worker_restarts() ->
         await service.start()
         await eventually(lambda: bool(service.brain.serving(Role.PREFILL) and service.brain.serving(Role.DECODE)))
         body: dict[str, Any] = {"prompt": [5, 6, 7], "max_tokens": 20, "seed": 1}
-        ask = read_completion(body, service.spec)
-        job = await service.open(ask, 10, "me")
+        raw = json.dumps(body).encode()
+        job = await service.open(Kind.COMPLETION, raw, "me")
         await job.ended()
         whole = job.choices[0].tokens
         assert len(whole) == 20
         cluster["decode-0"].pause()
-        job = await service.open(replace(ask), 10, "me")
+        job = await service.open(Kind.COMPLETION, raw, "me")
         await eventually(lambda: bool(cluster["decode-0"].legs) and len(job.choices[0].tokens) == 1)
         for _ in range(5):
             cluster["decode-0"].step()
@@ -251,3 +255,30 @@ async def test_a_call_whose_channel_is_closed_meanwhile_fails_and_cancels_nobody
     with pytest.raises(ConnectionError, match="decode-0"):
         await asking
     await server.stop(0)
+
+
+@pytest.mark.parametrize("tokens", [3, 1024, 5000])
+async def test_choices_of_a_long_prompt_encode_it_once_and_arrive_whole(tokens: int) -> None:
+    """128 of 100,000 tokens were 128 encodings on the loop; the oracle is protobuf's own reading of the bytes."""
+    worker = FakeWorker("prefill-0", Role.PREFILL)
+    prompt = tuple(range(100_000, 100_000 + tokens))
+    commands: list[Submit | Cancel] = []
+    for number in range(70):
+        commands.append(replace(submit(worker, number), tokens=prompt, prompt_len=tokens))
+        if number % 9 == 0:
+            commands.append(Cancel(RequestId(f"r{number}"), 1))
+    writer = FrameWriter()
+    frames = list(writer.frames(commands))
+    read = [command_from_proto(c) for raw in frames for c in pb.RouterFrame.FromString(raw).commands]
+    assert read == commands
+    assert writer.encoded == (tokens >= 1024)
+    assert all(len(pb.RouterFrame.FromString(raw).commands) <= 64 for raw in frames)
+
+
+async def test_frames_of_long_prompts_stay_small() -> None:
+    worker = FakeWorker("prefill-0", Role.PREFILL)
+    prompt = tuple([200_000] * 200_000)
+    commands = [replace(submit(worker, n), tokens=prompt, prompt_len=len(prompt)) for n in range(8)]
+    sizes = [len(raw) for raw in FrameWriter().frames(commands)]
+    assert len(sizes) == 4
+    assert max(sizes) < 1.5 * 2**20

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import types
 from typing import Any
 
 import pytest
@@ -174,7 +175,8 @@ def test_drain_stops_placement_and_undrain_brings_it_back(server: Server) -> Non
     for _ in range(4):
         server.complete(max_tokens=3)
     assert not server.cluster["decode-0"].submits
-    assert refusal(server, "drain/decode-0") == (409, "decode-0 is draining already")
+    status, line = operate(server, "drain/decode-0")
+    assert (status, line["state"], line["outcome"]) == (200, "draining", "drains already"), "who asks again follows it"
     assert operate(server, "undrain/decode-0")[0] == 200
     assert refusal(server, "undrain/decode-0")[0] == 409
     for _ in range(2):
@@ -225,7 +227,8 @@ def test_unknown_and_gone_workers_are_named(server: Server) -> None:
     server.cluster["decode-1"].state = "left"
     server.call(server.cluster.changed)
     assert refusal(server, "drain/decode-1")[0] == 409
-    assert refusal(server, "undrain/decode-1") == (409, "decode-1 has left")
+    status, line = operate(server, "undrain/decode-1")
+    assert (status, line["outcome"]) == (200, "starts again")
 
 
 def test_a_worker_that_refuses_as_draining_before_the_table_says_so_costs_nothing(server: Server) -> None:
@@ -242,6 +245,125 @@ def test_cluster_endpoints_are_for_this_machine_or_the_token(server: Server, mon
     assert server.client.get("/cluster/status", headers=far).status_code == 403
     far["Authorization"] = "Bearer s3cret"
     assert server.client.get("/cluster/status", headers=far).status_code == 200
+
+
+def test_a_token_that_is_set_is_asked_for_on_loopback_too(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whoever comes through a proxy on this machine comes from loopback."""
+    monkeypatch.setenv("TWINPOOL_ADMIN_TOKEN", "s3cret")
+    for path, ask in (
+        ("status", server.client.get),
+        ("check", server.client.post),
+        ("drain/decode-0", server.client.post),
+    ):
+        answer = ask(f"/cluster/{path}")
+        assert answer.status_code == 403, path
+        assert "TWINPOOL_ADMIN_TOKEN" in answer.json()["error"]["message"]
+        assert ask(f"/cluster/{path}", headers={"Authorization": "Bearer s3cre"}).status_code == 403
+    assert server.cluster["decode-0"].state == "ready"
+    good = {"Authorization": "Bearer s3cret"}
+    assert server.client.post("/cluster/drain/decode-0", headers=good).status_code == 200
+
+
+@pytest.mark.parametrize(
+    "headers",
+    [
+        {"X-Forwarded-For": "203.0.113.9"}, {"Forwarded": "for=203.0.113.9"}, {"Via": "1.1 proxy"},
+        {"X-Real-IP": "203.0.113.9"}, {"Host": "llm.example.com"}, {"Host": "llm.example.com:8000"},
+        {"Origin": "http://127.0.0.1:8000"},
+    ],
+)  # fmt: skip
+def test_without_a_token_a_proxy_on_this_machine_does_not_open_the_cluster(
+    server: Server, headers: dict[str, str]
+) -> None:
+    answer = server.client.post("/cluster/drain/decode-0?force=true", headers=headers)
+    assert answer.status_code == 403
+    assert server.cluster["decode-0"].state == "ready"
+
+
+@pytest.mark.parametrize("host", ["localhost:8000", "127.0.0.1", "[::1]:8000", "127.0.0.5:1"])
+def test_the_operator_on_this_machine_needs_no_token(server: Server, host: str) -> None:
+    assert server.client.get("/cluster/status", headers={"Host": host}).status_code == 200
+
+
+def test_a_router_that_has_seen_no_table_yet_does_not_say_that_nobody_is_there() -> None:
+    """`twinpool drain` takes a worker that has no row any more for one that has left."""
+
+    class Silent(FakeCluster):
+        def watch(self, on_change: Any) -> Any:
+            self._watchers.append(on_change)
+            return lambda: None
+
+    with serving(Silent(0, 0)) as server:
+        for path, ask in (("status", server.client.get), ("drain/decode-0", server.client.post)):
+            answer = ask(f"/cluster/{path}")
+            assert (answer.status_code, answer.json()["error"]["code"]) == (503, "starting")
+        server.call(server.cluster.changed)
+        assert server.client.get("/cluster/status").json() == {"workers": []}
+
+
+def test_a_node_is_drained_through_the_controller_with_an_outcome_for_each_of_its_workers(
+    server: Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One of them drains already, one can't be reached, one has left: none hides another."""
+    cluster = server.cluster
+    assert operate(server, "drain/decode-0")[0] == 200
+    cluster["prefill-1"].state = "left"
+    server.call(cluster.changed)
+    link = server.service.fleet._links[cluster["decode-1"].name, cluster["decode-1"].incarnation]
+    nobody = types.SimpleNamespace(name="decode-1", hangs=False, alive=False)
+    monkeypatch.setattr(link.port, "worker", nobody)
+    cluster.told.clear()
+    status, answer = operate(server, "drain/here?force=true")
+    assert status == 200
+    assert answer["is_node"]
+    assert ("drain", "here") in cluster.told, "the controller cordons it"
+    outcomes = {row["name"]: (row["state"], row["outcome"]) for row in answer["workers"]}
+    assert outcomes["decode-0"] == ("draining", "drains already")
+    assert outcomes["prefill-0"] == ("draining", "drains")
+    assert outcomes["decode-1"][0] == "unreachable"
+    assert "the controller tells it with its next heartbeat" in outcomes["decode-1"][1]
+    assert "prefill-1" not in outcomes
+
+
+def test_a_node_is_not_drained_while_the_controller_is_away_and_a_worker_is(server: Server) -> None:
+    """Without it others would land on the node; a worker hears of its drain from the router as well."""
+    server.cluster.away = True
+    status, message = refusal(server, "drain/here?force=true")
+    assert status == 503
+    assert "the controller can't be reached" in message
+    assert {w.state for w in server.cluster.workers.values()} == {"ready"}
+    assert operate(server, "drain/decode-0")[0] == 200
+    assert server.cluster["decode-0"].state == "draining"
+
+
+def test_a_worker_that_the_router_can_not_reach_is_told_by_the_controller_and_only_then(server: Server) -> None:
+    """An order on its way by heartbeat could overtake an undrain that comes soon after."""
+    assert operate(server, "drain/decode-1?force=true")[0] == 200
+    assert server.cluster.told == []
+    assert operate(server, "undrain/decode-1")[0] == 200
+    server.cluster.told.clear()
+    server.cluster["decode-0"].alive = False
+    status, line = operate(server, "drain/decode-0?force=true")
+    assert (status, line["state"]) == (200, "unreachable")
+    assert server.cluster.told == [("drain", "decode-0")]
+    assert line["outcome"].endswith("the controller tells it with its next heartbeat")
+    server.cluster["decode-0"].alive = True
+
+
+def test_a_worker_that_nobody_can_reach_is_not_said_to_drain(server: Server) -> None:
+    server.cluster.away = True
+    server.cluster["decode-0"].alive = False
+    status, message = refusal(server, "drain/decode-0?force=true")
+    assert status == 503
+    assert "decode-0 can't be reached" in message
+    server.cluster["decode-0"].alive = True
+
+
+def test_a_node_without_workers_can_be_drained_if_the_controller_knows_it(server: Server) -> None:
+    status, message = refusal(server, "drain/another-host")
+    assert status == 404
+    assert "another-host" in message
+    assert "prefill-0" in message
 
 
 def test_the_openapi_document_lists_what_is_served(server: Server) -> None:

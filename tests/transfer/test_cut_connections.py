@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 
 import pytest
+import zmq
 
 from cache.device import DONE
 from cache.registry import PoolSetSpec
@@ -19,6 +22,7 @@ from tests.poolsets import pool_sets
 from tests.proxy import Proxy, Relay, proxying
 from tests.ranks import headed_sets
 from tests.rooms import Ends, Prompt, ends, placed
+from transfer import cuts
 from transfer.receiver import Arrived, Broken, Expected
 
 SPEC = pool_sets()["all"]
@@ -176,7 +180,7 @@ def test_b10_a_cut_connection_of_a_follower_rank_ends_its_rooms_at_once(refuse: 
         before, prompt = both.prompt(27), opened(both)
         both.sender.write(prompt.room, {"full": prompt.part("full", range(1))}, (DONE,))
         both.until(lambda: both.receiver._rooms[prompt.room].digests, "the first page")
-        leaders, way = [w for w in proxy.find("data") if w.open]
+        way, leaders = [w for w in proxy.find("data") if w.open]  # Followers register first.
         assert leaders.passed > way.passed, "notices go to the leader"
         proxy.silence(way)
         both.sender.write(prompt.room, {"full": prompt.part("full", range(1, 2))}, (DONE,))
@@ -244,3 +248,19 @@ def test_the_time_after_which_a_connection_is_cut_is_configured() -> None:
     with ends(SPEC, "zmq", transfer={"link_timeout_s": 3.0}) as both:
         assert both.receiver._config.link_timeout_s == 3.0
         assert both.receiver._plane._link_timeout_s == 3.0  # type: ignore[attr-defined]
+
+
+def test_c5_a_watch_that_nobody_closed_stays_so_that_its_context_never_waits_for_it() -> None:
+    """A monitor collected before its socket leaves the context's I/O thread waiting for ever at the next event."""
+    with zmq.Context() as context:
+        socket = context.socket(zmq.DEALER)
+        monitor = weakref.ref(cuts.CutWatch(socket)._monitor)
+        gc.collect()
+        kept = monitor()
+        assert kept is not None
+        assert not kept.closed
+        (watch,) = [watch for watch in cuts._OPEN if watch._socket is socket]
+        watch.close()
+        socket.close(linger=0)
+        assert kept.closed
+        assert watch not in cuts._OPEN

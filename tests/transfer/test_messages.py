@@ -7,6 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from contracts.errors import ErrorKind, WireError
+from contracts.fingerprint import Fingerprint
 from contracts.ids import RoomId
 from contracts.sampling import TokenLogprob
 from transfer import messages as m
@@ -14,19 +15,21 @@ from transfer.metadata import SLOT_BYTES, Draft, Metadata, copy_out, pack
 from transfer.security import Curve
 
 ROOM = RoomId("room-1")
+MARK = Fingerprint(7, "a layout", "fast:avx2", "weights")
 EXAMPLES: list[m.Message] = [
-    m.Hello("decode-0", 2, 1, {"model": "x", "page_tokens": 16}, "shm", {"pid": 5}, 5, 99, "boot"),
-    m.Welcome("prefill-0", 1, 5, 99, "boot", ()),
-    m.Welcome("prefill-0", 1, 5, 99, "boot", (m.RankProcess(6, 98, "boot"),)),
+    m.Hello("decode-0", 2, 1, MARK, {"model": "x", "page_tokens": 16}, "shm", {"pid": 5}, 5, 99, "boot"),
+    m.Welcome("prefill-0", 1, MARK, 5, 99, "boot", ()),
+    m.Welcome("prefill-0", 1, MARK, 5, 99, "boot", (m.RankProcess(6, 98, "boot"),)),
     m.Refused("page_tokens: 16 and 64"),
-    m.Grant(ROOM, (m.Place("full", 2, (4, 5), (0, 7)), m.Place("state", 3, (1,), (9,))), 3, 1),
-    m.Abort(ROOM, "cancelled"),
+    m.Grant(ROOM, (m.Place("full", 2, (4, 5), (0, 7)), m.Place("state", 3, (1,), (9,))), 3, 1, 2**62),
+    m.Abort(ROOM, "cancelled", True, 2**62),
+    m.Rejected("no message has the tag 99", ROOM),
     m.Received(ROOM),
-    m.Wrote(ROOM, (m.Sealed("full", 2, (b"k" * 16,), (2**64 - 1,)),)),
-    m.WroteSlot(ROOM),
-    m.Quiesced(ROOM),
-    m.Failed(ROOM, ErrorKind.DAMAGED, "a page"),
-    m.Finished(ROOM),
+    m.Wrote(ROOM, 7, (m.Sealed("full", 2, (b"k" * 16,), (2**64 - 1,)),)),
+    m.WroteSlot(ROOM, 7),
+    m.Quiesced(ROOM, 7),
+    m.Failed(ROOM, 7, ErrorKind.DAMAGED, "a page"),
+    m.Finished(ROOM, 7),
 ]
 
 
@@ -47,15 +50,22 @@ def test_every_type_of_the_table_is_tried() -> None:
         (msgpack.packb("hello"), "no message has the tag 'hello'"),
         (msgpack.packb([6]), "Received has 1 fields, got 0"),
         (msgpack.packb([6, 5]), "Received.room must be"),
-        (msgpack.packb([4, "r", [["full", 0, [1, "x"], [0, 0]]], 1, 1]), "Place.indices must be"),
-        (msgpack.packb([4, "r", [["full", 0, [1]]], 1, 1]), "Place has 4 fields, got 3"),
-        (msgpack.packb([4, "r", [5], 1, 1]), "Grant.places must be"),
-        (msgpack.packb([19, "r", "weird", "m"]), "Failed.kind is no error kind: 'weird'"),
+        (msgpack.packb([4, "r", [["full", 0, [1, "x"], [0, 0]]], 1, 1, 1]), "Place.indices must be"),
+        (msgpack.packb([4, "r", [["full", 0, [1]]], 1, 1, 1]), "Place has 4 fields, got 3"),
+        (msgpack.packb([4, "r", [5], 1, 1, 1]), "Grant.places must be"),
+        (msgpack.packb([2, "p", 1, 5, 1, 1, "b", []]), "Welcome.fingerprint must be Fingerprint, got 5"),
+        (msgpack.packb([2, "p", 1, [1, 2, "n", "w"], 1, 1, "b", []]), "Fingerprint.layout must be"),
+        (msgpack.packb([19, "r", 1, "weird", "m"]), "Failed.kind is no error kind: 'weird'"),
     ],
 )
 def test_d9_only_the_tables_types_come_out_of_bytes(data: bytes, says: str) -> None:
     with pytest.raises(WireError, match=says):
         m.decode(data)
+
+
+@pytest.mark.parametrize("message", EXAMPLES, ids=lambda x: type(x).__name__)
+def test_fields_of_a_newer_build_are_skipped(message: m.Message) -> None:
+    assert m.decode(msgpack.packb([*msgpack.unpackb(m.encode(message)), "of tomorrow", {"what": [1]}])) == message
 
 
 @given(st.binary(max_size=200))

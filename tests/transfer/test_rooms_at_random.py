@@ -9,29 +9,33 @@ import pytest
 from cache.lazy import LazyDevice
 from tests.poolsets import NAMES, pool_sets
 from tests.room_chaos import play
-from tests.rooms import PLANES, ends
+from tests.rooms import PLANES, ends, simulated_ends
 
 SETS = pool_sets()
-HAPPENS = {"opened", "given up", "Arrived", "Broken"}
+HAPPENS = {"opened", "given up", "rotten", "damaged", "Arrived", "Broken", "Over"}
 
 
-def run(name: str, plane: str, seed: int, steps: int) -> Counter[str]:
-    device = LazyDevice(seed)
-    with ends(SETS[name], plane, seed=seed, count=20, slots=5, device=device) as both:
-        return play(both, device, seed, steps)
+@pytest.mark.slow
+@pytest.mark.parametrize("plane", ["shm", "zmq"])
+@pytest.mark.parametrize("name", NAMES)
+def test_whatever_happens_who_arrives_has_what_was_sealed_and_everything_comes_back(name: str, plane: str) -> None:
+    """Over the simulator's network, so that a seed is one run: what happens, and how often, is the same everywhere."""
+    seen: Counter[str] = Counter()
+    for seed in range(8):
+        device = LazyDevice(seed)
+        with simulated_ends(SETS[name], plane, seed=seed, count=20, slots=5, device=device) as both:
+            seen += play(both, device, seed, 600)
+    assert seen.keys() >= HAPPENS, seen
+    assert seen["opened"] > 100, seen
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("plane", PLANES)
 @pytest.mark.parametrize("name", NAMES)
-def test_whatever_happens_who_arrives_has_what_was_sealed_and_everything_comes_back(name: str, plane: str) -> None:
-    seen: Counter[str] = Counter()
-    for seed in range(12):
-        seen += run(name, plane, seed, 600)
-        # Where the machine is busy the sockets' threads don't keep up, and less happens in as many steps.
-        if seed and seen.keys() >= HAPPENS:
-            return
-    raise AssertionError(f"not all of {HAPPENS} happened: {seen}")
+def test_whatever_happens_over_real_sockets_everything_comes_back(name: str, plane: str) -> None:
+    """How much arrives in so many steps is up to the machine here; what is checked is so whatever arrives."""
+    for seed in range(2):
+        assert run(name, plane, seed, 400)["opened"] > 0
 
 
 @pytest.mark.soak
@@ -40,3 +44,19 @@ def test_whatever_happens_who_arrives_has_what_was_sealed_and_everything_comes_b
 def test_whatever_happens_in_a_long_time(name: str, plane: str) -> None:
     for seed in range(100, 150):
         run(name, plane, seed, 600)
+
+
+def run(name: str, plane: str, seed: int, steps: int) -> Counter[str]:
+    device = LazyDevice(seed)
+    with ends(SETS[name], plane, seed=seed, count=20, slots=5, device=device) as both:
+        return play(both, device, seed, steps)
+
+
+def test_a_seed_over_the_simulated_network_is_one_run() -> None:
+    seen = []
+    for _ in range(2):
+        device = LazyDevice(5)
+        with simulated_ends(SETS["full"], "shm", seed=5, count=20, slots=5, device=device) as both:
+            seen.append(play(both, device, 5, 300))
+    assert seen[0] == seen[1]
+    assert seen[0]["Arrived"] > 0

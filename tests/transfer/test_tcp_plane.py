@@ -22,7 +22,8 @@ from transfer.tcp import ZmqPlane
 
 SPEC = pool_sets()["all"]
 ROOM = RoomId("room-1")
-TARGET = Target(ROOM, {"full": Run(2, (5, 7, 6)), "state": Run(4, (3,))}, 1)
+TARGET = Target(ROOM, {"full": Run(2, (5, 7, 6)), "state": Run(4, (3,))}, 1, 77)
+TICKET = TARGET.ticket
 ALONE = (0, 1, 1)
 """The first write of a writer of one rank."""
 FULL, STATE = SPEC.unit_bytes("full"), SPEC.unit_bytes("state")
@@ -57,7 +58,7 @@ def deliver(plane: ZmqPlane, socket: zmq.Socket[bytes], *frames: bytes) -> None:
 def test_a_write_of_several_pools_is_stored_in_the_places_that_were_granted() -> None:
     with reader() as (plane, pools, socket):
         before = image(pools)
-        head = msgpack.packb((ROOM, [("full", 3, 2), ("state", 4, 1)], *ALONE))
+        head = msgpack.packb((ROOM, TICKET, [("full", 3, 2), ("state", 4, 1)], *ALONE))
         deliver(plane, socket, b"P", head, b"\1" * FULL + b"\2" * FULL, b"\3" * STATE)
         after = image(pools)
         assert {place for place in after if after[place] != before[place]} == {("full", 7), ("full", 6), ("state", 3)}
@@ -88,9 +89,9 @@ def test_b6_a_write_that_does_not_fit_in_one_pool_is_stored_in_none(misfit: str)
     head, *frames = MISFITS[misfit]
     with reader() as (plane, pools, socket):
         before = image(pools)
-        deliver(plane, socket, b"P", msgpack.packb((*head, *ALONE)), *frames)
+        deliver(plane, socket, b"P", msgpack.packb((head[0], TICKET, *head[1:], *ALONE)), *frames)
         beside = (head[0], [("state", 4, 1), *head[1]] if isinstance(head[1], list) else 5)
-        deliver(plane, socket, b"P", msgpack.packb((*beside, *ALONE)), b"\3" * STATE, *frames)
+        deliver(plane, socket, b"P", msgpack.packb((beside[0], TICKET, *beside[1:], *ALONE)), b"\3" * STATE, *frames)
         assert image(pools) == before
         assert plane.dropped == 2
 
@@ -101,7 +102,7 @@ def test_b6_a_write_that_does_not_fit_in_one_pool_is_stored_in_none(misfit: str)
 def test_a_write_of_ranks_that_cannot_be_is_dropped(ranks: tuple[Any, ...]) -> None:
     with reader() as (plane, pools, socket):
         before = image(pools)
-        deliver(plane, socket, b"P", msgpack.packb((ROOM, [("full", 3, 1)], *ranks)), b"\1" * FULL)
+        deliver(plane, socket, b"P", msgpack.packb((ROOM, TICKET, [("full", 3, 1)], *ranks)), b"\1" * FULL)
         assert image(pools) == before
         assert plane.dropped == 1
 
@@ -110,7 +111,7 @@ def test_a5_what_comes_for_a_room_that_was_revoked_is_dropped_and_counted() -> N
     with reader() as (plane, pools, socket):
         before = image(pools)
         plane.revoke(ROOM)
-        deliver(plane, socket, b"P", msgpack.packb((ROOM, [("full", 2, 1)], *ALONE)), b"\1" * FULL)
-        deliver(plane, socket, b"S", ROOM.encode(), b"\1" * 10)
+        deliver(plane, socket, b"P", msgpack.packb((ROOM, TICKET, [("full", 2, 1)], *ALONE)), b"\1" * FULL)
+        deliver(plane, socket, b"S", msgpack.packb((ROOM, TICKET)), b"\1" * 10)
         assert image(pools) == before
         assert plane.dropped == 2

@@ -86,13 +86,13 @@ def running(scene: Scene, name: str) -> None:
 
 @pytest.mark.slow
 def test_d1_streams_of_a_drained_decode_worker_go_on_elsewhere_without_a_failed_or_altered_one(
-    scene: Scene, tmp_path: Path
+    scene: Scene, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     out = tmp_path / "drain.json"
     flags = ["--streams", "12", "--input-tokens", "20:120", "--output-tokens", "400", "--victim", "decode-1"]
     flags += ["--after-tokens", "10", "--json", str(out)]
-    pytest.MonkeyPatch().setattr(drain, "LOW", 0)
-    pytest.MonkeyPatch().setattr(drain, "HIGH", 300)
+    monkeypatch.setattr(drain, "LOW", 0)
+    monkeypatch.setattr(drain, "HIGH", 300)
     assert drain.main(["--url", scene.serving.url, *flags]) == 0
     figures: dict[str, Any] = json.loads(out.read_text())["figures"]
     print(figures)

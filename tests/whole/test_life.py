@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import random
 import signal
-import time
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -96,11 +96,12 @@ def test_d5_a_worker_killed_under_load_costs_no_answer_and_comes_back(scene: Sce
             async def kill() -> None:
                 for _ in range(8):
                     await ended.acquire()
-                while True:
-                    workers = (await client.get("/cluster/status")).json()["workers"]
-                    if any(w["running"] for w in workers if w["name"] == victim):
-                        break
-                os.kill(before["pid"], signal.SIGKILL)
+                # Stopped, it keeps what it has and gets of what comes, so that the kill strikes in the middle.
+                os.kill(before["pid"], signal.SIGSTOP)
+                for _ in range(8):
+                    await ended.acquire()
+                with contextlib.suppress(ProcessLookupError):  # its lease has ended already
+                    os.kill(before["pid"], signal.SIGKILL)
 
             answers, _ = await asyncio.gather(
                 asyncio.gather(*[one(p, i % 3 > 0) for i, p in enumerate(prompts)]), kill()
@@ -151,8 +152,9 @@ def test_d1_a_worker_drains_under_load_without_a_failed_request_and_undrains_bef
     unknown = cluster.twinpool("drain", "decode-7")
     assert unknown.returncode == 1
     assert "prefill-0" in unknown.stderr + unknown.stdout
-    gone = cluster.twinpool("undrain", "decode-1")
-    assert gone.returncode == 1
+    back = cluster.twinpool("undrain", "decode-1")
+    assert (back.returncode, back.stdout) == (0, "decode-1 starts again\n"), back.stderr
+    until(lambda: cluster.status()["decode-1"]["state"] == "ready", "decode-1 to be back")
     (prompt,) = some_prompts(7, 1, 50)
     assert compare(scene.oracle, prompt, cluster.complete(prompt, max_tokens=10).tokens).equal
 
@@ -165,8 +167,7 @@ def test_d5_seeded_streams_go_on_with_the_very_same_tokens_after_a_kill(scene: S
     print(result)
     assert result.same_tokens
     assert result.kills == 1
-    assert result.struck or role == "prefill", "half of the streams were running when their worker was killed"
-    assert result.worst_ms is None or result.worst_ms < 60_000
+    assert result.struck, "streams waited for the worker that was killed"
 
 
 @pytest.mark.slow
@@ -202,11 +203,8 @@ def test_b2_a_router_that_is_killed_leaves_nothing_on_the_workers_and_the_next_o
 
 def test_the_commands_answer(scene: Scene) -> None:
     for command in (["status"], ["status", "--json"], ["check"]):
-        began = time.monotonic()
         done = scene.serving.twinpool(*command)
-        took = time.monotonic() - began
         assert done.returncode == 0, done.stderr
-        print(f"twinpool {' '.join(command)}: {took:.2f} s")
 
 
 def test_no_cluster_is_exit_code_3_and_a_wrong_flag_is_2(scene: Scene, tmp_path: Path) -> None:

@@ -29,6 +29,7 @@ from tests.hash_engine import HashEngine, recite
 from tests.pair import Answer, Pair
 from tests.poolsets import NAMES, pool_sets
 from transfer import make_plane
+from transfer.agreement import fingerprint
 from transfer.control import ZmqCarrier
 from transfer.receiver import ReceiverEnd
 from transfer.sender import SenderEnd
@@ -72,14 +73,15 @@ class HashPair(Pair):
         carrier = ZmqCarrier("127.0.0.1", waiter, None)
         name, first = WorkerName(f"{role}-0"), Incarnation(1)
         common: dict[str, Any] = {"context": CONTEXT, "clock": self.clock, "pause": lambda s: None}
+        common_to_all = fingerprint("hash", spec, "invariant:by hand")
         sender = SenderEnd(
-            name, first, "hash", plane, pools, device, config.transfer,
+            name, first, common_to_all, plane, pools, device, config.transfer,
             carrier=carrier, clock=self.clock,
         )  # fmt: skip
         if role is Role.PREFILL:
             return PrefillWorker(name, first, config, engine, seat, sender, waiter, **common)
         receiver = ReceiverEnd(
-            name, first, "hash", plane, pools, 16, config.transfer,
+            name, first, common_to_all, plane, pools, 16, config.transfer,
             verify=cache.verify, carrier=carrier, clock=self.clock,
         )  # fmt: skip
         return DecodeWorker(name, first, config, engine, seat, receiver, waiter, sender=sender, **common)

@@ -349,7 +349,7 @@ def test_other_models_dtypes_and_planes_are_refused_with_both_values(model: Path
     (prompt,) = prompts(16, 20)
     twin = make_checkpoint(tmp_path / "twin", "qwen3", seed=4)
     cases = [
-        (twin, {}, "model: prefill-0 has"),
+        (twin, {}, "weights: prefill-0 has"),
         (model, {"engine": {"dtype": "bfloat16"}}, "dtype: prefill-0 has float32"),
     ]
     cases.append((model, {"transfer": {"plane": "zmq"}}, "transfer.plane: prefill-0 has local, decode-0 has zmq"))

@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 import pytest
 
 from cache.parked import PLACES, Place
-from cache.storage import Backend, InlineQueue, Item, ObjectName, Outcome, Ticket
+from cache.storage import Backend, Chain, InlineQueue, Item, ObjectName, Outcome, Ticket
 from contracts.errors import ErrorKind
 from decode.request import Request
 from decode.worker import DecodeWorker
@@ -153,7 +153,7 @@ class Remembering(InlineQueue):
         super().__init__(backend)
         self.items: dict[ObjectName, Item] = {}
 
-    def submit_write(self, items: Sequence[Item]) -> Ticket[list[Outcome]]:
+    def submit_write(self, items: Sequence[Item], chain: Chain | None = None) -> Ticket[list[Outcome]]:
         self.items |= {item.name: item for item in items}
         return super().submit_write(items)
 

@@ -162,6 +162,10 @@ def test_a_page_given_away_under_a_step(role: Role, model: Path, caplog: pytest.
 
 
 def test_every_counter_of_damage_has_a_place_and_others_have_none() -> None:
-    assert {where_of(name) for name in COUNTERS} == set(Where) - {Where.AUDIT}, "an audit's is the router's own"
+    prefixed = {Where.LOGITS}
+    assert {where_of(name) for name in COUNTERS} == set(Where) - {Where.AUDIT} - prefixed, (
+        "an audit's is the router's own"
+    )
+    assert {where_of(f"{PREFIX}{where}") for where in prefixed} == prefixed
     assert where_of(f"{PREFIX}{Where.RESTORE}") == "restore"
     assert where_of("pages_loaded") is None

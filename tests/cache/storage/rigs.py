@@ -93,7 +93,9 @@ class FileRig:
 
     def open(self, max_bytes: int = 1 << 30) -> FileBackend:
         """Use times are a counter: each use is later than all before it."""
-        return FileBackend(self.root, max_bytes, wall_ns=lambda: next(self._ticks))
+        backend = FileBackend(self.root, max_bytes, wall_ns=lambda: next(self._ticks))
+        assert backend.wait_counted(60)
+        return backend
 
     def path(self, which: ObjectName) -> Path:
         return self.root / which.key[:2] / f"{which.key}.page"

@@ -20,7 +20,7 @@ from tests.mutants.catalogue import Mutant, load  # noqa: E402
 from tests.mutants.run import command, copy_tree  # noqa: E402
 
 FOLDER = Path(__file__).resolve().parent
-MOST = 2000
+MOST = 700
 PORTION = 100
 """Seeds of one process."""
 ALSO = (

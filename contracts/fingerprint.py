@@ -1,0 +1,66 @@
+"""What two workers must have in common before one hands state to the other.
+
+Every hello between workers and every registration with the controller carries a `Fingerprint`. Two that differ where it
+matters refuse each other before a byte is written, and the reason names both sides.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+PROTOCOL = 2
+"""Version of the messages between workers. It grows when a build can't talk to the one before it; fields and messages
+that the other side may skip don't change it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Fingerprint:
+    """Protocol, state layout, numerics class and weights of one worker."""
+
+    protocol: int
+    """Version of the messages between workers: `PROTOCOL` of its build."""
+    layout: str
+    """Digest of the pools, their buffers, shapes and dtypes."""
+    numerics: str
+    """`numerics_class`: the mode of ``engine.numerics``, and all that the bits of a result depend on in it."""
+    weights: str
+    """Digest of the checkpoint: its numbers, its tensors' headers and samples of their bytes."""
+
+
+def numerics_class(mode: str, computed_by: str) -> str:
+    """The numerics class of a worker that computes in `mode` (``invariant`` or ``fast``); `computed_by` names kernels,
+    instruction set and libraries."""
+    return f"{mode}:{computed_by}"
+
+
+def mismatch(ours: Fingerprint, theirs: Fingerprint, our_name: str, their_name: str) -> str | None:
+    """Why the two workers can't hand over to each other, in one sentence that names both sides; None where they can.
+
+    Protocol, layout and weights must be equal. So must the numerics classes, unless both workers compute under
+    ``fast``, whose results may differ by rounding.
+    """
+    pairs = (
+        ("protocol", ours.protocol, theirs.protocol, "run builds that speak the same protocol"),
+        ("layout", ours.layout, theirs.layout, "give both the same cache settings and model"),
+        ("weights", ours.weights, theirs.weights, "give both the same checkpoint"),
+    )
+    for name, mine, its, remedy in pairs:
+        if mine != its:
+            return f"{name}: {our_name} has {mine}, {their_name} has {its}; {remedy}"
+    if ours.numerics != theirs.numerics and not (_fast(ours) and _fast(theirs)):
+        return (
+            f"numerics: {our_name} computes as {ours.numerics}, {their_name} as {theirs.numerics}; under "
+            "engine.numerics=invariant both must be of one class: set engine.numerics_class to a level that both "
+            "machines run, and install the same libraries"
+        )
+    return None
+
+
+def _fast(fingerprint: Fingerprint) -> bool:
+    return fingerprint.numerics.partition(":")[0] == "fast"
+
+
+def binding_class(fingerprint: Fingerprint | None) -> str:
+    """The numerics class that an answer begun by such a worker must be continued in, for its bits to be those of one
+    run; empty where there is none: under ``fast``, or while the worker hasn't registered."""
+    return "" if fingerprint is None or _fast(fingerprint) else fingerprint.numerics

@@ -1,0 +1,40 @@
+"""Every wait of the cluster's code has a deadline, or a reason for none that is written here."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+
+FOLDER = Path(__file__).parents[2] / "cluster"
+WAITS = {"wait", "join", "result", "acquire", "communicate", "accept", "recv", "wait_for", "get"}
+ENDLESS = {
+    "arena_agent.py: self._listener.accept": "the selector has said that somebody is there",
+    "build.py: line.ask(Ready(), config.cluster.start_timeout_s).wait": "the line's own deadline",
+    "host_memory.py: line.ask(Bond(b'')).wait": "the line's own deadline",
+    "host_memory.py: line.ask(Bond(fresh)).wait": "the line's own deadline",
+    "controller_service.py: changed.wait": "until the table changes, or the watcher's stream ends",
+    "service.py: self._frames.get": "until the stream's next frame; whatever ends the stream puts one",
+    "rehearsal.py: threading.Event().wait": "a hang on purpose",
+    "worker_process.py: self._ended.wait": "the worker's life; its lease, its engine thread and its parent end it",
+}
+
+
+def calls() -> Iterator[tuple[str, ast.Call]]:
+    for path in sorted(FOLDER.glob("*.py")):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
+                yield path.name, node
+
+
+def test_every_wait_has_a_deadline_or_a_reason_for_none() -> None:
+    endless = set()
+    for name, call in calls():
+        assert isinstance(call.func, ast.Attribute)
+        bounded = bool(call.keywords) or bool(call.args)
+        if call.func.attr in WAITS and not bounded:
+            endless.add(f"{name}: {ast.unparse(call.func)}")
+        if ast.unparse(call.func) in ("ray.get", "ray.wait"):
+            assert "timeout" in [k.arg for k in call.keywords], f"{name}: {ast.unparse(call)}"
+    assert not endless - ENDLESS.keys(), "give it a deadline, or write the reason above"
+    assert not ENDLESS.keys() - endless, "a reason for a wait that is no more"

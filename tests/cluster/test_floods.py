@@ -1,0 +1,242 @@
+"""Garbage on the ports of controller and workers: whoever it comes from harms nobody else."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import random
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import grpc
+import grpc.aio
+import pytest
+
+from cluster import controller_service, service
+from cluster.aio import LoopThread
+from cluster.controller import Controller, MemoryLedger
+from cluster.controller_service import ControllerServer
+from cluster.host import WorkerHost
+from cluster.lease import LeaseKeeper
+from cluster.service import serve_worker
+from contracts.channels import CONTROL_BYTES
+from contracts.clock import ManualClock
+from contracts.config import ClusterConfig
+from contracts.ids import Incarnation, Role, WorkerName
+from contracts.messages import Fits, Tokens
+from contracts.ports import WorkerRecord
+from contracts.proto import worker_pb2 as pb
+from contracts.proto import worker_pb2_grpc as pb_grpc
+from contracts.wire import command_to_proto, event_from_proto
+from tests.cluster.fake_worker import FakeWorker, submit
+
+NAME = WorkerName("decode-0")
+WAIT_S = 60.0
+PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"
+METHODS = {
+    "Controller": ["Register", "Renew", "Leave", "ChangeRole", "Drain", "Undrain", "Watch", "Nonsense"],
+    "Worker": ["Serve", "Status", "Check", "Drain", "Undrain", "Nonsense"],
+}
+
+
+class Scene:
+    """A controller and one worker with a lease, both on real ports."""
+
+    def __init__(self) -> None:
+        self.clock = ManualClock()
+        self.brain = Controller(self.clock, ClusterConfig(), MemoryLedger())
+        self.controller = ControllerServer(self.brain)
+        self.controller.call(lambda brain: brain.add(NAME, Role.DECODE))
+        self.controller.call(Controller.tick)
+        self.worker = FakeWorker(incarnation=1)
+        self.host = WorkerHost(self.worker, idle_s=0.01)
+        self.host.start()
+        self.loop = LoopThread("worker-service")
+        self.server, self.endpoint = serve_worker(self.loop, self.host, 1, "127.0.0.1")
+        self.lost: list[str] = []
+        record = WorkerRecord(NAME, Role.DECODE, Incarnation(1), 7, "n", self.endpoint, "", Fits(1024, 2048))
+        self.keeper = LeaseKeeper(
+            record, self.controller.endpoint, self.clock, 0.01, self.host.heartbeat, self.lost.append
+        )
+        self.loop.run(self.keeper.start(WAIT_S), WAIT_S)
+
+    def close(self) -> None:
+        self.loop.run(self.keeper.close(), WAIT_S)
+        self.server.stop(0.1)
+        assert self.host.stop(WAIT_S)
+        self.loop.stop()
+        self.controller.close()
+
+
+@pytest.fixture
+def scene() -> Iterator[Scene]:
+    scene = Scene()
+    yield scene
+    scene.close()
+
+
+def blobs(seed: int, count: int) -> Iterator[bytes]:
+    """What strangers may send: noise, other protocols, and HTTP/2 that goes wrong after its first bytes."""
+    rng = random.Random(seed)
+    for number in range(count):
+        noise = rng.randbytes(rng.choice([1, 9, 200, 70_000]))
+        yield (noise, b"GET / HTTP/1.1\r\nHost: x\r\n\r\n" + noise, PREFACE + noise, PREFACE)[number % 4]
+
+
+async def hurl(endpoint: str, blob: bytes) -> None:
+    """Send it and wait for the other side to hang up, or hang up first."""
+    host, _, port = endpoint.partition(":")
+    reader, writer = await asyncio.open_connection(host, int(port))
+    try:
+        writer.write(blob)
+        await writer.drain()
+        writer.write_eof()
+        async with asyncio.timeout(0.05):
+            while await reader.read(65536):
+                pass
+    except (OSError, TimeoutError):
+        pass
+    finally:
+        writer.close()
+
+
+async def call_with(channel: grpc.aio.Channel, path: str, raw: bytes) -> grpc.StatusCode:
+    """Call a method with bytes in its message's place."""
+
+    def same(data: bytes) -> bytes:
+        return data
+
+    call: Any = channel.stream_stream(path, request_serializer=same, response_deserializer=same)
+    try:
+        async with asyncio.timeout(WAIT_S):
+            stream = call(iter([raw]), timeout=WAIT_S)
+            if path.endswith(("Watch", "Serve")):
+                first = await stream.read()
+                stream.cancel()
+                return grpc.StatusCode.OK if first is not grpc.aio.EOF else await stream.code()
+            async for _ in stream:
+                pass
+            code: grpc.StatusCode = await stream.code()
+            return code
+    except grpc.aio.AioRpcError as error:
+        return error.code()
+
+
+def descriptors() -> int:
+    return len(list(Path(f"/proc/{os.getpid()}/fd").iterdir()))
+
+
+async def answer_of(scene: Scene, channel: grpc.aio.Channel, request: str) -> list[int]:
+    """The tokens of one request, asked on a stream of its own."""
+    hold, found = asyncio.Event(), list[int]()
+
+    async def frames() -> Any:
+        yield pb.RouterFrame(commands=[command_to_proto(submit(request, 4))])
+        await hold.wait()
+
+    call = pb_grpc.WorkerStub(channel).Serve(frames())  # type: ignore[no-untyped-call]
+    async with asyncio.timeout(WAIT_S):
+        while len(found) < 4:
+            for event in (await call.read()).events:
+                said = event_from_proto(event)
+                if isinstance(said, Tokens):
+                    found += said.tokens
+    call.cancel()
+    return found
+
+
+@pytest.mark.slow
+def test_a_flood_of_garbage_on_the_ports_of_controller_and_worker_harms_nobody(scene: Scene) -> None:
+    async def flood() -> None:
+        good = grpc.aio.insecure_channel(scene.endpoint)
+        undisturbed = await answer_of(scene, good, "before")
+        began = descriptors()
+        for endpoint in (scene.controller.endpoint, scene.endpoint):
+            for seed in range(4):
+                await asyncio.gather(*(hurl(endpoint, blob) for blob in blobs(seed, 24)))
+                assert await answer_of(scene, good, f"{endpoint}-{seed}") == undisturbed
+        rng = random.Random(5)
+        for kind, endpoint in (("Controller", scene.controller.endpoint), ("Worker", scene.endpoint)):
+            async with grpc.aio.insecure_channel(endpoint) as stranger:
+                for method in METHODS[kind]:
+                    for size in (0, 1, 40, 3000):
+                        if (kind, method, size) in (("Worker", "Drain", 0), ("Worker", "Undrain", 0)):
+                            continue  # An empty message is what they take.
+                        await call_with(stranger, f"/twinpool.{kind}/{method}", rng.randbytes(size))
+        assert await answer_of(scene, good, "after") == undisturbed
+        async with asyncio.timeout(WAIT_S):
+            while descriptors() > began + 8:
+                await asyncio.sleep(0.01)
+        await good.close(None)
+
+    asyncio.run(flood())
+    assert scene.keeper.lease.held
+    assert scene.lost == []
+    (view,) = scene.controller.call(Controller.views)
+    assert (view.record.name, view.status.state) == (NAME, "ready")
+    assert scene.host.ended is None
+    assert not scene.worker.draining
+
+
+def test_a_call_of_more_than_its_bound_ends_alone(scene: Scene) -> None:
+    async def talk() -> list[grpc.StatusCode]:
+        bounds = [("grpc.max_send_message_length", 64 << 20)]
+        async with grpc.aio.insecure_channel(scene.controller.endpoint, options=bounds) as stranger:
+            too_long = pb.Target(name="x" * (CONTROL_BYTES + 1)).SerializeToString()
+            long = pb.Target(name="x" * (CONTROL_BYTES // 4)).SerializeToString()
+            drain = "/twinpool.Controller/Drain"
+            return [await call_with(stranger, drain, raw) for raw in (too_long, long)]
+
+    codes = asyncio.run(talk())
+    assert codes == [grpc.StatusCode.RESOURCE_EXHAUSTED, grpc.StatusCode.INVALID_ARGUMENT]
+    assert scene.keeper.lease.held
+
+
+@pytest.mark.parametrize(
+    "status",
+    [{"stalled_s": float("nan")}, {"stalled_s": float("inf")}, {"longest_step_s": float("nan")}, {"role": "x"}],
+)
+def test_a_heartbeat_that_makes_no_sense_is_refused_and_fences_nobody(scene: Scene, status: dict[str, Any]) -> None:
+    async def talk() -> grpc.StatusCode:
+        async with grpc.aio.insecure_channel(scene.controller.endpoint) as stranger:
+            whole = {"name": NAME, "role": "decode", "state": "ready", "incarnation": 1} | status
+            renewal = pb.Renewal(name=NAME, incarnation=1, status=pb.WorkerStatus(**whole))
+            return await call_with(stranger, "/twinpool.Controller/Renew", renewal.SerializeToString())
+
+    assert asyncio.run(talk()) is grpc.StatusCode.INVALID_ARGUMENT
+    (view,) = scene.controller.call(Controller.views)
+    assert view.status.state == "ready"
+
+
+def test_watchers_and_sessions_are_bounded(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(controller_service, "MOST_WATCHERS", 2)
+    monkeypatch.setattr(service, "MOST_SESSIONS", 2)
+
+    async def open_three(endpoint: str, path: str) -> grpc.StatusCode:
+        async with grpc.aio.insecure_channel(endpoint) as channel:
+            call: Any = channel.stream_stream(path)
+            streams = []
+            for _ in range(3):
+                stream = call(timeout=WAIT_S)
+                if path.endswith("Watch"):
+                    await stream.write(pb.Empty().SerializeToString())
+                streams.append(stream)
+                if len(streams) < 3:
+                    await (stream.read() if path.endswith("Watch") else stream.initial_metadata())
+            code: grpc.StatusCode = await streams[2].code()
+            for stream in streams[:2]:
+                stream.cancel()
+            return code
+
+    controller, worker = scene.controller.endpoint, scene.endpoint
+    for endpoint, path in ((controller, "/twinpool.Controller/Watch"), (worker, "/twinpool.Worker/Serve")):
+        assert asyncio.run(open_three(endpoint, path)) is grpc.StatusCode.RESOURCE_EXHAUSTED
+
+
+def test_all_watchers_are_told_the_same_table_which_is_built_once(scene: Scene) -> None:
+    built = controller_service.ControllerService(scene.brain)
+    first = built.view()
+    assert built.view() is first
+    scene.controller.call(lambda brain: brain.add(WorkerName("decode-1"), Role.DECODE))
+    assert [w.registration.name for w in built.view().workers] == ["decode-0", "decode-1"]

@@ -1,0 +1,74 @@
+"""Joining a Ray that somebody else started: its authentication is left as it is."""
+
+from __future__ import annotations
+
+import os
+import stat
+import sys
+import types
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from cluster import ray_cluster
+from contracts.errors import ConfigError
+
+
+class RayError(Exception):
+    pass
+
+
+@pytest.fixture
+def ray(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> types.SimpleNamespace:
+    """In Ray's place; `modes` is what it found in its environment whenever it was started or joined."""
+    for name in ("RAY_AUTH_MODE", "RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH", "RAY_ADDRESS"):
+        monkeypatch.setenv(name, "to be restored")
+        monkeypatch.delenv(name)
+    monkeypatch.setattr(os, "environ", os.environ.copy())
+    monkeypatch.setenv("HOME", str(tmp_path))
+    fake = types.SimpleNamespace(modes=[], refusal=None, exceptions=types.SimpleNamespace(RayError=RayError))
+
+    def init(**options: Any) -> types.SimpleNamespace:
+        fake.modes.append(os.environ.get("RAY_AUTH_MODE"))
+        if fake.refusal is not None:
+            raise fake.refusal
+        return types.SimpleNamespace(dashboard_url="")
+
+    fake.init = init
+    fake.util = types.SimpleNamespace(get_node_ip_address=lambda: "10.0.0.1")
+    monkeypatch.setitem(sys.modules, "ray", fake)
+    return fake
+
+
+@pytest.mark.parametrize("mode", [None, "disabled", "token"])
+def test_the_authentication_of_a_cluster_that_is_joined_is_left_as_it_is(
+    ray: types.SimpleNamespace, monkeypatch: pytest.MonkeyPatch, mode: str | None
+) -> None:
+    if mode is not None:
+        os.environ["RAY_AUTH_MODE"] = mode
+    assert ray_cluster.join_ray("auto") == "10.0.0.1"
+    assert ray.modes == [mode]
+    assert os.environ.get("RAY_AUTH_MODE") == mode
+    assert ray_cluster.authenticated() == (mode == "token")
+
+
+def test_who_lacks_the_token_is_told_where_it_goes(ray: types.SimpleNamespace) -> None:
+    ray.refusal = RayError("Token authentication is enabled but no token was found\nsee there")
+    with pytest.raises(ConfigError, match=r"no token was found; give this process .*RAY_AUTH_TOKEN_PATH"):
+        ray_cluster.join_ray("auto")
+    ray.refusal = ConnectionError("")
+    with pytest.raises(ConfigError, match=r"can't join Ray at auto: ConnectionError$"):
+        ray_cluster.join_ray("auto")
+
+
+def test_the_token_of_a_ray_of_our_own_is_for_its_owner_alone(tmp_path: Path) -> None:
+    one, two = tmp_path / "1", tmp_path / "2"
+    tokens = []
+    for folder in (one, two):
+        folder.mkdir()
+        path = ray_cluster._new_token(folder)
+        assert stat.S_IMODE(path.stat().st_mode) == 0o600
+        tokens.append(path.read_text())
+    assert len(set(tokens)) == 2
+    assert ray_cluster._OWN["RAY_AUTH_MODE"] == "token"

@@ -1,0 +1,81 @@
+"""What the host does to plan a step: as much as the step needs, and nothing that only a checking device looks at."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import torch
+
+from cache.claim import numbers
+from cache.device import CpuDevice, Device
+from cache.lazy import LazyDevice
+from engine.attention import make_plan
+from engine.batch import Draw
+from tests.engine.harness import GREEDY, Bench, MakeCheckpoint, row
+
+
+class Listening(CpuDevice):
+    """Keeps what operations said of themselves."""
+
+    def __init__(self, *, checks: bool) -> None:
+        self.checks = checks  # type: ignore[misc]
+        self.said: list[int] = []
+
+    def submit(self, op: Any, run: Any, after: Sequence[Any] = (), **options: Any) -> Any:
+        self.said.append(sum(len(span.pages) for span in (*op.reads, *op.writes)))
+        return super().submit(op, run, after, **options)
+
+
+@pytest.mark.parametrize("checks", [False, True])
+def test_a_step_names_its_pages_for_a_device_that_looks_at_them_and_for_no_other(
+    checkpoint: MakeCheckpoint, checks: bool
+) -> None:
+    device = Listening(checks=checks)
+    bench = Bench(checkpoint("llama"), tokens=512, device=device)
+    tokens = list(range(50, 90))
+    bench.engine.forward([row(tokens, 0, bench.lease(40), Draw(GREEDY, tuple(tokens), 40))])
+    assert device.said == ([6] if checks else [0]), "three pages written, and as many read"
+
+
+@pytest.mark.parametrize("device", [CpuDevice(), LazyDevice(0)])
+def test_devices_say_whether_they_check(device: Device) -> None:
+    assert device.checks is isinstance(device, LazyDevice)
+
+
+def test_tables_as_claims_keep_them_and_as_lists_make_the_same_plan() -> None:
+    tables, epochs = [[5, 9, 2, 7], [3], [8, 1, 4]], [[0, 2, 0, 1], [4], [0, 0, 7]]
+    sizes = ([37, 3, 40], [1, 2, 1])
+    plans = [
+        make_plan(*sizes, [kind(t) for t in tables], 16, torch.device("cpu"), [kind(e) for e in epochs])
+        for kind in (list, tuple, numbers)
+    ]
+    assert plans[0].tables_bp.tolist() == [[5, 9, 2], [3, 0, 0], [8, 1, 4]]
+    assert plans[0].epochs_bp is not None
+    assert plans[0].epochs_bp.tolist() == [[0, 2, 0], [4, 0, 0], [0, 0, 7]]
+    for plan in plans[1:]:
+        assert plan.tables_bp.equal(plans[0].tables_bp)
+        assert plan.epochs_bp is not None
+        assert plan.epochs_bp.equal(plans[0].epochs_bp)
+        assert plan.slots_t.equal(plans[0].slots_t)
+
+
+def test_a_step_takes_the_tokens_of_several_earlier_steps_where_they_lie(checkpoint: MakeCheckpoint) -> None:
+    """In any order, and beside tokens that the host knows."""
+    from engine.batch import FromStep
+    from engine.step import input_tokens
+
+    bench = Bench(checkpoint("llama"), tokens=1024)
+    prompts = [[n, n + 1, n + 2] for n in (20, 40, 60, 80)]
+    steps = [
+        bench.engine.launch([row(p, 0, bench.lease(8), Draw(GREEDY, tuple(p), 3)) for p in prompts[i : i + 2]])
+        for i in (0, 2)
+    ]
+    drawn = [[out.drawn.token for out in step.outputs() if out.drawn is not None] for step in steps]
+    rows = [
+        row(source, 3, [1], None)
+        for source in (FromStep(steps[1], 1), [11, 12], FromStep(steps[0], 0), FromStep(steps[1], 0), [13])
+    ]
+    got = input_tokens(rows, 2, torch.device("cpu")).tolist()
+    assert got == [drawn[1][1], 11, 12, drawn[0][0], drawn[1][0], 13, 0, 0]

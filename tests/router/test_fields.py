@@ -1,0 +1,149 @@
+"""Every field that OpenAI, vLLM and SGLang know is done, without effect here, or refused by name; on every endpoint."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from contracts.config import config_from_dict
+from router.fields import CHAT, COMPLETION, GENERATE_OTHERS, IGNORED, REFUSED, TOKENIZE
+from tests.router.fake_worker import FakeCluster
+from tests.router.http_server import Server, serving
+
+COMPLETIONS, CHATS = "/v1/completions", "/v1/chat/completions"
+BODIES: dict[str, dict[str, Any]] = {
+    COMPLETIONS: {"prompt": [5, 6], "max_tokens": 2},
+    CHATS: {"messages": [{"role": "user", "content": "hello"}], "max_tokens": 2},
+}
+
+# Fields that OpenAI, vLLM and SGLang are known to take, listed by hand: one that is missing here is refused as unknown.
+VOCABULARY = """
+model messages prompt max_tokens max_completion_tokens n stream stream_options temperature top_p stop presence_penalty
+frequency_penalty logit_bias logprobs top_logprobs user seed echo best_of suffix response_format tools tool_choice
+parallel_tool_calls functions function_call store metadata service_tier reasoning_effort verbosity prediction audio
+modalities web_search_options safety_identifier prompt_cache_key prompt_cache_retention top_k min_p repetition_penalty
+length_penalty stop_token_ids include_stop_str_in_output ignore_eos min_tokens skip_special_tokens
+spaces_between_special_tokens truncate_prompt_tokens prompt_logprobs allowed_token_ids bad_words add_special_tokens
+guided_json guided_regex guided_choice guided_grammar structural_tag guided_decoding_backend guided_whitespace_pattern
+structured_outputs use_beam_search early_stopping logits_processors priority request_id return_tokens_as_token_ids
+return_token_ids cache_salt kv_transfer_params vllm_xargs chat_template chat_template_kwargs add_generation_prompt
+continue_final_message documents include_reasoning mm_processor_kwargs media_io_kwargs prompt_embeds
+data_parallel_rank thinking_token_budget detokenize repetition_detection regex ebnf json_schema stop_regex
+no_stop_trim lora_path session_params input_ids input_embeds separate_reasoning stream_reasoning return_hidden_states
+return_routed_experts return_cached_tokens_details return_meta_info custom_logit_processor custom_params
+bootstrap_host bootstrap_port bootstrap_room rid extra_key no_logs log_metrics sampling_params text image_data
+audio_data video_data logprob_start_len top_logprobs_num token_ids_logprob return_logprob return_text_in_logprobs
+require_reasoning routed_dp_rank use_audio_in_video
+"""
+
+
+def test_no_field_of_the_vocabulary_is_unknown() -> None:
+    known = {*COMPLETION, *CHAT, *TOKENIZE, *GENERATE_OTHERS, *IGNORED, *REFUSED}
+    known |= {"prompt", "messages", "chat_template_kwargs"}
+    assert [name for name in VOCABULARY.split() if name not in known] == []
+    assert not IGNORED.keys() & REFUSED.keys()
+    assert not (IGNORED.keys() | REFUSED.keys()) & (COMPLETION.keys() | CHAT.keys())
+
+
+ASKED: list[tuple[str, Any]] = [
+    ("response_format", {"type": "json_schema", "json_schema": {"name": "x", "schema": {"type": "object"}}}),
+    ("response_format", {"type": "json_object"}),
+    ("tools", [{"type": "function", "function": {"name": "f"}}]),
+    ("regex", "[0-9]+"), ("ebnf", 'root ::= "a"'), ("json_schema", "{}"), ("stop_regex", "a"), ("lora_path", "x"),
+    ("best_of", 2), ("guided_json", {}), ("guided_choice", ["a"]), ("structured_outputs", {"regex": "a"}),
+    ("prompt_logprobs", 0), ("truncate_prompt_tokens", -1), ("use_beam_search", True), ("bad_words", ["x"]),
+    ("allowed_token_ids", [5]), ("detokenize", False), ("include_reasoning", False), ("no_stop_trim", True),
+    ("reasoning_effort", "low"), ("modalities", ["text", "audio"]), ("documents", [{"a": 1}]),
+    ("kv_transfer_params", {"a": 1}), ("extra_key", "x"), ("mirostat_mode", 2), ("sampling_params", {"n": 2}),
+    ("chat_template", "{{ 1 }}"), ("continue_final_message", True), ("input_ids", [5]), ("frobnicate", 1),
+    ("frobnicate", False), ("return_hidden_states", True), ("return_tokens_as_token_ids", True),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("path", [COMPLETIONS, CHATS])
+@pytest.mark.parametrize(("name", "value"), ASKED, ids=lambda v: str(v)[:30])
+def test_what_would_change_the_answer_is_refused_by_name(server: Server, path: str, name: str, value: Any) -> None:
+    error = server.refused(path, {**BODIES[path], name: value})
+    assert error["param"] == name
+    assert name in error["message"]
+
+
+NEUTRAL: list[tuple[str, Any]] = [
+    ("response_format", {"type": "text"}), ("tools", []), ("best_of", 1), ("use_beam_search", False), ("bad_words", []),
+    ("detokenize", True), ("modalities", ["text"]), ("suffix", ""), ("metadata", {"a": "b"}), ("store", True),
+    ("service_tier", "auto"), ("parallel_tool_calls", True), ("length_penalty", 2.0), ("user", "x"), ("rid", "y"),
+    ("include_reasoning", True), ("continue_final_message", False), ("echo", False), ("regex", None),
+    ("stream_options", None), ("spaces_between_special_tokens", True),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("path", [COMPLETIONS, CHATS])
+@pytest.mark.parametrize(("name", "value"), NEUTRAL, ids=lambda v: str(v)[:30])
+def test_what_asks_for_nothing_is_taken(server: Server, path: str, name: str, value: Any) -> None:
+    response = server.post(path, {**BODIES[path], name: value})
+    assert response.status_code == 200, response.text
+
+
+@pytest.mark.parametrize("path", ["/tokenize", "/detokenize"])
+def test_unknown_fields_are_refused_where_tokens_are_made_too(server: Server, path: str) -> None:
+    body = {"prompt": "a"} if path == "/tokenize" else {"tokens": [5]}
+    assert server.refused(path, {**body, "truncate_prompt_tokens": 5})["param"] == "truncate_prompt_tokens"
+    assert (
+        "did you mean add_special_tokens?"
+        in server.refused("/tokenize", {"prompt": "a", "add_special_token": 1})["message"]
+    )
+
+
+def test_a_slip_of_the_pen_is_named_with_what_was_meant(server: Server) -> None:
+    error = server.refused(COMPLETIONS, {**BODIES[COMPLETIONS], "temprature": 0})
+    assert '"temprature" is no field that this endpoint knows; did you mean temperature?' in error["message"]
+
+
+def test_tools_that_are_not_to_be_used_are_taken(server: Server) -> None:
+    tools = [{"type": "function", "function": {"name": "f"}}]
+    assert server.post(CHATS, {**BODIES[CHATS], "tools": tools, "tool_choice": "none"}).status_code == 200
+    assert server.refused(CHATS, {**BODIES[CHATS], "tools": tools, "tool_choice": "auto"})["param"] == "tools"
+
+
+def test_whole_numbers_may_be_written_as_floats(server: Server) -> None:
+    plain = server.complete(max_tokens=4, top_k=10, min_tokens=1, n=2, logprobs=1, stop_token_ids=[9])
+    server.cluster["prefill-0"].submits.clear()
+    floats = server.complete(
+        prompt=[5.0, 6.0, 7.0], max_tokens=4.0, top_k=10.0, min_tokens=1.0, n=2.0, logprobs=1.0, stop_token_ids=[9.0],
+        seed=1.0, priority=3.0,
+    )  # fmt: skip
+    assert floats["choices"] == plain["choices"]
+    sent = [s for worker in server.cluster.workers.values() for s in worker.submits if s.priority == 3]
+    assert sent
+    for submit in sent:
+        values = [*submit.tokens, submit.sampling.top_k, submit.sampling.max_tokens, submit.sampling.seed]
+        assert all(type(value) is int for value in values)
+
+
+def test_top_p_0_keeps_the_best_token_alone(server: Server) -> None:
+    server.complete(max_tokens=2, top_p=0, top_k=50, priority=5)
+    sent = [s for worker in server.cluster.workers.values() for s in worker.submits if s.priority == 5]
+    assert {(s.sampling.top_p, s.sampling.top_k) for s in sent} == {(1.0, 1)}
+
+
+def test_a_model_has_every_name_that_it_is_served_under() -> None:
+    config = config_from_dict({"router": {"served_model_name": "first, org/second"}})
+    with serving(FakeCluster(1, 1), config=config) as server:
+        assert [m["id"] for m in server.client.get("/v1/models").json()["data"]] == ["first", "org/second"]
+        assert server.client.get("/v1/models/org/second").json()["id"] == "org/second"
+        for name in ("first", "org/second"):
+            assert server.complete(model=name, max_tokens=1)["model"] == "first"
+            large = server.complete(model=name, max_tokens=1, prompt="word " * 600)  # by a reader
+            assert large["model"] == "first"
+        message = server.refused(COMPLETIONS, {**BODIES[COMPLETIONS], "model": "demo"}, 404)["message"]
+        assert "this server has 'first' and 'org/second'" in message
+
+
+def test_version_ping_and_load_are_answered(server: Server) -> None:
+    assert set(server.client.get("/version").json()) == {"version"}
+    assert server.client.get("/load").json() == {"server_load": 0}
+    assert server.client.get("/ping").status_code == server.client.post("/ping").status_code == 200
+    server.cluster["prefill-0"].state = server.cluster["prefill-1"].state = "draining"
+    server.call(server.cluster.changed)
+    assert server.client.get("/ping").status_code == 503

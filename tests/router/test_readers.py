@@ -1,0 +1,356 @@
+"""Large bodies are read by child processes: all of it arrives, and what happens to one costs nobody else."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import json
+import socket
+import subprocess
+from pathlib import Path
+from typing import Any, cast
+
+import pytest
+
+from contracts.config import RouterConfig
+from contracts.errors import RequestError
+from router import readers as module
+from router.intake import CONTAINERS_AT_MOST, Intake, body_limit
+from router.reader import (
+    HEAD,
+    Kind,
+    ReaderEnded,
+    ReaderFailed,
+    answer,
+    prepared_frame,
+    prepared_of,
+    refusal_frame,
+    refusal_of,
+)
+from router.readers import LARGE_BYTES, Readers
+from router.text import TextCodec, read_text_codec
+from tests.router.http_server import DEMO, demo_spec, eventually
+
+SMALL, LARGE = b"s" * 10, b"l" * (LARGE_BYTES + 1)
+
+
+class FakeChild:
+    """Stands for a reader's process; the test speaks for it."""
+
+    def __init__(self, descriptor: int) -> None:
+        self.socket = socket.socket(fileno=socket.dup(descriptor))
+        self.socket.setblocking(False)
+        self.pid = descriptor
+        self.ended = False
+        self._set_up = False
+
+    def kill(self) -> None:
+        self.ended = True
+        self.socket.close()
+
+    def wait(self, timeout_s: float | None = None) -> int:
+        return -9
+
+    async def hear(self) -> bytes:
+        """The next body."""
+        loop = asyncio.get_running_loop()
+
+        async def exactly(size: int) -> bytes:
+            data = b""
+            while len(data) < size:
+                part = await loop.sock_recv(self.socket, size - len(data))
+                assert part, "the router closed the socket"
+                data += part
+            return data
+
+        kind, _, length = HEAD.unpack(await exactly(HEAD.size))
+        body = await exactly(length)
+        if kind == Kind.SETUP:
+            assert not self._set_up, "a reader is set up once"
+            self._set_up = True
+            return await self.hear()
+        return body
+
+    async def say(self, body: bytes, *, kind: Kind = Kind.BYTES, last: bool = False) -> None:
+        await asyncio.get_running_loop().sock_sendall(self.socket, HEAD.pack(kind, last, len(body)) + body)
+
+
+class Stage:
+    """Readers whose children are the test's."""
+
+    def __init__(self, processes: int = 2, timeout_s: float = 100.0) -> None:
+        self.children: list[FakeChild] = []
+        self.readers = Readers(b"setup", processes, timeout_s, start=self._start)
+
+    def _start(self, descriptor: int) -> subprocess.Popen[bytes]:
+        self.children.append(FakeChild(descriptor))
+        return cast("subprocess.Popen[bytes]", self.children[-1])
+
+    async def child(self, number: int) -> FakeChild:
+        await eventually(lambda: len(self.children) > number)
+        return self.children[number]
+
+
+@pytest.fixture
+def codec() -> TextCodec:
+    return read_text_codec(DEMO, 10**6)
+
+
+def intake(codec: TextCodec, **config: Any) -> Intake:
+    return Intake(demo_spec(), codec, RouterConfig(**config))
+
+
+@pytest.mark.asyncio
+async def test_one_reader_stays_free_for_small_bodies_and_order_is_kept_among_equals() -> None:
+    stage = Stage()
+    larges = [stage.readers.submit(Kind.CHAT, LARGE + bytes([n])) for n in range(2)]
+    busy = await stage.child(0)
+    assert (await busy.hear())[-1] == 0
+    smalls = [stage.readers.submit(Kind.CHAT, SMALL + bytes([n])) for n in range(2)]
+    free = await stage.child(1)
+    for number, small in enumerate(smalls):
+        assert (await free.hear())[-1] == number
+        await free.say(b"done")
+        assert await small == (Kind.BYTES, b"done")
+    assert not larges[0].done()
+    assert not larges[1].done()
+    for large in larges:
+        await busy.say(b"big")
+        assert (await large)[1] == b"big"
+        if large is larges[0]:
+            assert (await busy.hear())[-1] == 1
+    await stage.readers.close()
+    assert all(child.ended for child in stage.children)
+
+
+@pytest.mark.asyncio
+async def test_a_body_whose_reader_ended_is_tried_once_more_and_then_fails() -> None:
+    stage = Stage(1)
+    reply = stage.readers.submit(Kind.CHAT, SMALL)
+    first = await stage.child(0)
+    await first.hear()
+    first.socket.close()
+    second = await stage.child(1)
+    assert await second.hear() == SMALL
+    await second.say(b"done")
+    assert (await reply)[1] == b"done"
+    poison = stage.readers.submit(Kind.CHAT, SMALL)
+    await second.hear()
+    second.socket.close()
+    third = await stage.child(2)
+    await third.hear()
+    third.socket.close()
+    with pytest.raises(ReaderEnded, match="SIGKILL"):
+        await poison
+    after = stage.readers.submit(Kind.CHAT, SMALL)
+    fourth = await stage.child(3)
+    await fourth.hear()
+    await fourth.say(b"done")
+    assert (await after)[1] == b"done"
+    await stage.readers.close()
+
+
+@pytest.mark.asyncio
+async def test_a_reader_that_takes_too_long_is_ended_and_the_body_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "START_TIMEOUT_S", 0.0)
+    stage = Stage(1, timeout_s=0.05)
+    with pytest.raises(RequestError, match=r"longer than 0\.05 s"):
+        await stage.readers.submit(Kind.CHAT, SMALL)
+    assert stage.children[0].ended
+    await stage.readers.close()
+
+
+@pytest.mark.asyncio
+async def test_a_body_whose_client_has_left_is_never_read() -> None:
+    stage = Stage(1)
+    running = stage.readers.submit(Kind.CHAT, SMALL)
+    child = await stage.child(0)
+    await child.hear()
+    left, stays = stage.readers.submit(Kind.CHAT, b"left"), stage.readers.submit(Kind.CHAT, b"stays")
+    left.cancel()
+    assert stage.readers.waiting == 1
+    await child.say(b"1")
+    assert (await running)[1] == b"1"
+    assert await child.hear() == b"stays"
+    await child.say(b"2")
+    assert (await stays)[1] == b"2"
+    await stage.readers.close()
+
+
+@pytest.mark.asyncio
+async def test_a_reader_that_says_it_ends_is_replaced_before_the_next_body() -> None:
+    stage = Stage(1)
+    reply = stage.readers.submit(Kind.CHAT, SMALL)
+    child = await stage.child(0)
+    await child.hear()
+    await child.say(b"done", last=True)
+    assert (await reply)[1] == b"done"
+    assert child.ended
+    reply = stage.readers.submit(Kind.CHAT, SMALL)
+    fresh = await stage.child(1)
+    await fresh.hear()
+    await fresh.say(b"done")
+    await reply
+    assert stage.readers.started == 2
+    await stage.readers.close()
+
+
+@pytest.mark.asyncio
+async def test_who_waits_when_the_router_ends_is_told() -> None:
+    stage = Stage(1)
+    replies = [stage.readers.submit(Kind.CHAT, SMALL) for _ in range(2)]
+    await (await stage.child(0)).hear()
+    await stage.readers.close()
+    for reply in replies:
+        with pytest.raises(ReaderFailed, match="shutting down"):
+            await reply
+
+
+@pytest.mark.slow
+@pytest.mark.asyncio
+async def test_a_real_reader_refuses_what_takes_more_memory_than_it_may_have_and_lives_on(codec: TextCodec) -> None:
+    spec, config = demo_spec(), RouterConfig(reader_memory_bytes=32 * 1024**2)
+    readers = Readers(module_setup(spec, config), 1, 60.0)
+    try:
+        body = json.dumps({"prompt": [5] * 4_000_000}).encode()
+        with pytest.raises(RequestError, match="more memory than a reader may have"):
+            await readers.submit(Kind.COMPLETION, body)
+        kind, frame = await readers.submit(Kind.COMPLETION, json.dumps({"prompt": "hello"}).encode())
+        assert kind is Kind.PREPARED
+        assert prepared_of(frame).prompts[0].tokens == codec.encode("hello", add_special=True)
+    finally:
+        await readers.close()
+
+
+def module_setup(spec: Any, config: RouterConfig) -> bytes:
+    from router.reader import setup_frame
+
+    return setup_frame(spec, config, 10**6)
+
+
+# ---------------------------------------------------------------- what goes between the processes
+
+EVERY_FIELD: dict[str, Any] = {
+    "prompt": ["hello", "\ud7ff and more"],
+    "n": 3, "echo": True, "stream": True, "stream_options": {"include_usage": True, "continuous_usage_stats": True},
+    "return_token_ids": True, "add_special_tokens": False, "skip_special_tokens": False, "stop": ["a", "b"],
+    "include_stop_str_in_output": True, "max_tokens": 9, "logprobs": 2, "temperature": 0.5, "top_p": 0.25, "top_k": 7,
+    "min_p": 0.125, "repetition_penalty": 1.5, "presence_penalty": -1.0, "frequency_penalty": 2.0,
+    "logit_bias": {"5": -1.5, "7": 2.0}, "seed": -1, "min_tokens": 3, "stop_token_ids": [9, 10], "cache_salt": "s",
+    "priority": -(2**62), "timeout": 12.5,
+}  # fmt: skip
+
+
+def test_everything_that_was_asked_comes_out_of_a_reader(codec: TextCodec) -> None:
+    """No field is at its default, so that one which is lost shows."""
+    want = intake(codec).completion(json.dumps(EVERY_FIELD).encode())
+    plain = intake(codec).completion(b'{"prompt": "x"}')
+    same = [f.name for f in dataclasses.fields(want.ask) if getattr(want.ask, f.name) == getattr(plain.ask, f.name)]
+    assert set(same) == {"chat", "messages", "template_args", "add_generation_prompt", "eos"}
+    got = prepared_of(prepared_frame(want))
+    assert got.prompts == want.prompts
+    assert len(got.ask.prompts) == len(want.ask.prompts)
+    assert dataclasses.replace(got.ask, prompts=want.ask.prompts) == want.ask
+    assert all(type(getattr(got.ask, f.name)) is type(getattr(want.ask, f.name)) for f in dataclasses.fields(want.ask))
+
+
+def test_a_refusal_comes_out_of_a_reader_as_it_went_in(codec: TextCodec) -> None:
+    kind, frame = answer(intake(codec), Kind.COMPLETION, b'{"prompt": "x", "model": "other"}')
+    assert kind is Kind.REFUSED
+    error = refusal_of(frame)
+    assert type(error).__name__ == "UnknownModel"
+    assert (str(error), error.param) == ("the model \"other\" does not exist; this server has 'demo'", "model")
+    surrogates = refusal_of(refusal_frame(RequestError("\ud800", param="p")))
+    assert str(surrogates) == "\ud800"
+
+
+def test_a_failure_inside_a_reader_is_told_and_not_raised(codec: TextCodec, monkeypatch: pytest.MonkeyPatch) -> None:
+    broken = intake(codec)
+
+    def fail(raw: bytes) -> None:
+        raise ZeroDivisionError("planted")
+
+    monkeypatch.setattr(broken, "completion", fail)
+    assert answer(broken, Kind.COMPLETION, b"") == (Kind.FAILED, b"ZeroDivisionError: planted")
+
+
+# ---------------------------------------------------------------- what is refused before it costs much
+
+
+def test_brackets_are_counted_outside_of_strings_only(codec: TextCodec) -> None:
+    text = "[{" * CONTAINERS_AT_MOST + '\\"['
+    assert intake(codec)._tree(json.dumps({"prompt": text}).encode()) == {"prompt": text}
+    with pytest.raises(RequestError, match="more than 65536 lists and objects"):
+        intake(codec)._tree(b'{"x":[' + b"[]," * CONTAINERS_AT_MOST + b"[]]}")
+
+
+def test_a_text_that_cannot_fit_is_refused_before_it_is_tokenised(
+    codec: TextCodec, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    longest = max(map(len, json.loads((DEMO / "tokenizer.json").read_text())["model"]["vocab"]))
+    most = longest * (demo_spec().context + 1)
+    calls: list[int] = []
+    monkeypatch.setattr(codec, "encode", lambda text, **_: calls.append(len(text)) or (5,))
+    with pytest.raises(RequestError, match="the context has 2048"):
+        intake(codec).completion(json.dumps({"prompt": "x" * (most + longest)}).encode())
+    assert calls == []
+    intake(codec).completion(json.dumps({"prompt": "x" * (most - 1)}).encode())
+    assert calls == [most - 1], "what might fit is tokenised"
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"normalizer": {"type": "Strip", "strip_left": True, "strip_right": True}},
+        {"pre_tokenizer": {"type": "Whitespace"}},
+        {"model": {"type": "BPE", "unk_token": "<unk>", "fuse_unk": True}},
+        {"added_tokens": [{"id": 0, "content": "<mask>", "lstrip": True}]},
+    ],
+)
+def test_where_a_token_may_stand_for_any_length_nothing_is_said_of_the_least(change: dict[str, Any]) -> None:
+    from tokenizers import Tokenizer
+
+    tree = json.loads((DEMO / "tokenizer.json").read_text())
+    tokenizer = Tokenizer.from_file(str(DEMO / "tokenizer.json"))
+    assert TextCodec(tokenizer, None, tree).least_tokens("x" * 10_000) > 0
+    changed = {**tree, **{key: {**tree[key], **v} if key == "model" else v for key, v in change.items()}}
+    assert TextCodec(tokenizer, None, changed).least_tokens("x" * 10_000) == 0
+
+
+def test_more_answers_than_the_house_holds_are_refused_before_they_are_tokenised(
+    codec: TextCodec, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(codec, "encode", lambda *_, **__: pytest.fail("tokenised"))
+    with pytest.raises(RequestError, match="6 answers in one request are above the server's queue of 5"):
+        intake(codec, max_queue=5).completion(b'{"prompt": ["a", "b", "c"], "n": 2}')
+
+
+def test_scores_of_prompts_are_bounded_over_all_choices(codec: TextCodec) -> None:
+    small = intake(codec, max_prompt_logprobs=60)
+    body = {"prompt": [5] * 10, "echo": True, "logprobs": 2}
+    small.completion(json.dumps({**body, "n": 2}).encode())
+    with pytest.raises(RequestError, match="asks for 90 log-probabilities; the limit is 60") as refused:
+        small.completion(json.dumps({**body, "n": 3}).encode())
+    assert refused.value.param == "logprobs"
+
+
+@pytest.mark.parametrize(
+    ("configured", "context", "want"),
+    [(0, 2048, 2**20 + 2**16), (0, 10**9, 64 * 2**20), (5000, 10**9, 5000)],
+)
+def test_the_limit_of_bodies_follows_the_context(configured: int, context: int, want: int) -> None:
+    assert body_limit(RouterConfig(max_body_bytes=configured), demo_spec(context=context)) == want
+
+
+@pytest.mark.slow
+def test_no_reader_stays_when_the_router_closes() -> None:
+    async def run() -> int:
+        readers = Readers(module_setup(demo_spec(), RouterConfig()), 1, 60.0)
+        await readers.submit(Kind.TOKENIZE, b'{"prompt": "a"}')
+        (pid,) = readers.pids
+        assert Path(f"/proc/{pid}").exists()
+        await readers.close()
+        return pid
+
+    pid = asyncio.run(run())
+    assert not Path(f"/proc/{pid}").exists()

@@ -1,0 +1,423 @@
+"""What lies between a router's brain and a worker, real and simulated: one script for both.
+
+Real are `router.fleet`, `router.links`, gRPC over loopback, `cluster.service` and `cluster.host`; their stand-ins are
+`sim.router.Link` and `sim.worker.SimHost`. A scene sees what brain and worker see: links that open and end, events,
+commands, sessions that are dropped, the worker's end. How long things take, and the words of a reason, are not
+compared.
+"""
+
+from __future__ import annotations
+
+import random
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+
+from cluster.aio import LoopThread
+from cluster.controller import Grant
+from cluster.host import WorkerHost
+from cluster.service import serve_worker
+from contracts.config import config_from_dict
+from contracts.frames import FRAME_COMMANDS
+from contracts.ids import Incarnation, RequestId, Role, WorkerName
+from contracts.messages import Cancel, Command, Done, Event, Tokens, WorkerStatus
+from contracts.ports import Port, SessionId, WorkerRecord, WorkerView
+from router.fleet import Fleet
+from router.links import GrpcPort
+from router.workers import WorkerKey
+from sim.agenda import Agenda
+from sim.arenas import SimArenas
+from sim.carrier import Exchange
+from sim.network import Network
+from sim.plan import Shape
+from sim.plane import Damage
+from sim.process import Process
+from sim.router import Link
+from sim.worker import SimHost, World
+from tests.cluster.fake_worker import FakeWorker, submit
+from tests.proxy import proxying
+from tests.rooms import SimWaiter
+
+KEY: WorkerKey = (WorkerName("decode-0"), Incarnation(1))
+ENOUGH_S = 20.0
+
+
+class Scripted(FakeWorker):
+    """A worker that notes what it is told. `sleep`: how it waits, where that is simulated."""
+
+    def __init__(self, sleep: Any = None, incarnation: int = 1) -> None:
+        super().__init__(incarnation=incarnation)
+        self.seen: list[str] = []
+        self.ends: list[str] = []
+        self._sleep = sleep
+
+    def handle(self, session: SessionId, command: Command) -> None:
+        super().handle(session, command)
+        self.seen.append(f"{type(command).__name__} {command.request_id}")
+
+    def step(self) -> list[tuple[SessionId, Event]]:
+        """Tokens are their positions."""
+        return [(session, _plain(event)) for session, event in super().step()]
+
+    def wait(self, timeout_s: float) -> None:
+        if self._sleep is None:
+            super().wait(timeout_s)
+        elif not self.running or self.hold:
+            self._sleep.wait(timeout_s)
+
+    def wake(self) -> None:
+        super().wake() if self._sleep is None else self._sleep.wake()
+
+    def fence(self) -> None:
+        super().fence()
+        self.ends.append("fenced")
+
+    def close(self) -> None:
+        super().close()
+        self.ends.append("closed")
+
+
+def _plain(event: Event) -> Event:
+    return replace(event, tokens=(event.position,)) if isinstance(event, Tokens) else event
+
+
+@dataclass
+class Scene:
+    """A router's side and a worker."""
+
+    worker: Scripted
+    pause: Callable[[], None]
+    open: Callable[[WorkerKey], None]
+    """The controller's table shows this worker: the router keeps a link to it from now on."""
+    close: Callable[[], None]
+    """The table doesn't show it any more."""
+    send: Callable[[Sequence[Command]], None]
+    cut: Callable[[], None]
+    """The connection is cut, with all that is under way in it."""
+    lose_lease: Callable[[], None]
+    call: Callable[[Callable[[Any], None]], None]
+    """Has the worker's own thread call something."""
+    ended: Callable[[], bool]
+    links: list[str] = field(default_factory=list)
+    events: list[Event] = field(default_factory=list)
+
+    def until(self, come: Callable[[], object], what: str) -> None:
+        end = time.monotonic() + ENOUGH_S
+        while not come():
+            assert time.monotonic() < end, f"waited for {what}; links {self.links}, worker {self.worker.seen}"
+            self.pause()
+
+    def linked(self) -> None:
+        self.open(KEY)
+        self.until(lambda: self.links == ["linked"], "the link")
+
+    def a_while(self) -> None:
+        for _ in range(10):
+            self.pause()
+
+    def tokens(self, rid: str) -> list[int]:
+        """Of a request, in the order of their arrival; their positions must follow each other."""
+        mine = [e for e in self.events if isinstance(e, Tokens) and e.request_id == rid]
+        assert [e.position for e in mine] == list(range(3, 3 + len(mine)))
+        return [token for event in mine for token in event.tokens]
+
+    def done(self, rid: str) -> bool:
+        return any(isinstance(e, Done) and e.request_id == rid for e in self.events)
+
+
+@contextmanager
+def real(incarnation: int = 1) -> Iterator[Scene]:
+    serving, routing = LoopThread("worker"), LoopThread("router")
+    worker, lease = Scripted(incarnation=incarnation), [True]
+    host = WorkerHost(worker, may_send=lambda: lease[0], idle_s=0.02)
+    host.start()
+    server, endpoint = serve_worker(serving, host, incarnation, "127.0.0.1")
+    with proxying() as proxy:
+        relay = proxy.relay("serve", "decode-0", endpoint)
+        table = _Table(relay.endpoint)
+        scene = Scene(
+            worker, lambda: time.sleep(0.01), cast(Any, None), cast(Any, None), cast(Any, None),
+            lambda: proxy.cut(relay), lambda: lease.__setitem__(0, False), lambda run: cast(None, host.call(run)),
+            lambda: host.ended is not None and "closed" in worker.ends,
+        )  # fmt: skip
+
+        async def start() -> Fleet:
+            fleet = Fleet(
+                table,
+                on_view=lambda views: None,
+                on_linked=lambda key: scene.links.append("linked"),
+                on_unlinked=lambda key, reason: scene.links.append("unlinked"),
+                on_events=lambda key, events: scene.events.extend(events),
+            )
+            fleet.start()
+            return fleet
+
+        fleet = routing.run(start(), 5.0)
+
+        async def on_loop(run: Callable[[], object]) -> None:
+            run()
+
+        scene.open = lambda key: routing.run(on_loop(lambda: table.show(key)), 5.0)
+        scene.close = lambda: routing.run(on_loop(lambda: table.show(None)), 5.0)
+        scene.send = lambda commands: routing.run(on_loop(lambda: fleet.send(KEY, commands)), 5.0)
+        try:
+            yield scene
+        finally:
+            routing.run(fleet.close(), 10.0)
+            host.stop(5.0)
+            server.stop(0.0)
+            routing.stop()
+            serving.stop()
+
+
+class _Table:
+    """Implements `contracts.ports.Directory` with at most one worker."""
+
+    def __init__(self, endpoint: str) -> None:
+        self._endpoint = endpoint
+        self._listener: Callable[[tuple[WorkerView, ...]], None] = lambda views: None
+
+    def watch(self, on_change: Callable[[tuple[WorkerView, ...]], None]) -> Callable[[], None]:
+        self._listener = on_change
+        return lambda: None
+
+    def show(self, key: WorkerKey | None) -> None:
+        self._listener(() if key is None else (WorkerView(_record(key, self._endpoint), _status(key)),))
+
+    def port(self, record: WorkerRecord) -> Port:
+        return GrpcPort(record)
+
+    async def change_role(self, name: WorkerName, role: Role) -> None: ...
+
+
+def _record(key: WorkerKey, endpoint: str) -> WorkerRecord:
+    return WorkerRecord(key[0], Role.DECODE, key[1], 1, "node", endpoint, "", FakeWorker.fits)
+
+
+def _status(key: WorkerKey) -> WorkerStatus:
+    return WorkerStatus(key[0], Role.DECODE, "ready", 1, "node", key[1], 0, 0, 64, 64)
+
+
+@contextmanager
+def simulated(incarnation: int = 1) -> Iterator[Scene]:
+    agenda, rng, wrong = Agenda(), random.Random(7), list[str]()
+    network = Network(agenda, rng, 0.002, 3.0)
+    shape = Shape(1, 1, "full", 4, "shm", lazy=False, delay_s=0.002, step_s=0.01, nodes=1)
+    world = World(
+        agenda, rng, shape, config_from_dict({}), Exchange(network), {}, Damage(), SimArenas(), None,
+        lambda who, what: None, wrong.append,
+    )  # fmt: skip
+    home, made = _Home(agenda), list[Scripted]()
+
+    def make(world: Any, process: Any, role: Any, name: Any, incarnation: Any, sleep: Any, home: Any) -> Any:
+        made.append(Scripted(sleep, incarnation))
+        seat = SimpleNamespace(busy=False, pools=SimpleNamespace(allocators={}))
+        return SimpleNamespace(worker=made[0], seat=seat, followers=None, receiver=None)
+
+    process = home.new_process("decode-0#1", "node-0")
+    host = SimHost(world, process, Role.DECODE, KEY[0], Incarnation(incarnation), home, make)
+    waiter, router = SimWaiter(agenda), _Linking(world, home.new_process("router-0#1", "node-head"))
+    links: list[Link] = []
+    scene = Scene(
+        made[0], lambda: waiter.wait(0.05), lambda key: links.append(Link(router, key, host)),
+        lambda: cast(None, [link.close() for link in links]), lambda commands: links[-1].send(list(commands)),
+        lambda: cast(None, network.reset("router-0", "decode-0")), host.lease.fence, host.call,
+        lambda: host.ended is not None and "closed" in made[0].ends,
+    )  # fmt: skip
+    router.scene = scene
+    waiter.wait(0.1)
+    yield scene
+    # What the simulator would call a violation, the real host logs: a worker that raises.
+    assert all("the step failed" in line for line in wrong), wrong
+
+
+class _Home:
+    """Implements `sim.worker.Home`: every lease is granted at once."""
+
+    def __init__(self, agenda: Agenda) -> None:
+        self._agenda, self._pids = agenda, iter(range(1, 100))
+
+    def register(self, record: WorkerRecord, answer: Callable[[Grant], None]) -> None:
+        answer(Grant(record.incarnation, 10.0))
+
+    def renew(self, host: SimHost, status: WorkerStatus, answer: Callable[[Grant], None]) -> None:
+        answer(Grant(host.incarnation, 10.0))
+
+    def leave(self, host: SimHost) -> None: ...
+
+    def new_process(self, label: str, node: str) -> Process:
+        return Process(self._agenda, label, node, next(self._pids))
+
+
+class _Linking:
+    """Implements `sim.router.Linking`."""
+
+    scene: Scene
+
+    def __init__(self, world: World, process: Process) -> None:
+        self.world, self.process = world, process
+
+    def linked(self, key: WorkerKey) -> None:
+        self.scene.links.append("linked")
+
+    def unlinked(self, key: WorkerKey, reason: str) -> None:
+        self.scene.links.append("unlinked")
+
+    def events(self, key: WorkerKey, events: Sequence[Event]) -> None:
+        self.scene.events.extend(events)
+
+
+MADE = {"simulated": simulated, "real": real}
+
+
+@pytest.fixture(params=list(MADE))
+def made(request: pytest.FixtureRequest) -> Callable[..., Any]:
+    return MADE[request.param]
+
+
+@pytest.fixture
+def scene(made: Callable[..., Any]) -> Iterator[Scene]:
+    with made() as scene:
+        yield scene
+
+
+def test_commands_arrive_in_order_each_once_however_many_frames_they_take(scene: Scene) -> None:
+    scene.worker.hold = True
+    scene.linked()
+    commands: list[Command] = [Cancel(RequestId(f"r{n}"), 0) for n in range(3 * FRAME_COMMANDS + 5)]
+    scene.send(commands[:7])
+    scene.send(commands[7:])
+    scene.until(lambda: len(scene.worker.seen) >= len(commands), "all commands")
+    scene.a_while()
+    assert scene.worker.seen == [f"Cancel {command.request_id}" for command in commands]
+
+
+def test_events_arrive_in_order_each_once(scene: Scene) -> None:
+    scene.linked()
+    scene.send([submit("a", 12), submit("b", 5)])
+    scene.until(lambda: scene.done("a") and scene.done("b"), "both answers")
+    scene.a_while()
+    assert scene.tokens("a") == list(range(3, 15))
+    assert scene.tokens("b") == list(range(3, 8))
+    assert scene.links == ["linked"]
+
+
+def test_a_link_that_the_router_closes_drops_the_session_once_and_carries_nothing_more(scene: Scene) -> None:
+    scene.worker.hold = True
+    scene.linked()
+    scene.send([submit("a")])
+    scene.until(lambda: scene.worker.running, "the request")
+    scene.close()
+    scene.send([submit("late")])
+    scene.until(lambda: scene.worker.dropped, "the session to be dropped")
+    scene.a_while()
+    assert scene.links == ["linked", "unlinked"]
+    assert len(scene.worker.dropped) == 1
+    assert scene.worker.seen == ["Submit a"]
+    assert not scene.worker.running
+
+
+def test_a_cut_connection_ends_the_session_at_both_ends_and_another_one_opens(scene: Scene) -> None:
+    scene.worker.hold = True
+    scene.linked()
+    scene.send([submit("a")])
+    scene.until(lambda: scene.worker.running, "the request")
+    scene.cut()
+    scene.until(lambda: scene.links == ["linked", "unlinked", "linked"], "the link to come back")
+    scene.until(lambda: scene.worker.dropped, "the session to be dropped")
+    scene.a_while()
+    assert len(scene.worker.dropped) == 1
+    assert scene.events == []
+    assert not scene.worker.running
+    scene.worker.hold = False
+    scene.send([submit("b", 3)])
+    scene.until(lambda: scene.done("b"), "an answer over the new link")
+    assert scene.worker.seen == ["Submit a", "Submit b"]
+
+
+def test_what_is_sent_while_there_is_no_link_is_lost(scene: Scene) -> None:
+    scene.linked()
+    scene.cut()
+    scene.until(lambda: "unlinked" in scene.links, "the end of the link")
+    scene.until(lambda: scene.links[-1] == "linked", "the link to come back")
+    scene.close()
+    scene.send([submit("lost")])
+    scene.a_while()
+    assert scene.worker.seen == []
+
+
+def test_a_worker_that_raises_is_fenced_closed_once_and_not_linked_again(scene: Scene) -> None:
+    scene.linked()
+    scene.worker.fail = RuntimeError("the step failed")
+    scene.send([submit("a")])
+    scene.until(scene.ended, "the worker's end")
+    scene.until(lambda: "unlinked" in scene.links, "the router to be told")
+    scene.a_while()
+    assert scene.links == ["linked", "unlinked"]
+    assert scene.worker.ends == ["fenced", "closed"]
+    assert scene.events == []
+
+
+def test_what_a_step_made_after_the_lease_ended_is_not_delivered(scene: Scene) -> None:
+    scene.linked()
+    scene.send([submit("a", 1000)])
+    scene.until(lambda: scene.events, "the first token")
+    lost: list[int] = []
+
+    def in_the_step() -> None:
+        if not lost:
+            scene.lose_lease()
+            lost.append(scene.worker.steps)
+
+    scene.worker.on_step = in_the_step
+    scene.until(scene.ended, "the worker's end")
+    scene.until(lambda: "unlinked" in scene.links, "the router to be told")
+    scene.a_while()
+    assert scene.worker.ends == ["fenced", "closed"]
+    assert len(scene.tokens("a")) == lost[0], "the step that ran when the lease ended made one more"
+    assert scene.worker.steps == lost[0] + 1
+
+
+def test_a_drained_worker_leaves_unfenced_and_an_undrain_that_is_in_time_keeps_it(scene: Scene) -> None:
+    scene.linked()
+    scene.worker.hold = True
+    scene.send([submit("a", 2)])
+    scene.until(lambda: scene.worker.running, "the request")
+    scene.call(lambda worker: worker.drain())
+    scene.call(lambda worker: worker.undrain())
+    scene.worker.hold = False
+    scene.send([])
+    scene.call(lambda worker: None)
+    scene.until(lambda: scene.done("a"), "the answer")
+    scene.a_while()
+    assert not scene.ended()
+    scene.call(lambda worker: worker.drain())
+    scene.until(scene.ended, "the worker to leave")
+    scene.until(lambda: "unlinked" in scene.links, "the router to be told")
+    assert scene.worker.ends == ["closed"]
+    assert scene.links == ["linked", "unlinked"]
+
+
+def test_a_link_that_is_meant_for_another_incarnation_never_opens(made: Callable[..., Any]) -> None:
+    with made(incarnation=2) as scene:
+        scene.open(KEY)
+        scene.a_while()
+        scene.send([submit("a")])
+        scene.a_while()
+        assert scene.links == []
+        assert scene.worker.seen == []
+
+
+def test_an_event_that_cannot_be_sent_ends_the_stream_and_is_not_lost_in_silence() -> None:
+    """Of the real one alone: in the simulator nothing is sent that can't be."""
+    with real() as scene:
+        scene.linked()
+        scene.call(lambda worker: worker.out.append((1, Tokens(RequestId("a"), 0, -1, (-1,)))))
+        scene.until(lambda: scene.links == ["linked", "unlinked", "linked"], "the stream to end, and another")
+        scene.until(lambda: scene.worker.dropped, "the session to be dropped")
+        assert scene.events == []

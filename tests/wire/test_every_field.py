@@ -1,0 +1,438 @@
+"""Every field of every message arrives: each type of each edge, sent over the edge's own sockets and compared whole.
+
+The messages come from `tests/wire/instances.py`, the types from the unions and tables that production itself reads, so
+a new message or a new field is tried without a word here.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import dataclasses
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from concurrent.futures import Future
+from typing import Any
+
+import pytest
+import torch
+from google.protobuf.message import Message as Proto
+
+from cache.events import Cleared, Removed, Stored, decode_batch, encode_batch
+from cache.pools import PoolSet
+from cluster.controller import Grant
+from cluster.controller_service import ControllerService
+from cluster.lease import LeaseKeeper
+from cluster.rank_line import LeaderLine, RankLine
+from cluster.service import WorkerService
+from contracts import messages as m
+from contracts import orders as o
+from contracts.clock import ManualClock
+from contracts.config import FaultsConfig
+from contracts.ids import Incarnation, Role, RoomId
+from contracts.ports import WorkerRecord, WorkerView
+from contracts.proto import worker_pb2 as pb
+from contracts.proto import worker_pb2_grpc as pb_grpc
+from contracts.wire import command_to_proto, event_to_proto, report_to_proto, status_to_proto
+from router.links import ControllerDirectory, GrpcPort
+from tests.poolsets import pool_sets
+from tests.router.grpc_fakes import start
+from tests.router.http_server import eventually
+from tests.wire.instances import absent, all_of, empty, full, one_truth_each, union
+from transfer import messages as t
+from transfer.control import ZmqCarrier
+from transfer.direct import ShmPlane
+from transfer.metadata import SLOT_BYTES, Metadata, copy_out, pack
+from transfer.plane import Plane
+from transfer.tcp import ZmqPlane
+from transfer.waiting import Waiter
+
+COMMANDS = [message for cls in union(m.Command) for message in all_of(cls)]
+EVENTS = [message for cls in union(m.Event) for message in all_of(cls)]
+CONTROL = [message for cls in union(t.Control) for message in all_of(cls)]
+NOTICES = [message for cls in union(t.Notice) for message in all_of(cls)]
+ORDERS = [message for cls in union(o.Order) for message in all_of(cls)]
+TIDINGS = [message for cls in union(o.Tidings) for message in all_of(cls)]
+INCARNATION = Incarnation(7)
+
+
+# ---------------------------------------------------------------- the instances themselves
+
+
+def test_a_full_instance_has_no_default_and_no_value_twice() -> None:
+    made = full(m.Submit)
+    seen: list[Any] = []
+
+    def collect(value: Any) -> None:
+        if dataclasses.is_dataclass(value):
+            for field in dataclasses.fields(value):
+                collect(getattr(value, field.name))
+        elif isinstance(value, tuple):
+            for part in value:
+                collect(part)
+        elif not isinstance(value, bool):
+            seen.append(value)
+
+    collect(made)
+    assert len(seen) == len(set(seen)) > 25
+    assert made.moving is True
+    assert empty(m.Submit).sampling.logprobs == 0
+    assert absent(m.Submit).peer is None
+    assert [(x.started, x.withdrawn) for x in one_truth_each(m.Leaving)] == [(True, False), (False, True)]
+
+
+def test_a_field_of_an_unknown_type_fails_instead_of_being_left_out() -> None:
+    @dataclasses.dataclass(frozen=True)
+    class New:
+        known: int
+        new: complex = 0j
+
+    New.__annotations__ |= {"known": int, "new": complex}
+    with pytest.raises(TypeError, match="new: no rule"):
+        full(New)
+
+
+# ---------------------------------------------------------------- router and worker: gRPC
+
+
+class Host:
+    """A worker's host that keeps what comes, and says what it is told to say."""
+
+    def __init__(self) -> None:
+        self.commands: list[m.Command] = []
+        self.deliver: Callable[[list[m.Event]], None] | None = None
+        self.says: Any = None
+
+    def open_session(self, deliver: Any, ended: Any) -> int:
+        self.deliver = deliver
+        return 1
+
+    def close_session(self, session: int) -> None: ...
+
+    def send(self, session: int, commands: Sequence[m.Command]) -> None:
+        self.commands += commands
+
+    def _answer(self) -> Future[Any]:
+        future: Future[Any] = Future()
+        future.set_result(self.says)
+        return future
+
+    status = check = drain = undrain = _answer
+
+
+@contextlib.asynccontextmanager
+async def worker() -> AsyncIterator[tuple[Host, GrpcPort]]:
+    host = Host()
+    service: Any = WorkerService(host, INCARNATION)  # type: ignore[arg-type]
+    server, number = await start(pb_grpc.add_WorkerServicer_to_server, service)
+    record = dataclasses.replace(full(WorkerRecord), incarnation=INCARNATION, endpoint=f"127.0.0.1:{number}")
+    port = GrpcPort(record)
+    try:
+        yield host, port
+    finally:
+        await port.aclose()
+        await server.stop(0)
+
+
+@pytest.mark.asyncio
+async def test_every_field_of_every_command_and_event_arrives_over_grpc() -> None:
+    heard: list[m.Event] = []
+    async with worker() as (host, port):
+        host.says = dataclasses.replace(full(m.WorkerStatus), incarnation=INCARNATION)
+        session = await port.connect(heard.extend, lambda reason: None)
+        session.send(COMMANDS)
+        await eventually(lambda: len(host.commands) == len(COMMANDS))
+        assert host.deliver is not None
+        host.deliver(EVENTS)
+        await eventually(lambda: len(heard) == len(EVENTS))
+        session.close()
+    for got, sent in zip([*host.commands, *heard], [*COMMANDS, *EVENTS], strict=True):
+        assert got == sent
+
+
+@pytest.mark.asyncio
+async def test_every_field_of_a_status_and_a_report_arrives_over_grpc() -> None:
+    async with worker() as (host, port):
+        for cls, calls in ((m.WorkerStatus, (port.status, port.drain, port.undrain)), (m.CheckReport, (port.check,))):
+            for said in all_of(cls):
+                host.says = said
+                for call in calls:
+                    assert await call() == said
+
+
+WRITERS: list[tuple[type[Any], Callable[[Any], Proto]]] = [
+    *((cls, command_to_proto) for cls in union(m.Command)),
+    *((cls, event_to_proto) for cls in union(m.Event)),
+    (m.WorkerStatus, status_to_proto),
+    (m.CheckReport, report_to_proto),
+]
+
+
+@pytest.mark.parametrize(("cls", "write"), WRITERS, ids=[cls.__name__ for cls, _ in WRITERS])
+def test_every_field_of_the_protocol_is_filled(cls: type[Any], write: Callable[[Any], Proto]) -> None:
+    """A field of worker.proto that nothing writes is a promise that nobody keeps."""
+    never = set.intersection(*(set(unset(write(message))) for message in [full(cls), *one_truth_each(cls)]))
+    # `Pages` is both a give and a fetch, and `spare` is a fetch's.
+    assert never - {"Command.give.spare"} == set()
+
+
+def unset(message: Proto, path: str = "") -> list[str]:
+    """Fields of `message`, and of messages in it, that have no value; of a oneof, one is enough."""
+    path = path or message.DESCRIPTOR.name
+    given = {field.name: value for field, value in message.ListFields()}
+    out = []
+    for field in message.DESCRIPTOR.fields:
+        oneof = field.containing_oneof
+        if field.name not in given:
+            if oneof is None or message.WhichOneof(oneof.name) is None or len(oneof.fields) == 1:
+                out.append(f"{path}.{field.name}")
+        elif field.message_type is not None and not field.message_type.GetOptions().map_entry:
+            value = given[field.name]
+            for inner in value if not isinstance(value, Proto) else [value]:
+                out += unset(inner, f"{path}.{field.name}")
+    return out
+
+
+# ---------------------------------------------------------------- worker, controller and router: gRPC
+
+
+class Brain:
+    """A controller that keeps what workers tell it, and grants and shows what it is told to."""
+
+    def __init__(self) -> None:
+        self.heard: list[Any] = []
+        self.grants: list[Grant] = []
+        self.table: tuple[WorkerView, ...] = ()
+        self.version, self.shutting_down = 1, False
+        self.listener: Callable[[], None] = lambda: None
+
+    def on_change(self, listener: Callable[[], None]) -> None:
+        self.listener = listener
+
+    def views(self) -> tuple[WorkerView, ...]:
+        return self.table
+
+    def register(self, record: WorkerRecord) -> Grant:
+        self.heard.append(record)
+        return self.grants.pop(0)
+
+    def renew(self, *said: Any) -> Grant:
+        self.heard.append(said)
+        return self.grants.pop(0) if self.grants else Grant(INCARNATION, 0.0, fenced=True)
+
+    def leave(self, *said: Any) -> None:
+        self.heard.append(said)
+
+    change_role = leave
+
+
+@contextlib.asynccontextmanager
+async def controller() -> AsyncIterator[tuple[Brain, str]]:
+    brain = Brain()
+    service: Any = ControllerService(brain)  # type: ignore[arg-type]
+    server, number = await start(pb_grpc.add_ControllerServicer_to_server, service)
+    try:
+        yield brain, f"127.0.0.1:{number}"
+    finally:
+        await server.stop(0)
+
+
+@pytest.mark.asyncio
+async def test_every_field_of_a_workers_record_and_status_reaches_the_controller() -> None:
+    record, status, lost, drains = full(WorkerRecord), full(m.WorkerStatus), asyncio.Event(), asyncio.Event()
+    async with controller() as (brain, target):
+        brain.grants = [Grant(INCARNATION, 50.0), Grant(INCARNATION, 60.0, drain=True)]
+        clock = ManualClock(100.0)
+        keeper = LeaseKeeper(
+            record, target, clock, 0.001, lambda: status, lambda reason: lost.set(), on_drain=drains.set
+        )
+        await keeper.start(5.0)
+        await asyncio.wait_for(lost.wait(), 10)
+        await keeper.leave()
+        assert drains.is_set(), "the second grant said so"
+    assert brain.heard[0] == record
+    assert brain.heard[1] == (record.name, record.incarnation, status)
+    assert brain.heard[-1] == (record.name, record.incarnation)
+
+
+@pytest.mark.asyncio
+async def test_a_grants_time_is_the_leases_and_a_fenced_one_ends_it() -> None:
+    async with controller() as (brain, target):
+        brain.grants = [Grant(INCARNATION, 50.0)]
+        clock, lost = ManualClock(100.0), asyncio.Event()
+        keeper = LeaseKeeper(
+            full(WorkerRecord), target, clock, 3600.0, lambda: full(m.WorkerStatus), lambda reason: lost.set(),
+            on_drain=lambda: None,
+        )  # fmt: skip
+        await keeper.start(5.0)
+        clock.advance(48.9)
+        assert keeper.lease.held
+        clock.advance(0.2)
+        assert not keeper.lease.held
+        await keeper.close()
+        brain.grants = [Grant(INCARNATION, 50.0, fenced=True)]
+        with pytest.raises(Exception, match="no longer wanted"):
+            await keeper.start(5.0)
+
+
+@pytest.mark.asyncio
+async def test_every_field_of_the_controllers_table_reaches_a_router() -> None:
+    seen: list[tuple[WorkerView, ...]] = []
+    async with controller() as (brain, target):
+        directory = ControllerDirectory(target)
+        for record in (full(WorkerRecord), dataclasses.replace(full(WorkerRecord), role=Role.DECODE)):
+            status = dataclasses.replace(full(m.WorkerStatus), incarnation=record.incarnation)
+            brain.table += (dataclasses.replace(full(WorkerView), record=record, status=status),)
+        stop = directory.watch(seen.append)
+        await eventually(lambda: bool(seen))
+        assert seen[-1] == brain.table
+        await directory.change_role(record.name, Role.PREFILL)
+        assert brain.heard == [(record.name, Role.PREFILL)]
+        stop()
+        await asyncio.sleep(0)
+
+
+@pytest.mark.parametrize("cls", [pb.Registration, pb.Grant, pb.ClusterView, pb.Renewal])
+def test_every_field_of_the_controllers_protocol_is_filled(cls: type[Proto]) -> None:
+    from cluster.controller_service import _grant
+    from cluster.lease import record_to_proto
+
+    record, status = full(WorkerRecord), full(m.WorkerStatus)
+    brain = Brain()
+    brain.table, brain.shutting_down = (full(WorkerView, record=record, status=status),), True
+    keeper: Any = LeaseKeeper(
+        record, "", ManualClock(1.0), 1.0, lambda: status, lambda reason: None, on_drain=lambda: None
+    )
+    made: list[Any] = [
+        record_to_proto(record),
+        _grant(Grant(INCARNATION, 5.0, fenced=True, drain=True)),
+        ControllerService(brain).view(),  # type: ignore[arg-type]
+        keeper._renewal(),
+    ]
+    assert unset(next(x for x in made if isinstance(x, cls))) == []
+
+
+# ---------------------------------------------------------------- prefill and decode: ZMQ
+
+
+def test_every_field_of_every_control_message_arrives_over_zmq_both_ways() -> None:
+    waiter = Waiter()
+    carrier = ZmqCarrier("127.0.0.1", waiter, None)
+    inbox = carrier.listen()
+    channel = carrier.connect(inbox.endpoint, b"decode-0")
+    there: list[tuple[bytes, bytes]] = []
+    back: list[bytes] = []
+    try:
+        for message in CONTROL:
+            channel.send(t.encode(message))
+        until(waiter, lambda: there.extend(inbox.receive()) or len(there) == len(CONTROL))
+        assert {identity for identity, _ in there} == {b"decode-0"}
+        for message in CONTROL:
+            inbox.send(b"decode-0", t.encode(message))
+
+        def hear() -> bool:
+            while (data := channel.receive()) is not None:
+                back.append(data)
+            return len(back) == len(CONTROL)
+
+        until(waiter, hear)
+    finally:
+        channel.close()
+        inbox.close()
+        waiter.close()
+    for sent, (_, data), again in zip(CONTROL, there, back, strict=True):
+        assert t.decode(data) == sent
+        assert t.decode(again) == sent
+
+
+def until(waiter: Waiter, is_so: Callable[[], object]) -> None:
+    for _ in range(200):
+        if is_so():
+            return
+        waiter.wait(0.1)
+    raise AssertionError("it never came")
+
+
+@contextlib.contextmanager
+def planes(kind: str) -> Iterator[tuple[Plane, Plane]]:
+    """A writer's and a reader's, of the same pools."""
+    spec = pool_sets()["all"]
+    made: list[Any] = []
+    for reads in (False, True):
+        slots = torch.zeros(2, SLOT_BYTES, dtype=torch.uint8)
+        kinds: dict[str, Any] = {"zmq": ZmqPlane, "shm": ShmPlane}
+        plane = kinds[kind](FaultsConfig(), "127.0.0.1", None)
+        layout = spec.even(9)
+        pools = PoolSet(spec, layout)
+        if kind == "shm":
+            pools = PoolSet(spec, layout, plane.allocate("pages", pools.layout.nbytes))
+            slots = plane.allocate("slots", slots.numel()).view(2, SLOT_BYTES)
+        plane.register(pools, slots if reads else None)
+        made.append(plane)
+    try:
+        yield made[0], made[1]
+    finally:
+        for plane in made:
+            plane.close()
+
+
+@pytest.mark.parametrize("kind", ["shm", "zmq"])
+def test_every_field_of_every_notice_arrives_over_both_planes(kind: str) -> None:
+    with planes(kind) as (writer, reader):
+        link = writer.connect(reader.describe())
+        for notice in NOTICES:
+            link.notify(RoomId("room"), t.encode(notice))
+        heard: list[bytes] = []
+        for _ in range(200):
+            heard += reader.poll()
+            if len(heard) == len(NOTICES):
+                break
+            reader.waitable[0].poll(100)
+        link.close()
+    assert [t.decode(data) for data in heard] == NOTICES
+
+
+def test_every_field_of_the_metadata_slot_is_copied_out_as_it_was_packed() -> None:
+    for sent in (full(Metadata), absent(Metadata), empty(Metadata)):
+        slots = torch.zeros(2, SLOT_BYTES, dtype=torch.uint8)
+        data = pack(sent)
+        slots[1, : len(data)] = torch.frombuffer(bytearray(data), dtype=torch.uint8)
+        assert copy_out(slots, 1, sent.room, sent.slot_epoch) == sent
+
+
+# ---------------------------------------------------------------- the ranks of a worker: ZMQ
+
+
+def test_every_field_of_every_order_answer_and_tiding_arrives_between_ranks() -> None:
+    secret = "3c" * 32
+    line = RankLine(secret, 2, ManualClock(), 30.0)
+    follower = LeaderLine(secret, 1)
+    try:
+        line.meet(30.0)
+        for order in ORDERS:
+            line.tell(order)
+        got = [follower.next(10.0) for _ in ORDERS]
+        assert [order for _, order in filter(None, got)] == ORDERS
+        asked = line.ask(ORDERS[0])
+        taken = follower.next(10.0)
+        assert taken is not None
+        follower.answer(taken[0], {"a": [1, 2.5, "x", b"y", None]})
+        for tiding in TIDINGS:
+            follower.tell(tiding)
+        assert asked.wait() == [{"a": (1, 2.5, "x", b"y", None)}]
+        heard = line.heard()
+        while len(heard) < len(TIDINGS):
+            assert line.socket.poll(10_000), "it never came"
+            heard += line.heard()
+        assert heard == [(1, tiding) for tiding in TIDINGS]
+    finally:
+        follower.close()
+        line.close()
+
+
+# ---------------------------------------------------------------- KV events: msgpack, for routers outside
+
+
+def test_every_field_of_every_kv_event_survives_its_batch() -> None:
+    for events in ([full(Stored, page_tokens=1)], [full(Removed)], [full(Cleared)], [Cleared()]):
+        batch = decode_batch(encode_batch(12.5, events, 3))
+        assert (batch.ts, list(batch.events), batch.rank) == (12.5, events, 3)
