@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import math
 import os
+import threading
 from typing import Protocol
 
 import zmq
@@ -28,6 +29,8 @@ class Waiter:
 
     def __init__(self) -> None:
         self._event = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        self._closing = threading.Lock()
+        """Held to write to `_event` and to close it: a closed descriptor's number may soon be another file's."""
         self._poller = zmq.Poller()
         self._poller.register(self._event, zmq.POLLIN)
 
@@ -39,9 +42,10 @@ class Waiter:
             self._poller.unregister(waitable)
 
     def wake(self) -> None:
-        """May be called from any thread, also after `close`."""
-        if self._event >= 0:
-            os.eventfd_write(self._event, 1)
+        """May be called from any thread, also during and after `close`."""
+        with self._closing:
+            if self._event >= 0:
+                os.eventfd_write(self._event, 1)
 
     def wait(self, timeout_s: float) -> None:
         self._poller.poll(math.ceil(max(0.0, timeout_s) * 1000))
@@ -49,7 +53,8 @@ class Waiter:
             os.eventfd_read(self._event)
 
     def close(self) -> None:
-        event, self._event = self._event, -1
-        if event >= 0:
-            self._poller.unregister(event)
-            os.close(event)
+        with self._closing:
+            event, self._event = self._event, -1
+            if event >= 0:
+                self._poller.unregister(event)
+                os.close(event)
