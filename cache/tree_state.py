@@ -191,7 +191,8 @@ class TreeState:
             parent = node.parent
             assert parent is not None
             parent.below[tier] -= 1
-            self._queue(parent, tier)
+            if not parent.below[tier]:
+                self._queue(parent, tier)
             # What was condemned is told as gone by then, and the same pages may have come anew since.
             if node.linked:
                 self.on_change(node, tier, False)
@@ -331,17 +332,17 @@ class TreeState:
         """Whether `part` is held by its node, and either it or its whole leaf is nobody's."""
         if part.locks or not part.live:
             return False
-        return self._alone(part) or (self._leaf(part.node, part.tier) and self._free(part.node, part.tier))
+        node, tier = part.node, part.tier
+        if node.below[tier]:
+            return part.component != self.full
+        return self._free(node, tier) or self._alone(part)
 
     def _alone(self, part: Part) -> bool:
         """Whether it goes without the rest of its node: the node has more below it, or its full state is kept."""
         if part.component == self.full:
             return False
-        full = part.node.parts[part.tier][self.full]
-        return not self._leaf(part.node, part.tier) or bool(full.locks)
-
-    def _leaf(self, node: Node, tier: Tier) -> bool:
-        return not node.below[tier]
+        node, tier = part.node, part.tier
+        return bool(node.below[tier] or node.parts[tier][self.full].locks)
 
     def _free(self, node: Node, tier: Tier) -> bool:
         """Whether no lock keeps anything of it there, nor of what would go with it: a node that is on the device alone
@@ -406,8 +407,9 @@ class TreeState:
         for part in list(node.parts[tier].values()):
             self._detach(part)
         if not any(node.parts):
-            for child in list(node.children.values()):
-                self._drop_subtree(child)
+            if node.children:
+                for child in list(node.children.values()):
+                    self._drop_subtree(child)
             self._unlink(node)
 
     def _drop_subtree(self, top: Node) -> None:
