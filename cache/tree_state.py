@@ -8,13 +8,11 @@ recomputed from scratch by `check`.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from itertools import groupby
-from operator import attrgetter
 
 from cache.components import Component, components_of
 from cache.eviction import POLICIES, Policy, Queue
 from cache.leases import Lease
-from cache.nodes import IN_TREE, Lock, Node, NodeList, Part, Tier
+from cache.nodes import IN_TREE, NO_LOCKS, Lock, Node, NodeList, Part, Tier
 from cache.prefix import KEY_BYTES
 from cache.registry import PoolSetSpec
 
@@ -24,7 +22,6 @@ Spill = Callable[[Node], bool]
 
 Rest = tuple[int, float]
 """How often storage has not taken a part, and the time before which it isn't asked again."""
-_KEY = attrgetter("tier", "component")
 
 
 class TreeState:
@@ -110,19 +107,22 @@ class TreeState:
         self._add(lock, (part,))
 
     def _add(self, lock: Lock, parts: Iterable[Part]) -> None:
-        mine, write_back = lock.parts, self.write_back
-        fresh: list[Part] = []
+        mine, write_back, several = lock.parts, self.write_back, len(self.components) > 1
+        alone, fresh = frozenset((lock,)), list[Part]()
+        before, after = NO_LOCKS, alone
         for part in parts:
             locks = part.locks
-            if lock in locks:
-                continue
+            if locks is not before:
+                if lock in locks:
+                    continue
+                before, after = locks, locks | alone
+            part.locks = after
+            mine.append(part)
             if not locks:
                 fresh.append(part)
                 if write_back:
                     _occupy(part.node)
-            locks.add(lock)
-            mine.append(part)
-            if len(part.node.parts[part.tier]) > 1:
+            if several and len(part.node.parts[part.tier]) > 1:
                 # Where full state is kept, the rest of the node may go alone.
                 self._queue(part.node, part.tier)
         self._protect(fresh, 1)
@@ -134,9 +134,12 @@ class TreeState:
         self.locked.remove(lock)
         write_back = self.write_back
         free: list[Part] = []
+        before = after = NO_LOCKS
         for part in lock.parts:
-            part.locks.discard(lock)
-            if not part.locks:
+            if part.locks is not before:
+                before, after = part.locks, (part.locks - {lock}) or NO_LOCKS
+            part.locks = after
+            if not after:
                 free.append(part)
                 if write_back:
                     self._vacate(part.node)
@@ -153,8 +156,13 @@ class TreeState:
 
     def _protect(self, parts: Sequence[Part], sign: int) -> None:
         """Count these as locked, or as locked no more."""
-        for (tier, component), run in groupby(parts, _KEY):
-            self.protected[tier, component] += sign * sum([part.lease.count for part in run])
+        tier, component, count = Tier.DEVICE, self.full, 0
+        for part in parts:
+            if part.tier is not tier or part.component is not component:
+                self.protected[tier, component] += sign * count
+                tier, component, count = part.tier, part.component, 0
+            count += part.lease.count
+        self.protected[tier, component] += sign * count
 
     @property
     def locks(self) -> int:
