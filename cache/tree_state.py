@@ -54,6 +54,7 @@ class TreeState:
         """Pages (or slots) that left the host before storage had them."""
         self._silent = self.on_change
         self._by_name = {c.name: c for c in self.components}
+        self._points = any(c.point for c in self.components)
         self._tick = 0
         self._version = 0
         self._number = 0
@@ -321,8 +322,8 @@ class TreeState:
                 spared.append(part)
                 coming += len(part)
                 continue
-            spare = len(node) - (count - freed)
-            if spare > 0 and component == self.full and not self._has_point(node):
+            spare = node.pages - (count - freed)
+            if spare > 0 and component == self.full and not (self._points and self._has_point(node)):
                 freed += self._drop_end(node, tier, spare)
                 self._queue(node, tier)
                 continue
@@ -396,15 +397,16 @@ class TreeState:
         if other:
             self._drop_leaf(self._split_end(node, pages), tier)
             return count
-        for child in list(node.children.values()):
-            self._drop_subtree(child)
+        if node.children:
+            for child in list(node.children.values()):
+                self._drop_subtree(child)
         self._version += 1
         if self.on_change is not self._silent and node.linked:
             raw, chain = node.end(pages, self._page_bytes)
             self.on_change(Node(raw, chain, node, start=node.start + pages, salt=node.salt), tier, False)
         for part in node.parts[tier].values():
             self.sizes[tier, part.component] -= count
-            if part in self.unstored:
+            if self.unstored and part in self.unstored:
                 self.missed += part.lease.count - max(part.stored, pages)
             part.cut(pages)
         node.cut(pages)
