@@ -113,16 +113,20 @@ class Claim:
         """Begin the table of `pool` with what the tree has of it, in order; it has at least `least` pages."""
         table: list[int] = []
         marks: list[int] = []
+        digests: list[int | None] = []
         for part in parts:
             start = part.node.start
             if start != len(table):
                 assert start > len(table), "parts come in the order of the sequence"
+                digests += [None] * (start - len(table))
                 marks += [0] * (start - len(table))
                 table += [NO_PAGE] * (start - len(table))
             part.lease.append_to(table, marks)
+            digests += part.digests
         lacking = least - len(table)
         self.tables[pool] = numbers(table + [NO_PAGE] * lacking)
         self.epochs[pool] = numbers(marks + [0] * lacking)
+        self.digests[pool] = digests + [None] * lacking
 
     def named(self) -> dict[str, list[int]]:
         """Every page and slot that operations launched for it may name, by pool."""

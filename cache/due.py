@@ -33,7 +33,12 @@ def missing(wanted: Mapping[str, range], held: Held) -> dict[str, range]:
     """What of `wanted` isn't held: from the first number that lacks to the last, whatever is held between them."""
     out = {}
     for pool, numbers in wanted.items():
-        lacking = set(numbers).difference(held.get(pool, ()))
+        there = held.get(pool, ())
+        if isinstance(there, range) and there.step == 1 and numbers.start in there:
+            # What is held goes on from the start without a gap, as of the full pool: no number is looked at.
+            out[pool] = range(min(there.stop, numbers.stop), numbers.stop)
+            continue
+        lacking = set(numbers).difference(there)
         out[pool] = range(min(lacking), max(lacking) + 1) if lacking else range(numbers.stop, numbers.stop)
     return out
 

@@ -7,12 +7,17 @@ the order of its stream: so it sees every page freed before it was launched, and
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import torch
 
+from contracts.ids import Epoch
+
 _MOST_BUMPED = 4096
 """Releases that are remembered one by one for a device that hasn't followed yet."""
+_FEW = 32
+"""Up to so many pages are looked up one by one: for fewer, numpy's way there costs more than they do."""
 
 
 class EpochTable:
@@ -22,17 +27,31 @@ class EpochTable:
         self.host = torch.zeros(size, dtype=torch.int32)
         self.counts = self.host.numpy()
         """The same memory, for counting."""
+        self._one_by_one: Any = self.counts.data
+        """The same once more, for few pages at a time."""
         self._copy: torch.Tensor | None = None
         self._bumped: list[Sequence[int]] = []
 
     def bump(self, indices: Sequence[int]) -> None:
         """These pages (each once) have been freed."""
-        self.counts[np.asarray(indices, dtype=np.int64)] += 1
+        if len(indices) <= _FEW:
+            counts = self._one_by_one
+            for index in indices:
+                counts[index] += 1
+        else:
+            self.counts[np.asarray(indices, dtype=np.int64)] += 1
         if self._copy is not None:
             self._bumped.append(indices)
             if len(self._bumped) > _MOST_BUMPED:
                 # Pages come and go although no step runs that would look.
                 self._bumped = [np.unique(np.concatenate(self._bumped)).tolist()]
+
+    def of(self, indices: Sequence[int]) -> tuple[Epoch, ...]:
+        """The epochs of these pages."""
+        if len(indices) <= _FEW:
+            counts = self._one_by_one
+            return tuple([counts[index] for index in indices])
+        return tuple(self.counts[np.asarray(indices, dtype=np.int64)].tolist())
 
     def on(self, device: torch.device) -> torch.Tensor:
         """The table for an operation on `device`; to be called from within one, always on the same stream."""

@@ -173,7 +173,7 @@ class Allocator:
         return [self._grant(owner, tuple(run)) for run in runs]
 
     def epochs_of(self, indices: Sequence[int]) -> tuple[Epoch, ...]:
-        return tuple(self._epochs[np.asarray(indices, dtype=np.int64)].tolist())
+        return self.epochs.of(indices)
 
     def holds(self, lease: Lease) -> bool:
         """Whether `lease` is still running; its epochs are then current, as nothing else bumps them (`check` looks)."""

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
+from operator import attrgetter
 from typing import Any
 
 from cache.leases import Lease
@@ -28,6 +29,7 @@ IN_TREE = (Tier.DEVICE, Tier.HOST)
 
 Entry = list[Any]
 """A place in an eviction queue, see `cache.eviction.Queue`."""
+NO_LOCKS: frozenset[Lock] = frozenset()
 
 
 class Part:
@@ -42,14 +44,15 @@ class Part:
         tier: Tier,
         lease: Lease,
         digests: tuple[int, ...],
-        locks: set[Lock] | None = None,
+        locks: frozenset[Lock] = NO_LOCKS,
     ) -> None:
         self.node = node
         self.component = component
         self.tier = tier
         self.lease = lease
         self._digests, self._count = digests, len(digests)
-        self.locks: set[Lock] = set() if locks is None else locks
+        self.locks = locks
+        """Who keeps it. Parts that are kept by the same mostly share one set."""
         self.entry: Entry | None = None
         """Its place in the queue of what may be evicted."""
         self.stored = 0
@@ -77,7 +80,7 @@ class Part:
         """Hand the first `pages` pages, with all locks, to a new part of `upper`."""
         digests = self.digests
         lease = self.lease.split(pages, self.lease.owner)
-        head = Part(upper, self.component, self.tier, lease, digests[:pages], set(self.locks))
+        head = Part(upper, self.component, self.tier, lease, digests[:pages], self.locks)
         self._digests, self._count = digests[pages:], len(digests) - pages
         head.stored, self.stored = min(self.stored, pages), max(0, self.stored - pages)
         return head
@@ -86,7 +89,7 @@ class Part:
         """Keep the first `pages` pages, and hand the others, with all locks, to a new part of `lower`."""
         digests = self._digests[pages : self._count]
         lease = self.lease.split(self.lease.count - pages, self.lease.owner, start=pages)
-        end = Part(lower, self.component, self.tier, lease, digests, set(self.locks))
+        end = Part(lower, self.component, self.tier, lease, digests, self.locks)
         end.stored = max(0, self.stored - pages)
         self._keep(pages)
         return end
@@ -106,16 +109,18 @@ class Node:
     """A run of whole pages below its parent's, with what each component holds of it in each tier."""
 
     __slots__ = (
-        "_chain", "_raw", "below", "busy", "busy_below", "children", "created", "hits", "linked", "newer", "older",
-        "pages", "parent", "parts", "priority", "salt", "start", "trimmed", "used",
+        "_chain", "below", "busy", "busy_below", "children", "created", "hits", "linked", "newer", "older",
+        "pages", "parent", "parts", "priority", "run", "salt", "start", "trimmed", "used",
     )  # fmt: skip
 
     def __init__(
         self, raw: bytes, chain: bytes, parent: Node | None, *, start: int = 0, salt: str = "", priority: int = 0
     ) -> None:
-        self._raw, self._chain = raw, chain
+        self.run = raw
+        """The tokens of its pages, and perhaps of pages behind them that were cut off: without those it is `raw`."""
+        self._chain = chain
         self.pages = len(chain) // KEY_BYTES
-        """How many of both are its own."""
+        """How many of these are its own."""
         self.trimmed = True
         """False: what is behind them was cut off."""
         self.parent = parent
@@ -147,7 +152,7 @@ class Node:
         """The tokens of its pages, 4 bytes each."""
         if not self.trimmed:
             self._trim()
-        return self._raw
+        return self.run
 
     @property
     def chain(self) -> bytes:
@@ -157,18 +162,18 @@ class Node:
         return self._chain
 
     def _trim(self) -> None:
-        page_bytes = len(self._raw) * KEY_BYTES // len(self._chain)
-        self._raw, self._chain = self._raw[: self.pages * page_bytes], self._chain[: KEY_BYTES * self.pages]
+        page_bytes = len(self.run) * KEY_BYTES // len(self._chain)
+        self.run, self._chain = self.run[: self.pages * page_bytes], self._chain[: KEY_BYTES * self.pages]
         self.trimmed = True
 
     def first(self, page_bytes: int) -> bytes:
         """The tokens of its first page: its key in its parent."""
-        return self._raw[:page_bytes]
+        return self.run[:page_bytes]
 
     def end(self, pages: int, page_bytes: int) -> tuple[bytes, bytes]:
         """`raw` and `chain` from its page number `pages` on."""
         stop = self.pages
-        return self._raw[pages * page_bytes : stop * page_bytes], self._chain[KEY_BYTES * pages : KEY_BYTES * stop]
+        return self.run[pages * page_bytes : stop * page_bytes], self._chain[KEY_BYTES * pages : KEY_BYTES * stop]
 
     def cut(self, pages: int) -> None:
         """Keep the first `pages` pages."""
@@ -178,7 +183,7 @@ class Node:
 
     def drop_head(self, pages: int, page_bytes: int) -> None:
         """Lose the first `pages` pages."""
-        self._raw, self._chain = self.end(pages, page_bytes)
+        self.run, self._chain = self.end(pages, page_bytes)
         self.trimmed = True
         self.pages -= pages
         self.start += pages
@@ -269,8 +274,8 @@ class Cursor:
         self._nodes.cursors.discard(self)
 
 
-def _start(part: Part) -> int:
-    return part.node.start
+start_of = attrgetter("node.start")
+"""The page number of a part's first page."""
 
 
 @dataclass(eq=False, slots=True)
@@ -294,7 +299,7 @@ class Lock:
         A window's pages may be loaded in front of others that were on the device all along: these are locked later.
         """
         device = Tier.DEVICE
-        return sorted([p for p in self.parts if p.component == component and p.tier is device], key=_start)
+        return sorted([p for p in self.parts if p.component == component and p.tier is device], key=start_of)
 
 
 @dataclass(frozen=True, slots=True)

@@ -110,7 +110,6 @@ class Seat(Parking):
     def _open(self, claim: Claim, leases: Mapping[str, Lease]) -> Claim:
         for pool in self._runs:
             claim.enter(pool, claim.lock.on_device(pool), claim.depth)
-            claim.digests[pool] = self._held_digests(claim, pool, claim.depth)
             claim.put(pool, claim.depth, leases[pool].indices, leases[pool].epochs)
             claim.runs[pool] = [Run(claim.depth, leases[pool])]
         claim.slots = {pool: leases[pool] for pool in self._slots}
@@ -174,8 +173,8 @@ class Seat(Parking):
         return claim, leases
 
     def _enter_held(self, claim: Claim, pool: str, wanted: range) -> None:
-        claim.digests[pool], claim.runs[pool] = [], []
         claim.enter(pool, claim.lock.on_device(pool))
+        claim.digests[pool], claim.runs[pool] = [], []
         lacking, table, marks = claim.lacking[pool], claim.tables[pool], claim.epochs[pool]
         # What lies before what is wanted, behind it, and between what lacks isn't its.
         del table[wanted.stop :], marks[wanted.stop :]

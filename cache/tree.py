@@ -21,11 +21,13 @@ alone where the node has something below it, else the whole leaf. A node that is
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from bisect import bisect_left, bisect_right
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from operator import attrgetter
 
 from cache.components.base import Component, Level
-from cache.nodes import Lock, Node, Offer, Part, Tier
+from cache.nodes import Lock, Node, Offer, Part, Tier, start_of
 from cache.prefix import KEY_BYTES, Prefix, common_pages
 from cache.tree_check import check_tree
 from cache.tree_state import TreeState
@@ -57,29 +59,32 @@ class PrefixTree(TreeState):
 
     def match(self, prefix: Prefix) -> Match:
         """The longest part of `prefix` that can be computed from. Changes nothing and locks nothing."""
-        walked = self.walked(prefix)
-        levels = [c.levels(walked) for c in self.components]
+        along, last = self.along(prefix)
+        levels = [c.levels(along, last) for c in self.components]
         accepted = levels[0] if len(levels) == 1 else list(map(min, zip(*levels, strict=True)))
         tree = _reach(accepted, Level.TREE)
         device = _reach(accepted[:tree], Level.DEVICE)
-        path = tuple([node for node, _ in walked[:tree]])
-        return Match(prefix, path, _depth(walked, tree), _depth(walked, device), path[:device], self._version)
+        path, depth, device_depth = tuple(along[:tree]), _depth(along, last, tree), _depth(along, last, device)
+        return Match(prefix, path, depth, device_depth, path[:device], self._version)
+
+    def along(self, prefix: Prefix) -> tuple[list[Node], int]:
+        """Every node along `prefix`, accepted or not, and how many pages of the last one match: all of the others'."""
+        out: list[Node] = []
+        node, at, raw, size, pages = self.roots.get(prefix.salt), 0, prefix.raw, prefix.page_bytes, 0
+        while node is not None and (child := node.children.get(raw[at : at + size])) is not None:
+            out.append(child)
+            pages = child.pages
+            if pages > 1 and not raw.startswith(child.run, at):
+                whole, pages = pages, common_pages(child.raw, raw, at, size)
+                if pages < whole:
+                    break
+            node, at = child, at + pages * size
+        return out, pages
 
     def walked(self, prefix: Prefix) -> list[tuple[Node, int]]:
-        """Every node along `prefix` with how many of its pages match, accepted or not."""
-        out: list[tuple[Node, int]] = []
-        node, at, raw, size = self.roots.get(prefix.salt), 0, prefix.raw, prefix.page_bytes
-        while node is not None:
-            child = node.children.get(raw[at : at + size])
-            if child is None:
-                break
-            pages = child.pages
-            if pages > 1 and not raw.startswith(child.raw, at):
-                out.append((child, common_pages(child.raw, raw, at, size)))
-                break
-            out.append((child, pages))
-            node, at = child, at + pages * size
-        return out
+        """The same nodes, each with how many of its pages match."""
+        along, last = self.along(prefix)
+        return [*((node, node.pages) for node in along[:-1]), *((node, last) for node in along[-1:])]
 
     # ------------------------------------------------------------ locks
 
@@ -95,45 +100,59 @@ class PrefixTree(TreeState):
         if over:
             path[-1] = self._split(path[-1], len(path[-1]) - over)
         self._use(path)
-        parts: dict[Part, None] = {}
+        parts: list[Part] = []
         for component in self.components:
             name, beside = component.name, component.name != self.full
             for node in component.needs(path):
                 device, host = node.parts
                 part = device[name] if name in device else host[name]
                 if beside:
-                    parts[node.parts[part.tier][self.full]] = None
-                parts[part] = None
+                    parts.append(node.parts[part.tier][self.full])
+                parts.append(part)
         return self.keep(parts, owner)
 
     def hold(
         self, prefix: Prefix, wanted: Mapping[str, range], owner: str, *, host: bool
-    ) -> tuple[Lock, dict[str, set[int]]]:
+    ) -> tuple[Lock, dict[str, Collection[int]]]:
         """Keep what the device has of page numbers `wanted`, component by component, wherever the anchor is.
 
         With `host`, what the host alone has is kept there. Returns the lock and the numbers that it keeps: of a
         hand-over these need not be sent. Of the full component only what follows from the start without a gap; a
         snapshot after `n` pages has the number `n - 1`.
         """
-        path = [node if pages == len(node) else self._split(node, pages) for node, pages in self.walked(prefix)]
+        path, last = self.along(prefix)
+        if path and last < path[-1].pages:
+            path[-1] = self._split(path[-1], last)
         self._use(path)
-        parts: dict[Part, None] = {}
-        held: dict[str, set[int]] = {c.name: set() for c in self.components}
-        full, unbroken = self.full, 0
+        full = self._unbroken(path, host)
+        end = path[len(full) - 1].start + path[len(full) - 1].pages if full else 0
+        parts: list[Part] = []
+        held: dict[str, Collection[int]] = dict.fromkeys(self._by_name, range(0))
+        for component in self.components:
+            name, due = component.name, wanted.get(component.name, range(0))
+            if name == self.full:
+                parts += full[: bisect_left(full, due.stop, key=start_of)]
+                held[name] = range(due.start, max(due.start, min(due.stop, end)))
+                continue
+            found = list(self._of_use(component, path[: len(full)], due, host))
+            for part, _ in found:
+                parts += (part.node.parts[part.tier][self.full], part)
+            held[name] = {number for _, numbers in found for number in numbers}
+        return self.keep(parts, owner), held
+
+    def _unbroken(self, path: Sequence[Node], host: bool) -> list[Part]:
+        """The full component's parts along `path`, up to the first node that has none."""
+        full = self.full
+        out: list[Part] = []
         for node in path:
             device, kept = node.parts
-            if full not in device and not (host and full in kept):
+            part = device.get(full)
+            if part is None and host:
+                part = kept.get(full)
+            if part is None:
                 break
-            unbroken += 1
-        for component in self.components:
-            if component.name in wanted:
-                found = self._of_use(component, path[:unbroken], wanted[component.name], host)
-                for part, numbers in found:
-                    if part.component != full:
-                        parts[part.node.parts[part.tier][full]] = None
-                    parts[part] = None
-                    held[component.name].update(numbers)
-        return self.keep(parts, owner), held
+            out.append(part)
+        return out
 
     def _of_use(
         self, component: Component, path: Sequence[Node], due: range, host: bool
@@ -169,9 +188,8 @@ class PrefixTree(TreeState):
         that the tree knows. Returns the number of pages of `prefix` that the tree has in `tier` afterwards, counted
         from the start. What hangs on pages that neither the tree nor an offer has is not taken.
         """
-        walked = self.walked(prefix)
-        at = sum(pages for _, pages in walked)
-        end = at
+        along, last = self.along(prefix)
+        at = end = _depth(along, last, len(along))
         for offer in offers.get(self.full, ()):
             if offer.first <= end:
                 end = max(end, min(len(prefix), offer.first + len(offer.digests)))
@@ -180,8 +198,10 @@ class PrefixTree(TreeState):
         self._tick += 1
         # The nodes' keys are the prefix's own as far as the tokens are the same: only new pages are hashed.
         if not prefix.knows(at):
-            prefix.know(b"".join([node.chain for node, _ in walked])[: KEY_BYTES * at])
-        path = self._path(prefix, walked, at, end, self._boundaries(offers), priority)
+            prefix.know(b"".join([node.chain for node in along])[: KEY_BYTES * at])
+        if along and last < along[-1].pages:
+            along[-1] = self._split(along[-1], last)
+        path = self._path(prefix, along, at, end, self._boundaries(offers), priority)
         # From the last node up: taking a run out of a lease moves only what lies behind it.
         plan = self._plan(path, offers, tier)
         for node, mine in reversed(plan):
@@ -191,24 +211,23 @@ class PrefixTree(TreeState):
             if any(component == self.full for component, _, _ in mine):
                 self.on_change(node, tier, True)
         self._discard_empty(path)
-        held, unbroken, full, tick = 0, True, self.full, self._tick
+        tick, full, held = self._tick, self.full, 0
         for node in path:
             node.used = tick
             node.priority = max(node.priority, priority)
-            unbroken = unbroken and full in node.parts[tier]
-            held += node.pages if unbroken else 0
+        for node in path:
+            if full not in node.parts[tier]:
+                break
+            held = node.start + node.pages
         return held
 
     def _boundaries(self, offers: Offers) -> set[int]:
         return {b for c in self.components for b in c.boundaries(offers.get(c.name, ()))}
 
     def _path(
-        self, prefix: Prefix, walked: list[tuple[Node, int]], at: int, end: int, boundaries: set[int], priority: int
+        self, prefix: Prefix, path: list[Node], at: int, end: int, boundaries: set[int], priority: int
     ) -> list[Node]:
-        """The nodes of pages `0 .. end-1`, made where there are none and split where one must end."""
-        path = [node for node, _ in walked]
-        if path and walked[-1][1] < len(path[-1]):
-            path[-1] = self._split(*walked[-1])
+        """The nodes of pages `0 .. end-1`: `path` as far as page `at`, split where one must end, and the new ones."""
         if end > at:
             parent = path[-1] if path else self._root(prefix.salt)
             raw = prefix.raw[at * prefix.page_bytes : end * prefix.page_bytes]
@@ -217,15 +236,11 @@ class PrefixTree(TreeState):
             parent.children[raw[: prefix.page_bytes]] = node
             self.list.append(node)
             path.append(node)
-        out: list[Node] = []
-        cuts = sorted(boundaries, reverse=True)
-        for node in path:
-            while cuts and cuts[-1] <= node.start:
-                cuts.pop()
-            while cuts and cuts[-1] < node.start + node.pages:
-                out.append(self._split(node, cuts.pop() - node.start))
-            out.append(node)
-        return out
+        for cut in sorted(boundaries):
+            number = bisect_right(path, cut, key=_node_start) - 1
+            if number >= 0 and 0 < cut - path[number].start < path[number].pages:
+                path.insert(number, self._split(path[number], cut - path[number].start))
+        return path
 
     def _plan(self, path: list[Node], offers: Offers, tier: Tier) -> list[tuple[Node, list[tuple[str, Offer, int]]]]:
         """Decide from the root down what each node takes: component, offer, and where in its lease."""
@@ -307,6 +322,9 @@ class PrefixTree(TreeState):
         return check_tree(self)
 
 
+_node_start = attrgetter("start")
+
+
 def _reach(accepted: Sequence[Level], least: Level) -> int:
     """How many nodes there are up to the last that is accepted."""
     for length in range(len(accepted), 0, -1):
@@ -315,9 +333,9 @@ def _reach(accepted: Sequence[Level], least: Level) -> int:
     return 0
 
 
-def _depth(walked: Sequence[tuple[Node, int]], length: int) -> int:
+def _depth(along: Sequence[Node], last: int, length: int) -> int:
     """Pages of the first `length` nodes, as far as they match."""
     if not length:
         return 0
-    node, pages = walked[length - 1]
-    return node.start + pages
+    node = along[length - 1]
+    return node.start + (last if length == len(along) else node.pages)

@@ -8,13 +8,11 @@ recomputed from scratch by `check`.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from itertools import groupby
-from operator import attrgetter
 
 from cache.components import Component, components_of
 from cache.eviction import POLICIES, Policy, Queue
 from cache.leases import Lease
-from cache.nodes import IN_TREE, Lock, Node, NodeList, Part, Tier
+from cache.nodes import IN_TREE, NO_LOCKS, Lock, Node, NodeList, Part, Tier
 from cache.prefix import KEY_BYTES
 from cache.registry import PoolSetSpec
 
@@ -24,7 +22,6 @@ Spill = Callable[[Node], bool]
 
 Rest = tuple[int, float]
 """How often storage has not taken a part, and the time before which it isn't asked again."""
-_KEY = attrgetter("tier", "component")
 
 
 class TreeState:
@@ -57,6 +54,7 @@ class TreeState:
         """Pages (or slots) that left the host before storage had them."""
         self._silent = self.on_change
         self._by_name = {c.name: c for c in self.components}
+        self._points = any(c.point for c in self.components)
         self._tick = 0
         self._version = 0
         self._number = 0
@@ -110,19 +108,22 @@ class TreeState:
         self._add(lock, (part,))
 
     def _add(self, lock: Lock, parts: Iterable[Part]) -> None:
-        mine, write_back = lock.parts, self.write_back
-        fresh: list[Part] = []
+        mine, write_back, several = lock.parts, self.write_back, len(self.components) > 1
+        alone, fresh = frozenset((lock,)), list[Part]()
+        before, after = NO_LOCKS, alone
         for part in parts:
             locks = part.locks
-            if lock in locks:
-                continue
+            if locks is not before:
+                if lock in locks:
+                    continue
+                before, after = locks, locks | alone
+            part.locks = after
+            mine.append(part)
             if not locks:
                 fresh.append(part)
                 if write_back:
                     _occupy(part.node)
-            locks.add(lock)
-            mine.append(part)
-            if len(part.node.parts[part.tier]) > 1:
+            if several and len(part.node.parts[part.tier]) > 1:
                 # Where full state is kept, the rest of the node may go alone.
                 self._queue(part.node, part.tier)
         self._protect(fresh, 1)
@@ -134,9 +135,12 @@ class TreeState:
         self.locked.remove(lock)
         write_back = self.write_back
         free: list[Part] = []
+        before = after = NO_LOCKS
         for part in lock.parts:
-            part.locks.discard(lock)
-            if not part.locks:
+            if part.locks is not before:
+                before, after = part.locks, (part.locks - {lock}) or NO_LOCKS
+            part.locks = after
+            if not after:
                 free.append(part)
                 if write_back:
                     self._vacate(part.node)
@@ -153,8 +157,13 @@ class TreeState:
 
     def _protect(self, parts: Sequence[Part], sign: int) -> None:
         """Count these as locked, or as locked no more."""
-        for (tier, component), run in groupby(parts, _KEY):
-            self.protected[tier, component] += sign * sum([part.lease.count for part in run])
+        tier, component, count = Tier.DEVICE, self.full, 0
+        for part in parts:
+            if part.tier is not tier or part.component is not component:
+                self.protected[tier, component] += sign * count
+                tier, component, count = part.tier, part.component, 0
+            count += part.lease.count
+        self.protected[tier, component] += sign * count
 
     @property
     def locks(self) -> int:
@@ -191,7 +200,8 @@ class TreeState:
             parent = node.parent
             assert parent is not None
             parent.below[tier] -= 1
-            self._queue(parent, tier)
+            if not parent.below[tier]:
+                self._queue(parent, tier)
             # What was condemned is told as gone by then, and the same pages may have come anew since.
             if node.linked:
                 self.on_change(node, tier, False)
@@ -312,8 +322,8 @@ class TreeState:
                 spared.append(part)
                 coming += len(part)
                 continue
-            spare = len(node) - (count - freed)
-            if spare > 0 and component == self.full and not self._has_point(node):
+            spare = node.pages - (count - freed)
+            if spare > 0 and component == self.full and not (self._points and self._has_point(node)):
                 freed += self._drop_end(node, tier, spare)
                 self._queue(node, tier)
                 continue
@@ -331,17 +341,17 @@ class TreeState:
         """Whether `part` is held by its node, and either it or its whole leaf is nobody's."""
         if part.locks or not part.live:
             return False
-        return self._alone(part) or (self._leaf(part.node, part.tier) and self._free(part.node, part.tier))
+        node, tier = part.node, part.tier
+        if node.below[tier]:
+            return part.component != self.full
+        return self._free(node, tier) or self._alone(part)
 
     def _alone(self, part: Part) -> bool:
         """Whether it goes without the rest of its node: the node has more below it, or its full state is kept."""
         if part.component == self.full:
             return False
-        full = part.node.parts[part.tier][self.full]
-        return not self._leaf(part.node, part.tier) or bool(full.locks)
-
-    def _leaf(self, node: Node, tier: Tier) -> bool:
-        return not node.below[tier]
+        node, tier = part.node, part.tier
+        return bool(node.below[tier] or node.parts[tier][self.full].locks)
 
     def _free(self, node: Node, tier: Tier) -> bool:
         """Whether no lock keeps anything of it there, nor of what would go with it: a node that is on the device alone
@@ -387,15 +397,16 @@ class TreeState:
         if other:
             self._drop_leaf(self._split_end(node, pages), tier)
             return count
-        for child in list(node.children.values()):
-            self._drop_subtree(child)
+        if node.children:
+            for child in list(node.children.values()):
+                self._drop_subtree(child)
         self._version += 1
         if self.on_change is not self._silent and node.linked:
             raw, chain = node.end(pages, self._page_bytes)
             self.on_change(Node(raw, chain, node, start=node.start + pages, salt=node.salt), tier, False)
         for part in node.parts[tier].values():
             self.sizes[tier, part.component] -= count
-            if part in self.unstored:
+            if self.unstored and part in self.unstored:
                 self.missed += part.lease.count - max(part.stored, pages)
             part.cut(pages)
         node.cut(pages)
@@ -406,8 +417,9 @@ class TreeState:
         for part in list(node.parts[tier].values()):
             self._detach(part)
         if not any(node.parts):
-            for child in list(node.children.values()):
-                self._drop_subtree(child)
+            if node.children:
+                for child in list(node.children.values()):
+                    self._drop_subtree(child)
             self._unlink(node)
 
     def _drop_subtree(self, top: Node) -> None:

@@ -22,8 +22,6 @@ class Level(IntEnum):
 
 
 NEITHER, TREE, DEVICE = Level.NEITHER, Level.TREE, Level.DEVICE
-Walked = Sequence[tuple[Node, int]]
-"""Nodes from the root down, each with how many of its first pages are meant."""
 
 
 class Component(ABC):
@@ -35,8 +33,11 @@ class Component(ABC):
         self.name = name
 
     @abstractmethod
-    def levels(self, path: Walked) -> list[Level]:
-        """After each node of `path`: whether it can be computed from there, as far as this pool goes."""
+    def levels(self, path: Sequence[Node], last: int) -> list[Level]:
+        """After each node of `path`: whether it can be computed from there, as far as this pool goes.
+
+        Of the last node, only its first `last` pages are meant.
+        """
 
     @abstractmethod
     def needs(self, path: Sequence[Node]) -> Iterable[Node]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-from cache.components.base import DEVICE, NEITHER, TREE, Component, Level, Walked, there
+from cache.components.base import DEVICE, NEITHER, TREE, Component, Level, there
 from cache.nodes import Node
 
 
@@ -19,12 +19,12 @@ class Window(Component):
         super().__init__(name)
         self.reach = reach
 
-    def levels(self, path: Walked) -> list[Level]:
+    def levels(self, path: Sequence[Node], last: int) -> list[Level]:
         # The last two: pages since the last tombstone.
         depth = device = tree = 0
         out = []
-        for node, pages in path:
-            here = there(node, self.name)
+        for number, node in enumerate(path, 1):
+            here, pages = there(node, self.name), node.pages if number < len(path) else last
             depth += pages
             device = device + pages if here is DEVICE else 0
             tree = tree + pages if here else 0

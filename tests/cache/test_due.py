@@ -60,6 +60,14 @@ def test_what_is_missing_covers_every_number_that_is_not_held_and_ends_in_ones_t
         assert not lacks or not {lacks[0], lacks[-1]} & held
 
 
+def test_what_is_held_as_a_range_is_subtracted_as_the_set_of_its_numbers_is() -> None:
+    dice = random.Random(6)
+    for _ in range(300):
+        numbers, held = (range(start := dice.randrange(9), start + dice.randrange(9)) for _ in range(2))
+        for there in (held, held[:: 1 + dice.randrange(3)]):
+            assert missing({"x": numbers}, {"x": there}) == missing({"x": numbers}, {"x": set(there)}), (numbers, there)
+
+
 def test_a_page_is_digested_up_to_the_prompts_end_and_a_state_after_it() -> None:
     assert extents(spec(4, 9), "near", range(5, 7), 27) == ([20, 24], [24, 27])
     assert extents(spec(4, 9), "sum", range(6, 7), 27) == ([27], [28])

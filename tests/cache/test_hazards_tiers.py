@@ -11,7 +11,7 @@ import pytest
 
 from cache.leases import Allocator
 from cache.moves import Move
-from cache.nodes import Offer, Tier
+from cache.nodes import NO_LOCKS, Offer, Tier
 from cache.prefix import Prefix
 from cache.storage import Op as StorageOp
 from cache.tree import PrefixTree
@@ -336,7 +336,7 @@ def _drop(part: Any) -> None:
 PLANTS: dict[str, tuple[Callable[[World], object], str]] = {
     "size": (lambda w: w.seat.tree.sizes.update({(Tier.DEVICE, "full"): 3}), r"tree: full on device: .* counted 3"),
     "protected": (lambda w: w.seat.tree.protected.update({(Tier.HOST, "window"): 9}), r"tree: window on host: .* 9$"),
-    "lock": (lambda w: a_part(w).locks.pop(), "its locks differ from the tokens that hold it"),
+    "lock": (lambda w: setattr(a_part(w), "locks", NO_LOCKS), "its locks differ from the tokens that hold it"),
     "token": (lambda w: next(x for x in w.seat.tree.locked if x.parts).parts.pop(), "its locks differ"),
     "queue": (lambda w: setattr(a_part(w, tier=Tier.HOST), "entry", None), "queued"),
     "children": (lambda w: a_part(w).node.parent.below.__setitem__(0, 5), "children in the tiers, it counts"),
