@@ -6,9 +6,10 @@
 
 Harm: bodies of 8 MB (text, nested lists, ids), 300 idle connections, 128 choices of 100,000 tokens (stand-ins only: the
 demo's context is 2,048), prompts with a salt each, garbage on every port that the processes listen on. Those who do it
-are processes of their own at the lowest priority: on other machines they would take no processor time from the server. For each: `/live`'s answers on new connections, the
-longest gap between two events of a stream, and the server's memory before, at its most, and after. The router must
-answer `/live` within 100 ms (99 %), no stream may stand still 250 ms longer than undisturbed, and memory must return.
+are processes of their own at the lowest priority: on other machines they would take no processor time from the server.
+For each: `/live`'s answers on new connections, the longest gap between two events of a stream, and the server's memory
+before, at its most, and after. The router must answer `/live` within 100 ms (99 %), no stream may stand still 250 ms
+longer than undisturbed, and memory must return.
 """
 
 from __future__ import annotations
