@@ -9,7 +9,7 @@
    ones first, until one fails. That test is run again without the break: where it fails as well it is flaky, is left
    out, and the place is judged again. A mutant that hangs a test is dead, too. Verdicts are added to state.jsonl, so a
    sweep that was stopped goes on where it was; a place keeps its verdict as long as its function doesn't change.
-4. `report`: how many died, and each that didn't, with its line.
+4. `report`: how many died, and each that didn't, with its line. `keep` puts the verdicts into the repository.
 
 `make mutation-sweep ARGS="--count 400 --jobs 2 --hours 4"` does all of it; ARGS="report" shows what is known so far;
 ARGS="judge --again" judges survivors once more, after tests were added; ARGS="judge --only cache/leases.py" a file.
@@ -50,6 +50,7 @@ from tests.mutants.breaking import Place, broken, places  # noqa: E402
 from tests.mutants.probing import Probes  # noqa: E402
 
 FOLDER = ROOT / "build" / "mutation-sweep"
+KEPT = ROOT / "tests" / "mutants" / "verdicts.jsonl"
 TARGETS = (
     "router/brain.py", "router/moves.py", "router/request.py", "router/workers.py", "router/breaker.py",
     "router/audits.py", "router/stops.py", "router/choice.py", "router/drains.py",
@@ -119,10 +120,16 @@ def write_map(runs: dict[str, TestRun]) -> None:
 
 
 def read_verdicts() -> dict[str, Verdict]:
-    """The latest of each place."""
-    file = FOLDER / "state.jsonl"
-    lines = file.read_text().splitlines() if file.exists() else []
+    """The latest of each place: those of the repository, then those of this checkout."""
+    lines = [line for file in (KEPT, FOLDER / "state.jsonl") if file.exists() for line in file.read_text().splitlines()]
     return {verdict.key: verdict for verdict in (Verdict(**json.loads(line)) for line in lines)}
+
+
+def keep_verdicts(chosen: list[Place]) -> None:
+    """Put what is known of these places into the repository, so that another checkout needn't judge them again."""
+    verdicts = read_verdicts()
+    kept = [verdicts[key] for key in sorted(place.key for place in chosen) if key in verdicts]
+    KEPT.write_text("".join(json.dumps({"key": v.key, "died": v.died, "by": v.by, "how": v.how}) + "\n" for v in kept))
 
 
 def add_verdict(verdict: Verdict) -> None:
@@ -565,7 +572,7 @@ class _Xdist:
 
 def main(words: list[str]) -> int:
     parser = argparse.ArgumentParser(description="Break product code place by place, and see whether a test notices.")
-    parser.add_argument("what", nargs="?", default="all", choices=("all", "places", "map", "judge", "report"))
+    parser.add_argument("what", nargs="?", default="all", choices=("all", "places", "map", "judge", "report", "keep"))
     parser.add_argument("--count", type=int, default=400, help="mutants")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--jobs", type=int, default=2, help="mutants at a time")
@@ -584,6 +591,9 @@ def main(words: list[str]) -> int:
     if options.what == "places":
         for place in _wanted(options):
             print(f"{place.key}  {place.path}:{place.line}  {place.function}  [{place.operator}]  {place.text}")
+        return 0
+    if options.what == "keep":
+        keep_verdicts(_wanted(options))
         return 0
     status = 0
     if options.what == "map":
