@@ -133,8 +133,8 @@ class TreeState:
         if lock not in self.locked:
             return
         self.locked.remove(lock)
-        write_back = self.write_back
-        free: list[Part] = []
+        write_back, several = self.write_back, len(self.components) > 1
+        free, ends = list[Part](), list[Part]()
         before = after = NO_LOCKS
         for part in lock.parts:
             if part.locks is not before:
@@ -144,12 +144,12 @@ class TreeState:
                 free.append(part)
                 if write_back:
                     self._vacate(part.node)
+            if several or not part.node.below[part.tier]:
+                ends.append(part)
         self._protect(free, -1)
-        for part in lock.parts:
-            node, tier = part.node, part.tier
-            if len(node.parts[tier]) > 1 or not node.below[tier]:
-                self._queue(node, tier)
-                self._refresh(node, tier)
+        for part in ends:
+            self._queue(part.node, part.tier)
+            self._refresh(part.node, part.tier)
         gone = [part.node for part in lock.parts if not part.node.linked] if self._graves else ()
         lock.parts.clear()
         for node in gone:
