@@ -293,7 +293,7 @@ class Moves:
         """The source is to stop it."""
         target = self._workers.get(move.target)
         if target is None or not _movable(r):
-            self._give_up(r, move, "it is about to end", tell_source=False)
+            self._give_up(r, move, "it is about to end")
             return
         move.step(MoveEvent.COPIED, self._clock.now())
         self._send(move.source, Handover(r.id, r.attempt, move.room, target.peer))

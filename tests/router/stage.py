@@ -11,7 +11,7 @@ from typing import Any
 from contracts.clock import ManualClock
 from contracts.config import AuditConfig, RouterConfig
 from contracts.ids import RequestId, Role, RoomId
-from contracts.messages import Audit, Cancel, Done, Event, Forget, Submit
+from contracts.messages import Audit, Cancel, Command, Done, Event, Fetch, Forget, Give, Handover, Resume, Submit
 from contracts.sampling import SamplingParams, TokenLogprob
 from router.actions import Deliver, End, Replay, Scores, Send
 from router.audits import Finding
@@ -41,6 +41,8 @@ class Stage:
         self.said: list[tuple[WorkerKey, Event]] = []
         self.submits: list[tuple[WorkerKey, Submit]] = []
         self.cancels: list[tuple[WorkerKey, Cancel]] = []
+        self.orders: list[tuple[WorkerKey, Command]] = []
+        """About moves, which tests answer themselves."""
         self.rooms_in: set[RoomId] = set()
         self.out: dict[RequestId, list[int]] = {}
         self.logprobs: dict[RequestId, list[TokenLogprob]] = {}
@@ -139,6 +141,8 @@ class Stage:
                 case Replay(rid, attempt, reason):
                     assert attempt == self.requests[rid].attempt or rid in self.ends
                     assert reason
+                case Send(worker, Give() | Fetch() | Handover() | Resume() as order):
+                    self.orders.append((worker, order))
                 case Send(worker, Audit() as audit):
                     self.audits.append((worker, audit))
                 case Send(worker, Forget() as forget):
