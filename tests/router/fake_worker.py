@@ -165,6 +165,7 @@ class FakeWorker:
         self.positions = positions
         self.incarnation = Incarnation(1)
         self.endpoint = ""
+        self.node, self.node_id = "here", ""
         self.state = "ready"
         self.alive = True
         self.hangs = False
@@ -195,14 +196,15 @@ class FakeWorker:
         fits = Fits(self.positions, 4096)
         fingerprint = Fingerprint(PROTOCOL, "layout", self.numerics, "weights") if self.numerics else None
         return WorkerRecord(
-            self.name, self.role, self.incarnation, 1, "here", self.endpoint, control, fits, fingerprint=fingerprint
-        )
+            self.name, self.role, self.incarnation, 1, self.node, self.endpoint, control, fits, self.node_id,
+            fingerprint,
+        )  # fmt: skip
 
     def status(self) -> WorkerStatus:
         state = self.state if self.alive else "dead"
         free = PAGES - len(self.legs)
         return WorkerStatus(
-            self.name, self.role, state, 1, "here", self.incarnation, len(self.legs), 0, PAGES, free,
+            self.name, self.role, state, 1, self.node, self.incarnation, len(self.legs), 0, PAGES, free,
             counters=dict(self.counters),
         )  # fmt: skip
 
@@ -359,7 +361,7 @@ class FakeCluster:
         self.away = False
         """The controller can't be reached."""
         self.told: list[tuple[str, str]] = []
-        """What the controller was asked for: drain or undrain, and of whom."""
+        """What the controller was asked for: drain, undrain or another role, and of whom."""
         self._watchers: list[Callable[[tuple[WorkerView, ...]], None]] = []
 
     def __getitem__(self, name: str) -> FakeWorker:
@@ -388,7 +390,7 @@ class FakeCluster:
         """The worker of that name, or those of the node."""
         if self.away:
             raise ConnectionError("the controller is away")
-        found = [w for w in self.workers.values() if target in (w.name, w.record.node)]
+        found = [w for w in self.workers.values() if target in (w.name, w.node, w.node_id, w.node_id[:8])]
         if not found:
             raise RequestError(f"no worker or node is named {target!r}")
         return found
@@ -406,9 +408,14 @@ class FakeCluster:
             self.restart(worker.name)
         return tuple(w.name for w in back)
 
+    async def change_role(self, name: WorkerName, role: Role) -> None:
+        self.named(name)
+        self.told.append((role, name))
+
     def heal(self) -> None:
         """Every worker serves again, nothing planted; for the next test."""
         for worker in self.workers.values():
+            worker.node, worker.node_id = "here", ""
             worker.hangs = worker.eager = False
             worker.cached, worker.refusals, worker.violations = 0, [], ()
             worker.submits.clear()

@@ -290,6 +290,15 @@ def test_other_errors_end_the_request_at_once(kind: ErrorKind) -> None:
     assert stage.brain.in_house == 0
 
 
+def test_an_error_that_says_nothing_still_names_the_worker_and_what_it_was() -> None:
+    stage = Stage()
+    rid = stage.submit()
+    decode = stage.leg(rid, DECODE)
+    del stage.legs[decode, rid]
+    stage.hear(stage.key(decode), Done(rid, 0, "error", error=ErrorKind.INVALID))
+    assert stage.ends[rid].message == f"{decode} failed the request: {ErrorKind.INVALID}"
+
+
 def test_a_refusal_of_what_was_taken_before_is_not_the_clients_fault() -> None:
     stage = Stage(1, 1, replay_limit=3)
     rid = stage.submit()
@@ -395,6 +404,13 @@ def test_a_request_waits_for_a_role_and_then_fails_by_its_name(role: Role) -> No
     stage.tick(0.1)
     assert stage.ends[rid].error is ErrorKind.OVERLOADED
     assert f"no {role} worker" in stage.ends[rid].message
+
+
+def test_a_request_that_no_pair_of_those_that_serve_can_take_fails_by_saying_so() -> None:
+    stage = Stage(1, 1, worker_wait_s=10.0)
+    rid = stage.submit(max_tokens=stage.cluster["decode-0"].positions + 1)
+    stage.tick(10.0)
+    assert stage.ends[rid].message == "no free pair of workers could serve the request within 10 s"
 
 
 def test_a_request_that_takes_too_long_is_cancelled_on_both_legs() -> None:
@@ -531,6 +547,19 @@ def test_a_worker_that_vanishes_from_the_table_loses_its_requests() -> None:
     assert stage.leg(rid, DECODE) != gone
     stage.finish()
     stage.assert_answered(rid)
+
+
+def test_what_fits_is_what_the_largest_worker_holds_and_unknown_until_one_has_told() -> None:
+    stage = Stage(2, 2)
+    workers = stage.brain.workers
+    stage.cluster["prefill-0"].positions, stage.cluster["prefill-1"].positions = 64, 128
+    stage.cluster["decode-0"].positions = stage.cluster["decode-1"].positions = 0  # They are starting.
+    stage.view()
+    assert (workers.most_positions(PREFILL), workers.most_positions(DECODE)) == (128, None)
+    stage.kill("prefill-1")
+    assert workers.most_positions(PREFILL) == 64
+    stage.kill("prefill-0")
+    assert workers.most_positions(PREFILL) is None
 
 
 # ---------------------------------------------------------------- books

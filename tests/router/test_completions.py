@@ -128,6 +128,19 @@ def test_a_stop_string_across_tokens_ends_the_answer_and_frees_the_workers(serve
     server.at_rest()
 
 
+@pytest.mark.parametrize("min_tokens", [1, 6])
+def test_the_text_of_the_first_min_tokens_is_shown_and_no_stop_string_is_looked_for_in_it(
+    server: Server, min_tokens: int
+) -> None:
+    first, whole = (text_of(server, answer(n)) for n in (min_tokens, 40))
+    early, later = first[:2], whole[len(first) + 9 : len(first) + 13]
+    assert early not in whole[len(first) :]
+    body = server.complete(max_tokens=40, min_tokens=min_tokens, stop=[early, later])
+    (choice,) = body["choices"]
+    assert choice["text"] == first + whole[len(first) : whole.index(later, len(first))]
+    assert (choice["finish_reason"], choice["stop_reason"]) == ("stop", later)
+
+
 def test_echo_with_scores_gives_the_prompt_and_its_log_probabilities(server: Server) -> None:
     body = server.complete(max_tokens=2, echo=True, logprobs=2)
     (choice,) = body["choices"]

@@ -366,6 +366,70 @@ def test_a_node_without_workers_can_be_drained_if_the_controller_knows_it(server
     assert "prefill-0" in message
 
 
+@pytest.mark.parametrize(
+    ("name", "is_it"),
+    [
+        ("there", True), ("0123456789", True), ("01234567", True),
+        ("0123456", False), ("ther", False), ("12345678", False),
+    ],
+)  # fmt: skip
+def test_a_node_is_named_by_its_host_or_by_eight_characters_of_its_id(server: Server, name: str, is_it: bool) -> None:
+    cluster = server.cluster
+    for worker in ("prefill-1", "decode-1"):
+        cluster[worker].node, cluster[worker].node_id = "there", "0123456789"
+    for worker in ("prefill-0", "decode-0"):
+        cluster[worker].node_id = "abcdefghij"
+    server.call(cluster.changed)
+    status, answer = operate(server, f"drain/{name}")
+    assert status == (200 if is_it else 404)
+    drained = {worker for worker, fake in cluster.workers.items() if fake.state == "draining"}
+    assert drained == ({"prefill-1", "decode-1"} if is_it else set())
+    if is_it:
+        assert {row["name"] for row in answer["workers"]} == drained
+
+
+def test_a_worker_changes_its_role_through_the_controller(server: Server) -> None:
+    server.cluster.told.clear()
+    status, answer = operate(server, "role/decode-0?role=prefill")
+    assert (status, answer["name"], answer["role"], answer["incarnation"]) == (
+        200, "decode-0", "prefill", server.cluster["decode-0"].incarnation,
+    )  # fmt: skip
+    assert server.cluster.told == [("prefill", "decode-0")]
+    brain = server.service.brain
+    staying = server.call(lambda: brain.workers.staying(Role.DECODE, server.service.clock.now()))
+    assert [entry.record.name for entry in staying] == ["decode-1"], "nobody counts on it as a decode worker"
+
+
+@pytest.mark.parametrize(
+    ("path", "status", "says"),
+    [
+        ("decode-0?role=decode", 409, "decode-0 is a decode worker already"),
+        ("decode-0?role=both", 409, "role must be prefill or decode, got 'both'"),
+        ("decode-0", 409, "role must be prefill or decode, got ''"),
+        ("decode-1?role=prefill", 409, "decode-1 is draining: only a ready worker changes its role"),
+        ("decode-0?role=prefill", 409, "decode-0 is the last decode worker that serves"),
+        ("here?role=prefill", 404, "no worker is named 'here'"),
+        ("decode-9?role=prefill", 404, "no worker is named 'decode-9'"),
+    ],
+)
+def test_a_role_that_can_not_be_changed_is_refused_and_the_controller_hears_nothing(
+    server: Server, path: str, status: int, says: str
+) -> None:
+    assert operate(server, "drain/decode-1")[0] == 200
+    server.cluster.told.clear()
+    answer, message = refusal(server, f"role/{path}")
+    assert (answer, message[: len(says)]) == (status, says)
+    assert server.cluster.told == []
+
+
+def test_a_role_is_not_changed_while_the_controller_is_away_and_the_refusal_says_so(server: Server) -> None:
+    server.cluster.away = True
+    response = server.client.post("/cluster/role/decode-0?role=prefill")
+    error = response.json()["error"]
+    assert (response.status_code, error["code"]) == (503, "down")
+    assert error["message"] == "the controller can't be reached: the controller is away"
+
+
 def test_the_openapi_document_lists_what_is_served(server: Server) -> None:
     from router.app import PREFIX_ROUTES, ROUTES
 
