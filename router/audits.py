@@ -300,7 +300,6 @@ class Audits:
     def _end(self, case: Case, result: Result, event: Audited | None = None) -> None:
         """The one way out."""
         case.state = STATES.next(case.state, Move.END)
-        case.worker = None
         del self._cases[case.audit.request_id]
         counts = self.counts
         counts.results[result] += 1

@@ -307,7 +307,7 @@ class Brain:
         r.prefill, r.prefill_loaded = prefill.key, len(tokens) - prefill.cached_tokens(r.hashes)
         prefill.load += r.prefill_loaded
         prefill.requests.add(r.id)
-        prefill.breaker.sent(r.id, now)
+        prefill.breaker.sent(r.id)
         prefill.remember(r.hashes)
         r.workers = {Role.PREFILL: prefill.record.name}
         sampling = r.sampling
@@ -321,7 +321,7 @@ class Brain:
             r.decode = decode.key
             decode.load += 1
             decode.requests.add(r.id)
-            decode.breaker.sent(r.id, now)
+            decode.breaker.sent(r.id)
             r.workers[Role.DECODE] = decode.record.name
             self._actions.append(Send(decode.key, replace(submit, peer=prefill.peer)))
             submit = replace(submit, peer=decode.peer)

@@ -100,9 +100,9 @@ class Breaker:
             case _:
                 return False
 
-    def sent(self, request: RequestId, now: float) -> None:
-        """A request goes to the worker; `admits` said that it may."""
-        if self.state is Circuit.OPEN and now >= self._until:
+    def sent(self, request: RequestId) -> None:
+        """A request goes to the worker; `admits` said that it may: an open breaker has cooled."""
+        if self.state is Circuit.OPEN:
             self._step(CircuitEvent.COOLED)
         if self.state is Circuit.HALF_OPEN:
             self._probe = request

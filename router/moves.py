@@ -275,7 +275,7 @@ class Moves:
         self._under_way[r.id] = r, move
         target.load += 1
         target.requests.add(r.id)
-        target.breaker.sent(r.id, now)
+        target.breaker.sent(r.id)
         self.counts.begun += 1
         self._send(r.decode, Give(r.id, r.attempt, move.ahead, target.peer))
         return True
