@@ -13,6 +13,7 @@ from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from concurrent.futures import Future
 from typing import Any
 
+import msgpack
 import pytest
 import torch
 from google.protobuf.message import Message as Proto
@@ -28,6 +29,7 @@ from contracts import messages as m
 from contracts import orders as o
 from contracts.clock import ManualClock
 from contracts.config import FaultsConfig
+from contracts.errors import WireError
 from contracts.ids import Incarnation, Role, RoomId
 from contracts.ports import WorkerRecord, WorkerView
 from contracts.proto import worker_pb2 as pb
@@ -427,6 +429,19 @@ def test_every_field_of_every_order_answer_and_tiding_arrives_between_ranks() ->
     finally:
         follower.close()
         line.close()
+
+
+def test_what_an_order_is_made_of_arrives_by_its_names() -> None:
+    """A plain tuple equals a `Piece` of the same values, and has no names."""
+    assert [repr(o.decode(o.encode(order))) for order in ORDERS] == [repr(order) for order in ORDERS]
+
+
+def test_an_order_with_a_field_too_many_or_too_few_is_none() -> None:
+    for order in ORDERS:
+        whole = msgpack.unpackb(o.encode(order))
+        for fields in ([*whole, None], whole[:-1]):
+            with pytest.raises(WireError):
+                o.decode(msgpack.packb(fields))
 
 
 # ---------------------------------------------------------------- KV events: msgpack, for routers outside
