@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -23,10 +24,10 @@ SOURCE, TARGET = "decode-0", "decode-1"
 class Scene:
     """A request that decode-0 has, and that begins to move to decode-1 as its next attempt."""
 
-    def __init__(self, **config: Any) -> None:
+    def __init__(self, scores: bool = False, **config: Any) -> None:
         self.on = Stage(1, 2, **config)
-        self.rid = self.on.submit()
-        self.on.say(self.rid, PREFILL, 2)
+        self.rid = self.on.submit(seed=9, prompt_logprobs=0 if scores else None)
+        self.on.say(self.rid, PREFILL, 2 + scores)
         self.on.say(self.rid, DECODE, 1 + 2)
         self.request = self.on.requests[self.rid]
         assert self.request.decode == self.source
@@ -93,6 +94,39 @@ def test_whoever_speaks_first_after_the_pause_has_the_request(state: MoveState) 
     scene.on.assert_answered(scene.rid)
     assert scene.on.brain.moves.counts.moved == 1
     assert not scene.cancelled()
+
+
+def test_the_target_is_sent_what_the_source_has_and_the_time_that_is_left_and_not_asked_for_scores_again() -> None:
+    scene = Scene(scores=True, request_timeout_s=30.0)
+    scene.on.tick(10.0)
+    first = scene.on.submits[0][1]
+    scene.bring_to(MoveState.OFFERED)
+    worker, submit = scene.on.submits[-1]
+    assert (worker, submit.attempt, submit.moving) == (scene.target, 1, True)
+    assert submit.peer is not None
+    assert submit.peer.name == SOURCE
+    assert submit.room != first.room
+    answer = scene.on.answer(scene.rid)
+    assert (submit.tokens, submit.prompt_len) == ((5, 6, 7, *answer[:2]), 3), "all that was told but its last token"
+    assert submit.sampling == replace(first.sampling, prompt_logprobs=None)
+    assert submit.deadline_s == pytest.approx(20.0)
+
+
+def test_how_long_streams_stood_still_is_counted_from_pause_to_first_word() -> None:
+    scene = Scene()
+    for attempt, (pause, longest, both) in enumerate([(2.0, 2.0, 2.0), (3.0, 3.0, 5.0)], 1):
+        source, target = scene.request.decode, scene.on.key(TARGET if attempt == 1 else SOURCE)
+        assert source is not None
+        scene.on.hear(source, Gives(scene.rid, attempt - 1, 0))
+        scene.on.clock.advance(1.0)
+        scene.on.legs.pop((source[0], scene.rid))
+        scene.on.hear(source, Paused(scene.rid, attempt - 1, scene.request.next_position - 1))
+        scene.on.clock.advance(pause)
+        scene.on.say_next(target[0], scene.rid)
+        counts = scene.on.brain.moves.counts
+        assert (counts.moved, counts.longest_pause_s, counts.paused_s) == (attempt, longest, both)
+        scene.on.say_next(target[0], scene.rid)
+        assert attempt == 2 or scene.begin()
 
 
 @pytest.mark.parametrize("state", STATES)
