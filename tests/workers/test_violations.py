@@ -130,9 +130,9 @@ PREFILL: dict[str, tuple[Plant, str]] = {
         lambda p, d: p._auditor._waiting.append(an_audition(claim=a_running(p).claim)),  # type: ignore[attr-defined]
         "audit x waits with a claim",
     ),
-    "an audit that waits and is over": (
-        lambda p, d: p._auditor._waiting.append(an_audition(state=AuditState.OVER)),
-        "audit x waits and is over",
+    "an audit that waits and is running": (
+        lambda p, d: p._auditor._waiting.append(an_audition(state=AuditState.RUNNING)),
+        "audit x waits and is running",
     ),
 }
 DECODE: dict[str, tuple[Plant, str]] = {
