@@ -11,21 +11,18 @@ away, or when what was loaded for it turns out damaged. Its first token, once dr
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
 
 from cache.claim import Cached, Claim
 from cache.prefetch import Prefetch
 from cache.prefix import Prefix
-from cache.tags import ContentTag
 from contracts.ids import WorkerName
 from contracts.messages import Submit
 from contracts.ports import SessionId
 from contracts.sampling import TokenLogprob
 from contracts.table import StateTable
 from engine.batch import Drawn, Step
-from transfer.sender import Finished
 
 
 class Phase(StrEnum):
@@ -127,30 +124,6 @@ class Request:
     def last_boundary(self, page_tokens: int) -> int:
         """The last page boundary that leaves something to compute."""
         return (len(self.tokens) - 1) // page_tokens * page_tokens
-
-    def sealed(self, pool: str, number: int) -> int | None:
-        """The digest of a page or state by its number; None while it isn't finished."""
-        assert self.claim is not None
-        whole = self.claim.digests.get(pool, ())
-        if number < len(whole):
-            return whole[number]
-        return self.ends.get(pool) if number == len(self.chain) - 1 else None
-
-    def finished(self, wanted: Mapping[str, range]) -> dict[str, Finished]:
-        """What is sealed of the pages and states that are `wanted`, pool by pool."""
-        claim, out = self.claim, {}
-        assert claim is not None
-        for pool, left in wanted.items():
-            tags = []
-            for number in left:
-                digest = self.sealed(pool, number)
-                if digest is None:
-                    break
-                tags.append(ContentTag(self.chain[number], digest))
-            if tags:
-                places = claim.tables[pool][left.start :] if pool in claim.tables else claim.slots[pool].indices
-                out[pool] = Finished(left.start, tuple(places[: len(tags)]), tuple(tags))
-        return out
 
     def check(self) -> list[str]:
         """What its own numbers contradict."""

@@ -17,8 +17,10 @@ def seen(quantile: float, *lengths: int) -> Growth:
     return growth
 
 
-def candidate(name: str, *, priority: int = 0, generated: int = 5, prompt: int = 10, pages: int = 2) -> Candidate[str]:
-    return Candidate(name, priority, generated, prompt, 0.0, pages)
+def candidate(
+    name: str, *, priority: int = 0, generated: int = 5, prompt: int = 10, arrived: float = 0.0, pages: int = 2
+) -> Candidate[str]:
+    return Candidate(name, priority, generated, prompt, arrived, pages)
 
 
 # ------------------------------------------------------------ growth
@@ -43,6 +45,21 @@ def test_what_is_longer_than_all_that_were_seen_may_be_half_done() -> None:
     growth = seen(0.75, *[10] * 50)
     assert growth.expected(40, 1000) == 80
     assert growth.expected(40, 60) == 60
+
+
+def test_what_is_longer_than_nearly_all_comes_to_the_longest_that_was_seen_at_least() -> None:
+    growth = seen(0.75, *[10] * 50, 300)
+    assert growth.expected(40, 1000) == 300
+    assert growth.expected(200, 1000) == 400
+
+
+def test_as_many_answers_as_make_a_rule_are_enough_and_those_of_the_same_length_are_not_longer() -> None:
+    growth = seen(0.5, *[3] * KNOWN)
+    assert growth.expected(0, 1000) == 3, "the last of them made it known"
+    growth = seen(0.5, *[20] * 100, *[30] * KNOWN)
+    assert growth.expected(20, 1000) == 30, "as many have come further than this one"
+    growth = seen(0.5, *[20] * 100, *[30] * (KNOWN - 1))
+    assert growth.expected(20, 1000) == 40, "and here one less"
 
 
 def test_an_estimate_never_falls_behind_what_is_there() -> None:
@@ -70,6 +87,16 @@ def test_retractions_raise_the_estimate_and_ends_let_it_come_back() -> None:
     assert growth.quantile == pytest.approx(0.5, abs=0.01)
 
 
+def test_each_retraction_raises_the_share_half_of_the_way_to_all_and_each_end_takes_a_tenth_of_it_back() -> None:
+    growth = Growth(0.5, 64)
+    growth.retracted()
+    assert growth.quantile == pytest.approx(0.75)
+    growth.retracted()
+    assert growth.quantile == pytest.approx(0.875)
+    growth.ended(5)
+    assert growth.quantile == pytest.approx(0.5 + 0.9 * 0.375)
+
+
 # ------------------------------------------------------------ who leaves
 
 
@@ -79,6 +106,10 @@ def test_the_fewest_tokens_go_first_then_the_longest_prompt() -> None:
     old = candidate("old", generated=50, prompt=90)
     short = candidate("short", generated=5, prompt=9)
     assert victims([old, short, long, young], 100) == ["young", "long", "short", "old"]
+
+
+def test_of_those_that_are_alike_the_one_that_came_last_goes_first() -> None:
+    assert victims([candidate("early", arrived=1.0), candidate("late", arrived=2.0)], 1) == ["late"]
 
 
 def test_lower_priority_goes_before_anything_else() -> None:

@@ -21,7 +21,7 @@ import zmq
 import transfer
 from cache.device import DONE
 from cluster.arena_agent import _Segment
-from contracts.errors import WireError
+from contracts.errors import ErrorKind, WireError
 from contracts.ids import Incarnation, WorkerName
 from contracts.messages import PeerRef
 from tests.poolsets import entry, pool_sets
@@ -249,6 +249,38 @@ def test_a5_a_writer_that_nobody_could_watch_is_promised_nothing(plane: str, mon
         assert not both.sender.granted(prompt.room)
 
 
+def test_d3_an_older_incarnation_takes_nobodys_place() -> None:
+    with ends(SPEC, "local") as both:
+        prompt = both.prompt(11)
+        both.open(prompt)
+        (writer,) = both.receiver._peers.values()
+        old = replace(both.receiver._hello(writer.ref), incarnation=0)
+        channel = both.receiver._carrier.connect(both.sender.control, b"decode-0:0")
+        channel.send(m.encode(old))
+        both.until(lambda: both.sender.refused, "the refusal")
+        channel.close()
+        assert set(both.sender._peers) == {b"decode-0:1"}
+        both.sender.write(prompt.room, prompt.all(), (DONE,))
+        both.seal(prompt)
+        assert isinstance(both.outcome(prompt.room), Arrived), "the newer one's rooms go on"
+
+
+def test_a_grant_for_a_room_that_has_failed_is_answered_with_the_kind_and_the_reason() -> None:
+    with ends(SPEC, "local") as both:
+        prompt = both.prompt(11)
+        writer = PeerRef(WorkerName("prefill-0"), Incarnation(1), both.sender.control)
+        expected = Expected(prompt.keys, prompt.positions)
+        both.sender.open(prompt.room, PeerRef(WorkerName("decode-0"), Incarnation(1), ""))
+        both.sender.fail(prompt.room, ErrorKind.NONFINITE, "they were no numbers")
+        both.receiver.open(prompt.room, writer, expected)
+        lacks = both.receiver.missing(expected, {})
+        leases = {pool: both.target.allocators[pool].lease(len(n), prompt.room) for pool, n in lacks.items()}
+        assert both.receiver.grant(prompt.room, leases, {})
+        broken = both.outcome(prompt.room)
+        assert isinstance(broken, Broken)
+        assert (broken.kind, "no numbers" in broken.message) == (ErrorKind.NONFINITE, True)
+
+
 # ------------------------------------------------------------ peers that have gone for good
 
 
@@ -290,9 +322,11 @@ def test_b3_peers_on_other_hosts_that_never_come_back_are_forgotten_with_all_tha
 
 def test_b3_a_writer_that_nobody_reaches_any_more_is_forgotten_by_its_readers() -> None:
     with ends(SPEC, "zmq", transfer={"link_timeout_s": 5.0}) as both:
-        prompt = both.prompt(4)
+        prompt, other = both.prompt(4), both.prompt(4)
         both.open(prompt)
         (writer,) = both.receiver._peers.values()
+        elsewhere = PeerRef(WorkerName("prefill-1"), Incarnation(1), "tcp://127.0.0.1:1")
+        both.receiver.open(other.room, elsewhere, Expected(other.keys, 4))
         assert writer.watch is not None
         writer.watch.close()
         writer.watch = None  # As of one on another host.
@@ -304,10 +338,12 @@ def test_b3_a_writer_that_nobody_reaches_any_more_is_forgotten_by_its_readers() 
         broken = both.outcome(prompt.room)
         assert isinstance(broken, Broken)
         assert "not back after" in broken.message
-        assert both.receiver._peers
+        assert not [o for o in both.outcomes if o.room == other.room], "the rooms of others have nothing to do with it"
+        both.receiver.abort(other.room, "enough")
+        assert writer in both.receiver._peers.values()
         both.clock.advance(both.receiver._config.peer_forget_s)
         both.receiver.poll()
-        assert not both.receiver._peers
+        assert writer not in both.receiver._peers.values()
         assert len(descriptors()) < len(before)
 
 

@@ -9,7 +9,9 @@ import pytest
 
 from contracts.ids import RequestId, Role
 from contracts.messages import Audit, Audited, AuditEnd, Cancel
+from contracts.ports import SessionId
 from contracts.sampling import SamplingParams
+from prefill.audit import MOST_TOLD, MOST_WAITING
 from prefill.worker import PrefillWorker
 from tests.pair import SESSION, Pair, pair
 
@@ -136,6 +138,61 @@ def test_a_drain_and_a_lost_router_and_a_cancel_end_audits(model: Path) -> None:
         assert both.prefill.drained
         assert audited(both, audit).end is AuditEnd.PREEMPTED
         both.prefill.undrain()
+
+
+def test_a_cancel_ends_the_audit_of_its_own_name_and_its_own_router_and_no_other(model: Path) -> None:
+    with pair(model, audit={"chunk_tokens": 16}) as both:
+        prompt = words(16, 100)
+        (answer,) = both.run(both.submit(prompt, GREEDY))
+        both.settle()
+        both.prefill.handle(SESSION, audit_of(prompt, answer.list, GREEDY))
+        both.prefill.step()
+        both.prefill.handle(SESSION, Cancel(RequestId("another audit"), 0))
+        both.prefill.handle(SessionId(2), Cancel(AUDIT, 0))
+        (told,) = [event for _ in range(20) for _, event in both.prefill.step()]
+        assert isinstance(told, Audited)
+        assert told.end is AuditEnd.COMPUTED
+
+
+def test_as_many_audits_wait_as_routers_may_have_sent_and_one_more_is_sent_back(model: Path) -> None:
+    with pair(model) as both:
+        for number in range(MOST_WAITING + 1):
+            audit = Audit(RequestId(str(number)), 0, (*words(17, 20), 3), 20, GREEDY)
+            both.prefill.handle(SESSION, audit)
+        ends = {e.request_id: e.end for _ in range(20) for _, e in both.prefill.step() if isinstance(e, Audited)}
+        assert ends.pop(RequestId(str(MOST_WAITING))) is AuditEnd.PREEMPTED
+        assert ends == {RequestId(str(n)): AuditEnd.COMPUTED for n in range(MOST_WAITING)}
+
+
+def test_of_many_differences_all_are_counted_and_the_first_are_told_one_by_one(model: Path) -> None:
+    many = SamplingParams(max_tokens=40, temperature=0.0)
+    with pair(model, audit={"chunk_tokens": 16}) as both:
+        prompt = words(18, 30)
+        (answer,) = both.run(both.submit(prompt, many))
+        both.settle()
+        wrong = [(t + 1) % 300 for t in answer.list]
+        found = audited(both, audit_of(prompt, wrong, many))
+        assert found.differing >= len(wrong) // 2 > MOST_TOLD
+        assert len(found.differences) == MOST_TOLD
+        positions = [d.position for d in found.differences]
+        assert positions == sorted(set(positions)), "over several steps, each once"
+
+
+def test_an_audit_that_finds_a_page_of_it_given_away_is_no_verdict_and_is_counted(model: Path) -> None:
+    with pair(model, audit={"chunk_tokens": 16}) as both:
+        assert isinstance(both.prefill, PrefillWorker)
+        both.prefill.handle(SESSION, audit_of(words(19, 100), [3], GREEDY))
+        both.prefill.step()
+        running = both.prefill._auditor._running
+        assert running is not None
+        assert running.claim is not None
+        both.prefill._pages.epochs.bump(running.claim.tables["full"][:1])
+        ((_, told),) = both.prefill.step()
+        assert isinstance(told, Audited)
+        assert (told.end, told.checked, told.differences) == (AuditEnd.REFUSED, 0, ())
+        assert "given away" in told.message
+        assert both.prefill.status().counters["damage_step"] == 1
+        assert both.prefill.status().counters["audits_computed"] == 0
 
 
 def test_what_can_not_be_audited_is_refused_with_the_reason(model: Path) -> None:

@@ -11,9 +11,9 @@ import pytest
 
 from contracts.clock import ManualClock
 from contracts.config import config_from_dict
-from contracts.errors import ErrorKind
+from contracts.errors import ErrorKind, WireError
 from contracts.ids import Incarnation, RequestId, Role, RoomId, WorkerName
-from contracts.messages import Cancel, PeerRef, Submit
+from contracts.messages import Audit, Audited, Cancel, Done, PeerRef, Submit
 from contracts.ports import SessionId
 from contracts.sampling import SamplingParams
 from decode import DecodeWorker
@@ -391,6 +391,94 @@ def test_c11_prefill_parks_what_has_no_grant_for_what_has_one(model: Path, oracl
             both.decode.handle(SESSION, submit)
         for prompt, answer in zip(others, both.run(*early), strict=True):
             expect_equal(oracle, prompt, answer)
+
+
+def test_what_was_parked_waits_without_a_page_and_its_worker_checks_out(model: Path) -> None:
+    first, *others = prompts(27, 100, 100, 100, 100)
+    with pair(model, tokens=320, prefill={"cache": {"device_tokens": 320}}) as both:
+        early = [both.submit(p, greedy(5), legs=(Role.PREFILL,)) for p in others]
+        for _ in range(8):
+            both.step(Role.PREFILL)
+        late = both.submit(first, greedy(5))
+        while both.answers[late].done is None:
+            both.step()
+            assert both.prefill.check().violations == ()
+        assert both.prefill.status().counters["parked"] >= 1
+        for request in early:
+            both.cancel(request)
+
+
+def test_prefill_says_how_many_run_and_how_many_wait(model: Path) -> None:
+    with pair(model, prefill={"max_running": 1}) as both:
+        asked = [both.submit(p, greedy(5), legs=(Role.PREFILL,)) for p in prompts(28, 40, 50, 60)]
+        assert (both.prefill.status().running, both.prefill.status().waiting) == (0, 3)
+        both.step(Role.PREFILL)
+        assert (both.prefill.status().running, both.prefill.status().waiting) == (1, 2)
+        for request in asked:
+            both.cancel(request)
+
+
+def test_an_idle_prefill_worker_sleeps_and_one_with_an_audit_to_do_does_not(
+    model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (prompt,) = prompts(29, 40)
+    with pair(model) as both:
+        assert isinstance(both.prefill, PrefillWorker)
+        slept: list[float] = []
+        with monkeypatch.context() as patch:
+            patch.setattr(both.prefill._waiter, "wait", slept.append)
+            both.prefill.wait(0.5)
+            assert slept == [0.5]
+            both.prefill.handle(SESSION, Audit(RequestId("a"), 0, (*prompt, 3), 40, greedy(1)))
+            both.prefill.wait(0.5)
+            assert slept == [0.5], "there is an audit to go on with"
+            request = both.submit(prompt, greedy(5), legs=(Role.PREFILL,))
+            both.prefill.wait(0.5)
+            assert slept == [0.5, 0.5], "a request that waits to be admitted has its worker woken by what it waits for"
+        ((_, told),) = [e for e in both.prefill.step() if isinstance(e[1], Audited)]
+        assert isinstance(told, Audited)
+        both.cancel(request)
+
+
+def test_decode_refuses_a_request_that_nobody_hands_over(model: Path) -> None:
+    with pair(model) as both:
+        both.decode.handle(SESSION, Submit(RequestId("alone"), 0, RoomId("room"), (1, 2, 3), 3, greedy(5), None))
+        ((_, told),) = both.decode.step()
+        assert isinstance(told, Done)
+        assert told.error is ErrorKind.INVALID
+        assert "needs a prefill worker" in told.message
+
+
+def test_a_hand_over_that_can_not_be_sealed_fails_and_names_the_decode_worker(
+    model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (prompt,) = prompts(30, 40)
+    with pair(model) as both:
+        assert isinstance(both.prefill, PrefillWorker)
+
+        def unwritten(*args: object) -> None:
+            raise WireError("something isn't written")
+
+        with monkeypatch.context() as patch:
+            patch.setattr(both.prefill._sender, "seal", unwritten)
+            (answer,) = both.run(both.submit(prompt, greedy(5)))
+        assert answer.done is not None
+        assert (answer.done.error, answer.done.blame) == (ErrorKind.ROOM, "decode-0")
+        assert "isn't written" in answer.done.message
+
+
+def test_decode_says_when_it_had_its_first_step_and_when_it_was_done(model: Path) -> None:
+    clock = ManualClock()
+    (prompt,) = prompts(31, 40)
+    with pair(model, clock=clock) as both:
+        request = both.submit(prompt, greedy(4))
+        steps: dict[int, float] = {}
+        while both.answers[request].done is None:
+            clock.advance(0.25)
+            both.step()
+            steps.setdefault(len(both.answers[request].tokens), clock.now())
+        marks = both.answers[request].progress[Role.DECODE].marks
+        assert marks["done"] - marks["first_step"] == pytest.approx(steps[4] - steps[2]), "prefill draws the first"
 
 
 def test_c10_what_can_never_fit_is_refused_with_the_numbers(model: Path) -> None:

@@ -108,6 +108,26 @@ def test_a_request_that_was_retracted_gives_the_same_answer(model: Path) -> None
         assert counters["recomputed"] == counters["retracted"] == 0
 
 
+def test_who_came_back_is_in_nobodys_way_before_it_took_a_step_and_its_copy_was_timed(model: Path) -> None:
+    with working(model) as (both, decode):
+        asked = [both.submit(prompt_of(seed, 20), greedy(30)) for seed in (1, 2)]
+        first, second = run_until(both, decode, count=2)
+        until(both, lambda: first.stepped and second.stepped)
+        assert decode._pressure.victims([first], [first, second])
+        for request in (first, second):
+            decode._retract(request)
+        while first.under_way or second.under_way:
+            both.step()
+        for _ in range(2000):
+            decode._admit()  # A round without its step.
+            if first.phase is second.phase is Phase.RUNNING:
+                break
+        assert decode._pressure.victims([first], [first, second]) == []
+        assert decode._retraction.rates.out_bytes_per_s > 0
+        assert decode._retraction.rates.back_bytes_per_s > 0
+        both.run(*asked)
+
+
 def test_sampled_answers_with_penalties_go_on_with_their_seed_and_history(model: Path) -> None:
     params = SamplingParams(
         max_tokens=20, temperature=0.9, seed=4, repetition_penalty=1.3, frequency_penalty=0.4, logprobs=2

@@ -9,24 +9,29 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
 from cache.leases import Lease
+from cache.parked import Place
 from cluster.host import WorkerHost
 from cluster.local import LocalDirectory
 from contracts.config import config_from_dict
-from contracts.ids import RoomId
-from contracts.messages import CheckReport
+from contracts.ids import Incarnation, RequestId, RoomId, WorkerName
+from contracts.messages import Audit, CheckReport, PeerRef
 from contracts.model import read_model_spec
 from contracts.ports import WorkerRecord
 from contracts.sampling import SamplingParams
+from decode.departures import Departure, Stage
 from decode.worker import DecodeWorker
+from prefill.audit import Audition, AuditState
 from prefill.worker import PrefillWorker
 from router.app import create_app
 from router.main import RouterServer, listen
 from router.service import RouterService
-from tests.pair import Pair, pair
+from tests.pair import SESSION, Pair, pair
 from tests.serving import ROOT, until
 from transfer.rooms import Receiver, Sender
 
@@ -64,6 +69,25 @@ def grow(lease: object, index: int) -> None:
     lease.indices, lease.epochs = (*lease.indices, index), (*lease.epochs, 0)  # type: ignore[attr-defined]
 
 
+def more(request: object, *names: str, by: int = 1) -> None:
+    for name in names:
+        setattr(request, name, getattr(request, name) + by)
+
+
+def an_audition(**words: Any) -> Audition:
+    return Audition(SESSION, Audit(RequestId("x"), 0, (1, 2), 1, SamplingParams(max_tokens=1)), **words)
+
+
+def departs(worker: DecodeWorker, stage: Stage) -> None:
+    room, peer = RoomId("x"), PeerRef(WorkerName("decode-1"), Incarnation(1), "")
+    worker._departures._by_room[room] = Departure(worker._running[0], room, peer, stage)
+
+
+def parks(worker: DecodeWorker) -> None:
+    worker._running[0].parked = SimpleNamespace(positions=10**6, place=Place.GONE)  # type: ignore[assignment]
+    worker._retraction._away.append(worker._running[0])
+
+
 PREFILL: dict[str, tuple[Plant, str]] = {
     "a page that nobody owns": (lambda p, d: p._pages._free.pop(), "belongs to nobody"),
     "a page that two own": (
@@ -89,6 +113,27 @@ PREFILL: dict[str, tuple[Plant, str]] = {
         "wait for decode's word",
     ),
     "a room of a peer that is gone": (lambda p, d: p._sender._peers.clear(), "a peer that is gone"),
+    "a request with more planned than launched": (lambda p, d: more(a_running(p), "planned"), "has lengths"),
+    "a request with more launched than its prompt has": (
+        lambda p, d: more(a_running(p), "planned", "launched", by=10**6),
+        "has lengths",
+    ),
+    "a request with more committed than launched": (
+        lambda p, d: more(a_running(p), "committed", by=10**6),
+        "has lengths",
+    ),
+    "an audit that runs and was not admitted": (
+        lambda p, d: setattr(p._auditor, "_running", an_audition()),
+        "audit x runs, is waiting, and its claim is None",
+    ),
+    "an audit that waits with pages": (
+        lambda p, d: p._auditor._waiting.append(an_audition(claim=a_running(p).claim)),  # type: ignore[attr-defined]
+        "audit x waits with a claim",
+    ),
+    "an audit that waits and is running": (
+        lambda p, d: p._auditor._waiting.append(an_audition(state=AuditState.RUNNING)),
+        "audit x waits and is running",
+    ),
 }
 DECODE: dict[str, tuple[Plant, str]] = {
     "a page that nobody owns": (lambda p, d: d._pages._free.pop(), "belongs to nobody"),
@@ -106,6 +151,36 @@ DECODE: dict[str, tuple[Plant, str]] = {
     ),
     "a request outside its queue": (lambda p, d: d._running.append(d._running[0]), "are in that queue"),
     "a running request without pages": (lambda p, d: its_lease(d).release(), "its lease has ended"),
+    "a claim that no request holds": (lambda p, d: setattr(d._running[0], "claim", None), "claims, requests hold"),
+    "a running request without a claim": (
+        lambda p, d: setattr(d._running[0], "claim", None),
+        "is running and its claim says otherwise",
+    ),
+    "a request with more committed than drawn": (lambda p, d: more(d._running[0], "committed"), "positions and says"),
+    "a request with more planned than launched": (lambda p, d: more(d._running[0], "planned"), "positions and says"),
+    "a request with more launched than is under way": (
+        lambda p, d: more(d._running[0], "launched", "planned", by=10),
+        "positions and says",
+    ),
+    "a request that waits for a departure nobody knows of": (
+        lambda p, d: setattr(d._running[0], "stopping", True),
+        "1 requests are leaving, 0 departures are booked",
+    ),
+    "a departure that its request doesn't know of": (lambda p, d: departs(d, Stage.STOPPING), "or doesn't know"),
+    "a departure under way of a request that goes on": (
+        lambda p, d: departs(d, Stage.SENDING),
+        "is sending and running",
+    ),
+    "a running request among those that are away": (
+        lambda p, d: d._retraction._away.append(d._running[0]),
+        "is running and in the queue of those retracted",
+    ),
+    "a request that is away and has its pages": (
+        lambda p, d: d._retraction._away.append(d._running[0]),
+        "is retracted, and its claim or its parked copy says otherwise",
+    ),
+    "a parked copy that nobody keeps": (lambda p, d: parks(d), "0 parked copies, requests hold 1"),
+    "a parked copy of other positions": (lambda p, d: parks(d), "1000000 positions are parked of"),
 }
 
 
