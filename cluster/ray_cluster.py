@@ -53,6 +53,9 @@ _OWN = {
     "RAY_prestart_worker_first_driver": "0",
     # Pools are taken at the start and never grow: Ray has nobody to kill.
     "RAY_memory_monitor_refresh_ms": "0",
+    # Ray runs its workers at niceness 15: here they are what everybody waits for, and anything else on the machine
+    # would come first.
+    "RAY_worker_niceness": "0",
     # Their metrics ports are fixed numbers unless told otherwise.
     "AUTOSCALER_METRIC_PORT": "0",
     "DASHBOARD_METRIC_PORT": "0",

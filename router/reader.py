@@ -3,8 +3,8 @@
 It is started by `router.readers` as ``python -m router.reader FD``, with one end of a socket pair. Frames both ways are
 a head (`HEAD`: kind, whether it is the last, length of the body) and a body. The first frame says which model; each
 later one is a request body of some kind, and is answered by one frame. It ends when its socket does, when the router
-dies, when a body takes it too long (by SIGALRM, should the router not end it first), or, after its answer, when a body
-has made it much larger than it was.
+dies, when a body takes it too long (by SIGALRM, should the router not end it first), or, after its answer, when it
+stays much larger than it was though it has given back what it could.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from __future__ import annotations
 import ctypes
 import dataclasses
 import gc
+import os
 import resource
 import signal
 import socket
@@ -34,8 +35,10 @@ from router.intake import Intake, Prepare, Prepared
 from router.text import TextCodec, read_text_codec
 
 HEAD = struct.Struct("<B?Q")
-KEEP_BYTES = 256 * 1024**2
-"""A reader that has grown by more than this ends, so that one body's memory doesn't stay."""
+KEEP_BYTES = 48 * 1024**2
+"""A reader that stays larger by more than this ends, so that one body's memory doesn't stay."""
+NICENESS = 10
+"""Added to the router's own: a large body takes the time that nobody's stream needs."""
 PR_SET_PDEATHSIG = 1
 """Linux: the signal that a process gets when the one that started it has died."""
 KEY_BYTES = 8
@@ -168,7 +171,7 @@ def serve(channel: socket.socket) -> None:
     # Bodies are trees without cycles, and looking for cycles in millions of lists takes longer than parsing them.
     gc.freeze()
     gc.disable()
-    at_start = _grown_bytes()
+    at_start = _resident_bytes()
     limit = _mapped_bytes() + config.reader_memory_bytes
     resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
     while (frame := _receive(channel)) is not None:
@@ -176,7 +179,8 @@ def serve(channel: socket.socket) -> None:
         kind, reply = answer(intake, Kind(frame[0]), frame[1])
         signal.setitimer(signal.ITIMER_REAL, 0)
         del frame
-        last = _grown_bytes() - at_start > KEEP_BYTES
+        _give_back()
+        last = _resident_bytes() - at_start > KEEP_BYTES + len(reply)
         channel.sendall(HEAD.pack(kind, last, len(reply)))
         channel.sendall(reply)
         if last:
@@ -204,13 +208,24 @@ def _exactly(channel: socket.socket, size: int) -> bytearray | None:
     return data
 
 
-def _grown_bytes() -> int:
-    """The most memory that this process has had."""
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+def _give_back() -> None:
+    """Return the heap's free memory to the system, where the C library can (glibc)."""
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
+    if trim is not None:
+        trim(0)
 
 
 def _mapped_bytes() -> int:
-    return int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+    return _pages()[0] * resource.getpagesize()
+
+
+def _resident_bytes() -> int:
+    return _pages()[1] * resource.getpagesize()
+
+
+def _pages() -> list[int]:
+    """All of this process's, and those of them that are in memory."""
+    return list(map(int, Path("/proc/self/statm").read_text().split()[:2]))
 
 
 def main() -> None:
@@ -218,6 +233,7 @@ def main() -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGALRM, signal.SIG_DFL)
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    os.nice(NICENESS)
     with socket.socket(fileno=int(sys.argv[1])) as channel:
         try:
             serve(channel)

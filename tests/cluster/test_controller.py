@@ -99,6 +99,16 @@ def test_a_worker_that_does_not_renew_is_killed_and_followed_by_the_next_incarna
     assert cluster.starts(actions) == [2]
 
 
+def test_an_incarnation_that_is_up_already_is_not_registered_again() -> None:
+    """Somebody else says it is this one: who came first goes on, and its record stays."""
+    cluster = Cluster()
+    cluster.up(1)
+    other = dataclasses.replace(_record(1), pid=78, endpoint="127.0.0.1:9")
+    assert cluster.brain.register(other).fenced
+    assert cluster.brain.views()[0].record == _record(1)
+    assert cluster.renew(1)
+
+
 def test_a_lease_that_has_ended_is_fenced_for_ever() -> None:
     cluster = Cluster()
     cluster.up(1)
@@ -349,6 +359,15 @@ def test_no_worker_lands_on_a_cordoned_node_whenever_it_was_started() -> None:
     assert nodes.states()["decode-3"] == "ready on a"
     for view in nodes.brain.views():
         assert not (view.cordoned and view.status.state in ("starting", "ready"))
+
+
+def test_where_a_start_was_placed_is_seen_before_its_worker_has_registered() -> None:
+    nodes = Nodes()
+    nodes.brain.died(WorkerName("decode-1"), Incarnation(1), "killed")
+    (start,) = [a for a in nodes.brain.tick() if isinstance(a, Start)]
+    nodes.brain.placed(start.name, start.incarnation, nodes.places["a"])
+    (view,) = [view for view in nodes.brain.views() if view.record.name == start.name]
+    assert (view.status.state, view.status.node, view.record.node) == ("starting", "a", "a")
 
 
 def test_a_start_that_is_moved_to_another_node_is_no_death() -> None:

@@ -72,10 +72,11 @@ def test_a_fenced_lease_never_holds_again() -> None:
 class Wired:
     """A controller behind real gRPC with a clock moved by hand."""
 
-    def __init__(self) -> None:
+    def __init__(self, secret: str = "") -> None:
         self.clock = ManualClock()
+        self.secret = secret
         self.brain = Controller(self.clock, ClusterConfig(lease_s=10.0), MemoryLedger())
-        self.server = ControllerServer(self.brain)
+        self.server = ControllerServer(self.brain, secret=secret)
         self.server.call(lambda brain: brain.add(NAME, Role.DECODE))
         assert [a for a in self.server.call(Controller.tick) if isinstance(a, Start)]
 
@@ -87,7 +88,8 @@ class Wired:
             NAME, Role.DECODE, Incarnation(incarnation), 7, "n", "127.0.0.1:1", "tcp://x", fits, "a node", MARK
         )
         worker = FakeWorker(incarnation=incarnation)
-        return LeaseKeeper(record, endpoint or self.server.endpoint, self.clock, 0.01, worker.status, on_lost)
+        where = endpoint or self.server.endpoint
+        return LeaseKeeper(record, where, self.clock, 0.01, worker.status, on_lost, self.secret)
 
     def state(self) -> str:
         return self.server.call(lambda brain: brain.views()[0].status.state)
@@ -111,6 +113,53 @@ def test_register_renew_and_leave_over_the_wire(wired: Wired) -> None:
 
     asyncio.run(asyncio.wait_for(life(), WAIT_S))
     assert wired.state() == "left"
+
+
+def test_where_there_is_a_secret_every_word_of_a_worker_carries_its_token() -> None:
+    wired = Wired("5e" * 32)
+
+    async def life() -> None:
+        keeper = wired.keeper(1)
+        await keeper.start(WAIT_S)
+        while wired.server.call(lambda brain: brain.views()[0].status.pages_total) == 0:
+            await asyncio.sleep(0)
+        await keeper.leave()
+        assert keeper.failures == 0
+
+    try:
+        asyncio.run(asyncio.wait_for(life(), WAIT_S))
+        assert wired.state() == "left"
+    finally:
+        wired.server.close()
+
+
+def test_who_has_left_renews_no_more(wired: Wired) -> None:
+    async def life() -> None:
+        lost: list[str] = []
+        keeper = wired.keeper(1, lost.append)
+        await keeper.start(WAIT_S)
+        (renewing,) = [task for task in asyncio.all_tasks() if getattr(task.get_coro(), "__name__", "") == "_renew"]
+        await keeper.leave()
+        await asyncio.wait([renewing])
+        assert renewing.cancelled()
+        assert lost == [], "a lease that was given back is not lost"
+
+    asyncio.run(asyncio.wait_for(life(), WAIT_S))
+
+
+@pytest.mark.parametrize(("heartbeat_s", "timeout_s"), [(0.01, lease.RENEWAL_TIMEOUT_S), (3.0, 6.0)])
+def test_a_renewal_may_take_two_heartbeats_and_no_less_than_a_second(heartbeat_s: float, timeout_s: float) -> None:
+    given: list[float] = []
+
+    class Stub:
+        async def Renew(self, renewal: pb.Renewal, *, timeout: float, **_: object) -> pb.Grant:
+            given.append(timeout)
+            return pb.Grant(fenced=True)
+
+    record = WorkerRecord(NAME, Role.DECODE, Incarnation(1), 7, "n", "e", "c", Fits(1, 1))
+    keeper = LeaseKeeper(record, "nowhere", ManualClock(), heartbeat_s, FakeWorker(incarnation=1).status, str)
+    asyncio.run(keeper._renew(Stub()))
+    assert given == [timeout_s]
 
 
 def test_a_lease_carries_the_fingerprint_over_the_wire(wired: Wired) -> None:
@@ -237,6 +286,7 @@ def test_a_lost_connection_is_tried_again_with_every_renewal(wired: Wired, monke
         line.sever()
         before = line.attempts
         await until_so(lambda: line.attempts >= before + 12)
+        assert keeper.failures >= 11
         wired.clock.advance(8.5)
         assert keeper.lease.held
         line.cut = False

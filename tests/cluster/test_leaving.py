@@ -92,6 +92,16 @@ def test_an_undrained_worker_keeps_its_role() -> None:
     assert Report(f"{NAME} has left") in actions
 
 
+def test_a_change_of_role_that_is_taken_back_before_the_worker_heard_of_it_is_none() -> None:
+    cluster = Cluster()
+    cluster.brain.change_role(NAME, Role.PREFILL)
+    cluster.brain.undrain(NAME)
+    assert not cluster.renew("ready")
+    cluster.renew("draining")
+    cluster.brain.leave(NAME, cluster.incarnation)
+    assert not [a for a in cluster.brain.tick() if isinstance(a, Start)]
+
+
 def test_only_a_ready_worker_of_the_other_kind_can_change_its_role() -> None:
     cluster = Cluster()
     with pytest.raises(ConfigError, match="already"):

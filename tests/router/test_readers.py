@@ -10,6 +10,7 @@ import subprocess
 from pathlib import Path
 from typing import Any, cast
 
+import psutil
 import pytest
 
 from contracts.config import RouterConfig
@@ -18,6 +19,7 @@ from router import readers as module
 from router.intake import CONTAINERS_AT_MOST, Intake, body_limit
 from router.reader import (
     HEAD,
+    NICENESS,
     Kind,
     ReaderEnded,
     ReaderFailed,
@@ -218,6 +220,23 @@ async def test_a_real_reader_refuses_what_takes_more_memory_than_it_may_have_and
         kind, frame = await readers.submit(Kind.COMPLETION, json.dumps({"prompt": "hello"}).encode())
         assert kind is Kind.PREPARED
         assert prepared_of(frame).prompts[0].tokens == codec.encode("hello", add_special=True)
+    finally:
+        await readers.close()
+
+
+@pytest.mark.slow
+@pytest.mark.asyncio
+async def test_what_a_large_body_took_is_given_back_and_its_reader_comes_after_the_router() -> None:
+    readers = Readers(module_setup(demo_spec(), RouterConfig()), 1, 60.0)
+    try:
+        await readers.submit(Kind.COMPLETION, json.dumps({"prompt": "hello"}).encode())
+        reader = psutil.Process(readers.pids[0])
+        at_first = reader.memory_info().rss
+        with pytest.raises(RequestError, match="the context of 2048 has no room"):
+            await readers.submit(Kind.COMPLETION, json.dumps({"prompt": [300] * 1_600_000}).encode())
+        assert readers.pids == [reader.pid], "it needn't end for that"
+        assert reader.memory_info().rss - at_first < 24 * 2**20, "the body's numbers alone took 13 MB, twice"
+        assert reader.nice() == min(19, psutil.Process().nice() + NICENESS)
     finally:
         await readers.close()
 

@@ -107,6 +107,14 @@ def test_the_demo_takes_at_most_two_gigabytes(demo: Serving) -> None:
 
 
 @pytest.mark.slow
+def test_workers_come_no_later_than_anything_else_on_the_machine(demo: Serving) -> None:
+    """Ray would run them at niceness 15."""
+    workers = [p for p in family(demo.process) if any("WorkerActor" in part for part in p.cmdline())]
+    assert len(workers) == 2
+    assert {p.nice() for p in workers} == {psutil.Process(demo.process.pid).nice()}
+
+
+@pytest.mark.slow
 def test_completions_are_readable_words(demo: Serving) -> None:
     text = demo.complete("It was a fine morning, and the old man", max_tokens=60).text
     words = re.findall(r"[a-z]+", text.lower())
