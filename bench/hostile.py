@@ -87,8 +87,8 @@ def harm(kind: str, host: str, ports: Sequence[int], seconds: float, context: in
         told[str(status)] = told.get(str(status), 0) + 1
 
     if kind == "first":
-        for body in bodies(host, port, context):
-            note(send(host, port, body))
+        for made_up in bodies(host, port, context):
+            note(send(host, port, made_up))
         asyncio.run(salted(host, port, FIRST_SALTS))
     elif kind == "bodies":
         made = list(bodies(host, port, context))
@@ -388,13 +388,16 @@ def show(seen: Seen, still: Seen) -> int:
     """Print a row beside the undisturbed phase `still`; returns how many bounds were exceeded."""
     if seen is still:
         print(f"{'harm':12} {'seconds':>8} {'/live p50':>10} {'p99':>8} {'failed':>7} {'gap p50':>8} {'longest':>9} "
-              f"{'beyond':>8} {'itself':>7} {'right/wrong':>6} {'MB before':>10} {'most':>7} {'after':>7}  answers")  # fmt: skip
+              f"{'beyond':>8} {'itself':>7} {'right/wrong':>6} {'MB before':>10} {'most':>7} {'after':>7}  "
+              "answers")  # fmt: skip
     lives, gaps = sorted(seen.live_ms), sorted(seen.gaps_ms)
     beyond = seen.longest_ms - still.longest_ms
     live = f"{lives[len(lives) // 2]:10.1f} {seen.live_p99_ms:8.1f} {seen.live_failed:7}"
-    gap = f"{gaps[len(gaps) // 2]:8.1f} {seen.longest_ms:9.1f} {beyond:8.1f} {seen.late_ms:7.1f} {seen.right:4}/{seen.wrong}"
+    gap = f"{gaps[len(gaps) // 2]:8.1f} {seen.longest_ms:9.1f} {beyond:8.1f} {seen.late_ms:7.1f}"
     held = f"{seen.before / 1e6:10.0f} {seen.most / 1e6:7.0f} {seen.after / 1e6:7.0f}"
-    print(f"{seen.harm:12} {seen.seconds:8.1f} {live} {gap} {held}  {seen.told}", flush=True)
+    print(
+        f"{seen.harm:12} {seen.seconds:8.1f} {live} {gap} {seen.right:4}/{seen.wrong} {held}  {seen.told}", flush=True
+    )
     kept = seen.after - seen.before > KEPT_BYTES
     return sum(
         [seen.live_p99_ms > LIVE_MS, bool(seen.live_failed), beyond > GAP_MS, kept, bool(seen.wrong), not seen.right]

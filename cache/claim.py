@@ -5,11 +5,17 @@ from __future__ import annotations
 from array import array
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from typing import TypeVar
 
 from cache.device import Completion
-from cache.leases import Lease
+from cache.leases import Lease, joined
 from cache.nodes import Lock, Part, Tier
 from cache.prefix import Prefix
+from contracts.ids import Epoch
+
+T = TypeVar("T")
+NEVER_FREED = Epoch(0)
+"""The epoch of the null page."""
 
 NO_PAGE = 0
 """In a table: nothing is there. Index 0 is the null page of every pool."""
@@ -18,6 +24,21 @@ NO_PAGE = 0
 def numbers(values: Iterable[int] = ()) -> array[int]:
     """Page numbers or epochs as int32 side by side: what kernels read, so a step's tables are copies and no lists."""
     return array("i", values)
+
+
+def spread(parts: Sequence[Part], values: list[T], nothing: T) -> list[T]:
+    """The values of `parts`, one a page, at the page numbers of the sequence; `nothing` where no part is."""
+    end = parts[-1].node.start + len(parts[-1]) if parts else 0
+    if end == len(values):
+        return values
+    out = [nothing] * end
+    at = 0
+    for part in parts:
+        start, count = part.node.start, len(part)
+        out[start : start + count] = values[at : at + count]
+        at += count
+    assert len(out) == end, "parts come in the order of the sequence"
+    return out
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,24 +130,13 @@ class Claim:
         table[first : first + len(indices)] = numbers(indices)
         marks[first : first + len(indices)] = numbers(epochs)
 
-    def enter(self, pool: str, parts: Iterable[Part], least: int = 0) -> None:
+    def enter(self, pool: str, parts: Sequence[Part], least: int = 0) -> None:
         """Begin the table of `pool` with what the tree has of it, in order; it has at least `least` pages."""
-        table: list[int] = []
-        marks: list[int] = []
-        digests: list[int | None] = []
-        for part in parts:
-            start = part.node.start
-            if start != len(table):
-                assert start > len(table), "parts come in the order of the sequence"
-                digests += [None] * (start - len(table))
-                marks += [0] * (start - len(table))
-                table += [NO_PAGE] * (start - len(table))
-            part.lease.append_to(table, marks)
-            digests += part.digests
-        lacking = least - len(table)
-        self.tables[pool] = numbers(table + [NO_PAGE] * lacking)
-        self.epochs[pool] = numbers(marks + [0] * lacking)
-        self.digests[pool] = digests + [None] * lacking
+        table, marks = joined([part.lease for part in parts])
+        table, marks = spread(parts, table, NO_PAGE), spread(parts, marks, NEVER_FREED)
+        table += [NO_PAGE] * (least - len(table))
+        marks += [NEVER_FREED] * (least - len(marks))
+        self.tables[pool], self.epochs[pool] = numbers(table), numbers(marks)
 
     def named(self) -> dict[str, list[int]]:
         """Every page and slot that operations launched for it may name, by pool."""

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
+from itertools import chain
 from operator import attrgetter
 from typing import Any
 
@@ -109,7 +110,7 @@ class Node:
     """A run of whole pages below its parent's, with what each component holds of it in each tier."""
 
     __slots__ = (
-        "_chain", "below", "busy", "busy_below", "children", "created", "hits", "linked", "newer", "older",
+        "_chain", "below", "busy", "busy_below", "children", "created", "hits", "latest", "linked", "newer", "older",
         "pages", "parent", "parts", "priority", "run", "salt", "start", "trimmed", "used",
     )  # fmt: skip
 
@@ -126,6 +127,8 @@ class Node:
         self.parent = parent
         self.children: dict[bytes, Node] = {}
         """By the tokens of their first page."""
+        self.latest: Node | None = None
+        """The child that was met last, if it is one still: most nodes have one, and it is found without a look-up."""
         self.parts: tuple[dict[str, Part], dict[str, Part]] = ({}, {})
         self.below = [0, 0]
         """Children that are in each tier."""
@@ -278,6 +281,12 @@ start_of = attrgetter("node.start")
 """The page number of a part's first page."""
 
 
+def digests_of(parts: Sequence[Part]) -> list[int]:
+    """Of all of these, one part behind the other."""
+    digests = [part._digests if len(part._digests) == part._count else part.digests for part in parts]
+    return list(chain.from_iterable(digests))
+
+
 @dataclass(eq=False, slots=True)
 class Lock:
     """Keeps parts where they are until it is given back, and names exactly what it keeps.
@@ -288,6 +297,8 @@ class Lock:
     number: int
     owner: str
     parts: list[Part]
+    added_to: bool = False
+    """Whether parts were locked after the first ones: these are in the order of the sequence, by component."""
 
     def of(self, component: str) -> list[Part]:
         """Its parts of one component, in the order in which they were locked."""
@@ -299,7 +310,8 @@ class Lock:
         A window's pages may be loaded in front of others that were on the device all along: these are locked later.
         """
         device = Tier.DEVICE
-        return sorted([p for p in self.parts if p.component == component and p.tier is device], key=start_of)
+        parts = [p for p in self.parts if p.component == component and p.tier is device]
+        return sorted(parts, key=start_of) if self.added_to else parts
 
 
 @dataclass(frozen=True, slots=True)

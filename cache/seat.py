@@ -21,11 +21,11 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from itertools import pairwise
 
-from cache.claim import NO_PAGE, Cached, Claim, Run, Snapshot, Table, numbers
+from cache.claim import NO_PAGE, Cached, Claim, Run, Snapshot, Table, numbers, spread
 from cache.device import DEVICE, Span, failure
 from cache.due import due, missing
 from cache.leases import Lease
-from cache.nodes import Node, Offer, Tier
+from cache.nodes import Node, Offer, Part, Tier, digests_of
 from cache.parking import Parking
 from cache.prefetch import Prefetch
 from cache.prefix import Prefix
@@ -109,7 +109,9 @@ class Seat(Parking):
 
     def _open(self, claim: Claim, leases: Mapping[str, Lease]) -> Claim:
         for pool in self._runs:
-            claim.enter(pool, claim.lock.on_device(pool), claim.depth)
+            held = claim.lock.on_device(pool)
+            claim.enter(pool, held, claim.depth)
+            claim.digests[pool] = self._digests(held, claim.depth)
             claim.put(pool, claim.depth, leases[pool].indices, leases[pool].epochs)
             claim.runs[pool] = [Run(claim.depth, leases[pool])]
         claim.slots = {pool: leases[pool] for pool in self._slots}
@@ -203,7 +205,7 @@ class Seat(Parking):
             for first, part in ((lacking.start, received), (self.pools.pages_for(prompt), lease)):
                 claim.put(pool, first, part.indices, part.epochs)
                 claim.runs[pool].append(Run(first, part))
-            known = self._held_digests(claim, pool, whole)
+            known = self._digests(claim.lock.on_device(pool), whole)
             for number, digest in digests.get(pool, {}).items():
                 if number < whole:
                     known[number] = digest
@@ -214,15 +216,13 @@ class Seat(Parking):
             if not claim.lacking[pool]:
                 self._start_slot(claim, pool)
 
-    def _held_digests(self, claim: Claim, pool: str, whole: int) -> list[int | None]:
-        """Of its first `whole` pages, those that the tree has on the device."""
-        known: list[int | None] = []
-        for part in claim.lock.on_device(pool):
-            start = part.node.start
-            if start != len(known):
-                known += [None] * (start - len(known))
-            known += part.digests
-        return known[:whole] + [None] * (whole - len(known))
+    @staticmethod
+    def _digests(parts: Sequence[Part], whole: int) -> list[int | None]:
+        """Those of the first `whole` pages of a sequence, of which these parts are there."""
+        known: list[int | None] = spread(parts, [*digests_of(parts)], None)
+        del known[whole:]
+        known += [None] * (whole - len(known))
+        return known
 
     # ------------------------------------------------------------ from tree to tree
 
@@ -237,7 +237,7 @@ class Seat(Parking):
         claim = self._pages_only(Claim(owner, prefix, depth, lock, depth, Cached()))
         claim.lacking = {self.full: range(depth, len(prefix))}
         self._enter_held(claim, self.full, wanted[self.full])
-        claim.digests[self.full] = self._held_digests(claim, self.full, depth)
+        claim.digests[self.full] = self._digests(lock.on_device(self.full), depth)
         return claim
 
     def borrow(self, prefix: Prefix, owner: str, *, spare: bool) -> tuple[Claim, Lease] | None:

@@ -71,14 +71,21 @@ class PrefixTree(TreeState):
         """Every node along `prefix`, accepted or not, and how many pages of the last one match: all of the others'."""
         out: list[Node] = []
         node, at, raw, size, pages = self.roots.get(prefix.salt), 0, prefix.raw, prefix.page_bytes, 0
-        while node is not None and (child := node.children.get(raw[at : at + size])) is not None:
-            out.append(child)
-            pages = child.pages
-            if pages > 1 and not raw.startswith(child.run, at):
-                whole, pages = pages, common_pages(child.raw, raw, at, size)
-                if pages < whole:
+        while node is not None:
+            child = node.latest
+            if child is None or not raw.startswith(child.run, at):
+                child = node.children.get(raw[at : at + size])
+                if child is None:
                     break
-            node, at = child, at + pages * size
+                node.latest = child
+                if child.pages > 1 and not raw.startswith(child.run, at):
+                    pages = common_pages(child.raw, raw, at, size)
+                    if pages < child.pages:
+                        out.append(child)
+                        return out, pages
+            out.append(child)
+            node, pages = child, child.pages
+            at += pages * size
         return out, pages
 
     def walked(self, prefix: Prefix) -> list[tuple[Node, int]]:
@@ -102,13 +109,11 @@ class PrefixTree(TreeState):
         self._use(path)
         parts: list[Part] = []
         for component in self.components:
-            name, beside = component.name, component.name != self.full
-            for node in component.needs(path):
-                device, host = node.parts
-                part = device[name] if name in device else host[name]
-                if beside:
-                    parts.append(node.parts[part.tier][self.full])
-                parts.append(part)
+            name = component.name
+            mine = [here[name] if name in here else host[name] for here, host in map(_parts, component.needs(path))]
+            if name != self.full:
+                mine = [part for each in mine for part in (each.node.parts[each.tier][self.full], each)]
+            parts += mine
         return self.keep(parts, owner)
 
     def hold(
@@ -322,7 +327,7 @@ class PrefixTree(TreeState):
         return check_tree(self)
 
 
-_node_start = attrgetter("start")
+_node_start, _parts = attrgetter("start"), attrgetter("parts")
 
 
 def _reach(accepted: Sequence[Level], least: Level) -> int:

@@ -77,6 +77,8 @@ def _links(tree: PrefixTree) -> Iterator[str]:
                 inside = live and node.parent is not None
                 if strict and inside and tree.full in child.parts[tier] and tree.full not in node.parts[tier]:
                     yield f"tree node of {len(node)} pages: a child is on {tier.name.lower()} and it isn't"
+        if node.latest is not None and not any(node.latest is child for child in node.children.values()):
+            yield f"tree node of {len(node)} pages: the child that was met last is none of it any more"
         if below != node.below:
             yield f"tree node of {len(node)} pages: {below} children in the tiers, it counts {node.below}"
         if live and node.parent is not None and not any(node.parts):
@@ -102,6 +104,10 @@ def _locks(tree: PrefixTree, nodes: list[Node]) -> Iterator[str]:
     for lock in tree.locked:
         for part in lock.parts:
             held.setdefault(id(part), set()).add(lock.number)
+        for name in [] if lock.added_to else [component.name for component in tree.components]:
+            starts = [part.node.start for part in lock.on_device(name) if part.node.linked]
+            if starts != sorted(starts):
+                yield f"tree: a lock names {name} out of the order of its sequence"
     for part in _parts(nodes):
         if {lock.number for lock in part.locks} != held.pop(id(part), set()):
             yield f"tree: {part.component} of {len(part)}: its locks differ from the tokens that hold it"

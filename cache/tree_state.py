@@ -105,28 +105,33 @@ class TreeState:
 
     def add(self, lock: Lock, part: Part) -> None:
         """Keep `part` too, once: it was loaded for whom the lock is."""
+        lock.added_to = True
         self._add(lock, (part,))
 
     def _add(self, lock: Lock, parts: Iterable[Part]) -> None:
         mine, write_back, several = lock.parts, self.write_back, len(self.components) > 1
-        alone, fresh = frozenset((lock,)), list[Part]()
-        before, after = NO_LOCKS, alone
+        alone, first, shared = frozenset((lock,)), len(mine), False
+        before = after = NO_LOCKS
         for part in parts:
             locks = part.locks
-            if locks is not before:
-                if lock in locks:
-                    continue
-                before, after = locks, locks | alone
-            part.locks = after
+            if locks is NO_LOCKS:
+                part.locks = alone
+            else:
+                if locks is not before:
+                    if lock in locks:
+                        continue
+                    before, after = locks, locks | alone
+                part.locks, shared = after, True
             mine.append(part)
-            if not locks:
-                fresh.append(part)
-                if write_back:
-                    _occupy(part.node)
-            if several and len(part.node.parts[part.tier]) > 1:
-                # Where full state is kept, the rest of the node may go alone.
-                self._queue(part.node, part.tier)
+        added = mine[first:]
+        fresh = [part for part in added if part.locks is alone] if shared else added
         self._protect(fresh, 1)
+        for part in fresh if write_back else ():
+            _occupy(part.node)
+        for part in added if several else ():
+            # Where full state is kept, the rest of the node may go alone.
+            if len(part.node.parts[part.tier]) > 1:
+                self._queue(part.node, part.tier)
 
     def unlock(self, lock: Lock) -> None:
         """Give back what `lock` keeps. Idempotent."""
@@ -157,13 +162,12 @@ class TreeState:
 
     def _protect(self, parts: Sequence[Part], sign: int) -> None:
         """Count these as locked, or as locked no more."""
-        tier, component, count = Tier.DEVICE, self.full, 0
-        for part in parts:
-            if part.tier is not tier or part.component is not component:
-                self.protected[tier, component] += sign * count
-                tier, component, count = part.tier, part.component, 0
-            count += part.lease.count
-        self.protected[tier, component] += sign * count
+        left = len(parts)
+        for tier, name in self.protected:
+            if left:
+                counts = [part.lease.count for part in parts if part.tier is tier and part.component == name]
+                self.protected[tier, name] += sign * sum(counts)
+                left -= len(counts)
 
     @property
     def locks(self) -> int:
@@ -220,7 +224,7 @@ class TreeState:
         raw, chain = node.raw, node.chain
         upper = Node(raw[: pages * page_bytes], chain[: pages * KEY_BYTES], parent, start=node.start, salt=node.salt)
         _like(upper, node)
-        parent.children[node.first(page_bytes)] = upper
+        parent.children[node.first(page_bytes)], parent.latest = upper, None
         node.drop_head(pages, page_bytes)
         node.parent = upper
         upper.children[node.first(page_bytes)] = node
@@ -256,6 +260,7 @@ class TreeState:
         for child in lower.children.values():
             child.parent = lower
         node.children, node.below = {lower.first(page_bytes): lower}, [0, 0]
+        node.latest = None
         node.cut(pages)
         for tier in IN_TREE:
             for part in list(node.parts[tier].values()):
@@ -291,6 +296,7 @@ class TreeState:
         if parent is None or parent.children.get(first) is not node:
             return
         del parent.children[first]
+        parent.latest = None
         if node.linked:
             node.linked = False
             self.list.remove(node)
@@ -454,6 +460,7 @@ class TreeState:
         grave.children[first], node.parent = node, grave
         self._graves[grave] = None
         del parent.children[first]
+        parent.latest = None
         for tier in IN_TREE:
             there = int(self.full in node.parts[tier])
             grave.below[tier] += there
