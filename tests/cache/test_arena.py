@@ -374,6 +374,40 @@ def test_the_oldest_of_what_was_adopted_goes_first_and_before_all_that_is_new() 
         assert there() == left
 
 
+def test_all_that_was_adopted_was_used_before_anything_that_is_to_come() -> None:
+    segment = segment_for("full")
+    first = world_on(segment, "full")
+    visit(first, [5] * 8)
+    visit(first, [6] * 8)
+    second = world_on(segment, "full", 2)
+    used = {node.raw[0]: node.used for node in host_nodes(second)}
+    assert used[5] < used[6] == 0, "what the tree counts from now on is above nought"
+
+
+def test_what_a_load_has_verified_is_not_looked_at_again() -> None:
+    segment = segment_for("full")
+    visit(world_on(segment, "full"), TOKENS)
+    second = world_on(segment, "full", 2)
+    keeper = second.seat.keeper
+    assert keeper is not None
+    keeper._look = lambda budget: None  # type: ignore[method-assign]
+    there = [part for node in host_nodes(second) for part in node.parts[Tier.HOST].values()]
+    assert all(map(keeper.unproven, there))
+    visit(second, [*TOKENS, 9, 9])
+    assert not any(map(keeper.unproven, there))
+
+
+def test_check_names_a_page_that_is_to_be_looked_at_and_is_nobodys() -> None:
+    segment = segment_for("full")
+    visit(world_on(segment, "full"), TOKENS)
+    second = world_on(segment, "full", 2)
+    keeper = second.seat.keeper
+    assert keeper is not None
+    assert keeper.check() == []
+    keeper._unproven["full"].add(COUNT - 1)
+    assert keeper.check() == [f"arena: full pages [{COUNT - 1}] are to be looked at, and not in the tree"]
+
+
 def flip(segment: memoryview, name: str, pool: str, page: int) -> None:
     """Damage what is page `page` of the prefix, behind everybody's back."""
     arena = Arena(segment, layout_of(name), "world")

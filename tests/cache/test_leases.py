@@ -78,3 +78,13 @@ def test_b8_check_names_each_planted_violation() -> None:
     pages._epochs[lease.indices[1]] -= 1
     pages._pinned[lost] += 1
     assert pages.check() == ["pages: pin counts differ from the pins"]
+
+
+def test_nothing_is_cut_off_a_lease_that_has_ended() -> None:
+    allocator = Allocator("pages", 9, first=1)
+    lease = allocator.lease(4, "a request")
+    lease.release()
+    with pytest.raises(StaleLease, match="has ended"):
+        lease.cut(2)
+    assert allocator.check() == []
+    assert allocator.free == 8, "its pages are free once"

@@ -10,6 +10,7 @@
    out, and the place is judged again. A mutant that hangs a test is dead, too. Verdicts are added to state.jsonl, so a
    sweep that was stopped goes on where it was; a place keeps its verdict as long as its function doesn't change.
 4. `report`: how many died, and each that didn't, with its line. `keep` puts the verdicts into the repository.
+   What no test can tell from the code as it is stands in equivalent.tsv with the reason, and is left out.
 
 `make mutation-sweep ARGS="--count 400 --jobs 2 --hours 4"` does all of it; ARGS="report" shows what is known so far;
 ARGS="judge --again" judges survivors once more, after tests were added; ARGS="judge --only cache/leases.py" a file.
@@ -51,6 +52,8 @@ from tests.mutants.probing import Probes  # noqa: E402
 
 FOLDER = ROOT / "build" / "mutation-sweep"
 KEPT = ROOT / "tests" / "mutants" / "verdicts.jsonl"
+EQUIVALENT = ROOT / "tests" / "mutants" / "equivalent.tsv"
+"""Mutations that no test can tell from the code, each with the reason: not judged, and counted by themselves."""
 TARGETS = (
     "router/brain.py", "router/moves.py", "router/request.py", "router/workers.py", "router/breaker.py",
     "router/audits.py", "router/stops.py", "router/choice.py", "router/drains.py",
@@ -171,9 +174,24 @@ def judges(place: Place, runs: dict[str, TestRun], source: dict[str, str]) -> li
     return sorted(found, key=lambda n: (rank[n], runs[n].seconds))
 
 
+def equivalents() -> dict[tuple[str, str, str, str], str]:
+    """Why nobody can tell, by file, function, operator and line."""
+    rows = [line.split("\t") for line in EQUIVALENT.read_text().splitlines() if not line.startswith("#")]
+    return {(path, function, operator, text): why for path, function, operator, text, why in rows}
+
+
+def told_by(place: Place) -> tuple[str, str, str, str]:
+    """What a place is called in the table of equivalents."""
+    return place.path, place.function, place.operator, place.text
+
+
 def report(chosen: list[Place], out: Callable[[str], None] = print) -> int:
-    """Prints what is known of these places; the share that died, in percent."""
-    verdicts = read_verdicts()
+    """Prints what is known of these places; the share that died of those that aren't equivalent, in percent."""
+    verdicts, same = read_verdicts(), equivalents()
+    alike = [place for place in chosen if told_by(place) in same]
+    for place in alike:
+        out(f"the same  {place.path}:{place.line}  {place.function}  [{place.operator}]  {same[told_by(place)]}")
+    chosen = [place for place in chosen if place not in alike]
     known = [(p, verdicts[p.key]) for p in chosen if p.key in verdicts and verdicts[p.key].how != UNFIT]
     dead = sum(v.died for _, v in known)
     by_file: dict[str, list[bool]] = defaultdict(list)
@@ -186,6 +204,8 @@ def report(chosen: list[Place], out: Callable[[str], None] = print) -> int:
         out(f"{path:28} {sum(died):3} of {len(died):3}")
     percent = 100 * dead / max(1, len(known))
     out(f"{dead} of {len(known)} mutants died: {percent:.1f} %; {len(chosen) - len(known)} are not judged")
+    out(f"{len(alike)} more change nothing that can be told (tests/mutants/equivalent.tsv); with these, as if they had "
+        f"survived: {100 * dead / max(1, len(known) + len(alike)):.1f} %")  # fmt: skip
     return int(percent)
 
 
@@ -408,7 +428,8 @@ class Sweep:
         chosen = _wanted(self.options)
         if self.options.again:
             known = {key: verdict for key, verdict in known.items() if verdict.died}
-        todo = [place for place in chosen if place.key not in known]
+        same = equivalents()
+        todo = [place for place in chosen if place.key not in known and told_by(place) not in same]
         functions = _functions({place.path for place in chosen})
         # As they are now: who works on in these files doesn't disturb a sweep.
         texts = {place.path: (ROOT / place.path).read_text() for place in chosen}

@@ -7,7 +7,7 @@ from types import FunctionType
 
 import pytest
 
-from tests.mutants import breaking, probing
+from tests.mutants import breaking, probing, sweep
 from tests.mutants.breaking import OPERATORS, Place, bodies, broken, places, statements
 
 SAMPLE = '''
@@ -98,6 +98,14 @@ def test_a_break_is_put_into_the_code_that_a_function_had() -> None:
     assert FunctionType(code, {})(5) == 4
     with pytest.raises(LookupError, match="not as it was"):
         broken(place, text.replace("1", "2"))
+
+
+def test_what_is_called_equivalent_can_be_broken_so_and_says_why() -> None:
+    """Code that changed has lost its row: whether it is still so is to be thought about again."""
+    for (path, *called), why in sweep.equivalents().items():
+        found = [sweep.told_by(place)[1:] for place in places(path, (sweep.ROOT / path).read_text())]
+        assert tuple(called) in found, (path, called)
+        assert why.endswith("."), path
 
 
 def test_probes_tell_which_statements_ran_and_change_nothing(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -31,7 +32,7 @@ from contracts.messages import (
 from contracts.sampling import SamplingParams
 from contracts.wire import command_from_proto, command_to_proto, event_from_proto, event_to_proto
 from decode.costs import FIRST_BYTES_PER_S, KNOWN_ANSWERS, Costs
-from decode.departures import JUDGE_EVERY_S, STAGES, Stage, StageEvent
+from decode.departures import JUDGE_EVERY_S, STAGES, STEPS_TO_TELL, Stage, StageEvent
 from decode.giving import GIFTS
 from router.moves import MOVES, MoveEvent, MoveState
 from tests.company import Company, company, generated
@@ -214,6 +215,49 @@ def test_what_a_worker_thought_of_a_request_wakes_it_only_where_it_would_think_a
         _expect_sleep(c, clock)
         worker.undrain()
         c.run(rid)
+
+
+def test_a_worker_is_woken_for_the_one_that_has_stood_still_longest(model: Path) -> None:
+    clock = ManualClock(10.0)
+    with company(model, clock=clock) as c:
+        c.drain("decode-1")
+        worker = c.decode("decode-0")
+        rids = [c.submit(list(range(n, n + 40)), SamplingParams(100, temperature=0.0)) for n in (0, 50)]
+        c.until(lambda: all(generated(c, rid, 5)() for rid in rids), "both to run")
+        c.drain("decode-1", draining=False)
+        for number, rid in enumerate(rids):
+            assert c.brain.moves.begin(c.told[rid].request)
+            c.act()
+            for _ in range(20):
+                c.step("decode-0")  # decode-1 is told, and makes no round
+            assert len(worker._departures._paused()) == number + 1
+            clock.advance(0.5)
+        assert worker._departures.next_deadline == 10.0 + c.config.decode.move_pause_s
+        c.run(*rids)
+
+
+def test_what_a_request_has_to_come_and_its_own_pace_decide_whether_it_moves(
+    model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with company(model) as c:
+        departures = c.decode("decode-0")._departures
+        asked: list[tuple[int, float]] = []
+        monkeypatch.setattr(departures.costs, "worth_moving", lambda _, most, step_s: asked.append((most, step_s)))
+        submit = SimpleNamespace(sampling=SamplingParams(20), tokens=(1, 2, 3))
+
+        def judged(generated: int, **marks: float) -> bool:
+            request = SimpleNamespace(
+                submit=submit, generated=generated, committed=3 + generated, marks=marks, arrived=100.0
+            )
+            return departures._worth_moving(request, 104.0)  # type: ignore[arg-type]
+
+        assert judged(18), "two are to come, and nothing is known of its pace"
+        assert not judged(19), "the last one costs less than any move"
+        assert judged(STEPS_TO_TELL - 1, first_step=1.0)
+        assert asked == []
+        judged(STEPS_TO_TELL, first_step=1.0)
+        # Its first step was over at 101: since then three more, in three seconds.
+        assert asked == [(20 - STEPS_TO_TELL, pytest.approx(1.0))]
 
 
 @pytest.mark.slow

@@ -8,10 +8,13 @@ from typing import Any
 from cache.heat import hottest
 from cache.prefix import Prefix
 from contracts.clock import ManualClock
-from contracts.ids import RequestId
+from contracts.ids import Incarnation, RequestId, RoomId, WorkerName
+from contracts.messages import Event, Fetched, Give, Offered, PeerRef
 from contracts.sampling import SamplingParams
 from decode.offers import PATIENCE_S
-from tests.company import Company, company
+from router.workers import WorkerKey
+from tests.company import Company, company, hears
+from tests.pair import SESSION
 
 PAGE = 16
 HOT, COLD = list(range(100, 164)), list(range(64))
@@ -76,6 +79,42 @@ def test_pages_that_somebody_else_uses_are_not_pushed_out(model: Path) -> None:
         c.drain("decode-0")
         c.until(lambda: c.workers["decode-0"].drained, "decode-0 to have nothing to do", 4000)
         assert depth(c, "decode-1", HOT) == 0
+        taken.release()
+
+
+def test_a_worker_waits_until_each_of_its_offers_was_asked_for_and_counts_nothing_else(model: Path) -> None:
+    clock = ManualClock()
+    with company(model, clock=clock, **sections()) as c:
+        served(c)
+        worker, offered = c.decode("decode-0"), list[Offered]()
+
+        def unheard(worker: WorkerKey, event: Event) -> bool:
+            offered.extend([event] if isinstance(event, Offered) else [])
+            return isinstance(event, Offered)
+
+        c.between.append(unheard)
+        c.drain("decode-0")
+        c.until(lambda: len(offered) == 2, "both prefixes to be offered", 1000)
+        unknown = PeerRef(WorkerName("decode-1"), Incarnation(1), c.workers[WorkerName("decode-1")].control)
+        for number, (tokens, waits) in enumerate([((), True), ((7,) * 64, True), ((8,) * 64, False)]):
+            # The first is a request's pages ahead of its move; of the others it has nothing, but it was asked.
+            worker.handle(SESSION, Give(RequestId(f"g{number}"), 0, RoomId(f"g{number}"), unknown, tokens, ""))
+            assert (worker._departures.next_deadline is not None) is waits
+        c.step("decode-0")
+        assert worker.drained
+
+
+def test_what_is_not_taken_is_told_at_once(model: Path) -> None:
+    """Whoever gives it needn't wait until its patience is over."""
+    with company(model, tokens=160, **sections()) as c:
+        served(c)
+        target = c.decode("decode-1")._seat
+        taken = target.pools.allocators[target.full].lease(target.pools.allocators[target.full].free, "planted")
+        told = hears(c, Fetched)
+        c.drain("decode-0")
+        c.until(lambda: len(told) == 2, "both to be told", 1000)
+        assert [event.bytes for event in told if isinstance(event, Fetched)] == [0, 0]
+        c.until(lambda: not c.decode("decode-1")._receiver.rooms, "their rooms to be over", 1000)
         taken.release()
 
 

@@ -12,7 +12,7 @@ import pytest
 
 from cache.parked import PLACES, Place
 from cache.storage import Backend, Chain, InlineQueue, Item, ObjectName, Outcome, Ticket
-from contracts.errors import ErrorKind
+from contracts.errors import CapacityError, ErrorKind
 from decode.request import Request
 from decode.worker import DecodeWorker
 from tests.pair import Pair
@@ -144,6 +144,30 @@ def test_what_storage_has_lost_or_spoilt_is_computed_again(
         assert sorted(map(str, errors)) == sorted(["None", "None", str(error)])
         counters = decode.status().counters
         assert (counters["parked_lost"], counters["states_damaged_parked"]) == (1, error is ErrorKind.DAMAGED)
+
+
+def test_who_has_no_way_back_through_the_host_is_computed_again_and_the_answer_says_why(
+    model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    queues = queues_by_hand(monkeypatch, InlineQueue)
+    each_round(monkeypatch, queues)
+    with small_host(model, 9) as (both, decode):
+        asked = [both.submit(prompt, greedy(count)) for prompt, count in ASKED]
+        run_until(both, decode, count=3)
+        with monkeypatch.context() as patch:
+            (stored,) = [r for r in all_away(both, decode, patch) if r.parked and r.parked.place is Place.STORED]
+            assert stored.parked is not None
+
+            def refuse(*_: object) -> None:
+                raise CapacityError("no room for it on the host")
+
+            patch.setattr(decode._seat, "fetch", refuse)
+            patch.setattr(decode._retraction, "_make_room", lambda: False)
+            (lost,) = decode._retraction._bring_to_host(stored, stored.parked)
+            assert (lost.request, lost.kind) == (stored, ErrorKind.RETRACTED)
+            assert lost.message == "decode was short of pages: no room for it on the host"
+            assert decode.status().counters["recomputed"] == 1
+        both.run(*asked)
 
 
 class Remembering(InlineQueue):
