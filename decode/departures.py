@@ -185,6 +185,11 @@ class Departures:
         return self._sender.rooms
 
     @property
+    def quiet(self) -> bool:
+        """Whether there is none, and of those that have ended nothing is being written or waits to be said."""
+        return self._sender.quiet
+
+    @property
     def stats(self) -> dict[str, float]:
         """Counters for the worker's status."""
         here = {"leaving": len(self._by_room), "given_bytes": self.giving.bytes}

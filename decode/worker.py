@@ -144,9 +144,9 @@ class DecodeWorker(PhaseWorker[Request]):
 
     @property
     def drained(self) -> bool:
-        rooms = self._receiver.rooms + self._departures.rooms
-        over = self._departures.offers.over and not (self._desk or self._ahead or rooms or self._seat.busy)
-        return self._desk.draining and over
+        at_work = self._desk or self._ahead or self._receiver.rooms or self._seat.busy
+        gone = self._departures.quiet and self._departures.offers.over
+        return self._desk.draining and gone and not at_work
 
     def undrain(self) -> None:
         super().undrain()

@@ -129,7 +129,8 @@ class PrefillWorker(PhaseWorker[Request]):
 
     @property
     def drained(self) -> bool:
-        return self._desk.draining and not (self._desk or self._ahead or self._sender.rooms or self._seat.busy)
+        over = not (self._desk or self._ahead or self._seat.busy) and self._sender.quiet
+        return self._desk.draining and over
 
     @property
     def runnable(self) -> bool:

@@ -289,6 +289,11 @@ class SenderEnd:
         return len(self._rooms)
 
     @property
+    def quiet(self) -> bool:
+        """Whether no room is open, and of those that have ended nothing is being written or waits to be said."""
+        return not self._rooms and not any(peer.queue for peer in self._peers.values())
+
+    @property
     def outgoing(self) -> dict[str, float]:
         """Rooms that have not ended, by who receives them: counters of a worker's status (hazard D2)."""
         return dict(Counter(f"outgoing_to:{room.wants.name}" for room in self._rooms.values()))

@@ -34,9 +34,11 @@ from contracts.wire import command_from_proto, command_to_proto, event_from_prot
 from decode.costs import FIRST_BYTES_PER_S, KNOWN_ANSWERS, Costs
 from decode.departures import JUDGE_EVERY_S, STAGES, STEPS_TO_TELL, Stage, StageEvent
 from decode.giving import GIFTS
+from prefill import PrefillWorker
 from router.moves import MOVES, MoveEvent, MoveState
 from tests.company import Company, company, generated
-from transfer.messages import Received
+from transfer.messages import Quiesced, Received
+from transfer.sender import _Pending
 
 PEER = PeerRef(WorkerName("decode-1"), Incarnation(3), "tcp://127.0.0.1:7")
 COMMANDS: list[Command] = [
@@ -150,6 +152,43 @@ def _moving(c: Company) -> Any:
     rid = c.submit(list(range(60)), SamplingParams(40, temperature=0.0))
     c.until(generated(c, rid, 5), "it to run")
     return rid
+
+
+class _Held:
+    """A write that completes when the test says so."""
+
+    done = False
+
+    def wait(self) -> None:
+        self.done = True
+
+    order = wait
+
+
+@pytest.mark.parametrize("name", ["prefill-0", "decode-0"])
+def test_d2_a_worker_does_not_leave_while_it_still_writes_for_a_room_that_has_ended(model: Path, name: str) -> None:
+    """Its pages are pinned, and the reader is still to be told that it may use its own again."""
+    with company(model) as c:
+        rid = c.submit(list(range(60)), SamplingParams(40, temperature=0.0))
+        c.until(generated(c, rid, 5), "it to run")
+        if name == "decode-0":
+            assert c.brain.moves.begin(c.told[rid].request)
+            c.act()
+        c.run(rid)
+        worker = c.workers[WorkerName(name)]
+        sender = worker._sender if isinstance(worker, PrefillWorker) else c.decode(name)._departures._sender
+        (peer,) = sender._peers.values()
+        write = _Held()
+        peer.queue.append(_Pending(write, Quiesced(RoomId("over"), 7)))
+        c.drain(name)
+        c.until(lambda: not len(worker._desk), "its requests to end", 1000)  # type: ignore[attr-defined]
+        for _ in range(50):
+            c.step()
+        assert sender.rooms == 0
+        assert not worker.drained
+        write.done = True
+        c.until(lambda: worker.drained, "it to be empty", 1_000_000)
+        assert not peer.queue
 
 
 def test_d3_a_restarted_target_is_a_stranger_to_rooms_of_its_predecessor(model: Path) -> None:
