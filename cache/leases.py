@@ -17,7 +17,6 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Sequence
-from itertools import chain
 
 import numpy as np
 
@@ -100,10 +99,13 @@ class Lease:
 
 def joined(leases: Sequence[Lease]) -> tuple[list[int], list[Epoch]]:
     """Indices and epochs of all of these, one lease behind the other."""
-    # Mostly nothing is to be trimmed, and thousands of properties that look for it take longer than all the rest.
-    indices = [lease._indices if len(lease._indices) == lease.count else lease.indices for lease in leases]
-    epochs = [lease._epochs for lease in leases]
-    return list(chain.from_iterable(indices)), list(chain.from_iterable(epochs))
+    indices, epochs = list[int](), list[Epoch]()
+    for lease in leases:
+        if len(lease._indices) != lease.count:
+            lease._trim()
+        indices += lease._indices
+        epochs += lease._epochs
+    return indices, epochs
 
 
 class Pin:

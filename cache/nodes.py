@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
-from itertools import chain
 from operator import attrgetter
 from typing import Any
 
@@ -283,8 +282,10 @@ start_of = attrgetter("node.start")
 
 def digests_of(parts: Sequence[Part]) -> list[int]:
     """Of all of these, one part behind the other."""
-    digests = [part._digests if len(part._digests) == part._count else part.digests for part in parts]
-    return list(chain.from_iterable(digests))
+    digests = list[int]()
+    for part in parts:
+        digests += part._digests if len(part._digests) == part._count else part.digests
+    return digests
 
 
 @dataclass(eq=False, slots=True)

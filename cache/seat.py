@@ -219,7 +219,7 @@ class Seat(Parking):
     @staticmethod
     def _digests(parts: Sequence[Part], whole: int) -> list[int | None]:
         """Those of the first `whole` pages of a sequence, of which these parts are there."""
-        known: list[int | None] = spread(parts, [*digests_of(parts)], None)
+        known: list[int | None] = spread(parts, list(digests_of(parts)), None)
         del known[whole:]
         known += [None] * (whole - len(known))
         return known

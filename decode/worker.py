@@ -215,9 +215,9 @@ class DecodeWorker(PhaseWorker[Request]):
 
     def close(self) -> None:
         self._reuse = False  # Nobody will come for what could be kept.
-        for request in self._desk:
-            self._leave(request, "the worker closes")
         try:
+            for request in self._desk:
+                self._leave(request, "the worker closes")
             self._ahead.drop()
             self._fetching.close()
             self._departures.giving.close()
@@ -524,10 +524,9 @@ class DecodeWorker(PhaseWorker[Request]):
 
     def _leave(self, request: Request, reason: str) -> None:
         """The one way out of the books, from any phase; the room gives back what it holds by its own rules."""
-        if request.phase is Phase.WAITING:
-            self._waiting.remove(request)
-        elif request.phase is Phase.RUNNING:
-            self._running.remove(request)
+        queue = {Phase.WAITING: self._waiting, Phase.RUNNING: self._running}.get(request.phase)
+        if queue is not None and request in queue:  # Of a worker that closes because a round broke off, it may be out.
+            queue.remove(request)
         self._departures.drop(request, reason)
         self._receiver.abort(request.submit.room, reason)
         if request.claim is not None:

@@ -182,10 +182,10 @@ class PrefillWorker(PhaseWorker[Request]):
 
     def close(self) -> None:
         self._reuse = False  # Nobody will come for what could be kept.
-        for request in self._desk:
-            self._drop(request, ErrorKind.WORKER, "the worker closes")
-        self._auditor.close()
         try:
+            for request in self._desk:
+                self._drop(request, ErrorKind.WORKER, "the worker closes")
+            self._auditor.close()
             self._ahead.drop()
             self._seat.close()
         finally:

@@ -16,14 +16,18 @@ import pytest
 from cluster.build import build_worker
 from contracts.clock import ManualClock
 from contracts.config import config_from_dict
+from contracts.errors import PeerDead
 from contracts.ids import Incarnation, RequestId, Role, RoomId, WorkerName
 from contracts.messages import Cancel, Done, Event, PeerRef, Submit, Tokens
 from contracts.model import read_model_spec
 from contracts.ports import Worker
 from contracts.sampling import SamplingParams
+from decode import DecodeWorker
+from prefill import PrefillWorker
 from tests.checkpoints import Oracle, compare
-from tests.pair import counts_for
+from tests.pair import counts_for, pair
 from tests.worker_child import SESSION, Child, worker_child
+from transfer.waiting import Waiter
 
 POOL = 24 * 16
 """Positions of decode's pool: three requests of eight pages."""
@@ -162,3 +166,37 @@ def test_a5_a_readers_proven_death_ends_its_rooms_at_the_writer(model: Path) -> 
         why = [e.message for e in events if isinstance(e, Done)]
         assert all("decode-0 died" in said or ("decode-0" in said and "cut" in said) for said in why), why
         assert prefill.status().pages_free == prefill.status().pages_total
+
+
+@pytest.mark.parametrize("role", [Role.PREFILL, Role.DECODE])
+@pytest.mark.parametrize("again", [False, True])
+def test_a_worker_whose_round_broke_off_closes_all_the_same(
+    model: Path, monkeypatch: pytest.MonkeyPatch, role: Role, again: bool
+) -> None:
+    """A rank died while a request was on its way out: seed 649 of the simulator."""
+    with pair(model, settle=False, prefill={"chunk_tokens": 16}) as both:
+        both.submit(list(range(60)), SamplingParams(40, temperature=0.0))
+        worker: PrefillWorker | DecodeWorker = both.prefill if role is Role.PREFILL else both.decode
+        for _ in range(1000):
+            both.step()
+            if worker.runnable:
+                break
+        (request,) = worker._desk
+
+        def broken(*_: object) -> None:
+            raise PeerDead("rank 1 of this worker can't be reached")
+
+        with monkeypatch.context() as patch:
+            patch.setattr(worker._seat, "release", broken)
+            with pytest.raises(PeerDead):
+                worker.drop_session(request.session)
+            assert list(worker._desk) == [request], "it isn't out of the books"
+            if again:
+                with pytest.raises(PeerDead):
+                    worker.close()
+        if not again:
+            worker.close()
+            assert list(worker._desk) == []
+            assert worker._seat.claims == 0
+        assert isinstance(worker._waiter, Waiter)
+        assert worker._waiter._event < 0, "what it listens on is closed, whatever went wrong"

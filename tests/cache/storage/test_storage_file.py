@@ -300,16 +300,19 @@ def test_a_ledger_that_runs_ahead_costs_a_scan_and_no_object(file_rig: FileRig) 
 
 
 def test_a_folder_whose_lock_is_held_fails_writes_by_the_deadline_and_still_reads(file_rig: FileRig) -> None:
+    first = file_rig.open()
+    first.write([item(1)])
     backend = FileBackend(file_rig.root, 1 << 30, timeout_s=0.02)
-    backend.write([item(1)])
     holder = os.open(file_rig.root / "ledger", os.O_RDWR)
     fcntl.flock(holder, fcntl.LOCK_EX)
     assert [o.verdict for o in backend.write([item(1), item(2)])] == [Verdict.KEPT, Verdict.FAILED]
     assert backend.counts().failed == 1
     assert read_one(backend, name(1))[0].ok
     os.close(holder)
-    assert backend.write([item(2)])[0].verdict is Verdict.STORED
+    assert first.write([item(2)])[0].verdict is Verdict.STORED
+    assert read_one(backend, name(2))[0].ok
     backend.close()
+    first.close()
 
 
 def test_a_path_that_can_not_be_a_folder_is_refused_with_advice(tmp_path: Path) -> None:
