@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-PROTOCOL = 2
+PROTOCOL = 3
 """Version of the messages between workers. It grows when a build can't talk to the one before it; fields and messages
 that the other side may skip don't change it."""
 

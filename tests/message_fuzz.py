@@ -191,10 +191,12 @@ def flood(plane: str, data: st.DataObject, count: int) -> None:
             t.writer.channel.send,
             lambda said: t.both.sender._inbox.send(b"decode-0:1", said),
             lambda said: t.reader.link.notify(room, said),
+            lambda said: t.reader.link.notify(room, m.summed(said)),
             lambda said: socket.send_multipart([said]),
             lambda said: socket.send_multipart([b"P", said, said]),
             lambda said: socket.send_multipart([b"S", said, said]),
             lambda said: socket.send_multipart([b"N", said, said]),
+            lambda said: socket.send_multipart([b"N", said, m.summed(said)]),
         ]
         said = data.draw(st.lists(st.tuples(st.integers(0, len(ways) - 1), wrong), min_size=count, max_size=count))
         for number, (way, message) in enumerate(said):

@@ -60,7 +60,7 @@ def say_notice(both: Ends, prompt: Prompt, notice: m.Notice, writes: int = 0) ->
     """The writer of this room says `notice`, whatever is true."""
     peer = both.sender._rooms[prompt.room].peer
     assert peer is not None
-    peer.link.notify(notice.room, m.encode(notice), writes)
+    peer.link.notify(notice.room, m.encode_notice(notice), writes)
 
 
 def test_a_reference_out_of_range_is_refused_and_no_page_changes(both: Ends) -> None:

@@ -1,12 +1,15 @@
 """Messages between prefill and decode: frozen values, an explicit tag for each, msgpack on the wire.
 
 Control messages go over the control socket. Notices go through the data plane, ordered after the writes they tell
-of. Nothing but the types in `TAGS` can come out of bytes; anything else raises `WireError`.
+of, each with a checksum behind it: they say which pages are right, and one that a bit was turned of on its way could
+say something else that can be read. Nothing but the types in `TAGS` can come out of bytes; anything else raises
+`WireError`.
 """
 
 from __future__ import annotations
 
 import typing
+import zlib
 from dataclasses import dataclass
 from typing import Any
 
@@ -207,6 +210,7 @@ TAGS: dict[int, type[Any]] = {
 }
 _TAG_OF = {cls: tag for tag, cls in TAGS.items()}
 _OF_ROOMS = (4, 5, 6)
+_SUM_BYTES = 4
 MOST_NAME = 256
 """Characters of a room's name."""
 _HINTS = {cls: typing.get_type_hints(cls) for cls in (*TAGS.values(), Place, Sealed, RankProcess, Fingerprint)}
@@ -215,6 +219,23 @@ _HINTS = {cls: typing.get_type_hints(cls) for cls in (*TAGS.values(), Place, Sea
 def encode(message: Message) -> bytes:
     packed: bytes = msgpack.packb([_TAG_OF[type(message)], *_values(message)], default=_values)
     return packed
+
+
+def encode_notice(notice: Notice) -> bytes:
+    return summed(encode(notice))
+
+
+def summed(packed: bytes) -> bytes:
+    """A packed notice with its checksum behind it: CRC-32, 4 bytes, little-endian."""
+    return packed + zlib.crc32(packed).to_bytes(_SUM_BYTES, "little")
+
+
+def decode_notice(data: bytes | memoryview) -> Message:
+    """Raises `WireError` for what was changed on its way, and as `decode` does."""
+    packed = data[:-_SUM_BYTES]
+    if data[-_SUM_BYTES:] != zlib.crc32(packed).to_bytes(_SUM_BYTES, "little"):
+        raise WireError("a notice's checksum is that of something else")
+    return decode(packed)
 
 
 def _values(value: Any) -> list[Any]:

@@ -214,7 +214,7 @@ class ReceiverEnd:
             self._hear(peer)
         for data in self._plane.poll():
             try:
-                self._notice(m.decode(data))
+                self._notice(m.decode_notice(data))
             except WireError as error:
                 self._refuse("notice", error)
                 self._plane.dropped += 1

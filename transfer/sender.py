@@ -633,7 +633,7 @@ class SenderEnd:
                     room.failed = room.failed or f"a write to {peer.name} failed: {error}"[:_REASON]
                 if room.failed or self._rooms.get(room.id) is not room:
                     continue
-            peer.link.notify(pending.notice.room, m.encode(pending.notice), pending.writes)
+            peer.link.notify(pending.notice.room, m.encode_notice(pending.notice), pending.writes)
 
     def _settle(self, peer: _Peer) -> None:
         """Wait until nothing of `peer` is under way; what could be said of it is said."""

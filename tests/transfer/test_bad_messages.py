@@ -69,7 +69,11 @@ def test_every_field_of_every_notice_may_be_wrong(plane: str) -> None:
         bad += [data for message in said for data in too_short(raw(message))]
         link = t.reader.link
         refused(
-            t.both.receiver, len(bad), t.both, lambda n: link.notify(t.prompt.room, msgpack.packb(bad[n])), len(bad)
+            t.both.receiver,
+            len(bad),
+            t.both,
+            lambda n: link.notify(t.prompt.room, m.summed(msgpack.packb(bad[n]))),
+            len(bad),
         )
         t.untouched()
         t.ends_well()
@@ -81,7 +85,7 @@ def test_a5_places_come_back_only_by_the_word_of_who_was_granted_them(plane: str
     """The same words with another ticket: of an earlier grant, of somebody who never saw it, or from before it."""
     with met(plane) as t:
         for ticket in (t.ticket + 1, 1, -t.ticket):
-            t.reader.link.notify(t.prompt.room, m.encode(WORDS[word](t.prompt.room, ticket)))
+            t.reader.link.notify(t.prompt.room, m.encode_notice(WORDS[word](t.prompt.room, ticket)))
             t.both.until(lambda: t.both.receiver.refused, "a refusal")
             t.both.receiver.refused = 0
         t.untouched()

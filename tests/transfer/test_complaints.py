@@ -53,9 +53,9 @@ def say_all(both: Ends, prompt: Prompt, link: Link, target: Target | None, ticke
     assert target is not None
     link.post(PageWrite(target, prompt.runs))
     parts = tuple(_sealed(pool, run.first, prompt.tags[pool]) for pool, run in prompt.runs.items())
-    link.notify(prompt.room, m.encode(m.Wrote(prompt.room, ticket, parts)))
+    link.notify(prompt.room, m.encode_notice(m.Wrote(prompt.room, ticket, parts)))
     link.post(SlotWrite(target, pack(Metadata(prompt.room, 0, 7, None, 0, prompt.positions))))
-    link.notify(prompt.room, m.encode(m.WroteSlot(prompt.room, ticket)))
+    link.notify(prompt.room, m.encode_notice(m.WroteSlot(prompt.room, ticket)))
 
 
 def late_words(both: Ends, count: int) -> None:
@@ -92,7 +92,7 @@ def test_state_that_was_consumed_already_never_comes_back_in_another_answer(plan
             late_words(both, 2)
             assert image(both.target) == before
         for word in (m.WroteSlot(first.room, ticket), m.WroteSlot(second.room, ticket)):
-            link.notify(second.room, m.encode(word))
+            link.notify(second.room, m.encode_notice(word))
         late_words(both, 2)
         assert not any(o.room == second.room for o in both.outcomes)
         again = whole(both, second)
@@ -115,7 +115,9 @@ def test_metadata_of_the_previous_prompt_in_a_slot_is_never_taken_for_this_ones(
         both.open(second)
         both.sender.write(second.room, second.all(), (DONE,))
         peer, ticket = both.sender._peers[b"decode-0:1"], both.sender._rooms[second.room].ticket
-        peer.link.notify(second.room, m.encode(m.WroteSlot(second.room, ticket)), 1)  # Without having written it.
+        peer.link.notify(
+            second.room, m.encode_notice(m.WroteSlot(second.room, ticket)), 1
+        )  # Without having written it.
         broken = both.outcome(second.room)
         assert isinstance(broken, Broken)
         assert broken.kind is ErrorKind.DAMAGED
@@ -280,7 +282,7 @@ def test_a_decode_worker_that_restarted_is_not_written_to_by_stale_addresses(
                 waiter.wait(0.01)
         stale.peer.link.post(PageWrite(stale.target, stale.target.runs))
         stale.peer.link.post(SlotWrite(stale.target, b"\1" * 100))
-        stale.peer.link.notify(room, m.encode(m.WroteSlot(room, stale.ticket)))
+        stale.peer.link.notify(room, m.encode_notice(m.WroteSlot(room, stale.ticket)))
         while plane == "zmq" and (new._plane.dropped, new.late) < (2, 1):
             assert new.poll() == []  # All of it comes: the connection was made again by itself.
             waiter.wait(0.01)
@@ -330,7 +332,7 @@ def test_an_aborted_prefill_answers_nothing(plane: str, written: int) -> None:
             both.sender.write(prompt.room, {"full": prompt.part("full", range(written)), **rest}, (DONE,))
         both.sender.fail(prompt.room, ErrorKind.CANCELLED, "aborted")
         for word in (m.WroteSlot(prompt.room, ticket), m.Finished(prompt.room, ticket)):
-            link.notify(prompt.room, m.encode(word))
+            link.notify(prompt.room, m.encode_notice(word))
         broken = both.outcome(prompt.room)
         assert isinstance(broken, Broken)
         assert broken.kind is ErrorKind.CANCELLED

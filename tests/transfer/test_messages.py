@@ -63,6 +63,24 @@ def test_d9_only_the_tables_types_come_out_of_bytes(data: bytes, says: str) -> N
         m.decode(data)
 
 
+NOTICES = [x for x in EXAMPLES if isinstance(x, m.Notice)]
+
+
+@pytest.mark.parametrize("notice", NOTICES, ids=lambda x: type(x).__name__)
+def test_a9_a_notice_that_a_bit_was_turned_of_on_its_way_is_none(notice: m.Notice) -> None:
+    """One turned bit makes `Finished` of `Wrote`: nothing would be decoded, and nobody told (seed 1293)."""
+    data = m.encode_notice(notice)
+    assert m.decode_notice(data) == m.decode_notice(memoryview(data)) == notice
+    for bit in range(8 * len(data)):
+        turned = bytearray(data)
+        turned[bit // 8] ^= 1 << bit % 8
+        with pytest.raises(WireError, match="checksum"):
+            m.decode_notice(bytes(turned))
+    for length in range(len(data)):
+        with pytest.raises(WireError):
+            m.decode_notice(data[:length])
+
+
 @pytest.mark.parametrize("message", EXAMPLES, ids=lambda x: type(x).__name__)
 def test_fields_of_a_newer_build_are_skipped(message: m.Message) -> None:
     assert m.decode(msgpack.packb([*msgpack.unpackb(m.encode(message)), "of tomorrow", {"what": [1]}])) == message

@@ -130,7 +130,7 @@ def test_c1_pages_without_their_state_are_no_hand_over() -> None:
         assert both.outcomes == []
         peer = both.sender._rooms[prompt.room].peer
         assert peer is not None
-        peer.link.notify(prompt.room, m.encode(m.WroteSlot(prompt.room, both.sender._rooms[prompt.room].ticket)))
+        peer.link.notify(prompt.room, m.encode_notice(m.WroteSlot(prompt.room, both.sender._rooms[prompt.room].ticket)))
         broken = both.outcome(prompt.room)
         assert isinstance(broken, Broken)
         assert broken.kind is ErrorKind.ROOM
@@ -373,7 +373,9 @@ def test_a_notice_of_anything_but_what_comes_next_breaks_the_room(part: str) -> 
         both.open(prompt, {"full": range(3)})
         peer = both.sender._rooms[prompt.room].peer
         assert peer is not None
-        peer.link.notify(prompt.room, m.encode(m.Wrote(prompt.room, both.sender._rooms[prompt.room].ticket, (sealed,))))
+        peer.link.notify(
+            prompt.room, m.encode_notice(m.Wrote(prompt.room, both.sender._rooms[prompt.room].ticket, (sealed,)))
+        )
         broken = both.outcome(prompt.room)
         assert isinstance(broken, Broken)
         assert "came when these were due: full 3..6, window 4..6, state 6..6" in broken.message

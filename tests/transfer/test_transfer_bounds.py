@@ -240,7 +240,7 @@ def failed_rooms(both: Ends) -> list[tuple[str, int]]:
     """Rooms, with their tickets, that the writer has given up by itself."""
     out: list[tuple[str, int]] = []
     for data in both.receiver._plane.poll():
-        word = m.decode(data)
+        word = m.decode_notice(data)
         if isinstance(word, m.Failed):
             assert "keeps no more early grants" in word.message
             out.append((word.room, word.ticket))

@@ -382,7 +382,7 @@ def test_every_field_of_every_notice_arrives_over_both_planes(kind: str) -> None
     with planes(kind) as (writer, reader):
         link = writer.connect(reader.describe())
         for notice in NOTICES:
-            link.notify(RoomId("room"), t.encode(notice))
+            link.notify(RoomId("room"), t.encode_notice(notice))
         heard: list[bytes] = []
         for _ in range(200):
             heard += reader.poll()
@@ -390,7 +390,7 @@ def test_every_field_of_every_notice_arrives_over_both_planes(kind: str) -> None
                 break
             reader.waitable[0].poll(100)
         link.close()
-    assert [t.decode(data) for data in heard] == NOTICES
+    assert [t.decode_notice(data) for data in heard] == NOTICES
 
 
 def test_every_field_of_the_metadata_slot_is_copied_out_as_it_was_packed() -> None:
