@@ -5,6 +5,8 @@ from __future__ import annotations
 from types import SimpleNamespace
 from typing import Any
 
+import pytest
+
 from cache.leases import Allocator
 from cache.nodes import Lock, Offer, Tier
 from cache.prefix import Prefix
@@ -35,3 +37,28 @@ def test_pages_of_a_lock_that_were_loaded_in_front_of_others_come_first() -> Non
     behind, host, loaded = part(3), part(0, Tier.HOST), part(0)
     lock = Lock(1, "a request", [behind, host, loaded], added_to=True)
     assert lock.on_device("window") == [loaded, behind]
+
+
+def test_a_match_from_before_something_was_condemned_is_not_locked() -> None:
+    tree, allocator = PrefixTree(pool_sets()["full"]), Allocator("full pages", 30, first=1)
+    first, second = (Prefix.of(range(n, n + 8), 4) for n in (0, 50))
+    for prefix in (first, second):
+        tree.insert(prefix, {"full": [Offer(0, allocator.lease(2, "request"), (1, 2))]})
+    match = tree.match(first)
+    tree.condemn(second)
+    with pytest.raises(AssertionError, match="match again, then lock"):
+        tree.lock(match, "a request")
+
+
+def test_what_is_cut_off_a_leaf_before_storage_had_it_is_counted_as_missed() -> None:
+    tree, allocator = PrefixTree(pool_sets()["full"]), Allocator("full pages", 30, first=1)
+    prefix = Prefix.of(range(40), 4)
+    tree.insert(prefix, {"full": [Offer(0, allocator.lease(10, "request"), range(10))]}, Tier.HOST)
+    (node,) = tree.nodes()
+    part = node.parts[Tier.HOST]["full"]
+    assert tree.evict(Tier.HOST, "full", 1) == 1
+    assert tree.missed == 0, "nobody was to store it"
+    tree.unstored[part], part.stored = (0, 0.0), 7
+    assert tree.evict(Tier.HOST, "full", 4) == 4
+    assert tree.missed == 2, "pages 5 to 8 went, and storage had seven"
+    assert tree.check() == []

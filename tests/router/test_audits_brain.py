@@ -184,6 +184,7 @@ def test_a_difference_counts_once_another_worker_has_come_to_the_same() -> None:
     assert results(on) == {Result.DAMAGED: 1}
     (finding,) = on.findings
     assert (finding.request_id, finding.result, finding.differing) == (rid, Result.DAMAGED, 1)
+    assert on.brain.audits.counts.differing == 1
     assert finding.role is DECODE
     assert finding.leg is not None
     assert finding.leg.workers == {PREFILL: prefill, DECODE: "decode-0"}

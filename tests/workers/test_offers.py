@@ -5,6 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from cache.heat import hottest
 from cache.prefix import Prefix
 from contracts.clock import ManualClock
@@ -116,6 +118,20 @@ def test_what_is_not_taken_is_told_at_once(model: Path) -> None:
         assert [event.bytes for event in told if isinstance(event, Fetched)] == [0, 0]
         c.until(lambda: not c.decode("decode-1")._receiver.rooms, "their rooms to be over", 1000)
         taken.release()
+
+
+def test_what_can_not_be_granted_any_more_is_told_and_keeps_nothing(
+    model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The room has failed between the order and the pages that were found for it."""
+    with company(model, **sections()) as c:
+        served(c)
+        monkeypatch.setattr(c.decode("decode-1")._receiver, "grant", lambda *_: False)
+        told = hears(c, Fetched)
+        c.drain("decode-0")
+        c.until(lambda: len(told) == 2, "both to be told", 1000)
+        assert [event.bytes for event in told if isinstance(event, Fetched)] == [0, 0]
+        assert c.decode("decode-1")._seat.claims == 0
 
 
 def test_nobody_waits_for_a_router_that_asks_for_nothing(model: Path) -> None:
