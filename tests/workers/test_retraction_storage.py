@@ -50,42 +50,6 @@ def places(requests: list[Request]) -> list[Place]:
     return [r.parked.place for r in requests if r.parked is not None]
 
 
-def test_every_place_of_parked_state_reaches_the_end() -> None:
-    assert PLACES.dead_ends() == []
-    assert all(place is Place.GONE or PLACES.rows[place] for place in Place)
-
-
-def test_what_host_memory_has_no_room_for_goes_to_storage_and_comes_back(
-    model: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    expected = undisturbed(model, ASKED)
-    with small_host(model, 9) as (both, decode):
-        asked = [both.submit(prompt, greedy(count)) for prompt, count in ASKED]
-        run_until(both, decode, count=3)
-        with monkeypatch.context() as patch:
-            away = all_away(both, decode, patch)
-            assert sorted(places(away)) == [Place.HOST, Place.HOST, Place.STORED]
-            assert decode.check().violations == ()
-        assert [answer.list for answer in both.run(*asked)] == expected
-        counters = decode.status().counters
-        assert (counters["parked_stored"], counters["parked_fetched"]) == (1, 1)
-        assert (counters["recomputed"], counters["parked_lost"]) == (0, 0)
-        assert counters["retractions"] == counters["resumptions"] == 3
-
-
-def test_a_host_for_one_serves_all_of_them_through_storage(model: Path) -> None:
-    expected = undisturbed(model, ASKED)
-    with small_host(model, 6, retract_every=5) as (both, decode):
-        asked = [both.submit(prompt, greedy(count)) for prompt, count in ASKED]
-        answers = both.run(*asked, rounds=1_000_000)
-        counters = decode.status().counters
-        assert counters["parked_stored"] > 3
-        for answer, whole in zip(answers, expected, strict=True):
-            assert answer.done is not None
-            assert answer.done.error in (None, ErrorKind.RETRACTED)
-            assert answer.list == whole[: len(answer.list)]
-
-
 Queue = TypeVar("Queue", bound=InlineQueue)
 
 
@@ -111,6 +75,43 @@ def each_round(monkeypatch: pytest.MonkeyPatch, queues: Sequence[InlineQueue]) -
             one.run_all()
 
     monkeypatch.setattr(Pair, "step", stepped)
+
+
+def test_every_place_of_parked_state_reaches_the_end() -> None:
+    assert PLACES.dead_ends() == []
+    assert all(place is Place.GONE or PLACES.rows[place] for place in Place)
+
+
+def test_what_host_memory_has_no_room_for_goes_to_storage_and_comes_back(
+    model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    expected = undisturbed(model, ASKED)
+    with small_host(model, 9) as (both, decode):
+        asked = [both.submit(prompt, greedy(count)) for prompt, count in ASKED]
+        run_until(both, decode, count=3)
+        with monkeypatch.context() as patch:
+            away = all_away(both, decode, patch)
+            assert sorted(places(away)) == [Place.HOST, Place.HOST, Place.STORED]
+            assert decode.check().violations == ()
+        assert [answer.list for answer in both.run(*asked)] == expected
+        counters = decode.status().counters
+        assert (counters["parked_stored"], counters["parked_fetched"]) == (1, 1)
+        assert (counters["recomputed"], counters["parked_lost"]) == (0, 0)
+        assert counters["retractions"] == counters["resumptions"] == 3
+
+
+def test_a_host_for_one_serves_all_of_them_through_storage(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    expected = undisturbed(model, ASKED)
+    each_round(monkeypatch, queues_by_hand(monkeypatch, InlineQueue))
+    with small_host(model, 6, retract_every=5) as (both, decode):
+        asked = [both.submit(prompt, greedy(count)) for prompt, count in ASKED]
+        answers = both.run(*asked, rounds=1_000_000)
+        counters = decode.status().counters
+        assert counters["parked_stored"] > 3
+        for answer, whole in zip(answers, expected, strict=True):
+            assert answer.done is not None
+            assert answer.done.error in (None, ErrorKind.RETRACTED)
+            assert answer.list == whole[: len(answer.list)]
 
 
 def forget(store: Any) -> None:
@@ -149,8 +150,6 @@ def test_what_storage_has_lost_or_spoilt_is_computed_again(
 def test_who_has_no_way_back_through_the_host_is_computed_again_and_the_answer_says_why(
     model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    queues = queues_by_hand(monkeypatch, InlineQueue)
-    each_round(monkeypatch, queues)
     with small_host(model, 9) as (both, decode):
         asked = [both.submit(prompt, greedy(count)) for prompt, count in ASKED]
         run_until(both, decode, count=3)
