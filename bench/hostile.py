@@ -87,8 +87,8 @@ def harm(kind: str, host: str, ports: Sequence[int], seconds: float, context: in
         told[str(status)] = told.get(str(status), 0) + 1
 
     if kind == "first":
-        for made_up in bodies(host, port, context):
-            note(send(host, port, made_up))
+        for body in bodies(host, port, context):
+            note(send(host, port, body))
         asyncio.run(salted(host, port, FIRST_SALTS))
     elif kind == "bodies":
         made = list(bodies(host, port, context))
@@ -105,10 +105,10 @@ def harm(kind: str, host: str, ports: Sequence[int], seconds: float, context: in
                 time.sleep(0.2)
                 held.pop(0).close()
     elif kind == "choices":
-        body = {"prompt": [300] * min(100_000, context - 16), "max_tokens": 2, "n": 128}
+        asked = {"prompt": [300] * min(100_000, context - 16), "max_tokens": 2, "n": 128}
         while time.monotonic() < until:
             for ids in (False, True):
-                note(send(host, port, json.dumps({**body, "return_token_ids": ids, "stream": ids}).encode()))
+                note(send(host, port, json.dumps({**asked, "return_token_ids": ids, "stream": ids}).encode()))
     elif kind == "salts":
         for status, times in asyncio.run(salted(host, port, salts)).items():
             told[str(status)] = times
@@ -116,10 +116,7 @@ def harm(kind: str, host: str, ports: Sequence[int], seconds: float, context: in
         while time.monotonic() < until:
             with suppress(OSError), socket.create_connection((host, random.choice(ports)), timeout=0.5) as client:
                 client.settimeout(0.5)
-                kind_of = random.randrange(3)
-                client.sendall(
-                    [b"", b"\xff\x00\x00\x00\x00\x00\x00\x01\x7f", b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"][kind_of]
-                )
+                client.sendall(random.choice(BEGINNINGS))
                 client.sendall(random.randbytes(random.choice([1, 64, 65_536])))
                 note("sent")
     return told

@@ -6,7 +6,7 @@ from collections import Counter
 
 import pytest
 
-from cache.adoption import MOST_TAKEN, SETTLED_S
+from cache.adoption import MOST_TAKEN, SETTLED_S, ArenaKeeper
 from cache.arena import SALT_BYTES, Arena, arena_bytes, most_index_bytes
 from cache.nodes import Node, Tier
 from cache.registry import Order, PoolSetLayout
@@ -384,12 +384,17 @@ def test_all_that_was_adopted_was_used_before_anything_that_is_to_come() -> None
     assert used[5] < used[6] == 0, "what the tree counts from now on is above nought"
 
 
-def test_what_a_load_has_verified_is_not_looked_at_again() -> None:
+def taken_over() -> tuple[World, ArenaKeeper]:
+    """A world on what another one has left of `TOKENS`, and who keeps its arena."""
     segment = segment_for("full")
     visit(world_on(segment, "full"), TOKENS)
     second = world_on(segment, "full", 2)
-    keeper = second.seat.keeper
-    assert keeper is not None
+    assert second.seat.keeper is not None
+    return second, second.seat.keeper
+
+
+def test_what_a_load_has_verified_is_not_looked_at_again() -> None:
+    second, keeper = taken_over()
     keeper._look = lambda budget: None  # type: ignore[method-assign]
     there = [part for node in host_nodes(second) for part in node.parts[Tier.HOST].values()]
     assert all(map(keeper.unproven, there))
@@ -398,11 +403,7 @@ def test_what_a_load_has_verified_is_not_looked_at_again() -> None:
 
 
 def test_check_names_a_page_that_is_to_be_looked_at_and_is_nobodys() -> None:
-    segment = segment_for("full")
-    visit(world_on(segment, "full"), TOKENS)
-    second = world_on(segment, "full", 2)
-    keeper = second.seat.keeper
-    assert keeper is not None
+    _, keeper = taken_over()
     assert keeper.check() == []
     keeper._unproven["full"].add(COUNT - 1)
     assert keeper.check() == [f"arena: full pages [{COUNT - 1}] are to be looked at, and not in the tree"]

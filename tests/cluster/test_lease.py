@@ -157,7 +157,9 @@ def test_a_renewal_may_take_two_heartbeats_and_no_less_than_a_second(heartbeat_s
             return pb.Grant(fenced=True)
 
     record = WorkerRecord(NAME, Role.DECODE, Incarnation(1), 7, "n", "e", "c", Fits(1, 1))
-    keeper = LeaseKeeper(record, "nowhere", ManualClock(), heartbeat_s, FakeWorker(incarnation=1).status, str)
+    keeper = LeaseKeeper(
+        record, "nowhere", ManualClock(), heartbeat_s, FakeWorker(incarnation=1).status, lambda _: None
+    )
     asyncio.run(keeper._renew(Stub()))
     assert given == [timeout_s]
 

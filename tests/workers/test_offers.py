@@ -78,9 +78,11 @@ def test_pages_that_somebody_else_uses_are_not_pushed_out(model: Path) -> None:
         served(c)
         target = c.decode("decode-1")._seat
         taken = target.pools.allocators[target.full].lease(target.pools.allocators[target.full].free, "planted")
+        told = hears(c, Fetched)
         c.drain("decode-0")
         c.until(lambda: c.workers["decode-0"].drained, "decode-0 to have nothing to do", 4000)
         assert depth(c, "decode-1", HOT) == 0
+        assert [event.bytes for event in told if isinstance(event, Fetched)] == [0, 0], "nobody waits for its patience"
         taken.release()
 
 
@@ -104,20 +106,6 @@ def test_a_worker_waits_until_each_of_its_offers_was_asked_for_and_counts_nothin
             assert (worker._departures.next_deadline is not None) is waits
         c.step("decode-0")
         assert worker.drained
-
-
-def test_what_is_not_taken_is_told_at_once(model: Path) -> None:
-    """Whoever gives it needn't wait until its patience is over."""
-    with company(model, tokens=160, **sections()) as c:
-        served(c)
-        target = c.decode("decode-1")._seat
-        taken = target.pools.allocators[target.full].lease(target.pools.allocators[target.full].free, "planted")
-        told = hears(c, Fetched)
-        c.drain("decode-0")
-        c.until(lambda: len(told) == 2, "both to be told", 1000)
-        assert [event.bytes for event in told if isinstance(event, Fetched)] == [0, 0]
-        c.until(lambda: not c.decode("decode-1")._receiver.rooms, "their rooms to be over", 1000)
-        taken.release()
 
 
 def test_what_can_not_be_granted_any_more_is_told_and_keeps_nothing(

@@ -169,9 +169,9 @@ def test_a5_a_readers_proven_death_ends_its_rooms_at_the_writer(model: Path) -> 
 
 
 @pytest.mark.parametrize("role", [Role.PREFILL, Role.DECODE])
-@pytest.mark.parametrize("again", [False, True])
+@pytest.mark.parametrize("still_broken", [False, True])
 def test_a_worker_whose_round_broke_off_closes_all_the_same(
-    model: Path, monkeypatch: pytest.MonkeyPatch, role: Role, again: bool
+    model: Path, monkeypatch: pytest.MonkeyPatch, role: Role, still_broken: bool
 ) -> None:
     """A rank died while a request was on its way out: seed 649 of the simulator."""
     with pair(model, settle=False, prefill={"chunk_tokens": 16}) as both:
@@ -191,10 +191,10 @@ def test_a_worker_whose_round_broke_off_closes_all_the_same(
             with pytest.raises(PeerDead):
                 worker.drop_session(request.session)
             assert list(worker._desk) == [request], "it isn't out of the books"
-            if again:
+            if still_broken:
                 with pytest.raises(PeerDead):
                     worker.close()
-        if not again:
+        if not still_broken:
             worker.close()
             assert list(worker._desk) == []
             assert worker._seat.claims == 0
