@@ -15,11 +15,11 @@ from cache.prefix import Prefix
 from contracts.ids import Epoch
 
 T = TypeVar("T")
-NEVER_FREED = Epoch(0)
-"""The epoch of the null page."""
 
 NO_PAGE = 0
 """In a table: nothing is there. Index 0 is the null page of every pool."""
+NEVER_FREED = Epoch(0)
+"""The epoch of the null page."""
 
 
 def numbers(values: Iterable[int] = ()) -> array[int]:
@@ -128,7 +128,7 @@ class Claim:
         lacking = first + len(indices) - len(table)
         if lacking > 0:
             table.extend([NO_PAGE] * lacking)
-            marks.extend([0] * lacking)
+            marks.extend([NEVER_FREED] * lacking)
         table[first : first + len(indices)] = numbers(indices)
         marks[first : first + len(indices)] = numbers(epochs)
 

@@ -298,8 +298,6 @@ class Lock:
     number: int
     owner: str
     parts: list[Part]
-    added_to: bool = False
-    """Whether parts were locked after the first ones: these are in the order of the sequence, by component."""
 
     def of(self, component: str) -> list[Part]:
         """Its parts of one component, in the order in which they were locked."""
@@ -311,8 +309,7 @@ class Lock:
         A window's pages may be loaded in front of others that were on the device all along: these are locked later.
         """
         device = Tier.DEVICE
-        parts = [p for p in self.parts if p.component == component and p.tier is device]
-        return sorted(parts, key=start_of) if self.added_to else parts
+        return sorted([p for p in self.parts if p.component == component and p.tier is device], key=start_of)
 
 
 @dataclass(frozen=True, slots=True)

@@ -104,10 +104,6 @@ def _locks(tree: PrefixTree, nodes: list[Node]) -> Iterator[str]:
     for lock in tree.locked:
         for part in lock.parts:
             held.setdefault(id(part), set()).add(lock.number)
-        for name in [] if lock.added_to else [component.name for component in tree.components]:
-            starts = [part.node.start for part in lock.on_device(name) if part.node.linked]
-            if starts != sorted(starts):
-                yield f"tree: a lock names {name} out of the order of its sequence"
     for part in _parts(nodes):
         if {lock.number for lock in part.locks} != held.pop(id(part), set()):
             yield f"tree: {part.component} of {len(part)}: its locks differ from the tokens that hold it"

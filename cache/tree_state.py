@@ -105,7 +105,6 @@ class TreeState:
 
     def add(self, lock: Lock, part: Part) -> None:
         """Keep `part` too, once: it was loaded for whom the lock is."""
-        lock.added_to = True
         self._add(lock, (part,))
 
     def _add(self, lock: Lock, parts: Iterable[Part]) -> None:

@@ -186,7 +186,8 @@ class Departures:
 
     @property
     def quiet(self) -> bool:
-        """Whether there is none, and of those that have ended nothing is being written or waits to be said."""
+        """Whether this worker writes into no room, and of rooms that have ended nothing is being written or waits to be
+        said."""
         return self._sender.quiet
 
     @property

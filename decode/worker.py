@@ -145,8 +145,7 @@ class DecodeWorker(PhaseWorker[Request]):
     @property
     def drained(self) -> bool:
         at_work = self._desk or self._ahead or self._receiver.rooms or self._seat.busy
-        gone = self._departures.quiet and self._departures.offers.over
-        return self._desk.draining and gone and not at_work
+        return self._desk.draining and not at_work and self._departures.quiet and self._departures.offers.over
 
     def undrain(self) -> None:
         super().undrain()
@@ -524,9 +523,6 @@ class DecodeWorker(PhaseWorker[Request]):
 
     def _leave(self, request: Request, reason: str) -> None:
         """The one way out of the books, from any phase; the room gives back what it holds by its own rules."""
-        queue = {Phase.WAITING: self._waiting, Phase.RUNNING: self._running}.get(request.phase)
-        if queue is not None and request in queue:  # Of a worker that closes because a round broke off, it may be out.
-            queue.remove(request)
         self._departures.drop(request, reason)
         self._receiver.abort(request.submit.room, reason)
         if request.claim is not None:
@@ -538,5 +534,9 @@ class DecodeWorker(PhaseWorker[Request]):
             self._seat.release(request.claim, under_way)
             request.claim = None
         self._retraction.leave(request)
+        # Where anything above breaks off, as in a round that failed, the request is still in the books, whole.
+        queue = {Phase.WAITING: self._waiting, Phase.RUNNING: self._running}.get(request.phase)
+        if queue is not None:
+            queue.remove(request)
         request.step(PhaseEvent.END)
         self._desk.remove(request)

@@ -129,8 +129,8 @@ class PrefillWorker(PhaseWorker[Request]):
 
     @property
     def drained(self) -> bool:
-        over = not (self._desk or self._ahead or self._seat.busy) and self._sender.quiet
-        return self._desk.draining and over
+        at_work = self._desk or self._ahead or self._seat.busy
+        return self._desk.draining and not at_work and self._sender.quiet
 
     @property
     def runnable(self) -> bool:

@@ -222,6 +222,7 @@ def encode(message: Message) -> bytes:
 
 
 def encode_notice(notice: Notice) -> bytes:
+    """A notice as the data plane carries it: packed, with its checksum behind it."""
     return summed(encode(notice))
 
 
@@ -230,12 +231,15 @@ def summed(packed: bytes) -> bytes:
     return packed + zlib.crc32(packed).to_bytes(_SUM_BYTES, "little")
 
 
-def decode_notice(data: bytes | memoryview) -> Message:
-    """Raises `WireError` for what was changed on its way, and as `decode` does."""
+def decode_notice(data: bytes | memoryview) -> Notice:
+    """Raises `WireError` for what was changed on its way, for a message of another kind, and as `decode` does."""
     packed = data[:-_SUM_BYTES]
     if data[-_SUM_BYTES:] != zlib.crc32(packed).to_bytes(_SUM_BYTES, "little"):
         raise WireError("a notice's checksum is that of something else")
-    return decode(packed)
+    message = decode(packed)
+    if not isinstance(message, Notice):
+        raise WireError(f"{type(message).__name__} is no notice")
+    return message
 
 
 def _values(value: Any) -> list[Any]:

@@ -453,10 +453,8 @@ class ReceiverEnd:
 
     # ------------------------------------------------------------ notices
 
-    def _notice(self, message: m.Message) -> None:
-        """Raises `WireError` for what is no notice, and for one without the room's ticket; then nothing has changed."""
-        if isinstance(message, m.Hello | m.Grant | m.Abort | m.Received | m.Welcome | m.Refused | m.Rejected):
-            raise WireError(f"{type(message).__name__} is no notice")
+    def _notice(self, message: m.Notice) -> None:
+        """Raises `WireError` for one without the room's ticket; then nothing has changed."""
         room = self._rooms.get(message.room)
         if room is None:
             self.late += 1

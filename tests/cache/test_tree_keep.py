@@ -35,7 +35,7 @@ def test_pages_of_a_lock_that_were_loaded_in_front_of_others_come_first() -> Non
         return SimpleNamespace(component="window", tier=tier, node=SimpleNamespace(start=start))
 
     behind, host, loaded = part(3), part(0, Tier.HOST), part(0)
-    lock = Lock(1, "a request", [behind, host, loaded], added_to=True)
+    lock = Lock(1, "a request", [behind, host, loaded])
     assert lock.on_device("window") == [loaded, behind]
 
 
