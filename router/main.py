@@ -27,6 +27,7 @@ from contracts.model import read_model_spec
 from contracts.ports import Directory
 from router.app import App, create_app
 from router.connections import BoundedHttpProtocol, Connections, raise_descriptor_limit
+from router.heap import map_large_buffers
 from router.links import ControllerDirectory
 from router.log import log
 from router.service import RouterService
@@ -122,6 +123,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = read_arguments(arguments)
     log_to_stream("router")
     raise_descriptor_limit()
+    map_large_buffers()
     try:
         config = read_config(options.config_json)
         directory = ControllerDirectory(options.controller, config.transfer.link_timeout_s)

@@ -31,6 +31,7 @@ from contracts.fields import Fields
 from contracts.model import ModelSpec
 from contracts.sampling import SamplingParams
 from router.asks import Ask, UnknownModel
+from router.heap import give_back
 from router.intake import Intake, Prepare, Prepared
 from router.text import TextCodec, read_text_codec
 
@@ -179,7 +180,7 @@ def serve(channel: socket.socket) -> None:
         kind, reply = answer(intake, Kind(frame[0]), frame[1])
         signal.setitimer(signal.ITIMER_REAL, 0)
         del frame
-        _give_back()
+        give_back()
         last = _resident_bytes() - at_start > KEEP_BYTES + len(reply)
         channel.sendall(HEAD.pack(kind, last, len(reply)))
         channel.sendall(reply)
@@ -206,13 +207,6 @@ def _exactly(channel: socket.socket, size: int) -> bytearray | None:
                 return None
             at += got
     return data
-
-
-def _give_back() -> None:
-    """Return the heap's free memory to the system, where the C library can (glibc)."""
-    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
-    if trim is not None:
-        trim(0)
 
 
 def _mapped_bytes() -> int:
