@@ -98,6 +98,8 @@ class WorkerHost:
         self._stopping = False
         self.fits = worker.fits
         self.control = worker.control
+        self.undrains = 0
+        """How often it was told to stay."""
         self.snapshot: WorkerStatus = worker.status()
         """The status after the latest step."""
         self._thread = threading.Thread(target=self._run, name=f"engine-{self.snapshot.name}", daemon=True)
@@ -182,6 +184,8 @@ class WorkerHost:
         return self.call(_drain)
 
     def undrain(self) -> Future[WorkerStatus]:
+        """Admit again. Called by one thread, the one that renews the lease."""
+        self.undrains += 1
         return self.call(_undrain)
 
     def stop(self, timeout_s: float = 5.0) -> bool:

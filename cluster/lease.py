@@ -73,10 +73,12 @@ class LeaseKeeper:
         on_lost: Callable[[str], None],
         secret: str = "",
         on_drain: Callable[[], object] = lambda: None,
+        undrains: Callable[[], int] = lambda: 0,
     ) -> None:
         """`status` is asked at each heartbeat; `on_lost` is called once, on the loop, when the lease has ended;
-        `on_drain` whenever the controller wants the worker to leave."""
-        self._on_drain = on_drain
+        `on_drain` whenever the controller wants the worker to leave. `undrains`: how often the worker was told to stay.
+        The controller hears of that first, so an order to leave that was under way meanwhile is over."""
+        self._on_drain, self._undrains = on_drain, undrains
         self._metadata = access_metadata(secret)
         self.lease = Lease(clock)
         self._record = record
@@ -117,7 +119,7 @@ class LeaseKeeper:
         """Ask again and again. What was not answered is asked on a new connection: the old one may be a dead end that
         nobody has noticed, and its back-off would last longer than the lease."""
         while True:
-            sent_at = self._clock.now()
+            sent_at, undrains = self._clock.now(), self._undrains()
             try:
                 grant = await stub.Renew(
                     self._renewal(),
@@ -136,7 +138,7 @@ class LeaseKeeper:
                     self.lease.fence()
                     return self._on_lost("the controller has ended the lease")
                 self.lease.granted(sent_at, grant.lease_s)
-                if grant.drain:
+                if grant.drain and self._undrains() == undrains:
                     self._on_drain()
             await asyncio.sleep(self._heartbeat_s)
 

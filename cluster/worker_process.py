@@ -132,7 +132,7 @@ class WorkerProcess:
             heartbeat_s = plan.config.cluster.heartbeat_s
             starting = LeaseKeeper(
                 record, plan.controller, clock, heartbeat_s, host.heartbeat, self._on_lost, plan.secret,
-                on_drain=host.drain,
+                on_drain=host.drain, undrains=lambda: host.undrains,
             )  # fmt: skip
             loop.run(starting.start(plan.config.cluster.lease_s), plan.config.cluster.lease_s + 5.0)
             keeper = starting

