@@ -20,7 +20,7 @@ test-all: .venv/.installed-dev ## run all tests but the soak, as CI does; those 
 	@$(BIN)/python -m pytest -m "not soak" -n 2 --no-loadscope-reorder $(ARGS)
 	@.ci/numerics
 
-test-numerics: .venv/.installed-dev ## run the tests of numerics as other processors would: four settings of the libraries
+test-numerics: .venv/.installed-dev ## run the tests of numerics as other processors would: three settings of the libraries
 	@.ci/numerics $(ARGS)
 
 check: .venv/.installed-dev ## lint, format, types, import layers

@@ -28,7 +28,7 @@ from contracts.errors import TwinpoolError, WireError
 from contracts.messages import Event, WorkerStatus
 from contracts.proto import worker_pb2 as pb
 from contracts.proto import worker_pb2_grpc as pb_grpc
-from contracts.wire import command_from_proto, event_to_proto, report_to_proto, status_to_proto
+from contracts.wire import command_from_proto, event_to_proto, known, report_to_proto, status_to_proto
 
 log = logging.getLogger("twinpool.service")
 
@@ -120,7 +120,10 @@ class WorkerService(pb_grpc.WorkerServicer):
     async def _read(self, session: Any, frames: AsyncIterator[pb.RouterFrame], outbox: _Outbox) -> None:
         try:
             async for frame in frames:
-                self._host.send(session, [command_from_proto(command) for command in frame.commands])
+                commands, others = known(command_from_proto, frame.commands)
+                if others:
+                    log.warning("%d commands of kinds that this build doesn't know are left out", others)
+                self._host.send(session, commands)
             outbox.end("the router closed its stream")
         except (WireError, ValueError) as error:
             log.warning("a router broke the protocol: %s", error)

@@ -43,6 +43,11 @@ class ErrorKind(StrEnum):
             ErrorKind.NONFINITE,
         )  # fmt: skip
 
+    @classmethod
+    def of(cls, said: str) -> ErrorKind:
+        """The kind of that name. One that only a newer build knows is the worker's: it is tried again elsewhere."""
+        return cls(said) if said in tuple(cls) else cls.WORKER
+
 
 class TwinpoolError(Exception):
     """Base of all errors that Twinpool raises on purpose."""
@@ -74,6 +79,10 @@ class LayoutMismatch(TwinpoolError):
 
 class WireError(TwinpoolError):
     """Raised when a message from a peer can't be decoded or breaks the protocol."""
+
+
+class UnknownKind(WireError):
+    """Raised for a message of a kind that this build doesn't know: a newer one may send it, and it is skipped."""
 
 
 class IllegalTransition(TwinpoolError):

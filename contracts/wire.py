@@ -1,8 +1,15 @@
-"""Values to protobuf and back, for the edge between router and workers."""
+"""Values to protobuf and back, for the edges between router, workers and controller.
+
+Builds of two versions meet while a cluster is upgraded. Unknown fields are skipped by protobuf itself, messages of
+unknown kinds by `known`, and an error of an unknown kind is one of the worker's.
+"""
 
 from __future__ import annotations
 
-from contracts.errors import ErrorKind, WireError
+from collections.abc import Callable, Iterable
+from typing import TypeVar
+
+from contracts.errors import ErrorKind, UnknownKind
 from contracts.fingerprint import Fingerprint
 from contracts.ids import Incarnation, RequestId, Role, RoomId, WorkerName
 from contracts.messages import (
@@ -35,6 +42,27 @@ from contracts.messages import (
 )
 from contracts.proto import worker_pb2 as pb
 from contracts.sampling import Difference, SamplingParams, TokenLogprob
+
+Message = TypeVar("Message")
+Value = TypeVar("Value")
+
+
+def known(read: Callable[[Message], Value], messages: Iterable[Message]) -> tuple[list[Value], int]:
+    """What `read` makes of those whose kind this build knows, and how many others there are."""
+    values, others = list[Value](), 0
+    for message in messages:
+        try:
+            values.append(read(message))
+        except UnknownKind:
+            others += 1
+    return values, others
+
+
+def role_from_proto(role: str) -> Role:
+    """Raises `UnknownKind` for a role that this build doesn't know."""
+    if role not in tuple(Role):
+        raise UnknownKind(f"unknown role {role!r}")
+    return Role(role)
 
 
 def command_to_proto(command: Command) -> pb.Command:
@@ -74,7 +102,7 @@ def _pages_to_proto(c: Give | Fetch) -> pb.Pages:
 
 
 def command_from_proto(message: pb.Command) -> Command:
-    """Raises `WireError` for a command of an unknown kind."""
+    """Raises `UnknownKind`."""
     match message.WhichOneof("kind"):
         case "submit":
             return _submit_from_proto(message.submit)
@@ -99,7 +127,7 @@ def command_from_proto(message: pb.Command) -> Command:
             old = message.forget
             return Forget(RequestId(old.request_id), tuple(old.tokens), old.salt)
         case kind:
-            raise WireError(f"unknown command {kind!r}")
+            raise UnknownKind(f"unknown command {kind!r}")
 
 
 def _peer_to_proto(peer: PeerRef) -> pb.Peer:
@@ -216,7 +244,10 @@ def _audited_to_proto(a: Audited) -> pb.Audited:
 
 def _audited_from_proto(request_id: RequestId, attempt: int, m: pb.Audited) -> Audited:
     differences = tuple(Difference(d.position, d.drawn, d.gap) for d in m.differences)
-    return Audited(request_id, attempt, AuditEnd(m.end), m.checked, m.differing, differences, m.exact, m.message)
+    end = (
+        AuditEnd(m.end) if m.end in tuple(AuditEnd) else AuditEnd.REFUSED
+    )  # A newer build's end: nothing was computed.
+    return Audited(request_id, attempt, end, m.checked, m.differing, differences, m.exact, m.message)
 
 
 def _logprob_to_proto(t: TokenLogprob) -> pb.TokenLogprob:
@@ -282,7 +313,7 @@ def event_to_proto(event: Event) -> pb.Event:
 
 
 def event_from_proto(m: pb.Event) -> Event:
-    """Raises `WireError` for an event of an unknown kind."""
+    """Raises `UnknownKind`."""
     request_id, attempt = RequestId(m.request_id), m.attempt
     match m.WhichOneof("kind"):
         case "tokens":
@@ -297,7 +328,7 @@ def event_from_proto(m: pb.Event) -> Event:
             return Progress(
                 request_id,
                 attempt,
-                Role(p.role),
+                role_from_proto(p.role),
                 WorkerName(p.worker),
                 dict(p.marks),
                 p.cached_tokens,
@@ -312,7 +343,7 @@ def event_from_proto(m: pb.Event) -> Event:
                 attempt,
                 d.reason,
                 d.stop_token if d.HasField("stop_token") else None,
-                ErrorKind(d.error) if d.error else None,
+                ErrorKind.of(d.error) if d.error else None,
                 d.message,
                 WorkerName(d.blame) if d.blame else None,
             )
@@ -333,7 +364,7 @@ def event_from_proto(m: pb.Event) -> Event:
         case "audited":
             return _audited_from_proto(request_id, attempt, m.audited)
         case kind:
-            raise WireError(f"unknown event {kind!r}")
+            raise UnknownKind(f"unknown event {kind!r}")
 
 
 def status_to_proto(s: WorkerStatus) -> pb.WorkerStatus:
@@ -360,7 +391,7 @@ def status_to_proto(s: WorkerStatus) -> pb.WorkerStatus:
 def status_from_proto(m: pb.WorkerStatus) -> WorkerStatus:
     return WorkerStatus(
         WorkerName(m.name),
-        Role(m.role),
+        role_from_proto(m.role),
         m.state,
         m.pid,
         m.node,

@@ -26,7 +26,14 @@ from contracts.messages import CheckReport, Command, Event, Fits, WorkerStatus
 from contracts.ports import Port, WorkerRecord, WorkerView
 from contracts.proto import worker_pb2 as pb
 from contracts.proto import worker_pb2_grpc as pb_grpc
-from contracts.wire import event_from_proto, fingerprint_from_proto, report_from_proto, status_from_proto
+from contracts.wire import (
+    event_from_proto,
+    fingerprint_from_proto,
+    known,
+    report_from_proto,
+    role_from_proto,
+    status_from_proto,
+)
 from router.log import log
 
 INCARNATION_KEY = "twinpool-incarnation"
@@ -95,7 +102,9 @@ class GrpcSession:
             async for frame in self._call:
                 if frame.incarnation != self._incarnation:
                     raise WireError(f"a frame of incarnation {frame.incarnation} came on {self._incarnation}'s stream")
-                events = [event_from_proto(m) for m in frame.events]
+                events, others = known(event_from_proto, frame.events)
+                if others:
+                    log("unknown events", incarnation=self._incarnation, left_out=others)
                 if events and self._on_closed is not None:
                     self._on_events(events)
         except grpc.aio.AioRpcError as error:
@@ -255,7 +264,10 @@ class ControllerDirectory:
                 try:
                     async for view in stub.Watch(pb.Empty(), wait_for_ready=True, metadata=metadata):
                         pause = self.RETRY_FIRST_S
-                        self._views = tuple(view_from_proto(w) for w in view.workers)
+                        views, others = known(view_from_proto, view.workers)
+                        if others:
+                            log("unknown roles", left_out=others)
+                        self._views = tuple(views)
                         self._tell(self._views)
                     reason = "the controller closed the stream"
                 except grpc.aio.AioRpcError as error:
@@ -268,12 +280,12 @@ class ControllerDirectory:
 
 
 def view_from_proto(m: pb.WorkerView) -> WorkerView:
-    """A row of the controller's table. Raises `ValueError` for a role that doesn't exist."""
+    """A row of the controller's table. Raises `UnknownKind` for a role that this build doesn't know."""
     r = m.registration
     incarnation = Incarnation(m.status.incarnation or r.incarnation)
     record = WorkerRecord(
         name=WorkerName(r.name),
-        role=Role(r.role),
+        role=role_from_proto(r.role),
         incarnation=incarnation,
         pid=r.pid,
         node=r.node,

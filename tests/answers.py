@@ -13,7 +13,7 @@ from contracts.sampling import SamplingParams
 from tests.checkpoints import Oracle, compare, compare_forced, compare_sampled, make_checkpoint
 from tests.serving import Answer, Serving, serving
 
-COUNT, LONGEST, TOKENS, AT_ONCE = 64, 2000, 40, 16
+COUNT, LONGEST, TOKENS, AT_ONCE = 20, 2000, 40, 16
 
 
 @dataclass(frozen=True)
@@ -91,10 +91,10 @@ def expect_equal(scene: Scene, prompts: Sequence[Sequence[int]], answers: Sequen
     assert margins * 100 <= len(prompts)
 
 
-def expect_greedy(scene: Scene, seed: int) -> None:
+def expect_greedy(scene: Scene, seed: int, count: int = COUNT) -> None:
     """The oracle's answers, and the path is the path: run once on a fresh cluster."""
     cluster, case = scene.serving, scene.case
-    prompts = make_prompts(seed, COUNT, LONGEST)
+    prompts = make_prompts(seed, count, LONGEST)
     answers = cluster.complete_all(prompts, at_once=AT_ONCE, max_tokens=TOKENS)
     expect_equal(scene, prompts, answers)
     assert sum(a.cached for a in answers) > 0

@@ -280,10 +280,9 @@ def _build(cls: type[Any], values: tuple[Any, ...]) -> Any:
 def _field(cls: type, name: str, kind: Any, value: Any) -> Any:
     origin = typing.get_origin(kind)
     if kind is ErrorKind:
-        try:
-            return ErrorKind(value)
-        except ValueError:
-            raise WireError(f"{cls.__name__}.{name} is no error kind: {value!r}") from None
+        if type(value) is not str:
+            raise WireError(f"{cls.__name__}.{name} is no error kind: {value!r:.80}")
+        return ErrorKind.of(value)
     if kind in _HINTS:
         if not isinstance(value, tuple):
             raise WireError(f"{cls.__name__}.{name} must be {kind.__name__}, got {value!r:.80}")

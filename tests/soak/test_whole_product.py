@@ -33,6 +33,6 @@ CASES = [
 def test_every_layout_answers_as_the_oracle_does(case: Case, tmp_path: Path) -> None:
     number = CASES.index(case)
     with open_scene(case, tmp_path, number) as scene:
-        expect_greedy(scene, number)
+        expect_greedy(scene, number, count=64)
         expect_seeded(scene)
         scene.serving.settle()

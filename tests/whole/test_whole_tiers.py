@@ -16,7 +16,7 @@ from tests.serving import ROOT, serving
 from tests.tier_clusters import Trace, undisturbed
 from tests.tier_scenes import expect_damage_is_counted, expect_first_run, expect_restart
 
-TALKS = make_talks(31, 40, turns=(3, 4))
+TALKS = make_talks(31, 26, turns=(3, 4))
 
 
 @pytest.fixture(scope="module")
@@ -26,7 +26,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def trace(model: Path) -> Trace:
-    return undisturbed(model, TALKS, at_once=8)
+    return undisturbed(model, TALKS, at_once=5)
 
 
 @pytest.mark.slow
