@@ -42,6 +42,10 @@ TRUTH_PAGES = 512
 """Pages in one message of the answer to `truth`, the last event's beyond that: what is told in a round."""
 _QUESTIONS = 16
 """Questions under way at once; the rest wait in the socket."""
+_READ = 64
+"""Messages that are read in a round, and those that wait for it from one peer."""
+_QUESTION_BYTES = 4096
+"""The longest message that is taken in: a question has 8 bytes, a subscription its topic."""
 _MESSAGES = 256
 """Messages that answers send in a round."""
 _QUEUED = 1024
@@ -154,7 +158,9 @@ class Publisher:
             room -= self._send_some(answer, max(1, room))
 
     def _read_questions(self) -> None:
-        while self._replay is not None and len(self._open) < _QUESTIONS and self._replay.poll(0):
+        for _ in range(_READ):
+            if self._replay is None or len(self._open) >= _QUESTIONS or not self._replay.poll(0):
+                return
             match self._replay.recv_multipart():
                 case [client, b"", question] if question == TRUTH:
                     events: Iterable[KvEvent] = () if self._truth is None else self._truth()
@@ -247,6 +253,8 @@ def _bind(
     socket = context.socket(kind)
     # An answer, with its end and what the truth begins with.
     socket.set(zmq.SNDHWM, min(config.buffer_batches, _QUEUED) + 2)
+    socket.set(zmq.RCVHWM, _READ)
+    socket.set(zmq.MAXMSGSIZE, _QUESTION_BYTES)
     socket.set(zmq.LINGER, 0)
     try:
         socket.bind(f"tcp://{host}:{port + rank if port else 0}")

@@ -211,6 +211,29 @@ def test_rubbish_on_the_sockets_is_counted_or_left_alone() -> None:
             assert not dealer.poll(20)
 
 
+def test_d9_a_stranger_can_neither_fill_the_memory_nor_hold_up_a_round() -> None:
+    """What is longer than any question ends its connection unread; of a flood each round takes in a part."""
+    with working(both()) as worker, zmq.Context() as context:
+        replay = worker.publisher.replay_endpoint
+        with context.socket(zmq.DEALER) as large, large.get_monitor_socket(zmq.EVENT_DISCONNECTED) as ended:
+            large.connect(replay)
+            large.send_multipart([b"", bytes(8192)])
+            assert ended.poll(60_000), "8 KB were taken in"
+        with context.socket(zmq.DEALER) as flood:
+            flood.set(zmq.SNDHWM, 0)
+            flood.connect(replay)
+            for _ in range(10_000):
+                flood.send_multipart([b"", b"what?"])
+            flood.send_multipart([b"", (0).to_bytes(8, "big")])
+            turns, deadline = 0, time.monotonic() + 60
+            while not flood.poll(0):
+                assert time.monotonic() < deadline, "the question behind the flood was lost"
+                worker.publisher.round()
+                turns += 1
+            assert turns > 100
+            assert flood.recv_multipart()[1] == END
+
+
 @pytest.mark.parametrize("host", ["0.0.0.0", "*", "10.1.2.3", "example.org", "[::]"])
 def test_d9_an_endpoint_off_the_loopback_is_refused(host: str) -> None:
     with pytest.raises(ConfigError, match=r"cache\.events\.public: true"):
