@@ -69,6 +69,11 @@ class Same:
     key: str
 
 
+CACHE = ("sliding_window", "attention_chunk_size", "layer_types", "kv_sharing_modes", "number_of_conv_states")
+"""By these transformers' cache decides what it keeps of a layer, whether or not the architecture itself reads them: its
+answers change with a `sliding_window` in a Llama. Where they aren't read here they must say that all is kept."""
+_ALL_KEPT = (None, "full_attention")
+
 _WINDOWS = {
     "sliding_window": "only with use_sliding_window, which is read",
     "max_window_layers": "only with use_sliding_window, which is read",
@@ -139,6 +144,12 @@ def check_keys(model: str, config: Fields) -> tuple[str, ...]:
         if key in config and config.values[key] != allowed:
             raise CheckpointError(f"{config.path}: {key} {config.values[key]!r} is not supported; only {allowed!r} is")
     known = config.read | GENERAL | keys.without_effect.keys() | keys.only.keys()
+    for key in (key for key in CACHE if key not in known):
+        value = config.values.get(key)
+        if any(one not in _ALL_KEPT for one in (value if isinstance(value, list) else [value])):
+            text = f"{key} {value!r:.60} is not supported: {model} keeps and attends to every token"
+            raise CheckpointError(f"{config.path}: {text}")
+    known |= set(CACHE)
     items = sorted(config.values.items())
     return tuple(f"{k}={v!r:.60}" for k, v in items if k not in known and not k.startswith("_") and v not in _OFF)
 

@@ -10,6 +10,7 @@ import importlib
 import inspect
 import json
 import logging
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -22,7 +23,7 @@ from contracts.errors import CheckpointError
 from contracts.sampling import SamplingParams
 from engine import read_model
 from engine.models import ARCHITECTURES
-from engine.models.keys import GENERAL, KEYS
+from engine.models.keys import CACHE, GENERAL, KEYS
 from tests.checkpoints import Oracle, copy_checkpoint
 from tests.families import FAMILIES
 from tests.pair import pair
@@ -161,15 +162,15 @@ GRANITE = {
 def test_keys_that_only_other_programs_know_are_named_in_one_warning(
     folders: dict[str, Path], tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    folder = copy_checkpoint(folders["llama"], tmp_path / "granite", **GRANITE, sliding_window=128, use_cache=True)
+    folder = copy_checkpoint(folders["llama"], tmp_path / "granite", **GRANITE, use_cache=True)
     with caplog.at_level(logging.WARNING):
         read_model(folder)
         read_model(folder)
     (record,) = caplog.records
     said = record.getMessage()
     assert str(folder / "config.json") in said
-    for key in (*GRANITE, "sliding_window"):
-        assert f"{key}={GRANITE.get(key, 128)}" in said
+    for key, value in GRANITE.items():
+        assert f"{key}={value}" in said
     assert "use_cache" not in said
 
 
@@ -179,6 +180,10 @@ def test_keys_that_only_other_programs_know_are_named_in_one_warning(
         ("qwen2", {"use_sliding_window": True, "sliding_window": 64, "max_window_layers": 1}, "window"),
         ("qwen2", {"layer_types": ["full_attention", "sliding_attention"]}, "sliding_attention"),
         ("qwen3", {"use_sliding_window": True, "sliding_window": 64}, "sliding_attention"),
+        ("llama", {"sliding_window": 128}, "sliding_window 128"),
+        ("llama", {"attention_chunk_size": 64}, "attention_chunk_size 64"),
+        ("llama", {"layer_types": ["full_attention", "sliding_attention"]}, "sliding_attention layers"),
+        ("falcon_h1", {"sliding_window": 128}, "sliding_window 128"),
         ("deepseek_v3", {"num_key_value_heads": 2}, "num_key_value_heads"),
         ("glm5", {"num_key_value_heads": 2}, "num_key_value_heads"),
         ("nemotron_h", {"mamba_hidden_act": "gelu"}, "mamba_hidden_act"),
@@ -189,6 +194,36 @@ def test_what_would_change_the_arithmetic_and_is_not_supported_is_refused(
 ) -> None:
     with pytest.raises(CheckpointError, match=message):
         read_model(copy_checkpoint(folders[family], tmp_path / "other", **changes))
+
+
+def test_all_that_transformers_cache_goes_by_is_looked_at(folders: dict[str, Path]) -> None:
+    source = inspect.getsource(transformers.cache_utils.get_layer_types_and_kwargs)
+    reads = attributes(re.sub(r"\blayer_config\b", "config", source)) - {"per_layer_config"}
+    assert "sliding_window" in reads
+    assert reads == set(CACHE)
+
+
+def test_a_key_of_the_cache_that_says_that_all_is_kept_changes_nothing(
+    folders: dict[str, Path], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    kinds = ["full_attention"] * json.loads((folders["llama"] / "config.json").read_text())["num_hidden_layers"]
+    read_model(copy_checkpoint(folders["llama"], tmp_path / "same", sliding_window=None, layer_types=kinds))
+    assert not caplog.records
+
+
+def test_transformers_answers_change_with_a_window_that_its_llama_does_not_read(
+    folders: dict[str, Path], tmp_path: Path
+) -> None:
+    """Why such a folder is refused: what transformers computes in one pass isn't what it then generates."""
+    windowed = copy_checkpoint(folders["llama"], tmp_path / "windowed", sliding_window=16)
+    prompt = torch.randint(1, 300, (1, 60), generator=torch.Generator().manual_seed(1))
+
+    def generated(folder: Path) -> list[int]:
+        model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+        out = model.generate(prompt, max_new_tokens=10, do_sample=False, eos_token_id=-1, pad_token_id=0)
+        return out[0, 60:].tolist()  # type: ignore[no-any-return]
+
+    assert generated(windowed) != generated(folders["llama"])
 
 
 @pytest.mark.slow
