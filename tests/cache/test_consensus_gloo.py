@@ -17,7 +17,7 @@ SCRIPT = Path(__file__).parents[2] / "tests" / "cache" / "gloo_rank.py"
 AHEAD = 3
 
 
-@pytest.fixture(params=[2, 4])
+@pytest.fixture(params=[2, pytest.param(4, marks=pytest.mark.soak)])
 def ranks(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[list[Process]]:
     ranks = [Process(SCRIPT, tmp_path / "store", rank, request.param) for rank in range(request.param)]
     try:
