@@ -22,13 +22,13 @@ from cluster.controller import Controller, Grant
 from cluster.lease import record_to_proto
 from cluster.service import ServiceServer
 from contracts.channels import CONTROL_BYTES, TABLE_BYTES
-from contracts.errors import ConfigError
+from contracts.errors import ConfigError, WireError
 from contracts.ids import Incarnation, Role, WorkerName
 from contracts.messages import Fits
 from contracts.ports import WorkerRecord
 from contracts.proto import worker_pb2 as pb
 from contracts.proto import worker_pb2_grpc as pb_grpc
-from contracts.wire import fingerprint_from_proto, status_from_proto, status_to_proto
+from contracts.wire import fingerprint_from_proto, role_from_proto, status_from_proto, status_to_proto
 
 T = TypeVar("T")
 Context = grpc.aio.ServicerContext[Any, Any]
@@ -64,12 +64,12 @@ class FileLedger:
 
 
 def record_from_proto(m: pb.Registration) -> WorkerRecord:
-    """A worker's record from the wire; raises `ValueError` for an unknown role."""
+    """A worker's record from the wire; raises `UnknownKind` for an unknown role."""
     fits = Fits(m.max_positions, m.context)
     name, incarnation = WorkerName(m.name), Incarnation(m.incarnation)
     fingerprint = fingerprint_from_proto(m.fingerprint) if m.HasField("fingerprint") else None
     return WorkerRecord(
-        name, Role(m.role), incarnation, m.pid, m.node, m.endpoint, m.control, fits, m.node_id, fingerprint
+        name, role_from_proto(m.role), incarnation, m.pid, m.node, m.endpoint, m.control, fits, m.node_id, fingerprint
     )
 
 
@@ -90,7 +90,7 @@ class ControllerService(pb_grpc.ControllerServicer):
     async def Register(self, request: pb.Registration, context: Context) -> pb.Grant:
         try:
             record = record_from_proto(request)
-        except ValueError as error:
+        except (WireError, ValueError) as error:
             await context.abort(grpc.StatusCode.INVALID_ARGUMENT, str(error))
         return _grant(self._brain.register(record))
 
@@ -98,7 +98,7 @@ class ControllerService(pb_grpc.ControllerServicer):
         name, incarnation = WorkerName(request.name), Incarnation(request.incarnation)
         try:
             status = status_from_proto(request.status)
-        except ValueError as error:
+        except (WireError, ValueError) as error:
             await context.abort(grpc.StatusCode.INVALID_ARGUMENT, str(error))
         if not (math.isfinite(status.stalled_s) and math.isfinite(status.longest_step_s)):
             await context.abort(grpc.StatusCode.INVALID_ARGUMENT, "a status whose seconds are no numbers")
