@@ -147,7 +147,7 @@ class TreeState:
             if not after:
                 free.append(part)
                 if write_back:
-                    self._vacate(part.node)
+                    _vacate(part.node)
             if several or not part.node.below[part.tier]:
                 ends.append(part)
         self._protect(free, -1)
@@ -308,7 +308,8 @@ class TreeState:
         """Free up to `count` pages (or slots) of `component` from `tier`; returns how many. Locked parts stay.
 
         A full part goes with everything that its leaf holds there; a window or a state alone where its node has more
-        below it. `spill` is asked before a node that is nowhere else goes.
+        below it. `spill` is asked before a node that is nowhere else goes, which takes along what hangs below it: where
+        anything of that is locked, it goes once it was spilled and not before.
         """
         freed = coming = 0
         queue = self.queues[tier, component]
@@ -323,9 +324,14 @@ class TreeState:
                 self._detach(part)
                 continue
             last = tier is Tier.DEVICE and self.full not in node.parts[Tier.HOST]
-            if last and spill is not None and spill(node):
+            if last and spill is not None and (spill(node) or not self.may_go(part)):
+                # All of it is being saved, or as much as there was room for: what is locked by that goes later.
                 spared.append(part)
                 coming += len(part)
+                continue
+            if last and node.busy_below:
+                queue.forget(part)  # A save without room for it has queued it again.
+                spared.append(part)
                 continue
             spare = node.pages - (count - freed)
             if spare > 0 and component == self.full and not (self._points and self._has_point(node)):
@@ -343,13 +349,13 @@ class TreeState:
         return self.sizes[tier, component] - self.protected[tier, component]
 
     def may_go(self, part: Part) -> bool:
-        """Whether `part` is held by its node, and either it or its whole leaf is nobody's."""
+        """Whether `part` is held by its node, and either it or all that its leaf holds there is nobody's."""
         if part.locks or not part.live:
             return False
         node, tier = part.node, part.tier
         if node.below[tier]:
             return part.component != self.full
-        return self._free(node, tier) or self._alone(part)
+        return not any(other.locks for other in node.parts[tier].values()) or self._alone(part)
 
     def _alone(self, part: Part) -> bool:
         """Whether it goes without the rest of its node: the node has more below it, or its full state is kept."""
@@ -357,25 +363,6 @@ class TreeState:
             return False
         node, tier = part.node, part.tier
         return bool(node.below[tier] or node.parts[tier][self.full].locks)
-
-    def _free(self, node: Node, tier: Tier) -> bool:
-        """Whether no lock keeps anything of it there, nor of what would go with it: a node that is on the device alone
-        takes along what hangs below it."""
-        for part in node.parts[tier].values():
-            if part.locks:
-                return False
-        return not node.busy_below or tier is Tier.HOST or self.full in node.parts[Tier.HOST]
-
-    def _vacate(self, node: Node | None) -> None:
-        """One part less of it is locked. What takes what is below it along has waited for that to be nobody's."""
-        assert node is not None
-        node.busy -= 1
-        idle = not (node.busy or node.busy_below)
-        while idle and (node := node.parent) is not None:
-            node.busy_below -= 1
-            if not node.busy_below:
-                self._queue(node, Tier.DEVICE)
-            idle = not (node.busy or node.busy_below)
 
     def _has_point(self, node: Node) -> bool:
         return any(self._by_name[name].point for parts in node.parts for name in parts)
@@ -469,7 +456,7 @@ class TreeState:
             # As if the parent had been locked in its place, and isn't any more.
             parent.busy += 1
             parent.busy_below -= 1
-            self._vacate(parent)
+            _vacate(parent)
         for tier in IN_TREE:
             self._queue(parent, tier)
         if not parent.children and self.roots.get(parent.salt) is parent:
@@ -515,6 +502,16 @@ def _occupy(node: Node | None) -> None:
     while fresh and (node := node.parent) is not None:
         node.busy_below += 1
         fresh = node.busy_below == 1 and not node.busy
+
+
+def _vacate(node: Node | None) -> None:
+    """One part less of it is locked."""
+    assert node is not None
+    node.busy -= 1
+    idle = not (node.busy or node.busy_below)
+    while idle and (node := node.parent) is not None:
+        node.busy_below -= 1
+        idle = not (node.busy or node.busy_below)
 
 
 def subtree(top: Node) -> Iterator[Node]:

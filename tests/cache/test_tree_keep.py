@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from cache.leases import Allocator
-from cache.nodes import Lock, Offer, Tier
+from cache.nodes import Lock, Node, Offer, Tier
 from cache.prefix import Prefix
 from cache.tree import PrefixTree
 from tests.poolsets import pool_sets
@@ -61,4 +61,55 @@ def test_what_is_cut_off_a_leaf_before_storage_had_it_is_counted_as_missed() -> 
     tree.unstored[part], part.stored = (0, 0.0), 7
     assert tree.evict(Tier.HOST, "full", 4) == 4
     assert tree.missed == 2, "pages 5 to 8 went, and storage had seven"
+    assert tree.check() == []
+
+
+def on_device_with_more_on_the_host() -> tuple[PrefixTree, Node, Node]:
+    """A tree that is written back: a node of two pages on the device alone, and one below it on the host alone."""
+    tree = PrefixTree(pool_sets()["full"], write_back=True)
+    device, host = (Allocator(f"{tier} pages", 30, first=1) for tier in ("device", "host"))
+    prefix = Prefix.of(range(16), 4)
+    tree.insert(prefix.head(2), {"full": [Offer(0, device.lease(2, "request"), (1, 2))]})
+    tree.insert(prefix, {"full": [Offer(2, host.lease(2, "prefetch"), (3, 4))]}, Tier.HOST)
+    upper, lower = sorted(tree.nodes(), key=lambda node: node.start)
+    return tree, upper, lower
+
+
+def test_a_node_with_something_locked_below_it_goes_once_it_was_spilled() -> None:
+    """Seed 8125 of the simulator: what a waiting request kept on the host kept the device full, and itself waiting."""
+    tree, upper, lower = on_device_with_more_on_the_host()
+    lock = tree.keep([lower.parts[Tier.HOST]["full"]], "a prefetch")
+    asked: list[Node] = []
+
+    def refuse(node: Node) -> bool:
+        asked.append(node)
+        # As a save that finds no room on the host.
+        tree.unlock(tree.keep([node.parts[Tier.DEVICE]["full"]], "save"))
+        return False
+
+    assert tree.evict(Tier.DEVICE, "full", 2, refuse) == 0, "it would take along what is locked"
+    assert asked == [upper]
+    assert tree.check() == []
+    assert tree.evict(Tier.DEVICE, "full", 2, lambda node: True) == 0, "it is being saved"
+    assert tree.check() == []
+    tree.unlock(lock)
+    assert tree.evict(Tier.DEVICE, "full", 2, refuse) == 2
+    assert tree.check() == []
+    assert tree.sizes == dict.fromkeys(tree.sizes, 0)
+
+
+def test_what_is_being_saved_in_part_stays_until_that_is_over() -> None:
+    """Seed 9674: the host had room for a node's pages and none for its state, and the save had begun with the pages."""
+    tree, upper, _ = on_device_with_more_on_the_host()
+    saves: list[Lock] = []
+
+    def begin(node: Node) -> bool:
+        saves.append(tree.keep([node.parts[Tier.DEVICE]["full"]], "save"))
+        return False
+
+    assert tree.evict(Tier.DEVICE, "full", 2, begin) == 0
+    assert upper.parts[Tier.DEVICE]
+    assert tree.check() == []
+    tree.unlock(saves.pop())
+    assert tree.evict(Tier.DEVICE, "full", 2, lambda node: False) == 2
     assert tree.check() == []

@@ -135,6 +135,7 @@ def test_a5_pages_of_a_room_given_up_while_its_writer_is_out_of_reach_return_on_
     with proxied(plane) as (both, _, proxy):
         prompt = opened(both)
         both.sender.write(prompt.room, {"full": prompt.part("full")}, (DONE,))
+        both.until(lambda: data(proxy).open, "the connection")
         way = data(proxy)
         proxy.silence(way)
         both.receiver.abort(prompt.room, "cancelled")
@@ -156,8 +157,8 @@ def test_a9_pages_that_were_lost_with_their_connection_are_never_taken_for_arriv
         both.receiver._verify = False  # Not even where nobody looks at tags.
         prompt = opened(both)
         both.sender.write(prompt.room, {"full": prompt.part("full", range(1))}, (DONE,))
+        both.until(lambda: data(proxy).passed and both.receiver._rooms[prompt.room].digests, "the first page")
         way = data(proxy)
-        both.until(lambda: way.passed and both.receiver._rooms[prompt.room].digests, "the first page")
         proxy.silence(way)
         both.sender.write(prompt.room, {"full": prompt.part("full", range(1, 2))}, (DONE,))
         proxy.cut(way)
