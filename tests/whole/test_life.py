@@ -189,6 +189,7 @@ def test_b2_a_router_that_is_killed_leaves_nothing_on_the_workers_and_the_next_o
         async with httpx.AsyncClient(base_url=cluster.url, timeout=120) as client:
             tasks = [asyncio.create_task(complete(client, cluster.body(p, max_tokens=400))) for p in prompts]
             while not any(w["running"] for w in (await client.get("/cluster/status")).json()["workers"]):
+                assert not all(task.done() for task in tasks), "nobody was seen running"
                 await asyncio.sleep(0.01)
             router.kill()
             return list(await asyncio.gather(*tasks, return_exceptions=True))
