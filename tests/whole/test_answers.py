@@ -1,7 +1,7 @@
 """Whole clusters on many kinds of checkpoint and layout: what clients get is what the oracle says.
 
-Six starts; between them every checkpoint kind, rope, dtype, page size and plane meets many of the others. The full
-product is `make soak`.
+Three starts; between them are every checkpoint kind, dtype, page size and plane, and three ropes. The full product is
+`make soak`.
 """
 
 from __future__ import annotations
@@ -15,11 +15,8 @@ from tests.answers import Case, Scene, expect_greedy, expect_seeded, open_scene
 
 CASES = [
     Case("llama", False, "llama3", "float32", 16, 256, "shm", (2, 2)),
-    Case("qwen3", True, "default", "bfloat16", 64, 100, "shm"),
     Case("llama", True, "linear", "bfloat16", 1, 333, "zmq"),
-    Case("qwen3", False, "yarn", "float32", 16, 100, "zmq"),
-    Case("llama", True, "default", "float32", 64, 512, "local", (1, 2)),
-    Case("qwen3", False, "llama3", "bfloat16", 1, 256, "local"),
+    Case("qwen3", True, "yarn", "float32", 64, 100, "local", (1, 2)),
 ]
 
 
