@@ -1,9 +1,8 @@
 """Storage to host: what storage has of a queued request's prefix is brought to the host before it runs.
 
-    PROBING   storage is asked what it has beyond the tree's anchor; every rank finds its own length
-    READING   pages of every pool are read into host memory, batch by batch, up to the agreed length
-    ENDING    the stop policy or the last batch ended it: ranks agree on the length that all of them have
-    OVER      what has come is in the tree, the rest is given back
+    PROBING   storage is asked what it has beyond the tree's anchor
+    READING   pages of every pool are read into host memory, batch by batch, up to the length that was found
+    OVER      the stop policy or the last batch ended it: what has come is in the tree, the rest is given back
 
 Complete means that every pool's part has come: of the full pool each page, of a window the last pages before the end,
 all or nothing, of a state the snapshot at the end. What has come in part becomes the longest prefix that all
@@ -14,9 +13,6 @@ would push it out in between, and what was waited for would have to be computed 
 who waits must never hold what others run on.
 
 Storage threads write into host memory that the prefetch holds: it gives nothing back before their ticket is done.
-With several ranks, lengths become decisions by agreement (MIN), never by local view. The least of all lengths need not
-be one that every rank can compute from (a window lacks the pages before it, say); so ranks say their longest up to it
-again, until what is agreed is what was agreed before.
 """
 
 from __future__ import annotations
@@ -46,17 +42,10 @@ _log = logging.getLogger("twinpool.cache")
 _IN_LINE = 128
 """Reads of all prefetches that wait or run at once, of the 256 that storage's line takes: more would be refused."""
 
-Agree = Callable[[str, int], int | None]
-"""Says this rank's finding under a key, again and again, until it returns what all ranks agree on."""
-
-Begin = Callable[[int, int], None]
-"""Told of each prefetch as it starts: its number, and the most pages that it can come to."""
-
 
 class Stage(StrEnum):
     PROBING = "probing"
     READING = "reading"
-    ENDING = "ending"
     OVER = "over"
 
 
@@ -86,9 +75,6 @@ class Prefetch:
     stage: Stage = Stage.PROBING
     probe: Pending[list[bool]] | None = None
     probed: list[tuple[str, int]] = field(default_factory=list)
-    limit: int = 0
-    """The length last agreed on; in the end one that every rank accepts."""
-    votes: int = 0
     target: int = 0
     """The length that it reads up to."""
     batches: list[_Batch] = field(default_factory=list)
@@ -115,11 +101,9 @@ class Prefetcher:
         shelf: Shelf,
         config: PrefetchConfig,
         now: Callable[[], float],
-        agree: Agree = lambda key, value: value,
-        begin: Begin = lambda number, limit: None,
     ) -> None:
         self._tree, self._host, self._shelf = tree, host, shelf
-        self._config, self._now, self._agree, self._begin = config, now, agree, begin
+        self._config, self._now = config, now
         self._active: list[Prefetch] = []
         self._unreleased: set[int] = set()
         self._number = 0
@@ -153,9 +137,8 @@ class Prefetcher:
         self._number += 1
         if held == len(prefix):
             return self._all_there(prefix, owner)
-        self._begin(self._number, len(prefix))
         lock = self._tree.keep((), f"prefetch {self._number}")
-        prefetch = Prefetch(self._number, owner, prefix, self._now(), held, lock, limit=len(prefix))
+        prefetch = Prefetch(self._number, owner, prefix, self._now(), held, lock)
         self._unreleased.add(prefetch.number)
         self._keep(prefetch)
         for component in self._tree.components:
@@ -220,7 +203,7 @@ class Prefetcher:
         return prefetch.began + self._config.base_s + self._config.per_token_s * tokens
 
     def stop(self, prefetch: Prefetch) -> None:
-        """End it with what has come. It is over once no storage thread writes for it and all ranks agree."""
+        """End it with what has come. It is over once no storage thread writes for it."""
         prefetch.stopped = True
         self._advance(prefetch)
 
@@ -235,8 +218,6 @@ class Prefetcher:
             self._probe(prefetch)
         if prefetch.stage is Stage.READING:
             self._collect(prefetch)
-        if prefetch.stage is Stage.ENDING:
-            self._end(prefetch)
 
     def _probe(self, prefetch: Prefetch) -> None:
         assert prefetch.probe is not None
@@ -248,27 +229,12 @@ class Prefetcher:
         for (component, page), found in zip(prefetch.probed, prefetch.probe.result(), strict=True):
             if found:
                 there.setdefault(component, set()).add(page)
-        agreed = self._common(prefetch, "hit", {} if prefetch.stopped else there)
-        if agreed is None:
-            return
-        prefetch.target = agreed
+        prefetch.target = self._longest(prefetch, {} if prefetch.stopped else there, len(prefetch.prefix))
         prefetch.stage = Stage.READING
-        if agreed > prefetch.held:
+        if prefetch.target > prefetch.held:
             # Copies to the host that were under way when it began are there by now.
             self._keep(prefetch)
             self._read(prefetch, there)
-
-    def _common(self, prefetch: Prefetch, what: str, there: Mapping[str, set[int]]) -> int | None:
-        """The longest length that all ranks accept, each with what is `there`; None while they don't know it yet."""
-        while True:
-            mine = self._longest(prefetch, there, prefetch.limit)
-            agreed = self._agree(f"{what} {prefetch.number} {prefetch.votes}", mine)
-            if agreed is None:
-                return None
-            prefetch.votes += 1
-            if agreed == prefetch.limit:
-                return agreed
-            prefetch.limit = agreed
 
     def _longest(self, prefetch: Prefetch, there: Mapping[str, set[int]], limit: int) -> int:
         """The longest prefix up to `limit` that every component accepts, with what is `there` beyond the tree."""
@@ -323,9 +289,8 @@ class Prefetcher:
         if prefetch.stopped:
             prefetch.unread.clear()
         self._submit_some(prefetch)
-        if prefetch.batches or prefetch.unread:
-            return
-        prefetch.stage = Stage.ENDING
+        if not prefetch.batches and not prefetch.unread:
+            self._end(prefetch)
 
     def _sort(self, prefetch: Prefetch, batch: _Batch) -> None:
         """Keep the pages whose content is what was wanted, give back the others."""
@@ -359,11 +324,10 @@ class Prefetcher:
         return (ends if self._tree.component(component).point else [end - size for end in ends]), ends
 
     def _end(self, prefetch: Prefetch) -> None:
-        agreed = self._common(prefetch, "done", {name: set(pages) for name, pages in prefetch.arrived.items()})
-        if agreed is None:
-            return
-        if agreed > prefetch.held:
-            prefetch.gained = self._insert(prefetch, agreed)
+        arrived = {name: set(pages) for name, pages in prefetch.arrived.items()}
+        length = self._longest(prefetch, arrived, prefetch.target)
+        if length > prefetch.held:
+            prefetch.gained = self._insert(prefetch, length)
         for pages in prefetch.arrived.values():
             for lease, _ in pages.values():
                 lease.release()
@@ -372,7 +336,7 @@ class Prefetcher:
         prefetch.stage = Stage.OVER
         self._active.remove(prefetch)
         self.counters["pages_prefetched"] += prefetch.gained
-        self.counters["prefetch_pages_dropped"] += max(0, agreed - prefetch.held - prefetch.gained)
+        self.counters["prefetch_pages_dropped"] += max(0, length - prefetch.held - prefetch.gained)
 
     def _insert(self, prefetch: Prefetch, length: int) -> int:
         """Give the tree what is needed of pages up to `length`; returns by how many pages its anchor moved on."""

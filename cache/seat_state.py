@@ -23,7 +23,7 @@ from cache.moves import Move, Part
 from cache.nodes import Lock, Node, Tier
 from cache.parked import Parked
 from cache.pools import PoolSet
-from cache.prefetch import Agree, Prefetcher
+from cache.prefetch import Prefetcher
 from cache.prefix import Prefix
 from cache.registry import Kind
 from cache.saving import Saver
@@ -52,7 +52,6 @@ class SeatState:
         storage: Queue | None = None,
         shelf: Shelf | None = None,
         fingerprint: str = "",
-        agree: Agree = lambda key, value: value,
         wall: Callable[[], float] = time.time,
         rank: int = 0,
         stride: int = 1 << 40,
@@ -84,7 +83,7 @@ class SeatState:
             self.saver = Saver(self.tree, pools, host, device, self._shelf, config.move_chunk_bytes, now, retry_s)
             self.loader = Loader(self.tree, pools, host, device, now, config.verify)
             if self._shelf is not None:
-                self.prefetcher = Prefetcher(self.tree, host, self._shelf, config.prefetch, now, agree)
+                self.prefetcher = Prefetcher(self.tree, host, self._shelf, config.prefetch, now)
                 self.shelver = Shelver(host, self._shelf, self.saver.lease)
         self.keeper = ArenaKeeper(self.tree, host, arena, device, now) if host is not None and arena else None
         if self.keeper is not None and self.loader is not None:

@@ -98,8 +98,4 @@ class UnorderedAccess(TwinpoolError):
 
 
 class PeerDead(TwinpoolError):
-    """Raised when a rank of the same seat is gone, or was silent for longer than the deadline; the group is closed."""
-
-
-class RanksDisagree(TwinpoolError):
-    """Raised when the ranks of a seat are in different rounds, or opened and closed other keys: a bug of ours."""
+    """Raised when a rank of the same worker is gone, or was silent for longer than the deadline; the group is closed."""

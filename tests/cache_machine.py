@@ -43,7 +43,6 @@ _WORLDS = st.fixed_dictionaries({
     "device_fault_rate": st.sampled_from([0.0, 0.05]),
     "pages": st.sampled_from([30, 14, 60, 24]),
     "host_pages": st.sampled_from([40, 14, 80, 40, 10, 0]),
-    "ranks": st.booleans(),
 })  # fmt: skip
 _UNDISTURBED = st.fixed_dictionaries({
     "lazy": st.booleans(),
@@ -271,7 +270,6 @@ _EVENTS = (
     "found shorter than ever shared",
     "prefetched whole",
     "prefetched in vain",
-    "another rank had less",
     "forward behind a gate",
     "forward one step ahead",
     "sent",

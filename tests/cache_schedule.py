@@ -44,7 +44,6 @@ class Schedule:
             "host_pages": rng.choice([20, 40]),
             "write_policy": rng.choice(["through", "through", "back"]),
             "prefetch_policy": rng.choice(["wait_complete", "best_effort", "timeout"]),
-            "ranks": rng.random() < 0.2,
             "stride": rng.choice([1 << 40, PAGE_TOKENS]),
         }
         self.world = World(pool_sets(PAGE_TOKENS)[self.name], seed, lazy=True, **self.settings)

@@ -58,7 +58,6 @@ class World:
         storage: bool = True,
         fault_rate: float = 0.0,
         device_fault_rate: float = 0.0,
-        ranks: bool = False,
         stride: int = 1 << 40,
         counts: Mapping[str, int] | None = None,
         segment: memoryview | None = None,
@@ -87,11 +86,10 @@ class World:
         )
         self.seat = Seat(
             self.pools, self.device, config, self.clock.now, host=self.host, storage=self.queue, fingerprint="model",
-            agree=self._agree if ranks else lambda key, value: value, stride=stride, arena=self.arena,
+            stride=stride, arena=self.arena,
         )  # fmt: skip
         self.watch = Watch(self.seat, self.seen)
         self.sends: list[tuple[Completion, list[Pin], Claim, list[str]]] = []
-        self._agreed: dict[str, int] = {}
         self.visitors: list[Visitor] = []
         self.shared: dict[str, set[bytes]] = {c.name: set() for c in self.seat.tree.components}
         self.disturbed = False
@@ -118,17 +116,6 @@ class World:
     def _broke(self, name: str) -> None:
         self.disturbed = self.damaged = True
         self.seen[f"device fault in {name}"] += 1
-
-    def _agree(self, key: str, value: int) -> int | None:
-        """Another rank takes its time, and now and then has less."""
-        if key not in self._agreed and self.rng.random() < 0.5:
-            return None
-        if key not in self._agreed:
-            less = self.rng.random() < 0.2
-            self._agreed[key] = max(0, value - self.rng.randint(1, 3)) if less else value
-            self.disturbed |= less
-            self.seen["another rank had less"] += less
-        return self._agreed[key]
 
     def _fault(self, op: StorageOp, name: ObjectName) -> str | None:
         # There are far fewer reads than writes.

@@ -87,7 +87,7 @@ class Said:
         (Numerics(16, tiled=True), [0, 4], Numerics(16, tiled=True)),
     ],
 )
-def test_all_ranks_pad_their_batches_as_the_one_that_needs_it_most(
+def test_c3_all_ranks_pad_their_batches_as_the_one_that_needs_it_most(
     mine: Numerics, other: list[int], both: Numerics
 ) -> None:
     assert agreed(mine, Said(other), torch.device("cpu")) == both
