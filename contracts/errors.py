@@ -98,4 +98,4 @@ class UnorderedAccess(TwinpoolError):
 
 
 class PeerDead(TwinpoolError):
-    """Raised when a rank of the same worker is gone, or was silent for longer than the deadline; the group is closed."""
+    """Raised when a rank of the same worker is gone, or silent for longer than the deadline; the group is closed."""

@@ -10,7 +10,7 @@ from functools import partial
 from itertools import count
 
 from cluster.controller import Controller, Grant, Kill, MemoryLedger, Report, Start
-from contracts.ids import Role, WorkerName
+from contracts.ids import Incarnation, Role, WorkerName
 from contracts.messages import WorkerStatus
 from contracts.ports import WorkerRecord, WorkerView
 from sim.network import Pipe
@@ -54,12 +54,19 @@ class SimControl:
         record = record_there(record)
         self._ask(worker, lambda: self.brain.register(record), answer)
 
-    def renew(self, host: SimHost, status: WorkerStatus, answer: Callable[[Grant], None]) -> None:
+    def renew(
+        self,
+        process: Process,
+        name: WorkerName,
+        incarnation: Incarnation,
+        status: WorkerStatus,
+        answer: Callable[[Grant], None],
+    ) -> None:
         status = status_there(status)
-        self._ask(host.process, lambda: self.brain.renew(host.name, host.incarnation, status), answer)
+        self._ask(process, lambda: self.brain.renew(name, incarnation, status), answer)
 
-    def leave(self, host: SimHost) -> None:
-        self._pipe(host.process).send(lambda: self.brain.leave(host.name, host.incarnation))
+    def leave(self, process: Process, name: WorkerName, incarnation: Incarnation) -> None:
+        self._pipe(process).send(lambda: self.brain.leave(name, incarnation))
 
     def _pipe(self, worker: Process) -> Pipe:
         return self._pipes_of(worker)[0]

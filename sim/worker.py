@@ -65,9 +65,16 @@ class Home(Protocol):
 
     def register(self, record: WorkerRecord, answer: Callable[[Grant], None]) -> None: ...
 
-    def renew(self, host: SimHost, status: WorkerStatus, answer: Callable[[Grant], None]) -> None: ...
+    def renew(
+        self,
+        process: Process,
+        name: WorkerName,
+        incarnation: Incarnation,
+        status: WorkerStatus,
+        answer: Callable[[Grant], None],
+    ) -> None: ...
 
-    def leave(self, host: SimHost) -> None: ...
+    def leave(self, process: Process, name: WorkerName, incarnation: Incarnation) -> None: ...
 
     def new_process(self, label: str, node: str) -> Process:
         """Another one of this node."""
@@ -323,7 +330,7 @@ class SimHost:
         if not self.lease.held:
             self._end(HostEnd.FENCED, "the controller could not be reached in time")
             return
-        self.home.renew(self, self._pulse.on(self.snapshot), granted)
+        self.home.renew(self.process, self.name, self.incarnation, self._pulse.on(self.snapshot), granted)
         self._renewal = self.process.later(self.world.config.cluster.heartbeat_s, self._renew)
 
     # ------------------------------------------------------------ what reaches it
@@ -477,7 +484,7 @@ class SimHost:
         except Exception as error:
             self.world.violated(f"{self.process} could not be closed: {type(error).__name__}: {error}")
         if end is HostEnd.LEFT:
-            self.home.leave(self)
+            self.home.leave(self.process, self.name, self.incarnation)
         self.process.die()
 
     def _lost_rank(self, which: str) -> None:
