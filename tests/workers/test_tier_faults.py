@@ -126,7 +126,7 @@ def test_a_request_that_waits_for_pages_is_not_woken_again_and_again_as_storage_
         seat = seat_of(both)
         holder = both.submit(tokens(3, 5 * PAGE + 3), GREEDY)
         both.step(Role.PREFILL)
-        clock.advance(5.0)
+        clock.advance(2.0)
         for _ in range(20):
             both.step(Role.PREFILL)
         assert both.answers[holder].tokens, "it is computed, and decode has no pages for it yet"
@@ -136,7 +136,7 @@ def test_a_request_that_waits_for_pages_is_not_woken_again_and_again_as_storage_
         due = seat.due(prefetch)
         assert due is not None
         assert due > clock.now(), "it is woken as its patience with storage ends"
-        clock.advance(5.0)
+        clock.advance(2.0)
         both.step(Role.PREFILL)
         assert seat.claims == 1
         assert not prefetch.over, "nobody has asked: who came before it lacks pages"
