@@ -215,16 +215,18 @@ class FileBackend:
         fresh = [at for at, item in enumerate(items) if not self._keep(self._folder.path(item.name.key))]
         sizes = [memoryview(items[at].payload).nbytes + seal_bytes(items[at].name) for at in fresh]
         sound = True
-        shards = [shard_of(items[at].name.key) for at in fresh]
-        gone: list[tuple[int, int]] = []
-        reserved = self._reserve(shards, sizes, deadline)
-        for at, shard, size, granted in zip(fresh, shards, sizes, reserved, strict=True):
+        keys = [items[at].name.key for at in fresh]
+        gone: list[tuple[str, int]] = []
+        reserved = self._reserve(keys, sizes, deadline)
+        for at, key, size, granted in zip(fresh, keys, sizes, reserved, strict=True):
             if granted is not None:
                 outcomes[at], sound = granted, False
                 continue
             outcomes[at] = self._write_one(items[at], deadline) if sound else _cut_off()
-            if not outcomes[at].ok:
-                gone.append((shard, size))
+            if outcomes[at].ok:
+                self._folder.coming.pop(key, None)
+            else:
+                gone.append((key, size))
                 sound = False
         self._give_back(gone, deadline)
         self._tally.add_outcomes(outcomes)
@@ -240,8 +242,8 @@ class FileBackend:
             return False
         return True
 
-    def _reserve(self, shards: Sequence[int], sizes: Sequence[int], deadline: float) -> list[Outcome | None]:
-        """Take room in the counts for each size in turn, evicting if need be; an outcome for those that get none."""
+    def _reserve(self, keys: Sequence[str], sizes: Sequence[int], deadline: float) -> list[Outcome | None]:
+        """Take room in the counts for each object in turn, evicting if need be; an outcome for those that get none."""
         if not sizes:
             return []
         answers: list[Outcome | None] = []
@@ -256,11 +258,15 @@ class FileBackend:
                 wanted = sum(size for size in sizes if size <= self._max_bytes)
                 if counted.used + wanted > self._max_bytes:
                     self._make_room(counted, max(0, self._max_bytes - wanted), self._max_bytes // _SLACK)
-                for shard, size in zip(shards, sizes, strict=True):
+                taken: dict[str, int] = {}
+                for key, size in zip(keys, sizes, strict=True):
                     fits = counted.used + size <= self._max_bytes
                     answers.append(None if fits else Outcome(Verdict.REFUSED, reason="the folder may not grow further"))
-                    counted.add(shard, size if fits else 0, int(fits))
+                    if fits:
+                        counted.add(shard_of(key), size, 1)
+                        taken[key] = size
                 self._folder.write_counts(counted)
+                self._folder.coming.update(taken)
         except Busy:
             return [_late()] * len(sizes)
         except OSError as error:
@@ -334,7 +340,7 @@ class FileBackend:
                 left[0] = left[0][wrote:]
 
     def delete(self, names: Sequence[ObjectName]) -> None:
-        gone: list[tuple[int, int]] = []
+        gone: list[tuple[str, int]] = []
         for name in names:
             path = self._folder.path(name.key)
             try:
@@ -342,21 +348,23 @@ class FileBackend:
             except OSError:
                 continue
             if stat.S_ISREG(status.st_mode) and remove(path):
-                gone.append((shard_of(name.key), status.st_size))
+                gone.append((name.key, status.st_size))
         self._give_back(gone, self._deadline())
 
-    def _give_back(self, gone: Sequence[tuple[int, int]], deadline: float) -> None:
-        """Shards and sizes of objects that are no more, or never came."""
+    def _give_back(self, gone: Sequence[tuple[str, int]], deadline: float) -> None:
+        """Keys and sizes of objects that are no more, or never came."""
         if not gone:
             return
         try:
             with self._folder.locked(deadline):
                 counted = self._folder.read_counts()
-                for shard, size in gone:
-                    counted.add(shard, -size, -1)
+                for key, size in gone:
+                    counted.add(shard_of(key), -size, -1)
+                    self._folder.coming.pop(key, None)
                 self._folder.write_counts(counted)
-        except (Busy, OSError):
-            pass  # The counts stay too high until the next scan.
+        except (Busy, OSError):  # The counts stay too high until the next scan.
+            for key, _ in gone:
+                self._folder.coming.pop(key, None)
 
     def capacity(self) -> Capacity:
         counted = self._folder.read_counts()

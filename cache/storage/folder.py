@@ -64,8 +64,11 @@ class Scan:
 
     objects: list[tuple[int, int, str]] = field(default_factory=list)
     """(use time in ns, bytes, file name), in no order."""
+    temps: int = 0
     temp_bytes: int = 0
-    """Being written by others."""
+    """Being written by others: so far."""
+    coming: list[int] = field(default_factory=list)
+    """Bytes of each object that this process has taken room for and that isn't there yet."""
     foreign: int = 0
 
 
@@ -95,8 +98,8 @@ class Counted:
 
     def set(self, shard: int, found: Scan) -> None:
         """What a scan has found."""
-        size = sum(size for _, size, _ in found.objects) + found.temp_bytes
-        self._figures[2 * shard : 2 * shard + 2] = [size, len(found.objects)]
+        size = sum(size for _, size, _ in found.objects) + found.temp_bytes + sum(found.coming)
+        self._figures[2 * shard : 2 * shard + 2] = [size, len(found.objects) + found.temps + len(found.coming)]
 
     def packed(self) -> bytes:
         return self.FORMAT.pack(self.KNOWN if self.known else self.UNKNOWN, *self._figures)
@@ -119,6 +122,9 @@ class Folder:
         self._file_mode, self._folder_mode = (0o660, 0o2770) if group else (0o600, 0o700)
         self._thread_lock = threading.Lock()
         self._next_temp = 0
+        self.coming: dict[str, int] = {}
+        """Keys of objects that this process has taken room for, and their bytes, until they are there. Whoever gives
+        room back holds the lock."""
         self._closed = False
         opened: list[int] = []
         try:
@@ -223,7 +229,16 @@ class Folder:
     def scan(self, shard: int, *, sweep: bool) -> Scan:
         """Look at every file of a shard by name and size; with `sweep`, delete what dead writers left behind, and keep
         strangers out."""
-        found, name = Scan(), f"{shard:02x}"
+        name = f"{shard:02x}"
+        # Asked before the files are: what is there by then is met among them.
+        coming = {f"{key}.page": size for key, size in self.coming.copy().items() if key[:2] == name}
+        found = self._files(name, sweep)
+        there = {file for _, _, file in found.objects} if coming else ()
+        found.coming = [size for file, size in coming.items() if file not in there]
+        return found
+
+    def _files(self, name: str, sweep: bool) -> Scan:
+        found = Scan()
         path = f"{self.root}/{name}"
         try:
             status = os.stat(path, follow_symlinks=False)
@@ -260,7 +275,8 @@ class Folder:
             found.foreign += 1
         elif sweep and not self._alive(temp[1]):
             remove(entry.path)
-        else:
+        elif temp[1] != self._owner:
+            found.temps += 1
             found.temp_bytes += status.st_size
 
     def _alive(self, owner: str) -> bool:

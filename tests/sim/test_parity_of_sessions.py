@@ -245,10 +245,17 @@ class _Home:
     def register(self, record: WorkerRecord, answer: Callable[[Grant], None]) -> None:
         answer(Grant(record.incarnation, 10.0))
 
-    def renew(self, host: SimHost, status: WorkerStatus, answer: Callable[[Grant], None]) -> None:
-        answer(Grant(host.incarnation, 10.0))
+    def renew(
+        self,
+        process: Process,
+        name: WorkerName,
+        incarnation: Incarnation,
+        status: WorkerStatus,
+        answer: Callable[[Grant], None],
+    ) -> None:
+        answer(Grant(incarnation, 10.0))
 
-    def leave(self, host: SimHost) -> None: ...
+    def leave(self, process: Process, name: WorkerName, incarnation: Incarnation) -> None: ...
 
     def new_process(self, label: str, node: str) -> Process:
         return Process(self._agenda, label, node, next(self._pids))
@@ -416,7 +423,10 @@ def test_a_link_that_is_meant_for_another_incarnation_never_opens(made: Callable
 def test_an_event_that_cannot_be_sent_ends_the_stream_and_is_not_lost_in_silence() -> None:
     """Of the real one alone: in the simulator nothing is sent that can't be."""
     with real() as scene:
+        scene.worker.hold = True
         scene.linked()
+        scene.send([submit("a")])  # The link is open before the worker knows of its session.
+        scene.until(lambda: scene.worker.seen, "the session")
         scene.call(lambda worker: worker.out.append((1, Tokens(RequestId("a"), 0, -1, (-1,)))))
         scene.until(lambda: scene.links == ["linked", "unlinked", "linked"], "the stream to end, and another")
         scene.until(lambda: scene.worker.dropped, "the session to be dropped")

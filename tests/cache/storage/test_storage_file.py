@@ -142,6 +142,31 @@ def test_an_unfinished_file_of_a_dead_writer_is_swept_and_that_of_a_live_one_is_
     backend.close()
 
 
+@pytest.mark.parametrize("fails", [False, True])
+def test_what_is_being_written_is_counted_by_a_scan_in_the_middle(file_rig: FileRig, fails: bool) -> None:
+    """Room was taken for all of a batch: a scan that meets some of it, half of one and none of the rest keeps it."""
+    seen: list[tuple[int, int]] = []
+
+    def scanned(file: int, parts: Sequence[Payload]) -> int:
+        if len(seen) == 1:
+            assert backend._go_through()
+        capacity = backend.capacity()
+        seen.append((capacity.objects, capacity.used_bytes))
+        if fails and len(seen) == 2:
+            raise OSError(errno.EIO, "on purpose")
+        return os.writev(file, parts)
+
+    backend = FileBackend(file_rig.root, 1 << 30, writev=scanned)
+    assert backend.wait_counted(20.0)
+    outcomes = backend.write([item(1), item(2), item(3)])
+    assert [outcome.ok for outcome in outcomes] == ([True, False, False] if fails else [True] * 3)
+    assert seen[1] == seen[0] == (3, seen[0][1])
+    files = [path.stat().st_size for path in file_rig.objects()]
+    assert (backend.capacity().objects, backend.capacity().used_bytes) == (len(files), sum(files))
+    assert not backend._folder.coming
+    backend.close()
+
+
 @pytest.mark.slow
 def test_a_file_that_may_not_grow_is_refused_and_leaves_nothing_behind(file_rig: FileRig) -> None:
     """A real limit (RLIMIT_FSIZE): the kernel writes a part and then refuses the rest."""
