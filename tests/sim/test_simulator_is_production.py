@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -17,7 +18,7 @@ def offences(source: str) -> list[str]:
     """Where a module subclasses production classes, or assigns to anything of theirs."""
     tree = ast.parse(source)
     theirs = set(_imported(tree))
-    own = _own_attributes(tree) | _set_by_the_builder()
+    own = _own_attributes() | _set_by_the_builder()
     found = []
     for node in ast.walk(tree):
         if isinstance(node, ast.ClassDef):
@@ -41,7 +42,8 @@ def _imported(tree: ast.AST) -> Iterator[str]:
             yield from (a.asname or a.name.split(".")[0] for a in node.names if a.name.split(".")[0] in PRODUCTION)
 
 
-def _own_attributes(tree: ast.AST) -> set[str]:
+@cache
+def _own_attributes() -> frozenset[str]:
     """Attributes that the simulator's own classes give themselves."""
     own: set[str] = set()
     for path in sorted((ROOT / "sim").glob("*.py")):
@@ -51,13 +53,14 @@ def _own_attributes(tree: ast.AST) -> set[str]:
                 own |= {
                     n.target.id for n in node.body if isinstance(n, ast.AnnAssign) and isinstance(n.target, ast.Name)
                 }
-    return own
+    return frozenset(own)
 
 
-def _set_by_the_builder() -> set[str]:
+@cache
+def _set_by_the_builder() -> frozenset[str]:
     """What `cluster.build` sets of the parts that it puts together, the simulator sets as well."""
     tree = ast.parse((ROOT / "cluster" / "build.py").read_text())
-    return {t.attr for node in ast.walk(tree) for t in _assigned(node) if isinstance(t, ast.Attribute)}
+    return frozenset(t.attr for node in ast.walk(tree) for t in _assigned(node) if isinstance(t, ast.Attribute))
 
 
 def _assigned(node: ast.AST) -> list[ast.expr]:
