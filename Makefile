@@ -46,7 +46,7 @@ soak: .venv/.installed-dev ## the long tests: the full product of settings, and 
 	@$(BIN)/python -m pytest -m soak $(ARGS)
 
 demo-model: .venv/.installed-dev ## train the demo checkpoint again from its seed (up to 90 minutes)
-	$(BIN)/python -m bench.demo_model.prepare --output build/demo-model/corpus
+	$(BIN)/python -m bench.demo_model.prepare_corpus --output build/demo-model/corpus
 	$(BIN)/python -m bench.demo_model.train --corpus build/demo-model/corpus --work build/demo-model/work --output build/demo-model/model --minutes 90
 
 test-rayup: .venv/.installed-dev ## launch a real Ray cluster through loopback ssh, use it, take it down

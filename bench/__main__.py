@@ -9,7 +9,7 @@ moves between tiers beside a memcpy, `cache` the prefix tree by its size and the
 rates of a real trace by cache size, `handover` the data planes beside a copy and a socket, `serve` a cluster that it
 starts (or the one at `--url`): one request at a time, many at once, and arrivals of a real trace; `failover` how long
 streams pause when a worker of a cluster is killed.
-Each bench has more flags of its own: `python -m bench.engine --help`, and so on.
+Each bench has more flags of its own: `python -m bench.engine.engine_speed --help`, and so on.
 """
 
 from __future__ import annotations
@@ -21,9 +21,16 @@ import sys
 from contextlib import ExitStack
 from pathlib import Path
 
-from bench import cache, copies, engine, failover, handover, serve, steps, trace_cache
-from bench.cluster import serving
-from bench.random_model import DEMO
+from bench.cache import copy_speed as copies
+from bench.cache import trace_replay as trace_cache
+from bench.cache import tree_speed as cache
+from bench.common.bench_cluster import serving
+from bench.common.random_model import DEMO
+from bench.engine import engine_speed as engine
+from bench.engine import step_planning as steps
+from bench.serving import failover_pause as failover
+from bench.serving import handover_speed as handover
+from bench.serving import serve_load as serve
 
 BENCHES = ("engine", "steps", "copies", "cache", "replay", "handover", "serve", "failover")
 TRACE = os.path.relpath(Path(__file__).parent / "traces" / "conversation_200.jsonl")

@@ -2,7 +2,7 @@
 last.
 
 It computes no prompt token: every row starts after the state that prefill handed over. Requests get pages as they go
-on; when one can't, others leave the device for a while (`decode.retraction`).
+on; when one can't, others leave the device for a while (`decode.retraction.retraction`).
 """
 
 from __future__ import annotations
@@ -14,36 +14,39 @@ from bisect import bisect_left
 from collections import deque
 from collections.abc import Callable, Sequence
 
-from cache.claim import Claim
-from cache.device import DEVICE, Completion, spans
-from cache.prefix import Prefix
-from cache.seat import Seat
-from cache.tags import chain_keys
+from cache.allocation.allocation import Claim
+from cache.device.device_port import DEVICE, Completion, spans
+from cache.manager.kv_cache_manager import Seat
+from cache.prefix_cache.token_prefix import Prefix
+from contracts.block_hash import chain_keys
 from contracts.clock import Clock
-from contracts.config import Config
+from contracts.config.cluster_config import Config
 from contracts.damage import PREFIX, Where, log_damage
 from contracts.errors import ErrorKind, WireError
-from contracts.fingerprint import Fingerprint
 from contracts.ids import Incarnation, Role, WorkerName
-from contracts.messages import CheckReport, Command, Done, Fetch, Fits, Forget, Progress, Submit, Tokens, Transit
-from contracts.messages import WorkerStatus as Status
-from contracts.ports import SessionId
-from decode.departures import Books, Departures
-from decode.fetching import Fetching
-from decode.pressure import Pressure
-from decode.reasoning import Reasoning
-from decode.request import OFF_DEVICE, Phase, PhaseEvent, Request
-from decode.retraction import Lost, Retraction
-from engine.ahead import Ahead
-from engine.batch import NONFINITE, Draw, FromStep, Row, RowOutput
-from engine.engine import Engine
-from engine.sampling import needs_history
-from transfer.desk import Desk, Refusal, seconds_until
-from transfer.fitness import Fitness
-from transfer.phase import PhaseWorker
-from transfer.receiver import Arrived, Broken, Expected, ReceiverEnd
-from transfer.sender import SenderEnd
-from transfer.waiting import Sleep
+from contracts.interfaces.worker_interface import SessionId
+from contracts.messages.fingerprint import Fingerprint
+from contracts.messages.router_commands import Command, Fetch, Forget, Submit, Transit
+from contracts.messages.worker_events import Done, Progress, Tokens
+from contracts.messages.worker_status import CheckReport, Fits
+from contracts.messages.worker_status import WorkerStatus as Status
+from decode.migration.outgoing_migrations import Books, Departures
+from decode.migration.prefix_pull import Fetching
+from decode.request.reasoning_spans import Reasoning
+from decode.request.request import OFF_DEVICE, Phase, PhaseEvent, Request
+from decode.retraction.memory_pressure import Pressure
+from decode.retraction.retraction import Lost, Retraction
+from engine.runner.batch import NONFINITE, Draw, FromStep, Row, RowOutput
+from engine.runner.model_runner import Engine
+from engine.runner.sampler import needs_history
+from transfer.rooms.kv_receiver import ReceiverEnd
+from transfer.rooms.kv_sender import SenderEnd
+from transfer.rooms.room_outcomes import Arrived, Broken, Expected
+from worker.admission_check import Refusal
+from worker.nonfinite_rows import Fitness
+from worker.request_table import Desk
+from worker.step_overlap import Ahead
+from worker.worker_loop import PhaseWorker, Sleep, seconds_until
 
 _STEPPING = (Phase.RUNNING, Phase.RETRACTING)
 """Whoever's steps may be under way."""
@@ -54,7 +57,7 @@ log = logging.getLogger("twinpool.decode")
 
 
 class DecodeWorker(PhaseWorker[Request]):
-    """See the module's prose. Implements `contracts.ports.Worker`."""
+    """See the module's prose. Implements `contracts.interfaces.worker_interface.Worker`."""
 
     role = Role.DECODE
 

@@ -8,7 +8,7 @@ import inspect
 import typing
 from collections.abc import Iterator
 
-from contracts import config as source
+from contracts.config import cache_config, cluster_config
 
 _KINDS: dict[object, str] = {int: "whole", float: "number", bool: "yes/no", str: "text"}
 
@@ -20,9 +20,9 @@ def main() -> str:
         "Every key, from the source. Values come from defaults, then `--config FILE`, then `--set section.key=value`;",
         "unknown keys are refused by name.",
     ]
-    for section in dataclasses.fields(source.Config):
-        cls = typing.get_type_hints(source.Config)[section.name]
-        out += ["", f"## {section.name}", "", f"{inspect.getdoc(cls)}\n" if cls is source.FaultsConfig else ""]
+    for section in dataclasses.fields(cluster_config.Config):
+        cls = typing.get_type_hints(cluster_config.Config)[section.name]
+        out += ["", f"## {section.name}", "", f"{inspect.getdoc(cls)}\n" if cls is cluster_config.FaultsConfig else ""]
         out += ["| key | values | default | meaning |", "|---|---|---|---|"]
         out += list(rows(cls, section.name))
     return "\n".join(out).replace("\n\n\n", "\n\n") + "\n"
@@ -32,7 +32,7 @@ def rows(cls: type, prefix: str) -> Iterator[str]:
     meanings, hints = notes(cls), typing.get_type_hints(cls)
     for field in dataclasses.fields(cls):
         kind = hints[field.name]
-        if dataclasses.is_dataclass(kind) and kind is not source.CacheOverride:
+        if dataclasses.is_dataclass(kind) and kind is not cache_config.CacheOverride:
             yield from rows(typing.cast(type, kind), f"{prefix}.{field.name}")
             continue
         if dataclasses.is_dataclass(kind):

@@ -1,7 +1,9 @@
 """A batch in, drawn tokens and written pages out."""
 
-from engine.engine import Engine, load_engine
-from engine.models import Model, StateOptions, model_for, read_model
-from engine.weights import dtype_for
+from engine.models.model_base import Model, StateOptions
+from engine.models.registry import model_for, read_model
+from engine.runner.load_model import load_engine
+from engine.runner.model_runner import Engine
+from engine.tensors.weight_loader import dtype_for
 
 __all__ = ["Engine", "Model", "StateOptions", "dtype_for", "load_engine", "model_for", "read_model"]

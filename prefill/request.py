@@ -14,15 +14,15 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from enum import StrEnum
 
-from cache.claim import Cached, Claim
-from cache.prefetch import Prefetch
-from cache.prefix import Prefix
+from cache.allocation.allocation import Cached, Claim
+from cache.prefix_cache.token_prefix import Prefix
+from cache.tiers.prefetch_request import Prefetch
 from contracts.ids import WorkerName
-from contracts.messages import Submit
-from contracts.ports import SessionId
-from contracts.sampling import TokenLogprob
-from contracts.table import StateTable
-from engine.batch import Drawn, Step
+from contracts.interfaces.worker_interface import SessionId
+from contracts.messages.router_commands import Submit
+from contracts.sampling_params import TokenLogprob
+from contracts.state_table import StateTable
+from engine.runner.batch import Drawn, Step
 
 
 class Phase(StrEnum):

@@ -12,32 +12,35 @@ import platform
 from bisect import bisect_left
 from collections.abc import Callable
 
-from cache.claim import Claim
-from cache.device import DONE, Completion
-from cache.prefix import Prefix
-from cache.seat import Seat
-from cache.tags import chain_keys
+from cache.allocation.allocation import Claim
+from cache.device.device_port import DONE, Completion
+from cache.manager.kv_cache_manager import Seat
+from cache.prefix_cache.token_prefix import Prefix
+from contracts.block_hash import chain_keys
 from contracts.clock import Clock
-from contracts.config import Config
+from contracts.config.cluster_config import Config
 from contracts.damage import PREFIX, Where, log_damage
 from contracts.errors import ErrorKind, WireError
-from contracts.fingerprint import Fingerprint
 from contracts.ids import Incarnation, Role, RoomId, WorkerName
-from contracts.messages import CheckReport, Command, Done, Fits, Progress, PromptScores, Submit, Tokens, Transit
-from contracts.messages import WorkerStatus as Status
-from contracts.ports import SessionId
-from engine.ahead import Ahead
-from engine.batch import NONFINITE, Draw, Row, RowOutput
-from engine.engine import Engine
-from prefill.audit import Auditor
+from contracts.interfaces.worker_interface import SessionId
+from contracts.messages.fingerprint import Fingerprint
+from contracts.messages.router_commands import Command, Submit, Transit
+from contracts.messages.worker_events import Done, Progress, PromptScores, Tokens
+from contracts.messages.worker_status import CheckReport, Fits
+from contracts.messages.worker_status import WorkerStatus as Status
+from engine.runner.batch import NONFINITE, Draw, Row, RowOutput
+from engine.runner.model_runner import Engine
+from prefill.audit_runner import Auditor
 from prefill.request import Member, Phase, PhaseEvent, Request
-from transfer.desk import Desk, Refusal, seconds_until
-from transfer.finished import finished
-from transfer.fitness import Fitness
-from transfer.metadata import Metadata
-from transfer.phase import PhaseWorker
-from transfer.sender import Granted, Released, SenderEnd
-from transfer.waiting import Sleep
+from transfer.rooms.kv_sender import SenderEnd
+from transfer.rooms.metadata_slots import Metadata
+from transfer.rooms.room_outcomes import Granted, Released
+from worker.admission_check import Refusal
+from worker.nonfinite_rows import Fitness
+from worker.request_table import Desk
+from worker.sendable_pages import finished
+from worker.step_overlap import Ahead
+from worker.worker_loop import PhaseWorker, Sleep, seconds_until
 
 log = logging.getLogger("twinpool.prefill")
 _STALE_LIMIT = 2
@@ -45,7 +48,7 @@ _STALE_LIMIT = 2
 
 
 class PrefillWorker(PhaseWorker[Request]):
-    """See the module's prose. Implements `contracts.ports.Worker`."""
+    """See the module's prose. Implements `contracts.interfaces.worker_interface.Worker`."""
 
     role = Role.PREFILL
 

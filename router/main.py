@@ -20,17 +20,18 @@ from typing import cast
 
 import uvicorn
 
-from contracts.config import Config, config_from_dict
+from contracts.checkpoint.model_spec import read_model_spec
+from contracts.config.cluster_config import Config
+from contracts.config.load_config import config_from_dict
 from contracts.errors import ConfigError, TwinpoolError
-from contracts.logs import log_to_stream
-from contracts.model import read_model_spec
-from contracts.ports import Directory
-from router.app import App, create_app
-from router.connections import BoundedHttpProtocol, Connections, raise_descriptor_limit
-from router.heap import map_large_buffers
-from router.links import ControllerDirectory
-from router.log import log
-from router.service import RouterService
+from contracts.interfaces.discovery import Directory
+from contracts.json_logs import log_to_stream
+from router.api.app import App, create_app
+from router.api.client_connections import BoundedHttpProtocol, Connections, raise_descriptor_limit
+from router.links.controller_directory import ControllerDirectory
+from router.service.router_service import RouterService
+from router.state.router_log import log
+from router.tokenizer_pool.c_heap import map_large_buffers
 
 BACKLOG = 2048
 GRACE_S = 2.0

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from contracts.sampling import SamplingParams
+from contracts.sampling_params import SamplingParams
 from tests.checkpoints import Oracle, compare, compare_forced, compare_sampled, make_checkpoint
 from tests.serving import Answer, Serving, serving
 

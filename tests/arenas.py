@@ -9,7 +9,7 @@ from pathlib import Path
 
 import psutil
 
-from cluster import arena_agent
+from cluster.arena import arena_agent
 from tests.serving import Serving, family
 
 _BLOCK = 4096

@@ -7,15 +7,15 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from cache.components import Window
-from cache.device import Completion, Device, Op
-from cache.leases import Lease
-from cache.nodes import Node, Part, Tier
-from cache.prefetch import Prefetch
-from cache.seat import Seat
-from cache.storage import ObjectName
-from cache.storage.memory import MemoryBackend
-from cache.storage.seal import seal
+from cache.device.device_port import Completion, Device, Op
+from cache.manager.kv_cache_manager import Seat
+from cache.pool.page_allocator import Lease
+from cache.prefix_cache.tree_components import Window
+from cache.prefix_cache.tree_node import Node, Part, Tier
+from cache.storage.backends.memory_backend import MemoryBackend
+from cache.storage.backends.object_seal import seal
+from cache.storage.storage_backend import ObjectName
+from cache.tiers.prefetch_request import Prefetch
 
 _MAGIC = b"twinpage"
 _MOVERS = ("load", "save", "store", "above a save")

@@ -23,8 +23,8 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 
-from cache.nodes import Tier
-from cache.prefix import Prefix
+from cache.prefix_cache.token_prefix import Prefix
+from cache.prefix_cache.tree_node import Tier
 from tests.cache_visitors import Visitor
 from tests.cache_world import World
 from tests.poolsets import pool_sets

@@ -19,10 +19,10 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
 
-from cache.device import DEVICE
-from cache.nodes import Tier
-from cache.parked import Parked, Place
-from cache.parking import Returning
+from cache.device.device_port import DEVICE
+from cache.manager.swapping import Returning
+from cache.prefix_cache.tree_node import Tier
+from cache.swap.swapped_state import Parked, Place
 from contracts.errors import CapacityError
 from tests.cache_visitors import Visitor
 from tests.cache_world import World

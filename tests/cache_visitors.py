@@ -9,10 +9,10 @@ from functools import lru_cache
 import numpy as np
 import torch
 
-from cache.claim import Claim
-from cache.device import Completion
-from cache.prefetch import Prefetch
-from cache.prefix import Prefix
+from cache.allocation.allocation import Claim
+from cache.device.device_port import Completion
+from cache.prefix_cache.token_prefix import Prefix
+from cache.tiers.prefetch_request import Prefetch
 
 
 def as_bytes(rows: torch.Tensor) -> torch.Tensor:

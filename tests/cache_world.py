@@ -16,25 +16,29 @@ from itertools import count
 
 import torch
 
-from cache.adoption import ArenaKeeper
-from cache.arena import Arena
-from cache.claim import NO_PAGE, Claim
-from cache.components import Window
-from cache.device import DEVICE, Completion, CpuDevice, Device, Op, Stream, attempt, failure, spans
-from cache.gate import LayerBuffers
-from cache.lazy import LazyDevice
-from cache.leases import Pin
-from cache.moves import gather
-from cache.nodes import Node, Tier
-from cache.pools import PoolSet
-from cache.prefix import Prefix
-from cache.registry import Order, PoolSetLayout, PoolSetSpec
-from cache.seat import Seat
-from cache.storage import InlineQueue, ObjectName
-from cache.storage import Op as StorageOp
-from cache.storage.memory import MemoryBackend
+from cache.allocation.allocation import Claim
+from cache.allocation.block_table import NO_PAGE
+from cache.arena.arena import Arena
+from cache.arena.arena_keeper import ArenaKeeper
+from cache.device.adversarial_device import LazyDevice
+from cache.device.device_backends import CpuDevice
+from cache.device.device_port import DEVICE, Completion, Device, Op, Stream, attempt, failure, spans
+from cache.manager.kv_cache_manager import Seat
+from cache.memory.kv_cache_spec import PoolSetSpec
+from cache.memory.memory_layout import Order, PoolSetLayout
+from cache.memory.page_moves import gather
+from cache.pool.load_gate import LayerBuffers
+from cache.pool.page_allocator import Pin
+from cache.pool.pool_set import PoolSet
+from cache.prefix_cache.token_prefix import Prefix
+from cache.prefix_cache.tree_components import Window
+from cache.prefix_cache.tree_node import Node, Tier
+from cache.storage.backends.memory_backend import MemoryBackend
+from cache.storage.inline_queue import InlineQueue
+from cache.storage.io_queue import Op as StorageOp
+from cache.storage.storage_backend import ObjectName
 from contracts.clock import ManualClock
-from contracts.config import CacheConfig, PrefetchConfig
+from contracts.config.cache_config import CacheConfig, PrefetchConfig
 from tests.cache_faults import FaultyDevice, Watch, damage_host, damage_storage
 from tests.cache_visitors import Step, Visitor, as_bytes, content
 

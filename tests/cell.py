@@ -7,17 +7,18 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from contracts.config import AuditConfig, RouterConfig
+from contracts.config.router_config import AuditConfig, RouterConfig
 from contracts.damage import where_of
 from contracts.ids import Incarnation, RequestId, Role
-from contracts.messages import Audit, CheckReport, Done
-from contracts.ports import WorkerRecord, WorkerView
-from contracts.sampling import SamplingParams
-from router.actions import Deliver, End, Replay, Send
-from router.audits import Finding, Result
-from router.brain import Brain
-from router.request import Request
-from router.workers import WorkerKey, prefix_hashes
+from contracts.messages.router_commands import Audit
+from contracts.messages.worker_events import Done
+from contracts.messages.worker_status import CheckReport, WorkerRecord, WorkerView
+from contracts.sampling_params import SamplingParams
+from router.core.router_actions import Deliver, End, Replay, Send
+from router.core.router_core import Brain
+from router.state.routed_request import Request
+from router.state.worker_table import WorkerKey, prefix_hashes
+from router.verification.audit_cases import Finding, Result
 from tests.pair import SESSION, Pair
 
 

@@ -33,7 +33,7 @@ from typing import Any
 
 import httpx
 
-from cluster.router_process import TIED
+from cluster.processes.process_ids import TIED
 from tests.chaos_books import Tally, Watch, report
 from tests.chaos_faults import BACK_S, Ask, Chaos
 from tests.proxy import Proxy, proxying
@@ -76,7 +76,7 @@ def sections(proxy: Proxy, storage: Path, plane: str) -> dict[str, Any]:
 def learn(cluster: Serving, oracle: Any, seed: int, count: int, long: int) -> list[Ask]:
     """Every prompt's answer, undisturbed: greedy ones are the oracle's, drawn ones are drawn from its distribution.
     The last `long` of them are long."""
-    from contracts.sampling import SamplingParams
+    from contracts.sampling_params import SamplingParams
     from tests.checkpoints import compare, compare_sampled
 
     rng = random.Random(seed)

@@ -20,8 +20,8 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from torch import Tensor
 from transformers import AutoModelForCausalLM, LlamaConfig, PretrainedConfig, Qwen3Config
 
-from contracts.sampling import SamplingParams
-from engine.sampling import uniform
+from contracts.sampling_params import SamplingParams
+from engine.runner.sampler import uniform
 
 VOCAB = 300
 CONTEXT = 4096

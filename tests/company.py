@@ -13,19 +13,23 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from cluster.build import build_worker
-from cluster.crew import Crew
+from cluster.assembly.build_worker import build_worker
+from cluster.ranks.rendezvous import Crew
+from contracts.checkpoint.model_spec import read_model_spec
 from contracts.clock import Clock, SystemClock
-from contracts.config import Config, config_from_dict
+from contracts.config.cluster_config import Config
+from contracts.config.load_config import config_from_dict
 from contracts.ids import Incarnation, RequestId, Role, WorkerName
-from contracts.messages import Command, Done, Event, Tokens
-from contracts.model import read_model_spec
-from contracts.ports import Worker, WorkerRecord, WorkerView
-from contracts.sampling import SamplingParams
-from decode import DecodeWorker
-from router.brain import Brain, Deliver, End, Replay, Send
-from router.request import Request
-from router.workers import WorkerKey, prefix_hashes
+from contracts.interfaces.worker_interface import Worker
+from contracts.messages.router_commands import Command
+from contracts.messages.worker_events import Done, Event, Tokens
+from contracts.messages.worker_status import WorkerRecord, WorkerView
+from contracts.sampling_params import SamplingParams
+from decode.worker import DecodeWorker
+from router.core.router_actions import Deliver, End, Replay, Send
+from router.core.router_core import Brain
+from router.state.routed_request import Request
+from router.state.worker_table import WorkerKey, prefix_hashes
 from tests.pair import SESSION, counts_for
 from tests.rank_workers import RankProcesses, crew_of
 

@@ -18,19 +18,21 @@ from typing import Any
 
 import torch
 
-from cache.due import due
-from cache.nodes import Tier
-from cache.pools import PoolSet
-from cache.prefix import Prefix
-from cache.registry import BufferLayout, Kind, PoolSetSpec
-from cluster.memory import state_options
-from contracts.config import config_from_dict
+from cache.memory.kv_cache_spec import Kind, PoolSetSpec
+from cache.memory.memory_layout import BufferLayout
+from cache.memory.required_pages import due
+from cache.pool.pool_set import PoolSet
+from cache.prefix_cache.token_prefix import Prefix
+from cache.prefix_cache.tree_node import Tier
+from cluster.assembly.memory_plan import state_options
+from contracts.config.load_config import config_from_dict
 from contracts.errors import ErrorKind
 from contracts.ids import Role
-from contracts.sampling import SamplingParams
-from decode import DecodeWorker
-from engine import Model, read_model
-from prefill import PrefillWorker
+from contracts.sampling_params import SamplingParams
+from decode.worker import DecodeWorker
+from engine.models.model_base import Model
+from engine.models.registry import read_model
+from prefill.worker import PrefillWorker
 from tests.checkpoints import VOCAB, Oracle, compare
 from tests.families import FAMILIES
 from tests.pair import Answer, Pair, counts_for, pair

@@ -13,12 +13,12 @@ from dataclasses import dataclass, field
 
 import torch
 
-from cache.claim import Table
-from cache.device import DEVICE, DONE, Completion, Device, Op, Stream, spans
-from cache.pools import PoolSet
-from cache.registry import Index, Kind, PoolSetSpec
-from contracts.sampling import Difference
-from engine.batch import Drawn, FromStep, Row, RowOutput
+from cache.allocation.block_table import Table
+from cache.device.device_port import DEVICE, DONE, Completion, Device, Op, Stream, spans
+from cache.memory.kv_cache_spec import Index, Kind, PoolSetSpec
+from cache.pool.pool_set import PoolSet
+from contracts.sampling_params import Difference
+from engine.runner.batch import Drawn, FromStep, Row, RowOutput
 
 VOCAB = 300
 
@@ -71,7 +71,7 @@ def _width(spec: PoolSetSpec, shape_bytes: int, index: Index) -> int:
 
 
 class HashStep:
-    """Implements `engine.batch.Step`."""
+    """Implements `engine.runner.batch.Step`."""
 
     def __init__(self) -> None:
         self.completion: Completion = DONE
@@ -87,7 +87,7 @@ class HashStep:
 
 
 class HashEngine:
-    """Stands where `engine.engine.Engine` does."""
+    """Stands where `engine.runner.model_runner.Engine` does."""
 
     def __init__(self, pools: PoolSet, device: Device) -> None:
         self.pools, self.device = pools, device

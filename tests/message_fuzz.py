@@ -15,16 +15,16 @@ import msgpack
 import zmq
 from hypothesis import strategies as st
 
-from cache.device import DONE
+from cache.device.device_port import DONE
 from contracts.errors import ErrorKind
 from contracts.ids import RoomId
 from tests.poolsets import entry, pool_sets
 from tests.rooms import Ends, Prompt, ends, image
-from transfer import messages as m
-from transfer.control import Channel
-from transfer.receiver import Arrived
-from transfer.receiver import _Peer as Writer
-from transfer.sender import _Peer as Reader
+from transfer.net.control_channel import Channel
+from transfer.rooms import room_messages as m
+from transfer.rooms.kv_receiver import _Peer as Writer
+from transfer.rooms.kv_sender import _Peer as Reader
+from transfer.rooms.room_outcomes import Arrived
 
 JUNK: tuple[Any, ...] = (
     None, True, 7, -1, 2**63, 1.5, float("nan"), "x", "x" * 3000, b"", b"\xff" * 40, [], [[[]]], {}, {"a": {"b": []}},

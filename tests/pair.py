@@ -9,21 +9,24 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from cache.device import Device
-from cluster.build import build_worker
-from cluster.memory import plan_memory, state_options
+from cache.device.device_port import Device
+from cluster.assembly.build_worker import build_worker
+from cluster.assembly.memory_plan import plan_memory, state_options
+from contracts.checkpoint.model_spec import read_model_spec
 from contracts.clock import Clock, SystemClock
-from contracts.config import CacheOverride, Config, config_from_dict
+from contracts.config.cache_config import CacheOverride
+from contracts.config.cluster_config import Config
+from contracts.config.load_config import config_from_dict
 from contracts.ids import Incarnation, RequestId, Role, RoomId, WorkerName
-from contracts.messages import Cancel, Done, Event, PeerRef, Progress, PromptScores, Submit, Tokens
-from contracts.model import read_model_spec
-from contracts.ports import SessionId
-from contracts.sampling import SamplingParams, TokenLogprob
-from engine import read_model
+from contracts.interfaces.worker_interface import SessionId
+from contracts.messages.router_commands import Cancel, PeerRef, Submit
+from contracts.messages.worker_events import Done, Event, Progress, PromptScores, Tokens
+from contracts.sampling_params import SamplingParams, TokenLogprob
+from engine.models.registry import read_model
 
 if TYPE_CHECKING:
-    from cluster.arena import Arenas
-    from cluster.crew import Crew
+    from cluster.arena.arena_client import Arenas
+    from cluster.ranks.rendezvous import Crew
     from tests.rank_workers import RankProcesses
 
 SESSION = SessionId(1)

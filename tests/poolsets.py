@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import torch
 
-from cache.pools import PoolSet
-from cache.registry import BufferSpec, Index, Kind, Order, PoolSetSpec, PoolSpec
+from cache.memory.kv_cache_spec import BufferSpec, Index, Kind, PoolSetSpec, PoolSpec
+from cache.memory.memory_layout import Order
+from cache.pool.pool_set import PoolSet
 
 WINDOW_TOKENS = 9
 """Reaches 8 positions back: two pages of 4."""

@@ -1,8 +1,9 @@
 """A TCP proxy that does to real connections what networks do: delay, throttle, silence and cut.
 
-It runs on a thread of its own. Workers ask it for detours (`faults.proxy`, `transfer.detour`), so every connection to
-them goes through it: ``serve`` is a worker's gRPC service, ``control`` a prefill worker's socket for rooms, ``data``
-what a decode worker receives pages and notices on (by pid). Tests may also ask for a way with `Proxy.relay`.
+It runs on a thread of its own. Workers ask it for detours (`faults.proxy`, `transfer.net.fault_injection`), so every
+connection to them goes through it: ``serve`` is a worker's gRPC service, ``control`` a prefill worker's socket for
+rooms, ``data`` what a decode worker receives pages and notices on (by pid). Tests may also ask for a way with
+`Proxy.relay`.
 """
 
 from __future__ import annotations

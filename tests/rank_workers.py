@@ -14,11 +14,11 @@ from typing import Any
 
 import torch
 
-from cluster.crew import Crew, lead
-from cluster.follower import serve_rank
-from cluster.worker_process import WorkerPlan
+from cluster.ranks.rendezvous import Crew, lead
+from cluster.worker_process.follower_process import serve_rank
+from cluster.worker_process.worker_plan import WorkerPlan
 from contracts.clock import SystemClock
-from contracts.config import Config
+from contracts.config.cluster_config import Config
 from contracts.ids import Incarnation, Role, WorkerName
 
 START_S = 120.0

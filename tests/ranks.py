@@ -11,15 +11,17 @@ from typing import Any
 
 import torch
 
-from cache.device import DEVICE
-from cache.pools import PoolSet
-from cache.ranked import RankedPools, RankState
-from cache.registry import BufferSpec, Index, Order, PoolSetLayout, PoolSetSpec
-from contracts.orders import Check, Copy, Digest, Tidings, Zero, decode, encode
-from contracts.orders import Order as Told
+from cache.device.device_port import DEVICE
+from cache.memory.kv_cache_spec import BufferSpec, Index, PoolSetSpec
+from cache.memory.memory_layout import Order, PoolSetLayout
+from cache.pool.pool_set import PoolSet
+from cache.pool.tp_pool_set import RankedPools, RankState
+from contracts.messages.rank_order_codec import decode, encode
+from contracts.messages.rank_orders import Check, Copy, Digest, Tidings, Zero
+from contracts.messages.rank_orders import Order as Told
 from tests.poolsets import pool_sets
-from transfer.plane import RankPlane
-from transfer.ranked import RankLinks
+from transfer.planes.data_plane import RankPlane
+from transfer.planes.tp_plane import RankLinks
 
 
 def headed_sets(page_tokens: int = 4) -> dict[str, PoolSetSpec]:

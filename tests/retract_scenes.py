@@ -11,11 +11,11 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from cache.parked import Parked
+from cache.swap.swapped_state import Parked
 from contracts.errors import ErrorKind
 from contracts.ids import Role
-from decode import DecodeWorker
-from decode.request import Request
+from decode.request.request import Request
+from decode.worker import DecodeWorker
 from tests.family_scenes import PAGE, Buffer, Family, buffers_of, device_bytes, greedy, tokens_of
 from tests.pair import Answer, Pair, pair
 

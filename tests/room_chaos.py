@@ -14,16 +14,16 @@ from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from cache.device import DEVICE, DONE, spans
-from cache.due import due
-from cache.lazy import LazyDevice
-from cache.leases import Lease
+from cache.device.adversarial_device import LazyDevice
+from cache.device.device_port import DEVICE, DONE, spans
+from cache.memory.required_pages import due
+from cache.pool.page_allocator import Lease
 from contracts.errors import CapacityError, ErrorKind, WireError
 from contracts.ids import Incarnation, RoomId, WorkerName
-from contracts.messages import PeerRef
+from contracts.messages.router_commands import PeerRef
 from tests.poolsets import entry
 from tests.rooms import Ends, Prompt
-from transfer.receiver import Arrived, Broken, Expected, Over
+from transfer.rooms.room_outcomes import Arrived, Broken, Expected, Over
 
 Bytes = dict[tuple[str, int], list[bytes]]
 

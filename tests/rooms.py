@@ -11,34 +11,40 @@ from typing import Any
 
 import torch
 
-from cache.device import Completion, CpuDevice, Device, Op, Stream
-from cache.due import Held, due, extents
-from cache.leases import Lease
-from cache.pools import PoolSet
-from cache.registry import PoolSetLayout, PoolSetSpec
-from cache.tags import ContentTag, chain_keys
+from cache.device.device_backends import CpuDevice
+from cache.device.device_port import Completion, Device, Op, Stream
+from cache.memory.kv_cache_spec import PoolSetSpec
+from cache.memory.memory_layout import PoolSetLayout
+from cache.memory.page_digest import ContentTag
+from cache.memory.required_pages import Held, due, extents
+from cache.pool.page_allocator import Lease
+from cache.pool.pool_set import PoolSet
+from contracts.block_hash import chain_keys
 from contracts.clock import ManualClock
-from contracts.config import config_from_dict
+from contracts.config.load_config import config_from_dict
 from contracts.errors import CapacityError
-from contracts.fingerprint import Fingerprint
 from contracts.ids import Incarnation, RoomId, WorkerName
-from contracts.messages import PeerRef
-from sim.agenda import Agenda
-from sim.carrier import Exchange, SimCarrier
-from sim.network import Network
-from sim.plane import Damage, SimPlane
-from sim.process import Process
+from contracts.messages.fingerprint import Fingerprint
+from contracts.messages.router_commands import PeerRef
+from sim.fabric.sim_channel import Exchange, SimCarrier
+from sim.fabric.sim_network import Network
+from sim.fabric.sim_plane import Damage, SimPlane
+from sim.fabric.sim_process import Process
+from sim.fabric.virtual_time import Agenda
 from tests.poolsets import entry, filled
 from tests.ranks import RankedSeat, content, fill, ranked_seat
-from transfer import make_plane, receiver, sender
-from transfer.agreement import fingerprint
-from transfer.control import ZmqCarrier
-from transfer.metadata import Draft, Metadata
-from transfer.plane import Plane, Run
-from transfer.ranked import RankedPlane
-from transfer.receiver import Expected, ReceiverEnd
-from transfer.sender import Finished, SenderEnd
-from transfer.waiting import Waiter
+from transfer.net.waiter import Waiter
+from transfer.net.zmq_channel import ZmqCarrier
+from transfer.planes.data_plane import Plane, Run
+from transfer.planes.make_plane import make_plane
+from transfer.planes.tp_plane import RankedPlane
+from transfer.rooms import kv_receiver as receiver
+from transfer.rooms import kv_sender, room_outcomes
+from transfer.rooms.compatibility import fingerprint
+from transfer.rooms.kv_receiver import ReceiverEnd
+from transfer.rooms.kv_sender import SenderEnd
+from transfer.rooms.metadata_slots import Draft, Metadata
+from transfer.rooms.room_outcomes import Expected, Finished
 
 PLANES = ("local", "shm", "zmq")
 _UNTIL_S = 30.0
@@ -128,7 +134,7 @@ class Ends:
     pass_time: Callable[[], None] = lambda: None
     """Lets what was sent travel on for a moment, where time is simulated."""
     outcomes: list[receiver.Outcome] = field(default_factory=list)
-    heard: list[sender.Outcome] = field(default_factory=list)
+    heard: list[kv_sender.Outcome] = field(default_factory=list)
     _rooms: int = 0
 
     def poll(self) -> None:
@@ -196,11 +202,11 @@ class Ends:
         self.until(lambda: any(o.room == room for o in self.outcomes), f"an outcome of {room}")
         return next(o for o in self.outcomes if o.room == room)
 
-    def released(self, room: RoomId) -> sender.Released:
+    def released(self, room: RoomId) -> room_outcomes.Released:
         """What the room came to at the writer."""
 
-        def found() -> list[sender.Released]:
-            return [o for o in self.heard if isinstance(o, sender.Released) and o.room == room]
+        def found() -> list[room_outcomes.Released]:
+            return [o for o in self.heard if isinstance(o, room_outcomes.Released) and o.room == room]
 
         self.until(found, f"the end of {room} at the writer")
         return found()[0]

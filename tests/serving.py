@@ -25,7 +25,7 @@ import httpx
 import psutil
 
 ROOT = Path(__file__).parents[1]
-COMMAND = (sys.executable, "-m", "cluster.cli")
+COMMAND = (sys.executable, "-m", "cli.commands")
 READY = "Twinpool is ready: "
 
 

@@ -8,18 +8,17 @@ from pathlib import Path
 import pytest
 import torch
 
-import engine.models
-from cache.registry import PoolSpec
-from contracts.model import ModelSpec, read_model_spec
-from contracts.rope import read_rope
-from engine.decoder import Layer
-from engine.layers.attention import HeadAttention, kv_buffers
+from cache.memory.kv_cache_spec import PoolSpec
+from contracts.checkpoint.model_spec import ModelSpec, read_model_spec
+from contracts.checkpoint.rope_spec import read_rope
+from engine.layers.decoder import Layer
+from engine.layers.forward_context import Place
+from engine.layers.mixers.head_attention import HeadAttention, kv_buffers
 from engine.layers.mlp import GatedMlp
-from engine.models import Model, StateOptions
-from engine.models.base import FULL_POOL
-from engine.rope import RopeTable
-from engine.step_context import Place
-from engine.weights import Weights
+from engine.layers.rope import RopeTable
+from engine.models import registry
+from engine.models.model_base import FULL_POOL, Model, StateOptions
+from engine.tensors.weight_loader import Weights
 from tests.checkpoints import make_checkpoint
 from tests.engine import harness
 from tests.serving import ROOT
@@ -51,11 +50,15 @@ def test_every_piece_of_code_is_checked() -> None:
 
 def test_the_example_is_one_short_file_and_one_entry() -> None:
     assert len((ROOT / "engine" / "models" / "qwen2.py").read_text().splitlines()) < 120
-    assert sum("qwen2" in entry for entry in engine.models.ARCHITECTURES.values()) == 1
+    assert sum("qwen2" in entry for entry in registry.ARCHITECTURES.values()) == 1
 
 
 def test_names_that_the_page_mentions_exist() -> None:
-    sources = ("engine/weights.py", "engine/step_context.py", "contracts/fields.py")
+    sources = (
+        "engine/tensors/weight_loader.py",
+        "engine/layers/forward_context.py",
+        "contracts/checkpoint/json_fields.py",
+    )
     code = "".join((ROOT / path).read_text() for path in sources)
     for path in re.findall(r"`((?:engine|tests)/[\w/]+(?:\.py)?)/?`", PAGE):
         assert (ROOT / path).exists(), path

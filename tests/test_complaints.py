@@ -13,15 +13,15 @@ import pytest
 
 from contracts.errors import ErrorKind, LayoutMismatch, WireError
 from contracts.ids import Incarnation, Role, WorkerName
-from contracts.messages import PeerRef
-from contracts.sampling import SamplingParams
+from contracts.messages.router_commands import PeerRef
+from contracts.sampling_params import SamplingParams
 from tests.hash_engine import recite
 from tests.poolsets import pool_sets
 from tests.rooms import PLANES, Ends, Prompt, ends, image
 from tests.router.stage import Stage
 from tests.workers.test_any_state import PAGE, hash_pair
-from transfer import messages as m
-from transfer.receiver import Arrived, Broken, Expected
+from transfer.rooms import room_messages as m
+from transfer.rooms.room_outcomes import Arrived, Broken, Expected
 
 SPEC = pool_sets()["all"]
 

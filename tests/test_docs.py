@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from contracts.config import load_config
-from engine.models import ARCHITECTURES
+from contracts.config.load_config import load_config
+from engine.models.registry import ARCHITECTURES
 from tests.serving import ROOT
 
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]

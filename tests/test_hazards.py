@@ -12,13 +12,13 @@ import pytest
 from contracts.clock import ManualClock
 from contracts.errors import PeerDead
 from contracts.ids import Role
-from contracts.sampling import SamplingParams
-from decode import DecodeWorker
-from decode.departures import Stage as Departing
-from prefill import PrefillWorker
-from sim.engine import VOCABULARY
-from sim.plan import Ask, Fault, Plan, Shape
-from sim.run import Run
+from contracts.sampling_params import SamplingParams
+from decode.migration.migration_state import Stage as Departing
+from decode.worker import DecodeWorker
+from prefill.worker import PrefillWorker
+from sim.fabric.hash_engine import VOCABULARY
+from sim.run.run_scenario import Run
+from sim.scenario.scenario import Ask, Fault, Plan, Shape
 from tests.router.stage import Stage
 from tests.workers.test_any_state import hash_pair
 
@@ -139,7 +139,8 @@ def test_c7_a_worker_gets_nothing_before_it_has_registered_and_is_reached() -> N
 
 def test_c7_a_worker_is_not_there_before_all_of_its_ranks_are() -> None:
     """Its leader waits for the others before it builds anything, and ends when one doesn't come."""
-    from cluster.rank_line import LeaderLine, RankLine
+    from cluster.ranks.follower_line import LeaderLine
+    from cluster.ranks.rank_line import RankLine
 
     secret = "5a" * 32
     clock = ManualClock()

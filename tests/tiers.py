@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from contracts.ids import RequestId, Role
-from contracts.sampling import SamplingParams
+from contracts.sampling_params import SamplingParams
 from tests.conversations import Talk, Turn
 from tests.pair import Pair
 

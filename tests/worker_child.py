@@ -14,17 +14,18 @@ from pathlib import Path
 from typing import Any
 
 from contracts.ids import Incarnation, Role, WorkerName
-from contracts.messages import Command, Event, PeerRef
-from contracts.ports import SessionId
+from contracts.interfaces.worker_interface import SessionId
+from contracts.messages.router_commands import Command, PeerRef
+from contracts.messages.worker_events import Event
 
 SESSION = SessionId(1)
 
 
 def _serve(pipe: Connection, folder: Path, role: Role, name: str, sections: dict[str, Any], tokens: int) -> None:
-    from cluster.build import build_worker
-    from contracts import processor
-    from contracts.config import config_from_dict
-    from contracts.model import read_model_spec
+    from cluster.assembly.build_worker import build_worker
+    from contracts import cpu_levels as processor
+    from contracts.checkpoint.model_spec import read_model_spec
+    from contracts.config.load_config import config_from_dict
     from tests.pair import counts_for
 
     config, spec = config_from_dict(sections), read_model_spec(folder)

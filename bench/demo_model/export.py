@@ -8,8 +8,8 @@ import torch
 from safetensors.torch import save_file
 from tokenizers import Tokenizer
 
-from bench.demo_model.model import DemoModel
-from bench.demo_model.tokenizer import END_OF_TEXT, TURN_END, save_tokenizer, token_id, write_json
+from bench.demo_model.train_tokenizer import END_OF_TEXT, TURN_END, save_tokenizer, token_id, write_json
+from bench.demo_model.training_model import DemoModel
 
 
 def export(model: DemoModel, tokenizer: Tokenizer, folder: Path) -> None:

@@ -22,12 +22,12 @@ from tokenizers import Tokenizer
 from torch import Tensor
 from torch.nn import functional
 
-from bench.copying import FILLER, Prompt, build_prompts
-from bench.demo_model.data import EARLY, LATE, MIDDLE, Mix, Mixture
+from bench.demo_model.copying_range import FILLER, Prompt, build_prompts
+from bench.demo_model.corpus_data import EARLY, LATE, MIDDLE, Mix, Mixture
 from bench.demo_model.export import export
-from bench.demo_model.model import DemoModel, Shape
-from bench.demo_model.names import training_names
-from bench.demo_model.tokenizer import train_tokenizer
+from bench.demo_model.made_up_names import training_names
+from bench.demo_model.train_tokenizer import train_tokenizer
+from bench.demo_model.training_model import DemoModel, Shape
 
 MUON_RATE = 6e-3
 ADAM_RATE = 4e-3

@@ -6,10 +6,10 @@ from collections.abc import Callable
 
 from torch import Tensor
 
+from engine.layers.forward_context import StepContext
 from engine.layers.norm import silu
-from engine.native import kernels_for
-from engine.step_context import StepContext
-from engine.weights import Weights
+from engine.native.current_kernels import kernels_for
+from engine.tensors.weight_loader import Weights
 
 
 class PlainMlp:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from engine.native import kernels_for
+from engine.native.current_kernels import kernels_for
 
 _GELU_SCALE = 0.7978845608028654
 """The root of 2 / pi."""
@@ -53,8 +53,3 @@ def gelu_tanh(x: Tensor) -> Tensor:
     """
     u = x.square().mul_(_GELU_CUBIC).add_(1.0).mul_(x).mul_(-2.0 * _GELU_SCALE)
     return x.div_(u.exp_().add_(1.0))
-
-
-def tanh(x: Tensor) -> Tensor:
-    """The hyperbolic tangent of float32, exact by element as `silu` is, within 1e-7. Changes `x`."""
-    return x.mul_(2.0).exp_().add_(1.0).reciprocal_().mul_(-2.0).add_(1.0)

@@ -8,19 +8,20 @@ from __future__ import annotations
 import math
 from typing import cast
 
-from cache.registry import PoolSpec
-from contracts.model import ModelSpec
-from contracts.rope import read_rope
-from engine.decoder import Layer, Sublayer
-from engine.layers.indexer import Indexer, IndexShape, index_buffers, shared_selection
-from engine.layers.latent import LatentMixer, LatentShape, Selector, latent_buffer
+from cache.memory.kv_cache_spec import PoolSpec
+from contracts.checkpoint.model_spec import ModelSpec
+from contracts.checkpoint.rope_spec import read_rope
+from engine.layers.decoder import Layer, Sublayer
+from engine.layers.forward_context import Place
+from engine.layers.mixers.dsa_indexer import Indexer, IndexShape, index_buffers, shared_selection
+from engine.layers.mixers.mla import LatentMixer, LatentShape, Selector, latent_buffer
 from engine.layers.mlp import GatedMlp
-from engine.layers.moe import MixtureOfExperts, Sizes
-from engine.layers.router import SigmoidRouter
-from engine.models.base import FULL_POOL, Model, StateOptions
-from engine.rope import RopeTable
-from engine.step_context import Place
-from engine.weights import Weights
+from engine.layers.moe.expert_router import SigmoidRouter
+from engine.layers.moe.experts import Sizes
+from engine.layers.moe.mixture import MixtureOfExperts
+from engine.layers.rope import RopeTable
+from engine.models.model_base import FULL_POOL, Model, StateOptions
+from engine.tensors.weight_loader import Weights
 
 
 class DeepseekV3(Model):

@@ -6,18 +6,18 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from cache.registry import Kind, PoolSpec
-from contracts.fields import Fields
-from contracts.model import ModelSpec
-from engine.decoder import Decoder, Layer, Sublayer
-from engine.layers.attention import kv_buffers
-from engine.layers.mamba import Mamba2, MambaShape, mamba_buffers, numbers, time_limit
+from cache.memory.kv_cache_spec import Kind, PoolSpec
+from contracts.checkpoint.json_fields import Fields
+from contracts.checkpoint.model_spec import ModelSpec
+from engine.layers.decoder import Decoder, Layer, Sublayer
+from engine.layers.forward_context import Place, StepContext
+from engine.layers.mixers.head_attention import kv_buffers
+from engine.layers.mixers.mamba2 import Mamba2, MambaShape, mamba_buffers, numbers, time_limit
 from engine.layers.mlp import GatedMlp
 from engine.layers.norm import rms_norm, silu
-from engine.models.base import FULL_POOL, STATE_POOL, StateOptions
 from engine.models.llama import Llama
-from engine.step_context import Place, StepContext
-from engine.weights import Weights
+from engine.models.model_base import FULL_POOL, STATE_POOL, StateOptions
+from engine.tensors.weight_loader import Weights
 
 
 class FalconH1(Llama):

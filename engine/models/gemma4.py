@@ -14,17 +14,18 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from contracts.model import ModelSpec
-from contracts.rope import read_rope
-from engine.decoder import Decoder, Layer
+from contracts.checkpoint.model_spec import ModelSpec
+from contracts.checkpoint.rope_spec import read_rope
+from engine.layers.decoder import Decoder, Layer
+from engine.layers.forward_context import StepContext
 from engine.layers.mlp import GatedMlp
-from engine.layers.moe import MixtureOfExperts, Sizes, gated_gelu
+from engine.layers.moe.expert_router import ScaledSoftmaxRouter
+from engine.layers.moe.experts import Sizes, gated_gelu
+from engine.layers.moe.mixture import MixtureOfExperts
 from engine.layers.norm import gelu_tanh, rms_norm
-from engine.layers.router import ScaledSoftmaxRouter
-from engine.models.gemma import Gemma, GemmaAttention
-from engine.models.windows import FULL, SLIDING, LayerKind, rope_by_kind
-from engine.step_context import StepContext
-from engine.weights import Weights
+from engine.models.gemma3 import Gemma, GemmaAttention
+from engine.models.sliding_window import FULL, SLIDING, LayerKind, rope_by_kind
+from engine.tensors.weight_loader import Weights
 
 _LAYER_INPUTS = "inputs by layer"
 _ROPES: dict[str, dict[str, object]] = {

@@ -5,14 +5,15 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from contracts.model import ModelSpec
-from contracts.rope import read_rope
-from engine.decoder import Layer
-from engine.layers.attention import HeadAttention
-from engine.layers.moe import MixtureOfExperts, Sizes, clamped_swiglu, interleaved_expert
-from engine.layers.router import ChosenSoftmaxRouter
-from engine.models.windows import LayerKind, WindowModel
-from engine.weights import Weights
+from contracts.checkpoint.model_spec import ModelSpec
+from contracts.checkpoint.rope_spec import read_rope
+from engine.layers.decoder import Layer
+from engine.layers.mixers.head_attention import HeadAttention
+from engine.layers.moe.expert_router import ChosenSoftmaxRouter
+from engine.layers.moe.experts import Sizes, clamped_swiglu, interleaved_expert
+from engine.layers.moe.mixture import MixtureOfExperts
+from engine.models.sliding_window import LayerKind, WindowModel
+from engine.tensors.weight_loader import Weights
 
 
 class GptOss(WindowModel):

@@ -1,17 +1,17 @@
-"""Llama and Qwen3: grouped-query attention to everything, gated feed-forward layers; Qwen3 norms queries and keys."""
+"""Llama: grouped-query attention to everything, gated feed-forward layers."""
 
 from __future__ import annotations
 
-from cache.registry import PoolSpec
-from contracts.model import ModelSpec
-from contracts.rope import read_rope
-from engine.decoder import Layer, Sublayer
-from engine.layers.attention import HeadAttention, kv_buffers
+from cache.memory.kv_cache_spec import PoolSpec
+from contracts.checkpoint.model_spec import ModelSpec
+from contracts.checkpoint.rope_spec import read_rope
+from engine.layers.decoder import Layer, Sublayer
+from engine.layers.forward_context import Place
+from engine.layers.mixers.head_attention import HeadAttention, kv_buffers
 from engine.layers.mlp import GatedMlp
-from engine.models.base import FULL_POOL, Model, StateOptions
-from engine.rope import RopeTable
-from engine.step_context import Place
-from engine.weights import Weights
+from engine.layers.rope import RopeTable
+from engine.models.model_base import FULL_POOL, Model, StateOptions
+from engine.tensors.weight_loader import Weights
 
 
 class Llama(Model):
@@ -86,19 +86,3 @@ class Llama(Model):
     def rope_table(self, weights: Weights) -> RopeTable:
         """One table for all layers."""
         return weights.once("rope", lambda: RopeTable(self.rope, self.head_dim, weights.dtype, weights.device))
-
-
-class Qwen3(Llama):
-    """``Qwen3ForCausalLM``: Llama with norms of queries and keys by head."""
-
-    qk_norm = True
-
-    @property
-    def default_head_dim(self) -> int:
-        return 128
-
-    def refuse_windows(self) -> None:
-        config = self.config
-        if config.flag("use_sliding_window") and "sliding_window" in config:
-            raise config.refuse("sliding_attention layers are not supported; only full attention is")
-        super().refuse_windows()

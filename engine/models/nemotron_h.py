@@ -6,19 +6,20 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from cache.registry import Kind, PoolSpec
-from contracts.fields import Fields
-from contracts.model import ModelSpec
-from engine.decoder import Layer, Sublayer
-from engine.layers.attention import HeadAttention, kv_buffers
-from engine.layers.mamba import Mamba2, MambaShape, mamba_buffers
+from cache.memory.kv_cache_spec import Kind, PoolSpec
+from contracts.checkpoint.json_fields import Fields
+from contracts.checkpoint.model_spec import ModelSpec
+from engine.layers.decoder import Layer, Sublayer
+from engine.layers.forward_context import Place, StepContext
+from engine.layers.mixers.head_attention import HeadAttention, kv_buffers
+from engine.layers.mixers.mamba2 import Mamba2, MambaShape, mamba_buffers
 from engine.layers.mlp import PlainMlp
-from engine.layers.moe import MixtureOfExperts, Sizes, relu_squared, ungated_expert
+from engine.layers.moe.expert_router import SigmoidRouter
+from engine.layers.moe.experts import Sizes, relu_squared, ungated_expert
+from engine.layers.moe.mixture import MixtureOfExperts
 from engine.layers.norm import rms_norm
-from engine.layers.router import SigmoidRouter
-from engine.models.base import FULL_POOL, STATE_POOL, Model, StateOptions
-from engine.step_context import Place, StepContext
-from engine.weights import Weights
+from engine.models.model_base import FULL_POOL, STATE_POOL, Model, StateOptions
+from engine.tensors.weight_loader import Weights
 
 _LETTERS = {"M": "linear_attention", "*": "full_attention", "-": "mlp", "E": "moe"}
 _SPELLINGS = {kind: kind for kind in _LETTERS.values()} | {"mamba": "linear_attention", "attention": "full_attention"}

@@ -4,21 +4,22 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from cache.registry import Kind, PoolSpec
-from contracts.model import ModelSpec
-from contracts.rope import read_rope
-from engine.decoder import Layer, Sublayer
-from engine.layers.attention import kv_buffers
-from engine.layers.delta import DeltaShape, GatedDelta, Projection, delta_buffers, grouped, separate
-from engine.layers.gated_attention import GatedAttention
+from cache.memory.kv_cache_spec import Kind, PoolSpec
+from contracts.checkpoint.model_spec import ModelSpec
+from contracts.checkpoint.rope_spec import read_rope
+from engine.layers.decoder import Layer, Sublayer
+from engine.layers.forward_context import Place
+from engine.layers.mixers.gated_attention import GatedAttention
+from engine.layers.mixers.gated_delta_net import DeltaShape, GatedDelta, Projection, delta_buffers, grouped, separate
+from engine.layers.mixers.head_attention import kv_buffers
 from engine.layers.mlp import GatedMlp
-from engine.layers.moe import GatedShared, MixtureOfExperts, Sizes
-from engine.layers.router import SoftmaxRouter
-from engine.models.base import FULL_POOL, STATE_POOL, Model, StateOptions
-from engine.models.qwen_moe import sparse_layers
-from engine.rope import RopeTable
-from engine.step_context import Place
-from engine.weights import Weights
+from engine.layers.moe.expert_router import SoftmaxRouter
+from engine.layers.moe.experts import Sizes
+from engine.layers.moe.mixture import GatedShared, MixtureOfExperts
+from engine.layers.rope import RopeTable
+from engine.models.model_base import FULL_POOL, STATE_POOL, Model, StateOptions
+from engine.models.qwen3 import sparse_layers
+from engine.tensors.weight_loader import Weights
 
 _KINDS = ("linear_attention", "full_attention")
 

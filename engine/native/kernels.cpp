@@ -1,4 +1,4 @@
-// The C interface: one function a kernel and dtype, called from engine/native/kernels.py.
+// The C interface: one function a kernel and dtype, called from engine/native/native_kernels.py.
 
 #include "attention.h"
 #include "gemm.h"

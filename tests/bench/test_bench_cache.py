@@ -8,14 +8,15 @@ from pathlib import Path
 
 import pytest
 
-from bench import cache, trace_cache
-from bench.trace_bounds import Ask, Trace, load, plain_lru, unlimited
-from bench.trace_cache import Sizes, replay
-from bench.tree_load import PAGE_TOKENS, Clients, TreeSide, fill
-from bench.trie import Trie
-from cache.prefix import Prefix
+from bench.cache import trace_replay as trace_cache
+from bench.cache import tree_speed as cache
+from bench.cache.plain_trie import Trie
+from bench.cache.trace_bounds import Ask, Trace, load, plain_lru, unlimited
+from bench.cache.trace_replay import Sizes, replay
+from bench.cache.tree_workload import PAGE_TOKENS, Clients, TreeSide, fill
+from cache.prefix_cache.token_prefix import Prefix
 
-SLICE = Path(trace_cache.__file__).parent / "traces" / "conversation_200.jsonl"
+SLICE = Path(__file__).parents[2] / "bench" / "traces" / "conversation_200.jsonl"
 BLOCK = 512
 
 

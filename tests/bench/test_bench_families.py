@@ -9,7 +9,8 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from bench import engine, family_models
+from bench.common import family_models
+from bench.engine import engine_speed as engine
 
 LAYERS = {"window": 6, "hybrid-delta": 4}
 """The fewest that have layers of both kinds; 2 for the others."""

@@ -7,9 +7,11 @@ from pathlib import Path
 
 import pytest
 
-from bench import copies, engine, handover
-from bench.sides import Answer
-from bench.ways import BETWEEN_PROCESSES, DISTINCT, Memory, Shape, make_reader, make_writer, plain
+from bench.cache import copy_speed as copies
+from bench.common.engines_compared import Answer
+from bench.engine import engine_speed as engine
+from bench.serving import handover_speed as handover
+from bench.serving.transfer_ways import BETWEEN_PROCESSES, DISTINCT, Memory, Shape, make_reader, make_writer, plain
 
 SHAPE = Shape(layers=2, kv_heads=2, head_dim=16, page_tokens=4, chunk_tokens=8)
 

@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
-from bench import serve
-from bench.client import Outcome
-from bench.report import Slo, summarize
+from bench.common.latency_report import Slo, summarize
+from bench.common.openai_client import Outcome
+from bench.serving import serve_load as serve
 
 _spec = importlib.util.spec_from_file_location("sse_server", Path(__file__).with_name("sse_server.py"))
 assert _spec is not None

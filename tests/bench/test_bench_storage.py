@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from bench import storage
+from bench.cache import storage_speed as storage
 
 
 @pytest.fixture(autouse=True)

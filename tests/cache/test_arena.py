@@ -6,10 +6,11 @@ from collections import Counter
 
 import pytest
 
-from cache.adoption import MOST_TAKEN, SETTLED_S, ArenaKeeper
-from cache.arena import SALT_BYTES, Arena, arena_bytes, most_index_bytes
-from cache.nodes import Node, Tier
-from cache.registry import Order, PoolSetLayout
+from cache.arena.arena import Arena, arena_bytes, most_index_bytes
+from cache.arena.arena_keeper import MOST_TAKEN, SETTLED_S, ArenaKeeper
+from cache.arena.arena_records import SALT_BYTES
+from cache.memory.memory_layout import Order, PoolSetLayout
+from cache.prefix_cache.tree_node import Node, Tier
 from tests.cache_schedule import _ACTIONS, _WEIGHTS, Schedule
 from tests.cache_visitors import content
 from tests.cache_world import World

@@ -8,9 +8,10 @@ import numpy as np
 import pytest
 import torch
 
-from cache.canonical import SHARED, Assembled, Objects, Part, Slicer
-from cache.registry import BufferSpec, Index, Kind, PoolSetLayout, PoolSetSpec, PoolSpec
-from cache.tags import Digester
+from cache.memory.kv_cache_spec import BufferSpec, Index, Kind, PoolSetSpec, PoolSpec
+from cache.memory.memory_layout import PoolSetLayout
+from cache.memory.page_digest import Digester
+from cache.storage.object_slices import SHARED, Assembled, Objects, Part, Slicer
 
 PAGES = 3
 TOKENS = 4

@@ -9,12 +9,13 @@ from itertools import pairwise
 import pytest
 import torch
 
-from cache.blocks import blocks, packing, runs
-from cache.copies import copy_block, copy_indexed
-from cache.moves import gather
-from cache.pools import PoolSet
-from cache.registry import BufferSpec, Index, Order, PoolSetSpec, PoolSpec
-from cache.tags import Digester, sum_by_numpy, sum_by_torch
+from cache.memory.block_copy import copy_block, copy_indexed
+from cache.memory.copy_plan import blocks, packing, runs
+from cache.memory.kv_cache_spec import BufferSpec, Index, PoolSetSpec, PoolSpec
+from cache.memory.memory_layout import Order
+from cache.memory.page_digest import Digester, sum_by_numpy, sum_by_torch
+from cache.memory.page_moves import gather
+from cache.pool.pool_set import PoolSet
 from tests.poolsets import NAMES, entry, filled, pool_sets
 
 COUNT = 60

@@ -7,8 +7,8 @@ import random
 import pytest
 import torch
 
-from cache.due import due, extents, missing
-from cache.registry import BufferSpec, Index, Kind, PoolSetSpec, PoolSpec
+from cache.memory.kv_cache_spec import BufferSpec, Index, Kind, PoolSetSpec, PoolSpec
+from cache.memory.required_pages import due, extents, missing
 
 
 def spec(page_tokens: int, window_tokens: int) -> PoolSetSpec:

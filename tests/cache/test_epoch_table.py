@@ -1,7 +1,7 @@
 import torch
 
-from cache.epochs import EpochTable
-from cache.leases import Allocator
+from cache.pool.epoch_table import EpochTable
+from cache.pool.page_allocator import Allocator
 
 
 def test_releases_are_in_the_table_that_the_allocator_shares() -> None:

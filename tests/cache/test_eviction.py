@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import pytest
 
-from cache.eviction import POLICIES
-from cache.nodes import Offer, Tier
-from cache.pools import PoolSet
-from cache.prefix import Prefix
-from cache.tree import PrefixTree
+from cache.pool.pool_set import PoolSet
+from cache.prefix_cache.radix_tree import PrefixTree
+from cache.prefix_cache.token_prefix import Prefix
+from cache.prefix_cache.tree_eviction import POLICIES
+from cache.prefix_cache.tree_node import Offer, Tier
 from tests.poolsets import pool_sets
 
 PAGE_TOKENS = 2

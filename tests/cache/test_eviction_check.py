@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from cache.eviction import _EMPTY, POLICIES, Queue
+from cache.prefix_cache.tree_eviction import _EMPTY, POLICIES, Queue
 
 
 def part(used: float) -> Any:

@@ -1,6 +1,6 @@
 from torch import zeros
 
-from cache.gate import Gate
+from cache.pool.load_gate import Gate
 
 
 class Load:

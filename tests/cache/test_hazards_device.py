@@ -7,11 +7,11 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from cache.device import DEVICE, HOST, Completion, Op, Span, Stream
-from cache.gate import Gate
-from cache.launched import Launched
-from cache.lazy import LazyDevice
-from cache.leases import Allocator
+from cache.device.adversarial_device import LazyDevice
+from cache.device.device_port import DEVICE, HOST, Completion, Op, Span, Stream
+from cache.pool.in_flight import Launched
+from cache.pool.load_gate import Gate
+from cache.pool.page_allocator import Allocator
 from contracts.errors import CapacityError, UnorderedAccess
 
 SEEDS = range(60)

@@ -9,12 +9,12 @@ from typing import Any
 
 import pytest
 
-from cache.leases import Allocator
-from cache.moves import Move
-from cache.nodes import NO_LOCKS, Offer, Tier
-from cache.prefix import Prefix
-from cache.storage import Op as StorageOp
-from cache.tree import PrefixTree
+from cache.memory.page_moves import Move
+from cache.pool.page_allocator import Allocator
+from cache.prefix_cache.radix_tree import PrefixTree
+from cache.prefix_cache.token_prefix import Prefix
+from cache.prefix_cache.tree_node import NO_LOCKS, Offer, Tier
+from cache.storage.io_queue import Op as StorageOp
 from tests.cache_visitors import Visitor
 from tests.cache_world import World
 from tests.poolsets import NAMES, pool_sets

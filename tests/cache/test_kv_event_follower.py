@@ -5,9 +5,9 @@ from collections import deque
 
 import pytest
 
-from cache.event_follower import Follower
-from cache.event_publisher import TRUTH
-from cache.events import Cleared, KvEvent, Removed, Stored, Tier, TierIndex, decode_batch, encode_batch
+from contracts.messages.kv_events import TRUTH, Cleared, KvEvent, Removed, Stored, Tier, decode_batch, encode_batch
+from router.kv_indexer.event_replay import Follower
+from router.kv_indexer.kv_index import TierIndex
 
 
 class Source:

@@ -6,8 +6,10 @@ from typing import Any
 import msgpack
 import pytest
 
-from cache.events import Cleared, EventLog, Removed, Stored, Tier, TierIndex, decode_batch, encode_batch
+from cache.tiers.kv_event_publisher import EventLog
 from contracts.errors import WireError
+from contracts.messages.kv_events import Cleared, Removed, Stored, Tier, decode_batch, encode_batch
+from router.kv_indexer.kv_index import TierIndex
 
 A, B, C = bytes(16), bytes(range(16)), b"\xff" * 16
 

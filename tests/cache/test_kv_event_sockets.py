@@ -8,12 +8,13 @@ from contextlib import contextmanager
 import pytest
 import zmq
 
-from cache.event_publisher import END, Publisher
-from cache.event_reader import EventReader
-from cache.events import EventLog, KvEvent, Removed, Stored, Tier, TierIndex, decode_batch
+from cache.tiers.kv_event_publisher import EventLog, Publisher
 from contracts.clock import ManualClock, SystemClock
-from contracts.config import EventsConfig
+from contracts.config.cache_config import EventsConfig
 from contracts.errors import ConfigError
+from contracts.messages.kv_events import END, KvEvent, Removed, Stored, Tier, decode_batch
+from router.kv_indexer.kv_event_subscriber import EventReader
+from router.kv_indexer.kv_index import TierIndex
 
 LOOPBACK = "tcp://127.0.0.1:0"
 

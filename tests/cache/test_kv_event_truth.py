@@ -9,17 +9,17 @@ from contextlib import contextmanager
 
 import pytest
 
-from cache import event_publisher
-from cache.event_reader import EventReader
-from cache.events import Tier as Medium
-from cache.leases import Allocator
-from cache.nodes import IN_TREE, Offer, Tier
-from cache.prefix import Prefix, token_ids
-from cache.tags import chain_keys
-from cache.telling import Teller
-from cache.tree import PrefixTree
+from cache.pool.page_allocator import Allocator
+from cache.prefix_cache.radix_tree import PrefixTree
+from cache.prefix_cache.token_prefix import Prefix, token_ids
+from cache.prefix_cache.tree_node import IN_TREE, Offer, Tier
+from cache.tiers import kv_event_publisher as event_publisher
+from cache.tiers.kv_event_recorder import Teller
+from contracts.block_hash import chain_keys
 from contracts.clock import SystemClock
-from contracts.config import EventsConfig
+from contracts.config.cache_config import EventsConfig
+from contracts.messages.kv_events import Tier as Medium
+from router.kv_indexer.kv_event_subscriber import EventReader
 from tests.poolsets import pool_sets
 from tests.steps import steps
 

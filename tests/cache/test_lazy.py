@@ -7,9 +7,9 @@ from collections.abc import Callable, Sequence
 import pytest
 import torch
 
-from cache.device import DEVICE, HOST, Completion, Op, Span, Stream
-from cache.gate import Gate
-from cache.lazy import LazyDevice
+from cache.device.adversarial_device import LazyDevice
+from cache.device.device_port import DEVICE, HOST, Completion, Op, Span, Stream
+from cache.pool.load_gate import Gate
 from contracts.clock import ManualClock
 from contracts.errors import UnorderedAccess
 

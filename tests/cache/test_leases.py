@@ -1,6 +1,6 @@
 import pytest
 
-from cache.leases import Allocator
+from cache.pool.page_allocator import Allocator
 from contracts.errors import CapacityError, StaleLease
 
 

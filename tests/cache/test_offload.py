@@ -7,13 +7,17 @@ from typing import Any
 
 import pytest
 
-from cache.device import CpuDevice, Device, Gated, Op
-from cache.launched import Launched
-from cache.lazy import LazyDevice
-from cache.leases import Lease
-from cache.offload import Extent, Restored, Saved, offload, restore
-from cache.pools import PoolSet
-from cache.registry import Index, Kind, Order
+from cache.device.adversarial_device import LazyDevice
+from cache.device.device_backends import CpuDevice
+from cache.device.device_port import Device, Gated, Op
+from cache.memory.kv_cache_spec import Index, Kind
+from cache.memory.memory_layout import Order
+from cache.pool.in_flight import Launched
+from cache.pool.page_allocator import Lease
+from cache.pool.pool_set import PoolSet
+from cache.swap.offload import Saved, offload
+from cache.swap.restore import Restored, restore
+from cache.tiers.tier_copy import Extent
 from contracts.errors import CapacityError, LayoutMismatch, StaleLease
 from tests.poolsets import NAMES, entry, filled, host_pools, pool_sets
 

@@ -9,11 +9,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cache.leases import Allocator
-from cache.nodes import Offer
-from cache.prefix import KEY_BYTES, Prefix, common_pages
-from cache.tags import chain_keys
-from cache.tree import PrefixTree
+from cache.pool.page_allocator import Allocator
+from cache.prefix_cache.radix_tree import PrefixTree
+from cache.prefix_cache.token_prefix import Prefix, common_pages
+from cache.prefix_cache.tree_node import Offer
+from contracts.block_hash import KEY_BYTES, chain_keys
 from tests.poolsets import pool_sets
 
 TOKENS = st.lists(st.integers(0, 2**32 - 1), max_size=40)

@@ -5,12 +5,12 @@ from __future__ import annotations
 import pytest
 import torch
 
-from cache.device import DEVICE
-from cache.moves import Move, Part
-from cache.ranked import RankedPools
-from cache.registry import BufferSpec, PoolSetSpec, PoolSpec
+from cache.device.device_port import DEVICE
+from cache.memory.kv_cache_spec import BufferSpec, PoolSetSpec, PoolSpec
+from cache.memory.page_moves import Move, Part
+from cache.pool.tp_pool_set import RankedPools
 from contracts.errors import ConfigError
-from contracts.orders import Copy
+from contracts.messages.rank_orders import Copy
 from tests.poolsets import NAMES
 from tests.ranks import RankedSeat, content, fill, headed_sets, ranked_seat
 

@@ -8,13 +8,15 @@ from dataclasses import dataclass
 
 import pytest
 
-from cache.device import HOST
-from cache.ranked import merged
-from cache.registry import Order, PoolSetSpec
-from cache.shelf import RankShelf, merged_outcomes
-from cache.storage import InlineQueue, Outcome, Verdict
-from cache.storage.memory import MemoryBackend
-from contracts.orders import Kept
+from cache.device.device_port import HOST
+from cache.memory.kv_cache_spec import PoolSetSpec
+from cache.memory.memory_layout import Order
+from cache.pool.tp_pool_set import merged
+from cache.storage.backends.memory_backend import MemoryBackend
+from cache.storage.inline_queue import InlineQueue
+from cache.storage.rank_page_store import RankShelf, merged_outcomes
+from cache.storage.storage_backend import Outcome, Verdict
+from contracts.messages.rank_orders import Kept
 from tests.poolsets import NAMES
 from tests.ranks import RankedSeat, content, fill, headed_sets, ranked_seat
 

@@ -5,10 +5,12 @@ from __future__ import annotations
 import pytest
 import torch
 
-from cache.moves import Move, Part, copy_state, gather, scatter
-from cache.pools import PoolSet
-from cache.registry import BufferSpec, Index, Kind, Order, PoolSetLayout, PoolSetSpec, PoolSpec
-from cache.tags import Digester, chain_keys
+from cache.memory.kv_cache_spec import BufferSpec, Index, Kind, PoolSetSpec, PoolSpec
+from cache.memory.memory_layout import Order, PoolSetLayout
+from cache.memory.page_digest import Digester
+from cache.memory.page_moves import Move, Part, copy_state, gather, scatter
+from cache.pool.pool_set import PoolSet
+from contracts.block_hash import chain_keys
 from tests.poolsets import NAMES, entry, filled, pool_sets
 
 ORDERS = list(Order)

@@ -11,19 +11,21 @@ from itertools import pairwise
 import pytest
 import torch
 
-from cache.device import CpuDevice
-from cache.epochs import EpochTable
-from cache.nodes import Tier
-from cache.pools import PoolSet
-from cache.prefix import Prefix
-from cache.registry import Order
-from cache.seat import Seat
-from cache.storage import Chain, InlineQueue, Item, ObjectName, Outcome, Ticket
-from cache.storage import Op as StorageOp
-from cache.storage.memory import MemoryBackend
-from cache.storage.seal import seal
+from cache.device.device_backends import CpuDevice
+from cache.manager.kv_cache_manager import Seat
+from cache.memory.memory_layout import Order
+from cache.pool.epoch_table import EpochTable
+from cache.pool.pool_set import PoolSet
+from cache.prefix_cache.token_prefix import Prefix
+from cache.prefix_cache.tree_node import Tier
+from cache.storage.backends.memory_backend import MemoryBackend
+from cache.storage.backends.object_seal import seal
+from cache.storage.inline_queue import InlineQueue
+from cache.storage.io_queue import Chain, Ticket
+from cache.storage.io_queue import Op as StorageOp
+from cache.storage.storage_backend import Item, ObjectName, Outcome
 from contracts.clock import ManualClock
-from contracts.config import CacheConfig, PrefetchConfig
+from contracts.config.cache_config import CacheConfig, PrefetchConfig
 from tests.poolsets import pool_sets
 
 PAGE_TOKENS = 2

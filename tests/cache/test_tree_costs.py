@@ -7,14 +7,14 @@ from collections.abc import Callable
 
 import pytest
 
-from cache.device import CpuDevice
-from cache.leases import Lease
-from cache.nodes import IN_TREE, Offer, Tier
-from cache.pools import PoolSet
-from cache.prefix import Prefix
-from cache.seat import Seat
-from cache.tree import PrefixTree
-from contracts.config import CacheConfig
+from cache.device.device_backends import CpuDevice
+from cache.manager.kv_cache_manager import Seat
+from cache.pool.page_allocator import Lease
+from cache.pool.pool_set import PoolSet
+from cache.prefix_cache.radix_tree import PrefixTree
+from cache.prefix_cache.token_prefix import Prefix
+from cache.prefix_cache.tree_node import IN_TREE, Offer, Tier
+from contracts.config.cache_config import CacheConfig
 from tests.poolsets import pool_sets
 from tests.steps import allocated, steps
 

@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 
-from cache.leases import Allocator
-from cache.nodes import Lock, Node, Offer, Tier
-from cache.prefix import Prefix
-from cache.tree import PrefixTree
+from cache.pool.page_allocator import Allocator
+from cache.prefix_cache.radix_tree import PrefixTree
+from cache.prefix_cache.token_prefix import Prefix
+from cache.prefix_cache.tree_node import Lock, Node, Offer, Tier
 from tests.poolsets import pool_sets
 
 

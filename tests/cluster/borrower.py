@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 import time
 
-from cluster.arena import BorrowedArenas
+from cluster.arena.arena_client import BorrowedArenas
 from contracts.clock import SystemClock
 
 

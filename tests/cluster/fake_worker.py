@@ -6,11 +6,13 @@ import threading
 from collections.abc import Callable
 
 from contracts.errors import ErrorKind
-from contracts.fingerprint import PROTOCOL, Fingerprint
 from contracts.ids import Incarnation, RequestId, Role, RoomId, WorkerName
-from contracts.messages import Cancel, CheckReport, Command, Done, Event, Fits, Submit, Tokens, WorkerStatus
-from contracts.ports import SessionId
-from contracts.sampling import SamplingParams
+from contracts.interfaces.worker_interface import SessionId
+from contracts.messages.fingerprint import PROTOCOL, Fingerprint
+from contracts.messages.router_commands import Cancel, Command, Submit
+from contracts.messages.worker_events import Done, Event, Tokens
+from contracts.messages.worker_status import CheckReport, Fits, WorkerStatus
+from contracts.sampling_params import SamplingParams
 
 
 def submit(request_id: str, max_tokens: int = 4, tokens: tuple[int, ...] = (1, 2, 3)) -> Submit:

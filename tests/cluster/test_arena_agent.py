@@ -15,10 +15,10 @@ from pathlib import Path
 import psutil
 import pytest
 
-from cluster.arena import BorrowedArenas
-from cluster.arena_process import LocalAgent
+from cluster.arena.arena_client import BorrowedArenas
+from cluster.arena.local_agent import LocalAgent
 from contracts.clock import SystemClock
-from contracts.config import ClusterConfig
+from contracts.config.cluster_config import ClusterConfig
 from contracts.ids import Incarnation, WorkerName
 from tests.serving import ROOT, until
 
@@ -211,7 +211,7 @@ def test_what_a_later_incarnation_had_no_use_for_is_forgotten_and_nothing_else(a
 def test_a_stranger_gets_nothing_and_harms_nothing(agent: LocalAgent, token: str, tmp_path: Path) -> None:
     import socket
 
-    from cluster.arena_agent import address
+    from cluster.arena.arena_agent import address
 
     with borrower(token, 1) as first:
         first.wrote(7)
@@ -231,7 +231,7 @@ def test_a_stranger_gets_nothing_and_harms_nothing(agent: LocalAgent, token: str
 
 @pytest.mark.slow
 def test_without_an_agent_a_worker_does_without(token: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("cluster.arena.REACH_S", 0.05)
+    monkeypatch.setattr("cluster.arena.arena_client.REACH_S", 0.05)
     with borrowed(token, 1) as memory:
         assert memory is None
     with borrowed("", 1) as memory:
@@ -241,8 +241,8 @@ def test_without_an_agent_a_worker_does_without(token: str, monkeypatch: pytest.
 @pytest.mark.slow
 def test_the_agent_and_its_memory_end_with_its_parent_however_that_ends(token: str, tmp_path: Path) -> None:
     code = (
-        "import sys, pathlib; from cluster.arena_process import LocalAgent\n"
-        "from contracts.clock import SystemClock; from contracts.config import ClusterConfig\n"
+        "import sys, pathlib; from cluster.arena.local_agent import LocalAgent\n"
+        "from contracts.clock import SystemClock; from contracts.config.cluster_config import ClusterConfig\n"
         f"agent = LocalAgent({token!r}, pathlib.Path({str(tmp_path)!r}), ClusterConfig(), SystemClock())\n"
         "print(agent.start()[0], flush=True); sys.stdin.read()"
     )

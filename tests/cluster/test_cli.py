@@ -6,11 +6,12 @@ from pathlib import Path
 
 import pytest
 
-from cluster import admin, cli
-from cluster.admin import STATUS_KEYS, Operator
-from cluster.leaving import Drain, Lines, ending
-from cluster.runfile import write_run_file
-from cluster.terminal import curl_line, url_of
+from cli import admin_client as admin
+from cli import commands as cli
+from cli.admin_client import STATUS_KEYS, Operator
+from cli.drain_command import Drain, Lines, ending
+from cluster.processes.run_file import write_run_file
+from cluster.serve.terminal import curl_line, url_of
 from contracts.clock import ManualClock
 from tests.cluster.router_stub import RouterStub, router_stub, row
 

@@ -5,14 +5,15 @@ from collections.abc import Callable
 
 import pytest
 
-from cluster.controller import Action, Controller, Forget, Grant, Kill, MemoryLedger, NodePlace, Report, Start
-from cluster.states import TRANSITIONS, WorkerEvent, WorkerState, advance
+from cluster.controller.controller import Controller, NodePlace
+from cluster.controller.controller_actions import Action, Forget, Grant, Kill, Report, Start
+from cluster.controller.incarnation_ledger import MemoryLedger
+from cluster.controller.worker_states import TRANSITIONS, WorkerEvent, WorkerState, advance
 from contracts.clock import ManualClock
-from contracts.config import ClusterConfig
+from contracts.config.cluster_config import ClusterConfig
 from contracts.errors import ConfigError, IllegalTransition
 from contracts.ids import Incarnation, Role, WorkerName
-from contracts.messages import Fits, WorkerStatus
-from contracts.ports import WorkerRecord
+from contracts.messages.worker_status import Fits, WorkerRecord, WorkerStatus
 
 NAME = WorkerName("decode-0")
 CONFIG = ClusterConfig(heartbeat_s=1.0, lease_s=10.0, start_timeout_s=60.0, restart_limit=3)

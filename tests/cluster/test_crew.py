@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from cluster.crew import follow, lead
+from cluster.ranks.rendezvous import follow, lead
 from contracts.clock import SystemClock
 
 

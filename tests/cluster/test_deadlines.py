@@ -10,18 +10,18 @@ FOLDER = Path(__file__).parents[2] / "cluster"
 WAITS = {"wait", "join", "result", "acquire", "communicate", "accept", "recv", "wait_for", "get"}
 ENDLESS = {
     "arena_agent.py: self._listener.accept": "the selector has said that somebody is there",
-    "build.py: line.ask(Ready(), config.cluster.start_timeout_s).wait": "the line's own deadline",
-    "host_memory.py: line.ask(Bond(b'')).wait": "the line's own deadline",
-    "host_memory.py: line.ask(Bond(fresh)).wait": "the line's own deadline",
+    "build_parts.py: line.ask(Ready(), config.cluster.start_timeout_s).wait": "the line's own deadline",
+    "host_tier_memory.py: line.ask(Bond(b'')).wait": "the line's own deadline",
+    "host_tier_memory.py: line.ask(Bond(fresh)).wait": "the line's own deadline",
     "controller_service.py: changed.wait": "until the table changes, or the watcher's stream ends",
-    "service.py: self._frames.get": "until the stream's next frame; whatever ends the stream puts one",
-    "rehearsal.py: threading.Event().wait": "a hang on purpose",
+    "grpc_service.py: self._frames.get": "until the stream's next frame; whatever ends the stream puts one",
+    "hang_fault.py: threading.Event().wait": "a hang on purpose",
     "worker_process.py: self._ended.wait": "the worker's life; its lease, its engine thread and its parent end it",
 }
 
 
 def calls() -> Iterator[tuple[str, ast.Call]]:
-    for path in sorted(FOLDER.glob("*.py")):
+    for path in sorted(FOLDER.rglob("*.py")):
         for node in ast.walk(ast.parse(path.read_text())):
             if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
                 yield path.name, node

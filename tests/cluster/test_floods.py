@@ -13,22 +13,25 @@ import grpc
 import grpc.aio
 import pytest
 
-from cluster import controller_service, service
-from cluster.aio import LoopThread
-from cluster.controller import Controller, MemoryLedger
-from cluster.controller_service import ControllerServer
-from cluster.host import WorkerHost
-from cluster.lease import LeaseKeeper
-from cluster.service import serve_worker
-from contracts.channels import CONTROL_BYTES
+from cluster.controller import controller_service
+from cluster.controller.controller import Controller
+from cluster.controller.controller_service import ControllerServer
+from cluster.controller.incarnation_ledger import MemoryLedger
+from cluster.worker_process import grpc_service as service
+from cluster.worker_process.asyncio_thread import LoopThread
+from cluster.worker_process.grpc_service import serve_worker
+from cluster.worker_process.lease_keeper import LeaseKeeper
+from cluster.worker_process.worker_thread import WorkerHost
 from contracts.clock import ManualClock
-from contracts.config import ClusterConfig
+from contracts.config.cluster_config import ClusterConfig
 from contracts.ids import Incarnation, Role, WorkerName
-from contracts.messages import Fits, Tokens
-from contracts.ports import WorkerRecord
+from contracts.messages.worker_events import Tokens
+from contracts.messages.worker_status import Fits, WorkerRecord
 from contracts.proto import worker_pb2 as pb
 from contracts.proto import worker_pb2_grpc as pb_grpc
-from contracts.wire import command_to_proto, event_from_proto
+from contracts.wire.command_protobuf import command_to_proto
+from contracts.wire.event_protobuf import event_from_proto
+from contracts.wire.grpc_channels import CONTROL_BYTES
 from tests.cluster.fake_worker import FakeWorker, submit
 
 NAME = WorkerName("decode-0")

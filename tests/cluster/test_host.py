@@ -6,9 +6,10 @@ from collections.abc import Iterator
 
 import pytest
 
-from cluster.host import HostClosed, HostEnd, WorkerHost
+from cluster.worker_process.worker_thread import HostClosed, HostEnd, WorkerHost
 from contracts.ids import RequestId
-from contracts.messages import Cancel, Done, Event, Tokens
+from contracts.messages.router_commands import Cancel
+from contracts.messages.worker_events import Done, Event, Tokens
 from tests.cluster.fake_worker import FakeWorker, submit
 
 WAIT_S = 5.0

@@ -10,21 +10,22 @@ from pathlib import Path
 import grpc.aio
 import pytest
 
-from cluster import lease
-from cluster.controller import Controller, MemoryLedger, Start
-from cluster.controller_service import ControllerServer, FileLedger
-from cluster.lease import Lease, LeaseKeeper, LeaseRefused
-from contracts.channels import channel_options
+from cluster.controller.controller import Controller
+from cluster.controller.controller_actions import Start
+from cluster.controller.controller_service import ControllerServer
+from cluster.controller.incarnation_ledger import FileLedger, MemoryLedger
+from cluster.worker_process import lease_keeper as lease
+from cluster.worker_process.lease_keeper import Lease, LeaseKeeper, LeaseRefused
 from contracts.clock import ManualClock
-from contracts.config import ClusterConfig
+from contracts.config.cluster_config import ClusterConfig
 from contracts.errors import RequestError
-from contracts.fingerprint import Fingerprint
 from contracts.ids import Incarnation, Role, WorkerName
-from contracts.messages import Fits
-from contracts.ports import WorkerRecord, WorkerView
+from contracts.messages.fingerprint import Fingerprint
+from contracts.messages.worker_status import Fits, WorkerRecord, WorkerView
 from contracts.proto import worker_pb2 as pb
 from contracts.proto import worker_pb2_grpc as pb_grpc
-from router.links import ControllerDirectory
+from contracts.wire.grpc_channels import channel_options
+from router.links.controller_directory import ControllerDirectory
 from tests.cluster.fake_worker import FakeWorker
 
 NAME = WorkerName("decode-0")
@@ -341,12 +342,12 @@ def test_a_worker_registers_though_the_environment_names_a_proxy(wired: Wired, m
 
 
 def test_no_channel_within_the_cluster_asks_a_proxy() -> None:
-    """Every channel is opened with options of `contracts.channels`, which turn that off."""
+    """Every channel is opened with options of `contracts.wire.grpc_channels`, which turn that off."""
     assert dict(channel_options(1, 1))["grpc.enable_http_proxy"] == 0
     root = Path(__file__).parents[2]
     opened = [
         call
-        for folder in ("cluster", "router", "transfer", "prefill", "decode", "cache", "engine", "sim")
+        for folder in ("cluster", "router", "transfer", "worker", "prefill", "decode", "cache", "engine", "sim")
         for path in (root / folder).rglob("*.py")
         if "ecure_channel" in path.read_text()
         for call in ast.walk(ast.parse(path.read_text()))

@@ -13,18 +13,19 @@ from typing import Any
 
 import pytest
 
-from cluster import cli
-from cluster.admin import Operator, RouterAway
-from cluster.controller import Controller, MemoryLedger, Report, Start
-from cluster.leaving import Drain, Lines, change_role, ending, table
-from cluster.leaving import Report as Progress
-from cluster.node_drains import NodeDrains
+from cli import commands as cli
+from cli.admin_client import Operator, RouterAway
+from cli.drain_command import Drain, Lines, change_role, ending, table
+from cli.drain_command import Report as Progress
+from cluster.controller.controller import Controller
+from cluster.controller.controller_actions import Report, Start
+from cluster.controller.incarnation_ledger import MemoryLedger
+from cluster.ray_nodes.node_drains import NodeDrains
 from contracts.clock import ManualClock
-from contracts.config import ClusterConfig
+from contracts.config.cluster_config import ClusterConfig
 from contracts.errors import ConfigError
 from contracts.ids import Incarnation, Role, WorkerName
-from contracts.messages import Fits, WorkerStatus
-from contracts.ports import WorkerRecord, WorkerView
+from contracts.messages.worker_status import Fits, WorkerRecord, WorkerStatus, WorkerView
 from tests.cluster.router_stub import RouterStub, router_stub, row
 
 NAME = WorkerName("decode-1")
@@ -158,7 +159,7 @@ def test_workers_of_other_nodes_stay() -> None:
 
 SIGNALLED = """
 import os, signal, sys, threading
-from cluster.terminated import TERMINATED
+from cluster.worker_process.sigterm_drain import TERMINATED
 told = threading.Event()
 assert TERMINATED.listen()
 TERMINATED.on(told.set)

@@ -5,11 +5,12 @@ from collections.abc import Awaitable, Callable, Iterator, Sequence
 
 import pytest
 
-from cluster.host import WorkerHost
-from cluster.local import LocalDirectory
+from cluster.serve.local_directory import LocalDirectory
+from cluster.worker_process.worker_thread import WorkerHost
 from contracts.ids import Incarnation, Role, WorkerName
-from contracts.messages import Done, Event
-from contracts.ports import Directory, Port, WorkerRecord, WorkerView
+from contracts.interfaces.discovery import Directory, Port
+from contracts.messages.worker_events import Done, Event
+from contracts.messages.worker_status import WorkerRecord, WorkerView
 from tests.cluster.fake_worker import FakeWorker, submit
 
 WAIT_S = 5.0

@@ -5,10 +5,11 @@ from __future__ import annotations
 import pytest
 import torch
 
-from cache.pools import host_counts
-from cache.registry import BufferSpec, Index, Kind, PoolSetSpec, PoolSpec
-from cluster.memory import MemoryPlan, plan_memory, stride
-from contracts.config import Config, config_from_dict
+from cache.memory.kv_cache_spec import BufferSpec, Index, Kind, PoolSetSpec, PoolSpec
+from cache.pool.pool_set import host_counts
+from cluster.assembly.memory_plan import MemoryPlan, plan_memory, stride
+from contracts.config.cluster_config import Config
+from contracts.config.load_config import config_from_dict
 from contracts.errors import ConfigError
 from contracts.ids import Role
 from tests.poolsets import NAMES, pool_sets

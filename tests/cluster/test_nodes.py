@@ -10,11 +10,11 @@ import psutil
 import pytest
 from rich.console import Console
 
-from cluster.memory import MemoryPlan
-from cluster.nodes import MemoryShort, NodeFacts, NodeShare, by_machine, cores, free_bytes
-from cluster.preflight import Prepared, ServeOptions, prepare
-from cluster.terminal import node_table
-from cluster.worker_process import WorkerPlan
+from cluster.assembly.memory_plan import MemoryPlan
+from cluster.assembly.node_shares import MemoryShort, NodeFacts, NodeShare, by_machine, cores, free_bytes
+from cluster.serve.preflight import Prepared, ServeOptions, prepare
+from cluster.serve.terminal import node_table
+from cluster.worker_process.worker_plan import WorkerPlan
 from contracts.errors import ConfigError
 from contracts.ids import Incarnation, Role, WorkerName
 

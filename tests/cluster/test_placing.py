@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from cluster.controller import NodePlace
-from cluster.nodes import Sizes
-from cluster.worker_process import WorkerPlan
-from contracts.config import Config
+from cluster.assembly.node_shares import Sizes
+from cluster.controller.controller import NodePlace
+from cluster.worker_process.worker_plan import WorkerPlan
+from contracts.config.cluster_config import Config
 from contracts.ids import Incarnation, Role, WorkerName
 
 NODES = tuple(NodePlace(letter * 56, f"host-{letter}") for letter in "abc")
@@ -23,7 +23,7 @@ def test_cordoned_and_unmeasured_nodes_are_left_out_by_a_selector_that_ray_accep
 ) -> None:
     from ray._private.label_utils import validate_label_selector
 
-    from cluster.actors import NODE_LABEL, RayLauncher
+    from cluster.ray_nodes.worker_actors import NODE_LABEL, RayLauncher
 
     launcher = RayLauncher(lambda plan: pytest.fail("nothing is built here"))
     monkeypatch.setattr(launcher, "nodes", lambda: NODES)

@@ -8,9 +8,9 @@ from dataclasses import replace
 import pytest
 from rich.console import Console
 
-from cluster.memory import plan_memory
-from cluster.preflight import ServeOptions, prepare
-from cluster.terminal import pool_table
+from cluster.assembly.memory_plan import plan_memory
+from cluster.serve.preflight import ServeOptions, prepare
+from cluster.serve.terminal import pool_table
 from contracts.ids import Role
 from tests.poolsets import pool_sets
 

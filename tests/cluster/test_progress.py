@@ -6,16 +6,17 @@ import threading
 
 import pytest
 
-from cluster.controller import Controller, Kill, MemoryLedger, Start
-from cluster.host import WorkerHost
-from cluster.progress import Pulse, allowed_s
-from cluster.rehearsal import hang_at
+from cluster.controller.controller import Controller
+from cluster.controller.controller_actions import Kill, Start
+from cluster.controller.incarnation_ledger import MemoryLedger
+from cluster.worker_process.hang_fault import hang_at
+from cluster.worker_process.step_watchdog import Pulse, allowed_s
+from cluster.worker_process.worker_thread import WorkerHost
 from contracts.clock import ManualClock
-from contracts.config import ClusterConfig
+from contracts.config.cluster_config import ClusterConfig
 from contracts.errors import ConfigError
 from contracts.ids import Incarnation, Role, WorkerName
-from contracts.messages import Fits, WorkerStatus
-from contracts.ports import WorkerRecord
+from contracts.messages.worker_status import Fits, WorkerRecord, WorkerStatus
 from tests.cluster.fake_worker import FakeWorker, submit
 
 NAME = WorkerName("decode-0")

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from cluster import ray_cluster
+from cluster.ray_nodes import ray_cluster
 from contracts.errors import ConfigError
 
 

@@ -9,10 +9,10 @@ from pathlib import Path
 
 import pytest
 
-import cluster.reaper
-from cluster.procs import start_time
+from cluster.processes import reaper
+from cluster.processes.process_ids import start_time
 
-REAPER = str(cluster.reaper.__file__)
+REAPER = str(reaper.__file__)
 
 
 def _sleeper(*args: str, **kwargs: object) -> subprocess.Popen[bytes]:

@@ -10,11 +10,11 @@ from typing import Any
 
 import pytest
 
-from cluster import serve
-from cluster.arena_process import LocalAgent
-from cluster.restarts import Restarts
+from cluster.arena.local_agent import LocalAgent
+from cluster.processes.restart_policy import Restarts
+from cluster.serve import serve_cluster as serve
 from contracts.clock import ManualClock
-from contracts.config import ClusterConfig, Config
+from contracts.config.cluster_config import ClusterConfig, Config
 
 DAY_S = 86_400.0
 CONFIG = ClusterConfig(restart_limit=20, restart_window_s=600.0)

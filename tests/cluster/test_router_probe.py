@@ -10,8 +10,8 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
 
-import cluster.router_probe
-from cluster.router_probe import RouterProbe
+import cluster.serve.router_probe
+from cluster.serve.router_probe import RouterProbe
 from contracts.clock import ManualClock
 
 
@@ -32,7 +32,7 @@ def until(true: Callable[[], bool]) -> None:
 
 
 def test_c4_a_router_that_answers_is_heard_and_one_that_hangs_is_not(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cluster.router_probe, "PATIENCE_S", 0.05)
+    monkeypatch.setattr(cluster.serve.router_probe, "PATIENCE_S", 0.05)
     clock = ManualClock()
     with ThreadingHTTPServer(("127.0.0.1", 0), _Live) as server:
         threading.Thread(target=server.serve_forever, daemon=True).start()

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from cluster import runfile
-from cluster.procs import kill_process, same_process, start_time
+from cluster.processes import run_file as runfile
+from cluster.processes.process_ids import kill_process, same_process, start_time
 
 
 @pytest.fixture(autouse=True)

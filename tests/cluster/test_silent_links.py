@@ -7,13 +7,13 @@ from collections.abc import Callable, Iterator, Sequence
 
 import pytest
 
-from cluster.aio import LoopThread
-from cluster.host import WorkerHost
-from cluster.service import serve_worker
+from cluster.worker_process.asyncio_thread import LoopThread
+from cluster.worker_process.grpc_service import serve_worker
+from cluster.worker_process.worker_thread import WorkerHost
 from contracts.ids import Incarnation, Role, WorkerName
-from contracts.messages import Event, Fits
-from contracts.ports import WorkerRecord
-from router.links import GrpcPort, GrpcSession, channel_options
+from contracts.messages.worker_events import Event
+from contracts.messages.worker_status import Fits, WorkerRecord
+from router.links.grpc_worker import GrpcPort, GrpcSession, channel_options
 from tests.cluster.fake_worker import FakeWorker, submit
 from tests.proxy import Proxy, Relay, proxying
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from rich.console import Console
 
-from cluster.admin import status_table
+from cli.admin_client import status_table
 
 
 def test_status_shows_how_many_requests_are_retracted() -> None:

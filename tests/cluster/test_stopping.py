@@ -7,8 +7,8 @@ from collections.abc import Callable
 
 import pytest
 
-from cluster import stopping
-from cluster.stopping import Stopping
+from cluster.serve import shutdown_signal as stopping
+from cluster.serve.shutdown_signal import Stopping
 
 
 class Timers:

@@ -5,14 +5,14 @@ from __future__ import annotations
 import types
 from typing import Any
 
-from cluster.controller import Controller, MemoryLedger, NodePlace
-from cluster.launcher import Ended, Placed
-from cluster.supervisor import Supervisor
+from cluster.controller.controller import Controller, NodePlace
+from cluster.controller.incarnation_ledger import MemoryLedger
+from cluster.controller.supervisor import Supervisor
+from cluster.controller.worker_launcher import Ended, Placed
 from contracts.clock import ManualClock
-from contracts.config import ClusterConfig
+from contracts.config.cluster_config import ClusterConfig
 from contracts.ids import Incarnation, Role, WorkerName
-from contracts.messages import Fits, WorkerStatus
-from contracts.ports import WorkerRecord
+from contracts.messages.worker_status import Fits, WorkerRecord, WorkerStatus
 
 NAME = WorkerName("decode-0")
 A, B = NodePlace("a-0123456789", "a"), NodePlace("b-0123456789", "b")

@@ -9,14 +9,15 @@ import grpc
 import grpc.aio
 import pytest
 
-from cluster.aio import LoopThread
-from cluster.host import WorkerHost
-from cluster.service import ServiceServer, WorkerService, serve_worker
-from contracts.access import access_metadata
-from contracts.messages import Event, Tokens
+from cluster.worker_process.asyncio_thread import LoopThread
+from cluster.worker_process.grpc_service import ServiceServer, WorkerService, serve_worker
+from cluster.worker_process.worker_thread import WorkerHost
+from contracts.authentication import access_metadata
+from contracts.messages.worker_events import Event, Tokens
 from contracts.proto import worker_pb2 as pb
 from contracts.proto import worker_pb2_grpc as pb_grpc
-from contracts.wire import command_to_proto, event_from_proto
+from contracts.wire.command_protobuf import command_to_proto
+from contracts.wire.event_protobuf import event_from_proto
 from tests.cluster.fake_worker import FakeWorker, submit
 
 WAIT_S = 20.0

@@ -6,8 +6,8 @@ import random
 
 import pytest
 
-from decode.growth import KNOWN, REMEMBERED, Growth
-from decode.policy import Candidate, Rates, cheaper_to_copy, victims
+from decode.request.output_length import KNOWN, REMEMBERED, Growth
+from decode.retraction.retraction_policy import Candidate, Rates, cheaper_to_copy, victims
 
 
 def seen(quantile: float, *lengths: int) -> Growth:

@@ -11,16 +11,20 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from cache.claim import Table
-from cache.device import CpuDevice, Device
-from cache.epochs import EpochTable
-from cache.pools import PoolSet
-from cache.registry import Kind
-from contracts.config import EngineConfig
-from contracts.sampling import SamplingParams
-from engine import StateOptions, dtype_for, load_engine, read_model
-from engine.batch import Draw, FromStep, Row, RowOutput
-from engine.engine import Engine
+from cache.allocation.block_table import Table
+from cache.device.device_backends import CpuDevice
+from cache.device.device_port import Device
+from cache.memory.kv_cache_spec import Kind
+from cache.pool.epoch_table import EpochTable
+from cache.pool.pool_set import PoolSet
+from contracts.config.worker_config import EngineConfig
+from contracts.sampling_params import SamplingParams
+from engine.models.model_base import StateOptions
+from engine.models.registry import read_model
+from engine.runner.batch import Draw, FromStep, Row, RowOutput
+from engine.runner.load_model import load_engine
+from engine.runner.model_runner import Engine
+from engine.tensors.weight_loader import dtype_for
 from tests.checkpoints import Oracle
 
 MakeCheckpoint = Callable[..., Path]

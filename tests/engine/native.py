@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import pytest
 
-from contracts import processor
-from engine import native
+from contracts import cpu_levels as processor
+from engine.native import compile_kernels, current_kernels, native_kernels
 
-BUILDS = (native.MACHINE, *processor.levels())
+BUILDS = (compile_kernels.MACHINE, *processor.levels())
 """All that the kernels can be compiled for and run here."""
 
 
-def kernels_or_skip(build: str = native.MACHINE) -> native.Kernels:
+def kernels_or_skip(build: str = compile_kernels.MACHINE) -> native_kernels.Kernels:
     try:
-        return native.available(build)
-    except native.NativeUnavailable as error:
+        return current_kernels.available(build)
+    except compile_kernels.NativeUnavailable as error:
         pytest.skip(str(error))

@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 
 from contracts.errors import PeerDead
-from engine.ranks import GroupRanks
+from engine.tensors.tensor_parallel import GroupRanks
 
 
 def tell(**what: object) -> None:

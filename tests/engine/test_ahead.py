@@ -6,10 +6,11 @@ from pathlib import Path
 
 import pytest
 
-from cache.device import CpuDevice, Device
-from cache.lazy import LazyDevice
-from contracts.sampling import SamplingParams
-from engine.batch import Draw, Drawn, FromStep, Step
+from cache.device.adversarial_device import LazyDevice
+from cache.device.device_backends import CpuDevice
+from cache.device.device_port import Device
+from contracts.sampling_params import SamplingParams
+from engine.runner.batch import Draw, Drawn, FromStep, Step
 from tests.engine.harness import GREEDY, Bench, MakeCheckpoint, row
 
 PROMPTS = [list(range(50, 87)), list(range(10, 13))]

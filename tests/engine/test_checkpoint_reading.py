@@ -14,15 +14,15 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from contracts.config import EngineConfig
+from contracts.checkpoint.model_spec import read_model_spec
+from contracts.config.worker_config import EngineConfig
 from contracts.errors import CheckpointError, ConfigError
-from contracts.model import read_model_spec
-from engine import weights
-from engine.engine import attention_for
-from engine.models import model_for, read_model
-from engine.numerics import FAST
-from engine.torch_attention import TorchAttention
-from engine.weights import Weights, dtype_for
+from engine.attention.torch_backend.torch_attention import TorchAttention
+from engine.models.registry import model_for, read_model
+from engine.runner.kernel_choice import attention_for
+from engine.tensors import weight_loader as weights
+from engine.tensors.row_exact_linear import FAST
+from engine.tensors.weight_loader import Weights, dtype_for
 from tests.checkpoints import copy_checkpoint
 from tests.engine.harness import Bench, MakeCheckpoint
 

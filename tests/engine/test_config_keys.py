@@ -20,10 +20,9 @@ import torch
 import transformers
 
 from contracts.errors import CheckpointError
-from contracts.sampling import SamplingParams
-from engine import read_model
-from engine.models import ARCHITECTURES
-from engine.models.keys import CACHE, GENERAL, KEYS
+from contracts.sampling_params import SamplingParams
+from engine.models.config_keys import CACHE, GENERAL, KEYS
+from engine.models.registry import ARCHITECTURES, read_model
 from tests.checkpoints import Oracle, copy_checkpoint
 from tests.families import FAMILIES
 from tests.pair import pair

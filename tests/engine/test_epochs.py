@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from engine.batch import Draw, Row
+from engine.runner.batch import Draw, Row
 from tests.engine.harness import GREEDY, Bench, MakeCheckpoint
 
 PROMPT = list(range(40, 77))

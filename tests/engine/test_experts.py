@@ -15,14 +15,15 @@ from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3MoE
 from transformers.models.gpt_oss.modeling_gpt_oss import GptOssMLP
 from transformers.models.qwen3_next.modeling_qwen3_next import Qwen3NextSparseMoeBlock
 
+from contracts.checkpoint.json_fields import Fields
+from contracts.checkpoint.model_spec import ModelSpec
+from contracts.checkpoint.safetensors_headers import read_headers
 from contracts.errors import CheckpointError
-from contracts.fields import Fields
-from contracts.model import ModelSpec
-from contracts.tensor_files import read_headers
+from engine.attention.torch_backend.torch_attention import TorchAttention
+from engine.layers.forward_context import StepContext
 from engine.layers.mlp import GatedMlp
-from engine.layers.moe import (
-    GatedShared,
-    MixtureOfExperts,
+from engine.layers.moe.expert_router import ChosenSoftmaxRouter, Routes, SigmoidRouter, SoftmaxRouter
+from engine.layers.moe.experts import (
     Sizes,
     TorchExperts,
     clamped_swiglu,
@@ -30,12 +31,10 @@ from engine.layers.moe import (
     relu_squared,
     ungated_expert,
 )
-from engine.layers.router import ChosenSoftmaxRouter, Routes, SigmoidRouter, SoftmaxRouter
-from engine.numerics import FAST, Linear, Numerics
-from engine.shard import WHOLE, Shard
-from engine.step_context import StepContext
-from engine.torch_attention import TorchAttention
-from engine.weights import Weights
+from engine.layers.moe.mixture import GatedShared, MixtureOfExperts
+from engine.tensors.row_exact_linear import FAST, Linear, Numerics
+from engine.tensors.shard import WHOLE, Shard
+from engine.tensors.weight_loader import Weights
 
 HIDDEN, INNER, EXPERTS, TOP_K = 24, 20, 8, 3
 SIZES = Sizes(EXPERTS, HIDDEN, INNER)

@@ -9,10 +9,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from contracts.sampling import SamplingParams
-from engine import native, torch_attention
-from engine.batch import Draw
-from engine.numerics import Numerics
+from contracts.sampling_params import SamplingParams
+from engine.attention.torch_backend import attention_tiles, torch_attention
+from engine.native import compile_kernels, current_kernels, native_kernels
+from engine.runner.batch import Draw
+from engine.tensors.row_exact_linear import Numerics
 from tests.checkpoints import VOCAB
 from tests.engine.harness import Bench, MakeCheckpoint, row
 
@@ -40,12 +41,12 @@ def folder(
     """Checkpoints; of those `by torch` nothing is computed by the C++ kernels, as where there is no compiler."""
     name, _, by_torch = request.param.partition(" ")
     if by_torch:
-        monkeypatch.setattr(native, "available", _unavailable)
+        monkeypatch.setattr(current_kernels, "available", _unavailable)
     return checkpoint(**MODELS[name], dtype=dtype)
 
 
-def _unavailable(*_: object) -> native.Kernels:
-    raise native.NativeUnavailable("not in this test")
+def _unavailable(*_: object) -> native_kernels.Kernels:
+    raise compile_kernels.NativeUnavailable("not in this test")
 
 
 def sequence(seed: int, length: int) -> list[int]:
@@ -131,9 +132,9 @@ def test_small_bounds_on_memory_do_not_change_a_bit(folder: Path, monkeypatch: p
     tokens = sequence(5, LENGTH)
     want = Bench(folder).forced(tokens, [LENGTH])
     monkeypatch.setattr(torch_attention, "_SCORE_ELEMENTS", 1 << 15)
-    monkeypatch.setattr(torch_attention, "_TILE_SCORES", 1 << 13)
+    monkeypatch.setattr(attention_tiles, "_TILE_SCORES", 1 << 13)
     monkeypatch.setattr(torch_attention, "_GATHER_ELEMENTS", 1 << 13)
-    monkeypatch.setattr(torch_attention, "_TILE_QUERIES", 8)
+    monkeypatch.setattr(attention_tiles, "_TILE_QUERIES", 8)
     assert same(Bench(folder).forced(tokens, [100, LENGTH - 100]), want)
 
 

@@ -13,9 +13,10 @@ import torch
 from torch import Tensor
 
 from contracts.errors import CheckpointError
-from engine import read_model, torch_latent
-from engine.attention import AttentionPlan
-from engine.latent import Selection
+from engine.attention.attention_plan import AttentionPlan
+from engine.attention.latent_backend import Selection
+from engine.attention.torch_backend import torch_latent
+from engine.models.registry import read_model
 from tests.checkpoints import VOCAB, Oracle, compare, copy_checkpoint
 from tests.engine.harness import Bench, MakeOracle
 from tests.engine.judged import expect_as_close_but_where_torn

@@ -11,9 +11,9 @@ from typing import Any
 
 import pytest
 
+from contracts.checkpoint.model_spec import ModelSpec, read_model_spec
 from contracts.errors import CheckpointError
-from contracts.model import ModelSpec, read_model_spec
-from engine.models import ARCHITECTURES, model_for
+from engine.models.registry import ARCHITECTURES, model_for
 from tests.families import FAMILIES
 
 EXPERTS = {

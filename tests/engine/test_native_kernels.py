@@ -12,19 +12,20 @@ import pytest
 import torch
 from torch import Tensor
 
-from contracts.config import EngineConfig
+from contracts.config.worker_config import EngineConfig
 from contracts.errors import ConfigError
-from engine import native
-from engine.attention import Scores, make_plan
-from engine.engine import kernels_for_config
+from engine.attention.attention_backend import Scores
+from engine.attention.attention_plan import make_plan
+from engine.attention.torch_backend.native_attention import NativeAttention
+from engine.attention.torch_backend.torch_attention import TorchAttention
 from engine.layers.norm import rms_norm, silu
-from engine.native import build
-from engine.native.kernels import Kernels, PackedWeight
-from engine.native_attention import NativeAttention
-from engine.numerics import FAST, Numerics
-from engine.numerics_class import digest
-from engine.rope import rotate
-from engine.torch_attention import TorchAttention
+from engine.layers.rope import rotate
+from engine.native import compile_kernels, current_kernels
+from engine.native import compile_kernels as build
+from engine.native.native_kernels import Kernels, PackedWeight
+from engine.runner.kernel_choice import kernels_for_config
+from engine.runner.numerics_class import digest
+from engine.tensors.row_exact_linear import FAST, Numerics
 from tests.engine.harness import Bench, MakeCheckpoint
 from tests.engine.native import BUILDS, kernels_or_skip
 
@@ -191,8 +192,8 @@ def test_kernels_that_do_not_compile_are_an_error_of_one_line(monkeypatch: pytes
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     build.load_library.cache_clear()
     try:
-        with pytest.raises(native.NativeUnavailable, match=r"failed: kernels\.cpp:1: error: no$"):
-            native.available()
+        with pytest.raises(compile_kernels.NativeUnavailable, match=r"failed: kernels\.cpp:1: error: no$"):
+            current_kernels.available()
     finally:
         build.load_library.cache_clear()
     assert not list((tmp_path / "twinpool").iterdir()), "nothing half made is left"
@@ -212,14 +213,14 @@ def test_a_cache_folder_that_others_can_write_to_is_not_trusted(
 
 def test_layers_are_told_of_kernels_only_within_using(kernels: Kernels) -> None:
     x = torch.ones(2, 2)
-    assert native.kernels_for(x) is None
-    with native.using(kernels):
-        assert native.kernels_for(x) is kernels
-        assert native.kernels_for(x.half()) is None
-        with native.using(None):
-            assert not native.in_use()
-        assert native.in_use()
-    assert not native.in_use()
+    assert current_kernels.kernels_for(x) is None
+    with current_kernels.using(kernels):
+        assert current_kernels.kernels_for(x) is kernels
+        assert current_kernels.kernels_for(x.half()) is None
+        with current_kernels.using(None):
+            assert not current_kernels.in_use()
+        assert current_kernels.in_use()
+    assert not current_kernels.in_use()
 
 
 @pytest.fixture
@@ -258,5 +259,5 @@ def test_without_any_compiler_the_reason_says_what_to_install(monkeypatch: pytes
     monkeypatch.delenv("CXX", raising=False)
     monkeypatch.setattr("shutil.which", lambda name: None)
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    with pytest.raises(native.NativeUnavailable, match=r"install g\+\+.*twinpool\[kernels\]"):
+    with pytest.raises(compile_kernels.NativeUnavailable, match=r"install g\+\+.*twinpool\[kernels\]"):
         build.find_compiler()

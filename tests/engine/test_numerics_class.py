@@ -12,13 +12,13 @@ from typing import Any
 import pytest
 import torch
 
-from contracts import processor
-from contracts.config import EngineConfig
+from contracts import cpu_levels as processor
+from contracts.config.worker_config import EngineConfig
 from contracts.errors import ConfigError
-from engine import native
-from engine.engine import class_of, hold_to_class
-from engine.native import build
-from engine.numerics_class import digest
+from engine.native import compile_kernels as build
+from engine.native import compile_kernels as native
+from engine.runner.kernel_choice import class_of, hold_to_class
+from engine.runner.numerics_class import digest
 from tests.engine.native import BUILDS, kernels_or_skip
 
 CPU = torch.device("cpu")
@@ -29,8 +29,8 @@ SCRIPT = """
 import hashlib, json, sys
 import torch
 from pathlib import Path
-from contracts.config import EngineConfig
-from engine.engine import class_of, hold_to_class
+from contracts.config.worker_config import EngineConfig
+from engine.runner.kernel_choice import class_of, hold_to_class
 from tests.engine.harness import Bench
 
 level, folder = sys.argv[1:]

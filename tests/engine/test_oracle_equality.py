@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from engine.engine import Engine
+from engine.runner.model_runner import Engine
 from tests.checkpoints import VOCAB, compare, compare_forced
 from tests.engine.harness import Bench, MakeCheckpoint, MakeOracle, row
 
@@ -128,7 +128,7 @@ def test_fast_numerics_gives_the_oracles_tokens_too(checkpoint: MakeCheckpoint, 
 def test_prompt_scores_are_the_oracles_log_probabilities(
     checkpoint: MakeCheckpoint, oracle_of: MakeOracle, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from engine import engine as module
+    from engine.runner import model_runner as module
 
     folder = checkpoint("llama")
     (tokens,) = prompts(5, 90)

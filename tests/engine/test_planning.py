@@ -8,11 +8,12 @@ from typing import Any
 import pytest
 import torch
 
-from cache.claim import numbers
-from cache.device import CpuDevice, Device
-from cache.lazy import LazyDevice
-from engine.attention import make_plan
-from engine.batch import Draw
+from cache.allocation.allocation import numbers
+from cache.device.adversarial_device import LazyDevice
+from cache.device.device_backends import CpuDevice
+from cache.device.device_port import Device
+from engine.attention.attention_plan import make_plan
+from engine.runner.batch import Draw
 from tests.engine.harness import GREEDY, Bench, MakeCheckpoint, row
 
 
@@ -63,8 +64,8 @@ def test_tables_as_claims_keep_them_and_as_lists_make_the_same_plan() -> None:
 
 def test_a_step_takes_the_tokens_of_several_earlier_steps_where_they_lie(checkpoint: MakeCheckpoint) -> None:
     """In any order, and beside tokens that the host knows."""
-    from engine.batch import FromStep
-    from engine.step import input_tokens
+    from engine.runner.batch import FromStep
+    from engine.runner.launched_step import input_tokens
 
     bench = Bench(checkpoint("llama"), tokens=1024)
     prompts = [[n, n + 1, n + 2] for n in (20, 40, 60, 80)]

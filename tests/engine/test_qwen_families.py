@@ -12,10 +12,10 @@ import pytest
 import torch
 
 from contracts.errors import CheckpointError
-from engine import read_model
-from engine.layers.moe import TorchExperts
-from engine.layers.router import Routes
-from engine.numerics import Numerics
+from engine.layers.moe.expert_router import Routes
+from engine.layers.moe.experts import TorchExperts
+from engine.models.registry import read_model
+from engine.tensors.row_exact_linear import Numerics
 from tests.checkpoints import copy_checkpoint
 from tests.engine.harness import Bench, MakeOracle
 from tests.engine.judged import expect_as_close_to_float32, expect_close_choices, expect_the_oracles, prompts

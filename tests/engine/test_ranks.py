@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 import torch
 
-from engine.engine import agreed
-from engine.numerics import Numerics
-from engine.ranks import ALONE
+from engine.runner.load_model import agreed
+from engine.tensors.row_exact_linear import Numerics
+from engine.tensors.tensor_parallel import ALONE
 from tests.engine.rank_process import part
 from tests.rank_lines import Process
 

@@ -13,9 +13,10 @@ import torch
 from torch import Tensor
 
 from contracts.errors import CheckpointError
-from engine import StateOptions, read_model
-from engine.recurrence import BLOCK
-from engine.shard import Shard
+from engine.attention.recurrence_backend import BLOCK
+from engine.models.model_base import StateOptions
+from engine.models.registry import read_model
+from engine.tensors.shard import Shard
 from tests.checkpoints import VOCAB, compare, compare_forced, copy_checkpoint
 from tests.engine.harness import Bench, Held, MakeOracle
 from tests.families import FAMILIES

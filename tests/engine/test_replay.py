@@ -8,10 +8,10 @@ import random
 import pytest
 import torch
 
-from contracts.sampling import SamplingParams
-from engine.batch import Draw, Replay, Row
-from engine.replay import Redrawn, gaps, redraw
-from engine.sampling import draw_tokens
+from contracts.sampling_params import SamplingParams
+from engine.runner.batch import Draw, Replay, Row
+from engine.runner.redraw import Redrawn, gaps, redraw
+from engine.runner.sampler import draw_tokens
 
 VOCAB = 60
 

@@ -9,10 +9,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from cache.device import DEVICE, Completion, CpuDevice, Op, Span
-from engine import numerics
-from engine.layers.norm import gelu_tanh, silu, tanh
-from engine.numerics import TILE_ROWS, Linear, Numerics, probe
+from cache.device.device_backends import CpuDevice
+from cache.device.device_port import DEVICE, Completion, Op, Span
+from engine.layers.norm import gelu_tanh, silu
+from engine.tensors import row_exact_linear as numerics
+from engine.tensors.row_exact_linear import TILE_ROWS, Linear, Numerics, probe, tanh
 from tests.engine.harness import Bench, MakeCheckpoint, row
 
 

@@ -13,10 +13,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from contracts.sampling import SamplingParams, TokenLogprob
-from engine import sampling
-from engine.batch import Draw, Drawn
-from engine.sampling import uniform
+from contracts.sampling_params import SamplingParams, TokenLogprob
+from engine.runner import sampler as sampling
+from engine.runner.batch import Draw, Drawn
+from engine.runner.sampler import uniform
 
 VOCAB = 50
 PLAIN = SamplingParams(max_tokens=100)

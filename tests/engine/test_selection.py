@@ -8,17 +8,18 @@ import pytest
 import torch
 from torch import Tensor
 
-from cache.device import CpuDevice
-from contracts.config import EngineConfig
-from engine import StateOptions, read_model
-from engine.attention import AttentionPlan, make_plan
-from engine.engine import numerics_for
-from engine.latent import IndexKeys
-from engine.numerics import FAST, HeadLinear, Numerics, probe
-from engine.shard import Shard
-from engine.torch_attention import TorchAttention
-from engine.torch_latent import best, sum_of_heads
-from engine.weights import Weights
+from cache.device.device_backends import CpuDevice
+from contracts.config.worker_config import EngineConfig
+from engine.attention.attention_plan import AttentionPlan, make_plan
+from engine.attention.latent_backend import IndexKeys
+from engine.attention.torch_backend.torch_attention import TorchAttention
+from engine.attention.torch_backend.torch_latent import best, sum_of_heads
+from engine.models.model_base import StateOptions
+from engine.models.registry import read_model
+from engine.runner.load_model import numerics_for
+from engine.tensors.row_exact_linear import FAST, HeadLinear, Numerics, probe
+from engine.tensors.shard import Shard
+from engine.tensors.weight_loader import Weights
 from tests.families import FAMILIES
 
 LATENT = TorchAttention(FAST).latent

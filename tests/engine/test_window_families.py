@@ -13,13 +13,13 @@ from typing import Any
 import pytest
 import torch
 
-from cache.registry import Kind
+from cache.memory.kv_cache_spec import Kind
+from contracts.checkpoint.model_spec import read_model_spec
 from contracts.errors import CheckpointError
-from contracts.model import read_model_spec
-from engine import read_model
-from engine.layers.moe import Sizes, interleaved_expert
-from engine.shard import Shard
-from engine.weights import Weights
+from engine.layers.moe.experts import Sizes, interleaved_expert
+from engine.models.registry import read_model
+from engine.tensors.shard import Shard
+from engine.tensors.weight_loader import Weights
 from tests.checkpoints import copy_checkpoint
 from tests.engine.harness import Bench, MakeOracle
 from tests.engine.judged import expect_the_oracles, prompts

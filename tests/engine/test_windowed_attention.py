@@ -10,10 +10,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from engine.attention import AttentionPlan, Scores, make_plan
-from engine.native_attention import NativeAttention
-from engine.numerics import FAST, Numerics
-from engine.torch_attention import TorchAttention
+from engine.attention.attention_backend import Scores
+from engine.attention.attention_plan import AttentionPlan, make_plan
+from engine.attention.torch_backend.native_attention import NativeAttention
+from engine.attention.torch_backend.torch_attention import TorchAttention
+from engine.tensors.row_exact_linear import FAST, Numerics
 from tests.engine.native import BUILDS, kernels_or_skip
 from tests.plain_attention import expect_within, plain_attention
 

@@ -14,7 +14,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from engine import triton_kernels as kernels
+from engine.attention.triton_backend import attention_kernels as kernels
 
 SHAPE = {"PAGE_TOKENS": 16, "HEAD_DIM": 48, "HEADS_PER_KV": 3, "GROUP": 4, "ROWS": 64, "BLOCK_D": 64, "BLOCK_N": 64}
 SHAPE |= {"SPLIT": 256, "UPCAST": False, "WIDTH": 96, "BLOCK": 128}

@@ -14,7 +14,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from engine import triton_latent_kernels as kernels
+from engine.attention.triton_backend import latent_kernels as kernels
 
 ATTENTION = {"PAGE_TOKENS": 64, "LATENT": 512, "TURNING": 64, "BLOCK_L": 512, "BLOCK_R": 64, "SPLIT": 1024}
 INDEX = {"PAGE_TOKENS": 64, "DIM": 128, "BLOCK_D": 128, "BLOCK_H": 64, "BLOCK_N": 64, "QUERIES": 8, "BLOCK": 1024}

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import sys
 
-from engine import recurrence_kernels as kernels
+from engine.attention.triton_backend import recurrence_kernels as kernels
 from tests.kernels.compiled_claims import code_of
 
 SHAPE = {"HEADS": 4, "GROUPS": 2, "KEY_DIM": 24, "VALUE_DIM": 48, "BLOCK_K": 32, "BLOCK_V": 64, "MUTED": True}

@@ -5,8 +5,9 @@ from __future__ import annotations
 import json
 import sys
 
-from engine import triton_experts_kernels as experts
-from engine import triton_rows_kernels as rows
+from engine.layers.mixers import store_heads_kernel
+from engine.layers.moe import expert_kernels as experts
+from engine.runner import draw_kernel
 from tests.kernels.compiled_claims import code_of
 
 WORDS = ("tf32", "wgmma", "fma.rn.f32", "fma.rn.f64")
@@ -33,8 +34,10 @@ def main() -> None:
         for dtype in ("bf16", "fp32")
     }
     codes["sum"] = code_of(experts.weighted_sum_kernel, "bf16", 90, {"TOP_K": 8, "BLOCK": 512}, PLACES | SUMS)
-    codes["heads"] = code_of(rows.store_heads_kernel, "bf16", 90, HEADS, PLACES | {"muted_ptr": "*i8", "eps": "fp32"})
-    codes["draw"] = code_of(rows.draw_kernel, "fp32", 90, {"BLOCK": 1024, "LIMITS": True}, DOUBLES | WHOLE)
+    codes["heads"] = code_of(
+        store_heads_kernel.store_heads_kernel, "bf16", 90, HEADS, PLACES | {"muted_ptr": "*i8", "eps": "fp32"}
+    )
+    codes["draw"] = code_of(draw_kernel.draw_kernel, "fp32", 90, {"BLOCK": 1024, "LIMITS": True}, DOUBLES | WHOLE)
     findings = {name: [word for word in WORDS if word in code] for name, code in codes.items()}
     sys.stdout.write(json.dumps(findings))
 

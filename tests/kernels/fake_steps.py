@@ -2,8 +2,8 @@
 
 A tensor of torch's fake mode has a shape and no numbers, so reading one (a length that depends on what was routed
 where, a test whether any row is stale) raises. Kernels are left out: what they answer has no contents either. And
-nothing may go up to the device but through `engine.host`, whose copies don't wait. So a step that passes here gives
-the device all its work without waiting for it; it is waited for once, when its outputs are read.
+nothing may go up to the device but through `engine.tensors.pinned_memory`, whose copies don't wait. So a step that
+passes here gives the device all its work without waiting for it; it is waited for once, when its outputs are read.
 
 Run as a script by `test_steps_wait_once.py`. Prints one JSON object: family -> null, or what was wrong.
 """
@@ -25,18 +25,22 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.overrides import TorchFunctionMode
 from triton.runtime.interpreter import GridExecutor
 
-from cache.claim import Table
-from cache.device import CpuDevice
-from cache.epochs import EpochTable
-from cache.pools import PoolSet, PoolSetLayout
-from cache.registry import Kind, PoolSetSpec
-from contracts.config import EngineConfig
-from contracts.sampling import SamplingParams
-from engine import StateOptions, dtype_for, load_engine, numerics, read_model
-from engine import engine as engine_module
-from engine.batch import Draw, Row
-from engine.engine import Engine
-from engine.weights import Weights
+from cache.allocation.block_table import Table
+from cache.device.device_backends import CpuDevice
+from cache.memory.kv_cache_spec import Kind, PoolSetSpec
+from cache.memory.memory_layout import PoolSetLayout
+from cache.pool.epoch_table import EpochTable
+from cache.pool.pool_set import PoolSet
+from contracts.config.worker_config import EngineConfig
+from contracts.sampling_params import SamplingParams
+from engine.models.model_base import StateOptions
+from engine.models.registry import read_model
+from engine.runner import load_model as engine_module
+from engine.runner.batch import Draw, Row
+from engine.runner.load_model import load_engine
+from engine.runner.model_runner import Engine
+from engine.tensors import row_exact_linear as numerics
+from engine.tensors.weight_loader import Weights, dtype_for
 from tests.families import FAMILIES
 
 PAGES = 40
@@ -45,14 +49,16 @@ SAMPLED = SamplingParams(max_tokens=9, temperature=1.0, top_k=5, top_p=0.9, logp
 
 
 class Uploads(TorchFunctionMode):
-    """Refuses tensors made of the host's numbers, and lists as indices, anywhere but in `engine.host`."""
+    """Refuses tensors made of the host's numbers, and lists as indices, anywhere but in `pinned_memory`."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         name = getattr(func, "__name__", "")
         indices = args[1] if name in ("__getitem__", "__setitem__") else ()
         listed = any(isinstance(one, list) for one in (indices if isinstance(indices, tuple) else (indices,)))
         caller = sys._getframe(1).f_code.co_filename
-        if (name in ("tensor", "as_tensor", "from_numpy") or listed) and not caller.endswith("engine/host.py"):
+        if (name in ("tensor", "as_tensor", "from_numpy") or listed) and not caller.endswith(
+            "engine/tensors/pinned_memory.py"
+        ):
             raise AssertionError(f"{name} copies the host's numbers up and waits")
         return func(*args, **(kwargs or {}))
 

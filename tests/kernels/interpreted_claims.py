@@ -19,10 +19,11 @@ import torch
 from torch import Tensor
 
 from contracts.errors import ConfigError
-from engine.attention import AttentionPlan, Scores, make_plan
-from engine.numerics import FAST
-from engine.torch_attention import TorchAttention
-from engine.triton_attention import TritonAttention
+from engine.attention.attention_backend import Scores
+from engine.attention.attention_plan import AttentionPlan, make_plan
+from engine.attention.torch_backend.torch_attention import TorchAttention
+from engine.attention.triton_backend.triton_attention import TritonAttention
+from engine.tensors.row_exact_linear import FAST
 from tests.kernels.claims import answer
 from tests.plain_attention import expect_within, plain_attention
 

@@ -9,10 +9,10 @@ os.environ["TRITON_INTERPRET"] = "1"
 import torch
 from torch import Tensor
 
-from engine.layers.moe import TorchExperts, clamped_swiglu, gated_silu
-from engine.layers.router import Routes
-from engine.numerics import FAST, Linear
-from engine.triton_experts import StackedProducts, TritonExperts
+from engine.layers.moe.expert_router import Routes
+from engine.layers.moe.experts import TorchExperts, clamped_swiglu, gated_silu
+from engine.layers.moe.triton_experts import StackedProducts, TritonExperts
+from engine.tensors.row_exact_linear import FAST, Linear
 from tests.kernels.claims import answer
 
 ROWS = 16

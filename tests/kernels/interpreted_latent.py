@@ -15,11 +15,11 @@ os.environ["TRITON_INTERPRET"] = "1"
 import torch
 from torch import Tensor
 
-from engine.attention import AttentionPlan, make_plan, muted
-from engine.latent import IndexKeys, LatentAttention, Selection
-from engine.numerics import FAST
-from engine.torch_attention import TorchAttention
-from engine.triton_latent import TritonLatent
+from engine.attention.attention_plan import AttentionPlan, make_plan, muted
+from engine.attention.latent_backend import IndexKeys, LatentAttention, Selection
+from engine.attention.torch_backend.torch_attention import TorchAttention
+from engine.attention.triton_backend.triton_latent import TritonLatent
+from engine.tensors.row_exact_linear import FAST
 from tests.kernels.claims import answer
 
 TRITON = TritonLatent(interpreted=True, tile_rows=16, block_tokens=16, split_tokens=32, index_block=16, index_queries=4)

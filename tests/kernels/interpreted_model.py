@@ -10,9 +10,11 @@ os.environ["TRITON_INTERPRET"] = "1"
 
 import torch
 
-from contracts.sampling import SamplingParams
-from engine import triton_experts, triton_rows
-from engine.triton_attention import TritonAttention
+from contracts.sampling_params import SamplingParams
+from engine.attention.triton_backend.triton_attention import TritonAttention
+from engine.layers.mixers import triton_store_heads
+from engine.layers.moe import triton_experts
+from engine.runner import triton_draw
 from tests.engine.harness import Bench
 from tests.families import FAMILIES
 from tests.kernels.claims import answer
@@ -22,10 +24,10 @@ TOKENS = [3, 250, 17, 17, 90, 4, 201, 33, 5]
 
 def claim_a_mixture_of_experts_computes_with_the_kernels_what_it_computes_with_torch() -> None:
     used = set()
-    products, heads, draw = triton_experts.TritonExperts._product, triton_rows.store_heads, triton_rows.sample
+    products, heads, draw = triton_experts.TritonExperts._product, triton_store_heads.store_heads, triton_draw.sample
     triton_experts.TritonExperts._product = lambda *a: (used.add("experts"), products(*a))[1]  # type: ignore[method-assign]
-    triton_rows.store_heads = lambda *a: (used.add("heads"), heads(*a))[1]
-    triton_rows.sample = lambda *a: (used.add("draw"), draw(*a))[1]
+    triton_store_heads.store_heads = lambda *a: (used.add("heads"), heads(*a))[1]
+    triton_draw.sample = lambda *a: (used.add("draw"), draw(*a))[1]
     with tempfile.TemporaryDirectory() as folder:
         FAMILIES["qwen3_moe"](Path(folder), num_hidden_layers=2)
         torchs, tritons = Bench(Path(folder)), Bench(Path(folder), attention="triton")

@@ -10,11 +10,11 @@ os.environ["TRITON_INTERPRET"] = "1"
 
 import torch
 
-from cache.blocks import Block, blocks, packing
-from cache.copies import copy_indexed
-from cache.move_kernels import copy_rows, reachable
-from cache.pools import PoolSet
-from cache.registry import Order
+from cache.memory.block_copy import copy_indexed
+from cache.memory.copy_plan import Block, blocks, packing
+from cache.memory.memory_layout import Order
+from cache.memory.triton_copy import copy_rows, reachable
+from cache.pool.pool_set import PoolSet
 from tests.kernels.claims import answer
 from tests.poolsets import NAMES, filled, pool_sets
 

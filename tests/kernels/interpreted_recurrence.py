@@ -11,12 +11,12 @@ os.environ["TRITON_INTERPRET"] = "1"
 import torch
 from torch import Tensor
 
-from engine.attention import SlotPlan, make_slot_plan, muted_slots
-from engine.numerics import Numerics
-from engine.recurrence import Recurrence, ScanState, scan_buffers
-from engine.shard import WHOLE
-from engine.torch_recurrence import TorchRecurrence
-from engine.triton_recurrence import TritonRecurrence
+from engine.attention.attention_plan import SlotPlan, make_slot_plan, muted_slots
+from engine.attention.recurrence_backend import Recurrence, ScanState, scan_buffers
+from engine.attention.torch_backend.torch_recurrence import TorchRecurrence
+from engine.attention.triton_backend.triton_recurrence import TritonRecurrence
+from engine.tensors.row_exact_linear import Numerics
+from engine.tensors.shard import WHOLE
 from tests.kernels.claims import answer
 
 CPU = torch.device("cpu")

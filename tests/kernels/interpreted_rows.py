@@ -9,11 +9,13 @@ os.environ["TRITON_INTERPRET"] = "1"
 import torch
 from torch import Tensor
 
-from contracts.rope import RopeSpec
-from contracts.sampling import SamplingParams
-from engine import sampling, triton_rows
+from contracts.checkpoint.rope_spec import RopeSpec
+from contracts.sampling_params import SamplingParams
+from engine.layers.mixers import triton_store_heads
 from engine.layers.norm import rms_norm
-from engine.rope import RopeTable, rotate
+from engine.layers.rope import RopeTable, rotate
+from engine.runner import sampler as sampling
+from engine.runner import triton_draw
 from tests.kernels.claims import answer
 
 CPU = torch.device("cpu")
@@ -44,7 +46,7 @@ def stored(
     if muted_t is not None:
         slots = slots.masked_fill(muted_t, 0)
     ours, theirs = ([torch.zeros(6, 4, kv_heads, dim, dtype=dtype) for _ in "kv"] for _ in range(2))
-    q = triton_rows.store_heads(qkv, norm_nd, 1e-6, turns, *ours, slots, muted_t)
+    q = triton_store_heads.store_heads(qkv, norm_nd, 1e-6, turns, *ours, slots, muted_t)
 
     qk, v = torch.split(qkv.view(tokens, heads + 2 * kv_heads, dim), [heads + kv_heads, kv_heads], dim=1)
     if norm_nd is not None:
@@ -97,7 +99,7 @@ PARAMS = [
 
 
 def drawn(logits: Tensor, uniforms: list[float]) -> list[int]:
-    ours = triton_rows.sample(logits, PARAMS, uniforms, block=32).tolist()
+    ours = triton_draw.sample(logits, PARAMS, uniforms, block=32).tolist()
     assert ours == sampling._sample(logits, PARAMS, uniforms).tolist()
     return ours
 
@@ -136,20 +138,20 @@ def claim_rows_that_are_no_numbers_are_not_drawn_from() -> None:
 def claim_the_smallest_temperatures_draw_the_likeliest_token() -> None:
     logits = 30 * draw(4, 60)
     params = [SamplingParams(max_tokens=1, temperature=t, top_p=0.9) for t in (1e-5, 1e-307, 1e-308, 5e-324)]
-    assert triton_rows.sample(logits, params, [0.7] * 4, block=32).tolist() == logits.argmax(-1).tolist()
+    assert triton_draw.sample(logits, params, [0.7] * 4, block=32).tolist() == logits.argmax(-1).tolist()
 
 
 def claim_the_nucleus_is_of_what_min_p_left() -> None:
     logits = torch.tensor([[0.30, 0.20, 0.05] + [0.45 / 90] * 90]).log()
     params = [SamplingParams(max_tokens=1, temperature=1.0, top_p=0.9, min_p=0.1)]
-    seen = {triton_rows.sample(logits, params, [u], block=32).item() for u in (0.0, 0.5, 0.7, 0.9, 0.999)}
+    seen = {triton_draw.sample(logits, params, [u], block=32).item() for u in (0.0, 0.5, 0.7, 0.9, 0.999)}
     assert seen == {0, 1}
 
 
 def claim_a_row_draws_the_same_alone() -> None:
     logits, params, uniforms = 3 * draw(3, 60), PARAMS[1:4], [0.1, 0.5, 0.9]
-    together = triton_rows.sample(logits, params, uniforms, block=32)
-    alone = triton_rows.sample(logits[2:], params[2:], uniforms[2:], block=32)
+    together = triton_draw.sample(logits, params, uniforms, block=32)
+    alone = triton_draw.sample(logits[2:], params[2:], uniforms[2:], block=32)
     assert alone[0] == together[2]
 
 

@@ -13,7 +13,8 @@
    What no test can tell from the code as it is stands in equivalent.tsv with the reason, and is left out.
 
 `make mutation-sweep ARGS="--count 400 --jobs 2 --hours 4"` does all of it; ARGS="report" shows what is known so far;
-ARGS="judge --again" judges survivors once more, after tests were added; ARGS="judge --only cache/leases.py" a file.
+ARGS="judge --again" judges survivors once more, after tests were added; ARGS="judge --only
+cache/pool/page_allocator.py" a file.
 """
 
 from __future__ import annotations
@@ -55,15 +56,22 @@ KEPT = ROOT / "tests" / "mutants" / "verdicts.jsonl"
 EQUIVALENT = ROOT / "tests" / "mutants" / "equivalent.tsv"
 """Mutations that no test can tell from the code, each with the reason: not judged, and counted by themselves."""
 TARGETS = (
-    "router/brain.py", "router/moves.py", "router/request.py", "router/workers.py", "router/breaker.py",
-    "router/audits.py", "router/stops.py", "router/choice.py", "router/drains.py",
-    "prefill/worker.py", "prefill/request.py", "prefill/audit.py",
-    "decode/worker.py", "decode/request.py", "decode/retraction.py", "decode/policy.py", "decode/growth.py",
-    "decode/departures.py", "decode/pressure.py", "decode/giving.py", "decode/fetching.py",
-    "transfer/rooms.py", "transfer/sender.py", "transfer/receiver.py", "transfer/messages.py", "transfer/shares.py",
-    "cache/leases.py", "cache/epochs.py", "cache/tree.py", "cache/tree_state.py", "cache/eviction.py",
-    "cache/prefix.py", "cache/seat.py", "cache/adoption.py", "cache/due.py",
-    "contracts/wire.py", "contracts/orders.py", "engine/sampling.py", "cluster/controller.py", "cluster/lease.py",
+    "router/core/router_core.py", "router/migration/migrations.py", "router/migration/migration_table.py",
+    "router/state/routed_request.py", "router/state/worker_table.py", "router/state/circuit_breaker.py",
+    "router/verification/audits.py", "router/verification/audit_cases.py", "router/text/stop_strings.py",
+    "router/openai/choice_output.py", "router/api/admin_drain.py", "prefill/worker.py", "prefill/request.py",
+    "prefill/audit_runner.py", "decode/worker.py", "decode/request/request.py", "decode/retraction/retraction.py",
+    "decode/retraction/retraction_policy.py", "decode/request/output_length.py",
+    "decode/migration/outgoing_migrations.py", "decode/migration/migration_state.py",
+    "decode/retraction/memory_pressure.py", "decode/migration/prefix_push.py", "decode/migration/prefix_pull.py",
+    "transfer/rooms/room_states.py", "transfer/rooms/kv_sender.py", "transfer/rooms/kv_receiver.py",
+    "transfer/rooms/room_messages.py", "transfer/rooms/pool_shares.py", "cache/pool/page_allocator.py",
+    "cache/pool/epoch_table.py", "cache/prefix_cache/radix_tree.py", "cache/prefix_cache/tree_accounts.py",
+    "cache/prefix_cache/tree_eviction.py", "cache/prefix_cache/token_prefix.py", "cache/manager/kv_cache_manager.py",
+    "cache/arena/arena_keeper.py", "cache/memory/required_pages.py", "contracts/wire/command_protobuf.py",
+    "contracts/wire/event_protobuf.py", "contracts/wire/worker_protobuf.py", "contracts/messages/rank_orders.py",
+    "contracts/messages/rank_order_codec.py", "engine/runner/sampler.py", "cluster/controller/controller.py",
+    "cluster/worker_process/lease_keeper.py",
 )  # fmt: skip
 TESTS = (
     "tests/router", "tests/cache", "tests/transfer", "tests/workers", "tests/decode", "tests/sim", "tests/cluster",
@@ -142,13 +150,16 @@ def add_verdict(verdict: Verdict) -> None:
 
 
 def chosen_places(count: int, seed: int, targets: tuple[str, ...] = TARGETS) -> list[Place]:
-    """`count` places, a file's share growing with the root of how many it has; the same for the same seed and code."""
+    """`count` places, a file's share growing with the root of how many it has; the same for the same seed and code.
+    Those that were judged before, and kept, come first."""
+    judged = {json.loads(line)["key"] for line in KEPT.read_text().splitlines()} if KEPT.exists() else set()
     found = {path: places(path, (ROOT / path).read_text()) for path in targets}
     weights = {path: math.sqrt(len(some)) for path, some in found.items()}
     out = []
     for path, some in found.items():
         share = math.ceil(count * weights[path] / sum(weights.values()))
-        out += sorted(some, key=lambda p: hashlib.sha1(f"{seed}:{p.key}".encode()).digest())[:share]
+        drawn = {p.key: hashlib.sha1(f"{seed}:{p.key}".encode()).digest() for p in some}
+        out += sorted(some, key=lambda p: (p.key not in judged, drawn[p.key]))[:share]
     return out
 
 

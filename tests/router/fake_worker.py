@@ -14,26 +14,12 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 from contracts.errors import ErrorKind, RequestError
-from contracts.fingerprint import PROTOCOL, Fingerprint
 from contracts.ids import Incarnation, RequestId, Role, RoomId, WorkerName
-from contracts.messages import (
-    Audit,
-    Audited,
-    Cancel,
-    CheckReport,
-    Command,
-    Done,
-    Event,
-    Fits,
-    Forget,
-    Progress,
-    PromptScores,
-    Submit,
-    Tokens,
-    WorkerStatus,
-)
-from contracts.ports import WorkerRecord, WorkerView
-from contracts.sampling import SamplingParams, TokenLogprob
+from contracts.messages.fingerprint import PROTOCOL, Fingerprint
+from contracts.messages.router_commands import Audit, Cancel, Command, Forget, Submit
+from contracts.messages.worker_events import Audited, Done, Event, Progress, PromptScores, Tokens
+from contracts.messages.worker_status import CheckReport, Fits, WorkerRecord, WorkerStatus, WorkerView
+from contracts.sampling_params import SamplingParams, TokenLogprob
 
 VOCAB = 1000
 FIRST = 300
@@ -135,7 +121,7 @@ class Rooms:
 
 
 class FakeSession:
-    """`contracts.ports.Session` with a fake."""
+    """`contracts.interfaces.discovery.Session` with a fake."""
 
     def __init__(
         self, worker: FakeWorker, on_events: Callable[[Sequence[Event]], None], on_closed: Callable[[str], None]
@@ -307,7 +293,7 @@ class FakeWorker:
 
 
 class FakePort:
-    """`contracts.ports.Port` to one incarnation of a fake."""
+    """`contracts.interfaces.discovery.Port` to one incarnation of a fake."""
 
     def __init__(self, worker: FakeWorker) -> None:
         self.worker = worker
@@ -350,7 +336,7 @@ class FakePort:
 
 
 class FakeCluster:
-    """`contracts.ports.Directory` over fakes."""
+    """`contracts.interfaces.discovery.Directory` over fakes."""
 
     def __init__(self, prefill: int = 1, decode: int = 1) -> None:
         self.rooms = Rooms()

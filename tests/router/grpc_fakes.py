@@ -12,8 +12,10 @@ import grpc.aio
 
 from contracts.proto import worker_pb2 as pb
 from contracts.proto import worker_pb2_grpc as pb_grpc
-from contracts.wire import command_from_proto, event_to_proto, report_to_proto, status_to_proto
-from router.links import INCARNATION_KEY
+from contracts.wire.command_protobuf import command_from_proto
+from contracts.wire.event_protobuf import event_to_proto
+from contracts.wire.worker_protobuf import report_to_proto, status_to_proto
+from router.links.grpc_worker import INCARNATION_KEY
 from tests.router.fake_worker import FakeCluster, FakeSession, FakeWorker
 
 

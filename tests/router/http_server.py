@@ -14,13 +14,14 @@ from typing import Any, TypeVar
 
 import httpx
 
-from contracts.config import Config, config_from_dict
+from contracts.checkpoint.model_spec import ModelSpec, read_model_spec
+from contracts.config.cluster_config import Config
+from contracts.config.load_config import config_from_dict
 from contracts.ids import Role
-from contracts.model import ModelSpec, read_model_spec
-from contracts.ports import Directory
-from router.app import create_app
+from contracts.interfaces.discovery import Directory
+from router.api.app import create_app
 from router.main import RouterServer, listen
-from router.service import RouterService
+from router.service.router_service import RouterService
 from tests.router.fake_worker import FakeCluster
 
 T = TypeVar("T")

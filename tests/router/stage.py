@@ -9,15 +9,16 @@ from dataclasses import dataclass
 from typing import Any
 
 from contracts.clock import ManualClock
-from contracts.config import AuditConfig, RouterConfig
+from contracts.config.router_config import AuditConfig, RouterConfig
 from contracts.ids import RequestId, Role, RoomId
-from contracts.messages import Audit, Cancel, Command, Done, Event, Fetch, Forget, Give, Handover, Resume, Submit
-from contracts.sampling import SamplingParams, TokenLogprob
-from router.actions import Deliver, End, Replay, Scores, Send
-from router.audits import Finding
-from router.brain import Brain
-from router.request import Request
-from router.workers import WorkerKey, prefix_hashes
+from contracts.messages.router_commands import Audit, Cancel, Command, Fetch, Forget, Give, Handover, Resume, Submit
+from contracts.messages.worker_events import Done, Event
+from contracts.sampling_params import SamplingParams, TokenLogprob
+from router.core.router_actions import Deliver, End, Replay, Scores, Send
+from router.core.router_core import Brain
+from router.state.routed_request import Request
+from router.state.worker_table import WorkerKey, prefix_hashes
+from router.verification.audit_cases import Finding
 from tests.router.fake_worker import FakeCluster, decode_frames, expected, prefill_frames
 
 

@@ -8,10 +8,12 @@ import pytest
 
 from contracts.errors import ErrorKind
 from contracts.ids import Incarnation, RequestId, Role, RoomId, WorkerName
-from contracts.messages import Audit, Audited, AuditEnd, Done
-from contracts.sampling import Difference
-from router.audits import STATES, TRIES, Result, chosen
-from router.workers import WorkerKey
+from contracts.messages.router_commands import Audit
+from contracts.messages.worker_events import Audited, AuditEnd, Done
+from contracts.sampling_params import Difference
+from router.state.worker_table import WorkerKey
+from router.verification.audit_cases import STATES, Result
+from router.verification.audits import TRIES, chosen
 from tests.router.stage import Stage
 
 PREFILL, DECODE = Role.PREFILL, Role.DECODE

@@ -9,9 +9,9 @@ import pytest
 
 from contracts.errors import ErrorKind, IllegalTransition
 from contracts.ids import Role, WorkerName
-from contracts.messages import Done, Progress, Tokens
-from router.brain import REFUSAL_LIMIT
-from router.workers import PREFIX_BLOCK_TOKENS, Entry, prefix_hashes
+from contracts.messages.worker_events import Done, Progress, Tokens
+from router.core.router_core import REFUSAL_LIMIT
+from router.state.worker_table import PREFIX_BLOCK_TOKENS, Entry, prefix_hashes
 from tests.router.stage import Stage
 
 PREFILL, DECODE = Role.PREFILL, Role.DECODE
@@ -501,7 +501,7 @@ def test_prefix_keys_follow_content_and_salt() -> None:
 
 
 def test_what_a_worker_is_remembered_to_hold_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("router.workers.PREFIX_BLOCKS_REMEMBERED", 4)
+    monkeypatch.setattr("router.state.worker_table.PREFIX_BLOCKS_REMEMBERED", 4)
     stage = Stage(1, 1)
     for i in range(5):
         stage.submit(tuple(range(i, i + 130)))

@@ -6,8 +6,8 @@ import pytest
 
 from contracts.errors import ErrorKind
 from contracts.ids import Role, WorkerName
-from contracts.messages import Done
-from router.breaker import Breaker, Circuit
+from contracts.messages.worker_events import Done
+from router.state.circuit_breaker import Breaker, Circuit
 from tests.router.stage import Stage
 
 

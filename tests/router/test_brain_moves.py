@@ -10,10 +10,12 @@ import pytest
 
 from contracts.errors import ErrorKind
 from contracts.ids import Role, WorkerName
-from contracts.messages import Command, Done, Gives, Handover, Moved, Paused, Resume
-from router.breaker import Circuit
-from router.moves import PATIENCE_S, MoveState
-from router.workers import WorkerKey
+from contracts.messages.router_commands import Command, Handover, Resume
+from contracts.messages.worker_events import Done, Gives, Moved, Paused
+from router.migration.migration_table import MoveState
+from router.migration.migrations import PATIENCE_S
+from router.state.circuit_breaker import Circuit
+from router.state.worker_table import WorkerKey
 from tests.router.stage import Stage
 
 PREFILL, DECODE = Role.PREFILL, Role.DECODE

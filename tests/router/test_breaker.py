@@ -6,8 +6,8 @@ import pytest
 
 from contracts.errors import ErrorKind, IllegalTransition
 from contracts.ids import RequestId, Role, WorkerName
-from contracts.messages import Done
-from router.breaker import CIRCUIT, Circuit, CircuitEvent
+from contracts.messages.worker_events import Done
+from router.state.circuit_breaker import CIRCUIT, Circuit, CircuitEvent
 from tests.router.stage import Stage
 
 PREFILL, DECODE = Role.PREFILL, Role.DECODE

@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 
 from contracts.errors import CheckpointError, RequestError
-from contracts.sampling import SamplingParams
-from router.template import ChatTemplate, read_chat_template
-from router.text import read_text_codec
+from contracts.sampling_params import SamplingParams
+from router.text.chat_template import ChatTemplate, read_chat_template
+from router.text.tokenizer import read_text_codec
 from tests.router.fake_worker import FakeCluster, expected
 from tests.router.http_server import Server, demo_spec, serving
 

@@ -7,9 +7,11 @@ from typing import Any
 
 import pytest
 
-from contracts.sampling import SamplingParams
-from router import answers, intake, job
-from router.workers import PREFIX_BLOCK_TOKENS
+from contracts.sampling_params import SamplingParams
+from router.openai import response_stream as job
+from router.openai import responses as answers
+from router.state.worker_table import PREFIX_BLOCK_TOKENS
+from router.tokenizer_pool import prepare_request as intake
 from tests.router.fake_worker import expected
 from tests.router.http_server import Server
 from tests.router.stage import Stage

@@ -13,8 +13,8 @@ import pytest
 
 from contracts.errors import ErrorKind
 from contracts.ids import Role
-from contracts.messages import Done
-from contracts.sampling import SamplingParams
+from contracts.messages.worker_events import Done
+from contracts.sampling_params import SamplingParams
 from tests.router.fake_worker import FakeCluster, expected
 from tests.router.http_server import Server, router_config, serving
 

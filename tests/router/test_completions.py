@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from tokenizers import Tokenizer
 
-from contracts.sampling import SamplingParams
+from contracts.sampling_params import SamplingParams
 from tests.router.fake_worker import expected
 from tests.router.http_server import DEMO, Server
 

@@ -10,10 +10,11 @@ from contextlib import suppress
 
 import pytest
 
-from contracts.config import RouterConfig
-from router import connections as module
-from router.connections import RESERVE, Connections, connection_limit
-from router.web import FREE_BYTES, BodyBuffer
+from contracts.config.router_config import RouterConfig
+from router.api import client_connections as module
+from router.api.asgi_exchange import FREE_BYTES
+from router.api.client_connections import RESERVE, Connections, connection_limit
+from router.service.body_buffer import BodyBuffer
 from tests.router.fake_worker import FakeCluster
 from tests.router.http_server import Server, router_config, serving
 

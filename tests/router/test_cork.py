@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from router.cork import CorkedTransport
+from router.api.coalesced_writes import CorkedTransport
 
 
 class Wire:

@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 from tokenizers import Tokenizer, decoders, models
 
-from router.detokenise import WindowDetokenizer
-from router.stops import StopMatcher
-from router.text import TextCodec, read_text_codec
+from router.text.detokenizer import WindowDetokenizer
+from router.text.stop_strings import StopMatcher
+from router.text.tokenizer import TextCodec, read_text_codec
 from tests.router.http_server import DEMO
 
 WORDS = "Grüße, 你好 👩‍👩‍👧 — naïve café\n\t𝔘𝔫𝔦 ∑ ﷽ — the end"

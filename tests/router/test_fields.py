@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from contracts.config import config_from_dict
-from router.fields import CHAT, COMPLETION, GENERATE_OTHERS, IGNORED, REFUSED, TOKENIZE
+from contracts.config.load_config import config_from_dict
+from router.openai.request_fields import CHAT, COMPLETION, GENERATE_OTHERS, IGNORED, REFUSED, TOKENIZE
 from tests.router.fake_worker import FakeCluster
 from tests.router.http_server import Server, serving
 

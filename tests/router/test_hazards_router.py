@@ -8,8 +8,8 @@ import random
 import pytest
 
 from contracts.ids import Role
-from router import workers
-from router.workers import PREFIX_BLOCK_TOKENS, prefix_hashes
+from router.state import worker_table as workers
+from router.state.worker_table import PREFIX_BLOCK_TOKENS, prefix_hashes
 from tests.router.http_server import Server
 from tests.router.stage import Stage
 

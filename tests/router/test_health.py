@@ -6,8 +6,7 @@ import pytest
 
 from contracts.errors import ErrorKind
 from contracts.ids import Role
-from contracts.messages import WorkerStatus
-from contracts.ports import WorkerView
+from contracts.messages.worker_status import WorkerStatus, WorkerView
 from tests.router.stage import Stage
 
 STALL_S = 30.0

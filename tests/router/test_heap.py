@@ -14,7 +14,7 @@ ROOT = Path(__file__).parents[2]
 TAKES_AND_FREES = """
 import resource, sys
 from pathlib import Path
-from router.heap import LARGE_BYTES, give_back, map_large_buffers
+from router.tokenizer_pool.c_heap import LARGE_BYTES, give_back, map_large_buffers
 
 def resident():
     return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()

@@ -1,4 +1,4 @@
-"""What one client does to the router costs the others nothing: counted; `python -m bench.hostile` times it."""
+"""What one client does to the router costs the others nothing: counted; `bench/serving/hostile_clients.py` times it."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from contextlib import suppress
 import httpx
 import pytest
 
-from contracts.sampling import SamplingParams
+from contracts.sampling_params import SamplingParams
 from tests.router.fake_worker import FakeCluster, expected
 from tests.router.http_server import Server, router_config, serving
 from tests.router.test_readers import FakeChild

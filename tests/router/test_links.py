@@ -11,18 +11,20 @@ from typing import Any
 
 import pytest
 
-from contracts.config import Config
+from contracts.config.cluster_config import Config
 from contracts.errors import ErrorKind
-from contracts.frames import FrameWriter
 from contracts.ids import Incarnation, RequestId, Role, RoomId
-from contracts.messages import Cancel, Done, Event, PeerRef, Progress, PromptScores, Submit, Tokens
-from contracts.ports import WorkerView
+from contracts.messages.router_commands import Cancel, PeerRef, Submit
+from contracts.messages.worker_events import Done, Event, Progress, PromptScores, Tokens
+from contracts.messages.worker_status import WorkerView
 from contracts.proto import worker_pb2 as pb
-from contracts.sampling import SamplingParams
-from contracts.wire import command_from_proto
-from router.links import ControllerDirectory, GrpcPort
-from router.reader import Kind
-from router.service import RouterService
+from contracts.sampling_params import SamplingParams
+from contracts.wire.command_protobuf import command_from_proto
+from contracts.wire.shared_frames import FrameWriter
+from router.links.controller_directory import ControllerDirectory
+from router.links.grpc_worker import GrpcPort
+from router.service.router_service import RouterService
+from router.tokenizer_pool.tokenizer_process import Kind
 from tests.router.fake_worker import FakeCluster, FakeWorker, prefill_frames
 from tests.router.grpc_fakes import grpc_cluster, start_controller, start_worker
 from tests.router.http_server import demo_spec, eventually
@@ -121,7 +123,7 @@ async def test_nobody_at_the_address_is_told_at_once() -> None:
 
 
 async def test_a_worker_that_hangs_is_told_by_the_deadline(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("router.links.CONNECT_TIMEOUT_S", 0.1)
+    monkeypatch.setattr("router.links.grpc_worker.CONNECT_TIMEOUT_S", 0.1)
     worker = FakeWorker("decode-0", Role.DECODE)
     server, _ = await start_worker(worker)
     worker.hangs = True

@@ -9,10 +9,10 @@ import pytest
 from openai import OpenAI
 
 from contracts.errors import ErrorKind
-from contracts.messages import Done
-from contracts.sampling import SamplingParams
-from router import app
-from router.job import KEEP_ALIVE
+from contracts.messages.worker_events import Done
+from contracts.sampling_params import SamplingParams
+from router.api import app
+from router.openai.response_stream import KEEP_ALIVE
 from tests.router.fake_worker import FakeCluster, expected
 from tests.router.http_server import Server, router_config, serving
 

@@ -6,8 +6,8 @@ import pytest
 
 from contracts.errors import ErrorKind
 from contracts.ids import Role
-from router.audits import Result
-from router.workers import Entry
+from router.state.worker_table import Entry
+from router.verification.audit_cases import Result
 from tests.router.stage import Stage
 
 PREFILL, DECODE = Role.PREFILL, Role.DECODE

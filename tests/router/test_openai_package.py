@@ -10,8 +10,8 @@ import pytest
 from openai import OpenAI
 
 from contracts.errors import ErrorKind
-from contracts.messages import Done
-from contracts.sampling import SamplingParams
+from contracts.messages.worker_events import Done
+from contracts.sampling_params import SamplingParams
 from tests.router.fake_worker import expected
 from tests.router.http_server import Server
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from contracts.config import config_from_dict
+from contracts.config.load_config import config_from_dict
 from contracts.errors import ErrorKind
 from contracts.ids import Role
 from tests.router.fake_worker import FakeCluster
@@ -132,8 +132,8 @@ def test_status_shows_every_worker_in_order(server: Server) -> None:
 def test_a_worker_that_does_not_answer_is_shown_and_holds_nobody_up(
     server: Server, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("router.admin.STATUS_DEADLINE_S", 0.05)
-    monkeypatch.setattr("router.admin.CHECK_DEADLINE_S", 0.05)
+    monkeypatch.setattr("router.api.admin_status.STATUS_DEADLINE_S", 0.05)
+    monkeypatch.setattr("router.api.admin_status.CHECK_DEADLINE_S", 0.05)
     server.cluster["decode-1"].hangs = True
     states = {w["name"]: w["state"] for w in server.client.get("/cluster/status").json()["workers"]}
     assert states["decode-1"] == "unreachable"
@@ -431,7 +431,7 @@ def test_a_role_is_not_changed_while_the_controller_is_away_and_the_refusal_says
 
 
 def test_the_openapi_document_lists_what_is_served(server: Server) -> None:
-    from router.app import PREFIX_ROUTES, ROUTES
+    from router.api.app import PREFIX_ROUTES, ROUTES
 
     document = server.client.get("/openapi.json").json()
     assert document["openapi"].startswith("3.")

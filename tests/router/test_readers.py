@@ -13,24 +13,23 @@ from typing import Any, cast
 import psutil
 import pytest
 
-from contracts.config import RouterConfig
+from contracts.config.router_config import RouterConfig
 from contracts.errors import RequestError
-from router import readers as module
-from router.intake import CONTAINERS_AT_MOST, Intake, body_limit
-from router.reader import (
+from router.openai.api_errors import ReaderEnded, ReaderFailed
+from router.text.tokenizer import TextCodec, read_text_codec
+from router.tokenizer_pool import tokenizer_pool as module
+from router.tokenizer_pool.prepare_request import CONTAINERS_AT_MOST, Intake, body_limit
+from router.tokenizer_pool.tokenizer_pool import LARGE_BYTES, Readers
+from router.tokenizer_pool.tokenizer_process import (
     HEAD,
     NICENESS,
     Kind,
-    ReaderEnded,
-    ReaderFailed,
     answer,
     prepared_frame,
     prepared_of,
     refusal_frame,
     refusal_of,
 )
-from router.readers import LARGE_BYTES, Readers
-from router.text import TextCodec, read_text_codec
 from tests.router.http_server import DEMO, demo_spec, eventually
 
 SMALL, LARGE = b"s" * 10, b"l" * (LARGE_BYTES + 1)
@@ -245,7 +244,7 @@ async def test_what_a_large_body_took_is_given_back_and_its_reader_comes_after_t
 
 
 def module_setup(spec: Any, config: RouterConfig) -> bytes:
-    from router.reader import setup_frame
+    from router.tokenizer_pool.tokenizer_process import setup_frame
 
     return setup_frame(spec, config, 10**6)
 

@@ -14,7 +14,7 @@ from pathlib import Path
 import httpx
 import pytest
 
-from contracts.config import Config
+from contracts.config.cluster_config import Config
 from tests.router.fake_worker import FakeCluster
 from tests.router.grpc_fakes import grpc_cluster
 from tests.router.http_server import DEMO

@@ -7,14 +7,17 @@ from typing import Any
 
 import pytest
 
-from contracts.config import config_from_dict
+from contracts.config.load_config import config_from_dict
 from contracts.errors import ConfigError
 from contracts.ids import Incarnation, RequestId, Role, WorkerName
-from contracts.messages import Audit, Audited, AuditEnd, Cancel, Command, Event, Forget, WorkerStatus
-from contracts.sampling import Difference, SamplingParams
-from contracts.wire import command_from_proto, command_to_proto, event_from_proto, event_to_proto
-from router.audits import PREFIX
-from router.damage import Damage
+from contracts.messages.router_commands import Audit, Cancel, Command, Forget
+from contracts.messages.worker_events import Audited, AuditEnd, Event
+from contracts.messages.worker_status import WorkerStatus
+from contracts.sampling_params import Difference, SamplingParams
+from contracts.wire.command_protobuf import command_from_proto, command_to_proto
+from contracts.wire.event_protobuf import event_from_proto, event_to_proto
+from router.verification.audits import PREFIX
+from router.verification.damage_totals import Damage
 from tests.router import fake_worker
 from tests.router.fake_worker import FakeCluster
 from tests.router.http_server import Server, serving

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from contracts.config import RouterConfig
+from contracts.config.router_config import RouterConfig
 from contracts.ids import Incarnation, Role, WorkerName
-from contracts.messages import Fits, WorkerStatus
-from contracts.ports import WorkerRecord, WorkerView
-from router.workers import Workers, prefix_hashes
+from contracts.messages.worker_status import Fits, WorkerRecord, WorkerStatus, WorkerView
+from router.state.worker_table import Workers, prefix_hashes
 
 NAME = WorkerName("prefill-0")
 HASHES = prefix_hashes(list(range(256)))

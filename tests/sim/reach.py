@@ -27,11 +27,11 @@ ROOT = Path(__file__).resolve().parents[2]
 if str(ROOT) not in sys.path:
     sys.path.insert(0, str(ROOT))
 
-from contracts.table import StateTable  # noqa: E402
-from sim.many import run_seed  # noqa: E402
-from sim.run import Result  # noqa: E402
+from contracts.state_table import StateTable  # noqa: E402
+from sim.run.run_scenario import Result  # noqa: E402
+from sim.run.run_seeds import run_seed  # noqa: E402
 
-PACKAGES = ("contracts", "cache", "transfer", "prefill", "decode", "router", "cluster")
+PACKAGES = ("contracts", "cache", "transfer", "worker", "prefill", "decode", "router", "cluster")
 KNOWN = Path(__file__).with_name("reach.json")
 MANY = range(400)
 SEVERAL = 4

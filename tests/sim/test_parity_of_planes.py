@@ -16,23 +16,22 @@ from typing import Any
 import pytest
 import torch
 
-from cache.pools import PoolSet
-from cache.registry import PoolSetLayout
-from contracts.config import config_from_dict
+from cache.memory.memory_layout import PoolSetLayout
+from cache.pool.pool_set import PoolSet
+from contracts.config.load_config import config_from_dict
 from contracts.errors import LayoutMismatch
 from contracts.ids import RoomId
-from contracts.orders import Arrival
-from sim.agenda import Agenda
-from sim.network import Network
-from sim.plane import Damage, SimPlane
-from sim.process import Process
+from contracts.messages.rank_orders import Arrival
+from sim.fabric.sim_network import Network
+from sim.fabric.sim_plane import Damage, SimPlane
+from sim.fabric.sim_process import Process
+from sim.fabric.virtual_time import Agenda
 from tests.poolsets import entry, filled
 from tests.proxy import proxying
 from tests.ranks import headed_sets
 from tests.rooms import SimWaiter
-from transfer import make_plane
-from transfer.metadata import SLOT_BYTES
-from transfer.plane import Link, PageWrite, RankPlane, Run, SlotWrite, Target
+from transfer.planes.data_plane import SLOT_BYTES, Link, PageWrite, RankPlane, Run, SlotWrite, Target
+from transfer.planes.make_plane import make_plane
 
 SPEC = headed_sets()["all"]
 PAGES = 12

@@ -1,9 +1,10 @@
 """What lies between a router's brain and a worker, real and simulated: one script for both.
 
-Real are `router.fleet`, `router.links`, gRPC over loopback, `cluster.service` and `cluster.host`; their stand-ins are
-`sim.router.Link` and `sim.worker.SimHost`. A scene sees what brain and worker see: links that open and end, events,
-commands, sessions that are dropped, the worker's end. How long things take, and the words of a reason, are not
-compared.
+Real are `router.links.worker_links`, `router.links.grpc_worker`, gRPC over loopback,
+`cluster.worker_process.grpc_service` and `cluster.worker_process.worker_thread`; their stand-ins are
+`sim.nodes.sim_link.Link` and `sim.nodes.sim_worker.SimHost`. A scene sees what brain and worker see: links that open
+and end, events, commands, sessions that are dropped, the worker's end. How long things take, and the words of a reason,
+are not compared.
 """
 
 from __future__ import annotations
@@ -18,27 +19,31 @@ from typing import Any, cast
 
 import pytest
 
-from cluster.aio import LoopThread
-from cluster.controller import Grant
-from cluster.host import WorkerHost
-from cluster.service import serve_worker
-from contracts.config import config_from_dict
-from contracts.frames import FRAME_COMMANDS
+from cluster.controller.controller_actions import Grant
+from cluster.worker_process.asyncio_thread import LoopThread
+from cluster.worker_process.grpc_service import serve_worker
+from cluster.worker_process.worker_thread import WorkerHost
+from contracts.config.load_config import config_from_dict
 from contracts.ids import Incarnation, RequestId, Role, WorkerName
-from contracts.messages import Cancel, Command, Done, Event, Tokens, WorkerStatus
-from contracts.ports import Port, SessionId, WorkerRecord, WorkerView
-from router.fleet import Fleet
-from router.links import GrpcPort
-from router.workers import WorkerKey
-from sim.agenda import Agenda
-from sim.arenas import SimArenas
-from sim.carrier import Exchange
-from sim.network import Network
-from sim.plan import Shape
-from sim.plane import Damage
-from sim.process import Process
-from sim.router import Link
-from sim.worker import SimHost, World
+from contracts.interfaces.discovery import Port
+from contracts.interfaces.worker_interface import SessionId
+from contracts.messages.router_commands import Cancel, Command
+from contracts.messages.worker_events import Done, Event, Tokens
+from contracts.messages.worker_status import WorkerRecord, WorkerStatus, WorkerView
+from contracts.wire.shared_frames import FRAME_COMMANDS
+from router.links.grpc_worker import GrpcPort
+from router.links.worker_links import Fleet
+from router.state.worker_table import WorkerKey
+from sim.fabric.sim_arena import SimArenas
+from sim.fabric.sim_channel import Exchange
+from sim.fabric.sim_network import Network
+from sim.fabric.sim_plane import Damage
+from sim.fabric.sim_process import Process
+from sim.fabric.virtual_time import Agenda
+from sim.nodes.build_sim_worker import World
+from sim.nodes.sim_link import Link
+from sim.nodes.sim_worker import SimHost
+from sim.scenario.scenario import Shape
 from tests.cluster.fake_worker import FakeWorker, submit
 from tests.proxy import proxying
 from tests.rooms import SimWaiter
@@ -176,7 +181,7 @@ def real(incarnation: int = 1) -> Iterator[Scene]:
 
 
 class _Table:
-    """Implements `contracts.ports.Directory` with at most one worker."""
+    """Implements `contracts.interfaces.discovery.Directory` with at most one worker."""
 
     def __init__(self, endpoint: str) -> None:
         self._endpoint = endpoint
@@ -237,7 +242,7 @@ def simulated(incarnation: int = 1) -> Iterator[Scene]:
 
 
 class _Home:
-    """Implements `sim.worker.Home`: every lease is granted at once."""
+    """Implements `sim.nodes.build_sim_worker.Home`: every lease is granted at once."""
 
     def __init__(self, agenda: Agenda) -> None:
         self._agenda, self._pids = agenda, iter(range(1, 100))
@@ -262,7 +267,7 @@ class _Home:
 
 
 class _Linking:
-    """Implements `sim.router.Linking`."""
+    """Implements `sim.nodes.sim_link.Linking`."""
 
     scene: Scene
 

@@ -9,12 +9,13 @@ from dataclasses import dataclass
 
 import pytest
 
-from sim.agenda import Agenda
-from sim.carrier import Exchange, SimCarrier
-from sim.network import Network
-from sim.process import Process
-from transfer.control import Carrier, ZmqCarrier
-from transfer.waiting import Waiter
+from sim.fabric.sim_channel import Exchange, SimCarrier
+from sim.fabric.sim_network import Network
+from sim.fabric.sim_process import Process
+from sim.fabric.virtual_time import Agenda
+from transfer.net.control_channel import Carrier
+from transfer.net.waiter import Waiter
+from transfer.net.zmq_channel import ZmqCarrier
 
 
 @dataclass

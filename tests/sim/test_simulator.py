@@ -11,13 +11,14 @@ from pathlib import Path
 import pytest
 
 from contracts.errors import ConfigError
-from contracts.sampling import SamplingParams
-from router.request import Request
-from sim.command import sim
-from sim.many import run_seed, summed
-from sim.plan import KINDS, Fault, Plan, draw
-from sim.run import run_plan
-from sim.shrink import shrink
+from contracts.sampling_params import SamplingParams
+from router.state.routed_request import Request
+from sim.run.run_scenario import run_plan
+from sim.run.run_seeds import run_seed, summed
+from sim.run.sim_command import sim
+from sim.scenario.scenario import KINDS, Fault, Plan
+from sim.scenario.scenario_draw import draw
+from sim.scenario.shrink import shrink
 from tests.sim.reach import counted, known, moves_of_tables
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -103,7 +104,9 @@ def test_plans_draw_all_that_they_can_draw() -> None:
 def test_the_same_seed_gives_the_same_log_in_processes_that_hash_differently() -> None:
     """Nothing hangs on the order of a set, on an address or on the time of day."""
     # Seeds that between them have every plane, late devices, tiers, storage and most faults.
-    replay = "from sim.many import run_seed\nfor n in range(12): print(*run_seed(n, keep_log=True).log, sep='\\n')"
+    replay = (
+        "from sim.run.run_seeds import run_seed\nfor n in range(12): print(*run_seed(n, keep_log=True).log, sep='\\n')"
+    )
     logs = []
     for hashing in ("1", "2"):
         outside = {"PYTHONHASHSEED": hashing, "PYTHONPATH": str(ROOT), "PATH": "/usr/bin:/bin"}

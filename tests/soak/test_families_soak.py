@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from cache.registry import Kind
+from cache.memory.kv_cache_spec import Kind
 from contracts.ids import Role
 from tests.answers import make_prompts
 from tests.families import FAMILIES

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from contracts.sampling import SamplingParams
+from contracts.sampling_params import SamplingParams
 from tests.checkpoints import make_checkpoint
 from tests.company import company, generated
 from tests.rank_workers import rank_processes

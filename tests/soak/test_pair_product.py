@@ -22,7 +22,7 @@ from typing import Any
 import pytest
 
 from contracts.ids import Role
-from contracts.sampling import SamplingParams
+from contracts.sampling_params import SamplingParams
 from tests.checkpoints import VOCAB, Oracle, Verdict, compare_forced, make_checkpoint
 from tests.pair import Answer, Pair, pair
 

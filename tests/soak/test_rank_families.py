@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from contracts.config import config_from_dict
-from contracts.model import read_model_spec
+from contracts.checkpoint.model_spec import read_model_spec
+from contracts.config.load_config import config_from_dict
 from tests.checkpoints import Oracle, compare
 from tests.families import FAMILIES
 from tests.pair import pair
@@ -29,7 +29,7 @@ def warm() -> Iterator[RankProcesses]:
 
 def _sizes(folder: Path) -> list[tuple[int, int]]:
     """Those that the checkpoint's heads allow."""
-    from cluster.preflight import _divides
+    from cluster.serve.preflight import _divides
 
     spec, config = read_model_spec(folder), config_from_dict({})
     good = {size for size in (1, 2, 4) if not _divides(config, spec, size)}

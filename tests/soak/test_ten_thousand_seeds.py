@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from sim.many import run_seeds, summed
-from sim.plan import KINDS
+from sim.run.run_seeds import run_seeds, summed
+from sim.scenario.scenario import KINDS
 from tests.sim.bugs.run import planted, seeds_to_find
 
 SEEDS, PORTION = 10_000, 500

@@ -19,7 +19,7 @@ from typing import Any
 import httpx
 import pytest
 
-from contracts.sampling import SamplingParams
+from contracts.sampling_params import SamplingParams
 from tests.answers import make_prompts
 from tests.checkpoints import Oracle, compare, compare_sampled, make_checkpoint
 from tests.serving import Answer, Serving, complete, serving, until

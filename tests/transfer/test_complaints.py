@@ -17,25 +17,29 @@ import pytest
 import torch
 import zmq
 
-from cache.device import DONE, CpuDevice
-from cache.pools import PoolSet
-from cache.registry import PoolSetLayout
+from cache.device.device_backends import CpuDevice
+from cache.device.device_port import DONE
+from cache.memory.memory_layout import PoolSetLayout
+from cache.pool.pool_set import PoolSet
 from contracts.clock import ManualClock
-from contracts.config import config_from_dict
+from contracts.config.load_config import config_from_dict
 from contracts.errors import ErrorKind, WireError
 from contracts.ids import Incarnation, RoomId, WorkerName
-from contracts.messages import PeerRef
+from contracts.messages.router_commands import PeerRef
 from tests.poolsets import entry, filled, pool_sets
 from tests.rooms import PLANES, Ends, Prompt, ends, image
-from transfer import Curve, make_plane, tcp
-from transfer import messages as m
-from transfer.agreement import fingerprint
-from transfer.control import ZmqCarrier
-from transfer.metadata import Metadata, pack
-from transfer.plane import Link, PageWrite, SlotWrite, Target
-from transfer.receiver import Arrived, Broken, Expected, ReceiverEnd
-from transfer.sender import Released, SenderEnd, _sealed
-from transfer.waiting import Waiter
+from transfer.net.curve_keys import Curve
+from transfer.net.waiter import Waiter
+from transfer.net.zmq_channel import ZmqCarrier
+from transfer.planes import zmq_plane as tcp
+from transfer.planes.data_plane import Link, PageWrite, SlotWrite, Target
+from transfer.planes.make_plane import make_plane
+from transfer.rooms import room_messages as m
+from transfer.rooms.compatibility import fingerprint
+from transfer.rooms.kv_receiver import ReceiverEnd
+from transfer.rooms.kv_sender import SenderEnd, _sealed
+from transfer.rooms.metadata_slots import Metadata, pack
+from transfer.rooms.room_outcomes import Arrived, Broken, Expected, Released
 
 SPEC = pool_sets()["all"]
 

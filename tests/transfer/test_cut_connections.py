@@ -11,19 +11,19 @@ from dataclasses import replace
 import pytest
 import zmq
 
-from cache.device import DONE
-from cache.registry import PoolSetSpec
-from contracts.config import TransferConfig
+from cache.device.device_port import DONE
+from cache.memory.kv_cache_spec import PoolSetSpec
+from contracts.config.worker_config import TransferConfig
 from contracts.errors import ErrorKind
 from contracts.ids import Incarnation, WorkerName
-from contracts.messages import PeerRef
-from contracts.orders import Severed
+from contracts.messages.rank_orders import Severed
+from contracts.messages.router_commands import PeerRef
 from tests.poolsets import pool_sets
 from tests.proxy import Proxy, Relay, proxying
 from tests.ranks import headed_sets
 from tests.rooms import Ends, Prompt, ends, placed
-from transfer import cuts
-from transfer.receiver import Arrived, Broken, Expected
+from transfer.net import disconnects as cuts
+from transfer.rooms.room_outcomes import Arrived, Broken, Expected
 
 SPEC = pool_sets()["all"]
 PLANES = ["shm", "zmq"]

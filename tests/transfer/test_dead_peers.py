@@ -8,13 +8,13 @@ from collections.abc import Iterator
 
 import pytest
 
-from cache.device import DONE
+from cache.device.device_port import DONE
 from contracts.ids import Incarnation, WorkerName
-from contracts.messages import PeerRef
+from contracts.messages.router_commands import PeerRef
 from tests.poolsets import pool_sets
 from tests.rooms import ends
-from transfer import process
-from transfer.receiver import Broken, Expected
+from transfer.net import process_watch as process
+from transfer.rooms.room_outcomes import Broken, Expected
 
 SPEC = pool_sets()["all"]
 

@@ -9,8 +9,8 @@ from contextlib import contextmanager
 
 import pytest
 
-from transfer import process
-from transfer.process import GroupWatch
+from transfer.net import process_watch as process
+from transfer.net.process_watch import GroupWatch
 
 Mark = tuple[int, int, str]
 

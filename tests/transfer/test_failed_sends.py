@@ -8,16 +8,17 @@ from typing import Any
 
 import pytest
 
-from cache.device import CpuDevice, Op, Stream
-from cache.lazy import LazyDevice
-from cache.leases import Lease
+from cache.device.adversarial_device import LazyDevice
+from cache.device.device_backends import CpuDevice
+from cache.device.device_port import Op, Stream
+from cache.pool.page_allocator import Lease
 from contracts.errors import ErrorKind, WireError
 from contracts.ids import Incarnation, WorkerName
-from contracts.messages import PeerRef
+from contracts.messages.router_commands import PeerRef
 from tests.poolsets import pool_sets
 from tests.rooms import Ends, Prompt, ends
-from transfer import sender
-from transfer.receiver import Arrived, Broken
+from transfer.rooms import kv_sender as sender
+from transfer.rooms.room_outcomes import Arrived, Broken
 
 SPEC = pool_sets()["full"]
 

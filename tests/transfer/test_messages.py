@@ -7,12 +7,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from contracts.errors import ErrorKind, WireError
-from contracts.fingerprint import Fingerprint
 from contracts.ids import RoomId
-from contracts.sampling import TokenLogprob
-from transfer import messages as m
-from transfer.metadata import SLOT_BYTES, Draft, Metadata, copy_out, pack
-from transfer.security import Curve
+from contracts.messages.fingerprint import Fingerprint
+from contracts.sampling_params import TokenLogprob
+from transfer.net.curve_keys import Curve
+from transfer.planes.data_plane import SLOT_BYTES
+from transfer.rooms import room_messages as m
+from transfer.rooms.metadata_slots import Draft, Metadata, copy_out, pack
 
 ROOM = RoomId("room-1")
 MARK = Fingerprint(7, "a layout", "fast:avx2", "weights")

@@ -18,24 +18,23 @@ from pathlib import Path
 import pytest
 import zmq
 
-import transfer
-from cache.device import DONE
-from cluster.arena_agent import _Segment
+from cache.device.device_port import DONE
+from cluster.arena.arena_agent import _Segment
 from contracts.errors import ErrorKind, WireError
 from contracts.ids import Incarnation, WorkerName
-from contracts.messages import PeerRef
+from contracts.messages.router_commands import PeerRef
 from tests.poolsets import entry, pool_sets
 from tests.rooms import Ends, ends
-from transfer import messages as m
-from transfer import process
-from transfer.control import ZmqCarrier
-from transfer.process import GroupWatch, ProcessWatch, namespace, readable, start_ticks
-from transfer.receiver import Arrived, Broken, Expected
-from transfer.waiting import Waiter
+from transfer.net import process_watch as process
+from transfer.net.process_watch import GroupWatch, ProcessWatch, namespace, readable, start_ticks
+from transfer.net.waiter import Waiter
+from transfer.net.zmq_channel import ZmqCarrier
+from transfer.rooms import room_messages as m
+from transfer.rooms.room_outcomes import Arrived, Broken, Expected
 
 SPEC = pool_sets()["all"]
-ROOT = Path(transfer.__file__).parent.parent
-PACKAGES = ("contracts", "cache", "transfer", "engine", "prefill", "decode", "router", "cluster", "sim")
+ROOT = Path(__file__).parents[2]
+PACKAGES = ("contracts", "cache", "transfer", "engine", "worker", "prefill", "decode", "router", "cluster", "sim")
 
 
 @pytest.fixture

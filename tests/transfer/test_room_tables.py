@@ -1,9 +1,9 @@
 import pytest
 
 from contracts.errors import IllegalTransition
-from decode.request import PHASES as DECODE
+from decode.request.request import PHASES as DECODE
 from prefill.request import PHASES as PREFILL
-from transfer.rooms import RECEIVER, SENDER, Receiver, ReceiverEvent, Sender, SenderEvent
+from transfer.rooms.room_states import RECEIVER, SENDER, Receiver, ReceiverEvent, Sender, SenderEvent
 
 
 def test_c5_from_every_state_an_end_can_be_reached() -> None:

@@ -6,7 +6,7 @@ from collections import Counter
 
 import pytest
 
-from cache.lazy import LazyDevice
+from cache.device.adversarial_device import LazyDevice
 from tests.poolsets import NAMES, pool_sets
 from tests.room_chaos import play
 from tests.rooms import PLANES, ends, simulated_ends

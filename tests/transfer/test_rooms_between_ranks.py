@@ -8,17 +8,17 @@ from collections.abc import Mapping
 
 import pytest
 
-from cache.device import DONE
-from cache.heads import common, cuts
+from cache.device.device_port import DONE
+from cache.memory.head_slices import common, cuts
 from contracts.errors import ErrorKind
 from contracts.ids import RoomId
-from contracts.orders import Post
+from contracts.messages.rank_orders import Post
 from tests.poolsets import NAMES
 from tests.ranks import headed_sets
 from tests.rooms import PLANES, Ends, Prompt, ends, placed
 from tests.transfer.test_rooms_of_all_pools import some_held, write_in_chunks
-from transfer.held import HeldNotices
-from transfer.receiver import Arrived, Broken, Expected
+from transfer.planes.ordered_notices import HeldNotices
+from transfer.rooms.room_outcomes import Arrived, Broken, Expected
 
 SETS = headed_sets()
 QUICK = [

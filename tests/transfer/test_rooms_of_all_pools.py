@@ -8,19 +8,18 @@ from collections.abc import Mapping
 import pytest
 import torch
 
-from cache.device import DEVICE, DONE, Op, Stream, spans
-from cache.due import due
-from cache.lazy import LazyDevice
+from cache.device.adversarial_device import LazyDevice
+from cache.device.device_port import DEVICE, DONE, Op, Stream, spans
+from cache.memory.required_pages import due
 from contracts.errors import ErrorKind, WireError
 from contracts.ids import Incarnation, WorkerName
-from contracts.messages import PeerRef
+from contracts.messages.router_commands import PeerRef
 from tests.poolsets import NAMES, entry, pool_sets
 from tests.rooms import PLANES, Ends, LateDevice, Prompt, ends, image, placed
-from transfer import messages as m
-from transfer.metadata import Draft
-from transfer.receiver import Arrived, Broken, Expected
-from transfer.sender import Finished
-from transfer.shares import Share, Shares
+from transfer.rooms import room_messages as m
+from transfer.rooms.metadata_slots import Draft
+from transfer.rooms.pool_shares import Share, Shares
+from transfer.rooms.room_outcomes import Arrived, Broken, Expected, Finished
 
 Place = tuple[str, int]
 """A pool, and an index in it."""

@@ -11,14 +11,13 @@ import pytest
 import torch
 import zmq
 
-from cache.pools import PoolSet
-from contracts.config import FaultsConfig
+from cache.pool.pool_set import PoolSet
+from contracts.config.cluster_config import FaultsConfig
 from contracts.ids import RoomId
 from tests.poolsets import entry, pool_sets
 from tests.rooms import image
-from transfer.metadata import SLOT_BYTES
-from transfer.plane import Run, Target
-from transfer.tcp import ZmqPlane
+from transfer.planes.data_plane import SLOT_BYTES, Run, Target
+from transfer.planes.zmq_plane import ZmqPlane
 
 SPEC = pool_sets()["all"]
 ROOM = RoomId("room-1")

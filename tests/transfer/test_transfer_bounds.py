@@ -14,21 +14,23 @@ import pytest
 import torch
 import zmq
 
-from cache.device import DONE
-from cache.pools import PoolSet
-from contracts.config import FaultsConfig, TransferConfig
+from cache.device.device_port import DONE
+from cache.pool.pool_set import PoolSet
+from contracts.config.cluster_config import FaultsConfig
+from contracts.config.worker_config import TransferConfig
 from contracts.errors import LayoutMismatch
 from contracts.ids import Incarnation, RoomId, WorkerName
-from contracts.messages import PeerRef
+from contracts.messages.router_commands import PeerRef
 from tests.poolsets import pool_sets
 from tests.rooms import Ends, ends, image
-from transfer import direct, sender, tcp
-from transfer import messages as m
-from transfer.held import MOST_HELD, HeldNotices
-from transfer.metadata import SLOT_BYTES
-from transfer.plane import Run, Target
-from transfer.receiver import Arrived, Broken
-from transfer.tcp import ZmqPlane
+from transfer.planes import shm_plane as direct
+from transfer.planes import zmq_plane as tcp
+from transfer.planes.data_plane import SLOT_BYTES, Run, Target
+from transfer.planes.ordered_notices import MOST_HELD, HeldNotices
+from transfer.planes.zmq_plane import ZmqPlane
+from transfer.rooms import kv_sender as sender
+from transfer.rooms import room_messages as m
+from transfer.rooms.room_outcomes import Arrived, Broken
 
 SPEC = pool_sets()["all"]
 FULL = pool_sets()["full"]
@@ -180,7 +182,7 @@ def test_one_poll_takes_in_a_bounded_number_of_bytes_those_that_are_dropped_incl
 
 
 def test_one_poll_of_control_messages_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("transfer.control._AT_ONCE", 5)
+    monkeypatch.setattr("transfer.net.zmq_channel._AT_ONCE", 5)
     with ends(SPEC, "shm") as both, calling(both.sender.control, zmq.DEALER) as stranger:
         for _ in range(23):
             stranger.send(b"\xc1")

@@ -127,7 +127,7 @@ def test_completions_are_readable_words(demo: Serving) -> None:
 @pytest.mark.parametrize("page", PAGES)
 def test_what_the_pages_say_to_type_works(demo: Serving, page: str, tmp_path: Path) -> None:
     shim = tmp_path / "twinpool"
-    shim.write_text(f'#!/bin/sh\nexec {sys.executable} -m cluster.cli "$@"\n')
+    shim.write_text(f'#!/bin/sh\nexec {sys.executable} -m cli.commands "$@"\n')
     shim.chmod(0o755)
     env = environment(demo.runtime) | {"PATH": f"{tmp_path}:{os.environ['PATH']}"}
     shell, python = blocks(page, "sh"), blocks(page, "python")

@@ -15,7 +15,7 @@ from typing import Any
 import httpx
 import pytest
 
-from bench import drain
+from bench.serving import drain_cost as drain
 from tests.checkpoints import Oracle, compare, make_checkpoint
 from tests.serving import Answer, Serving, serving, until
 

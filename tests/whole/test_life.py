@@ -15,7 +15,7 @@ from pathlib import Path
 import httpx
 import pytest
 
-from bench.failover import Failover, Load
+from bench.serving.failover_pause import Failover, Load
 from tests.checkpoints import Oracle, compare, make_checkpoint
 from tests.serving import Answer, Serving, complete, family, serving, until
 

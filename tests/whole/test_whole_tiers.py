@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from contracts.config import load_config
+from contracts.config.load_config import load_config
 from tests.checkpoints import make_checkpoint
 from tests.conversations import make_talks
 from tests.serving import ROOT, serving

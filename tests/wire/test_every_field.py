@@ -18,42 +18,45 @@ import pytest
 import torch
 from google.protobuf.message import Message as Proto
 
-from cache.events import Cleared, Removed, Stored, decode_batch, encode_batch
-from cache.pools import PoolSet
-from cluster.controller import Grant
-from cluster.controller_service import ControllerService
-from cluster.lease import LeaseKeeper
-from cluster.rank_line import LeaderLine, RankLine
-from cluster.service import WorkerService
-from contracts import messages as m
-from contracts import orders as o
+from cache.pool.pool_set import PoolSet
+from cluster.controller.controller_actions import Grant
+from cluster.controller.controller_service import ControllerService
+from cluster.ranks.follower_line import LeaderLine
+from cluster.ranks.rank_line import RankLine
+from cluster.worker_process.grpc_service import WorkerService
+from cluster.worker_process.lease_keeper import LeaseKeeper
 from contracts.clock import ManualClock
-from contracts.config import FaultsConfig
+from contracts.config.cluster_config import FaultsConfig
 from contracts.errors import WireError
 from contracts.ids import Incarnation, Role, RoomId
-from contracts.ports import WorkerRecord, WorkerView
+from contracts.messages import rank_order_codec, rank_orders, router_commands, worker_events, worker_status
+from contracts.messages.kv_events import Cleared, Removed, Stored, decode_batch, encode_batch
+from contracts.messages.worker_status import WorkerRecord, WorkerView
 from contracts.proto import worker_pb2 as pb
 from contracts.proto import worker_pb2_grpc as pb_grpc
-from contracts.wire import command_to_proto, event_to_proto, report_to_proto, status_to_proto
-from router.links import ControllerDirectory, GrpcPort
+from contracts.wire.command_protobuf import command_to_proto
+from contracts.wire.event_protobuf import event_to_proto
+from contracts.wire.worker_protobuf import report_to_proto, status_to_proto
+from router.links.controller_directory import ControllerDirectory
+from router.links.grpc_worker import GrpcPort
 from tests.poolsets import pool_sets
 from tests.router.grpc_fakes import start
 from tests.router.http_server import eventually
 from tests.wire.instances import absent, all_of, empty, full, one_truth_each, union
-from transfer import messages as t
-from transfer.control import ZmqCarrier
-from transfer.direct import ShmPlane
-from transfer.metadata import SLOT_BYTES, Metadata, copy_out, pack
-from transfer.plane import Plane
-from transfer.tcp import ZmqPlane
-from transfer.waiting import Waiter
+from transfer.net.waiter import Waiter
+from transfer.net.zmq_channel import ZmqCarrier
+from transfer.planes.data_plane import SLOT_BYTES, Plane
+from transfer.planes.shm_plane import ShmPlane
+from transfer.planes.zmq_plane import ZmqPlane
+from transfer.rooms import room_messages as t
+from transfer.rooms.metadata_slots import Metadata, copy_out, pack
 
-COMMANDS = [message for cls in union(m.Command) for message in all_of(cls)]
-EVENTS = [message for cls in union(m.Event) for message in all_of(cls)]
+COMMANDS = [message for cls in union(router_commands.Command) for message in all_of(cls)]
+EVENTS = [message for cls in union(worker_events.Event) for message in all_of(cls)]
 CONTROL = [message for cls in union(t.Control) for message in all_of(cls)]
 NOTICES = [message for cls in union(t.Notice) for message in all_of(cls)]
-ORDERS = [message for cls in union(o.Order) for message in all_of(cls)]
-TIDINGS = [message for cls in union(o.Tidings) for message in all_of(cls)]
+ORDERS = [message for cls in union(rank_orders.Order) for message in all_of(cls)]
+TIDINGS = [message for cls in union(rank_orders.Tidings) for message in all_of(cls)]
 INCARNATION = Incarnation(7)
 
 
@@ -61,7 +64,7 @@ INCARNATION = Incarnation(7)
 
 
 def test_a_full_instance_has_no_default_and_no_value_twice() -> None:
-    made = full(m.Submit)
+    made = full(router_commands.Submit)
     seen: list[Any] = []
 
     def collect(value: Any) -> None:
@@ -77,9 +80,9 @@ def test_a_full_instance_has_no_default_and_no_value_twice() -> None:
     collect(made)
     assert len(seen) == len(set(seen)) > 25
     assert made.moving is True
-    assert empty(m.Submit).sampling.logprobs == 0
-    assert absent(m.Submit).peer is None
-    assert [(x.started, x.withdrawn) for x in one_truth_each(m.Leaving)] == [(True, False), (False, True)]
+    assert empty(router_commands.Submit).sampling.logprobs == 0
+    assert absent(router_commands.Submit).peer is None
+    assert [(x.started, x.withdrawn) for x in one_truth_each(worker_events.Leaving)] == [(True, False), (False, True)]
 
 
 def test_a_field_of_an_unknown_type_fails_instead_of_being_left_out() -> None:
@@ -100,8 +103,8 @@ class Host:
     """A worker's host that keeps what comes, and says what it is told to say."""
 
     def __init__(self) -> None:
-        self.commands: list[m.Command] = []
-        self.deliver: Callable[[list[m.Event]], None] | None = None
+        self.commands: list[router_commands.Command] = []
+        self.deliver: Callable[[list[worker_events.Event]], None] | None = None
         self.says: Any = None
 
     def open_session(self, deliver: Any, ended: Any) -> int:
@@ -110,7 +113,7 @@ class Host:
 
     def close_session(self, session: int) -> None: ...
 
-    def send(self, session: int, commands: Sequence[m.Command]) -> None:
+    def send(self, session: int, commands: Sequence[router_commands.Command]) -> None:
         self.commands += commands
 
     def _answer(self) -> Future[Any]:
@@ -137,9 +140,9 @@ async def worker() -> AsyncIterator[tuple[Host, GrpcPort]]:
 
 @pytest.mark.asyncio
 async def test_every_field_of_every_command_and_event_arrives_over_grpc() -> None:
-    heard: list[m.Event] = []
+    heard: list[worker_events.Event] = []
     async with worker() as (host, port):
-        host.says = dataclasses.replace(full(m.WorkerStatus), incarnation=INCARNATION)
+        host.says = dataclasses.replace(full(worker_status.WorkerStatus), incarnation=INCARNATION)
         session = await port.connect(heard.extend, lambda reason: None)
         session.send(COMMANDS)
         await eventually(lambda: len(host.commands) == len(COMMANDS))
@@ -154,7 +157,10 @@ async def test_every_field_of_every_command_and_event_arrives_over_grpc() -> Non
 @pytest.mark.asyncio
 async def test_every_field_of_a_status_and_a_report_arrives_over_grpc() -> None:
     async with worker() as (host, port):
-        for cls, calls in ((m.WorkerStatus, (port.status, port.drain, port.undrain)), (m.CheckReport, (port.check,))):
+        for cls, calls in (
+            (worker_status.WorkerStatus, (port.status, port.drain, port.undrain)),
+            (worker_status.CheckReport, (port.check,)),
+        ):
             for said in all_of(cls):
                 host.says = said
                 for call in calls:
@@ -162,10 +168,10 @@ async def test_every_field_of_a_status_and_a_report_arrives_over_grpc() -> None:
 
 
 WRITERS: list[tuple[type[Any], Callable[[Any], Proto]]] = [
-    *((cls, command_to_proto) for cls in union(m.Command)),
-    *((cls, event_to_proto) for cls in union(m.Event)),
-    (m.WorkerStatus, status_to_proto),
-    (m.CheckReport, report_to_proto),
+    *((cls, command_to_proto) for cls in union(router_commands.Command)),
+    *((cls, event_to_proto) for cls in union(worker_events.Event)),
+    (worker_status.WorkerStatus, status_to_proto),
+    (worker_status.CheckReport, report_to_proto),
 ]
 
 
@@ -240,7 +246,12 @@ async def controller() -> AsyncIterator[tuple[Brain, str]]:
 
 @pytest.mark.asyncio
 async def test_every_field_of_a_workers_record_and_status_reaches_the_controller() -> None:
-    record, status, lost, drains = full(WorkerRecord), full(m.WorkerStatus), asyncio.Event(), asyncio.Event()
+    record, status, lost, drains = (
+        full(WorkerRecord),
+        full(worker_status.WorkerStatus),
+        asyncio.Event(),
+        asyncio.Event(),
+    )
     async with controller() as (brain, target):
         brain.grants = [Grant(INCARNATION, 50.0), Grant(INCARNATION, 60.0, drain=True)]
         clock = ManualClock(100.0)
@@ -262,8 +273,8 @@ async def test_a_grants_time_is_the_leases_and_a_fenced_one_ends_it() -> None:
         brain.grants = [Grant(INCARNATION, 50.0)]
         clock, lost = ManualClock(100.0), asyncio.Event()
         keeper = LeaseKeeper(
-            full(WorkerRecord), target, clock, 3600.0, lambda: full(m.WorkerStatus), lambda reason: lost.set(),
-            on_drain=lambda: None,
+            full(WorkerRecord), target, clock, 3600.0, lambda: full(worker_status.WorkerStatus),
+            lambda reason: lost.set(), on_drain=lambda: None,
         )  # fmt: skip
         await keeper.start(5.0)
         clock.advance(48.9)
@@ -282,7 +293,7 @@ async def test_every_field_of_the_controllers_table_reaches_a_router() -> None:
     async with controller() as (brain, target):
         directory = ControllerDirectory(target)
         for record in (full(WorkerRecord), dataclasses.replace(full(WorkerRecord), role=Role.DECODE)):
-            status = dataclasses.replace(full(m.WorkerStatus), incarnation=record.incarnation)
+            status = dataclasses.replace(full(worker_status.WorkerStatus), incarnation=record.incarnation)
             brain.table += (dataclasses.replace(full(WorkerView), record=record, status=status),)
         stop = directory.watch(seen.append)
         await eventually(lambda: bool(seen))
@@ -295,10 +306,10 @@ async def test_every_field_of_the_controllers_table_reaches_a_router() -> None:
 
 @pytest.mark.parametrize("cls", [pb.Registration, pb.Grant, pb.ClusterView, pb.Renewal])
 def test_every_field_of_the_controllers_protocol_is_filled(cls: type[Proto]) -> None:
-    from cluster.controller_service import _grant
-    from cluster.lease import record_to_proto
+    from cluster.controller.controller_service import _grant
+    from contracts.wire.worker_protobuf import record_to_proto
 
-    record, status = full(WorkerRecord), full(m.WorkerStatus)
+    record, status = full(WorkerRecord), full(worker_status.WorkerStatus)
     brain = Brain()
     brain.table, brain.shutting_down = (full(WorkerView, record=record, status=status),), True
     keeper: Any = LeaseKeeper(
@@ -433,15 +444,17 @@ def test_every_field_of_every_order_answer_and_tiding_arrives_between_ranks() ->
 
 def test_what_an_order_is_made_of_arrives_by_its_names() -> None:
     """A plain tuple equals a `Piece` of the same values, and has no names."""
-    assert [repr(o.decode(o.encode(order))) for order in ORDERS] == [repr(order) for order in ORDERS]
+    assert [repr(rank_order_codec.decode(rank_order_codec.encode(order))) for order in ORDERS] == [
+        repr(order) for order in ORDERS
+    ]
 
 
 def test_an_order_with_a_field_too_many_or_too_few_is_none() -> None:
     for order in ORDERS:
-        whole = msgpack.unpackb(o.encode(order))
+        whole = msgpack.unpackb(rank_order_codec.encode(order))
         for fields in ([*whole, None], whole[:-1]):
             with pytest.raises(WireError):
-                o.decode(msgpack.packb(fields))
+                rank_order_codec.decode(msgpack.packb(fields))
 
 
 # ---------------------------------------------------------------- KV events: msgpack, for routers outside

@@ -12,10 +12,10 @@ from typing import Any
 
 import pytest
 
-from contracts.messages import Submit
-from contracts.sampling import SamplingParams
-from router.fields import CHAT, COMPLETION
-from router.links import ControllerDirectory
+from contracts.messages.router_commands import Submit
+from contracts.sampling_params import SamplingParams
+from router.links.controller_directory import ControllerDirectory
+from router.openai.request_fields import CHAT, COMPLETION
 from tests.router.fake_worker import FakeCluster
 from tests.router.grpc_fakes import grpc_cluster
 from tests.router.http_server import Server, demo_spec, serving

@@ -12,17 +12,19 @@ import grpc
 import grpc.aio
 import pytest
 
-from cluster.aio import LoopThread
-from cluster.host import WorkerHost
-from cluster.service import serve_worker
+from cluster.worker_process.asyncio_thread import LoopThread
+from cluster.worker_process.grpc_service import serve_worker
+from cluster.worker_process.worker_thread import WorkerHost
 from contracts.errors import ErrorKind
 from contracts.ids import RequestId, Role
-from contracts.messages import Audited, AuditEnd, Done, Event, Paused
-from contracts.ports import WorkerView
+from contracts.messages.worker_events import Audited, AuditEnd, Done, Event, Paused
+from contracts.messages.worker_status import WorkerView
 from contracts.proto import worker_pb2 as pb
 from contracts.proto import worker_pb2_grpc as pb_grpc
-from contracts.wire import command_to_proto, event_from_proto, event_to_proto
-from router.links import ControllerDirectory, GrpcPort
+from contracts.wire.command_protobuf import command_to_proto
+from contracts.wire.event_protobuf import event_from_proto, event_to_proto
+from router.links.controller_directory import ControllerDirectory
+from router.links.grpc_worker import GrpcPort
 from tests.cluster.fake_worker import FakeWorker as Engine
 from tests.cluster.fake_worker import submit
 from tests.router.fake_worker import FakeCluster, FakeWorker

@@ -16,15 +16,15 @@ from dataclasses import dataclass
 
 import pytest
 
-from cache.lazy import LazyDevice
+from cache.device.adversarial_device import LazyDevice
 from contracts.clock import ManualClock
 from contracts.ids import RequestId, Role, RoomId
-from contracts.messages import Cancel
-from contracts.sampling import SamplingParams
-from decode import DecodeWorker
-from decode.request import Phase as DecodePhase
-from prefill import PrefillWorker
+from contracts.messages.router_commands import Cancel
+from contracts.sampling_params import SamplingParams
+from decode.request.request import Phase as DecodePhase
+from decode.worker import DecodeWorker
 from prefill.request import Phase as PrefillPhase
+from prefill.worker import PrefillWorker
 from tests.pair import SESSION
 from tests.poolsets import pool_sets
 from tests.workers.test_any_state import HashPair, hash_pair

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from contracts.ids import RequestId, Role
-from contracts.sampling import SamplingParams
+from contracts.sampling_params import SamplingParams
 from tests.checkpoints import make_checkpoint
 from tests.pair import pair
 

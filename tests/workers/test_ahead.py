@@ -11,11 +11,11 @@ from typing import Any
 
 import pytest
 
-from cache.claim import Claim
-from cache.lazy import LazyDevice
+from cache.allocation.allocation import Claim
+from cache.device.adversarial_device import LazyDevice
 from contracts.ids import Role
-from contracts.sampling import SamplingParams
-from decode.request import Phase, Request
+from contracts.sampling_params import SamplingParams
+from decode.request.request import Phase, Request
 from decode.worker import DecodeWorker
 from prefill.worker import PrefillWorker
 from tests.pair import Answer, Pair, pair

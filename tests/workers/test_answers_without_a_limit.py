@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from contracts.ids import Role
-from contracts.sampling import SamplingParams
+from contracts.sampling_params import SamplingParams
 from tests.checkpoints import CONTEXT, make_checkpoint
 from tests.pair import pair
 

@@ -11,29 +11,33 @@ from typing import Any, cast
 
 import pytest
 
-from cache.device import CpuDevice, Device
-from cache.nodes import Tier
-from cache.pools import PoolSet, host_pools
-from cache.registry import PoolSetLayout, PoolSetSpec
-from cache.seat import Seat
-from cache.storage import StorageQueue, make_backend
-from cluster.memory import stride
+from cache.device.device_backends import CpuDevice
+from cache.device.device_port import Device
+from cache.manager.kv_cache_manager import Seat
+from cache.memory.kv_cache_spec import PoolSetSpec
+from cache.memory.memory_layout import PoolSetLayout
+from cache.pool.pool_set import PoolSet, host_pools
+from cache.prefix_cache.tree_node import Tier
+from cache.storage.backends.backend_factory import make_backend
+from cache.storage.io_queue import StorageQueue
+from cluster.assembly.memory_plan import stride
 from contracts.clock import Clock, SystemClock
-from contracts.config import Config, config_from_dict
+from contracts.config.cluster_config import Config
+from contracts.config.load_config import config_from_dict
 from contracts.ids import Incarnation, RequestId, Role, WorkerName
-from contracts.sampling import SamplingParams
-from decode import DecodeWorker
-from engine.engine import Engine
-from prefill import PrefillWorker
+from contracts.sampling_params import SamplingParams
+from decode.worker import DecodeWorker
+from engine.runner.model_runner import Engine
+from prefill.worker import PrefillWorker
 from tests.hash_engine import HashEngine, recite
 from tests.pair import Answer, Pair
 from tests.poolsets import NAMES, pool_sets
-from transfer import make_plane
-from transfer.agreement import fingerprint
-from transfer.control import ZmqCarrier
-from transfer.receiver import ReceiverEnd
-from transfer.sender import SenderEnd
-from transfer.waiting import Waiter
+from transfer.net.waiter import Waiter
+from transfer.net.zmq_channel import ZmqCarrier
+from transfer.planes.make_plane import make_plane
+from transfer.rooms.compatibility import fingerprint
+from transfer.rooms.kv_receiver import ReceiverEnd
+from transfer.rooms.kv_sender import SenderEnd
 
 PAGE = 4
 TOKENS = 9

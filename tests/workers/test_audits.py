@@ -8,10 +8,11 @@ from pathlib import Path
 import pytest
 
 from contracts.ids import RequestId, Role
-from contracts.messages import Audit, Audited, AuditEnd, Cancel
-from contracts.ports import SessionId
-from contracts.sampling import SamplingParams
-from prefill.audit import MOST_TOLD, MOST_WAITING
+from contracts.interfaces.worker_interface import SessionId
+from contracts.messages.router_commands import Audit, Cancel
+from contracts.messages.worker_events import Audited, AuditEnd
+from contracts.sampling_params import SamplingParams
+from prefill.audit_runner import MOST_TOLD, MOST_WAITING
 from prefill.worker import PrefillWorker
 from tests.pair import SESSION, Pair, pair
 

@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 from contracts.ids import Role
-from contracts.sampling import SamplingParams
-from router.audits import Result
+from contracts.sampling_params import SamplingParams
+from router.verification.audit_cases import Result
 from tests.cell import Cell
 from tests.families import FAMILIES
 from tests.family_scenes import buffers_of, damaged_on_the_way, make_family

@@ -7,12 +7,12 @@ from pathlib import Path
 
 import pytest
 
-from cache.lazy import LazyDevice
-from cache.nodes import Tier
+from cache.device.adversarial_device import LazyDevice
+from cache.prefix_cache.tree_node import Tier
 from contracts.errors import ErrorKind
 from contracts.ids import Role
-from contracts.sampling import SamplingParams
-from decode import DecodeWorker
+from contracts.sampling_params import SamplingParams
+from decode.worker import DecodeWorker
 from tests.checkpoints import Oracle, compare
 from tests.pair import Pair, pair
 

@@ -13,32 +13,20 @@ import pytest
 from contracts.clock import ManualClock
 from contracts.errors import IllegalTransition
 from contracts.ids import Incarnation, Role, RoomId, WorkerName
-from contracts.messages import (
-    Command,
-    Event,
-    Fetch,
-    Fetched,
-    Give,
-    Gives,
-    Handover,
-    Leaving,
-    Moved,
-    Offered,
-    Paused,
-    PeerRef,
-    Resume,
-    Resumed,
-)
-from contracts.sampling import SamplingParams
-from contracts.wire import command_from_proto, command_to_proto, event_from_proto, event_to_proto
-from decode.costs import FIRST_BYTES_PER_S, KNOWN_ANSWERS, Costs
-from decode.departures import JUDGE_EVERY_S, STAGES, STEPS_TO_TELL, Stage, StageEvent
-from decode.giving import GIFTS
-from prefill import PrefillWorker
-from router.moves import MOVES, MoveEvent, MoveState
+from contracts.messages.router_commands import Command, Fetch, Give, Handover, PeerRef, Resume
+from contracts.messages.worker_events import Event, Fetched, Gives, Leaving, Moved, Offered, Paused, Resumed
+from contracts.sampling_params import SamplingParams
+from contracts.wire.command_protobuf import command_from_proto, command_to_proto
+from contracts.wire.event_protobuf import event_from_proto, event_to_proto
+from decode.migration.migration_cost import FIRST_BYTES_PER_S, KNOWN_ANSWERS, Costs
+from decode.migration.migration_state import STAGES, Stage, StageEvent
+from decode.migration.outgoing_migrations import JUDGE_EVERY_S, STEPS_TO_TELL
+from decode.migration.prefix_push import GIFTS
+from prefill.worker import PrefillWorker
+from router.migration.migration_table import MOVES, MoveEvent, MoveState
 from tests.company import Company, company, generated
-from transfer.messages import Quiesced, Received
-from transfer.sender import _Pending
+from transfer.rooms.kv_sender import _Pending
+from transfer.rooms.room_messages import Quiesced, Received
 
 PEER = PeerRef(WorkerName("decode-1"), Incarnation(3), "tcp://127.0.0.1:7")
 COMMANDS: list[Command] = [

@@ -14,22 +14,24 @@ from typing import Any
 
 import pytest
 
-from cache.event_reader import EventReader
-from cache.events import EventLog, KvEvent, PageEntry, Removed, Stored, TierIndex, decode_batch
-from cache.events import Tier as Medium
-from cache.nodes import IN_TREE, Node, Tier
-from cache.prefix import Prefix, token_ids
-from cache.seat import Seat
-from cache.tags import chain_keys
-from cache.telling import Teller
-from cluster.build import _event_rank
+from cache.manager.kv_cache_manager import Seat
+from cache.prefix_cache.token_prefix import Prefix, token_ids
+from cache.prefix_cache.tree_node import IN_TREE, Node, Tier
+from cache.tiers.kv_event_publisher import EventLog
+from cache.tiers.kv_event_recorder import Teller
+from cluster.assembly.build_parts import _event_rank
+from contracts.block_hash import chain_keys
 from contracts.clock import SystemClock
-from contracts.config import config_from_dict
+from contracts.config.load_config import config_from_dict
 from contracts.errors import ConfigError
 from contracts.ids import Role, WorkerName
-from contracts.sampling import SamplingParams
+from contracts.messages.kv_events import KvEvent, Removed, Stored, decode_batch
+from contracts.messages.kv_events import Tier as Medium
+from contracts.sampling_params import SamplingParams
 from decode.worker import DecodeWorker
 from prefill.worker import PrefillWorker
+from router.kv_indexer.kv_event_subscriber import EventReader
+from router.kv_indexer.kv_index import PageEntry, TierIndex
 from tests.pair import Pair, pair
 from tests.serving import ROOT, environment
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from contracts.ids import Role
-from contracts.sampling import SamplingParams
+from contracts.sampling_params import SamplingParams
 from tests.checkpoints import VOCAB, Oracle, compare
 from tests.engine.harness import Bench
 from tests.families import FAMILIES

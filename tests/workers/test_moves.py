@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterator
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 
@@ -12,10 +13,10 @@ import pytest
 from contracts.clock import ManualClock
 from contracts.errors import ErrorKind
 from contracts.ids import RequestId
-from contracts.messages import Event, Moved
-from contracts.sampling import SamplingParams
-from router.moves import AVOID_S
-from router.workers import WorkerKey
+from contracts.messages.worker_events import Event, Moved
+from contracts.sampling_params import SamplingParams
+from router.migration.migration_table import AVOID_S
+from router.state.worker_table import WorkerKey
 from tests.company import Company, company, generated, hears
 from tests.pair import SESSION
 
@@ -311,15 +312,18 @@ def test_a_request_moves_on_and_back_again(model: Path) -> None:
     with company(model) as c:
         prompt = list(range(90))
         rid = c.submit(prompt, seeded(1))
-        sent = []
+        counts, sent = c.brain.moves.counts, list[int]()
+
+        def told(moves: int, before: int) -> bool:
+            return counts.moved == moves and counts.moved_bytes > before
+
         for moves in range(1, 5):
-            before = c.brain.moves.counts.moved_bytes
+            before = counts.moved_bytes
             c.until(generated(c, rid, 5 * moves), "it to run")
             assert c.brain.moves.begin(c.told[rid].request)
             c.act()
-            c.until(lambda moves=moves: c.brain.moves.counts.moved == moves, "it to move")  # type: ignore[misc]
-            c.step()
-            sent.append(c.brain.moves.counts.moved_bytes - before)
+            c.until(partial(told, moves, before), "it to move, and its source to say how much that was")
+            sent.append(counts.moved_bytes - before)
         assert c.run(rid) == c.run(c.submit(prompt, seeded(1)))
         assert all(0 < later < sent[0] for later in sent[1:]), f"of what it left there it is sent nothing: {sent}"
 

@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from cache.due import due
-from contracts.messages import Moved
-from contracts.sampling import SamplingParams
+from cache.memory.required_pages import due
+from contracts.messages.worker_events import Moved
+from contracts.sampling_params import SamplingParams
 from tests.company import company, generated, hears
 from tests.families import FAMILIES
 from tests.family_scenes import tokens_of

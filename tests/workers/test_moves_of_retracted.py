@@ -8,10 +8,11 @@ import pytest
 
 from contracts.clock import ManualClock
 from contracts.ids import RequestId, Role, RoomId, WorkerName
-from contracts.messages import Give, Gives, Leaving, PeerRef
-from decode.request import Phase, Request
-from router.breaker import Circuit
-from router.request import Leg
+from contracts.messages.router_commands import Give, PeerRef
+from contracts.messages.worker_events import Gives, Leaving
+from decode.request.request import Phase, Request
+from router.state.circuit_breaker import Circuit
+from router.state.routed_request import Leg
 from tests.company import Company, company, generated, hears
 from tests.pair import SESSION
 from tests.workers.test_moves import prompts, seeded

@@ -13,14 +13,15 @@ import pytest
 import torch
 from torch import Tensor
 
-from cache.lazy import LazyDevice
-from cache.nodes import Tier
+from cache.device.adversarial_device import LazyDevice
+from cache.prefix_cache.tree_node import Tier
 from contracts.clock import ManualClock
 from contracts.errors import ErrorKind
 from contracts.ids import RequestId, Role
-from contracts.messages import Audit, Audited, AuditEnd
-from contracts.sampling import SamplingParams
-from decode import DecodeWorker
+from contracts.messages.router_commands import Audit
+from contracts.messages.worker_events import Audited, AuditEnd
+from contracts.sampling_params import SamplingParams
+from decode.worker import DecodeWorker
 from prefill.worker import PrefillWorker
 from tests.checkpoints import Oracle
 from tests.company import Company, company

@@ -7,14 +7,15 @@ from typing import Any
 
 import pytest
 
-from cache.heat import hottest
-from cache.prefix import Prefix
+from cache.prefix_cache.hot_prefixes import hottest
+from cache.prefix_cache.token_prefix import Prefix
 from contracts.clock import ManualClock
 from contracts.ids import Incarnation, RequestId, RoomId, WorkerName
-from contracts.messages import Event, Fetched, Give, Offered, PeerRef
-from contracts.sampling import SamplingParams
-from decode.offers import PATIENCE_S
-from router.workers import WorkerKey
+from contracts.messages.router_commands import Give, PeerRef
+from contracts.messages.worker_events import Event, Fetched, Offered
+from contracts.sampling_params import SamplingParams
+from decode.migration.prefix_offers import PATIENCE_S
+from router.state.worker_table import WorkerKey
 from tests.company import Company, company, hears
 from tests.pair import SESSION
 

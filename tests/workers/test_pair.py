@@ -10,13 +10,14 @@ from typing import Any
 import pytest
 
 from contracts.clock import ManualClock
-from contracts.config import config_from_dict
+from contracts.config.load_config import config_from_dict
 from contracts.errors import ErrorKind, WireError
 from contracts.ids import Incarnation, RequestId, Role, RoomId, WorkerName
-from contracts.messages import Audit, Audited, Cancel, Done, PeerRef, Submit
-from contracts.ports import SessionId
-from contracts.sampling import SamplingParams
-from decode import DecodeWorker
+from contracts.interfaces.worker_interface import SessionId
+from contracts.messages.router_commands import Audit, Cancel, PeerRef, Submit
+from contracts.messages.worker_events import Audited, Done
+from contracts.sampling_params import SamplingParams
+from decode.worker import DecodeWorker
 from prefill.worker import PrefillWorker
 from tests.checkpoints import Oracle, compare
 from tests.pair import SESSION, Answer, Pair, pair

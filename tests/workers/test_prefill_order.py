@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from contracts.ids import RequestId, Role
-from contracts.sampling import SamplingParams
+from contracts.sampling_params import SamplingParams
 from tests.checkpoints import Oracle, make_checkpoint
 from tests.families import FAMILIES
 from tests.pair import Pair, pair

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from contracts.ids import Role
-from contracts.sampling import SamplingParams
-from router.audits import Result
+from contracts.sampling_params import SamplingParams
+from router.verification.audit_cases import Result
 from tests.cell import Cell
 from tests.family_scenes import buffers_of, damaged_on_the_way, seats
 from tests.pair import pair

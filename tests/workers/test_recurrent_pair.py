@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from cache.claim import Claim
-from cache.seat import Seat
+from cache.allocation.allocation import Claim
+from cache.manager.kv_cache_manager import Seat
 from contracts.ids import Role
-from contracts.sampling import SamplingParams
+from contracts.sampling_params import SamplingParams
 from tests.checkpoints import VOCAB, Oracle, compare
 from tests.families import FAMILIES
 from tests.pair import pair

@@ -7,8 +7,8 @@ import random
 import pytest
 
 from contracts.ids import Role
-from contracts.sampling import SamplingParams
-from decode import DecodeWorker
+from contracts.sampling_params import SamplingParams
+from decode.worker import DecodeWorker
 from tests.poolsets import NAMES, pool_sets
 from tests.workers.test_any_state import PAGE, HashPair, hash_pair, recite, talk
 

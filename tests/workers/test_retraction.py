@@ -10,15 +10,15 @@ from typing import Any
 
 import pytest
 
-from cache.lazy import LazyDevice
+from cache.device.adversarial_device import LazyDevice
 from contracts.clock import ManualClock
 from contracts.errors import CapacityError, ErrorKind
 from contracts.ids import Role
-from contracts.sampling import SamplingParams
-from decode.request import PHASES, Phase, Request
+from contracts.sampling_params import SamplingParams
+from decode.request.request import PHASES, Phase, Request
 from decode.worker import DecodeWorker
 from tests.pair import SESSION, Pair, pair
-from transfer.metadata import Draft
+from transfer.rooms.metadata_slots import Draft
 
 PAGE = 16
 HOST_BYTES = 1 << 23

@@ -10,10 +10,12 @@ from typing import Any, TypeVar
 
 import pytest
 
-from cache.parked import PLACES, Place
-from cache.storage import Backend, Chain, InlineQueue, Item, ObjectName, Outcome, Ticket
+from cache.storage.inline_queue import InlineQueue
+from cache.storage.io_queue import Chain, Ticket
+from cache.storage.storage_backend import Backend, Item, ObjectName, Outcome
+from cache.swap.swapped_state import PLACES, Place
 from contracts.errors import CapacityError, ErrorKind
-from decode.request import Request
+from decode.request.request import Request
 from decode.worker import DecodeWorker
 from tests.pair import Pair
 from tests.workers.test_retraction import greedy, hold_back, prompt_of, run_until, undisturbed, working
@@ -61,7 +63,7 @@ def queues_by_hand(monkeypatch: pytest.MonkeyPatch, kind: type[Queue]) -> list[Q
         queues.append(kind(backend))
         return queues[-1]
 
-    monkeypatch.setattr("cluster.build.StorageQueue", queue)
+    monkeypatch.setattr("cluster.assembly.build_parts.StorageQueue", queue)
     return queues
 
 

@@ -13,8 +13,8 @@ import pytest
 
 from contracts.clock import ManualClock
 from contracts.ids import RequestId, Role
-from contracts.sampling import SamplingParams
-from decode.request import Phase
+from contracts.sampling_params import SamplingParams
+from decode.request.request import Phase
 from tests.checkpoints import make_checkpoint
 from tests.company import company, generated
 from tests.families import FAMILIES

@@ -8,11 +8,11 @@ from __future__ import annotations
 import random
 from pathlib import Path
 
-from cache.nodes import Tier
+from cache.prefix_cache.tree_node import Tier
 from contracts.errors import ErrorKind
 from contracts.ids import RequestId, Role
-from contracts.sampling import SamplingParams
-from decode.request import Phase as DecodePhase
+from contracts.sampling_params import SamplingParams
+from decode.request.request import Phase as DecodePhase
 from decode.worker import DecodeWorker
 from prefill.worker import PrefillWorker
 from tests.checkpoints import Oracle, compare

@@ -13,10 +13,10 @@ from pathlib import Path
 
 import pytest
 
-from cache.nodes import Tier
+from cache.prefix_cache.tree_node import Tier
 from contracts.damage import COUNTERS, PREFIX, Where, where_of
 from contracts.ids import Role
-from contracts.sampling import SamplingParams
+from contracts.sampling_params import SamplingParams
 from tests.cell import Cell
 from tests.damage import damage_folder
 from tests.hash_engine import recite

@@ -13,21 +13,22 @@ from pathlib import Path
 
 import pytest
 
-from cluster.build import build_worker
+from cluster.assembly.build_worker import build_worker
+from contracts.checkpoint.model_spec import read_model_spec
 from contracts.clock import ManualClock
-from contracts.config import config_from_dict
+from contracts.config.load_config import config_from_dict
 from contracts.errors import PeerDead
 from contracts.ids import Incarnation, RequestId, Role, RoomId, WorkerName
-from contracts.messages import Cancel, Done, Event, PeerRef, Submit, Tokens
-from contracts.model import read_model_spec
-from contracts.ports import Worker
-from contracts.sampling import SamplingParams
-from decode import DecodeWorker
-from prefill import PrefillWorker
+from contracts.interfaces.worker_interface import Worker
+from contracts.messages.router_commands import Cancel, PeerRef, Submit
+from contracts.messages.worker_events import Done, Event, Tokens
+from contracts.sampling_params import SamplingParams
+from decode.worker import DecodeWorker
+from prefill.worker import PrefillWorker
 from tests.checkpoints import Oracle, compare
 from tests.pair import counts_for, pair
 from tests.worker_child import SESSION, Child, worker_child
-from transfer.waiting import Waiter
+from transfer.net.waiter import Waiter
 
 POOL = 24 * 16
 """Positions of decode's pool: three requests of eight pages."""

@@ -12,9 +12,11 @@ from typing import Any
 
 import pytest
 
-from cache.nodes import Tier
-from cache.seat import Seat
-from cache.storage import Backend, InlineQueue, ObjectName, Op
+from cache.manager.kv_cache_manager import Seat
+from cache.prefix_cache.tree_node import Tier
+from cache.storage.inline_queue import InlineQueue
+from cache.storage.io_queue import Op
+from cache.storage.storage_backend import Backend, ObjectName
 from contracts.clock import ManualClock
 from contracts.errors import ErrorKind
 from contracts.ids import RequestId, Role
@@ -38,7 +40,7 @@ def by_hand(monkeypatch: pytest.MonkeyPatch) -> MakeQueues:
             queues.append(InlineQueue(backend, fault=fault))
             return queues[-1]
 
-        monkeypatch.setattr("cluster.build.StorageQueue", queue)
+        monkeypatch.setattr("cluster.assembly.build_parts.StorageQueue", queue)
         return queues
 
     return make

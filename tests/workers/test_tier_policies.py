@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from cache.nodes import Tier
+from cache.prefix_cache.tree_node import Tier
 from contracts.ids import Role
-from prefill import PrefillWorker
+from prefill.worker import PrefillWorker
 from tests.conversations import Seen, Turn, make_talks
 from tests.pair import Pair, pair
 from tests.tiers import GREEDY, PAGE, by_turn, converse, counters, expect_hand_overs, tiers

@@ -9,10 +9,11 @@ from pathlib import Path
 
 import pytest
 
-from contracts import processor
+from contracts import cpu_levels as processor
 from contracts.ids import RequestId, Role, RoomId
-from contracts.messages import Done, Event, Submit, Tokens
-from contracts.sampling import SamplingParams
+from contracts.messages.router_commands import Submit
+from contracts.messages.worker_events import Done, Event, Tokens
+from contracts.sampling_params import SamplingParams
 from tests.checkpoints import Oracle, compare, make_checkpoint
 from tests.worker_child import Child, worker_child
 

@@ -14,26 +14,26 @@ from typing import Any
 
 import pytest
 
-from cache.leases import Lease
-from cache.parked import Place
-from cluster.host import WorkerHost
-from cluster.local import LocalDirectory
-from contracts.config import config_from_dict
+from cache.pool.page_allocator import Lease
+from cache.swap.swapped_state import Place
+from cluster.serve.local_directory import LocalDirectory
+from cluster.worker_process.worker_thread import WorkerHost
+from contracts.checkpoint.model_spec import read_model_spec
+from contracts.config.load_config import config_from_dict
 from contracts.ids import Incarnation, RequestId, RoomId, WorkerName
-from contracts.messages import Audit, CheckReport, PeerRef
-from contracts.model import read_model_spec
-from contracts.ports import WorkerRecord
-from contracts.sampling import SamplingParams
-from decode.departures import Departure, Stage
+from contracts.messages.router_commands import Audit, PeerRef
+from contracts.messages.worker_status import CheckReport, WorkerRecord
+from contracts.sampling_params import SamplingParams
+from decode.migration.migration_state import Departure, Stage
 from decode.worker import DecodeWorker
-from prefill.audit import Audition, AuditState
+from prefill.audit_state import Audition, AuditState
 from prefill.worker import PrefillWorker
-from router.app import create_app
+from router.api.app import create_app
 from router.main import RouterServer, listen
-from router.service import RouterService
+from router.service.router_service import RouterService
 from tests.pair import SESSION, Pair, pair
 from tests.serving import ROOT, until
-from transfer.rooms import Receiver, Sender
+from transfer.rooms.room_states import Receiver, Sender
 
 Plant = Callable[[PrefillWorker, DecodeWorker], object]
 
@@ -239,7 +239,7 @@ def test_the_command_names_a_planted_violation_and_exits_1(model: Path) -> None:
     with pair(model, tokens=1024, settle=False) as both, behind_a_router(both, model) as url:
 
         def check() -> subprocess.CompletedProcess[str]:
-            command = [sys.executable, "-m", "cluster.cli", "check", "--json", "--url", url]
+            command = [sys.executable, "-m", "cli.commands", "check", "--json", "--url", url]
             return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60, check=False)
 
         until(lambda: len(json.loads(check().stdout or '{"workers": []}')["workers"]) == 2, "both workers to be seen")

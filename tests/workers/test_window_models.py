@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 
 from contracts.ids import Role
-from contracts.sampling import SamplingParams
-from decode import DecodeWorker
-from prefill import PrefillWorker
+from contracts.sampling_params import SamplingParams
+from decode.worker import DecodeWorker
+from prefill.worker import PrefillWorker
 from tests.checkpoints import VOCAB, Oracle, compare
 from tests.families import FAMILIES
 from tests.family_window import WINDOW

@@ -20,11 +20,11 @@ from typing import Protocol
 
 import redis
 
-from cache.storage import Backend, Item, ObjectName, Outcome
-from cache.storage.file import FileBackend
-from cache.storage.memory import MemoryBackend
-from cache.storage.redis_server import RedisBackend
-from cache.storage.seal import seal_bytes
+from cache.storage.backends.file_backend import FileBackend
+from cache.storage.backends.memory_backend import MemoryBackend
+from cache.storage.backends.object_seal import seal_bytes
+from cache.storage.backends.redis_backend import RedisBackend
+from cache.storage.storage_backend import Backend, Item, ObjectName, Outcome
 from contracts.clock import Clock
 
 _LIBC = ctypes.CDLL(None)

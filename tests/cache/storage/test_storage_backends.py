@@ -8,7 +8,7 @@ from dataclasses import replace
 
 import pytest
 
-from cache.storage import Backend, Item, Verdict
+from cache.storage.storage_backend import Backend, Item, Verdict
 from tests.cache.storage.rigs import Rig, item, name, payload, read_one, stored_bytes
 
 

@@ -8,16 +8,16 @@ from pathlib import Path
 
 import pytest
 
-from cache.storage import make_backend
-from cache.storage.file import FileBackend
-from cache.storage.memory import MemoryBackend
-from cache.storage.redis_server import RedisBackend
-from contracts.config import StorageConfig
+from cache.storage.backends.backend_factory import make_backend
+from cache.storage.backends.file_backend import FileBackend
+from cache.storage.backends.memory_backend import MemoryBackend
+from cache.storage.backends.redis_backend import RedisBackend
+from contracts.config.cache_config import StorageConfig
 from contracts.errors import ConfigError
 from tests.cache.storage.rigs import item, name, read_one
 
 STRANGER = """
-from cache.storage.memory import MemoryBackend
+from cache.storage.backends.memory_backend import MemoryBackend
 def make(config):
     return MemoryBackend(config.path, config.max_bytes)
 """

@@ -15,10 +15,10 @@ from pathlib import Path
 
 import pytest
 
-from cache.storage import Verdict, file
-from cache.storage.backend import Payload
-from cache.storage.file import FileBackend
-from cache.storage.folder import Counted, Folder, Scan
+from cache.storage.backends import file_backend as file
+from cache.storage.backends.file_backend import FileBackend
+from cache.storage.backends.file_folder import Counted, Folder, Scan
+from cache.storage.storage_backend import Payload, Verdict
 from contracts.errors import ConfigError
 from tests.cache.storage.rigs import FileRig, item, name, payload, read_one, reaped, stored_bytes
 
@@ -28,7 +28,7 @@ BIG = 256 * 1024
 WRITER = """
 import sys
 from pathlib import Path
-from cache.storage.file import FileBackend
+from cache.storage.backends.file_backend import FileBackend
 from tests.cache.storage.rigs import item
 root, cap, first, size = Path(sys.argv[1]), *map(int, sys.argv[2:])
 backend = FileBackend(root, cap)
@@ -43,7 +43,7 @@ while True:
 CHURNER = """
 import sys
 from pathlib import Path
-from cache.storage.file import FileBackend
+from cache.storage.backends.file_backend import FileBackend
 from tests.cache.storage.rigs import item
 root, cap, size = Path(sys.argv[1]), *map(int, sys.argv[2:])
 backend = FileBackend(root, cap)
@@ -59,7 +59,7 @@ while True:
 LIMITED = """
 import resource, sys
 from pathlib import Path
-from cache.storage.file import FileBackend
+from cache.storage.backends.file_backend import FileBackend
 from tests.cache.storage.rigs import item
 resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, 100_000))
 backend = FileBackend(Path(sys.argv[1]), 1 << 30)

@@ -9,8 +9,10 @@ from collections.abc import Callable, Iterator, Sequence
 
 import pytest
 
-from cache.storage import InlineQueue, Item, ObjectName, Op, Outcome, StorageQueue, Ticket, Verdict
-from cache.storage.memory import MemoryBackend
+from cache.storage.backends.memory_backend import MemoryBackend
+from cache.storage.inline_queue import InlineQueue
+from cache.storage.io_queue import Op, StorageQueue, Ticket
+from cache.storage.storage_backend import Item, ObjectName, Outcome, Verdict
 from tests.cache.storage.rigs import item, name
 
 PATIENCE_S = 60

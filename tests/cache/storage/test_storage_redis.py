@@ -12,8 +12,9 @@ from pathlib import Path
 
 import pytest
 
-from cache.storage import Verdict, redis_server
-from cache.storage.redis_server import RedisBackend
+from cache.storage.backends import redis_backend as redis_server
+from cache.storage.backends.redis_backend import RedisBackend
+from cache.storage.storage_backend import Verdict
 from contracts.clock import ManualClock
 from contracts.errors import ConfigError
 from tests.cache.storage.rigs import RedisRig, Server, item, name, payload, read_one, reaped
@@ -22,7 +23,7 @@ ROOT = Path(__file__).parents[3]
 
 CHURNER = """
 import sys
-from cache.storage.redis_server import RedisBackend
+from cache.storage.backends.redis_backend import RedisBackend
 from tests.cache.storage.rigs import item
 backend = RedisBackend(sys.argv[1])
 print("ready", flush=True)

@@ -1,0 +1,1 @@
+"""Benches of the prefix tree, the tiers and storage."""

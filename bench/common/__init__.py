@@ -1,0 +1,1 @@
+"""What benches share: clients, clusters, workloads, models, reports."""

@@ -1,0 +1,214 @@
+"""Engines under one roof: a batch of prompts in, tokens with their times out. All greedy, all of a set length."""
+
+from __future__ import annotations
+
+import random
+import time
+from collections.abc import Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+from transformers import AutoModelForCausalLM, GenerationConfig, LogitsProcessor
+from transformers.generation.configuration_utils import ContinuousBatchingConfig
+
+from bench.common import bench_clock as clock
+from cache.allocation.block_table import Table
+from cache.device.device_backends import CpuDevice
+from cache.memory.kv_cache_spec import Kind
+from cache.pool.pool_set import PoolSet
+from contracts.config.worker_config import EngineConfig
+from contracts.sampling_params import SamplingParams
+from engine.models.model_base import StateOptions
+from engine.models.registry import read_model
+from engine.runner.batch import Draw, Row
+from engine.runner.load_model import load_engine
+from engine.tensors.weight_loader import dtype_for
+
+Prompts = Sequence[Sequence[int]]
+_NO_END = 1 << 20
+_RESULT_TIMEOUT_S = 120.0
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What a side made of one batch. Times are seconds since the batch was given, one a token."""
+
+    tokens: list[list[int]]
+    times_s: list[list[float]]
+
+    @property
+    def prefilled_s(self) -> float:
+        """When the last of the sequences had its first token."""
+        return max(times[0] for times in self.times_s)
+
+    @property
+    def decode_tokens_per_s(self) -> float:
+        """The rate from then on, counting what came after."""
+        later = [at for times in self.times_s for at in times if at > self.prefilled_s]
+        return len(later) / (max(later) - self.prefilled_s)
+
+
+class Side(Protocol):
+    name: str
+
+    def run(self, prompts: Prompts, count: int) -> Answer:
+        """Exactly `count` greedy tokens after each prompt; prompts of one batch have one length."""
+
+    def close(self) -> None: ...
+
+
+class Twinpool:
+    """The engine without workers: prompts in chunks of 512 tokens, then steps of one token a sequence."""
+
+    chunk_tokens = 512
+
+    def __init__(self, folder: Path, config: EngineConfig, tokens: int, sequences: int, page_tokens: int = 16) -> None:
+        """Room for so many sequences, which need pages for `tokens` positions together."""
+        self.name = f"twinpool, {config.numerics}"
+        model = read_model(folder)
+        pool_set = model.pool_set(StateOptions(dtype_for(model.spec, config), page_tokens))
+        pages = -(-tokens // page_tokens)
+        counts = {pool.name: 1 + (sequences if pool.kind is Kind.STATE else pages) for pool in pool_set.pools}
+        self.pools = PoolSet(pool_set, counts)
+        epochs = {pool: allocator.epochs for pool, allocator in self.pools.allocators.items()}
+        self.engine = load_engine(model, config, pool_set, self.pools.gates, epochs, CpuDevice())
+        shuffled = random.Random(0)  # as in a pool that has been used for a while
+        self._free = {name: shuffled.sample(range(1, count), count - 1) for name, count in counts.items()}
+
+    def _held(self, number: int, tokens: int) -> dict[str, list[int]]:
+        """What sequence `number` of a batch has of each pool, for so many positions; its states are zero."""
+        each = self.pools.pages_for(tokens)
+        held = {}
+        for pool in self.pools.spec.pools:
+            count = 1 if pool.kind is Kind.STATE else each
+            held[pool.name] = self._free[pool.name][number * count : (number + 1) * count]
+            if pool.kind is Kind.STATE:
+                self.pools.zero({pool.name: held[pool.name]})
+        return held
+
+    def _row(self, tokens: list[int], start: int, held: dict[str, list[int]], draw: Draw | None) -> Row:
+        """Tables of windows begin where the window does. No epoch ever changes: nobody frees anything."""
+        others = {}
+        for pool in self.pools.spec.pools:
+            if pool.kind is not Kind.FULL:
+                seen = start - pool.window_tokens + 1 if pool.kind is Kind.WINDOW else 0
+                first = max(0, seen) // self.pools.spec.page_tokens
+                mine = held[pool.name][first:]
+                others[pool.name] = Table(first, mine, [0] * len(mine))
+        pages = held[self.pools.spec.full.name]
+        return Row(tokens, start, pages, draw, epochs=[0] * len(pages), others=others)
+
+    def run(self, prompts: Prompts, count: int) -> Answer:
+        held = [self._held(i, len(prompt) + count) for i, prompt in enumerate(prompts)]
+        start = clock.now()
+        params = SamplingParams(max_tokens=_NO_END, temperature=0.0)
+        tokens = [list(prompt) for prompt in prompts]
+        times: list[list[float]] = [[] for _ in prompts]
+
+        def draws(i: int) -> Draw:
+            return Draw(params, tokens[i], len(prompts[i]))
+
+        def step(members: Sequence[int], rows: list[Row]) -> None:
+            outputs = self.engine.forward(rows)
+            now = clock.now() - start
+            for i, out in zip(members, outputs, strict=True):
+                if out.drawn is not None:
+                    tokens[i].append(out.drawn.token)
+                    times[i].append(now)
+
+        for i, prompt in enumerate(prompts):
+            for begin in range(0, len(prompt), self.chunk_tokens):
+                part = list(prompt[begin : begin + self.chunk_tokens])
+                last = begin + len(part) == len(prompt)
+                step([i], [self._row(part, begin, held[i], draws(i) if last else None)])
+        everyone = range(len(prompts))
+        for _ in range(count - 1):
+            step(everyone, [self._row(tokens[i][-1:], len(tokens[i]) - 1, held[i], draws(i)) for i in everyone])
+        return Answer([t[len(p) :] for t, p in zip(tokens, prompts, strict=True)], times)
+
+    def close(self) -> None: ...
+
+
+class _Stamp(LogitsProcessor):  # type: ignore[misc]
+    """Notes when each step's logits are there."""
+
+    def __init__(self) -> None:
+        self.at: list[float] = []
+
+    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        self.at.append(clock.now())
+        return scores
+
+
+def _load(folder: Path, config: EngineConfig) -> Any:
+    factory: Any = AutoModelForCausalLM
+    return factory.from_pretrained(folder, dtype=config.dtype).eval()
+
+
+class Generate:
+    """transformers' `generate`: one batch from start to end."""
+
+    def __init__(self, folder: Path, config: EngineConfig) -> None:
+        self.name = "transformers generate"
+        self.model = _load(folder, config)
+
+    def run(self, prompts: Prompts, count: int) -> Answer:
+        stamp = _Stamp()
+        generation: Any = GenerationConfig(max_new_tokens=count, do_sample=False, eos_token_id=None, pad_token_id=0)
+        ids = torch.tensor([list(prompt) for prompt in prompts])
+        start = clock.now()
+        out = self.model.generate(
+            ids,
+            attention_mask=torch.ones_like(ids),
+            generation_config=generation,
+            logits_processor=[stamp],
+        )
+        times = [at - start for at in stamp.at]
+        return Answer(out[:, ids.shape[1] :].tolist(), [times for _ in prompts])
+
+    def close(self) -> None: ...
+
+
+class ContinuousBatching:
+    """transformers' continuous batching: a manager's thread that takes requests into a paged cache."""
+
+    def __init__(self, folder: Path, config: EngineConfig, tokens: int, page_tokens: int = 32) -> None:
+        self.name = "transformers continuous"
+        generation: Any = GenerationConfig(max_new_tokens=1, do_sample=False, eos_token_id=-1, pad_token_id=0)
+        batching: Any = ContinuousBatchingConfig(
+            page_size=page_tokens,
+            num_blocks=2 * -(-tokens // page_tokens),
+            max_batch_tokens=512,
+            allow_block_sharing=False,
+        )
+        self._stack = ExitStack()
+        self._manager = self._stack.enter_context(
+            _load(folder, config).continuous_batching_context_manager(
+                generation_config=generation, continuous_batching_config=batching, timeout=5
+            )
+        )
+
+    def run(self, prompts: Prompts, count: int) -> Answer:
+        start = time.perf_counter()
+        names = self._manager.add_requests([list(p) for p in prompts], max_new_tokens=count, record_timestamps=True)
+        results: dict[str, Any] = {}
+        while len(results) < len(names):
+            result = self._manager.get_result(timeout=1)
+            if result is not None and result.is_finished():
+                results[result.request_id] = result
+            elif time.perf_counter() - start > _RESULT_TIMEOUT_S or not self._manager.is_running():
+                raise RuntimeError("transformers' continuous batching gave no answer")
+        answers = [results[name] for name in names]
+        for answer in answers:
+            if answer.error is not None:
+                raise RuntimeError(f"transformers' continuous batching failed: {answer.error}")
+        return Answer(
+            [answer.generated_tokens for answer in answers],
+            [[at - start for at in answer.timestamps] for answer in answers],
+        )
+
+    def close(self) -> None:
+        self._stack.close()

@@ -1,0 +1,172 @@
+"""A controller, a prefill and a decode worker without a model, for benches of the router: a token every so often.
+
+    python -m bench.common.stand_in_workers --context 200000 --token-ms 20
+
+It prints the controller's address and serves until its standard input ends. What the router does for a request is the
+same as in front of real workers; prompts of any length cost nothing here.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import os
+import sys
+from collections.abc import AsyncIterator
+from dataclasses import dataclass
+from typing import Any
+
+import grpc.aio
+
+from contracts.ids import Incarnation, RequestId, Role, WorkerName
+from contracts.messages.worker_events import Done, Event, Progress, Tokens
+from contracts.messages.worker_status import WorkerStatus
+from contracts.proto import worker_pb2 as pb
+from contracts.proto import worker_pb2_grpc as pb_grpc
+from contracts.wire.event_protobuf import event_to_proto
+from contracts.wire.grpc_channels import COMMANDS_BYTES, EVENTS_BYTES, server_options
+from contracts.wire.worker_protobuf import status_to_proto
+
+INCARNATION = Incarnation(1)
+FIRST_TOKEN = 300
+TOKENS = 500
+PAGES = 10**6
+OPTIONS = server_options(COMMANDS_BYTES, EVENTS_BYTES, 10.0)
+
+
+def drawn(position: int) -> int:
+    """The token at a position: the same for all requests."""
+    return FIRST_TOKEN + position % TOKENS
+
+
+@dataclass
+class Leg:
+    """What a stand-in knows of a request."""
+
+    request_id: RequestId
+    attempt: int
+    position: int
+    """Prefill's: of the first token. Decode's: of the last one."""
+    end: int
+
+    @classmethod
+    def of(cls, m: pb.Submit) -> Leg:
+        return cls(RequestId(m.request_id), m.attempt, len(m.tokens), m.prompt_len + m.sampling.max_tokens)
+
+
+class StandIn(pb_grpc.WorkerServicer):
+    """Prefill answers with the first token at once; decode sends one more of every request each `token_s`."""
+
+    def __init__(self, role: Role, token_s: float) -> None:
+        self.name = WorkerName(f"{role}-0")
+        self.role = role
+        self._token_s = token_s
+        self.endpoint = ""
+
+    def status(self) -> WorkerStatus:
+        return WorkerStatus(self.name, self.role, "ready", os.getpid(), "here", INCARNATION, 0, 0, PAGES, PAGES)
+
+    async def Status(self, request: pb.Empty, context: Any) -> pb.WorkerStatus:
+        return status_to_proto(self.status())
+
+    async def Serve(self, frames: AsyncIterator[pb.RouterFrame], context: Any) -> AsyncIterator[pb.WorkerFrame]:
+        running: dict[RequestId, Leg] = {}
+        fresh: list[Leg] = []
+        woken = asyncio.Event()
+
+        async def hear() -> None:
+            async for frame in frames:
+                for command in frame.commands:
+                    if command.HasField("submit"):
+                        # A stand-in needs no tokens, and to take a hundred long prompts out would be what is measured.
+                        leg = Leg.of(command.submit)
+                        running[leg.request_id] = leg
+                        fresh.append(leg)
+                    elif command.HasField("cancel"):
+                        running.pop(RequestId(command.cancel.request_id), None)
+                woken.set()
+
+        hearing = asyncio.create_task(hear())
+        try:
+            while not hearing.done() or running:
+                if self.role is Role.PREFILL:
+                    await woken.wait()
+                    woken.clear()
+                    events = [e for s in fresh for e in self._first(s)]
+                    fresh.clear()
+                    running.clear()
+                else:
+                    await asyncio.sleep(self._token_s)
+                    events = self._step(running)
+                if events:
+                    yield pb.WorkerFrame(incarnation=INCARNATION, events=[event_to_proto(e) for e in events])
+        finally:
+            hearing.cancel()
+
+    def _first(self, leg: Leg) -> list[Event]:
+        key, at = (leg.request_id, leg.attempt), leg.position
+        events: list[Event] = [Tokens(*key, at, (drawn(at),))]
+        events.append(Progress(*key, Role.PREFILL, self.name, {"prefill": 0.001}, 0, at))
+        if at + 1 >= leg.end:
+            events.append(Done(*key, "length"))
+        return events
+
+    def _step(self, running: dict[RequestId, Leg]) -> list[Event]:
+        events: list[Event] = []
+        for leg in list(running.values()):
+            key = (leg.request_id, leg.attempt)
+            leg.position += 1
+            if leg.position < leg.end:
+                events.append(Tokens(*key, leg.position, (drawn(leg.position),)))
+            if leg.position + 1 >= leg.end:
+                events += (Progress(*key, Role.DECODE, self.name, {}), Done(*key, "length"))
+                del running[leg.request_id]
+        return events
+
+
+class Table(pb_grpc.ControllerServicer):
+    """The controller's table, which never changes."""
+
+    def __init__(self, workers: list[StandIn], context: int) -> None:
+        self._workers, self._context = workers, context
+
+    async def Watch(self, request: pb.Empty, context: Any) -> AsyncIterator[pb.ClusterView]:
+        views = []
+        for w in self._workers:
+            registration = pb.Registration(
+                name=w.name, role=w.role, pid=os.getpid(), node="here", endpoint=w.endpoint, control="tcp://127.0.0.1:9",
+                max_positions=self._context, context=self._context, incarnation=INCARNATION,
+            )  # fmt: skip
+            views.append(pb.WorkerView(registration=registration, status=status_to_proto(w.status())))
+        yield pb.ClusterView(workers=views)
+        await asyncio.Event().wait()
+
+
+async def serve(context: int, token_s: float) -> None:
+    workers = [StandIn(role, token_s) for role in Role]
+    servers = []  # one that nobody refers to is closed
+    for worker in workers:
+        server = grpc.aio.server(options=OPTIONS)
+        pb_grpc.add_WorkerServicer_to_server(worker, server)  # type: ignore[no-untyped-call]
+        worker.endpoint = f"127.0.0.1:{server.add_insecure_port('127.0.0.1:0')}"
+        await server.start()
+        servers.append(server)
+    controller = grpc.aio.server(options=OPTIONS)
+    pb_grpc.add_ControllerServicer_to_server(Table(workers, context), controller)  # type: ignore[no-untyped-call]
+    port = controller.add_insecure_port("127.0.0.1:0")
+    await controller.start()
+    print(f"127.0.0.1:{port}", flush=True)
+    await asyncio.to_thread(sys.stdin.read)
+    os._exit(0)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--context", type=int, default=200_000, help="positions that a worker holds")
+    parser.add_argument("--token-ms", type=float, default=20.0, help="between two tokens of a stream")
+    options = parser.parse_args()
+    asyncio.run(serve(options.context, options.token_ms / 1000))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,250 @@
+"""The Triton kernels on a GPU: are they right, are they invariant, and how fast beside torch's own attention?
+
+    python -m bench.engine.attention_kernels_bench [--json FILE] [--tile-rows 64] [--split-tokens 256]
+
+Checks first, in float32, float16 and bfloat16: against softmax attention in float64, a decoded row against the same
+row of an extend, a row alone against a row in a crowd, and the store kernel. The last two must be bitwise. Then it
+times decode and extend beside `scaled_dot_product_attention` over keys that lie contiguously, which is what paging
+gives up. The kernels by row (norm, rope and store; the draw of tokens), of experts, and of latent and sparse attention
+are checked and timed beside their torch twins. Needs torch 2.11, triton 3.6 and an NVIDIA GPU. With
+``TRITON_INTERPRET=1`` the checks run on a CPU in small shapes and nothing is timed: that shows that this script works,
+and says nothing about a GPU.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from itertools import chain
+from pathlib import Path
+
+import torch
+import triton
+from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention
+
+from bench.engine import latent_kernels_bench as kernels_latent
+from bench.engine import row_kernels_bench as kernels_rows
+from engine.attention.attention_backend import Scores
+from engine.attention.attention_plan import AttentionPlan, make_plan
+from engine.attention.triton_backend.triton_attention import TritonAttention
+
+PAGE_TOKENS = 16
+TOLERANCE = {torch.float32: 2e-5, torch.float16: 4e-3, torch.bfloat16: 3e-2}
+
+
+@dataclass(frozen=True)
+class Heads:
+    heads: int
+    kv_heads: int
+    dim: int
+
+
+@dataclass(frozen=True)
+class Verdict:
+    claim: str
+    dtype: str
+    heads: Heads
+    ok: bool
+    worst: float
+    """Largest absolute difference."""
+
+
+@dataclass(frozen=True)
+class Timing:
+    what: str
+    dtype: str
+    batch: int
+    context: int
+    queries: int
+    triton_us: float
+    torch_us: float
+    rate: float
+    """GB/s of keys and values read for decode, TFLOP/s for extend."""
+
+
+class Paged:
+    """Sequences of one length in shuffled pages, contiguously, and as queries, all on one device."""
+
+    def __init__(self, batch: int, length: int, heads: Heads, dtype: torch.dtype, device: torch.device) -> None:
+        source = torch.Generator(device).manual_seed(length * 31 + batch)
+
+        def draw(count: int) -> Tensor:
+            shape = (batch, length, count, heads.dim)
+            return torch.randn(shape, generator=source, device=device).to(dtype)
+
+        self.q, self.k, self.v = draw(heads.heads), draw(heads.kv_heads), draw(heads.kv_heads)
+        self.length, self.heads, self.device = length, heads, device
+        pages = -(-length // PAGE_TOKENS)
+        order = torch.randperm(batch * pages, generator=torch.Generator().manual_seed(3)) + 1
+        self.tables = order.view(batch, pages).tolist()
+        shape = (batch * pages + 1, PAGE_TOKENS, heads.kv_heads, heads.dim)
+        self.k_pages, self.v_pages = (torch.zeros(shape, dtype=dtype, device=device) for _ in "kv")
+        self.scale = heads.dim**-0.5
+        plan = self.plan(range(batch), 0, length)
+        TritonAttention().store(self.k.flatten(0, 1), self.v.flatten(0, 1), self.k_pages, self.v_pages, plan.slots_t)
+
+    def plan(self, rows: Sequence[int], start: int, count: int) -> AttentionPlan:
+        tables = [self.tables[row] for row in rows]
+        return make_plan([start] * len(tables), [count] * len(tables), tables, PAGE_TOKENS, self.device)
+
+    def packed(self, rows: Sequence[int], start: int, count: int) -> Tensor:
+        return torch.cat([self.q[row, start : start + count] for row in rows])
+
+    def attend(self, attention: TritonAttention, rows: Sequence[int], start: int, count: int) -> Tensor:
+        """[len(rows), count, heads, dim]."""
+        plan, q_thd = self.plan(rows, start, count), self.packed(rows, start, count)
+        out = attention.attend(q_thd, self.k_pages, self.v_pages, plan, Scores(self.scale))
+        return out.view(len(rows), count, *out.shape[1:])
+
+    def want(self, start: int, count: int) -> Tensor:
+        """Softmax attention in float64: [batch, count, heads, dim]."""
+        group = self.heads.heads // self.heads.kv_heads
+        q = self.q[:, start : start + count].double()
+        k, v = (t[:, : start + count].double().repeat_interleave(group, 2) for t in (self.k, self.v))
+        scores = torch.einsum("bqhd,bnhd->bhqn", q, k) * self.scale
+        at = torch.arange(start + count, device=self.device)
+        scores.masked_fill_(at[None, :] > at[start:, None], float("-inf"))
+        return torch.einsum("bhqn,bnhd->bqhd", scores.softmax(-1), v)
+
+
+def check(
+    attention: TritonAttention, heads: Heads, dtype: torch.dtype, length: int, device: torch.device
+) -> list[Verdict]:
+    """All claims for one shape and dtype."""
+    paged = Paged(3, length, heads, dtype, device)
+    tail = min(length, 70)
+    start = length - tail
+    everyone = range(3)
+    extended = paged.attend(attention, everyone, start, tail)
+    decoded = paged.attend(attention, everyone, length - 1, 1)
+    alone = paged.attend(attention, [1], start, tail)
+    decoded_alone = paged.attend(attention, [1], length - 1, 1)
+    cut = start + tail // 3
+    chunks = [paged.attend(attention, everyone, a, b - a) for a, b in ((start, cut), (cut, length))]
+    stored = paged.k_pages[torch.tensor(paged.tables[0], device=device)].flatten(0, 1)[:length]
+
+    def verdict(claim: str, got: Tensor, want: Tensor, tolerance: float = 0.0) -> Verdict:
+        worst = float((got.double() - want.double()).abs().max())
+        return Verdict(claim, str(dtype).removeprefix("torch."), heads, worst <= tolerance, worst)
+
+    return [
+        verdict("extend is softmax attention", extended, paged.want(start, tail), TOLERANCE[dtype]),
+        verdict("decode is softmax attention", decoded, paged.want(length - 1, 1), TOLERANCE[dtype]),
+        verdict("a decoded row is bitwise the extended row", decoded, extended[:, -1:]),
+        verdict("an extended row is bitwise alone as in a batch", alone, extended[1:2]),
+        verdict("a decoded row is bitwise alone as in a batch", decoded_alone, decoded[1:2]),
+        verdict("chunk ends change nothing, bitwise", torch.cat(chunks, 1), extended),
+        verdict("stored keys are the keys, bitwise", stored, paged.k[0]),
+    ]
+
+
+def measure(
+    attention: TritonAttention, heads: Heads, dtype: torch.dtype, batch: int, context: int, queries: int
+) -> Timing:
+    """Median times of one call over `context` positions of which the last `queries` are new."""
+    paged = Paged(batch, context, heads, dtype, torch.device("cuda"))
+    start = context - queries
+    plan, q_thd = paged.plan(range(batch), start, queries), paged.packed(range(batch), start, queries)
+    q_bhqd, k_bhnd, v_bhnd = (t.transpose(1, 2).contiguous() for t in (paged.q[:, start:], paged.k, paged.v))
+    at = torch.arange(context, device="cuda")
+    mask = None if queries in (1, context) else at[None, :] <= at[start:, None]
+
+    def ours() -> Tensor:
+        return attention.attend(q_thd, paged.k_pages, paged.v_pages, plan, Scores(paged.scale))
+
+    def torchs() -> Tensor:
+        causal = queries == context and queries > 1
+        return scaled_dot_product_attention(q_bhqd, k_bhnd, v_bhnd, mask, is_causal=causal, enable_gqa=True)
+
+    triton_us, torch_us = median_us(ours), median_us(torchs)
+    if queries == 1:
+        rate = batch * context * heads.kv_heads * heads.dim * 2 * dtype.itemsize / triton_us / 1e3
+    else:
+        pairs = queries * (start + (queries + 1) / 2)
+        rate = batch * heads.heads * pairs * heads.dim * 4 / triton_us / 1e6
+    what = "decode" if queries == 1 else "extend"
+    return Timing(what, str(dtype).removeprefix("torch."), batch, context, queries, triton_us, torch_us, rate)
+
+
+def median_us(call: Callable[[], Tensor]) -> float:
+    return float(triton.testing.do_bench(call, warmup=50, rep=200, return_mode="median")) * 1e3
+
+
+def rows(device: torch.device, interpreted: bool) -> tuple[list[kernels_rows.RowCheck], list[kernels_rows.RowTiming]]:
+    """Check and time the kernels by row, of experts, and of latent and sparse attention."""
+    latent = TritonAttention().latent
+    found = []
+    for dtype in (torch.float32, torch.float16) if interpreted else (torch.float32, torch.float16, torch.bfloat16):
+        both = (
+            kernels_rows.checks(dtype, device, interpreted),
+            kernels_latent.checks(latent, dtype, device, interpreted),
+        )
+        for row in chain.from_iterable(both):
+            found.append(row)
+            print(f"{'ok   ' if row.ok else 'WRONG'} {row.dtype:9} {row.claim} (worst {row.worst:.1e})")
+    timings = []
+    for timing in () if interpreted else chain(kernels_rows.timings(device), kernels_latent.timings(latent, device)):
+        timings.append(timing)
+        print(
+            f"{timing.what}: triton {timing.triton_us:9.1f} us, torch {timing.torch_us:9.1f} us, "
+            f"ratio {timing.torch_us / timing.triton_us:.2f}, {timing.rate:.0f} {timing.unit}"
+        )
+    return found, timings
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--json", type=Path, help="write all results to this file")
+    parser.add_argument("--tile-rows", type=int, default=64)
+    parser.add_argument("--block-tokens", type=int, default=64)
+    parser.add_argument("--split-tokens", type=int, default=256)
+    args = parser.parse_args()
+    interpreted = bool(triton.knobs.runtime.interpret)
+    device = torch.device("cpu" if interpreted else "cuda")
+    attention = TritonAttention(args.tile_rows, args.block_tokens, args.split_tokens)
+    shapes = [Heads(4, 2, 48)] if interpreted else [Heads(4, 2, 48), Heads(16, 8, 128), Heads(32, 8, 128)]
+    lengths = [40] if interpreted else [100, 3001]
+    verdicts = []
+    for dtype in (torch.float32, torch.float16) if interpreted else (torch.float32, torch.float16, torch.bfloat16):
+        for heads in shapes:
+            for length in lengths:
+                verdicts += check(attention, heads, dtype, length, device)
+                for one in verdicts[-7:]:
+                    print(
+                        f"{'ok   ' if one.ok else 'WRONG'} {one.dtype:9} {heads.heads}/{heads.kv_heads}x{heads.dim} "
+                        f"length {length}: {one.claim} (worst {one.worst:.1e})"
+                    )
+    timings = []
+    for dtype in () if interpreted else (torch.bfloat16, torch.float16, torch.float32):
+        for batch, context, queries in (
+            (1, 1024, 1), (1, 16384, 1), (8, 4096, 1), (32, 4096, 1), (128, 2048, 1),
+            (1, 512, 512), (1, 4096, 4096), (1, 8192, 512), (4, 2048, 512),
+        ):  # fmt: skip
+            one_timing = measure(attention, Heads(32, 8, 128), dtype, batch, context, queries)
+            timings.append(one_timing)
+            print(
+                f"{one_timing.what} {one_timing.dtype:9} batch {batch:4} context {context:6} queries {queries:5}: "
+                f"triton {one_timing.triton_us:9.1f} us, torch {one_timing.torch_us:9.1f} us, "
+                f"ratio {one_timing.torch_us / one_timing.triton_us:.2f}, "
+                f"{one_timing.rate:.0f} {'GB/s' if queries == 1 else 'TFLOP/s'}"
+            )
+    row_checks, row_timings = rows(device, interpreted)
+    if args.json:
+        where = "interpreter" if interpreted else torch.cuda.get_device_name()
+        setting = {"torch": torch.__version__, "triton": triton.__version__, "device": where}
+        setting |= {name: str(getattr(args, name)) for name in ("tile_rows", "block_tokens", "split_tokens")}
+        results = {"checks": [asdict(v) for v in verdicts], "timings": [asdict(t) for t in timings]}
+        results |= {"row_checks": [asdict(c) for c in row_checks], "row_timings": [asdict(t) for t in row_timings]}
+        args.json.write_text(json.dumps({"setting": setting, **results}, indent=1) + "\n")
+    outcomes = [*(verdict.ok for verdict in verdicts), *(row.ok for row in row_checks)]
+    wrong = outcomes.count(False)
+    print(f"{len(outcomes) - wrong} checks passed, {wrong} failed")
+    return 1 if wrong else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

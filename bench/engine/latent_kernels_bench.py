@@ -1,0 +1,181 @@
+"""Latent and sparse attention and the indexer at GLM-5's shapes, for `attention_kernels_bench`.
+
+64 heads over latents of 512 + 64, 32 index heads of 128, 2,048 positions selected. torch's side is attention with the
+latents as keys and values of one head (`scaled_dot_product_attention`), and for the indexer its own operations, both
+over contexts that lie contiguously.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention
+
+from bench.engine.row_kernels_bench import RowCheck, RowTiming, median_us
+from engine.attention.attention_plan import AttentionPlan, make_plan
+from engine.attention.latent_backend import IndexKeys, LatentAttention, Selection
+from engine.attention.torch_backend.torch_attention import TorchAttention
+from engine.tensors.row_exact_linear import FAST
+
+PAGE_TOKENS = 64
+TOLERANCE = {torch.float32: 2e-5, torch.float16: 8e-3, torch.bfloat16: 6e-2}
+
+
+@dataclass(frozen=True)
+class Shape:
+    heads: int
+    latent: int
+    turning: int
+    index_heads: int
+    index_dim: int
+    top_k: int
+
+
+GLM5 = Shape(64, 512, 64, 32, 128, 2048)
+SMALL = Shape(4, 24, 8, 16, 16, 20)
+
+
+class Context:
+    """Sequences of one length with latents and index keys in shuffled pages, and queries for all their positions."""
+
+    def __init__(self, shape: Shape, batch: int, length: int, queries: int, dtype: torch.dtype, device: torch.device):
+        source = torch.Generator(device).manual_seed(length)
+
+        def draw(*sizes: int) -> Tensor:
+            return torch.randn(sizes, generator=source, device=device).to(dtype)
+
+        self.shape, self.batch, self.length, self.queries, self.device = shape, batch, length, queries, device
+        pages = -(-length // PAGE_TOKENS)
+        order = torch.randperm(batch * pages, generator=torch.Generator().manual_seed(3)) + 1
+        self.tables = order.view(batch, pages).tolist()
+        self.latents = draw(batch * pages + 1, PAGE_TOKENS, shape.latent + shape.turning)
+        self.keys = IndexKeys(draw(batch * pages + 1, PAGE_TOKENS, shape.index_dim))
+        self.latents[0], self.keys.pages[0] = 0, 0
+        self.q = draw(batch, queries, shape.heads, shape.latent + shape.turning)
+        self.index_q = draw(batch, queries, shape.index_heads, shape.index_dim)
+        self.weights = torch.randn(batch, queries, shape.index_heads, generator=source, device=device)
+        self.scale = (shape.latent + shape.turning) ** -0.5
+
+    def plan(self, rows: Sequence[int], skip: int = 0) -> AttentionPlan:
+        """Of some sequences' queries without the first `skip`."""
+        count = self.queries - skip
+        tables = [self.tables[row] for row in rows]
+        return make_plan([self.length - count] * len(rows), [count] * len(rows), tables, PAGE_TOKENS, self.device)
+
+    def packed(self, values: Tensor, rows: Sequence[int], skip: int = 0) -> Tensor:
+        return values[list(rows), skip:].flatten(0, 1).contiguous()
+
+    def dense(self, backend: LatentAttention, rows: Sequence[int], skip: int = 0) -> Tensor:
+        q_thd = self.packed(self.q, rows, skip)
+        return backend.attend(q_thd, self.latents, self.plan(rows, skip), self.scale, self.shape.latent)
+
+    def select(self, backend: LatentAttention, plan: AttentionPlan, rows: Sequence[int], skip: int) -> Selection | None:
+        index_q, weights = self.packed(self.index_q, rows, skip), self.packed(self.weights, rows, skip)
+        return backend.select(index_q, weights, self.keys, plan, self.shape.top_k)
+
+    def sparse(self, backend: LatentAttention, rows: Sequence[int], skip: int = 0) -> Tensor:
+        plan = self.plan(rows, skip)
+        selection = self.select(backend, plan, rows, skip)
+        q_thd = self.packed(self.q, rows, skip)
+        return backend.attend_selected(q_thd, self.latents, plan, selection, self.scale, self.shape.latent)
+
+
+def checks(backend: LatentAttention, dtype: torch.dtype, device: torch.device, small: bool) -> Iterator[RowCheck]:
+    """All claims for one dtype; `small` shapes for Triton's interpreter."""
+    shape, length, queries = (SMALL, 40, 5) if small else (GLM5, 5003, 70)
+    twin = TorchAttention(FAST).latent
+    context = Context(shape, 2, length, queries, dtype, device)
+
+    def check(claim: str, got: Tensor, want: Tensor, tolerance: float = 0.0) -> RowCheck:
+        worst = float((got.double() - want.double()).abs().max())
+        return RowCheck(claim, str(dtype).removeprefix("torch."), worst <= tolerance, worst)
+
+    for name in ("dense", "sparse"):
+        attend: Any = getattr(context, name)
+        whole = attend(backend, (0, 1))
+        last = whole[[queries - 1, 2 * queries - 1]]
+        # Of two scores that are a rounding apart at the edge of a selection, the twin may choose the other.
+        allowed = TOLERANCE[dtype] + (1e-3 if name == "sparse" else 0.0)
+        yield check(f"{name} attention to latents is the twin's", whole, attend(twin, (0, 1)), allowed)
+        yield check(f"{name}: decoded rows are bitwise the extended", attend(backend, (0, 1), queries - 1), last)
+        yield check(f"{name}: rows are bitwise alone as in a batch", attend(backend, (1,)), whole[queries:])
+        yield check(f"{name}: a decoded row is bitwise alone", attend(backend, (1,), queries - 1), last[1:])
+        yield check(f"{name}: chunk ends change nothing, bitwise", attend(backend, (0,), 3), whole[3:queries])
+    plan = context.plan((0, 1))
+    got, want = (context.select(each, plan, (0, 1), 0) for each in (backend, twin))
+    assert got is not None
+    assert want is not None
+    here = got.positions_sk[want.rows_s]
+    differing = sum(len(set(a) - set(b)) for a, b in zip(here.tolist(), want.positions_sk.tolist(), strict=True))
+    part = differing / want.positions_sk.numel()
+    yield RowCheck("positions are selected as by the twin", str(dtype).removeprefix("torch."), part < 1e-3, part)
+
+
+def timings(backend: LatentAttention, device: torch.device) -> Iterator[RowTiming]:
+    """In bfloat16: decode at 32k and 128k, dense and sparse, and extends of 512."""
+    for batch, length, queries in ((1, 32768, 1), (32, 32768, 1), (8, 131072, 1), (1, 32768, 512), (1, 131072, 512)):
+        context = Context(GLM5, batch, length, queries, torch.bfloat16, device)
+        yield from _timed(backend, context)
+        del context
+        torch.cuda.empty_cache()
+
+
+def _timed(backend: LatentAttention, context: Context) -> Iterator[RowTiming]:
+    shape, batch, length, queries = context.shape, context.batch, context.length, context.queries
+    rows, plan, name = range(batch), context.plan(range(batch)), f"batch {batch}, context {length}, queries {queries}"
+    dim, value_dim = shape.latent + shape.turning, shape.latent
+    q_thd = context.packed(context.q, rows)
+    by_row = context.latents[torch.tensor(context.tables, device=context.device)].flatten(1, 2)[:, None, :length]
+    q_bhqd, value = context.q.transpose(1, 2), by_row[..., :value_dim]
+    mask = (
+        torch.arange(length, device=context.device)
+        <= torch.arange(length - queries, length, device=context.device)[:, None]
+    )
+
+    def torchs() -> Tensor:
+        return scaled_dot_product_attention(q_bhqd, by_row, value, mask if queries > 1 else None, enable_gqa=True)
+
+    ours = median_us(lambda: backend.attend(q_thd, context.latents, plan, context.scale, value_dim))
+    read, work = batch * length * dim * 2, 2 * batch * queries * length * shape.heads * (dim + value_dim)
+    yield _timing(f"latent attention, {name}", ours, median_us(torchs), queries, read, work)
+
+    index_q, weights = context.packed(context.index_q, rows), context.packed(context.weights, rows)
+    selecting = median_us(lambda: _selected(backend, context, plan, index_q, weights).slots_sk)
+    keys = context.keys.pages[torch.tensor(context.tables, device=context.device)].flatten(1, 2)[:, :length]
+
+    def torchs_indexer() -> Tensor:
+        by_head = torch.einsum("bqhd,bnd->bqhn", context.index_q[:, :64], keys).relu_()
+        scores = torch.einsum("bqh,bqhn->bqn", context.weights[:, :64].to(by_head.dtype), by_head)
+        return scores.topk(shape.top_k).indices
+
+    torch_us = median_us(torchs_indexer) * -(-queries // 64)
+    read = batch * length * shape.index_dim * 2
+    work = 2 * batch * queries * length * shape.index_heads * shape.index_dim
+    yield _timing(f"indexer and top-k, {name}", selecting, torch_us, queries, read, work)
+
+    selection = _selected(backend, context, plan, index_q, weights)
+    sparse = median_us(
+        lambda: backend.attend_selected(q_thd, context.latents, plan, selection, context.scale, value_dim)
+    )
+    read = batch * queries * shape.top_k * dim * 2
+    work = 2 * batch * queries * shape.top_k * shape.heads * (dim + value_dim)
+    yield _timing(f"sparse attention (beside dense), {name}", sparse, ours, queries, read, work)
+
+
+def _selected(
+    backend: LatentAttention, context: Context, plan: AttentionPlan, index_q: Tensor, weights: Tensor
+) -> Selection:
+    found = backend.select(index_q, weights, context.keys, plan, context.shape.top_k)
+    assert found is not None
+    return found
+
+
+def _timing(what: str, ours: float, torchs: float, queries: int, read: int, work: int) -> RowTiming:
+    """Bytes that must be read for decode, operations for extends; a step of queries reads shared keys once."""
+    if queries == 1:
+        return RowTiming(what, ours, torchs, read / ours / 1e3, "GB/s")
+    return RowTiming(what, ours, torchs, work / ours / 1e6, "TFLOP/s")

@@ -1,0 +1,152 @@
+"""Kernels by row and of experts, for `attention_kernels_bench`: right, invariant, and how fast beside torch?"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+import triton
+from torch import Tensor
+
+from contracts.checkpoint.rope_spec import RopeSpec
+from contracts.sampling_params import SamplingParams
+from engine.layers.mixers import triton_store_heads
+from engine.layers.moe.expert_router import Routes
+from engine.layers.moe.experts import TorchExperts, gated_silu
+from engine.layers.moe.triton_experts import StackedProducts, TritonExperts
+from engine.layers.norm import rms_norm
+from engine.layers.rope import RopeTable, rotate
+from engine.runner import sampler as sampling
+from engine.runner import triton_draw
+from engine.tensors.row_exact_linear import FAST, Linear
+
+TOLERANCE = {torch.float32: 2e-5, torch.float16: 8e-3, torch.bfloat16: 6e-2}
+PARAMS = SamplingParams(max_tokens=1, temperature=0.8, top_k=50, top_p=0.95)
+
+
+@dataclass(frozen=True)
+class RowCheck:
+    claim: str
+    dtype: str
+    ok: bool
+    worst: float
+    """Largest absolute difference."""
+
+
+@dataclass(frozen=True)
+class RowTiming:
+    what: str
+    triton_us: float
+    torch_us: float
+    rate: float
+    unit: str
+
+
+class Mixture:
+    """The same random experts as kernels and as torch operations."""
+
+    def __init__(self, experts: int, hidden: int, inner: int, dtype: torch.dtype, device: torch.device) -> None:
+        source = torch.Generator(device).manual_seed(experts)
+
+        def draw(rows: int, columns: int) -> Tensor:
+            weights = torch.randn(experts, rows, columns, generator=source, device=device)
+            return weights.mul_(columns**-0.5).to(dtype)
+
+        ups, downs = draw(2 * inner, hidden), draw(hidden, inner)
+        self.experts, self.hidden, self.dtype, self.device = experts, hidden, dtype, device
+        self.kernels = TritonExperts(StackedProducts(ups, None), StackedProducts(downs, None), gated_silu)
+        self.torchs = TorchExperts([Linear(w) for w in ups], [Linear(w) for w in downs], gated_silu)
+        self.expert_elements = 3 * hidden * inner
+
+    def step(self, tokens: int, top_k: int) -> tuple[Tensor, Routes]:
+        source = torch.Generator(self.device).manual_seed(tokens)
+        x = torch.randn(tokens, self.hidden, generator=source, device=self.device).to(self.dtype)
+        order = torch.rand(tokens, self.experts, generator=source, device=self.device).argsort(-1)
+        weights = torch.rand(tokens, top_k, generator=source, device=self.device)
+        return x, Routes(order[:, :top_k].contiguous(), weights)
+
+
+class Heads:
+    """A product of queries, keys and values on its way into pages."""
+
+    def __init__(self, tokens: int, heads: int, kv_heads: int, dim: int, dtype: torch.dtype, device: torch.device):
+        source = torch.Generator(device).manual_seed(tokens)
+        self.qkv = torch.randn(tokens, (heads + 2 * kv_heads) * dim, generator=source, device=device).to(dtype)
+        self.norm = torch.rand(heads + kv_heads, dim, generator=source, device=device).to(dtype)
+        table = RopeTable(RopeSpec("default", 10000.0), dim, dtype, device)
+        self.turns = table.at(torch.arange(tokens, device=device), tokens)
+        self.slots = torch.randperm(tokens, generator=source, device=device) + 16
+        shape = (tokens // 16 + 2, 16, kv_heads, dim)
+        self.pages = [torch.zeros(shape, dtype=dtype, device=device) for _ in "kv"]
+        self.split = [heads, kv_heads, kv_heads]
+        self.dim = dim
+
+    def by_kernel(self) -> Tensor:
+        k_pages, v_pages = self.pages
+        return triton_store_heads.store_heads(self.qkv, self.norm, 1e-6, self.turns, k_pages, v_pages, self.slots, None)
+
+    def by_torch(self) -> Tensor:
+        q, k, v = torch.split(self.qkv.view(len(self.qkv), -1, self.dim), self.split, dim=1)
+        qk = rotate(rms_norm(torch.cat((q, k), 1), self.norm, 1e-6), *self.turns)
+        q, k = torch.split(qk, self.split[:2], dim=1)
+        for pages, entries in zip(self.pages, (k, v), strict=True):
+            pages.view(-1, *entries.shape[1:]).index_copy_(0, self.slots, entries)
+        return q
+
+
+def checks(dtype: torch.dtype, device: torch.device, small: bool) -> Iterator[RowCheck]:
+    """All claims for one dtype; `small` shapes for Triton's interpreter."""
+
+    def check(claim: str, got: Tensor, want: Tensor, tolerance: float = 0.0) -> RowCheck:
+        worst = float((got.double() - want.double()).abs().max())
+        return RowCheck(claim, str(dtype).removeprefix("torch."), worst <= tolerance, worst)
+
+    mixture = Mixture(4, 40, 24, dtype, device) if small else Mixture(16, 1000, 376, dtype, device)
+    for tokens in (1, 7) if small else (1, 7, 300):
+        x, routes = mixture.step(tokens, 2)
+        got, want = mixture.kernels(x, routes), mixture.torchs(x, routes, FAST)
+        yield check(f"experts of {tokens} tokens are torch's", got, want, TOLERANCE[dtype])
+        alone = mixture.kernels(x[:1], Routes(routes.experts_mk[:1], routes.weights_mk[:1]))
+        yield check(f"experts of a row are bitwise the same alone as among {tokens}", alone, got[:1])
+    heads = Heads(20, 4, 2, 48, dtype, device)
+    want_q = heads.by_torch()
+    want_pages = [pages.clone() for pages in heads.pages]
+    got_q = heads.by_kernel()
+    for name, got, want in zip("qkv", (got_q, *heads.pages), (want_q, *want_pages), strict=True):
+        yield check(f"norm, rope and store of {name} are torch's", got, want, TOLERANCE[dtype])
+    rows, vocab = (2, 70) if small else (32, 32003)
+    logits = 3 * torch.randn(rows, vocab, generator=torch.Generator().manual_seed(1)).to(device)
+    uniforms = [(i + 0.5) / rows for i in range(rows)]
+    drawn = triton_draw.sample(logits, [PARAMS] * rows, uniforms)
+    yield check("drawn tokens are torch's", drawn, sampling._sample(logits, [PARAMS] * rows, uniforms))
+
+
+def timings(device: torch.device) -> Iterator[RowTiming]:
+    """At the shapes of a model of 30 B parameters with 128 experts, 8 of them a token, in bfloat16."""
+    mixture = Mixture(128, 2048, 768, torch.bfloat16, device)
+    for tokens in (1, 8, 64, 4096):
+        x, routes = mixture.step(tokens, 8)
+        ours = median_us(lambda x=x, routes=routes: mixture.kernels(x, routes))  # type: ignore[misc]
+        torchs = median_us(lambda x=x, routes=routes: mixture.torchs(x, routes, FAST))  # type: ignore[misc]
+        chosen = int(routes.experts_mk.flatten().bincount().count_nonzero())
+        if tokens <= 64:
+            rate, unit = chosen * mixture.expert_elements * 2 / ours / 1e3, "GB/s"
+        else:
+            rate, unit = tokens * 8 * mixture.expert_elements * 2 / ours / 1e6, "TFLOP/s"
+        yield RowTiming(f"experts, {tokens} tokens", ours, torchs, rate, unit)
+    for tokens in (32, 8192):
+        heads = Heads(tokens, 32, 8, 128, torch.bfloat16, device)
+        ours, torchs = median_us(heads.by_kernel), median_us(heads.by_torch)
+        yield RowTiming(f"norm, rope, store, {tokens} tokens", ours, torchs, heads.qkv.nbytes * 2 / ours / 1e3, "GB/s")
+    for rows in (1, 32):
+        logits = 3 * torch.randn(rows, 151936, device=device)
+        many: Sequence[SamplingParams] = [PARAMS] * rows
+        uniforms = [0.5] * rows
+        ours = median_us(lambda: triton_draw.sample(logits, many, uniforms))  # noqa: B023
+        torchs = median_us(lambda: sampling._sample(logits, many, uniforms))  # noqa: B023
+        yield RowTiming(f"top-k/top-p draw, {rows} rows of 151,936", ours, torchs, logits.nbytes / ours / 1e3, "GB/s")
+
+
+def median_us(call: Callable[[], Tensor]) -> float:
+    return float(triton.testing.do_bench(call, warmup=50, rep=200, return_mode="median")) * 1e3

@@ -1,0 +1,39 @@
+"""Make the environments of the rivals: what users would otherwise run on a CPU.
+
+    python -m bench.rivals --install              # both, in build/rivals
+    python -m bench.rivals --install openvino
+
+Nothing of them enters the project's own environment. pip takes them from its configured indexes and links, which should
+offer a CPU build of torch (see .ci/install).
+"""
+
+from __future__ import annotations
+
+import argparse
+import subprocess
+import sys
+
+from bench.rivals.rival_engine import ENVIRONMENTS, PACKAGES, UNWANTED, python_of
+
+
+def install(name: str) -> None:
+    """Make or update one environment. Raises `subprocess.CalledProcessError` with pip's own words on the screen."""
+    if not python_of(name).exists():
+        subprocess.run([sys.executable, "-m", "venv", str(ENVIRONMENTS / name)], check=True)
+    pip = [str(python_of(name)), "-m", "pip", "--disable-pip-version-check", "--quiet"]
+    subprocess.run([*pip, "install", *PACKAGES[name]], check=True)
+    if UNWANTED[name]:
+        subprocess.run([*pip, "uninstall", "--yes", *UNWANTED[name]], check=True)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--install", nargs="*", choices=sorted(PACKAGES), required=True, help="which; none: all")
+    for name in parser.parse_args().install or sorted(PACKAGES):
+        install(name)
+        print(f"{name}: {python_of(name)}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,1 @@
+"""Benches of whole clusters and of the data planes."""

@@ -1,0 +1,236 @@
+"""Drain a decode worker under live streams: what it costs them, and how soon it is empty.
+
+    python -m bench.serving.drain_cost  # 64 streams on 3 decode workers of the demo model
+    python -m bench.serving.drain_cost --model DIR --streams 16 --output-tokens 400 --json drain.json
+    python -m bench.serving.drain_cost --url http://HOST:PORT --victim decode-1  # a cluster that runs already
+
+The same streams, drawn at random from fixed seeds, run twice. The first time nothing happens. The second time the
+victim is drained when each stream has had some tokens; every answer must be the same, token by token. Shown are the
+time until the victim had left, the longest gap of each stream that was handed on, beside those of the others, and
+the time that waiting for the victim's streams to end would have taken: what they still had to come at that moment, at
+the pace of the first run.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import random
+import statistics
+import sys
+import time
+from collections.abc import Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import httpx
+from rich.console import Console
+from rich.table import Table
+
+from bench.common.bench_cluster import serving
+from bench.common.openai_client import Endpoint, EndpointError
+
+DRAIN_TIMEOUT_S = 600.0
+LOW, HIGH = 300, 2000
+"""Token ids to draw prompts from."""
+
+
+@dataclass
+class Stream:
+    """One answer as a client saw it."""
+
+    tokens: list[int] = field(default_factory=list)
+    at_s: list[float] = field(default_factory=list)
+    """When each token arrived, of `time.perf_counter`."""
+    moves: int = 0
+    attempts: int = 1
+    decode: str = ""
+    """Who served it last."""
+    error: str = ""
+
+    def longest_gap_s(self, since_s: float) -> float:
+        """Between two tokens, the second of them after `since_s`."""
+        return max((b - a for a, b in pairwise(self.at_s) if b >= since_s), default=0.0)
+
+    def had(self, now_s: float) -> int:
+        """Tokens that had come by `now_s`."""
+        return sum(at <= now_s for at in self.at_s)
+
+
+@dataclass
+class Round:
+    """All streams of one run, and the drain in it."""
+
+    streams: list[Stream]
+    drained_at_s: float = 0.0
+    left_s: float = 0.0
+    """From the drain until the victim had left."""
+
+
+async def follow(client: httpx.AsyncClient, body: dict[str, Any], stream: Stream) -> None:
+    """One streamed completion; what goes wrong is in `stream.error`."""
+    try:
+        async with client.stream("POST", "/v1/completions", json=body, headers={"X-Twinpool-Timeline": "1"}) as answer:
+            if answer.status_code != 200:
+                stream.error = f"http {answer.status_code}: {(await answer.aread())[:200]!r}"
+                return
+            async for line in answer.aiter_lines():
+                if line.startswith("data: {"):
+                    _take(stream, json.loads(line[6:]))
+                elif line == "data: [DONE]":
+                    return
+        stream.error = stream.error or "the stream broke off"
+    except httpx.HTTPError as error:
+        stream.error = f"{type(error).__name__}: {error}"
+
+
+def _take(stream: Stream, event: dict[str, Any]) -> None:
+    if "error" in event:
+        stream.error = json.dumps(event["error"])
+    for choice in event.get("choices") or ():
+        tokens = choice.get("token_ids") or ()
+        stream.tokens += tokens
+        stream.at_s += [time.perf_counter()] * len(tokens)
+    if seen := event.get("twinpool"):
+        stream.moves, stream.attempts = seen["moves"], seen["attempts"]
+        stream.decode = seen["decode_worker"] or ""
+
+
+async def run(url: str, bodies: Sequence[dict[str, Any]], victim: str, after_tokens: int) -> Round:
+    """All streams at once; with a `victim`, it is drained when each has had `after_tokens`."""
+    streams = [Stream() for _ in bodies]
+    limits = httpx.Limits(max_connections=len(bodies) + 4)
+    async with httpx.AsyncClient(base_url=url, timeout=DRAIN_TIMEOUT_S, limits=limits, trust_env=False) as client:
+        tasks = [asyncio.create_task(follow(client, b, s)) for b, s in zip(bodies, streams, strict=True)]
+        out = Round(streams)
+        if victim:
+            while any(len(s.tokens) < after_tokens and not t.done() for s, t in zip(streams, tasks, strict=True)):
+                await asyncio.sleep(0.005)
+            out.drained_at_s = time.perf_counter()
+            await _drain(client, victim)
+            out.left_s = time.perf_counter() - out.drained_at_s
+        await asyncio.gather(*tasks)
+    return out
+
+
+async def _drain(client: httpx.AsyncClient, victim: str) -> None:
+    """Returns when it has left. Raises `EndpointError`."""
+    answer = await client.post(f"/cluster/drain/{victim}")
+    if answer.status_code != 200:
+        raise EndpointError(f"{victim} can't be drained: {answer.text[:200]}")
+    deadline = time.monotonic() + DRAIN_TIMEOUT_S
+    while time.monotonic() < deadline:
+        rows = (await client.get("/cluster/status")).json()["workers"]
+        state = next((row["state"] for row in rows if row["name"] == victim), "left")
+        if state == "left":
+            return
+        if state in ("dead", "starting"):
+            raise EndpointError(f"{victim} is {state} in the middle of its drain")
+        await asyncio.sleep(0.02)
+    raise EndpointError(f"{victim} has not left within {DRAIN_TIMEOUT_S:g} s")
+
+
+def bodies_of(args: argparse.Namespace, model: str) -> list[dict[str, Any]]:
+    """The requests: the same for the same arguments."""
+    rng = random.Random(args.seed)
+    low, _, high = args.input_tokens.partition(":")
+    out = []
+    for number in range(args.streams):
+        prompt = [rng.randrange(LOW, HIGH) for _ in range(rng.randint(int(low), int(high or low)))]
+        out.append({
+            "model": model, "prompt": prompt, "max_tokens": args.output_tokens, "temperature": 0.8, "seed": number,
+            "ignore_eos": True, "stream": True, "return_token_ids": True,
+        })  # fmt: skip
+    return out
+
+
+def compare(calm: Round, drained: Round) -> dict[str, Any]:
+    """The figures; times are in seconds."""
+    pairs = list(zip(calm.streams, drained.streams, strict=True))
+    at = drained.drained_at_s
+    moved = [s for s in drained.streams if s.moves]
+    # What each of the moved had still to come, at the pace of the run in which nothing happened.
+    waits = [quiet.at_s[-1] - quiet.at_s[s.had(at) - 1] for quiet, s in pairs if s.moves and s.had(at) and quiet.at_s]
+    pauses = [s.longest_gap_s(at) for s in moved]
+    others = [s.longest_gap_s(at) for s in drained.streams if not s.moves]
+    return {
+        "streams": len(pairs),
+        "failed": sum(bool(s.error) for s in drained.streams),
+        "altered": sum(quiet.tokens != s.tokens for quiet, s in pairs),
+        "started_over": sum(s.attempts > 1 for s in drained.streams),
+        "moved": len(moved),
+        "left_s": drained.left_s,
+        "waiting_would_take_s": max(waits, default=0.0),
+        "pause_p50_s": _quantile(pauses, 0.5),
+        "pause_p99_s": _quantile(pauses, 0.99),
+        "longest_gap_of_others_p50_s": _quantile(others, 0.5),
+        "longest_gap_of_others_p99_s": _quantile(others, 0.99),
+        "gap_p50_s": _quantile([b - a for s in calm.streams for a, b in pairwise(s.at_s) if b > a], 0.5),
+    }
+
+
+def _quantile(values: Sequence[float], share: float) -> float:
+    if len(values) < 2:
+        return values[0] if values else 0.0
+    return statistics.quantiles(values, n=1000, method="inclusive")[min(998, round(share * 1000) - 1)]
+
+
+def table(found: dict[str, Any]) -> Table:
+    out = Table("what", "value", title="drain under load")
+    for name, value in found.items():
+        shown = f"{1e3 * value:.1f} ms" if name.endswith("_s") and value < 10 else f"{value:.1f} s"
+        out.add_row(name.removesuffix("_s").replace("_", " "), shown if name.endswith("_s") else str(value))
+    return out
+
+
+def parser() -> argparse.ArgumentParser:
+    out = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    out.add_argument("--url", help="a running cluster (default: one is started for this)")
+    out.add_argument("--model", default="demo", help="checkpoint folder, or demo")
+    out.add_argument("--prefill", type=int, default=1, help="prefill workers of the cluster that is started")
+    out.add_argument("--decode", type=int, default=3, help="decode workers of the cluster that is started")
+    out.add_argument("--set", action="append", default=[], metavar="SECTION.KEY=VALUE")
+    out.add_argument("--victim", default="decode-1", help="who is drained")
+    out.add_argument("--streams", type=int, default=64)
+    out.add_argument("--input-tokens", default="64:192", help="N or LOW:HIGH")
+    out.add_argument("--output-tokens", type=int, default=300)
+    out.add_argument("--after-tokens", type=int, default=20, help="tokens that every stream has had at the drain")
+    out.add_argument("--seed", type=int, default=1)
+    out.add_argument("--json", type=Path, help="write settings and figures to this file")
+    return out
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    args, console = parser().parse_args(arguments), Console()
+    if not 0 < args.after_tokens < args.output_tokens or args.streams < 1 or args.decode < 2:
+        console.print("error: give streams, more output tokens than --after-tokens, and two decode workers or more")
+        return 2
+    try:
+        with ExitStack() as stack:
+            flags = ["--prefill", str(args.prefill), "--decode", str(args.decode)]
+            url = args.url or stack.enter_context(serving(args.model, args.set, flags))
+            endpoint = Endpoint.parse(url)
+            bodies = bodies_of(args, asyncio.run(endpoint.first_model()))
+            calm = asyncio.run(run(endpoint.url, bodies, "", 0))
+            if broken := [s.error for s in calm.streams if s.error]:
+                raise EndpointError(f"{len(broken)} streams failed before anything was drained: {broken[0]}")
+            drained = asyncio.run(run(endpoint.url, bodies, args.victim, args.after_tokens))
+    except (EndpointError, RuntimeError) as error:
+        console.print(f"error: {error}")
+        return 1
+    found = compare(calm, drained)
+    console.print(table(found))
+    for reason in sorted({s.error for s in drained.streams if s.error}):
+        console.print(f"failed: {reason}")
+    if args.json:
+        settings = {name: value for name, value in vars(args).items() if name != "json"}
+        args.json.write_text(json.dumps({"settings": settings, "figures": found}, indent=2) + "\n")
+    return 1 if found["failed"] or found["altered"] else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,238 @@
+"""How long a stream pauses when a worker dies: from `kill -9` to its next token, and whether it is the right one.
+
+Streams with seeds of their own are answered once undisturbed. Then they are asked again, a worker is killed while they
+run, and each token is timed: a decode worker that holds running answers, or a prefill worker that computes prompts. A
+stream was struck if it needed another attempt; its pause ends with the token after the longest silence since the kill.
+Sampling is seeded and no grammar is involved, so every answer must be the undisturbed one, token by token.
+
+    python -m bench.serving.failover_pause --rounds 10 --json build/bench/failover.json
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import json
+import os
+import random
+import signal
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import httpx
+import numpy as np
+
+from bench.common import machine
+from bench.common.bench_cluster import serving
+
+BACK_S = 120.0
+LOOK_S = 0.02
+TRIES = 10
+AHEAD = 8
+"""Tokens that a stream has before its decode worker is killed."""
+
+
+@dataclass
+class Stream:
+    """One answer, with the moments of its tokens (seconds of `time.monotonic`)."""
+
+    tokens: list[int] = field(default_factory=list)
+    at: list[float] = field(default_factory=list)
+    attempts: int = 1
+    workers: dict[str, str] = field(default_factory=dict)
+
+    def pause_s(self, killed: float) -> float:
+        """From the kill to the token that ended the longest silence after it."""
+        edges = [killed, *(t for t in self.at if t > killed)]
+        gaps = [later - before for before, later in pairwise(edges)]
+        return edges[1 + gaps.index(max(gaps))] - killed
+
+
+@dataclass(frozen=True)
+class Result:
+    """What killing workers of one role did. Milliseconds."""
+
+    role: str
+    kills: int
+    streams: int
+    struck: int
+    same_tokens: bool
+    p50_ms: float | None
+    p99_ms: float | None
+    worst_ms: float | None
+
+    @classmethod
+    def of(cls, role: str, kills: int, streams: int, pauses_s: Sequence[float], same: bool) -> Result:
+        figures = [1e3 * float(np.percentile(pauses_s, p)) for p in (50, 99, 100)] if pauses_s else [None] * 3
+        return cls(role, kills, streams, len(pauses_s), same, *figures)
+
+
+@dataclass(frozen=True)
+class Load:
+    """What is asked at once."""
+
+    streams: int
+    prompt_tokens: int
+    answer_tokens: int
+    vocab: int
+    seed: int
+
+    def bodies(self, number: int) -> list[dict[str, Any]]:
+        """Of round `number`: no prompt is asked in two rounds, so nobody finds it in a cache."""
+        rng = random.Random(f"{self.seed}:{number}")
+        return [
+            {
+                "prompt": [rng.randrange(self.vocab) for _ in range(self.prompt_tokens)],
+                "max_tokens": self.answer_tokens, "temperature": 0.8, "top_p": 0.95, "seed": rng.randrange(1 << 40),
+                "ignore_eos": True, "return_token_ids": True, "stream": True,
+            }
+            for _ in range(self.streams)
+        ]  # fmt: skip
+
+
+class Failover:
+    """Kills workers of one cluster, and watches its streams."""
+
+    def __init__(self, url: str, load: Load) -> None:
+        self._url, self._load = url, load
+
+    async def measure(self, role: str, rounds: int) -> Result:
+        """Kill as many workers as `rounds`; a round whose work was done before one was caught at it is repeated.
+
+        Raises `RuntimeError` for an answer that ended in an error.
+        """
+        pauses: list[float] = []
+        same, kills, number = True, 0, 0
+        async with httpx.AsyncClient(base_url=self._url, timeout=300, trust_env=False) as client:
+            while kills < rounds and number < TRIES * rounds:
+                number += 1
+                bodies = self._load.bodies(number)
+                whole = await asyncio.gather(*(self._stream(client, body, Stream()) for body in bodies))
+                # Another salt: the second time nothing of it is found in a cache.
+                again = [body | {"cache_salt": f"again-{role}-{number}"} for body in bodies]
+                streams = [Stream() for _ in again]
+                tasks = [
+                    asyncio.create_task(self._stream(client, body, stream))
+                    for body, stream in zip(again, streams, strict=True)
+                ]
+                killed = await self._kill(client, role, streams)
+                await asyncio.gather(*tasks)
+                kills += killed is not None and any(s.attempts > 1 for s in streams)
+                struck = [s for s in streams if s.attempts > 1]
+                pauses += [s.pause_s(killed) for s in struck] if killed is not None else []
+                same = same and [s.tokens for s in streams] == [s.tokens for s in whole]
+                await self._all_back(client)
+        return Result.of(role, kills, kills * self._load.streams, pauses, same)
+
+    async def _stream(self, client: httpx.AsyncClient, body: dict[str, Any], out: Stream) -> Stream:
+        headers = {"X-Twinpool-Timeline": "1"}
+        async with client.stream("POST", "/v1/completions", json=body, headers=headers) as response:
+            if response.status_code != 200:
+                raise RuntimeError(f"an answer was refused: {(await response.aread()).decode()}")
+            async for line in response.aiter_lines():
+                if not line.startswith("data: ") or line == "data: [DONE]":
+                    continue
+                event = json.loads(line.removeprefix("data: "))
+                if "error" in event:
+                    raise RuntimeError(f"an answer failed: {event['error']}")
+                for choice in event["choices"]:
+                    fresh = choice.get("token_ids") or []
+                    out.tokens += fresh
+                    out.at += [time.monotonic()] * len(fresh)
+                if told := event.get("twinpool"):
+                    out.attempts = told["attempts"]
+        return out
+
+    async def _kill(self, client: httpx.AsyncClient, role: str, streams: Sequence[Stream]) -> float | None:
+        """Kill a worker of `role` that has work, once streams run (decode), or as soon as one has (prefill).
+
+        A prefill worker may have finished before the signal comes. So it is stopped first, and killed when a stream
+        waits for it: one without a token while the others have nothing to do.
+        """
+        deadline = time.monotonic() + BACK_S
+        while time.monotonic() < deadline:
+            if role == "prefill" or sum(len(s.tokens) >= AHEAD for s in streams) * 2 >= len(streams):
+                answer = await client.get("/cluster/status")
+                busy = [w for w in answer.json()["workers"] if w["role"] == role and w["running"]]
+                if busy:
+                    victim = max(busy, key=lambda w: int(w["running"]))
+                    if role == "prefill" and not await self._caught(client, victim, streams):
+                        continue
+                    killed = time.monotonic()
+                    os.kill(victim["pid"], signal.SIGKILL)
+                    return killed
+            if all(len(s.tokens) >= self._load.answer_tokens for s in streams):
+                return None
+            await asyncio.sleep(LOOK_S if role == "decode" else 0)
+        raise RuntimeError(f"no {role} worker was found at work within {BACK_S:g} s")
+
+    async def _caught(self, client: httpx.AsyncClient, victim: dict[str, Any], streams: Sequence[Stream]) -> bool:
+        """Stop a prefill worker; whether a stream waits for it then. One that nobody waits for goes on."""
+        with contextlib.suppress(ProcessLookupError):  # Its lease may end meanwhile, and it with it.
+            os.kill(victim["pid"], signal.SIGSTOP)
+            deadline = time.monotonic() + BACK_S
+            while any(not s.tokens for s in streams) and time.monotonic() < deadline:
+                rows = (await client.get("/cluster/status")).json()["workers"]
+                others = [w for w in rows if w["role"] == "prefill" and w["name"] != victim["name"]]
+                if not any(w["running"] or w["waiting"] for w in others):
+                    return True
+                await asyncio.sleep(LOOK_S)
+            os.kill(victim["pid"], signal.SIGCONT)
+        return False
+
+    async def _all_back(self, client: httpx.AsyncClient) -> None:
+        deadline = time.monotonic() + BACK_S
+        while time.monotonic() < deadline:
+            rows = (await client.get("/cluster/status")).json()["workers"]
+            if all(w["state"] == "ready" for w in rows if w["state"] != "left"):
+                return
+            await asyncio.sleep(0.2)
+        raise RuntimeError(f"not all workers were back within {BACK_S:g} s")
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", default="demo", help="checkpoint folder, or demo")
+    parser.add_argument("--url", help="a cluster on this machine with two workers a role, rather than one started here")
+    parser.add_argument("--rounds", type=int, default=8, help="workers killed, of each role")
+    parser.add_argument("--streams", type=int, default=8)
+    parser.add_argument("--prompt-tokens", type=int, default=512)
+    parser.add_argument("--answer-tokens", type=int, default=96)
+    parser.add_argument("--vocab", type=int, default=2000, help="prompts are of tokens below this")
+    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--set", action="append", default=[], metavar="SECTION.KEY=VALUE", help="for the cluster")
+    parser.add_argument("--json", type=Path, help="write figures to this file")
+    args = parser.parse_args(arguments)
+    load = Load(args.streams, args.prompt_tokens, args.answer_tokens, args.vocab, args.seed)
+    settings = ["cluster.restart_limit=100000", *args.set]
+    if args.url:
+        results = _both(args.url, load, args.rounds)
+    else:
+        with serving(args.model, settings, ["--prefill", "2", "--decode", "2"]) as url:
+            results = _both(url, load, args.rounds)
+    about = machine.describe()
+    print(machine.headline())
+    for r in results:
+        figures = (
+            "-" if r.p50_ms is None else f"p50 {r.p50_ms:.0f} ms, p99 {r.p99_ms:.0f} ms, worst {r.worst_ms:.0f} ms"
+        )
+        print(f"{r.role}: {r.kills} killed, {r.struck} of {r.streams} streams struck: {figures}; same: {r.same_tokens}")
+    if args.json:
+        args.json.parent.mkdir(parents=True, exist_ok=True)
+        args.json.write_text(json.dumps({"machine": about, "results": [asdict(r) for r in results]}, indent=1))
+    return 0 if all(r.same_tokens for r in results) else 1
+
+
+def _both(url: str, load: Load, rounds: int) -> list[Result]:
+    failover = Failover(url, load)
+    return [asyncio.run(failover.measure(role, rounds)) for role in ("decode", "prefill")]
+
+
+if __name__ == "__main__":
+    sys.exit(main())

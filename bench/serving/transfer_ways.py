@@ -1,0 +1,276 @@
+"""Ways for chunks of pages to get from one process to another: our data planes, and what they are measured by.
+
+A chunk is a list of pages. The writer's pages hold seeded noise, so the reader's can be compared afterwards: every
+way delivers the same bytes, and a way that doesn't has no speed.
+"""
+
+from __future__ import annotations
+
+import random
+import socket
+import zlib
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+import zmq
+
+from cache.memory.kv_cache_spec import BufferSpec, PoolSetSpec, PoolSpec
+from cache.memory.memory_layout import PoolSetLayout
+from cache.memory.page_moves import gather
+from cache.pool.pool_set import PoolSet
+from contracts.config.cluster_config import FaultsConfig
+from contracts.ids import RoomId
+from transfer.planes.data_plane import SLOT_BYTES, PageWrite, Plane, Run, Target
+from transfer.planes.local_plane import LocalPlane
+from transfer.planes.shm_plane import ShmPlane
+from transfer.planes.zmq_plane import ZmqPlane
+
+HOST = "127.0.0.1"
+DISTINCT = 4
+"""Chunks with places of their own; later ones go round."""
+_POLL_MS = 1000
+
+
+@dataclass(frozen=True)
+class Shape:
+    """What is handed over: a model's state for `chunk_tokens` positions at a time."""
+
+    layers: int
+    kv_heads: int
+    head_dim: int
+    page_tokens: int
+    chunk_tokens: int
+
+    @property
+    def spec(self) -> PoolSetSpec:
+        entry = (self.kv_heads, self.head_dim)
+        buffers = tuple(BufferSpec(name, self.layers, entry, torch.bfloat16) for name in ("k", "v"))
+        return PoolSetSpec(self.page_tokens, (PoolSpec("full", buffers),))
+
+    @property
+    def chunk_pages(self) -> int:
+        return -(-self.chunk_tokens // self.page_tokens)
+
+    @property
+    def chunk_bytes(self) -> int:
+        return self.chunk_pages * self.spec.page_bytes
+
+
+class Memory:
+    """A pool set and the pages of each distinct chunk, scattered as in a pool that has been used for a while."""
+
+    def __init__(self, shape: Shape, seed: int, allocate: Callable[[str, int], torch.Tensor], noise: bool) -> None:
+        pages = 1 + DISTINCT * shape.chunk_pages
+        layout = PoolSetLayout(shape.spec, {"full": pages})
+        self.pools = PoolSet(shape.spec, layout.counts, allocate("pages", layout.nbytes))
+        if noise:
+            self.pools.region.random_(0, 256, generator=torch.Generator().manual_seed(1))
+        order = list(range(1, pages))
+        random.Random(seed).shuffle(order)
+        each = shape.chunk_pages
+        self.chunks = [order[at : at + each] for at in range(0, DISTINCT * each, each)]
+
+    def packed(self, number: int) -> torch.Tensor:
+        return gather(self.pools.region, self.pools.layout, "full", self.chunks[number % DISTINCT])
+
+    def sums(self) -> list[int]:
+        """A checksum of each distinct chunk."""
+        return [zlib.crc32(raw(self.packed(n))) for n in range(DISTINCT)]
+
+
+def raw(chunk: torch.Tensor) -> memoryview:
+    array: Any = chunk.numpy()
+    return memoryview(array).cast("B")
+
+
+def plain(name: str, nbytes: int) -> torch.Tensor:
+    return torch.zeros(nbytes, dtype=torch.uint8)
+
+
+class Reader(Protocol):
+    def describe(self) -> Any:
+        """What the writer needs to reach it; can be pickled."""
+
+    def receive(self) -> int:
+        """Wait a second at most; returns how many chunks are newly in place."""
+
+    def sums(self) -> list[int]: ...
+
+    def close(self) -> None: ...
+
+
+class Writer(Protocol):
+    def send(self, number: int) -> None: ...
+
+    def close(self) -> None: ...
+
+
+def make_plane(kind: str) -> Plane:
+    faults = FaultsConfig()
+    if kind == "shm":
+        return ShmPlane(faults, HOST, None)
+    if kind == "zmq":
+        return ZmqPlane(faults, HOST, None)
+    return LocalPlane(faults, lambda: None)
+
+
+class PlaneReader:
+    """Decode's end of a plane: grants a room for each distinct chunk."""
+
+    def __init__(self, kind: str, shape: Shape) -> None:
+        self.plane = make_plane(kind)
+        self.memory = Memory(shape, seed=2, allocate=self.plane.allocate, noise=False)
+        slots = self.plane.allocate("slots", DISTINCT * SLOT_BYTES).view(DISTINCT, SLOT_BYTES)
+        self.plane.register(self.memory.pools, slots)
+        self.targets = [
+            Target(RoomId(f"room-{n}"), {"full": Run(0, tuple(self.memory.chunks[n]))}, n) for n in range(DISTINCT)
+        ]
+        for target in self.targets:
+            self.plane.permit(target)
+        self._poller = zmq.Poller()
+        for waitable in self.plane.waitable:
+            self._poller.register(waitable, zmq.POLLIN)
+
+    def describe(self) -> Any:
+        return self.plane.describe(), self.targets
+
+    def receive(self) -> int:
+        self._poller.poll(_POLL_MS)
+        notices = self.plane.poll()
+        if self.plane.dropped:
+            raise RuntimeError(f"the plane dropped {self.plane.dropped} writes")
+        return len(notices)
+
+    def sums(self) -> list[int]:
+        return self.memory.sums()
+
+    def close(self) -> None:
+        self.plane.close()
+
+
+class PlaneWriter:
+    """Prefill's end of a plane: posts a chunk, then notifies."""
+
+    def __init__(self, kind: str, memory: Memory, description: Any) -> None:
+        descriptor, self._targets = description
+        self._memory = memory
+        self._plane = make_plane(kind)
+        self._plane.register(memory.pools, None)
+        self._link = self._plane.connect(descriptor)
+
+    def send(self, number: int) -> None:
+        at = number % DISTINCT
+        self._link.post(PageWrite(self._targets[at], {"full": Run(0, tuple(self._memory.chunks[at]))})).wait()
+        self._link.notify(RoomId("bench"), b"wrote")
+
+    def close(self) -> None:
+        self._link.close()
+        self._plane.close()
+
+
+class SocketReader:
+    """A bare TCP connection into memory that is there already; no pages, no messages."""
+
+    def __init__(self, shape: Shape) -> None:
+        self._listening = socket.create_server((HOST, 0))
+        self._listening.settimeout(10)
+        self._connection: socket.socket | None = None
+        self._chunks = [torch.zeros(shape.chunk_bytes, dtype=torch.uint8) for _ in range(DISTINCT)]
+        self._number = 0
+
+    def describe(self) -> Any:
+        return self._listening.getsockname()
+
+    def receive(self) -> int:
+        if self._connection is None:
+            self._connection, _ = self._listening.accept()
+            self._connection.settimeout(10)
+        view = raw(self._chunks[self._number % DISTINCT])
+        at = 0
+        while at < len(view):
+            got = self._connection.recv_into(view[at:])
+            if not got:
+                raise RuntimeError("the writer is gone")
+            at += got
+        self._number += 1
+        return 1
+
+    def sums(self) -> list[int]:
+        return [zlib.crc32(raw(chunk)) for chunk in self._chunks]
+
+    def close(self) -> None:
+        if self._connection is not None:
+            self._connection.close()
+        self._listening.close()
+
+
+class SocketWriter:
+    def __init__(self, memory: Memory, description: Any) -> None:
+        self._chunks = [raw(memory.packed(n)) for n in range(DISTINCT)]
+        self._socket = socket.create_connection(description)
+        self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+
+    def send(self, number: int) -> None:
+        self._socket.sendall(self._chunks[number % DISTINCT])
+
+    def close(self) -> None:
+        self._socket.close()
+
+
+class MessageReader:
+    """Bare pyzmq: takes frames and keeps the last ones; nothing is stored in pages."""
+
+    def __init__(self) -> None:
+        self._socket: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.PULL)
+        self._socket.set(zmq.RCVHWM, 0)
+        port: int = self._socket.bind_to_random_port(f"tcp://{HOST}")
+        self._endpoint = f"tcp://{HOST}:{port}"
+        self._frames: dict[int, zmq.Frame] = {}
+        self._number = 0
+
+    def describe(self) -> Any:
+        return self._endpoint
+
+    def receive(self) -> int:
+        if not self._socket.poll(_POLL_MS):
+            return 0
+        self._frames[self._number % DISTINCT] = self._socket.recv(copy=False)
+        self._number += 1
+        return 1
+
+    def sums(self) -> list[int]:
+        return [zlib.crc32(self._frames[n].buffer) for n in range(DISTINCT)]
+
+    def close(self) -> None:
+        self._socket.close(linger=0)
+
+
+class MessageWriter:
+    def __init__(self, memory: Memory, description: Any) -> None:
+        self._chunks = [raw(memory.packed(n)) for n in range(DISTINCT)]
+        self._socket: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.PUSH)
+        self._socket.set(zmq.SNDHWM, 0)
+        self._socket.connect(description)
+
+    def send(self, number: int) -> None:
+        self._socket.send(self._chunks[number % DISTINCT], copy=False)
+
+    def close(self) -> None:
+        self._socket.close(linger=0)
+
+
+BETWEEN_PROCESSES: Sequence[str] = ("shm", "zmq", "tcp socket", "pyzmq")
+
+
+def make_reader(way: str, shape: Shape) -> Reader:
+    if way == "tcp socket":
+        return SocketReader(shape)
+    return MessageReader() if way == "pyzmq" else PlaneReader(way, shape)
+
+
+def make_writer(way: str, memory: Memory, description: Any) -> Writer:
+    if way == "tcp socket":
+        return SocketWriter(memory, description)
+    return MessageWriter(memory, description) if way == "pyzmq" else PlaneWriter(way, memory, description)

@@ -1,0 +1,1 @@
+"""The pages of one request: block tables and what they stand on."""

@@ -1,0 +1,174 @@
+"""Host memory that outlives its worker: the pages of a host tier, and beside them an index of what they hold.
+
+An arena is one segment of memory that somebody else keeps (`cluster.arena.arena_agent`). The worker maps it and puts
+its host tier there. When the worker dies, however it dies, its successor maps the same segment and finds:
+
+    header      whose state this is (model, layout, numerics), which ranks belong together, how often it was taken over
+    index       of each pool a table with a record for each page or slot, at its number: what is sealed there
+    region      the pages, as `PoolSetLayout` lays them out page-first
+
+The dead can have stopped between any two stores. So nothing is ever true by itself, and order makes it true:
+
+- A record says that its page is finished. It is written after the page's last byte, and taken back before the page is
+  given to anybody who may write to it.
+- The first word of a record is a checksum over all others and over its place. Writing it begins with a zero there and
+  ends with the checksum; so a record that was cut off has no checksum, or a wrong one, and counts as torn.
+- The header is written in the same way, after the index was cleared.
+
+A process that is killed has made all stores up to some instruction and none behind it, so the order of the stores is
+all that is needed. That only one process writes is the agent's affair: it hands a segment on when the process that had
+it is dead, and not before.
+
+What a record says is believed for the shape of the tree, which its own checksum and the chain keys hold up. What the
+page's bytes are is believed once their digest was computed again: `cache.arena.arena_keeper`.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+
+from cache.arena.arena_records import SALT_BYTES, Record, Sealed, Words, _record_type, _Table
+from cache.memory.kv_cache_spec import PoolSetSpec
+from cache.memory.memory_layout import PoolSetLayout
+from cache.memory.page_moves import describe_spec
+
+_MAGIC = 0x616E657261707774
+_FORMAT = 1
+_BLOCK = 4096
+_HEADER_WORDS = 8
+_SUM, _MAGIC_AT, _FORMAT_AT, _TAKEN, _FINGERPRINT, _BOND = 0, 1, 2, 3, 4, 6
+"""Words of the header; fingerprint and bond take two each."""
+BOND_BYTES = 16
+
+
+class Arena:
+    """One rank's segment. One process, one thread."""
+
+    def __init__(self, memory: memoryview, layout: PoolSetLayout, fingerprint: str) -> None:
+        """`memory`: writable, of `arena_bytes(layout)`. `fingerprint` names all that pages depend on but the layout."""
+        raw = np.frombuffer(memory, dtype=np.uint8)
+        if raw.nbytes < arena_bytes(layout) or not raw.flags.writeable:
+            raise ValueError(f"an arena of this layout is {arena_bytes(layout)} writable bytes, not {raw.nbytes}")
+        self.layout = layout
+        self._fingerprint = _fingerprint(layout, fingerprint)
+        self._header: Words = raw[: 8 * _HEADER_WORDS].view(np.uint64)
+        # Behind the header, apart from its checksum: it changes with every copy.
+        self._copies: Words = raw[8 * _HEADER_WORDS : 8 * _HEADER_WORDS + 8].view(np.uint64)
+        self._tables: dict[str, _Table] = {}
+        at = _BLOCK
+        for number, pool in enumerate(layout.spec.pools):
+            dtype = _record_type(layout.spec.page_tokens, pool.kind)
+            count = layout.counts[pool.name]
+            self._tables[pool.name] = _Table(raw[at : at + count * dtype.itemsize], dtype, number)
+            at += _blocks(count * dtype.itemsize)
+        self._index = raw[_BLOCK:at]
+        self.region = torch.from_numpy(raw[at : at + layout.nbytes])
+        """uint8 [layout.nbytes]: what the host tier's `PoolSet` is made over."""
+        self._sequence = 0
+
+    # ------------------------------------------------------------ the header
+
+    @property
+    def bond(self) -> bytes:
+        """What the segments of all ranks of a worker have in common; empty where there is nothing to take over."""
+        words = self._header
+        valid = (
+            int(words[_SUM]) == _header_sum(words)
+            and (int(words[_MAGIC_AT]), int(words[_FORMAT_AT])) == (_MAGIC, _FORMAT)
+            and words[_FINGERPRINT:_BOND].tobytes() == self._fingerprint
+        )
+        return words[_BOND : _BOND + 2].tobytes() if valid else b""
+
+    @property
+    def taken(self) -> int:
+        """How many incarnations have taken it over since one of them was known to live well with it."""
+        return int(self._header[_TAKEN])
+
+    def begin(self, bond: bytes) -> None:
+        """Forget what it holds; from now on its state belongs together with that of other segments of this bond."""
+        self._header[_SUM] = 0
+        self._index[:] = 0
+        self._sequence = 0
+        self._write_header(bond, 0)
+
+    def take(self, times: int) -> None:
+        """Write down how often it has been taken over. What it holds stays."""
+        self._write_header(self.bond, times)
+
+    def _write_header(self, bond: bytes, taken: int) -> None:
+        assert len(bond) == BOND_BYTES
+        words = self._header
+        words[_SUM] = 0
+        words[_MAGIC_AT], words[_FORMAT_AT], words[_TAKEN] = _MAGIC, _FORMAT, taken
+        words[_FINGERPRINT:_BOND] = np.frombuffer(self._fingerprint, np.uint64)
+        words[_BOND : _BOND + 2] = np.frombuffer(bond, np.uint64)
+        words[_SUM] = _header_sum(words)
+
+    def count_copy(self) -> None:
+        """Of several ranks: a copy into this tier was ordered (the leader's arena) or carried out (a follower's)."""
+        self._copies[0] += np.uint64(1)
+
+    def take_copies(self) -> int:
+        """How many copies were counted; from now on it counts from zero. Where the ranks of a dead worker differ,
+        somebody had not carried out what the leader had sealed."""
+        count = int(self._copies[0])
+        self._copies[0] = 0
+        return count
+
+    # ------------------------------------------------------------ the index
+
+    def seal(self, pool: str, indices: Sequence[int], run: Sealed) -> bool:
+        """Say that these pages are finished and hold `run`. False, and nothing is said, where its salt is too long."""
+        if len(run.salt) > SALT_BYTES:
+            return False
+        self._tables[pool].write(indices, run, self._sequence + 1)
+        self._sequence += len(indices)
+        return True
+
+    def drop(self, pool: str, indices: Sequence[int]) -> None:
+        """Say nothing of these pages any more: they may be written to from now on."""
+        self._tables[pool].sums[np.asarray(indices, dtype=np.int64)] = 0
+
+    def read(self, pool: str) -> tuple[list[Record], int]:
+        """All that the index says of a pool, by index, and the number of torn records, which are gone afterwards."""
+        records, torn = self._tables[pool].read()
+        self._sequence = max([self._sequence, *(record.sequence for record in records)])
+        return records, torn
+
+
+def arena_bytes(layout: PoolSetLayout) -> int:
+    """Bytes of the segment for a host tier of this layout: its pages, and about 250 bytes for each."""
+    return _BLOCK + index_bytes(layout) + layout.nbytes
+
+
+def index_bytes(layout: PoolSetLayout) -> int:
+    """Bytes of the tables."""
+    spec = layout.spec
+    sizes = [layout.counts[p.name] * _record_type(spec.page_tokens, p.kind).itemsize for p in spec.pools]
+    return sum(map(_blocks, sizes))
+
+
+def most_index_bytes(spec: PoolSetSpec, nbytes: int) -> int:
+    """What an arena takes beside the pages of a host tier of `nbytes`, at most: all of it in the pool whose records
+    weigh most."""
+    sizes = [_record_type(spec.page_tokens, p.kind).itemsize / spec.unit_bytes(p.name) for p in spec.pools]
+    return int(nbytes * max(sizes)) + (1 + len(sizes)) * _BLOCK
+
+
+def _blocks(nbytes: int) -> int:
+    return -(-nbytes // _BLOCK) * _BLOCK
+
+
+def _fingerprint(layout: PoolSetLayout, named: str) -> bytes:
+    described = json.dumps([named, describe_spec(layout.spec), dict(layout.counts), str(layout.order)], sort_keys=True)
+    return hashlib.blake2b(described.encode(), digest_size=16).digest()
+
+
+def _header_sum(words: Words) -> int:
+    digest = hashlib.blake2b(words[1:].tobytes(), digest_size=8).digest()
+    return int.from_bytes(digest, "little") | 1

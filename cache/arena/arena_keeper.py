@@ -1,0 +1,401 @@
+"""The host tier and its arena: the index is kept true to the tree, and what an earlier incarnation left is taken over.
+
+Taking over begins with the records of the full pool. A record names its page's tokens, its chain key and that of the
+page before; so a page whose chain of parents begins at the start of a prefix, each key following from the one before,
+has its place in the tree. Runs without a branch become nodes. Windows and states hang on the page whose chain key they
+have; a node ends where they begin or end. What has no place is dropped and counted.
+
+So far nobody has looked at the pages themselves. Their digests are computed again
+
+- when they are loaded, before anything that was computed from them is committed, whatever `cache.verify` says;
+- in between, a little at a time, so that damage is found before somebody waits for it.
+
+What doesn't match is condemned with all that is below it, like any other damage, and computed again. With several
+ranks the index is the leader's, and a digest is over the parts of all ranks: a follower that had not yet carried out a
+copy when the leader died is found in the same way. That is no damage: each rank counts its copies, and where those of a
+dead worker differ, what doesn't match counts as torn.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+
+from cache.arena.arena import Arena
+from cache.arena.arena_records import Record, Sealed
+from cache.device.device_port import HOST, Device, Span
+from cache.pool.pool_set import PoolSet
+from cache.prefix_cache.radix_tree import PrefixTree
+from cache.prefix_cache.token_prefix import Prefix
+from cache.prefix_cache.tree_node import Cursor, Node, Part, Tier
+from cache.swap.swapped_state import Parked
+from contracts.block_hash import KEY_BYTES, chain_on, chain_start
+from contracts.damage import Where, log_damage
+
+_log = logging.getLogger("twinpool.cache")
+
+SLICE_BYTES = 1 << 20
+"""Pages are looked through in portions of so many bytes."""
+_NODE_BYTES = 4096
+"""What it costs to see that a node has nothing to look at."""
+BUSY_SHARE = 50
+"""While requests run, looking takes one part in so many of the time."""
+SETTLED_S = 30.0
+"""Who has lived so long with what it took over was not harmed by it."""
+MOST_TAKEN = 3
+"""Incarnations that take the same state over, one after the other, none of them settled: then it is left."""
+
+
+@dataclass
+class _Found:
+    """A page of the full pool, with what else its chain key names."""
+
+    record: Record
+    beside: dict[str, Record] = field(default_factory=dict)
+    children: list[_Found] = field(default_factory=list)
+    used: int = 0
+
+
+class ArenaKeeper:
+    """Keeps one arena for one tree and its host pools. `now` is in seconds."""
+
+    def __init__(self, tree: PrefixTree, host: PoolSet, arena: Arena, device: Device, now: Callable[[], float]) -> None:
+        self._tree, self._host, self._arena, self._device, self._now = tree, host, arena, device, now
+        self._unproven: dict[str, set[int]] = {pool.name: set() for pool in host.spec.pools}
+        """Pages and slots that were taken over and not yet looked at."""
+        self._unindexed: set[tuple[str, int]] = set()
+        """Those of the host tier that the index can't name."""
+        self._beside: dict[tuple[str, int], tuple[int, bytes, int]] = {}
+        """Those that it names and the tree doesn't have, with their numbers, keys and digests: of parked requests."""
+        self._adopting = False
+        self._unfinished = False
+        """Not all ranks had carried out what the leader had sealed."""
+        self._next = 0.0
+        """When to look again while requests run."""
+        self._settles: float | None = None
+        self._cursor: Cursor | None = None
+        """How far this way through the tree has come."""
+        self._at: Node | None = None
+        """The node that is looked at."""
+        self.counters = dict.fromkeys(
+            ("arena_pages_adopted", "arena_pages_dropped", "arena_pages_damaged", "arena_records_torn"), 0.0
+        )
+        tree.on_part = self._on_part
+        for pool, allocator in host.allocators.items():
+            # By whomever it was leased: once the lease has ended, others may write there.
+            allocator.on_release = partial(self._drop, pool)
+
+    # ------------------------------------------------------------ the index follows the tree
+
+    def _on_part(self, part: Part, there: bool) -> None:
+        if part.tier is not Tier.HOST or self._adopting:
+            return
+        pool, indices = part.component, part.lease.indices
+        if there:
+            if not self._arena.seal(pool, indices, self._sealed(part)):
+                self._unindexed.update((pool, index) for index in indices)
+            return
+        self._drop(pool, indices)
+
+    def _drop(self, pool: str, indices: Sequence[int]) -> None:
+        self._arena.drop(pool, indices)
+        self._unproven[pool].difference_update(indices)
+        if self._unindexed or self._beside:
+            for index in indices:
+                self._unindexed.discard((pool, index))
+                self._beside.pop((pool, index), None)
+
+    def seal_parked(self, parked: Parked) -> None:
+        """Name what a retracted request has on the host, for a successor: whole pages of its prefix are pages like any
+        others. Of its state only what is at the end of one."""
+        if parked.saved.digests is None:
+            return
+        prefix, whole = parked.prefix, len(parked.prefix)
+        for pool, numbers in parked.numbers.items():
+            point = self._tree.component(pool).point
+            if point and parked.positions % prefix.page_tokens:
+                continue
+            first = whole - 1 if point else numbers.start
+            count = min(1 if point else whole - first, len(numbers))
+            if first < 0 or count < 1:
+                continue
+            indices, digests = parked.saved.leases[pool].indices[:count], parked.saved.digests[pool][:count]
+            keys = prefix.chain[KEY_BYTES * first : KEY_BYTES * (first + count)]
+            run = Sealed(first, keys, digests)
+            if pool == self._tree.full:
+                above = prefix.key(first - 1) if first else b""
+                raw = prefix.raw[first * prefix.page_bytes : (first + count) * prefix.page_bytes]
+                run = Sealed(first, keys, digests, above, raw, prefix.salt.encode())
+            if self._arena.seal(pool, indices, run):
+                for i, (index, digest) in enumerate(zip(indices, digests, strict=True)):
+                    self._beside[pool, index] = (first + i, keys[KEY_BYTES * i : KEY_BYTES * (i + 1)], digest)
+
+    def _sealed(self, part: Part) -> Sealed:
+        tree, node = self._tree, part.node
+        start = tree.start(node)
+        if tree.component(part.component).point:
+            return Sealed(start + len(node) - 1, node.chain[-KEY_BYTES:], part.digests)
+        if part.component != tree.full:
+            return Sealed(start, node.chain, part.digests)
+        salt = tree.salt(node).encode()
+        return Sealed(start, node.chain, part.digests, node.parent_key or b"", node.raw, salt)
+
+    # ------------------------------------------------------------ taking over
+
+    def adopt(self, unfinished: bool = False) -> int:
+        """Hang into the tree, which is empty, what the arena's index names; returns the number of full pages.
+        `unfinished`: not all ranks had carried out what the leader had sealed.
+
+        Nothing where several incarnations have done so and didn't live long.
+        """
+        arena, self._unfinished = self._arena, unfinished
+        times = arena.taken + 1
+        if times > MOST_TAKEN:
+            _log.error("host memory was taken over %d times and none lived long with it: it is left", MOST_TAKEN)
+            self.begin(arena.bond)
+            return 0
+        arena.take(times)
+        self._settles = self._now() + SETTLED_S
+        self._clear_nulls()
+        found = {}
+        for pool in self._unproven:
+            found[pool], torn = arena.read(pool)
+            self.counters["arena_records_torn"] += torn
+        roots = _rooted(found, self._tree)
+        self._adopting = True
+        try:
+            adopted = self._hang_all(roots)
+        finally:
+            self._adopting = False
+        for pool, records in found.items():
+            left = [record.index for record in records if record.index not in self._unproven[pool]]
+            arena.drop(pool, left)
+            self.counters["arena_pages_dropped"] += len(left)
+        self.counters["arena_pages_adopted"] += adopted
+        return adopted
+
+    @property
+    def bond(self) -> bytes:
+        """What the arenas of all ranks have in common; empty where there is nothing to take over."""
+        return self._arena.bond
+
+    def take_copies(self) -> int:
+        """Copies into this tier that the leader has ordered; counted from zero from now on."""
+        return self._arena.take_copies()
+
+    def begin(self, bond: bytes) -> None:
+        """Start with nothing, whatever was written there before."""
+        self._arena.begin(bond)
+        self._clear_nulls()
+
+    def _clear_nulls(self) -> None:
+        """Of all ranks. A writer that was killed may have been anywhere, and one of another layout, as after a change
+        of role, has had pages where the null pages are now."""
+        self._host.zero({pool: (0,) for pool in self._unproven})
+
+    def _hang_all(self, roots: list[_Found]) -> int:
+        newest = max((page.used for page in roots), default=0)
+        runs = list(_runs(roots, {p.name for p in self._host.spec.pools if self._tree.component(p.name).point}))
+        indices: dict[str, list[list[int]]] = {pool: [] for pool in self._unproven}
+        for _, pages in runs:
+            for pool, records in self._parts(pages):
+                indices[pool].append([record.index for record in records])
+        leases = {
+            pool: iter(self._host.allocators[pool].take(wanted, f"adopted {pool}")) for pool, wanted in indices.items()
+        }
+        nodes: dict[int, Node] = {}
+        for above, pages in runs:
+            parent = None if above is None else nodes[id(above)]
+            raw = b"".join(page.record.tokens for page in pages)
+            chain = b"".join(page.record.key for page in pages)
+            # All of it was used longer ago than anything that is yet to come.
+            node = self._tree.graft(parent, pages[0].record.salt, raw, chain, pages[0].used - newest)
+            nodes[id(pages[-1])] = node
+            for pool, records in self._parts(pages):
+                lease = next(leases[pool])
+                self._unproven[pool].update(lease.indices)
+                self._tree.attach(node, pool, Tier.HOST, lease, tuple(record.digest for record in records))
+        return sum(len(pages) for _, pages in runs)
+
+    def _parts(self, pages: list[_Found]) -> Iterator[tuple[str, list[Record]]]:
+        """What a node of these pages gets, by pool, the full pool first."""
+        for component in self._tree.components:
+            if component.name == self._tree.full:
+                yield component.name, [page.record for page in pages]
+            elif component.point and component.name in pages[-1].beside:
+                yield component.name, [pages[-1].beside[component.name]]
+            elif not component.point and component.name in pages[0].beside:
+                yield component.name, [page.beside[component.name] for page in pages]
+
+    # ------------------------------------------------------------ looking at what was taken over
+
+    def unproven(self, part: Part) -> bool:
+        """Whether a part of the host tier has pages that nobody has looked at since they were taken over."""
+        mine = self._unproven[part.component]
+        return bool(mine) and not mine.isdisjoint(part.lease.indices)
+
+    def torn(self, part: Part, count: int) -> bool:
+        """Asked about so many pages of a part that don't match: whether that is no damage, since a rank was killed
+        before it had carried out all copies."""
+        if not (self._unfinished and self.unproven(part)):
+            return False
+        _log.warning("a rank had not finished pages when it died", extra={"pool": part.component, "pages": count})
+        self.counters["arena_records_torn"] += count
+        return True
+
+    def proved(self, part: Part) -> None:
+        """All pages of this part have matched."""
+        self._unproven[part.component].difference_update(part.lease.indices)
+
+    def poll(self, idle: bool) -> None:
+        """Look at some pages, if there are any left; returns at once. `idle`: no request runs."""
+        if self._settles is not None and self._now() >= self._settles:
+            self._settles = None
+            self._arena.take(0)
+        if not any(self._unproven.values()):
+            self._stop_looking()
+            return
+        began = self._now()
+        if not idle and began < self._next:
+            return
+        if self._cursor is None:
+            # Nodes are split and go meanwhile: whatever is left after one round is found in the next.
+            self._cursor = self._tree.list.cursor()
+            self._at = self._cursor.next()
+        self._look(SLICE_BYTES)
+        self._next = self._now() + BUSY_SHARE * (self._now() - began)
+
+    def _stop_looking(self) -> None:
+        if self._cursor is not None:
+            self._cursor.close()
+        self._cursor = self._at = None
+
+    def _look(self, budget: int) -> None:
+        while budget > 0 and self._cursor is not None:
+            if self._at is None:
+                self._stop_looking()
+                return
+            part = next((p for p in self._at.parts[Tier.HOST].values() if self.unproven(p)), None)
+            if part is None:
+                self._at = self._cursor.next()
+                budget -= _NODE_BYTES
+                continue
+            unit = self._host.spec.unit_bytes(part.component)
+            budget -= unit * self._prove(part, max(1, budget // unit))
+
+    def _prove(self, part: Part, most: int) -> int:
+        """Look at up to `most` pages of a part; returns how many."""
+        tree, pool, size = self._tree, part.component, self._host.spec.page_tokens
+        mine, start = self._unproven[pool], self._tree.start(part.node)
+        at = [i for i, index in enumerate(part.lease.indices) if index in mine][:most]
+        indices = [part.lease.indices[i] for i in at]
+        if tree.component(pool).point:
+            firsts = ends = [(start + len(part.node)) * size]
+        else:
+            firsts = [(start + i) * size for i in at]
+            ends = [first + size for first in firsts]
+        self._device.touch("prove", reads=[Span(HOST, pool, indices)])
+        digests = self._host.digest(pool, indices, firsts, ends)
+        bad = [i for i, digest in zip(at, digests, strict=True) if digest != part.digests[i]]
+        torn = bool(bad) and self.torn(part, len(bad))
+        mine.difference_update(indices)
+        if bad and tree.linked(part.node):
+            page = start + (len(part.node) - 1 if tree.component(pool).point else bad[0])
+            if not torn:
+                log_damage(_log, Where.ARENA, pool=pool, pages=[start + i for i in bad], condemned_from=page)
+            tree.condemn(_prefix_to(tree, part.node), page)
+        self.counters["arena_pages_damaged"] += 0 if torn else len(bad)
+        return len(at)
+
+    # ------------------------------------------------------------ accounts
+
+    def check(self) -> list[str]:
+        """The index names exactly what the tree has on the host and may still match."""
+        wanted: dict[str, dict[int, tuple[int, bytes, int]]] = {pool: {} for pool in self._unproven}
+        for (pool, index), record in self._beside.items():
+            wanted[pool][index] = record
+        for node in self._tree.nodes():
+            if not self._tree.linked(node):
+                continue
+            for part in node.parts[Tier.HOST].values():
+                run = self._sealed(part)
+                for i, (index, digest) in enumerate(zip(part.lease.indices, part.digests, strict=True)):
+                    if (part.component, index) not in self._unindexed:
+                        key = run.keys[KEY_BYTES * i : KEY_BYTES * (i + 1)]
+                        wanted[part.component][index] = (run.first + i, key, digest)
+        out = []
+        for pool, unproven in self._unproven.items():
+            records, torn = self._arena.read(pool)
+            found = {record.index: (record.number, record.key, record.digest) for record in records}
+            if torn or found != wanted[pool]:
+                differ = sorted(i for i in {*found, *wanted[pool]} if found.get(i) != wanted[pool].get(i))
+                out.append(f"arena: {torn} records of {pool} torn, those of {differ} aren't what the tree has")
+            strangers = unproven.difference(wanted[pool])
+            if strangers:
+                out.append(f"arena: {pool} pages {sorted(strangers)} are to be looked at, and not in the tree")
+        return out
+
+
+def _rooted(found: Mapping[str, list[Record]], tree: PrefixTree) -> list[_Found]:
+    """The first pages of prefixes, each with all that follows; what has no unbroken way from there is left out."""
+    pages: dict[bytes, _Found] = {}
+    for record in sorted(found[tree.full], key=lambda record: record.sequence):
+        pages[record.key] = _Found(record, used=record.sequence)
+    for component in tree.components[1:]:
+        for record in sorted(found[component.name], key=lambda record: record.sequence):
+            page = pages.get(record.key)
+            if page is not None and page.record.number == record.number:
+                page.beside[component.name] = record
+    roots: list[_Found] = []
+    for page in pages.values():
+        record = page.record
+        if record.number == 0:
+            if _follows(chain_start(record.salt), record):
+                roots.append(page)
+            continue
+        above = pages.get(record.parent)
+        if above is not None and above.record.number + 1 == record.number and _follows(record.parent, record):
+            above.children.append(page)
+    _date(roots)
+    return roots
+
+
+def _follows(key: bytes, record: Record) -> bool:
+    return chain_on(key, record.tokens, len(record.tokens)) == [record.key]
+
+
+def _date(roots: list[_Found]) -> None:
+    """A page was used no earlier than what is below it."""
+    order, stack = [], list(roots)
+    while stack:
+        page = stack.pop()
+        order.append(page)
+        stack.extend(page.children)
+    for page in reversed(order):
+        page.used = max([page.used, *(child.used for child in page.children)])
+
+
+def _runs(roots: list[_Found], points: set[str]) -> Iterator[tuple[_Found | None, list[_Found]]]:
+    """The nodes to make, parents first: the page above, and pages that nothing divides."""
+    stack: list[tuple[_Found | None, _Found]] = [(None, root) for root in roots]
+    while stack:
+        above, page = stack.pop()
+        run = [page]
+        while len(page.children) == 1 and not (page.beside.keys() & points):
+            (child,) = page.children
+            if page.beside.keys() - points != child.beside.keys() - points:
+                break
+            run.append(child)
+            page = child
+        yield above, run
+        stack += [(page, child) for child in page.children]
+
+
+def _prefix_to(tree: PrefixTree, node: Node) -> Prefix:
+    """The prefix that ends with `node`."""
+    raw, chain, top = b"", b"", node
+    while top.parent is not None:
+        raw, chain, top = top.raw + raw, top.chain + chain, top.parent
+    return Prefix(raw, tree.spec.page_tokens, top.salt, chain)

@@ -1,0 +1,132 @@
+"""The index of an arena: a record for each page, true only when it is whole."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from cache.memory.kv_cache_spec import Kind
+from contracts.block_hash import KEY_BYTES, TOKEN_BYTES
+
+SALT_BYTES = 96
+"""Longer salts don't fit into a record: what is under them is not adopted."""
+
+Words = np.ndarray[tuple[int, ...], np.dtype[np.uint64]]
+
+
+@dataclass(frozen=True, slots=True)
+class Sealed:
+    """Pages that follow each other in one prefix, or one state, as the index has them."""
+
+    first: int
+    """The page number of the first; of a state, that of the last page before it."""
+    keys: bytes
+    """Chain keys, 16 bytes each."""
+    digests: Sequence[int]
+    parent: bytes = b""
+    """Chain key of the page before the first; empty at the start of a prefix. Full pages only, like what follows."""
+    tokens: bytes = b""
+    """4 bytes a token."""
+    salt: bytes = b""
+
+
+@dataclass(frozen=True, slots=True)
+class Record:
+    """One page or slot of what was found."""
+
+    index: int
+    sequence: int
+    number: int
+    key: bytes
+    digest: int
+    parent: bytes
+    tokens: bytes
+    salt: str
+
+
+class _Table:
+    """The records of one pool, by index."""
+
+    def __init__(self, raw: np.ndarray, dtype: np.dtype, number: int) -> None:
+        self._type = dtype
+        self._records = raw.view(dtype)
+        self._words: Words = raw.view(np.uint64).reshape(len(self._records), -1)
+        self.sums = self._words[:, 0]
+        # A record at another index, or of another pool, is none. The numbers are the same in every process.
+        draw = np.random.Generator(np.random.PCG64(number))
+        self._odd: Words = draw.integers(0, 1 << 64, self._words.shape[1], dtype=np.uint64, endpoint=False) | np.uint64(
+            1
+        )
+
+    def write(self, indices: Sequence[int], run: Sealed, sequence: int) -> None:
+        count = len(indices)
+        records = np.zeros(count, self._type)
+        records["sequence"] = np.arange(sequence, sequence + count, dtype=np.uint64)
+        records["digest"] = np.array(run.digests, dtype=np.uint64)
+        records["number"] = np.arange(run.first, run.first + count, dtype=np.uint32)
+        records["key"] = _rows(run.keys, count, KEY_BYTES)
+        if run.tokens:
+            parents = (run.parent or bytes(KEY_BYTES)) + run.keys[:-KEY_BYTES]
+            records["parent"] = _rows(parents, count, KEY_BYTES)
+            records["tokens"] = _rows(run.tokens, count, len(run.tokens) // count)
+            records["salted"] = len(run.salt)
+            records["salt"][:, : len(run.salt)] = np.frombuffer(run.salt, np.uint8)
+        words: Words = records.view(np.uint64).reshape(count, -1)
+        at = np.asarray(indices, dtype=np.int64)
+        sums = self._sums(words, at)
+        # The order of these three is what `read` relies on.
+        self.sums[at] = 0
+        self._words[at, 1:] = words[:, 1:]
+        self.sums[at] = sums
+
+    def _sums(self, words: Words, at: np.ndarray) -> Words:
+        """Checksums of whole records at these places, of all words but their first; never 0."""
+        with np.errstate(over="ignore"):
+            mixed: Words = (words[:, 1:] * self._odd[1:]).sum(axis=1, dtype=np.uint64)
+            mixed += at.astype(np.uint64) * self._odd[0]
+            mixed ^= mixed >> np.uint64(29)
+            mixed *= np.uint64(0xBF58476D1CE4E5B9)
+        mixed |= np.uint64(1)
+        return mixed
+
+    def read(self) -> tuple[list[Record], int]:
+        there = self.sums.nonzero()[0]
+        words = self._words[there]
+        good = self._sums(words, there) == words[:, 0]
+        torn = there[~good]
+        self.sums[torn] = 0
+        found = np.ascontiguousarray(words[good]).view(self._type)[:, 0] if good.any() else ()
+        return [self._record(at, one) for at, one in zip(there[good].tolist(), found, strict=True)], len(torn)
+
+    def _record(self, index: int, one: np.void) -> Record:
+        parent = tokens = salt = b""
+        if "tokens" in (self._type.names or ()):
+            parent, tokens = one["parent"].tobytes(), one["tokens"].tobytes()
+            salt = one["salt"].tobytes()[: int(one["salted"])]
+        key, sequence, number = one["key"].tobytes(), int(one["sequence"]), int(one["number"])
+        return Record(index, sequence, number, key, int(one["digest"]), parent, tokens, salt.decode(errors="replace"))
+
+
+def _record_type(page_tokens: int, kind: Kind) -> np.dtype:
+    fields: list[tuple[str, str, int, int]] = [
+        ("sum", "<u8", 1, 0), ("sequence", "<u8", 1, 8), ("digest", "<u8", 1, 16), ("number", "<u4", 1, 24),
+        ("salted", "<u4", 1, 28), ("key", "u1", KEY_BYTES, 32),
+    ]  # fmt: skip
+    if kind is Kind.FULL:
+        fields += [("parent", "u1", KEY_BYTES, 48), ("salt", "u1", SALT_BYTES, 64)]
+        fields += [("tokens", "u1", TOKEN_BYTES * page_tokens, 64 + SALT_BYTES)]
+    end = max(at + np.dtype(kind_of).itemsize * times for _, kind_of, times, at in fields)
+    return np.dtype(
+        {
+            "names": [name for name, _, _, _ in fields],
+            "formats": [kind_of if times == 1 else (kind_of, (times,)) for _, kind_of, times, _ in fields],
+            "offsets": [at for _, _, _, at in fields],
+            "itemsize": -(-end // 8) * 8,
+        }
+    )
+
+
+def _rows(raw: bytes, count: int, width: int) -> np.ndarray:
+    return np.frombuffer(raw, np.uint8).reshape(count, width)

@@ -1,0 +1,1 @@
+"""Streams, launches and copies; and a CPU that behaves like a GPU, for tests."""

@@ -1,0 +1,310 @@
+"""The lazy device: CPU torch that behaves like the slowest, most contrary GPU that its rules allow.
+
+`submit` queues an operation; a seeded scheduler runs it at any later moment that the declared order allows: when
+somebody submits, polls or waits, when `run_some` is called, or in the middle of another stream's operation that
+`order`s one of its inputs. An operation may also run at once, as on a fast device. So a reader that forgot to wait
+finds the bytes missing under most seeds, and the same seed shows it again.
+
+Content shows a race only where the scheduler happens to run it the wrong way round. Three checks find it always:
+
+    order       two conflicting accesses that nothing orders are refused when the second is submitted (`ordering`)
+    gates       an operation that was to `order` a load before touching its layer, and didn't, fails
+    writes      an operation that changes pages which it didn't declare as written fails (for pools given to `watch`)
+
+An operation that raises, raises again for everyone who waits for it; `settle` runs what is left and raises what
+nobody has heard of yet. Single-threaded, like the loops that use it.
+"""
+
+from __future__ import annotations
+
+import random
+from collections import deque
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from enum import StrEnum
+from typing import Any
+from weakref import WeakSet
+
+import torch
+
+from cache.device.device_port import NO_GATES, Completion, Gated, Op, Span, Stream
+from cache.device.race_checker import Access, Clock, OrderChecker, join
+from cache.device.write_checker import Shadow
+from contracts.clock import ManualClock
+from contracts.errors import UnorderedAccess
+
+_HOST = "host"
+_STRAY = (0.0, 0.1, 0.4, 0.8)
+"""How often the scheduler runs something that nobody asked for: from a device that lags behind to one that keeps up."""
+_POLLED = 0.1
+"""How often at least it does when somebody polls; above 0, so that polling ends."""
+_OP_S = 0.001
+"""An operation takes up to this long on the virtual clock."""
+
+
+class _State(StrEnum):
+    QUEUED = "queued"
+    RUNNING = "running"
+    OVER = "over"
+
+
+class _LazyOp:
+    """A queued operation, and its completion."""
+
+    def __init__(
+        self, device: LazyDevice, op: Op, run: Callable[[], object], access: Access, clock: Clock, gates: Gated
+    ) -> None:
+        self._device = device
+        self.op = op
+        self.run = run
+        self.access = access
+        self.clock = clock
+        """What is certain to be over when it begins; with its gates' and its own tick, once it is over."""
+        self.gates = gates
+        self.before: list[Completion] = []
+        self.state = _State.QUEUED
+        self.error: BaseException | None = None
+        self.heard = False
+        self.known = False
+        """Whether the host knows that it is over."""
+
+    @property
+    def done(self) -> bool:
+        return self._device.poll(self)
+
+    def wait(self) -> None:
+        self._device.wait(self)
+
+    def order(self) -> None:
+        self._device.order(self)
+
+    @property
+    def ready(self) -> bool:
+        return all(b.state is _State.OVER if isinstance(b, _LazyOp) else b.done for b in self.before)
+
+
+class LazyDevice:
+    """See the module's prose. The seed decides everything, `stray` (0 to 1) included unless it is given.
+
+    `clock`, if given, moves with every operation.
+    """
+
+    checks = True
+    torch_device = torch.device("cpu")
+
+    def __init__(
+        self, seed: int, *, clock: ManualClock | None = None, stray: float | None = None, polled: float = _POLLED
+    ) -> None:
+        self._random = random.Random(seed)
+        self._clock = clock
+        self._stray = self._random.choice(_STRAY) if stray is None else stray
+        self._polled = polled
+        self._queues: dict[Stream, deque[_LazyOp]] = {stream: deque() for stream in Stream}
+        self._stream_clocks: dict[Stream, Clock] = {stream: {} for stream in Stream}
+        self._host: Clock = {_HOST: 0}
+        self._checker = OrderChecker()
+        self._running: list[_LazyOp] = []
+        self._ordered: dict[Stream, WeakSet[_LazyOp]] = {stream: WeakSet() for stream in Stream}
+        self._failed: list[_LazyOp] = []
+        self._shadow = Shadow()
+        self.trace: list[str] = []
+        """Names of the operations in the order in which they ran."""
+
+    # ------------------------------------------------------------ the device port
+
+    def submit(
+        self,
+        op: Op,
+        run: Callable[[], object],
+        after: Sequence[Completion] = (),
+        *,
+        gates: Gated = NO_GATES,
+        keep: Sequence[Any] = (),
+    ) -> Completion:
+        """Queue `op`. Raises `UnorderedAccess`, queueing nothing, when an earlier conflicting one isn't before it."""
+        assert not self._running, "operations are submitted by the host, not by operations"
+        self._host[_HOST] += 1
+        clock = _joined(_joined(self._host, [self._stream_clocks[op.stream]]), _clocks(after))
+        access = Access(op.stream, clock.get(op.stream, 0) + 1, op.name)
+        at_layer: dict[tuple[str, int | None], Clock] = {k: _joined(clock, _clocks(v)) for k, v in gates.items()}
+        self._checker.enter(access, op.reads, op.writes, lambda pool, layer: at_layer.get((pool, layer), clock))
+        clock = _joined(clock, at_layer.values())
+        clock[op.stream] = access.tick
+        queued = _LazyOp(self, op, run, access, clock, gates)
+        queued.before = list(after)
+        self._stream_clocks[op.stream] = dict(clock)
+        self._queues[op.stream].append(queued)
+        self.run_some()
+        return queued
+
+    def touch(self, name: str, *, reads: Sequence[Span] = (), writes: Sequence[Span] = ()) -> None:
+        """Raises `UnorderedAccess` when the host doesn't know that what it touches is over."""
+        self._host[_HOST] += 1
+        self._checker.enter(Access(_HOST, self._host[_HOST], name), reads, writes, lambda pool, layer: self._host)
+
+    def allocate_host(self, nbytes: int) -> torch.Tensor:
+        return torch.zeros(nbytes, dtype=torch.uint8)
+
+    def register_host(self, memory: torch.Tensor) -> None:
+        return
+
+    # ------------------------------------------------------------ for tests
+
+    def watch(self, place: str, pool: str, layers: Sequence[Mapping[str, torch.Tensor]]) -> None:
+        """From now on operations may change pages of this pool only where they say so.
+
+        `layers` has each layer's buffers, [pages, ...]; they are copied at every operation, so keep the pool small.
+        """
+        self._shadow.watch(place, pool, layers)
+
+    def run_some(self) -> int:
+        """Run some of what may run now, as the scheduler likes; returns how many."""
+        count = 0
+        while self._random.random() < self._stray and (ready := self._ready()):
+            self._execute(self._random.choice(ready))
+            count += 1
+        return count
+
+    def settle(self) -> None:
+        """Run everything; the host knows it afterwards. Raises the first error that nobody has heard of."""
+        for queue in self._queues.values():
+            while queue:
+                self._force(queue[-1])
+        for clock in self._stream_clocks.values():
+            join(self._host, clock)
+        failed, self._failed = [op for op in self._failed if not op.heard], []
+        for op in failed:
+            assert op.error is not None
+            raise op.error
+
+    @property
+    def queued(self) -> int:
+        """Operations that have not run yet."""
+        return sum(len(queue) for queue in self._queues.values())
+
+    # ------------------------------------------------------------ completions
+
+    def poll(self, op: _LazyOp) -> bool:
+        """Whether `op` is over: polling long enough always ends."""
+        ready = self._ready()
+        if op.state is not _State.OVER and ready and self._random.random() < max(self._stray, self._polled):
+            self._execute(self._random.choice(ready))
+        if op.state is _State.OVER:
+            self._learn(op)
+        return op.state is _State.OVER
+
+    def wait(self, op: _LazyOp) -> None:
+        self._force(op)
+        self._learn(op)
+        if op.error is not None:
+            op.heard = True
+            raise op.error
+
+    def order(self, op: _LazyOp) -> None:
+        if not self._running:
+            self.wait(op)
+            return
+        running = self._running[-1]
+        self._shadow.compare(running.op)
+        self._force(op)
+        self.run_some()
+        self._shadow.accept_all()
+        self._ordered[running.op.stream].add(op)
+        if op.error is not None:
+            op.heard = True
+            raise op.error
+
+    def _learn(self, op: _LazyOp) -> None:
+        """The host knows that it is over. What only the device has been told to order stays unknown to the host."""
+        op.known = True
+        if not self._running:
+            join(self._host, op.clock)
+
+    # ------------------------------------------------------------ the scheduler
+
+    def _ready(self) -> list[_LazyOp]:
+        heads = [queue[0] for queue in self._queues.values() if queue]
+        return [op for op in heads if op.state is _State.QUEUED and op.ready]
+
+    def _force(self, target: _LazyOp) -> None:
+        """Run what `target` needs and `target`, and now and then something else in between."""
+        while target.state is not _State.OVER:
+            needed = self._needed(target)
+            ready = [op for op in self._ready() if op in needed]
+            if not ready:
+                self._wait_for_others(needed)
+            elif self._random.random() < self._stray:
+                self._execute(self._random.choice(self._ready()))
+            else:
+                self._execute(self._random.choice(ready))
+
+    def _needed(self, target: _LazyOp) -> set[_LazyOp]:
+        """`target` and everything unfinished that must come before it."""
+        stack, needed = [target], set[_LazyOp]()
+        while stack:
+            op = stack.pop()
+            if op.state is _State.OVER or op in needed:
+                continue
+            needed.add(op)
+            queue = list(self._queues[op.op.stream])
+            stack += queue[: queue.index(op)]
+            stack += [b for b in op.before if isinstance(b, _LazyOp)]
+        return needed
+
+    def _wait_for_others(self, needed: set[_LazyOp]) -> None:
+        """Nothing here can run: what is needed comes from elsewhere, or waits for itself."""
+        foreign = [b for op in needed for b in op.before if not isinstance(b, _LazyOp) and not b.done]
+        if not foreign:
+            names = ", ".join(sorted(str(op.access) for op in needed))
+            raise UnorderedAccess(f"these wait for each other and would never run: {names}")
+        foreign[0].wait()
+
+    def _execute(self, op: _LazyOp) -> None:
+        if self._running:
+            self._shadow.compare(self._running[-1].op)
+        self._shadow.accept_all()
+        op.state = _State.RUNNING
+        self._running.append(op)
+        self.trace.append(op.op.name)
+        try:
+            for before in op.before:
+                if isinstance(before, _LazyOp) and before.error is not None:
+                    before.heard = True
+                    raise before.error
+            op.run()
+            self._shadow.compare(op.op)
+            self._check_gates(op)
+        except Exception as error:
+            op.error = error
+            self._failed.append(op)
+        finally:
+            self._running.pop()
+            self._shadow.accept_all()
+        op.state = _State.OVER
+        op.run = _nothing
+        self._queues[op.op.stream].popleft()
+        if self._clock is not None:
+            self._clock.advance(self._random.random() * _OP_S)
+
+    def _check_gates(self, op: _LazyOp) -> None:
+        for (pool, layer), loads in op.gates.items():
+            for load in loads:
+                if isinstance(load, _LazyOp) and not load.known and load not in self._ordered[op.op.stream]:
+                    raise UnorderedAccess(
+                        f"{op.access} touched layer {layer} of {pool} without waiting for {load.access}"
+                    )
+
+
+def _clocks(completions: Iterable[Completion]) -> list[Clock]:
+    """What is over with these. Completions from elsewhere are waited for, but say nothing about what came before."""
+    return [c.clock for c in completions if isinstance(c, _LazyOp)]
+
+
+def _joined(clock: Clock, others: Iterable[Clock]) -> Clock:
+    joined = dict(clock)
+    for other in others:
+        join(joined, other)
+    return joined
+
+
+def _nothing() -> None:
+    return

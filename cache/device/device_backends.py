@@ -1,0 +1,114 @@
+"""The devices that there are: CPU torch, and CUDA."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from cache.device.device_port import DONE, NO_GATES, Completion, Device, Gated, Op, Span, Stream
+
+
+class CpuDevice:
+    """CPU torch: an operation is complete when `submit` returns."""
+
+    checks = False
+    torch_device = torch.device("cpu")
+
+    def submit(
+        self,
+        op: Op,
+        run: Callable[[], object],
+        after: Sequence[Completion] = (),
+        *,
+        gates: Gated = NO_GATES,
+        keep: Sequence[Any] = (),
+    ) -> Completion:
+        for completion in after:
+            completion.wait()
+        run()
+        return DONE
+
+    def touch(self, name: str, *, reads: Sequence[Span] = (), writes: Sequence[Span] = ()) -> None:
+        return
+
+    def allocate_host(self, nbytes: int) -> torch.Tensor:
+        return torch.zeros(nbytes, dtype=torch.uint8)
+
+    def register_host(self, memory: torch.Tensor) -> None:
+        return
+
+
+class CudaDevice:
+    """NVIDIA: one CUDA stream a `Stream`; completions are CUDA events."""
+
+    checks = False
+
+    def __init__(self, index: int = 0) -> None:
+        self.torch_device = torch.device("cuda", index)
+        self._streams = {stream: torch.cuda.Stream(self.torch_device) for stream in Stream}  # type: ignore[no-untyped-call]
+        self._kept: deque[tuple[torch.cuda.Event, tuple[Any, ...]]] = deque()
+
+    def submit(
+        self,
+        op: Op,
+        run: Callable[[], object],
+        after: Sequence[Completion] = (),
+        *,
+        gates: Gated = NO_GATES,
+        keep: Sequence[Any] = (),
+    ) -> Completion:
+        self._let_go()
+        stream = self._streams[op.stream]
+        # What the caller made on its own stream (index tensors, say) is there before the operation reads it.
+        stream.wait_stream(torch.cuda.current_stream(self.torch_device))
+        with torch.cuda.stream(stream):
+            for completion in after:
+                completion.order()
+            run()
+            event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            event.record(stream)
+        # The caching allocator would hand the memory of a dropped tensor to its own stream while this one still
+        # reads it: so everything that the launch could reach stays until the event.
+        self._kept.append((event, (run, *keep)))
+        return _CudaEvent(event)
+
+    def touch(self, name: str, *, reads: Sequence[Span] = (), writes: Sequence[Span] = ()) -> None:
+        return
+
+    def allocate_host(self, nbytes: int) -> torch.Tensor:
+        return torch.zeros(nbytes, dtype=torch.uint8, pin_memory=True)
+
+    def register_host(self, memory: torch.Tensor) -> None:
+        # It stays registered as long as the process lives: a worker's host tier ends with it.
+        code = torch.cuda.cudart().cudaHostRegister(memory.data_ptr(), memory.numel(), 0)  # type: ignore[no-untyped-call]
+        if int(code):
+            raise RuntimeError(f"{memory.numel()} bytes of host memory can't be registered with the GPU: error {code}")
+
+    def _let_go(self) -> None:
+        while self._kept and self._kept[0][0].query():  # type: ignore[no-untyped-call]
+            self._kept.popleft()
+
+
+class _CudaEvent:
+    def __init__(self, event: torch.cuda.Event) -> None:
+        self._event = event
+
+    @property
+    def done(self) -> bool:
+        return bool(self._event.query())  # type: ignore[no-untyped-call]
+
+    def wait(self) -> None:
+        self._event.synchronize()
+
+    def order(self) -> None:
+        torch.cuda.current_stream().wait_event(self._event)
+
+
+def make_device(name: str) -> Device:
+    """``auto``, ``cpu`` or ``cuda`` as in `engine.device`."""
+    if name == "cuda" or (name == "auto" and torch.cuda.is_available()):
+        return CudaDevice()
+    return CpuDevice()

@@ -1,0 +1,117 @@
+"""Who is ordered after whom: vector clocks over the streams and the host.
+
+Every operation is the n-th *tick* of its actor: a stream, or the host. Its clock says how many ticks of each actor are
+certain to be over when it begins; so access a came before access b if b's clock has reached a's tick. Certainty comes
+from declared order alone (see `cache.device.device_port`), never from what happened to run first. That is why the
+checker finds a race in every run, also in those in which it went well.
+
+Two accesses conflict when they share a page of a pool in one place, and a layer, and one of them writes. For every
+page and layer the checker keeps the last write and, since then, the last read of each actor: whoever is ordered
+after these is ordered after everything before them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+
+from cache.device.device_port import Span
+from contracts.errors import UnorderedAccess
+
+Clock = dict[str, int]
+"""Ticks by actor."""
+ClockOf = Callable[[str, int | None], Clock]
+"""The clock with which an operation reaches a pool's layer; None: all of its layers at once."""
+
+
+def join(clock: Clock, other: Clock) -> None:
+    """Let `clock` know all that `other` knows."""
+    for actor, tick in other.items():
+        if tick > clock.get(actor, 0):
+            clock[actor] = tick
+
+
+@dataclass(frozen=True, slots=True)
+class Access:
+    """One operation's touch of a page."""
+
+    actor: str
+    tick: int
+    name: str
+
+    def __str__(self) -> str:
+        return f"{self.name} ({self.actor} #{self.tick})"
+
+
+@dataclass(slots=True)
+class _Page:
+    """What happened to one page, by layer; None is an access to all layers."""
+
+    writes: dict[int | None, Access] = field(default_factory=dict)
+    reads: dict[int | None, dict[str, Access]] = field(default_factory=dict)
+
+
+class OrderChecker:
+    """Refuses accesses that conflict with an earlier one and aren't ordered after it."""
+
+    def __init__(self) -> None:
+        self._pages: dict[tuple[str, str, int], _Page] = {}
+
+    def enter(self, access: Access, reads: Sequence[Span], writes: Sequence[Span], clock_of: ClockOf) -> None:
+        """Record an access; raises `UnorderedAccess` naming both, recording nothing, if an earlier one conflicts."""
+        for spans, writing in ((reads, False), (writes, True)):
+            for span in spans:
+                for number in span.pages:
+                    self._check(access, span, number, writing, clock_of)
+        for span in reads:
+            for page in self._touched(span):
+                for layer in _layers(span):
+                    page.reads.setdefault(layer, {})[access.actor] = access
+        for span in writes:
+            for page in self._touched(span):
+                for layer in _layers(span):
+                    _overwrite(page, layer, access)
+
+    def _check(self, access: Access, span: Span, number: int, writing: bool, clock_of: ClockOf) -> None:
+        page = self._pages.get((span.place, span.pool, number))
+        if page is None:
+            return
+        for layer in _layers(span):
+            for at, earlier in _conflicting(page, layer, writing):
+                clock = clock_of(span.pool, layer if at is None else at)
+                if clock.get(earlier.actor, 0) < earlier.tick:
+                    where = "all layers" if layer is None and at is None else f"layer {layer if at is None else at}"
+                    verb = "writes" if writing else "reads"
+                    raise UnorderedAccess(
+                        f"{access} {verb} {span.place} {span.pool} page {number}, {where}, and nothing orders it after "
+                        f"{earlier}"
+                    )
+
+    def _touched(self, span: Span) -> Iterator[_Page]:
+        for number in span.pages:
+            yield self._pages.setdefault((span.place, span.pool, number), _Page())
+
+
+def _layers(span: Span) -> Iterable[int | None]:
+    return (None,) if span.layers is None else span.layers
+
+
+def _conflicting(page: _Page, layer: int | None, writing: bool) -> Iterator[tuple[int | None, Access]]:
+    """Earlier accesses that share `layer`, each with the layer it was made to."""
+    for at, write in page.writes.items():
+        if layer is None or at is None or at == layer:
+            yield at, write
+    if writing:
+        for at, reads in page.reads.items():
+            if layer is None or at is None or at == layer:
+                yield from ((at, read) for read in reads.values())
+
+
+def _overwrite(page: _Page, layer: int | None, access: Access) -> None:
+    """Whoever conflicts with this write is ordered after it and so after all that it was ordered after."""
+    if layer is None:
+        page.writes.clear()
+        page.reads.clear()
+    else:
+        page.reads.pop(layer, None)
+    page.writes[layer] = access

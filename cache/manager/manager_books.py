@@ -1,0 +1,396 @@
+"""The books of a seat: pools, tree and tiers together, who has claims, and what is under way.
+
+`cache.manager.kv_cache_manager` is a request's way through it; this is what all of that stands on: making room, taking
+in what completed, giving back, and recounting everything from scratch.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+
+from cache.allocation.allocation import Cached, Claim, Snapshot
+from cache.allocation.block_table import NO_PAGE
+from cache.arena.arena import Arena
+from cache.arena.arena_keeper import ArenaKeeper
+from cache.device.device_port import DEVICE, Completion, Device, Op, Span, Stream, attempt, failure
+from cache.memory.kv_cache_spec import Kind
+from cache.memory.page_moves import Move, Part
+from cache.pool.in_flight import Launched
+from cache.pool.page_allocator import Lease
+from cache.pool.pool_set import PoolSet
+from cache.prefix_cache.radix_tree import Match, PrefixTree
+from cache.prefix_cache.token_prefix import Prefix
+from cache.prefix_cache.tree_eviction import POLICIES
+from cache.prefix_cache.tree_node import Lock, Node, Tier
+from cache.storage.io_queue import Queue
+from cache.storage.page_store import Shelf
+from cache.storage.rank_page_store import RankShelf
+from cache.swap.swap_storage import Shelver
+from cache.swap.swapped_state import Parked
+from cache.tiers.backup import Saver
+from cache.tiers.kv_event_recorder import Teller
+from cache.tiers.load_back import Loader
+from cache.tiers.prefetch import Prefetcher
+from contracts.config.cache_config import CacheConfig
+from contracts.errors import CapacityError
+
+_log = logging.getLogger("twinpool.cache")
+
+
+class SeatState:
+    """See the module's prose. Single-threaded. `now` is in seconds, `wall` in seconds since 1970."""
+
+    def __init__(
+        self,
+        pools: PoolSet,
+        device: Device,
+        config: CacheConfig,
+        now: Callable[[], float],
+        *,
+        host: PoolSet | None = None,
+        storage: Queue | None = None,
+        shelf: Shelf | None = None,
+        fingerprint: str = "",
+        wall: Callable[[], float] = time.time,
+        rank: int = 0,
+        stride: int = 1 << 40,
+        arena: Arena | None = None,
+    ) -> None:
+        """`stride`: positions beyond what is committed that launched steps of one request write at most. Windows get
+        pages for so many at a time; without it, for all at once. `shelf`: storage of a seat of several ranks, instead
+        of `storage`. `arena`: where `host` lies, if that outlives this process."""
+        self.pools, self.host, self.config = pools, host, config
+        self._device, self._now = device, now
+        if shelf is None and storage is not None and host is not None:
+            shelf = RankShelf(storage, host, fingerprint)
+        self._shelf, self._storage = shelf, shelf or storage
+        self.spec = pools.spec
+        self.full = self.spec.full.name
+        self.tree = PrefixTree(
+            self.spec, POLICIES[config.eviction], write_back=host is not None and config.write_policy == "back"
+        )
+        self._runs = [p.name for p in self.spec.pools if p.kind is not Kind.STATE]
+        self._windows = {p.name: self.spec.window_hold(p.name, stride) for p in self.spec.pools if p.window_tokens}
+        self._slots = [p.name for p in self.spec.pools if p.kind is Kind.STATE]
+        self._claims: dict[Lock, Claim] = {}
+        self._fresh: list[Claim] = []
+        self._parked: list[Parked] = []
+        self._launched = Launched()
+        self.saver = self.loader = self.prefetcher = self.shelver = None
+        if host is not None:
+            retry_s = config.storage.retry_s
+            self.saver = Saver(self.tree, pools, host, device, self._shelf, config.move_chunk_bytes, now, retry_s)
+            self.loader = Loader(self.tree, pools, host, device, now, config.verify)
+            if self._shelf is not None:
+                self.prefetcher = Prefetcher(self.tree, host, self._shelf, config.prefetch, now)
+                self.shelver = Shelver(host, self._shelf, self.saver.lease)
+        self.keeper = ArenaKeeper(self.tree, host, arena, device, now) if host is not None and arena else None
+        if self.keeper is not None and self.loader is not None:
+            self.loader.unproven, self.loader.proved = self.keeper.unproven, self.keeper.proved
+            self.loader.torn = self.keeper.torn
+        events = config.events
+        self.teller = Teller(self.tree, events, wall, rank) if events.endpoint else None
+        if self.teller is not None:
+            _log.info("KV events at %s", self.teller.publisher.endpoint)
+        self._tokens_per_s = 0.0
+        self.counters = {"pages_evicted": 0.0, "pages_condemned": 0.0, "loads_skipped": 0.0}
+        self.counters |= {f"hit_tokens_{tier}": 0.0 for tier in ("device", "host", "storage")}
+
+    # ------------------------------------------------------------ room
+
+    def _worth_loading(self, match: Match) -> bool:
+        """Whether what the host has below the device's anchor is loaded, rather than computed again."""
+        below, policy = match.depth - match.device_depth, self.config.load_back
+        if self.loader is None or not below or policy == "never":
+            return False
+        if policy == "always" or not self._tokens_per_s or not self.loader.bytes_per_s:
+            return True
+        size = sum(self.spec.unit_bytes(pool) for pool in self._runs)
+        worth = below * size / self.loader.bytes_per_s < below * self.spec.page_tokens / self._tokens_per_s
+        self.counters["loads_skipped"] += not worth
+        return worth
+
+    @property
+    def _may_load_back(self) -> bool:
+        return self.config.load_back != "never"
+
+    def _loads(self, lock: Lock) -> Counter[str]:
+        """Pages (and slots) that must come from the host before what `lock` keeps can be used."""
+        loads = Counter[str]()
+        for part in self.loader.missing(lock) if self.loader is not None else ():
+            loads[part.component] += len(part)
+        return loads
+
+    def _plan(self, lock: Lock, loads: Counter[str], leases: Mapping[str, Lease]) -> None:
+        """Let them come into the first pages of `leases`."""
+        if self.loader is not None and loads:
+            self.loader.plan(lock, {pool: leases[pool].split(count, lock.owner) for pool, count in loads.items()})
+
+    def _may_load(self, loads: Counter[str]) -> bool:
+        """Whether loads under way leave room for these; the first one always may."""
+        if self.loader is None or not loads:
+            return True
+        nbytes = sum(count * self.spec.unit_bytes(pool) for pool, count in loads.items())
+        return not self.loader.nbytes or self.loader.nbytes + nbytes <= self.config.load_bytes
+
+    def _lease(self, needs: Mapping[str, int], owner: str) -> dict[str, Lease] | None:
+        """All of `needs` or nothing; what the tree can spare makes room."""
+        leases: dict[str, Lease] = {}
+        for pool, count in needs.items():
+            allocator = self.pools.allocators[pool]
+            if count > allocator.free:
+                self.counters["pages_evicted"] += self.evict(pool, count - allocator.free)
+            try:
+                leases[pool] = allocator.lease(count, owner)
+            except CapacityError:
+                for lease in leases.values():
+                    lease.release()
+                return None
+        return leases
+
+    def evict(self, pool: str, count: int) -> int:
+        """Free up to `count` pages or slots of the device that only the tree holds; returns how many."""
+        return self.tree.evict(Tier.DEVICE, pool, count, self._spill if self.tree.write_back else None)
+
+    def _spill(self, node: Node) -> bool:
+        assert self.saver is not None
+        return self.saver.save([node]) and self.full not in node.parts[Tier.HOST]
+
+    # ------------------------------------------------------------ recurrent states
+
+    def _start_slot(self, claim: Claim, pool: str) -> None:
+        (slot,) = claim.slots[pool].indices
+        snapshots = [p for p in claim.lock.of(pool) if p.tier is Tier.DEVICE]
+        if not snapshots:
+            op = Op("zero slot", Stream.COMPUTE, writes=(Span(DEVICE, pool, (slot,)),))
+            claim.started.append(attempt(self._device, op, lambda: self.pools.zero({pool: (slot,)})))
+            return
+        after = self.loader.completions(claim.lock) if self.loader is not None else []
+        claim.started.append(self._copy_slot(pool, snapshots[0].lease.indices[0], slot, after))
+
+    def _copy_slot(self, pool: str, source: int, target: int, after: Sequence[Completion] = ()) -> Completion:
+        """On the stream of the forward passes: whatever touches a slot does so in their order."""
+        op = Op("copy slot", Stream.COMPUTE, (Span(DEVICE, pool, (source,)),), (Span(DEVICE, pool, (target,)),))
+        move = Move((Part(pool, (source,), (target,)),))
+        return attempt(self._device, op, lambda: self.pools.copy(move, self.pools), after)
+
+    # ------------------------------------------------------------ progress
+
+    def poll(self) -> list[Claim]:
+        """Take in what has completed; returns claims that relied on state which turned out damaged."""
+        if self.teller is not None:
+            self.teller.round()
+        if self.saver is not None:
+            self.saver.poll()
+        if self.prefetcher is not None:
+            self.prefetcher.poll()
+        if self.shelver is not None:
+            self.shelver.poll()
+        if self.keeper is not None:
+            self.keeper.poll(idle=not self._claims)
+        self._launched.sweep()
+        betrayed = [c for c in self._claims.values() if not c.betrayed and _failed(c.started)]
+        relied = [self._claims.get(lock) for lock in (self.loader.poll() if self.loader is not None else ())]
+        betrayed += [c for c in dict.fromkeys(relied) if c is not None and not c.betrayed and c not in betrayed]
+        for claim in betrayed:
+            claim.betrayed = True
+        return betrayed
+
+    def settled(self, claim: Claim) -> bool:
+        """Whether everything that was loaded for it has come and is what it should be: its steps may be committed."""
+        if claim in self._fresh:
+            # Its recurrent state isn't even on its way into its slot.
+            return False
+        if not all(c.done for c in claim.started) or _failed(claim.started):
+            return False
+        return not claim.betrayed and (self.loader is None or not self.loader.under_way(claim.lock))
+
+    def completions(self, claim: Claim) -> list[Completion]:
+        """What must be complete before its pages may be read without going through a gate."""
+        return self.loader.completions(claim.lock) if self.loader is not None else []
+
+    @property
+    def stateful(self) -> bool:
+        """Whether requests have recurrent states, of which snapshots are wanted at page boundaries."""
+        return bool(self._slots)
+
+    def computed(self, tokens: int, seconds: float) -> None:
+        """Tell how fast a step was: it decides whether loading is worth it."""
+        if seconds > 0:
+            rate = tokens / seconds
+            self._tokens_per_s = rate if not self._tokens_per_s else 0.8 * self._tokens_per_s + 0.2 * rate
+
+    def _count(self, cached: Cached) -> None:
+        self.counters["hit_tokens_device"] += cached.device
+        self.counters["hit_tokens_host"] += cached.host
+        self.counters["hit_tokens_storage"] += cached.storage
+
+    def stats(self) -> dict[str, float]:
+        """Counters of everything that happened in the tiers, and how full they are."""
+        out = {**self.counters, "device_pages_kept": self.tree.sizes[Tier.DEVICE, self.full]}
+        for part in (self.saver, self.loader, self.prefetcher, self.shelver, self.keeper):
+            out |= part.counters if part is not None else {}
+        if self.host is not None:
+            allocator = self.host.allocators[self.full]
+            out |= {"stores_missed": self.tree.missed, "stores_waiting": len(self.tree.unstored)}
+            out |= {"host_pages_total": allocator.total, "host_pages_used": allocator.total - allocator.free}
+        return out
+
+    def _save(self, nodes: Sequence[Node]) -> None:
+        """Copy to the host what the write policy wants there by now."""
+        policy = self.config.write_policy
+        if self.saver is None or policy == "back":
+            return
+        self.saver.save(n for n in nodes if policy == "through" or n.hits >= self.config.write_hits)
+
+    # ------------------------------------------------------------ ends
+
+    def release(self, claim: Claim, after: Sequence[Completion] = ()) -> None:
+        """Give back everything that it holds. Idempotent.
+
+        `after`: launched operations that name its pages and slots. Nobody gets those before they are complete.
+        """
+        if claim.released:
+            return
+        claim.released = True
+        snapshots = [s for held in claim.snapshots.values() for s in held]
+        under_way = [c for c in [*after, *claim.started, *(s.completion for s in snapshots)] if not c.done]
+        for completion in under_way:
+            reason = f"launched for {claim.owner}"
+            self._launched.hold(
+                completion, *(self.pools.allocators[p].pin(i, reason) for p, i in claim.named().items())
+            )
+        del self._claims[claim.lock]
+        self.tree.unlock(claim.lock)
+        leases = [s.lease for s in snapshots] + [*claim.slots.values(), *claim.spare.values()]
+        for lease in leases + [run.lease for runs in claim.runs.values() for run in runs]:
+            lease.release()
+
+    def _give_back(self, snapshot: Snapshot) -> None:
+        if not snapshot.completion.done:
+            self._launched.hold(snapshot.completion, snapshot.lease.pin("snapshot under way"))
+        snapshot.lease.release()
+
+    def condemn(self, prefix: Prefix, page: int = 0) -> int:
+        """Never again use page `page` of `prefix` nor what is below; returns the number of pages."""
+        count = self.tree.condemn(prefix, page)
+        self.counters["pages_condemned"] += count
+        return count
+
+    # ------------------------------------------------------------ accounts
+
+    def free(self, pool: str) -> int:
+        """Pages (or slots) of the device that are free or only kept for reuse."""
+        return self.pools.allocators[pool].free + self.tree.evictable(pool)
+
+    def held_anyway(self, prefix: Prefix) -> int:
+        """Full pages of `prefix` that are on the device and that somebody keeps there."""
+        held = 0
+        for node, pages in self.tree.walked(prefix):
+            part = node.parts[Tier.DEVICE].get(self.full)
+            if part is None or not part.locks:
+                break
+            held += pages
+        return held
+
+    @property
+    def max_positions(self) -> int:
+        """Positions that one request can hold when all pools are empty."""
+        bounds = [self.pools.max_positions]
+        for pool, most in self._windows.items():
+            total = self.pools.allocators[pool].total
+            bounds += [total * self.spec.page_tokens] if total < most else []
+        return min(bounds)
+
+    @property
+    def claims(self) -> int:
+        return len(self._claims)
+
+    @property
+    def parked(self) -> int:
+        """Claims whose state is in host memory, or on its way there or back."""
+        return len(self._parked)
+
+    @property
+    def busy(self) -> bool:
+        """Whether copies, loads or reads are under way that `poll` is to take in."""
+        return any((
+            len(self._launched),
+            self.saver is not None and self.saver.busy,
+            self.loader is not None and self.loader.busy,
+            self.prefetcher is not None and len(self.prefetcher),
+            self.shelver is not None and self.shelver.busy,
+        ))  # fmt: skip
+
+    def check(self, others: Mapping[str, int] = {}) -> list[str]:
+        """Recompute all accounts from scratch; `others` are leases of pages that the caller holds, by pool."""
+        found = self.pools.check() + self.tree.check()
+        for pool, allocator in self.pools.allocators.items():
+            held = self.tree.sizes[Tier.DEVICE, pool] + sum(c.own(pool) for c in self._claims.values())
+            found += _compare(
+                allocator.total - allocator.free - allocator.quarantined, held + others.get(pool, 0), pool
+            )
+        for claim in self._claims.values():
+            found += self._check_claim(claim)
+        moves = (self.saver, self.loader, self.prefetcher)
+        found += [line for parked in self._parked for line in parked.check()]
+        locks = len(self._claims) + len(self._parked) + sum(part.locks for part in moves if part is not None)
+        if locks != self.tree.locks:
+            found.append(f"tree: {self.tree.locks} locks, claims and moves hold {locks}")
+        if self.host is None:
+            return found
+        assert self.saver is not None
+        found += self.host.check() + self.saver.check()
+        for pool, allocator in self.host.allocators.items():
+            held = self.tree.sizes[Tier.HOST, pool] + self.saver.leased(pool)
+            held += self.prefetcher.leased(pool) if self.prefetcher is not None else 0
+            held += sum(parked.leased(pool) for parked in self._parked)
+            found += _compare(allocator.total - allocator.free - allocator.quarantined, held, f"host {pool}")
+        found += self.keeper.check() if self.keeper is not None else []
+        return found + (self.prefetcher.check() if self.prefetcher is not None else [])
+
+    def _check_claim(self, claim: Claim) -> list[str]:
+        """Every page of its tables is its own, or one that its lock keeps, under the epoch that it was entered with."""
+        found = []
+        for pool in self._runs:
+            mine = {i for run in claim.runs[pool] for i in run.lease.indices}
+            mine |= {i for p in claim.lock.of(pool) if p.tier is Tier.DEVICE for i in p.lease.indices}
+            table = claim.tables[pool]
+            strangers = [i for i in table if i != NO_PAGE and i not in mine]
+            if strangers:
+                found.append(f"{claim.owner}: {pool} pages {strangers} of its table are neither its own nor locked")
+            used = [(i, e) for i, e in zip(table, claim.epochs[pool], strict=True) if i != NO_PAGE]
+            if [e for _, e in used] != list(self.pools.allocators[pool].epochs_of([i for i, _ in used])):
+                found.append(f"{claim.owner}: its {pool} table has old epochs")
+            for run in claim.runs[pool]:
+                if not run.lease.live:
+                    found.append(f"{claim.owner}: its lease has ended")
+                if tuple(table[run.first : run.end]) != run.lease.indices:
+                    found.append(f"{claim.owner}: its {pool} table differs from what it leased")
+        return found
+
+    def close(self, timeout_s: float = 5.0) -> None:
+        """Release every claim and end all prefetches; what storage is still busy with gets `timeout_s`."""
+        if self.teller is not None:
+            self.teller.close()
+        if self._storage is not None and not self._storage.close(timeout_s):
+            # A thread of it may still write to the host's memory: that must outlive it, and nothing is taken back.
+            return
+        for claim in list(self._claims.values()):
+            self.release(claim)
+        if self.prefetcher is not None:
+            self.prefetcher.close()
+        if self.shelver is not None:
+            self.shelver.poll()
+        self._launched.settle()
+
+
+def _failed(operations: Sequence[Completion]) -> bool:
+    return any(failure(op) is not None for op in operations if op.done)
+
+
+def _compare(used: int, held: int, pool: str) -> list[str]:
+    return [f"{pool} pages: {used} in use, {held} accounted for"] if used != held else []

@@ -1,0 +1,1 @@
+"""What a model keeps, how it lies in memory, and how it is copied and digested."""

@@ -1,0 +1,136 @@
+"""Copying what two ranks' buffers have in common: the same pages, and those heads that both hold.
+
+Ranks of a worker hold slices of the heads, and two workers may have different numbers of ranks. Where both hold the
+same heads of a buffer, its pages are copied whole, with as few pieces as their layouts allow
+(`cache.memory.copy_plan`). Elsewhere each token has a run of heads in common, at different places on both sides: a
+strided copy.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+
+import torch
+
+from cache.memory.block_copy import copy_block
+from cache.memory.copy_plan import blocks, index_tensor
+from cache.memory.kv_cache_spec import BufferSpec, Index, PoolSetSpec, copies
+from cache.memory.memory_layout import BufferLayout, word_dtype
+
+Cut = Mapping[str, tuple[str, ...]]
+"""By pool, the buffers of which one rank writes to another what both hold; pools without any are left out."""
+
+
+def common(one: BufferSpec, other: BufferSpec) -> range:
+    """The heads that two ranks' shares of a buffer have in common, by their numbers in the whole model.
+
+    Of a buffer without heads: its one "head", or as many entries as its first axis has, of which both hold all.
+    """
+    if not one.heads:
+        return range(one.shape[0])
+    first = max(one.first_head, other.first_head)
+    return range(first, max(first, min(b.first_head + b.shape[0] for b in (one, other))))
+
+
+def cuts(whole: PoolSetSpec, sources: int, targets: int) -> dict[tuple[int, int], Cut]:
+    """Who of `sources` ranks writes what to whom of `targets` ranks, by (source rank, target rank).
+
+    Every target gets every head that it holds, and every buffer without heads, exactly once. What several sources hold
+    comes from the one that faces the target, so that all of them have their share of the work.
+    """
+    shards = [[whole.shard(rank, size) for rank in range(size)] for size in (sources, targets)]
+    out: dict[tuple[int, int], Cut] = {}
+    for target in range(targets):
+        facing = target * sources // targets
+        for source in range(sources):
+            cut = {}
+            for pool in whole.pools:
+                theirs = shards[1][target].by_name[pool.name]
+                names = [
+                    mine.name
+                    for mine, its in zip(shards[0][source].by_name[pool.name].buffers, theirs.buffers, strict=True)
+                    if common(mine, its) and source == _holder(source, copies(mine, sources), facing)
+                ]
+                if names:
+                    cut[pool.name] = tuple(names)
+            if cut:
+                out[source, target] = cut
+    return out
+
+
+def _holder(source: int, count: int, facing: int) -> int:
+    """Which of the ranks with the same heads as `source` writes them to a target that rank `facing` faces."""
+    first = source - source % count
+    return facing if first <= facing < first + count else first + facing % count
+
+
+def chosen(buffers: Sequence[BufferLayout], names: Sequence[str]) -> tuple[BufferLayout, ...]:
+    return tuple(b for b in buffers if b.spec.name in names)
+
+
+def packed_layouts(mine: Sequence[BufferSpec], theirs: Sequence[BufferSpec], page_tokens: int) -> list[BufferLayout]:
+    """What two ranks have in common, in the canonical layout: page after page, buffer by buffer, layer by layer."""
+    specs = []
+    for one, other in zip(mine, theirs, strict=True):
+        heads = common(one, other)
+        specs.append(replace(one, shape=(len(heads), *one.shape[1:]), first_head=heads.start if one.heads else 0))
+    unit = sum(spec.layers * spec.entry_bytes(page_tokens) for spec in specs)
+    out, base = [], 0
+    for spec in specs:
+        entry = spec.entry_bytes(page_tokens)
+        out.append(BufferLayout(spec, base, entry, unit, entry))
+        base += spec.layers * entry
+    return out
+
+
+def copy_common(
+    sources: Sequence[BufferLayout],
+    source: torch.Tensor,
+    source_pages: tuple[int, Sequence[int]],
+    targets: Sequence[BufferLayout],
+    target: torch.Tensor,
+    target_pages: tuple[int, Sequence[int]],
+    page_tokens: int,
+) -> None:
+    """Copy what the buffers on both sides, equal in number and order, have in common, from page to page.
+
+    Regions are uint8. `..._pages` is how many pages (or slots) a region has, and which are meant, in order.
+    """
+    whole = [_same(a.spec, b.spec) for a, b in zip(sources, targets, strict=True)]
+    alike = tuple(tuple(b for b, same in zip(side, whole, strict=True) if same) for side in (sources, targets))
+    for block in blocks(alike[0], alike[1]):
+        copy_block(block, source, *source_pages, target, *target_pages)
+    for mine, its, same in zip(sources, targets, whole, strict=True):
+        if not same:
+            _copy_heads(mine, source, source_pages, its, target, target_pages, page_tokens)
+
+
+def _same(one: BufferSpec, other: BufferSpec) -> bool:
+    return (one.first_head, one.shape) == (other.first_head, other.shape)
+
+
+def _copy_heads(
+    mine: BufferLayout,
+    source: torch.Tensor,
+    source_pages: tuple[int, Sequence[int]],
+    its: BufferLayout,
+    target: torch.Tensor,
+    target_pages: tuple[int, Sequence[int]],
+    page_tokens: int,
+) -> None:
+    heads = common(mine.spec, its.spec)
+    head_bytes = mine.spec.shape_bytes // mine.spec.shape[0]
+    strides = (n for b in (mine, its) for n in (b.base, b.layer_stride, b.index_stride))
+    word = word_dtype(head_bytes, *strides)
+    tokens = page_tokens if mine.spec.index is Index.TOKEN else 1
+    sides = []
+    for buffer, region, (count, _) in ((mine, source, source_pages), (its, target, target_pages)):
+        first = heads.start - buffer.spec.first_head
+        stack_lpw = buffer.stack(region, count, word)
+        by_head = stack_lpw.view(buffer.spec.layers, count, tokens, buffer.spec.shape[0], -1)
+        sides.append(by_head[:, :, :, first : first + len(heads)])
+    from_lptnw, to_lptnw = sides
+    a, b = index_tensor(source_pages[1], source.device), index_tensor(target_pages[1], target.device)
+    for layer in range(mine.spec.layers):
+        to_lptnw[layer].index_copy_(0, b, from_lptnw[layer].index_select(0, a).to(target.device))

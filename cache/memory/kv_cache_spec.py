@@ -1,0 +1,196 @@
+"""One registry of state: a model declares its pool set here and nothing else enumerates it.
+
+A *pool* is the set of buffers that share one index space and one allocator; a *buffer* is one kind of state. Pools
+come in three kinds: full attention (a page for every run of positions), sliding window (a page for the last runs
+only) and state (a slot a sequence, whatever its length). Within a page a buffer is laid out token by token, or as one
+entry for the whole page; a state buffer has one entry a slot. Moving, clearing, digesting and accounting walk the
+registry and name no buffer, so a model with a new buffer gets all of them without a line.
+
+The memory of a pool set is one flat region of bytes, so that a data plane registers it once. An entry of a buffer
+lies at `base + layer * layer_stride + index * index_stride`, in one of two orders:
+
+    layer-first   one layer of all pages together: what kernels read
+    page-first    all layers of all buffers of a page together: one contiguous read for storage and network
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from enum import StrEnum
+from functools import cached_property
+from math import gcd, prod
+
+import torch
+
+from contracts.errors import ConfigError
+
+
+class Index(StrEnum):
+    """What one entry of a buffer belongs to."""
+
+    TOKEN = "token"
+    PAGE = "page"
+    SLOT = "slot"
+
+
+class Kind(StrEnum):
+    """Which part of a sequence a pool holds."""
+
+    FULL = "full"
+    WINDOW = "window"
+    STATE = "state"
+
+
+@dataclass(frozen=True)
+class BufferSpec:
+    """One kind of state, `layers` times.
+
+    `shape` is the shape of one entry: of a token, e.g. ``(kv_heads, head_dim)``, of a whole page, or of a slot. Where
+    ranks hold slices of the heads, `heads` is their number over all ranks and `first_head` the first one here; axis 0
+    of `shape` counts those that are here.
+    """
+
+    name: str
+    layers: int
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    index: Index = Index.TOKEN
+    heads: int = 0
+    """0: not sliced by heads, every rank holds all of it."""
+    first_head: int = 0
+
+    def __post_init__(self) -> None:
+        if self.layers < 1 or not self.shape or min(self.shape) < 1:
+            raise ValueError(f"buffer {self.name}: layers and every length of its shape must be 1 or more")
+        if self.heads and not 0 <= self.first_head <= self.heads - self.shape[0]:
+            raise ValueError(
+                f"buffer {self.name}: heads {self.first_head}..{self.first_head + self.shape[0] - 1} aren't among "
+                f"{self.heads}"
+            )
+
+    @property
+    def shape_bytes(self) -> int:
+        """Bytes of one `shape` in one layer: of one token, or of the whole page or slot."""
+        return prod(self.shape) * self.dtype.itemsize
+
+    def entry_bytes(self, page_tokens: int) -> int:
+        """Bytes of one page or slot in one layer."""
+        return self.shape_bytes * (page_tokens if self.index is Index.TOKEN else 1)
+
+
+@dataclass(frozen=True)
+class PoolSpec:
+    """Buffers that share pages (or slots) and an allocator."""
+
+    name: str
+    buffers: tuple[BufferSpec, ...]
+    kind: Kind = Kind.FULL
+    window_tokens: int = 0
+    """Of a window pool: positions that attention sees, the query's own included."""
+
+    def __post_init__(self) -> None:
+        names = [b.name for b in self.buffers]
+        if not names or len(set(names)) != len(names):
+            raise ValueError(f"pool {self.name}: it needs buffers with different names, got {names}")
+        for buffer in self.buffers:
+            if (buffer.index is Index.SLOT) != (self.kind is Kind.STATE):
+                raise ValueError(f"pool {self.name}: a {self.kind} pool has no buffer by {buffer.index}: {buffer.name}")
+        if (self.window_tokens > 0) != (self.kind is Kind.WINDOW):
+            raise ValueError(f"pool {self.name}: window_tokens is for window pools, and they need it")
+
+    @property
+    def layers(self) -> int:
+        """The most layers that one of its buffers has."""
+        return max(b.layers for b in self.buffers)
+
+
+@dataclass(frozen=True)
+class PoolSetSpec:
+    """All state of one seat, as its model declares it: one full pool, and any number of others."""
+
+    page_tokens: int
+    pools: tuple[PoolSpec, ...]
+
+    def __post_init__(self) -> None:
+        names = [p.name for p in self.pools]
+        if len(set(names)) != len(names):
+            raise ValueError(f"pools need different names, got {names}")
+        if sum(p.kind is Kind.FULL for p in self.pools) != 1:
+            raise ValueError("a pool set has exactly one full pool: it says which prefixes there are")
+
+    @cached_property
+    def by_name(self) -> dict[str, PoolSpec]:
+        return {p.name: p for p in self.pools}
+
+    @cached_property
+    def full(self) -> PoolSpec:
+        return next(p for p in self.pools if p.kind is Kind.FULL)
+
+    @cached_property
+    def whole(self) -> PoolSetSpec:
+        """The same with the heads of all ranks."""
+        pools = [
+            replace(
+                pool,
+                buffers=tuple(
+                    replace(b, shape=(b.heads or b.shape[0], *b.shape[1:]), first_head=0) for b in pool.buffers
+                ),
+            )
+            for pool in self.pools
+        ]
+        return PoolSetSpec(self.page_tokens, tuple(pools))
+
+    def shard(self, rank: int, size: int) -> PoolSetSpec:
+        """What rank `rank` of `size` holds of this whole pool set: its share of the heads of every buffer that has any.
+
+        Heads are sliced where the ranks divide them, and each goes to several ranks where they divide the ranks.
+        Raises `ConfigError` where neither is so.
+        """
+        assert 0 <= rank < size
+        pools = tuple(replace(p, buffers=tuple(_share(b, rank, size) for b in p.buffers)) for p in self.pools)
+        return PoolSetSpec(self.page_tokens, pools)
+
+    def unit_bytes(self, pool: str) -> int:
+        """Bytes of one page (or slot) of `pool`, all layers of all its buffers."""
+        return sum(b.layers * b.entry_bytes(self.page_tokens) for b in self.by_name[pool].buffers)
+
+    @property
+    def page_bytes(self) -> int:
+        """Bytes of one page of the full pool."""
+        return self.unit_bytes(self.full.name)
+
+    def window_pages(self, pool: str) -> int:
+        """Pages before a page boundary that a window reaches back into."""
+        return -(-(self.by_name[pool].window_tokens - 1) // self.page_tokens)
+
+    def window_hold(self, pool: str, stride: int) -> int:
+        """Pages of a window pool that a request holds at most, where steps write up to `stride` positions beyond
+        what is committed: those that the window reaches back into from the last page boundary, and those of the steps.
+        """
+        return self.window_pages(pool) + 1 + (self.page_tokens - 2 + stride) // self.page_tokens
+
+    def even(self, count: int) -> dict[str, int]:
+        """The same number of indices for every pool."""
+        return {p.name: count for p in self.pools}
+
+
+def _share(buffer: BufferSpec, rank: int, size: int) -> BufferSpec:
+    if not buffer.heads:
+        return buffer
+    if buffer.heads % size and size % buffer.heads:
+        good = [n for n in (1, 2, 4, 8, 16) if not buffer.heads % n or not n % buffer.heads]
+        raise ConfigError(
+            f"{size} ranks can't share the {buffer.heads} heads of {buffer.name}: tp can be {', '.join(map(str, good))}"
+        )
+    count, first = max(1, buffer.heads // size), rank * buffer.heads // size
+    return replace(buffer, shape=(count, *buffer.shape[1:]), first_head=first)
+
+
+def copies(buffer: BufferSpec, size: int) -> int:
+    """How many ranks of `size` hold the same heads of a buffer: they follow each other."""
+    return size // gcd(buffer.heads, size) if buffer.heads else size
+
+
+def groups(pool: PoolSpec, size: int) -> tuple[int, ...]:
+    """The numbers of copies that a pool's buffers have; digests are summed apart for each."""
+    return tuple(sorted({copies(buffer, size) for buffer in pool.buffers}))

@@ -1,0 +1,64 @@
+"""What a sequence needs of each pool to go on from a position, by number.
+
+State is numbered along the sequence: page n holds positions n * page_tokens up to the next page, in full and window
+pools alike. A state slot that is the state after all positions has the number of the last page, whose chain key it
+shares. For a prompt of 27 positions, pages of 4 and a window of 9 (the query's own position and 8 before it):
+
+    page       |  0 |  1 |  2 |  3 |  4 |  5 | 6 .|       the 28th position is computed next
+    full       [==================================)       range(0, 7)   every page, the last one partly filled
+    window      . . . . . . . . . . [=============)       range(4, 7)   pages with one of positions 19 .. 26
+    state       . . . . . . . . . . . . . . . . [=)       range(6, 7)   one slot, after position 26
+
+Nothing is due at no positions, and of a window of one, which reaches back to nobody. What is *missing* is what is due
+and not held: subtracted pool by pool, as each pool is lost and found on its own (hazard A12).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+
+from cache.memory.kv_cache_spec import Kind, PoolSetSpec, PoolSpec
+
+Held = Mapping[str, Collection[int]]
+"""By pool: the numbers of pages and slots that are there, in their places, and stay."""
+NOTHING: Held = {}
+
+
+def due(spec: PoolSetSpec, positions: int) -> dict[str, range]:
+    """The numbers that each pool must hold after `positions` positions, for the next one to be computed."""
+    return {pool.name: _due(pool, positions, spec.page_tokens) for pool in spec.pools}
+
+
+def missing(wanted: Mapping[str, range], held: Held) -> dict[str, range]:
+    """What of `wanted` isn't held: from the first number that lacks to the last, whatever is held between them."""
+    out = {}
+    for pool, numbers in wanted.items():
+        there = held.get(pool, ())
+        if isinstance(there, range) and there.step == 1 and numbers.start in there:
+            # What is held goes on from the start without a gap, as of the full pool: no number is looked at.
+            out[pool] = range(min(there.stop, numbers.stop), numbers.stop)
+            continue
+        lacking = set(numbers).difference(there)
+        out[pool] = range(min(lacking), max(lacking) + 1) if lacking else range(numbers.stop, numbers.stop)
+    return out
+
+
+def extents(spec: PoolSetSpec, pool: str, numbers: range, positions: int) -> tuple[list[int], list[int]]:
+    """First positions and ends of pages `numbers` of a sequence of `positions`, as their digests are taken.
+
+    A state slot belongs to the position that comes after it.
+    """
+    if spec.by_name[pool].kind is Kind.STATE:
+        return [positions] * len(numbers), [positions + 1] * len(numbers)
+    firsts = [n * spec.page_tokens for n in numbers]
+    return firsts, [min(first + spec.page_tokens, positions) for first in firsts]
+
+
+def _due(pool: PoolSpec, positions: int, page_tokens: int) -> range:
+    pages = -(-positions // page_tokens)
+    if pool.kind is Kind.FULL:
+        return range(pages)
+    if pool.kind is Kind.STATE:
+        return range(max(0, pages - 1), pages)
+    first = max(0, positions - (pool.window_tokens - 1))
+    return range(first // page_tokens if first < positions else pages, pages)

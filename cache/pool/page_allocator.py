@@ -1,0 +1,278 @@
+"""Leases: who owns which pages and slots.
+
+An index (a page, a slot) is in exactly one of three places:
+
+    free ----lease()----> leased ----release()----> limbo ----last pin gone----> free
+                                        \\___________ no pins ___________________/
+
+`release()` bumps the index's epoch, so a mapping taken under the old lease is stale from that moment on. A *pin*
+says that an operation which names the index may still touch it: a launched forward pass, a copy, a remote writer
+that has the memory mapped. Pinned indices wait in limbo; an epoch stops no writer, only the pin's owner knows when
+the last access is over.
+
+Every lease is released once, by itself: `release()` is idempotent, and parts of a lease change hands by `split`.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Sequence
+
+import numpy as np
+
+from cache.pool.epoch_table import EpochTable
+from contracts.errors import CapacityError, StaleLease
+from contracts.ids import Epoch, LeaseId
+
+
+class Lease:
+    """Ownership of some indices of one allocator, until `release`.
+
+    Giving back the last of many costs what is given back: what stays is counted first, and cut to that when it is read.
+    """
+
+    __slots__ = ("_allocator", "_epochs", "_indices", "count", "id", "owner")
+
+    def __init__(self, allocator: Allocator, lease_id: LeaseId, owner: str, indices: tuple[int, ...]) -> None:
+        self._allocator = allocator
+        self.id = lease_id
+        self.owner = owner
+        self.count = len(indices)
+        self._indices = indices
+        self._epochs = allocator.epochs_of(indices)
+
+    def __len__(self) -> int:
+        return self.count
+
+    @property
+    def indices(self) -> tuple[int, ...]:
+        if len(self._indices) != self.count:
+            self._trim()
+        return self._indices
+
+    @property
+    def epochs(self) -> tuple[Epoch, ...]:
+        if len(self._indices) != self.count:
+            self._trim()
+        return self._epochs
+
+    def _trim(self) -> None:
+        self._indices, self._epochs = self._indices[: self.count], self._epochs[: self.count]
+
+    def _take(self, run: slice) -> tuple[int, ...]:
+        """Let go of these; returns them."""
+        taken = self._indices[run]
+        if run.stop == self.count:
+            self.count = run.start
+            if 2 * self.count < len(self._indices):
+                self._trim()
+        else:
+            indices, epochs = self.indices, self.epochs
+            self._indices = indices[: run.start] + indices[run.stop :]
+            self._epochs = epochs[: run.start] + epochs[run.stop :]
+            self.count = len(self._indices)
+        return taken
+
+    @property
+    def live(self) -> bool:
+        return self._allocator.holds(self)
+
+    def require(self) -> None:
+        """Raises `StaleLease` once the lease has been released."""
+        if not self.live:
+            raise StaleLease(f"{self._allocator.name} lease {self.id} of {self.owner} has ended")
+
+    def split(self, count: int, owner: str, *, start: int = 0) -> Lease:
+        """Hand `count` indices from `start` on to a new lease of `owner`; this one keeps the rest."""
+        return self._allocator.split(self, slice(start, start + count), owner)
+
+    def cut(self, count: int) -> None:
+        """Keep the first `count` indices, and give the others back."""
+        self._allocator.cut(self, count)
+
+    def pin(self, reason: str) -> Pin:
+        return self._allocator.pin(self.indices, reason)
+
+    def release(self) -> None:
+        self._allocator.release(self)
+
+
+def joined(leases: Sequence[Lease]) -> tuple[list[int], list[Epoch]]:
+    """Indices and epochs of all of these, one lease behind the other."""
+    indices, epochs = list[int](), list[Epoch]()
+    for lease in leases:
+        if len(lease._indices) != lease.count:
+            lease._trim()
+        indices += lease._indices
+        epochs += lease._epochs
+    return indices, epochs
+
+
+class Pin:
+    """Keeps released indices out of the free list until `release`: someone may still touch them."""
+
+    def __init__(self, allocator: Allocator, reason: str, indices: tuple[int, ...]) -> None:
+        self._allocator = allocator
+        self.reason = reason
+        self.indices = indices
+        self.held = True
+
+    def release(self) -> None:
+        if self.held:
+            self.held = False
+            self._allocator.unpin(self)
+
+
+class Allocator:
+    """Hands out indices `first .. size-1` of one index space. Lowest-numbered first after a start, then last freed."""
+
+    def __init__(self, name: str, size: int, *, first: int = 0) -> None:
+        self.name = name
+        self.size = size
+        self._first = first
+        self._free = list(range(size - 1, first - 1, -1))
+        self.epochs = EpochTable(size)
+        """What a step compares its block tables with."""
+        self._epochs = self.epochs.counts
+        self._leases: dict[LeaseId, Lease] = {}
+        self._pins: set[Pin] = set()
+        self._pinned = np.zeros(size, dtype=np.int32)
+        self._limbo: set[int] = set()
+        self._next_id = 1
+        self.on_release: Callable[[Sequence[int]], None] = lambda indices: None
+        """Told of indices whose lease has ended, before anybody else can have them."""
+
+    @property
+    def total(self) -> int:
+        """Indices that can be leased at all."""
+        return self.size - self._first
+
+    @property
+    def free(self) -> int:
+        return len(self._free)
+
+    @property
+    def leases(self) -> int:
+        return len(self._leases)
+
+    @property
+    def quarantined(self) -> int:
+        """Indices that are nobody's, but not yet free."""
+        return len(self._limbo)
+
+    def lease(self, count: int, owner: str) -> Lease:
+        """Take `count` indices. Raises `CapacityError`, having taken none, when fewer are free."""
+        if count > len(self._free):
+            raise CapacityError(f"{count} {self.name} wanted by {owner}, {len(self._free)} of {self.total} free")
+        taken = tuple(self._free[len(self._free) - count :][::-1]) if count else ()
+        del self._free[len(self._free) - count :]
+        return self._grant(owner, taken)
+
+    def take(self, runs: Sequence[Sequence[int]], owner: str) -> list[Lease]:
+        """A lease for each of `runs`, of exactly these indices. Raises `CapacityError` where one of them isn't free."""
+        wanted = {index for run in runs for index in run}
+        if len(wanted) != sum(map(len, runs)) or not wanted.issubset(self._free):
+            raise CapacityError(f"{self.name} {owner} wants aren't all free")
+        self._free = [index for index in self._free if index not in wanted]
+        return [self._grant(owner, tuple(run)) for run in runs]
+
+    def epochs_of(self, indices: Sequence[int]) -> tuple[Epoch, ...]:
+        return self.epochs.of(indices)
+
+    def holds(self, lease: Lease) -> bool:
+        """Whether `lease` is still running; its epochs are then current, as nothing else bumps them (`check` looks)."""
+        return self._leases.get(lease.id) is lease
+
+    def split(self, lease: Lease, run: slice, owner: str) -> Lease:
+        lease.require()
+        if not 0 <= run.start <= run.stop <= len(lease):
+            raise ValueError(f"can't split {run.start}..{run.stop} off a lease of {len(lease)}")
+        return self._grant(owner, lease._take(run))
+
+    def cut(self, lease: Lease, count: int) -> None:
+        """Give back all of `lease` but its first `count` indices."""
+        lease.require()
+        if not 0 <= count <= len(lease):
+            raise ValueError(f"can't keep {count} of a lease of {len(lease)}")
+        self._return(lease._take(slice(count, len(lease))))
+
+    def join(self, leases: Sequence[Lease], owner: str) -> Lease:
+        """One lease for what `leases` hold, in their order; they end, their indices and epochs go on."""
+        for lease in leases:
+            lease.require()
+        joined = self._grant(owner, tuple(i for lease in leases for i in lease.indices))
+        for lease in leases:
+            del self._leases[lease.id]
+        return joined
+
+    def release(self, lease: Lease) -> None:
+        if self._leases.pop(lease.id, None) is None:
+            return
+        self._return(lease.indices)
+
+    def _return(self, indices: tuple[int, ...]) -> None:
+        self.epochs.bump(indices)
+        self.on_release(indices)
+        returned = indices[::-1]
+        if self._pins:
+            pinned = [i for i in returned if self._pinned[i]]
+            self._limbo.update(pinned)
+            returned = tuple(i for i in returned if not self._pinned[i]) if pinned else returned
+        self._free.extend(returned)
+
+    def pin(self, indices: Sequence[int], reason: str) -> Pin:
+        pin = Pin(self, reason, tuple(indices))
+        self._pins.add(pin)
+        np.add.at(self._pinned, np.asarray(pin.indices, dtype=np.int64), 1)
+        return pin
+
+    def unpin(self, pin: Pin) -> None:
+        self._pins.remove(pin)
+        np.subtract.at(self._pinned, np.asarray(pin.indices, dtype=np.int64), 1)
+        if self._limbo:
+            back = dict.fromkeys(i for i in pin.indices if i in self._limbo and not self._pinned[i])
+            self._limbo.difference_update(back)
+            self._free.extend(back)
+
+    def check(self) -> list[str]:
+        """Recount everything from the leases and pins; returns what doesn't add up."""
+        found = [] if self._each_once() else self._miscounted()
+        pinned = Counter(index for pin in self._pins for index in pin.indices)
+        if pinned != {int(i): int(self._pinned[i]) for i in self._pinned.nonzero()[0]}:
+            found.append(f"{self.name}: pin counts differ from the pins")
+        found += [f"{self.name}: {index} is in limbo without a pin" for index in self._limbo if not pinned[index]]
+        return found
+
+    def _each_once(self) -> bool:
+        """Whether every index has one holder, and every lease its epochs: one pass for the usual case."""
+        leased = [index for lease in self._leases.values() for index in lease.indices]
+        epochs = [epoch for lease in self._leases.values() for epoch in lease.epochs]
+        if sorted([*leased, *self._free, *self._limbo]) != list(range(self._first, self.size)):
+            return False
+        return list(self.epochs_of(leased)) == epochs
+
+    def _miscounted(self) -> list[str]:
+        """What `_each_once` doesn't say: whose index it is."""
+        found: list[str] = []
+        owners: dict[int, list[str]] = {}
+        for lease in self._leases.values():
+            for index in lease.indices:
+                owners.setdefault(index, []).append(lease.owner)
+            if self.epochs_of(lease.indices) != lease.epochs:
+                found.append(f"{self.name}: lease {lease.id} of {lease.owner} has an old epoch")
+        for index in self._free:
+            owners.setdefault(index, []).append("the free list")
+        for index in self._limbo:
+            owners.setdefault(index, []).append("limbo")
+        for index in range(self._first, self.size):
+            holders = owners.pop(index, [])
+            if len(holders) != 1:
+                found.append(f"{self.name}: {index} belongs to {' and '.join(holders) or 'nobody'}")
+        found += [f"{self.name}: {index} is out of range, held by {' and '.join(o)}" for index, o in owners.items()]
+        return found
+
+    def _grant(self, owner: str, indices: tuple[int, ...]) -> Lease:
+        lease = Lease(self, LeaseId(self._next_id), owner, indices)
+        self._next_id += 1
+        self._leases[lease.id] = lease
+        return lease

@@ -1,0 +1,149 @@
+"""The pool set of one seat: one region of memory, an allocator and a gate for each pool."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from functools import cached_property
+
+import torch
+
+from cache.device.device_port import Device
+from cache.memory.kv_cache_spec import PoolSetSpec
+from cache.memory.memory_layout import Order, PoolSetLayout
+from cache.memory.page_digest import Digester
+from cache.memory.page_moves import Indices, Move, copy_state
+from cache.pool.load_gate import Gate
+from cache.pool.page_allocator import Allocator
+from contracts.errors import ConfigError
+
+
+class PoolSet:
+    """All state of a seat in one tier.
+
+    `counts` are the pages and slots of each pool, index 0, the null one, included. `region` is uint8 [layout.nbytes];
+    it must be zero, and stays zero at index 0 of every pool. Host tiers are page-first and have no gates' readers.
+    """
+
+    def __init__(
+        self,
+        spec: PoolSetSpec,
+        counts: Mapping[str, int],
+        region: torch.Tensor | None = None,
+        order: Order = Order.LAYER_FIRST,
+        tier: str = "",
+    ) -> None:
+        short = [name for name, count in counts.items() if count < 2]
+        if short:
+            raise ValueError(f"pool {short[0]} needs the null page and at least one more")
+        self.layout = PoolSetLayout(spec, dict(counts), order)
+        if region is None:
+            region = torch.zeros(self.layout.nbytes, dtype=torch.uint8)
+        if region.dtype != torch.uint8 or region.numel() != self.layout.nbytes:
+            raise ValueError(f"region must be uint8 [{self.layout.nbytes}], got {region.dtype} {list(region.shape)}")
+        self.region = region
+        prefix = f"{tier} " if tier else ""
+        self.allocators = {
+            pool.name: Allocator(f"{prefix}{pool.name} pages", counts[pool.name], first=1) for pool in spec.pools
+        }
+        self.gates = {pool.name: Gate(self._layers(pool.name)) for pool in spec.pools if order is Order.LAYER_FIRST}
+
+    @property
+    def spec(self) -> PoolSetSpec:
+        return self.layout.spec
+
+    @cached_property
+    def digester(self) -> Digester:
+        """Digests what lies in this region."""
+        return Digester(self.layout, self.region.device)
+
+    def _layers(self, pool: str) -> list[dict[str, torch.Tensor]]:
+        layers: list[dict[str, torch.Tensor]] = [{} for _ in range(self.spec.by_name[pool].layers)]
+        for buffer in self.layout.buffers[pool]:
+            for layer in range(buffer.spec.layers):
+                layers[layer][buffer.spec.name] = self.layout.view(self.region, pool, buffer, layer)
+        return layers
+
+    def pages_for(self, positions: int) -> int:
+        """Pages that hold `positions` token positions."""
+        return -(-positions // self.spec.page_tokens)
+
+    @property
+    def max_positions(self) -> int:
+        """Positions that one request can hold when the full pool is empty."""
+        return self.allocators[self.spec.full.name].total * self.spec.page_tokens
+
+    def zero(self, indices: Indices) -> None:
+        """Clear these pages and slots, all buffers: a state slot starts from zero."""
+        for pool, chosen in indices.items():
+            for buffer in self.layout.buffers[pool]:
+                buffer.stack(self.region, self.layout.counts[pool])[:, list(chosen)] = 0
+
+    def copy(self, move: Move, target: PoolSet, layers: range | None = None) -> None:
+        """Copy what `move` names from here to `target`, which may be this pool set; with `layers`, those layers."""
+        copy_state(move, self.region, self.layout, target.region, target.layout, layers)
+
+    def digest(self, pool: str, indices: Sequence[int], firsts: Sequence[int], ends: Sequence[int]) -> list[int]:
+        """The digests of these pages or slots, as `Digester.digest` takes them: of all heads, on whichever ranks."""
+        return self.digester.digest(self.region, pool, indices, firsts, ends)
+
+    def digesting(
+        self, pool: str, indices: Sequence[int], firsts: Sequence[int], ends: Sequence[int]
+    ) -> Callable[[], list[int]]:
+        """The same, begun now where the region is; what it returns waits for the end."""
+        sums = self.digester.sums(self.region, pool, indices)
+        return lambda: self.digester.finish(sums, firsts, ends)
+
+    def close(self) -> None:
+        """Let go of the memory: gates hand out nothing any more. Leases must have ended."""
+        held = [a.name for a in self.allocators.values() if a.leases]
+        if held:
+            raise ValueError(f"{' and '.join(held)} are still leased")
+        self.gates.clear()
+        self.__dict__.pop("_nulls", None)
+        self.region = torch.empty(0, dtype=torch.uint8)
+
+    def check(self) -> list[str]:
+        found = [line for allocator in self.allocators.values() for line in allocator.check()]
+        for pool, buffer, null_lw in self._nulls:
+            if null_lw.any():
+                dirty = [i for i, row in enumerate(null_lw) if row.any()]
+                found.append(f"{pool} pages: the null page of {buffer} isn't zero in layers {dirty}")
+        return found
+
+    @cached_property
+    def _nulls(self) -> list[tuple[str, str, torch.Tensor]]:
+        """The null page or slot of each buffer, by pool and buffer: [layers, words]."""
+        counts = self.layout.counts
+        return [
+            (pool.name, buffer.spec.name, buffer.stack(self.region, counts[pool.name])[:, 0])
+            for pool, buffer in self.layout.each()
+        ]
+
+
+def host_counts(spec: PoolSetSpec, nbytes: int, like: Mapping[str, int]) -> dict[str, int]:
+    """Pages and slots of each pool, the null one included, in `nbytes` of host memory: to each other as in `like`.
+
+    Raises `ConfigError` when not even one of each fits.
+    """
+    least = 2 * sum(spec.unit_bytes(pool) for pool in like)
+    if nbytes < least:
+        raise ConfigError(f"cache.host_bytes={nbytes} holds no page: this model needs {least} or more")
+    share = (nbytes - least) / sum(spec.unit_bytes(pool) * count for pool, count in like.items())
+    counts = {pool: 2 + int(share * count) for pool, count in like.items()}
+    used = sum(spec.unit_bytes(pool) * count for pool, count in counts.items())
+    counts[spec.full.name] += (nbytes - used) // spec.page_bytes
+    return counts
+
+
+def host_pools(spec: PoolSetSpec, nbytes: int, device: Device, like: Mapping[str, int]) -> PoolSet:
+    """The host tier's mirror of a pool set in `nbytes` of memory that `device` copies from and to: page-first.
+
+    `like` are the device's counts. Raises `ConfigError` when not even one page fits.
+    """
+    layout = host_layout(spec, nbytes, like)
+    return PoolSet(spec, layout.counts, device.allocate_host(layout.nbytes), Order.PAGE_FIRST, "host")
+
+
+def host_layout(spec: PoolSetSpec, nbytes: int, like: Mapping[str, int]) -> PoolSetLayout:
+    """How it lies there. Raises `ConfigError` when not even one page fits."""
+    return PoolSetLayout(spec, host_counts(spec, nbytes, like), Order.PAGE_FIRST)

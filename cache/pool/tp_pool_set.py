@@ -1,0 +1,148 @@
+"""Pool sets of several tensor-parallel ranks, as their leader sees them: one set of indices, everybody's bytes.
+
+Each rank holds its heads' share of every page under the same index. What the leader does to the bytes of a page, the
+followers do to theirs, in the same order: an operation tells them as it runs, not when it is submitted, so whatever
+order the leader's device took is the order of all (and an allowed one, since it kept to what was declared). Nobody
+waits for a follower to have cleared or copied something: whatever uses it later comes later in its line, too. What an
+answer is needed for, a digest, is asked for before the leader does its own part, so that all ranks work on it at once.
+
+A page's digest is the sum of its ranks' digests, as every term of it stands alone (`cache.memory.page_digest`). Buffers
+that aren't sliced by heads, and heads that several ranks hold, are counted once, from the first rank that holds them;
+of each other copy the difference to that one is added, times an odd number. So a digest is the same whatever the number
+of ranks was, and one copy that differs from the others spoils it: a copy that went wrong on one rank only doesn't hide.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from functools import cached_property
+
+import torch
+
+from cache.memory.kv_cache_spec import PoolSpec, copies, groups
+from cache.memory.memory_layout import PoolSetLayout
+from cache.memory.page_digest import Digester
+from cache.memory.page_moves import Indices, Move
+from cache.pool.pool_set import PoolSet
+from contracts.messages.rank_order_codec import Followers
+from contracts.messages.rank_orders import Check, Copy, Digest, Piece, Zero
+
+_ODD = 0xD6E8FEB86659FD93
+_ALL_BITS = 0xFFFFFFFFFFFFFFFF
+
+
+class GroupDigester:
+    """One rank's part of digests, for each group of buffers on its own."""
+
+    def __init__(self, layout: PoolSetLayout, device: torch.device, size: int) -> None:
+        self._layout, self._device, self._size = layout, device, size
+        self._digesters: dict[int, Digester] = {}
+
+    def digest(
+        self, region: torch.Tensor, pool: str, indices: Sequence[int], firsts: Sequence[int], ends: Sequence[int]
+    ) -> list[list[int]]:
+        """As `Digester.digest`: a list for each of the pool's `groups`."""
+        return [
+            self._of(count).digest(region, pool, indices, firsts, ends)
+            for count in groups(self._layout.spec.by_name[pool], self._size)
+        ]
+
+    def _of(self, count: int) -> Digester:
+        if count not in self._digesters:
+            self._digesters[count] = Digester(
+                self._layout, self._device, counts=lambda buffer: copies(buffer, self._size) == count
+            )
+        return self._digesters[count]
+
+
+def merged(pool: PoolSpec, by_rank: Sequence[Sequence[Sequence[int]]]) -> list[int]:
+    """Digests of whole pages from those of the ranks, [ranks][groups][pages]. See the module's prose."""
+    size = len(by_rank)
+    out = [0] * len(by_rank[0][0])
+    for group, count in enumerate(groups(pool, size)):
+        for rank, digests in enumerate(by_rank):
+            first = by_rank[rank - rank % count][group]
+            for page, digest in enumerate(digests[group]):
+                out[page] += digest if rank % count == 0 else _ODD * (digest - first[page])
+    return [digest & _ALL_BITS for digest in out]
+
+
+class RankedPools(PoolSet):
+    """The leader's pool set in `place`, with those of its followers behind it."""
+
+    def __init__(
+        self, layout: PoolSetLayout, region: torch.Tensor, followers: Followers, place: str, tier: str = ""
+    ) -> None:
+        super().__init__(layout.spec, layout.counts, region, layout.order, tier)
+        self.place = place
+        self._followers = followers
+        self.on_copy: Callable[[], None] = lambda: None
+        """Called before the followers are told of a copy into these pools."""
+
+    @cached_property
+    def _groups(self) -> GroupDigester:
+        return GroupDigester(self.layout, self.region.device, self._followers.size)
+
+    def zero(self, indices: Indices) -> None:
+        self._followers.tell(Zero(self.place, tuple((pool, tuple(chosen)) for pool, chosen in indices.items())))
+        super().zero(indices)
+
+    def copy(self, move: Move, target: PoolSet, layers: range | None = None) -> None:
+        assert isinstance(target, RankedPools), "all pools of a worker of several ranks are of several ranks"
+        pieces = tuple(Piece(part.pool, part.sources, part.targets) for part in move.parts)
+        span = None if layers is None else (layers.start, layers.stop)
+        target.on_copy()
+        self._followers.tell(Copy(self.place, target.place, pieces, span))
+        super().copy(move, target, layers)
+
+    def digest(self, pool: str, indices: Sequence[int], firsts: Sequence[int], ends: Sequence[int]) -> list[int]:
+        return self.digesting(pool, indices, firsts, ends)()
+
+    def digesting(
+        self, pool: str, indices: Sequence[int], firsts: Sequence[int], ends: Sequence[int]
+    ) -> Callable[[], list[int]]:
+        if not len(indices):
+            return list
+        answers = self._followers.ask(Digest(self.place, pool, tuple(indices), tuple(firsts), tuple(ends)))
+        mine = self._groups.digest(self.region, pool, indices, firsts, ends)
+        return lambda: merged(self.spec.by_name[pool], [mine, *answers.wait()])
+
+    def check(self) -> list[str]:
+        answers = self._followers.ask(Check(self.place))
+        found = super().check()
+        return found + [f"rank {rank}: {line}" for rank, lines in enumerate(answers.wait(), 1) for line in lines]
+
+
+class RankState:
+    """A follower's pool sets by place, and the orders about their bytes."""
+
+    def __init__(
+        self, pools: Mapping[str, PoolSet], size: int, copied: Callable[[str], None] = lambda place: None
+    ) -> None:
+        """`copied` is called with the place that a copy was carried out to."""
+        self._pools, self._copied = dict(pools), copied
+        self._digesters = {
+            place: GroupDigester(pool_set.layout, pool_set.region.device, size) for place, pool_set in pools.items()
+        }
+
+    def obey(self, order: Zero | Copy | Digest | Check) -> list[list[int]] | list[str] | None:
+        """Carry an order out; what is returned is the answer, None: there is none."""
+        match order:
+            case Zero():
+                self._pools[order.place].zero(dict(order.chosen))
+            case Copy():
+                move = Move.of(
+                    {piece.pool: piece.sources for piece in order.pieces},
+                    {piece.pool: piece.targets for piece in order.pieces},
+                )
+                layers = None if order.layers is None else range(*order.layers)
+                self._pools[order.source].copy(move, self._pools[order.target], layers)
+                self._copied(order.target)
+            case Digest():
+                region = self._pools[order.place].region
+                return self._digesters[order.place].digest(
+                    region, order.pool, order.indices, order.firsts, order.ends
+                )  # fmt: skip
+            case Check():
+                return self._pools[order.place].check()
+        return None

@@ -1,0 +1,1 @@
+"""The radix tree of finished pages."""

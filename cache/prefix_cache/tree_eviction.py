@@ -1,0 +1,155 @@
+"""Which node goes first: policies, and the queue that keeps them in order.
+
+A policy is one expression over a node; smaller goes first. Its value may only grow while a node lives, so that the
+queue can be lazy: an entry is looked at again when it comes up, and put back when it has become younger meanwhile. What
+leaves the tree leaves the queue at once, and what was used again and let go changes its place. Places that became
+empty are taken out when they come to the front, a few at a time, and all at once when they are a third of all.
+
+Parts mostly come in the order in which they will go: what was used last is let go last. These stand in a line, where a
+place costs the same however many there are; only what comes out of turn goes through a heap, whose every pop looks at
+places all over memory.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections import deque
+from collections.abc import Callable, Iterator
+from itertools import pairwise
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from cache.prefix_cache.tree_node import Entry, Node, Part
+
+
+Rank = float | tuple[float, ...]
+"""A policy's are all numbers, or all tuples."""
+Policy = Callable[["Node"], Rank]
+
+POLICIES: dict[str, Policy] = {
+    "lru": lambda node: node.used,
+    "lfu": lambda node: (node.hits, node.used),
+    "fifo": lambda node: node.created,
+    "priority": lambda node: (node.priority, node.used),
+    "slru": lambda node: (node.hits >= PROTECTED_HITS, node.used),
+}
+"""Least recently used, least frequently used, first in first out, lowest priority, and segmented LRU: what was hit
+twice outlives what was seen once (Karedla et al. 1994)."""
+PROTECTED_HITS = 2
+_EMPTY = 64
+"""Empty places that a queue may have however few others it has."""
+_CLEARED = 4
+"""Empty places that are taken off the front for each that becomes empty."""
+
+
+class Queue:
+    """Parts of one component in one tier that may be evicted, in the order of a policy.
+
+    An entry is [rank, number, part or None], in the line or in the heap; the lower of their first ones is the next.
+    Together they have at most half as many places again as there are parts, and some.
+    """
+
+    def __init__(self, policy: Policy) -> None:
+        self._policy = policy
+        self._line: deque[Entry] = deque()
+        """From the lowest to the highest."""
+        self._heap: list[Entry] = []
+        self._live = 0
+        self._number = 0
+
+    def __len__(self) -> int:
+        """Parts in it."""
+        return self._live
+
+    @property
+    def places(self) -> int:
+        """Places in it, the empty ones included."""
+        return len(self._line) + len(self._heap)
+
+    @property
+    def _most(self) -> int:
+        return self._live + self._live // 2 + _EMPTY
+
+    def push(self, part: Part) -> None:
+        """Queue `part`, once."""
+        if part.entry is None:
+            self._number += 1
+            part.entry = [self._policy(part.node), self._number, part]
+            self._live += 1
+            self._place(part.entry)
+
+    def _place(self, entry: Entry) -> None:
+        if not self._line or self._line[-1] < entry:
+            self._line.append(entry)
+        else:
+            heapq.heappush(self._heap, entry)
+
+    def refresh(self, part: Part) -> None:
+        """Put a queued part where it belongs by now, so that it isn't left to whoever evicts."""
+        entry = part.entry
+        if entry is not None and entry[0] != self._policy(part.node):
+            self.forget(part)
+            self.push(part)
+
+    def forget(self, part: Part) -> None:
+        """It leaves the tree, and the queue if it is in it."""
+        entry = part.entry
+        if entry is not None:
+            entry[2] = None
+            self._leave(part)
+            for _ in range(_CLEARED):
+                if self._line and self._line[0][2] is None:
+                    self._line.popleft()
+                if self._heap and self._heap[0][2] is None:
+                    heapq.heappop(self._heap)
+
+    def pop(self, may_go: Callable[[Part], bool]) -> Part | None:
+        """The next part that may go. Those that may not leave the queue; their next release brings them back."""
+        while self._line or self._heap:
+            entry = self._take()
+            part: Part | None = entry[2]
+            if part is None:
+                continue
+            if not may_go(part):
+                self._leave(part)
+            elif (now := self._policy(part.node)) > entry[0]:
+                entry[0] = now
+                self._place(entry)
+            else:
+                self._leave(part)
+                return part
+        return None
+
+    def _take(self) -> Entry:
+        """The lowest entry, empty or not, which leaves its place."""
+        if not self._heap or (self._line and self._line[0] < self._heap[0]):
+            return self._line.popleft()
+        return heapq.heappop(self._heap)
+
+    def _leave(self, part: Part) -> None:
+        part.entry = None
+        self._live -= 1
+        if self.places > self._most:
+            self._line = deque(entry for entry in self._line if entry[2] is not None)
+            self._heap = [entry for entry in self._heap if entry[2] is not None]
+            heapq.heapify(self._heap)
+
+    def _entries(self) -> Iterator[Entry]:
+        yield from self._line
+        yield from self._heap
+
+    def parts(self) -> Iterator[Part]:
+        return (part for _, _, part in self._entries() if part is not None)
+
+    def check(self) -> list[str]:
+        """Recount the line and the heap."""
+        found = []
+        if sum(entry[2] is not None for entry in self._entries()) != self._live:
+            found.append(f"it counts {self._live} parts and has others")
+        if any(entry[2] is not None and entry[2].entry is not entry for entry in self._entries()):
+            found.append("a part in it has its place elsewhere")
+        if any(entry > following for entry, following in pairwise(self._line)):
+            found.append("its line is out of order")
+        if self.places > self._most:
+            found.append(f"{self.places} places for {self._live} parts")
+        return found

@@ -1,0 +1,1 @@
+"""Where objects lie: in files, in memory, on a Redis server."""

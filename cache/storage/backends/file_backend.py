@@ -1,0 +1,399 @@
+"""Objects as files in a folder of this host, shared by any number of processes; `file_folder` keeps it whole.
+
+A read is open, one `preadv` of payload and seal straight into the caller's page, and a check. Nothing about single
+objects is kept in memory: a name is looked up in the file system each time, as another process may have written or
+deleted it in the meantime.
+
+When a folder is opened, a thread goes through it shard by shard: it counts, sweeps, and evicts what is over the cap.
+Nobody waits for it, but for a folder without counts, to which nothing is written until it has been through. Short of
+room, what was used longest ago goes: of a folder of a few thousand objects exactly that, of a larger one what is among
+the oldest eighth of its shard, shard after shard, so that a write never looks at all there is.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import random
+import stat
+import threading
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from cache.storage.backends.file_folder import SHARDS, Busy, Counted, Folder, remove, shard_of
+from cache.storage.backends.object_seal import check_seal, seal, seal_bytes, wrong_size
+from cache.storage.storage_backend import (
+    CUT_OFF,
+    KEPT,
+    MISSING,
+    STORED,
+    Capacity,
+    Counts,
+    Item,
+    ObjectName,
+    Outcome,
+    Payload,
+    Tally,
+    Verdict,
+)
+from contracts.clock import Clock, SystemClock
+
+Writer = Callable[[int, Sequence[Payload]], int]
+"""`os.writev`, or what a test puts in its place."""
+
+_READ = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+"""A link or a pipe under an object's name must not be followed or waited for."""
+_WRITE = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
+_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+_SLACK = 16
+"""Evicting from a small folder frees this part of the cap (1/16) beyond what is needed, as each time costs a scan."""
+_SMALL = 4096
+"""Objects of a folder that is small: all of them may be looked at at once."""
+_OLDEST = 8
+"""Of a shard of a larger one this part (1/8) may go at a time."""
+_MOST_SHARDS = 32
+"""Shards that are looked at to make room for one write."""
+
+
+class FileBackend:
+    """Objects under `root`, at most `max_bytes` of them with their seals.
+
+    A call waits `timeout_s` at most for other processes and starts no file after it. `wall_ns` gives the use times
+    (None: the file system's own clock), `writev` writes. With `group`, the folder's group may read and write there.
+    Raises `ConfigError` when the folder can't be used.
+    """
+
+    def __init__(
+        self,
+        root: Path,
+        max_bytes: int,
+        timeout_s: float = 5.0,
+        *,
+        group: bool = False,
+        clock: Clock | None = None,
+        wall_ns: Callable[[], int] | None = None,
+        writev: Writer = os.writev,
+    ) -> None:
+        self._clock = clock or SystemClock()
+        self._folder = Folder(root, self._clock, group)
+        self._max_bytes, self._timeout_s = max_bytes, timeout_s
+        self._wall_ns, self._writev = wall_ns, writev
+        self._tally = Tally()
+        self._next_shard = random.randrange(SHARDS)
+        self._closing, self._wanted, self._through = threading.Event(), threading.Event(), threading.Event()
+        try:
+            with self._folder.locked(self._deadline()):
+                counted = self._folder.read_counts()
+                if not counted.known and self._folder.empty:
+                    counted.known = True
+                    self._folder.write_counts(counted)
+        except (Busy, OSError):
+            pass  # It is counted before anything is written.
+        self._wanted.set()
+        self._scanner = threading.Thread(target=self._go_through_when_wanted, name="storage-scan", daemon=True)
+        self._scanner.start()
+
+    # ------------------------------------------------------------ counting
+
+    def wait_counted(self, timeout_s: float) -> bool:
+        """Whether the folder has been gone through since it was opened, after at most so long."""
+        return self._through.wait(timeout_s)
+
+    def _go_through_when_wanted(self) -> None:
+        while not self._closing.is_set():
+            self._wanted.wait()
+            self._wanted.clear()
+            while not self._closing.is_set() and not self._go_through():
+                self._closing.wait(self._timeout_s)
+            self._through.set()
+
+    def _go_through(self) -> bool:
+        """Count every shard, each under the lock for itself; whether all of that could be done."""
+        foreign = 0
+        try:
+            for shard in range(SHARDS):
+                if self._closing.is_set():
+                    return False
+                with self._folder.locked(self._deadline()):
+                    found = self._folder.scan(shard, sweep=True)
+                    counted = self._folder.read_counts()
+                    counted.set(shard, found)
+                    self._folder.write_counts(counted)
+                foreign += found.foreign
+            with self._folder.locked(self._deadline()):
+                counted = self._folder.read_counts()
+                counted.known = True
+                self._folder.write_counts(counted)
+                foreign += self._folder.tidy()
+            while not self._closing.is_set() and self._too_much():
+                pass
+        except (Busy, OSError):
+            return False  # Another process keeps the lock, or the disk is full and refuses pages by itself.
+        self._tally.add("foreign", foreign)
+        return True
+
+    def _too_much(self) -> bool:
+        """Evict some of what is over the cap; whether there is more."""
+        with self._folder.locked(self._deadline()):
+            counted = self._folder.read_counts()
+            before = counted.used
+            if before > self._max_bytes:
+                self._make_room(counted, self._max_bytes, 0)
+                self._folder.write_counts(counted)
+            return self._max_bytes < counted.used < before
+
+    def _deadline(self) -> float:
+        return self._clock.now() + self._timeout_s
+
+    def exists(self, names: Sequence[ObjectName]) -> list[bool]:
+        return [self._is_there(self._folder.path(name.key)) for name in names]
+
+    @staticmethod
+    def _is_there(path: str) -> bool:
+        try:
+            return stat.S_ISREG(os.stat(path, follow_symlinks=False).st_mode)
+        except OSError:
+            return False
+
+    def read(self, names: Sequence[ObjectName], into: Sequence[memoryview]) -> list[Outcome]:
+        deadline = self._deadline()
+        outcomes = [self._read_one(name, buffer, deadline) for name, buffer in zip(names, into, strict=True)]
+        bad = [name for name, outcome in zip(names, outcomes, strict=True) if outcome.verdict is Verdict.DAMAGED]
+        if bad:
+            self.delete(bad)
+        self._tally.add_outcomes(outcomes)
+        return outcomes
+
+    def _read_one(self, name: ObjectName, into: memoryview, deadline: float) -> Outcome:
+        if self._clock.now() >= deadline:
+            return _late()
+        try:
+            file = os.open(self._folder.path(name.key), _READ)
+        except FileNotFoundError:
+            return MISSING
+        except OSError as error:
+            if error.errno in (errno.ELOOP, errno.ENXIO):
+                return self._foreign()
+            return _failed(error)
+        try:
+            return self._read_open(file, name, into)
+        except OSError as error:
+            return _failed(error)
+        finally:
+            os.close(file)
+
+    def _read_open(self, file: int, name: ObjectName, into: memoryview) -> Outcome:
+        size, sealed = into.nbytes, seal_bytes(name)
+        tail = bytearray(sealed + 1)  # The byte more shows a file that is too long.
+        try:
+            got = os.preadv(file, [into, tail], 0)
+        except OSError as error:
+            if error.errno in (errno.EISDIR, errno.ESPIPE, errno.EINVAL):
+                return self._foreign()
+            raise
+        if got != size + sealed:
+            return wrong_size(os.fstat(file).st_size, size + sealed)
+        outcome = check_seal(name, into, tail[:sealed])
+        if outcome.verdict is Verdict.FOUND:
+            self._use(file)
+        return outcome
+
+    def _use(self, file: int | str, *, follow_symlinks: bool = True) -> None:
+        if self._wall_ns is None:
+            os.utime(file, follow_symlinks=follow_symlinks)
+        else:
+            now = self._wall_ns()
+            os.utime(file, ns=(now, now), follow_symlinks=follow_symlinks)
+
+    def _foreign(self) -> Outcome:
+        self._tally.add("foreign")
+        return MISSING
+
+    def write(self, items: Sequence[Item]) -> list[Outcome]:
+        deadline = self._deadline()
+        outcomes = [KEPT] * len(items)
+        fresh = [at for at, item in enumerate(items) if not self._keep(self._folder.path(item.name.key))]
+        sizes = [memoryview(items[at].payload).nbytes + seal_bytes(items[at].name) for at in fresh]
+        sound = True
+        keys = [items[at].name.key for at in fresh]
+        gone: list[tuple[str, int]] = []
+        reserved = self._reserve(keys, sizes, deadline)
+        for at, key, size, granted in zip(fresh, keys, sizes, reserved, strict=True):
+            if granted is not None:
+                outcomes[at], sound = granted, False
+                continue
+            outcomes[at] = self._write_one(items[at], deadline) if sound else _cut_off()
+            if outcomes[at].ok:
+                self._folder.coming.pop(key, None)
+            else:
+                gone.append((key, size))
+                sound = False
+        self._give_back(gone, deadline)
+        self._tally.add_outcomes(outcomes)
+        return outcomes
+
+    def _keep(self, path: str) -> bool:
+        """Whether the file is there; it counts as used now."""
+        try:
+            if not os.access(path, os.F_OK):
+                return False
+            self._use(path, follow_symlinks=False)
+        except OSError:
+            return False
+        return True
+
+    def _reserve(self, keys: Sequence[str], sizes: Sequence[int], deadline: float) -> list[Outcome | None]:
+        """Take room in the counts for each object in turn, evicting if need be; an outcome for those that get none."""
+        if not sizes:
+            return []
+        answers: list[Outcome | None] = []
+        try:
+            with self._folder.locked(deadline):
+                counted = self._folder.read_counts()
+                if not counted.known:
+                    self._wanted.set()
+                    return [Outcome(Verdict.FAILED, reason="what lies in the folder is still being counted")] * len(
+                        sizes
+                    )
+                wanted = sum(size for size in sizes if size <= self._max_bytes)
+                if counted.used + wanted > self._max_bytes:
+                    self._make_room(counted, max(0, self._max_bytes - wanted), self._max_bytes // _SLACK)
+                taken: dict[str, int] = {}
+                for key, size in zip(keys, sizes, strict=True):
+                    fits = counted.used + size <= self._max_bytes
+                    answers.append(None if fits else Outcome(Verdict.REFUSED, reason="the folder may not grow further"))
+                    if fits:
+                        counted.add(shard_of(key), size, 1)
+                        taken[key] = size
+                self._folder.write_counts(counted)
+                self._folder.coming.update(taken)
+        except Busy:
+            return [_late()] * len(sizes)
+        except OSError as error:
+            return [_failed(error)] * len(sizes)
+        return answers
+
+    def _make_room(self, counted: Counted, keep_bytes: int, slack: int) -> None:
+        """Scan shards and delete what was used longest ago in them until `keep_bytes` stay; in a small folder `slack`
+        fewer, if it has to be begun with. The lock is held."""
+        if counted.objects <= _SMALL:
+            found = {shard: self._folder.scan(shard, sweep=False) for shard in range(SHARDS)}
+            for shard, one in found.items():
+                counted.set(shard, one)
+            if counted.used > keep_bytes - slack:
+                self._evict(
+                    counted, sorted(o for one in found.values() for o in one.objects), max(0, keep_bytes - slack)
+                )
+            return
+        for _ in range(_MOST_SHARDS):
+            if counted.used <= keep_bytes:
+                return
+            self._next_shard = (self._next_shard + 1) % SHARDS
+            one = self._folder.scan(self._next_shard, sweep=False)
+            counted.set(self._next_shard, one)
+            oldest = sorted(one.objects)[: -(-len(one.objects) // _OLDEST)]
+            self._evict(counted, oldest, 0 if counted.used > keep_bytes else counted.used)
+
+    def _evict(self, counted: Counted, objects: Sequence[tuple[int, int, str]], keep_bytes: int) -> None:
+        """Delete these, in order, until `keep_bytes` stay."""
+        for _, size, file in objects:
+            if counted.used <= keep_bytes:
+                return
+            key = file.removesuffix(".page")
+            path = self._folder.path(key)
+            if remove(path):
+                self._tally.add("evicted")
+            elif os.path.lexists(path):
+                continue
+            counted.add(shard_of(key), -size, -1)
+
+    def _write_one(self, item: Item, deadline: float) -> Outcome:
+        if self._clock.now() >= deadline:
+            return _late()
+        key = item.name.key
+        temp = self._folder.temp_path(key)
+        try:
+            try:
+                file = self._folder.open_new(temp, _WRITE)
+            except FileNotFoundError:
+                self._folder.make_shard(key)
+                file = self._folder.open_new(temp, _WRITE)
+            try:
+                self._write_all(file, [item.payload, seal(item.name, item.digest, item.payload)])
+                if self._wall_ns is not None:
+                    self._use(file)
+            finally:
+                os.close(file)
+            os.rename(temp, self._folder.path(key))
+        except OSError as error:
+            remove(temp)
+            return _failed(error)
+        return STORED
+
+    def _write_all(self, file: int, parts: list[Payload]) -> None:
+        left = [memoryview(part).cast("B") for part in parts]
+        while left:
+            wrote = self._writev(file, left)
+            while left and wrote >= left[0].nbytes:
+                wrote -= left.pop(0).nbytes
+            if left:
+                left[0] = left[0][wrote:]
+
+    def delete(self, names: Sequence[ObjectName]) -> None:
+        gone: list[tuple[str, int]] = []
+        for name in names:
+            path = self._folder.path(name.key)
+            try:
+                status = os.stat(path, follow_symlinks=False)
+            except OSError:
+                continue
+            if stat.S_ISREG(status.st_mode) and remove(path):
+                gone.append((name.key, status.st_size))
+        self._give_back(gone, self._deadline())
+
+    def _give_back(self, gone: Sequence[tuple[str, int]], deadline: float) -> None:
+        """Keys and sizes of objects that are no more, or never came."""
+        if not gone:
+            return
+        try:
+            with self._folder.locked(deadline):
+                counted = self._folder.read_counts()
+                for key, size in gone:
+                    counted.add(shard_of(key), -size, -1)
+                    self._folder.coming.pop(key, None)
+                self._folder.write_counts(counted)
+        except (Busy, OSError):  # The counts stay too high until the next scan.
+            for key, _ in gone:
+                self._folder.coming.pop(key, None)
+
+    def capacity(self) -> Capacity:
+        counted = self._folder.read_counts()
+        return Capacity(self._max_bytes, counted.used, counted.objects)
+
+    def counts(self) -> Counts:
+        return self._tally.snapshot()
+
+    def close(self) -> None:
+        self._closing.set()
+        self._wanted.set()
+        self._scanner.join(2 * self._timeout_s + 1)
+        if not self._scanner.is_alive():  # Else it uses what would be closed; it ends by itself.
+            self._folder.close()
+
+
+def _failed(error: OSError) -> Outcome:
+    if error.errno in _FULL:
+        return Outcome(Verdict.REFUSED, reason=f"the disk takes no more: {error.strerror}")
+    return Outcome(Verdict.FAILED, reason=error.strerror or str(error))
+
+
+def _uncounted() -> Outcome:
+    return Outcome(Verdict.FAILED, reason="what lies in the folder is still being counted")
+
+
+def _cut_off() -> Outcome:
+    return Outcome(Verdict.FAILED, reason=CUT_OFF)
+
+
+def _late() -> Outcome:
+    return Outcome(Verdict.FAILED, reason="the deadline has passed")

@@ -1,0 +1,137 @@
+"""A storage queue without threads: tickets are done when the test says so, in the order that its seed says."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from cache.storage.io_queue import Chain, Op, Ticket
+from cache.storage.storage_backend import CUT_OFF, Backend, Item, ObjectName, Outcome, Verdict
+
+Fault = Callable[[Op, ObjectName], str | None]
+"""Why this name of an operation is to fail, or None."""
+
+_DIRT = 0xA5
+
+
+class InlineQueue:
+    """`Queue` over `backend`. A failed read leaves dirt in its buffer, as a read that was cut short would."""
+
+    def __init__(self, backend: Backend, *, fault: Fault | None = None) -> None:
+        self.backend = backend
+        self.fault = fault
+        self._waiting: list[Ticket[Any]] = []
+        self._running = 0
+        self._abandoned: set[int] = set()
+        """Running tickets that nobody wants any more."""
+        self.cancelled_running = 0
+        """How many of those have ended."""
+        self._closed = False
+
+    @property
+    def waiting(self) -> int:
+        return len(self._waiting)
+
+    def submit_exists(self, names: Sequence[ObjectName]) -> Ticket[list[bool]]:
+        names = tuple(names)
+        return self._submit(Ticket(Op.EXISTS, names, lambda: self._exists(names), self._cancel))
+
+    def submit_read(self, names: Sequence[ObjectName], into: Sequence[memoryview]) -> Ticket[list[Outcome]]:
+        assert len(names) == len(into)
+        names, into = tuple(names), tuple(into)
+        return self._submit(Ticket(Op.READ, names, lambda: self._read(names, into), self._cancel))
+
+    def submit_write(self, items: Sequence[Item], chain: Chain | None = None) -> Ticket[list[Outcome]]:
+        items = tuple(items)
+        names = [item.name for item in items]
+        return self._submit(Ticket(Op.WRITE, names, lambda: self._write(items), self._cancel, chain))
+
+    def run_next(self, rng: random.Random | None = None) -> bool:
+        """Run one waiting ticket, the oldest or one that `rng` picks; False when none waits."""
+        end = self.begin_next(rng)
+        if end is None:
+            return False
+        end()
+        return True
+
+    def begin_next(self, rng: random.Random | None = None) -> Callable[[], None] | None:
+        """Begin to run one waiting ticket; None when none waits, or those that do wait for others of their chains. It
+        runs until what is returned is called: its buffers are in use until then, and nobody can cancel it."""
+        heads = {id(ticket.chain or ticket): ticket for ticket in reversed(self._waiting)}
+        first = [ticket for ticket in reversed(heads.values()) if ticket._may_start]
+        if not first:
+            return None
+        ticket = first[rng.randrange(len(first)) if rng else 0]
+        self._waiting.remove(ticket)
+        ticket._start()
+        self._running += 1
+
+        def end() -> None:
+            self._running -= 1
+            self.cancelled_running += id(ticket) in self._abandoned
+            self._abandoned.discard(id(ticket))
+            ticket._carry_out()
+
+        return end
+
+    def run_all(self, rng: random.Random | None = None) -> int:
+        """Run until none waits; how many ran."""
+        ran = 0
+        while self.run_next(rng):
+            ran += 1
+        return ran
+
+    def close(self, timeout_s: float = 0.0) -> bool:
+        """Fail what waits and close the backend; False while some operation runs, as nothing here can wait for it."""
+        for ticket in self._waiting:
+            ticket._fail("storage is closing")
+        self._waiting.clear()
+        if not self._closed:
+            self._closed = True
+            self.backend.close()
+        return not self._running
+
+    def _submit(self, ticket: Ticket[Any]) -> Ticket[Any]:
+        if self._closed:
+            ticket._fail("storage is closing")
+        else:
+            self._waiting.append(ticket)
+        return ticket
+
+    def _cancel(self, ticket: Ticket[Any]) -> bool:
+        if ticket not in self._waiting:
+            if not ticket.done:
+                self._abandoned.add(id(ticket))
+            return False
+        self._waiting.remove(ticket)
+        ticket._fail("cancelled")
+        return True
+
+    def _reasons(self, op: Op, names: Sequence[ObjectName]) -> list[str | None]:
+        return [self.fault(op, name) if self.fault else None for name in names]
+
+    def _exists(self, names: Sequence[ObjectName]) -> list[bool]:
+        reasons = self._reasons(Op.EXISTS, names)
+        return [there and why is None for there, why in zip(self.backend.exists(names), reasons, strict=True)]
+
+    def _read(self, names: Sequence[ObjectName], into: Sequence[memoryview]) -> list[Outcome]:
+        reasons = self._reasons(Op.READ, names)
+        sound = [at for at, why in enumerate(reasons) if why is None]
+        for buffer, why in zip(into, reasons, strict=True):
+            if why is not None:
+                buffer.cast("B")[:] = bytes([_DIRT]) * buffer.nbytes
+        answers = self.backend.read([names[at] for at in sound], [into[at] for at in sound])
+        return _merge(reasons, answers)
+
+    def _write(self, items: Sequence[Item]) -> list[Outcome]:
+        reasons = self._reasons(Op.WRITE, [item.name for item in items])
+        bad = next((at for at, why in enumerate(reasons) if why is not None), len(items))
+        answers = self.backend.write(items[:bad])
+        outcomes = _merge(reasons[: bad + 1], answers)
+        return outcomes + [Outcome(Verdict.FAILED, reason=CUT_OFF)] * (len(items) - len(outcomes))
+
+
+def _merge(reasons: Sequence[str | None], answers: Sequence[Outcome]) -> list[Outcome]:
+    rest = iter(answers)
+    return [next(rest) if why is None else Outcome(Verdict.FAILED, reason=why) for why in reasons]

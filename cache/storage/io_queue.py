@@ -1,0 +1,295 @@
+"""The way from a worker's loop to storage and back: tickets, served by threads, polled by the loop.
+
+The loop never waits: it submits and gets a `Ticket`, which is done at some later time. Until then the buffers of the
+operation belong to it: a cancelled ticket that still *waits* is done at once and will touch nothing, one that is
+already *running* goes on to its end, and `cancel` says which it was.
+
+    waiting ---thread takes it---> running ---backend returns or raises---> done
+       \\________ cancel, queue full, close ____________________________________/
+
+Reads and lookups go before writes, since a request waits for them; but after eight in a row the oldest write has its
+turn. Writes of one `Chain` run one after the other in the order in which they were submitted, and once one of them has
+not written all of its objects, those behind it write none. Each of the two lines is bounded. A queue owns its backend:
+the last thread to leave closes it.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from enum import Enum, StrEnum, auto
+from typing import Any, Generic, Protocol, TypeVar
+
+from cache.storage.storage_backend import CUT_OFF, Backend, Item, ObjectName, Outcome, Verdict
+from contracts.clock import Clock, SystemClock
+
+_log = logging.getLogger(__name__)
+_IN_A_ROW = 8
+
+T = TypeVar("T")
+
+
+class Op(StrEnum):
+    EXISTS = "exists"
+    READ = "read"
+    WRITE = "write"
+
+
+class _State(Enum):
+    WAITING = auto()
+    RUNNING = auto()
+    DONE = auto()
+
+
+class Chain:
+    """Writes of which none is to be there without those before it."""
+
+    def __init__(self) -> None:
+        self.submitted = 0
+        self.running = False
+        self.broken: int | None = None
+        """Which of them failed or was given up, the first of those: no one behind it writes anything."""
+
+
+class Ticket(Generic[T]):
+    """One submitted operation; `result()` once it is `done`."""
+
+    def __init__(
+        self,
+        op: Op,
+        names: Sequence[ObjectName],
+        run: Callable[[], T],
+        drop: Callable[[Ticket[Any]], bool],
+        chain: Chain | None = None,
+    ) -> None:
+        self.op = op
+        self.chain = chain
+        if chain is not None:
+            self._place = chain.submitted
+            chain.submitted += 1
+        self.names = tuple(names)
+        self._run = run
+        self._drop = drop
+        self._state = _State.WAITING
+        self._result: T | None = None
+
+    @property
+    def done(self) -> bool:
+        return self._state is _State.DONE
+
+    def result(self) -> T:
+        """What the backend answered; `FAILED` (or False) for all names when it never ran or raised."""
+        assert self._state is _State.DONE, f"this {self.op} is not done"
+        assert self._result is not None
+        return self._result
+
+    def cancel(self) -> bool:
+        """Whether it is done now; False: it is running, and its buffers are in use until it is done."""
+        return self._drop(self) or self.done
+
+    def _start(self) -> None:
+        self._state = _State.RUNNING
+        if self.chain is not None:
+            self.chain.running = True
+
+    def _finish(self, result: T) -> None:
+        if self.chain is not None:
+            if self._state is _State.RUNNING:
+                self.chain.running = False
+            outcomes: Any = result
+            if not all(outcome.ok for outcome in outcomes) and not self._cut_off:
+                self.chain.broken = self._place
+        self._result = result
+        self._state = _State.DONE
+
+    @property
+    def _may_start(self) -> bool:
+        """Whether no other one of its chain is running."""
+        return self.chain is None or not self.chain.running
+
+    def _carry_out(self) -> None:
+        """To be called by whoever started it."""
+        if self._cut_off:
+            self._fail(CUT_OFF)
+        else:
+            self._finish(self._run())
+
+    @property
+    def _cut_off(self) -> bool:
+        return self.chain is not None and self.chain.broken is not None and self.chain.broken < self._place
+
+    def _fail(self, reason: str) -> None:
+        answer: list[Any] = [False if self.op is Op.EXISTS else Outcome(Verdict.FAILED, reason=reason)]
+        self._finish(answer * len(self.names))  # type: ignore[arg-type]
+
+
+@dataclass(frozen=True, slots=True)
+class QueueCounts:
+    dropped_writes: int
+    """Writes that found the line full; their outcomes are `FAILED`."""
+    refused_reads: int
+    """Reads and lookups that found the line full."""
+    cancelled: int
+    raised: int
+    """Operations of which the backend raised, which it must not."""
+
+
+class Queue(Protocol):
+    """What a worker's loop knows of storage; `StorageQueue` in a worker, `InlineQueue` under a test's control."""
+
+    def submit_exists(self, names: Sequence[ObjectName]) -> Ticket[list[bool]]: ...
+
+    def submit_read(self, names: Sequence[ObjectName], into: Sequence[memoryview]) -> Ticket[list[Outcome]]: ...
+
+    def submit_write(self, items: Sequence[Item], chain: Chain | None = None) -> Ticket[list[Outcome]]: ...
+
+    def close(self, timeout_s: float) -> bool: ...
+
+
+class StorageQueue:
+    """Serves `backend` with `threads` threads; at most `max_waiting` reads and as many writes wait in line.
+
+    `wake` is called from a thread of the queue after each ticket that one of them has finished. All other methods may
+    be called from any thread.
+    """
+
+    def __init__(
+        self,
+        backend: Backend,
+        threads: int = 2,
+        *,
+        max_waiting: int = 256,
+        wake: Callable[[], None] | None = None,
+        clock: Clock | None = None,
+    ) -> None:
+        assert threads > 0
+        self.backend = backend
+        self._clock = clock or SystemClock()
+        self._max_waiting = max_waiting
+        self._wake = wake
+        self._change = threading.Condition()
+        self._reads: deque[Ticket[Any]] = deque()
+        self._writes: deque[Ticket[Any]] = deque()
+        self._reads_in_a_row = 0
+        self._closing = False
+        self._counts = dict.fromkeys(QueueCounts.__dataclass_fields__, 0)
+        self._alive = threads
+        self._threads = [threading.Thread(target=self._serve, name=f"storage-{n}", daemon=True) for n in range(threads)]
+        for thread in self._threads:
+            thread.start()
+
+    def submit_exists(self, names: Sequence[ObjectName]) -> Ticket[list[bool]]:
+        names = tuple(names)
+        return self._submit(Ticket(Op.EXISTS, names, lambda: self.backend.exists(names), self._cancel))
+
+    def submit_read(self, names: Sequence[ObjectName], into: Sequence[memoryview]) -> Ticket[list[Outcome]]:
+        """`into` belongs to the ticket until it is done."""
+        assert len(names) == len(into)
+        names, into = tuple(names), tuple(into)
+        return self._submit(Ticket(Op.READ, names, lambda: self.backend.read(names, into), self._cancel))
+
+    def submit_write(self, items: Sequence[Item], chain: Chain | None = None) -> Ticket[list[Outcome]]:
+        """The payloads must stay as they are until the ticket is done."""
+        items = tuple(items)
+        names = [item.name for item in items]
+        return self._submit(Ticket(Op.WRITE, names, lambda: self.backend.write(items), self._cancel, chain))
+
+    def counts(self) -> QueueCounts:
+        with self._change:
+            return QueueCounts(**self._counts)
+
+    @property
+    def waiting(self) -> int:
+        """Tickets that no thread has taken yet."""
+        with self._change:
+            return len(self._reads) + len(self._writes)
+
+    def close(self, timeout_s: float) -> bool:
+        """Fail what waits, let what runs end, and close the backend; whether all of that happened within `timeout_s`.
+
+        False: some operation still runs, and its buffers must not be freed before its ticket is done.
+        """
+        deadline = self._clock.now() + timeout_s
+        with self._change:
+            self._closing = True
+            for ticket in (*self._reads, *self._writes):
+                ticket._fail("storage is closing")
+            self._reads.clear()
+            self._writes.clear()
+            self._change.notify_all()
+        for thread in self._threads:
+            thread.join(max(0.0, deadline - self._clock.now()))
+        return not any(thread.is_alive() for thread in self._threads)
+
+    def _line(self, ticket: Ticket[Any]) -> deque[Ticket[Any]]:
+        return self._writes if ticket.op is Op.WRITE else self._reads
+
+    def _submit(self, ticket: Ticket[T]) -> Ticket[T]:
+        with self._change:
+            line = self._line(ticket)
+            if self._closing:
+                ticket._fail("storage is closing")
+            elif len(line) >= self._max_waiting:
+                self._counts["dropped_writes" if ticket.op is Op.WRITE else "refused_reads"] += 1
+                ticket._fail("too many operations are waiting for storage")
+            else:
+                line.append(ticket)
+                self._change.notify()
+        return ticket
+
+    def _cancel(self, ticket: Ticket[Any]) -> bool:
+        with self._change:
+            line = self._line(ticket)
+            if ticket not in line:
+                return False
+            line.remove(ticket)
+            self._counts["cancelled"] += 1
+            ticket._fail("cancelled")
+            return True
+
+    def _take(self) -> Ticket[Any] | None:
+        """The next ticket, once there is one; None when the queue is closing."""
+        with self._change:
+            while not self._closing:
+                write = next((ticket for ticket in self._writes if ticket._may_start), None)
+                if self._reads and not (write and self._reads_in_a_row >= _IN_A_ROW):
+                    self._reads_in_a_row += 1
+                    ticket = self._reads.popleft()
+                elif write is not None:
+                    self._reads_in_a_row = 0
+                    self._writes.remove(write)
+                    ticket = write
+                else:
+                    self._change.wait()
+                    continue
+                ticket._start()
+                return ticket
+            return None
+
+    def _serve(self) -> None:
+        try:
+            while (ticket := self._take()) is not None:
+                self._run(ticket)
+        finally:
+            with self._change:
+                self._alive -= 1
+                last = self._alive == 0
+            if last:
+                self.backend.close()
+
+    def _run(self, ticket: Ticket[Any]) -> None:
+        try:
+            ticket._carry_out()
+        except Exception as error:  # A backend of a stranger's; the loop must hear of it all the same.
+            with self._change:
+                self._counts["raised"] += 1
+            ticket._fail(f"the backend raised {type(error).__name__}: {error}")
+            _log.exception("storage_backend_raised", extra={"op": ticket.op.value})
+        if ticket.chain is not None:
+            with self._change:
+                self._change.notify_all()
+        if self._wake is not None:
+            self._wake()

@@ -1,0 +1,239 @@
+"""Storage objects that any tensor-parallel size can read.
+
+Ranks of a tensor-parallel group hold slices of the heads, and what one size has written another must be able to read.
+So a pool's page is stored as *objects*, each the canonical page of some of its buffers:
+
+    part "1of4"     the second quarter of the heads, of all buffers that are sliced by heads; its rank writes it
+    part "shared"   all buffers that are not sliced; every rank holds the same, the rank of part 0 writes it
+
+A reader knows which share of the heads it holds and works out, for each size that a writer may have had, which objects
+cover that share: whole ones of smaller slices, or one of larger slices of which it takes its piece. Where heads are
+fewer than ranks, several ranks hold the same part, and one of them writes it.
+
+The digests of content tags are sums over logical coordinates, so those of a page's objects add up to the page's:
+
+    digest(page) = digest("shared") + digest("0ofn") + ... + digest("n-1ofn")     (mod 2^64)
+
+with each buffer counted once, since no buffer is in two kinds of objects. On the way out one of the two kinds is
+digested anew and the other's digest is the difference, so that the producer's seal is never opened: what was damaged
+before stays visible. On the way in each object is checked as a whole, with its own digest, before anything is taken
+from it. A page made of whole objects then has the sum of their digests, by which the copy is checked as well; a page
+cut out of larger objects is sealed anew, having been cut from checked bytes.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache
+
+import torch
+
+from cache.memory.copy_plan import packing
+from cache.memory.kv_cache_spec import BufferSpec, Index, PoolSetSpec, PoolSpec
+from cache.memory.memory_layout import BufferLayout, PoolSetLayout, word_dtype
+from cache.memory.page_digest import Digester
+
+PARTITIONS = (1, 2, 4, 8, 16)
+"""Writers' numbers of slices that a reader looks for."""
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class Part:
+    """Which slice of the heads an object holds: `index` of `of` equal ones. `of` 0: the buffers without heads."""
+
+    index: int
+    of: int
+
+    def __str__(self) -> str:
+        return f"{self.index}of{self.of}" if self.of else "shared"
+
+
+SHARED = Part(0, 0)
+
+
+@dataclass(frozen=True, slots=True)
+class Objects:
+    """One part of some pages of one pool."""
+
+    part: Part
+    payloads: torch.Tensor
+    """uint8 [pages, object_bytes], contiguous."""
+    digests: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Assembled:
+    """Pages put together from objects."""
+
+    pages: torch.Tensor
+    """uint8 [pages, unit_bytes], the reader's canonical pages."""
+    digests: tuple[int, ...]
+    damaged: Mapping[int, tuple[Part, ...]]
+    """Pages (by their place) that are not to be used, with the objects whose bytes don't match their digests."""
+
+
+class Slicer:
+    """Cuts one rank's pages into objects, and puts its pages together from anybody's.
+
+    `spec` is the rank's own. Raises `ValueError` for buffers whose slices aren't one of equal parts.
+    """
+
+    def __init__(self, spec: PoolSetSpec) -> None:
+        self.spec = spec
+        self._layout = PoolSetLayout(spec, spec.even(1))
+        self._own = {pool.name: _part_of(pool) for pool in spec.pools}
+        self._digester = cache(self._make_digester)
+
+    def own(self, pool: str) -> tuple[Part, ...]:
+        """The parts that make up this rank's page."""
+        return tuple(part for part in (SHARED, self._own[pool]) if self._buffers(pool, part))
+
+    def writes(self, pool: str) -> tuple[Part, ...]:
+        """The parts that this rank is to write, where it is the first of those with the same slice."""
+        return tuple(part for part in self.own(pool) if part != SHARED or self._own[pool].index == 0)
+
+    def object_bytes(self, pool: str, part: Part) -> int:
+        return sum(b.layers * b.entry_bytes(self.spec.page_tokens) for b in self._buffers(pool, part))
+
+    def plan(self, pool: str, of: int) -> tuple[Part, ...]:
+        """The objects that cover this rank's page where writers had `of` slices; none where that can't be."""
+        sliced = [b for b in self.spec.by_name[pool].buffers if b.heads]
+        if any(b.heads % of for b in sliced):
+            return ()
+        own = self._own[pool]
+        parts: tuple[Part, ...] = ()
+        if sliced:
+            first, end = own.index * of // own.of, -(-(own.index + 1) * of // own.of)
+            parts = tuple(Part(i, of) for i in range(first, end))
+        return tuple(part for part in self.own(pool) if part == SHARED) + parts
+
+    def plans(self, pool: str, partitions: Iterable[int] = PARTITIONS) -> list[tuple[Part, ...]]:
+        """Every way to cover this rank's page, the cheapest first: its own size, then by bytes and objects to read."""
+        found = {self.plan(pool, of) for of in (self._own[pool].of, *partitions)} - {()}
+        return sorted(found, key=lambda plan: (sum(self.object_bytes(pool, p) for p in plan), len(plan), plan))
+
+    def split(
+        self, pool: str, pages: torch.Tensor, digests: Sequence[int], firsts: Sequence[int], ends: Sequence[int]
+    ) -> list[Objects]:
+        """This rank's canonical pages, uint8 [pages, unit_bytes], as the objects of `own`.
+
+        `digests` are the pages' seals, over positions `firsts[i] .. ends[i]-1` of each.
+        """
+        own = self.own(pool)
+        if len(own) == 1:
+            return [Objects(own[0], pages, tuple(digests))]
+        out, left = [], list(digests)
+        for part in own[:-1]:
+            payloads = self._cut(pool, pages, part)
+            found = self._digester(pool, part).digest_canonical(payloads, pool, firsts, ends)
+            left = [_wrapped(d - f) for d, f in zip(left, found, strict=True)]
+            out.append(Objects(part, payloads, tuple(found)))
+        return [*out, Objects(own[-1], self._cut(pool, pages, own[-1]), tuple(left))]
+
+    def assemble(self, pool: str, objects: Sequence[Objects], firsts: Sequence[int], ends: Sequence[int]) -> Assembled:
+        """This rank's pages from the objects of a plan. Raises `ValueError` when they don't cover its page."""
+        if tuple(o.part for o in objects) not in {self.plan(pool, o.part.of or 1) for o in objects}:
+            raise ValueError(f"{', '.join(str(o.part) for o in objects)} don't make up a page of {self._own[pool]}")
+        damaged: dict[int, tuple[Part, ...]] = {}
+        for one in objects:
+            found = self._digester(pool, one.part).digest_canonical(one.payloads, pool, firsts, ends)
+            for page, (digest, want) in enumerate(zip(found, one.digests, strict=True)):
+                if digest != want:
+                    damaged[page] = (*damaged.get(page, ()), one.part)
+        if len(objects) == 1 and objects[0].part in self.own(pool):
+            return Assembled(objects[0].payloads, objects[0].digests, damaged)
+        pages = torch.empty(len(firsts), self.spec.unit_bytes(pool), dtype=torch.uint8)
+        for one in objects:
+            self._paste(pool, pages, one)
+        sealed = self._digester(pool, None).digest_canonical(pages, pool, firsts, ends)
+        if all(one.part.of % self._own[pool].of == 0 for one in objects):
+            sums = [_wrapped(sum(d)) for d in zip(*(one.digests for one in objects), strict=True)]
+            for page, (digest, want) in enumerate(zip(sealed, sums, strict=True)):
+                if digest != want:
+                    damaged.setdefault(page, ())
+            sealed = sums
+        return Assembled(pages, tuple(sealed), damaged)
+
+    def _cut(self, pool: str, pages: torch.Tensor, part: Part) -> torch.Tensor:
+        """The bytes of a part that this rank's pages hold in whole: uint8 [pages, object_bytes]."""
+        out = torch.empty(len(pages), self.object_bytes(pool, part), dtype=torch.uint8)
+        for mine, theirs in self._views(pool, pages, part, out):
+            theirs.copy_(mine)
+        return out
+
+    def _paste(self, pool: str, pages: torch.Tensor, one: Objects) -> None:
+        for mine, theirs in self._views(pool, pages, one.part, one.payloads):
+            mine.copy_(theirs)
+
+    def _views(
+        self, pool: str, pages: torch.Tensor, part: Part, payloads: torch.Tensor
+    ) -> Iterable[tuple[torch.Tensor, torch.Tensor]]:
+        """The heads that pages and objects have in common, buffer by buffer: views of the pages and of the objects."""
+        theirs = {b.spec.name: b for b in packing(self._object_layout(pool, part), pool)}
+        for mine in packing(self._layout, pool):
+            its = theirs.get(mine.spec.name)
+            if its is None:
+                continue
+            head_bytes = mine.spec.shape_bytes // mine.spec.shape[0]
+            word = word_dtype(head_bytes, mine.base, mine.index_stride, its.base, its.index_stride)
+            here, there = self._by_head(pages, mine, word), self._by_head(payloads, its, word)
+            if mine.spec.heads:
+                first = max(mine.spec.first_head, its.spec.first_head)
+                end = min(b.spec.first_head + b.spec.shape[0] for b in (mine, its))
+                here = here[:, :, :, first - mine.spec.first_head : end - mine.spec.first_head]
+                there = there[:, :, :, first - its.spec.first_head : end - its.spec.first_head]
+            yield here, there
+
+    def _by_head(self, packed: torch.Tensor, buffer: BufferLayout, word: torch.dtype) -> torch.Tensor:
+        """One buffer of canonical pages as integers: [pages, layers, tokens, heads, words]."""
+        tokens = self.spec.page_tokens if buffer.spec.index is Index.TOKEN else 1
+        stack = buffer.stack(packed.view(-1), len(packed), word)
+        return stack.transpose(0, 1).view(len(packed), buffer.spec.layers, tokens, buffer.spec.shape[0], -1)
+
+    def _buffers(self, pool: str, part: Part) -> tuple[BufferSpec, ...]:
+        """What an object of a part holds."""
+        buffers = self.spec.by_name[pool].buffers
+        if part == SHARED:
+            return tuple(b for b in buffers if not b.heads)
+        return tuple(_sliced(b, part) for b in buffers if b.heads)
+
+    def _object_layout(self, pool: str, part: Part) -> PoolSetLayout:
+        """A pool set in which `pool` has only what is in an object of `part`."""
+        pools = tuple(
+            dataclasses.replace(p, buffers=self._buffers(pool, part)) if p.name == pool else p for p in self.spec.pools
+        )
+        return PoolSetLayout(PoolSetSpec(self.spec.page_tokens, pools), self._layout.counts)
+
+    def _make_digester(self, pool: str, part: Part | None) -> Digester:
+        return Digester(self._layout if part is None else self._object_layout(pool, part), only=pool)
+
+
+def _sliced(buffer: BufferSpec, part: Part) -> BufferSpec:
+    count = buffer.heads // part.of
+    return dataclasses.replace(buffer, shape=(count, *buffer.shape[1:]), first_head=count * part.index)
+
+
+def _part_of(pool: PoolSpec) -> Part:
+    """The part that a rank's pool holds: 0of1 where nothing is sliced."""
+    parts = set()
+    for buffer in pool.buffers:
+        if buffer.heads:
+            here = buffer.shape[0]
+            if buffer.heads % here or buffer.first_head % here:
+                raise ValueError(
+                    f"{pool.name}: heads {buffer.first_head}..{buffer.first_head + here - 1} of {buffer.heads} of "
+                    f"{buffer.name} aren't one of equal parts"
+                )
+            parts.add(Part(buffer.first_head // here, buffer.heads // here))
+    if len(parts) > 1:
+        raise ValueError(
+            f"{pool.name}: its buffers are different parts of their heads ({', '.join(map(str, sorted(parts)))}); "
+            "buffers that are sliced differently belong in different pools"
+        )
+    return parts.pop() if parts else Part(0, 1)
+
+
+def _wrapped(digest: int) -> int:
+    return digest & 0xFFFFFFFFFFFFFFFF

@@ -1,0 +1,261 @@
+"""Storage as a seat uses it: pages of its host tier, put by and fetched by their chain keys.
+
+A page is one object where a rank holds all of it in one piece, and then its bytes go straight between storage and host
+memory. Else it is several (`cache.storage.object_slices`): a slice of the heads for each rank, and what isn't sliced.
+Whoever fetches a page asks for the objects that its own number of ranks would have written. Where those aren't there,
+it looks whether workers of other numbers of ranks have left theirs, by asking for one object of each kind first: what
+nobody has written costs one more question, not dozens.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Generic, TypeVar
+
+import torch
+
+from cache.memory.kv_cache_spec import PoolSetSpec, groups
+from cache.pool.pool_set import PoolSet
+from cache.pool.tp_pool_set import merged
+from cache.storage.io_queue import Chain, Queue, Ticket
+from cache.storage.object_slices import SHARED, Objects, Part, Slicer
+from cache.storage.page_store import Fetched, Pending
+from cache.storage.storage_backend import KEPT, Item, ObjectName, Outcome, Verdict
+from contracts.messages.rank_orders import Kept
+
+S = TypeVar("S")
+R = TypeVar("R")
+_REMEMBERED = 65536
+_ALL_BITS = 0xFFFFFFFFFFFFFFFF
+
+
+class RankShelf:
+    """One rank's part of the pages of `host`, over its own storage queue; `rank` of `size` ranks of a worker."""
+
+    def __init__(self, queue: Queue, host: PoolSet, fingerprint: str, rank: int = 0, size: int = 1) -> None:
+        self.queue, self.host = queue, host
+        self._fingerprint, self._rank, self._size = fingerprint, rank, size
+        self.slicer = Slicer(host.spec)
+        self.plans: OrderedDict[tuple[str, bytes], tuple[Part, ...]] = OrderedDict()
+        """Pages that workers of another number of ranks have stored."""
+
+    def exists(self, wanted: Sequence[tuple[str, bytes]]) -> Pending[list[bool]]:
+        return _Probe(self, wanted)
+
+    def fetch(self, pages: Sequence[Kept]) -> Pending[list[Outcome]]:
+        return Mapped(self.fetch_parts(pages), lambda found: merged_outcomes(self.host.spec, pages, [found]))
+
+    def fetch_parts(self, pages: Sequence[Kept]) -> Pending[list[Fetched]]:
+        return _Fetch(self, pages)
+
+    def put(self, pages: Sequence[Kept], digests: Sequence[int], chain: Chain | None = None) -> Pending[list[Outcome]]:
+        objects = [self._items(page, digest) for page, digest in zip(pages, digests, strict=True)]
+        counts = [len(items) for items in objects]
+        ticket = self.queue.submit_write([item for items in objects for item in items], chain)
+        return Mapped(ticket, lambda outcomes: _worst(outcomes, counts))
+
+    def put_mine(self, pages: Sequence[Kept], chain: Chain | None = None) -> Pending[list[Outcome]]:
+        """`put` with the digests of what lies here: a rank's share of pages that were checked as a whole."""
+        digests = [self.digest(page) for page in pages]
+        return self.put(pages, digests, chain)
+
+    def close(self, timeout_s: float) -> bool:
+        return self.queue.close(timeout_s)
+
+    # ------------------------------------------------------------ names and bytes
+
+    def name(self, pool: str, key: bytes, part: Part) -> ObjectName:
+        # A page that nobody slices is a whole one for everybody.
+        whole = Part(0, 1) if self.slicer.own(pool) == (SHARED,) else part
+        return ObjectName(self._fingerprint, pool, key, str(whole))
+
+    def memory(self, page: Kept) -> torch.Tensor:
+        """uint8 [unit_bytes], in host memory."""
+        return self.host.layout.page(self.host.region, page.pool, page.at)
+
+    def digest(self, page: Kept) -> int:
+        """Of what this rank holds of it."""
+        region, digester = self.host.region, self.host.digester
+        return digester.digest(region, page.pool, [page.at], [page.first], [page.end])[0]
+
+    def grouped(self, pool: str, digest: int, shared: int) -> tuple[int, ...]:
+        """A digest of this rank's page as `tp_pool_set` has it, by group; `shared` is what isn't sliced adds to it."""
+        if len(groups(self.host.spec.by_name[pool], self._size)) == 1:
+            return (digest,)
+        # The group that all ranks hold alike comes last.
+        return ((digest - shared) & _ALL_BITS, shared)
+
+    def _items(self, page: Kept, digest: int) -> list[Item]:
+        """The objects of a page that this rank is to write: those that no rank before it has."""
+        own = self.slicer.own(page.pool)
+        if len(own) == 1:
+            payload = self.memory(page).numpy().data
+            return [Item(self.name(page.pool, page.key, part), digest, payload) for part in own if self._first(part)]
+        split = self.slicer.split(page.pool, self.memory(page).view(1, -1), [digest], [page.first], [page.end])
+        return [
+            Item(self.name(page.pool, page.key, one.part), one.digests[0], one.payloads[0].numpy().data)
+            for one in split
+            if self._first(one.part)
+        ]
+
+    def _first(self, part: Part) -> bool:
+        return self._rank % (self._size // part.of if part.of else self._size) == 0
+
+
+class Mapped(Generic[S, R]):
+    """A pending answer, seen through a function."""
+
+    def __init__(self, pending: Pending[S], through: Callable[[S], R]) -> None:
+        self._pending, self._through = pending, through
+
+    @property
+    def done(self) -> bool:
+        return self._pending.done
+
+    def result(self) -> R:
+        return self._through(self._pending.result())
+
+    def cancel(self) -> bool:
+        return self._pending.cancel()
+
+
+class _Probe:
+    """The questions after one another: my own number of ranks, which others there are, and what those have."""
+
+    def __init__(self, shelf: RankShelf, wanted: Sequence[tuple[str, bytes]]) -> None:
+        self._shelf, self._wanted = shelf, list(wanted)
+        self._found = [False] * len(self._wanted)
+        self._cancelled = False
+        self._steps = self._run()
+        self._ticket = next(self._steps, None)
+
+    @property
+    def done(self) -> bool:
+        while self._ticket is not None and self._ticket.done:
+            self._ticket = None if self._cancelled else next(self._steps, None)
+        return self._ticket is None
+
+    def result(self) -> list[bool]:
+        return self._found
+
+    def cancel(self) -> bool:
+        self._cancelled = True
+        return self._ticket is None or self._ticket.cancel()
+
+    def _run(self) -> Iterator[Ticket[list[bool]]]:
+        shelf = self._shelf
+        own = {pool: shelf.slicer.own(pool) for pool, _ in self._wanted}
+        yield from self._ask(list(range(len(self._wanted))), own)
+        missing = [i for i, found in enumerate(self._found) if not found]
+        firsts = {pool: key for pool, key in (self._wanted[i] for i in reversed(missing))}
+        others = [
+            (pool, plan)
+            for pool in firsts
+            for plan in shelf.slicer.plans(pool)
+            if plan != own[pool]
+        ]  # fmt: skip
+        if not others:
+            return
+        ticket = shelf.queue.submit_exists([shelf.name(pool, firsts[pool], plan[-1]) for pool, plan in others])
+        yield ticket
+        for (pool, plan), there in zip(others, ticket.result(), strict=True):
+            if there:
+                left = [i for i in missing if self._wanted[i][0] == pool and not self._found[i]]
+                yield from self._ask(left, {pool: plan})
+
+    def _ask(self, which: list[int], plans: Mapping[str, tuple[Part, ...]]) -> Iterator[Ticket[list[bool]]]:
+        shelf, names, owners = self._shelf, [], []
+        for i in which:
+            pool, key = self._wanted[i]
+            names += [shelf.name(pool, key, part) for part in plans[pool]]
+            owners += [i] * len(plans[pool])
+        if not names:
+            return
+        ticket = shelf.queue.submit_exists(names)
+        yield ticket
+        there = dict.fromkeys(which, True)
+        for i, found in zip(owners, ticket.result(), strict=True):
+            there[i] = there[i] and found
+        for i in which:
+            self._found[i] = there[i]
+            pool, key = self._wanted[i]
+            if there[i] and plans[pool] != shelf.slicer.own(pool):
+                shelf.plans[pool, key] = plans[pool]
+                while len(shelf.plans) > _REMEMBERED:
+                    shelf.plans.popitem(last=False)
+
+
+class _Fetch:
+    """Pages on their way into host memory: in place where they are one object, else put together at the end."""
+
+    def __init__(self, shelf: RankShelf, pages: Sequence[Kept]) -> None:
+        self._shelf, self._pages = shelf, list(pages)
+        self._plans = [shelf.plans.pop((p.pool, p.key), shelf.slicer.own(p.pool)) for p in self._pages]
+        self._payloads: list[list[torch.Tensor]] = []
+        self._result: list[Fetched] | None = None
+        names, into = [], []
+        for page, plan in zip(self._pages, self._plans, strict=True):
+            sizes = [shelf.slicer.object_bytes(page.pool, part) for part in plan]
+            whole = plan == shelf.slicer.own(page.pool) and len(plan) == 1
+            payloads = [shelf.memory(page)] if whole else [torch.empty(n, dtype=torch.uint8) for n in sizes]
+            self._payloads.append([] if whole else payloads)
+            names += [shelf.name(page.pool, page.key, part) for part in plan]
+            into += [payload.numpy().data for payload in payloads]
+        self._ticket = shelf.queue.submit_read(names, into)
+
+    @property
+    def done(self) -> bool:
+        return self._ticket.done
+
+    def cancel(self) -> bool:
+        return self._ticket.cancel()
+
+    def result(self) -> list[Fetched]:
+        if self._result is None:
+            self._result, outcomes = [], iter(self._ticket.result())
+            for page, plan, payloads in zip(self._pages, self._plans, self._payloads, strict=True):
+                self._result.append(self._one(page, plan, payloads, [next(outcomes) for _ in plan]))
+        return self._result
+
+    def _one(
+        self, page: Kept, plan: tuple[Part, ...], payloads: list[torch.Tensor], outcomes: list[Outcome]
+    ) -> Fetched:
+        for outcome in outcomes:
+            if not outcome.ok:
+                return Fetched(outcome.verdict, (), outcome.reason)
+        shelf = self._shelf
+        if not payloads:
+            return Fetched(Verdict.FOUND, shelf.grouped(page.pool, outcomes[0].digest, 0))
+        objects = [
+            Objects(part, payload.view(1, -1), (outcome.digest,))
+            for part, payload, outcome in zip(plan, payloads, outcomes, strict=True)
+        ]
+        whole = shelf.slicer.assemble(page.pool, objects, [page.first], [page.end])
+        if whole.damaged:
+            return Fetched(Verdict.DAMAGED, (), "an object of it isn't what was stored")
+        shelf.memory(page).copy_(whole.pages[0])
+        shared = sum(outcome.digest for part, outcome in zip(plan, outcomes, strict=True) if part == SHARED)
+        return Fetched(Verdict.FOUND, shelf.grouped(page.pool, whole.digests[0], shared))
+
+
+def merged_outcomes(spec: PoolSetSpec, pages: Sequence[Kept], by_rank: Sequence[Sequence[Fetched]]) -> list[Outcome]:
+    """What became of whole pages, of which each rank has fetched its part: [ranks][pages]."""
+    out = []
+    for page, parts in zip(pages, zip(*by_rank, strict=True), strict=True):
+        bad = next((part for part in parts if part.verdict is not Verdict.FOUND), None)
+        if bad is not None:
+            out.append(Outcome(bad.verdict, 0, bad.reason))
+            continue
+        (digest,) = merged(spec.by_name[page.pool], [[[digest] for digest in part.digests] for part in parts])
+        out.append(Outcome(Verdict.FOUND, digest))
+    return out
+
+
+def _worst(outcomes: Sequence[Outcome], counts: Sequence[int]) -> list[Outcome]:
+    """One outcome a page from those of its objects; of a page that others write, that it is there."""
+    found, out = iter(outcomes), []
+    for count in counts:
+        mine = [next(found) for _ in range(count)]
+        out.append(next((one for one in mine if not one.ok), mine[0] if mine else KEPT))
+    return out

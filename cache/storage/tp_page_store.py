@@ -1,0 +1,130 @@
+"""Storage of a worker of several ranks: each puts by and fetches its own heads, the leader says of what.
+
+A page is there when every rank has found its part, and fetched when every part has come. Before pages are put by, the
+leader compares their digest, of all ranks, with the seal that they got when they were computed: what was damaged in
+host memory since is not stored. Each rank then seals its own objects.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from cache.pool.tp_pool_set import RankedPools
+from cache.storage.io_queue import Chain
+from cache.storage.page_store import Fetched, Pending
+from cache.storage.rank_page_store import Mapped, RankShelf, merged_outcomes
+from cache.storage.storage_backend import Outcome, Verdict
+from contracts.messages.rank_order_codec import Answers, Followers
+from contracts.messages.rank_orders import Exists, Fetch, Kept, Put
+
+_DAMAGED = Outcome(Verdict.FAILED, 0, "it was damaged in host memory before it was stored")
+
+
+class RankedShelf:
+    """The leader's `Shelf`."""
+
+    def __init__(self, mine: RankShelf, host: RankedPools, followers: Followers) -> None:
+        self._mine, self._host, self._followers = mine, host, followers
+        self._chain: Chain | None = None
+        self._number = 0
+        """Of the last chain, as the followers know it: what belongs to one is ordered together."""
+
+    def exists(self, wanted: Sequence[tuple[str, bytes]]) -> Pending[list[bool]]:
+        both = _Both(self._mine.exists(wanted), self._followers.ask(Exists(tuple(wanted))))
+        return Mapped(both, lambda found: [all(ranks) for ranks in zip(*found, strict=True)])
+
+    def fetch(self, pages: Sequence[Kept]) -> Pending[list[Outcome]]:
+        both = _Both(self._mine.fetch_parts(pages), self._followers.ask(Fetch(tuple(pages))))
+
+        def together(found: list[list[Any]]) -> list[Outcome]:
+            parts = [[Fetched(Verdict(verdict), tuple(digests), reason) for verdict, digests, reason in one]
+                     for one in found]  # fmt: skip
+            return merged_outcomes(self._host.spec, pages, parts)
+
+        return Mapped(both, together)
+
+    def put(self, pages: Sequence[Kept], digests: Sequence[int], chain: Chain | None = None) -> Pending[list[Outcome]]:
+        good = self._sound(pages, digests)
+        chosen = [page for page, sound in zip(pages, good, strict=True) if sound]
+        number = 0
+        if chain is not None:
+            if chain is not self._chain:
+                self._chain, self._number = chain, self._number + 1
+            number = self._number
+        both = _Both(self._mine.put_mine(chosen, chain), self._followers.ask(Put(tuple(chosen), number)))
+
+        def together(found: list[list[Any]]) -> list[Outcome]:
+            stored = iter([_worst(one) for one in zip(*found, strict=True)])
+            return [next(stored) if sound else _DAMAGED for sound in good]
+
+        return Mapped(both, together)
+
+    def _sound(self, pages: Sequence[Kept], digests: Sequence[int]) -> list[bool]:
+        """Which pages are still what they were sealed as."""
+        good = [False] * len(pages)
+        for pool in dict.fromkeys(page.pool for page in pages):
+            mine = [i for i, page in enumerate(pages) if page.pool == pool]
+            found = self._host.digest(
+                pool, [pages[i].at for i in mine], [pages[i].first for i in mine], [pages[i].end for i in mine]
+            )
+            for i, digest in zip(mine, found, strict=True):
+                good[i] = digest == digests[i]
+        return good
+
+    def close(self, timeout_s: float) -> bool:
+        return self._mine.close(timeout_s)
+
+
+def _worst(outcomes: Sequence[Sequence[Any]]) -> Outcome:
+    found = [Outcome(Verdict(verdict), digest, reason) for verdict, digest, reason in outcomes]
+    return next((one for one in found if not one.ok), found[0])
+
+
+class _Both:
+    """The leader's own answer and the followers', by rank."""
+
+    def __init__(self, mine: Pending[Any], others: Answers) -> None:
+        self._mine, self._others = mine, others
+
+    @property
+    def done(self) -> bool:
+        return self._mine.done and self._others.done
+
+    def result(self) -> list[list[Any]]:
+        return [self._mine.result(), *self._others.wait()]
+
+    def cancel(self) -> bool:
+        """Followers' storage goes on: it is done when they have answered."""
+        self._mine.cancel()
+        return self.done
+
+
+class RankStorage:
+    """A follower's shelf, and the orders about it, which are answered when storage has."""
+
+    def __init__(self, shelf: RankShelf) -> None:
+        self._shelf = shelf
+        self._open: list[tuple[int, Pending[list[Any]]]] = []
+        self._chain, self._number = Chain(), 0
+
+    def obey(self, sequence: int, order: Exists | Fetch | Put) -> None:
+        match order:
+            case Exists():
+                self._open.append((sequence, self._shelf.exists(order.wanted)))
+            case Fetch():
+                self._open.append((sequence, self._shelf.fetch_parts(order.pages)))
+            case Put():
+                if order.chain and order.chain != self._number:
+                    self._chain, self._number = Chain(), order.chain
+                chain = self._chain if order.chain else None
+                self._open.append((sequence, self._shelf.put_mine(order.pages, chain)))
+
+    def answers(self) -> list[tuple[int, list[Any]]]:
+        """What storage has answered since the last call, by the order's number."""
+        ended = [(sequence, pending) for sequence, pending in self._open if pending.done]
+        self._open = [entry for entry in self._open if entry not in ended]
+        return [(sequence, pending.result()) for sequence, pending in ended]
+
+    def close(self, timeout_s: float) -> bool:
+        return self._shelf.close(timeout_s)

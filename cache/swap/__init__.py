@@ -1,0 +1,1 @@
+"""A retracted request's state off the device and back."""

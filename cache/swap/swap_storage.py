@@ -1,0 +1,134 @@
+"""Parked state that host memory has no room for: to storage, and back into host memory when its request is to return.
+
+Objects are named as the tree's are, by chain key, so full pages of a prompt may be there already; the last, partly
+filled page has the chain key of exactly its tokens. What is fetched counts only if every page of every pool came under
+the very tag that it was parked with. Storage may refuse, lose or damage anything: then the state stays where it is, or
+is lost, and its request computed again. Lost, not damaged, is also what came whole under another tag: workers of other
+numbers of ranks round otherwise, and whoever computed the same tokens first has the name.
+
+A storage thread reads or writes host memory for as long as its operation takes, whoever gives up what meanwhile. So the
+pages of an operation are pinned until it is done.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+from cache.pool.page_allocator import Lease, Pin
+from cache.pool.pool_set import PoolSet
+from cache.storage.page_store import Pending, Shelf
+from cache.storage.storage_backend import Outcome, Verdict
+from cache.swap.swapped_state import Parked, Place, Turn
+from contracts.messages.rank_orders import Kept
+
+_BATCH_PAGES = 64
+"""Pages in one operation, which has a deadline."""
+
+
+@dataclass(eq=False)
+class _Under:
+    """One way of one parked request's state, under way."""
+
+    parked: Parked
+    pins: list[Pin]
+    batches: list[tuple[Sequence[Kept], Sequence[int], Pending[list[Outcome]]]]
+    """Pages, the digests that are expected, and what storage says."""
+
+    @property
+    def done(self) -> bool:
+        return all(pending.done for _, _, pending in self.batches)
+
+
+class Shelver:
+    """See the module's prose. Single-threaded; nothing here waits."""
+
+    def __init__(self, host: PoolSet, shelf: Shelf, lease: Callable[[str, int], Lease]) -> None:
+        """`lease` takes pages of a host pool, for which what only the tree holds makes room; raises `CapacityError`."""
+        self._host, self._shelf, self._lease = host, shelf, lease
+        self._under: list[_Under] = []
+        self.counters = {"parked_stored": 0.0, "parked_fetched": 0.0, "parked_refused": 0.0, "parked_lost": 0.0}
+
+    @property
+    def busy(self) -> bool:
+        return bool(self._under)
+
+    def store(self, parked: Parked, keys: Sequence[bytes]) -> None:
+        """Begin to put it on storage; `keys` are the chain keys of all its pages, the last, partly filled one too."""
+        parked.turn(Turn.PUT)
+        self._begin(parked, keys, self._shelf.put)
+
+    def fetch(self, parked: Parked, keys: Sequence[bytes]) -> None:
+        """Begin to bring it back to the host. Raises `CapacityError` without room there, with nothing taken."""
+        leases: dict[str, Lease] = {}
+        try:
+            for pool, numbers in parked.numbers.items():
+                leases[pool] = self._lease(pool, len(numbers))
+        except BaseException:
+            for lease in leases.values():
+                lease.release()
+            raise
+        parked.saved.move_to(leases)
+        parked.turn(Turn.FETCH)
+        self._begin(parked, keys, lambda pages, digests: self._shelf.fetch(pages))
+
+    def _begin(
+        self,
+        parked: Parked,
+        keys: Sequence[bytes],
+        way: Callable[[Sequence[Kept], Sequence[int]], Pending[list[Outcome]]],
+    ) -> None:
+        assert parked.saved.digests is not None, "what has no tags can't be told from anything else on storage"
+        pins = [lease.pin(f"{parked.place} {parked.owner}") for lease in parked.saved.leases.values()]
+        under = _Under(parked, pins, [])
+        self._under.append(under)
+        for pool, pages in self._pages(parked, keys).items():
+            digests = parked.saved.digests[pool]
+            for at in range(0, len(pages), _BATCH_PAGES):
+                batch = slice(at, at + _BATCH_PAGES)
+                under.batches.append((pages[batch], digests[batch], way(pages[batch], digests[batch])))
+
+    def _pages(self, parked: Parked, keys: Sequence[bytes]) -> Mapping[str, list[Kept]]:
+        out = {}
+        for pool, numbers in parked.numbers.items():
+            extent, indices = parked.saved.extents[pool], parked.saved.leases[pool].indices
+            out[pool] = [
+                Kept(pool, keys[n], at, first, end)
+                for n, at, first, end in zip(numbers, indices, extent.firsts, extent.ends, strict=True)
+            ]
+        return out
+
+    def poll(self) -> None:
+        """Take in what storage has answered."""
+        for under in [u for u in self._under if u.done]:
+            self._under.remove(under)
+            for pin in under.pins:
+                pin.release()
+            if under.parked.place is Place.STORING:
+                self._stored(under)
+            elif under.parked.place is Place.FETCHING:
+                self._fetched(under)
+
+    def _stored(self, under: _Under) -> None:
+        parked = under.parked
+        if all(outcome.ok for _, _, pending in under.batches for outcome in pending.result()):
+            parked.turn(Turn.STORED)
+            parked.saved.release()
+            self.counters["parked_stored"] += 1
+        else:
+            parked.turn(Turn.REFUSED)
+            parked.storable = False
+            self.counters["parked_refused"] += 1
+
+    def _fetched(self, under: _Under) -> None:
+        parked = under.parked
+        good = True
+        for pages, digests, pending in under.batches:
+            for page, digest, outcome in zip(pages, digests, pending.result(), strict=True):
+                good = good and outcome.ok and outcome.digest == digest
+                if outcome.verdict is Verdict.DAMAGED:
+                    parked.damage.setdefault(page.pool, []).append(page.first // self._host.spec.page_tokens)
+        parked.turn(Turn.FETCHED if good else Turn.FAILED)
+        self.counters["parked_fetched" if good else "parked_lost"] += 1
+        if not good:
+            parked.saved.release()

@@ -1,0 +1,115 @@
+"""What is left of a claim whose request was taken off the device: its state below it, in every pool."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from enum import StrEnum
+
+from cache.prefix_cache.token_prefix import Prefix
+from cache.prefix_cache.tree_node import Lock
+from cache.swap.offload import Saved
+from contracts.state_table import StateTable
+
+
+class Place(StrEnum):
+    """Where parked state is."""
+
+    SAVING = "saving"
+    """On its way to host memory: the device's pages are pinned."""
+    HOST = "host"
+    STORING = "storing"
+    """In host memory, on its way to storage."""
+    STORED = "stored"
+    """On storage alone: it has nothing on the host."""
+    FETCHING = "fetching"
+    """On its way from storage into host memory."""
+    LOST = "lost"
+    """Not all of it could be kept: it is of no use."""
+    GONE = "gone"
+
+
+class Turn(StrEnum):
+    SAVED = "saved"
+    PUT = "put"
+    STORED = "stored"
+    REFUSED = "refused"
+    FETCH = "fetch"
+    FETCHED = "fetched"
+    FAILED = "failed"
+    DISCARD = "discard"
+
+
+PLACES = StateTable[Place, Turn](
+    "parked state",
+    {
+        Place.SAVING: {Turn.SAVED: Place.HOST, Turn.FAILED: Place.LOST, Turn.DISCARD: Place.GONE},
+        Place.HOST: {Turn.PUT: Place.STORING, Turn.DISCARD: Place.GONE},
+        Place.STORING: {Turn.STORED: Place.STORED, Turn.REFUSED: Place.HOST, Turn.DISCARD: Place.GONE},
+        Place.STORED: {Turn.FETCH: Place.FETCHING, Turn.DISCARD: Place.GONE},
+        Place.FETCHING: {Turn.FETCHED: Place.HOST, Turn.FAILED: Place.LOST, Turn.DISCARD: Place.GONE},
+        Place.LOST: {Turn.DISCARD: Place.GONE},
+    },
+)
+ON_HOST = (Place.SAVING, Place.HOST, Place.STORING, Place.FETCHING)
+"""Where it has leases of the host."""
+
+
+@dataclass(eq=False)
+class Parked:
+    """State after `positions` positions, of every pool what the next position needs. Owned by its request until
+    `Seat.discard`.
+
+    The first `kept` pages of the full pool are in the tree's host tier, which `above` keeps there; everything else was
+    copied into leases of its own.
+    """
+
+    owner: str
+    prefix: Prefix
+    """The whole pages of its positions."""
+    positions: int
+    """The committed length when it was parked: the state of all these tokens, and of no other, is here."""
+    pages: int
+    """Pages of all positions that the claim was made for."""
+    kept: int
+    above: Lock
+    numbers: Mapping[str, range]
+    """By pool: the numbers of the pages (and of the slot) that were copied, in order."""
+    saved: Saved
+    digests: dict[str, dict[int, int]] = field(default_factory=dict)
+    """Content tags of whole pages by pool and number: first those that were sealed on the device, then all."""
+    place: Place = Place.SAVING
+    damage: dict[str, list[int]] = field(default_factory=dict)
+    """Of what is lost because it isn't what was sealed: the numbers of those pages, by pool."""
+    storable: bool = True
+    """False once storage has refused it."""
+
+    def turn(self, turn: Turn) -> None:
+        self.place = PLACES.next(self.place, turn)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that were copied."""
+        return self.saved.nbytes
+
+    @property
+    def leases(self) -> int:
+        """Pages and slots of the host that it holds, in all pools."""
+        return sum(self.leased(pool) for pool in self.numbers)
+
+    def leased(self, pool: str) -> int:
+        """Pages or slots of the host that it holds."""
+        lease = self.saved.leases.get(pool)
+        return len(lease) if lease is not None and lease.live else 0
+
+    def check(self) -> list[str]:
+        found = []
+        for pool, numbers in self.numbers.items():
+            due = len(numbers) if self.place in ON_HOST else 0
+            if self.leased(pool) != due and not (self.place is Place.SAVING and self.saved.done):
+                found.append(f"{self.owner}: it is {self.place} and has {self.leased(pool)} {pool} pages on the host")
+        if len(self.prefix) != self.positions // self.prefix.page_tokens:
+            found.append(f"{self.owner}: {self.positions} positions are parked under {len(self.prefix)} whole pages")
+        if sum(len(part) for part in self.above.parts) != self.kept:
+            found.append(f"{self.owner}: {self.kept} of its pages are the tree's, its lock says otherwise")
+        return found

@@ -1,0 +1,1 @@
+"""Copies between device, host and storage, and the events that tell of them."""

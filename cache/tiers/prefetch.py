@@ -1,0 +1,323 @@
+"""Storage to host: what storage has of a queued request's prefix is brought to the host before it runs.
+
+    PROBING   storage is asked what it has beyond the tree's anchor
+    READING   pages of every pool are read into host memory, batch by batch, up to the length that was found
+    OVER      the stop policy or the last batch ended it: what has come is in the tree, the rest is given back
+
+Complete means that every pool's part has come: of the full pool each page, of a window the last pages before the end,
+all or nothing, of a state the snapshot at the end. What has come in part becomes the longest prefix that all
+components accept. Nothing found is a state of its own: it ends at once and nobody waits for it.
+
+What a prefetch hangs on, and what it has brought, stays on the host until its request claims it or is gone: others
+would push it out in between, and what was waited for would have to be computed all the same. Device parts stay free:
+who waits must never hold what others run on.
+
+Storage threads write into host memory that the prefetch holds: it gives nothing back before their ticket is done.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+
+from cache.pool.pool_set import PoolSet
+from cache.prefix_cache.radix_tree import PrefixTree
+from cache.prefix_cache.token_prefix import Prefix
+from cache.prefix_cache.tree_components import Window
+from cache.prefix_cache.tree_node import Offer, Tier
+from cache.storage.page_store import Shelf
+from cache.tiers.prefetch_request import Prefetch, Stage, _accepts, _Batch, _reads
+from contracts.config.cache_config import PrefetchConfig
+from contracts.damage import Where, log_damage
+from contracts.errors import CapacityError
+from contracts.messages.rank_orders import Kept
+
+_log = logging.getLogger("twinpool.cache")
+
+_IN_LINE = 128
+"""Reads of all prefetches that wait or run at once, of the 256 that storage's line takes: more would be refused."""
+
+
+class Prefetcher:
+    """Prefetches into one tree's host pools. `now` is in seconds."""
+
+    def __init__(
+        self,
+        tree: PrefixTree,
+        host: PoolSet,
+        shelf: Shelf,
+        config: PrefetchConfig,
+        now: Callable[[], float],
+    ) -> None:
+        self._tree, self._host, self._shelf = tree, host, shelf
+        self._config, self._now = config, now
+        self._active: list[Prefetch] = []
+        self._unreleased: set[int] = set()
+        self._number = 0
+        self._polled = -math.inf
+        self.counters = {"pages_prefetched": 0.0, "pages_damaged_in_storage": 0.0, "prefetch_pages_dropped": 0.0}
+
+    def __len__(self) -> int:
+        return len(self._active)
+
+    @property
+    def locks(self) -> int:
+        """Locks in the tree that prefetches hold."""
+        return len(self._unreleased)
+
+    def leased(self, component: str) -> int:
+        """Host pages (or slots) that prefetches hold."""
+        return sum(
+            sum(len(b.lease) for b in p.batches if b.component == component)
+            + sum(len(lease) for lease, _ in p.arrived.get(component, {}).values())
+            for p in self._active
+        )
+
+    def start(self, prefix: Prefix, owner: str = "") -> Prefetch | None:
+        """Ask storage for what the tree lacks of `prefix`; over at once where that is nothing. None without pages.
+
+        Its request must `release` it.
+        """
+        if not len(prefix):
+            return None
+        held = self._tree.match(prefix).depth
+        self._number += 1
+        if held == len(prefix):
+            return self._all_there(prefix, owner)
+        lock = self._tree.keep((), f"prefetch {self._number}")
+        prefetch = Prefetch(self._number, owner, prefix, self._now(), held, lock)
+        self._unreleased.add(prefetch.number)
+        self._keep(prefetch)
+        for component in self._tree.components:
+            first = held
+            if isinstance(component, Window):
+                first = max(0, held - component.reach)
+            prefetch.probed += [(component.name, page) for page in range(first, len(prefix))]
+        prefetch.probe = self._shelf.exists([(pool, prefix.key(page)) for pool, page in prefetch.probed])
+        self._active.append(prefetch)
+        return prefetch
+
+    def _all_there(self, prefix: Prefix, owner: str) -> Prefetch:
+        lock = self._tree.keep((), f"prefetch {self._number}")
+        prefetch = Prefetch(self._number, owner, prefix, self._now(), len(prefix), lock, stage=Stage.OVER)
+        self._unreleased.add(prefetch.number)
+        self._keep(prefetch)
+        return prefetch
+
+    def _keep(self, prefetch: Prefetch) -> None:
+        """Keep what the host has of what computing from the tree's anchor reads, unless nobody will."""
+        if prefetch.number not in self._unreleased:
+            return
+        path = self._tree.match(prefetch.prefix).path
+        for component in self._tree.components:
+            for node in component.needs(path):
+                here = node.parts[Tier.HOST]
+                for name in (self._tree.full, component.name):
+                    if name in here:
+                        self._tree.add(prefetch.lock, here[name])
+
+    def release(self, prefetch: Prefetch) -> None:
+        """Its request has claimed what it wanted, or is gone. Idempotent."""
+        if not prefetch.over:
+            self.stop(prefetch)
+        self._unreleased.discard(prefetch.number)
+        self._tree.unlock(prefetch.lock)
+
+    # ------------------------------------------------------------ progress
+
+    def may_run(self, prefetch: Prefetch) -> bool:
+        """Whether its request need not wait for it any longer; by the stop policy this may end it."""
+        if prefetch.over:
+            return True
+        policy = self._config.policy
+        if policy == "best_effort" or (policy == "timeout" and self._now() >= self._due(prefetch)):
+            self.stop(prefetch)
+        return prefetch.over
+
+    def deadline(self, prefetch: Prefetch) -> float | None:
+        """When `may_run` is due although nothing arrives.
+
+        None where that was before the last `poll`: whoever could act on it had the round since, so what its request
+        waits for is something else, or storage that doesn't let go of pages.
+        """
+        if prefetch.over or self._config.policy != "timeout":
+            return None
+        due = self._due(prefetch)
+        return due if due > self._polled else None
+
+    def _due(self, prefetch: Prefetch) -> float:
+        tokens = prefetch.target * prefetch.prefix.page_tokens
+        return prefetch.began + self._config.base_s + self._config.per_token_s * tokens
+
+    def stop(self, prefetch: Prefetch) -> None:
+        """End it with what has come. It is over once no storage thread writes for it."""
+        prefetch.stopped = True
+        self._advance(prefetch)
+
+    def poll(self) -> None:
+        """Take in what storage has answered."""
+        self._polled = self._now()
+        for prefetch in list(self._active):
+            self._advance(prefetch)
+
+    def _advance(self, prefetch: Prefetch) -> None:
+        if prefetch.stage is Stage.PROBING:
+            self._probe(prefetch)
+        if prefetch.stage is Stage.READING:
+            self._collect(prefetch)
+
+    def _probe(self, prefetch: Prefetch) -> None:
+        assert prefetch.probe is not None
+        if prefetch.stopped:
+            prefetch.probe.cancel()
+        if not prefetch.probe.done:
+            return
+        there: dict[str, set[int]] = {}
+        for (component, page), found in zip(prefetch.probed, prefetch.probe.result(), strict=True):
+            if found:
+                there.setdefault(component, set()).add(page)
+        prefetch.target = self._longest(prefetch, {} if prefetch.stopped else there, len(prefetch.prefix))
+        prefetch.stage = Stage.READING
+        if prefetch.target > prefetch.held:
+            # Copies to the host that were under way when it began are there by now.
+            self._keep(prefetch)
+            self._read(prefetch, there)
+
+    def _longest(self, prefetch: Prefetch, there: Mapping[str, set[int]], limit: int) -> int:
+        """The longest prefix up to `limit` that every component accepts, with what is `there` beyond the tree."""
+        full = there.get(self._tree.full, set())
+        length = prefetch.held
+        while length < limit and length in full:
+            length += 1
+        while length > prefetch.held:
+            if all(_accepts(c, there.get(c.name, set()), prefetch.held, length) for c in self._tree.components[1:]):
+                return length
+            length -= 1
+        return prefetch.held
+
+    def _read(self, prefetch: Prefetch, there: Mapping[str, set[int]]) -> None:
+        for component in self._tree.components:
+            wanted = sorted(there.get(component.name, set()) & set(_reads(component, prefetch.held, prefetch.target)))
+            step = self._config.batch_pages
+            prefetch.unread += [(component.name, wanted[at : at + step]) for at in range(0, len(wanted), step)]
+        self._submit_some(prefetch)
+
+    def _submit_some(self, prefetch: Prefetch) -> None:
+        """Begin to read as much of what is unread as the line has room for."""
+        while prefetch.unread and sum(len(p.batches) for p in self._active) < _IN_LINE:
+            component, pages = prefetch.unread.popleft()
+            if not self._submit(prefetch, component, pages):
+                # What lies behind is of no use without it.
+                prefetch.unread = deque(rest for rest in prefetch.unread if rest[0] != component)
+
+    def _submit(self, prefetch: Prefetch, component: str, pages: list[int]) -> bool:
+        allocator = self._host.allocators[component]
+        if len(pages) > allocator.free:
+            self._tree.evict(Tier.HOST, component, len(pages) - allocator.free)
+        try:
+            lease = allocator.lease(len(pages), f"prefetch {component}")
+        except CapacityError:
+            return False
+        firsts, ends = self._positions(component, pages)
+        wanted = [
+            Kept(component, prefetch.prefix.key(page), at, first, end)
+            for page, at, first, end in zip(pages, lease.indices, firsts, ends, strict=True)
+        ]
+        prefetch.batches.append(_Batch(component, pages, lease, self._shelf.fetch(wanted)))
+        return True
+
+    def _collect(self, prefetch: Prefetch) -> None:
+        for batch in list(prefetch.batches):
+            if prefetch.stopped:
+                batch.ticket.cancel()
+            if batch.ticket.done:
+                prefetch.batches.remove(batch)
+                self._sort(prefetch, batch)
+        if prefetch.stopped:
+            prefetch.unread.clear()
+        self._submit_some(prefetch)
+        if not prefetch.batches and not prefetch.unread:
+            self._end(prefetch)
+
+    def _sort(self, prefetch: Prefetch, batch: _Batch) -> None:
+        """Keep the pages whose content is what was wanted, give back the others."""
+        outcomes = batch.ticket.result()
+        found = [i for i, outcome in enumerate(outcomes) if outcome.ok]
+        pages, indices = [batch.pages[i] for i in found], [batch.lease.indices[i] for i in found]
+        digests = dict(zip(found, self._digests(batch.component, pages, indices), strict=True))
+        mine = prefetch.arrived.setdefault(batch.component, {})
+        for i in reversed(range(len(batch.pages))):
+            lease = batch.lease.split(1, batch.lease.owner, start=i)
+            good = digests.get(i) == outcomes[i].digest
+            if outcomes[i].verdict == "damaged" or (i in digests and not good):
+                self.counters["pages_damaged_in_storage"] += 1
+                why, page = outcomes[i].reason or "it isn't what was stored", batch.pages[i]
+                pages = [page, page + 1]
+                log_damage(_log, Where.STORAGE, request=prefetch.owner, pool=batch.component, pages=pages, what=why)
+            if good:
+                mine[batch.pages[i]] = (lease, outcomes[i].digest)
+            else:
+                lease.release()
+        batch.lease.release()
+
+    def _digests(self, component: str, pages: Sequence[int], indices: Sequence[int]) -> list[int]:
+        firsts, ends = self._positions(component, pages)
+        return self._host.digest(component, indices, firsts, ends)
+
+    def _positions(self, component: str, pages: Sequence[int]) -> tuple[list[int], list[int]]:
+        """Of pages by their numbers, or of the state at their end: where each begins and ends, for its digest."""
+        size = self._host.spec.page_tokens
+        ends = [(page + 1) * size for page in pages]
+        return (ends if self._tree.component(component).point else [end - size for end in ends]), ends
+
+    def _end(self, prefetch: Prefetch) -> None:
+        arrived = {name: set(pages) for name, pages in prefetch.arrived.items()}
+        length = self._longest(prefetch, arrived, prefetch.target)
+        if length > prefetch.held:
+            prefetch.gained = self._insert(prefetch, length)
+        for pages in prefetch.arrived.values():
+            for lease, _ in pages.values():
+                lease.release()
+        prefetch.arrived.clear()
+        self._keep(prefetch)
+        prefetch.stage = Stage.OVER
+        self._active.remove(prefetch)
+        self.counters["pages_prefetched"] += prefetch.gained
+        self.counters["prefetch_pages_dropped"] += max(0, length - prefetch.held - prefetch.gained)
+
+    def _insert(self, prefetch: Prefetch, length: int) -> int:
+        """Give the tree what is needed of pages up to `length`; returns by how many pages its anchor moved on."""
+        offers: dict[str, list[Offer]] = {}
+        for component in self._tree.components:
+            arrived = prefetch.arrived.get(component.name, {})
+            taken = [(page, *arrived.pop(page)) for page in _reads(component, prefetch.held, length)]
+            if taken:
+                first = taken[0][0] + 1 if component.point else taken[0][0]
+                lease = self._host.allocators[component.name].join([lease for _, lease, _ in taken], "prefetched")
+                offers[component.name] = [Offer(first, lease, [digest for _, _, digest in taken])]
+        prefix = prefetch.prefix.head(length)
+        before = self._tree.match(prefix).depth
+        self._tree.insert(prefix, offers, Tier.HOST)
+        for (offer,) in offers.values():
+            offer.lease.release()
+        return max(0, self._tree.match(prefix).depth - before)
+
+    def check(self) -> list[str]:
+        over = sum(p.over for p in self._active)
+        return [f"{over} prefetches are over and still held"] if over else []
+
+    def close(self) -> None:
+        """Give all of them up, without asking anybody. Their queue is closed before, so no thread writes any more."""
+        for prefetch in self._active:
+            for batch in prefetch.batches:
+                assert batch.ticket.done, "the storage queue closes first"
+                batch.lease.release()
+            for pages in prefetch.arrived.values():
+                for lease, _ in pages.values():
+                    lease.release()
+            prefetch.batches, prefetch.arrived, prefetch.stage = [], {}, Stage.OVER
+            prefetch.unread.clear()
+            self.release(prefetch)
+        self._active.clear()

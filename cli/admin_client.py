@@ -1,0 +1,175 @@
+"""The operator's commands, over the router's admin endpoints. Few imports: they must answer at once."""
+
+from __future__ import annotations
+
+import http.client
+import json
+import os
+import time
+import urllib.error
+import urllib.parse
+import urllib.request
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from cluster.processes.run_file import newest_live_run
+from contracts.errors import ConfigError, TwinpoolError
+
+TIMEOUT_S = 60.0
+"""A check waits for each worker's step to end, which can take this long on a slow machine."""
+POLL_S = 0.2
+SAY_EVERY_S = 5.0
+STATUS_KEYS = (
+    "name", "role", "state", "pid", "node", "incarnation", "running", "waiting", "pages_total", "pages_free",
+    "counters", "stalled_s", "last_end", "breaker", "node_id", "cordoned",
+)  # fmt: skip
+
+
+class NoCluster(TwinpoolError):
+    """Raised when there is no router to talk to."""
+
+
+class RouterAway(NoCluster):
+    """Raised when a router doesn't answer that may be back soon: it broke off, or has only just started."""
+
+
+class Refused(TwinpoolError):
+    """Raised when the router refuses; carries its reason."""
+
+
+class Operator:
+    """Talks to one router."""
+
+    def __init__(
+        self, url: str, clock: Callable[[], float] = time.monotonic, sleep: Callable[[float], None] = time.sleep
+    ) -> None:
+        parts = urllib.parse.urlsplit(url)
+        if parts.scheme not in ("http", "https") or not parts.hostname:
+            raise ConfigError(f"--url takes http://HOST:PORT, got {url!r}")
+        self._url = url.rstrip("/")
+        self.clock = clock
+        self.sleep = sleep
+        self._heard = False
+        """Whether a router has answered there: then one that doesn't is on its way back."""
+
+    @classmethod
+    def find(cls, url: str | None) -> Operator:
+        """The router at `url`, at TWINPOOL_URL, or of the newest live cluster of this user. Raises `NoCluster`."""
+        given = url or os.environ.get("TWINPOOL_URL")
+        if given:
+            return cls(given)
+        run = newest_live_run()
+        if run is None:
+            raise NoCluster("no cluster is running on this machine; start one with twinpool serve, or give --url")
+        return cls(run.url)
+
+    def status(self) -> list[dict[str, Any]]:
+        """One row a worker, with the keys of `STATUS_KEYS`."""
+        return [{key: row.get(key) for key in STATUS_KEYS} for row in self.rows()]
+
+    def check(self) -> dict[str, Any]:
+        """``{"ok", "workers": [{"name", "checked", "violations"}]}``."""
+        return self.call("POST", "/cluster/check")
+
+    def undrain(self, target: str) -> list[dict[str, Any]]:
+        """Returns a row for each worker concerned, with its ``outcome``."""
+        answer = self.call("POST", f"/cluster/undrain/{urllib.parse.quote(target, safe='')}")
+        rows: list[dict[str, Any]] = answer.get("workers", [])
+        return rows
+
+    def rows(self) -> list[dict[str, Any]]:
+        rows: list[dict[str, Any]] = self.call("GET", "/cluster/status")["workers"]
+        return rows
+
+    def call(self, method: str, path: str) -> dict[str, Any]:
+        """One call of an admin path. Raises `Refused` or `NoCluster`."""
+        headers = {"Accept": "application/json"}
+        if token := os.environ.get("TWINPOOL_ADMIN_TOKEN"):
+            headers["Authorization"] = f"Bearer {token}"
+        request = urllib.request.Request(self._url + path, method=method, headers=headers)
+        # An environment's proxy knows nothing of a router on this machine or in this cluster.
+        opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+        try:
+            with opener.open(request, timeout=TIMEOUT_S) as response:
+                answer: dict[str, Any] = json.loads(response.read())
+                self._heard = True
+                return answer
+        except urllib.error.HTTPError as error:
+            message, code = _message(error.read())
+            if code == "starting":
+                raise RouterAway(f"the router at {self._url} has only just started: {message}") from None
+            if message:
+                raise Refused(message) from None
+            raise NoCluster(f"what answers at {self._url} is not a Twinpool router ({error.code})") from None
+        except (OSError, http.client.HTTPException) as error:
+            reason = getattr(error, "reason", error)
+            away = RouterAway if self._heard or not isinstance(reason, ConnectionRefusedError) else NoCluster
+            raise away(f"no router answers at {self._url} ({reason})") from None
+        except ValueError:
+            raise NoCluster(f"what answers at {self._url} is not a Twinpool router") from None
+
+
+def _message(body: bytes) -> tuple[str, str]:
+    """The router's reason and its code; empty when the body isn't a router's."""
+    try:
+        error = json.loads(body)["error"]
+        return str(error["message"]), str(error.get("code"))
+    except (ValueError, KeyError, TypeError, AttributeError):
+        return "", ""
+
+
+_COLOURS = {"ready": "green", "starting": "cyan", "draining": "yellow", "left": "dim", "dead": "red"}
+
+
+def status_table(workers: Sequence[Mapping[str, Any]]) -> Any:
+    """A rich table of the workers."""
+    table = plain_table("worker", "state", "node", "pid", "start", "running", "waiting", "pages free", "pages")
+    for w in workers:
+        colour = _COLOURS.get(w["state"], "default")
+        state = "".join([w["state"], *_troubles(w)])
+        cells = [
+            w["node"],
+            w["pid"] or "",
+            w["incarnation"],
+            w["running"],
+            w["waiting"],
+            w["pages_free"],
+            w["pages_total"],
+        ]
+        table.add_row(w["name"], f"[{colour}]{state}[/]", *(str(cell) for cell in cells))
+    return table
+
+
+def _troubles(row: Mapping[str, Any]) -> list[str]:
+    """What an operator should know beside the state."""
+    found = []
+    if row.get("stalled_s"):
+        found.append(f", no progress for {row['stalled_s']:.0f} s")
+    if row.get("last_end"):
+        found.append(f", last ended: {row['last_end']}")
+    if row.get("breaker", "closed") != "closed":
+        found.append(f", breaker {row['breaker']}")
+    if retracted := (row.get("counters") or {}).get("retracted"):
+        found.append(f", {retracted:.0f} retracted")
+    return found
+
+
+def check_table(report: Mapping[str, Any]) -> Any:
+    """A rich table of what was recounted."""
+    table = plain_table("worker", "result", "pages", "slots", "leases", "rooms")
+    for worker in report["workers"]:
+        bad = len(worker["violations"])
+        result = f"[red]{bad} violation{'s' if bad > 1 else ''}[/]" if bad else "[green]whole[/]"
+        counts = [str(worker["checked"][key]) for key in ("pages", "slots", "leases", "rooms")]
+        table.add_row(worker["name"], result, *counts)
+    return table
+
+
+def plain_table(*titles: str) -> Any:
+    from rich import box
+    from rich.table import Table
+
+    table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
+    for index, title in enumerate(titles):
+        table.add_column(title, justify="left" if index < 2 or title == "node" else "right", no_wrap=True)
+    return table

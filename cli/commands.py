@@ -1,0 +1,264 @@
+"""The `twinpool` command.
+
+`serve` starts a cluster; the other commands find its router and talk HTTP to it, so they import neither torch nor
+Ray nor gRPC and answer at once. Exit codes: 0 fine, 1 a violation or refusal, 2 usage, 3 no cluster.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, NoReturn
+
+from contracts.errors import ConfigError, TwinpoolError
+
+FINE, REFUSED, USAGE, NO_CLUSTER = 0, 1, 2, 3
+
+
+@dataclass(frozen=True)
+class Flag:
+    """One flag or argument of one or more commands."""
+
+    names: tuple[str, ...]
+    commands: tuple[str, ...]
+    help: str
+    options: dict[str, Any] = field(default_factory=dict)
+
+
+COMMANDS = {
+    "serve": "start a cluster and serve a model",
+    "status": "show the workers",
+    "drain": "stop a worker's admission, or a node's; hand its work on or finish it, and wait until it has left",
+    "undrain": "have a draining worker or node admit again, and start again what has left",
+    "role": "drain a worker and start it in the other pool",
+    "check": "recount every page, slot, lease and room, and name what is wrong",
+    "sim": "run simulated clusters under a virtual clock, with faults, and check every answer",
+}
+_OTHERS = ("status", "drain", "undrain", "role", "check")
+FLAGS = (
+    Flag(("--model",), ("serve",), "checkpoint folder, or demo", {"default": "demo", "metavar": "DIR"}),
+    Flag(("--prefill",), ("serve",), "number of prefill workers", {"type": int, "default": 1, "metavar": "N"}),
+    Flag(("--decode",), ("serve",), "number of decode workers", {"type": int, "default": 1, "metavar": "N"}),
+    Flag(("--host",), ("serve",), "address that the router listens on", {"default": "127.0.0.1"}),
+    Flag(("--port",), ("serve",), "port that the router listens on; 0 for any", {"type": int, "default": 8000}),
+    Flag(("--config",), ("serve",), "YAML file with the configuration", {"type": Path, "metavar": "FILE"}),
+    Flag(
+        ("--set",),
+        ("serve",),
+        "set one configuration key; may be repeated",
+        {"action": "append", "default": [], "metavar": "SECTION.KEY=VALUE"},
+    ),
+    Flag(
+        ("--served-model-name",),
+        ("serve",),
+        "names under which clients ask for the model; answers carry the first",
+        {"nargs": "+", "default": [], "metavar": "NAME"},
+    ),
+    Flag(("--ray-address",), ("serve",), "join this Ray cluster (auto: the one on this machine)", {"metavar": "ADDR"}),
+    Flag(("--dashboard",), ("serve",), "start Ray's dashboard too", {"action": "store_true"}),
+    Flag(
+        ("worker",),
+        ("drain", "undrain"),
+        "name of a worker, such as decode-1, or a node's host name or Ray id",
+        {"metavar": "WORKER|NODE"},
+    ),
+    Flag(("worker",), ("role",), "name of a worker, such as decode-1", {"metavar": "WORKER"}),
+    Flag(("role",), ("role",), "prefill or decode", {"choices": ("prefill", "decode")}),
+    Flag(
+        ("--force",),
+        ("drain",),
+        "drain even the last worker of its role; after --timeout start over elsewhere what is left",
+        {"action": "store_true"},
+    ),
+    Flag(("--force",), ("role",), "even if it is the last worker of its role", {"action": "store_true"}),
+    Flag(("--timeout",), ("drain", "role"), "seconds to wait for it", {"type": float, "default": 600.0}),
+    Flag(("--watch",), ("drain",), "show what it waits for, live", {"action": "store_true"}),
+    Flag(("--json",), ("status", "check", "drain"), "print JSON", {"action": "store_true"}),
+    Flag(("--seed",), ("sim",), "replay one seed, with its log", {"type": int, "metavar": "N"}),
+    Flag(("--seeds",), ("sim",), "run many, the first to the last", {"metavar": "A..B"}),
+    Flag(("--jobs",), ("sim",), "processes that run seeds", {"type": int, "default": 1, "metavar": "N"}),
+    Flag(("--first",), ("sim",), "of many, stop at the first that violates something", {"action": "store_true"}),
+    Flag(("--shrink",), ("sim",), "make a failing seed smaller before it is shown", {"action": "store_true"}),
+    Flag(("--url",), _OTHERS, "the router (default: TWINPOOL_URL, else the newest cluster on this machine)", {}),
+)
+
+
+def parser() -> argparse.ArgumentParser:
+    """The command line, from the table."""
+    top = argparse.ArgumentParser(
+        prog="twinpool", description="Serve language models with prefill and decode on separate workers."
+    )
+    commands = top.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    for name, text in COMMANDS.items():
+        command = commands.add_parser(name, help=text, description=text[0].upper() + text[1:] + ".")
+        for flag in FLAGS:
+            if name in flag.commands:
+                command.add_argument(*flag.names, help=flag.help, **flag.options)
+    return top
+
+
+def main(arguments: Sequence[str] | None = None) -> NoReturn:
+    """Run one command and exit with its code."""
+    sys.exit(run(parser().parse_args(arguments)))
+
+
+def run(args: argparse.Namespace) -> int:
+    """Run one parsed command; returns its exit code."""
+    from cli.admin_client import NoCluster, Refused
+
+    try:
+        return _RUN[args.command](args)
+    except ConfigError as error:
+        code = USAGE
+        text = str(error)
+    except NoCluster as error:
+        code, text = NO_CLUSTER, str(error)
+    except (Refused, TwinpoolError) as error:
+        code, text = REFUSED, str(error)
+    except KeyboardInterrupt:
+        return 130
+    print(f"error: {text}", file=sys.stderr)
+    return code
+
+
+def _served_names(names: Sequence[str]) -> list[str]:
+    """The assignment that `--served-model-name` stands for, quoted: a name may look like a number."""
+    return [f"router.served_model_name={json.dumps(','.join(names))}"] if names else []
+
+
+def _serve(args: argparse.Namespace) -> int:
+    from cluster.serve.preflight import ServeOptions, prepare
+    from contracts.clock import SystemClock
+
+    began = SystemClock().now()
+    options = ServeOptions(
+        model=args.model,
+        prefill=args.prefill,
+        decode=args.decode,
+        host=args.host,
+        port=args.port,
+        config=args.config,
+        assignments=(*args.set, *_served_names(args.served_model_name)),
+        ray_address=args.ray_address,
+        dashboard=args.dashboard,
+    )
+    prepared = prepare(options)
+    from cluster.serve.serve_cluster import serve
+
+    return serve(prepared, began)
+
+
+def _status(args: argparse.Namespace) -> int:
+    from cli.admin_client import Operator, status_table
+
+    workers = Operator.find(args.url).status()
+    if args.json:
+        print(json.dumps({"workers": workers}))
+    else:
+        _show(status_table(workers))
+    return FINE
+
+
+def _check(args: argparse.Namespace) -> int:
+    from cli.admin_client import Operator, check_table
+
+    report = Operator.find(args.url).check()
+    if args.json:
+        print(json.dumps(report))
+    else:
+        _show(check_table(report))
+        for worker in report["workers"]:
+            for violation in worker["violations"]:
+                print(f"{worker['name']}: {violation}")
+        print("all accounted for" if report["ok"] else "violations found")
+    return FINE if report["ok"] else REFUSED
+
+
+def _drain(args: argparse.Namespace) -> int:
+    from cli import drain_command as leaving
+    from cli.admin_client import Operator
+
+    _check_timeout(args.timeout)
+    operator = Operator.find(args.url)
+
+    def drain(show: Callable[[leaving.Report], None]) -> leaving.Report:
+        options = {"force": args.force, "timeout_s": args.timeout, "show": show}
+        return leaving.Drain(operator, args.worker, **options).run()
+
+    if args.json:
+        report = drain(lambda r: _line(json.dumps(r.as_json())) if args.watch else None)
+        _line(json.dumps(report.as_json()))
+    elif args.watch and sys.stdout.isatty():
+        from rich.live import Live
+
+        with Live(refresh_per_second=5) as live:
+            report = drain(lambda r: live.update(leaving.table(r)))
+            live.update(leaving.table(report))
+    else:
+        report = drain(leaving.Lines(_line).show)
+    if not report.left:
+        print(f"error: {report.why}", file=sys.stderr)
+    elif not args.json:
+        _line(leaving.ending(report))
+    return FINE if report.left else REFUSED
+
+
+def _undrain(args: argparse.Namespace) -> int:
+    from cli.admin_client import Operator
+
+    rows = Operator.find(args.url).undrain(args.worker)
+    for row in rows:
+        print(f"{row['name']} {row.get('outcome', 'admits again')}")
+    return REFUSED if any(row["state"] == "unreachable" for row in rows) else FINE
+
+
+def _role(args: argparse.Namespace) -> int:
+    from cli.admin_client import Operator
+    from cli.drain_command import change_role
+
+    _check_timeout(args.timeout)
+    operator = Operator.find(args.url)
+    report = change_role(operator, args.worker, args.role, force=args.force, timeout_s=args.timeout)
+    _line(f"{args.worker} serves as a {args.role} worker after {report.seconds:.1f} s")
+    return FINE
+
+
+def _check_timeout(timeout_s: float) -> None:
+    if timeout_s <= 0:
+        raise ConfigError(f"--timeout must be above 0 seconds, got {timeout_s:g}")
+
+
+def _line(text: str) -> None:
+    print(text, flush=True)
+
+
+def _sim(args: argparse.Namespace) -> int:
+    from sim.run.sim_command import sim
+
+    good = sim(args.seed, args.seeds, args.jobs, args.shrink, args.first, lambda line: print(line, flush=True))
+    return FINE if good else REFUSED
+
+
+def _show(table: Any) -> None:
+    from rich.console import Console
+
+    # In a pipe nothing has to fit a screen, and nothing may be cut.
+    Console(highlight=False, width=None if sys.stdout.isatty() else 160).print(table)
+
+
+_RUN = {
+    "serve": _serve,
+    "status": _status,
+    "drain": _drain,
+    "undrain": _undrain,
+    "role": _role,
+    "check": _check,
+    "sim": _sim,
+}
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,289 @@
+"""`twinpool drain` and `twinpool role`, from the operator's side: ask the router, then follow the workers as they go.
+
+What a draining worker waits for is in its status: requests that run and how many of them are left to finish, those on
+their way to other workers, those that haven't begun, and rooms whose reader has not confirmed yet, by reader.
+
+A drain belongs to the workers and the controller, and goes on without this command and without the router. So a router
+that dies meanwhile is waited for, and what it says first is believed only once it has seen the controller's table. Of a
+node all workers are followed that are on it at any look, whoever told them to leave: it has left when none is there.
+"""
+
+from __future__ import annotations
+
+import urllib.parse
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from typing import Any
+
+from cli.admin_client import POLL_S, SAY_EVERY_S, Operator, Refused, RouterAway
+
+HURRY_S = 30.0
+"""How long a worker whose requests were started over elsewhere may still take to leave."""
+AWAY_S = 120.0
+"""How long a router may be away: it is started again when it died, and killed when it hangs (`router.stall_s`)."""
+PASSING_S = 2.0
+"""A worker that can't be reached at first may just be on its way out."""
+OUTGOING = "outgoing_to:"
+GONE = ("left", "died", "not running", "elsewhere")
+""""elsewhere": its next start is on another node; "not running": it was dead before anybody told it to leave."""
+NODE_ID_CHARS = 8
+"""So much of a Ray node id is enough to name it."""
+
+
+@dataclass(frozen=True)
+class Progress:
+    """One worker on its way out."""
+
+    name: str
+    state: str
+    running: int = 0
+    finishing: int = 0
+    """Of those running: that end sooner than they could be handed on."""
+    waiting: int = 0
+    """Not begun."""
+    leaving: int = 0
+    """Of those running: under way to another worker."""
+    outgoing: int = 0
+    outgoing_to: dict[str, int] = field(default_factory=dict)
+    """Rooms whose reader has not confirmed, by reader."""
+    moved: int = 0
+    moved_bytes: int = 0
+    incarnation: int = 0
+    drained: bool = False
+    """It was seen draining: that it is ready again means that somebody took that back."""
+
+    @classmethod
+    def of(cls, row: Mapping[str, Any], before: Progress | None, here: bool) -> Progress:
+        """From a line of the router's status; what a worker that left had done is what it last said.
+
+        `here`: whether the row's worker is still where it is to leave from.
+        """
+        state, counters = row["state"], row.get("counters") or {}
+        before = before or cls(row["name"], "")
+        before = replace(before, incarnation=before.incarnation or row["incarnation"])
+        if before.state in GONE and row["incarnation"] == before.incarnation:
+            return before
+        if row["incarnation"] > before.incarnation:
+            # Another start of it: this one is over. What isn't here any more is none of ours.
+            state = "dead" if here else "elsewhere"
+        if state in ("left", "dead", "elsewhere"):
+            died = "died" if before.state else "not running"
+            how = {"left": "left", "elsewhere": "elsewhere"}.get(state, died)
+            zero = cls(row["name"], how, incarnation=before.incarnation, drained=before.drained)
+            return replace(zero, moved=before.moved, moved_bytes=before.moved_bytes)
+        if state in ("unreachable", "starting"):
+            return replace(before, state=state)
+        to = {k.removeprefix(OUTGOING): int(v) for k, v in counters.items() if k.startswith(OUTGOING)}
+        return cls(
+            row["name"], row["state"], row["running"], int(counters.get("left_to_finish", 0)), row["waiting"],
+            int(counters.get("leaving", 0)), row.get("outgoing", 0), to, int(counters.get("moved_out", 0)),
+            int(counters.get("moved_out_bytes", 0)), before.incarnation, before.drained or state == "draining",
+        )  # fmt: skip
+
+    @property
+    def waits_for(self) -> str:
+        """In words; what it has done by now isn't part of it."""
+        if self.state == "unreachable":
+            return "an answer: the router can't reach it"
+        if self.state == "starting":
+            return "its start elsewhere"
+        if self.state == "ready":
+            return "the news that it is to leave"
+        parts = []
+        if self.running:
+            how = [f"{self.finishing} to finish here"] * bool(self.finishing)
+            how += [f"{self.leaving} on the way to other workers"] * bool(self.leaving)
+            parts.append(f"{self.running} running" + (f" ({', '.join(how)})" if how else ""))
+        if self.waiting:
+            parts.append(f"{self.waiting} waiting")
+        if self.outgoing:
+            whom = ", ".join(f"{count} to {name}" for name, count in sorted(self.outgoing_to.items()))
+            parts.append(f"{self.outgoing} outgoing transfers" + (f" ({whom})" if whom else ""))
+        return ", ".join(parts) or "its last frames"
+
+
+@dataclass(frozen=True)
+class Report:
+    """How a drain ended, or how far it is."""
+
+    target: str
+    seconds: float
+    left: bool
+    workers: tuple[Progress, ...]
+    restarted: int = 0
+    """Requests that were started over elsewhere when time was up."""
+    why: str = ""
+    """Why it has not left; empty when it has."""
+
+    def as_json(self) -> dict[str, Any]:
+        rows = [asdict(w) | {"waits_for": "" if w.state in GONE else w.waits_for} for w in self.workers]
+        return asdict(self) | {"seconds": round(self.seconds, 3), "workers": rows}
+
+
+class Drain:
+    """One drain of a worker or a node."""
+
+    def __init__(
+        self, operator: Operator, target: str, *, force: bool, timeout_s: float,
+        show: Callable[[Report], None] = lambda report: None,
+    ) -> None:  # fmt: skip
+        """`show` gets every look at the workers."""
+        self._operator, self._target = operator, target
+        self._force, self._timeout_s, self._show = force, timeout_s, show
+        self._restarted = 0
+        self._hurried = False
+
+    def run(self) -> Report:
+        """Drain, and wait until all have left, or until it is clear that they don't. Raises `Refused`, `NoCluster`."""
+        answer = self._operator.call("POST", f"/cluster/drain/{quoted(self._target)}{'?force=true' * self._force}")
+        # A router of before this field says it by the number of its rows.
+        is_node = answer.get("is_node", "node" in answer and "name" not in answer)
+        rows = answer.get("workers") or ([] if is_node else [{"name": self._target, "state": "ready"}])
+        last = {row["name"]: _told(row) for row in rows}
+        return self._follow(last, is_node)
+
+    def _follow(self, last: dict[str, Progress], is_node: bool) -> Report:
+        clock = self._operator.clock
+        start, deadline, heard = clock(), clock() + self._timeout_s, clock()
+        while True:
+            away = ""
+            try:
+                self._look(last, is_node)
+                heard = clock()
+            except RouterAway as error:
+                away = str(error)
+            now = clock()
+            workers = tuple(last.values())
+            report = Report(self._target, now - start, False, workers, self._restarted)
+            if not away and (why := self._over(workers)):
+                return Report(self._target, now - start, why == "left", workers, self._restarted, why * (why != "left"))
+            if away and now - heard >= min(AWAY_S, self._timeout_s):
+                why = f"{away}; what has become of {self._target} isn't known, and its workers go on draining"
+                return Report(self._target, now - start, False, workers, self._restarted, why)
+            if not away and now >= deadline:
+                if not self._force or self._hurried:
+                    return self._late(report)
+                self._hurry()
+                deadline = now + HURRY_S
+            self._show(report)
+            self._operator.sleep(POLL_S)
+
+    def _look(self, last: dict[str, Progress], is_node: bool) -> None:
+        """One look at the workers; one that the table doesn't show is as it was."""
+        for row in self._operator.rows():
+            here = not is_node or _is_on(row, self._target)
+            name, state = row["name"], row["state"]
+            if name in last or (is_node and here and state not in ("left", "dead")):
+                last[name] = Progress.of(row, last.get(name), here)
+
+    @staticmethod
+    def _over(workers: Sequence[Progress]) -> str:
+        """ "left", or why it never will; empty while it goes on."""
+        back = [w.name for w in workers if w.state == "ready" and w.drained]
+        if back:
+            return f"{' and '.join(back)} was undrained and stays"
+        if any(w.state not in GONE for w in workers):
+            return ""
+        died = [w.name for w in workers if w.state == "died"]
+        return f"{' and '.join(died)} died while it was draining" if died else "left"
+
+    def _hurry(self) -> None:
+        self._hurried = True
+        answer = self._operator.call("POST", f"/cluster/drain/{quoted(self._target)}?now=true")
+        self._restarted += answer.get("taken", 0)
+
+    def _late(self, report: Report) -> Report:
+        what = [f"{w.name} waits for {w.waits_for}" for w in report.workers if w.state not in GONE]
+        kept = ", though what others could take was started over there" if self._hurried else ""
+        why = f"{self._target} has not left after {report.seconds:g} s{kept}; {'; '.join(what)}; it goes on draining"
+        return Report(self._target, report.seconds, False, report.workers, self._restarted, why)
+
+
+class Lines:
+    """Shows a drain in lines: each new thing that is waited for at once, the same again now and then."""
+
+    def __init__(self, say: Callable[[str], None]) -> None:
+        self._say = say
+        self._said: dict[str, tuple[str, float]] = {}
+
+    def show(self, report: Report) -> None:
+        for worker in report.workers:
+            if worker.state != "draining" and not (worker.state == "unreachable" and report.seconds >= PASSING_S):
+                continue
+            waits = worker.waits_for
+            said, at = self._said.get(worker.name, ("", 0.0))
+            if not said or report.seconds - at > (SAY_EVERY_S if waits == said else 1.0):
+                self._say(f"{worker.name} is draining: waits for {waits}")
+                self._said[worker.name] = waits, report.seconds
+
+
+def ending(report: Report) -> str:
+    """What is said when all have left."""
+    moved = sum(w.moved for w in report.workers)
+    parts = [f"{report.target} has left after {report.seconds:.1f} s"]
+    if moved:
+        parts.append(f"{moved} requests handed on, {sum(w.moved_bytes for w in report.workers) / 1e6:.1f} MB")
+    if report.restarted:
+        parts.append(f"{report.restarted} started over elsewhere")
+    return "; ".join(parts)
+
+
+def _told(row: Mapping[str, Any]) -> Progress:
+    """A worker as the router's answer to the drain has it."""
+    said = row.get("state", "ready")
+    state = "not running" if said in ("left", "dead") else said
+    return Progress(row["name"], state, incarnation=row.get("incarnation", 0), drained=said == "draining")
+
+
+def _is_on(row: Mapping[str, Any], node: str) -> bool:
+    node_id = row.get("node_id") or ""
+    return bool(row["node"] == node or (len(node) >= NODE_ID_CHARS and node_id.startswith(node)))
+
+
+def table(report: Report) -> Any:
+    """A rich table of a drain, for `--watch`."""
+    from cli.admin_client import plain_table
+
+    out = plain_table(
+        "worker", "state", "running", "to finish", "leaving", "waiting", "outgoing", "moved", "MB moved", "waits for"
+    )
+    for w in report.workers:
+        numbers = (w.running, w.finishing, w.leaving, w.waiting, w.outgoing, w.moved)
+        waits = "" if w.state in GONE else w.waits_for
+        out.add_row(w.name, w.state, *map(str, numbers), f"{w.moved_bytes / 1e6:.1f}", waits)
+    return out
+
+
+def change_role(operator: Operator, worker: str, role: str, *, force: bool, timeout_s: float) -> Report:
+    """Have a worker drain and start again in another pool; returns when it serves there. Raises `Refused`."""
+    before = operator.call("POST", f"/cluster/role/{quoted(worker)}?role={role}{'&force=true' * force}")
+    start, last = operator.clock(), Progress(worker, "draining", incarnation=before["incarnation"])
+    heard = start
+    while True:
+        seconds = operator.clock() - start
+        try:
+            row = next((row for row in operator.rows() if row["name"] == worker), None)
+            heard = operator.clock()
+        except RouterAway:
+            if operator.clock() - heard >= min(AWAY_S, timeout_s):
+                raise
+            operator.sleep(POLL_S)
+            continue
+        if row is not None and row["incarnation"] > before["incarnation"]:
+            if row["role"] == role and row["state"] == "ready":
+                return Report(worker, seconds, True, (last,))
+        elif row is not None:
+            last = Progress.of(row, last, True)
+            if row["state"] == "left":
+                raise Refused(f"{worker} has left and didn't come back")
+        if seconds > timeout_s:
+            waits = last.waits_for if row is not None and row["role"] != role else "its start"
+            raise Refused(
+                f"{worker} is no {role} worker after {seconds:g} s; it waits for {waits}. A node must have a free "
+                f"place for it (Ray resource twinpool_{role})"
+            )
+        operator.sleep(POLL_S)
+
+
+def quoted(name: str) -> str:
+    return urllib.parse.quote(name, safe="")

@@ -1,0 +1,1 @@
+"""The agent that lends a node's host memory, and its clients."""

@@ -1,0 +1,192 @@
+"""A worker's side of the arena agent: borrow this rank's segment, map it, and give it back should the agent die.
+
+Whatever goes wrong here costs the state that would have outlived the worker, and nothing else: without an agent, or
+without an answer, the worker takes memory of its own and says so.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import mmap
+import os
+import socket
+import struct
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from cluster.arena.arena_agent import MESSAGE_BYTES, address
+from contracts.clock import Clock
+
+log = logging.getLogger("twinpool.arena")
+
+REACH_S = 5.0
+"""How long a worker tries to reach its node's agent, which may be starting still."""
+OWNER_S = 5.0
+"""How long it waits for the death of the process that has the segment. Whoever had it was killed before."""
+PAUSE_S = 0.05
+RETURN_S = 0.2
+"""Between two tries to give the segment to a new agent."""
+_CREDENTIALS = struct.Struct("iII")
+
+
+class Arenas(Protocol):
+    """Where a worker's ranks get memory that outlives them."""
+
+    def take(self, rank: int, nbytes: int, fingerprint: str) -> memoryview | None:
+        """Writable memory of `nbytes` that nobody else writes to: what an earlier incarnation left in it, or zeros.
+
+        None where there is none: the worker does without.
+        """
+
+
+@dataclass
+class _Loan:
+    """A segment in use. Its thread hears of the agent's death."""
+
+    fd: int
+    message: dict[str, Any]
+    connection: socket.socket | None
+    stop: threading.Event = field(default_factory=threading.Event)
+    thread: threading.Thread | None = None
+
+
+class BorrowedArenas:
+    """`Arenas` of one incarnation of a worker, from the agent of this node."""
+
+    def __init__(
+        self,
+        token: str,
+        name: str,
+        incarnation: int,
+        clock: Clock,
+        pause: Callable[[float], None],
+        owner_s: float = OWNER_S,
+    ) -> None:
+        """`token` is the agent's, hex; without one there is no agent."""
+        self._token, self._name, self._incarnation = token, name, incarnation
+        self._clock, self._pause, self._owner_s = clock, pause, owner_s
+        self._loans: list[_Loan] = []
+
+    def take(self, rank: int, nbytes: int, fingerprint: str) -> memoryview | None:
+        if not self._token:
+            return None
+        wanted = {"rank": rank, "incarnation": self._incarnation, "nbytes": nbytes, "fingerprint": fingerprint}
+        message = {"token": self._token, "name": self._name, **wanted}
+        with contextlib.ExitStack() as stack:
+            try:
+                connection = stack.enter_context(self._reach())
+                fd, adopted = self._borrow(connection, message)
+                stack.callback(os.close, fd)
+                memory = mmap.mmap(fd, nbytes)
+                # A fork that hasn't become another program yet must have no way to write here.
+                memory.madvise(mmap.MADV_DONTFORK)
+            except (OSError, ValueError) as error:
+                log.warning(
+                    "no arena: host memory ends with this worker", extra={"worker": self._name, "reason": str(error)}
+                )
+                return None
+            stack.pop_all()
+        loan = _Loan(fd, message, connection)
+        loan.thread = threading.Thread(target=_watch, args=(loan,), name="arena", daemon=True)
+        loan.thread.start()
+        self._loans.append(loan)
+        log.info("arena", extra={"worker": self._name, "rank": rank, "bytes": nbytes, "adopted": adopted})
+        return memoryview(memory)
+
+    def close(self) -> None:
+        """Give back nothing, since what is mapped stays mapped, but end the threads. Idempotent."""
+        for loan in self._loans:
+            loan.stop.set()
+            with contextlib.suppress(OSError, AttributeError):
+                loan.connection.shutdown(socket.SHUT_RDWR)  # type: ignore[union-attr]
+            assert loan.thread is not None
+            loan.thread.join(REACH_S)
+            os.close(loan.fd)
+        self._loans.clear()
+
+    def _reach(self) -> socket.socket:
+        deadline = self._clock.now() + REACH_S
+        while True:
+            try:
+                return _connect(self._token)
+            except OSError as error:
+                if self._clock.now() >= deadline:
+                    raise OSError(f"no agent answers on this node ({error})") from None
+            self._pause(PAUSE_S)
+
+    def _borrow(self, connection: socket.socket, message: dict[str, Any]) -> tuple[int, bool]:
+        """The segment, and whether it is an earlier incarnation's. Raises `OSError` where there is none."""
+        deadline = self._clock.now() + self._owner_s
+        while True:
+            fresh = self._clock.now() >= deadline
+            answer, fds = _ask(connection, {"verb": "take", "fresh": fresh, **message})
+            if "error" in answer:
+                raise OSError(f"the agent has no segment: {answer['error']}")
+            if fds:
+                if fresh:
+                    log.warning(
+                        "the last incarnation still lives: its memory is left to it", extra={"worker": self._name}
+                    )
+                return fds[0], bool(answer["adopted"])
+            self._pause(PAUSE_S)
+
+
+def forget(token: str, name: str, before: int | None = None) -> None:
+    """Tell this node's agent that a worker won't come back; with `before`, that older incarnations' memory may go.
+
+    Raises `OSError` where no agent answers.
+    """
+    connection = _connect(token)
+    try:
+        _ask(connection, {"verb": "forget", "token": token, "name": name, "before": before})
+    finally:
+        connection.close()
+
+
+def _connect(token: str) -> socket.socket:
+    connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    try:
+        connection.settimeout(REACH_S)
+        connection.connect(address(token))
+        # Abstract names can be taken by anybody.
+        credentials = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
+        if _CREDENTIALS.unpack(credentials)[1] != os.geteuid():
+            raise PermissionError("the agent's socket is another user's")
+    except BaseException:
+        connection.close()
+        raise
+    return connection
+
+
+def _ask(
+    connection: socket.socket, message: dict[str, Any], fds: tuple[int, ...] = ()
+) -> tuple[dict[str, Any], list[int]]:
+    """Raises `OSError` where no answer comes in time."""
+    socket.send_fds(connection, [json.dumps(message).encode()], list(fds), socket.MSG_NOSIGNAL)
+    data, got, _, _ = socket.recv_fds(connection, MESSAGE_BYTES, 1, socket.MSG_CMSG_CLOEXEC)
+    if not data:
+        raise ConnectionError("the agent has hung up")
+    answer: dict[str, Any] = json.loads(data)
+    return answer, got
+
+
+def _watch(loan: _Loan) -> None:
+    """Wait for the agent's death, then give the segment to the next one; so for ever."""
+    while not loan.stop.wait(0.0 if loan.connection is not None else RETURN_S):
+        try:
+            if loan.connection is None:
+                loan.connection = _connect(loan.message["token"])
+                answer, _ = _ask(loan.connection, {"verb": "return", **loan.message}, (loan.fd,))
+                log.warning("the agent was started again", extra={"kept": bool(answer.get("kept"))})
+            loan.connection.settimeout(None)
+            if loan.connection.recv(1):
+                continue
+            raise ConnectionError
+        except (OSError, ValueError):
+            if loan.connection is not None:
+                loan.connection.close()
+                loan.connection = None

@@ -1,0 +1,1 @@
+"""A worker from its parts, and how much memory each gets."""

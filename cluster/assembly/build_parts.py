@@ -1,0 +1,188 @@
+"""The parts that both roles' workers are made of."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+
+from cache.arena.arena import Arena
+from cache.device.device_backends import make_device
+from cache.device.device_port import DEVICE, HOST, Device
+from cache.manager.kv_cache_manager import Seat
+from cache.memory.memory_layout import PoolSetLayout
+from cache.memory.page_moves import describe_spec
+from cache.pool.pool_set import PoolSet, host_layout
+from cache.pool.tp_pool_set import RankedPools
+from cache.storage.backends.backend_factory import make_backend
+from cache.storage.io_queue import StorageQueue
+from cache.storage.page_store import Shelf
+from cache.storage.rank_page_store import RankShelf
+from cache.storage.tp_page_store import RankedShelf
+from cluster.arena.arena_client import Arenas
+from cluster.assembly.host_tier_memory import host_memory, take_over
+from cluster.assembly.memory_plan import state_options, stride
+from cluster.ranks.rank_line import RankLine
+from cluster.ranks.rendezvous import Crew
+from contracts.authentication import SECRET_VARIABLE
+from contracts.checkpoint.model_spec import ModelSpec
+from contracts.clock import Clock
+from contracts.config.cluster_config import Config
+from contracts.errors import ConfigError
+from contracts.ids import Role, WorkerName
+from contracts.messages.rank_orders import Ready
+from engine.models.model_base import Model
+from engine.models.registry import model_for
+from engine.runner.kernel_choice import class_of, hold_to_class
+from engine.runner.load_model import load_engine
+from engine.runner.model_runner import Engine
+from engine.tensors.shard import Shard
+from engine.tensors.tensor_parallel import ALONE, Ranks
+from engine.tensors.weight_loader import dtype_for
+from transfer.net.curve_keys import Curve
+from transfer.net.waiter import Waiter
+from transfer.planes.data_plane import Plane
+from transfer.planes.make_plane import make_plane
+from transfer.planes.tp_plane import RankedPlane
+
+
+@dataclass(frozen=True)
+class Parts:
+    """What both kinds of worker are made of."""
+
+    spec: ModelSpec
+    config: Config
+    device: Device
+    waiter: Waiter
+    plane: Plane
+    seat: Seat
+    engine: Engine
+    curve: Curve | None
+
+
+def _parts(
+    role: Role,
+    name: WorkerName,
+    spec: ModelSpec,
+    config: Config,
+    host: str,
+    counts: Mapping[str, int],
+    device: Device | None,
+    clock: Clock,
+    crew: Crew | None,
+    arenas: Arenas | None,
+) -> Parts:
+    hold_to_class(config.engine)
+    curve = _curve(host)
+    if config.engine.device == "cuda":
+        raise ConfigError("engine.device=cuda: data planes register host memory only as yet; use engine.device=cpu")
+    if (config.tp_for(role) > 1) != (crew is not None):
+        raise ConfigError(f"{role}.tp={config.tp_for(role)} needs a process for each rank")
+    device = device or make_device("cpu")
+    waiter = Waiter()
+    ranks, line = (ALONE, None) if crew is None else (crew.ranks, crew.line)
+    own = make_plane(config, host, curve, waiter.wake, ranks.rank, ranks.size)
+    plane: Plane = own if line is None else RankedPlane(own, line)
+    try:
+        model, layout = rank_layout(role, spec, config, counts, ranks)
+        region = plane.allocate("pages", layout.nbytes)
+        pools = PoolSet(layout.spec, layout.counts, region) if line is None else RankedPools(
+            layout, region, line, DEVICE
+        )  # fmt: skip
+        if line is not None:
+            waiter.add(line.socket)
+        seat = _seat(pools, device, spec, config, role, name, clock, waiter, line, arenas)
+        epochs = {pool: allocator.epochs for pool, allocator in pools.allocators.items()}
+        engine = load_engine(model, config.engine, layout.spec, pools.gates, epochs, device, ranks, line)
+        if line is not None:
+            line.ask(Ready(), config.cluster.start_timeout_s).wait()
+        take_over(seat, line)
+    except BaseException:
+        plane.close()
+        waiter.close()
+        raise
+    return Parts(spec, config, device, waiter, plane, seat, engine, curve)
+
+
+def _class(config: Config, spec: ModelSpec, device: Device) -> str:
+    return class_of(config.engine, dtype_for(spec, config.engine), device.torch_device)
+
+
+def _curve(host: str) -> Curve | None:
+    """The cluster's keys. Raises `ConfigError` where there are none and `host` isn't loopback."""
+    secret = os.environ.get(SECRET_VARIABLE)
+    if secret is None and not host.startswith("127."):
+        raise ConfigError(f"a worker on {host} needs {SECRET_VARIABLE}: only loopback goes without authentication")
+    return Curve.from_secret(bytes.fromhex(secret)) if secret else None
+
+
+def rank_layout(
+    role: Role, spec: ModelSpec, config: Config, counts: Mapping[str, int], ranks: Ranks
+) -> tuple[Model, PoolSetLayout]:
+    """The model, and what one of its ranks holds: every rank works out the same pages, each of its own heads."""
+    model = model_for(spec)
+    options = replace(state_options(spec, config, role), shard=Shard(ranks.rank, ranks.size))
+    return model, PoolSetLayout(model.pool_set(options), {pool: 1 + count for pool, count in counts.items()})
+
+
+def host_tier(layout: PoolSetLayout, config: Config, role: Role, size: int) -> PoolSetLayout | None:
+    """How a rank's part of the host tier lies; None where there is none."""
+    host_bytes = config.cache_for(role).host_bytes
+    return host_layout(layout.spec, host_bytes // size, layout.counts) if host_bytes else None
+
+
+def _seat(
+    pools: PoolSet,
+    device: Device,
+    spec: ModelSpec,
+    config: Config,
+    role: Role,
+    name: WorkerName,
+    clock: Clock,
+    waiter: Waiter,
+    line: RankLine | None,
+    arenas: Arenas | None,
+) -> Seat:
+    """The pool set with its tiers, as the role's cache section has them."""
+    cache = config.cache_for(role)
+    size = 1 if line is None else line.size
+    tier = host_tier(pools.layout, config, role, size)
+    host: PoolSet | None = None
+    arena: Arena | None = None
+    fingerprint = _fingerprint(pools, spec, config, device)
+    if tier is not None:
+        memory, arena = host_memory(tier, device, arenas, 0, size, fingerprint)
+        host = PoolSet(tier.spec, tier.counts, memory, tier.order, "host") if line is None else RankedPools(
+            tier, memory, line, HOST, "host"
+        )  # fmt: skip
+        if arena is not None and isinstance(host, RankedPools):
+            host.on_copy = arena.count_copy
+    backend = make_backend(cache.storage) if host is not None else None
+    storage = StorageQueue(backend, wake=waiter.wake, clock=clock) if backend is not None else None
+    shelf: Shelf | None = None
+    if storage is not None and isinstance(host, RankedPools) and line is not None:
+        shelf = RankedShelf(RankShelf(storage, host, fingerprint, 0, size), host, line)
+    return Seat(
+        pools, device, cache, clock.now,
+        host=host, storage=storage, shelf=shelf, fingerprint=fingerprint, rank=_event_rank(role, name),
+        stride=stride(config, role), arena=arena,
+    )  # fmt: skip
+
+
+def _event_rank(role: Role, name: WorkerName) -> int:
+    """What is added to the port of `cache.events`, so that no two workers of a host want the same."""
+    kind, _, index = name.rpartition("-")
+    # By its name, which it keeps when its role is changed.
+    decodes = kind == Role.DECODE if kind in list(Role) else role is Role.DECODE
+    return 2 * (int(index) if index.isdigit() else 0) + decodes
+
+
+def _fingerprint(pools: PoolSet, spec: ModelSpec, config: Config, device: Device) -> str:
+    """What state on storage depends on besides its tokens: the model, the whole layout, and how it was computed. Under
+    ``fast`` what another class computed is as good."""
+    invariant = config.engine.numerics == "invariant"
+    computed = [config.engine.numerics, *([_class(config, spec, device)] if invariant else [])]
+    described = json.dumps([spec.fingerprint, describe_spec(pools.spec.whole), *computed], sort_keys=True)
+    return hashlib.blake2b(described.encode(), digest_size=16).hexdigest()

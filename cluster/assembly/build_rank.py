@@ -1,0 +1,91 @@
+"""Builds what a follower rank is made of."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from cache.arena.arena import Arena
+from cache.device.device_backends import make_device
+from cache.device.device_port import DEVICE, HOST
+from cache.pool.pool_set import PoolSet
+from cache.pool.tp_pool_set import RankState
+from cache.storage.backends.backend_factory import make_backend
+from cache.storage.io_queue import StorageQueue
+from cache.storage.rank_page_store import RankShelf
+from cache.storage.tp_page_store import RankStorage
+from cluster.arena.arena_client import Arenas
+from cluster.assembly.build_parts import _curve, _fingerprint, host_tier, rank_layout
+from cluster.assembly.host_tier_memory import host_memory
+from contracts.checkpoint.model_spec import ModelSpec
+from contracts.config.cluster_config import Config
+from contracts.ids import Role
+from engine.runner.kernel_choice import hold_to_class
+from engine.runner.load_model import load_engine
+from engine.runner.model_runner import Engine
+from engine.tensors.tensor_parallel import Ranks
+from transfer.net.waiter import Waiter
+from transfer.planes.make_plane import make_plane
+from transfer.planes.tp_plane import RankLinks
+
+
+@dataclass(frozen=True)
+class RankParts:
+    """What a follower is made of."""
+
+    state: RankState
+    links: RankLinks
+    engine: Engine
+    storage: RankStorage | None
+    waiter: Waiter
+    arena: Arena | None
+
+    def close(self) -> None:
+        if self.storage is not None:
+            self.storage.close(1.0)
+        self.links.close()
+        self.waiter.close()
+
+
+def build_rank(
+    role: Role,
+    spec: ModelSpec,
+    config: Config,
+    *,
+    host: str,
+    counts: Mapping[str, int],
+    ranks: Ranks,
+    arenas: Arenas | None = None,
+) -> RankParts:
+    """Build what a follower needs to carry out its leader's orders. Raises what `build_worker` does."""
+    hold_to_class(config.engine)
+    device = make_device("cpu")
+    waiter = Waiter()
+    plane = make_plane(config, host, _curve(host), waiter.wake, ranks.rank, ranks.size)
+    storage: RankStorage | None = None
+    arena: Arena | None = None
+    try:
+        model, layout = rank_layout(role, spec, config, counts, ranks)
+        pools = PoolSet(layout.spec, layout.counts, plane.allocate("pages", layout.nbytes))
+        plane.register(pools, None)
+        places = {DEVICE: pools}
+        tier = host_tier(layout, config, role, ranks.size)
+        if tier is not None:
+            named = _fingerprint(pools, spec, config, device)
+            memory, arena = host_memory(tier, device, arenas, ranks.rank, ranks.size, named)
+            mirror = PoolSet(tier.spec, tier.counts, memory, tier.order, "host")
+            places[HOST] = mirror
+            backend = make_backend(config.cache_for(role).storage)
+            if backend is not None:
+                queue = StorageQueue(backend, wake=waiter.wake)
+                storage = RankStorage(RankShelf(queue, mirror, named, ranks.rank, ranks.size))
+        epochs = {pool: allocator.epochs for pool, allocator in pools.allocators.items()}
+        engine = load_engine(model, config.engine, layout.spec, pools.gates, epochs, device, ranks)
+    except BaseException:
+        plane.close()
+        waiter.close()
+        raise
+    for socket in plane.waitable:
+        waiter.add(socket)
+    state = RankState(places, ranks.size, lambda place: arena.count_copy() if arena and place == HOST else None)
+    return RankParts(state, RankLinks(plane), engine, storage, waiter, arena)

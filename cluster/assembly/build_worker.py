@@ -1,0 +1,78 @@
+"""Builds a worker from its parts: checkpoint, pools, engine, data plane, rooms. The one place where they meet."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+
+from cache.device.device_port import Device
+from cluster.arena.arena_client import Arenas
+from cluster.assembly.build_parts import Parts, _class, _parts
+from cluster.ranks.rendezvous import Crew
+from contracts.checkpoint.model_spec import ModelSpec
+from contracts.clock import Clock, SystemClock
+from contracts.config.cluster_config import Config
+from contracts.ids import Incarnation, Role, WorkerName
+from contracts.interfaces.worker_interface import Worker
+from contracts.messages.fingerprint import numerics_class
+from decode.worker import DecodeWorker
+from prefill.worker import PrefillWorker
+from transfer.net.zmq_channel import ZmqCarrier
+from transfer.rooms.compatibility import fingerprint as fingerprint_of
+from transfer.rooms.kv_receiver import ReceiverEnd
+from transfer.rooms.kv_sender import SenderEnd
+
+
+def build_worker(
+    role: Role,
+    name: WorkerName,
+    incarnation: Incarnation,
+    spec: ModelSpec,
+    config: Config,
+    *,
+    host: str,
+    counts: Mapping[str, int],
+    clock: Clock | None = None,
+    device: Device | None = None,
+    crew: Crew | None = None,
+    arenas: Arenas | None = None,
+) -> Worker:
+    """Load the model and open the worker's sockets on `host`. Everything is released when a part can't be built.
+
+    `counts` are the pages and slots that each of its pools can lease (`cluster.memory`). `device` is where it runs, if
+    not where the config says. `crew`: the other ranks, where the worker has several; this is their leader, and whoever
+    gives the crew closes it. `arenas`: where the host tier lies, if it is to outlive the worker; what an earlier
+    incarnation left there is taken over. Raises `CheckpointError`, `ConfigError`, or `PeerDead` for a rank that could
+    not start.
+    """
+    clock = clock or SystemClock()
+    p = _parts(role, name, spec, config, host, counts, device, clock, crew, arenas)
+    transfer = config.transfer
+    carrier = ZmqCarrier(host, p.waiter, p.curve, transfer.link_timeout_s, transfer.control_frame_bytes)
+    common = fingerprint_of(spec.fingerprint, p.seat.pools.spec, _numerics(p))
+    sender = SenderEnd(
+        name, incarnation, common, p.plane, p.seat.pools, p.device, config.transfer,
+        carrier=carrier, clock=clock, others=crew.line.processes if crew else (),
+    )  # fmt: skip
+    if role is Role.PREFILL:
+        return PrefillWorker(
+            name, incarnation, config, p.engine, p.seat, sender, p.waiter,
+            context=spec.context, clock=clock, pause=time.sleep,
+        )  # fmt: skip
+    # After the sender: the plane registers the metadata slots with the reader's end, which has them.
+    receiver = ReceiverEnd(
+        name, incarnation, common, p.plane, p.seat.pools, config.decode.metadata_slots, config.transfer,
+        verify=config.cache_for(role).verify, carrier=carrier, clock=clock,
+    )  # fmt: skip
+    for socket in p.plane.waitable:
+        p.waiter.add(socket)
+    return DecodeWorker(
+        name, incarnation, config, p.engine, p.seat, receiver, p.waiter,
+        sender=sender, context=spec.context, clock=clock, pause=time.sleep,
+    )  # fmt: skip
+
+
+def _numerics(parts: Parts) -> str:
+    """The worker's numerics class: how it computes, and with what."""
+    config = parts.config.engine
+    return numerics_class(config.numerics, _class(parts.config, parts.spec, parts.device))

@@ -1,0 +1,65 @@
+"""Where a rank's host tier lies: in an arena that outlives it, if there is one, else in memory of its own."""
+
+from __future__ import annotations
+
+import logging
+import os
+
+import torch
+
+from cache.arena.arena import BOND_BYTES, Arena, arena_bytes
+from cache.device.device_port import Device
+from cache.manager.kv_cache_manager import Seat
+from cache.memory.memory_layout import PoolSetLayout
+from cluster.arena.arena_client import Arenas
+from cluster.ranks.rank_line import RankLine
+from contracts.messages.rank_orders import Bond
+
+log = logging.getLogger("twinpool.arena")
+
+
+def host_memory(
+    tier: PoolSetLayout, device: Device, arenas: Arenas | None, rank: int, size: int, fingerprint: str
+) -> tuple[torch.Tensor, Arena | None]:
+    """Memory for a rank's part of the host tier, uint8 [tier.nbytes], and the arena that it lies in.
+
+    `fingerprint` names all that state depends on besides its tokens.
+    """
+    named = f"{fingerprint}/{rank}/{size}"
+    memory = arenas.take(rank, arena_bytes(tier), named) if arenas is not None else None
+    if memory is None:
+        return device.allocate_host(tier.nbytes), None
+    arena = Arena(memory, tier, named)
+    device.register_host(arena.region)
+    return arena.region, arena
+
+
+def take_over(seat: Seat, line: RankLine | None) -> None:
+    """Give the seat what its last incarnation left on the host, if the arenas of all its ranks belong together.
+
+    Else all of them begin anew together: what the parts of a page were written by must be one incarnation.
+    """
+    if seat.host is None:
+        return
+    keeper = seat.keeper
+    mine = keeper.bond if keeper is not None else b""
+    others = line.ask(Bond(b"")).wait() if line is not None else []
+    copies = keeper.take_copies() if keeper is not None else 0
+    if keeper is not None and mine and all(bond == mine for bond, _ in others):
+        pages = keeper.adopt(unfinished=any(count != copies for _, count in others))
+        log.info("host memory taken over", extra={"pages": pages, **keeper.counters})
+        return
+    fresh = os.urandom(BOND_BYTES)
+    if line is not None:
+        line.ask(Bond(fresh)).wait()
+    if keeper is not None:
+        keeper.begin(fresh)
+
+
+def rebind(arena: Arena | None, order: Bond) -> tuple[bytes, int]:
+    """A follower's part of that: its bond, and how many copies it has carried out since it was last asked."""
+    if arena is None:
+        return b"", 0
+    if order.bond:
+        arena.begin(order.bond)
+    return arena.bond, arena.take_copies()

@@ -1,0 +1,1 @@
+"""Incarnations as leases, and restarts."""

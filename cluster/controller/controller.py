@@ -1,0 +1,444 @@
+"""The controller: the one authority on which start of which worker may act.
+
+A brain without I/O. Messages and the passing of time go in, actions come out; the clock is injected, so leases,
+fencing and restarts are tested in microseconds.
+
+What it guarantees:
+
+- *Incarnations* grow with every start of a name, also across restarts of the controller: a number is written to the
+  ledger before it is handed out.
+- A *lease* ends `lease_s` after the controller last heard of the worker. The worker counts from when it sent that
+  message, which is earlier, and takes a margin; so by the time the controller calls it dead and starts the next
+  incarnation, the old one has already stopped sending.
+- A worker that renews but makes no progress (`cluster.worker_process.step_watchdog`) loses its lease as if it had not
+  renewed, and is killed and started again.
+- A worker that is known to have died (its process is gone) is restarted at once; one that dies again soon after its
+  start waits longer each time; one that dies more than `restart_limit` times in `restart_window_s` is left dead
+  (`cluster.processes.restart_policy`).
+- A worker that left by drain, or died while it was draining, is not started again until an operator wants it back
+  (`undrain`). One that was to change its role is started in the new one, whichever way it ended.
+- A node that is *cordoned* (`drain` of a node) gets no worker until it is undrained: those that serve there drain, one
+  that is only starting there is started elsewhere, and where no other node could take it, it waits.
+- A controller that stood still itself has heard nobody, and ends no lease for that (`stood_still`).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+
+from cluster.controller.controller_actions import Action, Forget, Grant, Kill, Report, Start
+from cluster.controller.incarnation_ledger import Ledger
+from cluster.controller.worker_states import WorkerEvent, WorkerState, advance
+from cluster.processes.restart_policy import Restarts
+from cluster.worker_process.step_watchdog import why_stalled
+from contracts.clock import Clock
+from contracts.config.cluster_config import ClusterConfig
+from contracts.errors import ConfigError
+from contracts.ids import Incarnation, Role, WorkerName
+from contracts.messages.worker_status import Fits, WorkerRecord, WorkerStatus, WorkerView
+
+NODE_ID_CHARS = 8
+"""So much of a Ray node id is enough to name it."""
+ALIVE = (WorkerState.STARTING, WorkerState.READY, WorkerState.DRAINING)
+
+
+@dataclass(frozen=True, slots=True)
+class NodePlace:
+    """A node that workers can be placed on."""
+
+    node_id: str
+    """Ray's; empty without Ray."""
+    host: str
+
+    def named(self, name: str) -> bool:
+        """Whether `name` means this node: its host name, or (the beginning of) its Ray node id."""
+        return bool(name) and (self.host == name or (len(name) >= NODE_ID_CHARS and self.node_id.startswith(name)))
+
+
+@dataclass(slots=True)
+class _Slot:
+    """One wanted worker."""
+
+    name: WorkerName
+    role: Role
+    incarnation: Incarnation
+    restarts: Restarts
+    state: WorkerState = WorkerState.DEAD
+    wanted: bool = True
+    record: WorkerRecord | None = None
+    status: WorkerStatus | None = None
+    deadline: float = 0.0
+    """When the lease, or the time to register, ends."""
+    ready_since: float | None = None
+    restart_at: float = 0.0
+    node: NodePlace = NodePlace("", "")
+    """Where its process is or was last, as far as is known."""
+    avoids: tuple[str, ...] = ()
+    """Nodes that were cordoned at its start."""
+    ever_ready: bool = False
+    drains: bool = False
+    """It is to be told to drain; until it says that it does."""
+    becomes: Role | None = None
+    """The role that it is started in when it has left."""
+    last_reason: str = ""
+    held: bool = False
+    """It is due, and every node that could take it is cordoned."""
+
+
+class Controller:
+    """Grants incarnations as leases and decides restarts. Not thread-safe: one loop owns it."""
+
+    def __init__(self, clock: Clock, config: ClusterConfig, ledger: Ledger) -> None:
+        self._clock = clock
+        self._config = config
+        self._ledger = ledger
+        self._granted = dict(ledger.load())
+        self._slots: dict[WorkerName, _Slot] = {}
+        self._actions: list[Action] = []
+        self._listeners: list[Callable[[], None]] = []
+        self._cordoned: set[str] = set()
+        """Names of nodes, as operators and Ray gave them."""
+        self._nodes: tuple[NodePlace, ...] = ()
+        self.version = 1
+        self.late_messages = 0
+        """Messages of incarnations that had already ended; dropped."""
+        self.shutting_down = False
+
+    # ------------------------------------------------------------ what the operator and the supervisor say
+
+    def add(self, name: WorkerName, role: Role) -> None:
+        """Want a worker; the next `tick` starts it. Raises `ConfigError` for a name that is taken."""
+        slot = self._slots.get(name)
+        if slot is None:
+            number = Incarnation(self._granted.get(name, 0))
+            self._slots[name] = _Slot(name, role, number, Restarts(self._config))
+            self._changed()
+        elif slot.wanted:
+            raise ConfigError(f"there is already a worker {name}")
+        else:
+            self._want(slot)
+            slot.role = role
+
+    def died(self, name: WorkerName, incarnation: Incarnation, reason: str) -> None:
+        """The process of this incarnation is gone."""
+        slot = self._current(name, incarnation)
+        if slot is not None and slot.state not in (WorkerState.DEAD, WorkerState.LEFT):
+            self._die(slot, reason)
+
+    def change_role(self, name: WorkerName, role: Role) -> None:
+        """Have a worker drain and come back in another role. Raises `ConfigError` where it can't."""
+        slot = self._slots.get(name)
+        if slot is None or slot.state is not WorkerState.READY:
+            raise ConfigError(f"{name} is {slot.state if slot else 'unknown'}: only a ready worker can change its role")
+        if slot.role is role:
+            raise ConfigError(f"{name} is a {role} worker already")
+        slot.becomes, slot.drains = role, True
+
+    def drain(self, target: str) -> tuple[WorkerName, ...]:
+        """Have a worker leave, or cordon a node and have all leave that are on it; returns those that are told.
+
+        One that drains already isn't told again. Raises `ConfigError` for a name that is neither a worker's nor a
+        node's.
+        """
+        slot = self._slots.get(WorkerName(target))
+        if slot is not None:
+            return (slot.name,) if self._tell_to_drain(slot) else ()
+        if not self._is_node(target):
+            raise ConfigError(f"no worker or node is named {target!r}; nodes: {self._known_nodes()}")
+        self._cordoned.add(target)
+        on_node = [slot for slot in self._slots.values() if slot.node.named(target)]
+        told = tuple(slot.name for slot in on_node if self._tell_to_drain(slot) or self._start_elsewhere(slot))
+        self._changed()
+        return told
+
+    def undrain(self, target: str) -> tuple[WorkerName, ...]:
+        """Have a worker, or a node and its workers, stay or come back; returns those that are started again.
+
+        Raises `ConfigError` for an unknown name, and for a worker that there is nothing to take back of.
+        """
+        slot = self._slots.get(WorkerName(target))
+        if slot is not None:
+            if slot.wanted and slot.state not in (WorkerState.READY, WorkerState.DRAINING):
+                raise ConfigError(f"{target} is not draining; it is {slot.state}")
+            return self._take_back([slot])
+        if not self._is_node(target):
+            raise ConfigError(f"no worker or node is named {target!r}; nodes: {self._known_nodes()}")
+        same = {node for node in self._every_node() if node.named(target)}
+        self._cordoned -= {c for c in self._cordoned if c == target or any(node.named(c) for node in same)}
+        back = self._take_back(slot for slot in self._slots.values() if slot.node.named(target))
+        for slot in self._slots.values():
+            if slot.avoids and not slot.node.host:  # It may wait for a place for as long as it must not be here.
+                self._start_elsewhere(slot, "a node was undrained")
+        self._changed()
+        return back
+
+    def cordoned(self, node: NodePlace) -> bool:
+        """Whether no worker may be placed on this node."""
+        return any(node.named(name) for name in self._cordoned)
+
+    def set_nodes(self, nodes: Iterable[NodePlace]) -> None:
+        """The nodes that workers can be placed on; none are known until this is called."""
+        self._nodes = tuple(nodes)
+
+    def placed(self, name: WorkerName, incarnation: Incarnation, node: NodePlace) -> None:
+        """The process of a start has been placed on a node, and builds its worker."""
+        slot = self._current(name, incarnation)
+        if slot is not None and slot.state is WorkerState.STARTING:
+            slot.node = node
+            slot.status = _status(slot)
+            if self.cordoned(node):
+                self._start_elsewhere(slot)
+            else:
+                self._changed()
+
+    def stood_still(self, seconds: float) -> None:
+        """The controller was not able to hear anybody for so long: no lease ends for that. Workers count their own."""
+        for slot in self._slots.values():
+            slot.deadline += seconds
+
+    def shut_down(self) -> None:
+        """No restarts any more; routers are told."""
+        self.shutting_down = True
+        self._changed()
+
+    # ------------------------------------------------------------ what the workers say
+
+    def register(self, record: WorkerRecord) -> Grant:
+        """A worker is up. Fenced when another incarnation is the current one, or this one is already over."""
+        slot = self._current(record.name, record.incarnation)
+        if slot is None or slot.state is not WorkerState.STARTING:
+            return self._fenced(record.incarnation)
+        slot.node = NodePlace(record.node_id, record.node)
+        if self.cordoned(slot.node):
+            self._start_elsewhere(slot)
+            return self._fenced(record.incarnation)
+        now = self._clock.now()
+        slot.state = advance(slot.state, WorkerEvent.REGISTERED)
+        slot.record, slot.ready_since, slot.ever_ready = record, now, True
+        slot.status = _status(slot)
+        slot.deadline = now + self._config.lease_s
+        if slot.incarnation > 1:
+            # What it has not taken over by now nobody will: its role or its node may be another one.
+            self._actions.append(Forget(slot.name, slot.incarnation))
+        if slot.incarnation > 1 and slot.restarts.deaths:
+            self._actions.append(Report(f"{slot.name} is back, incarnation {slot.incarnation}"))
+        self._changed()
+        return self._grant(slot)
+
+    def renew(self, name: WorkerName, incarnation: Incarnation, status: WorkerStatus) -> Grant:
+        """A heartbeat. Fenced when the lease has ended: the worker must stop sending and exit."""
+        slot = self._current(name, incarnation)
+        if slot is None or slot.state not in (WorkerState.READY, WorkerState.DRAINING):
+            return self._fenced(incarnation)
+        slot.deadline = self._clock.now() + self._config.lease_s
+        draining = status.state == WorkerState.DRAINING
+        if draining and slot.state is WorkerState.READY:
+            slot.state = advance(slot.state, WorkerEvent.DRAINING)
+        elif not draining and slot.state is WorkerState.DRAINING:
+            slot.state = advance(slot.state, WorkerEvent.UNDRAINED)
+            slot.becomes = None
+        slot.drains = slot.drains and not draining
+        changed = dataclasses.replace(status, state=slot.state, last_end=slot.last_reason)
+        if changed != slot.status:
+            slot.status = changed
+            self._changed()
+        if reason := why_stalled(status, self._config):
+            self._kill(slot, reason)
+            return self._fenced(incarnation)
+        return self._grant(slot)
+
+    def leave(self, name: WorkerName, incarnation: Incarnation) -> None:
+        """A drained worker is gone for good."""
+        slot = self._current(name, incarnation)
+        if slot is None or slot.state not in (WorkerState.READY, WorkerState.DRAINING):
+            return
+        if slot.becomes is not None:
+            slot.state = advance(slot.state, WorkerEvent.CHANGED)
+            self._actions.append(Report(f"{name} has left, and starts again for {slot.becomes}"))
+            slot.restart_at = self._clock.now()
+            self._take_role(slot)
+        else:
+            slot.state = advance(slot.state, WorkerEvent.LEFT)
+            slot.wanted = False
+            self._actions += [Forget(name), Report(f"{name} has left")]
+        slot.status = _status(slot)
+        self._changed()
+
+    # ------------------------------------------------------------ what time says, and what to do
+
+    def tick(self) -> list[Action]:
+        """Expire what is late, start what is due; returns all actions since the last tick, in order."""
+        now = self._clock.now()
+        for slot in self._slots.values():
+            if slot.state in (WorkerState.READY, WorkerState.DRAINING) and now >= slot.deadline:
+                self._kill(slot, f"no heartbeat for {self._config.lease_s:g} s")
+            elif slot.state is WorkerState.STARTING and now >= slot.deadline:
+                self._kill(slot, f"not ready after {self._config.start_timeout_s:g} s")
+            due = slot.state is WorkerState.DEAD and slot.wanted and now >= slot.restart_at
+            if due and not self.shutting_down and self._has_place(slot):
+                self._start(slot, now)
+        actions, self._actions = self._actions, []
+        return actions
+
+    def views(self) -> tuple[WorkerView, ...]:
+        """The whole table, one row a wanted worker, those without a process included."""
+        return tuple(
+            WorkerView(slot.record or _empty_record(slot), slot.status or _status(slot), self.cordoned(slot.node))
+            for slot in self._slots.values()
+        )
+
+    def on_change(self, listener: Callable[[], None]) -> None:
+        """Call `listener` after each change of the table, on the caller's thread."""
+        self._listeners.append(listener)
+
+    def never_ready(self) -> list[tuple[WorkerName, str]]:
+        """Workers that have died and were never ready, with the last reason."""
+        return [(s.name, s.last_reason) for s in self._slots.values() if s.restarts.deaths and not s.ever_ready]
+
+    # ------------------------------------------------------------ inside
+
+    def _start(self, slot: _Slot, now: float) -> None:
+        number = Incarnation(slot.incarnation + 1)
+        self._ledger.record(slot.name, number)
+        slot.state = advance(slot.state, WorkerEvent.STARTED)
+        slot.incarnation, slot.record, slot.ready_since, slot.node = number, None, None, NodePlace("", "")
+        slot.deadline = now + self._config.start_timeout_s
+        slot.status = _status(slot)
+        slot.avoids = tuple(sorted(self._cordoned))
+        self._actions.append(Start(slot.name, slot.role, number, slot.avoids))
+        self._changed()
+
+    def _kill(self, slot: _Slot, reason: str) -> None:
+        self._actions.append(_killing(slot))
+        self._die(slot, reason)
+
+    def _tell_to_drain(self, slot: _Slot) -> bool:
+        """Whether there is something to tell."""
+        if slot.state is not WorkerState.READY or slot.drains:
+            return False
+        slot.drains = True
+        return True
+
+    def _start_elsewhere(self, slot: _Slot, why: str = "its node is cordoned") -> bool:
+        """End a start, to begin it anew where it may be now: nobody has been served by it, so this is no death."""
+        if slot.state is not WorkerState.STARTING:
+            return False
+        self._actions += [_killing(slot), Report(f"{slot.name} is started anew: {why}")]
+        slot.state = advance(slot.state, WorkerEvent.DIED)
+        slot.status, slot.restart_at = _status(slot), self._clock.now()
+        self._changed()
+        return True
+
+    def _has_place(self, slot: _Slot) -> bool:
+        """Whether a node is left that could take it."""
+        free = not self._nodes or any(not self.cordoned(node) for node in self._nodes)
+        if not free and not slot.held:
+            text = f"{slot.name} waits: every node is cordoned ({', '.join(sorted(self._cordoned))}); undrain one"
+            self._actions.append(Report(text))
+        slot.held = not free
+        return free
+
+    def _take_back(self, slots: Iterable[_Slot]) -> tuple[WorkerName, ...]:
+        back = []
+        for slot in slots:
+            if slot.state is WorkerState.READY and slot.drains:
+                slot.becomes = None  # One that drains by now says itself when it no longer does.
+            if slot.wanted:
+                slot.drains = False
+            else:
+                self._want(slot)
+                back.append(slot.name)
+        return tuple(back)
+
+    def _want(self, slot: _Slot) -> None:
+        """Start it again, though it had left or was left dead."""
+        if slot.state is WorkerState.LEFT:
+            slot.state = advance(slot.state, WorkerEvent.WANTED)
+            slot.status = _status(slot)
+        slot.wanted, slot.drains, slot.becomes = True, False, None
+        slot.restart_at = self._clock.now()
+        slot.restarts.forgive()
+        self._changed()
+
+    def _every_node(self) -> set[NodePlace]:
+        """All that are known: those that take workers, and those that workers are or were on."""
+        return {*self._nodes, *(slot.node for slot in self._slots.values() if slot.node.host)}
+
+    def _is_node(self, name: str) -> bool:
+        return name in self._cordoned or any(node.named(name) for node in self._every_node())
+
+    def _known_nodes(self) -> str:
+        return ", ".join(sorted({node.host for node in self._every_node()})) or "none"
+
+    def _die(self, slot: _Slot, reason: str) -> None:
+        now = self._clock.now()
+        was_draining = slot.state is WorkerState.DRAINING
+        slot.state = advance(slot.state, WorkerEvent.DIED)
+        slot.last_reason = reason
+        slot.status = _status(slot)
+        delay = slot.restarts.died(now, slot.ready_since)
+        slot.restart_at = now + delay
+        what_next = self._what_next(slot, was_draining, delay)
+        self._actions += [] if slot.wanted else [Forget(slot.name)]
+        self._actions.append(Report(f"{slot.name} died ({reason}); {what_next}"))
+        self._changed()
+
+    @staticmethod
+    def _take_role(slot: _Slot) -> None:
+        """Be of the new role, if there is one, from the next start on."""
+        slot.drains = False
+        if slot.becomes is not None:
+            slot.role, slot.becomes, slot.record = slot.becomes, None, None
+
+    def _what_next(self, slot: _Slot, was_draining: bool, delay: float) -> str:
+        if self.shutting_down:
+            return "shutting down"
+        was_draining = was_draining and slot.becomes is None
+        self._take_role(slot)
+        if was_draining:
+            slot.wanted = False
+            return "it was draining and is not restarted"
+        if slot.restarts.too_many:
+            slot.wanted = False
+            within = f"{slot.restarts.deaths} deaths in {self._config.restart_window_s:g} s"
+            return f"{within}, it is left dead (cluster.restart_limit)"
+        wait = f" in {delay:g} s" if delay else ""
+        return f"restarting{wait}, incarnation {slot.incarnation + 1}"
+
+    def _current(self, name: WorkerName, incarnation: Incarnation) -> _Slot | None:
+        slot = self._slots.get(name)
+        if slot is not None and slot.incarnation == incarnation:
+            return slot
+        self.late_messages += 1
+        return None
+
+    def _grant(self, slot: _Slot) -> Grant:
+        return Grant(slot.incarnation, self._config.lease_s, drain=slot.drains)
+
+    def _fenced(self, incarnation: Incarnation) -> Grant:
+        return Grant(incarnation, 0.0, fenced=True)
+
+    def _changed(self) -> None:
+        self.version += 1
+        for listener in self._listeners:
+            listener()
+
+
+def _empty_record(slot: _Slot) -> WorkerRecord:
+    node = slot.node
+    return WorkerRecord(slot.name, slot.role, slot.incarnation, 0, node.host, "", "", Fits(0, 0), node.node_id)
+
+
+def _killing(slot: _Slot) -> Kill:
+    record = slot.record
+    return Kill(slot.name, slot.incarnation, record.pid if record else 0, record.node if record else "")
+
+
+def _status(slot: _Slot) -> WorkerStatus:
+    """A row made by the controller itself: the worker has said nothing yet, or no longer counts."""
+    pid = slot.record.pid if slot.record else 0
+    return WorkerStatus(
+        slot.name, slot.role, slot.state, pid, slot.node.host, slot.incarnation, 0, 0, 0, 0, last_end=slot.last_reason
+    )

@@ -1,0 +1,171 @@
+"""The controller behind gRPC: Register, Renew, Leave for workers, Watch for routers.
+
+The brain belongs to one loop. Handlers run there; other threads (the supervisor) reach it through `call`. A watcher
+gets the whole table at once and again after each change; changes that come faster than it reads are folded into one.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import math
+from collections.abc import AsyncIterator, Callable, Iterator
+from typing import Any, TypeVar
+
+import grpc.aio
+
+from cluster.controller.controller import Controller
+from cluster.controller.controller_actions import Grant
+from cluster.worker_process.asyncio_thread import LoopThread
+from cluster.worker_process.grpc_service import ServiceServer
+from contracts.errors import ConfigError, WireError
+from contracts.ids import Incarnation, Role, WorkerName
+from contracts.proto import worker_pb2 as pb
+from contracts.proto import worker_pb2_grpc as pb_grpc
+from contracts.wire.grpc_channels import CONTROL_BYTES, TABLE_BYTES
+from contracts.wire.worker_protobuf import record_from_proto, record_to_proto, status_from_proto, status_to_proto
+
+T = TypeVar("T")
+Context = grpc.aio.ServicerContext[Any, Any]
+FOLD_S = 0.02
+"""Changes within this time reach a watcher as one."""
+FOLD_WORKER_S = 0.0005
+"""And so much more for each worker of the table."""
+MOST_WATCHERS = 256
+"""Routers that watch at once."""
+NAME_CHARS = 253
+"""Of a worker's name, or a host's."""
+CALL_TIMEOUT_S = 10.0
+
+
+class ControllerService(pb_grpc.ControllerServicer):
+    """The `Controller` service over one brain; every method runs on the brain's loop."""
+
+    def __init__(self, brain: Controller) -> None:
+        self._brain = brain
+        self._watchers: set[asyncio.Event] = set()
+        self._told: tuple[int, pb.ClusterView] | None = None
+        """The latest table that was built, and its version: all watchers are told the same."""
+        brain.on_change(self._wake)
+
+    def _wake(self) -> None:
+        for watcher in self._watchers:
+            watcher.set()
+
+    async def Register(self, request: pb.Registration, context: Context) -> pb.Grant:
+        try:
+            record = record_from_proto(request)
+        except (WireError, ValueError) as error:
+            await context.abort(grpc.StatusCode.INVALID_ARGUMENT, str(error))
+        return _grant(self._brain.register(record))
+
+    async def Renew(self, request: pb.Renewal, context: Context) -> pb.Grant:
+        name, incarnation = WorkerName(request.name), Incarnation(request.incarnation)
+        try:
+            status = status_from_proto(request.status)
+        except (WireError, ValueError) as error:
+            await context.abort(grpc.StatusCode.INVALID_ARGUMENT, str(error))
+        if not (math.isfinite(status.stalled_s) and math.isfinite(status.longest_step_s)):
+            await context.abort(grpc.StatusCode.INVALID_ARGUMENT, "a status whose seconds are no numbers")
+        return _grant(self._brain.renew(name, incarnation, status))
+
+    async def Leave(self, request: pb.Renewal, context: Context) -> pb.Empty:
+        self._brain.leave(WorkerName(request.name), Incarnation(request.incarnation))
+        return pb.Empty()
+
+    async def ChangeRole(self, request: pb.RoleChange, context: Context) -> pb.Empty:
+        try:
+            self._brain.change_role(WorkerName(request.name), Role(request.role))
+        except (ConfigError, ValueError) as error:
+            await context.abort(grpc.StatusCode.FAILED_PRECONDITION, str(error))
+        return pb.Empty()
+
+    async def Drain(self, request: pb.Target, context: Context) -> pb.Targets:
+        return await self._steer(self._brain.drain, request, context)
+
+    async def Undrain(self, request: pb.Target, context: Context) -> pb.Targets:
+        return await self._steer(self._brain.undrain, request, context)
+
+    @staticmethod
+    async def _steer(
+        steer: Callable[[str], tuple[WorkerName, ...]], request: pb.Target, context: Context
+    ) -> pb.Targets:
+        if len(request.name) > NAME_CHARS:
+            await context.abort(grpc.StatusCode.INVALID_ARGUMENT, f"a name has at most {NAME_CHARS} characters")
+        try:
+            workers = steer(request.name)
+        except ConfigError as error:
+            await context.abort(grpc.StatusCode.FAILED_PRECONDITION, str(error))
+        return pb.Targets(workers=workers)
+
+    async def Watch(self, request: pb.Empty, context: Context) -> AsyncIterator[pb.ClusterView]:
+        if len(self._watchers) >= MOST_WATCHERS:
+            text = f"{MOST_WATCHERS} routers watch already"
+            await context.abort(grpc.StatusCode.RESOURCE_EXHAUSTED, text)
+        changed = asyncio.Event()
+        with self._watching(changed):
+            while True:
+                changed.clear()
+                view = self.view()
+                yield view
+                await changed.wait()
+                # Heartbeats change the table all the time, and the whole of it is told: a large one less often.
+                await asyncio.sleep(FOLD_S + FOLD_WORKER_S * len(view.workers))
+
+    @contextlib.contextmanager
+    def _watching(self, changed: asyncio.Event) -> Iterator[None]:
+        self._watchers.add(changed)
+        try:
+            yield
+        finally:
+            self._watchers.discard(changed)
+
+    def view(self) -> pb.ClusterView:
+        """The whole table."""
+        if self._told is not None and self._told[0] == self._brain.version:
+            return self._told[1]
+        workers = [
+            pb.WorkerView(
+                registration=record_to_proto(view.record),
+                status=status_to_proto(view.status),
+                cordoned=view.cordoned,
+            )
+            for view in self._brain.views()
+        ]
+        version = self._brain.version
+        view = pb.ClusterView(version=version, workers=workers, shutting_down=self._brain.shutting_down)
+        self._told = version, view
+        return view
+
+
+def _grant(grant: Grant) -> pb.Grant:
+    return pb.Grant(incarnation=grant.incarnation, lease_s=grant.lease_s, fenced=grant.fenced, drain=grant.drain)
+
+
+class ControllerServer:
+    """The brain, its loop and its port."""
+
+    def __init__(self, brain: Controller, address: str = "127.0.0.1", secret: str = "") -> None:
+        self._brain = brain
+        self._loop = LoopThread("controller")
+        self._server = ServiceServer(
+            self._loop, f"{address}:0", secret, receive_bytes=CONTROL_BYTES, send_bytes=TABLE_BYTES
+        )
+        try:
+            port = self._server.start(pb_grpc.add_ControllerServicer_to_server, ControllerService(brain))
+        except BaseException:
+            self._loop.stop()
+            raise
+        self.endpoint = f"{address}:{port}"
+
+    def call(self, run: Callable[[Controller], T]) -> T:
+        """Run `run(brain)` on the brain's loop; any other thread."""
+
+        async def on_loop() -> T:
+            return run(self._brain)
+
+        return self._loop.run(on_loop(), CALL_TIMEOUT_S)
+
+    def close(self) -> None:
+        self._server.stop(0.1)
+        self._loop.stop()

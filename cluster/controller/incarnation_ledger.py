@@ -1,0 +1,51 @@
+"""Where granted incarnations outlive the controller."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Protocol
+
+
+class Ledger(Protocol):
+    """Where granted incarnations outlive the controller."""
+
+    def load(self) -> Mapping[str, int]: ...
+
+    def record(self, name: str, incarnation: int) -> None:
+        """Return once the number is safe."""
+
+
+class MemoryLedger:
+    """A ledger for clusters that live no longer than their controller."""
+
+    def __init__(self) -> None:
+        self.granted: dict[str, int] = {}
+
+    def load(self) -> Mapping[str, int]:
+        return dict(self.granted)
+
+    def record(self, name: str, incarnation: int) -> None:
+        self.granted[name] = incarnation
+
+
+class FileLedger:
+    """Granted incarnations in one JSON file, replaced atomically."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._granted: dict[str, int] = json.loads(path.read_text()) if path.exists() else {}
+
+    def load(self) -> Mapping[str, int]:
+        return dict(self._granted)
+
+    def record(self, name: str, incarnation: int) -> None:
+        self._granted[name] = incarnation
+        fresh = self._path.with_suffix(".new")
+        with fresh.open("w") as file:
+            json.dump(self._granted, file)
+            file.flush()
+            os.fsync(file.fileno())
+        fresh.replace(self._path)

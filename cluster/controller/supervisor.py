@@ -1,0 +1,85 @@
+"""The supervisor carries out what the controller decides, and tells it what has died.
+
+A loop without a mind of its own: deaths go in, starts and kills come out, and the operator reads one line about each.
+A death is heard in two ways, whichever is first: the launcher sees the process end, or the controller misses renewals.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+
+from cluster.controller.controller import Controller
+from cluster.controller.controller_actions import Forget, Kill, Report, Start
+from cluster.controller.controller_service import ControllerServer
+from cluster.controller.worker_launcher import Ended, Launcher
+from cluster.worker_process.worker_plan import WorkerPlan
+from contracts.clock import Clock
+
+log = logging.getLogger("twinpool.supervisor")
+
+STANDSTILL_S = 2.0
+"""A round that took longer, with the wait for a death in it, was no ordinary one."""
+
+
+class Supervisor:
+    """Joins one controller and one launcher."""
+
+    def __init__(
+        self,
+        server: ControllerServer,
+        launcher: Launcher,
+        plan: Callable[[Start], WorkerPlan],
+        say: Callable[[str], None],
+        clock: Clock,
+    ) -> None:
+        """`plan` turns a granted start into all that a process needs; `say` shows a line to the operator."""
+        self._clock = clock
+        self._looked_at: float | None = None
+        self._server = server
+        self._launcher = launcher
+        self._plan = plan
+        self._say = say
+
+    def poll(self, timeout_s: float) -> None:
+        """One round: do what is due, then wait up to `timeout_s` for a death."""
+        self._take_time()
+        self._place()
+        for action in self._server.call(Controller.tick):
+            match action:
+                case Start():
+                    log.info("starting", extra={"worker": action.name, "incarnation": action.incarnation})
+                    self._launcher.start(self._plan(action), action.avoid)
+                case Kill():
+                    self._launcher.kill(action.name, action.incarnation, action.pid, action.node)
+                case Forget():
+                    self._launcher.forget(action.name, action.before)
+                case Report():
+                    log.warning(action.text)
+                    self._say(action.text)
+        for ended in self._launcher.ended(timeout_s):
+            self._report(ended)
+
+    def _take_time(self) -> None:
+        """Where this process stood still (a suspended machine, a blocked disk) it has heard no heartbeat either."""
+        now = self._clock.now()
+        before, self._looked_at = self._looked_at, now
+        if before is not None and now - before > STANDSTILL_S:
+            log.warning("the controller stood still", extra={"seconds": round(now - before, 1)})
+            self._server.call(lambda brain: brain.stood_still(now - before))
+
+    def _place(self) -> None:
+        """Tell the controller which nodes there are, and on which of them its starts have landed."""
+        nodes, placed = self._launcher.nodes(), self._launcher.placed()
+
+        def tell(brain: Controller) -> None:
+            brain.set_nodes(nodes)
+            for at in placed:
+                brain.placed(at.name, at.incarnation, at.node)
+
+        self._server.call(tell)
+
+    def _report(self, ended: Ended) -> None:
+        name, incarnation, reason = ended.name, ended.incarnation, ended.reason
+        log.info("process ended", extra={"worker": name, "incarnation": incarnation, "reason": reason})
+        self._server.call(lambda brain: brain.died(name, incarnation, reason))

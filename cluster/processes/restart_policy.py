@@ -1,0 +1,50 @@
+"""When a process that has died is started again: one rule for workers, the router and the arena agents.
+
+Deaths count within a sliding window (`cluster.restart_window_s`), so that one a day is nothing and twenty in ten
+minutes are too many (`cluster.restart_limit`). A process that served a while before it died is started at once; one
+that dies again soon after its start waits twice as long each time.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+
+from contracts.config.cluster_config import ClusterConfig
+
+SETTLED_S = 10.0
+"""A process that served this long before it died is started again without delay."""
+BACKOFF_S = 0.5
+BACKOFF_MAX_S = 10.0
+
+
+class Restarts:
+    """The deaths of one process, across its starts."""
+
+    def __init__(self, config: ClusterConfig) -> None:
+        self._config = config
+        self._deaths: deque[float] = deque()
+        self._quick = 0
+
+    def died(self, now: float, serving_since: float | None) -> float:
+        """Count a death; returns the seconds that the next start has to wait. `serving_since`: None if it never was."""
+        self._deaths.append(now)
+        while self._deaths[0] < now - self._config.restart_window_s:
+            self._deaths.popleft()
+        settled = serving_since is not None and now - serving_since >= SETTLED_S
+        self._quick = 0 if settled else self._quick + 1
+        return min(BACKOFF_MAX_S, BACKOFF_S * 2 ** (self._quick - 2)) if self._quick > 1 else 0.0
+
+    @property
+    def deaths(self) -> int:
+        """Within the window that ended with the last of them."""
+        return len(self._deaths)
+
+    @property
+    def too_many(self) -> bool:
+        """Whether another start would be of no use."""
+        return len(self._deaths) > self._config.restart_limit
+
+    def forgive(self) -> None:
+        """Somebody has seen to it: begin to count anew."""
+        self._deaths.clear()
+        self._quick = 0

@@ -1,0 +1,71 @@
+"""The run file: how `status`, `drain` and `check` find a cluster on this machine, and how they know it is alive.
+
+One JSON file a run, named after the pid of `serve`. A file whose process is gone (or whose pid is somebody else's by
+now) is stale: it is ignored and removed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import tempfile
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from cluster.processes.process_ids import same_process, start_time
+
+
+@dataclass(frozen=True, slots=True)
+class RunFile:
+    """What a run says about itself."""
+
+    url: str
+    pid: int
+    started: int
+    """Start time of `pid`, as `procs.start_time` gives it."""
+    logs: str
+    model: str
+
+
+def runs_folder() -> Path:
+    """Where run files lie; made if needed, for this user alone."""
+    base = os.environ.get("XDG_RUNTIME_DIR")
+    for candidate in (base, str(Path.home() / ".cache"), tempfile.gettempdir()):
+        if candidate:
+            folder = Path(candidate) / "twinpool"
+            with contextlib.suppress(OSError):
+                folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+                if os.access(folder, os.W_OK):
+                    return folder
+    raise OSError("no folder for run files: set XDG_RUNTIME_DIR to a folder that can be written")
+
+
+def write_run_file(url: str, logs: Path, model: str) -> Path:
+    """Write this process's run file, atomically; returns its path."""
+    pid = os.getpid()
+    run = RunFile(url, pid, start_time(pid) or 0, str(logs), model)
+    path = run_file_path(pid)
+    fresh = path.with_suffix(".new")
+    fresh.write_text(json.dumps(asdict(run)))
+    fresh.replace(path)
+    return path
+
+
+def run_file_path(pid: int) -> Path:
+    return runs_folder() / f"run-{pid}.json"
+
+
+def newest_live_run() -> RunFile | None:
+    """The newest run whose process is alive; stale files are removed on the way."""
+    found: list[tuple[float, RunFile]] = []
+    for path in runs_folder().glob("run-*.json"):
+        try:
+            run = RunFile(**json.loads(path.read_text()))
+            if same_process(run.pid, run.started):
+                found.append((path.stat().st_mtime, run))
+            else:
+                path.unlink(missing_ok=True)
+        except (OSError, ValueError, TypeError):
+            continue
+    return max(found, key=lambda item: item[0])[1] if found else None

@@ -1,0 +1,99 @@
+"""What a run leaves on disk, and who removes it: a temporary folder, a log folder, a run file, and the reaper."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+from cluster.processes import reaper
+from cluster.processes.process_ids import start_time
+from cluster.processes.run_file import run_file_path, write_run_file
+
+KEPT_LOGS = 20
+SOCKET_PATH_ROOM = 40
+"""Ray puts sockets deep below the temporary folder, and the kernel takes 107 characters for the whole path."""
+
+
+class RunFolder:
+    """One run's places. Whatever ends this process, the reaper removes all of them but the logs."""
+
+    def __init__(self) -> None:
+        base = tempfile.gettempdir()
+        self.temporary = Path(
+            tempfile.mkdtemp(prefix="twinpool-", dir=base if len(base) < SOCKET_PATH_ROOM else "/tmp")
+        )
+        self.logs = _new_log_folder()
+        self.mark = self.temporary.name
+        reading, self._pipe = os.pipe()
+        self._reaper = subprocess.Popen(
+            [
+                sys.executable,
+                "-S",
+                "-P",
+                "-E",
+                str(reaper.__file__),
+                str(reading),
+                self.mark,
+                str(self.temporary),
+            ],
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+            cwd="/",
+            pass_fds=[reading],
+            start_new_session=True,
+        )
+        os.close(reading)
+        # Inherited by every process from here on: this is how the reaper knows them.
+        os.environ[reaper.MARK] = self.mark
+        self._run_file = run_file_path(os.getpid())
+        self._tell(f"path {self._run_file}")
+
+    def owns(self, pid: int, started: int) -> None:
+        """Have the reaper end this process too."""
+        self._tell(f"pid {pid} {started}")
+
+    def owns_children(self) -> None:
+        """Have the reaper end all processes that descend from this one by now."""
+        import psutil
+
+        for child in psutil.Process().children(recursive=True):
+            if child.pid != self._reaper.pid:
+                self.owns(child.pid, start_time(child.pid) or 0)
+
+    def publish(self, url: str, model: str) -> None:
+        """Write the run file: from now on the other commands find this run."""
+        write_run_file(url, self.logs, model)
+
+    def close(self) -> None:
+        """Remove the run file, have the reaper remove the rest, and wait for it. Idempotent."""
+        self._run_file.unlink(missing_ok=True)
+        os.environ.pop(reaper.MARK, None)
+        pipe, self._pipe = self._pipe, -1
+        if pipe >= 0:
+            os.close(pipe)
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self._reaper.wait(3.0)
+
+    def _tell(self, line: str) -> None:
+        with contextlib.suppress(BrokenPipeError):
+            os.write(self._pipe, line.encode() + b"\n")
+
+
+def _new_log_folder() -> Path:
+    """A fresh folder for one run's logs; the oldest of earlier runs go."""
+    state = os.environ.get("XDG_STATE_HOME") or Path.home() / ".local" / "state"
+    parent = Path(state) / "twinpool" / "logs"
+    parent.mkdir(parents=True, exist_ok=True)
+    earlier = sorted((p for p in parent.iterdir() if p.is_dir()), key=lambda p: p.name)
+    for old in earlier[: -KEPT_LOGS + 1]:
+        shutil.rmtree(old, ignore_errors=True)
+    folder = parent / f"{time.strftime('%Y-%m-%d_%H-%M-%S')}_{os.getpid()}"
+    folder.mkdir()
+    return folder

@@ -1,0 +1,1 @@
+"""The line between the ranks of one worker."""

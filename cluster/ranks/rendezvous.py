@@ -1,0 +1,105 @@
+"""The ranks of one worker as they come together, before anything is built that needs them all."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+
+import torch
+from torch.distributed import FileStore  # type: ignore[attr-defined]
+
+from cluster.ranks.follower_line import LeaderLine
+from cluster.ranks.rank_line import RankLine
+from contracts.clock import Clock
+from contracts.errors import PeerDead, WireError
+from contracts.messages.rank_orders import End, Form
+from engine.tensors.tensor_parallel import GroupRanks
+from transfer.net import process_watch as process
+from transfer.net.process_watch import ProcessWatch
+
+
+@dataclass(frozen=True)
+class Crew:
+    """The leader's side: its line to the followers, and the group in which they compute together."""
+
+    line: RankLine
+    ranks: GroupRanks
+
+    def watch(self) -> list[tuple[str, ProcessWatch]]:
+        return [(f"rank {rank} of this worker", watch) for rank, watch in self.line.watches.items()]
+
+    def close(self) -> None:
+        """Let the followers go, and forget them. Idempotent."""
+        if not self.line.socket.closed:
+            self.line.tell(End("the worker has ended"))
+            self.line.close()
+            self.ranks.close()
+
+
+def lead(meeting: str, size: int, clock: Clock, *, deadline_s: float, start_s: float) -> Crew:
+    """Be rank 0 of `size`: wait for the others for `start_s`, and form a group whose collectives have a deadline.
+
+    Raises `PeerDead` when one doesn't come.
+    """
+    line = RankLine(meeting, size, clock, deadline_s)
+    try:
+        line.meet(start_s)
+        store = _meeting_place()
+        line.tell(Form(store, *process.mine()))
+        return Crew(line, _group(store, 0, size, deadline_s))
+    except BaseException:
+        line.close()
+        raise
+
+
+def _meeting_place() -> str:
+    """The path of a file that has no name: a worker may be killed at any time, and nothing of it stays behind.
+
+    It stays open as long as this process lives: torch opens the path again when the group ends, on every rank, and
+    would write into whatever had the number by then.
+    """
+    return f"/proc/{os.getpid()}/fd/{os.memfd_create('twinpool-ranks', os.MFD_CLOEXEC)}"
+
+
+@dataclass(frozen=True)
+class Follower:
+    """A follower's side."""
+
+    line: LeaderLine
+    ranks: GroupRanks
+    leader: ProcessWatch
+
+    def close(self) -> None:
+        self.line.close()
+        self.ranks.close()
+        self.leader.close()
+
+
+def follow(meeting: str, rank: int, size: int, *, deadline_s: float, start_s: float) -> Follower:
+    """Be rank `rank` of `size`. Raises `PeerDead` when the leader doesn't come within `start_s`."""
+    line = LeaderLine(meeting, rank)
+    try:
+        first = line.next(start_s)
+        if first is None:
+            raise PeerDead(f"the leader of this worker did not come within {start_s:g} s")
+        form = first[1]
+        if not isinstance(form, Form):
+            raise WireError(f"the first order must be to form a group, it is {type(form).__name__}")
+        try:
+            leader = ProcessWatch.open(form.pid, form.started, form.namespace)
+        except ProcessLookupError:
+            raise PeerDead(f"the leader of this worker (pid {form.pid}) died") from None
+        if leader is None:
+            raise PeerDead("the leader of this worker is on another host: all ranks of a worker must be on one")
+        return Follower(line, _group(form.store, rank, size, deadline_s), leader)
+    except BaseException:
+        line.close()
+        raise
+
+
+def _group(store: str, rank: int, size: int, deadline_s: float) -> GroupRanks:
+    # On loopback, as all ranks of a worker are on one host: gloo asks nobody who he is.
+    ranks = GroupRanks(FileStore(store, size), rank, size, deadline_s=deadline_s)
+    # After this nobody needs the leader's file any more: everybody has met everybody.
+    ranks.gather(torch.zeros(1))
+    return ranks

@@ -1,0 +1,1 @@
+"""Ray at the edge: actors, nodes, drains."""

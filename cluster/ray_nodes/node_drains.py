@@ -1,0 +1,67 @@
+"""Ray nodes that are about to go: what is on them drains in time.
+
+`ray drain-node`, an autoscaler that scales down and a provider's preemption notice all come to the same entry in Ray's
+control store: the node's id, and until when it has. Nothing is pushed, so it is asked for, every second, on a thread of
+its own: a store that doesn't answer must hold nobody up. Such a node is drained once, as `twinpool drain` does it; who
+undrains it or a worker on it against the notice is obeyed.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable, Iterable, Mapping
+
+from contracts.messages.worker_status import WorkerView
+
+log = logging.getLogger("twinpool.nodes")
+
+ASK_EVERY_S = 1.0
+
+
+class NodeDrains:
+    """Which workers are to leave because their node does."""
+
+    def __init__(self, ask: Callable[[], Mapping[str, int]], every_s: float = ASK_EVERY_S) -> None:
+        """`ask` returns the draining nodes: hex id and deadline, in milliseconds since 1970, 0 for none."""
+        self._ask = ask
+        self._every_s = every_s
+        self._nodes: Mapping[str, int] = {}
+        self._told: set[str] = set()
+        self._end = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="node-drains", daemon=True)
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def close(self) -> None:
+        """Stop asking. Idempotent."""
+        self._end.set()
+
+    def _run(self) -> None:
+        failing = False
+        while not self._end.wait(self._every_s):
+            try:
+                self._nodes = dict(self._ask())
+                failing = False
+            except Exception as error:  # Ray's own, of many kinds; the next time may be better
+                if not failing:
+                    log.warning("Ray doesn't tell which nodes drain: %s", error)
+                failing = True
+
+    def due(self, views: Iterable[WorkerView]) -> list[str]:
+        """Ids of nodes to drain now that workers are on, each once for as long as Ray shows it as draining."""
+        nodes = self._nodes
+        self._told &= nodes.keys()
+        with_workers = {view.record.node_id for view in views} if nodes else set()
+        out = sorted(node for node in nodes.keys() - self._told if node and node in with_workers)
+        self._told.update(out)
+        return out
+
+
+def draining_ray_nodes() -> Mapping[str, int]:
+    """As Ray's own libraries read it; there is no public call."""
+    import ray._private.state
+
+    nodes: Mapping[str, int] = ray._private.state.state.get_draining_nodes()
+    return nodes

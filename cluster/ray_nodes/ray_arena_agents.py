@@ -1,0 +1,78 @@
+"""Arena agents on the nodes of a Ray cluster: an actor each, wherever workers can be placed."""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+from typing import Any
+
+import ray
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+from cluster.arena.arena_agent import Agent
+from cluster.arena.arena_client import forget
+from cluster.processes.process_ids import die_with_parent
+from cluster.ray_nodes.worker_actors import has_places
+from contracts.clock import Clock
+from contracts.ids import Incarnation, WorkerName
+
+log = logging.getLogger("twinpool.arena")
+
+LOOK_S = 2.0
+"""Between two looks for nodes that have joined."""
+
+
+class ArenaActor:
+    """The agent of one node, on a thread of an actor's process."""
+
+    def __init__(self, token: str) -> None:
+        die_with_parent()
+        self._token = token
+        agent = Agent(token)
+        threading.Thread(target=agent.serve, args=(os.eventfd(0),), name="arena-agent", daemon=True).start()
+
+    def forget(self, name: str, before: int | None) -> None:
+        forget(self._token, name, before)
+
+
+class RayAgents:
+    """`Agents` over a Ray that this process has joined. They end with it, as everything that it started there does.
+
+    Ray starts an agent again that has died: it has no incarnation, and workers that live give it back what they have.
+    """
+
+    def __init__(self, token: str, clock: Clock) -> None:
+        self._token, self._clock = token, clock
+        self._actors: dict[str, Any] = {}
+        self._next = clock.now()
+
+    def poll(self) -> list[str]:
+        if self._clock.now() < self._next:
+            return []
+        self._next = self._clock.now() + LOOK_S
+        able = {node["NodeID"] for node in ray.nodes() if node["Alive"] and has_places(node["Resources"])}
+        for gone in self._actors.keys() - able:
+            del self._actors[gone]
+        for node in able - self._actors.keys():
+            self._actors[node] = self._start(node)
+            log.info("arena agent", extra={"node": node})
+        return []
+
+    def _start(self, node: str) -> Any:
+        actor = ray.remote(ArenaActor).options(
+            num_cpus=0,
+            max_restarts=-1,
+            max_task_retries=0,
+            scheduling_strategy=NodeAffinitySchedulingStrategy(node, soft=False),
+        )
+        return actor.remote(self._token)
+
+    def forget(self, name: WorkerName, before: Incarnation | None = None) -> None:
+        for actor in self._actors.values():
+            actor.forget.remote(name, before)
+
+    def close(self) -> None:
+        for actor in self._actors.values():
+            ray.kill(actor, no_restart=True)
+        self._actors.clear()

@@ -1,0 +1,231 @@
+"""Joining a Ray cluster, or starting one of our own: on loopback, on free ports, small and silent.
+
+Ray reads its environment when it is imported, so nothing here imports it before the environment is set. One of our
+own has neither dashboard (unless asked for) nor prestarted workers, and an object store of the smallest size: no
+token and no page travels through it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import logging
+import os
+import secrets
+import socket
+import sys
+from collections.abc import Container, Iterator
+from pathlib import Path
+from typing import Any
+
+from cluster.assembly.node_shares import NodeFacts, by_machine, measured
+from cluster.processes.process_ids import same_process, start_time
+from contracts.errors import ConfigError
+from contracts.ids import Role
+
+OBJECT_STORE_BYTES = 80 * 1024 * 1024
+OWN_SLOTS = 10_000
+"""Places a role on a node of our own: the number of workers is decided by flags, not by Ray."""
+LOOPBACK = "127.0.0.1"
+REACH_TIMEOUT_S = 3.0
+MEASURE_TIMEOUT_S = 60.0
+"""How long a node may take to start a process that looks at it."""
+
+log = logging.getLogger("twinpool.ray")
+
+_QUIET = {
+    "RAY_USAGE_STATS_ENABLED": "0",
+    "RAY_DEDUP_LOGS": "0",
+    "RAY_DISABLE_IMPORT_WARNING": "1",
+    # GPUs stay visible to actors that ask Ray for none.
+    "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
+}
+_AUTH_HINT = (
+    "; give this process the cluster's token (RAY_AUTH_TOKEN_PATH, or ~/.ray/auth_token), or RAY_AUTH_MODE=disabled "
+    "where the cluster was started without authentication"
+)
+_OWN = {
+    # Whoever may talk to a Ray can run code as its owner, and loopback is open to every user of the machine.
+    "RAY_AUTH_MODE": "token",
+    # Keeps every port of ours on loopback; the name tells where Ray does so unasked.
+    "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",
+    "RAY_enable_worker_prestart": "0",
+    "RAY_prestart_worker_first_driver": "0",
+    # Pools are taken at the start and never grow: Ray has nobody to kill.
+    "RAY_memory_monitor_refresh_ms": "0",
+    # Ray runs its workers at niceness 15: here they are what everybody waits for, and anything else on the machine
+    # would come first.
+    "RAY_worker_niceness": "0",
+    # Their metrics ports are fixed numbers unless told otherwise.
+    "AUTOSCALER_METRIC_PORT": "0",
+    "DASHBOARD_METRIC_PORT": "0",
+    "RAY_health_check_initial_delay_ms": "1000",
+    "RAY_health_check_period_ms": "500",
+    "RAY_health_check_timeout_ms": "1000",
+}
+
+
+class OwnRay:
+    """The processes of a Ray of our own."""
+
+    def __init__(self, processes: dict[str, tuple[int, int]], dashboard: str) -> None:
+        self._processes = processes
+        self.dashboard = dashboard
+        """Its URL, if there is one."""
+
+    def lost(self) -> str:
+        """The name of a process without which Ray is no Ray, once it is gone; else empty."""
+        gone = (name for name, (pid, started) in self._processes.items() if not same_process(pid, started))
+        return next(gone, "")
+
+
+def start_own_ray(folder: Path, dashboard: bool) -> OwnRay:
+    """Start a Ray of our own below `folder` and join it."""
+    assert "ray" not in sys.modules, "Ray was imported before its environment was set"
+    os.environ.update(_QUIET | _OWN)
+    os.environ["RAY_AUTH_TOKEN_PATH"] = str(_new_token(folder))
+    for name in ("RAY_ADDRESS", "RAY_AUTH_TOKEN"):
+        os.environ.pop(name, None)
+    _importable_by_workers()
+    import ray
+
+    with _agent_on_free_port():
+        context = ray.init(
+            address="local",
+            _node_ip_address=LOOPBACK,
+            _temp_dir=str(folder),
+            include_dashboard=dashboard,
+            object_store_memory=OBJECT_STORE_BYTES,
+            num_gpus=0,
+            resources={"twinpool_prefill": OWN_SLOTS, "twinpool_decode": OWN_SLOTS},
+            **_driver(),
+        )
+    url = context.dashboard_url
+    return OwnRay(_vital_processes(), f"http://{url}" if dashboard and url else "")
+
+
+def _new_token(folder: Path) -> Path:
+    """A file with a token for this run, which only its owner can read."""
+    path = folder / "ray-token"
+    with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "w") as file:
+        file.write(secrets.token_hex(32))
+    return path
+
+
+def _vital_processes() -> dict[str, tuple[int, int]]:
+    import psutil
+
+    vital = [child for child in psutil.Process().children() if child.name() in ("raylet", "gcs_server")]
+    return {child.name(): (child.pid, start_time(child.pid) or 0) for child in vital}
+
+
+@contextlib.contextmanager
+def _agent_on_free_port() -> Iterator[None]:
+    """Ray gives its node agent one fixed port, and a second Ray on the machine waits seconds for it in vain.
+
+    `ray.init` has no argument for it; `ray start` has, with 0 for any, which is what is set here.
+    """
+    from ray._private.parameter import RayParams
+
+    plain = RayParams.__init__
+    RayParams.__init__ = functools.partialmethod(plain, dashboard_agent_listen_port=0)
+    try:
+        yield
+    finally:
+        RayParams.__init__ = plain
+
+
+def join_ray(address: str) -> str:
+    """Join the Ray at `address`; returns this node's address. Raises `ConfigError` when it can't be joined.
+
+    Its authentication is its owner's: Ray looks for a token (`RAY_AUTH_TOKEN`, `RAY_AUTH_TOKEN_PATH`,
+    ~/.ray/auth_token), and `RAY_AUTH_MODE` is left as it is.
+    """
+    os.environ.update(_QUIET)
+    _check_reachable(address if address != "auto" else os.environ.get("RAY_ADDRESS", ""))
+    import ray
+
+    try:
+        ray.init(address=address, **_driver())
+    except (ConnectionError, ValueError, RuntimeError, ray.exceptions.RayError) as error:
+        reason = (str(error).splitlines() or [type(error).__name__])[0]
+        hint = "" if "auth" not in str(error).lower() and "token" not in str(error).lower() else _AUTH_HINT
+        raise ConfigError(f"can't join Ray at {address}: {reason}{hint}") from None
+    return str(ray.util.get_node_ip_address())
+
+
+def missing_places(prefill: int, decode: int) -> str:
+    """What the nodes that have joined so far lack for that many workers, in words; empty when nothing."""
+    import ray
+
+    places = ray.cluster_resources()
+    wanted = {"twinpool_prefill": prefill, "twinpool_decode": decode}
+    return ", ".join(
+        f"{places.get(name, 0):g} of {count} {name}" for name, count in wanted.items() if places.get(name, 0) < count
+    )
+
+
+def measure_nodes(known: Container[str]) -> list[NodeFacts]:
+    """The facts of nodes that take workers and are not `known` yet, each measured there.
+
+    One that doesn't answer is left out. Where several share a machine, as logical nodes do, each gets its part of it.
+    """
+    import ray
+    from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+    from cluster.ray_nodes.worker_actors import RESOURCES, has_places
+
+    asked = []
+    for node in ray.nodes():
+        if node["Alive"] and has_places(node["Resources"]) and node["NodeID"] not in known:
+            places = {role: int(node["Resources"].get(RESOURCES[role], 0)) for role in Role}
+            there = NodeAffinitySchedulingStrategy(node["NodeID"], soft=False)
+            look = ray.remote(measured).options(num_cpus=0, max_retries=0, scheduling_strategy=there)
+            asked.append(look.remote(places, node["NodeID"]))
+    done, late = ray.wait(asked, num_returns=len(asked), timeout=MEASURE_TIMEOUT_S) if asked else ([], [])
+    facts: list[NodeFacts] = []
+    for answer in done:
+        try:
+            facts.append(ray.get(answer, timeout=MEASURE_TIMEOUT_S))
+        except ray.exceptions.RayError as error:
+            log.warning("a node could not be measured: %s", error)
+    for answer in late:
+        log.warning("a node has not answered in %g s and gets no worker yet", MEASURE_TIMEOUT_S)
+        ray.cancel(answer, force=True)
+    return by_machine(facts)
+
+
+def _check_reachable(address: str) -> None:
+    """Ray tries for a minute before it gives an address up. Raises `ConfigError` when nothing listens there."""
+    host, _, port = address.rpartition(":")
+    if not host or not port.isdigit():
+        return
+    try:
+        socket.create_connection((host.strip("[]"), int(port)), REACH_TIMEOUT_S).close()
+    except OSError as error:
+        raise ConfigError(f"can't reach Ray at {address}: {error.strerror or error}") from None
+
+
+def leave_ray() -> None:
+    """Leave Ray; ends it when it is our own. Idempotent."""
+    if "ray" in sys.modules:
+        import ray
+
+        ray.shutdown()
+
+
+def _driver() -> dict[str, Any]:
+    return {"log_to_driver": False, "configure_logging": False, "logging_level": logging.ERROR}
+
+
+def authenticated() -> bool:
+    """Whether the Ray that this process has joined asks for a token; Ray says so in its environment."""
+    return os.environ.get("RAY_AUTH_MODE", "").lower() == "token"
+
+
+def _importable_by_workers() -> None:
+    """Workers import these packages from where this process did."""
+    root = str(Path(__file__).resolve().parents[2])
+    paths = [p for p in os.environ.get("PYTHONPATH", "").split(os.pathsep) if p]
+    if root not in paths:
+        os.environ["PYTHONPATH"] = os.pathsep.join([root, *paths])

@@ -1,0 +1,294 @@
+"""Ray at the edge: placing workers' processes on nodes, and hearing of their death at once.
+
+Ray starts a process where the role's custom resource is free and tells when it ends; nothing else goes through it.
+Its own restarts are off, because only the controller may grant the next incarnation. The actor has two methods that
+run side by side: `where` answers who it is, `run` is the worker's whole life.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import os
+import secrets
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import ray
+from ray.util.placement_group import placement_group, remove_placement_group
+from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+from cluster.arena.local_agent import Agents, NoAgents
+from cluster.controller.controller import NodePlace
+from cluster.controller.worker_launcher import Ended, Placed
+from cluster.processes.process_ids import kill_process
+from cluster.worker_process.sigterm_drain import TERMINATED
+from cluster.worker_process.worker_plan import BuildWorker, WorkerPlan, exit_file, node_name, process_mark
+from cluster.worker_process.worker_process import run_worker
+from contracts.clock import Clock, SystemClock
+from contracts.ids import Incarnation, Role, WorkerName
+
+log = logging.getLogger("twinpool.actors")
+
+NODE_LABEL = "ray.io/node-id"
+LOOK_S = 2.0
+"""Between two looks for nodes that have joined or gone."""
+GET_TIMEOUT_S = 10.0
+"""What has been computed is fetched within this time, or counts as lost."""
+RESOURCES = {Role.PREFILL: "twinpool_prefill", Role.DECODE: "twinpool_decode"}
+
+
+def has_places(resources: Mapping[str, float]) -> bool:
+    """Whether a node with these Ray resources takes workers of any role."""
+    return any(resources.get(name, 0) > 0 for name in RESOURCES.values())
+
+
+class Where(NamedTuple):
+    """Where an actor runs; empty where it has not told and won't."""
+
+    pid: int = 0
+    started: int = 0
+    """The process's start time."""
+    node: str = ""
+    node_id: str = ""
+
+
+class WorkerActor:
+    """The process of one incarnation of one worker, of either role."""
+
+    def __init__(self, plan: WorkerPlan, build: BuildWorker) -> None:
+        self._plan = plan
+        self._build = build
+        TERMINATED.listen()
+
+    def where(self) -> Where:
+        """Its process and its node."""
+        return Where(*process_mark(), node_name(), ray.get_runtime_context().get_node_id())
+
+    def run(self) -> None:
+        """Serve until the end; the process exits with it."""
+        plan = self._plan.on(ray.get_runtime_context().get_node_id())
+        if not plan.host:
+            plan = dataclasses.replace(plan, host=ray.util.get_node_ip_address())
+        if plan.rank:
+            from cluster.worker_process.follower_process import run_follower
+
+            run_follower(plan)
+        run_worker(plan, self._build)
+
+
+@dataclass(slots=True)
+class _Follower:
+    rank: int
+    handle: Any
+    where: Any
+    at: Where | None = None
+
+
+@dataclass(slots=True)
+class _Running:
+    plan: WorkerPlan
+    handle: Any
+    run: Any
+    where: Any
+    at: Where | None = None
+    followers: Mapping[Any, _Follower] = field(default_factory=dict)
+    """The other ranks by the end of their run."""
+    why: str = ""
+    """Why it was ended from here."""
+    group: Any = None
+    """The placement group of a worker of several ranks."""
+
+
+class RayLauncher:
+    """A `Launcher` over a Ray cluster that this process has joined."""
+
+    def __init__(self, build: BuildWorker, agents: Agents | None = None, clock: Clock | None = None) -> None:
+        self._build, self._agents, self._clock = build, agents or NoAgents(), clock or SystemClock()
+        self._nodes: tuple[NodePlace, ...] = ()
+        self._look_at = self._clock.now()
+        self._placed: list[Placed] = []
+        # Once: Ray keeps what it has exported of each of these for ever, and workers are started again all the time.
+        self._class = ray.remote(WorkerActor)
+        self._running: dict[Any, _Running] = {}
+
+    def nodes(self) -> tuple[NodePlace, ...]:
+        if self._clock.now() >= self._look_at:
+            self._look_at = self._clock.now() + LOOK_S
+            try:
+                alive = [node for node in ray.nodes() if node["Alive"] and has_places(node["Resources"])]
+            except Exception as error:  # Ray's own, of many kinds; who watches Ray itself says when it is gone
+                log.warning("Ray doesn't tell its nodes: %s", error)
+            else:
+                self._nodes = tuple(NodePlace(node["NodeID"], node["NodeManagerHostname"]) for node in alive)
+        return self._nodes
+
+    def placed(self) -> list[Placed]:
+        placed, self._placed = self._placed, []
+        return placed
+
+    def start(self, plan: WorkerPlan, avoid: tuple[str, ...] = ()) -> None:
+        size = plan.config.tp_for(plan.role)
+        group = None
+        elsewhere = self._elsewhere(plan, avoid)
+        if size > 1:
+            # All ranks on one node, which has a place for each, or none anywhere.
+            labels = {"bundle_label_selector": [elsewhere] * size} if elsewhere else {}
+            bundles = [{RESOURCES[plan.role]: 1.0} for _ in range(size)]
+            group = placement_group(bundles, strategy="STRICT_PACK", **labels)
+            plan = dataclasses.replace(plan, meeting=secrets.token_hex(32))
+        ranks = [dataclasses.replace(plan, rank=rank) for rank in range(size)]
+        leader, *followers = [self._actor(rank, group, elsewhere) for rank in ranks]
+        runs = {
+            handle.run.remote(): _Follower(rank, handle, handle.where.remote())
+            for rank, handle in enumerate(followers, 1)
+        }
+        running = _Running(plan, leader, leader.run.remote(), leader.where.remote(), followers=runs, group=group)
+        self._running[running.run] = running
+
+    def _elsewhere(self, plan: WorkerPlan, avoid: tuple[str, ...]) -> dict[str, str]:
+        """A label selector for all nodes but those, and those that the plan doesn't know; Ray gives each node a label
+        with its id."""
+        ids = [
+            node.node_id
+            for node in self.nodes()
+            if any(node.named(name) for name in avoid) or (plan.by_node and node.node_id not in plan.by_node)
+        ]
+        return {NODE_LABEL: f"!in({','.join(ids)})"} if ids else {}
+
+    def _actor(self, plan: WorkerPlan, group: Any, elsewhere: dict[str, str]) -> Any:
+        """The actor of one rank, not yet running."""
+        placed: dict[str, Any] = {}
+        if group is not None:
+            placed["scheduling_strategy"] = PlacementGroupSchedulingStrategy(group, plan.rank)
+        elif elsewhere:
+            placed["label_selector"] = elsewhere
+        actor = self._class.options(
+            num_cpus=0,
+            resources={RESOURCES[plan.role]: 1},
+            max_restarts=0,
+            max_task_retries=0,
+            max_concurrency=2,
+            name=f"{plan.name}.{plan.incarnation}" + (f".rank{plan.rank}" if plan.rank else ""),
+            **placed,
+        )
+        return actor.remote(plan, self._build)
+
+    def kill(self, name: WorkerName, incarnation: Incarnation, pid: int, node: str) -> None:
+        for running in list(self._running.values()):
+            if (running.plan.name, running.plan.incarnation) == (name, incarnation):
+                self._kill(running)
+
+    def forget(self, name: WorkerName, before: Incarnation | None = None) -> None:
+        self._agents.forget(name, before)
+
+    def ended(self, timeout_s: float) -> list[Ended]:
+        waiting = [*self._running, *(r.where for r in self._running.values() if r.at is None)]
+        for running in self._running.values():
+            waiting += [run for run in running.followers if not running.why]
+            waiting += [follower.where for follower in running.followers.values() if follower.at is None]
+        if not waiting:
+            return []
+        done, _ = ray.wait(waiting, num_returns=1, timeout=timeout_s, fetch_local=False)
+        if not done:
+            return []
+        out = []
+        done, _ = ray.wait(waiting, num_returns=len(waiting), timeout=0, fetch_local=False)
+        for ref in done:
+            if ref in self._running:
+                running = self._running.pop(ref)
+                _dismiss(running)
+                out.append(Ended(running.plan.name, running.plan.incarnation, _reason(running, ref)))
+            elif not self._lost_rank(ref):
+                self._note_pid(ref)
+        return out
+
+    def _lost_rank(self, ref: Any) -> bool:
+        """Whether a follower's run has ended. Its leader notices by itself, but for one that still waits for it."""
+        for running in self._running.values():
+            if ref in running.followers:
+                rank, name = running.followers[ref].rank, running.plan.name
+                running.why = f"rank {rank} has ended, see {running.plan.logs / name}.rank{rank}.log"
+                self._kill(running)
+                return True
+        return False
+
+    def _note_pid(self, ref: Any) -> None:
+        for running in self._running.values():
+            processes: list[_Running | _Follower] = [running, *running.followers.values()]
+            for process in processes:
+                if process.where == ref:
+                    try:
+                        process.at = at = Where(*ray.get(ref, timeout=GET_TIMEOUT_S))
+                    except ray.exceptions.RayError as error:
+                        # Its `run` ends with the same cause and is what gets reported.
+                        log.info("%s has not told its pid: %s", running.plan.name, error)
+                        process.at = Where()
+                        continue
+                    if process is running:
+                        plan, node = running.plan, NodePlace(at.node_id, at.node)
+                        self._placed.append(Placed(plan.name, plan.incarnation, node))
+
+    def _kill(self, running: _Running) -> None:
+        _end(running)
+        _dismiss(running)
+
+    def close(self) -> None:
+        for running in self._running.values():
+            self._kill(running)
+        self._running.clear()
+
+
+def _end(process: _Running | _Follower) -> None:
+    # Ray asks the process to end, which one that is stopped or stuck can't; so kill it here where we can.
+    if process.at is not None and process.at.node == node_name():
+        kill_process(process.at.pid, process.at.started)
+    ray.kill(process.handle, no_restart=True)
+
+
+def _dismiss(running: _Running) -> None:
+    """End the other ranks, which end by themselves unless they are stuck, and give their places back. Idempotent."""
+    for follower in running.followers.values():
+        _end(follower)
+    if running.group is not None:
+        remove_placement_group(running.group)
+        running.group = None
+
+
+def _reason(running: _Running, ref: Any) -> str:
+    """Why a process ended: its own words, else what Ray knows, else that somebody killed it."""
+    plan = running.plan
+    words = exit_file(plan.logs, plan.name, plan.incarnation)
+    if running.why and not words.exists():
+        return running.why
+    if words.exists():
+        text = words.read_text()
+        words.unlink(missing_ok=True)
+        return text
+    try:
+        ray.get(ref, timeout=GET_TIMEOUT_S)
+    except ray.exceptions.RayTaskError as error:
+        return str(error.cause)
+    except ray.exceptions.ActorUnschedulableError:
+        return f"no node has the resource {RESOURCES[plan.role]}"
+    except ray.exceptions.RayError:
+        node = running.at.node if running.at is not None else ""
+        if node not in ("", node_name()):
+            return f"its process on {node} has ended, see {plan.logs / plan.name}.log there"
+        crash = _crash_line(plan.logs / f"{plan.name}.log")
+        return crash or "killed, signal 9"
+    return "the process has ended"
+
+
+def _crash_line(path: Path) -> str:
+    """What faulthandler wrote at the end of the log, if it did."""
+    try:
+        with path.open("rb") as file:
+            file.seek(max(0, os.fstat(file.fileno()).st_size - 8192))
+            lines = file.read().decode(errors="replace").splitlines()
+    except OSError:
+        return ""
+    crashes = [line for line in lines if line.startswith("Fatal Python error")]
+    return crashes[-1] if crashes else ""

@@ -1,0 +1,1 @@
+"""`twinpool serve`: a cluster on this machine."""

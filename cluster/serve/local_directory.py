@@ -1,0 +1,202 @@
+"""Workers in this very process: ports and a directory without gRPC, for `transfer.plane=local` and for tests.
+
+The same hosts and the same plain workers as in a cluster; only the edge differs. Engine threads and the event loop
+meet at `call_soon_threadsafe`, so a router can't tell this from gRPC, save for the missing serialisation.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from typing import TypeVar
+
+from cluster.controller.worker_states import WorkerState
+from cluster.worker_process.worker_thread import HostClosed, HostEnd, WorkerHost
+from contracts.errors import RequestError
+from contracts.ids import Role, WorkerName
+from contracts.interfaces.worker_interface import SessionId
+from contracts.messages.router_commands import Command
+from contracts.messages.worker_events import Event
+from contracts.messages.worker_status import CheckReport, WorkerRecord, WorkerStatus, WorkerView
+
+T = TypeVar("T")
+OnChange = Callable[[tuple[WorkerView, ...]], None]
+
+
+class LocalSession:
+    """A router's session with a worker in the same process."""
+
+    def __init__(self, host: WorkerHost, session: SessionId) -> None:
+        self._host = host
+        self._session = session
+        self.open = True
+
+    def send(self, commands: Sequence[Command]) -> None:
+        if self.open:
+            self._host.send(self._session, commands)
+
+    def close(self) -> None:
+        if self.open:
+            self.open = False
+            self._host.close_session(self._session)
+
+
+class LocalPort:
+    """`contracts.interfaces.discovery.Port` over a host in the same process."""
+
+    def __init__(self, host: WorkerHost) -> None:
+        self._host = host
+        self._sessions: list[LocalSession] = []
+
+    async def connect(
+        self, on_events: Callable[[Sequence[Event]], None], on_closed: Callable[[str], None]
+    ) -> LocalSession:
+        loop = asyncio.get_running_loop()
+        session: LocalSession | None = None
+
+        def hand_over(events: list[Event]) -> None:
+            if session is not None and session.open:
+                on_events(events)
+
+        def hang_up(reason: str) -> None:
+            if session is not None and session.open:
+                session.open = False
+                on_closed(reason)
+
+        try:
+            number = self._host.open_session(
+                lambda events: _soon(loop, lambda: hand_over(events)),
+                lambda reason: _soon(loop, lambda: hang_up(reason)),
+            )
+        except HostClosed as error:
+            raise ConnectionError(str(error)) from None
+        session = LocalSession(self._host, number)
+        self._sessions.append(session)
+        return session
+
+    async def status(self) -> WorkerStatus:
+        return await _result(self._host.status())
+
+    async def check(self) -> CheckReport:
+        return await _result(self._host.check())
+
+    async def drain(self) -> WorkerStatus:
+        return await _result(self._host.drain())
+
+    async def undrain(self) -> WorkerStatus:
+        return await _result(self._host.undrain())
+
+    async def aclose(self) -> None:
+        for session in self._sessions:
+            session.close()
+        self._sessions.clear()
+
+
+class LocalDirectory:
+    """`discovery.Directory` over hosts in the same process. There are no restarts: what ends stays ended."""
+
+    def __init__(self, workers: Sequence[tuple[WorkerRecord, WorkerHost]], refresh_s: float = 0.2) -> None:
+        self._workers = {record.name: (record, host) for record, host in workers}
+        self._refresh_s = refresh_s
+        self._watchers: list[OnChange] = []
+        self._last: tuple[WorkerView, ...] = ()
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._timer: asyncio.TimerHandle | None = None
+
+    def watch(self, on_change: OnChange) -> Callable[[], None]:
+        """Call `on_change` now and at each change; needs a running event loop."""
+        self._loop = asyncio.get_running_loop()
+        self._watchers.append(on_change)
+        self._last = self.views()
+        on_change(self._last)
+        self._schedule(self._refresh_s)
+
+        def stop() -> None:
+            if on_change in self._watchers:
+                self._watchers.remove(on_change)
+            if not self._watchers:
+                self._unschedule()
+
+        return stop
+
+    def port(self, record: WorkerRecord) -> LocalPort:
+        return LocalPort(self._workers[record.name][1])
+
+    async def change_role(self, name: WorkerName, role: Role) -> None:
+        raise RequestError(f"{name} can't become a {role} worker: in one process no worker is started again")
+
+    async def drain(self, target: str) -> tuple[WorkerName, ...]:
+        """Nothing is ever started again here, so there is nothing to cordon."""
+        self._find(target)
+        return ()
+
+    async def undrain(self, target: str) -> tuple[WorkerName, ...]:
+        if gone := [record.name for record, host in self._find(target) if host.ended is not None]:
+            raise RequestError(f"{' and '.join(gone)} has left: in one process no worker is started again")
+        return ()
+
+    def _find(self, target: str) -> list[tuple[WorkerRecord, WorkerHost]]:
+        """The worker of that name, or those of the node."""
+        found = [pair for pair in self._workers.values() if target in (pair[0].name, pair[0].node)]
+        if not found:
+            nodes = ", ".join(sorted({record.node for record, _ in self._workers.values()}))
+            raise RequestError(f"no worker or node is named {target!r}; nodes: {nodes}")
+        return found
+
+    def views(self) -> tuple[WorkerView, ...]:
+        """The whole table."""
+        return tuple(WorkerView(record, _status(host)) for record, host in self._workers.values())
+
+    def changed(self) -> None:
+        """A worker has ended: tell the watchers at once. Any thread."""
+        if self._loop is not None:
+            _soon(self._loop, lambda: self._schedule(0.0))
+
+    def _refresh(self) -> None:
+        views = self.views()
+        if views != self._last:
+            self._last = views
+            for watcher in list(self._watchers):
+                watcher(views)
+        if self._watchers:
+            self._schedule(self._refresh_s)
+
+    def _schedule(self, delay_s: float) -> None:
+        self._unschedule()
+        assert self._loop is not None, "watched without a loop"
+        self._timer = self._loop.call_later(delay_s, self._refresh)
+
+    def _unschedule(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+
+
+_ENDED = {
+    HostEnd.LEFT: WorkerState.LEFT,
+    HostEnd.STOPPED: WorkerState.LEFT,
+    HostEnd.DIED: WorkerState.DEAD,
+    HostEnd.FENCED: WorkerState.DEAD,
+}
+
+
+def _status(host: WorkerHost) -> WorkerStatus:
+    if host.ended is None:
+        return host.snapshot
+    return dataclasses.replace(host.snapshot, state=_ENDED[host.ended], running=0, waiting=0, outgoing=0)
+
+
+async def _result(future: Future[T]) -> T:
+    """Raises `ConnectionError` when the worker has ended."""
+    try:
+        return await asyncio.wrap_future(future)
+    except HostClosed as error:
+        raise ConnectionError(str(error)) from None
+
+
+def _soon(loop: asyncio.AbstractEventLoop, run: Callable[[], None]) -> None:
+    """Run on the loop; a loop that has closed wants nothing any more."""
+    if not loop.is_closed():
+        loop.call_soon_threadsafe(run)

@@ -1,0 +1,176 @@
+"""Whether what is asked for fits into a node's memory, and how it is divided; where it doesn't fit, what would."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+from cache.arena.arena import most_index_bytes
+from cache.memory.kv_cache_spec import PoolSetSpec
+from cluster.assembly.memory_plan import MemoryPlan, plan_memory, unit_bytes
+from cluster.assembly.node_shares import MemoryShort, NodeFacts, NodeShare
+from contracts.config.cache_config import CacheOverride
+from contracts.config.cluster_config import Config
+from contracts.errors import ConfigError
+from contracts.ids import Role
+
+MEMORY_SHARE = 0.25
+"""Part of a worker's share of the free memory that its pools may take by default."""
+WORKER_BYTES = 300 << 20
+"""What a worker takes besides weights and pools: interpreter, torch, buffers."""
+
+
+@dataclass(frozen=True, slots=True)
+class Demand:
+    """What is to be started, and with how much free memory. Bytes are those of all workers, but for the weights."""
+
+    config: Config
+    pool_set: PoolSetSpec
+    context: int
+    weights: int
+    """Bytes of one worker's weights."""
+    prefill: int
+    decode: int
+    free: int
+
+    def plans(self) -> dict[Role, MemoryPlan] | None:
+        """What workers of each role hold; None where free memory is too little for the smallest pools.
+
+        Raises `ConfigError` for a pool smaller than a page.
+        """
+        share, plans = self.free // max(1, self.prefill + self.decode), {}
+        for role in Role:
+            cache = self.config.cache_for(role)
+            if 0 < cache.device_tokens < cache.page_tokens:
+                raise ConfigError(
+                    f"cache.device_tokens={cache.device_tokens} is less than one page "
+                    f"(cache.page_tokens={cache.page_tokens})"
+                )
+            others = self.weights + self._processes(role) + self._host(role)
+            budget = min(int(share * MEMORY_SHARE), share - others)
+            plan = plan_memory(self.pool_set, self.config, role, self.context, budget)
+            if plan is None:
+                return None
+            plans[role] = plan
+        return plans
+
+    def need(self, plans: dict[Role, MemoryPlan]) -> int:
+        """Bytes that all workers take."""
+        each = {role: plans[role].nbytes + self.weights + self._processes(role) for role in Role}
+        return self.prefill * each[Role.PREFILL] + self.decode * each[Role.DECODE] + self._hosts
+
+    def _processes(self, role: Role) -> int:
+        return self.config.tp_for(role) * WORKER_BYTES
+
+    def host_tiers(self, plans: Mapping[Role, MemoryPlan]) -> tuple[int, dict[Role, int]]:
+        """The budget of all host tiers together, and the host tier of a worker of each role, in bytes.
+
+        The budget is `cluster.host_memory_share` of what is free, or `cluster.host_memory_bytes`, and never what
+        weights and pools need. Each worker gets the same multiple of its device pools, `cluster.host_pools` at most.
+        Where the configuration gives any worker a host tier of its own (`cache.host_bytes`), there is no budget.
+        """
+        own = {role: self.config.cache_for(role).host_bytes for role in Role}
+        cluster = self.config.cluster
+        wished = cluster.host_memory_bytes or int(cluster.host_memory_share * self.free)
+        budget = 0 if any(own.values()) else max(0, min(wished, self.free - self.need(dict(plans))))
+        if not budget:
+            return 0, own
+        counts = {Role.PREFILL: self.prefill, Role.DECODE: self.decode}
+        multiple = cluster.host_pools
+        for _ in range(8):  # The index grows with the pages, nearly in proportion: this ends after two or three.
+            each = {role: int(multiple * plans[role].nbytes) for role in Role}
+            taken = sum(counts[role] * self._with_index(role, each[role]) for role in Role)
+            if taken <= budget:
+                break
+            multiple *= 0.999 * budget / taken
+        least = {role: 2 * self.config.tp_for(role) * self._page_bytes(role) for role in Role}
+        return budget, {role: each[role] if each[role] >= least[role] and taken <= budget else 0 for role in Role}
+
+    def _page_bytes(self, role: Role) -> int:
+        return sum(unit_bytes(self.pool_set, self.config.tp_for(role)).values())
+
+    def _host(self, role: Role) -> int:
+        """Bytes of a worker's host tier as the configuration has it, with the index of its arenas."""
+        return self._with_index(role, self.config.cache_for(role).host_bytes)
+
+    def _with_index(self, role: Role, nbytes: int) -> int:
+        config, size = self.config, self.config.tp_for(role)
+        if not nbytes or config.cache.arena != "auto" or config.transfer.plane == "local":
+            return nbytes
+        ranks = [self.pool_set.shard(rank, size) for rank in range(size)]
+        return nbytes + sum(most_index_bytes(spec, nbytes // size) for spec in ranks)
+
+    @property
+    def _hosts(self) -> int:
+        return self.prefill * self._host(Role.PREFILL) + self.decode * self._host(Role.DECODE)
+
+    def refusal(self, plans: dict[Role, MemoryPlan] | None) -> str:
+        """Why it doesn't fit, and what would: one line."""
+        workers = self.prefill + self.decode
+        if plans is None:
+            said = f"{workers} workers need {_mib(self.weights)} of weights each, and pools of at least a page"
+        else:
+            pools = " and ".join(_mib(plans[role].nbytes) for role in Role)
+            said = f"{workers} workers need about {_mib(self.need(plans))} ({_mib(self.weights)} of weights each"
+            said += f", pools of {pools}, {_mib(self._hosts)} of host tiers)"
+        return f"{said}; {_mib(self.free)} are free: {self._advice()}"
+
+    def _advice(self) -> str:
+        """The largest pools that fit: of these workers, of fewer, without host tiers."""
+        fewer = replace(self, prefill=1, decode=1)
+        ways = {"": self, "--prefill 1 --decode 1 and ": fewer}
+        if self._hosts:
+            ways |= {
+                "without cache.host_bytes, ": self._without_hosts(),
+                "without cache.host_bytes, --prefill 1 --decode 1 and ": fewer._without_hosts(),
+            }
+        for how, demand in ways.items():
+            plans = demand._left_open().plans()
+            if plans is not None:
+                return f"{how}cache.device_tokens={min(plan.positions for plan in plans.values())} fits"
+        return "this model needs more memory than that, or a smaller engine.dtype"
+
+    def _left_open(self) -> Demand:
+        """The same with the sizes of pools left to the plan."""
+        return self._with_cache(device_tokens=0, device_requests=0)
+
+    def _without_hosts(self) -> Demand:
+        return self._with_cache(host_bytes=0)
+
+    def _with_cache(self, **sizes: Any) -> Demand:
+        """Other sizes for both roles."""
+
+        def unset(override: CacheOverride) -> CacheOverride:
+            return replace(override, **dict.fromkeys(sizes))
+
+        config = self.config
+        changed = replace(
+            config,
+            cache=replace(config.cache, **sizes),
+            prefill=replace(config.prefill, cache=unset(config.prefill.cache)),
+            decode=replace(config.decode, cache=unset(config.decode.cache)),
+        )
+        return replace(self, config=changed)
+
+
+def divide(
+    facts: NodeFacts, config: Config, pool_set: PoolSetSpec, context: int, weights: int, wanted: Mapping[Role, int]
+) -> NodeShare:
+    """Divide a node's cores and memory among the workers that it may get of those `wanted`.
+
+    Raises `MemoryShort` with the numbers that would fit, and `ConfigError` for a pool smaller than a page.
+    """
+    workers = {role: min(wanted[role], facts.places.get(role, 0) // config.tp_for(role)) for role in Role}
+    processes = sum(workers[role] * config.tp_for(role) for role in Role)
+    demand = Demand(config, pool_set, context, weights, workers[Role.PREFILL], workers[Role.DECODE], facts.free)
+    plans = demand.plans()
+    if plans is None or demand.need(plans) > facts.free:
+        raise MemoryShort(demand.refusal(plans))
+    budget, host_bytes = demand.host_tiers(plans)
+    threads = config.engine.threads or max(1, facts.cores // max(1, processes))
+    return NodeShare(facts, workers, threads, weights, plans, budget, host_bytes)
+
+
+def _mib(size: int) -> str:
+    return f"{size / (1 << 20):,.0f} MiB"

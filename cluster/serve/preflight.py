@@ -1,0 +1,222 @@
+"""Everything that can be refused before anything is started: flags, configuration, checkpoint, port, memory.
+
+Ray is never imported here, and torch only once the rest has passed, so a mistake costs its author a second and one
+line.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import socket
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import yaml
+
+from cluster.assembly.node_shares import NodeFacts, NodeShare, measured
+from contracts import cpu_levels as processor
+from contracts.checkpoint.model_spec import ModelSpec, read_model_spec, served_as
+from contracts.config.cluster_config import Config
+from contracts.config.load_config import load_config
+from contracts.errors import ConfigError
+from contracts.ids import Role, WorkerName
+
+if TYPE_CHECKING:
+    from cache.memory.kv_cache_spec import PoolSetSpec
+
+
+DEMO = Path(__file__).parents[1] / "demo"
+
+
+@dataclass(frozen=True, slots=True)
+class ServeOptions:
+    """The flags of `twinpool serve`, as given."""
+
+    model: str = "demo"
+    prefill: int = 1
+    decode: int = 1
+    host: str = "127.0.0.1"
+    port: int = 8000
+    config: Path | None = None
+    assignments: tuple[str, ...] = ()
+    ray_address: str | None = None
+    dashboard: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Prepared:
+    """What will be started: checked, with every default worked out."""
+
+    options: ServeOptions
+    config: Config
+    spec: ModelSpec
+    pool_set: PoolSetSpec
+    port: int
+    shares: Mapping[str, NodeShare]
+    """How each node is divided, by its Ray node id; one with an empty id where `serve` brings its own Ray. Of a Ray
+    that is joined the nodes are known later."""
+    weights: int = 0
+    """Bytes of a worker's weights."""
+
+    @property
+    def here(self) -> NodeShare:
+        """The share of this machine, where all workers run on it."""
+        return self.shares[""]
+
+    def share_of(self, node_id: str) -> NodeShare:
+        """The share of the node with this Ray id."""
+        return self.shares.get(node_id) or self.here
+
+    @property
+    def wanted(self) -> dict[Role, int]:
+        """Workers of each role."""
+        return {Role.PREFILL: self.options.prefill, Role.DECODE: self.options.decode}
+
+    def divide(self, facts: NodeFacts) -> NodeShare:
+        """What workers get on a node. Raises `MemoryShort`."""
+        from cluster.serve.memory_fit import divide
+
+        return divide(facts, self.config, self.pool_set, self.spec.context, self.weights, self.wanted)
+
+    @property
+    def workers(self) -> list[tuple[WorkerName, Role]]:
+        counts = ((Role.PREFILL, self.options.prefill), (Role.DECODE, self.options.decode))
+        return [(WorkerName(f"{role}-{i}"), role) for role, count in counts for i in range(count)]
+
+
+def prepare(options: ServeOptions, free_bytes: int | None = None) -> Prepared:
+    """Check the options and work out what to start.
+
+    `free_bytes` is the memory to plan with; None asks the machine. Raises `ConfigError`, `CheckpointError` or
+    `MemoryShort`, each in one line that says what to change.
+    """
+    _check_flags(options)
+    try:
+        config = load_config(options.config, options.assignments)
+    except yaml.YAMLError as error:
+        raise ConfigError(f"--set takes section.key=value with a YAML value: {' '.join(str(error).split())}") from None
+    _check_config(config, options)
+    if config.transfer.plane == "local":
+        # Everything is in this process, and the next lines compute.
+        processor.pin(config.engine.numerics_class)
+    spec = served_as(read_model_spec(model_folder(options.model)), config.router.served_model_name)
+    pool_set = pool_set_of(spec, config)
+    check_ranks(config, spec)
+    weights = weight_bytes(spec, config)
+    prepared = Prepared(options, config, spec, pool_set, free_port(options.host, options.port), {}, weights)
+    if options.ray_address is None:
+        places = {role: count * config.tp_for(role) for role, count in prepared.wanted.items()}
+        facts = measured(places)
+        if free_bytes is not None:
+            facts = dataclasses.replace(facts, free=free_bytes)
+        prepared = dataclasses.replace(prepared, shares={"": prepared.divide(facts)})
+        _check_tiers(config, prepared.here)
+    return prepared
+
+
+def _check_tiers(config: Config, share: NodeShare) -> None:
+    """Raises `ConfigError` where storage is asked for and no worker has the host memory that it goes through."""
+    if config.cache.storage.backend != "none" and not any(share.host_bytes.values()):
+        raise ConfigError(
+            f"cache.storage.backend={config.cache.storage.backend} needs host memory to read into and write from, and "
+            "the budget leaves none: set cache.host_bytes, or cluster.host_memory_bytes"
+        )
+
+
+def model_folder(model: str) -> Path:
+    """The checkpoint's folder; ``demo`` is the one that comes with Twinpool, unless there is a folder of that name."""
+    if model == "demo" and not Path("demo/config.json").exists():
+        return DEMO
+    return Path(model).expanduser().absolute()
+
+
+def pool_set_of(spec: ModelSpec, config: Config) -> PoolSetSpec:
+    """The state that a checkpoint's model keeps. Raises `CheckpointError` for one that it can't be."""
+    from cluster.assembly.memory_plan import state_options
+    from engine.models.registry import model_for
+
+    return model_for(spec).pool_set(state_options(spec, config, Role.PREFILL))
+
+
+def check_ranks(config: Config, spec: ModelSpec) -> None:
+    """Whether the model can be divided as the configuration says. Raises `ConfigError` naming what would work."""
+    for role in Role:
+        size = config.tp_for(role)
+        if size == 1:
+            continue
+        if config.transfer.plane == "local":
+            raise ConfigError(f"{role}.tp={size} needs a process for each rank: use transfer.plane=shm or zmq")
+        reason = _divides(config, spec, size)
+        if reason:
+            good = [str(n) for n in range(1, 17) if not _divides(config, spec, n)]
+            raise ConfigError(f"{role}.tp={size}: {reason}; {role}.tp can be {', '.join(good)}")
+
+
+def _divides(config: Config, spec: ModelSpec, size: int) -> str:
+    """Why the model can't be divided among so many ranks; empty where it can."""
+    from cluster.assembly.memory_plan import state_options
+    from engine.models.registry import model_for
+    from engine.tensors.shard import Shard
+    from engine.tensors.weight_loader import Weights, dtype_for
+
+    model = model_for(spec)
+    dtype, options = dtype_for(spec, config.engine), state_options(spec, config, Role.PREFILL)
+    try:
+        for rank in (0, size - 1):
+            shard = Shard(rank, size)
+            mine = model.pool_set(dataclasses.replace(options, shard=shard))
+            if mine != mine.whole.shard(rank, size):
+                return "its state is not divided like its heads"
+            model.build(Weights.dry(spec, dtype, shard))
+    except ConfigError as error:
+        return str(error)
+    return ""
+
+
+def weight_bytes(spec: ModelSpec, config: Config) -> int:
+    """Bytes of a checkpoint's weights in the dtype to compute in, whatever they have on disk."""
+    from engine.tensors.weight_loader import dtype_for
+
+    stored = sum(path.stat().st_size for path in spec.folder.glob("*.safetensors"))
+    return stored * dtype_for(spec, config.engine).itemsize // (4 if spec.dtype == "float32" else 2)
+
+
+def free_port(host: str, port: int) -> int:
+    """`port`, or a free one for 0. Raises `ConfigError` when it is taken or the host is not ours."""
+    try:
+        family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+        with socket.socket(family, socket.SOCK_STREAM) as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            probe.bind(address)
+            return int(probe.getsockname()[1])
+    except socket.gaierror as error:
+        raise ConfigError(f"--host {host} can't be resolved: {error.strerror}") from None
+    except OSError as error:
+        if port:
+            raise ConfigError(
+                f"can't listen on {host}:{port} ({error.strerror}); choose another --port, or 0 for any"
+            ) from None
+        raise ConfigError(f"can't listen on --host {host} ({error.strerror})") from None
+
+
+def _check_flags(options: ServeOptions) -> None:
+    for flag, count in (("--prefill", options.prefill), ("--decode", options.decode)):
+        if count < 1:
+            raise ConfigError(f"{flag} must be at least 1, got {count}: each role needs a worker")
+    if not 0 <= options.port <= 65535:
+        raise ConfigError(f"--port must be between 0 and 65535, got {options.port}")
+
+
+def _check_config(config: Config, options: ServeOptions) -> None:
+    if config.transfer.plane == "local" and options.ray_address is not None:
+        raise ConfigError("transfer.plane=local runs everything in one process: leave out --ray-address or the plane")
+    if config.engine.device == "cuda":
+        raise ConfigError("engine.device=cuda: data planes register host memory only as yet; use engine.device=cpu")
+    pages = {role: config.cache_for(role).page_tokens for role in Role}
+    if len(set(pages.values())) > 1:
+        raise ConfigError(
+            f"prefill.cache.page_tokens is {pages[Role.PREFILL]} and decode.cache.page_tokens is "
+            f"{pages[Role.DECODE]}: pages are handed over as they are, so both must be equal"
+        )

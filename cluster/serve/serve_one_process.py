@@ -1,0 +1,134 @@
+"""`twinpool serve --set transfer.plane=local`: router and workers in this one process, without Ray.
+
+The same router, hosts and workers as in a cluster, joined by a directory in memory. Each worker has its engine thread,
+the router has the main thread and its event loop. There is nobody to restart a worker here: one that dies stays dead,
+the operator reads why, and /health fails.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import signal
+import socket
+from collections.abc import Callable
+from contextlib import ExitStack
+from typing import TextIO
+
+from cluster.assembly.build_worker import build_worker
+from cluster.processes.run_folder import RunFolder
+from cluster.serve.local_directory import LocalDirectory
+from cluster.serve.preflight import Prepared
+from cluster.serve.shutdown_signal import Stopping
+from cluster.serve.terminal import Terminal, curl_line, url_of
+from cluster.worker_process.worker_plan import node_name
+from cluster.worker_process.worker_thread import HostEnd, WorkerHost
+from contracts.clock import SystemClock
+from contracts.errors import TwinpoolError
+from contracts.ids import Incarnation, Role, WorkerName
+from contracts.messages.worker_status import WorkerRecord
+from router.api.app import create_app
+from router.main import RouterServer, listen
+from router.service.router_service import RouterService
+
+log = logging.getLogger("twinpool.serve")
+
+HOST = "127.0.0.1"
+FLUSH_S = 1.5
+HEALTHY_S = 15.0
+POLL_S = 0.02
+
+
+class _Server(RouterServer):
+    """Tells when the router has reached the workers."""
+
+    def __init__(self, service: RouterService, on_ready: Callable[[], None]) -> None:
+        super().__init__(create_app(service), service)
+        self._brain = service.brain
+        self._on_ready = on_ready
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        await super().startup(sockets)
+        if self.started:
+            async with asyncio.timeout(HEALTHY_S):
+                while not all(self._brain.serving(role) for role in Role):
+                    await asyncio.sleep(POLL_S)
+            self._on_ready()
+
+
+class LocalServe:
+    """One run in one process."""
+
+    def __init__(self, prepared: Prepared, folder: RunFolder, out: TextIO, began: float | None = None) -> None:
+        self._prepared = prepared
+        self._folder = folder
+        self._clock = SystemClock()
+        self._terminal = Terminal(self._clock, out, began)
+        self._stopping = Stopping()
+        self._directory: LocalDirectory | None = None
+
+    def run(self) -> int:
+        """Serve until asked to stop; returns the exit code. Raises `TwinpoolError` when the start fails."""
+        self._stopping.install()
+        prepared, options = self._prepared, self._prepared.options
+        spec = prepared.spec
+        with ExitStack() as stack:
+            self._terminal.step(
+                "checkpoint",
+                f"{spec.name}: {spec.architecture}, {spec.layers} layers, {spec.dtype}, context {spec.context}",
+            )
+            self._terminal.step("logs", str(self._folder.logs))
+            self._terminal.nodes(prepared)
+            bound = stack.enter_context(listen(options.host, prepared.port))
+            workers = [self._start_worker(stack, name, role) for name, role in prepared.workers]
+            directory = self._directory = LocalDirectory(workers)
+            server = _Server(RouterService(spec, prepared.config, directory), lambda: self._ready(directory))
+            # The server handles the other two signals while it runs.
+            signal.signal(signal.SIGHUP, lambda number, frame: signal.raise_signal(signal.SIGTERM))
+            try:
+                server.run([bound])
+            except TimeoutError:
+                raise TwinpoolError(f"the router did not reach the workers; see {self._folder.logs}") from None
+            finally:
+                self._stopping.promise()
+            self._terminal.line("stopping")
+        return 0
+
+    def _start_worker(self, stack: ExitStack, name: WorkerName, role: Role) -> tuple[WorkerRecord, WorkerHost]:
+        prepared = self._prepared
+        sizes = prepared.here.sizes(role)
+        config = sizes.applied_to(prepared.config, role)
+        incarnation = Incarnation(1)
+        worker = build_worker(role, name, incarnation, prepared.spec, config, host=HOST, counts=sizes.counts)
+        try:
+            host = WorkerHost(worker, on_end=lambda end, reason: self._on_end(name, end, reason))
+        except BaseException:
+            worker.close()
+            raise
+        record = WorkerRecord(
+            name, role, incarnation, os.getpid(), node_name(), "", host.control, host.fits,
+            fingerprint=worker.fingerprint,
+        )  # fmt: skip
+        host.start()
+        stack.callback(host.stop, FLUSH_S)
+        self._terminal.step("worker", str(name))
+        return record, host
+
+    def _ready(self, directory: LocalDirectory) -> None:
+        prepared, options = self._prepared, self._prepared.options
+        url = url_of(options.host, prepared.port)
+        self._folder.publish(url, options.model)
+        self._stopping.ready()
+        self._terminal.table(prepared, directory.views())
+        self._terminal.line(f"Twinpool is ready: {url}")
+        self._terminal.line(curl_line(url, prepared.spec.name))
+
+    def _on_end(self, name: WorkerName, end: HostEnd, reason: str) -> None:
+        """A worker has ended; runs on its engine thread."""
+        if end is HostEnd.LEFT:
+            self._terminal.line(f"{name} has left")
+        elif end is not HostEnd.STOPPED:
+            self._terminal.line(f"{name} died ({reason}); in one process it is not restarted")
+        if self._directory is not None:
+            self._directory.changed()

@@ -1,0 +1,209 @@
+"""What `twinpool serve` shows: steps with seconds, a table, one line when it is ready, then its workers' fates.
+
+The terminal belongs to these lines. Everything else that this process or its libraries print goes to a log.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shlex
+import sys
+import threading
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TextIO
+
+from cluster.assembly.node_shares import NodeShare
+from cluster.serve.preflight import Prepared
+from contracts.clock import Clock
+from contracts.ids import Role
+from contracts.messages.worker_status import WorkerRecord, WorkerView
+
+FILE_COLUMNS = 160
+
+
+class Terminal:
+    """Writes to the operator's screen; any thread."""
+
+    def __init__(self, clock: Clock, out: TextIO, began: float | None = None) -> None:
+        """`began` is when the start began, if earlier than now."""
+        self._clock = clock
+        self._start = clock.now() if began is None else began
+        self._out = out
+        self._lock = threading.Lock()
+
+    def line(self, text: str = "") -> None:
+        with self._lock:
+            self._out.write(text + "\n")
+            self._out.flush()
+
+    def step(self, what: str, text: str) -> None:
+        """A step of the start that is done, with the seconds since the start."""
+        self.line(f"  {self._clock.now() - self._start:6.1f} s  {what:<11} {text}")
+
+    def nodes(self, prepared: Prepared) -> None:
+        """How each node is divided, and what each role's workers hold there of each kind of state."""
+        self._print(node_table(prepared))
+        seen = []
+        for share in prepared.shares.values():
+            sizes = [share.sizes(role) for role, count in share.workers.items() if count]
+            if sizes not in seen:  # Equal nodes are shown once.
+                seen.append(sizes)
+                self._print(pool_table(prepared, share))
+
+    def table(self, prepared: Prepared, views: Sequence[WorkerView]) -> None:
+        """Workers, pages and memory, and who computes with which kernels, and why."""
+        self._print(worker_table(prepared, views))
+        for text in kernel_lines(prepared, views):
+            self.line(f"  {text}")
+
+    def _print(self, table: object) -> None:
+        from rich.console import Console
+
+        with self._lock:
+            # In a file nothing has to fit a screen, and nothing may be cut.
+            width = None if self._out.isatty() else FILE_COLUMNS
+            Console(file=self._out, highlight=False, width=width).print(table)
+            self._out.flush()
+
+
+def worker_table(prepared: Prepared, views: Sequence[WorkerView]) -> object:
+    """A rich table: one row a worker."""
+    from rich import box
+    from rich.table import Table
+
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=True)
+    for title in ("worker", "node", "pid", "threads", "kernels", "pages", "positions", "pools", "weights"):
+        table.add_column(title, justify="left" if title in ("worker", "node", "kernels") else "right", no_wrap=True)
+    for view in views:
+        page_tokens = prepared.config.cache_for(Role(view.record.role)).page_tokens
+        positions = view.status.pages_total * page_tokens
+        share, role = prepared.share_of(view.record.node_id), Role(view.record.role)
+        table.add_row(
+            view.record.name,
+            view.record.node,
+            str(view.record.pid),
+            str(share.threads),
+            kernels_of(view.record),
+            f"{view.status.pages_total:,}",
+            f"{positions:,}",
+            mib(share.plans[role].nbytes),
+            mib(prepared.weights),
+        )
+    return table
+
+
+def node_table(prepared: Prepared) -> object:
+    """A rich table: one row a node: threads of a worker, the budget of the host tiers, and how it was divided."""
+    from rich import box
+    from rich.table import Table
+
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, collapse_padding=True)
+    for title in ("node", "cores", "free", "threads", "host budget", "prefill", "decode"):
+        table.add_column(title, justify="left" if title == "node" else "right", no_wrap=True)
+    for share in prepared.shares.values():
+        given = any(share.host_bytes.values())
+        budget = mib(share.host_budget) if share.host_budget else "set for each" if given else "none"
+        each = [f"{n} x {mib(share.host_bytes[role])}" if n else "-" for role, n in share.workers.items()]
+        facts = share.facts
+        table.add_row(facts.host, str(facts.cores), mib(facts.free), str(share.threads), budget, *each)
+    return table
+
+
+def kernels_of(record: WorkerRecord) -> str:
+    """Whose kernels a worker computes with, by its own word: ``C++``, ``torch`` or ``triton``; ``-`` where it gave
+    none."""
+    numerics = record.fingerprint.numerics if record.fingerprint is not None else ""
+    parts = numerics.partition(":")[2].split("/")
+    if parts[0] in {"cuda", "interpreted"}:
+        return "triton"
+    computing = parts[2] if parts[0] == "cpu" and len(parts) > 2 else ""
+    return "C++" if computing.startswith("native-") else computing or "-"
+
+
+def kernel_lines(prepared: Prepared, views: Sequence[WorkerView]) -> list[str]:
+    """One line a numerics class: who is of it, what it is, and why where kernels are missing."""
+    classes: dict[str, list[WorkerRecord]] = {}
+    for view in views:
+        if view.record.fingerprint is not None:
+            classes.setdefault(view.record.fingerprint.numerics, []).append(view.record)
+    lines = []
+    for numerics, records in classes.items():
+        names = "all" if len(records) == len(views) else ", ".join(record.name for record in records)
+        lines.append(f"numerics of {names}: {numerics}")
+        if kernels_of(records[0]) == "torch":
+            lines.append(f"  {why_torch(prepared, records[0])}")
+    return lines
+
+
+def why_torch(prepared: Prepared, record: WorkerRecord) -> str:
+    """Why a worker computes with torch alone, and what to do."""
+    config = prepared.config.engine
+    if config.attention == "torch":
+        return (
+            "torch alone computes, as engine.attention=torch asks for; auto takes the C++ kernels, several times faster"
+        )
+    reason = f"see {record.name}'s log on {record.node}"
+    if prepared.options.ray_address is None:
+        from engine.native.compile_kernels import NativeUnavailable
+        from engine.native.current_kernels import available
+        from engine.runner.kernel_choice import native_level
+
+        try:
+            available(native_level(config))
+        except NativeUnavailable as error:
+            reason = str(error)
+    return f"torch alone computes, several times slower than the C++ kernels would: {reason}"
+
+
+def pool_table(prepared: Prepared, share: NodeShare) -> object:
+    """A rich table: one row a pool of each role that has workers on the node."""
+    from rich import box
+    from rich.table import Table
+
+    from cache.pool.pool_set import host_counts
+
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, collapse_padding=True)
+    tiers = any(share.host_bytes.values())
+    for title in ("role", "pool", "holds", "memory", *(["host"] if tiers else []), "for"):
+        table.add_column(title, justify="right" if title in ("holds", "memory", "host") else "left", no_wrap=True)
+    for role, plan in share.plans.items():
+        if not share.workers[role]:
+            continue
+        nbytes = share.host_bytes[role]
+        host = host_counts(prepared.pool_set, nbytes, plan.counts) if nbytes else {}
+        for pool in plan.pools:
+            cells = [role, pool.pool, f"{pool.count:,} {pool.unit}", mib(pool.nbytes)]
+            if tiers:
+                cells.append(f"{host[pool.pool] - 1:,}" if host else "-")
+            table.add_row(*cells, pool.purpose)
+    return table
+
+
+def mib(size: int) -> str:
+    return f"{size / (1 << 20):,.1f} MiB"
+
+
+def url_of(host: str, port: int) -> str:
+    """Where clients on this machine reach the router."""
+    shown = {"0.0.0.0": "127.0.0.1", "::": "[::1]"}.get(host, f"[{host}]" if ":" in host else host)
+    return f"http://{shown}:{port}"
+
+
+def curl_line(url: str, model: str) -> str:
+    """A command that can be pasted into a shell."""
+    body = json.dumps({"model": model, "prompt": "It was a fine morning, and", "max_tokens": 32})
+    return f"curl {url}/v1/completions -H 'Content-Type: application/json' -d {shlex.quote(body)}"
+
+
+def take_over_output(log: Path) -> TextIO:
+    """Send standard output and error, those of libraries and children included, to `log`; returns the real terminal."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    terminal = os.fdopen(os.dup(1), "w", encoding="utf-8", errors="replace")
+    fd = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+    os.dup2(fd, 1)
+    os.dup2(fd, 2)
+    os.close(fd)
+    return terminal

@@ -1,0 +1,134 @@
+"""A follower's process: rank 1 and up of a worker. It has no brain, carries out its leader's orders, and dies with it.
+
+Nothing goes on here by itself but storing what has come over TCP for rooms that the leader has permitted. An order that
+can't be carried out ends the process: the leader sees that, and ends the worker.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from typing import Any
+
+from cluster.assembly.build_rank import RankParts, build_rank
+from cluster.assembly.host_tier_memory import rebind
+from cluster.processes.log_files import log_to_file
+from cluster.processes.process_ids import die_with_parent
+from cluster.ranks.rendezvous import Follower, follow
+from cluster.worker_process.worker_plan import WorkerPlan, arenas_of
+from contracts import cpu_levels as processor
+from contracts.authentication import SECRET_VARIABLE
+from contracts.checkpoint.model_spec import read_model_spec
+from contracts.messages.rank_orders import (
+    Bond,
+    Check,
+    Compute,
+    Connect,
+    Copy,
+    Describe,
+    Digest,
+    Disconnect,
+    End,
+    Exists,
+    Fetch,
+    Order,
+    Permit,
+    Post,
+    Put,
+    Ready,
+    Revoke,
+    Zero,
+)
+
+log = logging.getLogger("twinpool.follower")
+
+_LOOK_S = 0.1
+"""Between two looks around when nothing comes, which is when connections that were cut are found; a leader's death is
+heard at once."""
+
+
+class FollowerLoop:
+    """Carries out orders until the leader says that it is over, or is dead."""
+
+    def __init__(self, follower: Follower, parts: RankParts) -> None:
+        self._line, self._leader, self._parts = follower.line, follower.leader, parts
+        for waitable in (self._line.socket, self._leader.fd):
+            parts.waiter.add(waitable)
+
+    def run(self) -> str:
+        """Returns why it is over."""
+        while True:
+            self._parts.waiter.wait(_LOOK_S)
+            # Orders first: what arrives is stored only for rooms that they permit.
+            while (item := self._line.next(0.0)) is not None:
+                sequence, order = item
+                if isinstance(order, End):
+                    return order.reason
+                if isinstance(order, Exists | Fetch | Put):
+                    assert self._parts.storage is not None, "a leader without storage asks nothing of it"
+                    self._parts.storage.obey(sequence, order)
+                    continue
+                answer = self._obey(order)
+                if sequence:
+                    self._line.answer(sequence, answer)
+            for sequence, answer in self._parts.storage.answers() if self._parts.storage is not None else ():
+                self._line.answer(sequence, answer)
+            for tidings in self._parts.links.poll():
+                self._line.tell(tidings)
+            if self._leader.dead:
+                return f"the leader (pid {self._leader.pid}) died"
+
+    def _obey(self, order: Order) -> Any:
+        match order:
+            case Compute():
+                return self._parts.engine.follow(order)
+            case Zero() | Copy() | Digest() | Check():
+                return self._parts.state.obey(order)
+            case Describe() | Connect() | Disconnect() | Post() | Permit() | Revoke():
+                return self._parts.links.obey(order)
+            case Bond():
+                return rebind(self._parts.arena, order)
+            case Ready():
+                return True
+            case _:
+                raise AssertionError(f"{type(order).__name__} comes once, or not here")
+
+
+def serve_rank(plan: WorkerPlan) -> str:
+    """Be rank `plan.rank` until the worker ends; returns why it did. Raises what `build_rank` does, and `PeerDead`."""
+    if plan.secret:
+        os.environ[SECRET_VARIABLE] = plan.secret
+    config = plan.config
+    processor.pin(config.engine.numerics_class)  # before the ranks meet, which computes
+    size = config.tp_for(plan.role)
+    cluster = config.cluster
+    follower = follow(
+        plan.meeting, plan.rank, size, deadline_s=cluster.rank_timeout_s, start_s=cluster.start_timeout_s
+    )  # fmt: skip
+    try:
+        spec = read_model_spec(plan.model)
+        parts = build_rank(
+            plan.role, spec, config, host=plan.host, counts=plan.counts, ranks=follower.ranks, arenas=arenas_of(plan)
+        )  # fmt: skip
+        try:
+            return FollowerLoop(follower, parts).run()
+        finally:
+            parts.close()
+    finally:
+        follower.close()
+
+
+def run_follower(plan: WorkerPlan) -> None:
+    """Be the rank's process: log to its file, die with the parent, exit when it is over (never returns)."""
+    die_with_parent()
+    log_to_file(plan.logs / f"{plan.name}.rank{plan.rank}.log", f"{plan.name}.rank{plan.rank}")
+    code = 1
+    try:
+        log.info("ended", extra={"reason": serve_rank(plan)})
+        code = 0
+    except Exception:
+        log.exception("a rank has ended")
+    finally:
+        logging.shutdown()
+        # As in a leader's process: threads of torch may still run, and nothing after this may send or hang.
+        os._exit(code)

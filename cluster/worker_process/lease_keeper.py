@@ -1,0 +1,175 @@
+"""A worker's side of its lease: renew in time, or stop in time.
+
+The lease is counted from the moment a renewal was *sent*, less a margin, so it ends here before it ends at the
+controller. The keeper runs on the service's loop, apart from the engine thread: a long step delays no heartbeat, and
+a controller that doesn't answer delays no step. The host asks `Lease.held` before each step and each delivery.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable
+from typing import Any
+
+import grpc.aio
+
+from contracts.authentication import access_metadata
+from contracts.clock import Clock
+from contracts.errors import TwinpoolError
+from contracts.messages.worker_status import WorkerRecord, WorkerStatus
+from contracts.proto import worker_pb2 as pb
+from contracts.proto import worker_pb2_grpc as pb_grpc
+from contracts.wire.grpc_channels import CONTROL_BYTES, channel_options
+from contracts.wire.worker_protobuf import record_to_proto, status_to_proto
+
+log = logging.getLogger("twinpool.lease")
+
+MARGIN_S = 1.0
+MARGIN_SHARE = 0.2
+RENEWAL_TIMEOUT_S = 1.0
+"""How long a renewal may take, at least, before it is sent again on another connection."""
+
+
+class LeaseRefused(TwinpoolError):
+    """Raised when the controller doesn't want this incarnation, or can't be reached at the start."""
+
+
+class Lease:
+    """Whether this worker may still send. Written by the keeper's loop, read by the engine thread."""
+
+    def __init__(self, clock: Clock) -> None:
+        self._clock = clock
+        self._until: float | None = None
+        self._fenced = False
+
+    def granted(self, sent_at: float, lease_s: float) -> None:
+        """A renewal sent at `sent_at` was granted for `lease_s`."""
+        until = sent_at + lease_s - min(MARGIN_S, MARGIN_SHARE * lease_s)
+        self._until = until if self._until is None else max(self._until, until)
+
+    def fence(self) -> None:
+        """The controller has ended the lease; there is no way back."""
+        self._fenced = True
+
+    @property
+    def held(self) -> bool:
+        """True while this worker may send: granted, not fenced, not run out."""
+        return not self._fenced and self._until is not None and self._clock.now() < self._until
+
+
+class LeaseKeeper:
+    """Registers one incarnation and renews its lease until it is lost or given back."""
+
+    def __init__(
+        self,
+        record: WorkerRecord,
+        controller: str,
+        clock: Clock,
+        heartbeat_s: float,
+        status: Callable[[], WorkerStatus],
+        on_lost: Callable[[str], None],
+        secret: str = "",
+        on_drain: Callable[[], object] = lambda: None,
+        undrains: Callable[[], int] = lambda: 0,
+    ) -> None:
+        """`status` is asked at each heartbeat; `on_lost` is called once, on the loop, when the lease has ended;
+        `on_drain` whenever the controller wants the worker to leave. `undrains`: how often the worker was told to stay.
+        The controller hears of that first, so an order to leave that was under way meanwhile is over."""
+        self._on_drain, self._undrains = on_drain, undrains
+        self._metadata = access_metadata(secret)
+        self.lease = Lease(clock)
+        self._record = record
+        self._controller = controller
+        self._clock = clock
+        self._heartbeat_s = heartbeat_s
+        self._status = status
+        self._on_lost = on_lost
+        self.failures = 0
+        """Renewals that were not answered."""
+        self._channel: grpc.aio.Channel | None = None
+        self._renewing: asyncio.Task[None] | None = None
+
+    async def start(self, timeout_s: float) -> None:
+        """Register, then renew in the background. Raises `LeaseRefused`."""
+        stub = controller_stub(self._open())
+        sent_at = self._clock.now()
+        try:
+            grant = await stub.Register(
+                record_to_proto(self._record), timeout=timeout_s, wait_for_ready=True, metadata=self._metadata
+            )
+        except grpc.aio.AioRpcError as error:
+            await self.close()
+            raise LeaseRefused(f"the controller at {self._controller} can't be reached: {error.details()}") from None
+        if grant.fenced:
+            await self.close()
+            raise LeaseRefused(f"{self._record.name}: incarnation {self._record.incarnation} is no longer wanted")
+        self.lease.granted(sent_at, grant.lease_s)
+        self._renewing = asyncio.create_task(self._renew(stub))
+
+    def _open(self) -> grpc.aio.Channel:
+        self._channel = grpc.aio.insecure_channel(
+            self._controller, options=channel_options(CONTROL_BYTES, CONTROL_BYTES)
+        )
+        return self._channel
+
+    async def _renew(self, stub: Any) -> None:
+        """Ask again and again. What was not answered is asked on a new connection: the old one may be a dead end that
+        nobody has noticed, and its back-off would last longer than the lease."""
+        while True:
+            sent_at, undrains = self._clock.now(), self._undrains()
+            try:
+                grant = await stub.Renew(
+                    self._renewal(),
+                    timeout=max(RENEWAL_TIMEOUT_S, 2 * self._heartbeat_s),
+                    wait_for_ready=True,
+                    metadata=self._metadata,
+                )
+            except grpc.aio.AioRpcError as error:
+                if not self.lease.held:
+                    return self._on_lost(f"the controller could not be reached in time: {error.details()}")
+                self.failures += 1
+                await self._close_channel()
+                stub = controller_stub(self._open())
+            else:
+                if grant.fenced:
+                    self.lease.fence()
+                    return self._on_lost("the controller has ended the lease")
+                self.lease.granted(sent_at, grant.lease_s)
+                if grant.drain and self._undrains() == undrains:
+                    self._on_drain()
+            await asyncio.sleep(self._heartbeat_s)
+
+    async def leave(self, timeout_s: float = 2.0) -> None:
+        """Give the lease back: this worker has left and is not to be started again."""
+        self._stop_renewing()
+        stub = controller_stub(self._channel or self._open())
+        try:
+            await stub.Leave(self._renewal(), timeout=timeout_s, wait_for_ready=True, metadata=self._metadata)
+        except grpc.aio.AioRpcError as error:
+            log.warning("the controller did not hear that this worker has left: %s", error.details())
+        await self.close()
+
+    async def close(self) -> None:
+        """End the renewals. Idempotent."""
+        self._stop_renewing()
+        await self._close_channel()
+
+    async def _close_channel(self) -> None:
+        channel, self._channel = self._channel, None
+        if channel is not None:
+            await channel.close(None)
+
+    def _stop_renewing(self) -> None:
+        if self._renewing is not None:
+            self._renewing.cancel()
+
+    def _renewal(self) -> pb.Renewal:
+        return pb.Renewal(
+            name=self._record.name, incarnation=self._record.incarnation, status=status_to_proto(self._status())
+        )
+
+
+def controller_stub(channel: grpc.aio.Channel) -> Any:
+    """The controller's client; generated code carries no types."""
+    return pb_grpc.ControllerStub(channel)  # type: ignore[no-untyped-call]

@@ -1,0 +1,164 @@
+"""The life of a worker's process, whoever started it: build, serve, register, run, leave.
+
+The process ends in exactly one way each time, and says so with `Outcome`. It never outlives its lease, its parent or
+its engine thread: a fenced or dead worker must not send another byte, so its process exits without ceremony.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+from concurrent.futures import CancelledError
+from typing import TYPE_CHECKING
+
+from cluster.processes.log_files import log_to_file
+from cluster.processes.process_ids import die_with_parent
+from cluster.worker_process.asyncio_thread import LoopThread
+from cluster.worker_process.grpc_service import serve_worker
+from cluster.worker_process.hang_fault import Hang, hang_at
+from cluster.worker_process.lease_keeper import LeaseKeeper
+from cluster.worker_process.sigterm_drain import TERMINATED
+from cluster.worker_process.worker_plan import BuildWorker, Outcome, WorkerPlan, _write_exit, arenas_of, node_name
+from cluster.worker_process.worker_thread import HostEnd, WorkerHost
+from contracts import cpu_levels as processor
+from contracts.authentication import SECRET_VARIABLE
+from contracts.checkpoint.model_spec import read_model_spec
+from contracts.clock import SystemClock
+from contracts.errors import TwinpoolError
+from contracts.interfaces.worker_interface import Worker
+from contracts.messages.worker_status import WorkerRecord
+from transfer.net.fault_injection import detour
+
+if TYPE_CHECKING:
+    from cluster.ranks.rendezvous import Crew
+
+
+log = logging.getLogger("twinpool.worker")
+
+FLUSH_S = 2.0
+"""How long open streams may take to hand over their last frames when a worker leaves."""
+
+
+class WorkerProcess:
+    """One incarnation of one worker in this process."""
+
+    def __init__(self, plan: WorkerPlan, build: BuildWorker) -> None:
+        self._plan = plan
+        self._build = build
+        self._ended = threading.Event()
+        self._outcome = Outcome(HostEnd.STOPPED, "the process was stopped")
+
+    def run(self) -> Outcome:
+        """Serve until the worker leaves, is fenced or dies. Raises what `build` raises, and `LeaseRefused`."""
+        plan = self._plan
+        log.info("building", extra={"worker": plan.name, "incarnation": plan.incarnation})
+        worker = self._build(plan)
+        loop = LoopThread("service")
+        clock = SystemClock()
+        keeper: LeaseKeeper | None = None
+        # Before registration nobody knows this worker, so there is nothing it could send.
+        hang = Hang(hang_at(plan.config.faults.hang, plan.name, plan.incarnation))
+        host = WorkerHost(
+            worker, may_send=lambda: keeper is None or keeper.lease.held, on_end=self._on_end, before_step=hang
+        )
+        link_timeout_s, proxy = plan.config.transfer.link_timeout_s, plan.config.faults.proxy
+        server, endpoint = serve_worker(loop, host, plan.incarnation, plan.host, plan.secret, link_timeout_s)
+        record = WorkerRecord(
+            plan.name, plan.role, plan.incarnation, os.getpid(), node_name(),
+            detour(endpoint, "serve", plan.name, proxy), detour(worker.control, "control", plan.name, proxy),
+            worker.fits, plan.node_id, worker.fingerprint,
+        )  # fmt: skip
+        try:
+            heartbeat_s = plan.config.cluster.heartbeat_s
+            starting = LeaseKeeper(
+                record, plan.controller, clock, heartbeat_s, host.heartbeat, self._on_lost, plan.secret,
+                on_drain=host.drain, undrains=lambda: host.undrains,
+            )  # fmt: skip
+            loop.run(starting.start(plan.config.cluster.lease_s), plan.config.cluster.lease_s + 5.0)
+            keeper = starting
+            host.start()
+            TERMINATED.on(host.drain)
+            if not TERMINATED.listening:
+                log.warning("SIGTERM will not drain this worker: nobody listens for it in this process")
+            log.info("ready", extra={"worker": plan.name, "endpoint": endpoint, "control": worker.control})
+            self._ended.wait()
+            if self._outcome.end is HostEnd.LEFT:
+                server.stop(FLUSH_S)
+                loop.run(keeper.leave(), FLUSH_S + 3.0)
+            return self._outcome
+        except BaseException:
+            worker.close()
+            raise
+        finally:
+            log.info("ended", extra={"worker": plan.name, "end": self._outcome.end, "reason": self._outcome.reason})
+            host.stop(FLUSH_S)
+            loop.stop()
+
+    def _on_end(self, end: HostEnd, reason: str) -> None:
+        if not self._ended.is_set():
+            self._outcome = Outcome(end, reason)
+            self._ended.set()
+
+    def _on_lost(self, reason: str) -> None:
+        """The lease has ended. The engine thread sees it before its next step; this process ends either way."""
+        self._on_end(HostEnd.FENCED, reason)
+
+
+def build_from_plan(plan: WorkerPlan) -> Worker:
+    """Build the real worker. Raises `CheckpointError` or `ConfigError`."""
+    from cluster.assembly.build_worker import build_worker
+
+    processor.pin(plan.config.engine.numerics_class)  # before the ranks meet, which computes
+    if plan.secret:
+        os.environ[SECRET_VARIABLE] = plan.secret
+    return build_worker(
+        plan.role,
+        plan.name,
+        plan.incarnation,
+        read_model_spec(plan.model),
+        plan.config,
+        host=plan.host,
+        counts=plan.counts,
+        arenas=arenas_of(plan),
+        crew=_crew(plan) if plan.config.tp_for(plan.role) > 1 else None,
+    )
+
+
+def _crew(plan: WorkerPlan) -> Crew:
+    """The plan's other ranks. When one of them dies, so does this process, at once and without another word."""
+    from cluster.ranks.follower_line import DeathWatch
+    from cluster.ranks.rendezvous import lead
+
+    cluster = plan.config.cluster
+    crew = lead(
+        plan.meeting, plan.config.tp_for(plan.role), SystemClock(),
+        deadline_s=cluster.rank_timeout_s, start_s=cluster.start_timeout_s,
+    )  # fmt: skip
+
+    def end(reason: str) -> None:
+        log.error("a rank is gone", extra={"worker": plan.name, "reason": reason})
+        _write_exit(plan, reason)
+        logging.shutdown()
+        os._exit(1)
+
+    DeathWatch(crew.watch(), end).start()
+    return crew
+
+
+def run_worker(plan: WorkerPlan, build: BuildWorker) -> None:
+    """Be the worker's process: log to its file, die with the parent, and exit when it is over (never returns)."""
+    die_with_parent()
+    log_to_file(plan.logs / f"{plan.name}.log", plan.name)
+    code = 1
+    try:
+        outcome = WorkerProcess(plan, build).run()
+        code = 0 if outcome.end in (HostEnd.LEFT, HostEnd.STOPPED) else 1
+        _write_exit(plan, outcome.reason)
+    except (Exception, CancelledError) as error:
+        log.exception("the worker could not start")
+        _write_exit(plan, str(error) if isinstance(error, TwinpoolError) else f"{type(error).__name__}: {error}")
+    finally:
+        logging.shutdown()
+        # Threads of torch, gRPC and the transfer plane may still run: nothing after this point may send or hang.
+        os._exit(code)

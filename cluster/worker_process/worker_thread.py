@@ -1,0 +1,291 @@
+"""The host of one worker: a thread for the worker, and the doors through which other threads reach it.
+
+A worker is single-threaded and has no event loop, so everything that touches it runs on one *engine thread*. Other
+threads (gRPC's loop, an asyncio loop in the same process, the lease keeper) hand in commands and calls through an
+inbox; between two steps the engine thread empties it. Events of a step go out grouped by session, one delivery a
+step, on the engine thread: a `deliver` callback must only pass them on and never block.
+
+The end of a worker has exactly four causes, and each ends all sessions once, with its reason:
+
+- ``left``: it was drained and nothing is left to do;
+- ``fenced``: its lease has ended, so it may send nothing any more (checked before every step and every delivery); or it
+  says itself that nothing it computes can be trusted (`Worker.unfit`), after that step's events are out;
+- ``died``: `step` raised, which is a bug or a broken device: the traceback is logged once and nothing is trusted;
+- ``stopped``: its owner asked.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections import deque
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import TypeVar
+
+from cluster.worker_process.step_watchdog import Pulse
+from contracts.clock import Clock, SystemClock
+from contracts.errors import TwinpoolError
+from contracts.interfaces.worker_interface import SessionId, Worker
+from contracts.messages.router_commands import Command
+from contracts.messages.worker_events import Event
+from contracts.messages.worker_status import CheckReport, WorkerStatus
+
+log = logging.getLogger("twinpool.host")
+T = TypeVar("T")
+
+Deliver = Callable[[list[Event]], None]
+Ended = Callable[[str], None]
+
+
+class HostEnd(StrEnum):
+    """Why a host's thread has ended."""
+
+    LEFT = "left"
+    FENCED = "fenced"
+    DIED = "died"
+    STOPPED = "stopped"
+
+
+class HostClosed(TwinpoolError):
+    """Raised when a call or session reaches a worker that has left, died or was stopped."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Item:
+    """One entry of the inbox; `refuse` is called instead of `run` when the worker has ended."""
+
+    run: Callable[[], None]
+    refuse: Callable[[HostClosed], None] = lambda error: None
+
+
+@dataclass(frozen=True, slots=True)
+class _Session:
+    deliver: Deliver
+    ended: Ended
+
+
+class WorkerHost:
+    """Runs one worker on one thread."""
+
+    def __init__(
+        self,
+        worker: Worker,
+        *,
+        may_send: Callable[[], bool] = lambda: True,
+        on_end: Callable[[HostEnd, str], None] = lambda end, reason: None,
+        idle_s: float = 0.1,
+        clock: Clock | None = None,
+        before_step: Callable[[int], None] = lambda steps: None,
+    ) -> None:
+        """`may_send` tells whether the worker's lease still holds. `on_end` is called once, on the engine thread, after
+        all sessions have ended and before the worker is closed. `idle_s` bounds how long an idle worker sleeps
+        between two looks at its clock. `before_step` is called with the number of steps that have ended.
+        """
+        self._worker = worker
+        self._may_send = may_send
+        self._on_end = on_end
+        self._idle_s = idle_s
+        self._clock = clock or SystemClock()
+        self._pulse = Pulse(self._clock)
+        self._before_step = before_step
+        self._lock = threading.Lock()
+        self._inbox: deque[_Item] = deque()
+        self._sessions: dict[SessionId, _Session] = {}
+        self._next_session = 1
+        self._end: HostEnd | None = None
+        self._reason = ""
+        self._stopping = False
+        self.fits = worker.fits
+        self.control = worker.control
+        self.undrains = 0
+        """How often it was told to stay."""
+        self.snapshot: WorkerStatus = worker.status()
+        """The status after the latest step."""
+        self._thread = threading.Thread(target=self._run, name=f"engine-{self.snapshot.name}", daemon=True)
+
+    def start(self) -> None:
+        self._thread.start()
+
+    @property
+    def ended(self) -> HostEnd | None:
+        return self._end
+
+    def heartbeat(self) -> WorkerStatus:
+        """What heartbeats carry: the latest snapshot, so that a long step delays none, and how long it has been that
+        without progress. Any thread."""
+        return self._pulse.on(self.snapshot)
+
+    def open_session(self, deliver: Deliver, ended: Ended = lambda reason: None) -> SessionId:
+        """Open a router's session; may be called from any thread.
+
+        `deliver` gets each step's events, `ended` is called once with the reason if the worker ends first; both on
+        the engine thread. Raises `HostClosed` when the worker has ended.
+        """
+        with self._lock:
+            if self._end is not None:
+                raise HostClosed(self._closed_text())
+            session = SessionId(self._next_session)
+            self._next_session += 1
+            self._sessions[session] = _Session(deliver, ended)
+            return session
+
+    def close_session(self, session: SessionId) -> None:
+        """The router is gone: its requests are cancelled before the next step. Idempotent; any thread."""
+        with self._lock:
+            if self._sessions.pop(session, None) is None or self._end is not None:
+                return
+            self._inbox.append(_Item(lambda: self._worker.drop_session(session)))
+        self._worker.wake()
+
+    def send(self, session: SessionId, commands: Sequence[Command]) -> None:
+        """Queue commands of a session, in order; dropped when the session or the worker has ended. Any thread."""
+
+        def take() -> None:
+            if session in self._sessions:
+                for command in commands:
+                    self._worker.handle(session, command)
+
+        with self._lock:
+            if self._end is not None:
+                return
+            self._inbox.append(_Item(take))
+        self._worker.wake()
+
+    def call(self, run: Callable[[Worker], T]) -> Future[T]:
+        """Run `run(worker)` on the engine thread between two steps; any thread. The future raises `HostClosed` when
+        the worker has ended."""
+        future: Future[T] = Future()
+
+        def take() -> None:
+            if not future.set_running_or_notify_cancel():
+                return
+            try:
+                future.set_result(run(self._worker))
+            except Exception as error:
+                future.set_exception(error)
+
+        with self._lock:
+            if self._end is not None:
+                future.set_exception(HostClosed(self._closed_text()))
+                return future
+            self._inbox.append(_Item(take, future.set_exception))
+        self._worker.wake()
+        return future
+
+    def status(self) -> Future[WorkerStatus]:
+        return self.call(lambda worker: worker.status())
+
+    def check(self) -> Future[CheckReport]:
+        return self.call(lambda worker: worker.check())
+
+    def drain(self) -> Future[WorkerStatus]:
+        """Stop admission; the status says what is still to be finished."""
+        return self.call(_drain)
+
+    def undrain(self) -> Future[WorkerStatus]:
+        """Admit again. Called by one thread, the one that renews the lease."""
+        self.undrains += 1
+        return self.call(_undrain)
+
+    def stop(self, timeout_s: float = 5.0) -> bool:
+        """End the worker and wait for its thread; False when a step took longer than `timeout_s`. Any thread but the
+        engine's."""
+        self._stopping = True
+        self._worker.wake()
+        if self._thread.ident is not None:
+            self._thread.join(timeout_s)
+        return not self._thread.is_alive()
+
+    def _run(self) -> None:
+        try:
+            end, reason = self._loop()
+        except Exception as error:
+            log.exception("the worker has died: a step failed")
+            end, reason = HostEnd.DIED, f"{type(error).__name__}: {error}"
+        self._finish(end, reason)
+
+    def _loop(self) -> tuple[HostEnd, str]:
+        while True:
+            self._take_inbox()
+            if self._stopping:
+                return HostEnd.STOPPED, "the worker was stopped"
+            if not self._may_send():
+                return HostEnd.FENCED, "the worker's lease has ended"
+            began = self._clock.now()
+            self._before_step(self.snapshot.steps)
+            events = self._worker.step()
+            if events and not self._may_send():
+                return HostEnd.FENCED, "the worker's lease has ended"
+            self._deliver(events)
+            self.snapshot = self._worker.status()
+            if unfit := self._worker.unfit:
+                log.error("the worker is fenced: %s", unfit)
+                return HostEnd.FENCED, unfit
+            self._pulse.turned(self.snapshot.steps, self._worker.runnable, self._clock.now() - began)
+            # An undrain that is already in the inbox must win against leaving, so look before deciding.
+            if self._worker.drained and self._left():
+                return HostEnd.LEFT, "the worker was drained and has left"
+            self._worker.wait(self._idle_s)
+
+    def _left(self) -> bool:
+        with self._lock:
+            if self._inbox:
+                return False
+            self._end, self._reason = HostEnd.LEFT, "the worker was drained and has left"
+            return True
+
+    def _take_inbox(self) -> None:
+        """Run what has come in, one item at a time: what a failing item leaves behind is refused by `_finish`."""
+        for _ in range(len(self._inbox)):
+            with self._lock:
+                item = self._inbox.popleft()
+            item.run()
+
+    def _deliver(self, events: Sequence[tuple[SessionId, Event]]) -> None:
+        grouped: dict[SessionId, list[Event]] = {}
+        for session, event in events:
+            grouped.setdefault(session, []).append(event)
+        for session, batch in grouped.items():
+            with self._lock:
+                target = self._sessions.get(session)
+            if target is not None:
+                target.deliver(batch)
+
+    def _finish(self, end: HostEnd, reason: str) -> None:
+        """The one way out: fence, end the sessions, refuse what is queued, release everything."""
+        with self._lock:
+            self._end, self._reason = end, reason
+            sessions = list(self._sessions.values())
+            self._sessions.clear()
+            refused = list(self._inbox)
+            self._inbox.clear()
+        try:
+            if end in (HostEnd.FENCED, HostEnd.DIED):
+                self._worker.fence()
+        except Exception:
+            log.exception("the worker could not be fenced")
+        for session in sessions:
+            session.ended(reason)
+        for item in refused:
+            item.refuse(HostClosed(self._closed_text()))
+        self._on_end(end, reason)
+        try:
+            self._worker.close()
+        except Exception:
+            log.exception("the worker could not be closed")
+
+    def _closed_text(self) -> str:
+        return self._reason or "the worker has ended"
+
+
+def _drain(worker: Worker) -> WorkerStatus:
+    worker.drain()
+    return worker.status()
+
+
+def _undrain(worker: Worker) -> WorkerStatus:
+    worker.undrain()
+    return worker.status()

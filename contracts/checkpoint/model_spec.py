@@ -1,0 +1,174 @@
+"""What everyone may know about a checkpoint: its name, vocabulary and lengths, and whether its files are whole.
+
+Reads `config.json`, `generation_config.json` and the headers of the safetensors files; it loads no tensor and needs
+no torch, so a bad folder is refused in milliseconds. What an architecture makes of the rest of `config.json`, and
+which tensors it needs, is the engine's affair (engine/models).
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+from contracts.checkpoint.json_fields import Fields
+from contracts.checkpoint.safetensors_headers import FLOATS, TensorHeader, digest_samples, read_headers, read_json
+from contracts.errors import CheckpointError
+
+_GENERATION_KEYS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
+_TEXT_KEYS = ("text_config", "llm_config")
+"""Where published folders of models with more than text keep what is said of the text."""
+_QUANTISED = ("mxfp4",)
+"""Ways of storing weights that engine/tensors/weight_loader.py can read."""
+
+
+_GEMMA = {"max_position_embeddings": 131_072, "num_attention_heads": 8, "num_key_value_heads": 4}
+_LEFT_OUT = {
+    "gemma3_text": _GEMMA | {"vocab_size": 262_208},
+    "gemma4_text": _GEMMA | {"vocab_size": 262_144, "sliding_window": 512},
+}
+"""What published folders leave to the defaults of their text model's type."""
+_SPELLINGS = ("rope_theta", "rope_scaling", "rope_parameters", "torch_dtype", "dtype")
+_NOISE = ("transformers_version", "use_cache", "architectures", "model_type", "bos_token_id", "eos_token_id")
+
+
+@dataclass(frozen=True, slots=True)
+class ModelSpec:
+    """A checkpoint folder that was read and checked. Lengths are in positions."""
+
+    folder: Path
+    name: str
+    """The served name: the folder's last part, of a Hugging Face snapshot its repository; or what `served_as` says."""
+    architecture: str
+    vocab_size: int
+    layers: int
+    context: int
+    dtype: str
+    """The checkpoint's dtype: ``float32``, ``bfloat16`` or ``float16``."""
+    bos_token_id: int | None
+    eos_token_ids: tuple[int, ...]
+    """From `generation_config.json` where it has them, else from `config.json`."""
+    fingerprint: str
+    """Digest of architecture, numbers and tensors: two workers with different ones refuse each other."""
+    generation_defaults: dict[str, float] = field(default_factory=dict)
+    """`temperature`, `top_p`, `top_k`, `min_p`, `repetition_penalty` from `generation_config.json`, where given."""
+    aliases: tuple[str, ...] = field(default=(), kw_only=True)
+    """Further names that clients may ask for."""
+    config: Fields = field(kw_only=True, repr=False, compare=False)
+    """`config.json`; of a model with more than text, what it says of the text."""
+    headers: Mapping[str, TensorHeader] = field(kw_only=True, repr=False, compare=False)
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Every name that a request may give; answers carry the first."""
+        return (self.name, *self.aliases)
+
+
+def served_as(spec: ModelSpec, names: str) -> ModelSpec:
+    """`spec` under the given names, separated by commas; unchanged where there is none."""
+    given = list(dict.fromkeys(name.strip() for name in names.split(",") if name.strip()))
+    return replace(spec, name=given[0], aliases=tuple(given[1:])) if given else spec
+
+
+def _folder_name(folder: Path) -> str:
+    """The last part; of ``models--ORGANISATION--NAME/snapshots/HASH``, as downloads are kept, the repository."""
+    parts = folder.resolve().parts
+    if len(parts) >= 3 and parts[-2] == "snapshots" and parts[-3].startswith("models--"):
+        return parts[-3].removeprefix("models--").replace("--", "/")
+    return parts[-1]
+
+
+def read_model_spec(folder: Path) -> ModelSpec:
+    """Read and check a checkpoint folder without loading a tensor.
+
+    Raises `CheckpointError` in one line for a missing or truncated file, a missing or bad number, or a dtype that is
+    not supported.
+    """
+    if not folder.is_dir():
+        raise CheckpointError(f"checkpoint folder {folder} does not exist")
+    if not (folder / "config.json").exists():
+        raise CheckpointError(f"{folder} has no config.json; is it a Hugging Face checkpoint folder?")
+    config = Fields(folder / "config.json", _of_text(read_json(folder / "config.json")))
+    method = config.table("quantization_config").get("quant_method", "given without a method")
+    if "quantization_config" in config and method not in _QUANTISED:
+        raise config.refuse(f"checkpoints quantised by {method!r} are not supported; convert the weights to bfloat16")
+    generation_path = folder / "generation_config.json"
+    generation = read_json(generation_path) if generation_path.exists() else {}
+    headers = read_headers(folder)
+    architecture, dtype = _architecture(config), _dtype(config, headers)
+    eos = generation.get("eos_token_id")
+    bos = generation.get("bos_token_id", config.values.get("bos_token_id"))
+    identity = json.dumps([architecture, dtype, _numbers(config)], sort_keys=True, default=str)
+    return ModelSpec(
+        folder=folder,
+        name=_folder_name(folder),
+        architecture=architecture,
+        vocab_size=config.size("vocab_size"),
+        layers=config.size("num_hidden_layers", _listed_layers(config)),
+        context=config.size("max_position_embeddings"),
+        dtype=dtype,
+        bos_token_id=bos if isinstance(bos, int) else None,
+        eos_token_ids=_token_ids(eos if eos is not None else config.values.get("eos_token_id")),
+        fingerprint=hashlib.sha256((identity + digest_samples(headers)).encode()).hexdigest()[:32],
+        generation_defaults={
+            key: float(value)
+            for key in _GENERATION_KEYS
+            if isinstance(value := generation.get(key), int | float) and not isinstance(value, bool)
+        },
+        config=config,
+        headers=headers,
+    )
+
+
+def _of_text(values: Mapping[str, object]) -> dict[str, object]:
+    """The keys of the text model over those around it."""
+    inner = next((values[key] for key in _TEXT_KEYS if isinstance(values.get(key), dict)), None)
+    if inner is None:
+        return dict(values)
+    assert isinstance(inner, dict)
+    outer = {key: value for key, value in values.items() if not isinstance(value, dict)}
+    given = {key: value for key, value in inner.items() if value is not None}
+    return (
+        _LEFT_OUT.get(str(inner.get("model_type")), {}) | outer | given | {"architectures": values.get("architectures")}
+    )
+
+
+def _numbers(config: Fields) -> dict[str, object]:
+    """All that `config.json` says of the computation, in one spelling."""
+    values = {k: v for k, v in config.values.items() if not k.startswith("_") and k not in (*_SPELLINGS, *_NOISE)}
+    rope = dict(config.table("rope_scaling") or config.table("rope_parameters"))
+    kind = rope.pop("rope_type", None) or rope.pop("type", None) or "default"
+    rope.setdefault("rope_theta", config.values.get("rope_theta"))
+    return values | {"rope": {k: v for k, v in rope.items() if v is not None} | {"rope_type": kind}}
+
+
+def _architecture(config: Fields) -> str:
+    names = config.values.get("architectures")
+    name = names[0] if isinstance(names, list) and names else config.values.get("model_type")
+    return str(name) if name else "not given"
+
+
+def _dtype(config: Fields, headers: Mapping[str, TensorHeader]) -> str:
+    declared = config.values.get("dtype") or config.values.get("torch_dtype")
+    if declared is None:
+        header = next((h for name, h in headers.items() if name.endswith("embed_tokens.weight")), None)
+        declared = FLOATS.get(header.dtype, header.dtype) if header else "float32"
+    name = str(declared).removeprefix("torch.")
+    if name not in FLOATS.values():
+        raise CheckpointError(
+            f"{config.path}: dtype {name} is not supported; supported are {', '.join(FLOATS.values())}"
+        )
+    return name
+
+
+def _listed_layers(config: Fields) -> int | None:
+    """How many layers there are where only their kinds are given, one by one."""
+    kinds = config.values.get("layers_block_type", config.values.get("hybrid_override_pattern"))
+    return len(kinds) if isinstance(kinds, list | str) and kinds else None
+
+
+def _token_ids(value: object) -> tuple[int, ...]:
+    values = value if isinstance(value, list) else [value]
+    return tuple(v for v in values if isinstance(v, int) and not isinstance(v, bool))

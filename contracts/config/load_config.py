@@ -1,0 +1,189 @@
+"""The configuration: frozen sections, units in the names, bad values refused where they are read.
+
+Values come from defaults, then a YAML file, then `--set section.key=value`. Keys under `prefill.cache` and
+`decode.cache` override `cache` for that role. Unknown keys are refused by name.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import types
+import typing
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any, Literal
+
+import yaml
+
+from contracts.config.cluster_config import Config
+from contracts.errors import ConfigError
+from contracts.ids import Role
+
+
+def load_config(path: Path | None = None, assignments: Iterable[str] = ()) -> Config:
+    """Read the configuration from a YAML file and `section.key=value` assignments, in that order.
+
+    Raises `ConfigError` for an unreadable file, an unknown key, or a value of the wrong type or range.
+    """
+    tree: dict[str, Any] = {}
+    if path is not None:
+        try:
+            loaded = yaml.safe_load(path.read_text())
+        except OSError as error:
+            raise ConfigError(f"cannot read config file {path}: {error.strerror}") from None
+        except yaml.YAMLError as error:
+            raise ConfigError(f"config file {path} is not YAML: {' '.join(str(error).split())}") from None
+        if loaded is not None and not isinstance(loaded, dict):
+            raise ConfigError(f"config file {path} must hold sections, not a {type(loaded).__name__}")
+        tree = loaded or {}
+    for assignment in assignments:
+        _assign(tree, assignment)
+    return config_from_dict(tree)
+
+
+def config_from_dict(tree: Mapping[str, Any]) -> Config:
+    """Build a `Config` from nested mappings; raises `ConfigError` naming the key that is wrong."""
+    config: Config = _build(Config, tree, "")
+    _check_ranges(config)
+    _check_together(config)
+    return config
+
+
+def _check_together(config: Config) -> None:
+    """What one key needs of another."""
+    storage = config.cache.storage
+    if storage.backend != "none" and not may_have_host_memory(config):
+        raise ConfigError(
+            f"config key cache.storage.backend={storage.backend} needs host memory to read into and write from: "
+            "set cache.host_bytes, or cluster.host_memory_share"
+        )
+    events = config.cache.events
+    if events.replay_endpoint and not events.endpoint:
+        raise ConfigError(
+            f"config key cache.events.replay_endpoint is {events.replay_endpoint}, but no events are published: set "
+            "cache.events.endpoint too, such as tcp://127.0.0.1:5557"
+        )
+    for backend, key, value in (("file", "path", storage.path), ("redis", "url", storage.url)):
+        if storage.backend == backend and not value:
+            raise ConfigError(f"config key cache.storage.backend={backend} needs cache.storage.{key}")
+    router = config.router
+    if router.max_timeout_s < router.request_timeout_s:
+        raise ConfigError(
+            f"config key router.max_timeout_s={router.max_timeout_s:g} is below router.request_timeout_s="
+            f"{router.request_timeout_s:g}: requests without a timeout of their own would exceed it"
+        )
+    if router.body_buffer_bytes < router.max_body_bytes:
+        raise ConfigError(
+            f"config key router.body_buffer_bytes={router.body_buffer_bytes} is below router.max_body_bytes="
+            f"{router.max_body_bytes}: the largest body could never be received"
+        )
+    if router.breaker_rate > 1:
+        raise ConfigError(f"config key router.breaker_rate is a share of 1; got {router.breaker_rate:g}")
+    if config.prefill.short_share >= 1:
+        raise ConfigError(f"config key prefill.short_share is a share, below 1; got {config.prefill.short_share:g}")
+    if config.decode.growth_quantile > 1:
+        raise ConfigError(f"config key decode.growth_quantile is a share up to 1; got {config.decode.growth_quantile}")
+    if config.decode.retract == "copy" and not may_have_host_memory(config, Role.DECODE):
+        raise ConfigError(
+            "config key decode.retract=copy needs host memory to copy into: set cache.host_bytes or "
+            "cluster.host_memory_share, or leave it at auto"
+        )
+    if config.cluster.host_memory_share >= 1:
+        share = config.cluster.host_memory_share
+        raise ConfigError(f"config key cluster.host_memory_share is a share of free memory, below 1; got {share:g}")
+    if config.audit.fraction > 1:
+        raise ConfigError(f"config key audit.fraction is a share, at most 1; got {config.audit.fraction:g}")
+    if config.watch.rare_share >= 1:
+        raise ConfigError(f"config key watch.rare_share is a share, below 1; got {config.watch.rare_share:g}")
+    if config.watch.window_tokens > 1024:
+        raise ConfigError(f"config key watch.window_tokens must be at most 1024; got {config.watch.window_tokens}")
+    if config.cache.strip_reasoning and not config.cache.reasoning_tokens:
+        raise ConfigError("config key cache.strip_reasoning needs cache.reasoning_tokens")
+
+
+def may_have_host_memory(config: Config, *roles: Role) -> bool:
+    """Whether any worker (of these roles) has a host tier, or may get one of the node's budget."""
+    own = [role for role in Role if config.cache_for(role).host_bytes]
+    if own:
+        return bool(set(own) & set(roles or Role))
+    return bool(config.cluster.host_memory_bytes or config.cluster.host_memory_share)
+
+
+def _assign(tree: dict[str, Any], assignment: str) -> None:
+    key, separator, text = assignment.partition("=")
+    if not separator:
+        raise ConfigError(f"--set takes section.key=value, got {assignment!r}")
+    *sections, leaf = key.strip().split(".")
+    if not sections or not leaf:
+        raise ConfigError(f"--set takes section.key=value, got {assignment!r}")
+    node = tree
+    for section in sections:
+        child = node.setdefault(section, {})
+        if not isinstance(child, dict):
+            raise ConfigError(f"config key {section} is a value, not a section")
+        node = child
+    node[leaf] = yaml.safe_load(text) if text else ""
+
+
+def _build(cls: Any, tree: object, prefix: str) -> Any:
+    if not isinstance(tree, Mapping):
+        raise ConfigError(f"config section {prefix or 'root'} must hold keys, got {tree!r}")
+    hints = typing.get_type_hints(cls)
+    values: dict[str, Any] = {}
+    for key, value in tree.items():
+        name = f"{prefix}.{key}" if prefix else str(key)
+        if key not in hints:
+            close = difflib.get_close_matches(str(key), hints, n=1)
+            hint = f"; did you mean {prefix + '.' if prefix else ''}{close[0]}?" if close else ""
+            raise ConfigError(f"unknown config key {name}{hint}")
+        kind = hints[key]
+        values[key] = _build(kind, value, name) if dataclasses.is_dataclass(kind) else _coerce(kind, value, name)
+    return cls(**values)
+
+
+def _coerce(kind: Any, value: Any, name: str) -> Any:
+    origin = typing.get_origin(kind)
+    if origin is Literal:
+        choices = typing.get_args(kind)
+        if value not in choices:
+            raise ConfigError(f"config key {name} must be one of {', '.join(map(str, choices))}; got {value!r}")
+        return value
+    if origin in (typing.Union, types.UnionType):
+        if value is None:
+            return None
+        (inner,) = (k for k in typing.get_args(kind) if k is not type(None))
+        return _coerce(inner, value, name)
+    if kind is float and isinstance(value, int) and not isinstance(value, bool):
+        return float(value)
+    if type(value) is not kind:
+        raise ConfigError(f"config key {name} must be {_NAMES[kind]}; got {value!r}")
+    return value
+
+
+_NAMES = {int: "a whole number", float: "a number", bool: "true or false", str: "text"}
+_MAY_BE_ZERO = {
+    "engine.threads", "cache.device_tokens", "prefill.cache.device_tokens", "decode.cache.device_tokens",
+    "cache.device_requests", "prefill.cache.device_requests", "decode.cache.device_requests",
+    "cache.host_bytes", "prefill.cache.host_bytes", "decode.cache.host_bytes", "cache.prefetch.base_s",
+    "cache.prefetch.per_token_s", "cache.storage.ttl_s", "faults.stop_in_write", "faults.corrupt_page",
+    "faults.step_delay_s", "router.replay_limit", "router.max_body_bytes", "router.max_prompt_logprobs",
+    "decode.offer_bytes",
+    "faults.retract_every", "audit.fraction", "audit.margin",
+    "watch.repetition_tokens", "watch.rare_factor", "cluster.host_memory_share", "cluster.host_memory_bytes",
+}  # fmt: skip
+
+
+def _check_ranges(node: Any, prefix: str = "") -> None:
+    """Every number is positive, those in `_MAY_BE_ZERO` zero or more; page sizes are powers of two."""
+    for f in dataclasses.fields(node):
+        name, value = f"{prefix}{f.name}", getattr(node, f.name)
+        if dataclasses.is_dataclass(value):
+            _check_ranges(value, name + ".")
+        elif isinstance(value, int | float) and not isinstance(value, bool):
+            if value < 0 or (value == 0 and name not in _MAY_BE_ZERO):
+                raise ConfigError(
+                    f"config key {name} must be {'0 or more' if name in _MAY_BE_ZERO else 'above 0'}; got {value}"
+                )
+            if f.name == "page_tokens" and isinstance(value, int) and value & (value - 1):
+                raise ConfigError(f"config key {name} must be a power of two; got {value}")

@@ -1,0 +1,1 @@
+"""The worker as it is driven, and as it is reached."""

@@ -1,0 +1,192 @@
+"""KV events: what each tier holds, told as it changes, in the format that existing indexers read.
+
+The brains (tree, tiers, storage) emit plain values into an `EventLog`, in the order in which things happened: `Stored`,
+`Removed`, `Cleared`. A `Publisher` (cache/tiers/kv_event_publisher.py) sends what a round collected as one batch; an
+`EventReader` (router/kv_indexer/kv_event_subscriber.py) follows it and rebuilds the index. This file is the vocabulary,
+the bytes, and the index; it does no I/O.
+
+**The format** is that of vLLM's `vllm/distributed/kv_events.py` in its array form (v0.9 up to the releases that moved
+the events to maps), which Dynamo's indexer accepts beside the map form; for SGLang and llm-d see below. A message has
+three frames: the topic, the sequence number (8 bytes, big-endian, from 0), and a msgpack payload, an array whose
+structs are arrays tagged by name:
+
+    batch   [ts: float seconds since 1970, events: array, data_parallel_rank: int or nil]
+    event   ["BlockStored", block_hashes, parent_block_hash, token_ids, block_size, lora_id, medium, lora_name,
+                 extra_keys (left out when there is no salt)]
+            ["BlockRemoved", block_hashes, medium]
+            ["AllBlocksCleared"]  or, for a single tier,  ["AllBlocksCleared", medium]
+
+- Hashes are the 16-byte chain keys of the pages (`contracts.block_hash.chain_keys`), as msgpack *bin*: vLLM and its
+  readers take bytes or integers. They are content-addressed, so the same prefix has the same hash on every worker and
+  tier, and all token ids of a prefix (and its salt) are in the hash.
+- `medium` is "GPU" for the device tier, "CPU_PINNED" for the host tier and "DISK" for storage: the spellings that
+  every version of Dynamo's reader knows. The reader here takes the other common spellings as well.
+- A salt (adapter or tenant) travels in `extra_keys`, one array for each block, where vLLM puts its cache salts;
+  `lora_id` and `lora_name` are nil.
+- SGLang's `disaggregation/kv_events.py` publishes the same frames, and the same arrays up to `medium`, with the same
+  media; but its hashes are integers, and a salt is a map where `lora_name` is here. What is typed after its structs
+  (`list[int]`) doesn't read bytes.
+- llm-d's indexer (`pkg/kvevents`, its vLLM and SGLang adapters) reads bytes or integers: of bytes the last eight. It
+  keeps a medium as it is spelled, passes over fields that it doesn't know, and drops a run whose parent it hasn't met,
+  which is why parents are told before their children. Of the topic it expects `kv@POD@MODEL`; text in `extra_keys` it
+  takes for hashes of images; and it does nothing at "AllBlocksCleared".
+- An indexer that does not know the second element of "AllBlocksCleared" forgets more than it must: it loses hits and
+  is never wrong about what it keeps.
+
+A page that was stored twice in a tier is in it once, and a removal of a page that isn't there changes nothing: so a
+batch may be applied again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import Any
+
+import msgpack
+
+from contracts.errors import WireError
+
+
+class Tier(StrEnum):
+    """Where a page can be."""
+
+    DEVICE = "device"
+    HOST = "host"
+    STORAGE = "storage"
+
+
+@dataclass(frozen=True, slots=True)
+class Stored:
+    """A run of pages, each the child of the one before, is now in `tier`.
+
+    `parent`: the hash of the page before the first, None at the start of a sequence. `tokens`: the token ids of all the
+    pages, `page_tokens` for each hash.
+    """
+
+    tier: Tier
+    parent: bytes | None
+    hashes: tuple[bytes, ...]
+    tokens: tuple[int, ...]
+    page_tokens: int
+    salt: str = ""
+
+    def __post_init__(self) -> None:
+        assert self.hashes, "a run has pages"
+        assert len(self.tokens) == len(self.hashes) * self.page_tokens, "every page is full"
+
+
+@dataclass(frozen=True, slots=True)
+class Removed:
+    """These pages are no longer in `tier`."""
+
+    tier: Tier
+    hashes: tuple[bytes, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Cleared:
+    """`tier` holds nothing any more; None: no tier does."""
+
+    tier: Tier | None = None
+
+
+KvEvent = Stored | Removed | Cleared
+
+
+@dataclass(frozen=True, slots=True)
+class Batch:
+    """What one message carries. `ts`: seconds since 1970 at the publisher."""
+
+    ts: float
+    events: tuple[KvEvent, ...]
+    rank: int | None
+
+
+_MEDIA = {Tier.DEVICE: "GPU", Tier.HOST: "CPU_PINNED", Tier.STORAGE: "DISK"}
+_TIERS = {
+    None: Tier.DEVICE, "GPU": Tier.DEVICE, "DEVICE": Tier.DEVICE,
+    "CPU_PINNED": Tier.HOST, "CPU": Tier.HOST, "CPU_TIER1": Tier.HOST,
+    "DISK": Tier.STORAGE, "STORAGE": Tier.STORAGE, "NVME": Tier.STORAGE, "CPU_TIER2": Tier.STORAGE,
+    "EXTERNAL": Tier.STORAGE,
+}  # fmt: skip
+
+
+def encode_batch(ts: float, events: Sequence[KvEvent], rank: int | None) -> bytes:
+    """The payload of one message."""
+    return msgpack.packb([ts, [_to_array(event) for event in events], rank])  # type: ignore[no-any-return]
+
+
+def _to_array(event: KvEvent) -> list[Any]:
+    match event:
+        case Stored():
+            out = ["BlockStored", event.hashes, event.parent, event.tokens, event.page_tokens, None]
+            out += [_MEDIA[event.tier], None]
+            return [*out, [[event.salt]] * len(event.hashes)] if event.salt else out
+        case Removed():
+            return ["BlockRemoved", event.hashes, _MEDIA[event.tier]]
+        case Cleared():
+            return ["AllBlocksCleared"] if event.tier is None else ["AllBlocksCleared", _MEDIA[event.tier]]
+
+
+def decode_batch(payload: bytes) -> Batch:
+    """Read a payload; raises `WireError` for anything that isn't a batch in the format above."""
+    try:
+        raw = msgpack.unpackb(payload, use_list=False, strict_map_key=True)
+    except (ValueError, msgpack.UnpackException, RecursionError) as error:
+        raise WireError(f"a batch of KV events is not msgpack: {error}") from None
+    match raw:
+        case (float() | int() as ts, tuple() as events, *rest) if not rest or rest[0] is None or _is_int(rest[0]):
+            return Batch(float(ts), tuple(_from_array(event) for event in events), rest[0] if rest else None)
+    raise WireError("a batch of KV events must be [ts, events, rank]")
+
+
+def _from_array(raw: Any) -> KvEvent:
+    match raw:
+        case ("BlockStored", tuple() as hashes, parent, tuple() as tokens, page_tokens, *rest):
+            extra = rest[3] if len(rest) > 3 else None
+            return _stored(hashes, parent, tokens, page_tokens, _tier(rest[1] if len(rest) > 1 else None), extra)
+        case ("BlockRemoved", tuple() as hashes, *rest) if all(isinstance(h, bytes) for h in hashes):
+            return Removed(_tier(rest[0] if rest else None), hashes)
+        case ("AllBlocksCleared",):
+            return Cleared()
+        case ("AllBlocksCleared", medium, *_):
+            return Cleared(None if medium is None else _tier(medium))
+    raise WireError(f"not a KV event: {str(raw)[:80]}")
+
+
+def _stored(
+    hashes: tuple[Any, ...], parent: Any, tokens: tuple[Any, ...], page_tokens: Any, tier: Tier, extra: Any
+) -> Stored:
+    if not hashes or not all(isinstance(h, bytes) for h in hashes) or not isinstance(parent, bytes | None):
+        raise WireError("BlockStored needs hashes as bytes, and a parent as bytes or nil")
+    if not _is_int(page_tokens) or page_tokens < 1 or len(tokens) != len(hashes) * page_tokens:
+        raise WireError(f"BlockStored has {len(tokens)} tokens for {len(hashes)} blocks of {page_tokens!r}")
+    if not all(map(_is_int, tokens)):
+        raise WireError("BlockStored has tokens that are no integers")
+    salt = ""
+    match extra:
+        case None:
+            pass
+        case ((str() as salt, *_), *_):
+            pass
+        case _:
+            raise WireError("BlockStored has extra keys that are not [[salt], ...]")
+    return Stored(tier, parent, hashes, tokens, page_tokens, salt)
+
+
+def _tier(medium: Any) -> Tier:
+    if not isinstance(medium, str | None) or medium not in _TIERS:
+        raise WireError(f"unknown medium {medium!r}; known: {', '.join(m for m in _TIERS if m)}")
+    return _TIERS[medium]
+
+
+def _is_int(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+END = (-1).to_bytes(8, "big", signed=True)
+"""The sequence number that ends an answer."""
+TRUTH = b"truth"
+"""The question for the whole content."""

@@ -1,0 +1,237 @@
+"""What the leader of a worker's ranks tells the others to do: frozen values, an explicit tag for each, msgpack.
+
+A worker of several tensor-parallel ranks has one brain, in the process of rank 0, the *leader*. It alone decides, hands
+out pages and slots, and talks to routers and peers. The other ranks, the *followers*, hold their heads' share of every
+page under the same index, and carry out the leader's orders one by one, in the order in which the leader carried out
+its own part of them. An order that asks for something is answered with plain values; what can't be carried out ends the
+follower, and with it the worker.
+
+Nothing but the types in `TAGS` can come out of bytes; anything else raises `WireError`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+Indices = tuple[int, ...]
+
+
+class Piece(NamedTuple):
+    """One pool's share of a copy: `sources[i]` goes to `targets[i]`."""
+
+    pool: str
+    sources: Indices
+    targets: Indices
+
+
+class Places(NamedTuple):
+    """Pages (or states) `first ..` of a sequence in one pool, and the pages or slots that hold them."""
+
+    pool: str
+    first: int
+    indices: Indices
+
+
+# ---------------------------------------------------------------- state
+
+
+@dataclass(frozen=True, slots=True)
+class Zero:
+    """Clear these pages and slots of the pools in `place`."""
+
+    place: str
+    chosen: tuple[tuple[str, Indices], ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Copy:
+    """Copy pages and slots between the pools of two places, all buffers."""
+
+    source: str
+    target: str
+    pieces: tuple[Piece, ...]
+    layers: tuple[int, int] | None
+    """Half-open; None: all layers."""
+
+
+@dataclass(frozen=True, slots=True)
+class Digest:
+    """Answer with the digests of positions `firsts[i] .. ends[i]-1`, a list for each group of the pool's buffers."""
+
+    place: str
+    pool: str
+    indices: Indices
+    firsts: Indices
+    ends: Indices
+
+
+@dataclass(frozen=True, slots=True)
+class Check:
+    """Answer with the broken invariants of the pools in `place`."""
+
+    place: str
+
+
+@dataclass(frozen=True, slots=True)
+class Bond:
+    """Answer with the bond of this rank's arena, empty where it has none, and with how many copies into it were carried
+    out since this was last asked. With `bond`, forget what is in it first, and take that one."""
+
+    bond: bytes
+
+
+# ---------------------------------------------------------------- steps
+
+
+class RowOrder(NamedTuple):
+    """One sequence's part of a step, as the engine's own `Row` has it."""
+
+    start: int
+    tokens: int
+    """How many."""
+    tables: tuple[Places, ...]
+    """Its tables, by pool."""
+
+
+@dataclass(frozen=True, slots=True)
+class Compute:
+    """Compute one step together with the other ranks. Its tokens, and whose state must not be written, are told by the
+    leader within the step: it need not know them yet."""
+
+    rows: tuple[RowOrder, ...]
+
+
+# ---------------------------------------------------------------- hand-over
+
+
+@dataclass(frozen=True, slots=True)
+class Describe:
+    """Answer with this rank's part of the plane's descriptor."""
+
+
+@dataclass(frozen=True, slots=True)
+class Connect:
+    """Open link `link` to a reader; answer with an empty string, or with why it can't be reached."""
+
+    link: int
+    descriptor: dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Disconnect:
+    link: int
+
+
+@dataclass(frozen=True, slots=True)
+class Post:
+    """Write these places of mine to the reader's of the same numbers; answer when it is done."""
+
+    link: int
+    room: str
+    ticket: int
+    """The grant's."""
+    number: int
+    """Which write of its room this is, from 1."""
+    sources: tuple[Places, ...]
+    targets: tuple[Places, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Permit:
+    """Writes for this room may arrive from now on; answered, since nothing may arrive before."""
+
+    room: str
+    ticket: int
+    """The grant's."""
+    places: tuple[Places, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Revoke:
+    room: str
+
+
+# ---------------------------------------------------------------- storage
+
+
+class Kept(NamedTuple):
+    """A page in host memory, with its chain key and the positions that its digest is over."""
+
+    pool: str
+    key: bytes
+    at: int
+    first: int
+    end: int
+
+
+@dataclass(frozen=True, slots=True)
+class Exists:
+    """Answer, when storage has, with one truth for each pool and chain key: whether this rank's part is there."""
+
+    wanted: tuple[tuple[str, bytes], ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Fetch:
+    """Read this rank's part of pages into host memory; answer, when it is there, with verdict, digests and reason."""
+
+    pages: tuple[Kept, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Put:
+    """Store this rank's part of pages in host memory; answer, when it is done, with verdict, digest and reason.
+
+    Of one `chain` (0: none) no page without those that were ordered before it."""
+
+    pages: tuple[Kept, ...]
+    chain: int
+
+
+# ---------------------------------------------------------------- life
+
+
+@dataclass(frozen=True, slots=True)
+class Form:
+    """The first order: meet the other ranks through the store in this file, and watch this process, your leader."""
+
+    store: str
+    pid: int
+    started: int
+    namespace: str
+
+
+@dataclass(frozen=True, slots=True)
+class Ready:
+    """Answer when everything is loaded."""
+
+
+@dataclass(frozen=True, slots=True)
+class End:
+    """The worker ends."""
+
+    reason: str
+
+
+class Arrival(NamedTuple):
+    """Told by a follower of its own accord: it has taken in writes up to `number` of a room from a writer's rank."""
+
+    room: str
+    source: int
+    number: int
+
+
+class Severed(NamedTuple):
+    """Told by a follower of its own accord: the connection of its link was cut, and what it wrote may be lost."""
+
+    link: int
+
+
+Tidings = Arrival | Severed
+"""What followers tell without being asked."""
+
+Order = (
+    Zero | Copy | Digest | Check | Bond | Compute | Describe | Connect | Disconnect | Post | Permit | Revoke
+    | Exists | Fetch | Put | Form | Ready | End
+)  # fmt: skip

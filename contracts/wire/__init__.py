@@ -1,0 +1,1 @@
+"""Messages as protobuf, and the gRPC channels that carry them."""

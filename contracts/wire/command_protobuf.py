@@ -1,0 +1,190 @@
+"""Values to protobuf and back, for the edges between router, workers and controller.
+
+Builds of two versions meet while a cluster is upgraded. Unknown fields are skipped by protobuf itself, messages of
+unknown kinds by `known`, and an error of an unknown kind is one of the worker's.
+"""
+
+from __future__ import annotations
+
+from contracts.errors import UnknownKind
+from contracts.ids import Incarnation, RequestId, RoomId, WorkerName
+from contracts.messages.router_commands import (
+    Audit,
+    Cancel,
+    Command,
+    Fetch,
+    Forget,
+    Give,
+    Handover,
+    PeerRef,
+    Resume,
+    Submit,
+)
+from contracts.proto import worker_pb2 as pb
+from contracts.sampling_params import SamplingParams
+
+
+def command_to_proto(command: Command) -> pb.Command:
+    match command:
+        case Submit():
+            return pb.Command(submit=_submit_to_proto(command))
+        case Cancel():
+            return pb.Command(cancel=pb.Cancel(request_id=command.request_id, attempt=command.attempt))
+        case Handover():
+            rid, peer = command.request_id, _peer_to_proto(command.peer)
+            return pb.Command(
+                handover=pb.Handover(request_id=rid, attempt=command.attempt, room=command.room, peer=peer)
+            )
+        case Resume():
+            return pb.Command(resume=pb.Cancel(request_id=command.request_id, attempt=command.attempt))
+        case Give():
+            return pb.Command(give=_pages_to_proto(command))
+        case Fetch():
+            return pb.Command(fetch=_pages_to_proto(command))
+        case Audit():
+            return pb.Command(audit=_audit_to_proto(command))
+        case Forget():
+            forget = pb.Forget(request_id=command.request_id, tokens=command.tokens, salt=command.salt)
+            return pb.Command(forget=forget)
+
+
+def _pages_to_proto(c: Give | Fetch) -> pb.Pages:
+    return pb.Pages(
+        request_id=c.request_id,
+        attempt=c.attempt,
+        room=c.room,
+        peer=_peer_to_proto(c.peer),
+        tokens=c.tokens,
+        salt=c.salt,
+        spare=isinstance(c, Fetch) and c.spare,
+    )
+
+
+def command_from_proto(message: pb.Command) -> Command:
+    """Raises `UnknownKind`."""
+    match message.WhichOneof("kind"):
+        case "submit":
+            return _submit_from_proto(message.submit)
+        case "cancel":
+            return Cancel(RequestId(message.cancel.request_id), message.cancel.attempt)
+        case "handover":
+            h = message.handover
+            return Handover(RequestId(h.request_id), h.attempt, RoomId(h.room), _peer_from_proto(h.peer))
+        case "give":
+            g = message.give
+            ids = RequestId(g.request_id), g.attempt, RoomId(g.room), _peer_from_proto(g.peer)
+            return Give(*ids, tuple(g.tokens), g.salt)
+        case "fetch":
+            f = message.fetch
+            ids = RequestId(f.request_id), f.attempt, RoomId(f.room), _peer_from_proto(f.peer)
+            return Fetch(*ids, tuple(f.tokens), f.salt, f.spare)
+        case "resume":
+            return Resume(RequestId(message.resume.request_id), message.resume.attempt)
+        case "audit":
+            return _audit_from_proto(message.audit)
+        case "forget":
+            old = message.forget
+            return Forget(RequestId(old.request_id), tuple(old.tokens), old.salt)
+        case kind:
+            raise UnknownKind(f"unknown command {kind!r}")
+
+
+def _peer_to_proto(peer: PeerRef) -> pb.Peer:
+    return pb.Peer(name=peer.name, incarnation=peer.incarnation, control=peer.control)
+
+
+def _peer_from_proto(m: pb.Peer) -> PeerRef:
+    return PeerRef(WorkerName(m.name), Incarnation(m.incarnation), m.control)
+
+
+def _submit_to_proto(s: Submit) -> pb.Submit:
+    peer = None
+    if s.peer is not None:
+        peer = _peer_to_proto(s.peer)
+    return pb.Submit(
+        request_id=s.request_id,
+        attempt=s.attempt,
+        room=s.room,
+        tokens=s.tokens,
+        prompt_len=s.prompt_len,
+        sampling=_sampling_to_proto(s.sampling),
+        peer=peer,
+        salt=s.salt,
+        priority=s.priority,
+        deadline_s=s.deadline_s,
+        moving=s.moving,
+    )
+
+
+def _submit_from_proto(m: pb.Submit) -> Submit:
+    peer = None
+    if m.HasField("peer"):
+        peer = _peer_from_proto(m.peer)
+    return Submit(
+        request_id=RequestId(m.request_id),
+        attempt=m.attempt,
+        room=RoomId(m.room),
+        tokens=tuple(m.tokens),
+        prompt_len=m.prompt_len,
+        sampling=_sampling_from_proto(m.sampling),
+        peer=peer,
+        salt=m.salt,
+        priority=m.priority,
+        deadline_s=m.deadline_s,
+        moving=m.moving,
+    )
+
+
+def _sampling_to_proto(s: SamplingParams) -> pb.Sampling:
+    return pb.Sampling(
+        max_tokens=s.max_tokens,
+        temperature=s.temperature,
+        top_p=s.top_p,
+        top_k=s.top_k,
+        min_p=s.min_p,
+        repetition_penalty=s.repetition_penalty,
+        presence_penalty=s.presence_penalty,
+        frequency_penalty=s.frequency_penalty,
+        logit_bias=dict(s.logit_bias),
+        seed=s.seed,
+        choice=s.choice,
+        min_tokens=s.min_tokens,
+        stop_token_ids=s.stop_token_ids,
+        logprobs=s.logprobs,
+        prompt_logprobs=s.prompt_logprobs,
+    )
+
+
+def _sampling_from_proto(m: pb.Sampling) -> SamplingParams:
+    return SamplingParams(
+        max_tokens=m.max_tokens,
+        temperature=m.temperature,
+        top_p=m.top_p,
+        top_k=m.top_k,
+        min_p=m.min_p,
+        repetition_penalty=m.repetition_penalty,
+        presence_penalty=m.presence_penalty,
+        frequency_penalty=m.frequency_penalty,
+        logit_bias=tuple(sorted(m.logit_bias.items())),
+        seed=m.seed,
+        choice=m.choice,
+        min_tokens=m.min_tokens,
+        stop_token_ids=tuple(m.stop_token_ids),
+        logprobs=m.logprobs if m.HasField("logprobs") else None,
+        prompt_logprobs=m.prompt_logprobs if m.HasField("prompt_logprobs") else None,
+    )
+
+
+def _audit_to_proto(a: Audit) -> pb.Audit:
+    return pb.Audit(
+        request_id=a.request_id,
+        attempt=a.attempt,
+        tokens=a.tokens,
+        prompt_len=a.prompt_len,
+        sampling=_sampling_to_proto(a.sampling),
+    )
+
+
+def _audit_from_proto(m: pb.Audit) -> Audit:
+    sampling = _sampling_from_proto(m.sampling)
+    return Audit(RequestId(m.request_id), m.attempt, tuple(m.tokens), m.prompt_len, sampling)

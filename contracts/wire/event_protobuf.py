@@ -1,0 +1,161 @@
+"""Workers' events to protobuf and back."""
+
+from __future__ import annotations
+
+from contracts.errors import ErrorKind, UnknownKind
+from contracts.ids import RequestId, WorkerName
+from contracts.messages.worker_events import (
+    Audited,
+    AuditEnd,
+    Done,
+    Event,
+    Fetched,
+    Gives,
+    Leaving,
+    Moved,
+    Offered,
+    Paused,
+    Progress,
+    PromptScores,
+    Resumed,
+    Tokens,
+)
+from contracts.proto import worker_pb2 as pb
+from contracts.sampling_params import Difference, TokenLogprob
+from contracts.wire.unknown_kinds import role_from_proto
+
+
+def _audited_to_proto(a: Audited) -> pb.Audited:
+    return pb.Audited(
+        end=a.end,
+        checked=a.checked,
+        differing=a.differing,
+        differences=[pb.Difference(position=d.position, drawn=d.drawn, gap=d.gap) for d in a.differences],
+        exact=a.exact,
+        message=a.message,
+    )
+
+
+def _audited_from_proto(request_id: RequestId, attempt: int, m: pb.Audited) -> Audited:
+    differences = tuple(Difference(d.position, d.drawn, d.gap) for d in m.differences)
+    end = (
+        AuditEnd(m.end) if m.end in tuple(AuditEnd) else AuditEnd.REFUSED
+    )  # A newer build's end: nothing was computed.
+    return Audited(request_id, attempt, end, m.checked, m.differing, differences, m.exact, m.message)
+
+
+def _logprob_to_proto(t: TokenLogprob) -> pb.TokenLogprob:
+    return pb.TokenLogprob(
+        token=t.token,
+        logprob=t.logprob,
+        top_tokens=[token for token, _ in t.top],
+        top_logprobs=[value for _, value in t.top],
+    )
+
+
+def _logprob_from_proto(m: pb.TokenLogprob) -> TokenLogprob:
+    return TokenLogprob(m.token, m.logprob, tuple(zip(m.top_tokens, m.top_logprobs, strict=True)))
+
+
+def event_to_proto(event: Event) -> pb.Event:
+    out = pb.Event(request_id=event.request_id, attempt=event.attempt)
+    match event:
+        case Tokens():
+            logprobs = [_logprob_to_proto(t) for t in event.logprobs]
+            out.tokens.CopyFrom(pb.Tokens(position=event.position, tokens=event.tokens, logprobs=logprobs))
+        case PromptScores():
+            out.prompt_scores.CopyFrom(pb.PromptScores(scores=[_logprob_to_proto(t) for t in event.scores]))
+        case Progress():
+            out.progress.CopyFrom(
+                pb.Progress(
+                    role=event.role,
+                    worker=event.worker,
+                    marks=event.marks,
+                    cached_tokens=event.cached_tokens,
+                    computed_tokens=event.computed_tokens,
+                    transfer_bytes=event.transfer_bytes,
+                    cached_by_tier=event.cached_by_tier,
+                )
+            )
+        case Done():
+            out.done.CopyFrom(
+                pb.Done(
+                    reason=event.reason,
+                    stop_token=event.stop_token,
+                    error=event.error or "",
+                    message=event.message,
+                    blame=event.blame or "",
+                )
+            )
+        case Leaving():
+            out.leaving.CopyFrom(pb.Leaving(started=event.started, withdrawn=event.withdrawn))
+        case Paused():
+            out.paused.CopyFrom(pb.Paused(position=event.position))
+        case Resumed():
+            out.resumed.CopyFrom(pb.Resumed(reason=event.reason))
+        case Moved():
+            out.moved.CopyFrom(pb.Moved(bytes=event.bytes))
+        case Gives():
+            out.gives.CopyFrom(pb.Gives(positions=event.positions))
+        case Fetched():
+            out.fetched.CopyFrom(pb.Moved(bytes=event.bytes))
+        case Offered():
+            out.offered.CopyFrom(pb.Offered(tokens=event.tokens, salt=event.salt))
+        case Audited():
+            out.audited.CopyFrom(_audited_to_proto(event))
+    return out
+
+
+def event_from_proto(m: pb.Event) -> Event:
+    """Raises `UnknownKind`."""
+    request_id, attempt = RequestId(m.request_id), m.attempt
+    match m.WhichOneof("kind"):
+        case "tokens":
+            t = m.tokens
+            logprobs = tuple(_logprob_from_proto(x) for x in t.logprobs)
+            return Tokens(request_id, attempt, t.position, tuple(t.tokens), logprobs)
+        case "prompt_scores":
+            scores = tuple(_logprob_from_proto(x) for x in m.prompt_scores.scores)
+            return PromptScores(request_id, attempt, scores)
+        case "progress":
+            p = m.progress
+            return Progress(
+                request_id,
+                attempt,
+                role_from_proto(p.role),
+                WorkerName(p.worker),
+                dict(p.marks),
+                p.cached_tokens,
+                p.computed_tokens,
+                p.transfer_bytes,
+                dict(p.cached_by_tier),
+            )
+        case "done":
+            d = m.done
+            return Done(
+                request_id,
+                attempt,
+                d.reason,
+                d.stop_token if d.HasField("stop_token") else None,
+                ErrorKind.of(d.error) if d.error else None,
+                d.message,
+                WorkerName(d.blame) if d.blame else None,
+            )
+        case "leaving":
+            return Leaving(request_id, attempt, m.leaving.started, m.leaving.withdrawn)
+        case "paused":
+            return Paused(request_id, attempt, m.paused.position)
+        case "resumed":
+            return Resumed(request_id, attempt, m.resumed.reason)
+        case "moved":
+            return Moved(request_id, attempt, m.moved.bytes)
+        case "gives":
+            return Gives(request_id, attempt, m.gives.positions)
+        case "fetched":
+            return Fetched(request_id, attempt, m.fetched.bytes)
+        case "offered":
+            return Offered(request_id, attempt, tuple(m.offered.tokens), m.offered.salt)
+        case "audited":
+            return _audited_from_proto(request_id, attempt, m.audited)
+        case kind:
+            raise UnknownKind(f"unknown event {kind!r}")

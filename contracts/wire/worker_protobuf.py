@@ -1,0 +1,123 @@
+"""Status, reports, records and views of workers to protobuf and back."""
+
+from __future__ import annotations
+
+from contracts.ids import Incarnation, WorkerName
+from contracts.messages.fingerprint import Fingerprint
+from contracts.messages.worker_status import CheckReport, Fits, WorkerRecord, WorkerStatus, WorkerView
+from contracts.proto import worker_pb2 as pb
+from contracts.wire.unknown_kinds import role_from_proto
+
+
+def status_to_proto(s: WorkerStatus) -> pb.WorkerStatus:
+    return pb.WorkerStatus(
+        name=s.name,
+        role=s.role,
+        state=s.state,
+        pid=s.pid,
+        node=s.node,
+        incarnation=s.incarnation,
+        running=s.running,
+        waiting=s.waiting,
+        pages_total=s.pages_total,
+        pages_free=s.pages_free,
+        steps=s.steps,
+        outgoing=s.outgoing,
+        counters=s.counters,
+        stalled_s=s.stalled_s,
+        longest_step_s=s.longest_step_s,
+        last_end=s.last_end,
+    )
+
+
+def status_from_proto(m: pb.WorkerStatus) -> WorkerStatus:
+    return WorkerStatus(
+        WorkerName(m.name),
+        role_from_proto(m.role),
+        m.state,
+        m.pid,
+        m.node,
+        Incarnation(m.incarnation),
+        m.running,
+        m.waiting,
+        m.pages_total,
+        m.pages_free,
+        m.steps,
+        m.outgoing,
+        dict(m.counters),
+        m.stalled_s,
+        m.longest_step_s,
+        m.last_end,
+    )
+
+
+def report_to_proto(r: CheckReport) -> pb.CheckReport:
+    return pb.CheckReport(
+        name=r.name, pages=r.pages, slots=r.slots, leases=r.leases, rooms=r.rooms, violations=r.violations
+    )
+
+
+def report_from_proto(m: pb.CheckReport) -> CheckReport:
+    return CheckReport(WorkerName(m.name), m.pages, m.slots, m.leases, m.rooms, tuple(m.violations))
+
+
+def fingerprint_to_proto(fingerprint: Fingerprint) -> pb.Fingerprint:
+    return pb.Fingerprint(
+        protocol=fingerprint.protocol,
+        layout=fingerprint.layout,
+        numerics=fingerprint.numerics,
+        weights=fingerprint.weights,
+    )
+
+
+def fingerprint_from_proto(m: pb.Fingerprint) -> Fingerprint:
+    return Fingerprint(m.protocol, m.layout, m.numerics, m.weights)
+
+
+def view_from_proto(m: pb.WorkerView) -> WorkerView:
+    """A row of the controller's table. Raises `UnknownKind` for a role that this build doesn't know."""
+    r = m.registration
+    incarnation = Incarnation(m.status.incarnation or r.incarnation)
+    record = WorkerRecord(
+        name=WorkerName(r.name),
+        role=role_from_proto(r.role),
+        incarnation=incarnation,
+        pid=r.pid,
+        node=r.node,
+        endpoint=r.endpoint,
+        control=r.control,
+        fits=Fits(r.max_positions, r.context),
+        node_id=r.node_id,
+        fingerprint=fingerprint_from_proto(r.fingerprint) if r.HasField("fingerprint") else None,
+    )
+    status = status_from_proto(m.status) if m.status.name else None
+    if status is None:
+        status = WorkerStatus(record.name, record.role, "starting", record.pid, record.node, incarnation, 0, 0, 0, 0)
+    return WorkerView(record, status, m.cordoned)
+
+
+def record_from_proto(m: pb.Registration) -> WorkerRecord:
+    """A worker's record from the wire; raises `UnknownKind` for an unknown role."""
+    fits = Fits(m.max_positions, m.context)
+    name, incarnation = WorkerName(m.name), Incarnation(m.incarnation)
+    fingerprint = fingerprint_from_proto(m.fingerprint) if m.HasField("fingerprint") else None
+    return WorkerRecord(
+        name, role_from_proto(m.role), incarnation, m.pid, m.node, m.endpoint, m.control, fits, m.node_id, fingerprint
+    )
+
+
+def record_to_proto(record: WorkerRecord) -> pb.Registration:
+    """A worker's record as it travels."""
+    return pb.Registration(
+        name=record.name,
+        role=record.role,
+        pid=record.pid,
+        node=record.node,
+        endpoint=record.endpoint,
+        control=record.control,
+        max_positions=record.fits.max_positions,
+        context=record.fits.context,
+        incarnation=record.incarnation,
+        node_id=record.node_id,
+        fingerprint=fingerprint_to_proto(record.fingerprint) if record.fingerprint is not None else None,
+    )

@@ -1,0 +1,1 @@
+"""Running requests and finished pages to other decode workers."""

@@ -1,0 +1,181 @@
+"""A request on its way through decode, and the states it goes through.
+
+    waiting --pages and slot granted--> arriving --verified--> running --last token--> gone
+                                                                |   ^
+                              short of pages: its steps land,   |   |  everything is back
+                              its state goes to the host        v   |  and matches its tags
+                                           retracting --> retracted --> resuming
+
+                           running --handed to another worker--> leaving --received there--> gone
+                              ^                                     |
+                              +----------came to nothing------------+
+
+What is off the device isn't handed on, but comes back first.
+
+It is admitted with pages for its prompt and its next step, and gets more as it goes on; where there are none, somebody
+is retracted (`decode.retraction.retraction`). While a step is under way the next one may be launched already, with the
+token still on the device; not where the draw looks at the tokens before it (repetition, presence and frequency
+penalties), for which the host must know them.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from enum import StrEnum
+
+from cache.allocation.allocation import Claim
+from cache.manager.swapping import Returning
+from cache.prefix_cache.token_prefix import Prefix
+from cache.swap.swapped_state import Parked
+from contracts.interfaces.worker_interface import SessionId
+from contracts.messages.router_commands import Submit
+from contracts.state_table import StateTable
+from engine.runner.batch import FromStep
+from engine.runner.sampler import needs_history
+from transfer.rooms.metadata_slots import Metadata
+
+
+class Phase(StrEnum):
+    WAITING = "waiting"
+    ARRIVING = "arriving"
+    RUNNING = "running"
+    LEAVING = "leaving"
+    """Its state is held for another decode worker (`decode.migration.outgoing_migrations`)."""
+    RETRACTING = "retracting"
+    """It leaves the device: steps under way land, then its state is copied."""
+    RETRACTED = "retracted"
+    """Its state is in host memory."""
+    RESUMING = "resuming"
+    """Its state is on its way back."""
+    GONE = "gone"
+
+
+class PhaseEvent(StrEnum):
+    GRANT = "grant"
+    ARRIVED = "arrived"
+    DEPART = "depart"
+    RETRACT = "retract"
+    PARKED = "parked"
+    RESUME = "resume"
+    BACK = "back"
+    END = "end"
+
+
+PHASES = StateTable[Phase, PhaseEvent](
+    "decode request",
+    {
+        Phase.WAITING: {PhaseEvent.GRANT: Phase.ARRIVING, PhaseEvent.END: Phase.GONE},
+        Phase.ARRIVING: {PhaseEvent.ARRIVED: Phase.RUNNING, PhaseEvent.END: Phase.GONE},
+        Phase.RUNNING: {
+            PhaseEvent.DEPART: Phase.LEAVING,
+            PhaseEvent.RETRACT: Phase.RETRACTING,
+            PhaseEvent.END: Phase.GONE,
+        },
+        Phase.LEAVING: {PhaseEvent.BACK: Phase.RUNNING, PhaseEvent.END: Phase.GONE},
+        Phase.RETRACTING: {PhaseEvent.PARKED: Phase.RETRACTED, PhaseEvent.END: Phase.GONE},
+        Phase.RETRACTED: {PhaseEvent.RESUME: Phase.RESUMING, PhaseEvent.END: Phase.GONE},
+        Phase.RESUMING: {PhaseEvent.BACK: Phase.RUNNING, PhaseEvent.END: Phase.GONE},
+    },
+)
+
+OFF_DEVICE = (Phase.RETRACTING, Phase.RETRACTED, Phase.RESUMING)
+"""Those of `decode.retraction.retraction`."""
+
+
+@dataclass(eq=False)
+class Request:
+    """One attempt at one request. While it is arriving, what it lacks is the room's; afterwards all is its own."""
+
+    session: SessionId
+    submit: Submit
+    arrived: float
+    deadline: float
+    prefix: Prefix
+    """The prompt's whole pages."""
+    phase: Phase = Phase.WAITING
+    claim: Claim | None = None
+    """What it holds of the seat: from its grant on, but not while it is off the device."""
+    parked: Parked | None = None
+    """What it holds in host memory: from the copy's beginning until it runs again."""
+    returning: Returning | None = None
+    """The way back of what is parked."""
+    retractions: int = 0
+    """How often it was retracted."""
+    stepped: bool = True
+    """False from its coming back until a step of it is committed: so long it isn't retracted again."""
+    metadata: Metadata | None = None
+    """What prefill handed over besides pages, the draft state with it: a copy of its own, whatever becomes of the slot
+    and wherever its pages are (hazard A2)."""
+    tokens: list[int] = field(default_factory=list)
+    """Prompt and answer so far; the state of all but the last is in the pages."""
+    committed: int = 0
+    """Positions whose state is known to be there: all but the last token's."""
+    launched: int = 0
+    """Positions whose state was given to the device to compute."""
+    planned: int = 0
+    """Positions that are decided on."""
+    latest: FromStep | None = None
+    """Where its last launched token is drawn."""
+    stopping: bool = False
+    """It is to be handed on: no step of it is launched any more."""
+    computed: int = 0
+    """Prompt positions that this worker's engine had to compute: none, as long as all state is handed over."""
+    behind: Request | None = None
+    """Who is receiving the prompt that it has in common with it, while it waits for that."""
+    behind_since: float | None = None
+    """When it began to wait for another one first, in seconds."""
+    marks: dict[str, float] = field(default_factory=dict)
+
+    @property
+    def generated(self) -> int:
+        """Tokens of its answer, those of earlier attempts among them."""
+        return max(len(self.tokens), len(self.submit.tokens)) - self.submit.prompt_len
+
+    @property
+    def in_place(self) -> bool:
+        """Whether the state of all its committed positions is on the device, in its claim."""
+        return self.claim is not None and self.phase in (Phase.RUNNING, Phase.RETRACTING, Phase.LEAVING)
+
+    @property
+    def under_way(self) -> int:
+        """Tokens that are being drawn."""
+        return self.launched - self.committed
+
+    def start(self, metadata: Metadata) -> None:
+        """The state of its tokens is here, and the first one after them."""
+        self.metadata = metadata
+        self.tokens = [*self.submit.tokens, metadata.token]
+        self.committed = self.launched = self.planned = len(self.submit.tokens)
+
+    def commit(self, token: int) -> None:
+        """A step is complete: the state of its last token, and the next token."""
+        self.tokens.append(token)
+        self.committed += 1
+        self.stepped = True
+
+    def whole(self, page_tokens: int, end: int) -> Prefix:
+        """The whole pages of its first `end` tokens."""
+        known = self.prefix.head(end // page_tokens)
+        return known.longer(self.tokens[len(known) * page_tokens : end])
+
+    @property
+    def can_go_on(self) -> bool:
+        """Whether its next step can be launched now: nothing is missing, and it doesn't end with what is under way."""
+        if self.stopping:
+            return False
+        if not self.under_way:
+            return True
+        known = not needs_history(self.submit.sampling)
+        return known and self.generated + self.under_way < self.submit.sampling.max_tokens
+
+    @property
+    def positions(self) -> int:
+        """Positions whose state it needs at most: the last token's is never read."""
+        return max(len(self.submit.tokens), self.submit.max_len - 1)
+
+    def positions_for(self, end: int) -> int:
+        """Positions up to `end`, as far as it can ever need them."""
+        return min(self.positions, end)
+
+    def step(self, event: PhaseEvent) -> None:
+        self.phase = PHASES.next(self.phase, event)

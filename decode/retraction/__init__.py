@@ -1,0 +1,1 @@
+"""Short of pages: who leaves the device, and how it comes back."""

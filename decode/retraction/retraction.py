@@ -1,0 +1,289 @@
+"""Requests off the device: on their way to host memory, there, and on their way back.
+
+    leaving    retracting: steps under way land, then the state of the committed positions is copied, in every pool
+    away       retracted: all of it is in leased host memory, and is what was sealed
+    coming     resuming: new pages and slots of every pool, into which it is restored and checked
+
+A request is in exactly one of these queues, and its phase names it. It holds a claim, or a parked copy, or both while
+it comes back; `leave` gives everything back from any of them.
+
+What a retraction costs is copied bytes, twice, or the prompt and the answer so far computed again by prefill. The
+cheaper one is taken, by rates that are measured here: of copies, their bytes and times; of prefill, what a hand-over
+takes from the grant to its arrival, with prefill's queue and the transfer. That is what computing again would take, and
+decode sees it with every request, so nobody has to tell it. To compute again, the attempt ends as *retracted*: the
+router starts the next one from all tokens so far, which costs it none of its replays. Every attempt brings at least the
+token that prefill draws, so this ends, too. It is also what is done where host memory is full: first what only the tree
+holds there goes; then the state of whoever comes back last goes on to storage, where there is one; then this.
+
+How often: a request takes at least one step between two retractions. It comes back when the pool has room for what it
+and all who run are expected to grow by, or when nobody else holds pages; oldest first, and nobody is admitted before
+those who were here already (C10). After `decode.retract_limit` retractions it comes back only with pages for its whole
+answer, and is not retracted any more for others (only on purpose, by `faults.retract_every`): so it ends.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+from cache.manager.kv_cache_manager import Seat
+from cache.memory.required_pages import due
+from cache.swap.restore import Damage
+from cache.swap.swapped_state import Parked, Place
+from contracts.clock import Clock
+from contracts.config.worker_config import DecodeConfig
+from contracts.damage import Where, log_damage
+from contracts.errors import CapacityError, ErrorKind, StaleLease
+from decode.request.request import Phase, PhaseEvent, Request
+from decode.retraction.retraction_policy import Rates, cheaper_to_copy, returns_first
+
+log = logging.getLogger("twinpool.decode")
+
+
+@dataclass(frozen=True, slots=True)
+class Lost:
+    """A request whose state won't come back to the device: its attempt ends so."""
+
+    request: Request
+    kind: ErrorKind
+    message: str
+
+
+class Retraction:
+    """See the module's prose. Single-threaded; nothing here waits."""
+
+    def __init__(self, seat: Seat, config: DecodeConfig, clock: Clock) -> None:
+        self._seat, self._config, self._clock = seat, config, clock
+        self._page_tokens = seat.spec.page_tokens
+        self._leaving: list[Request] = []
+        self._away: list[Request] = []
+        self._coming: list[Request] = []
+        self._began: dict[Request, float] = {}
+        """When the copy under way of each began."""
+        self.rates = Rates()
+        self.counters = dict.fromkeys(
+            ("retractions", "resumptions", "retracted_bytes", "resumed_bytes", "recomputed", "states_damaged_parked"),
+            0.0,
+        )
+
+    def __iter__(self) -> Iterator[Request]:
+        return iter([*self._leaving, *self._away, *self._coming])
+
+    def __len__(self) -> int:
+        return len(self._leaving) + len(self._away) + len(self._coming)
+
+    @property
+    def leaving(self) -> bool:
+        """Whether pages are about to become free."""
+        return bool(self._leaving)
+
+    @property
+    def first_in_line(self) -> bool:
+        """Whether somebody is to come back before anybody new is admitted."""
+        return bool(self._leaving or self._away)
+
+    def assured(self, request: Request) -> bool:
+        """Whether it has been retracted as often as a request may be."""
+        return request.retractions >= self._config.retract_limit
+
+    # ------------------------------------------------------------ away
+
+    def retract(self, request: Request, *, on_purpose: bool = False) -> None:
+        """Take a running request off the device; steps of it that are under way still count.
+
+        `on_purpose`: a fault wants it, so it says nothing about how often the request was in the way of others.
+        """
+        request.step(PhaseEvent.RETRACT)
+        request.retractions += not on_purpose
+        self._leaving.append(request)
+
+    def advance(self) -> list[Lost]:
+        """Begin the copies of those whose steps have landed, and take in the copies that have ended."""
+        lost: list[Lost] = []
+        for request in list(self._leaving):
+            if request.parked is None and self._at_rest(request):
+                lost += self._copy(request)
+            if request.parked is not None:
+                self._seat.settle(request.parked)
+                if request.parked.place is not Place.SAVING:
+                    lost += self._arrive(request)
+        return lost
+
+    def _at_rest(self, request: Request) -> bool:
+        """Whether nothing is under way that writes its state: steps have landed, what was loaded for it has come."""
+        return not request.under_way and request.claim is not None and self._seat.settled(request.claim)
+
+    def _copy(self, request: Request) -> Iterator[Lost]:
+        claim, committed = request.claim, request.committed
+        assert claim is not None
+        if not self._copies(committed):
+            yield self._again(request, "computing its state again is quicker than copying it")
+            return
+        began = self._clock.now()
+        try:
+            parked = self._seat.park(claim, request.whole(self._page_tokens, committed), committed)
+        except CapacityError as error:
+            if not self._make_room():
+                yield self._again(request, str(error))
+            return
+        except RuntimeError as error:
+            yield self._again(request, f"its state could not be copied: {error}")
+            return
+        self._began[request] = began
+        self.counters["retractions"] += 1
+        self.counters["retracted_bytes"] += parked.nbytes
+        self._seat.release(claim)
+        request.parked, request.claim, request.latest, request.stepped = parked, None, None, False
+
+    def _copies(self, committed: int) -> bool:
+        if self._seat.host is None or self._config.retract == "recompute":
+            return False
+        spec = self._seat.spec
+        nbytes = sum(len(numbers) * spec.unit_bytes(pool) for pool, numbers in due(spec, committed).items())
+        return self._config.retract == "copy" or cheaper_to_copy(nbytes, committed, self.rates)
+
+    def _again(self, request: Request, why: str) -> Lost:
+        self.counters["retractions"] += request.parked is None
+        self.counters["recomputed"] += 1
+        return Lost(request, ErrorKind.RETRACTED, f"decode was short of pages: {why}")
+
+    def _make_room(self) -> bool:
+        """Send on to storage whoever of those on the host comes back last; False where nobody can be."""
+        if any(r.parked is not None and r.parked.place is Place.STORING for r in self._away):
+            return True
+        for request in sorted(self._away, key=returns_first, reverse=True):
+            parked = request.parked
+            assert parked is not None
+            tokens = request.tokens[: request.committed]
+            if parked.place is Place.HOST and parked.leases and self._seat.store(parked, tokens):
+                return True
+        return False
+
+    def _arrive(self, request: Request) -> Iterator[Lost]:
+        parked = request.parked
+        assert parked is not None
+        self.rates.saw_out(parked.nbytes, self._clock.now() - self._began.pop(request))
+        if parked.place is Place.LOST:
+            yield self._damaged(request, "when it had been copied to the host", parked.damage)
+            return
+        self._leaving.remove(request)
+        request.step(PhaseEvent.PARKED)
+        self._away.append(request)
+
+    def _damaged(self, request: Request, where: str, pages: Mapping[str, list[int]] = {}) -> Lost:
+        """`pages`: which ones, by pool, where that is known."""
+        self.counters["states_damaged_parked"] += 1
+        facts = {"request": request.submit.request_id, "found": where, "pages": dict(pages)}
+        log_damage(log, Where.RESTORE, **facts, then="its attempt ends, the next one computes it again")
+        return Lost(request, ErrorKind.DAMAGED, "its state was damaged while it was retracted")
+
+    # ------------------------------------------------------------ and back
+
+    def resume(self, may: Callable[[Request], bool]) -> list[Lost]:
+        """Begin to bring back whoever may come and has room, oldest first; who can't come holds those behind it."""
+        lost: list[Lost] = []
+        for request in sorted(self._away, key=returns_first):
+            if not may(request):
+                break
+            parked = request.parked
+            assert parked is not None
+            if parked.place is not Place.HOST:
+                lost += self._bring_to_host(request, parked)
+                break
+            positions = request.positions_for(1 << 62 if self.assured(request) else request.committed + 1)
+            began = self._clock.now()
+            try:
+                returning = self._seat.unpark(parked, positions)
+            except (StaleLease, RuntimeError) as error:
+                lost.append(self._damaged(request, str(error)))
+                continue
+            if returning is None:
+                break
+            self._began[request] = began
+            self._away.remove(request)
+            request.step(PhaseEvent.RESUME)
+            request.returning, request.claim = returning, returning.claim
+            self._coming.append(request)
+        return lost
+
+    def _bring_to_host(self, request: Request, parked: Parked) -> Iterator[Lost]:
+        """Of what is on storage, or on the way there or back: let it come, if it isn't coming."""
+        if parked.place is Place.LOST and parked.damage:
+            yield self._damaged(request, "when it came from storage", parked.damage)
+        elif parked.place is Place.LOST:
+            yield self._again(request, "storage has lost a part of its state")
+        if parked.place is not Place.STORED:
+            return
+        try:
+            self._seat.fetch(parked, request.tokens[: request.committed])
+        except CapacityError as error:
+            # Who is coming back leaves the host in a moment.
+            if not self._coming and not self._make_room():
+                yield self._again(request, str(error))
+
+    def returned(self) -> tuple[list[Request], list[Lost]]:
+        """Those who run again, with everything loaded and proved; and those whose state didn't come back right."""
+        back: list[Request] = []
+        lost: list[Lost] = []
+        for request in list(self._coming):
+            returning, claim, parked = request.returning, request.claim, request.parked
+            assert returning is not None
+            assert claim is not None
+            assert parked is not None
+            if not returning.restored.done:
+                continue
+            if not self._seat.back(returning):
+                lost.append(self._damaged(request, "on the way back", _by_pool(returning.restored.damage)))
+            elif self._seat.settled(claim):
+                self.rates.saw_back(parked.nbytes, self._clock.now() - self._began[request])
+                self.counters["resumptions"] += 1
+                self.counters["resumed_bytes"] += parked.nbytes
+                self.leave(request)
+                request.step(PhaseEvent.BACK)
+                back.append(request)
+        return back, lost
+
+    # ------------------------------------------------------------ ends
+
+    def leave(self, request: Request) -> None:
+        """Out of the queues, and out of host memory. Its claim, if it has one, is the caller's to release."""
+        for queue in (self._leaving, self._away, self._coming):
+            if request in queue:
+                queue.remove(request)
+        self._began.pop(request, None)
+        if request.parked is not None:
+            self._seat.discard(request.parked)
+        request.parked = request.returning = None
+
+    def check(self) -> list[str]:
+        """Recount; returns what doesn't agree."""
+        found = []
+        queues = ((Phase.RETRACTING, self._leaving), (Phase.RETRACTED, self._away), (Phase.RESUMING, self._coming))
+        for phase, queue in queues:
+            for request in queue:
+                name = request.submit.request_id
+                if request.phase is not phase:
+                    found.append(f"request {name} is {request.phase} and in the queue of those {phase}")
+                holds = {
+                    Phase.RETRACTING: (request.claim is None) == (request.parked is not None),
+                    Phase.RETRACTED: request.claim is None and request.parked is not None,
+                    Phase.RESUMING: request.claim is not None and request.parked is not None,
+                }
+                if not holds[phase]:
+                    found.append(f"request {name} is {phase}, and its claim or its parked copy says otherwise")
+                if request.parked is not None and request.parked.positions != request.committed:
+                    found.append(
+                        f"request {name}: {request.parked.positions} positions are parked of {request.committed}"
+                    )
+        parked = sum(r.parked is not None for r in self)
+        if parked != self._seat.parked:
+            found.append(f"{self._seat.parked} parked copies, requests hold {parked}")
+        return found
+
+
+def _by_pool(damage: Sequence[Damage]) -> dict[str, list[int]]:
+    pages: dict[str, list[int]] = {}
+    for one in damage:
+        pages.setdefault(one.pool, []).append(one.at)
+    return pages

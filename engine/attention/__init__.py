@@ -1,0 +1,1 @@
+"""What an attention backend is given and must answer."""

@@ -1,0 +1,56 @@
+"""What every attention backend must answer."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Protocol
+
+from torch import Tensor
+
+from engine.attention.attention_plan import AttentionPlan, Tables
+
+if TYPE_CHECKING:
+    from engine.attention.latent_backend import LatentAttention
+    from engine.attention.recurrence_backend import Recurrence
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Scores:
+    """How a layer weighs what its queries see."""
+
+    scale: float
+    """The factor on products of queries and keys."""
+    window: int = 0
+    """Positions that a query sees, the last ones up to its own; 0: all up to its own."""
+    softcap: float = 0.0
+    """Scores are squeezed to plus or minus this by a hyperbolic tangent; 0: not at all."""
+    sinks_h: Tensor | None = None
+    """[heads] float32: a score of nothing in each head's softmax, a part of the weights that goes nowhere
+    (arXiv 2309.17453)."""
+
+
+class Attention(Protocol):
+    """Causal attention over paged keys and values."""
+
+    def attend(self, q_thd: Tensor, k_pages: Tensor, v_pages: Tensor, plan: AttentionPlan, scores: Scores) -> Tensor:
+        """Attend each query to the positions up to its own that it sees.
+
+        `q_thd` is [T, heads, head_dim]; `k_pages` and `v_pages` are [pages, page_tokens, kv_heads, head_dim] in the
+        dtype of `q_thd`; heads is a multiple of kv_heads, and head h reads kv head h // (heads // kv_heads).
+        Softmax and accumulation are in float32. The plan's tables may begin where the window does.
+        Returns [T, heads, head_dim] in the dtype of `q_thd`.
+        """
+
+    @property
+    def latent(self) -> LatentAttention:
+        """The same backend for models that keep latents."""
+
+    @property
+    def recurrence(self) -> Recurrence:
+        """The same backend for recurrent layers."""
+
+    def stale(self, plan: Tables, epochs_e: Tensor) -> Tensor:
+        """Which sequences' tables name a page whose epoch in `epochs_e` ([pages] int32) is another by now: [B] bool.
+
+        `plan.epochs_bp` must be there.
+        """

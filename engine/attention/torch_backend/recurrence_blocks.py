@@ -1,0 +1,131 @@
+"""How the rows of a step are laid into blocks of absolute positions."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+
+import torch
+from torch import Tensor
+
+from engine.attention.attention_plan import SlotPlan
+from engine.attention.recurrence_backend import BLOCK
+
+_LARGE = 1 << 15
+"""Elements of a sequence's matrices from which on it is slower to gather them than to read each where it is."""
+
+
+@dataclass(frozen=True)
+class _Round:
+    """One block of each sequence that takes part: the first `width` sequences, with items from `first` on."""
+
+    first: int
+    width: int
+    full: int
+    """Of the first so many the block gets full."""
+
+
+Step = tuple[slice | Tensor, int | Tensor]
+"""Rows of T to find at once: the same row of some items, or each item's own."""
+
+
+@dataclass(frozen=True)
+class _Blocks:
+    """How the rows of one step lie in blocks. B sequences in the order of the scan, W items; integers are int64."""
+
+    cells_t: Tensor
+    """[T]: of each packed row, its place on the axis of W * BLOCK rows."""
+    items: int
+    slots_b: Tensor
+    muted_b: Tensor | None
+    rounds: Sequence[_Round]
+    last_b: Tensor
+    """[B]: each sequence's last item."""
+    gone_bc: Tensor
+    """[B, BLOCK] bool: rows that the slot keeps nothing of after the step."""
+    known_bc: Tensor | None
+    """[B, BLOCK] bool: rows that the slot had of the first block. None: every sequence begins with a block."""
+    row_b: Tensor | None
+    """[B]: each sequence's row of its block where all have one (decode)."""
+    steps: Sequence[Step]
+    """In an order in which each row of T finds the earlier ones of its item."""
+
+
+def _by_block(x_th: Tensor, blocks: _Blocks, before: Tensor | None = None) -> Tensor:
+    """Rows [T, H, ...] in blocks, [W, H, BLOCK, ...]; the first block of each sequence on top of what slots had."""
+    x_wch = x_th.new_zeros(blocks.items, BLOCK, *x_th.shape[1:])
+    if before is not None and blocks.known_bc is not None:
+        x_wch[: len(blocks.slots_b)] = before[blocks.slots_b].transpose(1, 2)
+    x_wch.flatten(0, 1).index_copy_(0, blocks.cells_t, x_th)
+    return x_wch.transpose(1, 2).contiguous()
+
+
+def _laid_out(plan: SlotPlan) -> _Blocks:
+    device = plan.tables_bp.device
+    starts, counts = plan.starts, plan.counts
+    ends = [start + count for start, count in zip(starts, counts, strict=True)]
+    items = [-(-end // BLOCK) - start // BLOCK for start, end in zip(starts, ends, strict=True)]
+    order = sorted(range(len(starts)), key=lambda b: (-items[b], ends[b] % BLOCK != 0))
+    filled = [items[b] - (ends[b] % BLOCK != 0) for b in order]
+    widths = [sum(n > number for n in items) for number in range(max(items))]
+    offsets = [0, *accumulate(widths)]
+    fresh = [(0, 0)] * offsets[-1]
+    cells: list[list[int]] = [[] for _ in starts]
+    for place, b in enumerate(order):
+        for number in range(items[b]):
+            item, base = offsets[number] + place, (starts[b] // BLOCK + number) * BLOCK
+            first, stop = max(starts[b] - base, 0), min(ends[b] - base, BLOCK)
+            fresh[item] = (first, stop)
+            cells[b] += range(item * BLOCK + first, item * BLOCK + stop)
+
+    def integers(values: Sequence[int]) -> Tensor:
+        return torch.tensor(values, dtype=torch.int64, device=device)
+
+    row_c, order_b = torch.arange(BLOCK, device=device), integers(order)
+    muted_b = plan.muted_b[order_b] if plan.muted_b is not None else None
+    gone_bc = row_c >= integers([ends[b] % BLOCK for b in order])[:, None]
+    return _Blocks(
+        cells_t=integers([cell for row in cells for cell in row]),
+        items=len(fresh),
+        slots_b=plan.slots_b[order_b],
+        muted_b=muted_b,
+        rounds=[_Round(offsets[n], width, sum(f > n for f in filled)) for n, width in enumerate(widths)],
+        last_b=integers([offsets[items[b] - 1] + place for place, b in enumerate(order)]),
+        gone_bc=gone_bc if muted_b is None else gone_bc | muted_b[:, None],
+        known_bc=row_c < integers([starts[b] % BLOCK for b in order])[:, None]
+        if any(start % BLOCK for start in starts)
+        else None,
+        row_b=integers([starts[b] % BLOCK for b in order]) if max(counts) == 1 else None,
+        steps=_steps(fresh, device),
+    )
+
+
+def _steps(fresh: Sequence[tuple[int, int]], device: torch.device) -> list[Step]:
+    """`fresh` are the new rows of each item, half-open."""
+    if all(stop - first == 1 for first, stop in fresh):  # decode: all at once
+        return [(torch.arange(len(fresh), device=device), torch.tensor([first for first, _ in fresh], device=device))]
+    steps: list[Step] = []
+    for row in range(BLOCK):
+        items = [item for item, (first, stop) in enumerate(fresh) if first <= row < stop]
+        if items:
+            together = items[-1] - items[0] == len(items) - 1
+            steps.append((slice(items[0], items[-1] + 1) if together else torch.tensor(items, device=device), row))
+    return steps
+
+
+def _conv_lines(plan: SlotPlan, taps: int) -> tuple[Tensor, Tensor]:
+    """Where inputs lie when those of the slots ([B * taps]) come before those of the step ([T]).
+
+    Of each row and tap, [taps + 1, T], and of each sequence's last `taps` inputs, [B, taps]; int64.
+    """
+    lines: list[list[int]] = []
+    last: list[list[int]] = []
+    row = len(plan.starts) * taps
+    for b, count in enumerate(plan.counts):
+        mine = [*range(b * taps, (b + 1) * taps), *range(row, row + count)]
+        lines += [mine[i : i + taps + 1] for i in range(count)]
+        last.append(mine[count:])
+        row += count
+    device = plan.tables_bp.device
+    return torch.tensor(lines, device=device).t().contiguous(), torch.tensor(last, device=device)

@@ -1,0 +1,182 @@
+"""Paged attention in plain torch: the reference for every kernel, and the path on CPU.
+
+How a result is made to depend on positions alone. The keys of a sequence are cut into blocks of `BLOCK_TOKENS`
+*absolute* positions, whatever the page size. Queries are cut into *tiles* of neighbouring positions; an *item* is one
+tile against one block. All items of a step have one shape, so they share a gather, a product for the scores and a
+product for the values, and the products of a row are the same calls with the same inner length in every step:
+
+    scores of an item    q · kᵀ over head_dim, masked to positions up to the query's own
+    softmax and values   over the positions of one block, always BLOCK_TOKENS long
+    row maximum          over all items of the tile: a maximum is exact in any order
+    weight of a block    its sum times exp(its maximum - row maximum); exactly 0 where all is masked
+    sum over blocks      weighted, in block order, one after the other; then divided by the sum of weights
+
+A block beyond a query's position, or before its window, contributes zeros, and adding zeros is exact; so it doesn't
+matter which queries share a tile, which blocks their neighbours need, or whether the query came alone. Blocks before
+the window of a tile's first query are no items at all. Rows of a product are padded to the quantum that
+`engine.numerics` found. Positions that none of a tile's queries sees are read from the null page: what another owner
+left in a page's tail is never touched, not even to be multiplied by zero. A sink, which is a score of nothing, takes
+part in the row maximum and is added last to the sum of weights.
+
+Keys, values and queries are raised to float32 (exact); the result is rounded once.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from engine.attention.attention_backend import Scores
+from engine.attention.attention_plan import BLOCK_TOKENS, AttentionPlan, Tables
+from engine.attention.torch_backend.attention_tiles import (
+    _GATHER_ELEMENTS,
+    _MASKED,
+    _SCORE_ELEMENTS,
+    _Batch,
+    _batch,
+    _low,
+    _parts,
+    _Tile,
+    _tile_queries,
+)
+from engine.attention.torch_backend.torch_latent import TorchLatent
+from engine.attention.torch_backend.torch_recurrence import TorchRecurrence
+from engine.tensors.row_exact_linear import Numerics, tanh
+
+
+class TorchAttention:
+    """The attention interface in torch operations; with `FAST` numerics rows are not padded."""
+
+    def __init__(self, numerics: Numerics) -> None:
+        self._numerics = numerics
+        self.latent = TorchLatent(numerics, self)
+        self.recurrence = TorchRecurrence(numerics)
+
+    def attend(self, q_thd: Tensor, k_pages: Tensor, v_pages: Tensor, plan: AttentionPlan, scores: Scores) -> Tensor:
+        """As `Attention.attend`; values may have another width than keys."""
+        heads, kv_heads, dim = q_thd.shape[1], k_pages.shape[2], k_pages.shape[3]
+        key = f"torch attention {heads} {kv_heads} {dim} {scores.window}"
+        batches: list[_Batch] | None = plan.scratch.get(key)
+        if batches is None:
+            batches = plan.scratch[key] = self._split(plan, heads, kv_heads, dim, scores.window)
+        q_scaled = q_thd.float() * scores.scale
+        out_thd = q_thd.new_empty(*q_thd.shape[:2], v_pages.shape[3])
+        k_rows, v_rows = k_pages.view(-1, dim), v_pages.view(-1, v_pages.shape[3])
+        for batch in batches:
+            self._attend_batch(batch, q_scaled, k_rows, v_rows, kv_heads, out_thd, scores)
+        return out_thd
+
+    def stale(self, plan: Tables, epochs_e: Tensor) -> Tensor:
+        assert plan.epochs_bp is not None, "the plan has epochs"
+        if plan.tables_bp.is_cpu:
+            # numpy's way from one small operation to the next is shorter, and this is done in every step.
+            found = epochs_e.numpy().take(plan.tables_bp.numpy()) != plan.epochs_bp.numpy()
+            return torch.from_numpy(found.any(1))
+        return epochs_e[plan.tables_bp.long()].ne(plan.epochs_bp).any(1)
+
+    def _attend_batch(
+        self,
+        batch: _Batch,
+        q_thd: Tensor,
+        k_rows: Tensor,
+        v_rows: Tensor,
+        kv_heads: int,
+        out_thd: Tensor,
+        scores: Scores,
+    ) -> None:
+        tiles, items = len(batch.query_ur), len(batch.tile_w)
+        (heads, dim), value_dim = q_thd.shape[1:], v_rows.shape[1]
+        group = heads // kv_heads
+        used = batch.queries * group
+        rows = self._numerics.padded(used)
+        q_ukrd = q_thd.new_zeros(tiles, kv_heads, rows, dim)
+        q_view = q_thd[batch.query_ur].view(tiles, batch.queries, kv_heads, group, dim).transpose(1, 2)
+        q_ukrd[:, :, :used].view(tiles, kv_heads, batch.queries, group, dim).copy_(q_view)
+        q_wrd = (q_ukrd if items == tiles else q_ukrd[batch.tile_w]).view(items * kv_heads, rows, dim)
+
+        s_wrn = q_thd.new_empty(items * kv_heads, rows, BLOCK_TOKENS)
+        for part, slots in batch.chunks:
+            k_wnd = k_rows.index_select(0, slots).view(-1, BLOCK_TOKENS, dim).float()
+            self._numerics.bmm(q_wrd[part], k_wnd.transpose(1, 2), s_wrn[part])
+        if softcap := scores.softcap:
+            tanh(s_wrn.div_(softcap)).mul_(softcap)
+        s_wkrn = s_wrn.view(items, kv_heads, rows, BLOCK_TOKENS).add_(_expanded(batch.mask_wrn, group, rows))
+
+        sinks_h = scores.sinks_h
+        sink_kr = None if sinks_h is None else _sinks_of_rows(sinks_h, kv_heads, batch.queries, rows)
+        weight_wkr, sink_ukr = _weights(batch, s_wkrn, sink_kr)
+        p_wrn = s_wrn.softmax(-1)
+        # The largest weight of a block is exp(0) over the block's sum, so its inverse is that sum.
+        weight_wkr /= p_wrn.amax(-1).view_as(weight_wkr)
+        o_wrd = q_thd.new_empty(items * kv_heads, rows, value_dim)
+        for part, slots in batch.chunks:
+            v_wnd = v_rows.index_select(0, slots).view(-1, BLOCK_TOKENS, value_dim).float()
+            self._numerics.bmm(p_wrn[part], v_wnd, o_wrd[part])
+        o_wkrd = o_wrd.view(items, kv_heads, rows, value_dim).mul_(weight_wkr.unsqueeze(-1))
+
+        out_ukrd, sums_ukr = o_wkrd[:tiles], weight_wkr[:tiles]
+        begin = tiles
+        for width in batch.widths[1:]:
+            out_ukrd[:width] += o_wkrd[begin : begin + width]
+            sums_ukr[:width] += weight_wkr[begin : begin + width]
+            begin += width
+        if sink_ukr is not None:
+            sums_ukr += sink_ukr
+        result = out_ukrd.div_(sums_ukr.unsqueeze(-1))[:, :, :used]
+        result = result.view(tiles, kv_heads, batch.queries, group, value_dim).transpose(1, 2)
+        result = result.reshape(tiles * batch.queries, heads, value_dim)
+        out_thd.index_copy_(0, batch.out_queries, result.index_select(0, batch.out_rows).to(out_thd.dtype))
+
+    def _split(self, plan: AttentionPlan, heads: int, kv_heads: int, dim: int, window: int) -> list[_Batch]:
+        """Cut the step's queries into tiles and the tiles into batches of bounded size."""
+        offsets, starts = plan.offsets_b.tolist(), plan.starts_b.tolist()
+        by_size: dict[int, list[_Tile]] = {}
+        for sequence, start in enumerate(starts):
+            row, end = offsets[sequence], offsets[sequence + 1]
+            size = _tile_queries(end - row, start + end - row, heads, window)
+            by_size.setdefault(size, []).extend(
+                _Tile(at, sequence, start + at - row, min(size, end - at), _low(start + at - row, window))
+                for at in range(row, end, size)
+            )
+        batches = []
+        for size, tiles in by_size.items():
+            tiles.sort(key=lambda tile: -tile.blocks)
+            item_rows = heads // kv_heads * size
+            limit = _SCORE_ELEMENTS // (self._numerics.padded(item_rows) * kv_heads * BLOCK_TOKENS)
+            chunk = max(1, _GATHER_ELEMENTS // (kv_heads * dim * BLOCK_TOKENS))
+            for part in _parts(tiles, limit):
+                batches.append(_batch(plan, part, size, kv_heads, chunk, window))
+        return batches
+
+
+def _expanded(mask_wrn: Tensor, group: int, rows: int) -> Tensor:
+    """The mask of queries as a mask of rows: each query `group` times, padding visible."""
+    if mask_wrn.shape[2] == 1:
+        return mask_wrn
+    mask = mask_wrn.repeat_interleave(group, dim=2) if group > 1 else mask_wrn
+    return F.pad(mask, (0, 0, 0, rows - mask.shape[2])) if rows > mask.shape[2] else mask
+
+
+def _weights(batch: _Batch, s_wkrn: Tensor, sink_kr: Tensor | None) -> tuple[Tensor, Tensor | None]:
+    """exp(block maximum - row maximum) of each item's rows, [W, kv_heads, rows]: exactly 0 where all is masked.
+
+    With sinks, also theirs: [U, kv_heads, rows].
+    """
+    high_wkr = s_wkrn.amax(-1)
+    tiles, blocks = len(batch.query_ur), len(batch.widths)
+    if blocks == 1 and sink_kr is None:
+        return torch.ones_like(high_wkr), None
+    table = high_wkr.new_full((blocks * tiles, *high_wkr.shape[1:]), _MASKED)
+    high_ukr = table.index_copy_(0, batch.cell_w, high_wkr).view(blocks, tiles, *high_wkr.shape[1:]).amax(0)
+    if sink_kr is None:
+        return high_wkr.sub_(high_ukr[batch.tile_w]).exp_(), None
+    high_ukr = torch.maximum(high_ukr, sink_kr)
+    return high_wkr.sub_(high_ukr[batch.tile_w]).exp_(), (sink_kr - high_ukr).exp_()
+
+
+def _sinks_of_rows(sinks_h: Tensor, kv_heads: int, queries: int, rows: int) -> Tensor:
+    """The sink of each row of a tile, [kv_heads, rows]: a row is a query and a head, padding has any."""
+    sink_kg = sinks_h.view(kv_heads, -1)
+    sink_kr = sink_kg.repeat(1, queries)
+    return F.pad(sink_kr, (0, rows - sink_kr.shape[1]))

@@ -1,0 +1,1 @@
+"""Attention and recurrences on NVIDIA GPUs."""

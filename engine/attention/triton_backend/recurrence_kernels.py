@@ -1,0 +1,231 @@
+"""Triton kernels of recurrences: what `torch_recurrence` computes, block by block of absolute positions.
+
+One program of `scan_kernel` has one head of one sequence and some columns of its matrix, which it keeps in registers
+over all blocks that the step touches:
+
+    position    0        16       32       48
+    blocks      |--------|--------|--------|--
+    a chunk            [..............]           rows 11 .. 39
+    programs           ^^ ^^^^^^^^ ^^^^^^         three turns: the end of a block, a whole one, a beginning
+
+Each turn is the same tile of 16 rows whatever of it is new: rows that the slot had of the block are loaded from there,
+rows beyond the sequence are zero. So a decode step, one new row of a tile, gives the very bits of an extend, and no
+chunk end shows. The solve of the delta rule's triangular system goes row by row, for the rows that are new.
+
+What all programs of a group or head read, `keep_keys_kernel` and `keep_rows_kernel` write only afterwards.
+
+Float32 throughout, and multiplied as such, never as TF32.
+"""
+
+# The compiler reads these functions, Python does not run them: they have no types that mypy could check.
+# mypy: ignore-errors
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+BLOCK = tl.constexpr(16)
+
+
+@triton.jit
+def conv_kernel(
+    x_ptr, x_stride_t, state_ptr, state_stride_s, weight_ptr, bias_ptr, out_ptr, out_stride_t,
+    offsets_ptr, slots_ptr, muted_ptr, first_channel, channels,
+    UNITS: tl.constexpr, WIDTH: tl.constexpr, TAPS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+    BIAS: tl.constexpr, MUTED: tl.constexpr,
+):  # fmt: skip
+    """The channels of one state buffer, from `first_channel` of `channels` on; one tile of rows of one sequence."""
+    sequence = tl.program_id(0)
+    tile = tl.program_id(1)
+    first = tl.load(offsets_ptr + sequence)
+    count = tl.load(offsets_ptr + sequence + 1) - first
+    if tile * ROWS < count:
+        slot = tl.load(slots_ptr + sequence).to(tl.int64)
+        column = tl.program_id(2) * COLUMNS + tl.arange(0, COLUMNS)
+        inside = column < UNITS * WIDTH
+        entry = state_ptr + slot * state_stride_s + column // WIDTH * (TAPS * WIDTH) + column % WIDTH
+        row = tile * ROWS + tl.arange(0, ROWS)
+        live = (row < count)[:, None] & inside[None, :]
+        source = x_ptr + first.to(tl.int64) * x_stride_t + first_channel + column
+        acc = tl.zeros([ROWS, COLUMNS], tl.float32)
+        for tap in tl.static_range(TAPS + 1):
+            at = row + tap - TAPS
+            new = tl.load(source[None, :] + at[:, None] * x_stride_t, mask=live & (at >= 0)[:, None], other=0.0)
+            old = tl.load(entry[None, :] + (at + TAPS)[:, None] * WIDTH, mask=live & (at < 0)[:, None], other=0.0)
+            weight = tl.load(weight_ptr + tap * channels + first_channel + column, mask=inside, other=0.0)
+            acc = tl.fma((new + old).to(tl.float32), tl.broadcast_to(weight[None, :], acc.shape), acc)
+        if BIAS:
+            acc += tl.load(bias_ptr + first_channel + column, mask=inside, other=0.0)[None, :]
+        target = out_ptr + (first + row).to(tl.int64)[:, None] * out_stride_t + first_channel + column[None, :]
+        tl.store(target, acc.to(out_ptr.dtype.element_ty), mask=live)
+        if tile == 0:
+            tl.debug_barrier()  # the tile has read what is overwritten now
+            stale = count < 0
+            if MUTED:
+                stale = tl.load(muted_ptr + sequence) != 0
+            for tap in tl.static_range(TAPS):
+                back = count + tap - TAPS
+                fresh = tl.load(source + back * x_stride_t, mask=inside & (back >= 0), other=0.0)
+                moved = tl.load(entry + (back + TAPS) * WIDTH, mask=inside & (back < 0), other=0.0)
+                tl.store(entry + tap * WIDTH, tl.where(stale, 0.0, fresh + moved), mask=inside)
+
+
+@triton.jit
+def _extent(offsets_ptr, starts_ptr, slots_ptr, sequence):
+    """A sequence's first packed row, the positions it begins and ends at, and its slot."""
+    first = tl.load(offsets_ptr + sequence)
+    start = tl.load(starts_ptr + sequence)
+    end = start + tl.load(offsets_ptr + sequence + 1) - first
+    return first, start, end, tl.load(slots_ptr + sequence).to(tl.int64)
+
+
+@triton.jit
+def _solved_rows(k, k_columns, weights, solved, rows, fresh):
+    """(1 + A)^-1 row by row, [BLOCK, BLOCK]: the rows that are fresh, on top of those that are known."""
+    scores = tl.dot(k, k_columns, input_precision="ieee") * weights
+    a = tl.where(rows[:, None] > rows[None, :], scores, 0.0)
+    columns = tl.arange(0, BLOCK)
+    for row in tl.static_range(BLOCK):
+        mine = tl.sum(tl.where(rows[:, None] == row, a, 0.0), 0)
+        found = tl.where(columns == row, 1.0, 0.0) - tl.sum(mine[:, None] * solved, 0)
+        solved = tl.where(((rows == row) & fresh)[:, None], found[None, :], solved)
+    return solved
+
+
+@triton.jit
+def _decayed(fresh_at, fresh, known_at, known, rows, causal):
+    """Logarithms of decays summed up to each row and over all of them; exp of what lies between two rows, and before
+    each."""
+    decay = tl.load(fresh_at, mask=fresh, other=0.0) + tl.load(known_at, mask=known, other=0.0)
+    total = tl.cumsum(decay, 0)
+    last = tl.sum(tl.where(rows == BLOCK - 1, total, 0.0), 0)
+    within = tl.where(causal, tl.exp(total[:, None] - total[None, :]), 0.0)
+    return total, last, within, tl.exp(total)[:, None]
+
+
+@triton.jit
+def scan_kernel(
+    q_ptr, k_ptr, v_ptr, decay_ptr, beta_ptr, out_ptr, solved_out_ptr,
+    matrix_ptr, keys_ptr, values_ptr, decays_ptr, solved_ptr,
+    offsets_ptr, starts_ptr, slots_ptr, muted_ptr,
+    matrix_stride_s, keys_stride_s, values_stride_s, decays_stride_s, solved_stride_s,
+    HEADS: tl.constexpr, GROUPS: tl.constexpr, KEY_DIM: tl.constexpr, VALUE_DIM: tl.constexpr,
+    BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr, DELTA: tl.constexpr, MUTED: tl.constexpr,
+):  # fmt: skip
+    """See the module's prose. Slots are contiguous, a stride apart; rows are contiguous."""
+    sequence, head, tile = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    group = head // (HEADS // GROUPS)
+    first, start, end, slot = _extent(offsets_ptr, starts_ptr, slots_ptr, sequence)
+
+    rows, dims = tl.arange(0, BLOCK), tl.arange(0, BLOCK_K)
+    columns = tile * BLOCK_V + tl.arange(0, BLOCK_V)
+    has_dim, has_column = dims < KEY_DIM, columns < VALUE_DIM
+    causal = rows[:, None] >= rows[None, :]
+
+    matrix_ptr += slot * matrix_stride_s + head * (KEY_DIM * VALUE_DIM)
+    matrix_at = matrix_ptr + dims[:, None] * VALUE_DIM + columns[None, :]
+    matrix_has = has_dim[:, None] & has_column[None, :]
+    matrix = tl.load(matrix_at, mask=matrix_has, other=0.0)
+    values_at = values_ptr + slot * values_stride_s + (head * BLOCK + rows[:, None]) * VALUE_DIM + columns[None, :]
+    keys_at = keys_ptr + slot * keys_stride_s + (group * BLOCK + rows[:, None]) * KEY_DIM + dims[None, :]
+    decays_at = decays_ptr + slot * decays_stride_s + head * BLOCK + rows
+    solved_at = solved_ptr + slot * solved_stride_s + (head * BLOCK + rows[:, None]) * BLOCK + rows[None, :]
+
+    residual = tl.zeros([BLOCK, BLOCK_V], tl.float32)
+    solved = tl.zeros([BLOCK, BLOCK], tl.float32)
+    for base in range(start // BLOCK * BLOCK, end, BLOCK):
+        fresh = (base + rows >= start) & (base + rows < end)
+        known = base + rows < start
+        index = (first + base + rows - start).to(tl.int64)
+        has_row = fresh[:, None] & has_dim[None, :]
+        grouped = (index[:, None] * GROUPS + group) * KEY_DIM + dims[None, :]
+        q = tl.load(q_ptr + grouped, mask=has_row, other=0.0)
+        k = tl.load(k_ptr + grouped, mask=has_row, other=0.0)
+        k += tl.load(keys_at, mask=known[:, None] & has_dim[None, :], other=0.0)
+        value_at = (index[:, None] * HEADS + head) * VALUE_DIM + columns[None, :]
+        v = tl.load(v_ptr + value_at, mask=fresh[:, None] & has_column[None, :], other=0.0)
+        before = tl.load(values_at, mask=known[:, None] & has_column[None, :], other=0.0)
+        total, last, within, since = _decayed(decay_ptr + index * HEADS + head, fresh, decays_at, known, rows, causal)
+        k_columns = tl.trans(k)
+        if DELTA:
+            beta = tl.load(beta_ptr + index * HEADS + head, mask=fresh, other=0.0)[:, None]
+            solved = tl.load(solved_at, mask=known[:, None] & causal, other=0.0)
+            solved = _solved_rows(k, k_columns, within * beta, solved, rows, fresh)
+            held = tl.dot(k, matrix, input_precision="ieee") * since
+            residual = tl.where(known[:, None], before, (v - held) * beta)
+            u = tl.dot(solved, residual, input_precision="ieee")
+        else:
+            residual = v + before
+            u = residual
+        attend = tl.dot(q, k_columns, input_precision="ieee") * within
+        out = tl.dot(q, matrix, input_precision="ieee") * since + tl.dot(attend, u, input_precision="ieee")
+        tl.store(out_ptr + value_at, out, mask=fresh[:, None] & has_column[None, :])
+        if base + BLOCK <= end:
+            until = tl.exp(last - total)[:, None]
+            matrix = matrix * tl.exp(last) + tl.dot(tl.trans(k * until), u, input_precision="ieee")
+
+    kept = (rows < end % BLOCK)[:, None]
+    if DELTA and tile == 0:
+        out_at = solved_out_ptr + ((sequence * HEADS + head) * BLOCK + rows[:, None]) * BLOCK + rows[None, :]
+        tl.store(out_at, tl.where(kept, solved, 0.0))
+    if MUTED:
+        kept = kept & (tl.load(muted_ptr + sequence) == 0)
+        matrix = tl.where(tl.load(muted_ptr + sequence) != 0, 0.0, matrix)
+    tl.store(values_at, tl.where(kept, residual, 0.0), mask=(rows < BLOCK)[:, None] & has_column[None, :])
+    if start // BLOCK != end // BLOCK:
+        tl.store(matrix_at, matrix, mask=matrix_has)
+
+
+@triton.jit
+def keep_keys_kernel(
+    k_ptr, keys_ptr, keys_stride_s, offsets_ptr, starts_ptr, slots_ptr, muted_ptr,
+    GROUPS: tl.constexpr, KEY_DIM: tl.constexpr, BLOCK_K: tl.constexpr, MUTED: tl.constexpr,
+):  # fmt: skip
+    """The keys of a sequence's last block: fresh ones are written, known ones stay, and there is nothing else."""
+    sequence = tl.program_id(0)
+    group = tl.program_id(1)
+    first, start, end, slot = _extent(offsets_ptr, starts_ptr, slots_ptr, sequence)
+    rows = tl.arange(0, BLOCK)
+    dims = tl.arange(0, BLOCK_K)
+    position = end // BLOCK * BLOCK + rows
+    fresh = (position >= start) & (position < end)
+    known = (position < start) & (position < end)
+    inside = (dims < KEY_DIM)[None, :]
+    index = (first + position - start).to(tl.int64)
+    k = tl.load(
+        k_ptr + (index[:, None] * GROUPS + group) * KEY_DIM + dims[None, :], mask=fresh[:, None] & inside, other=0.0
+    )
+    if MUTED:
+        muted = tl.load(muted_ptr + sequence) != 0
+        k = tl.where(muted, 0.0, k)
+        known = known & (muted == 0)
+    keys_at = keys_ptr + slot * keys_stride_s + (group * BLOCK + rows[:, None]) * KEY_DIM + dims[None, :]
+    tl.store(keys_at, k, mask=(known == 0)[:, None] & inside)
+
+
+@triton.jit
+def keep_rows_kernel(
+    decay_ptr, solved_out_ptr, decays_ptr, decays_stride_s, solved_ptr, solved_stride_s,
+    offsets_ptr, starts_ptr, slots_ptr, muted_ptr,
+    HEADS: tl.constexpr, DELTA: tl.constexpr, MUTED: tl.constexpr,
+):  # fmt: skip
+    """The same for decays by head, and the solved rows that `scan_kernel` left."""
+    sequence = tl.program_id(0)
+    head = tl.program_id(1)
+    first, start, end, slot = _extent(offsets_ptr, starts_ptr, slots_ptr, sequence)
+    rows = tl.arange(0, BLOCK)
+    position = end // BLOCK * BLOCK + rows
+    fresh = (position >= start) & (position < end)
+    known = (position < start) & (position < end)
+    index = (first + position - start).to(tl.int64)
+    decay = tl.load(decay_ptr + index * HEADS + head, mask=fresh, other=0.0)
+    muted = position < 0
+    if MUTED:
+        muted = muted | (tl.load(muted_ptr + sequence) != 0)
+    decay = tl.where(muted, 0.0, decay)
+    tl.store(decays_ptr + slot * decays_stride_s + head * BLOCK + rows, decay, mask=(known == 0) | muted)
+    if DELTA:
+        solved = tl.load(solved_out_ptr + ((sequence * HEADS + head) * BLOCK + rows[:, None]) * BLOCK + rows[None, :])
+        solved = tl.where(muted[:, None], 0.0, solved)
+        tl.store(solved_ptr + slot * solved_stride_s + (head * BLOCK + rows[:, None]) * BLOCK + rows[None, :], solved)

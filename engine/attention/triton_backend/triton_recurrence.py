@@ -1,0 +1,168 @@
+"""Recurrences on an NVIDIA GPU: shapes and grids; the kernels are next door (`recurrence_kernels`)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+
+import torch
+import triton
+from torch import Tensor
+
+from engine.attention.attention_plan import SlotPlan
+from engine.attention.recurrence_backend import BLOCK, ScanState
+from engine.attention.triton_backend import recurrence_kernels as kernels
+from engine.tensors.pinned_memory import to_device
+
+_CONV_ROWS = 16
+_CONV_COLUMNS = 128
+_SCAN_COLUMNS = 64
+"""Columns of a head's matrix that one program keeps in registers."""
+
+
+@dataclass(frozen=True)
+class _Rows:
+    """Where the sequences of a step are. B sequences; integers on the compute device."""
+
+    offsets_b: Tensor
+    """[B+1] int32"""
+    starts_b: Tensor
+    """[B] int32"""
+    slots_b: Tensor
+    """[B] int32"""
+    muted_b: Tensor
+    """[B]: not zero for stale sequences; of any content where `muted` is not set."""
+    muted: bool
+    longest: int
+
+
+class TritonRecurrence:
+    """The interface of recurrences (`Recurrence`) on CUDA tensors, or in Triton's interpreter."""
+
+    def conv(
+        self, x_tc: Tensor, states: Sequence[Tensor], weight_kc: Tensor, bias_c: Tensor | None, plan: SlotPlan
+    ) -> Tensor:
+        rows, x_tc = _rows(plan), x_tc if x_tc.stride(1) == 1 else x_tc.contiguous()
+        out_tc = torch.empty_like(x_tc, memory_format=torch.contiguous_format)
+        first = 0
+        for state in states:
+            units, taps, width = state.shape[1:]
+            channels = units * width
+            columns = min(_CONV_COLUMNS, triton.next_power_of_2(channels))
+            grid = (len(plan.starts), triton.cdiv(rows.longest, _CONV_ROWS), triton.cdiv(channels, columns))
+            kernels.conv_kernel[grid](
+                x_tc,
+                x_tc.stride(0),
+                state,
+                state.stride(0),
+                weight_kc,
+                weight_kc if bias_c is None else bias_c,
+                out_tc,
+                out_tc.stride(0),
+                rows.offsets_b,
+                rows.slots_b,
+                rows.muted_b,
+                first,
+                weight_kc.shape[1],
+                UNITS=units,
+                WIDTH=width,
+                TAPS=taps,
+                ROWS=_CONV_ROWS,
+                COLUMNS=columns,
+                BIAS=bias_c is not None,
+                MUTED=rows.muted,
+            )
+            first += channels
+        return out_tc
+
+    def scan(
+        self,
+        q_tgk: Tensor,
+        k_tgk: Tensor,
+        v_thv: Tensor,
+        decay_th: Tensor,
+        beta_th: Tensor | None,
+        state: ScanState,
+        plan: SlotPlan,
+    ) -> Tensor:
+        rows, batch, delta = _rows(plan), len(plan.starts), beta_th is not None
+        q_tgk, k_tgk, v_thv, decay_th = (x.contiguous() for x in (q_tgk, k_tgk, v_thv, decay_th))
+        beta = decay_th if beta_th is None else beta_th.contiguous()
+        solved = state.decays if state.solved is None else state.solved
+        (_, groups, key_dim), (heads, value_dim) = k_tgk.shape, v_thv.shape[1:]
+        left = v_thv.new_empty(batch, heads, BLOCK, BLOCK) if delta else v_thv
+        out_thv = torch.empty_like(v_thv)
+        block_k, block_v = _width(key_dim), min(_SCAN_COLUMNS, _width(value_dim))
+        places = (rows.offsets_b, rows.starts_b, rows.slots_b, rows.muted_b)
+        kernels.scan_kernel[batch, heads, triton.cdiv(value_dim, block_v)](
+            q_tgk,
+            k_tgk,
+            v_thv,
+            decay_th,
+            beta,
+            out_thv,
+            left,
+            state.matrix,
+            state.keys,
+            state.values,
+            state.decays,
+            solved,
+            *places,
+            state.matrix.stride(0),
+            state.keys.stride(0),
+            state.values.stride(0),
+            state.decays.stride(0),
+            solved.stride(0),
+            HEADS=heads,
+            GROUPS=groups,
+            KEY_DIM=key_dim,
+            VALUE_DIM=value_dim,
+            BLOCK_K=block_k,
+            BLOCK_V=block_v,
+            DELTA=delta,
+            MUTED=rows.muted,
+        )
+        kernels.keep_keys_kernel[batch, groups](
+            k_tgk,
+            state.keys,
+            state.keys.stride(0),
+            *places,
+            GROUPS=groups,
+            KEY_DIM=key_dim,
+            BLOCK_K=block_k,
+            MUTED=rows.muted,
+        )
+        kernels.keep_rows_kernel[batch, heads](
+            decay_th,
+            left,
+            state.decays,
+            state.decays.stride(0),
+            solved,
+            solved.stride(0),
+            *places,
+            HEADS=heads,
+            DELTA=delta,
+            MUTED=rows.muted,
+        )
+        return out_thv
+
+
+def _width(size: int) -> int:
+    """Of a tile that holds `size` columns."""
+    return max(BLOCK, int(triton.next_power_of_2(size)))
+
+
+def _rows(plan: SlotPlan) -> _Rows:
+    """Worked out once a step."""
+    if "triton rows" not in plan.scratch:
+        device = plan.tables_bp.device
+        offsets_b = to_device([0, *accumulate(plan.counts)], device, torch.int32)
+        starts_b = to_device(plan.starts, device, torch.int32)
+        slots_b = plan.tables_bp[:, 0].contiguous()
+        muted_b = starts_b if plan.muted_b is None else plan.muted_b.to(torch.int8)
+        plan.scratch["triton rows"] = _Rows(
+            offsets_b, starts_b, slots_b, muted_b, plan.muted_b is not None, max(plan.counts)
+        )
+    found: _Rows = plan.scratch["triton rows"]
+    return found

@@ -1,0 +1,94 @@
+"""The frame that all decoders share: embed, layer after layer, norm, logits."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from engine.layers.forward_context import StepContext
+from engine.layers.norm import rms_norm
+from engine.native.current_kernels import using
+from engine.native.native_kernels import Kernels
+from engine.tensors.row_exact_linear import Linear, Numerics, tanh
+
+
+class Layer(Protocol):
+    """One layer of a model."""
+
+    def __call__(self, x_mh: Tensor, ctx: StepContext) -> Tensor:
+        """The residual stream after this layer, [M, hidden]; `x_mh` may be changed."""
+
+
+Sublayer = Callable[[Tensor, StepContext], Tensor]
+
+
+@dataclass(frozen=True)
+class PreNormLayer:
+    """x + mixer(norm(x)), then x + mlp(norm(x)): Llama and most that came after it."""
+
+    input_norm_h: Tensor
+    mixer: Sublayer
+    mlp_norm_h: Tensor
+    mlp: Sublayer
+    eps: float
+
+    def __call__(self, x_mh: Tensor, ctx: StepContext) -> Tensor:
+        x_mh = x_mh + self.mixer(rms_norm(x_mh, self.input_norm_h, self.eps), ctx)
+        return x_mh.add_(self.mlp(rms_norm(x_mh, self.mlp_norm_h, self.eps), ctx))
+
+
+@dataclass
+class Decoder:
+    """A model's weights with the computation of one step."""
+
+    embed_vh: Tensor
+    layers: Sequence[Layer]
+    norm: Callable[[Tensor], Tensor]
+    """Over the last layer's output."""
+    head: Linear
+    embed_scale: float | None = None
+    logits_scale: float = 1.0
+    logits_softcap: float = 0.0
+    """Logits are squeezed to plus or minus this by a hyperbolic tangent; 0: not at all."""
+    kernels: Kernels | None = None
+    """What layers compute with on a CPU; None: torch's operations alone."""
+    prepare: Callable[[Tensor, Tensor, StepContext], None] | None = None
+    """Given tokens [M] and their embeddings [M, hidden], leaves in the scratch what layers ask for besides."""
+
+    def __post_init__(self) -> None:
+        if self.embed_scale is not None:
+            self.embed_scale = float(torch.tensor(self.embed_scale, dtype=self.dtype))  # as transformers rounds it
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.embed_vh.dtype
+
+    def forward(self, tokens_m: Tensor, ctx: StepContext) -> Tensor:
+        """Compute a step's tokens ([M] int64) and write their state; returns the last layer's output, [M, hidden]."""
+        x_mh = self.embed_vh[tokens_m]
+        if self.embed_scale is not None:
+            x_mh = x_mh * self.embed_scale
+        with using(self.kernels):
+            if self.prepare is not None:
+                self.prepare(tokens_m, x_mh, ctx)
+            for layer in self.layers:
+                x_mh = layer(x_mh, ctx)
+        return x_mh
+
+    def logits(self, x_nh: Tensor, numerics: Numerics) -> Tensor:
+        """Logits of some rows of `forward`'s result: [n, vocab] float32."""
+        rows = len(x_nh)
+        padded = numerics.padded(rows)
+        if padded > rows:
+            x_nh = torch.cat((x_nh, x_nh.new_zeros(padded - rows, x_nh.shape[1])))
+        with using(self.kernels):
+            logits_nv = numerics.linear(self.norm(x_nh), self.head)[:rows].float()
+        if self.logits_scale != 1.0:
+            logits_nv = logits_nv * self.logits_scale
+        if self.logits_softcap:
+            logits_nv = tanh(logits_nv / self.logits_softcap).mul_(self.logits_softcap)
+        return logits_nv

@@ -1,0 +1,1 @@
+"""Layers that mix tokens: attention of every kind, recurrences."""

@@ -1,0 +1,107 @@
+"""Attention with keys and values by head: projections, norms, rope, the store into pages, and the way out."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from cache.memory.kv_cache_spec import BufferSpec
+from engine.attention.attention_backend import Scores
+from engine.attention.attention_plan import BLOCK_TOKENS, AttentionPlan
+from engine.layers.forward_context import Place, StepContext
+from engine.layers.norm import rms_norm
+from engine.layers.rope import RopeTable, rotate
+from engine.native.current_kernels import in_use, kernels_for
+from engine.tensors.shard import Shard
+from engine.tensors.weight_loader import Weights
+
+
+def kv_buffers(layers: int, kv_heads: int, head_dim: int, dtype: torch.dtype, shard: Shard) -> tuple[BufferSpec, ...]:
+    """Buffers ``k`` and ``v`` of `layers` layers, with the heads of one rank."""
+    here = shard.heads(kv_heads, "key-value heads")
+    return tuple(
+        BufferSpec(name, layers, (len(here), head_dim), dtype, heads=kv_heads, first_head=here.start)
+        for name in ("k", "v")
+    )
+
+
+def store(pages: Tensor, entries_t: Tensor, plan: AttentionPlan) -> None:
+    """Write the step's entries [T, *shape] into pages [pages, page_tokens, *shape]; zeros where the plan is muted."""
+    if plan.muted_t is not None:
+        entries_t = entries_t.masked_fill(plan.muted_t.view(-1, *[1] * (entries_t.dim() - 1)), 0.0)
+    pages.view(-1, *entries_t.shape[1:]).index_copy_(0, plan.slots_t, entries_t)
+
+
+class HeadAttention:
+    """Causal attention over keys and values by head: multi-head, grouped-query or multi-query."""
+
+    def __init__(
+        self,
+        weights: Weights,
+        place: Place,
+        rope: RopeTable | None,
+        *,
+        hidden: int,
+        heads: int,
+        kv_heads: int,
+        head_dim: int,
+        bias: bool = False,
+        out_bias: bool = False,
+        qk_norm_eps: float | None = None,
+        scale: float | None = None,
+        window: int = 0,
+        sinks: bool = False,
+    ) -> None:
+        """`qk_norm_eps`: queries and keys are normed by head before rope, with this epsilon. `rope` is None where
+        positions are not turned, `scale` the factor on scores where it isn't the usual one. `window`: positions that
+        a query sees; 0: all. `sinks`: each head has a learned score of nothing (arXiv 2309.17453)."""
+        shard = weights.shard
+        self._place, self._rope, self._dim = place, rope, head_dim
+        self._heads, self._kv = len(shard.heads(heads)), len(shard.heads(kv_heads, "key-value heads"))
+        q, kv = shard.axis(heads, head_dim), shard.axis(kv_heads, head_dim)
+        self._qkv = weights.linear({"q_proj": q, "k_proj": kv, "v_proj": kv}, hidden, bias=bias)
+        self._out = weights.linear({"o_proj": hidden}, q, bias=out_bias)
+        sinks_h = weights.tensor("sinks", shard.axis(heads), dtype=torch.float32) if sinks else None
+        self._scores = Scores(head_dim**-0.5 if scale is None else scale, window, sinks_h=sinks_h)
+        self._eps = qk_norm_eps
+        if qk_norm_eps is not None:
+            q_norm, k_norm = weights.tensor("q_norm.weight", head_dim), weights.tensor("k_norm.weight", head_dim)
+            self._qk_norm_nd = torch.cat((q_norm.expand(self._heads, -1), k_norm.expand(self._kv, -1)))
+        self._triton = weights.triton
+        if in_use():
+            return  # The kernels' attention has no such products.
+        for k, n in ((head_dim, BLOCK_TOKENS), (BLOCK_TOKENS, head_dim)):
+            weights.products.extend((batch, k, n) for batch in (self._kv, 5 * self._kv))
+
+    def __call__(self, h_mh: Tensor, ctx: StepContext) -> Tensor:
+        plan, buffers = ctx.plans[self._place.pool], ctx.buffers(self._place)
+        k_pages, v_pages = buffers["k"], buffers["v"]
+        q = self._queries(ctx.linear(h_mh, self._qkv), ctx, plan, k_pages, v_pages)
+        out = ctx.attention.attend(q, k_pages, v_pages, plan, self._scores)
+        return ctx.linear(ctx.padded(out.reshape(ctx.count, -1)), self._out)
+
+    def _queries(
+        self, qkv_mn: Tensor, ctx: StepContext, plan: AttentionPlan, k_pages: Tensor, v_pages: Tensor
+    ) -> Tensor:
+        """Norm and rotate queries and keys, store keys and values; returns the queries, [T, heads, head_dim]."""
+        turns = ctx.rope(self._rope) if self._rope is not None else None
+        norm_nd, eps = (self._qk_norm_nd if self._eps is not None else None), self._eps or 0.0
+        kernels = kernels_for(qkv_mn)
+        if kernels is not None and turns is not None:
+            return kernels.rope_and_store(
+                qkv_mn, norm_nd, eps, *turns, k_pages, v_pages, plan.slots_t, plan.muted_t, self._heads
+            )
+        if self._triton:
+            from engine.layers.mixers.triton_store_heads import store_heads
+
+            return store_heads(qkv_mn[: ctx.count], norm_nd, eps, turns, k_pages, v_pages, plan.slots_t, plan.muted_t)
+        qkv = qkv_mn.view(len(qkv_mn), -1, self._dim)
+        qk, v = torch.split(qkv, [self._heads + self._kv, self._kv], dim=1)
+        if norm_nd is not None:
+            qk = rms_norm(qk, norm_nd, self._eps or 0.0)
+        if turns is not None:
+            qk = rotate(qk, *turns)
+        q, k = torch.split(qk, [self._heads, self._kv], dim=1)
+        store(k_pages, k[: ctx.count], plan)
+        store(v_pages, v[: ctx.count], plan)
+        return q[: ctx.count]

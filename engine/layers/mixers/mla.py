@@ -1,0 +1,164 @@
+"""Multi-head latent attention (DeepSeek-V2, arXiv 2405.04434), with or without a selection of what to read.
+
+    what the layer computes          q_h = [plain | turned],  k_h = [K_h latent | key],  v_h = V_h latent
+    and how, since everything        q_h . k_h = (K_h^T plain) . latent + turned . key
+    is linear in the latent          out_h = V_h (sum of weights * latent)
+
+So attention reads one vector [latent | key] a token for all heads, and keys and values by head are never made. Ranks
+divide the heads; the latents each of them has whole.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from cache.memory.kv_cache_spec import BufferSpec
+from engine.attention.attention_plan import BLOCK_TOKENS
+from engine.attention.latent_backend import Selection
+from engine.layers.forward_context import Place, StepContext
+from engine.layers.mixers.head_attention import store
+from engine.layers.norm import rms_norm
+from engine.layers.rope import RopeTable, rotate
+from engine.tensors.row_exact_linear import HeadLinear, Linear
+from engine.tensors.weight_loader import Weights
+
+_NORM_EPS = 1e-6
+"""Of the norms of the two compressed vectors, whatever the model's own is."""
+
+Selector = Callable[[Tensor, Tensor, StepContext], Selection | None]
+"""Chooses what a layer reads, from its normed input [M, hidden] and the normed compressed queries [M, q_rank]."""
+
+
+@dataclass(frozen=True)
+class LatentShape:
+    """The numbers of a latent attention layer, as DeepSeek's `config.json` has them."""
+
+    hidden: int
+    heads: int
+    q_rank: int | None
+    """Queries are compressed to this many numbers first; None: they aren't."""
+    rank: int
+    """Of the latent: what keys and values are compressed to."""
+    plain_dim: int
+    """Dimensions of a head's queries and keys that know no position."""
+    rope_dim: int
+    """And those that turn with it; all heads share one such key."""
+    value_dim: int
+    scale: float
+    interleaved: bool = True
+    """Turning dimensions come in neighbouring pairs, not as two halves."""
+    bias: bool = False
+
+    @property
+    def entry_dim(self) -> int:
+        """Of what is kept a token."""
+        return self.rank + self.rope_dim
+
+    @property
+    def q_dim(self) -> int:
+        return self.plain_dim + self.rope_dim
+
+
+def latent_buffer(layers: int, shape: LatentShape, dtype: torch.dtype) -> BufferSpec:
+    """Buffer ``latent`` of `layers` layers: the same on every rank."""
+    return BufferSpec("latent", layers, (shape.entry_dim,), dtype)
+
+
+def halves(weight: Tensor, first: int, count: int) -> Tensor:
+    """Axis 0 with its `count` dimensions from `first` on, neighbouring pairs, sorted apart into two halves.
+
+    Done once, in the weights; then the rotation by halves serves both kinds of rope.
+    """
+    turning = weight[first : first + count]
+    return torch.cat((weight[:first], turning[0::2], turning[1::2], weight[first + count :]))
+
+
+class LatentMixer:
+    """The attention sub-layer."""
+
+    def __init__(
+        self, weights: Weights, place: Place, rope: RopeTable, shape: LatentShape, selector: Selector | None = None
+    ) -> None:
+        """`selector` chooses what is read; without one it is everything."""
+        self._place, self._rope, self._shape, self._selector = place, rope, shape, selector
+        self._heads = len(weights.shard.heads(shape.heads))
+        self._down, self._q_norm_r, self._q_up = self._queries(weights)
+        self._norm_l = weights.tensor("kv_a_layernorm.weight", shape.rank)
+        self._absorb, self._expand = self._head_matrices(weights)
+        values = weights.shard.axis(shape.heads, shape.value_dim, "heads")
+        self._out = weights.linear({"o_proj": shape.hidden}, values, bias=shape.bias)
+        for k, n in ((shape.entry_dim, BLOCK_TOKENS), (BLOCK_TOKENS, shape.rank)):
+            weights.products.extend((batch, k, n) for batch in (1, 5))
+
+    def __call__(self, h_mh: Tensor, ctx: StepContext) -> Tensor:
+        shape, rows = self._shape, len(h_mh)
+        plan, latents = ctx.plans[self._place.pool], ctx.buffers(self._place)["latent"]
+        down = ctx.linear(h_mh, self._down)
+        low, latent, key = torch.split(down, [self._low, shape.rank, shape.rope_dim], dim=-1)
+        if self._q_norm_r is None or self._q_up is None:
+            q = low.view(rows, self._heads, shape.q_dim)
+        else:
+            low = rms_norm(low, self._q_norm_r, _NORM_EPS)
+            q = ctx.linear(low, self._q_up).view(rows, self._heads, shape.q_dim)
+        plain, turning = torch.split(q, [shape.plain_dim, shape.rope_dim], dim=-1)
+        turned = rotate(torch.cat((turning, key.unsqueeze(1)), dim=1), *ctx.rope(self._rope))
+        entries = torch.cat((rms_norm(latent, self._norm_l, _NORM_EPS), turned[:, -1]), dim=-1)
+        store(latents, entries[: ctx.count], plan)
+        absorbed = ctx.linear(plain.reshape(rows, -1), self._absorb).view(rows, self._heads, shape.rank)
+        queries = torch.cat((absorbed, turned[:, :-1]), dim=-1)[: ctx.count]
+        if self._selector is None:
+            out = ctx.attention.latent.attend(queries, latents, plan, shape.scale, shape.rank)
+        else:
+            selection = self._selector(h_mh, low, ctx)
+            out = ctx.attention.latent.attend_selected(queries, latents, plan, selection, shape.scale, shape.rank)
+        return ctx.linear(ctx.linear(ctx.padded(out.reshape(ctx.count, -1)), self._expand), self._out)
+
+    @property
+    def _low(self) -> int:
+        """Width of what `down` gives for queries: compressed ones, or the queries themselves."""
+        return self._shape.q_rank or self._heads * self._shape.q_dim
+
+    def _queries(self, weights: Weights) -> tuple[Linear, Tensor | None, Linear | None]:
+        """The product that reads the layer's input; the norm of compressed queries and the product behind it."""
+        shape = self._shape
+        key_value, key_bias = _taken(weights, "kv_a_proj_with_mqa", shape.entry_dim, shape.hidden, bias=shape.bias)
+        key_value, key_bias = self._sorted(key_value, shape.rank), self._sorted(key_bias, shape.rank)
+        if shape.q_rank is None:
+            q = self._by_head(weights, "q_proj", shape.hidden)
+            no_bias = key_bias.new_zeros(len(q))
+            return self._made(weights, (q, key_value), (no_bias, key_bias)), None, None
+        low, low_bias = _taken(weights, "q_a_proj", shape.q_rank, shape.hidden, bias=shape.bias)
+        down = self._made(weights, (low, key_value), (low_bias, key_bias))
+        norm = weights.tensor("q_a_layernorm.weight", shape.q_rank)
+        return down, norm, weights.made(self._by_head(weights, "q_b_proj", shape.q_rank))
+
+    def _made(self, weights: Weights, parts: tuple[Tensor, ...], biases: tuple[Tensor, ...]) -> Linear:
+        return weights.made(torch.cat(parts), torch.cat(biases) if self._shape.bias else None)
+
+    def _by_head(self, weights: Weights, name: str, columns: int) -> Tensor:
+        """The weight of this rank's queries, [heads * q_dim, columns]."""
+        shape = self._shape
+        weight = weights.tensor(f"{name}.weight", weights.shard.axis(shape.heads, shape.q_dim, "heads"), columns)
+        by_head = weight.view(self._heads, shape.q_dim, columns).transpose(0, 1)
+        return self._sorted(by_head, shape.plain_dim).transpose(0, 1).reshape(-1, columns)
+
+    def _sorted(self, weight: Tensor, first: int) -> Tensor:
+        return halves(weight, first, self._shape.rope_dim) if self._shape.interleaved else weight
+
+    def _head_matrices(self, weights: Weights) -> tuple[HeadLinear, HeadLinear]:
+        """What takes a head's plain query to a query of latents, and a weighted latent to the head's value."""
+        shape = self._shape
+        rows = weights.shard.axis(shape.heads, shape.plain_dim + shape.value_dim, "heads")
+        both = weights.tensor("kv_b_proj.weight", rows, shape.rank).view(self._heads, -1, shape.rank)
+        keys_hpr, values_hvr = torch.split(both, [shape.plain_dim, shape.value_dim], dim=1)
+        return weights.by_head(keys_hpr), weights.by_head(values_hvr.transpose(1, 2))
+
+
+def _taken(weights: Weights, name: str, rows: int, columns: int, *, bias: bool) -> tuple[Tensor, Tensor]:
+    """A weight and its bias, zeros where it has none."""
+    weight = weights.tensor(f"{name}.weight", rows, columns)
+    return weight, weights.tensor(f"{name}.bias", rows) if bias else weight.new_zeros(rows)

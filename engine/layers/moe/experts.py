@@ -1,0 +1,170 @@
+"""Experts: their activations, their weights, and the torch path."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from engine.layers.moe.expert_router import Routes
+from engine.layers.norm import gelu_tanh, sigmoid, silu
+from engine.native.current_kernels import kernels_for
+from engine.tensors.row_exact_linear import Linear, Numerics
+from engine.tensors.shard import Axis
+from engine.tensors.weight_loader import Weights
+
+Activation = Callable[[Tensor], Tensor]
+"""From an expert's first product [S, width] to what its second takes, [S, inner], in the same dtype."""
+
+
+def gated_silu(gate_up: Tensor) -> Tensor:
+    """silu(gate) * up, of a product that holds gate, then up."""
+    kernels = kernels_for(gate_up)
+    if kernels is not None:
+        return kernels.silu_product(gate_up)
+    gate, up = gate_up.chunk(2, dim=-1)
+    return silu(gate.float()).to(gate.dtype).mul_(up)
+
+
+def gated_gelu(gate_up: Tensor) -> Tensor:
+    """gelu(gate) * up, by its hyperbolic-tangent approximation."""
+    gate, up = gate_up.chunk(2, dim=-1)
+    return gelu_tanh(gate.float()).to(gate.dtype).mul_(up)
+
+
+def clamped_swiglu(limit: float, alpha: float) -> Activation:
+    """gpt-oss's: (up + 1) * gate * sigmoid(alpha * gate), both clamped; of a product that holds gate, then up."""
+
+    def activation(gate_up: Tensor) -> Tensor:
+        gate, up = gate_up.float().chunk(2, dim=-1)
+        gate, up = gate.clamp(max=limit), up.clamp(-limit, limit)
+        return (gate * sigmoid(gate * alpha)).mul_(up + 1.0).to(gate_up.dtype)
+
+    return activation
+
+
+def relu_squared(up: Tensor) -> Tensor:
+    """relu(up)², of experts without a gate."""
+    return up.relu().square_()
+
+
+@dataclass(frozen=True, slots=True)
+class Expert:
+    """One expert's weights, as one rank holds them."""
+
+    up_nh: Tensor
+    """[width, hidden]: the first product; of gated experts all of gate, then all of up."""
+    down_hi: Tensor
+    """[hidden, inner]"""
+    up_bias_n: Tensor | None = None
+    down_bias_h: Tensor | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Sizes:
+    """The experts of one layer. `inner` is one expert's, over all ranks."""
+
+    experts: int
+    hidden: int
+    inner: int
+
+
+Reader = Callable[[Weights, int, Sizes, Axis], Expert]
+"""Reads expert `number` below ``experts.``; the axis is that of the inner units, as divided among ranks."""
+
+
+def plain_expert(weights: Weights, number: int, sizes: Sizes, units: Axis) -> Expert:
+    """An expert with a gate: one by one as published, or fused as [experts, 2 * inner, hidden]."""
+    if not _fused(weights):
+        mine = weights.scope(f"{number}.")
+        gate_up = [mine.tensor(f"{name}.weight", units, sizes.hidden) for name in ("gate_proj", "up_proj")]
+        return Expert(torch.cat(gate_up), mine.tensor("down_proj.weight", sizes.hidden, units))
+    one = Axis(sizes.experts, number, 1)
+    gate_up = [weights.tensor("gate_up_proj", one, part, sizes.hidden)[0] for part in _halves(units)]
+    return Expert(torch.cat(gate_up), weights.tensor("down_proj", one, sizes.hidden, units)[0])
+
+
+def ungated_expert(weights: Weights, number: int, sizes: Sizes, units: Axis) -> Expert:
+    """An expert without a gate: one by one, or fused as [experts, inner, hidden]."""
+    if not _fused(weights):
+        mine = weights.scope(f"{number}.")
+        return Expert(
+            mine.tensor("up_proj.weight", units, sizes.hidden), mine.tensor("down_proj.weight", sizes.hidden, units)
+        )
+    one = Axis(sizes.experts, number, 1)
+    return Expert(
+        weights.tensor("up_proj", one, units, sizes.hidden)[0],
+        weights.tensor("down_proj", one, sizes.hidden, units)[0],
+    )
+
+
+def interleaved_expert(weights: Weights, number: int, sizes: Sizes, units: Axis) -> Expert:
+    """gpt-oss's: fused, gate and up taking turns, with biases; transposed, or packed in four bits as published."""
+    one, both = Axis(sizes.experts, number, 1), Axis(2 * units.whole, 2 * units.first, 2 * units.count)
+    if weights.has("gate_up_proj_blocks") or weights.has("gate_up_proj_scales"):
+        up_nh = weights.mxfp4("gate_up_proj", one, both, sizes.hidden)[0]
+        down_hi = weights.mxfp4("down_proj", one, sizes.hidden, units)[0]
+    else:
+        up_nh = weights.tensor("gate_up_proj", one, sizes.hidden, both)[0].T
+        down_hi = weights.tensor("down_proj", one, units, sizes.hidden)[0].T.contiguous()
+    bias_n = weights.tensor("gate_up_proj_bias", one, both)[0]
+    down_bias_h = weights.tensor("down_proj_bias", one, sizes.hidden)[0]
+    return Expert(
+        torch.cat((up_nh[::2], up_nh[1::2])),
+        down_hi,
+        torch.cat((bias_n[::2], bias_n[1::2])),
+        # Each rank has a part of the sum; the bias is added once, by the first.
+        torch.zeros_like(down_bias_h) if weights.shard.rank and units.divided else down_bias_h,
+    )
+
+
+def _fused(weights: Weights) -> bool:
+    """Whether all experts are in one tensor a product. Either one tells, so that the other's absence is named."""
+    return any(weights.has(name) for name in ("gate_up_proj", "up_proj", "down_proj"))
+
+
+def _halves(units: Axis) -> tuple[Axis, Axis]:
+    """A rank's part of gate and of up where both lie on one axis."""
+    whole = 2 * units.whole
+    return Axis(whole, units.first, units.count), Axis(whole, units.whole + units.first, units.count)
+
+
+class TorchExperts:
+    """The experts' part in torch operations: one product an expert."""
+
+    def __init__(self, ups: Sequence[Linear], downs: Sequence[Linear], activation: Activation) -> None:
+        self._ups, self._downs, self._activation = ups, downs, activation
+
+    def __call__(self, h_th: Tensor, routes: Routes, numerics: Numerics) -> Tensor:
+        top_k = routes.experts_mk.shape[1]
+        experts_tk, turn = routes.experts_mk.sort(-1)
+        weights_tk = routes.weights_mk.gather(1, turn)
+        order_s = experts_tk.flatten().argsort(stable=True)
+        counts = torch.bincount(experts_tk.flatten(), minlength=len(self._ups)).tolist()
+        chosen = [expert for expert, count in enumerate(counts) if count]
+        sizes = [numerics.padded(counts[expert]) for expert in chosen]
+
+        # Where each of the sorted pairs lies once every expert's rows are padded.
+        place_s = torch.arange(len(order_s), device=h_th.device)
+        behind = lacking = 0
+        for expert, size in zip(chosen, sizes, strict=True):
+            place_s[behind : behind + counts[expert]] += lacking
+            behind += counts[expert]
+            lacking += size - counts[expert]
+        token_s = order_s.new_zeros(behind + lacking).index_copy_(0, place_s, order_s // top_k)
+        place_tk = torch.empty_like(order_s).index_copy_(0, order_s, place_s).view(-1, top_k)
+
+        up_sn = self._products(self._ups, h_th.index_select(0, token_s), chosen, sizes, numerics)
+        down_sh = self._products(self._downs, self._activation(up_sn), chosen, sizes, numerics)
+        sum_th = torch.zeros(h_th.shape, device=h_th.device)
+        for place_t, weight_t in zip(place_tk.unbind(1), weights_tk.unbind(1), strict=True):
+            sum_th += down_sh.index_select(0, place_t).float().mul_(weight_t.unsqueeze(1))
+        return sum_th
+
+    def _products(
+        self, linears: Sequence[Linear], x_sk: Tensor, chosen: Sequence[int], sizes: list[int], numerics: Numerics
+    ) -> Tensor:
+        parts = zip(chosen, torch.split(x_sk, sizes), strict=True)
+        return torch.cat([numerics.linear(part, linears[expert]) for expert, part in parts])

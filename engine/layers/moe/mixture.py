@@ -1,0 +1,85 @@
+"""A mixture of experts: each token goes to a few of many feed-forward layers.
+
+The tokens of a step are sorted by expert, each expert computes its own in one product, and each token adds up what its
+experts answered. So a decode step reads the weights of the chosen experts only, and a long prefill is one large
+product an expert.
+
+A row stays exact: an expert's rows are padded to the numerics' quantum like any batch (the products of all experts of
+a model have one shape, which the probe has tried), and a row's answers are weighted and added in float32 in the order
+of its experts' numbers. Neither hangs on what else is in the batch. Padding rows of the step are sent nowhere.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from torch import Tensor
+
+from engine.layers.decoder import Sublayer
+from engine.layers.forward_context import StepContext
+from engine.layers.moe.expert_router import Router, Routes
+from engine.layers.moe.experts import Activation, Expert, Reader, Sizes, TorchExperts, gated_silu, plain_expert
+from engine.layers.norm import sigmoid
+from engine.tensors.row_exact_linear import Numerics
+from engine.tensors.weight_loader import Weights
+
+
+class MixtureOfExperts:
+    """sum over a token's experts of weight * expert(x), and a shared expert for all where there is one."""
+
+    def __init__(
+        self,
+        weights: Weights,
+        router: Router,
+        sizes: Sizes,
+        *,
+        read: Reader = plain_expert,
+        activation: Activation = gated_silu,
+        shared: Sublayer | None = None,
+    ) -> None:
+        """Experts are read below ``experts.``, their inner units divided among ranks; `shared` is added as it is."""
+        self._router, self._shared = router, shared
+        units = weights.shard.axis(sizes.inner, what="inner units of an expert")
+        self._divided = units.divided
+        below = weights.scope("experts.")
+        experts = [read(below, number, sizes, units) for number in range(sizes.experts)]
+        self._experts = (_triton if weights.triton else _torch)(weights, experts, activation)
+
+    def __call__(self, h_mh: Tensor, ctx: StepContext, routed_by: Tensor | None = None) -> Tensor:
+        """`routed_by`: what the router reads, if not what the experts are given."""
+        routes = self._router(h_mh if routed_by is None else routed_by, ctx)
+        real = Routes(routes.experts_mk[: ctx.count], routes.weights_mk[: ctx.count])
+        sum_th = self._experts(h_mh[: ctx.count], real, ctx.numerics)
+        if self._divided:
+            sum_th = ctx.sum(sum_th)
+        out_mh = ctx.padded(sum_th.to(h_mh.dtype))
+        return out_mh if self._shared is None else out_mh.add_(self._shared(h_mh, ctx))
+
+
+Experts = Callable[[Tensor, Routes, Numerics], Tensor]
+"""From rows of tokens [T, hidden] and where they go to each row's weighted sum, [T, hidden] float32."""
+
+
+def _torch(weights: Weights, experts: Sequence[Expert], activation: Activation) -> Experts:
+    ups = [weights.made(expert.up_nh, expert.up_bias_n) for expert in experts]
+    return TorchExperts(ups, [weights.made(expert.down_hi, expert.down_bias_h) for expert in experts], activation)
+
+
+def _triton(weights: Weights, experts: Sequence[Expert], activation: Activation) -> Experts:
+    from engine.layers.moe.triton_experts import StackedProducts, TritonExperts
+
+    ups = StackedProducts.of([expert.up_nh for expert in experts], [expert.up_bias_n for expert in experts])
+    downs = StackedProducts.of([expert.down_hi for expert in experts], [expert.down_bias_h for expert in experts])
+    return TritonExperts(ups, downs, activation)
+
+
+class GatedShared:
+    """A shared expert behind a gate of its own: sigmoid(gate(x)) * expert(x) (Qwen's)."""
+
+    def __init__(self, weights: Weights, hidden: int, expert: Sublayer, name: str = "shared_expert_gate") -> None:
+        self._gate = weights.linear({name: 1}, hidden)
+        self._expert = expert
+
+    def __call__(self, h_mh: Tensor, ctx: StepContext) -> Tensor:
+        gate_m1 = sigmoid(ctx.linear(h_mh, self._gate).float()).to(h_mh.dtype)
+        return self._expert(h_mh, ctx).mul_(gate_m1)

@@ -1,0 +1,107 @@
+"""A mixture of experts on an NVIDIA GPU, without asking the device what was routed where."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+import triton
+from torch import Tensor
+
+from engine.layers.moe import expert_kernels as kernels
+from engine.layers.moe.expert_router import Routes
+from engine.tensors.row_exact_linear import FAST, Numerics
+
+ROWS, BLOCK_N, BLOCK_K = 64, 64, 64
+"""The shape of the work. Changing one changes the last bits of results."""
+_SUM_COLUMNS = 512
+
+
+@dataclass(frozen=True, slots=True)
+class StackedProducts:
+    """One product of each expert, their weights one after the other in memory."""
+
+    weight_enk: Tensor
+    """[experts, width, inner]"""
+    bias_en: Tensor | None
+
+    @classmethod
+    def of(cls, weights: Sequence[Tensor], biases: Sequence[Tensor | None]) -> StackedProducts:
+        given = [bias for bias in biases if bias is not None]
+        return cls(torch.stack(list(weights)), torch.stack(given) if given else None)
+
+
+@dataclass(frozen=True, slots=True)
+class _Groups:
+    """The pairs of token and expert of one step, sorted by expert and cut into blocks. S pairs, B blocks at most."""
+
+    order_s: Tensor
+    """[S] int64: the pair, as token * k + choice, at each place."""
+    expert_b: Tensor
+    """[B] int64: each block's expert; past the last block the number of experts."""
+    first_b: Tensor
+    """[B] int64: its first place, and"""
+    count_b: Tensor
+    """[B] int64: how many places are its own."""
+
+
+class TritonExperts:
+    """What `engine.layers.moe.experts.TorchExperts` computes, in three kernels."""
+
+    def __init__(
+        self, ups: StackedProducts, downs: StackedProducts, activation: Callable[[Tensor], Tensor], rows: int = ROWS
+    ) -> None:
+        """`rows` of a block: a power of two of 16 or more."""
+        self._ups, self._downs, self._activation, self._rows = ups, downs, activation, rows
+        self._interpreted = bool(triton.knobs.runtime.interpret)
+
+    def __call__(self, h_th: Tensor, routes: Routes, numerics: Numerics = FAST) -> Tensor:
+        """Each row's weighted sum, [T, hidden] float32; row-exact whatever the numerics."""
+        tokens, top_k = routes.experts_mk.shape
+        sum_th = torch.empty(tokens, h_th.shape[1], dtype=torch.float32, device=h_th.device)
+        if tokens == 0:
+            return sum_th
+        experts_tk, turn = routes.experts_mk.sort(-1)
+        weights_tk = routes.weights_mk.gather(1, turn)
+        groups = _grouped(experts_tk.flatten(), len(self._ups.weight_enk), self._rows)
+        places_s = torch.arange(len(groups.order_s), device=h_th.device)
+        place_tk = torch.empty_like(groups.order_s).index_copy_(0, groups.order_s, places_s)
+        up_sn = self._product(h_th, groups.order_s // top_k, self._ups, groups)
+        down_sh = self._product(self._activation(up_sn), places_s, self._downs, groups)
+        kernels.weighted_sum_kernel[(tokens, triton.cdiv(sum_th.shape[1], _SUM_COLUMNS))](
+            down_sh, place_tk, weights_tk, sum_th, down_sh.stride(0), sum_th.stride(0), sum_th.shape[1],
+            TOP_K=top_k, BLOCK=_SUM_COLUMNS,
+        )  # fmt: skip
+        return sum_th
+
+    def _product(self, x_rk: Tensor, row_s: Tensor, stacked: StackedProducts, groups: _Groups) -> Tensor:
+        """Row `row_s[s]` of x times the weight of place s's expert: [S, width] in the dtype of x."""
+        weight, bias = stacked.weight_enk, stacked.bias_en
+        experts, width, inner = weight.shape
+        x_rk = x_rk.contiguous()
+        out_sn = torch.empty(len(row_s), width, dtype=x_rk.dtype, device=x_rk.device)
+        kernels.grouped_product_kernel[(len(groups.expert_b), triton.cdiv(width, BLOCK_N))](
+            x_rk, weight, weight if bias is None else bias, out_sn, row_s,
+            groups.expert_b, groups.first_b, groups.count_b,
+            x_rk.stride(0), weight.stride(0), weight.stride(1), out_sn.stride(0), experts, inner, width,
+            ROWS=self._rows, BLOCK_N=BLOCK_N, BLOCK_K=BLOCK_K, BIAS=bias is not None,
+            UPCAST=self._interpreted and x_rk.dtype == torch.bfloat16,
+        )  # fmt: skip
+        return out_sn
+
+
+def _grouped(experts_s: Tensor, experts: int, rows: int) -> _Groups:
+    """Sort pairs by their expert and cut each expert's into blocks of `rows`, all on the device."""
+    order_s = experts_s.argsort(stable=True)
+    counts_e = torch.zeros(experts, dtype=torch.int64, device=experts_s.device)
+    counts_e.scatter_add_(0, experts_s, torch.ones_like(experts_s))
+    blocks_e = (counts_e + rows - 1) // rows
+    last_e, begin_e = blocks_e.cumsum(0), counts_e.cumsum(0) - counts_e
+    # A block is full, or the last of an expert that has pairs.
+    most = len(experts_s) // rows + min(experts, len(experts_s))
+    number_b = torch.arange(most, device=experts_s.device)
+    expert_b = torch.searchsorted(last_e, number_b, right=True)
+    known_b = expert_b.clamp(max=experts - 1)
+    within_b = (number_b - (last_e - blocks_e)[known_b]) * rows
+    return _Groups(order_s, expert_b, begin_e[known_b] + within_b, (counts_e[known_b] - within_b).clamp(0, rows))

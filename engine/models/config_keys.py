@@ -1,0 +1,164 @@
+"""Keys of `config.json` that change no number here, and those that would change some in ways that aren't supported.
+
+Every key is one of four kinds, for each architecture:
+
+- *read*: asked for when the model is made. `contracts.checkpoint.json_fields.Fields` notes that by itself, so nobody
+  has to list them.
+- *without effect*: transformers' implementation of the architecture reads it and computes the same at inference, or it
+  is about something else than arithmetic (below).
+- *refused*: transformers computes something else by it, which isn't supported here; all but one value is refused.
+- *unknown*: transformers' implementation doesn't read it either. Perhaps another program does, for which the weights
+  were made: it is left out, and named in a warning.
+
+`tests/engine/test_config_keys.py` takes what transformers reads from its own source, so that a key which a new version
+reads and nobody here knows fails there.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from contracts.checkpoint.json_fields import Fields
+from contracts.errors import CheckpointError
+
+log = logging.getLogger(__name__)
+_OFF: tuple[object, ...] = (None, False, "", [], {})
+"""Values by which a key that nobody knows says that there is nothing to know."""
+
+_GENERAL = """
+    architectures auto_map dtype model_type name_or_path torch_dtype transformers_version unsloth_version
+    unsloth_fixed use_cache use_flash_attn use_parallel_embedding tokenizer_class prefix
+    bos_token_id eos_token_id pad_token_id sep_token_id decoder_start_token_id
+    forced_bos_token_id forced_eos_token_id suppress_tokens begin_suppress_tokens
+    return_dict output_attentions output_hidden_states output_scores return_dict_in_generate torchscript
+    chunk_size_feed_forward is_decoder is_encoder_decoder add_cross_attention cross_attention_hidden_size
+    tie_encoder_decoder pruned_heads finetuning_task task_specific_params problem_type id2label label2id num_labels
+    temperature top_k top_p typical_p repetition_penalty length_penalty no_repeat_ngram_size
+    encoder_no_repeat_ngram_size bad_words_ids num_beams num_beam_groups diversity_penalty num_return_sequences
+    max_length min_length do_sample early_stopping remove_invalid_values exponential_decay_length_penalty
+    attention_dropout hidden_dropout embd_pdrop resid_pdrop attn_pdrop dropout classifier_dropout
+    initializer_range initializer_factor rescale_prenorm_residual
+    output_router_logits router_aux_loss_coef router_jitter_noise aux_loss_alpha seq_aux
+    pretraining_tp ep_size num_logits_to_keep
+    boi_token_index eoi_token_index image_token_index boi_token_id eoi_token_id eoi_token_index image_token_id
+    boa_token_id eoa_token_id eoa_token_index audio_token_id video_token_id mm_tokens_per_image
+    vision_soft_tokens_per_image vision_start_token_id vision_end_token_id vision_config audio_config text_config
+    llm_config language_model_only
+"""
+GENERAL = frozenset(_GENERAL.split())
+"""Without effect for every architecture: names and versions, tokens that end or pad, what generation defaults to
+(`generation_config.json` counts), dropout and other numbers of training, and models of images and sound around text.
+"""
+
+
+@dataclass(frozen=True, slots=True)
+class Keys:
+    """What one architecture makes of keys that it doesn't read."""
+
+    without_effect: Mapping[str, str] = field(default_factory=dict)
+    """Each with the reason."""
+    only: Mapping[str, object] = field(default_factory=dict)
+    """The one value of a key that is supported; a `Same` names the key that it must agree with."""
+
+
+@dataclass(frozen=True, slots=True)
+class Same:
+    """The value of another key."""
+
+    key: str
+
+
+CACHE = ("sliding_window", "attention_chunk_size", "layer_types", "kv_sharing_modes", "number_of_conv_states")
+"""By these transformers' cache decides what it keeps of a layer, whether or not the architecture itself reads them: its
+answers change with a `sliding_window` in a Llama. Where they aren't read here they must say that all is kept."""
+_ALL_KEPT = (None, "full_attention")
+
+_WINDOWS = {
+    "sliding_window": "only with use_sliding_window, which is read",
+    "max_window_layers": "only with use_sliding_window, which is read",
+}
+_LATENT = {
+    "layer_types": "every layer attends alike",
+    "head_dim": "overwritten by qk_rope_head_dim",
+    "qk_head_dim": "the sum of its two parts",
+    "num_local_experts": "another name of n_routed_experts",
+    "num_experts": "another name of n_routed_experts",
+    "num_nextn_predict_layers": "layers that predict further tokens are left unused",
+    "num_mtp_layers": "layers that predict further tokens are left unused",
+    "mlp_bias": "not read: feed-forward layers have no biases",
+}
+_EXPERTS = {"num_experts": "read as num_local_experts where that is given", "num_local_experts": "as num_experts"}
+_MTP = {"mtp_num_hidden_layers": "layers that predict further tokens are left unused"}
+
+KEYS: Mapping[str, Keys] = {
+    "Llama": Keys(),
+    "Qwen2": Keys(_WINDOWS),
+    "Qwen3": Keys(_WINDOWS),
+    "Qwen3Moe": Keys(_WINDOWS | _EXPERTS),
+    "DeepseekV3": Keys(_LATENT, {"num_key_value_heads": Same("num_attention_heads")}),
+    "DeepseekV32": Keys(_LATENT, {"num_key_value_heads": Same("num_attention_heads")}),
+    "GlmMoeDsa": Keys(_LATENT, {"num_key_value_heads": Same("num_attention_heads")}),
+    "Gemma3": Keys(),
+    "Gemma4": Keys({
+        "num_experts": "only with enable_moe_block, which is read",
+        "moe_intermediate_size": "only with enable_moe_block, which is read",
+    }),
+    "GptOss": Keys({"hidden_act": "its experts have an activation of their own"}),
+    "Qwen3Next": Keys(_EXPERTS | _MTP),
+    "Qwen35": Keys(_EXPERTS | _MTP),
+    "FalconH1": Keys({
+        "mamba_chunk_size": "how a sum is divided, not what it comes to",
+        "mamba_expand": "only without mamba_d_ssm, which is read",
+    }),
+    "NemotronH": Keys(
+        {
+            "chunk_size": "how a sum is divided, not what it comes to",
+            "num_local_experts": "another name of n_routed_experts",
+            "time_step_max": "initial weights",
+            "time_step_floor": "initial weights",
+            "time_step_limit": "not read: time_step_min is",
+            "use_mamba_kernels": "which kernels compute it",
+            "mamba_ssm_cache_dtype": "of other programs' kernels",
+            "expand": "not read: mamba_num_heads and mamba_head_dim are",
+            "n_shared_experts": "not read: the width of shared experts is",
+            "moe_shared_expert_overlap": "the order of work",
+            "num_nextn_predict_layers": "layers that predict further tokens are left unused",
+            "mtp_layers_block_type": "layers that predict further tokens are left unused",
+        },
+        {"mamba_hidden_act": "silu"},
+    ),
+}  # fmt: skip
+"""By the name of the class in `engine/models`; one that isn't here reads all that matters."""
+
+
+def check_keys(model: str, config: Fields) -> tuple[str, ...]:
+    """The keys that neither this architecture nor transformers' implementation of it knows, as ``key=value``.
+
+    To be called when the model has been made, as it goes by what that has read. Raises `CheckpointError` for a value
+    that would change the arithmetic and isn't supported.
+    """
+    keys = KEYS.get(model, Keys())
+    for key, only in keys.only.items():
+        allowed = config.values.get(only.key) if isinstance(only, Same) else only
+        if key in config and config.values[key] != allowed:
+            raise CheckpointError(f"{config.path}: {key} {config.values[key]!r} is not supported; only {allowed!r} is")
+    known = config.read | GENERAL | keys.without_effect.keys() | keys.only.keys()
+    for key in (key for key in CACHE if key not in known):
+        value = config.values.get(key)
+        if any(one not in _ALL_KEPT for one in (value if isinstance(value, list) else [value])):
+            text = f"{key} {value!r:.60} is not supported: {model} keeps and attends to every token"
+            raise CheckpointError(f"{config.path}: {text}")
+    known |= set(CACHE)
+    items = sorted(config.values.items())
+    return tuple(f"{k}={v!r:.60}" for k, v in items if k not in known and not k.startswith("_") and v not in _OFF)
+
+
+def warn_of(unknown: tuple[str, ...], architecture: str, config: Fields) -> None:
+    """One line for the operator."""
+    if unknown:
+        log.warning(
+            "%s: %s doesn't know these keys, and they are left out (if the weights were made with them, answers will "
+            "be wrong): %s", config.path, architecture, ", ".join(unknown),
+        )  # fmt: skip

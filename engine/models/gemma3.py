@@ -1,0 +1,141 @@
+"""Gemma 3 and what Gemma 4 keeps of it.
+
+Embeddings are scaled by the root of their width; norms lie on both sides of attention and of the feed-forward layer,
+multiply in float32 and, in Gemma 3, by one plus their weight; queries and keys are normed by head. Every sixth layer
+sees everything, with a slow rope; the others see a window, with a fast one.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from contracts.checkpoint.model_spec import ModelSpec
+from contracts.checkpoint.rope_spec import read_rope
+from engine.attention.attention_backend import Scores
+from engine.attention.attention_plan import BLOCK_TOKENS
+from engine.layers.decoder import Decoder, Layer
+from engine.layers.forward_context import Place, StepContext
+from engine.layers.mixers.head_attention import store
+from engine.layers.mlp import GatedMlp
+from engine.layers.norm import gelu_tanh, rms_norm
+from engine.layers.rope import rotate
+from engine.models.sliding_window import SLIDING, LayerKind, SandwichLayer, WindowModel, rope_by_kind
+from engine.native.current_kernels import in_use
+from engine.tensors.weight_loader import Weights
+
+
+class GemmaAttention:
+    """Attention over keys and values by head, with norms of queries and keys, and in Gemma 4 of values."""
+
+    def __init__(
+        self,
+        model: WindowModel,
+        weights: Weights,
+        kind: LayerKind,
+        place: Place,
+        *,
+        scale: float,
+        bias: bool = False,
+        owner: bool = True,
+        values: bool = True,
+        value_norm: bool = False,
+    ) -> None:
+        """`owner`: the layer keeps keys and values, else it reads those at `place`. Without `values` they are the
+        keys, before norm and rope."""
+        shard, dim = weights.shard, kind.head_dim
+        self._place, self._dim, self._eps = place, dim, model.eps
+        self._scores = Scores(scale, kind.window)
+        self._rope = kind.rope_table(weights)
+        q, kv = shard.axis(model.heads, dim), shard.axis(kind.kv_heads, dim, "key-value heads")
+        self._heads, self._kv = q.count // dim, kv.count // dim if owner else 0
+        rows = {"q_proj": q} | ({"k_proj": kv} if owner else {}) | ({"v_proj": kv} if owner and values else {})
+        self._in = weights.linear(rows, model.hidden, bias=bias)
+        self._out = weights.linear({"o_proj": model.hidden}, q, bias=bias)
+        self._values = values
+        norms = [model.norm_weight(weights, "q_norm.weight", dim).expand(self._heads, -1)]
+        if owner:
+            norms.append(model.norm_weight(weights, "k_norm.weight", dim).expand(self._kv, -1))
+        self._norm_nd = torch.cat(norms)
+        self._value_norm_d = torch.ones(dim, device=weights.device) if value_norm else None
+        if in_use():
+            return  # The kernels' attention has no such products.
+        for k, n in ((dim, BLOCK_TOKENS), (BLOCK_TOKENS, dim)):
+            weights.products.extend((batch, k, n) for batch in (kv.count // dim, 5 * kv.count // dim))
+
+    def __call__(self, h_mh: Tensor, ctx: StepContext) -> Tensor:
+        plan, buffers = ctx.plans[self._place.pool], ctx.buffers(self._place)
+        mixed = ctx.linear(h_mh, self._in).view(len(h_mh), -1, self._dim)
+        qk = rms_norm(mixed[:, : self._heads + self._kv], self._norm_nd, self._eps)
+        q, k = torch.split(rotate(qk, *ctx.rope(self._rope)), [self._heads, self._kv], dim=1)
+        if self._kv:
+            v = mixed[:, -self._kv :] if self._values else mixed[:, self._heads :]
+            if self._value_norm_d is not None:
+                v = rms_norm(v, self._value_norm_d, self._eps)
+            store(buffers["k"], k[: ctx.count], plan)
+            store(buffers["v"], v[: ctx.count], plan)
+        out = ctx.attention.attend(q[: ctx.count], buffers["k"], buffers["v"], plan, self._scores)
+        return ctx.linear(ctx.padded(out.reshape(ctx.count, -1)), self._out)
+
+
+class Gemma(WindowModel):
+    """What both generations have."""
+
+    def __init__(self, spec: ModelSpec, shared: int = 0) -> None:
+        super().__init__(spec, pattern=6, shared=shared)
+        config = spec.config
+        self.inner = config.size("intermediate_size")
+        self.tied = config.flag("tie_word_embeddings", default=True)
+        self.bias = config.flag("attention_bias")
+        self.logits_softcap = config.number("final_logit_softcapping", 0.0)
+        activation = config.text("hidden_activation", "gelu_pytorch_tanh")
+        if activation != "gelu_pytorch_tanh":
+            raise config.refuse(f"hidden_activation {activation!r} is not supported; only gelu_pytorch_tanh is")
+        if config.values.get("use_bidirectional_attention") not in (None, False, "vision"):
+            raise config.refuse("use_bidirectional_attention: a model that sees what follows can't generate")
+        if "attn_logit_softcapping" in config:
+            raise config.refuse("attn_logit_softcapping is not supported for this architecture")
+
+    def build(self, weights: Weights) -> Decoder:
+        decoder = super().build(weights)
+        decoder.embed_scale = self.hidden**0.5
+        decoder.logits_softcap = self.logits_softcap
+        return decoder
+
+
+class Gemma3(Gemma):
+    """``Gemma3ForCausalLM``, and the text of ``Gemma3ForConditionalGeneration``."""
+
+    def __init__(self, spec: ModelSpec) -> None:
+        super().__init__(spec)
+        self.scale = spec.config.number("query_pre_attn_scalar", 256.0) ** -0.5
+
+    def kind(self, name: str) -> LayerKind:
+        config, raw = self.config, rope_by_kind(self.config, name)
+        if name == SLIDING:
+            raw = raw or {"rope_type": "default"}
+            rope = read_rope(config, raw, theta_key="rope_local_base_freq", default_theta=10_000.0)
+        else:
+            rope = read_rope(config, raw, default_theta=1_000_000.0)
+        kv_heads, head_dim = config.size("num_key_value_heads"), config.size("head_dim", 256)
+        return LayerKind(name, self.window_of(name), kv_heads, head_dim, rope)
+
+    def norm_weight(self, weights: Weights, name: str, size: int) -> Tensor:
+        return weights.tensor(name, size, dtype=torch.float32).add_(1.0)
+
+    def layer(self, number: int, weights: Weights) -> Layer:
+        def norm(name: str) -> Tensor:
+            return self.norm_weight(weights, f"{name}_layernorm.weight", self.hidden)
+
+        kind = self.kinds[self.names[number]]
+        return SandwichLayer(
+            norm("input"),
+            GemmaAttention(
+                self, weights.scope("self_attn."), kind, self.place(number), scale=self.scale, bias=self.bias
+            ),
+            norm("post_attention"),
+            norm("pre_feedforward"),
+            GatedMlp(weights.scope("mlp."), self.hidden, self.inner, activation=gelu_tanh),
+            norm("post_feedforward"),
+            self.eps,
+        )

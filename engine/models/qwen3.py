@@ -1,0 +1,62 @@
+"""Qwen3, and Qwen3-MoE, whose feed-forward layers are mixtures of experts, all of them or some."""
+
+from __future__ import annotations
+
+from contracts.checkpoint.json_fields import Fields
+from contracts.checkpoint.model_spec import ModelSpec
+from engine.layers.decoder import Sublayer
+from engine.layers.mlp import GatedMlp
+from engine.layers.moe.expert_router import SoftmaxRouter
+from engine.layers.moe.experts import Sizes
+from engine.layers.moe.mixture import MixtureOfExperts
+from engine.models.llama import Llama
+from engine.tensors.weight_loader import Weights
+
+
+class Qwen3(Llama):
+    """``Qwen3ForCausalLM``: Llama with norms of queries and keys by head."""
+
+    qk_norm = True
+
+    @property
+    def default_head_dim(self) -> int:
+        return 128
+
+    def refuse_windows(self) -> None:
+        config = self.config
+        if config.flag("use_sliding_window") and "sliding_window" in config:
+            raise config.refuse("sliding_attention layers are not supported; only full attention is")
+        super().refuse_windows()
+
+
+def sparse_layers(config: Fields, layers: int) -> frozenset[int]:
+    """The layers that are mixtures, by Qwen's keys `mlp_only_layers` and `decoder_sparse_step`."""
+    step, plain = config.size("decoder_sparse_step", 1), config.values.get("mlp_only_layers", [])
+    if not isinstance(plain, list):
+        raise config.refuse(f"mlp_only_layers must be a list of layer numbers, got {plain!r}")
+    return frozenset(layer for layer in range(layers) if layer not in plain and (layer + 1) % step == 0)
+
+
+class Qwen3Moe(Qwen3):
+    """``Qwen3MoeForCausalLM``"""
+
+    def __init__(self, spec: ModelSpec) -> None:
+        super().__init__(spec)
+        config = spec.config
+        experts = config.size("num_local_experts" if "num_local_experts" in config else "num_experts")
+        self.sizes = Sizes(experts, self.hidden, config.size("moe_intermediate_size"))
+        self.top_k = config.size("num_experts_per_tok", 8)
+        self.normalise = config.flag("norm_topk_prob")
+        self.sparse = sparse_layers(config, self.layers)
+        if self.sparse and self.top_k > self.sizes.experts:
+            raise config.refuse(f"num_experts_per_tok {self.top_k} is more than the {self.sizes.experts} experts")
+
+    @property
+    def default_head_dim(self) -> int:
+        return self.hidden // self.heads
+
+    def mlp(self, number: int, weights: Weights) -> Sublayer:
+        if number not in self.sparse:
+            return GatedMlp(weights, self.hidden, self.inner)
+        router = SoftmaxRouter(weights, self.hidden, self.sizes.experts, self.top_k, normalise=self.normalise)
+        return MixtureOfExperts(weights, router, self.sizes)

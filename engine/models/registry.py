@@ -1,0 +1,64 @@
+"""The architectures: one readable file each, and one entry here."""
+
+from __future__ import annotations
+
+from importlib import import_module
+from pathlib import Path
+
+from contracts.checkpoint.model_spec import ModelSpec, read_model_spec
+from contracts.errors import CheckpointError
+from engine.models.config_keys import check_keys, warn_of
+from engine.models.model_base import Model
+from engine.tensors.weight_loader import Weights
+
+ARCHITECTURES = {
+    "FalconH1ForCausalLM": "falcon_h1.FalconH1",
+    "Gemma3ForCausalLM": "gemma3.Gemma3",
+    "Gemma3ForConditionalGeneration": "gemma3.Gemma3",
+    "Gemma4ForCausalLM": "gemma4.Gemma4",
+    "Gemma4ForConditionalGeneration": "gemma4.Gemma4",
+    "GptOssForCausalLM": "gpt_oss.GptOss",
+    "LlamaForCausalLM": "llama.Llama",
+    "NemotronHForCausalLM": "nemotron_h.NemotronH",
+    "Qwen2ForCausalLM": "qwen2.Qwen2",
+    "Qwen3ForCausalLM": "qwen3.Qwen3",
+    "DeepseekV3ForCausalLM": "deepseek.DeepseekV3",
+    "DeepseekV32ForCausalLM": "deepseek.DeepseekV32",
+    "GlmMoeDsaForCausalLM": "deepseek.GlmMoeDsa",
+    "Qwen3MoeForCausalLM": "qwen3.Qwen3Moe",
+    "Qwen3NextForCausalLM": "qwen3_next.Qwen3Next",
+    "Qwen3_5ForCausalLM": "qwen3_next.Qwen35",
+    "Qwen3_5ForConditionalGeneration": "qwen3_next.Qwen35",
+    "Qwen3_5MoeForCausalLM": "qwen3_next.Qwen35",
+    "Qwen3_5MoeForConditionalGeneration": "qwen3_next.Qwen35",
+}
+"""The name in `config.json`, and the file and class here that know it."""
+_WARNED: set[tuple[Path, tuple[str, ...]]] = set()
+"""What was said already: a process reads a folder several times."""
+
+
+def model_for(spec: ModelSpec) -> Model:
+    """The model that a checkpoint is of, its numbers and the names and shapes of its tensors checked.
+
+    Raises `CheckpointError` in one line for an architecture that is not supported, numbers that can't be, and a tensor
+    that is missing or of the wrong shape (naming it and both shapes).
+    """
+    entry = ARCHITECTURES.get(spec.architecture)
+    if entry is None:
+        raise CheckpointError(
+            f"{spec.config.path}: architecture {spec.architecture} is not supported; "
+            f"supported are {', '.join(ARCHITECTURES)}"
+        )
+    file, _, name = entry.partition(".")
+    model: Model = getattr(import_module(f"engine.models.{file}"), name)(spec)
+    model.build(Weights.dry(spec))
+    unknown = check_keys(name, spec.config)
+    if (spec.config.path, unknown) not in _WARNED:
+        _WARNED.add((spec.config.path, unknown))
+        warn_of(unknown, spec.architecture, spec.config)
+    return model
+
+
+def read_model(folder: Path) -> Model:
+    """Read and check a checkpoint folder without loading a tensor. Raises `CheckpointError`."""
+    return model_for(read_model_spec(folder))

@@ -1,0 +1,126 @@
+"""What models with sliding windows share: two kinds of layers, a pool for each, and Gemma's frame around them.
+
+Layers of kind ``full_attention`` see everything and keep it in the full pool; those of kind ``sliding_attention`` see
+the last `sliding_window` positions, their own included, and keep those in the window pool. The kinds may differ in
+heads and in rope. Where layers at the end share keys and values, they read what the last layer before them of their
+own kind has kept, and keep nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from cache.memory.kv_cache_spec import BufferSpec, Kind, PoolSpec
+from contracts.checkpoint.json_fields import Fields
+from contracts.checkpoint.model_spec import ModelSpec
+from contracts.checkpoint.rope_spec import RopeSpec
+from engine.layers.decoder import Sublayer
+from engine.layers.forward_context import Place, StepContext
+from engine.layers.mixers.head_attention import kv_buffers
+from engine.layers.norm import rms_norm
+from engine.layers.rope import RopeTable
+from engine.models.model_base import FULL_POOL, WINDOW_POOL, Model, StateOptions
+from engine.tensors.weight_loader import Weights
+
+FULL, SLIDING = "full_attention", "sliding_attention"
+
+
+@dataclass(frozen=True)
+class LayerKind:
+    """What all layers of one kind have in common."""
+
+    name: str
+    window: int
+    """Positions that a query sees, its own included; 0: all."""
+    kv_heads: int
+    head_dim: int
+    rope: RopeSpec
+
+    @property
+    def pool(self) -> str:
+        return WINDOW_POOL if self.window else FULL_POOL
+
+    def rope_table(self, weights: Weights) -> RopeTable:
+        """One for all layers of the kind."""
+        make = lambda: RopeTable(self.rope, self.head_dim, weights.dtype, weights.device)  # noqa: E731
+        return weights.once(f"rope of {self.name}", make)
+
+
+class WindowModel(Model):
+    """A model whose layers are of two kinds; the last `shared` ones share keys and values."""
+
+    def __init__(self, spec: ModelSpec, pattern: int, shared: int = 0) -> None:
+        """`pattern`: every so many layers one sees everything, where the configuration doesn't list the kinds."""
+        super().__init__(spec)
+        config = spec.config
+        self.heads = config.size("num_attention_heads")
+        self.names = layer_names(config, self.layers, pattern)
+        self.owners = self.layers - shared
+        if FULL not in self.names[: self.owners]:
+            raise config.refuse("no layer keeps full attention; models of sliding windows alone are not supported")
+        if not set(self.names) <= set(self.names[: self.owners]):
+            raise config.refuse(f"num_kv_shared_layers {shared} leaves no layer to share the keys of")
+        self.kinds = {name: self.kind(name) for name in sorted(set(self.names))}
+        for kind in self.kinds.values():
+            if self.heads % kind.kv_heads:
+                raise config.refuse(f"{self.heads} attention heads do not divide among {kind.kv_heads} key-value heads")
+            if kind.head_dim % 2:
+                raise config.refuse(f"head_dim {kind.head_dim} must be even for rotary embeddings")
+
+    def kind(self, name: str) -> LayerKind:
+        """The numbers of the layers called `name`."""
+        raise NotImplementedError
+
+    def window_of(self, name: str) -> int:
+        return self.config.size("sliding_window") if name == SLIDING else 0
+
+    def place(self, number: int) -> Place:
+        """Where layer `number` finds its keys and values."""
+        name = self.names[number]
+        owner = number if number < self.owners else max(i for i in range(self.owners) if self.names[i] == name)
+        return Place(self.kinds[name].pool, self.names[:owner].count(name))
+
+    def pools(self, options: StateOptions) -> tuple[PoolSpec, ...]:
+        pools = []
+        for name in (name for name in (FULL, SLIDING) if name in self.kinds):
+            kind, owners = self.kinds[name], self.names[: self.owners].count(name)
+            buffers: tuple[BufferSpec, ...] = kv_buffers(
+                owners, kind.kv_heads, kind.head_dim, options.dtype, options.shard
+            )
+            pools.append(PoolSpec(kind.pool, buffers, Kind.WINDOW if kind.window else Kind.FULL, kind.window))
+        return tuple(pools)
+
+
+def layer_names(config: Fields, layers: int, pattern: int) -> list[str]:
+    """The kind of each layer: as listed, or every `sliding_window_pattern`-th (else `pattern`-th) sees everything."""
+    pattern = config.size("sliding_window_pattern", pattern)
+    default = [SLIDING if (i + 1) % pattern else FULL for i in range(layers)]
+    return config.words("layer_types", layers, (FULL, SLIDING), default)
+
+
+def rope_by_kind(config: Fields, name: str) -> Mapping[str, object] | None:
+    """The part of `rope_parameters` for one kind of layers; None in the old spelling."""
+    found = config.table("rope_parameters").get(name)
+    return found if isinstance(found, Mapping) else None
+
+
+@dataclass(frozen=True)
+class SandwichLayer:
+    """x + norm(mixer(norm(x))), then x + norm(mlp(norm(x))): norms on both sides of each part."""
+
+    input_norm_h: Tensor
+    mixer: Sublayer
+    mixed_norm_h: Tensor
+    mlp_norm_h: Tensor
+    mlp: Sublayer
+    out_norm_h: Tensor
+    eps: float
+
+    def __call__(self, x_mh: Tensor, ctx: StepContext) -> Tensor:
+        mixed_mh = self.mixer(rms_norm(x_mh, self.input_norm_h, self.eps), ctx)
+        x_mh = x_mh + rms_norm(mixed_mh, self.mixed_norm_h, self.eps)
+        out_mh = self.mlp(rms_norm(x_mh, self.mlp_norm_h, self.eps), ctx)
+        return x_mh.add_(rms_norm(out_mh, self.out_norm_h, self.eps))

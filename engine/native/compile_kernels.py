@@ -1,0 +1,167 @@
+"""Compile the kernels beside this file, once a machine, into the user's cache folder.
+
+The file's name is a digest of all that its contents depend on: the sources, the flags, the compiler and the
+processor (code is made for this one). It is written under another name and renamed, so that processes that start
+together may each compile it, and none loads half a file.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import hashlib
+import importlib.util
+import logging
+import os
+import platform
+import shutil
+import stat
+import subprocess
+import sys
+import tempfile
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+
+import torch
+
+from contracts import cpu_levels as processor
+
+log = logging.getLogger(__name__)
+
+MACHINE = "native"
+"""Compilers' name for the processor that they run on."""
+_FLAGS = (
+    "-std=c++17", "-O3", "-ffp-contract=off", "-fno-math-errno", "-fno-exceptions", "-fno-rtti", "-Wno-psabi", "-fPIC",
+    "-fvisibility=hidden",
+)  # fmt: skip
+_SOURCES = ("vector.h", "buffer.h", "threads.h", "rows.h", "gemm.h", "attention.h", "kernels.cpp")
+_CODE = {name: (Path(__file__).parent / name).read_bytes() for name in _SOURCES}
+"""Read with the Python code that calls it: an update under a running worker changes neither."""
+_COMPILE_TIMEOUT_S = 300.0
+
+
+class NativeUnavailable(Exception):
+    """Raised when the kernels can't be compiled or loaded here; says why in one line."""
+
+
+@cache
+def load_library(level: str = MACHINE) -> ctypes.CDLL:
+    """The compiled kernels, made of the instructions of `level` (of `contracts.cpu_levels`), or of all that the machine
+    has. Takes milliseconds, and some seconds where they must be compiled first.
+
+    Raises `NativeUnavailable`, each time it is asked again.
+    """
+    if level != MACHINE and level not in processor.levels():
+        raise NativeUnavailable(f"this processor can't run {level}")
+    compiler = find_compiler()
+    about = [
+        _output([*compiler.command, *compiler.version]), _processor(),
+        *compiler.compiling(level), *compiler.linking, *map(str, _openmp()),
+    ]  # fmt: skip
+    digest = hashlib.sha256(b"\0".join([*_CODE.values(), *(text.encode() for text in about)])).hexdigest()[:20]
+    path = _cache_folder() / f"kernels-{digest}.so"
+    if not path.exists():
+        _compile(compiler, level, path)
+    try:
+        return ctypes.CDLL(str(path))
+    except OSError as error:
+        raise NativeUnavailable(f"{path} can't be loaded: {error}") from None
+
+
+@dataclass(frozen=True)
+class Compiler:
+    """How kernels are compiled here."""
+
+    command: tuple[str, ...]
+    version: tuple[str, ...]
+    """What makes it say its version."""
+    zig: bool = False
+    """It is Zig's: Clang, with headers of its own and no built C++ library, which the kernels don't need."""
+
+    def compiling(self, level: str) -> tuple[str, ...]:
+        if not self.zig:
+            return (f"-march={level}", *_FLAGS)
+        # Zig writes levels with underscores, and catches what C++ leaves undefined unless told otherwise.
+        return ("-target", f"{platform.machine()}-linux-gnu", f"-mcpu={level.replace('-', '_')}", *_FLAGS, *_ZIG)
+
+    @property
+    def linking(self) -> tuple[str, ...]:
+        return ("-target", f"{platform.machine()}-linux-gnu", "-shared", "-nostdlib") if self.zig else ("-shared",)
+
+
+_ZIG = ("-fno-sanitize=undefined",)
+
+
+def find_compiler() -> Compiler:
+    """What ``CXX`` names, else g++, else c++, else the compiler of the package ziglang. Raises `NativeUnavailable`."""
+    for name in (os.environ.get("CXX"), "g++", "c++"):
+        found = shutil.which(name) if name else None
+        if found:
+            return Compiler((found,), ("--version",))
+    if importlib.util.find_spec("ziglang") is not None:
+        return Compiler((sys.executable, "-m", "ziglang", "c++"), ("--version",), zig=True)
+    raise NativeUnavailable(
+        "no C++ compiler was found; install g++, name one in CXX, or add the package ziglang: pip install "
+        "'twinpool[kernels]'"
+    )
+
+
+def _processor() -> str:
+    """What the code is made for."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+    except OSError:
+        return "unknown"
+    wanted = ("model name", "flags", "Features", "CPU part")
+    return "\n".join(sorted({line for line in lines if line.startswith(wanted)}))
+
+
+def _openmp() -> list[Path]:
+    """The OpenMP library that torch brings: two of them in a process would each have threads, and spin."""
+    return sorted((Path(torch.__file__).parent / "lib").glob("libgomp*.so*"))[:1]
+
+
+def _cache_folder() -> Path:
+    """A folder that nobody else can write to."""
+    home = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")  # stays so where nobody is at home
+    for folder in (Path(home) / "twinpool", Path(tempfile.gettempdir()) / f"twinpool-{os.getuid()}"):
+        if not folder.is_absolute():
+            continue
+        try:
+            folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+            found = folder.stat()
+        except OSError:
+            continue
+        if found.st_uid == os.getuid() and not found.st_mode & (stat.S_IWGRP | stat.S_IWOTH) and os.access(folder, 7):
+            return folder
+    raise NativeUnavailable("neither the cache folder nor the temporary folder can be written to safely")
+
+
+def _compile(compiler: Compiler, level: str, path: Path) -> None:
+    openmp = _openmp()
+    with tempfile.TemporaryDirectory(dir=path.parent, prefix="making-") as made:
+        for name, code in _CODE.items():
+            (Path(made) / name).write_bytes(code)
+        source = Path(made) / "kernels.cpp"
+        part, whole = Path(made) / "kernels.o", Path(made) / "kernels.so"
+        libraries = map(str, openmp) if openmp else ["-lgomp"]
+        _output([*compiler.command, *compiler.compiling(level), "-c", str(source), "-o", str(part)])
+        _output([*compiler.command, *compiler.linking, str(part), *libraries, "-o", str(whole)])
+        whole.replace(path)
+    log.info("compiled the CPU kernels path=%s", path)
+
+
+def _output(command: list[str]) -> str:
+    # What Zig keeps between runs: nowhere but in our own folder.
+    kept = {name: str(_cache_folder() / "zig") for name in ("ZIG_GLOBAL_CACHE_DIR", "ZIG_LOCAL_CACHE_DIR")}
+    try:
+        done = subprocess.run(
+            command, capture_output=True, text=True, timeout=_COMPILE_TIMEOUT_S, check=False, env={**os.environ, **kept}
+        )
+    except (OSError, subprocess.TimeoutExpired) as error:
+        raise NativeUnavailable(f"{command[0]} failed: {error}") from None
+    if done.returncode:
+        lines = done.stderr.strip().splitlines() or ["no message"]
+        first = next((line for line in lines if "error" in line), lines[0])
+        raise NativeUnavailable(f"{command[0]} failed: {first}")
+    return done.stdout

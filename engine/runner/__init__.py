@@ -1,0 +1,1 @@
+"""One step: batch, forward pass, draw."""

@@ -1,0 +1,100 @@
+"""Which kernels compute here, torch, C++ or Triton, and to which numerics class that belongs."""
+
+from __future__ import annotations
+
+import logging
+import os
+from functools import cache
+
+import torch
+
+from contracts import cpu_levels as processor
+from contracts.config.worker_config import EngineConfig
+from contracts.errors import ConfigError
+from engine.attention.attention_backend import Attention
+from engine.attention.torch_backend.native_attention import NativeAttention
+from engine.attention.torch_backend.torch_attention import TorchAttention
+from engine.native import compile_kernels, current_kernels, native_kernels
+from engine.runner.numerics_class import numerics_class
+from engine.tensors.row_exact_linear import Numerics
+
+log = logging.getLogger(__name__)
+
+
+def kernels_for_config(config: EngineConfig, device: torch.device) -> native_kernels.Kernels | None:
+    """The C++ kernels, where they are wanted and can be had; raises `ConfigError` where nothing else will do."""
+    if config.attention not in {"auto", "native"} or device.type != "cpu":
+        return None
+    try:
+        return current_kernels.available(native_level(config))
+    except compile_kernels.NativeUnavailable as error:
+        if config.attention == "native":
+            raise ConfigError(f"engine.attention=native: {error}; set engine.attention=torch") from None
+        log.warning("computing with torch alone, slower than with the CPU kernels reason=%s", error)
+        return None
+
+
+def native_level(config: EngineConfig) -> str:
+    """What the C++ kernels are compiled for."""
+    return compile_kernels.MACHINE if config.numerics_class == "auto" else config.numerics_class
+
+
+def kernels_name(config: EngineConfig, device: torch.device) -> str:
+    """Who computes here, torch, the C++ kernels or Triton's: state that one of them computed is not another's, bit for
+    bit."""
+    if wants_triton(config, device):
+        return "triton"
+    if config.attention == "torch" or device.type != "cpu":
+        return "torch"
+    try:
+        current_kernels.available(native_level(config))
+    except compile_kernels.NativeUnavailable:
+        return "torch"
+    return "native"
+
+
+@cache
+def class_of(config: EngineConfig, dtype: torch.dtype, device: torch.device) -> str:
+    """The numerics class (`engine.numerics_class`) of an engine of this process that computes in `dtype`."""
+    named = kernels_name(config, device)
+    kernels = current_kernels.available(native_level(config)) if named == "native" else None
+    if named == "triton" and device.type != "cuda":
+        return f"interpreted/{numerics_class(None, config.numerics_class, dtype, device)}"
+    return numerics_class(kernels, config.numerics_class, dtype, device)
+
+
+def hold_to_class(config: EngineConfig) -> None:
+    """Hold this process's libraries to `config.numerics_class`, before anything is computed. Raises `ConfigError` where
+    the machine can't run it, or the process has computed already."""
+    processor.pin(config.numerics_class)
+    processor.check_pinned(config.numerics_class, torch.backends.cpu.get_cpu_capability())
+
+
+def wants_triton(config: EngineConfig, device: torch.device) -> bool:
+    """Whether kernels are Triton's, by `config.attention` and the device."""
+    return config.attention == "triton" or (config.attention == "auto" and device.type == "cuda")
+
+
+def attention_for(
+    config: EngineConfig, numerics: Numerics, device: torch.device, kernels: native_kernels.Kernels | None = None
+) -> Attention:
+    """The attention backend that `config.attention` names; raises `ConfigError` if it can't run on `device`.
+
+    `kernels`: what `kernels_for_config` found.
+    """
+    if kernels is not None:
+        return NativeAttention(numerics, kernels)
+    if config.attention == "native":
+        raise ConfigError("engine.attention=native is for CPUs; set engine.attention=triton or auto")
+    if not wants_triton(config, device):
+        return TorchAttention(numerics)
+    if device.type != "cuda" and os.environ.get("TRITON_INTERPRET") != "1":
+        raise ConfigError(
+            "engine.attention=triton needs an NVIDIA GPU; set engine.attention=torch, or TRITON_INTERPRET=1 to run "
+            "the kernels in Triton's interpreter"
+        )
+    try:
+        from engine.attention.triton_backend.triton_attention import TritonAttention
+    except ImportError as error:
+        raise ConfigError(f"engine.attention=triton needs the triton package: {error}") from None
+    return TritonAttention()

@@ -1,0 +1,74 @@
+"""Loads a model: kernels, numerics and attention as the configuration says."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+
+from cache.device.device_port import Device
+from cache.memory.kv_cache_spec import PoolSetSpec
+from cache.pool.epoch_table import EpochTable
+from cache.pool.load_gate import Gate
+from contracts.config.worker_config import EngineConfig
+from contracts.messages.rank_order_codec import Followers
+from engine.models.model_base import Model
+from engine.native import current_kernels
+from engine.runner.kernel_choice import attention_for, kernels_for_config, wants_triton
+from engine.runner.model_runner import Engine
+from engine.tensors.row_exact_linear import FAST, Numerics, probe
+from engine.tensors.shard import Shard
+from engine.tensors.tensor_parallel import ALONE, Ranks
+from engine.tensors.weight_loader import Weights, dtype_for
+
+
+def load_engine(
+    model: Model,
+    config: EngineConfig,
+    spec: PoolSetSpec,
+    gates: Mapping[str, Gate],
+    epochs: Mapping[str, EpochTable],
+    device: Device,
+    ranks: Ranks = ALONE,
+    followers: Followers | None = None,
+) -> Engine:
+    """Load the checkpoint of `model` and bind it to `gates`, whose buffers are those of `spec`, its pool set.
+
+    Of several `ranks`, each loads its part, all at the same time; the leader has a line to its `followers`.
+    `epochs` are the tables of the allocators that hand out the pools' pages and slots.
+    Sets torch's threads to `config.threads` unless that is 0. Raises `CheckpointError` for a checkpoint that can't be
+    read and `ConfigError` for an attention backend that can't run here.
+    """
+    if config.threads:
+        torch.set_num_threads(config.threads)
+    torch_device = device.torch_device
+    triton = wants_triton(config, torch_device)
+    kernels = kernels_for_config(config, torch_device)
+    shard = Shard(ranks.rank, ranks.size)
+    weights = Weights(model.spec, dtype_for(model.spec, config), torch_device, shard, triton=triton)
+    try:
+        with current_kernels.using(kernels):
+            decoder = model.build(weights)
+        decoder.kernels = kernels
+    finally:
+        weights.close()
+    numerics = agreed(numerics_for(weights, config, torch_device), ranks, torch_device)
+    attention = attention_for(config, numerics, torch_device, kernels)
+    return Engine(
+        decoder, numerics, attention, spec, gates, epochs, device, ranks=ranks, followers=followers, triton=triton
+    )
+
+
+def numerics_for(weights: Weights, config: EngineConfig, device: torch.device) -> Numerics:
+    """How products are computed here, found by trying the model's own shapes unless `config.numerics` is ``fast``."""
+    if config.numerics == "fast":
+        return FAST
+    with torch.inference_mode():
+        return probe(weights.linears, sorted(set(weights.products)), device)
+
+
+def agreed(numerics: Numerics, ranks: Ranks, device: torch.device) -> Numerics:
+    """Numerics that are good enough for every rank's products: all pad their batches alike."""
+    mine = torch.tensor([numerics.tiled, numerics.quantum], device=device)
+    tiled, quantum = max(found.tolist() for found in ranks.gather(mine))
+    return Numerics(quantum, bool(tiled), numerics.invariant)

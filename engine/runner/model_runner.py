@@ -1,0 +1,243 @@
+"""The engine: a batch in, drawn tokens and written pages out."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import accumulate
+
+import torch
+from torch import Tensor
+
+from cache.allocation.block_table import Table
+from cache.device.device_port import DEVICE, Device, Op, Stream, spans
+from cache.memory.kv_cache_spec import Kind, PoolSetSpec
+from cache.pool.epoch_table import EpochTable
+from cache.pool.load_gate import Door, Gate
+from contracts.messages.rank_order_codec import Followers
+from contracts.messages.rank_orders import Compute, Places, RowOrder
+from engine.attention.attention_backend import Attention
+from engine.attention.attention_plan import (
+    AttentionPlan,
+    SlotPlan,
+    Tables,
+    make_plan,
+    make_slot_plan,
+    muted,
+    muted_slots,
+)
+from engine.layers.decoder import Decoder
+from engine.layers.forward_context import StepContext
+from engine.runner.batch import Row, RowOutput, Step
+from engine.runner.launched_step import Computed, LaunchedStep, input_tokens
+from engine.runner.redraw import Redrawn, redraw
+from engine.runner.sampler import Draws, Logprobs, draw_tokens, token_logprobs
+from engine.tensors.pinned_memory import to_device, to_host
+from engine.tensors.row_exact_linear import Numerics
+from engine.tensors.tensor_parallel import ALONE, Ranks
+
+log = logging.getLogger(__name__)
+
+_LOGIT_ELEMENTS = 1 << 23
+"""Logits computed at once when prompts are scored: 32 MiB in float32."""
+
+
+class Engine:
+    """Computes steps of one model over the buffers of one pool set."""
+
+    def __init__(
+        self,
+        decoder: Decoder,
+        numerics: Numerics,
+        attention: Attention,
+        spec: PoolSetSpec,
+        gates: Mapping[str, Gate],
+        epochs: Mapping[str, EpochTable],
+        device: Device,
+        *,
+        ranks: Ranks = ALONE,
+        followers: Followers | None = None,
+        triton: bool = False,
+    ) -> None:
+        """`followers`: where this is the leader of several `ranks`, its line to the others. `triton`: tokens are drawn
+        by Triton's kernel."""
+        self.ranks, self._followers = ranks, followers
+        self.decoder, self.numerics, self.attention = decoder, numerics, attention
+        self.spec = spec
+        self._gates, self._epochs = dict(gates), dict(epochs)
+        self._device = device
+        self._triton = triton
+
+    @property
+    def device(self) -> Device:
+        return self._device
+
+    def launch(self, rows: Sequence[Row]) -> Step:
+        """Give the device one step: write the rows' state, draw where a row asks for it, score where it asks.
+
+        Returns as soon as the device has it, which on a CPU is when it is complete. Rows are read when it runs: they
+        must not change.
+        """
+        assert rows, "a step has at least one row"
+        tables = [{self.spec.full.name: Table(0, row.pages, row.epochs), **row.others} for row in rows]
+        for row, mine in zip(rows, tables, strict=True):
+            self._check(row, mine)
+        # Sets of all pages of a batch cost more than the rest of the plan: they are for a device that looks at them.
+        reads, writes = self._named(rows, tables) if self._device.checks else ({}, {})
+        op = Op("forward", Stream.COMPUTE, reads=spans(DEVICE, reads), writes=spans(DEVICE, writes))
+        passages = {pool.name: self._gates[pool.name].enter(pool.name) for pool in self.spec.pools}
+        gates = {gate: loads for passage in passages.values() for gate, loads in passage.gates.items()}
+        step = LaunchedStep(rows)
+        step.completion = self._device.submit(op, lambda: step.fill(self._step(rows, tables, passages)), gates=gates)
+        return step
+
+    def forward(self, rows: Sequence[Row]) -> list[RowOutput]:
+        """Launch one step and wait for it: one output a row, in order."""
+        return self.launch(rows).outputs()
+
+    @torch.inference_mode()
+    def _step(self, rows: Sequence[Row], tables: Sequence[Mapping[str, Table]], doors: Mapping[str, Door]) -> Computed:
+        device = self._device.torch_device
+        if self._followers is not None:
+            self._followers.tell(compute_order(rows, tables))
+        ctx = self.context(rows, tables, doors)
+        stale_b = self._stale(ctx)
+        tokens_m = input_tokens(rows, len(ctx.positions_m) - ctx.count, device)
+        if self._followers is not None:
+            self.ranks.first(torch.cat((tokens_m, stale_b.long())))
+        self._mute(ctx, stale_b)
+        x_mh = self.decoder.forward(tokens_m, ctx)
+        counts = [len(row.tokens) for row in rows]
+        firsts = [0, *accumulate(counts)][:-1]
+        drawing = [i for i, row in enumerate(rows) if row.draw is not None]
+        draws = self._draw(rows, x_mh, firsts, drawing) if drawing else None
+        parts = [(row, x_mh[first:]) for row, first in zip(rows, firsts, strict=True)]
+        scores = [tuple(self._score(row, x_th)) if row.score else () for row, x_th in parts]
+        replays = [tuple(self._redraw(row, x_th)) if row.replay is not None else () for row, x_th in parts]
+        return Computed(
+            drawing,
+            draws.tokens_n if draws is not None else None,
+            draws.to_host() if draws is not None else None,
+            [[part.to_host() for part in parts] for parts in scores],
+            [[part.to_host() for part in parts] for parts in replays],
+            to_host(stale_b),
+        )
+
+    @torch.inference_mode()
+    def follow(self, order: Compute) -> None:
+        """A follower's part of a step that its leader has begun."""
+        rows = [Row((0,) * row.tokens, row.start, (), epochs=()) for row in order.rows]
+        tables = [
+            {at.pool: Table(at.first, at.indices, (0,) * len(at.indices)) for at in row.tables} for row in order.rows
+        ]
+        doors = {pool.name: self._gates[pool.name].enter(pool.name) for pool in self.spec.pools}
+        ctx = self.context(rows, tables, doors)
+        count = len(ctx.positions_m)
+        told = self.ranks.first(ctx.positions_m.new_zeros(count + len(rows)))
+        self._mute(ctx, told[count:].bool())
+        self.decoder.forward(told[:count], ctx)
+
+    def context(
+        self, rows: Sequence[Row], tables: Sequence[Mapping[str, Table]], doors: Mapping[str, Door]
+    ) -> StepContext:
+        """What the layers need to know of a step; `tables` are the rows' tables by pool."""
+        device, size = self._device.torch_device, self.spec.page_tokens
+        starts, counts = [row.start for row in rows], [len(row.tokens) for row in rows]
+        plans: dict[str, AttentionPlan] = {}
+        slots: dict[str, SlotPlan] = {}
+        for pool in self.spec.pools:
+            mine = [table[pool.name] for table in tables]
+            pages, epochs = [t.pages for t in mine], [t.epochs for t in mine]
+            if pool.kind is Kind.STATE:
+                slots[pool.name] = make_slot_plan(starts, counts, pages, device, epochs)
+            else:
+                firsts = [t.first for t in mine] if pool.kind is Kind.WINDOW else None
+                plans[pool.name] = make_plan(starts, counts, pages, size, device, epochs, firsts)
+        count = sum(counts)
+        positions = [p for row in rows for p in range(row.start, row.start + len(row.tokens))]
+        positions += [0] * (self.numerics.padded(count) - count)
+        return StepContext(
+            self.numerics,
+            self.attention,
+            to_device(positions, device),
+            max(positions) + 1,
+            count,
+            plans,
+            slots,
+            doors,
+            self.ranks,
+        )
+
+    def _stale(self, ctx: StepContext) -> Tensor:
+        """The sequences of which a page or slot has been given away, [B] bool."""
+        device = self._device.torch_device
+        tables: dict[str, Tables] = {**ctx.plans, **ctx.slots}
+        found = [self.attention.stale(plan, self._epochs[pool].on(device)) for pool, plan in tables.items()]
+        return found[0] if len(found) == 1 else torch.stack(found).any(0)
+
+    def _mute(self, ctx: StepContext, stale_b: Tensor) -> None:
+        """Let stale sequences write nothing."""
+        if not stale_b.is_cpu or stale_b.any():
+            ctx.plans = {pool: muted(plan, stale_b) for pool, plan in ctx.plans.items()}
+            ctx.slots = {pool: muted_slots(plan, stale_b) for pool, plan in ctx.slots.items()}
+
+    def _draw(self, rows: Sequence[Row], x_mh: Tensor, firsts: Sequence[int], drawing: Sequence[int]) -> Draws:
+        last = [firsts[i] + len(rows[i].tokens) - 1 for i in drawing]
+        wanted = [draw for row in rows if (draw := row.draw) is not None]
+        x_nh = x_mh.index_select(0, to_device(last, x_mh.device))
+        return draw_tokens(self.decoder.logits(x_nh, self.numerics), wanted, triton=self._triton)
+
+    def _score(self, row: Row, x_th: Tensor) -> Iterator[Logprobs]:
+        """Log-probabilities of the tokens that follow, some rows of logits at a time."""
+        follow = to_device(row.score or (), x_th.device)
+        step = max(1, _LOGIT_ELEMENTS // self.decoder.head.shape[0])
+        for begin in range(0, len(follow), step):
+            part = follow[begin : begin + step]
+            logits_nv = self.decoder.logits(x_th[begin : begin + len(part)], self.numerics)
+            yield token_logprobs(logits_nv, part, [row.score_top] * len(part))
+
+    def _redraw(self, row: Row, x_th: Tensor) -> Iterator[Redrawn]:
+        """A known answer drawn again, some rows of logits at a time."""
+        most = _LOGIT_ELEMENTS // self.decoder.head.shape[0]
+        return redraw(row, x_th, lambda x_nh: self.decoder.logits(x_nh, self.numerics), most, triton=self._triton)
+
+    def _check(self, row: Row, tables: Mapping[str, Table]) -> None:
+        assert len(row.tokens), "a row has at least one token"
+        for pool in self.spec.pools:
+            table = tables[pool.name]
+            assert len(table.epochs) == len(table.pages), "a block table has an epoch for each page"
+            end = (table.first + len(table.pages)) * self.spec.page_tokens
+            assert pool.kind is Kind.STATE or end >= row.start + len(row.tokens), "the block table is too short"
+
+    def _named(
+        self, rows: Sequence[Row], tables: Sequence[Mapping[str, Table]]
+    ) -> tuple[dict[str, list[int]], dict[str, list[int]]]:
+        """Pages and slots that a step reads, and those that it writes."""
+        size = self.spec.page_tokens
+        reads: dict[str, list[int]] = {}
+        writes: dict[str, list[int]] = {}
+        for pool in self.spec.pools:
+            read: set[int] = set()
+            written: set[int] = set()
+            for row, mine in zip(rows, tables, strict=True):
+                table = mine[pool.name]
+                first, end = row.start // size - table.first, -(-(row.start + len(row.tokens)) // size) - table.first
+                state = pool.kind is Kind.STATE
+                read.update(table.pages if state else table.pages[:end])
+                written.update(table.pages if state else table.pages[first:end])
+            reads[pool.name], writes[pool.name] = sorted(read), sorted(written)
+        return reads, writes
+
+
+def compute_order(rows: Sequence[Row], tables: Sequence[Mapping[str, Table]]) -> Compute:
+    """What followers need to know of a step besides its tokens."""
+    return Compute(
+        tuple(
+            RowOrder(
+                row.start,
+                len(row.tokens),
+                tuple(Places(pool, table.first, tuple(table.pages)) for pool, table in mine.items()),
+            )
+            for row, mine in zip(rows, tables, strict=True)
+        )
+    )

@@ -1,0 +1,278 @@
+"""Counter-based sampling: a token is a function of its logits and of (seed, choice, absolute position).
+
+There is no generator whose state could be lost: the three numbers are hashed into one uniform number, and the token
+is where the cumulative distribution, in order of token ids, passes it. So a request can be taken over by any worker
+at any position, and repeats of a request draw the same tokens in any batch.
+
+The distribution is shaped in this order: logit bias; suppression of stop tokens before `min_tokens`; repetition
+penalty (prompt and output); presence and frequency penalties (output); temperature; then min-p, top-k and top-p, each
+over what the one before left, as in vLLM (docs/decisions/0025). Top-k and top-p cut by value: tokens equal to the last
+one kept are kept too, so no result depends on how a sort breaks ties. Probabilities are in float64, where the boundary
+of a draw is as good as never hit by rounding.
+
+Logits with a NaN or plus infinity, or with nothing finite left, are damage and no distribution: such a row is flagged
+(`Draws.nonfinite_n`), its token is 0 and means nothing, and whoever runs the request must not use it.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from contracts.sampling_params import SamplingParams, TokenLogprob
+from engine.runner.batch import Draw, Drawn
+from engine.tensors.pinned_memory import to_device, to_host
+
+_MASK = (1 << 64) - 1
+_TOP_P_CANDIDATES = 1024
+
+
+def uniform(seed: int, choice: int, position: int) -> float:
+    """The draw in [0, 1) of a position: three rounds of splitmix64 (Steele, Lea, Flood 2014), 53 bits kept."""
+    state = 0
+    for number in (seed, choice, position):
+        state = _mix((state ^ (number & _MASK)) + 0x9E3779B97F4A7C15 & _MASK)
+    return (state >> 11) * 2.0**-53
+
+
+def _mix(z: int) -> int:
+    z = (z ^ (z >> 30)) * 0xBF58476D1CE4E5B9 & _MASK
+    z = (z ^ (z >> 27)) * 0x94D049BB133111EB & _MASK
+    return z ^ (z >> 31)
+
+
+@dataclass(frozen=True)
+class Logprobs:
+    """Log-probabilities of n rows: of a token each, and of the `tops[i]` best of row i."""
+
+    tokens_n: Tensor
+    own_n: Tensor
+    ids_nk: Tensor | None
+    """The best first, the lowest id on ties; None where nobody wants any."""
+    values_nk: Tensor | None
+    tops: Sequence[int]
+    nonfinite_n: Tensor
+    """[n] bool: rows whose logits are damage, so that their log-probabilities mean nothing."""
+
+    def to_host(self) -> Logprobs:
+        """The same on its way to the host."""
+        ids_nk = to_host(self.ids_nk) if self.ids_nk is not None else None
+        values_nk = to_host(self.values_nk) if self.values_nk is not None else None
+        own_n, nonfinite_n = to_host(self.own_n), to_host(self.nonfinite_n)
+        return Logprobs(to_host(self.tokens_n), own_n, ids_nk, values_nk, self.tops, nonfinite_n)
+
+    def listed(self) -> list[TokenLogprob]:
+        """As the host has them; what is on a device is waited for."""
+        tokens, own = self.tokens_n.tolist(), self.own_n.tolist()
+        if self.ids_nk is None or self.values_nk is None:
+            return [TokenLogprob(token, value) for token, value in zip(tokens, own, strict=True)]
+        ids, values = self.ids_nk.tolist(), self.values_nk.tolist()
+        return [
+            TokenLogprob(token, value, tuple(zip(row_ids[:top], row_values[:top], strict=True)))
+            for token, value, top, row_values, row_ids in zip(tokens, own, self.tops, values, ids, strict=True)
+        ]
+
+
+@dataclass(frozen=True)
+class Draws:
+    """The tokens of n rows, and the log-probabilities of those rows that asked."""
+
+    tokens_n: Tensor
+    """[n] int64; 0, a valid id that a step under way may go on from, where a row is `nonfinite`."""
+    scored: Sequence[int]
+    logprobs: Logprobs | None
+    nonfinite_n: Tensor
+    """[n] bool: rows of which nothing could be drawn."""
+
+    def to_host(self) -> Draws:
+        """The same on its way to the host."""
+        logprobs = self.logprobs.to_host() if self.logprobs is not None else None
+        return Draws(to_host(self.tokens_n), self.scored, logprobs, to_host(self.nonfinite_n))
+
+    def listed(self) -> list[Drawn | None]:
+        """As the host has them, None where nothing could be drawn; what is on a device is waited for."""
+        known = dict(zip(self.scored, self.logprobs.listed(), strict=True)) if self.logprobs is not None else {}
+        rows = zip(self.tokens_n.tolist(), self.nonfinite_n.tolist(), strict=True)
+        return [None if nonfinite else Drawn(token, known.get(i)) for i, (token, nonfinite) in enumerate(rows)]
+
+
+def draw_tokens(logits_nv: Tensor, draws: Sequence[Draw], *, triton: bool = False) -> Draws:
+    """Draw one token for each row of `logits_nv` ([n, vocab] float32, not changed); `triton`: by its kernel."""
+    others = [i for i, draw in enumerate(draws) if not draw.params.greedy or _shapes(draw)]
+    if len(others) == len(draws):
+        tokens_n = _draw_shaped(logits_nv.clone(), draws, triton)
+        nonfinite_n = nonfinite_rows(logits_nv)
+    else:
+        tokens_n = logits_nv.argmax(-1)
+        nonfinite_n = _nonfinite_at(logits_nv, tokens_n)
+        if others:
+            others_k = to_device(others, logits_nv.device)
+            drawn_k = _draw_shaped(logits_nv.index_select(0, others_k), [draws[i] for i in others], triton)
+            tokens_n.index_copy_(0, others_k, drawn_k)
+    # The draw itself says -1 of a row that masks left nothing of, or whose weights are no numbers.
+    nonfinite_n = nonfinite_n | (tokens_n < 0)
+    tokens_n = tokens_n.masked_fill(nonfinite_n, 0)
+    scored = [i for i, draw in enumerate(draws) if draw.params.logprobs is not None]
+    if not scored:
+        return Draws(tokens_n, (), None, nonfinite_n)
+    tops = [draws[i].params.logprobs or 0 for i in scored]
+    scored_k = to_device(scored, logits_nv.device)
+    logprobs = token_logprobs(logits_nv.index_select(0, scored_k), tokens_n.index_select(0, scored_k), tops)
+    return Draws(tokens_n, scored, logprobs, nonfinite_n)
+
+
+def nonfinite_rows(logits_nv: Tensor) -> Tensor:
+    """Rows with a NaN or plus infinity, or with nothing finite: [n] bool. A maximum is NaN where any element is."""
+    return logits_nv.amax(-1).isfinite().logical_not_()
+
+
+def _nonfinite_at(logits_nv: Tensor, best_n: Tensor) -> Tensor:
+    """The same by each row's `argmax`, which is at a NaN where there is one: [n] bool, without another look at all."""
+    return logits_nv.gather(1, best_n.unsqueeze(1)).squeeze(1).isfinite().logical_not_()
+
+
+def token_logprobs(logits_nv: Tensor, tokens_n: Tensor, tops: Sequence[int]) -> Logprobs:
+    """Log-probabilities of one given token a row ([n] int64), and of each row's `tops` best."""
+    logp_nv = torch.log_softmax(logits_nv, dim=-1)
+    own_n = logp_nv.gather(1, tokens_n.unsqueeze(1)).squeeze(1)
+    nonfinite_n = nonfinite_rows(logits_nv)
+    most = min(max(tops), logp_nv.shape[1])
+    if not most:
+        return Logprobs(tokens_n, own_n, None, None, tops, nonfinite_n)
+    # One key of value and id, smallest for the best: log-probabilities are never positive, so the bits of their
+    # magnitude order them. topk alone would choose among equal values as it likes, and as its count likes.
+    magnitude_nv = logp_nv.view(torch.int32).bitwise_and(0x7FFFFFFF).long()
+    keys_nv = magnitude_nv.bitwise_left_shift_(32).add_(torch.arange(logp_nv.shape[1], device=logp_nv.device))
+    ids_nk = keys_nv.topk(most, dim=-1, largest=False).values.bitwise_and_(0xFFFFFFFF)
+    return Logprobs(tokens_n, own_n, ids_nk, logp_nv.gather(1, ids_nk), tops, nonfinite_n)
+
+
+def needs_history(params: SamplingParams) -> bool:
+    """Whether a draw looks at the tokens before it: it can't be launched before the host knows the last one."""
+    return params.repetition_penalty != 1.0 or params.presence_penalty != 0.0 or params.frequency_penalty != 0.0
+
+
+def _shapes(draw: Draw) -> bool:
+    """Whether the logits of this draw are changed before temperature."""
+    p = draw.params
+    return bool(p.logit_bias or needs_history(p) or _too_early(draw))
+
+
+def _too_early(draw: Draw) -> bool:
+    """Whether stop tokens are still suppressed."""
+    return bool(draw.params.stop_token_ids) and draw.position - draw.prompt_len < draw.params.min_tokens
+
+
+def _draw_shaped(logits_nv: Tensor, draws: Sequence[Draw], triton: bool) -> Tensor:
+    """Draw for rows that need more than an argmax: [n] int64, -1 where nothing can be drawn; `logits_nv` is changed."""
+    shape_all(logits_nv, draws)
+    tokens_n = logits_nv.argmax(-1)
+    tokens_n = tokens_n.masked_fill_(_nonfinite_at(logits_nv, tokens_n), -1)
+    sampled = [i for i, draw in enumerate(draws) if not draw.params.greedy]
+    if sampled:
+        params = [draws[i].params for i in sampled]
+        uniforms = [uniform(p.seed, p.choice, draws[i].position) for i, p in zip(sampled, params, strict=True)]
+        sampled_k = to_device(sampled, logits_nv.device)
+        rows_nv = logits_nv.index_select(0, sampled_k)
+        if triton:
+            from engine.runner import triton_draw as triton_rows
+
+            drawn_k = triton_rows.sample(rows_nv, params, uniforms)
+        else:
+            drawn_k = _sample(rows_nv, params, uniforms)
+        tokens_n.index_copy_(0, sampled_k, drawn_k)
+    return tokens_n
+
+
+def shape_all(logits_nv: Tensor, draws: Sequence[Draw]) -> None:
+    """Bias, suppression and penalties of each row's draw, in place."""
+    for row, draw in zip(logits_nv, draws, strict=True):
+        if _shapes(draw):
+            _shape(row, draw)
+
+
+def _shape(row_v: Tensor, draw: Draw) -> None:
+    """Bias, suppression and penalties, in place."""
+    p, device = draw.params, row_v.device
+    if p.logit_bias:
+        ids, values = zip(*p.logit_bias, strict=True)
+        row_v[to_device(ids, device)] += to_device(values, device, torch.float32)
+    if _too_early(draw):
+        row_v.index_fill_(0, to_device(p.stop_token_ids, device), -torch.inf)
+    if p.repetition_penalty != 1.0:
+        seen = to_device(sorted(set(draw.tokens)), device)
+        value = row_v[seen]
+        value = torch.where(value > 0, value / p.repetition_penalty, value * p.repetition_penalty)
+        # A penalty near 0 may ask for more than float32 holds; that is the client's wish, and no damage.
+        row_v[seen] = value.clamp_(max=torch.finfo(torch.float32).max)
+    output = draw.tokens[draw.prompt_len :]
+    if output and (p.presence_penalty or p.frequency_penalty):
+        counts = sorted(Counter(output).items())
+        ids_k = to_device([token for token, _ in counts], device)
+        count_k = to_device([float(count) for _, count in counts], device, torch.float32)
+        row_v[ids_k] -= p.presence_penalty + p.frequency_penalty * count_k
+
+
+def _sample(logits_nv: Tensor, params: Sequence[SamplingParams], uniforms: Sequence[float]) -> Tensor:
+    """Temperature, the cuts, and the inverse of the cumulative distribution, row by row the same; -1 for a row that is
+    no distribution."""
+    p_nv = weights(logits_nv, params)
+    cdf_nv = p_nv.cumsum(-1)
+    targets = torch.tensor(uniforms, dtype=torch.float64, device=p_nv.device).unsqueeze(1) * cdf_nv[:, -1:]
+    # The first id whose cumulative sum exceeds the target; such an id has a share of its own, so it was kept.
+    drawn = torch.searchsorted(cdf_nv, targets, right=True).squeeze(1)
+    last = (p_nv.shape[1] - 1) - (p_nv > 0).flip(-1).to(torch.uint8).argmax(-1)
+    # Its largest weight is 1 where a row is one; NaN and 0 are less than that.
+    return torch.minimum(drawn, last).masked_fill_((p_nv.amax(-1) >= 1.0).logical_not_(), -1)
+
+
+def weights(logits_nv: Tensor, params: Sequence[SamplingParams]) -> Tensor:
+    """What each id weighs in a draw, 1 for the likeliest and 0 for those that are cut: [n, vocab] float64."""
+    device, vocab = logits_nv.device, logits_nv.shape[1]
+    temperature_n = torch.tensor([p.temperature for p in params], dtype=torch.float64, device=device)
+    x_nv = logits_nv.double()
+    # Differences are divided, none of them positive: the smallest temperature makes them minus infinity at most, where
+    # the logits themselves would all become infinite.
+    x_nv.sub_(x_nv.amax(-1, keepdim=True)).div_(temperature_n.unsqueeze(1))
+    p_nv = x_nv.exp()
+    if any(p.min_p > 0.0 for p in params):
+        # The largest is exp(0) = 1, so min-p, a share of the largest, is a bound as it stands.
+        shares = torch.tensor([p.min_p for p in params], dtype=torch.float64, device=device)
+        p_nv.masked_fill_(p_nv < shares.unsqueeze(1), 0.0)
+    limited = [i for i, p in enumerate(params) if 0 < p.top_k < vocab]
+    if limited:
+        ks = torch.tensor([params[i].top_k for i in limited], device=device)
+        rows = x_nv[limited]
+        floors = rows.topk(int(ks.max()), dim=-1).values.gather(1, ks.unsqueeze(1) - 1)
+        p_nv[limited] = p_nv[limited].masked_fill_(rows < floors, 0.0)
+    nucleus = [i for i, p in enumerate(params) if p.top_p < 1.0]
+    if nucleus:
+        limits = torch.tensor([params[i].top_p for i in nucleus], dtype=torch.float64, device=device)
+        rows = p_nv[nucleus]
+        p_nv[nucleus] = rows.masked_fill_(rows < _nucleus_floors(rows, limits), 0.0)
+    return p_nv
+
+
+def _nucleus_floors(p_nv: Tensor, limits_n: Tensor) -> Tensor:
+    """The smallest weight in each row's nucleus, [n, 1]: the fewest best tokens whose share reaches the limit.
+
+    Most distributions reach it within a few candidates, so a whole sort is made only for the rows that don't.
+    """
+    needed_n1 = (limits_n * p_nv.sum(-1)).unsqueeze(1)
+    count = min(_TOP_P_CANDIDATES, p_nv.shape[1])
+    best = p_nv.topk(count, dim=-1).values
+    floors = _floors(best, needed_n1)
+    short = (best.sum(-1) < needed_n1.squeeze(1)).nonzero().flatten()
+    if len(short) and count < p_nv.shape[1]:
+        floors[short] = _floors(p_nv[short].sort(dim=-1, descending=True).values, needed_n1[short])
+    return floors
+
+
+def _floors(best_nk: Tensor, needed_n1: Tensor) -> Tensor:
+    before_nk = best_nk.cumsum(-1) - best_nk
+    inside = (before_nk < needed_n1).sum(-1, keepdim=True).clamp_(min=1)
+    return best_nk.gather(1, inside - 1)

@@ -1,0 +1,1 @@
+"""Weights, shards and products whose rows are exact."""

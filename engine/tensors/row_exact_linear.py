@@ -1,0 +1,208 @@
+"""Row-exact matrix products: a row's result must not depend on how many rows are computed with it.
+
+A GEMM library chooses kernels by the number of rows: the last one to three rows of a batch, or a batch of one, may
+take another path with another order of additions. So batches are padded to a multiple of a *quantum*. Which quantum
+makes rows bitwise equal is a property of the library and the processor, so it is found when the model is loaded: the
+model's own weights and shapes are multiplied with random rows in many batch sizes, and compared bitwise with
+products of one fixed tile. The smallest quantum that passes is used. Where none does, every product is computed in
+tiles of `TILE_ROWS` rows: slow, but the same call each time.
+
+The project's own kernels (engine/native) need none of that: there, an element of a product is one chain of additions
+over the inner axis, however many rows are computed with it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from engine.native.current_kernels import kernels_for
+from engine.native.native_kernels import PackedWeight
+
+TILE_ROWS = 16
+_CPU = torch.device("cpu")
+_QUANTA = (4, 8, 16)
+_PROBE_ROWS = 528
+_PROBE_BATCHES = (4, 8, 12, 16, 20, 24, 28, 32, 36, 44, 48, 52, 60, 64, 80, 96, 128, 132, 200, 256, 260, 272, 400, 512)
+_PROBE_BYTES = 1 << 25
+
+
+class Linear:
+    """A weight [n, k] and its bias in the layout that its products are fastest in.
+
+    On CPU that is our own kernels' where they are in use, else the one oneDNN packs: with few rows, its products read
+    the weight up to twice as fast as with plain rows (measured; see the benchmarks page). The plain weight isn't kept.
+    """
+
+    heads = 1
+    """Matrices that work side by side, each on its own part of the columns."""
+
+    def __init__(self, weight_nk: Tensor, bias_n: Tensor | None = None, *, partial: bool = False) -> None:
+        self.partial = partial
+        """Whether the columns are a rank's part, and its product a part of the sum."""
+        self.shape = (weight_nk.shape[0], weight_nk.shape[1])
+        self.dtype, self.device = weight_nk.dtype, weight_nk.device
+        self._bias = bias_n
+        self._native = _native(weight_nk, bias_n)
+        self._packed = _packed(weight_nk) if self._native is None else None
+        self._plain = weight_nk if self._native is None and self._packed is None else None
+
+    @property
+    def row_exact(self) -> bool:
+        """Whether rows don't depend on each other by construction."""
+        return self._native is not None
+
+    @property
+    def nbytes(self) -> int:
+        return self.shape[0] * self.shape[1] * self.dtype.itemsize
+
+    def __call__(self, x_mk: Tensor) -> Tensor:
+        """``x @ weight.T + bias``."""
+        if self._native is not None:
+            return self._native(x_mk)
+        if self._packed is None:
+            assert self._plain is not None
+            return F.linear(x_mk, self._plain, self._bias)
+        out: Tensor = torch.ops.mkldnn._linear_pointwise(x_mk, self._packed, self._bias, "none", [], "")
+        return out
+
+
+def _native(weight_nk: Tensor, bias_n: Tensor | None) -> PackedWeight | None:
+    kernels = kernels_for(weight_nk)
+    if kernels is None or not kernels.multiplies(weight_nk.dtype):
+        return None
+    return PackedWeight(kernels, weight_nk, bias_n)
+
+
+class HeadLinear(Linear):
+    """One matrix [k, n] a head, each applied to its own part of a row: [m, heads * k] gives [m, heads * n]."""
+
+    def __init__(self, weight_hkn: Tensor) -> None:
+        self.heads, k, n = weight_hkn.shape
+        self.partial = False
+        self.shape = (self.heads * n, self.heads * k)
+        self.dtype, self.device = weight_hkn.dtype, weight_hkn.device
+        self._weight_hkn = weight_hkn.contiguous()
+        self._native = None
+
+    @property
+    def nbytes(self) -> int:
+        return self._weight_hkn.numel() * self.dtype.itemsize
+
+    def __call__(self, x_mk: Tensor) -> Tensor:
+        rows = len(x_mk)
+        x_hmk = x_mk.view(rows, self.heads, -1).transpose(0, 1).contiguous()
+        return torch.bmm(x_hmk, self._weight_hkn).transpose(0, 1).reshape(rows, -1)
+
+
+def _packed(weight_nk: Tensor) -> Tensor | None:
+    """The weight in oneDNN's own layout, or None where there is none."""
+    if weight_nk.device.type != "cpu" or not torch.backends.mkldnn.is_available():  # type: ignore[no-untyped-call]
+        return None
+    try:
+        packed: Tensor = torch.ops.mkldnn._reorder_linear_weight(weight_nk)
+        torch.ops.mkldnn._linear_pointwise(weight_nk[:1], packed, None, "none", [], "")
+    except (AttributeError, NotImplementedError, RuntimeError):  # another build of torch, or another processor
+        return None
+    return packed
+
+
+@dataclass(frozen=True)
+class Numerics:
+    """How products are computed so that rows are exact, or as fast as can be."""
+
+    quantum: int
+    """Batches are padded to a multiple of this many rows; 1: not at all."""
+    tiled: bool = False
+    """Products are computed in tiles of `TILE_ROWS`; then `quantum` is `TILE_ROWS`."""
+    invariant: bool = True
+    """Whether rows are exact."""
+
+    def padded(self, rows: int) -> int:
+        """`rows`, rounded up to whole quanta."""
+        return -(-rows // self.quantum) * self.quantum
+
+    def linear(self, x_mk: Tensor, linear: Linear) -> Tensor:
+        """The product of a padded batch."""
+        if not self.tiled:
+            return linear(x_mk)
+        return torch.cat([linear(tile) for tile in torch.split(x_mk, TILE_ROWS)])
+
+    def bmm(self, a_bmk: Tensor, b_bkn: Tensor, out_bmn: Tensor) -> None:
+        """Batched products whose row count is padded, into `out_bmn`."""
+        if not self.tiled:
+            torch.bmm(a_bmk, b_bkn, out=out_bmn)
+            return
+        for a, out in zip(torch.split(a_bmk, TILE_ROWS, dim=1), torch.split(out_bmn, TILE_ROWS, dim=1), strict=True):
+            out.copy_(torch.bmm(a.contiguous(), b_bkn))
+
+
+FAST = Numerics(quantum=1, invariant=False)
+
+
+def probe(linears: Iterable[Linear], products: Iterable[tuple[int, int, int]], device: torch.device = _CPU) -> Numerics:
+    """Find the cheapest way to row-exact products for these weights and batched products.
+
+    `products` are (batch, k, n) of the batched products of attention, computed in float32. Takes well under a second
+    for small models: weights of equal shape are tried once, large ones with fewer rows, since a kernel is chosen by
+    shape.
+    """
+    generator = torch.Generator().manual_seed(0)
+    trials: list[tuple[Callable[[Tensor], Tensor], Tensor, int]] = []
+    by_shape = {(linear.heads, linear.shape, linear.dtype): linear for linear in linears if not linear.row_exact}
+    for linear in by_shape.values():
+        x = torch.randn(_PROBE_ROWS, linear.shape[1], generator=generator).to(linear.device, linear.dtype)
+        trials.append((linear, x, max(1, _PROBE_BYTES // linear.nbytes)))
+    for batch, k, n in products:
+        x = torch.randn(_PROBE_ROWS, k, generator=generator).to(device)
+        b_bkn = torch.randn(1, k, n, generator=generator).to(device).expand(batch, -1, -1).contiguous()
+        trials.append((partial(_batched, b_bkn), x, _PROBE_ROWS))
+    if not trials:
+        return Numerics(quantum=1)
+    for quantum in _QUANTA:
+        if all(_rows_exact(function, x, quantum, budget) for function, x, budget in trials):
+            return Numerics(quantum)
+    return Numerics(TILE_ROWS, tiled=True)
+
+
+def _batched(b_bkn: Tensor, rows: Tensor) -> Tensor:
+    """The same rows against each matrix of a batch; differing results across the batch would show as NaN."""
+    out = torch.bmm(rows.expand(len(b_bkn), -1, -1).contiguous(), b_bkn)
+    return torch.where((out == out[:1]).all(), out[0], torch.nan)
+
+
+def _rows_exact(function: Callable[[Tensor], Tensor], x: Tensor, quantum: int, budget: int) -> bool:
+    """Whether `function` of any whole number of quanta of rows gives each row the bits that a fixed tile gives it."""
+    limit = max(4 * TILE_ROWS, min(len(x), budget)) // TILE_ROWS * TILE_ROWS
+    x = x[:limit]
+    reference = torch.cat([function(tile) for tile in torch.split(x, TILE_ROWS)])
+    for threads in sorted({1, torch.get_num_threads()}):
+        with _threads(threads):
+            for rows in _PROBE_BATCHES:
+                if rows % quantum or rows > limit:
+                    continue
+                start = (limit - rows) // quantum * quantum
+                if not torch.equal(function(x[start : start + rows].clone()), reference[start : start + rows]):
+                    return False
+    return True
+
+
+@contextmanager
+def _threads(count: int) -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(count)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
+def tanh(x: Tensor) -> Tensor:
+    """The hyperbolic tangent of float32, exact by element as `silu` is, within 1e-7. Changes `x`."""
+    return x.mul_(2.0).exp_().add_(1.0).reciprocal_().mul_(-2.0).add_(1.0)

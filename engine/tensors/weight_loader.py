@@ -1,0 +1,219 @@
+"""A checkpoint's tensors by name: checked against the shapes that the model asks for, read rank by rank.
+
+A model is built once from the headers alone (`dry`: tensors on torch's meta device, nothing read) to see that the
+checkpoint is whole, and once from the files. Both are the same code, so there is no second list of tensors.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from contracts.checkpoint.model_spec import ModelSpec
+from contracts.checkpoint.safetensors_headers import FLOATS
+from contracts.config.worker_config import EngineConfig
+from contracts.errors import CheckpointError, ConfigError
+from engine.tensors.mxfp4 import GROUP, unpacked
+from engine.tensors.row_exact_linear import HeadLinear, Linear
+from engine.tensors.shard import WHOLE, Axis, Shard
+
+_ROOTS = {
+    "model.": ("model.language_model.", "language_model.model.", "model.text_model.", "backbone.", "model."),
+    "lm_head.": ("language_model.lm_head.", "lm_head."),
+}
+"""How published folders spell the two roots of a text model's names; the plain one last."""
+_META = torch.device("meta")
+T = TypeVar("T")
+
+
+def _axes(shape: Sequence[int | Axis]) -> list[Axis]:
+    return [axis if isinstance(axis, Axis) else Axis(axis, 0, axis) for axis in shape]
+
+
+def dtype_for(spec: ModelSpec, config: EngineConfig) -> torch.dtype:
+    """The dtype to compute in: the configured one, else the checkpoint's own.
+
+    A float16 checkpoint computes in float32 unless told otherwise: float16 overflows where bfloat16 and float32
+    don't, and it is slow on CPUs.
+    """
+    name = spec.dtype if config.dtype == "auto" else config.dtype
+    return torch.bfloat16 if name == "bfloat16" else torch.float32
+
+
+@dataclass
+class _Files:
+    """What all scopes of one load share."""
+
+    open: dict[Path, Any] = field(default_factory=dict)
+    linears: list[Linear] = field(default_factory=list)
+    products: list[tuple[int, int, int]] = field(default_factory=list)
+    nbytes: int = 0
+    triton: bool = False
+    shared: dict[str, Any] = field(default_factory=dict)
+
+
+class Weights:
+    """Tensors of one checkpoint, as one rank holds them. Raises `CheckpointError` for what is missing or misshapen."""
+
+    def __init__(
+        self,
+        spec: ModelSpec,
+        dtype: torch.dtype,
+        device: torch.device,
+        shard: Shard = WHOLE,
+        *,
+        triton: bool = False,
+        prefix: str = "",
+        files: _Files | None = None,
+    ) -> None:
+        """`triton`: layers compute with Triton's kernels where they have any."""
+        self.spec, self.dtype, self.device, self.shard = spec, dtype, device, shard
+        self._prefix = prefix
+        self._files = files or _Files(triton=triton)
+
+    @classmethod
+    def dry(cls, spec: ModelSpec, dtype: torch.dtype = torch.float32, shard: Shard = WHOLE) -> Weights:
+        """Shapes without contents."""
+        return cls(spec, dtype, _META, shard)
+
+    def scope(self, prefix: str) -> Weights:
+        """The tensors below a name, e.g. ``model.layers.3.``."""
+        return Weights(self.spec, self.dtype, self.device, self.shard, prefix=self._prefix + prefix, files=self._files)
+
+    @property
+    def triton(self) -> bool:
+        """Whether layers are to compute with Triton's kernels where they have any."""
+        return self._files.triton
+
+    @property
+    def linears(self) -> list[Linear]:
+        """Every product with a weight that was made: what `engine.tensors.row_exact_linear.probe` tries."""
+        return self._files.linears
+
+    @property
+    def products(self) -> list[tuple[int, int, int]]:
+        """(batch, k, n) of batched float32 products of activations, for `engine.tensors.row_exact_linear.probe`."""
+        return self._files.products
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all tensors taken so far, in the dtype to compute in."""
+        return self._files.nbytes
+
+    def has(self, name: str) -> bool:
+        return self._found(name) in self.spec.headers
+
+    def tensor(self, name: str, *shape: int | Axis, dtype: torch.dtype | None = None) -> Tensor:
+        """The tensor of that name, whose whole shape must be `shape`; of a divided axis, what is here.
+
+        In the dtype to compute in unless another is given.
+        """
+        taken = self._take(name, _axes(shape), dtype or self.dtype, FLOATS)
+        self._files.nbytes += taken.nbytes
+        return taken
+
+    def mxfp4(self, name: str, *shape: int | Axis) -> Tensor:
+        """The same for a tensor that is stored as ``name_blocks`` and ``name_scales`` (see `engine.tensors.mxfp4`)."""
+        *rows, columns = _axes(shape)
+        first, last = columns.first // GROUP, -(-(columns.first + columns.count) // GROUP)
+        groups = Axis(-(-columns.whole // GROUP), first, last - first)
+        blocks = self._take(f"{name}_blocks", [*rows, groups, *_axes((GROUP // 2,))], torch.uint8, ("U8",))
+        scales = self._take(f"{name}_scales", [*rows, groups], torch.uint8, ("U8",))
+        begin = columns.first - first * GROUP
+        taken = unpacked(blocks, scales)[..., begin : begin + columns.count].to(self.dtype)
+        self._files.nbytes += taken.nbytes
+        return taken
+
+    def _take(self, name: str, axes: list[Axis], dtype: torch.dtype, stored: Collection[str]) -> Tensor:
+        full = self._found(name)
+        header = self.spec.headers.get(full)
+        if header is None:
+            raise CheckpointError(f"{self.spec.folder}: tensor {full} is missing")
+        wanted = [axis.whole for axis in axes]
+        if list(header.shape) != wanted:
+            raise CheckpointError(
+                f"{self.spec.folder}: tensor {full} has shape {list(header.shape)}, but config.json asks for {wanted}"
+            )
+        if header.dtype not in stored:
+            raise CheckpointError(
+                f"{self.spec.folder}: tensor {full} has dtype {header.dtype}; supported are {', '.join(stored)}"
+            )
+        if self.device == _META:
+            return torch.empty([axis.count for axis in axes], dtype=dtype, device=_META)
+        return self._read(header.file, full, axes).to(self.device, dtype, copy=True)
+
+    def linear(
+        self, rows: Mapping[str, int | Axis], columns: int | Axis, *, bias: bool = False, suffix: str = ".weight"
+    ) -> Linear:
+        """Products with weights [rows, columns] that read the same input, stacked into one by rows.
+
+        With `bias`, each has one. Where the columns are divided each rank has a part of the sum (`Linear.partial`).
+        """
+        weights = [self.tensor(name + suffix, axis, columns) for name, axis in rows.items()]
+        biases = [self.tensor(name + ".bias", axis) for name, axis in rows.items()] if bias else []
+        partial = isinstance(columns, Axis) and columns.divided
+        if isinstance(columns, Axis) and partial and columns.count * self.shard.size != columns.whole:
+            raise ConfigError(
+                f"tp={self.shard.size} is more than {self._prefix}{next(iter(rows))} can be divided into: its parts "
+                "would be added more than once"
+            )
+        if partial and self.shard.rank:
+            biases = []  # Added once, by the first rank.
+        return self.made(torch.cat(weights), torch.cat(biases) if biases else None, partial=partial)
+
+    def made(self, weight_nk: Tensor, bias_n: Tensor | None = None, *, partial: bool = False) -> Linear:
+        """A product with a weight that was taken before."""
+        linear = Linear(weight_nk, bias_n, partial=partial)
+        self._files.linears.append(linear)
+        return linear
+
+    def by_head(self, weight_hkn: Tensor) -> HeadLinear:
+        """A product with a matrix [k, n] a head, of a weight that was taken before."""
+        linear = HeadLinear(weight_hkn)
+        self._files.linears.append(linear)
+        return linear
+
+    def once(self, key: str, make: Callable[[], T]) -> T:
+        """What all layers of this load share, made by the first that asks."""
+        if key not in self._files.shared:
+            self._files.shared[key] = make()
+        found: T = self._files.shared[key]
+        return found
+
+    def _found(self, name: str) -> str:
+        """The name as this folder spells it."""
+        full = self._prefix + name
+        for root, spellings in _ROOTS.items():
+            if full.startswith(root):
+                names = [spelling + full.removeprefix(root) for spelling in spellings]
+                known = next((found for found in names if found in self.spec.headers), None)
+                return known or self._root(root) + full.removeprefix(root)
+        return full
+
+    def _root(self, root: str) -> str:
+        """How this folder begins the names below a root, to name what it lacks as it would spell it."""
+        spellings = _ROOTS[root]
+        return next((s for s in spellings if any(name.startswith(s) for name in self.spec.headers)), root)
+
+    def _read(self, path: Path, name: str, axes: list[Axis]) -> Tensor:
+        try:
+            if path not in self._files.open:
+                self._files.open[path] = safe_open(path, framework="pt").__enter__()  # type: ignore[no-untyped-call]
+            file = self._files.open[path]
+            if not any(axis.divided for axis in axes):
+                return file.get_tensor(name)  # type: ignore[no-any-return]
+            return file.get_slice(name)[tuple(axis.here for axis in axes)]  # type: ignore[no-any-return]
+        except (OSError, SafetensorError) as error:
+            raise CheckpointError(f"cannot read {path}: {' '.join(str(error).split())}") from None
+
+    def close(self) -> None:
+        """Let go of the files."""
+        for file in self._files.open.values():
+            file.__exit__(None, None, None)
+        self._files.open.clear()

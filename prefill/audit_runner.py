@@ -1,0 +1,225 @@
+"""Audits: finished answers computed again on an idle prefill worker, from nothing but their tokens.
+
+    waiting --admit--> running --last chunk--> over
+       |                  |
+       +---- preempt -----+------------------> over
+
+An audit takes nothing from the tree or the tiers and leaves nothing there: all its pages are its own, every position is
+computed, and at every position of the answer the token is drawn again, after the tokens that the client got. What was
+wrong in the answer's state is in none of that.
+
+It never stands in a request's way. It runs when the worker has nothing else, a step of `audit.chunk_tokens` at a time
+and each waited for, so between two rounds nothing of it is under way; a request that comes, or a drain, ends it and
+takes its pages at once. The one trace that it leaves is that the coldest pages of a full tree make room for it.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import deque
+from collections.abc import Callable
+
+from cache.manager.kv_cache_manager import Seat
+from cache.prefix_cache.token_prefix import Prefix
+from contracts.config.cluster_config import Config
+from contracts.damage import PREFIX, Where, log_damage
+from contracts.ids import RequestId
+from contracts.interfaces.worker_interface import SessionId
+from contracts.messages.router_commands import Audit, Cancel, Command, Forget
+from contracts.messages.worker_events import Audited, AuditEnd, Event
+from contracts.sampling_params import Difference
+from engine.runner.batch import NONFINITE, Replay, Row
+from engine.runner.model_runner import Engine
+from prefill.audit_state import AUDITS, AuditEvent, Audition, AuditState
+
+log = logging.getLogger("twinpool.prefill")
+MOST_WAITING = 4
+"""A router sends one audit at a time; of several routers, so many may."""
+MOST_TOLD = 16
+"""Differences that are told one by one."""
+
+
+class Auditor:
+    """See the module's prose. Single-threaded, driven by its worker."""
+
+    def __init__(
+        self,
+        config: Config,
+        engine: Engine,
+        seat: Seat,
+        tell: Callable[[SessionId, Event], None],
+        nonfinite: Callable[[], None],
+        most_positions: int,
+    ) -> None:
+        """`nonfinite` is told of each row whose logits are no numbers. `most_positions`: the longest answer, prompt
+        included, that this worker can hold."""
+        self._engine, self._seat, self._tell, self._nonfinite = engine, seat, tell, nonfinite
+        self._chunk = min(config.audit.chunk_tokens, config.prefill.chunk_tokens)
+        self._most = most_positions
+        # Other numbers of ranks add up in another order, so they agree within rounding only.
+        self._exact = config.engine.numerics == "invariant" and config.prefill.tp == config.decode.tp
+        self._margin = config.audit.margin
+        self._waiting: deque[Audition] = deque()
+        self._running: Audition | None = None
+        names = ("audits_computed", "audits_preempted", "audit_tokens_computed", f"{PREFIX}{Where.STEP}")
+        self.counters = dict.fromkeys(names, 0.0)
+
+    def __len__(self) -> int:
+        return len(self._waiting) + (self._running is not None)
+
+    @property
+    def claims(self) -> int:
+        """Claims of the seat that audits hold."""
+        return int(self._running is not None and self._running.claim is not None)
+
+    def check(self) -> list[str]:
+        """What doesn't agree in its own books."""
+        found = [f"audit {a.audit.request_id} waits and is {a.state}" for a in self._waiting if a.state != "waiting"]
+        running = self._running
+        if running is not None and (running.state is not AuditState.RUNNING or running.claim is None):
+            found.append(f"audit {running.audit.request_id} runs, is {running.state}, and its claim is {running.claim}")
+        return found + [f"audit {a.audit.request_id} waits with a claim" for a in self._waiting if a.claim is not None]
+
+    # ------------------------------------------------------------ what comes and goes
+
+    def handle(self, session: SessionId, command: Command, *, busy: bool) -> bool:
+        """Take in what concerns audits; whether that is all that `command` is about.
+
+        `busy`: the worker has other things to do.
+        """
+        if isinstance(command, Audit):
+            self._take(session, command, busy=busy)
+        elif isinstance(command, Forget):
+            self._seat.condemn(Prefix.of(command.tokens, self._seat.spec.page_tokens, command.salt))
+        elif isinstance(command, Cancel):
+            self._cancel(session, command.request_id)
+        return isinstance(command, Audit | Forget)
+
+    def _take(self, session: SessionId, audit: Audit, *, busy: bool) -> None:
+        audition = Audition(session, audit)
+        if not 0 < audit.prompt_len < len(audit.tokens) <= self._most:
+            message = f"{len(audit.tokens)} tokens with a prompt of {audit.prompt_len}; at most {self._most} fit"
+            self._end(audition, AuditEvent.REFUSE, AuditEnd.REFUSED, message)
+        elif busy or len(self._waiting) >= MOST_WAITING:
+            self._preempt(audition, "the worker is busy")
+        else:
+            self._waiting.append(audition)
+
+    def _cancel(self, session: SessionId, request_id: RequestId) -> None:
+        """The router doesn't want it any more; nothing is told."""
+        for audition in self._all():
+            if audition.session == session and audition.audit.request_id == request_id:
+                self._leave(audition, AuditEvent.PREEMPT)
+
+    def drop_session(self, session: SessionId) -> None:
+        """Its router is gone."""
+        for audition in self._all():
+            if audition.session == session:
+                self._leave(audition, AuditEvent.PREEMPT)
+
+    def preempt(self, reason: str) -> None:
+        """There is something else to do: every audit gives back what it holds, now."""
+        for audition in self._all():
+            self._preempt(audition, reason)
+
+    def close(self) -> None:
+        for audition in self._all():
+            self._leave(audition, AuditEvent.PREEMPT)
+
+    def _all(self) -> list[Audition]:
+        return [*([self._running] if self._running is not None else []), *self._waiting]
+
+    # ------------------------------------------------------------ progress
+
+    def step(self) -> None:
+        """Compute one chunk of an audit, and wait for it."""
+        audition = self._running or self._admit()
+        if audition is None:
+            return
+        assert audition.claim is not None
+        audit, start = audition.audit, audition.committed
+        # The last token's state is nobody's: nothing was drawn after it.
+        end = self._seat.grow(audition.claim, min(len(audit.tokens) - 1, start + self._chunk))
+        (output,) = self._engine.launch([self._row(audition, start, end)]).outputs()
+        if output.stale:
+            self.counters[f"{PREFIX}{Where.STEP}"] += 1
+            log_damage(log, Where.STEP, request=audit.request_id, positions=[start, end])
+            self._end(audition, AuditEvent.REFUSE, AuditEnd.REFUSED, "a step found a page of it given away")
+            return
+        if output.nonfinite:
+            self._nonfinite()
+            log_damage(log, Where.LOGITS, request=audit.request_id, positions=[start, end])
+            self._end(audition, AuditEvent.REFUSE, AuditEnd.REFUSED, NONFINITE)
+            return
+        self.counters["audit_tokens_computed"] += end - start
+        audition.committed = end
+        audition.checked += output.replayed
+        self._judge(audition, output.differences)
+        if end == len(audit.tokens) - 1:
+            self.counters["audits_computed"] += 1
+            self._end(audition, AuditEvent.DONE, AuditEnd.COMPUTED)
+        else:
+            self._seat.slide(audition.claim, end)
+
+    def _admit(self) -> Audition | None:
+        if not self._waiting:
+            return None
+        audition = self._waiting.popleft()
+        nothing = Prefix.of((), self._seat.spec.page_tokens)
+        positions = len(audition.audit.tokens) - 1
+        claim = self._seat.claim(nothing, positions, f"audit {audition.audit.request_id}", reusable=0)
+        if claim is None:
+            self._preempt(audition, "no room for it now")
+            return None
+        audition.claim = claim
+        audition.state = AUDITS.next(audition.state, AuditEvent.ADMIT)
+        self._running = audition
+        self._seat.launch()
+        return audition
+
+    def _row(self, audition: Audition, start: int, end: int) -> Row:
+        audit, claim = audition.audit, audition.claim
+        assert claim is not None
+        tables = self._seat.tables(claim, start, end)
+        full = tables.pop(self._seat.full)
+        known = Replay(audit.sampling, audit.tokens, audit.prompt_len)
+        return Row(audit.tokens[start:end], start, full.pages, epochs=full.epochs, others=tables, replay=known)
+
+    def _judge(self, audition: Audition, found: tuple[Difference, ...]) -> None:
+        """Keep count of what differs; where numbers aren't exact, `differences` are those beyond the margin."""
+        audition.differing += len(found)
+        beyond = [d for d in found if self._exact or d.gap > self._margin]
+        audition.differences += beyond[: MOST_TOLD - len(audition.differences)]
+
+    # ------------------------------------------------------------ ends
+
+    def _preempt(self, audition: Audition, reason: str) -> None:
+        self.counters["audits_preempted"] += 1
+        self._end(audition, AuditEvent.PREEMPT, AuditEnd.PREEMPTED, reason)
+
+    def _end(self, audition: Audition, event: AuditEvent, end: AuditEnd, message: str = "") -> None:
+        audit = audition.audit
+        whole = end is AuditEnd.COMPUTED
+        audited = Audited(
+            audit.request_id,
+            audit.attempt,
+            end,
+            audition.checked if whole else 0,
+            audition.differing if whole else 0,
+            tuple(audition.differences) if whole else (),
+            self._exact,
+            message,
+        )
+        self._tell(audition.session, audited)
+        self._leave(audition, event)
+
+    def _leave(self, audition: Audition, event: AuditEvent) -> None:
+        """The one way out of the books."""
+        audition.state = AUDITS.next(audition.state, event)
+        if audition.claim is not None:
+            self._seat.release(audition.claim)
+            audition.claim = None
+        if self._running is audition:
+            self._running = None
+        elif audition in self._waiting:
+            self._waiting.remove(audition)

@@ -1,0 +1,1 @@
+"""HTTP: routes, operators' endpoints, connections."""

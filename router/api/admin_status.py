@@ -1,0 +1,176 @@
+"""Operators' endpoints: status and check (`router.api.admin_drain` has drain, undrain and role).
+
+With ``TWINPOOL_ADMIN_TOKEN`` set the token is always asked for. Without one, only clients on this machine are answered,
+and of those neither a browser's page nor what comes through a proxy that runs here: for the router it would come from
+loopback too. A worker that doesn't answer is shown as ``unreachable``; nothing here waits longer than the ports' own
+deadlines.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hmac
+import ipaddress
+import os
+import socket
+from dataclasses import replace
+from typing import Any
+
+from contracts.ids import Role
+from contracts.messages.worker_status import CheckReport, WorkerStatus, WorkerView
+from router.api.asgi_exchange import Exchange
+from router.openai.api_errors import Failure
+from router.service.router_service import RouterService
+from router.state.worker_table import GONE
+
+TOKEN_VARIABLE = "TWINPOOL_ADMIN_TOKEN"
+STATUS_DEADLINE_S = 1.0
+CHECK_DEADLINE_S = 10.0
+FORWARDED = (b"forwarded", b"x-forwarded-for", b"x-forwarded-host", b"x-real-ip", b"via")
+"""What a proxy adds."""
+STARTING = "starting"
+"""Code of the error of a router that doesn't know the workers yet."""
+
+
+def forbidden(exchange: Exchange) -> Failure | None:
+    """Why this client may not operate the cluster; None if it may."""
+    token = os.environ.get(TOKEN_VARIABLE, "")
+    if token:
+        given = exchange.header(b"authorization").removeprefix("Bearer ").strip()
+        if hmac.compare_digest(given.encode(), token.encode()):
+            return None
+        return _forbidden(f"cluster endpoints need the token of {TOKEN_VARIABLE}, as Authorization: Bearer TOKEN")
+    if not _is_loopback(exchange.client_host):
+        return _forbidden(f"cluster endpoints answer on loopback only, unless {TOKEN_VARIABLE} is set for serve")
+    # A page in the operator's browser can reach loopback too; browsers name their origin, tools don't.
+    if exchange.header(b"origin") or any(exchange.header(name) for name in FORWARDED) or not _names_this_host(exchange):
+        text = f"set {TOKEN_VARIABLE} for serve and for its operators"
+        return _forbidden(f"cluster endpoints don't answer browsers and proxies on this machine: {text}")
+    return None
+
+
+def _forbidden(message: str) -> Failure:
+    return Failure(403, message, "permission_error", "forbidden")
+
+
+def _is_loopback(address: str) -> bool:
+    try:
+        return ipaddress.ip_address(address).is_loopback
+    except ValueError:
+        return False
+
+
+def _names_this_host(exchange: Exchange) -> bool:
+    """Whether the client meant this machine: a name elsewhere that resolves to loopback is a trick or a proxy's."""
+    host = exchange.header(b"host")
+    name = host.rpartition(":")[0] if host.rpartition(":")[2].isdigit() else host
+    name = name.strip("[]").lower()
+    return name in ("", "localhost", socket.gethostname().lower()) or _is_loopback(name)
+
+
+def unknown_as_yet(service: RouterService) -> Failure | None:
+    """A router that has just started has not seen the controller's table yet: it says so, not that nobody is there."""
+    if service.fleet.known:
+        return None
+    message = "this router has just started and doesn't know the workers yet; ask again"
+    return Failure(503, message, "server_error", STARTING)
+
+
+async def status(service: RouterService, exchange: Exchange) -> None:
+    """Every worker the controller knows, asked now."""
+    if failure := forbidden(exchange) or unknown_as_yet(service):
+        await exchange.fail(failure)
+        return
+    views = service.fleet.views
+    lines = await asyncio.gather(*(_status_of(service, view) for view in views))
+    pairs = sorted(zip(lines, views, strict=True), key=lambda pair: _order(pair[0]))
+    shown = [status_line(line) | _breaker_of(service, line) | node_of(view) for line, view in pairs]
+    await exchange.answer_json(200, {"workers": shown})
+
+
+async def _status_of(service: RouterService, view: WorkerView) -> WorkerStatus:
+    if view.status.state in GONE or view.status.state == "starting":
+        return view.status
+    port = service.fleet.port((view.record.name, view.record.incarnation))
+    try:
+        if port is None:
+            raise ConnectionError("no link")
+        async with asyncio.timeout(STATUS_DEADLINE_S):
+            return replace(await port.status(), last_end=view.status.last_end)
+    except (OSError, TimeoutError):
+        return replace(view.status, state="unreachable")
+
+
+def node_of(view: WorkerView) -> dict[str, Any]:
+    """What the controller knows of the worker's node; the worker itself does not."""
+    return {"node": view.record.node, "node_id": view.record.node_id, "cordoned": view.cordoned}
+
+
+def status_line(s: WorkerStatus) -> dict[str, Any]:
+    return {
+        "name": s.name,
+        "role": str(s.role),
+        "state": s.state,
+        "pid": s.pid,
+        "node": s.node,
+        "incarnation": s.incarnation,
+        "running": s.running,
+        "waiting": s.waiting,
+        "pages_total": s.pages_total,
+        "pages_free": s.pages_free,
+        "outgoing": s.outgoing,
+        "stalled_s": round(s.stalled_s, 1),
+        "last_end": s.last_end,
+        "counters": s.counters,
+    }
+
+
+def _breaker_of(service: RouterService, s: WorkerStatus) -> dict[str, str]:
+    """Whether this router sends the worker requests (`router.state.circuit_breaker`)."""
+    entry = service.brain.workers.get((s.name, s.incarnation))
+    return {"breaker": str(entry.breaker.state)} if entry is not None else {}
+
+
+def _order(s: WorkerStatus) -> tuple[bool, tuple[str, int]]:
+    return (s.role is not Role.PREFILL, natural(s.name))
+
+
+def natural(name: str) -> tuple[str, int]:
+    head, _, number = name.rpartition("-")
+    return (head, int(number)) if number.isdigit() else (name, 0)
+
+
+async def check(service: RouterService, exchange: Exchange) -> None:
+    """Every worker recounts its books; so does the router."""
+    if failure := forbidden(exchange) or unknown_as_yet(service):
+        await exchange.fail(failure)
+        return
+    alive = [v for v in service.fleet.views if v.status.state not in GONE and v.status.state != "starting"]
+    alive.sort(key=lambda v: _order(v.status))
+    reports = await asyncio.gather(*(_check_of(service, view) for view in alive))
+    workers = [
+        {
+            "name": r.name,
+            "checked": {"pages": r.pages, "slots": r.slots, "leases": r.leases, "rooms": r.rooms},
+            "violations": list(r.violations),
+        }
+        for r in reports
+    ]
+    own = service.check()
+    if own:
+        none = {"pages": 0, "slots": 0, "leases": 0, "rooms": 0}
+        workers.append({"name": "router", "checked": none, "violations": own})
+    ok = not any(w["violations"] for w in workers)
+    await exchange.answer_json(200, {"ok": ok, "workers": workers})
+
+
+async def _check_of(service: RouterService, view: WorkerView) -> CheckReport:
+    port = service.fleet.port((view.record.name, view.record.incarnation))
+    try:
+        if port is None:
+            raise ConnectionError("no link to it")
+        async with asyncio.timeout(CHECK_DEADLINE_S):
+            return await port.check()
+    except (OSError, TimeoutError) as error:
+        reason = str(error) or f"no answer within {CHECK_DEADLINE_S:g} s"
+        return CheckReport(view.record.name, 0, 0, 0, 0, (f"unreachable: {reason}",))

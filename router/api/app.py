@@ -1,0 +1,279 @@
+"""The HTTP face: OpenAI's endpoints, operators' endpoints, and the order in which a request passes through them."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable
+from contextlib import suppress
+from typing import Any
+
+from contracts.errors import TwinpoolError
+from contracts.ids import Role
+from router.api import admin_drain as drains
+from router.api import admin_status as admin
+from router.api.asgi_exchange import BodyTooLarge, Exchange, Receive, Scope, Sender
+from router.api.openapi import openapi_document, version
+from router.openai.api_errors import BufferFull, ClientGone, Failure, QueueFull, failure_of, failure_of_done
+from router.openai.parse_request import check_model
+from router.openai.response_stream import Heartbeat, Job
+from router.service.router_service import RouterService
+from router.state.router_log import log
+from router.tokenizer_pool.tokenizer_process import Kind
+
+LAST_WORD_S = 5.0
+CLIENT_GRACE_S = 30.0
+
+App = Callable[[Scope, Receive, Sender], Awaitable[None]]
+Handler = Callable[[RouterService, Exchange], Awaitable[None]]
+
+
+def create_app(service: RouterService) -> App:
+    """The ASGI application; its lifespan starts and closes `service`."""
+
+    async def app(scope: Scope, receive: Receive, send: Sender) -> None:
+        if scope["type"] == "http":
+            await _serve(service, Exchange(scope, receive, send))
+        elif scope["type"] == "lifespan":
+            await _lifespan(service, receive, send)
+
+    return app
+
+
+async def _lifespan(service: RouterService, receive: Receive, send: Sender) -> None:
+    while True:
+        message = await receive()
+        if message["type"] == "lifespan.startup":
+            await service.start()
+            await send({"type": "lifespan.startup.complete"})
+        else:
+            await service.close()
+            await send({"type": "lifespan.shutdown.complete"})
+            return
+
+
+async def _serve(service: RouterService, exchange: Exchange) -> None:
+    try:
+        handler = _find(exchange)
+        if isinstance(handler, Failure):
+            await exchange.fail(handler)
+        else:
+            await handler(service, exchange)
+    except ClientGone:
+        pass
+    except BodyTooLarge as error:
+        failure = Failure(413, str(error), "invalid_request_error", "body_too_large")
+        await exchange.refuse_body(failure)
+    except (BufferFull, QueueFull) as error:
+        await (exchange.fail if exchange.body_done else exchange.refuse_body)(failure_of(error))
+    except TwinpoolError as error:
+        await exchange.fail(failure_of(error))
+    except Exception:
+        log("handler failed", trace=True, client_id=exchange.client_id, path=exchange.path)
+        if exchange.started:
+            raise
+        await exchange.fail(Failure(500, "the router failed inside; see its log", "server_error", "internal"))
+    finally:
+        exchange.release()
+
+
+def _find(exchange: Exchange) -> Handler | Failure:
+    methods = ROUTES.get(exchange.path)
+    if methods is None:
+        for prefix, found in PREFIX_ROUTES.items():
+            if exchange.path.startswith(prefix) and len(exchange.path) > len(prefix):
+                methods = found
+    if methods is None:
+        return Failure(404, f"no such endpoint: {exchange.path}", "invalid_request_error", "not_found")
+    handler = methods.get("GET" if exchange.method == "HEAD" else exchange.method)
+    if handler is None:
+        return Failure(405, f"{exchange.path} takes {' or '.join(methods)}", "invalid_request_error", "bad_method")
+    return handler
+
+
+# ---------------------------------------------------------------- text
+
+
+async def _completions(service: RouterService, exchange: Exchange) -> None:
+    await _generate(service, exchange, Kind.COMPLETION)
+
+
+async def _chat(service: RouterService, exchange: Exchange) -> None:
+    await _generate(service, exchange, Kind.CHAT)
+
+
+async def _generate(service: RouterService, exchange: Exchange, kind: Kind) -> None:
+    service.check_room()  # before the body takes memory
+    raw = await exchange.body(service.body_limit, service.buffer)
+    wants_timeline = exchange.header(b"x-twinpool-timeline") == "1"
+    gone = False
+    job: Job | None = None
+
+    def client_left() -> None:
+        nonlocal gone
+        gone = True
+        if job is not None:
+            service.abandon(job)
+            job.fail("the client left")
+
+    exchange.on_gone(client_left)
+    job = await service.open(kind, raw, exchange.client_id, exchange.on_gone)
+    del raw
+    exchange.forget_body()
+    try:
+        # The request's own deadline is the brain's; this one is for a brain that doesn't keep it.
+        async with asyncio.timeout(job.timeout_s + CLIENT_GRACE_S):
+            if gone:
+                return
+            if job.ask.stream:
+                await _stream(service, exchange, job, wants_timeline)
+                return
+            await job.ended()
+            if gone:
+                return
+            if job.failed is not None:
+                await exchange.fail(failure_of_done(job.failed))
+                return
+            await exchange.answer_parts(200, job.answer.whole(job.timeline() if wants_timeline else None))
+    except TimeoutError:
+        log("request was not ended in time", id=job.id, level=logging.ERROR)
+        await _give_up(exchange, Failure(504, f"no end after {job.timeout_s:g} s", "server_error", "deadline"))
+    finally:
+        service.abandon(job)  # nothing to do unless the answer was cut short
+
+
+async def _stream(service: RouterService, exchange: Exchange, job: Job, wants_timeline: bool) -> None:
+    """Events as they come. A failure before the first is a plain error; later it is an event, without ``[DONE]``."""
+    beat = Heartbeat(job, service.config.stream_keepalive_s)
+    try:
+        while events := await job.more():
+            if not exchange.started:
+                await exchange.begin_events()
+            await exchange.write(events)
+            beat.written()
+    finally:
+        beat.stop()
+    if job.failed is None:
+        if not exchange.started:
+            await exchange.begin_events()
+        closing = job.answer.closing(job.timeline() if wants_timeline else None)
+        await exchange.write(closing, more=False)
+    elif not exchange.started:
+        await exchange.fail(failure_of_done(job.failed))
+    else:
+        await exchange.write(error_event(failure_of_done(job.failed)), more=False)
+
+
+async def _give_up(exchange: Exchange, failure: Failure) -> None:
+    """End an answer that was cut short with an error; a client that takes nothing gets nothing."""
+    with suppress(TimeoutError):
+        async with asyncio.timeout(LAST_WORD_S):
+            if exchange.started:
+                await exchange.write(error_event(failure), more=False)
+            else:
+                await exchange.fail(failure)
+
+
+def error_event(failure: Failure) -> bytes:
+    return b"data: " + failure.to_json() + b"\n\n"
+
+
+async def _tokenize(service: RouterService, exchange: Exchange) -> None:
+    await _text(service, exchange, Kind.TOKENIZE)
+
+
+async def _detokenize(service: RouterService, exchange: Exchange) -> None:
+    await _text(service, exchange, Kind.DETOKENIZE)
+
+
+async def _text(service: RouterService, exchange: Exchange, kind: Kind) -> None:
+    raw = await exchange.body(service.body_limit, service.buffer)
+    await exchange.answer(200, await service.text(kind, raw))
+
+
+# ---------------------------------------------------------------- what is served, and how it is
+
+
+async def _models(service: RouterService, exchange: Exchange) -> None:
+    models = [_model(service, name) for name in service.spec.names]
+    await exchange.answer_json(200, {"object": "list", "data": models})
+
+
+async def _one_model(service: RouterService, exchange: Exchange) -> None:
+    name = exchange.path.removeprefix("/v1/models/")
+    check_model({"model": name}, service.spec)
+    await exchange.answer_json(200, _model(service, name))
+
+
+def _model(service: RouterService, name: str) -> dict[str, Any]:
+    return {
+        "id": name,
+        "object": "model",
+        "created": service.started,
+        "owned_by": "twinpool",
+        "root": service.spec.name,
+        "parent": None,
+        "max_model_len": service.spec.context,
+    }
+
+
+async def _health(service: RouterService, exchange: Exchange) -> None:
+    """200 while requests can be served and work advances."""
+    brain = service.brain
+    serving = {str(role): len(brain.serving(role)) for role in Role}
+    problems = [f"no {role} worker can serve" for role, count in serving.items() if not count]
+    if brain.stalled_s > service.config.stall_s:
+        problems.append(f"work waits and nothing has advanced for {brain.stalled_s:.1f} s")
+    answer = {
+        "status": "unhealthy" if problems else "ok",
+        "problems": problems,
+        "serving": serving,
+        "in_house": brain.in_house,
+        "waiting": brain.waiting,
+    }
+    await exchange.answer_json(503 if problems else 200, answer)
+
+
+async def _live(service: RouterService, exchange: Exchange) -> None:
+    await exchange.answer_json(200, {"status": "alive"})
+
+
+async def _version(service: RouterService, exchange: Exchange) -> None:
+    await exchange.answer_json(200, {"version": version()})
+
+
+async def _load(service: RouterService, exchange: Exchange) -> None:
+    """The name is vLLM's: answers that have not ended."""
+    await exchange.answer_json(200, {"server_load": service.brain.in_house})
+
+
+async def _metrics(service: RouterService, exchange: Exchange) -> None:
+    await exchange.answer(200, service.metrics.text(), kind=b"text/plain; version=0.0.4; charset=utf-8")
+
+
+async def _openapi(service: RouterService, exchange: Exchange) -> None:
+    await exchange.answer_json(200, openapi_document())
+
+
+ROUTES: dict[str, dict[str, Handler]] = {
+    "/v1/completions": {"POST": _completions},
+    "/v1/chat/completions": {"POST": _chat},
+    "/v1/models": {"GET": _models},
+    "/tokenize": {"POST": _tokenize},
+    "/detokenize": {"POST": _detokenize},
+    "/health": {"GET": _health},
+    "/live": {"GET": _live},
+    "/ping": {"GET": _health, "POST": _health},
+    "/version": {"GET": _version},
+    "/load": {"GET": _load},
+    "/metrics": {"GET": _metrics},
+    "/openapi.json": {"GET": _openapi},
+    "/cluster/status": {"GET": admin.status},
+    "/cluster/check": {"POST": admin.check},
+}
+PREFIX_ROUTES: dict[str, dict[str, Handler]] = {
+    "/v1/models/": {"GET": _one_model},
+    "/cluster/drain/": {"POST": drains.drain},
+    "/cluster/undrain/": {"POST": drains.undrain},
+    "/cluster/role/": {"POST": drains.role},
+}

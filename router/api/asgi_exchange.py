@@ -1,0 +1,193 @@
+"""The little of ASGI that the router needs: bounded bodies, JSON answers, streams, and word of a client that left.
+
+No framework: requests are checked by `router.openai.request_fields`, so a framework's validation, middleware and
+response objects would only cost time. What is here is plain ASGI 3 and runs on any ASGI server.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import re
+import secrets
+from collections.abc import Awaitable, Callable, MutableMapping, Sequence
+from typing import Any
+
+from contracts.errors import TwinpoolError
+from router.openai.api_errors import ClientGone, Failure
+from router.service.body_buffer import BodyBuffer
+
+Scope = MutableMapping[str, Any]
+Message = MutableMapping[str, Any]
+Receive = Callable[[], Awaitable[Message]]
+Sender = Callable[[Message], Awaitable[None]]
+
+REST_TIMEOUT_S = 5.0
+REST_BYTES = 64 * 1024**2
+"""So much of a body that is refused is read and thrown away, so that the client can hear why."""
+FREE_BYTES = 64 * 1024
+"""Of every body, what doesn't count against the memory for all: ordinary requests get in beside any number of large
+ones. Connections are bounded."""
+
+JSON_KIND = b"application/json"
+EVENT_HEADERS = ((b"content-type", b"text/event-stream; charset=utf-8"), (b"cache-control", b"no-cache"))
+CLIENT_ID_CHARS = 64
+_UNCLEAN = re.compile(r"[^A-Za-z0-9._:\-]")
+
+
+class BodyTooLarge(TwinpoolError):
+    """Raised while reading a body that is above `router.max_body_bytes`."""
+
+
+class Exchange:
+    """One HTTP request and its answer."""
+
+    __slots__ = (
+        "_buffer",
+        "_gone",
+        "_held",
+        "_on_gone",
+        "_receive",
+        "_send",
+        "body_done",
+        "client_id",
+        "headers",
+        "method",
+        "path",
+        "query",
+        "scope",
+        "started",
+    )
+
+    def __init__(self, scope: Scope, receive: Receive, send: Sender) -> None:
+        self.scope = scope
+        self._receive = receive
+        self._send = send
+        self.method: str = scope["method"]
+        self.path: str = scope["path"]
+        self.query: bytes = scope.get("query_string", b"")
+        self.headers: dict[bytes, bytes] = dict(scope["headers"])
+        self.started = False
+        self.body_done = False
+        given = _UNCLEAN.sub("", self.header(b"x-request-id"))[:CLIENT_ID_CHARS]
+        self.client_id = given or secrets.token_hex(8)
+        """The client's own name for the request, cleaned, or a minted one; it goes back with every answer."""
+        self._gone: asyncio.Task[None] | None = None
+        self._on_gone: list[Callable[[], object]] = []
+        self._buffer: BodyBuffer | None = None
+        self._held = 0
+
+    def header(self, name: bytes) -> str:
+        return self.headers.get(name, b"").decode("latin-1")
+
+    @property
+    def client_host(self) -> str:
+        client = self.scope.get("client")
+        return client[0] if client else ""
+
+    async def body(self, limit: int, buffer: BodyBuffer) -> bytes:
+        """The whole body, booked in `buffer` until `forget_body`.
+
+        Raises `BodyTooLarge` as soon as it is known to be above `limit` bytes, `BufferFull`, `ClientGone`.
+        """
+        length = self.headers.get(b"content-length", b"")
+        if length.isdigit() and (len(length) > 18 or int(length) > limit):
+            raise BodyTooLarge(f"the body has {length[:24].decode()} bytes; the limit is {limit}")
+        self._buffer = buffer
+        parts: list[bytes] = []
+        size = 0
+        while True:
+            message = await self._receive()
+            if message["type"] == "http.disconnect":
+                raise ClientGone("the client left while it was sending")
+            part = message.get("body", b"")
+            size += len(part)
+            if size > limit:
+                raise BodyTooLarge(f"the body is above the limit of {limit} bytes")
+            if size - FREE_BYTES > self._held:
+                buffer.take(size - FREE_BYTES - self._held)
+                self._held = size - FREE_BYTES
+            parts.append(part)
+            if not message.get("more_body", False):
+                self.body_done = True
+                return parts[0] if len(parts) == 1 else b"".join(parts)
+
+    def forget_body(self) -> None:
+        """What the body held is free again. Idempotent."""
+        if self._buffer is not None:
+            self._buffer.give_back(self._held)
+            self._held = 0
+
+    def on_gone(self, call: Callable[[], object]) -> None:
+        """Call back when the client closes its connection before the answer is complete."""
+        self._on_gone.append(call)
+        if self._gone is None:
+            self._gone = asyncio.get_running_loop().create_task(self._watch())
+
+    async def _watch(self) -> None:
+        while (await self._receive())["type"] != "http.disconnect":
+            pass
+        for call in self._on_gone:
+            call()
+
+    def release(self) -> None:
+        self.forget_body()
+        if self._gone is not None:
+            self._gone.cancel()
+
+    async def _begin(self, status: int, headers: list[tuple[bytes, bytes]]) -> None:
+        self.started = True
+        headers.append((b"x-request-id", self.client_id.encode()))
+        await self._send({"type": "http.response.start", "status": status, "headers": headers})
+
+    async def answer(
+        self, status: int, body: bytes, *, kind: bytes = JSON_KIND, headers: Sequence[tuple[bytes, bytes]] = ()
+    ) -> None:
+        await self._begin(status, [(b"content-type", kind), (b"content-length", b"%d" % len(body)), *headers])
+        await self._send({"type": "http.response.body", "body": body})
+
+    async def answer_parts(self, status: int, parts: Sequence[bytes]) -> None:
+        """An answer in pieces, which may share large ones with other answers."""
+        size = sum(map(len, parts))
+        await self._begin(status, [(b"content-type", JSON_KIND), (b"content-length", b"%d" % size)])
+        for part in parts:
+            await self._send({"type": "http.response.body", "body": part, "more_body": True})
+        await self._send({"type": "http.response.body", "body": b""})
+
+    async def answer_json(self, status: int, tree: object) -> None:
+        await self.answer(status, json.dumps(tree).encode())
+
+    async def begin_events(self) -> None:
+        await self._begin(200, list(EVENT_HEADERS))
+
+    async def write(self, body: bytes, *, more: bool = True) -> None:
+        await self._send({"type": "http.response.body", "body": body, "more_body": more})
+
+    async def fail(self, failure: Failure) -> None:
+        """Answer with an error in OpenAI's shape."""
+        retry = failure.retry_after_s
+        headers = [(b"retry-after", b"%d" % retry)] if retry is not None else []
+        await self.answer(failure.status, failure.to_json(), headers=headers)
+
+    async def refuse_body(self, failure: Failure) -> None:
+        """Answer before the body has been read, then throw some of the rest away and close the connection.
+
+        The last byte of the answer is held until then: a server stops reading once an answer is complete.
+        """
+        body = failure.to_json()
+        head = [(b"content-type", JSON_KIND), (b"content-length", b"%d" % len(body)), (b"connection", b"close")]
+        if failure.retry_after_s is not None:
+            head.append((b"retry-after", b"%d" % failure.retry_after_s))
+        await self._begin(failure.status, head)
+        await self.write(body[:-1])
+        try:
+            async with asyncio.timeout(REST_TIMEOUT_S):
+                thrown = 0
+                while thrown < REST_BYTES:
+                    message = await self._receive()
+                    thrown += len(message.get("body", b""))
+                    if message["type"] == "http.disconnect" or not message.get("more_body", False):
+                        break
+        except TimeoutError:
+            pass
+        await self.write(body[-1:], more=False)

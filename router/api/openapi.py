@@ -1,0 +1,117 @@
+"""`/openapi.json`, made from the very tables that requests are read with, so that it can't promise another API."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import cache
+from importlib import metadata
+from typing import Any
+
+from router.openai.request_fields import CHAT, COMPLETION, TOKENIZE, Field
+
+_TOKENS = {"type": "array", "items": {"type": "integer", "minimum": 0}}
+_TEXT = {"type": "string"}
+_STREAM_OPTIONS = {
+    "type": "object",
+    "properties": {"include_usage": {"type": "boolean"}, "continuous_usage_stats": {"type": "boolean"}},
+}
+_MESSAGE = {
+    "type": "object",
+    "required": ["role", "content"],
+    "properties": {
+        "role": _TEXT,
+        "content": {
+            "oneOf": [
+                _TEXT,
+                {
+                    "type": "array",
+                    "items": {"type": "object", "properties": {"type": {"enum": ["text"]}, "text": _TEXT}},
+                },
+            ]
+        },
+    },
+}
+_COMMON: dict[str, Any] = {
+    "model": {"type": "string", "description": "The served model; may be left out."},
+    "stop": {"oneOf": [_TEXT, {"type": "array", "items": _TEXT, "maxItems": 16}]},
+    "stop_token_ids": _TOKENS,
+    "logit_bias": {"type": "object", "additionalProperties": {"type": "number", "minimum": -100, "maximum": 100}},
+    "stream_options": _STREAM_OPTIONS,
+}
+_PROMPT = {"oneOf": [_TEXT, _TOKENS, {"type": "array", "items": {"oneOf": [_TEXT, _TOKENS]}}]}
+_MESSAGES = {"type": "array", "minItems": 1, "items": _MESSAGE}
+
+_POSTS: dict[str, tuple[str, Mapping[str, Field], dict[str, Any]]] = {
+    "/v1/completions": ("Complete prompts", COMPLETION, {**_COMMON, "prompt": _PROMPT}),
+    "/v1/chat/completions": (
+        "Answer a chat",
+        CHAT,
+        {**_COMMON, "messages": _MESSAGES, "chat_template_kwargs": {"type": "object"}},
+    ),
+    "/tokenize": ("Text or chat to token ids", TOKENIZE, {"model": _TEXT, "prompt": _TEXT, "messages": _MESSAGES}),
+    "/detokenize": ("Token ids to text", {}, {"model": _TEXT, "tokens": _TOKENS}),
+}
+_GETS = {
+    "/v1/models": "The served model, under each of its names",
+    "/v1/models/{model}": "One model",
+    "/health": "200 while requests can be served and work advances, else 503",
+    "/ping": "As /health",
+    "/live": "200 while the process runs",
+    "/version": "The server's version",
+    "/load": "Answers that have not ended, as server_load",
+    "/metrics": "Prometheus metrics",
+    "/cluster/status": "The workers (operators only)",
+}
+_OPERATIONS = {
+    "/cluster/check": "Recount every book (operators only)",
+    "/cluster/drain/{worker}": "Drain a worker or node; ?force=true for the last of its role (operators only)",
+    "/cluster/undrain/{worker}": "Admit again, until it has left (operators only)",
+    "/cluster/role/{worker}": "Drain a worker and start it in the pool of ?role= (operators only)",
+}
+
+
+@cache
+def openapi_document() -> dict[str, Any]:
+    """The whole document."""
+    paths: dict[str, Any] = {}
+    for path, (summary, fields, others) in _POSTS.items():
+        schema = {"type": "object", "properties": {**others, **{name: _schema(f) for name, f in fields.items()}}}
+        body = {"required": True, "content": {"application/json": {"schema": schema}}}
+        paths[path] = {"post": {"summary": summary, "requestBody": body, "responses": _responses()}}
+    for path, summary in _GETS.items():
+        paths[path] = {"get": {"summary": summary, "responses": _responses(), **_parameters(path)}}
+    for path, summary in _OPERATIONS.items():
+        paths[path] = {"post": {"summary": summary, "responses": _responses(), **_parameters(path)}}
+    return {"openapi": "3.1.0", "info": {"title": "Twinpool", "version": version()}, "paths": paths}
+
+
+def version() -> str:
+    try:
+        return metadata.version("twinpool")
+    except metadata.PackageNotFoundError:  # run from a source tree
+        return "0"
+
+
+def _schema(field: Field) -> dict[str, Any]:
+    shape: dict[str, Any] = {"type": field.kind, "description": field.doc}
+    if field.low is not None:
+        shape["exclusiveMinimum" if field.above else "minimum"] = field.low
+    if field.high is not None:
+        shape["maximum"] = field.high
+    return shape
+
+
+def _responses() -> dict[str, Any]:
+    error = {"type": "object", "properties": {name: {} for name in ("message", "type", "param", "code")}}
+    schema = {"type": "object", "properties": {"error": error}}
+    return {
+        "200": {"description": "The answer"},
+        "default": {"description": "An error", "content": {"application/json": {"schema": schema}}},
+    }
+
+
+def _parameters(path: str) -> dict[str, Any]:
+    _, _, rest = path.partition("{")
+    if not rest:
+        return {}
+    return {"parameters": [{"name": rest.removesuffix("}"), "in": "path", "required": True, "schema": _TEXT}]}

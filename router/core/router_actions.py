@@ -1,0 +1,76 @@
+"""What the brain decides, as values that the service carries out, and what it has counted."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from contracts.ids import RequestId
+from contracts.messages.router_commands import Command
+from contracts.messages.worker_events import Done
+from contracts.sampling_params import TokenLogprob
+from router.state.worker_table import WorkerKey
+from router.verification.audit_cases import Finding
+
+
+@dataclass(frozen=True, slots=True)
+class Send:
+    """Send `command` on the link to `worker`."""
+
+    worker: WorkerKey
+    command: Command
+
+
+@dataclass(frozen=True, slots=True)
+class Deliver:
+    """The next tokens of a request, in order."""
+
+    request_id: RequestId
+    tokens: Sequence[int]
+    logprobs: Sequence[TokenLogprob]
+
+
+@dataclass(frozen=True, slots=True)
+class Scores:
+    """The prompt's log-probabilities; before any token."""
+
+    request_id: RequestId
+    scores: tuple[TokenLogprob, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class End:
+    """The request has ended; nothing follows."""
+
+    request_id: RequestId
+    done: Done
+
+
+@dataclass(frozen=True, slots=True)
+class Replay:
+    """A request starts over from its tokens, as attempt `attempt`; for the log."""
+
+    request_id: RequestId
+    attempt: int
+    reason: str
+
+
+Action = Send | Deliver | Scores | End | Replay | Finding
+
+
+@dataclass(slots=True)
+class Counts:
+    """What happened since the start; read by the metrics."""
+
+    submitted: int = 0
+    ended: int = 0
+    failed: int = 0
+    cancelled: int = 0
+    replays: int = 0
+    refusals: int = 0
+    damaged: int = 0
+    recomputed: int = 0
+    """Attempts that decode ended because prefill can compute their state again sooner than it would be back."""
+    late_events: int = 0
+    fallbacks: int = 0
+    """Legs in which decode had to compute a part of the prompt itself, instead of receiving all of it."""

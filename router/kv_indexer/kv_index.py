@@ -1,0 +1,46 @@
+"""What each tier of a worker holds, by block hash, as its KV events tell."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+from contracts.messages.kv_events import Cleared, KvEvent, Removed, Stored, Tier
+
+
+@dataclass(frozen=True, slots=True)
+class PageEntry:
+    """What the index knows of a page: its parent's hash and its token ids."""
+
+    parent: bytes | None
+    tokens: tuple[int, ...]
+
+
+@dataclass(slots=True)
+class TierIndex:
+    """For each tier the pages that are in it, by hash."""
+
+    pages: dict[Tier, dict[bytes, PageEntry]] = field(default_factory=lambda: {tier: {} for tier in Tier})
+
+    def apply(self, events: Iterable[KvEvent]) -> None:
+        """Apply events in order; applying some of them again changes nothing."""
+        for event in events:
+            match event:
+                case Stored():
+                    self._store(event)
+                case Removed():
+                    for page in event.hashes:
+                        self.pages[event.tier].pop(page, None)
+                case Cleared():
+                    self.clear(event.tier)
+
+    def clear(self, tier: Tier | None = None) -> None:
+        """Forget a tier, or all."""
+        for one in Tier if tier is None else (tier,):
+            self.pages[one].clear()
+
+    def _store(self, event: Stored) -> None:
+        parent, step = event.parent, event.page_tokens
+        for i, page in enumerate(event.hashes):
+            self.pages[event.tier][page] = PageEntry(parent, event.tokens[i * step : (i + 1) * step])
+            parent = page

@@ -1,0 +1,1 @@
+"""gRPC to workers and controller."""

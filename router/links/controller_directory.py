@@ -1,0 +1,115 @@
+"""The controller's table, watched over gRPC."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable
+from typing import Any
+
+import grpc.aio
+
+from contracts.authentication import access_metadata, cluster_secret
+from contracts.errors import RequestError
+from contracts.ids import Role, WorkerName
+from contracts.interfaces.discovery import Port
+from contracts.messages.worker_status import WorkerRecord, WorkerView
+from contracts.proto import worker_pb2 as pb
+from contracts.proto import worker_pb2_grpc as pb_grpc
+from contracts.wire.unknown_kinds import known
+from contracts.wire.worker_protobuf import view_from_proto
+from router.links.grpc_worker import CONNECT_TIMEOUT_S, LINK_TIMEOUT_S, GrpcPort, controller_options
+from router.state.router_log import log
+
+
+class ControllerDirectory:
+    """The controller's table over its `Watch` stream, followed again whenever the stream breaks.
+
+    While the controller is away the last table stands: workers don't vanish because nobody reports them; their own
+    streams tell when they do.
+    """
+
+    RETRY_FIRST_S = 0.05
+    RETRY_MOST_S = 1.0
+
+    def __init__(self, target: str, link_timeout_s: float = LINK_TIMEOUT_S) -> None:
+        """`link_timeout_s`: silence after which a connection counts as cut (`transfer.link_timeout_s`)."""
+        self._target = target
+        self._link_timeout_s = link_timeout_s
+        self._listeners: list[Callable[[tuple[WorkerView, ...]], None]] = []
+        self._views: tuple[WorkerView, ...] | None = None
+        self._task: asyncio.Task[None] | None = None
+
+    def watch(self, on_change: Callable[[tuple[WorkerView, ...]], None]) -> Callable[[], None]:
+        self._listeners.append(on_change)
+        if self._views is not None:
+            on_change(self._views)
+        if self._task is None:
+            self._task = asyncio.get_running_loop().create_task(self._follow())
+
+        def unwatch() -> None:
+            if on_change in self._listeners:
+                self._listeners.remove(on_change)
+            if not self._listeners and self._task is not None:
+                self._task.cancel()
+                self._task = None
+
+        return unwatch
+
+    def port(self, record: WorkerRecord) -> Port:
+        return GrpcPort(record, self._link_timeout_s)
+
+    async def change_role(self, name: WorkerName, role: Role) -> None:
+        """Raises `RequestError` where the controller refuses, `ConnectionError` where it doesn't answer."""
+        await self._ask("ChangeRole", pb.RoleChange(name=name, role=role))
+
+    async def drain(self, target: str) -> tuple[WorkerName, ...]:
+        answer = await self._ask("Drain", pb.Target(name=target))
+        return tuple(WorkerName(name) for name in answer.workers)
+
+    async def undrain(self, target: str) -> tuple[WorkerName, ...]:
+        answer = await self._ask("Undrain", pb.Target(name=target))
+        return tuple(WorkerName(name) for name in answer.workers)
+
+    async def _ask(self, method: str, request: Any) -> Any:
+        """One call of the controller, on a connection of its own."""
+        metadata = access_metadata(cluster_secret())
+        options = controller_options(self._link_timeout_s)
+        async with grpc.aio.insecure_channel(self._target, options=options) as channel:
+            stub: Any = pb_grpc.ControllerStub(channel)  # type: ignore[no-untyped-call]
+            try:
+                return await getattr(stub, method)(request, timeout=CONNECT_TIMEOUT_S, metadata=metadata)
+            except grpc.aio.AioRpcError as error:
+                if error.code() is grpc.StatusCode.FAILED_PRECONDITION:
+                    raise RequestError(error.details() or "the controller refuses") from None
+                raise ConnectionError(f"{error.code().name}: {error.details()}") from None
+
+    def _tell(self, views: tuple[WorkerView, ...]) -> None:
+        for listener in list(self._listeners):
+            try:
+                listener(views)
+            except Exception:  # our own bug: the next table may mend it, and nobody else can
+                log("view failed", level=logging.ERROR, trace=True)
+
+    async def _follow(self) -> None:
+        pause = self.RETRY_FIRST_S
+        metadata = access_metadata(cluster_secret())
+        async with grpc.aio.insecure_channel(self._target, options=controller_options(self._link_timeout_s)) as channel:
+            stub: Any = pb_grpc.ControllerStub(channel)  # type: ignore[no-untyped-call]
+            while True:
+                try:
+                    async for view in stub.Watch(pb.Empty(), wait_for_ready=True, metadata=metadata):
+                        pause = self.RETRY_FIRST_S
+                        views, others = known(view_from_proto, view.workers)
+                        if others:
+                            log("unknown roles", left_out=others)
+                        self._views = tuple(views)
+                        self._tell(self._views)
+                    reason = "the controller closed the stream"
+                except grpc.aio.AioRpcError as error:
+                    reason = f"{error.code().name}: {error.details()}"
+                except ValueError as error:
+                    reason = f"a view that can't be read: {error}"
+                log("controller lost", target=self._target, reason=reason)
+                await asyncio.sleep(pause)
+                pause = min(pause * 2, self.RETRY_MOST_S)

@@ -1,0 +1,134 @@
+"""The router's open links: one session to every worker that the controller's table shows as alive.
+
+A link is retried as long as the table shows that incarnation; what a link's end means is the brain's business.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable, Sequence
+
+from contracts.interfaces.discovery import Directory, Port, Session
+from contracts.messages.router_commands import Command
+from contracts.messages.worker_events import Event
+from contracts.messages.worker_status import WorkerRecord, WorkerView
+from router.state.router_log import log
+from router.state.worker_table import WorkerKey
+
+RETRY_FIRST_S = 0.05
+RETRY_MOST_S = 2.0
+REACHABLE = frozenset({"ready", "draining"})
+
+
+class Link:
+    """One worker's port, its session once connected, and the task that keeps it so."""
+
+    __slots__ = ("port", "record", "session", "task")
+
+    def __init__(self, record: WorkerRecord, port: Port) -> None:
+        self.record = record
+        self.port = port
+        self.session: Session | None = None
+        self.task: asyncio.Task[None] | None = None
+
+
+class Fleet:
+    """Keeps links in step with the directory; used from one event loop."""
+
+    def __init__(
+        self,
+        directory: Directory,
+        *,
+        on_view: Callable[[tuple[WorkerView, ...]], None],
+        on_linked: Callable[[WorkerKey], None],
+        on_unlinked: Callable[[WorkerKey, str], None],
+        on_events: Callable[[WorkerKey, Sequence[Event]], None],
+    ) -> None:
+        self.directory = directory
+        self._on_view = on_view
+        self._on_linked = on_linked
+        self._on_unlinked = on_unlinked
+        self._on_events = on_events
+        self._links: dict[WorkerKey, Link] = {}
+        self._closing: set[asyncio.Task[None]] = set()
+        self._unwatch: Callable[[], None] | None = None
+        self.views: tuple[WorkerView, ...] = ()
+        self.known = False
+        """Whether the controller's table has come since the start: before, no worker is not no worker."""
+
+    def start(self) -> None:
+        self._unwatch = self.directory.watch(self._changed)
+
+    async def close(self) -> None:
+        """End every link. Idempotent."""
+        if self._unwatch is not None:
+            self._unwatch()
+            self._unwatch = None
+        for key in list(self._links):
+            self._drop(key)
+        while self._closing:
+            await asyncio.gather(*self._closing, return_exceptions=True)
+
+    def send(self, key: WorkerKey, commands: Sequence[Command]) -> None:
+        """Queue commands on a link; on one that has just closed they are dropped, as the brain will be told."""
+        link = self._links.get(key)
+        if link is not None and link.session is not None:
+            link.session.send(commands)
+
+    def port(self, key: WorkerKey) -> Port | None:
+        link = self._links.get(key)
+        return link.port if link is not None else None
+
+    def _changed(self, views: tuple[WorkerView, ...]) -> None:
+        self.views, self.known = views, True
+        wanted = {(v.record.name, v.record.incarnation): v.record for v in views if v.status.state in REACHABLE}
+        for key in [k for k in self._links if k not in wanted]:
+            self._drop(key)
+        self._on_view(views)
+        for key, record in wanted.items():
+            if key not in self._links:
+                link = self._links[key] = Link(record, self.directory.port(record))
+                link.task = asyncio.get_running_loop().create_task(self._keep(key, link))
+
+    def _drop(self, key: WorkerKey) -> None:
+        link = self._links.pop(key)
+        if link.session is not None:
+            link.session.close()
+            link.session = None
+            self._on_unlinked(key, "the controller no longer shows it as alive")
+        if link.task is not None:
+            link.task.cancel()
+        task = asyncio.get_running_loop().create_task(link.port.aclose())
+        self._closing.add(task)
+        task.add_done_callback(self._closing.discard)
+
+    async def _keep(self, key: WorkerKey, link: Link) -> None:
+        """Connect, wait for the end, connect again, with a pause that doubles."""
+        pause = RETRY_FIRST_S
+        while self._links.get(key) is link:
+            ended: asyncio.Future[str] = asyncio.get_running_loop().create_future()
+
+            def closed(reason: str, ended: asyncio.Future[str] = ended) -> None:
+                if link.session is not None:
+                    link.session = None
+                    log("link closed", worker=key[0], incarnation=key[1], reason=reason)
+                    self._on_unlinked(key, reason)
+                if not ended.done():
+                    ended.set_result(reason)
+
+            try:
+                session = await link.port.connect(lambda events: self._on_events(key, events), closed)
+            except (OSError, TimeoutError) as error:  # ConnectionError is an OSError
+                log("link refused", worker=key[0], incarnation=key[1], reason=str(error))
+            except Exception:  # our own bug: try again rather than lose the worker
+                log("link failed", level=logging.ERROR, trace=True, worker=key[0], incarnation=key[1])
+            else:
+                if not ended.done():
+                    link.session = session
+                    pause = RETRY_FIRST_S
+                    log("link open", worker=key[0], incarnation=key[1])
+                    self._on_linked(key)
+                    await ended
+            await asyncio.sleep(pause)
+            pause = min(pause * 2, RETRY_MOST_S)

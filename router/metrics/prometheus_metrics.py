@@ -1,0 +1,208 @@
+"""What Prometheus sees. Counting is plain arithmetic on the event loop; families are made when they are scraped.
+
+The library's own counters and histograms take a lock each time, which for every token would cost as much as the rest
+of its way through the router.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+
+from prometheus_client import CollectorRegistry, generate_latest
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
+from prometheus_client.registry import Collector
+
+from contracts.ids import Role
+from contracts.messages.worker_events import Progress
+from router.core.router_core import Brain
+from router.metrics.cache_metrics import tier_metrics
+from router.metrics.verification_metrics import verification_metrics
+from router.openai.choice_output import Choice
+from router.state.circuit_breaker import Circuit
+from router.verification.stream_watch import StreamWatch
+
+TTFT_BUCKETS_S = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)
+ITL_BUCKETS_S = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 5.0)
+_BREAKER = {Circuit.CLOSED: 0, Circuit.HALF_OPEN: 1, Circuit.OPEN: 2}
+E2E_BUCKETS_S = (0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0, 600.0)
+
+
+class Tally:
+    """A histogram of seconds; a value on a bound belongs below it."""
+
+    __slots__ = ("_bounds", "_counts", "sum_s")
+
+    def __init__(self, bounds: Sequence[float]) -> None:
+        self._bounds = bounds
+        self._counts = [0] * (len(bounds) + 1)
+        self.sum_s = 0.0
+
+    def observe(self, seconds: float) -> None:
+        self._counts[bisect_left(self._bounds, seconds)] += 1
+        self.sum_s += seconds
+
+    def family(self, name: str, text: str) -> HistogramMetricFamily:
+        total = 0
+        buckets = []
+        for bound, count in zip((*map(str, map(float, self._bounds)), "+Inf"), self._counts, strict=True):
+            total += count
+            buckets.append((bound, float(total)))
+        return HistogramMetricFamily(name, text, buckets=buckets, sum_value=self.sum_s)
+
+
+class Metrics(Collector):
+    """One router's numbers."""
+
+    def __init__(self, brain: Brain, plane: str, watch: StreamWatch | None = None, model: str = "") -> None:
+        self._brain = brain
+        self._plane = plane
+        self._watch, self._model = watch, model
+        self._computed: Counter[tuple[str, str]] = Counter()
+        self._ttft, self._itl, self._e2e = Tally(TTFT_BUCKETS_S), Tally(ITL_BUCKETS_S), Tally(E2E_BUCKETS_S)
+        self.transfer_bytes = 0
+        self.cached_tokens = 0
+        self.generated_tokens = 0
+        self.refused_full = 0
+        self.disconnects = 0
+        self.slow_clients = 0
+        self.sources: list[Callable[[], Iterator[Metric]]] = []
+        """Families of parts that exist only where there are clients: connections, bodies, readers."""
+        self._registry = CollectorRegistry()
+        self._registry.register(self)
+
+    def report(self, event: Progress) -> None:
+        """Count what a leg says it did, whether or not its request still runs."""
+        self._computed[event.worker, event.role] += event.computed_tokens
+        if event.role is Role.PREFILL:
+            self.cached_tokens += event.cached_tokens
+        else:
+            self.transfer_bytes += event.transfer_bytes
+
+    def tokens(self, choice: Choice, count: int, now: float) -> None:
+        self.generated_tokens += count
+        if choice.first_at:
+            self._itl.observe(now - choice.last_at)
+        else:
+            choice.first_at = now
+            self._ttft.observe(now - choice.request.arrived + choice.tokenise_s)
+        choice.last_at = now
+
+    def ended(self, choice: Choice) -> None:
+        if choice.error is None:
+            self._e2e.observe(choice.ended_at - choice.request.arrived + choice.tokenise_s)
+
+    def text(self) -> bytes:
+        return generate_latest(self._registry)
+
+    # ------------------------------------------------------------ at the scrape
+
+    def describe(self) -> list[Metric]:
+        return []
+
+    def collect(self) -> Iterator[Metric]:
+        counts = self._brain.counts
+        for name, text, value in (
+            ("twinpool_prompt_tokens_cached", "Prompt tokens found in prefill's cache", self.cached_tokens),
+            ("twinpool_generated_tokens", "Tokens delivered to clients' answers", self.generated_tokens),
+            ("twinpool_refused_full", "Requests refused because the queue was full", self.refused_full),
+            ("twinpool_client_disconnects", "Requests whose client left", self.disconnects),
+            ("twinpool_slow_clients", "Requests cancelled because their client read too slowly", self.slow_clients),
+            ("twinpool_requests_submitted", "Choices admitted", counts.submitted),
+            ("twinpool_requests_ended", "Choices that ended in their full answer", counts.ended),
+            ("twinpool_requests_failed", "Choices that ended in an error", counts.failed),
+            ("twinpool_requests_cancelled", "Choices taken back", counts.cancelled),
+            ("twinpool_replays", "Attempts after a worker was lost or failed", counts.replays),
+            (
+                "twinpool_recomputed",
+                "Attempts that decode had no memory for, gone on from their tokens",
+                counts.recomputed,
+            ),
+            ("twinpool_drain_refusals", "Attempts that a draining worker refused", counts.refusals),
+            ("twinpool_damaged", "Hand-overs with damaged bytes, detected and recomputed", counts.damaged),
+            ("twinpool_fallbacks", "Legs in which decode computed prompt tokens itself", counts.fallbacks),
+            ("twinpool_late_events", "Events of ended requests or earlier attempts, dropped", counts.late_events),
+        ):
+            yield CounterMetricFamily(name, text, value=value)
+        yield from self._of_moves()
+        for source in self.sources:
+            yield from source()
+        yield self._ttft.family("twinpool_time_to_first_token_seconds", "From arrival to the first token")
+        yield self._itl.family("twinpool_inter_token_seconds", "Between tokens of an answer")
+        yield self._e2e.family("twinpool_request_seconds", "From arrival to the end of an answer")
+        yield from self._of_legs()
+        yield from self._of_workers()
+
+    def _of_moves(self) -> Iterator[Metric]:
+        counts, offered = self._brain.moves.counts, float(self._brain.moves.offers.bytes)
+        moves = CounterMetricFamily("twinpool_moves", "Requests handed from decode to decode", labels=["outcome"])
+        for outcome, value in (("moved", counts.moved), ("stayed", counts.stayed), ("restarted", counts.restarted)):
+            moves.add_metric([outcome], value)
+        yield moves
+        for name, text, total in (
+            ("twinpool_moved_bytes", "State sent along with requests that moved", float(counts.moved_bytes)),
+            (
+                "twinpool_offered_bytes",
+                "State taken over from trees of workers that left",
+                offered,
+            ),
+            ("twinpool_move_pause_seconds", "Streams stood still for moves, in all", counts.paused_s),
+        ):
+            yield CounterMetricFamily(name, text, value=total)
+        text = "The longest that a stream stood still for a move"
+        yield GaugeMetricFamily("twinpool_move_pause_longest_seconds", text, value=counts.longest_pause_s)
+
+    def _of_legs(self) -> Iterator[Metric]:
+        computed = CounterMetricFamily(
+            "twinpool_prompt_tokens_computed",
+            "Prompt tokens whose state a worker computed",
+            labels=["worker", "role"],
+        )
+        # Workers that have computed nothing are there too: a decode worker must stay at 0, and be seen to.
+        known = {(str(e.record.name), str(e.record.role)): 0 for e in self._brain.workers}
+        for labels, value in sorted({**known, **self._computed}.items()):
+            computed.add_metric(labels, value)
+        yield computed
+        moved = CounterMetricFamily(
+            "twinpool_transfer_bytes", "Bytes of pages received and verified by decode", labels=["plane"]
+        )
+        moved.add_metric([self._plane], self.transfer_bytes)
+        yield moved
+
+    def _of_breakers(self) -> Iterator[Metric]:
+        labels = ["worker", "role"]
+        state = GaugeMetricFamily(
+            "twinpool_breaker_state", "Circuit breaker: 0 closed, 1 half-open, 2 open", labels=labels
+        )
+        opened = CounterMetricFamily("twinpool_breaker_opened", "Times it has opened", labels=labels)
+        for entry in self._brain.workers:
+            values = [entry.record.name, str(entry.record.role)]
+            state.add_metric(values, _BREAKER.get(entry.breaker.state, 0))
+            opened.add_metric(values, entry.breaker.opened)
+        yield state
+        yield opened
+
+    def _of_workers(self) -> Iterator[Metric]:
+        brain = self._brain
+        yield GaugeMetricFamily("twinpool_requests_in_house", "Choices that have not ended", value=brain.in_house)
+        yield GaugeMetricFamily("twinpool_requests_waiting", "Choices waiting for workers", value=brain.waiting)
+        serving = GaugeMetricFamily("twinpool_workers_serving", "Workers that take requests", labels=["role"])
+        for role in Role:
+            serving.add_metric([role], len(brain.serving(role)))
+        yield serving
+        load = GaugeMetricFamily(
+            "twinpool_worker_load", "Prompt tokens (prefill) or sequences (decode) in flight", labels=["worker", "role"]
+        )
+        free = GaugeMetricFamily(
+            "twinpool_worker_pages_free", "Free pages, as last reported", labels=["worker", "role"]
+        )
+        for entry in brain.workers:
+            labels = [entry.record.name, str(entry.record.role)]
+            load.add_metric(labels, entry.load)
+            free.add_metric(labels, entry.status.pages_free)
+        yield load
+        yield free
+        yield from self._of_breakers()
+        yield from tier_metrics(brain.workers)
+        yield from verification_metrics(brain.damage, brain.audits, self._watch, self._model)

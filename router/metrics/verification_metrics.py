@@ -1,0 +1,67 @@
+"""What verification found, as Prometheus sees it: damage by place, audits, and streams that look broken."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+
+from contracts.damage import Where
+from router.verification.audit_cases import Result
+from router.verification.audits import Audits
+from router.verification.damage_totals import Damage
+from router.verification.stream_watch import StreamWatch, Why
+
+
+def verification_metrics(damage: Damage, audits: Audits, watch: StreamWatch | None, model: str) -> Iterator[Metric]:
+    """All of it; what never happened is there as 0."""
+    found = CounterMetricFamily(
+        "twinpool_state_damage",
+        "State that a check found not to be what it should be; dropped and computed again (an audit's was served)",
+        labels=["worker", "role", "where"],
+    )
+    for sample in damage.samples():
+        found.add_metric([sample.worker, sample.role, sample.where], sample.count)
+    for (worker, role), count in sorted(audits.counts.damage.items()):
+        found.add_metric([worker, role, Where.AUDIT], count)
+    yield found
+    yield from _of_audits(audits)
+    if watch is not None:
+        yield from _of_streams(watch, model)
+
+
+def _of_audits(audits: Audits) -> Iterator[Metric]:
+    counts = audits.counts
+    answers = CounterMetricFamily(
+        "twinpool_audit_answers", "Answers chosen for an audit, by what became of them", labels=["result"]
+    )
+    for result in Result:
+        answers.add_metric([result], counts.results[result])
+    yield answers
+    yield CounterMetricFamily("twinpool_audit_tokens", "Tokens of answers drawn again by audits", value=counts.tokens)
+    yield CounterMetricFamily(
+        "twinpool_audit_damaged_tokens", "Tokens of damaged answers that came out otherwise", value=counts.differing
+    )
+    yield GaugeMetricFamily(
+        "twinpool_audit_damage_rate",
+        "Damaged answers among those with a clear result, since the start",
+        value=counts.damage_rate,
+    )
+    yield GaugeMetricFamily("twinpool_audits_waiting", "Answers that wait for an idle worker", value=audits.queued)
+
+
+def _of_streams(watch: StreamWatch, model: str) -> Iterator[Metric]:
+    flagged = CounterMetricFamily(
+        "twinpool_streams_flagged", "Streams that look broken, by model and reason", labels=["model", "why"]
+    )
+    for why in Why:
+        flagged.add_metric([model, why], watch.flagged[why])
+    yield flagged
+    watched = CounterMetricFamily("twinpool_streams_watched", "Streams watched to their end", labels=["model"])
+    watched.add_metric([model], watch.ended)
+    yield watched
+    rare = GaugeMetricFamily(
+        "twinpool_rare_token_rate", "Share of rare tokens in what the model says lately", labels=["model"]
+    )
+    rare.add_metric([model], watch.rare_rate)
+    yield rare

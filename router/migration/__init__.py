@@ -1,0 +1,1 @@
+"""Migrations and pushed prefixes, as the router drives them."""

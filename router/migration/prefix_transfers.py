@@ -1,0 +1,98 @@
+"""Prefixes that a decode worker which leaves has offered, on their way to others. No I/O.
+
+Each goes to one worker, the one with the most free pages at that moment; it takes only what fits beside what it holds.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from contracts.clock import Clock
+from contracts.ids import RequestId, Role, RoomId
+from contracts.messages.router_commands import Command, Fetch, Give
+from contracts.messages.worker_events import Fetched, Gives, Offered
+from router.state.worker_table import WorkerKey, Workers
+
+PATIENCE_S = 30.0
+"""After this long nobody is expected to speak of an offer any more."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Offer:
+    source: WorkerKey
+    target: WorkerKey
+    room: RoomId
+    offered: Offered
+    until: float
+
+
+class Offers:
+    """All offers of one router."""
+
+    def __init__(
+        self,
+        clock: Clock,
+        workers: Workers,
+        mint_room: Callable[[], str],
+        send: Callable[[WorkerKey, Command], None],
+    ) -> None:
+        self._clock, self._workers, self._mint_room, self._send = clock, workers, mint_room, send
+        self._offers: dict[RequestId, _Offer] = {}
+        self._promised: Counter[WorkerKey] = Counter()
+        """Tokens that are on their way to a worker, which its status doesn't know of."""
+        self.bytes = 0
+        """Of state, that were taken."""
+
+    def __len__(self) -> int:
+        return len(self._offers)
+
+    def hears(self, worker: WorkerKey, event: Offered | Gives | Fetched) -> bool:
+        """Take an event in; False when it isn't about an offer."""
+        if isinstance(event, Offered):
+            self._place(worker, event)
+            return True
+        offer = self._offers.get(event.request_id)
+        if offer is None:
+            return False
+        if isinstance(event, Fetched):
+            self.bytes += event.bytes
+            self._drop(offer)
+        elif not event.positions:
+            self._drop(offer)
+        else:
+            source, offered = self._workers.get(offer.source), offer.offered
+            if source is not None:
+                tokens = offered.tokens[: event.positions]
+                fetch = Fetch(offered.request_id, 0, offer.room, source.peer, tokens, offered.salt, True)
+                self._send(offer.target, fetch)
+        return True
+
+    def _place(self, worker: WorkerKey, offered: Offered) -> None:
+        now = self._clock.now()
+        able = self._workers.able(Role.DECODE, len(offered.tokens), {worker: float("inf")}, now)
+        source = self._workers.get(worker)
+        if source is not None:
+            # State of another numerics class is not what it would have computed.
+            able = [e for e in able if e.numerics == source.numerics]
+        if not able or offered.request_id in self._offers:
+            return
+        # Pages of which worker are how large is the same everywhere: fewest promised, then most free.
+        target = min(able, key=lambda e: (self._promised[e.key], -e.status.pages_free, e.turn))
+        offer = _Offer(worker, target.key, RoomId(self._mint_room()), offered, now + PATIENCE_S)
+        self._offers[offered.request_id] = offer
+        self._promised[target.key] += len(offered.tokens)
+        self._send(worker, Give(offered.request_id, 0, offer.room, target.peer, offered.tokens, offered.salt))
+
+    def _drop(self, offer: _Offer) -> None:
+        del self._offers[offer.offered.request_id]
+        self._promised[offer.target] -= len(offer.offered.tokens)
+        if self._promised[offer.target] <= 0:
+            del self._promised[offer.target]
+
+    def tick(self) -> None:
+        """Forget what nobody speaks of any more."""
+        now = self._clock.now()
+        for offer in [o for o in self._offers.values() if now >= o.until]:
+            self._drop(offer)

@@ -1,0 +1,1 @@
+"""OpenAI requests in, OpenAI answers out."""

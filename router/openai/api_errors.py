@@ -1,0 +1,79 @@
+"""What went wrong, in OpenAI's words: status, type, code and message."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+
+from contracts.errors import ErrorKind, RequestError, TwinpoolError
+from contracts.messages.worker_events import Done
+from router.openai.generate_request import UnknownModel
+
+
+class QueueFull(TwinpoolError):
+    """Raised when `router.max_queue` choices are in the house."""
+
+
+class BufferFull(TwinpoolError):
+    """Raised while reading a body when those being received hold `router.body_buffer_bytes`."""
+
+
+class ClientGone(TwinpoolError):
+    """Raised when the client has closed its connection: nobody waits for an answer."""
+
+
+@dataclass(frozen=True, slots=True)
+class Failure:
+    """One error response."""
+
+    status: int
+    message: str
+    type: str
+    code: str | None = None
+    param: str | None = None
+    retry_after_s: int | None = None
+
+    def to_json(self) -> bytes:
+        error = {"message": self.message, "type": self.type, "param": self.param, "code": self.code}
+        return json.dumps({"error": error}).encode()
+
+
+_OF_KIND: dict[ErrorKind, tuple[int, str, str]] = {
+    ErrorKind.INVALID: (400, "invalid_request_error", "invalid"),
+    ErrorKind.OVERLOADED: (503, "server_error", "overloaded"),
+    ErrorKind.DEADLINE: (504, "server_error", "deadline"),
+    ErrorKind.NONFINITE: (500, "server_error", "nonfinite_logits"),
+    ErrorKind.CANCELLED: (503, "server_error", "cancelled"),
+}
+
+
+def failure_of_done(done: Done) -> Failure:
+    """The failure that a worker, or the brain, ended a request with."""
+    status, kind, code = _OF_KIND.get(done.error or ErrorKind.WORKER, (503, "server_error", "worker_failed"))
+    retry = 1 if status == 503 else None
+    return Failure(status, done.message or "the request failed", kind, code, retry_after_s=retry)
+
+
+def failure_of(error: TwinpoolError) -> Failure:
+    """The failure for an exception that was raised while a request was read or admitted."""
+    match error:
+        case UnknownModel():
+            return Failure(404, str(error), "invalid_request_error", "model_not_found", error.param)
+        case RequestError():
+            return Failure(400, str(error), "invalid_request_error", None, error.param)
+        case QueueFull():
+            return Failure(429, str(error), "rate_limit_error", "queue_full", retry_after_s=1)
+        case BufferFull():
+            return Failure(503, str(error), "server_error", "body_buffer_full", retry_after_s=5)
+        case ReaderFailed():
+            return Failure(503, str(error), "server_error", "reader_failed", retry_after_s=1)
+        case _:
+            return Failure(500, str(error), "server_error", "internal")
+
+
+class ReaderFailed(TwinpoolError):
+    """Raised when a reader failed inside over a body."""
+
+
+class ReaderEnded(ReaderFailed):
+    """Raised when a reader's process ended over a body."""

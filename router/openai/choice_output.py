@@ -1,0 +1,135 @@
+"""One answer on its way to the client: ordered tokens in, shown text out.
+
+Tokens pass the detokenizer and the stop matcher one by one, so that the answer, its token count and its end don't
+depend on how the workers grouped them. The token that ends an answer counts and is among the token ids; its text is
+shown only with `include_stop_str_in_output`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from contracts.errors import ErrorKind
+from contracts.messages.worker_events import Done
+from contracts.sampling_params import TokenLogprob
+from router.openai.generate_request import Ask
+from router.state.routed_request import Request
+from router.text.stop_strings import StopMatcher
+from router.text.tokenizer import TextCodec
+
+
+@dataclass(slots=True)
+class Piece:
+    """What one event added to an answer; `finish` is set in the last."""
+
+    index: int
+    text: str
+    tokens: Sequence[int]
+    logprobs: Sequence[TokenLogprob]
+    finish: str | None = None
+    stop: str | int | None = None
+    """The stop string or stop token id that ended it; None for the model's end token."""
+    first: bool = False
+
+
+class Choice:
+    """State of one answer. Times are seconds of the service's clock."""
+
+    __slots__ = (
+        "_detokenizer",
+        "_eos",
+        "_first_due",
+        "_include_stop",
+        "_matcher",
+        "_min_tokens",
+        "_stop_ids",
+        "ended_at",
+        "error",
+        "finish",
+        "first_at",
+        "index",
+        "last_at",
+        "logprobs",
+        "prompt_text",
+        "request",
+        "scores",
+        "stop",
+        "text",
+        "tokenise_s",
+        "tokens",
+    )
+
+    def __init__(self, index: int, request: Request, ask: Ask, codec: TextCodec, prompt_text: str) -> None:
+        self.index = index
+        self.request = request
+        self.prompt_text = prompt_text
+        self.tokens: list[int] = []
+        self.logprobs: list[TokenLogprob] = []
+        self.scores: tuple[TokenLogprob, ...] = ()
+        self.text: list[str] = []
+        self.finish: str | None = None
+        self.stop: str | int | None = None
+        self.error: Done | None = None
+        self.first_at = self.last_at = self.ended_at = 0.0
+        self.tokenise_s = 0.0
+        self._detokenizer = codec.detokenizer(request.prompt, skip_special=ask.skip_special_tokens)
+        self._matcher = StopMatcher(ask.stops, include=ask.include_stop)
+        self._include_stop = ask.include_stop
+        self._stop_ids = frozenset(request.sampling.stop_token_ids)
+        self._eos = ask.eos
+        self._min_tokens = request.sampling.min_tokens
+        self._first_due = True
+
+    @property
+    def ended(self) -> bool:
+        return self.finish is not None or self.error is not None
+
+    def take(self, tokens: Sequence[int], logprobs: Sequence[TokenLogprob]) -> Piece:
+        """Take tokens in. The piece has `finish` set when a stop string matched: nothing more is to be taken."""
+        shown: list[str] = []
+        used = 0
+        for token in tokens:
+            used += 1
+            self.tokens.append(token)
+            if token in self._stop_ids and not self._include_stop:
+                continue
+            text = self._detokenizer.feed(token)
+            if self._min_tokens and len(self.tokens) <= self._min_tokens:
+                shown.append(self._matcher.skip(text))
+            elif text:
+                shown.append(self._matcher.feed(text))
+                if self._matcher.matched is not None:
+                    self.finish, self.stop = "stop", self._matcher.matched
+                    break
+        logprobs = logprobs[:used]
+        self.logprobs.extend(logprobs)
+        return self._piece("".join(shown), tokens[:used], logprobs)
+
+    def end(self, done: Done) -> Piece | None:
+        """Take the end in; returns the last piece, None for an error."""
+        if done.error is not None:
+            self.error = done
+            return None
+        text = self._matcher.feed(self._detokenizer.finish()) + self._matcher.finish()
+        self.finish = done.reason
+        if self._matcher.matched is not None:
+            self.finish, self.stop = "stop", self._matcher.matched
+        elif done.stop_token is not None and done.stop_token not in self._eos:
+            self.stop = done.stop_token
+        return self._piece(text, (), ())
+
+    def fail(self, message: str) -> None:
+        self.error = Done(self.request.id, self.request.attempt, "error", error=ErrorKind.WORKER, message=message)
+
+    def _piece(self, text: str, tokens: Sequence[int], logprobs: Sequence[TokenLogprob]) -> Piece:
+        if text:
+            self.text.append(text)
+        first, self._first_due = self._first_due, False
+        return Piece(self.index, text, tokens, logprobs, self.finish, self.stop, first)
+
+    @property
+    def cached_tokens(self) -> int:
+        """Prompt tokens that prefill found in its cache, in the first attempt that told."""
+        report = next((p for p in self.request.progress if p.role == "prefill"), None)
+        return min(report.cached_tokens, len(self.request.prompt)) if report else 0

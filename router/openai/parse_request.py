@@ -1,0 +1,251 @@
+"""What a client asks for: the JSON bodies of `/v1/completions` and `/v1/chat/completions` as one checked value.
+
+Everything that can be known without the tokenizer is checked here; lengths are checked once the prompt has tokens
+(`router.service.router_service`).
+"""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Mapping
+from typing import Any
+
+from contracts.checkpoint.model_spec import ModelSpec
+from contracts.errors import RequestError
+from contracts.sampling_params import SamplingParams
+from router.openai.generate_request import Ask, Messages, Prompt, UnknownModel
+from router.openai.request_fields import (
+    CHAT,
+    COMPLETION,
+    GENERATE_OTHERS,
+    STREAM_OPTIONS,
+    Field,
+    check_value,
+    describe,
+    read_fields,
+)
+
+STOPS_AT_MOST = 16
+BIASES_AT_MOST = 4096
+
+
+def read_completion(body: Mapping[str, Any], spec: ModelSpec) -> Ask:
+    """Raises `RequestError` naming the field that is wrong, `UnknownModel` for another model."""
+    check_model(body, spec)
+    values = read_fields(body, COMPLETION, (*GENERATE_OTHERS, "prompt"))
+    prompts = _read_prompts(body.get("prompt"), spec)
+    return _read_common(body, values, spec, chat=False, prompts=prompts, logprobs=values.get("logprobs"))
+
+
+def read_chat(body: Mapping[str, Any], spec: ModelSpec) -> Ask:
+    """Raises `RequestError` naming the field that is wrong, `UnknownModel` for another model."""
+    check_model(body, spec)
+    if body.get("tool_choice") == "none":  # then they are not used
+        body = {name: value for name, value in body.items() if name != "tools"}
+    values = read_fields(body, CHAT, (*GENERATE_OTHERS, "messages", "chat_template_kwargs"))
+    if values.get("top_logprobs") and not values.get("logprobs"):
+        raise RequestError("top_logprobs needs logprobs: true", param="top_logprobs")
+    logprobs = values.get("top_logprobs", 0) if values.get("logprobs") else None
+    return _read_common(
+        body, values, spec, chat=True, logprobs=logprobs, messages=read_messages(body.get("messages")),
+        template_args=read_template_args(body.get("chat_template_kwargs")),
+    )  # fmt: skip
+
+
+def check_model(body: Mapping[str, Any], spec: ModelSpec) -> None:
+    model = body.get("model")
+    if model is None:
+        return
+    if not isinstance(model, str):
+        raise RequestError(f"model must be a string; got {describe(model)}", param="model")
+    if model not in spec.names:
+        served = " and ".join(map(repr, spec.names))
+        raise UnknownModel(f"the model {describe(model)} does not exist; this server has {served}", param="model")
+
+
+def _read_common(
+    body: Mapping[str, Any],
+    values: Mapping[str, Any],
+    spec: ModelSpec,
+    *,
+    chat: bool,
+    logprobs: int | None,
+    prompts: tuple[Prompt, ...] = (),
+    messages: Messages = (),
+    template_args: dict[str, Any] | None = None,
+) -> Ask:
+    options = _read_stream_options(body.get("stream_options"), values.get("stream", False))
+    max_tokens, min_tokens = values.get("max_completion_tokens", values.get("max_tokens")), values.get("min_tokens", 0)
+    if max_tokens is not None and min_tokens > max_tokens:
+        raise RequestError(f"min_tokens {min_tokens} is above max_tokens {max_tokens}", param="min_tokens")
+    echo = values.get("echo", False)
+    sampling = _read_sampling(body, values, spec, logprobs=logprobs, echo=echo)
+    return Ask(
+        chat=chat,
+        prompts=prompts,
+        messages=messages,
+        template_args=template_args or {},
+        add_generation_prompt=values.get("add_generation_prompt", True),
+        n=values.get("n", 1),
+        echo=echo,
+        stream=values.get("stream", False),
+        include_usage=options[0],
+        continuous_usage=options[1],
+        return_token_ids=values.get("return_token_ids", False),
+        add_special_tokens=values.get("add_special_tokens", not chat),
+        skip_special_tokens=values.get("skip_special_tokens", True),
+        stops=_read_stops(body.get("stop")),
+        include_stop=values.get("include_stop_str_in_output", False),
+        max_tokens=max_tokens,
+        logprobs=logprobs,
+        sampling=sampling,
+        eos=frozenset(spec.eos_token_ids),
+        salt=values.get("cache_salt", ""),
+        priority=values.get("priority", 0),
+        timeout_s=values.get("timeout"),
+    )
+
+
+def _read_sampling(
+    body: Mapping[str, Any], values: Mapping[str, Any], spec: ModelSpec, *, logprobs: int | None, echo: bool
+) -> SamplingParams:
+    defaults = spec.generation_defaults
+    stop_ids = read_tokens(body.get("stop_token_ids") or [], spec, "stop_token_ids")
+    ends = () if values.get("ignore_eos", False) else spec.eos_token_ids
+    if values.get("min_tokens", 0) and len({*stop_ids, *ends}) >= spec.vocab_size:
+        raise RequestError("min_tokens with stop_token_ids of the whole vocabulary leaves no token", param="min_tokens")
+    seed = values.get("seed")
+    top_p = float(values.get("top_p", defaults.get("top_p", 1.0)))
+    top_k = max(0, int(values.get("top_k", defaults.get("top_k", 0))))
+    if top_p == 0:  # the smallest nucleus
+        top_p, top_k = 1.0, 1
+    return SamplingParams(
+        max_tokens=0,
+        temperature=float(values.get("temperature", defaults.get("temperature", 1.0))),
+        top_p=top_p,
+        top_k=top_k,
+        min_p=float(values.get("min_p", defaults.get("min_p", 0.0))),
+        repetition_penalty=float(values.get("repetition_penalty", defaults.get("repetition_penalty", 1.0))),
+        presence_penalty=float(values.get("presence_penalty", 0.0)),
+        frequency_penalty=float(values.get("frequency_penalty", 0.0)),
+        logit_bias=_read_bias(body.get("logit_bias"), spec),
+        seed=secrets.randbits(64) if seed is None else seed & (2**64 - 1),
+        min_tokens=values.get("min_tokens", 0),
+        stop_token_ids=tuple(dict.fromkeys((*stop_ids, *ends))),
+        logprobs=logprobs,
+        prompt_logprobs=logprobs if echo else None,
+    )
+
+
+def _read_prompts(prompt: object, spec: ModelSpec) -> tuple[Prompt, ...]:
+    if isinstance(prompt, str):
+        return (prompt,)
+    if isinstance(prompt, list) and prompt:
+        if type(prompt[0]) in (int, float):
+            return (read_tokens(prompt, spec, "prompt"),)
+        return tuple(p if isinstance(p, str) else read_tokens(p, spec, "prompt") for p in prompt)
+    if prompt is None or prompt == []:
+        raise RequestError("prompt is missing or empty", param="prompt")
+    raise RequestError(
+        f"prompt must be a string, an array of token ids, or an array of either; got {describe(prompt)}", param="prompt"
+    )
+
+
+def read_tokens(tokens: object, spec: ModelSpec, param: str) -> tuple[int, ...]:
+    """An array of token ids of this model. Raises `RequestError` naming the first that isn't one."""
+    if not isinstance(tokens, list):
+        raise RequestError(f"{param} must hold arrays of token ids; got {describe(tokens)}", param=param)
+    if not all(type(t) is int for t in tokens):
+        tokens = [int(t) if type(t) is float and t.is_integer() else t for t in tokens]
+    if all(type(t) is int for t in tokens):
+        if not tokens or (min(tokens) >= 0 and max(tokens) < spec.vocab_size):
+            return tuple(tokens)
+        bad = next(t for t in tokens if not 0 <= t < spec.vocab_size)
+        raise RequestError(
+            f"{param}: token id {describe(bad)} is out of range: the vocabulary has {spec.vocab_size} tokens",
+            param=param,
+        )
+    bad = next(t for t in tokens if type(t) is not int)
+    raise RequestError(f"{param}: token ids must be integers; got {describe(bad)}", param=param)
+
+
+def _read_stops(stop: object) -> tuple[str, ...]:
+    if stop is None:
+        return ()
+    stops = [stop] if isinstance(stop, str) else stop
+    if not isinstance(stops, list) or not all(isinstance(s, str) for s in stops):
+        raise RequestError(f"stop must be a string or an array of strings; got {describe(stop)}", param="stop")
+    if len(stops) > STOPS_AT_MOST:
+        raise RequestError(f"stop takes at most {STOPS_AT_MOST} strings; got {len(stops)}", param="stop")
+    if any(not s or len(s) > 1024 for s in stops):
+        raise RequestError("a stop string has 1 to 1024 characters", param="stop")
+    return tuple(stops)
+
+
+def _read_bias(bias: object, spec: ModelSpec) -> tuple[tuple[int, float], ...]:
+    if bias is None:
+        return ()
+    if not isinstance(bias, dict) or len(bias) > BIASES_AT_MOST:
+        raise RequestError(
+            f"logit_bias must be an object of at most {BIASES_AT_MOST} token ids and biases", param="logit_bias"
+        )
+    pairs = {}
+    for key, value in bias.items():
+        if not (key.isascii() and key.isdigit() and len(key) < 12):
+            raise RequestError(f"logit_bias: {describe(key)} is not a token id", param="logit_bias")
+        read_tokens([int(key)], spec, "logit_bias")
+        check_value("logit_bias", value, Field("number", -100, 100))
+        pairs[int(key)] = float(value)
+    return tuple(sorted(pairs.items()))
+
+
+def _read_stream_options(options: object, stream: bool) -> tuple[bool, bool]:
+    if options is None:
+        return False, False
+    if not isinstance(options, dict):
+        raise RequestError(f"stream_options must be an object; got {describe(options)}", param="stream_options")
+    if not stream:
+        raise RequestError("stream_options needs stream: true", param="stream_options")
+    values = read_fields(options, STREAM_OPTIONS)
+    continuous = values.get("continuous_usage_stats", False)
+    return values.get("include_usage", False) or continuous, continuous
+
+
+def read_messages(messages: object) -> Messages:
+    """Chat messages with their contents as text; parts of type text are joined by line breaks."""
+    if not isinstance(messages, list) or not messages:
+        raise RequestError("messages must be an array of at least one message", param="messages")
+    return tuple(_read_message(m, f"messages[{i}]") for i, m in enumerate(messages))
+
+
+def _read_message(message: object, where: str) -> dict[str, Any]:
+    if not isinstance(message, dict):
+        raise RequestError(f"{where} must be an object; got {describe(message)}", param="messages")
+    role = message.get("role")
+    if not isinstance(role, str) or not role:
+        raise RequestError(f"{where}.role must be a string; got {describe(role)}", param="messages")
+    if message.get("tool_calls") or message.get("function_call"):
+        raise RequestError(f"{where}: tool calls are not supported", param="messages")
+    content = message.get("content")
+    if isinstance(content, list):
+        content = "\n".join(_read_part(p, f"{where}.content[{i}]") for i, p in enumerate(content))
+    if content is None and role == "assistant":
+        content = ""
+    if not isinstance(content, str):
+        raise RequestError(f"{where}.content must be a string or parts of type text", param="messages")
+    return {**message, "content": content}
+
+
+def _read_part(part: object, where: str) -> str:
+    kind = part.get("type") if isinstance(part, dict) else None
+    if isinstance(part, dict) and kind == "text" and isinstance(part.get("text"), str):
+        return str(part["text"])
+    raise RequestError(f"{where} must be a part of type text; got {describe(kind or part)}", param="messages")
+
+
+def read_template_args(args: object) -> dict[str, Any]:
+    if args is None:
+        return {}
+    if not isinstance(args, dict):
+        raise RequestError("chat_template_kwargs must be an object", param="chat_template_kwargs")
+    return args

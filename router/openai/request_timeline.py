@@ -1,0 +1,59 @@
+"""Where a request's time went: the field `twinpool` of an answer. All times in seconds from the request's arrival
+at the router unless the key says otherwise; marks of the legs count from their arrival at that worker."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+from contracts.ids import Role
+from contracts.messages.worker_events import Progress
+from router.openai.choice_output import Choice
+
+
+def timeline_of(choice: Choice) -> dict[str, Any]:
+    """The journey of one choice."""
+    request = choice.request
+    prefill = _last(request.progress, Role.PREFILL)
+    decode = _last(request.progress, Role.DECODE)
+    received = sum(p.transfer_bytes for p in request.progress)
+    arrived = request.arrived - choice.tokenise_s
+    placed = request.first_placed if request.first_placed is not None else request.arrived
+    computed = {str(role): sum(p.computed_tokens for p in request.progress if p.role is role) for role in Role}
+    return {
+        "timeline": {
+            "tokenise": round(choice.tokenise_s, 6),
+            "queue": round(placed - request.arrived, 6),
+            "prefill": dict(prefill.marks) if prefill else {},
+            "transfer": _transfer_s(decode),
+            "decode": dict(decode.marks) if decode else {},
+            "first_token": round(choice.first_at - arrived, 6) if choice.first_at else None,
+            "total": round(choice.ended_at - arrived, 6),
+        },
+        "prefill_worker": request.workers.get(Role.PREFILL),
+        "decode_worker": request.workers.get(Role.DECODE),
+        "transfer_bytes": received,
+        "cached_tokens": choice.cached_tokens,
+        "cached_by_tier": dict(prefill.cached_by_tier) if prefill else {},
+        "held_by_decode": decode.cached_tokens if decode else 0,
+        "computed": computed,
+        "attempts": request.starts,
+        "moves": request.moves,
+    }
+
+
+def _last(reports: list[Progress], role: Role) -> Progress | None:
+    """What that leg of the last attempt it reported from has said in all."""
+    mine = [p for p in reports if p.role is role]
+    if not mine:
+        return None
+    mine = [p for p in mine if p.attempt == mine[-1].attempt]
+    cached = sum(p.cached_tokens for p in mine)
+    return replace(mine[-1], marks={k: v for p in mine for k, v in p.marks.items()}, cached_tokens=cached)
+
+
+def _transfer_s(decode: Progress | None) -> float | None:
+    """From the grant of decode's pages to the arrival of the last one."""
+    if decode and {"grant", "arrived"} <= decode.marks.keys():
+        return round(decode.marks["arrived"] - decode.marks["grant"], 6)
+    return None

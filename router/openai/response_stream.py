@@ -1,0 +1,174 @@
+"""One HTTP request in the house: its choices, and for a stream the events that the client has not taken yet."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+from contracts.errors import ErrorKind
+from contracts.ids import RequestId
+from contracts.messages.worker_events import Done
+from router.openai.choice_output import Choice, Piece
+from router.openai.generate_request import Ask
+from router.openai.request_timeline import timeline_of
+from router.openai.responses import Answer
+
+KEEP_ALIVE = b": keep-alive\n\n"
+WRITE_BYTES = 256 * 1024
+"""What is joined for one write of events with shared parts, besides the last part."""
+
+
+class Job:
+    """Filled by the service, emptied by the HTTP side; both on one event loop."""
+
+    __slots__ = (
+        "_buffer_events",
+        "_shares",
+        "_wake",
+        "answer",
+        "ask",
+        "choices",
+        "client_id",
+        "failed",
+        "id",
+        "open",
+        "outbox",
+        "overflowed",
+        "timeout_s",
+    )
+
+    def __init__(
+        self, job_id: str, ask: Ask, answer: Answer, buffer_events: int, client_id: str, timeout_s: float
+    ) -> None:
+        self.id = job_id
+        self.timeout_s = timeout_s
+        """What the request has from its arrival."""
+        self.client_id = client_id
+        self.ask = ask
+        self.answer = answer
+        self.choices: list[Choice] = []
+        self.open = 0
+        """Choices that have not ended."""
+        self.failed: Done | None = None
+        self.outbox: list[bytes | tuple[bytes, ...]] = []
+        """Events; one with parts that it shares with others in its parts."""
+        self._shares = False
+        self.overflowed = False
+        self._buffer_events = buffer_events
+        self._wake = asyncio.Event()
+
+    def bind(self, choices: list[Choice]) -> None:
+        self.choices = choices
+        self.open = len(choices)
+        self.answer.bind(choices)
+
+    def push(self, piece: Piece) -> None:
+        """Give the client a piece; in a whole answer it is in the choice already."""
+        if not self.ask.stream:
+            return
+        chunk = self.answer.chunk(piece)
+        if not chunk:
+            return
+        if len(self.outbox) >= self._buffer_events:
+            self.overflowed = True
+            return
+        self.outbox.append(chunk)
+        if isinstance(chunk, tuple):
+            self._shares = True
+        self._wake.set()
+
+    def beat(self) -> None:
+        """A comment, which SSE clients skip: the stream lives."""
+        self.outbox.append(KEEP_ALIVE)
+        self._wake.set()
+
+    def close_one(self, choice: Choice) -> None:
+        self.open -= 1
+        if choice.error is not None and self.failed is None:
+            self.failed = choice.error
+        if self.open == 0 or self.failed is not None:
+            self._wake.set()
+
+    @property
+    def over(self) -> bool:
+        return self.open == 0 or self.failed is not None
+
+    async def more(self) -> bytes:
+        """The events since the last call, joined: one write. Empty at the end."""
+        while not self.outbox and not self.over:
+            self._wake.clear()
+            await self._wake.wait()
+        if self._shares:
+            return self._more_of_shared()
+        chunks, self.outbox = self.outbox, []
+        return b"".join(chunks)  # type: ignore[arg-type]
+
+    def _more_of_shared(self) -> bytes:
+        """Some of what waits: parts that a hundred events share are not joined a hundred times at once."""
+        parts = [p for chunk in self.outbox for p in ((chunk,) if isinstance(chunk, bytes) else chunk)]
+        size = count = 0
+        while count < len(parts) and size < WRITE_BYTES:
+            size += len(parts[count])
+            count += 1
+        rest = parts[count:]
+        self.outbox = [tuple(rest)] if rest else []
+        self._shares = bool(rest)
+        return b"".join(parts[:count])
+
+    async def ended(self) -> None:
+        """Wait until every choice has ended, or one has failed."""
+        while not self.over:
+            self._wake.clear()
+            await self._wake.wait()
+
+    def fail(self, message: str) -> None:
+        """End the whole job with an error of the router's own."""
+        if self.failed is None:
+            self.failed = Done(RequestId(self.id), 0, "error", error=ErrorKind.CANCELLED, message=message)
+        self._wake.set()
+
+    def facts(self) -> dict[str, Any]:
+        """What a log line says about it."""
+        first = self.choices[0].request
+        return {
+            "id": self.id,
+            "client_id": self.client_id,
+            "choices": len(self.choices),
+            "prompt_tokens": len(first.prompt),
+            "tokens": sum(len(c.tokens) for c in self.choices),
+            "workers": sorted({name for c in self.choices for name in c.request.workers.values()}),
+            "room": first.room,
+            "attempts": first.starts,
+            "moves": first.moves,
+        }
+
+    def timeline(self) -> object:
+        """The field `twinpool`: of the only choice, or a list of one per choice."""
+        each = [timeline_of(c) for c in self.choices]
+        return each[0] if len(each) == 1 else each
+
+
+class Heartbeat:
+    """Has a stream say that it lives when it has said nothing for `every_s`; one timer a stream."""
+
+    def __init__(self, job: Job, every_s: float) -> None:
+        self._job = job
+        self._every_s = every_s
+        self._loop = asyncio.get_running_loop()
+        self._last = self._loop.time()
+        self._timer = self._loop.call_later(every_s, self._due)
+
+    def written(self) -> None:
+        self._last = self._loop.time()
+
+    def stop(self) -> None:
+        self._timer.cancel()
+
+    def _due(self) -> None:
+        left_s = self._last + self._every_s - self._loop.time()
+        if left_s <= 0:
+            # A client that takes nothing needs no more to take.
+            if not self._job.outbox and not self._job.over:
+                self._job.beat()
+            left_s = self._every_s
+        self._timer = self._loop.call_later(left_s, self._due)

@@ -1,0 +1,199 @@
+"""Answers in OpenAI's shapes, written by hand: a streamed chunk costs a few string joins.
+
+Extensions: `stop_reason`, `token_ids` and `prompt_token_ids` as in vLLM (the stop token is among `token_ids`), and the
+field `twinpool` for requests that carry the timeline header. `prompt_token_ids` stands in the choice, in a stream in
+the first chunk of each choice; chat answers have it beside `choices` as well.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Sequence
+from typing import Any
+
+from contracts.sampling_params import TokenLogprob
+from router.openai.choice_output import Choice, Piece
+from router.openai.generate_request import Ask
+from router.text.tokenizer import TextCodec
+
+_dumps = json.JSONEncoder(separators=(",", ":")).encode
+_quote = json.encoder.encode_basestring_ascii
+
+
+class Answer:
+    """The shape of one HTTP answer."""
+
+    def __init__(self, ask: Ask, answer_id: str, created: int, model: str, codec: TextCodec) -> None:
+        self._ask = ask
+        self._codec = codec
+        self._choices: list[Choice] = []
+        self._offsets: dict[int, int] = {}
+        self._prompts: dict[tuple[int, str], bytes] = {}
+        self._plain = ask.logprobs is None and not ask.return_token_ids and not ask.continuous_usage
+        """Whether the events between the first and the last have nothing but text."""
+        self._starts: list[str] = []
+        prefix = "chatcmpl" if ask.chat else "cmpl"
+        self._common = {"id": f"{prefix}-{answer_id}", "created": created, "model": model}
+        kind = "chat.completion" if ask.chat else "text_completion"
+        self._object = kind
+        chunk = kind + ".chunk" if ask.chat else kind
+        self._head = "data: " + _dumps({**self._common, "object": chunk})[:-1]
+        self._tail = ',"usage":null}\n\n' if ask.include_usage else "}\n\n"
+        self._end = f'{"}" if ask.chat else ""},"logprobs":null,"finish_reason":null}}]{self._tail}'
+
+    def bind(self, choices: list[Choice]) -> None:
+        self._choices = choices
+        body = '"delta":{"content":' if self._ask.chat else '"text":'
+        self._starts = [f'{self._head},"choices":[{{"index":{c.index},{body}' for c in choices]
+
+    # ------------------------------------------------------------ streamed
+
+    def chunk(self, piece: Piece) -> bytes | tuple[bytes, ...]:
+        """The event of `piece`; empty when it would say nothing, in parts where it tells of the prompt."""
+        if self._plain and piece.finish is None and not piece.first:  # nearly all of them
+            return f"{self._starts[piece.index]}{_quote(piece.text)}{self._end}".encode() if piece.text else b""
+        ask = self._ask
+        text, logprobs = piece.text, None
+        choice = self._choices[piece.index]
+        tells_prompt = piece.first and (ask.echo or ask.return_token_ids)
+        if ask.logprobs is not None:
+            logprobs = self._logprobs(choice, piece.logprobs, echo=piece.first and ask.echo)
+        has_news = text or piece.finish or (piece.tokens and (ask.return_token_ids or logprobs)) or piece.first
+        if not has_news:
+            return b""
+        finish = f'"{piece.finish}"' if piece.finish else "null"
+        stop = f',"stop_reason":{_dumps(piece.stop)}' if piece.finish else ""
+        ids = f',"token_ids":{_dumps(list(piece.tokens))}' if ask.return_token_ids else ""
+        tail = f',"usage":{_dumps(self.usage())}}}\n\n' if ask.continuous_usage else self._tail
+        shown = _dumps(logprobs) if logprobs else "null"
+        start = f'{self._head},"choices":[{{"index":{piece.index},'
+        end = f',"logprobs":{shown},"finish_reason":{finish}{stop}{ids}'
+        if tells_prompt:
+            first = (start.encode(), *self._text(choice, text, first=True), end.encode())
+            return (*first, *self._prompt_ids(choice), b"}]", *(self._prompt_ids(choice) if ask.chat else ()),
+                    tail.encode())  # fmt: skip
+        if ask.chat:
+            role = '"role":"assistant",' if piece.first else ""
+            body = f'"delta":{{{role}"content":{_dumps(text)}}}'
+        else:
+            body = f'"text":{_dumps(text)}'
+        return f"{start}{body}{end}}}]{tail}".encode()
+
+    def _text(self, choice: Choice, text: str, *, first: bool) -> tuple[bytes, ...]:
+        """The text of a choice, or of its first event, with what is echoed before it."""
+        if self._ask.chat:
+            name = "delta" if first else "message"
+            return (f'"{name}":{{"role":"assistant","content":{_dumps(text)}}}'.encode(),)
+        if not self._ask.echo:
+            return (f'"text":{_dumps(text)}'.encode(),)
+        return b'"text":"', self._shared(choice, "text"), _dumps(text)[1:].encode()
+
+    def _prompt_ids(self, choice: Choice) -> tuple[bytes, ...]:
+        if not self._ask.return_token_ids:
+            return ()
+        return b',"prompt_token_ids":', self._shared(choice, "ids")
+
+    def _shared(self, choice: Choice, what: str) -> bytes:
+        """What all choices of a prompt tell of it, written once."""
+        key = (choice.index // self._ask.n, what)
+        found = self._prompts.get(key)
+        if found is None:
+            shape = _dumps(choice.request.prompt) if what == "ids" else _dumps(choice.prompt_text)[1:-1]
+            found = self._prompts[key] = shape.encode()
+        return found
+
+    def closing(self, twinpool: object | None) -> bytes:
+        """What comes after the last chunk: the usage, the timeline, and ``[DONE]``."""
+        if not self._ask.include_usage and twinpool is None:
+            return b"data: [DONE]\n\n"
+        event: dict[str, Any] = {"choices": []}
+        if self._ask.include_usage:
+            event["usage"] = self.usage()
+        if twinpool is not None:
+            event["twinpool"] = twinpool
+        return f"{self._head},{_dumps(event)[1:]}\n\ndata: [DONE]\n\n".encode()
+
+    # ------------------------------------------------------------ whole
+
+    def whole(self, twinpool: object | None) -> list[bytes]:
+        """The answer, in parts."""
+        parts = [_dumps({**self._common, "object": self._object})[:-1].encode(), b',"choices":[']
+        for c in self._choices:
+            parts += (b",{" if c.index else b"{", *self._whole_choice(c), b"}")
+        parts.append(b"]")
+        if self._ask.chat:
+            parts += self._prompt_ids(self._choices[0])
+        tree: dict[str, Any] = {"usage": self.usage()}
+        if twinpool is not None:
+            tree["twinpool"] = twinpool
+        parts.append(b"," + _dumps(tree)[1:].encode())
+        return parts
+
+    def _whole_choice(self, c: Choice) -> list[bytes]:
+        ask = self._ask
+        shape: dict[str, Any] = {"index": c.index}
+        logprobs = self._logprobs(c, c.logprobs, echo=ask.echo) if ask.logprobs is not None else None
+        shape |= {"logprobs": logprobs, "finish_reason": c.finish, "stop_reason": c.stop}
+        if ask.return_token_ids:
+            shape["token_ids"] = c.tokens
+        text = self._text(c, "".join(c.text), first=False)
+        return [*text, b"," + _dumps(shape)[1:-1].encode(), *self._prompt_ids(c)]
+
+    def usage(self) -> dict[str, Any]:
+        """Counts so far. A prompt counts once, however many answers it has."""
+        firsts = self._choices[:: self._ask.n]
+        prompt = sum(len(c.request.prompt) for c in firsts)
+        completion = sum(len(c.tokens) for c in self._choices)
+        return {
+            "prompt_tokens": prompt,
+            "completion_tokens": completion,
+            "total_tokens": prompt + completion,
+            "prompt_tokens_details": {"cached_tokens": sum(c.cached_tokens for c in firsts)},
+        }
+
+    # ------------------------------------------------------------ log-probabilities
+
+    def _logprobs(self, choice: Choice, logprobs: Sequence[TokenLogprob], *, echo: bool) -> dict[str, Any] | None:
+        if self._ask.chat:
+            return {"content": [self._chat_logprob(t) for t in logprobs]} if logprobs else None
+        entries: list[tuple[int, TokenLogprob | None]] = []
+        if echo:
+            prompt = choice.request.prompt
+            entries.append((prompt[0], None))
+            entries += zip(prompt[1:], choice.scores, strict=True)
+        entries += [(t.token, t) for t in logprobs]
+        if not entries:
+            return None
+        offset = self._offsets.get(choice.index, 0 if self._ask.echo else len(choice.prompt_text))
+        shape: dict[str, Any] = {"tokens": [], "token_logprobs": [], "top_logprobs": [], "text_offset": []}
+        for token, scored in entries:
+            text = self._codec.token_text(token)
+            shape["tokens"].append(text)
+            shape["token_logprobs"].append(None if scored is None else _finite(scored.logprob))
+            shape["top_logprobs"].append(None if scored is None else self._top(scored))
+            shape["text_offset"].append(offset)
+            offset += len(text)
+        self._offsets[choice.index] = offset
+        return shape
+
+    def _top(self, scored: TokenLogprob) -> dict[str, float]:
+        top: dict[str, float] = {}
+        for token, value in (*scored.top, (scored.token, scored.logprob)):
+            top.setdefault(self._codec.token_text(token), _finite(value))
+        return top
+
+    def _chat_logprob(self, scored: TokenLogprob) -> dict[str, Any]:
+        wanted = self._ask.logprobs or 0
+        entry = self._chat_token(scored.token, scored.logprob)
+        entry["top_logprobs"] = [self._chat_token(token, value) for token, value in scored.top[:wanted]]
+        return entry
+
+    def _chat_token(self, token: int, value: float) -> dict[str, Any]:
+        raw = self._codec.token_bytes(token)
+        return {"token": raw.decode("utf-8", "replace"), "logprob": _finite(value), "bytes": list(raw)}
+
+
+def _finite(value: float) -> float:
+    """JSON has no infinities; OpenAI writes −9999."""
+    return value if math.isfinite(value) else -9999.0

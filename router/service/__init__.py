@@ -1,0 +1,1 @@
+"""A request's life on the event loop."""

@@ -1,0 +1,395 @@
+"""The request's life: admitted, tokenised off the loop, placed, streamed, ended; and the loop that drives the brain.
+
+`RouterService` joins the parts: the brain decides, the fleet carries, choices turn tokens into text, jobs hold what a
+client has not taken yet. It runs on one event loop. After every event the brain's actions are carried out at once;
+commands to one worker leave as one batch.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import secrets
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+
+from prometheus_client.core import GaugeMetricFamily, Metric
+
+from contracts.checkpoint.model_spec import ModelSpec, served_as
+from contracts.clock import Clock, SystemClock
+from contracts.config.cluster_config import Config
+from contracts.errors import RequestError
+from contracts.ids import RequestId, Role
+from contracts.interfaces.discovery import Directory
+from contracts.messages.router_commands import Command
+from contracts.messages.worker_events import Event, Progress
+from router.core.router_actions import Deliver, End, Replay, Scores, Send
+from router.core.router_core import Brain
+from router.links.worker_links import Fleet
+from router.metrics.prometheus_metrics import Metrics
+from router.openai.api_errors import ClientGone, QueueFull
+from router.openai.choice_output import Choice
+from router.openai.generate_request import Ask
+from router.openai.response_stream import Job
+from router.openai.responses import Answer
+from router.service.body_buffer import BodyBuffer
+from router.state.routed_request import Request
+from router.state.router_log import log
+from router.state.worker_table import WorkerKey
+from router.text.tokenizer import TextCodec, read_text_codec
+from router.tokenizer_pool.prepare_request import Intake, Prepared, body_limit, too_long
+from router.tokenizer_pool.tokenizer_pool import Readers
+from router.tokenizer_pool.tokenizer_process import Kind, prepared_of, setup_frame
+from router.verification.audit_cases import Finding
+from router.verification.stream_watch import StreamWatch
+from router.verification.verification_log import log_finding, log_flag
+
+TICK_S = 0.1
+INLINE_BYTES = 2048
+"""Bodies up to this size are read on the loop: that takes less time than a hop to a reader."""
+
+
+async def _unless_gone(reply: asyncio.Future[tuple[Kind, bytes]]) -> tuple[Kind, bytes]:
+    try:
+        return await reply
+    except asyncio.CancelledError:
+        task = asyncio.current_task()
+        if not reply.cancelled() or task is None or task.cancelling():
+            raise
+        raise ClientGone("the client left while its body was read") from None
+
+
+class RouterService:
+    """Everything behind the HTTP endpoints. Call `start` on the event loop, `close` at the end."""
+
+    def __init__(
+        self,
+        spec: ModelSpec,
+        config: Config,
+        directory: Directory,
+        *,
+        codec: TextCodec | None = None,
+        clock: Clock | None = None,
+        mint: Callable[[], str] = lambda: secrets.token_hex(12),
+    ) -> None:
+        spec = self.spec = served_as(spec, config.router.served_model_name)
+        self.config = config.router
+        self.started = int(time.time())
+        self.body_limit = body_limit(config.router, spec)
+        max_chars = 4 * self.body_limit
+        self.codec = codec if codec is not None else read_text_codec(spec.folder, max_chars)
+        self.intake = Intake(spec, self.codec, config.router)
+        self.buffer = BodyBuffer(max(config.router.body_buffer_bytes, self.body_limit))
+        self.readers = Readers(
+            setup_frame(spec, config.router, max_chars), config.router.reader_processes, config.router.reader_timeout_s
+        )
+        self.clock = clock if clock is not None else SystemClock()
+        self.brain = Brain(config.router, self.clock, mint, config.audit)
+        watch = StreamWatch(config.watch, spec.vocab_size)
+        self.watch = watch if watch.on else None
+        self.metrics = Metrics(self.brain, config.transfer.plane, self.watch, spec.name)
+        self.metrics.sources.append(self._of_bodies)
+        self.fleet = Fleet(
+            directory,
+            on_view=self._on_view,
+            on_linked=self._on_linked,
+            on_unlinked=self._on_unlinked,
+            on_events=self._on_events,
+        )
+        self._mint = mint
+        self._owners: dict[RequestId, tuple[Job, Choice]] = {}
+        self._reserved = 0
+        """Choices admitted and not ended, those still being tokenised included."""
+        self._ticker: asyncio.Task[None] | None = None
+
+    async def start(self) -> None:
+        self.fleet.start()
+        self._ticker = asyncio.get_running_loop().create_task(self._tick())
+
+    async def close(self) -> None:
+        """Cancel what runs on the workers, close the links. Idempotent."""
+        for job in {id(job): job for job, _ in self._owners.values()}.values():
+            self.abandon(job)
+            job.fail("the server is shutting down")
+        if self._ticker is not None:
+            self._ticker.cancel()
+            self._ticker = None
+        await self.readers.close()
+        await self.fleet.close()
+
+    async def _tick(self) -> None:
+        while True:
+            await asyncio.sleep(TICK_S)
+            try:
+                self.brain.tick()
+                self._act()
+            except Exception:  # our own bug: without ticks no deadline would be kept
+                log("tick failed", level=logging.ERROR, trace=True)
+
+    # ------------------------------------------------------------ admission
+
+    def check_room(self, choices: int = 1) -> None:
+        """Raises `QueueFull` where no more choices can be in the house."""
+        limit = self.config.max_queue
+        if self._reserved + choices > limit:
+            self.metrics.refused_full += 1
+            raise QueueFull(f"the queue is full: {self._reserved} of {limit} answers are in the house; try again later")
+
+    async def open(
+        self, kind: Kind, raw: bytes, client_id: str, on_gone: Callable[[Callable[[], object]], None] | None = None
+    ) -> Job:
+        """Admit a request, read and tokenise its body, and place its choices.
+
+        `on_gone` takes a call to be made when the client leaves, after which its body needn't be read. Raises
+        `QueueFull`, `RequestError` where the body is wrong or doesn't fit, `ReaderFailed`, and `ClientGone`.
+        """
+        self.check_room()
+        began = self.clock.now()
+        if len(raw) <= INLINE_BYTES:
+            prepared = self.intake.chat(raw) if kind is Kind.CHAT else self.intake.completion(raw)
+        else:
+            self._reserved += 1
+            try:
+                reply = self.readers.submit(kind, raw)
+                if on_gone is not None:
+                    on_gone(reply.cancel)
+                _, frame = await _unless_gone(reply)
+                prepared = prepared_of(frame)
+            finally:
+                self._reserved -= 1
+        ask = prepared.ask
+        timeout_s = self._timeout(ask)
+        self.check_room(ask.choices)
+        limits = [self._limit_tokens(ask, p) for p in prepared.prompts]
+        return self._admit(ask, prepared.prompts, limits, client_id, began, timeout_s)
+
+    async def text(self, kind: Kind, raw: bytes) -> bytes:
+        """The answer of ``/tokenize`` or ``/detokenize``. Raises `RequestError`, `ReaderFailed`."""
+        if len(raw) <= INLINE_BYTES:
+            return self.intake.tokenize(raw) if kind is Kind.TOKENIZE else self.intake.detokenize(raw)
+        return (await self.readers.submit(kind, raw))[1]
+
+    def _timeout(self, ask: Ask) -> float:
+        """Seconds that the request has. Raises `RequestError` for more than anybody gets."""
+        if ask.timeout_s is None:
+            return self.config.request_timeout_s
+        if ask.timeout_s > self.config.max_timeout_s:
+            raise RequestError(
+                f"timeout {ask.timeout_s:g} s is above the server's limit of {self.config.max_timeout_s:g} s",
+                param="timeout",
+            )
+        return ask.timeout_s
+
+    def _admit(
+        self,
+        ask: Ask,
+        prompts: Sequence[Prepared],
+        limits: list[int],
+        client_id: str,
+        began: float,
+        timeout_s: float,
+    ) -> Job:
+        job_id, now = self._mint(), self.clock.now()
+        tokenise_s = now - began
+        answer = Answer(ask, job_id, int(time.time()), self.spec.name, self.codec)
+        job = Job(job_id, ask, answer, self.config.client_buffer_events, client_id, timeout_s)
+        choices = []
+        for index in range(ask.choices):
+            prompt, limit = prompts[index // ask.n], limits[index // ask.n]
+            sampling = replace(ask.sampling, max_tokens=limit, choice=index % ask.n)
+            if len(prompt.tokens) < 2 and sampling.prompt_logprobs is not None:
+                sampling = replace(sampling, prompt_logprobs=None)  # a first token has no log-probability
+            request = Request(
+                RequestId(f"{job_id}-{index}"), prompt.tokens, sampling, now=now,
+                deadline=began + timeout_s, hashes=prompt.hashes, salt=ask.salt,
+                priority=ask.priority,
+            )  # fmt: skip
+            choice = Choice(index, request, ask, self.codec, prompt.text)
+            choice.tokenise_s = tokenise_s
+            choices.append(choice)
+        job.bind(choices)
+        self._reserved += len(choices)
+        for choice in choices:
+            self._owners[choice.request.id] = (job, choice)
+        for choice in choices:
+            self.brain.submit(choice.request)
+        self._act()
+        return job
+
+    def _limit_tokens(self, ask: Ask, prompt: Prepared) -> int:
+        """`max_tokens` of a prompt. Raises `RequestError`, with the numbers, where prompt and answer can't fit."""
+        have, context = len(prompt.tokens), self.spec.context
+        param = "messages" if ask.chat else "prompt"
+        wanted = 1 if ask.max_tokens is None else ask.max_tokens
+        if have > context or (wanted and have >= context):
+            raise too_long(have, context, param)
+        if have + wanted > context:
+            raise RequestError(
+                f"prompt ({have} tokens) and max_tokens ({wanted}) make {have + wanted}; the context is {context}",
+                param="max_tokens",
+            )
+        left = context - have
+        for role in Role:
+            most = self.brain.workers.most_positions(role)
+            if most is None or (role is Role.DECODE and wanted <= 1 and ask.max_tokens is not None):
+                continue
+            if have + wanted > most:
+                raise RequestError(
+                    f"prompt ({have} tokens) and answer ({wanted}) make {have + wanted}; "
+                    f"the {role} workers' pools hold {most} positions",
+                    param=param if have > most else "max_tokens",
+                )
+            left = min(left, most - have)
+        if ask.max_tokens is not None:
+            return ask.max_tokens
+        if ask.sampling.min_tokens > left:
+            raise RequestError(f"min_tokens {ask.sampling.min_tokens} is more than the {left} left", param="min_tokens")
+        if ask.chat:
+            return left
+        return min(left, max(self.config.default_max_tokens, ask.sampling.min_tokens))
+
+    def abandon(self, job: Job, *, slow: bool = False) -> None:
+        """The client left, or is too slow: take its choices back from the workers. Idempotent."""
+        took = False
+        for choice in job.choices:
+            if choice.request.id in self._owners:
+                took = True
+                self.brain.cancel(choice.request.id)
+                self._release(choice)
+        if took:
+            if slow:
+                self.metrics.slow_clients += 1
+            else:
+                self.metrics.disconnects += 1
+            log("request abandoned", slow=slow, **job.facts())
+        self._act()
+
+    def fail_over(self, key: WorkerKey) -> int:
+        """Start over elsewhere all that this worker has and another can take; returns how many requests."""
+        taken = self.brain.fail_over(key)
+        self._act()
+        return taken
+
+    # ------------------------------------------------------------ events in, actions out
+
+    def _on_view(self, views: tuple[object, ...]) -> None:
+        self.brain.on_view(self.fleet.views)
+        self._act()
+
+    def _on_linked(self, key: WorkerKey) -> None:
+        self.brain.on_linked(key)
+        self._act()
+
+    def _on_unlinked(self, key: WorkerKey, reason: str) -> None:
+        self.brain.on_unlinked(key, reason)
+        self._act()
+
+    def _on_events(self, key: WorkerKey, events: Sequence[Event]) -> None:
+        for event in events:
+            if type(event) is Progress:
+                self.metrics.report(event)
+            self.brain.on_event(key, event)
+        self._act()
+
+    def _act(self) -> None:
+        """Carry out the brain's actions until it has none."""
+        sends: dict[WorkerKey, list[Command]] = {}
+        while actions := self.brain.take_actions():
+            for action in actions:
+                if type(action) is Deliver:
+                    self._deliver(action)
+                elif type(action) is Send:
+                    sends.setdefault(action.worker, []).append(action.command)
+                elif type(action) is Scores:
+                    job_choice = self._owners.get(action.request_id)
+                    if job_choice:
+                        job_choice[1].scores = action.scores
+                elif type(action) is End:
+                    self._end(action)
+                elif type(action) is Replay:
+                    log("request replayed", id=action.request_id, attempt=action.attempt, reason=action.reason)
+                elif type(action) is Finding:
+                    log_finding(action)
+        for key, commands in sends.items():
+            self.fleet.send(key, commands)
+
+    def _deliver(self, action: Deliver) -> None:
+        owner = self._owners.get(action.request_id)
+        if owner is None:
+            return
+        job, choice = owner
+        now = self.clock.now()
+        self.metrics.tokens(choice, len(action.tokens), now)
+        if self.watch is not None:
+            for flag in self.watch.feed(action.request_id, action.tokens):
+                self.brain.audits.flag(action.request_id)
+                log_flag(flag, choice.request)
+        try:
+            piece = choice.take(action.tokens, action.logprobs)
+            job.push(piece)
+        except Exception:  # one answer's text must not take the others down
+            log("answer failed", trace=True, id=job.id)
+            choice.fail("the router failed to turn tokens into text")
+            self.brain.cancel(action.request_id)
+            self._close_choice(job, choice)
+            return
+        if choice.finish is not None:
+            self.brain.cancel(action.request_id, finished=True)
+            self._close_choice(job, choice)
+        elif job.overflowed:
+            self.abandon(job, slow=True)
+            job.fail("the client took the answer too slowly")
+
+    def _end(self, action: End) -> None:
+        owner = self._owners.get(action.request_id)
+        if owner is None:
+            return
+        job, choice = owner
+        try:
+            piece = choice.end(action.done)
+            if piece is not None:
+                job.push(piece)
+        except Exception:
+            log("answer failed", trace=True, id=job.id)
+            choice.fail("the router failed to turn tokens into text")
+        self._close_choice(job, choice)
+
+    def _close_choice(self, job: Job, choice: Choice) -> None:
+        choice.ended_at = self.clock.now()
+        self.metrics.ended(choice)
+        self._release(choice)
+        if choice.error is not None:
+            log("request failed", error=choice.error.error, reason=choice.error.message, **job.facts())
+            for other in job.choices:  # the client gets one error: nobody waits for the rest
+                if other.request.id in self._owners:
+                    self.brain.cancel(other.request.id)
+                    self._release(other)
+        job.close_one(choice)
+        if job.open == 0 and job.failed is None:
+            log("request ended", seconds=round(choice.ended_at - choice.request.arrived, 6), **job.facts())
+
+    def _release(self, choice: Choice) -> None:
+        """The one way out of the house for a choice."""
+        if self._owners.pop(choice.request.id, None) is not None:
+            self._reserved -= 1
+            if self.watch is not None:
+                self.watch.end(choice.request.id)
+
+    def _of_bodies(self) -> Iterator[Metric]:
+        text = "Memory of bodies that are being received, their first 64 KiB left out"
+        yield GaugeMetricFamily("twinpool_body_bytes_held", text, value=self.buffer.held)
+        readers = GaugeMetricFamily("twinpool_readers", "Readers that run, and bodies that wait", labels=["state"])
+        readers.add_metric(["running"], len(self.readers.pids))
+        readers.add_metric(["waiting"], self.readers.waiting)
+        yield readers
+
+    def check(self) -> list[str]:
+        """The router's own books, recounted; returns what doesn't agree."""
+        found = self.brain.check()
+        owned, held = set(self._owners), set(self.brain.request_ids())
+        found += [f"request {rid} runs and belongs to no client" for rid in sorted(held - owned)]
+        found += [f"request {rid} has a client and runs nowhere" for rid in sorted(owned - held)]
+        if self._reserved < len(owned):
+            found.append(f"{len(owned)} choices are in the house, {self._reserved} are booked")
+        return found

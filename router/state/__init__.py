@@ -1,0 +1,1 @@
+"""Which workers there are, and which requests are under way."""

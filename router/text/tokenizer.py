@@ -1,0 +1,193 @@
+"""The checkpoint's words: tokenizer, chat template, and what a single token looks like.
+
+`TextCodec` is shared by all requests and threads; after construction it only fills caches.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from contracts.errors import CheckpointError, RequestError
+from router.text.chat_template import ChatTemplate, read_chat_template
+from router.text.detokenizer import ByteDetokenizer, Detokenizer, NoText, WindowDetokenizer
+
+if TYPE_CHECKING:
+    from tokenizers import Tokenizer
+
+
+os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+
+
+NO_TOKENIZER = "this checkpoint has no tokenizer.json: send the prompt as an array of token ids"
+NO_TEMPLATE = "this checkpoint has no chat template: use /v1/completions"
+
+
+class TextCodec:
+    """Text to tokens and back. Without `tokenizer` text is refused and answers have tokens only."""
+
+    def __init__(self, tokenizer: Tokenizer | None, template: ChatTemplate | None, tree: Mapping[str, Any]) -> None:
+        self._tokenizer = tokenizer
+        self._template = template
+        self._byte_level = _is_byte_level(tree.get("decoder"))
+        self._special = {t["id"] for t in tree.get("added_tokens", ()) if t.get("special")}
+        self._bytes: dict[int, bytes] = {}
+        self._shown = {token: b"" for token in self._special}
+        self._longest = 0
+        if tokenizer is not None:
+            tokenizer.no_truncation()
+            tokenizer.no_padding()
+            if _keeps_all_text(tree):
+                # A composed character stands for up to four of the text.
+                shrink = 4 if tree.get("normalizer") else 1
+                self._longest = shrink * max((len(piece) for piece in tokenizer.get_vocab()), default=0)
+
+    @property
+    def has_text(self) -> bool:
+        return self._tokenizer is not None
+
+    @property
+    def special_tokens(self) -> frozenset[int]:
+        return frozenset(self._special)
+
+    def encode(self, text: str, *, add_special: bool, param: str = "prompt") -> tuple[int, ...]:
+        """Raises `RequestError` without a tokenizer, or for text that isn't Unicode (lone surrogates)."""
+        if self._tokenizer is None:
+            raise RequestError(NO_TOKENIZER, param=param)
+        try:
+            # The batch call lets go of the interpreter's lock, and the fast one makes no offsets.
+            return tuple(self._tokenizer.encode_batch_fast([text], add_special_tokens=add_special)[0].ids)
+        except (UnicodeError, TypeError):
+            raise RequestError("the text holds lone surrogates, which no Unicode text has", param=param) from None
+
+    def least_tokens(self, text: str) -> int:
+        """A number of tokens that `text` has for certain, found without tokenising; 0 where nothing is certain."""
+        return len(text) // self._longest if self._longest else 0
+
+    def render(
+        self, messages: Sequence[Mapping[str, Any]], add_generation_prompt: bool, extra: Mapping[str, Any]
+    ) -> str:
+        """The chat's prompt. Raises `RequestError` without a template or where it refuses."""
+        if self._tokenizer is None:
+            raise RequestError(NO_TOKENIZER, param="messages")
+        if self._template is None:
+            raise RequestError(NO_TEMPLATE, param="messages")
+        return self._template.render(messages, add_generation_prompt, extra)
+
+    def decode(self, tokens: Sequence[int], *, skip_special: bool = False) -> str:
+        if self._tokenizer is None:
+            raise RequestError(NO_TOKENIZER, param="tokens")
+        text: str = self._tokenizer.decode(list(tokens), skip_special_tokens=skip_special)
+        return text
+
+    def detokenizer(self, prompt: Sequence[int], *, skip_special: bool) -> Detokenizer:
+        if self._tokenizer is None:
+            return NoText()
+        if self._byte_level:
+            return ByteDetokenizer(self._shown_bytes if skip_special else self.token_bytes)
+        return WindowDetokenizer(lambda tokens: self.decode(tokens, skip_special=skip_special), prompt)
+
+    def token_bytes(self, token: int) -> bytes:
+        """The bytes a token stands for, specials by their name."""
+        found = self._bytes.get(token)
+        if found is None:
+            found = self._bytes[token] = self._read_bytes(token)
+        return found
+
+    def token_text(self, token: int) -> str:
+        return self.token_bytes(token).decode("utf-8", "replace")
+
+    def token_piece(self, token: int) -> str:
+        """The tokenizer's own name for a token."""
+        piece = self._tokenizer.id_to_token(token) if self._tokenizer is not None else None
+        return piece if piece is not None else ""
+
+    def _shown_bytes(self, token: int) -> bytes:
+        found = self._shown.get(token)
+        if found is None:
+            found = self._shown[token] = self.token_bytes(token)
+        return found
+
+    def _read_bytes(self, token: int) -> bytes:
+        piece = self.token_piece(token)
+        if self._byte_level:
+            try:
+                return bytes(_BYTE_OF[c] for c in piece)
+            except KeyError:
+                return piece.encode()
+        if len(piece) == 6 and piece.startswith("<0x") and piece.endswith(">"):
+            return bytes([int(piece[3:5], 16)])
+        return piece.replace("\u2581", " ").encode()
+
+
+def read_text_codec(folder: Path, max_chars: int) -> TextCodec:
+    """Read `tokenizer.json`, `tokenizer_config.json` and the chat template of a checkpoint folder.
+
+    Raises `CheckpointError` for a file that is there and can't be read. A missing tokenizer is no error.
+    """
+    config = _read_json(folder / "tokenizer_config.json")
+    template = read_chat_template(folder, config, max_chars)
+    path = folder / "tokenizer.json"
+    if not path.is_file():
+        return TextCodec(None, template, {})
+    from tokenizers import Tokenizer
+
+    tree = _read_json(path)
+    try:
+        tokenizer = Tokenizer.from_file(str(path))
+    except Exception as error:  # the library raises bare Exception
+        raise CheckpointError(f"{path} is not a tokenizer: {' '.join(str(error).split())}") from None
+    return TextCodec(tokenizer, template, tree)
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    if not path.is_file():
+        return {}
+    try:
+        tree = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"can't read {path}: {error}") from None
+    if not isinstance(tree, dict):
+        raise CheckpointError(f"{path} must hold a JSON object")
+    return tree
+
+
+def _is_byte_level(decoder: object) -> bool:
+    if not isinstance(decoder, dict):
+        return False
+    if decoder.get("type") == "Sequence":
+        parts = decoder.get("decoders") or []
+        return len(parts) == 1 and _is_byte_level(parts[0])
+    return decoder.get("type") == "ByteLevel"
+
+
+def _keeps_all_text(tree: Mapping[str, Any]) -> bool:
+    """Whether each character of a text is in some token: nothing is dropped, stripped, or fused into one unknown."""
+    model, normalizer = tree.get("model") or {}, tree.get("normalizer") or {}
+    parts = [tree.get("pre_tokenizer") or {}]
+    parts = [p for part in parts for p in part.get("pretokenizers", [part])]
+    return (
+        model.get("type") == "BPE"
+        and (model.get("unk_token") is None or bool(model.get("byte_fallback")) or not model.get("fuse_unk"))
+        and normalizer.get("type") in (None, "NFC")
+        and all(
+            p.get("type") in (None, "ByteLevel", "Digits") or (p.get("type") == "Split" and p["behavior"] != "Removed")
+            for p in parts
+        )
+        and not any(t.get("lstrip") or t.get("rstrip") for t in tree.get("added_tokens", ()))
+    )
+
+
+def _byte_alphabet() -> dict[str, int]:
+    """GPT-2's printable stand-ins for bytes: printable Latin-1 stands for itself, the rest from U+0100 up."""
+    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    table = {chr(b): b for b in printable}
+    others = [b for b in range(256) if b not in set(printable)]
+    table.update({chr(0x100 + i): b for i, b in enumerate(others)})
+    return table
+
+
+_BYTE_OF = _byte_alphabet()

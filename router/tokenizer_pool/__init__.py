@@ -1,0 +1,1 @@
+"""Processes that read, check and tokenise large bodies."""

@@ -1,0 +1,168 @@
+"""From the bytes of a body to what can be placed: parsed, checked, rendered, tokenised, hashed.
+
+All of it is plain computation on one body, so that it can run on the router's loop for a small one and in a reader's
+process for a large one (`router.tokenizer_pool.tokenizer_pool`): the standard parser and some of the tokenizer's calls
+hold the interpreter's lock for as long as they take, and a thread would stop every stream with them.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from contracts.checkpoint.model_spec import ModelSpec
+from contracts.config.router_config import RouterConfig
+from contracts.errors import RequestError
+from router.openai.generate_request import Ask, Prompt
+from router.openai.parse_request import (
+    check_model,
+    read_chat,
+    read_completion,
+    read_messages,
+    read_template_args,
+    read_tokens,
+)
+from router.openai.request_fields import DETOKENIZE, TOKENIZE, describe, read_fields, read_json
+from router.state.worker_table import prefix_hashes
+from router.text.tokenizer import TextCodec
+
+BODY_BYTES_LEAST = 1024**2
+BODY_BYTES_A_POSITION = 32
+"""A token id takes up to 8 bytes of a body, a token of text about 5, of text that is escaped four times that."""
+BODY_BYTES_MOST = 64 * 1024**2
+CONTAINERS_AT_MOST = 65_536
+"""Lists and objects in one body."""
+_STRING = re.compile(rb'"(?:[^"\\]|\\.)*+"', re.DOTALL)
+
+
+def body_limit(config: RouterConfig, spec: ModelSpec) -> int:
+    """Bytes that a body may have."""
+    derived = min(BODY_BYTES_LEAST + BODY_BYTES_A_POSITION * spec.context, BODY_BYTES_MOST)
+    return config.max_body_bytes or derived
+
+
+@dataclass(frozen=True, slots=True)
+class Prepared:
+    """A prompt as tokens."""
+
+    tokens: tuple[int, ...]
+    text: str
+    """What `echo` shows; empty without it."""
+    hashes: tuple[bytes, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Prepare:
+    """A request for text, and its prompts in the order of `ask.prompts`; a chat has one."""
+
+    ask: Ask
+    prompts: tuple[Prepared, ...]
+
+
+class Intake:
+    """Reads bodies for one model. Every method raises `RequestError` naming what is wrong."""
+
+    def __init__(self, spec: ModelSpec, codec: TextCodec, config: RouterConfig) -> None:
+        self._spec = spec
+        self._codec = codec
+        self._config = config
+
+    def completion(self, raw: bytes) -> Prepare:
+        return self.prepare(read_completion(self._tree(raw), self._spec))
+
+    def chat(self, raw: bytes) -> Prepare:
+        return self.prepare(read_chat(self._tree(raw), self._spec))
+
+    def prepare(self, ask: Ask) -> Prepare:
+        """Prompts to tokens and prefix keys."""
+        limit = self._config.max_queue
+        if ask.choices > limit:
+            raise RequestError(f"{ask.choices} answers in one request are above the server's queue of {limit}")
+        prompts: Sequence[Prompt] = ask.prompts
+        if ask.chat:
+            prompts = (self._codec.render(ask.messages, ask.add_generation_prompt, ask.template_args),)
+        if ask.stops and not self._codec.has_text:
+            raise RequestError("stop strings need a tokenizer, which this checkpoint lacks", param="stop")
+        prepared = Prepare(ask, tuple(self._one(ask, p) for p in prompts))
+        self._check_scores(prepared)
+        return prepared
+
+    def tokenize(self, raw: bytes) -> bytes:
+        """The answer of ``/tokenize``."""
+        body = self._tree(raw)
+        check_model(body, self._spec)
+        values, prompt = read_fields(body, TOKENIZE, ("prompt", "messages")), body.get("prompt")
+        if body.get("messages") is not None:
+            args = read_template_args(body.get("chat_template_kwargs"))
+            opens = values.get("add_generation_prompt", True)
+            text = self._codec.render(read_messages(body["messages"]), opens, args)
+            tokens = self._codec.encode(text, add_special=values.get("add_special_tokens", False), param="messages")
+        elif isinstance(prompt, str):
+            tokens = self._codec.encode(prompt, add_special=values.get("add_special_tokens", True))
+        else:
+            raise RequestError(f"prompt must be a string; got {describe(prompt)}", param="prompt")
+        answer: dict[str, Any] = {"count": len(tokens), "max_model_len": self._spec.context, "tokens": tokens}
+        if values.get("return_token_strs"):
+            answer["token_strs"] = [self._codec.token_piece(t) for t in tokens]
+        return json.dumps(answer).encode()
+
+    def detokenize(self, raw: bytes) -> bytes:
+        """The answer of ``/detokenize``."""
+        body = self._tree(raw)
+        check_model(body, self._spec)
+        read_fields(body, DETOKENIZE, ("tokens",))
+        tokens = read_tokens(body.get("tokens"), self._spec, "tokens")
+        return json.dumps({"prompt": self._codec.decode(tokens)}).encode()
+
+    @staticmethod
+    def _tree(raw: bytes) -> dict[str, Any]:
+        # Brackets within strings don't count, and only a body that is full of brackets is looked at so closely.
+        if raw.count(b"[") + raw.count(b"{") > CONTAINERS_AT_MOST:
+            bare = _STRING.sub(b"", raw)
+            if bare.count(b"[") + bare.count(b"{") > CONTAINERS_AT_MOST:
+                raise RequestError(f"the body has more than {CONTAINERS_AT_MOST} lists and objects")
+        return read_json(raw)
+
+    def _one(self, ask: Ask, prompt: Prompt) -> Prepared:
+        param = "messages" if ask.chat else "prompt"
+        if isinstance(prompt, str):
+            least = self._codec.least_tokens(prompt)
+            if least > self._spec.context:
+                raise RequestError(
+                    f"the prompt has more than {least} tokens; the context has {self._spec.context}", param=param
+                )
+            tokens = self._codec.encode(prompt, add_special=ask.add_special_tokens, param=param)
+            text = prompt
+        else:
+            tokens = prompt
+            text = ""
+            if ask.echo and self._codec.has_text:
+                text = self._codec.decode(prompt, skip_special=ask.skip_special_tokens)
+        if not tokens:
+            if self._spec.bos_token_id is None:
+                raise RequestError("the prompt is empty, and this model has no token to begin with", param=param)
+            tokens = (self._spec.bos_token_id,)
+        if len(tokens) > self._spec.context:  # told here, before anything is made of it
+            raise too_long(len(tokens), self._spec.context, param)
+        return Prepared(tokens, text if ask.echo else "", prefix_hashes(tokens, ask.salt))
+
+    def _check_scores(self, prepared: Prepare) -> None:
+        """Scores of a prompt take hundreds of bytes a position and choice, all of it in one answer."""
+        wanted = prepared.ask.sampling.prompt_logprobs
+        if wanted is None:
+            return
+        positions = prepared.ask.n * sum(len(p.tokens) for p in prepared.prompts)
+        limit = self._config.max_prompt_logprobs
+        if positions * (wanted + 1) > limit:
+            raise RequestError(
+                f"echo with logprobs {wanted} over {positions} positions asks for {positions * (wanted + 1)} "
+                f"log-probabilities; the limit is {limit}: shorten the prompt or lower logprobs",
+                param="logprobs",
+            )
+
+
+def too_long(tokens: int, context: int, param: str) -> RequestError:
+    return RequestError(f"the prompt has {tokens} tokens; the context of {context} has no room for it", param=param)

@@ -1,0 +1,231 @@
+"""A reader: a child process of the router that prepares requests with large bodies, one at a time.
+
+It is started by `router.tokenizer_pool.tokenizer_pool` as ``python -m router.tokenizer_pool.tokenizer_process FD``,
+with one end of a socket pair. Frames both ways are a head (`HEAD`: kind, whether it is the last, length of the body)
+and a body. The first frame says which model; each later one is a request body of some kind, and is answered by one
+frame. It ends when its socket does, when the router dies, when a body takes it too long (by SIGALRM, should the router
+not end it first), or, after its answer, when it stays much larger than it was though it has given back what it could.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import dataclasses
+import gc
+import os
+import resource
+import signal
+import socket
+import struct
+import sys
+from array import array
+from enum import IntEnum
+from pathlib import Path
+from typing import Any
+
+import msgpack
+
+from contracts.checkpoint.json_fields import Fields
+from contracts.checkpoint.model_spec import ModelSpec
+from contracts.config.router_config import RouterConfig
+from contracts.errors import RequestError
+from contracts.sampling_params import SamplingParams
+from router.openai.generate_request import Ask, UnknownModel
+from router.text.tokenizer import TextCodec, read_text_codec
+from router.tokenizer_pool.c_heap import give_back
+from router.tokenizer_pool.prepare_request import Intake, Prepare, Prepared
+
+HEAD = struct.Struct("<B?Q")
+KEEP_BYTES = 48 * 1024**2
+"""A reader that stays larger by more than this ends, so that one body's memory doesn't stay."""
+NICENESS = 10
+"""Added to the router's own: a large body takes the time that nobody's stream needs."""
+PR_SET_PDEATHSIG = 1
+"""Linux: the signal that a process gets when the one that started it has died."""
+KEY_BYTES = 8
+"""Of a prefix hash."""
+
+
+class Kind(IntEnum):
+    """What a frame is: a request body of some endpoint, or an answer."""
+
+    COMPLETION = 1
+    CHAT = 2
+    TOKENIZE = 3
+    DETOKENIZE = 4
+    SETUP = 10
+    PREPARED = 20
+    BYTES = 21
+    """The body of the HTTP answer."""
+    REFUSED = 22
+    FAILED = 23
+
+
+# ---------------------------------------------------------------- both ends
+
+
+def setup_frame(spec: ModelSpec, config: RouterConfig, max_chars: int) -> bytes:
+    tree = {
+        "folder": str(spec.folder),
+        "names": spec.names,
+        "vocab_size": spec.vocab_size,
+        "context": spec.context,
+        "bos": spec.bos_token_id,
+        "eos": spec.eos_token_ids,
+        "defaults": spec.generation_defaults,
+        "config": dataclasses.asdict(config),
+        "max_chars": max_chars,
+    }
+    return _pack(tree)
+
+
+def spec_of(setup: dict[str, Any]) -> ModelSpec:
+    """What `router.openai.parse_request` reads of a model; its tensors don't matter here."""
+    folder, (name, *aliases) = Path(setup["folder"]), setup["names"]
+    return ModelSpec(
+        folder, name, "", setup["vocab_size"], 0, setup["context"], "", setup["bos"], setup["eos"], "",
+        setup["defaults"], aliases=tuple(aliases), config=Fields(folder, {}), headers={},
+    )  # fmt: skip
+
+
+def prepared_frame(prepared: Prepare) -> bytes:
+    """Without the messages and the prompts as they came: nobody needs them any more."""
+    ask = {f.name: getattr(prepared.ask, f.name) for f in dataclasses.fields(Ask)}
+    ask |= {"prompts": (), "messages": (), "template_args": {}, "eos": sorted(ask["eos"])}
+    ask["sampling"] = [getattr(prepared.ask.sampling, f.name) for f in dataclasses.fields(SamplingParams)]
+    prompts = [(array("I", p.tokens).tobytes(), p.text, b"".join(p.hashes)) for p in prepared.prompts]
+    return _pack((ask, len(prepared.ask.prompts), prompts))
+
+
+def prepared_of(frame: bytes) -> Prepare:
+    """The inverse of `prepared_frame`; `Ask.prompts` holds empty ones, as many as there were."""
+    ask, count, prompts = _unpack(frame)
+    ask |= {"sampling": SamplingParams(*ask["sampling"]), "eos": frozenset(ask["eos"]), "prompts": ((),) * count}
+    return Prepare(Ask(**ask), tuple(Prepared(_tokens(raw), text, _keys(keys)) for raw, text, keys in prompts))
+
+
+def refusal_frame(error: RequestError) -> bytes:
+    return _pack((isinstance(error, UnknownModel), str(error), error.param))
+
+
+def refusal_of(frame: bytes) -> RequestError:
+    unknown, message, param = _unpack(frame)
+    return (UnknownModel if unknown else RequestError)(message, param=param)
+
+
+def _tokens(raw: bytes) -> tuple[int, ...]:
+    return tuple(array("I", raw))
+
+
+def _keys(raw: bytes) -> tuple[bytes, ...]:
+    return tuple(raw[at : at + KEY_BYTES] for at in range(0, len(raw), KEY_BYTES))
+
+
+def _pack(tree: object) -> bytes:
+    return bytes(msgpack.packb(tree, unicode_errors="surrogatepass"))
+
+
+def _unpack(frame: bytes) -> Any:
+    return msgpack.unpackb(frame, use_list=False, unicode_errors="surrogatepass")
+
+
+# ---------------------------------------------------------------- the child
+
+
+def answer(intake: Intake, kind: Kind, raw: bytes) -> tuple[Kind, bytes]:
+    """One body's answer; whatever it does to the reader is told, not raised."""
+    try:
+        match kind:
+            case Kind.COMPLETION:
+                return Kind.PREPARED, prepared_frame(intake.completion(raw))
+            case Kind.CHAT:
+                return Kind.PREPARED, prepared_frame(intake.chat(raw))
+            case Kind.TOKENIZE:
+                return Kind.BYTES, intake.tokenize(raw)
+            case _:
+                return Kind.BYTES, intake.detokenize(raw)
+    except RequestError as error:
+        return Kind.REFUSED, refusal_frame(error)
+    except MemoryError:
+        return Kind.REFUSED, refusal_frame(RequestError("the body takes more memory than a reader may have"))
+    except Exception as error:  # our own bug: this body fails, the reader lives
+        return Kind.FAILED, f"{type(error).__name__}: {error}".encode("utf-8", "replace")
+
+
+def serve(channel: socket.socket) -> None:
+    """Answer frames until the socket ends."""
+    frame = _receive(channel)
+    if frame is None:
+        return
+    setup = _unpack(frame[1])
+    config = RouterConfig(**setup["config"])
+    codec: TextCodec = read_text_codec(Path(setup["folder"]), setup["max_chars"])
+    intake = Intake(spec_of(setup), codec, config)
+    # Bodies are trees without cycles, and looking for cycles in millions of lists takes longer than parsing them.
+    gc.freeze()
+    gc.disable()
+    at_start = _resident_bytes()
+    limit = _mapped_bytes() + config.reader_memory_bytes
+    resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
+    while (frame := _receive(channel)) is not None:
+        signal.setitimer(signal.ITIMER_REAL, 2 * config.reader_timeout_s)
+        kind, reply = answer(intake, Kind(frame[0]), frame[1])
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        del frame
+        give_back()
+        last = _resident_bytes() - at_start > KEEP_BYTES + len(reply)
+        channel.sendall(HEAD.pack(kind, last, len(reply)))
+        channel.sendall(reply)
+        if last:
+            return
+
+
+def _receive(channel: socket.socket) -> tuple[int, bytes] | None:
+    """The next frame, None at the end. Its length is the router's, which bounds bodies."""
+    head = _exactly(channel, HEAD.size)
+    if head is None:
+        return None
+    kind, _, length = HEAD.unpack(head)
+    body = _exactly(channel, length)
+    return None if body is None else (kind, bytes(body))
+
+
+def _exactly(channel: socket.socket, size: int) -> bytearray | None:
+    data, at = bytearray(size), 0
+    with memoryview(data) as view:
+        while at < size:
+            got = channel.recv_into(view[at:])
+            if not got:
+                return None
+            at += got
+    return data
+
+
+def _mapped_bytes() -> int:
+    return _pages()[0] * resource.getpagesize()
+
+
+def _resident_bytes() -> int:
+    return _pages()[1] * resource.getpagesize()
+
+
+def _pages() -> list[int]:
+    """All of this process's, and those of them that are in memory."""
+    return list(map(int, Path("/proc/self/statm").read_text().split()[:2]))
+
+
+def main() -> None:
+    # A Ctrl-C in the terminal is the router's: it ends the readers by closing their sockets.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGALRM, signal.SIG_DFL)
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    os.nice(NICENESS)
+    with socket.socket(fileno=int(sys.argv[1])) as channel:
+        try:
+            serve(channel)
+        except OSError:  # the router is gone
+            return
+
+
+if __name__ == "__main__":
+    main()

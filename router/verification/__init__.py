@@ -1,0 +1,1 @@
+"""Audits, and streams that look broken."""

@@ -1,0 +1,108 @@
+"""One audit as the router drives it: its states and findings."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass, field
+from enum import StrEnum
+
+from contracts.ids import RequestId, Role
+from contracts.messages.router_commands import Audit
+from contracts.messages.worker_events import Audited
+from contracts.sampling_params import Difference
+from contracts.state_table import StateTable
+from router.state.routed_request import Leg
+from router.state.worker_table import WorkerKey
+
+
+class Result(StrEnum):
+    """What became of an answer that was chosen."""
+
+    EXACT = "exact"
+    """Every token came out the same."""
+    DAMAGED = "damaged"
+    """At least one token was drawn from another state than the answer's own; computed twice, with the same result."""
+    UNCLEAR = "unclear"
+    """numerics: fast: tokens differ within the margin."""
+    DISPUTED = "disputed"
+    """Computed twice, with two results that differ from the answer and from each other."""
+    DROPPED = "dropped"
+    """Left out: others came later and the queue was full, or requests took every worker."""
+    FAILED = "failed"
+    """No worker could compute it."""
+
+
+class State(StrEnum):
+    QUEUED = "queued"
+    SENT = "sent"
+    OVER = "over"
+
+
+class Move(StrEnum):
+    SEND = "send"
+    RETURN = "return"
+    END = "end"
+
+
+STATES = StateTable[State, Move](
+    "router's audit",
+    {
+        State.QUEUED: {Move.SEND: State.SENT, Move.END: State.OVER},
+        State.SENT: {Move.RETURN: State.QUEUED, Move.END: State.OVER},
+    },
+)
+
+
+@dataclass(eq=False)
+class Case:
+    """One answer to be audited."""
+
+    audit: Audit
+    legs: tuple[Leg, ...]
+    """Who served which part of it."""
+    salt: str
+    numerics: str = ""
+    """The numerics class that the answer was computed in: only a worker of the same draws the same bits again."""
+    state: State = State.QUEUED
+    worker: WorkerKey | None = None
+    sent_at: float = 0.0
+    first: Audited | None = None
+    """What the first computation that found a difference came to."""
+    auditors: list[str] = field(default_factory=list)
+    """Workers that have computed it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """An answer that didn't come out exact; for the log."""
+
+    request_id: RequestId
+    result: Result
+    checked: int
+    differing: int
+    differences: tuple[Difference, ...]
+    leg: Leg | None
+    """The attempt that the first position that differs is of."""
+    role: Role | None
+    """Which worker of it drew that position."""
+    auditors: tuple[str, ...]
+    message: str = ""
+
+
+@dataclass(slots=True)
+class AuditCounts:
+    """What audits came to since the start."""
+
+    results: Counter[Result] = field(default_factory=Counter)
+    tokens: int = 0
+    """Tokens that were drawn again, of whole audits; a second computation doesn't count."""
+    differing: int = 0
+    """Those of damaged answers that came out otherwise."""
+    damage: Counter[tuple[str, str]] = field(default_factory=Counter)
+    """Damaged answers by worker and role that served the first wrong token."""
+
+    @property
+    def damage_rate(self) -> float:
+        """Share of the answers with a clear result that are damaged."""
+        clear = self.results[Result.EXACT] + self.results[Result.DAMAGED]
+        return self.results[Result.DAMAGED] / clear if clear else 0.0

@@ -1,0 +1,255 @@
+"""Which answers are audited, when, on which worker, and what the findings come to. No I/O, the clock is injected.
+
+    queued --send--> sent --computed--> (judged: exact, damaged, unclear, or queued again to be confirmed)
+       ^               |
+       +-- preempted --+--- refused, lost too often, timed out --> over
+
+Answers are chosen by a hash of their request's id, so it doesn't depend on load which are; those that the stream watch
+has flagged are chosen as well. They wait in a bounded queue for a prefill worker on which nothing runs or waits.
+Clients come first everywhere: a full queue leaves its oldest audits out, and a worker sends back what it has when a
+request comes.
+
+A difference is believed when a second computation, on another worker where there is one, comes to the same tokens.
+Where it comes to others, one of the two auditors is wrong: `disputed`. Of an answer that was damaged, whoever served it
+forgets all that it keeps of it, so that no later turn goes on from there.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections import Counter
+from collections.abc import Container, Sized
+from dataclasses import replace
+
+from contracts.clock import Clock
+from contracts.config.router_config import AuditConfig
+from contracts.ids import RequestId, Role
+from contracts.messages.router_commands import Audit, Cancel, Forget
+from contracts.messages.worker_events import Audited, AuditEnd
+from router.state.routed_request import Leg, Request
+from router.state.worker_table import Entry, WorkerKey, Workers
+from router.verification.audit_cases import STATES, AuditCounts, Case, Finding, Move, Result, State
+
+TRIES = 8
+"""How often an audit is begun before it is left out."""
+PAUSE_S = 0.5
+"""How long a worker that sent an audit back gets none."""
+PREFIX = "audit-"
+"""Of the ids of audits: no request's begins so."""
+
+
+def chosen(request_id: RequestId, fraction: float) -> bool:
+    """Whether a request is among the audited share: a function of its id alone."""
+    number = int.from_bytes(hashlib.blake2b(request_id.encode(), digest_size=8, person=b"audit").digest())
+    return number < fraction * 2.0**64
+
+
+class Audits:
+    """See the module's prose. Commands come out of `take_commands`, findings out of `take_findings`."""
+
+    def __init__(
+        self, config: AuditConfig, clock: Clock, workers: Workers, in_house: Container[RequestId], waiting: Sized
+    ) -> None:
+        """`in_house`: all requests that haven't ended; `waiting`: those of them that wait for workers."""
+        self.counts = AuditCounts()
+        self._config, self._clock, self._workers = config, clock, workers
+        self._in_house, self._clients = in_house, waiting
+        self._cases: dict[RequestId, Case] = {}
+        """All that aren't over, oldest first."""
+        self._flagged: set[RequestId] = set()
+        """Requests in the house whose streams look broken."""
+        self._paused: dict[WorkerKey, float] = {}
+        self._commands: list[tuple[WorkerKey, Audit | Cancel | Forget]] = []
+        self._findings: list[Finding] = []
+
+    # ------------------------------------------------------------ questions
+
+    @property
+    def queued(self) -> int:
+        return sum(case.state is State.QUEUED for case in self._cases.values())
+
+    @property
+    def under_way(self) -> int:
+        return len(self._cases) - self.queued
+
+    def take_commands(self) -> list[tuple[WorkerKey, Audit | Cancel | Forget]]:
+        commands, self._commands = self._commands, []
+        return commands
+
+    def take_findings(self) -> list[Finding]:
+        findings, self._findings = self._findings, []
+        return findings
+
+    def check(self) -> list[str]:
+        """Recount; returns what doesn't agree."""
+        found = [f"{rid} is flagged but not in the house" for rid in self._flagged if rid not in self._in_house]
+        busy: Counter[WorkerKey] = Counter()
+        for key, case in self._cases.items():
+            if (case.state is State.SENT) != (case.worker is not None) or case.state is State.OVER:
+                found.append(f"audit {key} is {case.state} with worker {case.worker}")
+            if case.worker is not None:
+                busy[case.worker] += 1
+        found += [f"{name} #{number} has {n} audits at once" for (name, number), n in busy.items() if n > 1]
+        if self.queued > self._config.queue_answers:
+            found.append(f"{self.queued} audits wait, at most {self._config.queue_answers} may")
+        return found
+
+    # ------------------------------------------------------------ what comes
+
+    def flag(self, request_id: RequestId) -> None:
+        """The stream of a request looks broken: its answer is chosen, whatever its id, unless it has ended already."""
+        if request_id in self._in_house:
+            self._flagged.add(request_id)
+
+    def forget(self, request_id: RequestId) -> None:
+        """The request has left the house. Idempotent."""
+        self._flagged.discard(request_id)
+
+    def consider(self, r: Request) -> None:
+        """A request has ended in its full answer: take it in if it is one of those to be audited."""
+        fraction = self._config.fraction
+        if not fraction or not r.emitted or not (r.id in self._flagged or chosen(r.id, fraction)):
+            return
+        key = RequestId(f"{PREFIX}{r.id}")
+        # What only concerns what is sent along with tokens costs time and decides nothing.
+        sampling = replace(r.sampling, logprobs=None, prompt_logprobs=None)
+        self._cases[key] = Case(Audit(key, 0, r.tokens, len(r.prompt), sampling), tuple(r.legs), r.salt, r.numerics)
+        waiting = [case for case in self._cases.values() if case.state is State.QUEUED]
+        for case in waiting[: max(0, len(waiting) - self._config.queue_answers)]:
+            self._end(case, Result.DROPPED)
+
+    def hear(self, worker: WorkerKey, event: Audited) -> bool:
+        """A worker's word on an audit; False when it isn't asked for any more."""
+        case = self._cases.get(event.request_id)
+        if case is None or case.worker != worker or event.attempt != case.audit.attempt:
+            return False
+        if event.end is AuditEnd.COMPUTED:
+            case.auditors.append(worker[0])
+            self._judge(case, event)
+        elif event.end is AuditEnd.PREEMPTED:
+            self._paused[worker] = self._clock.now() + PAUSE_S
+            self._again(case)
+        else:
+            self._end(case, Result.FAILED, event)
+        self.pump()
+        return True
+
+    def lost(self, worker: WorkerKey) -> None:
+        """A worker is gone, with what it computed."""
+        self._paused.pop(worker, None)
+        for case in list(self._cases.values()):
+            if case.worker == worker:
+                self._again(case)
+
+    def tick(self) -> None:
+        """Let time pass."""
+        now = self._clock.now()
+        self._paused = {key: until for key, until in self._paused.items() if until > now}
+        for case in list(self._cases.values()):
+            if case.worker is not None and now >= case.sent_at + self._config.timeout_s:
+                self._commands.append((case.worker, Cancel(case.audit.request_id, case.audit.attempt)))
+                self._end(case, Result.DROPPED)
+        self.pump()
+
+    def pump(self) -> None:
+        """Give idle workers what waits, the oldest first."""
+        waiting = [case for case in self._cases.values() if case.state is State.QUEUED]
+        if not waiting or len(self._clients):
+            return
+        now = self._clock.now()
+        taken = {case.worker for case in self._cases.values()}
+        idle = [
+            e for e in self._workers.serving(Role.PREFILL, now)
+            if _idle(e) and e.key not in taken and self._paused.get(e.key, 0.0) <= now
+        ]  # fmt: skip
+        for case in waiting:
+            able = [
+                e for e in idle
+                if e.record.fits.max_positions >= len(case.audit.tokens) and e.numerics == case.numerics
+            ]  # fmt: skip
+            if able:
+                # Whoever has computed it comes last, and so does whoever served it.
+                served = {leg.workers.get(Role.PREFILL) for leg in case.legs}
+                entry = min(able, key=lambda e: (e.record.name in case.auditors, e.record.name in served, e.turn))
+                idle.remove(entry)
+                self._send(case, entry.key, now)
+
+    def _send(self, case: Case, worker: WorkerKey, now: float) -> None:
+        case.state = STATES.next(case.state, Move.SEND)
+        case.worker, case.sent_at = worker, now
+        self._commands.append((worker, case.audit))
+
+    # ------------------------------------------------------------ what it comes to
+
+    def _judge(self, case: Case, event: Audited) -> None:
+        if case.first is None and not event.differences:
+            self._end(case, Result.UNCLEAR if event.differing else Result.EXACT, event)
+        elif case.first is None:
+            case.first = event
+            self._again(case)
+        else:
+            # How far off a token is depends on who computed it; which token it is doesn't.
+            same = [(d.position, d.drawn) for d in event.differences] == [
+                (d.position, d.drawn) for d in case.first.differences
+            ]
+            self._end(case, Result.DAMAGED if same else Result.DISPUTED, event)
+
+    def _again(self, case: Case) -> None:
+        """Back into the queue, under the next number, if it has not been tried too often."""
+        if case.audit.attempt + 1 >= TRIES:
+            self._end(case, Result.DROPPED)
+            return
+        case.state = STATES.next(case.state, Move.RETURN)
+        case.worker = None
+        case.audit = replace(case.audit, attempt=case.audit.attempt + 1)
+
+    def _end(self, case: Case, result: Result, event: Audited | None = None) -> None:
+        """The one way out."""
+        case.state = STATES.next(case.state, Move.END)
+        del self._cases[case.audit.request_id]
+        counts = self.counts
+        counts.results[result] += 1
+        if event is None or result is Result.EXACT:
+            counts.tokens += event.checked if event is not None else 0
+            return
+        counts.tokens += event.checked
+        differences = event.differences or (case.first.differences if case.first is not None else ())
+        leg = _leg_at(case.legs, differences[0].position) if differences else None
+        role = leg.role_at(differences[0].position) if leg is not None else None
+        if result is Result.DAMAGED:
+            counts.differing += event.differing
+            if leg is not None and role is not None:
+                counts.damage[leg.workers.get(role, ""), role] += 1
+            self._forget(case)
+        request = RequestId(case.audit.request_id.removeprefix(PREFIX))
+        self._findings.append(
+            Finding(
+                request,
+                result,
+                event.checked,
+                event.differing,
+                differences,
+                leg,
+                role,
+                tuple(case.auditors),
+                event.message,
+            )
+        )
+
+    def _forget(self, case: Case) -> None:
+        """Whoever served any of it may have kept the state that was wrong: nobody is to go on from that."""
+        request = RequestId(case.audit.request_id.removeprefix(PREFIX))
+        for name in sorted({name for leg in case.legs for name in leg.workers.values()}):
+            entry = self._workers.named(name)
+            if entry is not None and entry.linked:
+                self._commands.append((entry.key, Forget(request, case.audit.tokens, case.salt)))
+
+
+def _idle(entry: Entry) -> bool:
+    """Whether nothing of a client's is in front of a worker, by what was sent to it and what it said last."""
+    return not (entry.load or entry.status.running or entry.status.waiting)
+
+
+def _leg_at(legs: tuple[Leg, ...], position: int) -> Leg | None:
+    """The attempt that emitted a position: the last that began before it."""
+    return next((leg for leg in reversed(legs) if leg.base <= position), None)

@@ -1,0 +1,74 @@
+"""How much damage the workers have found, since this router started, whatever became of the workers.
+
+A worker counts from its start and says so in every heartbeat. The router adds up what each incarnation has counted, so
+that a worker that is started again, or goes, takes nothing off the metric. What a worker found after its last heartbeat
+is in its log alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import TypeVar
+
+from contracts.damage import where_of
+from contracts.ids import Incarnation, Role, WorkerName
+from contracts.messages.worker_status import WorkerStatus
+
+K = TypeVar("K")
+
+
+@dataclass(frozen=True, slots=True)
+class Sample:
+    """One worker's count of one kind of damage."""
+
+    worker: str
+    role: str
+    where: str
+    count: float
+
+
+class Damage:
+    """Counts by worker, role and `where`; bounded by the workers that there ever were by name."""
+
+    def __init__(self) -> None:
+        self._before: dict[tuple[WorkerName, Role, str], float] = {}
+        """What earlier incarnations had counted."""
+        self._now: dict[WorkerName, tuple[Incarnation, Role, dict[str, float]]] = {}
+
+    def hear(self, statuses: Iterable[WorkerStatus]) -> None:
+        """Take in what workers say; an older incarnation than the one known is not believed."""
+        for status in statuses:
+            incarnation, role, known = self._now.get(status.name, (status.incarnation, status.role, {}))
+            if incarnation > status.incarnation:
+                continue
+            if incarnation < status.incarnation:
+                for where, value in known.items():
+                    _add(self._before, (status.name, role, where), value)
+                known = {}
+            # A status without counters (of a worker that has ended) takes nothing back.
+            counts = {w: max(value, known.get(w, 0.0)) for w, value in _counts(status.counters).items()}
+            self._now[status.name] = (status.incarnation, status.role, {**known, **counts})
+
+    def samples(self) -> Iterator[Sample]:
+        """A sample for each `where` that a worker has ever named, those that are 0 included."""
+        totals = dict(self._before)
+        for name, (_, role, counts) in self._now.items():
+            for where, value in counts.items():
+                _add(totals, (name, role, where), value)
+        for (name, role, where), value in sorted(totals.items()):
+            yield Sample(name, role, where, value)
+
+
+def _counts(counters: Mapping[str, float]) -> dict[str, float]:
+    """By `where`: several counters may count the same."""
+    out: dict[str, float] = {}
+    for name, value in counters.items():
+        where = where_of(name)
+        if where is not None:
+            _add(out, where, value)
+    return out
+
+
+def _add(totals: dict[K, float], key: K, value: float) -> None:
+    totals[key] = totals.get(key, 0.0) + value

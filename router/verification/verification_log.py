@@ -1,0 +1,47 @@
+"""How findings of audits and flags of the stream watch are logged."""
+
+from __future__ import annotations
+
+import logging
+
+from contracts.damage import Where
+from router.state.routed_request import Request
+from router.state.router_log import log
+from router.verification.audit_cases import Finding, Result
+from router.verification.stream_watch import Flag
+
+_LEVELS = {Result.DAMAGED: logging.ERROR, Result.DISPUTED: logging.ERROR}
+
+
+def log_finding(finding: Finding) -> None:
+    """One line an answer: where it goes wrong, who served it, who computed it again."""
+    leg = finding.leg
+    log(
+        "state damage" if finding.result is Result.DAMAGED else "audit",
+        level=_LEVELS.get(finding.result, logging.WARNING),
+        where=str(Where.AUDIT),
+        request=finding.request_id,
+        result=str(finding.result),
+        checked=finding.checked,
+        differing=finding.differing,
+        differences=[(d.position, d.drawn, round(d.gap, 4)) for d in finding.differences],
+        attempt=leg.attempt if leg is not None else None,
+        workers={str(role): name for role, name in leg.workers.items()} if leg is not None else {},
+        role=finding.role,
+        auditors=list(finding.auditors),
+        reason=finding.message,
+    )
+
+
+def log_flag(flag: Flag, request: Request) -> None:
+    log(
+        "stream looks broken",
+        level=logging.WARNING,
+        request=flag.request_id,
+        why=str(flag.why),
+        position=flag.position,
+        workers={str(role): name for role, name in request.workers.items()},
+        attempt=request.attempt,
+        room=request.room,
+        detail=flag.detail,
+    )

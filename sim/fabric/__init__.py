@@ -1,0 +1,1 @@
+"""Time, network, memory, storage and engine as models."""

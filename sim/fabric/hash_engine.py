@@ -1,0 +1,318 @@
+"""An engine whose tokens are a hash of exactly the state that it read.
+
+What position p writes into each pool is a function of its token and of every byte that p may see; the token drawn
+after p is a function of the same bytes and of everything that the request's sampling parameters say. So one stale,
+foreign or missing byte anywhere in the pages that a row's tables name, and one parameter that was lost on its way,
+changes every token from there on. `recite` works the same answers out from the tokens alone: it has no pages, tables
+or workers in it.
+
+A worker of several ranks has one engine here, which reads each head from every rank that holds it, and writes it to
+all of them.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+
+from cache.allocation.block_table import Table
+from cache.device.device_port import DEVICE, DONE, Completion, Device, Op, Stream, spans
+from cache.memory.kv_cache_spec import BufferSpec, Kind, PoolSetSpec, PoolSpec
+from cache.memory.memory_layout import BufferLayout
+from cache.pool.pool_set import PoolSet
+from contracts.sampling_params import Difference, SamplingParams, TokenLogprob
+from engine.runner.batch import Draw, Drawn, FromStep, Row, RowOutput
+
+VOCABULARY = 64
+
+
+def _mark(seen: Sequence[bytes], token: int) -> bytes:
+    """What stands for everything that a position saw, and its own token."""
+    return hashlib.blake2b(b"|".join(seen) + token.to_bytes(4, "little"), digest_size=16).digest()
+
+
+def _entry(pool: PoolSpec, mark: bytes) -> list[bytes]:
+    """What a position leaves in a pool: one entry for each layer of each buffer."""
+    widths = [buffer.shape_bytes for buffer in pool.buffers for _ in range(buffer.layers)]
+    whole = hashlib.blake2b(mark + pool.name.encode(), digest_size=sum(widths)).digest()
+    return [whole[sum(widths[:i]) : sum(widths[: i + 1])] for i in range(len(widths))]
+
+
+@lru_cache(maxsize=1024)
+def _manner(params: SamplingParams) -> bytes:
+    """Everything that says how to draw, but for what is looked at apart: lengths, stops and log-probabilities."""
+    biases = sorted(params.logit_bias)
+    said = (
+        params.temperature, params.top_p, params.top_k, params.min_p, params.repetition_penalty,
+        params.presence_penalty, params.frequency_penalty, biases, params.seed, params.choice,
+    )  # fmt: skip
+    return hashlib.blake2b(repr(said).encode(), digest_size=16).digest()
+
+
+def penalised(params: SamplingParams) -> bool:
+    """Whether a draw looks at the tokens before it."""
+    return (params.repetition_penalty, params.presence_penalty, params.frequency_penalty) != (1.0, 0.0, 0.0)
+
+
+def _draw(mark: bytes, params: SamplingParams, before: Sequence[int], prompt_len: int, position: int) -> int:
+    """The token at `position`; under penalties, and under them alone, it depends on the tokens `before` it as such."""
+    said = mark + _manner(params) + position.to_bytes(4, "little")
+    if penalised(params):
+        assert len(before) >= position, "penalties look at all tokens before the drawn one"
+        said += bytes(before[:prompt_len]) + b"|" + bytes(before[prompt_len:position])
+    for attempt in range(1 << 20):
+        drawn = hashlib.blake2b(said + attempt.to_bytes(4, "little"), digest_size=8).digest()
+        token = int.from_bytes(drawn, "little") % VOCABULARY
+        if position - prompt_len >= params.min_tokens or token not in params.stop_token_ids:
+            return token
+    raise AssertionError("every token is a stop token")
+
+
+def _score(mark: bytes, token: int, best: int) -> TokenLogprob:
+    """Log-probabilities after a position: of `token`, and the best."""
+    whole = hashlib.blake2b(mark + b"logprobs", digest_size=VOCABULARY).digest()
+    ordered = sorted(range(VOCABULARY), key=lambda other: (whole[other], other))[:best] if best else ()
+    return TokenLogprob(token, -whole[token] / 7.0, tuple((other, -whole[other] / 7.0) for other in ordered))
+
+
+@dataclass(frozen=True, slots=True)
+class Recital:
+    """What a request must come to."""
+
+    tokens: tuple[int, ...]
+    logprobs: tuple[TokenLogprob, ...]
+    """One a token, where they were asked for."""
+    scores: tuple[TokenLogprob, ...] | None
+    """Of the prompt's tokens from the second on, where they were asked for."""
+
+
+@lru_cache(maxsize=256)
+def recite(spec: PoolSetSpec, prompt: tuple[int, ...], params: SamplingParams) -> Recital:
+    """The answer to a prompt: up to `max_tokens` tokens, a stop token included."""
+    tokens, logprobs, scores = list(prompt), list[TokenLogprob](), list[TokenLogprob]()
+    lanes = {pool.name: [bytearray() for buffer in pool.buffers for _ in range(buffer.layers)] for pool in spec.pools}
+    widths = {pool.name: [b.shape_bytes for b in pool.buffers for _ in range(b.layers)] for pool in spec.pools}
+    for pool in spec.pools:
+        if pool.kind is Kind.STATE:
+            for lane, width in zip(lanes[pool.name], widths[pool.name], strict=True):
+                lane.extend(bytes(width))
+    at, length = 0, len(prompt)
+    while at < length or len(tokens) < length + params.max_tokens:
+        seen = [
+            bytes(lane[-(pool.window_tokens - 1) * width :] if pool.kind is Kind.WINDOW else lane)
+            for pool in spec.pools
+            for lane, width in zip(lanes[pool.name], widths[pool.name], strict=True)
+        ]
+        mark = _mark(seen, tokens[at])
+        at += 1
+        for pool in spec.pools:
+            for lane, entry in zip(lanes[pool.name], _entry(pool, mark), strict=True):
+                if pool.kind is Kind.STATE:
+                    lane.clear()
+                lane.extend(entry)
+        if at < length and params.prompt_logprobs is not None:
+            scores.append(_score(mark, tokens[at], params.prompt_logprobs))
+        if at == len(tokens) and params.max_tokens:
+            tokens.append(_draw(mark, params, tokens, length, at))
+            if params.logprobs is not None:
+                logprobs.append(_score(mark, tokens[-1], params.logprobs))
+            if tokens[-1] in params.stop_token_ids:
+                break
+    wanted = tuple(scores) if params.prompt_logprobs is not None else None
+    return Recital(tuple(tokens[length:]), tuple(logprobs), wanted)
+
+
+class HashStep:
+    """Implements `engine.runner.batch.Step`."""
+
+    def __init__(self) -> None:
+        self.completion: Completion = DONE
+        self.drawn: list[RowOutput] = []
+
+    @property
+    def done(self) -> bool:
+        return self.completion.done
+
+    def outputs(self) -> list[RowOutput]:
+        self.completion.wait()
+        return self.drawn
+
+
+@dataclass(frozen=True, slots=True)
+class _Share:
+    """What one rank holds of a lane: so many bytes of each entry, from byte `first` of it on."""
+
+    memory: memoryview
+    layout: BufferLayout
+    layer: int
+    first: int
+    width: int
+
+    def page(self, index: int) -> slice:
+        start = self.layout.offset(self.layer, index)
+        return slice(start, start + self.layout.entry_bytes)
+
+
+class _Lane:
+    """One layer of one buffer, with the heads of all ranks."""
+
+    def __init__(self, whole: BufferSpec, layer: int, ranks: Sequence[tuple[memoryview, BufferLayout]]) -> None:
+        self.width = whole.shape_bytes
+        head = whole.shape_bytes // whole.heads if whole.heads else 0
+        self._shares = [
+            _Share(memory, layout, layer, layout.spec.first_head * head, layout.spec.shape_bytes)
+            for memory, layout in ranks
+        ]
+        self._alone = self._shares[0] if len(ranks) == 1 else None
+
+    def read(self, index: int, entries: int) -> bytes | memoryview:
+        """The first entries of a page, or a slot."""
+        if self._alone is not None:
+            start = self._alone.page(index).start
+            return self._alone.memory[start : start + entries * self.width]
+        whole, known = bytearray(entries * self.width), bytearray(entries * self.width)
+        for share in self._shares:
+            page = share.memory[share.page(index)]
+            for at in range(entries):
+                mine, to = page[at * share.width : (at + 1) * share.width], at * self.width + share.first
+                for place, byte in enumerate(mine, to):
+                    # Copies on several ranks that differ are like no copy of what belongs there.
+                    whole[place] = byte if not known[place] else whole[place] if whole[place] == byte else ~byte & 0xFF
+                    known[place] = 1
+        return bytes(whole)
+
+    def write(self, index: int, at: int, entry: bytes) -> None:
+        for share in self._shares:
+            start = share.page(index).start + at * share.width
+            share.memory[start : start + share.width] = entry[share.first : share.first + share.width]
+
+
+class HashEngine:
+    """Stands where `engine.runner.model_runner.Engine` does: `launch` and `device` are what workers use of it."""
+
+    def __init__(
+        self,
+        pools: PoolSet,
+        device: Device,
+        others: Sequence[PoolSet] = (),
+        together: Callable[[], None] = lambda: None,
+    ) -> None:
+        """`others`: the pool sets of the worker's other ranks. `together` is called when a step is computed: until
+        then every rank has carried out all that it was told before."""
+        self.device = device
+        self._pools, self._spec, self._together = pools, pools.spec.whole, together
+        ranks = [(memoryview(p.region.numpy()), p.layout.buffers) for p in (pools, *others)]  # type: ignore[arg-type]
+        self._lanes = {
+            pool.name: [
+                _Lane(buffer, layer, [(memory, layouts[pool.name][at]) for memory, layouts in ranks])
+                for at, buffer in enumerate(pool.buffers)
+                for layer in range(buffer.layers)
+            ]
+            for pool in self._spec.pools
+        }
+
+    def launch(self, rows: Sequence[Row]) -> HashStep:
+        step = HashStep()
+        tables = [{self._spec.full.name: Table(0, row.pages, row.epochs), **row.others} for row in rows]
+        reads, writes = self._named(rows, tables) if self.device.checks else ({}, {})
+        passages = {pool: self._pools.gates[pool].enter(pool) for pool in self._spec.by_name}
+        gates = {gate: waits for passage in passages.values() for gate, waits in passage.gates.items()}
+
+        def run() -> None:
+            for name, passage in passages.items():
+                for layer in range(self._spec.by_name[name].layers):
+                    passage.layer(layer)
+            self._together()
+            step.drawn += [self._row(row, mine) for row, mine in zip(rows, tables, strict=True)]
+
+        op = Op("forward", Stream.COMPUTE, spans(DEVICE, reads), spans(DEVICE, writes))
+        step.completion = self.device.submit(op, run, gates=gates)
+        return step
+
+    def _named(
+        self, rows: Sequence[Row], tables: Sequence[Mapping[str, Table]]
+    ) -> tuple[dict[str, list[int]], dict[str, list[int]]]:
+        """The pages and slots that a step reads and writes, by pool."""
+        reads: dict[str, set[int]] = {pool: set() for pool in self._spec.by_name}
+        writes: dict[str, set[int]] = {pool: set() for pool in self._spec.by_name}
+        for row, table in zip(rows, tables, strict=True):
+            for pool, mine in table.items():
+                reads[pool] |= set(mine.pages)
+                state = self._spec.by_name[pool].kind is Kind.STATE
+                first = 0 if state else row.start // self._spec.page_tokens - mine.first
+                writes[pool] |= set(mine.pages[first:])
+        return {p: sorted(i) for p, i in reads.items()}, {p: sorted(i) for p, i in writes.items()}
+
+    def _row(self, row: Row, tables: Mapping[str, Table]) -> RowOutput:
+        for name, table in tables.items():
+            if tuple(self._pools.allocators[name].epochs_of(table.pages)) != tuple(table.epochs):
+                return RowOutput(stale=True)
+        tokens = self._tokens(row)
+        if tokens is None:
+            return RowOutput(stale=True)
+        seen = {pool.name: self._seen(pool, tables[pool.name], row.start) for pool in self._spec.pools}
+        mark, known, found, replayed = b"", row.replay, list[Difference](), 0
+        scores: list[TokenLogprob] = []
+        for position, token in enumerate(tokens, row.start):
+            mark = _mark([bytes(lane) for pool in self._spec.pools for lane in seen[pool.name]], token)
+            for pool in self._spec.pools:
+                self._write(pool, tables[pool.name], position, _entry(pool, mark), seen[pool.name])
+            if row.score is not None and position - row.start < len(row.score):
+                scores.append(_score(mark, row.score[position - row.start], row.score_top))
+            if known is not None and position + 1 in known.positions(row.start, len(tokens)):
+                replayed += 1
+                again = _draw(mark, known.params, known.tokens, known.prompt_len, position + 1)
+                if again != known.tokens[position + 1]:
+                    found.append(Difference(position + 1, again, 1.0))
+        drawn = self._drawn(row.draw, mark) if row.draw is not None else None
+        return RowOutput(drawn, tuple(scores), replayed, tuple(found))
+
+    @staticmethod
+    def _drawn(draw: Draw, mark: bytes) -> Drawn:
+        params = draw.params
+        token = _draw(mark, params, draw.tokens, draw.prompt_len, draw.position)
+        return Drawn(token, None if params.logprobs is None else _score(mark, token, params.logprobs))
+
+    def _tokens(self, row: Row) -> Sequence[int] | None:
+        """None where the row goes on from a stale one, of which nothing was drawn: it is stale as well."""
+        if not isinstance(row.tokens, FromStep):
+            return row.tokens
+        step = row.tokens.step
+        assert isinstance(step, HashStep)
+        before = step.drawn[row.tokens.row].drawn
+        return [before.token] if before is not None else None
+
+    def _seen(self, pool: PoolSpec, table: Table, start: int) -> list[bytearray]:
+        """What the position `start` sees of a pool: a run of bytes for each lane."""
+        lanes = self._lanes[pool.name]
+        if pool.kind is Kind.STATE:
+            return [bytearray(lane.read(table.pages[0], 1)) for lane in lanes]
+        size = self._spec.page_tokens
+        first = max(0, start - pool.window_tokens + 1) if pool.kind is Kind.WINDOW else 0
+        out = []
+        for lane in lanes:
+            run = bytearray()
+            for number in range(first // size, -(-start // size)):
+                index = table.pages[number - table.first]
+                assert index, "a page that is still seen was given back"
+                run += lane.read(index, size)
+            skip = (first - first // size * size) * lane.width
+            out.append(run[skip : skip + (start - first) * lane.width])
+        return out
+
+    def _write(
+        self, pool: PoolSpec, table: Table, position: int, entry: Sequence[bytes], seen: Sequence[bytearray]
+    ) -> None:
+        """Write what a position leaves; `seen` becomes what the next one sees."""
+        number, at = divmod(position, self._spec.page_tokens)
+        for lane, data, run in zip(self._lanes[pool.name], entry, seen, strict=True):
+            if pool.kind is Kind.STATE:
+                lane.write(table.pages[0], 0, data)
+                run[:] = data
+                continue
+            lane.write(table.pages[number - table.first], at, data)
+            run.extend(data)
+            if pool.kind is Kind.WINDOW:
+                del run[: max(0, len(run) - (pool.window_tokens - 1) * lane.width)]

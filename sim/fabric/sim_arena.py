@@ -1,0 +1,22 @@
+"""Host memory that outlives its workers: what the agent of a node lends them, one living process at a time."""
+
+from __future__ import annotations
+
+from sim.fabric.sim_process import Process
+
+
+class SimArenas:
+    """The segments of all nodes, by the worker that they were made for and by size."""
+
+    def __init__(self) -> None:
+        self._segments: dict[tuple[str, int], tuple[Process, memoryview]] = {}
+
+    def take(self, process: Process, nbytes: int) -> memoryview | None:
+        """The segment of this worker, as its last incarnation left it; None while that is still alive."""
+        key = process.name, nbytes
+        last = self._segments.get(key)
+        if last is not None and last[0].alive:
+            return None
+        memory = last[1] if last is not None else memoryview(bytearray(nbytes))
+        self._segments[key] = process, memory
+        return memory

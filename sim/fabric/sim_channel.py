@@ -1,0 +1,157 @@
+"""The rooms' carrier over the simulated network: implements `transfer.net.control_channel.Carrier`.
+
+It behaves as ZMQ does: a connection to an endpoint that nobody serves waits for ever, and one that is reset comes back
+by itself, without what was under way.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Sequence
+
+from sim.fabric.sim_network import Network, Pipe
+from sim.fabric.sim_process import Process
+from transfer.net.control_channel import Process as Mark
+
+Wake = Callable[[], None]
+
+
+class Exchange:
+    """What a name means on the network: endpoints and processes."""
+
+    def __init__(self, network: Network) -> None:
+        self.network = network
+        self.inboxes: dict[str, SimInbox] = {}
+        self.processes: dict[int, Process] = {}
+
+
+class SimInbox:
+    """Implements `transfer.net.control_channel.Inbox`."""
+
+    def __init__(self, exchange: Exchange, process: Process, wake: Wake) -> None:
+        self.endpoint = f"sim://{process.label}"
+        self.process = process
+        self._exchange, self._wake = exchange, wake
+        self._arrived: deque[tuple[bytes, bytes]] = deque()
+        self._routes: dict[bytes, SimChannel] = {}
+        exchange.inboxes[self.endpoint] = self
+
+    def arrive(self, channel: SimChannel, data: bytes) -> None:
+        self._routes[channel.identity] = channel
+        self._arrived.append((channel.identity, data))
+        self._wake()
+
+    def receive(self) -> list[tuple[bytes, bytes]]:
+        arrived, self._arrived = list(self._arrived), deque()
+        return arrived
+
+    def send(self, identity: bytes, data: bytes) -> None:
+        channel = self._routes.get(identity)
+        if channel is not None:
+            channel.back(data)
+
+    def close(self) -> None:
+        self._exchange.inboxes.pop(self.endpoint, None)
+
+
+class SimChannel:
+    """Implements `transfer.net.control_channel.Channel`."""
+
+    def __init__(self, exchange: Exchange, process: Process, endpoint: str, identity: bytes, wake: Wake) -> None:
+        self.identity = identity
+        self._wake = wake
+        self._arrived: deque[bytes] = deque()
+        self._closed = False
+        inbox = exchange.inboxes.get(endpoint)
+        self._inbox = inbox
+        self._network, self._process = exchange.network, process
+        self._pipes: tuple[Pipe, Pipe] | None = None
+        self._cut, self._down = False, False
+        if inbox is not None:
+            there = self._network.pipe(process, inbox.process, self._reset)
+            self._pipes = there, self._network.pipe(inbox.process, process)
+
+    def send(self, data: bytes) -> None:
+        if self._pipes is not None and self._inbox is not None:
+            inbox = self._inbox
+            self._pipes[0].send(lambda: inbox.arrive(self, data))
+
+    def back(self, data: bytes) -> None:
+        """The other end sends."""
+        if self._pipes is not None:
+            self._pipes[1].send(lambda: self._arrive(data))
+
+    def _arrive(self, data: bytes) -> None:
+        if not self._closed:
+            self._arrived.append(data)
+            self._wake()
+
+    def receive(self) -> bytes | None:
+        return self._arrived.popleft() if self._arrived else None
+
+    def _reset(self) -> None:
+        """What is under way back is lost with what is under way there."""
+        if self._pipes is not None and not self._closed:
+            self._pipes[1].lose()
+            self._cut, self._down = True, True
+            self._wake()
+
+    def cut(self) -> bool:
+        cut, self._cut = self._cut, False
+        return cut
+
+    @property
+    def up(self) -> bool:
+        """It connects again as soon as it can."""
+        inbox = self._inbox
+        if inbox is None or not inbox.process.alive:
+            return False
+        if self._down and not inbox.process.stopped and self._network.reaches(self._process, inbox.process):
+            self._down = False
+        return not self._down
+
+    def close(self) -> None:
+        """What was sent is on its way all the same, as with a socket that is closed."""
+        self._closed = True
+
+
+class SimWatch:
+    """Implements `transfer.net.control_channel.Watch`."""
+
+    def __init__(self, processes: Sequence[Process], wake: Wake) -> None:
+        self.pid = processes[0].pid
+        self._processes = processes
+        for process in processes:
+            process.on_death(wake)
+
+    @property
+    def dead(self) -> bool:
+        return not any(process.alive for process in self._processes)
+
+    def close(self) -> None: ...
+
+
+class SimCarrier:
+    """Implements `transfer.net.control_channel.Carrier` for one process; what comes wakes it."""
+
+    def __init__(self, exchange: Exchange, process: Process, wake: Wake) -> None:
+        self._exchange, self._process, self._wake = exchange, process, wake
+        exchange.processes[process.pid] = process
+
+    def mine(self) -> Mark:
+        return self._process.pid, 1, self._process.node
+
+    def listen(self) -> SimInbox:
+        return SimInbox(self._exchange, self._process, self._wake)
+
+    def connect(self, endpoint: str, identity: bytes) -> SimChannel:
+        return SimChannel(self._exchange, self._process, endpoint, identity, self._wake)
+
+    def watch(self, processes: Sequence[Mark]) -> SimWatch | None:
+        """A process can watch those of its own node."""
+        if any(node != self._process.node for _, _, node in processes):
+            return None
+        found = [self._exchange.processes[pid] for pid, _, _ in processes]
+        if not any(process.alive for process in found):
+            raise ProcessLookupError(f"pid {processes[0][0]} is dead")
+        return SimWatch(found, self._wake)

@@ -1,0 +1,353 @@
+"""Data planes over the simulated network: implement `transfer.planes.data_plane.Plane`.
+
+shm   the writer stores into the reader's memory, the second half of a write some time after the first: if it
+      stands still in between, it stores the rest whenever it goes on, whatever has become of those pages (A5)
+zmq   what is written travels, and the reader stores it if the room still exists
+"""
+
+from __future__ import annotations
+
+import random
+from collections import Counter, deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import zmq
+
+from cache.device.device_port import DONE, Completion
+from cache.memory.head_slices import Cut, chosen, common, copy_common, packed_layouts
+from cache.memory.kv_cache_spec import PoolSetSpec
+from cache.memory.memory_layout import BufferLayout
+from cache.memory.page_moves import Move, Part, copy_state, gather, scatter
+from cache.pool.pool_set import PoolSet
+from contracts.errors import LayoutMismatch, WireError
+from contracts.ids import RoomId
+from contracts.messages.rank_orders import Arrival
+from sim.fabric.sim_network import Network
+from sim.fabric.sim_process import Process
+from transfer.planes.data_plane import SLOT_BYTES, Link, PageWrite, SlotWrite, Target
+from transfer.planes.ordered_notices import HeldNotices
+from transfer.planes.rank_fan import fan, rank_cut, writers
+
+
+class Damage:
+    """Bytes that flip on their way: how many of a kind are to, and how many have."""
+
+    def __init__(self) -> None:
+        self.due: Counter[str] = Counter()
+        self.done: Counter[str] = Counter()
+
+    def strikes(self, kind: str) -> bool:
+        """Whether one of this kind is to flip now."""
+        if not self.due[kind]:
+            return False
+        self.due[kind] -= 1
+        self.done[kind] += 1
+        return True
+
+    def strike(self, region: torch.Tensor, offset: int) -> None:
+        """Pages."""
+        if self.strikes("corrupt"):
+            region[offset] ^= 0x40
+
+    def struck(self, kind: str, data: bytes, rng: random.Random) -> bytes:
+        """Bytes that may arrive otherwise."""
+        if not self.strikes(kind):
+            return data
+        at = rng.randrange(len(data))
+        return data[:at] + bytes([data[at] ^ (1 << rng.randrange(8))]) + data[at + 1 :]
+
+
+@dataclass(frozen=True, slots=True)
+class _Notice:
+    """A notice of plane zmq, which may have to wait for writes that take other ways."""
+
+    room: RoomId
+    data: bytes
+    writes: int
+    sources: int
+    """Ranks of its writer."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Frames:
+    """What one write of plane zmq sends: which of a room under a grant's ticket, from which rank of how many."""
+
+    room: RoomId
+    ticket: int
+    parts: Sequence[tuple[str, range, torch.Tensor]] = ()
+    slot: bytes | None = None
+    source: int = 0
+    sources: int = 1
+    number: int = 0
+
+
+Item = bytes | _Notice | _Frames
+
+
+class SimPlane:
+    """One rank's end: implements `transfer.planes.data_plane.RankPlane`."""
+
+    def __init__(
+        self,
+        kind: str,
+        network: Network,
+        process: Process,
+        planes: dict[int, SimPlane],
+        rng: random.Random,
+        damage: Damage,
+        wake: Callable[[], None],
+        rank: int = 0,
+        size: int = 1,
+    ) -> None:
+        self.kind, self.revocable = kind, kind == "zmq"
+        self.network, self.process, self.rng, self.damage = network, process, rng, damage
+        self.rank, self.size = rank, size
+        self.dropped = 0
+        self.halt: Callable[[], None] | None = None
+        """Called once, in the middle of the next write of pages."""
+        self._planes, self._wake = planes, wake
+        self._arrived: deque[Item] = deque()
+        self._permitted: dict[RoomId, Target] = {}
+        self._held = HeldNotices(size, lambda sources, at: writers(self.pools.spec.whole, sources, at, size))
+        self._due: list[bytes] = []
+        self._settled: list[Arrival] = []
+        planes[process.pid] = self
+
+    def allocate(self, name: str, nbytes: int) -> torch.Tensor:
+        return torch.zeros(nbytes, dtype=torch.uint8)
+
+    def register(self, pools: PoolSet, slots: torch.Tensor | None) -> None:
+        self.pools, self.slots = pools, slots
+
+    def describe(self) -> dict[str, Any]:
+        return {"ranks": [{"pid": self.process.pid, "node": self.process.node}]}
+
+    def connect(self, descriptor: dict[str, Any]) -> Link:
+        return fan(self.pools.spec.whole, self.rank, self.size, descriptor, self._link)
+
+    def _link(self, part: dict[str, Any], spec: PoolSetSpec, cut: Cut | None) -> Link:
+        reader = self._planes[part["pid"]]
+        if self.kind == "zmq":
+            return SentLink(self, reader, cut)
+        if part["node"] != self.process.node or not reader.process.alive:
+            raise LayoutMismatch(f"plane shm: the reader {reader.process} can't be reached from {self.process}")
+        return StoredLink(self, reader, cut)
+
+    def permit(self, target: Target) -> None:
+        self._permitted[target.room] = target
+        self._held.open(target.room)
+
+    def revoke(self, room: RoomId) -> None:
+        self._permitted.pop(room, None)
+        self._due += self._held.close(room)
+
+    def settled(self, rank: int, settled: Arrival) -> None:
+        self._held.settled(rank, RoomId(settled.room), settled.source, settled.number)
+
+    def take_settled(self) -> list[Arrival]:
+        settled, self._settled = self._settled, []
+        return settled
+
+    def arrive(self, item: Item) -> None:
+        self._arrived.append(item)
+        self._wake()
+
+    def hear(self) -> None: ...
+
+    def poll(self) -> list[bytes]:
+        notices = [*self._due, *self._held.due()]
+        self._due.clear()
+        while self._arrived:
+            item = self._arrived.popleft()
+            if isinstance(item, bytes):
+                notices.append(item)
+            elif isinstance(item, _Notice):
+                notices += self._held.add(item.room, item.data, item.writes, item.sources)
+            elif not self._store(item):
+                self.dropped += 1
+        return notices
+
+    def _store(self, frames: _Frames) -> bool:
+        target = self._permitted.get(frames.room)
+        if target is None or target.ticket != frames.ticket:
+            return False
+        if frames.slot is not None:
+            if self.slots is None or len(frames.slot) > SLOT_BYTES:
+                return False
+            self.slots[target.slot, : len(frames.slot)] = torch.frombuffer(bytearray(frames.slot), dtype=torch.uint8)
+            return True
+        try:
+            places = [target.at(pool, numbers) for pool, numbers, _ in frames.parts]
+        except IndexError:
+            return False
+        for (pool, _, packed), indices in zip(frames.parts, places, strict=True):
+            self._unpack(frames, pool, indices, packed)
+        settled = Arrival(frames.room, frames.source, frames.number)
+        self._held.settled(self.rank, frames.room, frames.source, frames.number)
+        if self.rank:
+            self._settled.append(settled)
+        return True
+
+    def _unpack(self, frames: _Frames, pool: str, indices: tuple[int, ...], packed: torch.Tensor) -> None:
+        """Store what the writer's rank and this one have in common of these pages."""
+        layout = self.pools.layout
+        if self.size == frames.sources == 1:
+            scatter(packed, self.pools.region, layout, pool, indices)
+            return
+        whole = self.pools.spec.whole
+        names = rank_cut(whole, (frames.source, frames.sources), (self.rank, self.size))[pool]
+        mine = chosen(layout.buffers[pool], names)
+        theirs = [b for b in whole.shard(frames.source, frames.sources).by_name[pool].buffers if b.name in names]
+        lies = packed_layouts(theirs, [b.spec for b in mine], layout.spec.page_tokens)
+        ends = (len(indices), range(len(indices))), (layout.counts[pool], indices)
+        copy_common(lies, packed.view(-1), ends[0], mine, self.pools.region, ends[1], layout.spec.page_tokens)
+
+    @property
+    def waitable(self) -> Sequence[zmq.Socket[bytes]]:
+        return ()
+
+    def close(self) -> None: ...
+
+
+class _SimLink:
+    """What both kinds of link do alike."""
+
+    frame_bytes: int | None = None
+    up = True
+
+    def __init__(self, writer: SimPlane, reader: SimPlane, cut: Cut | None) -> None:
+        """`cut`: the buffers of which this rank writes what both hold; None: all of every page."""
+        self._writer, self._reader, self._parts = writer, reader, cut
+        self._cut = False
+        self._pipe = writer.network.pipe(writer.process, reader.process, self._reset)
+
+    def _send(self, item: Item) -> None:
+        reader = self._reader
+        self._pipe.send(lambda: reader.arrive(item))
+
+    def _struck(self, kind: str, data: bytes) -> bytes:
+        return self._writer.damage.struck(kind, data, self._writer.rng)
+
+    def _chosen(self, pools: PoolSet, pool: str) -> tuple[BufferLayout, ...]:
+        buffers = pools.layout.buffers[pool]
+        return buffers if self._parts is None else chosen(buffers, self._parts.get(pool, ()))
+
+    def _reset(self) -> None:
+        self._cut = True
+
+    def cut(self) -> bool:
+        cut, self._cut = self._cut, False
+        return cut
+
+    def close(self) -> None: ...
+
+
+class SentLink(_SimLink):
+    """Implements `transfer.planes.data_plane.Link` for plane zmq."""
+
+    def admit(self, target: Target) -> None: ...
+
+    def post(self, write: PageWrite | SlotWrite) -> Completion:
+        room, ticket, mine = write.target.room, write.target.ticket, self._writer
+        if isinstance(write, SlotWrite):
+            self._send(_Frames(room, ticket, slot=self._struck("metadata", write.data)))
+            return DONE
+        runs = {pool: run for pool, run in write.runs.items() if self._parts is None or pool in self._parts}
+        parts = [(pool, run.numbers, self._packed(pool, run.indices)) for pool, run in runs.items()]
+        for _, _, packed in parts:
+            mine.damage.strike(packed.view(-1), 0)
+        self._send(_Frames(room, ticket, parts, None, mine.rank, mine.size, write.number))
+        return DONE
+
+    def _packed(self, pool: str, indices: tuple[int, ...]) -> torch.Tensor:
+        """What the reader's rank is to have of these pages: uint8 [pages, bytes], contiguous."""
+        pools, size = self._writer.pools, self._writer.pools.spec.page_tokens
+        if self._parts is None:
+            return gather(pools.region, pools.layout, pool, indices)
+        mine, theirs = self._chosen(pools, pool), self._chosen(self._reader.pools, pool)
+        lies = packed_layouts([b.spec for b in mine], [b.spec for b in theirs], size)
+        out = torch.empty(len(indices), lies[0].index_stride, dtype=torch.uint8)
+        ends = (pools.layout.counts[pool], indices), (len(indices), range(len(indices)))
+        copy_common(mine, pools.region, ends[0], lies, out.view(-1), ends[1], size)
+        return out
+
+    def notify(self, room: RoomId, data: bytes, writes: int = 0) -> None:
+        self._send(_Notice(room, self._struck("notice", data), writes, self._writer.size))
+
+
+class StoredLink(_SimLink):
+    """Implements `transfer.planes.data_plane.Link` for plane shm."""
+
+    def admit(self, target: Target) -> None:
+        counts = self._reader.pools.layout.counts
+        if any(max(run.indices) >= counts[pool] for pool, run in target.runs.items()):
+            raise WireError(f"room {target.room} was granted places beyond {dict(counts)}")
+
+    def post(self, write: PageWrite | SlotWrite) -> Completion:
+        reader = self._reader
+        if isinstance(write, SlotWrite):
+            assert reader.slots is not None
+            assert len(write.data) <= SLOT_BYTES
+            slot = torch.frombuffer(bytearray(self._struck("metadata", write.data)), dtype=torch.uint8)
+            reader.slots[write.target.slot, : len(write.data)] = slot
+            return DONE
+        first, rest = _halves(write.move)
+        self._copy(first)
+        store = _Store(lambda: self._copy(rest))
+        halt, self._writer.halt = self._writer.halt, None
+        if halt is not None:
+            halt()
+        self._writer.process.later(self._writer.rng.random() * 0.004, store.wait)
+        return store
+
+    def _copy(self, move: Move) -> None:
+        ours, theirs = self._writer.pools, self._reader.pools
+        if self._parts is None:
+            copy_state(move, ours.region, ours.layout, theirs.region, theirs.layout)
+        for part in move.parts:
+            mine, its = self._chosen(ours, part.pool), self._chosen(theirs, part.pool)
+            if self._parts is not None:
+                ends = (ours.layout.counts[part.pool], part.sources), (theirs.layout.counts[part.pool], part.targets)
+                copy_common(mine, ours.region, ends[0], its, theirs.region, ends[1], ours.spec.page_tokens)
+            if its:
+                self._writer.damage.strike(theirs.region, self._first_byte(mine[0], its[0], part.targets[0]))
+
+    @staticmethod
+    def _first_byte(mine: BufferLayout, its: BufferLayout, index: int) -> int:
+        """Where this link writes its first byte of a page."""
+        spec = its.spec
+        ahead = (common(mine.spec, spec).start - spec.first_head) * (spec.shape_bytes // spec.shape[0])
+        return its.offset(0, index) + (ahead if spec.heads else 0)
+
+    def notify(self, room: RoomId, data: bytes, writes: int = 0) -> None:
+        self._send(self._struck("notice", data))
+
+
+class _Store:
+    """The rest of a write: done by whoever comes first, the time or somebody who waits for it."""
+
+    def __init__(self, run: Callable[[], None]) -> None:
+        self._run: Callable[[], None] | None = run
+
+    @property
+    def done(self) -> bool:
+        return self._run is None
+
+    def wait(self) -> None:
+        run, self._run = self._run, None
+        if run is not None:
+            run()
+
+    def order(self) -> None:
+        self.wait()
+
+
+def _halves(move: Move) -> tuple[Move, Move]:
+    """The first half of what it moves of each pool, and the rest."""
+    cuts = [(part, (len(part.sources) + 1) // 2) for part in move.parts]
+    first = tuple(Part(p.pool, p.sources[:cut], p.targets[:cut]) for p, cut in cuts)
+    rest = tuple(Part(p.pool, p.sources[cut:], p.targets[cut:]) for p, cut in cuts if len(p.sources) > cut)
+    return Move(first), Move(rest)

@@ -1,0 +1,69 @@
+"""A process of the simulated cluster: it runs, stands still, or is dead, and what reaches it depends on that.
+
+A process that stands still (SIGSTOP, a swapped-out machine, a long pause of its runtime) does nothing; what arrives
+meanwhile waits in its sockets. A dead one does nothing ever again, and what arrives is lost.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from sim.fabric.virtual_time import Agenda, Entry
+
+
+class Process:
+    """One process on one node."""
+
+    def __init__(self, agenda: Agenda, label: str, node: str, pid: int) -> None:
+        self.label, self.node, self.pid = label, node, pid
+        self.name = label.partition("#")[0]
+        """Its label without the incarnation."""
+        self.alive = True
+        self.stopped = False
+        self._agenda = agenda
+        self._deferred: list[Callable[[], None]] = []
+        self._on_death: list[Callable[[], None]] = []
+
+    def __str__(self) -> str:
+        return self.label
+
+    def do(self, run: Callable[[], None]) -> None:
+        """Run this in the process: now, once it goes on, or never."""
+        if not self.alive:
+            return
+        if self.stopped:
+            self._deferred.append(run)
+        else:
+            run()
+
+    def later(self, delay_s: float, run: Callable[[], None]) -> Entry:
+        """The same after some time."""
+        return self._agenda.after(delay_s, lambda: self.do(run))
+
+    def stop(self) -> None:
+        self.stopped = True
+
+    def go_on(self) -> None:
+        if not self.stopped:
+            return
+        self.stopped = False
+        deferred, self._deferred = self._deferred, []
+        for at, run in enumerate(deferred):
+            if self.stopped:
+                self._deferred += deferred[at:]
+                return
+            self.do(run)
+
+    def on_death(self, run: Callable[[], None]) -> None:
+        """Called at once when it dies, by whoever is told by the system."""
+        self._on_death.append(run)
+
+    def die(self) -> None:
+        """Idempotent."""
+        if not self.alive:
+            return
+        self.alive = False
+        self._deferred.clear()
+        listeners, self._on_death = self._on_death, []
+        for listener in listeners:
+            listener()

@@ -1,0 +1,117 @@
+"""The third tier as simulated workers meet it: one store for all, with delays, errors, damage and no room.
+
+Each worker has its own way to the store, a `cache.storage.inline_queue.InlineQueue`, on which operations begin some
+time after they were submitted and end some time after that, if the worker's process runs then. Meanwhile their buffers
+are in use, and of a cancelled one no less. What was written outlives every worker.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import TypeVar
+
+from cache.storage.backends.memory_backend import MemoryBackend
+from cache.storage.inline_queue import InlineQueue
+from cache.storage.io_queue import Chain, Op, Ticket
+from cache.storage.storage_backend import Item, ObjectName, Outcome
+from sim.fabric.sim_process import Process
+
+T = TypeVar("T")
+
+
+class Store:
+    """The objects of one run, and what is wrong with the medium at the moment."""
+
+    def __init__(self, name: str, max_bytes: int, rng: random.Random, delay_s: float) -> None:
+        self.rng, self.delay_s = rng, delay_s
+        self.failing = 0.0
+        """The share of names that meet an error."""
+        self._name, self._max_bytes = name, max_bytes
+        self._handles = [MemoryBackend(name, max_bytes)]
+        self._queues: list[InlineQueue] = []
+
+    def queue(self) -> InlineQueue:
+        """A worker's way to it."""
+        self._handles.append(MemoryBackend(self._name, self._max_bytes))
+        self._queues.append(InlineQueue(self._handles[-1], fault=self.fault))
+        return self._queues[-1]
+
+    @property
+    def cancelled_running(self) -> int:
+        """Operations that nobody wanted any more while they ran."""
+        return sum(queue.cancelled_running for queue in self._queues)
+
+    def fault(self, op: Op, name: ObjectName) -> str | None:
+        return "the medium failed" if self.failing and self.rng.random() < self.failing else None
+
+    def damage(self) -> bool:
+        """Flip a byte of one object; False where there is none."""
+        objects = self._handles[0].store.objects
+        if not objects:
+            return False
+        key = self.rng.choice(list(objects))
+        data = bytearray(objects[key])
+        data[self.rng.randrange(len(data))] ^= 0x10
+        objects[key] = bytes(data)
+        return True
+
+    def lose(self) -> int:
+        """All objects are gone; returns how many."""
+        store = self._handles[0].store
+        count = len(store.objects)
+        for key in list(store.objects):
+            store.pop(key)
+        return count
+
+    def close(self) -> None:
+        for handle in self._handles:
+            handle.close()
+
+
+class SimQueue:
+    """Implements `cache.storage.Queue` for one process."""
+
+    def __init__(self, store: Store, process: Process, wake: Callable[[], None]) -> None:
+        self._store, self._process, self._wake = store, process, wake
+        self._inline = store.queue()
+        self._closed = False
+        self._behind = 0
+        """Tickets that could not be begun in their turn."""
+
+    def submit_exists(self, names: Sequence[ObjectName]) -> Ticket[list[bool]]:
+        return self._later(self._inline.submit_exists(names))
+
+    def submit_read(self, names: Sequence[ObjectName], into: Sequence[memoryview]) -> Ticket[list[Outcome]]:
+        return self._later(self._inline.submit_read(names, into))
+
+    def submit_write(self, items: Sequence[Item], chain: Chain | None = None) -> Ticket[list[Outcome]]:
+        return self._later(self._inline.submit_write(items, chain))
+
+    def close(self, timeout_s: float) -> bool:
+        self._closed = True
+        return self._inline.close(timeout_s)
+
+    def _later(self, ticket: Ticket[T]) -> Ticket[T]:
+        self._process.later(self._takes(), self._begin)
+        return ticket
+
+    def _takes(self) -> float:
+        return 0.5 * self._store.delay_s * self._store.rng.expovariate(1.0)
+
+    def _begin(self) -> None:
+        """Operations of several threads begin and end in any order."""
+        end = None if self._closed else self._inline.begin_next(self._store.rng)
+        if end is not None:
+            self._process.later(self._takes(), partial(self._end, end))
+        elif not self._closed:
+            # Those that wait are behind writes of their chains that run.
+            self._behind += 1
+
+    def _end(self, end: Callable[[], None]) -> None:
+        end()
+        behind, self._behind = self._behind, 0
+        for _ in range(behind):
+            self._process.later(self._takes(), self._begin)
+        self._wake()

@@ -1,0 +1,68 @@
+"""What crosses the gRPC connections of the simulated cluster, as the bytes that it crosses them as in production.
+
+Everything is encoded where it is sent and decoded where it arrives, by `contracts.wire.command_protobuf` and the codecs
+beside the services: a field that they lose or round is lost or rounded here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from contracts.errors import WireError
+from contracts.ids import Incarnation
+from contracts.messages.router_commands import Command
+from contracts.messages.worker_events import Event
+from contracts.messages.worker_status import WorkerRecord, WorkerStatus, WorkerView
+from contracts.proto import worker_pb2 as pb
+from contracts.wire.command_protobuf import command_from_proto
+from contracts.wire.event_protobuf import event_from_proto, event_to_proto
+from contracts.wire.shared_frames import FrameWriter
+from contracts.wire.worker_protobuf import (
+    record_from_proto,
+    record_to_proto,
+    status_from_proto,
+    status_to_proto,
+    view_from_proto,
+)
+
+
+def pack_commands(commands: Sequence[Command]) -> list[bytes]:
+    """Frames of a router's stream."""
+    return list(FrameWriter().frames(commands))
+
+
+def unpack_commands(frame: bytes) -> list[Command]:
+    return [command_from_proto(m) for m in pb.RouterFrame.FromString(frame).commands]
+
+
+def pack_events(incarnation: Incarnation, events: Sequence[Event]) -> bytes:
+    """A frame of a worker's stream."""
+    return pb.WorkerFrame(incarnation=incarnation, events=[event_to_proto(e) for e in events]).SerializeToString()
+
+
+def unpack_events(incarnation: Incarnation, frame: bytes) -> list[Event]:
+    """Raises `WireError` for a frame of another incarnation."""
+    message = pb.WorkerFrame.FromString(frame)
+    if message.incarnation != incarnation:
+        raise WireError(f"a frame of incarnation {message.incarnation} came on {incarnation}'s stream")
+    return [event_from_proto(m) for m in message.events]
+
+
+def status_there(status: WorkerStatus) -> WorkerStatus:
+    """A status as the other side reads it."""
+    return status_from_proto(pb.WorkerStatus.FromString(status_to_proto(status).SerializeToString()))
+
+
+def record_there(record: WorkerRecord) -> WorkerRecord:
+    """A worker's registration as the controller reads it."""
+    return record_from_proto(pb.Registration.FromString(record_to_proto(record).SerializeToString()))
+
+
+def pack_views(views: Sequence[WorkerView]) -> bytes:
+    """The controller's whole table."""
+    workers = [pb.WorkerView(registration=record_to_proto(v.record), status=status_to_proto(v.status)) for v in views]
+    return pb.ClusterView(workers=workers).SerializeToString()
+
+
+def unpack_views(data: bytes) -> tuple[WorkerView, ...]:
+    return tuple(view_from_proto(m) for m in pb.ClusterView.FromString(data).workers)

@@ -1,0 +1,1 @@
+"""Workers, routers and the controller in the simulator."""

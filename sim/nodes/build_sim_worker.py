@@ -1,0 +1,237 @@
+"""A simulated worker's world and parts."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Protocol, cast
+
+from cache.arena.arena import Arena, arena_bytes
+from cache.device.adversarial_device import LazyDevice
+from cache.device.device_backends import CpuDevice
+from cache.device.device_port import DEVICE, HOST, Device
+from cache.manager.kv_cache_manager import Seat
+from cache.memory.memory_layout import PoolSetLayout
+from cache.pool.pool_set import PoolSet, host_layout
+from cache.pool.tp_pool_set import RankedPools, RankState
+from cache.storage.rank_page_store import RankShelf
+from cache.storage.tp_page_store import RankedShelf, RankStorage
+from cluster.assembly.host_tier_memory import take_over
+from cluster.assembly.memory_plan import plan_memory, stride
+from cluster.controller.controller_actions import Grant
+from cluster.ranks.rank_line import RankLine
+from contracts.config.cluster_config import Config
+from contracts.ids import Incarnation, Role, WorkerName
+from contracts.interfaces.worker_interface import Worker
+from contracts.messages.fingerprint import numerics_class
+from contracts.messages.worker_status import WorkerRecord, WorkerStatus
+from decode.worker import DecodeWorker
+from engine.runner.model_runner import Engine
+from prefill.worker import PrefillWorker
+from sim.fabric.hash_engine import HashEngine
+from sim.fabric.sim_arena import SimArenas
+from sim.fabric.sim_channel import Exchange, SimCarrier
+from sim.fabric.sim_plane import Damage, SimPlane
+from sim.fabric.sim_process import Process
+from sim.fabric.sim_storage import SimQueue, Store
+from sim.fabric.virtual_time import Agenda
+from sim.nodes.sim_ranks import SimFollowers, SimRank
+from sim.scenario.scenario import CONTEXT, Shape, pool_set
+from transfer.planes.data_plane import Plane
+from transfer.planes.tp_plane import RankedPlane, RankLinks
+from transfer.rooms.compatibility import fingerprint
+from transfer.rooms.kv_receiver import ReceiverEnd
+from transfer.rooms.kv_sender import SenderEnd
+
+IDLE_S = 0.1
+"""As `WorkerHost`'s `idle_s`."""
+FINGERPRINT = "simulated"
+_SPINS = 2000
+
+
+class Home(Protocol):
+    """What a worker's process is told to do by, and tells."""
+
+    def register(self, record: WorkerRecord, answer: Callable[[Grant], None]) -> None: ...
+
+    def renew(
+        self,
+        process: Process,
+        name: WorkerName,
+        incarnation: Incarnation,
+        status: WorkerStatus,
+        answer: Callable[[Grant], None],
+    ) -> None: ...
+
+    def leave(self, process: Process, name: WorkerName, incarnation: Incarnation) -> None: ...
+
+    def new_process(self, label: str, node: str) -> Process:
+        """Another one of this node."""
+
+
+@dataclass(frozen=True)
+class World:
+    """What all processes of a run share."""
+
+    agenda: Agenda
+    rng: random.Random
+    shape: Shape
+    config: Config
+    exchange: Exchange
+    planes: dict[int, SimPlane]
+    damage: Damage
+    arenas: SimArenas
+    store: Store | None
+    say: Callable[[str, str], None]
+    """Writes a line of the log: who, and what."""
+    violated: Callable[[str], None]
+
+
+class SimSleep:
+    """Implements `worker.worker_loop.Sleep`: instead of sleeping, it notes until when its worker would."""
+
+    def __init__(self) -> None:
+        self.asked: float | None = None
+        self.on_wake: Callable[[], None] = lambda: None
+
+    def wait(self, timeout_s: float) -> None:
+        self.asked = timeout_s
+
+    def wake(self) -> None:
+        self.on_wake()
+
+    def close(self) -> None:
+        self.on_wake = lambda: None
+
+
+@dataclass(frozen=True)
+class Built:
+    """A worker, and of its parts those that are looked at when all is over."""
+
+    worker: Worker
+    seat: Seat
+    plane: SimPlane
+    followers: SimFollowers | None = None
+    receiver: ReceiverEnd | None = None
+
+
+def build(
+    world: World, process: Process, role: Role, name: WorkerName, incarnation: Incarnation, sleep: SimSleep, home: Home
+) -> Built:
+    """A worker with everything but a model: the engine hashes."""
+    shape, config, agenda = world.shape, world.config, world.agenda
+    cache, size = config.cache_for(role), config.tp_for(role)
+    device: Device = LazyDevice(world.rng.randrange(1 << 30)) if shape.lazy else CpuDevice()
+    spec = pool_set(shape.pools, shape.page_tokens)
+    memory = plan_memory(spec, config, role, CONTEXT, 1 << 40)
+    assert memory is not None, "a plan draws sizes that fit"
+    layouts = [
+        PoolSetLayout(spec.shard(rank, size), {pool: 1 + count for pool, count in memory.counts.items()})
+        for rank in range(size)
+    ]
+    own = _plane(world, process, sleep.wake, 0, size)
+    region = own.allocate("pages", layouts[0].nbytes)
+    followers: SimFollowers | None = None
+    plane: Plane = own
+    if size == 1:
+        pools = PoolSet(spec, layouts[0].counts, region)
+    else:
+        followers = SimFollowers(agenda, process, world.rng, sleep.wake)
+        for rank in range(1, size):
+            mine = home.new_process(f"{name}.rank{rank}#{incarnation}", process.node)
+            followers.ranks.append(_rank(world, mine, role, layouts[rank], followers, rank, size))
+        plane, pools = RankedPlane(own, followers), RankedPools(layouts[0], region, followers, DEVICE)
+    host, arena = _host_tier(world, process, role, layouts[0], device, 0, size, followers)
+    queue: SimQueue | None = None
+    shelf: RankedShelf | None = None
+    if host is not None and world.store is not None:
+        queue = SimQueue(world.store, process, sleep.wake)
+        if followers is not None and isinstance(host, RankedPools):
+            shelf = RankedShelf(RankShelf(queue, host, FINGERPRINT, 0, size), host, followers)
+    seat = Seat(
+        pools, device, cache, agenda.now,
+        host=host, storage=queue, shelf=shelf, fingerprint=FINGERPRINT, stride=stride(config, role), wall=agenda.now,
+        arena=arena,
+    )  # fmt: skip
+    ranks = followers.ranks if followers is not None else []
+    together = followers.catch_up if followers is not None else lambda: None
+    engine = cast(Engine, HashEngine(pools, device, [rank.pools for rank in ranks], together))
+    take_over(seat, cast(RankLine | None, followers))
+    carrier = SimCarrier(world.exchange, process, sleep.wake)
+    common: dict[str, Any] = {"context": CONTEXT, "clock": agenda, "pause": lambda s: None}
+    common_to_all = fingerprint(FINGERPRINT, spec, numerics_class(config.engine.numerics, "hashing"))
+    sender = SenderEnd(
+        name, incarnation, common_to_all, plane, pools, device, config.transfer, carrier=carrier, clock=agenda,
+        others=[(rank.process.pid, 1, rank.process.node) for rank in ranks],
+    )  # fmt: skip
+    if role is Role.PREFILL:
+        worker = PrefillWorker(name, incarnation, config, engine, seat, sender, sleep, **common)
+        return Built(worker, seat, own, followers)
+    receiver = ReceiverEnd(
+        name, incarnation, common_to_all, plane, pools, config.decode.metadata_slots, config.transfer,
+        verify=cache.verify, carrier=carrier, clock=agenda,
+    )  # fmt: skip
+    decode = DecodeWorker(name, incarnation, config, engine, seat, receiver, sleep, sender=sender, **common)
+    return Built(decode, seat, own, followers, receiver)
+
+
+def _plane(world: World, process: Process, wake: Callable[[], None], rank: int, size: int) -> SimPlane:
+    network = world.exchange.network
+    return SimPlane(world.shape.plane, network, process, world.planes, world.rng, world.damage, wake, rank, size)
+
+
+def _rank(
+    world: World,
+    process: Process,
+    role: Role,
+    layout: PoolSetLayout,
+    followers: SimFollowers,
+    rank: int,
+    size: int,
+) -> SimRank:
+    """A follower, as `cluster.assembly.build_worker` builds it."""
+    world.exchange.processes[process.pid] = process
+
+    def wake() -> None:
+        followers.turn(rank)
+
+    plane = _plane(world, process, wake, rank, size)
+    pools = PoolSet(layout.spec, layout.counts, plane.allocate("pages", layout.nbytes))
+    plane.register(pools, None)
+    places = {DEVICE: pools}
+    host, arena = _host_tier(world, process, role, layout, CpuDevice(), rank, size, None)
+    storage: RankStorage | None = None
+    if host is not None:
+        places[HOST] = host
+        if world.store is not None:
+            shelf = RankShelf(SimQueue(world.store, process, wake), host, FINGERPRINT, rank, size)
+            storage = RankStorage(shelf)
+    state = RankState(places, size, lambda place: arena.count_copy() if arena and place == HOST else None)
+    return SimRank(rank, process, pools, state, RankLinks(plane), storage, arena)
+
+
+def _host_tier(
+    world: World,
+    process: Process,
+    role: Role,
+    layout: PoolSetLayout,
+    device: Device,
+    rank: int,
+    size: int,
+    followers: SimFollowers | None,
+) -> tuple[PoolSet | None, Arena | None]:
+    """A rank's mirror in host memory, in an arena where one is to be had; the leader's, with its `followers`."""
+    cache = world.config.cache_for(role)
+    if not cache.host_bytes:
+        return None, None
+    tier = host_layout(layout.spec, cache.host_bytes // size, layout.counts)
+    memory = world.arenas.take(process, arena_bytes(tier)) if cache.arena == "auto" else None
+    arena = Arena(memory, tier, f"{FINGERPRINT}/{rank}/{size}") if memory is not None else None
+    region = arena.region if arena is not None else device.allocate_host(tier.nbytes)
+    if followers is None:
+        return PoolSet(tier.spec, tier.counts, region, tier.order, "host"), arena
+    host = RankedPools(tier, region, followers, HOST, "host")
+    if arena is not None:
+        host.on_copy = arena.count_copy
+    return host, arena

@@ -1,0 +1,150 @@
+"""The controller's process and the supervisor beside it: messages to the production `Controller`, and its actions.
+
+It doesn't fail here: a cluster whose head is gone is gone with it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from itertools import count
+
+from cluster.controller.controller import Controller
+from cluster.controller.controller_actions import Grant, Kill, Report, Start
+from cluster.controller.incarnation_ledger import MemoryLedger
+from contracts.ids import Incarnation, Role, WorkerName
+from contracts.messages.worker_status import WorkerRecord, WorkerStatus, WorkerView
+from sim.fabric.sim_network import Pipe
+from sim.fabric.sim_process import Process
+from sim.fabric.sim_wire import record_there, status_there
+from sim.nodes.build_sim_worker import World
+from sim.nodes.sim_worker import SimHost
+
+TICK_S = 0.1
+FOLD_S = 0.02
+"""As `cluster.controller.controller_service`."""
+
+
+class SimControl:
+    """Implements `sim.nodes.build_sim_worker.Home`."""
+
+    def __init__(self, world: World) -> None:
+        self.world = world
+        self.process = Process(world.agenda, "controller-0#1", "node-head", 1)
+        self.brain = Controller(world.agenda, world.config.cluster, MemoryLedger())
+        self.brain.on_change(self._changed)
+        self.hosts: dict[WorkerName, SimHost] = {}
+        """The newest process of each worker."""
+        self.all_hosts: list[SimHost] = []
+        self.watchers: list[Callable[[tuple[WorkerView, ...]], None]] = []
+        self.given_up: set[WorkerName] = set()
+        self._pids = count(100)
+        self._folding = False
+        self._pipes: dict[int, tuple[Pipe, Pipe]] = {}
+        for role, many in ((Role.PREFILL, world.shape.prefill), (Role.DECODE, world.shape.decode)):
+            for number in range(many):
+                self.brain.add(WorkerName(f"{role}-{number}"), role)
+        self._tick()
+
+    def new_process(self, label: str, node: str) -> Process:
+        return Process(self.world.agenda, label, node, next(self._pids))
+
+    # ------------------------------------------------------------ what workers say
+
+    def register(self, record: WorkerRecord, answer: Callable[[Grant], None]) -> None:
+        worker = self.world.exchange.processes[record.pid]
+        record = record_there(record)
+        self._ask(worker, lambda: self.brain.register(record), answer)
+
+    def renew(
+        self,
+        process: Process,
+        name: WorkerName,
+        incarnation: Incarnation,
+        status: WorkerStatus,
+        answer: Callable[[Grant], None],
+    ) -> None:
+        status = status_there(status)
+        self._ask(process, lambda: self.brain.renew(name, incarnation, status), answer)
+
+    def leave(self, process: Process, name: WorkerName, incarnation: Incarnation) -> None:
+        self._pipe(process).send(lambda: self.brain.leave(name, incarnation))
+
+    def _pipe(self, worker: Process) -> Pipe:
+        return self._pipes_of(worker)[0]
+
+    def _pipes_of(self, worker: Process) -> tuple[Pipe, Pipe]:
+        """The connection that a worker keeps: there, and back."""
+        if worker.pid not in self._pipes:
+            network = self.world.exchange.network
+            self._pipes[worker.pid] = network.pipe(worker, self.process), network.pipe(self.process, worker)
+        return self._pipes[worker.pid]
+
+    def _ask(self, worker: Process, ask: Callable[[], Grant], answer: Callable[[Grant], None]) -> None:
+        """One call over the network: there, and back."""
+        there, back = self._pipes_of(worker)
+
+        def asked() -> None:
+            grant = ask()
+            back.send(lambda: worker.do(lambda: answer(grant)))
+
+        there.send(asked)
+
+    # ------------------------------------------------------------ what it does
+
+    def _tick(self) -> None:
+        for action in self.brain.tick():
+            match action:
+                case Start():
+                    delay = self.world.rng.uniform(0.05, 1.0)
+                    self.world.agenda.after(delay, partial(self._start, action))
+                case Kill():
+                    self.world.say("controller", f"kills {action.name}#{action.incarnation}")
+                    self._kill(action)
+                case Report():
+                    self.world.say("controller", action.text)
+                    self._given_up(action.text)
+        self.world.agenda.after(TICK_S, self._tick)
+
+    def _given_up(self, report: str) -> None:
+        """An operator reads it so as well: whom the controller doesn't start again."""
+        if "not restarted" in report or "left dead" in report:
+            self.given_up.add(WorkerName(report.partition(" ")[0]))
+
+    def _start(self, start: Start) -> None:
+        label = f"{start.name}#{start.incarnation}"
+        number = int(start.name.rpartition("-")[2])
+        process = self.new_process(label, f"node-{number % self.world.shape.nodes}")
+        self.world.say("controller", f"starts {label} on {process.node}")
+        self.world.exchange.processes[process.pid] = process
+        # Somebody on the node sees the process go, and tells, once the controller can be reached.
+        agent = Process(self.world.agenda, f"agent of {label}", process.node, 0)
+        pipe = self.world.exchange.network.pipe(agent, self.process)
+        reason = "its process is gone"
+        process.on_death(lambda: pipe.send(lambda: self.brain.died(start.name, start.incarnation, reason)))
+        host = SimHost(self.world, process, start.role, start.name, start.incarnation, self)
+        self.hosts[start.name] = host
+        self.all_hosts.append(host)
+
+    def _kill(self, kill: Kill) -> None:
+        """Its node hears of it when it can be reached."""
+        for host in self.all_hosts:
+            if (host.name, host.incarnation) == (kill.name, kill.incarnation):
+                agent = Process(self.world.agenda, f"agent of {host.process}", host.process.node, 0)
+                delay = self.world.rng.uniform(0.0, self.world.shape.kill_s)
+                send = self.world.exchange.network.pipe(self.process, agent).send
+                send(partial(self._die_later, host, delay))
+
+    def _die_later(self, host: SimHost, delay_s: float) -> None:
+        self.world.agenda.after(delay_s, host.process.die)
+
+    def _changed(self) -> None:
+        if not self._folding:
+            self._folding = True
+            self.world.agenda.after(FOLD_S, self._publish)
+
+    def _publish(self) -> None:
+        self._folding = False
+        views = self.brain.views()
+        for watcher in self.watchers:
+            watcher(views)

@@ -1,0 +1,183 @@
+"""The other ranks of a worker: processes of their own that carry out their leader's orders, one by one and late.
+
+They are `cache.pool.tp_pool_set.RankState`, `transfer.planes.tp_plane.RankLinks` and
+`cache.storage.tp_page_store.RankStorage`, as in `cluster.worker_process.follower_process`; orders travel as bytes. What
+is modelled is the line: an order reaches each rank some time after it was told, what is asked is answered some time
+later, and a leader that waits for an answer gets it, with everything that was told before it carried out. A rank that
+is gone ends the worker.
+"""
+
+from __future__ import annotations
+
+import random
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+from cache.arena.arena import Arena
+from cache.pool.pool_set import PoolSet
+from cache.pool.tp_pool_set import RankState
+from cache.storage.tp_page_store import RankStorage
+from cluster.assembly.host_tier_memory import rebind
+from contracts.errors import PeerDead
+from contracts.messages.rank_order_codec import decode, encode
+from contracts.messages.rank_orders import (
+    Bond,
+    Check,
+    Connect,
+    Copy,
+    Describe,
+    Digest,
+    Disconnect,
+    Exists,
+    Fetch,
+    Order,
+    Permit,
+    Post,
+    Put,
+    Revoke,
+    Tidings,
+    Zero,
+)
+from sim.fabric.sim_process import Process
+from sim.fabric.virtual_time import Agenda
+from transfer.planes.tp_plane import RankLinks
+
+LATE_S = 0.002
+"""An order is carried out so late at most, unless its leader waits for it."""
+
+
+@dataclass(eq=False)
+class Asked:
+    """Implements `contracts.messages.rank_order_codec.Answers`."""
+
+    line: SimFollowers
+    wanted: int
+    answers: dict[int, Any] = field(default_factory=dict)
+
+    @property
+    def done(self) -> bool:
+        return len(self.answers) == self.wanted
+
+    def wait(self) -> list[Any]:
+        self.line.catch_up()
+        assert self.done, "what only storage can answer isn't waited for"
+        return [self.answers[rank] for rank in sorted(self.answers)]
+
+
+@dataclass(eq=False)
+class SimRank:
+    """One follower."""
+
+    number: int
+    process: Process
+    pools: PoolSet
+    state: RankState
+    links: RankLinks
+    storage: RankStorage | None
+    arena: Arena | None
+    orders: deque[tuple[bytes, Asked | None]] = field(default_factory=deque)
+    open: dict[int, Asked] = field(default_factory=dict)
+    """What storage has still to answer."""
+    tidings: list[Tidings] = field(default_factory=list)
+    asked: int = 0
+
+    def carry_out(self) -> None:
+        """Everything that it was told."""
+        while self.orders:
+            data, asked = self.orders.popleft()
+            self._obey(decode(data), asked)
+
+    def _obey(self, order: Order, asked: Asked | None) -> None:
+        answer: Any = None
+        match order:
+            case Exists() | Fetch() | Put():
+                assert self.storage is not None, "a leader without storage asks nothing of it"
+                assert asked is not None
+                self.asked += 1
+                self.open[self.asked] = asked
+                self.storage.obey(self.asked, order)
+                return
+            case Zero() | Copy() | Digest() | Check():
+                answer = self.state.obey(order)
+            case Describe() | Connect() | Disconnect() | Post() | Permit() | Revoke():
+                answer = self.links.obey(order)
+            case Bond():
+                answer = rebind(self.arena, order)
+            case _:
+                raise AssertionError(f"{type(order).__name__} isn't for a simulated rank")
+        if asked is not None:
+            asked.answers[self.number] = answer
+
+    def look(self) -> bool:
+        """Take in what has come by itself; whether there is something for the leader."""
+        before = len(self.tidings), len(self.open)
+        for sequence, answer in self.storage.answers() if self.storage is not None else ():
+            self.open.pop(sequence).answers[self.number] = answer
+        self.tidings += self.links.poll()
+        return before != (len(self.tidings), len(self.open))
+
+
+class SimFollowers:
+    """Implements `contracts.messages.rank_order_codec.Followers` for one leader."""
+
+    def __init__(self, agenda: Agenda, leader: Process, rng: random.Random, wake: Callable[[], None]) -> None:
+        self.ranks: list[SimRank] = []
+        self._agenda, self._rng, self._wake = agenda, rng, wake
+        self.late_orders = 0
+        """Orders that were carried out without anybody waiting for it."""
+        leader.on_death(self._orphaned)
+
+    @property
+    def size(self) -> int:
+        return len(self.ranks) + 1
+
+    def tell(self, order: Order) -> None:
+        self._send(order, None)
+
+    def ask(self, order: Order) -> Asked:
+        asked = Asked(self, len(self.ranks))
+        self._send(order, asked)
+        return asked
+
+    def heard(self) -> list[tuple[int, Tidings]]:
+        out: list[tuple[int, Tidings]] = []
+        for rank in self.ranks:
+            rank.look()
+            out += [(rank.number, one) for one in rank.tidings]
+            rank.tidings.clear()
+        return out
+
+    def catch_up(self) -> None:
+        """Wait until all ranks have carried out what they were told. Raises `PeerDead`."""
+        for rank in self.ranks:
+            if not rank.process.alive:
+                raise PeerDead(f"rank {rank.number} of this worker (pid {rank.process.pid}) died")
+            rank.carry_out()
+
+    def _send(self, order: Order, asked: Asked | None) -> None:
+        data = encode(order)
+        for rank in self.ranks:
+            if not rank.process.alive:
+                raise PeerDead(f"rank {rank.number} of this worker can't be reached")
+            rank.orders.append((data, asked))
+            self.turn(rank.number)
+
+    def turn(self, number: int) -> None:
+        """There is something to do for a rank."""
+        rank = self.ranks[number - 1]
+        rank.process.later(LATE_S * self._rng.random(), lambda: self._turned(rank))
+
+    def _turned(self, rank: SimRank) -> None:
+        self.late_orders += len(rank.orders)
+        answered = any(asked is not None for _, asked in rank.orders)
+        # Orders first: what arrives is stored only for rooms that they permit.
+        rank.carry_out()
+        if rank.look() or answered:
+            self._wake()
+
+    def _orphaned(self) -> None:
+        """They see their leader go a little later, and go themselves."""
+        for rank in self.ranks:
+            self._agenda.after(0.01 * self._rng.random(), rank.process.die)

@@ -1,0 +1,217 @@
+"""The router's process: the production `Brain`, and what the router's fleet and service do around it, as events."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+from contracts.errors import ConfigError
+from contracts.ids import RequestId, Role, WorkerName
+from contracts.messages.router_commands import Command
+from contracts.messages.worker_events import Event, Progress
+from contracts.messages.worker_status import WorkerStatus, WorkerView
+from contracts.sampling_params import TokenLogprob
+from router.core.router_actions import Deliver, End, Replay, Scores, Send
+from router.core.router_core import Brain
+from router.links.worker_links import REACHABLE
+from router.service.router_service import TICK_S
+from router.state.routed_request import Request
+from router.state.worker_table import Entry, WorkerKey, prefix_hashes
+from router.verification.audit_cases import Finding, Result
+from sim.fabric.sim_wire import pack_views, status_there, unpack_views
+from sim.nodes.build_sim_worker import World
+from sim.nodes.sim_controller import SimControl
+from sim.nodes.sim_link import Link
+from sim.scenario.scenario import Ask
+
+
+class Clients(Protocol):
+    """Who asked, as a router knows them."""
+
+    def on_tokens(self, ask: Ask, tokens: Sequence[int], logprobs: Sequence[TokenLogprob]) -> None: ...
+
+    def on_scores(self, ask: Ask, scores: tuple[TokenLogprob, ...]) -> None: ...
+
+    def on_end(self, ask: Ask, end: End) -> None: ...
+
+    def on_progress(self, ask: Ask, progress: Progress) -> None:
+        """A worker reports of one of its requests; clients see what it counts in their usage."""
+
+
+class SimRouter:
+    """One start of the router. What its clients are told, `client` hears."""
+
+    def __init__(
+        self,
+        world: World,
+        control: SimControl,
+        number: int,
+        client: Clients,
+    ) -> None:
+        self.world, self.control = world, control
+        self.process = control.new_process(f"router-0#{number}", "node-head")
+        self.brain = Brain(world.config.router, world.agenda, self._mint, world.config.audit)
+        self.links: dict[WorkerKey, Link] = {}
+        self._client = client
+        self._asks: dict[RequestId, Ask] = {}
+        self._number, self._rooms = number, 0
+        watched = world.exchange.network.pipe(control.process, self.process)
+
+        def watch(views: tuple[WorkerView, ...]) -> None:
+            table = pack_views(views)
+            watched.send(lambda: self.process.do(lambda: self._viewed(unpack_views(table))))
+
+        control.watchers.append(watch)
+        self.process.on_death(lambda: control.watchers.remove(watch))
+        watch(control.brain.views())
+        self._tick()
+
+    def _mint(self) -> str:
+        self._rooms += 1
+        return f"room-{self._number}.{self._rooms}"
+
+    # ------------------------------------------------------------ clients
+
+    def submit(self, ask: Ask, request_id: RequestId) -> None:
+        now = self.world.agenda.now()
+        self._asks[request_id] = ask
+        request = Request(
+            request_id, ask.prompt, ask.sampling, now=now, deadline=now + ask.deadline_s,
+            hashes=prefix_hashes(ask.prompt, ask.salt), salt=ask.salt, priority=ask.priority,
+        )  # fmt: skip
+        self.brain.submit(request)
+        self._act()
+
+    def cancel(self, request_id: RequestId, *, finished: bool = False) -> None:
+        """The client has left, or has what it wanted."""
+        self._asks.pop(request_id, None)
+        self.brain.cancel(request_id, finished=finished)
+        self._act()
+
+    def drain(self, name: WorkerName, *, undo: bool = False) -> bool:
+        """What the operators' endpoints do; False where they would refuse."""
+        entry = self.brain.workers.named(name)
+        link = self.links.get(entry.key) if entry is not None else None
+        if entry is None or link is None or not link.linked:
+            return False
+        if not undo and not self.may_leave(entry):
+            return False
+        if undo:
+            entry.tell_to_stay()
+        else:
+            entry.tell_to_leave(self.world.agenda.now())
+        host, pipe = link.host, self.world.exchange.network.pipe(self.process, link.host.process)
+        back = self.world.exchange.network.pipe(link.host.process, self.process)
+
+        def answer() -> None:
+            status = status_there(host.worker.status())
+            back.send(lambda: self.process.do(lambda: self._status(status)))
+
+        def tell() -> None:
+            host.call(lambda worker: worker.undrain() if undo else worker.drain())
+            host.call(lambda worker: answer())
+
+        pipe.send(tell)
+        return True
+
+    def may_leave(self, entry: Entry) -> bool:
+        """As `router.api.admin_drain` decides it: somebody of its role must stay."""
+        staying = self.brain.workers.staying(entry.record.role, self.world.agenda.now())
+        return entry.status.state == "ready" and staying != [entry] and bool(staying)
+
+    def change_role(self, name: WorkerName, role: Role) -> bool:
+        """What the operators' endpoint does; False where it would refuse."""
+        entry = self.brain.workers.named(name)
+        if entry is None or entry.record.role is role or not self.may_leave(entry):
+            return False
+        entry.tell_to_leave(self.world.agenda.now())
+        try:
+            self.control.brain.change_role(name, role)
+        except ConfigError:
+            entry.tell_to_stay()
+            return False
+        return True
+
+    def _status(self, status: WorkerStatus) -> None:
+        self.brain.on_status(status)
+        self._act()
+
+    # ------------------------------------------------------------ events in, actions out
+
+    def _tick(self) -> None:
+        self.brain.tick()
+        self._act()
+        self.process.later(TICK_S, self._tick)
+
+    def _viewed(self, views: tuple[WorkerView, ...]) -> None:
+        wanted = {(v.record.name, v.record.incarnation): v.record for v in views if v.status.state in REACHABLE}
+        for key in [k for k in self.links if k not in wanted]:
+            self.links.pop(key).close()
+        self.brain.on_view(views)
+        self._act()
+        for key in wanted:
+            if key not in self.links:
+                hosts = [h for h in self.control.all_hosts if (h.name, h.incarnation) == key]
+                self.links[key] = Link(self, key, hosts[0])
+
+    def linked(self, key: WorkerKey) -> None:
+        self.brain.on_linked(key)
+        self._act()
+
+    def unlinked(self, key: WorkerKey, reason: str) -> None:
+        self.world.say(self.process.label, f"lost {key[0]}#{key[1]}: {reason}")
+        self.brain.on_unlinked(key, reason)
+        self._act()
+
+    def events(self, key: WorkerKey, events: Sequence[Event]) -> None:
+        for event in events:
+            if isinstance(event, Progress):
+                ask = self._asks.get(event.request_id)
+                if ask is not None:
+                    self._client.on_progress(ask, event)
+            else:
+                self.world.say(f"{key[0]}#{key[1]}", f"says {event}")
+            self.brain.on_event(key, event)
+        self._act()
+
+    def _act(self) -> None:
+        sends: dict[WorkerKey, list[Command]] = {}
+        while actions := self.brain.take_actions():
+            for action in actions:
+                match action:
+                    case Deliver():
+                        ask = self._asks.get(action.request_id)
+                        if ask is not None:
+                            self._client.on_tokens(ask, action.tokens, action.logprobs)
+                    case Scores():
+                        ask = self._asks.get(action.request_id)
+                        if ask is not None:
+                            self._client.on_scores(ask, action.scores)
+                    case Send():
+                        self.world.say(self.process.label, f"tells {action.worker[0]} {_short(action.command)}")
+                        sends.setdefault(action.worker, []).append(action.command)
+                    case End():
+                        ask = self._asks.pop(action.request_id, None)
+                        if ask is not None:
+                            self._client.on_end(ask, action)
+                    case Finding() if action.result in (Result.DAMAGED, Result.UNCLEAR, Result.DISPUTED):
+                        self.world.violated(f"the audit of {action.request_id} finds {action}")
+                    case Replay():
+                        reason = f"{action.request_id} goes on as attempt {action.attempt}: {action.reason}"
+                        self.world.say(self.process.label, reason)
+        for key, commands in sends.items():
+            link = self.links.get(key)
+            if link is not None:
+                link.send(commands)
+
+    def check(self) -> list[str]:
+        found = self.brain.check()
+        held = set(self.brain.request_ids())
+        found += [f"request {rid} has a client and runs nowhere" for rid in sorted(set(self._asks) - held)]
+        return found + [f"request {rid} runs and has no client" for rid in sorted(held - set(self._asks))]
+
+
+def _short(command: Command) -> str:
+    name = type(command).__name__
+    attempt, room = getattr(command, "attempt", None), getattr(command, "room", "")
+    return f"{name} {command.request_id}{'' if attempt is None else f' attempt {attempt}'}{' ' + room if room else ''}"

@@ -1,0 +1,281 @@
+"""A worker's process in the simulator: what its thread, its lease and gRPC do around a worker, as events.
+
+The worker itself, its seat, pools and rooms are built as `cluster.assembly.build_worker` builds them. The process steps
+it as the host does, asks the same lease before each step and each delivery, and sleeps as long as the worker itself
+says.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+
+from cluster.controller.controller_actions import Grant
+from cluster.worker_process.lease_keeper import Lease
+from cluster.worker_process.step_watchdog import Pulse
+from cluster.worker_process.worker_thread import HostEnd
+from contracts.errors import PeerDead
+from contracts.ids import Incarnation, Role, WorkerName
+from contracts.interfaces.worker_interface import SessionId, Worker
+from contracts.messages.router_commands import Command
+from contracts.messages.worker_events import Event
+from contracts.messages.worker_status import WorkerRecord
+from sim.fabric.sim_process import Process
+from sim.fabric.sim_wire import pack_events
+from sim.fabric.virtual_time import Entry
+from sim.nodes.build_sim_worker import _SPINS, IDLE_S, Built, Home, SimSleep, World, build
+
+
+@dataclass
+class _Session:
+    deliver: Callable[[bytes], None]
+    ended: Callable[[str], None]
+
+
+class SimHost:
+    """One incarnation of one worker in its process."""
+
+    def __init__(
+        self,
+        world: World,
+        process: Process,
+        role: Role,
+        name: WorkerName,
+        incarnation: Incarnation,
+        home: Home,
+        make: Callable[[World, Process, Role, WorkerName, Incarnation, SimSleep, Home], Built] = build,
+    ) -> None:
+        self.world, self.process, self.home = world, process, home
+        self.name, self.role, self.incarnation = name, role, incarnation
+        self.sleep = SimSleep()
+        self.built = make(world, process, role, name, incarnation, self.sleep, home)
+        self.worker = self.built.worker
+        self.lease = Lease(world.agenda)
+        self.ended: HostEnd | None = None
+        self._registered = False
+        self._inbox: deque[Callable[[], None]] = deque()
+        self._sessions: dict[SessionId, _Session] = {}
+        self._next_session = 1
+        self._turn: Entry | None = None
+        self._renewal: Entry | None = None
+        self._checks_in = world.rng.randrange(40)
+        self._pulse = Pulse(world.agenda)
+        self._hung = False
+        self._spins = 0
+        self.snapshot = self.worker.status()
+        self.sleep.on_wake = self.wake
+        process.on_death(self._died)
+        for rank in self.built.followers.ranks if self.built.followers is not None else []:
+            rank.process.on_death(partial(process.do, partial(self._lost_rank, str(rank.process))))
+        self._register()
+
+    # ------------------------------------------------------------ lease
+
+    def _record(self) -> WorkerRecord:
+        worker, process = self.worker, self.process
+        return WorkerRecord(
+            self.name, self.role, self.incarnation, process.pid, process.node, process.label, worker.control,
+            worker.fits, fingerprint=worker.fingerprint,
+        )  # fmt: skip
+
+    def _register(self) -> None:
+        sent = self.world.agenda.now()
+
+        def granted(grant: Grant) -> None:
+            if grant.fenced:
+                self._end(HostEnd.FENCED, "no longer wanted")
+                return
+            self._registered = True
+            self.lease.granted(sent, grant.lease_s)
+            self._renew()
+            self._schedule(0.0)
+
+        self.home.register(self._record(), granted)
+
+    def _renew(self) -> None:
+        if self.ended is not None:
+            return
+        sent = self.world.agenda.now()
+
+        def granted(grant: Grant) -> None:
+            if grant.fenced:
+                self.lease.fence()
+                self._end(HostEnd.FENCED, "the controller has ended the lease")
+            else:
+                self.lease.granted(sent, grant.lease_s)
+                if grant.drain:
+                    self.call(lambda worker: worker.drain())
+
+        if not self.lease.held:
+            self._end(HostEnd.FENCED, "the controller could not be reached in time")
+            return
+        self.home.renew(self.process, self.name, self.incarnation, self._pulse.on(self.snapshot), granted)
+        self._renewal = self.process.later(self.world.config.cluster.heartbeat_s, self._renew)
+
+    # ------------------------------------------------------------ what reaches it
+
+    def open_session(self, deliver: Callable[[bytes], None], ended: Callable[[str], None]) -> SessionId | None:
+        """`deliver` gets frames. None when the worker has ended."""
+        if self.ended is not None or not self.process.alive:
+            return None
+        session = SessionId(self._next_session)
+        self._next_session += 1
+        self._sessions[session] = _Session(deliver, ended)
+        return session
+
+    def close_session(self, session: SessionId) -> None:
+        if self._sessions.pop(session, None) is not None:
+            self._put(lambda: self.worker.drop_session(session))
+
+    def send(self, session: SessionId, commands: list[Command]) -> None:
+        def take() -> None:
+            if session in self._sessions:
+                for command in commands:
+                    self.worker.handle(session, command)
+
+        self._put(take)
+
+    def call(self, run: Callable[[Worker], None]) -> None:
+        self._put(lambda: run(self.worker))
+
+    def _put(self, item: Callable[[], None]) -> None:
+        if self.ended is None and self.process.alive:
+            self._inbox.append(item)
+            self.wake()
+
+    def wake(self) -> None:
+        if self.ended is None and self._registered and self.sleep.asked is not None:
+            self._schedule(0.0)
+
+    # ------------------------------------------------------------ the loop
+
+    def _schedule(self, delay_s: float) -> None:
+        if self._turn is not None:
+            self._turn.cancel()
+        self.sleep.asked = None
+        self._turn = self.process.later(delay_s, self._run)
+
+    def hang(self) -> None:
+        """From now on its loop makes no turn, although its lease is renewed."""
+        self._hung = True
+
+    def _run(self) -> None:
+        self._turn = None
+        if self.ended is not None or self._hung:
+            return
+        try:
+            end = self._round()
+        except PeerDead as error:
+            end = HostEnd.DIED, str(error)
+        except Exception as error:
+            self.world.violated(f"{self.process}: {type(error).__name__}: {error}")
+            end = HostEnd.DIED, f"{type(error).__name__}: {error}"
+        if end is not None:
+            self._end(*end)
+
+    def _round(self) -> tuple[HostEnd, str] | None:
+        for _ in range(len(self._inbox)):
+            self._inbox.popleft()()
+        if not self.lease.held:
+            return HostEnd.FENCED, "the worker's lease has ended"
+        events = self.worker.step()
+        if events and not self.lease.held:
+            return HostEnd.FENCED, "the worker's lease has ended"
+        self._deliver(events)
+        steps, self.snapshot = self.snapshot.steps, self.worker.status()
+        if self.worker.unfit:
+            return HostEnd.FENCED, self.worker.unfit
+        self._pulse.turned(self.snapshot.steps, self.worker.runnable, self.world.shape.step_s)
+        if self.worker.drained and not self._inbox:
+            return HostEnd.LEFT, "the worker was drained and has left"
+        self._check_sometimes()
+        took = self.world.shape.step_s * self.world.rng.uniform(0.5, 1.5) if self.snapshot.steps != steps else 0.0002
+        self.sleep.asked = None
+        self.worker.wait(IDLE_S)
+        asked = self.sleep.asked
+        self._look_for_spins(took > 0.0002 or asked is None or asked > 0.0)
+        if asked is None or took > 0.0002:
+            self._schedule(took)
+        else:
+            self._schedule(max(asked, took))
+            self.sleep.asked = asked
+        return None
+
+    def _look_for_spins(self, sound: bool) -> None:
+        """A loop that would not sleep, turn after turn, and has nothing to show for it, uses up a processor."""
+        self._spins = 0 if sound else self._spins + 1
+        if self._spins == _SPINS:
+            self.world.violated(f"{self.process}: its loop has turned {_SPINS} times for something that is due")
+
+    def _check_sometimes(self) -> None:
+        self._checks_in -= 1
+        if self._checks_in < 0:
+            self._checks_in = 60
+            for violation in self.worker.check().violations:
+                self.world.violated(f"{self.process}: {violation}")
+
+    def _deliver(self, events: list[tuple[SessionId, Event]]) -> None:
+        grouped: dict[SessionId, list[Event]] = {}
+        for session, event in events:
+            grouped.setdefault(session, []).append(event)
+        for session, batch in grouped.items():
+            target = self._sessions.get(session)
+            if target is not None:
+                target.deliver(pack_events(self.incarnation, batch))
+
+    # ------------------------------------------------------------ rest
+
+    def unrest(self) -> list[str]:
+        """Why nothing can be said of it yet, or never: what is still held although nobody asks for anything."""
+        worker, seat, receiver = self.worker, self.built.seat, self.built.receiver
+        status, report = worker.status(), worker.check()
+        found = [f"{status.running} run, {status.waiting} wait"] if status.running or status.waiting else []
+        found += [f"{report.rooms} rooms are open"] if report.rooms else []
+        found += ["copies, loads or reads are under way"] if seat.busy else []
+        for pool, allocator in seat.pools.allocators.items():
+            if seat.free(pool) != allocator.total:
+                found.append(f"{pool}: {seat.free(pool)} of {allocator.total} are free or only kept")
+        if receiver is not None and receiver.slots.free != receiver.slots.total:
+            found.append(f"{receiver.slots.free} of {receiver.slots.total} metadata slots are free")
+        return [f"{self.process}: {line}" for line in found]
+
+    # ------------------------------------------------------------ ends
+
+    def _end(self, end: HostEnd, reason: str) -> None:
+        """The way out that the worker's process itself takes."""
+        if self.ended is not None:
+            return
+        self.ended = end
+        self.world.say(self.process.label, f"ends, {end}: {reason}")
+        if end is HostEnd.LEFT:
+            # Who leaves in peace has finished everything and handed over everything.
+            for line in self.unrest():
+                self.world.violated(f"{line}, and it leaves")
+        try:
+            if end in (HostEnd.FENCED, HostEnd.DIED):
+                self.worker.fence()
+            sessions, self._sessions = list(self._sessions.values()), {}
+            for session in sessions:
+                session.ended(reason)
+            self.worker.close()
+        except PeerDead as error:
+            self.world.say(self.process.label, f"can't be closed: {error}")
+        except Exception as error:
+            self.world.violated(f"{self.process} could not be closed: {type(error).__name__}: {error}")
+        if end is HostEnd.LEFT:
+            self.home.leave(self.process, self.name, self.incarnation)
+        self.process.die()
+
+    def _lost_rank(self, which: str) -> None:
+        """Without one of its ranks a worker has no state that it could go on from."""
+        self._end(HostEnd.DIED, f"{which} died")
+
+    def _died(self) -> None:
+        """Its process is gone: the system closes its connections."""
+        if self.ended is None:
+            self.ended = HostEnd.STOPPED
+        sessions, self._sessions = list(self._sessions.values()), {}
+        for session in sessions:
+            session.ended("the connection was reset")

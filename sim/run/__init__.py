@@ -1,0 +1,1 @@
+"""A scenario, run and judged."""

@@ -1,0 +1,413 @@
+"""Runs a plan: builds the cluster, lets it happen, and says what was wrong.
+
+What must hold, whatever the plan:
+
+    ends        every request ends, within `GRACE_S` of virtual time after the last fault
+    answers     every token and log-probability is the one that `recite` works out from the prompt alone, each
+                delivered once; only a client that left, or whose own deadline was short, gets less
+    prefixes    what a request is said to have found was said before, under its own salt
+    damage      nothing is found damaged where nothing was damaged: a check that saves an answer has found a bug as well
+    audits      computing an answer again from its tokens never comes to another
+    rules       no worker, router or controller raises: an event outside its table, a broken assertion
+    books       `check()` of everybody finds nothing, now and then on the way and at the end
+    rest        when nobody asks for anything any more, every page and slot of every pool is back, within `GRACE_S`
+"""
+
+from __future__ import annotations
+
+import logging
+import random
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from functools import partial
+from itertools import count
+
+from contracts.config.load_config import config_from_dict
+from contracts.errors import ErrorKind
+from contracts.ids import RequestId, Role, WorkerName
+from contracts.messages.worker_events import Progress
+from contracts.sampling_params import TokenLogprob
+from router.core.router_actions import End
+from router.verification.audit_cases import Result as Audited
+from sim.fabric.hash_engine import Recital, penalised, recite
+from sim.fabric.sim_arena import SimArenas
+from sim.fabric.sim_channel import Exchange
+from sim.fabric.sim_network import Network
+from sim.fabric.sim_plane import Damage
+from sim.fabric.sim_storage import Store
+from sim.fabric.virtual_time import Agenda
+from sim.nodes.build_sim_worker import World
+from sim.nodes.sim_controller import SimControl
+from sim.nodes.sim_router import SimRouter
+from sim.run.fault_schedule import schedule
+from sim.scenario.scenario import Ask, Plan, pool_set
+
+GRACE_S = 180.0
+_LINK_TIMEOUT_S = 3.0
+_RETRY_S = 0.5
+"""A client whose server is gone asks again after so long."""
+_ENOUGH = 5
+"""Violations after which a run is stopped: the rest follows from the first ones."""
+_TOLD = (
+    "stale_pages", "pages_damaged", "late_messages", "parked", "pages_evicted", "pages_condemned", "retractions",
+    "resumptions", "recomputed", "arena_pages_adopted", "hit_tokens_device", "hit_tokens_host", "hit_tokens_storage",
+    "prompt_tokens_held",
+)  # fmt: skip
+"""Counters of workers that say what a run has met."""
+_SUSPECT = (
+    "pages_damaged", "pages_condemned", "stale_pages", "states_damaged_parked", "pages_damaged_in_storage",
+    "pages_damaged_on_host",
+)  # fmt: skip
+"""Counters of workers that say that state was found damaged."""
+_DAMAGING = ("corrupt", "metadata", "notice", "flip", "rot")
+"""Faults that damage state."""
+_runs = count()
+
+
+@dataclass(frozen=True, slots=True)
+class Result:
+    """What a run came to."""
+
+    seed: int
+    violations: tuple[str, ...]
+    seconds: float
+    """Of virtual time."""
+    events: int
+    counts: Counter[str]
+    log: tuple[str, ...] = ()
+
+
+@dataclass
+class Client:
+    """One request as its client sees it."""
+
+    ask: Ask
+    expected: Recital
+    request_id: RequestId | None = None
+    tries: int = 0
+    got: list[int] = field(default_factory=list)
+    logprobs: list[TokenLogprob] = field(default_factory=list)
+    scores: tuple[TokenLogprob, ...] | None = None
+    over: bool = False
+
+
+class Run:
+    """One run of one plan."""
+
+    def __init__(self, plan: Plan, keep_log: bool = False) -> None:
+        self.plan = plan
+        self.violations: list[str] = []
+        self.counts: Counter[str] = Counter()
+        self.log: list[str] | None = [] if keep_log else None
+        self.agenda = Agenda()
+        shape, rng = plan.shape, random.Random(f"run {plan.seed}")
+        self.network = Network(self.agenda, rng, shape.delay_s, _LINK_TIMEOUT_S)
+        config = config_from_dict(_config(shape.config))
+        storage = config.cache.storage
+        has_store = storage.backend != "none"
+        self.store = Store(f"simulated {next(_runs)}", storage.max_bytes, rng, 5 * shape.delay_s) if has_store else None
+        self.world = World(
+            self.agenda,
+            rng,
+            shape,
+            config,
+            Exchange(self.network),
+            {},
+            Damage(),
+            SimArenas(),
+            self.store,
+            self.say,
+            self.violated,
+        )
+        self.control = SimControl(self.world)
+        spec = pool_set(shape.pools, shape.page_tokens)
+        self.clients = [Client(ask, recite(spec, ask.prompt, ask.sampling)) for ask in plan.asks]
+        self._by_number = {client.ask.number: client for client in self.clients}
+        self.routers = 0
+        self.router = self._new_router()
+
+    # ------------------------------------------------------------ what is said
+
+    def say(self, who: str, what: str) -> None:
+        if self.log is not None:
+            self.log.append(f"{self.agenda.now():10.4f}  {who:14}  {what}")
+
+    def violated(self, what: str) -> None:
+        self.violations.append(f"{self.agenda.now():.4f} {what}")
+        self.say("VIOLATION", what)
+
+    # ------------------------------------------------------------ clients
+
+    def _new_router(self) -> SimRouter:
+        self.routers += 1
+        return SimRouter(self.world, self.control, self.routers, self)
+
+    def restart_router(self) -> None:
+        """A new one comes up; whose connections went down with the old one asks again."""
+        self.router = self._new_router()
+        for client in self.clients:
+            if not client.over and client.request_id is not None:
+                self._ask(client)
+
+    def _ask(self, client: Client) -> None:
+        if client.over:
+            return
+        if not self.router.process.alive:
+            self.agenda.after(_RETRY_S, lambda: self._ask(client))
+            return
+        client.tries += 1
+        client.got.clear()
+        client.logprobs.clear()
+        client.scores = None
+        client.request_id = RequestId(f"r{client.ask.number}.{client.tries}")
+        wanted = client.ask.sampling.max_tokens
+        self.say("client", f"asks {client.request_id}: {len(client.ask.prompt)} tokens, {wanted} wanted")
+        self.router.submit(client.ask, client.request_id)
+
+    def on_tokens(self, ask: Ask, tokens: Sequence[int], logprobs: Sequence[TokenLogprob]) -> None:
+        client = self._by_number[ask.number]
+        if client.over:
+            self.violated(f"{client.request_id} got tokens after its end")
+        at = len(client.got)
+        client.got += tokens
+        client.logprobs += logprobs
+        self.counts["tokens"] += len(tokens)
+        wanted, enough = client.expected, ask.enough
+        if client.expected.scores is not None and client.scores is None:
+            self._wrong(client, "tokens came before the prompt's log-probabilities")
+        elif tuple(client.got) != wanted.tokens[: len(client.got)]:
+            meant = wanted.tokens[at : at + len(tokens)]
+            self._wrong(client, f"tokens {at}.. are {tuple(tokens)}, not {meant}")
+        elif tuple(client.logprobs) != wanted.logprobs[: len(client.got)]:
+            meant_too = wanted.logprobs[at : at + len(tokens)]
+            self._wrong(client, f"log-probabilities {at}.. are {tuple(logprobs)}, not {meant_too}")
+        elif enough is not None and enough <= len(client.got) < len(wanted.tokens):
+            client.over = True
+            self.counts["stopped"] += 1
+            self.router.cancel(self._id(client), finished=True)
+
+    def _wrong(self, client: Client, what: str) -> None:
+        self.violated(f"{client.request_id}: {what}")
+        client.over = True
+        self.router.cancel(self._id(client))
+
+    def on_scores(self, ask: Ask, scores: tuple[TokenLogprob, ...]) -> None:
+        client = self._by_number[ask.number]
+        if client.scores is not None:
+            self._wrong(client, "the prompt's log-probabilities came twice")
+        client.scores = scores
+        if scores != client.expected.scores:
+            self._wrong(client, f"the prompt's log-probabilities are {scores}, not {client.expected.scores}")
+
+    def on_end(self, ask: Ask, end: End) -> None:
+        client = self._by_number[ask.number]
+        client.over = True
+        if end.done.error is None:
+            self.counts["answered"] += 1
+            self._count_kinds(client)
+            if tuple(client.got) != client.expected.tokens:
+                wanted = len(client.expected.tokens)
+                self.violated(f"{client.request_id} ended after {len(client.got)} of {wanted} tokens")
+            if client.scores != client.expected.scores:
+                self.violated(f"{client.request_id} ended without its prompt's log-probabilities")
+        elif end.done.error is ErrorKind.DEADLINE and ask.deadline_s < 600.0:
+            self.counts["late"] += 1
+        else:
+            self.violated(f"{client.request_id} failed: {end.done.error}: {end.done.message}")
+
+    def _count_kinds(self, client: Client) -> None:
+        """What of requests' kinds was answered."""
+        ask, sampling = client.ask, client.ask.sampling
+        spec = pool_set(self.plan.shape.pools, self.plan.shape.page_tokens)
+        free = replace(sampling, min_tokens=0)
+        kinds = {
+            "salted": bool(ask.salt),
+            "prioritised": ask.priority != 0,
+            "penalised": penalised(sampling),
+            "biased": bool(sampling.logit_bias),
+            "held_open": sampling.min_tokens > 0 and sampling.min_tokens > len(recite(spec, ask.prompt, free).tokens),
+            "logprobs": sampling.logprobs is not None,
+            "scored": sampling.prompt_logprobs is not None,
+            "chosen_again": sampling.choice > 0,
+        }
+        self.counts.update(kind for kind, so in kinds.items() if so)
+
+    def on_progress(self, ask: Ask, progress: Progress) -> None:
+        """What was found of its prompt must have been there to find: said by somebody of the same salt, before."""
+        found = progress.cached_tokens
+        if not found:
+            return
+        if ask.sampling.prompt_logprobs is not None and progress.role is Role.PREFILL and not self._shown(ask):
+            self.violated(f"request {ask.number} wants its prompt scored, and {found} tokens were not computed")
+        whole = (*ask.prompt, *self._by_number[ask.number].expected.tokens)
+        again = progress.attempt > 0 or self._by_number[ask.number].tries > 1 or self._restarts(progress.worker)
+        now = self.agenda.now()
+        known = [
+            _common(whole, (*other.ask.prompt, *other.expected.tokens))
+            for other in self.clients
+            if other.ask.salt == ask.salt and other.ask.at <= now and (again or other.ask.number != ask.number)
+        ]
+        if found > max(known, default=0):
+            self.violated(f"request {ask.number} found {found} tokens of its prompt, which nobody of its salt has said")
+
+    def _restarts(self, name: WorkerName) -> bool:
+        """Whether this worker has started requests over, which then find what they left in the tree themselves."""
+        counters = self.control.hosts[name].worker.status().counters
+        return any(counters.get(counter, 0) for counter in ("parked", "pages_condemned", "stale_pages"))
+
+    def _shown(self, ask: Ask) -> bool:
+        return self._by_number[ask.number].scores is not None
+
+    def _leave(self, client: Client) -> None:
+        if client.over:
+            return
+        client.over = True
+        self.counts["left"] += 1
+        if client.request_id is not None and self.router.process.alive:
+            self.router.cancel(client.request_id)
+
+    def _id(self, client: Client) -> RequestId:
+        assert client.request_id is not None
+        return client.request_id
+
+    # ------------------------------------------------------------ the run
+
+    def run(self, until: Callable[[], bool] = lambda: False) -> Result:
+        """To the end, or until what is asked before each event is true."""
+        for client in self.clients:
+            self.agenda.after(client.ask.at, partial(self._ask, client))
+            if client.ask.leaves_at is not None:
+                self.agenda.after(client.ask.leaves_at, partial(self._leave, client))
+        calm = max([schedule(self, fault) for fault in self.plan.faults], default=0.0)
+        calm = max(calm, max((client.ask.at for client in self.clients), default=0.0))
+        events = 0
+        try:
+            events = self._until(lambda: until() or all(c.over for c in self.clients), calm + GRACE_S)
+            if self.violations or until():
+                return self._result(events)
+            self.violations += [f"{c.request_id} has not ended" for c in self.clients if not c.over]
+            if not self.violations:
+                events += self._rest(calm)
+            return self._result(events)
+        finally:
+            if self.store is not None:
+                self.store.close()
+
+    def _until(self, reached: Callable[[], bool], deadline: float) -> int:
+        events = 0
+        while not reached() and len(self.violations) < _ENOUGH and self.agenda.now() < deadline:
+            try:
+                if not self.agenda.next():
+                    break
+            except Exception as error:
+                self.violated(f"{type(error).__name__}: {error}")
+                self.say("", repr(error))
+                break
+            events += 1
+        return events
+
+    def _rest(self, calm: float) -> int:
+        """Once the last fault is over, everything comes back."""
+        events = self._until(lambda: False, max(calm, self.agenda.now()) + 0.5)
+        deadline, unrest = self.agenda.now() + GRACE_S, ["nothing was looked at"]
+        while unrest and self.agenda.now() < deadline and not self.violations:
+            events += self._until(lambda: False, self.agenda.now() + 1.0)
+            unrest = self._unrest()
+        self.violations += unrest
+        hosts = [host for host in self.control.all_hosts if host.ended is None]
+        for host in hosts:
+            self.violations += [f"{host.process}: {line}" for line in host.worker.check().violations]
+        self.violations += [f"router: {line}" for line in self.router.check()]
+        self.violations += self._found_damaged()
+        return events
+
+    def _found_damaged(self) -> list[str]:
+        if any(self.counts[kind] for kind in _DAMAGING):
+            return []
+        hosts = [(host, host.snapshot.counters) for host in self.control.all_hosts]
+        found = [(host, name, counters.get(name, 0)) for host, counters in hosts for name in _SUSPECT]
+        return [f"{host.process}: {name} is {n:g}, and nothing was damaged" for host, name, n in found if n]
+
+    def _unrest(self) -> list[str]:
+        found = [line for host in self.control.all_hosts if host.ended is None for line in host.unrest()]
+        for view in self.control.brain.views():
+            host = self.control.hosts.get(WorkerName(view.record.name))
+            given_up = view.record.name in self.control.given_up
+            if view.status.state in ("starting", "dead") and not given_up and (host is None or host.ended is not None):
+                found.append(f"{view.record.name} is {view.status.state}")
+        return found
+
+    def _result(self, events: int) -> Result:
+        for host in self.control.all_hosts:
+            for name in _TOLD:
+                self.counts[name] += int(host.snapshot.counters.get(name, 0))
+            if host.built.followers is not None:
+                self.counts["late_orders"] += host.built.followers.late_orders
+        damaged = self.world.damage.done
+        self.counts["damaged_metadata"], self.counts["damaged_notices"] = damaged["metadata"], damaged["notice"]
+        self.counts["damaged_writes"] = damaged["corrupt"]
+        if self.store is not None:
+            self.counts["cancelled_running"] = self.store.cancelled_running
+        self.counts["audited"] = self.router.brain.audits.counts.results[Audited.EXACT]
+        if not self.plan.shape.config["faults"]["retract_every"]:
+            self.counts["pressed_out"] = self.counts["retractions"]
+            self.counts["pressed_seeds"] = int(self.counts["retractions"] > 0)
+        moves = self.router.brain.moves.counts
+        self.counts["moved"], self.counts["stayed"] = moves.moved, moves.stayed
+        self.counts["replays"] = self.router.brain.counts.replays
+        return Result(
+            self.plan.seed, tuple(self.violations), self.agenda.now(), events, self.counts, tuple(self.log or ())
+        )
+
+
+def _common(one: Sequence[int], other: Sequence[int]) -> int:
+    """Tokens that two sequences begin with alike."""
+    return next((at for at, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), min(len(one), len(other)))
+
+
+def _config(drawn: dict[str, object]) -> dict[str, object]:
+    """Short leases and timeouts, so that little virtual time is spent on waiting; nobody gives up too early."""
+    return {
+        "cluster": {"heartbeat_s": 0.25, "lease_s": 2.0, "start_timeout_s": 6.0, "stall_s": 4.0, "restart_limit": 100},
+        "router": {"replay_limit": 100, "worker_wait_s": 120.0},
+        "transfer": {
+            "plane": "local",
+            "room_timeout_s": 5.0,
+            "connect_timeout_s": 2.0,
+            "link_timeout_s": _LINK_TIMEOUT_S,
+        },
+        **drawn,
+    }
+
+
+class _IntoLog(logging.Handler):
+    """What the brains log goes into the run's log."""
+
+    def __init__(self, say: Callable[[str, str], None]) -> None:
+        super().__init__()
+        self._say = say
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self._say(record.name, record.getMessage())
+
+
+@contextmanager
+def _logging(run: Run) -> Iterator[None]:
+    root, handler, before = logging.getLogger(), _IntoLog(run.say), logging.root.manager.disable
+    root.addHandler(handler)
+    if run.log is None:
+        logging.disable()
+    try:
+        yield
+    finally:
+        logging.disable(before)
+        root.removeHandler(handler)
+
+
+def run_plan(plan: Plan, *, keep_log: bool = False) -> Result:
+    """Run a plan from beginning to end; deterministic."""
+    run = Run(plan, keep_log)
+    with _logging(run):
+        return run.run()

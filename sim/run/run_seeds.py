@@ -1,0 +1,52 @@
+"""Many seeds, in several processes: each takes the next few as soon as it is done with the last."""
+
+from __future__ import annotations
+
+import multiprocessing
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from itertools import islice
+
+import torch
+
+from sim.run.run_scenario import Result, run_plan
+from sim.scenario.scenario_draw import draw
+
+_PORTION = 10
+
+
+def run_seed(seed: int, *, keep_log: bool = False) -> Result:
+    """Draw the plan of a seed and run it."""
+    return run_plan(draw(seed), keep_log=keep_log)
+
+
+def run_seeds(seeds: Sequence[int], jobs: int) -> Iterator[Result]:
+    """Their results, in their order."""
+    if jobs == 1 or len(seeds) <= _PORTION:
+        yield from map(run_seed, seeds)
+        return
+    context = multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(jobs, mp_context=context, initializer=_one_thread) as pool:
+        waiting = iter(range(0, len(seeds), _PORTION))
+        # A few portions ahead, so that who stops listening has not ordered all.
+        ordered = [pool.submit(_portion, seeds[at : at + _PORTION]) for at in islice(waiting, 3 * jobs)]
+        while ordered:
+            yield from ordered.pop(0).result()
+            ordered += [pool.submit(_portion, seeds[at : at + _PORTION]) for at in islice(waiting, 1)]
+
+
+def _portion(seeds: Sequence[int]) -> list[Result]:
+    return [run_seed(seed) for seed in seeds]
+
+
+def _one_thread() -> None:
+    torch.set_num_threads(1)
+
+
+def summed(results: Sequence[Result]) -> Counter[str]:
+    """What happened in all of them, and how often."""
+    total: Counter[str] = Counter()
+    for result in results:
+        total.update(result.counts)
+    return total

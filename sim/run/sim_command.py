@@ -1,0 +1,99 @@
+"""`twinpool sim`: one seed with its log, or many with a summary."""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Callable
+
+import torch
+
+from contracts.errors import ConfigError
+from sim.run.run_scenario import run_plan
+from sim.run.run_seeds import run_seeds
+from sim.scenario.scenario import KINDS, Plan
+from sim.scenario.scenario_draw import draw
+from sim.scenario.shrink import shrink
+
+Say = Callable[[str], None]
+_MOST_SHOWN = 20
+
+
+def sim(seed: int | None, seeds: str | None, jobs: int, shrinks: bool, first: bool, say: Say) -> bool:
+    """Run what was asked for; whether nothing was violated. Raises `ConfigError` for what can't be asked."""
+    if (seed is None) == (seeds is None):
+        raise ConfigError("sim takes either --seed N, to replay one, or --seeds A..B, to run many")
+    if jobs < 1:
+        raise ConfigError(f"--jobs must be 1 or more, got {jobs}")
+    torch.set_num_threads(1)
+    if seed is not None:
+        return _one(seed, shrinks, say)
+    if shrinks:
+        raise ConfigError("--shrink makes one seed smaller: name it with --seed N")
+    return _many(_range(seeds or ""), jobs, first, say)
+
+
+def _range(text: str) -> range:
+    first, dots, last = text.partition("..")
+    if not dots or not first.isdigit() or not last.isdigit() or int(last) < int(first):
+        raise ConfigError(f"--seeds takes the first and the last seed, such as 0..999; got {text!r}")
+    return range(int(first), int(last) + 1)
+
+
+def _one(seed: int, shrinks: bool, say: Say) -> bool:
+    plan = draw(seed)
+    if shrinks:
+        if not run_plan(plan).violations:
+            say(f"seed {seed} violates nothing: there is nothing to shrink")
+            return True
+        plan = shrink(plan, lambda smaller: bool(run_plan(smaller).violations))
+    for line in describe(plan):
+        say(line)
+    result = run_plan(plan, keep_log=True)
+    for line in result.log:
+        say(line)
+    say(f"{result.events} events in {result.seconds:.1f} s of virtual time; {_counted(result.counts)}")
+    for violation in result.violations:
+        say(f"VIOLATION {violation}")
+    return not result.violations
+
+
+def describe(plan: Plan) -> list[str]:
+    """The plan for people."""
+    shape = plan.shape
+    lines = [
+        f"seed {plan.seed}: {shape.prefill} prefill, {shape.decode} decode, pools {shape.pools}, plane {shape.plane}, "
+        f"{shape.nodes} nodes, device {'late' if shape.lazy else 'at once'}",
+        f"config {shape.config}",
+    ]
+    lines += [f"{fault.at:10.4f}  {fault}" for fault in plan.faults]
+    lines += [
+        f"{ask.at:10.4f}  request {ask.number}: {len(ask.prompt)} tokens, {ask.sampling.max_tokens} wanted"
+        for ask in plan.asks
+    ]
+    return lines
+
+
+def _many(seeds: range, jobs: int, first: bool, say: Say) -> bool:
+    began, counts, failed = time.monotonic(), Counter[str](), 0
+    virtual, ran = 0.0, 0
+    for result in run_seeds(seeds, jobs):
+        ran += 1
+        counts.update(result.counts)
+        virtual += result.seconds
+        if result.violations:
+            failed += 1
+            if failed <= _MOST_SHOWN:
+                say(f"seed {result.seed}: {result.violations[0]}")
+            if first:
+                break
+    took = time.monotonic() - began
+    say(f"{ran} seeds, {virtual:,.0f} s of virtual time in {took:.0f} s; {_counted(counts)}")
+    say(f"{failed} seeds with violations" if failed else "no violation")
+    return not failed
+
+
+def _counted(counts: Counter[str]) -> str:
+    faults = ", ".join(f"{kind} {counts[kind]}" for kind in KINDS if counts[kind])
+    others = ", ".join(f"{name} {n}" for name, n in sorted(counts.items()) if name not in KINDS and n)
+    return f"faults: {faults or 'none'}; met: {others or 'nothing'}"

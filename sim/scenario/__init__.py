@@ -1,0 +1,1 @@
+"""What a seed stands for."""

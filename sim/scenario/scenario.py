@@ -1,0 +1,159 @@
+"""What a seed stands for: a cluster, what is asked of it, and what goes wrong.
+
+A plan is a value, apart from running it. So a failing one can be made smaller (`sim.scenario.shrink`) and run again,
+and what is drawn in a run (delays, say) is drawn from another stream than what is drawn here.
+"""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+
+from cache.memory.kv_cache_spec import BufferSpec, Index, Kind, PoolSetSpec, PoolSpec
+from contracts.sampling_params import SamplingParams
+from sim.fabric.hash_engine import VOCABULARY
+
+CONTEXT = 96
+
+
+@dataclass(frozen=True, slots=True)
+class Ask:
+    """One client's request."""
+
+    number: int
+    at: float
+    prompt: tuple[int, ...]
+    sampling: SamplingParams
+    salt: str = ""
+    priority: int = 0
+    leaves_at: float | None = None
+    """When the client hangs up, if it still waits."""
+    enough: int | None = None
+    """The client has what it wanted after so many tokens, as with a stop string."""
+    deadline_s: float = 600.0
+
+
+@dataclass(frozen=True, slots=True)
+class Fault:
+    """Something that goes wrong, or that an operator does."""
+
+    kind: str
+    at: float
+    target: str = ""
+    other: str = ""
+    lasts: float = 0.0
+
+    def __str__(self) -> str:
+        between = f" and {self.other}" if self.other else ""
+        return f"{self.kind} {self.target}{between}" + (f" for {self.lasts:.2f} s" if self.lasts else "")
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """The cluster."""
+
+    prefill: int
+    decode: int
+    pools: str
+    """``full``, ``window``, ``state`` or ``all``."""
+    page_tokens: int
+    plane: str
+    lazy: bool
+    """Devices run operations late, in any order that is allowed."""
+    delay_s: float
+    step_s: float
+    nodes: int
+    kill_s: float = 2.0
+    """A node may take so long to carry out a kill: what it is for may live on beside its successor."""
+    pressed: bool = False
+    """More is asked of decode at once than its pools can hold."""
+    config: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """See the module's prose."""
+
+    seed: int
+    shape: Shape
+    asks: tuple[Ask, ...]
+    faults: tuple[Fault, ...]
+
+
+def pool_set(name: str, page_tokens: int) -> PoolSetSpec:
+    """A few bytes for each position and kind of state; heads of some, which ranks share."""
+    u8 = torch.uint8
+    full = PoolSpec("full", (BufferSpec("kv", 2, (4, 2), u8, heads=4),))
+    window = PoolSpec("window", (BufferSpec("kv", 1, (2, 4), u8, heads=2),), Kind.WINDOW, 7)
+    state = PoolSpec("state", (BufferSpec("s", 1, (16,), u8, Index.SLOT),), Kind.STATE)
+    chosen = {"full": (full,), "window": (full, window), "state": (full, state), "all": (full, window, state)}
+    return PoolSetSpec(page_tokens, chosen[name])
+
+
+def _sampling(rng: random.Random, prompt: int, most: int) -> SamplingParams:
+    """How a request is to be drawn; half of them plainly."""
+    stops = tuple(rng.sample(range(VOCABULARY), rng.choice((0, 0, 4))))
+    sampling = SamplingParams(most, seed=rng.randrange(1 << 32), stop_token_ids=stops)
+    if rng.random() < 0.5:
+        return sampling
+    scored = prompt > 1 and rng.random() < 0.2
+    if scored and rng.random() < 0.2:
+        sampling, most = replace(sampling, max_tokens=0), 0
+    return replace(
+        sampling,
+        temperature=rng.choice((0.0, 0.7, 1.0)),
+        top_p=rng.choice((0.9, 1.0, 1.0)),
+        top_k=rng.choice((0, 0, 40)),
+        min_p=rng.choice((0.0, 0.0, 0.05)),
+        repetition_penalty=rng.choice((1.0, 1.0, 1.0, 1.3)),
+        presence_penalty=rng.choice((0.0, 0.0, 0.0, 0.4)),
+        frequency_penalty=rng.choice((0.0, 0.0, 0.0, -0.2)),
+        logit_bias=rng.choice(((), (), ((3, -1.5), (41, 2.25)))),
+        min_tokens=rng.randint(0, most) if rng.random() < 0.5 else 0,
+        logprobs=rng.choice((None, None, 0, 3)),
+        prompt_logprobs=rng.choice((0, 2)) if scored else None,
+    )
+
+
+def _rush(rng: random.Random, shape: Shape, first: int, at: float) -> list[Ask]:
+    """Short answers, from which decode learns what to expect, then more and longer ones than it expects, at once."""
+    asks = []
+    short = shape.decode * rng.randint(8, 9)
+    for number in range(short + shape.decode * rng.randint(4, 7)):
+        long = number >= short
+        at += 0.0 if long else 0.05 * rng.random()
+        prompt = tuple(rng.randrange(VOCABULARY) for _ in range(rng.randint(1, 12)))
+        sampling = replace(_sampling(rng, len(prompt), rng.randint(16, 24) if long else 2), stop_token_ids=())
+        asks.append(Ask(first + number, at + (1.0 if long else 0.0), prompt, sampling, "", rng.choice((0, 0, 5))))
+    return asks
+
+
+PAIRS = ("reset", "stall")
+"""Faults between two processes."""
+WHOLE = ("router", "errors", "rot", "forget", "slow", "corrupt", "metadata", "notice")
+"""Faults of the whole cluster."""
+LASTING = ("stop", "halt", "stall", "partition", "errors", "slow", "drain")
+KINDS = {
+    "crash": "a worker's process dies",
+    "stop": "a worker's process stands still for a while",
+    "hang": "a worker's loop hangs for ever, while its lease is renewed",
+    "halt": "a worker's process stands still in the middle of its next write, for a while",
+    "router": "the router's process dies and is started again",
+    "drain": "an operator drains a worker, and takes it back after a while if it is still there",
+    "role": "an operator has a worker change its role",
+    "stall": "two processes don't reach each other for a while",
+    "partition": "a node reaches no other for a while",
+    "reset": "the connections between two processes are reset",
+    "slow": "the network is twenty times as slow for a while",
+    "rank": "the process of another rank of a worker dies",
+    "corrupt": "a byte of the next write of pages flips on its way",
+    "metadata": "a byte of the next metadata flips on its way",
+    "notice": "a byte of the next notice of a data plane flips on its way",
+    "flip": "a byte of every page in a worker's host memory flips",
+    "errors": "storage fails one operation in three for a while",
+    "rot": "a byte of an object on storage flips",
+    "forget": "storage loses all objects",
+}

@@ -1,0 +1,172 @@
+"""Draws a scenario from a seed."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+from sim.fabric.hash_engine import VOCABULARY, recite
+from sim.scenario.scenario import (
+    CONTEXT,
+    KINDS,
+    LASTING,
+    PAIRS,
+    WHOLE,
+    Ask,
+    Fault,
+    Plan,
+    Shape,
+    _rush,
+    _sampling,
+    pool_set,
+)
+
+STEP_TOKENS = 8
+"""Token budget of a prefill step: prompts take several."""
+
+
+def draw(seed: int) -> Plan:
+    """The plan of a seed. Memory is short in every third."""
+    rng = random.Random(f"plan {seed}")
+    shape = _shape(rng, seed % 3 == 0)
+    asks = _asks(rng, shape)
+    return Plan(seed, shape, asks, _faults(rng, shape, asks))
+
+
+def _shape(rng: random.Random, pressed: bool) -> Shape:
+    page = rng.choice((2, 4, 4, 4, 8))
+    plane = rng.choice(("shm", "shm", "zmq"))
+    return Shape(
+        prefill=rng.choice((1, 2, 2, 3)),
+        decode=rng.choice((1, 1, 2) if pressed else (1, 2, 2, 3)),
+        pools=rng.choice(("full", "full", "window", "state", "all")),
+        page_tokens=page,
+        plane=plane,
+        lazy=rng.random() < 0.3,
+        delay_s=rng.choice((0.0002, 0.002, 0.02)),
+        step_s=rng.choice((0.002, 0.02, 0.08)),
+        nodes=1 if plane == "shm" else rng.randint(1, 3),
+        kill_s=rng.choice((0.5, 2.0, 2.0, 8.0)),
+        pressed=pressed,
+        config=_config(rng, page, pressed),
+    )
+
+
+def _config(rng: random.Random, page: int, pressed: bool) -> dict[str, Any]:
+    cache: dict[str, Any] = {
+        "page_tokens": page,
+        "prefix_reuse": rng.random() < 0.85,
+        "arena": rng.choice(("auto", "auto", "none")),
+        "eviction": rng.choice(("lru", "lfu", "fifo", "priority", "slru")),
+    }
+    if rng.random() < 0.6:
+        cache["host_bytes"] = rng.choice((1, 2, 6)) * CONTEXT * 32
+        cache["write_policy"] = rng.choice(("through", "selective", "back"))
+        cache["load_back"] = rng.choice(("auto", "always", "always", "never"))
+        if rng.random() < 0.6:
+            cache["storage"] = {"backend": "memory", "max_bytes": rng.choice((4096, 65536, 1 << 20))}
+            cache["prefetch"] = {
+                "policy": rng.choice(("best_effort", "wait_complete", "timeout")),
+                "batch_pages": rng.choice((1, 4)),
+            }
+    tight = rng.random() < 0.6
+    tp = rng.choice(((1, 1),) * 8 + ((2, 1), (1, 2), (2, 2), (4, 2)))
+    decode = _sizes(rng, page, tight)
+    if pressed:
+        # Room for one request that is as long as can be, or for many that turn out longer than those before them.
+        decode = {"device_tokens": CONTEXT + page * rng.randrange(3), "device_requests": 8}
+    return {
+        "cache": cache,
+        "prefill": {
+            "chunk_tokens": STEP_TOKENS,
+            "max_running": rng.choice((1, 2, 8)),
+            "cache": _sizes(rng, page, tight),
+            "tp": tp[0],
+        },
+        "decode": {
+            "max_batch_tokens": rng.choice((3, 16) if pressed else (1, 3, 16)),
+            "metadata_slots": 8 if pressed else rng.choice((1, 2, 8)),
+            "cache": decode,
+            "tp": tp[1],
+            "growth_quantile": 0.1 if pressed else rng.choice((0.1, 0.75, 1.0)),
+            "retract": rng.choice(("auto", "auto", "recompute", "copy" if "host_bytes" in cache else "auto")),
+            "retract_limit": rng.choice((1, 3, 50)),
+        },
+        "audit": {"fraction": rng.choice((0.0, 0.0, 1.0))},
+        "faults": {"retract_every": 0 if pressed else rng.choice((0, 0, 0, 3, 7))},
+    }
+
+
+def _sizes(rng: random.Random, page: int, tight: bool) -> dict[str, int]:
+    """A pool holds the longest request; how much more than that decides whether requests wait for each other."""
+    tokens = CONTEXT + page * rng.randrange(0, CONTEXT // page // (2 if tight else 1) * (1 if tight else 4))
+    return {"device_tokens": tokens, "device_requests": rng.randint(1, 2) if tight else rng.randint(2, 8)}
+
+
+def _asks(rng: random.Random, shape: Shape) -> tuple[Ask, ...]:
+    """Conversations: some go on from what was said, some share what they begin with, some are asked several times."""
+    spec = pool_set(shape.pools, shape.page_tokens)
+    system = [rng.randrange(VOCABULARY) for _ in range(rng.randint(0, 20))]
+    said: list[list[int]] = []
+    asks: list[Ask] = []
+    at, impatient = 0.5, rng.choice((0.1, 0.1, 0.1, 0.5))
+    length = rng.choice((4, 12, 40))
+    salts = rng.choice((("",), ("",), ("", "a"), ("", "a", "b")))
+    count = rng.choice((3, 6, 12, 24))
+    count = min(count, 6) if shape.pressed else count
+    for _ in range(count):
+        at += rng.choice((0.0, 0.01, 0.1, 0.5, 1.0)) * rng.expovariate(1.0)
+        words = list(rng.choice(said)) if said and rng.random() < 0.5 else list(system if rng.random() < 0.6 else [])
+        words += [rng.randrange(VOCABULARY) for _ in range(rng.randint(1, length))]
+        prompt = tuple(words[: CONTEXT - 26])
+        sampling = _sampling(rng, len(prompt), rng.choice((1, 2, 5, 12, 24)))
+        ask = Ask(
+            len(asks), at, prompt, sampling, rng.choice(salts), rng.choice((0, 0, 0, 0, 5, -3)),
+            leaves_at=at + rng.expovariate(2.0) if rng.random() < impatient else None,
+            enough=rng.randint(1, 4) if rng.random() < 0.08 else None,
+            deadline_s=rng.expovariate(1.0) + 0.01 if rng.random() < 0.05 else 600.0,
+        )  # fmt: skip
+        asks.append(ask)
+        if rng.random() < 0.1:
+            for choice in range(1, rng.randint(2, 4)):
+                again = replace(sampling, choice=choice)
+                asks.append(replace(ask, number=len(asks), sampling=again, leaves_at=None, enough=None))
+        said.append([*words, *recite(spec, prompt, sampling).tokens])
+    if shape.pressed:
+        asks += _rush(rng, shape, len(asks), at)
+    return tuple(asks)
+
+
+def _faults(rng: random.Random, shape: Shape, asks: Sequence[Ask]) -> tuple[Fault, ...]:
+    """None in some plans; in others some of a few kinds, so that each meets the others."""
+    count = rng.choice((0, 2, 5, 10, 16))
+    names = [f"prefill-{n}" for n in range(shape.prefill)] + [f"decode-{n}" for n in range(shape.decode)]
+    kinds = rng.sample(list(KINDS), rng.randint(1, 5))
+    ends = [*names, "router-0"]
+    for role, many in (("prefill", shape.prefill), ("decode", shape.decode)):
+        ends += [f"{role}-{n}.rank{rank}" for n in range(many) for rank in range(1, shape.config[role]["tp"])]
+    faults = []
+    for _ in range(count):
+        kind = rng.choice(kinds)
+        # Where something is under way.
+        at = rng.choice(asks).at + rng.expovariate(2.0)
+        lasts = rng.choice((0.05, 0.5, 2.0, 6.0)) * rng.uniform(0.5, 1.5)
+        target, other = rng.sample(ends, 2) if kind in PAIRS else (rng.choice(names), "")
+        if kind == "halt":
+            # Decode writes only to what it hands on. Some stand still until they are killed, or beyond that.
+            target = rng.choice(names[: shape.prefill])
+            lasts = rng.choice((rng.uniform(0.3, 3.5), rng.uniform(4.0, 14.0)))
+        if kind in WHOLE:
+            target = ""
+        if kind == "partition":
+            target, other = f"node-{rng.randrange(shape.nodes)}", "*"
+        faults.append(Fault(kind, at, target, other, lasts if kind in LASTING else 0.0))
+    if shape.decode > 1 and rng.random() < 0.4:
+        # While something runs there, and somebody else could take it.
+        at = rng.choice(asks).at + shape.step_s * rng.randrange(20)
+        faults.append(Fault("drain", at, f"decode-{rng.randrange(shape.decode)}", "", rng.choice((0.1, 0.5, 2.0))))
+    if "rank" not in kinds and len(ends) > len(names) + 1 and rng.random() < 0.3:
+        faults.append(Fault("rank", rng.choice(asks).at + rng.expovariate(2.0), rng.choice(names)))
+    return tuple(sorted(faults, key=lambda f: f.at))

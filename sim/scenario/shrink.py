@@ -1,0 +1,79 @@
+"""Makes a failing plan smaller: fewer requests, fewer faults, a plainer cluster, as long as it still fails.
+
+Delta debugging over the plan (Zeller and Hildebrandt, "Simplifying and isolating failure-inducing input", 2002): parts
+of a list are left out, first halves, then quarters and so on, and whatever isn't missed stays out. What is left fails
+for a reason that can be read, though not always for the one that was seen first.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any, TypeVar
+
+from sim.scenario.scenario import Plan
+
+T = TypeVar("T")
+Fails = Callable[[Plan], bool]
+
+
+def shrink(plan: Plan, fails: Fails) -> Plan:
+    """The smallest plan found that still `fails`; `plan` itself must."""
+    before = None
+    while before != plan:
+        before = plan
+        plan = replace(plan, faults=_fewer(plan.faults, lambda kept, p=plan: fails(replace(p, faults=kept))))  # type: ignore[misc]
+        plan = replace(plan, asks=_fewer(plan.asks, lambda kept, p=plan: fails(replace(p, asks=kept))))  # type: ignore[misc]
+        for plainer in _plainer(plan):
+            if plainer != plan and fails(plainer):
+                plan = plainer
+    return plan
+
+
+def _fewer(items: Sequence[T], fails: Callable[[tuple[T, ...]], bool]) -> tuple[T, ...]:
+    """A part of `items` that still fails and of which no single one can be left out."""
+    kept, size = tuple(items), max(1, len(items) // 2)
+    while kept:
+        for at in range(0, len(kept), size):
+            fewer = kept[:at] + kept[at + size :]
+            if fails(fewer):
+                kept = fewer
+                break
+        else:
+            if size == 1:
+                return kept
+            size = max(1, size // 2)
+            continue
+        size = min(size, max(1, len(kept) // 2))
+    return kept
+
+
+def _plainer(plan: Plan) -> list[Plan]:
+    """The same plan on clusters that have a little less of something, each for itself."""
+    shape = plan.shape
+    changes: list[dict[str, Any]] = [
+        {"lazy": False},
+        {"prefill": max(1, shape.prefill - 1)},
+        {"decode": max(1, shape.decode - 1)},
+        {"nodes": 1},
+        {"pools": "full"},
+        {"config": _with(shape.config, "prefill", tp=1)},
+        {"config": _with(shape.config, "decode", tp=1)},
+        {"config": _without(shape.config, "storage")},
+        {"config": _without(shape.config, "storage", "prefetch", "host_bytes")},
+    ]
+    names = [f"prefill-{n}" for n in range(shape.prefill)] + [f"decode-{n}" for n in range(shape.decode)]
+    shapes = [replace(shape, **change) for change in changes]
+    gone = [[n for n in names if int(n.rpartition("-")[2]) >= getattr(s, n.partition("-")[0])] for s in shapes]
+    return [
+        replace(plan, shape=s, faults=tuple(f for f in plan.faults if f.target not in g and f.other not in g))
+        for s, g in zip(shapes, gone, strict=True)
+    ]
+
+
+def _with(config: dict[str, Any], section: str, **changed: Any) -> dict[str, Any]:
+    return {**config, section: {**config[section], **changed}}
+
+
+def _without(config: dict[str, Any], *keys: str) -> dict[str, Any]:
+    return {**config, "cache": {k: v for k, v in config["cache"].items() if k not in keys}}

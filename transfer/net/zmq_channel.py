@@ -1,0 +1,162 @@
+"""How the two ends of rooms reach each other: control messages, and the proof of a peer's death.
+
+Rooms (`transfer.rooms.kv_sender`, `transfer.rooms.kv_receiver`) decide and do no I/O of their own: what they say and
+hear goes through a `Carrier`. What a carrier promises is what the rooms rely on:
+
+    order    messages of one connection come in the order in which they were sent, each once
+    loss     of a live connection nothing is lost; where it is cut, what is lost is its end, and a channel tells it
+    death    a watch says dead only of a worker that will never write again
+
+`ZmqCarrier` keeps these with a DEALER socket a connection, one ROUTER socket for all who connect, and pidfds.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+from collections.abc import Sequence
+
+import zmq
+
+from contracts.config.worker_config import TransferConfig
+from transfer.net import process_watch as process
+from transfer.net.control_channel import Process
+from transfer.net.curve_keys import Curve, bind
+from transfer.net.disconnects import CutWatch, keep_alive
+from transfer.net.waiter import Waiter
+
+LINK_TIMEOUT_S = TransferConfig().link_timeout_s
+FRAME_BYTES = TransferConfig().control_frame_bytes
+_AT_ONCE = 1024
+"""Messages that are taken in by one call."""
+_WAITING = 64
+"""Messages of one connection that wait here to be taken in; more wait at the sender."""
+_UNREAD = 4096
+"""Answers to one connection that wait for it to read them; what comes after them is lost, as with a cut."""
+log = logging.getLogger("twinpool.transfer")
+
+
+class ZmqCarrier:
+    """The carrier of real workers; what comes wakes `waiter`."""
+
+    def __init__(
+        self,
+        host: str,
+        waiter: Waiter,
+        curve: Curve | None,
+        link_timeout_s: float = LINK_TIMEOUT_S,
+        frame_bytes: int = FRAME_BYTES,
+    ) -> None:
+        """`frame_bytes`: the longest message that is taken in; who sends a longer one is cut off."""
+        self._host, self._waiter, self._curve, self._link_timeout_s = host, waiter, curve, link_timeout_s
+        self._frame_bytes = frame_bytes
+        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context.instance()
+
+    def mine(self) -> Process:
+        return process.mine()
+
+    def listen(self) -> ZmqInbox:
+        socket = self._context.socket(zmq.ROUTER)
+        socket.set(zmq.SNDHWM, _UNREAD)
+        socket.set(zmq.RCVHWM, _WAITING)
+        socket.set(zmq.MAXMSGSIZE, self._frame_bytes)
+        socket.set(zmq.ROUTER_HANDOVER, 1)
+        keep_alive(socket, self._link_timeout_s)
+        return ZmqInbox(socket, bind(socket, self._host, self._curve), self._waiter)
+
+    def connect(self, endpoint: str, identity: bytes) -> ZmqChannel:
+        socket = self._context.socket(zmq.DEALER)
+        socket.set(zmq.SNDHWM, 0)
+        socket.set(zmq.RCVHWM, _WAITING)
+        socket.set(zmq.MAXMSGSIZE, self._frame_bytes)
+        socket.set(zmq.LINGER, 0)
+        socket.set(zmq.ROUTING_ID, identity)
+        keep_alive(socket, self._link_timeout_s)
+        if self._curve is not None and endpoint.startswith("tcp"):
+            self._curve.call(socket)
+        watch = CutWatch(socket)
+        try:
+            socket.connect(endpoint)
+        except zmq.ZMQError as error:
+            log.warning("no connection to %.80r: %s", endpoint, error)  # As if nobody answered there.
+        return ZmqChannel(socket, watch, self._waiter)
+
+    def watch(self, processes: Sequence[Process]) -> PidWatch | None:
+        watch = process.GroupWatch.open(processes)
+        return PidWatch(watch, self._waiter) if watch is not None else None
+
+
+class ZmqInbox:
+    """Implements `Inbox`."""
+
+    def __init__(self, socket: zmq.Socket[bytes], endpoint: str, waiter: Waiter) -> None:
+        self._socket, self.endpoint, self._waiter = socket, endpoint, waiter
+        waiter.add(socket)
+
+    def receive(self) -> list[tuple[bytes, bytes]]:
+        out: list[tuple[bytes, bytes]] = []
+        for _ in range(_AT_ONCE):
+            try:
+                frames = self._socket.recv_multipart(zmq.NOBLOCK)
+            except zmq.Again:
+                break
+            if len(frames) == 2:
+                out.append((frames[0], frames[1]))
+        return out
+
+    def send(self, identity: bytes, data: bytes) -> None:
+        with contextlib.suppress(zmq.Again):
+            self._socket.send_multipart([identity, data], zmq.NOBLOCK)
+
+    def close(self) -> None:
+        self._waiter.remove(self._socket)
+        self._socket.close(linger=0)
+
+
+class ZmqChannel:
+    """Implements `Channel`."""
+
+    def __init__(self, socket: zmq.Socket[bytes], watch: CutWatch, waiter: Waiter) -> None:
+        self._socket, self._watch, self._waiter = socket, watch, waiter
+        waiter.add(socket)
+
+    def cut(self) -> bool:
+        return self._watch.cut()
+
+    @property
+    def up(self) -> bool:
+        return self._watch.up
+
+    def send(self, data: bytes) -> None:
+        self._socket.send(data)
+
+    def receive(self) -> bytes | None:
+        try:
+            return self._socket.recv(zmq.NOBLOCK)
+        except zmq.Again:
+            return None
+
+    def close(self) -> None:
+        self._watch.close()
+        self._waiter.remove(self._socket)
+        self._socket.close(linger=0)
+
+
+class PidWatch:
+    """Implements `Watch`: deaths wake the waiter."""
+
+    def __init__(self, watch: process.GroupWatch, waiter: Waiter) -> None:
+        self._watch, self._waiter = watch, waiter
+        self.pid = watch.pid
+        for fd in watch.fds:
+            waiter.add(fd)
+
+    @property
+    def dead(self) -> bool:
+        self._watch.forget_dead(self._waiter.remove)
+        return not self._watch.fds
+
+    def close(self) -> None:
+        for fd in self._watch.fds:
+            self._waiter.remove(fd)
+        self._watch.close()

@@ -1,0 +1,1 @@
+"""Data planes: register, describe, post, notify, poll."""

@@ -1,0 +1,122 @@
+"""The writer's side of planes `local` and `shm`: stores straight into the reader's memory."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+
+from cache.device.device_port import DONE, Completion
+from cache.memory.head_slices import Cut, chosen, common, copy_common
+from cache.memory.memory_layout import BufferLayout, PoolSetLayout
+from cache.memory.page_moves import Move, Part, copy_state
+from cache.pool.pool_set import PoolSet
+from contracts.errors import WireError
+from contracts.ids import RoomId
+from transfer.net.disconnects import CutWatch
+from transfer.net.fault_injection import WriteFaults
+from transfer.planes.data_plane import PageWrite, SlotWrite, Target
+
+_HEAD = 64
+"""Bytes in front of a segment: a nonce, by which a writer knows that it mapped what was described."""
+
+
+class DirectLink:
+    """Writes into memory that is mapped here."""
+
+    frame_bytes: int | None = None
+
+    def __init__(
+        self,
+        source: PoolSet,
+        region: torch.Tensor,
+        layout: PoolSetLayout,
+        slots: torch.Tensor | None,
+        notify: Callable[[bytes], None],
+        watch: CutWatch | None,
+        close: Callable[[], None],
+        faults: WriteFaults,
+        cut: Cut | None = None,
+    ) -> None:
+        """`slots` and `notify` are the reader's leader's; notices go by a connection that `watch` watches. `cut`: the
+        buffers to write, and of them the heads that both hold; None: all of every page."""
+        self._source = source
+        self._cut = cut
+        self._region = region
+        self._layout = layout
+        self._slots = slots
+        self._notify = notify
+        self._watch = watch
+        self._close = close
+        self._faults = faults
+
+    def admit(self, target: Target) -> None:
+        for pool, run in target.runs.items():
+            count = self._layout.counts.get(pool, 0)
+            if not all(0 < index < count for index in run.indices):
+                raise WireError(f"room {target.room} was granted places of {pool} beyond the reader's {count}")
+        if self._slots is not None and not 0 <= target.slot < len(self._slots):
+            raise WireError(f"room {target.room} was granted slot {target.slot} of {len(self._slots)}")
+
+    def post(self, write: PageWrite | SlotWrite) -> Completion:
+        if isinstance(write, SlotWrite):
+            assert self._slots is not None, "metadata goes to the reader's leader"
+            data = torch.frombuffer(bytearray(write.data), dtype=torch.uint8)
+            self._slots[write.target.slot, : len(write.data)] = data
+            return DONE
+        move = write.move
+        first, rest = _halves(move)
+        self._copy(first)
+        self._faults.in_write()
+        self._copy(rest)
+        for part in move.parts:
+            for buffer in self._chosen(self._layout, part.pool)[:1]:
+                self._faults.after_seal(self._region, buffer.offset(0, part.targets[0]) + self._first_byte(buffer))
+        return DONE
+
+    def _copy(self, move: Move) -> None:
+        ours, theirs = self._source.layout, self._layout
+        if self._cut is None:
+            copy_state(move, self._source.region, ours, self._region, theirs)
+            return
+        for part in move.parts:
+            copy_common(
+                self._chosen(ours, part.pool), self._source.region, (ours.counts[part.pool], part.sources),
+                self._chosen(theirs, part.pool), self._region, (theirs.counts[part.pool], part.targets),
+                ours.spec.page_tokens,
+            )  # fmt: skip
+
+    def _chosen(self, layout: PoolSetLayout, pool: str) -> tuple[BufferLayout, ...]:
+        return layout.buffers[pool] if self._cut is None else chosen(layout.buffers[pool], self._cut.get(pool, ()))
+
+    def _first_byte(self, buffer: BufferLayout) -> int:
+        """Where in an entry of the reader's buffer this link writes its first byte."""
+        spec = buffer.spec
+        if not spec.heads:
+            return 0
+        pool = next(p for p in self._layout.spec.pools if spec in p.buffers)
+        mine = next(b for b in self._source.spec.by_name[pool.name].buffers if b.name == spec.name)
+        return (common(mine, spec).start - spec.first_head) * (spec.shape_bytes // spec.shape[0])
+
+    def notify(self, room: RoomId, data: bytes, writes: int = 0) -> None:
+        self._notify(data)
+
+    def cut(self) -> bool:
+        return self._watch is not None and self._watch.cut()
+
+    @property
+    def up(self) -> bool:
+        return self._watch is None or self._watch.was_up
+
+    def close(self) -> None:
+        if self._watch is not None:
+            self._watch.close()
+        self._close()
+
+
+def _halves(move: Move) -> tuple[Move, Move]:
+    """The first half of what it moves of each pool, and the rest."""
+    cuts = [(part, (len(part.sources) + 1) // 2) for part in move.parts]
+    first = tuple(Part(p.pool, p.sources[:cut], p.targets[:cut]) for p, cut in cuts)
+    rest = tuple(Part(p.pool, p.sources[cut:], p.targets[cut:]) for p, cut in cuts if len(p.sources) > cut)
+    return Move(first), Move(rest)

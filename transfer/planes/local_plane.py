@@ -1,0 +1,88 @@
+"""Plane `local`: reader and writer in one process. Not revocable, like plane `shm`."""
+
+from __future__ import annotations
+
+import secrets
+from collections import deque
+from collections.abc import Sequence
+from typing import Any, ClassVar
+
+import torch
+import zmq
+
+from cache.memory.head_slices import Cut
+from cache.memory.kv_cache_spec import PoolSetSpec
+from cache.pool.pool_set import PoolSet
+from contracts.config.cluster_config import FaultsConfig
+from contracts.errors import LayoutMismatch
+from contracts.ids import RoomId
+from contracts.messages.rank_orders import Arrival
+from transfer.net.fault_injection import WriteFaults
+from transfer.planes.data_plane import Link, Target, Wake, said
+from transfer.planes.direct_link import DirectLink
+from transfer.planes.rank_fan import fan
+from transfer.planes.shm_plane import AT_ONCE
+
+
+class LocalPlane:
+    """Reader and writer in one process: for tests, and for trying things out without a cluster."""
+
+    kind = "local"
+    revocable = False
+    _readers: ClassVar[dict[str, LocalPlane]] = {}
+
+    def __init__(self, faults: FaultsConfig, wake: Wake, rank: int = 0, size: int = 1) -> None:
+        self._rank, self._size = rank, size
+        self._token = secrets.token_hex(16)
+        self._arrived: deque[bytes] = deque()
+        self._wake = wake
+        self._faults = WriteFaults(faults)
+        self.dropped = 0
+        self._readers[self._token] = self
+
+    def allocate(self, name: str, nbytes: int) -> torch.Tensor:
+        return torch.zeros(nbytes, dtype=torch.uint8)
+
+    def register(self, pools: PoolSet, slots: torch.Tensor | None) -> None:
+        self._pools, self._slots = pools, slots
+
+    def describe(self) -> dict[str, Any]:
+        return {"ranks": [{"token": self._token}]}
+
+    def connect(self, descriptor: dict[str, Any]) -> Link:
+        return fan(self._pools.spec.whole, self._rank, self._size, descriptor, self._link)
+
+    def _link(self, descriptor: dict[str, Any], spec: PoolSetSpec, cut: Cut | None) -> Link:
+        reader = self._readers.get(said(descriptor, "token", str))
+        if reader is None:
+            raise LayoutMismatch("plane local: the reader isn't in this process, or is closed")
+
+        def notify(data: bytes) -> None:
+            reader._arrived.append(data)
+            reader._wake()
+
+        pools, slots = reader._pools, reader._slots
+        if slots is None and reader._rank == 0:
+            raise LayoutMismatch("plane local: the reader has no metadata slots")
+        return DirectLink(self._pools, pools.region, pools.layout, slots, notify, None, lambda: None, self._faults, cut)
+
+    def permit(self, target: Target) -> None: ...
+
+    def revoke(self, room: RoomId) -> None: ...
+
+    def hear(self) -> None: ...
+
+    def poll(self) -> list[bytes]:
+        return [self._arrived.popleft() for _ in range(min(len(self._arrived), AT_ONCE))]
+
+    def settled(self, rank: int, settled: Arrival) -> None: ...
+
+    def take_settled(self) -> list[Arrival]:
+        return []
+
+    @property
+    def waitable(self) -> Sequence[zmq.Socket[bytes]]:
+        return ()
+
+    def close(self) -> None:
+        self._readers.pop(self._token, None)

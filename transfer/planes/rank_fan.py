@@ -1,0 +1,121 @@
+"""One rank's way into all ranks of a reader: who writes what to whom, worked out once when two workers meet."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from functools import lru_cache
+from typing import Any
+
+from cache.device.device_port import DONE, Completion
+from cache.memory.head_slices import Cut, cuts
+from cache.memory.kv_cache_spec import PoolSetSpec
+from contracts.errors import ConfigError, LayoutMismatch
+from contracts.ids import RoomId
+from transfer.planes.data_plane import Link, PageWrite, SlotWrite, Target
+
+MOST_RANKS = 64
+"""More than this no worker has: a peer that says so is no peer."""
+
+_cuts = lru_cache(maxsize=64)(cuts)
+
+
+class Fan:
+    """Links to those ranks of a reader that this rank has something for.
+
+    `leader` goes to the reader's rank 0, which alone has metadata slots and takes notices; a rank that isn't the
+    writer's leader has none. Pages go down the links of `parts`.
+    """
+
+    def __init__(self, leader: Link | None, parts: Sequence[Link]) -> None:
+        self._leader = leader
+        self._parts = parts
+        self.frame_bytes = min((b for link in self._links() if (b := link.frame_bytes) is not None), default=None)
+
+    def admit(self, target: Target) -> None:
+        for link in self._links():
+            link.admit(target)
+
+    def post(self, write: PageWrite | SlotWrite) -> Completion:
+        if isinstance(write, SlotWrite):
+            assert self._leader is not None, "only leaders write metadata"
+            return self._leader.post(write)
+        posted = [link.post(write) for link in self._parts]
+        return DONE if all(p is DONE for p in posted) else All(posted)
+
+    def notify(self, room: RoomId, data: bytes, writes: int = 0) -> None:
+        assert self._leader is not None, "only leaders give notice"
+        self._leader.notify(room, data, writes)
+
+    def cut(self) -> bool:
+        # All are asked: each forgets what it has told.
+        return any([link.cut() for link in self._links()])
+
+    @property
+    def up(self) -> bool:
+        return all(link.up for link in self._links())
+
+    def close(self) -> None:
+        for link in self._links():
+            link.close()
+
+    def _links(self) -> list[Link]:
+        return list({id(link): link for link in (self._leader, *self._parts) if link is not None}.values())
+
+
+class All:
+    """Complete when all of them are."""
+
+    def __init__(self, completions: Sequence[Completion]) -> None:
+        self._completions = completions
+
+    @property
+    def done(self) -> bool:
+        return all(c.done for c in self._completions)
+
+    def wait(self) -> None:
+        for completion in self._completions:
+            completion.wait()
+
+    def order(self) -> None:
+        for completion in self._completions:
+            completion.order()
+
+
+Open = Callable[[dict[str, Any], PoolSetSpec, Cut | None], Link]
+"""Opens the link to one rank of a reader: its part of the descriptor, what it holds, what is written to it; None: all
+of every page, as both hold the same."""
+
+
+def fan(whole: PoolSetSpec, rank: int, size: int, descriptor: Mapping[str, Any], open_link: Open) -> Link:
+    """The way of rank `rank` of `size` into the reader that described itself. Raises `LayoutMismatch`."""
+    ranks = descriptor.get("ranks")
+    if not isinstance(ranks, list | tuple) or not 0 < len(ranks) <= MOST_RANKS:
+        raise LayoutMismatch(f"the reader's descriptor must name 1 to {MOST_RANKS} ranks")
+    if size == len(ranks) == 1:
+        return open_link(ranks[0], whole, None)
+    links: dict[int, Link] = {}
+    try:
+        try:
+            found = _cuts(whole, size, len(ranks))
+        except ConfigError as error:
+            raise LayoutMismatch(f"{len(ranks)} ranks can't share this model's state: {error}") from None
+        for target, part in enumerate(ranks):
+            cut = found.get((rank, target))
+            if cut is not None or (rank == 0 and target == 0):
+                links[target] = open_link(part, whole.shard(target, len(ranks)), cut or {})
+    except BaseException:
+        for link in links.values():
+            link.close()
+        raise
+    writing = [link for target, link in links.items() if (rank, target) in found]
+    return Fan(links[0] if rank == 0 else None, writing)
+
+
+def rank_cut(whole: PoolSetSpec, source: tuple[int, int], target: tuple[int, int]) -> Cut:
+    """What rank `source` (of how many) of a writer writes to rank `target` of a reader. Raises `LookupError`."""
+    return _cuts(whole, source[1], target[1])[source[0], target[0]]
+
+
+def writers(whole: PoolSetSpec, sources: int, rank: int, size: int) -> frozenset[int]:
+    """The ranks of a writer with `sources` ranks that write to rank `rank` of `size`."""
+    return frozenset(source for source, target in _cuts(whole, sources, size) if target == rank)

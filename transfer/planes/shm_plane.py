@@ -1,0 +1,202 @@
+"""Plane `shm`: a writer on the same host stores straight into the reader's memory.
+
+It is not revocable: a stopped writer that comes back finishes its store, whatever happened meanwhile. The reader's
+memory is an anonymous memfd, which the writer opens through the reader's `/proc/PID/fd`; it has no name, so
+nothing stays behind when processes die. Notices go over a ZMQ socket, after the stores they tell of.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import mmap
+import os
+import secrets
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import zmq
+
+from cache.memory.head_slices import Cut
+from cache.memory.kv_cache_spec import PoolSetSpec
+from cache.memory.memory_layout import PoolSetLayout
+from cache.pool.pool_set import PoolSet
+from contracts.config.cluster_config import FaultsConfig
+from contracts.config.worker_config import TransferConfig
+from contracts.errors import LayoutMismatch
+from contracts.ids import RoomId
+from contracts.messages.rank_orders import Arrival
+from transfer.net import process_watch as process
+from transfer.net.curve_keys import Curve, bind, dial
+from transfer.net.disconnects import keep_alive
+from transfer.net.fault_injection import WriteFaults, detour
+from transfer.planes.data_plane import SLOT_BYTES, Link, Target, said
+from transfer.planes.direct_link import _HEAD, DirectLink
+from transfer.planes.rank_fan import fan
+
+LINK_TIMEOUT_S = TransferConfig().link_timeout_s
+FRAME_BYTES = TransferConfig().control_frame_bytes
+AT_ONCE = 4096
+"""Notices that one poll takes in."""
+WAITING = 64
+"""Messages of one connection that wait here; more wait at their sender."""
+_SEGMENT = "twinpool-"
+_SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW
+_MOST_COUNT = 2**40
+
+
+class ShmPlane:
+    """Writer and reader on one host, in two processes."""
+
+    kind = "shm"
+    revocable = False
+
+    def __init__(
+        self,
+        faults: FaultsConfig,
+        host: str,
+        curve: Curve | None,
+        rank: int = 0,
+        size: int = 1,
+        link_timeout_s: float = LINK_TIMEOUT_S,
+        frame_bytes: int = FRAME_BYTES,
+    ) -> None:
+        """`frame_bytes`: the longest notice that is taken in."""
+        self._rank, self._size = rank, size
+        self._link_timeout_s = link_timeout_s
+        self._nonce = secrets.token_bytes(_HEAD)
+        self._segments: dict[str, tuple[int, int]] = {}
+        self._maps: list[mmap.mmap] = []
+        self._faults = WriteFaults(faults)
+        self._curve = curve
+        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context.instance()
+        self._notices = self._context.socket(zmq.PULL)
+        self._notices.set(zmq.RCVHWM, WAITING)
+        self._notices.set(zmq.MAXMSGSIZE, frame_bytes)
+        keep_alive(self._notices, link_timeout_s)
+        self._endpoint = detour(bind(self._notices, host, curve), "data", str(os.getpid()), faults.proxy)
+        self.dropped = 0
+
+    def allocate(self, name: str, nbytes: int) -> torch.Tensor:
+        fd = os.memfd_create(f"{_SEGMENT}{name}", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+        os.ftruncate(fd, _HEAD + nbytes)
+        # A writer that has it mapped would die if it shrank.
+        fcntl.fcntl(fd, fcntl.F_ADD_SEALS, _SEALS)
+        self._segments[name] = (fd, nbytes)
+        memory = mmap.mmap(fd, _HEAD + nbytes)
+        memory[:_HEAD] = self._nonce
+        self._maps.append(memory)
+        return torch.frombuffer(memory, dtype=torch.uint8, offset=_HEAD)
+
+    def register(self, pools: PoolSet, slots: torch.Tensor | None) -> None:
+        self._pools = pools
+
+    def describe(self) -> dict[str, Any]:
+        mine = {
+            "namespace": process.namespace(),
+            "pid": os.getpid(),
+            "nonce": self._nonce,
+            "segments": {name: list(segment) for name, segment in self._segments.items()},
+            "counts": dict(self._pools.layout.counts),
+            "endpoint": self._endpoint,
+        }
+        return {"ranks": [mine]}
+
+    def connect(self, descriptor: dict[str, Any]) -> Link:
+        ranks = descriptor.get("ranks")
+        if isinstance(ranks, list | tuple):
+            counts = [said(part, "counts", dict) for part in ranks]
+            if any(other != counts[0] for other in counts):
+                raise LayoutMismatch(f"plane shm: the reader's ranks have different counts: {counts!r:.200}")
+        return fan(self._pools.spec.whole, self._rank, self._size, descriptor, self._link)
+
+    def _link(self, descriptor: dict[str, Any], spec: PoolSetSpec, cut: Cut | None) -> Link:
+        here, there = process.namespace(), said(descriptor, "namespace", str)
+        if there != here:
+            raise LayoutMismatch(
+                f"plane shm: the reader is on host {there:.200}, the writer on {here}; use transfer.plane=zmq"
+            )
+        segments, counts = said(descriptor, "segments", dict), said(descriptor, "counts", dict)
+        most = {pool.name: counts.get(pool.name) for pool in spec.pools}
+        if most != counts or not all(type(count) is int and 0 < count <= _MOST_COUNT for count in most.values()):
+            raise LayoutMismatch(f"plane shm: the reader's counts must be of {sorted(most)}, got {counts!r:.200}")
+        layout = PoolSetLayout(spec, counts)
+        pages = self._map(descriptor, "pages", layout.nbytes)
+        slots = self._map(descriptor, "slots").view(-1, SLOT_BYTES) if "slots" in segments else None
+        if self._rank or slots is None:
+            # Notices go from leader to leader: between other ranks there is nothing that a connection could lose.
+            return DirectLink(self._pools, pages, layout, None, _no_notices, None, lambda: None, self._faults, cut)
+        endpoint = said(descriptor, "endpoint", str)
+        socket, watch = dial(self._context, endpoint, self._curve, self._link_timeout_s)
+        return DirectLink(self._pools, pages, layout, slots, socket.send, watch, socket.close, self._faults, cut)
+
+    def _map(self, descriptor: dict[str, Any], name: str, wanted: int | None = None) -> torch.Tensor:
+        """Segment `name` of the reader, of `wanted` bytes; None: of any whole number of metadata slots.
+
+        What is opened is one of our own segments, of the size that it should have, which can't shrink any more:
+        whatever else a descriptor may name is not mapped.
+        """
+        pid, segment = said(descriptor, "pid", int), said(descriptor, "segments", dict).get(name)
+        where = f"plane shm: {name} of process {pid}"
+        if not isinstance(segment, list | tuple) or len(segment) != 2 or not all(type(n) is int for n in segment):
+            raise LayoutMismatch(f"{where} must be a descriptor and a size, got {segment!r:.80}")
+        fd, nbytes = segment
+        if not (nbytes == wanted if wanted is not None else nbytes > 0 and nbytes % SLOT_BYTES == 0):
+            raise LayoutMismatch(f"{where} has {nbytes} bytes, wanted {wanted or 'whole slots'}")
+        path = f"/proc/{pid}/fd/{fd}"
+        try:
+            if not os.readlink(path).startswith(f"/memfd:{_SEGMENT}"):
+                raise LayoutMismatch(f"{where} is not a worker's segment")
+            mine = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+            try:
+                if os.fstat(mine).st_size != _HEAD + nbytes or fcntl.fcntl(mine, fcntl.F_GET_SEALS) & _SEALS != _SEALS:
+                    raise LayoutMismatch(f"{where} is not sealed at {nbytes} bytes")
+                memory = mmap.mmap(mine, _HEAD + nbytes)
+            finally:
+                os.close(mine)
+        except (OSError, ValueError, OverflowError) as error:
+            raise LayoutMismatch(f"{where} can't be mapped: {error}") from None
+        if memory[:_HEAD] != said(descriptor, "nonce", bytes):
+            raise LayoutMismatch(f"plane shm: process {pid} isn't the one that described its memory")
+        return torch.frombuffer(memory, dtype=torch.uint8, offset=_HEAD)
+
+    def permit(self, target: Target) -> None: ...
+
+    def revoke(self, room: RoomId) -> None: ...
+
+    def hear(self) -> None: ...
+
+    def poll(self) -> list[bytes]:
+        return drain(self._notices)
+
+    def settled(self, rank: int, settled: Arrival) -> None: ...
+
+    def take_settled(self) -> list[Arrival]:
+        return []
+
+    @property
+    def waitable(self) -> Sequence[zmq.Socket[bytes]]:
+        return (self._notices,)
+
+    def close(self) -> None:
+        self._notices.close(linger=0)
+        for fd, _ in self._segments.values():
+            os.close(fd)
+        self._segments.clear()
+
+
+def _no_notices(data: bytes) -> None:
+    raise AssertionError("only leaders give notice, to leaders")
+
+
+def drain(socket: zmq.Socket[bytes]) -> list[bytes]:
+    """Messages that have arrived, `AT_ONCE` at most. Those of several frames are nobody's."""
+    out: list[bytes] = []
+    for _ in range(AT_ONCE):
+        try:
+            frames = socket.recv_multipart(zmq.NOBLOCK)
+        except zmq.Again:
+            break
+        if len(frames) == 1:
+            out.append(frames[0])
+    return out

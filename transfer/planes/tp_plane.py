@@ -1,0 +1,220 @@
+"""The data plane of a worker of several ranks: each rank writes its own heads, the leader speaks for all.
+
+Writing, every rank has links of its own to those ranks of the reader that it has something for. A write is posted by
+the leader, who tells the followers to post theirs; it is complete when all have, and then the reader is told of it.
+Reading, every rank's memory is described to the writer, and may be written by it as the leader has permitted.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from itertools import count
+from typing import Any
+
+import torch
+import zmq
+
+from cache.device.device_port import Completion
+from cache.pool.pool_set import PoolSet
+from contracts.errors import LayoutMismatch
+from contracts.ids import RoomId
+from contracts.messages.rank_order_codec import Answers, Followers
+from contracts.messages.rank_orders import Connect, Describe, Disconnect, Permit, Places, Post, Revoke, Severed, Tidings
+from transfer.planes.data_plane import Link, PageWrite, RankPlane, Run, SlotWrite, Target
+from transfer.planes.rank_fan import All
+
+
+class RankedPlane:
+    """The leader's `Plane`: its own rank's `plane`, and those of its followers."""
+
+    def __init__(self, plane: RankPlane, followers: Followers) -> None:
+        self.kind, self.revocable = plane.kind, plane.revocable
+        self._plane = plane
+        self.followers = followers
+        self._numbers = count(1)
+        self._links: dict[int, _RankedLink] = {}
+        """Those that aren't closed."""
+
+    @property
+    def dropped(self) -> int:
+        return self._plane.dropped
+
+    @dropped.setter
+    def dropped(self, value: int) -> None:
+        self._plane.dropped = value
+
+    def allocate(self, name: str, nbytes: int) -> torch.Tensor:
+        return self._plane.allocate(name, nbytes)
+
+    def register(self, pools: PoolSet, slots: torch.Tensor | None) -> None:
+        self._plane.register(pools, slots)
+
+    def describe(self) -> dict[str, Any]:
+        others = self.followers.ask(Describe()).wait()
+        return {"ranks": [*self._plane.describe()["ranks"], *(part for other in others for part in other["ranks"])]}
+
+    def connect(self, descriptor: dict[str, Any]) -> Link:
+        number = next(self._numbers)
+        answers = self.followers.ask(Connect(number, descriptor))
+        try:
+            link = self._plane.connect(descriptor)
+        except LayoutMismatch:
+            answers.wait()
+            self.followers.tell(Disconnect(number))
+            raise
+        refusals = [reason for reason in answers.wait() if reason]
+        if refusals:
+            link.close()
+            self.followers.tell(Disconnect(number))
+            raise LayoutMismatch(refusals[0])
+        self._links[number] = _RankedLink(number, link, self)
+        return self._links[number]
+
+    def permit(self, target: Target) -> None:
+        # Before the writer hears of its grant, every rank must know: what it doesn't know of, it drops.
+        answers = self.followers.ask(Permit(target.room, target.ticket, _places(target.runs)))
+        self._plane.permit(target)
+        answers.wait()
+
+    def revoke(self, room: RoomId) -> None:
+        self.followers.tell(Revoke(room))
+        self._plane.revoke(room)
+
+    def poll(self) -> list[bytes]:
+        self.hear()
+        return self._plane.poll()
+
+    def hear(self) -> None:
+        for rank, tidings in self.followers.heard():
+            if isinstance(tidings, Severed):
+                link = self._links.get(tidings.link)
+                if link is not None:
+                    link.severed = True
+            else:
+                self._plane.settled(rank, tidings)
+
+    def forget(self, number: int) -> None:
+        """This link is closed."""
+        self._links.pop(number, None)
+
+    @property
+    def waitable(self) -> Sequence[zmq.Socket[bytes]]:
+        return self._plane.waitable
+
+    def close(self) -> None:
+        self._plane.close()
+
+
+class _RankedLink:
+    """The links of all ranks to one reader."""
+
+    def __init__(self, number: int, mine: Link, plane: RankedPlane) -> None:
+        self._number = number
+        self._mine = mine
+        self._plane = plane
+        self.severed = False
+        """Whether a follower has told that its part was cut."""
+        self.frame_bytes = mine.frame_bytes
+
+    def admit(self, target: Target) -> None:
+        """By the leader's own part: what all ranks of a reader describe has the same counts."""
+        self._mine.admit(target)
+
+    def post(self, write: PageWrite | SlotWrite) -> Completion:
+        if isinstance(write, SlotWrite):
+            return self._mine.post(write)
+        sources, targets = _places(write.runs), _places(write.target.runs)
+        order = Post(self._number, write.target.room, write.target.ticket, write.number, sources, targets)
+        answers = self._plane.followers.ask(order)
+        return All([self._mine.post(write), _Answered(answers)])
+
+    def notify(self, room: RoomId, data: bytes, writes: int = 0) -> None:
+        self._mine.notify(room, data, writes)
+
+    def cut(self) -> bool:
+        """The leader's own, or that of a follower, as far as the plane has heard."""
+        severed, self.severed = self.severed, False
+        return self._mine.cut() or severed
+
+    @property
+    def up(self) -> bool:
+        """The leader's own part: a follower's that is down shows in what is cut."""
+        return self._mine.up
+
+    def close(self) -> None:
+        self._plane.forget(self._number)
+        self._plane.followers.tell(Disconnect(self._number))
+        self._mine.close()
+
+
+class _Answered:
+    """Complete when all followers have answered."""
+
+    def __init__(self, answers: Answers) -> None:
+        self._answers = answers
+
+    @property
+    def done(self) -> bool:
+        return self._answers.done
+
+    def wait(self) -> None:
+        self._answers.wait()
+
+    def order(self) -> None:
+        self.wait()
+
+
+class RankLinks:
+    """A follower's plane and its links, and the orders about them."""
+
+    def __init__(self, plane: RankPlane) -> None:
+        self._plane = plane
+        self._links: dict[int, Link] = {}
+
+    def obey(
+        self, order: Describe | Connect | Disconnect | Post | Permit | Revoke
+    ) -> dict[str, Any] | str | bool | None:
+        """Carry an order out; what is returned is the answer, None: there is none."""
+        match order:
+            case Describe():
+                return self._plane.describe()
+            case Connect():
+                try:
+                    self._links[order.link] = self._plane.connect(order.descriptor)
+                except LayoutMismatch as error:
+                    return str(error)
+                return ""
+            case Disconnect():
+                link = self._links.pop(order.link, None)
+                if link is not None:
+                    link.close()
+            case Post():
+                target = Target(RoomId(order.room), _runs(order.targets), 0, order.ticket)
+                self._links[order.link].post(PageWrite(target, _runs(order.sources), order.number)).wait()
+                return True
+            case Permit():
+                self._plane.permit(Target(RoomId(order.room), _runs(order.places), 0, order.ticket))
+                return True
+            case Revoke():
+                self._plane.revoke(RoomId(order.room))
+        return None
+
+    def poll(self) -> list[Tidings]:
+        """Store what has come; what the leader is to hear of it, and of connections that were cut."""
+        self._plane.poll()
+        severed = [Severed(number) for number, link in self._links.items() if link.cut()]
+        return [*self._plane.take_settled(), *severed]
+
+    def close(self) -> None:
+        for link in self._links.values():
+            link.close()
+        self._links.clear()
+        self._plane.close()
+
+
+def _places(runs: Mapping[str, Run]) -> tuple[Places, ...]:
+    return tuple(Places(pool, run.first, tuple(run.indices)) for pool, run in runs.items())
+
+
+def _runs(places: Sequence[Places]) -> dict[str, Run]:
+    return {place.pool: Run(place.first, place.indices) for place in places}

@@ -1,0 +1,118 @@
+"""Metadata slots: everything prefill computed that is not a page, one slot a hand-over.
+
+What a draft model goes on from has its place here: the hidden state after the prompt and the likeliest next tokens
+with their probabilities (DeepSeek-V3's multi-token prediction, arXiv 2412.19437, reads the one, EAGLE's trees,
+arXiv 2406.16858, grow from the others). No engine drafts as yet, so prefill leaves it out.
+
+A slot is `SLOT_BYTES` of registered memory: a length, a checksum, then msgpack. The reader takes a *copy* out and
+returns the slot; nothing keeps a view into it. Room and epoch are inside, so that a stranger's metadata is refused.
+"""
+
+from __future__ import annotations
+
+import zlib
+from dataclasses import dataclass
+
+import msgpack
+import torch
+
+from contracts.errors import WireError
+from contracts.ids import RoomId
+from contracts.sampling_params import TokenLogprob
+from transfer.planes.data_plane import SLOT_BYTES
+
+_HEADER = 8
+
+
+@dataclass(frozen=True, slots=True)
+class Draft:
+    """What a draft model goes on from behind the prompt's last position."""
+
+    dtype: str
+    """Of the hidden state, as ``bfloat16``."""
+    hidden: bytes
+    """The last layer's output at the last position, [hidden]."""
+    tokens: tuple[int, ...] = ()
+    """The likeliest next tokens, best first."""
+    probabilities: tuple[float, ...] = ()
+    """Theirs, in the distribution that the first token was drawn from."""
+
+
+@dataclass(frozen=True, slots=True)
+class Metadata:
+    """What decode needs to go on from prefill's last position."""
+
+    room: RoomId
+    slot_epoch: int
+    token: int
+    """The first token, drawn by prefill."""
+    logprob: TokenLogprob | None
+    cached_tokens: int
+    """Prompt tokens whose state prefill found in its tree."""
+    computed_tokens: int
+    draft: Draft | None = None
+    """None where no draft model is used."""
+
+
+def pack(metadata: Metadata) -> bytes:
+    """Raises `ValueError` when it doesn't fit into a slot."""
+    logprob = metadata.logprob and (metadata.logprob.token, metadata.logprob.logprob, metadata.logprob.top)
+    draft = metadata.draft and (
+        metadata.draft.dtype, metadata.draft.hidden, metadata.draft.tokens, metadata.draft.probabilities
+    )  # fmt: skip
+    body: bytes = msgpack.packb(
+        (
+            metadata.room,
+            metadata.slot_epoch,
+            metadata.token,
+            logprob,
+            metadata.cached_tokens,
+            metadata.computed_tokens,
+            draft,
+        )
+    )
+    if len(body) + _HEADER > SLOT_BYTES:
+        raise ValueError(f"metadata of {len(body)} bytes doesn't fit into a slot of {SLOT_BYTES}")
+    return len(body).to_bytes(4, "little") + zlib.crc32(body).to_bytes(4, "little") + body
+
+
+def copy_out(slots: torch.Tensor, slot: int, room: RoomId, epoch: int) -> Metadata:
+    """Copy slot `slot` of `slots` (uint8 [slots, SLOT_BYTES]) out and check that it is this room's.
+
+    Raises `WireError` when the bytes are damaged or belong to another room or epoch.
+    """
+    header = bytes(slots[slot, :_HEADER].numpy())
+    size = int.from_bytes(header[:4], "little")
+    body = bytes(slots[slot, _HEADER : _HEADER + size].numpy())
+    if len(body) != size or zlib.crc32(body) != int.from_bytes(header[4:8], "little"):
+        raise WireError(f"metadata slot {slot} is damaged")
+    try:
+        found, slot_epoch, token, logprob, cached, computed, draft = msgpack.unpackb(body, use_list=False)
+        score = None if logprob is None else _logprob(*logprob)
+        drafted = None if draft is None else _draft(*draft)
+        _whole(token, cached, computed)
+    except (ValueError, TypeError, IndexError, msgpack.UnpackException) as error:
+        raise WireError(f"metadata slot {slot} can't be read: {error}") from None
+    if found != room or slot_epoch != epoch:
+        raise WireError(f"metadata slot {slot} holds room {found} epoch {slot_epoch}, wanted {room} epoch {epoch}")
+    return Metadata(room, epoch, token, score, cached, computed, drafted)
+
+
+def _whole(*numbers: object) -> None:
+    """Raises `TypeError` for anything but token ids and counts."""
+    if not all(type(number) is int and 0 <= number < 2**63 for number in numbers):
+        raise TypeError(f"these must be whole numbers from 0 on: {numbers!r:.80}")
+
+
+def _logprob(token: int, logprob: float, top: tuple[tuple[int, float], ...]) -> TokenLogprob:
+    if not all(type(value) in (float, int) for value in (logprob, *(value for _, value in top))):
+        raise TypeError(f"log-probabilities must be numbers: {logprob!r:.80}")
+    _whole(token, *(other for other, _ in top))
+    return TokenLogprob(token, logprob, top)
+
+
+def _draft(dtype: str, hidden: bytes, tokens: tuple[int, ...], probabilities: tuple[float, ...]) -> Draft:
+    if type(dtype) is not str or type(hidden) is not bytes or not all(type(p) in (float, int) for p in probabilities):
+        raise TypeError("a draft's state must be named bytes, and its probabilities numbers")
+    _whole(*tokens)
+    return Draft(dtype, hidden, tokens, probabilities)

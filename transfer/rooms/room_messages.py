@@ -1,0 +1,300 @@
+"""Messages between prefill and decode: frozen values, an explicit tag for each, msgpack on the wire.
+
+Control messages go over the control socket. Notices go through the data plane, ordered after the writes they tell
+of, each with a checksum behind it: they say which pages are right, and one that a bit was turned of on its way could
+say something else that can be read. Nothing but the types in `TAGS` can come out of bytes; anything else raises
+`WireError`.
+"""
+
+from __future__ import annotations
+
+import typing
+import zlib
+from dataclasses import dataclass
+from typing import Any
+
+import msgpack
+
+from contracts.errors import ErrorKind, WireError
+from contracts.ids import RoomId
+from contracts.messages.fingerprint import Fingerprint
+
+# ---------------------------------------------------------------- control: decode -> prefill
+
+
+@dataclass(frozen=True, slots=True)
+class Hello:
+    """The first message of a connection: who I am, how my state is laid out, where to write it."""
+
+    worker: str
+    incarnation: int
+    expects: int
+    """The incarnation that this hello is for."""
+    fingerprint: Fingerprint
+    layout: dict[str, Any]
+    """The layout that the fingerprint has a digest of, so that a difference can be named."""
+    plane: str
+    descriptor: dict[str, Any]
+    pid: int
+    started: int
+    """Start time of the process in clock ticks since boot, so that a reused pid isn't taken for it."""
+    boot: str
+    """Which running kernel and pid namespace `pid` belongs to."""
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where pages `first ..` of a sequence go in one pool: its pages or slots, with their epochs."""
+
+    pool: str
+    first: int
+    indices: tuple[int, ...]
+    epochs: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Grant:
+    """These places and this metadata slot are yours to write. Of a pool that isn't named nothing is wanted."""
+
+    room: RoomId
+    places: tuple[Place, ...]
+    slot: int
+    slot_epoch: int
+    ticket: int
+    """Drawn for this grant and told to nobody else. What tells of its writes, and that there are none any more, has
+    it: so only who was granted the places can give them back."""
+
+
+@dataclass(frozen=True, slots=True)
+class Abort:
+    """The room is given up: write no more, then answer `Quiesced`."""
+
+    room: RoomId
+    reason: str
+    damaged: bool
+    """What arrived did not match its tags."""
+    ticket: int
+    """The grant's, for the answer."""
+
+
+@dataclass(frozen=True, slots=True)
+class Received:
+    """Everything arrived, was verified and copied out."""
+
+    room: RoomId
+
+
+# ---------------------------------------------------------------- control: prefill -> decode
+
+
+@dataclass(frozen=True, slots=True)
+class RankProcess:
+    """The process of one more rank of a worker; as in `Welcome`."""
+
+    pid: int
+    started: int
+    boot: str
+
+
+@dataclass(frozen=True, slots=True)
+class Welcome:
+    """The layouts meet; the process that will write is this one."""
+
+    worker: str
+    incarnation: int
+    fingerprint: Fingerprint
+    pid: int
+    started: int
+    """Start time of the process in clock ticks since boot, so that a reused pid isn't taken for it."""
+    boot: str
+    """Which running kernel and pid namespace `pid` belongs to."""
+    others: tuple[RankProcess, ...]
+    """The worker's other ranks, which will write, too."""
+
+
+@dataclass(frozen=True, slots=True)
+class Refused:
+    """You are no peer of this worker: say hello, or another one. It writes nothing to you.
+
+    That is no proof about rooms which this worker was granted before: their places come back by their own last words.
+    """
+
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Rejected:
+    """One message of yours could not be used, and nothing has changed by it. All else goes on."""
+
+    reason: str
+    room: str
+    """The room that it was about; empty where that isn't known."""
+
+
+# ---------------------------------------------------------------- notices: prefill -> decode, after the writes
+
+
+@dataclass(frozen=True, slots=True)
+class Sealed:
+    """Pages `first ..` of one pool are in their places, finished; one (chain key, digest) each."""
+
+    pool: str
+    first: int
+    keys: tuple[bytes, ...]
+    digests: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Wrote:
+    """One write is in place, in every pool that it names."""
+
+    room: RoomId
+    ticket: int
+    """The grant's; here and below."""
+    parts: tuple[Sealed, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class WroteSlot:
+    """The metadata slot is written, and with it everything."""
+
+    room: RoomId
+    ticket: int
+
+
+@dataclass(frozen=True, slots=True)
+class Quiesced:
+    """Answer to `Abort`: nothing of this room will be written any more."""
+
+    room: RoomId
+    ticket: int
+
+
+@dataclass(frozen=True, slots=True)
+class Failed:
+    """Prefill gives the request up; nothing of this room will be written any more."""
+
+    room: RoomId
+    ticket: int
+    """0: the room was given up before its grant came. The grant is answered once more, with its ticket."""
+    kind: ErrorKind
+    message: str
+
+
+@dataclass(frozen=True, slots=True)
+class Finished:
+    """The request ended with its first token; nothing of this room will be written any more."""
+
+    room: RoomId
+    ticket: int
+    """As in `Failed`."""
+
+
+Control = Hello | Grant | Abort | Received | Welcome | Refused | Rejected
+Notice = Wrote | WroteSlot | Quiesced | Failed | Finished
+Message = Control | Notice
+
+TAGS: dict[int, type[Any]] = {
+    1: Hello,
+    2: Welcome,
+    3: Refused,
+    4: Grant,
+    5: Abort,
+    6: Received,
+    7: Rejected,
+    16: Wrote,
+    17: WroteSlot,
+    18: Quiesced,
+    19: Failed,
+    20: Finished,
+}
+_TAG_OF = {cls: tag for tag, cls in TAGS.items()}
+_OF_ROOMS = (4, 5, 6)
+_SUM_BYTES = 4
+MOST_NAME = 256
+"""Characters of a room's name."""
+_HINTS = {cls: typing.get_type_hints(cls) for cls in (*TAGS.values(), Place, Sealed, RankProcess, Fingerprint)}
+
+
+def encode(message: Message) -> bytes:
+    packed: bytes = msgpack.packb([_TAG_OF[type(message)], *_values(message)], default=_values)
+    return packed
+
+
+def encode_notice(notice: Notice) -> bytes:
+    """A notice as the data plane carries it: packed, with its checksum behind it."""
+    return summed(encode(notice))
+
+
+def summed(packed: bytes) -> bytes:
+    """A packed notice with its checksum behind it: CRC-32, 4 bytes, little-endian."""
+    return packed + zlib.crc32(packed).to_bytes(_SUM_BYTES, "little")
+
+
+def decode_notice(data: bytes | memoryview) -> Notice:
+    """Raises `WireError` for what was changed on its way, for a message of another kind, and as `decode` does."""
+    packed = data[:-_SUM_BYTES]
+    if data[-_SUM_BYTES:] != zlib.crc32(packed).to_bytes(_SUM_BYTES, "little"):
+        raise WireError("a notice's checksum is that of something else")
+    message = decode(packed)
+    if not isinstance(message, Notice):
+        raise WireError(f"{type(message).__name__} is no notice")
+    return message
+
+
+def _values(value: Any) -> list[Any]:
+    return [getattr(value, name) for name in _HINTS[type(value)]]
+
+
+def decode(data: bytes | memoryview) -> Message:
+    """Raises `WireError` for anything but a message of `TAGS` with fields of its types."""
+    try:
+        parts = msgpack.unpackb(data, use_list=False)
+    except (ValueError, msgpack.UnpackException) as error:
+        raise WireError(f"not msgpack: {error}") from None
+    if not isinstance(parts, tuple) or not parts or not isinstance(parts[0], int) or parts[0] not in TAGS:
+        raise WireError(f"no message has the tag {parts[0] if isinstance(parts, tuple) and parts else parts!r:.80}")
+    message: Message = _build(TAGS[parts[0]], parts[1:])
+    return message
+
+
+def room_of(data: bytes) -> str:
+    """The room that a message which can't be read is about, as far as can be told; else empty. Never raises."""
+    try:
+        parts = msgpack.unpackb(data, use_list=False)
+    except (ValueError, msgpack.UnpackException):
+        return ""
+    if not isinstance(parts, tuple) or len(parts) < 2 or type(parts[0]) is not int or parts[0] not in _OF_ROOMS:
+        return ""
+    return parts[1] if isinstance(parts[1], str) and len(parts[1]) <= MOST_NAME else ""
+
+
+def _build(cls: type[Any], values: tuple[Any, ...]) -> Any:
+    """Fields behind those that are known here are a newer build's, and skipped."""
+    hints = _HINTS[cls]
+    if len(values) < len(hints):
+        raise WireError(f"{cls.__name__} has {len(hints)} fields, got {len(values)}")
+    return cls(*(_field(cls, name, kind, v) for (name, kind), v in zip(hints.items(), values, strict=False)))
+
+
+def _field(cls: type, name: str, kind: Any, value: Any) -> Any:
+    origin = typing.get_origin(kind)
+    if kind is ErrorKind:
+        if type(value) is not str:
+            raise WireError(f"{cls.__name__}.{name} is no error kind: {value!r:.80}")
+        return ErrorKind.of(value)
+    if kind in _HINTS:
+        if not isinstance(value, tuple):
+            raise WireError(f"{cls.__name__}.{name} must be {kind.__name__}, got {value!r:.80}")
+        return _build(kind, value)
+    if origin is tuple:
+        inner = typing.get_args(kind)[0]
+        if inner in _HINTS and isinstance(value, tuple) and all(isinstance(v, tuple) for v in value):
+            return tuple(_build(inner, v) for v in value)
+        good = isinstance(value, tuple) and all(type(v) is inner for v in value)
+    else:
+        plain = origin or getattr(kind, "__supertype__", kind)
+        good = type(value) is plain and not (kind is RoomId and len(value) > MOST_NAME)
+    if not good:
+        raise WireError(f"{cls.__name__}.{name} must be {kind}, got {value!r:.80}")
+    return value

@@ -1,0 +1,87 @@
+"""What rooms come to, as values for the workers."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from cache.memory.page_digest import ContentTag
+from cache.pool.page_allocator import Lease
+from contracts.errors import ErrorKind
+from contracts.ids import RoomId, WorkerName
+from transfer.rooms.metadata_slots import Metadata
+
+
+@dataclass(frozen=True, slots=True)
+class Granted:
+    """The room's pages can be written from now on."""
+
+    room: RoomId
+
+
+@dataclass(frozen=True, slots=True)
+class Released:
+    """The room is over; nothing of its request is needed for it any more."""
+
+    room: RoomId
+    received: bool
+    """Whether decode has everything."""
+    reason: str = ""
+    damaged: bool = False
+    """What arrived did not match its tags: the fault may be in the pages that were sent."""
+
+
+@dataclass(frozen=True, slots=True)
+class Finished:
+    """Pages `first ..` of a sequence in one pool, finished: where they are, and their tags."""
+
+    first: int
+    indices: tuple[int, ...]
+    tags: tuple[ContentTag, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Expected:
+    """What a room is to receive: the chain key of each prompt page, and how many positions there are."""
+
+    keys: tuple[bytes, ...]
+    positions: int
+
+
+@dataclass(frozen=True, slots=True)
+class Arrived:
+    """Everything is here and verified; the leases, by pool, are the caller's now."""
+
+    room: RoomId
+    leases: Mapping[str, Lease]
+    metadata: Metadata
+    received: Mapping[str, int]
+    """Bytes by pool."""
+    digests: Mapping[str, Mapping[int, int]]
+    """Of what was handed over, by pool and number."""
+
+    @property
+    def bytes(self) -> int:
+        return sum(self.received.values())
+
+    def release(self) -> None:
+        """Nobody wants it any more."""
+        for lease in self.leases.values():
+            lease.release()
+
+
+@dataclass(frozen=True, slots=True)
+class Broken:
+    """The hand-over failed; the caller has nothing to release."""
+
+    room: RoomId
+    kind: ErrorKind
+    message: str
+    blame: WorkerName | None
+
+
+@dataclass(frozen=True, slots=True)
+class Over:
+    """Prefill's first token ended the request; there is nothing to decode."""
+
+    room: RoomId

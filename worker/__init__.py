@@ -1,0 +1,1 @@
+"""What both roles' workers do alike."""

@@ -1,0 +1,129 @@
+"""The desk of a worker: what both phases do alike towards their host and routers.
+
+It holds the requests by id, says no to what can't be served, and carries the flags that operators set. What a
+request goes through is the worker's own business.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Generic, Protocol, TypeVar
+
+from contracts.clock import Clock
+from contracts.errors import ErrorKind
+from contracts.ids import RequestId, WorkerName
+from contracts.interfaces.worker_interface import SessionId
+from contracts.messages.router_commands import Audit, Cancel, Command, Submit
+from contracts.messages.worker_events import Audited, AuditEnd, Done, Event
+from contracts.messages.worker_status import Fits
+from worker.admission_check import Refusal
+
+
+class Held(Protocol):
+    """What the desk needs to know of a request."""
+
+    session: SessionId
+    submit: Submit
+    deadline: float
+
+
+R = TypeVar("R", bound=Held)
+
+
+class Desk(Generic[R]):
+    """Requests of one worker, by id; each is in the books once."""
+
+    def __init__(self, name: WorkerName, fits: Fits, clock: Clock) -> None:
+        self._name = name
+        self._fits = fits
+        self._clock = clock
+        self._requests: dict[RequestId, R] = {}
+        self._events: list[tuple[SessionId, Event]] = []
+        self.draining = False
+        self.fenced = False
+
+    def __len__(self) -> int:
+        return len(self._requests)
+
+    def __iter__(self) -> Iterator[R]:
+        return iter(list(self._requests.values()))
+
+    def accept(self, session: SessionId, command: Command, leave: Callable[[R, str], None]) -> Submit | None:
+        """The request to open, if `command` is one that can be served.
+
+        What is cancelled goes through `leave`, and so does an earlier attempt that its router could not take back.
+        """
+        if isinstance(command, Cancel):
+            request = self._find(session, command.request_id, command.attempt)
+            if request is not None:
+                leave(request, "cancelled")
+            return None
+        if isinstance(command, Audit):
+            message = f"{self._name} computes no audits"
+            self.tell(session, Audited(command.request_id, command.attempt, AuditEnd.REFUSED, message=message))
+            return None
+        assert isinstance(command, Submit), "what concerns the tree is its worker's business"
+        held = self._requests.get(command.request_id)
+        if held is not None and held.submit.attempt < command.attempt:
+            leave(held, "a later attempt came")
+        refusal = self._refusal(command)
+        if refusal is not None:
+            self.refuse(session, command, refusal)
+            return None
+        return command
+
+    def _refusal(self, submit: Submit) -> Refusal | None:
+        """Why this request can't be taken, if so. Its whole length must fit prefill too: a replay brings the answer."""
+        if self.draining:
+            return Refusal(ErrorKind.DRAINING, f"{self._name} is draining")
+        if not submit.tokens or submit.prompt_len > len(submit.tokens):
+            return Refusal(ErrorKind.INVALID, "the prompt is empty")
+        positions = max(submit.max_len, len(submit.tokens))
+        if positions > self._fits.context:
+            return Refusal(ErrorKind.INVALID, f"{positions} positions exceed the context of {self._fits.context}")
+        if positions > self._fits.max_positions:
+            limit = self._fits.max_positions
+            return Refusal(ErrorKind.INVALID, f"{positions} positions exceed what {self._name} can hold, {limit}")
+        if submit.request_id in self._requests:
+            return Refusal(ErrorKind.INVALID, f"request {submit.request_id} is here already")
+        return None
+
+    def add(self, request: R) -> None:
+        self._requests[request.submit.request_id] = request
+
+    def _find(self, session: SessionId, request_id: RequestId, attempt: int) -> R | None:
+        """The request, unless it is another session's or a later attempt."""
+        request = self._requests.get(request_id)
+        if request is None or request.session != session or request.submit.attempt > attempt:
+            return None
+        return request
+
+    def find(self, session: SessionId, request_id: RequestId, attempt: int) -> R | None:
+        """This very attempt of the session's request, if it is here."""
+        request = self._find(session, request_id, attempt)
+        return request if request is not None and request.submit.attempt == attempt else None
+
+    def remove(self, request: R) -> None:
+        del self._requests[request.submit.request_id]
+
+    def holds(self, request: R) -> bool:
+        return self._requests.get(request.submit.request_id) is request
+
+    def expired(self) -> list[R]:
+        now = self._clock.now()
+        return [r for r in self._requests.values() if now >= r.deadline]
+
+    @property
+    def next_deadline(self) -> float | None:
+        return min((r.deadline for r in self._requests.values()), default=None)
+
+    def tell(self, session: SessionId, event: Event) -> None:
+        self._events.append((session, event))
+
+    def refuse(self, session: SessionId, submit: Submit, refusal: Refusal) -> None:
+        done = Done(submit.request_id, submit.attempt, "error", error=refusal.kind, message=refusal.message)
+        self._events.append((session, done))
+
+    def take_events(self) -> list[tuple[SessionId, Event]]:
+        events, self._events = self._events, []
+        return [] if self.fenced else events
