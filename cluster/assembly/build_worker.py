@@ -39,7 +39,7 @@ def build_worker(
 ) -> Worker:
     """Load the model and open the worker's sockets on `host`. Everything is released when a part can't be built.
 
-    `counts` are the pages and slots that each of its pools can lease (`cluster.memory`). `device` is where it runs, if
+    `counts` are the pages and slots that each of its pools can lease (`memory_plan`). `device` is where it runs, if
     not where the config says. `crew`: the other ranks, where the worker has several; this is their leader, and whoever
     gives the crew closes it. `arenas`: where the host tier lies, if it is to outlive the worker; what an earlier
     incarnation left there is taken over. Raises `CheckpointError`, `ConfigError`, or `PeerDead` for a rank that could

@@ -1,0 +1,26 @@
+"""The configuration: its sections, and how it is read. What others import of it is here."""
+
+from contracts.config.cache_config import CacheConfig, EventsConfig, PrefetchConfig, StorageConfig
+from contracts.config.cluster_config import ClusterConfig, Config, FaultsConfig
+from contracts.config.load_config import config_from_dict, load_config
+from contracts.config.router_config import AuditConfig, RouterConfig, WatchConfig
+from contracts.config.worker_config import DecodeConfig, EngineConfig, PrefillConfig, TransferConfig
+
+__all__ = [
+    "AuditConfig",
+    "CacheConfig",
+    "ClusterConfig",
+    "Config",
+    "DecodeConfig",
+    "EngineConfig",
+    "EventsConfig",
+    "FaultsConfig",
+    "PrefetchConfig",
+    "PrefillConfig",
+    "RouterConfig",
+    "StorageConfig",
+    "TransferConfig",
+    "WatchConfig",
+    "config_from_dict",
+    "load_config",
+]

@@ -7,7 +7,7 @@ alike but compute otherwise (a library that sizes its blocks by the cache, say) 
 different in nothing that matters are of one.
 
 Tensor-parallel sizes aren't part of it: prefill and decode may be divided differently, and whoever compares bits
-across that asks for both sizes (`prefill.audit`).
+across that asks for both sizes (`prefill.audit_runner`).
 """
 
 from __future__ import annotations

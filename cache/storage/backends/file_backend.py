@@ -216,19 +216,20 @@ class FileBackend:
         sizes = [memoryview(items[at].payload).nbytes + seal_bytes(items[at].name) for at in fresh]
         sound = True
         keys = [items[at].name.key for at in fresh]
-        gone: list[tuple[str, int]] = []
         reserved = self._reserve(keys, sizes, deadline)
-        for at, key, size, granted in zip(fresh, keys, sizes, reserved, strict=True):
-            if granted is not None:
-                outcomes[at], sound = granted, False
-                continue
-            outcomes[at] = self._write_one(items[at], deadline) if sound else _cut_off()
-            if outcomes[at].ok:
-                self._folder.coming.pop(key, None)
-            else:
-                gone.append((key, size))
-                sound = False
-        self._give_back(gone, deadline)
+        unwritten = [(key, size) for key, size, refusal in zip(keys, sizes, reserved, strict=True) if refusal is None]
+        try:
+            for at, key, size, refusal in zip(fresh, keys, sizes, reserved, strict=True):
+                if refusal is not None:
+                    outcomes[at], sound = refusal, False
+                    continue
+                outcomes[at] = self._write_one(items[at], deadline) if sound else _cut_off()
+                sound = outcomes[at].ok
+                if sound:
+                    unwritten.remove((key, size))
+                    self._folder.coming.pop(key, None)
+        finally:
+            self._give_back(unwritten, deadline)
         self._tally.add_outcomes(outcomes)
         return outcomes
 

@@ -14,7 +14,7 @@ product for the values, and the products of a row are the same calls with the sa
 A block beyond a query's position, or before its window, contributes zeros, and adding zeros is exact; so it doesn't
 matter which queries share a tile, which blocks their neighbours need, or whether the query came alone. Blocks before
 the window of a tile's first query are no items at all. Rows of a product are padded to the quantum that
-`engine.numerics` found. Positions that none of a tile's queries sees are read from the null page: what another owner
+`row_exact_linear` found. Positions that none of a tile's queries sees are read from the null page: what another owner
 left in a page's tail is never touched, not even to be multiplied by zero. A sink, which is a score of nothing, takes
 part in the row maximum and is added last to the sum of weights.
 

@@ -1,6 +1,6 @@
 """Latent attention, the indexer and sparse attention on an NVIDIA GPU: shapes, grids and limits.
 
-The kernels are next door in `triton_latent_kernels`. Under Triton's interpreter they run on CPU tensors. Nothing here
+The kernels are in `latent_kernels`. Under Triton's interpreter they run on CPU tensors. Nothing here
 asks the device for a number: grids come from what the plan knows on the host.
 """
 

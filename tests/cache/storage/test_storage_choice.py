@@ -17,8 +17,10 @@ from contracts.errors import ConfigError
 from tests.cache.storage.rigs import item, name, read_one
 
 STRANGER = """
+from cache.storage import Backend, Capacity, Counts, Item, ObjectName, Outcome, Verdict
 from cache.storage.backends.memory_backend import MemoryBackend
-def make(config):
+from contracts.config import StorageConfig
+def make(config: StorageConfig) -> Backend:
     return MemoryBackend(config.path, config.max_bytes)
 """
 

@@ -142,6 +142,19 @@ def test_an_unfinished_file_of_a_dead_writer_is_swept_and_that_of_a_live_one_is_
     backend.close()
 
 
+def test_room_comes_back_whatever_a_write_raises(file_rig: FileRig) -> None:
+    def broken(file: int, parts: Sequence[Payload]) -> int:
+        raise RuntimeError("on purpose")
+
+    backend = FileBackend(file_rig.root, 1 << 30, writev=broken)
+    assert backend.wait_counted(20.0)
+    with pytest.raises(RuntimeError, match="on purpose"):
+        backend.write([item(1), item(2)])
+    assert not backend._folder.coming
+    assert (backend.capacity().objects, backend.capacity().used_bytes) == (0, 0)
+    backend.close()
+
+
 @pytest.mark.parametrize("fails", [False, True])
 def test_what_is_being_written_is_counted_by_a_scan_in_the_middle(file_rig: FileRig, fails: bool) -> None:
     """Room was taken for all of a batch: a scan that meets some of it, half of one and none of the rest keeps it."""
