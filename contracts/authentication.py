@@ -16,7 +16,7 @@ SECRET_VARIABLE = "TWINPOOL_CLUSTER_SECRET"
 """Environment variable with the cluster's secret in hex; needed when workers bind to other than loopback."""
 ACCESS_KEY = "twinpool-access"
 
-Metadata = tuple[tuple[str, str], ...]
+RpcMetadata = tuple[tuple[str, str], ...]
 
 
 def cluster_secret() -> str:
@@ -24,7 +24,7 @@ def cluster_secret() -> str:
     return os.environ.get(SECRET_VARIABLE, "")
 
 
-def access_metadata(secret: str) -> Metadata:
+def access_metadata(secret: str) -> RpcMetadata:
     """What a caller adds to the metadata of each call. Raises `ValueError` when `secret` is not hex."""
     if not secret:
         return ()

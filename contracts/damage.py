@@ -14,7 +14,7 @@ PREFIX = "damage_"
 """How a worker's counter of another `where` begins: ``damage_restore``, say."""
 
 
-class Where(StrEnum):
+class DamageSite(StrEnum):
     """The places that check. `check` of a worker's books is none of them: that is about counts, not bytes."""
 
     HANDOVER = "handover"
@@ -36,12 +36,12 @@ class Where(StrEnum):
 
 
 COUNTERS = {
-    "pages_damaged": Where.HANDOVER,
-    "pages_damaged_on_host": Where.LOAD,
-    "pages_damaged_in_storage": Where.STORAGE,
-    "stale_pages": Where.STEP,
-    "states_damaged_parked": Where.RESTORE,
-    "arena_pages_damaged": Where.ARENA,
+    "pages_damaged": DamageSite.HANDOVER,
+    "pages_damaged_on_host": DamageSite.LOAD,
+    "pages_damaged_in_storage": DamageSite.STORAGE,
+    "stale_pages": DamageSite.STEP,
+    "states_damaged_parked": DamageSite.RESTORE,
+    "arena_pages_damaged": DamageSite.ARENA,
 }
 """Counters of workers, by name, that count damage."""
 
@@ -53,6 +53,6 @@ def where_of(counter: str) -> str | None:
     return counter.removeprefix(PREFIX) if counter.startswith(PREFIX) else None
 
 
-def log_damage(log: logging.Logger, where: Where, **facts: object) -> None:
+def log_damage(log: logging.Logger, where: DamageSite, **facts: object) -> None:
     """One line for each finding: what was damaged (`request`, `pool`, `pages`, ...), and what becomes of it."""
     log.error("state damage", extra={"where": str(where), **facts})

@@ -9,7 +9,7 @@ import time
 _STANDARD = frozenset(vars(logging.makeLogRecord({}))) | {"message", "asctime", "taskName", "fields", "color_message"}
 
 
-class JsonLines(logging.Formatter):
+class JsonFormatter(logging.Formatter):
     """One JSON object a line: time, level, process, logger, event, then the call's `extra` or the record's `fields`."""
 
     def __init__(self, process: str) -> None:
@@ -36,7 +36,7 @@ class JsonLines(logging.Formatter):
 def log_to_stream(process: str) -> None:
     """Send all logs of this process, libraries' included, to its standard error."""
     handler = logging.StreamHandler()
-    handler.setFormatter(JsonLines(process))
+    handler.setFormatter(JsonFormatter(process))
     root = logging.getLogger()
     root.handlers[:] = [handler]
     root.setLevel(logging.INFO)

@@ -53,7 +53,7 @@ class TokenLogprob:
 
 
 @dataclass(frozen=True, slots=True)
-class Difference:
+class TokenDifference:
     """A token of an answer that came out otherwise when it was computed again."""
 
     position: int

@@ -12,28 +12,28 @@ from typing import Generic, TypeVar
 
 from contracts.errors import IllegalTransition
 
-State = TypeVar("State", bound=StrEnum)
-Happening = TypeVar("Happening", bound=StrEnum)
+StateT = TypeVar("StateT", bound=StrEnum)
+EventT = TypeVar("EventT", bound=StrEnum)
 
 
-class StateTable(Generic[State, Happening]):
+class StateTable(Generic[StateT, EventT]):
     """`rows[state][event]` is the next state; a state with no row is terminal."""
 
-    def __init__(self, name: str, rows: Mapping[State, Mapping[Happening, State]]) -> None:
+    def __init__(self, name: str, rows: Mapping[StateT, Mapping[EventT, StateT]]) -> None:
         self.name = name
         self.rows = rows
 
-    def next(self, state: State, event: Happening) -> State:
+    def next(self, state: StateT, event: EventT) -> StateT:
         """Raises `IllegalTransition` when `event` can't happen in `state`."""
         following = self.rows.get(state, {}).get(event)
         if following is None:
             raise IllegalTransition(f"{self.name}: {event} can't happen in state {state}")
         return following
 
-    def terminal(self, state: State) -> bool:
+    def terminal(self, state: StateT) -> bool:
         return not self.rows.get(state)
 
-    def dead_ends(self) -> list[State]:
+    def dead_ends(self) -> list[StateT]:
         """States from which no terminal state can be reached: a sound table has none."""
         good = {following for row in self.rows.values() for following in row.values() if self.terminal(following)}
         grew = True
@@ -51,6 +51,6 @@ class StateTable(Generic[State, Happening]):
         lines += [f"    {state} --> [*]" for state in self._terminals()]
         return "\n".join(lines)
 
-    def _terminals(self) -> list[State]:
+    def _terminals(self) -> list[StateT]:
         seen = dict.fromkeys(following for row in self.rows.values() for following in row.values())
         return [state for state in seen if self.terminal(state)]

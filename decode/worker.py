@@ -21,14 +21,14 @@ from cache.prefix_cache.token_prefix import Prefix
 from contracts.block_hash import chain_keys
 from contracts.clock import Clock
 from contracts.config.cluster_config import Config
-from contracts.damage import PREFIX, Where, log_damage
+from contracts.damage import PREFIX, DamageSite, log_damage
 from contracts.errors import ErrorKind, WireError
 from contracts.ids import Incarnation, Role, WorkerName
 from contracts.interfaces.worker_interface import SessionId
 from contracts.messages.fingerprint import Fingerprint
-from contracts.messages.router_commands import Command, Fetch, Forget, Submit, Transit
-from contracts.messages.worker_events import Done, Progress, Tokens
-from contracts.messages.worker_status import CheckReport, Fits
+from contracts.messages.router_commands import Command, InvalidatePrefix, MigrationCommand, PullPrefix, Submit
+from contracts.messages.worker_events import Done, LegReport, Tokens
+from contracts.messages.worker_status import CheckReport, WorkerLimits
 from contracts.messages.worker_status import WorkerStatus as Status
 from decode.migration.outgoing_migrations import Books, Departures
 from decode.migration.prefix_pull import Fetching
@@ -85,7 +85,7 @@ class DecodeWorker(PhaseWorker[Request]):
         self._page_tokens = seat.spec.page_tokens
         self._full = seat.full
         self._pages = seat.pools.allocators[self._full]
-        self.fits = Fits(seat.max_positions, context)
+        self.fits = WorkerLimits(seat.max_positions, context)
         fitness = Fitness(config.cluster.nonfinite_rows, config.cluster.nonfinite_window_s, clock)
         super().__init__(Desk(name, self.fits, clock), waiter, fitness)
         self._waiting: deque[Request] = deque()
@@ -110,11 +110,11 @@ class DecodeWorker(PhaseWorker[Request]):
     # ------------------------------------------------------------ the host's side
 
     def handle(self, session: SessionId, command: Command) -> None:
-        if isinstance(command, Transit):
+        if isinstance(command, MigrationCommand):
             self._transit(session, command)
             return
         self._departures.offers.session = session
-        if isinstance(command, Forget):
+        if isinstance(command, InvalidatePrefix):
             self._seat.condemn(Prefix.of(command.tokens, self._page_tokens, command.salt))
             return
         submit = self._desk.accept(session, command, self._cancel)
@@ -131,8 +131,8 @@ class DecodeWorker(PhaseWorker[Request]):
         self._desk.add(request)
         self._waiting.append(request)
 
-    def _transit(self, session: SessionId, command: Transit) -> None:
-        if isinstance(command, Fetch):
+    def _transit(self, session: SessionId, command: MigrationCommand) -> None:
+        if isinstance(command, PullPrefix):
             self._fetching.handle(session, command)
         else:
             self._departures.handle(session, command)
@@ -187,7 +187,7 @@ class DecodeWorker(PhaseWorker[Request]):
                 **self._retraction.counters,
                 "retracted": len(self._retraction),
                 **self._seat.stats(),
-                f"{PREFIX}{Where.LOGITS}": self._fitness.rows,
+                f"{PREFIX}{DamageSite.LOGITS}": self._fitness.rows,
                 "pages_damaged": self._receiver.damaged,
                 "late_messages": self._receiver.late,
             },
@@ -457,7 +457,9 @@ class DecodeWorker(PhaseWorker[Request]):
         """A page of it belongs to somebody else: the token is dropped, the tree forgets what it has of the prompt, and
         the router starts another attempt."""
         self._counters["stale_pages"] += 1
-        log_damage(log, Where.STEP, request=request.submit.request_id, positions=[request.committed, request.launched])
+        log_damage(
+            log, DamageSite.STEP, request=request.submit.request_id, positions=[request.committed, request.launched]
+        )
         assert request.claim is not None
         self._seat.condemn(request.prefix)
         request.claim.betrayed = True
@@ -467,7 +469,7 @@ class DecodeWorker(PhaseWorker[Request]):
         """Its logits were no numbers: no token is drawn from them, and its state isn't kept for others."""
         self._fitness.nonfinite()
         log_damage(
-            log, Where.LOGITS, request=request.submit.request_id, positions=[request.committed, request.launched]
+            log, DamageSite.LOGITS, request=request.submit.request_id, positions=[request.committed, request.launched]
         )
         assert request.claim is not None
         self._seat.condemn(request.prefix)
@@ -501,7 +503,7 @@ class DecodeWorker(PhaseWorker[Request]):
 
     def _report(self, request: Request, *, held: int = 0, computed: int = 0, received: int = 0) -> None:
         key = (request.submit.request_id, request.submit.attempt)
-        progress = Progress(*key, self.role, self._name, dict(request.marks), held, computed, received)
+        progress = LegReport(*key, self.role, self._name, dict(request.marks), held, computed, received)
         self._desk.tell(request.session, progress)
 
     def _fail(self, request: Request, kind: ErrorKind, message: str, blame: WorkerName | None = None) -> None:

@@ -22,12 +22,12 @@ from collections.abc import Callable
 from cache.manager.kv_cache_manager import Seat
 from cache.prefix_cache.token_prefix import Prefix
 from contracts.config.cluster_config import Config
-from contracts.damage import PREFIX, Where, log_damage
+from contracts.damage import PREFIX, DamageSite, log_damage
 from contracts.ids import RequestId
 from contracts.interfaces.worker_interface import SessionId
-from contracts.messages.router_commands import Audit, Cancel, Command, Forget
+from contracts.messages.router_commands import Audit, Cancel, Command, InvalidatePrefix
 from contracts.messages.worker_events import Audited, AuditEnd, Event
-from contracts.sampling_params import Difference
+from contracts.sampling_params import TokenDifference
 from engine.runner.batch import NONFINITE, Replay, Row
 from engine.runner.model_runner import Engine
 from prefill.audit_state import AUDITS, AuditEvent, Audition, AuditState
@@ -61,7 +61,7 @@ class Auditor:
         self._margin = config.audit.margin
         self._waiting: deque[Audition] = deque()
         self._running: Audition | None = None
-        names = ("audits_computed", "audits_preempted", "audit_tokens_computed", f"{PREFIX}{Where.STEP}")
+        names = ("audits_computed", "audits_preempted", "audit_tokens_computed", f"{PREFIX}{DamageSite.STEP}")
         self.counters = dict.fromkeys(names, 0.0)
 
     def __len__(self) -> int:
@@ -89,11 +89,11 @@ class Auditor:
         """
         if isinstance(command, Audit):
             self._take(session, command, busy=busy)
-        elif isinstance(command, Forget):
+        elif isinstance(command, InvalidatePrefix):
             self._seat.condemn(Prefix.of(command.tokens, self._seat.spec.page_tokens, command.salt))
         elif isinstance(command, Cancel):
             self._cancel(session, command.request_id)
-        return isinstance(command, Audit | Forget)
+        return isinstance(command, Audit | InvalidatePrefix)
 
     def _take(self, session: SessionId, audit: Audit, *, busy: bool) -> None:
         audition = Audition(session, audit)
@@ -142,13 +142,13 @@ class Auditor:
         end = self._seat.grow(audition.claim, min(len(audit.tokens) - 1, start + self._chunk))
         (output,) = self._engine.launch([self._row(audition, start, end)]).outputs()
         if output.stale:
-            self.counters[f"{PREFIX}{Where.STEP}"] += 1
-            log_damage(log, Where.STEP, request=audit.request_id, positions=[start, end])
+            self.counters[f"{PREFIX}{DamageSite.STEP}"] += 1
+            log_damage(log, DamageSite.STEP, request=audit.request_id, positions=[start, end])
             self._end(audition, AuditEvent.REFUSE, AuditEnd.REFUSED, "a step found a page of it given away")
             return
         if output.nonfinite:
             self._nonfinite()
-            log_damage(log, Where.LOGITS, request=audit.request_id, positions=[start, end])
+            log_damage(log, DamageSite.LOGITS, request=audit.request_id, positions=[start, end])
             self._end(audition, AuditEvent.REFUSE, AuditEnd.REFUSED, NONFINITE)
             return
         self.counters["audit_tokens_computed"] += end - start
@@ -185,7 +185,7 @@ class Auditor:
         known = Replay(audit.sampling, audit.tokens, audit.prompt_len)
         return Row(audit.tokens[start:end], start, full.pages, epochs=full.epochs, others=tables, replay=known)
 
-    def _judge(self, audition: Audition, found: tuple[Difference, ...]) -> None:
+    def _judge(self, audition: Audition, found: tuple[TokenDifference, ...]) -> None:
         """Keep count of what differs; where numbers aren't exact, `differences` are those beyond the margin."""
         audition.differing += len(found)
         beyond = [d for d in found if self._exact or d.gap > self._margin]

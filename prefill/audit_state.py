@@ -8,7 +8,7 @@ from enum import StrEnum
 from cache.allocation.allocation import Claim
 from contracts.interfaces.worker_interface import SessionId
 from contracts.messages.router_commands import Audit
-from contracts.sampling_params import Difference
+from contracts.sampling_params import TokenDifference
 from contracts.state_table import StateTable
 
 
@@ -54,4 +54,4 @@ class Audition:
     """Positions whose state is computed."""
     checked: int = 0
     differing: int = 0
-    differences: list[Difference] = field(default_factory=list)
+    differences: list[TokenDifference] = field(default_factory=list)

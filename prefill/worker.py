@@ -19,14 +19,14 @@ from cache.prefix_cache.token_prefix import Prefix
 from contracts.block_hash import chain_keys
 from contracts.clock import Clock
 from contracts.config.cluster_config import Config
-from contracts.damage import PREFIX, Where, log_damage
+from contracts.damage import PREFIX, DamageSite, log_damage
 from contracts.errors import ErrorKind, WireError
 from contracts.ids import Incarnation, Role, RoomId, WorkerName
 from contracts.interfaces.worker_interface import SessionId
 from contracts.messages.fingerprint import Fingerprint
-from contracts.messages.router_commands import Command, Submit, Transit
-from contracts.messages.worker_events import Done, Progress, PromptScores, Tokens
-from contracts.messages.worker_status import CheckReport, Fits
+from contracts.messages.router_commands import Command, MigrationCommand, Submit
+from contracts.messages.worker_events import Done, LegReport, PromptScores, Tokens
+from contracts.messages.worker_status import CheckReport, WorkerLimits
 from contracts.messages.worker_status import WorkerStatus as Status
 from engine.runner.batch import NONFINITE, Draw, Row, RowOutput
 from engine.runner.model_runner import Engine
@@ -73,7 +73,7 @@ class PrefillWorker(PhaseWorker[Request]):
         self._page_tokens = seat.spec.page_tokens
         self._full = seat.full
         self._pages = seat.pools.allocators[self._full]
-        self.fits = Fits(seat.max_positions, context)
+        self.fits = WorkerLimits(seat.max_positions, context)
         cluster = config.cluster
         fitness = Fitness(cluster.nonfinite_rows, cluster.nonfinite_window_s, clock)
         super().__init__(Desk(name, self.fits, clock), waiter, fitness)
@@ -90,7 +90,7 @@ class PrefillWorker(PhaseWorker[Request]):
     # ------------------------------------------------------------ the host's side
 
     def handle(self, session: SessionId, command: Command) -> None:
-        if isinstance(command, Transit):
+        if isinstance(command, MigrationCommand):
             return  # For decode: prefill's requests leave by themselves.
         if self._auditor.handle(session, command, busy=self._busy):
             return
@@ -167,7 +167,7 @@ class PrefillWorker(PhaseWorker[Request]):
                 **self._seat.stats(),
                 **self._sender.outgoing,
                 **self._auditor.counters,
-                f"{PREFIX}{Where.LOGITS}": self._fitness.rows,
+                f"{PREFIX}{DamageSite.LOGITS}": self._fitness.rows,
                 "sent_bytes": self._sender.sent_bytes,
                 "late_messages": self._sender.late,
             },
@@ -383,7 +383,9 @@ class PrefillWorker(PhaseWorker[Request]):
     def _lost(self, request: Request) -> None:
         """A page of it belongs to somebody else: nothing that it or the tree holds of its prompt can be trusted."""
         self._counters["stale_pages"] += 1
-        log_damage(log, Where.STEP, request=request.submit.request_id, positions=[request.committed, request.launched])
+        log_damage(
+            log, DamageSite.STEP, request=request.submit.request_id, positions=[request.committed, request.launched]
+        )
         assert request.claim is not None
         self._seat.condemn(request.prefix)
         request.claim.betrayed = True
@@ -399,7 +401,7 @@ class PrefillWorker(PhaseWorker[Request]):
         """Its logits were no numbers, so its state isn't to be trusted either: nothing of it is kept or handed over."""
         self._fitness.nonfinite()
         log_damage(
-            log, Where.LOGITS, request=request.submit.request_id, positions=[request.committed, request.launched]
+            log, DamageSite.LOGITS, request=request.submit.request_id, positions=[request.committed, request.launched]
         )
         assert request.claim is not None
         self._seat.condemn(request.prefix)
@@ -445,7 +447,7 @@ class PrefillWorker(PhaseWorker[Request]):
             logprobs = (request.first.logprob,) if request.first.logprob is not None else ()
             self._desk.tell(request.session, Tokens(*key, len(submit.tokens), (request.first.token,), logprobs))
         tiers = {"device": request.cached.device, "host": request.cached.host, "storage": request.cached.storage}
-        progress = Progress(
+        progress = LegReport(
             *key, self.role, self._name, dict(request.marks), request.cached.total, request.computed,
             cached_by_tier=tiers,
         )  # fmt: skip

@@ -24,7 +24,7 @@ from contracts.checkpoint.model_spec import read_model_spec
 from contracts.config.cluster_config import Config
 from contracts.config.load_config import config_from_dict
 from contracts.errors import ConfigError, TwinpoolError
-from contracts.interfaces.discovery import Directory
+from contracts.interfaces.discovery import WorkerDirectory
 from contracts.json_logs import log_to_stream
 from router.api.app import App, create_app
 from router.api.client_connections import BoundedHttpProtocol, Connections, raise_descriptor_limit
@@ -113,7 +113,9 @@ def listen(host: str, port: int) -> socket.socket:
     return bound
 
 
-def serve(spec_folder: Path, config: Config, directory: Directory, bound: socket.socket, ready_fd: int | None) -> None:
+def serve(
+    spec_folder: Path, config: Config, directory: WorkerDirectory, bound: socket.socket, ready_fd: int | None
+) -> None:
     """Serve until a signal comes."""
     service = RouterService(read_model_spec(spec_folder), config, directory)
     log("router listens", address="{}:{}".format(*bound.getsockname()[:2]), model=service.spec.name, pid=os.getpid())

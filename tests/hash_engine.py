@@ -17,7 +17,7 @@ from cache.allocation.block_table import Table
 from cache.device.device_port import DEVICE, DONE, Completion, Device, Op, Stream, spans
 from cache.memory.kv_cache_spec import Index, Kind, PoolSetSpec
 from cache.pool.pool_set import PoolSet
-from contracts.sampling_params import Difference
+from contracts.sampling_params import TokenDifference
 from engine.runner.batch import Drawn, FromStep, Row, RowOutput
 
 VOCAB = 300
@@ -142,7 +142,7 @@ class HashEngine:
             if known is not None and position + 1 in known.positions(row.start, len(tokens)):
                 replayed += 1
                 if _token(mark) != known.tokens[position + 1]:
-                    found.append(Difference(position + 1, _token(mark), 1.0))
+                    found.append(TokenDifference(position + 1, _token(mark), 1.0))
         drawn = Drawn(_token(mark), None) if row.draw is not None else None
         return RowOutput(drawn, replayed=replayed, differences=tuple(found))
 

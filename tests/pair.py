@@ -20,7 +20,7 @@ from contracts.config.load_config import config_from_dict
 from contracts.ids import Incarnation, RequestId, Role, RoomId, WorkerName
 from contracts.interfaces.worker_interface import SessionId
 from contracts.messages.router_commands import Cancel, PeerRef, Submit
-from contracts.messages.worker_events import Done, Event, Progress, PromptScores, Tokens
+from contracts.messages.worker_events import Done, Event, LegReport, PromptScores, Tokens
 from contracts.sampling_params import SamplingParams, TokenLogprob
 from engine.models.registry import read_model
 
@@ -39,7 +39,7 @@ class Answer:
     tokens: dict[int, int] = field(default_factory=dict)
     logprobs: dict[int, TokenLogprob] = field(default_factory=dict)
     scores: tuple[TokenLogprob, ...] = ()
-    progress: dict[Role, Progress] = field(default_factory=dict)
+    progress: dict[Role, LegReport] = field(default_factory=dict)
     done: Done | None = None
 
     @property
@@ -159,7 +159,7 @@ class Pair:
                 answer.logprobs[event.position + i] = logprob
         elif isinstance(event, PromptScores):
             answer.scores = event.scores
-        elif isinstance(event, Progress):
+        elif isinstance(event, LegReport):
             answer.progress[event.role] = _together(answer.progress.get(event.role), event)
         elif isinstance(event, Done):
             answer.done = event
@@ -167,7 +167,7 @@ class Pair:
                 self.cancel(event.request_id)
 
 
-def _together(before: Progress | None, report: Progress) -> Progress:
+def _together(before: LegReport | None, report: LegReport) -> LegReport:
     """What a leg has said in all."""
     if before is None:
         return report

@@ -17,7 +17,7 @@ from cache.memory.memory_layout import Order, PoolSetLayout
 from cache.pool.pool_set import PoolSet
 from cache.pool.tp_pool_set import RankedPools, RankState
 from contracts.messages.rank_order_codec import decode, encode
-from contracts.messages.rank_orders import Check, Copy, Digest, Tidings, Zero
+from contracts.messages.rank_orders import CheckPages, CopyPages, DigestPages, FollowerNotice, ZeroPages
 from contracts.messages.rank_orders import Order as Told
 from tests.poolsets import pool_sets
 from transfer.planes.data_plane import RankPlane
@@ -80,13 +80,13 @@ class DirectFollowers:
             self._obey(order, answered)
 
     def _obey(self, order: Told, answered: Answered) -> None:
-        if isinstance(order, Zero | Copy | Digest | Check):
+        if isinstance(order, ZeroPages | CopyPages | DigestPages | CheckPages):
             answered.answers += [state.obey(order) for state in self.states]
         else:
             answered.answers += [links.obey(order) for links in self.links]  # type: ignore[arg-type]
         answered.done = True
 
-    def heard(self) -> list[tuple[int, Tidings]]:
+    def heard(self) -> list[tuple[int, FollowerNotice]]:
         return [(rank, tidings) for rank, links in enumerate(self.links, 1) for tidings in links.poll()]
 
 

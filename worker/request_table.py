@@ -15,7 +15,7 @@ from contracts.ids import RequestId, WorkerName
 from contracts.interfaces.worker_interface import SessionId
 from contracts.messages.router_commands import Audit, Cancel, Command, Submit
 from contracts.messages.worker_events import Audited, AuditEnd, Done, Event
-from contracts.messages.worker_status import Fits
+from contracts.messages.worker_status import WorkerLimits
 from worker.admission_check import Refusal
 
 
@@ -33,7 +33,7 @@ R = TypeVar("R", bound=Held)
 class Desk(Generic[R]):
     """Requests of one worker, by id; each is in the books once."""
 
-    def __init__(self, name: WorkerName, fits: Fits, clock: Clock) -> None:
+    def __init__(self, name: WorkerName, fits: WorkerLimits, clock: Clock) -> None:
         self._name = name
         self._fits = fits
         self._clock = clock

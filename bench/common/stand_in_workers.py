@@ -19,7 +19,7 @@ from typing import Any
 import grpc.aio
 
 from contracts.ids import Incarnation, RequestId, Role, WorkerName
-from contracts.messages.worker_events import Done, Event, Progress, Tokens
+from contracts.messages.worker_events import Done, Event, LegReport, Tokens
 from contracts.messages.worker_status import WorkerStatus
 from contracts.proto import worker_pb2 as pb
 from contracts.proto import worker_pb2_grpc as pb_grpc
@@ -106,7 +106,7 @@ class StandIn(pb_grpc.WorkerServicer):
     def _first(self, leg: Leg) -> list[Event]:
         key, at = (leg.request_id, leg.attempt), leg.position
         events: list[Event] = [Tokens(*key, at, (drawn(at),))]
-        events.append(Progress(*key, Role.PREFILL, self.name, {"prefill": 0.001}, 0, at))
+        events.append(LegReport(*key, Role.PREFILL, self.name, {"prefill": 0.001}, 0, at))
         if at + 1 >= leg.end:
             events.append(Done(*key, "length"))
         return events
@@ -119,7 +119,7 @@ class StandIn(pb_grpc.WorkerServicer):
             if leg.position < leg.end:
                 events.append(Tokens(*key, leg.position, (drawn(leg.position),)))
             if leg.position + 1 >= leg.end:
-                events += (Progress(*key, Role.DECODE, self.name, {}), Done(*key, "length"))
+                events += (LegReport(*key, Role.DECODE, self.name, {}), Done(*key, "length"))
                 del running[leg.request_id]
         return events
 

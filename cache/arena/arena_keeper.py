@@ -32,7 +32,7 @@ from cache.prefix_cache.token_prefix import Prefix
 from cache.prefix_cache.tree_node import Cursor, Node, Part, Tier
 from cache.swap.swapped_state import Parked
 from contracts.block_hash import KEY_BYTES, chain_on, chain_start
-from contracts.damage import Where, log_damage
+from contracts.damage import DamageSite, log_damage
 
 _log = logging.getLogger("twinpool.cache")
 
@@ -304,7 +304,7 @@ class ArenaKeeper:
         if bad and tree.linked(part.node):
             page = start + (len(part.node) - 1 if tree.component(pool).point else bad[0])
             if not torn:
-                log_damage(_log, Where.ARENA, pool=pool, pages=[start + i for i in bad], condemned_from=page)
+                log_damage(_log, DamageSite.ARENA, pool=pool, pages=[start + i for i in bad], condemned_from=page)
             tree.condemn(_prefix_to(tree, part.node), page)
         self.counters["arena_pages_damaged"] += 0 if torn else len(bad)
         return len(at)

@@ -24,8 +24,8 @@ from cache.memory.memory_layout import PoolSetLayout
 from cache.memory.page_digest import Digester
 from cache.memory.page_moves import Indices, Move
 from cache.pool.pool_set import PoolSet
-from contracts.messages.rank_order_codec import Followers
-from contracts.messages.rank_orders import Check, Copy, Digest, Piece, Zero
+from contracts.messages.rank_order_codec import OrderChannel
+from contracts.messages.rank_orders import CheckPages, CopyPages, DigestPages, PageSpan, ZeroPages
 
 _ODD = 0xD6E8FEB86659FD93
 _ALL_BITS = 0xFFFFFFFFFFFFFFFF
@@ -71,7 +71,7 @@ class RankedPools(PoolSet):
     """The leader's pool set in `place`, with those of its followers behind it."""
 
     def __init__(
-        self, layout: PoolSetLayout, region: torch.Tensor, followers: Followers, place: str, tier: str = ""
+        self, layout: PoolSetLayout, region: torch.Tensor, followers: OrderChannel, place: str, tier: str = ""
     ) -> None:
         super().__init__(layout.spec, layout.counts, region, layout.order, tier)
         self.place = place
@@ -84,15 +84,15 @@ class RankedPools(PoolSet):
         return GroupDigester(self.layout, self.region.device, self._followers.size)
 
     def zero(self, indices: Indices) -> None:
-        self._followers.tell(Zero(self.place, tuple((pool, tuple(chosen)) for pool, chosen in indices.items())))
+        self._followers.tell(ZeroPages(self.place, tuple((pool, tuple(chosen)) for pool, chosen in indices.items())))
         super().zero(indices)
 
     def copy(self, move: Move, target: PoolSet, layers: range | None = None) -> None:
         assert isinstance(target, RankedPools), "all pools of a worker of several ranks are of several ranks"
-        pieces = tuple(Piece(part.pool, part.sources, part.targets) for part in move.parts)
+        pieces = tuple(PageSpan(part.pool, part.sources, part.targets) for part in move.parts)
         span = None if layers is None else (layers.start, layers.stop)
         target.on_copy()
-        self._followers.tell(Copy(self.place, target.place, pieces, span))
+        self._followers.tell(CopyPages(self.place, target.place, pieces, span))
         super().copy(move, target, layers)
 
     def digest(self, pool: str, indices: Sequence[int], firsts: Sequence[int], ends: Sequence[int]) -> list[int]:
@@ -103,12 +103,12 @@ class RankedPools(PoolSet):
     ) -> Callable[[], list[int]]:
         if not len(indices):
             return list
-        answers = self._followers.ask(Digest(self.place, pool, tuple(indices), tuple(firsts), tuple(ends)))
+        answers = self._followers.ask(DigestPages(self.place, pool, tuple(indices), tuple(firsts), tuple(ends)))
         mine = self._groups.digest(self.region, pool, indices, firsts, ends)
         return lambda: merged(self.spec.by_name[pool], [mine, *answers.wait()])
 
     def check(self) -> list[str]:
-        answers = self._followers.ask(Check(self.place))
+        answers = self._followers.ask(CheckPages(self.place))
         found = super().check()
         return found + [f"rank {rank}: {line}" for rank, lines in enumerate(answers.wait(), 1) for line in lines]
 
@@ -125,12 +125,12 @@ class RankState:
             place: GroupDigester(pool_set.layout, pool_set.region.device, size) for place, pool_set in pools.items()
         }
 
-    def obey(self, order: Zero | Copy | Digest | Check) -> list[list[int]] | list[str] | None:
+    def obey(self, order: ZeroPages | CopyPages | DigestPages | CheckPages) -> list[list[int]] | list[str] | None:
         """Carry an order out; what is returned is the answer, None: there is none."""
         match order:
-            case Zero():
+            case ZeroPages():
                 self._pools[order.place].zero(dict(order.chosen))
-            case Copy():
+            case CopyPages():
                 move = Move.of(
                     {piece.pool: piece.sources for piece in order.pieces},
                     {piece.pool: piece.targets for piece in order.pieces},
@@ -138,11 +138,11 @@ class RankState:
                 layers = None if order.layers is None else range(*order.layers)
                 self._pools[order.source].copy(move, self._pools[order.target], layers)
                 self._copied(order.target)
-            case Digest():
+            case DigestPages():
                 region = self._pools[order.place].region
                 return self._digesters[order.place].digest(
                     region, order.pool, order.indices, order.firsts, order.ends
                 )  # fmt: skip
-            case Check():
+            case CheckPages():
                 return self._pools[order.place].check()
         return None

@@ -7,7 +7,7 @@ from typing import NamedTuple, Protocol, TypeVar
 
 from cache.storage.io_queue import Chain
 from cache.storage.storage_backend import Outcome, Verdict
-from contracts.messages.rank_orders import Kept
+from contracts.messages.rank_orders import StoredPage
 
 T_co = TypeVar("T_co", covariant=True)
 
@@ -39,10 +39,12 @@ class Shelf(Protocol):
     def exists(self, wanted: Sequence[tuple[str, bytes]]) -> Pending[list[bool]]:
         """Whether storage has each page, by pool and chain key; a later fetch may still find it gone or damaged."""
 
-    def fetch(self, pages: Sequence[Kept]) -> Pending[list[Outcome]]:
+    def fetch(self, pages: Sequence[StoredPage]) -> Pending[list[Outcome]]:
         """Read pages of one pool into host memory; each outcome has the digest that the page was stored with."""
 
-    def put(self, pages: Sequence[Kept], digests: Sequence[int], chain: Chain | None = None) -> Pending[list[Outcome]]:
+    def put(
+        self, pages: Sequence[StoredPage], digests: Sequence[int], chain: Chain | None = None
+    ) -> Pending[list[Outcome]]:
         """Store pages, which have these digests; an outcome each. None of a `chain` without those before it."""
 
     def close(self, timeout_s: float) -> bool:

@@ -22,7 +22,7 @@ from cache.storage.io_queue import Chain, Queue, Ticket
 from cache.storage.object_slices import SHARED, Objects, Part, Slicer
 from cache.storage.page_store import Fetched, Pending
 from cache.storage.storage_backend import KEPT, Item, ObjectName, Outcome, Verdict
-from contracts.messages.rank_orders import Kept
+from contracts.messages.rank_orders import StoredPage
 
 S = TypeVar("S")
 R = TypeVar("R")
@@ -43,19 +43,21 @@ class RankShelf:
     def exists(self, wanted: Sequence[tuple[str, bytes]]) -> Pending[list[bool]]:
         return _Probe(self, wanted)
 
-    def fetch(self, pages: Sequence[Kept]) -> Pending[list[Outcome]]:
+    def fetch(self, pages: Sequence[StoredPage]) -> Pending[list[Outcome]]:
         return Mapped(self.fetch_parts(pages), lambda found: merged_outcomes(self.host.spec, pages, [found]))
 
-    def fetch_parts(self, pages: Sequence[Kept]) -> Pending[list[Fetched]]:
+    def fetch_parts(self, pages: Sequence[StoredPage]) -> Pending[list[Fetched]]:
         return _Fetch(self, pages)
 
-    def put(self, pages: Sequence[Kept], digests: Sequence[int], chain: Chain | None = None) -> Pending[list[Outcome]]:
+    def put(
+        self, pages: Sequence[StoredPage], digests: Sequence[int], chain: Chain | None = None
+    ) -> Pending[list[Outcome]]:
         objects = [self._items(page, digest) for page, digest in zip(pages, digests, strict=True)]
         counts = [len(items) for items in objects]
         ticket = self.queue.submit_write([item for items in objects for item in items], chain)
         return Mapped(ticket, lambda outcomes: _worst(outcomes, counts))
 
-    def put_mine(self, pages: Sequence[Kept], chain: Chain | None = None) -> Pending[list[Outcome]]:
+    def put_mine(self, pages: Sequence[StoredPage], chain: Chain | None = None) -> Pending[list[Outcome]]:
         """`put` with the digests of what lies here: a rank's share of pages that were checked as a whole."""
         digests = [self.digest(page) for page in pages]
         return self.put(pages, digests, chain)
@@ -70,11 +72,11 @@ class RankShelf:
         whole = Part(0, 1) if self.slicer.own(pool) == (SHARED,) else part
         return ObjectName(self._fingerprint, pool, key, str(whole))
 
-    def memory(self, page: Kept) -> torch.Tensor:
+    def memory(self, page: StoredPage) -> torch.Tensor:
         """uint8 [unit_bytes], in host memory."""
         return self.host.layout.page(self.host.region, page.pool, page.at)
 
-    def digest(self, page: Kept) -> int:
+    def digest(self, page: StoredPage) -> int:
         """Of what this rank holds of it."""
         region, digester = self.host.region, self.host.digester
         return digester.digest(region, page.pool, [page.at], [page.first], [page.end])[0]
@@ -86,7 +88,7 @@ class RankShelf:
         # The group that all ranks hold alike comes last.
         return ((digest - shared) & _ALL_BITS, shared)
 
-    def _items(self, page: Kept, digest: int) -> list[Item]:
+    def _items(self, page: StoredPage, digest: int) -> list[Item]:
         """The objects of a page that this rank is to write: those that no rank before it has."""
         own = self.slicer.own(page.pool)
         if len(own) == 1:
@@ -189,7 +191,7 @@ class _Probe:
 class _Fetch:
     """Pages on their way into host memory: in place where they are one object, else put together at the end."""
 
-    def __init__(self, shelf: RankShelf, pages: Sequence[Kept]) -> None:
+    def __init__(self, shelf: RankShelf, pages: Sequence[StoredPage]) -> None:
         self._shelf, self._pages = shelf, list(pages)
         self._plans = [shelf.plans.pop((p.pool, p.key), shelf.slicer.own(p.pool)) for p in self._pages]
         self._payloads: list[list[torch.Tensor]] = []
@@ -219,7 +221,7 @@ class _Fetch:
         return self._result
 
     def _one(
-        self, page: Kept, plan: tuple[Part, ...], payloads: list[torch.Tensor], outcomes: list[Outcome]
+        self, page: StoredPage, plan: tuple[Part, ...], payloads: list[torch.Tensor], outcomes: list[Outcome]
     ) -> Fetched:
         for outcome in outcomes:
             if not outcome.ok:
@@ -239,7 +241,9 @@ class _Fetch:
         return Fetched(Verdict.FOUND, shelf.grouped(page.pool, whole.digests[0], shared))
 
 
-def merged_outcomes(spec: PoolSetSpec, pages: Sequence[Kept], by_rank: Sequence[Sequence[Fetched]]) -> list[Outcome]:
+def merged_outcomes(
+    spec: PoolSetSpec, pages: Sequence[StoredPage], by_rank: Sequence[Sequence[Fetched]]
+) -> list[Outcome]:
     """What became of whole pages, of which each rank has fetched its part: [ranks][pages]."""
     out = []
     for page, parts in zip(pages, zip(*by_rank, strict=True), strict=True):

@@ -15,8 +15,8 @@ from cache.storage.io_queue import Chain
 from cache.storage.page_store import Fetched, Pending
 from cache.storage.rank_page_store import Mapped, RankShelf, merged_outcomes
 from cache.storage.storage_backend import Outcome, Verdict
-from contracts.messages.rank_order_codec import Answers, Followers
-from contracts.messages.rank_orders import Exists, Fetch, Kept, Put
+from contracts.messages.rank_order_codec import OrderAnswers, OrderChannel
+from contracts.messages.rank_orders import FetchPages, FindPages, PutPages, StoredPage
 
 _DAMAGED = Outcome(Verdict.FAILED, 0, "it was damaged in host memory before it was stored")
 
@@ -24,18 +24,18 @@ _DAMAGED = Outcome(Verdict.FAILED, 0, "it was damaged in host memory before it w
 class RankedShelf:
     """The leader's `Shelf`."""
 
-    def __init__(self, mine: RankShelf, host: RankedPools, followers: Followers) -> None:
+    def __init__(self, mine: RankShelf, host: RankedPools, followers: OrderChannel) -> None:
         self._mine, self._host, self._followers = mine, host, followers
         self._chain: Chain | None = None
         self._number = 0
         """Of the last chain, as the followers know it: what belongs to one is ordered together."""
 
     def exists(self, wanted: Sequence[tuple[str, bytes]]) -> Pending[list[bool]]:
-        both = _Both(self._mine.exists(wanted), self._followers.ask(Exists(tuple(wanted))))
+        both = _Both(self._mine.exists(wanted), self._followers.ask(FindPages(tuple(wanted))))
         return Mapped(both, lambda found: [all(ranks) for ranks in zip(*found, strict=True)])
 
-    def fetch(self, pages: Sequence[Kept]) -> Pending[list[Outcome]]:
-        both = _Both(self._mine.fetch_parts(pages), self._followers.ask(Fetch(tuple(pages))))
+    def fetch(self, pages: Sequence[StoredPage]) -> Pending[list[Outcome]]:
+        both = _Both(self._mine.fetch_parts(pages), self._followers.ask(FetchPages(tuple(pages))))
 
         def together(found: list[list[Any]]) -> list[Outcome]:
             parts = [[Fetched(Verdict(verdict), tuple(digests), reason) for verdict, digests, reason in one]
@@ -44,7 +44,9 @@ class RankedShelf:
 
         return Mapped(both, together)
 
-    def put(self, pages: Sequence[Kept], digests: Sequence[int], chain: Chain | None = None) -> Pending[list[Outcome]]:
+    def put(
+        self, pages: Sequence[StoredPage], digests: Sequence[int], chain: Chain | None = None
+    ) -> Pending[list[Outcome]]:
         good = self._sound(pages, digests)
         chosen = [page for page, sound in zip(pages, good, strict=True) if sound]
         number = 0
@@ -52,7 +54,7 @@ class RankedShelf:
             if chain is not self._chain:
                 self._chain, self._number = chain, self._number + 1
             number = self._number
-        both = _Both(self._mine.put_mine(chosen, chain), self._followers.ask(Put(tuple(chosen), number)))
+        both = _Both(self._mine.put_mine(chosen, chain), self._followers.ask(PutPages(tuple(chosen), number)))
 
         def together(found: list[list[Any]]) -> list[Outcome]:
             stored = iter([_worst(one) for one in zip(*found, strict=True)])
@@ -60,7 +62,7 @@ class RankedShelf:
 
         return Mapped(both, together)
 
-    def _sound(self, pages: Sequence[Kept], digests: Sequence[int]) -> list[bool]:
+    def _sound(self, pages: Sequence[StoredPage], digests: Sequence[int]) -> list[bool]:
         """Which pages are still what they were sealed as."""
         good = [False] * len(pages)
         for pool in dict.fromkeys(page.pool for page in pages):
@@ -84,7 +86,7 @@ def _worst(outcomes: Sequence[Sequence[Any]]) -> Outcome:
 class _Both:
     """The leader's own answer and the followers', by rank."""
 
-    def __init__(self, mine: Pending[Any], others: Answers) -> None:
+    def __init__(self, mine: Pending[Any], others: OrderAnswers) -> None:
         self._mine, self._others = mine, others
 
     @property
@@ -108,13 +110,13 @@ class RankStorage:
         self._open: list[tuple[int, Pending[list[Any]]]] = []
         self._chain, self._number = Chain(), 0
 
-    def obey(self, sequence: int, order: Exists | Fetch | Put) -> None:
+    def obey(self, sequence: int, order: FindPages | FetchPages | PutPages) -> None:
         match order:
-            case Exists():
+            case FindPages():
                 self._open.append((sequence, self._shelf.exists(order.wanted)))
-            case Fetch():
+            case FetchPages():
                 self._open.append((sequence, self._shelf.fetch_parts(order.pages)))
-            case Put():
+            case PutPages():
                 if order.chain and order.chain != self._number:
                     self._chain, self._number = Chain(), order.chain
                 chain = self._chain if order.chain else None

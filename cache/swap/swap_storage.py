@@ -20,7 +20,7 @@ from cache.pool.pool_set import PoolSet
 from cache.storage.page_store import Pending, Shelf
 from cache.storage.storage_backend import Outcome, Verdict
 from cache.swap.swapped_state import Parked, Place, Turn
-from contracts.messages.rank_orders import Kept
+from contracts.messages.rank_orders import StoredPage
 
 _BATCH_PAGES = 64
 """Pages in one operation, which has a deadline."""
@@ -32,7 +32,7 @@ class _Under:
 
     parked: Parked
     pins: list[Pin]
-    batches: list[tuple[Sequence[Kept], Sequence[int], Pending[list[Outcome]]]]
+    batches: list[tuple[Sequence[StoredPage], Sequence[int], Pending[list[Outcome]]]]
     """Pages, the digests that are expected, and what storage says."""
 
     @property
@@ -76,7 +76,7 @@ class Shelver:
         self,
         parked: Parked,
         keys: Sequence[bytes],
-        way: Callable[[Sequence[Kept], Sequence[int]], Pending[list[Outcome]]],
+        way: Callable[[Sequence[StoredPage], Sequence[int]], Pending[list[Outcome]]],
     ) -> None:
         assert parked.saved.digests is not None, "what has no tags can't be told from anything else on storage"
         pins = [lease.pin(f"{parked.place} {parked.owner}") for lease in parked.saved.leases.values()]
@@ -88,12 +88,12 @@ class Shelver:
                 batch = slice(at, at + _BATCH_PAGES)
                 under.batches.append((pages[batch], digests[batch], way(pages[batch], digests[batch])))
 
-    def _pages(self, parked: Parked, keys: Sequence[bytes]) -> Mapping[str, list[Kept]]:
+    def _pages(self, parked: Parked, keys: Sequence[bytes]) -> Mapping[str, list[StoredPage]]:
         out = {}
         for pool, numbers in parked.numbers.items():
             extent, indices = parked.saved.extents[pool], parked.saved.leases[pool].indices
             out[pool] = [
-                Kept(pool, keys[n], at, first, end)
+                StoredPage(pool, keys[n], at, first, end)
                 for n, at, first, end in zip(numbers, indices, extent.firsts, extent.ends, strict=True)
             ]
         return out

@@ -28,7 +28,7 @@ from cache.storage.page_store import Pending, Shelf
 from cache.storage.storage_backend import Outcome
 from contracts.block_hash import KEY_BYTES
 from contracts.errors import CapacityError
-from contracts.messages.rank_orders import Kept
+from contracts.messages.rank_orders import StoredPage
 
 _WRITE_PAGES = 64
 """Pages in one write to storage, which has a deadline: long ones would let everything behind them wait."""
@@ -63,7 +63,7 @@ class _Write:
 class _Unit(NamedTuple):
     """A page or a slot to be written."""
 
-    page: Kept
+    page: StoredPage
     digest: int
     number: int
     """Of the page in the sequence; of a slot, that of the last page before it."""
@@ -307,14 +307,14 @@ class Saver:
         size, node, pool = self._host.spec.page_tokens, part.node, part.component
         if self._tree.component(pool).point:
             end = (node.start + node.pages) * size
-            kept = Kept(pool, node.chain[-KEY_BYTES:], part.lease.indices[0], end, end)
+            kept = StoredPage(pool, node.chain[-KEY_BYTES:], part.lease.indices[0], end, end)
             yield _Unit(kept, part.digests[0], node.start + node.pages - 1)
             return
         keys, indices, digests = node.chain, part.lease.indices, part.digests
         for i in range(part.stored, len(part)):
             number = node.start + i
             key = keys[KEY_BYTES * i : KEY_BYTES * (i + 1)]
-            yield _Unit(Kept(pool, key, indices[i], number * size, (number + 1) * size), digests[i], number)
+            yield _Unit(StoredPage(pool, key, indices[i], number * size, (number + 1) * size), digests[i], number)
 
     def _take_in(self, write: _Write) -> None:
         """A run has ended: its parts, halves of nodes that were split meanwhile included, know what storage has."""

@@ -32,7 +32,7 @@ import zmq
 
 from contracts.config.cache_config import EventsConfig
 from contracts.errors import ConfigError
-from contracts.messages.kv_events import END, TRUTH, KvEvent, Stored, encode_batch
+from contracts.messages.kv_events import END, TRUTH, BlockStored, KvEvent, encode_batch
 
 
 class EventLog:
@@ -89,10 +89,10 @@ class _Answer:
 class Publisher:
     """Sends what `log` collected, one batch a round. One thread.
 
-    `now`: seconds since 1970. `truth`: begins to tell the content of all tiers as `Stored` events of few pages each,
-    while that changes; what it gives has `close` if it is not to be read to its end. `rank`: the seat's index on this
-    host; as in vLLM it is added to a port that isn't 0. Raises `ConfigError` for an endpoint that can't be bound or
-    mustn't be.
+    `now`: seconds since 1970. `truth`: begins to tell the content of all tiers as `BlockStored` events of few pages
+    each, while that changes; what it gives has `close` if it is not to be read to its end. `rank`: the seat's index on
+    this host; as in vLLM it is added to a port that isn't 0. Raises `ConfigError` for an endpoint that can't be bound
+    or mustn't be.
     """
 
     def __init__(
@@ -211,7 +211,7 @@ class Publisher:
                 answer.over = True
                 continue
             events.append(event)
-            pages += len(event.hashes) if isinstance(event, Stored) else 1
+            pages += len(event.hashes) if isinstance(event, BlockStored) else 1
         answer.unsent.append(self._piece(answer, events))
 
     def _piece(self, answer: _Answer, events: Sequence[KvEvent]) -> tuple[bytes, bytes]:

@@ -16,8 +16,8 @@ from cache.prefix_cache.tree_node import IN_TREE, Node, Tier
 from cache.tiers.kv_event_publisher import EventLog, Publisher
 from contracts.block_hash import KEY_BYTES
 from contracts.config.cache_config import EventsConfig
-from contracts.messages.kv_events import KvEvent, Removed, Stored
-from contracts.messages.kv_events import Tier as Medium
+from contracts.messages.kv_events import BlockRemoved, BlockStored, KvEvent
+from contracts.messages.kv_events import EventMedium as Medium
 
 _RUN_PAGES = 64
 """Pages that one event of the truth tells of."""
@@ -35,7 +35,7 @@ class Teller:
 
     def changed(self, node: Node, tier: Tier, there: bool) -> None:
         """The full state of `node` has come to `tier`, or gone from it."""
-        self._log.emit(self._stored(node, tier) if there else Removed(_MEDIA[tier], tuple(node.keys)))
+        self._log.emit(self._stored(node, tier) if there else BlockRemoved(_MEDIA[tier], tuple(node.keys)))
 
     def round(self) -> None:
         self.publisher.round()
@@ -43,14 +43,14 @@ class Teller:
     def close(self) -> None:
         self.publisher.close()
 
-    def _stored(self, node: Node, tier: Tier, first: int = 0, count: int | None = None) -> Stored:
+    def _stored(self, node: Node, tier: Tier, first: int = 0, count: int | None = None) -> BlockStored:
         """Of its pages from `first` on, `count` of them or all."""
         stop = node.pages if count is None else first + count
         size = 4 * self._tree.spec.page_tokens
         raw, chain = node.raw[first * size : stop * size], node.chain
         keys = tuple(chain[KEY_BYTES * page : KEY_BYTES * (page + 1)] for page in range(first, stop))
         parent = chain[KEY_BYTES * (first - 1) : KEY_BYTES * first] if first else node.parent_key
-        return Stored(_MEDIA[tier], parent, keys, tuple(token_ids(raw)), self._tree.spec.page_tokens, node.salt)
+        return BlockStored(_MEDIA[tier], parent, keys, tuple(token_ids(raw)), self._tree.spec.page_tokens, node.salt)
 
     def _truth(self) -> Iterator[KvEvent]:
         """All that the tiers hold, a few pages at a time, while it changes: what is there all the while is told.

@@ -19,7 +19,7 @@ from cache.pool.page_allocator import Lease
 from cache.pool.pool_set import PoolSet
 from cache.prefix_cache.radix_tree import PrefixTree
 from cache.prefix_cache.tree_node import Lock, Node, Part, Tier
-from contracts.damage import Where, log_damage
+from contracts.damage import DamageSite, log_damage
 
 _log = logging.getLogger("twinpool.cache")
 
@@ -184,7 +184,7 @@ class Loader:
             first = self._tree.start(part.node)
             owners = sorted({lock.owner for lock in part.locks if lock not in load.locks})
             pages = [first, first + len(part.node)]
-            log_damage(_log, Where.LOAD, pool=part.component, pages=pages, relied=owners)
+            log_damage(_log, DamageSite.LOAD, pool=part.component, pages=pages, relied=owners)
         return bad
 
     def _matches(self, part: Part) -> bool:

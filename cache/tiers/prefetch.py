@@ -30,9 +30,9 @@ from cache.prefix_cache.tree_node import Offer, Tier
 from cache.storage.page_store import Shelf
 from cache.tiers.prefetch_request import Prefetch, Stage, _accepts, _Batch, _reads
 from contracts.config.cache_config import PrefetchConfig
-from contracts.damage import Where, log_damage
+from contracts.damage import DamageSite, log_damage
 from contracts.errors import CapacityError
-from contracts.messages.rank_orders import Kept
+from contracts.messages.rank_orders import StoredPage
 
 _log = logging.getLogger("twinpool.cache")
 
@@ -222,7 +222,7 @@ class Prefetcher:
             return False
         firsts, ends = self._positions(component, pages)
         wanted = [
-            Kept(component, prefetch.prefix.key(page), at, first, end)
+            StoredPage(component, prefetch.prefix.key(page), at, first, end)
             for page, at, first, end in zip(pages, lease.indices, firsts, ends, strict=True)
         ]
         prefetch.batches.append(_Batch(component, pages, lease, self._shelf.fetch(wanted)))
@@ -255,7 +255,9 @@ class Prefetcher:
                 self.counters["pages_damaged_in_storage"] += 1
                 why, page = outcomes[i].reason or "it isn't what was stored", batch.pages[i]
                 pages = [page, page + 1]
-                log_damage(_log, Where.STORAGE, request=prefetch.owner, pool=batch.component, pages=pages, what=why)
+                log_damage(
+                    _log, DamageSite.STORAGE, request=prefetch.owner, pool=batch.component, pages=pages, what=why
+                )
             if good:
                 mine[batch.pages[i]] = (lease, outcomes[i].digest)
             else:

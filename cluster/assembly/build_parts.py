@@ -32,7 +32,7 @@ from contracts.clock import Clock
 from contracts.config.cluster_config import Config
 from contracts.errors import ConfigError
 from contracts.ids import Role, WorkerName
-from contracts.messages.rank_orders import Ready
+from contracts.messages.rank_orders import AwaitReady
 from engine.models.model_base import Model
 from engine.models.registry import model_for
 from engine.runner.kernel_choice import class_of, hold_to_class
@@ -97,7 +97,7 @@ def _parts(
         epochs = {pool: allocator.epochs for pool, allocator in pools.allocators.items()}
         engine = load_engine(model, config.engine, layout.spec, pools.gates, epochs, device, ranks, line)
         if line is not None:
-            line.ask(Ready(), config.cluster.start_timeout_s).wait()
+            line.ask(AwaitReady(), config.cluster.start_timeout_s).wait()
         take_over(seat, line)
     except BaseException:
         plane.close()

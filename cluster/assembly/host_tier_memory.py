@@ -13,7 +13,7 @@ from cache.manager.kv_cache_manager import Seat
 from cache.memory.memory_layout import PoolSetLayout
 from cluster.arena.arena_client import Arenas
 from cluster.ranks.rank_line import RankLine
-from contracts.messages.rank_orders import Bond
+from contracts.messages.rank_orders import BindArenas
 
 log = logging.getLogger("twinpool.arena")
 
@@ -43,7 +43,7 @@ def take_over(seat: Seat, line: RankLine | None) -> None:
         return
     keeper = seat.keeper
     mine = keeper.bond if keeper is not None else b""
-    others = line.ask(Bond(b"")).wait() if line is not None else []
+    others = line.ask(BindArenas(b"")).wait() if line is not None else []
     copies = keeper.take_copies() if keeper is not None else 0
     if keeper is not None and mine and all(bond == mine for bond, _ in others):
         pages = keeper.adopt(unfinished=any(count != copies for _, count in others))
@@ -51,12 +51,12 @@ def take_over(seat: Seat, line: RankLine | None) -> None:
         return
     fresh = os.urandom(BOND_BYTES)
     if line is not None:
-        line.ask(Bond(fresh)).wait()
+        line.ask(BindArenas(fresh)).wait()
     if keeper is not None:
         keeper.begin(fresh)
 
 
-def rebind(arena: Arena | None, order: Bond) -> tuple[bytes, int]:
+def rebind(arena: Arena | None, order: BindArenas) -> tuple[bytes, int]:
     """A follower's part of that: its bond, and how many copies it has carried out since it was last asked."""
     if arena is None:
         return b"", 0

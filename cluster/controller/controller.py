@@ -37,7 +37,7 @@ from contracts.clock import Clock
 from contracts.config.cluster_config import ClusterConfig
 from contracts.errors import ConfigError
 from contracts.ids import Incarnation, Role, WorkerName
-from contracts.messages.worker_status import Fits, WorkerRecord, WorkerStatus, WorkerView
+from contracts.messages.worker_status import WorkerLimits, WorkerRecord, WorkerStatus, WorkerView
 
 NODE_ID_CHARS = 8
 """So much of a Ray node id is enough to name it."""
@@ -428,7 +428,7 @@ class Controller:
 
 def _empty_record(slot: _Slot) -> WorkerRecord:
     node = slot.node
-    return WorkerRecord(slot.name, slot.role, slot.incarnation, 0, node.host, "", "", Fits(0, 0), node.node_id)
+    return WorkerRecord(slot.name, slot.role, slot.incarnation, 0, node.host, "", "", WorkerLimits(0, 0), node.node_id)
 
 
 def _killing(slot: _Slot) -> Kill:

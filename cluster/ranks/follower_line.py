@@ -14,7 +14,7 @@ import zmq
 from cluster.ranks.rank_line import _ANSWER, _JOIN, _KINDS, meeting_point
 from contracts.errors import WireError
 from contracts.messages.rank_order_codec import decode
-from contracts.messages.rank_orders import Order, Tidings
+from contracts.messages.rank_orders import FollowerNotice, Order
 from transfer.net import process_watch as process
 from transfer.net.process_watch import ProcessWatch
 
@@ -51,7 +51,7 @@ class LeaderLine:
     def answer(self, sequence: int, value: Any) -> None:
         self.socket.send_multipart([_ANSWER, sequence.to_bytes(8, "little"), msgpack.packb(value)])
 
-    def tell(self, tidings: Tidings) -> None:
+    def tell(self, tidings: FollowerNotice) -> None:
         self.socket.send_multipart([_KINDS[type(tidings)], msgpack.packb(tidings)])
 
     def close(self) -> None:

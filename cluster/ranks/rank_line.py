@@ -18,14 +18,14 @@ import zmq
 from contracts.clock import Clock
 from contracts.errors import PeerDead
 from contracts.messages.rank_order_codec import encode
-from contracts.messages.rank_orders import Arrival, Order, Severed, Tidings
+from contracts.messages.rank_orders import FollowerNotice, LinkLost, Order, WriteArrived
 from transfer.net.curve_keys import Curve
 from transfer.net.process_watch import ProcessWatch
 
 log = logging.getLogger("twinpool.ranks")
 
 _JOIN, _ANSWER = b"J", b"A"
-_TIDINGS: dict[bytes, type[Arrival] | type[Severed]] = {b"T": Arrival, b"S": Severed}
+_TIDINGS: dict[bytes, type[WriteArrived] | type[LinkLost]] = {b"T": WriteArrived, b"S": LinkLost}
 _KINDS = {kind: tag for tag, kind in _TIDINGS.items()}
 _LOOK_S = 0.2
 """Between two looks at who is still alive, while waiting."""
@@ -60,7 +60,7 @@ class RankLine:
         """Each follower's pid, start ticks and namespace, by rank from 1 on."""
         self._sequence = 0
         self._open: dict[int, _Asked] = {}
-        self._tidings: list[tuple[int, Tidings]] = []
+        self._tidings: list[tuple[int, FollowerNotice]] = []
         self._joined: dict[int, tuple[int, int, str]] = {}
 
     @property
@@ -95,7 +95,7 @@ class RankLine:
         self._send(order, self._sequence)
         return asked
 
-    def heard(self) -> list[tuple[int, Tidings]]:
+    def heard(self) -> list[tuple[int, FollowerNotice]]:
         self._take()
         tidings, self._tidings = self._tidings, []
         return tidings

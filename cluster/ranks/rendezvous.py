@@ -12,7 +12,7 @@ from cluster.ranks.follower_line import LeaderLine
 from cluster.ranks.rank_line import RankLine
 from contracts.clock import Clock
 from contracts.errors import PeerDead, WireError
-from contracts.messages.rank_orders import End, Form
+from contracts.messages.rank_orders import EndRank, FormGroup
 from engine.tensors.tensor_parallel import GroupRanks
 from transfer.net import process_watch as process
 from transfer.net.process_watch import ProcessWatch
@@ -31,7 +31,7 @@ class Crew:
     def close(self) -> None:
         """Let the followers go, and forget them. Idempotent."""
         if not self.line.socket.closed:
-            self.line.tell(End("the worker has ended"))
+            self.line.tell(EndRank("the worker has ended"))
             self.line.close()
             self.ranks.close()
 
@@ -45,7 +45,7 @@ def lead(meeting: str, size: int, clock: Clock, *, deadline_s: float, start_s: f
     try:
         line.meet(start_s)
         store = _meeting_place()
-        line.tell(Form(store, *process.mine()))
+        line.tell(FormGroup(store, *process.mine()))
         return Crew(line, _group(store, 0, size, deadline_s))
     except BaseException:
         line.close()
@@ -83,7 +83,7 @@ def follow(meeting: str, rank: int, size: int, *, deadline_s: float, start_s: fl
         if first is None:
             raise PeerDead(f"the leader of this worker did not come within {start_s:g} s")
         form = first[1]
-        if not isinstance(form, Form):
+        if not isinstance(form, FormGroup):
             raise WireError(f"the first order must be to form a group, it is {type(form).__name__}")
         try:
             leader = ProcessWatch.open(form.pid, form.started, form.namespace)

@@ -20,24 +20,24 @@ from contracts import cpu_levels as processor
 from contracts.authentication import SECRET_VARIABLE
 from contracts.checkpoint.model_spec import read_model_spec
 from contracts.messages.rank_orders import (
-    Bond,
-    Check,
-    Compute,
-    Connect,
-    Copy,
-    Describe,
-    Digest,
-    Disconnect,
-    End,
-    Exists,
-    Fetch,
+    AwaitReady,
+    BindArenas,
+    CheckPages,
+    CloseLink,
+    CopyPages,
+    DescribeMemory,
+    DigestPages,
+    EndRank,
+    FetchPages,
+    FindPages,
+    OpenLink,
     Order,
-    Permit,
-    Post,
-    Put,
-    Ready,
-    Revoke,
-    Zero,
+    PermitRoom,
+    PostWrite,
+    PutPages,
+    RevokeRoom,
+    RunStep,
+    ZeroPages,
 )
 
 log = logging.getLogger("twinpool.follower")
@@ -62,9 +62,9 @@ class FollowerLoop:
             # Orders first: what arrives is stored only for rooms that they permit.
             while (item := self._line.next(0.0)) is not None:
                 sequence, order = item
-                if isinstance(order, End):
+                if isinstance(order, EndRank):
                     return order.reason
-                if isinstance(order, Exists | Fetch | Put):
+                if isinstance(order, FindPages | FetchPages | PutPages):
                     assert self._parts.storage is not None, "a leader without storage asks nothing of it"
                     self._parts.storage.obey(sequence, order)
                     continue
@@ -80,15 +80,15 @@ class FollowerLoop:
 
     def _obey(self, order: Order) -> Any:
         match order:
-            case Compute():
+            case RunStep():
                 return self._parts.engine.follow(order)
-            case Zero() | Copy() | Digest() | Check():
+            case ZeroPages() | CopyPages() | DigestPages() | CheckPages():
                 return self._parts.state.obey(order)
-            case Describe() | Connect() | Disconnect() | Post() | Permit() | Revoke():
+            case DescribeMemory() | OpenLink() | CloseLink() | PostWrite() | PermitRoom() | RevokeRoom():
                 return self._parts.links.obey(order)
-            case Bond():
+            case BindArenas():
                 return rebind(self._parts.arena, order)
-            case Ready():
+            case AwaitReady():
                 return True
             case _:
                 raise AssertionError(f"{type(order).__name__} comes once, or not here")

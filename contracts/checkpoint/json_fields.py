@@ -30,7 +30,7 @@ class _Noting(dict[str, object]):
         return super().get(key, default)
 
 
-class Fields:
+class JsonFields:
     """Keys of a JSON object, checked as they are read. Raises `CheckpointError` in one line; null counts as absent."""
 
     def __init__(self, path: Path, values: Mapping[str, object]) -> None:

@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from contracts.checkpoint.json_fields import Fields
+from contracts.checkpoint.json_fields import JsonFields
 from contracts.checkpoint.safetensors_headers import FLOATS, TensorHeader, digest_samples, read_headers, read_json
 from contracts.errors import CheckpointError
 
@@ -56,7 +56,7 @@ class ModelSpec:
     """`temperature`, `top_p`, `top_k`, `min_p`, `repetition_penalty` from `generation_config.json`, where given."""
     aliases: tuple[str, ...] = field(default=(), kw_only=True)
     """Further names that clients may ask for."""
-    config: Fields = field(kw_only=True, repr=False, compare=False)
+    config: JsonFields = field(kw_only=True, repr=False, compare=False)
     """`config.json`; of a model with more than text, what it says of the text."""
     headers: Mapping[str, TensorHeader] = field(kw_only=True, repr=False, compare=False)
 
@@ -90,7 +90,7 @@ def read_model_spec(folder: Path) -> ModelSpec:
         raise CheckpointError(f"checkpoint folder {folder} does not exist")
     if not (folder / "config.json").exists():
         raise CheckpointError(f"{folder} has no config.json; is it a Hugging Face checkpoint folder?")
-    config = Fields(folder / "config.json", _of_text(read_json(folder / "config.json")))
+    config = JsonFields(folder / "config.json", _of_text(read_json(folder / "config.json")))
     method = config.table("quantization_config").get("quant_method", "given without a method")
     if "quantization_config" in config and method not in _QUANTISED:
         raise config.refuse(f"checkpoints quantised by {method!r} are not supported; convert the weights to bfloat16")
@@ -135,7 +135,7 @@ def _of_text(values: Mapping[str, object]) -> dict[str, object]:
     )
 
 
-def _numbers(config: Fields) -> dict[str, object]:
+def _numbers(config: JsonFields) -> dict[str, object]:
     """All that `config.json` says of the computation, in one spelling."""
     values = {k: v for k, v in config.values.items() if not k.startswith("_") and k not in (*_SPELLINGS, *_NOISE)}
     rope = dict(config.table("rope_scaling") or config.table("rope_parameters"))
@@ -144,13 +144,13 @@ def _numbers(config: Fields) -> dict[str, object]:
     return values | {"rope": {k: v for k, v in rope.items() if v is not None} | {"rope_type": kind}}
 
 
-def _architecture(config: Fields) -> str:
+def _architecture(config: JsonFields) -> str:
     names = config.values.get("architectures")
     name = names[0] if isinstance(names, list) and names else config.values.get("model_type")
     return str(name) if name else "not given"
 
 
-def _dtype(config: Fields, headers: Mapping[str, TensorHeader]) -> str:
+def _dtype(config: JsonFields, headers: Mapping[str, TensorHeader]) -> str:
     declared = config.values.get("dtype") or config.values.get("torch_dtype")
     if declared is None:
         header = next((h for name, h in headers.items() if name.endswith("embed_tokens.weight")), None)
@@ -163,7 +163,7 @@ def _dtype(config: Fields, headers: Mapping[str, TensorHeader]) -> str:
     return name
 
 
-def _listed_layers(config: Fields) -> int | None:
+def _listed_layers(config: JsonFields) -> int | None:
     """How many layers there are where only their kinds are given, one by one."""
     kinds = config.values.get("layers_block_type", config.values.get("hybrid_override_pattern"))
     return len(kinds) if isinstance(kinds, list | str) and kinds else None

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from contracts.checkpoint.json_fields import Fields
+from contracts.checkpoint.json_fields import JsonFields
 
 _NUMBERS: dict[str, tuple[str, ...]] = {
     "default": (),
@@ -32,7 +32,7 @@ class RopeSpec:
 
 
 def read_rope(
-    config: Fields,
+    config: JsonFields,
     raw: Mapping[str, object] | None = None,
     *,
     theta_key: str = "rope_theta",

@@ -16,7 +16,7 @@ from contracts.messages.worker_events import Event
 from contracts.messages.worker_status import CheckReport, WorkerRecord, WorkerStatus, WorkerView
 
 
-class Session(Protocol):
+class WorkerSession(Protocol):
     """A router's open stream to one worker."""
 
     def send(self, commands: Sequence[Command]) -> None:
@@ -25,10 +25,12 @@ class Session(Protocol):
     def close(self) -> None: ...
 
 
-class Port(Protocol):
+class WorkerClient(Protocol):
     """How a router reaches one incarnation of one worker. Used from one event loop; callbacks run on it."""
 
-    async def connect(self, on_events: Callable[[Sequence[Event]], None], on_closed: Callable[[str], None]) -> Session:
+    async def connect(
+        self, on_events: Callable[[Sequence[Event]], None], on_closed: Callable[[str], None]
+    ) -> WorkerSession:
         """Open the stream. `on_closed` is called once, with the reason, when it ends other than by `close`.
 
         Raises `ConnectionError` when the worker can't be reached or is another incarnation.
@@ -45,13 +47,13 @@ class Port(Protocol):
     async def aclose(self) -> None: ...
 
 
-class Directory(Protocol):
+class WorkerDirectory(Protocol):
     """The controller's table as a router watches it."""
 
     def watch(self, on_change: Callable[[tuple[WorkerView, ...]], None]) -> Callable[[], None]:
         """Call `on_change` with the whole table now and at each change, on the event loop; returns the unsubscriber."""
 
-    def port(self, record: WorkerRecord) -> Port: ...
+    def port(self, record: WorkerRecord) -> WorkerClient: ...
 
     async def change_role(self, name: WorkerName, role: Role) -> None:
         """Have the controller drain a worker and start it in another role.

@@ -7,7 +7,7 @@ from typing import NewType, Protocol
 from contracts.messages.fingerprint import Fingerprint
 from contracts.messages.router_commands import Command
 from contracts.messages.worker_events import Event
-from contracts.messages.worker_status import CheckReport, Fits, WorkerStatus
+from contracts.messages.worker_status import CheckReport, WorkerLimits, WorkerStatus
 
 SessionId = NewType("SessionId", int)
 """One router's connection to one worker, numbered by the host; a request belongs to the session that submitted it."""
@@ -54,7 +54,7 @@ class Worker(Protocol):
         """The worker's lease has ended: send nothing any more, to routers or peers."""
 
     @property
-    def fits(self) -> Fits: ...
+    def fits(self) -> WorkerLimits: ...
 
     @property
     def control(self) -> str:

@@ -1,9 +1,9 @@
 """KV events: what each tier holds, told as it changes, in the format that existing indexers read.
 
-The brains (tree, tiers, storage) emit plain values into an `EventLog`, in the order in which things happened: `Stored`,
-`Removed`, `Cleared`. A `Publisher` (cache/tiers/kv_event_publisher.py) sends what a round collected as one batch; an
-`EventReader` (router/kv_indexer/kv_event_subscriber.py) follows it and rebuilds the index. This file is the vocabulary,
-the bytes, and the index; it does no I/O.
+The brains (tree, tiers, storage) emit plain values into an `EventLog`, in the order in which things happened:
+`BlockStored`, `BlockRemoved`, `AllBlocksCleared`. A `Publisher` (cache/tiers/kv_event_publisher.py) sends what a round
+collected as one batch; an `EventReader` (router/kv_indexer/kv_event_subscriber.py) follows it and rebuilds the index.
+This file is the vocabulary, the bytes, and the index; it does no I/O.
 
 **The format** is that of vLLM's `vllm/distributed/kv_events.py` in its array form (v0.9 up to the releases that moved
 the events to maps), which Dynamo's indexer accepts beside the map form; for SGLang and llm-d see below. A message has
@@ -49,7 +49,7 @@ import msgpack
 from contracts.errors import WireError
 
 
-class Tier(StrEnum):
+class EventMedium(StrEnum):
     """Where a page can be."""
 
     DEVICE = "device"
@@ -58,14 +58,14 @@ class Tier(StrEnum):
 
 
 @dataclass(frozen=True, slots=True)
-class Stored:
+class BlockStored:
     """A run of pages, each the child of the one before, is now in `tier`.
 
     `parent`: the hash of the page before the first, None at the start of a sequence. `tokens`: the token ids of all the
     pages, `page_tokens` for each hash.
     """
 
-    tier: Tier
+    tier: EventMedium
     parent: bytes | None
     hashes: tuple[bytes, ...]
     tokens: tuple[int, ...]
@@ -78,25 +78,25 @@ class Stored:
 
 
 @dataclass(frozen=True, slots=True)
-class Removed:
+class BlockRemoved:
     """These pages are no longer in `tier`."""
 
-    tier: Tier
+    tier: EventMedium
     hashes: tuple[bytes, ...]
 
 
 @dataclass(frozen=True, slots=True)
-class Cleared:
+class AllBlocksCleared:
     """`tier` holds nothing any more; None: no tier does."""
 
-    tier: Tier | None = None
+    tier: EventMedium | None = None
 
 
-KvEvent = Stored | Removed | Cleared
+KvEvent = BlockStored | BlockRemoved | AllBlocksCleared
 
 
 @dataclass(frozen=True, slots=True)
-class Batch:
+class KVEventBatch:
     """What one message carries. `ts`: seconds since 1970 at the publisher."""
 
     ts: float
@@ -104,13 +104,20 @@ class Batch:
     rank: int | None
 
 
-_MEDIA = {Tier.DEVICE: "GPU", Tier.HOST: "CPU_PINNED", Tier.STORAGE: "DISK"}
+_MEDIA = {EventMedium.DEVICE: "GPU", EventMedium.HOST: "CPU_PINNED", EventMedium.STORAGE: "DISK"}
 _TIERS = {
-    None: Tier.DEVICE, "GPU": Tier.DEVICE, "DEVICE": Tier.DEVICE,
-    "CPU_PINNED": Tier.HOST, "CPU": Tier.HOST, "CPU_TIER1": Tier.HOST,
-    "DISK": Tier.STORAGE, "STORAGE": Tier.STORAGE, "NVME": Tier.STORAGE, "CPU_TIER2": Tier.STORAGE,
-    "EXTERNAL": Tier.STORAGE,
-}  # fmt: skip
+    None: EventMedium.DEVICE,
+    "GPU": EventMedium.DEVICE,
+    "DEVICE": EventMedium.DEVICE,
+    "CPU_PINNED": EventMedium.HOST,
+    "CPU": EventMedium.HOST,
+    "CPU_TIER1": EventMedium.HOST,
+    "DISK": EventMedium.STORAGE,
+    "STORAGE": EventMedium.STORAGE,
+    "NVME": EventMedium.STORAGE,
+    "CPU_TIER2": EventMedium.STORAGE,
+    "EXTERNAL": EventMedium.STORAGE,
+}
 
 
 def encode_batch(ts: float, events: Sequence[KvEvent], rank: int | None) -> bytes:
@@ -120,17 +127,17 @@ def encode_batch(ts: float, events: Sequence[KvEvent], rank: int | None) -> byte
 
 def _to_array(event: KvEvent) -> list[Any]:
     match event:
-        case Stored():
+        case BlockStored():
             out = ["BlockStored", event.hashes, event.parent, event.tokens, event.page_tokens, None]
             out += [_MEDIA[event.tier], None]
             return [*out, [[event.salt]] * len(event.hashes)] if event.salt else out
-        case Removed():
+        case BlockRemoved():
             return ["BlockRemoved", event.hashes, _MEDIA[event.tier]]
-        case Cleared():
+        case AllBlocksCleared():
             return ["AllBlocksCleared"] if event.tier is None else ["AllBlocksCleared", _MEDIA[event.tier]]
 
 
-def decode_batch(payload: bytes) -> Batch:
+def decode_batch(payload: bytes) -> KVEventBatch:
     """Read a payload; raises `WireError` for anything that isn't a batch in the format above."""
     try:
         raw = msgpack.unpackb(payload, use_list=False, strict_map_key=True)
@@ -138,7 +145,7 @@ def decode_batch(payload: bytes) -> Batch:
         raise WireError(f"a batch of KV events is not msgpack: {error}") from None
     match raw:
         case (float() | int() as ts, tuple() as events, *rest) if not rest or rest[0] is None or _is_int(rest[0]):
-            return Batch(float(ts), tuple(_from_array(event) for event in events), rest[0] if rest else None)
+            return KVEventBatch(float(ts), tuple(_from_array(event) for event in events), rest[0] if rest else None)
     raise WireError("a batch of KV events must be [ts, events, rank]")
 
 
@@ -148,17 +155,17 @@ def _from_array(raw: Any) -> KvEvent:
             extra = rest[3] if len(rest) > 3 else None
             return _stored(hashes, parent, tokens, page_tokens, _tier(rest[1] if len(rest) > 1 else None), extra)
         case ("BlockRemoved", tuple() as hashes, *rest) if all(isinstance(h, bytes) for h in hashes):
-            return Removed(_tier(rest[0] if rest else None), hashes)
+            return BlockRemoved(_tier(rest[0] if rest else None), hashes)
         case ("AllBlocksCleared",):
-            return Cleared()
+            return AllBlocksCleared()
         case ("AllBlocksCleared", medium, *_):
-            return Cleared(None if medium is None else _tier(medium))
+            return AllBlocksCleared(None if medium is None else _tier(medium))
     raise WireError(f"not a KV event: {str(raw)[:80]}")
 
 
 def _stored(
-    hashes: tuple[Any, ...], parent: Any, tokens: tuple[Any, ...], page_tokens: Any, tier: Tier, extra: Any
-) -> Stored:
+    hashes: tuple[Any, ...], parent: Any, tokens: tuple[Any, ...], page_tokens: Any, tier: EventMedium, extra: Any
+) -> BlockStored:
     if not hashes or not all(isinstance(h, bytes) for h in hashes) or not isinstance(parent, bytes | None):
         raise WireError("BlockStored needs hashes as bytes, and a parent as bytes or nil")
     if not _is_int(page_tokens) or page_tokens < 1 or len(tokens) != len(hashes) * page_tokens:
@@ -173,10 +180,10 @@ def _stored(
             pass
         case _:
             raise WireError("BlockStored has extra keys that are not [[salt], ...]")
-    return Stored(tier, parent, hashes, tokens, page_tokens, salt)
+    return BlockStored(tier, parent, hashes, tokens, page_tokens, salt)
 
 
-def _tier(medium: Any) -> Tier:
+def _tier(medium: Any) -> EventMedium:
     if not isinstance(medium, str | None) or medium not in _TIERS:
         raise WireError(f"unknown medium {medium!r}; known: {', '.join(m for m in _TIERS if m)}")
     return _TIERS[medium]

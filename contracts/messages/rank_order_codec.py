@@ -9,62 +9,62 @@ import msgpack
 
 from contracts.errors import WireError
 from contracts.messages.rank_orders import (
-    Bond,
-    Check,
-    Compute,
-    Connect,
-    Copy,
-    Describe,
-    Digest,
-    Disconnect,
-    End,
-    Exists,
-    Fetch,
-    Form,
-    Kept,
+    AwaitReady,
+    BindArenas,
+    CheckPages,
+    CloseLink,
+    CopyPages,
+    DescribeMemory,
+    DigestPages,
+    EndRank,
+    FetchPages,
+    FindPages,
+    FollowerNotice,
+    FormGroup,
+    OpenLink,
     Order,
-    Permit,
-    Piece,
-    Places,
-    Post,
-    Put,
-    Ready,
-    Revoke,
+    PagePlaces,
+    PageSpan,
+    PermitRoom,
+    PostWrite,
+    PutPages,
+    RevokeRoom,
     RowOrder,
-    Tidings,
-    Zero,
+    RunStep,
+    StoredPage,
+    ZeroPages,
 )
 
 TAGS: dict[int, type[Any]] = {
-    1: Zero,
-    2: Copy,
-    3: Digest,
-    4: Check,
-    5: Bond,
-    8: Compute,
-    16: Describe,
-    17: Connect,
-    18: Disconnect,
-    19: Post,
-    20: Permit,
-    21: Revoke,
-    24: Exists,
-    25: Fetch,
-    26: Put,
-    32: Form,
-    33: Ready,
-    34: End,
+    1: ZeroPages,
+    2: CopyPages,
+    3: DigestPages,
+    4: CheckPages,
+    5: BindArenas,
+    8: RunStep,
+    16: DescribeMemory,
+    17: OpenLink,
+    18: CloseLink,
+    19: PostWrite,
+    20: PermitRoom,
+    21: RevokeRoom,
+    24: FindPages,
+    25: FetchPages,
+    26: PutPages,
+    32: FormGroup,
+    33: AwaitReady,
+    34: EndRank,
 }
 _TAG_OF = {cls: tag for tag, cls in TAGS.items()}
 _NAMES = {cls: tuple(f.name for f in fields(cls)) for cls in TAGS.values()}
 _INNER: dict[tuple[type[Any], str], type[Any]] = {
-    (Copy, "pieces"): Piece,
-    (Compute, "rows"): RowOrder,
-    (Post, "sources"): Places,
-    (Post, "targets"): Places,
-    (Permit, "places"): Places,
-    (Fetch, "pages"): Kept,
-    (Put, "pages"): Kept,
+    (CopyPages, "pieces"): PageSpan,
+    (RunStep, "rows"): RowOrder,
+    (PostWrite, "sources"): PagePlaces,
+    (PostWrite, "targets"): PagePlaces,
+    (PermitRoom, "places"): PagePlaces,
+    (FetchPages, "pages"): StoredPage,
+    (PutPages, "pages"): StoredPage,
 }
 
 
@@ -92,11 +92,11 @@ def decode(data: bytes | memoryview) -> Order:
 def _made(inner: type[Any], value: tuple[Any, ...]) -> Any:
     if inner is RowOrder:
         start, tokens, tables = value
-        return RowOrder(start, tokens, tuple(Places(*table) for table in tables))
+        return RowOrder(start, tokens, tuple(PagePlaces(*table) for table in tables))
     return inner(*value)
 
 
-class Answers(Protocol):
+class OrderAnswers(Protocol):
     """What followers answer to one order."""
 
     @property
@@ -107,7 +107,7 @@ class Answers(Protocol):
         """One answer a follower, by rank from 1 on. Raises `PeerDead` when one is gone, or silent for too long."""
 
 
-class Followers(Protocol):
+class OrderChannel(Protocol):
     """The leader's line to the other ranks. One thread."""
 
     @property
@@ -117,8 +117,8 @@ class Followers(Protocol):
     def tell(self, order: Order) -> None:
         """Have all followers carry out `order` after all that they were told before. Raises `PeerDead`."""
 
-    def ask(self, order: Order) -> Answers:
+    def ask(self, order: Order) -> OrderAnswers:
         """The same for an order that is answered."""
 
-    def heard(self) -> list[tuple[int, Tidings]]:
+    def heard(self) -> list[tuple[int, FollowerNotice]]:
         """What followers told of their own accord since the last call, each with its rank. Never waits."""

@@ -14,67 +14,67 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-Indices = tuple[int, ...]
+PageIndices = tuple[int, ...]
 
 
-class Piece(NamedTuple):
+class PageSpan(NamedTuple):
     """One pool's share of a copy: `sources[i]` goes to `targets[i]`."""
 
     pool: str
-    sources: Indices
-    targets: Indices
+    sources: PageIndices
+    targets: PageIndices
 
 
-class Places(NamedTuple):
+class PagePlaces(NamedTuple):
     """Pages (or states) `first ..` of a sequence in one pool, and the pages or slots that hold them."""
 
     pool: str
     first: int
-    indices: Indices
+    indices: PageIndices
 
 
 # ---------------------------------------------------------------- state
 
 
 @dataclass(frozen=True, slots=True)
-class Zero:
+class ZeroPages:
     """Clear these pages and slots of the pools in `place`."""
 
     place: str
-    chosen: tuple[tuple[str, Indices], ...]
+    chosen: tuple[tuple[str, PageIndices], ...]
 
 
 @dataclass(frozen=True, slots=True)
-class Copy:
+class CopyPages:
     """Copy pages and slots between the pools of two places, all buffers."""
 
     source: str
     target: str
-    pieces: tuple[Piece, ...]
+    pieces: tuple[PageSpan, ...]
     layers: tuple[int, int] | None
     """Half-open; None: all layers."""
 
 
 @dataclass(frozen=True, slots=True)
-class Digest:
+class DigestPages:
     """Answer with the digests of positions `firsts[i] .. ends[i]-1`, a list for each group of the pool's buffers."""
 
     place: str
     pool: str
-    indices: Indices
-    firsts: Indices
-    ends: Indices
+    indices: PageIndices
+    firsts: PageIndices
+    ends: PageIndices
 
 
 @dataclass(frozen=True, slots=True)
-class Check:
+class CheckPages:
     """Answer with the broken invariants of the pools in `place`."""
 
     place: str
 
 
 @dataclass(frozen=True, slots=True)
-class Bond:
+class BindArenas:
     """Answer with the bond of this rank's arena, empty where it has none, and with how many copies into it were carried
     out since this was last asked. With `bond`, forget what is in it first, and take that one."""
 
@@ -90,12 +90,12 @@ class RowOrder(NamedTuple):
     start: int
     tokens: int
     """How many."""
-    tables: tuple[Places, ...]
+    tables: tuple[PagePlaces, ...]
     """Its tables, by pool."""
 
 
 @dataclass(frozen=True, slots=True)
-class Compute:
+class RunStep:
     """Compute one step together with the other ranks. Its tokens, and whose state must not be written, are told by the
     leader within the step: it need not know them yet."""
 
@@ -106,12 +106,12 @@ class Compute:
 
 
 @dataclass(frozen=True, slots=True)
-class Describe:
+class DescribeMemory:
     """Answer with this rank's part of the plane's descriptor."""
 
 
 @dataclass(frozen=True, slots=True)
-class Connect:
+class OpenLink:
     """Open link `link` to a reader; answer with an empty string, or with why it can't be reached."""
 
     link: int
@@ -119,12 +119,12 @@ class Connect:
 
 
 @dataclass(frozen=True, slots=True)
-class Disconnect:
+class CloseLink:
     link: int
 
 
 @dataclass(frozen=True, slots=True)
-class Post:
+class PostWrite:
     """Write these places of mine to the reader's of the same numbers; answer when it is done."""
 
     link: int
@@ -133,29 +133,29 @@ class Post:
     """The grant's."""
     number: int
     """Which write of its room this is, from 1."""
-    sources: tuple[Places, ...]
-    targets: tuple[Places, ...]
+    sources: tuple[PagePlaces, ...]
+    targets: tuple[PagePlaces, ...]
 
 
 @dataclass(frozen=True, slots=True)
-class Permit:
+class PermitRoom:
     """Writes for this room may arrive from now on; answered, since nothing may arrive before."""
 
     room: str
     ticket: int
     """The grant's."""
-    places: tuple[Places, ...]
+    places: tuple[PagePlaces, ...]
 
 
 @dataclass(frozen=True, slots=True)
-class Revoke:
+class RevokeRoom:
     room: str
 
 
 # ---------------------------------------------------------------- storage
 
 
-class Kept(NamedTuple):
+class StoredPage(NamedTuple):
     """A page in host memory, with its chain key and the positions that its digest is over."""
 
     pool: str
@@ -166,26 +166,26 @@ class Kept(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class Exists:
+class FindPages:
     """Answer, when storage has, with one truth for each pool and chain key: whether this rank's part is there."""
 
     wanted: tuple[tuple[str, bytes], ...]
 
 
 @dataclass(frozen=True, slots=True)
-class Fetch:
+class FetchPages:
     """Read this rank's part of pages into host memory; answer, when it is there, with verdict, digests and reason."""
 
-    pages: tuple[Kept, ...]
+    pages: tuple[StoredPage, ...]
 
 
 @dataclass(frozen=True, slots=True)
-class Put:
+class PutPages:
     """Store this rank's part of pages in host memory; answer, when it is done, with verdict, digest and reason.
 
     Of one `chain` (0: none) no page without those that were ordered before it."""
 
-    pages: tuple[Kept, ...]
+    pages: tuple[StoredPage, ...]
     chain: int
 
 
@@ -193,7 +193,7 @@ class Put:
 
 
 @dataclass(frozen=True, slots=True)
-class Form:
+class FormGroup:
     """The first order: meet the other ranks through the store in this file, and watch this process, your leader."""
 
     store: str
@@ -203,18 +203,18 @@ class Form:
 
 
 @dataclass(frozen=True, slots=True)
-class Ready:
+class AwaitReady:
     """Answer when everything is loaded."""
 
 
 @dataclass(frozen=True, slots=True)
-class End:
+class EndRank:
     """The worker ends."""
 
     reason: str
 
 
-class Arrival(NamedTuple):
+class WriteArrived(NamedTuple):
     """Told by a follower of its own accord: it has taken in writes up to `number` of a room from a writer's rank."""
 
     room: str
@@ -222,16 +222,32 @@ class Arrival(NamedTuple):
     number: int
 
 
-class Severed(NamedTuple):
+class LinkLost(NamedTuple):
     """Told by a follower of its own accord: the connection of its link was cut, and what it wrote may be lost."""
 
     link: int
 
 
-Tidings = Arrival | Severed
+FollowerNotice = WriteArrived | LinkLost
 """What followers tell without being asked."""
 
 Order = (
-    Zero | Copy | Digest | Check | Bond | Compute | Describe | Connect | Disconnect | Post | Permit | Revoke
-    | Exists | Fetch | Put | Form | Ready | End
-)  # fmt: skip
+    ZeroPages
+    | CopyPages
+    | DigestPages
+    | CheckPages
+    | BindArenas
+    | RunStep
+    | DescribeMemory
+    | OpenLink
+    | CloseLink
+    | PostWrite
+    | PermitRoom
+    | RevokeRoom
+    | FindPages
+    | FetchPages
+    | PutPages
+    | FormGroup
+    | AwaitReady
+    | EndRank
+)

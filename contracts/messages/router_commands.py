@@ -68,7 +68,7 @@ class Cancel:
 
 
 @dataclass(frozen=True, slots=True)
-class Handover:
+class PauseForMigration:
     """Stop this request at its next token and hold its state for `peer`, which will take it as `room`.
 
     Decode answers `Paused`, or `Resumed` where it can't.
@@ -82,7 +82,7 @@ class Handover:
 
 
 @dataclass(frozen=True, slots=True)
-class Resume:
+class ResumeHere:
     """A hand-over is taken back: go on with the request where it stopped. Ends in an error where it isn't held."""
 
     request_id: RequestId
@@ -90,7 +90,7 @@ class Resume:
 
 
 @dataclass(frozen=True, slots=True)
-class Give:
+class PushPrefix:
     """Write the finished pages that the tree has of these tokens to `peer`, which will fetch them as `room`.
 
     Decode answers `Gives`. Nothing that runs is held up.
@@ -107,7 +107,7 @@ class Give:
 
 
 @dataclass(frozen=True, slots=True)
-class Fetch:
+class PullPrefix:
     """Receive the finished pages of these tokens from `peer` as `room`, for the tree. Decode answers `Fetched`."""
 
     request_id: RequestId
@@ -137,7 +137,7 @@ class Audit:
 
 
 @dataclass(frozen=True, slots=True)
-class Forget:
+class InvalidatePrefix:
     """Never again use state of this prefix from the tree: an audit has shown that something in it is wrong."""
 
     request_id: RequestId
@@ -146,6 +146,6 @@ class Forget:
     salt: str = ""
 
 
-Transit = Handover | Resume | Give | Fetch
+MigrationCommand = PauseForMigration | ResumeHere | PushPrefix | PullPrefix
 """What concerns state that goes between decode workers."""
-Command = Submit | Cancel | Transit | Audit | Forget
+Command = Submit | Cancel | MigrationCommand | Audit | InvalidatePrefix

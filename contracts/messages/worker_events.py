@@ -7,7 +7,7 @@ from enum import StrEnum
 
 from contracts.errors import ErrorKind
 from contracts.ids import RequestId, Role, WorkerName
-from contracts.sampling_params import Difference, TokenLogprob
+from contracts.sampling_params import TokenDifference, TokenLogprob
 
 # ---------------------------------------------------------------- worker -> router
 
@@ -34,7 +34,7 @@ class PromptScores:
 
 
 @dataclass(frozen=True, slots=True)
-class Progress:
+class LegReport:
     """What one leg did and when; what its reports count adds up.
 
     Prefill reports once, with its first token. Decode reports what it held and received as soon as that is verified,
@@ -73,7 +73,7 @@ class Done:
 
 
 @dataclass(frozen=True, slots=True)
-class Leaving:
+class MigrationWanted:
     """The worker drains and would rather have this request go on elsewhere."""
 
     request_id: RequestId
@@ -85,7 +85,7 @@ class Leaving:
 
 
 @dataclass(frozen=True, slots=True)
-class Paused:
+class MigrationPaused:
     """A hand-over can begin: all tokens were sent, and the state of the first `position` positions waits for it."""
 
     request_id: RequestId
@@ -94,7 +94,7 @@ class Paused:
 
 
 @dataclass(frozen=True, slots=True)
-class Resumed:
+class MigrationUndone:
     """The hand-over came to nothing: the request goes on here."""
 
     request_id: RequestId
@@ -103,7 +103,7 @@ class Resumed:
 
 
 @dataclass(frozen=True, slots=True)
-class Moved:
+class MigrationDone:
     """The other worker has everything; nothing of the request is left here."""
 
     request_id: RequestId
@@ -113,7 +113,7 @@ class Moved:
 
 
 @dataclass(frozen=True, slots=True)
-class Gives:
+class PushReady:
     """Pages of so many positions are kept for whoever fetches them; 0: it isn't worth it, or there are none."""
 
     request_id: RequestId
@@ -122,7 +122,7 @@ class Gives:
 
 
 @dataclass(frozen=True, slots=True)
-class Fetched:
+class PullDone:
     """A fetch has ended, with so many bytes; 0: with nothing."""
 
     request_id: RequestId
@@ -131,7 +131,7 @@ class Fetched:
 
 
 @dataclass(frozen=True, slots=True)
-class Offered:
+class PrefixOffered:
     """A decode worker that leaves has these tokens' pages, which others may want: the hottest first."""
 
     request_id: RequestId
@@ -162,7 +162,7 @@ class Audited:
     """Tokens of the answer that were drawn again."""
     differing: int = 0
     """Those of them that came out otherwise."""
-    differences: tuple[Difference, ...] = ()
+    differences: tuple[TokenDifference, ...] = ()
     """The first of these, in order of position."""
     exact: bool = True
     """Whether every difference is damage; else (numerics: fast) only what is beyond `audit.margin`."""
@@ -170,5 +170,16 @@ class Audited:
 
 
 Event = (
-    Tokens | PromptScores | Progress | Done | Leaving | Paused | Resumed | Moved | Gives | Fetched | Offered | Audited
+    Tokens
+    | PromptScores
+    | LegReport
+    | Done
+    | MigrationWanted
+    | MigrationPaused
+    | MigrationUndone
+    | MigrationDone
+    | PushReady
+    | PullDone
+    | PrefixOffered
+    | Audited
 )

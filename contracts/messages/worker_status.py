@@ -20,7 +20,7 @@ class WorkerRecord:
     endpoint: str
     """Its gRPC service, ``host:port``; empty in one process."""
     control: str
-    fits: Fits
+    fits: WorkerLimits
     node_id: str = ""
     """The Ray node that it runs on; empty without Ray."""
     fingerprint: Fingerprint | None = None
@@ -81,7 +81,7 @@ class CheckReport:
 
 
 @dataclass(frozen=True, slots=True)
-class Fits:
+class WorkerLimits:
     """What a worker can ever hold, for the router's early refusals."""
 
     max_positions: int

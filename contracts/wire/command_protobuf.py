@@ -12,12 +12,12 @@ from contracts.messages.router_commands import (
     Audit,
     Cancel,
     Command,
-    Fetch,
-    Forget,
-    Give,
-    Handover,
+    InvalidatePrefix,
+    PauseForMigration,
     PeerRef,
-    Resume,
+    PullPrefix,
+    PushPrefix,
+    ResumeHere,
     Submit,
 )
 from contracts.proto import worker_pb2 as pb
@@ -30,25 +30,25 @@ def command_to_proto(command: Command) -> pb.Command:
             return pb.Command(submit=_submit_to_proto(command))
         case Cancel():
             return pb.Command(cancel=pb.Cancel(request_id=command.request_id, attempt=command.attempt))
-        case Handover():
+        case PauseForMigration():
             rid, peer = command.request_id, _peer_to_proto(command.peer)
             return pb.Command(
                 handover=pb.Handover(request_id=rid, attempt=command.attempt, room=command.room, peer=peer)
             )
-        case Resume():
+        case ResumeHere():
             return pb.Command(resume=pb.Cancel(request_id=command.request_id, attempt=command.attempt))
-        case Give():
+        case PushPrefix():
             return pb.Command(give=_pages_to_proto(command))
-        case Fetch():
+        case PullPrefix():
             return pb.Command(fetch=_pages_to_proto(command))
         case Audit():
             return pb.Command(audit=_audit_to_proto(command))
-        case Forget():
+        case InvalidatePrefix():
             forget = pb.Forget(request_id=command.request_id, tokens=command.tokens, salt=command.salt)
             return pb.Command(forget=forget)
 
 
-def _pages_to_proto(c: Give | Fetch) -> pb.Pages:
+def _pages_to_proto(c: PushPrefix | PullPrefix) -> pb.Pages:
     return pb.Pages(
         request_id=c.request_id,
         attempt=c.attempt,
@@ -56,7 +56,7 @@ def _pages_to_proto(c: Give | Fetch) -> pb.Pages:
         peer=_peer_to_proto(c.peer),
         tokens=c.tokens,
         salt=c.salt,
-        spare=isinstance(c, Fetch) and c.spare,
+        spare=isinstance(c, PullPrefix) and c.spare,
     )
 
 
@@ -69,22 +69,22 @@ def command_from_proto(message: pb.Command) -> Command:
             return Cancel(RequestId(message.cancel.request_id), message.cancel.attempt)
         case "handover":
             h = message.handover
-            return Handover(RequestId(h.request_id), h.attempt, RoomId(h.room), _peer_from_proto(h.peer))
+            return PauseForMigration(RequestId(h.request_id), h.attempt, RoomId(h.room), _peer_from_proto(h.peer))
         case "give":
             g = message.give
             ids = RequestId(g.request_id), g.attempt, RoomId(g.room), _peer_from_proto(g.peer)
-            return Give(*ids, tuple(g.tokens), g.salt)
+            return PushPrefix(*ids, tuple(g.tokens), g.salt)
         case "fetch":
             f = message.fetch
             ids = RequestId(f.request_id), f.attempt, RoomId(f.room), _peer_from_proto(f.peer)
-            return Fetch(*ids, tuple(f.tokens), f.salt, f.spare)
+            return PullPrefix(*ids, tuple(f.tokens), f.salt, f.spare)
         case "resume":
-            return Resume(RequestId(message.resume.request_id), message.resume.attempt)
+            return ResumeHere(RequestId(message.resume.request_id), message.resume.attempt)
         case "audit":
             return _audit_from_proto(message.audit)
         case "forget":
             old = message.forget
-            return Forget(RequestId(old.request_id), tuple(old.tokens), old.salt)
+            return InvalidatePrefix(RequestId(old.request_id), tuple(old.tokens), old.salt)
         case kind:
             raise UnknownKind(f"unknown command {kind!r}")
 

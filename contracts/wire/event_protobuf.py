@@ -9,19 +9,19 @@ from contracts.messages.worker_events import (
     AuditEnd,
     Done,
     Event,
-    Fetched,
-    Gives,
-    Leaving,
-    Moved,
-    Offered,
-    Paused,
-    Progress,
+    LegReport,
+    MigrationDone,
+    MigrationPaused,
+    MigrationUndone,
+    MigrationWanted,
+    PrefixOffered,
     PromptScores,
-    Resumed,
+    PullDone,
+    PushReady,
     Tokens,
 )
 from contracts.proto import worker_pb2 as pb
-from contracts.sampling_params import Difference, TokenLogprob
+from contracts.sampling_params import TokenDifference, TokenLogprob
 from contracts.wire.unknown_kinds import role_from_proto
 
 
@@ -37,7 +37,7 @@ def _audited_to_proto(a: Audited) -> pb.Audited:
 
 
 def _audited_from_proto(request_id: RequestId, attempt: int, m: pb.Audited) -> Audited:
-    differences = tuple(Difference(d.position, d.drawn, d.gap) for d in m.differences)
+    differences = tuple(TokenDifference(d.position, d.drawn, d.gap) for d in m.differences)
     end = (
         AuditEnd(m.end) if m.end in tuple(AuditEnd) else AuditEnd.REFUSED
     )  # A newer build's end: nothing was computed.
@@ -65,7 +65,7 @@ def event_to_proto(event: Event) -> pb.Event:
             out.tokens.CopyFrom(pb.Tokens(position=event.position, tokens=event.tokens, logprobs=logprobs))
         case PromptScores():
             out.prompt_scores.CopyFrom(pb.PromptScores(scores=[_logprob_to_proto(t) for t in event.scores]))
-        case Progress():
+        case LegReport():
             out.progress.CopyFrom(
                 pb.Progress(
                     role=event.role,
@@ -87,19 +87,19 @@ def event_to_proto(event: Event) -> pb.Event:
                     blame=event.blame or "",
                 )
             )
-        case Leaving():
+        case MigrationWanted():
             out.leaving.CopyFrom(pb.Leaving(started=event.started, withdrawn=event.withdrawn))
-        case Paused():
+        case MigrationPaused():
             out.paused.CopyFrom(pb.Paused(position=event.position))
-        case Resumed():
+        case MigrationUndone():
             out.resumed.CopyFrom(pb.Resumed(reason=event.reason))
-        case Moved():
+        case MigrationDone():
             out.moved.CopyFrom(pb.Moved(bytes=event.bytes))
-        case Gives():
+        case PushReady():
             out.gives.CopyFrom(pb.Gives(positions=event.positions))
-        case Fetched():
+        case PullDone():
             out.fetched.CopyFrom(pb.Moved(bytes=event.bytes))
-        case Offered():
+        case PrefixOffered():
             out.offered.CopyFrom(pb.Offered(tokens=event.tokens, salt=event.salt))
         case Audited():
             out.audited.CopyFrom(_audited_to_proto(event))
@@ -119,7 +119,7 @@ def event_from_proto(m: pb.Event) -> Event:
             return PromptScores(request_id, attempt, scores)
         case "progress":
             p = m.progress
-            return Progress(
+            return LegReport(
                 request_id,
                 attempt,
                 role_from_proto(p.role),
@@ -142,19 +142,19 @@ def event_from_proto(m: pb.Event) -> Event:
                 WorkerName(d.blame) if d.blame else None,
             )
         case "leaving":
-            return Leaving(request_id, attempt, m.leaving.started, m.leaving.withdrawn)
+            return MigrationWanted(request_id, attempt, m.leaving.started, m.leaving.withdrawn)
         case "paused":
-            return Paused(request_id, attempt, m.paused.position)
+            return MigrationPaused(request_id, attempt, m.paused.position)
         case "resumed":
-            return Resumed(request_id, attempt, m.resumed.reason)
+            return MigrationUndone(request_id, attempt, m.resumed.reason)
         case "moved":
-            return Moved(request_id, attempt, m.moved.bytes)
+            return MigrationDone(request_id, attempt, m.moved.bytes)
         case "gives":
-            return Gives(request_id, attempt, m.gives.positions)
+            return PushReady(request_id, attempt, m.gives.positions)
         case "fetched":
-            return Fetched(request_id, attempt, m.fetched.bytes)
+            return PullDone(request_id, attempt, m.fetched.bytes)
         case "offered":
-            return Offered(request_id, attempt, tuple(m.offered.tokens), m.offered.salt)
+            return PrefixOffered(request_id, attempt, tuple(m.offered.tokens), m.offered.salt)
         case "audited":
             return _audited_from_proto(request_id, attempt, m.audited)
         case kind:

@@ -7,7 +7,7 @@ bounded on both sides by what the largest of each service needs.
 
 from __future__ import annotations
 
-Options = list[tuple[str, int]]
+ChannelOptions = list[tuple[str, int]]
 
 RECONNECT_FIRST_MS = 100
 RECONNECT_MOST_MS = 1000
@@ -26,7 +26,7 @@ CONCURRENT_CALLS = 4096
 METADATA_BYTES = 16 * 1024
 
 
-def channel_options(send_bytes: int, receive_bytes: int, silence_s: float | None = None) -> Options:
+def channel_options(send_bytes: int, receive_bytes: int, silence_s: float | None = None) -> ChannelOptions:
     """Options of a channel to a process of this cluster, with the largest messages it may carry.
 
     `silence_s`: a peer that says nothing for so long is gone.
@@ -46,7 +46,7 @@ def channel_options(send_bytes: int, receive_bytes: int, silence_s: float | None
     return options if silence_s is None else [*options, *_pings(silence_s)]
 
 
-def server_options(receive_bytes: int, send_bytes: int, silence_s: float) -> Options:
+def server_options(receive_bytes: int, send_bytes: int, silence_s: float) -> ChannelOptions:
     """Options of a server. A client that vanishes says nothing: it is gone after `silence_s`."""
     return [
         ("grpc.max_receive_message_length", receive_bytes),
@@ -59,7 +59,7 @@ def server_options(receive_bytes: int, send_bytes: int, silence_s: float) -> Opt
     ]
 
 
-def _pings(silence_s: float) -> Options:
+def _pings(silence_s: float) -> ChannelOptions:
     half_ms = max(1, int(500 * silence_s))
     return [
         ("grpc.keepalive_time_ms", half_ms),

@@ -8,13 +8,13 @@ from typing import TypeVar
 from contracts.errors import UnknownKind
 from contracts.ids import Role
 
-Message = TypeVar("Message")
-Value = TypeVar("Value")
+MessageT = TypeVar("MessageT")
+ValueT = TypeVar("ValueT")
 
 
-def known(read: Callable[[Message], Value], messages: Iterable[Message]) -> tuple[list[Value], int]:
+def known(read: Callable[[MessageT], ValueT], messages: Iterable[MessageT]) -> tuple[list[ValueT], int]:
     """What `read` makes of those whose kind this build knows, and how many others there are."""
-    values, others = list[Value](), 0
+    values, others = list[ValueT](), 0
     for message in messages:
         try:
             values.append(read(message))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from contracts.ids import Incarnation, WorkerName
 from contracts.messages.fingerprint import Fingerprint
-from contracts.messages.worker_status import CheckReport, Fits, WorkerRecord, WorkerStatus, WorkerView
+from contracts.messages.worker_status import CheckReport, WorkerLimits, WorkerRecord, WorkerStatus, WorkerView
 from contracts.proto import worker_pb2 as pb
 from contracts.wire.unknown_kinds import role_from_proto
 
@@ -86,7 +86,7 @@ def view_from_proto(m: pb.WorkerView) -> WorkerView:
         node=r.node,
         endpoint=r.endpoint,
         control=r.control,
-        fits=Fits(r.max_positions, r.context),
+        fits=WorkerLimits(r.max_positions, r.context),
         node_id=r.node_id,
         fingerprint=fingerprint_from_proto(r.fingerprint) if r.HasField("fingerprint") else None,
     )
@@ -98,7 +98,7 @@ def view_from_proto(m: pb.WorkerView) -> WorkerView:
 
 def record_from_proto(m: pb.Registration) -> WorkerRecord:
     """A worker's record from the wire; raises `UnknownKind` for an unknown role."""
-    fits = Fits(m.max_positions, m.context)
+    fits = WorkerLimits(m.max_positions, m.context)
     name, incarnation = WorkerName(m.name), Incarnation(m.incarnation)
     fingerprint = fingerprint_from_proto(m.fingerprint) if m.HasField("fingerprint") else None
     return WorkerRecord(

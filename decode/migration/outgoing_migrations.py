@@ -19,9 +19,10 @@ A stream stands still from `offered` on. After `decode.move_pause_s` without an 
 What arrived damaged may have been damaged here. So before a request goes on after something was sent, all of its state
 is checked against its tags once more; where it doesn't match, the request ends as damaged and is computed again.
 
-A worker that drains offers its requests to the router (`Leaving`), those that haven't begun at once, and those that run
-if handing them on is quicker than finishing them. The router picks who takes them, and when. One that is retracted can
-come back when others have left, with less work than it would take to compute its state elsewhere; then it is offered.
+A worker that drains offers its requests to the router (`MigrationWanted`), those that haven't begun at once, and those
+that run if handing them on is quicker than finishing them. The router picks who takes them, and when. One that is
+retracted can come back when others have left, with less work than it would take to compute its state elsewhere; then it
+is offered.
 """
 
 from __future__ import annotations
@@ -38,8 +39,8 @@ from contracts.config.cluster_config import Config
 from contracts.errors import ErrorKind, WireError
 from contracts.ids import RoomId
 from contracts.interfaces.worker_interface import SessionId
-from contracts.messages.router_commands import Give, Handover, Resume
-from contracts.messages.worker_events import Done, Leaving, Moved, Paused, Resumed
+from contracts.messages.router_commands import PauseForMigration, PushPrefix, ResumeHere
+from contracts.messages.worker_events import Done, MigrationDone, MigrationPaused, MigrationUndone, MigrationWanted
 from decode.migration.migration_cost import Costs
 from decode.migration.migration_state import Departure, Stage, StageEvent
 from decode.migration.prefix_offers import Offers
@@ -145,25 +146,25 @@ class Departures:
             due_at += [v.again_at for v in self._verdicts.values() if not v.goes and not v.request.stopping]
         return min(due_at, default=None)
 
-    def handle(self, session: SessionId, command: Handover | Resume | Give) -> None:
+    def handle(self, session: SessionId, command: PauseForMigration | ResumeHere | PushPrefix) -> None:
         request = self._desk.find(session, command.request_id, command.attempt)
-        if isinstance(command, Give):
+        if isinstance(command, PushPrefix):
             self.giving.handle(session, command, request)
             if command.tokens:
                 self.offers.asked_for()
             return
-        if isinstance(command, Resume):
+        if isinstance(command, ResumeHere):
             self._resume(session, command, request)
             return
         if request is None:
             return  # It has ended, and said so.
         if request.phase is not Phase.RUNNING or request.stopping:
-            self._desk.tell(session, Resumed(command.request_id, command.attempt, f"it is {request.phase}"))
+            self._desk.tell(session, MigrationUndone(command.request_id, command.attempt, f"it is {request.phase}"))
             return
         request.stopping = True
         self._by_room[command.room] = Departure(request, command.room, command.peer)
 
-    def _resume(self, session: SessionId, command: Resume, request: Request | None) -> None:
+    def _resume(self, session: SessionId, command: ResumeHere, request: Request | None) -> None:
         if request is None:
             done = Done(
                 command.request_id, command.attempt, "error", error=ErrorKind.ROOM, message="it has left for elsewhere"
@@ -245,7 +246,7 @@ class Departures:
         departure.chain = chain_keys(tokens, self._seat.spec.page_tokens, submit.salt)
         departure.paused_at = self._clock.now()
         departure.step(StageEvent.LANDED)
-        self._desk.tell(request.session, Paused(submit.request_id, submit.attempt, request.committed))
+        self._desk.tell(request.session, MigrationPaused(submit.request_id, submit.attempt, request.committed))
 
     def _send(self, departure: Departure) -> None:
         """Write some of what is wanted; behind the last of it, the metadata."""
@@ -276,7 +277,7 @@ class Departures:
             self.costs.moved(departure.bytes, self._clock.now() - departure.began)
             self.counters["moved_out"] += 1
             self.counters["moved_out_bytes"] += departure.bytes
-            self._desk.tell(request.session, Moved(submit.request_id, submit.attempt, departure.bytes))
+            self._desk.tell(request.session, MigrationDone(submit.request_id, submit.attempt, departure.bytes))
             self._books.leave(request, f"{departure.peer.name} has it")
         else:
             self._back(departure, outcome.reason)
@@ -299,7 +300,7 @@ class Departures:
         if paused:
             self._books.come_back(request)
         if tell:
-            self._desk.tell(request.session, Resumed(submit.request_id, submit.attempt, reason))
+            self._desk.tell(request.session, MigrationUndone(submit.request_id, submit.attempt, reason))
 
     def _close(self, departure: Departure, kind: ErrorKind, reason: str) -> None:
         del self._by_room[departure.room]
@@ -346,7 +347,7 @@ class Departures:
 
     def _tell_leaving(self, request: Request, *, withdrawn: bool = False) -> None:
         submit, started = request.submit, request.phase is Phase.RUNNING
-        self._desk.tell(request.session, Leaving(submit.request_id, submit.attempt, started, withdrawn))
+        self._desk.tell(request.session, MigrationWanted(submit.request_id, submit.attempt, started, withdrawn))
 
     def _worth_moving(self, request: Request, now: float) -> bool:
         most = request.submit.sampling.max_tokens - request.generated

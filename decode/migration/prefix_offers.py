@@ -1,8 +1,9 @@
 """What a decode worker that leaves does with its tree: the hottest prefixes are offered to the others.
 
-When the last request has gone, the worker tells a router what it has (`Offered`), as much as `decode.offer_bytes`, the
-hottest first. The router finds a worker with room for each and has it fetch (`decode.migration.prefix_push`). Nobody is
-waited for for long: an offer that wasn't taken up within `PATIENCE_S` is void, and a worker that nobody asks leaves.
+When the last request has gone, the worker tells a router what it has (`PrefixOffered`), as much as
+`decode.offer_bytes`, the hottest first. The router finds a worker with room for each and has it fetch
+(`decode.migration.prefix_push`). Nobody is waited for for long: an offer that wasn't taken up within `PATIENCE_S` is
+void, and a worker that nobody asks leaves.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from contracts.clock import Clock
 from contracts.config.cluster_config import Config
 from contracts.ids import RequestId, Role
 from contracts.interfaces.worker_interface import SessionId
-from contracts.messages.worker_events import Offered
+from contracts.messages.worker_events import PrefixOffered
 from decode.migration.prefix_push import Giving
 from decode.request.request import Request
 from worker.request_table import Desk
@@ -57,7 +58,7 @@ class Offers:
         for hot in hottest(self._seat.tree, self._seat.full, self._pages):
             self._number += 1
             name = RequestId(f"offer-{self._name}-{self._number}")
-            self._desk.tell(self.session, Offered(name, 0, hot.tokens, hot.salt))
+            self._desk.tell(self.session, PrefixOffered(name, 0, hot.tokens, hot.salt))
             self._open += 1
 
     def asked_for(self) -> None:

@@ -16,8 +16,8 @@ from contracts.block_hash import chain_keys
 from contracts.errors import WireError
 from contracts.ids import RoomId
 from contracts.interfaces.worker_interface import SessionId
-from contracts.messages.router_commands import Fetch
-from contracts.messages.worker_events import Fetched
+from contracts.messages.router_commands import PullPrefix
+from contracts.messages.worker_events import PullDone
 from decode.request.request import Request
 from transfer.rooms.kv_receiver import ReceiverEnd
 from transfer.rooms.room_outcomes import Arrived, Broken, Expected, Over
@@ -27,7 +27,7 @@ from worker.request_table import Desk
 @dataclass(frozen=True, eq=False)
 class _Fetch:
     session: SessionId
-    command: Fetch
+    command: PullPrefix
     claim: Claim
 
 
@@ -43,7 +43,7 @@ class Fetching:
     def __len__(self) -> int:
         return len(self._fetches)
 
-    def handle(self, session: SessionId, command: Fetch) -> None:
+    def handle(self, session: SessionId, command: PullPrefix) -> None:
         size = self._seat.spec.page_tokens
         positions = len(command.tokens) // size * size
         keys = chain_keys(command.tokens[:positions], size, command.salt)
@@ -57,7 +57,7 @@ class Fetching:
             self._receiver.abort(command.room, "nothing of it is wanted here, or there is no room for it")
             self._tell(session, command, 0)
 
-    def _begin(self, session: SessionId, command: Fetch, keys: list[bytes], positions: int) -> bool:
+    def _begin(self, session: SessionId, command: PullPrefix, keys: list[bytes], positions: int) -> bool:
         if not self._reuse or self._desk.draining or not positions:
             return False
         prefix = Prefix.of(command.tokens[:positions], self._seat.spec.page_tokens, command.salt, keys)
@@ -92,8 +92,8 @@ class Fetching:
         self._tell(fetch.session, fetch.command, nbytes)
         return True
 
-    def _tell(self, session: SessionId, command: Fetch, nbytes: int) -> None:
-        self._desk.tell(session, Fetched(command.request_id, command.attempt, nbytes))
+    def _tell(self, session: SessionId, command: PullPrefix, nbytes: int) -> None:
+        self._desk.tell(session, PullDone(command.request_id, command.attempt, nbytes))
 
     def close(self) -> None:
         for fetch in self._fetches.values():

@@ -22,8 +22,8 @@ from contracts.config.cluster_config import Config
 from contracts.errors import ErrorKind, WireError
 from contracts.ids import RoomId
 from contracts.interfaces.worker_interface import SessionId
-from contracts.messages.router_commands import Give
-from contracts.messages.worker_events import Gives
+from contracts.messages.router_commands import PushPrefix
+from contracts.messages.worker_events import PushReady
 from contracts.state_table import StateTable
 from decode.request.request import Request
 from transfer.rooms.kv_sender import SenderEnd
@@ -98,7 +98,7 @@ class Giving:
         silence = self._config.transfer.connect_timeout_s
         return min((g.opened_at + silence for g in self._gifts.values() if g.state is Gift.OPEN), default=None)
 
-    def handle(self, session: SessionId, command: Give, request: Request | None) -> None:
+    def handle(self, session: SessionId, command: PushPrefix, request: Request | None) -> None:
         """Keep what there is of the tokens, and say how much. `request`: whose they are, where none are given."""
         prefix = self._prefix(command, request)
         claim = self._seat.lend(prefix, f"gift {command.room}") if prefix is not None else None
@@ -109,9 +109,9 @@ class Giving:
         if claim is not None and (not positions or not worth or not self._open(command, claim)):
             self._seat.release(claim)
             positions = 0
-        self._desk.tell(session, Gives(command.request_id, command.attempt, positions))
+        self._desk.tell(session, PushReady(command.request_id, command.attempt, positions))
 
-    def _prefix(self, command: Give, request: Request | None) -> Prefix | None:
+    def _prefix(self, command: PushPrefix, request: Request | None) -> Prefix | None:
         page_tokens = self._seat.spec.page_tokens
         if command.tokens:
             return Prefix.of(command.tokens, page_tokens, command.salt)
@@ -123,7 +123,7 @@ class Giving:
     def _bytes(self, claim: Claim) -> int:
         return claim.depth * self._seat.spec.whole.unit_bytes(self._seat.full)
 
-    def _open(self, command: Give, claim: Claim) -> bool:
+    def _open(self, command: PushPrefix, claim: Claim) -> bool:
         try:
             self._sender.open(command.room, command.peer)
         except WireError:

@@ -33,7 +33,7 @@ from cache.swap.restore import Damage
 from cache.swap.swapped_state import Parked, Place
 from contracts.clock import Clock
 from contracts.config.worker_config import DecodeConfig
-from contracts.damage import Where, log_damage
+from contracts.damage import DamageSite, log_damage
 from contracts.errors import CapacityError, ErrorKind, StaleLease
 from decode.request.request import Phase, PhaseEvent, Request
 from decode.retraction.retraction_policy import Rates, cheaper_to_copy, returns_first
@@ -175,7 +175,7 @@ class Retraction:
         """`pages`: which ones, by pool, where that is known."""
         self.counters["states_damaged_parked"] += 1
         facts = {"request": request.submit.request_id, "found": where, "pages": dict(pages)}
-        log_damage(log, Where.RESTORE, **facts, then="its attempt ends, the next one computes it again")
+        log_damage(log, DamageSite.RESTORE, **facts, then="its attempt ends, the next one computes it again")
         return Lost(request, ErrorKind.DAMAGED, "its state was damaged while it was retracted")
 
     # ------------------------------------------------------------ and back

@@ -2,8 +2,8 @@
 
 Every key is one of four kinds, for each architecture:
 
-- *read*: asked for when the model is made. `contracts.checkpoint.json_fields.Fields` notes that by itself, so nobody
-  has to list them.
+- *read*: asked for when the model is made. `contracts.checkpoint.json_fields.JsonFields` notes that by itself, so
+  nobody has to list them.
 - *without effect*: transformers' implementation of the architecture reads it and computes the same at inference, or it
   is about something else than arithmetic (below).
 - *refused*: transformers computes something else by it, which isn't supported here; all but one value is refused.
@@ -20,7 +20,7 @@ import logging
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from contracts.checkpoint.json_fields import Fields
+from contracts.checkpoint.json_fields import JsonFields
 from contracts.errors import CheckpointError
 
 log = logging.getLogger(__name__)
@@ -133,7 +133,7 @@ KEYS: Mapping[str, Keys] = {
 """By the name of the class in `engine/models`; one that isn't here reads all that matters."""
 
 
-def check_keys(model: str, config: Fields) -> tuple[str, ...]:
+def check_keys(model: str, config: JsonFields) -> tuple[str, ...]:
     """The keys that neither this architecture nor transformers' implementation of it knows, as ``key=value``.
 
     To be called when the model has been made, as it goes by what that has read. Raises `CheckpointError` for a value
@@ -155,7 +155,7 @@ def check_keys(model: str, config: Fields) -> tuple[str, ...]:
     return tuple(f"{k}={v!r:.60}" for k, v in items if k not in known and not k.startswith("_") and v not in _OFF)
 
 
-def warn_of(unknown: tuple[str, ...], architecture: str, config: Fields) -> None:
+def warn_of(unknown: tuple[str, ...], architecture: str, config: JsonFields) -> None:
     """One line for the operator."""
     if unknown:
         log.warning(

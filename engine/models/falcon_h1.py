@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from cache.memory.kv_cache_spec import Kind, PoolSpec
-from contracts.checkpoint.json_fields import Fields
+from contracts.checkpoint.json_fields import JsonFields
 from contracts.checkpoint.model_spec import ModelSpec
 from engine.layers.decoder import Decoder, Layer, Sublayer
 from engine.layers.forward_context import Place, StepContext
@@ -77,7 +77,7 @@ class _Factors:
     down: float
 
     @classmethod
-    def of(cls, config: Fields) -> _Factors:
+    def of(cls, config: JsonFields) -> _Factors:
         gate, down = numbers(config, "mlp_multipliers", 2)
         return cls(
             embedding=config.number("embedding_multiplier", 1.0),
@@ -113,7 +113,7 @@ class _HybridLayer:
         return x_mh.add_(self.mlp(rms_norm(x_mh, self.mlp_norm_h, self.eps), ctx).mul_(factors.down))
 
 
-def _mamba_shape(config: Fields, hidden: int, eps: float) -> MambaShape:
+def _mamba_shape(config: JsonFields, hidden: int, eps: float) -> MambaShape:
     heads = config.size("mamba_n_heads", 128)
     inner = config.size("mamba_d_ssm") if "mamba_d_ssm" in config else int(config.number("mamba_expand", 2) * hidden)
     if inner % heads or config.values.get("mamba_d_head", "auto") not in ("auto", inner // heads):

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from cache.memory.kv_cache_spec import Kind, PoolSpec
-from contracts.checkpoint.json_fields import Fields
+from contracts.checkpoint.json_fields import JsonFields
 from contracts.checkpoint.model_spec import ModelSpec
 from engine.layers.decoder import Layer, Sublayer
 from engine.layers.forward_context import Place, StepContext
@@ -137,7 +137,7 @@ class _OneMixer:
         return x_mh + self.mixer(rms_norm(x_mh, self.norm_h, self.eps), ctx)
 
 
-def _kinds(config: Fields, layers: int) -> list[str]:
+def _kinds(config: JsonFields, layers: int) -> list[str]:
     """Each layer's kind: a list of words, or a letter each as published."""
     words = config.values.get("layers_block_type", config.values.get("layer_types"))
     if words is None:

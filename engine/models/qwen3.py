@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from contracts.checkpoint.json_fields import Fields
+from contracts.checkpoint.json_fields import JsonFields
 from contracts.checkpoint.model_spec import ModelSpec
 from engine.layers.decoder import Sublayer
 from engine.layers.mlp import GatedMlp
@@ -29,7 +29,7 @@ class Qwen3(Llama):
         super().refuse_windows()
 
 
-def sparse_layers(config: Fields, layers: int) -> frozenset[int]:
+def sparse_layers(config: JsonFields, layers: int) -> frozenset[int]:
     """The layers that are mixtures, by Qwen's keys `mlp_only_layers` and `decoder_sparse_step`."""
     step, plain = config.size("decoder_sparse_step", 1), config.values.get("mlp_only_layers", [])
     if not isinstance(plain, list):

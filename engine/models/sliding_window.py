@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from cache.memory.kv_cache_spec import BufferSpec, Kind, PoolSpec
-from contracts.checkpoint.json_fields import Fields
+from contracts.checkpoint.json_fields import JsonFields
 from contracts.checkpoint.model_spec import ModelSpec
 from contracts.checkpoint.rope_spec import RopeSpec
 from engine.layers.decoder import Sublayer
@@ -94,14 +94,14 @@ class WindowModel(Model):
         return tuple(pools)
 
 
-def layer_names(config: Fields, layers: int, pattern: int) -> list[str]:
+def layer_names(config: JsonFields, layers: int, pattern: int) -> list[str]:
     """The kind of each layer: as listed, or every `sliding_window_pattern`-th (else `pattern`-th) sees everything."""
     pattern = config.size("sliding_window_pattern", pattern)
     default = [SLIDING if (i + 1) % pattern else FULL for i in range(layers)]
     return config.words("layer_types", layers, (FULL, SLIDING), default)
 
 
-def rope_by_kind(config: Fields, name: str) -> Mapping[str, object] | None:
+def rope_by_kind(config: JsonFields, name: str) -> Mapping[str, object] | None:
     """The part of `rope_parameters` for one kind of layers; None in the old spelling."""
     found = config.table("rope_parameters").get(name)
     return found if isinstance(found, Mapping) else None

@@ -12,7 +12,7 @@ from typing import Protocol
 
 from cache.allocation.block_table import Table
 from cache.device.device_port import Completion
-from contracts.sampling_params import Difference, SamplingParams, TokenLogprob
+from contracts.sampling_params import SamplingParams, TokenDifference, TokenLogprob
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,7 +101,7 @@ class RowOutput:
     scores: tuple[TokenLogprob, ...] = ()
     replayed: int = 0
     """Tokens of a known answer that were drawn again."""
-    differences: tuple[Difference, ...] = ()
+    differences: tuple[TokenDifference, ...] = ()
     """Those of them that came out otherwise."""
     stale: bool = False
     nonfinite: bool = False

@@ -11,7 +11,7 @@ from cache.memory.kv_cache_spec import PoolSetSpec
 from cache.pool.epoch_table import EpochTable
 from cache.pool.load_gate import Gate
 from contracts.config.worker_config import EngineConfig
-from contracts.messages.rank_order_codec import Followers
+from contracts.messages.rank_order_codec import OrderChannel
 from engine.models.model_base import Model
 from engine.native import current_kernels
 from engine.runner.kernel_choice import attention_for, kernels_for_config, wants_triton
@@ -30,7 +30,7 @@ def load_engine(
     epochs: Mapping[str, EpochTable],
     device: Device,
     ranks: Ranks = ALONE,
-    followers: Followers | None = None,
+    followers: OrderChannel | None = None,
 ) -> Engine:
     """Load the checkpoint of `model` and bind it to `gates`, whose buffers are those of `spec`, its pool set.
 

@@ -14,8 +14,8 @@ from cache.device.device_port import DEVICE, Device, Op, Stream, spans
 from cache.memory.kv_cache_spec import Kind, PoolSetSpec
 from cache.pool.epoch_table import EpochTable
 from cache.pool.load_gate import Door, Gate
-from contracts.messages.rank_order_codec import Followers
-from contracts.messages.rank_orders import Compute, Places, RowOrder
+from contracts.messages.rank_order_codec import OrderChannel
+from contracts.messages.rank_orders import PagePlaces, RowOrder, RunStep
 from engine.attention.attention_backend import Attention
 from engine.attention.attention_plan import (
     AttentionPlan,
@@ -56,7 +56,7 @@ class Engine:
         device: Device,
         *,
         ranks: Ranks = ALONE,
-        followers: Followers | None = None,
+        followers: OrderChannel | None = None,
         triton: bool = False,
     ) -> None:
         """`followers`: where this is the leader of several `ranks`, its line to the others. `triton`: tokens are drawn
@@ -124,7 +124,7 @@ class Engine:
         )
 
     @torch.inference_mode()
-    def follow(self, order: Compute) -> None:
+    def follow(self, order: RunStep) -> None:
         """A follower's part of a step that its leader has begun."""
         rows = [Row((0,) * row.tokens, row.start, (), epochs=()) for row in order.rows]
         tables = [
@@ -229,14 +229,14 @@ class Engine:
         return reads, writes
 
 
-def compute_order(rows: Sequence[Row], tables: Sequence[Mapping[str, Table]]) -> Compute:
+def compute_order(rows: Sequence[Row], tables: Sequence[Mapping[str, Table]]) -> RunStep:
     """What followers need to know of a step besides its tokens."""
-    return Compute(
+    return RunStep(
         tuple(
             RowOrder(
                 row.start,
                 len(row.tokens),
-                tuple(Places(pool, table.first, tuple(table.pages)) for pool, table in mine.items()),
+                tuple(PagePlaces(pool, table.first, tuple(table.pages)) for pool, table in mine.items()),
             )
             for row, mine in zip(rows, tables, strict=True)
         )

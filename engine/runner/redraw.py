@@ -23,7 +23,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from contracts.sampling_params import Difference, SamplingParams
+from contracts.sampling_params import SamplingParams, TokenDifference
 from engine.runner.batch import Draw, Row
 from engine.runner.sampler import draw_tokens, needs_history, shape_all, uniform, weights
 from engine.tensors.pinned_memory import to_device, to_host
@@ -49,10 +49,12 @@ class Redrawn:
         gaps_n, nonfinite_n = to_host(self.gaps_n), to_host(self.nonfinite_n)
         return Redrawn(self.first, to_host(self.tokens_n), to_host(self.known_n), gaps_n, nonfinite_n)
 
-    def listed(self) -> list[Difference]:
+    def listed(self) -> list[TokenDifference]:
         """Where the two differ; what is on a device is waited for."""
         lists = zip(self.tokens_n.tolist(), self.known_n.tolist(), self.gaps_n.tolist(), strict=True)
-        return [Difference(self.first + i, drawn, gap) for i, (drawn, known, gap) in enumerate(lists) if drawn != known]
+        return [
+            TokenDifference(self.first + i, drawn, gap) for i, (drawn, known, gap) in enumerate(lists) if drawn != known
+        ]
 
 
 def redraw(

@@ -27,7 +27,7 @@ from contracts.config.router_config import AuditConfig, RouterConfig
 from contracts.errors import ErrorKind
 from contracts.ids import RequestId, Role, RoomId
 from contracts.messages.router_commands import Cancel, Submit
-from contracts.messages.worker_events import Audited, Done, Event, Progress, PromptScores, Tokens
+from contracts.messages.worker_events import Audited, Done, Event, LegReport, PromptScores, Tokens
 from contracts.messages.worker_status import WorkerStatus, WorkerView
 from contracts.sampling_params import TokenLogprob
 from router.core.router_actions import Action, Counts, Deliver, End, Replay, Scores, Send
@@ -373,7 +373,7 @@ class Brain:
                 if role is Role.DECODE and not r.decode_spoke:
                     self.workers.succeeded((r.prefill, r.decode), r.id, self._advanced)
                 self._deliver(r, *r.accept(event, role))
-            case Progress():
+            case LegReport():
                 r.progress.append(event)
                 if role is Role.PREFILL:
                     r.reported = True

@@ -29,7 +29,7 @@ import hashlib
 from collections import OrderedDict
 
 from contracts.errors import WireError
-from contracts.messages.kv_events import TRUTH, Cleared, decode_batch
+from contracts.messages.kv_events import TRUTH, AllBlocksCleared, decode_batch
 from router.kv_indexer.kv_index import TierIndex
 
 _RECENT = 4096
@@ -215,7 +215,7 @@ class Follower:
             self._last = (seq, _digest(payload))
             return
         self.index.apply(batch.events)
-        self._whole = self._whole or seq == 0 or Cleared() in batch.events
+        self._whole = self._whole or seq == 0 or AllBlocksCleared() in batch.events
         self._last = (seq, _digest(payload))
         self._recent[seq] = _digest(payload)
         if len(self._recent) > _RECENT:

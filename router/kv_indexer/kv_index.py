@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-from contracts.messages.kv_events import Cleared, KvEvent, Removed, Stored, Tier
+from contracts.messages.kv_events import AllBlocksCleared, BlockRemoved, BlockStored, EventMedium, KvEvent
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,26 +20,26 @@ class PageEntry:
 class TierIndex:
     """For each tier the pages that are in it, by hash."""
 
-    pages: dict[Tier, dict[bytes, PageEntry]] = field(default_factory=lambda: {tier: {} for tier in Tier})
+    pages: dict[EventMedium, dict[bytes, PageEntry]] = field(default_factory=lambda: {tier: {} for tier in EventMedium})
 
     def apply(self, events: Iterable[KvEvent]) -> None:
         """Apply events in order; applying some of them again changes nothing."""
         for event in events:
             match event:
-                case Stored():
+                case BlockStored():
                     self._store(event)
-                case Removed():
+                case BlockRemoved():
                     for page in event.hashes:
                         self.pages[event.tier].pop(page, None)
-                case Cleared():
+                case AllBlocksCleared():
                     self.clear(event.tier)
 
-    def clear(self, tier: Tier | None = None) -> None:
+    def clear(self, tier: EventMedium | None = None) -> None:
         """Forget a tier, or all."""
-        for one in Tier if tier is None else (tier,):
+        for one in EventMedium if tier is None else (tier,):
             self.pages[one].clear()
 
-    def _store(self, event: Stored) -> None:
+    def _store(self, event: BlockStored) -> None:
         parent, step = event.parent, event.page_tokens
         for i, page in enumerate(event.hashes):
             self.pages[event.tier][page] = PageEntry(parent, event.tokens[i * step : (i + 1) * step])

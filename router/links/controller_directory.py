@@ -12,7 +12,7 @@ import grpc.aio
 from contracts.authentication import access_metadata, cluster_secret
 from contracts.errors import RequestError
 from contracts.ids import Role, WorkerName
-from contracts.interfaces.discovery import Port
+from contracts.interfaces.discovery import WorkerClient
 from contracts.messages.worker_status import WorkerRecord, WorkerView
 from contracts.proto import worker_pb2 as pb
 from contracts.proto import worker_pb2_grpc as pb_grpc
@@ -56,7 +56,7 @@ class ControllerDirectory:
 
         return unwatch
 
-    def port(self, record: WorkerRecord) -> Port:
+    def port(self, record: WorkerRecord) -> WorkerClient:
         return GrpcPort(record, self._link_timeout_s)
 
     async def change_role(self, name: WorkerName, role: Role) -> None:

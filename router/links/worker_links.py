@@ -9,7 +9,7 @@ import asyncio
 import logging
 from collections.abc import Callable, Sequence
 
-from contracts.interfaces.discovery import Directory, Port, Session
+from contracts.interfaces.discovery import WorkerClient, WorkerDirectory, WorkerSession
 from contracts.messages.router_commands import Command
 from contracts.messages.worker_events import Event
 from contracts.messages.worker_status import WorkerRecord, WorkerView
@@ -26,10 +26,10 @@ class Link:
 
     __slots__ = ("port", "record", "session", "task")
 
-    def __init__(self, record: WorkerRecord, port: Port) -> None:
+    def __init__(self, record: WorkerRecord, port: WorkerClient) -> None:
         self.record = record
         self.port = port
-        self.session: Session | None = None
+        self.session: WorkerSession | None = None
         self.task: asyncio.Task[None] | None = None
 
 
@@ -38,7 +38,7 @@ class Fleet:
 
     def __init__(
         self,
-        directory: Directory,
+        directory: WorkerDirectory,
         *,
         on_view: Callable[[tuple[WorkerView, ...]], None],
         on_linked: Callable[[WorkerKey], None],
@@ -76,7 +76,7 @@ class Fleet:
         if link is not None and link.session is not None:
             link.session.send(commands)
 
-    def port(self, key: WorkerKey) -> Port | None:
+    def port(self, key: WorkerKey) -> WorkerClient | None:
         link = self._links.get(key)
         return link.port if link is not None else None
 

@@ -15,7 +15,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Histo
 from prometheus_client.registry import Collector
 
 from contracts.ids import Role
-from contracts.messages.worker_events import Progress
+from contracts.messages.worker_events import LegReport
 from router.core.router_core import Brain
 from router.metrics.cache_metrics import tier_metrics
 from router.metrics.verification_metrics import verification_metrics
@@ -72,7 +72,7 @@ class Metrics(Collector):
         self._registry = CollectorRegistry()
         self._registry.register(self)
 
-    def report(self, event: Progress) -> None:
+    def report(self, event: LegReport) -> None:
         """Count what a leg says it did, whether or not its request still runs."""
         self._computed[event.worker, event.role] += event.computed_tokens
         if event.role is Role.PREFILL:

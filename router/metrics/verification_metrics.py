@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 
-from contracts.damage import Where
+from contracts.damage import DamageSite
 from router.verification.audit_cases import Result
 from router.verification.audits import Audits
 from router.verification.damage_totals import Damage
@@ -23,7 +23,7 @@ def verification_metrics(damage: Damage, audits: Audits, watch: StreamWatch | No
     for sample in damage.samples():
         found.add_metric([sample.worker, sample.role, sample.where], sample.count)
     for (worker, role), count in sorted(audits.counts.damage.items()):
-        found.add_metric([worker, role, Where.AUDIT], count)
+        found.add_metric([worker, role, DamageSite.AUDIT], count)
     yield found
     yield from _of_audits(audits)
     if watch is not None:

@@ -1,9 +1,10 @@
 """Requests that go from one decode worker to another in the middle of their answer, as the router drives it.
 
-A worker that drains says who should leave (`Leaving`). The router picks who takes each, a few at a time:
+A worker that drains says who should leave (`MigrationWanted`). The router picks who takes each, a few at a time:
 
-    ahead      its finished pages go to the target's tree while it runs on, if they are many (`Give`, `Fetch`)
-    asked      the source was told to stop it (`Handover`)
+    ahead      its finished pages go to the target's tree while it runs on, if they are many (`PushPrefix`,
+               `PullPrefix`)
+    asked      the source was told to stop it (`PauseForMigration`)
     offered    it stands still at the source; the target was sent it as the next attempt, with the source as its peer
     given      the source says that the target has everything
     moved      the target spoke: from now on it is the request's worker
@@ -24,18 +25,26 @@ from contracts.clock import Clock
 from contracts.config.router_config import RouterConfig
 from contracts.errors import ErrorKind
 from contracts.ids import RequestId, Role, RoomId
-from contracts.messages.router_commands import Cancel, Command, Fetch, Give, Handover, Resume, Submit
+from contracts.messages.router_commands import (
+    Cancel,
+    Command,
+    PauseForMigration,
+    PullPrefix,
+    PushPrefix,
+    ResumeHere,
+    Submit,
+)
 from contracts.messages.worker_events import (
     Done,
     Event,
-    Fetched,
-    Gives,
-    Leaving,
-    Moved,
-    Offered,
-    Paused,
-    Progress,
-    Resumed,
+    LegReport,
+    MigrationDone,
+    MigrationPaused,
+    MigrationUndone,
+    MigrationWanted,
+    PrefixOffered,
+    PullDone,
+    PushReady,
     Tokens,
 )
 from router.migration.migration_table import MOVES, Move, MoveCounts, MoveEvent, MoveState, Wish
@@ -85,17 +94,20 @@ class Moves:
 
     def hears(self, r: Request | None, worker: WorkerKey, event: Event) -> bool:
         """Take an event in; True when it is about a move and nothing else. May change who the request's worker is."""
-        if isinstance(event, Leaving | Paused | Resumed | Moved | Gives | Fetched | Offered):
-            if isinstance(event, Offered | Gives | Fetched) and self.offers.hears(worker, event):
+        if isinstance(
+            event,
+            MigrationWanted | MigrationPaused | MigrationUndone | MigrationDone | PushReady | PullDone | PrefixOffered,
+        ):
+            if isinstance(event, PrefixOffered | PushReady | PullDone) and self.offers.hears(worker, event):
                 return True
-            if isinstance(event, Moved | Fetched):
+            if isinstance(event, MigrationDone | PullDone):
                 self.counts.moved_bytes += event.bytes
-            if isinstance(event, Fetched):
+            if isinstance(event, PullDone):
                 self._fetched(r, worker, event)
                 return True
             if r is not None and worker == r.decode and event.attempt == r.attempt:
                 self._of_source(r, worker, event)
-            elif isinstance(event, Paused | Resumed):
+            elif isinstance(event, MigrationPaused | MigrationUndone):
                 # The request has ended or is somewhere else: who would go on with it needn't.
                 self._send(worker, Cancel(event.request_id, event.attempt))
             return True
@@ -108,7 +120,7 @@ class Moves:
             self._blame(r, move, event)
             self._give_up(r, move, f"{worker[0]}: {event.error}: {event.message}", over=True, kind=event.error)
             return True
-        if isinstance(event, Progress | Tokens | Done) and move.state in (MoveState.OFFERED, MoveState.GIVEN):
+        if isinstance(event, LegReport | Tokens | Done) and move.state in (MoveState.OFFERED, MoveState.GIVEN):
             self._arrive(r, move)
         return False
 
@@ -118,7 +130,7 @@ class Moves:
             guilty = move.source if done.blame == move.source[0] else move.target
             self._workers.failed(guilty, r.id, self._clock.now(), move.target)
 
-    def _fetched(self, r: Request | None, worker: WorkerKey, event: Fetched) -> None:
+    def _fetched(self, r: Request | None, worker: WorkerKey, event: PullDone) -> None:
         move = self.of(r) if r is not None else None
         if r is None or move is None or (worker, event.attempt) != (move.target, move.attempt):
             return
@@ -128,20 +140,20 @@ class Moves:
     def _of_source(self, r: Request, worker: WorkerKey, event: Event) -> None:
         move = self.of(r)
         match event:
-            case Leaving():
+            case MigrationWanted():
                 self._wish(r, worker, event)
-            case Paused() if move is not None and move.state is MoveState.ASKED:
+            case MigrationPaused() if move is not None and move.state is MoveState.ASKED:
                 self._offer(r, move, event.position)
-            case Paused():
-                self._send(worker, Resume(r.id, r.attempt))
-            case Gives() if move is not None and move.state is MoveState.AHEAD:
+            case MigrationPaused():
+                self._send(worker, ResumeHere(r.id, r.attempt))
+            case PushReady() if move is not None and move.state is MoveState.AHEAD:
                 self._copy(r, move, event.positions)
-            case Resumed() if move is not None and move.state is not MoveState.GIVEN:
+            case MigrationUndone() if move is not None and move.state is not MoveState.GIVEN:
                 self._give_up(r, move, event.reason, tell_source=False)
-            case Moved() if move is not None and move.state is MoveState.OFFERED:
+            case MigrationDone() if move is not None and move.state is MoveState.OFFERED:
                 move.step(MoveEvent.GIVEN, self._clock.now())
 
-    def _wish(self, r: Request, worker: WorkerKey, event: Leaving) -> None:
+    def _wish(self, r: Request, worker: WorkerKey, event: MigrationWanted) -> None:
         if event.withdrawn:
             self._wishes.pop(r.id, None)
             return
@@ -172,7 +184,7 @@ class Moves:
         target.requests.add(r.id)
         target.breaker.sent(r.id)
         self.counts.begun += 1
-        self._send(r.decode, Give(r.id, r.attempt, move.ahead, target.peer))
+        self._send(r.decode, PushPrefix(r.id, r.attempt, move.ahead, target.peer))
         return True
 
     def _copy(self, r: Request, move: Move, positions: int) -> None:
@@ -182,7 +194,7 @@ class Moves:
             self._ask(r, move)
             return
         move.heard = self._clock.now()
-        self._send(move.target, Fetch(r.id, move.attempt, move.ahead, source.peer, r.tokens[:positions], r.salt))
+        self._send(move.target, PullPrefix(r.id, move.attempt, move.ahead, source.peer, r.tokens[:positions], r.salt))
 
     def _ask(self, r: Request, move: Move) -> None:
         """The source is to stop it."""
@@ -191,7 +203,7 @@ class Moves:
             self._give_up(r, move, "it is about to end")
             return
         move.step(MoveEvent.COPIED, self._clock.now())
-        self._send(move.source, Handover(r.id, r.attempt, move.room, target.peer))
+        self._send(move.source, PauseForMigration(r.id, r.attempt, move.room, target.peer))
 
     def _offer(self, r: Request, move: Move, position: int) -> None:
         now, source = self._clock.now(), self._workers.get(move.source)
@@ -241,7 +253,7 @@ class Moves:
             # The source has nothing of it any more, and what the target had is lost.
             self._replay(r, f"it was lost on its way to {move.target[0]}: {reason}", move.target)
         elif tell_source and not ahead:
-            self._send(move.source, Resume(r.id, r.attempt))
+            self._send(move.source, ResumeHere(r.id, r.attempt))
 
     def _end(self, r: Request, move: Move, *, over: bool, event: MoveEvent) -> None:
         target = self._workers.get(move.target)

@@ -11,8 +11,8 @@ from dataclasses import dataclass
 
 from contracts.clock import Clock
 from contracts.ids import RequestId, Role, RoomId
-from contracts.messages.router_commands import Command, Fetch, Give
-from contracts.messages.worker_events import Fetched, Gives, Offered
+from contracts.messages.router_commands import Command, PullPrefix, PushPrefix
+from contracts.messages.worker_events import PrefixOffered, PullDone, PushReady
 from router.state.worker_table import WorkerKey, Workers
 
 PATIENCE_S = 30.0
@@ -24,7 +24,7 @@ class _Offer:
     source: WorkerKey
     target: WorkerKey
     room: RoomId
-    offered: Offered
+    offered: PrefixOffered
     until: float
 
 
@@ -48,15 +48,15 @@ class Offers:
     def __len__(self) -> int:
         return len(self._offers)
 
-    def hears(self, worker: WorkerKey, event: Offered | Gives | Fetched) -> bool:
+    def hears(self, worker: WorkerKey, event: PrefixOffered | PushReady | PullDone) -> bool:
         """Take an event in; False when it isn't about an offer."""
-        if isinstance(event, Offered):
+        if isinstance(event, PrefixOffered):
             self._place(worker, event)
             return True
         offer = self._offers.get(event.request_id)
         if offer is None:
             return False
-        if isinstance(event, Fetched):
+        if isinstance(event, PullDone):
             self.bytes += event.bytes
             self._drop(offer)
         elif not event.positions:
@@ -65,11 +65,11 @@ class Offers:
             source, offered = self._workers.get(offer.source), offer.offered
             if source is not None:
                 tokens = offered.tokens[: event.positions]
-                fetch = Fetch(offered.request_id, 0, offer.room, source.peer, tokens, offered.salt, True)
+                fetch = PullPrefix(offered.request_id, 0, offer.room, source.peer, tokens, offered.salt, True)
                 self._send(offer.target, fetch)
         return True
 
-    def _place(self, worker: WorkerKey, offered: Offered) -> None:
+    def _place(self, worker: WorkerKey, offered: PrefixOffered) -> None:
         now = self._clock.now()
         able = self._workers.able(Role.DECODE, len(offered.tokens), {worker: float("inf")}, now)
         source = self._workers.get(worker)
@@ -83,7 +83,7 @@ class Offers:
         offer = _Offer(worker, target.key, RoomId(self._mint_room()), offered, now + PATIENCE_S)
         self._offers[offered.request_id] = offer
         self._promised[target.key] += len(offered.tokens)
-        self._send(worker, Give(offered.request_id, 0, offer.room, target.peer, offered.tokens, offered.salt))
+        self._send(worker, PushPrefix(offered.request_id, 0, offer.room, target.peer, offered.tokens, offered.salt))
 
     def _drop(self, offer: _Offer) -> None:
         del self._offers[offer.offered.request_id]

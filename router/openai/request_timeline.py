@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 from contracts.ids import Role
-from contracts.messages.worker_events import Progress
+from contracts.messages.worker_events import LegReport
 from router.openai.choice_output import Choice
 
 
@@ -42,7 +42,7 @@ def timeline_of(choice: Choice) -> dict[str, Any]:
     }
 
 
-def _last(reports: list[Progress], role: Role) -> Progress | None:
+def _last(reports: list[LegReport], role: Role) -> LegReport | None:
     """What that leg of the last attempt it reported from has said in all."""
     mine = [p for p in reports if p.role is role]
     if not mine:
@@ -52,7 +52,7 @@ def _last(reports: list[Progress], role: Role) -> Progress | None:
     return replace(mine[-1], marks={k: v for p in mine for k, v in p.marks.items()}, cached_tokens=cached)
 
 
-def _transfer_s(decode: Progress | None) -> float | None:
+def _transfer_s(decode: LegReport | None) -> float | None:
     """From the grant of decode's pages to the arrival of the last one."""
     if decode and {"grant", "arrived"} <= decode.marks.keys():
         return round(decode.marks["arrived"] - decode.marks["grant"], 6)

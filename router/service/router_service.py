@@ -21,9 +21,9 @@ from contracts.clock import Clock, SystemClock
 from contracts.config.cluster_config import Config
 from contracts.errors import RequestError
 from contracts.ids import RequestId, Role
-from contracts.interfaces.discovery import Directory
+from contracts.interfaces.discovery import WorkerDirectory
 from contracts.messages.router_commands import Command
-from contracts.messages.worker_events import Event, Progress
+from contracts.messages.worker_events import Event, LegReport
 from router.core.router_actions import Deliver, End, Replay, Scores, Send
 from router.core.router_core import Brain
 from router.links.worker_links import Fleet
@@ -67,7 +67,7 @@ class RouterService:
         self,
         spec: ModelSpec,
         config: Config,
-        directory: Directory,
+        directory: WorkerDirectory,
         *,
         codec: TextCodec | None = None,
         clock: Clock | None = None,
@@ -287,7 +287,7 @@ class RouterService:
 
     def _on_events(self, key: WorkerKey, events: Sequence[Event]) -> None:
         for event in events:
-            if type(event) is Progress:
+            if type(event) is LegReport:
                 self.metrics.report(event)
             self.brain.on_event(key, event)
         self._act()

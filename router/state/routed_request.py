@@ -23,7 +23,7 @@ from enum import StrEnum
 
 from contracts.errors import IllegalTransition
 from contracts.ids import RequestId, Role, RoomId
-from contracts.messages.worker_events import Done, Progress, Tokens
+from contracts.messages.worker_events import Done, LegReport, Tokens
 from contracts.sampling_params import SamplingParams, TokenLogprob
 from router.state.worker_table import WorkerKey
 
@@ -139,7 +139,7 @@ class Request:
         """The numerics class of the workers that have it: what comes after the first token that was told is computed in
         the same, whatever fails. Empty where any will do."""
         self.scores_in = sampling.prompt_logprobs is None
-        self.progress: list[Progress] = []
+        self.progress: list[LegReport] = []
         """Every report of every attempt, in order of arrival."""
         self.workers: dict[Role, str] = {}
         """Who serves, or served last, each leg."""

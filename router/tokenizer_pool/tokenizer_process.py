@@ -25,7 +25,7 @@ from typing import Any
 
 import msgpack
 
-from contracts.checkpoint.json_fields import Fields
+from contracts.checkpoint.json_fields import JsonFields
 from contracts.checkpoint.model_spec import ModelSpec
 from contracts.config.router_config import RouterConfig
 from contracts.errors import RequestError
@@ -84,7 +84,7 @@ def spec_of(setup: dict[str, Any]) -> ModelSpec:
     folder, (name, *aliases) = Path(setup["folder"]), setup["names"]
     return ModelSpec(
         folder, name, "", setup["vocab_size"], 0, setup["context"], "", setup["bos"], setup["eos"], "",
-        setup["defaults"], aliases=tuple(aliases), config=Fields(folder, {}), headers={},
+        setup["defaults"], aliases=tuple(aliases), config=JsonFields(folder, {}), headers={},
     )  # fmt: skip
 
 

@@ -9,7 +9,7 @@ from enum import StrEnum
 from contracts.ids import RequestId, Role
 from contracts.messages.router_commands import Audit
 from contracts.messages.worker_events import Audited
-from contracts.sampling_params import Difference
+from contracts.sampling_params import TokenDifference
 from contracts.state_table import StateTable
 from router.state.routed_request import Leg
 from router.state.worker_table import WorkerKey
@@ -80,7 +80,7 @@ class Finding:
     result: Result
     checked: int
     differing: int
-    differences: tuple[Difference, ...]
+    differences: tuple[TokenDifference, ...]
     leg: Leg | None
     """The attempt that the first position that differs is of."""
     role: Role | None

@@ -24,7 +24,7 @@ from dataclasses import replace
 from contracts.clock import Clock
 from contracts.config.router_config import AuditConfig
 from contracts.ids import RequestId, Role
-from contracts.messages.router_commands import Audit, Cancel, Forget
+from contracts.messages.router_commands import Audit, Cancel, InvalidatePrefix
 from contracts.messages.worker_events import Audited, AuditEnd
 from router.state.routed_request import Leg, Request
 from router.state.worker_table import Entry, WorkerKey, Workers
@@ -59,7 +59,7 @@ class Audits:
         self._flagged: set[RequestId] = set()
         """Requests in the house whose streams look broken."""
         self._paused: dict[WorkerKey, float] = {}
-        self._commands: list[tuple[WorkerKey, Audit | Cancel | Forget]] = []
+        self._commands: list[tuple[WorkerKey, Audit | Cancel | InvalidatePrefix]] = []
         self._findings: list[Finding] = []
 
     # ------------------------------------------------------------ questions
@@ -72,7 +72,7 @@ class Audits:
     def under_way(self) -> int:
         return len(self._cases) - self.queued
 
-    def take_commands(self) -> list[tuple[WorkerKey, Audit | Cancel | Forget]]:
+    def take_commands(self) -> list[tuple[WorkerKey, Audit | Cancel | InvalidatePrefix]]:
         commands, self._commands = self._commands, []
         return commands
 
@@ -242,7 +242,7 @@ class Audits:
         for name in sorted({name for leg in case.legs for name in leg.workers.values()}):
             entry = self._workers.named(name)
             if entry is not None and entry.linked:
-                self._commands.append((entry.key, Forget(request, case.audit.tokens, case.salt)))
+                self._commands.append((entry.key, InvalidatePrefix(request, case.audit.tokens, case.salt)))
 
 
 def _idle(entry: Entry) -> bool:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 
-from contracts.damage import Where
+from contracts.damage import DamageSite
 from router.state.routed_request import Request
 from router.state.router_log import log
 from router.verification.audit_cases import Finding, Result
@@ -19,7 +19,7 @@ def log_finding(finding: Finding) -> None:
     log(
         "state damage" if finding.result is Result.DAMAGED else "audit",
         level=_LEVELS.get(finding.result, logging.WARNING),
-        where=str(Where.AUDIT),
+        where=str(DamageSite.AUDIT),
         request=finding.request_id,
         result=str(finding.result),
         checked=finding.checked,

@@ -22,7 +22,7 @@ from cache.device.device_port import DEVICE, DONE, Completion, Device, Op, Strea
 from cache.memory.kv_cache_spec import BufferSpec, Kind, PoolSetSpec, PoolSpec
 from cache.memory.memory_layout import BufferLayout
 from cache.pool.pool_set import PoolSet
-from contracts.sampling_params import Difference, SamplingParams, TokenLogprob
+from contracts.sampling_params import SamplingParams, TokenDifference, TokenLogprob
 from engine.runner.batch import Draw, Drawn, FromStep, Row, RowOutput
 
 VOCABULARY = 64
@@ -253,7 +253,7 @@ class HashEngine:
         if tokens is None:
             return RowOutput(stale=True)
         seen = {pool.name: self._seen(pool, tables[pool.name], row.start) for pool in self._spec.pools}
-        mark, known, found, replayed = b"", row.replay, list[Difference](), 0
+        mark, known, found, replayed = b"", row.replay, list[TokenDifference](), 0
         scores: list[TokenLogprob] = []
         for position, token in enumerate(tokens, row.start):
             mark = _mark([bytes(lane) for pool in self._spec.pools for lane in seen[pool.name]], token)
@@ -265,7 +265,7 @@ class HashEngine:
                 replayed += 1
                 again = _draw(mark, known.params, known.tokens, known.prompt_len, position + 1)
                 if again != known.tokens[position + 1]:
-                    found.append(Difference(position + 1, again, 1.0))
+                    found.append(TokenDifference(position + 1, again, 1.0))
         drawn = self._drawn(row.draw, mark) if row.draw is not None else None
         return RowOutput(drawn, tuple(scores), replayed, tuple(found))
 

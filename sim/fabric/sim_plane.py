@@ -24,7 +24,7 @@ from cache.memory.page_moves import Move, Part, copy_state, gather, scatter
 from cache.pool.pool_set import PoolSet
 from contracts.errors import LayoutMismatch, WireError
 from contracts.ids import RoomId
-from contracts.messages.rank_orders import Arrival
+from contracts.messages.rank_orders import WriteArrived
 from sim.fabric.sim_network import Network
 from sim.fabric.sim_process import Process
 from transfer.planes.data_plane import SLOT_BYTES, Link, PageWrite, SlotWrite, Target
@@ -113,7 +113,7 @@ class SimPlane:
         self._permitted: dict[RoomId, Target] = {}
         self._held = HeldNotices(size, lambda sources, at: writers(self.pools.spec.whole, sources, at, size))
         self._due: list[bytes] = []
-        self._settled: list[Arrival] = []
+        self._settled: list[WriteArrived] = []
         planes[process.pid] = self
 
     def allocate(self, name: str, nbytes: int) -> torch.Tensor:
@@ -144,10 +144,10 @@ class SimPlane:
         self._permitted.pop(room, None)
         self._due += self._held.close(room)
 
-    def settled(self, rank: int, settled: Arrival) -> None:
+    def settled(self, rank: int, settled: WriteArrived) -> None:
         self._held.settled(rank, RoomId(settled.room), settled.source, settled.number)
 
-    def take_settled(self) -> list[Arrival]:
+    def take_settled(self) -> list[WriteArrived]:
         settled, self._settled = self._settled, []
         return settled
 
@@ -185,7 +185,7 @@ class SimPlane:
             return False
         for (pool, _, packed), indices in zip(frames.parts, places, strict=True):
             self._unpack(frames, pool, indices, packed)
-        settled = Arrival(frames.room, frames.source, frames.number)
+        settled = WriteArrived(frames.room, frames.source, frames.number)
         self._held.settled(self.rank, frames.room, frames.source, frames.number)
         if self.rank:
             self._settled.append(settled)

@@ -23,22 +23,22 @@ from cluster.assembly.host_tier_memory import rebind
 from contracts.errors import PeerDead
 from contracts.messages.rank_order_codec import decode, encode
 from contracts.messages.rank_orders import (
-    Bond,
-    Check,
-    Connect,
-    Copy,
-    Describe,
-    Digest,
-    Disconnect,
-    Exists,
-    Fetch,
+    BindArenas,
+    CheckPages,
+    CloseLink,
+    CopyPages,
+    DescribeMemory,
+    DigestPages,
+    FetchPages,
+    FindPages,
+    FollowerNotice,
+    OpenLink,
     Order,
-    Permit,
-    Post,
-    Put,
-    Revoke,
-    Tidings,
-    Zero,
+    PermitRoom,
+    PostWrite,
+    PutPages,
+    RevokeRoom,
+    ZeroPages,
 )
 from sim.fabric.sim_process import Process
 from sim.fabric.virtual_time import Agenda
@@ -80,7 +80,7 @@ class SimRank:
     orders: deque[tuple[bytes, Asked | None]] = field(default_factory=deque)
     open: dict[int, Asked] = field(default_factory=dict)
     """What storage has still to answer."""
-    tidings: list[Tidings] = field(default_factory=list)
+    tidings: list[FollowerNotice] = field(default_factory=list)
     asked: int = 0
 
     def carry_out(self) -> None:
@@ -92,18 +92,18 @@ class SimRank:
     def _obey(self, order: Order, asked: Asked | None) -> None:
         answer: Any = None
         match order:
-            case Exists() | Fetch() | Put():
+            case FindPages() | FetchPages() | PutPages():
                 assert self.storage is not None, "a leader without storage asks nothing of it"
                 assert asked is not None
                 self.asked += 1
                 self.open[self.asked] = asked
                 self.storage.obey(self.asked, order)
                 return
-            case Zero() | Copy() | Digest() | Check():
+            case ZeroPages() | CopyPages() | DigestPages() | CheckPages():
                 answer = self.state.obey(order)
-            case Describe() | Connect() | Disconnect() | Post() | Permit() | Revoke():
+            case DescribeMemory() | OpenLink() | CloseLink() | PostWrite() | PermitRoom() | RevokeRoom():
                 answer = self.links.obey(order)
-            case Bond():
+            case BindArenas():
                 answer = rebind(self.arena, order)
             case _:
                 raise AssertionError(f"{type(order).__name__} isn't for a simulated rank")
@@ -141,8 +141,8 @@ class SimFollowers:
         self._send(order, asked)
         return asked
 
-    def heard(self) -> list[tuple[int, Tidings]]:
-        out: list[tuple[int, Tidings]] = []
+    def heard(self) -> list[tuple[int, FollowerNotice]]:
+        out: list[tuple[int, FollowerNotice]] = []
         for rank in self.ranks:
             rank.look()
             out += [(rank.number, one) for one in rank.tidings]

@@ -8,7 +8,7 @@ from typing import Protocol
 from contracts.errors import ConfigError
 from contracts.ids import RequestId, Role, WorkerName
 from contracts.messages.router_commands import Command
-from contracts.messages.worker_events import Event, Progress
+from contracts.messages.worker_events import Event, LegReport
 from contracts.messages.worker_status import WorkerStatus, WorkerView
 from contracts.sampling_params import TokenLogprob
 from router.core.router_actions import Deliver, End, Replay, Scores, Send
@@ -34,7 +34,7 @@ class Clients(Protocol):
 
     def on_end(self, ask: Ask, end: End) -> None: ...
 
-    def on_progress(self, ask: Ask, progress: Progress) -> None:
+    def on_progress(self, ask: Ask, progress: LegReport) -> None:
         """A worker reports of one of its requests; clients see what it counts in their usage."""
 
 
@@ -165,7 +165,7 @@ class SimRouter:
 
     def events(self, key: WorkerKey, events: Sequence[Event]) -> None:
         for event in events:
-            if isinstance(event, Progress):
+            if isinstance(event, LegReport):
                 ask = self._asks.get(event.request_id)
                 if ask is not None:
                     self._client.on_progress(ask, event)

@@ -27,7 +27,7 @@ from itertools import count
 from contracts.config.load_config import config_from_dict
 from contracts.errors import ErrorKind
 from contracts.ids import RequestId, Role, WorkerName
-from contracts.messages.worker_events import Progress
+from contracts.messages.worker_events import LegReport
 from contracts.sampling_params import TokenLogprob
 from router.core.router_actions import End
 from router.verification.audit_cases import Result as Audited
@@ -234,7 +234,7 @@ class Run:
         }
         self.counts.update(kind for kind, so in kinds.items() if so)
 
-    def on_progress(self, ask: Ask, progress: Progress) -> None:
+    def on_progress(self, ask: Ask, progress: LegReport) -> None:
         """What was found of its prompt must have been there to find: said by somebody of the same salt, before."""
         found = progress.cached_tokens
         if not found:

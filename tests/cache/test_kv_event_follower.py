@@ -5,7 +5,16 @@ from collections import deque
 
 import pytest
 
-from contracts.messages.kv_events import TRUTH, Cleared, KvEvent, Removed, Stored, Tier, decode_batch, encode_batch
+from contracts.messages.kv_events import (
+    TRUTH,
+    AllBlocksCleared,
+    BlockRemoved,
+    BlockStored,
+    EventMedium,
+    KvEvent,
+    decode_batch,
+    encode_batch,
+)
 from router.kv_indexer.event_replay import Follower
 from router.kv_indexer.kv_index import TierIndex
 
@@ -27,16 +36,16 @@ class Source:
         return self.buffer[-1]
 
     def event(self) -> KvEvent:
-        tier = self.rng.choice(list(Tier))
+        tier = self.rng.choice(list(EventMedium))
         draw = self.rng.random()
         if draw < 0.01:
-            return Cleared(tier)
+            return AllBlocksCleared(tier)
         if draw < 0.35 and self.truth.pages[tier]:
-            return Removed(tier, (self.rng.choice(list(self.truth.pages[tier])),))
+            return BlockRemoved(tier, (self.rng.choice(list(self.truth.pages[tier])),))
         count = self.rng.randrange(1, 4)
         hashes = tuple(self.rng.randbytes(16) for _ in range(count))
         parent = self.rng.choice([None, self.rng.randbytes(16)])
-        return Stored(tier, parent, hashes, tuple(self.rng.randrange(1000) for _ in range(2 * count)), 2)
+        return BlockStored(tier, parent, hashes, tuple(self.rng.randrange(1000) for _ in range(2 * count)), 2)
 
     def answer(self, question: bytes) -> list[tuple[int, bytes]]:
         if question != TRUTH:
@@ -44,7 +53,7 @@ class Source:
         if not self.knows_truth:
             return []
         events = [
-            Stored(tier, entry.parent, (page,), entry.tokens, len(entry.tokens))
+            BlockStored(tier, entry.parent, (page,), entry.tokens, len(entry.tokens))
             for tier, pages in self.truth.pages.items()
             for page, entry in pages.items()
         ]
@@ -173,7 +182,7 @@ def test_the_index_equals_the_truth_after_any_losses_in_many_runs(knows_truth: b
         stand(seed, knows_truth)
 
 
-def pages_of(index: TierIndex) -> set[tuple[Tier, bytes]]:
+def pages_of(index: TierIndex) -> set[tuple[EventMedium, bytes]]:
     return {(tier, page) for tier, pages in index.pages.items() for page in pages}
 
 
@@ -266,9 +275,9 @@ def test_a_batch_that_cannot_be_read_is_lost_and_counted() -> None:
 
 def test_clearing_everything_makes_a_partial_index_whole() -> None:
     follower = Follower(can_ask=False)
-    follower.live(7, encode_batch(1.0, [Removed(Tier.HOST, (bytes(16),))], 0))
+    follower.live(7, encode_batch(1.0, [BlockRemoved(EventMedium.HOST, (bytes(16),))], 0))
     assert not follower.complete
-    follower.live(8, encode_batch(1.0, [Cleared()], 0))
+    follower.live(8, encode_batch(1.0, [AllBlocksCleared()], 0))
     assert follower.complete
 
 

@@ -8,7 +8,14 @@ import pytest
 
 from cache.tiers.kv_event_publisher import EventLog
 from contracts.errors import WireError
-from contracts.messages.kv_events import Cleared, Removed, Stored, Tier, decode_batch, encode_batch
+from contracts.messages.kv_events import (
+    AllBlocksCleared,
+    BlockRemoved,
+    BlockStored,
+    EventMedium,
+    decode_batch,
+    encode_batch,
+)
 from router.kv_indexer.kv_index import TierIndex
 
 A, B, C = bytes(16), bytes(range(16)), b"\xff" * 16
@@ -50,11 +57,11 @@ class Decoder:
 
 def test_a_batch_is_tagged_arrays_in_the_order_that_indexers_read() -> None:
     events = (
-        Stored(Tier.DEVICE, None, (A, B), (1, 2, 300, 70000), 2),
-        Stored(Tier.HOST, B, (C,), tuple(range(16)), 16, salt="tenant"),
-        Removed(Tier.STORAGE, (A,)),
-        Cleared(),
-        Cleared(Tier.HOST),
+        BlockStored(EventMedium.DEVICE, None, (A, B), (1, 2, 300, 70000), 2),
+        BlockStored(EventMedium.HOST, B, (C,), tuple(range(16)), 16, salt="tenant"),
+        BlockRemoved(EventMedium.STORAGE, (A,)),
+        AllBlocksCleared(),
+        AllBlocksCleared(EventMedium.HOST),
     )
     payload = encode_batch(1234.5, events, 3)
     decoder = Decoder(payload)
@@ -73,22 +80,29 @@ def test_a_batch_is_tagged_arrays_in_the_order_that_indexers_read() -> None:
 
 
 def test_the_first_bytes_of_a_batch_are_these() -> None:
-    payload = encode_batch(0.0, (Removed(Tier.DEVICE, (A,)),), 0)
+    payload = encode_batch(0.0, (BlockRemoved(EventMedium.DEVICE, (A,)),), 0)
     assert payload == (
         b"\x93" + b"\xcb" + bytes(8) + b"\x91" + b"\x93\xacBlockRemoved" + b"\x91\xc4\x10" + A + b"\xa3GPU" + b"\x00"
     )
 
 
 def test_what_was_encoded_is_decoded() -> None:
-    events = (Stored(Tier.STORAGE, C, (A, B), (5, 6), 1, salt="s"), Removed(Tier.HOST, (A, B)), Cleared(Tier.DEVICE))
+    events = (
+        BlockStored(EventMedium.STORAGE, C, (A, B), (5, 6), 1, salt="s"),
+        BlockRemoved(EventMedium.HOST, (A, B)),
+        AllBlocksCleared(EventMedium.DEVICE),
+    )
     assert decode_batch(encode_batch(2.0, events, None)).events == events
 
 
 def test_batches_of_other_engines_are_read() -> None:
     short = msgpack.packb([1.0, [["BlockStored", [A], None, [7], 1, None], ["BlockRemoved", [A]]]])
-    assert decode_batch(short).events == (Stored(Tier.DEVICE, None, (A,), (7,), 1), Removed(Tier.DEVICE, (A,)))
+    assert decode_batch(short).events == (
+        BlockStored(EventMedium.DEVICE, None, (A,), (7,), 1),
+        BlockRemoved(EventMedium.DEVICE, (A,)),
+    )
     named = msgpack.packb([1, [["BlockStored", [A], None, [7], 1, None, "CPU", None, None, 0]], 0])
-    assert decode_batch(named).events == (Stored(Tier.HOST, None, (A,), (7,), 1),)
+    assert decode_batch(named).events == (BlockStored(EventMedium.HOST, None, (A,), (7,), 1),)
 
 
 @pytest.mark.parametrize(
@@ -121,20 +135,25 @@ def test_a_malformed_payload_is_a_wire_error(payload: bytes) -> None:
 
 def test_the_index_keeps_parents_and_tokens_for_each_tier() -> None:
     index = TierIndex()
-    index.apply([Stored(Tier.DEVICE, None, (A, B), (1, 2, 3, 4), 2), Stored(Tier.HOST, A, (B,), (3, 4), 2)])
-    assert index.pages[Tier.DEVICE][B].parent == A
-    assert index.pages[Tier.DEVICE][B].tokens == (3, 4)
-    index.apply([Removed(Tier.DEVICE, (B, C))])
-    assert list(index.pages[Tier.DEVICE]) == [A]
-    assert list(index.pages[Tier.HOST]) == [B]
-    index.apply([Cleared(Tier.HOST)])
-    assert not index.pages[Tier.HOST]
-    assert index.pages[Tier.DEVICE]
+    index.apply(
+        [
+            BlockStored(EventMedium.DEVICE, None, (A, B), (1, 2, 3, 4), 2),
+            BlockStored(EventMedium.HOST, A, (B,), (3, 4), 2),
+        ]
+    )
+    assert index.pages[EventMedium.DEVICE][B].parent == A
+    assert index.pages[EventMedium.DEVICE][B].tokens == (3, 4)
+    index.apply([BlockRemoved(EventMedium.DEVICE, (B, C))])
+    assert list(index.pages[EventMedium.DEVICE]) == [A]
+    assert list(index.pages[EventMedium.HOST]) == [B]
+    index.apply([AllBlocksCleared(EventMedium.HOST)])
+    assert not index.pages[EventMedium.HOST]
+    assert index.pages[EventMedium.DEVICE]
 
 
 def test_a_log_gives_each_event_once_in_order() -> None:
     log = EventLog()
-    log.emit(Cleared())
-    log.emit(Removed(Tier.HOST, (A,)))
-    assert log.drain() == (Cleared(), Removed(Tier.HOST, (A,)))
+    log.emit(AllBlocksCleared())
+    log.emit(BlockRemoved(EventMedium.HOST, (A,)))
+    assert log.drain() == (AllBlocksCleared(), BlockRemoved(EventMedium.HOST, (A,)))
     assert log.drain() == ()

@@ -12,7 +12,7 @@ from cache.tiers.kv_event_publisher import EventLog, Publisher
 from contracts.clock import ManualClock, SystemClock
 from contracts.config.cache_config import EventsConfig
 from contracts.errors import ConfigError
-from contracts.messages.kv_events import END, KvEvent, Removed, Stored, Tier, decode_batch
+from contracts.messages.kv_events import END, BlockRemoved, BlockStored, EventMedium, KvEvent, decode_batch
 from router.kv_indexer.kv_event_subscriber import EventReader
 from router.kv_indexer.kv_index import TierIndex
 
@@ -29,16 +29,16 @@ class Worker:
 
     def content(self) -> list[KvEvent]:
         return [
-            Stored(tier, entry.parent, (page,), entry.tokens, len(entry.tokens))
+            BlockStored(tier, entry.parent, (page,), entry.tokens, len(entry.tokens))
             for tier, pages in self.truth.pages.items()
             for page, entry in pages.items()
         ]
 
     def step(self) -> None:
-        tier = self.rng.choice(list(Tier))
-        events: list[KvEvent] = [Stored(tier, None, (self.rng.randbytes(16),), (1, 2), 2)]
+        tier = self.rng.choice(list(EventMedium))
+        events: list[KvEvent] = [BlockStored(tier, None, (self.rng.randbytes(16),), (1, 2), 2)]
         if self.rng.random() < 0.5 and self.truth.pages[tier]:
-            events.append(Removed(tier, (self.rng.choice(list(self.truth.pages[tier])),)))
+            events.append(BlockRemoved(tier, (self.rng.choice(list(self.truth.pages[tier])),)))
         for event in events:
             self.log.emit(event)
         self.truth.apply(events)

@@ -18,7 +18,7 @@ from cache.tiers.kv_event_recorder import Teller
 from contracts.block_hash import chain_keys
 from contracts.clock import SystemClock
 from contracts.config.cache_config import EventsConfig
-from contracts.messages.kv_events import Tier as Medium
+from contracts.messages.kv_events import EventMedium as Medium
 from router.kv_indexer.kv_event_subscriber import EventReader
 from tests.poolsets import pool_sets
 from tests.steps import steps

@@ -10,7 +10,7 @@ from cache.memory.kv_cache_spec import BufferSpec, PoolSetSpec, PoolSpec
 from cache.memory.page_moves import Move, Part
 from cache.pool.tp_pool_set import RankedPools
 from contracts.errors import ConfigError
-from contracts.messages.rank_orders import Copy
+from contracts.messages.rank_orders import CopyPages
 from tests.poolsets import NAMES
 from tests.ranks import RankedSeat, content, fill, headed_sets, ranked_seat
 
@@ -81,7 +81,7 @@ def test_a_copy_counts_for_the_leader_before_and_for_a_follower_after_it_was_mad
     (follower,) = seat.followers.states
     assert isinstance(seat.leader, RankedPools)
     seat.leader.on_copy, follower._copied = (lambda: count("leader")), count
-    seat.followers.slow = Copy
+    seat.followers.slow = CopyPages
     seat.leader.copy(Move((Part("full", (2,), (4,)),)), seat.leader)
     assert counts == {"leader": 1, DEVICE: 0}
     seat.followers.catch_up()

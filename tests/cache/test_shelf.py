@@ -16,7 +16,7 @@ from cache.storage.backends.memory_backend import MemoryBackend
 from cache.storage.inline_queue import InlineQueue
 from cache.storage.rank_page_store import RankShelf, merged_outcomes
 from cache.storage.storage_backend import Outcome, Verdict
-from contracts.messages.rank_orders import Kept
+from contracts.messages.rank_orders import StoredPage
 from tests.poolsets import NAMES
 from tests.ranks import RankedSeat, content, fill, headed_sets, ranked_seat
 
@@ -32,8 +32,8 @@ class Ranks:
     shelves: list[RankShelf]
     queues: list[InlineQueue]
 
-    def pages(self, pool: str) -> list[Kept]:
-        return [Kept(pool, key, 1 + n, 4 * n, 4 * n + 4) for n, key in enumerate(KEYS)]
+    def pages(self, pool: str) -> list[StoredPage]:
+        return [StoredPage(pool, key, 1 + n, 4 * n, 4 * n + 4) for n, key in enumerate(KEYS)]
 
     def digests(self, pool: str) -> list[int]:
         pages = self.pages(pool)

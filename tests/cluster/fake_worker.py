@@ -11,7 +11,7 @@ from contracts.interfaces.worker_interface import SessionId
 from contracts.messages.fingerprint import PROTOCOL, Fingerprint
 from contracts.messages.router_commands import Cancel, Command, Submit
 from contracts.messages.worker_events import Done, Event, Tokens
-from contracts.messages.worker_status import CheckReport, Fits, WorkerStatus
+from contracts.messages.worker_status import CheckReport, WorkerLimits, WorkerStatus
 from contracts.sampling_params import SamplingParams
 
 
@@ -39,7 +39,7 @@ class FakeWorker:
         self.on_step: Callable[[], None] = lambda: None
         self._woken = threading.Event()
 
-    fits = Fits(max_positions=1024, context=2048)
+    fits = WorkerLimits(max_positions=1024, context=2048)
     control = "tcp://127.0.0.1:1"
     fingerprint = Fingerprint(PROTOCOL, "a layout", "invariant:by hand", "a model")
 

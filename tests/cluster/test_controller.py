@@ -13,7 +13,7 @@ from contracts.clock import ManualClock
 from contracts.config.cluster_config import ClusterConfig
 from contracts.errors import ConfigError, IllegalTransition
 from contracts.ids import Incarnation, Role, WorkerName
-from contracts.messages.worker_status import Fits, WorkerRecord, WorkerStatus
+from contracts.messages.worker_status import WorkerLimits, WorkerRecord, WorkerStatus
 
 NAME = WorkerName("decode-0")
 CONFIG = ClusterConfig(heartbeat_s=1.0, lease_s=10.0, start_timeout_s=60.0, restart_limit=3)
@@ -45,7 +45,7 @@ class Cluster:
 
 
 def _record(incarnation: int) -> WorkerRecord:
-    fits = Fits(1024, 2048)
+    fits = WorkerLimits(1024, 2048)
     return WorkerRecord(NAME, Role.DECODE, Incarnation(incarnation), 77, "n", "127.0.0.1:1", "tcp://127.0.0.1:2", fits)
 
 
@@ -318,7 +318,7 @@ class Nodes:
     def register(self, name: str, host: str) -> Grant:
         number = self.incarnation[WorkerName(name)]
         record = WorkerRecord(
-            WorkerName(name), Role.DECODE, number, 77, host, "e", "c", Fits(1, 1), self.places[host].node_id
+            WorkerName(name), Role.DECODE, number, 77, host, "e", "c", WorkerLimits(1, 1), self.places[host].node_id
         )
         return self.brain.register(record)
 

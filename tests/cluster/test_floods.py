@@ -26,7 +26,7 @@ from contracts.clock import ManualClock
 from contracts.config.cluster_config import ClusterConfig
 from contracts.ids import Incarnation, Role, WorkerName
 from contracts.messages.worker_events import Tokens
-from contracts.messages.worker_status import Fits, WorkerRecord
+from contracts.messages.worker_status import WorkerLimits, WorkerRecord
 from contracts.proto import worker_pb2 as pb
 from contracts.proto import worker_pb2_grpc as pb_grpc
 from contracts.wire.command_protobuf import command_to_proto
@@ -58,7 +58,7 @@ class Scene:
         self.loop = LoopThread("worker-service")
         self.server, self.endpoint = serve_worker(self.loop, self.host, 1, "127.0.0.1")
         self.lost: list[str] = []
-        record = WorkerRecord(NAME, Role.DECODE, Incarnation(1), 7, "n", self.endpoint, "", Fits(1024, 2048))
+        record = WorkerRecord(NAME, Role.DECODE, Incarnation(1), 7, "n", self.endpoint, "", WorkerLimits(1024, 2048))
         self.keeper = LeaseKeeper(
             record, self.controller.endpoint, self.clock, 0.01, self.host.heartbeat, self.lost.append
         )

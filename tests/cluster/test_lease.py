@@ -21,7 +21,7 @@ from contracts.config.cluster_config import ClusterConfig
 from contracts.errors import RequestError
 from contracts.ids import Incarnation, Role, WorkerName
 from contracts.messages.fingerprint import Fingerprint
-from contracts.messages.worker_status import Fits, WorkerRecord, WorkerView
+from contracts.messages.worker_status import WorkerLimits, WorkerRecord, WorkerView
 from contracts.proto import worker_pb2 as pb
 from contracts.proto import worker_pb2_grpc as pb_grpc
 from contracts.wire.grpc_channels import channel_options
@@ -84,7 +84,7 @@ class Wired:
     def keeper(
         self, incarnation: int, on_lost: Callable[[str], None] = lambda reason: None, endpoint: str = ""
     ) -> LeaseKeeper:
-        fits = Fits(1024, 2048)
+        fits = WorkerLimits(1024, 2048)
         record = WorkerRecord(
             NAME, Role.DECODE, Incarnation(incarnation), 7, "n", "127.0.0.1:1", "tcp://x", fits, "a node", MARK
         )
@@ -157,7 +157,7 @@ def test_a_renewal_may_take_two_heartbeats_and_no_less_than_a_second(heartbeat_s
             given.append(timeout)
             return pb.Grant(fenced=True)
 
-    record = WorkerRecord(NAME, Role.DECODE, Incarnation(1), 7, "n", "e", "c", Fits(1, 1))
+    record = WorkerRecord(NAME, Role.DECODE, Incarnation(1), 7, "n", "e", "c", WorkerLimits(1, 1))
     keeper = LeaseKeeper(
         record, "nowhere", ManualClock(), heartbeat_s, FakeWorker(incarnation=1).status, lambda _: None
     )
@@ -174,7 +174,7 @@ def test_an_order_to_leave_that_an_undrain_has_overtaken_is_not_obeyed(undrained
             undrains[0] += undrained  # while the answer is under way
             return next(answers)
 
-    record = WorkerRecord(NAME, Role.DECODE, Incarnation(1), 7, "n", "e", "c", Fits(1, 1))
+    record = WorkerRecord(NAME, Role.DECODE, Incarnation(1), 7, "n", "e", "c", WorkerLimits(1, 1))
     status = FakeWorker(incarnation=1).status
     keeper = LeaseKeeper(
         record, "nowhere", ManualClock(), 0.0, status, lambda _: None,

@@ -25,7 +25,7 @@ from contracts.clock import ManualClock
 from contracts.config.cluster_config import ClusterConfig
 from contracts.errors import ConfigError
 from contracts.ids import Incarnation, Role, WorkerName
-from contracts.messages.worker_status import Fits, WorkerRecord, WorkerStatus, WorkerView
+from contracts.messages.worker_status import WorkerLimits, WorkerRecord, WorkerStatus, WorkerView
 from tests.cluster.router_stub import RouterStub, router_stub, row
 
 NAME = WorkerName("decode-1")
@@ -50,7 +50,7 @@ class Cluster:
         return start
 
     def record(self) -> WorkerRecord:
-        return WorkerRecord(NAME, self.role, self.incarnation, 7, "n", "e", "c", Fits(1, 1), "node-of-ray")
+        return WorkerRecord(NAME, self.role, self.incarnation, 7, "n", "e", "c", WorkerLimits(1, 1), "node-of-ray")
 
     def renew(self, state: str) -> bool:
         """A heartbeat; whether the worker is told to drain."""

@@ -8,7 +8,7 @@ import pytest
 from cluster.serve.local_directory import LocalDirectory
 from cluster.worker_process.worker_thread import WorkerHost
 from contracts.ids import Incarnation, Role, WorkerName
-from contracts.interfaces.discovery import Directory, Port
+from contracts.interfaces.discovery import WorkerClient, WorkerDirectory
 from contracts.messages.worker_events import Done, Event
 from contracts.messages.worker_status import WorkerRecord, WorkerView
 from tests.cluster.fake_worker import FakeWorker, submit
@@ -24,8 +24,8 @@ class Local:
             WorkerName("decode-0"), Role.DECODE, Incarnation(1), 0, "node", "", "", self.worker.fits
         )
         self.local_directory = LocalDirectory([(self.record, self.host)], refresh_s=0.01)
-        self.directory: Directory = self.local_directory
-        self.port: Port = self.directory.port(self.record)
+        self.directory: WorkerDirectory = self.local_directory
+        self.port: WorkerClient = self.directory.port(self.record)
         self.host.start()
 
     def run(self, talk: Callable[[], Awaitable[None]]) -> None:

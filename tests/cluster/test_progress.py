@@ -16,7 +16,7 @@ from contracts.clock import ManualClock
 from contracts.config.cluster_config import ClusterConfig
 from contracts.errors import ConfigError
 from contracts.ids import Incarnation, Role, WorkerName
-from contracts.messages.worker_status import Fits, WorkerRecord, WorkerStatus
+from contracts.messages.worker_status import WorkerLimits, WorkerRecord, WorkerStatus
 from tests.cluster.fake_worker import FakeWorker, submit
 
 NAME = WorkerName("decode-0")
@@ -34,7 +34,7 @@ def cluster() -> Controller:
     brain = Controller(ManualClock(), CONFIG, MemoryLedger())
     brain.add(NAME, Role.DECODE)
     brain.tick()
-    brain.register(WorkerRecord(NAME, Role.DECODE, Incarnation(1), 7, "n", "", "", Fits(1, 1)))
+    brain.register(WorkerRecord(NAME, Role.DECODE, Incarnation(1), 7, "n", "", "", WorkerLimits(1, 1)))
     return brain
 
 

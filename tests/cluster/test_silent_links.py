@@ -12,7 +12,7 @@ from cluster.worker_process.grpc_service import serve_worker
 from cluster.worker_process.worker_thread import WorkerHost
 from contracts.ids import Incarnation, Role, WorkerName
 from contracts.messages.worker_events import Event
-from contracts.messages.worker_status import Fits, WorkerRecord
+from contracts.messages.worker_status import WorkerLimits, WorkerRecord
 from router.links.grpc_worker import GrpcPort, GrpcSession, channel_options
 from tests.cluster.fake_worker import FakeWorker, submit
 from tests.proxy import Proxy, Relay, proxying
@@ -37,7 +37,7 @@ class Scene:
 
     def record(self) -> WorkerRecord:
         name, endpoint = WorkerName("decode-0"), self.relay.endpoint
-        return WorkerRecord(name, Role.DECODE, Incarnation(1), 1, "n", endpoint, "", Fits(1, 1))
+        return WorkerRecord(name, Role.DECODE, Incarnation(1), 1, "n", endpoint, "", WorkerLimits(1, 1))
 
     async def open(self) -> tuple[GrpcPort, GrpcSession]:
         port = GrpcPort(self.record(), LINK_S)

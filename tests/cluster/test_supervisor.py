@@ -12,7 +12,7 @@ from cluster.controller.worker_launcher import Ended, Placed
 from contracts.clock import ManualClock
 from contracts.config.cluster_config import ClusterConfig
 from contracts.ids import Incarnation, Role, WorkerName
-from contracts.messages.worker_status import Fits, WorkerRecord, WorkerStatus
+from contracts.messages.worker_status import WorkerLimits, WorkerRecord, WorkerStatus
 
 NAME = WorkerName("decode-0")
 A, B = NodePlace("a-0123456789", "a"), NodePlace("b-0123456789", "b")
@@ -63,7 +63,9 @@ class Scene:
 
     def up(self, incarnation: int, node: NodePlace) -> None:
         number = Incarnation(incarnation)
-        self.brain.register(WorkerRecord(NAME, Role.DECODE, number, 7, node.host, "", "", Fits(1, 1), node.node_id))
+        self.brain.register(
+            WorkerRecord(NAME, Role.DECODE, number, 7, node.host, "", "", WorkerLimits(1, 1), node.node_id)
+        )
         self.brain.renew(NAME, number, WorkerStatus(NAME, Role.DECODE, "ready", 7, "", number, 0, 0, 1, 1))
 
     @property

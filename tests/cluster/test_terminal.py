@@ -15,7 +15,7 @@ from contracts.config.cluster_config import Config
 from contracts.config.load_config import config_from_dict
 from contracts.ids import Incarnation, Role, WorkerName
 from contracts.messages.fingerprint import Fingerprint
-from contracts.messages.worker_status import Fits, WorkerRecord, WorkerStatus, WorkerView
+from contracts.messages.worker_status import WorkerLimits, WorkerRecord, WorkerStatus, WorkerView
 from engine.native.compile_kernels import NativeUnavailable
 
 NATIVE = "invariant:cpu/x86_64/native-x86-64-v4/torch-2.13.0+cpu/bits-1"
@@ -26,7 +26,9 @@ CUDA = "invariant:cuda/sm_90/triton-3.6"
 def view(name: str, numerics: str | None) -> WorkerView:
     mark = None if numerics is None else Fingerprint(3, "layout", numerics, "weights")
     role = Role(name.partition("-")[0])
-    record = WorkerRecord(WorkerName(name), role, Incarnation(1), 77, "a node", "e", "c", Fits(1, 1), "id", mark)
+    record = WorkerRecord(
+        WorkerName(name), role, Incarnation(1), 77, "a node", "e", "c", WorkerLimits(1, 1), "id", mark
+    )
     return WorkerView(record, WorkerStatus(record.name, role, "ready", 77, "a node", Incarnation(1), 0, 0, 46, 46))
 
 

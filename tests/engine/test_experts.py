@@ -15,7 +15,7 @@ from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3MoE
 from transformers.models.gpt_oss.modeling_gpt_oss import GptOssMLP
 from transformers.models.qwen3_next.modeling_qwen3_next import Qwen3NextSparseMoeBlock
 
-from contracts.checkpoint.json_fields import Fields
+from contracts.checkpoint.json_fields import JsonFields
 from contracts.checkpoint.model_spec import ModelSpec
 from contracts.checkpoint.safetensors_headers import read_headers
 from contracts.errors import CheckpointError
@@ -60,7 +60,7 @@ def context(count: int, numerics: Numerics = FAST) -> StepContext:
 def written(folder: Path, tensors: Mapping[str, Tensor], shard: Shard = WHOLE) -> Weights:
     """A folder with these tensors alone, as one rank reads it."""
     save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, folder / "model.safetensors")
-    config = Fields(folder / "config.json", {})
+    config = JsonFields(folder / "config.json", {})
     spec = ModelSpec(
         folder, "x", "x", 1, 1, 1, "float32", None, (), "x", config=config, headers=read_headers(folder)
     )  # fmt: skip

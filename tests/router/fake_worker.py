@@ -16,9 +16,9 @@ from dataclasses import dataclass, field
 from contracts.errors import ErrorKind, RequestError
 from contracts.ids import Incarnation, RequestId, Role, RoomId, WorkerName
 from contracts.messages.fingerprint import PROTOCOL, Fingerprint
-from contracts.messages.router_commands import Audit, Cancel, Command, Forget, Submit
-from contracts.messages.worker_events import Audited, Done, Event, Progress, PromptScores, Tokens
-from contracts.messages.worker_status import CheckReport, Fits, WorkerRecord, WorkerStatus, WorkerView
+from contracts.messages.router_commands import Audit, Cancel, Command, InvalidatePrefix, Submit
+from contracts.messages.worker_events import Audited, Done, Event, LegReport, PromptScores, Tokens
+from contracts.messages.worker_status import CheckReport, WorkerLimits, WorkerRecord, WorkerStatus, WorkerView
 from contracts.sampling_params import SamplingParams, TokenLogprob
 
 VOCAB = 1000
@@ -77,7 +77,7 @@ def prefill_frames(submit: Submit, worker: WorkerName, cached: int = 0) -> Itera
         tokens.append(draw(tokens, submit.sampling))
         frame.append(Tokens(*key, len(tokens) - 1, (tokens[-1],), scored(submit, tokens, len(tokens) - 1)))
     marks = {"queue": 0.001, "match": 0.001, "prefill": 0.002}
-    frame.append(Progress(*key, Role.PREFILL, worker, marks, cached, len(submit.tokens) - cached))
+    frame.append(LegReport(*key, Role.PREFILL, worker, marks, cached, len(submit.tokens) - cached))
     if done := ending(submit, tokens):
         frame.append(done)
     yield frame
@@ -91,7 +91,7 @@ def decode_frames(submit: Submit, worker: WorkerName) -> Iterator[list[Event]]:
         return
     marks = {"grant": 0.001, "arrived": 0.003}
     received = BYTES_A_TOKEN * (len(submit.tokens) - 1)
-    reports: list[Event] = [Progress(*key, Role.DECODE, worker, marks, 1, transfer_bytes=received)]
+    reports: list[Event] = [LegReport(*key, Role.DECODE, worker, marks, 1, transfer_bytes=received)]
     while True:
         tokens.append(draw(tokens, submit.sampling))
         at = len(tokens) - 1
@@ -99,7 +99,7 @@ def decode_frames(submit: Submit, worker: WorkerName) -> Iterator[list[Event]]:
         reports.clear()
         if done := ending(submit, tokens):
             marks |= {"first_step": 0.004, "done": 0.005}
-            yield [*frame, Progress(*key, Role.DECODE, worker, marks), done]
+            yield [*frame, LegReport(*key, Role.DECODE, worker, marks), done]
             return
         yield frame
 
@@ -167,7 +167,7 @@ class FakeWorker:
         self.submits: list[Submit] = []
         self.cancels: list[Cancel] = []
         self.audits: list[Audit] = []
-        self.forgets: list[Forget] = []
+        self.forgets: list[InvalidatePrefix] = []
         self.numerics = ""
         """Its numerics class; empty: it registers without a fingerprint."""
         self.audited: Callable[[Audit], Audited] | None = None
@@ -179,7 +179,7 @@ class FakeWorker:
     @property
     def record(self) -> WorkerRecord:
         control = f"inproc://{self.name}" if self.role is Role.PREFILL else ""
-        fits = Fits(self.positions, 4096)
+        fits = WorkerLimits(self.positions, 4096)
         fingerprint = Fingerprint(PROTOCOL, "layout", self.numerics, "weights") if self.numerics else None
         return WorkerRecord(
             self.name, self.role, self.incarnation, 1, self.node, self.endpoint, control, fits, self.node_id,
@@ -209,7 +209,7 @@ class FakeWorker:
             if self.audited is not None:
                 asyncio.get_running_loop().call_soon(session.on_events, [self.audited(command)])
             return
-        if isinstance(command, Forget):
+        if isinstance(command, InvalidatePrefix):
             self.forgets.append(command)
             return
         self.submits.append(command)

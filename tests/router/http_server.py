@@ -18,7 +18,7 @@ from contracts.checkpoint.model_spec import ModelSpec, read_model_spec
 from contracts.config.cluster_config import Config
 from contracts.config.load_config import config_from_dict
 from contracts.ids import Role
-from contracts.interfaces.discovery import Directory
+from contracts.interfaces.discovery import WorkerDirectory
 from router.api.app import create_app
 from router.main import RouterServer, listen
 from router.service.router_service import RouterService
@@ -126,7 +126,7 @@ def serving(
     *,
     spec: ModelSpec | None = None,
     config: Config | None = None,
-    directory: Directory | None = None,
+    directory: WorkerDirectory | None = None,
 ) -> Iterator[Server]:
     """A router on a free port that serves until the end of the block."""
     service = RouterService(spec or demo_spec(), config or Config(), directory or cluster)

@@ -11,7 +11,17 @@ from typing import Any
 from contracts.clock import ManualClock
 from contracts.config.router_config import AuditConfig, RouterConfig
 from contracts.ids import RequestId, Role, RoomId
-from contracts.messages.router_commands import Audit, Cancel, Command, Fetch, Forget, Give, Handover, Resume, Submit
+from contracts.messages.router_commands import (
+    Audit,
+    Cancel,
+    Command,
+    InvalidatePrefix,
+    PauseForMigration,
+    PullPrefix,
+    PushPrefix,
+    ResumeHere,
+    Submit,
+)
 from contracts.messages.worker_events import Done, Event
 from contracts.sampling_params import SamplingParams, TokenLogprob
 from router.core.router_actions import Deliver, End, Replay, Scores, Send
@@ -51,7 +61,7 @@ class Stage:
         self.ends: dict[RequestId, Done] = {}
         self.audits: list[tuple[WorkerKey, Audit]] = []
         self.findings: list[Finding] = []
-        self.forgets: list[tuple[WorkerKey, Forget]] = []
+        self.forgets: list[tuple[WorkerKey, InvalidatePrefix]] = []
         self.requests: dict[RequestId, Request] = {}
         self.view()
         for name in self.cluster.workers:
@@ -142,11 +152,11 @@ class Stage:
                 case Replay(rid, attempt, reason):
                     assert attempt == self.requests[rid].attempt or rid in self.ends
                     assert reason
-                case Send(worker, Give() | Fetch() | Handover() | Resume() as order):
+                case Send(worker, PushPrefix() | PullPrefix() | PauseForMigration() | ResumeHere() as order):
                     self.orders.append((worker, order))
                 case Send(worker, Audit() as audit):
                     self.audits.append((worker, audit))
-                case Send(worker, Forget() as forget):
+                case Send(worker, InvalidatePrefix() as forget):
                     self.forgets.append((worker, forget))
                 case Finding():
                     self.findings.append(action)

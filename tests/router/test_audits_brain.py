@@ -10,7 +10,7 @@ from contracts.errors import ErrorKind
 from contracts.ids import Incarnation, RequestId, Role, RoomId, WorkerName
 from contracts.messages.router_commands import Audit
 from contracts.messages.worker_events import Audited, AuditEnd, Done
-from contracts.sampling_params import Difference
+from contracts.sampling_params import TokenDifference
 from router.state.worker_table import WorkerKey
 from router.verification.audit_cases import STATES, Result
 from router.verification.audits import TRIES, chosen
@@ -40,7 +40,7 @@ def last(on: Stage) -> tuple[WorkerKey, Audit]:
     return on.audits[-1]
 
 
-def say(on: Stage, end: AuditEnd = AuditEnd.COMPUTED, *found: Difference, differing: int | None = None) -> None:
+def say(on: Stage, end: AuditEnd = AuditEnd.COMPUTED, *found: TokenDifference, differing: int | None = None) -> None:
     worker, audit = last(on)
     count = len(found) if differing is None else differing
     tokens = len(audit.tokens) - audit.prompt_len if end is AuditEnd.COMPUTED else 0
@@ -175,14 +175,14 @@ def test_a_difference_counts_once_another_worker_has_come_to_the_same() -> None:
     rid = answered(on)
     prefill = on.requests[rid].legs[0].workers[PREFILL]
     idle(on)
-    found = Difference(5, 77, 0.5)
+    found = TokenDifference(5, 77, 0.5)
     first = last(on)[0]
     assert first[0] != prefill, "somebody else than who served it, where there is somebody"
     say(on, AuditEnd.COMPUTED, found)
     assert results(on) == {}
     idle(on)
     assert last(on)[0] != first
-    say(on, AuditEnd.COMPUTED, Difference(5, 77, 0.4))
+    say(on, AuditEnd.COMPUTED, TokenDifference(5, 77, 0.4))
     assert results(on) == {Result.DAMAGED: 1}
     (finding,) = on.findings
     assert (finding.request_id, finding.result, finding.differing) == (rid, Result.DAMAGED, 1)
@@ -202,7 +202,7 @@ def test_a_wrong_first_token_is_prefills() -> None:
     answered(on)
     for _ in range(2):
         idle(on)
-        say(on, AuditEnd.COMPUTED, Difference(3, 77, 0.5))
+        say(on, AuditEnd.COMPUTED, TokenDifference(3, 77, 0.5))
     assert on.brain.audits.counts.damage == {("prefill-0", PREFILL): 1}
 
 
@@ -223,7 +223,7 @@ def test_a_replayed_answer_is_blamed_on_the_attempt_that_drew_the_token() -> Non
         audits.consider(on.requests[rid])
         while audits.queued or audits.under_way:
             idle(on)
-            say(on, AuditEnd.COMPUTED, Difference(position, 77, 0.5))
+            say(on, AuditEnd.COMPUTED, TokenDifference(position, 77, 0.5))
         assert audits.counts.damage == {(worker, role): 1}
 
 
@@ -243,21 +243,21 @@ def test_a_moved_answer_is_blamed_on_the_decode_worker_that_drew_the_token() -> 
         audits = on.brain.audits
         while audits.queued or audits.under_way:
             idle(on)
-            say(on, AuditEnd.COMPUTED, Difference(position, 77, 0.5))
+            say(on, AuditEnd.COMPUTED, TokenDifference(position, 77, 0.5))
         audits.counts.damage.clear()
         audits.consider(request)
         while audits.queued or audits.under_way:
             idle(on)
-            say(on, AuditEnd.COMPUTED, Difference(position, 77, 0.5))
+            say(on, AuditEnd.COMPUTED, TokenDifference(position, 77, 0.5))
         assert audits.counts.damage == {(worker, DECODE): 1}
 
 
 def test_auditors_that_contradict_each_other_prove_nothing() -> None:
-    for second in ((Difference(5, 78, 0.5),), ()):
+    for second in ((TokenDifference(5, 78, 0.5),), ()):
         on = stage()
         answered(on)
         idle(on)
-        say(on, AuditEnd.COMPUTED, Difference(5, 77, 0.5))
+        say(on, AuditEnd.COMPUTED, TokenDifference(5, 77, 0.5))
         idle(on)
         say(on, AuditEnd.COMPUTED, *second)
         assert results(on) == {Result.DISPUTED: 1}

@@ -9,7 +9,7 @@ import pytest
 
 from contracts.errors import ErrorKind, IllegalTransition
 from contracts.ids import Role, WorkerName
-from contracts.messages.worker_events import Done, Progress, Tokens
+from contracts.messages.worker_events import Done, LegReport, Tokens
 from router.core.router_core import REFUSAL_LIMIT
 from router.state.worker_table import PREFIX_BLOCK_TOKENS, Entry, prefix_hashes
 from tests.router.stage import Stage
@@ -640,7 +640,7 @@ def test_reports_of_every_attempt_are_kept_for_the_timeline() -> None:
     stage.kill(stage.leg(rid, DECODE))
     stage.finish()
     reports = stage.requests[rid].progress
-    assert all(isinstance(p, Progress) for p in reports)
+    assert all(isinstance(p, LegReport) for p in reports)
     assert [p.role for p in reports] == [PREFILL, PREFILL, DECODE, DECODE]
 
 
@@ -648,7 +648,7 @@ def test_d4_a_prompt_that_decode_had_to_compute_is_counted_as_a_fallback() -> No
     stage = Stage()
     rid = stage.submit()
     name = WorkerName(stage.leg(rid, Role.DECODE))
-    stage.hear(stage.key(name), Progress(rid, 0, Role.DECODE, name, {}, 0, 0, 64))
+    stage.hear(stage.key(name), LegReport(rid, 0, Role.DECODE, name, {}, 0, 0, 64))
     assert stage.brain.counts.fallbacks == 0
-    stage.hear(stage.key(name), Progress(rid, 0, Role.DECODE, name, {}, 0, 3, 64))
+    stage.hear(stage.key(name), LegReport(rid, 0, Role.DECODE, name, {}, 0, 3, 64))
     assert stage.brain.counts.fallbacks == 1

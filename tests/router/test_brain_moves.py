@@ -10,8 +10,8 @@ import pytest
 
 from contracts.errors import ErrorKind
 from contracts.ids import Role, WorkerName
-from contracts.messages.router_commands import Command, Handover, Resume
-from contracts.messages.worker_events import Done, Gives, Moved, Paused
+from contracts.messages.router_commands import Command, PauseForMigration, ResumeHere
+from contracts.messages.worker_events import Done, MigrationDone, MigrationPaused, PushReady
 from router.migration.migration_table import MoveState
 from router.migration.migrations import PATIENCE_S
 from router.state.circuit_breaker import Circuit
@@ -55,13 +55,13 @@ class Scene:
 
     def pauses(self) -> None:
         """The source has stopped: of all that was told it holds the state, but for the last token's."""
-        self.on.hear(self.source, Paused(self.rid, 0, self.request.next_position - 1))
+        self.on.hear(self.source, MigrationPaused(self.rid, 0, self.request.next_position - 1))
 
     def bring_to(self, state: MoveState) -> None:
         steps: list[Callable[[], None]] = [
-            lambda: self.on.hear(self.source, Gives(self.rid, 0, 0)),
+            lambda: self.on.hear(self.source, PushReady(self.rid, 0, 0)),
             self.pauses,
-            lambda: self.on.hear(self.source, Moved(self.rid, 0, 1000)),
+            lambda: self.on.hear(self.source, MigrationDone(self.rid, 0, 1000)),
         ]
         for step in steps[: STATES.index(state)]:
             step()
@@ -119,10 +119,10 @@ def test_how_long_streams_stood_still_is_counted_from_pause_to_first_word() -> N
     for attempt, (pause, longest, both) in enumerate([(2.0, 2.0, 2.0), (3.0, 3.0, 5.0)], 1):
         source, target = scene.request.decode, scene.on.key(TARGET if attempt == 1 else SOURCE)
         assert source is not None
-        scene.on.hear(source, Gives(scene.rid, attempt - 1, 0))
+        scene.on.hear(source, PushReady(scene.rid, attempt - 1, 0))
         scene.on.clock.advance(1.0)
         scene.on.legs.pop((source[0], scene.rid))
-        scene.on.hear(source, Paused(scene.rid, attempt - 1, scene.request.next_position - 1))
+        scene.on.hear(source, MigrationPaused(scene.rid, attempt - 1, scene.request.next_position - 1))
         scene.on.clock.advance(pause)
         scene.on.say_next(target[0], scene.rid)
         counts = scene.on.brain.moves.counts
@@ -146,7 +146,7 @@ def test_a_target_that_refused_is_told_nothing_more_and_the_source_goes_on() -> 
     scene.bring_to(MoveState.OFFERED)
     before = len(scene.on.orders)
     scene.target_ends(ErrorKind.OVERLOADED)
-    assert scene.orders_from(before) == [(SOURCE, Resume(scene.rid, 0))]
+    assert scene.orders_from(before) == [(SOURCE, ResumeHere(scene.rid, 0))]
     assert not scene.cancelled()
     scene.on.finish()
     scene.on.assert_answered(scene.rid)
@@ -160,7 +160,7 @@ def test_a_target_that_nobody_heard_of_in_time_is_cancelled_and_the_source_goes_
     scene.on.tick(PATIENCE_S - 0.1)
     assert scene.state is MoveState.OFFERED
     scene.on.tick(0.2)
-    assert scene.orders_from(before) == [(SOURCE, Resume(scene.rid, 0))]
+    assert scene.orders_from(before) == [(SOURCE, ResumeHere(scene.rid, 0))]
     assert scene.cancelled() == {(TARGET, 1)}
     scene.on.finish()
     scene.on.assert_answered(scene.rid)
@@ -191,11 +191,11 @@ def test_a_source_that_says_it_stopped_and_was_not_asked_now_is_told_to_go_on(st
     assert scene.state is None
     assert scene.begin()
     if state is not MoveState.AHEAD:
-        scene.on.hear(scene.source, Gives(scene.rid, 0, 0))
+        scene.on.hear(scene.source, PushReady(scene.rid, 0, 0))
         scene.pauses()
     before = len(scene.on.orders)
     scene.pauses()
-    assert scene.orders_from(before) == [(SOURCE, Resume(scene.rid, 0))]
+    assert scene.orders_from(before) == [(SOURCE, ResumeHere(scene.rid, 0))]
     assert scene.state is state
 
 
@@ -217,7 +217,7 @@ def test_a_request_that_was_told_out_while_pages_were_copied_ahead_is_not_stoppe
     scene = Scene()
     before = len(scene.on.orders)
     scene.on.say(scene.rid, DECODE, 3)
-    scene.on.hear(scene.source, Gives(scene.rid, 0, 0))
+    scene.on.hear(scene.source, PushReady(scene.rid, 0, 0))
     assert not scene.orders_from(before), "neither asked to stop it nor told to go on with what never stopped"
     assert (scene.state, scene.on.brain.moves.counts.stayed) == (None, 1)
     scene.on.finish()
@@ -227,8 +227,8 @@ def test_a_request_that_was_told_out_while_pages_were_copied_ahead_is_not_stoppe
 def test_a_request_is_asked_for_once_its_source_has_nothing_to_copy_ahead() -> None:
     scene = Scene()
     before = len(scene.on.orders)
-    scene.on.hear(scene.source, Gives(scene.rid, 0, 0))
+    scene.on.hear(scene.source, PushReady(scene.rid, 0, 0))
     ((worker, order),) = scene.orders_from(before)
     assert worker == SOURCE
-    assert isinstance(order, Handover)
+    assert isinstance(order, PauseForMigration)
     assert (order.request_id, order.attempt, order.peer.name) == (scene.rid, 0, TARGET)

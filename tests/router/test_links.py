@@ -15,7 +15,7 @@ from contracts.config.cluster_config import Config
 from contracts.errors import ErrorKind
 from contracts.ids import Incarnation, RequestId, Role, RoomId
 from contracts.messages.router_commands import Cancel, PeerRef, Submit
-from contracts.messages.worker_events import Done, Event, Progress, PromptScores, Tokens
+from contracts.messages.worker_events import Done, Event, LegReport, PromptScores, Tokens
 from contracts.messages.worker_status import WorkerView
 from contracts.proto import worker_pb2 as pb
 from contracts.sampling_params import SamplingParams
@@ -76,7 +76,7 @@ async def test_commands_and_events_arrive_whole_and_in_order() -> None:
     await eventually(lambda: len(ear.events) == 199 * 3)
     want = [e for f in prefill_frames(sent[0], worker.name) for e in f]
     assert [e for e in ear.events if e.request_id == "r0"] == want
-    assert [type(e) for e in want] == [PromptScores, Tokens, Progress]
+    assert [type(e) for e in want] == [PromptScores, Tokens, LegReport]
     assert not [e for e in ear.events if e.request_id == "r7"]
     session.close()
     await eventually(lambda: not worker.sessions)

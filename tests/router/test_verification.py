@@ -10,10 +10,10 @@ import pytest
 from contracts.config.load_config import config_from_dict
 from contracts.errors import ConfigError
 from contracts.ids import Incarnation, RequestId, Role, WorkerName
-from contracts.messages.router_commands import Audit, Cancel, Command, Forget
+from contracts.messages.router_commands import Audit, Cancel, Command, InvalidatePrefix
 from contracts.messages.worker_events import Audited, AuditEnd, Event
 from contracts.messages.worker_status import WorkerStatus
-from contracts.sampling_params import Difference, SamplingParams
+from contracts.sampling_params import SamplingParams, TokenDifference
 from contracts.wire.command_protobuf import command_from_proto, command_to_proto
 from contracts.wire.event_protobuf import event_from_proto, event_to_proto
 from router.verification.audits import PREFIX
@@ -72,9 +72,17 @@ def test_counters_of_one_place_add_up() -> None:
 AUDIT = Audit(
     RequestId("audit-1"), 3, (1, 2, 3, 2**31), 2, SamplingParams(5, seed=2**64 - 1, logit_bias=((1, -0.5),), top_k=-1)
 )
-COMMANDS: list[Command] = [AUDIT, Forget(RequestId("r"), (1, 2), "salt"), Cancel(RequestId("audit-1"), 3)]
+COMMANDS: list[Command] = [AUDIT, InvalidatePrefix(RequestId("r"), (1, 2), "salt"), Cancel(RequestId("audit-1"), 3)]
 EVENTS: list[Event] = [
-    Audited(RequestId("audit-1"), 3, AuditEnd.COMPUTED, 9, 2, (Difference(4, 7, 0.25), Difference(5, 0, 1e300)), False),
+    Audited(
+        RequestId("audit-1"),
+        3,
+        AuditEnd.COMPUTED,
+        9,
+        2,
+        (TokenDifference(4, 7, 0.25), TokenDifference(5, 0, 1e300)),
+        False,
+    ),
     Audited(RequestId("audit-1"), 0, AuditEnd.REFUSED, message="why"),
 ]
 
@@ -110,7 +118,7 @@ def test_values_that_make_no_sense_are_refused_by_name(key: str, value: dict[str
 
 
 def differing(audit: Audit) -> Audited:
-    return Audited(audit.request_id, audit.attempt, AuditEnd.COMPUTED, 4, 1, (Difference(4, 999, 1.5),))
+    return Audited(audit.request_id, audit.attempt, AuditEnd.COMPUTED, 4, 1, (TokenDifference(4, 999, 1.5),))
 
 
 def exact(audit: Audit) -> Audited:

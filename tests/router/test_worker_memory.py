@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from contracts.config.router_config import RouterConfig
 from contracts.ids import Incarnation, Role, WorkerName
-from contracts.messages.worker_status import Fits, WorkerRecord, WorkerStatus, WorkerView
+from contracts.messages.worker_status import WorkerLimits, WorkerRecord, WorkerStatus, WorkerView
 from router.state.worker_table import Workers, prefix_hashes
 
 NAME = WorkerName("prefill-0")
@@ -13,7 +13,7 @@ HASHES = prefix_hashes(list(range(256)))
 
 def view(incarnation: int, state: str = "ready", **counters: float) -> WorkerView:
     number = Incarnation(incarnation)
-    record = WorkerRecord(NAME, Role.PREFILL, number, 1, "node", "", "", Fits(1000, 1000))
+    record = WorkerRecord(NAME, Role.PREFILL, number, 1, "node", "", "", WorkerLimits(1000, 1000))
     return WorkerView(record, WorkerStatus(NAME, Role.PREFILL, state, 1, "node", number, 0, 0, 0, 0, counters=counters))
 
 

@@ -21,7 +21,7 @@ from cache.pool.pool_set import PoolSet
 from contracts.config.load_config import config_from_dict
 from contracts.errors import LayoutMismatch
 from contracts.ids import RoomId
-from contracts.messages.rank_orders import Arrival
+from contracts.messages.rank_orders import WriteArrived
 from sim.fabric.sim_network import Network
 from sim.fabric.sim_plane import Damage, SimPlane
 from sim.fabric.sim_process import Process
@@ -90,7 +90,7 @@ class Scene:
         for rank, plane in enumerate(others, 1):
             plane.poll()
             for settled in plane.take_settled():
-                leader.settled(rank, Arrival(*settled))
+                leader.settled(rank, WriteArrived(*settled))
         return leader.poll()
 
     def heard(self, count: int) -> list[bytes]:

@@ -25,7 +25,7 @@ from cluster.worker_process.grpc_service import serve_worker
 from cluster.worker_process.worker_thread import WorkerHost
 from contracts.config.load_config import config_from_dict
 from contracts.ids import Incarnation, RequestId, Role, WorkerName
-from contracts.interfaces.discovery import Port
+from contracts.interfaces.discovery import WorkerClient
 from contracts.interfaces.worker_interface import SessionId
 from contracts.messages.router_commands import Cancel, Command
 from contracts.messages.worker_events import Done, Event, Tokens
@@ -194,7 +194,7 @@ class _Table:
     def show(self, key: WorkerKey | None) -> None:
         self._listener(() if key is None else (WorkerView(_record(key, self._endpoint), _status(key)),))
 
-    def port(self, record: WorkerRecord) -> Port:
+    def port(self, record: WorkerRecord) -> WorkerClient:
         return GrpcPort(record)
 
     async def change_role(self, name: WorkerName, role: Role) -> None: ...

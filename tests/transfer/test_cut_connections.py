@@ -16,7 +16,7 @@ from cache.memory.kv_cache_spec import PoolSetSpec
 from contracts.config.worker_config import TransferConfig
 from contracts.errors import ErrorKind
 from contracts.ids import Incarnation, WorkerName
-from contracts.messages.rank_orders import Severed
+from contracts.messages.rank_orders import LinkLost
 from contracts.messages.router_commands import PeerRef
 from tests.poolsets import pool_sets
 from tests.proxy import Proxy, Relay, proxying
@@ -210,7 +210,7 @@ def test_b10_what_a_follower_tells_is_heard_though_the_peer_is_gone_already(monk
         (link,) = followers.links[0]._links.values()
         monkeypatch.setattr(link, "cut", lambda: True)
         told = followers.heard()
-        assert told == [(1, Severed(1))]
+        assert told == [(1, LinkLost(1))]
         both.sender._lose(peer, "it died")
         monkeypatch.setattr(followers, "heard", lambda: [told.pop()] if told else [])
         both.sender.poll()

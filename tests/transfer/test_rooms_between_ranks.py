@@ -12,7 +12,7 @@ from cache.device.device_port import DONE
 from cache.memory.head_slices import common, cuts
 from contracts.errors import ErrorKind
 from contracts.ids import RoomId
-from contracts.messages.rank_orders import Post
+from contracts.messages.rank_orders import PostWrite
 from tests.poolsets import NAMES
 from tests.ranks import headed_sets
 from tests.rooms import PLANES, Ends, Prompt, ends, placed
@@ -126,7 +126,7 @@ def test_a_write_is_told_of_only_when_every_rank_has_posted_its_part() -> None:
         prompt = both.prompt(9)
         both.open(prompt)
         followers = both.seats[0].followers
-        followers.slow = Post
+        followers.slow = PostWrite
         both.sender.write(prompt.room, prompt.all(), (DONE,))
         for lease in prompt.leases.values():
             lease.release()

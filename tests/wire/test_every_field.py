@@ -30,7 +30,7 @@ from contracts.config.cluster_config import FaultsConfig
 from contracts.errors import WireError
 from contracts.ids import Incarnation, Role, RoomId
 from contracts.messages import rank_order_codec, rank_orders, router_commands, worker_events, worker_status
-from contracts.messages.kv_events import Cleared, Removed, Stored, decode_batch, encode_batch
+from contracts.messages.kv_events import AllBlocksCleared, BlockRemoved, BlockStored, decode_batch, encode_batch
 from contracts.messages.worker_status import WorkerRecord, WorkerView
 from contracts.proto import worker_pb2 as pb
 from contracts.proto import worker_pb2_grpc as pb_grpc
@@ -56,7 +56,7 @@ EVENTS = [message for cls in union(worker_events.Event) for message in all_of(cl
 CONTROL = [message for cls in union(t.Control) for message in all_of(cls)]
 NOTICES = [message for cls in union(t.Notice) for message in all_of(cls)]
 ORDERS = [message for cls in union(rank_orders.Order) for message in all_of(cls)]
-TIDINGS = [message for cls in union(rank_orders.Tidings) for message in all_of(cls)]
+TIDINGS = [message for cls in union(rank_orders.FollowerNotice) for message in all_of(cls)]
 INCARNATION = Incarnation(7)
 
 
@@ -82,7 +82,10 @@ def test_a_full_instance_has_no_default_and_no_value_twice() -> None:
     assert made.moving is True
     assert empty(router_commands.Submit).sampling.logprobs == 0
     assert absent(router_commands.Submit).peer is None
-    assert [(x.started, x.withdrawn) for x in one_truth_each(worker_events.Leaving)] == [(True, False), (False, True)]
+    assert [(x.started, x.withdrawn) for x in one_truth_each(worker_events.MigrationWanted)] == [
+        (True, False),
+        (False, True),
+    ]
 
 
 def test_a_field_of_an_unknown_type_fails_instead_of_being_left_out() -> None:
@@ -461,6 +464,11 @@ def test_an_order_with_a_field_too_many_or_too_few_is_none() -> None:
 
 
 def test_every_field_of_every_kv_event_survives_its_batch() -> None:
-    for events in ([full(Stored, page_tokens=1)], [full(Removed)], [full(Cleared)], [Cleared()]):
+    for events in (
+        [full(BlockStored, page_tokens=1)],
+        [full(BlockRemoved)],
+        [full(AllBlocksCleared)],
+        [AllBlocksCleared()],
+    ):
         batch = decode_batch(encode_batch(12.5, events, 3))
         assert (batch.ts, list(batch.events), batch.rank) == (12.5, events, 3)

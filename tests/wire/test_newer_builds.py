@@ -17,7 +17,7 @@ from cluster.worker_process.grpc_service import serve_worker
 from cluster.worker_process.worker_thread import WorkerHost
 from contracts.errors import ErrorKind
 from contracts.ids import RequestId, Role
-from contracts.messages.worker_events import Audited, AuditEnd, Done, Event, Paused
+from contracts.messages.worker_events import Audited, AuditEnd, Done, Event, MigrationPaused
 from contracts.messages.worker_status import WorkerView
 from contracts.proto import worker_pb2 as pb
 from contracts.proto import worker_pb2_grpc as pb_grpc
@@ -78,7 +78,7 @@ class NewerWorker(WorkerFake):
     """Its router is sent what only a newer build knows, among what every build does."""
 
     async def Serve(self, frames: Any, context: Any) -> AsyncIterator[pb.WorkerFrame]:
-        paused = event_to_proto(Paused(RequestId("a"), 1, 7))
+        paused = event_to_proto(MigrationPaused(RequestId("a"), 1, 7))
         failed = event_to_proto(Done(RequestId("b"), 1, "error", error=ErrorKind.WORKER, message="why"))
         failed.done.error = "of a newer kind"
         audited = event_to_proto(Audited(RequestId("c"), 1, AuditEnd.COMPUTED))
@@ -102,7 +102,7 @@ async def test_a_router_leaves_out_an_event_that_it_does_not_know_and_an_unknown
     session = await link.connect(hear, closed.append)
     await eventually(lambda: bool(heard))
     assert heard == [
-        Paused(RequestId("a"), 1, 7),
+        MigrationPaused(RequestId("a"), 1, 7),
         Done(RequestId("b"), 1, "error", error=ErrorKind.WORKER, message="why"),
         Audited(RequestId("c"), 1, AuditEnd.REFUSED),
     ]

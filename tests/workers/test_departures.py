@@ -13,8 +13,17 @@ import pytest
 from contracts.clock import ManualClock
 from contracts.errors import IllegalTransition
 from contracts.ids import Incarnation, Role, RoomId, WorkerName
-from contracts.messages.router_commands import Command, Fetch, Give, Handover, PeerRef, Resume
-from contracts.messages.worker_events import Event, Fetched, Gives, Leaving, Moved, Offered, Paused, Resumed
+from contracts.messages.router_commands import Command, PauseForMigration, PeerRef, PullPrefix, PushPrefix, ResumeHere
+from contracts.messages.worker_events import (
+    Event,
+    MigrationDone,
+    MigrationPaused,
+    MigrationUndone,
+    MigrationWanted,
+    PrefixOffered,
+    PullDone,
+    PushReady,
+)
 from contracts.sampling_params import SamplingParams
 from contracts.wire.command_protobuf import command_from_proto, command_to_proto
 from contracts.wire.event_protobuf import event_from_proto, event_to_proto
@@ -30,20 +39,20 @@ from transfer.rooms.room_messages import Quiesced, Received
 
 PEER = PeerRef(WorkerName("decode-1"), Incarnation(3), "tcp://127.0.0.1:7")
 COMMANDS: list[Command] = [
-    Handover("r", 2, RoomId("a"), PEER),  # type: ignore[arg-type]
-    Resume("r", 2),  # type: ignore[arg-type]
-    Give("r", 2, RoomId("a"), PEER, (1, 2, 3), "salt"),  # type: ignore[arg-type]
-    Fetch("r", 2, RoomId("a"), PEER, (1, 2, 3), "salt", True),  # type: ignore[arg-type]
+    PauseForMigration("r", 2, RoomId("a"), PEER),  # type: ignore[arg-type]
+    ResumeHere("r", 2),  # type: ignore[arg-type]
+    PushPrefix("r", 2, RoomId("a"), PEER, (1, 2, 3), "salt"),  # type: ignore[arg-type]
+    PullPrefix("r", 2, RoomId("a"), PEER, (1, 2, 3), "salt", True),  # type: ignore[arg-type]
 ]
 EVENTS: list[Event] = [
-    Leaving("r", 2, True, False),  # type: ignore[arg-type]
-    Leaving("r", 2, False, True),  # type: ignore[arg-type]
-    Paused("r", 2, 77),  # type: ignore[arg-type]
-    Resumed("r", 2, "because"),  # type: ignore[arg-type]
-    Moved("r", 2, 1 << 40),  # type: ignore[arg-type]
-    Gives("r", 2, 64),  # type: ignore[arg-type]
-    Fetched("r", 2, 1 << 33),  # type: ignore[arg-type]
-    Offered("r", 2, (5, 6), "salt"),  # type: ignore[arg-type]
+    MigrationWanted("r", 2, True, False),  # type: ignore[arg-type]
+    MigrationWanted("r", 2, False, True),  # type: ignore[arg-type]
+    MigrationPaused("r", 2, 77),  # type: ignore[arg-type]
+    MigrationUndone("r", 2, "because"),  # type: ignore[arg-type]
+    MigrationDone("r", 2, 1 << 40),  # type: ignore[arg-type]
+    PushReady("r", 2, 64),  # type: ignore[arg-type]
+    PullDone("r", 2, 1 << 33),  # type: ignore[arg-type]
+    PrefixOffered("r", 2, (5, 6), "salt"),  # type: ignore[arg-type]
 ]
 
 

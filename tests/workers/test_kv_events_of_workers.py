@@ -25,8 +25,8 @@ from contracts.clock import SystemClock
 from contracts.config.load_config import config_from_dict
 from contracts.errors import ConfigError
 from contracts.ids import Role, WorkerName
-from contracts.messages.kv_events import KvEvent, Removed, Stored, decode_batch
-from contracts.messages.kv_events import Tier as Medium
+from contracts.messages.kv_events import BlockRemoved, BlockStored, KvEvent, decode_batch
+from contracts.messages.kv_events import EventMedium as Medium
 from contracts.sampling_params import SamplingParams
 from decode.worker import DecodeWorker
 from prefill.worker import PrefillWorker
@@ -183,7 +183,7 @@ def test_the_same_tokens_under_two_salts_are_pages_of_their_own(model: Path) -> 
         catch_up(both, readers)
         first = [key for key, entry in readers[0].index.pages[Medium.DEVICE].items() if entry.parent is None]
         assert sorted(first) == sorted(chain_keys(prompt, PAGE, salt)[0] for salt in SALTS)
-        stored = {event.salt: list(event.hashes) for event in heard if isinstance(event, Stored)}
+        stored = {event.salt: list(event.hashes) for event in heard if isinstance(event, BlockStored)}
         assert stored == {salt: chain_keys(prompt, PAGE, salt) for salt in SALTS}
 
 
@@ -213,10 +213,10 @@ def test_parents_are_told_before_their_children_and_a_split_tells_nothing(model:
         before = len(heard)
         both.run(both.submit([*long[: 3 * PAGE], *range(200, 200 + 2 * PAGE)], greedy))
         assert len(prefill.tree.walked(Prefix.of(long, PAGE))) == 2, "the first node was cut"
-        assert [type(e) for e in heard[before:]] == [Stored], "only the new branch is told"
+        assert [type(e) for e in heard[before:]] == [BlockStored], "only the new branch is told"
         known: set[bytes | None] = {None}
         for event in heard:
-            assert isinstance(event, Stored)
+            assert isinstance(event, BlockStored)
             assert event.parent in known
             known.update(event.hashes)
         catch_up(both, readers)
@@ -235,11 +235,11 @@ def test_parents_come_first_also_where_one_insert_brings_several_nodes(model: Pa
         heard = recording(seat)
         assert seat.evict(seat.full, seat.tree.sizes[Tier.DEVICE, seat.full])
         assert len(seat.tree.walked(Prefix.of(prompt, PAGE))) == 2
-        removed = [key for event in heard if isinstance(event, Removed) for key in event.hashes]
+        removed = [key for event in heard if isinstance(event, BlockRemoved) for key in event.hashes]
         assert sorted(removed) == sorted({*chain_keys(prompt, PAGE), *chain_keys(other, PAGE)})
         heard.clear()
         both.run(both.submit(prompt, greedy))
-        stored = [event for event in heard if isinstance(event, Stored) and event.tier is Medium.DEVICE]
+        stored = [event for event in heard if isinstance(event, BlockStored) and event.tier is Medium.DEVICE]
         assert [key for event in stored for key in event.hashes] == chain_keys(prompt, PAGE)
         assert len(stored) == 2
         catch_up(both, readers)
@@ -261,7 +261,7 @@ def test_condemned_pages_are_told_as_gone_though_a_request_still_reads_them(mode
         assert decode.condemn(Prefix.of(prompt, PAGE), 1)
         assert decode.tree.condemned
         keys = chain_keys(prompt, PAGE)
-        gone = {key for event in heard if isinstance(event, Removed) for key in event.hashes}
+        gone = {key for event in heard if isinstance(event, BlockRemoved) for key in event.hashes}
         assert gone >= set(keys[1:])
         assert keys[0] not in gone
         catch_up(both, readers)

@@ -13,7 +13,7 @@ import pytest
 from contracts.clock import ManualClock
 from contracts.errors import ErrorKind
 from contracts.ids import RequestId
-from contracts.messages.worker_events import Event, Moved
+from contracts.messages.worker_events import Event, MigrationDone
 from contracts.sampling_params import SamplingParams
 from router.migration.migration_table import AVOID_S
 from router.state.worker_table import WorkerKey
@@ -339,8 +339,8 @@ def test_a_request_that_is_lost_with_its_target_after_it_left_is_replayed(
         left: list[bool] = []
 
         def loses(worker: WorkerKey, event: Event) -> bool:
-            left.extend([True] * isinstance(event, Moved))
-            return worker[0] == "decode-1" or (isinstance(event, Moved) and not told)
+            left.extend([True] * isinstance(event, MigrationDone))
+            return worker[0] == "decode-1" or (isinstance(event, MigrationDone) and not told)
 
         c.between.append(loses)
         assert c.brain.moves.begin(c.told[rid].request)
@@ -366,7 +366,7 @@ def large(model: Path) -> Iterator[tuple[Company, RequestId]]:
 
 def test_finished_pages_are_copied_ahead_while_the_stream_goes_on(large: tuple[Company, RequestId]) -> None:
     c, rid = large
-    gone = hears(c, Moved)
+    gone = hears(c, MigrationDone)
     before = len(c.told[rid].tokens)
     assert c.brain.moves.begin(c.told[rid].request)
     c.act()
@@ -375,7 +375,7 @@ def test_finished_pages_are_copied_ahead_while_the_stream_goes_on(large: tuple[C
     c.until(lambda: c.brain.moves.counts.moved == 1, "it to move")
     c.until(lambda: bool(gone), "the source to say so")
     (moved,) = gone
-    assert isinstance(moved, Moved)
+    assert isinstance(moved, MigrationDone)
     unit = c.decode("decode-0")._seat.spec.unit_bytes("full")
     assert c.decode("decode-1").status().counters["fetched_bytes"] >= 12 * unit
     assert moved.bytes <= 3 * unit, "little was left to send while it stood still"

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from cache.memory.required_pages import due
-from contracts.messages.worker_events import Moved
+from contracts.messages.worker_events import MigrationDone
 from contracts.sampling_params import SamplingParams
 from tests.company import company, generated, hears
 from tests.families import FAMILIES
@@ -30,7 +30,7 @@ def test_a_moved_request_goes_on_as_if_it_had_stayed(name: str, tmp_path: Path) 
     with company(folder, cache={"page_tokens": PAGE}, prefill={"chunk_tokens": 48}) as c:
         stayed = c.run(*[c.submit(p, o) for p, o in zip(prompts, options, strict=True)])
     with company(folder, cache={"page_tokens": PAGE}, prefill={"chunk_tokens": 48}, tokens=4096) as c:
-        moved = hears(c, Moved)
+        moved = hears(c, MigrationDone)
         rids = [c.submit(p, o) for p, o in zip(prompts, options, strict=True)]
         for number, rid in enumerate(rids):
             # At different places within a page, and within what recurrent layers gather.
@@ -41,7 +41,9 @@ def test_a_moved_request_goes_on_as_if_it_had_stayed(name: str, tmp_path: Path) 
         assert c.run(*rids) == stayed
         spec = c.decode("decode-0")._seat.spec
         least = sum(min(len(n), 1) * spec.unit_bytes(pool) for pool, n in due(spec, 60).items())
-        assert min(event.bytes for event in moved if isinstance(event, Moved)) >= least, "something of every pool"
+        assert min(event.bytes for event in moved if isinstance(event, MigrationDone)) >= least, (
+            "something of every pool"
+        )
         assert all(not told.replays for told in c.told.values())
 
 
@@ -53,14 +55,14 @@ def test_what_is_sent_while_a_stream_stands_still_does_not_grow_with_its_length(
     sizes: list[int] = []
     for length in (120, 600):
         with company(folder, decode={"move_ahead_bytes": 1}, prefill={"chunk_tokens": 128}) as c:
-            moved = hears(c, Moved)
+            moved = hears(c, MigrationDone)
             rid = c.submit(tokens_of(5, length), SamplingParams(COUNT, temperature=0.8, seed=1))
             c.until(generated(c, rid, 9), "it to run")
             assert c.brain.moves.begin(c.told[rid].request)
             c.run(rid)
             spec = c.decode("decode-0")._seat.spec
             (event,) = moved
-            assert isinstance(event, Moved)
+            assert isinstance(event, MigrationDone)
             sizes.append(event.bytes)
     full = spec.unit_bytes(spec.full.name)
     whole = sum(len(numbers) * spec.unit_bytes(pool) for pool, numbers in due(spec, 608).items())

@@ -8,8 +8,8 @@ import pytest
 
 from contracts.clock import ManualClock
 from contracts.ids import RequestId, Role, RoomId, WorkerName
-from contracts.messages.router_commands import Give, PeerRef
-from contracts.messages.worker_events import Gives, Leaving
+from contracts.messages.router_commands import PeerRef, PushPrefix
+from contracts.messages.worker_events import MigrationWanted, PushReady
 from decode.request.request import Phase, Request
 from router.state.circuit_breaker import Circuit
 from router.state.routed_request import Leg
@@ -39,7 +39,7 @@ def test_d1_who_is_retracted_at_a_draining_worker_comes_back_and_is_handed_on(
     with company(model, decodes=1, decode=COPY) as c:
         undisturbed = c.run(*running(c, 4))
     with company(model, decodes=1, decode=COPY, router={"moves_at_once": 1}) as c:
-        rids, told = running(c, 4), hears(c, Leaving)
+        rids, told = running(c, 4), hears(c, MigrationWanted)
         worker = c.decode("decode-0")
         c.start(Role.DECODE, WorkerName("decode-1"))
         before, after = on_worker(c, rids[0]), on_worker(c, rids[3])
@@ -55,7 +55,7 @@ def test_d1_who_is_retracted_at_a_draining_worker_comes_back_and_is_handed_on(
             assert before.phase is after.phase is Phase.RETRACTED
             assert not worker.drained
         c.until(lambda: worker.drained, "decode-0 to be empty", 1_000_000)
-        assert [e.request_id for e in told if isinstance(e, Leaving) and e.withdrawn] == [rids[3]]
+        assert [e.request_id for e in told if isinstance(e, MigrationWanted) and e.withdrawn] == [rids[3]]
         assert c.run(*rids) == undisturbed
         assert c.brain.moves.counts.moved == 4, "nothing of any of them was computed again"
         assert c.brain.counts.replays == c.brain.moves.counts.restarted == 0
@@ -74,8 +74,8 @@ def test_a9_of_a_request_that_is_coming_back_nothing_is_given_away(
             c.until(lambda: request.phase is Phase.RESUMING, "it to come back")
             shared: list[Request] = []
             patch.setattr(worker._departures.giving, "_share", shared.append)
-            worker.handle(SESSION, Give(rid, request.submit.attempt, RoomId("ahead"), peer))
-            answers = [e for _, e in worker.step() if isinstance(e, Gives)]
+            worker.handle(SESSION, PushPrefix(rid, request.submit.attempt, RoomId("ahead"), peer))
+            answers = [e for _, e in worker.step() if isinstance(e, PushReady)]
         assert [e.positions for e in answers] == [0]
         assert not shared, "its pages hold nothing yet"
         c.run(rid)

@@ -11,8 +11,8 @@ from cache.prefix_cache.hot_prefixes import hottest
 from cache.prefix_cache.token_prefix import Prefix
 from contracts.clock import ManualClock
 from contracts.ids import Incarnation, RequestId, RoomId, WorkerName
-from contracts.messages.router_commands import Give, PeerRef
-from contracts.messages.worker_events import Event, Fetched, Offered
+from contracts.messages.router_commands import PeerRef, PushPrefix
+from contracts.messages.worker_events import Event, PrefixOffered, PullDone
 from contracts.sampling_params import SamplingParams
 from decode.migration.prefix_offers import PATIENCE_S
 from router.state.worker_table import WorkerKey
@@ -79,11 +79,11 @@ def test_pages_that_somebody_else_uses_are_not_pushed_out(model: Path) -> None:
         served(c)
         target = c.decode("decode-1")._seat
         taken = target.pools.allocators[target.full].lease(target.pools.allocators[target.full].free, "planted")
-        told = hears(c, Fetched)
+        told = hears(c, PullDone)
         c.drain("decode-0")
         c.until(lambda: c.workers["decode-0"].drained, "decode-0 to have nothing to do", 4000)
         assert depth(c, "decode-1", HOT) == 0
-        assert [event.bytes for event in told if isinstance(event, Fetched)] == [0, 0], "nobody waits for its patience"
+        assert [event.bytes for event in told if isinstance(event, PullDone)] == [0, 0], "nobody waits for its patience"
         taken.release()
 
 
@@ -91,11 +91,11 @@ def test_a_worker_waits_until_each_of_its_offers_was_asked_for_and_counts_nothin
     clock = ManualClock()
     with company(model, clock=clock, **sections()) as c:
         served(c)
-        worker, offered = c.decode("decode-0"), list[Offered]()
+        worker, offered = c.decode("decode-0"), list[PrefixOffered]()
 
         def unheard(worker: WorkerKey, event: Event) -> bool:
-            offered.extend([event] if isinstance(event, Offered) else [])
-            return isinstance(event, Offered)
+            offered.extend([event] if isinstance(event, PrefixOffered) else [])
+            return isinstance(event, PrefixOffered)
 
         c.between.append(unheard)
         c.drain("decode-0")
@@ -103,7 +103,7 @@ def test_a_worker_waits_until_each_of_its_offers_was_asked_for_and_counts_nothin
         unknown = PeerRef(WorkerName("decode-1"), Incarnation(1), c.workers[WorkerName("decode-1")].control)
         for number, (tokens, waits) in enumerate([((), True), ((7,) * 64, True), ((8,) * 64, False)]):
             # The first is a request's pages ahead of its move; of the others it has nothing, but it was asked.
-            worker.handle(SESSION, Give(RequestId(f"g{number}"), 0, RoomId(f"g{number}"), unknown, tokens, ""))
+            worker.handle(SESSION, PushPrefix(RequestId(f"g{number}"), 0, RoomId(f"g{number}"), unknown, tokens, ""))
             assert (worker._departures.next_deadline is not None) is waits
         c.step("decode-0")
         assert worker.drained
@@ -116,10 +116,10 @@ def test_what_can_not_be_granted_any_more_is_told_and_keeps_nothing(
     with company(model, **sections()) as c:
         served(c)
         monkeypatch.setattr(c.decode("decode-1")._receiver, "grant", lambda *_: False)
-        told = hears(c, Fetched)
+        told = hears(c, PullDone)
         c.drain("decode-0")
         c.until(lambda: len(told) == 2, "both to be told", 1000)
-        assert [event.bytes for event in told if isinstance(event, Fetched)] == [0, 0]
+        assert [event.bytes for event in told if isinstance(event, PullDone)] == [0, 0]
         assert c.decode("decode-1")._seat.claims == 0
 
 

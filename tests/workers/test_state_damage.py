@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from cache.prefix_cache.tree_node import Tier
-from contracts.damage import COUNTERS, PREFIX, Where, where_of
+from contracts.damage import COUNTERS, PREFIX, DamageSite, where_of
 from contracts.ids import Role
 from contracts.sampling_params import SamplingParams
 from tests.cell import Cell
@@ -45,7 +45,7 @@ def expect(cell: Cell, name: str, prompt: list[int]) -> None:
     assert cell.ask(prompt, GREEDY) == recite(pool_sets(PAGE)[name], prompt, 9)
 
 
-def lines(caplog: pytest.LogCaptureFixture, where: Where) -> list[logging.LogRecord]:
+def lines(caplog: pytest.LogCaptureFixture, where: DamageSite) -> list[logging.LogRecord]:
     return [r for r in caplog.records if r.getMessage() == "state damage" and vars(r)["where"] == where]
 
 
@@ -56,7 +56,7 @@ def test_damage_in_a_hand_over(name: str, caplog: pytest.LogCaptureFixture) -> N
         cell.rest()
         assert cell.damage() == {("decode", "handover"): 1}
         assert len(cell.replays) == 1
-        (line,) = lines(caplog, Where.HANDOVER)
+        (line,) = lines(caplog, DamageSite.HANDOVER)
         assert vars(line)["room"] == "cell-room-0"
         assert "don't match their tags" in vars(line)["what"]
         assert "damaged" in cell.replays[0].reason
@@ -90,7 +90,7 @@ def test_damage_in_host_memory(name: str, caplog: pytest.LogCaptureFixture) -> N
         expect(cell, name, prompt)
         assert set(cell.damage()) == {("prefill", "load")}
         assert not cell.replays, "prefill computes it again by itself"
-        line = lines(caplog, Where.LOAD)[0]
+        line = lines(caplog, DamageSite.LOAD)[0]
         assert vars(line)["relied"] == ["request cell-1"]
         first, end = vars(line)["pages"]
         assert 0 <= first < end
@@ -106,7 +106,7 @@ def test_damage_in_decodes_host_memory(caplog: pytest.LogCaptureFixture) -> None
         expect(cell, "full", prompt)
         assert set(cell.damage()) == {("decode", "load")}
         assert len(cell.replays) == 1
-        assert lines(caplog, Where.LOAD)
+        assert lines(caplog, DamageSite.LOAD)
 
 
 @pytest.mark.parametrize("name", ["full", NAMES[-1]])
@@ -124,9 +124,9 @@ def test_damage_in_storage(name: str, caplog: pytest.LogCaptureFixture, tmp_path
     with cell_of(name, cache=cache, decode=quiet) as cell:
         expect(cell, name, prompt)
         assert set(cell.damage()) == {("prefill", "storage")}
-        assert {vars(line)["request"] for line in lines(caplog, Where.STORAGE)} == {"cell-0"}
-        assert all(vars(line)["what"] for line in lines(caplog, Where.STORAGE))
-        assert sum(cell.damage().values()) == len(lines(caplog, Where.STORAGE))
+        assert {vars(line)["request"] for line in lines(caplog, DamageSite.STORAGE)} == {"cell-0"}
+        assert all(vars(line)["what"] for line in lines(caplog, DamageSite.STORAGE))
+        assert sum(cell.damage().values()) == len(lines(caplog, DamageSite.STORAGE))
 
 
 def given_away(cell: Cell, role: Role) -> bool:
@@ -154,7 +154,7 @@ def test_a_page_given_away_under_a_step(role: Role, model: Path, caplog: pytest.
         assert done
         assert cell.run(rid) == [right]
         assert set(cell.damage()) == {(str(role), "step")}
-        line = lines(caplog, Where.STEP)[0]
+        line = lines(caplog, DamageSite.STEP)[0]
         assert vars(line)["request"] == rid
         start, end = vars(line)["positions"]
         assert 0 <= start < end
@@ -162,10 +162,10 @@ def test_a_page_given_away_under_a_step(role: Role, model: Path, caplog: pytest.
 
 
 def test_every_counter_of_damage_has_a_place_and_others_have_none() -> None:
-    prefixed = {Where.LOGITS}
-    assert {where_of(name) for name in COUNTERS} == set(Where) - {Where.AUDIT} - prefixed, (
+    prefixed = {DamageSite.LOGITS}
+    assert {where_of(name) for name in COUNTERS} == set(DamageSite) - {DamageSite.AUDIT} - prefixed, (
         "an audit's is the router's own"
     )
     assert {where_of(f"{PREFIX}{where}") for where in prefixed} == prefixed
-    assert where_of(f"{PREFIX}{Where.RESTORE}") == "restore"
+    assert where_of(f"{PREFIX}{DamageSite.RESTORE}") == "restore"
     assert where_of("pages_loaded") is None

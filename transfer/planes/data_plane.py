@@ -24,7 +24,7 @@ from cache.memory.page_moves import Move
 from cache.pool.pool_set import PoolSet
 from contracts.errors import LayoutMismatch
 from contracts.ids import RoomId
-from contracts.messages.rank_orders import Arrival
+from contracts.messages.rank_orders import WriteArrived
 
 T = TypeVar("T")
 
@@ -166,10 +166,10 @@ class Plane(Protocol):
 class RankPlane(Plane, Protocol):
     """One rank's end of the data plane of a worker of several."""
 
-    def settled(self, rank: int, settled: Arrival) -> None:
+    def settled(self, rank: int, settled: WriteArrived) -> None:
         """A rank of this worker has taken in a write."""
 
-    def take_settled(self) -> list[Arrival]:
+    def take_settled(self) -> list[WriteArrived]:
         """What this rank has taken in since the last call, for its leader; the leader's own is with the leader."""
 
 

@@ -16,7 +16,7 @@ from cache.pool.pool_set import PoolSet
 from contracts.config.cluster_config import FaultsConfig
 from contracts.errors import LayoutMismatch
 from contracts.ids import RoomId
-from contracts.messages.rank_orders import Arrival
+from contracts.messages.rank_orders import WriteArrived
 from transfer.net.fault_injection import WriteFaults
 from transfer.planes.data_plane import Link, Target, Wake, said
 from transfer.planes.direct_link import DirectLink
@@ -75,9 +75,9 @@ class LocalPlane:
     def poll(self) -> list[bytes]:
         return [self._arrived.popleft() for _ in range(min(len(self._arrived), AT_ONCE))]
 
-    def settled(self, rank: int, settled: Arrival) -> None: ...
+    def settled(self, rank: int, settled: WriteArrived) -> None: ...
 
-    def take_settled(self) -> list[Arrival]:
+    def take_settled(self) -> list[WriteArrived]:
         return []
 
     @property

@@ -25,7 +25,7 @@ from contracts.config.cluster_config import FaultsConfig
 from contracts.config.worker_config import TransferConfig
 from contracts.errors import LayoutMismatch
 from contracts.ids import RoomId
-from contracts.messages.rank_orders import Arrival
+from contracts.messages.rank_orders import WriteArrived
 from transfer.net import process_watch as process
 from transfer.net.curve_keys import Curve, bind, dial
 from transfer.net.disconnects import keep_alive
@@ -169,9 +169,9 @@ class ShmPlane:
     def poll(self) -> list[bytes]:
         return drain(self._notices)
 
-    def settled(self, rank: int, settled: Arrival) -> None: ...
+    def settled(self, rank: int, settled: WriteArrived) -> None: ...
 
-    def take_settled(self) -> list[Arrival]:
+    def take_settled(self) -> list[WriteArrived]:
         return []
 
     @property

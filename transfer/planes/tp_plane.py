@@ -18,8 +18,18 @@ from cache.device.device_port import Completion
 from cache.pool.pool_set import PoolSet
 from contracts.errors import LayoutMismatch
 from contracts.ids import RoomId
-from contracts.messages.rank_order_codec import Answers, Followers
-from contracts.messages.rank_orders import Connect, Describe, Disconnect, Permit, Places, Post, Revoke, Severed, Tidings
+from contracts.messages.rank_order_codec import OrderAnswers, OrderChannel
+from contracts.messages.rank_orders import (
+    CloseLink,
+    DescribeMemory,
+    FollowerNotice,
+    LinkLost,
+    OpenLink,
+    PagePlaces,
+    PermitRoom,
+    PostWrite,
+    RevokeRoom,
+)
 from transfer.planes.data_plane import Link, PageWrite, RankPlane, Run, SlotWrite, Target
 from transfer.planes.rank_fan import All
 
@@ -27,7 +37,7 @@ from transfer.planes.rank_fan import All
 class RankedPlane:
     """The leader's `Plane`: its own rank's `plane`, and those of its followers."""
 
-    def __init__(self, plane: RankPlane, followers: Followers) -> None:
+    def __init__(self, plane: RankPlane, followers: OrderChannel) -> None:
         self.kind, self.revocable = plane.kind, plane.revocable
         self._plane = plane
         self.followers = followers
@@ -50,34 +60,34 @@ class RankedPlane:
         self._plane.register(pools, slots)
 
     def describe(self) -> dict[str, Any]:
-        others = self.followers.ask(Describe()).wait()
+        others = self.followers.ask(DescribeMemory()).wait()
         return {"ranks": [*self._plane.describe()["ranks"], *(part for other in others for part in other["ranks"])]}
 
     def connect(self, descriptor: dict[str, Any]) -> Link:
         number = next(self._numbers)
-        answers = self.followers.ask(Connect(number, descriptor))
+        answers = self.followers.ask(OpenLink(number, descriptor))
         try:
             link = self._plane.connect(descriptor)
         except LayoutMismatch:
             answers.wait()
-            self.followers.tell(Disconnect(number))
+            self.followers.tell(CloseLink(number))
             raise
         refusals = [reason for reason in answers.wait() if reason]
         if refusals:
             link.close()
-            self.followers.tell(Disconnect(number))
+            self.followers.tell(CloseLink(number))
             raise LayoutMismatch(refusals[0])
         self._links[number] = _RankedLink(number, link, self)
         return self._links[number]
 
     def permit(self, target: Target) -> None:
         # Before the writer hears of its grant, every rank must know: what it doesn't know of, it drops.
-        answers = self.followers.ask(Permit(target.room, target.ticket, _places(target.runs)))
+        answers = self.followers.ask(PermitRoom(target.room, target.ticket, _places(target.runs)))
         self._plane.permit(target)
         answers.wait()
 
     def revoke(self, room: RoomId) -> None:
-        self.followers.tell(Revoke(room))
+        self.followers.tell(RevokeRoom(room))
         self._plane.revoke(room)
 
     def poll(self) -> list[bytes]:
@@ -86,7 +96,7 @@ class RankedPlane:
 
     def hear(self) -> None:
         for rank, tidings in self.followers.heard():
-            if isinstance(tidings, Severed):
+            if isinstance(tidings, LinkLost):
                 link = self._links.get(tidings.link)
                 if link is not None:
                     link.severed = True
@@ -124,7 +134,7 @@ class _RankedLink:
         if isinstance(write, SlotWrite):
             return self._mine.post(write)
         sources, targets = _places(write.runs), _places(write.target.runs)
-        order = Post(self._number, write.target.room, write.target.ticket, write.number, sources, targets)
+        order = PostWrite(self._number, write.target.room, write.target.ticket, write.number, sources, targets)
         answers = self._plane.followers.ask(order)
         return All([self._mine.post(write), _Answered(answers)])
 
@@ -143,14 +153,14 @@ class _RankedLink:
 
     def close(self) -> None:
         self._plane.forget(self._number)
-        self._plane.followers.tell(Disconnect(self._number))
+        self._plane.followers.tell(CloseLink(self._number))
         self._mine.close()
 
 
 class _Answered:
     """Complete when all followers have answered."""
 
-    def __init__(self, answers: Answers) -> None:
+    def __init__(self, answers: OrderAnswers) -> None:
         self._answers = answers
 
     @property
@@ -172,37 +182,37 @@ class RankLinks:
         self._links: dict[int, Link] = {}
 
     def obey(
-        self, order: Describe | Connect | Disconnect | Post | Permit | Revoke
+        self, order: DescribeMemory | OpenLink | CloseLink | PostWrite | PermitRoom | RevokeRoom
     ) -> dict[str, Any] | str | bool | None:
         """Carry an order out; what is returned is the answer, None: there is none."""
         match order:
-            case Describe():
+            case DescribeMemory():
                 return self._plane.describe()
-            case Connect():
+            case OpenLink():
                 try:
                     self._links[order.link] = self._plane.connect(order.descriptor)
                 except LayoutMismatch as error:
                     return str(error)
                 return ""
-            case Disconnect():
+            case CloseLink():
                 link = self._links.pop(order.link, None)
                 if link is not None:
                     link.close()
-            case Post():
+            case PostWrite():
                 target = Target(RoomId(order.room), _runs(order.targets), 0, order.ticket)
                 self._links[order.link].post(PageWrite(target, _runs(order.sources), order.number)).wait()
                 return True
-            case Permit():
+            case PermitRoom():
                 self._plane.permit(Target(RoomId(order.room), _runs(order.places), 0, order.ticket))
                 return True
-            case Revoke():
+            case RevokeRoom():
                 self._plane.revoke(RoomId(order.room))
         return None
 
-    def poll(self) -> list[Tidings]:
+    def poll(self) -> list[FollowerNotice]:
         """Store what has come; what the leader is to hear of it, and of connections that were cut."""
         self._plane.poll()
-        severed = [Severed(number) for number, link in self._links.items() if link.cut()]
+        severed = [LinkLost(number) for number, link in self._links.items() if link.cut()]
         return [*self._plane.take_settled(), *severed]
 
     def close(self) -> None:
@@ -212,9 +222,9 @@ class RankLinks:
         self._plane.close()
 
 
-def _places(runs: Mapping[str, Run]) -> tuple[Places, ...]:
-    return tuple(Places(pool, run.first, tuple(run.indices)) for pool, run in runs.items())
+def _places(runs: Mapping[str, Run]) -> tuple[PagePlaces, ...]:
+    return tuple(PagePlaces(pool, run.first, tuple(run.indices)) for pool, run in runs.items())
 
 
-def _runs(places: Sequence[Places]) -> dict[str, Run]:
+def _runs(places: Sequence[PagePlaces]) -> dict[str, Run]:
     return {place.pool: Run(place.first, place.indices) for place in places}

@@ -28,7 +28,7 @@ from contracts.config.cluster_config import FaultsConfig
 from contracts.config.worker_config import TransferConfig
 from contracts.errors import ConfigError, LayoutMismatch
 from contracts.ids import RoomId
-from contracts.messages.rank_orders import Arrival
+from contracts.messages.rank_orders import WriteArrived
 from transfer.net.curve_keys import Curve, bind, dial
 from transfer.net.disconnects import keep_alive
 from transfer.net.fault_injection import WriteFaults, detour
@@ -69,7 +69,7 @@ class ZmqPlane:
         self._link_timeout_s, self._frame_bytes = link_timeout_s, frame_bytes
         self._host, self._endpoint = host, ""
         self._held = HeldNotices(size, lambda sources, at: writers(self._pools.spec.whole, sources, at, size))
-        self._settled: list[Arrival] = []
+        self._settled: list[WriteArrived] = []
         self._due: list[bytes] = []
         self._faults = WriteFaults(faults)
         self._curve = curve
@@ -119,10 +119,10 @@ class ZmqPlane:
         self._targets.pop(room, None)
         self._due += self._held.close(room)
 
-    def settled(self, rank: int, settled: Arrival) -> None:
+    def settled(self, rank: int, settled: WriteArrived) -> None:
         self._held.settled(rank, RoomId(settled.room), settled.source, settled.number)
 
-    def take_settled(self) -> list[Arrival]:
+    def take_settled(self) -> list[WriteArrived]:
         settled, self._settled = self._settled, []
         return settled
 
@@ -194,7 +194,7 @@ class ZmqPlane:
             copy_common(
                 packing.frames, packed, ends[0], packing.mine, self._pools.region, ends[1], layout.spec.page_tokens
             )
-        settled = Arrival(room, source, number)
+        settled = WriteArrived(room, source, number)
         self._held.settled(self._rank, RoomId(settled.room), settled.source, settled.number)
         if self._rank:
             self._settled.append(settled)

@@ -20,7 +20,7 @@ from cache.pool.page_allocator import Allocator, Lease
 from cache.pool.pool_set import PoolSet
 from contracts.clock import Clock
 from contracts.config.worker_config import TransferConfig
-from contracts.damage import Where, log_damage
+from contracts.damage import DamageSite, log_damage
 from contracts.errors import ErrorKind, WireError
 from contracts.ids import Incarnation, RoomId, WorkerName
 from contracts.messages.fingerprint import Fingerprint, mismatch
@@ -501,7 +501,7 @@ class ReceiverEnd:
     def _damage(self, room: _Room, pool: str, what: str) -> None:
         self.damage[pool if pool in self._pools.spec.by_name else "metadata"] += 1
         message = f"{pool}: {what}"
-        log_damage(log, Where.HANDOVER, room=room.id, peer=room.peer.ref.name, pool=pool, what=what)
+        log_damage(log, DamageSite.HANDOVER, room=room.id, peer=room.peer.ref.name, pool=pool, what=what)
         room.asked = self._clock.now()
         self._send(room.peer, self._abort(room, message, damaged=True))
         event = ReceiverEvent.REVOKED if self._plane.revocable else ReceiverEvent.DAMAGED

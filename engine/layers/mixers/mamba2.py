@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from cache.memory.kv_cache_spec import BufferSpec
-from contracts.checkpoint.json_fields import Fields
+from contracts.checkpoint.json_fields import JsonFields
 from engine.attention.recurrence_backend import ScanState, scan_buffers
 from engine.layers.forward_context import Place, StepContext
 from engine.layers.mixers.causal_conv import CausalConv, conv_buffer
@@ -46,7 +46,7 @@ class MambaShape:
     multipliers: tuple[float, ...] = (1.0,) * 5
     """Of the input projection's gates, inputs, B, C and time steps."""
 
-    def check(self, config: Fields) -> None:
+    def check(self, config: JsonFields) -> None:
         """Raises `CheckpointError` for numbers that can't be."""
         if self.heads % self.groups:
             raise config.refuse(f"{self.heads} Mamba heads do not divide among {self.groups} groups")
@@ -138,13 +138,13 @@ class _GroupNorm:
         return (x_tgn * factor_tg.unsqueeze(2)).flatten(1).mul_(self._weight_n)
 
 
-def time_limit(config: Fields) -> tuple[float, float]:
+def time_limit(config: JsonFields) -> tuple[float, float]:
     """The least and the largest time step, by the key `time_step_limit`."""
     low, high = numbers(config, "time_step_limit", 2, (0.0, float("inf")))
     return low, high
 
 
-def numbers(config: Fields, key: str, count: int, default: tuple[float, ...] = ()) -> tuple[float, ...]:
+def numbers(config: JsonFields, key: str, count: int, default: tuple[float, ...] = ()) -> tuple[float, ...]:
     """`count` numbers; ones where none are given, unless there is another default.
 
     transformers writes an infinite one as ``{"__float__": "Infinity"}``.
