@@ -14,10 +14,10 @@ from bisect import bisect_left
 from collections import deque
 from collections.abc import Callable, Sequence
 
-from cache.allocation.allocation import Claim
+from cache.allocation.allocation import Allocation
 from cache.device.device_port import DEVICE, Completion, spans
-from cache.manager.kv_cache_manager import Seat
-from cache.prefix_cache.token_prefix import Prefix
+from cache.manager.kv_cache_manager import KVCacheManager
+from cache.prefix_cache.token_prefix import TokenPrefix
 from contracts.block_hash import chain_keys
 from contracts.clock import Clock
 from contracts.config.cluster_config import Config
@@ -67,7 +67,7 @@ class DecodeWorker(PhaseWorker[Request]):
         incarnation: Incarnation,
         config: Config,
         engine: Engine,
-        seat: Seat,
+        seat: KVCacheManager,
         receiver: ReceiverEnd,
         waiter: Sleep,
         *,
@@ -115,7 +115,7 @@ class DecodeWorker(PhaseWorker[Request]):
             return
         self._departures.offers.session = session
         if isinstance(command, InvalidatePrefix):
-            self._seat.condemn(Prefix.of(command.tokens, self._page_tokens, command.salt))
+            self._seat.condemn(TokenPrefix.of(command.tokens, self._page_tokens, command.salt))
             return
         submit = self._desk.accept(session, command, self._cancel)
         if submit is None:
@@ -126,7 +126,7 @@ class DecodeWorker(PhaseWorker[Request]):
             self._desk.refuse(session, submit, refusal)
             return
         now = self._clock.now()
-        prefix = Prefix.of(submit.tokens, self._page_tokens, submit.salt, keys)
+        prefix = TokenPrefix.of(submit.tokens, self._page_tokens, submit.salt, keys)
         request = Request(session, submit, now, now + submit.deadline_s, prefix)
         self._desk.add(request)
         self._waiting.append(request)
@@ -278,7 +278,7 @@ class DecodeWorker(PhaseWorker[Request]):
             # From now on others with the same prompt have it from here.
             self._seat.share(request.claim, request.prefix, request.submit.priority, full_only=True)
 
-    def _recover(self, betrayed: list[Claim]) -> None:
+    def _recover(self, betrayed: list[Allocation]) -> None:
         """End attempts that relied on state which turned out damaged: the next one finds it gone and is sent it all."""
         for request in [r for r in self._desk if r.claim in betrayed]:
             self._fail(request, ErrorKind.DAMAGED, "a page loaded for it was damaged")

@@ -19,8 +19,8 @@ import logging
 from collections import deque
 from collections.abc import Callable
 
-from cache.manager.kv_cache_manager import Seat
-from cache.prefix_cache.token_prefix import Prefix
+from cache.manager.kv_cache_manager import KVCacheManager
+from cache.prefix_cache.token_prefix import TokenPrefix
 from contracts.config.cluster_config import Config
 from contracts.damage import PREFIX, DamageSite, log_damage
 from contracts.ids import RequestId
@@ -46,7 +46,7 @@ class Auditor:
         self,
         config: Config,
         engine: Engine,
-        seat: Seat,
+        seat: KVCacheManager,
         tell: Callable[[SessionId, Event], None],
         nonfinite: Callable[[], None],
         most_positions: int,
@@ -90,7 +90,7 @@ class Auditor:
         if isinstance(command, Audit):
             self._take(session, command, busy=busy)
         elif isinstance(command, InvalidatePrefix):
-            self._seat.condemn(Prefix.of(command.tokens, self._seat.spec.page_tokens, command.salt))
+            self._seat.condemn(TokenPrefix.of(command.tokens, self._seat.spec.page_tokens, command.salt))
         elif isinstance(command, Cancel):
             self._cancel(session, command.request_id)
         return isinstance(command, Audit | InvalidatePrefix)
@@ -165,7 +165,7 @@ class Auditor:
         if not self._waiting:
             return None
         audition = self._waiting.popleft()
-        nothing = Prefix.of((), self._seat.spec.page_tokens)
+        nothing = TokenPrefix.of((), self._seat.spec.page_tokens)
         positions = len(audition.audit.tokens) - 1
         claim = self._seat.claim(nothing, positions, f"audit {audition.audit.request_id}", reusable=0)
         if claim is None:

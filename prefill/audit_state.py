@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from enum import StrEnum
 
-from cache.allocation.allocation import Claim
+from cache.allocation.allocation import Allocation
 from contracts.interfaces.worker_interface import SessionId
 from contracts.messages.router_commands import Audit
 from contracts.sampling_params import TokenDifference
@@ -49,7 +49,7 @@ class Audition:
     session: SessionId
     audit: Audit
     state: AuditState = AuditState.WAITING
-    claim: Claim | None = None
+    claim: Allocation | None = None
     committed: int = 0
     """Positions whose state is computed."""
     checked: int = 0

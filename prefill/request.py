@@ -14,9 +14,9 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from enum import StrEnum
 
-from cache.allocation.allocation import Cached, Claim
-from cache.prefix_cache.token_prefix import Prefix
-from cache.tiers.prefetch_request import Prefetch
+from cache.allocation.allocation import Allocation, CachedTokens
+from cache.prefix_cache.token_prefix import TokenPrefix
+from cache.tiers.prefetch_request import PrefetchRequest
 from contracts.ids import WorkerName
 from contracts.interfaces.worker_interface import SessionId
 from contracts.messages.router_commands import Submit
@@ -61,14 +61,14 @@ class Request:
     submit: Submit
     arrived: float
     deadline: float
-    prefix: Prefix
+    prefix: TokenPrefix
     """The prompt's whole pages."""
     chain: list[bytes]
     """Chain keys of all its pages, the last partly filled one included."""
-    prefetch: Prefetch | None = None
+    prefetch: PrefetchRequest | None = None
     """What storage has of it, on its way to the host."""
     phase: Phase = Phase.WAITING
-    claim: Claim | None = None
+    claim: Allocation | None = None
     """Its pages, while it is running or computed."""
     committed: int = 0
     """Positions whose state is known to be there: what may be sealed, shared and sent."""
@@ -86,7 +86,7 @@ class Request:
     """How often it started over: what earlier starts launched is not for it any more."""
     ends: dict[str, int] = field(default_factory=dict)
     """Digests at the prompt's end, by pool: of the last page where it is partly filled, and of the state."""
-    cached: Cached = field(default_factory=Cached)
+    cached: CachedTokens = field(default_factory=CachedTokens)
     computed: int = 0
     stale: int = 0
     """Steps that found one of its pages given away."""

@@ -12,10 +12,10 @@ import platform
 from bisect import bisect_left
 from collections.abc import Callable
 
-from cache.allocation.allocation import Claim
+from cache.allocation.allocation import Allocation
 from cache.device.device_port import DONE, Completion
-from cache.manager.kv_cache_manager import Seat
-from cache.prefix_cache.token_prefix import Prefix
+from cache.manager.kv_cache_manager import KVCacheManager
+from cache.prefix_cache.token_prefix import TokenPrefix
 from contracts.block_hash import chain_keys
 from contracts.clock import Clock
 from contracts.config.cluster_config import Config
@@ -58,7 +58,7 @@ class PrefillWorker(PhaseWorker[Request]):
         incarnation: Incarnation,
         config: Config,
         engine: Engine,
-        seat: Seat,
+        seat: KVCacheManager,
         sender: SenderEnd,
         waiter: Sleep,
         *,
@@ -345,7 +345,7 @@ class PrefillWorker(PhaseWorker[Request]):
                     completion.wait()
                 self._recover(self._seat.poll())
 
-    def _recover(self, betrayed: list[Claim]) -> None:
+    def _recover(self, betrayed: list[Allocation]) -> None:
         """Start over whoever relied on state that turned out damaged: it isn't in the tree any more."""
         for request in [r for r in self._desk if r.claim in betrayed]:
             log.warning("request %s: it starts over, as a page loaded for it was damaged", request.submit.request_id)
@@ -528,7 +528,7 @@ class PrefillWorker(PhaseWorker[Request]):
     def _request(self, session: SessionId, submit: Submit) -> Request:
         now = self._clock.now()
         chain = chain_keys(submit.tokens, self._page_tokens, submit.salt)
-        prefix = Prefix.of(submit.tokens, self._page_tokens, submit.salt, chain)
+        prefix = TokenPrefix.of(submit.tokens, self._page_tokens, submit.salt, chain)
         return Request(session, submit, now, now + submit.deadline_s, prefix, chain)
 
     def _finish(self, request: Request, reason: str, stop_token: int | None) -> None:

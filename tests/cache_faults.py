@@ -7,15 +7,15 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from cache.device.device_port import Completion, Device, Op
-from cache.manager.kv_cache_manager import Seat
+from cache.device.device_port import Completion, Device, DeviceOp
+from cache.manager.kv_cache_manager import KVCacheManager
 from cache.pool.page_allocator import Lease
-from cache.prefix_cache.tree_components import Window
-from cache.prefix_cache.tree_node import Node, Part, Tier
+from cache.prefix_cache.tree_components import WindowComponent
+from cache.prefix_cache.tree_node import NodePart, Tier, TreeNode
 from cache.storage.backends.memory_backend import MemoryBackend
 from cache.storage.backends.object_seal import seal
 from cache.storage.storage_backend import ObjectName
-from cache.tiers.prefetch_request import Prefetch
+from cache.tiers.prefetch_request import PrefetchRequest
 
 _MAGIC = b"twinpage"
 _MOVERS = ("load", "save", "store", "above a save")
@@ -29,7 +29,9 @@ class FaultyDevice:
         self.allocate_host, self.touch = device.allocate_host, device.touch
         self._device, self._rng, self._rate, self._broke = device, rng, rate, broke
 
-    def submit(self, op: Op, run: Callable[[], object], after: Sequence[Completion] = (), **others: Any) -> Completion:
+    def submit(
+        self, op: DeviceOp, run: Callable[[], object], after: Sequence[Completion] = (), **others: Any
+    ) -> Completion:
         if op.name in ("forward", "send") or self._rng.random() >= self._rate:
             return self._device.submit(op, run, after, **others)
         self._broke(op.name.rstrip("0123456789 "))
@@ -45,7 +47,7 @@ class FaultyDevice:
         return self._device.submit(op, broken, after, **others)
 
 
-def damage_host(seat: Seat, rng: random.Random) -> bool:
+def damage_host(seat: KVCacheManager, rng: random.Random) -> bool:
     """Flip bits of a page that the tree holds on the host and nobody is reading or writing."""
     parts = [p for n in seat.tree.nodes() for p in n.parts[Tier.HOST].values() if not p.locks]
     if not parts or seat.host is None:
@@ -100,7 +102,7 @@ def _flipped(stored: bytes, rng: random.Random, *, again: bool) -> bytes:
 class Watch:
     """Counts splits, healings, evictions and more, as they happen in `seat`'s tree, into `seen`."""
 
-    def __init__(self, seat: Seat, seen: Counter[str]) -> None:
+    def __init__(self, seat: KVCacheManager, seen: Counter[str]) -> None:
         self._tree, self._seen = seat.tree, seen
         self._evicting = False
         self._since: dict[int, int] = {}
@@ -116,17 +118,17 @@ class Watch:
             prefetcher: Any = seat.prefetcher
             self._end, prefetcher._end = prefetcher._end, self.end
 
-    def attach(self, node: Node, name: str, tier: Tier, lease: Lease, digests: tuple[int, ...]) -> Part:
+    def attach(self, node: TreeNode, name: str, tier: Tier, lease: Lease, digests: tuple[int, ...]) -> NodePart:
         tree = self._tree
         full = node.parts[tier].get(tree.full)
-        if isinstance(tree.component(name), Window) and full is not None and tier is Tier.DEVICE:
+        if isinstance(tree.component(name), WindowComponent) and full is not None and tier is Tier.DEVICE:
             self._seen["tombstone healed"] += self._since.get(id(full), tree._tick) < tree._tick
         part = self._attach(node, name, tier, lease, digests)
         if name == tree.full:
             self._since[id(part)] = tree._tick
         return part
 
-    def split(self, node: Node, pages: int) -> Node:
+    def split(self, node: TreeNode, pages: int) -> TreeNode:
         owners = {
             lock.owner for tier in (Tier.DEVICE, Tier.HOST) for p in node.parts[tier].values() for lock in p.locks
         }
@@ -135,7 +137,7 @@ class Watch:
             self._seen[f"split under a {mover}"] += 1
         return self._split(node, pages)
 
-    def detach(self, part: Part) -> None:
+    def detach(self, part: NodePart) -> None:
         if self._evicting:
             alone = part.component != self._tree.full and self._tree.full in part.node.parts[part.tier]
             self._seen[f"evicted {part.component} on {part.tier.name.lower()}" + (" alone" if alone else "")] += 1
@@ -148,19 +150,19 @@ class Watch:
         finally:
             self._evicting = before
 
-    def condemn(self, node: Node) -> int:
+    def condemn(self, node: TreeNode) -> int:
         locked = any(p.locks for tier in (Tier.DEVICE, Tier.HOST) for p in node.parts[tier].values())
         count = self._condemn(node)
         self._seen["condemned"] += count > 0
         self._seen["condemned while locked"] += count > 0 and locked
         return count
 
-    def spill(self, node: Node) -> bool:
+    def spill(self, node: TreeNode) -> bool:
         spilled = self._spill(node)
         self._seen["spilled before it went"] += spilled
         return spilled
 
-    def end(self, prefetch: Prefetch) -> None:
+    def end(self, prefetch: PrefetchRequest) -> None:
         self._end(prefetch)
         if prefetch.over:
             wanted = prefetch.target - prefetch.held

@@ -23,7 +23,7 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 
-from cache.prefix_cache.token_prefix import Prefix
+from cache.prefix_cache.token_prefix import TokenPrefix
 from cache.prefix_cache.tree_node import Tier
 from tests.cache_visitors import Visitor
 from tests.cache_world import World
@@ -202,7 +202,7 @@ class Machine(RuleBasedStateMachine):
                 world.damage(tier)
             self.comes_back_after_the_device_forgot(number, tier is Tier.STORAGE, "")
         elif what == "condemn":
-            world.condemn(Prefix.of(self.known[number % len(self.known)], PAGE_TOKENS), count)
+            world.condemn(TokenPrefix.of(self.known[number % len(self.known)], PAGE_TOKENS), count)
         else:
             world.evict(Tier.HOST if what == "evict on host" else Tier.DEVICE, pools[number % len(pools)], count)
         self.carry_on(number)

@@ -20,9 +20,9 @@ from contextlib import suppress
 from dataclasses import replace
 
 from cache.device.device_port import DEVICE
-from cache.manager.swapping import Returning
+from cache.manager.swapping import SwapInProgress
 from cache.prefix_cache.tree_node import Tier
-from cache.swap.swapped_state import Parked, Place
+from cache.swap.swapped_state import SwappedState, SwapPlace
 from contracts.errors import CapacityError
 from tests.cache_visitors import Visitor
 from tests.cache_world import World
@@ -51,9 +51,9 @@ class Schedule:
         self.world.seat.config = replace(self.world.seat.config, move_chunk_bytes=700)
         self.prompts = [[rng.randrange(2) for _ in range(PAGE_TOKENS * rng.randint(4, 7))] for _ in range(2)]
         self.log: list[str] = []
-        self.away: list[tuple[Visitor, Parked]] = []
+        self.away: list[tuple[Visitor, SwappedState]] = []
         """Retracted: their state is on the host or in storage, or on its way there."""
-        self.coming: list[tuple[Visitor, Returning]] = []
+        self.coming: list[tuple[Visitor, SwapInProgress]] = []
         lazy = self.world.lazy
         assert lazy is not None
         self.lazy = lazy
@@ -151,12 +151,12 @@ class Schedule:
         for visitor, parked in self.away:
             self.world.seat.settle(parked)
             tokens = list(visitor.prefix.tokens(0, visitor.done))
-            if parked.place is Place.HOST and self.rng.random() < 0.3 and parked.leases:
+            if parked.place is SwapPlace.HOST and self.rng.random() < 0.3 and parked.leases:
                 self.world.seen["parked on storage"] += self.world.seat.store(parked, tokens)
-            elif parked.place is Place.STORED:
+            elif parked.place is SwapPlace.STORED:
                 self._fetch(parked, tokens)
 
-    def _fetch(self, parked: Parked, tokens: list[int]) -> None:
+    def _fetch(self, parked: SwappedState, tokens: list[int]) -> None:
         self.world.disturbed = True
         with suppress(CapacityError):
             self.world.seat.fetch(parked, tokens)
@@ -167,8 +167,8 @@ class Schedule:
         self._take_in()
         for _, parked in self.away:
             world.seat.settle(parked)
-        assert all(parked.place is not Place.LOST for _, parked in self.away)
-        ready = [entry for entry in self.away if entry[1].place is Place.HOST]
+        assert all(parked.place is not SwapPlace.LOST for _, parked in self.away)
+        ready = [entry for entry in self.away if entry[1].place is SwapPlace.HOST]
         if not ready:
             return
         visitor, parked = self.rng.choice(ready)

@@ -9,10 +9,10 @@ from functools import lru_cache
 import numpy as np
 import torch
 
-from cache.allocation.allocation import Claim
+from cache.allocation.allocation import Allocation
 from cache.device.device_port import Completion
-from cache.prefix_cache.token_prefix import Prefix
-from cache.tiers.prefetch_request import Prefetch
+from cache.prefix_cache.token_prefix import TokenPrefix
+from cache.tiers.prefetch_request import PrefetchRequest
 
 
 def as_bytes(rows: torch.Tensor) -> torch.Tensor:
@@ -44,11 +44,11 @@ class Visitor:
     """One request."""
 
     name: str
-    prefix: Prefix
+    prefix: TokenPrefix
     reusable: int
     """Pages of it that need not be computed."""
-    prefetch: Prefetch | None
-    claim: Claim | None = None
+    prefetch: PrefetchRequest | None
+    claim: Allocation | None = None
     done: int = 0
     """Committed pages."""
     steps: list[Step] = field(default_factory=list)

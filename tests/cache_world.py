@@ -16,26 +16,26 @@ from itertools import count
 
 import torch
 
-from cache.allocation.allocation import Claim
+from cache.allocation.allocation import Allocation
 from cache.allocation.block_table import NO_PAGE
 from cache.arena.arena import Arena
 from cache.arena.arena_keeper import ArenaKeeper
-from cache.device.adversarial_device import LazyDevice
+from cache.device.adversarial_device import AdversarialDevice
 from cache.device.device_backends import CpuDevice
-from cache.device.device_port import DEVICE, Completion, Device, Op, Stream, attempt, failure, spans
-from cache.manager.kv_cache_manager import Seat
+from cache.device.device_port import DEVICE, Completion, Device, DeviceOp, DeviceStream, attempt, failure, spans
+from cache.manager.kv_cache_manager import KVCacheManager
 from cache.memory.kv_cache_spec import PoolSetSpec
-from cache.memory.memory_layout import Order, PoolSetLayout
+from cache.memory.memory_layout import LayoutOrder, PoolSetLayout
 from cache.memory.page_moves import gather
 from cache.pool.load_gate import LayerBuffers
 from cache.pool.page_allocator import Pin
 from cache.pool.pool_set import PoolSet
-from cache.prefix_cache.token_prefix import Prefix
-from cache.prefix_cache.tree_components import Window
-from cache.prefix_cache.tree_node import Node, Tier
+from cache.prefix_cache.token_prefix import TokenPrefix
+from cache.prefix_cache.tree_components import WindowComponent
+from cache.prefix_cache.tree_node import Tier, TreeNode
 from cache.storage.backends.memory_backend import MemoryBackend
-from cache.storage.inline_queue import InlineQueue
-from cache.storage.io_queue import Op as StorageOp
+from cache.storage.inline_queue import InlineIoQueue
+from cache.storage.io_queue import StorageOp as StorageOp
 from cache.storage.storage_backend import ObjectName
 from contracts.clock import ManualClock
 from contracts.config.cache_config import CacheConfig, PrefetchConfig
@@ -71,16 +71,16 @@ class World:
         self.clock = ManualClock()
         self.seen: Counter[str] = Counter()
         """What has happened, for those who want to know that it has."""
-        self.lazy = LazyDevice(seed, clock=self.clock) if lazy else None
+        self.lazy = AdversarialDevice(seed, clock=self.clock) if lazy else None
         self.device: Device = FaultyDevice(self.lazy or CpuDevice(), self.rng, device_fault_rate, self._broke)
         self.pools = PoolSet(spec, spec.even(pages) | dict(counts or {}))
-        layout = PoolSetLayout(spec, spec.even(host_pages), Order.PAGE_FIRST)
+        layout = PoolSetLayout(spec, spec.even(host_pages), LayoutOrder.PAGE_FIRST)
         self.arena = Arena(segment, layout, "world") if segment is not None else None
         region = self.arena.region if self.arena is not None else None
-        self.host = PoolSet(spec, layout.counts, region, Order.PAGE_FIRST, "host") if host_pages else None
+        self.host = PoolSet(spec, layout.counts, region, LayoutOrder.PAGE_FIRST, "host") if host_pages else None
         self.backend = MemoryBackend(f"world {next(_worlds)}", 1 << 24)
         self.fault_rate = fault_rate
-        self.queue = InlineQueue(self.backend, fault=self._fault) if storage and self.host is not None else None
+        self.queue = InlineIoQueue(self.backend, fault=self._fault) if storage and self.host is not None else None
         config = CacheConfig(
             page_tokens=spec.page_tokens,
             load_back="always",
@@ -88,12 +88,12 @@ class World:
             eviction=eviction,  # type: ignore[arg-type]
             prefetch=PrefetchConfig(policy=prefetch_policy, base_s=0.01, per_token_s=0.0, batch_pages=2),  # type: ignore[arg-type]
         )
-        self.seat = Seat(
+        self.seat = KVCacheManager(
             self.pools, self.device, config, self.clock.now, host=self.host, storage=self.queue, fingerprint="model",
             stride=stride, arena=self.arena,
         )  # fmt: skip
         self.watch = Watch(self.seat, self.seen)
-        self.sends: list[tuple[Completion, list[Pin], Claim, list[str]]] = []
+        self.sends: list[tuple[Completion, list[Pin], Allocation, list[str]]] = []
         self.visitors: list[Visitor] = []
         self.shared: dict[str, set[bytes]] = {c.name: set() for c in self.seat.tree.components}
         self.disturbed = False
@@ -131,7 +131,7 @@ class World:
 
     # ------------------------------------------------------------ the model
 
-    def expected(self, prefix: Prefix, reusable: int) -> int:
+    def expected(self, prefix: TokenPrefix, reusable: int) -> int:
         """How many pages of `prefix` the model would reuse, if nothing had ever been lost."""
         full = self.shared[self.seat.full]
         length = 0
@@ -141,10 +141,10 @@ class World:
             length -= 1
         return length
 
-    def _has(self, name: str, prefix: Prefix, length: int) -> bool:
+    def _has(self, name: str, prefix: TokenPrefix, length: int) -> bool:
         component = self.seat.tree.component(name)
         first = length - 1 if component.point else 0
-        if isinstance(component, Window):
+        if isinstance(component, WindowComponent):
             first = max(0, length - component.reach)
         return all(prefix.key(page) in self.shared[name] for page in range(first, length))
 
@@ -152,7 +152,7 @@ class World:
 
     def arrive(self, tokens: Sequence[int], salt: str = "") -> Visitor:
         self._number += 1
-        prefix = Prefix.of(tokens, self.spec.page_tokens, salt)
+        prefix = TokenPrefix.of(tokens, self.spec.page_tokens, salt)
         # The last page may be left out, as its last position must be computed anyway.
         reusable = max(0, len(prefix) - (self.rng.random() < 0.7))
         visitor = Visitor(f"request {self._number}", prefix, reusable, self.seat.prefetch(prefix.head(reusable)))
@@ -183,7 +183,7 @@ class World:
         self._note(claim, expected)
         return True
 
-    def _note(self, claim: Claim, expected: int) -> None:
+    def _note(self, claim: Allocation, expected: int) -> None:
         cached = claim.cached
         self.seen["exact find"] += not self.disturbed and expected > 0
         self.seen["found on host"] += cached.host > 0
@@ -219,7 +219,7 @@ class World:
                     step.wrong += self._read(visitor, pool, layer, buffers, reads[pool], begin)
                     self._write(visitor, pool, layer, buffers, writes[pool], range(begin, end))
 
-        op = Op("forward", Stream.COMPUTE, spans(DEVICE, reads), spans(DEVICE, writes))
+        op = DeviceOp("forward", DeviceStream.COMPUTE, spans(DEVICE, reads), spans(DEVICE, writes))
         gates = {gate: waits for passage in passages.values() for gate, waits in passage.gates.items()}
         step.completion = self.device.submit(op, run, gates=gates)
         visitor.steps.append(step)
@@ -242,7 +242,7 @@ class World:
         self.seen["a window used its pages again"] += bool(claim.spare)
         return there
 
-    def _snapshot(self, claim: Claim, pages: int) -> list[Completion]:
+    def _snapshot(self, claim: Allocation, pages: int) -> list[Completion]:
         before = self.seat.counters["pages_evicted"]
         if not self.seat.snapshot(claim, pages * self.spec.page_tokens):
             self.seen["no slot for a snapshot"] += 1
@@ -250,10 +250,10 @@ class World:
         self.look(before)
         return [held[-1].completion for held in claim.snapshots.values()]
 
-    def attended(self, claim: Claim, pool: str, done: int) -> list[int]:
+    def attended(self, claim: Allocation, pool: str, done: int) -> list[int]:
         """The pages that a pass after `done` pages attends to."""
         component = self.seat.tree.component(pool)
-        first = max(0, done - component.reach) if isinstance(component, Window) else 0
+        first = max(0, done - component.reach) if isinstance(component, WindowComponent) else 0
         pages = claim.tables[pool][first:done]
         assert NO_PAGE not in pages, f"{pool}: pages that attention still sees have been given back"
         return pages
@@ -344,7 +344,7 @@ class World:
                 for row, key in zip(gather(self.pools.region, self.pools.layout, pool, indices), keys, strict=True):
                     wrong.extend([] if row.equal(content(key, pool, size)) else [f"{visitor.name}: {pool}"])
 
-        done = attempt(self.device, Op("send", Stream.SEND, spans(DEVICE, pages)), run, after)
+        done = attempt(self.device, DeviceOp("send", DeviceStream.SEND, spans(DEVICE, pages)), run, after)
         visitor.sends.append(done)
         pins = [self.pools.allocators[pool].pin(indices, "send") for pool, indices in pages.items()]
         self.sends.append((done, pins, claim, wrong))
@@ -365,7 +365,7 @@ class World:
         for visitor in self.visitors:
             visitor.sends = [done for done in visitor.sends if not done.done]
 
-    def _share(self, visitor: Visitor, claim: Claim) -> None:
+    def _share(self, visitor: Visitor, claim: Allocation) -> None:
         prefix = visitor.prefix.head(visitor.done)
         snapshots = [s for held in claim.snapshots.values() for s in held]
         there = [s for s in snapshots if s.completion.done and failure(s.completion) is None]
@@ -421,12 +421,12 @@ class World:
         self.changes += freed > 0
         return freed > 0
 
-    def _stored(self, node: Node) -> bool:
+    def _stored(self, node: TreeNode) -> bool:
         keys = [(name, key) for name in node.parts[Tier.HOST] for key in node.keys]
         keys = [(n, k) for n, k in keys if not self.seat.tree.component(n).point or k == node.keys[-1]]
         return all(self.backend.exists([ObjectName("model", name, key) for name, key in keys]))
 
-    def condemn(self, prefix: Prefix, page: int) -> None:
+    def condemn(self, prefix: TokenPrefix, page: int) -> None:
         condemned = self.seat.condemn(prefix, page)
         self.disturbed |= condemned > 0
         self.changes += condemned > 0

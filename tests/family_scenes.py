@@ -18,11 +18,11 @@ from typing import Any
 
 import torch
 
-from cache.memory.kv_cache_spec import Kind, PoolSetSpec
+from cache.memory.kv_cache_spec import PoolKind, PoolSetSpec
 from cache.memory.memory_layout import BufferLayout
 from cache.memory.required_pages import due
 from cache.pool.pool_set import PoolSet
-from cache.prefix_cache.token_prefix import Prefix
+from cache.prefix_cache.token_prefix import TokenPrefix
 from cache.prefix_cache.tree_node import Tier
 from cluster.assembly.memory_plan import state_options
 from contracts.config.load_config import config_from_dict
@@ -161,7 +161,7 @@ def expect_mechanisms(family: Family, spec: PoolSetSpec, longest: int) -> None:
     """Prompts are long enough for what is new in the family's state to be at work."""
     assert longest > 2 * CHUNK, "state is carried over chunks"
     for pool in spec.pools:
-        if pool.kind is Kind.WINDOW:
+        if pool.kind is PoolKind.WINDOW:
             dropped = due(spec, longest)[pool.name].start * spec.page_tokens
             assert dropped > 0, "positions leave the window"
     if family.top_k:
@@ -413,4 +413,4 @@ def expect_unnoticed_damage_shows(family: Family) -> None:
             (loaded,) = ask(both, [prompt], DAMAGED_TOKENS)
             assert loaded.progress[Role.PREFILL].cached_by_tier["host"] > 0
             assert loaded.list != good.list, f"{buffer} was damaged in a load and nothing changed"
-            seats(both)[0].condemn(Prefix.of(prompt, DAMAGED_PAGE))
+            seats(both)[0].condemn(TokenPrefix.of(prompt, DAMAGED_PAGE))

@@ -13,9 +13,9 @@ from dataclasses import dataclass, field
 
 import torch
 
-from cache.allocation.block_table import Table
-from cache.device.device_port import DEVICE, DONE, Completion, Device, Op, Stream, spans
-from cache.memory.kv_cache_spec import Index, Kind, PoolSetSpec
+from cache.allocation.block_table import BlockTable
+from cache.device.device_port import DEVICE, DONE, Completion, Device, DeviceOp, DeviceStream, spans
+from cache.memory.kv_cache_spec import IndexSpace, PoolKind, PoolSetSpec
 from cache.pool.pool_set import PoolSet
 from contracts.sampling_params import TokenDifference
 from engine.runner.batch import Drawn, FromStep, Row, RowOutput
@@ -51,11 +51,13 @@ def recite(spec: PoolSetSpec, prompt: Sequence[int], count: int) -> list[int]:
         at = len(marks)
         seen = _Seen(spec)
         for pool in spec.pools:
-            first = {Kind.FULL: 0, Kind.WINDOW: max(0, at - pool.window_tokens + 1), Kind.STATE: at - 1}[pool.kind]
+            first = {PoolKind.FULL: 0, PoolKind.WINDOW: max(0, at - pool.window_tokens + 1), PoolKind.STATE: at - 1}[
+                pool.kind
+            ]
             for buffer in pool.buffers:
                 for layer in range(buffer.layers):
                     width = _width(spec, buffer.shape_bytes, buffer.index)
-                    if pool.kind is Kind.STATE and not at:
+                    if pool.kind is PoolKind.STATE and not at:
                         seen.parts.append(bytes(width))
                     for position in range(max(0, first), at):
                         seen.parts.append(_entry(marks[position], pool.name, buffer.name, layer, width))
@@ -65,9 +67,9 @@ def recite(spec: PoolSetSpec, prompt: Sequence[int], count: int) -> list[int]:
     return tokens[len(prompt) : len(prompt) + count]
 
 
-def _width(spec: PoolSetSpec, shape_bytes: int, index: Index) -> int:
+def _width(spec: PoolSetSpec, shape_bytes: int, index: IndexSpace) -> int:
     """Bytes of one position: of a buffer by page, its share of the page."""
-    return shape_bytes // spec.page_tokens if index is Index.PAGE else shape_bytes
+    return shape_bytes // spec.page_tokens if index is IndexSpace.PAGE else shape_bytes
 
 
 class HashStep:
@@ -95,7 +97,7 @@ class HashEngine:
 
     def launch(self, rows: Sequence[Row]) -> HashStep:
         step = HashStep()
-        tables = [{self.spec.full.name: Table(0, row.pages, row.epochs), **row.others} for row in rows]
+        tables = [{self.spec.full.name: BlockTable(0, row.pages, row.epochs), **row.others} for row in rows]
         reads, writes = self._named(rows, tables)
         passages = {pool: self.pools.gates[pool].enter(pool) for pool in self.spec.by_name}
         gates = {gate: waits for passage in passages.values() for gate, waits in passage.gates.items()}
@@ -106,12 +108,12 @@ class HashEngine:
                     passage.layer(layer)
             step.drawn += [self._row(row, table) for row, table in zip(rows, tables, strict=True)]
 
-        op = Op("forward", Stream.COMPUTE, spans(DEVICE, reads), spans(DEVICE, writes))
+        op = DeviceOp("forward", DeviceStream.COMPUTE, spans(DEVICE, reads), spans(DEVICE, writes))
         step.completion = self.device.submit(op, run, gates=gates)
         return step
 
     def _named(
-        self, rows: Sequence[Row], tables: Sequence[Mapping[str, Table]]
+        self, rows: Sequence[Row], tables: Sequence[Mapping[str, BlockTable]]
     ) -> tuple[dict[str, list[int]], dict[str, list[int]]]:
         reads: dict[str, set[int]] = {pool: set() for pool in self.spec.by_name}
         writes: dict[str, set[int]] = {pool: set() for pool in self.spec.by_name}
@@ -119,11 +121,11 @@ class HashEngine:
             for pool, mine in table.items():
                 reads[pool] |= set(mine.pages)
                 first = row.start // self.spec.page_tokens - mine.first
-                point = self.spec.by_name[pool].kind is Kind.STATE
+                point = self.spec.by_name[pool].kind is PoolKind.STATE
                 writes[pool] |= set(mine.pages if point else mine.pages[first:])
         return {p: sorted(i) for p, i in reads.items()}, {p: sorted(i) for p, i in writes.items()}
 
-    def _row(self, row: Row, tables: Mapping[str, Table]) -> RowOutput:
+    def _row(self, row: Row, tables: Mapping[str, BlockTable]) -> RowOutput:
         for pool, table in tables.items():
             if tuple(self.pools.allocators[pool].epochs_of(table.pages)) != tuple(table.epochs):
                 return RowOutput(stale=True)
@@ -146,23 +148,23 @@ class HashEngine:
         drawn = Drawn(_token(mark), None) if row.draw is not None else None
         return RowOutput(drawn, replayed=replayed, differences=tuple(found))
 
-    def _see(self, tables: Mapping[str, Table], at: int) -> _Seen:
+    def _see(self, tables: Mapping[str, BlockTable], at: int) -> _Seen:
         seen = _Seen(self.spec)
         for pool in self.spec.pools:
             for buffer in self.pools.layout.buffers[pool.name]:
                 for layer in range(buffer.spec.layers):
-                    if pool.kind is Kind.STATE:
+                    if pool.kind is PoolKind.STATE:
                         seen.parts.append(
                             self._bytes(buffer.offset(layer, tables[pool.name].pages[0]), buffer.entry_bytes)
                         )
                         continue
-                    first = max(0, at - pool.window_tokens + 1) if pool.kind is Kind.WINDOW else 0
+                    first = max(0, at - pool.window_tokens + 1) if pool.kind is PoolKind.WINDOW else 0
                     for position in range(first, at):
                         offset, width = self._place(tables[pool.name], buffer, layer, position)
                         seen.parts.append(self._bytes(offset, width))
         return seen
 
-    def _place(self, table: Table, buffer: object, layer: int, position: int) -> tuple[int, int]:
+    def _place(self, table: BlockTable, buffer: object, layer: int, position: int) -> tuple[int, int]:
         page, slot = divmod(position, self.spec.page_tokens)
         index = table.pages[page - table.first]
         assert index, "a page that is still seen was given back"
@@ -172,11 +174,11 @@ class HashEngine:
     def _bytes(self, offset: int, width: int) -> bytes:
         return self.pools.region[offset : offset + width].numpy().tobytes()
 
-    def _write(self, tables: Mapping[str, Table], position: int, mark: bytes) -> None:
+    def _write(self, tables: Mapping[str, BlockTable], position: int, mark: bytes) -> None:
         for pool in self.spec.pools:
             for buffer in self.pools.layout.buffers[pool.name]:
                 for layer in range(buffer.spec.layers):
-                    if pool.kind is Kind.STATE:
+                    if pool.kind is PoolKind.STATE:
                         offset, width = buffer.offset(layer, tables[pool.name].pages[0]), buffer.entry_bytes
                     else:
                         offset, width = self._place(tables[pool.name], buffer, layer, position)

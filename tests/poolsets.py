@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from cache.memory.kv_cache_spec import BufferSpec, Index, Kind, PoolSetSpec, PoolSpec
-from cache.memory.memory_layout import Order
+from cache.memory.kv_cache_spec import BufferSpec, IndexSpace, PoolKind, PoolSetSpec, PoolSpec
+from cache.memory.memory_layout import LayoutOrder
 from cache.pool.pool_set import PoolSet
 
 WINDOW_TOKENS = 9
@@ -21,17 +21,21 @@ def _full(dim: int = 12) -> PoolSpec:
 def _sparse(page_tokens: int) -> PoolSpec:
     """Latent KV by token; index keys and their scales stored page by page: all keys, then all scales."""
     latent = BufferSpec("latent", 2, (1, 20), torch.bfloat16)
-    return PoolSpec("full", (latent, BufferSpec("index_k", 2, (page_tokens * (8 + 4),), torch.uint8, index=Index.PAGE)))
+    return PoolSpec(
+        "full", (latent, BufferSpec("index_k", 2, (page_tokens * (8 + 4),), torch.uint8, index=IndexSpace.PAGE))
+    )
 
 
 def _window() -> PoolSpec:
     buffers = tuple(BufferSpec(name, 2, (2, 6), torch.float32) for name in ("window_k", "window_v"))
-    return PoolSpec("window", buffers, Kind.WINDOW, WINDOW_TOKENS)
+    return PoolSpec("window", buffers, PoolKind.WINDOW, WINDOW_TOKENS)
 
 
 def _state() -> PoolSpec:
-    conv = BufferSpec("conv", 2, (5, 3), torch.bfloat16, index=Index.SLOT)
-    return PoolSpec("state", (conv, BufferSpec("recurrent", 2, (2, 4, 4), torch.float32, index=Index.SLOT)), Kind.STATE)
+    conv = BufferSpec("conv", 2, (5, 3), torch.bfloat16, index=IndexSpace.SLOT)
+    return PoolSpec(
+        "state", (conv, BufferSpec("recurrent", 2, (2, 4, 4), torch.float32, index=IndexSpace.SLOT)), PoolKind.STATE
+    )
 
 
 def pool_sets(page_tokens: int = 4) -> dict[str, PoolSetSpec]:
@@ -65,4 +69,4 @@ def entry(pools: PoolSet, pool: str, index: int) -> list[bytes]:
 
 
 def host_pools(spec: PoolSetSpec, count: int) -> PoolSet:
-    return PoolSet(spec, spec.even(count), order=Order.PAGE_FIRST, tier="host")
+    return PoolSet(spec, spec.even(count), order=LayoutOrder.PAGE_FIRST, tier="host")

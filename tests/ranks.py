@@ -12,10 +12,10 @@ from typing import Any
 import torch
 
 from cache.device.device_port import DEVICE
-from cache.memory.kv_cache_spec import BufferSpec, Index, PoolSetSpec
-from cache.memory.memory_layout import Order, PoolSetLayout
+from cache.memory.kv_cache_spec import BufferSpec, IndexSpace, PoolSetSpec
+from cache.memory.memory_layout import LayoutOrder, PoolSetLayout
 from cache.pool.pool_set import PoolSet
-from cache.pool.tp_pool_set import RankedPools, RankState
+from cache.pool.tp_pool_set import FollowerPools, TPPoolSet
 from contracts.messages.rank_order_codec import decode, encode
 from contracts.messages.rank_orders import CheckPages, CopyPages, DigestPages, FollowerNotice, ZeroPages
 from contracts.messages.rank_orders import Order as Told
@@ -51,7 +51,7 @@ def _split(buffer: BufferSpec) -> list[BufferSpec]:
 class DirectFollowers:
     """Followers that obey as they are told."""
 
-    states: Sequence[RankState]
+    states: Sequence[FollowerPools]
     links: Sequence[RankLinks] = ()
     slow: type[Any] | None = None
     """Orders of this type are carried out by `catch_up`."""
@@ -129,7 +129,7 @@ def ranked_seat(
     count: int,
     place: str = DEVICE,
     regions: Sequence[torch.Tensor] = (),
-    order: Order = Order.LAYER_FIRST,
+    order: LayoutOrder = LayoutOrder.LAYER_FIRST,
 ) -> RankedSeat:
     layouts = [PoolSetLayout(whole.shard(rank, size), whole.even(count), order) for rank in range(size)]
     memory = list(regions) or [torch.zeros(layout.nbytes, dtype=torch.uint8) for layout in layouts]
@@ -137,10 +137,10 @@ def ranked_seat(
         PoolSet(layout.spec, layout.counts, region, order)
         for layout, region in zip(layouts[1:], memory[1:], strict=True)
     ]
-    followers = DirectFollowers([RankState({place: pools}, size) for pools in others])
+    followers = DirectFollowers([FollowerPools({place: pools}, size) for pools in others])
     leader: PoolSet
     if size > 1:
-        leader = RankedPools(layouts[0], memory[0], followers, place)
+        leader = TPPoolSet(layouts[0], memory[0], followers, place)
     else:
         leader = PoolSet(whole, layouts[0].counts, memory[0], order)
     return RankedSeat(whole, [leader, *others], followers)
@@ -153,14 +153,14 @@ def fill(seat: RankedSeat, seed: int) -> None:
     for pool in seat.whole.pools:
         for at, buffer in enumerate(pool.buffers):
             for layer in range(buffer.layers):
-                inner = (seat.whole.page_tokens, *buffer.shape) if buffer.index is Index.TOKEN else buffer.shape
+                inner = (seat.whole.page_tokens, *buffer.shape) if buffer.index is IndexSpace.TOKEN else buffer.shape
                 shape = (counts[pool.name], *inner, buffer.dtype.itemsize)
                 state = torch.randint(256, shape, dtype=torch.uint8, generator=generator)
                 state[0] = 0
                 for pools in seat.pools:
                     its = pools.layout.buffers[pool.name][at]
                     view = pools.layout.view(pools.region, pool.name, its, layer)
-                    axis = 2 if buffer.index is Index.TOKEN else 1
+                    axis = 2 if buffer.index is IndexSpace.TOKEN else 1
                     first, n = (its.spec.first_head, its.spec.shape[0]) if buffer.heads else (0, buffer.shape[0])
                     view.copy_(state.narrow(axis, first, n).contiguous().view(buffer.dtype).reshape(view.shape))
 
@@ -174,7 +174,7 @@ def content(seat: RankedSeat, pool: str, index: int) -> list[bytes]:
             for pools in seat.pools:
                 its = pools.layout.buffers[pool][at]
                 view = pools.layout.view(pools.region, pool, its, layer)[index]
-                axis = 1 if buffer.index is Index.TOKEN else 0
+                axis = 1 if buffer.index is IndexSpace.TOKEN else 0
                 for n in range(its.spec.shape[0]):
                     raw = view.select(axis, n).contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
                     known = heads.setdefault(its.spec.first_head + n, raw)

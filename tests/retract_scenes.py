@@ -11,7 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from cache.swap.swapped_state import Parked
+from cache.swap.swapped_state import SwappedState
 from contracts.errors import ErrorKind
 from contracts.ids import Role
 from decode.request.request import Request
@@ -107,7 +107,7 @@ def expect_same_answers(family: Family, count: int, *, at_once: int, every: int 
 # ------------------------------------------------------------ damage
 
 
-Change = Callable[[DecodeWorker, Parked], None]
+Change = Callable[[DecodeWorker, SwappedState], None]
 
 
 def once_parked(both: Pair, prompt: list[int], count: int, change: Change) -> Answer:
@@ -136,7 +136,7 @@ def request_parked(both: Pair, decode: DecodeWorker, request: Request) -> None:
 def damage(buffer: Buffer, *, whole: bool) -> Change:
     """Of all that is parked of a buffer, one bit of each page, or everything."""
 
-    def change(decode: DecodeWorker, parked: Parked) -> None:
+    def change(decode: DecodeWorker, parked: SwappedState) -> None:
         host = decode._seat.host
         assert host is not None
         indices = parked.saved.leases[buffer.pool].indices

@@ -14,7 +14,7 @@ from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from cache.device.adversarial_device import LazyDevice
+from cache.device.adversarial_device import AdversarialDevice
 from cache.device.device_port import DEVICE, DONE, spans
 from cache.memory.required_pages import due
 from cache.pool.page_allocator import Lease
@@ -56,7 +56,7 @@ class Running:
 @dataclass(eq=False)
 class Chaos:
     both: Ends
-    device: LazyDevice
+    device: AdversarialDevice
     random: random.Random
     hands: list[Hand] = field(default_factory=list)
     """Rooms that one side at least still has, or has yet to hear of."""
@@ -268,7 +268,7 @@ class Chaos:
         both.until(lambda: all(a.free == a.total for a in allocators), "every page at the writer")
 
 
-def play(both: Ends, device: LazyDevice, seed: int, steps: int) -> Counter[str]:
+def play(both: Ends, device: AdversarialDevice, seed: int, steps: int) -> Counter[str]:
     """Returns how often what happened."""
     chaos = Chaos(both, device, random.Random(seed))
     for _ in range(steps):

@@ -12,11 +12,11 @@ from typing import Any
 import torch
 
 from cache.device.device_backends import CpuDevice
-from cache.device.device_port import Completion, Device, Op, Stream
+from cache.device.device_port import Completion, Device, DeviceOp, DeviceStream
 from cache.memory.kv_cache_spec import PoolSetSpec
 from cache.memory.memory_layout import PoolSetLayout
 from cache.memory.page_digest import ContentTag
-from cache.memory.required_pages import Held, due, extents
+from cache.memory.required_pages import HeldPages, due, extents
 from cache.pool.page_allocator import Lease
 from cache.pool.pool_set import PoolSet
 from contracts.block_hash import chain_keys
@@ -59,11 +59,11 @@ class LateDevice:
     torch_device = torch.device("cpu")
 
     def __init__(self) -> None:
-        self.ops: list[Op] = []
+        self.ops: list[DeviceOp] = []
         self._waiting: list[_Late] = []
 
     def submit(
-        self, op: Op, run: Callable[[], object], after: Sequence[Completion] = (), **options: object
+        self, op: DeviceOp, run: Callable[[], object], after: Sequence[Completion] = (), **options: object
     ) -> Completion:
         self.ops.append(op)
         late = _Late(op.stream, run, tuple(after))
@@ -71,7 +71,7 @@ class LateDevice:
         return late
 
     def run_all(self) -> None:
-        for late in sorted(self._waiting, key=lambda late: late.stream is not Stream.SEND):
+        for late in sorted(self._waiting, key=lambda late: late.stream is not DeviceStream.SEND):
             late.wait()
 
     def __getattr__(self, name: str) -> Any:
@@ -80,7 +80,7 @@ class LateDevice:
 
 @dataclass
 class _Late:
-    stream: Stream
+    stream: DeviceStream
     run: Callable[[], object]
     after: tuple[Completion, ...]
     done: bool = False
@@ -169,7 +169,7 @@ class Ends:
         return Prompt(room, positions, keys, runs, leases, tags)
 
     def start(
-        self, prompt: Prompt, held: Held | None = None, extra: int = 0, wants: PeerRef | None = None
+        self, prompt: Prompt, held: HeldPages | None = None, extra: int = 0, wants: PeerRef | None = None
     ) -> dict[str, Lease]:
         """Opens the room on both sides and says the grant: leases for what isn't held, and `extra` after them.
 
@@ -188,7 +188,7 @@ class Ends:
         assert self.receiver.grant(prompt.room, leases, held)
         return leases
 
-    def open(self, prompt: Prompt, held: Held | None = None, extra: int = 0) -> dict[str, Lease]:
+    def open(self, prompt: Prompt, held: HeldPages | None = None, extra: int = 0) -> dict[str, Lease]:
         """`start`, and the grant has come."""
         leases = self.start(prompt, held, extra)
         self.until(lambda: self.sender.granted(prompt.room), "the grant")

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from cache.allocation.allocation import Claim
+from cache.allocation.allocation import Allocation
 from cache.memory.page_digest import ContentTag
 from transfer.rooms.room_outcomes import Finished
 
 
 def finished(
     wanted: Mapping[str, range],
-    claim: Claim,
+    claim: Allocation,
     chain: Sequence[bytes],
     ends: Mapping[str, int],
     most: Mapping[str, int] | None = None,
@@ -35,7 +35,7 @@ def finished(
     return out
 
 
-def _sealed(claim: Claim, pool: str, number: int, ends: Mapping[str, int]) -> int | None:
+def _sealed(claim: Allocation, pool: str, number: int, ends: Mapping[str, int]) -> int | None:
     """The digest of a page or state by its number; None while it isn't finished."""
     whole = claim.digests.get(pool, ())
     return whole[number] if number < len(whole) else ends.get(pool)

@@ -29,15 +29,15 @@ from rich.table import Table
 
 from bench.common import machine
 from cache.device.device_backends import CpuDevice
-from cache.memory.kv_cache_spec import BufferSpec, Index, Kind, PoolSetSpec, PoolSpec
-from cache.memory.memory_layout import Order
-from cache.memory.page_moves import Move, Part, copy_state, gather
+from cache.memory.kv_cache_spec import BufferSpec, IndexSpace, PoolKind, PoolSetSpec, PoolSpec
+from cache.memory.memory_layout import LayoutOrder
+from cache.memory.page_moves import PageMove, PoolMove, copy_state, gather
 from cache.pool.pool_set import PoolSet
 from cache.swap.offload import offload
 from cache.swap.restore import restore
-from cache.tiers.tier_copy import Extent
+from cache.tiers.tier_copy import PageExtent
 
-LAYER, PAGE = Order.LAYER_FIRST, Order.PAGE_FIRST
+LAYER, PAGE = LayoutOrder.LAYER_FIRST, LayoutOrder.PAGE_FIRST
 PATTERNS = ("scattered", "in runs")
 CHUNK_BYTES = 16 * 1024 * 1024
 
@@ -52,7 +52,7 @@ class Shape:
 
     @property
     def spec(self) -> PoolSetSpec:
-        if self.pool.kind is Kind.FULL:
+        if self.pool.kind is PoolKind.FULL:
             return PoolSetSpec(self.page_tokens, (self.pool,))
         full = PoolSpec("full", (BufferSpec("k", 1, (1,), torch.int64),))
         return PoolSetSpec(self.page_tokens, (full, self.pool))
@@ -63,7 +63,7 @@ def _kv(layers: int, heads: int, dim: int) -> PoolSpec:
 
 
 _LATENT = PoolSpec("full", (BufferSpec("latent", 61, (1, 576), torch.bfloat16),))
-_STATE = PoolSpec("state", (BufferSpec("recurrent", 8, (2, 128, 128), torch.float32, Index.SLOT),), Kind.STATE)
+_STATE = PoolSpec("state", (BufferSpec("recurrent", 8, (2, 128, 128), torch.float32, IndexSpace.SLOT),), PoolKind.STATE)
 SHAPES = {
     "kv16": Shape("24 layers, 8 heads of 128, pages of 16", _kv(24, 8, 128), 16),
     "kv64": Shape("24 layers, 8 heads of 128, pages of 64", _kv(24, 8, 128), 64),
@@ -81,13 +81,13 @@ class Copying:
         self.pages = max(4, nbytes // spec.unit_bytes(self.pool))
         self.nbytes = self.pages * spec.unit_bytes(self.pool)
         counts = spec.even(2) | {self.pool: 2 + self.pages * 3 // 2}
-        self.sources = {order: PoolSet(spec, counts, order=order) for order in Order}
-        self.targets = {order: PoolSet(spec, counts, order=order) for order in Order}
+        self.sources = {order: PoolSet(spec, counts, order=order) for order in LayoutOrder}
+        self.targets = {order: PoolSet(spec, counts, order=order) for order in LayoutOrder}
         noise = torch.Generator().manual_seed(1)
         for pools in self.sources.values():
             pools.region.random_(0, 256, generator=noise)
         self.ends = [self._pages(pattern, counts[self.pool], seed) for seed in (1, 2)]
-        self.move = Move((Part(self.pool, *map(tuple, self.ends)),))
+        self.move = PageMove((PoolMove(self.pool, *map(tuple, self.ends)),))
         self.plain = [torch.ones(self.nbytes, dtype=torch.uint8) for _ in range(2)]
         self.packed = torch.ones(self.pages, spec.unit_bytes(self.pool), dtype=torch.uint8)
         self.lease = self.sources[LAYER].allocators[self.pool].lease(counts[self.pool] - 1, "bench")
@@ -98,7 +98,7 @@ class Copying:
         return list(range(seed, seed + self.pages))
 
     def ways(self) -> dict[str, Callable[[], None]]:
-        orders = {f"{a} to {b}": (a, b) for a in Order for b in Order}
+        orders = {f"{a} to {b}": (a, b) for a in LayoutOrder for b in LayoutOrder}
         return {
             "memcpy": lambda: _ignore(self.plain[0].copy_(self.plain[1])),
             **{name: self._copy(*pair) for name, pair in orders.items()},
@@ -118,8 +118,8 @@ class Copying:
 
     def compare(self) -> None:
         """Raises `RuntimeError` where a copy isn't what was copied."""
-        for a in Order:
-            for b in Order:
+        for a in LayoutOrder:
+            for b in LayoutOrder:
                 self._copy(a, b)()
                 found = [
                     gather(pools.region, pools.layout, self.pool, pages)
@@ -128,11 +128,11 @@ class Copying:
                 if not torch.equal(*found):
                     raise RuntimeError(f"{a} to {b}: what was copied differs")
 
-    def _copy(self, a: Order, b: Order, layers: range | None = None) -> Callable[[], None]:
+    def _copy(self, a: LayoutOrder, b: LayoutOrder, layers: range | None = None) -> Callable[[], None]:
         source, target = self.sources[a], self.targets[b]
         return lambda: copy_state(self.move, source.region, source.layout, target.region, target.layout, layers)
 
-    def _by_layer(self, order: Order) -> Callable[[], None]:
+    def _by_layer(self, order: LayoutOrder) -> Callable[[], None]:
         count = self.sources[LAYER].spec.by_name[self.pool].layers
         steps = [self._copy(order, LAYER, range(layer, layer + 1)) for layer in range(count)]
 
@@ -142,11 +142,11 @@ class Copying:
 
         return run
 
-    def _gather(self, order: Order) -> Callable[[], None]:
+    def _gather(self, order: LayoutOrder) -> Callable[[], None]:
         pools = self.sources[order]
         return lambda: _ignore(gather(pools.region, pools.layout, self.pool, self.ends[0], self.packed))
 
-    def _digest(self, order: Order) -> Callable[[], None]:
+    def _digest(self, order: LayoutOrder) -> Callable[[], None]:
         pools = self.sources[order]
         size = pools.spec.page_tokens
         firsts, ends = [i * size for i in range(self.pages)], [(i + 1) * size for i in range(self.pages)]
@@ -157,7 +157,7 @@ class Copying:
         pages = tuple(self.ends[0])
         positions = tuple(i * pools.spec.page_tokens for i in range(self.pages))
         ends = tuple(p + pools.spec.page_tokens for p in positions)
-        extents = {self.pool: Extent(pages, pools.allocators[self.pool].epochs_of(pages), positions, ends)}
+        extents = {self.pool: PageExtent(pages, pools.allocators[self.pool].epochs_of(pages), positions, ends)}
 
         def run() -> None:
             saved = offload(device, pools, host, extents, chunk_bytes=CHUNK_BYTES, owner="bench", verify=verify)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import heapq
 from dataclasses import dataclass, field
 
-from cache.prefix_cache.token_prefix import Prefix
+from cache.prefix_cache.token_prefix import TokenPrefix
 
 
 @dataclass(eq=False, slots=True)
@@ -34,7 +34,7 @@ class Trie:
         self._number = 0
         self._heap: list[tuple[int, int, Leaf]] = []
 
-    def match(self, prefix: Prefix) -> list[Leaf]:
+    def match(self, prefix: TokenPrefix) -> list[Leaf]:
         """The path of the longest part of `prefix` that is there."""
         node, path, raw, size = self.root, [], prefix.raw, prefix.page_bytes
         for at in range(0, len(raw), size):
@@ -57,7 +57,7 @@ class Trie:
         if path and not path[-1].children:
             self._push(path[-1])
 
-    def insert(self, prefix: Prefix, pages: list[int]) -> int:
+    def insert(self, prefix: TokenPrefix, pages: list[int]) -> int:
         """Add what is missing of `prefix`, from its own list of pages; returns how many were new."""
         path = self.match(prefix)
         self._tick += 1

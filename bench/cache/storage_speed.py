@@ -32,7 +32,7 @@ from rich.table import Table
 
 from bench.common import machine
 from cache.storage.backends.backend_factory import make_backend
-from cache.storage.storage_backend import Backend, Item, ObjectName
+from cache.storage.storage_backend import ObjectBuffer, ObjectName, StorageBackend
 from contracts.config.cache_config import StorageConfig
 
 SIZES = (64 * 1024, 256 * 1024, 1024 * 1024)
@@ -60,11 +60,11 @@ class Pages:
         self.content = [rng.bytes(size) for _ in range(self.count)]
         self.into = [np.zeros(size, dtype=np.uint8) for _ in range(self.count)]
 
-    def items(self, salt: int) -> list[Item]:
+    def items(self, salt: int) -> list[ObjectBuffer]:
         """The pages under names that no other salt gives."""
         chains = [hashlib.blake2b(b"%d %d" % (salt, n), digest_size=16).digest() for n in range(self.count)]
         pairs = enumerate(zip(chains, self.content, strict=True))
-        return [Item(ObjectName("bench", "full", chain), n, page) for n, (chain, page) in pairs]
+        return [ObjectBuffer(ObjectName("bench", "full", chain), n, page) for n, (chain, page) in pairs]
 
     def check(self) -> None:
         """Raises `RuntimeError` when what was read is not what was written."""
@@ -108,9 +108,9 @@ class Plain:
 class Stored:
     """A backend; raises `RuntimeError` when it fails a page."""
 
-    def __init__(self, backend: Backend, pages: Pages) -> None:
+    def __init__(self, backend: StorageBackend, pages: Pages) -> None:
         self._backend, self._pages = backend, pages
-        self._items: list[Item] = []
+        self._items: list[ObjectBuffer] = []
         self._written: list[ObjectName] = []
 
     def begin(self) -> None:

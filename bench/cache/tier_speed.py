@@ -23,17 +23,17 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-from cache.allocation.allocation import Claim
+from cache.allocation.allocation import Allocation
 from cache.device.device_backends import CpuDevice
-from cache.manager.kv_cache_manager import Seat
+from cache.manager.kv_cache_manager import KVCacheManager
 from cache.memory.kv_cache_spec import BufferSpec, PoolSetSpec, PoolSpec
-from cache.memory.memory_layout import Order
+from cache.memory.memory_layout import LayoutOrder
 from cache.pool.pool_set import PoolSet
-from cache.prefix_cache.token_prefix import Prefix
+from cache.prefix_cache.token_prefix import TokenPrefix
 from cache.prefix_cache.tree_node import Tier
 from cache.storage.backends.backend_factory import make_backend
-from cache.storage.io_queue import StorageQueue
-from cache.storage.storage_backend import Backend
+from cache.storage.io_queue import ThreadedIoQueue
+from cache.storage.storage_backend import StorageBackend
 from contracts.config.cache_config import CacheConfig, PrefetchConfig, StorageConfig
 
 _DEADLINE_S = 120.0
@@ -98,25 +98,25 @@ class Bed:
         self.shape = shape
         self.tokens = shape.pages * shape.page_tokens
         self.pools = PoolSet(spec, counts)
-        self.host = PoolSet(spec, counts, order=Order.PAGE_FIRST, tier="host")
+        self.host = PoolSet(spec, counts, order=LayoutOrder.PAGE_FIRST, tier="host")
         self.pools.region.random_()
         self.pools.zero({"full": (0,)})
         # The first touch of a page of memory is the kernel's work, and once for all.
         self.host.region.zero_()
         self.woken = threading.Event()
-        backend: Backend | None = make_backend(storage) if storage is not None else None
-        self.queue = StorageQueue(backend, wake=self.woken.set) if backend is not None else None
+        backend: StorageBackend | None = make_backend(storage) if storage is not None else None
+        self.queue = ThreadedIoQueue(backend, wake=self.woken.set) if backend is not None else None
         config = CacheConfig(
             page_tokens=shape.page_tokens, load_back="always", prefetch=PrefetchConfig(policy="wait_complete")
         )
-        self.seat = Seat(
+        self.seat = KVCacheManager(
             self.pools, CpuDevice(), config, time.monotonic, host=self.host, storage=self.queue, fingerprint="bench"
         )
 
-    def prefix(self, number: int) -> Prefix:
-        return Prefix.of(range(1000 * number, 1000 * number + self.tokens), self.shape.page_tokens)
+    def prefix(self, number: int) -> TokenPrefix:
+        return TokenPrefix.of(range(1000 * number, 1000 * number + self.tokens), self.shape.page_tokens)
 
-    def claim(self, prefix: Prefix) -> Claim:
+    def claim(self, prefix: TokenPrefix) -> Allocation:
         claim = self.seat.claim(prefix, self.tokens, "bench", reusable=self.shape.pages)
         assert claim is not None, "a claim fits an empty device"
         self.seat.launch()
@@ -134,11 +134,11 @@ class Bed:
             if time.monotonic() > deadline:
                 raise TimeoutError("the tiers didn't come to rest")
 
-    def seal(self, claim: Claim) -> None:
+    def seal(self, claim: Allocation) -> None:
         """As if all its positions had been computed and committed."""
         self.seat.seal([(claim, self.tokens)])
 
-    def share(self, claim: Claim, prefix: Prefix) -> None:
+    def share(self, claim: Allocation, prefix: TokenPrefix) -> None:
         """Give it to the tree, which copies it down."""
         self.seat.share(claim, prefix)
         self.settle(lambda: not self.seat.busy)

@@ -30,17 +30,17 @@ from rich.table import Table
 from bench.cache.trace_bounds import Ask, Trace, load, plain_lru, unlimited
 from bench.common import machine
 from bench.common.workload import TRACE_BLOCK_TOKENS
-from cache.allocation.allocation import Cached
+from cache.allocation.allocation import CachedTokens
 from cache.device.device_backends import CpuDevice
-from cache.manager.kv_cache_manager import Seat
-from cache.memory.kv_cache_spec import BufferSpec, Index, PoolSetSpec, PoolSpec
-from cache.memory.memory_layout import Order
+from cache.manager.kv_cache_manager import KVCacheManager
+from cache.memory.kv_cache_spec import BufferSpec, IndexSpace, PoolSetSpec, PoolSpec
+from cache.memory.memory_layout import LayoutOrder
 from cache.pool.pool_set import PoolSet
-from cache.prefix_cache.token_prefix import Prefix
+from cache.prefix_cache.token_prefix import TokenPrefix
 from cache.prefix_cache.tree_eviction import POLICIES
 from cache.storage.backends.memory_backend import MemoryBackend
 from cache.storage.backends.object_seal import seal_bytes
-from cache.storage.inline_queue import InlineQueue
+from cache.storage.inline_queue import InlineIoQueue
 from cache.storage.storage_backend import ObjectName
 from contracts.config.cache_config import CacheConfig, PrefetchConfig
 
@@ -63,7 +63,7 @@ class Hits:
 
     sizes: Sizes
     policy: str
-    cached: Cached
+    cached: CachedTokens
     tokens: int
     seconds: float
 
@@ -81,25 +81,25 @@ class Replay:
 
     def __init__(self, page_tokens: int, sizes: Sizes, policy: str) -> None:
         spec = PoolSetSpec(
-            page_tokens, (PoolSpec("full", (BufferSpec("state", 1, (8,), torch.uint8, index=Index.PAGE),)),)
+            page_tokens, (PoolSpec("full", (BufferSpec("state", 1, (8,), torch.uint8, index=IndexSpace.PAGE),)),)
         )
         self._page_tokens = page_tokens
         self._now = 0.0
         self._backend = self._queue = host = None
         if sizes.host:
-            host = PoolSet(spec, {"full": sizes.host // page_tokens + 1}, order=Order.PAGE_FIRST, tier="host")
+            host = PoolSet(spec, {"full": sizes.host // page_tokens + 1}, order=LayoutOrder.PAGE_FIRST, tier="host")
         if sizes.storage:
             object_bytes = spec.unit_bytes("full") + seal_bytes(ObjectName("trace", "full", bytes(16)))
             name = f"trace replay {id(self)}"
             self._backend = MemoryBackend(name, sizes.storage // page_tokens * object_bytes)
-            self._queue = InlineQueue(self._backend)
+            self._queue = InlineIoQueue(self._backend)
         config = CacheConfig(
             page_tokens=page_tokens,
             eviction=policy,  # type: ignore[arg-type]
             load_back="always",
             prefetch=PrefetchConfig(policy="wait_complete"),
         )
-        self.seat = Seat(
+        self.seat = KVCacheManager(
             PoolSet(spec, {"full": sizes.device // page_tokens + 1}),
             CpuDevice(),
             config,
@@ -123,7 +123,7 @@ class Replay:
                 self._queue.run_all()
         raise TimeoutError("the tiers don't come to rest")
 
-    def ask(self, ask: Ask) -> Cached:
+    def ask(self, ask: Ask) -> CachedTokens:
         """One request from its arrival to its end; what it found."""
         prefix = self._prefix(ask)
         prefetch = self.seat.prefetch(prefix.head(ask.reusable))
@@ -138,8 +138,8 @@ class Replay:
         self._settle()
         return claim.cached
 
-    def _prefix(self, ask: Ask) -> Prefix:
-        return Prefix(b"".join(map(_tokens, ask.blocks))[: 4 * ask.tokens], self._page_tokens)
+    def _prefix(self, ask: Ask) -> TokenPrefix:
+        return TokenPrefix(b"".join(map(_tokens, ask.blocks))[: 4 * ask.tokens], self._page_tokens)
 
     def close(self) -> None:
         """Raises `AssertionError` where something is lost or leaked."""
@@ -164,7 +164,7 @@ def replay(trace: Trace, sizes: Sizes, policy: str = "lru") -> Hits:
     run = Replay(trace.page_tokens, sizes, policy)
     found = [run.ask(ask) for ask in trace.asks]
     run.close()
-    cached = Cached(sum(c.device for c in found), sum(c.host for c in found), sum(c.storage for c in found))
+    cached = CachedTokens(sum(c.device for c in found), sum(c.host for c in found), sum(c.storage for c in found))
     return Hits(sizes, policy, cached, trace.tokens, time.perf_counter() - start)
 
 

@@ -21,15 +21,15 @@ from rich.console import Console
 from rich.table import Table
 
 from cache.device.device_backends import CpuDevice
-from cache.manager.kv_cache_manager import Seat
-from cache.memory.kv_cache_spec import BufferSpec, Kind, PoolSetSpec, PoolSpec
+from cache.manager.kv_cache_manager import KVCacheManager
+from cache.memory.kv_cache_spec import BufferSpec, PoolKind, PoolSetSpec, PoolSpec
 from cache.pool.pool_set import PoolSet
-from cache.prefix_cache.radix_tree import PrefixTree
-from cache.prefix_cache.token_prefix import Prefix
-from cache.prefix_cache.tree_node import Offer, Tier
+from cache.prefix_cache.radix_tree import RadixTree
+from cache.prefix_cache.token_prefix import TokenPrefix
+from cache.prefix_cache.tree_node import PageOffer, Tier
 from cache.storage.backends.file_backend import FileBackend
-from cache.storage.storage_backend import Item, ObjectName
-from cache.tiers.kv_event_recorder import Teller
+from cache.storage.storage_backend import ObjectBuffer, ObjectName
+from cache.tiers.kv_event_recorder import KVEventRecorder
 from contracts.clock import SystemClock
 from contracts.config.cache_config import CacheConfig, EventsConfig
 from router.kv_indexer.kv_event_subscriber import EventReader
@@ -71,16 +71,16 @@ class _Path:
 
     def __init__(self, depth: int) -> None:
         pools = PoolSet(SPEC, {"full": 4 * depth + 16})
-        self.seat = Seat(pools, CpuDevice(), CacheConfig(), time.monotonic)
+        self.seat = KVCacheManager(pools, CpuDevice(), CacheConfig(), time.monotonic)
         self.tokens = 2 * depth * PAGE_TOKENS
-        self.prefix = Prefix.of(range(self.tokens), PAGE_TOKENS)
+        self.prefix = TokenPrefix.of(range(self.tokens), PAGE_TOKENS)
         self._lease = pools.allocators["full"].lease
         for turn in range(depth):
             self._add(turn)
 
     def _add(self, turn: int) -> None:
         lease = self._lease(2, "a request")
-        self.seat.tree.insert(self.prefix.head(2 * turn + 2), {"full": [Offer(2 * turn, lease, [1, 1])]})
+        self.seat.tree.insert(self.prefix.head(2 * turn + 2), {"full": [PageOffer(2 * turn, lease, [1, 1])]})
         lease.release()
 
     def times(self) -> dict[str, float]:
@@ -120,25 +120,27 @@ def _cost(name: str, sizes: tuple[int, int], micros: tuple[float, float], per: s
     return Cost(name, sizes, micros, per, (micros[1] / parts[1]) / (micros[0] / parts[0]))
 
 
-def _salted(salts: int) -> PrefixTree:
-    tree, allocator = PrefixTree(SPEC), PoolSet(SPEC, {"full": salts + 2}).allocators["full"]
+def _salted(salts: int) -> RadixTree:
+    tree, allocator = RadixTree(SPEC), PoolSet(SPEC, {"full": salts + 2}).allocators["full"]
     for number in range(salts):
         lease = allocator.lease(1, "a request")
-        tree.insert(Prefix.of(range(PAGE_TOKENS), PAGE_TOKENS, f"tenant {number}"), {"full": [Offer(0, lease, [1])]})
+        tree.insert(
+            TokenPrefix.of(range(PAGE_TOKENS), PAGE_TOKENS, f"tenant {number}"), {"full": [PageOffer(0, lease, [1])]}
+        )
         lease.release()
     return tree
 
 
-def _leaf(pages: int) -> PrefixTree:
-    tree, lease = PrefixTree(SPEC), PoolSet(SPEC, {"full": pages + 2}).allocators["full"].lease(pages, "a request")
-    prefix = Prefix.of(range(PAGE_TOKENS * pages), PAGE_TOKENS)
-    tree.insert(prefix, {"full": [Offer(0, lease, list(range(pages)))]})
+def _leaf(pages: int) -> RadixTree:
+    tree, lease = RadixTree(SPEC), PoolSet(SPEC, {"full": pages + 2}).allocators["full"].lease(pages, "a request")
+    prefix = TokenPrefix.of(range(PAGE_TOKENS * pages), PAGE_TOKENS)
+    tree.insert(prefix, {"full": [PageOffer(0, lease, list(range(pages)))]})
     lease.release()
     return tree
 
 
 def evict_costs(
-    name: str, sizes: tuple[int, int], make: Callable[[int], PrefixTree], count: int, repeats: int
+    name: str, sizes: tuple[int, int], make: Callable[[int], RadixTree], count: int, repeats: int
 ) -> Iterator[Cost]:
     """Microseconds to free a page, `count` of them asked for at a time."""
     sides = []
@@ -151,9 +153,9 @@ def evict_costs(
 
 def queue_costs(prompts: int) -> Iterator[Cost]:
     """Places in the window's queue for each part in the tree, after a tenth of the prompts and after all of them."""
-    spec = PoolSetSpec(PAGE_TOKENS, (_FULL, PoolSpec("window", _FULL.buffers, Kind.WINDOW, 2 * PAGE_TOKENS)))
+    spec = PoolSetSpec(PAGE_TOKENS, (_FULL, PoolSpec("window", _FULL.buffers, PoolKind.WINDOW, 2 * PAGE_TOKENS)))
     pools = PoolSet(spec, {"full": 65, "window": 4097})
-    tree, places = PrefixTree(spec), []
+    tree, places = RadixTree(spec), []
     for prompt in range(prompts):
         leases = {}
         for pool, count in (("full", 8), ("window", 2)):
@@ -162,8 +164,8 @@ def queue_costs(prompts: int) -> Iterator[Cost]:
                 tree.evict(Tier.DEVICE, pool, count - allocator.free)
             leases[pool] = allocator.lease(count, "a request")
         first = 8 * PAGE_TOKENS * prompt
-        prefix = Prefix.of(range(first, first + 8 * PAGE_TOKENS), PAGE_TOKENS)
-        offers = {"full": [Offer(0, leases["full"], [1] * 8)], "window": [Offer(6, leases["window"], [2] * 2)]}
+        prefix = TokenPrefix.of(range(first, first + 8 * PAGE_TOKENS), PAGE_TOKENS)
+        offers = {"full": [PageOffer(0, leases["full"], [1] * 8)], "window": [PageOffer(6, leases["window"], [2] * 2)]}
         tree.insert(prefix, offers)
         for lease in leases.values():
             lease.release()
@@ -176,13 +178,15 @@ def truth_costs(sizes: tuple[int, int]) -> Iterator[Cost]:
     """The longest round of a loop that is asked for all that its tree holds."""
     worst = []
     for pages in sizes:
-        tree, allocator = PrefixTree(SPEC), PoolSet(SPEC, {"full": pages + 101}).allocators["full"]
+        tree, allocator = RadixTree(SPEC), PoolSet(SPEC, {"full": pages + 101}).allocators["full"]
         local = "tcp://127.0.0.1:0"
-        teller = Teller(tree, EventsConfig(endpoint=local, replay_endpoint=local, buffer_batches=4), time.time, 0)
+        teller = KVEventRecorder(
+            tree, EventsConfig(endpoint=local, replay_endpoint=local, buffer_batches=4), time.time, 0
+        )
         for first in range(0, pages, 100):
             lease, start = allocator.lease(100, "a request"), first * PAGE_TOKENS
-            prefix = Prefix.of(range(start, start + 100 * PAGE_TOKENS), PAGE_TOKENS)
-            tree.insert(prefix, {"full": [Offer(0, lease, [1] * 100)]})
+            prefix = TokenPrefix.of(range(start, start + 100 * PAGE_TOKENS), PAGE_TOKENS)
+            tree.insert(prefix, {"full": [PageOffer(0, lease, [1] * 100)]})
             lease.release()
             teller.round()
         publisher, rounds = teller.publisher, []
@@ -205,14 +209,14 @@ def folder_costs(files: int) -> Iterator[Cost]:
             names = [ObjectName("f", "full", number.to_bytes(16, "big")) for number in range(count + 40)]
             first = FileBackend(root, 1 << 40)
             for at in range(0, count, 64):
-                first.write([Item(name, 1, b"x" * 64) for name in names[at : min(count, at + 64)]])
+                first.write([ObjectBuffer(name, 1, b"x" * 64) for name in names[at : min(count, at + 64)]])
             used = first.capacity().used_bytes
             first.close()
             start = time.perf_counter_ns()
             backend = FileBackend(root, used)
             opened.append((time.perf_counter_ns() - start) / 1e3)
             backend.wait_counted(600)
-            writes = [partial(backend.write, [Item(name, 1, b"x" * 64)]) for name in names[count:]]
+            writes = [partial(backend.write, [ObjectBuffer(name, 1, b"x" * 64)]) for name in names[count:]]
             full.append(max(map(_timed, writes)))
             backend.close()
     yield _cost("open a folder of so many files", sizes, (opened[0], opened[1]), "folder")

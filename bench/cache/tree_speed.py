@@ -36,7 +36,7 @@ from bench.cache import tree_costs
 from bench.cache.plain_trie import Trie
 from bench.cache.tree_workload import DOCUMENT_PAGES, PAGE_TOKENS, Clients, Samples, TreeSide, fill
 from bench.common import machine
-from cache.prefix_cache.token_prefix import Prefix
+from cache.prefix_cache.token_prefix import TokenPrefix
 from contracts.block_hash import chain_keys
 
 T = TypeVar("T")
@@ -87,10 +87,10 @@ class Asked:
         self.documents = [d.whole for d in documents] * repeats
         self.conversations = [d.whole for d in samples.conversations] * repeats
         self.forks = [clients.fork(d, DOCUMENT_PAGES * 3 // 4).whole for d in documents[:10]] * repeats
-        self.strangers = [Prefix(clients.tokens(DOCUMENT_PAGES), PAGE_TOKENS) for _ in range(5)] * repeats
+        self.strangers = [TokenPrefix(clients.tokens(DOCUMENT_PAGES), PAGE_TOKENS) for _ in range(5)] * repeats
         self.new_documents = [clients.document().whole for _ in range(3)]
         turns = samples.conversations[:: max(1, len(samples.conversations) // 50)]
-        self.new_turns = [Prefix(d.raw + clients.tokens(TURN_PAGES), PAGE_TOKENS) for d in turns]
+        self.new_turns = [TokenPrefix(d.raw + clients.tokens(TURN_PAGES), PAGE_TOKENS) for d in turns]
         self.page_by_page = clients.conversation(turns=deep, pages=1).prefixes()
         for prefix in [*self.new_documents, *self.new_turns]:
             assert len(prefix.chain)
@@ -160,7 +160,7 @@ def measure_trie(pages: int, repeats: int, deep: int) -> Side:
     bytes_per_page, collected_ms = (grown[0] - samples.nbytes) / held, collect_ms()
     asked = Asked(clients, samples, repeats, deep)
 
-    def lock(prefix: Prefix) -> None:
+    def lock(prefix: TokenPrefix) -> None:
         path = trie.match(prefix)
         trie.lock(path)
         trie.unlock(path)
@@ -188,12 +188,12 @@ def measure_prefixes(repeats: int) -> dict[str, Timing]:
     clients, times = Clients(0), range(10 * repeats)
     prefix = clients.document().whole
     tokens = list(prefix.tokens())
-    more = list(Prefix(clients.tokens(TURN_PAGES), PAGE_TOKENS).tokens())
+    more = list(TokenPrefix(clients.tokens(TURN_PAGES), PAGE_TOKENS).tokens())
     assert len(prefix.chain) == 16 * DOCUMENT_PAGES
     return {
-        "prefix of a list of 128k tokens": timed(lambda _: Prefix.of(tokens, PAGE_TOKENS), times),
-        "prefix of 128k tokens as bytes": timed(lambda _: Prefix(prefix.raw, PAGE_TOKENS), times),
-        "chain keys of 2,000 pages": timed(lambda _: Prefix(prefix.raw, PAGE_TOKENS).chain, times),
+        "prefix of a list of 128k tokens": timed(lambda _: TokenPrefix.of(tokens, PAGE_TOKENS), times),
+        "prefix of 128k tokens as bytes": timed(lambda _: TokenPrefix(prefix.raw, PAGE_TOKENS), times),
+        "chain keys of 2,000 pages": timed(lambda _: TokenPrefix(prefix.raw, PAGE_TOKENS).chain, times),
         "chain keys of 2,000 pages, of a list": timed(lambda _: chain_keys(tokens, PAGE_TOKENS), times),
         "16 pages more, with their keys": timed(lambda _: prefix.longer(more).chain, times),
     }

@@ -14,10 +14,10 @@ import numpy as np
 import torch
 
 from cache.memory.kv_cache_spec import BufferSpec, PoolSetSpec, PoolSpec
-from cache.pool.page_allocator import Allocator
-from cache.prefix_cache.radix_tree import PrefixTree
-from cache.prefix_cache.token_prefix import Prefix
-from cache.prefix_cache.tree_node import Offer, Tier
+from cache.pool.page_allocator import PageAllocator
+from cache.prefix_cache.radix_tree import RadixTree
+from cache.prefix_cache.token_prefix import TokenPrefix
+from cache.prefix_cache.tree_node import PageOffer, Tier
 
 PAGE_TOKENS = 64
 PAGE_BYTES = 4 * PAGE_TOKENS
@@ -37,12 +37,12 @@ class Dialogue:
     raw: bytes
     ends: tuple[int, ...]
 
-    def prefixes(self) -> list[Prefix]:
-        return [Prefix(self.raw[: end * PAGE_BYTES], PAGE_TOKENS) for end in self.ends]
+    def prefixes(self) -> list[TokenPrefix]:
+        return [TokenPrefix(self.raw[: end * PAGE_BYTES], PAGE_TOKENS) for end in self.ends]
 
     @property
-    def whole(self) -> Prefix:
-        return Prefix(self.raw, PAGE_TOKENS)
+    def whole(self) -> TokenPrefix:
+        return TokenPrefix(self.raw, PAGE_TOKENS)
 
 
 class Clients:
@@ -87,7 +87,7 @@ class Samples:
         return sum(len(d.raw) for d in [*self.documents, *self.conversations])
 
 
-def fill(clients: Clients, pages: int, insert: Callable[[Prefix], int]) -> Samples:
+def fill(clients: Clients, pages: int, insert: Callable[[TokenPrefix], int]) -> Samples:
     """Insert dialogues until there are `pages` pages, as `insert` counts the new ones; returns some of them."""
     documents: list[Dialogue] = []
     samples = Samples(documents, [])
@@ -111,27 +111,27 @@ class TreeSide:
     """A prefix tree and the pages that it is given."""
 
     def __init__(self, pages: int, seed: int = 1) -> None:
-        self.tree = PrefixTree(SPEC)
-        self.allocator = Allocator("full pages", pages + SPARE_PAGES, first=1)
+        self.tree = RadixTree(SPEC)
+        self.allocator = PageAllocator("full pages", pages + SPARE_PAGES, first=1)
         self._digests = np.random.default_rng(seed)
 
-    def offer(self, prefix: Prefix) -> Offer:
+    def offer(self, prefix: TokenPrefix) -> PageOffer:
         """Pages that a request has computed: what the tree lacks of `prefix`."""
         held = self.tree.match(prefix).depth
         count = len(prefix) - held
         digests = self._digests.integers(0, 2**64, count, dtype=np.uint64).tolist()
-        return Offer(held, self.allocator.lease(count, "request"), digests)
+        return PageOffer(held, self.allocator.lease(count, "request"), digests)
 
-    def take(self, prefix: Prefix, offer: Offer) -> None:
+    def take(self, prefix: TokenPrefix, offer: PageOffer) -> None:
         self.tree.insert(prefix, {"full": (offer,)})
 
-    def insert(self, prefix: Prefix) -> int:
+    def insert(self, prefix: TokenPrefix) -> int:
         offer = self.offer(prefix)
         self.take(prefix, offer)
         offer.lease.release()
         return len(offer.digests)
 
-    def lock(self, prefix: Prefix) -> None:
+    def lock(self, prefix: TokenPrefix) -> None:
         """Match, lock, unlock: what every request costs."""
         self.tree.unlock(self.tree.lock(self.tree.match(prefix), "request"))
 

@@ -15,9 +15,9 @@ from transformers import AutoModelForCausalLM, GenerationConfig, LogitsProcessor
 from transformers.generation.configuration_utils import ContinuousBatchingConfig
 
 from bench.common import bench_clock as clock
-from cache.allocation.block_table import Table
+from cache.allocation.block_table import BlockTable
 from cache.device.device_backends import CpuDevice
-from cache.memory.kv_cache_spec import Kind
+from cache.memory.kv_cache_spec import PoolKind
 from cache.pool.pool_set import PoolSet
 from contracts.config.worker_config import EngineConfig
 from contracts.sampling_params import SamplingParams
@@ -71,7 +71,7 @@ class Twinpool:
         model = read_model(folder)
         pool_set = model.pool_set(StateOptions(dtype_for(model.spec, config), page_tokens))
         pages = -(-tokens // page_tokens)
-        counts = {pool.name: 1 + (sequences if pool.kind is Kind.STATE else pages) for pool in pool_set.pools}
+        counts = {pool.name: 1 + (sequences if pool.kind is PoolKind.STATE else pages) for pool in pool_set.pools}
         self.pools = PoolSet(pool_set, counts)
         epochs = {pool: allocator.epochs for pool, allocator in self.pools.allocators.items()}
         self.engine = load_engine(model, config, pool_set, self.pools.gates, epochs, CpuDevice())
@@ -83,9 +83,9 @@ class Twinpool:
         each = self.pools.pages_for(tokens)
         held = {}
         for pool in self.pools.spec.pools:
-            count = 1 if pool.kind is Kind.STATE else each
+            count = 1 if pool.kind is PoolKind.STATE else each
             held[pool.name] = self._free[pool.name][number * count : (number + 1) * count]
-            if pool.kind is Kind.STATE:
+            if pool.kind is PoolKind.STATE:
                 self.pools.zero({pool.name: held[pool.name]})
         return held
 
@@ -93,11 +93,11 @@ class Twinpool:
         """Tables of windows begin where the window does. No epoch ever changes: nobody frees anything."""
         others = {}
         for pool in self.pools.spec.pools:
-            if pool.kind is not Kind.FULL:
-                seen = start - pool.window_tokens + 1 if pool.kind is Kind.WINDOW else 0
+            if pool.kind is not PoolKind.FULL:
+                seen = start - pool.window_tokens + 1 if pool.kind is PoolKind.WINDOW else 0
                 first = max(0, seen) // self.pools.spec.page_tokens
                 mine = held[pool.name][first:]
-                others[pool.name] = Table(first, mine, [0] * len(mine))
+                others[pool.name] = BlockTable(first, mine, [0] * len(mine))
         pages = held[self.pools.spec.full.name]
         return Row(tokens, start, pages, draw, epochs=[0] * len(pages), others=others)
 

@@ -25,7 +25,7 @@ from torch import Tensor
 from bench.common import machine
 from bench.common.random_model import DEMO
 from cache.allocation.allocation import numbers
-from cache.allocation.block_table import Table
+from cache.allocation.block_table import BlockTable
 from cache.device.device_backends import CpuDevice
 from cache.pool.epoch_table import EpochTable
 from cache.pool.pool_set import PoolSet
@@ -67,7 +67,7 @@ class Host:
         stop = -(-(context + 1) // _PAGE_TOKENS)
         rows = []
         for number, (pages, epochs) in enumerate(tables):
-            mine = Table(0, pages[:stop], epochs[:stop])
+            mine = BlockTable(0, pages[:stop], epochs[:stop])
             tokens = FromStep(before, number) if before is not None else (7,)
             rows.append(Row(tokens, context, mine.pages, Draw(_GREEDY, (), 0, context + 1), epochs=mine.epochs))
         step = self.engine.launch(rows)

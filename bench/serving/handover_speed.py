@@ -40,7 +40,7 @@ from bench.serving.transfer_ways import (
     make_writer,
 )
 from bench.serving.transfer_ways import plain as plain_memory
-from cache.memory.page_digest import Digester
+from cache.memory.page_digest import PageDigester
 
 WINDOW = 4
 _DEADLINE_S = 60.0
@@ -141,7 +141,7 @@ class InProcess:
         self._copied = [torch.empty_like(packed) for packed in self._packed]
         self._reader = PlaneReader("local", shape)
         self._writer = PlaneWriter("local", memory, self._reader.describe())
-        self._digester = Digester(memory.pools.layout)
+        self._digester = PageDigester(memory.pools.layout)
         self.ways = {"memcpy": self._copy, "local": self._local, "tags (digest)": self._digest}
 
     def _copy(self, number: int) -> None:

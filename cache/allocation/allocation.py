@@ -8,11 +8,11 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import TypeVar
 
-from cache.allocation.block_table import NO_PAGE, Run
+from cache.allocation.block_table import NO_PAGE, PageRun
 from cache.device.device_port import Completion
 from cache.pool.page_allocator import Lease, joined
-from cache.prefix_cache.token_prefix import Prefix
-from cache.prefix_cache.tree_node import Lock, Part, Tier
+from cache.prefix_cache.token_prefix import TokenPrefix
+from cache.prefix_cache.tree_node import NodeLock, NodePart, Tier
 from contracts.ids import Epoch
 
 T = TypeVar("T")
@@ -28,7 +28,7 @@ def numbers(values: Iterable[int] = ()) -> array[int]:
     return array("i", struct.pack(f"{len(values)}i", *values) if isinstance(values, list) else values)
 
 
-def spread(parts: Sequence[Part], values: list[T], nothing: T) -> list[T]:
+def spread(parts: Sequence[NodePart], values: list[T], nothing: T) -> list[T]:
     """The values of `parts`, one a page, at the page numbers of the sequence; `nothing` where no part is."""
     end = parts[-1].node.start + len(parts[-1]) if parts else 0
     if end == len(values):
@@ -44,7 +44,7 @@ def spread(parts: Sequence[Part], values: list[T], nothing: T) -> list[T]:
 
 
 @dataclass(eq=False, slots=True)
-class Snapshot:
+class StateSnapshot:
     """A copy of the recurrent state after `depth` pages, on its way into a slot or there."""
 
     depth: int
@@ -53,7 +53,7 @@ class Snapshot:
 
 
 @dataclass(frozen=True, slots=True)
-class Cached:
+class CachedTokens:
     """Positions that a request need not compute, by the tier that had them."""
 
     device: int = 0
@@ -66,7 +66,7 @@ class Cached:
 
 
 @dataclass(eq=False)
-class Claim:
+class Allocation:
     """What a request reads and writes. Tables go by page number of the sequence, from 0 on.
 
     Pages before `depth` were in the tree and are kept by `lock`; from there on they are the request's own `runs`, until
@@ -76,21 +76,21 @@ class Claim:
     """
 
     owner: str
-    prefix: Prefix
+    prefix: TokenPrefix
     """The whole pages known when it was made; `Seat.share` may bring a longer one."""
     pages: int
     """Pages of all positions that it was made for."""
-    lock: Lock
+    lock: NodeLock
     depth: int
     """Pages whose state was there when it was made: computing starts behind them."""
-    cached: Cached
+    cached: CachedTokens
     tables: dict[str, array[int]] = field(default_factory=dict)
     epochs: dict[str, array[int]] = field(default_factory=dict)
-    runs: dict[str, list[Run]] = field(default_factory=dict)
+    runs: dict[str, list[PageRun]] = field(default_factory=dict)
     spare: dict[str, Lease] = field(default_factory=dict)
     """Pages of window pools that the window has left, for the pages that are still to come."""
     slots: dict[str, Lease] = field(default_factory=dict)
-    snapshots: dict[str, list[Snapshot]] = field(default_factory=dict)
+    snapshots: dict[str, list[StateSnapshot]] = field(default_factory=dict)
     digests: dict[str, list[int | None]] = field(default_factory=dict)
     """Of finished pages, by page number; None where nothing is, or nothing finished."""
     lacking: dict[str, range] = field(default_factory=dict)
@@ -111,7 +111,7 @@ class Claim:
         table[first : first + len(indices)] = numbers(indices)
         marks[first : first + len(indices)] = numbers(epochs)
 
-    def enter(self, pool: str, parts: Sequence[Part], least: int = 0) -> None:
+    def enter(self, pool: str, parts: Sequence[NodePart], least: int = 0) -> None:
         """Begin the table of `pool` with what the tree has of it, in order; it has at least `least` pages."""
         table, marks = joined([part.lease for part in parts])
         table, marks = spread(parts, table, NO_PAGE), spread(parts, marks, NEVER_FREED)

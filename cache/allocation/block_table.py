@@ -12,7 +12,7 @@ NO_PAGE = 0
 
 
 @dataclass(frozen=True, slots=True)
-class Run:
+class PageRun:
     """Pages `first ..` of the sequence that a request leased itself."""
 
     first: int
@@ -24,7 +24,7 @@ class Run:
 
 
 @dataclass(frozen=True, slots=True)
-class Table:
+class BlockTable:
     """Which pages hold positions from page number `first` on, and under which epochs; of a state pool, the slot."""
 
     first: int

@@ -32,7 +32,7 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
-from cache.arena.arena_records import SALT_BYTES, Record, Sealed, Words, _record_type, _Table
+from cache.arena.arena_records import SALT_BYTES, ArenaRecord, RecordWords, SealedPage, _record_type, _RecordTable
 from cache.memory.kv_cache_spec import PoolSetSpec
 from cache.memory.memory_layout import PoolSetLayout
 from cache.memory.page_moves import describe_spec
@@ -56,15 +56,15 @@ class Arena:
             raise ValueError(f"an arena of this layout is {arena_bytes(layout)} writable bytes, not {raw.nbytes}")
         self.layout = layout
         self._fingerprint = _fingerprint(layout, fingerprint)
-        self._header: Words = raw[: 8 * _HEADER_WORDS].view(np.uint64)
+        self._header: RecordWords = raw[: 8 * _HEADER_WORDS].view(np.uint64)
         # Behind the header, apart from its checksum: it changes with every copy.
-        self._copies: Words = raw[8 * _HEADER_WORDS : 8 * _HEADER_WORDS + 8].view(np.uint64)
-        self._tables: dict[str, _Table] = {}
+        self._copies: RecordWords = raw[8 * _HEADER_WORDS : 8 * _HEADER_WORDS + 8].view(np.uint64)
+        self._tables: dict[str, _RecordTable] = {}
         at = _BLOCK
         for number, pool in enumerate(layout.spec.pools):
             dtype = _record_type(layout.spec.page_tokens, pool.kind)
             count = layout.counts[pool.name]
-            self._tables[pool.name] = _Table(raw[at : at + count * dtype.itemsize], dtype, number)
+            self._tables[pool.name] = _RecordTable(raw[at : at + count * dtype.itemsize], dtype, number)
             at += _blocks(count * dtype.itemsize)
         self._index = raw[_BLOCK:at]
         self.region = torch.from_numpy(raw[at : at + layout.nbytes])
@@ -122,7 +122,7 @@ class Arena:
 
     # ------------------------------------------------------------ the index
 
-    def seal(self, pool: str, indices: Sequence[int], run: Sealed) -> bool:
+    def seal(self, pool: str, indices: Sequence[int], run: SealedPage) -> bool:
         """Say that these pages are finished and hold `run`. False, and nothing is said, where its salt is too long."""
         if len(run.salt) > SALT_BYTES:
             return False
@@ -134,7 +134,7 @@ class Arena:
         """Say nothing of these pages any more: they may be written to from now on."""
         self._tables[pool].sums[np.asarray(indices, dtype=np.int64)] = 0
 
-    def read(self, pool: str) -> tuple[list[Record], int]:
+    def read(self, pool: str) -> tuple[list[ArenaRecord], int]:
         """All that the index says of a pool, by index, and the number of torn records, which are gone afterwards."""
         records, torn = self._tables[pool].read()
         self._sequence = max([self._sequence, *(record.sequence for record in records)])
@@ -169,6 +169,6 @@ def _fingerprint(layout: PoolSetLayout, named: str) -> bytes:
     return hashlib.blake2b(described.encode(), digest_size=16).digest()
 
 
-def _header_sum(words: Words) -> int:
+def _header_sum(words: RecordWords) -> int:
     digest = hashlib.blake2b(words[1:].tobytes(), digest_size=8).digest()
     return int.from_bytes(digest, "little") | 1

@@ -24,13 +24,13 @@ from dataclasses import dataclass, field
 from functools import partial
 
 from cache.arena.arena import Arena
-from cache.arena.arena_records import Record, Sealed
-from cache.device.device_port import HOST, Device, Span
+from cache.arena.arena_records import ArenaRecord, SealedPage
+from cache.device.device_port import HOST, Device, PageSpanUse
 from cache.pool.pool_set import PoolSet
-from cache.prefix_cache.radix_tree import PrefixTree
-from cache.prefix_cache.token_prefix import Prefix
-from cache.prefix_cache.tree_node import Cursor, Node, Part, Tier
-from cache.swap.swapped_state import Parked
+from cache.prefix_cache.radix_tree import RadixTree
+from cache.prefix_cache.token_prefix import TokenPrefix
+from cache.prefix_cache.tree_node import NodePart, Tier, TreeCursor, TreeNode
+from cache.swap.swapped_state import SwappedState
 from contracts.block_hash import KEY_BYTES, chain_on, chain_start
 from contracts.damage import DamageSite, log_damage
 
@@ -49,19 +49,19 @@ MOST_TAKEN = 3
 
 
 @dataclass
-class _Found:
+class _FoundPages:
     """A page of the full pool, with what else its chain key names."""
 
-    record: Record
-    beside: dict[str, Record] = field(default_factory=dict)
-    children: list[_Found] = field(default_factory=list)
+    record: ArenaRecord
+    beside: dict[str, ArenaRecord] = field(default_factory=dict)
+    children: list[_FoundPages] = field(default_factory=list)
     used: int = 0
 
 
 class ArenaKeeper:
     """Keeps one arena for one tree and its host pools. `now` is in seconds."""
 
-    def __init__(self, tree: PrefixTree, host: PoolSet, arena: Arena, device: Device, now: Callable[[], float]) -> None:
+    def __init__(self, tree: RadixTree, host: PoolSet, arena: Arena, device: Device, now: Callable[[], float]) -> None:
         self._tree, self._host, self._arena, self._device, self._now = tree, host, arena, device, now
         self._unproven: dict[str, set[int]] = {pool.name: set() for pool in host.spec.pools}
         """Pages and slots that were taken over and not yet looked at."""
@@ -75,9 +75,9 @@ class ArenaKeeper:
         self._next = 0.0
         """When to look again while requests run."""
         self._settles: float | None = None
-        self._cursor: Cursor | None = None
+        self._cursor: TreeCursor | None = None
         """How far this way through the tree has come."""
-        self._at: Node | None = None
+        self._at: TreeNode | None = None
         """The node that is looked at."""
         self.counters = dict.fromkeys(
             ("arena_pages_adopted", "arena_pages_dropped", "arena_pages_damaged", "arena_records_torn"), 0.0
@@ -89,7 +89,7 @@ class ArenaKeeper:
 
     # ------------------------------------------------------------ the index follows the tree
 
-    def _on_part(self, part: Part, there: bool) -> None:
+    def _on_part(self, part: NodePart, there: bool) -> None:
         if part.tier is not Tier.HOST or self._adopting:
             return
         pool, indices = part.component, part.lease.indices
@@ -107,7 +107,7 @@ class ArenaKeeper:
                 self._unindexed.discard((pool, index))
                 self._beside.pop((pool, index), None)
 
-    def seal_parked(self, parked: Parked) -> None:
+    def seal_parked(self, parked: SwappedState) -> None:
         """Name what a retracted request has on the host, for a successor: whole pages of its prefix are pages like any
         others. Of its state only what is at the end of one."""
         if parked.saved.digests is None:
@@ -123,24 +123,24 @@ class ArenaKeeper:
                 continue
             indices, digests = parked.saved.leases[pool].indices[:count], parked.saved.digests[pool][:count]
             keys = prefix.chain[KEY_BYTES * first : KEY_BYTES * (first + count)]
-            run = Sealed(first, keys, digests)
+            run = SealedPage(first, keys, digests)
             if pool == self._tree.full:
                 above = prefix.key(first - 1) if first else b""
                 raw = prefix.raw[first * prefix.page_bytes : (first + count) * prefix.page_bytes]
-                run = Sealed(first, keys, digests, above, raw, prefix.salt.encode())
+                run = SealedPage(first, keys, digests, above, raw, prefix.salt.encode())
             if self._arena.seal(pool, indices, run):
                 for i, (index, digest) in enumerate(zip(indices, digests, strict=True)):
                     self._beside[pool, index] = (first + i, keys[KEY_BYTES * i : KEY_BYTES * (i + 1)], digest)
 
-    def _sealed(self, part: Part) -> Sealed:
+    def _sealed(self, part: NodePart) -> SealedPage:
         tree, node = self._tree, part.node
         start = tree.start(node)
         if tree.component(part.component).point:
-            return Sealed(start + len(node) - 1, node.chain[-KEY_BYTES:], part.digests)
+            return SealedPage(start + len(node) - 1, node.chain[-KEY_BYTES:], part.digests)
         if part.component != tree.full:
-            return Sealed(start, node.chain, part.digests)
+            return SealedPage(start, node.chain, part.digests)
         salt = tree.salt(node).encode()
-        return Sealed(start, node.chain, part.digests, node.parent_key or b"", node.raw, salt)
+        return SealedPage(start, node.chain, part.digests, node.parent_key or b"", node.raw, salt)
 
     # ------------------------------------------------------------ taking over
 
@@ -195,7 +195,7 @@ class ArenaKeeper:
         of role, has had pages where the null pages are now."""
         self._host.zero({pool: (0,) for pool in self._unproven})
 
-    def _hang_all(self, roots: list[_Found]) -> int:
+    def _hang_all(self, roots: list[_FoundPages]) -> int:
         newest = max((page.used for page in roots), default=0)
         runs = list(_runs(roots, {p.name for p in self._host.spec.pools if self._tree.component(p.name).point}))
         indices: dict[str, list[list[int]]] = {pool: [] for pool in self._unproven}
@@ -205,7 +205,7 @@ class ArenaKeeper:
         leases = {
             pool: iter(self._host.allocators[pool].take(wanted, f"adopted {pool}")) for pool, wanted in indices.items()
         }
-        nodes: dict[int, Node] = {}
+        nodes: dict[int, TreeNode] = {}
         for above, pages in runs:
             parent = None if above is None else nodes[id(above)]
             raw = b"".join(page.record.tokens for page in pages)
@@ -219,7 +219,7 @@ class ArenaKeeper:
                 self._tree.attach(node, pool, Tier.HOST, lease, tuple(record.digest for record in records))
         return sum(len(pages) for _, pages in runs)
 
-    def _parts(self, pages: list[_Found]) -> Iterator[tuple[str, list[Record]]]:
+    def _parts(self, pages: list[_FoundPages]) -> Iterator[tuple[str, list[ArenaRecord]]]:
         """What a node of these pages gets, by pool, the full pool first."""
         for component in self._tree.components:
             if component.name == self._tree.full:
@@ -231,12 +231,12 @@ class ArenaKeeper:
 
     # ------------------------------------------------------------ looking at what was taken over
 
-    def unproven(self, part: Part) -> bool:
+    def unproven(self, part: NodePart) -> bool:
         """Whether a part of the host tier has pages that nobody has looked at since they were taken over."""
         mine = self._unproven[part.component]
         return bool(mine) and not mine.isdisjoint(part.lease.indices)
 
-    def torn(self, part: Part, count: int) -> bool:
+    def torn(self, part: NodePart, count: int) -> bool:
         """Asked about so many pages of a part that don't match: whether that is no damage, since a rank was killed
         before it had carried out all copies."""
         if not (self._unfinished and self.unproven(part)):
@@ -245,7 +245,7 @@ class ArenaKeeper:
         self.counters["arena_records_torn"] += count
         return True
 
-    def proved(self, part: Part) -> None:
+    def proved(self, part: NodePart) -> None:
         """All pages of this part have matched."""
         self._unproven[part.component].difference_update(part.lease.indices)
 
@@ -285,7 +285,7 @@ class ArenaKeeper:
             unit = self._host.spec.unit_bytes(part.component)
             budget -= unit * self._prove(part, max(1, budget // unit))
 
-    def _prove(self, part: Part, most: int) -> int:
+    def _prove(self, part: NodePart, most: int) -> int:
         """Look at up to `most` pages of a part; returns how many."""
         tree, pool, size = self._tree, part.component, self._host.spec.page_tokens
         mine, start = self._unproven[pool], self._tree.start(part.node)
@@ -296,7 +296,7 @@ class ArenaKeeper:
         else:
             firsts = [(start + i) * size for i in at]
             ends = [first + size for first in firsts]
-        self._device.touch("prove", reads=[Span(HOST, pool, indices)])
+        self._device.touch("prove", reads=[PageSpanUse(HOST, pool, indices)])
         digests = self._host.digest(pool, indices, firsts, ends)
         bad = [i for i, digest in zip(at, digests, strict=True) if digest != part.digests[i]]
         torn = bool(bad) and self.torn(part, len(bad))
@@ -338,17 +338,17 @@ class ArenaKeeper:
         return out
 
 
-def _rooted(found: Mapping[str, list[Record]], tree: PrefixTree) -> list[_Found]:
+def _rooted(found: Mapping[str, list[ArenaRecord]], tree: RadixTree) -> list[_FoundPages]:
     """The first pages of prefixes, each with all that follows; what has no unbroken way from there is left out."""
-    pages: dict[bytes, _Found] = {}
+    pages: dict[bytes, _FoundPages] = {}
     for record in sorted(found[tree.full], key=lambda record: record.sequence):
-        pages[record.key] = _Found(record, used=record.sequence)
+        pages[record.key] = _FoundPages(record, used=record.sequence)
     for component in tree.components[1:]:
         for record in sorted(found[component.name], key=lambda record: record.sequence):
             page = pages.get(record.key)
             if page is not None and page.record.number == record.number:
                 page.beside[component.name] = record
-    roots: list[_Found] = []
+    roots: list[_FoundPages] = []
     for page in pages.values():
         record = page.record
         if record.number == 0:
@@ -362,11 +362,11 @@ def _rooted(found: Mapping[str, list[Record]], tree: PrefixTree) -> list[_Found]
     return roots
 
 
-def _follows(key: bytes, record: Record) -> bool:
+def _follows(key: bytes, record: ArenaRecord) -> bool:
     return chain_on(key, record.tokens, len(record.tokens)) == [record.key]
 
 
-def _date(roots: list[_Found]) -> None:
+def _date(roots: list[_FoundPages]) -> None:
     """A page was used no earlier than what is below it."""
     order, stack = [], list(roots)
     while stack:
@@ -377,9 +377,9 @@ def _date(roots: list[_Found]) -> None:
         page.used = max([page.used, *(child.used for child in page.children)])
 
 
-def _runs(roots: list[_Found], points: set[str]) -> Iterator[tuple[_Found | None, list[_Found]]]:
+def _runs(roots: list[_FoundPages], points: set[str]) -> Iterator[tuple[_FoundPages | None, list[_FoundPages]]]:
     """The nodes to make, parents first: the page above, and pages that nothing divides."""
-    stack: list[tuple[_Found | None, _Found]] = [(None, root) for root in roots]
+    stack: list[tuple[_FoundPages | None, _FoundPages]] = [(None, root) for root in roots]
     while stack:
         above, page = stack.pop()
         run = [page]
@@ -393,9 +393,9 @@ def _runs(roots: list[_Found], points: set[str]) -> Iterator[tuple[_Found | None
         stack += [(page, child) for child in page.children]
 
 
-def _prefix_to(tree: PrefixTree, node: Node) -> Prefix:
+def _prefix_to(tree: RadixTree, node: TreeNode) -> TokenPrefix:
     """The prefix that ends with `node`."""
     raw, chain, top = b"", b"", node
     while top.parent is not None:
         raw, chain, top = top.raw + raw, top.chain + chain, top.parent
-    return Prefix(raw, tree.spec.page_tokens, top.salt, chain)
+    return TokenPrefix(raw, tree.spec.page_tokens, top.salt, chain)

@@ -7,17 +7,17 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from cache.memory.kv_cache_spec import Kind
+from cache.memory.kv_cache_spec import PoolKind
 from contracts.block_hash import KEY_BYTES, TOKEN_BYTES
 
 SALT_BYTES = 96
 """Longer salts don't fit into a record: what is under them is not adopted."""
 
-Words = np.ndarray[tuple[int, ...], np.dtype[np.uint64]]
+RecordWords = np.ndarray[tuple[int, ...], np.dtype[np.uint64]]
 
 
 @dataclass(frozen=True, slots=True)
-class Sealed:
+class SealedPage:
     """Pages that follow each other in one prefix, or one state, as the index has them."""
 
     first: int
@@ -33,7 +33,7 @@ class Sealed:
 
 
 @dataclass(frozen=True, slots=True)
-class Record:
+class ArenaRecord:
     """One page or slot of what was found."""
 
     index: int
@@ -46,21 +46,21 @@ class Record:
     salt: str
 
 
-class _Table:
+class _RecordTable:
     """The records of one pool, by index."""
 
     def __init__(self, raw: np.ndarray, dtype: np.dtype, number: int) -> None:
         self._type = dtype
         self._records = raw.view(dtype)
-        self._words: Words = raw.view(np.uint64).reshape(len(self._records), -1)
+        self._words: RecordWords = raw.view(np.uint64).reshape(len(self._records), -1)
         self.sums = self._words[:, 0]
         # A record at another index, or of another pool, is none. The numbers are the same in every process.
         draw = np.random.Generator(np.random.PCG64(number))
-        self._odd: Words = draw.integers(0, 1 << 64, self._words.shape[1], dtype=np.uint64, endpoint=False) | np.uint64(
-            1
-        )
+        self._odd: RecordWords = draw.integers(
+            0, 1 << 64, self._words.shape[1], dtype=np.uint64, endpoint=False
+        ) | np.uint64(1)
 
-    def write(self, indices: Sequence[int], run: Sealed, sequence: int) -> None:
+    def write(self, indices: Sequence[int], run: SealedPage, sequence: int) -> None:
         count = len(indices)
         records = np.zeros(count, self._type)
         records["sequence"] = np.arange(sequence, sequence + count, dtype=np.uint64)
@@ -73,7 +73,7 @@ class _Table:
             records["tokens"] = _rows(run.tokens, count, len(run.tokens) // count)
             records["salted"] = len(run.salt)
             records["salt"][:, : len(run.salt)] = np.frombuffer(run.salt, np.uint8)
-        words: Words = records.view(np.uint64).reshape(count, -1)
+        words: RecordWords = records.view(np.uint64).reshape(count, -1)
         at = np.asarray(indices, dtype=np.int64)
         sums = self._sums(words, at)
         # The order of these three is what `read` relies on.
@@ -81,17 +81,17 @@ class _Table:
         self._words[at, 1:] = words[:, 1:]
         self.sums[at] = sums
 
-    def _sums(self, words: Words, at: np.ndarray) -> Words:
+    def _sums(self, words: RecordWords, at: np.ndarray) -> RecordWords:
         """Checksums of whole records at these places, of all words but their first; never 0."""
         with np.errstate(over="ignore"):
-            mixed: Words = (words[:, 1:] * self._odd[1:]).sum(axis=1, dtype=np.uint64)
+            mixed: RecordWords = (words[:, 1:] * self._odd[1:]).sum(axis=1, dtype=np.uint64)
             mixed += at.astype(np.uint64) * self._odd[0]
             mixed ^= mixed >> np.uint64(29)
             mixed *= np.uint64(0xBF58476D1CE4E5B9)
         mixed |= np.uint64(1)
         return mixed
 
-    def read(self) -> tuple[list[Record], int]:
+    def read(self) -> tuple[list[ArenaRecord], int]:
         there = self.sums.nonzero()[0]
         words = self._words[there]
         good = self._sums(words, there) == words[:, 0]
@@ -100,21 +100,23 @@ class _Table:
         found = np.ascontiguousarray(words[good]).view(self._type)[:, 0] if good.any() else ()
         return [self._record(at, one) for at, one in zip(there[good].tolist(), found, strict=True)], len(torn)
 
-    def _record(self, index: int, one: np.void) -> Record:
+    def _record(self, index: int, one: np.void) -> ArenaRecord:
         parent = tokens = salt = b""
         if "tokens" in (self._type.names or ()):
             parent, tokens = one["parent"].tobytes(), one["tokens"].tobytes()
             salt = one["salt"].tobytes()[: int(one["salted"])]
         key, sequence, number = one["key"].tobytes(), int(one["sequence"]), int(one["number"])
-        return Record(index, sequence, number, key, int(one["digest"]), parent, tokens, salt.decode(errors="replace"))
+        return ArenaRecord(
+            index, sequence, number, key, int(one["digest"]), parent, tokens, salt.decode(errors="replace")
+        )
 
 
-def _record_type(page_tokens: int, kind: Kind) -> np.dtype:
+def _record_type(page_tokens: int, kind: PoolKind) -> np.dtype:
     fields: list[tuple[str, str, int, int]] = [
         ("sum", "<u8", 1, 0), ("sequence", "<u8", 1, 8), ("digest", "<u8", 1, 16), ("number", "<u4", 1, 24),
         ("salted", "<u4", 1, 28), ("key", "u1", KEY_BYTES, 32),
     ]  # fmt: skip
-    if kind is Kind.FULL:
+    if kind is PoolKind.FULL:
         fields += [("parent", "u1", KEY_BYTES, 48), ("salt", "u1", SALT_BYTES, 64)]
         fields += [("tokens", "u1", TOKEN_BYTES * page_tokens, 64 + SALT_BYTES)]
     end = max(at + np.dtype(kind_of).itemsize * times for _, kind_of, times, at in fields)

@@ -26,9 +26,9 @@ from weakref import WeakSet
 
 import torch
 
-from cache.device.device_port import NO_GATES, Completion, Gated, Op, Span, Stream
-from cache.device.race_checker import Access, Clock, OrderChecker, join
-from cache.device.write_checker import Shadow
+from cache.device.device_port import NO_GATES, Completion, DeviceOp, DeviceStream, GatedLoads, PageSpanUse
+from cache.device.race_checker import PageAccess, RaceChecker, VectorClock, join
+from cache.device.write_checker import WriteChecker
 from contracts.clock import ManualClock
 from contracts.errors import UnorderedAccess
 
@@ -41,17 +41,23 @@ _OP_S = 0.001
 """An operation takes up to this long on the virtual clock."""
 
 
-class _State(StrEnum):
+class _OpState(StrEnum):
     QUEUED = "queued"
     RUNNING = "running"
     OVER = "over"
 
 
-class _LazyOp:
+class DeferredOp:
     """A queued operation, and its completion."""
 
     def __init__(
-        self, device: LazyDevice, op: Op, run: Callable[[], object], access: Access, clock: Clock, gates: Gated
+        self,
+        device: AdversarialDevice,
+        op: DeviceOp,
+        run: Callable[[], object],
+        access: PageAccess,
+        clock: VectorClock,
+        gates: GatedLoads,
     ) -> None:
         self._device = device
         self.op = op
@@ -61,7 +67,7 @@ class _LazyOp:
         """What is certain to be over when it begins; with its gates' and its own tick, once it is over."""
         self.gates = gates
         self.before: list[Completion] = []
-        self.state = _State.QUEUED
+        self.state = _OpState.QUEUED
         self.error: BaseException | None = None
         self.heard = False
         self.known = False
@@ -79,10 +85,10 @@ class _LazyOp:
 
     @property
     def ready(self) -> bool:
-        return all(b.state is _State.OVER if isinstance(b, _LazyOp) else b.done for b in self.before)
+        return all(b.state is _OpState.OVER if isinstance(b, DeferredOp) else b.done for b in self.before)
 
 
-class LazyDevice:
+class AdversarialDevice:
     """See the module's prose. The seed decides everything, `stray` (0 to 1) included unless it is given.
 
     `clock`, if given, moves with every operation.
@@ -98,14 +104,14 @@ class LazyDevice:
         self._clock = clock
         self._stray = self._random.choice(_STRAY) if stray is None else stray
         self._polled = polled
-        self._queues: dict[Stream, deque[_LazyOp]] = {stream: deque() for stream in Stream}
-        self._stream_clocks: dict[Stream, Clock] = {stream: {} for stream in Stream}
-        self._host: Clock = {_HOST: 0}
-        self._checker = OrderChecker()
-        self._running: list[_LazyOp] = []
-        self._ordered: dict[Stream, WeakSet[_LazyOp]] = {stream: WeakSet() for stream in Stream}
-        self._failed: list[_LazyOp] = []
-        self._shadow = Shadow()
+        self._queues: dict[DeviceStream, deque[DeferredOp]] = {stream: deque() for stream in DeviceStream}
+        self._stream_clocks: dict[DeviceStream, VectorClock] = {stream: {} for stream in DeviceStream}
+        self._host: VectorClock = {_HOST: 0}
+        self._checker = RaceChecker()
+        self._running: list[DeferredOp] = []
+        self._ordered: dict[DeviceStream, WeakSet[DeferredOp]] = {stream: WeakSet() for stream in DeviceStream}
+        self._failed: list[DeferredOp] = []
+        self._shadow = WriteChecker()
         self.trace: list[str] = []
         """Names of the operations in the order in which they ran."""
 
@@ -113,33 +119,33 @@ class LazyDevice:
 
     def submit(
         self,
-        op: Op,
+        op: DeviceOp,
         run: Callable[[], object],
         after: Sequence[Completion] = (),
         *,
-        gates: Gated = NO_GATES,
+        gates: GatedLoads = NO_GATES,
         keep: Sequence[Any] = (),
     ) -> Completion:
         """Queue `op`. Raises `UnorderedAccess`, queueing nothing, when an earlier conflicting one isn't before it."""
         assert not self._running, "operations are submitted by the host, not by operations"
         self._host[_HOST] += 1
         clock = _joined(_joined(self._host, [self._stream_clocks[op.stream]]), _clocks(after))
-        access = Access(op.stream, clock.get(op.stream, 0) + 1, op.name)
-        at_layer: dict[tuple[str, int | None], Clock] = {k: _joined(clock, _clocks(v)) for k, v in gates.items()}
+        access = PageAccess(op.stream, clock.get(op.stream, 0) + 1, op.name)
+        at_layer: dict[tuple[str, int | None], VectorClock] = {k: _joined(clock, _clocks(v)) for k, v in gates.items()}
         self._checker.enter(access, op.reads, op.writes, lambda pool, layer: at_layer.get((pool, layer), clock))
         clock = _joined(clock, at_layer.values())
         clock[op.stream] = access.tick
-        queued = _LazyOp(self, op, run, access, clock, gates)
+        queued = DeferredOp(self, op, run, access, clock, gates)
         queued.before = list(after)
         self._stream_clocks[op.stream] = dict(clock)
         self._queues[op.stream].append(queued)
         self.run_some()
         return queued
 
-    def touch(self, name: str, *, reads: Sequence[Span] = (), writes: Sequence[Span] = ()) -> None:
+    def touch(self, name: str, *, reads: Sequence[PageSpanUse] = (), writes: Sequence[PageSpanUse] = ()) -> None:
         """Raises `UnorderedAccess` when the host doesn't know that what it touches is over."""
         self._host[_HOST] += 1
-        self._checker.enter(Access(_HOST, self._host[_HOST], name), reads, writes, lambda pool, layer: self._host)
+        self._checker.enter(PageAccess(_HOST, self._host[_HOST], name), reads, writes, lambda pool, layer: self._host)
 
     def allocate_host(self, nbytes: int) -> torch.Tensor:
         return torch.zeros(nbytes, dtype=torch.uint8)
@@ -183,23 +189,23 @@ class LazyDevice:
 
     # ------------------------------------------------------------ completions
 
-    def poll(self, op: _LazyOp) -> bool:
+    def poll(self, op: DeferredOp) -> bool:
         """Whether `op` is over: polling long enough always ends."""
         ready = self._ready()
-        if op.state is not _State.OVER and ready and self._random.random() < max(self._stray, self._polled):
+        if op.state is not _OpState.OVER and ready and self._random.random() < max(self._stray, self._polled):
             self._execute(self._random.choice(ready))
-        if op.state is _State.OVER:
+        if op.state is _OpState.OVER:
             self._learn(op)
-        return op.state is _State.OVER
+        return op.state is _OpState.OVER
 
-    def wait(self, op: _LazyOp) -> None:
+    def wait(self, op: DeferredOp) -> None:
         self._force(op)
         self._learn(op)
         if op.error is not None:
             op.heard = True
             raise op.error
 
-    def order(self, op: _LazyOp) -> None:
+    def order(self, op: DeferredOp) -> None:
         if not self._running:
             self.wait(op)
             return
@@ -213,7 +219,7 @@ class LazyDevice:
             op.heard = True
             raise op.error
 
-    def _learn(self, op: _LazyOp) -> None:
+    def _learn(self, op: DeferredOp) -> None:
         """The host knows that it is over. What only the device has been told to order stays unknown to the host."""
         op.known = True
         if not self._running:
@@ -221,13 +227,13 @@ class LazyDevice:
 
     # ------------------------------------------------------------ the scheduler
 
-    def _ready(self) -> list[_LazyOp]:
+    def _ready(self) -> list[DeferredOp]:
         heads = [queue[0] for queue in self._queues.values() if queue]
-        return [op for op in heads if op.state is _State.QUEUED and op.ready]
+        return [op for op in heads if op.state is _OpState.QUEUED and op.ready]
 
-    def _force(self, target: _LazyOp) -> None:
+    def _force(self, target: DeferredOp) -> None:
         """Run what `target` needs and `target`, and now and then something else in between."""
-        while target.state is not _State.OVER:
+        while target.state is not _OpState.OVER:
             needed = self._needed(target)
             ready = [op for op in self._ready() if op in needed]
             if not ready:
@@ -237,37 +243,37 @@ class LazyDevice:
             else:
                 self._execute(self._random.choice(ready))
 
-    def _needed(self, target: _LazyOp) -> set[_LazyOp]:
+    def _needed(self, target: DeferredOp) -> set[DeferredOp]:
         """`target` and everything unfinished that must come before it."""
-        stack, needed = [target], set[_LazyOp]()
+        stack, needed = [target], set[DeferredOp]()
         while stack:
             op = stack.pop()
-            if op.state is _State.OVER or op in needed:
+            if op.state is _OpState.OVER or op in needed:
                 continue
             needed.add(op)
             queue = list(self._queues[op.op.stream])
             stack += queue[: queue.index(op)]
-            stack += [b for b in op.before if isinstance(b, _LazyOp)]
+            stack += [b for b in op.before if isinstance(b, DeferredOp)]
         return needed
 
-    def _wait_for_others(self, needed: set[_LazyOp]) -> None:
+    def _wait_for_others(self, needed: set[DeferredOp]) -> None:
         """Nothing here can run: what is needed comes from elsewhere, or waits for itself."""
-        foreign = [b for op in needed for b in op.before if not isinstance(b, _LazyOp) and not b.done]
+        foreign = [b for op in needed for b in op.before if not isinstance(b, DeferredOp) and not b.done]
         if not foreign:
             names = ", ".join(sorted(str(op.access) for op in needed))
             raise UnorderedAccess(f"these wait for each other and would never run: {names}")
         foreign[0].wait()
 
-    def _execute(self, op: _LazyOp) -> None:
+    def _execute(self, op: DeferredOp) -> None:
         if self._running:
             self._shadow.compare(self._running[-1].op)
         self._shadow.accept_all()
-        op.state = _State.RUNNING
+        op.state = _OpState.RUNNING
         self._running.append(op)
         self.trace.append(op.op.name)
         try:
             for before in op.before:
-                if isinstance(before, _LazyOp) and before.error is not None:
+                if isinstance(before, DeferredOp) and before.error is not None:
                     before.heard = True
                     raise before.error
             op.run()
@@ -279,27 +285,27 @@ class LazyDevice:
         finally:
             self._running.pop()
             self._shadow.accept_all()
-        op.state = _State.OVER
+        op.state = _OpState.OVER
         op.run = _nothing
         self._queues[op.op.stream].popleft()
         if self._clock is not None:
             self._clock.advance(self._random.random() * _OP_S)
 
-    def _check_gates(self, op: _LazyOp) -> None:
+    def _check_gates(self, op: DeferredOp) -> None:
         for (pool, layer), loads in op.gates.items():
             for load in loads:
-                if isinstance(load, _LazyOp) and not load.known and load not in self._ordered[op.op.stream]:
+                if isinstance(load, DeferredOp) and not load.known and load not in self._ordered[op.op.stream]:
                     raise UnorderedAccess(
                         f"{op.access} touched layer {layer} of {pool} without waiting for {load.access}"
                     )
 
 
-def _clocks(completions: Iterable[Completion]) -> list[Clock]:
+def _clocks(completions: Iterable[Completion]) -> list[VectorClock]:
     """What is over with these. Completions from elsewhere are waited for, but say nothing about what came before."""
-    return [c.clock for c in completions if isinstance(c, _LazyOp)]
+    return [c.clock for c in completions if isinstance(c, DeferredOp)]
 
 
-def _joined(clock: Clock, others: Iterable[Clock]) -> Clock:
+def _joined(clock: VectorClock, others: Iterable[VectorClock]) -> VectorClock:
     joined = dict(clock)
     for other in others:
         join(joined, other)

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from cache.device.device_port import DONE, NO_GATES, Completion, Device, Gated, Op, Span, Stream
+from cache.device.device_port import DONE, NO_GATES, Completion, Device, DeviceOp, DeviceStream, GatedLoads, PageSpanUse
 
 
 class CpuDevice:
@@ -19,11 +19,11 @@ class CpuDevice:
 
     def submit(
         self,
-        op: Op,
+        op: DeviceOp,
         run: Callable[[], object],
         after: Sequence[Completion] = (),
         *,
-        gates: Gated = NO_GATES,
+        gates: GatedLoads = NO_GATES,
         keep: Sequence[Any] = (),
     ) -> Completion:
         for completion in after:
@@ -31,7 +31,7 @@ class CpuDevice:
         run()
         return DONE
 
-    def touch(self, name: str, *, reads: Sequence[Span] = (), writes: Sequence[Span] = ()) -> None:
+    def touch(self, name: str, *, reads: Sequence[PageSpanUse] = (), writes: Sequence[PageSpanUse] = ()) -> None:
         return
 
     def allocate_host(self, nbytes: int) -> torch.Tensor:
@@ -42,22 +42,22 @@ class CpuDevice:
 
 
 class CudaDevice:
-    """NVIDIA: one CUDA stream a `Stream`; completions are CUDA events."""
+    """NVIDIA: one CUDA stream a `DeviceStream`; completions are CUDA events."""
 
     checks = False
 
     def __init__(self, index: int = 0) -> None:
         self.torch_device = torch.device("cuda", index)
-        self._streams = {stream: torch.cuda.Stream(self.torch_device) for stream in Stream}  # type: ignore[no-untyped-call]
+        self._streams = {stream: torch.cuda.Stream(self.torch_device) for stream in DeviceStream}  # type: ignore[no-untyped-call]
         self._kept: deque[tuple[torch.cuda.Event, tuple[Any, ...]]] = deque()
 
     def submit(
         self,
-        op: Op,
+        op: DeviceOp,
         run: Callable[[], object],
         after: Sequence[Completion] = (),
         *,
-        gates: Gated = NO_GATES,
+        gates: GatedLoads = NO_GATES,
         keep: Sequence[Any] = (),
     ) -> Completion:
         self._let_go()
@@ -75,7 +75,7 @@ class CudaDevice:
         self._kept.append((event, (run, *keep)))
         return _CudaEvent(event)
 
-    def touch(self, name: str, *, reads: Sequence[Span] = (), writes: Sequence[Span] = ()) -> None:
+    def touch(self, name: str, *, reads: Sequence[PageSpanUse] = (), writes: Sequence[PageSpanUse] = ()) -> None:
         return
 
     def allocate_host(self, nbytes: int) -> torch.Tensor:

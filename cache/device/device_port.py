@@ -28,7 +28,7 @@ HOST = "host"
 """The place of their mirror in host memory."""
 
 
-class Stream(StrEnum):
+class DeviceStream(StrEnum):
     """The streams of a worker. A slot's writes all go to one of them."""
 
     COMPUTE = "compute"
@@ -40,7 +40,7 @@ class Stream(StrEnum):
 
 
 @dataclass(frozen=True, slots=True)
-class Span:
+class PageSpanUse:
     """Pages (or slots) of one pool in one place, in all its buffers."""
 
     place: str
@@ -50,19 +50,21 @@ class Span:
     """None: all layers."""
 
 
-def spans(place: str, pages: Mapping[str, Sequence[int]], layers: Sequence[int] | None = None) -> tuple[Span, ...]:
+def spans(
+    place: str, pages: Mapping[str, Sequence[int]], layers: Sequence[int] | None = None
+) -> tuple[PageSpanUse, ...]:
     """Pages of several pools in one place; pools without any are left out."""
-    return tuple(Span(place, pool, indices, layers) for pool, indices in pages.items() if len(indices))
+    return tuple(PageSpanUse(place, pool, indices, layers) for pool, indices in pages.items() if len(indices))
 
 
 @dataclass(frozen=True, slots=True)
-class Op:
+class DeviceOp:
     """One operation as the device sees it."""
 
     name: str
-    stream: Stream
-    reads: tuple[Span, ...] = ()
-    writes: tuple[Span, ...] = ()
+    stream: DeviceStream
+    reads: tuple[PageSpanUse, ...] = ()
+    writes: tuple[PageSpanUse, ...] = ()
 
 
 class Completion(Protocol):
@@ -81,9 +83,9 @@ class Completion(Protocol):
         """
 
 
-Gated = Mapping[tuple[str, int], Sequence[Completion]]
+GatedLoads = Mapping[tuple[str, int], Sequence[Completion]]
 """By pool and layer: what an operation promises to `order` before it touches that layer."""
-NO_GATES: Gated = {}
+NO_GATES: GatedLoads = {}
 
 
 class Device(Protocol):
@@ -94,16 +96,16 @@ class Device(Protocol):
 
     @property
     def checks(self) -> bool:
-        """Whether it verifies what operations read and write. Where it doesn't, nobody looks at an `Op`'s spans, and a
+        """Whether it verifies what operations read and write. Where it doesn't, nobody looks at an `DeviceOp`'s spans, and a
         caller for whom they are costly to name leaves them out."""
 
     def submit(
         self,
-        op: Op,
+        op: DeviceOp,
         run: Callable[[], object],
         after: Sequence[Completion] = (),
         *,
-        gates: Gated = NO_GATES,
+        gates: GatedLoads = NO_GATES,
         keep: Sequence[Any] = (),
     ) -> Completion:
         """Run `run` on `op.stream`, after the operations in `after`. What `run` raises, `submit` or `wait` raises.
@@ -111,7 +113,7 @@ class Device(Protocol):
         `keep` is held until the operation is complete: tensors that it reads and nobody else may hold on to.
         """
 
-    def touch(self, name: str, *, reads: Sequence[Span] = (), writes: Sequence[Span] = ()) -> None:
+    def touch(self, name: str, *, reads: Sequence[PageSpanUse] = (), writes: Sequence[PageSpanUse] = ()) -> None:
         """The host itself reads, writes or frees (a write) now; a checking device verifies that it may."""
 
     def allocate_host(self, nbytes: int) -> torch.Tensor:
@@ -150,7 +152,7 @@ class _Failed:
         return
 
 
-def attempt(device: Device, op: Op, run: Callable[[], object], after: Sequence[Completion] = ()) -> Completion:
+def attempt(device: Device, op: DeviceOp, run: Callable[[], object], after: Sequence[Completion] = ()) -> Completion:
     """`submit`, for a caller that can do without: the device's error becomes a completion whose `wait` raises it."""
     try:
         return device.submit(op, run, after)

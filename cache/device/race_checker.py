@@ -15,16 +15,16 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
-from cache.device.device_port import Span
+from cache.device.device_port import PageSpanUse
 from contracts.errors import UnorderedAccess
 
-Clock = dict[str, int]
+VectorClock = dict[str, int]
 """Ticks by actor."""
-ClockOf = Callable[[str, int | None], Clock]
+ClockOf = Callable[[str, int | None], VectorClock]
 """The clock with which an operation reaches a pool's layer; None: all of its layers at once."""
 
 
-def join(clock: Clock, other: Clock) -> None:
+def join(clock: VectorClock, other: VectorClock) -> None:
     """Let `clock` know all that `other` knows."""
     for actor, tick in other.items():
         if tick > clock.get(actor, 0):
@@ -32,7 +32,7 @@ def join(clock: Clock, other: Clock) -> None:
 
 
 @dataclass(frozen=True, slots=True)
-class Access:
+class PageAccess:
     """One operation's touch of a page."""
 
     actor: str
@@ -47,17 +47,19 @@ class Access:
 class _Page:
     """What happened to one page, by layer; None is an access to all layers."""
 
-    writes: dict[int | None, Access] = field(default_factory=dict)
-    reads: dict[int | None, dict[str, Access]] = field(default_factory=dict)
+    writes: dict[int | None, PageAccess] = field(default_factory=dict)
+    reads: dict[int | None, dict[str, PageAccess]] = field(default_factory=dict)
 
 
-class OrderChecker:
+class RaceChecker:
     """Refuses accesses that conflict with an earlier one and aren't ordered after it."""
 
     def __init__(self) -> None:
         self._pages: dict[tuple[str, str, int], _Page] = {}
 
-    def enter(self, access: Access, reads: Sequence[Span], writes: Sequence[Span], clock_of: ClockOf) -> None:
+    def enter(
+        self, access: PageAccess, reads: Sequence[PageSpanUse], writes: Sequence[PageSpanUse], clock_of: ClockOf
+    ) -> None:
         """Record an access; raises `UnorderedAccess` naming both, recording nothing, if an earlier one conflicts."""
         for spans, writing in ((reads, False), (writes, True)):
             for span in spans:
@@ -72,7 +74,7 @@ class OrderChecker:
                 for layer in _layers(span):
                     _overwrite(page, layer, access)
 
-    def _check(self, access: Access, span: Span, number: int, writing: bool, clock_of: ClockOf) -> None:
+    def _check(self, access: PageAccess, span: PageSpanUse, number: int, writing: bool, clock_of: ClockOf) -> None:
         page = self._pages.get((span.place, span.pool, number))
         if page is None:
             return
@@ -87,16 +89,16 @@ class OrderChecker:
                         f"{earlier}"
                     )
 
-    def _touched(self, span: Span) -> Iterator[_Page]:
+    def _touched(self, span: PageSpanUse) -> Iterator[_Page]:
         for number in span.pages:
             yield self._pages.setdefault((span.place, span.pool, number), _Page())
 
 
-def _layers(span: Span) -> Iterable[int | None]:
+def _layers(span: PageSpanUse) -> Iterable[int | None]:
     return (None,) if span.layers is None else span.layers
 
 
-def _conflicting(page: _Page, layer: int | None, writing: bool) -> Iterator[tuple[int | None, Access]]:
+def _conflicting(page: _Page, layer: int | None, writing: bool) -> Iterator[tuple[int | None, PageAccess]]:
     """Earlier accesses that share `layer`, each with the layer it was made to."""
     for at, write in page.writes.items():
         if layer is None or at is None or at == layer:
@@ -107,7 +109,7 @@ def _conflicting(page: _Page, layer: int | None, writing: bool) -> Iterator[tupl
                 yield from ((at, read) for read in reads.values())
 
 
-def _overwrite(page: _Page, layer: int | None, access: Access) -> None:
+def _overwrite(page: _Page, layer: int | None, access: PageAccess) -> None:
     """Whoever conflicts with this write is ordered after it and so after all that it was ordered after."""
     if layer is None:
         page.writes.clear()

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
-from cache.device.device_port import Op
+from cache.device.device_port import DeviceOp
 from contracts.errors import UnorderedAccess
 
 
@@ -19,7 +19,7 @@ class _Watched:
     copies: list[dict[str, torch.Tensor]]
 
 
-class Shadow:
+class WriteChecker:
     """Remembers the bytes of watched pools; `compare` blames an operation for what changed since."""
 
     def __init__(self) -> None:
@@ -37,7 +37,7 @@ class Shadow:
                 for name, view in buffers.items():
                     copies[name].copy_(view)
 
-    def compare(self, op: Op) -> None:
+    def compare(self, op: DeviceOp) -> None:
         """Raises `UnorderedAccess` when a page changed in a layer that `op` doesn't declare as written."""
         for watched in self._watched:
             spans = [s for s in op.writes if (s.place, s.pool) == (watched.place, watched.pool)]

@@ -21,26 +21,26 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from itertools import pairwise
 
-from cache.allocation.allocation import Cached, Claim, Snapshot, numbers, spread
-from cache.allocation.block_table import NO_PAGE, Run, Table
-from cache.device.device_port import DEVICE, Span, failure
-from cache.manager.swapping import Parking
+from cache.allocation.allocation import Allocation, CachedTokens, StateSnapshot, numbers, spread
+from cache.allocation.block_table import NO_PAGE, BlockTable, PageRun
+from cache.device.device_port import DEVICE, PageSpanUse, failure
+from cache.manager.swapping import SwapOut
 from cache.memory.required_pages import due, missing
 from cache.pool.page_allocator import Lease
-from cache.prefix_cache.token_prefix import Prefix
-from cache.prefix_cache.tree_node import Node, Offer, Part, Tier, digests_of
-from cache.tiers.prefetch_request import Prefetch
+from cache.prefix_cache.token_prefix import TokenPrefix
+from cache.prefix_cache.tree_node import NodePart, PageOffer, Tier, TreeNode, digests_of
+from cache.tiers.prefetch_request import PrefetchRequest
 
 SNAPSHOTS = 2
 """Snapshots of a request that aren't in the tree yet: they alternate."""
 
 
-class Seat(Parking):
+class KVCacheManager(SwapOut):
     """See the module's prose. Single-threaded."""
 
     # ------------------------------------------------------------ admission
 
-    def prefetch(self, prefix: Prefix, owner: str = "") -> Prefetch | None:
+    def prefetch(self, prefix: TokenPrefix, owner: str = "") -> PrefetchRequest | None:
         """Start to bring what storage has of `prefix` to the host; None where there is nothing to wait for."""
         if self.prefetcher is None or not len(prefix):
             return None
@@ -49,22 +49,22 @@ class Seat(Parking):
             self.saver.save(self.tree.match(prefix).path)
         return self.prefetcher.start(prefix, owner)
 
-    def may_run(self, prefetch: Prefetch) -> bool:
+    def may_run(self, prefetch: PrefetchRequest) -> bool:
         """Whether a request need not wait for its prefetch any longer, by the stop policy."""
         return self.prefetcher is None or self.prefetcher.may_run(prefetch)
 
-    def due(self, prefetch: Prefetch) -> float | None:
+    def due(self, prefetch: PrefetchRequest) -> float | None:
         """When `may_run` changes although nothing arrives."""
         return self.prefetcher.deadline(prefetch) if self.prefetcher is not None else None
 
-    def stop(self, prefetch: Prefetch) -> None:
+    def stop(self, prefetch: PrefetchRequest) -> None:
         """Its request is gone, or has claimed what it wanted. Idempotent."""
         if self.prefetcher is not None:
             self.prefetcher.release(prefetch)
 
     def claim(
-        self, prefix: Prefix, positions: int, owner: str, *, reusable: int, prefetch: Prefetch | None = None
-    ) -> Claim | None:
+        self, prefix: TokenPrefix, positions: int, owner: str, *, reusable: int, prefetch: PrefetchRequest | None = None
+    ) -> Allocation | None:
         """Take state for `positions` positions: at most `reusable` pages of `prefix` from the tiers, the rest leased.
 
         All pools or none: None when there isn't room now, with nothing taken.
@@ -76,8 +76,8 @@ class Seat(Parking):
         return claim
 
     def _claim(
-        self, prefix: Prefix, positions: int, owner: str, reusable: int, prefetch: Prefetch | None
-    ) -> Claim | None:
+        self, prefix: TokenPrefix, positions: int, owner: str, reusable: int, prefetch: PrefetchRequest | None
+    ) -> Allocation | None:
         match = self.tree.match(prefix.head(reusable))
         tier = Tier.HOST if self._worth_loading(match) else Tier.DEVICE
         depth = match.depth if tier is Tier.HOST else match.device_depth
@@ -99,22 +99,22 @@ class Seat(Parking):
         if prefetch is not None:
             self.stop(prefetch)
         size = self.spec.page_tokens
-        cached = Cached((depth - loaded) * size, (loaded - stored) * size, stored * size)
+        cached = CachedTokens((depth - loaded) * size, (loaded - stored) * size, stored * size)
         self._count(cached)
-        return self._open(Claim(owner, prefix, pages, lock, depth, cached), leases)
+        return self._open(Allocation(owner, prefix, pages, lock, depth, cached), leases)
 
     def _own(self, pages: Mapping[str, int]) -> dict[str, int]:
         """What a request leases for so many pages that nobody has: of windows, as many as it ever holds at once."""
         own = {pool: min(count, self._windows.get(pool, count)) for pool, count in pages.items()}
         return own | dict.fromkeys(self._slots, 1)
 
-    def _open(self, claim: Claim, leases: Mapping[str, Lease]) -> Claim:
+    def _open(self, claim: Allocation, leases: Mapping[str, Lease]) -> Allocation:
         for pool in self._runs:
             held = claim.lock.on_device(pool)
             claim.enter(pool, held, claim.depth)
             claim.digests[pool] = self._digests(held, claim.depth)
             claim.put(pool, claim.depth, leases[pool].indices, leases[pool].epochs)
-            claim.runs[pool] = [Run(claim.depth, leases[pool])]
+            claim.runs[pool] = [PageRun(claim.depth, leases[pool])]
         claim.slots = {pool: leases[pool] for pool in self._slots}
         self._claims[claim.lock] = claim
         self._fresh.append(claim)
@@ -133,8 +133,8 @@ class Seat(Parking):
     # ------------------------------------------------------------ hand-over to this seat
 
     def reserve(
-        self, prefix: Prefix, prompt: int, positions: int, owner: str, most: int | None = None
-    ) -> tuple[Claim, dict[str, Lease]] | None:
+        self, prefix: TokenPrefix, prompt: int, positions: int, owner: str, most: int | None = None
+    ) -> tuple[Allocation, dict[str, Lease]] | None:
         """Take state for a prompt of `prompt` positions that is handed over, and for `positions` in all.
 
         `most`: positions that it may come to, for which `grow` leases as they come; of windows and recurrent states
@@ -148,8 +148,8 @@ class Seat(Parking):
         return reserved
 
     def _reserve(
-        self, prefix: Prefix, prompt: int, positions: int, owner: str, most: int
-    ) -> tuple[Claim, dict[str, Lease]] | None:
+        self, prefix: TokenPrefix, prompt: int, positions: int, owner: str, most: int
+    ) -> tuple[Allocation, dict[str, Lease]] | None:
         wanted = due(self.spec, prompt)
         lock, held = self.tree.hold(prefix, wanted, owner, host=self.loader is not None and self._may_load_back)
         loads = self._loads(lock)
@@ -167,15 +167,15 @@ class Seat(Parking):
         depth = lacking[self.full].start
         size = self.spec.page_tokens
         from_host = min(loads[self.full], depth) * size
-        cached = Cached(min(prompt, depth * size - from_host), from_host)
+        cached = CachedTokens(min(prompt, depth * size - from_host), from_host)
         self._count(cached)
-        claim = Claim(owner, prefix, pages, lock, depth, cached, lacking=lacking)
+        claim = Allocation(owner, prefix, pages, lock, depth, cached, lacking=lacking)
         for pool in self._runs:
             self._enter_held(claim, pool, wanted[pool])
         self._claims[lock] = claim
         return claim, leases
 
-    def _enter_held(self, claim: Claim, pool: str, wanted: range) -> None:
+    def _enter_held(self, claim: Allocation, pool: str, wanted: range) -> None:
         claim.enter(pool, claim.lock.on_device(pool))
         claim.digests[pool], claim.runs[pool] = [], []
         lacking, table, marks = claim.lacking[pool], claim.tables[pool], claim.epochs[pool]
@@ -186,7 +186,7 @@ class Seat(Parking):
         while table and table[-1] == NO_PAGE:
             del table[-1], marks[-1]
 
-    def on_device(self, prefix: Prefix) -> int:
+    def on_device(self, prefix: TokenPrefix) -> int:
         """How many leading full pages of `prefix` the tree has on the device."""
         there = 0
         for node, pages in self.tree.walked(prefix):
@@ -196,7 +196,7 @@ class Seat(Parking):
         return there
 
     def adopt(
-        self, claim: Claim, prompt: int, leases: Mapping[str, Lease], digests: Mapping[str, Mapping[int, int]]
+        self, claim: Allocation, prompt: int, leases: Mapping[str, Lease], digests: Mapping[str, Mapping[int, int]]
     ) -> None:
         """Everything that was lacking has come into `leases`, verified, with these `digests` by pool and number."""
         whole = prompt // self.spec.page_tokens
@@ -205,7 +205,7 @@ class Seat(Parking):
             received = lease.split(len(lacking), claim.owner)
             for first, part in ((lacking.start, received), (self.pools.pages_for(prompt), lease)):
                 claim.put(pool, first, part.indices, part.epochs)
-                claim.runs[pool].append(Run(first, part))
+                claim.runs[pool].append(PageRun(first, part))
             known = self._digests(claim.lock.on_device(pool), whole)
             for number, digest in digests.get(pool, {}).items():
                 if number < whole:
@@ -218,7 +218,7 @@ class Seat(Parking):
                 self._start_slot(claim, pool)
 
     @staticmethod
-    def _digests(parts: Sequence[Part], whole: int) -> list[int | None]:
+    def _digests(parts: Sequence[NodePart], whole: int) -> list[int | None]:
         """Those of the first `whole` pages of a sequence, of which these parts are there."""
         known: list[int | None] = spread(parts, list(digests_of(parts)), None)
         del known[whole:]
@@ -227,7 +227,7 @@ class Seat(Parking):
 
     # ------------------------------------------------------------ from tree to tree
 
-    def lend(self, prefix: Prefix, owner: str) -> Claim:
+    def lend(self, prefix: TokenPrefix, owner: str) -> Allocation:
         """Keep what the device's tree has of the full pool's first pages, to be written to another worker.
 
         `depth` of the claim says how many those are; nothing else is in it.
@@ -235,13 +235,13 @@ class Seat(Parking):
         wanted = {self.full: range(len(prefix))}
         lock, held = self.tree.hold(prefix, wanted, owner, host=False)
         depth = len(held[self.full])
-        claim = self._pages_only(Claim(owner, prefix, depth, lock, depth, Cached()))
+        claim = self._pages_only(Allocation(owner, prefix, depth, lock, depth, CachedTokens()))
         claim.lacking = {self.full: range(depth, len(prefix))}
         self._enter_held(claim, self.full, wanted[self.full])
         claim.digests[self.full] = self._digests(lock.on_device(self.full), depth)
         return claim
 
-    def borrow(self, prefix: Prefix, owner: str, *, spare: bool) -> tuple[Claim, Lease] | None:
+    def borrow(self, prefix: TokenPrefix, owner: str, *, spare: bool) -> tuple[Allocation, Lease] | None:
         """Room for what the device's tree lacks of these pages of the full pool, which another worker is to write.
 
         With `spare`, only pages that hold nothing. None without room, or where nothing lacks.
@@ -254,27 +254,27 @@ class Seat(Parking):
         if leases is None:
             self.tree.unlock(lock)
             return None
-        claim = self._pages_only(Claim(owner, prefix, len(prefix), lock, lacking.start, Cached()))
+        claim = self._pages_only(Allocation(owner, prefix, len(prefix), lock, lacking.start, CachedTokens()))
         claim.lacking = {self.full: lacking}
         return claim, leases[self.full]
 
-    def _pages_only(self, claim: Claim) -> Claim:
+    def _pages_only(self, claim: Allocation) -> Allocation:
         for pool in self._runs:
             claim.tables[pool], claim.epochs[pool], claim.digests[pool], claim.runs[pool] = numbers(), numbers(), [], []
         self._claims[claim.lock] = claim
         return claim
 
-    def take(self, claim: Claim, lease: Lease, digests: Mapping[int, int]) -> None:
+    def take(self, claim: Allocation, lease: Lease, digests: Mapping[int, int]) -> None:
         """What was borrowed has come, verified, with these digests by number: the tree's now. Ends the claim."""
         lacking = claim.lacking[self.full]
-        offer = Offer(lacking.start, lease, [digests[n] for n in lacking])
+        offer = PageOffer(lacking.start, lease, [digests[n] for n in lacking])
         self.tree.insert(claim.prefix, {self.full: [offer]}, Tier.DEVICE)
         lease.release()
         self.release(claim)
 
     # ------------------------------------------------------------ steps
 
-    def grow(self, claim: Claim, end: int) -> int:
+    def grow(self, claim: Allocation, end: int) -> int:
         """Give it pages for positions up to `end`; returns how far they go by now, at most `end`.
 
         Less where a pool has none left that the tree could spare, and in a window where steps under way still have to
@@ -287,7 +287,7 @@ class Seat(Parking):
             end = min(end, len(table) * self.spec.page_tokens)
         return end
 
-    def _extend(self, claim: Claim, pool: str, lacking: int) -> None:
+    def _extend(self, claim: Allocation, pool: str, lacking: int) -> None:
         """Up to `lacking` more pages: of a window, what it has set aside and what is left of its share."""
         spare = claim.spare.get(pool)
         if spare is not None and len(spare):
@@ -300,32 +300,32 @@ class Seat(Parking):
         if leases is not None:
             self._append(claim, pool, leases[pool])
 
-    def _append(self, claim: Claim, pool: str, lease: Lease) -> None:
+    def _append(self, claim: Allocation, pool: str, lease: Lease) -> None:
         """Put these pages behind the table of `pool`."""
         runs, first = claim.runs[pool], len(claim.tables[pool])
         claim.put(pool, first, lease.indices, lease.epochs)
         if runs and runs[-1].end == first:
             last = runs.pop()
             first, lease = last.first, self.pools.allocators[pool].join([last.lease, lease], claim.owner)
-        runs.append(Run(first, lease))
+        runs.append(PageRun(first, lease))
 
-    def tables(self, claim: Claim, start: int, end: int) -> dict[str, Table]:
+    def tables(self, claim: Allocation, start: int, end: int) -> dict[str, BlockTable]:
         """What a pass over positions `start .. end-1` sees of each pool; of a window, from the first page it needs."""
         stop = self.pools.pages_for(end)
         out = {}
         for pool in self._runs:
             window = self.spec.by_name[pool].window_tokens
             first = max(0, start - window + 1) // self.spec.page_tokens if window else 0
-            out[pool] = Table(first, claim.tables[pool][first:stop], claim.epochs[pool][first:stop])
-        return out | {pool: Table(0, lease.indices, lease.epochs) for pool, lease in claim.slots.items()}
+            out[pool] = BlockTable(first, claim.tables[pool][first:stop], claim.epochs[pool][first:stop])
+        return out | {pool: BlockTable(0, lease.indices, lease.epochs) for pool, lease in claim.slots.items()}
 
     # ------------------------------------------------------------ what a committed step leaves
 
-    def seal(self, finished: Sequence[tuple[Claim, int]]) -> None:
+    def seal(self, finished: Sequence[tuple[Allocation, int]]) -> None:
         """Digest the pages that are whole at these committed lengths (positions) and weren't before."""
         size = self.spec.page_tokens
         for pool in self._runs:
-            todo: list[tuple[Claim, int]] = []
+            todo: list[tuple[Allocation, int]] = []
             for claim, committed in finished:
                 digests, table = claim.digests[pool], claim.tables[pool]
                 first = len(digests)
@@ -333,12 +333,12 @@ class Seat(Parking):
                 todo += [(claim, page) for page in range(first, len(digests)) if table[page] != NO_PAGE]
             indices = [claim.tables[pool][page] for claim, page in todo]
             firsts = [page * size for _, page in todo]
-            self._device.touch("seal", reads=[Span(DEVICE, pool, indices)])
+            self._device.touch("seal", reads=[PageSpanUse(DEVICE, pool, indices)])
             found = self.pools.digest(pool, indices, firsts, [at + size for at in firsts])
             for (claim, page), digest in zip(todo, found, strict=True):
                 claim.digests[pool][page] = digest
 
-    def tail(self, claim: Claim, committed: int) -> dict[str, int]:
+    def tail(self, claim: Allocation, committed: int) -> dict[str, int]:
         """The digests of the last, partly filled page at `committed` positions, by pool; empty at a page boundary."""
         size = self.spec.page_tokens
         page = committed // size
@@ -349,16 +349,16 @@ class Seat(Parking):
             for pool in self._runs
         }
 
-    def states(self, claim: Claim, committed: int) -> dict[str, int]:
+    def states(self, claim: Allocation, committed: int) -> dict[str, int]:
         """The digests of the recurrent states after `committed` positions, by pool: of all that was launched."""
         out = {}
         for pool, lease in claim.slots.items():
-            self._device.touch("seal state", reads=[Span(DEVICE, pool, lease.indices)])
+            self._device.touch("seal state", reads=[PageSpanUse(DEVICE, pool, lease.indices)])
             found = self.pools.digest(pool, lease.indices, [committed], [committed + 1])
             out[pool] = found[0]
         return out
 
-    def share(self, claim: Claim, prefix: Prefix, priority: int = 0, *, full_only: bool = False) -> None:
+    def share(self, claim: Allocation, prefix: TokenPrefix, priority: int = 0, *, full_only: bool = False) -> None:
         """Give the tree the sealed pages of `prefix` that it lacks, and its snapshots; the claim keeps them locked.
 
         `full_only`: no pages of windows and no snapshots. A claim that goes on uses the pages again that its windows
@@ -368,7 +368,7 @@ class Seat(Parking):
         sealed = min(len(prefix), len(claim.digests[self.full]))
         prefix = prefix.head(sealed)
         runs, slots = ([self.full], []) if full_only else (self._runs, self._slots)
-        offers: dict[str, list[Offer]] = {pool: self._run_offers(claim, pool, sealed) for pool in runs}
+        offers: dict[str, list[PageOffer]] = {pool: self._run_offers(claim, pool, sealed) for pool in runs}
         offers |= {pool: self._snapshot_offers(claim, pool, sealed) for pool in slots}
         self.tree.insert(prefix, offers, Tier.DEVICE, priority)
         for pool in runs:
@@ -382,27 +382,27 @@ class Seat(Parking):
         self._keep(claim, walked)
         self._save([node for node, _ in walked])
 
-    def _run_offers(self, claim: Claim, pool: str, sealed: int) -> list[Offer]:
+    def _run_offers(self, claim: Allocation, pool: str, sealed: int) -> list[PageOffer]:
         offers = []
         for run in claim.runs[pool]:
             digests = claim.digests[pool][run.first : min(run.end, sealed)]
             whole = [d for d in digests if d is not None]
             assert len(whole) == len(digests), f"a page of {pool} is neither sealed nor given back"
             if whole:
-                offers.append(Offer(run.first, run.lease, whole))
+                offers.append(PageOffer(run.first, run.lease, whole))
         return offers
 
-    def _snapshot_offers(self, claim: Claim, pool: str, sealed: int) -> list[Offer]:
+    def _snapshot_offers(self, claim: Allocation, pool: str, sealed: int) -> list[PageOffer]:
         """Snapshots that are there: those under way wait for the next time, those that failed are nothing."""
         there = [s for s in claim.snapshots.get(pool, ()) if s.completion.done and s.depth <= sealed]
         there = [s for s in there if failure(s.completion) is None]
         ends = [s.depth * self.spec.page_tokens for s in there]
         slots = [s.lease.indices[0] for s in there]
-        self._device.touch("seal slots", reads=[Span(DEVICE, pool, slots)])
+        self._device.touch("seal slots", reads=[PageSpanUse(DEVICE, pool, slots)])
         found = self.pools.digest(pool, slots, ends, ends)
-        return [Offer(s.depth, s.lease, (digest,)) for s, digest in zip(there, found, strict=True)]
+        return [PageOffer(s.depth, s.lease, (digest,)) for s, digest in zip(there, found, strict=True)]
 
-    def _keep(self, claim: Claim, walked: Sequence[tuple[Node, int]]) -> None:
+    def _keep(self, claim: Allocation, walked: Sequence[tuple[TreeNode, int]]) -> None:
         """Lock what the tree has taken over from the claim's tables."""
         for node, pages in walked:
             start, here = node.start, node.parts[Tier.DEVICE]
@@ -418,7 +418,7 @@ class Seat(Parking):
             for part in mine:
                 self.tree.add(claim.lock, part)
 
-    def slide(self, claim: Claim, committed: int) -> None:
+    def slide(self, claim: Allocation, committed: int) -> None:
         """Give back the window pages that no position from the last page boundary on can see.
 
         As many as are still to come are leased again at once, under new epochs.
@@ -434,7 +434,7 @@ class Seat(Parking):
                 gone = max(0, min(first, run.end) - run.first)
                 run.lease.split(gone, claim.owner).release()
                 if len(run.lease):
-                    kept.append(Run(run.first + gone, run.lease))
+                    kept.append(PageRun(run.first + gone, run.lease))
                 else:
                     run.lease.release()
                 for page in range(run.first, run.first + gone):
@@ -444,7 +444,7 @@ class Seat(Parking):
             claim.runs[pool] = kept
             self._set_aside(claim, pool)
 
-    def _set_aside(self, claim: Claim, pool: str) -> None:
+    def _set_aside(self, claim: Allocation, pool: str) -> None:
         """Lease again what the claim has still to come, up to what it may hold at once: as much as it gave back."""
         spare = claim.spare.get(pool)
         to_come = claim.pages - len(claim.tables[pool]) - (len(spare) if spare is not None else 0)
@@ -454,7 +454,7 @@ class Seat(Parking):
             join = self.pools.allocators[pool].join
             claim.spare[pool] = join([spare, more], claim.owner) if spare is not None else more
 
-    def snapshot(self, claim: Claim, committed: int) -> bool:
+    def snapshot(self, claim: Allocation, committed: int) -> bool:
         """Copy the recurrent state aside, as it is after `committed` positions (whole pages): what was launched up to
         there and nothing more has been. False, and nothing happens, without a slot to spare."""
         assert committed % self.spec.page_tokens == 0, "snapshots are taken at page boundaries"
@@ -464,19 +464,19 @@ class Seat(Parking):
         for pool, lease in leases.items():
             copied = self._copy_slot(pool, claim.slots[pool].indices[0], lease.indices[0])
             held = claim.snapshots.setdefault(pool, [])
-            held.append(Snapshot(committed // self.spec.page_tokens, lease, copied))
+            held.append(StateSnapshot(committed // self.spec.page_tokens, lease, copied))
             while len(held) > SNAPSHOTS:
                 self._give_back(held.pop(0))
         return True
 
 
-def _regroup(run: Run, table: Sequence[int]) -> list[Run]:
+def _regroup(run: PageRun, table: Sequence[int]) -> list[PageRun]:
     """What is left of a run after parts of its lease were taken, as runs without gaps."""
     indices = numbers(run.lease.indices)
     if indices:
         first = table.index(indices[0], run.first)
         if table[first : first + len(indices)] == indices:
-            return [Run(first, run.lease)]
+            return [PageRun(first, run.lease)]
     left = set(indices)
     pages = [page for page in range(run.first, len(table)) if table[page] in left]
     assert len(pages) == len(left), "a leased page is missing from its table"
@@ -484,6 +484,6 @@ def _regroup(run: Run, table: Sequence[int]) -> list[Run]:
     out = []
     for begin, end in reversed(list(zip([0, *breaks], [*breaks, len(pages)], strict=True))):
         if begin < end:
-            out.append(Run(pages[begin], run.lease.split(end - begin, run.lease.owner, start=begin)))
+            out.append(PageRun(pages[begin], run.lease.split(end - begin, run.lease.owner, start=begin)))
     run.lease.release()
     return out[::-1]

@@ -11,28 +11,28 @@ import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 
-from cache.allocation.allocation import Cached, Claim, Snapshot
+from cache.allocation.allocation import Allocation, CachedTokens, StateSnapshot
 from cache.allocation.block_table import NO_PAGE
 from cache.arena.arena import Arena
 from cache.arena.arena_keeper import ArenaKeeper
-from cache.device.device_port import DEVICE, Completion, Device, Op, Span, Stream, attempt, failure
-from cache.memory.kv_cache_spec import Kind
-from cache.memory.page_moves import Move, Part
-from cache.pool.in_flight import Launched
+from cache.device.device_port import DEVICE, Completion, Device, DeviceOp, DeviceStream, PageSpanUse, attempt, failure
+from cache.memory.kv_cache_spec import PoolKind
+from cache.memory.page_moves import PageMove, PoolMove
+from cache.pool.in_flight import InFlightPins
 from cache.pool.page_allocator import Lease
 from cache.pool.pool_set import PoolSet
-from cache.prefix_cache.radix_tree import Match, PrefixTree
-from cache.prefix_cache.token_prefix import Prefix
+from cache.prefix_cache.radix_tree import PrefixMatch, RadixTree
+from cache.prefix_cache.token_prefix import TokenPrefix
 from cache.prefix_cache.tree_eviction import POLICIES
-from cache.prefix_cache.tree_node import Lock, Node, Tier
-from cache.storage.io_queue import Queue
-from cache.storage.page_store import Shelf
-from cache.storage.rank_page_store import RankShelf
-from cache.swap.swap_storage import Shelver
-from cache.swap.swapped_state import Parked
-from cache.tiers.backup import Saver
-from cache.tiers.kv_event_recorder import Teller
-from cache.tiers.load_back import Loader
+from cache.prefix_cache.tree_node import NodeLock, Tier, TreeNode
+from cache.storage.io_queue import IoQueue
+from cache.storage.page_store import PageStore
+from cache.storage.rank_page_store import RankPageStore
+from cache.swap.swap_storage import SwapStorage
+from cache.swap.swapped_state import SwappedState
+from cache.tiers.backup import HostBackup
+from cache.tiers.kv_event_recorder import KVEventRecorder
+from cache.tiers.load_back import LoadBack
 from cache.tiers.prefetch import Prefetcher
 from contracts.config.cache_config import CacheConfig
 from contracts.errors import CapacityError
@@ -40,7 +40,7 @@ from contracts.errors import CapacityError
 _log = logging.getLogger("twinpool.cache")
 
 
-class SeatState:
+class TierSet:
     """See the module's prose. Single-threaded. `now` is in seconds, `wall` in seconds since 1970."""
 
     def __init__(
@@ -51,8 +51,8 @@ class SeatState:
         now: Callable[[], float],
         *,
         host: PoolSet | None = None,
-        storage: Queue | None = None,
-        shelf: Shelf | None = None,
+        storage: IoQueue | None = None,
+        shelf: PageStore | None = None,
         fingerprint: str = "",
         wall: Callable[[], float] = time.time,
         rank: int = 0,
@@ -65,34 +65,34 @@ class SeatState:
         self.pools, self.host, self.config = pools, host, config
         self._device, self._now = device, now
         if shelf is None and storage is not None and host is not None:
-            shelf = RankShelf(storage, host, fingerprint)
+            shelf = RankPageStore(storage, host, fingerprint)
         self._shelf, self._storage = shelf, shelf or storage
         self.spec = pools.spec
         self.full = self.spec.full.name
-        self.tree = PrefixTree(
+        self.tree = RadixTree(
             self.spec, POLICIES[config.eviction], write_back=host is not None and config.write_policy == "back"
         )
-        self._runs = [p.name for p in self.spec.pools if p.kind is not Kind.STATE]
+        self._runs = [p.name for p in self.spec.pools if p.kind is not PoolKind.STATE]
         self._windows = {p.name: self.spec.window_hold(p.name, stride) for p in self.spec.pools if p.window_tokens}
-        self._slots = [p.name for p in self.spec.pools if p.kind is Kind.STATE]
-        self._claims: dict[Lock, Claim] = {}
-        self._fresh: list[Claim] = []
-        self._parked: list[Parked] = []
-        self._launched = Launched()
+        self._slots = [p.name for p in self.spec.pools if p.kind is PoolKind.STATE]
+        self._claims: dict[NodeLock, Allocation] = {}
+        self._fresh: list[Allocation] = []
+        self._parked: list[SwappedState] = []
+        self._launched = InFlightPins()
         self.saver = self.loader = self.prefetcher = self.shelver = None
         if host is not None:
             retry_s = config.storage.retry_s
-            self.saver = Saver(self.tree, pools, host, device, self._shelf, config.move_chunk_bytes, now, retry_s)
-            self.loader = Loader(self.tree, pools, host, device, now, config.verify)
+            self.saver = HostBackup(self.tree, pools, host, device, self._shelf, config.move_chunk_bytes, now, retry_s)
+            self.loader = LoadBack(self.tree, pools, host, device, now, config.verify)
             if self._shelf is not None:
                 self.prefetcher = Prefetcher(self.tree, host, self._shelf, config.prefetch, now)
-                self.shelver = Shelver(host, self._shelf, self.saver.lease)
+                self.shelver = SwapStorage(host, self._shelf, self.saver.lease)
         self.keeper = ArenaKeeper(self.tree, host, arena, device, now) if host is not None and arena else None
         if self.keeper is not None and self.loader is not None:
             self.loader.unproven, self.loader.proved = self.keeper.unproven, self.keeper.proved
             self.loader.torn = self.keeper.torn
         events = config.events
-        self.teller = Teller(self.tree, events, wall, rank) if events.endpoint else None
+        self.teller = KVEventRecorder(self.tree, events, wall, rank) if events.endpoint else None
         if self.teller is not None:
             _log.info("KV events at %s", self.teller.publisher.endpoint)
         self._tokens_per_s = 0.0
@@ -101,7 +101,7 @@ class SeatState:
 
     # ------------------------------------------------------------ room
 
-    def _worth_loading(self, match: Match) -> bool:
+    def _worth_loading(self, match: PrefixMatch) -> bool:
         """Whether what the host has below the device's anchor is loaded, rather than computed again."""
         below, policy = match.depth - match.device_depth, self.config.load_back
         if self.loader is None or not below or policy == "never":
@@ -117,14 +117,14 @@ class SeatState:
     def _may_load_back(self) -> bool:
         return self.config.load_back != "never"
 
-    def _loads(self, lock: Lock) -> Counter[str]:
+    def _loads(self, lock: NodeLock) -> Counter[str]:
         """Pages (and slots) that must come from the host before what `lock` keeps can be used."""
         loads = Counter[str]()
         for part in self.loader.missing(lock) if self.loader is not None else ():
             loads[part.component] += len(part)
         return loads
 
-    def _plan(self, lock: Lock, loads: Counter[str], leases: Mapping[str, Lease]) -> None:
+    def _plan(self, lock: NodeLock, loads: Counter[str], leases: Mapping[str, Lease]) -> None:
         """Let them come into the first pages of `leases`."""
         if self.loader is not None and loads:
             self.loader.plan(lock, {pool: leases[pool].split(count, lock.owner) for pool, count in loads.items()})
@@ -155,17 +155,17 @@ class SeatState:
         """Free up to `count` pages or slots of the device that only the tree holds; returns how many."""
         return self.tree.evict(Tier.DEVICE, pool, count, self._spill if self.tree.write_back else None)
 
-    def _spill(self, node: Node) -> bool:
+    def _spill(self, node: TreeNode) -> bool:
         assert self.saver is not None
         return self.saver.save([node]) and self.full not in node.parts[Tier.HOST]
 
     # ------------------------------------------------------------ recurrent states
 
-    def _start_slot(self, claim: Claim, pool: str) -> None:
+    def _start_slot(self, claim: Allocation, pool: str) -> None:
         (slot,) = claim.slots[pool].indices
         snapshots = [p for p in claim.lock.of(pool) if p.tier is Tier.DEVICE]
         if not snapshots:
-            op = Op("zero slot", Stream.COMPUTE, writes=(Span(DEVICE, pool, (slot,)),))
+            op = DeviceOp("zero slot", DeviceStream.COMPUTE, writes=(PageSpanUse(DEVICE, pool, (slot,)),))
             claim.started.append(attempt(self._device, op, lambda: self.pools.zero({pool: (slot,)})))
             return
         after = self.loader.completions(claim.lock) if self.loader is not None else []
@@ -173,13 +173,18 @@ class SeatState:
 
     def _copy_slot(self, pool: str, source: int, target: int, after: Sequence[Completion] = ()) -> Completion:
         """On the stream of the forward passes: whatever touches a slot does so in their order."""
-        op = Op("copy slot", Stream.COMPUTE, (Span(DEVICE, pool, (source,)),), (Span(DEVICE, pool, (target,)),))
-        move = Move((Part(pool, (source,), (target,)),))
+        op = DeviceOp(
+            "copy slot",
+            DeviceStream.COMPUTE,
+            (PageSpanUse(DEVICE, pool, (source,)),),
+            (PageSpanUse(DEVICE, pool, (target,)),),
+        )
+        move = PageMove((PoolMove(pool, (source,), (target,)),))
         return attempt(self._device, op, lambda: self.pools.copy(move, self.pools), after)
 
     # ------------------------------------------------------------ progress
 
-    def poll(self) -> list[Claim]:
+    def poll(self) -> list[Allocation]:
         """Take in what has completed; returns claims that relied on state which turned out damaged."""
         if self.teller is not None:
             self.teller.round()
@@ -199,7 +204,7 @@ class SeatState:
             claim.betrayed = True
         return betrayed
 
-    def settled(self, claim: Claim) -> bool:
+    def settled(self, claim: Allocation) -> bool:
         """Whether everything that was loaded for it has come and is what it should be: its steps may be committed."""
         if claim in self._fresh:
             # Its recurrent state isn't even on its way into its slot.
@@ -208,7 +213,7 @@ class SeatState:
             return False
         return not claim.betrayed and (self.loader is None or not self.loader.under_way(claim.lock))
 
-    def completions(self, claim: Claim) -> list[Completion]:
+    def completions(self, claim: Allocation) -> list[Completion]:
         """What must be complete before its pages may be read without going through a gate."""
         return self.loader.completions(claim.lock) if self.loader is not None else []
 
@@ -223,7 +228,7 @@ class SeatState:
             rate = tokens / seconds
             self._tokens_per_s = rate if not self._tokens_per_s else 0.8 * self._tokens_per_s + 0.2 * rate
 
-    def _count(self, cached: Cached) -> None:
+    def _count(self, cached: CachedTokens) -> None:
         self.counters["hit_tokens_device"] += cached.device
         self.counters["hit_tokens_host"] += cached.host
         self.counters["hit_tokens_storage"] += cached.storage
@@ -239,7 +244,7 @@ class SeatState:
             out |= {"host_pages_total": allocator.total, "host_pages_used": allocator.total - allocator.free}
         return out
 
-    def _save(self, nodes: Sequence[Node]) -> None:
+    def _save(self, nodes: Sequence[TreeNode]) -> None:
         """Copy to the host what the write policy wants there by now."""
         policy = self.config.write_policy
         if self.saver is None or policy == "back":
@@ -248,7 +253,7 @@ class SeatState:
 
     # ------------------------------------------------------------ ends
 
-    def release(self, claim: Claim, after: Sequence[Completion] = ()) -> None:
+    def release(self, claim: Allocation, after: Sequence[Completion] = ()) -> None:
         """Give back everything that it holds. Idempotent.
 
         `after`: launched operations that name its pages and slots. Nobody gets those before they are complete.
@@ -269,12 +274,12 @@ class SeatState:
         for lease in leases + [run.lease for runs in claim.runs.values() for run in runs]:
             lease.release()
 
-    def _give_back(self, snapshot: Snapshot) -> None:
+    def _give_back(self, snapshot: StateSnapshot) -> None:
         if not snapshot.completion.done:
             self._launched.hold(snapshot.completion, snapshot.lease.pin("snapshot under way"))
         snapshot.lease.release()
 
-    def condemn(self, prefix: Prefix, page: int = 0) -> int:
+    def condemn(self, prefix: TokenPrefix, page: int = 0) -> int:
         """Never again use page `page` of `prefix` nor what is below; returns the number of pages."""
         count = self.tree.condemn(prefix, page)
         self.counters["pages_condemned"] += count
@@ -286,7 +291,7 @@ class SeatState:
         """Pages (or slots) of the device that are free or only kept for reuse."""
         return self.pools.allocators[pool].free + self.tree.evictable(pool)
 
-    def held_anyway(self, prefix: Prefix) -> int:
+    def held_anyway(self, prefix: TokenPrefix) -> int:
         """Full pages of `prefix` that are on the device and that somebody keeps there."""
         held = 0
         for node, pages in self.tree.walked(prefix):
@@ -352,7 +357,7 @@ class SeatState:
         found += self.keeper.check() if self.keeper is not None else []
         return found + (self.prefetcher.check() if self.prefetcher is not None else [])
 
-    def _check_claim(self, claim: Claim) -> list[str]:
+    def _check_claim(self, claim: Allocation) -> list[str]:
         """Every page of its tables is its own, or one that its lock keeps, under the epoch that it was entered with."""
         found = []
         for pool in self._runs:

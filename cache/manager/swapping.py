@@ -29,38 +29,38 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from cache.allocation.allocation import Cached, Claim
+from cache.allocation.allocation import Allocation, CachedTokens
 from cache.allocation.allocation import numbers as page_numbers
-from cache.allocation.block_table import NO_PAGE, Run
-from cache.manager.manager_books import SeatState
+from cache.allocation.block_table import NO_PAGE, PageRun
+from cache.manager.manager_books import TierSet
 from cache.memory.required_pages import due, extents
 from cache.pool.page_allocator import Lease
-from cache.prefix_cache.token_prefix import Prefix
-from cache.prefix_cache.tree_node import Node, Part, Tier
+from cache.prefix_cache.token_prefix import TokenPrefix
+from cache.prefix_cache.tree_node import NodePart, Tier, TreeNode
 from cache.swap.offload import offload
-from cache.swap.restore import Restored, restore
-from cache.swap.swapped_state import Parked, Place, Turn
-from cache.tiers.tier_copy import Extent
+from cache.swap.restore import RestoredPages, restore
+from cache.swap.swapped_state import SwapEvent, SwappedState, SwapPlace
+from cache.tiers.tier_copy import PageExtent
 from contracts.block_hash import chain_keys
 from contracts.errors import CapacityError, StaleLease
 from contracts.ids import Epoch
 
 
 @dataclass(frozen=True, slots=True)
-class Returning:
+class SwapInProgress:
     """State on its way back to the device: `claim` is whole once `restored` is complete."""
 
-    parked: Parked
-    claim: Claim
-    restored: Restored
+    parked: SwappedState
+    claim: Allocation
+    restored: RestoredPages
 
 
-class Parking(SeatState):
+class SwapOut(TierSet):
     """See the module's prose. The part of `kv_cache_manager.Seat` that retracting and resuming is made of."""
 
     # ------------------------------------------------------------ to the host
 
-    def park(self, claim: Claim, prefix: Prefix, committed: int) -> Parked:
+    def park(self, claim: Allocation, prefix: TokenPrefix, committed: int) -> SwappedState:
         """Begin to copy the state of `committed` positions, whose whole pages are `prefix`, to host memory.
 
         Steps that name the claim must have landed; it is the caller's to release, at once if it likes. Raises
@@ -86,23 +86,23 @@ class Parking(SeatState):
         except (CapacityError, RuntimeError):
             self.tree.unlock(above)
             raise
-        parked = Parked(
+        parked = SwappedState(
             claim.owner, prefix, committed, claim.pages, kept, above,
             {pool: numbers[pool] for pool in taken}, saved, digests,
         )  # fmt: skip
         self._parked.append(parked)
         return parked
 
-    def _extent(self, claim: Claim, pool: str, numbers: range, committed: int) -> Extent:
+    def _extent(self, claim: Allocation, pool: str, numbers: range, committed: int) -> PageExtent:
         firsts, ends = extents(self.spec, pool, numbers, committed)
         if pool in claim.slots:
             slot = claim.slots[pool]
-            return Extent(slot.indices, slot.epochs, tuple(firsts), tuple(ends))
+            return PageExtent(slot.indices, slot.epochs, tuple(firsts), tuple(ends))
         indices = claim.tables[pool][numbers.start : numbers.stop]
         whole = len(indices) == len(numbers) and NO_PAGE not in indices
         assert whole, f"{pool} lacks state of committed positions"
         epochs = tuple(Epoch(e) for e in claim.epochs[pool][numbers.start : numbers.stop])
-        return Extent(tuple(indices), epochs, tuple(firsts), tuple(ends))
+        return PageExtent(tuple(indices), epochs, tuple(firsts), tuple(ends))
 
     def _make_room(self, needs: Mapping[str, int]) -> None:
         assert self.host is not None
@@ -111,12 +111,12 @@ class Parking(SeatState):
             if lacking > 0:
                 self.tree.evict(Tier.HOST, pool, lacking)
 
-    def _same(self, prefix: Prefix, digests: Mapping[int, int], tier: Tier | None) -> list[Part]:
+    def _same(self, prefix: TokenPrefix, digests: Mapping[int, int], tier: Tier | None) -> list[NodePart]:
         """Full parts of the nodes at the start of `prefix` that hold exactly what `digests` say, in `tier` or in any.
 
         Two computations of the same tokens need not have the same bits; only what has is as good as one's own.
         """
-        out: list[Part] = []
+        out: list[NodePart] = []
         start = 0
         for node, pages in self.tree.walked(prefix):
             part = _part(node, self.full, tier)
@@ -129,18 +129,18 @@ class Parking(SeatState):
 
     # ------------------------------------------------------------ there
 
-    def settle(self, parked: Parked) -> None:
+    def settle(self, parked: SwappedState) -> None:
         """Take in a copy that has ended: all of it is there and is what was sealed, or it is lost."""
-        if parked.place is Place.SAVING and parked.saved.done:
+        if parked.place is SwapPlace.SAVING and parked.saved.done:
             if self._sound(parked):
-                parked.turn(Turn.SAVED)
+                parked.turn(SwapEvent.SAVED)
                 if self.keeper is not None:
                     self.keeper.seal_parked(parked)
             else:
-                parked.turn(Turn.FAILED)
+                parked.turn(SwapEvent.FAILED)
                 parked.saved.release()
 
-    def _sound(self, parked: Parked) -> bool:
+    def _sound(self, parked: SwappedState) -> bool:
         if not parked.saved.complete:
             return False
         sums = parked.saved.digests
@@ -157,7 +157,7 @@ class Parking(SeatState):
             parked.digests[pool] = sealed | {n: digest for n, digest in found.items() if n < whole}
         return True
 
-    def store(self, parked: Parked, tokens: Sequence[int]) -> bool:
+    def store(self, parked: SwappedState, tokens: Sequence[int]) -> bool:
         """Begin to move it on to storage, so that its host memory becomes free; `tokens` are those of its positions.
 
         False where there is no storage, or nothing to tell it by on the way back.
@@ -167,16 +167,16 @@ class Parking(SeatState):
         self.shelver.store(parked, chain_keys(tokens, self.spec.page_tokens, parked.prefix.salt))
         return True
 
-    def fetch(self, parked: Parked, tokens: Sequence[int]) -> None:
+    def fetch(self, parked: SwappedState, tokens: Sequence[int]) -> None:
         """Begin to bring what is stored back to the host. Raises `CapacityError` without room there."""
         assert self.shelver is not None
         self.shelver.fetch(parked, chain_keys(tokens, self.spec.page_tokens, parked.prefix.salt))
 
-    def discard(self, parked: Parked) -> None:
+    def discard(self, parked: SwappedState) -> None:
         """Give back the host's memory. Idempotent; what an operation still touches is free when that has ended."""
-        if parked.place is Place.GONE:
+        if parked.place is SwapPlace.GONE:
             return
-        parked.turn(Turn.DISCARD)
+        parked.turn(SwapEvent.DISCARD)
         self._parked.remove(parked)
         self.tree.unlock(parked.above)
         if not parked.saved.done:
@@ -185,13 +185,13 @@ class Parking(SeatState):
 
     # ------------------------------------------------------------ back
 
-    def unpark(self, parked: Parked, positions: int) -> Returning | None:
+    def unpark(self, parked: SwappedState, positions: int) -> SwapInProgress | None:
         """Lease what `positions` positions take in every pool, and begin to bring the parked state there.
 
         None without room, and nothing is taken. Raises `StaleLease` when the tree has lost what it kept of it, and
         `RuntimeError` where the device refuses.
         """
-        assert parked.place is Place.HOST, f"{parked.owner} is {parked.place}"
+        assert parked.place is SwapPlace.HOST, f"{parked.owner} is {parked.place}"
         here = self._same(parked.prefix, parked.digests[self.full], None) if self._may_load_back else []
         depth = sum(map(len, here))
         if depth < parked.kept:
@@ -207,16 +207,16 @@ class Parking(SeatState):
             self.tree.unlock(lock)
             return None
         self._plan(lock, loads, leases)
-        claim = Claim(parked.owner, parked.prefix, parked.pages, lock, depth, Cached())
+        claim = Allocation(parked.owner, parked.prefix, parked.pages, lock, depth, CachedTokens())
         self._enter(claim, parked, leases)
         self._claims[lock] = claim
         try:
-            return Returning(parked, claim, self._bring(parked, claim))
+            return SwapInProgress(parked, claim, self._bring(parked, claim))
         except RuntimeError:
             self.release(claim)
             raise
 
-    def _needs(self, parked: Parked, depth: int, positions: int) -> dict[str, int]:
+    def _needs(self, parked: SwappedState, depth: int, positions: int) -> dict[str, int]:
         """What is leased in each pool: of windows, as much as the request ever holds at once."""
         numbers, pages = due(self.spec, parked.positions), self.pools.pages_for(parked.positions)
         needs = {self.full: max(self.pools.pages_for(positions), pages) - depth}
@@ -224,7 +224,7 @@ class Parking(SeatState):
             needs[pool] = max(len(numbers[pool]), min(most, len(numbers[pool]) + parked.pages - pages))
         return needs | dict.fromkeys(self._slots, 1)
 
-    def _enter(self, claim: Claim, parked: Parked, leases: Mapping[str, Lease]) -> None:
+    def _enter(self, claim: Allocation, parked: SwappedState, leases: Mapping[str, Lease]) -> None:
         """The tables of a claim that comes back: what the tree has, then what is restored, then room to grow."""
         numbers = due(self.spec, parked.positions) | {self.full: range(claim.depth, claim.depth)}
         for pool in self._runs:
@@ -234,11 +234,11 @@ class Parking(SeatState):
                 if part.tier is Tier.DEVICE:
                     claim.put(pool, self.tree.start(part.node), part.lease.indices, part.lease.epochs)
             claim.put(pool, first, leases[pool].indices, leases[pool].epochs)
-            claim.runs[pool] = [Run(first, leases[pool])]
+            claim.runs[pool] = [PageRun(first, leases[pool])]
             claim.digests[pool] = self._seals(claim, pool, parked)
         claim.slots = {pool: leases[pool] for pool in self._slots}
 
-    def _seals(self, claim: Claim, pool: str, parked: Parked) -> list[int | None]:
+    def _seals(self, claim: Allocation, pool: str, parked: SwappedState) -> list[int | None]:
         """Digests of its whole pages, as far as all of them are known: `Seat.seal` takes the others again."""
         known, table = parked.digests[pool], claim.tables[pool]
         out: list[int | None] = []
@@ -248,7 +248,7 @@ class Parking(SeatState):
             out.append(known[n] if table[n] != NO_PAGE else None)
         return out
 
-    def _bring(self, parked: Parked, claim: Claim) -> Restored:
+    def _bring(self, parked: SwappedState, claim: Allocation) -> RestoredPages:
         assert self.host is not None
         into, only = {}, {}
         for pool, numbers in parked.numbers.items():
@@ -259,13 +259,13 @@ class Parking(SeatState):
         chunk = self.config.move_chunk_bytes
         return restore(self._device, parked.saved, self.pools, into, chunk_bytes=chunk, only=only)
 
-    def back(self, returning: Returning) -> bool:
+    def back(self, returning: SwapInProgress) -> bool:
         """Of a restore that is `done`: whether all of it has come as it went."""
         assert returning.restored.done
         return returning.restored.complete
 
 
-def _part(node: Node, component: str, tier: Tier | None) -> Part | None:
+def _part(node: TreeNode, component: str, tier: Tier | None) -> NodePart | None:
     return node.part(component) if tier is None else node.parts[tier].get(component)
 
 

@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from cache.memory.copy_plan import Block, index_tensor, runs
+from cache.memory.copy_plan import CopyBlock, index_tensor, runs
 
 _RUN_PAGES = 4
 """Shorter runs aren't worth torch's overhead: their pages count as single."""
@@ -32,7 +32,7 @@ _TEMPORARY_BYTES = 512 * 1024
 
 
 def copy_block(
-    block: Block,
+    block: CopyBlock,
     source: torch.Tensor,
     source_count: int,
     sources: Sequence[int],
@@ -65,7 +65,7 @@ def copy_indexed(from_rpw: torch.Tensor, sources: Sequence[int], to_rpw: torch.T
 
 
 def _copy_on_cpu(
-    block: Block, from_rpw: torch.Tensor, sources: Sequence[int], to_rpw: torch.Tensor, targets: Sequence[int]
+    block: CopyBlock, from_rpw: torch.Tensor, sources: Sequence[int], to_rpw: torch.Tensor, targets: Sequence[int]
 ) -> None:
     found = runs(sources, targets, at_least=_RUN_PAGES)
     for start, stop in found.long:

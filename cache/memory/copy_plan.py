@@ -21,7 +21,7 @@ IntArray = npt.NDArray[np.int64]
 
 
 @dataclass(frozen=True, slots=True)
-class Side:
+class CopySide:
     """Where the rows of a block lie in one region, in bytes."""
 
     base: int
@@ -37,13 +37,13 @@ class Side:
 
 
 @dataclass(frozen=True)
-class Block:
+class CopyBlock:
     """`rows` runs of `width` bytes a page, at even distances on both sides."""
 
     rows: int
     width: int
-    source: Side
-    target: Side
+    source: CopySide
+    target: CopySide
 
     @property
     def page_bytes(self) -> int:
@@ -57,7 +57,7 @@ class Block:
             self.width, a.base, a.row_stride, a.index_stride, b.base, b.row_stride, b.index_stride
         )  # fmt: skip
 
-    def joined(self, following: Block) -> Block | None:
+    def joined(self, following: CopyBlock) -> CopyBlock | None:
         """Both as one block, where they are evenly spaced."""
         if (self.source.index_stride, self.target.index_stride) != (
             following.source.index_stride,
@@ -66,7 +66,7 @@ class Block:
             return None
         sides = ((self.source, following.source), (self.target, following.target))
         if self.rows == following.rows == 1 and all(b.base == a.base + self.width for a, b in sides):
-            return Block(1, self.width + following.width, self.source, self.target)
+            return CopyBlock(1, self.width + following.width, self.source, self.target)
         if self.width != following.width:
             return None
         strides = []
@@ -77,23 +77,23 @@ class Block:
                 return None
             strides.append(stride)
         source, target = (
-            Side(mine.base, stride, mine.index_stride) for (mine, _), stride in zip(sides, strides, strict=True)
+            CopySide(mine.base, stride, mine.index_stride) for (mine, _), stride in zip(sides, strides, strict=True)
         )
-        return Block(self.rows + following.rows, self.width, source, target)
+        return CopyBlock(self.rows + following.rows, self.width, source, target)
 
-    def flattened(self) -> Block:
+    def flattened(self) -> CopyBlock:
         """Rows that follow each other without gaps, on both sides, are one row."""
         if self.rows > 1 and self.source.row_stride == self.target.row_stride == self.width:
-            return Block(1, self.rows * self.width, self.source, self.target)
+            return CopyBlock(1, self.rows * self.width, self.source, self.target)
         return self
 
 
 @lru_cache(maxsize=1024)
 def blocks(
     sources: tuple[BufferLayout, ...], targets: tuple[BufferLayout, ...], layers: range | None = None
-) -> tuple[Block, ...]:
+) -> tuple[CopyBlock, ...]:
     """The blocks of a copy of a pool's buffers from one layout to another; with `layers`, of those layers only."""
-    out: list[Block] = []
+    out: list[CopyBlock] = []
     for source, target in zip(sources, targets, strict=True):
         first, rows = 0, source.spec.layers
         if layers is not None:
@@ -101,8 +101,8 @@ def blocks(
             rows = max(0, min(layers.stop, rows) - first)
         if not rows:
             continue
-        sides = (Side(b.offset(first, 0), b.layer_stride, b.index_stride) for b in (source, target))
-        block = Block(rows, source.entry_bytes, *sides).flattened()
+        sides = (CopySide(b.offset(first, 0), b.layer_stride, b.index_stride) for b in (source, target))
+        block = CopyBlock(rows, source.entry_bytes, *sides).flattened()
         joined = out[-1].joined(block) if out else None
         if joined is None:
             out.append(block)
@@ -121,7 +121,7 @@ def packing(layout: PoolSetLayout, pool: str) -> tuple[BufferLayout, ...]:
 
 
 @dataclass(frozen=True, slots=True)
-class Runs:
+class IndexRuns:
     """How a list of pages (or of pairs of pages) falls apart."""
 
     long: list[tuple[int, int]]
@@ -130,11 +130,11 @@ class Runs:
     """The other positions."""
 
 
-def runs(*lists: Sequence[int], at_least: int) -> Runs:
+def runs(*lists: Sequence[int], at_least: int) -> IndexRuns:
     """Runs of `at_least` pages in which all `lists`, which have equal lengths, count upwards by one."""
     count = len(lists[0])
     if count < at_least:
-        return Runs([], np.arange(count))
+        return IndexRuns([], np.arange(count))
     broken = np.zeros(count + 1, dtype=bool)
     broken[0] = broken[count] = True
     for pages in lists:
@@ -143,7 +143,7 @@ def runs(*lists: Sequence[int], at_least: int) -> Runs:
     lengths = np.diff(cuts)
     is_long = lengths >= at_least
     rest = np.flatnonzero(~np.repeat(is_long, lengths))
-    return Runs(list(zip(cuts[:-1][is_long].tolist(), cuts[1:][is_long].tolist(), strict=True)), rest)
+    return IndexRuns(list(zip(cuts[:-1][is_long].tolist(), cuts[1:][is_long].tolist(), strict=True)), rest)
 
 
 def index_tensor(indices: Sequence[int] | IntArray, device: torch.device) -> torch.Tensor:

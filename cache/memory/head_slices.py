@@ -15,10 +15,10 @@ import torch
 
 from cache.memory.block_copy import copy_block
 from cache.memory.copy_plan import blocks, index_tensor
-from cache.memory.kv_cache_spec import BufferSpec, Index, PoolSetSpec, copies
+from cache.memory.kv_cache_spec import BufferSpec, IndexSpace, PoolSetSpec, copies
 from cache.memory.memory_layout import BufferLayout, word_dtype
 
-Cut = Mapping[str, tuple[str, ...]]
+HeadSlice = Mapping[str, tuple[str, ...]]
 """By pool, the buffers of which one rank writes to another what both hold; pools without any are left out."""
 
 
@@ -33,14 +33,14 @@ def common(one: BufferSpec, other: BufferSpec) -> range:
     return range(first, max(first, min(b.first_head + b.shape[0] for b in (one, other))))
 
 
-def cuts(whole: PoolSetSpec, sources: int, targets: int) -> dict[tuple[int, int], Cut]:
+def cuts(whole: PoolSetSpec, sources: int, targets: int) -> dict[tuple[int, int], HeadSlice]:
     """Who of `sources` ranks writes what to whom of `targets` ranks, by (source rank, target rank).
 
     Every target gets every head that it holds, and every buffer without heads, exactly once. What several sources hold
     comes from the one that faces the target, so that all of them have their share of the work.
     """
     shards = [[whole.shard(rank, size) for rank in range(size)] for size in (sources, targets)]
-    out: dict[tuple[int, int], Cut] = {}
+    out: dict[tuple[int, int], HeadSlice] = {}
     for target in range(targets):
         facing = target * sources // targets
         for source in range(sources):
@@ -123,7 +123,7 @@ def _copy_heads(
     head_bytes = mine.spec.shape_bytes // mine.spec.shape[0]
     strides = (n for b in (mine, its) for n in (b.base, b.layer_stride, b.index_stride))
     word = word_dtype(head_bytes, *strides)
-    tokens = page_tokens if mine.spec.index is Index.TOKEN else 1
+    tokens = page_tokens if mine.spec.index is IndexSpace.TOKEN else 1
     sides = []
     for buffer, region, (count, _) in ((mine, source, source_pages), (its, target, target_pages)):
         first = heads.start - buffer.spec.first_head

@@ -25,7 +25,7 @@ import torch
 from contracts.errors import ConfigError
 
 
-class Index(StrEnum):
+class IndexSpace(StrEnum):
     """What one entry of a buffer belongs to."""
 
     TOKEN = "token"
@@ -33,7 +33,7 @@ class Index(StrEnum):
     SLOT = "slot"
 
 
-class Kind(StrEnum):
+class PoolKind(StrEnum):
     """Which part of a sequence a pool holds."""
 
     FULL = "full"
@@ -54,7 +54,7 @@ class BufferSpec:
     layers: int
     shape: tuple[int, ...]
     dtype: torch.dtype
-    index: Index = Index.TOKEN
+    index: IndexSpace = IndexSpace.TOKEN
     heads: int = 0
     """0: not sliced by heads, every rank holds all of it."""
     first_head: int = 0
@@ -75,7 +75,7 @@ class BufferSpec:
 
     def entry_bytes(self, page_tokens: int) -> int:
         """Bytes of one page or slot in one layer."""
-        return self.shape_bytes * (page_tokens if self.index is Index.TOKEN else 1)
+        return self.shape_bytes * (page_tokens if self.index is IndexSpace.TOKEN else 1)
 
 
 @dataclass(frozen=True)
@@ -84,7 +84,7 @@ class PoolSpec:
 
     name: str
     buffers: tuple[BufferSpec, ...]
-    kind: Kind = Kind.FULL
+    kind: PoolKind = PoolKind.FULL
     window_tokens: int = 0
     """Of a window pool: positions that attention sees, the query's own included."""
 
@@ -93,9 +93,9 @@ class PoolSpec:
         if not names or len(set(names)) != len(names):
             raise ValueError(f"pool {self.name}: it needs buffers with different names, got {names}")
         for buffer in self.buffers:
-            if (buffer.index is Index.SLOT) != (self.kind is Kind.STATE):
+            if (buffer.index is IndexSpace.SLOT) != (self.kind is PoolKind.STATE):
                 raise ValueError(f"pool {self.name}: a {self.kind} pool has no buffer by {buffer.index}: {buffer.name}")
-        if (self.window_tokens > 0) != (self.kind is Kind.WINDOW):
+        if (self.window_tokens > 0) != (self.kind is PoolKind.WINDOW):
             raise ValueError(f"pool {self.name}: window_tokens is for window pools, and they need it")
 
     @property
@@ -115,7 +115,7 @@ class PoolSetSpec:
         names = [p.name for p in self.pools]
         if len(set(names)) != len(names):
             raise ValueError(f"pools need different names, got {names}")
-        if sum(p.kind is Kind.FULL for p in self.pools) != 1:
+        if sum(p.kind is PoolKind.FULL for p in self.pools) != 1:
             raise ValueError("a pool set has exactly one full pool: it says which prefixes there are")
 
     @cached_property
@@ -124,7 +124,7 @@ class PoolSetSpec:
 
     @cached_property
     def full(self) -> PoolSpec:
-        return next(p for p in self.pools if p.kind is Kind.FULL)
+        return next(p for p in self.pools if p.kind is PoolKind.FULL)
 
     @cached_property
     def whole(self) -> PoolSetSpec:

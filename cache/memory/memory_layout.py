@@ -10,13 +10,13 @@ from math import prod
 
 import torch
 
-from cache.memory.kv_cache_spec import BufferSpec, Index, PoolSetSpec, PoolSpec
+from cache.memory.kv_cache_spec import BufferSpec, IndexSpace, PoolSetSpec, PoolSpec
 
 ALIGNMENT = 64
 """Buffers start on multiples of this many bytes: vector loads, DMA and cache lines like it."""
 
 
-class Order(StrEnum):
+class LayoutOrder(StrEnum):
     """How a region is laid out."""
 
     LAYER_FIRST = "layer-first"
@@ -59,7 +59,7 @@ class PoolSetLayout:
 
     spec: PoolSetSpec
     counts: Mapping[str, int]
-    order: Order = Order.LAYER_FIRST
+    order: LayoutOrder = LayoutOrder.LAYER_FIRST
 
     def __post_init__(self) -> None:
         if set(self.counts) != set(self.spec.by_name):
@@ -75,14 +75,14 @@ class PoolSetLayout:
             layouts = []
             for buffer in pool.buffers:
                 entry = buffer.entry_bytes(self.spec.page_tokens)
-                if self.order is Order.LAYER_FIRST:
+                if self.order is LayoutOrder.LAYER_FIRST:
                     layer_stride = _aligned(entry * count)
                     layouts.append(BufferLayout(buffer, base, layer_stride, entry, entry))
                     base += layer_stride * buffer.layers
                 else:
                     layouts.append(BufferLayout(buffer, base, entry, unit, entry))
                     base += entry * buffer.layers
-            if self.order is Order.PAGE_FIRST:
+            if self.order is LayoutOrder.PAGE_FIRST:
                 base = _aligned(base + unit * (count - 1))
             out[pool.name] = tuple(layouts)
         return out
@@ -111,7 +111,7 @@ class PoolSetLayout:
         start = buffer.offset(layer, 0)
         stop = start + (self.counts[pool] - 1) * buffer.index_stride + buffer.entry_bytes
         flat = region[start:stop].view(spec.dtype)
-        inner = (self.spec.page_tokens, *spec.shape) if spec.index is Index.TOKEN else spec.shape
+        inner = (self.spec.page_tokens, *spec.shape) if spec.index is IndexSpace.TOKEN else spec.shape
         strides = [prod(inner[i + 1 :]) for i in range(len(inner))]
         return flat.as_strided(
             (self.counts[pool], *inner), (buffer.index_stride // size, *strides), flat.storage_offset()
@@ -119,7 +119,7 @@ class PoolSetLayout:
 
     def page(self, region: torch.Tensor, pool: str, index: int) -> torch.Tensor:
         """One page or slot of a page-first region: uint8 [unit_bytes], contiguous, sharing its memory."""
-        assert self.order is Order.PAGE_FIRST, "only a page-first page is contiguous"
+        assert self.order is LayoutOrder.PAGE_FIRST, "only a page-first page is contiguous"
         start = self.buffers[pool][0].offset(0, index)
         return region[start : start + self.spec.unit_bytes(pool)]
 

@@ -20,8 +20,8 @@ from dataclasses import dataclass, replace
 import numpy as np
 import torch
 
-from cache.memory.copy_plan import Runs, index_tensor, packing, runs
-from cache.memory.kv_cache_spec import BufferSpec, Index
+from cache.memory.copy_plan import IndexRuns, index_tensor, packing, runs
+from cache.memory.kv_cache_spec import BufferSpec, IndexSpace
 from cache.memory.memory_layout import BufferLayout, PoolSetLayout, word_dtype
 
 _GOLDEN = np.uint64(0x9E3779B97F4A7C15)
@@ -53,7 +53,7 @@ class _Stack:
 
 
 @dataclass(frozen=True, slots=True)
-class Sums:
+class DigestSums:
     """What a digest is made of before positions are known, on the device of the region: int64."""
 
     by_token: torch.Tensor
@@ -62,7 +62,7 @@ class Sums:
     """[pages, 1]: of the buffers by page or slot."""
 
 
-class Digester:
+class PageDigester:
     """Digests pages and slots of one pool set, in regions of any order that lie on `device`."""
 
     def __init__(
@@ -103,25 +103,25 @@ class Digester:
         sums = self._sums(packed.view(-1), self._packed[pool], len(packed), range(len(packed)))
         return self.finish(sums, firsts, ends)
 
-    def sums(self, region: torch.Tensor, pool: str, indices: Sequence[int]) -> Sums:
+    def sums(self, region: torch.Tensor, pool: str, indices: Sequence[int]) -> DigestSums:
         """The part that reads the region: it is queued where the region is, and nobody waits for it here."""
         return self._sums(region, self._stacks[pool], self._layout.counts[pool], indices)
 
-    def _sums(self, region: torch.Tensor, stacks: Sequence[_Stack], count: int, indices: Sequence[int]) -> Sums:
+    def _sums(self, region: torch.Tensor, stacks: Sequence[_Stack], count: int, indices: Sequence[int]) -> DigestSums:
         by_token = torch.zeros(len(indices), self._layout.spec.page_tokens, dtype=torch.int64, device=self._device)
         by_entry = torch.zeros(len(indices), 1, dtype=torch.int64, device=self._device)
         if not len(indices):
-            return Sums(by_token, by_entry)
+            return DigestSums(by_token, by_entry)
         found = runs(indices, at_least=_RUN_PAGES)
         for stack in stacks:
-            total = by_token if stack.layout.spec.index is Index.TOKEN else by_entry
+            total = by_token if stack.layout.spec.index is IndexSpace.TOKEN else by_entry
             stack_lpw = stack.layout.stack(region, count, stack.read_as)
             for at, words_lpw in _portions(stack_lpw, indices, found):
                 sums = sum_by_torch if words_lpw.is_cuda else sum_by_numpy
                 total[at] += sums(words_lpw, stack.word, stack.coefficients_lw, total.shape[1])
-        return Sums(by_token, by_entry)
+        return DigestSums(by_token, by_entry)
 
-    def finish(self, sums: Sums, firsts: Sequence[int], ends: Sequence[int]) -> list[int]:
+    def finish(self, sums: DigestSums, firsts: Sequence[int], ends: Sequence[int]) -> list[int]:
         """Digests of positions `firsts[i] .. ends[i]-1`; waits for the sums of a GPU."""
         starts = np.asarray(firsts, dtype=np.int64)[:, None]
         positions = starts + np.arange(self._layout.spec.page_tokens, dtype=np.int64)
@@ -142,7 +142,7 @@ class Digester:
 
 
 def _portions(
-    stack_lpw: torch.Tensor, indices: Sequence[int], found: Runs
+    stack_lpw: torch.Tensor, indices: Sequence[int], found: IndexRuns
 ) -> Iterator[tuple[slice | torch.Tensor, torch.Tensor]]:
     """Positions in `indices` with their pages [layers, pages, words]: in place where they follow each other or are
     large, else copied together."""

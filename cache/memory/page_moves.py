@@ -1,6 +1,6 @@
 """Moving state, written once over the registry.
 
-A `Move` is one value over all pools: which pages and slots of each go from where to where. Nothing moves the pages
+A `PageMove` is one value over all pools: which pages and slots of each go from where to where. Nothing moves the pages
 of one pool and forgets those of another, and a pool with nothing to do is ordinary. The canonical layout, shared by
 transfer and storage, is a page's bytes buffer by buffer, layer by layer: `[indices, unit_bytes]`; it is also how a
 page-first region holds a page. Source and target may differ in their order and in their numbers of pages; their
@@ -19,12 +19,12 @@ from cache.memory.copy_plan import blocks, packing
 from cache.memory.kv_cache_spec import PoolSetSpec
 from cache.memory.memory_layout import PoolSetLayout
 
-Indices = Mapping[str, Sequence[int]]
+PoolIndices = Mapping[str, Sequence[int]]
 """Pages and slots by pool name."""
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class PoolMove:
     """One pool's share of a move: `sources[i]` goes to `targets[i]`."""
 
     pool: str
@@ -37,17 +37,17 @@ class Part:
 
 
 @dataclass(frozen=True, slots=True)
-class Move:
+class PageMove:
     """What goes from where to where, in every pool. Built from copies: it changes with nobody's bookkeeping."""
 
-    parts: tuple[Part, ...]
+    parts: tuple[PoolMove, ...]
 
     @classmethod
-    def of(cls, sources: Indices, targets: Indices) -> Move:
+    def of(cls, sources: PoolIndices, targets: PoolIndices) -> PageMove:
         """Pairs what both name; raises `ValueError` where pools or numbers differ."""
         if {p for p, i in sources.items() if i} != {p for p, i in targets.items() if i}:
             raise ValueError(f"a move from pools {sorted(sources)} to pools {sorted(targets)}")
-        return cls(tuple(Part(pool, tuple(i), tuple(targets[pool])) for pool, i in sources.items() if i))
+        return cls(tuple(PoolMove(pool, tuple(i), tuple(targets[pool])) for pool, i in sources.items() if i))
 
     def __len__(self) -> int:
         """Pages and slots that it moves; 0 is a move too."""
@@ -56,12 +56,12 @@ class Move:
     def nbytes(self, spec: PoolSetSpec) -> int:
         return sum(len(p.sources) * spec.unit_bytes(p.pool) for p in self.parts)
 
-    def chunks(self, spec: PoolSetSpec, max_bytes: int) -> Iterator[Move]:
+    def chunks(self, spec: PoolSetSpec, max_bytes: int) -> Iterator[PageMove]:
         """The same move in pieces of at most `max_bytes` (or of one page, where that is more), in order."""
         for part in self.parts:
             step = max(1, max_bytes // spec.unit_bytes(part.pool))
             for at in range(0, len(part.sources), step):
-                yield Move((Part(part.pool, part.sources[at : at + step], part.targets[at : at + step]),))
+                yield PageMove((PoolMove(part.pool, part.sources[at : at + step], part.targets[at : at + step]),))
 
 
 def describe_spec(spec: PoolSetSpec) -> dict[str, object]:
@@ -89,7 +89,7 @@ def describe_spec(spec: PoolSetSpec) -> dict[str, object]:
 
 
 def copy_state(
-    move: Move,
+    move: PageMove,
     source: torch.Tensor,
     source_layout: PoolSetLayout,
     target: torch.Tensor,

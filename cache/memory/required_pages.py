@@ -17,11 +17,11 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping
 
-from cache.memory.kv_cache_spec import Kind, PoolSetSpec, PoolSpec
+from cache.memory.kv_cache_spec import PoolKind, PoolSetSpec, PoolSpec
 
-Held = Mapping[str, Collection[int]]
+HeldPages = Mapping[str, Collection[int]]
 """By pool: the numbers of pages and slots that are there, in their places, and stay."""
-NOTHING: Held = {}
+NOTHING: HeldPages = {}
 
 
 def due(spec: PoolSetSpec, positions: int) -> dict[str, range]:
@@ -29,7 +29,7 @@ def due(spec: PoolSetSpec, positions: int) -> dict[str, range]:
     return {pool.name: _due(pool, positions, spec.page_tokens) for pool in spec.pools}
 
 
-def missing(wanted: Mapping[str, range], held: Held) -> dict[str, range]:
+def missing(wanted: Mapping[str, range], held: HeldPages) -> dict[str, range]:
     """What of `wanted` isn't held: from the first number that lacks to the last, whatever is held between them."""
     out = {}
     for pool, numbers in wanted.items():
@@ -48,7 +48,7 @@ def extents(spec: PoolSetSpec, pool: str, numbers: range, positions: int) -> tup
 
     A state slot belongs to the position that comes after it.
     """
-    if spec.by_name[pool].kind is Kind.STATE:
+    if spec.by_name[pool].kind is PoolKind.STATE:
         return [positions] * len(numbers), [positions + 1] * len(numbers)
     firsts = [n * spec.page_tokens for n in numbers]
     return firsts, [min(first + spec.page_tokens, positions) for first in firsts]
@@ -56,9 +56,9 @@ def extents(spec: PoolSetSpec, pool: str, numbers: range, positions: int) -> tup
 
 def _due(pool: PoolSpec, positions: int, page_tokens: int) -> range:
     pages = -(-positions // page_tokens)
-    if pool.kind is Kind.FULL:
+    if pool.kind is PoolKind.FULL:
         return range(pages)
-    if pool.kind is Kind.STATE:
+    if pool.kind is PoolKind.STATE:
         return range(max(0, pages - 1), pages)
     first = max(0, positions - (pool.window_tokens - 1))
     return range(first // page_tokens if first < positions else pages, pages)

@@ -1,12 +1,12 @@
 """What launched operations may still touch: pins that end with an operation, not with its owner.
 
 The host is ahead of the device. Whoever frees pages while an operation that names them is under way pins them first
-and leaves the pins with `Launched`; they go when the operation is complete, and not before.
+and leaves the pins with `InFlightPins`; they go when the operation is complete, and not before.
 
-A submitted move (`Transit`) keeps both ends pinned until the device has finished the last of its operations, failed
-ones included: whoever releases a lease meanwhile puts its pages into limbo, not into the free list. An operation that
-fails ends the move as failed; nothing of it counts as moved. Somebody must ask `done` now and then, or wait:
-`Launched.hold` does for moves that nobody is interested in any more.
+A submitted move (`InFlightCopy`) keeps both ends pinned until the device has finished the last of its operations,
+failed ones included: whoever releases a lease meanwhile puts its pages into limbo, not into the free list. An operation
+that fails ends the move as failed; nothing of it counts as moved. Somebody must ask `done` now and then, or wait:
+`InFlightPins.hold` does for moves that nobody is interested in any more.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from cache.device.device_port import DONE, Completion
 from cache.pool.page_allocator import Pin
 
 
-class Launched:
+class InFlightPins:
     """Pins by the operation that they wait for. `sweep` now and then; `settle` before closing."""
 
     def __init__(self) -> None:
@@ -56,7 +56,7 @@ class Launched:
             raise failed
 
 
-class Transit:
+class InFlightCopy:
     """The operations of one move, and the pins that they need.
 
     `finish` is called once, when the last operation has ended and the pins are gone, with the error of the first that

@@ -21,22 +21,24 @@ from typing import Protocol
 
 import torch
 
-from cache.device.device_port import Completion, Gated
+from cache.device.device_port import Completion, GatedLoads
 
 LayerBuffers = Mapping[str, torch.Tensor]
 """Buffers of one layer by name, each [pages, page_tokens, *shape] (by token) or [pages or slots, *shape]."""
 
 
-class Door(Protocol):
+class GateDoor(Protocol):
     """Where a layer's buffers can be had."""
 
     def layer(self, layer: int) -> LayerBuffers: ...
 
 
-class Passage:
+class GatePass:
     """One step's way through the gate."""
 
-    def __init__(self, gates: Gated, layers: Sequence[LayerBuffers], waits: Mapping[int, Sequence[Completion]]) -> None:
+    def __init__(
+        self, gates: GatedLoads, layers: Sequence[LayerBuffers], waits: Mapping[int, Sequence[Completion]]
+    ) -> None:
         self.gates = gates
         """What the step promises the device to wait for; goes to `Device.submit`."""
         self._layers = layers
@@ -51,7 +53,7 @@ class Passage:
         return self._layers[layer]
 
 
-class Gate:
+class LoadGate:
     """Hands out one pool's buffers, layer by layer, after that layer's pending loads."""
 
     def __init__(self, layers: list[dict[str, torch.Tensor]]) -> None:
@@ -70,10 +72,10 @@ class Gate:
         self._pending[layer] = [load for load in self._pending[layer] if not load.done]
         return tuple(self._pending[layer])
 
-    def enter(self, pool: str) -> Passage:
+    def enter(self, pool: str) -> GatePass:
         """The way through, for a step that is being launched; `pool` is the name of this gate's pool."""
         waits = {layer: pending for layer in range(len(self)) if (pending := self.pending(layer))}
-        return Passage({(pool, layer): loads for layer, loads in waits.items()}, self._layers, waits)
+        return GatePass({(pool, layer): loads for layer, loads in waits.items()}, self._layers, waits)
 
     def layer(self, layer: int) -> LayerBuffers:
         """The buffers of `layer` for the host's own use: it waits for the loads."""

@@ -33,7 +33,7 @@ class Lease:
 
     __slots__ = ("_allocator", "_epochs", "_indices", "count", "id", "owner")
 
-    def __init__(self, allocator: Allocator, lease_id: LeaseId, owner: str, indices: tuple[int, ...]) -> None:
+    def __init__(self, allocator: PageAllocator, lease_id: LeaseId, owner: str, indices: tuple[int, ...]) -> None:
         self._allocator = allocator
         self.id = lease_id
         self.owner = owner
@@ -111,7 +111,7 @@ def joined(leases: Sequence[Lease]) -> tuple[list[int], list[Epoch]]:
 class Pin:
     """Keeps released indices out of the free list until `release`: someone may still touch them."""
 
-    def __init__(self, allocator: Allocator, reason: str, indices: tuple[int, ...]) -> None:
+    def __init__(self, allocator: PageAllocator, reason: str, indices: tuple[int, ...]) -> None:
         self._allocator = allocator
         self.reason = reason
         self.indices = indices
@@ -123,7 +123,7 @@ class Pin:
             self._allocator.unpin(self)
 
 
-class Allocator:
+class PageAllocator:
     """Hands out indices `first .. size-1` of one index space. Lowest-numbered first after a start, then last freed."""
 
     def __init__(self, name: str, size: int, *, first: int = 0) -> None:

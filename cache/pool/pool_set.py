@@ -9,11 +9,11 @@ import torch
 
 from cache.device.device_port import Device
 from cache.memory.kv_cache_spec import PoolSetSpec
-from cache.memory.memory_layout import Order, PoolSetLayout
-from cache.memory.page_digest import Digester
-from cache.memory.page_moves import Indices, Move, copy_state
-from cache.pool.load_gate import Gate
-from cache.pool.page_allocator import Allocator
+from cache.memory.memory_layout import LayoutOrder, PoolSetLayout
+from cache.memory.page_digest import PageDigester
+from cache.memory.page_moves import PageMove, PoolIndices, copy_state
+from cache.pool.load_gate import LoadGate
+from cache.pool.page_allocator import PageAllocator
 from contracts.errors import ConfigError
 
 
@@ -29,7 +29,7 @@ class PoolSet:
         spec: PoolSetSpec,
         counts: Mapping[str, int],
         region: torch.Tensor | None = None,
-        order: Order = Order.LAYER_FIRST,
+        order: LayoutOrder = LayoutOrder.LAYER_FIRST,
         tier: str = "",
     ) -> None:
         short = [name for name, count in counts.items() if count < 2]
@@ -43,18 +43,20 @@ class PoolSet:
         self.region = region
         prefix = f"{tier} " if tier else ""
         self.allocators = {
-            pool.name: Allocator(f"{prefix}{pool.name} pages", counts[pool.name], first=1) for pool in spec.pools
+            pool.name: PageAllocator(f"{prefix}{pool.name} pages", counts[pool.name], first=1) for pool in spec.pools
         }
-        self.gates = {pool.name: Gate(self._layers(pool.name)) for pool in spec.pools if order is Order.LAYER_FIRST}
+        self.gates = {
+            pool.name: LoadGate(self._layers(pool.name)) for pool in spec.pools if order is LayoutOrder.LAYER_FIRST
+        }
 
     @property
     def spec(self) -> PoolSetSpec:
         return self.layout.spec
 
     @cached_property
-    def digester(self) -> Digester:
+    def digester(self) -> PageDigester:
         """Digests what lies in this region."""
-        return Digester(self.layout, self.region.device)
+        return PageDigester(self.layout, self.region.device)
 
     def _layers(self, pool: str) -> list[dict[str, torch.Tensor]]:
         layers: list[dict[str, torch.Tensor]] = [{} for _ in range(self.spec.by_name[pool].layers)]
@@ -72,18 +74,18 @@ class PoolSet:
         """Positions that one request can hold when the full pool is empty."""
         return self.allocators[self.spec.full.name].total * self.spec.page_tokens
 
-    def zero(self, indices: Indices) -> None:
+    def zero(self, indices: PoolIndices) -> None:
         """Clear these pages and slots, all buffers: a state slot starts from zero."""
         for pool, chosen in indices.items():
             for buffer in self.layout.buffers[pool]:
                 buffer.stack(self.region, self.layout.counts[pool])[:, list(chosen)] = 0
 
-    def copy(self, move: Move, target: PoolSet, layers: range | None = None) -> None:
+    def copy(self, move: PageMove, target: PoolSet, layers: range | None = None) -> None:
         """Copy what `move` names from here to `target`, which may be this pool set; with `layers`, those layers."""
         copy_state(move, self.region, self.layout, target.region, target.layout, layers)
 
     def digest(self, pool: str, indices: Sequence[int], firsts: Sequence[int], ends: Sequence[int]) -> list[int]:
-        """The digests of these pages or slots, as `Digester.digest` takes them: of all heads, on whichever ranks."""
+        """The digests of these pages or slots, as `PageDigester.digest` takes them: of all heads, on whichever ranks."""
         return self.digester.digest(self.region, pool, indices, firsts, ends)
 
     def digesting(
@@ -141,9 +143,9 @@ def host_pools(spec: PoolSetSpec, nbytes: int, device: Device, like: Mapping[str
     `like` are the device's counts. Raises `ConfigError` when not even one page fits.
     """
     layout = host_layout(spec, nbytes, like)
-    return PoolSet(spec, layout.counts, device.allocate_host(layout.nbytes), Order.PAGE_FIRST, "host")
+    return PoolSet(spec, layout.counts, device.allocate_host(layout.nbytes), LayoutOrder.PAGE_FIRST, "host")
 
 
 def host_layout(spec: PoolSetSpec, nbytes: int, like: Mapping[str, int]) -> PoolSetLayout:
     """How it lies there. Raises `ConfigError` when not even one page fits."""
-    return PoolSetLayout(spec, host_counts(spec, nbytes, like), Order.PAGE_FIRST)
+    return PoolSetLayout(spec, host_counts(spec, nbytes, like), LayoutOrder.PAGE_FIRST)

@@ -21,8 +21,8 @@ import torch
 
 from cache.memory.kv_cache_spec import PoolSpec, copies, groups
 from cache.memory.memory_layout import PoolSetLayout
-from cache.memory.page_digest import Digester
-from cache.memory.page_moves import Indices, Move
+from cache.memory.page_digest import PageDigester
+from cache.memory.page_moves import PageMove, PoolIndices
 from cache.pool.pool_set import PoolSet
 from contracts.messages.rank_order_codec import OrderChannel
 from contracts.messages.rank_orders import CheckPages, CopyPages, DigestPages, PageSpan, ZeroPages
@@ -31,25 +31,25 @@ _ODD = 0xD6E8FEB86659FD93
 _ALL_BITS = 0xFFFFFFFFFFFFFFFF
 
 
-class GroupDigester:
+class TPDigester:
     """One rank's part of digests, for each group of buffers on its own."""
 
     def __init__(self, layout: PoolSetLayout, device: torch.device, size: int) -> None:
         self._layout, self._device, self._size = layout, device, size
-        self._digesters: dict[int, Digester] = {}
+        self._digesters: dict[int, PageDigester] = {}
 
     def digest(
         self, region: torch.Tensor, pool: str, indices: Sequence[int], firsts: Sequence[int], ends: Sequence[int]
     ) -> list[list[int]]:
-        """As `Digester.digest`: a list for each of the pool's `groups`."""
+        """As `PageDigester.digest`: a list for each of the pool's `groups`."""
         return [
             self._of(count).digest(region, pool, indices, firsts, ends)
             for count in groups(self._layout.spec.by_name[pool], self._size)
         ]
 
-    def _of(self, count: int) -> Digester:
+    def _of(self, count: int) -> PageDigester:
         if count not in self._digesters:
-            self._digesters[count] = Digester(
+            self._digesters[count] = PageDigester(
                 self._layout, self._device, counts=lambda buffer: copies(buffer, self._size) == count
             )
         return self._digesters[count]
@@ -67,7 +67,7 @@ def merged(pool: PoolSpec, by_rank: Sequence[Sequence[Sequence[int]]]) -> list[i
     return [digest & _ALL_BITS for digest in out]
 
 
-class RankedPools(PoolSet):
+class TPPoolSet(PoolSet):
     """The leader's pool set in `place`, with those of its followers behind it."""
 
     def __init__(
@@ -80,15 +80,15 @@ class RankedPools(PoolSet):
         """Called before the followers are told of a copy into these pools."""
 
     @cached_property
-    def _groups(self) -> GroupDigester:
-        return GroupDigester(self.layout, self.region.device, self._followers.size)
+    def _groups(self) -> TPDigester:
+        return TPDigester(self.layout, self.region.device, self._followers.size)
 
-    def zero(self, indices: Indices) -> None:
+    def zero(self, indices: PoolIndices) -> None:
         self._followers.tell(ZeroPages(self.place, tuple((pool, tuple(chosen)) for pool, chosen in indices.items())))
         super().zero(indices)
 
-    def copy(self, move: Move, target: PoolSet, layers: range | None = None) -> None:
-        assert isinstance(target, RankedPools), "all pools of a worker of several ranks are of several ranks"
+    def copy(self, move: PageMove, target: PoolSet, layers: range | None = None) -> None:
+        assert isinstance(target, TPPoolSet), "all pools of a worker of several ranks are of several ranks"
         pieces = tuple(PageSpan(part.pool, part.sources, part.targets) for part in move.parts)
         span = None if layers is None else (layers.start, layers.stop)
         target.on_copy()
@@ -113,7 +113,7 @@ class RankedPools(PoolSet):
         return found + [f"rank {rank}: {line}" for rank, lines in enumerate(answers.wait(), 1) for line in lines]
 
 
-class RankState:
+class FollowerPools:
     """A follower's pool sets by place, and the orders about their bytes."""
 
     def __init__(
@@ -122,7 +122,7 @@ class RankState:
         """`copied` is called with the place that a copy was carried out to."""
         self._pools, self._copied = dict(pools), copied
         self._digesters = {
-            place: GroupDigester(pool_set.layout, pool_set.region.device, size) for place, pool_set in pools.items()
+            place: TPDigester(pool_set.layout, pool_set.region.device, size) for place, pool_set in pools.items()
         }
 
     def obey(self, order: ZeroPages | CopyPages | DigestPages | CheckPages) -> list[list[int]] | list[str] | None:
@@ -131,7 +131,7 @@ class RankState:
             case ZeroPages():
                 self._pools[order.place].zero(dict(order.chosen))
             case CopyPages():
-                move = Move.of(
+                move = PageMove.of(
                     {piece.pool: piece.sources for piece in order.pieces},
                     {piece.pool: piece.targets for piece in order.pieces},
                 )

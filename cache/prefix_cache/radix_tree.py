@@ -26,51 +26,51 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from operator import attrgetter
 
-from cache.prefix_cache.token_prefix import Prefix, common_pages
-from cache.prefix_cache.tree_accounts import TreeState
+from cache.prefix_cache.token_prefix import TokenPrefix, common_pages
+from cache.prefix_cache.tree_accounts import TreeAccounts
 from cache.prefix_cache.tree_check import check_tree
-from cache.prefix_cache.tree_components import Component, Level
-from cache.prefix_cache.tree_node import Lock, Node, Offer, Part, Tier, start_of
+from cache.prefix_cache.tree_components import ReuseLevel, TreeComponent
+from cache.prefix_cache.tree_node import NodeLock, NodePart, PageOffer, Tier, TreeNode, start_of
 from contracts.block_hash import KEY_BYTES
 
-Offers = Mapping[str, Sequence[Offer]]
+PageOffers = Mapping[str, Sequence[PageOffer]]
 """What is offered to the tree, by component."""
 
 
 @dataclass(frozen=True, slots=True)
-class Match:
+class PrefixMatch:
     """What the tree holds of a prefix. Depths are in pages."""
 
-    prefix: Prefix
-    path: tuple[Node, ...]
+    prefix: TokenPrefix
+    path: tuple[TreeNode, ...]
     """Nodes from the root to the anchor; of the last one, perhaps only its first pages."""
     depth: int
     """Of the anchor, counting what is on the host too."""
     device_depth: int
     """Of the anchor, counting what is on the device alone."""
-    device_path: tuple[Node, ...]
+    device_path: tuple[TreeNode, ...]
     version: int
     """Of the tree when it was matched: what has changed since may not be locked by it."""
 
 
-class PrefixTree(TreeState):
+class RadixTree(TreeAccounts):
     """See the module's prose. One tree a seat; salts keep strangers apart by having roots of their own."""
 
     # ------------------------------------------------------------ match
 
-    def match(self, prefix: Prefix) -> Match:
+    def match(self, prefix: TokenPrefix) -> PrefixMatch:
         """The longest part of `prefix` that can be computed from. Changes nothing and locks nothing."""
         along, last = self.along(prefix)
         levels = [c.levels(along, last) for c in self.components]
         accepted = levels[0] if len(levels) == 1 else list(map(min, zip(*levels, strict=True)))
-        tree = _reach(accepted, Level.TREE)
-        device = _reach(accepted[:tree], Level.DEVICE)
+        tree = _reach(accepted, ReuseLevel.TREE)
+        device = _reach(accepted[:tree], ReuseLevel.DEVICE)
         path, depth, device_depth = tuple(along[:tree]), _depth(along, last, tree), _depth(along, last, device)
-        return Match(prefix, path, depth, device_depth, path[:device], self._version)
+        return PrefixMatch(prefix, path, depth, device_depth, path[:device], self._version)
 
-    def along(self, prefix: Prefix) -> tuple[list[Node], int]:
+    def along(self, prefix: TokenPrefix) -> tuple[list[TreeNode], int]:
         """Every node along `prefix`, accepted or not, and how many pages of the last one match: all of the others'."""
-        out: list[Node] = []
+        out: list[TreeNode] = []
         node, at, raw, size, pages = self.roots.get(prefix.salt), 0, prefix.raw, prefix.page_bytes, 0
         while node is not None:
             child = node.latest
@@ -89,14 +89,14 @@ class PrefixTree(TreeState):
             at += pages * size
         return out, pages
 
-    def walked(self, prefix: Prefix) -> list[tuple[Node, int]]:
+    def walked(self, prefix: TokenPrefix) -> list[tuple[TreeNode, int]]:
         """The same nodes, each with how many of its pages match."""
         along, last = self.along(prefix)
         return [*((node, node.pages) for node in along[:-1]), *((node, last) for node in along[-1:])]
 
     # ------------------------------------------------------------ locks
 
-    def lock(self, match: Match, owner: str, *, tier: Tier = Tier.HOST) -> Lock:
+    def lock(self, match: PrefixMatch, owner: str, *, tier: Tier = Tier.HOST) -> NodeLock:
         """Keep what computing from the anchor reads, on the device where it is there, else on the host.
 
         With `tier=DEVICE`, from the anchor that the device has alone.
@@ -108,7 +108,7 @@ class PrefixTree(TreeState):
         if over:
             path[-1] = self._split(path[-1], len(path[-1]) - over)
         self._use(path)
-        parts: list[Part] = []
+        parts: list[NodePart] = []
         for component in self.components:
             name = component.name
             mine = [here[name] if name in here else host[name] for here, host in map(_parts, component.needs(path))]
@@ -118,8 +118,8 @@ class PrefixTree(TreeState):
         return self.keep(parts, owner)
 
     def hold(
-        self, prefix: Prefix, wanted: Mapping[str, range], owner: str, *, host: bool
-    ) -> tuple[Lock, dict[str, Collection[int]]]:
+        self, prefix: TokenPrefix, wanted: Mapping[str, range], owner: str, *, host: bool
+    ) -> tuple[NodeLock, dict[str, Collection[int]]]:
         """Keep what the device has of page numbers `wanted`, component by component, wherever the anchor is.
 
         With `host`, what the host alone has is kept there. Returns the lock and the numbers that it keeps: of a
@@ -132,7 +132,7 @@ class PrefixTree(TreeState):
         self._use(path)
         full = self._unbroken(path, host)
         end = path[len(full) - 1].start + path[len(full) - 1].pages if full else 0
-        parts: list[Part] = []
+        parts: list[NodePart] = []
         held: dict[str, Collection[int]] = dict.fromkeys(self._by_name, range(0))
         for component in self.components:
             name, due = component.name, wanted.get(component.name, range(0))
@@ -146,10 +146,10 @@ class PrefixTree(TreeState):
             held[name] = {number for _, numbers in found for number in numbers}
         return self.keep(parts, owner), held
 
-    def _unbroken(self, path: Sequence[Node], host: bool) -> list[Part]:
+    def _unbroken(self, path: Sequence[TreeNode], host: bool) -> list[NodePart]:
         """The full component's parts along `path`, up to the first node that has none."""
         full = self.full
-        out: list[Part] = []
+        out: list[NodePart] = []
         for node in path:
             device, kept = node.parts
             part = device.get(full)
@@ -161,8 +161,8 @@ class PrefixTree(TreeState):
         return out
 
     def _of_use(
-        self, component: Component, path: Sequence[Node], due: range, host: bool
-    ) -> Iterator[tuple[Part, range]]:
+        self, component: TreeComponent, path: Sequence[TreeNode], due: range, host: bool
+    ) -> Iterator[tuple[NodePart, range]]:
         """Parts of one component that have pages (or the slot) of these numbers, and which of them."""
         name, point, first_due, stop_due = component.name, component.point, due.start, due.stop
         for node in path:
@@ -178,7 +178,7 @@ class PrefixTree(TreeState):
                 if start < stop:
                     yield part, range(start, stop)
 
-    def _use(self, path: Sequence[Node]) -> None:
+    def _use(self, path: Sequence[TreeNode]) -> None:
         self._tick += 1
         tick = self._tick
         for node in path:
@@ -187,7 +187,7 @@ class PrefixTree(TreeState):
 
     # ------------------------------------------------------------ insert
 
-    def insert(self, prefix: Prefix, offers: Offers, tier: Tier = Tier.DEVICE, priority: int = 0) -> int:
+    def insert(self, prefix: TokenPrefix, offers: PageOffers, tier: Tier = Tier.DEVICE, priority: int = 0) -> int:
         """Give finished state to the tree; it takes what it doesn't hold in `tier` and leaves the rest in the leases.
 
         Tombstones heal, and what was evicted from the tier comes back, where whole nodes are offered with the digests
@@ -227,17 +227,17 @@ class PrefixTree(TreeState):
             held = node.start + node.pages
         return held
 
-    def _boundaries(self, offers: Offers) -> set[int]:
+    def _boundaries(self, offers: PageOffers) -> set[int]:
         return {b for c in self.components for b in c.boundaries(offers.get(c.name, ()))}
 
     def _path(
-        self, prefix: Prefix, path: list[Node], at: int, end: int, boundaries: set[int], priority: int
-    ) -> list[Node]:
+        self, prefix: TokenPrefix, path: list[TreeNode], at: int, end: int, boundaries: set[int], priority: int
+    ) -> list[TreeNode]:
         """The nodes of pages `0 .. end-1`: `path` as far as page `at`, split where one must end, and the new ones."""
         if end > at:
             parent = path[-1] if path else self._root(prefix.salt)
             raw = prefix.raw[at * prefix.page_bytes : end * prefix.page_bytes]
-            node = Node(raw, prefix.chain[at * KEY_BYTES : end * KEY_BYTES], parent, start=at, salt=prefix.salt)
+            node = TreeNode(raw, prefix.chain[at * KEY_BYTES : end * KEY_BYTES], parent, start=at, salt=prefix.salt)
             node.used, node.created, node.priority = self._tick, self._tick, priority
             parent.children[raw[: prefix.page_bytes]] = node
             self.list.append(node)
@@ -248,15 +248,17 @@ class PrefixTree(TreeState):
                 path.insert(number, self._split(path[number], cut - path[number].start))
         return path
 
-    def _plan(self, path: list[Node], offers: Offers, tier: Tier) -> list[tuple[Node, list[tuple[str, Offer, int]]]]:
+    def _plan(
+        self, path: list[TreeNode], offers: PageOffers, tier: Tier
+    ) -> list[tuple[TreeNode, list[tuple[str, PageOffer, int]]]]:
         """Decide from the root down what each node takes: component, offer, and where in its lease."""
-        taken: list[tuple[Node, list[tuple[str, Offer, int]]]] = []
+        taken: list[tuple[TreeNode, list[tuple[str, PageOffer, int]]]] = []
         unbroken, names = True, self._by_name.keys()
         for node in path:
             if node.parts[tier].keys() == names:
                 continue
             start, stop = node.start, node.start + node.pages
-            mine: list[tuple[str, Offer, int]] = []
+            mine: list[tuple[str, PageOffer, int]] = []
             full_here = self.full in node.parts[tier]
             for component in self.components:
                 name = component.name
@@ -276,38 +278,38 @@ class PrefixTree(TreeState):
             unbroken = full_here or (self.write_back and tier is Tier.HOST)
         return taken
 
-    def _take(self, node: Node, name: str, tier: Tier, offer: Offer, where: int) -> None:
+    def _take(self, node: TreeNode, name: str, tier: Tier, offer: PageOffer, where: int) -> None:
         units = self._by_name[name].units(node)
         lease = offer.lease.split(units, f"tree {name}", start=where)
         self._hang(node, name, tier, lease, tuple(offer.digests[where : where + units]))
 
-    def _discard_empty(self, path: Sequence[Node]) -> None:
+    def _discard_empty(self, path: Sequence[TreeNode]) -> None:
         for node in reversed(path):
             if node.children or any(node.parts):
                 return
             self._unlink(node)
 
-    def graft(self, parent: Node | None, salt: str, raw: bytes, chain: bytes, used: int) -> Node:
+    def graft(self, parent: TreeNode | None, salt: str, raw: bytes, chain: bytes, used: int) -> TreeNode:
         """Hang a run of whole pages below `parent` (None: the root of `salt`), which has nothing that begins with its
         first page. It holds nothing yet: `attach` is to follow at once."""
         above = self._root(salt) if parent is None else parent
         start = 0 if parent is None else parent.start + parent.pages
-        node = Node(raw, chain, above, start=start, salt=salt)
+        node = TreeNode(raw, chain, above, start=start, salt=salt)
         node.used = node.created = used
         assert raw[: self._page_bytes] not in above.children, "what the tree has already is inserted, not grafted"
         above.children[raw[: self._page_bytes]] = node
         self.list.append(node)
         return node
 
-    def _root(self, salt: str) -> Node:
+    def _root(self, salt: str) -> TreeNode:
         root = self.roots.get(salt)
         if root is None:
-            root = self.roots[salt] = Node(b"", b"", None, salt=salt)
+            root = self.roots[salt] = TreeNode(b"", b"", None, salt=salt)
         return root
 
     # ------------------------------------------------------------ evict
 
-    def condemn(self, prefix: Prefix, page: int = 0) -> int:
+    def condemn(self, prefix: TokenPrefix, page: int = 0) -> int:
         """Never again match page `page` of `prefix` nor anything below: its state was found damaged.
 
         Freed at once where nobody locks it, else with the last lock. Returns the number of pages condemned.
@@ -331,7 +333,7 @@ class PrefixTree(TreeState):
 _node_start, _parts = attrgetter("start"), attrgetter("parts")
 
 
-def _reach(accepted: Sequence[Level], least: Level) -> int:
+def _reach(accepted: Sequence[ReuseLevel], least: ReuseLevel) -> int:
     """How many nodes there are up to the last that is accepted."""
     for length in range(len(accepted), 0, -1):
         if accepted[length - 1] >= least:
@@ -339,7 +341,7 @@ def _reach(accepted: Sequence[Level], least: Level) -> int:
     return 0
 
 
-def _depth(along: Sequence[Node], last: int, length: int) -> int:
+def _depth(along: Sequence[TreeNode], last: int, length: int) -> int:
     """Pages of the first `length` nodes, as far as they match."""
     if not length:
         return 0

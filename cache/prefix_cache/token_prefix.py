@@ -11,7 +11,7 @@ import numpy as np
 from contracts.block_hash import KEY_BYTES, TOKEN_BYTES, chain_on, chain_start
 
 
-class Prefix:
+class TokenPrefix:
     """Whole pages of tokens under a salt (an adapter's or a tenant's: strangers share nothing).
 
     `raw` holds 4 bytes a token, so comparing prefixes is comparing bytes; `chain` the 16-byte chain key of each page.
@@ -30,7 +30,7 @@ class Prefix:
     @classmethod
     def of(
         cls, tokens: Sequence[int], page_tokens: int, salt: str = "", chain: Sequence[bytes] | None = None
-    ) -> Prefix:
+    ) -> TokenPrefix:
         """The whole pages of `tokens`; what is left of a page isn't part of it. `chain`: their keys, where known."""
         keys = b"".join(chain[: len(tokens) // page_tokens]) if chain else b""
         return cls(_raw(tokens), page_tokens, salt, keys)
@@ -38,17 +38,17 @@ class Prefix:
     def __len__(self) -> int:
         return len(self.raw) // self.page_bytes
 
-    def head(self, pages: int) -> Prefix:
+    def head(self, pages: int) -> TokenPrefix:
         """Its first `pages` pages."""
         if pages >= len(self):
             return self
-        return Prefix(
+        return TokenPrefix(
             self.raw[: pages * self.page_bytes], self.page_tokens, self.salt, self._chain[: KEY_BYTES * pages]
         )
 
-    def longer(self, tokens: Sequence[int]) -> Prefix:
+    def longer(self, tokens: Sequence[int]) -> TokenPrefix:
         """Itself and the whole pages of the `tokens` behind it: what is known of its pages isn't computed again."""
-        return Prefix(self.raw + _raw(tokens), self.page_tokens, self.salt, self._chain)
+        return TokenPrefix(self.raw + _raw(tokens), self.page_tokens, self.salt, self._chain)
 
     def knows(self, pages: int) -> bool:
         """Whether the chain keys of its first `pages` pages needn't be computed."""

@@ -11,44 +11,46 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 
 from cache.memory.kv_cache_spec import PoolSetSpec
 from cache.pool.page_allocator import Lease
-from cache.prefix_cache.tree_components import Component, components_of
-from cache.prefix_cache.tree_eviction import POLICIES, Policy, Queue
-from cache.prefix_cache.tree_node import IN_TREE, NO_LOCKS, Lock, Node, NodeList, Part, Tier
+from cache.prefix_cache.tree_components import TreeComponent, components_of
+from cache.prefix_cache.tree_eviction import POLICIES, EvictionPolicy, EvictionQueue
+from cache.prefix_cache.tree_node import IN_TREE, NO_LOCKS, NodeList, NodeLock, NodePart, Tier, TreeNode
 from contracts.block_hash import KEY_BYTES
 
-Spill = Callable[[Node], bool]
+SpillNode = Callable[[TreeNode], bool]
 """Asked before a node that is on the device alone would go; True: it is being written elsewhere, leave it."""
 
 
-Rest = tuple[int, float]
+RestingSince = tuple[int, float]
 """How often storage has not taken a part, and the time before which it isn't asked again."""
 
 
-class TreeState:
+class TreeAccounts:
     """The books of one tree; see the module's prose."""
 
-    def __init__(self, spec: PoolSetSpec, policy: Policy = POLICIES["lru"], *, write_back: bool = False) -> None:
+    def __init__(
+        self, spec: PoolSetSpec, policy: EvictionPolicy = POLICIES["lru"], *, write_back: bool = False
+    ) -> None:
         self.spec = spec
         self.components = components_of(spec)
         self.full = self.components[0].name
         self.write_back = write_back
-        self.roots: dict[str, Node] = {}
+        self.roots: dict[str, TreeNode] = {}
         self.list = NodeList()
         """Every node that can be matched: neither the roots nor what was condemned."""
-        self.locked: set[Lock] = set()
-        self._graves: dict[Node, None] = {}
+        self.locked: set[NodeLock] = set()
+        self._graves: dict[TreeNode, None] = {}
         """What stands above nodes that were condemned and that somebody locks still, in the place of their parents."""
-        self.queues = {(t, c.name): Queue(policy) for t in IN_TREE for c in self.components}
+        self.queues = {(t, c.name): EvictionQueue(policy) for t in IN_TREE for c in self.components}
         self.sizes = dict.fromkeys(self.queues, 0)
         """Pages (or slots) held, by tier and component."""
         self.protected = dict.fromkeys(self.queues, 0)
         """Those of them that locks keep."""
-        self.on_change: Callable[[Node, Tier, bool], None] = lambda node, tier, there: None
+        self.on_change: Callable[[TreeNode, Tier, bool], None] = lambda node, tier, there: None
         """Told when full state that can be matched has come to a tier (True), parents first, or gone from it: also
         when it was condemned, whether or not it is locked still. Splits change nothing and aren't told."""
-        self.on_part: Callable[[Part, bool], None] = lambda part, there: None
+        self.on_part: Callable[[NodePart, bool], None] = lambda part, there: None
         """Told of every part of every tier that was hung on a node (True), and of each that was condemned (False)."""
-        self.unstored: dict[Part, Rest] = {}
+        self.unstored: dict[NodePart, RestingSince] = {}
         """Parts on the host of which storage is to have more than it is known to have, oldest first."""
         self.missed = 0
         """Pages (or slots) that left the host before storage had them."""
@@ -61,22 +63,22 @@ class TreeState:
 
     # ------------------------------------------------------------ what hangs where
 
-    def component(self, name: str) -> Component:
+    def component(self, name: str) -> TreeComponent:
         return self._by_name[name]
 
-    def linked(self, node: Node) -> bool:
+    def linked(self, node: TreeNode) -> bool:
         """Whether `node` can be matched: it hangs on a root, and nothing above it was condemned."""
         return node.linked
 
-    def salt(self, node: Node) -> str:
+    def salt(self, node: TreeNode) -> str:
         """Under which salt it was inserted."""
         return node.salt
 
-    def start(self, node: Node) -> int:
+    def start(self, node: TreeNode) -> int:
         """The page number of its first page."""
         return node.start
 
-    def nodes(self) -> Iterator[Node]:
+    def nodes(self) -> Iterator[TreeNode]:
         """Every node but the roots, condemned ones included."""
         for root in self.roots.values():
             for child in root.children.values():
@@ -85,29 +87,29 @@ class TreeState:
             yield from subtree(top)
 
     @property
-    def condemned(self) -> list[Node]:
+    def condemned(self) -> list[TreeNode]:
         """The uppermost of the nodes that were condemned and aren't gone yet."""
         return [top for grave in self._graves for top in grave.children.values()]
 
     @property
-    def graves(self) -> list[Node]:
+    def graves(self) -> list[TreeNode]:
         return list(self._graves)
 
     # ------------------------------------------------------------ locks
 
-    def keep(self, parts: Iterable[Part], owner: str) -> Lock:
+    def keep(self, parts: Iterable[NodePart], owner: str) -> NodeLock:
         """Lock exactly these parts: for moves, which must not lose what they read or write."""
         self._number += 1
-        lock = Lock(self._number, owner, [])
+        lock = NodeLock(self._number, owner, [])
         self.locked.add(lock)
         self._add(lock, parts)
         return lock
 
-    def add(self, lock: Lock, part: Part) -> None:
+    def add(self, lock: NodeLock, part: NodePart) -> None:
         """Keep `part` too, once: it was loaded for whom the lock is."""
         self._add(lock, (part,))
 
-    def _add(self, lock: Lock, parts: Iterable[Part]) -> None:
+    def _add(self, lock: NodeLock, parts: Iterable[NodePart]) -> None:
         mine, write_back, several = lock.parts, self.write_back, len(self.components) > 1
         alone, first, shared = frozenset((lock,)), len(mine), False
         before = after = NO_LOCKS
@@ -132,13 +134,13 @@ class TreeState:
             if len(part.node.parts[part.tier]) > 1:
                 self._queue(part.node, part.tier)
 
-    def unlock(self, lock: Lock) -> None:
+    def unlock(self, lock: NodeLock) -> None:
         """Give back what `lock` keeps. Idempotent."""
         if lock not in self.locked:
             return
         self.locked.remove(lock)
         write_back, several = self.write_back, len(self.components) > 1
-        free, ends = list[Part](), list[Part]()
+        free, ends = list[NodePart](), list[NodePart]()
         before = after = NO_LOCKS
         for part in lock.parts:
             if part.locks is not before:
@@ -159,7 +161,7 @@ class TreeState:
         for node in gone:
             self._bury(node)
 
-    def _protect(self, parts: Sequence[Part], sign: int) -> None:
+    def _protect(self, parts: Sequence[NodePart], sign: int) -> None:
         """Count these as locked, or as locked no more."""
         left = len(parts)
         for tier, name in self.protected:
@@ -174,17 +176,17 @@ class TreeState:
 
     # ------------------------------------------------------------ parts
 
-    def attach(self, node: Node, name: str, tier: Tier, lease: Lease, digests: tuple[int, ...]) -> Part:
+    def attach(self, node: TreeNode, name: str, tier: Tier, lease: Lease, digests: tuple[int, ...]) -> NodePart:
         """Hang a part on a node that has none there, and tell."""
         part = self._hang(node, name, tier, lease, digests)
         if name == self.full:
             self.on_change(node, tier, True)
         return part
 
-    def _hang(self, node: Node, name: str, tier: Tier, lease: Lease, digests: tuple[int, ...]) -> Part:
+    def _hang(self, node: TreeNode, name: str, tier: Tier, lease: Lease, digests: tuple[int, ...]) -> NodePart:
         assert name not in node.parts[tier], f"{name} is there already"
         self._version += 1
-        part = node.parts[tier][name] = Part(node, name, tier, lease, digests)
+        part = node.parts[tier][name] = NodePart(node, name, tier, lease, digests)
         self.sizes[tier, name] += lease.count
         if name == self.full:
             assert node.parent is not None
@@ -195,7 +197,7 @@ class TreeState:
         self.on_part(part, True)
         return part
 
-    def _detach(self, part: Part) -> None:
+    def _detach(self, part: NodePart) -> None:
         node, tier = part.node, part.tier
         assert not part.locks, "a locked part stays"
         self._version += 1
@@ -215,13 +217,15 @@ class TreeState:
         self.sizes[tier, part.component] -= part.lease.count
         part.lease.release()
 
-    def _split(self, node: Node, pages: int) -> Node:
+    def _split(self, node: TreeNode, pages: int) -> TreeNode:
         """Cut `node` after `pages`; returns the new upper half. The lower half stays the object it was."""
         parent, page_bytes = node.parent, self._page_bytes
         assert parent is not None
         self._version += 1
         raw, chain = node.raw, node.chain
-        upper = Node(raw[: pages * page_bytes], chain[: pages * KEY_BYTES], parent, start=node.start, salt=node.salt)
+        upper = TreeNode(
+            raw[: pages * page_bytes], chain[: pages * KEY_BYTES], parent, start=node.start, salt=node.salt
+        )
         _like(upper, node)
         parent.children[node.first(page_bytes)], parent.latest = upper, None
         node.drop_head(pages, page_bytes)
@@ -248,12 +252,12 @@ class TreeState:
             self._queue(node, tier)
         return upper
 
-    def _split_end(self, node: Node, pages: int) -> Node:
+    def _split_end(self, node: TreeNode, pages: int) -> TreeNode:
         """Cut `node` after `pages`; returns the new lower half, and costs what that has."""
         page_bytes = self._page_bytes
         self._version += 1
         raw, chain = node.end(pages, page_bytes)
-        lower = Node(raw, chain, node, start=node.start + pages, salt=node.salt)
+        lower = TreeNode(raw, chain, node, start=node.start + pages, salt=node.salt)
         _like(lower, node)
         lower.children, lower.below, lower.busy_below = node.children, node.below, node.busy_below
         for child in lower.children.values():
@@ -290,7 +294,7 @@ class TreeState:
     def _page_bytes(self) -> int:
         return 4 * self.spec.page_tokens
 
-    def _unlink(self, node: Node) -> None:
+    def _unlink(self, node: TreeNode) -> None:
         parent, first = node.parent, node.first(self._page_bytes)
         if parent is None or parent.children.get(first) is not node:
             return
@@ -304,7 +308,7 @@ class TreeState:
 
     # ------------------------------------------------------------ eviction
 
-    def evict(self, tier: Tier, component: str, count: int, spill: Spill | None = None) -> int:
+    def evict(self, tier: Tier, component: str, count: int, spill: SpillNode | None = None) -> int:
         """Free up to `count` pages (or slots) of `component` from `tier`; returns how many. Locked parts stay.
 
         A full part goes with everything that its leaf holds there; a window or a state alone where its node has more
@@ -313,7 +317,7 @@ class TreeState:
         """
         freed = coming = 0
         queue = self.queues[tier, component]
-        spared: list[Part] = []
+        spared: list[NodePart] = []
         while freed + coming < count:
             part = queue.pop(self.may_go)
             if part is None:
@@ -348,7 +352,7 @@ class TreeState:
         """Pages (or slots) that no lock keeps."""
         return self.sizes[tier, component] - self.protected[tier, component]
 
-    def may_go(self, part: Part) -> bool:
+    def may_go(self, part: NodePart) -> bool:
         """Whether `part` is held by its node, and either it or all that its leaf holds there is nobody's."""
         if part.locks or not part.live:
             return False
@@ -357,17 +361,17 @@ class TreeState:
             return part.component != self.full
         return not any(other.locks for other in node.parts[tier].values()) or self._alone(part)
 
-    def _alone(self, part: Part) -> bool:
+    def _alone(self, part: NodePart) -> bool:
         """Whether it goes without the rest of its node: the node has more below it, or its full state is kept."""
         if part.component == self.full:
             return False
         node, tier = part.node, part.tier
         return bool(node.below[tier] or node.parts[tier][self.full].locks)
 
-    def _has_point(self, node: Node) -> bool:
+    def _has_point(self, node: TreeNode) -> bool:
         return any(self._by_name[name].point for parts in node.parts for name in parts)
 
-    def _queue(self, node: Node, tier: Tier) -> None:
+    def _queue(self, node: TreeNode, tier: Tier) -> None:
         """Let what may go of a node be found by `evict`."""
         parts = node.parts[tier]
         if len(parts) == 1 and node.below[tier]:
@@ -376,13 +380,13 @@ class TreeState:
             if part.entry is None and self.may_go(part):
                 self.queues[tier, part.component].push(part)
 
-    def _refresh(self, node: Node, tier: Tier) -> None:
+    def _refresh(self, node: TreeNode, tier: Tier) -> None:
         """It was used, and goes later than its places in the queues say."""
         for part in node.parts[tier].values():
             if part.entry is not None:
                 self.queues[tier, part.component].refresh(part)
 
-    def _drop_end(self, node: Node, tier: Tier, pages: int) -> int:
+    def _drop_end(self, node: TreeNode, tier: Tier, pages: int) -> int:
         """Take all but the first `pages` pages of a leaf out of `tier`; returns how many those were."""
         other = node.parts[Tier.HOST if tier is Tier.DEVICE else Tier.DEVICE]
         count = node.pages - pages
@@ -395,7 +399,7 @@ class TreeState:
         self._version += 1
         if self.on_change is not self._silent and node.linked:
             raw, chain = node.end(pages, self._page_bytes)
-            self.on_change(Node(raw, chain, node, start=node.start + pages, salt=node.salt), tier, False)
+            self.on_change(TreeNode(raw, chain, node, start=node.start + pages, salt=node.salt), tier, False)
         for part in node.parts[tier].values():
             self.sizes[tier, part.component] -= count
             if self.unstored and part in self.unstored:
@@ -404,7 +408,7 @@ class TreeState:
         node.cut(pages)
         return count
 
-    def _drop_leaf(self, node: Node, tier: Tier) -> None:
+    def _drop_leaf(self, node: TreeNode, tier: Tier) -> None:
         """Take everything of a leaf out of `tier`, and the node with it if it is nowhere else."""
         for part in list(node.parts[tier].values()):
             self._detach(part)
@@ -414,7 +418,7 @@ class TreeState:
                     self._drop_subtree(child)
             self._unlink(node)
 
-    def _drop_subtree(self, top: Node) -> None:
+    def _drop_subtree(self, top: TreeNode) -> None:
         for node in reversed(list(subtree(top))):
             for tier in IN_TREE:
                 for part in list(node.parts[tier].values()):
@@ -423,7 +427,7 @@ class TreeState:
 
     # ------------------------------------------------------------ condemnation
 
-    def condemn_node(self, node: Node) -> int:
+    def condemn_node(self, node: TreeNode) -> int:
         """`condemn` from the first page of `node` on; nothing happens when it is condemned already."""
         parent, first = node.parent, node.first(self._page_bytes)
         if not node.linked or parent is None:
@@ -441,7 +445,7 @@ class TreeState:
                     self.unstored.pop(part, None)
             gone.linked = False
             self.list.remove(gone)
-        grave = Node(b"", b"", None, start=node.start, salt=node.salt)
+        grave = TreeNode(b"", b"", None, start=node.start, salt=node.salt)
         grave.linked = False
         grave.children[first], node.parent = node, grave
         self._graves[grave] = None
@@ -472,7 +476,7 @@ class TreeState:
             count += sum(self.condemn_node(child) for child in list(root.children.values()))
         return count
 
-    def _bury(self, node: Node) -> None:
+    def _bury(self, node: TreeNode) -> None:
         """Free what nobody locks of a condemned node, and the node with what is above it where nothing is left."""
         for tier in IN_TREE:
             if not any(p.locks for p in node.parts[tier].values()):
@@ -485,16 +489,16 @@ class TreeState:
             self._graves.pop(node, None)
 
 
-def _like(half: Node, node: Node) -> None:
+def _like(half: TreeNode, node: TreeNode) -> None:
     """Two halves were used alike."""
     half.used, half.created, half.hits, half.priority = node.used, node.created, node.hits, node.priority
 
 
-def _busy(node: Node) -> int:
+def _busy(node: TreeNode) -> int:
     return sum(bool(part.locks) for parts in node.parts for part in parts.values())
 
 
-def _occupy(node: Node | None) -> None:
+def _occupy(node: TreeNode | None) -> None:
     """One part more of it is locked."""
     assert node is not None
     node.busy += 1
@@ -504,7 +508,7 @@ def _occupy(node: Node | None) -> None:
         fresh = node.busy_below == 1 and not node.busy
 
 
-def _vacate(node: Node | None) -> None:
+def _vacate(node: TreeNode | None) -> None:
     """One part less of it is locked."""
     assert node is not None
     node.busy -= 1
@@ -514,7 +518,7 @@ def _vacate(node: Node | None) -> None:
         idle = not (node.busy or node.busy_below)
 
 
-def subtree(top: Node) -> Iterator[Node]:
+def subtree(top: TreeNode) -> Iterator[TreeNode]:
     """`top` and all its descendants, parents first."""
     stack = [top]
     while stack:

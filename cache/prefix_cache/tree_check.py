@@ -6,14 +6,14 @@ from collections import Counter
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-from cache.prefix_cache.tree_node import IN_TREE, Node, Part, Tier
+from cache.prefix_cache.tree_node import IN_TREE, NodePart, Tier, TreeNode
 from contracts.block_hash import KEY_BYTES
 
 if TYPE_CHECKING:
-    from cache.prefix_cache.tree_accounts import TreeState
+    from cache.prefix_cache.tree_accounts import TreeAccounts
 
 
-def check_tree(tree: TreeState) -> list[str]:
+def check_tree(tree: TreeAccounts) -> list[str]:
     """What doesn't hold, a line each; none when all is well."""
     nodes = list(tree.nodes())
     found = [line for node in nodes for line in _node(tree, node)]
@@ -28,11 +28,11 @@ def check_tree(tree: TreeState) -> list[str]:
     return found
 
 
-def _parts(nodes: list[Node]) -> Iterator[Part]:
+def _parts(nodes: list[TreeNode]) -> Iterator[NodePart]:
     return (part for node in nodes for tier in IN_TREE for part in node.parts[tier].values())
 
 
-def _node(tree: TreeState, node: Node) -> Iterator[str]:
+def _node(tree: TreeAccounts, node: TreeNode) -> Iterator[str]:
     name = f"tree node of {len(node)} pages"
     if not len(node) or len(node.raw) != len(node) * 4 * tree.spec.page_tokens:
         yield f"{name}: its key has {len(node.raw)} bytes"
@@ -50,7 +50,7 @@ def _node(tree: TreeState, node: Node) -> Iterator[str]:
             yield f"{name}: {sorted(node.parts[tier])} on {tier.name.lower()} without {tree.full}"
 
 
-def _links(tree: TreeState) -> Iterator[str]:
+def _links(tree: TreeAccounts) -> Iterator[str]:
     stack = [(root, True) for root in tree.roots.values()] + [(grave, False) for grave in tree.graves]
     size = 4 * tree.spec.page_tokens
     for salt, root in tree.roots.items():
@@ -87,7 +87,7 @@ def _links(tree: TreeState) -> Iterator[str]:
             yield f"tree node of {len(node)} pages: its chain keys are cut"
 
 
-def _sizes(tree: TreeState, nodes: list[Node]) -> Iterator[str]:
+def _sizes(tree: TreeAccounts, nodes: list[TreeNode]) -> Iterator[str]:
     sizes: Counter[tuple[Tier, str]] = Counter()
     protected: Counter[tuple[Tier, str]] = Counter()
     for part in _parts(nodes):
@@ -99,7 +99,7 @@ def _sizes(tree: TreeState, nodes: list[Node]) -> Iterator[str]:
             yield f"tree: {key[1]} on {key[0].name.lower()}: {sizes[key]}, {protected[key]} of them locked, {counted}"
 
 
-def _locks(tree: TreeState, nodes: list[Node]) -> Iterator[str]:
+def _locks(tree: TreeAccounts, nodes: list[TreeNode]) -> Iterator[str]:
     held: dict[int, set[int]] = {}
     for lock in tree.locked:
         for part in lock.parts:
@@ -114,7 +114,7 @@ def _locks(tree: TreeState, nodes: list[Node]) -> Iterator[str]:
         yield "tree: a token holds parts that are no longer in the tree"
 
 
-def _queues(tree: TreeState, nodes: list[Node]) -> Iterator[str]:
+def _queues(tree: TreeAccounts, nodes: list[TreeNode]) -> Iterator[str]:
     queued = {id(p) for queue in tree.queues.values() for p in queue.parts()}
     condemned = {id(n) for top in tree.condemned for n in _below(top)}
     parts = {id(part) for part in _parts(nodes)}
@@ -132,7 +132,7 @@ def _queues(tree: TreeState, nodes: list[Node]) -> Iterator[str]:
             yield f"tree: {part.component} of {len(part)} on {part.tier.name.lower()} may go and isn't queued"
 
 
-def _busy(tree: TreeState, nodes: list[Node]) -> Iterator[str]:
+def _busy(tree: TreeAccounts, nodes: list[TreeNode]) -> Iterator[str]:
     """What a tree that is written back counts of locks in and below each node."""
     tops = [*tree.roots.values(), *tree.graves]
     own: dict[int, int] = {}
@@ -148,7 +148,7 @@ def _busy(tree: TreeState, nodes: list[Node]) -> Iterator[str]:
             yield f"tree node of {len(node)} pages: {wanted} are locked in and below it, it counts otherwise"
 
 
-def _below(top: Node) -> Iterator[Node]:
+def _below(top: TreeNode) -> Iterator[TreeNode]:
     stack = [top]
     while stack:
         node = stack.pop()

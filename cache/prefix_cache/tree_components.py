@@ -1,4 +1,4 @@
-"""Components: how one pool's state hangs on the nodes of the tree. The tree knows them by `Component` alone.
+"""Components: how one pool's state hangs on the nodes of the tree. The tree knows them by `TreeComponent` alone.
 
 A *run* component (full, window) holds a page for every page of a node, a *point* component (state) one slot for the
 node's end.
@@ -17,8 +17,8 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence
 from enum import IntEnum
 
-from cache.memory.kv_cache_spec import Kind, PoolSetSpec
-from cache.prefix_cache.tree_node import Node, Offer, Part, Tier
+from cache.memory.kv_cache_spec import PoolKind, PoolSetSpec
+from cache.prefix_cache.tree_node import NodePart, PageOffer, Tier, TreeNode
 
 # cache/prefix_cache/tree_components.py
 # Recurrent state: a snapshot at exactly the anchor, copied on use and never shared for writing.
@@ -31,20 +31,20 @@ from cache.prefix_cache.tree_node import Node, Offer, Part, Tier
 # node's end. The tree's core knows components by this interface alone.
 
 
-def components_of(spec: PoolSetSpec) -> tuple[Component, ...]:
+def components_of(spec: PoolSetSpec) -> tuple[TreeComponent, ...]:
     """One component a pool, the full one first."""
 
-    def make(name: str) -> Component:
+    def make(name: str) -> TreeComponent:
         kind = spec.by_name[name].kind
-        if kind is Kind.FULL:
-            return Full(name)
-        return Window(name, spec.window_pages(name)) if kind is Kind.WINDOW else State(name)
+        if kind is PoolKind.FULL:
+            return FullComponent(name)
+        return WindowComponent(name, spec.window_pages(name)) if kind is PoolKind.WINDOW else StateComponent(name)
 
     rest = [p.name for p in spec.pools if p is not spec.full]
     return tuple(make(name) for name in (spec.full.name, *rest))
 
 
-class Level(IntEnum):
+class ReuseLevel(IntEnum):
     """Whether what was walked so far can be computed from: not, with the host's state too, with the device's alone."""
 
     NEITHER = 0
@@ -52,10 +52,10 @@ class Level(IntEnum):
     DEVICE = 2
 
 
-NEITHER, TREE, DEVICE = Level.NEITHER, Level.TREE, Level.DEVICE
+NEITHER, TREE, DEVICE = ReuseLevel.NEITHER, ReuseLevel.TREE, ReuseLevel.DEVICE
 
 
-class Component(ABC):
+class TreeComponent(ABC):
     """One pool's state in the tree, by the pool's name."""
 
     point = False
@@ -64,25 +64,25 @@ class Component(ABC):
         self.name = name
 
     @abstractmethod
-    def levels(self, path: Sequence[Node], last: int) -> list[Level]:
+    def levels(self, path: Sequence[TreeNode], last: int) -> list[ReuseLevel]:
         """After each node of `path`: whether it can be computed from there, as far as this pool goes.
 
         Of the last node, only its first `last` pages are meant.
         """
 
     @abstractmethod
-    def needs(self, path: Sequence[Node]) -> Iterable[Node]:
+    def needs(self, path: Sequence[TreeNode]) -> Iterable[TreeNode]:
         """The nodes of `path` whose state is read when computing from its end, in order."""
 
-    def units(self, node: Node) -> int:
+    def units(self, node: TreeNode) -> int:
         """Pages or slots that it holds of a whole node."""
         return 1 if self.point else len(node)
 
-    def boundaries(self, offers: Sequence[Offer]) -> Iterable[int]:
+    def boundaries(self, offers: Sequence[PageOffer]) -> Iterable[int]:
         """Page numbers where nodes must end, so that what is offered fits whole nodes."""
         return [o.first for o in offers]
 
-    def match_offer(self, offers: Sequence[Offer], start: int, end: int) -> tuple[Offer, int] | None:
+    def match_offer(self, offers: Sequence[PageOffer], start: int, end: int) -> tuple[PageOffer, int] | None:
         """The offer that has a node of pages `start .. end-1`, and where in its lease that begins."""
         for offer in offers:
             if self.point and offer.first == end:
@@ -91,15 +91,15 @@ class Component(ABC):
                 return offer, start - offer.first
         return None
 
-    def split(self, part: Part, upper: Node, pages: int) -> Part | None:
+    def split(self, part: NodePart, upper: TreeNode, pages: int) -> NodePart | None:
         """Cut `part` with its node, after `pages`; returns what the upper half keeps. A point stays at its end."""
         return None if self.point else part.split(upper, pages)
 
-    def split_end(self, part: Part, lower: Node, pages: int) -> Part | None:
+    def split_end(self, part: NodePart, lower: TreeNode, pages: int) -> NodePart | None:
         """The same, where `lower` is the new one; returns what that gets. None: `part` goes there as it is."""
         return None if self.point else part.split_end(lower, pages)
 
-    def check(self, part: Part) -> list[str]:
+    def check(self, part: NodePart) -> list[str]:
         """What is wrong with one part."""
         if not part.lease.live:
             return ["its lease has ended"]
@@ -109,14 +109,14 @@ class Component(ABC):
         return []
 
 
-def there(node: Node, component: str) -> Level:
+def there(node: TreeNode, component: str) -> ReuseLevel:
     """In which tiers `node` has state of `component`."""
     device, host = node.parts
     return DEVICE if component in device else TREE if component in host else NEITHER
 
 
-class Full(Component):
-    def levels(self, path: Sequence[Node], last: int) -> list[Level]:
+class FullComponent(TreeComponent):
+    def levels(self, path: Sequence[TreeNode], last: int) -> list[ReuseLevel]:
         device = tree = len(path)
         while device and self.name not in path[device - 1].parts[Tier.DEVICE]:
             device -= 1
@@ -126,31 +126,31 @@ class Full(Component):
                 break
         return [DEVICE] * device + [TREE] * (tree - device) + [NEITHER] * (len(path) - tree)
 
-    def needs(self, path: Sequence[Node]) -> Iterable[Node]:
+    def needs(self, path: Sequence[TreeNode]) -> Iterable[TreeNode]:
         return path
 
 
-class State(Component):
+class StateComponent(TreeComponent):
     point = True
 
-    def levels(self, path: Sequence[Node], last: int) -> list[Level]:
+    def levels(self, path: Sequence[TreeNode], last: int) -> list[ReuseLevel]:
         levels = [there(node, self.name) for node in path]
         if path and last < path[-1].pages:
             levels[-1] = NEITHER
         return levels
 
-    def needs(self, path: Sequence[Node]) -> Iterable[Node]:
+    def needs(self, path: Sequence[TreeNode]) -> Iterable[TreeNode]:
         return path[-1:]
 
 
-class Window(Component):
+class WindowComponent(TreeComponent):
     """`reach`: the pages before a page boundary that a window reaches back into."""
 
     def __init__(self, name: str, reach: int) -> None:
         super().__init__(name)
         self.reach = reach
 
-    def levels(self, path: Sequence[Node], last: int) -> list[Level]:
+    def levels(self, path: Sequence[TreeNode], last: int) -> list[ReuseLevel]:
         # The last two: pages since the last tombstone.
         depth = device = tree = 0
         out = []
@@ -163,8 +163,8 @@ class Window(Component):
             out.append(DEVICE if device >= enough else TREE if tree >= enough else NEITHER)
         return out
 
-    def needs(self, path: Sequence[Node]) -> Iterable[Node]:
-        needed: list[Node] = []
+    def needs(self, path: Sequence[TreeNode]) -> Iterable[TreeNode]:
+        needed: list[TreeNode] = []
         pages = 0
         for node in reversed(path):
             if pages >= self.reach:

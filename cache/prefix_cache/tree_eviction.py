@@ -19,14 +19,14 @@ from itertools import pairwise
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from cache.prefix_cache.tree_node import Entry, Node, Part
+    from cache.prefix_cache.tree_node import NodePart, QueueEntry, TreeNode
 
 
-Rank = float | tuple[float, ...]
+EvictionRank = float | tuple[float, ...]
 """A policy's are all numbers, or all tuples."""
-Policy = Callable[["Node"], Rank]
+EvictionPolicy = Callable[["Node"], EvictionRank]
 
-POLICIES: dict[str, Policy] = {
+POLICIES: dict[str, EvictionPolicy] = {
     "lru": lambda node: node.used,
     "lfu": lambda node: (node.hits, node.used),
     "fifo": lambda node: node.created,
@@ -42,18 +42,18 @@ _CLEARED = 4
 """Empty places that are taken off the front for each that becomes empty."""
 
 
-class Queue:
+class EvictionQueue:
     """Parts of one component in one tier that may be evicted, in the order of a policy.
 
     An entry is [rank, number, part or None], in the line or in the heap; the lower of their first ones is the next.
     Together they have at most half as many places again as there are parts, and some.
     """
 
-    def __init__(self, policy: Policy) -> None:
+    def __init__(self, policy: EvictionPolicy) -> None:
         self._policy = policy
-        self._line: deque[Entry] = deque()
+        self._line: deque[QueueEntry] = deque()
         """From the lowest to the highest."""
-        self._heap: list[Entry] = []
+        self._heap: list[QueueEntry] = []
         self._live = 0
         self._number = 0
 
@@ -70,7 +70,7 @@ class Queue:
     def _most(self) -> int:
         return self._live + self._live // 2 + _EMPTY
 
-    def push(self, part: Part) -> None:
+    def push(self, part: NodePart) -> None:
         """Queue `part`, once."""
         if part.entry is None:
             self._number += 1
@@ -78,20 +78,20 @@ class Queue:
             self._live += 1
             self._place(part.entry)
 
-    def _place(self, entry: Entry) -> None:
+    def _place(self, entry: QueueEntry) -> None:
         if not self._line or self._line[-1] < entry:
             self._line.append(entry)
         else:
             heapq.heappush(self._heap, entry)
 
-    def refresh(self, part: Part) -> None:
+    def refresh(self, part: NodePart) -> None:
         """Put a queued part where it belongs by now, so that it isn't left to whoever evicts."""
         entry = part.entry
         if entry is not None and entry[0] != self._policy(part.node):
             self.forget(part)
             self.push(part)
 
-    def forget(self, part: Part) -> None:
+    def forget(self, part: NodePart) -> None:
         """It leaves the tree, and the queue if it is in it."""
         entry = part.entry
         if entry is not None:
@@ -103,11 +103,11 @@ class Queue:
                 if self._heap and self._heap[0][2] is None:
                     heapq.heappop(self._heap)
 
-    def pop(self, may_go: Callable[[Part], bool]) -> Part | None:
+    def pop(self, may_go: Callable[[NodePart], bool]) -> NodePart | None:
         """The next part that may go. Those that may not leave the queue; their next release brings them back."""
         while self._line or self._heap:
             entry = self._take()
-            part: Part | None = entry[2]
+            part: NodePart | None = entry[2]
             if part is None:
                 continue
             if not may_go(part):
@@ -120,13 +120,13 @@ class Queue:
                 return part
         return None
 
-    def _take(self) -> Entry:
+    def _take(self) -> QueueEntry:
         """The lowest entry, empty or not, which leaves its place."""
         if not self._heap or (self._line and self._line[0] < self._heap[0]):
             return self._line.popleft()
         return heapq.heappop(self._heap)
 
-    def _leave(self, part: Part) -> None:
+    def _leave(self, part: NodePart) -> None:
         part.entry = None
         self._live -= 1
         if self.places > self._most:
@@ -134,11 +134,11 @@ class Queue:
             self._heap = [entry for entry in self._heap if entry[2] is not None]
             heapq.heapify(self._heap)
 
-    def _entries(self) -> Iterator[Entry]:
+    def _entries(self) -> Iterator[QueueEntry]:
         yield from self._line
         yield from self._heap
 
-    def parts(self) -> Iterator[Part]:
+    def parts(self) -> Iterator[NodePart]:
         return (part for _, _, part in self._entries() if part is not None)
 
     def check(self) -> list[str]:

@@ -27,26 +27,26 @@ class Tier(IntEnum):
 
 IN_TREE = (Tier.DEVICE, Tier.HOST)
 
-Entry = list[Any]
+QueueEntry = list[Any]
 """A place in an eviction queue, see `cache.prefix_cache.tree_eviction.Queue`."""
 
 
-NO_LOCKS: frozenset[Lock] = frozenset()
+NO_LOCKS: frozenset[NodeLock] = frozenset()
 
 
-class Part:
+class NodePart:
     """What one component holds at one node in one tier: its own lease, and the digest of each page or slot in it."""
 
     __slots__ = ("_count", "_digests", "component", "entry", "lease", "locks", "node", "stored", "tier")
 
     def __init__(
         self,
-        node: Node,
+        node: TreeNode,
         component: str,
         tier: Tier,
         lease: Lease,
         digests: tuple[int, ...],
-        locks: frozenset[Lock] = NO_LOCKS,
+        locks: frozenset[NodeLock] = NO_LOCKS,
     ) -> None:
         self.node = node
         self.component = component
@@ -55,7 +55,7 @@ class Part:
         self._digests, self._count = digests, len(digests)
         self.locks = locks
         """Who keeps it. Parts that are kept by the same mostly share one set."""
-        self.entry: Entry | None = None
+        self.entry: QueueEntry | None = None
         """Its place in the queue of what may be evicted."""
         self.stored = 0
         """Of a part on the host: how many of its first pages storage is known to have taken."""
@@ -78,20 +78,20 @@ class Part:
     def queued(self) -> bool:
         return self.entry is not None
 
-    def split(self, upper: Node, pages: int) -> Part:
+    def split(self, upper: TreeNode, pages: int) -> NodePart:
         """Hand the first `pages` pages, with all locks, to a new part of `upper`."""
         digests = self.digests
         lease = self.lease.split(pages, self.lease.owner)
-        head = Part(upper, self.component, self.tier, lease, digests[:pages], self.locks)
+        head = NodePart(upper, self.component, self.tier, lease, digests[:pages], self.locks)
         self._digests, self._count = digests[pages:], len(digests) - pages
         head.stored, self.stored = min(self.stored, pages), max(0, self.stored - pages)
         return head
 
-    def split_end(self, lower: Node, pages: int) -> Part:
+    def split_end(self, lower: TreeNode, pages: int) -> NodePart:
         """Keep the first `pages` pages, and hand the others, with all locks, to a new part of `lower`."""
         digests = self._digests[pages : self._count]
         lease = self.lease.split(self.lease.count - pages, self.lease.owner, start=pages)
-        end = Part(lower, self.component, self.tier, lease, digests, self.locks)
+        end = NodePart(lower, self.component, self.tier, lease, digests, self.locks)
         end.stored = max(0, self.stored - pages)
         self._keep(pages)
         return end
@@ -107,7 +107,7 @@ class Part:
             self._digests = self._digests[:pages]
 
 
-class Node:
+class TreeNode:
     """A run of whole pages below its parent's, with what each component holds of it in each tier."""
 
     __slots__ = (
@@ -116,7 +116,7 @@ class Node:
     )  # fmt: skip
 
     def __init__(
-        self, raw: bytes, chain: bytes, parent: Node | None, *, start: int = 0, salt: str = "", priority: int = 0
+        self, raw: bytes, chain: bytes, parent: TreeNode | None, *, start: int = 0, salt: str = "", priority: int = 0
     ) -> None:
         self.run = raw
         """The tokens of its pages, and perhaps of pages behind them that were cut off: without those it is `raw`."""
@@ -126,11 +126,11 @@ class Node:
         self.trimmed = True
         """False: what is behind them was cut off."""
         self.parent = parent
-        self.children: dict[bytes, Node] = {}
+        self.children: dict[bytes, TreeNode] = {}
         """By the tokens of their first page."""
-        self.latest: Node | None = None
+        self.latest: TreeNode | None = None
         """The child that was met last, if it is one still: most nodes have one, and it is found without a look-up."""
-        self.parts: tuple[dict[str, Part], dict[str, Part]] = ({}, {})
+        self.parts: tuple[dict[str, NodePart], dict[str, NodePart]] = ({}, {})
         self.below = [0, 0]
         """Children that are in each tier."""
         self.start = start
@@ -143,8 +143,8 @@ class Node:
         self.priority = priority
         self.busy = self.busy_below = 0
         """Of a tree that is written back: parts of it that are locked, and children with such parts in or below."""
-        self.older: Node | None = None
-        self.newer: Node | None = None
+        self.older: TreeNode | None = None
+        self.newer: TreeNode | None = None
         """Its neighbours in the tree's list of nodes."""
 
     def __len__(self) -> int:
@@ -198,7 +198,7 @@ class Node:
         assert self.parent is not None
         return self.parent.chain[-KEY_BYTES:] or None
 
-    def part(self, component: str) -> Part | None:
+    def part(self, component: str) -> NodePart | None:
         """In the fastest tier that has it."""
         device, host = self.parts
         part = device.get(component)
@@ -214,27 +214,27 @@ class NodeList:
     """All nodes that can be matched, in the order in which they were made; cursors go through it while it changes."""
 
     def __init__(self) -> None:
-        self._first = self._last = Node(b"", b"", None)
+        self._first = self._last = TreeNode(b"", b"", None)
         """Before the oldest; the newest, or the same."""
-        self._cursors: set[Cursor] = set()
+        self._cursors: set[TreeCursor] = set()
         self._count = 0
 
     def __len__(self) -> int:
         return self._count
 
-    def __iter__(self) -> Iterator[Node]:
+    def __iter__(self) -> Iterator[TreeNode]:
         """Nothing may change meanwhile: else take a cursor."""
         node = self._first.newer
         while node is not None:
             yield node
             node = node.newer
 
-    def append(self, node: Node) -> None:
+    def append(self, node: TreeNode) -> None:
         node.older, node.newer = self._last, None
         self._last.newer = self._last = node
         self._count += 1
 
-    def remove(self, node: Node) -> None:
+    def remove(self, node: TreeNode) -> None:
         older, newer = node.older, node.newer
         assert older is not None, "it is in the list"
         for cursor in self._cursors:
@@ -248,25 +248,25 @@ class NodeList:
         node.older = node.newer = None
         self._count -= 1
 
-    def cursor(self) -> Cursor:
+    def cursor(self) -> TreeCursor:
         """From the oldest node on; to be closed."""
-        return Cursor(self, self._first)
+        return TreeCursor(self, self._first)
 
     @property
-    def cursors(self) -> set[Cursor]:
+    def cursors(self) -> set[TreeCursor]:
         return self._cursors
 
 
-class Cursor:
+class TreeCursor:
     """A way through a tree's nodes that may be interrupted: what is there all the time is met, and what is made
     meanwhile, halves of nodes that were split included."""
 
-    def __init__(self, nodes: NodeList, first: Node) -> None:
+    def __init__(self, nodes: NodeList, first: TreeNode) -> None:
         self._nodes = nodes
-        self.last: Node = first
+        self.last: TreeNode = first
         nodes.cursors.add(self)
 
-    def next(self) -> Node | None:
+    def next(self) -> TreeNode | None:
         """The next node; None where there is none by now."""
         node = self.last.newer
         if node is not None:
@@ -282,7 +282,7 @@ start_of = attrgetter("node.start")
 """The page number of a part's first page."""
 
 
-def digests_of(parts: Sequence[Part]) -> list[int]:
+def digests_of(parts: Sequence[NodePart]) -> list[int]:
     """Of all of these, one part behind the other."""
     digests = list[int]()
     for part in parts:
@@ -291,7 +291,7 @@ def digests_of(parts: Sequence[Part]) -> list[int]:
 
 
 @dataclass(eq=False, slots=True)
-class Lock:
+class NodeLock:
     """Keeps parts where they are until it is given back, and names exactly what it keeps.
 
     Splits of nodes put both halves into it, in order; nothing else changes it.
@@ -299,13 +299,13 @@ class Lock:
 
     number: int
     owner: str
-    parts: list[Part]
+    parts: list[NodePart]
 
-    def of(self, component: str) -> list[Part]:
+    def of(self, component: str) -> list[NodePart]:
         """Its parts of one component, in the order in which they were locked."""
         return [p for p in self.parts if p.component == component]
 
-    def on_device(self, component: str) -> list[Part]:
+    def on_device(self, component: str) -> list[NodePart]:
         """Those of them that are on the device, in the order of the sequence.
 
         A window's pages may be loaded in front of others that were on the device all along: these are locked later.
@@ -315,7 +315,7 @@ class Lock:
 
 
 @dataclass(frozen=True, slots=True)
-class Offer:
+class PageOffer:
     """State offered to the tree: `lease` holds pages `first ..` of the sequence, one digest each.
 
     Of a state component: one slot, the snapshot after `first` pages.

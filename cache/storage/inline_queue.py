@@ -6,22 +6,29 @@ import random
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from cache.storage.io_queue import Chain, Op, Ticket
-from cache.storage.storage_backend import CUT_OFF, Backend, Item, ObjectName, Outcome, Verdict
+from cache.storage.io_queue import StorageOp, StorageTicket, WriteChain
+from cache.storage.storage_backend import (
+    CUT_OFF,
+    ObjectBuffer,
+    ObjectName,
+    ObjectOutcome,
+    ObjectVerdict,
+    StorageBackend,
+)
 
-Fault = Callable[[Op, ObjectName], str | None]
+StorageFault = Callable[[StorageOp, ObjectName], str | None]
 """Why this name of an operation is to fail, or None."""
 
 _DIRT = 0xA5
 
 
-class InlineQueue:
+class InlineIoQueue:
     """`Queue` over `backend`. A failed read leaves dirt in its buffer, as a read that was cut short would."""
 
-    def __init__(self, backend: Backend, *, fault: Fault | None = None) -> None:
+    def __init__(self, backend: StorageBackend, *, fault: StorageFault | None = None) -> None:
         self.backend = backend
         self.fault = fault
-        self._waiting: list[Ticket[Any]] = []
+        self._waiting: list[StorageTicket[Any]] = []
         self._running = 0
         self._abandoned: set[int] = set()
         """Running tickets that nobody wants any more."""
@@ -33,19 +40,23 @@ class InlineQueue:
     def waiting(self) -> int:
         return len(self._waiting)
 
-    def submit_exists(self, names: Sequence[ObjectName]) -> Ticket[list[bool]]:
+    def submit_exists(self, names: Sequence[ObjectName]) -> StorageTicket[list[bool]]:
         names = tuple(names)
-        return self._submit(Ticket(Op.EXISTS, names, lambda: self._exists(names), self._cancel))
+        return self._submit(StorageTicket(StorageOp.EXISTS, names, lambda: self._exists(names), self._cancel))
 
-    def submit_read(self, names: Sequence[ObjectName], into: Sequence[memoryview]) -> Ticket[list[Outcome]]:
+    def submit_read(
+        self, names: Sequence[ObjectName], into: Sequence[memoryview]
+    ) -> StorageTicket[list[ObjectOutcome]]:
         assert len(names) == len(into)
         names, into = tuple(names), tuple(into)
-        return self._submit(Ticket(Op.READ, names, lambda: self._read(names, into), self._cancel))
+        return self._submit(StorageTicket(StorageOp.READ, names, lambda: self._read(names, into), self._cancel))
 
-    def submit_write(self, items: Sequence[Item], chain: Chain | None = None) -> Ticket[list[Outcome]]:
+    def submit_write(
+        self, items: Sequence[ObjectBuffer], chain: WriteChain | None = None
+    ) -> StorageTicket[list[ObjectOutcome]]:
         items = tuple(items)
         names = [item.name for item in items]
-        return self._submit(Ticket(Op.WRITE, names, lambda: self._write(items), self._cancel, chain))
+        return self._submit(StorageTicket(StorageOp.WRITE, names, lambda: self._write(items), self._cancel, chain))
 
     def run_next(self, rng: random.Random | None = None) -> bool:
         """Run one waiting ticket, the oldest or one that `rng` picks; False when none waits."""
@@ -92,14 +103,14 @@ class InlineQueue:
             self.backend.close()
         return not self._running
 
-    def _submit(self, ticket: Ticket[Any]) -> Ticket[Any]:
+    def _submit(self, ticket: StorageTicket[Any]) -> StorageTicket[Any]:
         if self._closed:
             ticket._fail("storage is closing")
         else:
             self._waiting.append(ticket)
         return ticket
 
-    def _cancel(self, ticket: Ticket[Any]) -> bool:
+    def _cancel(self, ticket: StorageTicket[Any]) -> bool:
         if ticket not in self._waiting:
             if not ticket.done:
                 self._abandoned.add(id(ticket))
@@ -108,15 +119,15 @@ class InlineQueue:
         ticket._fail("cancelled")
         return True
 
-    def _reasons(self, op: Op, names: Sequence[ObjectName]) -> list[str | None]:
+    def _reasons(self, op: StorageOp, names: Sequence[ObjectName]) -> list[str | None]:
         return [self.fault(op, name) if self.fault else None for name in names]
 
     def _exists(self, names: Sequence[ObjectName]) -> list[bool]:
-        reasons = self._reasons(Op.EXISTS, names)
+        reasons = self._reasons(StorageOp.EXISTS, names)
         return [there and why is None for there, why in zip(self.backend.exists(names), reasons, strict=True)]
 
-    def _read(self, names: Sequence[ObjectName], into: Sequence[memoryview]) -> list[Outcome]:
-        reasons = self._reasons(Op.READ, names)
+    def _read(self, names: Sequence[ObjectName], into: Sequence[memoryview]) -> list[ObjectOutcome]:
+        reasons = self._reasons(StorageOp.READ, names)
         sound = [at for at, why in enumerate(reasons) if why is None]
         for buffer, why in zip(into, reasons, strict=True):
             if why is not None:
@@ -124,14 +135,14 @@ class InlineQueue:
         answers = self.backend.read([names[at] for at in sound], [into[at] for at in sound])
         return _merge(reasons, answers)
 
-    def _write(self, items: Sequence[Item]) -> list[Outcome]:
-        reasons = self._reasons(Op.WRITE, [item.name for item in items])
+    def _write(self, items: Sequence[ObjectBuffer]) -> list[ObjectOutcome]:
+        reasons = self._reasons(StorageOp.WRITE, [item.name for item in items])
         bad = next((at for at, why in enumerate(reasons) if why is not None), len(items))
         answers = self.backend.write(items[:bad])
         outcomes = _merge(reasons[: bad + 1], answers)
-        return outcomes + [Outcome(Verdict.FAILED, reason=CUT_OFF)] * (len(items) - len(outcomes))
+        return outcomes + [ObjectOutcome(ObjectVerdict.FAILED, reason=CUT_OFF)] * (len(items) - len(outcomes))
 
 
-def _merge(reasons: Sequence[str | None], answers: Sequence[Outcome]) -> list[Outcome]:
+def _merge(reasons: Sequence[str | None], answers: Sequence[ObjectOutcome]) -> list[ObjectOutcome]:
     rest = iter(answers)
-    return [next(rest) if why is None else Outcome(Verdict.FAILED, reason=why) for why in reasons]
+    return [next(rest) if why is None else ObjectOutcome(ObjectVerdict.FAILED, reason=why) for why in reasons]

@@ -1,16 +1,16 @@
 """The way from a worker's loop to storage and back: tickets, served by threads, polled by the loop.
 
-The loop never waits: it submits and gets a `Ticket`, which is done at some later time. Until then the buffers of the
-operation belong to it: a cancelled ticket that still *waits* is done at once and will touch nothing, one that is
+The loop never waits: it submits and gets a `StorageTicket`, which is done at some later time. Until then the buffers of
+the operation belong to it: a cancelled ticket that still *waits* is done at once and will touch nothing, one that is
 already *running* goes on to its end, and `cancel` says which it was.
 
     waiting ---thread takes it---> running ---backend returns or raises---> done
        \\________ cancel, queue full, close ____________________________________/
 
 Reads and lookups go before writes, since a request waits for them; but after eight in a row the oldest write has its
-turn. Writes of one `Chain` run one after the other in the order in which they were submitted, and once one of them has
-not written all of its objects, those behind it write none. Each of the two lines is bounded. A queue owns its backend:
-the last thread to leave closes it.
+turn. Writes of one `WriteChain` run one after the other in the order in which they were submitted, and once one of them
+has not written all of its objects, those behind it write none. Each of the two lines is bounded. A queue owns its
+backend: the last thread to leave closes it.
 """
 
 from __future__ import annotations
@@ -23,7 +23,14 @@ from dataclasses import dataclass
 from enum import Enum, StrEnum, auto
 from typing import Any, Generic, Protocol, TypeVar
 
-from cache.storage.storage_backend import CUT_OFF, Backend, Item, ObjectName, Outcome, Verdict
+from cache.storage.storage_backend import (
+    CUT_OFF,
+    ObjectBuffer,
+    ObjectName,
+    ObjectOutcome,
+    ObjectVerdict,
+    StorageBackend,
+)
 from contracts.clock import Clock, SystemClock
 
 _log = logging.getLogger(__name__)
@@ -32,19 +39,19 @@ _IN_A_ROW = 8
 T = TypeVar("T")
 
 
-class Op(StrEnum):
+class StorageOp(StrEnum):
     EXISTS = "exists"
     READ = "read"
     WRITE = "write"
 
 
-class _State(Enum):
+class _TicketState(Enum):
     WAITING = auto()
     RUNNING = auto()
     DONE = auto()
 
 
-class Chain:
+class WriteChain:
     """Writes of which none is to be there without those before it."""
 
     def __init__(self) -> None:
@@ -54,16 +61,16 @@ class Chain:
         """Which of them failed or was given up, the first of those: no one behind it writes anything."""
 
 
-class Ticket(Generic[T]):
+class StorageTicket(Generic[T]):
     """One submitted operation; `result()` once it is `done`."""
 
     def __init__(
         self,
-        op: Op,
+        op: StorageOp,
         names: Sequence[ObjectName],
         run: Callable[[], T],
-        drop: Callable[[Ticket[Any]], bool],
-        chain: Chain | None = None,
+        drop: Callable[[StorageTicket[Any]], bool],
+        chain: WriteChain | None = None,
     ) -> None:
         self.op = op
         self.chain = chain
@@ -73,16 +80,16 @@ class Ticket(Generic[T]):
         self.names = tuple(names)
         self._run = run
         self._drop = drop
-        self._state = _State.WAITING
+        self._state = _TicketState.WAITING
         self._result: T | None = None
 
     @property
     def done(self) -> bool:
-        return self._state is _State.DONE
+        return self._state is _TicketState.DONE
 
     def result(self) -> T:
         """What the backend answered; `FAILED` (or False) for all names when it never ran or raised."""
-        assert self._state is _State.DONE, f"this {self.op} is not done"
+        assert self._state is _TicketState.DONE, f"this {self.op} is not done"
         assert self._result is not None
         return self._result
 
@@ -91,19 +98,19 @@ class Ticket(Generic[T]):
         return self._drop(self) or self.done
 
     def _start(self) -> None:
-        self._state = _State.RUNNING
+        self._state = _TicketState.RUNNING
         if self.chain is not None:
             self.chain.running = True
 
     def _finish(self, result: T) -> None:
         if self.chain is not None:
-            if self._state is _State.RUNNING:
+            if self._state is _TicketState.RUNNING:
                 self.chain.running = False
             outcomes: Any = result
             if not all(outcome.ok for outcome in outcomes) and not self._cut_off:
                 self.chain.broken = self._place
         self._result = result
-        self._state = _State.DONE
+        self._state = _TicketState.DONE
 
     @property
     def _may_start(self) -> bool:
@@ -122,12 +129,14 @@ class Ticket(Generic[T]):
         return self.chain is not None and self.chain.broken is not None and self.chain.broken < self._place
 
     def _fail(self, reason: str) -> None:
-        answer: list[Any] = [False if self.op is Op.EXISTS else Outcome(Verdict.FAILED, reason=reason)]
+        answer: list[Any] = [
+            False if self.op is StorageOp.EXISTS else ObjectOutcome(ObjectVerdict.FAILED, reason=reason)
+        ]
         self._finish(answer * len(self.names))  # type: ignore[arg-type]
 
 
 @dataclass(frozen=True, slots=True)
-class QueueCounts:
+class IoQueueCounts:
     dropped_writes: int
     """Writes that found the line full; their outcomes are `FAILED`."""
     refused_reads: int
@@ -137,19 +146,23 @@ class QueueCounts:
     """Operations of which the backend raised, which it must not."""
 
 
-class Queue(Protocol):
-    """What a worker's loop knows of storage; `StorageQueue` in a worker, `InlineQueue` under a test's control."""
+class IoQueue(Protocol):
+    """What a worker's loop knows of storage; `ThreadedIoQueue` in a worker, `InlineQueue` under a test's control."""
 
-    def submit_exists(self, names: Sequence[ObjectName]) -> Ticket[list[bool]]: ...
+    def submit_exists(self, names: Sequence[ObjectName]) -> StorageTicket[list[bool]]: ...
 
-    def submit_read(self, names: Sequence[ObjectName], into: Sequence[memoryview]) -> Ticket[list[Outcome]]: ...
+    def submit_read(
+        self, names: Sequence[ObjectName], into: Sequence[memoryview]
+    ) -> StorageTicket[list[ObjectOutcome]]: ...
 
-    def submit_write(self, items: Sequence[Item], chain: Chain | None = None) -> Ticket[list[Outcome]]: ...
+    def submit_write(
+        self, items: Sequence[ObjectBuffer], chain: WriteChain | None = None
+    ) -> StorageTicket[list[ObjectOutcome]]: ...
 
     def close(self, timeout_s: float) -> bool: ...
 
 
-class StorageQueue:
+class ThreadedIoQueue:
     """Serves `backend` with `threads` threads; at most `max_waiting` reads and as many writes wait in line.
 
     `wake` is called from a thread of the queue after each ticket that one of them has finished. All other methods may
@@ -158,7 +171,7 @@ class StorageQueue:
 
     def __init__(
         self,
-        backend: Backend,
+        backend: StorageBackend,
         threads: int = 2,
         *,
         max_waiting: int = 256,
@@ -171,35 +184,41 @@ class StorageQueue:
         self._max_waiting = max_waiting
         self._wake = wake
         self._change = threading.Condition()
-        self._reads: deque[Ticket[Any]] = deque()
-        self._writes: deque[Ticket[Any]] = deque()
+        self._reads: deque[StorageTicket[Any]] = deque()
+        self._writes: deque[StorageTicket[Any]] = deque()
         self._reads_in_a_row = 0
         self._closing = False
-        self._counts = dict.fromkeys(QueueCounts.__dataclass_fields__, 0)
+        self._counts = dict.fromkeys(IoQueueCounts.__dataclass_fields__, 0)
         self._alive = threads
         self._threads = [threading.Thread(target=self._serve, name=f"storage-{n}", daemon=True) for n in range(threads)]
         for thread in self._threads:
             thread.start()
 
-    def submit_exists(self, names: Sequence[ObjectName]) -> Ticket[list[bool]]:
+    def submit_exists(self, names: Sequence[ObjectName]) -> StorageTicket[list[bool]]:
         names = tuple(names)
-        return self._submit(Ticket(Op.EXISTS, names, lambda: self.backend.exists(names), self._cancel))
+        return self._submit(StorageTicket(StorageOp.EXISTS, names, lambda: self.backend.exists(names), self._cancel))
 
-    def submit_read(self, names: Sequence[ObjectName], into: Sequence[memoryview]) -> Ticket[list[Outcome]]:
+    def submit_read(
+        self, names: Sequence[ObjectName], into: Sequence[memoryview]
+    ) -> StorageTicket[list[ObjectOutcome]]:
         """`into` belongs to the ticket until it is done."""
         assert len(names) == len(into)
         names, into = tuple(names), tuple(into)
-        return self._submit(Ticket(Op.READ, names, lambda: self.backend.read(names, into), self._cancel))
+        return self._submit(StorageTicket(StorageOp.READ, names, lambda: self.backend.read(names, into), self._cancel))
 
-    def submit_write(self, items: Sequence[Item], chain: Chain | None = None) -> Ticket[list[Outcome]]:
+    def submit_write(
+        self, items: Sequence[ObjectBuffer], chain: WriteChain | None = None
+    ) -> StorageTicket[list[ObjectOutcome]]:
         """The payloads must stay as they are until the ticket is done."""
         items = tuple(items)
         names = [item.name for item in items]
-        return self._submit(Ticket(Op.WRITE, names, lambda: self.backend.write(items), self._cancel, chain))
+        return self._submit(
+            StorageTicket(StorageOp.WRITE, names, lambda: self.backend.write(items), self._cancel, chain)
+        )
 
-    def counts(self) -> QueueCounts:
+    def counts(self) -> IoQueueCounts:
         with self._change:
-            return QueueCounts(**self._counts)
+            return IoQueueCounts(**self._counts)
 
     @property
     def waiting(self) -> int:
@@ -224,23 +243,23 @@ class StorageQueue:
             thread.join(max(0.0, deadline - self._clock.now()))
         return not any(thread.is_alive() for thread in self._threads)
 
-    def _line(self, ticket: Ticket[Any]) -> deque[Ticket[Any]]:
-        return self._writes if ticket.op is Op.WRITE else self._reads
+    def _line(self, ticket: StorageTicket[Any]) -> deque[StorageTicket[Any]]:
+        return self._writes if ticket.op is StorageOp.WRITE else self._reads
 
-    def _submit(self, ticket: Ticket[T]) -> Ticket[T]:
+    def _submit(self, ticket: StorageTicket[T]) -> StorageTicket[T]:
         with self._change:
             line = self._line(ticket)
             if self._closing:
                 ticket._fail("storage is closing")
             elif len(line) >= self._max_waiting:
-                self._counts["dropped_writes" if ticket.op is Op.WRITE else "refused_reads"] += 1
+                self._counts["dropped_writes" if ticket.op is StorageOp.WRITE else "refused_reads"] += 1
                 ticket._fail("too many operations are waiting for storage")
             else:
                 line.append(ticket)
                 self._change.notify()
         return ticket
 
-    def _cancel(self, ticket: Ticket[Any]) -> bool:
+    def _cancel(self, ticket: StorageTicket[Any]) -> bool:
         with self._change:
             line = self._line(ticket)
             if ticket not in line:
@@ -250,7 +269,7 @@ class StorageQueue:
             ticket._fail("cancelled")
             return True
 
-    def _take(self) -> Ticket[Any] | None:
+    def _take(self) -> StorageTicket[Any] | None:
         """The next ticket, once there is one; None when the queue is closing."""
         with self._change:
             while not self._closing:
@@ -280,7 +299,7 @@ class StorageQueue:
             if last:
                 self.backend.close()
 
-    def _run(self, ticket: Ticket[Any]) -> None:
+    def _run(self, ticket: StorageTicket[Any]) -> None:
         try:
             ticket._carry_out()
         except Exception as error:  # A backend of a stranger's; the loop must hear of it all the same.

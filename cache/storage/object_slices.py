@@ -31,16 +31,16 @@ from functools import cache
 import torch
 
 from cache.memory.copy_plan import packing
-from cache.memory.kv_cache_spec import BufferSpec, Index, PoolSetSpec, PoolSpec
+from cache.memory.kv_cache_spec import BufferSpec, IndexSpace, PoolSetSpec, PoolSpec
 from cache.memory.memory_layout import BufferLayout, PoolSetLayout, word_dtype
-from cache.memory.page_digest import Digester
+from cache.memory.page_digest import PageDigester
 
 PARTITIONS = (1, 2, 4, 8, 16)
 """Writers' numbers of slices that a reader looks for."""
 
 
 @dataclass(frozen=True, slots=True, order=True)
-class Part:
+class HeadPart:
     """Which slice of the heads an object holds: `index` of `of` equal ones. `of` 0: the buffers without heads."""
 
     index: int
@@ -50,31 +50,31 @@ class Part:
         return f"{self.index}of{self.of}" if self.of else "shared"
 
 
-SHARED = Part(0, 0)
+SHARED = HeadPart(0, 0)
 
 
 @dataclass(frozen=True, slots=True)
-class Objects:
+class PageObjects:
     """One part of some pages of one pool."""
 
-    part: Part
+    part: HeadPart
     payloads: torch.Tensor
     """uint8 [pages, object_bytes], contiguous."""
     digests: tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True)
-class Assembled:
+class AssembledPage:
     """Pages put together from objects."""
 
     pages: torch.Tensor
     """uint8 [pages, unit_bytes], the reader's canonical pages."""
     digests: tuple[int, ...]
-    damaged: Mapping[int, tuple[Part, ...]]
+    damaged: Mapping[int, tuple[HeadPart, ...]]
     """Pages (by their place) that are not to be used, with the objects whose bytes don't match their digests."""
 
 
-class Slicer:
+class ObjectSlicer:
     """Cuts one rank's pages into objects, and puts its pages together from anybody's.
 
     `spec` is the rank's own. Raises `ValueError` for buffers whose slices aren't one of equal parts.
@@ -86,64 +86,66 @@ class Slicer:
         self._own = {pool.name: _part_of(pool) for pool in spec.pools}
         self._digester = cache(self._make_digester)
 
-    def own(self, pool: str) -> tuple[Part, ...]:
+    def own(self, pool: str) -> tuple[HeadPart, ...]:
         """The parts that make up this rank's page."""
         return tuple(part for part in (SHARED, self._own[pool]) if self._buffers(pool, part))
 
-    def writes(self, pool: str) -> tuple[Part, ...]:
+    def writes(self, pool: str) -> tuple[HeadPart, ...]:
         """The parts that this rank is to write, where it is the first of those with the same slice."""
         return tuple(part for part in self.own(pool) if part != SHARED or self._own[pool].index == 0)
 
-    def object_bytes(self, pool: str, part: Part) -> int:
+    def object_bytes(self, pool: str, part: HeadPart) -> int:
         return sum(b.layers * b.entry_bytes(self.spec.page_tokens) for b in self._buffers(pool, part))
 
-    def plan(self, pool: str, of: int) -> tuple[Part, ...]:
+    def plan(self, pool: str, of: int) -> tuple[HeadPart, ...]:
         """The objects that cover this rank's page where writers had `of` slices; none where that can't be."""
         sliced = [b for b in self.spec.by_name[pool].buffers if b.heads]
         if any(b.heads % of for b in sliced):
             return ()
         own = self._own[pool]
-        parts: tuple[Part, ...] = ()
+        parts: tuple[HeadPart, ...] = ()
         if sliced:
             first, end = own.index * of // own.of, -(-(own.index + 1) * of // own.of)
-            parts = tuple(Part(i, of) for i in range(first, end))
+            parts = tuple(HeadPart(i, of) for i in range(first, end))
         return tuple(part for part in self.own(pool) if part == SHARED) + parts
 
-    def plans(self, pool: str, partitions: Iterable[int] = PARTITIONS) -> list[tuple[Part, ...]]:
+    def plans(self, pool: str, partitions: Iterable[int] = PARTITIONS) -> list[tuple[HeadPart, ...]]:
         """Every way to cover this rank's page, the cheapest first: its own size, then by bytes and objects to read."""
         found = {self.plan(pool, of) for of in (self._own[pool].of, *partitions)} - {()}
         return sorted(found, key=lambda plan: (sum(self.object_bytes(pool, p) for p in plan), len(plan), plan))
 
     def split(
         self, pool: str, pages: torch.Tensor, digests: Sequence[int], firsts: Sequence[int], ends: Sequence[int]
-    ) -> list[Objects]:
+    ) -> list[PageObjects]:
         """This rank's canonical pages, uint8 [pages, unit_bytes], as the objects of `own`.
 
         `digests` are the pages' seals, over positions `firsts[i] .. ends[i]-1` of each.
         """
         own = self.own(pool)
         if len(own) == 1:
-            return [Objects(own[0], pages, tuple(digests))]
+            return [PageObjects(own[0], pages, tuple(digests))]
         out, left = [], list(digests)
         for part in own[:-1]:
             payloads = self._cut(pool, pages, part)
             found = self._digester(pool, part).digest_canonical(payloads, pool, firsts, ends)
             left = [_wrapped(d - f) for d, f in zip(left, found, strict=True)]
-            out.append(Objects(part, payloads, tuple(found)))
-        return [*out, Objects(own[-1], self._cut(pool, pages, own[-1]), tuple(left))]
+            out.append(PageObjects(part, payloads, tuple(found)))
+        return [*out, PageObjects(own[-1], self._cut(pool, pages, own[-1]), tuple(left))]
 
-    def assemble(self, pool: str, objects: Sequence[Objects], firsts: Sequence[int], ends: Sequence[int]) -> Assembled:
+    def assemble(
+        self, pool: str, objects: Sequence[PageObjects], firsts: Sequence[int], ends: Sequence[int]
+    ) -> AssembledPage:
         """This rank's pages from the objects of a plan. Raises `ValueError` when they don't cover its page."""
         if tuple(o.part for o in objects) not in {self.plan(pool, o.part.of or 1) for o in objects}:
             raise ValueError(f"{', '.join(str(o.part) for o in objects)} don't make up a page of {self._own[pool]}")
-        damaged: dict[int, tuple[Part, ...]] = {}
+        damaged: dict[int, tuple[HeadPart, ...]] = {}
         for one in objects:
             found = self._digester(pool, one.part).digest_canonical(one.payloads, pool, firsts, ends)
             for page, (digest, want) in enumerate(zip(found, one.digests, strict=True)):
                 if digest != want:
                     damaged[page] = (*damaged.get(page, ()), one.part)
         if len(objects) == 1 and objects[0].part in self.own(pool):
-            return Assembled(objects[0].payloads, objects[0].digests, damaged)
+            return AssembledPage(objects[0].payloads, objects[0].digests, damaged)
         pages = torch.empty(len(firsts), self.spec.unit_bytes(pool), dtype=torch.uint8)
         for one in objects:
             self._paste(pool, pages, one)
@@ -154,21 +156,21 @@ class Slicer:
                 if digest != want:
                     damaged.setdefault(page, ())
             sealed = sums
-        return Assembled(pages, tuple(sealed), damaged)
+        return AssembledPage(pages, tuple(sealed), damaged)
 
-    def _cut(self, pool: str, pages: torch.Tensor, part: Part) -> torch.Tensor:
+    def _cut(self, pool: str, pages: torch.Tensor, part: HeadPart) -> torch.Tensor:
         """The bytes of a part that this rank's pages hold in whole: uint8 [pages, object_bytes]."""
         out = torch.empty(len(pages), self.object_bytes(pool, part), dtype=torch.uint8)
         for mine, theirs in self._views(pool, pages, part, out):
             theirs.copy_(mine)
         return out
 
-    def _paste(self, pool: str, pages: torch.Tensor, one: Objects) -> None:
+    def _paste(self, pool: str, pages: torch.Tensor, one: PageObjects) -> None:
         for mine, theirs in self._views(pool, pages, one.part, one.payloads):
             mine.copy_(theirs)
 
     def _views(
-        self, pool: str, pages: torch.Tensor, part: Part, payloads: torch.Tensor
+        self, pool: str, pages: torch.Tensor, part: HeadPart, payloads: torch.Tensor
     ) -> Iterable[tuple[torch.Tensor, torch.Tensor]]:
         """The heads that pages and objects have in common, buffer by buffer: views of the pages and of the objects."""
         theirs = {b.spec.name: b for b in packing(self._object_layout(pool, part), pool)}
@@ -188,34 +190,34 @@ class Slicer:
 
     def _by_head(self, packed: torch.Tensor, buffer: BufferLayout, word: torch.dtype) -> torch.Tensor:
         """One buffer of canonical pages as integers: [pages, layers, tokens, heads, words]."""
-        tokens = self.spec.page_tokens if buffer.spec.index is Index.TOKEN else 1
+        tokens = self.spec.page_tokens if buffer.spec.index is IndexSpace.TOKEN else 1
         stack = buffer.stack(packed.view(-1), len(packed), word)
         return stack.transpose(0, 1).view(len(packed), buffer.spec.layers, tokens, buffer.spec.shape[0], -1)
 
-    def _buffers(self, pool: str, part: Part) -> tuple[BufferSpec, ...]:
+    def _buffers(self, pool: str, part: HeadPart) -> tuple[BufferSpec, ...]:
         """What an object of a part holds."""
         buffers = self.spec.by_name[pool].buffers
         if part == SHARED:
             return tuple(b for b in buffers if not b.heads)
         return tuple(_sliced(b, part) for b in buffers if b.heads)
 
-    def _object_layout(self, pool: str, part: Part) -> PoolSetLayout:
+    def _object_layout(self, pool: str, part: HeadPart) -> PoolSetLayout:
         """A pool set in which `pool` has only what is in an object of `part`."""
         pools = tuple(
             dataclasses.replace(p, buffers=self._buffers(pool, part)) if p.name == pool else p for p in self.spec.pools
         )
         return PoolSetLayout(PoolSetSpec(self.spec.page_tokens, pools), self._layout.counts)
 
-    def _make_digester(self, pool: str, part: Part | None) -> Digester:
-        return Digester(self._layout if part is None else self._object_layout(pool, part), only=pool)
+    def _make_digester(self, pool: str, part: HeadPart | None) -> PageDigester:
+        return PageDigester(self._layout if part is None else self._object_layout(pool, part), only=pool)
 
 
-def _sliced(buffer: BufferSpec, part: Part) -> BufferSpec:
+def _sliced(buffer: BufferSpec, part: HeadPart) -> BufferSpec:
     count = buffer.heads // part.of
     return dataclasses.replace(buffer, shape=(count, *buffer.shape[1:]), first_head=count * part.index)
 
 
-def _part_of(pool: PoolSpec) -> Part:
+def _part_of(pool: PoolSpec) -> HeadPart:
     """The part that a rank's pool holds: 0of1 where nothing is sliced."""
     parts = set()
     for buffer in pool.buffers:
@@ -226,13 +228,13 @@ def _part_of(pool: PoolSpec) -> Part:
                     f"{pool.name}: heads {buffer.first_head}..{buffer.first_head + here - 1} of {buffer.heads} of "
                     f"{buffer.name} aren't one of equal parts"
                 )
-            parts.add(Part(buffer.first_head // here, buffer.heads // here))
+            parts.add(HeadPart(buffer.first_head // here, buffer.heads // here))
     if len(parts) > 1:
         raise ValueError(
             f"{pool.name}: its buffers are different parts of their heads ({', '.join(map(str, sorted(parts)))}); "
             "buffers that are sliced differently belong in different pools"
         )
-    return parts.pop() if parts else Part(0, 1)
+    return parts.pop() if parts else HeadPart(0, 1)
 
 
 def _wrapped(digest: int) -> int:

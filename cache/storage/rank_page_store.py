@@ -18,10 +18,10 @@ import torch
 from cache.memory.kv_cache_spec import PoolSetSpec, groups
 from cache.pool.pool_set import PoolSet
 from cache.pool.tp_pool_set import merged
-from cache.storage.io_queue import Chain, Queue, Ticket
-from cache.storage.object_slices import SHARED, Objects, Part, Slicer
-from cache.storage.page_store import Fetched, Pending
-from cache.storage.storage_backend import KEPT, Item, ObjectName, Outcome, Verdict
+from cache.storage.io_queue import IoQueue, StorageTicket, WriteChain
+from cache.storage.object_slices import SHARED, HeadPart, ObjectSlicer, PageObjects
+from cache.storage.page_store import FetchedPages, PendingResult
+from cache.storage.storage_backend import KEPT, ObjectBuffer, ObjectName, ObjectOutcome, ObjectVerdict
 from contracts.messages.rank_orders import StoredPage
 
 S = TypeVar("S")
@@ -30,34 +30,36 @@ _REMEMBERED = 65536
 _ALL_BITS = 0xFFFFFFFFFFFFFFFF
 
 
-class RankShelf:
+class RankPageStore:
     """One rank's part of the pages of `host`, over its own storage queue; `rank` of `size` ranks of a worker."""
 
-    def __init__(self, queue: Queue, host: PoolSet, fingerprint: str, rank: int = 0, size: int = 1) -> None:
+    def __init__(self, queue: IoQueue, host: PoolSet, fingerprint: str, rank: int = 0, size: int = 1) -> None:
         self.queue, self.host = queue, host
         self._fingerprint, self._rank, self._size = fingerprint, rank, size
-        self.slicer = Slicer(host.spec)
-        self.plans: OrderedDict[tuple[str, bytes], tuple[Part, ...]] = OrderedDict()
+        self.slicer = ObjectSlicer(host.spec)
+        self.plans: OrderedDict[tuple[str, bytes], tuple[HeadPart, ...]] = OrderedDict()
         """Pages that workers of another number of ranks have stored."""
 
-    def exists(self, wanted: Sequence[tuple[str, bytes]]) -> Pending[list[bool]]:
-        return _Probe(self, wanted)
+    def exists(self, wanted: Sequence[tuple[str, bytes]]) -> PendingResult[list[bool]]:
+        return _PageLookup(self, wanted)
 
-    def fetch(self, pages: Sequence[StoredPage]) -> Pending[list[Outcome]]:
-        return Mapped(self.fetch_parts(pages), lambda found: merged_outcomes(self.host.spec, pages, [found]))
+    def fetch(self, pages: Sequence[StoredPage]) -> PendingResult[list[ObjectOutcome]]:
+        return MappedResult(self.fetch_parts(pages), lambda found: merged_outcomes(self.host.spec, pages, [found]))
 
-    def fetch_parts(self, pages: Sequence[StoredPage]) -> Pending[list[Fetched]]:
-        return _Fetch(self, pages)
+    def fetch_parts(self, pages: Sequence[StoredPage]) -> PendingResult[list[FetchedPages]]:
+        return _PageFetch(self, pages)
 
     def put(
-        self, pages: Sequence[StoredPage], digests: Sequence[int], chain: Chain | None = None
-    ) -> Pending[list[Outcome]]:
+        self, pages: Sequence[StoredPage], digests: Sequence[int], chain: WriteChain | None = None
+    ) -> PendingResult[list[ObjectOutcome]]:
         objects = [self._items(page, digest) for page, digest in zip(pages, digests, strict=True)]
         counts = [len(items) for items in objects]
         ticket = self.queue.submit_write([item for items in objects for item in items], chain)
-        return Mapped(ticket, lambda outcomes: _worst(outcomes, counts))
+        return MappedResult(ticket, lambda outcomes: _worst(outcomes, counts))
 
-    def put_mine(self, pages: Sequence[StoredPage], chain: Chain | None = None) -> Pending[list[Outcome]]:
+    def put_mine(
+        self, pages: Sequence[StoredPage], chain: WriteChain | None = None
+    ) -> PendingResult[list[ObjectOutcome]]:
         """`put` with the digests of what lies here: a rank's share of pages that were checked as a whole."""
         digests = [self.digest(page) for page in pages]
         return self.put(pages, digests, chain)
@@ -67,9 +69,9 @@ class RankShelf:
 
     # ------------------------------------------------------------ names and bytes
 
-    def name(self, pool: str, key: bytes, part: Part) -> ObjectName:
+    def name(self, pool: str, key: bytes, part: HeadPart) -> ObjectName:
         # A page that nobody slices is a whole one for everybody.
-        whole = Part(0, 1) if self.slicer.own(pool) == (SHARED,) else part
+        whole = HeadPart(0, 1) if self.slicer.own(pool) == (SHARED,) else part
         return ObjectName(self._fingerprint, pool, key, str(whole))
 
     def memory(self, page: StoredPage) -> torch.Tensor:
@@ -88,27 +90,29 @@ class RankShelf:
         # The group that all ranks hold alike comes last.
         return ((digest - shared) & _ALL_BITS, shared)
 
-    def _items(self, page: StoredPage, digest: int) -> list[Item]:
+    def _items(self, page: StoredPage, digest: int) -> list[ObjectBuffer]:
         """The objects of a page that this rank is to write: those that no rank before it has."""
         own = self.slicer.own(page.pool)
         if len(own) == 1:
             payload = self.memory(page).numpy().data
-            return [Item(self.name(page.pool, page.key, part), digest, payload) for part in own if self._first(part)]
+            return [
+                ObjectBuffer(self.name(page.pool, page.key, part), digest, payload) for part in own if self._first(part)
+            ]
         split = self.slicer.split(page.pool, self.memory(page).view(1, -1), [digest], [page.first], [page.end])
         return [
-            Item(self.name(page.pool, page.key, one.part), one.digests[0], one.payloads[0].numpy().data)
+            ObjectBuffer(self.name(page.pool, page.key, one.part), one.digests[0], one.payloads[0].numpy().data)
             for one in split
             if self._first(one.part)
         ]
 
-    def _first(self, part: Part) -> bool:
+    def _first(self, part: HeadPart) -> bool:
         return self._rank % (self._size // part.of if part.of else self._size) == 0
 
 
-class Mapped(Generic[S, R]):
+class MappedResult(Generic[S, R]):
     """A pending answer, seen through a function."""
 
-    def __init__(self, pending: Pending[S], through: Callable[[S], R]) -> None:
+    def __init__(self, pending: PendingResult[S], through: Callable[[S], R]) -> None:
         self._pending, self._through = pending, through
 
     @property
@@ -122,10 +126,10 @@ class Mapped(Generic[S, R]):
         return self._pending.cancel()
 
 
-class _Probe:
+class _PageLookup:
     """The questions after one another: my own number of ranks, which others there are, and what those have."""
 
-    def __init__(self, shelf: RankShelf, wanted: Sequence[tuple[str, bytes]]) -> None:
+    def __init__(self, shelf: RankPageStore, wanted: Sequence[tuple[str, bytes]]) -> None:
         self._shelf, self._wanted = shelf, list(wanted)
         self._found = [False] * len(self._wanted)
         self._cancelled = False
@@ -145,7 +149,7 @@ class _Probe:
         self._cancelled = True
         return self._ticket is None or self._ticket.cancel()
 
-    def _run(self) -> Iterator[Ticket[list[bool]]]:
+    def _run(self) -> Iterator[StorageTicket[list[bool]]]:
         shelf = self._shelf
         own = {pool: shelf.slicer.own(pool) for pool, _ in self._wanted}
         yield from self._ask(list(range(len(self._wanted))), own)
@@ -166,7 +170,7 @@ class _Probe:
                 left = [i for i in missing if self._wanted[i][0] == pool and not self._found[i]]
                 yield from self._ask(left, {pool: plan})
 
-    def _ask(self, which: list[int], plans: Mapping[str, tuple[Part, ...]]) -> Iterator[Ticket[list[bool]]]:
+    def _ask(self, which: list[int], plans: Mapping[str, tuple[HeadPart, ...]]) -> Iterator[StorageTicket[list[bool]]]:
         shelf, names, owners = self._shelf, [], []
         for i in which:
             pool, key = self._wanted[i]
@@ -188,14 +192,14 @@ class _Probe:
                     shelf.plans.popitem(last=False)
 
 
-class _Fetch:
+class _PageFetch:
     """Pages on their way into host memory: in place where they are one object, else put together at the end."""
 
-    def __init__(self, shelf: RankShelf, pages: Sequence[StoredPage]) -> None:
+    def __init__(self, shelf: RankPageStore, pages: Sequence[StoredPage]) -> None:
         self._shelf, self._pages = shelf, list(pages)
         self._plans = [shelf.plans.pop((p.pool, p.key), shelf.slicer.own(p.pool)) for p in self._pages]
         self._payloads: list[list[torch.Tensor]] = []
-        self._result: list[Fetched] | None = None
+        self._result: list[FetchedPages] | None = None
         names, into = [], []
         for page, plan in zip(self._pages, self._plans, strict=True):
             sizes = [shelf.slicer.object_bytes(page.pool, part) for part in plan]
@@ -213,7 +217,7 @@ class _Fetch:
     def cancel(self) -> bool:
         return self._ticket.cancel()
 
-    def result(self) -> list[Fetched]:
+    def result(self) -> list[FetchedPages]:
         if self._result is None:
             self._result, outcomes = [], iter(self._ticket.result())
             for page, plan, payloads in zip(self._pages, self._plans, self._payloads, strict=True):
@@ -221,42 +225,42 @@ class _Fetch:
         return self._result
 
     def _one(
-        self, page: StoredPage, plan: tuple[Part, ...], payloads: list[torch.Tensor], outcomes: list[Outcome]
-    ) -> Fetched:
+        self, page: StoredPage, plan: tuple[HeadPart, ...], payloads: list[torch.Tensor], outcomes: list[ObjectOutcome]
+    ) -> FetchedPages:
         for outcome in outcomes:
             if not outcome.ok:
-                return Fetched(outcome.verdict, (), outcome.reason)
+                return FetchedPages(outcome.verdict, (), outcome.reason)
         shelf = self._shelf
         if not payloads:
-            return Fetched(Verdict.FOUND, shelf.grouped(page.pool, outcomes[0].digest, 0))
+            return FetchedPages(ObjectVerdict.FOUND, shelf.grouped(page.pool, outcomes[0].digest, 0))
         objects = [
-            Objects(part, payload.view(1, -1), (outcome.digest,))
+            PageObjects(part, payload.view(1, -1), (outcome.digest,))
             for part, payload, outcome in zip(plan, payloads, outcomes, strict=True)
         ]
         whole = shelf.slicer.assemble(page.pool, objects, [page.first], [page.end])
         if whole.damaged:
-            return Fetched(Verdict.DAMAGED, (), "an object of it isn't what was stored")
+            return FetchedPages(ObjectVerdict.DAMAGED, (), "an object of it isn't what was stored")
         shelf.memory(page).copy_(whole.pages[0])
         shared = sum(outcome.digest for part, outcome in zip(plan, outcomes, strict=True) if part == SHARED)
-        return Fetched(Verdict.FOUND, shelf.grouped(page.pool, whole.digests[0], shared))
+        return FetchedPages(ObjectVerdict.FOUND, shelf.grouped(page.pool, whole.digests[0], shared))
 
 
 def merged_outcomes(
-    spec: PoolSetSpec, pages: Sequence[StoredPage], by_rank: Sequence[Sequence[Fetched]]
-) -> list[Outcome]:
+    spec: PoolSetSpec, pages: Sequence[StoredPage], by_rank: Sequence[Sequence[FetchedPages]]
+) -> list[ObjectOutcome]:
     """What became of whole pages, of which each rank has fetched its part: [ranks][pages]."""
     out = []
     for page, parts in zip(pages, zip(*by_rank, strict=True), strict=True):
-        bad = next((part for part in parts if part.verdict is not Verdict.FOUND), None)
+        bad = next((part for part in parts if part.verdict is not ObjectVerdict.FOUND), None)
         if bad is not None:
-            out.append(Outcome(bad.verdict, 0, bad.reason))
+            out.append(ObjectOutcome(bad.verdict, 0, bad.reason))
             continue
         (digest,) = merged(spec.by_name[page.pool], [[[digest] for digest in part.digests] for part in parts])
-        out.append(Outcome(Verdict.FOUND, digest))
+        out.append(ObjectOutcome(ObjectVerdict.FOUND, digest))
     return out
 
 
-def _worst(outcomes: Sequence[Outcome], counts: Sequence[int]) -> list[Outcome]:
+def _worst(outcomes: Sequence[ObjectOutcome], counts: Sequence[int]) -> list[ObjectOutcome]:
     """One outcome a page from those of its objects; of a page that others write, that it is there."""
     found, out = iter(outcomes), []
     for count in counts:

@@ -1,8 +1,8 @@
 """The third tier's interface: objects by content-derived names, read and written in batches.
 
 One object is one page of one pool (or one slice of its heads) in its canonical layout. Its name says everything that
-its content depends on, so an object never changes: writing a name that is there already is a no-op, and any process
-may delete any object at any time. What a caller gets is an `Outcome` a name; a bad object, a full disk and a server
+its content depends on, so an object never changes: writing a name that is there already is a no-op, and any process may
+delete any object at any time. What a caller gets is an `ObjectOutcome` a name; a bad object, a full disk and a server
 that has gone are outcomes too, not exceptions. All calls block and may be made from many threads at once.
 """
 
@@ -49,7 +49,7 @@ class ObjectName:
         return hashlib.blake2b(self.encoded, digest_size=16, salt=b"twinpool-l3-v%d" % FORMAT_VERSION).hexdigest()
 
 
-class Verdict(StrEnum):
+class ObjectVerdict(StrEnum):
     """What became of one name of a batch."""
 
     FOUND = "found"
@@ -68,28 +68,28 @@ class Verdict(StrEnum):
     """The medium failed, the deadline passed, or the operation never ran; nothing is known about the object."""
 
 
-class Outcome(NamedTuple):
+class ObjectOutcome(NamedTuple):
     """A verdict, the content digest if the object was found, and for the rest a reason for people."""
 
-    verdict: Verdict
+    verdict: ObjectVerdict
     digest: int = 0
     reason: str = ""
 
     @property
     def ok(self) -> bool:
         """The payload is in the buffer (read), or the object is in the store (write)."""
-        return self.verdict in (Verdict.FOUND, Verdict.STORED, Verdict.KEPT)
+        return self.verdict in (ObjectVerdict.FOUND, ObjectVerdict.STORED, ObjectVerdict.KEPT)
 
 
 CUT_OFF = "what comes before it could not be written"
 """The reason of a write that was not begun."""
-MISSING = Outcome(Verdict.MISSING)
-STORED = Outcome(Verdict.STORED)
-KEPT = Outcome(Verdict.KEPT)
+MISSING = ObjectOutcome(ObjectVerdict.MISSING)
+STORED = ObjectOutcome(ObjectVerdict.STORED)
+KEPT = ObjectOutcome(ObjectVerdict.KEPT)
 
 
 @dataclass(frozen=True, slots=True)
-class Item:
+class ObjectBuffer:
     """An object to write: its name, the 64-bit content digest of the page, and its canonical bytes (contiguous)."""
 
     name: ObjectName
@@ -98,7 +98,7 @@ class Item:
 
 
 @dataclass(frozen=True, slots=True)
-class Capacity:
+class BackendCapacity:
     """How much a backend may hold and holds, in bytes with seals; `max_bytes` 0 means that nothing limits it."""
 
     max_bytes: int
@@ -107,7 +107,7 @@ class Capacity:
 
 
 @dataclass(frozen=True, slots=True)
-class Counts:
+class BackendCounts:
     """What a backend has met since it was opened."""
 
     damaged: int = 0
@@ -122,43 +122,43 @@ class Counts:
     """Objects deleted to make room for others."""
 
 
-class Tally:
-    """`Counts` under way, for many threads."""
+class BackendTally:
+    """`BackendCounts` under way, for many threads."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._counts = dict.fromkeys(Counts.__dataclass_fields__, 0)
+        self._counts = dict.fromkeys(BackendCounts.__dataclass_fields__, 0)
 
     def add(self, what: str, count: int = 1) -> None:
         with self._lock:
             self._counts[what] += count
 
-    def add_outcomes(self, outcomes: Sequence[Outcome]) -> None:
+    def add_outcomes(self, outcomes: Sequence[ObjectOutcome]) -> None:
         """Count what is damaged, failed or refused among them."""
         for outcome in outcomes:
-            if outcome.verdict in (Verdict.DAMAGED, Verdict.FAILED, Verdict.REFUSED):
+            if outcome.verdict in (ObjectVerdict.DAMAGED, ObjectVerdict.FAILED, ObjectVerdict.REFUSED):
                 self.add(outcome.verdict.value)
 
-    def snapshot(self) -> Counts:
+    def snapshot(self) -> BackendCounts:
         with self._lock:
-            return Counts(**self._counts)
+            return BackendCounts(**self._counts)
 
 
-class Backend(Protocol):
+class StorageBackend(Protocol):
     """A store of objects. Every call ends by a deadline of the backend's own and raises nothing for what it meets."""
 
     def exists(self, names: Sequence[ObjectName]) -> list[bool]:
         """Whether each is there, by name alone: a later read may still find it gone or damaged."""
         ...
 
-    def read(self, names: Sequence[ObjectName], into: Sequence[memoryview]) -> list[Outcome]:
+    def read(self, names: Sequence[ObjectName], into: Sequence[memoryview]) -> list[ObjectOutcome]:
         """Read each payload into its own buffer, writable, contiguous and of exactly the payload's size.
 
         A buffer's content is undefined unless its outcome is `FOUND`. An object of another size is damage.
         """
         ...
 
-    def write(self, items: Sequence[Item]) -> list[Outcome]:
+    def write(self, items: Sequence[ObjectBuffer]) -> list[ObjectOutcome]:
         """Store each object in turn, evicting what was used longest ago.
 
         Once one could not be stored, none behind it is written, unless it is there already: they may be of use only
@@ -170,9 +170,9 @@ class Backend(Protocol):
         """Delete those that are there."""
         ...
 
-    def capacity(self) -> Capacity: ...
+    def capacity(self) -> BackendCapacity: ...
 
-    def counts(self) -> Counts: ...
+    def counts(self) -> BackendCounts: ...
 
     def close(self) -> None:
         """Give back what the backend holds in this process; the objects stay where they outlive it."""

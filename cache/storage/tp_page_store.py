@@ -10,43 +10,43 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from cache.pool.tp_pool_set import RankedPools
-from cache.storage.io_queue import Chain
-from cache.storage.page_store import Fetched, Pending
-from cache.storage.rank_page_store import Mapped, RankShelf, merged_outcomes
-from cache.storage.storage_backend import Outcome, Verdict
+from cache.pool.tp_pool_set import TPPoolSet
+from cache.storage.io_queue import WriteChain
+from cache.storage.page_store import FetchedPages, PendingResult
+from cache.storage.rank_page_store import MappedResult, RankPageStore, merged_outcomes
+from cache.storage.storage_backend import ObjectOutcome, ObjectVerdict
 from contracts.messages.rank_order_codec import OrderAnswers, OrderChannel
 from contracts.messages.rank_orders import FetchPages, FindPages, PutPages, StoredPage
 
-_DAMAGED = Outcome(Verdict.FAILED, 0, "it was damaged in host memory before it was stored")
+_DAMAGED = ObjectOutcome(ObjectVerdict.FAILED, 0, "it was damaged in host memory before it was stored")
 
 
-class RankedShelf:
+class TPPageStore:
     """The leader's `Shelf`."""
 
-    def __init__(self, mine: RankShelf, host: RankedPools, followers: OrderChannel) -> None:
+    def __init__(self, mine: RankPageStore, host: TPPoolSet, followers: OrderChannel) -> None:
         self._mine, self._host, self._followers = mine, host, followers
-        self._chain: Chain | None = None
+        self._chain: WriteChain | None = None
         self._number = 0
         """Of the last chain, as the followers know it: what belongs to one is ordered together."""
 
-    def exists(self, wanted: Sequence[tuple[str, bytes]]) -> Pending[list[bool]]:
-        both = _Both(self._mine.exists(wanted), self._followers.ask(FindPages(tuple(wanted))))
-        return Mapped(both, lambda found: [all(ranks) for ranks in zip(*found, strict=True)])
+    def exists(self, wanted: Sequence[tuple[str, bytes]]) -> PendingResult[list[bool]]:
+        both = _LeaderAndFollowers(self._mine.exists(wanted), self._followers.ask(FindPages(tuple(wanted))))
+        return MappedResult(both, lambda found: [all(ranks) for ranks in zip(*found, strict=True)])
 
-    def fetch(self, pages: Sequence[StoredPage]) -> Pending[list[Outcome]]:
-        both = _Both(self._mine.fetch_parts(pages), self._followers.ask(FetchPages(tuple(pages))))
+    def fetch(self, pages: Sequence[StoredPage]) -> PendingResult[list[ObjectOutcome]]:
+        both = _LeaderAndFollowers(self._mine.fetch_parts(pages), self._followers.ask(FetchPages(tuple(pages))))
 
-        def together(found: list[list[Any]]) -> list[Outcome]:
-            parts = [[Fetched(Verdict(verdict), tuple(digests), reason) for verdict, digests, reason in one]
+        def together(found: list[list[Any]]) -> list[ObjectOutcome]:
+            parts = [[FetchedPages(ObjectVerdict(verdict), tuple(digests), reason) for verdict, digests, reason in one]
                      for one in found]  # fmt: skip
             return merged_outcomes(self._host.spec, pages, parts)
 
-        return Mapped(both, together)
+        return MappedResult(both, together)
 
     def put(
-        self, pages: Sequence[StoredPage], digests: Sequence[int], chain: Chain | None = None
-    ) -> Pending[list[Outcome]]:
+        self, pages: Sequence[StoredPage], digests: Sequence[int], chain: WriteChain | None = None
+    ) -> PendingResult[list[ObjectOutcome]]:
         good = self._sound(pages, digests)
         chosen = [page for page, sound in zip(pages, good, strict=True) if sound]
         number = 0
@@ -54,13 +54,15 @@ class RankedShelf:
             if chain is not self._chain:
                 self._chain, self._number = chain, self._number + 1
             number = self._number
-        both = _Both(self._mine.put_mine(chosen, chain), self._followers.ask(PutPages(tuple(chosen), number)))
+        both = _LeaderAndFollowers(
+            self._mine.put_mine(chosen, chain), self._followers.ask(PutPages(tuple(chosen), number))
+        )
 
-        def together(found: list[list[Any]]) -> list[Outcome]:
+        def together(found: list[list[Any]]) -> list[ObjectOutcome]:
             stored = iter([_worst(one) for one in zip(*found, strict=True)])
             return [next(stored) if sound else _DAMAGED for sound in good]
 
-        return Mapped(both, together)
+        return MappedResult(both, together)
 
     def _sound(self, pages: Sequence[StoredPage], digests: Sequence[int]) -> list[bool]:
         """Which pages are still what they were sealed as."""
@@ -78,15 +80,15 @@ class RankedShelf:
         return self._mine.close(timeout_s)
 
 
-def _worst(outcomes: Sequence[Sequence[Any]]) -> Outcome:
-    found = [Outcome(Verdict(verdict), digest, reason) for verdict, digest, reason in outcomes]
+def _worst(outcomes: Sequence[Sequence[Any]]) -> ObjectOutcome:
+    found = [ObjectOutcome(ObjectVerdict(verdict), digest, reason) for verdict, digest, reason in outcomes]
     return next((one for one in found if not one.ok), found[0])
 
 
-class _Both:
+class _LeaderAndFollowers:
     """The leader's own answer and the followers', by rank."""
 
-    def __init__(self, mine: Pending[Any], others: OrderAnswers) -> None:
+    def __init__(self, mine: PendingResult[Any], others: OrderAnswers) -> None:
         self._mine, self._others = mine, others
 
     @property
@@ -102,13 +104,13 @@ class _Both:
         return self.done
 
 
-class RankStorage:
+class FollowerPageStore:
     """A follower's shelf, and the orders about it, which are answered when storage has."""
 
-    def __init__(self, shelf: RankShelf) -> None:
+    def __init__(self, shelf: RankPageStore) -> None:
         self._shelf = shelf
-        self._open: list[tuple[int, Pending[list[Any]]]] = []
-        self._chain, self._number = Chain(), 0
+        self._open: list[tuple[int, PendingResult[list[Any]]]] = []
+        self._chain, self._number = WriteChain(), 0
 
     def obey(self, sequence: int, order: FindPages | FetchPages | PutPages) -> None:
         match order:
@@ -118,7 +120,7 @@ class RankStorage:
                 self._open.append((sequence, self._shelf.fetch_parts(order.pages)))
             case PutPages():
                 if order.chain and order.chain != self._number:
-                    self._chain, self._number = Chain(), order.chain
+                    self._chain, self._number = WriteChain(), order.chain
                 chain = self._chain if order.chain else None
                 self._open.append((sequence, self._shelf.put_mine(order.pages, chain)))
 

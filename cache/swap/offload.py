@@ -1,8 +1,8 @@
 """Saving state to host memory and bringing it back: one function each way, written once over the registry.
 
-`offload` copies any pages and slots of any pools to a host pool set and returns a `Saved`, which owns the host's
-leases; `restore` copies them, or some of them, into pages and slots leased for them. Retracting a request, writing the
-tree's nodes back and loading them are all this, for every model.
+`offload` copies any pages and slots of any pools to a host pool set and returns a `OffloadedPages`, which owns the
+host's leases; `restore` copies them, or some of them, into pages and slots leased for them. Retracting a request,
+writing the tree's nodes back and loading them are all this, for every model.
 
 What is saved carries a content tag for each page: the one that its producer sealed, or else a digest of the device's
 bytes taken just before they are copied. A partly filled page is digested up to its last committed position. On the way
@@ -18,20 +18,29 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from cache.device.device_port import DEVICE, HOST, Completion, Device, Stream
+from cache.device.device_port import DEVICE, HOST, Completion, Device, DeviceStream
 from cache.memory.page_digest import ContentTag
 from cache.memory.page_moves import describe_spec
-from cache.pool.in_flight import Transit
+from cache.pool.in_flight import InFlightCopy
 from cache.pool.page_allocator import Lease
 from cache.pool.pool_set import PoolSet
-from cache.tiers.tier_copy import Extents, _finished, _Piece, _pieces, _pins, _require_current, _require_equal, _submit
+from cache.tiers.tier_copy import (
+    PageExtents,
+    _CopyPiece,
+    _finished,
+    _pieces,
+    _pins,
+    _require_current,
+    _require_equal,
+    _submit,
+)
 from contracts.errors import CapacityError
 
 
-class Saved:
+class OffloadedPages:
     """State in host memory, or on its way there. Owns its leases until `release`. It is the move's `Completion`."""
 
-    def __init__(self, host: PoolSet, extents: Extents, leases: dict[str, Lease]) -> None:
+    def __init__(self, host: PoolSet, extents: PageExtents, leases: dict[str, Lease]) -> None:
         self.host = host
         self.spec = describe_spec(host.spec)
         self.extents = dict(extents)
@@ -39,7 +48,7 @@ class Saved:
         self.leases = leases
         self.digests: dict[str, list[int]] | None = None
         """By pool; None: not yet complete, or not asked for."""
-        self._transit: Transit | None = None
+        self._transit: InFlightCopy | None = None
         self._complete = False
 
     def __len__(self) -> int:
@@ -92,14 +101,14 @@ def offload(
     device: Device,
     pools: PoolSet,
     host: PoolSet,
-    extents: Extents,
+    extents: PageExtents,
     *,
     chunk_bytes: int,
     owner: str,
     digests: Mapping[str, Sequence[int]] | None = None,
     verify: bool = True,
     after: Sequence[Completion] = (),
-) -> Saved:
+) -> OffloadedPages:
     """Save `extents` of `pools` in `host`. The copies start after the operations in `after`.
 
     `digests`, where the pages were sealed before, go with them; without, digests are taken now, unless `verify` is off.
@@ -113,12 +122,12 @@ def offload(
         p: len(e) for p, e in extents.items() if e
     }:
         raise ValueError("digests must be given for each page of each pool, or for none")
-    saved = Saved(host, extents, _lease_all(host, extents, owner))
+    saved = OffloadedPages(host, extents, _lease_all(host, extents, owner))
     pairs = {pool: (e.indices, saved.leases[pool].indices) for pool, e in extents.items()}
     pieces = list(_pieces(pairs, pools, chunk_bytes))
     digesting = verify and digests is None
 
-    def copy(piece: _Piece) -> None:
+    def copy(piece: _CopyPiece) -> None:
         if digesting:
             (part,), at = piece.move.parts, slice(piece.at.start, piece.at.stop)
             extent = extents[part.pool]
@@ -136,14 +145,14 @@ def offload(
         saved._complete = True
 
     pins = _pins(pairs, pools, host, f"offload of {owner}")
-    saved._transit = Transit(pins, finish)
+    saved._transit = InFlightCopy(pins, finish)
     saved._transit.start(
-        _submit(device, Stream.SAVE, "offload", piece, (DEVICE, HOST), copy, after) for piece in pieces
+        _submit(device, DeviceStream.SAVE, "offload", piece, (DEVICE, HOST), copy, after) for piece in pieces
     )  # fmt: skip
     return saved
 
 
-def _lease_all(host: PoolSet, extents: Extents, owner: str) -> dict[str, Lease]:
+def _lease_all(host: PoolSet, extents: PageExtents, owner: str) -> dict[str, Lease]:
     """A lease in every pool, or `CapacityError` and none."""
     leases: dict[str, Lease] = {}
     try:

@@ -5,16 +5,25 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from cache.device.device_port import DEVICE, HOST, Completion, Device, Stream
-from cache.pool.in_flight import Transit
+from cache.device.device_port import DEVICE, HOST, Completion, Device, DeviceStream
+from cache.pool.in_flight import InFlightCopy
 from cache.pool.pool_set import PoolSet
-from cache.swap.offload import Saved
-from cache.tiers.tier_copy import Extents, _finished, _Piece, _pieces, _pins, _require_current, _require_equal, _submit
+from cache.swap.offload import OffloadedPages
+from cache.tiers.tier_copy import (
+    PageExtents,
+    _CopyPiece,
+    _finished,
+    _pieces,
+    _pins,
+    _require_current,
+    _require_equal,
+    _submit,
+)
 from contracts.errors import StaleLease
 
 
 @dataclass(frozen=True, slots=True)
-class Damage:
+class PageDamage:
     """A page that didn't come back as it went."""
 
     pool: str
@@ -24,13 +33,13 @@ class Damage:
     reason: str
 
 
-class Restored:
+class RestoredPages:
     """State on its way back to the device. It is the move's `Completion`."""
 
-    def __init__(self, damage: list[Damage]) -> None:
+    def __init__(self, damage: list[PageDamage]) -> None:
         self.damage = damage
         """What arrived wrong; known once it is done."""
-        self._transit: Transit | None = None
+        self._transit: InFlightCopy | None = None
         self._ended_well = False
 
     @property
@@ -55,14 +64,14 @@ class Restored:
 
 def restore(
     device: Device,
-    saved: Saved,
+    saved: OffloadedPages,
     pools: PoolSet,
-    into: Extents,
+    into: PageExtents,
     *,
     chunk_bytes: int,
     only: Mapping[str, Sequence[int]] | None = None,
     after: Sequence[Completion] = (),
-) -> Restored:
+) -> RestoredPages:
     """Copy what was saved into the pages and slots of `into`, and check it there.
 
     `only` picks, by pool, which of the saved pages are wanted (by their place in what was saved); without it, all.
@@ -78,14 +87,14 @@ def restore(
     wanted = {pool: tuple(at) for pool, at in chosen.items() if len(at)}
     if {p: len(at) for p, at in wanted.items()} != {p: len(e) for p, e in into.items() if len(e)}:
         raise ValueError("pages to restore into must be as many as the saved ones that are wanted, in every pool")
-    out = Restored(_strangers(saved, into, wanted))
+    out = RestoredPages(_strangers(saved, into, wanted))
     pairs = {
         pool: (tuple(saved.leases[pool].indices[i] for i in at), into[pool].indices) for pool, at in wanted.items()
     }
     pieces = list(_pieces(pairs, pools, chunk_bytes))
     checked = saved.digests is not None
 
-    def copy(piece: _Piece) -> None:
+    def copy(piece: _CopyPiece) -> None:
         saved.host.copy(piece.move, pools)
         if checked:
             (part,), at = piece.move.parts, slice(piece.at.start, piece.at.stop)
@@ -99,24 +108,26 @@ def restore(
             out._ended_well = True
 
     pins = _pins(pairs, saved.host, pools, "restore")
-    out._transit = Transit(pins, finish)
+    out._transit = InFlightCopy(pins, finish)
     out._transit.start(
-        _submit(device, Stream.LOAD, "restore", piece, (HOST, DEVICE), copy, after) for piece in pieces
+        _submit(device, DeviceStream.LOAD, "restore", piece, (HOST, DEVICE), copy, after) for piece in pieces
     )  # fmt: skip
     return out
 
 
-def _compare(saved: Saved, found: Mapping[str, Sequence[int]], wanted: Mapping[str, Sequence[int]]) -> list[Damage]:
+def _compare(
+    saved: OffloadedPages, found: Mapping[str, Sequence[int]], wanted: Mapping[str, Sequence[int]]
+) -> list[PageDamage]:
     assert saved.digests is not None
     return [
-        Damage(pool, i, saved.leases[pool].indices[i], "its bytes don't match its content tag")
+        PageDamage(pool, i, saved.leases[pool].indices[i], "its bytes don't match its content tag")
         for pool, at in wanted.items()
         for i, digest in zip(at, found[pool], strict=True)
         if digest != saved.digests[pool][i]
     ]
 
 
-def _strangers(saved: Saved, into: Extents, wanted: Mapping[str, Sequence[int]]) -> list[Damage]:
+def _strangers(saved: OffloadedPages, into: PageExtents, wanted: Mapping[str, Sequence[int]]) -> list[PageDamage]:
     """Pages that hold something else than what `into` asks for."""
     out = []
     for pool, at in wanted.items():
@@ -128,5 +139,5 @@ def _strangers(saved: Saved, into: Extents, wanted: Mapping[str, Sequence[int]])
             elif mine.keys and its.keys and mine.keys[i] != its.keys[place]:
                 reason = "it holds other tokens"
             if reason:
-                out.append(Damage(pool, i, saved.leases[pool].indices[i], reason))
+                out.append(PageDamage(pool, i, saved.leases[pool].indices[i], reason))
     return out

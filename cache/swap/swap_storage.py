@@ -17,9 +17,9 @@ from dataclasses import dataclass
 
 from cache.pool.page_allocator import Lease, Pin
 from cache.pool.pool_set import PoolSet
-from cache.storage.page_store import Pending, Shelf
-from cache.storage.storage_backend import Outcome, Verdict
-from cache.swap.swapped_state import Parked, Place, Turn
+from cache.storage.page_store import PageStore, PendingResult
+from cache.storage.storage_backend import ObjectOutcome, ObjectVerdict
+from cache.swap.swapped_state import SwapEvent, SwappedState, SwapPlace
 from contracts.messages.rank_orders import StoredPage
 
 _BATCH_PAGES = 64
@@ -27,12 +27,12 @@ _BATCH_PAGES = 64
 
 
 @dataclass(eq=False)
-class _Under:
+class _SwapTransfer:
     """One way of one parked request's state, under way."""
 
-    parked: Parked
+    parked: SwappedState
     pins: list[Pin]
-    batches: list[tuple[Sequence[StoredPage], Sequence[int], Pending[list[Outcome]]]]
+    batches: list[tuple[Sequence[StoredPage], Sequence[int], PendingResult[list[ObjectOutcome]]]]
     """Pages, the digests that are expected, and what storage says."""
 
     @property
@@ -40,25 +40,25 @@ class _Under:
         return all(pending.done for _, _, pending in self.batches)
 
 
-class Shelver:
+class SwapStorage:
     """See the module's prose. Single-threaded; nothing here waits."""
 
-    def __init__(self, host: PoolSet, shelf: Shelf, lease: Callable[[str, int], Lease]) -> None:
+    def __init__(self, host: PoolSet, shelf: PageStore, lease: Callable[[str, int], Lease]) -> None:
         """`lease` takes pages of a host pool, for which what only the tree holds makes room; raises `CapacityError`."""
         self._host, self._shelf, self._lease = host, shelf, lease
-        self._under: list[_Under] = []
+        self._under: list[_SwapTransfer] = []
         self.counters = {"parked_stored": 0.0, "parked_fetched": 0.0, "parked_refused": 0.0, "parked_lost": 0.0}
 
     @property
     def busy(self) -> bool:
         return bool(self._under)
 
-    def store(self, parked: Parked, keys: Sequence[bytes]) -> None:
+    def store(self, parked: SwappedState, keys: Sequence[bytes]) -> None:
         """Begin to put it on storage; `keys` are the chain keys of all its pages, the last, partly filled one too."""
-        parked.turn(Turn.PUT)
+        parked.turn(SwapEvent.PUT)
         self._begin(parked, keys, self._shelf.put)
 
-    def fetch(self, parked: Parked, keys: Sequence[bytes]) -> None:
+    def fetch(self, parked: SwappedState, keys: Sequence[bytes]) -> None:
         """Begin to bring it back to the host. Raises `CapacityError` without room there, with nothing taken."""
         leases: dict[str, Lease] = {}
         try:
@@ -69,18 +69,18 @@ class Shelver:
                 lease.release()
             raise
         parked.saved.move_to(leases)
-        parked.turn(Turn.FETCH)
+        parked.turn(SwapEvent.FETCH)
         self._begin(parked, keys, lambda pages, digests: self._shelf.fetch(pages))
 
     def _begin(
         self,
-        parked: Parked,
+        parked: SwappedState,
         keys: Sequence[bytes],
-        way: Callable[[Sequence[StoredPage], Sequence[int]], Pending[list[Outcome]]],
+        way: Callable[[Sequence[StoredPage], Sequence[int]], PendingResult[list[ObjectOutcome]]],
     ) -> None:
         assert parked.saved.digests is not None, "what has no tags can't be told from anything else on storage"
         pins = [lease.pin(f"{parked.place} {parked.owner}") for lease in parked.saved.leases.values()]
-        under = _Under(parked, pins, [])
+        under = _SwapTransfer(parked, pins, [])
         self._under.append(under)
         for pool, pages in self._pages(parked, keys).items():
             digests = parked.saved.digests[pool]
@@ -88,7 +88,7 @@ class Shelver:
                 batch = slice(at, at + _BATCH_PAGES)
                 under.batches.append((pages[batch], digests[batch], way(pages[batch], digests[batch])))
 
-    def _pages(self, parked: Parked, keys: Sequence[bytes]) -> Mapping[str, list[StoredPage]]:
+    def _pages(self, parked: SwappedState, keys: Sequence[bytes]) -> Mapping[str, list[StoredPage]]:
         out = {}
         for pool, numbers in parked.numbers.items():
             extent, indices = parked.saved.extents[pool], parked.saved.leases[pool].indices
@@ -104,31 +104,31 @@ class Shelver:
             self._under.remove(under)
             for pin in under.pins:
                 pin.release()
-            if under.parked.place is Place.STORING:
+            if under.parked.place is SwapPlace.STORING:
                 self._stored(under)
-            elif under.parked.place is Place.FETCHING:
+            elif under.parked.place is SwapPlace.FETCHING:
                 self._fetched(under)
 
-    def _stored(self, under: _Under) -> None:
+    def _stored(self, under: _SwapTransfer) -> None:
         parked = under.parked
         if all(outcome.ok for _, _, pending in under.batches for outcome in pending.result()):
-            parked.turn(Turn.STORED)
+            parked.turn(SwapEvent.STORED)
             parked.saved.release()
             self.counters["parked_stored"] += 1
         else:
-            parked.turn(Turn.REFUSED)
+            parked.turn(SwapEvent.REFUSED)
             parked.storable = False
             self.counters["parked_refused"] += 1
 
-    def _fetched(self, under: _Under) -> None:
+    def _fetched(self, under: _SwapTransfer) -> None:
         parked = under.parked
         good = True
         for pages, digests, pending in under.batches:
             for page, digest, outcome in zip(pages, digests, pending.result(), strict=True):
                 good = good and outcome.ok and outcome.digest == digest
-                if outcome.verdict is Verdict.DAMAGED:
+                if outcome.verdict is ObjectVerdict.DAMAGED:
                     parked.damage.setdefault(page.pool, []).append(page.first // self._host.spec.page_tokens)
-        parked.turn(Turn.FETCHED if good else Turn.FAILED)
+        parked.turn(SwapEvent.FETCHED if good else SwapEvent.FAILED)
         self.counters["parked_fetched" if good else "parked_lost"] += 1
         if not good:
             parked.saved.release()

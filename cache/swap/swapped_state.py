@@ -6,13 +6,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
 
-from cache.prefix_cache.token_prefix import Prefix
-from cache.prefix_cache.tree_node import Lock
-from cache.swap.offload import Saved
+from cache.prefix_cache.token_prefix import TokenPrefix
+from cache.prefix_cache.tree_node import NodeLock
+from cache.swap.offload import OffloadedPages
 from contracts.state_table import StateTable
 
 
-class Place(StrEnum):
+class SwapPlace(StrEnum):
     """Where parked state is."""
 
     SAVING = "saving"
@@ -29,7 +29,7 @@ class Place(StrEnum):
     GONE = "gone"
 
 
-class Turn(StrEnum):
+class SwapEvent(StrEnum):
     SAVED = "saved"
     PUT = "put"
     STORED = "stored"
@@ -40,23 +40,35 @@ class Turn(StrEnum):
     DISCARD = "discard"
 
 
-PLACES = StateTable[Place, Turn](
+PLACES = StateTable[SwapPlace, SwapEvent](
     "parked state",
     {
-        Place.SAVING: {Turn.SAVED: Place.HOST, Turn.FAILED: Place.LOST, Turn.DISCARD: Place.GONE},
-        Place.HOST: {Turn.PUT: Place.STORING, Turn.DISCARD: Place.GONE},
-        Place.STORING: {Turn.STORED: Place.STORED, Turn.REFUSED: Place.HOST, Turn.DISCARD: Place.GONE},
-        Place.STORED: {Turn.FETCH: Place.FETCHING, Turn.DISCARD: Place.GONE},
-        Place.FETCHING: {Turn.FETCHED: Place.HOST, Turn.FAILED: Place.LOST, Turn.DISCARD: Place.GONE},
-        Place.LOST: {Turn.DISCARD: Place.GONE},
+        SwapPlace.SAVING: {
+            SwapEvent.SAVED: SwapPlace.HOST,
+            SwapEvent.FAILED: SwapPlace.LOST,
+            SwapEvent.DISCARD: SwapPlace.GONE,
+        },
+        SwapPlace.HOST: {SwapEvent.PUT: SwapPlace.STORING, SwapEvent.DISCARD: SwapPlace.GONE},
+        SwapPlace.STORING: {
+            SwapEvent.STORED: SwapPlace.STORED,
+            SwapEvent.REFUSED: SwapPlace.HOST,
+            SwapEvent.DISCARD: SwapPlace.GONE,
+        },
+        SwapPlace.STORED: {SwapEvent.FETCH: SwapPlace.FETCHING, SwapEvent.DISCARD: SwapPlace.GONE},
+        SwapPlace.FETCHING: {
+            SwapEvent.FETCHED: SwapPlace.HOST,
+            SwapEvent.FAILED: SwapPlace.LOST,
+            SwapEvent.DISCARD: SwapPlace.GONE,
+        },
+        SwapPlace.LOST: {SwapEvent.DISCARD: SwapPlace.GONE},
     },
 )
-ON_HOST = (Place.SAVING, Place.HOST, Place.STORING, Place.FETCHING)
+ON_HOST = (SwapPlace.SAVING, SwapPlace.HOST, SwapPlace.STORING, SwapPlace.FETCHING)
 """Where it has leases of the host."""
 
 
 @dataclass(eq=False)
-class Parked:
+class SwappedState:
     """State after `positions` positions, of every pool what the next position needs. Owned by its request until
     `Seat.discard`.
 
@@ -65,26 +77,26 @@ class Parked:
     """
 
     owner: str
-    prefix: Prefix
+    prefix: TokenPrefix
     """The whole pages of its positions."""
     positions: int
     """The committed length when it was parked: the state of all these tokens, and of no other, is here."""
     pages: int
     """Pages of all positions that the claim was made for."""
     kept: int
-    above: Lock
+    above: NodeLock
     numbers: Mapping[str, range]
     """By pool: the numbers of the pages (and of the slot) that were copied, in order."""
-    saved: Saved
+    saved: OffloadedPages
     digests: dict[str, dict[int, int]] = field(default_factory=dict)
     """Content tags of whole pages by pool and number: first those that were sealed on the device, then all."""
-    place: Place = Place.SAVING
+    place: SwapPlace = SwapPlace.SAVING
     damage: dict[str, list[int]] = field(default_factory=dict)
     """Of what is lost because it isn't what was sealed: the numbers of those pages, by pool."""
     storable: bool = True
     """False once storage has refused it."""
 
-    def turn(self, turn: Turn) -> None:
+    def turn(self, turn: SwapEvent) -> None:
         self.place = PLACES.next(self.place, turn)
 
     @property
@@ -106,7 +118,7 @@ class Parked:
         found = []
         for pool, numbers in self.numbers.items():
             due = len(numbers) if self.place in ON_HOST else 0
-            if self.leased(pool) != due and not (self.place is Place.SAVING and self.saved.done):
+            if self.leased(pool) != due and not (self.place is SwapPlace.SAVING and self.saved.done):
                 found.append(f"{self.owner}: it is {self.place} and has {self.leased(pool)} {pool} pages on the host")
         if len(self.prefix) != self.positions // self.prefix.page_tokens:
             found.append(f"{self.owner}: {self.positions} positions are parked under {len(self.prefix)} whole pages")

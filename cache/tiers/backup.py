@@ -17,15 +17,15 @@ from dataclasses import dataclass
 from itertools import chain, islice
 from typing import NamedTuple
 
-from cache.device.device_port import DEVICE, HOST, Completion, Device, Op, Stream, attempt, failure, spans
-from cache.memory.page_moves import Move
+from cache.device.device_port import DEVICE, HOST, Completion, Device, DeviceOp, DeviceStream, attempt, failure, spans
+from cache.memory.page_moves import PageMove
 from cache.pool.page_allocator import Lease
 from cache.pool.pool_set import PoolSet
-from cache.prefix_cache.radix_tree import PrefixTree
-from cache.prefix_cache.tree_node import Lock, Node, Part, Tier
-from cache.storage.io_queue import Chain
-from cache.storage.page_store import Pending, Shelf
-from cache.storage.storage_backend import Outcome
+from cache.prefix_cache.radix_tree import RadixTree
+from cache.prefix_cache.tree_node import NodeLock, NodePart, Tier, TreeNode
+from cache.storage.io_queue import WriteChain
+from cache.storage.page_store import PageStore, PendingResult
+from cache.storage.storage_backend import ObjectOutcome
 from contracts.block_hash import KEY_BYTES
 from contracts.errors import CapacityError
 from contracts.messages.rank_orders import StoredPage
@@ -43,21 +43,21 @@ _LONGEST_REST = 6
 
 
 @dataclass(eq=False)
-class _Save:
+class _Backup:
     """One copy to the host under way: `lock` keeps the parts that it reads, `leases` hold what it writes."""
 
     completions: list[Completion]
-    lock: Lock
-    above: Lock
+    lock: NodeLock
+    above: NodeLock
     leases: dict[str, Lease]
 
 
 @dataclass(eq=False)
-class _Write:
+class _StorageWrite:
     """Pages of one path on their way to storage, in the order in which they are written."""
 
-    puts: list[tuple[Sequence[_Unit], Pending[list[Outcome]]]]
-    lock: Lock
+    puts: list[tuple[Sequence[_Unit], PendingResult[list[ObjectOutcome]]]]
+    lock: NodeLock
 
 
 class _Unit(NamedTuple):
@@ -69,16 +69,16 @@ class _Unit(NamedTuple):
     """Of the page in the sequence; of a slot, that of the last page before it."""
 
 
-class Saver:
+class HostBackup:
     """Copies nodes of one tree to its host pools, and on to storage where there is one."""
 
     def __init__(
         self,
-        tree: PrefixTree,
+        tree: RadixTree,
         pools: PoolSet,
         host: PoolSet,
         device: Device,
-        shelf: Shelf | None,
+        shelf: PageStore | None,
         chunk_bytes: int,
         now: Callable[[], float],
         retry_s: float,
@@ -87,11 +87,11 @@ class Saver:
         self._tree, self._pools, self._host, self._device = tree, pools, host, device
         self._now, self._retry_s = now, retry_s
         self._shelf, self._chunk_bytes = shelf, chunk_bytes
-        self._saves: list[_Save] = []
-        self._writes: list[_Write] = []
+        self._saves: list[_Backup] = []
+        self._writes: list[_StorageWrite] = []
         self._in_line = 0
         """Writes to storage that wait or run."""
-        self._ready: dict[Node, None] = {}
+        self._ready: dict[TreeNode, None] = {}
         """Nodes of which storage lacks something, and has all above them; some that are gone may be among them."""
         self.counters = {"pages_saved": 0.0, "saves_left_out": 0.0, "saves_failed": 0.0}
         self.counters |= {"pages_stored": 0.0, "stores_failed": 0.0}
@@ -114,13 +114,13 @@ class Saver:
         """Host pages (or slots) of copies under way."""
         return sum(len(s.leases[component]) for s in self._saves if component in s.leases)
 
-    def save(self, nodes: Iterable[Node]) -> bool:
+    def save(self, nodes: Iterable[TreeNode]) -> bool:
         """Copy what the host lacks of `nodes`, given parents first; False when there was no room for all of it.
 
         A node whose parent neither is nor comes to the host is left out, unless the host is written back to.
         """
         coming = {s.lock for s in self._saves}
-        parts: dict[Part, None] = {}
+        parts: dict[NodePart, None] = {}
         names = [c.name for c in self._tree.components]
         for node in nodes:
             device, host = node.parts
@@ -130,7 +130,7 @@ class Saver:
             parts |= dict.fromkeys(p for p in ordered if p.locks.isdisjoint(coming))
         return not parts or self._copy(list(parts))
 
-    def _may_come(self, node: Node, coming: set[Lock], parts: Container[Part]) -> bool:
+    def _may_come(self, node: TreeNode, coming: set[NodeLock], parts: Container[NodePart]) -> bool:
         full, parent = self._tree.full, node.parent
         if full not in node.parts[Tier.DEVICE] or not self._tree.linked(node):
             return False
@@ -139,7 +139,7 @@ class Saver:
         above = parent.parts[Tier.DEVICE].get(full)
         return above is not None and (above in parts or not above.locks.isdisjoint(coming))
 
-    def _copy(self, parts: list[Part]) -> bool:
+    def _copy(self, parts: list[NodePart]) -> bool:
         above = self._tree.keep([p.node.parts[Tier.DEVICE][self._tree.full] for p in parts], "above a save")
         lock = self._tree.keep(parts, "save")
         leases: dict[str, Lease] = {}
@@ -158,17 +158,17 @@ class Saver:
             return False
         sources = {name: [i for p in lock.of(name) for i in p.lease.indices] for name in leases}
         targets = {name: lease.indices for name, lease in leases.items()}
-        move = Move.of(sources, targets)
+        move = PageMove.of(sources, targets)
         pieces = move.chunks(self._pools.spec, self._chunk_bytes)
-        self._saves.append(_Save([self._submit(piece) for piece in pieces], lock, above, leases))
+        self._saves.append(_Backup([self._submit(piece) for piece in pieces], lock, above, leases))
         self.poll()
         return True
 
-    def _submit(self, piece: Move) -> Completion:
+    def _submit(self, piece: PageMove) -> Completion:
         ours, theirs = self._pools, self._host
         reads = spans(DEVICE, {part.pool: part.sources for part in piece.parts})
         writes = spans(HOST, {part.pool: part.targets for part in piece.parts})
-        op = Op("save", Stream.SAVE, reads, writes)
+        op = DeviceOp("save", DeviceStream.SAVE, reads, writes)
         return attempt(self._device, op, lambda: ours.copy(piece, theirs))
 
     def lease(self, component: str, count: int) -> Lease:
@@ -178,7 +178,7 @@ class Saver:
             self._tree.evict(Tier.HOST, component, count - allocator.free)
         return allocator.lease(count, f"save {component}")
 
-    def _let_go(self, lock: Lock, above: Lock, leases: dict[str, Lease]) -> None:
+    def _let_go(self, lock: NodeLock, above: NodeLock, leases: dict[str, Lease]) -> None:
         self._tree.unlock(lock)
         self._tree.unlock(above)
         for lease in leases.values():
@@ -201,7 +201,7 @@ class Saver:
             self._tree.unlock(write.lock)
         self._write()
 
-    def _finish(self, save: _Save) -> None:
+    def _finish(self, save: _Backup) -> None:
         tree, arrived = self._tree, []
         for part in save.lock.parts:
             lease = save.leases[part.component].split(len(part), f"host {part.component}")
@@ -217,7 +217,7 @@ class Saver:
                 if above is None or above.parts[Tier.HOST].get(tree.full) not in tree.unstored:
                     self._ready[part.node] = None
 
-    def _wanted(self, part: Part) -> bool:
+    def _wanted(self, part: NodePart) -> bool:
         """Whether the host has a place for it still: things may have changed since the copy began."""
         node, full = part.node, self._tree.full
         if part.component in node.parts[Tier.HOST] or not self._tree.linked(node):
@@ -235,10 +235,10 @@ class Saver:
         if len(self._ready) > 2 * len(self._tree.unstored) + _LOOKED_AT:
             self._ready = {node: None for node in self._ready if self._lacking(node)}
         while self._shelf is not None and self._in_line < _IN_LINE and (parts := self._next_run()):
-            full, together = self._tree.full, Chain()
+            full, together = self._tree.full, WriteChain()
             lock = self._tree.keep([*(p.node.parts[Tier.HOST][full] for p in parts), *parts], "store")
             units = list(islice(chain.from_iterable(map(self._units, parts)), _RUN_PAGES))
-            write = _Write([], lock)
+            write = _StorageWrite([], lock)
             for at in range(0, len(units), _WRITE_PAGES):
                 some = units[at : at + _WRITE_PAGES]
                 put = self._shelf.put([u.page for u in some], [u.digest for u in some], together)
@@ -246,7 +246,7 @@ class Saver:
             self._in_line += len(write.puts)
             self._writes.append(write)
 
-    def _next_run(self) -> list[Part]:
+    def _next_run(self) -> list[NodePart]:
         """Parts of one path that may be written now, in order: nothing that they hang on is waiting, resting or under
         way. Empty where there are none among the first that are looked at."""
         unstored, now = self._tree.unstored, self._now()
@@ -264,19 +264,19 @@ class Saver:
                 self._ready[top] = None
         return []
 
-    def _uppermost(self, node: Node) -> Node:
+    def _uppermost(self, node: TreeNode) -> TreeNode:
         """The uppermost of the nodes from `node` upwards of which storage lacks full pages; itself, if it is none."""
         full, unstored = self._tree.full, self._tree.unstored
         while node.parent is not None and node.parent.parts[Tier.HOST].get(full) in unstored:
             node = node.parent
         return node
 
-    def _lacking(self, node: Node) -> list[Part]:
+    def _lacking(self, node: TreeNode) -> list[NodePart]:
         """What storage lacks of a node, the full part first."""
         here, unstored = node.parts[Tier.HOST], self._tree.unstored
         return [here[c.name] for c in self._tree.components if here.get(c.name) in unstored]
 
-    def _complete(self, part: Part) -> bool:
+    def _complete(self, part: NodePart) -> bool:
         """Whether storage has all of a part by now: then nothing is left to be done for it."""
         tree = self._tree
         if part.stored < len(part):
@@ -289,7 +289,7 @@ class Saver:
                     self._ready[child] = None
         return True
 
-    def _run(self, node: Node, parts: list[Part], busy: set[Lock]) -> list[Part]:
+    def _run(self, node: TreeNode, parts: list[NodePart], busy: set[NodeLock]) -> list[NodePart]:
         """`parts` of `node`, and of those below it that nothing divides, as far as one run goes."""
         out, pages = list(parts), node.pages
         while len(node.children) == 1 and pages < _RUN_PAGES:
@@ -302,7 +302,7 @@ class Saver:
             pages += node.pages
         return out
 
-    def _units(self, part: Part) -> Iterator[_Unit]:
+    def _units(self, part: NodePart) -> Iterator[_Unit]:
         """What storage lacks of a part, in order."""
         size, node, pool = self._host.spec.page_tokens, part.node, part.component
         if self._tree.component(pool).point:
@@ -316,7 +316,7 @@ class Saver:
             key = keys[KEY_BYTES * i : KEY_BYTES * (i + 1)]
             yield _Unit(StoredPage(pool, key, indices[i], number * size, (number + 1) * size), digests[i], number)
 
-    def _take_in(self, write: _Write) -> None:
+    def _take_in(self, write: _StorageWrite) -> None:
         """A run has ended: its parts, halves of nodes that were split meanwhile included, know what storage has."""
         tree = self._tree
         good: set[tuple[str, int]] = set()

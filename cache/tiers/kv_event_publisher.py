@@ -35,7 +35,7 @@ from contracts.errors import ConfigError
 from contracts.messages.kv_events import END, TRUTH, BlockStored, KvEvent, encode_batch
 
 
-class EventLog:
+class KVEventLog:
     """Collects events in order until the round's end."""
 
     def __init__(self) -> None:
@@ -86,7 +86,7 @@ class _Answer:
     """Since when the asker has taken nothing."""
 
 
-class Publisher:
+class KVEventPublisher:
     """Sends what `log` collected, one batch a round. One thread.
 
     `now`: seconds since 1970. `truth`: begins to tell the content of all tiers as `BlockStored` events of few pages
@@ -98,7 +98,7 @@ class Publisher:
     def __init__(
         self,
         config: EventsConfig,
-        log: EventLog,
+        log: KVEventLog,
         now: Callable[[], float],
         rank: int = 0,
         truth: Callable[[], Iterable[KvEvent]] | None = None,

@@ -10,10 +10,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 
-from cache.prefix_cache.radix_tree import PrefixTree
+from cache.prefix_cache.radix_tree import RadixTree
 from cache.prefix_cache.token_prefix import token_ids
-from cache.prefix_cache.tree_node import IN_TREE, Node, Tier
-from cache.tiers.kv_event_publisher import EventLog, Publisher
+from cache.prefix_cache.tree_node import IN_TREE, Tier, TreeNode
+from cache.tiers.kv_event_publisher import KVEventLog, KVEventPublisher
 from contracts.block_hash import KEY_BYTES
 from contracts.config.cache_config import EventsConfig
 from contracts.messages.kv_events import BlockRemoved, BlockStored, KvEvent
@@ -24,16 +24,16 @@ _RUN_PAGES = 64
 _MEDIA = {Tier.DEVICE: Medium.DEVICE, Tier.HOST: Medium.HOST, Tier.STORAGE: Medium.STORAGE}
 
 
-class Teller:
-    """Publishes one tree's changes. `now`: seconds since 1970. Raises `ConfigError` as `Publisher` does."""
+class KVEventRecorder:
+    """Publishes one tree's changes. `now`: seconds since 1970. Raises `ConfigError` as `KVEventPublisher` does."""
 
-    def __init__(self, tree: PrefixTree, config: EventsConfig, now: Callable[[], float], rank: int) -> None:
+    def __init__(self, tree: RadixTree, config: EventsConfig, now: Callable[[], float], rank: int) -> None:
         self._tree = tree
-        self._log = EventLog()
-        self.publisher = Publisher(config, self._log, now, rank, self._truth)
+        self._log = KVEventLog()
+        self.publisher = KVEventPublisher(config, self._log, now, rank, self._truth)
         tree.on_change = self.changed
 
-    def changed(self, node: Node, tier: Tier, there: bool) -> None:
+    def changed(self, node: TreeNode, tier: Tier, there: bool) -> None:
         """The full state of `node` has come to `tier`, or gone from it."""
         self._log.emit(self._stored(node, tier) if there else BlockRemoved(_MEDIA[tier], tuple(node.keys)))
 
@@ -43,7 +43,7 @@ class Teller:
     def close(self) -> None:
         self.publisher.close()
 
-    def _stored(self, node: Node, tier: Tier, first: int = 0, count: int | None = None) -> BlockStored:
+    def _stored(self, node: TreeNode, tier: Tier, first: int = 0, count: int | None = None) -> BlockStored:
         """Of its pages from `first` on, `count` of them or all."""
         stop = node.pages if count is None else first + count
         size = 4 * self._tree.spec.page_tokens

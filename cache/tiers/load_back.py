@@ -13,12 +13,12 @@ import logging
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from cache.device.device_port import DEVICE, HOST, Completion, Device, Op, Stream, attempt, failure, spans
-from cache.memory.page_moves import Move
+from cache.device.device_port import DEVICE, HOST, Completion, Device, DeviceOp, DeviceStream, attempt, failure, spans
+from cache.memory.page_moves import PageMove
 from cache.pool.page_allocator import Lease
 from cache.pool.pool_set import PoolSet
-from cache.prefix_cache.radix_tree import PrefixTree
-from cache.prefix_cache.tree_node import Lock, Node, Part, Tier
+from cache.prefix_cache.radix_tree import RadixTree
+from cache.prefix_cache.tree_node import NodeLock, NodePart, Tier, TreeNode
 from contracts.damage import DamageSite, log_damage
 
 _log = logging.getLogger("twinpool.cache")
@@ -28,34 +28,34 @@ _log = logging.getLogger("twinpool.cache")
 class _Load:
     """Parts that are loaded together. Locks follow the splits of nodes, on both sides alike."""
 
-    sources: Lock
+    sources: NodeLock
     """The parts on the host."""
-    targets: Lock
+    targets: NodeLock
     """The parts on the device, in the same order."""
-    beside: Lock
+    beside: NodeLock
     """The full parts of their nodes, which must stay as long as they do."""
     completions: list[Completion]
     nbytes: int = 0
     began: float = 0.0
 
     @property
-    def locks(self) -> tuple[Lock, Lock, Lock]:
+    def locks(self) -> tuple[NodeLock, NodeLock, NodeLock]:
         return self.sources, self.targets, self.beside
 
 
-class Loader:
+class LoadBack:
     """Loads parts of one tree from its host pools. `now` is in seconds."""
 
     def __init__(
-        self, tree: PrefixTree, pools: PoolSet, host: PoolSet, device: Device, now: Callable[[], float], verify: bool
+        self, tree: RadixTree, pools: PoolSet, host: PoolSet, device: Device, now: Callable[[], float], verify: bool
     ) -> None:
         self._tree, self._pools, self._host, self._device, self._now = tree, pools, host, device, now
         self._verify = verify
-        self.unproven: Callable[[Part], bool] = lambda part: False
+        self.unproven: Callable[[NodePart], bool] = lambda part: False
         """Whether a part of the host is to be checked even where `verify` is off: nobody of this process wrote it."""
-        self.proved: Callable[[Part], None] = lambda part: None
+        self.proved: Callable[[NodePart], None] = lambda part: None
         """Told of parts of the host that matched."""
-        self.torn: Callable[[Part, int], bool] = lambda part, count: False
+        self.torn: Callable[[NodePart, int], bool] = lambda part, count: False
         """Asked about parts of the host that didn't: whether that is no damage."""
         self._planned: _Load | None = None
         self._loads: list[_Load] = []
@@ -80,15 +80,15 @@ class Loader:
     def _all(self) -> list[_Load]:
         return self._loads if self._planned is None else [*self._loads, self._planned]
 
-    def missing(self, lock: Lock) -> list[Part]:
+    def missing(self, lock: NodeLock) -> list[NodePart]:
         """What `lock` keeps on the host and the device lacks, full parts first and from the root down."""
         lacking = [p for p in lock.parts if p.tier is Tier.HOST and p.component not in p.node.parts[Tier.DEVICE]]
         return sorted(lacking, key=lambda p: p.component != self._tree.full)
 
-    def _size(self, part: Part) -> int:
+    def _size(self, part: NodePart) -> int:
         return len(part) * self._pools.spec.unit_bytes(part.component)
 
-    def plan(self, lock: Lock, leases: dict[str, Lease]) -> None:
+    def plan(self, lock: NodeLock, leases: dict[str, Lease]) -> None:
         """Load what `lock` is missing into `leases` (by pool, exactly as much); the tree owns it from now on."""
         tree = self._tree
         for source in self.missing(lock):
@@ -116,39 +116,39 @@ class Loader:
         pools = {p.component for p in load.sources.parts}
         froms = {pool: [i for p in load.sources.of(pool) for i in p.lease.indices] for pool in pools}
         tos = {pool: [i for p in load.targets.of(pool) for i in p.lease.indices] for pool in pools}
-        move, spec = Move.of(froms, tos), self._pools.spec
+        move, spec = PageMove.of(froms, tos), self._pools.spec
         load.began = self._now()
         for layer in range(max(spec.by_name[pool].layers for pool in pools)):
             load.completions.append(self._submit(move, layer))
         self._loads.append(load)
         self.counters["pages_loaded"] += len(froms.get(self._tree.full, ()))
 
-    def _submit(self, move: Move, layer: int) -> Completion:
+    def _submit(self, move: PageMove, layer: int) -> Completion:
         here = {p.pool: p for p in move.parts if layer < self._pools.spec.by_name[p.pool].layers}
         reads = spans(HOST, {pool: part.sources for pool, part in here.items()}, (layer,))
         writes = spans(DEVICE, {pool: part.targets for pool, part in here.items()}, (layer,))
-        host, pools, chosen = self._host, self._pools, Move(tuple(here.values()))
+        host, pools, chosen = self._host, self._pools, PageMove(tuple(here.values()))
         completion = attempt(
             self._device,
-            Op(f"load layer {layer}", Stream.LOAD, reads, writes),
+            DeviceOp(f"load layer {layer}", DeviceStream.LOAD, reads, writes),
             lambda: host.copy(chosen, pools, range(layer, layer + 1)),
         )
         for pool in here:
             pools.gates[pool].expect(layer, completion)
         return completion
 
-    def under_way(self, lock: Lock) -> bool:
+    def under_way(self, lock: NodeLock) -> bool:
         """Whether anything that `lock` keeps is still being loaded, or not yet known to be good."""
         loading = {load.targets for load in self._all()}
         return bool(loading) and any(p.locks & loading for p in lock.parts)
 
-    def completions(self, lock: Lock) -> list[Completion]:
+    def completions(self, lock: NodeLock) -> list[Completion]:
         """What must be complete before anything that `lock` keeps may be read without a gate."""
         return [c for load in self._loads if any(load.targets in p.locks for p in lock.parts) for c in load.completions]
 
-    def poll(self) -> list[Lock]:
+    def poll(self) -> list[NodeLock]:
         """Take in what is complete; returns the locks of those who relied on what turned out damaged."""
-        betrayed: list[Lock] = []
+        betrayed: list[NodeLock] = []
         for load in [x for x in self._loads if all(c.done for c in x.completions)]:
             self._loads.remove(load)
             seconds = self._now() - load.began
@@ -158,14 +158,14 @@ class Loader:
             bad = self._bad(load)
             for part in bad:
                 betrayed += [lock for lock in part.locks if lock not in load.locks]
-            nodes: list[Node] = [part.node for part in bad]
+            nodes: list[TreeNode] = [part.node for part in bad]
             for lock in load.locks:
                 self._tree.unlock(lock)
             for node in nodes:
                 self._tree.condemn_node(node)
         return betrayed
 
-    def _bad(self, load: _Load) -> list[Part]:
+    def _bad(self, load: _Load) -> list[NodePart]:
         """What of a complete load isn't what it should be."""
         failed = [c for c in load.completions if failure(c) is not None]
         if failed:
@@ -187,7 +187,7 @@ class Loader:
             log_damage(_log, DamageSite.LOAD, pool=part.component, pages=pages, relied=owners)
         return bad
 
-    def _matches(self, part: Part) -> bool:
+    def _matches(self, part: NodePart) -> bool:
         size, start = self._pools.spec.page_tokens, self._tree.start(part.node)
         if self._tree.component(part.component).point:
             firsts = ends = [(start + len(part.node)) * size]

@@ -23,12 +23,12 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 
 from cache.pool.pool_set import PoolSet
-from cache.prefix_cache.radix_tree import PrefixTree
-from cache.prefix_cache.token_prefix import Prefix
-from cache.prefix_cache.tree_components import Window
-from cache.prefix_cache.tree_node import Offer, Tier
-from cache.storage.page_store import Shelf
-from cache.tiers.prefetch_request import Prefetch, Stage, _accepts, _Batch, _reads
+from cache.prefix_cache.radix_tree import RadixTree
+from cache.prefix_cache.token_prefix import TokenPrefix
+from cache.prefix_cache.tree_components import WindowComponent
+from cache.prefix_cache.tree_node import PageOffer, Tier
+from cache.storage.page_store import PageStore
+from cache.tiers.prefetch_request import PrefetchRequest, PrefetchStage, _accepts, _PrefetchBatch, _reads
 from contracts.config.cache_config import PrefetchConfig
 from contracts.damage import DamageSite, log_damage
 from contracts.errors import CapacityError
@@ -45,15 +45,15 @@ class Prefetcher:
 
     def __init__(
         self,
-        tree: PrefixTree,
+        tree: RadixTree,
         host: PoolSet,
-        shelf: Shelf,
+        shelf: PageStore,
         config: PrefetchConfig,
         now: Callable[[], float],
     ) -> None:
         self._tree, self._host, self._shelf = tree, host, shelf
         self._config, self._now = config, now
-        self._active: list[Prefetch] = []
+        self._active: list[PrefetchRequest] = []
         self._unreleased: set[int] = set()
         self._number = 0
         self._polled = -math.inf
@@ -75,7 +75,7 @@ class Prefetcher:
             for p in self._active
         )
 
-    def start(self, prefix: Prefix, owner: str = "") -> Prefetch | None:
+    def start(self, prefix: TokenPrefix, owner: str = "") -> PrefetchRequest | None:
         """Ask storage for what the tree lacks of `prefix`; over at once where that is nothing. None without pages.
 
         Its request must `release` it.
@@ -87,26 +87,28 @@ class Prefetcher:
         if held == len(prefix):
             return self._all_there(prefix, owner)
         lock = self._tree.keep((), f"prefetch {self._number}")
-        prefetch = Prefetch(self._number, owner, prefix, self._now(), held, lock)
+        prefetch = PrefetchRequest(self._number, owner, prefix, self._now(), held, lock)
         self._unreleased.add(prefetch.number)
         self._keep(prefetch)
         for component in self._tree.components:
             first = held
-            if isinstance(component, Window):
+            if isinstance(component, WindowComponent):
                 first = max(0, held - component.reach)
             prefetch.probed += [(component.name, page) for page in range(first, len(prefix))]
         prefetch.probe = self._shelf.exists([(pool, prefix.key(page)) for pool, page in prefetch.probed])
         self._active.append(prefetch)
         return prefetch
 
-    def _all_there(self, prefix: Prefix, owner: str) -> Prefetch:
+    def _all_there(self, prefix: TokenPrefix, owner: str) -> PrefetchRequest:
         lock = self._tree.keep((), f"prefetch {self._number}")
-        prefetch = Prefetch(self._number, owner, prefix, self._now(), len(prefix), lock, stage=Stage.OVER)
+        prefetch = PrefetchRequest(
+            self._number, owner, prefix, self._now(), len(prefix), lock, stage=PrefetchStage.OVER
+        )
         self._unreleased.add(prefetch.number)
         self._keep(prefetch)
         return prefetch
 
-    def _keep(self, prefetch: Prefetch) -> None:
+    def _keep(self, prefetch: PrefetchRequest) -> None:
         """Keep what the host has of what computing from the tree's anchor reads, unless nobody will."""
         if prefetch.number not in self._unreleased:
             return
@@ -118,7 +120,7 @@ class Prefetcher:
                     if name in here:
                         self._tree.add(prefetch.lock, here[name])
 
-    def release(self, prefetch: Prefetch) -> None:
+    def release(self, prefetch: PrefetchRequest) -> None:
         """Its request has claimed what it wanted, or is gone. Idempotent."""
         if not prefetch.over:
             self.stop(prefetch)
@@ -127,7 +129,7 @@ class Prefetcher:
 
     # ------------------------------------------------------------ progress
 
-    def may_run(self, prefetch: Prefetch) -> bool:
+    def may_run(self, prefetch: PrefetchRequest) -> bool:
         """Whether its request need not wait for it any longer; by the stop policy this may end it."""
         if prefetch.over:
             return True
@@ -136,7 +138,7 @@ class Prefetcher:
             self.stop(prefetch)
         return prefetch.over
 
-    def deadline(self, prefetch: Prefetch) -> float | None:
+    def deadline(self, prefetch: PrefetchRequest) -> float | None:
         """When `may_run` is due although nothing arrives.
 
         None where that was before the last `poll`: whoever could act on it had the round since, so what its request
@@ -147,11 +149,11 @@ class Prefetcher:
         due = self._due(prefetch)
         return due if due > self._polled else None
 
-    def _due(self, prefetch: Prefetch) -> float:
+    def _due(self, prefetch: PrefetchRequest) -> float:
         tokens = prefetch.target * prefetch.prefix.page_tokens
         return prefetch.began + self._config.base_s + self._config.per_token_s * tokens
 
-    def stop(self, prefetch: Prefetch) -> None:
+    def stop(self, prefetch: PrefetchRequest) -> None:
         """End it with what has come. It is over once no storage thread writes for it."""
         prefetch.stopped = True
         self._advance(prefetch)
@@ -162,13 +164,13 @@ class Prefetcher:
         for prefetch in list(self._active):
             self._advance(prefetch)
 
-    def _advance(self, prefetch: Prefetch) -> None:
-        if prefetch.stage is Stage.PROBING:
+    def _advance(self, prefetch: PrefetchRequest) -> None:
+        if prefetch.stage is PrefetchStage.PROBING:
             self._probe(prefetch)
-        if prefetch.stage is Stage.READING:
+        if prefetch.stage is PrefetchStage.READING:
             self._collect(prefetch)
 
-    def _probe(self, prefetch: Prefetch) -> None:
+    def _probe(self, prefetch: PrefetchRequest) -> None:
         assert prefetch.probe is not None
         if prefetch.stopped:
             prefetch.probe.cancel()
@@ -179,13 +181,13 @@ class Prefetcher:
             if found:
                 there.setdefault(component, set()).add(page)
         prefetch.target = self._longest(prefetch, {} if prefetch.stopped else there, len(prefetch.prefix))
-        prefetch.stage = Stage.READING
+        prefetch.stage = PrefetchStage.READING
         if prefetch.target > prefetch.held:
             # Copies to the host that were under way when it began are there by now.
             self._keep(prefetch)
             self._read(prefetch, there)
 
-    def _longest(self, prefetch: Prefetch, there: Mapping[str, set[int]], limit: int) -> int:
+    def _longest(self, prefetch: PrefetchRequest, there: Mapping[str, set[int]], limit: int) -> int:
         """The longest prefix up to `limit` that every component accepts, with what is `there` beyond the tree."""
         full = there.get(self._tree.full, set())
         length = prefetch.held
@@ -197,14 +199,14 @@ class Prefetcher:
             length -= 1
         return prefetch.held
 
-    def _read(self, prefetch: Prefetch, there: Mapping[str, set[int]]) -> None:
+    def _read(self, prefetch: PrefetchRequest, there: Mapping[str, set[int]]) -> None:
         for component in self._tree.components:
             wanted = sorted(there.get(component.name, set()) & set(_reads(component, prefetch.held, prefetch.target)))
             step = self._config.batch_pages
             prefetch.unread += [(component.name, wanted[at : at + step]) for at in range(0, len(wanted), step)]
         self._submit_some(prefetch)
 
-    def _submit_some(self, prefetch: Prefetch) -> None:
+    def _submit_some(self, prefetch: PrefetchRequest) -> None:
         """Begin to read as much of what is unread as the line has room for."""
         while prefetch.unread and sum(len(p.batches) for p in self._active) < _IN_LINE:
             component, pages = prefetch.unread.popleft()
@@ -212,7 +214,7 @@ class Prefetcher:
                 # What lies behind is of no use without it.
                 prefetch.unread = deque(rest for rest in prefetch.unread if rest[0] != component)
 
-    def _submit(self, prefetch: Prefetch, component: str, pages: list[int]) -> bool:
+    def _submit(self, prefetch: PrefetchRequest, component: str, pages: list[int]) -> bool:
         allocator = self._host.allocators[component]
         if len(pages) > allocator.free:
             self._tree.evict(Tier.HOST, component, len(pages) - allocator.free)
@@ -225,10 +227,10 @@ class Prefetcher:
             StoredPage(component, prefetch.prefix.key(page), at, first, end)
             for page, at, first, end in zip(pages, lease.indices, firsts, ends, strict=True)
         ]
-        prefetch.batches.append(_Batch(component, pages, lease, self._shelf.fetch(wanted)))
+        prefetch.batches.append(_PrefetchBatch(component, pages, lease, self._shelf.fetch(wanted)))
         return True
 
-    def _collect(self, prefetch: Prefetch) -> None:
+    def _collect(self, prefetch: PrefetchRequest) -> None:
         for batch in list(prefetch.batches):
             if prefetch.stopped:
                 batch.ticket.cancel()
@@ -241,7 +243,7 @@ class Prefetcher:
         if not prefetch.batches and not prefetch.unread:
             self._end(prefetch)
 
-    def _sort(self, prefetch: Prefetch, batch: _Batch) -> None:
+    def _sort(self, prefetch: PrefetchRequest, batch: _PrefetchBatch) -> None:
         """Keep the pages whose content is what was wanted, give back the others."""
         outcomes = batch.ticket.result()
         found = [i for i, outcome in enumerate(outcomes) if outcome.ok]
@@ -274,7 +276,7 @@ class Prefetcher:
         ends = [(page + 1) * size for page in pages]
         return (ends if self._tree.component(component).point else [end - size for end in ends]), ends
 
-    def _end(self, prefetch: Prefetch) -> None:
+    def _end(self, prefetch: PrefetchRequest) -> None:
         arrived = {name: set(pages) for name, pages in prefetch.arrived.items()}
         length = self._longest(prefetch, arrived, prefetch.target)
         if length > prefetch.held:
@@ -284,21 +286,21 @@ class Prefetcher:
                 lease.release()
         prefetch.arrived.clear()
         self._keep(prefetch)
-        prefetch.stage = Stage.OVER
+        prefetch.stage = PrefetchStage.OVER
         self._active.remove(prefetch)
         self.counters["pages_prefetched"] += prefetch.gained
         self.counters["prefetch_pages_dropped"] += max(0, length - prefetch.held - prefetch.gained)
 
-    def _insert(self, prefetch: Prefetch, length: int) -> int:
+    def _insert(self, prefetch: PrefetchRequest, length: int) -> int:
         """Give the tree what is needed of pages up to `length`; returns by how many pages its anchor moved on."""
-        offers: dict[str, list[Offer]] = {}
+        offers: dict[str, list[PageOffer]] = {}
         for component in self._tree.components:
             arrived = prefetch.arrived.get(component.name, {})
             taken = [(page, *arrived.pop(page)) for page in _reads(component, prefetch.held, length)]
             if taken:
                 first = taken[0][0] + 1 if component.point else taken[0][0]
                 lease = self._host.allocators[component.name].join([lease for _, lease, _ in taken], "prefetched")
-                offers[component.name] = [Offer(first, lease, [digest for _, _, digest in taken])]
+                offers[component.name] = [PageOffer(first, lease, [digest for _, _, digest in taken])]
         prefix = prefetch.prefix.head(length)
         before = self._tree.match(prefix).depth
         self._tree.insert(prefix, offers, Tier.HOST)
@@ -319,7 +321,7 @@ class Prefetcher:
             for pages in prefetch.arrived.values():
                 for lease, _ in pages.values():
                     lease.release()
-            prefetch.batches, prefetch.arrived, prefetch.stage = [], {}, Stage.OVER
+            prefetch.batches, prefetch.arrived, prefetch.stage = [], {}, PrefetchStage.OVER
             prefetch.unread.clear()
             self.release(prefetch)
         self._active.clear()

@@ -7,48 +7,48 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 
 from cache.pool.page_allocator import Lease
-from cache.prefix_cache.token_prefix import Prefix
-from cache.prefix_cache.tree_components import Component, Window
-from cache.prefix_cache.tree_node import Lock
-from cache.storage.page_store import Pending
-from cache.storage.storage_backend import Outcome
+from cache.prefix_cache.token_prefix import TokenPrefix
+from cache.prefix_cache.tree_components import TreeComponent, WindowComponent
+from cache.prefix_cache.tree_node import NodeLock
+from cache.storage.page_store import PendingResult
+from cache.storage.storage_backend import ObjectOutcome
 
 
-class Stage(StrEnum):
+class PrefetchStage(StrEnum):
     PROBING = "probing"
     READING = "reading"
     OVER = "over"
 
 
 @dataclass(eq=False)
-class _Batch:
+class _PrefetchBatch:
     """Pages (or a snapshot) of one component under way: page numbers, and host memory for them."""
 
     component: str
     pages: list[int]
     lease: Lease
-    ticket: Pending[list[Outcome]]
+    ticket: PendingResult[list[ObjectOutcome]]
 
 
 @dataclass(eq=False)
-class Prefetch:
+class PrefetchRequest:
     """One request's prefetch. Lengths are in pages from the start of its prefix."""
 
     number: int
     owner: str
     """Whose it is, for the log."""
-    prefix: Prefix
+    prefix: TokenPrefix
     began: float
     held: int
     """What the tree had when it began."""
-    lock: Lock
+    lock: NodeLock
     """Keeps on the host what it hangs on and what it has brought, until it is released."""
-    stage: Stage = Stage.PROBING
-    probe: Pending[list[bool]] | None = None
+    stage: PrefetchStage = PrefetchStage.PROBING
+    probe: PendingResult[list[bool]] | None = None
     probed: list[tuple[str, int]] = field(default_factory=list)
     target: int = 0
     """The length that it reads up to."""
-    batches: list[_Batch] = field(default_factory=list)
+    batches: list[_PrefetchBatch] = field(default_factory=list)
     unread: deque[tuple[str, list[int]]] = field(default_factory=deque)
     """Pages, by component, that are read when others have come: storage's line has room for so many."""
     arrived: dict[str, dict[int, tuple[Lease, int]]] = field(default_factory=dict)
@@ -59,18 +59,18 @@ class Prefetch:
 
     @property
     def over(self) -> bool:
-        return self.stage is Stage.OVER
+        return self.stage is PrefetchStage.OVER
 
 
-def _reads(component: Component, held: int, length: int) -> range:
+def _reads(component: TreeComponent, held: int, length: int) -> range:
     """The page numbers that a prefetch from `held` to `length` pages reads of a component."""
     if component.point:
         return range(length - 1, length)
-    if isinstance(component, Window):
+    if isinstance(component, WindowComponent):
         return range(max(0, length - component.reach), length)
     return range(held, length)
 
 
-def _accepts(component: Component, there: set[int], held: int, length: int) -> bool:
+def _accepts(component: TreeComponent, there: set[int], held: int, length: int) -> bool:
     """Whether a component has what computing from `length` needs. Window parts are all or nothing."""
     return there.issuperset(_reads(component, held, length))

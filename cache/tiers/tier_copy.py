@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from cache.device.device_port import Completion, Device, Op, Span, Stream
-from cache.memory.page_moves import Move, Part, describe_spec
+from cache.device.device_port import Completion, Device, DeviceOp, DeviceStream, PageSpanUse
+from cache.memory.page_moves import PageMove, PoolMove, describe_spec
 from cache.pool.page_allocator import Lease, Pin
 from cache.pool.pool_set import PoolSet
 from contracts.errors import LayoutMismatch, StaleLease
@@ -14,7 +14,7 @@ from contracts.ids import Epoch
 
 
 @dataclass(frozen=True, slots=True)
-class Extent:
+class PageExtent:
     """Pages (or slots) of one pool, whose they are, and what they hold.
 
     Page `i` holds positions `firsts[i] .. ends[i]-1`. Of a slot, `firsts` is the position that it is the state at, and
@@ -38,58 +38,58 @@ class Extent:
         return len(self.indices)
 
     @classmethod
-    def of(cls, lease: Lease, first: int, end: int, page_tokens: int, keys: Sequence[bytes] = ()) -> Extent:
+    def of(cls, lease: Lease, first: int, end: int, page_tokens: int, keys: Sequence[bytes] = ()) -> PageExtent:
         """The pages of `lease`, of which the first begins at position `first`, filled up to position `end`."""
         firsts = tuple(first + page_tokens * i for i in range(len(lease)))
         ends = tuple(max(f, min(f + page_tokens, end)) for f in firsts)
         return cls(lease.indices, lease.epochs, firsts, ends, tuple(keys))
 
     @classmethod
-    def slot(cls, lease: Lease, position: int, key: bytes = b"") -> Extent:
+    def slot(cls, lease: Lease, position: int, key: bytes = b"") -> PageExtent:
         """The one slot of `lease`, holding the state after `position` tokens."""
         (index,), (epoch,) = lease.indices, lease.epochs
         return cls((index,), (epoch,), (position,), (position,), (key,) if key else ())
 
 
-Extents = Mapping[str, Extent]
+PageExtents = Mapping[str, PageExtent]
 """By pool name; pools with nothing to do may be left out."""
 
 
 @dataclass
-class _Piece:
+class _CopyPiece:
     """One operation of a move: pages `at` of one pool, and their digests once it has run."""
 
-    move: Move
+    move: PageMove
     at: range
     digests: Callable[[], list[int]] | None = None
 
 
-Pairs = Mapping[str, tuple[tuple[int, ...], tuple[int, ...]]]
+PagePairs = Mapping[str, tuple[tuple[int, ...], tuple[int, ...]]]
 
 
-def _pieces(pairs: Pairs, pools: PoolSet, chunk_bytes: int) -> Iterator[_Piece]:
+def _pieces(pairs: PagePairs, pools: PoolSet, chunk_bytes: int) -> Iterator[_CopyPiece]:
     for pool, (sources, targets) in pairs.items():
         at = 0
-        for move in Move((Part(pool, sources, targets),)).chunks(pools.spec, chunk_bytes):
-            yield _Piece(move, range(at, at + len(move)))
+        for move in PageMove((PoolMove(pool, sources, targets),)).chunks(pools.spec, chunk_bytes):
+            yield _CopyPiece(move, range(at, at + len(move)))
             at += len(move)
 
 
 def _submit(
     device: Device,
-    stream: Stream,
+    stream: DeviceStream,
     name: str,
-    piece: _Piece,
+    piece: _CopyPiece,
     places: tuple[str, str],
-    run: Callable[[_Piece], None],
+    run: Callable[[_CopyPiece], None],
     after: Sequence[Completion],
 ) -> Callable[[], Completion]:
     (part,) = piece.move.parts
-    reads, writes = Span(places[0], part.pool, part.sources), Span(places[1], part.pool, part.targets)
-    return lambda: device.submit(Op(name, stream, (reads,), (writes,)), lambda: run(piece), after)
+    reads, writes = PageSpanUse(places[0], part.pool, part.sources), PageSpanUse(places[1], part.pool, part.targets)
+    return lambda: device.submit(DeviceOp(name, stream, (reads,), (writes,)), lambda: run(piece), after)
 
 
-def _pins(pairs: Pairs, source: PoolSet, target: PoolSet, reason: str) -> list[Pin]:
+def _pins(pairs: PagePairs, source: PoolSet, target: PoolSet, reason: str) -> list[Pin]:
     return [
         pools.allocators[pool].pin(indices, reason)
         for pool, ends in pairs.items()
@@ -97,7 +97,7 @@ def _pins(pairs: Pairs, source: PoolSet, target: PoolSet, reason: str) -> list[P
     ]
 
 
-def _finished(pieces: Sequence[_Piece], extents: Extents) -> dict[str, list[int]]:
+def _finished(pieces: Sequence[_CopyPiece], extents: PageExtents) -> dict[str, list[int]]:
     digests: dict[str, list[int]] = {pool: [] for pool in extents}
     for piece in pieces:
         (part,) = piece.move.parts
@@ -112,7 +112,7 @@ def _require_equal(spec: Mapping[str, object], pools: PoolSet) -> None:
         raise LayoutMismatch(f"state of {spec} can't be moved to or from pools of {here}")
 
 
-def _require_current(pools: PoolSet, extents: Extents) -> None:
+def _require_current(pools: PoolSet, extents: PageExtents) -> None:
     for pool, extent in extents.items():
         now = pools.allocators[pool].epochs_of(extent.indices)
         stale = [i for i, was, current in zip(extent.indices, extent.epochs, now, strict=True) if was != current]

@@ -11,16 +11,16 @@ from dataclasses import dataclass, replace
 from cache.arena.arena import Arena
 from cache.device.device_backends import make_device
 from cache.device.device_port import DEVICE, HOST, Device
-from cache.manager.kv_cache_manager import Seat
+from cache.manager.kv_cache_manager import KVCacheManager
 from cache.memory.memory_layout import PoolSetLayout
 from cache.memory.page_moves import describe_spec
 from cache.pool.pool_set import PoolSet, host_layout
-from cache.pool.tp_pool_set import RankedPools
+from cache.pool.tp_pool_set import TPPoolSet
 from cache.storage.backends.backend_factory import make_backend
-from cache.storage.io_queue import StorageQueue
-from cache.storage.page_store import Shelf
-from cache.storage.rank_page_store import RankShelf
-from cache.storage.tp_page_store import RankedShelf
+from cache.storage.io_queue import ThreadedIoQueue
+from cache.storage.page_store import PageStore
+from cache.storage.rank_page_store import RankPageStore
+from cache.storage.tp_page_store import TPPageStore
 from cluster.arena.arena_client import Arenas
 from cluster.assembly.host_tier_memory import host_memory, take_over
 from cluster.assembly.memory_plan import state_options, stride
@@ -57,7 +57,7 @@ class Parts:
     device: Device
     waiter: Waiter
     plane: Plane
-    seat: Seat
+    seat: KVCacheManager
     engine: Engine
     curve: Curve | None
 
@@ -88,7 +88,7 @@ def _parts(
     try:
         model, layout = rank_layout(role, spec, config, counts, ranks)
         region = plane.allocate("pages", layout.nbytes)
-        pools = PoolSet(layout.spec, layout.counts, region) if line is None else RankedPools(
+        pools = PoolSet(layout.spec, layout.counts, region) if line is None else TPPoolSet(
             layout, region, line, DEVICE
         )  # fmt: skip
         if line is not None:
@@ -144,7 +144,7 @@ def _seat(
     waiter: Waiter,
     line: RankLine | None,
     arenas: Arenas | None,
-) -> Seat:
+) -> KVCacheManager:
     """The pool set with its tiers, as the role's cache section has them."""
     cache = config.cache_for(role)
     size = 1 if line is None else line.size
@@ -154,17 +154,17 @@ def _seat(
     fingerprint = _fingerprint(pools, spec, config, device)
     if tier is not None:
         memory, arena = host_memory(tier, device, arenas, 0, size, fingerprint)
-        host = PoolSet(tier.spec, tier.counts, memory, tier.order, "host") if line is None else RankedPools(
+        host = PoolSet(tier.spec, tier.counts, memory, tier.order, "host") if line is None else TPPoolSet(
             tier, memory, line, HOST, "host"
         )  # fmt: skip
-        if arena is not None and isinstance(host, RankedPools):
+        if arena is not None and isinstance(host, TPPoolSet):
             host.on_copy = arena.count_copy
     backend = make_backend(cache.storage) if host is not None else None
-    storage = StorageQueue(backend, wake=waiter.wake, clock=clock) if backend is not None else None
-    shelf: Shelf | None = None
-    if storage is not None and isinstance(host, RankedPools) and line is not None:
-        shelf = RankedShelf(RankShelf(storage, host, fingerprint, 0, size), host, line)
-    return Seat(
+    storage = ThreadedIoQueue(backend, wake=waiter.wake, clock=clock) if backend is not None else None
+    shelf: PageStore | None = None
+    if storage is not None and isinstance(host, TPPoolSet) and line is not None:
+        shelf = TPPageStore(RankPageStore(storage, host, fingerprint, 0, size), host, line)
+    return KVCacheManager(
         pools, device, cache, clock.now,
         host=host, storage=storage, shelf=shelf, fingerprint=fingerprint, rank=_event_rank(role, name),
         stride=stride(config, role), arena=arena,

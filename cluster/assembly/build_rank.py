@@ -9,11 +9,11 @@ from cache.arena.arena import Arena
 from cache.device.device_backends import make_device
 from cache.device.device_port import DEVICE, HOST
 from cache.pool.pool_set import PoolSet
-from cache.pool.tp_pool_set import RankState
+from cache.pool.tp_pool_set import FollowerPools
 from cache.storage.backends.backend_factory import make_backend
-from cache.storage.io_queue import StorageQueue
-from cache.storage.rank_page_store import RankShelf
-from cache.storage.tp_page_store import RankStorage
+from cache.storage.io_queue import ThreadedIoQueue
+from cache.storage.rank_page_store import RankPageStore
+from cache.storage.tp_page_store import FollowerPageStore
 from cluster.arena.arena_client import Arenas
 from cluster.assembly.build_parts import _curve, _fingerprint, host_tier, rank_layout
 from cluster.assembly.host_tier_memory import host_memory
@@ -33,10 +33,10 @@ from transfer.planes.tp_plane import RankLinks
 class RankParts:
     """What a follower is made of."""
 
-    state: RankState
+    state: FollowerPools
     links: RankLinks
     engine: Engine
-    storage: RankStorage | None
+    storage: FollowerPageStore | None
     waiter: Waiter
     arena: Arena | None
 
@@ -62,7 +62,7 @@ def build_rank(
     device = make_device("cpu")
     waiter = Waiter()
     plane = make_plane(config, host, _curve(host), waiter.wake, ranks.rank, ranks.size)
-    storage: RankStorage | None = None
+    storage: FollowerPageStore | None = None
     arena: Arena | None = None
     try:
         model, layout = rank_layout(role, spec, config, counts, ranks)
@@ -77,8 +77,8 @@ def build_rank(
             places[HOST] = mirror
             backend = make_backend(config.cache_for(role).storage)
             if backend is not None:
-                queue = StorageQueue(backend, wake=waiter.wake)
-                storage = RankStorage(RankShelf(queue, mirror, named, ranks.rank, ranks.size))
+                queue = ThreadedIoQueue(backend, wake=waiter.wake)
+                storage = FollowerPageStore(RankPageStore(queue, mirror, named, ranks.rank, ranks.size))
         epochs = {pool: allocator.epochs for pool, allocator in pools.allocators.items()}
         engine = load_engine(model, config.engine, layout.spec, pools.gates, epochs, device, ranks)
     except BaseException:
@@ -87,5 +87,5 @@ def build_rank(
         raise
     for socket in plane.waitable:
         waiter.add(socket)
-    state = RankState(places, ranks.size, lambda place: arena.count_copy() if arena and place == HOST else None)
+    state = FollowerPools(places, ranks.size, lambda place: arena.count_copy() if arena and place == HOST else None)
     return RankParts(state, RankLinks(plane), engine, storage, waiter, arena)

@@ -9,7 +9,7 @@ import torch
 
 from cache.arena.arena import BOND_BYTES, Arena, arena_bytes
 from cache.device.device_port import Device
-from cache.manager.kv_cache_manager import Seat
+from cache.manager.kv_cache_manager import KVCacheManager
 from cache.memory.memory_layout import PoolSetLayout
 from cluster.arena.arena_client import Arenas
 from cluster.ranks.rank_line import RankLine
@@ -34,7 +34,7 @@ def host_memory(
     return arena.region, arena
 
 
-def take_over(seat: Seat, line: RankLine | None) -> None:
+def take_over(seat: KVCacheManager, line: RankLine | None) -> None:
     """Give the seat what its last incarnation left on the host, if the arenas of all its ranks belong together.
 
     Else all of them begin anew together: what the parts of a page were written by must be one incarnation.

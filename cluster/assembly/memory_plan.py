@@ -19,7 +19,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from cache.manager.kv_cache_manager import SNAPSHOTS
-from cache.memory.kv_cache_spec import Kind, PoolSetSpec
+from cache.memory.kv_cache_spec import PoolKind, PoolSetSpec
 from contracts.checkpoint.model_spec import ModelSpec
 from contracts.config.cluster_config import Config
 from contracts.ids import Role
@@ -40,7 +40,7 @@ class PoolPlan:
     """One pool of one worker."""
 
     pool: str
-    kind: Kind
+    kind: PoolKind
     count: int
     """Pages or slots that can be leased."""
     nbytes: int
@@ -50,7 +50,7 @@ class PoolPlan:
 
     @property
     def unit(self) -> str:
-        return "slots" if self.kind is Kind.STATE else "pages"
+        return "slots" if self.kind is PoolKind.STATE else "pages"
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,7 +74,7 @@ class MemoryPlan:
     @property
     def positions(self) -> int:
         """Positions that the full pool holds."""
-        return sum(plan.count for plan in self.pools if plan.kind is Kind.FULL) * self.page_tokens
+        return sum(plan.count for plan in self.pools if plan.kind is PoolKind.FULL) * self.page_tokens
 
 
 def state_options(spec: ModelSpec, config: Config, role: Role) -> StateOptions:
@@ -137,9 +137,9 @@ def unit_bytes(spec: PoolSetSpec, ranks: int) -> dict[str, int]:
 def _sized(spec: PoolSetSpec, units: Mapping[str, int], steps: int, pages: int, requests: int) -> MemoryPlan:
     plans = []
     for pool in spec.pools:
-        if pool.kind is Kind.FULL:
+        if pool.kind is PoolKind.FULL:
             count, purpose = pages, f"{pages * spec.page_tokens:,} positions"
-        elif pool.kind is Kind.WINDOW:
+        elif pool.kind is PoolKind.WINDOW:
             kept = KEPT_WINDOWS * (spec.window_pages(pool.name) + 1)
             # Nothing has more window pages than pages.
             count = min(pages, requests * (spec.window_hold(pool.name, steps) + kept))

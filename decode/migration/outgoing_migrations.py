@@ -31,7 +31,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from cache.device.device_port import DONE
-from cache.manager.kv_cache_manager import Seat
+from cache.manager.kv_cache_manager import KVCacheManager
 from cache.memory.required_pages import due, extents
 from contracts.block_hash import chain_keys
 from contracts.clock import Clock
@@ -89,7 +89,14 @@ class Departures:
     """See the module's prose. Called between steps, by the worker's thread."""
 
     def __init__(
-        self, name: str, seat: Seat, sender: SenderEnd, desk: Desk[Request], config: Config, clock: Clock, books: Books
+        self,
+        name: str,
+        seat: KVCacheManager,
+        sender: SenderEnd,
+        desk: Desk[Request],
+        config: Config,
+        clock: Clock,
+        books: Books,
     ) -> None:
         self._seat, self._sender, self._desk = seat, sender, desk
         self._config, self._clock, self._books = config.decode, clock, books

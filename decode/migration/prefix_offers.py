@@ -8,7 +8,7 @@ void, and a worker that nobody asks leaves.
 
 from __future__ import annotations
 
-from cache.manager.kv_cache_manager import Seat
+from cache.manager.kv_cache_manager import KVCacheManager
 from cache.prefix_cache.hot_prefixes import hottest
 from contracts.clock import Clock
 from contracts.config.cluster_config import Config
@@ -26,7 +26,7 @@ class Offers:
     """One drain's offers."""
 
     def __init__(
-        self, name: str, seat: Seat, giving: Giving, desk: Desk[Request], config: Config, clock: Clock
+        self, name: str, seat: KVCacheManager, giving: Giving, desk: Desk[Request], config: Config, clock: Clock
     ) -> None:
         self._name, self._seat, self._giving, self._desk, self._clock = name, seat, giving, desk, clock
         reuse = config.cache_for(Role.DECODE).prefix_reuse

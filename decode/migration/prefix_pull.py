@@ -8,10 +8,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from cache.allocation.allocation import Claim
-from cache.manager.kv_cache_manager import Seat
+from cache.allocation.allocation import Allocation
+from cache.manager.kv_cache_manager import KVCacheManager
 from cache.memory.required_pages import due
-from cache.prefix_cache.token_prefix import Prefix
+from cache.prefix_cache.token_prefix import TokenPrefix
 from contracts.block_hash import chain_keys
 from contracts.errors import WireError
 from contracts.ids import RoomId
@@ -28,13 +28,13 @@ from worker.request_table import Desk
 class _Fetch:
     session: SessionId
     command: PullPrefix
-    claim: Claim
+    claim: Allocation
 
 
 class Fetching:
     """The fetching end. Called between steps, by the worker's thread."""
 
-    def __init__(self, seat: Seat, receiver: ReceiverEnd, desk: Desk[Request], *, reuse: bool) -> None:
+    def __init__(self, seat: KVCacheManager, receiver: ReceiverEnd, desk: Desk[Request], *, reuse: bool) -> None:
         """`reuse`: whether there is a tree to fetch for."""
         self._seat, self._receiver, self._desk, self._reuse = seat, receiver, desk, reuse
         self._fetches: dict[RoomId, _Fetch] = {}
@@ -60,7 +60,7 @@ class Fetching:
     def _begin(self, session: SessionId, command: PullPrefix, keys: list[bytes], positions: int) -> bool:
         if not self._reuse or self._desk.draining or not positions:
             return False
-        prefix = Prefix.of(command.tokens[:positions], self._seat.spec.page_tokens, command.salt, keys)
+        prefix = TokenPrefix.of(command.tokens[:positions], self._seat.spec.page_tokens, command.salt, keys)
         borrowed = self._seat.borrow(prefix, f"fetch {command.room}", spare=command.spare)
         if borrowed is None:
             return False

@@ -12,10 +12,10 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from enum import StrEnum
 
-from cache.allocation.allocation import Claim
+from cache.allocation.allocation import Allocation
 from cache.device.device_port import DONE
-from cache.manager.kv_cache_manager import Seat
-from cache.prefix_cache.token_prefix import Prefix
+from cache.manager.kv_cache_manager import KVCacheManager
+from cache.prefix_cache.token_prefix import TokenPrefix
 from contracts.block_hash import KEY_BYTES
 from contracts.clock import Clock
 from contracts.config.cluster_config import Config
@@ -59,7 +59,7 @@ GIFTS = StateTable[Gift, GiftEvent](
 @dataclass(eq=False)
 class _Gift:
     room: RoomId
-    claim: Claim
+    claim: Allocation
     opened_at: float
     state: Gift = Gift.OPEN
     chain: list[bytes] = field(default_factory=list)
@@ -70,7 +70,7 @@ class Giving:
 
     def __init__(
         self,
-        seat: Seat,
+        seat: KVCacheManager,
         sender: SenderEnd,
         desk: Desk[Request],
         config: Config,
@@ -111,19 +111,19 @@ class Giving:
             positions = 0
         self._desk.tell(session, PushReady(command.request_id, command.attempt, positions))
 
-    def _prefix(self, command: PushPrefix, request: Request | None) -> Prefix | None:
+    def _prefix(self, command: PushPrefix, request: Request | None) -> TokenPrefix | None:
         page_tokens = self._seat.spec.page_tokens
         if command.tokens:
-            return Prefix.of(command.tokens, page_tokens, command.salt)
+            return TokenPrefix.of(command.tokens, page_tokens, command.salt)
         if request is None or not request.in_place:
             return None
         self._share(request)
-        return Prefix.of(request.tokens[: request.committed], page_tokens, request.submit.salt)
+        return TokenPrefix.of(request.tokens[: request.committed], page_tokens, request.submit.salt)
 
-    def _bytes(self, claim: Claim) -> int:
+    def _bytes(self, claim: Allocation) -> int:
         return claim.depth * self._seat.spec.whole.unit_bytes(self._seat.full)
 
-    def _open(self, command: PushPrefix, claim: Claim) -> bool:
+    def _open(self, command: PushPrefix, claim: Allocation) -> bool:
         try:
             self._sender.open(command.room, command.peer)
         except WireError:

@@ -23,10 +23,10 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from enum import StrEnum
 
-from cache.allocation.allocation import Claim
-from cache.manager.swapping import Returning
-from cache.prefix_cache.token_prefix import Prefix
-from cache.swap.swapped_state import Parked
+from cache.allocation.allocation import Allocation
+from cache.manager.swapping import SwapInProgress
+from cache.prefix_cache.token_prefix import TokenPrefix
+from cache.swap.swapped_state import SwappedState
 from contracts.interfaces.worker_interface import SessionId
 from contracts.messages.router_commands import Submit
 from contracts.state_table import StateTable
@@ -90,14 +90,14 @@ class Request:
     submit: Submit
     arrived: float
     deadline: float
-    prefix: Prefix
+    prefix: TokenPrefix
     """The prompt's whole pages."""
     phase: Phase = Phase.WAITING
-    claim: Claim | None = None
+    claim: Allocation | None = None
     """What it holds of the seat: from its grant on, but not while it is off the device."""
-    parked: Parked | None = None
+    parked: SwappedState | None = None
     """What it holds in host memory: from the copy's beginning until it runs again."""
-    returning: Returning | None = None
+    returning: SwapInProgress | None = None
     """The way back of what is parked."""
     retractions: int = 0
     """How often it was retracted."""
@@ -153,7 +153,7 @@ class Request:
         self.committed += 1
         self.stepped = True
 
-    def whole(self, page_tokens: int, end: int) -> Prefix:
+    def whole(self, page_tokens: int, end: int) -> TokenPrefix:
         """The whole pages of its first `end` tokens."""
         known = self.prefix.head(end // page_tokens)
         return known.longer(self.tokens[len(known) * page_tokens : end])

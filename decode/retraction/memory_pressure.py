@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-from cache.manager.kv_cache_manager import Seat
+from cache.manager.kv_cache_manager import KVCacheManager
 from contracts.config.worker_config import DecodeConfig
 from decode.request.output_length import Growth
 from decode.request.request import Request
@@ -25,7 +25,7 @@ from decode.retraction.retraction_policy import Candidate
 class Pressure:
     """See the module's prose. Decides; the worker does it."""
 
-    def __init__(self, seat: Seat, config: DecodeConfig, retraction: Retraction) -> None:
+    def __init__(self, seat: KVCacheManager, config: DecodeConfig, retraction: Retraction) -> None:
         self._seat, self._retraction = seat, retraction
         self.growth = Growth(config.growth_quantile, config.first_answer_tokens)
 

@@ -27,10 +27,10 @@ import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from cache.manager.kv_cache_manager import Seat
+from cache.manager.kv_cache_manager import KVCacheManager
 from cache.memory.required_pages import due
-from cache.swap.restore import Damage
-from cache.swap.swapped_state import Parked, Place
+from cache.swap.restore import PageDamage
+from cache.swap.swapped_state import SwappedState, SwapPlace
 from contracts.clock import Clock
 from contracts.config.worker_config import DecodeConfig
 from contracts.damage import DamageSite, log_damage
@@ -53,7 +53,7 @@ class Lost:
 class Retraction:
     """See the module's prose. Single-threaded; nothing here waits."""
 
-    def __init__(self, seat: Seat, config: DecodeConfig, clock: Clock) -> None:
+    def __init__(self, seat: KVCacheManager, config: DecodeConfig, clock: Clock) -> None:
         self._seat, self._config, self._clock = seat, config, clock
         self._page_tokens = seat.spec.page_tokens
         self._leaving: list[Request] = []
@@ -106,7 +106,7 @@ class Retraction:
                 lost += self._copy(request)
             if request.parked is not None:
                 self._seat.settle(request.parked)
-                if request.parked.place is not Place.SAVING:
+                if request.parked.place is not SwapPlace.SAVING:
                     lost += self._arrive(request)
         return lost
 
@@ -150,13 +150,13 @@ class Retraction:
 
     def _make_room(self) -> bool:
         """Send on to storage whoever of those on the host comes back last; False where nobody can be."""
-        if any(r.parked is not None and r.parked.place is Place.STORING for r in self._away):
+        if any(r.parked is not None and r.parked.place is SwapPlace.STORING for r in self._away):
             return True
         for request in sorted(self._away, key=returns_first, reverse=True):
             parked = request.parked
             assert parked is not None
             tokens = request.tokens[: request.committed]
-            if parked.place is Place.HOST and parked.leases and self._seat.store(parked, tokens):
+            if parked.place is SwapPlace.HOST and parked.leases and self._seat.store(parked, tokens):
                 return True
         return False
 
@@ -164,7 +164,7 @@ class Retraction:
         parked = request.parked
         assert parked is not None
         self.rates.saw_out(parked.nbytes, self._clock.now() - self._began.pop(request))
-        if parked.place is Place.LOST:
+        if parked.place is SwapPlace.LOST:
             yield self._damaged(request, "when it had been copied to the host", parked.damage)
             return
         self._leaving.remove(request)
@@ -188,7 +188,7 @@ class Retraction:
                 break
             parked = request.parked
             assert parked is not None
-            if parked.place is not Place.HOST:
+            if parked.place is not SwapPlace.HOST:
                 lost += self._bring_to_host(request, parked)
                 break
             positions = request.positions_for(1 << 62 if self.assured(request) else request.committed + 1)
@@ -207,13 +207,13 @@ class Retraction:
             self._coming.append(request)
         return lost
 
-    def _bring_to_host(self, request: Request, parked: Parked) -> Iterator[Lost]:
+    def _bring_to_host(self, request: Request, parked: SwappedState) -> Iterator[Lost]:
         """Of what is on storage, or on the way there or back: let it come, if it isn't coming."""
-        if parked.place is Place.LOST and parked.damage:
+        if parked.place is SwapPlace.LOST and parked.damage:
             yield self._damaged(request, "when it came from storage", parked.damage)
-        elif parked.place is Place.LOST:
+        elif parked.place is SwapPlace.LOST:
             yield self._again(request, "storage has lost a part of its state")
-        if parked.place is not Place.STORED:
+        if parked.place is not SwapPlace.STORED:
             return
         try:
             self._seat.fetch(parked, request.tokens[: request.committed])
@@ -282,7 +282,7 @@ class Retraction:
         return found
 
 
-def _by_pool(damage: Sequence[Damage]) -> dict[str, list[int]]:
+def _by_pool(damage: Sequence[PageDamage]) -> dict[str, list[int]]:
     pages: dict[str, list[int]] = {}
     for one in damage:
         pages.setdefault(one.pool, []).append(one.at)

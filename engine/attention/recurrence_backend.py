@@ -24,7 +24,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from cache.memory.kv_cache_spec import BufferSpec, Index
+from cache.memory.kv_cache_spec import BufferSpec, IndexSpace
 from engine.attention.attention_plan import SlotPlan
 from engine.tensors.shard import Shard
 
@@ -68,7 +68,7 @@ def scan_buffers(
 
     def buffer(name: str, units: range, whole: int, *shape: int) -> BufferSpec:
         size = (len(units), *shape)
-        return BufferSpec(name, layers, size, torch.float32, Index.SLOT, heads=whole, first_head=units.start)
+        return BufferSpec(name, layers, size, torch.float32, IndexSpace.SLOT, heads=whole, first_head=units.start)
 
     buffers = (
         buffer("matrix", here, heads, key_dim, value_dim),

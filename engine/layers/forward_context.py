@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from cache.pool.load_gate import Door, LayerBuffers
+from cache.pool.load_gate import GateDoor, LayerBuffers
 from engine.attention.attention_backend import Attention
 from engine.attention.attention_plan import AttentionPlan, SlotPlan
 from engine.tensors.row_exact_linear import Linear, Numerics
@@ -48,7 +48,7 @@ class StepContext:
     """Of full and window pools, by name."""
     slots: Mapping[str, SlotPlan]
     """Of state pools, by name."""
-    doors: Mapping[str, Door]
+    doors: Mapping[str, GateDoor]
     ranks: Ranks = ALONE
     scratch: dict[Any, Any] = field(default_factory=dict)
     """What a layer leaves for later layers of the same step: selections, keys that others share."""

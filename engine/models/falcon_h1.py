@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from cache.memory.kv_cache_spec import Kind, PoolSpec
+from cache.memory.kv_cache_spec import PoolKind, PoolSpec
 from contracts.checkpoint.json_fields import JsonFields
 from contracts.checkpoint.model_spec import ModelSpec
 from engine.layers.decoder import Decoder, Layer, Sublayer
@@ -34,7 +34,7 @@ class FalconH1(Llama):
     def pools(self, options: StateOptions) -> tuple[PoolSpec, ...]:
         state = mamba_buffers(self.layers, self.mamba, options.dtype, options.shard)
         full = kv_buffers(self.layers, self.kv_heads, self.head_dim, options.dtype, options.shard)
-        return PoolSpec(FULL_POOL, full), PoolSpec(STATE_POOL, state, Kind.STATE)
+        return PoolSpec(FULL_POOL, full), PoolSpec(STATE_POOL, state, PoolKind.STATE)
 
     def layer(self, number: int, weights: Weights) -> Layer:
         return _HybridLayer(

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from cache.memory.kv_cache_spec import Kind, PoolSpec
+from cache.memory.kv_cache_spec import PoolKind, PoolSpec
 from contracts.checkpoint.json_fields import JsonFields
 from contracts.checkpoint.model_spec import ModelSpec
 from engine.layers.decoder import Layer, Sublayer
@@ -75,7 +75,7 @@ class NemotronH(Model):
         layers = self.kinds.count("full_attention")
         full = kv_buffers(layers, self.kv_heads, self.head_dim, options.dtype, options.shard)
         state = mamba_buffers(self.kinds.count("linear_attention"), self.mamba, options.dtype, options.shard)
-        return PoolSpec(FULL_POOL, full), PoolSpec(STATE_POOL, state, Kind.STATE)
+        return PoolSpec(FULL_POOL, full), PoolSpec(STATE_POOL, state, PoolKind.STATE)
 
     def layer(self, number: int, weights: Weights) -> Layer:
         norm_h = self.norm_weight(weights, "norm.weight", self.hidden)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from cache.memory.kv_cache_spec import Kind, PoolSpec
+from cache.memory.kv_cache_spec import PoolKind, PoolSpec
 from contracts.checkpoint.model_spec import ModelSpec
 from contracts.checkpoint.rope_spec import read_rope
 from engine.layers.decoder import Layer, Sublayer
@@ -71,7 +71,7 @@ class Qwen3Next(Model):
     def pools(self, options: StateOptions) -> tuple[PoolSpec, ...]:
         full = kv_buffers(self._count("full_attention"), self.kv_heads, self.head_dim, options.dtype, options.shard)
         state = delta_buffers(self._count("linear_attention"), self.delta, options.dtype, options.shard)
-        return PoolSpec(FULL_POOL, full), PoolSpec(STATE_POOL, state, Kind.STATE)
+        return PoolSpec(FULL_POOL, full), PoolSpec(STATE_POOL, state, PoolKind.STATE)
 
     def _count(self, kind: str, before: int | None = None) -> int:
         return self.kinds[:before].count(kind)

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from cache.memory.kv_cache_spec import BufferSpec, Kind, PoolSpec
+from cache.memory.kv_cache_spec import BufferSpec, PoolKind, PoolSpec
 from contracts.checkpoint.json_fields import JsonFields
 from contracts.checkpoint.model_spec import ModelSpec
 from contracts.checkpoint.rope_spec import RopeSpec
@@ -90,7 +90,7 @@ class WindowModel(Model):
             buffers: tuple[BufferSpec, ...] = kv_buffers(
                 owners, kind.kv_heads, kind.head_dim, options.dtype, options.shard
             )
-            pools.append(PoolSpec(kind.pool, buffers, Kind.WINDOW if kind.window else Kind.FULL, kind.window))
+            pools.append(PoolSpec(kind.pool, buffers, PoolKind.WINDOW if kind.window else PoolKind.FULL, kind.window))
         return tuple(pools)
 
 

@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from cache.allocation.block_table import Table
+from cache.allocation.block_table import BlockTable
 from cache.device.device_port import Completion
 from contracts.sampling_params import SamplingParams, TokenDifference, TokenLogprob
 
@@ -77,7 +77,7 @@ class Row:
     the page has been given away: the row is flagged `stale` and writes nothing."""
     replay: Replay | None = field(default=None, kw_only=True)
     """An answer that the row's tokens are of, to be drawn again."""
-    others: Mapping[str, Table] = field(default_factory=dict, kw_only=True)
+    others: Mapping[str, BlockTable] = field(default_factory=dict, kw_only=True)
     """The tables of pools other than the full one: windows and recurrent states."""
 
 

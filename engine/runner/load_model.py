@@ -9,7 +9,7 @@ import torch
 from cache.device.device_port import Device
 from cache.memory.kv_cache_spec import PoolSetSpec
 from cache.pool.epoch_table import EpochTable
-from cache.pool.load_gate import Gate
+from cache.pool.load_gate import LoadGate
 from contracts.config.worker_config import EngineConfig
 from contracts.messages.rank_order_codec import OrderChannel
 from engine.models.model_base import Model
@@ -26,7 +26,7 @@ def load_engine(
     model: Model,
     config: EngineConfig,
     spec: PoolSetSpec,
-    gates: Mapping[str, Gate],
+    gates: Mapping[str, LoadGate],
     epochs: Mapping[str, EpochTable],
     device: Device,
     ranks: Ranks = ALONE,

@@ -9,11 +9,11 @@ from itertools import accumulate
 import torch
 from torch import Tensor
 
-from cache.allocation.block_table import Table
-from cache.device.device_port import DEVICE, Device, Op, Stream, spans
-from cache.memory.kv_cache_spec import Kind, PoolSetSpec
+from cache.allocation.block_table import BlockTable
+from cache.device.device_port import DEVICE, Device, DeviceOp, DeviceStream, spans
+from cache.memory.kv_cache_spec import PoolKind, PoolSetSpec
 from cache.pool.epoch_table import EpochTable
-from cache.pool.load_gate import Door, Gate
+from cache.pool.load_gate import GateDoor, LoadGate
 from contracts.messages.rank_order_codec import OrderChannel
 from contracts.messages.rank_orders import PagePlaces, RowOrder, RunStep
 from engine.attention.attention_backend import Attention
@@ -51,7 +51,7 @@ class Engine:
         numerics: Numerics,
         attention: Attention,
         spec: PoolSetSpec,
-        gates: Mapping[str, Gate],
+        gates: Mapping[str, LoadGate],
         epochs: Mapping[str, EpochTable],
         device: Device,
         *,
@@ -79,12 +79,12 @@ class Engine:
         must not change.
         """
         assert rows, "a step has at least one row"
-        tables = [{self.spec.full.name: Table(0, row.pages, row.epochs), **row.others} for row in rows]
+        tables = [{self.spec.full.name: BlockTable(0, row.pages, row.epochs), **row.others} for row in rows]
         for row, mine in zip(rows, tables, strict=True):
             self._check(row, mine)
         # Sets of all pages of a batch cost more than the rest of the plan: they are for a device that looks at them.
         reads, writes = self._named(rows, tables) if self._device.checks else ({}, {})
-        op = Op("forward", Stream.COMPUTE, reads=spans(DEVICE, reads), writes=spans(DEVICE, writes))
+        op = DeviceOp("forward", DeviceStream.COMPUTE, reads=spans(DEVICE, reads), writes=spans(DEVICE, writes))
         passages = {pool.name: self._gates[pool.name].enter(pool.name) for pool in self.spec.pools}
         gates = {gate: loads for passage in passages.values() for gate, loads in passage.gates.items()}
         step = LaunchedStep(rows)
@@ -96,7 +96,9 @@ class Engine:
         return self.launch(rows).outputs()
 
     @torch.inference_mode()
-    def _step(self, rows: Sequence[Row], tables: Sequence[Mapping[str, Table]], doors: Mapping[str, Door]) -> Computed:
+    def _step(
+        self, rows: Sequence[Row], tables: Sequence[Mapping[str, BlockTable]], doors: Mapping[str, GateDoor]
+    ) -> Computed:
         device = self._device.torch_device
         if self._followers is not None:
             self._followers.tell(compute_order(rows, tables))
@@ -128,7 +130,8 @@ class Engine:
         """A follower's part of a step that its leader has begun."""
         rows = [Row((0,) * row.tokens, row.start, (), epochs=()) for row in order.rows]
         tables = [
-            {at.pool: Table(at.first, at.indices, (0,) * len(at.indices)) for at in row.tables} for row in order.rows
+            {at.pool: BlockTable(at.first, at.indices, (0,) * len(at.indices)) for at in row.tables}
+            for row in order.rows
         ]
         doors = {pool.name: self._gates[pool.name].enter(pool.name) for pool in self.spec.pools}
         ctx = self.context(rows, tables, doors)
@@ -138,7 +141,7 @@ class Engine:
         self.decoder.forward(told[:count], ctx)
 
     def context(
-        self, rows: Sequence[Row], tables: Sequence[Mapping[str, Table]], doors: Mapping[str, Door]
+        self, rows: Sequence[Row], tables: Sequence[Mapping[str, BlockTable]], doors: Mapping[str, GateDoor]
     ) -> StepContext:
         """What the layers need to know of a step; `tables` are the rows' tables by pool."""
         device, size = self._device.torch_device, self.spec.page_tokens
@@ -148,10 +151,10 @@ class Engine:
         for pool in self.spec.pools:
             mine = [table[pool.name] for table in tables]
             pages, epochs = [t.pages for t in mine], [t.epochs for t in mine]
-            if pool.kind is Kind.STATE:
+            if pool.kind is PoolKind.STATE:
                 slots[pool.name] = make_slot_plan(starts, counts, pages, device, epochs)
             else:
-                firsts = [t.first for t in mine] if pool.kind is Kind.WINDOW else None
+                firsts = [t.first for t in mine] if pool.kind is PoolKind.WINDOW else None
                 plans[pool.name] = make_plan(starts, counts, pages, size, device, epochs, firsts)
         count = sum(counts)
         positions = [p for row in rows for p in range(row.start, row.start + len(row.tokens))]
@@ -201,16 +204,16 @@ class Engine:
         most = _LOGIT_ELEMENTS // self.decoder.head.shape[0]
         return redraw(row, x_th, lambda x_nh: self.decoder.logits(x_nh, self.numerics), most, triton=self._triton)
 
-    def _check(self, row: Row, tables: Mapping[str, Table]) -> None:
+    def _check(self, row: Row, tables: Mapping[str, BlockTable]) -> None:
         assert len(row.tokens), "a row has at least one token"
         for pool in self.spec.pools:
             table = tables[pool.name]
             assert len(table.epochs) == len(table.pages), "a block table has an epoch for each page"
             end = (table.first + len(table.pages)) * self.spec.page_tokens
-            assert pool.kind is Kind.STATE or end >= row.start + len(row.tokens), "the block table is too short"
+            assert pool.kind is PoolKind.STATE or end >= row.start + len(row.tokens), "the block table is too short"
 
     def _named(
-        self, rows: Sequence[Row], tables: Sequence[Mapping[str, Table]]
+        self, rows: Sequence[Row], tables: Sequence[Mapping[str, BlockTable]]
     ) -> tuple[dict[str, list[int]], dict[str, list[int]]]:
         """Pages and slots that a step reads, and those that it writes."""
         size = self.spec.page_tokens
@@ -222,14 +225,14 @@ class Engine:
             for row, mine in zip(rows, tables, strict=True):
                 table = mine[pool.name]
                 first, end = row.start // size - table.first, -(-(row.start + len(row.tokens)) // size) - table.first
-                state = pool.kind is Kind.STATE
+                state = pool.kind is PoolKind.STATE
                 read.update(table.pages if state else table.pages[:end])
                 written.update(table.pages if state else table.pages[first:end])
             reads[pool.name], writes[pool.name] = sorted(read), sorted(written)
         return reads, writes
 
 
-def compute_order(rows: Sequence[Row], tables: Sequence[Mapping[str, Table]]) -> RunStep:
+def compute_order(rows: Sequence[Row], tables: Sequence[Mapping[str, BlockTable]]) -> RunStep:
     """What followers need to know of a step besides its tokens."""
     return RunStep(
         tuple(

@@ -17,9 +17,9 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
-from cache.allocation.block_table import Table
-from cache.device.device_port import DEVICE, DONE, Completion, Device, Op, Stream, spans
-from cache.memory.kv_cache_spec import BufferSpec, Kind, PoolSetSpec, PoolSpec
+from cache.allocation.block_table import BlockTable
+from cache.device.device_port import DEVICE, DONE, Completion, Device, DeviceOp, DeviceStream, spans
+from cache.memory.kv_cache_spec import BufferSpec, PoolKind, PoolSetSpec, PoolSpec
 from cache.memory.memory_layout import BufferLayout
 from cache.pool.pool_set import PoolSet
 from contracts.sampling_params import SamplingParams, TokenDifference, TokenLogprob
@@ -95,13 +95,13 @@ def recite(spec: PoolSetSpec, prompt: tuple[int, ...], params: SamplingParams) -
     lanes = {pool.name: [bytearray() for buffer in pool.buffers for _ in range(buffer.layers)] for pool in spec.pools}
     widths = {pool.name: [b.shape_bytes for b in pool.buffers for _ in range(b.layers)] for pool in spec.pools}
     for pool in spec.pools:
-        if pool.kind is Kind.STATE:
+        if pool.kind is PoolKind.STATE:
             for lane, width in zip(lanes[pool.name], widths[pool.name], strict=True):
                 lane.extend(bytes(width))
     at, length = 0, len(prompt)
     while at < length or len(tokens) < length + params.max_tokens:
         seen = [
-            bytes(lane[-(pool.window_tokens - 1) * width :] if pool.kind is Kind.WINDOW else lane)
+            bytes(lane[-(pool.window_tokens - 1) * width :] if pool.kind is PoolKind.WINDOW else lane)
             for pool in spec.pools
             for lane, width in zip(lanes[pool.name], widths[pool.name], strict=True)
         ]
@@ -109,7 +109,7 @@ def recite(spec: PoolSetSpec, prompt: tuple[int, ...], params: SamplingParams) -
         at += 1
         for pool in spec.pools:
             for lane, entry in zip(lanes[pool.name], _entry(pool, mark), strict=True):
-                if pool.kind is Kind.STATE:
+                if pool.kind is PoolKind.STATE:
                     lane.clear()
                 lane.extend(entry)
         if at < length and params.prompt_logprobs is not None:
@@ -215,7 +215,7 @@ class HashEngine:
 
     def launch(self, rows: Sequence[Row]) -> HashStep:
         step = HashStep()
-        tables = [{self._spec.full.name: Table(0, row.pages, row.epochs), **row.others} for row in rows]
+        tables = [{self._spec.full.name: BlockTable(0, row.pages, row.epochs), **row.others} for row in rows]
         reads, writes = self._named(rows, tables) if self.device.checks else ({}, {})
         passages = {pool: self._pools.gates[pool].enter(pool) for pool in self._spec.by_name}
         gates = {gate: waits for passage in passages.values() for gate, waits in passage.gates.items()}
@@ -227,12 +227,12 @@ class HashEngine:
             self._together()
             step.drawn += [self._row(row, mine) for row, mine in zip(rows, tables, strict=True)]
 
-        op = Op("forward", Stream.COMPUTE, spans(DEVICE, reads), spans(DEVICE, writes))
+        op = DeviceOp("forward", DeviceStream.COMPUTE, spans(DEVICE, reads), spans(DEVICE, writes))
         step.completion = self.device.submit(op, run, gates=gates)
         return step
 
     def _named(
-        self, rows: Sequence[Row], tables: Sequence[Mapping[str, Table]]
+        self, rows: Sequence[Row], tables: Sequence[Mapping[str, BlockTable]]
     ) -> tuple[dict[str, list[int]], dict[str, list[int]]]:
         """The pages and slots that a step reads and writes, by pool."""
         reads: dict[str, set[int]] = {pool: set() for pool in self._spec.by_name}
@@ -240,12 +240,12 @@ class HashEngine:
         for row, table in zip(rows, tables, strict=True):
             for pool, mine in table.items():
                 reads[pool] |= set(mine.pages)
-                state = self._spec.by_name[pool].kind is Kind.STATE
+                state = self._spec.by_name[pool].kind is PoolKind.STATE
                 first = 0 if state else row.start // self._spec.page_tokens - mine.first
                 writes[pool] |= set(mine.pages[first:])
         return {p: sorted(i) for p, i in reads.items()}, {p: sorted(i) for p, i in writes.items()}
 
-    def _row(self, row: Row, tables: Mapping[str, Table]) -> RowOutput:
+    def _row(self, row: Row, tables: Mapping[str, BlockTable]) -> RowOutput:
         for name, table in tables.items():
             if tuple(self._pools.allocators[name].epochs_of(table.pages)) != tuple(table.epochs):
                 return RowOutput(stale=True)
@@ -284,13 +284,13 @@ class HashEngine:
         before = step.drawn[row.tokens.row].drawn
         return [before.token] if before is not None else None
 
-    def _seen(self, pool: PoolSpec, table: Table, start: int) -> list[bytearray]:
+    def _seen(self, pool: PoolSpec, table: BlockTable, start: int) -> list[bytearray]:
         """What the position `start` sees of a pool: a run of bytes for each lane."""
         lanes = self._lanes[pool.name]
-        if pool.kind is Kind.STATE:
+        if pool.kind is PoolKind.STATE:
             return [bytearray(lane.read(table.pages[0], 1)) for lane in lanes]
         size = self._spec.page_tokens
-        first = max(0, start - pool.window_tokens + 1) if pool.kind is Kind.WINDOW else 0
+        first = max(0, start - pool.window_tokens + 1) if pool.kind is PoolKind.WINDOW else 0
         out = []
         for lane in lanes:
             run = bytearray()
@@ -303,16 +303,16 @@ class HashEngine:
         return out
 
     def _write(
-        self, pool: PoolSpec, table: Table, position: int, entry: Sequence[bytes], seen: Sequence[bytearray]
+        self, pool: PoolSpec, table: BlockTable, position: int, entry: Sequence[bytes], seen: Sequence[bytearray]
     ) -> None:
         """Write what a position leaves; `seen` becomes what the next one sees."""
         number, at = divmod(position, self._spec.page_tokens)
         for lane, data, run in zip(self._lanes[pool.name], entry, seen, strict=True):
-            if pool.kind is Kind.STATE:
+            if pool.kind is PoolKind.STATE:
                 lane.write(table.pages[0], 0, data)
                 run[:] = data
                 continue
             lane.write(table.pages[number - table.first], at, data)
             run.extend(data)
-            if pool.kind is Kind.WINDOW:
+            if pool.kind is PoolKind.WINDOW:
                 del run[: max(0, len(run) - (pool.window_tokens - 1) * lane.width)]

@@ -17,10 +17,10 @@ import torch
 import zmq
 
 from cache.device.device_port import DONE, Completion
-from cache.memory.head_slices import Cut, chosen, common, copy_common, packed_layouts
+from cache.memory.head_slices import HeadSlice, chosen, common, copy_common, packed_layouts
 from cache.memory.kv_cache_spec import PoolSetSpec
 from cache.memory.memory_layout import BufferLayout
-from cache.memory.page_moves import Move, Part, copy_state, gather, scatter
+from cache.memory.page_moves import PageMove, PoolMove, copy_state, gather, scatter
 from cache.pool.pool_set import PoolSet
 from contracts.errors import LayoutMismatch, WireError
 from contracts.ids import RoomId
@@ -128,7 +128,7 @@ class SimPlane:
     def connect(self, descriptor: dict[str, Any]) -> Link:
         return fan(self.pools.spec.whole, self.rank, self.size, descriptor, self._link)
 
-    def _link(self, part: dict[str, Any], spec: PoolSetSpec, cut: Cut | None) -> Link:
+    def _link(self, part: dict[str, Any], spec: PoolSetSpec, cut: HeadSlice | None) -> Link:
         reader = self._planes[part["pid"]]
         if self.kind == "zmq":
             return SentLink(self, reader, cut)
@@ -218,7 +218,7 @@ class _SimLink:
     frame_bytes: int | None = None
     up = True
 
-    def __init__(self, writer: SimPlane, reader: SimPlane, cut: Cut | None) -> None:
+    def __init__(self, writer: SimPlane, reader: SimPlane, cut: HeadSlice | None) -> None:
         """`cut`: the buffers of which this rank writes what both hold; None: all of every page."""
         self._writer, self._reader, self._parts = writer, reader, cut
         self._cut = False
@@ -303,7 +303,7 @@ class StoredLink(_SimLink):
         self._writer.process.later(self._writer.rng.random() * 0.004, store.wait)
         return store
 
-    def _copy(self, move: Move) -> None:
+    def _copy(self, move: PageMove) -> None:
         ours, theirs = self._writer.pools, self._reader.pools
         if self._parts is None:
             copy_state(move, ours.region, ours.layout, theirs.region, theirs.layout)
@@ -345,9 +345,9 @@ class _Store:
         self.wait()
 
 
-def _halves(move: Move) -> tuple[Move, Move]:
+def _halves(move: PageMove) -> tuple[PageMove, PageMove]:
     """The first half of what it moves of each pool, and the rest."""
     cuts = [(part, (len(part.sources) + 1) // 2) for part in move.parts]
-    first = tuple(Part(p.pool, p.sources[:cut], p.targets[:cut]) for p, cut in cuts)
-    rest = tuple(Part(p.pool, p.sources[cut:], p.targets[cut:]) for p, cut in cuts if len(p.sources) > cut)
-    return Move(first), Move(rest)
+    first = tuple(PoolMove(p.pool, p.sources[:cut], p.targets[:cut]) for p, cut in cuts)
+    rest = tuple(PoolMove(p.pool, p.sources[cut:], p.targets[cut:]) for p, cut in cuts if len(p.sources) > cut)
+    return PageMove(first), PageMove(rest)

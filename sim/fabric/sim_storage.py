@@ -1,6 +1,6 @@
 """The third tier as simulated workers meet it: one store for all, with delays, errors, damage and no room.
 
-Each worker has its own way to the store, a `cache.storage.inline_queue.InlineQueue`, on which operations begin some
+Each worker has its own way to the store, a `cache.storage.inline_queue.InlineIoQueue`, on which operations begin some
 time after they were submitted and end some time after that, if the worker's process runs then. Meanwhile their buffers
 are in use, and of a cancelled one no less. What was written outlives every worker.
 """
@@ -13,9 +13,9 @@ from functools import partial
 from typing import TypeVar
 
 from cache.storage.backends.memory_backend import MemoryBackend
-from cache.storage.inline_queue import InlineQueue
-from cache.storage.io_queue import Chain, Op, Ticket
-from cache.storage.storage_backend import Item, ObjectName, Outcome
+from cache.storage.inline_queue import InlineIoQueue
+from cache.storage.io_queue import StorageOp, StorageTicket, WriteChain
+from cache.storage.storage_backend import ObjectBuffer, ObjectName, ObjectOutcome
 from sim.fabric.sim_process import Process
 
 T = TypeVar("T")
@@ -30,12 +30,12 @@ class Store:
         """The share of names that meet an error."""
         self._name, self._max_bytes = name, max_bytes
         self._handles = [MemoryBackend(name, max_bytes)]
-        self._queues: list[InlineQueue] = []
+        self._queues: list[InlineIoQueue] = []
 
-    def queue(self) -> InlineQueue:
+    def queue(self) -> InlineIoQueue:
         """A worker's way to it."""
         self._handles.append(MemoryBackend(self._name, self._max_bytes))
-        self._queues.append(InlineQueue(self._handles[-1], fault=self.fault))
+        self._queues.append(InlineIoQueue(self._handles[-1], fault=self.fault))
         return self._queues[-1]
 
     @property
@@ -43,7 +43,7 @@ class Store:
         """Operations that nobody wanted any more while they ran."""
         return sum(queue.cancelled_running for queue in self._queues)
 
-    def fault(self, op: Op, name: ObjectName) -> str | None:
+    def fault(self, op: StorageOp, name: ObjectName) -> str | None:
         return "the medium failed" if self.failing and self.rng.random() < self.failing else None
 
     def damage(self) -> bool:
@@ -80,20 +80,24 @@ class SimQueue:
         self._behind = 0
         """Tickets that could not be begun in their turn."""
 
-    def submit_exists(self, names: Sequence[ObjectName]) -> Ticket[list[bool]]:
+    def submit_exists(self, names: Sequence[ObjectName]) -> StorageTicket[list[bool]]:
         return self._later(self._inline.submit_exists(names))
 
-    def submit_read(self, names: Sequence[ObjectName], into: Sequence[memoryview]) -> Ticket[list[Outcome]]:
+    def submit_read(
+        self, names: Sequence[ObjectName], into: Sequence[memoryview]
+    ) -> StorageTicket[list[ObjectOutcome]]:
         return self._later(self._inline.submit_read(names, into))
 
-    def submit_write(self, items: Sequence[Item], chain: Chain | None = None) -> Ticket[list[Outcome]]:
+    def submit_write(
+        self, items: Sequence[ObjectBuffer], chain: WriteChain | None = None
+    ) -> StorageTicket[list[ObjectOutcome]]:
         return self._later(self._inline.submit_write(items, chain))
 
     def close(self, timeout_s: float) -> bool:
         self._closed = True
         return self._inline.close(timeout_s)
 
-    def _later(self, ticket: Ticket[T]) -> Ticket[T]:
+    def _later(self, ticket: StorageTicket[T]) -> StorageTicket[T]:
         self._process.later(self._takes(), self._begin)
         return ticket
 

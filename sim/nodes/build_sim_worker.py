@@ -8,15 +8,15 @@ from dataclasses import dataclass
 from typing import Any, Protocol, cast
 
 from cache.arena.arena import Arena, arena_bytes
-from cache.device.adversarial_device import LazyDevice
+from cache.device.adversarial_device import AdversarialDevice
 from cache.device.device_backends import CpuDevice
 from cache.device.device_port import DEVICE, HOST, Device
-from cache.manager.kv_cache_manager import Seat
+from cache.manager.kv_cache_manager import KVCacheManager
 from cache.memory.memory_layout import PoolSetLayout
 from cache.pool.pool_set import PoolSet, host_layout
-from cache.pool.tp_pool_set import RankedPools, RankState
-from cache.storage.rank_page_store import RankShelf
-from cache.storage.tp_page_store import RankedShelf, RankStorage
+from cache.pool.tp_pool_set import FollowerPools, TPPoolSet
+from cache.storage.rank_page_store import RankPageStore
+from cache.storage.tp_page_store import FollowerPageStore, TPPageStore
 from cluster.assembly.host_tier_memory import take_over
 from cluster.assembly.memory_plan import plan_memory, stride
 from cluster.controller.controller_actions import Grant
@@ -110,7 +110,7 @@ class Built:
     """A worker, and of its parts those that are looked at when all is over."""
 
     worker: Worker
-    seat: Seat
+    seat: KVCacheManager
     plane: SimPlane
     followers: SimFollowers | None = None
     receiver: ReceiverEnd | None = None
@@ -122,7 +122,7 @@ def build(
     """A worker with everything but a model: the engine hashes."""
     shape, config, agenda = world.shape, world.config, world.agenda
     cache, size = config.cache_for(role), config.tp_for(role)
-    device: Device = LazyDevice(world.rng.randrange(1 << 30)) if shape.lazy else CpuDevice()
+    device: Device = AdversarialDevice(world.rng.randrange(1 << 30)) if shape.lazy else CpuDevice()
     spec = pool_set(shape.pools, shape.page_tokens)
     memory = plan_memory(spec, config, role, CONTEXT, 1 << 40)
     assert memory is not None, "a plan draws sizes that fit"
@@ -141,15 +141,15 @@ def build(
         for rank in range(1, size):
             mine = home.new_process(f"{name}.rank{rank}#{incarnation}", process.node)
             followers.ranks.append(_rank(world, mine, role, layouts[rank], followers, rank, size))
-        plane, pools = RankedPlane(own, followers), RankedPools(layouts[0], region, followers, DEVICE)
+        plane, pools = RankedPlane(own, followers), TPPoolSet(layouts[0], region, followers, DEVICE)
     host, arena = _host_tier(world, process, role, layouts[0], device, 0, size, followers)
     queue: SimQueue | None = None
-    shelf: RankedShelf | None = None
+    shelf: TPPageStore | None = None
     if host is not None and world.store is not None:
         queue = SimQueue(world.store, process, sleep.wake)
-        if followers is not None and isinstance(host, RankedPools):
-            shelf = RankedShelf(RankShelf(queue, host, FINGERPRINT, 0, size), host, followers)
-    seat = Seat(
+        if followers is not None and isinstance(host, TPPoolSet):
+            shelf = TPPageStore(RankPageStore(queue, host, FINGERPRINT, 0, size), host, followers)
+    seat = KVCacheManager(
         pools, device, cache, agenda.now,
         host=host, storage=queue, shelf=shelf, fingerprint=FINGERPRINT, stride=stride(config, role), wall=agenda.now,
         arena=arena,
@@ -201,13 +201,13 @@ def _rank(
     plane.register(pools, None)
     places = {DEVICE: pools}
     host, arena = _host_tier(world, process, role, layout, CpuDevice(), rank, size, None)
-    storage: RankStorage | None = None
+    storage: FollowerPageStore | None = None
     if host is not None:
         places[HOST] = host
         if world.store is not None:
-            shelf = RankShelf(SimQueue(world.store, process, wake), host, FINGERPRINT, rank, size)
-            storage = RankStorage(shelf)
-    state = RankState(places, size, lambda place: arena.count_copy() if arena and place == HOST else None)
+            shelf = RankPageStore(SimQueue(world.store, process, wake), host, FINGERPRINT, rank, size)
+            storage = FollowerPageStore(shelf)
+    state = FollowerPools(places, size, lambda place: arena.count_copy() if arena and place == HOST else None)
     return SimRank(rank, process, pools, state, RankLinks(plane), storage, arena)
 
 
@@ -231,7 +231,7 @@ def _host_tier(
     region = arena.region if arena is not None else device.allocate_host(tier.nbytes)
     if followers is None:
         return PoolSet(tier.spec, tier.counts, region, tier.order, "host"), arena
-    host = RankedPools(tier, region, followers, HOST, "host")
+    host = TPPoolSet(tier, region, followers, HOST, "host")
     if arena is not None:
         host.on_copy = arena.count_copy
     return host, arena

@@ -1,10 +1,10 @@
 """The other ranks of a worker: processes of their own that carry out their leader's orders, one by one and late.
 
-They are `cache.pool.tp_pool_set.RankState`, `transfer.planes.tp_plane.RankLinks` and
-`cache.storage.tp_page_store.RankStorage`, as in `cluster.worker_process.follower_process`; orders travel as bytes. What
-is modelled is the line: an order reaches each rank some time after it was told, what is asked is answered some time
-later, and a leader that waits for an answer gets it, with everything that was told before it carried out. A rank that
-is gone ends the worker.
+They are `cache.pool.tp_pool_set.FollowerPools`, `transfer.planes.tp_plane.RankLinks` and
+`cache.storage.tp_page_store.FollowerPageStore`, as in `cluster.worker_process.follower_process`; orders travel as
+bytes. What is modelled is the line: an order reaches each rank some time after it was told, what is asked is answered
+some time later, and a leader that waits for an answer gets it, with everything that was told before it carried out. A
+rank that is gone ends the worker.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from typing import Any
 
 from cache.arena.arena import Arena
 from cache.pool.pool_set import PoolSet
-from cache.pool.tp_pool_set import RankState
-from cache.storage.tp_page_store import RankStorage
+from cache.pool.tp_pool_set import FollowerPools
+from cache.storage.tp_page_store import FollowerPageStore
 from cluster.assembly.host_tier_memory import rebind
 from contracts.errors import PeerDead
 from contracts.messages.rank_order_codec import decode, encode
@@ -73,9 +73,9 @@ class SimRank:
     number: int
     process: Process
     pools: PoolSet
-    state: RankState
+    state: FollowerPools
     links: RankLinks
-    storage: RankStorage | None
+    storage: FollowerPageStore | None
     arena: Arena | None
     orders: deque[tuple[bytes, Asked | None]] = field(default_factory=deque)
     open: dict[int, Asked] = field(default_factory=dict)

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from cache.memory.kv_cache_spec import BufferSpec, Index, Kind, PoolSetSpec, PoolSpec
+from cache.memory.kv_cache_spec import BufferSpec, IndexSpace, PoolKind, PoolSetSpec, PoolSpec
 from contracts.sampling_params import SamplingParams
 from sim.fabric.hash_engine import VOCABULARY
 
@@ -87,8 +87,8 @@ def pool_set(name: str, page_tokens: int) -> PoolSetSpec:
     """A few bytes for each position and kind of state; heads of some, which ranks share."""
     u8 = torch.uint8
     full = PoolSpec("full", (BufferSpec("kv", 2, (4, 2), u8, heads=4),))
-    window = PoolSpec("window", (BufferSpec("kv", 1, (2, 4), u8, heads=2),), Kind.WINDOW, 7)
-    state = PoolSpec("state", (BufferSpec("s", 1, (16,), u8, Index.SLOT),), Kind.STATE)
+    window = PoolSpec("window", (BufferSpec("kv", 1, (2, 4), u8, heads=2),), PoolKind.WINDOW, 7)
+    state = PoolSpec("state", (BufferSpec("s", 1, (16,), u8, IndexSpace.SLOT),), PoolKind.STATE)
     chosen = {"full": (full,), "window": (full, window), "state": (full, state), "all": (full, window, state)}
     return PoolSetSpec(page_tokens, chosen[name])
 

@@ -14,7 +14,7 @@ from bench.cache.plain_trie import Trie
 from bench.cache.trace_bounds import Ask, Trace, load, plain_lru, unlimited
 from bench.cache.trace_replay import Sizes, replay
 from bench.cache.tree_workload import PAGE_TOKENS, Clients, TreeSide, fill
-from cache.prefix_cache.token_prefix import Prefix
+from cache.prefix_cache.token_prefix import TokenPrefix
 
 SLICE = Path(__file__).parents[2] / "bench" / "traces" / "conversation_200.jsonl"
 BLOCK = 512
@@ -125,7 +125,7 @@ def test_tree_and_trie_hold_the_same_prefixes() -> None:
     numbers = list(range(3000))
     new: list[tuple[int, int]] = []
 
-    def insert(prefix: Prefix) -> int:
+    def insert(prefix: TokenPrefix) -> int:
         new.append((side.insert(prefix), trie.insert(prefix, numbers)))
         return new[-1][0]
 
@@ -133,7 +133,7 @@ def test_tree_and_trie_hold_the_same_prefixes() -> None:
     assert all(ours == theirs for ours, theirs in new)
     assert trie.pages == sum(side.nodes())
     for talk in samples.conversations[:20]:
-        other = Prefix(talk.raw[: len(talk.raw) // 2] + clients.tokens(8), PAGE_TOKENS)
+        other = TokenPrefix(talk.raw[: len(talk.raw) // 2] + clients.tokens(8), PAGE_TOKENS)
         for prefix in (talk.whole, other):
             assert side.tree.match(prefix).depth == len(trie.match(prefix))
     assert side.tree.check() == []

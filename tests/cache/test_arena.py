@@ -9,8 +9,8 @@ import pytest
 from cache.arena.arena import Arena, arena_bytes, most_index_bytes
 from cache.arena.arena_keeper import MOST_TAKEN, SETTLED_S, ArenaKeeper
 from cache.arena.arena_records import SALT_BYTES
-from cache.memory.memory_layout import Order, PoolSetLayout
-from cache.prefix_cache.tree_node import Node, Tier
+from cache.memory.memory_layout import LayoutOrder, PoolSetLayout
+from cache.prefix_cache.tree_node import Tier, TreeNode
 from tests.cache_schedule import _ACTIONS, _WEIGHTS, Schedule
 from tests.cache_visitors import content
 from tests.cache_world import World
@@ -24,7 +24,7 @@ BOND = b"sixteen byte tie"
 
 def layout_of(name: str, count: int = COUNT) -> PoolSetLayout:
     spec = pool_sets(PAGE_TOKENS)[name]
-    return PoolSetLayout(spec, spec.even(count), Order.PAGE_FIRST)
+    return PoolSetLayout(spec, spec.even(count), LayoutOrder.PAGE_FIRST)
 
 
 def segment_for(name: str, count: int = COUNT) -> memoryview:
@@ -60,7 +60,7 @@ def visit(world: World, tokens: list[int], salt: str = "") -> int:
     raise AssertionError("a visit without an end")
 
 
-def host_nodes(world: World) -> list[Node]:
+def host_nodes(world: World) -> list[TreeNode]:
     return [node for node in world.seat.tree.nodes() if node.parts[Tier.HOST]]
 
 

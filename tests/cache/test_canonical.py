@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 import torch
 
-from cache.memory.kv_cache_spec import BufferSpec, Index, Kind, PoolSetSpec, PoolSpec
+from cache.memory.kv_cache_spec import BufferSpec, IndexSpace, PoolKind, PoolSetSpec, PoolSpec
 from cache.memory.memory_layout import PoolSetLayout
-from cache.memory.page_digest import Digester
-from cache.storage.object_slices import SHARED, Assembled, Objects, Part, Slicer
+from cache.memory.page_digest import PageDigester
+from cache.storage.object_slices import SHARED, AssembledPage, HeadPart, ObjectSlicer, PageObjects
 
 PAGES = 3
 TOKENS = 4
@@ -24,12 +24,12 @@ def whole() -> dict[str, PoolSetSpec]:
     k, v = (BufferSpec(n, 2, (8, 6), torch.bfloat16, heads=8) for n in "kv")
     few = BufferSpec("k", 2, (2, 6), torch.float16, heads=2)
     latent = BufferSpec("latent", 2, (1, 20), torch.bfloat16)
-    index = BufferSpec("index_k", 1, (TOKENS * 12,), torch.uint8, Index.PAGE)
-    window = PoolSpec("window", (BufferSpec("wk", 1, (4, 3), torch.float32, heads=4),), Kind.WINDOW, 9)
-    conv = BufferSpec("conv", 2, (5, 3), torch.bfloat16, Index.SLOT)
-    channels = BufferSpec("channels", 2, (24,), torch.int16, Index.SLOT, heads=24)
-    recurrent = BufferSpec("recurrent", 2, (8, 4, 2), torch.float32, Index.SLOT, heads=8)
-    state = PoolSpec("state", (conv, recurrent, channels), Kind.STATE)
+    index = BufferSpec("index_k", 1, (TOKENS * 12,), torch.uint8, IndexSpace.PAGE)
+    window = PoolSpec("window", (BufferSpec("wk", 1, (4, 3), torch.float32, heads=4),), PoolKind.WINDOW, 9)
+    conv = BufferSpec("conv", 2, (5, 3), torch.bfloat16, IndexSpace.SLOT)
+    channels = BufferSpec("channels", 2, (24,), torch.int16, IndexSpace.SLOT, heads=24)
+    recurrent = BufferSpec("recurrent", 2, (8, 4, 2), torch.float32, IndexSpace.SLOT, heads=8)
+    state = PoolSpec("state", (conv, recurrent, channels), PoolKind.STATE)
     sets = {
         "full": (PoolSpec("full", (k, v)),),
         "few heads": (PoolSpec("full", (few,)),),
@@ -64,7 +64,7 @@ def pages_of(spec: PoolSetSpec, pool: str) -> torch.Tensor:
     columns = []
     for buffer in spec.by_name[pool].buffers:
         heads = buffer.heads or buffer.shape[0]
-        tokens = TOKENS if buffer.index is Index.TOKEN else 1
+        tokens = TOKENS if buffer.index is IndexSpace.TOKEN else 1
         inner = int(np.prod(buffer.shape[1:])) * buffer.dtype.itemsize
         noise = np.random.default_rng(sum(buffer.name.encode()) + len(pool))
         everything = noise.integers(256, size=(PAGES, buffer.layers, tokens, heads, inner), dtype=np.uint8)
@@ -73,15 +73,15 @@ def pages_of(spec: PoolSetSpec, pool: str) -> torch.Tensor:
 
 
 def sealed(spec: PoolSetSpec, pool: str, pages: torch.Tensor) -> list[int]:
-    return Digester(PoolSetLayout(spec, spec.even(1))).digest_canonical(pages, pool, FIRSTS, ENDS)
+    return PageDigester(PoolSetLayout(spec, spec.even(1))).digest_canonical(pages, pool, FIRSTS, ENDS)
 
 
-def written(spec: PoolSetSpec, size: int, pool: str) -> dict[Part, Objects]:
+def written(spec: PoolSetSpec, size: int, pool: str) -> dict[HeadPart, PageObjects]:
     """What all ranks of a writer of `size` store of one pool."""
-    store: dict[Part, Objects] = {}
+    store: dict[HeadPart, PageObjects] = {}
     for rank in range(size):
         mine = rank_spec(spec, size, rank)
-        slicer, pages = Slicer(mine), pages_of(mine, pool)
+        slicer, pages = ObjectSlicer(mine), pages_of(mine, pool)
         for one in slicer.split(pool, pages, sealed(mine, pool, pages), FIRSTS, ENDS):
             if one.part in slicer.writes(pool):
                 assert one.payloads.shape == (PAGES, slicer.object_bytes(pool, one.part))
@@ -103,7 +103,7 @@ def test_what_one_size_wrote_every_size_reads(name: str, size: int) -> None:
             for rank in range(readers):
                 mine = rank_spec(spec, readers, rank)
                 want = pages_of(mine, pool)
-                slicer = Slicer(mine)
+                slicer = ObjectSlicer(mine)
                 stored = [plan for plan in slicer.plans(pool) if set(plan) <= set(store)]
                 assert stored
                 for plan in stored:
@@ -114,18 +114,21 @@ def test_what_one_size_wrote_every_size_reads(name: str, size: int) -> None:
 
 
 def test_a_rank_reads_its_own_object_first_and_otherwise_what_covers_it() -> None:
-    slicer = Slicer(rank_spec(whole()["both kinds"], 2, 1))
+    slicer = ObjectSlicer(rank_spec(whole()["both kinds"], 2, 1))
     assert [[str(part) for part in plan] for plan in slicer.plans("full", (1, 2, 4, 8, 16))] == [
         ["shared", "1of2"],
         ["shared", "2of4", "3of4"],
         ["shared", "4of8", "5of8", "6of8", "7of8"],
         ["shared", "0of1"],
     ]
-    assert Slicer(whole()["nothing sliced"]).plans("full") == [(SHARED,)]
-    assert Slicer(rank_spec(whole()["few heads"], 4, 3)).plans("full", (1, 2, 4)) == [(Part(1, 2),), (Part(0, 1),)]
+    assert ObjectSlicer(whole()["nothing sliced"]).plans("full") == [(SHARED,)]
+    assert ObjectSlicer(rank_spec(whole()["few heads"], 4, 3)).plans("full", (1, 2, 4)) == [
+        (HeadPart(1, 2),),
+        (HeadPart(0, 1),),
+    ]
 
 
-def damaged(slicer: Slicer, store: dict[Part, Objects], of: int) -> Assembled:
+def damaged(slicer: ObjectSlicer, store: dict[HeadPart, PageObjects], of: int) -> AssembledPage:
     return slicer.assemble("full", [store[part] for part in slicer.plan("full", of)], FIRSTS, ENDS)
 
 
@@ -133,7 +136,7 @@ def damaged(slicer: Slicer, store: dict[Part, Objects], of: int) -> Assembled:
 def test_a_damaged_byte_is_found_in_every_object_and_page_that_is_read(writers: int, readers: int) -> None:
     spec = whole()["both kinds"]
     store = written(spec, writers, "full")
-    slicer = Slicer(rank_spec(spec, readers, readers - 1))
+    slicer = ObjectSlicer(rank_spec(spec, readers, readers - 1))
     for part in slicer.plan("full", writers):
         payloads = store[part].payloads
         for at in (0, payloads.shape[1] // 2, payloads.shape[1] - 1):
@@ -146,7 +149,7 @@ def test_a_damaged_byte_is_found_in_every_object_and_page_that_is_read(writers: 
 
 def test_what_was_damaged_before_it_was_cut_stays_visible() -> None:
     spec = whole()["both kinds"]
-    slicer, pages = Slicer(spec), pages_of(spec, "full")
+    slicer, pages = ObjectSlicer(spec), pages_of(spec, "full")
     digests = sealed(spec, "full", pages)
     for at in (0, pages.shape[1] - 1):
         hurt = pages.clone()
@@ -159,14 +162,14 @@ def test_objects_that_do_not_cover_the_page_are_refused() -> None:
     spec = whole()["full"]
     store = written(spec, 2, "full")
     with pytest.raises(ValueError, match="1of2 don't make up a page of 0of1"):
-        Slicer(spec).assemble("full", [store[Part(1, 2)]], FIRSTS, ENDS)
+        ObjectSlicer(spec).assemble("full", [store[HeadPart(1, 2)]], FIRSTS, ENDS)
 
 
 def test_slices_that_are_no_equal_parts_are_refused() -> None:
     uneven = BufferSpec("k", 1, (3, 6), torch.float16, heads=8, first_head=1)
     with pytest.raises(ValueError, match=r"heads 1\.\.3 of 8 of k aren't one of equal parts"):
-        Slicer(PoolSetSpec(TOKENS, (PoolSpec("full", (uneven,)),)))
+        ObjectSlicer(PoolSetSpec(TOKENS, (PoolSpec("full", (uneven,)),)))
     half = BufferSpec("k", 1, (4, 6), torch.float16, heads=8)
     quarter = BufferSpec("v", 1, (2, 6), torch.float16, heads=8)
     with pytest.raises(ValueError, match="0of2, 0of4"):
-        Slicer(PoolSetSpec(TOKENS, (PoolSpec("full", (half, quarter)),)))
+        ObjectSlicer(PoolSetSpec(TOKENS, (PoolSpec("full", (half, quarter)),)))

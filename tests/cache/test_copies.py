@@ -11,9 +11,9 @@ import torch
 
 from cache.memory.block_copy import copy_block, copy_indexed
 from cache.memory.copy_plan import blocks, packing, runs
-from cache.memory.kv_cache_spec import BufferSpec, Index, PoolSetSpec, PoolSpec
-from cache.memory.memory_layout import Order
-from cache.memory.page_digest import Digester, sum_by_numpy, sum_by_torch
+from cache.memory.kv_cache_spec import BufferSpec, IndexSpace, PoolSetSpec, PoolSpec
+from cache.memory.memory_layout import LayoutOrder
+from cache.memory.page_digest import PageDigester, sum_by_numpy, sum_by_torch
 from cache.memory.page_moves import gather
 from cache.pool.pool_set import PoolSet
 from tests.poolsets import NAMES, entry, filled, pool_sets
@@ -36,11 +36,11 @@ def some_pages(kind: str, seed: int) -> list[int]:
     return draw.sample(range(1, COUNT), 2)
 
 
-@pytest.mark.parametrize("orders", [(a, b) for a in Order for b in Order])
+@pytest.mark.parametrize("orders", [(a, b) for a in LayoutOrder for b in LayoutOrder])
 @pytest.mark.parametrize("kind", ["scattered", "runs", "two"])
 @pytest.mark.parametrize("width", [6, 129, 2048])
 def test_pages_of_every_size_and_pattern_arrive_and_nothing_else_changes(
-    width: int, kind: str, orders: tuple[Order, Order]
+    width: int, kind: str, orders: tuple[LayoutOrder, LayoutOrder]
 ) -> None:
     spec = spec_of(width)
     one, other, twin = (filled(PoolSet(spec, spec.even(COUNT), order=o), n) for n, o in enumerate((*orders, orders[1])))
@@ -61,7 +61,7 @@ def test_pages_of_every_size_and_pattern_arrive_and_nothing_else_changes(
 @pytest.mark.parametrize("name", NAMES)
 def test_blocks_hold_every_byte_of_a_page_once(name: str) -> None:
     spec = pool_sets(4)[name]
-    first, page = (PoolSet(spec, spec.even(5), order=o).layout for o in Order)
+    first, page = (PoolSet(spec, spec.even(5), order=o).layout for o in LayoutOrder)
     for pool in spec.by_name:
         for sides in ((first, first), (first, page), (page, first), (page, page)):
             found = blocks(sides[0].buffers[pool], sides[1].buffers[pool])
@@ -97,8 +97,8 @@ def test_gathering_into_used_memory_is_gathering() -> None:
 
 @pytest.mark.parametrize("kind", ["scattered", "runs", "two"])
 @pytest.mark.parametrize("width", [6, 8, 40_000])
-@pytest.mark.parametrize("order", list(Order))
-def test_pages_are_digested_alike_whatever_is_digested_with_them(order: Order, width: int, kind: str) -> None:
+@pytest.mark.parametrize("order", list(LayoutOrder))
+def test_pages_are_digested_alike_whatever_is_digested_with_them(order: LayoutOrder, width: int, kind: str) -> None:
     pools = filled(PoolSet(spec_of(width, layers=1), {"full": COUNT}, order=order), 1)
     pages = some_pages(kind, 3)
 
@@ -109,7 +109,9 @@ def test_pages_are_digested_alike_whatever_is_digested_with_them(order: Order, w
     assert digests(pages) == [one for page in pages for one in digests([page])]
     canonical = gather(pools.region, pools.layout, "full", pages)
     firsts = [2 * page for page in pages]
-    assert Digester(pools.layout).digest_canonical(canonical, "full", firsts, [f + 2 for f in firsts]) == digests(pages)
+    assert PageDigester(pools.layout).digest_canonical(canonical, "full", firsts, [f + 2 for f in firsts]) == digests(
+        pages
+    )
 
 
 @pytest.mark.parametrize("word", [torch.int64, torch.int32, torch.int16, torch.uint8])
@@ -124,7 +126,7 @@ def test_numpy_sums_what_torch_sums(word: torch.dtype) -> None:
 def test_a_state_slot_is_digested_whole_where_its_position_is() -> None:
     spec = pool_sets(4)["full+state"]
     pools = filled(PoolSet(spec, spec.even(5)), 1)
-    assert all(b.index is Index.SLOT for b in spec.by_name["state"].buffers)
+    assert all(b.index is IndexSpace.SLOT for b in spec.by_name["state"].buffers)
     seen = {pools.digester.digest(pools.region, "state", [2], [at], [end])[0] for at, end in pairwise((7, 8, 9))}
     assert len(seen) == 2
     assert pools.digester.digest(pools.region, "state", [2], [7], [7]) == pools.digester.digest(

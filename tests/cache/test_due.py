@@ -7,19 +7,19 @@ import random
 import pytest
 import torch
 
-from cache.memory.kv_cache_spec import BufferSpec, Index, Kind, PoolSetSpec, PoolSpec
+from cache.memory.kv_cache_spec import BufferSpec, IndexSpace, PoolKind, PoolSetSpec, PoolSpec
 from cache.memory.required_pages import due, extents, missing
 
 
 def spec(page_tokens: int, window_tokens: int) -> PoolSetSpec:
     k = BufferSpec("k", 1, (1, 2), torch.float32)
-    slot = BufferSpec("s", 1, (2,), torch.float32, index=Index.SLOT)
+    slot = BufferSpec("s", 1, (2,), torch.float32, index=IndexSpace.SLOT)
     return PoolSetSpec(
         page_tokens,
         (
             PoolSpec("pages", (k,)),
-            PoolSpec("near", (k,), Kind.WINDOW, window_tokens),
-            PoolSpec("sum", (slot,), Kind.STATE),
+            PoolSpec("near", (k,), PoolKind.WINDOW, window_tokens),
+            PoolSpec("sum", (slot,), PoolKind.STATE),
         ),
     )
 

@@ -1,11 +1,11 @@
 import torch
 
 from cache.pool.epoch_table import EpochTable
-from cache.pool.page_allocator import Allocator
+from cache.pool.page_allocator import PageAllocator
 
 
 def test_releases_are_in_the_table_that_the_allocator_shares() -> None:
-    pages = Allocator("pages", 6, first=1)
+    pages = PageAllocator("pages", 6, first=1)
     table = pages.epochs.on(torch.device("cpu"))
     lease = pages.lease(3, "r1")
     lease.split(1, "tree").release()

@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 
 from cache.pool.pool_set import PoolSet
-from cache.prefix_cache.radix_tree import PrefixTree
-from cache.prefix_cache.token_prefix import Prefix
+from cache.prefix_cache.radix_tree import RadixTree
+from cache.prefix_cache.token_prefix import TokenPrefix
 from cache.prefix_cache.tree_eviction import POLICIES
-from cache.prefix_cache.tree_node import Offer, Tier
+from cache.prefix_cache.tree_node import PageOffer, Tier
 from tests.poolsets import pool_sets
 
 PAGE_TOKENS = 2
@@ -20,28 +20,28 @@ class Grove:
 
     def __init__(self, name: str = "full", policy: str = "lru") -> None:
         spec = pool_sets(PAGE_TOKENS)[name]
-        self.tree, self.pools = PrefixTree(spec, POLICIES[policy]), PoolSet(spec, spec.even(30))
+        self.tree, self.pools = RadixTree(spec, POLICIES[policy]), PoolSet(spec, spec.even(30))
 
     def put(self, tokens: list[int], *pools: str, priority: int = 0, salt: str = "") -> None:
         """Insert what `tokens` computed of these pools, or of the full one alone."""
-        prefix = Prefix.of(tokens, PAGE_TOKENS, salt)
+        prefix = TokenPrefix.of(tokens, PAGE_TOKENS, salt)
         offers = {}
         for pool in pools or ("full",):
             point = self.tree.component(pool).point
             count = 1 if point else len(prefix)
             lease = self.pools.allocators[pool].lease(count, "a request")
             keys = [prefix.key(len(prefix) - 1 if point else page)[:8] for page in range(count)]
-            offers[pool] = [Offer(len(prefix) if point else 0, lease, [int.from_bytes(key) for key in keys])]
+            offers[pool] = [PageOffer(len(prefix) if point else 0, lease, [int.from_bytes(key) for key in keys])]
         self.tree.insert(prefix, offers, Tier.DEVICE, priority)
         for (offer,) in offers.values():
             offer.lease.release()
         assert self.tree.check() == []
 
     def depth(self, tokens: list[int], salt: str = "") -> int:
-        return self.tree.match(Prefix.of(tokens, PAGE_TOKENS, salt)).depth
+        return self.tree.match(TokenPrefix.of(tokens, PAGE_TOKENS, salt)).depth
 
     def use(self, tokens: list[int]) -> None:
-        self.tree.unlock(self.tree.lock(self.tree.match(Prefix.of(tokens, PAGE_TOKENS)), "a use"))
+        self.tree.unlock(self.tree.lock(self.tree.match(TokenPrefix.of(tokens, PAGE_TOKENS)), "a use"))
 
     def evict(self, count: int, pool: str = "full") -> int:
         freed = self.tree.evict(Tier.DEVICE, pool, count)
@@ -100,7 +100,7 @@ def test_what_is_locked_stays_with_all_above_it() -> None:
     grove = Grove()
     grove.put([*A, 7, 7])
     grove.put(B)
-    lock = grove.tree.lock(grove.tree.match(Prefix.of(A, PAGE_TOKENS)), "a request")
+    lock = grove.tree.lock(grove.tree.match(TokenPrefix.of(A, PAGE_TOKENS)), "a request")
     assert grove.tree.evictable("full") == 3
     assert grove.evict(100) == 3
     assert grove.depth(A) == 2
@@ -149,8 +149,8 @@ def test_a_match_is_whole_pages_and_a_part_of_a_node_will_do() -> None:
 def test_what_was_condemned_is_never_found_and_leaves_with_its_last_lock() -> None:
     grove = Grove("full+window")
     grove.put([*A, 5, 5], "full", "window")
-    lock = grove.tree.lock(grove.tree.match(Prefix.of([*A, 5, 5], PAGE_TOKENS)), "a reader")
-    assert grove.tree.condemn(Prefix.of([*A, 5, 5], PAGE_TOKENS), 1) == 2
+    lock = grove.tree.lock(grove.tree.match(TokenPrefix.of([*A, 5, 5], PAGE_TOKENS)), "a reader")
+    assert grove.tree.condemn(TokenPrefix.of([*A, 5, 5], PAGE_TOKENS), 1) == 2
     assert grove.depth([*A, 5, 5]) == 1
     assert grove.pools.allocators["full"].leases == 2
     grove.put([*A, 5, 5], "full", "window")

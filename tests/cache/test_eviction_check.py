@@ -1,4 +1,4 @@
-"""`Queue.check` names each thing that is wrong with a queue of what may be evicted."""
+"""`EvictionQueue.check` names each thing that is wrong with a queue of what may be evicted."""
 
 from __future__ import annotations
 
@@ -7,15 +7,15 @@ from typing import Any
 
 import pytest
 
-from cache.prefix_cache.tree_eviction import _EMPTY, POLICIES, Queue
+from cache.prefix_cache.tree_eviction import _EMPTY, POLICIES, EvictionQueue
 
 
 def part(used: float) -> Any:
     return SimpleNamespace(node=SimpleNamespace(used=used), entry=None)
 
 
-def queue(*used: float) -> Queue:
-    made = Queue(POLICIES["lru"])
+def queue(*used: float) -> EvictionQueue:
+    made = EvictionQueue(POLICIES["lru"])
     for one in used:
         made.push(part(one))
     assert made.check() == []

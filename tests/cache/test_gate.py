@@ -1,6 +1,6 @@
 from torch import zeros
 
-from cache.pool.load_gate import Gate
+from cache.pool.load_gate import LoadGate
 
 
 class Load:
@@ -18,7 +18,7 @@ class Load:
 
 def test_readers_of_a_layer_come_after_its_loads_and_after_no_others() -> None:
     seen: list[str] = []
-    gate = Gate([{"k": zeros(1)}, {"k": zeros(1)}])
+    gate = LoadGate([{"k": zeros(1)}, {"k": zeros(1)}])
     first, second = Load("first", seen), Load("second", seen)
     gate.expect(1, first)
     gate.expect(1, second)
@@ -32,7 +32,7 @@ def test_readers_of_a_layer_come_after_its_loads_and_after_no_others() -> None:
 
 def test_every_reader_is_ordered_until_the_host_knows_that_the_load_is_complete() -> None:
     seen: list[str] = []
-    gate = Gate([{"k": zeros(1)}])
+    gate = LoadGate([{"k": zeros(1)}])
     load = Load("load", seen)
     gate.expect(0, load)
     gate.enter("full").layer(0)
@@ -46,7 +46,7 @@ def test_every_reader_is_ordered_until_the_host_knows_that_the_load_is_complete(
 
 def test_a_step_waits_for_the_loads_of_its_launch_and_for_no_later_ones() -> None:
     seen: list[str] = []
-    gate = Gate([{"k": zeros(1)}])
+    gate = LoadGate([{"k": zeros(1)}])
     passage = gate.enter("full")
     gate.expect(0, Load("later", seen))
     passage.layer(0)
@@ -55,7 +55,7 @@ def test_a_step_waits_for_the_loads_of_its_launch_and_for_no_later_ones() -> Non
 
 def test_the_host_waits_where_it_reads_itself() -> None:
     seen: list[str] = []
-    gate = Gate([{"k": zeros(1)}])
+    gate = LoadGate([{"k": zeros(1)}])
     gate.expect(0, Load("load", seen))
     gate.layer(0)
     assert seen == ["host waits for load"]

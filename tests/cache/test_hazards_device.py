@@ -7,11 +7,11 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from cache.device.adversarial_device import LazyDevice
-from cache.device.device_port import DEVICE, HOST, Completion, Op, Span, Stream
-from cache.pool.in_flight import Launched
-from cache.pool.load_gate import Gate
-from cache.pool.page_allocator import Allocator
+from cache.device.adversarial_device import AdversarialDevice
+from cache.device.device_port import DEVICE, HOST, Completion, DeviceOp, DeviceStream, PageSpanUse
+from cache.pool.in_flight import InFlightPins
+from cache.pool.load_gate import LoadGate
+from cache.pool.page_allocator import PageAllocator
 from contracts.errors import CapacityError, UnorderedAccess
 
 SEEDS = range(60)
@@ -44,11 +44,11 @@ def writing(layers: list[dict[str, torch.Tensor]], page: int, value: float) -> C
 def test_a1_no_reader_of_any_buffer_of_a_layer_gets_it_before_that_layers_load() -> None:
     in_time = 0
     for seed in SEEDS:
-        device, here, there = LazyDevice(seed), buffers(), buffers()
-        gate = Gate(here)
+        device, here, there = AdversarialDevice(seed), buffers(), buffers()
+        gate = LoadGate(here)
         writing(there, 2, 7.0)()
         for layer in range(LAYERS):
-            op = Op(f"load {layer}", Stream.LOAD, writes=(Span(DEVICE, "full", [1], [layer]),))
+            op = DeviceOp(f"load {layer}", DeviceStream.LOAD, writes=(PageSpanUse(DEVICE, "full", [1], [layer]),))
             gate.expect(layer, device.submit(op, copied(there[layer], 2, here[layer], 1)))
         seen: list[float] = []
         passage = gate.enter("full")
@@ -58,8 +58,8 @@ def test_a1_no_reader_of_any_buffer_of_a_layer_gets_it_before_that_layers_load()
                 for view in passage.layer(layer).values():  # noqa: B023
                     seen.append(float(view[1].min()))  # noqa: B023
 
-        reads = (Span(DEVICE, "full", [1]),)
-        device.submit(Op("forward", Stream.COMPUTE, reads), forward, gates=passage.gates)
+        reads = (PageSpanUse(DEVICE, "full", [1]),)
+        device.submit(DeviceOp("forward", DeviceStream.COMPUTE, reads), forward, gates=passage.gates)
         device.settle()
         assert seen == [7.0] * 2 * LAYERS, f"seed {seed}"
         in_time += device.trace.index("forward") < device.trace.index("load 2")
@@ -69,12 +69,12 @@ def test_a1_no_reader_of_any_buffer_of_a_layer_gets_it_before_that_layers_load()
 def test_a6_pages_on_both_sides_of_a_move_are_given_out_only_when_it_is_complete() -> None:
     waited = 0
     for seed in SEEDS:
-        device, launched = LazyDevice(seed), Launched()
+        device, launched = AdversarialDevice(seed), InFlightPins()
         here, there = buffers(), buffers()
-        pages, mirror = Allocator("pages", 2, first=1), Allocator("host pages", 2, first=1)
+        pages, mirror = PageAllocator("pages", 2, first=1), PageAllocator("host pages", 2, first=1)
         source, target = pages.lease(1, "r1"), mirror.lease(1, "r1")
         writing(here, 1, 5.0)()
-        op = Op("save", Stream.SAVE, (Span(DEVICE, "full", [1]),), (Span(HOST, "full", [1]),))
+        op = DeviceOp("save", DeviceStream.SAVE, (PageSpanUse(DEVICE, "full", [1]),), (PageSpanUse(HOST, "full", [1]),))
         moved = device.submit(op, lambda: [copied(a, 1, b, 1)() for a, b in zip(here, there, strict=True)])  # noqa: B023
         launched.hold(moved, pages.pin(source.indices, "save"), mirror.pin(target.indices, "save"))
         source.release()
@@ -87,7 +87,9 @@ def test_a6_pages_on_both_sides_of_a_move_are_given_out_only_when_it_is_complete
                         side.lease(1, "r2")
             launched.sweep()
         assert pages.free == mirror.free == 1, "both come back together"
-        device.submit(Op("forward", Stream.COMPUTE, writes=(Span(DEVICE, "full", [1]),)), writing(here, 1, 9.0))
+        device.submit(
+            DeviceOp("forward", DeviceStream.COMPUTE, writes=(PageSpanUse(DEVICE, "full", [1]),)), writing(here, 1, 9.0)
+        )
         device.settle()
         assert float(there[0]["k"][1, 0]) == 5.0, f"seed {seed}"
     assert waited > 0
@@ -95,13 +97,15 @@ def test_a6_pages_on_both_sides_of_a_move_are_given_out_only_when_it_is_complete
 
 def test_a7_a_send_comes_after_the_pass_that_writes_what_it_sends() -> None:
     for seed in SEEDS:
-        device, here, sent = LazyDevice(seed), buffers(), list[float]()
-        send = Op("send", Stream.SEND, (Span(DEVICE, "full", [1]),))
+        device, here, sent = AdversarialDevice(seed), buffers(), list[float]()
+        send = DeviceOp("send", DeviceStream.SEND, (PageSpanUse(DEVICE, "full", [1]),))
 
         def post() -> None:
             sent.append(float(here[LAYERS - 1]["index_k"][1]))  # noqa: B023
 
-        done = device.submit(Op("forward", Stream.COMPUTE, writes=(Span(DEVICE, "full", [1]),)), writing(here, 1, 3.0))
+        done = device.submit(
+            DeviceOp("forward", DeviceStream.COMPUTE, writes=(PageSpanUse(DEVICE, "full", [1]),)), writing(here, 1, 3.0)
+        )
         with pytest.raises(UnorderedAccess, match=r"send .* after forward"):
             device.submit(send, post)
         device.submit(send, post, [done])
@@ -111,16 +115,16 @@ def test_a7_a_send_comes_after_the_pass_that_writes_what_it_sends() -> None:
 
 def test_a8_writes_of_one_slot_from_two_streams_are_refused_unless_ordered() -> None:
     for seed in SEEDS:
-        device, state = LazyDevice(seed), torch.zeros(4, 2)
-        slot = (Span(DEVICE, "state", [2]),)
+        device, state = AdversarialDevice(seed), torch.zeros(4, 2)
+        slot = (PageSpanUse(DEVICE, "state", [2]),)
 
-        def clear(name: str, stream: Stream, value: float, *after: Completion) -> Completion:
-            return device.submit(Op(name, stream, writes=slot), lambda: state[2].fill_(value), after)  # noqa: B023
+        def clear(name: str, stream: DeviceStream, value: float, *after: Completion) -> Completion:
+            return device.submit(DeviceOp(name, stream, writes=slot), lambda: state[2].fill_(value), after)  # noqa: B023
 
-        cleared = clear("clear", Stream.COMPUTE, 0.0)
+        cleared = clear("clear", DeviceStream.COMPUTE, 0.0)
         with pytest.raises(UnorderedAccess, match=r"copy on write .* device state page 2.* after clear"):
-            clear("copy on write", Stream.LOAD, 4.0)
-        clear("copy on write", Stream.COMPUTE, 4.0)
+            clear("copy on write", DeviceStream.LOAD, 4.0)
+        clear("copy on write", DeviceStream.COMPUTE, 4.0)
         device.settle()
         assert state[2].tolist() == [4.0, 4.0], f"seed {seed}"
         assert cleared.done
@@ -129,12 +133,12 @@ def test_a8_writes_of_one_slot_from_two_streams_are_refused_unless_ordered() -> 
 def test_a11_a_page_is_given_out_again_only_after_the_last_launched_operation_that_names_it() -> None:
     late = 0
     for seed in SEEDS:
-        device, launched, here = LazyDevice(seed), Launched(), buffers()
-        pages = Allocator("pages", 3, first=1)
+        device, launched, here = AdversarialDevice(seed), InFlightPins(), buffers()
+        pages = PageAllocator("pages", 3, first=1)
         stopped = pages.lease(2, "stopped")
         steps = []
         for value in (1.0, 2.0):
-            op = Op("step", Stream.COMPUTE, writes=(Span(DEVICE, "full", stopped.indices),))
+            op = DeviceOp("step", DeviceStream.COMPUTE, writes=(PageSpanUse(DEVICE, "full", stopped.indices),))
             steps.append(device.submit(op, lambda v=value: [writing(here, p, v)() for p in (1, 2)]))  # noqa: B023
         steps[0].wait()
         # It ended with the first step; the second, launched ahead, still writes its pages.
@@ -145,7 +149,7 @@ def test_a11_a_page_is_given_out_again_only_after_the_last_launched_operation_th
             assert pages.quarantined == 2
             launched.sweep()
         new = pages.lease(2, "new")
-        op = Op("load", Stream.LOAD, writes=(Span(DEVICE, "full", new.indices),))
+        op = DeviceOp("load", DeviceStream.LOAD, writes=(PageSpanUse(DEVICE, "full", new.indices),))
         device.submit(op, lambda: [writing(here, p, 8.0)() for p in (1, 2)])  # noqa: B023
         device.settle()
         assert float(here[0]["k"][1, 0]) == float(here[2]["index_k"][2]) == 8.0, f"seed {seed}"
@@ -154,7 +158,7 @@ def test_a11_a_page_is_given_out_again_only_after_the_last_launched_operation_th
 
 
 def test_b1_two_owners_of_a_release_give_a_page_back_once() -> None:
-    pages = Allocator("pages", 5, first=1)
+    pages = PageAllocator("pages", 5, first=1)
     lease = pages.lease(3, "r1")
     pin = pages.pin(lease.indices[:2], "send")
     part = lease.split(1, "tree")

@@ -9,12 +9,12 @@ from typing import Any
 
 import pytest
 
-from cache.memory.page_moves import Move
-from cache.pool.page_allocator import Allocator
-from cache.prefix_cache.radix_tree import PrefixTree
-from cache.prefix_cache.token_prefix import Prefix
-from cache.prefix_cache.tree_node import NO_LOCKS, Offer, Tier
-from cache.storage.io_queue import Op as StorageOp
+from cache.memory.page_moves import PageMove
+from cache.pool.page_allocator import PageAllocator
+from cache.prefix_cache.radix_tree import RadixTree
+from cache.prefix_cache.token_prefix import TokenPrefix
+from cache.prefix_cache.tree_node import NO_LOCKS, PageOffer, Tier
+from cache.storage.io_queue import StorageOp as StorageOp
 from tests.cache_visitors import Visitor
 from tests.cache_world import World
 from tests.poolsets import NAMES, pool_sets
@@ -155,7 +155,7 @@ def test_a9_what_storage_gave_only_in_part_is_a_shorter_hit_and_never_a_wrong_on
             visit(world, TOKENS, pages=1)
             forget(world, Tier.DEVICE, Tier.HOST)
             assert world.queue is not None
-            key = Prefix.of(TOKENS, PAGE_TOKENS).key(lost)
+            key = TokenPrefix.of(TOKENS, PAGE_TOKENS).key(lost)
 
             def fault(op: StorageOp, asked: Any) -> str | None:
                 hit = op is StorageOp.READ and asked.chain == key and asked.pool == pool  # noqa: B023
@@ -211,17 +211,17 @@ def reach(world: World, visitor: Visitor, stage: str, tickets: int) -> None:
             world.commit(visitor, share=stage == "shared", snapshot=True)
 
 
-def planted(tree: PrefixTree, pages: Allocator, tokens: list[int], salt: str = "") -> None:
+def planted(tree: RadixTree, pages: PageAllocator, tokens: list[int], salt: str = "") -> None:
     """Insert `tokens` from a lease of its own, as a request would, and leave."""
-    prefix = Prefix.of(tokens, PAGE_TOKENS, salt)
+    prefix = TokenPrefix.of(tokens, PAGE_TOKENS, salt)
     lease = pages.lease(len(prefix), "a request")
     digests = [int.from_bytes(prefix.key(page)[:8]) for page in range(len(prefix))]
-    tree.insert(prefix, {"full": [Offer(0, lease, digests)]})
+    tree.insert(prefix, {"full": [PageOffer(0, lease, digests)]})
     lease.release()
 
 
-def plain_tree(tokens: list[int] = TOKENS) -> tuple[PrefixTree, Allocator]:
-    tree, pages = PrefixTree(pool_sets(PAGE_TOKENS)["full"]), Allocator("pages", 60, first=1)
+def plain_tree(tokens: list[int] = TOKENS) -> tuple[RadixTree, PageAllocator]:
+    tree, pages = RadixTree(pool_sets(PAGE_TOKENS)["full"]), PageAllocator("pages", 60, first=1)
     planted(tree, pages, tokens)
     return tree, pages
 
@@ -235,7 +235,7 @@ def test_b3_nodes_own_their_pages_and_hold_nothing_else() -> None:
     for count in (1, 7, 30):
         pages.lease(count, "another").release()
     assert node.parts[Tier.DEVICE]["full"].lease.indices == indices
-    tree.lock(tree.match(Prefix.of(list(range(10)), PAGE_TOKENS)), "short")
+    tree.lock(tree.match(TokenPrefix.of(list(range(10)), PAGE_TOKENS)), "short")
     parts = [n.parts[Tier.DEVICE]["full"] for n in tree.nodes()]
     assert sorted(len(p.lease.indices) for p in parts) == [5, 15], "each has what is its own"
     assert sorted(i for p in parts for i in p.lease.indices) == sorted(indices)
@@ -245,8 +245,8 @@ def test_b3_nodes_own_their_pages_and_hold_nothing_else() -> None:
 
 def test_b4_a_token_gives_back_exactly_what_it_locked_also_after_splits() -> None:
     tree, pages = plain_tree()
-    long = tree.lock(tree.match(Prefix.of(TOKENS, PAGE_TOKENS)), "long")
-    short = tree.lock(tree.match(Prefix.of([*TOKENS[:4], 9, 9], PAGE_TOKENS)), "short")
+    long = tree.lock(tree.match(TokenPrefix.of(TOKENS, PAGE_TOKENS)), "long")
+    short = tree.lock(tree.match(TokenPrefix.of([*TOKENS[:4], 9, 9], PAGE_TOKENS)), "short")
     planted(tree, pages, [*TOKENS[:2], 7, 7])
     assert tree.check() == []
     assert tree.evict(Tier.DEVICE, "full", 100) == 1, "only what nobody locks"
@@ -267,7 +267,7 @@ def test_b5_a_match_a_lock_and_a_load_start_at_the_one_node_that_every_component
     visit(world, TOKENS[:4], snapshot=True)
     visit(world, TOKENS, snapshot=False)
     forget(world, *([Tier.DEVICE] if tier is Tier.HOST else []))
-    prefix = Prefix.of(TOKENS, PAGE_TOKENS)
+    prefix = TokenPrefix.of(TOKENS, PAGE_TOKENS)
     walked = sum(pages for _, pages in world.seat.tree.walked(prefix))
     assert walked == PAGES, "full state goes deeper than any snapshot"
     match = world.seat.tree.match(prefix)
@@ -300,7 +300,7 @@ def test_b6_what_goes_down_and_comes_back_goes_with_every_pool(name: str) -> Non
 
 def test_b7_a_move_is_built_from_copies_and_follows_nobodys_edits() -> None:
     sources, targets = {"full": [1, 2]}, {"full": [3, 4]}
-    move = Move.of(sources, targets)
+    move = PageMove.of(sources, targets)
     sources["full"][0], targets["full"][1] = 9, 9
     (part,) = move.parts
     assert (part.sources, part.targets) == ((1, 2), (3, 4))
@@ -368,7 +368,7 @@ def test_b9_a_prefix_is_locked_before_room_is_counted_and_let_go_when_there_is_n
     visit(world, TOKENS)
     tree, free = world.seat.tree, world.pools.allocators["full"].free
     assert free == 4
-    prefix = Prefix.of([*TOKENS, *[9] * 10], PAGE_TOKENS)
+    prefix = TokenPrefix.of([*TOKENS, *[9] * 10], PAGE_TOKENS)
     assert world.seat.claim(prefix, 2 * 9, "too much", reusable=PAGES) is None, "it would evict what it reuses"
     assert tree.match(prefix).depth == PAGES, "nothing was taken from the tree for it"
     assert (tree.locks, world.pools.allocators["full"].free) == (0, free)

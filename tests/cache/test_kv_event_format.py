@@ -6,7 +6,7 @@ from typing import Any
 import msgpack
 import pytest
 
-from cache.tiers.kv_event_publisher import EventLog
+from cache.tiers.kv_event_publisher import KVEventLog
 from contracts.errors import WireError
 from contracts.messages.kv_events import (
     AllBlocksCleared,
@@ -152,7 +152,7 @@ def test_the_index_keeps_parents_and_tokens_for_each_tier() -> None:
 
 
 def test_a_log_gives_each_event_once_in_order() -> None:
-    log = EventLog()
+    log = KVEventLog()
     log.emit(AllBlocksCleared())
     log.emit(BlockRemoved(EventMedium.HOST, (A,)))
     assert log.drain() == (AllBlocksCleared(), BlockRemoved(EventMedium.HOST, (A,)))

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 import pytest
 import zmq
 
-from cache.tiers.kv_event_publisher import EventLog, Publisher
+from cache.tiers.kv_event_publisher import KVEventLog, KVEventPublisher
 from contracts.clock import ManualClock, SystemClock
 from contracts.config.cache_config import EventsConfig
 from contracts.errors import ConfigError
@@ -23,9 +23,9 @@ class Worker:
     """A log, the truth that it tells, and a publisher."""
 
     def __init__(self, config: EventsConfig, knows_truth: bool = False) -> None:
-        self.log, self.truth, self.rng = EventLog(), TierIndex(), random.Random(0)
+        self.log, self.truth, self.rng = KVEventLog(), TierIndex(), random.Random(0)
         truth = self.content if knows_truth else None
-        self.publisher = Publisher(config, self.log, time.time, truth=truth)
+        self.publisher = KVEventPublisher(config, self.log, time.time, truth=truth)
 
     def content(self) -> list[KvEvent]:
         return [
@@ -238,16 +238,16 @@ def test_d9_a_stranger_can_neither_fill_the_memory_nor_hold_up_a_round() -> None
 @pytest.mark.parametrize("host", ["0.0.0.0", "*", "10.1.2.3", "example.org", "[::]"])
 def test_d9_an_endpoint_off_the_loopback_is_refused(host: str) -> None:
     with pytest.raises(ConfigError, match=r"cache\.events\.public: true"):
-        Publisher(EventsConfig(endpoint=f"tcp://{host}:0"), EventLog(), time.time)
+        KVEventPublisher(EventsConfig(endpoint=f"tcp://{host}:0"), KVEventLog(), time.time)
 
 
 def test_d9_a_replay_endpoint_off_the_loopback_is_refused_too() -> None:
     with pytest.raises(ConfigError, match="replay_endpoint"):
-        Publisher(EventsConfig(endpoint=LOOPBACK, replay_endpoint="tcp://0.0.0.0:0"), EventLog(), time.time)
+        KVEventPublisher(EventsConfig(endpoint=LOOPBACK, replay_endpoint="tcp://0.0.0.0:0"), KVEventLog(), time.time)
 
 
 def test_a_public_endpoint_is_bound_where_the_operator_says_so() -> None:
-    publisher = Publisher(EventsConfig(endpoint="tcp://0.0.0.0:0", public=True), EventLog(), time.time)
+    publisher = KVEventPublisher(EventsConfig(endpoint="tcp://0.0.0.0:0", public=True), KVEventLog(), time.time)
     assert publisher.endpoint.startswith("tcp://0.0.0.0:")
     publisher.close()
     publisher.close()
@@ -258,10 +258,10 @@ def test_a_public_endpoint_is_bound_where_the_operator_says_so() -> None:
 )
 def test_an_endpoint_of_another_form_is_refused(endpoint: str) -> None:
     with pytest.raises(ConfigError, match="tcp://HOST:PORT"):
-        Publisher(EventsConfig(endpoint=endpoint), EventLog(), time.time)
+        KVEventPublisher(EventsConfig(endpoint=endpoint), KVEventLog(), time.time)
 
 
 def test_a_port_in_use_is_refused_by_name() -> None:
     refused = pytest.raises(ConfigError, match=r"cache\.events\.endpoint: cannot listen on")
     with working(EventsConfig(endpoint=LOOPBACK)) as worker, refused:
-        Publisher(EventsConfig(endpoint=worker.publisher.endpoint), EventLog(), time.time)
+        KVEventPublisher(EventsConfig(endpoint=worker.publisher.endpoint), KVEventLog(), time.time)

@@ -9,12 +9,12 @@ from contextlib import contextmanager
 
 import pytest
 
-from cache.pool.page_allocator import Allocator
-from cache.prefix_cache.radix_tree import PrefixTree
-from cache.prefix_cache.token_prefix import Prefix, token_ids
-from cache.prefix_cache.tree_node import IN_TREE, Offer, Tier
+from cache.pool.page_allocator import PageAllocator
+from cache.prefix_cache.radix_tree import RadixTree
+from cache.prefix_cache.token_prefix import TokenPrefix, token_ids
+from cache.prefix_cache.tree_node import IN_TREE, PageOffer, Tier
 from cache.tiers import kv_event_publisher as event_publisher
-from cache.tiers.kv_event_recorder import Teller
+from cache.tiers.kv_event_recorder import KVEventRecorder
 from contracts.block_hash import chain_keys
 from contracts.clock import SystemClock
 from contracts.config.cache_config import EventsConfig
@@ -31,17 +31,17 @@ class Told:
     """A tree that is told about, and what reads it."""
 
     def __init__(self, buffer_batches: int = 8) -> None:
-        self.tree = PrefixTree(pool_sets(PAGE_TOKENS)["full"])
-        self.pages = {tier: Allocator(f"{tier.name} pages", 30_000, first=1) for tier in IN_TREE}
+        self.tree = RadixTree(pool_sets(PAGE_TOKENS)["full"])
+        self.pages = {tier: PageAllocator(f"{tier.name} pages", 30_000, first=1) for tier in IN_TREE}
         config = EventsConfig(endpoint=ANY, replay_endpoint=ANY, buffer_batches=buffer_batches)
-        self.teller = Teller(self.tree, config, time.time, 0)
+        self.teller = KVEventRecorder(self.tree, config, time.time, 0)
         self.reader: EventReader | None = None
 
     def insert(self, tokens: list[int], tier: Tier = Tier.DEVICE, salt: str = "") -> None:
-        prefix = Prefix.of(tokens, PAGE_TOKENS, salt)
+        prefix = TokenPrefix.of(tokens, PAGE_TOKENS, salt)
         lease = self.pages[tier].lease(len(prefix), "a request")
         digests = [hash(key) & 0xFFFF for key in chain_keys(tokens, PAGE_TOKENS, salt)]
-        self.tree.insert(prefix, {"full": [Offer(0, lease, digests)]}, tier)
+        self.tree.insert(prefix, {"full": [PageOffer(0, lease, digests)]}, tier)
         lease.release()
 
     def read(self) -> EventReader:
@@ -98,7 +98,7 @@ def _disturb(one: Told, rng: random.Random, prompts: list[list[int]]) -> None:
         case 4:
             one.tree.evict(Tier.HOST, "full", rng.randrange(1, 100))
         case 5:
-            one.tree.condemn(Prefix.of(old, PAGE_TOKENS), rng.randrange(len(old) // PAGE_TOKENS))
+            one.tree.condemn(TokenPrefix.of(old, PAGE_TOKENS), rng.randrange(len(old) // PAGE_TOKENS))
 
 
 @pytest.mark.parametrize("seed", range(6))
@@ -196,7 +196,7 @@ def test_what_is_kept_for_those_who_ask_is_bounded_in_bytes_however_long_prompts
     config = EventsConfig(endpoint=ANY, replay_endpoint=ANY, buffer_bytes=100_000)
     one = Told()
     one.teller.close()
-    one.teller = Teller(one.tree, config, time.time, 0)
+    one.teller = KVEventRecorder(one.tree, config, time.time, 0)
     publisher = one.teller.publisher
     for first in range(40):
         one.insert([first] * PAGE_TOKENS * 500)

@@ -7,9 +7,9 @@ from collections.abc import Callable, Sequence
 import pytest
 import torch
 
-from cache.device.adversarial_device import LazyDevice
-from cache.device.device_port import DEVICE, HOST, Completion, Op, Span, Stream
-from cache.pool.load_gate import Gate
+from cache.device.adversarial_device import AdversarialDevice
+from cache.device.device_port import DEVICE, HOST, Completion, DeviceOp, DeviceStream, PageSpanUse
+from cache.pool.load_gate import LoadGate
 from contracts.clock import ManualClock
 from contracts.errors import UnorderedAccess
 
@@ -21,21 +21,23 @@ class Rig:
     """A device pool and a host pool of eight pages, three layers, and the operations of a worker on them."""
 
     def __init__(self, seed: int = 0, stray: float | None = None) -> None:
-        self.device = LazyDevice(seed, stray=stray)
+        self.device = AdversarialDevice(seed, stray=stray)
         self.pages = [{"k": torch.zeros(8, 1)} for _ in range(LAYERS)]
         self.host = [{"k": torch.zeros(8, 1)} for _ in range(LAYERS)]
-        self.gate = Gate(self.pages)
+        self.gate = LoadGate(self.pages)
 
     def load(self, page: int, layers: Sequence[int] = range(LAYERS), after: Sequence[Completion] = ()) -> None:
         """Host to device, one operation a layer, expected at the gate."""
         for layer in layers:
-            op = Op(f"load {layer}", Stream.LOAD, (Span(HOST, "full", [page], [layer]),),
-                    (Span(DEVICE, "full", [page], [layer]),))  # fmt: skip
+            op = DeviceOp(f"load {layer}", DeviceStream.LOAD, (PageSpanUse(HOST, "full", [page], [layer]),),
+                    (PageSpanUse(DEVICE, "full", [page], [layer]),))  # fmt: skip
             done = self.device.submit(op, self._copy(self.host, self.pages, page, layer), after)
             self.gate.expect(layer, done)
 
     def save(self, page: int, after: Sequence[Completion] = ()) -> Completion:
-        op = Op("save", Stream.SAVE, (Span(DEVICE, "full", [page]),), (Span(HOST, "full", [page]),))
+        op = DeviceOp(
+            "save", DeviceStream.SAVE, (PageSpanUse(DEVICE, "full", [page]),), (PageSpanUse(HOST, "full", [page]),)
+        )
 
         def run() -> None:
             for layer in range(LAYERS):
@@ -57,12 +59,17 @@ class Rig:
                 for page in writes:
                     buffers["k"][page] = value
 
-        op = Op("forward", Stream.COMPUTE, (Span(DEVICE, "full", reads),), (Span(DEVICE, "full", writes),))
+        op = DeviceOp(
+            "forward",
+            DeviceStream.COMPUTE,
+            (PageSpanUse(DEVICE, "full", reads),),
+            (PageSpanUse(DEVICE, "full", writes),),
+        )
         return self.device.submit(op, run, gates=passage.gates), seen
 
     def send(self, page: int, after: Sequence[Completion]) -> tuple[Completion, list[float]]:
         seen: list[float] = []
-        op = Op("send", Stream.SEND, (Span(DEVICE, "full", [page]),))
+        op = DeviceOp("send", DeviceStream.SEND, (PageSpanUse(DEVICE, "full", [page]),))
         return self.device.submit(op, lambda: seen.append(float(self.pages[0]["k"][page])), after), seen
 
     @staticmethod
@@ -149,7 +156,7 @@ def test_a_load_into_what_a_pass_may_still_read_is_refused(seed: int) -> None:
 def test_a_pass_over_what_is_being_loaded_is_refused_unless_the_gate_knows(seed: int) -> None:
     rig = Rig(seed)
     rig.load(1)
-    known, rig.gate = rig.gate, Gate(rig.pages)
+    known, rig.gate = rig.gate, LoadGate(rig.pages)
     with pytest.raises(UnorderedAccess, match=r"forward .* reads device full page 1, layer 0"):
         rig.forward(reads=[1])
     rig.gate = known
@@ -227,27 +234,27 @@ def test_readers_beside_each_other_are_no_conflict_and_each_is_remembered() -> N
 
 
 def test_other_pages_pools_places_and_layers_are_no_conflict() -> None:
-    device = LazyDevice(0)
-    at = Span(DEVICE, "full", [1], [0])
-    device.submit(Op("first", Stream.COMPUTE, writes=(at,)), lambda: None)
-    others = (Span(DEVICE, "full", [2]), Span(DEVICE, "window", [1]), Span(HOST, "full", [1]))
-    for other in (*others, Span(DEVICE, "full", [1], [1, 2])):
-        device.submit(Op("second", Stream.LOAD, writes=(other,)), lambda: None)
-    for other in (at, Span(DEVICE, "full", [1]), Span(DEVICE, "full", [3, 1], [1, 0])):
+    device = AdversarialDevice(0)
+    at = PageSpanUse(DEVICE, "full", [1], [0])
+    device.submit(DeviceOp("first", DeviceStream.COMPUTE, writes=(at,)), lambda: None)
+    others = (PageSpanUse(DEVICE, "full", [2]), PageSpanUse(DEVICE, "window", [1]), PageSpanUse(HOST, "full", [1]))
+    for other in (*others, PageSpanUse(DEVICE, "full", [1], [1, 2])):
+        device.submit(DeviceOp("second", DeviceStream.LOAD, writes=(other,)), lambda: None)
+    for other in (at, PageSpanUse(DEVICE, "full", [1]), PageSpanUse(DEVICE, "full", [3, 1], [1, 0])):
         with pytest.raises(UnorderedAccess):
-            device.submit(Op("third", Stream.SAVE, reads=(other,)), lambda: None)
+            device.submit(DeviceOp("third", DeviceStream.SAVE, reads=(other,)), lambda: None)
 
 
 def test_the_host_may_touch_only_what_it_knows_to_be_over() -> None:
     rig = Rig()
     done, _ = rig.forward(writes=[1])
     with pytest.raises(UnorderedAccess, match=r"read of the digest \(host"):
-        rig.device.touch("read of the digest", reads=[Span(DEVICE, "full", [1])])
+        rig.device.touch("read of the digest", reads=[PageSpanUse(DEVICE, "full", [1])])
     done.wait()
-    rig.device.touch("read of the digest", reads=[Span(DEVICE, "full", [1])])
+    rig.device.touch("read of the digest", reads=[PageSpanUse(DEVICE, "full", [1])])
     done, _ = rig.forward(reads=[1])
     with pytest.raises(UnorderedAccess, match="free"):
-        rig.device.touch("free", writes=[Span(DEVICE, "full", [1])])
+        rig.device.touch("free", writes=[PageSpanUse(DEVICE, "full", [1])])
 
 
 def test_a_refused_operation_is_neither_queued_nor_remembered() -> None:
@@ -258,7 +265,7 @@ def test_a_refused_operation_is_neither_queued_nor_remembered() -> None:
         with pytest.raises(UnorderedAccess, match="after forward"):
             rig.load(1)
     assert rig.device.queued == queued
-    rig.device.touch("read", reads=[Span(DEVICE, "full", [1])])
+    rig.device.touch("read", reads=[PageSpanUse(DEVICE, "full", [1])])
 
 
 def test_an_undeclared_write_is_found_and_blamed_on_the_right_operation() -> None:
@@ -268,7 +275,7 @@ def test_an_undeclared_write_is_found_and_blamed_on_the_right_operation() -> Non
         rig.host[0]["k"][1] = 3.0
         rig.load(1)
         fine, _ = rig.forward(reads=[1], writes=[2], value=4.0)
-        op = Op("stray kernel", Stream.COMPUTE, writes=(Span(DEVICE, "full", [3], [0]),))
+        op = DeviceOp("stray kernel", DeviceStream.COMPUTE, writes=(PageSpanUse(DEVICE, "full", [3], [0]),))
         done = rig.device.submit(op, lambda: rig.pages[1]["k"][3].fill_(1.0))  # noqa: B023
         with pytest.raises(UnorderedAccess, match="stray kernel changed k in device full page 3, layer 1"):
             done.wait()
@@ -281,25 +288,25 @@ def test_an_error_reaches_everyone_who_depends_on_it_and_is_never_lost() -> None
         raise RuntimeError("the copy broke")
 
     for seed in SEEDS:
-        device = LazyDevice(seed)
-        broken = device.submit(Op("copy", Stream.LOAD), fail)
-        reader = device.submit(Op("reader", Stream.COMPUTE), lambda: None, [broken])
-        bystander = device.submit(Op("bystander", Stream.SAVE), lambda: None)
+        device = AdversarialDevice(seed)
+        broken = device.submit(DeviceOp("copy", DeviceStream.LOAD), fail)
+        reader = device.submit(DeviceOp("reader", DeviceStream.COMPUTE), lambda: None, [broken])
+        bystander = device.submit(DeviceOp("bystander", DeviceStream.SAVE), lambda: None)
         with pytest.raises(RuntimeError, match="broke"):
             reader.wait()
         with pytest.raises(RuntimeError, match="broke"):
             broken.wait()
         bystander.wait()
         device.settle()
-        device.submit(Op("copy", Stream.LOAD), fail)
+        device.submit(DeviceOp("copy", DeviceStream.LOAD), fail)
         with pytest.raises(RuntimeError, match="broke"):
             device.settle()
 
 
 def test_operations_that_wait_for_each_other_are_named() -> None:
-    device, late = LazyDevice(0, stray=0.0), list[Completion]()
-    first = device.submit(Op("first", Stream.COMPUTE), lambda: late[0].order())  # noqa: PLW0108
-    late.append(device.submit(Op("second", Stream.LOAD), lambda: None, [first]))
+    device, late = AdversarialDevice(0, stray=0.0), list[Completion]()
+    first = device.submit(DeviceOp("first", DeviceStream.COMPUTE), lambda: late[0].order())  # noqa: PLW0108
+    late.append(device.submit(DeviceOp("second", DeviceStream.LOAD), lambda: None, [first]))
     with pytest.raises(UnorderedAccess, match=r"would never run: first \(compute #1\), second \(load #1\)"):
         first.wait()
 
@@ -307,8 +314,8 @@ def test_operations_that_wait_for_each_other_are_named() -> None:
 def test_the_virtual_clock_moves_with_the_work_and_as_the_seed_says() -> None:
     def elapsed(seed: int) -> float:
         clock = ManualClock()
-        device = LazyDevice(seed, clock=clock)
-        device.submit(Op("work", Stream.COMPUTE), lambda: None)
+        device = AdversarialDevice(seed, clock=clock)
+        device.submit(DeviceOp("work", DeviceStream.COMPUTE), lambda: None)
         device.settle()
         return clock.now()
 

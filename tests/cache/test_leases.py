@@ -1,11 +1,11 @@
 import pytest
 
-from cache.pool.page_allocator import Allocator
+from cache.pool.page_allocator import PageAllocator
 from contracts.errors import CapacityError, StaleLease
 
 
 def test_a_lease_takes_all_or_nothing() -> None:
-    pages = Allocator("pages", 5, first=1)
+    pages = PageAllocator("pages", 5, first=1)
     with pytest.raises(CapacityError, match="5 pages wanted by r1, 4 of 4 free"):
         pages.lease(5, "r1")
     assert pages.free == 4
@@ -13,7 +13,7 @@ def test_a_lease_takes_all_or_nothing() -> None:
 
 
 def test_b1_release_is_idempotent() -> None:
-    pages = Allocator("pages", 5, first=1)
+    pages = PageAllocator("pages", 5, first=1)
     lease = pages.lease(3, "r1")
     other = pages.lease(1, "r2")
     lease.release()
@@ -24,7 +24,7 @@ def test_b1_release_is_idempotent() -> None:
 
 
 def test_a_released_lease_is_stale_even_when_its_page_is_leased_again() -> None:
-    pages = Allocator("pages", 2, first=1)
+    pages = PageAllocator("pages", 2, first=1)
     old = pages.lease(1, "r1")
     epoch = old.epochs[0]
     old.release()
@@ -36,7 +36,7 @@ def test_a_released_lease_is_stale_even_when_its_page_is_leased_again() -> None:
 
 
 def test_a6_a_pinned_page_is_not_given_out_until_the_pin_is_gone() -> None:
-    pages = Allocator("pages", 3, first=1)
+    pages = PageAllocator("pages", 3, first=1)
     lease = pages.lease(2, "r1")
     pin = pages.pin(lease.indices[:1], "send")
     second = pages.pin(lease.indices[:1], "send")
@@ -51,7 +51,7 @@ def test_a6_a_pinned_page_is_not_given_out_until_the_pin_is_gone() -> None:
 
 
 def test_split_parts_are_released_on_their_own() -> None:
-    pages = Allocator("pages", 8, first=1)
+    pages = PageAllocator("pages", 8, first=1)
     lease = pages.lease(6, "r1")
     whole = lease.indices
     part = lease.split(2, "tree", start=1)
@@ -65,7 +65,7 @@ def test_split_parts_are_released_on_their_own() -> None:
 
 
 def test_b8_check_names_each_planted_violation() -> None:
-    pages = Allocator("pages", 6, first=1)
+    pages = PageAllocator("pages", 6, first=1)
     lease = pages.lease(2, "r1")
     pages._free.append(lease.indices[0])
     assert pages.check() == [f"pages: {lease.indices[0]} belongs to r1 and the free list"]
@@ -81,7 +81,7 @@ def test_b8_check_names_each_planted_violation() -> None:
 
 
 def test_nothing_is_cut_off_a_lease_that_has_ended() -> None:
-    allocator = Allocator("pages", 9, first=1)
+    allocator = PageAllocator("pages", 9, first=1)
     lease = allocator.lease(4, "a request")
     lease.release()
     with pytest.raises(StaleLease, match="has ended"):

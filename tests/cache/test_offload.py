@@ -7,17 +7,17 @@ from typing import Any
 
 import pytest
 
-from cache.device.adversarial_device import LazyDevice
+from cache.device.adversarial_device import AdversarialDevice
 from cache.device.device_backends import CpuDevice
-from cache.device.device_port import Device, Gated, Op
-from cache.memory.kv_cache_spec import Index, Kind
-from cache.memory.memory_layout import Order
-from cache.pool.in_flight import Launched
+from cache.device.device_port import Device, DeviceOp, GatedLoads
+from cache.memory.kv_cache_spec import IndexSpace, PoolKind
+from cache.memory.memory_layout import LayoutOrder
+from cache.pool.in_flight import InFlightPins
 from cache.pool.page_allocator import Lease
 from cache.pool.pool_set import PoolSet
-from cache.swap.offload import Saved, offload
-from cache.swap.restore import Restored, restore
-from cache.tiers.tier_copy import Extent
+from cache.swap.offload import OffloadedPages, offload
+from cache.swap.restore import RestoredPages, restore
+from cache.tiers.tier_copy import PageExtent
 from contracts.errors import CapacityError, LayoutMismatch, StaleLease
 from tests.poolsets import NAMES, entry, filled, host_pools, pool_sets
 
@@ -38,22 +38,24 @@ class House:
     def leases(self, owner: str) -> dict[str, Lease]:
         """Three pages of every pool that has pages, one slot of every other."""
         return {
-            p.name: self.pools.allocators[p.name].lease(1 if p.kind is Kind.STATE else 3, owner)
+            p.name: self.pools.allocators[p.name].lease(1 if p.kind is PoolKind.STATE else 3, owner)
             for p in self.pools.spec.pools
         }
 
-    def extents(self, leases: dict[str, Lease], committed: int = COMMITTED) -> dict[str, Extent]:
+    def extents(self, leases: dict[str, Lease], committed: int = COMMITTED) -> dict[str, PageExtent]:
         return {
-            name: Extent.slot(lease, committed) if len(lease) == 1 else Extent.of(lease, 0, committed, PAGE)
+            name: PageExtent.slot(lease, committed) if len(lease) == 1 else PageExtent.of(lease, 0, committed, PAGE)
             for name, lease in leases.items()
         }
 
-    def save(self, extents: dict[str, Extent], chunk_bytes: int = 1 << 20, **options: Any) -> Saved:
+    def save(self, extents: dict[str, PageExtent], chunk_bytes: int = 1 << 20, **options: Any) -> OffloadedPages:
         return offload(
             self.device, self.pools, self.host, extents, chunk_bytes=chunk_bytes, owner="a request", **options
         )
 
-    def bring(self, saved: Saved, into: dict[str, Extent], chunk_bytes: int = 1 << 20, **options: Any) -> Restored:
+    def bring(
+        self, saved: OffloadedPages, into: dict[str, PageExtent], chunk_bytes: int = 1 << 20, **options: Any
+    ) -> RestoredPages:
         return restore(self.device, saved, self.pools, into, chunk_bytes=chunk_bytes, **options)
 
     def bytes_of(self, leases: dict[str, Lease]) -> dict[str, list[list[bytes]]]:
@@ -79,9 +81,9 @@ def house() -> Iterator[Callable[..., House]]:
         one.close()
 
 
-def release(*held: dict[str, Lease] | Saved) -> None:
+def release(*held: dict[str, Lease] | OffloadedPages) -> None:
     for one in held:
-        if isinstance(one, Saved):
+        if isinstance(one, OffloadedPages):
             one.release()
         else:
             for lease in one.values():
@@ -93,7 +95,7 @@ def release(*held: dict[str, Lease] | Saved) -> None:
 def test_a3_all_state_of_a_request_comes_back_to_other_pages_as_it_was(
     name: str, chunk_bytes: int, house: Callable[..., House]
 ) -> None:
-    for device in (CpuDevice(), LazyDevice(1), LazyDevice(2)):
+    for device in (CpuDevice(), AdversarialDevice(1), AdversarialDevice(2)):
         one = house(name, device)
         before = one.leases("a request")
         want = one.bytes_of(before)
@@ -171,7 +173,7 @@ def test_tags_of_the_producer_are_what_is_checked(house: Callable[..., House]) -
 def test_a6_pages_given_up_while_a_move_is_under_way_stay_out_of_the_free_list(
     seed: int, house: Callable[..., House]
 ) -> None:
-    device = LazyDevice(seed, stray=0.0)
+    device = AdversarialDevice(seed, stray=0.0)
     one = house("all", device)
     before = one.leases("a request")
     extents = one.extents(before)
@@ -191,7 +193,7 @@ def test_a6_pages_given_up_while_a_move_is_under_way_stay_out_of_the_free_list(
 
 @pytest.mark.parametrize("seed", range(20))
 def test_a6_pages_given_up_during_a_restore_stay_out_of_the_free_list(seed: int, house: Callable[..., House]) -> None:
-    one = house("all", LazyDevice(seed, stray=0.0))
+    one = house("all", AdversarialDevice(seed, stray=0.0))
     before, after = one.leases("a request"), one.leases("again")
     saved = one.save(one.extents(before))
     saved.wait()
@@ -201,7 +203,7 @@ def test_a6_pages_given_up_during_a_restore_stay_out_of_the_free_list(seed: int,
     for pools in (one.pools, one.host):
         for name, allocator in pools.allocators.items():
             assert allocator.quarantined == len(saved.extents[name])
-    launched = Launched()
+    launched = InFlightPins()
     launched.hold(back)
     while len(launched):
         launched.sweep()
@@ -212,7 +214,7 @@ def test_a6_pages_given_up_during_a_restore_stay_out_of_the_free_list(seed: int,
 def test_a9_a_failed_operation_leaves_nothing_saved_restored_or_held(
     failing: int, late: bool, house: Callable[..., House]
 ) -> None:
-    one = house("all", _Failing(LazyDevice(3) if late else CpuDevice()))
+    one = house("all", _Failing(AdversarialDevice(3) if late else CpuDevice()))
     assert isinstance(one.device, _Failing)
     before = one.leases("a request")
     chunk = one.pools.spec.unit_bytes("full")  # a page at a time: three, and fewer of the smaller pools
@@ -252,11 +254,11 @@ class _Failing:
 
     def submit(
         self,
-        op: Op,
+        op: DeviceOp,
         run: Callable[[], object],
         after: Sequence[Any] = (),
         *,
-        gates: Gated | None = None,
+        gates: GatedLoads | None = None,
         keep: Any = (),
     ) -> Any:
         self._left -= 1
@@ -290,7 +292,7 @@ def test_when_any_host_pool_is_short_nothing_is_taken(short: str, house: Callabl
 def test_a_pool_with_nothing_to_do_is_ordinary_and_so_is_nothing_at_all(house: Callable[..., House]) -> None:
     one = house("all")
     before, after = one.leases("a request"), one.leases("again")
-    only_state = {"state": one.extents(before)["state"], "window": Extent((), (), (), ())}
+    only_state = {"state": one.extents(before)["state"], "window": PageExtent((), (), (), ())}
     saved = one.save(only_state)
     assert one.bring(saved, {"state": one.extents(after)["state"]}).complete
     empty = one.save({})
@@ -304,7 +306,7 @@ def test_some_of_what_was_saved_can_be_restored(house: Callable[..., House]) -> 
     want = one.bytes_of(before)
     saved = one.save(one.extents(before))
     whole = one.extents(after)["full"]
-    into = Extent(*(tuple(t[1:]) for t in (whole.indices, whole.epochs, whole.firsts, whole.ends)))
+    into = PageExtent(*(tuple(t[1:]) for t in (whole.indices, whole.epochs, whole.firsts, whole.ends)))
     assert one.bring(saved, {"full": into}, only={"full": [1, 2], "state": []}).complete
     assert one.bytes_of(after)["full"][1:] == want["full"][1:]
     with pytest.raises(ValueError, match="as many as"):
@@ -329,11 +331,11 @@ def test_a9_other_tokens_or_positions_than_asked_for_are_damage(house: Callable[
     one = house("full")
     before, after = one.leases("a request"), one.leases("again")
     keys = [b"one", b"two", b"three"]
-    saved = one.save({"full": Extent.of(before["full"], 0, COMMITTED, PAGE, keys)})
+    saved = one.save({"full": PageExtent.of(before["full"], 0, COMMITTED, PAGE, keys)})
     assert [t.key for t in saved.tags("full")] == keys
 
     def found(first: int, end: int, asked: list[bytes]) -> list[str]:
-        into = {"full": Extent.of(after["full"], first, end, PAGE, asked)}
+        into = {"full": PageExtent.of(after["full"], first, end, PAGE, asked)}
         return [d.reason for d in one.bring(saved, into).damage]
 
     assert found(0, COMMITTED, keys) == []
@@ -366,5 +368,5 @@ def test_unverified_state_is_copied_and_has_no_tags(house: Callable[..., House])
 
 def test_pool_sets_of_these_tests_have_every_index_and_the_host_is_page_first() -> None:
     spec = pool_sets(PAGE)["all"]
-    assert {b.index for p in spec.pools for b in p.buffers} == set(Index)
-    assert host_pools(spec, 3).layout.order is Order.PAGE_FIRST
+    assert {b.index for p in spec.pools for b in p.buffers} == set(IndexSpace)
+    assert host_pools(spec, 3).layout.order is LayoutOrder.PAGE_FIRST

@@ -9,10 +9,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cache.pool.page_allocator import Allocator
-from cache.prefix_cache.radix_tree import PrefixTree
-from cache.prefix_cache.token_prefix import Prefix, common_pages
-from cache.prefix_cache.tree_node import Offer
+from cache.pool.page_allocator import PageAllocator
+from cache.prefix_cache.radix_tree import RadixTree
+from cache.prefix_cache.token_prefix import TokenPrefix, common_pages
+from cache.prefix_cache.tree_node import PageOffer
 from contracts.block_hash import KEY_BYTES, chain_keys
 from tests.poolsets import pool_sets
 
@@ -24,10 +24,10 @@ TOKENS = st.lists(st.integers(0, 2**32 - 1), max_size=40)
 def test_a_list_and_an_array_make_the_same_prefix_with_the_keys_of_its_pages(
     tokens: list[int], page: int, salt: str
 ) -> None:
-    prefix = Prefix.of(tokens, page, salt)
+    prefix = TokenPrefix.of(tokens, page, salt)
     whole = tokens[: len(tokens) // page * page]
     words: Any = np.asarray(tokens, dtype=np.int64)
-    assert prefix.raw == Prefix.of(words, page, salt).raw
+    assert prefix.raw == TokenPrefix.of(words, page, salt).raw
     assert list(prefix.tokens()) == whole
     assert prefix.chain == b"".join(chain_keys(whole, page, salt))
 
@@ -37,11 +37,11 @@ def test_a_list_and_an_array_make_the_same_prefix_with_the_keys_of_its_pages(
 def test_a_longer_prefix_has_the_keys_of_one_made_at_once(
     tokens: list[int], more: list[int], page: int, asked: bool, head: int
 ) -> None:
-    prefix = Prefix.of(tokens, page, "salt").head(head)
+    prefix = TokenPrefix.of(tokens, page, "salt").head(head)
     if asked:
         assert len(prefix.chain) == KEY_BYTES * len(prefix)
     longer = prefix.longer(more)
-    at_once = Prefix.of([*prefix.tokens(), *more], page, "salt")
+    at_once = TokenPrefix.of([*prefix.tokens(), *more], page, "salt")
     assert (longer.raw, longer.chain) == (at_once.raw, at_once.chain)
 
 
@@ -51,8 +51,8 @@ def test_a_longer_prefix_has_the_keys_of_one_made_at_once(
 def test_common_pages_are_those_that_a_walk_by_page_finds(
     same: list[int], one: list[int], other: list[int], page: int, at: int
 ) -> None:
-    run = Prefix.of([*same, *one], page).raw
-    raw = b"\7" * (4 * page * at) + Prefix.of([*same, *other], page).raw
+    run = TokenPrefix.of([*same, *one], page).raw
+    raw = b"\7" * (4 * page * at) + TokenPrefix.of([*same, *other], page).raw
     size = 4 * page
     rest = raw[size * at :]
     count = 0
@@ -62,20 +62,20 @@ def test_common_pages_are_those_that_a_walk_by_page_finds(
 
 
 def test_the_tree_hashes_only_what_it_lacks_and_comes_to_the_same_keys() -> None:
-    tree, allocator = PrefixTree(pool_sets()["full"]), Allocator("full pages", 99, first=1)
+    tree, allocator = RadixTree(pool_sets()["full"]), PageAllocator("full pages", 99, first=1)
 
-    def insert(tokens: list[int]) -> Prefix:
-        prefix = Prefix.of(tokens, 4)
+    def insert(tokens: list[int]) -> TokenPrefix:
+        prefix = TokenPrefix.of(tokens, 4)
         held = tree.match(prefix).depth
         lease = allocator.lease(len(prefix) - held, "request")
-        tree.insert(prefix, {"full": [Offer(held, lease, range(held, len(prefix)))]})
+        tree.insert(prefix, {"full": [PageOffer(held, lease, range(held, len(prefix)))]})
         return prefix
 
     insert([*range(24)])
     branch = insert([*range(14), 90, 91, *range(50, 60)])
     assert branch.chain == b"".join(chain_keys(branch.tokens(), 4))
     assert {bytes(node.chain) for node in tree.nodes()} == {
-        Prefix.of(range(24), 4).chain[: 3 * KEY_BYTES],
-        Prefix.of(range(24), 4).chain[3 * KEY_BYTES :],
+        TokenPrefix.of(range(24), 4).chain[: 3 * KEY_BYTES],
+        TokenPrefix.of(range(24), 4).chain[3 * KEY_BYTES :],
         branch.chain[3 * KEY_BYTES :],
     }

@@ -7,8 +7,8 @@ import torch
 
 from cache.device.device_port import DEVICE
 from cache.memory.kv_cache_spec import BufferSpec, PoolSetSpec, PoolSpec
-from cache.memory.page_moves import Move, Part
-from cache.pool.tp_pool_set import RankedPools
+from cache.memory.page_moves import PageMove, PoolMove
+from cache.pool.tp_pool_set import TPPoolSet
 from contracts.errors import ConfigError
 from contracts.messages.rank_orders import CopyPages
 from tests.poolsets import NAMES
@@ -63,7 +63,7 @@ def test_copies_and_clears_are_those_of_all_ranks(name: str) -> None:
     seat = _seat(name, 4)
     for pool in seat.whole.pools:
         before = content(seat, pool.name, 2)
-        seat.leader.copy(Move((Part(pool.name, (2,), (4,)),)), seat.leader)
+        seat.leader.copy(PageMove((PoolMove(pool.name, (2,), (4,)),)), seat.leader)
         assert content(seat, pool.name, 4) == content(seat, pool.name, 2) == before
         seat.leader.zero({pool.name: [2]})
         assert not any(map(any, content(seat, pool.name, 2)))
@@ -79,10 +79,10 @@ def test_a_copy_counts_for_the_leader_before_and_for_a_follower_after_it_was_mad
         counts[name] += 1
 
     (follower,) = seat.followers.states
-    assert isinstance(seat.leader, RankedPools)
+    assert isinstance(seat.leader, TPPoolSet)
     seat.leader.on_copy, follower._copied = (lambda: count("leader")), count
     seat.followers.slow = CopyPages
-    seat.leader.copy(Move((Part("full", (2,), (4,)),)), seat.leader)
+    seat.leader.copy(PageMove((PoolMove("full", (2,), (4,)),)), seat.leader)
     assert counts == {"leader": 1, DEVICE: 0}
     seat.followers.catch_up()
     assert counts == {"leader": 1, DEVICE: 1}
@@ -91,7 +91,7 @@ def test_a_copy_counts_for_the_leader_before_and_for_a_follower_after_it_was_mad
 def test_a_copy_of_one_layer_leaves_the_others_on_every_rank() -> None:
     seat = _seat("full", 2)
     before, source = content(seat, "full", 4), content(seat, "full", 2)
-    seat.leader.copy(Move((Part("full", (2,), (4,)),)), seat.leader, range(1, 2))
+    seat.leader.copy(PageMove((PoolMove("full", (2,), (4,)),)), seat.leader, range(1, 2))
     after = content(seat, "full", 4)
     moved = {i for i in range(len(after)) if after[i] != before[i]}
     assert moved == {i for buffer in range(2) for i in range(buffer * 12 + 4, buffer * 12 + 8)}

@@ -10,12 +10,12 @@ import pytest
 
 from cache.device.device_port import HOST
 from cache.memory.kv_cache_spec import PoolSetSpec
-from cache.memory.memory_layout import Order
+from cache.memory.memory_layout import LayoutOrder
 from cache.pool.tp_pool_set import merged
 from cache.storage.backends.memory_backend import MemoryBackend
-from cache.storage.inline_queue import InlineQueue
-from cache.storage.rank_page_store import RankShelf, merged_outcomes
-from cache.storage.storage_backend import Outcome, Verdict
+from cache.storage.inline_queue import InlineIoQueue
+from cache.storage.rank_page_store import RankPageStore, merged_outcomes
+from cache.storage.storage_backend import ObjectOutcome, ObjectVerdict
 from contracts.messages.rank_orders import StoredPage
 from tests.poolsets import NAMES
 from tests.ranks import RankedSeat, content, fill, headed_sets, ranked_seat
@@ -29,8 +29,8 @@ class Ranks:
     """The host tiers of all ranks of a worker, each with its shelf on the one store."""
 
     seat: RankedSeat
-    shelves: list[RankShelf]
-    queues: list[InlineQueue]
+    shelves: list[RankPageStore]
+    queues: list[InlineIoQueue]
 
     def pages(self, pool: str) -> list[StoredPage]:
         return [StoredPage(pool, key, 1 + n, 4 * n, 4 * n + 4) for n, key in enumerate(KEYS)]
@@ -45,9 +45,9 @@ class Ranks:
 
 
 def ranks(whole: PoolSetSpec, size: int, backend: MemoryBackend) -> Ranks:
-    seat = ranked_seat(whole, size, 5, HOST, order=Order.PAGE_FIRST)
-    queues = [InlineQueue(backend) for _ in range(size)]
-    shelves = [RankShelf(queue, pools, "model", rank, size) for rank, (queue, pools) in enumerate(
+    seat = ranked_seat(whole, size, 5, HOST, order=LayoutOrder.PAGE_FIRST)
+    queues = [InlineIoQueue(backend) for _ in range(size)]
+    shelves = [RankPageStore(queue, pools, "model", rank, size) for rank, (queue, pools) in enumerate(
         zip(queues, seat.pools, strict=True))]  # fmt: skip
     return Ranks(seat, shelves, queues)
 
@@ -65,7 +65,7 @@ def found(reader: Ranks, pool: str) -> list[bool]:
     return [all(ranks) for ranks in zip(*(one.result() for one in pending), strict=True)]
 
 
-def fetch(reader: Ranks, pool: str) -> list[Outcome]:
+def fetch(reader: Ranks, pool: str) -> list[ObjectOutcome]:
     pending = [shelf.fetch_parts(reader.pages(pool)) for shelf in reader.shelves]
     reader.run()
     assert all(one.done for one in pending)
@@ -85,7 +85,7 @@ def test_what_any_number_of_ranks_has_put_by_any_other_fetches_head_by_head(
         put(writer, pool)
         assert all(found(reader, pool))
         outcomes = fetch(reader, pool)
-        assert [outcome.verdict for outcome in outcomes] == [Verdict.FOUND] * 3
+        assert [outcome.verdict for outcome in outcomes] == [ObjectVerdict.FOUND] * 3
         assert [outcome.digest for outcome in outcomes] == writer.digests(pool) == reader.digests(pool)
         for page in reader.pages(pool):
             assert content(reader.seat, pool, page.at) == content(writer.seat, pool, page.at)
@@ -101,7 +101,7 @@ def test_a9_a_page_of_which_one_object_is_gone_is_missing_for_every_reader(write
     last = writer.shelves[-1]
     backend.delete([last.name("full", KEYS[1], part) for part in last.slicer.own("full")])
     verdicts = [outcome.verdict for outcome in fetch(reader, "full")]
-    assert verdicts == [Verdict.FOUND, Verdict.MISSING, Verdict.FOUND]
+    assert verdicts == [ObjectVerdict.FOUND, ObjectVerdict.MISSING, ObjectVerdict.FOUND]
 
 
 def test_the_digest_of_a_page_with_parts_of_both_kinds_is_that_of_all_its_ranks() -> None:

@@ -5,18 +5,18 @@ from __future__ import annotations
 import pytest
 import torch
 
-from cache.memory.kv_cache_spec import BufferSpec, Index, Kind, PoolSetSpec, PoolSpec
-from cache.memory.memory_layout import Order, PoolSetLayout
-from cache.memory.page_digest import Digester
-from cache.memory.page_moves import Move, Part, copy_state, gather, scatter
+from cache.memory.kv_cache_spec import BufferSpec, IndexSpace, PoolKind, PoolSetSpec, PoolSpec
+from cache.memory.memory_layout import LayoutOrder, PoolSetLayout
+from cache.memory.page_digest import PageDigester
+from cache.memory.page_moves import PageMove, PoolMove, copy_state, gather, scatter
 from cache.pool.pool_set import PoolSet
 from contracts.block_hash import chain_keys
 from tests.poolsets import NAMES, entry, filled, pool_sets
 
-ORDERS = list(Order)
+ORDERS = list(LayoutOrder)
 
 
-def made(name: str, page_tokens: int, count: int, order: Order, seed: int) -> PoolSet:
+def made(name: str, page_tokens: int, count: int, order: LayoutOrder, seed: int) -> PoolSet:
     spec = pool_sets(page_tokens)[name]
     return filled(PoolSet(spec, spec.even(count), order=order), seed)
 
@@ -25,14 +25,14 @@ def made(name: str, page_tokens: int, count: int, order: Order, seed: int) -> Po
 @pytest.mark.parametrize("page_tokens", [1, 4, 64])
 @pytest.mark.parametrize("name", NAMES)
 def test_a3_a_copy_carries_every_buffer_of_the_registry_and_nothing_else(
-    name: str, page_tokens: int, orders: tuple[Order, Order]
+    name: str, page_tokens: int, orders: tuple[LayoutOrder, LayoutOrder]
 ) -> None:
     source = made(name, page_tokens, 9, orders[0], 1)
     target = made(name, page_tokens, 13, orders[1], 2)
     pools = list(source.spec.by_name)
     before = {(pool, i): entry(target, pool, i) for pool in pools for i in range(13)}
     moved = {pool: {12: 3, 5: 8, 1: n} for n, pool in enumerate(pools, 1)}
-    move = Move(tuple(Part(pool, tuple(m.values()), tuple(m)) for pool, m in moved.items()))
+    move = PageMove(tuple(PoolMove(pool, tuple(m.values()), tuple(m)) for pool, m in moved.items()))
     assert move.nbytes(source.spec) == 3 * sum(source.spec.unit_bytes(p) for p in pools)
     for piece in move.chunks(source.spec, 2 * source.spec.page_bytes):
         copy_state(piece, source.region, source.layout, target.region, target.layout)
@@ -43,8 +43,8 @@ def test_a3_a_copy_carries_every_buffer_of_the_registry_and_nothing_else(
 
 @pytest.mark.parametrize("name", NAMES)
 def test_a_move_layer_by_layer_is_the_move(name: str) -> None:
-    source, target = made(name, 4, 5, Order.PAGE_FIRST, 1), made(name, 4, 5, Order.LAYER_FIRST, 2)
-    move = Move(tuple(Part(pool, (1, 3), (4, 2)) for pool in source.spec.by_name))
+    source, target = made(name, 4, 5, LayoutOrder.PAGE_FIRST, 1), made(name, 4, 5, LayoutOrder.LAYER_FIRST, 2)
+    move = PageMove(tuple(PoolMove(pool, (1, 3), (4, 2)) for pool in source.spec.by_name))
     for layer in range(max(p.layers for p in source.spec.pools)):
         copy_state(move, source.region, source.layout, target.region, target.layout, range(layer, layer + 1))
     for pool in source.spec.by_name:
@@ -52,18 +52,18 @@ def test_a_move_layer_by_layer_is_the_move(name: str) -> None:
 
 
 def test_a_move_in_which_a_pool_has_nothing_to_do_is_ordinary() -> None:
-    move = Move.of({"full": [1, 2], "window": []}, {"full": [3, 4]})
+    move = PageMove.of({"full": [1, 2], "window": []}, {"full": [3, 4]})
     assert len(move) == 2
-    assert len(Move.of({}, {"full": []})) == 0
+    assert len(PageMove.of({}, {"full": []})) == 0
     with pytest.raises(ValueError, match="a move from pools"):
-        Move.of({"full": [1], "window": [2]}, {"full": [1]})
+        PageMove.of({"full": [1], "window": [2]}, {"full": [1]})
     with pytest.raises(ValueError, match="2 sources for 1 targets"):
-        Move.of({"full": [1, 2]}, {"full": [3]})
+        PageMove.of({"full": [1, 2]}, {"full": [3]})
 
 
 @pytest.mark.parametrize("order", ORDERS)
 @pytest.mark.parametrize("name", NAMES)
-def test_gathered_state_is_canonical_and_scatters_back_to_the_same_bytes(name: str, order: Order) -> None:
+def test_gathered_state_is_canonical_and_scatters_back_to_the_same_bytes(name: str, order: LayoutOrder) -> None:
     source, target = made(name, 4, 9, order, 1), made(name, 4, 5, order, 2)
     for pool in source.spec.by_name:
         packed = gather(source.region, source.layout, pool, [7, 2])
@@ -74,7 +74,7 @@ def test_gathered_state_is_canonical_and_scatters_back_to_the_same_bytes(name: s
 
 @pytest.mark.parametrize("name", NAMES)
 def test_a_page_first_page_is_contiguous_and_canonical(name: str) -> None:
-    pools = made(name, 4, 6, Order.PAGE_FIRST, 1)
+    pools = made(name, 4, 6, LayoutOrder.PAGE_FIRST, 1)
     for pool in pools.spec.by_name:
         assert pools.layout.page(pools.region, pool, 3).numpy().tobytes() == b"".join(entry(pools, pool, 3))
 
@@ -104,12 +104,12 @@ def digest(pools: PoolSet, pages: list[int], positions: int, pool: str = "full")
     size = pools.spec.page_tokens
     firsts = [i * size for i in range(len(pages))]
     ends = [min(first + size, positions) for first in firsts]
-    return Digester(pools.layout).digest(pools.region, pool, pages, firsts, ends)
+    return PageDigester(pools.layout).digest(pools.region, pool, pages, firsts, ends)
 
 
 @pytest.mark.parametrize("order", ORDERS)
 @pytest.mark.parametrize("name", ["sparse", "all"])
-def test_every_single_byte_of_an_entry_is_in_its_digest(name: str, order: Order) -> None:
+def test_every_single_byte_of_an_entry_is_in_its_digest(name: str, order: LayoutOrder) -> None:
     pools = made(name, 2, 4, order, 3)
     for pool in pools.spec.by_name:
         (clean,) = digest(pools, [2], 2, pool)
@@ -125,9 +125,11 @@ def test_every_single_byte_of_an_entry_is_in_its_digest(name: str, order: Order)
 
 @pytest.mark.parametrize("name", NAMES)
 def test_a_digest_is_the_same_in_either_order(name: str) -> None:
-    source, target = made(name, 4, 5, Order.LAYER_FIRST, 1), made(name, 4, 5, Order.PAGE_FIRST, 2)
+    source, target = made(name, 4, 5, LayoutOrder.LAYER_FIRST, 1), made(name, 4, 5, LayoutOrder.PAGE_FIRST, 2)
     for pool in source.spec.by_name:
-        copy_state(Move((Part(pool, (1, 3), (2, 4)),)), source.region, source.layout, target.region, target.layout)
+        copy_state(
+            PageMove((PoolMove(pool, (1, 3), (2, 4)),)), source.region, source.layout, target.region, target.layout
+        )
         assert digest(source, [1, 3], 7, pool) == digest(target, [2, 4], 7, pool)
 
 
@@ -150,7 +152,7 @@ def test_digests_add_up_over_slices_of_the_heads() -> None:
 
 
 def test_digests_add_up_over_page_sizes() -> None:
-    small, large = made("full", 4, 9, Order.LAYER_FIRST, 5), made("full", 16, 3, Order.LAYER_FIRST, 6)
+    small, large = made("full", 4, 9, LayoutOrder.LAYER_FIRST, 5), made("full", 16, 3, LayoutOrder.LAYER_FIRST, 6)
     for buffer, twin in zip(large.layout.buffers["full"], small.layout.buffers["full"], strict=True):
         for layer in range(buffer.spec.layers):
             pieces = small.layout.view(small.region, "full", twin, layer)[[3, 1, 8, 6]]
@@ -184,7 +186,7 @@ def test_chain_keys_name_the_whole_prefix_and_the_salt() -> None:
 
 @pytest.mark.parametrize("order", ORDERS)
 @pytest.mark.parametrize("name", NAMES)
-def test_layouts_overlap_nowhere(name: str, order: Order) -> None:
+def test_layouts_overlap_nowhere(name: str, order: LayoutOrder) -> None:
     layout = PoolSetLayout(pool_sets(4)[name], pool_sets(4)[name].even(7), order)
     used = torch.zeros(layout.nbytes, dtype=torch.int32)
     for pool, buffer in layout.each():
@@ -199,10 +201,10 @@ def test_layouts_overlap_nowhere(name: str, order: Order) -> None:
 def test_a_registry_that_makes_no_sense_is_refused() -> None:
     k = BufferSpec("k", 1, (2,), torch.float32)
     with pytest.raises(ValueError, match="a state pool has no buffer by token"):
-        PoolSpec("state", (k,), Kind.STATE)
+        PoolSpec("state", (k,), PoolKind.STATE)
     with pytest.raises(ValueError, match="window_tokens is for window pools"):
-        PoolSpec("window", (k,), Kind.WINDOW)
+        PoolSpec("window", (k,), PoolKind.WINDOW)
     with pytest.raises(ValueError, match="exactly one full pool"):
-        PoolSetSpec(4, (PoolSpec("window", (k,), Kind.WINDOW, 8),))
+        PoolSetSpec(4, (PoolSpec("window", (k,), PoolKind.WINDOW, 8),))
     with pytest.raises(ValueError, match=r"heads 3\.\.4 aren't among 4"):
-        BufferSpec("k", 1, (2, 8), torch.float32, Index.TOKEN, 4, 3)
+        BufferSpec("k", 1, (2, 8), torch.float32, IndexSpace.TOKEN, 4, 3)

@@ -12,18 +12,18 @@ import pytest
 import torch
 
 from cache.device.device_backends import CpuDevice
-from cache.manager.kv_cache_manager import Seat
-from cache.memory.memory_layout import Order
+from cache.manager.kv_cache_manager import KVCacheManager
+from cache.memory.memory_layout import LayoutOrder
 from cache.pool.epoch_table import EpochTable
 from cache.pool.pool_set import PoolSet
-from cache.prefix_cache.token_prefix import Prefix
+from cache.prefix_cache.token_prefix import TokenPrefix
 from cache.prefix_cache.tree_node import Tier
 from cache.storage.backends.memory_backend import MemoryBackend
 from cache.storage.backends.object_seal import seal
-from cache.storage.inline_queue import InlineQueue
-from cache.storage.io_queue import Chain, Ticket
-from cache.storage.io_queue import Op as StorageOp
-from cache.storage.storage_backend import Item, ObjectName, Outcome
+from cache.storage.inline_queue import InlineIoQueue
+from cache.storage.io_queue import StorageOp as StorageOp
+from cache.storage.io_queue import StorageTicket, WriteChain
+from cache.storage.storage_backend import ObjectBuffer, ObjectName, ObjectOutcome
 from contracts.clock import ManualClock
 from contracts.config.cache_config import CacheConfig, PrefetchConfig
 from tests.poolsets import pool_sets
@@ -31,14 +31,16 @@ from tests.poolsets import pool_sets
 PAGE_TOKENS = 2
 
 
-class ShortLine(InlineQueue):
+class ShortLine(InlineIoQueue):
     """Takes so many writes into its line, and fails the others as a full line does."""
 
     def __init__(self, backend: MemoryBackend, most: int) -> None:
         super().__init__(backend)
         self.most, self.dropped, self.written = most, 0, [list[ObjectName]()]
 
-    def submit_write(self, items: Sequence[Item], chain: Chain | None = None) -> Ticket[list[Outcome]]:
+    def submit_write(
+        self, items: Sequence[ObjectBuffer], chain: WriteChain | None = None
+    ) -> StorageTicket[list[ObjectOutcome]]:
         ticket = super().submit_write(items, chain)
         if self.waiting > self.most:
             self.dropped += 1
@@ -64,16 +66,16 @@ class Office:
         self.backend = MemoryBackend(name or uuid.uuid4().hex, 1 << 30)
         self.queue = ShortLine(self.backend, line)
         self.pools = PoolSet(spec, {"full": pages})
-        self.host = PoolSet(spec, {"full": host}, order=Order.PAGE_FIRST, tier="host")
+        self.host = PoolSet(spec, {"full": host}, order=LayoutOrder.PAGE_FIRST, tier="host")
         prefetch = PrefetchConfig(policy="wait_complete", batch_pages=batch)
         config = CacheConfig(write_policy="through", prefetch=prefetch)
-        self.seat = Seat(
+        self.seat = KVCacheManager(
             self.pools, CpuDevice(), config, self.clock.now, host=self.host, storage=self.queue, fingerprint=model
         )
 
-    def ask(self, tokens: Sequence[int]) -> Prefix:
+    def ask(self, tokens: Sequence[int]) -> TokenPrefix:
         """A request computes all of `tokens` and shares them."""
-        prefix = Prefix.of(tokens, PAGE_TOKENS)
+        prefix = TokenPrefix.of(tokens, PAGE_TOKENS)
         claim = self.seat.claim(prefix, len(tokens) + 1, "a request", reusable=0)
         assert claim is not None
         for page, index in enumerate(claim.tables["full"][: len(prefix)]):
@@ -92,14 +94,14 @@ class Office:
             self.seat.poll()
             assert self.seat.check() == []
 
-    def stored(self, prefix: Prefix) -> list[int]:
+    def stored(self, prefix: TokenPrefix) -> list[int]:
         """The page numbers of `prefix` that storage has."""
         names = [ObjectName("m", "full", prefix.key(page)) for page in range(len(prefix))]
         return [page for page, there in enumerate(self.backend.exists(names)) if there]
 
     def found(self, tokens: Sequence[int]) -> int:
         """Pages that a request gets from storage alone."""
-        prefix = Prefix.of(tokens, PAGE_TOKENS)
+        prefix = TokenPrefix.of(tokens, PAGE_TOKENS)
         prefetch = self.seat.prefetch(prefix, "a request")
         assert prefetch is not None
         while not self.seat.may_run(prefetch):
@@ -132,7 +134,7 @@ def test_at_any_moment_storage_has_a_page_only_with_all_pages_before_it() -> Non
         rng = random.Random(seed)
         office = Office()
         office.queue.fault = lambda op, name, rng=rng: "io" if op is StorageOp.WRITE and rng.random() < 0.01 else None
-        prompts: list[Prefix] = []
+        prompts: list[TokenPrefix] = []
         for _ in range(5):
             # Prompts fork anywhere from one another, so nodes are split while they are written.
             old = list(rng.choice(prompts).tokens()) if prompts else []
@@ -214,7 +216,7 @@ def test_what_comes_from_storage_is_compared_by_name_tokens_layout_bytes_and_dig
     prefix = writer.ask(tokens)
     writer.ask(range(500, 520))
     writer.work(4)
-    other = Prefix.of(range(500, 520), PAGE_TOKENS)
+    other = TokenPrefix.of(range(500, 520), PAGE_TOKENS)
     objects, wanted = writer.backend.store.objects, ObjectName("m", "full", prefix.key(4))
     mine, its = objects[wanted.key], objects[ObjectName("m", "full", other.key(4)).key]
     size = writer.host.spec.unit_bytes("full")
@@ -254,10 +256,10 @@ def test_a_disk_load_that_failed_is_never_taken_for_loaded() -> None:
     writer.work(4)
     for failing in range(20):
         reader = Office(name=name)
-        key = Prefix.of(tokens, PAGE_TOKENS).key(failing)
+        key = TokenPrefix.of(tokens, PAGE_TOKENS).key(failing)
         reader.queue.fault = lambda op, n, key=key: "io" if op is StorageOp.READ and n.chain == key else None
         assert reader.found(tokens) == failing
-        (claim_depth,) = {reader.seat.tree.match(Prefix.of(tokens, PAGE_TOKENS)).depth}
+        (claim_depth,) = {reader.seat.tree.match(TokenPrefix.of(tokens, PAGE_TOKENS)).depth}
         assert claim_depth == failing, "what failed is not in the tree, nor what lies behind it"
         held = [node.parts[Tier.HOST]["full"] for node in reader.seat.tree.nodes()]
         for part in held:
@@ -272,7 +274,7 @@ def test_cancels_leak_nothing_however_often_a_request_is_given_up_while_storage_
     writer = Office(name=name)
     writer.ask(tokens)
     writer.work(4)
-    reader, prefix, rng = Office(name=name), Prefix.of(tokens, PAGE_TOKENS), random.Random(5)
+    reader, prefix, rng = Office(name=name), TokenPrefix.of(tokens, PAGE_TOKENS), random.Random(5)
     for _ in range(60):
         prefetch = reader.seat.prefetch(prefix, "a request")
         assert prefetch is not None
@@ -303,7 +305,7 @@ def test_a_prefetch_never_asks_for_more_at_once_than_storage_s_line_takes() -> N
     writer.ask(tokens)
     writer.work(8)
     reader = Office(name=name, batch=2)
-    prefetch, most = reader.seat.prefetch(Prefix.of(tokens, PAGE_TOKENS), "a request"), 0
+    prefetch, most = reader.seat.prefetch(TokenPrefix.of(tokens, PAGE_TOKENS), "a request"), 0
     assert prefetch is not None
     while not reader.seat.may_run(prefetch):
         most = max(most, reader.queue.waiting)

@@ -8,12 +8,12 @@ from collections.abc import Callable
 import pytest
 
 from cache.device.device_backends import CpuDevice
-from cache.manager.kv_cache_manager import Seat
+from cache.manager.kv_cache_manager import KVCacheManager
 from cache.pool.page_allocator import Lease
 from cache.pool.pool_set import PoolSet
-from cache.prefix_cache.radix_tree import PrefixTree
-from cache.prefix_cache.token_prefix import Prefix
-from cache.prefix_cache.tree_node import IN_TREE, Offer, Tier
+from cache.prefix_cache.radix_tree import RadixTree
+from cache.prefix_cache.token_prefix import TokenPrefix
+from cache.prefix_cache.tree_node import IN_TREE, PageOffer, Tier
 from contracts.config.cache_config import CacheConfig
 from tests.poolsets import pool_sets
 from tests.steps import allocated, steps
@@ -28,15 +28,17 @@ class Path:
         spec = pool_sets(PAGE_TOKENS)["full"]
         self.pools, host = PoolSet(spec, {"full": 2 * nodes + 9}), PoolSet(spec, {"full": 2 * nodes + 9})
         config = CacheConfig(write_policy="back" if policy == "back" else "selective", write_hits=1 << 20)
-        self.seat = Seat(self.pools, CpuDevice(), config, time.monotonic, host=host if policy == "back" else None)
+        self.seat = KVCacheManager(
+            self.pools, CpuDevice(), config, time.monotonic, host=host if policy == "back" else None
+        )
         self.positions = nodes * PAGE_TOKENS
-        self.prefix = Prefix.of(range(self.positions), PAGE_TOKENS)
+        self.prefix = TokenPrefix.of(range(self.positions), PAGE_TOKENS)
         for page in range(nodes):
             self.insert(page)
 
     def insert(self, page: int) -> None:
         lease = self.pools.allocators["full"].lease(1, "a request")
-        self.seat.tree.insert(self.prefix.head(page + 1), {"full": [Offer(page, lease, [page])]})
+        self.seat.tree.insert(self.prefix.head(page + 1), {"full": [PageOffer(page, lease, [page])]})
         lease.release()
 
     def claim(self) -> None:
@@ -106,12 +108,14 @@ def test_a_lock_deep_down_a_path_is_taken_and_given_back_once_for_all_that_is_ab
     assert tree.evict(Tier.DEVICE, "full", 256) == 256
 
 
-def _salted(salts: int) -> PrefixTree:
+def _salted(salts: int) -> RadixTree:
     spec = pool_sets(PAGE_TOKENS)["full"]
-    tree, pools = PrefixTree(spec), PoolSet(spec, {"full": salts + 1})
+    tree, pools = RadixTree(spec), PoolSet(spec, {"full": salts + 1})
     for number in range(salts):
         lease = pools.allocators["full"].lease(1, "a request")
-        tree.insert(Prefix.of(range(PAGE_TOKENS), PAGE_TOKENS, f"tenant {number}"), {"full": [Offer(0, lease, [1])]})
+        tree.insert(
+            TokenPrefix.of(range(PAGE_TOKENS), PAGE_TOKENS, f"tenant {number}"), {"full": [PageOffer(0, lease, [1])]}
+        )
         lease.release()
     return tree
 
@@ -126,12 +130,12 @@ def test_evicting_a_page_costs_the_same_however_many_salts_there_are() -> None:
     assert many.check() == []
 
 
-def _leaf(pages: int, host: bool) -> PrefixTree:
+def _leaf(pages: int, host: bool) -> RadixTree:
     spec = pool_sets(PAGE_TOKENS)["full"]
-    tree, prefix = PrefixTree(spec), Prefix.of(range(pages * PAGE_TOKENS), PAGE_TOKENS)
+    tree, prefix = RadixTree(spec), TokenPrefix.of(range(pages * PAGE_TOKENS), PAGE_TOKENS)
     for tier in IN_TREE[: 1 + host]:
         lease = PoolSet(spec, {"full": pages + 1}).allocators["full"].lease(pages, "a request")
-        tree.insert(prefix, {"full": [Offer(0, lease, list(range(pages)))]}, tier)
+        tree.insert(prefix, {"full": [PageOffer(0, lease, list(range(pages)))]}, tier)
         lease.release()
     return tree
 
@@ -152,7 +156,7 @@ def test_evicting_the_last_page_of_a_leaf_costs_the_same_however_long_it_is(host
 
 @pytest.mark.parametrize("host", [False, True], ids=["device alone", "on the host too"])
 def test_a_leaf_that_lost_its_end_page_by_page_is_what_is_left_of_it(host: bool) -> None:
-    tree, prefix = _leaf(40, host), Prefix.of(range(40 * PAGE_TOKENS), PAGE_TOKENS)
+    tree, prefix = _leaf(40, host), TokenPrefix.of(range(40 * PAGE_TOKENS), PAGE_TOKENS)
     for left in range(39, -1, -1):
         assert tree.evict(Tier.DEVICE, "full", 1) == 1
         match = tree.match(prefix)
@@ -168,7 +172,7 @@ def test_a_leaf_that_lost_its_end_page_by_page_is_what_is_left_of_it(host: bool)
 def test_queues_of_what_may_go_are_no_longer_than_what_is_there_however_much_came_and_went() -> None:
     spec = pool_sets(PAGE_TOKENS)["full+window"]
     pools = PoolSet(spec, {"full": 65, "window": 4097})
-    tree = PrefixTree(spec)
+    tree = RadixTree(spec)
 
     def lease(pool: str, count: int) -> Lease:
         allocator = pools.allocators[pool]
@@ -177,9 +181,9 @@ def test_queues_of_what_may_go_are_no_longer_than_what_is_there_however_much_cam
         return allocator.lease(count, "a request")
 
     for request in range(400):
-        prefix = Prefix.of(range(32 * request, 32 * request + 32), PAGE_TOKENS)
+        prefix = TokenPrefix.of(range(32 * request, 32 * request + 32), PAGE_TOKENS)
         full, window = lease("full", 8), lease("window", 2)
-        tree.insert(prefix, {"full": [Offer(0, full, [1] * 8)], "window": [Offer(6, window, [2] * 2)]})
+        tree.insert(prefix, {"full": [PageOffer(0, full, [1] * 8)], "window": [PageOffer(6, window, [2] * 2)]})
         full.release()
         window.release()
     assert tree.sizes[Tier.DEVICE, "window"] <= 16
@@ -192,7 +196,7 @@ def test_queues_of_what_may_go_are_no_longer_than_what_is_there_however_much_cam
 def test_what_was_used_again_isn_t_left_for_the_next_eviction_to_sort() -> None:
     tree = _salted(400)
     for number in range(399):
-        prefix = Prefix.of(range(PAGE_TOKENS), PAGE_TOKENS, f"tenant {number}")
+        prefix = TokenPrefix.of(range(PAGE_TOKENS), PAGE_TOKENS, f"tenant {number}")
         tree.unlock(tree.lock(tree.match(prefix), "a request"))
     cost = steps(lambda: tree.evict(Tier.DEVICE, "full", 1))
     assert "tenant 399" not in tree.roots, "the one that nobody used again"
@@ -203,8 +207,8 @@ def test_what_was_used_again_isn_t_left_for_the_next_eviction_to_sort() -> None:
 def test_sharing_the_last_chunk_of_a_prompt_costs_no_more_than_sharing_the_first() -> None:
     path = Path(0)
     spec, pages, chunk = path.seat.spec, 4000, 500
-    seat = Seat(PoolSet(spec, {"full": pages + 9}), CpuDevice(), CacheConfig(), time.monotonic)
-    prefix = Prefix.of(range(pages * PAGE_TOKENS), PAGE_TOKENS)
+    seat = KVCacheManager(PoolSet(spec, {"full": pages + 9}), CpuDevice(), CacheConfig(), time.monotonic)
+    prefix = TokenPrefix.of(range(pages * PAGE_TOKENS), PAGE_TOKENS)
     claim = seat.claim(prefix, pages * PAGE_TOKENS, "a request", reusable=0)
     assert claim is not None
     costs = []

@@ -7,17 +7,17 @@ from typing import Any
 
 import pytest
 
-from cache.pool.page_allocator import Allocator
-from cache.prefix_cache.radix_tree import PrefixTree
-from cache.prefix_cache.token_prefix import Prefix
-from cache.prefix_cache.tree_node import Lock, Node, Offer, Tier
+from cache.pool.page_allocator import PageAllocator
+from cache.prefix_cache.radix_tree import RadixTree
+from cache.prefix_cache.token_prefix import TokenPrefix
+from cache.prefix_cache.tree_node import NodeLock, PageOffer, Tier, TreeNode
 from tests.poolsets import pool_sets
 
 
 def test_a_part_named_twice_is_locked_once_and_unlocked_once() -> None:
-    tree, allocator = PrefixTree(pool_sets()["full"]), Allocator("full pages", 9, first=1)
-    prefix = Prefix.of(range(16), 4)
-    tree.insert(prefix, {"full": [Offer(0, allocator.lease(4, "request"), (1, 2, 3, 4))]})
+    tree, allocator = RadixTree(pool_sets()["full"]), PageAllocator("full pages", 9, first=1)
+    prefix = TokenPrefix.of(range(16), 4)
+    tree.insert(prefix, {"full": [PageOffer(0, allocator.lease(4, "request"), (1, 2, 3, 4))]})
     (node,) = tree.nodes()
     part = node.parts[Tier.DEVICE]["full"]
     lock = tree.keep([part, part], "store")
@@ -35,15 +35,15 @@ def test_pages_of_a_lock_that_were_loaded_in_front_of_others_come_first() -> Non
         return SimpleNamespace(component="window", tier=tier, node=SimpleNamespace(start=start))
 
     behind, host, loaded = part(3), part(0, Tier.HOST), part(0)
-    lock = Lock(1, "a request", [behind, host, loaded])
+    lock = NodeLock(1, "a request", [behind, host, loaded])
     assert lock.on_device("window") == [loaded, behind]
 
 
 def test_a_match_from_before_something_was_condemned_is_not_locked() -> None:
-    tree, allocator = PrefixTree(pool_sets()["full"]), Allocator("full pages", 30, first=1)
-    first, second = (Prefix.of(range(n, n + 8), 4) for n in (0, 50))
+    tree, allocator = RadixTree(pool_sets()["full"]), PageAllocator("full pages", 30, first=1)
+    first, second = (TokenPrefix.of(range(n, n + 8), 4) for n in (0, 50))
     for prefix in (first, second):
-        tree.insert(prefix, {"full": [Offer(0, allocator.lease(2, "request"), (1, 2))]})
+        tree.insert(prefix, {"full": [PageOffer(0, allocator.lease(2, "request"), (1, 2))]})
     match = tree.match(first)
     tree.condemn(second)
     with pytest.raises(AssertionError, match="match again, then lock"):
@@ -51,9 +51,9 @@ def test_a_match_from_before_something_was_condemned_is_not_locked() -> None:
 
 
 def test_what_is_cut_off_a_leaf_before_storage_had_it_is_counted_as_missed() -> None:
-    tree, allocator = PrefixTree(pool_sets()["full"]), Allocator("full pages", 30, first=1)
-    prefix = Prefix.of(range(40), 4)
-    tree.insert(prefix, {"full": [Offer(0, allocator.lease(10, "request"), range(10))]}, Tier.HOST)
+    tree, allocator = RadixTree(pool_sets()["full"]), PageAllocator("full pages", 30, first=1)
+    prefix = TokenPrefix.of(range(40), 4)
+    tree.insert(prefix, {"full": [PageOffer(0, allocator.lease(10, "request"), range(10))]}, Tier.HOST)
     (node,) = tree.nodes()
     part = node.parts[Tier.HOST]["full"]
     assert tree.evict(Tier.HOST, "full", 1) == 1
@@ -64,13 +64,13 @@ def test_what_is_cut_off_a_leaf_before_storage_had_it_is_counted_as_missed() -> 
     assert tree.check() == []
 
 
-def on_device_with_more_on_the_host() -> tuple[PrefixTree, Node, Node]:
+def on_device_with_more_on_the_host() -> tuple[RadixTree, TreeNode, TreeNode]:
     """A tree that is written back: a node of two pages on the device alone, and one below it on the host alone."""
-    tree = PrefixTree(pool_sets()["full"], write_back=True)
-    device, host = (Allocator(f"{tier} pages", 30, first=1) for tier in ("device", "host"))
-    prefix = Prefix.of(range(16), 4)
-    tree.insert(prefix.head(2), {"full": [Offer(0, device.lease(2, "request"), (1, 2))]})
-    tree.insert(prefix, {"full": [Offer(2, host.lease(2, "prefetch"), (3, 4))]}, Tier.HOST)
+    tree = RadixTree(pool_sets()["full"], write_back=True)
+    device, host = (PageAllocator(f"{tier} pages", 30, first=1) for tier in ("device", "host"))
+    prefix = TokenPrefix.of(range(16), 4)
+    tree.insert(prefix.head(2), {"full": [PageOffer(0, device.lease(2, "request"), (1, 2))]})
+    tree.insert(prefix, {"full": [PageOffer(2, host.lease(2, "prefetch"), (3, 4))]}, Tier.HOST)
     upper, lower = sorted(tree.nodes(), key=lambda node: node.start)
     return tree, upper, lower
 
@@ -79,9 +79,9 @@ def test_a_node_with_something_locked_below_it_goes_once_it_was_spilled() -> Non
     """Seed 8125 of the simulator: what a waiting request kept on the host kept the device full, and itself waiting."""
     tree, upper, lower = on_device_with_more_on_the_host()
     lock = tree.keep([lower.parts[Tier.HOST]["full"]], "a prefetch")
-    asked: list[Node] = []
+    asked: list[TreeNode] = []
 
-    def refuse(node: Node) -> bool:
+    def refuse(node: TreeNode) -> bool:
         asked.append(node)
         # As a save that finds no room on the host.
         tree.unlock(tree.keep([node.parts[Tier.DEVICE]["full"]], "save"))
@@ -101,9 +101,9 @@ def test_a_node_with_something_locked_below_it_goes_once_it_was_spilled() -> Non
 def test_what_is_being_saved_in_part_stays_until_that_is_over() -> None:
     """Seed 9674: the host had room for a node's pages and none for its state, and the save had begun with the pages."""
     tree, upper, _ = on_device_with_more_on_the_host()
-    saves: list[Lock] = []
+    saves: list[NodeLock] = []
 
-    def begin(node: Node) -> bool:
+    def begin(node: TreeNode) -> bool:
         saves.append(tree.keep([node.parts[Tier.DEVICE]["full"]], "save"))
         return False
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from cache.memory.kv_cache_spec import BufferSpec, Index, Kind, PoolSetSpec, PoolSpec
+from cache.memory.kv_cache_spec import BufferSpec, IndexSpace, PoolKind, PoolSetSpec, PoolSpec
 from cache.pool.pool_set import host_counts
 from cluster.assembly.memory_plan import MemoryPlan, plan_memory, stride
 from contracts.config.cluster_config import Config
@@ -20,8 +20,10 @@ HYBRID = PoolSetSpec(
     16,
     (
         PoolSpec("full", (BufferSpec("k", 4, (4, 128), torch.bfloat16),)),
-        PoolSpec("window", (BufferSpec("window_k", 20, (4, 128), torch.bfloat16),), Kind.WINDOW, 1024),
-        PoolSpec("state", (BufferSpec("recurrent", 8, (16, 128, 64), torch.float32, index=Index.SLOT),), Kind.STATE),
+        PoolSpec("window", (BufferSpec("window_k", 20, (4, 128), torch.bfloat16),), PoolKind.WINDOW, 1024),
+        PoolSpec(
+            "state", (BufferSpec("recurrent", 8, (16, 128, 64), torch.float32, index=IndexSpace.SLOT),), PoolKind.STATE
+        ),
     ),
 )
 

@@ -11,10 +11,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from cache.allocation.block_table import Table
+from cache.allocation.block_table import BlockTable
 from cache.device.device_backends import CpuDevice
 from cache.device.device_port import Device
-from cache.memory.kv_cache_spec import Kind
+from cache.memory.kv_cache_spec import PoolKind
 from cache.pool.epoch_table import EpochTable
 from cache.pool.pool_set import PoolSet
 from contracts.config.worker_config import EngineConfig
@@ -110,7 +110,7 @@ class Bench:
         """What a new sequence of so many positions needs of every pool; its states are zero."""
         held = {}
         for pool in self.pools.spec.pools:
-            if pool.kind is Kind.STATE:
+            if pool.kind is PoolKind.STATE:
                 held[pool.name] = self._take(pool.name, 1)
                 self.pools.zero({pool.name: held[pool.name]})
             else:
@@ -129,13 +129,13 @@ class Bench:
         """A row of a sequence. What its windows can't see any more is spoilt, as if somebody else had it."""
         others = {}
         for pool in self.pools.spec.pools:
-            if pool.kind is Kind.STATE:
-                others[pool.name] = Table(0, held.indices[pool.name], [0])
-            elif pool.kind is Kind.WINDOW:
+            if pool.kind is PoolKind.STATE:
+                others[pool.name] = BlockTable(0, held.indices[pool.name], [0])
+            elif pool.kind is PoolKind.WINDOW:
                 first = max(0, start - pool.window_tokens + 1) // self.page_tokens
                 pages = held.indices[pool.name]
                 self._spoil(pool.name, pages[:first])
-                others[pool.name] = Table(first, pages[first:], [0] * (len(pages) - first))
+                others[pool.name] = BlockTable(first, pages[first:], [0] * (len(pages) - first))
         return row(tokens, start, held.pages, draw, others=others, **options)
 
     def generate(self, prompt: Sequence[int], count: int, chunk: int = 1 << 20) -> list[int]:
@@ -177,7 +177,7 @@ class Bench:
     def logits(self, rows: Sequence[Row]) -> list[Tensor]:
         """Logits of every token of every row, [tokens, vocab] float32 each, beside the outputs' own path."""
         engine = self.engine
-        tables = [{"full": Table(0, row.pages, row.epochs), **row.others} for row in rows]
+        tables = [{"full": BlockTable(0, row.pages, row.epochs), **row.others} for row in rows]
         ctx = engine.context(rows, tables, self.pools.gates)
         tokens = [t for row in rows for t in row.tokens] + [0] * (len(ctx.positions_m) - ctx.count)
         x = engine.decoder.forward(torch.tensor(tokens), ctx)

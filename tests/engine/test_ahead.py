@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from cache.device.adversarial_device import LazyDevice
+from cache.device.adversarial_device import AdversarialDevice
 from cache.device.device_backends import CpuDevice
 from cache.device.device_port import Device
 from contracts.sampling_params import SamplingParams
@@ -43,14 +43,14 @@ def test_steps_launched_ahead_draw_what_steps_one_by_one_draw(
 ) -> None:
     folder = checkpoint("llama")
     want = one_by_one(folder, params, 8)
-    for device in (CpuDevice(), *(LazyDevice(seed) for seed in range(6))):
+    for device in (CpuDevice(), *(AdversarialDevice(seed) for seed in range(6))):
         got = ahead(folder, params, 8, device)
         assert [[d.token for d in column] for column in got] == want
         assert all((d.logprob is not None) == (params.logprobs is not None) for column in got for d in column)
 
 
 def test_a_launched_step_has_not_run_and_is_run_by_who_asks_for_it(checkpoint: MakeCheckpoint) -> None:
-    device = LazyDevice(1, stray=0.0)
+    device = AdversarialDevice(1, stray=0.0)
     bench = Bench(checkpoint("llama"), tokens=512, device=device)
     before = bench.region.clone()
     step = bench.engine.launch([row(PROMPTS[0], 0, bench.lease(37), Draw(GREEDY, tuple(PROMPTS[0]), 37))])
@@ -63,7 +63,7 @@ def test_a_launched_step_has_not_run_and_is_run_by_who_asks_for_it(checkpoint: M
 
 
 def test_what_a_step_raises_is_raised_by_its_outputs(checkpoint: MakeCheckpoint) -> None:
-    bench = Bench(checkpoint("llama"), tokens=512, device=LazyDevice(1))
+    bench = Bench(checkpoint("llama"), tokens=512, device=AdversarialDevice(1))
     step = bench.engine.launch([row([1 << 20], 0, bench.lease(1))])
     with pytest.raises(IndexError):
         step.outputs()

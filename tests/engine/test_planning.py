@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from cache.allocation.allocation import numbers
-from cache.device.adversarial_device import LazyDevice
+from cache.device.adversarial_device import AdversarialDevice
 from cache.device.device_backends import CpuDevice
 from cache.device.device_port import Device
 from engine.attention.attention_plan import make_plan
@@ -40,9 +40,9 @@ def test_a_step_names_its_pages_for_a_device_that_looks_at_them_and_for_no_other
     assert device.said == ([6] if checks else [0]), "three pages written, and as many read"
 
 
-@pytest.mark.parametrize("device", [CpuDevice(), LazyDevice(0)])
+@pytest.mark.parametrize("device", [CpuDevice(), AdversarialDevice(0)])
 def test_devices_say_whether_they_check(device: Device) -> None:
-    assert device.checks is isinstance(device, LazyDevice)
+    assert device.checks is isinstance(device, AdversarialDevice)
 
 
 def test_tables_as_claims_keep_them_and_as_lists_make_the_same_plan() -> None:

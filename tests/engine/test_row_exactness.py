@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from cache.device.device_backends import CpuDevice
-from cache.device.device_port import DEVICE, Completion, Op, Span
+from cache.device.device_port import DEVICE, Completion, DeviceOp, PageSpanUse
 from engine.layers.norm import gelu_tanh, silu
 from engine.tensors import row_exact_linear as numerics
 from engine.tensors.row_exact_linear import TILE_ROWS, Linear, Numerics, probe, tanh
@@ -100,9 +100,9 @@ class Recording(CpuDevice):
     checks = True
 
     def __init__(self) -> None:
-        self.ops: list[Op] = []
+        self.ops: list[DeviceOp] = []
 
-    def submit(self, op: Op, run: Callable[[], object], *args: Any, **options: Any) -> Completion:
+    def submit(self, op: DeviceOp, run: Callable[[], object], *args: Any, **options: Any) -> Completion:
         self.ops.append(op)
         return super().submit(op, run, *args, **options)
 
@@ -117,5 +117,5 @@ def test_a_step_names_the_pages_it_reads_and_writes(checkpoint: MakeCheckpoint) 
         (device.ops[0], first[:3] + second[:1], first[:3] + second[:1]),
         (device.ops[1], first[:3] + second[:2], first[2:3] + second[:2]),
     ):
-        assert op.reads == (Span(DEVICE, "full", sorted(read)),)
-        assert op.writes == (Span(DEVICE, "full", sorted(written)),)
+        assert op.reads == (PageSpanUse(DEVICE, "full", sorted(read)),)
+        assert op.writes == (PageSpanUse(DEVICE, "full", sorted(written)),)

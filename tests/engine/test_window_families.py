@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 
-from cache.memory.kv_cache_spec import Kind
+from cache.memory.kv_cache_spec import PoolKind
 from contracts.checkpoint.model_spec import read_model_spec
 from contracts.errors import CheckpointError
 from engine.layers.moe.experts import Sizes, interleaved_expert
@@ -134,7 +134,7 @@ def test_each_kind_of_layer_keeps_its_own_state_and_the_window_is_at_work(family
     through the full layers, and tables of windows begin behind it."""
     bench = Bench(family(name=name), tokens=1024)
     pools = bench.pools.spec.by_name
-    assert (pools["full"].kind, pools["window"].kind) == (Kind.FULL, Kind.WINDOW)
+    assert (pools["full"].kind, pools["window"].kind) == (PoolKind.FULL, PoolKind.WINDOW)
     assert pools["window"].window_tokens == WINDOW
     assert {buffer.layers for pool in pools.values() for buffer in pool.buffers} == {2}
     (tokens,) = prompts(5, 200)

@@ -25,9 +25,9 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.overrides import TorchFunctionMode
 from triton.runtime.interpreter import GridExecutor
 
-from cache.allocation.block_table import Table
+from cache.allocation.block_table import BlockTable
 from cache.device.device_backends import CpuDevice
-from cache.memory.kv_cache_spec import Kind, PoolSetSpec
+from cache.memory.kv_cache_spec import PoolKind, PoolSetSpec
 from cache.memory.memory_layout import PoolSetLayout
 from cache.pool.epoch_table import EpochTable
 from cache.pool.pool_set import PoolSet
@@ -90,9 +90,11 @@ def decode_rows(spec: PoolSetSpec) -> list[Row]:
     for number, (length, params) in enumerate(((20, GREEDY), (33, SAMPLED), (5, SAMPLED))):
         pages = [3 * number + 1, 3 * number + 2, 3 * number + 3]
         others = {
-            pool.name: Table(0, [number + 1], [0]) if pool.kind is Kind.STATE else Table(0, pages, [0] * 3)
+            pool.name: BlockTable(0, [number + 1], [0])
+            if pool.kind is PoolKind.STATE
+            else BlockTable(0, pages, [0] * 3)
             for pool in spec.pools
-            if pool.kind is not Kind.FULL
+            if pool.kind is not PoolKind.FULL
         }
         draw = Draw(params, [1] * length, length)
         rows.append(Row([7], length, pages, draw, epochs=[0] * 3, others=others))

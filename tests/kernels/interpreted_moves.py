@@ -11,8 +11,8 @@ os.environ["TRITON_INTERPRET"] = "1"
 import torch
 
 from cache.memory.block_copy import copy_indexed
-from cache.memory.copy_plan import Block, blocks, packing
-from cache.memory.memory_layout import Order
+from cache.memory.copy_plan import CopyBlock, blocks, packing
+from cache.memory.memory_layout import LayoutOrder
 from cache.memory.triton_copy import copy_rows, reachable
 from cache.pool.pool_set import PoolSet
 from tests.kernels.claims import answer
@@ -22,7 +22,7 @@ COUNT = 7
 
 
 def both_ways(
-    block: Block, source: torch.Tensor, counts: tuple[int, int], sources: Sequence[int], target: torch.Tensor,
+    block: CopyBlock, source: torch.Tensor, counts: tuple[int, int], sources: Sequence[int], target: torch.Tensor,
     targets: Sequence[int],
 ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
     """The target region after the kernel, and after plain torch."""
@@ -42,7 +42,7 @@ def claim_between_regions_of_either_order_the_kernel_copies_as_torch_does() -> N
     for name in NAMES:
         for page_tokens in (1, 4):
             spec = pool_sets(page_tokens)[name]
-            for orders in ((a, b) for a in Order for b in Order):
+            for orders in ((a, b) for a in LayoutOrder for b in LayoutOrder):
                 one, other = (filled(PoolSet(spec, spec.even(COUNT), order=o), n) for n, o in enumerate(orders))
                 for pool in spec.by_name:
                     sources, targets = (draw.sample(range(1, COUNT), 3) for _ in "ab")

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from cache.memory.kv_cache_spec import Kind
+from cache.memory.kv_cache_spec import PoolKind
 from contracts.ids import Role
 from tests.answers import make_prompts
 from tests.families import FAMILIES
@@ -52,7 +52,7 @@ def expect_table(family: Family, cluster: Serving) -> None:
         rows = [line.split() for line in cluster.lines if line.split()[:1] == [role]]
         for pool in family.pool_set().pools:
             (row,) = [row for row in rows if row[1] == pool.name]
-            assert row[3] == ("slots" if pool.kind is Kind.STATE else "pages")
+            assert row[3] == ("slots" if pool.kind is PoolKind.STATE else "pages")
             assert "MiB" in row
 
 

@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from cache.device.adversarial_device import LazyDevice
+from cache.device.adversarial_device import AdversarialDevice
 from cache.device.device_backends import CpuDevice
-from cache.device.device_port import Op, Stream
+from cache.device.device_port import DeviceOp, DeviceStream
 from cache.pool.page_allocator import Lease
 from contracts.errors import ErrorKind, WireError
 from contracts.ids import Incarnation, WorkerName
@@ -30,13 +30,13 @@ def broken_pass() -> None:
 @contextmanager
 def failing(plane: str, verify: bool) -> Iterator[tuple[Ends, Prompt, dict[str, Lease]]]:
     """A room whose second write comes after a step that fails."""
-    device = LazyDevice(1, stray=0.0)
+    device = AdversarialDevice(1, stray=0.0)
     with ends(SPEC, plane, device=device) as both:
         both.receiver._verify = verify
         prompt = both.prompt(24)
         leases = both.open(prompt)
         both.sender.write(prompt.room, {"full": prompt.part("full", range(2))}, ())
-        step = device.submit(Op("forward", Stream.COMPUTE), broken_pass)
+        step = device.submit(DeviceOp("forward", DeviceStream.COMPUTE), broken_pass)
         both.sender.write(prompt.room, {"full": prompt.part("full", range(2, 6))}, (step,))
         yield both, prompt, leases
 
@@ -71,7 +71,7 @@ def test_a_room_with_a_failed_send_is_not_sealed_once_that_is_known() -> None:
 
 def test_a_device_that_fails_at_once_ends_the_room_and_not_the_worker() -> None:
     class Refusing(CpuDevice):
-        def submit(self, op: Op, run: Callable[[], object], *args: Any, **options: Any) -> Any:
+        def submit(self, op: DeviceOp, run: Callable[[], object], *args: Any, **options: Any) -> Any:
             raise RuntimeError("out of resources")
 
     with ends(SPEC, "shm", device=Refusing()) as both:

@@ -6,7 +6,7 @@ from collections import Counter
 
 import pytest
 
-from cache.device.adversarial_device import LazyDevice
+from cache.device.adversarial_device import AdversarialDevice
 from tests.poolsets import NAMES, pool_sets
 from tests.room_chaos import play
 from tests.rooms import PLANES, ends, simulated_ends
@@ -22,7 +22,7 @@ def test_whatever_happens_who_arrives_has_what_was_sealed_and_everything_comes_b
     """Over the simulator's network, so that a seed is one run: what happens, and how often, is the same everywhere."""
     seen: Counter[str] = Counter()
     for seed in range(8):
-        device = LazyDevice(seed)
+        device = AdversarialDevice(seed)
         with simulated_ends(SETS[name], plane, seed=seed, count=20, slots=5, device=device) as both:
             seen += play(both, device, seed, 600)
     assert seen.keys() >= HAPPENS, seen
@@ -47,7 +47,7 @@ def test_whatever_happens_in_a_long_time(name: str, plane: str) -> None:
 
 
 def run(name: str, plane: str, seed: int, steps: int) -> Counter[str]:
-    device = LazyDevice(seed)
+    device = AdversarialDevice(seed)
     with ends(SETS[name], plane, seed=seed, count=20, slots=5, device=device) as both:
         return play(both, device, seed, steps)
 
@@ -55,7 +55,7 @@ def run(name: str, plane: str, seed: int, steps: int) -> Counter[str]:
 def test_a_seed_over_the_simulated_network_is_one_run() -> None:
     seen = []
     for _ in range(2):
-        device = LazyDevice(5)
+        device = AdversarialDevice(5)
         with simulated_ends(SETS["full"], "shm", seed=5, count=20, slots=5, device=device) as both:
             seen.append(play(both, device, 5, 300))
     assert seen[0] == seen[1]

@@ -8,8 +8,8 @@ from collections.abc import Mapping
 import pytest
 import torch
 
-from cache.device.adversarial_device import LazyDevice
-from cache.device.device_port import DEVICE, DONE, Op, Stream, spans
+from cache.device.adversarial_device import AdversarialDevice
+from cache.device.device_port import DEVICE, DONE, DeviceOp, DeviceStream, spans
 from cache.memory.required_pages import due
 from contracts.errors import ErrorKind, WireError
 from contracts.ids import Incarnation, WorkerName
@@ -258,7 +258,7 @@ def test_a7_nothing_is_sent_or_told_before_the_step_that_computes_it_is_complete
                     restore(both, pool, index, finished[pool, index])
 
         both.source.zero({pool: run.indices for pool, run in prompt.runs.items()})
-        step = device.submit(Op("forward", Stream.COMPUTE), forward)
+        step = device.submit(DeviceOp("forward", DeviceStream.COMPUTE), forward)
         before = image(both.target)
         both.sender.write(prompt.room, prompt.all(), (step,))
         both.seal(prompt)
@@ -279,7 +279,7 @@ def test_a7_nothing_is_sent_or_told_before_the_step_that_computes_it_is_complete
 def test_a7_under_any_order_that_the_device_may_take_what_was_computed_arrives() -> None:
     """Steps compute chunks, sends follow their steps, pages are freed and used again at once: no seed mixes them up."""
     for seed in range(6):
-        device = LazyDevice(seed)
+        device = AdversarialDevice(seed)
         with ends(SETS["all"], "local", seed=seed, count=14, device=device) as both:
             for _ in range(3):
                 prompt = both.prompt(both.random.randint(1, 40))
@@ -299,7 +299,9 @@ def test_a7_under_any_order_that_the_device_may_take_what_was_computed_arrives()
             both.quiet()
 
 
-def compute_and_send(both: Ends, device: LazyDevice, prompt: Prompt, finished: Mapping[Place, list[bytes]]) -> None:
+def compute_and_send(
+    both: Ends, device: AdversarialDevice, prompt: Prompt, finished: Mapping[Place, list[bytes]]
+) -> None:
     """One step a chunk of two pages, in every pool; each is sent as soon as it is launched."""
     for first in range(0, -(-prompt.positions // both.spec.page_tokens), 2):
         parts = {}
@@ -313,7 +315,7 @@ def compute_and_send(both: Ends, device: LazyDevice, prompt: Prompt, finished: M
                     restore(both, pool, index, finished[pool, index])
 
         writes = spans(DEVICE, {pool: part.indices for pool, part in parts.items()})
-        step = device.submit(Op("forward", Stream.COMPUTE, writes=writes), forward)
+        step = device.submit(DeviceOp("forward", DeviceStream.COMPUTE, writes=writes), forward)
         both.sender.write(prompt.room, parts, (step,))
 
 

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 
 import pytest
 
-from cache.device.adversarial_device import LazyDevice
+from cache.device.adversarial_device import AdversarialDevice
 from contracts.clock import ManualClock
 from contracts.ids import RequestId, Role, RoomId
 from contracts.messages.router_commands import Cancel
@@ -246,7 +246,7 @@ def opened(name: str, plane: str, seed: int, host_pages: int = 24) -> Iterator[S
     cache = {"host_bytes": host_pages * unit, "load_back": "always", "storage": storage}
     cache |= {"prefetch": {"policy": "wait_complete"}}
     with hash_pair(
-        name, {Role.PREFILL: 26, Role.DECODE: 34}, clock=clock, device=lambda: LazyDevice(next(seeds)),
+        name, {Role.PREFILL: 26, Role.DECODE: 34}, clock=clock, device=lambda: AdversarialDevice(next(seeds)),
         cache=cache, transfer={"plane": plane}, prefill={"chunk_tokens": 8},
     ) as both:  # fmt: skip
         yield Scene(both, clock, random.Random(seed), name)

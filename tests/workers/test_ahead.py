@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 
-from cache.allocation.allocation import Claim
-from cache.device.adversarial_device import LazyDevice
+from cache.allocation.allocation import Allocation
+from cache.device.adversarial_device import AdversarialDevice
 from contracts.ids import Role
 from contracts.sampling_params import SamplingParams
 from decode.request.request import Phase, Request
@@ -47,9 +47,9 @@ def asks() -> list[tuple[list[int], SamplingParams]]:
 
 
 @contextmanager
-def lazy_pair(model: Path, seed: int, **options: Any) -> Iterator[tuple[Pair, dict[Role, LazyDevice]]]:
+def lazy_pair(model: Path, seed: int, **options: Any) -> Iterator[tuple[Pair, dict[Role, AdversarialDevice]]]:
     """A pair on devices of its own, whose every operation has run, and was ordered, at the end."""
-    devices = {role: LazyDevice(seed * 2 + i) for i, role in enumerate(Role)}
+    devices = {role: AdversarialDevice(seed * 2 + i) for i, role in enumerate(Role)}
     with pair(model, devices=devices, **{**SECTIONS, **options}) as both:
         yield both, devices
     for device in devices.values():
@@ -100,7 +100,7 @@ def test_requests_that_are_cancelled_at_any_point_disturb_nobody(
 @contextmanager
 def lagging_pair(model: Path, **options: Any) -> Iterator[tuple[Pair, PrefillWorker, DecodeWorker]]:
     """Devices that run nothing before somebody waits for it, but that prefill's sends are polled for."""
-    devices = {role: LazyDevice(1, stray=0.0, polled=0.0 if role is Role.DECODE else 0.1) for role in Role}
+    devices = {role: AdversarialDevice(1, stray=0.0, polled=0.0 if role is Role.DECODE else 0.1) for role in Role}
     with pair(model, devices=devices, **{**SECTIONS, **options}) as both:
         assert isinstance(both.prefill, PrefillWorker)
         assert isinstance(both.decode, DecodeWorker)
@@ -142,7 +142,7 @@ def test_a_draw_that_looks_back_waits_for_the_token_before_it(model: Path) -> No
             both.step(Role.DECODE)
 
 
-def named(claim: Claim | None) -> set[int]:
+def named(claim: Allocation | None) -> set[int]:
     assert claim is not None
     return set(claim.named()["full"])
 

@@ -13,13 +13,13 @@ import pytest
 
 from cache.device.device_backends import CpuDevice
 from cache.device.device_port import Device
-from cache.manager.kv_cache_manager import Seat
+from cache.manager.kv_cache_manager import KVCacheManager
 from cache.memory.kv_cache_spec import PoolSetSpec
 from cache.memory.memory_layout import PoolSetLayout
 from cache.pool.pool_set import PoolSet, host_pools
 from cache.prefix_cache.tree_node import Tier
 from cache.storage.backends.backend_factory import make_backend
-from cache.storage.io_queue import StorageQueue
+from cache.storage.io_queue import ThreadedIoQueue
 from cluster.assembly.memory_plan import stride
 from contracts.clock import Clock, SystemClock
 from contracts.config.cluster_config import Config
@@ -70,9 +70,11 @@ class HashPair(Pair):
         layout = PoolSetLayout(spec, spec.even(count) | windows)
         pools = PoolSet(spec, layout.counts, plane.allocate("pages", layout.nbytes))
         backend = make_backend(cache.storage)
-        queue = StorageQueue(backend, wake=waiter.wake) if backend is not None else None
+        queue = ThreadedIoQueue(backend, wake=waiter.wake) if backend is not None else None
         host = host_pools(spec, cache.host_bytes, device, layout.counts) if cache.host_bytes else None
-        seat = Seat(pools, device, cache, self.clock.now, host=host, storage=queue, fingerprint="hash", stride=steps)
+        seat = KVCacheManager(
+            pools, device, cache, self.clock.now, host=host, storage=queue, fingerprint="hash", stride=steps
+        )
         engine = cast(Engine, HashEngine(pools, device))
         carrier = ZmqCarrier("127.0.0.1", waiter, None)
         name, first = WorkerName(f"{role}-0"), Incarnation(1)

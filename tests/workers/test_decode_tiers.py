@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from cache.device.adversarial_device import LazyDevice
+from cache.device.adversarial_device import AdversarialDevice
 from cache.prefix_cache.tree_node import Tier
 from contracts.errors import ErrorKind
 from contracts.ids import Role
@@ -63,7 +63,7 @@ def test_what_went_to_decodes_host_comes_back_before_the_request_joins_a_batch(m
 def test_while_all_that_runs_is_being_loaded_the_worker_sleeps_between_two_looks(
     model: Path, oracle: Oracle, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    device = LazyDevice(1, stray=0.0, polled=0.5)
+    device = AdversarialDevice(1, stray=0.0, polled=0.5)
     with pair(model, decode={"cache": {"host_bytes": 1 << 22}}, devices={Role.DECODE: device}) as both:
         assert isinstance(both.decode, DecodeWorker)
         naps: list[float] = []

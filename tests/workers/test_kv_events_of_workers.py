@@ -14,11 +14,11 @@ from typing import Any
 
 import pytest
 
-from cache.manager.kv_cache_manager import Seat
-from cache.prefix_cache.token_prefix import Prefix, token_ids
-from cache.prefix_cache.tree_node import IN_TREE, Node, Tier
-from cache.tiers.kv_event_publisher import EventLog
-from cache.tiers.kv_event_recorder import Teller
+from cache.manager.kv_cache_manager import KVCacheManager
+from cache.prefix_cache.token_prefix import TokenPrefix, token_ids
+from cache.prefix_cache.tree_node import IN_TREE, Tier, TreeNode
+from cache.tiers.kv_event_publisher import KVEventLog
+from cache.tiers.kv_event_recorder import KVEventRecorder
 from cluster.assembly.build_parts import _event_rank
 from contracts.block_hash import chain_keys
 from contracts.clock import SystemClock
@@ -45,18 +45,18 @@ def events(**more: Any) -> dict[str, Any]:
     return {"endpoint": LOOPBACK, "replay_endpoint": LOOPBACK, **more}
 
 
-def seats(both: Pair) -> list[Seat]:
+def seats(both: Pair) -> list[KVCacheManager]:
     assert isinstance(both.prefill, PrefillWorker)
     assert isinstance(both.decode, DecodeWorker)
     return [both.prefill._seat, both.decode._seat]
 
 
-def publisher_of(seat: Seat) -> Any:
+def publisher_of(seat: KVCacheManager) -> Any:
     assert seat.teller is not None
     return seat.teller.publisher
 
 
-def follow(seat: Seat) -> EventReader:
+def follow(seat: KVCacheManager) -> EventReader:
     publisher = publisher_of(seat)
     return EventReader(publisher.endpoint, SystemClock(), publisher.replay_endpoint, "kv-events")
 
@@ -67,11 +67,11 @@ def following(both: Pair) -> Iterator[list[EventReader]]:
         yield [stack.enter_context(follow(seat)) for seat in seats(both)]
 
 
-def held(seat: Seat) -> dict[Medium, dict[bytes, PageEntry]]:
+def held(seat: KVCacheManager) -> dict[Medium, dict[bytes, PageEntry]]:
     """What a tree holds, walked from its roots, with the keys hashed anew from the tokens and the salt."""
     found: dict[Medium, dict[bytes, PageEntry]] = {MEDIA[tier]: {} for tier in IN_TREE}
     for salt, root in seat.tree.roots.items():
-        stack: list[tuple[Node, list[int]]] = [(child, []) for child in root.children.values()]
+        stack: list[tuple[TreeNode, list[int]]] = [(child, []) for child in root.children.values()]
         while stack:
             node, above = stack.pop()
             tokens = above + token_ids(node.raw)
@@ -187,12 +187,12 @@ def test_the_same_tokens_under_two_salts_are_pages_of_their_own(model: Path) -> 
         assert stored == {salt: chain_keys(prompt, PAGE, salt) for salt in SALTS}
 
 
-def recording(seat: Seat) -> list[KvEvent]:
+def recording(seat: KVCacheManager) -> list[KvEvent]:
     """What the seat's teller is told from now on."""
-    assert isinstance(seat.teller, Teller)
+    assert isinstance(seat.teller, KVEventRecorder)
     found: list[KvEvent] = []
     log = seat.teller._log
-    assert isinstance(log, EventLog)
+    assert isinstance(log, KVEventLog)
     emit = log.emit
 
     def both(event: KvEvent) -> None:
@@ -212,7 +212,7 @@ def test_parents_are_told_before_their_children_and_a_split_tells_nothing(model:
         both.run(both.submit(long, greedy))
         before = len(heard)
         both.run(both.submit([*long[: 3 * PAGE], *range(200, 200 + 2 * PAGE)], greedy))
-        assert len(prefill.tree.walked(Prefix.of(long, PAGE))) == 2, "the first node was cut"
+        assert len(prefill.tree.walked(TokenPrefix.of(long, PAGE))) == 2, "the first node was cut"
         assert [type(e) for e in heard[before:]] == [BlockStored], "only the new branch is told"
         known: set[bytes | None] = {None}
         for event in heard:
@@ -234,7 +234,7 @@ def test_parents_come_first_also_where_one_insert_brings_several_nodes(model: Pa
         catch_up(both, readers)
         heard = recording(seat)
         assert seat.evict(seat.full, seat.tree.sizes[Tier.DEVICE, seat.full])
-        assert len(seat.tree.walked(Prefix.of(prompt, PAGE))) == 2
+        assert len(seat.tree.walked(TokenPrefix.of(prompt, PAGE))) == 2
         removed = [key for event in heard if isinstance(event, BlockRemoved) for key in event.hashes]
         assert sorted(removed) == sorted({*chain_keys(prompt, PAGE), *chain_keys(other, PAGE)})
         heard.clear()
@@ -258,7 +258,7 @@ def test_condemned_pages_are_told_as_gone_though_a_request_still_reads_them(mode
             both.step()
         heard = recording(decode)
         assert decode.tree.protected[Tier.DEVICE, decode.full], "a request reads them"
-        assert decode.condemn(Prefix.of(prompt, PAGE), 1)
+        assert decode.condemn(TokenPrefix.of(prompt, PAGE), 1)
         assert decode.tree.condemned
         keys = chain_keys(prompt, PAGE)
         gone = {key for event in heard if isinstance(event, BlockRemoved) for key in event.hashes}
@@ -275,7 +275,7 @@ def test_condemned_pages_are_told_as_gone_though_a_request_still_reads_them(mode
         both.settle()
         assert not decode.tree.condemned
         catch_up(both, readers)
-        prefill.condemn(Prefix.of(prompt, PAGE))
+        prefill.condemn(TokenPrefix.of(prompt, PAGE))
         catch_up(both, readers)
         assert not set(keys) & set(readers[0].index.pages[Medium.DEVICE])
 

@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from cache.device.adversarial_device import LazyDevice
+from cache.device.adversarial_device import AdversarialDevice
 from cache.prefix_cache.tree_node import Tier
 from contracts.clock import ManualClock
 from contracts.errors import ErrorKind
@@ -100,7 +100,7 @@ def test_what_was_launched_behind_a_damaged_step_is_told_to_nobody(model: Path) 
     prompt = words(4, 40)
     with pair(model) as both:
         (want,) = both.run(both.submit(prompt, GREEDY))
-    device = LazyDevice(5)
+    device = AdversarialDevice(5)
     with pair(model, devices={Role.DECODE: device}) as both:
         Bad(both.decode).when = lambda call: call == 3
         (answer,) = both.run(both.submit(prompt, GREEDY))

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from cache.prefix_cache.hot_prefixes import hottest
-from cache.prefix_cache.token_prefix import Prefix
+from cache.prefix_cache.token_prefix import TokenPrefix
 from contracts.clock import ManualClock
 from contracts.ids import Incarnation, RequestId, RoomId, WorkerName
 from contracts.messages.router_commands import PeerRef, PushPrefix
@@ -26,7 +26,7 @@ HOT, COLD = list(range(100, 164)), list(range(64))
 def depth(c: Company, name: str, tokens: list[int]) -> int:
     """Pages of these tokens that the worker's tree has on the device."""
     seat = c.decode(name)._seat
-    return sum(pages for _, pages in seat.tree.walked(Prefix.of(tokens, PAGE)))
+    return sum(pages for _, pages in seat.tree.walked(TokenPrefix.of(tokens, PAGE)))
 
 
 def served(c: Company) -> None:

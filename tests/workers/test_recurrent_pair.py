@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from cache.allocation.allocation import Claim
-from cache.manager.kv_cache_manager import Seat
+from cache.allocation.allocation import Allocation
+from cache.manager.kv_cache_manager import KVCacheManager
 from contracts.ids import Role
 from contracts.sampling_params import SamplingParams
 from tests.checkpoints import VOCAB, Oracle, compare
@@ -30,15 +30,15 @@ def test_the_next_turn_of_a_conversation_goes_on_from_a_snapshot(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     snapshots: dict[int, int] = {}
-    claim_of = Seat.claim
+    claim_of = KVCacheManager.claim
 
-    def noted(self: Seat, *args: object, **options: object) -> Claim | None:
+    def noted(self: KVCacheManager, *args: object, **options: object) -> Allocation | None:
         claim = claim_of(self, *args, **options)  # type: ignore[arg-type]
         if claim is not None:
             snapshots[claim.cached.total] = len(claim.lock.of("state"))
         return claim
 
-    monkeypatch.setattr(Seat, "claim", noted)
+    monkeypatch.setattr(KVCacheManager, "claim", noted)
     folder = FAMILIES[name](tmp_path / "model")
     oracle = Oracle(folder)
     with pair(folder, prefill={"chunk_tokens": 40}, cache={"page_tokens": PAGE}) as both:

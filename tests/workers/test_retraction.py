@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from cache.device.adversarial_device import LazyDevice
+from cache.device.adversarial_device import AdversarialDevice
 from contracts.clock import ManualClock
 from contracts.errors import CapacityError, ErrorKind
 from contracts.ids import Role
@@ -50,7 +50,7 @@ def working(
 @contextmanager
 def late(model: Path, **sections: Any) -> Iterator[tuple[Pair, DecodeWorker]]:
     """The same on devices that run nothing before somebody waits for it, or has looked a few times."""
-    devices = {role: LazyDevice(1, stray=0.0, polled=0.05 if role is Role.DECODE else 0.1) for role in Role}
+    devices = {role: AdversarialDevice(1, stray=0.0, polled=0.05 if role is Role.DECODE else 0.1) for role in Role}
     with working(model, devices=devices, **sections) as (both, decode):
         yield both, decode
     for device in devices.values():

@@ -10,10 +10,10 @@ from typing import Any, TypeVar
 
 import pytest
 
-from cache.storage.inline_queue import InlineQueue
-from cache.storage.io_queue import Chain, Ticket
-from cache.storage.storage_backend import Backend, Item, ObjectName, Outcome
-from cache.swap.swapped_state import PLACES, Place
+from cache.storage.inline_queue import InlineIoQueue
+from cache.storage.io_queue import StorageTicket, WriteChain
+from cache.storage.storage_backend import ObjectBuffer, ObjectName, ObjectOutcome, StorageBackend
+from cache.swap.swapped_state import PLACES, SwapPlace
 from contracts.errors import CapacityError, ErrorKind
 from decode.request.request import Request
 from decode.worker import DecodeWorker
@@ -48,18 +48,18 @@ def all_away(both: Pair, decode: DecodeWorker, patch: pytest.MonkeyPatch) -> lis
     raise AssertionError("they never left")
 
 
-def places(requests: list[Request]) -> list[Place]:
+def places(requests: list[Request]) -> list[SwapPlace]:
     return [r.parked.place for r in requests if r.parked is not None]
 
 
-Queue = TypeVar("Queue", bound=InlineQueue)
+Queue = TypeVar("Queue", bound=InlineIoQueue)
 
 
 def queues_by_hand(monkeypatch: pytest.MonkeyPatch, kind: type[Queue]) -> list[Queue]:
     """The storage queues of all workers that are built from now on."""
     queues: list[Queue] = []
 
-    def queue(backend: Backend, **_: object) -> Queue:
+    def queue(backend: StorageBackend, **_: object) -> Queue:
         queues.append(kind(backend))
         return queues[-1]
 
@@ -67,7 +67,7 @@ def queues_by_hand(monkeypatch: pytest.MonkeyPatch, kind: type[Queue]) -> list[Q
     return queues
 
 
-def each_round(monkeypatch: pytest.MonkeyPatch, queues: Sequence[InlineQueue]) -> None:
+def each_round(monkeypatch: pytest.MonkeyPatch, queues: Sequence[InlineIoQueue]) -> None:
     """Every round of a pair ends with what lies in these queues."""
     step = Pair.step
 
@@ -81,7 +81,7 @@ def each_round(monkeypatch: pytest.MonkeyPatch, queues: Sequence[InlineQueue]) -
 
 def test_every_place_of_parked_state_reaches_the_end() -> None:
     assert PLACES.dead_ends() == []
-    assert all(place is Place.GONE or PLACES.rows[place] for place in Place)
+    assert all(place is SwapPlace.GONE or PLACES.rows[place] for place in SwapPlace)
 
 
 def test_what_host_memory_has_no_room_for_goes_to_storage_and_comes_back(
@@ -93,7 +93,7 @@ def test_what_host_memory_has_no_room_for_goes_to_storage_and_comes_back(
         run_until(both, decode, count=3)
         with monkeypatch.context() as patch:
             away = all_away(both, decode, patch)
-            assert sorted(places(away)) == [Place.HOST, Place.HOST, Place.STORED]
+            assert sorted(places(away)) == [SwapPlace.HOST, SwapPlace.HOST, SwapPlace.STORED]
             assert decode.check().violations == ()
         assert [answer.list for answer in both.run(*asked)] == expected
         counters = decode.status().counters
@@ -104,7 +104,7 @@ def test_what_host_memory_has_no_room_for_goes_to_storage_and_comes_back(
 
 def test_a_host_for_one_serves_all_of_them_through_storage(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     expected = undisturbed(model, ASKED)
-    each_round(monkeypatch, queues_by_hand(monkeypatch, InlineQueue))
+    each_round(monkeypatch, queues_by_hand(monkeypatch, InlineIoQueue))
     with small_host(model, 6, retract_every=5) as (both, decode):
         asked = [both.submit(prompt, greedy(count)) for prompt, count in ASKED]
         answers = both.run(*asked, rounds=1_000_000)
@@ -132,14 +132,14 @@ def spoil(store: Any) -> None:
 def test_what_storage_has_lost_or_spoilt_is_computed_again(
     model: Path, monkeypatch: pytest.MonkeyPatch, harm: Callable[[Any], None], error: ErrorKind
 ) -> None:
-    queues = queues_by_hand(monkeypatch, InlineQueue)
+    queues = queues_by_hand(monkeypatch, InlineIoQueue)
     each_round(monkeypatch, queues)
     with small_host(model, 9) as (both, decode):
         asked = [both.submit(prompt, greedy(count)) for prompt, count in ASKED]
         run_until(both, decode, count=3)
         with monkeypatch.context() as patch:
             away = all_away(both, decode, patch)
-            assert Place.STORED in places(away)
+            assert SwapPlace.STORED in places(away)
             for one in queues:
                 harm(one.backend.store)  # type: ignore[attr-defined]
         answers = both.run(*asked)
@@ -156,7 +156,7 @@ def test_who_has_no_way_back_through_the_host_is_computed_again_and_the_answer_s
         asked = [both.submit(prompt, greedy(count)) for prompt, count in ASKED]
         run_until(both, decode, count=3)
         with monkeypatch.context() as patch:
-            (stored,) = [r for r in all_away(both, decode, patch) if r.parked and r.parked.place is Place.STORED]
+            (stored,) = [r for r in all_away(both, decode, patch) if r.parked and r.parked.place is SwapPlace.STORED]
             assert stored.parked is not None
 
             def refuse(*_: object) -> None:
@@ -171,14 +171,16 @@ def test_who_has_no_way_back_through_the_host_is_computed_again_and_the_answer_s
         both.run(*asked)
 
 
-class Remembering(InlineQueue):
+class Remembering(InlineIoQueue):
     """Knows what it was to store."""
 
-    def __init__(self, backend: Backend) -> None:
+    def __init__(self, backend: StorageBackend) -> None:
         super().__init__(backend)
-        self.items: dict[ObjectName, Item] = {}
+        self.items: dict[ObjectName, ObjectBuffer] = {}
 
-    def submit_write(self, items: Sequence[Item], chain: Chain | None = None) -> Ticket[list[Outcome]]:
+    def submit_write(
+        self, items: Sequence[ObjectBuffer], chain: WriteChain | None = None
+    ) -> StorageTicket[list[ObjectOutcome]]:
         self.items |= {item.name: item for item in items}
         return super().submit_write(items)
 
@@ -191,9 +193,11 @@ def test_what_another_computed_of_the_same_tokens_is_no_damage(model: Path, monk
         asked = [both.submit(prompt, greedy(count)) for prompt, count in ASKED]
         run_until(both, decode, count=3)
         with monkeypatch.context() as patch:
-            assert Place.STORED in places(all_away(both, decode, patch))
+            assert SwapPlace.STORED in places(all_away(both, decode, patch))
             for one in queues:
-                others = [Item(i.name, i.digest ^ 1, bytes(memoryview(i.payload).nbytes)) for i in one.items.values()]
+                others = [
+                    ObjectBuffer(i.name, i.digest ^ 1, bytes(memoryview(i.payload).nbytes)) for i in one.items.values()
+                ]
                 one.backend.delete([item.name for item in others])
                 assert all(outcome.ok for outcome in one.backend.write(others))
         answers = both.run(*asked)
@@ -203,11 +207,11 @@ def test_what_another_computed_of_the_same_tokens_is_no_damage(model: Path, monk
         assert (counters["parked_lost"], counters["states_damaged_parked"]) == (1, 0)
 
 
-@pytest.mark.parametrize("place", [Place.STORING, Place.STORED, Place.FETCHING])
+@pytest.mark.parametrize("place", [SwapPlace.STORING, SwapPlace.STORED, SwapPlace.FETCHING])
 def test_b2_whoever_ends_while_its_state_is_on_storage_or_on_the_way_leaves_nothing_behind(
-    model: Path, monkeypatch: pytest.MonkeyPatch, place: Place
+    model: Path, monkeypatch: pytest.MonkeyPatch, place: SwapPlace
 ) -> None:
-    queues = queues_by_hand(monkeypatch, InlineQueue)
+    queues = queues_by_hand(monkeypatch, InlineIoQueue)
     with small_host(model, 9) as (both, decode):
         asked = [both.submit(prompt, greedy(count)) for prompt, count in ASKED]
         run_until(both, decode, count=3)
@@ -218,13 +222,15 @@ def test_b2_whoever_ends_while_its_state_is_on_storage_or_on_the_way_leaves_noth
                 decode._retract(request)
             for _ in range(20):
                 both.step()
-            if place is not Place.STORING:
+            if place is not SwapPlace.STORING:
                 for one in queues:
                     one.run_all()
                 for _ in range(20):
                     both.step()
-        (victim,) = [r for r in requests if r.parked is not None and r.parked.place not in (Place.HOST, Place.SAVING)]
-        if place is Place.FETCHING:
+        (victim,) = [
+            r for r in requests if r.parked is not None and r.parked.place not in (SwapPlace.HOST, SwapPlace.SAVING)
+        ]
+        if place is SwapPlace.FETCHING:
             # Whoever is before it leaves the host.
             for other in [r for r in requests if r is not victim]:
                 both.cancel(other.submit.request_id)

@@ -12,11 +12,11 @@ from typing import Any
 
 import pytest
 
-from cache.manager.kv_cache_manager import Seat
+from cache.manager.kv_cache_manager import KVCacheManager
 from cache.prefix_cache.tree_node import Tier
-from cache.storage.inline_queue import InlineQueue
-from cache.storage.io_queue import Op
-from cache.storage.storage_backend import Backend, ObjectName
+from cache.storage.inline_queue import InlineIoQueue
+from cache.storage.io_queue import StorageOp
+from cache.storage.storage_backend import ObjectName, StorageBackend
 from contracts.clock import ManualClock
 from contracts.errors import ErrorKind
 from contracts.ids import RequestId, Role
@@ -25,7 +25,7 @@ from tests.pair import Answer, Pair, pair
 from tests.tiers import GREEDY, PAGE, by_turn, converse, counters, in_folder, tiers
 
 HOST_PAGES = 80
-Queues = list[InlineQueue]
+Queues = list[InlineIoQueue]
 MakeQueues = Callable[..., Queues]
 
 
@@ -33,11 +33,11 @@ MakeQueues = Callable[..., Queues]
 def by_hand(monkeypatch: pytest.MonkeyPatch) -> MakeQueues:
     """Workers built from now on have storage queues that the test runs, prefill's first."""
 
-    def make(fault: Callable[[Op, ObjectName], str | None] | None = None) -> Queues:
+    def make(fault: Callable[[StorageOp, ObjectName], str | None] | None = None) -> Queues:
         queues: Queues = []
 
-        def queue(backend: Backend, **_: object) -> InlineQueue:
-            queues.append(InlineQueue(backend, fault=fault))
+        def queue(backend: StorageBackend, **_: object) -> InlineIoQueue:
+            queues.append(InlineIoQueue(backend, fault=fault))
             return queues[-1]
 
         monkeypatch.setattr("cluster.assembly.build_parts.StorageQueue", queue)
@@ -46,9 +46,9 @@ def by_hand(monkeypatch: pytest.MonkeyPatch) -> MakeQueues:
     return make
 
 
-def seat_of(both: Pair, role: Role = Role.PREFILL) -> Seat:
+def seat_of(both: Pair, role: Role = Role.PREFILL) -> KVCacheManager:
     seat = (both.prefill if role is Role.PREFILL else both.decode)._seat  # type: ignore[attr-defined]
-    assert isinstance(seat, Seat)
+    assert isinstance(seat, KVCacheManager)
     return seat
 
 
@@ -176,9 +176,9 @@ def test_storage_that_fails_at_random_costs_hits_and_no_token(
         want = by_turn(converse(both, talks))
     rng, writes = random.Random(seed), 0
 
-    def fault(op: Op, name: ObjectName) -> str | None:
+    def fault(op: StorageOp, name: ObjectName) -> str | None:
         nonlocal writes
-        if op is Op.WRITE:
+        if op is StorageOp.WRITE:
             # Nothing behind a page that wasn't taken is written: with as many there would be hardly anything to find.
             writes += 1
             return "planted" if writes % 20 == 5 + seed else None

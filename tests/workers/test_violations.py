@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from cache.pool.page_allocator import Lease
-from cache.swap.swapped_state import Place
+from cache.swap.swapped_state import SwapPlace
 from cluster.serve.local_directory import LocalDirectory
 from cluster.worker_process.worker_thread import WorkerHost
 from contracts.checkpoint.model_spec import read_model_spec
@@ -84,7 +84,7 @@ def departs(worker: DecodeWorker, stage: Stage) -> None:
 
 
 def parks(worker: DecodeWorker) -> None:
-    worker._running[0].parked = SimpleNamespace(positions=10**6, place=Place.GONE)  # type: ignore[assignment]
+    worker._running[0].parked = SimpleNamespace(positions=10**6, place=SwapPlace.GONE)  # type: ignore[assignment]
     worker._retraction._away.append(worker._running[0])
 
 

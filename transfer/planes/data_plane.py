@@ -20,7 +20,7 @@ import torch
 import zmq
 
 from cache.device.device_port import Completion
-from cache.memory.page_moves import Move
+from cache.memory.page_moves import PageMove
 from cache.pool.pool_set import PoolSet
 from contracts.errors import LayoutMismatch
 from contracts.ids import RoomId
@@ -82,9 +82,9 @@ class PageWrite:
         return {pool: run.indices for pool, run in self.runs.items()}
 
     @property
-    def move(self) -> Move:
+    def move(self) -> PageMove:
         """From mine to the reader's. Raises `IndexError` for what was not granted."""
-        return Move.of(self.sources, {pool: self.target.at(pool, run.numbers) for pool, run in self.runs.items()})
+        return PageMove.of(self.sources, {pool: self.target.at(pool, run.numbers) for pool, run in self.runs.items()})
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,9 +7,9 @@ from collections.abc import Callable
 import torch
 
 from cache.device.device_port import DONE, Completion
-from cache.memory.head_slices import Cut, chosen, common, copy_common
+from cache.memory.head_slices import HeadSlice, chosen, common, copy_common
 from cache.memory.memory_layout import BufferLayout, PoolSetLayout
-from cache.memory.page_moves import Move, Part, copy_state
+from cache.memory.page_moves import PageMove, PoolMove, copy_state
 from cache.pool.pool_set import PoolSet
 from contracts.errors import WireError
 from contracts.ids import RoomId
@@ -36,7 +36,7 @@ class DirectLink:
         watch: CutWatch | None,
         close: Callable[[], None],
         faults: WriteFaults,
-        cut: Cut | None = None,
+        cut: HeadSlice | None = None,
     ) -> None:
         """`slots` and `notify` are the reader's leader's; notices go by a connection that `watch` watches. `cut`: the
         buffers to write, and of them the heads that both hold; None: all of every page."""
@@ -74,7 +74,7 @@ class DirectLink:
                 self._faults.after_seal(self._region, buffer.offset(0, part.targets[0]) + self._first_byte(buffer))
         return DONE
 
-    def _copy(self, move: Move) -> None:
+    def _copy(self, move: PageMove) -> None:
         ours, theirs = self._source.layout, self._layout
         if self._cut is None:
             copy_state(move, self._source.region, ours, self._region, theirs)
@@ -114,9 +114,9 @@ class DirectLink:
         self._close()
 
 
-def _halves(move: Move) -> tuple[Move, Move]:
+def _halves(move: PageMove) -> tuple[PageMove, PageMove]:
     """The first half of what it moves of each pool, and the rest."""
     cuts = [(part, (len(part.sources) + 1) // 2) for part in move.parts]
-    first = tuple(Part(p.pool, p.sources[:cut], p.targets[:cut]) for p, cut in cuts)
-    rest = tuple(Part(p.pool, p.sources[cut:], p.targets[cut:]) for p, cut in cuts if len(p.sources) > cut)
-    return Move(first), Move(rest)
+    first = tuple(PoolMove(p.pool, p.sources[:cut], p.targets[:cut]) for p, cut in cuts)
+    rest = tuple(PoolMove(p.pool, p.sources[cut:], p.targets[cut:]) for p, cut in cuts if len(p.sources) > cut)
+    return PageMove(first), PageMove(rest)

@@ -10,7 +10,7 @@ from typing import Any, ClassVar
 import torch
 import zmq
 
-from cache.memory.head_slices import Cut
+from cache.memory.head_slices import HeadSlice
 from cache.memory.kv_cache_spec import PoolSetSpec
 from cache.pool.pool_set import PoolSet
 from contracts.config.cluster_config import FaultsConfig
@@ -52,7 +52,7 @@ class LocalPlane:
     def connect(self, descriptor: dict[str, Any]) -> Link:
         return fan(self._pools.spec.whole, self._rank, self._size, descriptor, self._link)
 
-    def _link(self, descriptor: dict[str, Any], spec: PoolSetSpec, cut: Cut | None) -> Link:
+    def _link(self, descriptor: dict[str, Any], spec: PoolSetSpec, cut: HeadSlice | None) -> Link:
         reader = self._readers.get(said(descriptor, "token", str))
         if reader is None:
             raise LayoutMismatch("plane local: the reader isn't in this process, or is closed")

@@ -7,7 +7,7 @@ from functools import lru_cache
 from typing import Any
 
 from cache.device.device_port import DONE, Completion
-from cache.memory.head_slices import Cut, cuts
+from cache.memory.head_slices import HeadSlice, cuts
 from cache.memory.kv_cache_spec import PoolSetSpec
 from contracts.errors import ConfigError, LayoutMismatch
 from contracts.ids import RoomId
@@ -81,7 +81,7 @@ class All:
             completion.order()
 
 
-Open = Callable[[dict[str, Any], PoolSetSpec, Cut | None], Link]
+Open = Callable[[dict[str, Any], PoolSetSpec, HeadSlice | None], Link]
 """Opens the link to one rank of a reader: its part of the descriptor, what it holds, what is written to it; None: all
 of every page, as both hold the same."""
 
@@ -111,7 +111,7 @@ def fan(whole: PoolSetSpec, rank: int, size: int, descriptor: Mapping[str, Any],
     return Fan(links[0] if rank == 0 else None, writing)
 
 
-def rank_cut(whole: PoolSetSpec, source: tuple[int, int], target: tuple[int, int]) -> Cut:
+def rank_cut(whole: PoolSetSpec, source: tuple[int, int], target: tuple[int, int]) -> HeadSlice:
     """What rank `source` (of how many) of a writer writes to rank `target` of a reader. Raises `LookupError`."""
     return _cuts(whole, source[1], target[1])[source[0], target[0]]
 

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 import zmq
 
-from cache.memory.head_slices import Cut
+from cache.memory.head_slices import HeadSlice
 from cache.memory.kv_cache_spec import PoolSetSpec
 from cache.memory.memory_layout import PoolSetLayout
 from cache.pool.pool_set import PoolSet
@@ -110,7 +110,7 @@ class ShmPlane:
                 raise LayoutMismatch(f"plane shm: the reader's ranks have different counts: {counts!r:.200}")
         return fan(self._pools.spec.whole, self._rank, self._size, descriptor, self._link)
 
-    def _link(self, descriptor: dict[str, Any], spec: PoolSetSpec, cut: Cut | None) -> Link:
+    def _link(self, descriptor: dict[str, Any], spec: PoolSetSpec, cut: HeadSlice | None) -> Link:
         here, there = process.namespace(), said(descriptor, "namespace", str)
         if there != here:
             raise LayoutMismatch(

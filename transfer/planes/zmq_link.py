@@ -9,7 +9,7 @@ import torch
 import zmq
 
 from cache.device.device_port import DONE, Completion
-from cache.memory.head_slices import Cut, chosen, copy_common, packed_layouts
+from cache.memory.head_slices import HeadSlice, chosen, copy_common, packed_layouts
 from cache.memory.kv_cache_spec import PoolSetSpec
 from cache.memory.memory_layout import BufferLayout
 from cache.memory.page_moves import gather
@@ -46,7 +46,7 @@ class ZmqLink:
         faults: WriteFaults,
         ranks: tuple[int, int] = (0, 1),
         target: PoolSetSpec | None = None,
-        cut: Cut | None = None,
+        cut: HeadSlice | None = None,
         frame_bytes: int | None = None,
     ) -> None:
         """`ranks` is which of how many this writer is. `target`, with a `cut` for it: what the reader's rank holds.

@@ -21,7 +21,7 @@ import msgpack
 import torch
 import zmq
 
-from cache.memory.head_slices import Cut, chosen, copy_common, packed_layouts
+from cache.memory.head_slices import HeadSlice, chosen, copy_common, packed_layouts
 from cache.memory.kv_cache_spec import PoolSetSpec
 from cache.pool.pool_set import PoolSet
 from contracts.config.cluster_config import FaultsConfig
@@ -101,7 +101,7 @@ class ZmqPlane:
     def connect(self, descriptor: dict[str, Any]) -> Link:
         return fan(self._pools.spec.whole, self._rank, self._size, descriptor, self._link)
 
-    def _link(self, descriptor: dict[str, Any], spec: PoolSetSpec, cut: Cut | None) -> Link:
+    def _link(self, descriptor: dict[str, Any], spec: PoolSetSpec, cut: HeadSlice | None) -> Link:
         endpoint, frame_bytes = said(descriptor, "endpoint", str), said(descriptor, "frame_bytes", int)
         whole = self._pools.spec.whole
         least = max(whole.unit_bytes(pool.name) for pool in whole.pools)

@@ -15,8 +15,8 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
 from cache.memory.page_moves import describe_spec
-from cache.memory.required_pages import NOTHING, Held, due, extents, missing
-from cache.pool.page_allocator import Allocator, Lease
+from cache.memory.required_pages import NOTHING, HeldPages, due, extents, missing
+from cache.pool.page_allocator import Lease, PageAllocator
 from cache.pool.pool_set import PoolSet
 from contracts.clock import Clock
 from contracts.config.worker_config import TransferConfig
@@ -101,7 +101,7 @@ class ReceiverEnd:
         self._plane, self._pools, self._config, self._clock = plane, pools, config, clock
         self._verify, self._carrier = verify, carrier
         self._slots = plane.allocate("slots", slots * SLOT_BYTES).view(slots, SLOT_BYTES)
-        self.slots = Allocator("metadata slots", slots)
+        self.slots = PageAllocator("metadata slots", slots)
         self._peers: dict[tuple[WorkerName, Incarnation], _Peer] = {}
         self._rooms: dict[RoomId, _Room] = {}
         self._ended: OrderedDict[RoomId, None] = OrderedDict()
@@ -125,11 +125,11 @@ class ReceiverEnd:
             raise ValueError(f"{expected.positions} positions have {pages} pages, not {len(expected.keys)} keys")
         self._rooms[room] = _Room(room, self._connect(peer), expected, self._clock.now())
 
-    def missing(self, expected: Expected, held: Held = NOTHING) -> dict[str, range]:
+    def missing(self, expected: Expected, held: HeldPages = NOTHING) -> dict[str, range]:
         """What a room would have to receive of each pool: what is due after the prompt and not in `held`."""
         return missing(due(self._pools.spec, expected.positions), held)
 
-    def grant(self, room: RoomId, leases: Mapping[str, Lease], held: Held = NOTHING) -> bool:
+    def grant(self, room: RoomId, leases: Mapping[str, Lease], held: HeldPages = NOTHING) -> bool:
         """Give `leases` by pool to the room; False, with nothing taken, without a free slot.
 
         The first indices of each are for what is `missing`, in order; those after them are the answer's. What is in

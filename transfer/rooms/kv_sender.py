@@ -13,7 +13,7 @@ from collections import Counter, OrderedDict, deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-from cache.device.device_port import DEVICE, DONE, Completion, Device, Op, Stream, attempt, failure, spans
+from cache.device.device_port import DEVICE, DONE, Completion, Device, DeviceOp, DeviceStream, attempt, failure, spans
 from cache.memory.page_digest import ContentTag
 from cache.memory.page_moves import describe_spec
 from cache.pool.page_allocator import Pin
@@ -577,7 +577,7 @@ class SenderEnd:
             room.failed = f"{len(peer.queue)} writes to {peer.name} are under way already"
             return
         sources = write.sources if isinstance(write, PageWrite) else {}
-        op = Op("send", Stream.SEND, reads=spans(DEVICE, sources))
+        op = DeviceOp("send", DeviceStream.SEND, reads=spans(DEVICE, sources))
         posted: list[Completion] = []
         launched = attempt(self._device, op, lambda: posted.append(peer.link.post(write)), after)
         reason = f"send of {room.id}"

@@ -6,15 +6,15 @@ from collections.abc import Callable
 from importlib.metadata import entry_points
 from pathlib import Path
 
-from cache.storage.storage_backend import Backend
+from cache.storage.storage_backend import StorageBackend
 from contracts.config.cache_config import StorageConfig
 from contracts.errors import ConfigError
 
 ENTRY_POINTS = "twinpool.storage"
-"""The group in which other packages offer a `Callable[[StorageConfig], Backend]`."""
+"""The group in which other packages offer a `Callable[[StorageConfig], StorageBackend]`."""
 
 
-def make_backend(config: StorageConfig) -> Backend | None:
+def make_backend(config: StorageConfig) -> StorageBackend | None:
     """Open the backend that `cache.storage.backend` names; None for `none`.
 
     Raises `ConfigError` for an unknown name and for settings that the backend can't do anything with.
@@ -32,20 +32,20 @@ def make_backend(config: StorageConfig) -> Backend | None:
             f"by an entry point of the group {ENTRY_POINTS}"
         )
     try:
-        factory: Callable[[StorageConfig], Backend] = others[config.backend].load()
+        factory: Callable[[StorageConfig], StorageBackend] = others[config.backend].load()
     except Exception as error:  # Whatever a stranger's module raises, the operator is to see which one it was.
         raise ConfigError(f"cache.storage.backend {config.backend!r} can't be loaded: {error}") from error
     return factory(config)
 
 
-def _memory(config: StorageConfig) -> Backend:
+def _memory(config: StorageConfig) -> StorageBackend:
     from cache.storage.backends.memory_backend import MemoryBackend
 
     _refuse(config, url=config.url, ttl_s=config.ttl_s)
     return MemoryBackend(config.path, config.max_bytes)
 
 
-def _file(config: StorageConfig) -> Backend:
+def _file(config: StorageConfig) -> StorageBackend:
     from cache.storage.backends.file_backend import FileBackend
 
     _refuse(config, url=config.url, ttl_s=config.ttl_s)
@@ -55,7 +55,7 @@ def _file(config: StorageConfig) -> Backend:
     return FileBackend(path, config.max_bytes, config.timeout_s, group=config.group_access)
 
 
-def _redis(config: StorageConfig) -> Backend:
+def _redis(config: StorageConfig) -> StorageBackend:
     try:
         from cache.storage.backends.redis_backend import RedisBackend
     except ModuleNotFoundError as error:
@@ -68,7 +68,7 @@ def _redis(config: StorageConfig) -> Backend:
     return RedisBackend(config.url, config.timeout_s, config.ttl_s)
 
 
-_BUILT_IN: dict[str, Callable[[StorageConfig], Backend]] = {"memory": _memory, "file": _file, "redis": _redis}
+_BUILT_IN: dict[str, Callable[[StorageConfig], StorageBackend]] = {"memory": _memory, "file": _file, "redis": _redis}
 
 
 def _refuse(config: StorageConfig, **settings: object) -> None:

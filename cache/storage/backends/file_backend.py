@@ -20,25 +20,25 @@ import threading
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from cache.storage.backends.file_folder import SHARDS, Busy, Counted, Folder, remove, shard_of
+from cache.storage.backends.file_folder import SHARDS, FolderBusy, ObjectFolder, ShardCounts, remove, shard_of
 from cache.storage.backends.object_seal import check_seal, seal, seal_bytes, wrong_size
 from cache.storage.storage_backend import (
     CUT_OFF,
     KEPT,
     MISSING,
     STORED,
-    Capacity,
-    Counts,
-    Item,
+    BackendCapacity,
+    BackendCounts,
+    BackendTally,
+    ObjectBuffer,
     ObjectName,
-    Outcome,
+    ObjectOutcome,
+    ObjectVerdict,
     Payload,
-    Tally,
-    Verdict,
 )
 from contracts.clock import Clock, SystemClock
 
-Writer = Callable[[int, Sequence[Payload]], int]
+WritePayloads = Callable[[int, Sequence[Payload]], int]
 """`os.writev`, or what a test puts in its place."""
 
 _READ = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
@@ -72,13 +72,13 @@ class FileBackend:
         group: bool = False,
         clock: Clock | None = None,
         wall_ns: Callable[[], int] | None = None,
-        writev: Writer = os.writev,
+        writev: WritePayloads = os.writev,
     ) -> None:
         self._clock = clock or SystemClock()
-        self._folder = Folder(root, self._clock, group)
+        self._folder = ObjectFolder(root, self._clock, group)
         self._max_bytes, self._timeout_s = max_bytes, timeout_s
         self._wall_ns, self._writev = wall_ns, writev
-        self._tally = Tally()
+        self._tally = BackendTally()
         self._next_shard = random.randrange(SHARDS)
         self._closing, self._wanted, self._through = threading.Event(), threading.Event(), threading.Event()
         try:
@@ -87,7 +87,7 @@ class FileBackend:
                 if not counted.known and self._folder.empty:
                     counted.known = True
                     self._folder.write_counts(counted)
-        except (Busy, OSError):
+        except (FolderBusy, OSError):
             pass  # It is counted before anything is written.
         self._wanted.set()
         self._scanner = threading.Thread(target=self._go_through_when_wanted, name="storage-scan", daemon=True)
@@ -127,7 +127,7 @@ class FileBackend:
                 foreign += self._folder.tidy()
             while not self._closing.is_set() and self._too_much():
                 pass
-        except (Busy, OSError):
+        except (FolderBusy, OSError):
             return False  # Another process keeps the lock, or the disk is full and refuses pages by itself.
         self._tally.add("foreign", foreign)
         return True
@@ -155,16 +155,16 @@ class FileBackend:
         except OSError:
             return False
 
-    def read(self, names: Sequence[ObjectName], into: Sequence[memoryview]) -> list[Outcome]:
+    def read(self, names: Sequence[ObjectName], into: Sequence[memoryview]) -> list[ObjectOutcome]:
         deadline = self._deadline()
         outcomes = [self._read_one(name, buffer, deadline) for name, buffer in zip(names, into, strict=True)]
-        bad = [name for name, outcome in zip(names, outcomes, strict=True) if outcome.verdict is Verdict.DAMAGED]
+        bad = [name for name, outcome in zip(names, outcomes, strict=True) if outcome.verdict is ObjectVerdict.DAMAGED]
         if bad:
             self.delete(bad)
         self._tally.add_outcomes(outcomes)
         return outcomes
 
-    def _read_one(self, name: ObjectName, into: memoryview, deadline: float) -> Outcome:
+    def _read_one(self, name: ObjectName, into: memoryview, deadline: float) -> ObjectOutcome:
         if self._clock.now() >= deadline:
             return _late()
         try:
@@ -182,7 +182,7 @@ class FileBackend:
         finally:
             os.close(file)
 
-    def _read_open(self, file: int, name: ObjectName, into: memoryview) -> Outcome:
+    def _read_open(self, file: int, name: ObjectName, into: memoryview) -> ObjectOutcome:
         size, sealed = into.nbytes, seal_bytes(name)
         tail = bytearray(sealed + 1)  # The byte more shows a file that is too long.
         try:
@@ -194,7 +194,7 @@ class FileBackend:
         if got != size + sealed:
             return wrong_size(os.fstat(file).st_size, size + sealed)
         outcome = check_seal(name, into, tail[:sealed])
-        if outcome.verdict is Verdict.FOUND:
+        if outcome.verdict is ObjectVerdict.FOUND:
             self._use(file)
         return outcome
 
@@ -205,11 +205,11 @@ class FileBackend:
             now = self._wall_ns()
             os.utime(file, ns=(now, now), follow_symlinks=follow_symlinks)
 
-    def _foreign(self) -> Outcome:
+    def _foreign(self) -> ObjectOutcome:
         self._tally.add("foreign")
         return MISSING
 
-    def write(self, items: Sequence[Item]) -> list[Outcome]:
+    def write(self, items: Sequence[ObjectBuffer]) -> list[ObjectOutcome]:
         deadline = self._deadline()
         outcomes = [KEPT] * len(items)
         fresh = [at for at, item in enumerate(items) if not self._keep(self._folder.path(item.name.key))]
@@ -243,38 +243,40 @@ class FileBackend:
             return False
         return True
 
-    def _reserve(self, keys: Sequence[str], sizes: Sequence[int], deadline: float) -> list[Outcome | None]:
+    def _reserve(self, keys: Sequence[str], sizes: Sequence[int], deadline: float) -> list[ObjectOutcome | None]:
         """Take room in the counts for each object in turn, evicting if need be; an outcome for those that get none."""
         if not sizes:
             return []
-        answers: list[Outcome | None] = []
+        answers: list[ObjectOutcome | None] = []
         try:
             with self._folder.locked(deadline):
                 counted = self._folder.read_counts()
                 if not counted.known:
                     self._wanted.set()
-                    return [Outcome(Verdict.FAILED, reason="what lies in the folder is still being counted")] * len(
-                        sizes
-                    )
+                    return [
+                        ObjectOutcome(ObjectVerdict.FAILED, reason="what lies in the folder is still being counted")
+                    ] * len(sizes)
                 wanted = sum(size for size in sizes if size <= self._max_bytes)
                 if counted.used + wanted > self._max_bytes:
                     self._make_room(counted, max(0, self._max_bytes - wanted), self._max_bytes // _SLACK)
                 taken: dict[str, int] = {}
                 for key, size in zip(keys, sizes, strict=True):
                     fits = counted.used + size <= self._max_bytes
-                    answers.append(None if fits else Outcome(Verdict.REFUSED, reason="the folder may not grow further"))
+                    answers.append(
+                        None if fits else ObjectOutcome(ObjectVerdict.REFUSED, reason="the folder may not grow further")
+                    )
                     if fits:
                         counted.add(shard_of(key), size, 1)
                         taken[key] = size
                 self._folder.write_counts(counted)
                 self._folder.coming.update(taken)
-        except Busy:
+        except FolderBusy:
             return [_late()] * len(sizes)
         except OSError as error:
             return [_failed(error)] * len(sizes)
         return answers
 
-    def _make_room(self, counted: Counted, keep_bytes: int, slack: int) -> None:
+    def _make_room(self, counted: ShardCounts, keep_bytes: int, slack: int) -> None:
         """Scan shards and delete what was used longest ago in them until `keep_bytes` stay; in a small folder `slack`
         fewer, if it has to be begun with. The lock is held."""
         if counted.objects <= _SMALL:
@@ -295,7 +297,7 @@ class FileBackend:
             oldest = sorted(one.objects)[: -(-len(one.objects) // _OLDEST)]
             self._evict(counted, oldest, 0 if counted.used > keep_bytes else counted.used)
 
-    def _evict(self, counted: Counted, objects: Sequence[tuple[int, int, str]], keep_bytes: int) -> None:
+    def _evict(self, counted: ShardCounts, objects: Sequence[tuple[int, int, str]], keep_bytes: int) -> None:
         """Delete these, in order, until `keep_bytes` stay."""
         for _, size, file in objects:
             if counted.used <= keep_bytes:
@@ -308,7 +310,7 @@ class FileBackend:
                 continue
             counted.add(shard_of(key), -size, -1)
 
-    def _write_one(self, item: Item, deadline: float) -> Outcome:
+    def _write_one(self, item: ObjectBuffer, deadline: float) -> ObjectOutcome:
         if self._clock.now() >= deadline:
             return _late()
         key = item.name.key
@@ -363,15 +365,15 @@ class FileBackend:
                     counted.add(shard_of(key), -size, -1)
                     self._folder.coming.pop(key, None)
                 self._folder.write_counts(counted)
-        except (Busy, OSError):  # The counts stay too high until the next scan.
+        except (FolderBusy, OSError):  # The counts stay too high until the next scan.
             for key, _ in gone:
                 self._folder.coming.pop(key, None)
 
-    def capacity(self) -> Capacity:
+    def capacity(self) -> BackendCapacity:
         counted = self._folder.read_counts()
-        return Capacity(self._max_bytes, counted.used, counted.objects)
+        return BackendCapacity(self._max_bytes, counted.used, counted.objects)
 
-    def counts(self) -> Counts:
+    def counts(self) -> BackendCounts:
         return self._tally.snapshot()
 
     def close(self) -> None:
@@ -382,19 +384,19 @@ class FileBackend:
             self._folder.close()
 
 
-def _failed(error: OSError) -> Outcome:
+def _failed(error: OSError) -> ObjectOutcome:
     if error.errno in _FULL:
-        return Outcome(Verdict.REFUSED, reason=f"the disk takes no more: {error.strerror}")
-    return Outcome(Verdict.FAILED, reason=error.strerror or str(error))
+        return ObjectOutcome(ObjectVerdict.REFUSED, reason=f"the disk takes no more: {error.strerror}")
+    return ObjectOutcome(ObjectVerdict.FAILED, reason=error.strerror or str(error))
 
 
-def _uncounted() -> Outcome:
-    return Outcome(Verdict.FAILED, reason="what lies in the folder is still being counted")
+def _uncounted() -> ObjectOutcome:
+    return ObjectOutcome(ObjectVerdict.FAILED, reason="what lies in the folder is still being counted")
 
 
-def _cut_off() -> Outcome:
-    return Outcome(Verdict.FAILED, reason=CUT_OFF)
+def _cut_off() -> ObjectOutcome:
+    return ObjectOutcome(ObjectVerdict.FAILED, reason=CUT_OFF)
 
 
-def _late() -> Outcome:
-    return Outcome(Verdict.FAILED, reason="the deadline has passed")
+def _late() -> ObjectOutcome:
+    return ObjectOutcome(ObjectVerdict.FAILED, reason="the deadline has passed")

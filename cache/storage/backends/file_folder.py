@@ -1,7 +1,7 @@
 """The folder of the `file` backend: where things lie, who is at work in it, and how much it holds.
 
     ROOT/ledger                     its flock is the folder's lock
-    ROOT/counts                     bytes and objects under each two digits (`Counted`)
+    ROOT/counts                     bytes and objects under each two digits (`ShardCounts`)
     ROOT/owners/ID                  one for each open backend, held locked (flock) as long as its process lives
     ROOT/ab/ab12...ef.page          an object, under the first two digits of its key
     ROOT/ab/.ab12...ef.ID.N.tmp     an object that the backend ID is writing
@@ -54,12 +54,12 @@ _POLL_S = 0.0002
 SHARDS = 256
 
 
-class Busy(Exception):
+class FolderBusy(Exception):
     """Raised when the folder's lock was not free by the deadline."""
 
 
 @dataclass(slots=True)
-class Scan:
+class FolderScan:
     """What lies in a shard: the objects with their use times, and what else was met."""
 
     objects: list[tuple[int, int, str]] = field(default_factory=list)
@@ -72,7 +72,7 @@ class Scan:
     foreign: int = 0
 
 
-class Counted:
+class ShardCounts:
     """Bytes and objects in use, shard by shard. `known`: whether that is what was counted once."""
 
     FORMAT = struct.Struct(f"<8s{2 * SHARDS}q")
@@ -96,7 +96,7 @@ class Counted:
         self._figures[2 * shard] = max(0, self._figures[2 * shard] + size)
         self._figures[2 * shard + 1] = max(0, self._figures[2 * shard + 1] + objects)
 
-    def set(self, shard: int, found: Scan) -> None:
+    def set(self, shard: int, found: FolderScan) -> None:
         """What a scan has found."""
         size = sum(size for _, size, _ in found.objects) + found.temp_bytes + sum(found.coming)
         self._figures[2 * shard : 2 * shard + 2] = [size, len(found.objects) + found.temps + len(found.coming)]
@@ -109,7 +109,7 @@ def shard_of(key: str) -> int:
     return int(key[:2], 16)
 
 
-class Folder:
+class ObjectFolder:
     """An open folder: this process's place in it, the lock and the counts. With `group`, the folder's group has access.
 
     Raises `ConfigError` when the folder can't be made or written to.
@@ -195,9 +195,9 @@ class Folder:
 
     @contextmanager
     def locked(self, deadline: float) -> Iterator[None]:
-        """Hold the folder's lock against threads and processes; raises `Busy` when it isn't had by `deadline`."""
+        """Hold the folder's lock against threads and processes; raises `FolderBusy` when it isn't had by `deadline`."""
         if not self._thread_lock.acquire(timeout=max(0.0, deadline - self._clock.now())):
-            raise Busy
+            raise FolderBusy
         try:
             while True:
                 try:
@@ -205,7 +205,7 @@ class Folder:
                     break
                 except BlockingIOError:
                     if self._clock.now() >= deadline:
-                        raise Busy from None
+                        raise FolderBusy from None
                     time.sleep(_POLL_S)
             try:
                 yield
@@ -214,10 +214,10 @@ class Folder:
         finally:
             self._thread_lock.release()
 
-    def read_counts(self) -> Counted:
-        return Counted(os.pread(self._counts, Counted.FORMAT.size, 0))
+    def read_counts(self) -> ShardCounts:
+        return ShardCounts(os.pread(self._counts, ShardCounts.FORMAT.size, 0))
 
-    def write_counts(self, counted: Counted) -> None:
+    def write_counts(self, counted: ShardCounts) -> None:
         """The caller holds the lock."""
         os.pwrite(self._counts, counted.packed(), 0)
 
@@ -226,7 +226,7 @@ class Folder:
         """Whether there is no shard."""
         return not any(_SHARD.fullmatch(entry.name) for entry in self._entries(self.root))
 
-    def scan(self, shard: int, *, sweep: bool) -> Scan:
+    def scan(self, shard: int, *, sweep: bool) -> FolderScan:
         """Look at every file of a shard by name and size; with `sweep`, delete what dead writers left behind, and keep
         strangers out."""
         name = f"{shard:02x}"
@@ -237,8 +237,8 @@ class Folder:
         found.coming = [size for file, size in coming.items() if file not in there]
         return found
 
-    def _files(self, name: str, sweep: bool) -> Scan:
-        found = Scan()
+    def _files(self, name: str, sweep: bool) -> FolderScan:
+        found = FolderScan()
         path = f"{self.root}/{name}"
         try:
             status = os.stat(path, follow_symlinks=False)
@@ -263,7 +263,7 @@ class Folder:
             foreign += not shard and entry.name not in ("ledger", "counts", "owners")
         return foreign
 
-    def _look(self, shard: str, entry: os.DirEntry[str], found: Scan, sweep: bool) -> None:
+    def _look(self, shard: str, entry: os.DirEntry[str], found: FolderScan, sweep: bool) -> None:
         try:
             status = entry.stat(follow_symlinks=False)
         except FileNotFoundError:

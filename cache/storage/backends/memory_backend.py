@@ -12,18 +12,18 @@ from cache.storage.storage_backend import (
     KEPT,
     MISSING,
     STORED,
-    Capacity,
-    Counts,
-    Item,
+    BackendCapacity,
+    BackendCounts,
+    BackendTally,
+    ObjectBuffer,
     ObjectName,
-    Outcome,
-    Tally,
-    Verdict,
+    ObjectOutcome,
+    ObjectVerdict,
 )
 from contracts.errors import ConfigError
 
 
-class Store:
+class MemoryStore:
     """Sealed objects by key, the one used longest ago first. Its lock guards everything in it."""
 
     def __init__(self, max_bytes: int) -> None:
@@ -47,7 +47,7 @@ class Store:
         return evicted
 
 
-_stores: dict[str, Store] = {}
+_stores: dict[str, MemoryStore] = {}
 _stores_lock = threading.Lock()
 
 
@@ -59,7 +59,7 @@ class MemoryBackend:
 
     def __init__(self, name: str, max_bytes: int) -> None:
         with _stores_lock:
-            store = _stores.setdefault(name, Store(max_bytes))
+            store = _stores.setdefault(name, MemoryStore(max_bytes))
             if store.max_bytes != max_bytes:
                 raise ConfigError(
                     f"the memory store {name!r} is open with max_bytes {store.max_bytes}, not {max_bytes}: "
@@ -67,11 +67,11 @@ class MemoryBackend:
                 )
             store.users += 1
         self._name = name
-        self._store: Store | None = store
-        self._tally = Tally()
+        self._store: MemoryStore | None = store
+        self._tally = BackendTally()
 
     @property
-    def store(self) -> Store:
+    def store(self) -> MemoryStore:
         assert self._store is not None, "the backend has been closed"
         return self._store
 
@@ -79,12 +79,12 @@ class MemoryBackend:
         with self.store.lock:
             return [name.key in self.store.objects for name in names]
 
-    def read(self, names: Sequence[ObjectName], into: Sequence[memoryview]) -> list[Outcome]:
+    def read(self, names: Sequence[ObjectName], into: Sequence[memoryview]) -> list[ObjectOutcome]:
         outcomes = [self._read_one(name, buffer) for name, buffer in zip(names, into, strict=True)]
         self._tally.add_outcomes(outcomes)
         return outcomes
 
-    def _read_one(self, name: ObjectName, into: memoryview) -> Outcome:
+    def _read_one(self, name: ObjectName, into: memoryview) -> ObjectOutcome:
         key, store = name.key, self.store
         with store.lock:
             stored = store.objects.get(key)
@@ -92,21 +92,21 @@ class MemoryBackend:
                 return MISSING
             store.objects.move_to_end(key)
         outcome = unpack(name, stored, into)
-        if outcome.verdict is Verdict.DAMAGED:
+        if outcome.verdict is ObjectVerdict.DAMAGED:
             with store.lock:
                 if store.objects.get(key) is stored:
                     store.pop(key)
         return outcome
 
-    def write(self, items: Sequence[Item]) -> list[Outcome]:
-        outcomes: list[Outcome] = []
+    def write(self, items: Sequence[ObjectBuffer]) -> list[ObjectOutcome]:
+        outcomes: list[ObjectOutcome] = []
         for item in items:
             cut_off = bool(outcomes) and not outcomes[-1].ok
-            outcomes.append(Outcome(Verdict.FAILED, reason=CUT_OFF) if cut_off else self._write_one(item))
+            outcomes.append(ObjectOutcome(ObjectVerdict.FAILED, reason=CUT_OFF) if cut_off else self._write_one(item))
         self._tally.add_outcomes(outcomes)
         return outcomes
 
-    def _write_one(self, item: Item) -> Outcome:
+    def _write_one(self, item: ObjectBuffer) -> ObjectOutcome:
         key, store = item.name.key, self.store
         with store.lock:
             if key in store.objects:
@@ -114,7 +114,9 @@ class MemoryBackend:
                 return KEPT
         sealed = b"".join((item.payload, seal(item.name, item.digest, item.payload)))
         if len(sealed) > store.max_bytes:
-            return Outcome(Verdict.REFUSED, reason=f"{len(sealed)} bytes are more than the whole store may hold")
+            return ObjectOutcome(
+                ObjectVerdict.REFUSED, reason=f"{len(sealed)} bytes are more than the whole store may hold"
+            )
         with store.lock:
             store.pop(key)
             evicted = store.make_room(len(sealed))
@@ -128,11 +130,11 @@ class MemoryBackend:
             for name in names:
                 self.store.pop(name.key)
 
-    def capacity(self) -> Capacity:
+    def capacity(self) -> BackendCapacity:
         with self.store.lock:
-            return Capacity(self.store.max_bytes, self.store.used_bytes, len(self.store.objects))
+            return BackendCapacity(self.store.max_bytes, self.store.used_bytes, len(self.store.objects))
 
-    def counts(self) -> Counts:
+    def counts(self) -> BackendCounts:
         return self._tally.snapshot()
 
     def close(self) -> None:

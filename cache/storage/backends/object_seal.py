@@ -16,7 +16,7 @@ from functools import cache
 
 import xxhash
 
-from cache.storage.storage_backend import FORMAT_VERSION, ObjectName, Outcome, Payload, Verdict
+from cache.storage.storage_backend import FORMAT_VERSION, ObjectName, ObjectOutcome, ObjectVerdict, Payload
 
 _MAGIC = b"twinpage"
 _MARK = struct.Struct("<8sHHI")
@@ -41,13 +41,13 @@ def seal_bytes(name: ObjectName) -> int:
     return _NAME_AT + len(name.encoded)
 
 
-def check_seal(name: ObjectName, payload: Payload, found: bytes | bytearray) -> Outcome:
+def check_seal(name: ObjectName, payload: Payload, found: bytes | bytearray) -> ObjectOutcome:
     """Compare `payload` with the seal `found` after it, of the length that `name` calls for: `FOUND` or `DAMAGED`."""
     encoded, covered = found[_NAME_AT:], found[:_CHECKSUM_AT]
     size, digest, checksum = _NUMBERS.unpack_from(found, _NUMBERS_AT)
     same = size == memoryview(payload).nbytes and encoded == name.encoded
     if same and covered[:_NUMBERS_AT] == _mark(len(encoded)) and checksum == _checksum(covered, encoded, payload):
-        return Outcome(Verdict.FOUND, digest)
+        return ObjectOutcome(ObjectVerdict.FOUND, digest)
     if not covered.startswith(_MAGIC):
         return damaged("it carries no seal")
     if checksum != _checksum(covered, encoded, payload):
@@ -55,7 +55,7 @@ def check_seal(name: ObjectName, payload: Payload, found: bytes | bytearray) -> 
     return damaged("it is the object of another name, size or version")
 
 
-def unpack(name: ObjectName, stored: bytes, into: memoryview) -> Outcome:
+def unpack(name: ObjectName, stored: bytes, into: memoryview) -> ObjectOutcome:
     """Check a whole stored object and copy its payload into `into`."""
     size = into.nbytes
     if len(stored) != size + seal_bytes(name):
@@ -67,11 +67,11 @@ def unpack(name: ObjectName, stored: bytes, into: memoryview) -> Outcome:
     return outcome
 
 
-def damaged(reason: str) -> Outcome:
-    return Outcome(Verdict.DAMAGED, reason=reason)
+def damaged(reason: str) -> ObjectOutcome:
+    return ObjectOutcome(ObjectVerdict.DAMAGED, reason=reason)
 
 
-def wrong_size(found: int, expected: int) -> Outcome:
+def wrong_size(found: int, expected: int) -> ObjectOutcome:
     return damaged(f"it has {found} bytes instead of {expected}")
 
 

@@ -21,13 +21,13 @@ from cache.storage.storage_backend import (
     KEPT,
     MISSING,
     STORED,
-    Capacity,
-    Counts,
-    Item,
+    BackendCapacity,
+    BackendCounts,
+    BackendTally,
+    ObjectBuffer,
     ObjectName,
-    Outcome,
-    Tally,
-    Verdict,
+    ObjectOutcome,
+    ObjectVerdict,
 )
 from contracts.clock import Clock, SystemClock
 from contracts.errors import ConfigError
@@ -64,7 +64,7 @@ class RedisBackend:
         self._timeout_s, self._ttl_s = timeout_s, ttl_s
         self._clock = clock or SystemClock()
         self._rest_until = -1.0
-        self._tally = Tally()
+        self._tally = BackendTally()
 
     def exists(self, names: Sequence[ObjectName]) -> list[bool]:
         deadline = self._clock.now() + self._timeout_s
@@ -74,37 +74,37 @@ class RedisBackend:
             for name in part:
                 pipe.exists(_key(name))
             replies = self._ask(pipe.execute, deadline)
-            if isinstance(replies, Outcome):
+            if isinstance(replies, ObjectOutcome):
                 self._tally.add("failed", len(part))
-            answers += [False] * len(part) if isinstance(replies, Outcome) else [bool(r) for r in replies]
+            answers += [False] * len(part) if isinstance(replies, ObjectOutcome) else [bool(r) for r in replies]
         return answers
 
-    def read(self, names: Sequence[ObjectName], into: Sequence[memoryview]) -> list[Outcome]:
+    def read(self, names: Sequence[ObjectName], into: Sequence[memoryview]) -> list[ObjectOutcome]:
         deadline = self._clock.now() + self._timeout_s
-        outcomes: list[Outcome] = []
+        outcomes: list[ObjectOutcome] = []
         pairs = list(zip(names, into, strict=True))
         for part in _rounds(pairs, [buffer.nbytes for buffer in into]):
             outcomes += self._read_round(part, deadline)
         self._tally.add_outcomes(outcomes)
         return outcomes
 
-    def _read_round(self, part: Sequence[tuple[ObjectName, memoryview]], deadline: float) -> list[Outcome]:
+    def _read_round(self, part: Sequence[tuple[ObjectName, memoryview]], deadline: float) -> list[ObjectOutcome]:
         keys = [_key(name) for name, _ in part]
         replies = self._ask(lambda: self._client.mget(keys), deadline)
-        if isinstance(replies, Outcome):
+        if isinstance(replies, ObjectOutcome):
             return [replies] * len(part)
         outcomes = [
             MISSING if stored is None else unpack(name, stored, buffer)
             for (name, buffer), stored in zip(part, replies, strict=True)
         ]
-        bad = [key for key, outcome in zip(keys, outcomes, strict=True) if outcome.verdict is Verdict.DAMAGED]
+        bad = [key for key, outcome in zip(keys, outcomes, strict=True) if outcome.verdict is ObjectVerdict.DAMAGED]
         if bad:
             self._ask(lambda: self._client.delete(*bad), deadline)
         return outcomes
 
-    def write(self, items: Sequence[Item]) -> list[Outcome]:
+    def write(self, items: Sequence[ObjectBuffer]) -> list[ObjectOutcome]:
         deadline = self._clock.now() + self._timeout_s
-        outcomes: list[Outcome] = []
+        outcomes: list[ObjectOutcome] = []
         sound = True
         for part in _rounds(items, [memoryview(item.payload).nbytes + seal_bytes(item.name) for item in items]):
             answers = self._write_round(part, deadline) if sound else [_failed(CUT_OFF)] * len(part)
@@ -113,9 +113,9 @@ class RedisBackend:
         self._tally.add_outcomes(outcomes)
         return outcomes
 
-    def _write_round(self, part: Sequence[Item], deadline: float) -> list[Outcome]:
+    def _write_round(self, part: Sequence[ObjectBuffer], deadline: float) -> list[ObjectOutcome]:
         there = self._refresh([_key(item.name) for item in part], deadline)
-        if isinstance(there, Outcome):
+        if isinstance(there, ObjectOutcome):
             return [there] * len(part)
         fresh = [item for item, kept in zip(part, there, strict=True) if not kept]
         stored = self._store(fresh, deadline)
@@ -126,7 +126,7 @@ class RedisBackend:
         answers = iter([*stored[: bad + 1], *[_failed(CUT_OFF)] * (len(stored) - bad - 1)])
         return [KEPT if kept else next(answers) for kept in there]
 
-    def _refresh(self, keys: Sequence[str], deadline: float) -> list[bool] | Outcome:
+    def _refresh(self, keys: Sequence[str], deadline: float) -> list[bool] | ObjectOutcome:
         """Which are there, their use and their expiry renewed."""
         pipe = self._client.pipeline(transaction=False)
         for key in keys:
@@ -135,9 +135,9 @@ class RedisBackend:
             else:
                 pipe.touch(key)
         replies = self._ask(pipe.execute, deadline)
-        return replies if isinstance(replies, Outcome) else [bool(reply) for reply in replies]
+        return replies if isinstance(replies, ObjectOutcome) else [bool(reply) for reply in replies]
 
-    def _store(self, items: Sequence[Item], deadline: float) -> list[Outcome]:
+    def _store(self, items: Sequence[ObjectBuffer], deadline: float) -> list[ObjectOutcome]:
         if not items:
             return []
         pipe = self._client.pipeline(transaction=False)
@@ -145,7 +145,7 @@ class RedisBackend:
             sealed = b"".join((item.payload, seal(item.name, item.digest, item.payload)))
             pipe.set(_key(item.name), sealed, ex=self._ttl_s or None)
         replies = self._ask(lambda: pipe.execute(raise_on_error=False), deadline)
-        if isinstance(replies, Outcome):
+        if isinstance(replies, ObjectOutcome):
             return [replies] * len(items)
         return [_stored(reply) for reply in replies]
 
@@ -155,16 +155,16 @@ class RedisBackend:
             keys = [_key(name) for name in part]
             self._ask(lambda keys=keys: self._client.delete(*keys), deadline)
 
-    def capacity(self) -> Capacity:
+    def capacity(self) -> BackendCapacity:
         """Of the whole server, whatever else it holds; all zero while it can't be reached."""
         deadline = self._clock.now() + self._timeout_s
         memory = self._ask(lambda: self._client.info("memory"), deadline)
         objects = self._ask(self._client.dbsize, deadline)
-        if isinstance(memory, Outcome) or isinstance(objects, Outcome):
-            return Capacity(0, 0, 0)
-        return Capacity(int(memory["maxmemory"]), int(memory["used_memory"]), int(objects))
+        if isinstance(memory, ObjectOutcome) or isinstance(objects, ObjectOutcome):
+            return BackendCapacity(0, 0, 0)
+        return BackendCapacity(int(memory["maxmemory"]), int(memory["used_memory"]), int(objects))
 
-    def counts(self) -> Counts:
+    def counts(self) -> BackendCounts:
         return self._tally.snapshot()
 
     def close(self) -> None:
@@ -200,16 +200,16 @@ def _rounds(values: Sequence[T], sizes: Sequence[int]) -> Iterator[list[T]]:
         yield part
 
 
-def _stored(reply: object) -> Outcome:
+def _stored(reply: object) -> ObjectOutcome:
     if not isinstance(reply, Exception):
         return STORED
     if "OOM" in str(reply) or isinstance(reply, redis.exceptions.OutOfMemoryError):
-        return Outcome(Verdict.REFUSED, reason="the server has no memory left and may not evict")
+        return ObjectOutcome(ObjectVerdict.REFUSED, reason="the server has no memory left and may not evict")
     return _failed(f"the server answered: {reply}")
 
 
-def _failed(reason: str) -> Outcome:
-    return Outcome(Verdict.FAILED, reason=reason)
+def _failed(reason: str) -> ObjectOutcome:
+    return ObjectOutcome(ObjectVerdict.FAILED, reason=reason)
 
 
 def _key(name: ObjectName) -> str:

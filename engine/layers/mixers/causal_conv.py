@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from cache.memory.kv_cache_spec import BufferSpec, Index
+from cache.memory.kv_cache_spec import BufferSpec, IndexSpace
 from engine.layers.forward_context import Place, StepContext
 from engine.layers.norm import silu
 from engine.tensors.shard import Axis, Shard
@@ -23,7 +23,7 @@ def conv_buffer(
     """
     here = shard.heads(units, "heads of a convolution")
     shape = (len(here), taps, width)
-    return BufferSpec(name, layers, shape, dtype, Index.SLOT, heads=units, first_head=here.start)
+    return BufferSpec(name, layers, shape, dtype, IndexSpace.SLOT, heads=units, first_head=here.start)
 
 
 class CausalConv:

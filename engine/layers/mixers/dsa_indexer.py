@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from cache.memory.kv_cache_spec import BufferSpec, Index
+from cache.memory.kv_cache_spec import BufferSpec, IndexSpace
 from engine.attention.latent_backend import IndexKeys, Selection
 from engine.attention.torch_backend.torch_latent import INDEX_BLOCK
 from engine.layers.forward_context import Place, StepContext
@@ -46,10 +46,10 @@ def index_buffers(
     """Buffer ``index_k`` by page and, with float8 keys, ``index_scale`` with a float32 a token: on every rank."""
     keys = (page_tokens, shape.dim)
     if not float8:
-        return (BufferSpec("index_k", layers, keys, dtype, Index.PAGE),)
+        return (BufferSpec("index_k", layers, keys, dtype, IndexSpace.PAGE),)
     return (
-        BufferSpec("index_k", layers, keys, torch.float8_e4m3fn, Index.PAGE),
-        BufferSpec("index_scale", layers, (page_tokens,), torch.float32, Index.PAGE),
+        BufferSpec("index_k", layers, keys, torch.float8_e4m3fn, IndexSpace.PAGE),
+        BufferSpec("index_scale", layers, (page_tokens,), torch.float32, IndexSpace.PAGE),
     )
 
 

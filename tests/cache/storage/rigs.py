@@ -24,7 +24,7 @@ from cache.storage.backends.file_backend import FileBackend
 from cache.storage.backends.memory_backend import MemoryBackend
 from cache.storage.backends.object_seal import seal_bytes
 from cache.storage.backends.redis_backend import RedisBackend
-from cache.storage.storage_backend import Backend, Item, ObjectName, Outcome
+from cache.storage.storage_backend import ObjectBuffer, ObjectName, ObjectOutcome, StorageBackend
 from contracts.clock import Clock
 
 _LIBC = ctypes.CDLL(None)
@@ -41,8 +41,8 @@ def payload(n: int, size: int) -> bytes:
     return hashlib.shake_128(b"payload %d" % n).digest(size)
 
 
-def item(n: int, size: int = 64) -> Item:
-    return Item(name(n), digest=n * 0x9E3779B97F4A7C15 % 2**64, payload=payload(n, size))
+def item(n: int, size: int = 64) -> ObjectBuffer:
+    return ObjectBuffer(name(n), digest=n * 0x9E3779B97F4A7C15 % 2**64, payload=payload(n, size))
 
 
 def stored_bytes(size: int) -> int:
@@ -50,14 +50,14 @@ def stored_bytes(size: int) -> int:
     return size + seal_bytes(name(0))
 
 
-def read_one(backend: Backend, which: ObjectName, size: int = 64) -> tuple[Outcome, bytes]:
+def read_one(backend: StorageBackend, which: ObjectName, size: int = 64) -> tuple[ObjectOutcome, bytes]:
     buffer = bytearray(size)
     (outcome,) = backend.read([which], [memoryview(buffer)])
     return outcome, bytes(buffer)
 
 
 class Rig(Protocol):
-    def open(self, max_bytes: int = 1 << 30) -> Backend: ...
+    def open(self, max_bytes: int = 1 << 30) -> StorageBackend: ...
 
     def get_raw(self, which: ObjectName) -> bytes: ...
 
@@ -69,7 +69,7 @@ class MemoryRig:
         self._name = uuid.uuid4().hex
         self._last: MemoryBackend | None = None
 
-    def open(self, max_bytes: int = 1 << 30) -> Backend:
+    def open(self, max_bytes: int = 1 << 30) -> StorageBackend:
         self._last = MemoryBackend(self._name, max_bytes)
         return self._last
 

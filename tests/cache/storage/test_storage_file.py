@@ -17,8 +17,8 @@ import pytest
 
 from cache.storage.backends import file_backend as file
 from cache.storage.backends.file_backend import FileBackend
-from cache.storage.backends.file_folder import Counted, Folder, Scan
-from cache.storage.storage_backend import Payload, Verdict
+from cache.storage.backends.file_folder import FolderScan, ObjectFolder, ShardCounts
+from cache.storage.storage_backend import ObjectVerdict, Payload
 from contracts.errors import ConfigError
 from tests.cache.storage.rigs import FileRig, item, name, payload, read_one, reaped, stored_bytes
 
@@ -135,7 +135,7 @@ def test_an_unfinished_file_of_a_dead_writer_is_swept_and_that_of_a_live_one_is_
     dead = file_rig.root / "00" / f".{'0' * 32}.{'f' * 32}.1.tmp"
     dead.parent.mkdir()
     dead.write_bytes(b"half")
-    assert backend.write([item(1)])[0].verdict is Verdict.STORED
+    assert backend.write([item(1)])[0].verdict is ObjectVerdict.STORED
     assert seen == [1]
     assert not dead.exists()
     assert read_one(backend, name(1))[0].ok
@@ -203,8 +203,8 @@ def test_a_full_or_failing_disk_is_an_outcome_and_leaves_nothing_behind(file_rig
 
     backend = FileBackend(file_rig.root, 1 << 30, writev=filling)
     outcomes = backend.write([item(1), item(2), item(3)])
-    bad = Verdict.FAILED if code == errno.EIO else Verdict.REFUSED
-    assert [o.verdict for o in outcomes] == [Verdict.STORED, bad, Verdict.FAILED]
+    bad = ObjectVerdict.FAILED if code == errno.EIO else ObjectVerdict.REFUSED
+    assert [o.verdict for o in outcomes] == [ObjectVerdict.STORED, bad, ObjectVerdict.FAILED]
     assert os.strerror(code) in outcomes[1].reason
     assert (backend.counts().failed, backend.counts().refused) == ((2, 0) if code == errno.EIO else (1, 1))
     backend.close()
@@ -215,9 +215,9 @@ def test_a_full_or_failing_disk_is_an_outcome_and_leaves_nothing_behind(file_rig
 def test_a_file_written_in_many_small_bits_is_whole(file_rig: FileRig) -> None:
     """As a kernel may: each call takes seven bytes of the first buffer that is left."""
     backend = FileBackend(file_rig.root, 1 << 30, writev=lambda file, parts: os.write(file, memoryview(parts[0])[:7]))
-    assert backend.write([item(1)])[0].verdict is Verdict.STORED
+    assert backend.write([item(1)])[0].verdict is ObjectVerdict.STORED
     outcome, found = read_one(backend, name(1))
-    assert (outcome.verdict, found) == (Verdict.FOUND, item(1).payload)
+    assert (outcome.verdict, found) == (ObjectVerdict.FOUND, item(1).payload)
     backend.close()
 
 
@@ -293,7 +293,7 @@ def test_what_is_no_file_is_not_read_nor_followed_nor_waited_for(file_rig: FileR
     target = file_rig.path(name(1)).rename(tmp_path / "elsewhere")
     {"folder": path.mkdir, "link": lambda: path.symlink_to(target), "pipe": lambda: os.mkfifo(path)}[kind]()
     assert backend.exists([name(1)]) == [False]
-    assert read_one(backend, name(1))[0].verdict is Verdict.MISSING
+    assert read_one(backend, name(1))[0].verdict is ObjectVerdict.MISSING
     assert backend.counts().foreign == 1
     assert backend.counts().damaged == 0
     assert os.path.lexists(path)
@@ -307,8 +307,8 @@ def test_a_folder_that_is_deleted_under_a_worker_is_a_cold_cache(file_rig: FileR
     for path in sorted(file_rig.root.rglob("*"), reverse=True):
         path.rmdir() if path.is_dir() else path.unlink()
     file_rig.root.rmdir()
-    assert read_one(backend, name(1))[0].verdict is Verdict.MISSING
-    assert backend.write([item(1)])[0].verdict is Verdict.STORED
+    assert read_one(backend, name(1))[0].verdict is ObjectVerdict.MISSING
+    assert backend.write([item(1)])[0].verdict is ObjectVerdict.STORED
     assert read_one(backend, name(1))[0].ok
     backend.close()
 
@@ -328,7 +328,7 @@ def test_a_ledger_that_runs_ahead_costs_a_scan_and_no_object(file_rig: FileRig) 
     cap = 10 * stored_bytes(64)
     backend = file_rig.open(cap)
     backend.write([item(1)])
-    counted = Counted((file_rig.root / "counts").read_bytes())
+    counted = ShardCounts((file_rig.root / "counts").read_bytes())
     counted.add(7, 9 * stored_bytes(64), 9)
     (file_rig.root / "counts").write_bytes(counted.packed())
     assert backend.write([item(2)])[0].ok
@@ -343,11 +343,11 @@ def test_a_folder_whose_lock_is_held_fails_writes_by_the_deadline_and_still_read
     backend = FileBackend(file_rig.root, 1 << 30, timeout_s=0.02)
     holder = os.open(file_rig.root / "ledger", os.O_RDWR)
     fcntl.flock(holder, fcntl.LOCK_EX)
-    assert [o.verdict for o in backend.write([item(1), item(2)])] == [Verdict.KEPT, Verdict.FAILED]
+    assert [o.verdict for o in backend.write([item(1), item(2)])] == [ObjectVerdict.KEPT, ObjectVerdict.FAILED]
     assert backend.counts().failed == 1
     assert read_one(backend, name(1))[0].ok
     os.close(holder)
-    assert first.write([item(2)])[0].verdict is Verdict.STORED
+    assert first.write([item(2)])[0].verdict is ObjectVerdict.STORED
     assert read_one(backend, name(2))[0].ok
     backend.close()
     first.close()
@@ -384,12 +384,12 @@ def test_two_processes_on_one_folder_never_see_each_others_half_files(file_rig: 
             assert process.poll() is None
             n = (n + 7) % 20
             outcome, content = read_one(backend, name(n), size)
-            assert outcome.verdict in (Verdict.FOUND, Verdict.MISSING), outcome
+            assert outcome.verdict in (ObjectVerdict.FOUND, ObjectVerdict.MISSING), outcome
             if outcome.ok:
                 assert content == payload(n, size)
                 found += 1
             elif n % 3 == 0:
-                assert backend.write([item(n, size)])[0].verdict in (Verdict.STORED, Verdict.KEPT)
+                assert backend.write([item(n, size)])[0].verdict in (ObjectVerdict.STORED, ObjectVerdict.KEPT)
     assert backend.counts().damaged == 0
     backend.close()
     assert_whole(file_rig, range(20), size)
@@ -403,14 +403,14 @@ def test_a_folder_is_open_at_once_and_counted_shard_by_shard_beside_the_work(
     first.write([item(n) for n in range(40)])
     first.close()
     may_go, looked = threading.Semaphore(0), [0]
-    scan = Folder.scan
+    scan = ObjectFolder.scan
 
-    def scan_when_told(self: Folder, shard: int, *, sweep: bool) -> Scan:
+    def scan_when_told(self: ObjectFolder, shard: int, *, sweep: bool) -> FolderScan:
         looked[0] += 1
         assert may_go.acquire(timeout=60)
         return scan(self, shard, sweep=sweep)
 
-    monkeypatch.setattr(Folder, "scan", scan_when_told)
+    monkeypatch.setattr(ObjectFolder, "scan", scan_when_told)
     backend = FileBackend(file_rig.root, 1 << 30)
     assert not backend.wait_counted(0)
     assert backend.capacity().objects == 40, "what was counted before is known still"
@@ -434,9 +434,9 @@ def test_a_full_folder_of_many_files_makes_room_by_looking_at_a_few_shards_only(
     for first in range(0, 800, 80):
         assert all(outcome.ok for outcome in backend.write([item(n) for n in range(first, first + 80)]))
     looked: list[int] = []
-    scan = Folder.scan
+    scan = ObjectFolder.scan
     monkeypatch.setattr(
-        Folder, "scan", lambda self, shard, *, sweep: (looked.append(shard), scan(self, shard, sweep=sweep))[1]
+        ObjectFolder, "scan", lambda self, shard, *, sweep: (looked.append(shard), scan(self, shard, sweep=sweep))[1]
     )
     rounds = 0
     for n in range(800, 1600):
@@ -462,7 +462,7 @@ def test_a_folder_without_counts_takes_nothing_before_it_has_been_counted(
     may_go = threading.Event()
     monkeypatch.setattr(FileBackend, "_go_through_when_wanted", lambda self: may_go.wait(60) and None)
     backend = FileBackend(file_rig.root, 1 << 30)
-    assert [o.verdict for o in backend.write([item(1), item(2)])] == [Verdict.KEPT, Verdict.FAILED]
+    assert [o.verdict for o in backend.write([item(1), item(2)])] == [ObjectVerdict.KEPT, ObjectVerdict.FAILED]
     assert read_one(backend, name(1))[0].ok
     assert backend._go_through()
     assert backend.write([item(2)])[0].ok

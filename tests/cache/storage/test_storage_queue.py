@@ -10,9 +10,9 @@ from collections.abc import Callable, Iterator, Sequence
 import pytest
 
 from cache.storage.backends.memory_backend import MemoryBackend
-from cache.storage.inline_queue import InlineQueue
-from cache.storage.io_queue import Op, StorageQueue, Ticket
-from cache.storage.storage_backend import Item, ObjectName, Outcome, Verdict
+from cache.storage.inline_queue import InlineIoQueue
+from cache.storage.io_queue import StorageOp, StorageTicket, ThreadedIoQueue
+from cache.storage.storage_backend import ObjectBuffer, ObjectName, ObjectOutcome, ObjectVerdict
 from tests.cache.storage.rigs import item, name
 
 PATIENCE_S = 60
@@ -27,11 +27,13 @@ class SlowBackend(MemoryBackend):
         self.entered = threading.Semaphore(0)
         self.order: list[str] = []
         self.closed = threading.Event()
-        self.queues: list[StorageQueue] = []
+        self.queues: list[ThreadedIoQueue] = []
 
-    def serve(self, threads: int = 1, max_waiting: int = 256, wake: Callable[[], None] | None = None) -> StorageQueue:
+    def serve(
+        self, threads: int = 1, max_waiting: int = 256, wake: Callable[[], None] | None = None
+    ) -> ThreadedIoQueue:
         """A queue over this backend, closed at the end of the test whatever happened in it."""
-        self.queues.append(StorageQueue(self, threads, max_waiting=max_waiting, wake=wake))
+        self.queues.append(ThreadedIoQueue(self, threads, max_waiting=max_waiting, wake=wake))
         return self.queues[-1]
 
     def _wait(self, what: str) -> None:
@@ -39,11 +41,11 @@ class SlowBackend(MemoryBackend):
         self.entered.release()
         assert self.let_go.acquire(timeout=PATIENCE_S)
 
-    def read(self, names: Sequence[ObjectName], into: Sequence[memoryview]) -> list[Outcome]:
+    def read(self, names: Sequence[ObjectName], into: Sequence[memoryview]) -> list[ObjectOutcome]:
         self._wait("read")
         return super().read(names, into)
 
-    def write(self, items: Sequence[Item]) -> list[Outcome]:
+    def write(self, items: Sequence[ObjectBuffer]) -> list[ObjectOutcome]:
         self._wait("write")
         return super().write(items)
 
@@ -63,8 +65,8 @@ def backend() -> Iterator[SlowBackend]:
 
 
 @pytest.fixture
-def inline() -> Iterator[InlineQueue]:
-    queue = InlineQueue(MemoryBackend(uuid.uuid4().hex, 1 << 30))
+def inline() -> Iterator[InlineIoQueue]:
+    queue = InlineIoQueue(MemoryBackend(uuid.uuid4().hex, 1 << 30))
     yield queue
     queue.close()
 
@@ -95,7 +97,7 @@ def test_a_ticket_is_done_later_and_the_loop_is_woken(backend: SlowBackend) -> N
     assert not ticket.done
     backend.let_go.release()
     woken.until(lambda: ticket.done)
-    assert ticket.result()[0].verdict is Verdict.STORED
+    assert ticket.result()[0].verdict is ObjectVerdict.STORED
     there = queue.submit_exists([name(1), name(2)])
     woken.until(lambda: there.done)
     assert there.result() == [True, False]
@@ -107,7 +109,7 @@ def test_a_ticket_is_done_later_and_the_loop_is_woken(backend: SlowBackend) -> N
     assert queue.close(PATIENCE_S)
 
 
-def occupy(queue: StorageQueue, backend: SlowBackend) -> Ticket[list[Outcome]]:
+def occupy(queue: ThreadedIoQueue, backend: SlowBackend) -> StorageTicket[list[ObjectOutcome]]:
     """Keep the queue's one thread busy with a write until it is let go."""
     ticket = queue.submit_write([item(99)])
     assert backend.entered.acquire(timeout=PATIENCE_S)
@@ -121,7 +123,7 @@ def test_over_the_bound_writes_are_dropped_and_reads_refused_and_both_counted(ba
     reads = [queue.submit_read([name(n)], buffer()) for n in range(3)]
     lookup = queue.submit_exists([name(1)])
     assert [t.done for t in writes] == [t.done for t in reads] == [False, False, True]
-    assert writes[2].result()[0].verdict is reads[2].result()[0].verdict is Verdict.FAILED
+    assert writes[2].result()[0].verdict is reads[2].result()[0].verdict is ObjectVerdict.FAILED
     assert "too many" in writes[2].result()[0].reason
     assert lookup.result() == [False]
     assert (queue.counts().dropped_writes, queue.counts().refused_reads) == (1, 2)
@@ -133,7 +135,7 @@ def test_reads_go_before_writes_but_writes_do_not_starve(backend: SlowBackend) -
     woken = Woken()
     queue = backend.serve(wake=woken)
     occupy(queue, backend)
-    tickets: list[Ticket[list[Outcome]]] = [queue.submit_write([item(n)]) for n in range(2)]
+    tickets: list[StorageTicket[list[ObjectOutcome]]] = [queue.submit_write([item(n)]) for n in range(2)]
     tickets += [queue.submit_read([name(n)], buffer()) for n in range(18)]
     backend.let_go.release(30)
     woken.until(lambda: all(t.done for t in tickets))
@@ -162,14 +164,14 @@ def test_what_waits_can_be_cancelled_and_what_runs_keeps_its_buffers(backend: Sl
 
 def test_a_backend_that_raises_fails_its_ticket_and_the_queue_goes_on() -> None:
     class Broken(MemoryBackend):
-        def read(self, names: Sequence[ObjectName], into: Sequence[memoryview]) -> list[Outcome]:
+        def read(self, names: Sequence[ObjectName], into: Sequence[memoryview]) -> list[ObjectOutcome]:
             raise ZeroDivisionError("oops")
 
         def exists(self, names: Sequence[ObjectName]) -> list[bool]:
             raise ZeroDivisionError("oops")
 
     woken = Woken()
-    queue = StorageQueue(Broken(uuid.uuid4().hex, 1 << 20), threads=1, wake=woken)
+    queue = ThreadedIoQueue(Broken(uuid.uuid4().hex, 1 << 20), threads=1, wake=woken)
     tickets = queue.submit_read([name(1)], buffer()), queue.submit_exists([name(1)]), queue.submit_write([item(1)])
     woken.until(lambda: all(t.done for t in tickets))
     assert tickets[0].result()[0].reason == "the backend raised ZeroDivisionError: oops"
@@ -185,7 +187,7 @@ def test_close_fails_what_waits_and_says_when_something_still_runs(backend: Slow
     assert not queue.close(0.01)
     assert not running.done
     assert waiting.result()[0].reason == "storage is closing"
-    assert queue.submit_read([name(1)], buffer()).result()[0].verdict is Verdict.FAILED
+    assert queue.submit_read([name(1)], buffer()).result()[0].verdict is ObjectVerdict.FAILED
     assert not backend.closed.is_set(), "the backend is in use"
     backend.let_go.release()
     assert queue.close(PATIENCE_S)
@@ -194,7 +196,7 @@ def test_close_fails_what_waits_and_says_when_something_still_runs(backend: Slow
 
 def test_inline_tickets_are_done_when_the_test_says_so_in_the_order_of_the_seed() -> None:
     def order(seed: int) -> list[int]:
-        queue = InlineQueue(MemoryBackend(uuid.uuid4().hex, 1 << 30))
+        queue = InlineIoQueue(MemoryBackend(uuid.uuid4().hex, 1 << 30))
         tickets = [queue.submit_write([item(n)]) for n in range(12)]
         assert not any(t.done for t in tickets)
         rng, done = random.Random(seed), []
@@ -208,26 +210,26 @@ def test_inline_tickets_are_done_when_the_test_says_so_in_the_order_of_the_seed(
     assert sorted(order(1)) == list(range(12))
 
 
-def test_inline_faults_fail_single_names_and_dirty_what_was_to_be_read(inline: InlineQueue) -> None:
+def test_inline_faults_fail_single_names_and_dirty_what_was_to_be_read(inline: InlineIoQueue) -> None:
     inline.fault = lambda op, which: f"no {op} of 2" if which == name(2) else None
     write = inline.submit_write([item(1), item(2)])
     inline.run_all()
-    assert [o.verdict for o in write.result()] == [Verdict.STORED, Verdict.FAILED]
+    assert [o.verdict for o in write.result()] == [ObjectVerdict.STORED, ObjectVerdict.FAILED]
     inline.fault = None
     again = inline.submit_write([item(2)])
     inline.run_all()
-    assert again.result()[0].verdict is Verdict.STORED
+    assert again.result()[0].verdict is ObjectVerdict.STORED
     inline.fault = lambda op, which: f"no {op} of 2" if which == name(2) else None
     into = buffer() + buffer()
     read, there = inline.submit_read([name(1), name(2)], into), inline.submit_exists([name(1), name(2)])
     assert inline.run_all() == 2
-    assert [o.verdict for o in read.result()] == [Verdict.FOUND, Verdict.FAILED]
+    assert [o.verdict for o in read.result()] == [ObjectVerdict.FOUND, ObjectVerdict.FAILED]
     assert read.result()[1].reason == "no read of 2"
     assert (bytes(into[0]), bytes(into[1])) == (item(1).payload, b"\xa5" * 64)
     assert there.result() == [True, False]
 
 
-def test_a_ticket_keeps_what_it_was_given_when_the_callers_lists_change(inline: InlineQueue) -> None:
+def test_a_ticket_keeps_what_it_was_given_when_the_callers_lists_change(inline: InlineIoQueue) -> None:
     items, names, into = [item(1)], [name(1)], buffer()
     first = into[0]
     write, read, there = inline.submit_write(items), inline.submit_read(names, into), inline.submit_exists(names)
@@ -240,9 +242,9 @@ def test_a_ticket_keeps_what_it_was_given_when_the_callers_lists_change(inline: 
     assert there.result() == [True]
 
 
-def test_inline_tickets_can_be_cancelled_and_end_with_the_queue(inline: InlineQueue) -> None:
+def test_inline_tickets_can_be_cancelled_and_end_with_the_queue(inline: InlineIoQueue) -> None:
     first, second = inline.submit_write([item(1)]), inline.submit_write([item(2)])
-    assert first.op is Op.WRITE
+    assert first.op is StorageOp.WRITE
     assert first.cancel()
     assert inline.waiting == 1
     assert inline.close()

@@ -14,7 +14,7 @@ import pytest
 
 from cache.storage.backends import redis_backend as redis_server
 from cache.storage.backends.redis_backend import RedisBackend
-from cache.storage.storage_backend import Verdict
+from cache.storage.storage_backend import ObjectVerdict
 from contracts.clock import ManualClock
 from contracts.errors import ConfigError
 from tests.cache.storage.rigs import RedisRig, Server, item, name, payload, read_one, reaped
@@ -50,9 +50,9 @@ def test_a_server_that_is_full_and_may_not_evict_refuses_and_says_so(redis_rig: 
     redis_rig.client.config_set("maxmemory", 1)
     (outcome,) = backend.write([item(1)])
     redis_rig.client.config_set("maxmemory", 0)
-    assert outcome.verdict is Verdict.REFUSED
+    assert outcome.verdict is ObjectVerdict.REFUSED
     assert backend.counts().refused == 1
-    assert backend.write([item(1)])[0].verdict is Verdict.STORED
+    assert backend.write([item(1)])[0].verdict is ObjectVerdict.STORED
     backend.close()
 
 
@@ -84,7 +84,7 @@ def test_objects_expire_when_asked_to_and_a_write_renews_them(redis_rig: RedisRi
     key = f"twinpool:{name(1).key}"
     assert 990 < int(redis_rig.client.ttl(key)) <= 1000
     redis_rig.client.expire(key, 10)
-    assert backend.write([item(1)])[0].verdict is Verdict.KEPT
+    assert backend.write([item(1)])[0].verdict is ObjectVerdict.KEPT
     assert 990 < int(redis_rig.client.ttl(key)) <= 1000
     forever = redis_rig.open()
     forever.write([item(2)])
@@ -100,7 +100,7 @@ def test_a_batch_larger_than_one_round_trip_keeps_its_order(
     backend = redis_rig.open()
     size = 5000
     items = [item(n, size) for n in range(7)]
-    assert all(o.verdict is Verdict.STORED for o in backend.write(items))
+    assert all(o.verdict is ObjectVerdict.STORED for o in backend.write(items))
     buffers = [bytearray(size) for _ in items]
     assert [o.digest for o in backend.read([i.name for i in items], [memoryview(b) for b in buffers])] == [
         i.digest for i in items
@@ -127,8 +127,8 @@ def test_a_dead_server_fails_at_once_and_the_next_one_is_found(own_server: Serve
     backend = RedisBackend(own_server.url, clock=clock)
     assert backend.write([item(1)])[0].ok
     own_server.kill()
-    assert read_one(backend, name(1))[0].verdict is Verdict.FAILED
-    assert backend.write([item(1), item(2)])[1].verdict is Verdict.FAILED
+    assert read_one(backend, name(1))[0].verdict is ObjectVerdict.FAILED
+    assert backend.write([item(1), item(2)])[1].verdict is ObjectVerdict.FAILED
     assert backend.exists([name(1)]) == [False]
     backend.delete([name(1)])
     assert backend.capacity().max_bytes == backend.capacity().objects == 0
@@ -136,7 +136,7 @@ def test_a_dead_server_fails_at_once_and_the_next_one_is_found(own_server: Serve
     own_server.start()
     assert "a moment ago" in backend.write([item(1)])[0].reason
     clock.advance(1.0)
-    assert backend.write([item(1)])[0].verdict is Verdict.STORED
+    assert backend.write([item(1)])[0].verdict is ObjectVerdict.STORED
     assert read_one(backend, name(1))[0].ok
     backend.close()
 
@@ -146,7 +146,7 @@ def test_a_server_restarted_between_two_calls_is_not_noticed(own_server: Server)
     assert backend.write([item(1)])[0].ok
     own_server.kill()
     own_server.start()
-    assert backend.write([item(1)])[0].verdict is Verdict.STORED
+    assert backend.write([item(1)])[0].verdict is ObjectVerdict.STORED
     backend.close()
 
 
@@ -156,7 +156,7 @@ def test_a_server_that_hangs_fails_by_the_deadline(own_server: Server) -> None:
     backend = RedisBackend(own_server.url, timeout_s=0.3, clock=clock)
     assert backend.write([item(1)])[0].ok
     own_server.signal(signal.SIGSTOP)
-    assert read_one(backend, name(1))[0].verdict is Verdict.FAILED
+    assert read_one(backend, name(1))[0].verdict is ObjectVerdict.FAILED
     own_server.signal(signal.SIGCONT)
     clock.advance(1.0)
     assert read_one(backend, name(1))[0].ok
@@ -169,11 +169,11 @@ def test_a_late_answer_is_not_taken_for_the_next_calls(own_server: Server) -> No
     backend = RedisBackend(own_server.url, timeout_s=0.1, clock=clock)
     backend.write([item(1), item(2)])
     own_server.signal(signal.SIGSTOP)
-    assert read_one(backend, name(1))[0].verdict is Verdict.FAILED
+    assert read_one(backend, name(1))[0].verdict is ObjectVerdict.FAILED
     own_server.signal(signal.SIGCONT)
     clock.advance(1.0)
     outcome, content = read_one(backend, name(2))
-    assert (outcome.verdict, content) == (Verdict.FOUND, item(2).payload)
+    assert (outcome.verdict, content) == (ObjectVerdict.FOUND, item(2).payload)
     backend.close()
 
 
@@ -203,7 +203,7 @@ def test_two_processes_on_one_server_see_only_whole_objects(redis_rig: RedisRig)
             assert process.poll() is None
             n = (n + 7) % 20
             outcome, content = read_one(backend, name(n), 4096)
-            assert outcome.verdict in (Verdict.FOUND, Verdict.MISSING), outcome
+            assert outcome.verdict in (ObjectVerdict.FOUND, ObjectVerdict.MISSING), outcome
             if outcome.ok:
                 assert content == payload(n, 4096)
                 found += 1
