@@ -39,9 +39,9 @@ from decode.retraction.retraction import Lost, Retraction
 from engine.runner.batch import NONFINITE, Draw, FromStep, Row, RowOutput
 from engine.runner.model_runner import Engine
 from engine.runner.sampler import needs_history
-from transfer.rooms.kv_receiver import ReceiverEnd
-from transfer.rooms.kv_sender import SenderEnd
-from transfer.rooms.room_outcomes import Arrived, Broken, Expected
+from transfer.rooms.kv_receiver import KVReceiver
+from transfer.rooms.kv_sender import KVSender
+from transfer.rooms.room_outcomes import ExpectedPrompt, HandoverFailed, PromptArrived
 from worker.admission_check import Refusal
 from worker.nonfinite_rows import Fitness
 from worker.request_table import Desk
@@ -68,10 +68,10 @@ class DecodeWorker(PhaseWorker[Request]):
         config: Config,
         engine: Engine,
         seat: KVCacheManager,
-        receiver: ReceiverEnd,
+        receiver: KVReceiver,
         waiter: Sleep,
         *,
-        sender: SenderEnd,
+        sender: KVSender,
         context: int,
         clock: Clock,
         pause: Callable[[float], None],
@@ -235,7 +235,7 @@ class DecodeWorker(PhaseWorker[Request]):
         if submit.peer is None:
             return Refusal(ErrorKind.INVALID, "decode needs a prefill worker to receive from")
         try:
-            self._receiver.open(submit.room, submit.peer, Expected(tuple(keys), len(submit.tokens)))
+            self._receiver.open(submit.room, submit.peer, ExpectedPrompt(tuple(keys), len(submit.tokens)))
         except WireError as error:
             return Refusal(ErrorKind.ROOM, str(error))
         return None
@@ -252,17 +252,17 @@ class DecodeWorker(PhaseWorker[Request]):
             if self._fetching.hears(outcome):
                 continue
             if request is None or not self._desk.holds(request):
-                if isinstance(outcome, Arrived):
+                if isinstance(outcome, PromptArrived):
                     outcome.release()
-            elif isinstance(outcome, Arrived):
+            elif isinstance(outcome, PromptArrived):
                 self._start(request, outcome)
-            elif isinstance(outcome, Broken):
+            elif isinstance(outcome, HandoverFailed):
                 log.warning("request %s: room %s failed: %s", request.submit.request_id, outcome.room, outcome.message)
                 self._fail(request, outcome.kind, outcome.message, outcome.blame)
             else:
                 self._leave(request, "prefill ended it")
 
-    def _start(self, request: Request, arrived: Arrived) -> None:
+    def _start(self, request: Request, arrived: PromptArrived) -> None:
         request.step(PhaseEvent.ARRIVED)
         assert request.claim is not None
         self._seat.adopt(request.claim, len(request.submit.tokens), arrived.leases, arrived.digests)

@@ -32,9 +32,9 @@ from engine.runner.batch import NONFINITE, Draw, Row, RowOutput
 from engine.runner.model_runner import Engine
 from prefill.audit_runner import Auditor
 from prefill.request import Member, Phase, PhaseEvent, Request
-from transfer.rooms.kv_sender import SenderEnd
-from transfer.rooms.metadata_slots import Metadata
-from transfer.rooms.room_outcomes import Granted, Released
+from transfer.rooms.kv_sender import KVSender
+from transfer.rooms.metadata_slots import HandoverMetadata
+from transfer.rooms.room_outcomes import RoomGranted, RoomReleased
 from worker.admission_check import Refusal
 from worker.nonfinite_rows import Fitness
 from worker.request_table import Desk
@@ -59,7 +59,7 @@ class PrefillWorker(PhaseWorker[Request]):
         config: Config,
         engine: Engine,
         seat: KVCacheManager,
-        sender: SenderEnd,
+        sender: KVSender,
         waiter: Sleep,
         *,
         context: int,
@@ -202,13 +202,13 @@ class PrefillWorker(PhaseWorker[Request]):
         by_room = {r.submit.room: r for r in self._desk}
         for outcome in self._sender.poll():
             request = by_room.get(outcome.room)
-            if isinstance(outcome, Released):
+            if isinstance(outcome, RoomReleased):
                 gone = self._unconfirmed.pop(outcome.room, request)
                 if outcome.damaged and gone is not None:
                     self._seat.condemn(gone.prefix)
             if request is None or not self._desk.holds(request):
                 continue
-            if isinstance(outcome, Granted):
+            if isinstance(outcome, RoomGranted):
                 request.marks["grant"] = self._clock.now() - request.arrived
                 # What is still being loaded goes out with the step that waits for it.
                 if request.claim is not None and self._seat.settled(request.claim):
@@ -463,7 +463,7 @@ class PrefillWorker(PhaseWorker[Request]):
         if request.phase is Phase.COMPUTED:
             assert request.first is not None
             drawn = request.first
-            metadata = Metadata(room, 0, drawn.token, drawn.logprob, request.cached.total, request.computed)
+            metadata = HandoverMetadata(room, 0, drawn.token, drawn.logprob, request.cached.total, request.computed)
             try:
                 self._sender.seal(room, metadata)
             except WireError as error:

@@ -20,11 +20,11 @@ from contracts.errors import ErrorKind
 from contracts.ids import RoomId
 from tests.poolsets import entry, pool_sets
 from tests.rooms import Ends, Prompt, ends, image
-from transfer.net.control_channel import Channel
+from transfer.net.control_channel import ControlChannel
 from transfer.rooms import room_messages as m
-from transfer.rooms.kv_receiver import _Peer as Writer
-from transfer.rooms.kv_sender import _Peer as Reader
-from transfer.rooms.room_outcomes import Arrived
+from transfer.rooms.kv_receiver import _ReceiverPeer as Writer
+from transfer.rooms.kv_sender import _SenderPeer as Reader
+from transfer.rooms.room_outcomes import PromptArrived
 
 JUNK: tuple[Any, ...] = (
     None, True, 7, -1, 2**63, 1.5, float("nan"), "x", "x" * 3000, b"", b"\xff" * 40, [], [[[]]], {}, {"a": {"b": []}},
@@ -32,7 +32,7 @@ JUNK: tuple[Any, ...] = (
 Path = tuple[Any, ...]
 
 
-def raw(message: m.Message) -> list[Any]:
+def raw(message: m.RoomMessage) -> list[Any]:
     """The message as it travels, before it is packed: its tag and its fields."""
     values: list[Any] = msgpack.unpackb(m.encode(message))
     return values
@@ -74,11 +74,11 @@ def too_short(value: list[Any]) -> Iterator[list[Any]]:
 
 SPEC = pool_sets()["all"]
 WORDS: dict[str, Callable[[RoomId, int], m.Notice]] = {
-    "quiesced": m.Quiesced,
-    "failed": lambda room, ticket: m.Failed(room, ticket, ErrorKind.WORKER, "why"),
-    "finished": m.Finished,
-    "wrote": lambda room, ticket: m.Wrote(room, ticket, (m.Sealed("full", 0, (b"k" * 16,), (1,)),)),
-    "wrote slot": m.WroteSlot,
+    "quiesced": m.WriterQuiesced,
+    "failed": lambda room, ticket: m.RoomFailed(room, ticket, ErrorKind.WORKER, "why"),
+    "finished": m.NothingToDecode,
+    "wrote": lambda room, ticket: m.PagesWritten(room, ticket, (m.PageTags("full", 0, (b"k" * 16,), (1,)),)),
+    "wrote slot": m.SlotWritten,
 }
 
 
@@ -88,7 +88,7 @@ class Met:
 
     both: Ends
     prompt: Prompt
-    stranger: Channel
+    stranger: ControlChannel
     granted: set[tuple[str, int]]
     others: set[tuple[str, int]]
     """Places of the reader that no room has."""
@@ -120,7 +120,7 @@ class Met:
         both.sender.write(prompt.room, prompt.all(), (DONE,))
         both.seal(prompt)
         arrived = both.outcome(prompt.room)
-        assert isinstance(arrived, Arrived), arrived
+        assert isinstance(arrived, PromptArrived), arrived
         for pool, run in prompt.runs.items():
             theirs = arrived.leases[pool].indices[: len(run)]
             for ours, there in zip(run.indices, theirs, strict=True):
@@ -160,13 +160,13 @@ def refused(side: Any, count: int, both: Ends, say: Callable[[int], None], messa
     assert side.refused == start + count
 
 
-def controls(t: Met) -> list[m.Message]:
+def controls(t: Met) -> list[m.RoomMessage]:
     """What decode says to prefill, as the stranger would have to say it."""
     hello = t.both.receiver._hello(t.writer.ref)
     grant = t.both.receiver._rooms[t.prompt.room].grant
     assert grant is not None
-    abort = m.Abort(t.prompt.room, "no longer wanted", False, grant.ticket)
-    return [replace(hello, worker="decode-9"), grant, abort, m.Received(t.prompt.room)]
+    abort = m.AbortRoom(t.prompt.room, "no longer wanted", False, grant.ticket)
+    return [replace(hello, worker="decode-9"), grant, abort, m.HandoverReceived(t.prompt.room)]
 
 
 def flood(plane: str, data: st.DataObject, count: int) -> None:

@@ -20,8 +20,8 @@ from contracts.messages.rank_order_codec import decode, encode
 from contracts.messages.rank_orders import CheckPages, CopyPages, DigestPages, FollowerNotice, ZeroPages
 from contracts.messages.rank_orders import Order as Told
 from tests.poolsets import pool_sets
-from transfer.planes.data_plane import RankPlane
-from transfer.planes.tp_plane import RankLinks
+from transfer.planes.data_plane import RankDataPlane
+from transfer.planes.tp_plane import FollowerLinks
 
 
 def headed_sets(page_tokens: int = 4) -> dict[str, PoolSetSpec]:
@@ -52,7 +52,7 @@ class DirectFollowers:
     """Followers that obey as they are told."""
 
     states: Sequence[FollowerPools]
-    links: Sequence[RankLinks] = ()
+    links: Sequence[FollowerLinks] = ()
     slow: type[Any] | None = None
     """Orders of this type are carried out by `catch_up`."""
     late: list[tuple[Told, Answered]] = field(default_factory=list)
@@ -112,11 +112,11 @@ class RankedSeat:
     def leader(self) -> PoolSet:
         return self.pools[0]
 
-    def connect(self, planes: Sequence[RankPlane]) -> None:
+    def connect(self, planes: Sequence[RankDataPlane]) -> None:
         """The followers' planes; the leader's belongs to an end of its own."""
         for plane, pools in zip(planes[1:], self.pools[1:], strict=True):
             plane.register(pools, None)
-        self.followers.links = [RankLinks(plane) for plane in planes[1:]]
+        self.followers.links = [FollowerLinks(plane) for plane in planes[1:]]
 
     def close(self) -> None:
         for links in self.followers.links:

@@ -23,7 +23,7 @@ from contracts.ids import Incarnation, RoomId, WorkerName
 from contracts.messages.router_commands import PeerRef
 from tests.poolsets import entry
 from tests.rooms import Ends, Prompt
-from transfer.rooms.room_outcomes import Arrived, Broken, Expected, Over
+from transfer.rooms.room_outcomes import ExpectedPrompt, HandoverFailed, PromptAnswered, PromptArrived
 
 Bytes = dict[tuple[str, int], list[bytes]]
 
@@ -89,7 +89,7 @@ class Chaos:
         held = {pool: {n for n in numbers if self.random.random() < 0.3} for pool, numbers in wanted.items()}
         held["full"] = set(wanted["full"][: self.random.randrange(len(wanted["full"]) + 1)])
         writer = PeerRef(WorkerName("prefill-0"), Incarnation(1), both.sender.control)
-        expected = Expected(prompt.keys, positions)
+        expected = ExpectedPrompt(prompt.keys, positions)
         lacks, leases = both.receiver.missing(expected, held), {}
         try:
             for pool, numbers in lacks.items():
@@ -135,17 +135,17 @@ class Chaos:
         for outcome in self.both.receiver.poll():
             hand = self.ever[outcome.room]
             self.seen[type(outcome).__name__] += 1
-            if isinstance(outcome, Arrived):
+            if isinstance(outcome, PromptArrived):
                 assert hand.written, "arrived before it was sent"
                 self._start(hand, outcome)
-            elif isinstance(outcome, Over):
+            elif isinstance(outcome, PromptAnswered):
                 assert hand.finished
             else:
-                assert isinstance(outcome, Broken)
+                assert isinstance(outcome, HandoverFailed)
                 assert not hand.given_up
                 assert hand.rotten or outcome.kind is not ErrorKind.DAMAGED, outcome.message
 
-    def _start(self, hand: Hand, arrived: Arrived) -> None:
+    def _start(self, hand: Hand, arrived: PromptArrived) -> None:
         for pool, numbers in hand.lacks.items():
             for number, index in zip(numbers, arrived.leases[pool].indices, strict=False):
                 assert entry(self.both.target, pool, index) == hand.sealed[pool, number], (pool, number)

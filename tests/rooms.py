@@ -34,17 +34,17 @@ from sim.fabric.virtual_time import Agenda
 from tests.poolsets import entry, filled
 from tests.ranks import RankedSeat, content, fill, ranked_seat
 from transfer.net.waiter import Waiter
-from transfer.net.zmq_channel import ZmqCarrier
-from transfer.planes.data_plane import Plane, Run
+from transfer.net.zmq_channel import ZmqControlTransport
+from transfer.planes.data_plane import DataPlane, PageNumbers
 from transfer.planes.make_plane import make_plane
-from transfer.planes.tp_plane import RankedPlane
+from transfer.planes.tp_plane import TPDataPlane
 from transfer.rooms import kv_receiver as receiver
 from transfer.rooms import kv_sender, room_outcomes
 from transfer.rooms.compatibility import fingerprint
-from transfer.rooms.kv_receiver import ReceiverEnd
-from transfer.rooms.kv_sender import SenderEnd
-from transfer.rooms.metadata_slots import Draft, Metadata
-from transfer.rooms.room_outcomes import Expected, Finished
+from transfer.rooms.kv_receiver import KVReceiver
+from transfer.rooms.kv_sender import KVSender
+from transfer.rooms.metadata_slots import DraftState, HandoverMetadata
+from transfer.rooms.room_outcomes import ExpectedPrompt, SendablePages
 
 PLANES = ("local", "shm", "zmq")
 _UNTIL_S = 30.0
@@ -103,17 +103,17 @@ class Prompt:
     room: RoomId
     positions: int
     keys: tuple[bytes, ...]
-    runs: dict[str, Run]
+    runs: dict[str, PageNumbers]
     leases: dict[str, Lease]
     tags: dict[str, tuple[ContentTag, ...]]
 
-    def part(self, pool: str, numbers: range | None = None) -> Finished:
+    def part(self, pool: str, numbers: range | None = None) -> SendablePages:
         run = self.runs[pool]
         numbers = run.numbers if numbers is None else numbers
         at = slice(numbers.start - run.first, numbers.stop - run.first)
-        return Finished(numbers.start, run.indices[at], self.tags[pool][at])
+        return SendablePages(numbers.start, run.indices[at], self.tags[pool][at])
 
-    def all(self) -> dict[str, Finished]:
+    def all(self) -> dict[str, SendablePages]:
         return {pool: self.part(pool) for pool in self.runs}
 
 
@@ -122,8 +122,8 @@ class Ends:
     """A writer and a reader. Outcomes of both are kept until a test looks."""
 
     spec: PoolSetSpec
-    sender: SenderEnd
-    receiver: ReceiverEnd
+    sender: KVSender
+    receiver: KVReceiver
     source: PoolSet
     target: PoolSet
     clock: ManualClock
@@ -133,8 +133,8 @@ class Ends:
     """All ranks of both."""
     pass_time: Callable[[], None] = lambda: None
     """Lets what was sent travel on for a moment, where time is simulated."""
-    outcomes: list[receiver.Outcome] = field(default_factory=list)
-    heard: list[kv_sender.Outcome] = field(default_factory=list)
+    outcomes: list[receiver.ReceiverOutcome] = field(default_factory=list)
+    heard: list[kv_sender.SenderOutcome] = field(default_factory=list)
     _rooms: int = 0
 
     def poll(self) -> None:
@@ -163,7 +163,7 @@ class Ends:
                 for taken in leases.values():
                     taken.release()
                 raise
-            runs[pool] = Run(numbers.start, lease.indices)
+            runs[pool] = PageNumbers(numbers.start, lease.indices)
             digests = self.source.digest(pool, lease.indices, *extents(self.spec, pool, numbers, positions))
             tags[pool] = tuple(ContentTag(keys[n], d) for n, d in zip(numbers, digests, strict=True))
         return Prompt(room, positions, keys, runs, leases, tags)
@@ -177,7 +177,7 @@ class Ends:
         """
         held = held or {}
         writer = PeerRef(WorkerName("prefill-0"), Incarnation(1), self.sender.control)
-        expected = Expected(prompt.keys, prompt.positions)
+        expected = ExpectedPrompt(prompt.keys, prompt.positions)
         self.receiver.open(prompt.room, writer, expected)
         self.sender.open(prompt.room, wants or PeerRef(WorkerName("decode-0"), Incarnation(1), ""))
         lacks = self.receiver.missing(expected, held)
@@ -194,19 +194,19 @@ class Ends:
         self.until(lambda: self.sender.granted(prompt.room), "the grant")
         return leases
 
-    def seal(self, prompt: Prompt, draft: Draft | None = None) -> None:
-        self.sender.seal(prompt.room, Metadata(prompt.room, 0, 7, None, 0, prompt.positions, draft))
+    def seal(self, prompt: Prompt, draft: DraftState | None = None) -> None:
+        self.sender.seal(prompt.room, HandoverMetadata(prompt.room, 0, 7, None, 0, prompt.positions, draft))
 
-    def outcome(self, room: RoomId) -> receiver.Outcome:
+    def outcome(self, room: RoomId) -> receiver.ReceiverOutcome:
         """What the room came to at the reader."""
         self.until(lambda: any(o.room == room for o in self.outcomes), f"an outcome of {room}")
         return next(o for o in self.outcomes if o.room == room)
 
-    def released(self, room: RoomId) -> room_outcomes.Released:
+    def released(self, room: RoomId) -> room_outcomes.RoomReleased:
         """What the room came to at the writer."""
 
-        def found() -> list[room_outcomes.Released]:
-            return [o for o in self.heard if isinstance(o, room_outcomes.Released) and o.room == room]
+        def found() -> list[room_outcomes.RoomReleased]:
+            return [o for o in self.heard if isinstance(o, room_outcomes.RoomReleased) and o.room == room]
 
         self.until(found, f"the end of {room} at the writer")
         return found()[0]
@@ -271,11 +271,11 @@ def simulated_ends(
     config, clock, waiter = config_from_dict({}).transfer, ManualClock(), SimWaiter(agenda)
     pools = [seat.leader for seat in seats]
     mark = fingerprint("a model", spec, "invariant:by hand")
-    writer = SenderEnd(
+    writer = KVSender(
         WorkerName("prefill-0"), Incarnation(1), mark, mine[0], pools[0], device, config,
         carrier=carriers[0], clock=clock,
     )  # fmt: skip
-    reader = ReceiverEnd(
+    reader = KVReceiver(
         WorkerName("decode-0"), Incarnation(1), mark, mine[1], pools[1], slots, config,
         verify=True, carrier=carriers[1], clock=clock,
     )  # fmt: skip
@@ -309,7 +309,7 @@ def ends(
     config = config_from_dict({"transfer": {"plane": plane, **(transfer or {})}, "faults": dict(faults or {})})
     waiter = Waiter()
     pools: list[PoolSet] = []
-    planes: list[Plane] = []
+    planes: list[DataPlane] = []
     seats: list[RankedSeat] = []
     for side, size in enumerate(ranks):
         mine = [make_plane(config, "127.0.0.1", None, waiter.wake, rank, size) for rank in range(size)]
@@ -321,20 +321,20 @@ def ends(
         else:
             fill(seat, seed + side)
         seat.connect(mine)
-        planes.append(mine[0] if size == 1 else RankedPlane(mine[0], seat.followers))
+        planes.append(mine[0] if size == 1 else TPDataPlane(mine[0], seat.followers))
         pools.append(seat.leader)
         seats.append(seat)
     options: dict[str, Any] = {
         "clock": clock,
-        "carrier": ZmqCarrier(
+        "carrier": ZmqControlTransport(
             "127.0.0.1", waiter, None, config.transfer.link_timeout_s, config.transfer.control_frame_bytes
         ),
     }
-    writer = SenderEnd(
+    writer = KVSender(
         WorkerName("prefill-0"), Incarnation(1), marks[0], planes[0], pools[0], device or CpuDevice(),
         config.transfer, **options,
     )  # fmt: skip
-    reader = ReceiverEnd(
+    reader = KVReceiver(
         WorkerName("decode-0"), Incarnation(1), marks[1], planes[1], pools[1], slots, config.transfer,
         verify=True, **options,
     )  # fmt: skip

@@ -21,7 +21,7 @@ from tests.rooms import PLANES, Ends, Prompt, ends, image
 from tests.router.stage import Stage
 from tests.workers.test_any_state import PAGE, hash_pair
 from transfer.rooms import room_messages as m
-from transfer.rooms.room_outcomes import Arrived, Broken, Expected
+from transfer.rooms.room_outcomes import ExpectedPrompt, HandoverFailed, PromptArrived
 
 SPEC = pool_sets()["all"]
 
@@ -38,7 +38,7 @@ def hand_over(both: Ends, prompt: Prompt) -> None:
     both.sender.write(prompt.room, prompt.all(), ())
     both.seal(prompt)
     arrived = both.outcome(prompt.room)
-    assert isinstance(arrived, Arrived), arrived
+    assert isinstance(arrived, PromptArrived), arrived
     arrived.release()
     for lease in prompt.leases.values():
         lease.release()
@@ -66,15 +66,15 @@ def say_notice(both: Ends, prompt: Prompt, notice: m.Notice, writes: int = 0) ->
 def test_a_reference_out_of_range_is_refused_and_no_page_changes(both: Ends) -> None:
     prompt, fine = both.prompt(21), opened(both, 21)
     writer = PeerRef(WorkerName("prefill-0"), Incarnation(1), both.sender.control)
-    both.receiver.open(prompt.room, writer, Expected(prompt.keys, 21))
+    both.receiver.open(prompt.room, writer, ExpectedPrompt(prompt.keys, 21))
     both.sender.open(prompt.room, PeerRef(WorkerName("decode-0"), Incarnation(1), ""))
     before = image(both.target)
     (peer,) = both.receiver._peers.values()
     beyond = max(both.target.layout.counts.values()) + 5
     for slot, index in ((0, beyond), (10**6, 1), (0, 2**40)):
-        places = tuple(m.Place(p, r.first, tuple(index + i for i in range(len(r))), (0,) * len(r))
+        places = tuple(m.GrantedPages(p, r.first, tuple(index + i for i in range(len(r))), (0,) * len(r))
                        for p, r in prompt.runs.items())  # fmt: skip
-        peer.channel.send(m.encode(m.Grant(prompt.room, places, slot, 0, 5)))
+        peer.channel.send(m.encode(m.PageGrant(prompt.room, places, slot, 0, 5)))
     hand_over(both, fine)
     if both.sender.granted(prompt.room):  # Where the reader does the storing the numbers are its own to look at.
         assert both.receiver._plane.revocable
@@ -97,14 +97,18 @@ def test_a_reference_that_was_consumed_brings_no_earlier_answer_back(both: Ends)
     both.until(lambda: not both.sender.rooms, "the confirmation")
     both.open(prompt)
     late, before = both.receiver.late, image(both.target)
-    for notice in (m.WroteSlot(old.room, ticket), m.Wrote(old.room, ticket, ()), m.Finished(old.room, ticket)):
+    for notice in (
+        m.SlotWritten(old.room, ticket),
+        m.PagesWritten(old.room, ticket, ()),
+        m.NothingToDecode(old.room, ticket),
+    ):
         say_notice(both, prompt, notice)
     both.until(lambda: both.receiver.late == late + 3, "the late words")
     assert image(both.target) == before
     assert not [o for o in both.outcomes if o.room == prompt.room]
     writer = PeerRef(WorkerName("prefill-0"), Incarnation(1), both.sender.control)
     with pytest.raises(WireError, match="exists already"):
-        both.receiver.open(old.room, writer, Expected(old.keys, 21))
+        both.receiver.open(old.room, writer, ExpectedPrompt(old.keys, 21))
     with pytest.raises(WireError, match="exists already"):
         both.sender.open(old.room, PeerRef(WorkerName("decode-0"), Incarnation(1), ""))
     hand_over(both, prompt)
@@ -116,10 +120,10 @@ def test_a_slot_that_still_holds_an_earlier_requests_first_token_is_not_believed
     hand_over(both, old)
     prompt = opened(both, 21)
     both.sender.write(prompt.room, prompt.all(), ())
-    slot_written = m.WroteSlot(prompt.room, ticket_of(both, prompt))
+    slot_written = m.SlotWritten(prompt.room, ticket_of(both, prompt))
     say_notice(both, prompt, slot_written, both.sender._rooms[prompt.room].writes)
     broken = both.outcome(prompt.room)
-    assert isinstance(broken, Broken)
+    assert isinstance(broken, HandoverFailed)
     assert broken.kind is ErrorKind.DAMAGED
     assert f"holds room {old.room}" in broken.message
     assert both.receiver.damage["metadata"] == 1

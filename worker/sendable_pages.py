@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 
 from cache.allocation.allocation import Allocation
 from cache.memory.page_digest import ContentTag
-from transfer.rooms.room_outcomes import Finished
+from transfer.rooms.room_outcomes import SendablePages
 
 
 def finished(
@@ -15,7 +15,7 @@ def finished(
     chain: Sequence[bytes],
     ends: Mapping[str, int],
     most: Mapping[str, int] | None = None,
-) -> dict[str, Finished]:
+) -> dict[str, SendablePages]:
     """The next pages and slots of `wanted`, up to the first that isn't sealed.
 
     `chain` has the keys of all its pages, the last partly filled one included; `ends` the digests at its end, by pool.
@@ -31,7 +31,7 @@ def finished(
             tags.append(ContentTag(chain[number], digest))
         if tags:
             places = claim.tables[pool][left.start :] if pool in claim.tables else claim.slots[pool].indices
-            out[pool] = Finished(left.start, tuple(places[: len(tags)]), tuple(tags))
+            out[pool] = SendablePages(left.start, tuple(places[: len(tags)]), tuple(tags))
     return out
 
 

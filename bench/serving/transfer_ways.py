@@ -22,7 +22,7 @@ from cache.memory.page_moves import gather
 from cache.pool.pool_set import PoolSet
 from contracts.config.cluster_config import FaultsConfig
 from contracts.ids import RoomId
-from transfer.planes.data_plane import SLOT_BYTES, PageWrite, Plane, Run, Target
+from transfer.planes.data_plane import SLOT_BYTES, DataPlane, PageNumbers, PageWrite, RoomTarget
 from transfer.planes.local_plane import LocalPlane
 from transfer.planes.shm_plane import ShmPlane
 from transfer.planes.zmq_plane import ZmqPlane
@@ -107,7 +107,7 @@ class Writer(Protocol):
     def close(self) -> None: ...
 
 
-def make_plane(kind: str) -> Plane:
+def make_plane(kind: str) -> DataPlane:
     faults = FaultsConfig()
     if kind == "shm":
         return ShmPlane(faults, HOST, None)
@@ -125,7 +125,8 @@ class PlaneReader:
         slots = self.plane.allocate("slots", DISTINCT * SLOT_BYTES).view(DISTINCT, SLOT_BYTES)
         self.plane.register(self.memory.pools, slots)
         self.targets = [
-            Target(RoomId(f"room-{n}"), {"full": Run(0, tuple(self.memory.chunks[n]))}, n) for n in range(DISTINCT)
+            RoomTarget(RoomId(f"room-{n}"), {"full": PageNumbers(0, tuple(self.memory.chunks[n]))}, n)
+            for n in range(DISTINCT)
         ]
         for target in self.targets:
             self.plane.permit(target)
@@ -162,7 +163,7 @@ class PlaneWriter:
 
     def send(self, number: int) -> None:
         at = number % DISTINCT
-        self._link.post(PageWrite(self._targets[at], {"full": Run(0, tuple(self._memory.chunks[at]))})).wait()
+        self._link.post(PageWrite(self._targets[at], {"full": PageNumbers(0, tuple(self._memory.chunks[at]))})).wait()
         self._link.notify(RoomId("bench"), b"wrote")
 
     def close(self) -> None:

@@ -96,8 +96,8 @@ class Device(Protocol):
 
     @property
     def checks(self) -> bool:
-        """Whether it verifies what operations read and write. Where it doesn't, nobody looks at an `DeviceOp`'s spans, and a
-        caller for whom they are costly to name leaves them out."""
+        """Whether it verifies what operations read and write. Where it doesn't, nobody looks at the spans of a
+        `DeviceOp`, and a caller for whom they are costly to name leaves them out."""
 
     def submit(
         self,

@@ -85,7 +85,7 @@ class PoolSet:
         copy_state(move, self.region, self.layout, target.region, target.layout, layers)
 
     def digest(self, pool: str, indices: Sequence[int], firsts: Sequence[int], ends: Sequence[int]) -> list[int]:
-        """The digests of these pages or slots, as `PageDigester.digest` takes them: of all heads, on whichever ranks."""
+        """The digests of these pages or slots, as `PageDigester.digest` takes them: of all heads, on any rank."""
         return self.digester.digest(self.region, pool, indices, firsts, ends)
 
     def digesting(

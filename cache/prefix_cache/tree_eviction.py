@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 EvictionRank = float | tuple[float, ...]
 """A policy's are all numbers, or all tuples."""
-EvictionPolicy = Callable[["Node"], EvictionRank]
+EvictionPolicy = Callable[["TreeNode"], EvictionRank]
 
 POLICIES: dict[str, EvictionPolicy] = {
     "lru": lambda node: node.used,

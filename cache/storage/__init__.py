@@ -10,4 +10,5 @@ from cache.storage.storage_backend import (
     StorageBackend,
 )
 
-__all__ = ["Backend", "Capacity", "Counts", "Item", "ObjectName", "Outcome", "Verdict"]
+__all__ = [
+"BackendCapacity", "BackendCounts", "ObjectBuffer", "ObjectName", "ObjectOutcome", "ObjectVerdict", "StorageBackend",]

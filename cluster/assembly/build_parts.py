@@ -41,11 +41,11 @@ from engine.runner.model_runner import Engine
 from engine.tensors.shard import Shard
 from engine.tensors.tensor_parallel import ALONE, Ranks
 from engine.tensors.weight_loader import dtype_for
-from transfer.net.curve_keys import Curve
+from transfer.net.curve_keys import CurveKeys
 from transfer.net.waiter import Waiter
-from transfer.planes.data_plane import Plane
+from transfer.planes.data_plane import DataPlane
 from transfer.planes.make_plane import make_plane
-from transfer.planes.tp_plane import RankedPlane
+from transfer.planes.tp_plane import TPDataPlane
 
 
 @dataclass(frozen=True)
@@ -56,10 +56,10 @@ class Parts:
     config: Config
     device: Device
     waiter: Waiter
-    plane: Plane
+    plane: DataPlane
     seat: KVCacheManager
     engine: Engine
-    curve: Curve | None
+    curve: CurveKeys | None
 
 
 def _parts(
@@ -84,7 +84,7 @@ def _parts(
     waiter = Waiter()
     ranks, line = (ALONE, None) if crew is None else (crew.ranks, crew.line)
     own = make_plane(config, host, curve, waiter.wake, ranks.rank, ranks.size)
-    plane: Plane = own if line is None else RankedPlane(own, line)
+    plane: DataPlane = own if line is None else TPDataPlane(own, line)
     try:
         model, layout = rank_layout(role, spec, config, counts, ranks)
         region = plane.allocate("pages", layout.nbytes)
@@ -110,12 +110,12 @@ def _class(config: Config, spec: ModelSpec, device: Device) -> str:
     return class_of(config.engine, dtype_for(spec, config.engine), device.torch_device)
 
 
-def _curve(host: str) -> Curve | None:
+def _curve(host: str) -> CurveKeys | None:
     """The cluster's keys. Raises `ConfigError` where there are none and `host` isn't loopback."""
     secret = os.environ.get(SECRET_VARIABLE)
     if secret is None and not host.startswith("127."):
         raise ConfigError(f"a worker on {host} needs {SECRET_VARIABLE}: only loopback goes without authentication")
-    return Curve.from_secret(bytes.fromhex(secret)) if secret else None
+    return CurveKeys.from_secret(bytes.fromhex(secret)) if secret else None
 
 
 def rank_layout(

@@ -26,7 +26,7 @@ from engine.runner.model_runner import Engine
 from engine.tensors.tensor_parallel import Ranks
 from transfer.net.waiter import Waiter
 from transfer.planes.make_plane import make_plane
-from transfer.planes.tp_plane import RankLinks
+from transfer.planes.tp_plane import FollowerLinks
 
 
 @dataclass(frozen=True)
@@ -34,7 +34,7 @@ class RankParts:
     """What a follower is made of."""
 
     state: FollowerPools
-    links: RankLinks
+    links: FollowerLinks
     engine: Engine
     storage: FollowerPageStore | None
     waiter: Waiter
@@ -88,4 +88,4 @@ def build_rank(
     for socket in plane.waitable:
         waiter.add(socket)
     state = FollowerPools(places, ranks.size, lambda place: arena.count_copy() if arena and place == HOST else None)
-    return RankParts(state, RankLinks(plane), engine, storage, waiter, arena)
+    return RankParts(state, FollowerLinks(plane), engine, storage, waiter, arena)

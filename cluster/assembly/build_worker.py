@@ -17,10 +17,10 @@ from contracts.interfaces.worker_interface import Worker
 from contracts.messages.fingerprint import numerics_class
 from decode.worker import DecodeWorker
 from prefill.worker import PrefillWorker
-from transfer.net.zmq_channel import ZmqCarrier
+from transfer.net.zmq_channel import ZmqControlTransport
 from transfer.rooms.compatibility import fingerprint as fingerprint_of
-from transfer.rooms.kv_receiver import ReceiverEnd
-from transfer.rooms.kv_sender import SenderEnd
+from transfer.rooms.kv_receiver import KVReceiver
+from transfer.rooms.kv_sender import KVSender
 
 
 def build_worker(
@@ -48,9 +48,9 @@ def build_worker(
     clock = clock or SystemClock()
     p = _parts(role, name, spec, config, host, counts, device, clock, crew, arenas)
     transfer = config.transfer
-    carrier = ZmqCarrier(host, p.waiter, p.curve, transfer.link_timeout_s, transfer.control_frame_bytes)
+    carrier = ZmqControlTransport(host, p.waiter, p.curve, transfer.link_timeout_s, transfer.control_frame_bytes)
     common = fingerprint_of(spec.fingerprint, p.seat.pools.spec, _numerics(p))
-    sender = SenderEnd(
+    sender = KVSender(
         name, incarnation, common, p.plane, p.seat.pools, p.device, config.transfer,
         carrier=carrier, clock=clock, others=crew.line.processes if crew else (),
     )  # fmt: skip
@@ -60,7 +60,7 @@ def build_worker(
             context=spec.context, clock=clock, pause=time.sleep,
         )  # fmt: skip
     # After the sender: the plane registers the metadata slots with the reader's end, which has them.
-    receiver = ReceiverEnd(
+    receiver = KVReceiver(
         name, incarnation, common, p.plane, p.seat.pools, config.decode.metadata_slots, config.transfer,
         verify=config.cache_for(role).verify, carrier=carrier, clock=clock,
     )  # fmt: skip

@@ -16,7 +16,7 @@ from contracts.errors import WireError
 from contracts.messages.rank_order_codec import decode
 from contracts.messages.rank_orders import FollowerNotice, Order
 from transfer.net import process_watch as process
-from transfer.net.process_watch import ProcessWatch
+from transfer.net.process_watch import PidfdWatch
 
 
 class LeaderLine:
@@ -61,7 +61,7 @@ class LeaderLine:
 class DeathWatch:
     """A thread that tells, once, when one of several processes has died."""
 
-    def __init__(self, watches: Sequence[tuple[str, ProcessWatch]], on_death: Callable[[str], None]) -> None:
+    def __init__(self, watches: Sequence[tuple[str, PidfdWatch]], on_death: Callable[[str], None]) -> None:
         """`watches`: who each is, in words. `on_death` is called on the thread."""
         self._watches = {watch.fd: (who, watch.pid) for who, watch in watches}
         self._on_death = on_death

@@ -19,8 +19,8 @@ from contracts.clock import Clock
 from contracts.errors import PeerDead
 from contracts.messages.rank_order_codec import encode
 from contracts.messages.rank_orders import FollowerNotice, LinkLost, Order, WriteArrived
-from transfer.net.curve_keys import Curve
-from transfer.net.process_watch import ProcessWatch
+from transfer.net.curve_keys import CurveKeys
+from transfer.net.process_watch import PidfdWatch
 
 log = logging.getLogger("twinpool.ranks")
 
@@ -31,11 +31,11 @@ _LOOK_S = 0.2
 """Between two looks at who is still alive, while waiting."""
 
 
-def meeting_point(secret: str) -> tuple[str, Curve]:
+def meeting_point(secret: str) -> tuple[str, CurveKeys]:
     """Endpoint and keys of the ranks that share `secret` (hex, 16 bytes or more). The endpoint leaves no file."""
     raw = bytes.fromhex(secret)
     name = hashlib.blake2b(raw, digest_size=12, person=b"twinpool-ranks").hexdigest()
-    return f"ipc://@twinpool-{name}", Curve.from_secret(raw)
+    return f"ipc://@twinpool-{name}", CurveKeys.from_secret(raw)
 
 
 class RankLine:
@@ -55,7 +55,7 @@ class RankLine:
         self.socket.set(zmq.ROUTER_MANDATORY, 1)
         curve.serve(self.socket)
         self.socket.bind(endpoint)
-        self.watches: dict[int, ProcessWatch] = {}
+        self.watches: dict[int, PidfdWatch] = {}
         self.processes: list[tuple[int, int, str]] = []
         """Each follower's pid, start ticks and namespace, by rank from 1 on."""
         self._sequence = 0
@@ -79,7 +79,7 @@ class RankLine:
         self.processes = [self._joined[rank] for rank in range(1, self._size)]
         for rank, (pid, started, boot) in self._joined.items():
             try:
-                watch = ProcessWatch.open(pid, started, boot)
+                watch = PidfdWatch.open(pid, started, boot)
             except ProcessLookupError:
                 raise PeerDead(f"rank {rank} (pid {pid}) died") from None
             if watch is None:

@@ -15,7 +15,7 @@ from contracts.errors import PeerDead, WireError
 from contracts.messages.rank_orders import EndRank, FormGroup
 from engine.tensors.tensor_parallel import GroupRanks
 from transfer.net import process_watch as process
-from transfer.net.process_watch import ProcessWatch
+from transfer.net.process_watch import PidfdWatch
 
 
 @dataclass(frozen=True)
@@ -25,7 +25,7 @@ class Crew:
     line: RankLine
     ranks: GroupRanks
 
-    def watch(self) -> list[tuple[str, ProcessWatch]]:
+    def watch(self) -> list[tuple[str, PidfdWatch]]:
         return [(f"rank {rank} of this worker", watch) for rank, watch in self.line.watches.items()]
 
     def close(self) -> None:
@@ -67,7 +67,7 @@ class Follower:
 
     line: LeaderLine
     ranks: GroupRanks
-    leader: ProcessWatch
+    leader: PidfdWatch
 
     def close(self) -> None:
         self.line.close()
@@ -86,7 +86,7 @@ def follow(meeting: str, rank: int, size: int, *, deadline_s: float, start_s: fl
         if not isinstance(form, FormGroup):
             raise WireError(f"the first order must be to form a group, it is {type(form).__name__}")
         try:
-            leader = ProcessWatch.open(form.pid, form.started, form.namespace)
+            leader = PidfdWatch.open(form.pid, form.started, form.namespace)
         except ProcessLookupError:
             raise PeerDead(f"the leader of this worker (pid {form.pid}) died") from None
         if leader is None:

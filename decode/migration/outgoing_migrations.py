@@ -46,9 +46,9 @@ from decode.migration.migration_state import Departure, Stage, StageEvent
 from decode.migration.prefix_offers import Offers
 from decode.migration.prefix_push import Giving
 from decode.request.request import OFF_DEVICE, Phase, Request
-from transfer.rooms.kv_sender import SenderEnd
-from transfer.rooms.metadata_slots import Metadata
-from transfer.rooms.room_outcomes import Granted, Released
+from transfer.rooms.kv_sender import KVSender
+from transfer.rooms.metadata_slots import HandoverMetadata
+from transfer.rooms.room_outcomes import RoomGranted, RoomReleased
 from worker.request_table import Desk
 from worker.sendable_pages import finished
 
@@ -92,7 +92,7 @@ class Departures:
         self,
         name: str,
         seat: KVCacheManager,
-        sender: SenderEnd,
+        sender: KVSender,
         desk: Desk[Request],
         config: Config,
         clock: Clock,
@@ -209,7 +209,7 @@ class Departures:
             if departure is None:
                 self.giving.hear(outcome)
                 continue
-            if isinstance(outcome, Granted):
+            if isinstance(outcome, RoomGranted):
                 departure.step(StageEvent.GRANT)
                 departure.began = self._clock.now()
             else:
@@ -268,7 +268,7 @@ class Departures:
             return
         draft = request.metadata.draft if request.metadata is not None else None
         cached = request.claim.cached.total
-        metadata = Metadata(room, 0, request.tokens[-1], None, cached, request.computed, draft)
+        metadata = HandoverMetadata(room, 0, request.tokens[-1], None, cached, request.computed, draft)
         try:
             self._sender.seal(room, metadata)
         except WireError as error:
@@ -276,7 +276,7 @@ class Departures:
             return
         departure.step(StageEvent.SENT)
 
-    def _released(self, departure: Departure, outcome: Released) -> None:
+    def _released(self, departure: Departure, outcome: RoomReleased) -> None:
         request, submit = departure.request, departure.request.submit
         if outcome.received:
             departure.step(StageEvent.RECEIVED)

@@ -19,8 +19,8 @@ from contracts.interfaces.worker_interface import SessionId
 from contracts.messages.router_commands import PullPrefix
 from contracts.messages.worker_events import PullDone
 from decode.request.request import Request
-from transfer.rooms.kv_receiver import ReceiverEnd
-from transfer.rooms.room_outcomes import Arrived, Broken, Expected, Over
+from transfer.rooms.kv_receiver import KVReceiver
+from transfer.rooms.room_outcomes import ExpectedPrompt, HandoverFailed, PromptAnswered, PromptArrived
 from worker.request_table import Desk
 
 
@@ -34,7 +34,7 @@ class _Fetch:
 class Fetching:
     """The fetching end. Called between steps, by the worker's thread."""
 
-    def __init__(self, seat: KVCacheManager, receiver: ReceiverEnd, desk: Desk[Request], *, reuse: bool) -> None:
+    def __init__(self, seat: KVCacheManager, receiver: KVReceiver, desk: Desk[Request], *, reuse: bool) -> None:
         """`reuse`: whether there is a tree to fetch for."""
         self._seat, self._receiver, self._desk, self._reuse = seat, receiver, desk, reuse
         self._fetches: dict[RoomId, _Fetch] = {}
@@ -48,7 +48,7 @@ class Fetching:
         positions = len(command.tokens) // size * size
         keys = chain_keys(command.tokens[:positions], size, command.salt)
         try:
-            self._receiver.open(command.room, command.peer, Expected(tuple(keys), positions))
+            self._receiver.open(command.room, command.peer, ExpectedPrompt(tuple(keys), positions))
         except WireError:
             self._tell(session, command, 0)
             return
@@ -75,13 +75,13 @@ class Fetching:
         self._fetches[command.room] = _Fetch(session, command, claim)
         return True
 
-    def hears(self, outcome: Arrived | Broken | Over) -> bool:
+    def hears(self, outcome: PromptArrived | HandoverFailed | PromptAnswered) -> bool:
         """Take the end of a room in; False when it isn't one of these."""
         fetch = self._fetches.pop(outcome.room, None)
         if fetch is None:
             return False
         nbytes = 0
-        if isinstance(outcome, Arrived):
+        if isinstance(outcome, PromptArrived):
             full = self._seat.full
             self._seat.take(fetch.claim, outcome.leases[full], outcome.digests.get(full, {}))
             nbytes = outcome.bytes

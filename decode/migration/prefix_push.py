@@ -26,9 +26,9 @@ from contracts.messages.router_commands import PushPrefix
 from contracts.messages.worker_events import PushReady
 from contracts.state_table import StateTable
 from decode.request.request import Request
-from transfer.rooms.kv_sender import SenderEnd
-from transfer.rooms.metadata_slots import Metadata
-from transfer.rooms.room_outcomes import Granted, Released
+from transfer.rooms.kv_sender import KVSender
+from transfer.rooms.metadata_slots import HandoverMetadata
+from transfer.rooms.room_outcomes import RoomGranted, RoomReleased
 from worker.request_table import Desk
 from worker.sendable_pages import finished
 
@@ -71,7 +71,7 @@ class Giving:
     def __init__(
         self,
         seat: KVCacheManager,
-        sender: SenderEnd,
+        sender: KVSender,
         desk: Desk[Request],
         config: Config,
         clock: Clock,
@@ -133,11 +133,11 @@ class Giving:
         self._gifts[command.room] = _Gift(command.room, claim, self._clock.now(), chain=keys)
         return True
 
-    def hear(self, outcome: Granted | Released) -> None:
+    def hear(self, outcome: RoomGranted | RoomReleased) -> None:
         gift = self._gifts.get(outcome.room)
         if gift is None:
             return
-        if isinstance(outcome, Granted):
+        if isinstance(outcome, RoomGranted):
             gift.state = GIFTS.next(gift.state, GiftEvent.GRANT)
         else:
             self._end(gift)
@@ -164,7 +164,7 @@ class Giving:
         if part and any(self._sender.wanted(gift.room).values()):
             return
         try:
-            self._sender.seal(gift.room, Metadata(gift.room, 0, 0, None, 0, 0))
+            self._sender.seal(gift.room, HandoverMetadata(gift.room, 0, 0, None, 0, 0))
         except WireError as error:
             # More is wanted than was said to be there.
             self._sender.fail(gift.room, ErrorKind.ROOM, str(error))

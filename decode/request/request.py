@@ -32,7 +32,7 @@ from contracts.messages.router_commands import Submit
 from contracts.state_table import StateTable
 from engine.runner.batch import FromStep
 from engine.runner.sampler import needs_history
-from transfer.rooms.metadata_slots import Metadata
+from transfer.rooms.metadata_slots import HandoverMetadata
 
 
 class Phase(StrEnum):
@@ -103,7 +103,7 @@ class Request:
     """How often it was retracted."""
     stepped: bool = True
     """False from its coming back until a step of it is committed: so long it isn't retracted again."""
-    metadata: Metadata | None = None
+    metadata: HandoverMetadata | None = None
     """What prefill handed over besides pages, the draft state with it: a copy of its own, whatever becomes of the slot
     and wherever its pages are (hazard A2)."""
     tokens: list[int] = field(default_factory=list)
@@ -141,7 +141,7 @@ class Request:
         """Tokens that are being drawn."""
         return self.launched - self.committed
 
-    def start(self, metadata: Metadata) -> None:
+    def start(self, metadata: HandoverMetadata) -> None:
         """The state of its tokens is here, and the first one after them."""
         self.metadata = metadata
         self.tokens = [*self.submit.tokens, metadata.token]

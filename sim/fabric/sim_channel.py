@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 
 from sim.fabric.sim_network import Network, Pipe
 from sim.fabric.sim_process import Process
-from transfer.net.control_channel import Process as Mark
+from transfer.net.control_channel import ProcessIdentity as Mark
 
 Wake = Callable[[], None]
 

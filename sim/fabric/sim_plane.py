@@ -27,8 +27,8 @@ from contracts.ids import RoomId
 from contracts.messages.rank_orders import WriteArrived
 from sim.fabric.sim_network import Network
 from sim.fabric.sim_process import Process
-from transfer.planes.data_plane import SLOT_BYTES, Link, PageWrite, SlotWrite, Target
-from transfer.planes.ordered_notices import HeldNotices
+from transfer.planes.data_plane import SLOT_BYTES, PageWrite, RoomTarget, SlotWrite, WriteLink
+from transfer.planes.ordered_notices import OrderedNotices
 from transfer.planes.rank_fan import fan, rank_cut, writers
 
 
@@ -110,8 +110,8 @@ class SimPlane:
         """Called once, in the middle of the next write of pages."""
         self._planes, self._wake = planes, wake
         self._arrived: deque[Item] = deque()
-        self._permitted: dict[RoomId, Target] = {}
-        self._held = HeldNotices(size, lambda sources, at: writers(self.pools.spec.whole, sources, at, size))
+        self._permitted: dict[RoomId, RoomTarget] = {}
+        self._held = OrderedNotices(size, lambda sources, at: writers(self.pools.spec.whole, sources, at, size))
         self._due: list[bytes] = []
         self._settled: list[WriteArrived] = []
         planes[process.pid] = self
@@ -125,10 +125,10 @@ class SimPlane:
     def describe(self) -> dict[str, Any]:
         return {"ranks": [{"pid": self.process.pid, "node": self.process.node}]}
 
-    def connect(self, descriptor: dict[str, Any]) -> Link:
+    def connect(self, descriptor: dict[str, Any]) -> WriteLink:
         return fan(self.pools.spec.whole, self.rank, self.size, descriptor, self._link)
 
-    def _link(self, part: dict[str, Any], spec: PoolSetSpec, cut: HeadSlice | None) -> Link:
+    def _link(self, part: dict[str, Any], spec: PoolSetSpec, cut: HeadSlice | None) -> WriteLink:
         reader = self._planes[part["pid"]]
         if self.kind == "zmq":
             return SentLink(self, reader, cut)
@@ -136,7 +136,7 @@ class SimPlane:
             raise LayoutMismatch(f"plane shm: the reader {reader.process} can't be reached from {self.process}")
         return StoredLink(self, reader, cut)
 
-    def permit(self, target: Target) -> None:
+    def permit(self, target: RoomTarget) -> None:
         self._permitted[target.room] = target
         self._held.open(target.room)
 
@@ -246,9 +246,9 @@ class _SimLink:
 
 
 class SentLink(_SimLink):
-    """Implements `transfer.planes.data_plane.Link` for plane zmq."""
+    """Implements `transfer.planes.data_plane.WriteLink` for plane zmq."""
 
-    def admit(self, target: Target) -> None: ...
+    def admit(self, target: RoomTarget) -> None: ...
 
     def post(self, write: PageWrite | SlotWrite) -> Completion:
         room, ticket, mine = write.target.room, write.target.ticket, self._writer
@@ -279,9 +279,9 @@ class SentLink(_SimLink):
 
 
 class StoredLink(_SimLink):
-    """Implements `transfer.planes.data_plane.Link` for plane shm."""
+    """Implements `transfer.planes.data_plane.WriteLink` for plane shm."""
 
-    def admit(self, target: Target) -> None:
+    def admit(self, target: RoomTarget) -> None:
         counts = self._reader.pools.layout.counts
         if any(max(run.indices) >= counts[pool] for pool, run in target.runs.items()):
             raise WireError(f"room {target.room} was granted places beyond {dict(counts)}")

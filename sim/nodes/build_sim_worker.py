@@ -38,11 +38,11 @@ from sim.fabric.sim_storage import SimQueue, Store
 from sim.fabric.virtual_time import Agenda
 from sim.nodes.sim_ranks import SimFollowers, SimRank
 from sim.scenario.scenario import CONTEXT, Shape, pool_set
-from transfer.planes.data_plane import Plane
-from transfer.planes.tp_plane import RankedPlane, RankLinks
+from transfer.planes.data_plane import DataPlane
+from transfer.planes.tp_plane import FollowerLinks, TPDataPlane
 from transfer.rooms.compatibility import fingerprint
-from transfer.rooms.kv_receiver import ReceiverEnd
-from transfer.rooms.kv_sender import SenderEnd
+from transfer.rooms.kv_receiver import KVReceiver
+from transfer.rooms.kv_sender import KVSender
 
 IDLE_S = 0.1
 """As `WorkerHost`'s `idle_s`."""
@@ -113,7 +113,7 @@ class Built:
     seat: KVCacheManager
     plane: SimPlane
     followers: SimFollowers | None = None
-    receiver: ReceiverEnd | None = None
+    receiver: KVReceiver | None = None
 
 
 def build(
@@ -133,7 +133,7 @@ def build(
     own = _plane(world, process, sleep.wake, 0, size)
     region = own.allocate("pages", layouts[0].nbytes)
     followers: SimFollowers | None = None
-    plane: Plane = own
+    plane: DataPlane = own
     if size == 1:
         pools = PoolSet(spec, layouts[0].counts, region)
     else:
@@ -141,7 +141,7 @@ def build(
         for rank in range(1, size):
             mine = home.new_process(f"{name}.rank{rank}#{incarnation}", process.node)
             followers.ranks.append(_rank(world, mine, role, layouts[rank], followers, rank, size))
-        plane, pools = RankedPlane(own, followers), TPPoolSet(layouts[0], region, followers, DEVICE)
+        plane, pools = TPDataPlane(own, followers), TPPoolSet(layouts[0], region, followers, DEVICE)
     host, arena = _host_tier(world, process, role, layouts[0], device, 0, size, followers)
     queue: SimQueue | None = None
     shelf: TPPageStore | None = None
@@ -161,14 +161,14 @@ def build(
     carrier = SimCarrier(world.exchange, process, sleep.wake)
     common: dict[str, Any] = {"context": CONTEXT, "clock": agenda, "pause": lambda s: None}
     common_to_all = fingerprint(FINGERPRINT, spec, numerics_class(config.engine.numerics, "hashing"))
-    sender = SenderEnd(
+    sender = KVSender(
         name, incarnation, common_to_all, plane, pools, device, config.transfer, carrier=carrier, clock=agenda,
         others=[(rank.process.pid, 1, rank.process.node) for rank in ranks],
     )  # fmt: skip
     if role is Role.PREFILL:
         worker = PrefillWorker(name, incarnation, config, engine, seat, sender, sleep, **common)
         return Built(worker, seat, own, followers)
-    receiver = ReceiverEnd(
+    receiver = KVReceiver(
         name, incarnation, common_to_all, plane, pools, config.decode.metadata_slots, config.transfer,
         verify=cache.verify, carrier=carrier, clock=agenda,
     )  # fmt: skip
@@ -208,7 +208,7 @@ def _rank(
             shelf = RankPageStore(SimQueue(world.store, process, wake), host, FINGERPRINT, rank, size)
             storage = FollowerPageStore(shelf)
     state = FollowerPools(places, size, lambda place: arena.count_copy() if arena and place == HOST else None)
-    return SimRank(rank, process, pools, state, RankLinks(plane), storage, arena)
+    return SimRank(rank, process, pools, state, FollowerLinks(plane), storage, arena)
 
 
 def _host_tier(

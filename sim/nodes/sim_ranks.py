@@ -1,6 +1,6 @@
 """The other ranks of a worker: processes of their own that carry out their leader's orders, one by one and late.
 
-They are `cache.pool.tp_pool_set.FollowerPools`, `transfer.planes.tp_plane.RankLinks` and
+They are `cache.pool.tp_pool_set.FollowerPools`, `transfer.planes.tp_plane.FollowerLinks` and
 `cache.storage.tp_page_store.FollowerPageStore`, as in `cluster.worker_process.follower_process`; orders travel as
 bytes. What is modelled is the line: an order reaches each rank some time after it was told, what is asked is answered
 some time later, and a leader that waits for an answer gets it, with everything that was told before it carried out. A
@@ -42,7 +42,7 @@ from contracts.messages.rank_orders import (
 )
 from sim.fabric.sim_process import Process
 from sim.fabric.virtual_time import Agenda
-from transfer.planes.tp_plane import RankLinks
+from transfer.planes.tp_plane import FollowerLinks
 
 LATE_S = 0.002
 """An order is carried out so late at most, unless its leader waits for it."""
@@ -74,7 +74,7 @@ class SimRank:
     process: Process
     pools: PoolSet
     state: FollowerPools
-    links: RankLinks
+    links: FollowerLinks
     storage: FollowerPageStore | None
     arena: Arena | None
     orders: deque[tuple[bytes, Asked | None]] = field(default_factory=deque)

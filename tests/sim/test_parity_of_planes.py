@@ -30,7 +30,15 @@ from tests.poolsets import entry, filled
 from tests.proxy import proxying
 from tests.ranks import headed_sets
 from tests.rooms import SimWaiter
-from transfer.planes.data_plane import SLOT_BYTES, Link, PageWrite, RankPlane, Run, SlotWrite, Target
+from transfer.planes.data_plane import (
+    SLOT_BYTES,
+    PageNumbers,
+    PageWrite,
+    RankDataPlane,
+    RoomTarget,
+    SlotWrite,
+    WriteLink,
+)
 from transfer.planes.make_plane import make_plane
 
 SPEC = headed_sets()["all"]
@@ -44,7 +52,7 @@ ENOUGH_S = 20.0
 class Side:
     """One worker: a plane and a pool set a rank."""
 
-    planes: list[RankPlane]
+    planes: list[RankDataPlane]
     pools: list[PoolSet]
     slots: torch.Tensor | None
 
@@ -60,17 +68,17 @@ class Scene:
     revocable: bool
     writer: Side
     reader: Side
-    links: list[Link]
+    links: list[WriteLink]
     """One for each rank of the writer."""
     cut: Callable[[], None]
     """Everything that is under way between the two is lost, and the connections with it."""
     pause: Callable[[], None]
 
     @property
-    def link(self) -> Link:
+    def link(self) -> WriteLink:
         return self.links[0]
 
-    def permit(self, target: Target) -> None:
+    def permit(self, target: RoomTarget) -> None:
         for plane in self.reader.planes:
             plane.permit(target)
 
@@ -137,14 +145,18 @@ class Scene:
         )
 
 
-def target(room: RoomId = ROOM, first: int = 0, slot: int = 1) -> Target:
+def target(room: RoomId = ROOM, first: int = 0, slot: int = 1) -> RoomTarget:
     """Four full pages, two window pages and a state."""
-    runs = {"full": Run(first, (5, 3, 8, 2)), "window": Run(first + 2, (4, 6)), "state": Run(first + 3, (7,))}
-    return Target(room, runs, slot)
+    runs = {
+        "full": PageNumbers(first, (5, 3, 8, 2)),
+        "window": PageNumbers(first + 2, (4, 6)),
+        "state": PageNumbers(first + 3, (7,)),
+    }
+    return RoomTarget(room, runs, slot)
 
 
-def write(to: Target, number: int = 1) -> PageWrite:
-    runs = {pool: Run(run.first, tuple(range(1, len(run) + 1))) for pool, run in to.runs.items()}
+def write(to: RoomTarget, number: int = 1) -> PageWrite:
+    runs = {pool: PageNumbers(run.first, tuple(range(1, len(run) + 1))) for pool, run in to.runs.items()}
     return PageWrite(to, runs, number)
 
 
@@ -154,7 +166,7 @@ def simulated(kind: str, ranks: tuple[int, int]) -> Iterator[Scene]:
     network, planes, damage = Network(agenda, rng, 0.005, 3.0), dict[int, SimPlane](), Damage()
     sides, pids = [], iter(range(1, 100))
     for name, size in zip(("prefill-0", "decode-0"), ranks, strict=True):
-        mine: list[RankPlane] = []
+        mine: list[RankDataPlane] = []
         for rank in range(size):
             process = Process(agenda, f"{name}#1", "node-0", next(pids))
             mine.append(SimPlane(kind, network, process, planes, rng, damage, lambda: None, rank, size))
@@ -185,7 +197,7 @@ def real(kind: str, ranks: tuple[int, int]) -> Iterator[Scene]:
             yield scene
 
 
-def _side(planes: list[RankPlane], side: int) -> Side:
+def _side(planes: list[RankDataPlane], side: int) -> Side:
     pools = []
     for rank, plane in enumerate(planes):
         layout = PoolSetLayout(SPEC.shard(rank, len(planes)), SPEC.even(PAGES + side))
@@ -298,9 +310,9 @@ def test_what_was_sent_to_a_room_that_has_ended_is_dropped_where_access_is_revoc
 def test_what_was_not_granted_is_written_nowhere(scene: Scene) -> None:
     granted = target()
     scene.permit(granted)
-    beyond = Target(ROOM, granted.runs | {"full": Run(0, (5, 3, 8, 2, 9))}, 1)
+    beyond = RoomTarget(ROOM, granted.runs | {"full": PageNumbers(0, (5, 3, 8, 2, 9))}, 1)
     before = scene.image()
-    runs = {"full": Run(3, (1, 2))}
+    runs = {"full": PageNumbers(3, (1, 2))}
     if scene.revocable:
         # The reader looks places up in what it granted itself, whatever the writer believes.
         scene.post(PageWrite(beyond, runs))

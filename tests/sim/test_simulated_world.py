@@ -13,9 +13,9 @@ from sim.fabric.sim_channel import Exchange, SimCarrier
 from sim.fabric.sim_network import Network
 from sim.fabric.sim_process import Process
 from sim.fabric.virtual_time import Agenda
-from transfer.net.control_channel import Carrier
+from transfer.net.control_channel import ControlTransport
 from transfer.net.waiter import Waiter
-from transfer.net.zmq_channel import ZmqCarrier
+from transfer.net.zmq_channel import ZmqControlTransport
 
 
 @dataclass
@@ -102,7 +102,9 @@ def test_a_reset_and_a_silence_lose_what_is_under_way_and_tell(stage: Stage) -> 
 
 
 @pytest.fixture(params=["simulated", "zmq"])
-def carriers(request: pytest.FixtureRequest, stage: Stage) -> Iterator[tuple[Carrier, Carrier, Callable[[], None]]]:
+def carriers(
+    request: pytest.FixtureRequest, stage: Stage
+) -> Iterator[tuple[ControlTransport, ControlTransport, Callable[[], None]]]:
     """Two carriers of one kind, and how to let what was sent arrive."""
     if request.param == "simulated":
         exchange, same = Exchange(stage.network), Process(stage.agenda, "b-0#1", "node-0", 2)
@@ -110,13 +112,13 @@ def carriers(request: pytest.FixtureRequest, stage: Stage) -> Iterator[tuple[Car
         yield mine, theirs, stage.pass_time
         return
     waiter = Waiter()
-    real = ZmqCarrier("127.0.0.1", waiter, None), ZmqCarrier("127.0.0.1", waiter, None)
+    real = ZmqControlTransport("127.0.0.1", waiter, None), ZmqControlTransport("127.0.0.1", waiter, None)
     yield *real, lambda: waiter.wait(1.0)
     waiter.close()
 
 
 def test_a_carrier_brings_messages_there_in_order_and_answers_back(
-    carriers: tuple[Carrier, Carrier, Callable[[], None]],
+    carriers: tuple[ControlTransport, ControlTransport, Callable[[], None]],
 ) -> None:
     mine, theirs, arrive = carriers
     inbox = mine.listen()
@@ -146,7 +148,7 @@ def test_a_carrier_brings_messages_there_in_order_and_answers_back(
 
 
 def test_a_carrier_watches_processes_of_its_own_node_and_no_others(
-    carriers: tuple[Carrier, Carrier, Callable[[], None]],
+    carriers: tuple[ControlTransport, ControlTransport, Callable[[], None]],
 ) -> None:
     mine, theirs, _ = carriers
     pid, started, _ = theirs.mine()

@@ -20,7 +20,7 @@ from tests.message_fuzz import SPEC, WORDS, Met, controls, flood, met, raw, refu
 from tests.poolsets import entry
 from tests.rooms import ends
 from transfer.rooms import room_messages as m
-from transfer.rooms.room_outcomes import Arrived, Broken
+from transfer.rooms.room_outcomes import HandoverFailed, PromptArrived
 
 PLANES = ["shm", "zmq"]
 
@@ -50,7 +50,7 @@ def test_every_field_of_every_control_message_to_decode_may_be_wrong(plane: str)
     with met(plane) as t:
         room, mark = t.prompt.room, t.both.sender.fingerprint
         welcome = m.Welcome("prefill-0", 1, mark, *t.both.sender._carrier.mine(), (m.RankProcess(1, 2, "boot"),))
-        said: list[m.Message] = [welcome, m.Refused("no"), m.Rejected("no", room)]
+        said: list[m.RoomMessage] = [welcome, m.PeerRefused("no"), m.MessageRejected("no", room)]
         said += [WORDS["quiesced"](room, t.ticket), WORDS["failed"](room, t.ticket)]
         bad = [data for message in said for _, data in wrong_types(raw(message))]
         bad += [data for message in said for data in too_short(raw(message))]
@@ -95,23 +95,23 @@ def test_a5_places_come_back_only_by_the_word_of_who_was_granted_them(plane: str
 @pytest.mark.parametrize("plane", PLANES)
 def test_abort_and_received_of_anothers_room_are_rejected(plane: str) -> None:
     with met(plane) as t:
-        for message in (m.Abort(t.prompt.room, "not mine", True, t.ticket), m.Received(t.prompt.room)):
+        for message in (m.AbortRoom(t.prompt.room, "not mine", True, t.ticket), m.HandoverReceived(t.prompt.room)):
             refused(t.both.sender, 1, t.both, lambda n, said=message: t.stranger.send(m.encode(said)), 1)  # type: ignore[misc]
             answer = None
             while answer is None or isinstance(answer, m.Welcome):
                 t.both.poll()
                 data = t.stranger.receive()
                 answer = m.decode(data) if data is not None else None
-            assert isinstance(answer, m.Rejected)
+            assert isinstance(answer, m.MessageRejected)
             assert answer.room == t.prompt.room
             assert "is not decode-9's" in answer.reason
         t.untouched()
         t.both.sender.write(t.prompt.room, t.prompt.all(), (DONE,))
         t.both.seal(t.prompt)
         # Sent, and still nobody else's to confirm: the pages stay where they are until decode has them.
-        refused(t.both.sender, 1, t.both, lambda n: t.stranger.send(m.encode(m.Received(t.prompt.room))), 1)
+        refused(t.both.sender, 1, t.both, lambda n: t.stranger.send(m.encode(m.HandoverReceived(t.prompt.room))), 1)
         arrived = t.both.outcome(t.prompt.room)
-        assert isinstance(arrived, Arrived)
+        assert isinstance(arrived, PromptArrived)
         assert t.both.released(t.prompt.room).received
         arrived.release()
 
@@ -120,22 +120,22 @@ def test_abort_and_received_of_anothers_room_are_rejected(plane: str) -> None:
 def test_a_stranger_who_gives_a_room_up_before_it_opens_takes_it_from_nobody(plane: str) -> None:
     with met(plane) as t:
         prompt = t.both.prompt(7)
-        t.stranger.send(m.encode(m.Abort(prompt.room, "not mine", False, 1)))
+        t.stranger.send(m.encode(m.AbortRoom(prompt.room, "not mine", False, 1)))
         t.both.until(lambda: prompt.room in t.both.sender._peers[b"decode-9:1"].given_up, "the abort")
         t.both.open(prompt)
         assert t.both.sender.granted(prompt.room)
         t.ends_well()
 
 
-def wrong_grants(t: Met) -> dict[str, m.Grant]:
+def wrong_grants(t: Met) -> dict[str, m.PageGrant]:
     """Of a room of the stranger's own."""
     grant = t.both.receiver._rooms[t.prompt.room].grant
     assert grant is not None
     mine = replace(grant, room=RoomId("mine"))
     count = t.both.target.layout.counts["full"]
 
-    def full(*indices: int) -> m.Grant:
-        return replace(mine, places=(m.Place("full", 0, indices, (0,) * len(indices)),))
+    def full(*indices: int) -> m.PageGrant:
+        return replace(mine, places=(m.GrantedPages("full", 0, indices, (0,) * len(indices)),))
 
     return {
         "a page beyond the pool": full(3, count),
@@ -143,9 +143,9 @@ def wrong_grants(t: Met) -> dict[str, m.Grant]:
         "the null page": full(0, 3),
         "a page before the first": full(-1),
         "one page twice": full(3, 3),
-        "no such pool": replace(mine, places=(m.Place("latents", 0, (3,), (0,)),)),
-        "too few epochs": replace(mine, places=(m.Place("full", 0, (3, 4), (0,)),)),
-        "a position that can't be": replace(mine, places=(m.Place("full", 2**62, (3,), (0,)),)),
+        "no such pool": replace(mine, places=(m.GrantedPages("latents", 0, (3,), (0,)),)),
+        "too few epochs": replace(mine, places=(m.GrantedPages("full", 0, (3, 4), (0,)),)),
+        "a position that can't be": replace(mine, places=(m.GrantedPages("full", 2**62, (3,), (0,)),)),
         "a slot beyond the last": replace(full(3), slot=10_000),
         "a slot before the first": replace(full(3), slot=-1),
         "no ticket": replace(full(3), ticket=0),
@@ -209,7 +209,7 @@ def test_a_message_that_cannot_be_read_ends_nothing(plane: str, data: bytes) -> 
             return
         # Prefill could tell of which room it was: that one can't go on, and ends with the writer's word.
         broken = t.both.outcome(about)
-        assert isinstance(broken, Broken)
+        assert isinstance(broken, HandoverFailed)
         t.both.until(lambda: not t.both.receiver.rooms, "the writer's word")
 
 
@@ -220,12 +220,12 @@ def test_a5_a_refusal_is_no_proof_that_nobody_writes(plane: str) -> None:
     with ends(SPEC, plane) as both:
         prompt = both.prompt(24)
         leases = both.open(prompt)
-        both.sender._inbox.send(b"decode-0:1", m.encode(m.Refused("say hello first")))
+        both.sender._inbox.send(b"decode-0:1", m.encode(m.PeerRefused("say hello first")))
         while not both.outcomes:  # The writer, for once, is slow to hear what decode says to that.
             both.outcomes += both.receiver.poll()
             both.waiter.wait(0.01)
         broken = both.outcome(prompt.room)
-        assert isinstance(broken, Broken)
+        assert isinstance(broken, HandoverFailed)
         assert "refused" in broken.message
         assert all(lease.live for lease in leases.values()), "promised, and not free"
         taken = {p: a.lease(a.free, "another request") for p, a in both.target.allocators.items()}
@@ -250,14 +250,14 @@ def test_a_decode_worker_that_was_forgotten_says_hello_again(plane: str) -> None
         both.until(lambda: not both.receiver.rooms, "the answer of a writer that knows it no more")
         both.start(second)
         broken = both.outcome(second.room)
-        assert isinstance(broken, Broken)
+        assert isinstance(broken, HandoverFailed)
         both.sender.fail(second.room, ErrorKind.CANCELLED, "tried again")
         third = both.prompt(11)
         both.open(third)
         both.sender.write(third.room, third.all(), (DONE,))
         both.seal(third)
         arrived = both.outcome(third.room)
-        assert isinstance(arrived, Arrived)
+        assert isinstance(arrived, PromptArrived)
         arrived.release()
         both.quiet()
 
@@ -266,8 +266,8 @@ def test_a_decode_worker_that_was_forgotten_says_hello_again(plane: str) -> None
 def test_an_abort_of_a_stranger_is_answered_and_takes_nothing_from_anybody(plane: str) -> None:
     with met(plane) as t:
         nobody = t.both.receiver._carrier.connect(t.both.sender.control, b"nobody:1")
-        nobody.send(m.encode(m.Abort(RoomId("never heard of"), "what", False, 9)))
-        answers: list[m.Message] = []
+        nobody.send(m.encode(m.AbortRoom(RoomId("never heard of"), "what", False, 9)))
+        answers: list[m.RoomMessage] = []
 
         def heard() -> bool:
             data = nobody.receive()
@@ -275,8 +275,8 @@ def test_an_abort_of_a_stranger_is_answered_and_takes_nothing_from_anybody(plane
             return bool(answers)
 
         t.both.until(heard, "an answer")
-        assert answers == [m.Quiesced(RoomId("never heard of"), 9)]
-        refused(t.both.sender, 1, t.both, lambda n: nobody.send(m.encode(m.Abort(t.prompt.room, "", False, 9))), 1)
+        assert answers == [m.WriterQuiesced(RoomId("never heard of"), 9)]
+        refused(t.both.sender, 1, t.both, lambda n: nobody.send(m.encode(m.AbortRoom(t.prompt.room, "", False, 9))), 1)
         nobody.close()
         t.untouched()
         t.ends_well()

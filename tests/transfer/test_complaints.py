@@ -28,38 +28,38 @@ from contracts.ids import Incarnation, RoomId, WorkerName
 from contracts.messages.router_commands import PeerRef
 from tests.poolsets import entry, filled, pool_sets
 from tests.rooms import PLANES, Ends, Prompt, ends, image
-from transfer.net.curve_keys import Curve
+from transfer.net.curve_keys import CurveKeys
 from transfer.net.waiter import Waiter
-from transfer.net.zmq_channel import ZmqCarrier
+from transfer.net.zmq_channel import ZmqControlTransport
 from transfer.planes import zmq_plane as tcp
-from transfer.planes.data_plane import Link, PageWrite, SlotWrite, Target
+from transfer.planes.data_plane import PageWrite, RoomTarget, SlotWrite, WriteLink
 from transfer.planes.make_plane import make_plane
 from transfer.rooms import room_messages as m
 from transfer.rooms.compatibility import fingerprint
-from transfer.rooms.kv_receiver import ReceiverEnd
-from transfer.rooms.kv_sender import SenderEnd, _sealed
-from transfer.rooms.metadata_slots import Metadata, pack
-from transfer.rooms.room_outcomes import Arrived, Broken, Expected, Released
+from transfer.rooms.kv_receiver import KVReceiver
+from transfer.rooms.kv_sender import KVSender, _sealed
+from transfer.rooms.metadata_slots import HandoverMetadata, pack
+from transfer.rooms.room_outcomes import ExpectedPrompt, HandoverFailed, PromptArrived, RoomReleased
 
 SPEC = pool_sets()["all"]
 
 
-def whole(both: Ends, prompt: Prompt) -> Arrived:
+def whole(both: Ends, prompt: Prompt) -> PromptArrived:
     both.sender.write(prompt.room, prompt.all(), (DONE,))
     both.seal(prompt)
     arrived = both.outcome(prompt.room)
-    assert isinstance(arrived, Arrived), arrived
+    assert isinstance(arrived, PromptArrived), arrived
     return arrived
 
 
-def say_all(both: Ends, prompt: Prompt, link: Link, target: Target | None, ticket: int) -> None:
+def say_all(both: Ends, prompt: Prompt, link: WriteLink, target: RoomTarget | None, ticket: int) -> None:
     """Everything that a writer writes and says in a room, past its own books: as one that knows of no end."""
     assert target is not None
     link.post(PageWrite(target, prompt.runs))
     parts = tuple(_sealed(pool, run.first, prompt.tags[pool]) for pool, run in prompt.runs.items())
-    link.notify(prompt.room, m.encode_notice(m.Wrote(prompt.room, ticket, parts)))
-    link.post(SlotWrite(target, pack(Metadata(prompt.room, 0, 7, None, 0, prompt.positions))))
-    link.notify(prompt.room, m.encode_notice(m.WroteSlot(prompt.room, ticket)))
+    link.notify(prompt.room, m.encode_notice(m.PagesWritten(prompt.room, ticket, parts)))
+    link.post(SlotWrite(target, pack(HandoverMetadata(prompt.room, 0, 7, None, 0, prompt.positions))))
+    link.notify(prompt.room, m.encode_notice(m.SlotWritten(prompt.room, ticket)))
 
 
 def late_words(both: Ends, count: int) -> None:
@@ -84,7 +84,9 @@ def test_state_that_was_consumed_already_never_comes_back_in_another_answer(plan
         assert both.released(first.room).received
         arrived.release()
         with pytest.raises(WireError, match="exists already"):
-            both.receiver.open(first.room, next(iter(both.receiver._peers.values())).ref, Expected(first.keys, 11))
+            both.receiver.open(
+                first.room, next(iter(both.receiver._peers.values())).ref, ExpectedPrompt(first.keys, 11)
+            )
         with pytest.raises(WireError, match="exists already"):
             both.sender.open(first.room, PeerRef(WorkerName("decode-0"), Incarnation(1), ""))
         # The second gets the same slot, and may well get the same pages.
@@ -95,7 +97,7 @@ def test_state_that_was_consumed_already_never_comes_back_in_another_answer(plan
             say_all(both, first, link, target, ticket)
             late_words(both, 2)
             assert image(both.target) == before
-        for word in (m.WroteSlot(first.room, ticket), m.WroteSlot(second.room, ticket)):
+        for word in (m.SlotWritten(first.room, ticket), m.SlotWritten(second.room, ticket)):
             link.notify(second.room, m.encode_notice(word))
         late_words(both, 2)
         assert not any(o.room == second.room for o in both.outcomes)
@@ -120,10 +122,10 @@ def test_metadata_of_the_previous_prompt_in_a_slot_is_never_taken_for_this_ones(
         both.sender.write(second.room, second.all(), (DONE,))
         peer, ticket = both.sender._peers[b"decode-0:1"], both.sender._rooms[second.room].ticket
         peer.link.notify(
-            second.room, m.encode_notice(m.WroteSlot(second.room, ticket)), 1
+            second.room, m.encode_notice(m.SlotWritten(second.room, ticket)), 1
         )  # Without having written it.
         broken = both.outcome(second.room)
-        assert isinstance(broken, Broken)
+        assert isinstance(broken, HandoverFailed)
         assert broken.kind is ErrorKind.DAMAGED
         assert f"holds room {first.room}" in broken.message
         both.quiet()
@@ -144,7 +146,7 @@ def test_pages_are_never_decoded_after_their_room_expired(plane: str) -> None:
         both.clock.advance(both.receiver._config.room_timeout_s + 1)
         both.outcomes += both.receiver.poll()
         (broken,) = both.outcomes
-        assert isinstance(broken, Broken)
+        assert isinstance(broken, HandoverFailed)
         assert "nothing came for" in broken.message
         taken = {p: a.lease(a.free, "another request") for p, a in both.target.allocators.items()}
         before = {(p, i): entry(both.target, p, i) for p, lease in taken.items() for i in lease.indices}
@@ -178,7 +180,7 @@ def test_a_transfer_that_delivers_other_bytes_is_damage_and_never_an_answer(plan
             both.source.region[at + rng.randrange(buffer.entry_bytes)] ^= 1 << rng.randrange(8)
             both.sender.write(prompt.room, prompt.all(), (DONE,))
             broken = both.outcome(prompt.room)
-            assert isinstance(broken, Broken)
+            assert isinstance(broken, HandoverFailed)
             assert broken.kind is ErrorKind.DAMAGED
             assert broken.message.startswith(f"{pool}: ")
             assert both.released(prompt.room).damaged
@@ -189,7 +191,7 @@ def test_a_transfer_that_delivers_other_bytes_is_damage_and_never_an_answer(plan
 # ------------------------------------------------------------ a reader that was started again
 
 
-Start = Callable[[], ReceiverEnd]
+Start = Callable[[], KVReceiver]
 
 
 def _bind_again(socket: zmq.Socket[bytes], endpoint: str) -> None:
@@ -206,16 +208,16 @@ def _bind_again(socket: zmq.Socket[bytes], endpoint: str) -> None:
 
 
 @contextmanager
-def restarting(plane: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[SenderEnd, Start, Waiter]]:
+def restarting(plane: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[KVSender, Start, Waiter]]:
     """A prefill end, and what starts the next incarnation of a decode worker: over TCP, at the very same endpoint."""
     clock, waiter, bound = ManualClock(), Waiter(), list[str]()
     config = config_from_dict({"transfer": {"plane": plane, "link_timeout_s": 5.0}})
-    carrier = ZmqCarrier("127.0.0.1", waiter, None, 5.0)
+    carrier = ZmqControlTransport("127.0.0.1", waiter, None, 5.0)
     mark = fingerprint("a model", SPEC, "invariant:by hand")
     layout = PoolSetLayout(SPEC, SPEC.even(40))
     first_bind = tcp.bind
 
-    def bind(socket: zmq.Socket[bytes], host: str, curve: Curve | None) -> str:
+    def bind(socket: zmq.Socket[bytes], host: str, curve: CurveKeys | None) -> str:
         if bound:
             _bind_again(socket, bound[0])
         else:
@@ -227,19 +229,19 @@ def restarting(plane: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[Se
         return its, filled(PoolSet(SPEC, layout.counts, its.allocate("pages", layout.nbytes)), seed)
 
     source, pools = part(1)
-    writer = SenderEnd(
+    writer = KVSender(
         WorkerName("prefill-0"), Incarnation(1), mark, source, pools, CpuDevice(), config.transfer,
         carrier=carrier, clock=clock,
     )  # fmt: skip
     monkeypatch.setattr(tcp, "bind", bind)
-    started: list[ReceiverEnd] = []
+    started: list[KVReceiver] = []
 
-    def start() -> ReceiverEnd:
+    def start() -> KVReceiver:
         if started:
             waiter.remove(started[-1]._plane.waitable[0])
             started[-1].close()
         its, region = part(2 + len(started))
-        end = ReceiverEnd(
+        end = KVReceiver(
             WorkerName("decode-0"), Incarnation(1 + len(started)), mark, its, region, 4, config.transfer,
             verify=False, carrier=carrier, clock=clock,
         )  # fmt: skip
@@ -262,7 +264,7 @@ def test_a_decode_worker_that_restarted_is_not_written_to_by_stale_addresses(
     """The complaint: decode comes back at the same address, and prefill goes on writing where the old one had granted
     it. No byte of the new one changes, although nobody verifies here, and the room of the old one ends."""
     with restarting(plane, monkeypatch) as (writer, start, waiter):
-        room, expected = RoomId("room-1"), Expected((b"a" * 16, b"b" * 16, b"c" * 16), 12)
+        room, expected = RoomId("room-1"), ExpectedPrompt((b"a" * 16, b"b" * 16, b"c" * 16), 12)
         prefill = PeerRef(WorkerName("prefill-0"), Incarnation(1), writer.control)
         old = start()
         writer.open(room, PeerRef(WorkerName("decode-0"), Incarnation(1), ""))
@@ -286,7 +288,7 @@ def test_a_decode_worker_that_restarted_is_not_written_to_by_stale_addresses(
                 waiter.wait(0.01)
         stale.peer.link.post(PageWrite(stale.target, stale.target.runs))
         stale.peer.link.post(SlotWrite(stale.target, b"\1" * 100))
-        stale.peer.link.notify(room, m.encode_notice(m.WroteSlot(room, stale.ticket)))
+        stale.peer.link.notify(room, m.encode_notice(m.SlotWritten(room, stale.ticket)))
         while plane == "zmq" and (new._plane.dropped, new.late) < (2, 1):
             assert new.poll() == []  # All of it comes: the connection was made again by itself.
             waiter.wait(0.01)
@@ -294,7 +296,7 @@ def test_a_decode_worker_that_restarted_is_not_written_to_by_stale_addresses(
         new.open(RoomId("room-2"), prefill, expected)
         reasons: list[str] = []
         while "decode-0 is now incarnation 2" not in reasons:
-            reasons += [o.reason for o in writer.poll() if isinstance(o, Released)]
+            reasons += [o.reason for o in writer.poll() if isinstance(o, RoomReleased)]
             assert new.poll() == []
             waiter.wait(0.01)
         assert image(new._pools) == before
@@ -335,10 +337,10 @@ def test_an_aborted_prefill_answers_nothing(plane: str, written: int) -> None:
             rest = {} if written < 7 else {p: prompt.part(p) for p in ("window", "state")}
             both.sender.write(prompt.room, {"full": prompt.part("full", range(written)), **rest}, (DONE,))
         both.sender.fail(prompt.room, ErrorKind.CANCELLED, "aborted")
-        for word in (m.WroteSlot(prompt.room, ticket), m.Finished(prompt.room, ticket)):
+        for word in (m.SlotWritten(prompt.room, ticket), m.NothingToDecode(prompt.room, ticket)):
             link.notify(prompt.room, m.encode_notice(word))
         broken = both.outcome(prompt.room)
-        assert isinstance(broken, Broken)
+        assert isinstance(broken, HandoverFailed)
         assert broken.kind is ErrorKind.CANCELLED
         late_words(both, 2)
         assert both.outcomes == [broken]

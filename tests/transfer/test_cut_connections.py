@@ -23,7 +23,7 @@ from tests.proxy import Proxy, Relay, proxying
 from tests.ranks import headed_sets
 from tests.rooms import Ends, Prompt, ends, placed
 from transfer.net import disconnects as cuts
-from transfer.rooms.room_outcomes import Arrived, Broken, Expected
+from transfer.rooms.room_outcomes import ExpectedPrompt, HandoverFailed, PromptArrived
 
 SPEC = pool_sets()["all"]
 PLANES = ["shm", "zmq"]
@@ -64,7 +64,7 @@ def test_c5_a_cut_control_connection_costs_nothing(plane: str) -> None:
         proxy.silence(relay)
         lost = both.prompt(27)
         writer = PeerRef(WorkerName("prefill-0"), Incarnation(1), both.sender.control)
-        expected = Expected(lost.keys, lost.positions)
+        expected = ExpectedPrompt(lost.keys, lost.positions)
         both.receiver.open(lost.room, writer, expected)
         both.sender.open(lost.room, PeerRef(WorkerName("decode-0"), Incarnation(1), ""))
         lacks = both.receiver.missing(expected)
@@ -77,7 +77,7 @@ def test_c5_a_cut_control_connection_costs_nothing(plane: str) -> None:
             both.sender.write(prompt.room, prompt.all(), (DONE,))
             both.seal(prompt)
             arrived = both.outcome(prompt.room)
-            assert isinstance(arrived, Arrived)
+            assert isinstance(arrived, PromptArrived)
             if prompt is lost:
                 placed(both, prompt, arrived.leases, lacks)
             arrived.release()
@@ -95,7 +95,7 @@ def test_c5_a_confirmation_that_was_lost_is_said_again(plane: str) -> None:
         both.sender.write(prompt.room, prompt.all(), (DONE,))
         both.seal(prompt)
         arrived = both.outcome(prompt.room)
-        assert isinstance(arrived, Arrived)
+        assert isinstance(arrived, PromptArrived)
         arrived.release()
         assert both.sender.rooms == 1
         proxy.cut(relay)
@@ -115,7 +115,7 @@ def test_b10_a_peer_whom_nobody_reaches_loses_its_rooms_within_a_set_time(plane:
         assert both.receiver.rooms == 1
         both.clock.advance(LINK_S)
         broken = both.outcome(prompt.room)
-        assert isinstance(broken, Broken)
+        assert isinstance(broken, HandoverFailed)
         assert (broken.kind, broken.blame) == (ErrorKind.ROOM, "prefill-0")
         assert "cut" in broken.message
         # The writer knows nothing of it yet. Where it could still write, nobody else gets what it was promised.
@@ -166,7 +166,7 @@ def test_a9_pages_that_were_lost_with_their_connection_are_never_taken_for_arriv
         both.sender.write(prompt.room, {**prompt.all(), "full": prompt.part("full", range(2, 7))}, (DONE,))
         both.seal(prompt)
         broken = both.outcome(prompt.room)
-        assert isinstance(broken, Broken)
+        assert isinstance(broken, HandoverFailed)
         assert broken.kind is ErrorKind.ROOM
         assert both.receiver.damaged == 0, "nothing was damaged: something is missing"
         assert not both.released(prompt.room).received
@@ -187,7 +187,7 @@ def test_b10_a_cut_connection_of_a_follower_rank_ends_its_rooms_at_once(refuse: 
         both.sender.write(prompt.room, {"full": prompt.part("full", range(1, 2))}, (DONE,))
         proxy.cut(way, refuse=refuse)
         broken, released = both.outcome(prompt.room), both.released(prompt.room)
-        assert isinstance(broken, Broken)
+        assert isinstance(broken, HandoverFailed)
         assert (broken.kind, broken.blame, both.receiver.damaged) == (ErrorKind.ROOM, "prefill-0", 0)
         assert "cut" in broken.message
         assert "cut" in released.reason
@@ -196,7 +196,7 @@ def test_b10_a_cut_connection_of_a_follower_rank_ends_its_rooms_at_once(refuse: 
         both.sender.write(before.room, before.all(), (DONE,))
         both.seal(before)
         arrived = both.outcome(before.room)
-        assert isinstance(arrived, Arrived), "a room that begins later goes on"
+        assert isinstance(arrived, PromptArrived), "a room that begins later goes on"
         arrived.release()
         both.quiet()
 
@@ -238,7 +238,7 @@ def test_a_slow_connection_is_no_cut_one(plane: str) -> None:
         both.sender.write(prompt.room, prompt.all(), (DONE,))
         both.seal(prompt)
         arrived = both.outcome(prompt.room)
-        assert isinstance(arrived, Arrived)
+        assert isinstance(arrived, PromptArrived)
         arrived.release()
         assert both.released(prompt.room).received
         both.quiet()
@@ -255,7 +255,7 @@ def test_c5_a_watch_that_nobody_closed_stays_so_that_its_context_never_waits_for
     """A monitor collected before its socket leaves the context's I/O thread waiting for ever at the next event."""
     with zmq.Context() as context:
         socket = context.socket(zmq.DEALER)
-        monitor = weakref.ref(cuts.CutWatch(socket)._monitor)
+        monitor = weakref.ref(cuts.DisconnectWatch(socket)._monitor)
         gc.collect()
         kept = monitor()
         assert kept is not None

@@ -14,7 +14,7 @@ from contracts.messages.router_commands import PeerRef
 from tests.poolsets import pool_sets
 from tests.rooms import ends
 from transfer.net import process_watch as process
-from transfer.rooms.room_outcomes import Broken, Expected
+from transfer.rooms.room_outcomes import ExpectedPrompt, HandoverFailed
 
 SPEC = pool_sets()["all"]
 
@@ -44,7 +44,7 @@ def test_b10_a_dead_peers_leases_end_by_revocation(
     with ends(SPEC, plane) as both:
         prompt, other = both.prompt(27), both.prompt(12)
         peer = PeerRef(WorkerName("prefill-0"), Incarnation(1), both.sender.control)
-        both.receiver.open(prompt.room, peer, Expected(prompt.keys, 27))
+        both.receiver.open(prompt.room, peer, ExpectedPrompt(prompt.keys, 27))
         monkeypatch.setattr(process, "mine", lambda: identity_of(stand_in))
         both.until(lambda: both.sender._peers, "hello")
         leases = both.open(other)
@@ -58,7 +58,7 @@ def test_b10_a_dead_peers_leases_end_by_revocation(
         assert both.receiver.rooms == (1 if revocable else 2)
         stand_in.kill()
         broken = both.outcome(prompt.room)
-        assert isinstance(broken, Broken)
+        assert isinstance(broken, HandoverFailed)
         assert "died" in broken.message
         assert not any(o.room == other.room for o in both.outcomes)
         assert not any(lease.live for lease in leases.values())

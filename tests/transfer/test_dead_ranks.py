@@ -10,7 +10,7 @@ from contextlib import contextmanager
 import pytest
 
 from transfer.net import process_watch as process
-from transfer.net.process_watch import GroupWatch
+from transfer.net.process_watch import PidfdGroupWatch
 
 Mark = tuple[int, int, str]
 
@@ -36,7 +36,7 @@ def mark(one: subprocess.Popen[bytes]) -> Mark:
 
 def test_a5_a_writer_lives_as_long_as_one_of_its_ranks_although_its_leader_is_dead() -> None:
     with sleepers(2) as (leader, rank):
-        watch = GroupWatch.open([mark(leader), mark(rank)])
+        watch = PidfdGroupWatch.open([mark(leader), mark(rank)])
         assert watch is not None
         forgotten: list[int] = []
         fds = watch.fds
@@ -57,16 +57,16 @@ def test_a_writer_all_of_whose_ranks_are_dead_is_no_writer() -> None:
         marks = [mark(one) for one in both]
         both[0].kill()
         both[0].wait()
-        watch = GroupWatch.open(marks)
+        watch = PidfdGroupWatch.open(marks)
         assert watch is not None
         assert not watch.dead
         watch.close()
         both[1].kill()
         both[1].wait()
         with pytest.raises(ProcessLookupError):
-            GroupWatch.open(marks)
+            PidfdGroupWatch.open(marks)
 
 
 def test_a_writer_with_a_rank_on_another_host_cannot_be_watched() -> None:
     with sleepers(1) as (one,):
-        assert GroupWatch.open([mark(one), (1, 1, "elsewhere")]) is None
+        assert PidfdGroupWatch.open([mark(one), (1, 1, "elsewhere")]) is None

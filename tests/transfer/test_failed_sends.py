@@ -18,7 +18,7 @@ from contracts.messages.router_commands import PeerRef
 from tests.poolsets import pool_sets
 from tests.rooms import Ends, Prompt, ends
 from transfer.rooms import kv_sender as sender
-from transfer.rooms.room_outcomes import Arrived, Broken
+from transfer.rooms.room_outcomes import HandoverFailed, PromptArrived
 
 SPEC = pool_sets()["full"]
 
@@ -48,7 +48,7 @@ def test_a_send_that_failed_is_never_announced_as_written(plane: str, verify: bo
     with failing(plane, verify) as (both, prompt, leases):
         both.seal(prompt)
         outcome = both.outcome(prompt.room)
-        assert isinstance(outcome, Broken)
+        assert isinstance(outcome, HandoverFailed)
         assert outcome.kind is ErrorKind.WORKER
         assert "the forward pass failed" in outcome.message
         assert not both.receiver.damage
@@ -65,7 +65,7 @@ def test_a_room_with_a_failed_send_is_not_sealed_once_that_is_known() -> None:
         with pytest.raises(WireError, match="can't be sealed: a write to decode-0 failed: CUDA error"):
             both.seal(prompt)
         both.sender.write(prompt.room, prompt.all(), ())
-        assert isinstance(both.outcome(prompt.room), Broken)
+        assert isinstance(both.outcome(prompt.room), HandoverFailed)
         both.quiet()
 
 
@@ -79,7 +79,7 @@ def test_a_device_that_fails_at_once_ends_the_room_and_not_the_worker() -> None:
         both.open(prompt)
         both.sender.write(prompt.room, prompt.all(), ())
         outcome = both.outcome(prompt.room)
-        assert isinstance(outcome, Broken)
+        assert isinstance(outcome, HandoverFailed)
         assert "out of resources" in outcome.message
         both.quiet()
 
@@ -141,14 +141,14 @@ def test_one_slow_peer_holds_up_nobody_else() -> None:
         both.sender.write(quick.room, quick.all(), ())
         both.seal(quick)
         arrived = both.outcome(quick.room)
-        assert isinstance(arrived, Arrived)
+        assert isinstance(arrived, PromptArrived)
         assert not link.completion.done
         assert not link.completion.waited, "nobody waited for it"
         assert not any(o.room == slow.room for o in both.outcomes)
         arrived.release()
         link.completion.done = True
         other = both.outcome(slow.room)
-        assert isinstance(other, Arrived)
+        assert isinstance(other, PromptArrived)
         other.release()
 
 
@@ -162,7 +162,7 @@ def test_a5_a_last_word_follows_the_writes_before_it_and_waits_for_them_without_
         assert not link.completion.waited
         assert both.sender.next_deadline is not None
         link.completion.done = True
-        assert isinstance(both.outcome(slow.room), Broken)
+        assert isinstance(both.outcome(slow.room), HandoverFailed)
 
 
 def test_writes_under_way_to_one_peer_are_bounded_and_cost_only_its_own_rooms(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -183,5 +183,5 @@ def test_writes_under_way_to_one_peer_are_bounded_and_cost_only_its_own_rooms(mo
         assert "under way already" in both.released(more.room).reason
         both.sender.write(quick.room, quick.all(), ())
         both.seal(quick)
-        assert isinstance(both.outcome(quick.room), Arrived)
+        assert isinstance(both.outcome(quick.room), PromptArrived)
         link.completion.done = True

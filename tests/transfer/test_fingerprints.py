@@ -12,7 +12,7 @@ from tests.poolsets import pool_sets
 from tests.rooms import ends
 from transfer.rooms import room_messages as m
 from transfer.rooms.compatibility import fingerprint
-from transfer.rooms.room_outcomes import Arrived, Broken
+from transfer.rooms.room_outcomes import HandoverFailed, PromptArrived
 
 SPEC = pool_sets()["full"]
 MINE = fingerprint("a model", SPEC, numerics_class("invariant", "avx2"))
@@ -65,7 +65,7 @@ def test_workers_that_differ_refuse_each_other_with_both_sides_in_the_message(fi
         prompt = e.prompt(8)
         e.start(prompt)
         outcome = e.outcome(prompt.room)
-        assert isinstance(outcome, Broken)
+        assert isinstance(outcome, HandoverFailed)
         assert outcome.kind is ErrorKind.ROOM
         assert f"{field}: " in outcome.message
         for name, mark in (("prefill-0", marks[0]), ("decode-0", marks[1])):
@@ -81,7 +81,7 @@ def test_decode_looks_too_when_prefill_lets_everybody_in(monkeypatch: pytest.Mon
         prompt = e.prompt(8)
         e.start(prompt)
         outcome = e.outcome(prompt.room)
-        assert isinstance(outcome, Broken)
+        assert isinstance(outcome, HandoverFailed)
         assert outcome.message.startswith("weights: decode-0 has another model, prefill-0 has a model")
         e.sender.fail(prompt.room, ErrorKind.CANCELLED, "decode is gone")
         e.quiet()
@@ -95,7 +95,7 @@ def test_pairs_of_other_classes_hand_over_under_fast() -> None:
         e.sender.write(prompt.room, prompt.all(), ())
         e.seal(prompt)
         outcome = e.outcome(prompt.room)
-        assert isinstance(outcome, Arrived), outcome
+        assert isinstance(outcome, PromptArrived), outcome
         outcome.release()
         e.quiet()
 

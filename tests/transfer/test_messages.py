@@ -10,32 +10,32 @@ from contracts.errors import ErrorKind, WireError
 from contracts.ids import RoomId
 from contracts.messages.fingerprint import Fingerprint
 from contracts.sampling_params import TokenLogprob
-from transfer.net.curve_keys import Curve
+from transfer.net.curve_keys import CurveKeys
 from transfer.planes.data_plane import SLOT_BYTES
 from transfer.rooms import room_messages as m
-from transfer.rooms.metadata_slots import Draft, Metadata, copy_out, pack
+from transfer.rooms.metadata_slots import DraftState, HandoverMetadata, copy_out, pack
 
 ROOM = RoomId("room-1")
 MARK = Fingerprint(7, "a layout", "fast:avx2", "weights")
-EXAMPLES: list[m.Message] = [
+EXAMPLES: list[m.RoomMessage] = [
     m.Hello("decode-0", 2, 1, MARK, {"model": "x", "page_tokens": 16}, "shm", {"pid": 5}, 5, 99, "boot"),
     m.Welcome("prefill-0", 1, MARK, 5, 99, "boot", ()),
     m.Welcome("prefill-0", 1, MARK, 5, 99, "boot", (m.RankProcess(6, 98, "boot"),)),
-    m.Refused("page_tokens: 16 and 64"),
-    m.Grant(ROOM, (m.Place("full", 2, (4, 5), (0, 7)), m.Place("state", 3, (1,), (9,))), 3, 1, 2**62),
-    m.Abort(ROOM, "cancelled", True, 2**62),
-    m.Rejected("no message has the tag 99", ROOM),
-    m.Received(ROOM),
-    m.Wrote(ROOM, 7, (m.Sealed("full", 2, (b"k" * 16,), (2**64 - 1,)),)),
-    m.WroteSlot(ROOM, 7),
-    m.Quiesced(ROOM, 7),
-    m.Failed(ROOM, 7, ErrorKind.DAMAGED, "a page"),
-    m.Finished(ROOM, 7),
+    m.PeerRefused("page_tokens: 16 and 64"),
+    m.PageGrant(ROOM, (m.GrantedPages("full", 2, (4, 5), (0, 7)), m.GrantedPages("state", 3, (1,), (9,))), 3, 1, 2**62),
+    m.AbortRoom(ROOM, "cancelled", True, 2**62),
+    m.MessageRejected("no message has the tag 99", ROOM),
+    m.HandoverReceived(ROOM),
+    m.PagesWritten(ROOM, 7, (m.PageTags("full", 2, (b"k" * 16,), (2**64 - 1,)),)),
+    m.SlotWritten(ROOM, 7),
+    m.WriterQuiesced(ROOM, 7),
+    m.RoomFailed(ROOM, 7, ErrorKind.DAMAGED, "a page"),
+    m.NothingToDecode(ROOM, 7),
 ]
 
 
 @pytest.mark.parametrize("message", EXAMPLES, ids=lambda x: type(x).__name__)
-def test_every_message_survives_the_wire(message: m.Message) -> None:
+def test_every_message_survives_the_wire(message: m.RoomMessage) -> None:
     assert m.decode(m.encode(message)) == message
 
 
@@ -83,11 +83,11 @@ def test_a9_a_notice_that_a_bit_was_turned_of_on_its_way_is_none(notice: m.Notic
 
 
 def test_a_failure_of_a_kind_that_only_a_newer_build_knows_is_one_of_the_worker() -> None:
-    assert m.decode(msgpack.packb([19, "r", 1, "weird", "m"])) == m.Failed(RoomId("r"), 1, ErrorKind.WORKER, "m")
+    assert m.decode(msgpack.packb([19, "r", 1, "weird", "m"])) == m.RoomFailed(RoomId("r"), 1, ErrorKind.WORKER, "m")
 
 
 @pytest.mark.parametrize("message", EXAMPLES, ids=lambda x: type(x).__name__)
-def test_fields_of_a_newer_build_are_skipped(message: m.Message) -> None:
+def test_fields_of_a_newer_build_are_skipped(message: m.RoomMessage) -> None:
     assert m.decode(msgpack.packb([*msgpack.unpackb(m.encode(message)), "of tomorrow", {"what": [1]}])) == message
 
 
@@ -98,18 +98,18 @@ def test_d9_random_bytes_are_refused_or_a_message(data: bytes) -> None:
         assert type(m.decode(data)) in m.TAGS.values()
 
 
-DRAFT = Draft("bfloat16", bytes(range(256)) * 96, (5, 299, 0), (0.5, 0.25, 0.125))
+DRAFT = DraftState("bfloat16", bytes(range(256)) * 96, (5, 299, 0), (0.5, 0.25, 0.125))
 """Of a model with 12,288 hidden units."""
 
 
-def metadata(top: int) -> Metadata:
+def metadata(top: int) -> HandoverMetadata:
     logprob = TokenLogprob(7, -0.25, tuple((i, -float(i) / 3) for i in range(top)))
-    return Metadata(ROOM, 4, 7, logprob, 32, 10, DRAFT)
+    return HandoverMetadata(ROOM, 4, 7, logprob, 32, 10, DRAFT)
 
 
 def test_d6_a_slot_carries_all_that_prefill_computed() -> None:
     slots = torch.zeros(3, SLOT_BYTES, dtype=torch.uint8)
-    for sent in (metadata(20), Metadata(ROOM, 4, 7, None, 0, 10)):
+    for sent in (metadata(20), HandoverMetadata(ROOM, 4, 7, None, 0, 10)):
         data = pack(sent)
         slots[1, : len(data)] = torch.frombuffer(bytearray(data), dtype=torch.uint8)
         assert copy_out(slots, 1, ROOM, 4) == sent
@@ -134,11 +134,11 @@ def test_a2_a_strangers_or_damaged_slot_is_refused_and_what_was_read_is_a_copy()
 
 def test_metadata_that_is_too_large_is_an_error_where_it_is_made() -> None:
     with pytest.raises(ValueError, match="doesn't fit"):
-        pack(Metadata(ROOM, 4, 7, None, 0, 10, Draft("float32", bytes(SLOT_BYTES))))
+        pack(HandoverMetadata(ROOM, 4, 7, None, 0, 10, DraftState("float32", bytes(SLOT_BYTES))))
 
 
 def test_one_secret_gives_one_key_pair_and_short_secrets_are_refused() -> None:
-    assert Curve.from_secret(b"s" * 16) == Curve.from_secret(b"s" * 16)
-    assert Curve.from_secret(b"s" * 16) != Curve.from_secret(b"t" * 16)
+    assert CurveKeys.from_secret(b"s" * 16) == CurveKeys.from_secret(b"s" * 16)
+    assert CurveKeys.from_secret(b"s" * 16) != CurveKeys.from_secret(b"t" * 16)
     with pytest.raises(ValueError, match="16 bytes"):
-        Curve.from_secret(b"short")
+        CurveKeys.from_secret(b"short")

@@ -26,11 +26,11 @@ from contracts.messages.router_commands import PeerRef
 from tests.poolsets import entry, pool_sets
 from tests.rooms import Ends, ends
 from transfer.net import process_watch as process
-from transfer.net.process_watch import GroupWatch, ProcessWatch, namespace, readable, start_ticks
+from transfer.net.process_watch import PidfdGroupWatch, PidfdWatch, namespace, readable, start_ticks
 from transfer.net.waiter import Waiter
-from transfer.net.zmq_channel import ZmqCarrier
+from transfer.net.zmq_channel import ZmqControlTransport
 from transfer.rooms import room_messages as m
-from transfer.rooms.room_outcomes import Arrived, Broken, Expected
+from transfer.rooms.room_outcomes import ExpectedPrompt, HandoverFailed, PromptArrived
 
 SPEC = pool_sets()["all"]
 ROOT = Path(__file__).parents[2]
@@ -78,10 +78,10 @@ def beyond_select(fd: int) -> Iterator[int]:
 
 
 def test_a_death_is_seen_by_a_descriptor_beyond_1024(child: subprocess.Popen[bytes]) -> None:
-    watch = ProcessWatch.open(*mark(child))
+    watch = PidfdWatch.open(*mark(child))
     assert watch is not None
     with beyond_select(watch.fd) as high:
-        far = ProcessWatch(child.pid, high)
+        far = PidfdWatch(child.pid, high)
         segment = _Segment(-1, (1, ""), 1, high)
         assert not far.dead
         assert not segment.free
@@ -122,13 +122,13 @@ def test_a5_a_reused_pid_is_not_taken_for_the_peer(child: subprocess.Popen[bytes
     before = descriptors()
     for other in (started - 1, started + 1, 0):
         with pytest.raises(ProcessLookupError, match="another process by now"):
-            ProcessWatch.open(pid, other, boot)
+            PidfdWatch.open(pid, other, boot)
         with pytest.raises(ProcessLookupError):
-            GroupWatch.open([(pid, other, boot)])
-    assert ProcessWatch.open(pid, started, "another boot") is None
-    assert GroupWatch.open([(pid, started, boot), (pid, started, "another boot")]) is None
+            PidfdGroupWatch.open([(pid, other, boot)])
+    assert PidfdWatch.open(pid, started, "another boot") is None
+    assert PidfdGroupWatch.open([(pid, started, boot), (pid, started, "another boot")]) is None
     assert descriptors() == before, "nothing is left open"
-    watch = ProcessWatch.open(pid, started, boot)
+    watch = PidfdWatch.open(pid, started, boot)
     assert watch is not None
     assert not watch.dead
     watch.close()
@@ -152,7 +152,7 @@ def test_a5_the_start_time_is_looked_up_behind_the_open_descriptor(
     pid, started, boot = mark(child)
     monkeypatch.setattr(os, "pidfd_open", open_it)
     monkeypatch.setattr(process, "start_ticks", look)
-    watch = ProcessWatch.open(pid, started, boot)
+    watch = PidfdWatch.open(pid, started, boot)
     assert watch is not None
     watch.close()
     assert seen == ["open", "start time"]
@@ -161,9 +161,9 @@ def test_a5_the_start_time_is_looked_up_behind_the_open_descriptor(
 @pytest.mark.parametrize("pid", [-1, 0, -(2**31), 2**22 + 1, 2**63])
 def test_what_can_be_no_process_is_no_peer(pid: int) -> None:
     with pytest.raises(WireError, match="no process has the pid"):
-        ProcessWatch.open(pid, 1, namespace())
+        PidfdWatch.open(pid, 1, namespace())
     with pytest.raises(WireError, match="no process has the pid"):
-        ZmqCarrier("127.0.0.1", Waiter(), None).watch(
+        ZmqControlTransport("127.0.0.1", Waiter(), None).watch(
             [(os.getpid(), start_ticks(os.getpid()) or 0, namespace()), (pid, 1, namespace())]
         )
 
@@ -179,7 +179,7 @@ def test_without_a_descriptor_for_it_a_peer_is_refused_and_nobody_ends(monkeypat
             patch.setattr(os, "pidfd_open", full)
             both.start(first)
             broken = both.outcome(first.room)
-            assert isinstance(broken, Broken)
+            assert isinstance(broken, HandoverFailed)
             assert "Too many open files" in broken.message
         both.open(second)
         both.receiver.abort(second.room, "enough")
@@ -206,7 +206,7 @@ def test_d3_pages_promised_to_an_older_incarnation_that_still_lives_stay_out_of_
         both.sender.write(prompt.room, {"full": prompt.part("full", range(2))}, (DONE,))
         newer = PeerRef(WorkerName("prefill-0"), Incarnation(2), "tcp://127.0.0.1:1")
         other = both.prompt(4)
-        both.receiver.open(other.room, newer, Expected(other.keys, 4))
+        both.receiver.open(other.room, newer, ExpectedPrompt(other.keys, 4))
         both.outcomes += both.receiver.poll()
         assert all(lease.live for lease in leases.values())
         taken = {p: a.lease(a.free, "another request") for p, a in both.target.allocators.items()}
@@ -217,11 +217,11 @@ def test_d3_pages_promised_to_an_older_incarnation_that_still_lives_stay_out_of_
         if watched:
             child.kill()
             broken = both.outcome(prompt.room)
-            assert isinstance(broken, Broken)
+            assert isinstance(broken, HandoverFailed)
             assert "died" in broken.message
         else:
             broken = both.outcome(prompt.room)
-            assert isinstance(broken, Broken)
+            assert isinstance(broken, HandoverFailed)
             assert "is now incarnation 2" in broken.message
             both.until(lambda: prompt.room not in both.receiver._rooms, "the old one's own word")
         assert not any(lease.live for lease in leases.values())
@@ -242,7 +242,7 @@ def test_a5_a_writer_that_nobody_could_watch_is_promised_nothing(plane: str, mon
         monkeypatch.setattr(both.receiver._carrier, "watch", watch)
         leases = both.start(prompt)
         broken = both.outcome(prompt.room)
-        assert isinstance(broken, Broken)
+        assert isinstance(broken, HandoverFailed)
         assert "can't be watched from here" in broken.message
         assert not any(lease.live for lease in leases.values())
         assert not both.sender.granted(prompt.room)
@@ -261,14 +261,14 @@ def test_d3_an_older_incarnation_takes_nobodys_place() -> None:
         assert set(both.sender._peers) == {b"decode-0:1"}
         both.sender.write(prompt.room, prompt.all(), (DONE,))
         both.seal(prompt)
-        assert isinstance(both.outcome(prompt.room), Arrived), "the newer one's rooms go on"
+        assert isinstance(both.outcome(prompt.room), PromptArrived), "the newer one's rooms go on"
 
 
 def test_a_grant_for_a_room_that_has_failed_is_answered_with_the_kind_and_the_reason() -> None:
     with ends(SPEC, "local") as both:
         prompt = both.prompt(11)
         writer = PeerRef(WorkerName("prefill-0"), Incarnation(1), both.sender.control)
-        expected = Expected(prompt.keys, prompt.positions)
+        expected = ExpectedPrompt(prompt.keys, prompt.positions)
         both.sender.open(prompt.room, PeerRef(WorkerName("decode-0"), Incarnation(1), ""))
         both.sender.fail(prompt.room, ErrorKind.NONFINITE, "they were no numbers")
         both.receiver.open(prompt.room, writer, expected)
@@ -276,7 +276,7 @@ def test_a_grant_for_a_room_that_has_failed_is_answered_with_the_kind_and_the_re
         leases = {pool: both.target.allocators[pool].lease(len(n), prompt.room) for pool, n in lacks.items()}
         assert both.receiver.grant(prompt.room, leases, {})
         broken = both.outcome(prompt.room)
-        assert isinstance(broken, Broken)
+        assert isinstance(broken, HandoverFailed)
         assert (broken.kind, "no numbers" in broken.message) == (ErrorKind.NONFINITE, True)
 
 
@@ -325,7 +325,7 @@ def test_b3_a_writer_that_nobody_reaches_any_more_is_forgotten_by_its_readers() 
         both.open(prompt)
         (writer,) = both.receiver._peers.values()
         elsewhere = PeerRef(WorkerName("prefill-1"), Incarnation(1), "tcp://127.0.0.1:1")
-        both.receiver.open(other.room, elsewhere, Expected(other.keys, 4))
+        both.receiver.open(other.room, elsewhere, ExpectedPrompt(other.keys, 4))
         assert writer.watch is not None
         writer.watch.close()
         writer.watch = None  # As of one on another host.
@@ -335,7 +335,7 @@ def test_b3_a_writer_that_nobody_reaches_any_more_is_forgotten_by_its_readers() 
         both.until(lambda: writer.down_since is not None, "the connection to be cut")
         both.clock.advance(both.receiver._config.link_timeout_s + 1)
         broken = both.outcome(prompt.room)
-        assert isinstance(broken, Broken)
+        assert isinstance(broken, HandoverFailed)
         assert "not back after" in broken.message
         assert not [o for o in both.outcomes if o.room == other.room], "the rooms of others have nothing to do with it"
         both.receiver.abort(other.room, "enough")
@@ -357,12 +357,12 @@ def test_a_decode_worker_that_was_out_of_reach_for_long_is_served_again() -> Non
         both.start(second)
         # It hears that it is not known any more, and the router tries once more.
         broken = both.outcome(second.room)
-        assert isinstance(broken, Broken)
+        assert isinstance(broken, HandoverFailed)
         third = both.prompt(11)
         both.open(third)
         both.sender.write(third.room, third.all(), (DONE,))
         both.seal(third)
-        assert isinstance(both.outcome(third.room), Arrived)
+        assert isinstance(both.outcome(third.room), PromptArrived)
 
 
 def polls_of(both: Ends, monkeypatch: pytest.MonkeyPatch, rounds: int) -> int:

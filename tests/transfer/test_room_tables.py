@@ -3,7 +3,7 @@ import pytest
 from contracts.errors import IllegalTransition
 from decode.request.request import PHASES as DECODE
 from prefill.request import PHASES as PREFILL
-from transfer.rooms.room_states import RECEIVER, SENDER, Receiver, ReceiverEvent, Sender, SenderEvent
+from transfer.rooms.room_states import RECEIVER, SENDER, ReceiverEvent, ReceiverState, SenderEvent, SenderState
 
 
 def test_c5_from_every_state_an_end_can_be_reached() -> None:
@@ -14,15 +14,15 @@ def test_c5_from_every_state_an_end_can_be_reached() -> None:
 def test_c8_ended_rooms_stay_ended() -> None:
     for event in SenderEvent:
         with pytest.raises(IllegalTransition, match="can't happen in state ended"):
-            SENDER.next(Sender.ENDED, event)
+            SENDER.next(SenderState.ENDED, event)
     for event in ReceiverEvent:
-        for state in (Receiver.ENDED, Receiver.COMPLETE):
+        for state in (ReceiverState.ENDED, ReceiverState.COMPLETE):
             with pytest.raises(IllegalTransition):
                 RECEIVER.next(state, event)
 
 
 def test_a5_an_aborted_room_ends_only_by_the_writers_word_or_death() -> None:
-    assert set(RECEIVER.rows[Receiver.ABORTING]) == {
+    assert set(RECEIVER.rows[ReceiverState.ABORTING]) == {
         ReceiverEvent.QUIESCED,
         ReceiverEvent.FAILED,
         ReceiverEvent.FINISHED,
@@ -31,8 +31,8 @@ def test_a5_an_aborted_room_ends_only_by_the_writers_word_or_death() -> None:
 
 
 def test_nothing_is_written_before_the_grant_or_after_the_slot() -> None:
-    assert [s for s, row in SENDER.rows.items() if SenderEvent.WROTE in row] == [Sender.GRANTED]
-    assert [s for s, row in SENDER.rows.items() if SenderEvent.SENT in row] == [Sender.GRANTED]
+    assert [s for s, row in SENDER.rows.items() if SenderEvent.WROTE in row] == [SenderState.GRANTED]
+    assert [s for s, row in SENDER.rows.items() if SenderEvent.SENT in row] == [SenderState.GRANTED]
 
 
 def test_every_ending_event_can_come_in_every_state_that_still_lives() -> None:

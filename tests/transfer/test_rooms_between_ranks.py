@@ -17,8 +17,8 @@ from tests.poolsets import NAMES
 from tests.ranks import headed_sets
 from tests.rooms import PLANES, Ends, Prompt, ends, placed
 from tests.transfer.test_rooms_of_all_pools import some_held, write_in_chunks
-from transfer.planes.ordered_notices import HeldNotices
-from transfer.rooms.room_outcomes import Arrived, Broken, Expected
+from transfer.planes.ordered_notices import OrderedNotices
+from transfer.rooms.room_outcomes import ExpectedPrompt, HandoverFailed, PromptArrived
 
 SETS = headed_sets()
 QUICK = [
@@ -34,14 +34,14 @@ ALL = [
 
 def hand_over(both: Ends, prompts: list[Prompt], held: Mapping[RoomId, Mapping[str, set[int]]]) -> None:
     """All of them at once, chunk by chunk; what was lacking must lie in place, head by head."""
-    wanted = {p.room: both.receiver.missing(Expected(p.keys, p.positions), held[p.room]) for p in prompts}
+    wanted = {p.room: both.receiver.missing(ExpectedPrompt(p.keys, p.positions), held[p.room]) for p in prompts}
     for prompt in prompts:
         both.open(prompt, held[prompt.room], 1)
     write_in_chunks(both, prompts, both.random)
     for prompt in prompts:
         both.seal(prompt)
         arrived = both.outcome(prompt.room)
-        assert isinstance(arrived, Arrived), arrived
+        assert isinstance(arrived, PromptArrived), arrived
         placed(both, prompt, arrived.leases, wanted[prompt.room])
         whole = both.spec.whole
         sizes = {pool: len(numbers) * whole.unit_bytes(pool) for pool, numbers in wanted[prompt.room].items()}
@@ -107,13 +107,13 @@ def test_a_byte_that_went_wrong_in_any_buffer_on_any_rank_is_caught_by_its_tag(
                 pools.region[at] ^= 1
                 if rank in sent_by:
                     broken = both.outcome(prompt.room)
-                    assert isinstance(broken, Broken), (buffer.spec.name, rank)
+                    assert isinstance(broken, HandoverFailed), (buffer.spec.name, rank)
                     assert broken.kind is ErrorKind.DAMAGED
                     assert broken.message.startswith(pool.name)
                 else:
                     both.seal(prompt)
                     arrived = both.outcome(prompt.room)
-                    assert isinstance(arrived, Arrived)
+                    assert isinstance(arrived, PromptArrived)
                     arrived.release()
                 both.released(prompt.room)
                 for lease in prompt.leases.values():
@@ -138,7 +138,7 @@ def test_a_write_is_told_of_only_when_every_rank_has_posted_its_part() -> None:
         followers.catch_up()
         both.seal(prompt)
         arrived = both.outcome(prompt.room)
-        assert isinstance(arrived, Arrived)
+        assert isinstance(arrived, PromptArrived)
         arrived.release()
         both.released(prompt.room)
         both.quiet()
@@ -146,7 +146,7 @@ def test_a_write_is_told_of_only_when_every_rank_has_posted_its_part() -> None:
 
 def test_a_notice_waits_for_the_writes_of_every_rank_and_keeps_those_behind_it() -> None:
     room = RoomId("room-1")
-    held = HeldNotices(2, lambda sources, rank: frozenset(range(sources)))
+    held = OrderedNotices(2, lambda sources, rank: frozenset(range(sources)))
     held.open(room)
     held.settled(0, room, 0, 1)
     held.settled(0, room, 1, 1)
@@ -163,7 +163,7 @@ def test_a_notice_waits_for_the_writes_of_every_rank_and_keeps_those_behind_it()
 
 def test_a9_after_a_write_that_was_lost_nothing_counts_as_arrived_and_only_an_end_passes() -> None:
     room = RoomId("room-1")
-    held = HeldNotices(1, lambda sources, rank: frozenset(range(sources)))
+    held = OrderedNotices(1, lambda sources, rank: frozenset(range(sources)))
     held.open(room)
     held.settled(0, room, 0, 1)
     held.settled(0, room, 0, 3)

@@ -17,9 +17,9 @@ from contracts.messages.router_commands import PeerRef
 from tests.poolsets import NAMES, entry, pool_sets
 from tests.rooms import PLANES, Ends, LateDevice, Prompt, ends, image, placed
 from transfer.rooms import room_messages as m
-from transfer.rooms.metadata_slots import Draft
-from transfer.rooms.pool_shares import Share, Shares
-from transfer.rooms.room_outcomes import Arrived, Broken, Expected, Finished
+from transfer.rooms.metadata_slots import DraftState
+from transfer.rooms.pool_shares import PoolProgress, RoomProgress
+from transfer.rooms.room_outcomes import ExpectedPrompt, HandoverFailed, PromptArrived, SendablePages
 
 Place = tuple[str, int]
 """A pool, and an index in it."""
@@ -61,7 +61,7 @@ def test_a12_what_decode_lacks_of_each_pool_arrives_byte_for_byte_and_nothing_el
             granted, wanted, total = {}, {}, dict.fromkeys(both.spec.by_name, 0)
             for prompt in prompts:
                 held = some_held(both, prompt, dice)
-                lacks = both.receiver.missing(Expected(prompt.keys, prompt.positions), held)
+                lacks = both.receiver.missing(ExpectedPrompt(prompt.keys, prompt.positions), held)
                 granted[prompt.room], wanted[prompt.room] = both.open(prompt, held, dice.randrange(3)), lacks
                 assert {p: list(n) for p, n in both.sender.wanted(prompt.room).items()} == {
                     p: list(n) for p, n in lacks.items()
@@ -72,7 +72,7 @@ def test_a12_what_decode_lacks_of_each_pool_arrives_byte_for_byte_and_nothing_el
                 assert not any(both.sender.wanted(prompt.room).values())
                 both.seal(prompt)
                 arrived, lacks = both.outcome(prompt.room), wanted[prompt.room]
-                assert isinstance(arrived, Arrived)
+                assert isinstance(arrived, PromptArrived)
                 assert arrived.metadata.computed_tokens == prompt.positions
                 assert arrived.leases == granted[prompt.room]
                 placed(both, prompt, arrived.leases, lacks)
@@ -103,7 +103,7 @@ def test_a12_a_longer_full_prefix_than_any_anchor_is_not_sent_again_and_the_stat
         both.sender.write(prompt.room, prompt.all(), (DONE,))
         both.seal(prompt)
         arrived = both.outcome(prompt.room)
-        assert isinstance(arrived, Arrived)
+        assert isinstance(arrived, PromptArrived)
         assert {p: n // both.spec.unit_bytes(p) for p, n in arrived.received.items()} == {
             "full": 1,
             "window": 3,
@@ -129,9 +129,11 @@ def test_c1_pages_without_their_state_are_no_hand_over() -> None:
         assert both.outcomes == []
         peer = both.sender._rooms[prompt.room].peer
         assert peer is not None
-        peer.link.notify(prompt.room, m.encode_notice(m.WroteSlot(prompt.room, both.sender._rooms[prompt.room].ticket)))
+        peer.link.notify(
+            prompt.room, m.encode_notice(m.SlotWritten(prompt.room, both.sender._rooms[prompt.room].ticket))
+        )
         broken = both.outcome(prompt.room)
-        assert isinstance(broken, Broken)
+        assert isinstance(broken, HandoverFailed)
         assert broken.kind is ErrorKind.ROOM
         assert "before this had arrived: state 6..6" in broken.message
         assert both.receiver.damage == {}, "nothing was damaged: something is missing"
@@ -142,11 +144,11 @@ def test_c1_a_room_is_done_when_all_its_pools_are() -> None:
     dice = random.Random(3)
     for _ in range(200):
         wanted = {p: range(s := dice.randrange(5), s + dice.randrange(5)) for p in ("full", "window", "state")}
-        shares, todo = Shares(wanted), [p for p, numbers in wanted.items() for _ in numbers]
+        shares, todo = RoomProgress(wanted), [p for p, numbers in wanted.items() for _ in numbers]
         dice.shuffle(todo)
         for pool in todo:
             assert not shares.done
-            assert shares.share(pool) is Share.COMING
+            assert shares.share(pool) is PoolProgress.COMING
             at = shares.left(pool).start
             assert not shares.takes(pool, range(at + 1, at + 2))
             assert not shares.takes(pool, range(at, wanted[pool].stop + 1))
@@ -156,13 +158,17 @@ def test_c1_a_room_is_done_when_all_its_pools_are() -> None:
 
 
 def test_c2_a_pool_of_which_nothing_is_wanted_is_in_a_state_of_its_own() -> None:
-    shares = Shares({"full": range(2), "window": range(7, 7)})
-    assert [shares.share(p) for p in ("full", "window", "state")] == [Share.COMING, Share.NOTHING, Share.NOTHING]
+    shares = RoomProgress({"full": range(2), "window": range(7, 7)})
+    assert [shares.share(p) for p in ("full", "window", "state")] == [
+        PoolProgress.COMING,
+        PoolProgress.NOTHING,
+        PoolProgress.NOTHING,
+    ]
     assert not shares.takes("window", range(7, 8))
     assert not shares.takes("state", range(1))
     shares.advance("full", range(2))
-    assert (shares.share("full"), shares.share("window")) == (Share.DONE, Share.NOTHING)
-    assert Shares({}).done
+    assert (shares.share("full"), shares.share("window")) == (PoolProgress.DONE, PoolProgress.NOTHING)
+    assert RoomProgress({}).done
 
 
 @pytest.mark.parametrize("plane", PLANES)
@@ -177,7 +183,7 @@ def test_c2_a_room_with_nothing_to_send_is_complete_by_its_metadata_and_not_befo
         assert both.outcomes == []
         both.seal(prompt)
         arrived = both.outcome(prompt.room)
-        assert isinstance(arrived, Arrived)
+        assert isinstance(arrived, PromptArrived)
         assert (arrived.received, arrived.bytes) == ({}, 0)
         assert [len(arrived.leases[p]) for p in ("full", "window", "state")] == [2, 2, 2]
         arrived.release()
@@ -190,7 +196,7 @@ def test_c2_a_room_with_nothing_to_send_is_complete_by_its_metadata_and_not_befo
 @pytest.mark.parametrize("plane", PLANES)
 def test_d6_what_a_draft_model_goes_on_from_travels_with_the_room(plane: str) -> None:
     hidden = torch.randn(7168, generator=torch.Generator().manual_seed(1)).bfloat16()
-    draft = Draft("bfloat16", hidden.view(torch.uint8).numpy().tobytes(), tuple(range(64)), (0.25, *[0.01] * 63))
+    draft = DraftState("bfloat16", hidden.view(torch.uint8).numpy().tobytes(), tuple(range(64)), (0.25, *[0.01] * 63))
     with ends(SETS["all"], plane) as both:
         drafted, plain = both.prompt(27), both.prompt(9)
         for prompt, sent in ((drafted, draft), (plain, None)):
@@ -198,7 +204,7 @@ def test_d6_what_a_draft_model_goes_on_from_travels_with_the_room(plane: str) ->
             both.sender.write(prompt.room, {p: prompt.part(p, r.numbers) for p, r in prompt.runs.items()}, (DONE,))
             both.seal(prompt, sent)
             arrived = both.outcome(prompt.room)
-            assert isinstance(arrived, Arrived)
+            assert isinstance(arrived, PromptArrived)
             assert arrived.metadata.draft == sent
             arrived.release()
         both.quiet()
@@ -223,7 +229,7 @@ def test_b6_a_write_pins_and_names_every_pool_and_its_state_arrives_although_the
         both.seal(prompt)
         device.run_all()
         arrived = both.outcome(prompt.room)
-        assert isinstance(arrived, Arrived)
+        assert isinstance(arrived, PromptArrived)
         for pool, run in prompt.runs.items():
             for ours, there in zip(run.indices, leases[pool].indices, strict=True):
                 assert kept[pool, ours] == image(both.target)[pool, there]
@@ -241,7 +247,7 @@ def test_a_writer_that_leaves_something_out_is_stopped_at_once() -> None:
             both.sender.write(prompt.room, {"full": prompt.part("full", range(3, 5))}, (DONE,))
         assert both.sender.wanted(prompt.room)["full"] == range(2, 7)
         both.sender.fail(prompt.room, ErrorKind.WORKER, "a bug")
-        assert isinstance(both.outcome(prompt.room), Broken)
+        assert isinstance(both.outcome(prompt.room), HandoverFailed)
         both.quiet()
 
 
@@ -269,7 +275,7 @@ def test_a7_nothing_is_sent_or_told_before_the_step_that_computes_it_is_complete
         assert both.outcomes == []
         device.run_all()
         arrived = both.outcome(prompt.room)
-        assert isinstance(arrived, Arrived)
+        assert isinstance(arrived, PromptArrived)
         placed(both, prompt, leases, due(both.spec, 27))
         arrived.release()
         both.quiet()
@@ -288,7 +294,7 @@ def test_a7_under_any_order_that_the_device_may_take_what_was_computed_arrives()
                 compute_and_send(both, device, prompt, finished)
                 both.seal(prompt)
                 arrived = both.outcome(prompt.room)
-                assert isinstance(arrived, Arrived)
+                assert isinstance(arrived, PromptArrived)
                 for pool, run in prompt.runs.items():
                     for ours, there in zip(run.indices, leases[pool].indices, strict=True):
                         assert finished[pool, ours] == entry(both.target, pool, there), (seed, pool)
@@ -309,7 +315,7 @@ def compute_and_send(
             numbers = range(max(first, run.first), min(first + 2, run.numbers.stop))
             parts[pool] = prompt.part(pool, numbers) if numbers else prompt.part(pool, range(run.first, run.first))
 
-        def forward(parts: Mapping[str, Finished] = parts) -> None:
+        def forward(parts: Mapping[str, SendablePages] = parts) -> None:
             for pool, part in parts.items():
                 for index in part.indices:
                     restore(both, pool, index, finished[pool, index])
@@ -341,7 +347,7 @@ def test_a9_a_flipped_byte_in_any_pool_is_found_counted_and_breaks_the_room(plan
         both.sender.write(prompt.room, prompt.all(), (DONE,))
         both.seal(prompt)
         broken = both.outcome(prompt.room)
-        assert isinstance(broken, Broken)
+        assert isinstance(broken, HandoverFailed)
         assert broken.kind is ErrorKind.DAMAGED
         assert broken.message.startswith(f"{pool}: pages [")
         assert both.receiver.damage == {pool: 1}
@@ -356,7 +362,7 @@ def test_state_of_another_prompt_is_refused_in_any_pool(pool: str) -> None:
         both.open(prompt)
         both.sender.write(prompt.room, {**prompt.all(), pool: other.part(pool)}, (DONE,))
         broken = both.outcome(prompt.room)
-        assert isinstance(broken, Broken)
+        assert isinstance(broken, HandoverFailed)
         assert broken.message.startswith(f"{pool}: pages")
         assert "are of another prompt" in broken.message
         both.quiet()
@@ -365,9 +371,9 @@ def test_state_of_another_prompt_is_refused_in_any_pool(pool: str) -> None:
 @pytest.mark.parametrize("part", ["pages that were not granted", "pages out of order", "a pool that there isn't"])
 def test_a_notice_of_anything_but_what_comes_next_breaks_the_room(part: str) -> None:
     sealed = {
-        "pages that were not granted": m.Sealed("full", 0, (b"k" * 16,), (1,)),
-        "pages out of order": m.Sealed("full", 4, (b"k" * 16,), (1,)),
-        "a pool that there isn't": m.Sealed("latent", 0, (b"k" * 16,), (1,)),
+        "pages that were not granted": m.PageTags("full", 0, (b"k" * 16,), (1,)),
+        "pages out of order": m.PageTags("full", 4, (b"k" * 16,), (1,)),
+        "a pool that there isn't": m.PageTags("latent", 0, (b"k" * 16,), (1,)),
     }[part]
     with ends(SETS["all"], "local") as both:
         prompt = both.prompt(27)
@@ -375,10 +381,10 @@ def test_a_notice_of_anything_but_what_comes_next_breaks_the_room(part: str) -> 
         peer = both.sender._rooms[prompt.room].peer
         assert peer is not None
         peer.link.notify(
-            prompt.room, m.encode_notice(m.Wrote(prompt.room, both.sender._rooms[prompt.room].ticket, (sealed,)))
+            prompt.room, m.encode_notice(m.PagesWritten(prompt.room, both.sender._rooms[prompt.room].ticket, (sealed,)))
         )
         broken = both.outcome(prompt.room)
-        assert isinstance(broken, Broken)
+        assert isinstance(broken, HandoverFailed)
         assert "came when these were due: full 3..6, window 4..6, state 6..6" in broken.message
         both.quiet()
 
@@ -410,7 +416,7 @@ def test_a5_given_up_in_mid_write_every_pools_pages_come_back_when_nobody_can_wr
         changed = {place for place, data in image(both.target).items() if data != before[place]}
         promised = {(pool, i) for pool, chosen in indices.items() for i in chosen}
         assert changed <= (set() if both.receiver._plane.revocable else promised)
-        assert not any(isinstance(o, Arrived) for o in both.outcomes)
+        assert not any(isinstance(o, PromptArrived) for o in both.outcomes)
         assert both.released(prompt.room).reason == "decode gave it up: cancelled"
         both.quiet()
 
@@ -420,8 +426,8 @@ def test_a_lease_that_is_too_short_for_what_is_missing_is_refused_and_nothing_is
         prompt = both.prompt(27)
         peer = PeerRef(WorkerName("prefill-0"), Incarnation(1), both.sender.control)
         with pytest.raises(ValueError, match="27 positions have 7 pages, not 6 keys"):
-            both.receiver.open(prompt.room, peer, Expected(prompt.keys[:-1], 27))
-        both.receiver.open(prompt.room, peer, Expected(prompt.keys, 27))
+            both.receiver.open(prompt.room, peer, ExpectedPrompt(prompt.keys[:-1], 27))
+        both.receiver.open(prompt.room, peer, ExpectedPrompt(prompt.keys, 27))
         lease = both.target.allocators["full"].lease(6, "short")
         with pytest.raises(ValueError, match="a lease of 7 in pool full"):
             both.receiver.grant(prompt.room, {"full": lease})
@@ -433,13 +439,13 @@ def test_a_lease_that_is_too_short_for_what_is_missing_is_refused_and_nothing_is
         both.quiet()
 
 
-BAD_PLACES: Mapping[str, tuple[m.Place, ...]] = {
-    "a pool that there isn't": (m.Place("latent", 0, (1,), (0,)),),
-    "one pool twice": (m.Place("full", 0, (1,), (0,)), m.Place("full", 1, (2,), (0,))),
-    "nothing": (m.Place("full", 0, (), ()),),
-    "the null page": (m.Place("full", 0, (1, 0), (0, 0)),),
-    "pages without epochs": (m.Place("full", 0, (1, 2), (0,)),),
-    "pages before the first": (m.Place("full", -1, (1,), (0,)),),
+BAD_PLACES: Mapping[str, tuple[m.GrantedPages, ...]] = {
+    "a pool that there isn't": (m.GrantedPages("latent", 0, (1,), (0,)),),
+    "one pool twice": (m.GrantedPages("full", 0, (1,), (0,)), m.GrantedPages("full", 1, (2,), (0,))),
+    "nothing": (m.GrantedPages("full", 0, (), ()),),
+    "the null page": (m.GrantedPages("full", 0, (1, 0), (0, 0)),),
+    "pages without epochs": (m.GrantedPages("full", 0, (1, 2), (0,)),),
+    "pages before the first": (m.GrantedPages("full", -1, (1,), (0,)),),
 }
 
 
@@ -448,10 +454,10 @@ def test_a_grant_of_places_that_cannot_be_is_refused_with_a_word(places: str) ->
     with ends(SETS["all"], "local") as both:
         prompt = both.prompt(9)
         peer = PeerRef(WorkerName("prefill-0"), Incarnation(1), both.sender.control)
-        both.receiver.open(prompt.room, peer, Expected(prompt.keys, 9))
+        both.receiver.open(prompt.room, peer, ExpectedPrompt(prompt.keys, 9))
         both.sender.open(prompt.room, PeerRef(WorkerName("decode-0"), Incarnation(1), ""))
         both.until(lambda: both.sender._peers, "hello")
         (entry,) = both.sender._peers.values()
         with pytest.raises(WireError, match=f"room {prompt.room} was granted places of"):
-            both.sender._control(entry.identity, m.Grant(prompt.room, BAD_PLACES[places], 0, 0, 1))
+            both.sender._control(entry.identity, m.PageGrant(prompt.room, BAD_PLACES[places], 0, 0, 1))
         assert not both.sender.granted(prompt.room)

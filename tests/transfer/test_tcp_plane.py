@@ -16,12 +16,12 @@ from contracts.config.cluster_config import FaultsConfig
 from contracts.ids import RoomId
 from tests.poolsets import entry, pool_sets
 from tests.rooms import image
-from transfer.planes.data_plane import SLOT_BYTES, Run, Target
+from transfer.planes.data_plane import SLOT_BYTES, PageNumbers, RoomTarget
 from transfer.planes.zmq_plane import ZmqPlane
 
 SPEC = pool_sets()["all"]
 ROOM = RoomId("room-1")
-TARGET = Target(ROOM, {"full": Run(2, (5, 7, 6)), "state": Run(4, (3,))}, 1, 77)
+TARGET = RoomTarget(ROOM, {"full": PageNumbers(2, (5, 7, 6)), "state": PageNumbers(4, (3,))}, 1, 77)
 TICKET = TARGET.ticket
 ALONE = (0, 1, 1)
 """The first write of a writer of one rank."""

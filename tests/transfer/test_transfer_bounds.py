@@ -25,12 +25,12 @@ from tests.poolsets import pool_sets
 from tests.rooms import Ends, ends, image
 from transfer.planes import shm_plane as direct
 from transfer.planes import zmq_plane as tcp
-from transfer.planes.data_plane import SLOT_BYTES, Run, Target
-from transfer.planes.ordered_notices import MOST_HELD, HeldNotices
+from transfer.planes.data_plane import SLOT_BYTES, PageNumbers, RoomTarget
+from transfer.planes.ordered_notices import MOST_HELD, OrderedNotices
 from transfer.planes.zmq_plane import ZmqPlane
 from transfer.rooms import kv_sender as sender
 from transfer.rooms import room_messages as m
-from transfer.rooms.room_outcomes import Arrived, Broken
+from transfer.rooms.room_outcomes import HandoverFailed, PromptArrived
 
 SPEC = pool_sets()["all"]
 FULL = pool_sets()["full"]
@@ -98,7 +98,7 @@ def test_a_strangers_long_frame_is_not_taken_in_and_cuts_off_only_the_stranger(p
         both.sender.write(prompt.room, prompt.all(), (DONE,))
         both.seal(prompt)
         arrived = both.outcome(prompt.room)
-        assert isinstance(arrived, Arrived)
+        assert isinstance(arrived, PromptArrived)
         arrived.release()
         both.quiet()
 
@@ -123,7 +123,7 @@ def test_writes_longer_than_the_readers_frames_are_split_and_arrive_whole() -> N
         assert 5 * page <= max(lengths) <= 5 * page + 1
         both.seal(prompt)
         arrived = both.outcome(prompt.room)
-        assert isinstance(arrived, Arrived)
+        assert isinstance(arrived, PromptArrived)
         assert not both.receiver._plane.dropped
         assert arrived.received["full"] == page * len(leases["full"])
         arrived.release()
@@ -199,7 +199,7 @@ def test_a_metadata_frame_of_another_size_than_a_slot_takes_is_dropped(size: int
     plane = ZmqPlane(FaultsConfig(), "127.0.0.1", None)
     slots = torch.zeros(3, SLOT_BYTES, dtype=torch.uint8)
     plane.register(PoolSet(SPEC, SPEC.even(9)), slots)
-    plane.permit(Target(RoomId("r"), {"full": Run(0, (5,))}, 1, 77))
+    plane.permit(RoomTarget(RoomId("r"), {"full": PageNumbers(0, (5,))}, 1, 77))
     assert not plane._store(b"S", [memoryview(msgpack.packb(("r", 77))), memoryview(b"\1" * size)])
     assert not slots.any()
     assert plane._store(b"S", [memoryview(msgpack.packb(("r", 77))), memoryview(b"\1" * SLOT_BYTES)])
@@ -210,7 +210,7 @@ def test_a_metadata_frame_of_another_size_than_a_slot_takes_is_dropped(size: int
 
 
 def test_notices_that_wait_for_writes_are_bounded() -> None:
-    held = HeldNotices(2, lambda sources, rank: frozenset({0, 1}))
+    held = OrderedNotices(2, lambda sources, rank: frozenset({0, 1}))
     held.open(RoomId("r"))
     for _ in range(MOST_HELD):
         assert held.add(RoomId("r"), b"n", 9, 2) == []
@@ -224,8 +224,8 @@ def test_notices_that_wait_for_writes_are_bounded() -> None:
 def early_grants(both: Ends, rooms: list[str], pages: int = 1) -> None:
     (peer,) = both.receiver._peers.values()
     for number, room in enumerate(rooms):
-        place = m.Place("full", 0, tuple(range(1, 1 + pages)), (0,) * pages)
-        peer.channel.send(m.encode(m.Grant(RoomId(room), (place,), 0, 0, 100 + number)))
+        place = m.GrantedPages("full", 0, tuple(range(1, 1 + pages)), (0,) * pages)
+        peer.channel.send(m.encode(m.PageGrant(RoomId(room), (place,), 0, 0, 100 + number)))
 
 
 @contextmanager
@@ -243,7 +243,7 @@ def failed_rooms(both: Ends) -> list[tuple[str, int]]:
     out: list[tuple[str, int]] = []
     for data in both.receiver._plane.poll():
         word = m.decode_notice(data)
-        if isinstance(word, m.Failed):
+        if isinstance(word, m.RoomFailed):
             assert "keeps no more early grants" in word.message
             out.append((word.room, word.ticket))
     return out
@@ -278,7 +278,7 @@ def test_rooms_given_up_before_their_requests_came_are_bounded(monkeypatch: pyte
         (peer,) = both.receiver._peers.values()
         (reader,) = both.sender._peers.values()
         for n in range(9):
-            peer.channel.send(m.encode(m.Abort(RoomId(f"gone-{n}"), "", False, 1)))
+            peer.channel.send(m.encode(m.AbortRoom(RoomId(f"gone-{n}"), "", False, 1)))
         both.until(lambda: "gone-8" in reader.given_up, "the last of them")
         assert list(reader.given_up) == [f"gone-{n}" for n in range(5, 9)]
 
@@ -296,7 +296,7 @@ def test_more_peers_than_allowed_are_refused_with_a_word() -> None:
             both.waiter.wait(0.01)
         said = m.decode(answer)
         second.close()
-        assert isinstance(said, m.Refused)
+        assert isinstance(said, m.PeerRefused)
         assert "transfer.most_peers" in said.reason
         assert set(both.sender._peers) == {b"decode-0:1"}
 
@@ -316,6 +316,6 @@ def test_a_room_that_was_failed_for_want_of_room_breaks_at_decode(monkeypatch: p
         both.start(first)
         leases = both.start(second)
         broken = both.outcome(first.room)
-        assert isinstance(broken, Broken)
+        assert isinstance(broken, HandoverFailed)
         assert "keeps no more early grants" in broken.message
         assert all(lease.live for lease in leases.values())

@@ -44,16 +44,16 @@ from tests.router.grpc_fakes import start
 from tests.router.http_server import eventually
 from tests.wire.instances import absent, all_of, empty, full, one_truth_each, union
 from transfer.net.waiter import Waiter
-from transfer.net.zmq_channel import ZmqCarrier
-from transfer.planes.data_plane import SLOT_BYTES, Plane
+from transfer.net.zmq_channel import ZmqControlTransport
+from transfer.planes.data_plane import SLOT_BYTES, DataPlane
 from transfer.planes.shm_plane import ShmPlane
 from transfer.planes.zmq_plane import ZmqPlane
 from transfer.rooms import room_messages as t
-from transfer.rooms.metadata_slots import Metadata, copy_out, pack
+from transfer.rooms.metadata_slots import HandoverMetadata, copy_out, pack
 
 COMMANDS = [message for cls in union(router_commands.Command) for message in all_of(cls)]
 EVENTS = [message for cls in union(worker_events.Event) for message in all_of(cls)]
-CONTROL = [message for cls in union(t.Control) for message in all_of(cls)]
+CONTROL = [message for cls in union(t.ControlMessage) for message in all_of(cls)]
 NOTICES = [message for cls in union(t.Notice) for message in all_of(cls)]
 ORDERS = [message for cls in union(rank_orders.Order) for message in all_of(cls)]
 TIDINGS = [message for cls in union(rank_orders.FollowerNotice) for message in all_of(cls)]
@@ -332,7 +332,7 @@ def test_every_field_of_the_controllers_protocol_is_filled(cls: type[Proto]) -> 
 
 def test_every_field_of_every_control_message_arrives_over_zmq_both_ways() -> None:
     waiter = Waiter()
-    carrier = ZmqCarrier("127.0.0.1", waiter, None)
+    carrier = ZmqControlTransport("127.0.0.1", waiter, None)
     inbox = carrier.listen()
     channel = carrier.connect(inbox.endpoint, b"decode-0")
     there: list[tuple[bytes, bytes]] = []
@@ -369,7 +369,7 @@ def until(waiter: Waiter, is_so: Callable[[], object]) -> None:
 
 
 @contextlib.contextmanager
-def planes(kind: str) -> Iterator[tuple[Plane, Plane]]:
+def planes(kind: str) -> Iterator[tuple[DataPlane, DataPlane]]:
     """A writer's and a reader's, of the same pools."""
     spec = pool_sets()["all"]
     made: list[Any] = []
@@ -408,7 +408,7 @@ def test_every_field_of_every_notice_arrives_over_both_planes(kind: str) -> None
 
 
 def test_every_field_of_the_metadata_slot_is_copied_out_as_it_was_packed() -> None:
-    for sent in (full(Metadata), absent(Metadata), empty(Metadata)):
+    for sent in (full(HandoverMetadata), absent(HandoverMetadata), empty(HandoverMetadata)):
         slots = torch.zeros(2, SLOT_BYTES, dtype=torch.uint8)
         data = pack(sent)
         slots[1, : len(data)] = torch.frombuffer(bytearray(data), dtype=torch.uint8)

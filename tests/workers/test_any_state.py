@@ -33,11 +33,11 @@ from tests.hash_engine import HashEngine, recite
 from tests.pair import Answer, Pair
 from tests.poolsets import NAMES, pool_sets
 from transfer.net.waiter import Waiter
-from transfer.net.zmq_channel import ZmqCarrier
+from transfer.net.zmq_channel import ZmqControlTransport
 from transfer.planes.make_plane import make_plane
 from transfer.rooms.compatibility import fingerprint
-from transfer.rooms.kv_receiver import ReceiverEnd
-from transfer.rooms.kv_sender import SenderEnd
+from transfer.rooms.kv_receiver import KVReceiver
+from transfer.rooms.kv_sender import KVSender
 
 PAGE = 4
 TOKENS = 9
@@ -76,17 +76,17 @@ class HashPair(Pair):
             pools, device, cache, self.clock.now, host=host, storage=queue, fingerprint="hash", stride=steps
         )
         engine = cast(Engine, HashEngine(pools, device))
-        carrier = ZmqCarrier("127.0.0.1", waiter, None)
+        carrier = ZmqControlTransport("127.0.0.1", waiter, None)
         name, first = WorkerName(f"{role}-0"), Incarnation(1)
         common: dict[str, Any] = {"context": CONTEXT, "clock": self.clock, "pause": lambda s: None}
         common_to_all = fingerprint("hash", spec, "invariant:by hand")
-        sender = SenderEnd(
+        sender = KVSender(
             name, first, common_to_all, plane, pools, device, config.transfer,
             carrier=carrier, clock=self.clock,
         )  # fmt: skip
         if role is Role.PREFILL:
             return PrefillWorker(name, first, config, engine, seat, sender, waiter, **common)
-        receiver = ReceiverEnd(
+        receiver = KVReceiver(
             name, first, common_to_all, plane, pools, 16, config.transfer,
             verify=cache.verify, carrier=carrier, clock=self.clock,
         )  # fmt: skip

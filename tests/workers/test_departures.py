@@ -34,8 +34,8 @@ from decode.migration.prefix_push import GIFTS
 from prefill.worker import PrefillWorker
 from router.migration.migration_table import MOVES, MoveEvent, MoveState
 from tests.company import Company, company, generated
-from transfer.rooms.kv_sender import _Pending
-from transfer.rooms.room_messages import Quiesced, Received
+from transfer.rooms.kv_sender import _PendingWrite
+from transfer.rooms.room_messages import HandoverReceived, WriterQuiesced
 
 PEER = PeerRef(WorkerName("decode-1"), Incarnation(3), "tcp://127.0.0.1:7")
 COMMANDS: list[Command] = [
@@ -109,7 +109,7 @@ def _held_back(c: Company) -> list[Callable[[], None]]:
     send, held = receiver._send, list[Callable[[], None]]()
 
     def hold(peer: Any, message: Any) -> None:
-        held.append(partial(send, peer, message)) if isinstance(message, Received) else send(peer, message)
+        held.append(partial(send, peer, message)) if isinstance(message, HandoverReceived) else send(peer, message)
 
     receiver._send = hold  # type: ignore[method-assign]
     return held
@@ -176,7 +176,7 @@ def test_d2_a_worker_does_not_leave_while_it_still_writes_for_a_room_that_has_en
         sender = worker._sender if isinstance(worker, PrefillWorker) else c.decode(name)._departures._sender
         (peer,) = sender._peers.values()
         write = _Held()
-        peer.queue.append(_Pending(write, Quiesced(RoomId("over"), 7)))
+        peer.queue.append(_PendingWrite(write, WriterQuiesced(RoomId("over"), 7)))
         c.drain(name)
         c.until(lambda: not len(worker._desk), "its requests to end", 1000)  # type: ignore[attr-defined]
         for _ in range(50):

@@ -18,7 +18,7 @@ from contracts.sampling_params import SamplingParams
 from decode.request.request import PHASES, Phase, Request
 from decode.worker import DecodeWorker
 from tests.pair import SESSION, Pair, pair
-from transfer.rooms.metadata_slots import Draft
+from transfer.rooms.metadata_slots import DraftState
 
 PAGE = 16
 HOST_BYTES = 1 << 23
@@ -363,10 +363,10 @@ def test_an_answer_that_is_taken_back_says_how_long_answers_get(model: Path) -> 
 def test_a2_what_prefill_handed_over_is_the_requests_own_whatever_becomes_of_its_slot(
     model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    draft = Draft("float32", bytes(range(64)), (7, 9), (0.5, 0.25))
+    draft = DraftState("float32", bytes(range(64)), (7, 9), (0.5, 0.25))
     import prefill.worker as prefill_worker
 
-    made = prefill_worker.Metadata
+    made = prefill_worker.HandoverMetadata
     monkeypatch.setattr(prefill_worker, "Metadata", lambda *args, **more: made(*args, **more | {"draft": draft}))
     with working(model) as (both, decode):
         asked = both.submit(prompt_of(1, 20), greedy(20))

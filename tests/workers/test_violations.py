@@ -33,7 +33,7 @@ from router.main import RouterServer, listen
 from router.service.router_service import RouterService
 from tests.pair import SESSION, Pair, pair
 from tests.serving import ROOT, until
-from transfer.rooms.room_states import Receiver, Sender
+from transfer.rooms.room_states import ReceiverState, SenderState
 
 Plant = Callable[[PrefillWorker, DecodeWorker], object]
 
@@ -50,7 +50,7 @@ def at_work(both: Pair) -> tuple[PrefillWorker, DecodeWorker]:
         both.step()
     both.submit([i % 300 for i in range(900)], SamplingParams(max_tokens=200, temperature=0.0))
     for _ in range(2000):
-        if any(r.state is Sender.GRANTED for r in prefill._sender._rooms.values()):
+        if any(r.state is SenderState.GRANTED for r in prefill._sender._rooms.values()):
             break
         both.step()
     assert prefill.check().violations == decode.check().violations == ()
@@ -105,7 +105,7 @@ PREFILL: dict[str, tuple[Plant, str]] = {
         "its claim says otherwise",
     ),
     "a room without its grant": (
-        lambda p, d: [setattr(r, "state", Sender.OPEN) for r in p._sender._rooms.values()],
+        lambda p, d: [setattr(r, "state", SenderState.OPEN) for r in p._sender._rooms.values()],
         "its grant says otherwise",
     ),
     "a hand-over that nobody waits for": (
@@ -146,7 +146,7 @@ DECODE: dict[str, tuple[Plant, str]] = {
     "a slot that nobody owns": (lambda p, d: d._receiver.slots._free.pop(), "metadata slots: "),
     "a slot that no room holds": (lambda p, d: d._receiver.slots.lease(1, "a thief"), "rooms hold"),
     "a granted room without its lease": (
-        lambda p, d: [setattr(r, "state", Receiver.OPEN) for r in d._receiver._rooms.values()],
+        lambda p, d: [setattr(r, "state", ReceiverState.OPEN) for r in d._receiver._rooms.values()],
         "its leases say otherwise",
     ),
     "a request outside its queue": (lambda p, d: d._running.append(d._running[0]), "are in that queue"),

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Protocol
 
-Process = tuple[int, int, str]
+ProcessIdentity = tuple[int, int, str]
 """A process as `process.mine` names it: pid, start ticks, namespace."""
 
 
-class Inbox(Protocol):
+class ControlInbox(Protocol):
     """Where readers connect to a writer."""
 
     endpoint: str
@@ -25,7 +25,7 @@ class Inbox(Protocol):
     def close(self) -> None: ...
 
 
-class Channel(Protocol):
+class ControlChannel(Protocol):
     """A reader's connection to one writer."""
 
     def send(self, data: bytes) -> None: ...
@@ -43,7 +43,7 @@ class Channel(Protocol):
     def close(self) -> None: ...
 
 
-class Watch(Protocol):
+class PeerWatch(Protocol):
     """Watches all processes of a worker."""
 
     pid: int
@@ -56,17 +56,17 @@ class Watch(Protocol):
     def close(self) -> None: ...
 
 
-class Carrier(Protocol):
+class ControlTransport(Protocol):
     """One worker's way to its peers."""
 
-    def mine(self) -> Process:
+    def mine(self) -> ProcessIdentity:
         """This process, as peers are told of it."""
 
-    def listen(self) -> Inbox: ...
+    def listen(self) -> ControlInbox: ...
 
-    def connect(self, endpoint: str, identity: bytes) -> Channel:
+    def connect(self, endpoint: str, identity: bytes) -> ControlChannel:
         """Never fails: where nobody answers, nothing comes."""
 
-    def watch(self, processes: Sequence[Process]) -> Watch | None:
+    def watch(self, processes: Sequence[ProcessIdentity]) -> PeerWatch | None:
         """None for processes that can't be watched from here. Raises `ProcessLookupError` when all are dead already,
         and `WireError` for what can't be processes."""

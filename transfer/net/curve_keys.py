@@ -13,18 +13,18 @@ import zmq
 from zmq.utils import z85
 
 from contracts.errors import LayoutMismatch
-from transfer.net.disconnects import CutWatch, keep_alive
+from transfer.net.disconnects import DisconnectWatch, keep_alive
 
 
 @dataclass(frozen=True, slots=True)
-class Curve:
+class CurveKeys:
     """The cluster's key pair, as Z85 text."""
 
     public: bytes
     secret: bytes
 
     @classmethod
-    def from_secret(cls, secret: bytes) -> Curve:
+    def from_secret(cls, secret: bytes) -> CurveKeys:
         """Derive the pair from at least 16 random bytes that all workers share."""
         if len(secret) < 16:
             raise ValueError("the cluster's secret needs at least 16 bytes")
@@ -43,8 +43,8 @@ class Curve:
 
 
 def dial(
-    context: zmq.Context[zmq.Socket[bytes]], endpoint: str, curve: Curve | None, link_timeout_s: float
-) -> tuple[zmq.Socket[bytes], CutWatch]:
+    context: zmq.Context[zmq.Socket[bytes]], endpoint: str, curve: CurveKeys | None, link_timeout_s: float
+) -> tuple[zmq.Socket[bytes], DisconnectWatch]:
     """A PUSH socket to `endpoint` that never blocks its sender, and forgets what is unsent when it is closed.
 
     Raises `LayoutMismatch` for what is no endpoint.
@@ -55,7 +55,7 @@ def dial(
     keep_alive(socket, link_timeout_s)
     if curve is not None:
         curve.call(socket)
-    watch = CutWatch(socket)
+    watch = DisconnectWatch(socket)
     try:
         if not endpoint.startswith("tcp://"):
             raise LayoutMismatch(f"a peer's endpoint must be tcp://HOST:PORT, got {endpoint!r:.80}")
@@ -67,7 +67,7 @@ def dial(
     return socket, watch
 
 
-def bind(socket: zmq.Socket[bytes], host: str, curve: Curve | None) -> str:
+def bind(socket: zmq.Socket[bytes], host: str, curve: CurveKeys | None) -> str:
     """Bind to a free port of `host` and return the endpoint. Refuses other than loopback without keys."""
     if curve is not None:
         curve.serve(socket)

@@ -3,8 +3,8 @@
 TCP loses nothing of a connection that lives. When one is cut, what was under way may be lost, while ZMQ connects again
 by itself and goes on with what comes after: a hole in the middle of a conversation. So sockets between workers send
 heartbeats, which find a dead connection and a silent one within `transfer.link_timeout_s`, and whoever speaks on one
-asks its `CutWatch`. The rule is then the same everywhere: what may be lost is said again where saying it twice does no
-harm (grants, aborts, confirmations, last words), and given up where it isn't (pages and the notices of them).
+asks its `DisconnectWatch`. The rule is then the same everywhere: what may be lost is said again where saying it twice
+does no harm (grants, aborts, confirmations, last words), and given up where it isn't (pages and the notices of them).
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ def keep_alive(socket: zmq.Socket[bytes], link_timeout_s: float) -> None:
     socket.set(zmq.HANDSHAKE_IVL, whole_ms)
 
 
-_OPEN: set[CutWatch] = set()
+_OPEN: set[DisconnectWatch] = set()
 """Those that were not closed yet. One that was forgotten must not be collected: where its monitor goes before its
 socket, the context's I/O thread waits for ever to tell of an event, and all connections of the process stand still."""
 
 
-class CutWatch:
+class DisconnectWatch:
     """What became of the connection of a socket that connects to one endpoint. One thread; to be closed."""
 
     def __init__(self, socket: zmq.Socket[bytes]) -> None:

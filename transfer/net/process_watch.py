@@ -45,14 +45,14 @@ def mine() -> tuple[int, int, str]:
 
 
 @dataclass
-class ProcessWatch:
+class PidfdWatch:
     """Holds a pidfd of one process of this namespace: the one proof of death that a reused pid can't fake."""
 
     pid: int
     fd: int
 
     @classmethod
-    def open(cls, pid: int, started: int, boot: str) -> ProcessWatch | None:
+    def open(cls, pid: int, started: int, boot: str) -> PidfdWatch | None:
         """None for a process that can't be watched from here. Raises `ProcessLookupError` when it is dead already, and
         `WireError` for what is no process, or where the system has no descriptor for it."""
         if boot != namespace():
@@ -81,21 +81,21 @@ class ProcessWatch:
             self.fd = -1
 
 
-class GroupWatch:
+class PidfdGroupWatch:
     """Watches all processes of a worker: it is dead when the last of them is, since each may write."""
 
-    def __init__(self, watches: Sequence[ProcessWatch]) -> None:
+    def __init__(self, watches: Sequence[PidfdWatch]) -> None:
         self.pid = watches[0].pid
         self._alive = list(watches)
 
     @classmethod
-    def open(cls, processes: Sequence[tuple[int, int, str]]) -> GroupWatch | None:
+    def open(cls, processes: Sequence[tuple[int, int, str]]) -> PidfdGroupWatch | None:
         """None where one can't be watched from here. Raises `ProcessLookupError` when all are dead already, and
-        `WireError` as `ProcessWatch.open` does."""
-        watches: list[ProcessWatch] = []
+        `WireError` as `PidfdWatch.open` does."""
+        watches: list[PidfdWatch] = []
         for pid, started, boot in processes:
             try:
-                watch = ProcessWatch.open(pid, started, boot)
+                watch = PidfdWatch.open(pid, started, boot)
             except ProcessLookupError:
                 continue
             except WireError:

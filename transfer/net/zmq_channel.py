@@ -7,7 +7,7 @@ hear goes through a `Carrier`. What a carrier promises is what the rooms rely on
     loss     of a live connection nothing is lost; where it is cut, what is lost is its end, and a channel tells it
     death    a watch says dead only of a worker that will never write again
 
-`ZmqCarrier` keeps these with a DEALER socket a connection, one ROUTER socket for all who connect, and pidfds.
+`ZmqControlTransport` keeps these with a DEALER socket a connection, one ROUTER socket for all who connect, and pidfds.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ import zmq
 
 from contracts.config.worker_config import TransferConfig
 from transfer.net import process_watch as process
-from transfer.net.control_channel import Process
-from transfer.net.curve_keys import Curve, bind
-from transfer.net.disconnects import CutWatch, keep_alive
+from transfer.net.control_channel import ProcessIdentity
+from transfer.net.curve_keys import CurveKeys, bind
+from transfer.net.disconnects import DisconnectWatch, keep_alive
 from transfer.net.waiter import Waiter
 
 LINK_TIMEOUT_S = TransferConfig().link_timeout_s
@@ -36,14 +36,14 @@ _UNREAD = 4096
 log = logging.getLogger("twinpool.transfer")
 
 
-class ZmqCarrier:
+class ZmqControlTransport:
     """The carrier of real workers; what comes wakes `waiter`."""
 
     def __init__(
         self,
         host: str,
         waiter: Waiter,
-        curve: Curve | None,
+        curve: CurveKeys | None,
         link_timeout_s: float = LINK_TIMEOUT_S,
         frame_bytes: int = FRAME_BYTES,
     ) -> None:
@@ -52,19 +52,19 @@ class ZmqCarrier:
         self._frame_bytes = frame_bytes
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context.instance()
 
-    def mine(self) -> Process:
+    def mine(self) -> ProcessIdentity:
         return process.mine()
 
-    def listen(self) -> ZmqInbox:
+    def listen(self) -> ZmqControlInbox:
         socket = self._context.socket(zmq.ROUTER)
         socket.set(zmq.SNDHWM, _UNREAD)
         socket.set(zmq.RCVHWM, _WAITING)
         socket.set(zmq.MAXMSGSIZE, self._frame_bytes)
         socket.set(zmq.ROUTER_HANDOVER, 1)
         keep_alive(socket, self._link_timeout_s)
-        return ZmqInbox(socket, bind(socket, self._host, self._curve), self._waiter)
+        return ZmqControlInbox(socket, bind(socket, self._host, self._curve), self._waiter)
 
-    def connect(self, endpoint: str, identity: bytes) -> ZmqChannel:
+    def connect(self, endpoint: str, identity: bytes) -> ZmqControlChannel:
         socket = self._context.socket(zmq.DEALER)
         socket.set(zmq.SNDHWM, 0)
         socket.set(zmq.RCVHWM, _WAITING)
@@ -74,19 +74,19 @@ class ZmqCarrier:
         keep_alive(socket, self._link_timeout_s)
         if self._curve is not None and endpoint.startswith("tcp"):
             self._curve.call(socket)
-        watch = CutWatch(socket)
+        watch = DisconnectWatch(socket)
         try:
             socket.connect(endpoint)
         except zmq.ZMQError as error:
             log.warning("no connection to %.80r: %s", endpoint, error)  # As if nobody answered there.
-        return ZmqChannel(socket, watch, self._waiter)
+        return ZmqControlChannel(socket, watch, self._waiter)
 
-    def watch(self, processes: Sequence[Process]) -> PidWatch | None:
-        watch = process.GroupWatch.open(processes)
+    def watch(self, processes: Sequence[ProcessIdentity]) -> PidWatch | None:
+        watch = process.PidfdGroupWatch.open(processes)
         return PidWatch(watch, self._waiter) if watch is not None else None
 
 
-class ZmqInbox:
+class ZmqControlInbox:
     """Implements `Inbox`."""
 
     def __init__(self, socket: zmq.Socket[bytes], endpoint: str, waiter: Waiter) -> None:
@@ -113,10 +113,10 @@ class ZmqInbox:
         self._socket.close(linger=0)
 
 
-class ZmqChannel:
+class ZmqControlChannel:
     """Implements `Channel`."""
 
-    def __init__(self, socket: zmq.Socket[bytes], watch: CutWatch, waiter: Waiter) -> None:
+    def __init__(self, socket: zmq.Socket[bytes], watch: DisconnectWatch, waiter: Waiter) -> None:
         self._socket, self._watch, self._waiter = socket, watch, waiter
         waiter.add(socket)
 
@@ -145,7 +145,7 @@ class ZmqChannel:
 class PidWatch:
     """Implements `Watch`: deaths wake the waiter."""
 
-    def __init__(self, watch: process.GroupWatch, waiter: Waiter) -> None:
+    def __init__(self, watch: process.PidfdGroupWatch, waiter: Waiter) -> None:
         self._watch, self._waiter = watch, waiter
         self.pid = watch.pid
         for fd in watch.fds:

@@ -30,7 +30,7 @@ T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
-class Run:
+class PageNumbers:
     """Pages `first ..` of a sequence in one pool, and the pages or slots that hold them."""
 
     first: int
@@ -51,11 +51,11 @@ class Run:
 
 
 @dataclass(frozen=True, slots=True)
-class Target:
+class RoomTarget:
     """What a room may write at the reader: places by pool, and a slot."""
 
     room: RoomId
-    runs: Mapping[str, Run]
+    runs: Mapping[str, PageNumbers]
     slot: int
     ticket: int = 0
     """The grant's: what arrives with another one is nobody's."""
@@ -65,15 +65,15 @@ class Target:
         return self.runs.get(pool, _NO_RUN).at(numbers)
 
 
-_NO_RUN = Run(0, ())
+_NO_RUN = PageNumbers(0, ())
 
 
 @dataclass(frozen=True, slots=True)
 class PageWrite:
     """Write these pages and slots of mine, all buffers, to the target's of the same numbers: one write, all pools."""
 
-    target: Target
-    runs: Mapping[str, Run]
+    target: RoomTarget
+    runs: Mapping[str, PageNumbers]
     number: int = 1
     """Which write of its room this is, from 1."""
 
@@ -91,17 +91,17 @@ class PageWrite:
 class SlotWrite:
     """Write `data` to the start of the target's slot."""
 
-    target: Target
+    target: RoomTarget
     data: bytes
 
 
-class Link(Protocol):
+class WriteLink(Protocol):
     """A writer's way into one reader's memory."""
 
     frame_bytes: int | None
     """What one write may have of each pool; None: everything."""
 
-    def admit(self, target: Target) -> None:
+    def admit(self, target: RoomTarget) -> None:
         """Raises `WireError` for places that the reader's memory, as it was described, doesn't have."""
 
     def post(self, write: PageWrite | SlotWrite) -> Completion:
@@ -121,7 +121,7 @@ class Link(Protocol):
     def close(self) -> None: ...
 
 
-class Plane(Protocol):
+class DataPlane(Protocol):
     """One worker's end of the data plane; every worker has one."""
 
     kind: str
@@ -139,11 +139,11 @@ class Plane(Protocol):
     def describe(self) -> dict[str, Any]:
         """What `connect` of a peer's plane needs, as plain values: a part for each rank, under ``ranks``."""
 
-    def connect(self, descriptor: dict[str, Any]) -> Link:
+    def connect(self, descriptor: dict[str, Any]) -> WriteLink:
         """Raises `LayoutMismatch` when the descriptor's memory can't be reached from here, saying why, and for anything
         that is no descriptor: it is what a peer says, and nothing about it is certain."""
 
-    def permit(self, target: Target) -> None:
+    def permit(self, target: RoomTarget) -> None:
         """Writes for this room may arrive from now on."""
 
     def revoke(self, room: RoomId) -> None:
@@ -163,7 +163,7 @@ class Plane(Protocol):
     def close(self) -> None: ...
 
 
-class RankPlane(Plane, Protocol):
+class RankDataPlane(DataPlane, Protocol):
     """One rank's end of the data plane of a worker of several."""
 
     def settled(self, rank: int, settled: WriteArrived) -> None:
@@ -173,7 +173,7 @@ class RankPlane(Plane, Protocol):
         """What this rank has taken in since the last call, for its leader; the leader's own is with the leader."""
 
 
-Wake = Callable[[], None]
+WakeCallback = Callable[[], None]
 
 
 def said(descriptor: object, name: str, kind: type[T]) -> T:

@@ -13,9 +13,9 @@ from cache.memory.page_moves import PageMove, PoolMove, copy_state
 from cache.pool.pool_set import PoolSet
 from contracts.errors import WireError
 from contracts.ids import RoomId
-from transfer.net.disconnects import CutWatch
+from transfer.net.disconnects import DisconnectWatch
 from transfer.net.fault_injection import WriteFaults
-from transfer.planes.data_plane import PageWrite, SlotWrite, Target
+from transfer.planes.data_plane import PageWrite, RoomTarget, SlotWrite
 
 _HEAD = 64
 """Bytes in front of a segment: a nonce, by which a writer knows that it mapped what was described."""
@@ -33,7 +33,7 @@ class DirectLink:
         layout: PoolSetLayout,
         slots: torch.Tensor | None,
         notify: Callable[[bytes], None],
-        watch: CutWatch | None,
+        watch: DisconnectWatch | None,
         close: Callable[[], None],
         faults: WriteFaults,
         cut: HeadSlice | None = None,
@@ -50,7 +50,7 @@ class DirectLink:
         self._close = close
         self._faults = faults
 
-    def admit(self, target: Target) -> None:
+    def admit(self, target: RoomTarget) -> None:
         for pool, run in target.runs.items():
             count = self._layout.counts.get(pool, 0)
             if not all(0 < index < count for index in run.indices):

@@ -18,7 +18,7 @@ from contracts.errors import LayoutMismatch
 from contracts.ids import RoomId
 from contracts.messages.rank_orders import WriteArrived
 from transfer.net.fault_injection import WriteFaults
-from transfer.planes.data_plane import Link, Target, Wake, said
+from transfer.planes.data_plane import RoomTarget, WakeCallback, WriteLink, said
 from transfer.planes.direct_link import DirectLink
 from transfer.planes.rank_fan import fan
 from transfer.planes.shm_plane import AT_ONCE
@@ -31,7 +31,7 @@ class LocalPlane:
     revocable = False
     _readers: ClassVar[dict[str, LocalPlane]] = {}
 
-    def __init__(self, faults: FaultsConfig, wake: Wake, rank: int = 0, size: int = 1) -> None:
+    def __init__(self, faults: FaultsConfig, wake: WakeCallback, rank: int = 0, size: int = 1) -> None:
         self._rank, self._size = rank, size
         self._token = secrets.token_hex(16)
         self._arrived: deque[bytes] = deque()
@@ -49,10 +49,10 @@ class LocalPlane:
     def describe(self) -> dict[str, Any]:
         return {"ranks": [{"token": self._token}]}
 
-    def connect(self, descriptor: dict[str, Any]) -> Link:
+    def connect(self, descriptor: dict[str, Any]) -> WriteLink:
         return fan(self._pools.spec.whole, self._rank, self._size, descriptor, self._link)
 
-    def _link(self, descriptor: dict[str, Any], spec: PoolSetSpec, cut: HeadSlice | None) -> Link:
+    def _link(self, descriptor: dict[str, Any], spec: PoolSetSpec, cut: HeadSlice | None) -> WriteLink:
         reader = self._readers.get(said(descriptor, "token", str))
         if reader is None:
             raise LayoutMismatch("plane local: the reader isn't in this process, or is closed")
@@ -66,7 +66,7 @@ class LocalPlane:
             raise LayoutMismatch("plane local: the reader has no metadata slots")
         return DirectLink(self._pools, pools.region, pools.layout, slots, notify, None, lambda: None, self._faults, cut)
 
-    def permit(self, target: Target) -> None: ...
+    def permit(self, target: RoomTarget) -> None: ...
 
     def revoke(self, room: RoomId) -> None: ...
 

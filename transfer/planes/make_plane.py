@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from contracts.config.cluster_config import Config
-from transfer.net.curve_keys import Curve
-from transfer.planes.data_plane import RankPlane, Wake
+from transfer.net.curve_keys import CurveKeys
+from transfer.planes.data_plane import RankDataPlane, WakeCallback
 from transfer.planes.local_plane import LocalPlane
 from transfer.planes.shm_plane import ShmPlane
 from transfer.planes.zmq_plane import ZmqPlane
 
 
-def make_plane(config: Config, host: str, curve: Curve | None, wake: Wake, rank: int = 0, size: int = 1) -> RankPlane:
+def make_plane(
+    config: Config, host: str, curve: CurveKeys | None, wake: WakeCallback, rank: int = 0, size: int = 1
+) -> RankDataPlane:
     """The plane that `transfer.plane` names, bound to free ports of `host`; of rank `rank` of a worker of `size`."""
     if config.transfer.plane == "local":
         return LocalPlane(config.faults, wake, rank, size)

@@ -19,7 +19,7 @@ MOST_HELD = 4096
 
 
 @dataclass(frozen=True, slots=True)
-class _Notice:
+class _HeldNotice:
     data: bytes
     writes: int
     """Writes of its room that were posted before it."""
@@ -28,22 +28,22 @@ class _Notice:
 
 
 @dataclass(slots=True)
-class _Room:
+class _NoticeRoom:
     taken: defaultdict[tuple[int, int], int] = field(default_factory=lambda: defaultdict(int))
     """By rank here and source rank: the last write that was taken in."""
-    notices: deque[_Notice] = field(default_factory=deque)
+    notices: deque[_HeldNotice] = field(default_factory=deque)
 
 
-class HeldNotices:
+class OrderedNotices:
     """The notices of a reader of `size` ranks. `writers(sources, rank)`: who of `sources` ranks writes to `rank`."""
 
     def __init__(self, size: int, writers: Callable[[int, int], frozenset[int]]) -> None:
         self._size = size
         self._writers = writers
-        self._rooms: dict[RoomId, _Room] = {}
+        self._rooms: dict[RoomId, _NoticeRoom] = {}
 
     def open(self, room: RoomId) -> None:
-        self._rooms.setdefault(room, _Room())
+        self._rooms.setdefault(room, _NoticeRoom())
 
     def settled(self, rank: int, room: RoomId, source: int, number: int) -> None:
         """Rank `rank` has taken in write `number` of a room from rank `source` of the writer.
@@ -61,20 +61,20 @@ class HeldNotices:
             return [data]  # An end of the room waits for nothing.
         if len(entry.notices) >= MOST_HELD:
             raise ValueError(f"room {room} holds {MOST_HELD} notices already")
-        entry.notices.append(_Notice(data, writes, sources))
+        entry.notices.append(_HeldNotice(data, writes, sources))
         return self._due(entry)
 
     def due(self) -> list[bytes]:
         """Notices for which everything has been taken in by now."""
         return [data for entry in self._rooms.values() for data in self._due(entry)]
 
-    def _due(self, entry: _Room) -> list[bytes]:
+    def _due(self, entry: _NoticeRoom) -> list[bytes]:
         out = []
         while entry.notices and self._complete(entry, entry.notices[0]):
             out.append(entry.notices.popleft().data)
         return out
 
-    def _complete(self, entry: _Room, notice: _Notice) -> bool:
+    def _complete(self, entry: _NoticeRoom, notice: _HeldNotice) -> bool:
         return all(
             entry.taken.get((rank, source), 0) >= notice.writes
             for rank in range(self._size)

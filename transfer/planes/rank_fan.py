@@ -11,7 +11,7 @@ from cache.memory.head_slices import HeadSlice, cuts
 from cache.memory.kv_cache_spec import PoolSetSpec
 from contracts.errors import ConfigError, LayoutMismatch
 from contracts.ids import RoomId
-from transfer.planes.data_plane import Link, PageWrite, SlotWrite, Target
+from transfer.planes.data_plane import PageWrite, RoomTarget, SlotWrite, WriteLink
 
 MOST_RANKS = 64
 """More than this no worker has: a peer that says so is no peer."""
@@ -19,19 +19,19 @@ MOST_RANKS = 64
 _cuts = lru_cache(maxsize=64)(cuts)
 
 
-class Fan:
+class RankFan:
     """Links to those ranks of a reader that this rank has something for.
 
     `leader` goes to the reader's rank 0, which alone has metadata slots and takes notices; a rank that isn't the
     writer's leader has none. Pages go down the links of `parts`.
     """
 
-    def __init__(self, leader: Link | None, parts: Sequence[Link]) -> None:
+    def __init__(self, leader: WriteLink | None, parts: Sequence[WriteLink]) -> None:
         self._leader = leader
         self._parts = parts
         self.frame_bytes = min((b for link in self._links() if (b := link.frame_bytes) is not None), default=None)
 
-    def admit(self, target: Target) -> None:
+    def admit(self, target: RoomTarget) -> None:
         for link in self._links():
             link.admit(target)
 
@@ -40,7 +40,7 @@ class Fan:
             assert self._leader is not None, "only leaders write metadata"
             return self._leader.post(write)
         posted = [link.post(write) for link in self._parts]
-        return DONE if all(p is DONE for p in posted) else All(posted)
+        return DONE if all(p is DONE for p in posted) else AllWrites(posted)
 
     def notify(self, room: RoomId, data: bytes, writes: int = 0) -> None:
         assert self._leader is not None, "only leaders give notice"
@@ -58,11 +58,11 @@ class Fan:
         for link in self._links():
             link.close()
 
-    def _links(self) -> list[Link]:
+    def _links(self) -> list[WriteLink]:
         return list({id(link): link for link in (self._leader, *self._parts) if link is not None}.values())
 
 
-class All:
+class AllWrites:
     """Complete when all of them are."""
 
     def __init__(self, completions: Sequence[Completion]) -> None:
@@ -81,19 +81,19 @@ class All:
             completion.order()
 
 
-Open = Callable[[dict[str, Any], PoolSetSpec, HeadSlice | None], Link]
+LinkOpener = Callable[[dict[str, Any], PoolSetSpec, HeadSlice | None], WriteLink]
 """Opens the link to one rank of a reader: its part of the descriptor, what it holds, what is written to it; None: all
 of every page, as both hold the same."""
 
 
-def fan(whole: PoolSetSpec, rank: int, size: int, descriptor: Mapping[str, Any], open_link: Open) -> Link:
+def fan(whole: PoolSetSpec, rank: int, size: int, descriptor: Mapping[str, Any], open_link: LinkOpener) -> WriteLink:
     """The way of rank `rank` of `size` into the reader that described itself. Raises `LayoutMismatch`."""
     ranks = descriptor.get("ranks")
     if not isinstance(ranks, list | tuple) or not 0 < len(ranks) <= MOST_RANKS:
         raise LayoutMismatch(f"the reader's descriptor must name 1 to {MOST_RANKS} ranks")
     if size == len(ranks) == 1:
         return open_link(ranks[0], whole, None)
-    links: dict[int, Link] = {}
+    links: dict[int, WriteLink] = {}
     try:
         try:
             found = _cuts(whole, size, len(ranks))
@@ -108,7 +108,7 @@ def fan(whole: PoolSetSpec, rank: int, size: int, descriptor: Mapping[str, Any],
             link.close()
         raise
     writing = [link for target, link in links.items() if (rank, target) in found]
-    return Fan(links[0] if rank == 0 else None, writing)
+    return RankFan(links[0] if rank == 0 else None, writing)
 
 
 def rank_cut(whole: PoolSetSpec, source: tuple[int, int], target: tuple[int, int]) -> HeadSlice:

@@ -27,10 +27,10 @@ from contracts.errors import LayoutMismatch
 from contracts.ids import RoomId
 from contracts.messages.rank_orders import WriteArrived
 from transfer.net import process_watch as process
-from transfer.net.curve_keys import Curve, bind, dial
+from transfer.net.curve_keys import CurveKeys, bind, dial
 from transfer.net.disconnects import keep_alive
 from transfer.net.fault_injection import WriteFaults, detour
-from transfer.planes.data_plane import SLOT_BYTES, Link, Target, said
+from transfer.planes.data_plane import SLOT_BYTES, RoomTarget, WriteLink, said
 from transfer.planes.direct_link import _HEAD, DirectLink
 from transfer.planes.rank_fan import fan
 
@@ -55,7 +55,7 @@ class ShmPlane:
         self,
         faults: FaultsConfig,
         host: str,
-        curve: Curve | None,
+        curve: CurveKeys | None,
         rank: int = 0,
         size: int = 1,
         link_timeout_s: float = LINK_TIMEOUT_S,
@@ -102,7 +102,7 @@ class ShmPlane:
         }
         return {"ranks": [mine]}
 
-    def connect(self, descriptor: dict[str, Any]) -> Link:
+    def connect(self, descriptor: dict[str, Any]) -> WriteLink:
         ranks = descriptor.get("ranks")
         if isinstance(ranks, list | tuple):
             counts = [said(part, "counts", dict) for part in ranks]
@@ -110,7 +110,7 @@ class ShmPlane:
                 raise LayoutMismatch(f"plane shm: the reader's ranks have different counts: {counts!r:.200}")
         return fan(self._pools.spec.whole, self._rank, self._size, descriptor, self._link)
 
-    def _link(self, descriptor: dict[str, Any], spec: PoolSetSpec, cut: HeadSlice | None) -> Link:
+    def _link(self, descriptor: dict[str, Any], spec: PoolSetSpec, cut: HeadSlice | None) -> WriteLink:
         here, there = process.namespace(), said(descriptor, "namespace", str)
         if there != here:
             raise LayoutMismatch(
@@ -160,7 +160,7 @@ class ShmPlane:
             raise LayoutMismatch(f"plane shm: process {pid} isn't the one that described its memory")
         return torch.frombuffer(memory, dtype=torch.uint8, offset=_HEAD)
 
-    def permit(self, target: Target) -> None: ...
+    def permit(self, target: RoomTarget) -> None: ...
 
     def revoke(self, room: RoomId) -> None: ...
 

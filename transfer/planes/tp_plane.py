@@ -30,19 +30,19 @@ from contracts.messages.rank_orders import (
     PostWrite,
     RevokeRoom,
 )
-from transfer.planes.data_plane import Link, PageWrite, RankPlane, Run, SlotWrite, Target
-from transfer.planes.rank_fan import All
+from transfer.planes.data_plane import PageNumbers, PageWrite, RankDataPlane, RoomTarget, SlotWrite, WriteLink
+from transfer.planes.rank_fan import AllWrites
 
 
-class RankedPlane:
+class TPDataPlane:
     """The leader's `Plane`: its own rank's `plane`, and those of its followers."""
 
-    def __init__(self, plane: RankPlane, followers: OrderChannel) -> None:
+    def __init__(self, plane: RankDataPlane, followers: OrderChannel) -> None:
         self.kind, self.revocable = plane.kind, plane.revocable
         self._plane = plane
         self.followers = followers
         self._numbers = count(1)
-        self._links: dict[int, _RankedLink] = {}
+        self._links: dict[int, _TPLink] = {}
         """Those that aren't closed."""
 
     @property
@@ -63,7 +63,7 @@ class RankedPlane:
         others = self.followers.ask(DescribeMemory()).wait()
         return {"ranks": [*self._plane.describe()["ranks"], *(part for other in others for part in other["ranks"])]}
 
-    def connect(self, descriptor: dict[str, Any]) -> Link:
+    def connect(self, descriptor: dict[str, Any]) -> WriteLink:
         number = next(self._numbers)
         answers = self.followers.ask(OpenLink(number, descriptor))
         try:
@@ -77,10 +77,10 @@ class RankedPlane:
             link.close()
             self.followers.tell(CloseLink(number))
             raise LayoutMismatch(refusals[0])
-        self._links[number] = _RankedLink(number, link, self)
+        self._links[number] = _TPLink(number, link, self)
         return self._links[number]
 
-    def permit(self, target: Target) -> None:
+    def permit(self, target: RoomTarget) -> None:
         # Before the writer hears of its grant, every rank must know: what it doesn't know of, it drops.
         answers = self.followers.ask(PermitRoom(target.room, target.ticket, _places(target.runs)))
         self._plane.permit(target)
@@ -115,10 +115,10 @@ class RankedPlane:
         self._plane.close()
 
 
-class _RankedLink:
+class _TPLink:
     """The links of all ranks to one reader."""
 
-    def __init__(self, number: int, mine: Link, plane: RankedPlane) -> None:
+    def __init__(self, number: int, mine: WriteLink, plane: TPDataPlane) -> None:
         self._number = number
         self._mine = mine
         self._plane = plane
@@ -126,7 +126,7 @@ class _RankedLink:
         """Whether a follower has told that its part was cut."""
         self.frame_bytes = mine.frame_bytes
 
-    def admit(self, target: Target) -> None:
+    def admit(self, target: RoomTarget) -> None:
         """By the leader's own part: what all ranks of a reader describe has the same counts."""
         self._mine.admit(target)
 
@@ -136,7 +136,7 @@ class _RankedLink:
         sources, targets = _places(write.runs), _places(write.target.runs)
         order = PostWrite(self._number, write.target.room, write.target.ticket, write.number, sources, targets)
         answers = self._plane.followers.ask(order)
-        return All([self._mine.post(write), _Answered(answers)])
+        return AllWrites([self._mine.post(write), _Answered(answers)])
 
     def notify(self, room: RoomId, data: bytes, writes: int = 0) -> None:
         self._mine.notify(room, data, writes)
@@ -174,12 +174,12 @@ class _Answered:
         self.wait()
 
 
-class RankLinks:
+class FollowerLinks:
     """A follower's plane and its links, and the orders about them."""
 
-    def __init__(self, plane: RankPlane) -> None:
+    def __init__(self, plane: RankDataPlane) -> None:
         self._plane = plane
-        self._links: dict[int, Link] = {}
+        self._links: dict[int, WriteLink] = {}
 
     def obey(
         self, order: DescribeMemory | OpenLink | CloseLink | PostWrite | PermitRoom | RevokeRoom
@@ -199,11 +199,11 @@ class RankLinks:
                 if link is not None:
                     link.close()
             case PostWrite():
-                target = Target(RoomId(order.room), _runs(order.targets), 0, order.ticket)
+                target = RoomTarget(RoomId(order.room), _runs(order.targets), 0, order.ticket)
                 self._links[order.link].post(PageWrite(target, _runs(order.sources), order.number)).wait()
                 return True
             case PermitRoom():
-                self._plane.permit(Target(RoomId(order.room), _runs(order.places), 0, order.ticket))
+                self._plane.permit(RoomTarget(RoomId(order.room), _runs(order.places), 0, order.ticket))
                 return True
             case RevokeRoom():
                 self._plane.revoke(RoomId(order.room))
@@ -222,9 +222,9 @@ class RankLinks:
         self._plane.close()
 
 
-def _places(runs: Mapping[str, Run]) -> tuple[PagePlaces, ...]:
+def _places(runs: Mapping[str, PageNumbers]) -> tuple[PagePlaces, ...]:
     return tuple(PagePlaces(pool, run.first, tuple(run.indices)) for pool, run in runs.items())
 
 
-def _runs(places: Sequence[PagePlaces]) -> dict[str, Run]:
-    return {place.pool: Run(place.first, place.indices) for place in places}
+def _runs(places: Sequence[PagePlaces]) -> dict[str, PageNumbers]:
+    return {place.pool: PageNumbers(place.first, place.indices) for place in places}

@@ -15,9 +15,9 @@ from cache.memory.memory_layout import BufferLayout
 from cache.memory.page_moves import gather
 from cache.pool.pool_set import PoolSet
 from contracts.ids import RoomId
-from transfer.net.disconnects import CutWatch
+from transfer.net.disconnects import DisconnectWatch
 from transfer.net.fault_injection import WriteFaults
-from transfer.planes.data_plane import PageWrite, SlotWrite, Target
+from transfer.planes.data_plane import PageWrite, RoomTarget, SlotWrite
 
 _PAGES, _SLOT, _NOTICE = b"P", b"S", b"N"
 
@@ -42,7 +42,7 @@ class ZmqLink:
         self,
         source: PoolSet,
         socket: zmq.Socket[bytes],
-        watch: CutWatch,
+        watch: DisconnectWatch,
         faults: WriteFaults,
         ranks: tuple[int, int] = (0, 1),
         target: PoolSetSpec | None = None,
@@ -58,7 +58,7 @@ class ZmqLink:
         self._watch = watch
         self._faults = faults
 
-    def admit(self, target: Target) -> None: ...  # The reader looks up itself what it has granted.
+    def admit(self, target: RoomTarget) -> None: ...  # The reader looks up itself what it has granted.
 
     def post(self, write: PageWrite | SlotWrite) -> Completion:
         target = write.target

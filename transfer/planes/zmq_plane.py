@@ -29,11 +29,11 @@ from contracts.config.worker_config import TransferConfig
 from contracts.errors import ConfigError, LayoutMismatch
 from contracts.ids import RoomId
 from contracts.messages.rank_orders import WriteArrived
-from transfer.net.curve_keys import Curve, bind, dial
+from transfer.net.curve_keys import CurveKeys, bind, dial
 from transfer.net.disconnects import keep_alive
 from transfer.net.fault_injection import WriteFaults, detour
-from transfer.planes.data_plane import SLOT_BYTES, Link, Target, said
-from transfer.planes.ordered_notices import HeldNotices
+from transfer.planes.data_plane import SLOT_BYTES, RoomTarget, WriteLink, said
+from transfer.planes.ordered_notices import OrderedNotices
 from transfer.planes.rank_fan import MOST_RANKS, fan, rank_cut, writers
 from transfer.planes.shm_plane import AT_ONCE, WAITING
 from transfer.planes.zmq_link import _NOTICE, _PAGES, _SLOT, ZmqLink, _Packing
@@ -58,7 +58,7 @@ class ZmqPlane:
         self,
         faults: FaultsConfig,
         host: str,
-        curve: Curve | None,
+        curve: CurveKeys | None,
         rank: int = 0,
         size: int = 1,
         link_timeout_s: float = LINK_TIMEOUT_S,
@@ -68,7 +68,7 @@ class ZmqPlane:
         self._rank, self._size = rank, size
         self._link_timeout_s, self._frame_bytes = link_timeout_s, frame_bytes
         self._host, self._endpoint = host, ""
-        self._held = HeldNotices(size, lambda sources, at: writers(self._pools.spec.whole, sources, at, size))
+        self._held = OrderedNotices(size, lambda sources, at: writers(self._pools.spec.whole, sources, at, size))
         self._settled: list[WriteArrived] = []
         self._due: list[bytes] = []
         self._faults = WriteFaults(faults)
@@ -78,7 +78,7 @@ class ZmqPlane:
         self._inbound.set(zmq.RCVHWM, WAITING)
         keep_alive(self._inbound, link_timeout_s)
         self._proxy = faults.proxy
-        self._targets: dict[RoomId, Target] = {}
+        self._targets: dict[RoomId, RoomTarget] = {}
         self._from: dict[tuple[int, int], dict[str, _Packing]] = {}
         self.dropped = 0
 
@@ -98,10 +98,10 @@ class ZmqPlane:
     def describe(self) -> dict[str, Any]:
         return {"ranks": [{"endpoint": self._endpoint, "frame_bytes": self._frame_bytes}]}
 
-    def connect(self, descriptor: dict[str, Any]) -> Link:
+    def connect(self, descriptor: dict[str, Any]) -> WriteLink:
         return fan(self._pools.spec.whole, self._rank, self._size, descriptor, self._link)
 
-    def _link(self, descriptor: dict[str, Any], spec: PoolSetSpec, cut: HeadSlice | None) -> Link:
+    def _link(self, descriptor: dict[str, Any], spec: PoolSetSpec, cut: HeadSlice | None) -> WriteLink:
         endpoint, frame_bytes = said(descriptor, "endpoint", str), said(descriptor, "frame_bytes", int)
         whole = self._pools.spec.whole
         least = max(whole.unit_bytes(pool.name) for pool in whole.pools)
@@ -111,7 +111,7 @@ class ZmqPlane:
         ranks = (self._rank, self._size)
         return ZmqLink(self._pools, socket, watch, self._faults, ranks, spec, cut, frame_bytes)
 
-    def permit(self, target: Target) -> None:
+    def permit(self, target: RoomTarget) -> None:
         self._targets[target.room] = target
         self._held.open(target.room)
 
@@ -200,7 +200,7 @@ class ZmqPlane:
             self._settled.append(settled)
         return True
 
-    def _granted(self, room: str, ticket: int) -> Target:
+    def _granted(self, room: str, ticket: int) -> RoomTarget:
         """Raises `LookupError` for a room that has no such grant."""
         target = self._targets[RoomId(room)]
         if target.ticket != ticket:

@@ -24,14 +24,14 @@ from contracts.errors import ErrorKind, LayoutMismatch, WireError
 from contracts.ids import Incarnation, RoomId, WorkerName
 from contracts.messages.fingerprint import Fingerprint
 from contracts.messages.router_commands import PeerRef
-from transfer.net.control_channel import Carrier, Process, Watch
-from transfer.planes.data_plane import Link, PageWrite, Plane, Run, SlotWrite, Target
+from transfer.net.control_channel import ControlTransport, PeerWatch, ProcessIdentity
+from transfer.planes.data_plane import DataPlane, PageNumbers, PageWrite, RoomTarget, SlotWrite, WriteLink
 from transfer.rooms import room_messages as m
 from transfer.rooms.compatibility import refuse_mismatch
-from transfer.rooms.metadata_slots import Metadata, pack
-from transfer.rooms.pool_shares import Shares
-from transfer.rooms.room_outcomes import Finished, Granted, Released
-from transfer.rooms.room_states import SENDER, Sender, SenderEvent
+from transfer.rooms.metadata_slots import HandoverMetadata, pack
+from transfer.rooms.pool_shares import RoomProgress
+from transfer.rooms.room_outcomes import RoomGranted, RoomReleased, SendablePages
+from transfer.rooms.room_states import SENDER, SenderEvent, SenderState
 
 log = logging.getLogger("twinpool.transfer")
 _REMEMBERED = 65536
@@ -53,21 +53,21 @@ _LOOK_AGAIN_S = 0.002
 """How soon a write that is under way is looked at again."""
 
 
-Outcome = Granted | Released
+SenderOutcome = RoomGranted | RoomReleased
 
 
 @dataclass(eq=False)
-class _Peer:
+class _SenderPeer:
     identity: bytes
     name: WorkerName
     incarnation: Incarnation
-    link: Link
-    watch: Watch | None
+    link: WriteLink
+    watch: PeerWatch | None
     hello: m.Hello
-    queue: deque[_Pending] = field(default_factory=deque)
+    queue: deque[_PendingWrite] = field(default_factory=deque)
     """Writes that are under way, and what is to be said after them, in order. Every peer has its own, so that nobody
     waits for somebody else's."""
-    early: OrderedDict[RoomId, m.Grant] = field(default_factory=OrderedDict)
+    early: OrderedDict[RoomId, m.PageGrant] = field(default_factory=OrderedDict)
     """Its grants for requests that have not come yet."""
     early_places: int = 0
     given_up: OrderedDict[RoomId, None] = field(default_factory=OrderedDict)
@@ -81,14 +81,14 @@ class _Peer:
 
 
 @dataclass(eq=False)
-class _Room:
+class _SenderRoom:
     id: RoomId
     wants: PeerRef
-    state: Sender = Sender.OPEN
-    peer: _Peer | None = None
-    grant: m.Grant | None = None
-    target: Target | None = None
-    shares: Shares = field(default_factory=lambda: Shares({}))
+    state: SenderState = SenderState.OPEN
+    peer: _SenderPeer | None = None
+    grant: m.PageGrant | None = None
+    target: RoomTarget | None = None
+    shares: RoomProgress = field(default_factory=lambda: RoomProgress({}))
     """What is still to be written."""
     sent_at: float = 0.0
     writes: int = 0
@@ -102,7 +102,7 @@ class _Room:
 
 
 @dataclass(eq=False)
-class _Pending:
+class _PendingWrite:
     """A posted write, and the notice that may follow once it is complete; or a last word that follows what was posted
     before it."""
 
@@ -111,11 +111,11 @@ class _Pending:
     pins: tuple[Pin, ...] = ()
     writes: int = 0
     """Writes of its room that the notice comes after."""
-    room: _Room | None = None
+    room: _SenderRoom | None = None
     """Whose write it is; None for a last word."""
 
 
-class SenderEnd:
+class KVSender:
     """See the module's prose. Single-threaded; `poll` never blocks."""
 
     def __init__(
@@ -123,14 +123,14 @@ class SenderEnd:
         name: WorkerName,
         incarnation: Incarnation,
         fingerprint: Fingerprint,
-        plane: Plane,
+        plane: DataPlane,
         pools: PoolSet,
         device: Device,
         config: TransferConfig,
         *,
-        carrier: Carrier,
+        carrier: ControlTransport,
         clock: Clock,
-        others: Sequence[Process] = (),
+        others: Sequence[ProcessIdentity] = (),
     ) -> None:
         """`others`: the processes of the worker's other ranks."""
         self._others = tuple(m.RankProcess(*other) for other in others)
@@ -140,10 +140,10 @@ class SenderEnd:
         self._inbox = carrier.listen()
         self.control = self._inbox.endpoint
         plane.register(pools, None)
-        self._peers: dict[bytes, _Peer] = {}
-        self._rooms: dict[RoomId, _Room] = {}
+        self._peers: dict[bytes, _SenderPeer] = {}
+        self._rooms: dict[RoomId, _SenderRoom] = {}
         self._ended: OrderedDict[RoomId, m.Notice] = OrderedDict()
-        self._outcomes: list[Outcome] = []
+        self._outcomes: list[SenderOutcome] = []
         self._swept = clock.now()
         self.late = 0
         self.refused = 0
@@ -158,21 +158,21 @@ class SenderEnd:
         known = self._peers.get(_identity(peer))
         if room in self._rooms or room in self._ended or (known is not None and room in known.given_up):
             raise WireError(f"room {room} exists already, or was given up")
-        entry = self._rooms[room] = _Room(room, peer)
+        entry = self._rooms[room] = _SenderRoom(room, peer)
         early = self._take_early(known, room) if known is not None else None
         if known is not None and early is not None:
             self._grant(entry, known, early)
 
     def granted(self, room: RoomId) -> bool:
         entry = self._rooms.get(room)
-        return entry is not None and entry.state is Sender.GRANTED
+        return entry is not None and entry.state is SenderState.GRANTED
 
     def wanted(self, room: RoomId) -> dict[str, range]:
         """What decode has granted and nobody has written yet, every pool by name; all empty before the grant."""
         entry = self._rooms[room]
         return {pool.name: entry.shares.left(pool.name) for pool in self._pools.spec.pools}
 
-    def write(self, room: RoomId, finished: Mapping[str, Finished], after: Sequence[Completion]) -> None:
+    def write(self, room: RoomId, finished: Mapping[str, SendablePages], after: Sequence[Completion]) -> None:
         """Write finished state of mine, all pools in one write, after the operations that made it.
 
         Skipped is what decode didn't ask for and what was written before; the rest of each pool comes in order.
@@ -191,22 +191,25 @@ class SenderEnd:
                     entry.shares.advance(pool, range(start, stop))
             if not chosen:
                 return
-            runs = {p: Run(finished[p].first + run.start, tuple(finished[p].indices[run])) for p, run in chosen.items()}
+            runs = {
+                p: PageNumbers(finished[p].first + run.start, tuple(finished[p].indices[run]))
+                for p, run in chosen.items()
+            }
             self._step(entry, SenderEvent.WROTE)
             entry.writes += 1
             parts = [_sealed(pool, runs[pool].first, finished[pool].tags[run]) for pool, run in chosen.items()]
-            notice = m.Wrote(room, entry.ticket, tuple(parts))
+            notice = m.PagesWritten(room, entry.ticket, tuple(parts))
             self._post(entry, entry.peer, PageWrite(entry.target, runs, entry.writes), notice, after)
             for pool, indices in runs.items():
                 self.sent[pool] += len(indices) * self._pools.spec.whole.unit_bytes(pool)
 
-    def _most_pages(self, link: Link, pool: str) -> int:
+    def _most_pages(self, link: WriteLink, pool: str) -> int:
         """Pages of `pool` in one write: no more than the reader takes in as one frame, and a notice can tell of."""
         if link.frame_bytes is None:
             return _NOTICE_PAGES
         return max(1, min(_NOTICE_PAGES, link.frame_bytes // self._pools.spec.whole.unit_bytes(pool)))
 
-    def seal(self, room: RoomId, metadata: Metadata) -> None:
+    def seal(self, room: RoomId, metadata: HandoverMetadata) -> None:
         """Everything is written but the metadata: write it, and end the writing.
 
         Raises `WireError` while something that decode wants is not written, and where a write has failed.
@@ -218,7 +221,7 @@ class SenderEnd:
         if entry.failed or not entry.shares.done:
             raise WireError(f"room {room} can't be sealed: {entry.failed or f'{entry.shares} not written'}")
         data = pack(replace(metadata, slot_epoch=entry.grant.slot_epoch))
-        self._post(entry, entry.peer, SlotWrite(entry.target, data), m.WroteSlot(room, entry.ticket), ())
+        self._post(entry, entry.peer, SlotWrite(entry.target, data), m.SlotWritten(room, entry.ticket), ())
         entry.sent_at = self._clock.now()
         self._step(entry, SenderEvent.SENT)
 
@@ -226,15 +229,15 @@ class SenderEnd:
         """The request ended with its first token."""
         entry = self._rooms.get(room)
         if entry is not None:
-            self._end(entry, SenderEvent.FINISHED, m.Finished(room, entry.ticket))
+            self._end(entry, SenderEvent.FINISHED, m.NothingToDecode(room, entry.ticket))
 
     def fail(self, room: RoomId, kind: ErrorKind, message: str) -> None:
         """The request is given up here; decode is told. Nothing happens when the room is over."""
         entry = self._rooms.get(room)
         if entry is not None:
-            self._end(entry, SenderEvent.FAILED, m.Failed(room, entry.ticket, kind, message))
+            self._end(entry, SenderEvent.FAILED, m.RoomFailed(room, entry.ticket, kind, message))
 
-    def poll(self) -> list[Outcome]:
+    def poll(self) -> list[SenderOutcome]:
         """Hear peers, send due notices, expire; returns what became of rooms."""
         for identity, data in self._inbox.receive():
             try:
@@ -274,11 +277,11 @@ class SenderEnd:
     @property
     def unconfirmed(self) -> set[RoomId]:
         """Rooms in which everything was sent and decode has not said yet that it has it."""
-        return {r.id for r in self._rooms.values() if r.state is Sender.SENT}
+        return {r.id for r in self._rooms.values() if r.state is SenderState.SENT}
 
     @property
     def next_deadline(self) -> float | None:
-        due = [r.sent_at + self._config.room_timeout_s for r in self._rooms.values() if r.state is Sender.SENT]
+        due = [r.sent_at + self._config.room_timeout_s for r in self._rooms.values() if r.state is SenderState.SENT]
         if any(peer.queue for peer in self._peers.values()) or any(r.failed for r in self._rooms.values()):
             due.append(self._clock.now() + _LOOK_AGAIN_S)
         return min(due, default=None)
@@ -287,7 +290,7 @@ class SenderEnd:
         early = [room for peer in self._peers.values() for room in peer.early]
         found = [f"room {room}: early grant and open" for room in early if self._theirs(room)]
         for room in self._rooms.values():
-            if (room.state is Sender.OPEN) != (room.grant is None):
+            if (room.state is SenderState.OPEN) != (room.grant is None):
                 found.append(f"room {room.id} is {room.state} and its grant says otherwise")
             if room.peer is not None and self._peers.get(room.peer.identity) is not room.peer:
                 found.append(f"room {room.id} belongs to a peer that is gone")
@@ -302,30 +305,30 @@ class SenderEnd:
 
     # ------------------------------------------------------------ peers
 
-    def _control(self, identity: bytes, message: m.Message) -> None:
+    def _control(self, identity: bytes, message: m.RoomMessage) -> None:
         """Raises `WireError` or `LayoutMismatch` for what can't be used; then nothing has changed."""
         if isinstance(message, m.Hello):
             self._hello(identity, message)
             return
         peer = self._peers.get(identity)
         if peer is None:
-            if isinstance(message, m.Abort):
+            if isinstance(message, m.AbortRoom):
                 self._aborted_by_nobody(identity, message)
             else:
-                self._reply(identity, m.Refused("say hello first"))
-        elif isinstance(message, m.Grant):
+                self._reply(identity, m.PeerRefused("say hello first"))
+        elif isinstance(message, m.PageGrant):
             self._granted(peer, message)
-        elif isinstance(message, m.Abort):
+        elif isinstance(message, m.AbortRoom):
             self._aborted(peer, message)
-        elif isinstance(message, m.Received):
+        elif isinstance(message, m.HandoverReceived):
             room = self._rooms.get(message.room)
             if room is not None and room.peer is not peer:
                 raise WireError(f"room {message.room} is not {peer.name}'s")
-            if room is None or room.state is not Sender.SENT:
+            if room is None or room.state is not SenderState.SENT:
                 self.late += 1
             else:
                 self._step(room, SenderEvent.RECEIVED)
-                self._outcomes.append(Released(room.id, True))
+                self._outcomes.append(RoomReleased(room.id, True))
         else:
             raise WireError(f"{type(message).__name__} is not for prefill")
 
@@ -337,7 +340,9 @@ class SenderEnd:
         self.refused += 1
         if self.refused & (self.refused - 1) == 0:  # Of a flood, the first, second, fourth, eighth ...
             log.warning("control message refused, the %d.: %s", self.refused, reason)
-        self._reply(identity, m.Rejected(reason, m.room_of(data)) if identity in self._peers else m.Refused(reason))
+        self._reply(
+            identity, m.MessageRejected(reason, m.room_of(data)) if identity in self._peers else m.PeerRefused(reason)
+        )
 
     def _hello(self, identity: bytes, hello: m.Hello) -> None:
         layout = describe_spec(self._pools.spec.whole)
@@ -368,24 +373,24 @@ class SenderEnd:
             self._lose(old, f"{old.name} is now incarnation {hello.incarnation}")
         if known is not None:
             self._lose(known, f"{hello.worker} connected again")
-        self._peers[identity] = _Peer(identity, ref.name, ref.incarnation, link, watch, hello)
+        self._peers[identity] = _SenderPeer(identity, ref.name, ref.incarnation, link, watch, hello)
         self._welcome(identity)
 
     def _welcome(self, identity: bytes) -> None:
         process = self._carrier.mine()
         self._reply(identity, m.Welcome(self._name, self._incarnation, self.fingerprint, *process, self._others))
 
-    def _lose(self, peer: _Peer, reason: str) -> None:
+    def _lose(self, peer: _SenderPeer, reason: str) -> None:
         """The peer is dead, out of reach, or another one has taken its place: its rooms are over."""
         self._settle(peer)
         del self._peers[peer.identity]
         self._disconnect(peer)
         for room in [r for r in self._rooms.values() if r.peer is peer]:
-            self._remember(room.id, m.Failed(room.id, room.ticket, ErrorKind.ROOM, reason))
+            self._remember(room.id, m.RoomFailed(room.id, room.ticket, ErrorKind.ROOM, reason))
             self._step(room, SenderEvent.LOST)
-            self._outcomes.append(Released(room.id, False, reason))
+            self._outcomes.append(RoomReleased(room.id, False, reason))
 
-    def _cut(self, peer: _Peer) -> None:
+    def _cut(self, peer: _SenderPeer) -> None:
         """The connection was cut: pages, or the word of them, may be lost. Rooms of which something was sent are given
         up, and last words said again; a room that has not begun goes on."""
         reason = f"the connection to {peer.name} was cut"
@@ -393,9 +398,9 @@ class SenderEnd:
         for word in list(peer.words):
             if word in self._ended:
                 self._say(peer, self._ended[word])
-        for room in [r for r in self._rooms.values() if r.peer is peer and (r.writes or r.state is Sender.SENT)]:
-            self._end(room, SenderEvent.FAILED, m.Failed(room.id, room.ticket, ErrorKind.ROOM, reason))
-            self._outcomes.append(Released(room.id, False, reason))
+        for room in [r for r in self._rooms.values() if r.peer is peer and (r.writes or r.state is SenderState.SENT)]:
+            self._end(room, SenderEvent.FAILED, m.RoomFailed(room.id, room.ticket, ErrorKind.ROOM, reason))
+            self._outcomes.append(RoomReleased(room.id, False, reason))
 
     def _sweep(self, now: float) -> None:
         """Forget peers whom nobody can reach any more: of one on another host no death can be proven, and nobody writes
@@ -409,27 +414,27 @@ class SenderEnd:
             if now - peer.down_since >= self._config.peer_forget_s:
                 self._lose(peer, f"{peer.name} could not be reached for {self._config.peer_forget_s:g} s")
 
-    def _disconnect(self, peer: _Peer) -> None:
+    def _disconnect(self, peer: _SenderPeer) -> None:
         peer.link.close()
         if peer.watch is not None:
             peer.watch.close()
 
-    def _reply(self, identity: bytes, message: m.Control | m.Quiesced) -> None:
+    def _reply(self, identity: bytes, message: m.ControlMessage | m.WriterQuiesced) -> None:
         self._inbox.send(identity, m.encode(message))
 
     # ------------------------------------------------------------ rooms
 
-    def _granted(self, peer: _Peer, grant: m.Grant) -> None:
+    def _granted(self, peer: _SenderPeer, grant: m.PageGrant) -> None:
         room = self._rooms.get(grant.room)
         last_word = self._ended.get(grant.room)
-        if room is not None and room.state is not Sender.OPEN:
+        if room is not None and room.state is not SenderState.OPEN:
             if room.peer is not peer or room.grant != grant:
                 raise WireError(f"room {grant.room} was granted twice")
             return
         if room is not None and _identity(room.wants) != peer.identity:
             wants = f"{room.wants.name} incarnation {room.wants.incarnation}"
             reason = f"room {room.id} is for {wants}, granted by {peer.name} incarnation {peer.incarnation}"
-            self._say(peer, m.Failed(grant.room, grant.ticket, ErrorKind.ROOM, reason))
+            self._say(peer, m.RoomFailed(grant.room, grant.ticket, ErrorKind.ROOM, reason))
             return
         if last_word is not None:
             self._say(peer, replace(last_word, ticket=grant.ticket))
@@ -438,10 +443,10 @@ class SenderEnd:
             self._runs(peer, grant)
         except WireError as error:
             # It was not taken, so nothing of it will be written: that much can be said at once.
-            failed = m.Failed(grant.room, grant.ticket, ErrorKind.ROOM, str(error)[:_REASON])
+            failed = m.RoomFailed(grant.room, grant.ticket, ErrorKind.ROOM, str(error)[:_REASON])
             if room is not None:
                 self._end(room, SenderEvent.FAILED, failed, peer)
-                self._outcomes.append(Released(room.id, False, failed.message))
+                self._outcomes.append(RoomReleased(room.id, False, failed.message))
             else:
                 self._say(peer, failed)
             raise
@@ -455,26 +460,26 @@ class SenderEnd:
             oldest = next(iter(peer.early))
             ticket = peer.early[oldest].ticket
             self._take_early(peer, oldest)
-            self._say(peer, m.Failed(oldest, ticket, ErrorKind.ROOM, f"{self._name} keeps no more early grants"))
+            self._say(peer, m.RoomFailed(oldest, ticket, ErrorKind.ROOM, f"{self._name} keeps no more early grants"))
 
-    def _take_early(self, peer: _Peer, room: RoomId) -> m.Grant | None:
+    def _take_early(self, peer: _SenderPeer, room: RoomId) -> m.PageGrant | None:
         grant = peer.early.pop(room, None)
         if grant is not None:
             peer.early_places -= _places(grant)
         return grant
 
-    def _grant(self, room: _Room, peer: _Peer, grant: m.Grant) -> None:
+    def _grant(self, room: _SenderRoom, peer: _SenderPeer, grant: m.PageGrant) -> None:
         """`grant` was looked at before."""
-        runs = {place.pool: Run(place.first, place.indices) for place in grant.places}
-        room.peer, room.grant, room.target = peer, grant, Target(room.id, runs, grant.slot, grant.ticket)
-        room.shares = Shares({pool: run.numbers for pool, run in runs.items()})
+        runs = {place.pool: PageNumbers(place.first, place.indices) for place in grant.places}
+        room.peer, room.grant, room.target = peer, grant, RoomTarget(room.id, runs, grant.slot, grant.ticket)
+        room.shares = RoomProgress({pool: run.numbers for pool, run in runs.items()})
         if not self._plane.revocable:
             for pool, run in runs.items():
                 peer.promised.setdefault(pool, set()).update(run.indices)
         self._step(room, SenderEvent.GRANT)
-        self._outcomes.append(Granted(room.id))
+        self._outcomes.append(RoomGranted(room.id))
 
-    def _runs(self, peer: _Peer, grant: m.Grant) -> None:
+    def _runs(self, peer: _SenderPeer, grant: m.PageGrant) -> None:
         """Raises `WireError` for places that can't be, or that are promised to another room."""
         pools = self._pools.spec.by_name
         if len({place.pool for place in grant.places}) != len(grant.places):
@@ -490,22 +495,22 @@ class SenderEnd:
                 raise WireError(f"room {grant.room} was granted places of {place.pool} that another room has")
         if grant.ticket <= 0 or grant.slot < 0:
             raise WireError(f"room {grant.room} was granted without a slot, or without a ticket")
-        runs = {place.pool: Run(place.first, place.indices) for place in grant.places}
-        peer.link.admit(Target(grant.room, runs, grant.slot, grant.ticket))
+        runs = {place.pool: PageNumbers(place.first, place.indices) for place in grant.places}
+        peer.link.admit(RoomTarget(grant.room, runs, grant.slot, grant.ticket))
 
-    def _aborted(self, peer: _Peer, abort: m.Abort) -> None:
+    def _aborted(self, peer: _SenderPeer, abort: m.AbortRoom) -> None:
         """The answer comes after all that was posted before."""
         room = self._rooms.get(abort.room)
         owner = room is None or (room.peer is peer if room.peer is not None else _identity(room.wants) == peer.identity)
         if not owner:
             raise WireError(f"room {abort.room} is not {peer.name}'s")
         self._take_early(peer, abort.room)
-        quiesced = m.Quiesced(abort.room, abort.ticket)
+        quiesced = m.WriterQuiesced(abort.room, abort.ticket)
         if room is not None:
             self._remember(room.id, quiesced)
             self._step(room, SenderEvent.ABORT)
             reason = f"decode gave it up: {abort.reason:.200}"
-            self._outcomes.append(Released(room.id, False, reason, abort.damaged))
+            self._outcomes.append(RoomReleased(room.id, False, reason, abort.damaged))
         elif abort.room not in self._ended:
             peer.given_up[abort.room] = None
             while len(peer.given_up) > _EARLY:
@@ -513,7 +518,7 @@ class SenderEnd:
         peer.words.append(abort.room)
         self._say(peer, quiesced)
 
-    def _aborted_by_nobody(self, identity: bytes, abort: m.Abort) -> None:
+    def _aborted_by_nobody(self, identity: bytes, abort: m.AbortRoom) -> None:
         """Who is no peer, or none any more, has no writer here: everything of it was settled before it was forgotten.
 
         Raises `WireError` for somebody else's room.
@@ -522,12 +527,12 @@ class SenderEnd:
         if room is not None:
             if room.peer is not None or _identity(room.wants) != identity:
                 raise WireError(f"room {abort.room} is not that of {identity!r:.80}")
-            self._remember(room.id, m.Quiesced(room.id, abort.ticket))
+            self._remember(room.id, m.WriterQuiesced(room.id, abort.ticket))
             self._step(room, SenderEvent.ABORT)
-            self._outcomes.append(Released(room.id, False, f"decode gave it up: {abort.reason:.200}"))
-        self._reply(identity, m.Quiesced(abort.room, abort.ticket))
+            self._outcomes.append(RoomReleased(room.id, False, f"decode gave it up: {abort.reason:.200}"))
+        self._reply(identity, m.WriterQuiesced(abort.room, abort.ticket))
 
-    def _end(self, room: _Room, event: SenderEvent, notice: m.Notice, peer: _Peer | None = None) -> None:
+    def _end(self, room: _SenderRoom, event: SenderEvent, notice: m.Notice, peer: _SenderPeer | None = None) -> None:
         """`peer`: who is told, where the room has none as yet."""
         self._remember(room.id, notice)
         self._step(room, event)
@@ -539,8 +544,8 @@ class SenderEnd:
     def _end_failed(self) -> None:
         for room in [r for r in self._rooms.values() if r.failed]:
             log.warning("room %s: %s", room.id, room.failed)
-            self._end(room, SenderEvent.FAILED, m.Failed(room.id, room.ticket, ErrorKind.WORKER, room.failed))
-            self._outcomes.append(Released(room.id, False, room.failed))
+            self._end(room, SenderEvent.FAILED, m.RoomFailed(room.id, room.ticket, ErrorKind.WORKER, room.failed))
+            self._outcomes.append(RoomReleased(room.id, False, room.failed))
 
     def _theirs(self, room_id: RoomId) -> bool:
         """Whether the room is open, and waits for an early grant that was kept."""
@@ -555,23 +560,28 @@ class SenderEnd:
         while len(self._ended) > _REMEMBERED:
             self._ended.popitem(last=False)
 
-    def _step(self, room: _Room, event: SenderEvent) -> None:
+    def _step(self, room: _SenderRoom, event: SenderEvent) -> None:
         """The one place where a room changes state."""
         room.state = SENDER.next(room.state, event)
         peer, target = room.peer, room.target
-        if room.state is not Sender.GRANTED and target is not None and peer is not None and peer.promised:
+        if room.state is not SenderState.GRANTED and target is not None and peer is not None and peer.promised:
             # Nothing is posted any more. What was is complete before the reader hears that it may use them again.
             for pool, run in target.runs.items():
                 peer.promised[pool].difference_update(run.indices)
         if SENDER.terminal(room.state):
             del self._rooms[room.id]
             if room.id not in self._ended:
-                self._remember(room.id, m.Quiesced(room.id, room.ticket))
+                self._remember(room.id, m.WriterQuiesced(room.id, room.ticket))
 
     # ------------------------------------------------------------ writes and time
 
     def _post(
-        self, room: _Room, peer: _Peer, write: PageWrite | SlotWrite, notice: m.Notice, after: Sequence[Completion]
+        self,
+        room: _SenderRoom,
+        peer: _SenderPeer,
+        write: PageWrite | SlotWrite,
+        notice: m.Notice,
+        after: Sequence[Completion],
     ) -> None:
         if len(peer.queue) >= _QUEUED:
             room.failed = f"{len(peer.queue)} writes to {peer.name} are under way already"
@@ -582,15 +592,15 @@ class SenderEnd:
         launched = attempt(self._device, op, lambda: posted.append(peer.link.post(write)), after)
         reason = f"send of {room.id}"
         pins = tuple(self._pools.allocators[pool].pin(indices, reason) for pool, indices in sources.items())
-        peer.queue.append(_Pending(_Both(launched, posted), notice, pins, room.writes, room))
+        peer.queue.append(_PendingWrite(_PostedWrite(launched, posted), notice, pins, room.writes, room))
         self._flush(peer)
 
-    def _say(self, peer: _Peer, word: m.Notice) -> None:
+    def _say(self, peer: _SenderPeer, word: m.Notice) -> None:
         """A last word: it follows everything that was posted to `peer` before it."""
-        peer.queue.append(_Pending(DONE, word))
+        peer.queue.append(_PendingWrite(DONE, word))
         self._flush(peer)
 
-    def _flush(self, peer: _Peer) -> None:
+    def _flush(self, peer: _SenderPeer) -> None:
         """Send the notices whose writes are complete, in order. A write that failed is never announced."""
         while peer.queue:
             pending = peer.queue[0]
@@ -608,7 +618,7 @@ class SenderEnd:
                     continue
             peer.link.notify(pending.notice.room, m.encode_notice(pending.notice), pending.writes)
 
-    def _settle(self, peer: _Peer) -> None:
+    def _settle(self, peer: _SenderPeer) -> None:
         """Wait until nothing of `peer` is under way; what could be said of it is said."""
         for pending in peer.queue:
             with contextlib.suppress(RuntimeError):
@@ -620,10 +630,10 @@ class SenderEnd:
         if now - self._swept >= _SWEEP_S:
             self._sweep(now)
         late = now - self._config.room_timeout_s
-        for room in [r for r in self._rooms.values() if r.state is Sender.SENT and r.sent_at <= late]:
+        for room in [r for r in self._rooms.values() if r.state is SenderState.SENT and r.sent_at <= late]:
             reason = f"decode did not confirm for {self._config.room_timeout_s:g} s"
-            self._end(room, SenderEvent.FAILED, m.Failed(room.id, room.ticket, ErrorKind.ROOM, reason))
-            self._outcomes.append(Released(room.id, False, reason))
+            self._end(room, SenderEvent.FAILED, m.RoomFailed(room.id, room.ticket, ErrorKind.ROOM, reason))
+            self._outcomes.append(RoomReleased(room.id, False, reason))
 
 
 def _identity(ref: PeerRef) -> bytes:
@@ -631,7 +641,7 @@ def _identity(ref: PeerRef) -> bytes:
     return f"{ref.name}:{ref.incarnation}".encode(errors="replace")
 
 
-def _places(grant: m.Grant) -> int:
+def _places(grant: m.PageGrant) -> int:
     return sum(len(place.indices) for place in grant.places)
 
 
@@ -648,11 +658,11 @@ def _ended_with(completion: Completion) -> RuntimeError | None:
     return failure(completion)
 
 
-def _sealed(pool: str, first: int, tags: Sequence[ContentTag]) -> m.Sealed:
-    return m.Sealed(pool, first, tuple(t.key for t in tags), tuple(t.digest for t in tags))
+def _sealed(pool: str, first: int, tags: Sequence[ContentTag]) -> m.PageTags:
+    return m.PageTags(pool, first, tuple(t.key for t in tags), tuple(t.digest for t in tags))
 
 
-class _Both:
+class _PostedWrite:
     """Complete when the launch is, and the write that it posted."""
 
     def __init__(self, launched: Completion, posted: list[Completion]) -> None:

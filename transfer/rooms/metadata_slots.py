@@ -25,7 +25,7 @@ _HEADER = 8
 
 
 @dataclass(frozen=True, slots=True)
-class Draft:
+class DraftState:
     """What a draft model goes on from behind the prompt's last position."""
 
     dtype: str
@@ -39,7 +39,7 @@ class Draft:
 
 
 @dataclass(frozen=True, slots=True)
-class Metadata:
+class HandoverMetadata:
     """What decode needs to go on from prefill's last position."""
 
     room: RoomId
@@ -50,11 +50,11 @@ class Metadata:
     cached_tokens: int
     """Prompt tokens whose state prefill found in its tree."""
     computed_tokens: int
-    draft: Draft | None = None
+    draft: DraftState | None = None
     """None where no draft model is used."""
 
 
-def pack(metadata: Metadata) -> bytes:
+def pack(metadata: HandoverMetadata) -> bytes:
     """Raises `ValueError` when it doesn't fit into a slot."""
     logprob = metadata.logprob and (metadata.logprob.token, metadata.logprob.logprob, metadata.logprob.top)
     draft = metadata.draft and (
@@ -76,7 +76,7 @@ def pack(metadata: Metadata) -> bytes:
     return len(body).to_bytes(4, "little") + zlib.crc32(body).to_bytes(4, "little") + body
 
 
-def copy_out(slots: torch.Tensor, slot: int, room: RoomId, epoch: int) -> Metadata:
+def copy_out(slots: torch.Tensor, slot: int, room: RoomId, epoch: int) -> HandoverMetadata:
     """Copy slot `slot` of `slots` (uint8 [slots, SLOT_BYTES]) out and check that it is this room's.
 
     Raises `WireError` when the bytes are damaged or belong to another room or epoch.
@@ -95,7 +95,7 @@ def copy_out(slots: torch.Tensor, slot: int, room: RoomId, epoch: int) -> Metada
         raise WireError(f"metadata slot {slot} can't be read: {error}") from None
     if found != room or slot_epoch != epoch:
         raise WireError(f"metadata slot {slot} holds room {found} epoch {slot_epoch}, wanted {room} epoch {epoch}")
-    return Metadata(room, epoch, token, score, cached, computed, drafted)
+    return HandoverMetadata(room, epoch, token, score, cached, computed, drafted)
 
 
 def _whole(*numbers: object) -> None:
@@ -111,8 +111,8 @@ def _logprob(token: int, logprob: float, top: tuple[tuple[int, float], ...]) -> 
     return TokenLogprob(token, logprob, top)
 
 
-def _draft(dtype: str, hidden: bytes, tokens: tuple[int, ...], probabilities: tuple[float, ...]) -> Draft:
+def _draft(dtype: str, hidden: bytes, tokens: tuple[int, ...], probabilities: tuple[float, ...]) -> DraftState:
     if type(dtype) is not str or type(hidden) is not bytes or not all(type(p) in (float, int) for p in probabilities):
         raise TypeError("a draft's state must be named bytes, and its probabilities numbers")
     _whole(*tokens)
-    return Draft(dtype, hidden, tokens, probabilities)
+    return DraftState(dtype, hidden, tokens, probabilities)

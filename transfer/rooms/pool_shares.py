@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from enum import StrEnum
 
 
-class Share(StrEnum):
+class PoolProgress(StrEnum):
     """How far one pool is."""
 
     NOTHING = "nothing"
@@ -21,17 +21,17 @@ class Share(StrEnum):
     DONE = "done"
 
 
-class Shares:
+class RoomProgress:
     """Numbers wanted of each pool, and how many of them are through."""
 
     def __init__(self, wanted: Mapping[str, range]) -> None:
         self._wanted = dict(wanted)
         self._next = {pool: numbers.start for pool, numbers in wanted.items()}
 
-    def share(self, pool: str) -> Share:
+    def share(self, pool: str) -> PoolProgress:
         if not self._wanted.get(pool):
-            return Share.NOTHING
-        return Share.COMING if self.left(pool) else Share.DONE
+            return PoolProgress.NOTHING
+        return PoolProgress.COMING if self.left(pool) else PoolProgress.DONE
 
     def left(self, pool: str) -> range:
         """What is wanted of `pool` and not through; empty for a pool of which nothing is."""
@@ -51,9 +51,9 @@ class Shares:
     @property
     def done(self) -> bool:
         """Whether no pool has anything left."""
-        return all(self.share(pool) is not Share.COMING for pool in self._wanted)
+        return all(self.share(pool) is not PoolProgress.COMING for pool in self._wanted)
 
     def __str__(self) -> str:
         """What is left, for people."""
-        left = {pool: self.left(pool) for pool in self._wanted if self.share(pool) is Share.COMING}
+        left = {pool: self.left(pool) for pool in self._wanted if self.share(pool) is PoolProgress.COMING}
         return ", ".join(f"{pool} {r.start}..{r.stop - 1}" for pool, r in left.items()) or "nothing"

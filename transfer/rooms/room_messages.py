@@ -43,7 +43,7 @@ class Hello:
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class GrantedPages:
     """Where pages `first ..` of a sequence go in one pool: its pages or slots, with their epochs."""
 
     pool: str
@@ -53,11 +53,11 @@ class Place:
 
 
 @dataclass(frozen=True, slots=True)
-class Grant:
+class PageGrant:
     """These places and this metadata slot are yours to write. Of a pool that isn't named nothing is wanted."""
 
     room: RoomId
-    places: tuple[Place, ...]
+    places: tuple[GrantedPages, ...]
     slot: int
     slot_epoch: int
     ticket: int
@@ -66,8 +66,8 @@ class Grant:
 
 
 @dataclass(frozen=True, slots=True)
-class Abort:
-    """The room is given up: write no more, then answer `Quiesced`."""
+class AbortRoom:
+    """The room is given up: write no more, then answer `WriterQuiesced`."""
 
     room: RoomId
     reason: str
@@ -78,7 +78,7 @@ class Abort:
 
 
 @dataclass(frozen=True, slots=True)
-class Received:
+class HandoverReceived:
     """Everything arrived, was verified and copied out."""
 
     room: RoomId
@@ -113,7 +113,7 @@ class Welcome:
 
 
 @dataclass(frozen=True, slots=True)
-class Refused:
+class PeerRefused:
     """You are no peer of this worker: say hello, or another one. It writes nothing to you.
 
     That is no proof about rooms which this worker was granted before: their places come back by their own last words.
@@ -123,7 +123,7 @@ class Refused:
 
 
 @dataclass(frozen=True, slots=True)
-class Rejected:
+class MessageRejected:
     """One message of yours could not be used, and nothing has changed by it. All else goes on."""
 
     reason: str
@@ -135,7 +135,7 @@ class Rejected:
 
 
 @dataclass(frozen=True, slots=True)
-class Sealed:
+class PageTags:
     """Pages `first ..` of one pool are in their places, finished; one (chain key, digest) each."""
 
     pool: str
@@ -145,17 +145,17 @@ class Sealed:
 
 
 @dataclass(frozen=True, slots=True)
-class Wrote:
+class PagesWritten:
     """One write is in place, in every pool that it names."""
 
     room: RoomId
     ticket: int
     """The grant's; here and below."""
-    parts: tuple[Sealed, ...]
+    parts: tuple[PageTags, ...]
 
 
 @dataclass(frozen=True, slots=True)
-class WroteSlot:
+class SlotWritten:
     """The metadata slot is written, and with it everything."""
 
     room: RoomId
@@ -163,15 +163,15 @@ class WroteSlot:
 
 
 @dataclass(frozen=True, slots=True)
-class Quiesced:
-    """Answer to `Abort`: nothing of this room will be written any more."""
+class WriterQuiesced:
+    """Answer to `AbortRoom`: nothing of this room will be written any more."""
 
     room: RoomId
     ticket: int
 
 
 @dataclass(frozen=True, slots=True)
-class Failed:
+class RoomFailed:
     """Prefill gives the request up; nothing of this room will be written any more."""
 
     room: RoomId
@@ -182,41 +182,41 @@ class Failed:
 
 
 @dataclass(frozen=True, slots=True)
-class Finished:
+class NothingToDecode:
     """The request ended with its first token; nothing of this room will be written any more."""
 
     room: RoomId
     ticket: int
-    """As in `Failed`."""
+    """As in `RoomFailed`."""
 
 
-Control = Hello | Grant | Abort | Received | Welcome | Refused | Rejected
-Notice = Wrote | WroteSlot | Quiesced | Failed | Finished
-Message = Control | Notice
+ControlMessage = Hello | PageGrant | AbortRoom | HandoverReceived | Welcome | PeerRefused | MessageRejected
+Notice = PagesWritten | SlotWritten | WriterQuiesced | RoomFailed | NothingToDecode
+RoomMessage = ControlMessage | Notice
 
 TAGS: dict[int, type[Any]] = {
     1: Hello,
     2: Welcome,
-    3: Refused,
-    4: Grant,
-    5: Abort,
-    6: Received,
-    7: Rejected,
-    16: Wrote,
-    17: WroteSlot,
-    18: Quiesced,
-    19: Failed,
-    20: Finished,
+    3: PeerRefused,
+    4: PageGrant,
+    5: AbortRoom,
+    6: HandoverReceived,
+    7: MessageRejected,
+    16: PagesWritten,
+    17: SlotWritten,
+    18: WriterQuiesced,
+    19: RoomFailed,
+    20: NothingToDecode,
 }
 _TAG_OF = {cls: tag for tag, cls in TAGS.items()}
 _OF_ROOMS = (4, 5, 6)
 _SUM_BYTES = 4
 MOST_NAME = 256
 """Characters of a room's name."""
-_HINTS = {cls: typing.get_type_hints(cls) for cls in (*TAGS.values(), Place, Sealed, RankProcess, Fingerprint)}
+_HINTS = {cls: typing.get_type_hints(cls) for cls in (*TAGS.values(), GrantedPages, PageTags, RankProcess, Fingerprint)}
 
 
-def encode(message: Message) -> bytes:
+def encode(message: RoomMessage) -> bytes:
     packed: bytes = msgpack.packb([_TAG_OF[type(message)], *_values(message)], default=_values)
     return packed
 
@@ -246,7 +246,7 @@ def _values(value: Any) -> list[Any]:
     return [getattr(value, name) for name in _HINTS[type(value)]]
 
 
-def decode(data: bytes | memoryview) -> Message:
+def decode(data: bytes | memoryview) -> RoomMessage:
     """Raises `WireError` for anything but a message of `TAGS` with fields of its types."""
     try:
         parts = msgpack.unpackb(data, use_list=False)
@@ -254,7 +254,7 @@ def decode(data: bytes | memoryview) -> Message:
         raise WireError(f"not msgpack: {error}") from None
     if not isinstance(parts, tuple) or not parts or not isinstance(parts[0], int) or parts[0] not in TAGS:
         raise WireError(f"no message has the tag {parts[0] if isinstance(parts, tuple) and parts else parts!r:.80}")
-    message: Message = _build(TAGS[parts[0]], parts[1:])
+    message: RoomMessage = _build(TAGS[parts[0]], parts[1:])
     return message
 
 

@@ -9,18 +9,18 @@ from cache.memory.page_digest import ContentTag
 from cache.pool.page_allocator import Lease
 from contracts.errors import ErrorKind
 from contracts.ids import RoomId, WorkerName
-from transfer.rooms.metadata_slots import Metadata
+from transfer.rooms.metadata_slots import HandoverMetadata
 
 
 @dataclass(frozen=True, slots=True)
-class Granted:
+class RoomGranted:
     """The room's pages can be written from now on."""
 
     room: RoomId
 
 
 @dataclass(frozen=True, slots=True)
-class Released:
+class RoomReleased:
     """The room is over; nothing of its request is needed for it any more."""
 
     room: RoomId
@@ -32,7 +32,7 @@ class Released:
 
 
 @dataclass(frozen=True, slots=True)
-class Finished:
+class SendablePages:
     """Pages `first ..` of a sequence in one pool, finished: where they are, and their tags."""
 
     first: int
@@ -41,7 +41,7 @@ class Finished:
 
 
 @dataclass(frozen=True, slots=True)
-class Expected:
+class ExpectedPrompt:
     """What a room is to receive: the chain key of each prompt page, and how many positions there are."""
 
     keys: tuple[bytes, ...]
@@ -49,12 +49,12 @@ class Expected:
 
 
 @dataclass(frozen=True, slots=True)
-class Arrived:
+class PromptArrived:
     """Everything is here and verified; the leases, by pool, are the caller's now."""
 
     room: RoomId
     leases: Mapping[str, Lease]
-    metadata: Metadata
+    metadata: HandoverMetadata
     received: Mapping[str, int]
     """Bytes by pool."""
     digests: Mapping[str, Mapping[int, int]]
@@ -71,7 +71,7 @@ class Arrived:
 
 
 @dataclass(frozen=True, slots=True)
-class Broken:
+class HandoverFailed:
     """The hand-over failed; the caller has nothing to release."""
 
     room: RoomId
@@ -81,7 +81,7 @@ class Broken:
 
 
 @dataclass(frozen=True, slots=True)
-class Over:
+class PromptAnswered:
     """Prefill's first token ended the request; there is nothing to decode."""
 
     room: RoomId

@@ -26,7 +26,7 @@ from enum import StrEnum
 from contracts.state_table import StateTable
 
 
-class Sender(StrEnum):
+class SenderState(StrEnum):
     """The room as prefill sees it."""
 
     OPEN = "open"
@@ -54,35 +54,35 @@ class SenderEvent(StrEnum):
     """Decode is gone: another incarnation, a refusal or a dead process."""
 
 
-SENDER = StateTable[Sender, SenderEvent](
+SENDER = StateTable[SenderState, SenderEvent](
     "sender room",
     {
-        Sender.OPEN: {
-            SenderEvent.GRANT: Sender.GRANTED,
-            SenderEvent.FINISHED: Sender.ENDED,
-            SenderEvent.FAILED: Sender.ENDED,
-            SenderEvent.ABORT: Sender.ENDED,
-            SenderEvent.LOST: Sender.ENDED,
+        SenderState.OPEN: {
+            SenderEvent.GRANT: SenderState.GRANTED,
+            SenderEvent.FINISHED: SenderState.ENDED,
+            SenderEvent.FAILED: SenderState.ENDED,
+            SenderEvent.ABORT: SenderState.ENDED,
+            SenderEvent.LOST: SenderState.ENDED,
         },
-        Sender.GRANTED: {
-            SenderEvent.WROTE: Sender.GRANTED,
-            SenderEvent.SENT: Sender.SENT,
-            SenderEvent.FINISHED: Sender.ENDED,
-            SenderEvent.FAILED: Sender.ENDED,
-            SenderEvent.ABORT: Sender.ENDED,
-            SenderEvent.LOST: Sender.ENDED,
+        SenderState.GRANTED: {
+            SenderEvent.WROTE: SenderState.GRANTED,
+            SenderEvent.SENT: SenderState.SENT,
+            SenderEvent.FINISHED: SenderState.ENDED,
+            SenderEvent.FAILED: SenderState.ENDED,
+            SenderEvent.ABORT: SenderState.ENDED,
+            SenderEvent.LOST: SenderState.ENDED,
         },
-        Sender.SENT: {
-            SenderEvent.RECEIVED: Sender.ENDED,
-            SenderEvent.FAILED: Sender.ENDED,
-            SenderEvent.ABORT: Sender.ENDED,
-            SenderEvent.LOST: Sender.ENDED,
+        SenderState.SENT: {
+            SenderEvent.RECEIVED: SenderState.ENDED,
+            SenderEvent.FAILED: SenderState.ENDED,
+            SenderEvent.ABORT: SenderState.ENDED,
+            SenderEvent.LOST: SenderState.ENDED,
         },
     },
 )
 
 
-class Receiver(StrEnum):
+class ReceiverState(StrEnum):
     """The room as decode sees it."""
 
     OPEN = "open"
@@ -117,32 +117,32 @@ class ReceiverEvent(StrEnum):
     """The writer's death is proven."""
 
 
-RECEIVER = StateTable[Receiver, ReceiverEvent](
+RECEIVER = StateTable[ReceiverState, ReceiverEvent](
     "receiver room",
     {
-        Receiver.OPEN: {
-            ReceiverEvent.GRANT: Receiver.GRANTED,
-            ReceiverEvent.ABORT: Receiver.ENDED,
-            ReceiverEvent.REVOKED: Receiver.ENDED,
-            ReceiverEvent.FAILED: Receiver.ENDED,
-            ReceiverEvent.FINISHED: Receiver.ENDED,
-            ReceiverEvent.LOST: Receiver.ENDED,
+        ReceiverState.OPEN: {
+            ReceiverEvent.GRANT: ReceiverState.GRANTED,
+            ReceiverEvent.ABORT: ReceiverState.ENDED,
+            ReceiverEvent.REVOKED: ReceiverState.ENDED,
+            ReceiverEvent.FAILED: ReceiverState.ENDED,
+            ReceiverEvent.FINISHED: ReceiverState.ENDED,
+            ReceiverEvent.LOST: ReceiverState.ENDED,
         },
-        Receiver.GRANTED: {
-            ReceiverEvent.WROTE: Receiver.GRANTED,
-            ReceiverEvent.COMPLETE: Receiver.COMPLETE,
-            ReceiverEvent.DAMAGED: Receiver.ABORTING,
-            ReceiverEvent.ABORT: Receiver.ABORTING,
-            ReceiverEvent.REVOKED: Receiver.ENDED,
-            ReceiverEvent.FAILED: Receiver.ENDED,
-            ReceiverEvent.FINISHED: Receiver.ENDED,
-            ReceiverEvent.LOST: Receiver.ENDED,
+        ReceiverState.GRANTED: {
+            ReceiverEvent.WROTE: ReceiverState.GRANTED,
+            ReceiverEvent.COMPLETE: ReceiverState.COMPLETE,
+            ReceiverEvent.DAMAGED: ReceiverState.ABORTING,
+            ReceiverEvent.ABORT: ReceiverState.ABORTING,
+            ReceiverEvent.REVOKED: ReceiverState.ENDED,
+            ReceiverEvent.FAILED: ReceiverState.ENDED,
+            ReceiverEvent.FINISHED: ReceiverState.ENDED,
+            ReceiverEvent.LOST: ReceiverState.ENDED,
         },
-        Receiver.ABORTING: {
-            ReceiverEvent.QUIESCED: Receiver.ENDED,
-            ReceiverEvent.FAILED: Receiver.ENDED,
-            ReceiverEvent.FINISHED: Receiver.ENDED,
-            ReceiverEvent.LOST: Receiver.ENDED,
+        ReceiverState.ABORTING: {
+            ReceiverEvent.QUIESCED: ReceiverState.ENDED,
+            ReceiverEvent.FAILED: ReceiverState.ENDED,
+            ReceiverEvent.FINISHED: ReceiverState.ENDED,
+            ReceiverEvent.LOST: ReceiverState.ENDED,
         },
     },
 )
