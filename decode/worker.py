@@ -36,8 +36,8 @@ from decode.request.reasoning_spans import Reasoning
 from decode.request.request import OFF_DEVICE, Phase, PhaseEvent, Request
 from decode.retraction.memory_pressure import Pressure
 from decode.retraction.retraction import Lost, Retraction
-from engine.runner.batch import NONFINITE, Draw, FromStep, Row, RowOutput
-from engine.runner.model_runner import Engine
+from engine.runner.batch import NONFINITE, BatchRow, RowOutput, TokenDraw, TokenFromStep
+from engine.runner.model_runner import ModelRunner
 from engine.runner.sampler import needs_history
 from transfer.rooms.kv_receiver import KVReceiver
 from transfer.rooms.kv_sender import KVSender
@@ -66,7 +66,7 @@ class DecodeWorker(PhaseWorker[Request]):
         name: WorkerName,
         incarnation: Incarnation,
         config: Config,
-        engine: Engine,
+        engine: ModelRunner,
         seat: KVCacheManager,
         receiver: KVReceiver,
         waiter: Sleep,
@@ -407,7 +407,7 @@ class DecodeWorker(PhaseWorker[Request]):
         self._ahead.launched(step, batch)
         for number, request in enumerate(batch):
             request.launched = request.planned
-            request.latest = FromStep(step, number)
+            request.latest = TokenFromStep(step, number)
             if self._seat.stateful and request.claim is not None and request.launched % self._page_tokens == 0:
                 self._seat.snapshot(request.claim, request.launched)
         went = set(map(id, batch))
@@ -417,15 +417,15 @@ class DecodeWorker(PhaseWorker[Request]):
         if self._config.faults.step_delay_s:
             self._pause(self._config.faults.step_delay_s)
 
-    def _row(self, request: Request) -> Row:
+    def _row(self, request: Request) -> BatchRow:
         assert request.claim is not None
         at, sampling = request.launched, request.submit.sampling
         tables = self._seat.tables(request.claim, at, at + 1)
         full = tables.pop(self._full)
         history = tuple(request.tokens) if needs_history(sampling) else ()
-        draw = Draw(sampling, history, request.submit.prompt_len, at + 1)
+        draw = TokenDraw(sampling, history, request.submit.prompt_len, at + 1)
         tokens = request.latest if request.under_way and request.latest is not None else request.tokens[-1:]
-        return Row(tokens, at, full.pages, draw, epochs=full.epochs, others=tables)
+        return BatchRow(tokens, at, full.pages, draw, epochs=full.epochs, others=tables)
 
     def _commit(self, request: Request, output: RowOutput) -> None:
         if output.stale:

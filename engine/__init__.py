@@ -3,7 +3,7 @@
 from engine.models.model_base import Model, StateOptions
 from engine.models.registry import model_for, read_model
 from engine.runner.load_model import load_engine
-from engine.runner.model_runner import Engine
+from engine.runner.model_runner import ModelRunner
 from engine.tensors.weight_loader import dtype_for
 
 __all__ = ["Engine", "Model", "StateOptions", "dtype_for", "load_engine", "model_for", "read_model"]

@@ -28,8 +28,8 @@ from contracts.interfaces.worker_interface import SessionId
 from contracts.messages.router_commands import Audit, Cancel, Command, InvalidatePrefix
 from contracts.messages.worker_events import Audited, AuditEnd, Event
 from contracts.sampling_params import TokenDifference
-from engine.runner.batch import NONFINITE, Replay, Row
-from engine.runner.model_runner import Engine
+from engine.runner.batch import NONFINITE, BatchRow, KnownAnswer
+from engine.runner.model_runner import ModelRunner
 from prefill.audit_state import AUDITS, AuditEvent, Audition, AuditState
 
 log = logging.getLogger("twinpool.prefill")
@@ -45,7 +45,7 @@ class Auditor:
     def __init__(
         self,
         config: Config,
-        engine: Engine,
+        engine: ModelRunner,
         seat: KVCacheManager,
         tell: Callable[[SessionId, Event], None],
         nonfinite: Callable[[], None],
@@ -177,13 +177,13 @@ class Auditor:
         self._seat.launch()
         return audition
 
-    def _row(self, audition: Audition, start: int, end: int) -> Row:
+    def _row(self, audition: Audition, start: int, end: int) -> BatchRow:
         audit, claim = audition.audit, audition.claim
         assert claim is not None
         tables = self._seat.tables(claim, start, end)
         full = tables.pop(self._seat.full)
-        known = Replay(audit.sampling, audit.tokens, audit.prompt_len)
-        return Row(audit.tokens[start:end], start, full.pages, epochs=full.epochs, others=tables, replay=known)
+        known = KnownAnswer(audit.sampling, audit.tokens, audit.prompt_len)
+        return BatchRow(audit.tokens[start:end], start, full.pages, epochs=full.epochs, others=tables, replay=known)
 
     def _judge(self, audition: Audition, found: tuple[TokenDifference, ...]) -> None:
         """Keep count of what differs; where numbers aren't exact, `differences` are those beyond the margin."""

@@ -22,7 +22,7 @@ from contracts.interfaces.worker_interface import SessionId
 from contracts.messages.router_commands import Submit
 from contracts.sampling_params import TokenLogprob
 from contracts.state_table import StateTable
-from engine.runner.batch import Drawn, Step
+from engine.runner.batch import DrawnToken, StepHandle
 
 
 class Phase(StrEnum):
@@ -80,7 +80,7 @@ class Request:
     """Positions up to which its finished pages were given to the tree."""
     awaited: int = 0
     """Positions up to which others wait for its pages rather than compute them too; 0: nobody does."""
-    latest: Step | None = None
+    latest: StepHandle | None = None
     """The last launched step that it was part of."""
     starts: int = 0
     """How often it started over: what earlier starts launched is not for it any more."""
@@ -90,7 +90,7 @@ class Request:
     computed: int = 0
     stale: int = 0
     """Steps that found one of its pages given away."""
-    first: Drawn | None = None
+    first: DrawnToken | None = None
     scores: list[TokenLogprob] = field(default_factory=list)
     marks: dict[str, float] = field(default_factory=dict)
 
@@ -156,7 +156,7 @@ class Member:
     request: Request
     start: int
     count: int
-    step: Step
+    step: StepHandle
 
     @property
     def current(self) -> bool:

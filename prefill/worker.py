@@ -28,8 +28,8 @@ from contracts.messages.router_commands import Command, MigrationCommand, Submit
 from contracts.messages.worker_events import Done, LegReport, PromptScores, Tokens
 from contracts.messages.worker_status import CheckReport, WorkerLimits
 from contracts.messages.worker_status import WorkerStatus as Status
-from engine.runner.batch import NONFINITE, Draw, Row, RowOutput
-from engine.runner.model_runner import Engine
+from engine.runner.batch import NONFINITE, BatchRow, RowOutput, TokenDraw
+from engine.runner.model_runner import ModelRunner
 from prefill.audit_runner import Auditor
 from prefill.request import Member, Phase, PhaseEvent, Request
 from transfer.rooms.kv_sender import KVSender
@@ -57,7 +57,7 @@ class PrefillWorker(PhaseWorker[Request]):
         name: WorkerName,
         incarnation: Incarnation,
         config: Config,
-        engine: Engine,
+        engine: ModelRunner,
         seat: KVCacheManager,
         sender: KVSender,
         waiter: Sleep,
@@ -256,7 +256,7 @@ class PrefillWorker(PhaseWorker[Request]):
                 return True
         return False
 
-    def _batch(self) -> list[tuple[Request, Row]]:
+    def _batch(self) -> list[tuple[Request, BatchRow]]:
         """The step's rows, in order of arrival: what of its token budget each request gets.
 
         A part of the budget (`prefill.short_share`) goes first to those who have less left to compute than the oldest,
@@ -295,17 +295,19 @@ class PrefillWorker(PhaseWorker[Request]):
         request.planned = max(planned, self._seat.grow(request.claim, end))
         return request.planned - planned
 
-    def _row(self, request: Request, count: int) -> Row:
+    def _row(self, request: Request, count: int) -> BatchRow:
         start, end = request.launched, request.launched + count
         tokens, sampling = request.tokens, request.submit.sampling
         last = end == len(tokens)
-        draw = Draw(sampling, tokens, request.submit.prompt_len) if last and request.wants_draw else None
+        draw = TokenDraw(sampling, tokens, request.submit.prompt_len) if last and request.wants_draw else None
         follow = tokens[start + 1 : end + 1] if request.wants_scores else ()
         assert request.claim is not None
         tables = self._seat.tables(request.claim, start, end)
         full = tables.pop(self._full)
         top = sampling.prompt_logprobs or 0
-        return Row(tokens[start:end], start, full.pages, draw, follow or None, top, epochs=full.epochs, others=tables)
+        return BatchRow(
+            tokens[start:end], start, full.pages, draw, follow or None, top, epochs=full.epochs, others=tables
+        )
 
     def _compute(self) -> None:
         """Launch the next step, then commit the one before it."""
@@ -324,7 +326,7 @@ class PrefillWorker(PhaseWorker[Request]):
             # Who ended or started over while this step was under way has no use for what it computed.
             self._take([(m, out) for m, out in results if m.request.phase is Phase.RUNNING and m.current])
 
-    def _launch(self, batch: list[tuple[Request, Row]]) -> None:
+    def _launch(self, batch: list[tuple[Request, BatchRow]]) -> None:
         step = self._engine.launch([row for _, row in batch])
         members = [Member(request, request.starts, len(row.tokens), step) for request, row in batch]
         self._ahead.launched(step, members)

@@ -18,7 +18,7 @@ from cache.device.device_port import DEVICE, DONE, Completion, Device, DeviceOp,
 from cache.memory.kv_cache_spec import IndexSpace, PoolKind, PoolSetSpec
 from cache.pool.pool_set import PoolSet
 from contracts.sampling_params import TokenDifference
-from engine.runner.batch import Drawn, FromStep, Row, RowOutput
+from engine.runner.batch import BatchRow, DrawnToken, RowOutput, TokenFromStep
 
 VOCAB = 300
 
@@ -95,7 +95,7 @@ class HashEngine:
         self.pools, self.device = pools, device
         self.spec = pools.spec
 
-    def launch(self, rows: Sequence[Row]) -> HashStep:
+    def launch(self, rows: Sequence[BatchRow]) -> HashStep:
         step = HashStep()
         tables = [{self.spec.full.name: BlockTable(0, row.pages, row.epochs), **row.others} for row in rows]
         reads, writes = self._named(rows, tables)
@@ -113,7 +113,7 @@ class HashEngine:
         return step
 
     def _named(
-        self, rows: Sequence[Row], tables: Sequence[Mapping[str, BlockTable]]
+        self, rows: Sequence[BatchRow], tables: Sequence[Mapping[str, BlockTable]]
     ) -> tuple[dict[str, list[int]], dict[str, list[int]]]:
         reads: dict[str, set[int]] = {pool: set() for pool in self.spec.by_name}
         writes: dict[str, set[int]] = {pool: set() for pool in self.spec.by_name}
@@ -125,12 +125,12 @@ class HashEngine:
                 writes[pool] |= set(mine.pages if point else mine.pages[first:])
         return {p: sorted(i) for p, i in reads.items()}, {p: sorted(i) for p, i in writes.items()}
 
-    def _row(self, row: Row, tables: Mapping[str, BlockTable]) -> RowOutput:
+    def _row(self, row: BatchRow, tables: Mapping[str, BlockTable]) -> RowOutput:
         for pool, table in tables.items():
             if tuple(self.pools.allocators[pool].epochs_of(table.pages)) != tuple(table.epochs):
                 return RowOutput(stale=True)
         tokens = row.tokens
-        if isinstance(tokens, FromStep):  # Steps run in their order, so the one before has run.
+        if isinstance(tokens, TokenFromStep):  # Steps run in their order, so the one before has run.
             assert isinstance(tokens.step, HashStep)
             drawn = tokens.step.drawn[tokens.row].drawn
             if drawn is None:
@@ -145,7 +145,7 @@ class HashEngine:
                 replayed += 1
                 if _token(mark) != known.tokens[position + 1]:
                     found.append(TokenDifference(position + 1, _token(mark), 1.0))
-        drawn = Drawn(_token(mark), None) if row.draw is not None else None
+        drawn = DrawnToken(_token(mark), None) if row.draw is not None else None
         return RowOutput(drawn, replayed=replayed, differences=tuple(found))
 
     def _see(self, tables: Mapping[str, BlockTable], at: int) -> _Seen:

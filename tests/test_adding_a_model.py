@@ -12,7 +12,7 @@ from cache.memory.kv_cache_spec import PoolSpec
 from contracts.checkpoint.model_spec import ModelSpec, read_model_spec
 from contracts.checkpoint.rope_spec import read_rope
 from engine.layers.decoder import Layer
-from engine.layers.forward_context import Place
+from engine.layers.forward_context import LayerPlace
 from engine.layers.mixers.head_attention import HeadAttention, kv_buffers
 from engine.layers.mlp import GatedMlp
 from engine.layers.rope import RopeTable
@@ -28,7 +28,7 @@ NAMES = {
     name.__name__: name
     for name in (
         PoolSpec, ModelSpec, read_rope, Layer, HeadAttention, kv_buffers, GatedMlp, Model, StateOptions,
-        RopeTable, Place, Weights,
+        RopeTable, LayerPlace, Weights,
     )
 } | {"FULL_POOL": FULL_POOL}  # fmt: skip
 

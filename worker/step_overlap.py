@@ -19,7 +19,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
-from engine.runner.batch import RowOutput, Step
+from engine.runner.batch import RowOutput, StepHandle
 
 M = TypeVar("M")
 _UNDER_WAY = 1
@@ -32,7 +32,7 @@ LAUNCHED = _UNDER_WAY + 1
 class Flight(Generic[M]):
     """A launched step, and whose each of its rows is."""
 
-    step: Step
+    step: StepHandle
     members: Sequence[M]
 
 
@@ -45,7 +45,7 @@ class Ahead(Generic[M]):
     def __len__(self) -> int:
         return len(self._flights)
 
-    def launched(self, step: Step, members: Sequence[M]) -> None:
+    def launched(self, step: StepHandle, members: Sequence[M]) -> None:
         """`step` was given to the device; `members` are whose its rows are, in order."""
         self._flights.append(Flight(step, members))
 

@@ -23,7 +23,7 @@ from contracts.config.worker_config import EngineConfig
 from contracts.sampling_params import SamplingParams
 from engine.models.model_base import StateOptions
 from engine.models.registry import read_model
-from engine.runner.batch import Draw, Row
+from engine.runner.batch import BatchRow, TokenDraw
 from engine.runner.load_model import load_engine
 from engine.tensors.weight_loader import dtype_for
 
@@ -89,7 +89,7 @@ class Twinpool:
                 self.pools.zero({pool.name: held[pool.name]})
         return held
 
-    def _row(self, tokens: list[int], start: int, held: dict[str, list[int]], draw: Draw | None) -> Row:
+    def _row(self, tokens: list[int], start: int, held: dict[str, list[int]], draw: TokenDraw | None) -> BatchRow:
         """Tables of windows begin where the window does. No epoch ever changes: nobody frees anything."""
         others = {}
         for pool in self.pools.spec.pools:
@@ -99,7 +99,7 @@ class Twinpool:
                 mine = held[pool.name][first:]
                 others[pool.name] = BlockTable(first, mine, [0] * len(mine))
         pages = held[self.pools.spec.full.name]
-        return Row(tokens, start, pages, draw, epochs=[0] * len(pages), others=others)
+        return BatchRow(tokens, start, pages, draw, epochs=[0] * len(pages), others=others)
 
     def run(self, prompts: Prompts, count: int) -> Answer:
         held = [self._held(i, len(prompt) + count) for i, prompt in enumerate(prompts)]
@@ -108,10 +108,10 @@ class Twinpool:
         tokens = [list(prompt) for prompt in prompts]
         times: list[list[float]] = [[] for _ in prompts]
 
-        def draws(i: int) -> Draw:
-            return Draw(params, tokens[i], len(prompts[i]))
+        def draws(i: int) -> TokenDraw:
+            return TokenDraw(params, tokens[i], len(prompts[i]))
 
-        def step(members: Sequence[int], rows: list[Row]) -> None:
+        def step(members: Sequence[int], rows: list[BatchRow]) -> None:
             outputs = self.engine.forward(rows)
             now = clock.now() - start
             for i, out in zip(members, outputs, strict=True):

@@ -28,7 +28,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from bench.engine import latent_kernels_bench as kernels_latent
 from bench.engine import row_kernels_bench as kernels_rows
-from engine.attention.attention_backend import Scores
+from engine.attention.attention_backend import ScoreOptions
 from engine.attention.attention_plan import AttentionPlan, make_plan
 from engine.attention.triton_backend.triton_attention import TritonAttention
 
@@ -97,7 +97,7 @@ class Paged:
     def attend(self, attention: TritonAttention, rows: Sequence[int], start: int, count: int) -> Tensor:
         """[len(rows), count, heads, dim]."""
         plan, q_thd = self.plan(rows, start, count), self.packed(rows, start, count)
-        out = attention.attend(q_thd, self.k_pages, self.v_pages, plan, Scores(self.scale))
+        out = attention.attend(q_thd, self.k_pages, self.v_pages, plan, ScoreOptions(self.scale))
         return out.view(len(rows), count, *out.shape[1:])
 
     def want(self, start: int, count: int) -> Tensor:
@@ -154,7 +154,7 @@ def measure(
     mask = None if queries in (1, context) else at[None, :] <= at[start:, None]
 
     def ours() -> Tensor:
-        return attention.attend(q_thd, paged.k_pages, paged.v_pages, plan, Scores(paged.scale))
+        return attention.attend(q_thd, paged.k_pages, paged.v_pages, plan, ScoreOptions(paged.scale))
 
     def torchs() -> Tensor:
         causal = queries == context and queries > 1

@@ -17,7 +17,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from bench.engine.row_kernels_bench import RowCheck, RowTiming, median_us
 from engine.attention.attention_plan import AttentionPlan, make_plan
-from engine.attention.latent_backend import IndexKeys, LatentAttention, Selection
+from engine.attention.latent_backend import IndexKeys, LatentBackend, SparseSelection
 from engine.attention.torch_backend.torch_attention import TorchAttention
 from engine.tensors.row_exact_linear import FAST
 
@@ -69,22 +69,24 @@ class Context:
     def packed(self, values: Tensor, rows: Sequence[int], skip: int = 0) -> Tensor:
         return values[list(rows), skip:].flatten(0, 1).contiguous()
 
-    def dense(self, backend: LatentAttention, rows: Sequence[int], skip: int = 0) -> Tensor:
+    def dense(self, backend: LatentBackend, rows: Sequence[int], skip: int = 0) -> Tensor:
         q_thd = self.packed(self.q, rows, skip)
         return backend.attend(q_thd, self.latents, self.plan(rows, skip), self.scale, self.shape.latent)
 
-    def select(self, backend: LatentAttention, plan: AttentionPlan, rows: Sequence[int], skip: int) -> Selection | None:
+    def select(
+        self, backend: LatentBackend, plan: AttentionPlan, rows: Sequence[int], skip: int
+    ) -> SparseSelection | None:
         index_q, weights = self.packed(self.index_q, rows, skip), self.packed(self.weights, rows, skip)
         return backend.select(index_q, weights, self.keys, plan, self.shape.top_k)
 
-    def sparse(self, backend: LatentAttention, rows: Sequence[int], skip: int = 0) -> Tensor:
+    def sparse(self, backend: LatentBackend, rows: Sequence[int], skip: int = 0) -> Tensor:
         plan = self.plan(rows, skip)
         selection = self.select(backend, plan, rows, skip)
         q_thd = self.packed(self.q, rows, skip)
         return backend.attend_selected(q_thd, self.latents, plan, selection, self.scale, self.shape.latent)
 
 
-def checks(backend: LatentAttention, dtype: torch.dtype, device: torch.device, small: bool) -> Iterator[RowCheck]:
+def checks(backend: LatentBackend, dtype: torch.dtype, device: torch.device, small: bool) -> Iterator[RowCheck]:
     """All claims for one dtype; `small` shapes for Triton's interpreter."""
     shape, length, queries = (SMALL, 40, 5) if small else (GLM5, 5003, 70)
     twin = TorchAttention(FAST).latent
@@ -115,7 +117,7 @@ def checks(backend: LatentAttention, dtype: torch.dtype, device: torch.device, s
     yield RowCheck("positions are selected as by the twin", str(dtype).removeprefix("torch."), part < 1e-3, part)
 
 
-def timings(backend: LatentAttention, device: torch.device) -> Iterator[RowTiming]:
+def timings(backend: LatentBackend, device: torch.device) -> Iterator[RowTiming]:
     """In bfloat16: decode at 32k and 128k, dense and sparse, and extends of 512."""
     for batch, length, queries in ((1, 32768, 1), (32, 32768, 1), (8, 131072, 1), (1, 32768, 512), (1, 131072, 512)):
         context = Context(GLM5, batch, length, queries, torch.bfloat16, device)
@@ -124,7 +126,7 @@ def timings(backend: LatentAttention, device: torch.device) -> Iterator[RowTimin
         torch.cuda.empty_cache()
 
 
-def _timed(backend: LatentAttention, context: Context) -> Iterator[RowTiming]:
+def _timed(backend: LatentBackend, context: Context) -> Iterator[RowTiming]:
     shape, batch, length, queries = context.shape, context.batch, context.length, context.queries
     rows, plan, name = range(batch), context.plan(range(batch)), f"batch {batch}, context {length}, queries {queries}"
     dim, value_dim = shape.latent + shape.turning, shape.latent
@@ -167,8 +169,8 @@ def _timed(backend: LatentAttention, context: Context) -> Iterator[RowTiming]:
 
 
 def _selected(
-    backend: LatentAttention, context: Context, plan: AttentionPlan, index_q: Tensor, weights: Tensor
-) -> Selection:
+    backend: LatentBackend, context: Context, plan: AttentionPlan, index_q: Tensor, weights: Tensor
+) -> SparseSelection:
     found = backend.select(index_q, weights, context.keys, plan, context.shape.top_k)
     assert found is not None
     return found

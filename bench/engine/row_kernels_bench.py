@@ -12,14 +12,14 @@ from torch import Tensor
 from contracts.checkpoint.rope_spec import RopeSpec
 from contracts.sampling_params import SamplingParams
 from engine.layers.mixers import triton_store_heads
-from engine.layers.moe.expert_router import Routes
+from engine.layers.moe.expert_router import ExpertRoutes
 from engine.layers.moe.experts import TorchExperts, gated_silu
 from engine.layers.moe.triton_experts import StackedProducts, TritonExperts
 from engine.layers.norm import rms_norm
 from engine.layers.rope import RopeTable, rotate
 from engine.runner import sampler as sampling
 from engine.runner import triton_draw
-from engine.tensors.row_exact_linear import FAST, Linear
+from engine.tensors.row_exact_linear import FAST, RowExactLinear
 
 TOLERANCE = {torch.float32: 2e-5, torch.float16: 8e-3, torch.bfloat16: 6e-2}
 PARAMS = SamplingParams(max_tokens=1, temperature=0.8, top_k=50, top_p=0.95)
@@ -56,15 +56,15 @@ class Mixture:
         ups, downs = draw(2 * inner, hidden), draw(hidden, inner)
         self.experts, self.hidden, self.dtype, self.device = experts, hidden, dtype, device
         self.kernels = TritonExperts(StackedProducts(ups, None), StackedProducts(downs, None), gated_silu)
-        self.torchs = TorchExperts([Linear(w) for w in ups], [Linear(w) for w in downs], gated_silu)
+        self.torchs = TorchExperts([RowExactLinear(w) for w in ups], [RowExactLinear(w) for w in downs], gated_silu)
         self.expert_elements = 3 * hidden * inner
 
-    def step(self, tokens: int, top_k: int) -> tuple[Tensor, Routes]:
+    def step(self, tokens: int, top_k: int) -> tuple[Tensor, ExpertRoutes]:
         source = torch.Generator(self.device).manual_seed(tokens)
         x = torch.randn(tokens, self.hidden, generator=source, device=self.device).to(self.dtype)
         order = torch.rand(tokens, self.experts, generator=source, device=self.device).argsort(-1)
         weights = torch.rand(tokens, top_k, generator=source, device=self.device)
-        return x, Routes(order[:, :top_k].contiguous(), weights)
+        return x, ExpertRoutes(order[:, :top_k].contiguous(), weights)
 
 
 class Heads:
@@ -107,7 +107,7 @@ def checks(dtype: torch.dtype, device: torch.device, small: bool) -> Iterator[Ro
         x, routes = mixture.step(tokens, 2)
         got, want = mixture.kernels(x, routes), mixture.torchs(x, routes, FAST)
         yield check(f"experts of {tokens} tokens are torch's", got, want, TOLERANCE[dtype])
-        alone = mixture.kernels(x[:1], Routes(routes.experts_mk[:1], routes.weights_mk[:1]))
+        alone = mixture.kernels(x[:1], ExpertRoutes(routes.experts_mk[:1], routes.weights_mk[:1]))
         yield check(f"experts of a row are bitwise the same alone as among {tokens}", alone, got[:1])
     heads = Heads(20, 4, 2, 48, dtype, device)
     want_q = heads.by_torch()

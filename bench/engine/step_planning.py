@@ -33,9 +33,9 @@ from contracts.config.worker_config import EngineConfig
 from contracts.sampling_params import SamplingParams
 from engine.models.model_base import StateOptions
 from engine.models.registry import read_model
-from engine.runner.batch import Draw, FromStep, Row, Step
+from engine.runner.batch import BatchRow, StepHandle, TokenDraw, TokenFromStep
 from engine.runner.load_model import load_engine
-from engine.runner.model_runner import Engine
+from engine.runner.model_runner import ModelRunner
 from engine.tensors.weight_loader import dtype_for
 
 _PAGE_TOKENS = 16
@@ -57,19 +57,21 @@ class Host:
         spec = model.pool_set(StateOptions(dtype_for(model.spec, config), _PAGE_TOKENS))
         pools = PoolSet(spec, spec.even(4))
         epochs = {pool: EpochTable(most_pages + 1) for pool in spec.by_name}
-        self.engine: Engine = load_engine(model, config, spec, pools.gates, epochs, device)
+        self.engine: ModelRunner = load_engine(model, config, spec, pools.gates, epochs, device)
         logits_nv = torch.zeros(512, model.spec.vocab_size)
         self.engine.decoder.forward = _nothing  # type: ignore[method-assign]
         self.engine.decoder.logits = lambda x_nh, numerics: logits_nv[: len(x_nh)]  # type: ignore[method-assign]
 
-    def step(self, tables: Sequence[tuple[Numbers, Numbers]], context: int, before: Step | None) -> Step:
+    def step(self, tables: Sequence[tuple[Numbers, Numbers]], context: int, before: StepHandle | None) -> StepHandle:
         """One step of so many requests, each at position `context`, that goes on from the step before."""
         stop = -(-(context + 1) // _PAGE_TOKENS)
         rows = []
         for number, (pages, epochs) in enumerate(tables):
             mine = BlockTable(0, pages[:stop], epochs[:stop])
-            tokens = FromStep(before, number) if before is not None else (7,)
-            rows.append(Row(tokens, context, mine.pages, Draw(_GREEDY, (), 0, context + 1), epochs=mine.epochs))
+            tokens = TokenFromStep(before, number) if before is not None else (7,)
+            rows.append(
+                BatchRow(tokens, context, mine.pages, TokenDraw(_GREEDY, (), 0, context + 1), epochs=mine.epochs)
+            )
         step = self.engine.launch(rows)
         step.outputs()
         return step

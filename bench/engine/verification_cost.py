@@ -54,7 +54,7 @@ from contracts.messages.router_commands import PeerRef, Submit
 from contracts.messages.worker_events import Done, Tokens
 from contracts.sampling_params import SamplingParams
 from decode.worker import DecodeWorker
-from engine.layers.forward_context import StepContext
+from engine.layers.forward_context import ForwardContext
 from engine.models.registry import read_model
 from prefill.worker import PrefillWorker
 
@@ -244,7 +244,7 @@ def _no_digest(pool: str, indices: Sequence[int], firsts: Sequence[int], ends: S
     return [0] * len(indices)
 
 
-def _nothing_stale(ctx: StepContext) -> torch.Tensor:
+def _nothing_stale(ctx: ForwardContext) -> torch.Tensor:
     starts = [len(plan.starts_b) for plan in ctx.plans.values()]
     return torch.zeros(starts[0], dtype=torch.bool)
 

@@ -11,4 +11,11 @@ from cache.storage.storage_backend import (
 )
 
 __all__ = [
-"BackendCapacity", "BackendCounts", "ObjectBuffer", "ObjectName", "ObjectOutcome", "ObjectVerdict", "StorageBackend",]
+    "BackendCapacity",
+    "BackendCounts",
+    "ObjectBuffer",
+    "ObjectName",
+    "ObjectOutcome",
+    "ObjectVerdict",
+    "StorageBackend",
+]

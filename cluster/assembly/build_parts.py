@@ -37,9 +37,9 @@ from engine.models.model_base import Model
 from engine.models.registry import model_for
 from engine.runner.kernel_choice import class_of, hold_to_class
 from engine.runner.load_model import load_engine
-from engine.runner.model_runner import Engine
+from engine.runner.model_runner import ModelRunner
 from engine.tensors.shard import Shard
-from engine.tensors.tensor_parallel import ALONE, Ranks
+from engine.tensors.tensor_parallel import ALONE, TensorParallelGroup
 from engine.tensors.weight_loader import dtype_for
 from transfer.net.curve_keys import CurveKeys
 from transfer.net.waiter import Waiter
@@ -58,7 +58,7 @@ class Parts:
     waiter: Waiter
     plane: DataPlane
     seat: KVCacheManager
-    engine: Engine
+    engine: ModelRunner
     curve: CurveKeys | None
 
 
@@ -119,7 +119,7 @@ def _curve(host: str) -> CurveKeys | None:
 
 
 def rank_layout(
-    role: Role, spec: ModelSpec, config: Config, counts: Mapping[str, int], ranks: Ranks
+    role: Role, spec: ModelSpec, config: Config, counts: Mapping[str, int], ranks: TensorParallelGroup
 ) -> tuple[Model, PoolSetLayout]:
     """The model, and what one of its ranks holds: every rank works out the same pages, each of its own heads."""
     model = model_for(spec)

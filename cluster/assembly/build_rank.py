@@ -22,8 +22,8 @@ from contracts.config.cluster_config import Config
 from contracts.ids import Role
 from engine.runner.kernel_choice import hold_to_class
 from engine.runner.load_model import load_engine
-from engine.runner.model_runner import Engine
-from engine.tensors.tensor_parallel import Ranks
+from engine.runner.model_runner import ModelRunner
+from engine.tensors.tensor_parallel import TensorParallelGroup
 from transfer.net.waiter import Waiter
 from transfer.planes.make_plane import make_plane
 from transfer.planes.tp_plane import FollowerLinks
@@ -35,7 +35,7 @@ class RankParts:
 
     state: FollowerPools
     links: FollowerLinks
-    engine: Engine
+    engine: ModelRunner
     storage: FollowerPageStore | None
     waiter: Waiter
     arena: Arena | None
@@ -54,7 +54,7 @@ def build_rank(
     *,
     host: str,
     counts: Mapping[str, int],
-    ranks: Ranks,
+    ranks: TensorParallelGroup,
     arenas: Arenas | None = None,
 ) -> RankParts:
     """Build what a follower needs to carry out its leader's orders. Raises what `build_worker` does."""

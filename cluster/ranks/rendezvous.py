@@ -13,7 +13,7 @@ from cluster.ranks.rank_line import RankLine
 from contracts.clock import Clock
 from contracts.errors import PeerDead, WireError
 from contracts.messages.rank_orders import EndRank, FormGroup
-from engine.tensors.tensor_parallel import GroupRanks
+from engine.tensors.tensor_parallel import TorchDistributedGroup
 from transfer.net import process_watch as process
 from transfer.net.process_watch import PidfdWatch
 
@@ -23,7 +23,7 @@ class Crew:
     """The leader's side: its line to the followers, and the group in which they compute together."""
 
     line: RankLine
-    ranks: GroupRanks
+    ranks: TorchDistributedGroup
 
     def watch(self) -> list[tuple[str, PidfdWatch]]:
         return [(f"rank {rank} of this worker", watch) for rank, watch in self.line.watches.items()]
@@ -66,7 +66,7 @@ class Follower:
     """A follower's side."""
 
     line: LeaderLine
-    ranks: GroupRanks
+    ranks: TorchDistributedGroup
     leader: PidfdWatch
 
     def close(self) -> None:
@@ -97,9 +97,9 @@ def follow(meeting: str, rank: int, size: int, *, deadline_s: float, start_s: fl
         raise
 
 
-def _group(store: str, rank: int, size: int, deadline_s: float) -> GroupRanks:
+def _group(store: str, rank: int, size: int, deadline_s: float) -> TorchDistributedGroup:
     # On loopback, as all ranks of a worker are on one host: gloo asks nobody who he is.
-    ranks = GroupRanks(FileStore(store, size), rank, size, deadline_s=deadline_s)
+    ranks = TorchDistributedGroup(FileStore(store, size), rank, size, deadline_s=deadline_s)
     # After this nobody needs the leader's file any more: everybody has met everybody.
     ranks.gather(torch.zeros(1))
     return ranks

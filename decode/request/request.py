@@ -30,7 +30,7 @@ from cache.swap.swapped_state import SwappedState
 from contracts.interfaces.worker_interface import SessionId
 from contracts.messages.router_commands import Submit
 from contracts.state_table import StateTable
-from engine.runner.batch import FromStep
+from engine.runner.batch import TokenFromStep
 from engine.runner.sampler import needs_history
 from transfer.rooms.metadata_slots import HandoverMetadata
 
@@ -114,7 +114,7 @@ class Request:
     """Positions whose state was given to the device to compute."""
     planned: int = 0
     """Positions that are decided on."""
-    latest: FromStep | None = None
+    latest: TokenFromStep | None = None
     """Where its last launched token is drawn."""
     stopping: bool = False
     """It is to be handed on: no step of it is launched any more."""

@@ -7,15 +7,15 @@ from typing import TYPE_CHECKING, Protocol
 
 from torch import Tensor
 
-from engine.attention.attention_plan import AttentionPlan, Tables
+from engine.attention.attention_plan import AttentionPlan, BackendPlan
 
 if TYPE_CHECKING:
-    from engine.attention.latent_backend import LatentAttention
-    from engine.attention.recurrence_backend import Recurrence
+    from engine.attention.latent_backend import LatentBackend
+    from engine.attention.recurrence_backend import RecurrenceBackend
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Scores:
+class ScoreOptions:
     """How a layer weighs what its queries see."""
 
     scale: float
@@ -29,10 +29,12 @@ class Scores:
     (arXiv 2309.17453)."""
 
 
-class Attention(Protocol):
+class AttentionBackend(Protocol):
     """Causal attention over paged keys and values."""
 
-    def attend(self, q_thd: Tensor, k_pages: Tensor, v_pages: Tensor, plan: AttentionPlan, scores: Scores) -> Tensor:
+    def attend(
+        self, q_thd: Tensor, k_pages: Tensor, v_pages: Tensor, plan: AttentionPlan, scores: ScoreOptions
+    ) -> Tensor:
         """Attend each query to the positions up to its own that it sees.
 
         `q_thd` is [T, heads, head_dim]; `k_pages` and `v_pages` are [pages, page_tokens, kv_heads, head_dim] in the
@@ -42,14 +44,14 @@ class Attention(Protocol):
         """
 
     @property
-    def latent(self) -> LatentAttention:
+    def latent(self) -> LatentBackend:
         """The same backend for models that keep latents."""
 
     @property
-    def recurrence(self) -> Recurrence:
+    def recurrence(self) -> RecurrenceBackend:
         """The same backend for recurrent layers."""
 
-    def stale(self, plan: Tables, epochs_e: Tensor) -> Tensor:
+    def stale(self, plan: BackendPlan, epochs_e: Tensor) -> Tensor:
         """Which sequences' tables name a page whose epoch in `epochs_e` ([pages] int32) is another by now: [B] bool.
 
         `plan.epochs_bp` must be there.

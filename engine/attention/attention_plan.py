@@ -77,7 +77,7 @@ class SlotPlan:
         return self.tables_bp[:, 0].long()
 
 
-Tables = AttentionPlan | SlotPlan
+BackendPlan = AttentionPlan | SlotPlan
 
 
 def make_plan(

@@ -38,7 +38,7 @@ class IndexKeys:
 
 
 @dataclass(frozen=True)
-class Selection:
+class SparseSelection:
     """Which positions the queries of one step read."""
 
     rows_s: Tensor
@@ -51,7 +51,7 @@ class Selection:
     """What a backend works out once a selection, kept for the layers that share it."""
 
 
-class LatentAttention(Protocol):
+class LatentBackend(Protocol):
     """Attention to latents and the choice of what to read."""
 
     def attend(self, q_thd: Tensor, latents: Tensor, plan: AttentionPlan, scale: float, value_dim: int) -> Tensor:
@@ -70,7 +70,7 @@ class LatentAttention(Protocol):
 
     def select(
         self, q_thd: Tensor, weights_th: Tensor, keys: IndexKeys, plan: AttentionPlan, top_k: int
-    ) -> Selection | None:
+    ) -> SparseSelection | None:
         """Choose what each query reads; None: everything it sees, for all of them.
 
         `q_thd` is [T, index_heads, index_dim], `weights_th` [T, index_heads] float32. The score of a position is
@@ -82,7 +82,7 @@ class LatentAttention(Protocol):
         q_thd: Tensor,
         latents: Tensor,
         plan: AttentionPlan,
-        selection: Selection | None,
+        selection: SparseSelection | None,
         scale: float,
         value_dim: int,
     ) -> Tensor:

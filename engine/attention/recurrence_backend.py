@@ -79,7 +79,7 @@ def scan_buffers(
     return (*buffers, buffer("block_solved", here, heads, BLOCK, BLOCK)) if delta else buffers
 
 
-class Recurrence(Protocol):
+class RecurrenceBackend(Protocol):
     """Causal convolutions and linear recurrences over slots."""
 
     def conv(

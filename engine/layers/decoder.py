@@ -9,21 +9,21 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from engine.layers.forward_context import StepContext
+from engine.layers.forward_context import ForwardContext
 from engine.layers.norm import rms_norm
 from engine.native.current_kernels import using
-from engine.native.native_kernels import Kernels
-from engine.tensors.row_exact_linear import Linear, Numerics, tanh
+from engine.native.native_kernels import NativeKernels
+from engine.tensors.row_exact_linear import Numerics, RowExactLinear, tanh
 
 
 class Layer(Protocol):
     """One layer of a model."""
 
-    def __call__(self, x_mh: Tensor, ctx: StepContext) -> Tensor:
+    def __call__(self, x_mh: Tensor, ctx: ForwardContext) -> Tensor:
         """The residual stream after this layer, [M, hidden]; `x_mh` may be changed."""
 
 
-Sublayer = Callable[[Tensor, StepContext], Tensor]
+Sublayer = Callable[[Tensor, ForwardContext], Tensor]
 
 
 @dataclass(frozen=True)
@@ -36,7 +36,7 @@ class PreNormLayer:
     mlp: Sublayer
     eps: float
 
-    def __call__(self, x_mh: Tensor, ctx: StepContext) -> Tensor:
+    def __call__(self, x_mh: Tensor, ctx: ForwardContext) -> Tensor:
         x_mh = x_mh + self.mixer(rms_norm(x_mh, self.input_norm_h, self.eps), ctx)
         return x_mh.add_(self.mlp(rms_norm(x_mh, self.mlp_norm_h, self.eps), ctx))
 
@@ -49,14 +49,14 @@ class Decoder:
     layers: Sequence[Layer]
     norm: Callable[[Tensor], Tensor]
     """Over the last layer's output."""
-    head: Linear
+    head: RowExactLinear
     embed_scale: float | None = None
     logits_scale: float = 1.0
     logits_softcap: float = 0.0
     """Logits are squeezed to plus or minus this by a hyperbolic tangent; 0: not at all."""
-    kernels: Kernels | None = None
+    kernels: NativeKernels | None = None
     """What layers compute with on a CPU; None: torch's operations alone."""
-    prepare: Callable[[Tensor, Tensor, StepContext], None] | None = None
+    prepare: Callable[[Tensor, Tensor, ForwardContext], None] | None = None
     """Given tokens [M] and their embeddings [M, hidden], leaves in the scratch what layers ask for besides."""
 
     def __post_init__(self) -> None:
@@ -67,7 +67,7 @@ class Decoder:
     def dtype(self) -> torch.dtype:
         return self.embed_vh.dtype
 
-    def forward(self, tokens_m: Tensor, ctx: StepContext) -> Tensor:
+    def forward(self, tokens_m: Tensor, ctx: ForwardContext) -> Tensor:
         """Compute a step's tokens ([M] int64) and write their state; returns the last layer's output, [M, hidden]."""
         x_mh = self.embed_vh[tokens_m]
         if self.embed_scale is not None:

@@ -15,17 +15,17 @@ import torch
 from torch import Tensor
 
 from cache.pool.load_gate import GateDoor, LayerBuffers
-from engine.attention.attention_backend import Attention
+from engine.attention.attention_backend import AttentionBackend
 from engine.attention.attention_plan import AttentionPlan, SlotPlan
-from engine.tensors.row_exact_linear import Linear, Numerics
-from engine.tensors.tensor_parallel import ALONE, Ranks
+from engine.tensors.row_exact_linear import Numerics, RowExactLinear
+from engine.tensors.tensor_parallel import ALONE, TensorParallelGroup
 
 if TYPE_CHECKING:
     from engine.layers.rope import RopeTable
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class LayerPlace:
     """Where a layer keeps its state: which layer of which pool."""
 
     pool: str
@@ -33,11 +33,11 @@ class Place:
 
 
 @dataclass
-class StepContext:
+class ForwardContext:
     """One step."""
 
     numerics: Numerics
-    attention: Attention
+    attention: AttentionBackend
     positions_m: Tensor
     """[M] int64: absolute positions; 0 for padding."""
     longest: int
@@ -49,11 +49,11 @@ class StepContext:
     slots: Mapping[str, SlotPlan]
     """Of state pools, by name."""
     doors: Mapping[str, GateDoor]
-    ranks: Ranks = ALONE
+    ranks: TensorParallelGroup = ALONE
     scratch: dict[Any, Any] = field(default_factory=dict)
     """What a layer leaves for later layers of the same step: selections, keys that others share."""
 
-    def linear(self, x_mk: Tensor, linear: Linear) -> Tensor:
+    def linear(self, x_mk: Tensor, linear: RowExactLinear) -> Tensor:
         """A product of padded rows, summed over ranks where each has a part of it."""
         out = self.numerics.linear(x_mk, linear)
         return self.sum(out) if linear.partial else out
@@ -62,7 +62,7 @@ class StepContext:
         """The sum of every rank's `x`, in an order of additions that depends on the ranks alone."""
         return self.ranks.sum(x)
 
-    def buffers(self, place: Place) -> LayerBuffers:
+    def buffers(self, place: LayerPlace) -> LayerBuffers:
         """A layer's state, complete when it is handed out."""
         return self.doors[place.pool].layer(place.layer)
 

@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 from torch import Tensor
 
-from engine.layers.forward_context import StepContext
+from engine.layers.forward_context import ForwardContext
 from engine.layers.norm import silu
 from engine.native.current_kernels import kernels_for
 from engine.tensors.weight_loader import Weights
@@ -24,7 +24,7 @@ class PlainMlp:
         self._down = weights.linear({"down_proj": hidden}, units, bias=bias)
         self._activation = activation
 
-    def __call__(self, h_mh: Tensor, ctx: StepContext) -> Tensor:
+    def __call__(self, h_mh: Tensor, ctx: ForwardContext) -> Tensor:
         return ctx.linear(self._activation(ctx.linear(h_mh, self._up)), self._down)
 
 
@@ -46,7 +46,7 @@ class GatedMlp:
         self._down = weights.linear({"down_proj": hidden}, units, bias=bias)
         self._activation = activation
 
-    def __call__(self, h_mh: Tensor, ctx: StepContext) -> Tensor:
+    def __call__(self, h_mh: Tensor, ctx: ForwardContext) -> Tensor:
         gate_up = ctx.linear(h_mh, self._gate_up)
         kernels = kernels_for(gate_up)
         if kernels is not None and self._activation is silu:

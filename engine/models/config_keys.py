@@ -54,17 +54,17 @@ GENERAL = frozenset(_GENERAL.split())
 
 
 @dataclass(frozen=True, slots=True)
-class Keys:
+class ConfigKeys:
     """What one architecture makes of keys that it doesn't read."""
 
     without_effect: Mapping[str, str] = field(default_factory=dict)
     """Each with the reason."""
     only: Mapping[str, object] = field(default_factory=dict)
-    """The one value of a key that is supported; a `Same` names the key that it must agree with."""
+    """The one value of a key that is supported; a `SameKey` names the key that it must agree with."""
 
 
 @dataclass(frozen=True, slots=True)
-class Same:
+class SameKey:
     """The value of another key."""
 
     key: str
@@ -92,27 +92,27 @@ _LATENT = {
 _EXPERTS = {"num_experts": "read as num_local_experts where that is given", "num_local_experts": "as num_experts"}
 _MTP = {"mtp_num_hidden_layers": "layers that predict further tokens are left unused"}
 
-KEYS: Mapping[str, Keys] = {
-    "Llama": Keys(),
-    "Qwen2": Keys(_WINDOWS),
-    "Qwen3": Keys(_WINDOWS),
-    "Qwen3Moe": Keys(_WINDOWS | _EXPERTS),
-    "DeepseekV3": Keys(_LATENT, {"num_key_value_heads": Same("num_attention_heads")}),
-    "DeepseekV32": Keys(_LATENT, {"num_key_value_heads": Same("num_attention_heads")}),
-    "GlmMoeDsa": Keys(_LATENT, {"num_key_value_heads": Same("num_attention_heads")}),
-    "Gemma3": Keys(),
-    "Gemma4": Keys({
+KEYS: Mapping[str, ConfigKeys] = {
+    "Llama": ConfigKeys(),
+    "Qwen2": ConfigKeys(_WINDOWS),
+    "Qwen3": ConfigKeys(_WINDOWS),
+    "Qwen3Moe": ConfigKeys(_WINDOWS | _EXPERTS),
+    "DeepseekV3": ConfigKeys(_LATENT, {"num_key_value_heads": SameKey("num_attention_heads")}),
+    "DeepseekV32": ConfigKeys(_LATENT, {"num_key_value_heads": SameKey("num_attention_heads")}),
+    "GlmMoeDsa": ConfigKeys(_LATENT, {"num_key_value_heads": SameKey("num_attention_heads")}),
+    "Gemma3": ConfigKeys(),
+    "Gemma4": ConfigKeys({
         "num_experts": "only with enable_moe_block, which is read",
         "moe_intermediate_size": "only with enable_moe_block, which is read",
     }),
-    "GptOss": Keys({"hidden_act": "its experts have an activation of their own"}),
-    "Qwen3Next": Keys(_EXPERTS | _MTP),
-    "Qwen35": Keys(_EXPERTS | _MTP),
-    "FalconH1": Keys({
+    "GptOss": ConfigKeys({"hidden_act": "its experts have an activation of their own"}),
+    "Qwen3Next": ConfigKeys(_EXPERTS | _MTP),
+    "Qwen35": ConfigKeys(_EXPERTS | _MTP),
+    "FalconH1": ConfigKeys({
         "mamba_chunk_size": "how a sum is divided, not what it comes to",
         "mamba_expand": "only without mamba_d_ssm, which is read",
     }),
-    "NemotronH": Keys(
+    "NemotronH": ConfigKeys(
         {
             "chunk_size": "how a sum is divided, not what it comes to",
             "num_local_experts": "another name of n_routed_experts",
@@ -139,9 +139,9 @@ def check_keys(model: str, config: JsonFields) -> tuple[str, ...]:
     To be called when the model has been made, as it goes by what that has read. Raises `CheckpointError` for a value
     that would change the arithmetic and isn't supported.
     """
-    keys = KEYS.get(model, Keys())
+    keys = KEYS.get(model, ConfigKeys())
     for key, only in keys.only.items():
-        allowed = config.values.get(only.key) if isinstance(only, Same) else only
+        allowed = config.values.get(only.key) if isinstance(only, SameKey) else only
         if key in config and config.values[key] != allowed:
             raise CheckpointError(f"{config.path}: {key} {config.values[key]!r} is not supported; only {allowed!r} is")
     known = config.read | GENERAL | keys.without_effect.keys() | keys.only.keys()

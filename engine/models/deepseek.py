@@ -12,12 +12,12 @@ from cache.memory.kv_cache_spec import PoolSpec
 from contracts.checkpoint.model_spec import ModelSpec
 from contracts.checkpoint.rope_spec import read_rope
 from engine.layers.decoder import Layer, Sublayer
-from engine.layers.forward_context import Place
-from engine.layers.mixers.dsa_indexer import Indexer, IndexShape, index_buffers, shared_selection
-from engine.layers.mixers.mla import LatentMixer, LatentShape, Selector, latent_buffer
+from engine.layers.forward_context import LayerPlace
+from engine.layers.mixers.dsa_indexer import DSAIndexer, IndexShape, index_buffers, shared_selection
+from engine.layers.mixers.mla import MLA, MLAShape, SparseSelector, latent_buffer
 from engine.layers.mlp import GatedMlp
 from engine.layers.moe.expert_router import SigmoidRouter
-from engine.layers.moe.experts import Sizes
+from engine.layers.moe.experts import ExpertSizes
 from engine.layers.moe.mixture import MixtureOfExperts
 from engine.layers.rope import RopeTable
 from engine.models.model_base import FULL_POOL, Model, StateOptions
@@ -32,7 +32,7 @@ class DeepseekV3(Model):
         config = spec.config
         self.inner = config.size("intermediate_size")
         self.rope = read_rope(config)
-        self.latent = LatentShape(
+        self.latent = MLAShape(
             hidden=self.hidden,
             heads=config.size("num_attention_heads"),
             q_rank=config.size("q_lora_rank") if "q_lora_rank" in config else None,
@@ -55,7 +55,9 @@ class DeepseekV3(Model):
         by_number = ["dense"] * dense + ["sparse"] * (self.layers - dense)
         self.mlp_kinds = config.words("mlp_layer_types", self.layers, ("dense", "sparse"), by_number)
         if "sparse" in self.mlp_kinds:
-            self.experts = Sizes(config.size("n_routed_experts"), self.hidden, config.size("moe_intermediate_size"))
+            self.experts = ExpertSizes(
+                config.size("n_routed_experts"), self.hidden, config.size("moe_intermediate_size")
+            )
             self.top_k = config.size("num_experts_per_tok")
             if self.top_k > self.experts.experts:
                 raise config.refuse(f"num_experts_per_tok {self.top_k} is more than the {self.experts.experts} experts")
@@ -77,11 +79,11 @@ class DeepseekV3(Model):
         attention = self.attention(number, weights.scope("self_attn."))
         return self.pre_norm(weights, attention, self.mlp(number, weights.scope("mlp.")))
 
-    def attention(self, number: int, weights: Weights) -> LatentMixer:
+    def attention(self, number: int, weights: Weights) -> MLA:
         selector = self.selector(number, weights.scope("indexer."))
-        return LatentMixer(weights, Place(FULL_POOL, number), self.rope_table(weights), self.latent, selector)
+        return MLA(weights, LayerPlace(FULL_POOL, number), self.rope_table(weights), self.latent, selector)
 
-    def selector(self, number: int, weights: Weights) -> Selector | None:
+    def selector(self, number: int, weights: Weights) -> SparseSelector | None:
         """What chooses the positions that a layer reads; None: it reads all."""
         return None
 
@@ -145,11 +147,11 @@ class DeepseekV32(DeepseekV3):
         )
         return (PoolSpec(FULL_POOL, (latent_buffer(self.layers, self.latent, options.dtype), *index)),)
 
-    def selector(self, number: int, weights: Weights) -> Selector:
+    def selector(self, number: int, weights: Weights) -> SparseSelector:
         if not self.chooses[number]:
             return shared_selection
-        place = Place(FULL_POOL, sum(self.chooses[:number]))
-        return Indexer(weights, place, self.rope_table(weights), self.index)
+        place = LayerPlace(FULL_POOL, sum(self.chooses[:number]))
+        return DSAIndexer(weights, place, self.rope_table(weights), self.index)
 
 
 class GlmMoeDsa(DeepseekV32):

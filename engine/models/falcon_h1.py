@@ -10,7 +10,7 @@ from cache.memory.kv_cache_spec import PoolKind, PoolSpec
 from contracts.checkpoint.json_fields import JsonFields
 from contracts.checkpoint.model_spec import ModelSpec
 from engine.layers.decoder import Decoder, Layer, Sublayer
-from engine.layers.forward_context import Place, StepContext
+from engine.layers.forward_context import ForwardContext, LayerPlace
 from engine.layers.mixers.head_attention import kv_buffers
 from engine.layers.mixers.mamba2 import Mamba2, MambaShape, mamba_buffers, numbers, time_limit
 from engine.layers.mlp import GatedMlp
@@ -39,7 +39,7 @@ class FalconH1(Llama):
     def layer(self, number: int, weights: Weights) -> Layer:
         return _HybridLayer(
             weights.tensor("input_layernorm.weight", self.hidden),
-            Mamba2(weights.scope("mamba."), Place(STATE_POOL, number), self.mamba),
+            Mamba2(weights.scope("mamba."), LayerPlace(STATE_POOL, number), self.mamba),
             self.attention(number, weights.scope("self_attn.")),
             weights.tensor("pre_ff_layernorm.weight", self.hidden),
             self.mlp(number, weights.scope("feed_forward.")),
@@ -104,7 +104,7 @@ class _HybridLayer:
     eps: float
     factors: _Factors
 
-    def __call__(self, x_mh: Tensor, ctx: StepContext) -> Tensor:
+    def __call__(self, x_mh: Tensor, ctx: ForwardContext) -> Tensor:
         factors = self.factors
         h_mh = rms_norm(x_mh, self.input_norm_h, self.eps)
         mixed = self.mamba(h_mh * factors.mamba_in, ctx).mul_(factors.mamba_out)

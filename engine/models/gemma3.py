@@ -12,10 +12,10 @@ from torch import Tensor
 
 from contracts.checkpoint.model_spec import ModelSpec
 from contracts.checkpoint.rope_spec import read_rope
-from engine.attention.attention_backend import Scores
+from engine.attention.attention_backend import ScoreOptions
 from engine.attention.attention_plan import BLOCK_TOKENS
 from engine.layers.decoder import Decoder, Layer
-from engine.layers.forward_context import Place, StepContext
+from engine.layers.forward_context import ForwardContext, LayerPlace
 from engine.layers.mixers.head_attention import store
 from engine.layers.mlp import GatedMlp
 from engine.layers.norm import gelu_tanh, rms_norm
@@ -33,7 +33,7 @@ class GemmaAttention:
         model: WindowModel,
         weights: Weights,
         kind: LayerKind,
-        place: Place,
+        place: LayerPlace,
         *,
         scale: float,
         bias: bool = False,
@@ -45,7 +45,7 @@ class GemmaAttention:
         keys, before norm and rope."""
         shard, dim = weights.shard, kind.head_dim
         self._place, self._dim, self._eps = place, dim, model.eps
-        self._scores = Scores(scale, kind.window)
+        self._scores = ScoreOptions(scale, kind.window)
         self._rope = kind.rope_table(weights)
         q, kv = shard.axis(model.heads, dim), shard.axis(kind.kv_heads, dim, "key-value heads")
         self._heads, self._kv = q.count // dim, kv.count // dim if owner else 0
@@ -63,7 +63,7 @@ class GemmaAttention:
         for k, n in ((dim, BLOCK_TOKENS), (BLOCK_TOKENS, dim)):
             weights.products.extend((batch, k, n) for batch in (kv.count // dim, 5 * kv.count // dim))
 
-    def __call__(self, h_mh: Tensor, ctx: StepContext) -> Tensor:
+    def __call__(self, h_mh: Tensor, ctx: ForwardContext) -> Tensor:
         plan, buffers = ctx.plans[self._place.pool], ctx.buffers(self._place)
         mixed = ctx.linear(h_mh, self._in).view(len(h_mh), -1, self._dim)
         qk = rms_norm(mixed[:, : self._heads + self._kv], self._norm_nd, self._eps)

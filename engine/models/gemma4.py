@@ -17,10 +17,10 @@ from torch import Tensor
 from contracts.checkpoint.model_spec import ModelSpec
 from contracts.checkpoint.rope_spec import read_rope
 from engine.layers.decoder import Decoder, Layer
-from engine.layers.forward_context import StepContext
+from engine.layers.forward_context import ForwardContext
 from engine.layers.mlp import GatedMlp
 from engine.layers.moe.expert_router import ScaledSoftmaxRouter
-from engine.layers.moe.experts import Sizes, gated_gelu
+from engine.layers.moe.experts import ExpertSizes, gated_gelu
 from engine.layers.moe.mixture import MixtureOfExperts
 from engine.layers.norm import gelu_tanh, rms_norm
 from engine.models.gemma3 import Gemma, GemmaAttention
@@ -46,7 +46,7 @@ class Gemma4(Gemma):
         self.input_size = config.count("hidden_size_per_layer_input", 256)
         self.input_vocab = config.size("vocab_size_per_layer_input", 262_144)
         self.experts = (
-            Sizes(config.size("num_experts"), self.hidden, config.size("moe_intermediate_size"))
+            ExpertSizes(config.size("num_experts"), self.hidden, config.size("moe_intermediate_size"))
             if config.flag("enable_moe_block")
             else None
         )
@@ -102,7 +102,7 @@ class LayerInputs:
         self._table_scale = torch.tensor(size**0.5, dtype=weights.dtype, device=weights.device)
         self._stream_scale, self._size, self._eps = model.hidden**-0.5, size, model.eps
 
-    def __call__(self, tokens_m: Tensor, x_mh: Tensor, ctx: StepContext) -> None:
+    def __call__(self, tokens_m: Tensor, x_mh: Tensor, ctx: ForwardContext) -> None:
         by_token = (self._table_vn[tokens_m] * self._table_scale).view(len(tokens_m), -1, self._size)
         by_stream = ctx.linear(x_mh, self._from_stream).mul_(self._stream_scale).view(by_token.shape)
         ctx.scratch[_LAYER_INPUTS] = rms_norm(by_stream, self._norm_d, self._eps).add_(by_token).mul_(2.0**-0.5)
@@ -145,7 +145,7 @@ class Gemma4Layer:
             self._after_input = norm("post_per_layer_input_norm")
         self._factor = weights.tensor("layer_scalar", 1)
 
-    def __call__(self, x_mh: Tensor, ctx: StepContext) -> Tensor:
+    def __call__(self, x_mh: Tensor, ctx: ForwardContext) -> Tensor:
         mixed_mh = self._attention(rms_norm(x_mh, self._before_attention, self._eps), ctx)
         x_mh = x_mh + rms_norm(mixed_mh, self._after_attention, self._eps)
         out_mh = self._mlp(rms_norm(x_mh, self._before_mlp, self._eps), ctx)

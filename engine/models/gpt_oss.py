@@ -10,7 +10,7 @@ from contracts.checkpoint.rope_spec import read_rope
 from engine.layers.decoder import Layer
 from engine.layers.mixers.head_attention import HeadAttention
 from engine.layers.moe.expert_router import ChosenSoftmaxRouter
-from engine.layers.moe.experts import Sizes, clamped_swiglu, interleaved_expert
+from engine.layers.moe.experts import ExpertSizes, clamped_swiglu, interleaved_expert
 from engine.layers.moe.mixture import MixtureOfExperts
 from engine.models.sliding_window import LayerKind, WindowModel
 from engine.tensors.weight_loader import Weights
@@ -23,7 +23,7 @@ class GptOss(WindowModel):
         super().__init__(spec, pattern=2)
         config = spec.config
         self.bias = config.flag("attention_bias", default=True)
-        self.sizes = Sizes(config.size("num_local_experts"), self.hidden, config.size("intermediate_size"))
+        self.sizes = ExpertSizes(config.size("num_local_experts"), self.hidden, config.size("intermediate_size"))
         self.top_k = config.size("num_experts_per_tok", 4)
         self.activation = clamped_swiglu(config.number("swiglu_limit", 7.0), config.number("swiglu_alpha", 1.702))
         if self.top_k > self.sizes.experts:

@@ -6,7 +6,7 @@ from cache.memory.kv_cache_spec import PoolSpec
 from contracts.checkpoint.model_spec import ModelSpec
 from contracts.checkpoint.rope_spec import read_rope
 from engine.layers.decoder import Layer, Sublayer
-from engine.layers.forward_context import Place
+from engine.layers.forward_context import LayerPlace
 from engine.layers.mixers.head_attention import HeadAttention, kv_buffers
 from engine.layers.mlp import GatedMlp
 from engine.layers.rope import RopeTable
@@ -64,7 +64,7 @@ class Llama(Model):
     def attention(self, number: int, weights: Weights) -> HeadAttention:
         return HeadAttention(
             weights,
-            Place(FULL_POOL, number),
+            LayerPlace(FULL_POOL, number),
             self.rope_table(weights),
             hidden=self.hidden,
             heads=self.heads,

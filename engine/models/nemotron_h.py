@@ -10,12 +10,12 @@ from cache.memory.kv_cache_spec import PoolKind, PoolSpec
 from contracts.checkpoint.json_fields import JsonFields
 from contracts.checkpoint.model_spec import ModelSpec
 from engine.layers.decoder import Layer, Sublayer
-from engine.layers.forward_context import Place, StepContext
+from engine.layers.forward_context import ForwardContext, LayerPlace
 from engine.layers.mixers.head_attention import HeadAttention, kv_buffers
 from engine.layers.mixers.mamba2 import Mamba2, MambaShape, mamba_buffers
 from engine.layers.mlp import PlainMlp
 from engine.layers.moe.expert_router import SigmoidRouter
-from engine.layers.moe.experts import Sizes, relu_squared, ungated_expert
+from engine.layers.moe.experts import ExpertSizes, relu_squared, ungated_expert
 from engine.layers.moe.mixture import MixtureOfExperts
 from engine.layers.norm import rms_norm
 from engine.models.model_base import FULL_POOL, STATE_POOL, Model, StateOptions
@@ -85,11 +85,11 @@ class NemotronH(Model):
         kind = self.kinds[number]
         before = self.kinds[:number].count(kind)
         if kind == "linear_attention":
-            return Mamba2(weights, Place(STATE_POOL, before), self.mamba)
+            return Mamba2(weights, LayerPlace(STATE_POOL, before), self.mamba)
         if kind == "full_attention":
             return HeadAttention(
                 weights,
-                Place(FULL_POOL, before),
+                LayerPlace(FULL_POOL, before),
                 None,
                 hidden=self.hidden,
                 heads=self.heads,
@@ -105,7 +105,7 @@ class NemotronH(Model):
 
     def _experts(self, weights: Weights) -> MixtureOfExperts:
         config = self.config
-        sizes = Sizes(config.size("n_routed_experts"), self.hidden, config.size("moe_intermediate_size"))
+        sizes = ExpertSizes(config.size("n_routed_experts"), self.hidden, config.size("moe_intermediate_size"))
         router = SigmoidRouter(
             weights,
             self.hidden,
@@ -133,7 +133,7 @@ class _OneMixer:
     mixer: Sublayer
     eps: float
 
-    def __call__(self, x_mh: Tensor, ctx: StepContext) -> Tensor:
+    def __call__(self, x_mh: Tensor, ctx: ForwardContext) -> Tensor:
         return x_mh + self.mixer(rms_norm(x_mh, self.norm_h, self.eps), ctx)
 
 

@@ -7,7 +7,7 @@ from contracts.checkpoint.model_spec import ModelSpec
 from engine.layers.decoder import Sublayer
 from engine.layers.mlp import GatedMlp
 from engine.layers.moe.expert_router import SoftmaxRouter
-from engine.layers.moe.experts import Sizes
+from engine.layers.moe.experts import ExpertSizes
 from engine.layers.moe.mixture import MixtureOfExperts
 from engine.models.llama import Llama
 from engine.tensors.weight_loader import Weights
@@ -44,7 +44,7 @@ class Qwen3Moe(Qwen3):
         super().__init__(spec)
         config = spec.config
         experts = config.size("num_local_experts" if "num_local_experts" in config else "num_experts")
-        self.sizes = Sizes(experts, self.hidden, config.size("moe_intermediate_size"))
+        self.sizes = ExpertSizes(experts, self.hidden, config.size("moe_intermediate_size"))
         self.top_k = config.size("num_experts_per_tok", 8)
         self.normalise = config.flag("norm_topk_prob")
         self.sparse = sparse_layers(config, self.layers)

@@ -8,13 +8,13 @@ from cache.memory.kv_cache_spec import PoolKind, PoolSpec
 from contracts.checkpoint.model_spec import ModelSpec
 from contracts.checkpoint.rope_spec import read_rope
 from engine.layers.decoder import Layer, Sublayer
-from engine.layers.forward_context import Place
+from engine.layers.forward_context import LayerPlace
 from engine.layers.mixers.gated_attention import GatedAttention
 from engine.layers.mixers.gated_delta_net import DeltaShape, GatedDelta, Projection, delta_buffers, grouped, separate
 from engine.layers.mixers.head_attention import kv_buffers
 from engine.layers.mlp import GatedMlp
 from engine.layers.moe.expert_router import SoftmaxRouter
-from engine.layers.moe.experts import Sizes
+from engine.layers.moe.experts import ExpertSizes
 from engine.layers.moe.mixture import GatedShared, MixtureOfExperts
 from engine.layers.rope import RopeTable
 from engine.models.model_base import FULL_POOL, STATE_POOL, Model, StateOptions
@@ -82,11 +82,11 @@ class Qwen3Next(Model):
     def mixer(self, number: int, weights: Weights) -> Sublayer:
         kind = self.kinds[number]
         if kind == "linear_attention":
-            place = Place(STATE_POOL, self._count(kind, number))
+            place = LayerPlace(STATE_POOL, self._count(kind, number))
             return GatedDelta(weights.scope("linear_attn."), place, self.delta, self.eps, self.projection)
         return GatedAttention(
             weights.scope("self_attn."),
-            Place(FULL_POOL, self._count(kind, number)),
+            LayerPlace(FULL_POOL, self._count(kind, number)),
             weights.once("rope", lambda: RopeTable(self.rope, self.rope_dim, weights.dtype, weights.device)),
             hidden=self.hidden,
             heads=self.heads,
@@ -101,7 +101,7 @@ class Qwen3Next(Model):
         if number not in self.sparse:
             return GatedMlp(weights, self.hidden, self.config.size("intermediate_size"))
         config, hidden = self.config, self.hidden
-        sizes = Sizes(config.size("num_experts"), hidden, config.size("moe_intermediate_size"))
+        sizes = ExpertSizes(config.size("num_experts"), hidden, config.size("moe_intermediate_size"))
         top_k = config.size("num_experts_per_tok")
         if top_k > sizes.experts:
             raise config.refuse(f"num_experts_per_tok {top_k} is more than the {sizes.experts} experts")

@@ -18,7 +18,7 @@ from contracts.checkpoint.json_fields import JsonFields
 from contracts.checkpoint.model_spec import ModelSpec
 from contracts.checkpoint.rope_spec import RopeSpec
 from engine.layers.decoder import Sublayer
-from engine.layers.forward_context import Place, StepContext
+from engine.layers.forward_context import ForwardContext, LayerPlace
 from engine.layers.mixers.head_attention import kv_buffers
 from engine.layers.norm import rms_norm
 from engine.layers.rope import RopeTable
@@ -77,11 +77,11 @@ class WindowModel(Model):
     def window_of(self, name: str) -> int:
         return self.config.size("sliding_window") if name == SLIDING else 0
 
-    def place(self, number: int) -> Place:
+    def place(self, number: int) -> LayerPlace:
         """Where layer `number` finds its keys and values."""
         name = self.names[number]
         owner = number if number < self.owners else max(i for i in range(self.owners) if self.names[i] == name)
-        return Place(self.kinds[name].pool, self.names[:owner].count(name))
+        return LayerPlace(self.kinds[name].pool, self.names[:owner].count(name))
 
     def pools(self, options: StateOptions) -> tuple[PoolSpec, ...]:
         pools = []
@@ -119,7 +119,7 @@ class SandwichLayer:
     out_norm_h: Tensor
     eps: float
 
-    def __call__(self, x_mh: Tensor, ctx: StepContext) -> Tensor:
+    def __call__(self, x_mh: Tensor, ctx: ForwardContext) -> Tensor:
         mixed_mh = self.mixer(rms_norm(x_mh, self.input_norm_h, self.eps), ctx)
         x_mh = x_mh + rms_norm(mixed_mh, self.mixed_norm_h, self.eps)
         out_mh = self.mlp(rms_norm(x_mh, self.mlp_norm_h, self.eps), ctx)

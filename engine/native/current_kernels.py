@@ -13,23 +13,23 @@ from contextlib import contextmanager
 from torch import Tensor
 
 from engine.native.compile_kernels import MACHINE, load_library
-from engine.native.native_kernels import Kernels
+from engine.native.native_kernels import NativeKernels
 
 
 class _Current(threading.local):
-    kernels: Kernels | None = None
+    kernels: NativeKernels | None = None
 
 
 _current = _Current()
 
 
-def available(level: str = MACHINE) -> Kernels:
+def available(level: str = MACHINE) -> NativeKernels:
     """The kernels, compiled if this is the first time on this machine. Raises `NativeUnavailable`."""
-    return Kernels(load_library(level))
+    return NativeKernels(load_library(level))
 
 
 @contextmanager
-def using(kernels: Kernels | None) -> Iterator[None]:
+def using(kernels: NativeKernels | None) -> Iterator[None]:
     """Within, this thread's layers compute with these kernels, or with torch's operations alone."""
     before, _current.kernels = _current.kernels, kernels
     try:
@@ -42,7 +42,7 @@ def in_use() -> bool:
     return _current.kernels is not None
 
 
-def kernels_for(x: Tensor) -> Kernels | None:
+def kernels_for(x: Tensor) -> NativeKernels | None:
     """The kernels in use, if they know tensors like this one."""
     kernels = _current.kernels
     return kernels if kernels is not None and kernels.knows(x) else None

@@ -48,7 +48,7 @@ _SIGNATURES = {
 _TYPES = {"p": ctypes.c_void_p, "l": ctypes.c_long, "f": ctypes.c_float}
 
 
-class Kernels:
+class NativeKernels:
     """One loaded library."""
 
     def __init__(self, library: ctypes.CDLL) -> None:
@@ -181,7 +181,7 @@ class Kernels:
 class PackedWeight:
     """A weight [n, k] in the order in which the kernels read it, and its bias."""
 
-    def __init__(self, kernels: Kernels, weight_nk: Tensor, bias_n: Tensor | None) -> None:
+    def __init__(self, kernels: NativeKernels, weight_nk: Tensor, bias_n: Tensor | None) -> None:
         self._kernels = kernels
         self._n, self._k = weight_nk.shape
         weight_nk = weight_nk.contiguous()

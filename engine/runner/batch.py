@@ -1,7 +1,7 @@
 """What goes into a step and what comes out: the engine's whole vocabulary.
 
 The host plans one step ahead of the device: it launches a step, and plans the next while that one runs. What a row
-of the next step continues with is then still on the device, so it says where (`FromStep`) rather than what.
+of the next step continues with is then still on the device, so it says where (`TokenFromStep`) rather than what.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from contracts.sampling_params import SamplingParams, TokenDifference, TokenLogp
 
 
 @dataclass(frozen=True, slots=True)
-class Draw:
+class TokenDraw:
     """Draw the token after a row's last one. Penalties see `tokens[:prompt_len]` as prompt, the rest as output."""
 
     params: SamplingParams
@@ -32,7 +32,7 @@ class Draw:
 
 
 @dataclass(frozen=True, slots=True)
-class Replay:
+class KnownAnswer:
     """Draw again what followed each of a row's tokens in an answer that is known, and compare."""
 
     params: SamplingParams
@@ -46,10 +46,10 @@ class Replay:
 
 
 @dataclass(frozen=True, slots=True)
-class FromStep:
+class TokenFromStep:
     """The one token that row `row` of a launched step draws: the host may not know it yet."""
 
-    step: Step
+    step: StepHandle
     row: int
 
     def __len__(self) -> int:
@@ -57,17 +57,17 @@ class FromStep:
 
 
 @dataclass(frozen=True, slots=True)
-class Row:
+class BatchRow:
     """One sequence's part of a step: compute `tokens` at positions `start .. start+len(tokens)`.
 
     Their state is written to `pages` (a block table from position 0 on, long enough for the last of them), and all
     earlier positions are read from there. Decode is a row of one token.
     """
 
-    tokens: Sequence[int] | FromStep
+    tokens: Sequence[int] | TokenFromStep
     start: int
     pages: Sequence[int]
-    draw: Draw | None = None
+    draw: TokenDraw | None = None
     """None in the middle of a prompt."""
     score: Sequence[int] | None = None
     """The tokens that really follow each of `tokens`: their log-probabilities are wanted (prompt log-probs)."""
@@ -75,14 +75,14 @@ class Row:
     epochs: Sequence[int] = field(kw_only=True)
     """The epoch of each of `pages` when it was leased. The step compares them with the pool's own; where they differ,
     the page has been given away: the row is flagged `stale` and writes nothing."""
-    replay: Replay | None = field(default=None, kw_only=True)
+    replay: KnownAnswer | None = field(default=None, kw_only=True)
     """An answer that the row's tokens are of, to be drawn again."""
     others: Mapping[str, BlockTable] = field(default_factory=dict, kw_only=True)
     """The tables of pools other than the full one: windows and recurrent states."""
 
 
 @dataclass(frozen=True, slots=True)
-class Drawn:
+class DrawnToken:
     """A drawn token, with its log-probabilities when the client asked for them."""
 
     token: int
@@ -97,7 +97,7 @@ NONFINITE = "the logits of a step are no finite numbers, so no token can be draw
 class RowOutput:
     """What came of a row. Of a stale one nothing may be used."""
 
-    drawn: Drawn | None = None
+    drawn: DrawnToken | None = None
     scores: tuple[TokenLogprob, ...] = ()
     replayed: int = 0
     """Tokens of a known answer that were drawn again."""
@@ -108,7 +108,7 @@ class RowOutput:
     """Logits that it needed were no numbers: nothing of them was drawn, and its state can't be trusted either."""
 
 
-class Step(Protocol):
+class StepHandle(Protocol):
     """A launched step."""
 
     @property

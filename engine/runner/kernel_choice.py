@@ -11,7 +11,7 @@ import torch
 from contracts import cpu_levels as processor
 from contracts.config.worker_config import EngineConfig
 from contracts.errors import ConfigError
-from engine.attention.attention_backend import Attention
+from engine.attention.attention_backend import AttentionBackend
 from engine.attention.torch_backend.native_attention import NativeAttention
 from engine.attention.torch_backend.torch_attention import TorchAttention
 from engine.native import compile_kernels, current_kernels, native_kernels
@@ -21,7 +21,7 @@ from engine.tensors.row_exact_linear import Numerics
 log = logging.getLogger(__name__)
 
 
-def kernels_for_config(config: EngineConfig, device: torch.device) -> native_kernels.Kernels | None:
+def kernels_for_config(config: EngineConfig, device: torch.device) -> native_kernels.NativeKernels | None:
     """The C++ kernels, where they are wanted and can be had; raises `ConfigError` where nothing else will do."""
     if config.attention not in {"auto", "native"} or device.type != "cpu":
         return None
@@ -76,8 +76,8 @@ def wants_triton(config: EngineConfig, device: torch.device) -> bool:
 
 
 def attention_for(
-    config: EngineConfig, numerics: Numerics, device: torch.device, kernels: native_kernels.Kernels | None = None
-) -> Attention:
+    config: EngineConfig, numerics: Numerics, device: torch.device, kernels: native_kernels.NativeKernels | None = None
+) -> AttentionBackend:
     """The attention backend that `config.attention` names; raises `ConfigError` if it can't run on `device`.
 
     `kernels`: what `kernels_for_config` found.

@@ -9,24 +9,24 @@ import torch
 from torch import Tensor
 
 from cache.device.device_port import DONE, Completion
-from engine.runner.batch import Row, RowOutput
-from engine.runner.redraw import Redrawn
-from engine.runner.sampler import Draws, Logprobs
+from engine.runner.batch import BatchRow, RowOutput
+from engine.runner.redraw import RedrawnTokens
+from engine.runner.sampler import DrawnRows, Logprobs
 from engine.tensors.pinned_memory import to_device
 
 
 @dataclass(frozen=True)
-class Computed:
+class StepResults:
     """A step's results: on their way to the host, and readable once the step is complete."""
 
     drawing: Sequence[int]
     """Rows that drew."""
     tokens_n: Tensor | None
     """What they drew, [n] int64 on the device: the next step begins with it."""
-    draws: Draws | None
+    draws: DrawnRows | None
     scores: Sequence[Sequence[Logprobs]]
     """Of each row, in runs of its tokens."""
-    replays: Sequence[Sequence[Redrawn]]
+    replays: Sequence[Sequence[RedrawnTokens]]
     """Of each row, the parts of a known answer that were drawn again."""
     stale_b: Tensor
     """[B] bool: rows whose pages had been given away."""
@@ -40,16 +40,16 @@ class Computed:
 class LaunchedStep:
     """Implements `engine.runner.batch.Step`; the engine fills it in when the device comes to it."""
 
-    def __init__(self, rows: Sequence[Row]) -> None:
+    def __init__(self, rows: Sequence[BatchRow]) -> None:
         self.completion: Completion = DONE
         self._rows = len(rows)
-        self._computed: Computed | None = None
+        self._computed: StepResults | None = None
 
     @property
     def done(self) -> bool:
         return self.completion.done
 
-    def fill(self, computed: Computed) -> None:
+    def fill(self, computed: StepResults) -> None:
         self._computed = computed
 
     def tokens(self, rows: Sequence[int]) -> Tensor:
@@ -83,7 +83,7 @@ class LaunchedStep:
         ]
 
 
-def input_tokens(rows: Sequence[Row], padding: int, device: torch.device) -> Tensor:
+def input_tokens(rows: Sequence[BatchRow], padding: int, device: torch.device) -> Tensor:
     """The tokens of a step, packed and padded with zeros: [M] int64, those of earlier steps taken where they lie."""
     known: list[int] = []
     pending: dict[LaunchedStep, tuple[list[int], list[int]]] = {}

@@ -15,10 +15,10 @@ from contracts.messages.rank_order_codec import OrderChannel
 from engine.models.model_base import Model
 from engine.native import current_kernels
 from engine.runner.kernel_choice import attention_for, kernels_for_config, wants_triton
-from engine.runner.model_runner import Engine
+from engine.runner.model_runner import ModelRunner
 from engine.tensors.row_exact_linear import FAST, Numerics, probe
 from engine.tensors.shard import Shard
-from engine.tensors.tensor_parallel import ALONE, Ranks
+from engine.tensors.tensor_parallel import ALONE, TensorParallelGroup
 from engine.tensors.weight_loader import Weights, dtype_for
 
 
@@ -29,9 +29,9 @@ def load_engine(
     gates: Mapping[str, LoadGate],
     epochs: Mapping[str, EpochTable],
     device: Device,
-    ranks: Ranks = ALONE,
+    ranks: TensorParallelGroup = ALONE,
     followers: OrderChannel | None = None,
-) -> Engine:
+) -> ModelRunner:
     """Load the checkpoint of `model` and bind it to `gates`, whose buffers are those of `spec`, its pool set.
 
     Of several `ranks`, each loads its part, all at the same time; the leader has a line to its `followers`.
@@ -54,7 +54,7 @@ def load_engine(
         weights.close()
     numerics = agreed(numerics_for(weights, config, torch_device), ranks, torch_device)
     attention = attention_for(config, numerics, torch_device, kernels)
-    return Engine(
+    return ModelRunner(
         decoder, numerics, attention, spec, gates, epochs, device, ranks=ranks, followers=followers, triton=triton
     )
 
@@ -67,7 +67,7 @@ def numerics_for(weights: Weights, config: EngineConfig, device: torch.device) -
         return probe(weights.linears, sorted(set(weights.products)), device)
 
 
-def agreed(numerics: Numerics, ranks: Ranks, device: torch.device) -> Numerics:
+def agreed(numerics: Numerics, ranks: TensorParallelGroup, device: torch.device) -> Numerics:
     """Numerics that are good enough for every rank's products: all pad their batches alike."""
     mine = torch.tensor([numerics.tiled, numerics.quantum], device=device)
     tiled, quantum = max(found.tolist() for found in ranks.gather(mine))

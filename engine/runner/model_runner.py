@@ -16,25 +16,25 @@ from cache.pool.epoch_table import EpochTable
 from cache.pool.load_gate import GateDoor, LoadGate
 from contracts.messages.rank_order_codec import OrderChannel
 from contracts.messages.rank_orders import PagePlaces, RowOrder, RunStep
-from engine.attention.attention_backend import Attention
+from engine.attention.attention_backend import AttentionBackend
 from engine.attention.attention_plan import (
     AttentionPlan,
+    BackendPlan,
     SlotPlan,
-    Tables,
     make_plan,
     make_slot_plan,
     muted,
     muted_slots,
 )
 from engine.layers.decoder import Decoder
-from engine.layers.forward_context import StepContext
-from engine.runner.batch import Row, RowOutput, Step
-from engine.runner.launched_step import Computed, LaunchedStep, input_tokens
-from engine.runner.redraw import Redrawn, redraw
-from engine.runner.sampler import Draws, Logprobs, draw_tokens, token_logprobs
+from engine.layers.forward_context import ForwardContext
+from engine.runner.batch import BatchRow, RowOutput, StepHandle
+from engine.runner.launched_step import LaunchedStep, StepResults, input_tokens
+from engine.runner.redraw import RedrawnTokens, redraw
+from engine.runner.sampler import DrawnRows, Logprobs, draw_tokens, token_logprobs
 from engine.tensors.pinned_memory import to_device, to_host
 from engine.tensors.row_exact_linear import Numerics
-from engine.tensors.tensor_parallel import ALONE, Ranks
+from engine.tensors.tensor_parallel import ALONE, TensorParallelGroup
 
 log = logging.getLogger(__name__)
 
@@ -42,20 +42,20 @@ _LOGIT_ELEMENTS = 1 << 23
 """Logits computed at once when prompts are scored: 32 MiB in float32."""
 
 
-class Engine:
+class ModelRunner:
     """Computes steps of one model over the buffers of one pool set."""
 
     def __init__(
         self,
         decoder: Decoder,
         numerics: Numerics,
-        attention: Attention,
+        attention: AttentionBackend,
         spec: PoolSetSpec,
         gates: Mapping[str, LoadGate],
         epochs: Mapping[str, EpochTable],
         device: Device,
         *,
-        ranks: Ranks = ALONE,
+        ranks: TensorParallelGroup = ALONE,
         followers: OrderChannel | None = None,
         triton: bool = False,
     ) -> None:
@@ -72,7 +72,7 @@ class Engine:
     def device(self) -> Device:
         return self._device
 
-    def launch(self, rows: Sequence[Row]) -> Step:
+    def launch(self, rows: Sequence[BatchRow]) -> StepHandle:
         """Give the device one step: write the rows' state, draw where a row asks for it, score where it asks.
 
         Returns as soon as the device has it, which on a CPU is when it is complete. Rows are read when it runs: they
@@ -91,14 +91,14 @@ class Engine:
         step.completion = self._device.submit(op, lambda: step.fill(self._step(rows, tables, passages)), gates=gates)
         return step
 
-    def forward(self, rows: Sequence[Row]) -> list[RowOutput]:
+    def forward(self, rows: Sequence[BatchRow]) -> list[RowOutput]:
         """Launch one step and wait for it: one output a row, in order."""
         return self.launch(rows).outputs()
 
     @torch.inference_mode()
     def _step(
-        self, rows: Sequence[Row], tables: Sequence[Mapping[str, BlockTable]], doors: Mapping[str, GateDoor]
-    ) -> Computed:
+        self, rows: Sequence[BatchRow], tables: Sequence[Mapping[str, BlockTable]], doors: Mapping[str, GateDoor]
+    ) -> StepResults:
         device = self._device.torch_device
         if self._followers is not None:
             self._followers.tell(compute_order(rows, tables))
@@ -116,7 +116,7 @@ class Engine:
         parts = [(row, x_mh[first:]) for row, first in zip(rows, firsts, strict=True)]
         scores = [tuple(self._score(row, x_th)) if row.score else () for row, x_th in parts]
         replays = [tuple(self._redraw(row, x_th)) if row.replay is not None else () for row, x_th in parts]
-        return Computed(
+        return StepResults(
             drawing,
             draws.tokens_n if draws is not None else None,
             draws.to_host() if draws is not None else None,
@@ -128,7 +128,7 @@ class Engine:
     @torch.inference_mode()
     def follow(self, order: RunStep) -> None:
         """A follower's part of a step that its leader has begun."""
-        rows = [Row((0,) * row.tokens, row.start, (), epochs=()) for row in order.rows]
+        rows = [BatchRow((0,) * row.tokens, row.start, (), epochs=()) for row in order.rows]
         tables = [
             {at.pool: BlockTable(at.first, at.indices, (0,) * len(at.indices)) for at in row.tables}
             for row in order.rows
@@ -141,8 +141,8 @@ class Engine:
         self.decoder.forward(told[:count], ctx)
 
     def context(
-        self, rows: Sequence[Row], tables: Sequence[Mapping[str, BlockTable]], doors: Mapping[str, GateDoor]
-    ) -> StepContext:
+        self, rows: Sequence[BatchRow], tables: Sequence[Mapping[str, BlockTable]], doors: Mapping[str, GateDoor]
+    ) -> ForwardContext:
         """What the layers need to know of a step; `tables` are the rows' tables by pool."""
         device, size = self._device.torch_device, self.spec.page_tokens
         starts, counts = [row.start for row in rows], [len(row.tokens) for row in rows]
@@ -159,7 +159,7 @@ class Engine:
         count = sum(counts)
         positions = [p for row in rows for p in range(row.start, row.start + len(row.tokens))]
         positions += [0] * (self.numerics.padded(count) - count)
-        return StepContext(
+        return ForwardContext(
             self.numerics,
             self.attention,
             to_device(positions, device),
@@ -171,26 +171,26 @@ class Engine:
             self.ranks,
         )
 
-    def _stale(self, ctx: StepContext) -> Tensor:
+    def _stale(self, ctx: ForwardContext) -> Tensor:
         """The sequences of which a page or slot has been given away, [B] bool."""
         device = self._device.torch_device
-        tables: dict[str, Tables] = {**ctx.plans, **ctx.slots}
+        tables: dict[str, BackendPlan] = {**ctx.plans, **ctx.slots}
         found = [self.attention.stale(plan, self._epochs[pool].on(device)) for pool, plan in tables.items()]
         return found[0] if len(found) == 1 else torch.stack(found).any(0)
 
-    def _mute(self, ctx: StepContext, stale_b: Tensor) -> None:
+    def _mute(self, ctx: ForwardContext, stale_b: Tensor) -> None:
         """Let stale sequences write nothing."""
         if not stale_b.is_cpu or stale_b.any():
             ctx.plans = {pool: muted(plan, stale_b) for pool, plan in ctx.plans.items()}
             ctx.slots = {pool: muted_slots(plan, stale_b) for pool, plan in ctx.slots.items()}
 
-    def _draw(self, rows: Sequence[Row], x_mh: Tensor, firsts: Sequence[int], drawing: Sequence[int]) -> Draws:
+    def _draw(self, rows: Sequence[BatchRow], x_mh: Tensor, firsts: Sequence[int], drawing: Sequence[int]) -> DrawnRows:
         last = [firsts[i] + len(rows[i].tokens) - 1 for i in drawing]
         wanted = [draw for row in rows if (draw := row.draw) is not None]
         x_nh = x_mh.index_select(0, to_device(last, x_mh.device))
         return draw_tokens(self.decoder.logits(x_nh, self.numerics), wanted, triton=self._triton)
 
-    def _score(self, row: Row, x_th: Tensor) -> Iterator[Logprobs]:
+    def _score(self, row: BatchRow, x_th: Tensor) -> Iterator[Logprobs]:
         """Log-probabilities of the tokens that follow, some rows of logits at a time."""
         follow = to_device(row.score or (), x_th.device)
         step = max(1, _LOGIT_ELEMENTS // self.decoder.head.shape[0])
@@ -199,12 +199,12 @@ class Engine:
             logits_nv = self.decoder.logits(x_th[begin : begin + len(part)], self.numerics)
             yield token_logprobs(logits_nv, part, [row.score_top] * len(part))
 
-    def _redraw(self, row: Row, x_th: Tensor) -> Iterator[Redrawn]:
+    def _redraw(self, row: BatchRow, x_th: Tensor) -> Iterator[RedrawnTokens]:
         """A known answer drawn again, some rows of logits at a time."""
         most = _LOGIT_ELEMENTS // self.decoder.head.shape[0]
         return redraw(row, x_th, lambda x_nh: self.decoder.logits(x_nh, self.numerics), most, triton=self._triton)
 
-    def _check(self, row: Row, tables: Mapping[str, BlockTable]) -> None:
+    def _check(self, row: BatchRow, tables: Mapping[str, BlockTable]) -> None:
         assert len(row.tokens), "a row has at least one token"
         for pool in self.spec.pools:
             table = tables[pool.name]
@@ -213,7 +213,7 @@ class Engine:
             assert pool.kind is PoolKind.STATE or end >= row.start + len(row.tokens), "the block table is too short"
 
     def _named(
-        self, rows: Sequence[Row], tables: Sequence[Mapping[str, BlockTable]]
+        self, rows: Sequence[BatchRow], tables: Sequence[Mapping[str, BlockTable]]
     ) -> tuple[dict[str, list[int]], dict[str, list[int]]]:
         """Pages and slots that a step reads, and those that it writes."""
         size = self.spec.page_tokens
@@ -232,7 +232,7 @@ class Engine:
         return reads, writes
 
 
-def compute_order(rows: Sequence[Row], tables: Sequence[Mapping[str, BlockTable]]) -> RunStep:
+def compute_order(rows: Sequence[BatchRow], tables: Sequence[Mapping[str, BlockTable]]) -> RunStep:
     """What followers need to know of a step besides its tokens."""
     return RunStep(
         tuple(

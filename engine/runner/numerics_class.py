@@ -21,7 +21,7 @@ from torch import Tensor
 
 from contracts import cpu_levels as processor
 from engine.native import current_kernels, native_kernels
-from engine.tensors.row_exact_linear import Linear
+from engine.tensors.row_exact_linear import RowExactLinear
 
 _PRODUCTS = ((96, 64), (320, 1024), (256, 4096))
 """[n, k] of the weights that are multiplied, of few and many terms a sum."""
@@ -30,7 +30,9 @@ _ROWS = 16
 _HEADS, _DIM, _POSITIONS = 4, 64, 128
 
 
-def numerics_class(kernels: native_kernels.Kernels | None, level: str, dtype: torch.dtype, device: torch.device) -> str:
+def numerics_class(
+    kernels: native_kernels.NativeKernels | None, level: str, dtype: torch.dtype, device: torch.device
+) -> str:
     """The class of this process, computing in `dtype` with `kernels` (None: with torch alone), at the level
     ``engine.numerics_class``: parts between slashes.
 
@@ -56,7 +58,7 @@ def numerics_class(kernels: native_kernels.Kernels | None, level: str, dtype: to
 
 
 @torch.inference_mode()
-def digest(kernels: native_kernels.Kernels | None, dtype: torch.dtype) -> str:
+def digest(kernels: native_kernels.NativeKernels | None, dtype: torch.dtype) -> str:
     """Of the results of fixed computations in `dtype` and in float32, 12 hexadecimal digits. Some milliseconds."""
     before = torch.get_num_threads()
     torch.set_num_threads(1)
@@ -75,7 +77,7 @@ def _results(dtype: torch.dtype) -> list[Tensor]:
     results = []
     for number, (n, k) in enumerate(_PRODUCTS):
         weight, x = _numbers(number, n, k).to(dtype), _numbers(10 + number, _ROWS, k).to(dtype)
-        results.append(Linear(weight)(x))
+        results.append(RowExactLinear(weight)(x))
     q, keys = _numbers(20, _HEADS, _ROWS, _DIM), _numbers(21, _HEADS, _DIM, _POSITIONS)
     scores = torch.bmm(q, keys)
     weights = scores.softmax(-1)

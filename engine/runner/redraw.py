@@ -24,13 +24,13 @@ import torch
 from torch import Tensor
 
 from contracts.sampling_params import SamplingParams, TokenDifference
-from engine.runner.batch import Draw, Row
+from engine.runner.batch import BatchRow, TokenDraw
 from engine.runner.sampler import draw_tokens, needs_history, shape_all, uniform, weights
 from engine.tensors.pinned_memory import to_device, to_host
 
 
 @dataclass(frozen=True)
-class Redrawn:
+class RedrawnTokens:
     """What some positions of an answer came to."""
 
     first: int
@@ -44,10 +44,10 @@ class Redrawn:
     nonfinite_n: Tensor
     """[n] bool: positions whose logits are damage, so that nothing could be drawn."""
 
-    def to_host(self) -> Redrawn:
+    def to_host(self) -> RedrawnTokens:
         """The same on its way to the host."""
         gaps_n, nonfinite_n = to_host(self.gaps_n), to_host(self.nonfinite_n)
-        return Redrawn(self.first, to_host(self.tokens_n), to_host(self.known_n), gaps_n, nonfinite_n)
+        return RedrawnTokens(self.first, to_host(self.tokens_n), to_host(self.known_n), gaps_n, nonfinite_n)
 
     def listed(self) -> list[TokenDifference]:
         """Where the two differ; what is on a device is waited for."""
@@ -58,8 +58,8 @@ class Redrawn:
 
 
 def redraw(
-    row: Row, x_th: Tensor, logits: Callable[[Tensor], Tensor], most_rows: int, *, triton: bool
-) -> Iterator[Redrawn]:
+    row: BatchRow, x_th: Tensor, logits: Callable[[Tensor], Tensor], most_rows: int, *, triton: bool
+) -> Iterator[RedrawnTokens]:
     """Draw again what `row.replay` says; `x_th` are the states after the row's tokens, [t, hidden].
 
     `logits` makes [n, vocab] float32 of some of them, at most `most_rows` at a time; `triton`: as `draw_tokens`.
@@ -72,15 +72,15 @@ def redraw(
     for at in range(wanted.start, wanted.stop, max(1, most_rows)):
         positions = range(at, min(at + max(1, most_rows), wanted.stop))
         history = needs_history(params)
-        draws = [Draw(params, known.tokens[:p] if history else (), known.prompt_len, p) for p in positions]
+        draws = [TokenDraw(params, known.tokens[:p] if history else (), known.prompt_len, p) for p in positions]
         known_n = to_device(known.tokens[positions.start : positions.stop], x_th.device)
         logits_nv = logits(x_th[positions.start - 1 - row.start : positions.stop - 1 - row.start])
         again = draw_tokens(logits_nv, draws, triton=triton)
         gaps_n = _gaps_where_differing(logits_nv, draws, again.tokens_n, known_n)
-        yield Redrawn(at, again.tokens_n, known_n, gaps_n, again.nonfinite_n)
+        yield RedrawnTokens(at, again.tokens_n, known_n, gaps_n, again.nonfinite_n)
 
 
-def _gaps_where_differing(logits_nv: Tensor, draws: Sequence[Draw], tokens_n: Tensor, known_n: Tensor) -> Tensor:
+def _gaps_where_differing(logits_nv: Tensor, draws: Sequence[TokenDraw], tokens_n: Tensor, known_n: Tensor) -> Tensor:
     """A device is never waited for, so there all rows are looked at; on a CPU those that need it."""
     out_n = torch.zeros(len(draws), dtype=torch.float64, device=logits_nv.device)
     rows = (tokens_n != known_n).nonzero().flatten().tolist() if tokens_n.is_cpu else list(range(len(draws)))
@@ -92,7 +92,7 @@ def _gaps_where_differing(logits_nv: Tensor, draws: Sequence[Draw], tokens_n: Te
     return out_n.masked_fill_(tokens_n == known_n, 0.0)
 
 
-def gaps(logits_nv: Tensor, draws: Sequence[Draw], known_n: Tensor) -> Tensor:
+def gaps(logits_nv: Tensor, draws: Sequence[TokenDraw], known_n: Tensor) -> Tensor:
     """By how much every logit of a row would have to be off for `known_n` to be drawn: [n] float64, see above.
 
     All draws are of one request: they have the same parameters. `logits_nv` ([n, vocab] float32) is changed.

@@ -11,7 +11,7 @@ one kept are kept too, so no result depends on how a sort breaks ties. Probabili
 of a draw is as good as never hit by rounding.
 
 Logits with a NaN or plus infinity, or with nothing finite left, are damage and no distribution: such a row is flagged
-(`Draws.nonfinite_n`), its token is 0 and means nothing, and whoever runs the request must not use it.
+(`DrawnRows.nonfinite_n`), its token is 0 and means nothing, and whoever runs the request must not use it.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from contracts.sampling_params import SamplingParams, TokenLogprob
-from engine.runner.batch import Draw, Drawn
+from engine.runner.batch import DrawnToken, TokenDraw
 from engine.tensors.pinned_memory import to_device, to_host
 
 _MASK = (1 << 64) - 1
@@ -78,7 +78,7 @@ class Logprobs:
 
 
 @dataclass(frozen=True)
-class Draws:
+class DrawnRows:
     """The tokens of n rows, and the log-probabilities of those rows that asked."""
 
     tokens_n: Tensor
@@ -88,19 +88,19 @@ class Draws:
     nonfinite_n: Tensor
     """[n] bool: rows of which nothing could be drawn."""
 
-    def to_host(self) -> Draws:
+    def to_host(self) -> DrawnRows:
         """The same on its way to the host."""
         logprobs = self.logprobs.to_host() if self.logprobs is not None else None
-        return Draws(to_host(self.tokens_n), self.scored, logprobs, to_host(self.nonfinite_n))
+        return DrawnRows(to_host(self.tokens_n), self.scored, logprobs, to_host(self.nonfinite_n))
 
-    def listed(self) -> list[Drawn | None]:
+    def listed(self) -> list[DrawnToken | None]:
         """As the host has them, None where nothing could be drawn; what is on a device is waited for."""
         known = dict(zip(self.scored, self.logprobs.listed(), strict=True)) if self.logprobs is not None else {}
         rows = zip(self.tokens_n.tolist(), self.nonfinite_n.tolist(), strict=True)
-        return [None if nonfinite else Drawn(token, known.get(i)) for i, (token, nonfinite) in enumerate(rows)]
+        return [None if nonfinite else DrawnToken(token, known.get(i)) for i, (token, nonfinite) in enumerate(rows)]
 
 
-def draw_tokens(logits_nv: Tensor, draws: Sequence[Draw], *, triton: bool = False) -> Draws:
+def draw_tokens(logits_nv: Tensor, draws: Sequence[TokenDraw], *, triton: bool = False) -> DrawnRows:
     """Draw one token for each row of `logits_nv` ([n, vocab] float32, not changed); `triton`: by its kernel."""
     others = [i for i, draw in enumerate(draws) if not draw.params.greedy or _shapes(draw)]
     if len(others) == len(draws):
@@ -118,11 +118,11 @@ def draw_tokens(logits_nv: Tensor, draws: Sequence[Draw], *, triton: bool = Fals
     tokens_n = tokens_n.masked_fill(nonfinite_n, 0)
     scored = [i for i, draw in enumerate(draws) if draw.params.logprobs is not None]
     if not scored:
-        return Draws(tokens_n, (), None, nonfinite_n)
+        return DrawnRows(tokens_n, (), None, nonfinite_n)
     tops = [draws[i].params.logprobs or 0 for i in scored]
     scored_k = to_device(scored, logits_nv.device)
     logprobs = token_logprobs(logits_nv.index_select(0, scored_k), tokens_n.index_select(0, scored_k), tops)
-    return Draws(tokens_n, scored, logprobs, nonfinite_n)
+    return DrawnRows(tokens_n, scored, logprobs, nonfinite_n)
 
 
 def nonfinite_rows(logits_nv: Tensor) -> Tensor:
@@ -156,18 +156,18 @@ def needs_history(params: SamplingParams) -> bool:
     return params.repetition_penalty != 1.0 or params.presence_penalty != 0.0 or params.frequency_penalty != 0.0
 
 
-def _shapes(draw: Draw) -> bool:
+def _shapes(draw: TokenDraw) -> bool:
     """Whether the logits of this draw are changed before temperature."""
     p = draw.params
     return bool(p.logit_bias or needs_history(p) or _too_early(draw))
 
 
-def _too_early(draw: Draw) -> bool:
+def _too_early(draw: TokenDraw) -> bool:
     """Whether stop tokens are still suppressed."""
     return bool(draw.params.stop_token_ids) and draw.position - draw.prompt_len < draw.params.min_tokens
 
 
-def _draw_shaped(logits_nv: Tensor, draws: Sequence[Draw], triton: bool) -> Tensor:
+def _draw_shaped(logits_nv: Tensor, draws: Sequence[TokenDraw], triton: bool) -> Tensor:
     """Draw for rows that need more than an argmax: [n] int64, -1 where nothing can be drawn; `logits_nv` is changed."""
     shape_all(logits_nv, draws)
     tokens_n = logits_nv.argmax(-1)
@@ -188,14 +188,14 @@ def _draw_shaped(logits_nv: Tensor, draws: Sequence[Draw], triton: bool) -> Tens
     return tokens_n
 
 
-def shape_all(logits_nv: Tensor, draws: Sequence[Draw]) -> None:
+def shape_all(logits_nv: Tensor, draws: Sequence[TokenDraw]) -> None:
     """Bias, suppression and penalties of each row's draw, in place."""
     for row, draw in zip(logits_nv, draws, strict=True):
         if _shapes(draw):
             _shape(row, draw)
 
 
-def _shape(row_v: Tensor, draw: Draw) -> None:
+def _shape(row_v: Tensor, draw: TokenDraw) -> None:
     """Bias, suppression and penalties, in place."""
     p, device = draw.params, row_v.device
     if p.logit_bias:

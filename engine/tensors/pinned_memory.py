@@ -15,10 +15,12 @@ import torch
 from torch import Tensor
 
 _NUMPY = {torch.int64: np.int64, torch.int32: np.int32, torch.float32: np.float32}
-Numbers = Sequence[int] | Sequence[float] | Sequence[Sequence[int]] | Sequence[Sequence[float]] | np.ndarray[Any, Any]
+HostNumbers = (
+    Sequence[int] | Sequence[float] | Sequence[Sequence[int]] | Sequence[Sequence[float]] | np.ndarray[Any, Any]
+)
 
 
-def to_device(values: Numbers, device: torch.device, dtype: torch.dtype = torch.int64) -> Tensor:
+def to_device(values: HostNumbers, device: torch.device, dtype: torch.dtype = torch.int64) -> Tensor:
     """Numbers that the host knows, where kernels read them."""
     if device.type == "cpu" and dtype in _NUMPY:
         # A third of what torch.tensor takes for lists of lists, as block tables are.

@@ -33,7 +33,7 @@ _PROBE_BATCHES = (4, 8, 12, 16, 20, 24, 28, 32, 36, 44, 48, 52, 60, 64, 80, 96, 
 _PROBE_BYTES = 1 << 25
 
 
-class Linear:
+class RowExactLinear:
     """A weight [n, k] and its bias in the layout that its products are fastest in.
 
     On CPU that is our own kernels' where they are in use, else the one oneDNN packs: with few rows, its products read
@@ -80,7 +80,7 @@ def _native(weight_nk: Tensor, bias_n: Tensor | None) -> PackedWeight | None:
     return PackedWeight(kernels, weight_nk, bias_n)
 
 
-class HeadLinear(Linear):
+class HeadLinear(RowExactLinear):
     """One matrix [k, n] a head, each applied to its own part of a row: [m, heads * k] gives [m, heads * n]."""
 
     def __init__(self, weight_hkn: Tensor) -> None:
@@ -128,7 +128,7 @@ class Numerics:
         """`rows`, rounded up to whole quanta."""
         return -(-rows // self.quantum) * self.quantum
 
-    def linear(self, x_mk: Tensor, linear: Linear) -> Tensor:
+    def linear(self, x_mk: Tensor, linear: RowExactLinear) -> Tensor:
         """The product of a padded batch."""
         if not self.tiled:
             return linear(x_mk)
@@ -146,7 +146,9 @@ class Numerics:
 FAST = Numerics(quantum=1, invariant=False)
 
 
-def probe(linears: Iterable[Linear], products: Iterable[tuple[int, int, int]], device: torch.device = _CPU) -> Numerics:
+def probe(
+    linears: Iterable[RowExactLinear], products: Iterable[tuple[int, int, int]], device: torch.device = _CPU
+) -> Numerics:
     """Find the cheapest way to row-exact products for these weights and batched products.
 
     `products` are (batch, k, n) of the batched products of attention, computed in float32. Takes well under a second

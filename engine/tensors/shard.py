@@ -12,7 +12,7 @@ from contracts.errors import ConfigError
 
 
 @dataclass(frozen=True, slots=True)
-class Axis:
+class ShardAxis:
     """One axis of a weight: its whole length, and what of it is here."""
 
     whole: int
@@ -48,10 +48,10 @@ class Shard:
             return range(head, head + 1)
         raise ConfigError(f"tp={self.size} doesn't divide the {count} {what} of this model, nor they it")
 
-    def axis(self, units: int, width: int = 1, what: str = "units") -> Axis:
+    def axis(self, units: int, width: int = 1, what: str = "units") -> ShardAxis:
         """An axis of `units` units of `width` elements each, divided like heads."""
         here = self.heads(units, what)
-        return Axis(units * width, here.start * width, len(here) * width)
+        return ShardAxis(units * width, here.start * width, len(here) * width)
 
 
 WHOLE = Shard()

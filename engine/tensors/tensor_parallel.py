@@ -24,7 +24,7 @@ from torch.distributed.distributed_c10d import Store
 from contracts.errors import PeerDead
 
 
-class Ranks(Protocol):
+class TensorParallelGroup(Protocol):
     """The ranks of one worker. Every rank calls the same methods in the same order with tensors of equal shapes."""
 
     @property
@@ -43,7 +43,7 @@ class Ranks(Protocol):
         """Rank 0's `x`; others give one of its shape and dtype."""
 
 
-class _Alone:
+class _SingleRank:
     """One rank: nothing to do."""
 
     rank = 0
@@ -59,10 +59,10 @@ class _Alone:
         return x
 
 
-ALONE: Ranks = _Alone()
+ALONE: TensorParallelGroup = _SingleRank()
 
 
-class GroupRanks:
+class TorchDistributedGroup:
     """Ranks in processes of their own: over gloo for tensors on a CPU, over NCCL for those on NVIDIA GPUs. One thread.
 
     `store`: where the ranks find each other, for this group alone. `host`: the address of this rank's interface. The

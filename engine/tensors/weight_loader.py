@@ -20,8 +20,8 @@ from contracts.checkpoint.safetensors_headers import FLOATS
 from contracts.config.worker_config import EngineConfig
 from contracts.errors import CheckpointError, ConfigError
 from engine.tensors.mxfp4 import GROUP, unpacked
-from engine.tensors.row_exact_linear import HeadLinear, Linear
-from engine.tensors.shard import WHOLE, Axis, Shard
+from engine.tensors.row_exact_linear import HeadLinear, RowExactLinear
+from engine.tensors.shard import WHOLE, Shard, ShardAxis
 
 _ROOTS = {
     "model.": ("model.language_model.", "language_model.model.", "model.text_model.", "backbone.", "model."),
@@ -32,8 +32,8 @@ _META = torch.device("meta")
 T = TypeVar("T")
 
 
-def _axes(shape: Sequence[int | Axis]) -> list[Axis]:
-    return [axis if isinstance(axis, Axis) else Axis(axis, 0, axis) for axis in shape]
+def _axes(shape: Sequence[int | ShardAxis]) -> list[ShardAxis]:
+    return [axis if isinstance(axis, ShardAxis) else ShardAxis(axis, 0, axis) for axis in shape]
 
 
 def dtype_for(spec: ModelSpec, config: EngineConfig) -> torch.dtype:
@@ -51,7 +51,7 @@ class _Files:
     """What all scopes of one load share."""
 
     open: dict[Path, Any] = field(default_factory=dict)
-    linears: list[Linear] = field(default_factory=list)
+    linears: list[RowExactLinear] = field(default_factory=list)
     products: list[tuple[int, int, int]] = field(default_factory=list)
     nbytes: int = 0
     triton: bool = False
@@ -92,7 +92,7 @@ class Weights:
         return self._files.triton
 
     @property
-    def linears(self) -> list[Linear]:
+    def linears(self) -> list[RowExactLinear]:
         """Every product with a weight that was made: what `engine.tensors.row_exact_linear.probe` tries."""
         return self._files.linears
 
@@ -109,7 +109,7 @@ class Weights:
     def has(self, name: str) -> bool:
         return self._found(name) in self.spec.headers
 
-    def tensor(self, name: str, *shape: int | Axis, dtype: torch.dtype | None = None) -> Tensor:
+    def tensor(self, name: str, *shape: int | ShardAxis, dtype: torch.dtype | None = None) -> Tensor:
         """The tensor of that name, whose whole shape must be `shape`; of a divided axis, what is here.
 
         In the dtype to compute in unless another is given.
@@ -118,11 +118,11 @@ class Weights:
         self._files.nbytes += taken.nbytes
         return taken
 
-    def mxfp4(self, name: str, *shape: int | Axis) -> Tensor:
+    def mxfp4(self, name: str, *shape: int | ShardAxis) -> Tensor:
         """The same for a tensor that is stored as ``name_blocks`` and ``name_scales`` (see `engine.tensors.mxfp4`)."""
         *rows, columns = _axes(shape)
         first, last = columns.first // GROUP, -(-(columns.first + columns.count) // GROUP)
-        groups = Axis(-(-columns.whole // GROUP), first, last - first)
+        groups = ShardAxis(-(-columns.whole // GROUP), first, last - first)
         blocks = self._take(f"{name}_blocks", [*rows, groups, *_axes((GROUP // 2,))], torch.uint8, ("U8",))
         scales = self._take(f"{name}_scales", [*rows, groups], torch.uint8, ("U8",))
         begin = columns.first - first * GROUP
@@ -130,7 +130,7 @@ class Weights:
         self._files.nbytes += taken.nbytes
         return taken
 
-    def _take(self, name: str, axes: list[Axis], dtype: torch.dtype, stored: Collection[str]) -> Tensor:
+    def _take(self, name: str, axes: list[ShardAxis], dtype: torch.dtype, stored: Collection[str]) -> Tensor:
         full = self._found(name)
         header = self.spec.headers.get(full)
         if header is None:
@@ -149,16 +149,22 @@ class Weights:
         return self._read(header.file, full, axes).to(self.device, dtype, copy=True)
 
     def linear(
-        self, rows: Mapping[str, int | Axis], columns: int | Axis, *, bias: bool = False, suffix: str = ".weight"
-    ) -> Linear:
+        self,
+        rows: Mapping[str, int | ShardAxis],
+        columns: int | ShardAxis,
+        *,
+        bias: bool = False,
+        suffix: str = ".weight",
+    ) -> RowExactLinear:
         """Products with weights [rows, columns] that read the same input, stacked into one by rows.
 
-        With `bias`, each has one. Where the columns are divided each rank has a part of the sum (`Linear.partial`).
+        With `bias`, each has one. Where the columns are divided each rank has a part of the sum
+        (`RowExactLinear.partial`).
         """
         weights = [self.tensor(name + suffix, axis, columns) for name, axis in rows.items()]
         biases = [self.tensor(name + ".bias", axis) for name, axis in rows.items()] if bias else []
-        partial = isinstance(columns, Axis) and columns.divided
-        if isinstance(columns, Axis) and partial and columns.count * self.shard.size != columns.whole:
+        partial = isinstance(columns, ShardAxis) and columns.divided
+        if isinstance(columns, ShardAxis) and partial and columns.count * self.shard.size != columns.whole:
             raise ConfigError(
                 f"tp={self.shard.size} is more than {self._prefix}{next(iter(rows))} can be divided into: its parts "
                 "would be added more than once"
@@ -167,9 +173,9 @@ class Weights:
             biases = []  # Added once, by the first rank.
         return self.made(torch.cat(weights), torch.cat(biases) if biases else None, partial=partial)
 
-    def made(self, weight_nk: Tensor, bias_n: Tensor | None = None, *, partial: bool = False) -> Linear:
+    def made(self, weight_nk: Tensor, bias_n: Tensor | None = None, *, partial: bool = False) -> RowExactLinear:
         """A product with a weight that was taken before."""
-        linear = Linear(weight_nk, bias_n, partial=partial)
+        linear = RowExactLinear(weight_nk, bias_n, partial=partial)
         self._files.linears.append(linear)
         return linear
 
@@ -201,7 +207,7 @@ class Weights:
         spellings = _ROOTS[root]
         return next((s for s in spellings if any(name.startswith(s) for name in self.spec.headers)), root)
 
-    def _read(self, path: Path, name: str, axes: list[Axis]) -> Tensor:
+    def _read(self, path: Path, name: str, axes: list[ShardAxis]) -> Tensor:
         try:
             if path not in self._files.open:
                 self._files.open[path] = safe_open(path, framework="pt").__enter__()  # type: ignore[no-untyped-call]

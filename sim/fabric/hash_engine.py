@@ -23,7 +23,7 @@ from cache.memory.kv_cache_spec import BufferSpec, PoolKind, PoolSetSpec, PoolSp
 from cache.memory.memory_layout import BufferLayout
 from cache.pool.pool_set import PoolSet
 from contracts.sampling_params import SamplingParams, TokenDifference, TokenLogprob
-from engine.runner.batch import Draw, Drawn, FromStep, Row, RowOutput
+from engine.runner.batch import BatchRow, DrawnToken, RowOutput, TokenDraw, TokenFromStep
 
 VOCABULARY = 64
 
@@ -213,7 +213,7 @@ class HashEngine:
             for pool in self._spec.pools
         }
 
-    def launch(self, rows: Sequence[Row]) -> HashStep:
+    def launch(self, rows: Sequence[BatchRow]) -> HashStep:
         step = HashStep()
         tables = [{self._spec.full.name: BlockTable(0, row.pages, row.epochs), **row.others} for row in rows]
         reads, writes = self._named(rows, tables) if self.device.checks else ({}, {})
@@ -232,7 +232,7 @@ class HashEngine:
         return step
 
     def _named(
-        self, rows: Sequence[Row], tables: Sequence[Mapping[str, BlockTable]]
+        self, rows: Sequence[BatchRow], tables: Sequence[Mapping[str, BlockTable]]
     ) -> tuple[dict[str, list[int]], dict[str, list[int]]]:
         """The pages and slots that a step reads and writes, by pool."""
         reads: dict[str, set[int]] = {pool: set() for pool in self._spec.by_name}
@@ -245,7 +245,7 @@ class HashEngine:
                 writes[pool] |= set(mine.pages[first:])
         return {p: sorted(i) for p, i in reads.items()}, {p: sorted(i) for p, i in writes.items()}
 
-    def _row(self, row: Row, tables: Mapping[str, BlockTable]) -> RowOutput:
+    def _row(self, row: BatchRow, tables: Mapping[str, BlockTable]) -> RowOutput:
         for name, table in tables.items():
             if tuple(self._pools.allocators[name].epochs_of(table.pages)) != tuple(table.epochs):
                 return RowOutput(stale=True)
@@ -270,14 +270,14 @@ class HashEngine:
         return RowOutput(drawn, tuple(scores), replayed, tuple(found))
 
     @staticmethod
-    def _drawn(draw: Draw, mark: bytes) -> Drawn:
+    def _drawn(draw: TokenDraw, mark: bytes) -> DrawnToken:
         params = draw.params
         token = _draw(mark, params, draw.tokens, draw.prompt_len, draw.position)
-        return Drawn(token, None if params.logprobs is None else _score(mark, token, params.logprobs))
+        return DrawnToken(token, None if params.logprobs is None else _score(mark, token, params.logprobs))
 
-    def _tokens(self, row: Row) -> Sequence[int] | None:
+    def _tokens(self, row: BatchRow) -> Sequence[int] | None:
         """None where the row goes on from a stale one, of which nothing was drawn: it is stale as well."""
-        if not isinstance(row.tokens, FromStep):
+        if not isinstance(row.tokens, TokenFromStep):
             return row.tokens
         step = row.tokens.step
         assert isinstance(step, HashStep)

@@ -27,7 +27,7 @@ from contracts.interfaces.worker_interface import Worker
 from contracts.messages.fingerprint import numerics_class
 from contracts.messages.worker_status import WorkerRecord, WorkerStatus
 from decode.worker import DecodeWorker
-from engine.runner.model_runner import Engine
+from engine.runner.model_runner import ModelRunner
 from prefill.worker import PrefillWorker
 from sim.fabric.hash_engine import HashEngine
 from sim.fabric.sim_arena import SimArenas
@@ -156,7 +156,7 @@ def build(
     )  # fmt: skip
     ranks = followers.ranks if followers is not None else []
     together = followers.catch_up if followers is not None else lambda: None
-    engine = cast(Engine, HashEngine(pools, device, [rank.pools for rank in ranks], together))
+    engine = cast(ModelRunner, HashEngine(pools, device, [rank.pools for rank in ranks], together))
     take_over(seat, cast(RankLine | None, followers))
     carrier = SimCarrier(world.exchange, process, sleep.wake)
     common: dict[str, Any] = {"context": CONTEXT, "clock": agenda, "pause": lambda s: None}

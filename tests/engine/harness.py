@@ -21,9 +21,9 @@ from contracts.config.worker_config import EngineConfig
 from contracts.sampling_params import SamplingParams
 from engine.models.model_base import StateOptions
 from engine.models.registry import read_model
-from engine.runner.batch import Draw, FromStep, Row, RowOutput
+from engine.runner.batch import BatchRow, RowOutput, TokenDraw, TokenFromStep
 from engine.runner.load_model import load_engine
-from engine.runner.model_runner import Engine
+from engine.runner.model_runner import ModelRunner
 from engine.tensors.weight_loader import dtype_for
 from tests.checkpoints import Oracle
 
@@ -76,7 +76,7 @@ class Bench:
         self.page_tokens = page_tokens
         self._free = {pool: random.Random(seed).sample(range(1, count), count - 1) for pool in pool_set.by_name}
         epochs = {pool: EpochTable(count) for pool in pool_set.by_name}
-        self.engine: Engine = load_engine(
+        self.engine: ModelRunner = load_engine(
             self.model, self.config, pool_set, self.pools.gates, epochs, device or CpuDevice()
         )
 
@@ -124,8 +124,13 @@ class Bench:
             self._free[pool] += indices
 
     def row(
-        self, tokens: Sequence[int] | FromStep, start: int, held: Held, draw: Draw | None = None, **options: Any
-    ) -> Row:
+        self,
+        tokens: Sequence[int] | TokenFromStep,
+        start: int,
+        held: Held,
+        draw: TokenDraw | None = None,
+        **options: Any,
+    ) -> BatchRow:
         """A row of a sequence. What its windows can't see any more is spoilt, as if somebody else had it."""
         others = {}
         for pool in self.pools.spec.pools:
@@ -157,13 +162,13 @@ class Bench:
             for begin in range(0, len(prompt), chunk):
                 part = prompt[begin : begin + chunk]
                 last = begin + len(part) == len(prompt)
-                draw = Draw(params[i], tuple(tokens[i]), len(prompt)) if last else None
+                draw = TokenDraw(params[i], tuple(tokens[i]), len(prompt)) if last else None
                 (out,) = self.engine.forward([self.row(part, begin, held[i], draw)])
             assert out.drawn is not None
             tokens[i].append(out.drawn.token)
         for _ in range(count - 1):
             rows = [
-                self.row(t[-1:], len(t) - 1, held[i], Draw(params[i], tuple(t), len(prompts[i])))
+                self.row(t[-1:], len(t) - 1, held[i], TokenDraw(params[i], tuple(t), len(prompts[i])))
                 for i, t in enumerate(tokens)
             ]
             for t, out in zip(tokens, self.engine.forward(rows), strict=True):
@@ -174,7 +179,7 @@ class Bench:
         return [t[len(prompt) :] for t, prompt in zip(tokens, prompts, strict=True)]
 
     @torch.inference_mode()
-    def logits(self, rows: Sequence[Row]) -> list[Tensor]:
+    def logits(self, rows: Sequence[BatchRow]) -> list[Tensor]:
         """Logits of every token of every row, [tokens, vocab] float32 each, beside the outputs' own path."""
         engine = self.engine
         tables = [{"full": BlockTable(0, row.pages, row.epochs), **row.others} for row in rows]
@@ -197,10 +202,14 @@ class Bench:
 
 
 def row(
-    tokens: Sequence[int] | FromStep, start: int, pages: Sequence[int], draw: Draw | None = None, **options: Any
-) -> Row:
+    tokens: Sequence[int] | TokenFromStep,
+    start: int,
+    pages: Sequence[int],
+    draw: TokenDraw | None = None,
+    **options: Any,
+) -> BatchRow:
     """A row whose pages nobody has ever freed."""
-    return Row(tokens, start, pages, draw, epochs=[0] * len(pages), **options)
+    return BatchRow(tokens, start, pages, draw, epochs=[0] * len(pages), **options)
 
 
 def outputs_tokens(outputs: Sequence[RowOutput]) -> list[int]:

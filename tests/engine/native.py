@@ -11,7 +11,7 @@ BUILDS = (compile_kernels.MACHINE, *processor.levels())
 """All that the kernels can be compiled for and run here."""
 
 
-def kernels_or_skip(build: str = compile_kernels.MACHINE) -> native_kernels.Kernels:
+def kernels_or_skip(build: str = compile_kernels.MACHINE) -> native_kernels.NativeKernels:
     try:
         return current_kernels.available(build)
     except compile_kernels.NativeUnavailable as error:

@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 
 from contracts.errors import PeerDead
-from engine.tensors.tensor_parallel import GroupRanks
+from engine.tensors.tensor_parallel import TorchDistributedGroup
 
 
 def tell(**what: object) -> None:
@@ -24,7 +24,7 @@ def main(path: str, rank: int, size: int) -> None:
     torch.set_num_threads(1)
     store = dist.FileStore(path, size)
     store.set_timeout(timedelta(seconds=60))
-    ranks = GroupRanks(store, rank, size, deadline_s=60.0)
+    ranks = TorchDistributedGroup(store, rank, size, deadline_s=60.0)
     tell(ready=True)
     for line in sys.stdin:
         match line.split():

@@ -10,22 +10,22 @@ from cache.device.adversarial_device import AdversarialDevice
 from cache.device.device_backends import CpuDevice
 from cache.device.device_port import Device
 from contracts.sampling_params import SamplingParams
-from engine.runner.batch import Draw, Drawn, FromStep, Step
+from engine.runner.batch import DrawnToken, StepHandle, TokenDraw, TokenFromStep
 from tests.engine.harness import GREEDY, Bench, MakeCheckpoint, row
 
 PROMPTS = [list(range(50, 87)), list(range(10, 13))]
 SAMPLED = SamplingParams(max_tokens=1 << 20, temperature=1.2, top_p=0.9, seed=5, logprobs=2, stop_token_ids=(7,))
 
 
-def ahead(folder: Path, params: SamplingParams, count: int, device: Device) -> list[list[Drawn]]:
+def ahead(folder: Path, params: SamplingParams, count: int, device: Device) -> list[list[DrawnToken]]:
     """Draws of both prompts, all steps launched before the first is waited for."""
     bench = Bench(folder, tokens=512, device=device)
     pages = [bench.lease(len(prompt) + count) for prompt in PROMPTS]
-    rows = [row(p, 0, t, Draw(params, tuple(p), len(p))) for p, t in zip(PROMPTS, pages, strict=True)]
-    steps: list[Step] = [bench.engine.launch(rows)]
+    rows = [row(p, 0, t, TokenDraw(params, tuple(p), len(p))) for p, t in zip(PROMPTS, pages, strict=True)]
+    steps: list[StepHandle] = [bench.engine.launch(rows)]
     for n in range(1, count):
         rows = [
-            row(FromStep(steps[-1], i), len(p) + n - 1, t, Draw(params, (), len(p), at=len(p) + n))
+            row(TokenFromStep(steps[-1], i), len(p) + n - 1, t, TokenDraw(params, (), len(p), at=len(p) + n))
             for i, (p, t) in enumerate(zip(PROMPTS, pages, strict=True))
         ]
         steps.append(bench.engine.launch(rows))
@@ -53,7 +53,7 @@ def test_a_launched_step_has_not_run_and_is_run_by_who_asks_for_it(checkpoint: M
     device = AdversarialDevice(1, stray=0.0)
     bench = Bench(checkpoint("llama"), tokens=512, device=device)
     before = bench.region.clone()
-    step = bench.engine.launch([row(PROMPTS[0], 0, bench.lease(37), Draw(GREEDY, tuple(PROMPTS[0]), 37))])
+    step = bench.engine.launch([row(PROMPTS[0], 0, bench.lease(37), TokenDraw(GREEDY, tuple(PROMPTS[0]), 37))])
     assert device.queued == 1
     assert bench.region.equal(before)
     (out,) = step.outputs()

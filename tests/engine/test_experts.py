@@ -20,11 +20,11 @@ from contracts.checkpoint.model_spec import ModelSpec
 from contracts.checkpoint.safetensors_headers import read_headers
 from contracts.errors import CheckpointError
 from engine.attention.torch_backend.torch_attention import TorchAttention
-from engine.layers.forward_context import StepContext
+from engine.layers.forward_context import ForwardContext
 from engine.layers.mlp import GatedMlp
-from engine.layers.moe.expert_router import ChosenSoftmaxRouter, Routes, SigmoidRouter, SoftmaxRouter
+from engine.layers.moe.expert_router import ChosenSoftmaxRouter, ExpertRoutes, SigmoidRouter, SoftmaxRouter
 from engine.layers.moe.experts import (
-    Sizes,
+    ExpertSizes,
     TorchExperts,
     clamped_swiglu,
     interleaved_expert,
@@ -32,12 +32,12 @@ from engine.layers.moe.experts import (
     ungated_expert,
 )
 from engine.layers.moe.mixture import GatedShared, MixtureOfExperts
-from engine.tensors.row_exact_linear import FAST, Linear, Numerics
+from engine.tensors.row_exact_linear import FAST, Numerics, RowExactLinear
 from engine.tensors.shard import WHOLE, Shard
 from engine.tensors.weight_loader import Weights
 
 HIDDEN, INNER, EXPERTS, TOP_K = 24, 20, 8, 3
-SIZES = Sizes(EXPERTS, HIDDEN, INNER)
+SIZES = ExpertSizes(EXPERTS, HIDDEN, INNER)
 
 
 @dataclass(frozen=True)
@@ -46,15 +46,15 @@ class Counting(Numerics):
 
     rows: list[int] = field(default_factory=list)
 
-    def linear(self, x_mk: Tensor, linear: Linear) -> Tensor:
+    def linear(self, x_mk: Tensor, linear: RowExactLinear) -> Tensor:
         self.rows.append(len(x_mk))
         return super().linear(x_mk, linear)
 
 
-def context(count: int, numerics: Numerics = FAST) -> StepContext:
+def context(count: int, numerics: Numerics = FAST) -> ForwardContext:
     """A step of `count` tokens without state."""
     positions = torch.zeros(numerics.padded(count), dtype=torch.int64)
-    return StepContext(numerics, TorchAttention(numerics), positions, 1, count, {}, {}, {})
+    return ForwardContext(numerics, TorchAttention(numerics), positions, 1, count, {}, {}, {})
 
 
 def written(folder: Path, tensors: Mapping[str, Tensor], shard: Shard = WHOLE) -> Weights:
@@ -177,16 +177,16 @@ def test_experts_without_a_gate_are_read_in_both_layouts(tmp_path: Path) -> None
     torch.testing.assert_close(got[0], want, rtol=1e-4, atol=1e-3)
 
 
-def experts_of(count: int) -> tuple[TorchExperts, list[Linear]]:
-    ups = [Linear(draw(INNER, HIDDEN, seed=e)) for e in range(count)]
-    downs = [Linear(draw(HIDDEN, INNER, seed=50 + e)) for e in range(count)]
+def experts_of(count: int) -> tuple[TorchExperts, list[RowExactLinear]]:
+    ups = [RowExactLinear(draw(INNER, HIDDEN, seed=e)) for e in range(count)]
+    downs = [RowExactLinear(draw(HIDDEN, INNER, seed=50 + e)) for e in range(count)]
     return TorchExperts(ups, downs, relu_squared), ups
 
 
-def routes(rows: int, count: int, top_k: int, seed: int = 0) -> Routes:
+def routes(rows: int, count: int, top_k: int, seed: int = 0) -> ExpertRoutes:
     generator = torch.Generator().manual_seed(seed)
     chosen = torch.stack([torch.randperm(count, generator=generator)[:top_k] for _ in range(rows)])
-    return Routes(chosen, torch.rand(rows, top_k, generator=generator))
+    return ExpertRoutes(chosen, torch.rand(rows, top_k, generator=generator))
 
 
 @torch.inference_mode()
@@ -205,11 +205,11 @@ def test_a_row_adds_its_experts_up_in_one_order_whatever_the_router_listed_first
     x, sent = draw(12, HIDDEN), routes(12, EXPERTS, 5)
     want = experts(x, sent, Numerics(4))
     turn = torch.tensor([3, 0, 4, 1, 2])
-    got = experts(x, Routes(sent.experts_mk[:, turn], sent.weights_mk[:, turn]), Numerics(4))
+    got = experts(x, ExpertRoutes(sent.experts_mk[:, turn], sent.weights_mk[:, turn]), Numerics(4))
     assert torch.equal(got, want)
     for row in range(12):
         alone = experts(
-            x[row : row + 1], Routes(sent.experts_mk[row : row + 1], sent.weights_mk[row : row + 1]), Numerics(4)
+            x[row : row + 1], ExpertRoutes(sent.experts_mk[row : row + 1], sent.weights_mk[row : row + 1]), Numerics(4)
         )
         assert torch.equal(alone[0], want[row])
 

@@ -12,7 +12,7 @@ from torch import Tensor
 from contracts.sampling_params import SamplingParams
 from engine.attention.torch_backend import attention_tiles, torch_attention
 from engine.native import compile_kernels, current_kernels, native_kernels
-from engine.runner.batch import Draw
+from engine.runner.batch import TokenDraw
 from engine.tensors.row_exact_linear import Numerics
 from tests.checkpoints import VOCAB
 from tests.engine.harness import Bench, MakeCheckpoint, row
@@ -45,7 +45,7 @@ def folder(
     return checkpoint(**MODELS[name], dtype=dtype)
 
 
-def _unavailable(*_: object) -> native_kernels.Kernels:
+def _unavailable(*_: object) -> native_kernels.NativeKernels:
     raise compile_kernels.NativeUnavailable("not in this test")
 
 
@@ -179,7 +179,7 @@ def test_sampled_tokens_are_the_same_alone_and_in_a_batch(folder: Path) -> None:
 def test_what_forward_returns_is_the_same_with_and_without_scores(folder: Path) -> None:
     tokens = sequence(8, 60)
     bench = Bench(folder)
-    draw = Draw(SamplingParams(max_tokens=1, temperature=0.0, logprobs=4), tuple(tokens), 60)
+    draw = TokenDraw(SamplingParams(max_tokens=1, temperature=0.0, logprobs=4), tuple(tokens), 60)
     (plain,) = bench.engine.forward([row(tokens, 0, bench.lease(61), draw)])
     (scored,) = bench.engine.forward([row(tokens, 0, bench.lease(61), draw, score=[*tokens[1:], 0], score_top=4)])
     assert scored.drawn == plain.drawn

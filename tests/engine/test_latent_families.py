@@ -14,7 +14,7 @@ from torch import Tensor
 
 from contracts.errors import CheckpointError
 from engine.attention.attention_plan import AttentionPlan
-from engine.attention.latent_backend import Selection
+from engine.attention.latent_backend import SparseSelection
 from engine.attention.torch_backend import torch_latent
 from engine.models.registry import read_model
 from tests.checkpoints import VOCAB, Oracle, compare, copy_checkpoint
@@ -131,14 +131,14 @@ def test_small_bounds_on_memory_do_not_change_a_bit(family: Family, name: str, m
     assert torch.equal(Bench(folder, attention="torch").forced(tokens, [90, 110]), want)
 
 
-def noted(bench: Bench) -> list[tuple[AttentionPlan, Selection | None]]:
+def noted(bench: Bench) -> list[tuple[AttentionPlan, SparseSelection | None]]:
     """The selections that the bench's attention reads from now on, one a layer."""
-    seen: list[tuple[AttentionPlan, Selection | None]] = []
+    seen: list[tuple[AttentionPlan, SparseSelection | None]] = []
     latent = bench.engine.attention.latent
     attend = latent.attend_selected
 
     def attend_selected(
-        q: Tensor, latents: Tensor, plan: AttentionPlan, chosen: Selection | None, *rest: Any
+        q: Tensor, latents: Tensor, plan: AttentionPlan, chosen: SparseSelection | None, *rest: Any
     ) -> Tensor:
         seen.append((plan, chosen))
         return attend(q, latents, plan, chosen, *rest)

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from contracts.config.worker_config import EngineConfig
 from contracts.errors import ConfigError
-from engine.attention.attention_backend import Scores
+from engine.attention.attention_backend import ScoreOptions
 from engine.attention.attention_plan import make_plan
 from engine.attention.torch_backend.native_attention import NativeAttention
 from engine.attention.torch_backend.torch_attention import TorchAttention
@@ -22,7 +22,7 @@ from engine.layers.norm import rms_norm, silu
 from engine.layers.rope import rotate
 from engine.native import compile_kernels, current_kernels
 from engine.native import compile_kernels as build
-from engine.native.native_kernels import Kernels, PackedWeight
+from engine.native.native_kernels import NativeKernels, PackedWeight
 from engine.runner.kernel_choice import kernels_for_config
 from engine.runner.numerics_class import digest
 from engine.tensors.row_exact_linear import FAST, Numerics
@@ -33,7 +33,7 @@ CPU = torch.device("cpu")
 
 
 @pytest.fixture(scope="module", params=BUILDS)
-def kernels(request: pytest.FixtureRequest) -> Kernels:
+def kernels(request: pytest.FixtureRequest) -> NativeKernels:
     """For each level that this machine runs, and for the machine itself."""
     return kernels_or_skip(request.param)
 
@@ -57,7 +57,7 @@ def close(got: Tensor, want: Tensor) -> None:
 @pytest.mark.parametrize(("n", "k"), [(96, 64), (1, 7), (33, 51), (200, 129)])
 @pytest.mark.parametrize("bias", [False, True])
 def test_products_are_right_and_their_rows_exact(
-    kernels: Kernels, dtype: torch.dtype, n: int, k: int, bias: bool
+    kernels: NativeKernels, dtype: torch.dtype, n: int, k: int, bias: bool
 ) -> None:
     if not kernels.multiplies(dtype):
         pytest.skip("this processor has no such instructions")
@@ -75,7 +75,7 @@ def test_products_are_right_and_their_rows_exact(
     assert torch.equal(packed(wide[:, :k]), want), "rows may lie apart"
 
 
-def test_threads_do_not_change_a_bit_of_a_product(kernels: Kernels) -> None:
+def test_threads_do_not_change_a_bit_of_a_product(kernels: NativeKernels) -> None:
     x, packed = draw(1, 40, 96), PackedWeight(kernels, draw(2, 300, 96), None)
     want = packed(x)
     torch.set_num_threads(2)
@@ -83,7 +83,7 @@ def test_threads_do_not_change_a_bit_of_a_product(kernels: Kernels) -> None:
 
 
 @pytest.mark.parametrize("width", [18, 51, 64, 1000])
-def test_norms_are_torchs_and_their_rows_exact(kernels: Kernels, dtype: torch.dtype, width: int) -> None:
+def test_norms_are_torchs_and_their_rows_exact(kernels: NativeKernels, dtype: torch.dtype, width: int) -> None:
     x, weight = draw(1, 37, width, dtype=dtype), draw(2, width, dtype=dtype)
     want = kernels.rms_norm(x, weight, 1e-6)
     close(want, rms_norm(x, weight, 1e-6))
@@ -94,7 +94,7 @@ def test_norms_are_torchs_and_their_rows_exact(kernels: Kernels, dtype: torch.dt
     close(kernels.rms_norm(by_head, weights, 1e-6), rms_norm(by_head, weights, 1e-6))
 
 
-def test_the_activation_is_torchs_whatever_its_argument(kernels: Kernels, dtype: torch.dtype) -> None:
+def test_the_activation_is_torchs_whatever_its_argument(kernels: NativeKernels, dtype: torch.dtype) -> None:
     gate = torch.cat((torch.tensor([0.0, -0.0, 1e4, -1e4, 87.0, -87.0, 90.0, -90.0, 1e-8]), 5 * draw(1, 60))).to(dtype)
     up = draw(2, len(gate), dtype=dtype)
     both = torch.cat((gate, up))[None].repeat(9, 1)
@@ -107,7 +107,7 @@ def test_the_activation_is_torchs_whatever_its_argument(kernels: Kernels, dtype:
 @pytest.mark.parametrize("dim", [18, 64])
 @pytest.mark.parametrize("normed", [False, True])
 def test_heads_are_normed_rotated_and_stored_as_torch_does_it(
-    kernels: Kernels, dtype: torch.dtype, dim: int, normed: bool
+    kernels: NativeKernels, dtype: torch.dtype, dim: int, normed: bool
 ) -> None:
     heads, kv_heads, tokens = 4, 2, 7
     qkv = draw(1, tokens + 2, (heads + 2 * kv_heads) * dim, dtype=dtype)
@@ -149,10 +149,10 @@ def attended(
     starts, counts = [start for _, start, _ in rows], [count for *_, count in rows]
     plan = make_plan(starts, counts, tables, page_tokens, CPU)
     queries = [draw(30 + sequence, 400, 6, 40, dtype=dtype)[start : start + count] for sequence, start, count in rows]
-    return attention.attend(torch.cat(queries), k_pages, v_pages, plan, Scores(0.3))
+    return attention.attend(torch.cat(queries), k_pages, v_pages, plan, ScoreOptions(0.3))
 
 
-def test_attention_is_the_twins_and_the_same_bits_in_any_company(kernels: Kernels, dtype: torch.dtype) -> None:
+def test_attention_is_the_twins_and_the_same_bits_in_any_company(kernels: NativeKernels, dtype: torch.dtype) -> None:
     attention = NativeAttention(FAST, kernels)
     want = attended(attention, [(0, 0, 400)], dtype, 16)
     twin = attended(TorchAttention(Numerics(16)), [(0, 0, 400)], dtype, 16)
@@ -211,7 +211,7 @@ def test_a_cache_folder_that_others_can_write_to_is_not_trusted(
     assert build._cache_folder() == own / f"twinpool-{os.getuid()}"
 
 
-def test_layers_are_told_of_kernels_only_within_using(kernels: Kernels) -> None:
+def test_layers_are_told_of_kernels_only_within_using(kernels: NativeKernels) -> None:
     x = torch.ones(2, 2)
     assert current_kernels.kernels_for(x) is None
     with current_kernels.using(kernels):
@@ -241,7 +241,7 @@ def test_without_a_system_compiler_zig_makes_the_kernels_with_the_same_bits(
 ) -> None:
     compiler = build.find_compiler()
     assert compiler.zig
-    zigs = Kernels(build.load_library.__wrapped__(level))
+    zigs = NativeKernels(build.load_library.__wrapped__(level))
     monkeypatch.undo()
     ours = kernels_or_skip(level)
     for dtype in (torch.float32, torch.bfloat16):

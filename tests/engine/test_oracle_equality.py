@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from engine.runner.model_runner import Engine
+from engine.runner.model_runner import ModelRunner
 from tests.checkpoints import VOCAB, compare, compare_forced
 from tests.engine.harness import Bench, MakeCheckpoint, MakeOracle, row
 
@@ -135,7 +135,7 @@ def test_prompt_scores_are_the_oracles_log_probabilities(
     want = oracle_of(folder).logits(tokens).log_softmax(-1)
     monkeypatch.setattr(module, "_LOGIT_ELEMENTS", 7 * VOCAB)  # so that scoring takes several pieces
     bench = Bench(folder)
-    engine: Engine = bench.engine
+    engine: ModelRunner = bench.engine
     pages = bench.lease(90)
     other = row([5, 6, 7], 0, bench.lease(3))
     (_, out) = engine.forward([other, row(tokens[:-1], 0, pages, score=tokens[1:], score_top=3)])

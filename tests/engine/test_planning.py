@@ -13,7 +13,7 @@ from cache.device.adversarial_device import AdversarialDevice
 from cache.device.device_backends import CpuDevice
 from cache.device.device_port import Device
 from engine.attention.attention_plan import make_plan
-from engine.runner.batch import Draw
+from engine.runner.batch import TokenDraw
 from tests.engine.harness import GREEDY, Bench, MakeCheckpoint, row
 
 
@@ -36,7 +36,7 @@ def test_a_step_names_its_pages_for_a_device_that_looks_at_them_and_for_no_other
     device = Listening(checks=checks)
     bench = Bench(checkpoint("llama"), tokens=512, device=device)
     tokens = list(range(50, 90))
-    bench.engine.forward([row(tokens, 0, bench.lease(40), Draw(GREEDY, tuple(tokens), 40))])
+    bench.engine.forward([row(tokens, 0, bench.lease(40), TokenDraw(GREEDY, tuple(tokens), 40))])
     assert device.said == ([6] if checks else [0]), "three pages written, and as many read"
 
 
@@ -64,19 +64,25 @@ def test_tables_as_claims_keep_them_and_as_lists_make_the_same_plan() -> None:
 
 def test_a_step_takes_the_tokens_of_several_earlier_steps_where_they_lie(checkpoint: MakeCheckpoint) -> None:
     """In any order, and beside tokens that the host knows."""
-    from engine.runner.batch import FromStep
+    from engine.runner.batch import TokenFromStep
     from engine.runner.launched_step import input_tokens
 
     bench = Bench(checkpoint("llama"), tokens=1024)
     prompts = [[n, n + 1, n + 2] for n in (20, 40, 60, 80)]
     steps = [
-        bench.engine.launch([row(p, 0, bench.lease(8), Draw(GREEDY, tuple(p), 3)) for p in prompts[i : i + 2]])
+        bench.engine.launch([row(p, 0, bench.lease(8), TokenDraw(GREEDY, tuple(p), 3)) for p in prompts[i : i + 2]])
         for i in (0, 2)
     ]
     drawn = [[out.drawn.token for out in step.outputs() if out.drawn is not None] for step in steps]
     rows = [
         row(source, 3, [1], None)
-        for source in (FromStep(steps[1], 1), [11, 12], FromStep(steps[0], 0), FromStep(steps[1], 0), [13])
+        for source in (
+            TokenFromStep(steps[1], 1),
+            [11, 12],
+            TokenFromStep(steps[0], 0),
+            TokenFromStep(steps[1], 0),
+            [13],
+        )
     ]
     got = input_tokens(rows, 2, torch.device("cpu")).tolist()
     assert got == [drawn[1][1], 11, 12, drawn[0][0], drawn[1][0], 13, 0, 0]

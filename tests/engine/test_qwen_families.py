@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from contracts.errors import CheckpointError
-from engine.layers.moe.expert_router import Routes
+from engine.layers.moe.expert_router import ExpertRoutes
 from engine.layers.moe.experts import TorchExperts
 from engine.models.registry import read_model
 from engine.tensors.row_exact_linear import Numerics
@@ -99,10 +99,10 @@ def test_rows_of_a_step_go_to_different_experts_and_padding_to_none(
     family: Family, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The other tests of this file mean something only if this holds."""
-    seen: list[Routes] = []
+    seen: list[ExpertRoutes] = []
     compute = TorchExperts.__call__
 
-    def noted(self: TorchExperts, h_th: torch.Tensor, routes: Routes, numerics: Numerics) -> torch.Tensor:
+    def noted(self: TorchExperts, h_th: torch.Tensor, routes: ExpertRoutes, numerics: Numerics) -> torch.Tensor:
         seen.append(routes)
         return compute(self, h_th, routes, numerics)
 

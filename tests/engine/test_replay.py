@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from contracts.sampling_params import SamplingParams
-from engine.runner.batch import Draw, Replay, Row
-from engine.runner.redraw import Redrawn, gaps, redraw
+from engine.runner.batch import BatchRow, KnownAnswer, TokenDraw
+from engine.runner.redraw import RedrawnTokens, gaps, redraw
 from engine.runner.sampler import draw_tokens
 
 VOCAB = 60
@@ -20,8 +20,8 @@ def logits(rows: int, seed: int) -> torch.Tensor:
     return 2 * torch.randn(rows, VOCAB, generator=torch.Generator().manual_seed(seed))
 
 
-def draws(params: SamplingParams, rows: int) -> list[Draw]:
-    return [Draw(params, (), 1, 10 + n) for n in range(rows)]
+def draws(params: SamplingParams, rows: int) -> list[TokenDraw]:
+    return [TokenDraw(params, (), 1, 10 + n) for n in range(rows)]
 
 
 def gap_of(params: SamplingParams, logits_nv: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
@@ -89,13 +89,13 @@ def test_every_position_of_the_answer_is_drawn_once_in_chunks_of_any_size(chunk:
     tokens = [rng.randrange(VOCAB) for _ in range(9)]
     table, length = logits(40, 6), 24
     while len(tokens) < length:
-        draw = Draw(params, tuple(tokens), 9)
+        draw = TokenDraw(params, tuple(tokens), 9)
         tokens.append(int(draw_tokens(table[len(tokens) - 1 : len(tokens)], [draw]).tokens_n[0]))
     tokens[15] = (tokens[15] + 1) % VOCAB
-    parts: list[Redrawn] = []
+    parts: list[RedrawnTokens] = []
     for start in range(0, length - 1, chunk):
         end = min(start + chunk, length - 1)
-        row = Row(tokens[start:end], start, (), epochs=(), replay=Replay(params, tokens, 9))
+        row = BatchRow(tokens[start:end], start, (), epochs=(), replay=KnownAnswer(params, tokens, 9))
         parts += redraw(row, table[start:end], lambda x: x, 3, triton=False)
     assert [part.first + i for part in parts for i in range(len(part.tokens_n))] == list(range(9, length))
     assert max(len(part.tokens_n) for part in parts) <= 3

@@ -13,7 +13,7 @@ from cache.device.device_backends import CpuDevice
 from cache.device.device_port import DEVICE, Completion, DeviceOp, PageSpanUse
 from engine.layers.norm import gelu_tanh, silu
 from engine.tensors import row_exact_linear as numerics
-from engine.tensors.row_exact_linear import TILE_ROWS, Linear, Numerics, probe, tanh
+from engine.tensors.row_exact_linear import TILE_ROWS, Numerics, RowExactLinear, probe, tanh
 from tests.engine.harness import Bench, MakeCheckpoint, row
 
 
@@ -21,7 +21,7 @@ def weight(n: int = 96, k: int = 64, dtype: torch.dtype = torch.float32) -> Tens
     return torch.randn(n, k, generator=torch.Generator().manual_seed(0)).to(dtype)
 
 
-class Sloppy(Linear):
+class Sloppy(RowExactLinear):
     """A library whose rows come out otherwise unless their number is a multiple of `exact`."""
 
     exact = 1
@@ -56,19 +56,19 @@ def test_a_packed_weight_gives_the_plain_product(dtype: torch.dtype, bias: bool)
     plain, x = weight(dtype=dtype), torch.randn(12, 64, generator=torch.Generator().manual_seed(1)).to(dtype)
     bias_n = torch.arange(96, dtype=dtype) if bias else None
     want = torch.nn.functional.linear(x, plain, bias_n)
-    torch.testing.assert_close(Linear(plain, bias_n)(x), want)
+    torch.testing.assert_close(RowExactLinear(plain, bias_n)(x), want)
 
 
 def test_without_a_packing_library_products_are_plain(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(numerics.torch.backends.mkldnn, "is_available", lambda: False)
     x = torch.randn(8, 64)
-    assert torch.equal(Linear(weight())(x), torch.nn.functional.linear(x, weight()))
+    assert torch.equal(RowExactLinear(weight())(x), torch.nn.functional.linear(x, weight()))
 
 
 def test_tiles_are_always_the_same_call() -> None:
     seen: list[int] = []
 
-    class Counting(Linear):
+    class Counting(RowExactLinear):
         def __call__(self, x_mk: Tensor) -> Tensor:
             seen.append(len(x_mk))
             return super().__call__(x_mk)

@@ -15,14 +15,14 @@ from torch import Tensor
 
 from contracts.sampling_params import SamplingParams, TokenLogprob
 from engine.runner import sampler as sampling
-from engine.runner.batch import Draw, Drawn
+from engine.runner.batch import DrawnToken, TokenDraw
 from engine.runner.sampler import uniform
 
 VOCAB = 50
 PLAIN = SamplingParams(max_tokens=100)
 
 
-def draw_tokens(logits: Tensor, draws: Sequence[Draw]) -> list[Drawn]:
+def draw_tokens(logits: Tensor, draws: Sequence[TokenDraw]) -> list[DrawnToken]:
     drawn = [one for one in sampling.draw_tokens(logits, draws).listed() if one is not None]
     assert len(drawn) == len(draws), "finite logits are drawn from"
     return drawn
@@ -36,7 +36,7 @@ def random_logits(rows: int, seed: int = 0, vocab: int = VOCAB) -> Tensor:
     return torch.randn(rows, vocab, generator=torch.Generator().manual_seed(seed)) * 3
 
 
-def reference(logits: list[float], draw: Draw) -> int:
+def reference(logits: list[float], draw: TokenDraw) -> int:
     """The same draw in plain Python, token by token."""
     p, x = draw.params, list(logits)
     output = draw.tokens[draw.prompt_len :]
@@ -73,7 +73,7 @@ def reference(logits: list[float], draw: Draw) -> int:
     raise AssertionError("the target lies past the end")
 
 
-def random_draw(rng: random.Random) -> Draw:
+def random_draw(rng: random.Random) -> TokenDraw:
     tokens = [rng.randrange(VOCAB) for _ in range(rng.randrange(1, 30))]
     params = SamplingParams(
         max_tokens=100,
@@ -91,7 +91,7 @@ def random_draw(rng: random.Random) -> Draw:
         stop_token_ids=(1, 2, 40) if rng.random() < 0.5 else (),
         logprobs=rng.choice([None, 0, 3]),
     )
-    return Draw(params, tuple(tokens), rng.randrange(1, len(tokens) + 1))
+    return TokenDraw(params, tuple(tokens), rng.randrange(1, len(tokens) + 1))
 
 
 def test_every_combination_draws_what_a_plain_reference_draws() -> None:
@@ -118,7 +118,7 @@ def test_a_rows_draw_and_log_probabilities_do_not_depend_on_the_batch() -> None:
 def test_frequencies_follow_the_distribution() -> None:
     count = 20000
     logits = random_logits(1, 2, 8) / 2
-    draws = [Draw(replace(PLAIN, seed=seed), (1, 2, 3), 3) for seed in range(count)]
+    draws = [TokenDraw(replace(PLAIN, seed=seed), (1, 2, 3), 3) for seed in range(count)]
     seen = Counter(drawn.token for drawn in draw_tokens(logits.expand(count, -1), draws))
     expected = (logits[0].double().softmax(-1) * count).tolist()
     chi2 = sum((seen[token] - want) ** 2 / want for token, want in enumerate(expected))
@@ -151,7 +151,7 @@ def test_greedy_takes_the_lowest_id_of_equal_logits() -> None:
     logits = torch.zeros(3, VOCAB)
     logits[1, [9, 30]] = 5.0
     logits[2, 49] = 1.0
-    draws = [Draw(replace(PLAIN, temperature=0.0), (0,), 1)] * 3
+    draws = [TokenDraw(replace(PLAIN, temperature=0.0), (0,), 1)] * 3
     assert [d.token for d in draw_tokens(logits, draws)] == [0, 9, 49]
 
 
@@ -160,20 +160,20 @@ def test_min_tokens_holds_back_stop_tokens_and_only_until_then() -> None:
     logits[0, 4] = 10.0
     params = replace(PLAIN, temperature=0.0, min_tokens=3, stop_token_ids=(4,))
     for emitted in range(5):
-        (drawn,) = draw_tokens(logits, [Draw(params, (9,) * (6 + emitted), 6)])
+        (drawn,) = draw_tokens(logits, [TokenDraw(params, (9,) * (6 + emitted), 6)])
         assert (drawn.token == 4) is (emitted >= 3)
 
 
 def test_log_probabilities_are_of_the_unmodified_distribution() -> None:
     logits = random_logits(1, 3)
     params = replace(PLAIN, temperature=0.2, logit_bias=((11, 100.0),), logprobs=5)
-    (drawn,) = draw_tokens(logits, [Draw(params, (1,), 1)])
+    (drawn,) = draw_tokens(logits, [TokenDraw(params, (1,), 1)])
     want = logits[0].log_softmax(-1)
     assert drawn.token == 11
     assert drawn.logprob is not None
     assert drawn.logprob.logprob == pytest.approx(float(want[11]), abs=1e-6)
     assert [token for token, _ in drawn.logprob.top] == want.topk(5).indices.tolist()
-    (silent,) = draw_tokens(logits, [Draw(replace(params, logprobs=None), (1,), 1)])
+    (silent,) = draw_tokens(logits, [TokenDraw(replace(params, logprobs=None), (1,), 1)])
     assert silent.logprob is None
 
 
@@ -190,7 +190,7 @@ def test_top_log_probabilities_of_equal_tokens_are_the_lowest_ids_whatever_other
 def test_a_nucleus_wider_than_the_candidates_is_found_too() -> None:
     logits = torch.zeros(2, 5000)
     logits[1, :10] = 20.0
-    draws = [Draw(replace(PLAIN, top_p=0.9, seed=s), (1,), 1) for s in range(200)]
+    draws = [TokenDraw(replace(PLAIN, top_p=0.9, seed=s), (1,), 1) for s in range(200)]
     flat = [d.token for d in draw_tokens(logits[:1].expand(200, -1), draws)]
     sharp = [d.token for d in draw_tokens(logits[1:].expand(200, -1), draws)]
     assert max(flat) > 1024
@@ -239,7 +239,7 @@ def test_the_smallest_temperatures_draw_the_likeliest_token(temperature: float) 
     logits = random_logits(8, 5) * 1e3
     for limits in ({}, {"top_p": 0.9}, {"top_k": 5, "top_p": 0.5}, {"min_p": 0.1}):
         params = replace(PLAIN, temperature=temperature, seed=3, **limits)  # type: ignore[arg-type]
-        drawn = draw_tokens(logits, [Draw(params, (1,) * (i + 1), 1) for i in range(8)])
+        drawn = draw_tokens(logits, [TokenDraw(params, (1,) * (i + 1), 1) for i in range(8)])
         assert [one.token for one in drawn] == logits.argmax(-1).tolist()
 
 
@@ -259,10 +259,10 @@ WAYS = {
 def test_logits_that_are_no_numbers_are_never_drawn_from(damage: str, way: str) -> None:
     """And the rows beside them draw what they draw anyway."""
     logits = random_logits(3, 6)
-    sound = draw_tokens(logits, [Draw(WAYS[way], (1, 2), 1)] * 3)
+    sound = draw_tokens(logits, [TokenDraw(WAYS[way], (1, 2), 1)] * 3)
     for token, value in DAMAGE[damage].items():
         logits[1, token] = value
-    draws = sampling.draw_tokens(logits, [Draw(WAYS[way], (1, 2), 1)] * 3)
+    draws = sampling.draw_tokens(logits, [TokenDraw(WAYS[way], (1, 2), 1)] * 3)
     assert draws.listed() == [sound[0], None, sound[2]]
     assert draws.nonfinite_n.tolist() == [False, True, False]
     assert 0 <= int(draws.tokens_n[1]) < VOCAB, (
@@ -276,7 +276,7 @@ def test_a_row_of_which_masks_leave_nothing_is_not_drawn_from(temperature: float
     logits = torch.full((2, VOCAB), -INF)
     logits[:, [4, 9]] = 1.0
     params = replace(PLAIN, temperature=temperature, min_tokens=3, stop_token_ids=(4, 9))
-    early, late = sampling.draw_tokens(logits, [Draw(params, (1, 2), 1), Draw(params, (1,) * 9, 1)]).listed()
+    early, late = sampling.draw_tokens(logits, [TokenDraw(params, (1, 2), 1), TokenDraw(params, (1,) * 9, 1)]).listed()
     assert early is None
     assert late is not None
     assert late.token in (4, 9)
@@ -285,7 +285,9 @@ def test_a_row_of_which_masks_leave_nothing_is_not_drawn_from(temperature: float
 def test_one_finite_logit_is_a_distribution() -> None:
     logits = torch.full((2, VOCAB), -INF)
     logits[:, 7] = -3.0
-    drawn = draw_tokens(logits, [Draw(replace(PLAIN, temperature=t, top_k=5, top_p=0.5), (1,), 1) for t in (0.0, 1.0)])
+    drawn = draw_tokens(
+        logits, [TokenDraw(replace(PLAIN, temperature=t, top_k=5, top_p=0.5), (1,), 1) for t in (0.0, 1.0)]
+    )
     assert [one.token for one in drawn] == [7, 7]
 
 
@@ -294,7 +296,7 @@ def test_a_penalty_that_asks_for_more_than_a_float_holds_is_the_clients_wish_and
     seen = int(logits[0].argmax())
     for temperature in (0.0, 1.0):
         params = replace(PLAIN, temperature=temperature, repetition_penalty=1e-300)
-        assert [one.token for one in draw_tokens(logits, [Draw(params, (seen,), 1)])] == [seen]
+        assert [one.token for one in draw_tokens(logits, [TokenDraw(params, (seen,), 1)])] == [seen]
 
 
 def test_log_probabilities_of_logits_that_are_no_numbers_are_flagged() -> None:

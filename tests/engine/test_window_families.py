@@ -16,7 +16,7 @@ import torch
 from cache.memory.kv_cache_spec import PoolKind
 from contracts.checkpoint.model_spec import read_model_spec
 from contracts.errors import CheckpointError
-from engine.layers.moe.experts import Sizes, interleaved_expert
+from engine.layers.moe.experts import ExpertSizes, interleaved_expert
 from engine.models.registry import read_model
 from engine.tensors.shard import Shard
 from engine.tensors.weight_loader import Weights
@@ -107,7 +107,7 @@ def test_a_rank_reads_its_part_of_packed_experts_though_it_ends_within_a_group(f
         Weights(spec, torch.float32, torch.device("cpu"), shard).scope("model.layers.0.mlp.experts.")
         for shard in (Shard(), *(Shard(rank, 4) for rank in range(4)))
     ]
-    whole, *parts = (interleaved_expert(each, 3, Sizes(8, 64, 64), each.shard.axis(64)) for each in experts)
+    whole, *parts = (interleaved_expert(each, 3, ExpertSizes(8, 64, 64), each.shard.axis(64)) for each in experts)
     assert [part.down_hi.shape[1] for part in parts] == [16] * 4, "half a group of 32"
     assert torch.equal(torch.cat([part.down_hi for part in parts], 1), whole.down_hi)
     for half in (0, 1):

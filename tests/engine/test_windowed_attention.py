@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from engine.attention.attention_backend import Scores
+from engine.attention.attention_backend import ScoreOptions
 from engine.attention.attention_plan import AttentionPlan, make_plan
 from engine.attention.torch_backend.native_attention import NativeAttention
 from engine.attention.torch_backend.torch_attention import TorchAttention
@@ -83,7 +83,7 @@ def attention(request: pytest.FixtureRequest) -> TorchAttention:
 
 def attend(attention: TorchAttention, rows: list[Run], shape: Shape, page_tokens: int = 16) -> list[Tensor]:
     q_thd, k_pages, v_pages, plan = paged(rows, page_tokens, shape.window)
-    out_thd = attention.attend(q_thd, k_pages, v_pages, plan, Scores(SCALE, **shape.options))
+    out_thd = attention.attend(q_thd, k_pages, v_pages, plan, ScoreOptions(SCALE, **shape.options))
     return list(torch.split(out_thd, [count for *_, count in rows]))
 
 
@@ -113,6 +113,6 @@ def test_chunks_pages_neighbours_and_decoding_do_not_change_a_bit(attention: Tor
 
 def test_blocks_that_the_window_has_left_are_not_computed() -> None:
     q_thd, k_pages, v_pages, plan = paged([(0, 384, 16)], 16, 100)
-    TorchAttention(Numerics(8)).attend(q_thd, k_pages, v_pages, plan, Scores(SCALE, window=100))
+    TorchAttention(Numerics(8)).attend(q_thd, k_pages, v_pages, plan, ScoreOptions(SCALE, window=100))
     (batches,) = plan.scratch.values()
     assert [len(batch.tile_w) for batch in batches] == [2], "positions 285 to 399 lie in two blocks of 128"

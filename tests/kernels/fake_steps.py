@@ -36,9 +36,9 @@ from contracts.sampling_params import SamplingParams
 from engine.models.model_base import StateOptions
 from engine.models.registry import read_model
 from engine.runner import load_model as engine_module
-from engine.runner.batch import Draw, Row
+from engine.runner.batch import BatchRow, TokenDraw
 from engine.runner.load_model import load_engine
-from engine.runner.model_runner import Engine
+from engine.runner.model_runner import ModelRunner
 from engine.tensors import row_exact_linear as numerics
 from engine.tensors.weight_loader import Weights, dtype_for
 from tests.families import FAMILIES
@@ -72,7 +72,7 @@ def without_contents() -> None:
     Weights._read = lambda self, path, name, axes: torch.empty([axis.count for axis in axes])  # type: ignore[method-assign]
 
 
-def engine_of(folder: Path, mode: FakeTensorMode, attention: str) -> tuple[Engine, PoolSetSpec]:
+def engine_of(folder: Path, mode: FakeTensorMode, attention: str) -> tuple[ModelRunner, PoolSetSpec]:
     model = read_model(folder)
     config = EngineConfig(numerics="fast", attention=attention)
     spec = model.pool_set(StateOptions(dtype_for(model.spec, config), 16))
@@ -84,7 +84,7 @@ def engine_of(folder: Path, mode: FakeTensorMode, attention: str) -> tuple[Engin
         return load_engine(model, config, spec, gates, epochs, CpuDevice()), spec
 
 
-def decode_rows(spec: PoolSetSpec) -> list[Row]:
+def decode_rows(spec: PoolSetSpec) -> list[BatchRow]:
     """Three sequences of different lengths: greedy, sampled, sampled."""
     rows = []
     for number, (length, params) in enumerate(((20, GREEDY), (33, SAMPLED), (5, SAMPLED))):
@@ -96,8 +96,8 @@ def decode_rows(spec: PoolSetSpec) -> list[Row]:
             for pool in spec.pools
             if pool.kind is not PoolKind.FULL
         }
-        draw = Draw(params, [1] * length, length)
-        rows.append(Row([7], length, pages, draw, epochs=[0] * 3, others=others))
+        draw = TokenDraw(params, [1] * length, length)
+        rows.append(BatchRow([7], length, pages, draw, epochs=[0] * 3, others=others))
     return rows
 
 

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from contracts.errors import ConfigError
-from engine.attention.attention_backend import Scores
+from engine.attention.attention_backend import ScoreOptions
 from engine.attention.attention_plan import AttentionPlan, make_plan
 from engine.attention.torch_backend.torch_attention import TorchAttention
 from engine.attention.triton_backend.triton_attention import TritonAttention
@@ -43,7 +43,7 @@ class Case:
     def run(self, rows: list[tuple[int, int, int]], fill: float = float("nan")) -> list[Tensor]:
         """Attend for `rows` of (sequence, start, queries) in one batch; all memory that none owns holds `fill`."""
         q_thd, k_pages, v_pages, plan = self.batch(rows, fill)
-        out_thd = TritonAttention(**TILES).attend(q_thd, k_pages, v_pages, plan, Scores(self.scale))
+        out_thd = TritonAttention(**TILES).attend(q_thd, k_pages, v_pages, plan, ScoreOptions(self.scale))
         return list(torch.split(out_thd, [count for _, _, count in rows]))
 
     def batch(self, rows: list[tuple[int, int, int]], fill: float) -> tuple[Tensor, Tensor, Tensor, AttentionPlan]:
@@ -214,7 +214,7 @@ def claim_what_no_kernel_serves_is_refused_with_the_way_out() -> None:
     q_thd, k_pages, v_pages, plan = mixed.batch([(0, 0, 4)], 0.0)
     for arguments in ((q_thd.half(), k_pages, v_pages), (q_thd[:, :3], k_pages, v_pages), (q_thd.int(),) * 3):
         with pytest.raises(ConfigError, match=r"use engine\.attention=torch"):
-            TritonAttention(**TILES).attend(*arguments, plan, Scores(1.0))
+            TritonAttention(**TILES).attend(*arguments, plan, ScoreOptions(1.0))
     for sizes in ({"tile_rows": 24}, {"block_tokens": 64, "split_tokens": 32}):
         with pytest.raises(ConfigError):
             TritonAttention(**sizes)
@@ -223,7 +223,7 @@ def claim_what_no_kernel_serves_is_refused_with_the_way_out() -> None:
 def claim_no_queries_give_no_rows() -> None:
     empty = case([4], dim=16)
     _, k_pages, v_pages, plan = empty.batch([(0, 3, 1)], 0.0)
-    assert TritonAttention(**TILES).attend(torch.empty(0, 4, 16), k_pages, v_pages, plan, Scores(1.0)).shape == (
+    assert TritonAttention(**TILES).attend(torch.empty(0, 4, 16), k_pages, v_pages, plan, ScoreOptions(1.0)).shape == (
         0,
         4,
         16,

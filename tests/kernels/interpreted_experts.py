@@ -9,10 +9,10 @@ os.environ["TRITON_INTERPRET"] = "1"
 import torch
 from torch import Tensor
 
-from engine.layers.moe.expert_router import Routes
+from engine.layers.moe.expert_router import ExpertRoutes
 from engine.layers.moe.experts import TorchExperts, clamped_swiglu, gated_silu
 from engine.layers.moe.triton_experts import StackedProducts, TritonExperts
-from engine.tensors.row_exact_linear import FAST, Linear
+from engine.tensors.row_exact_linear import FAST, RowExactLinear
 from tests.kernels.claims import answer
 
 ROWS = 16
@@ -35,19 +35,19 @@ class Pair:
         activation = clamped_swiglu(3.0, 1.702) if bias else gated_silu
         self.experts, self.hidden, self.dtype = experts, hidden, dtype
         self.twin = TorchExperts(
-            [Linear(w, b) for w, b in zip(ups, up_biases, strict=True)],
-            [Linear(w, b) for w, b in zip(downs, down_biases, strict=True)],
+            [RowExactLinear(w, b) for w, b in zip(ups, up_biases, strict=True)],
+            [RowExactLinear(w, b) for w, b in zip(downs, down_biases, strict=True)],
             activation,
         )
         stacked = StackedProducts.of(ups, up_biases), StackedProducts.of(downs, down_biases)
         self.kernels = TritonExperts(*stacked, activation, rows=ROWS)
 
-    def step(self, tokens: int, top_k: int, seed: int = 0) -> tuple[Tensor, Routes]:
+    def step(self, tokens: int, top_k: int, seed: int = 0) -> tuple[Tensor, ExpertRoutes]:
         generator = torch.Generator().manual_seed(seed)
         chosen = [torch.randperm(self.experts, generator=generator)[:top_k] for _ in range(tokens)]
         chosen_tk = torch.stack(chosen) if chosen else torch.empty(0, top_k, dtype=torch.int64)
         weights = torch.rand(tokens, top_k, generator=generator)
-        return draw(tokens, self.hidden, seed=seed, dtype=self.dtype), Routes(chosen_tk, weights)
+        return draw(tokens, self.hidden, seed=seed, dtype=self.dtype), ExpertRoutes(chosen_tk, weights)
 
     def check(self, tokens: int, top_k: int, tolerance: float) -> None:
         x, routes = self.step(tokens, top_k)
@@ -73,14 +73,14 @@ def claim_a_step_without_tokens_has_no_rows() -> None:
 def claim_experts_that_nobody_chose_are_left_out() -> None:
     pair = Pair(6, 20, 24)
     x, routes = pair.step(9, 2)
-    narrowed = Routes(routes.experts_mk.new_tensor([[4, 1]]).expand(9, 2).contiguous(), routes.weights_mk)
+    narrowed = ExpertRoutes(routes.experts_mk.new_tensor([[4, 1]]).expand(9, 2).contiguous(), routes.weights_mk)
     torch.testing.assert_close(pair.kernels(x, narrowed), pair.twin(x, narrowed, FAST), rtol=1e-5, atol=1e-5)
 
 
 def claim_more_pairs_than_a_block_holds_go_to_several() -> None:
     pair = Pair(2, 16, 16)
     x, routes = pair.step(2 * ROWS + 1, 1)
-    everyone = Routes(torch.ones_like(routes.experts_mk), routes.weights_mk)
+    everyone = ExpertRoutes(torch.ones_like(routes.experts_mk), routes.weights_mk)
     torch.testing.assert_close(pair.kernels(x, everyone), pair.twin(x, everyone, FAST), rtol=1e-5, atol=1e-5)
 
 
@@ -94,7 +94,7 @@ def claim_a_row_is_bitwise_the_same_alone_and_in_any_batch() -> None:
     x, routes = pair.step(41, 2)
     want = pair.kernels(x, routes)
     for part in (slice(0, 1), slice(40, 41), slice(3, 9), slice(5, 38)):
-        mine = Routes(routes.experts_mk[part], routes.weights_mk[part])
+        mine = ExpertRoutes(routes.experts_mk[part], routes.weights_mk[part])
         assert torch.equal(pair.kernels(x[part], mine), want[part]), part
 
 

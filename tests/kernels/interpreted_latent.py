@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from engine.attention.attention_plan import AttentionPlan, make_plan, muted
-from engine.attention.latent_backend import IndexKeys, LatentAttention, Selection
+from engine.attention.latent_backend import IndexKeys, LatentBackend, SparseSelection
 from engine.attention.torch_backend.torch_attention import TorchAttention
 from engine.attention.triton_backend.triton_latent import TritonLatent
 from engine.tensors.row_exact_linear import FAST
@@ -71,7 +71,7 @@ class Case:
     def packed(self, rows: list[Run], values: list[Tensor]) -> Tensor:
         return torch.cat([values[sequence][start : start + count] for sequence, start, count in rows])
 
-    def attend(self, rows: list[Run], backend: LatentAttention = TRITON) -> Tensor:
+    def attend(self, rows: list[Run], backend: LatentBackend = TRITON) -> Tensor:
         plan = self.plan(rows)
         latents = self.pages(rows, plan, self.latents)
         return backend.attend(self.packed(rows, self.q), latents, plan, self.scale, self.latent)
@@ -84,14 +84,14 @@ class Case:
         return IndexKeys((pages.float() / scales.unsqueeze(2)).to(torch.float8_e4m3fn), scales)
 
     def select(
-        self, rows: list[Run], top_k: int, backend: LatentAttention = TRITON, *, float8: bool = False
-    ) -> tuple[AttentionPlan, Selection | None]:
+        self, rows: list[Run], top_k: int, backend: LatentBackend = TRITON, *, float8: bool = False
+    ) -> tuple[AttentionPlan, SparseSelection | None]:
         plan = self.plan(rows)
         weights = self.packed(rows, self.weights).float()
         keys = self.keys(rows, plan, float8=float8)
         return plan, backend.select(self.packed(rows, self.index_q), weights, keys, plan, top_k)
 
-    def sparse(self, rows: list[Run], top_k: int, backend: LatentAttention = TRITON) -> Tensor:
+    def sparse(self, rows: list[Run], top_k: int, backend: LatentBackend = TRITON) -> Tensor:
         plan, selection = self.select(rows, top_k, backend)
         latents = self.pages(rows, plan, self.latents)
         q_thd = self.packed(rows, self.q)
@@ -102,7 +102,7 @@ class Case:
         torch.testing.assert_close(got, want, rtol=tolerance, atol=tolerance)
 
 
-def chosen(selection: Selection | None, rows: list[Run]) -> list[list[int]]:
+def chosen(selection: SparseSelection | None, rows: list[Run]) -> list[list[int]]:
     """What each query reads, whatever the backend leaves out."""
     positions = [at for _, start, count in rows for at in range(start, start + count)]
     out = [list(range(position + 1)) for position in positions]

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from engine.attention.attention_plan import SlotPlan, make_slot_plan, muted_slots
-from engine.attention.recurrence_backend import Recurrence, ScanState, scan_buffers
+from engine.attention.recurrence_backend import RecurrenceBackend, ScanState, scan_buffers
 from engine.attention.torch_backend.torch_recurrence import TorchRecurrence
 from engine.attention.triton_backend.triton_recurrence import TritonRecurrence
 from engine.tensors.row_exact_linear import Numerics
@@ -47,7 +47,7 @@ class Scan:
         self.buffers = [torch.zeros(SLOTS, *spec.shape) for spec in specs]
         self.state = ScanState(*self.buffers[:4], self.buffers[4] if delta else None)
 
-    def run(self, recurrence: Recurrence, runs: list[Run], muted: tuple[int, ...] = ()) -> list[Tensor]:
+    def run(self, recurrence: RecurrenceBackend, runs: list[Run], muted: tuple[int, ...] = ()) -> list[Tensor]:
         rows = [
             torch.cat([x[sequence, start : start + count] for sequence, start, count in runs])
             if x is not None

@@ -16,7 +16,7 @@ os.environ["TRITON_INTERPRET"] = "1"
 import torch
 from torch import Tensor
 
-from engine.attention.attention_backend import Scores
+from engine.attention.attention_backend import ScoreOptions
 from engine.attention.attention_plan import AttentionPlan, make_plan
 from engine.attention.torch_backend.torch_attention import TorchAttention
 from engine.attention.triton_backend.triton_attention import TritonAttention
@@ -80,7 +80,7 @@ class Case:
         q_thd, k_pages, v_pages, plan = self.batch(rows)
         if backend is TORCH:
             k_pages[0], v_pages[0] = 0, 0
-        out_thd = backend.attend(q_thd, k_pages, v_pages, plan, Scores(q_thd.shape[2] ** -0.5, **self.options))
+        out_thd = backend.attend(q_thd, k_pages, v_pages, plan, ScoreOptions(q_thd.shape[2] ** -0.5, **self.options))
         return list(torch.split(out_thd, [count for *_, count in rows]))
 
     def check(self, rows: list[Run]) -> None:

@@ -27,7 +27,7 @@ from contracts.config.load_config import config_from_dict
 from contracts.ids import Incarnation, RequestId, Role, WorkerName
 from contracts.sampling_params import SamplingParams
 from decode.worker import DecodeWorker
-from engine.runner.model_runner import Engine
+from engine.runner.model_runner import ModelRunner
 from prefill.worker import PrefillWorker
 from tests.hash_engine import HashEngine, recite
 from tests.pair import Answer, Pair
@@ -75,7 +75,7 @@ class HashPair(Pair):
         seat = KVCacheManager(
             pools, device, cache, self.clock.now, host=host, storage=queue, fingerprint="hash", stride=steps
         )
-        engine = cast(Engine, HashEngine(pools, device))
+        engine = cast(ModelRunner, HashEngine(pools, device))
         carrier = ZmqControlTransport("127.0.0.1", waiter, None)
         name, first = WorkerName(f"{role}-0"), Incarnation(1)
         common: dict[str, Any] = {"context": CONTEXT, "clock": self.clock, "pause": lambda s: None}

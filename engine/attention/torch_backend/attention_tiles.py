@@ -45,7 +45,7 @@ class _Tile:
 
 
 @dataclass(frozen=True)
-class _Batch:
+class _TileBatch:
     """Tiles of one shape and their items. U tiles of R queries, W items ordered by block, then tile.
 
     Tiles are ordered by falling number of blocks, so the items of each tile's block j, counted from the first that it
@@ -102,7 +102,7 @@ def _parts(tiles: list[_Tile], limit: int) -> list[list[_Tile]]:
     return parts
 
 
-def _batch(plan: AttentionPlan, tiles: list[_Tile], size: int, kv_heads: int, chunk: int, window: int) -> _Batch:
+def _batch(plan: AttentionPlan, tiles: list[_Tile], size: int, kv_heads: int, chunk: int, window: int) -> _TileBatch:
     device = plan.tables_bp.device
     widths = tuple(sum(tile.blocks > block for tile in tiles) for block in range(tiles[0].blocks))
     nth_w = torch.repeat_interleave(torch.arange(len(widths)), torch.tensor(widths)).to(device)
@@ -136,7 +136,7 @@ def _batch(plan: AttentionPlan, tiles: list[_Tile], size: int, kv_heads: int, ch
         hidden_wrn |= position_wn[:, None] <= seen_wrn - window
     mask_wrn = torch.zeros(hidden_wrn.shape, device=device).masked_fill_(hidden_wrn, _MASKED)
     out_rows = real_ur.flatten().nonzero().flatten()
-    return _Batch(
+    return _TileBatch(
         queries=size,
         query_ur=query_ur,
         out_rows=out_rows,

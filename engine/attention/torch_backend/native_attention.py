@@ -5,21 +5,23 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from engine.attention.attention_backend import Scores
+from engine.attention.attention_backend import ScoreOptions
 from engine.attention.attention_plan import AttentionPlan
 from engine.attention.torch_backend.torch_attention import TorchAttention
-from engine.native.native_kernels import AttentionShape, Kernels
+from engine.native.native_kernels import AttentionShape, NativeKernels
 from engine.tensors.row_exact_linear import Numerics
 
 
 class NativeAttention(TorchAttention):
     """Rows are exact whatever the numerics: each is computed by itself, in the order of absolute positions."""
 
-    def __init__(self, numerics: Numerics, kernels: Kernels) -> None:
+    def __init__(self, numerics: Numerics, kernels: NativeKernels) -> None:
         super().__init__(numerics)
         self._kernels = kernels
 
-    def attend(self, q_thd: Tensor, k_pages: Tensor, v_pages: Tensor, plan: AttentionPlan, scores: Scores) -> Tensor:
+    def attend(
+        self, q_thd: Tensor, k_pages: Tensor, v_pages: Tensor, plan: AttentionPlan, scores: ScoreOptions
+    ) -> Tensor:
         assert k_pages.is_contiguous() and v_pages.stride() == k_pages.stride(), "pages follow each other"  # noqa: PT018
         heads, (page_tokens, kv_heads, dim) = q_thd.shape[1], k_pages.shape[1:]
         entry = kv_heads * dim

@@ -17,7 +17,7 @@ _LARGE = 1 << 15
 
 
 @dataclass(frozen=True)
-class _Round:
+class _BlockRound:
     """One block of each sequence that takes part: the first `width` sequences, with items from `first` on."""
 
     first: int
@@ -26,7 +26,7 @@ class _Round:
     """Of the first so many the block gets full."""
 
 
-Step = tuple[slice | Tensor, int | Tensor]
+ScanStep = tuple[slice | Tensor, int | Tensor]
 """Rows of T to find at once: the same row of some items, or each item's own."""
 
 
@@ -39,7 +39,7 @@ class _Blocks:
     items: int
     slots_b: Tensor
     muted_b: Tensor | None
-    rounds: Sequence[_Round]
+    rounds: Sequence[_BlockRound]
     last_b: Tensor
     """[B]: each sequence's last item."""
     gone_bc: Tensor
@@ -48,7 +48,7 @@ class _Blocks:
     """[B, BLOCK] bool: rows that the slot had of the first block. None: every sequence begins with a block."""
     row_b: Tensor | None
     """[B]: each sequence's row of its block where all have one (decode)."""
-    steps: Sequence[Step]
+    steps: Sequence[ScanStep]
     """In an order in which each row of T finds the earlier ones of its item."""
 
 
@@ -90,7 +90,7 @@ def _laid_out(plan: SlotPlan) -> _Blocks:
         items=len(fresh),
         slots_b=plan.slots_b[order_b],
         muted_b=muted_b,
-        rounds=[_Round(offsets[n], width, sum(f > n for f in filled)) for n, width in enumerate(widths)],
+        rounds=[_BlockRound(offsets[n], width, sum(f > n for f in filled)) for n, width in enumerate(widths)],
         last_b=integers([offsets[items[b] - 1] + place for place, b in enumerate(order)]),
         gone_bc=gone_bc if muted_b is None else gone_bc | muted_b[:, None],
         known_bc=row_c < integers([starts[b] % BLOCK for b in order])[:, None]
@@ -101,11 +101,11 @@ def _laid_out(plan: SlotPlan) -> _Blocks:
     )
 
 
-def _steps(fresh: Sequence[tuple[int, int]], device: torch.device) -> list[Step]:
+def _steps(fresh: Sequence[tuple[int, int]], device: torch.device) -> list[ScanStep]:
     """`fresh` are the new rows of each item, half-open."""
     if all(stop - first == 1 for first, stop in fresh):  # decode: all at once
         return [(torch.arange(len(fresh), device=device), torch.tensor([first for first, _ in fresh], device=device))]
-    steps: list[Step] = []
+    steps: list[ScanStep] = []
     for row in range(BLOCK):
         items = [item for item, (first, stop) in enumerate(fresh) if first <= row < stop]
         if items:

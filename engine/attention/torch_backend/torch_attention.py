@@ -27,18 +27,18 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from engine.attention.attention_backend import Scores
-from engine.attention.attention_plan import BLOCK_TOKENS, AttentionPlan, Tables
+from engine.attention.attention_backend import ScoreOptions
+from engine.attention.attention_plan import BLOCK_TOKENS, AttentionPlan, BackendPlan
 from engine.attention.torch_backend.attention_tiles import (
     _GATHER_ELEMENTS,
     _MASKED,
     _SCORE_ELEMENTS,
-    _Batch,
     _batch,
     _low,
     _parts,
     _Tile,
     _tile_queries,
+    _TileBatch,
 )
 from engine.attention.torch_backend.torch_latent import TorchLatent
 from engine.attention.torch_backend.torch_recurrence import TorchRecurrence
@@ -53,11 +53,13 @@ class TorchAttention:
         self.latent = TorchLatent(numerics, self)
         self.recurrence = TorchRecurrence(numerics)
 
-    def attend(self, q_thd: Tensor, k_pages: Tensor, v_pages: Tensor, plan: AttentionPlan, scores: Scores) -> Tensor:
+    def attend(
+        self, q_thd: Tensor, k_pages: Tensor, v_pages: Tensor, plan: AttentionPlan, scores: ScoreOptions
+    ) -> Tensor:
         """As `Attention.attend`; values may have another width than keys."""
         heads, kv_heads, dim = q_thd.shape[1], k_pages.shape[2], k_pages.shape[3]
         key = f"torch attention {heads} {kv_heads} {dim} {scores.window}"
-        batches: list[_Batch] | None = plan.scratch.get(key)
+        batches: list[_TileBatch] | None = plan.scratch.get(key)
         if batches is None:
             batches = plan.scratch[key] = self._split(plan, heads, kv_heads, dim, scores.window)
         q_scaled = q_thd.float() * scores.scale
@@ -67,7 +69,7 @@ class TorchAttention:
             self._attend_batch(batch, q_scaled, k_rows, v_rows, kv_heads, out_thd, scores)
         return out_thd
 
-    def stale(self, plan: Tables, epochs_e: Tensor) -> Tensor:
+    def stale(self, plan: BackendPlan, epochs_e: Tensor) -> Tensor:
         assert plan.epochs_bp is not None, "the plan has epochs"
         if plan.tables_bp.is_cpu:
             # numpy's way from one small operation to the next is shorter, and this is done in every step.
@@ -77,13 +79,13 @@ class TorchAttention:
 
     def _attend_batch(
         self,
-        batch: _Batch,
+        batch: _TileBatch,
         q_thd: Tensor,
         k_rows: Tensor,
         v_rows: Tensor,
         kv_heads: int,
         out_thd: Tensor,
-        scores: Scores,
+        scores: ScoreOptions,
     ) -> None:
         tiles, items = len(batch.query_ur), len(batch.tile_w)
         (heads, dim), value_dim = q_thd.shape[1:], v_rows.shape[1]
@@ -128,7 +130,7 @@ class TorchAttention:
         result = result.reshape(tiles * batch.queries, heads, value_dim)
         out_thd.index_copy_(0, batch.out_queries, result.index_select(0, batch.out_rows).to(out_thd.dtype))
 
-    def _split(self, plan: AttentionPlan, heads: int, kv_heads: int, dim: int, window: int) -> list[_Batch]:
+    def _split(self, plan: AttentionPlan, heads: int, kv_heads: int, dim: int, window: int) -> list[_TileBatch]:
         """Cut the step's queries into tiles and the tiles into batches of bounded size."""
         offsets, starts = plan.offsets_b.tolist(), plan.starts_b.tolist()
         by_size: dict[int, list[_Tile]] = {}
@@ -158,7 +160,7 @@ def _expanded(mask_wrn: Tensor, group: int, rows: int) -> Tensor:
     return F.pad(mask, (0, 0, 0, rows - mask.shape[2])) if rows > mask.shape[2] else mask
 
 
-def _weights(batch: _Batch, s_wkrn: Tensor, sink_kr: Tensor | None) -> tuple[Tensor, Tensor | None]:
+def _weights(batch: _TileBatch, s_wkrn: Tensor, sink_kr: Tensor | None) -> tuple[Tensor, Tensor | None]:
     """exp(block maximum - row maximum) of each item's rows, [W, kv_heads, rows]: exactly 0 where all is masked.
 
     With sinks, also theirs: [U, kv_heads, rows].

@@ -17,9 +17,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from engine.attention.attention_backend import Attention, Scores
+from engine.attention.attention_backend import AttentionBackend, ScoreOptions
 from engine.attention.attention_plan import AttentionPlan
-from engine.attention.latent_backend import IndexKeys, Selection
+from engine.attention.latent_backend import IndexKeys, SparseSelection
 from engine.tensors.row_exact_linear import Numerics
 
 INDEX_BLOCK = 128
@@ -60,12 +60,12 @@ class _Parts:
 class TorchLatent:
     """The latent interface over the torch attention."""
 
-    def __init__(self, numerics: Numerics, attention: Attention) -> None:
+    def __init__(self, numerics: Numerics, attention: AttentionBackend) -> None:
         self._numerics, self._attention = numerics, attention
 
     def attend(self, q_thd: Tensor, latents: Tensor, plan: AttentionPlan, scale: float, value_dim: int) -> Tensor:
         k_pages = latents.unsqueeze(2)
-        return self._attention.attend(q_thd, k_pages, k_pages[..., :value_dim], plan, Scores(scale))
+        return self._attention.attend(q_thd, k_pages, k_pages[..., :value_dim], plan, ScoreOptions(scale))
 
     def store_keys(self, keys_td: Tensor, into: IndexKeys, plan: AttentionPlan) -> None:
         if plan.muted_t is not None:
@@ -82,21 +82,21 @@ class TorchLatent:
 
     def select(
         self, q_thd: Tensor, weights_th: Tensor, keys: IndexKeys, plan: AttentionPlan, top_k: int
-    ) -> Selection | None:
+    ) -> SparseSelection | None:
         parts = _parts(plan, top_k)
         if not parts.tiles:
             return None
         q_thd, weights_th = q_thd.float(), weights_th.float()
         found = [self._choose(tiles, q_thd, weights_th, keys, plan, top_k) for tiles in parts.tiles]
         rows_s, slots_sk, positions_sk = (torch.cat(each) for each in zip(*found, strict=True))
-        return Selection(rows_s, slots_sk, positions_sk)
+        return SparseSelection(rows_s, slots_sk, positions_sk)
 
     def attend_selected(
         self,
         q_thd: Tensor,
         latents: Tensor,
         plan: AttentionPlan,
-        selection: Selection | None,
+        selection: SparseSelection | None,
         scale: float,
         value_dim: int,
     ) -> Tensor:

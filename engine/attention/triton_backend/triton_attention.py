@@ -19,8 +19,8 @@ from engine.attention.triton_backend.triton_latent import TritonLatent
 from engine.attention.triton_backend.triton_recurrence import TritonRecurrence
 
 if TYPE_CHECKING:
-    from engine.attention.attention_backend import Scores
-    from engine.attention.attention_plan import AttentionPlan, Tables
+    from engine.attention.attention_backend import ScoreOptions
+    from engine.attention.attention_plan import AttentionPlan, BackendPlan
 
 
 MAX_HEAD_DIM = 512
@@ -41,7 +41,7 @@ class _Call:
     v_pages: Tensor
     out_thd: Tensor
     plan: AttentionPlan
-    scores: Scores
+    scores: ScoreOptions
 
     @property
     def scale_log2(self) -> float:
@@ -90,7 +90,9 @@ class TritonAttention:
         self._block = block_tokens
         self._split = split_tokens
 
-    def attend(self, q_thd: Tensor, k_pages: Tensor, v_pages: Tensor, plan: AttentionPlan, scores: Scores) -> Tensor:
+    def attend(
+        self, q_thd: Tensor, k_pages: Tensor, v_pages: Tensor, plan: AttentionPlan, scores: ScoreOptions
+    ) -> Tensor:
         """Each query attends to its sequence's positions up to its own that it sees.
 
         q_thd: [T, heads, head_dim] float32, float16 or bfloat16, packed by `plan.offsets_b`; k_pages and v_pages:
@@ -110,7 +112,7 @@ class TritonAttention:
             self._extend(call)
         return out_thd
 
-    def stale(self, plan: Tables, epochs_e: Tensor) -> Tensor:
+    def stale(self, plan: BackendPlan, epochs_e: Tensor) -> Tensor:
         """Which sequences' tables name a page whose epoch in `epochs_e` ([pages] int32) is another by now: [B] bool."""
         assert plan.epochs_bp is not None, "the plan has epochs"
         batch, width = plan.tables_bp.shape

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from contracts.errors import ConfigError
 from engine.attention.attention_plan import AttentionPlan
-from engine.attention.latent_backend import IndexKeys, Selection
+from engine.attention.latent_backend import IndexKeys, SparseSelection
 from engine.attention.triton_backend import attention_kernels as triton_kernels
 from engine.attention.triton_backend import latent_kernels as kernels
 
@@ -65,7 +65,7 @@ class TritonLatent:
 
     def select(
         self, q_thd: Tensor, weights_th: Tensor, keys: IndexKeys, plan: AttentionPlan, top_k: int
-    ) -> Selection | None:
+    ) -> SparseSelection | None:
         """As `LatentAttention.select`; every query is in `rows_s`, and those that see less than top_k say how much."""
         count, heads, dim = q_thd.shape
         width = plan.tables_bp.shape[1] * plan.page_tokens
@@ -93,14 +93,14 @@ class TritonLatent:
             scores.stride(0), top_k, plan.tables_bp.stride(0), top_k,
             PAGE_TOKENS=plan.page_tokens, BLOCK=min(_SELECT_BLOCK, triton.next_power_of_2(columns)),
         )  # fmt: skip
-        return Selection(rows, slots_sk, positions_sk, {"counts": counts_s})
+        return SparseSelection(rows, slots_sk, positions_sk, {"counts": counts_s})
 
     def attend_selected(
         self,
         q_thd: Tensor,
         latents: Tensor,
         plan: AttentionPlan,
-        selection: Selection | None,
+        selection: SparseSelection | None,
         scale: float,
         value_dim: int,
     ) -> Tensor:
@@ -117,7 +117,7 @@ class TritonLatent:
             self._extend(q_thd, by_token, out_thd, by_query, scale)
         return out_thd
 
-    def _by_query(self, selection: Selection) -> AttentionPlan:
+    def _by_query(self, selection: SparseSelection) -> AttentionPlan:
         """Each query as a sequence of its own, whose pages are the selected slots."""
         if "plan" not in selection.scratch:
             counts_s = selection.scratch["counts"]

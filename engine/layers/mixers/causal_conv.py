@@ -8,9 +8,9 @@ import torch
 from torch import Tensor
 
 from cache.memory.kv_cache_spec import BufferSpec, IndexSpace
-from engine.layers.forward_context import Place, StepContext
+from engine.layers.forward_context import ForwardContext, LayerPlace
 from engine.layers.norm import silu
-from engine.tensors.shard import Axis, Shard
+from engine.tensors.shard import Shard, ShardAxis
 from engine.tensors.weight_loader import Weights
 
 
@@ -30,9 +30,16 @@ class CausalConv:
     """silu(convolution), with the channels of one rank. Its inputs before a step are in buffers of the state pool."""
 
     def __init__(
-        self, weights: Weights, place: Place, buffers: Sequence[str], parts: Sequence[Axis], kernel: int, *, bias: bool
+        self,
+        weights: Weights,
+        place: LayerPlace,
+        buffers: Sequence[str],
+        parts: Sequence[ShardAxis],
+        kernel: int,
+        *,
+        bias: bool,
     ) -> None:
-        """`parts` are the channels of each of `buffers`: ranges of the whole axis, `Axis.whole`."""
+        """`parts` are the channels of each of `buffers`: ranges of the whole axis, `ShardAxis.whole`."""
         whole = parts[0].whole
         self._place, self._buffers = place, tuple(buffers)
         self._weight_kc = torch.cat([weights.tensor("weight", part, 1, kernel) for part in parts])[:, 0].float().t()
@@ -40,7 +47,7 @@ class CausalConv:
         self._bias_c = torch.cat([weights.tensor("bias", part) for part in parts]).float() if bias else None
         assert all(part.whole == whole for part in parts), "the channels are parts of one axis"
 
-    def __call__(self, x_tc: Tensor, ctx: StepContext) -> Tensor:
+    def __call__(self, x_tc: Tensor, ctx: ForwardContext) -> Tensor:
         """Of tokens, [T, channels] in the model's dtype; the slots get the last inputs."""
         buffers = ctx.buffers(self._place)
         states = [buffers[name] for name in self._buffers]

@@ -15,9 +15,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from cache.memory.kv_cache_spec import BufferSpec, IndexSpace
-from engine.attention.latent_backend import IndexKeys, Selection
+from engine.attention.latent_backend import IndexKeys, SparseSelection
 from engine.attention.torch_backend.torch_latent import INDEX_BLOCK
-from engine.layers.forward_context import Place, StepContext
+from engine.layers.forward_context import ForwardContext, LayerPlace
 from engine.layers.mixers.mla import halves
 from engine.layers.rope import RopeTable, rotate
 from engine.tensors.weight_loader import Weights
@@ -53,10 +53,10 @@ def index_buffers(
     )
 
 
-class Indexer:
+class DSAIndexer:
     """Chooses what a layer reads, and leaves the choice for the layers after it that share it."""
 
-    def __init__(self, weights: Weights, place: Place, rope: RopeTable, shape: IndexShape) -> None:
+    def __init__(self, weights: Weights, place: LayerPlace, rope: RopeTable, shape: IndexShape) -> None:
         """`place` counts the layers that have index keys."""
         self._place, self._rope, self._shape = place, rope, shape
         keys = weights.tensor("wk.weight", shape.dim, shape.hidden)
@@ -73,7 +73,7 @@ class Indexer:
         self._scale = shape.dim**-0.5 * shape.heads**-0.5
         weights.products.extend((batch, shape.dim, INDEX_BLOCK) for batch in (1, 5))
 
-    def __call__(self, h_mh: Tensor, low_mr: Tensor, ctx: StepContext) -> Selection | None:
+    def __call__(self, h_mh: Tensor, low_mr: Tensor, ctx: ForwardContext) -> SparseSelection | None:
         shape, plan, buffers = self._shape, ctx.plans[self._place.pool], ctx.buffers(self._place)
         keys, weights_mh = torch.split(ctx.linear(h_mh, self._keys_weights), [shape.dim, shape.heads], dim=-1)
         key_md = F.layer_norm(keys, (shape.dim,), self._norm_d, self._bias_d, _NORM_EPS)
@@ -89,7 +89,7 @@ class Indexer:
         return selection
 
 
-def shared_selection(h_mh: Tensor, low_mr: Tensor, ctx: StepContext) -> Selection | None:
+def shared_selection(h_mh: Tensor, low_mr: Tensor, ctx: ForwardContext) -> SparseSelection | None:
     """What the last layer before that has an indexer chose."""
-    found: Selection | None = ctx.scratch[_SELECTION]
+    found: SparseSelection | None = ctx.scratch[_SELECTION]
     return found

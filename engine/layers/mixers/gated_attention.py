@@ -5,9 +5,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from engine.attention.attention_backend import Scores
+from engine.attention.attention_backend import ScoreOptions
 from engine.attention.attention_plan import BLOCK_TOKENS
-from engine.layers.forward_context import Place, StepContext
+from engine.layers.forward_context import ForwardContext, LayerPlace
 from engine.layers.mixers.head_attention import store
 from engine.layers.norm import rms_norm, sigmoid
 from engine.layers.rope import RopeTable, rotate
@@ -24,7 +24,7 @@ class GatedAttention:
     def __init__(
         self,
         weights: Weights,
-        place: Place,
+        place: LayerPlace,
         rope: RopeTable,
         *,
         hidden: int,
@@ -42,13 +42,13 @@ class GatedAttention:
         q, kv = shard.axis(heads, 2 * head_dim), shard.axis(kv_heads, head_dim)
         self._qkv = weights.linear({"q_proj": q, "k_proj": kv, "v_proj": kv}, hidden, bias=bias)
         self._out = weights.linear({"o_proj": hidden}, shard.axis(heads, head_dim), bias=bias)
-        self._scores = Scores(head_dim**-0.5)
+        self._scores = ScoreOptions(head_dim**-0.5)
         norms = [weights.tensor(f"{name}.weight", head_dim).float() + 1.0 for name in ("q_norm", "k_norm")]
         self._qk_norm_nd = torch.cat((norms[0].expand(self._heads, -1), norms[1].expand(self._kv, -1)))
         for k, n in ((head_dim, BLOCK_TOKENS), (BLOCK_TOKENS, head_dim)):
             weights.products.extend((batch, k, n) for batch in (self._kv, 5 * self._kv))
 
-    def __call__(self, h_mh: Tensor, ctx: StepContext) -> Tensor:
+    def __call__(self, h_mh: Tensor, ctx: ForwardContext) -> Tensor:
         plan, buffers = ctx.plans[self._place.pool], ctx.buffers(self._place)
         rows, dim = ctx.linear(h_mh, self._qkv), self._dim
         wide, k, v = torch.split(rows, [2 * self._heads * dim, self._kv * dim, self._kv * dim], dim=1)

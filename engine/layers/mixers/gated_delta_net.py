@@ -10,10 +10,10 @@ from torch import Tensor
 
 from cache.memory.kv_cache_spec import BufferSpec
 from engine.attention.recurrence_backend import ScanState, scan_buffers
-from engine.layers.forward_context import Place, StepContext
+from engine.layers.forward_context import ForwardContext, LayerPlace
 from engine.layers.mixers.causal_conv import CausalConv, conv_buffer
 from engine.layers.norm import rms_norm, sigmoid, silu, softplus
-from engine.tensors.shard import Axis, Shard
+from engine.tensors.shard import Shard, ShardAxis
 from engine.tensors.weight_loader import Weights
 
 _L2_EPS = 1e-6
@@ -87,7 +87,9 @@ def grouped(weights: Weights, shape: DeltaShape) -> list[Tensor]:
 class GatedDelta:
     """The mixer of a gated delta layer."""
 
-    def __init__(self, weights: Weights, place: Place, shape: DeltaShape, eps: float, projection: Projection) -> None:
+    def __init__(
+        self, weights: Weights, place: LayerPlace, shape: DeltaShape, eps: float, projection: Projection
+    ) -> None:
         self._place, self._shape, self._eps = place, shape, eps
         parts = projection(weights, shape)
         self._widths = [len(part) for part in parts]
@@ -100,7 +102,7 @@ class GatedDelta:
         self._norm_v = weights.tensor("norm.weight", shape.value_dim)
         self._out = weights.linear({"out_proj": shape.hidden}, _axes(shape, weights.shard)[2])
 
-    def __call__(self, h_mh: Tensor, ctx: StepContext) -> Tensor:
+    def __call__(self, h_mh: Tensor, ctx: ForwardContext) -> Tensor:
         shape, rows = self._shape, ctx.linear(h_mh, self._in)[: ctx.count]
         qkv, z, b, a = torch.split(rows, [sum(self._widths[:3]), *self._widths[3:]], dim=1)
         q, k, v = torch.split(self._conv(qkv, ctx).float(), self._widths[:3], dim=1)
@@ -117,17 +119,17 @@ class GatedDelta:
         return ctx.linear(ctx.padded(gated.to(rows.dtype).flatten(1)), self._out)
 
 
-def _axes(shape: DeltaShape, shard: Shard) -> tuple[Axis, Axis, Axis]:
+def _axes(shape: DeltaShape, shard: Shard) -> tuple[ShardAxis, ShardAxis, ShardAxis]:
     keys = shard.axis(shape.key_heads, shape.key_dim, "key heads")
     return keys, keys, shard.axis(shape.value_heads, shape.value_dim, "value heads")
 
 
-def _conv_parts(shape: DeltaShape, shard: Shard) -> list[Axis]:
+def _conv_parts(shape: DeltaShape, shard: Shard) -> list[ShardAxis]:
     """Queries, keys and values of this rank, as ranges of the axis that has all of them one after the other."""
     axes = _axes(shape, shard)
     whole, parts, at = sum(axis.whole for axis in axes), [], 0
     for axis in axes:
-        parts.append(Axis(whole, at + axis.first, axis.count))
+        parts.append(ShardAxis(whole, at + axis.first, axis.count))
         at += axis.whole
     return parts
 

@@ -6,9 +6,9 @@ import torch
 from torch import Tensor
 
 from cache.memory.kv_cache_spec import BufferSpec
-from engine.attention.attention_backend import Scores
+from engine.attention.attention_backend import ScoreOptions
 from engine.attention.attention_plan import BLOCK_TOKENS, AttentionPlan
-from engine.layers.forward_context import Place, StepContext
+from engine.layers.forward_context import ForwardContext, LayerPlace
 from engine.layers.norm import rms_norm
 from engine.layers.rope import RopeTable, rotate
 from engine.native.current_kernels import in_use, kernels_for
@@ -38,7 +38,7 @@ class HeadAttention:
     def __init__(
         self,
         weights: Weights,
-        place: Place,
+        place: LayerPlace,
         rope: RopeTable | None,
         *,
         hidden: int,
@@ -62,7 +62,7 @@ class HeadAttention:
         self._qkv = weights.linear({"q_proj": q, "k_proj": kv, "v_proj": kv}, hidden, bias=bias)
         self._out = weights.linear({"o_proj": hidden}, q, bias=out_bias)
         sinks_h = weights.tensor("sinks", shard.axis(heads), dtype=torch.float32) if sinks else None
-        self._scores = Scores(head_dim**-0.5 if scale is None else scale, window, sinks_h=sinks_h)
+        self._scores = ScoreOptions(head_dim**-0.5 if scale is None else scale, window, sinks_h=sinks_h)
         self._eps = qk_norm_eps
         if qk_norm_eps is not None:
             q_norm, k_norm = weights.tensor("q_norm.weight", head_dim), weights.tensor("k_norm.weight", head_dim)
@@ -73,7 +73,7 @@ class HeadAttention:
         for k, n in ((head_dim, BLOCK_TOKENS), (BLOCK_TOKENS, head_dim)):
             weights.products.extend((batch, k, n) for batch in (self._kv, 5 * self._kv))
 
-    def __call__(self, h_mh: Tensor, ctx: StepContext) -> Tensor:
+    def __call__(self, h_mh: Tensor, ctx: ForwardContext) -> Tensor:
         plan, buffers = ctx.plans[self._place.pool], ctx.buffers(self._place)
         k_pages, v_pages = buffers["k"], buffers["v"]
         q = self._queries(ctx.linear(h_mh, self._qkv), ctx, plan, k_pages, v_pages)
@@ -81,7 +81,7 @@ class HeadAttention:
         return ctx.linear(ctx.padded(out.reshape(ctx.count, -1)), self._out)
 
     def _queries(
-        self, qkv_mn: Tensor, ctx: StepContext, plan: AttentionPlan, k_pages: Tensor, v_pages: Tensor
+        self, qkv_mn: Tensor, ctx: ForwardContext, plan: AttentionPlan, k_pages: Tensor, v_pages: Tensor
     ) -> Tensor:
         """Norm and rotate queries and keys, store keys and values; returns the queries, [T, heads, head_dim]."""
         turns = ctx.rope(self._rope) if self._rope is not None else None

@@ -14,10 +14,10 @@ from torch import Tensor
 from cache.memory.kv_cache_spec import BufferSpec
 from contracts.checkpoint.json_fields import JsonFields
 from engine.attention.recurrence_backend import ScanState, scan_buffers
-from engine.layers.forward_context import Place, StepContext
+from engine.layers.forward_context import ForwardContext, LayerPlace
 from engine.layers.mixers.causal_conv import CausalConv, conv_buffer
 from engine.layers.norm import silu, softplus
-from engine.tensors.shard import Axis, Shard
+from engine.tensors.shard import Shard, ShardAxis
 from engine.tensors.weight_loader import Weights
 
 _CONVS = ("conv_x", "conv_b", "conv_c")
@@ -71,7 +71,7 @@ def mamba_buffers(layers: int, shape: MambaShape, dtype: torch.dtype, shard: Sha
 class Mamba2:
     """The mixer of a Mamba-2 layer."""
 
-    def __init__(self, weights: Weights, place: Place, shape: MambaShape) -> None:
+    def __init__(self, weights: Weights, place: LayerPlace, shape: MambaShape) -> None:
         self._place, self._shape, shard = place, shape, weights.shard
         heads = shard.axis(shape.heads, shape.head_dim, "Mamba heads")
         groups = shard.axis(shape.groups, shape.state_dim, "groups of Mamba heads")
@@ -93,7 +93,7 @@ class Mamba2:
         self._norm = _GroupNorm(weights, shape, heads) if shape.normed else None
         self._out = weights.linear({"out_proj": shape.hidden}, heads, bias=shape.out_bias)
 
-    def __call__(self, h_mh: Tensor, ctx: StepContext) -> Tensor:
+    def __call__(self, h_mh: Tensor, ctx: ForwardContext) -> Tensor:
         shape, rows = self._shape, ctx.linear(h_mh, self._in)[: ctx.count]
         if self._scaled:
             rows = rows * self._scale_n
@@ -120,14 +120,14 @@ class Mamba2:
 class _GroupNorm:
     """Root-mean-square norm of each group of heads, in float32; a group may lie on several ranks."""
 
-    def __init__(self, weights: Weights, shape: MambaShape, heads: Axis) -> None:
+    def __init__(self, weights: Weights, shape: MambaShape, heads: ShardAxis) -> None:
         self._weight_n = weights.tensor("norm.weight", heads).float()
         self._eps, self._groups = shape.eps, shape.groups
         self._size = heads.whole // shape.groups
         self._here = range(heads.first // self._size, -(-(heads.first + heads.count) // self._size))
         self._split = heads.count % self._size != 0
 
-    def __call__(self, x_tn: Tensor, ctx: StepContext) -> Tensor:
+    def __call__(self, x_tn: Tensor, ctx: ForwardContext) -> Tensor:
         x_tgn = x_tn.view(len(x_tn), len(self._here), -1)
         squares_tg = x_tgn.square().sum(-1)
         if self._split:
@@ -157,10 +157,10 @@ def numbers(config: JsonFields, key: str, count: int, default: tuple[float, ...]
     return tuple(float(value) for value in values)
 
 
-def _ranges(axes: list[Axis]) -> list[Axis]:
+def _ranges(axes: list[ShardAxis]) -> list[ShardAxis]:
     """Parts that lie one after the other on one axis, as ranges of it."""
     whole, out, at = sum(axis.whole for axis in axes), [], 0
     for axis in axes:
-        out.append(Axis(whole, at + axis.first, axis.count))
+        out.append(ShardAxis(whole, at + axis.first, axis.count))
         at += axis.whole
     return out

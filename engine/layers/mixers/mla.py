@@ -18,23 +18,23 @@ from torch import Tensor
 
 from cache.memory.kv_cache_spec import BufferSpec
 from engine.attention.attention_plan import BLOCK_TOKENS
-from engine.attention.latent_backend import Selection
-from engine.layers.forward_context import Place, StepContext
+from engine.attention.latent_backend import SparseSelection
+from engine.layers.forward_context import ForwardContext, LayerPlace
 from engine.layers.mixers.head_attention import store
 from engine.layers.norm import rms_norm
 from engine.layers.rope import RopeTable, rotate
-from engine.tensors.row_exact_linear import HeadLinear, Linear
+from engine.tensors.row_exact_linear import HeadLinear, RowExactLinear
 from engine.tensors.weight_loader import Weights
 
 _NORM_EPS = 1e-6
 """Of the norms of the two compressed vectors, whatever the model's own is."""
 
-Selector = Callable[[Tensor, Tensor, StepContext], Selection | None]
+SparseSelector = Callable[[Tensor, Tensor, ForwardContext], SparseSelection | None]
 """Chooses what a layer reads, from its normed input [M, hidden] and the normed compressed queries [M, q_rank]."""
 
 
 @dataclass(frozen=True)
-class LatentShape:
+class MLAShape:
     """The numbers of a latent attention layer, as DeepSeek's `config.json` has them."""
 
     hidden: int
@@ -63,7 +63,7 @@ class LatentShape:
         return self.plain_dim + self.rope_dim
 
 
-def latent_buffer(layers: int, shape: LatentShape, dtype: torch.dtype) -> BufferSpec:
+def latent_buffer(layers: int, shape: MLAShape, dtype: torch.dtype) -> BufferSpec:
     """Buffer ``latent`` of `layers` layers: the same on every rank."""
     return BufferSpec("latent", layers, (shape.entry_dim,), dtype)
 
@@ -77,11 +77,16 @@ def halves(weight: Tensor, first: int, count: int) -> Tensor:
     return torch.cat((weight[:first], turning[0::2], turning[1::2], weight[first + count :]))
 
 
-class LatentMixer:
+class MLA:
     """The attention sub-layer."""
 
     def __init__(
-        self, weights: Weights, place: Place, rope: RopeTable, shape: LatentShape, selector: Selector | None = None
+        self,
+        weights: Weights,
+        place: LayerPlace,
+        rope: RopeTable,
+        shape: MLAShape,
+        selector: SparseSelector | None = None,
     ) -> None:
         """`selector` chooses what is read; without one it is everything."""
         self._place, self._rope, self._shape, self._selector = place, rope, shape, selector
@@ -94,7 +99,7 @@ class LatentMixer:
         for k, n in ((shape.entry_dim, BLOCK_TOKENS), (BLOCK_TOKENS, shape.rank)):
             weights.products.extend((batch, k, n) for batch in (1, 5))
 
-    def __call__(self, h_mh: Tensor, ctx: StepContext) -> Tensor:
+    def __call__(self, h_mh: Tensor, ctx: ForwardContext) -> Tensor:
         shape, rows = self._shape, len(h_mh)
         plan, latents = ctx.plans[self._place.pool], ctx.buffers(self._place)["latent"]
         down = ctx.linear(h_mh, self._down)
@@ -122,7 +127,7 @@ class LatentMixer:
         """Width of what `down` gives for queries: compressed ones, or the queries themselves."""
         return self._shape.q_rank or self._heads * self._shape.q_dim
 
-    def _queries(self, weights: Weights) -> tuple[Linear, Tensor | None, Linear | None]:
+    def _queries(self, weights: Weights) -> tuple[RowExactLinear, Tensor | None, RowExactLinear | None]:
         """The product that reads the layer's input; the norm of compressed queries and the product behind it."""
         shape = self._shape
         key_value, key_bias = _taken(weights, "kv_a_proj_with_mqa", shape.entry_dim, shape.hidden, bias=shape.bias)
@@ -136,7 +141,7 @@ class LatentMixer:
         norm = weights.tensor("q_a_layernorm.weight", shape.q_rank)
         return down, norm, weights.made(self._by_head(weights, "q_b_proj", shape.q_rank))
 
-    def _made(self, weights: Weights, parts: tuple[Tensor, ...], biases: tuple[Tensor, ...]) -> Linear:
+    def _made(self, weights: Weights, parts: tuple[Tensor, ...], biases: tuple[Tensor, ...]) -> RowExactLinear:
         return weights.made(torch.cat(parts), torch.cat(biases) if self._shape.bias else None)
 
     def _by_head(self, weights: Weights, name: str, columns: int) -> Tensor:

@@ -12,13 +12,13 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from engine.layers.forward_context import StepContext
+from engine.layers.forward_context import ForwardContext
 from engine.layers.norm import rms_norm, sigmoid
 from engine.tensors.weight_loader import Weights
 
 
 @dataclass(frozen=True, slots=True)
-class Routes:
+class ExpertRoutes:
     """Where the rows of a step go."""
 
     experts_mk: Tensor
@@ -27,7 +27,7 @@ class Routes:
     """[M, k] float32: what each counts for in the row's sum."""
 
 
-Router = Callable[[Tensor, StepContext], Routes]
+ExpertRouter = Callable[[Tensor, ForwardContext], ExpertRoutes]
 """From activations [M, hidden], padding included."""
 
 
@@ -41,12 +41,12 @@ class SoftmaxRouter:
         self._linear = weights.linear({name: experts}, hidden)
         self._top_k, self._normalise = top_k, normalise
 
-    def __call__(self, h_mh: Tensor, ctx: StepContext) -> Routes:
+    def __call__(self, h_mh: Tensor, ctx: ForwardContext) -> ExpertRoutes:
         chosen = ctx.linear(h_mh, self._linear).float().softmax(-1).topk(self._top_k)
         weights_mk = chosen.values
         if self._normalise:
             weights_mk = weights_mk / weights_mk.sum(-1, keepdim=True)
-        return Routes(chosen.indices, weights_mk.to(h_mh.dtype).float())
+        return ExpertRoutes(chosen.indices, weights_mk.to(h_mh.dtype).float())
 
 
 class ScaledSoftmaxRouter:
@@ -62,11 +62,11 @@ class ScaledSoftmaxRouter:
         self._ones_h = torch.ones(hidden, device=weights.device)
         self._top_k, self._root, self._eps = top_k, hidden**-0.5, eps
 
-    def __call__(self, h_mh: Tensor, ctx: StepContext) -> Routes:
+    def __call__(self, h_mh: Tensor, ctx: ForwardContext) -> ExpertRoutes:
         scaled_mh = rms_norm(h_mh, self._ones_h, self._eps).mul_(self._scale_h).mul_(self._root)
         chosen = ctx.linear(scaled_mh, self._linear).float().softmax(-1).topk(self._top_k)
         weights_mk = chosen.values / chosen.values.sum(-1, keepdim=True)
-        return Routes(chosen.indices, weights_mk.mul_(self._factor_e[chosen.indices]))
+        return ExpertRoutes(chosen.indices, weights_mk.mul_(self._factor_e[chosen.indices]))
 
 
 class ChosenSoftmaxRouter:
@@ -78,10 +78,10 @@ class ChosenSoftmaxRouter:
         self._linear = weights.linear({name: experts}, hidden, bias=bias)
         self._top_k = top_k
 
-    def __call__(self, h_mh: Tensor, ctx: StepContext) -> Routes:
+    def __call__(self, h_mh: Tensor, ctx: ForwardContext) -> ExpertRoutes:
         chosen = ctx.linear(h_mh, self._linear).topk(self._top_k)
         weights_mk = chosen.values.float().softmax(-1)
-        return Routes(chosen.indices, weights_mk.to(h_mh.dtype).float())
+        return ExpertRoutes(chosen.indices, weights_mk.to(h_mh.dtype).float())
 
 
 class SigmoidRouter:
@@ -115,13 +115,13 @@ class SigmoidRouter:
         self._top_k, self._groups, self._top_groups = top_k, groups, top_groups
         self._normalise, self._scale = normalise, scale
 
-    def __call__(self, h_mh: Tensor, ctx: StepContext) -> Routes:
+    def __call__(self, h_mh: Tensor, ctx: ForwardContext) -> ExpertRoutes:
         scores_me = sigmoid(ctx.linear(h_mh.float(), self._linear))
         experts_mk = self._in_groups(scores_me + self._correction_e).topk(self._top_k, sorted=False).indices
         weights_mk = scores_me.gather(1, experts_mk)
         if self._normalise:
             weights_mk = weights_mk / (weights_mk.sum(-1, keepdim=True) + 1e-20)
-        return Routes(experts_mk, weights_mk * self._scale)
+        return ExpertRoutes(experts_mk, weights_mk * self._scale)
 
     def _in_groups(self, scores_me: Tensor) -> Tensor:
         """The scores, with those outside the best groups out of reach."""

@@ -8,11 +8,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from engine.layers.moe.expert_router import Routes
+from engine.layers.moe.expert_router import ExpertRoutes
 from engine.layers.norm import gelu_tanh, sigmoid, silu
 from engine.native.current_kernels import kernels_for
-from engine.tensors.row_exact_linear import Linear, Numerics
-from engine.tensors.shard import Axis
+from engine.tensors.row_exact_linear import Numerics, RowExactLinear
+from engine.tensors.shard import ShardAxis
 from engine.tensors.weight_loader import Weights
 
 Activation = Callable[[Tensor], Tensor]
@@ -51,7 +51,7 @@ def relu_squared(up: Tensor) -> Tensor:
 
 
 @dataclass(frozen=True, slots=True)
-class Expert:
+class ExpertWeights:
     """One expert's weights, as one rank holds them."""
 
     up_nh: Tensor
@@ -63,7 +63,7 @@ class Expert:
 
 
 @dataclass(frozen=True, slots=True)
-class Sizes:
+class ExpertSizes:
     """The experts of one layer. `inner` is one expert's, over all ranks."""
 
     experts: int
@@ -71,38 +71,38 @@ class Sizes:
     inner: int
 
 
-Reader = Callable[[Weights, int, Sizes, Axis], Expert]
+ExpertReader = Callable[[Weights, int, ExpertSizes, ShardAxis], ExpertWeights]
 """Reads expert `number` below ``experts.``; the axis is that of the inner units, as divided among ranks."""
 
 
-def plain_expert(weights: Weights, number: int, sizes: Sizes, units: Axis) -> Expert:
+def plain_expert(weights: Weights, number: int, sizes: ExpertSizes, units: ShardAxis) -> ExpertWeights:
     """An expert with a gate: one by one as published, or fused as [experts, 2 * inner, hidden]."""
     if not _fused(weights):
         mine = weights.scope(f"{number}.")
         gate_up = [mine.tensor(f"{name}.weight", units, sizes.hidden) for name in ("gate_proj", "up_proj")]
-        return Expert(torch.cat(gate_up), mine.tensor("down_proj.weight", sizes.hidden, units))
-    one = Axis(sizes.experts, number, 1)
+        return ExpertWeights(torch.cat(gate_up), mine.tensor("down_proj.weight", sizes.hidden, units))
+    one = ShardAxis(sizes.experts, number, 1)
     gate_up = [weights.tensor("gate_up_proj", one, part, sizes.hidden)[0] for part in _halves(units)]
-    return Expert(torch.cat(gate_up), weights.tensor("down_proj", one, sizes.hidden, units)[0])
+    return ExpertWeights(torch.cat(gate_up), weights.tensor("down_proj", one, sizes.hidden, units)[0])
 
 
-def ungated_expert(weights: Weights, number: int, sizes: Sizes, units: Axis) -> Expert:
+def ungated_expert(weights: Weights, number: int, sizes: ExpertSizes, units: ShardAxis) -> ExpertWeights:
     """An expert without a gate: one by one, or fused as [experts, inner, hidden]."""
     if not _fused(weights):
         mine = weights.scope(f"{number}.")
-        return Expert(
+        return ExpertWeights(
             mine.tensor("up_proj.weight", units, sizes.hidden), mine.tensor("down_proj.weight", sizes.hidden, units)
         )
-    one = Axis(sizes.experts, number, 1)
-    return Expert(
+    one = ShardAxis(sizes.experts, number, 1)
+    return ExpertWeights(
         weights.tensor("up_proj", one, units, sizes.hidden)[0],
         weights.tensor("down_proj", one, sizes.hidden, units)[0],
     )
 
 
-def interleaved_expert(weights: Weights, number: int, sizes: Sizes, units: Axis) -> Expert:
+def interleaved_expert(weights: Weights, number: int, sizes: ExpertSizes, units: ShardAxis) -> ExpertWeights:
     """gpt-oss's: fused, gate and up taking turns, with biases; transposed, or packed in four bits as published."""
-    one, both = Axis(sizes.experts, number, 1), Axis(2 * units.whole, 2 * units.first, 2 * units.count)
+    one, both = ShardAxis(sizes.experts, number, 1), ShardAxis(2 * units.whole, 2 * units.first, 2 * units.count)
     if weights.has("gate_up_proj_blocks") or weights.has("gate_up_proj_scales"):
         up_nh = weights.mxfp4("gate_up_proj", one, both, sizes.hidden)[0]
         down_hi = weights.mxfp4("down_proj", one, sizes.hidden, units)[0]
@@ -111,7 +111,7 @@ def interleaved_expert(weights: Weights, number: int, sizes: Sizes, units: Axis)
         down_hi = weights.tensor("down_proj", one, units, sizes.hidden)[0].T.contiguous()
     bias_n = weights.tensor("gate_up_proj_bias", one, both)[0]
     down_bias_h = weights.tensor("down_proj_bias", one, sizes.hidden)[0]
-    return Expert(
+    return ExpertWeights(
         torch.cat((up_nh[::2], up_nh[1::2])),
         down_hi,
         torch.cat((bias_n[::2], bias_n[1::2])),
@@ -125,19 +125,19 @@ def _fused(weights: Weights) -> bool:
     return any(weights.has(name) for name in ("gate_up_proj", "up_proj", "down_proj"))
 
 
-def _halves(units: Axis) -> tuple[Axis, Axis]:
+def _halves(units: ShardAxis) -> tuple[ShardAxis, ShardAxis]:
     """A rank's part of gate and of up where both lie on one axis."""
     whole = 2 * units.whole
-    return Axis(whole, units.first, units.count), Axis(whole, units.whole + units.first, units.count)
+    return ShardAxis(whole, units.first, units.count), ShardAxis(whole, units.whole + units.first, units.count)
 
 
 class TorchExperts:
     """The experts' part in torch operations: one product an expert."""
 
-    def __init__(self, ups: Sequence[Linear], downs: Sequence[Linear], activation: Activation) -> None:
+    def __init__(self, ups: Sequence[RowExactLinear], downs: Sequence[RowExactLinear], activation: Activation) -> None:
         self._ups, self._downs, self._activation = ups, downs, activation
 
-    def __call__(self, h_th: Tensor, routes: Routes, numerics: Numerics) -> Tensor:
+    def __call__(self, h_th: Tensor, routes: ExpertRoutes, numerics: Numerics) -> Tensor:
         top_k = routes.experts_mk.shape[1]
         experts_tk, turn = routes.experts_mk.sort(-1)
         weights_tk = routes.weights_mk.gather(1, turn)
@@ -164,7 +164,12 @@ class TorchExperts:
         return sum_th
 
     def _products(
-        self, linears: Sequence[Linear], x_sk: Tensor, chosen: Sequence[int], sizes: list[int], numerics: Numerics
+        self,
+        linears: Sequence[RowExactLinear],
+        x_sk: Tensor,
+        chosen: Sequence[int],
+        sizes: list[int],
+        numerics: Numerics,
     ) -> Tensor:
         parts = zip(chosen, torch.split(x_sk, sizes), strict=True)
         return torch.cat([numerics.linear(part, linears[expert]) for expert, part in parts])

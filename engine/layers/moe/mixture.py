@@ -16,9 +16,17 @@ from collections.abc import Callable, Sequence
 from torch import Tensor
 
 from engine.layers.decoder import Sublayer
-from engine.layers.forward_context import StepContext
-from engine.layers.moe.expert_router import Router, Routes
-from engine.layers.moe.experts import Activation, Expert, Reader, Sizes, TorchExperts, gated_silu, plain_expert
+from engine.layers.forward_context import ForwardContext
+from engine.layers.moe.expert_router import ExpertRouter, ExpertRoutes
+from engine.layers.moe.experts import (
+    Activation,
+    ExpertReader,
+    ExpertSizes,
+    ExpertWeights,
+    TorchExperts,
+    gated_silu,
+    plain_expert,
+)
 from engine.layers.norm import sigmoid
 from engine.tensors.row_exact_linear import Numerics
 from engine.tensors.weight_loader import Weights
@@ -30,10 +38,10 @@ class MixtureOfExperts:
     def __init__(
         self,
         weights: Weights,
-        router: Router,
-        sizes: Sizes,
+        router: ExpertRouter,
+        sizes: ExpertSizes,
         *,
-        read: Reader = plain_expert,
+        read: ExpertReader = plain_expert,
         activation: Activation = gated_silu,
         shared: Sublayer | None = None,
     ) -> None:
@@ -45,10 +53,10 @@ class MixtureOfExperts:
         experts = [read(below, number, sizes, units) for number in range(sizes.experts)]
         self._experts = (_triton if weights.triton else _torch)(weights, experts, activation)
 
-    def __call__(self, h_mh: Tensor, ctx: StepContext, routed_by: Tensor | None = None) -> Tensor:
+    def __call__(self, h_mh: Tensor, ctx: ForwardContext, routed_by: Tensor | None = None) -> Tensor:
         """`routed_by`: what the router reads, if not what the experts are given."""
         routes = self._router(h_mh if routed_by is None else routed_by, ctx)
-        real = Routes(routes.experts_mk[: ctx.count], routes.weights_mk[: ctx.count])
+        real = ExpertRoutes(routes.experts_mk[: ctx.count], routes.weights_mk[: ctx.count])
         sum_th = self._experts(h_mh[: ctx.count], real, ctx.numerics)
         if self._divided:
             sum_th = ctx.sum(sum_th)
@@ -56,16 +64,16 @@ class MixtureOfExperts:
         return out_mh if self._shared is None else out_mh.add_(self._shared(h_mh, ctx))
 
 
-Experts = Callable[[Tensor, Routes, Numerics], Tensor]
+RoutedExperts = Callable[[Tensor, ExpertRoutes, Numerics], Tensor]
 """From rows of tokens [T, hidden] and where they go to each row's weighted sum, [T, hidden] float32."""
 
 
-def _torch(weights: Weights, experts: Sequence[Expert], activation: Activation) -> Experts:
+def _torch(weights: Weights, experts: Sequence[ExpertWeights], activation: Activation) -> RoutedExperts:
     ups = [weights.made(expert.up_nh, expert.up_bias_n) for expert in experts]
     return TorchExperts(ups, [weights.made(expert.down_hi, expert.down_bias_h) for expert in experts], activation)
 
 
-def _triton(weights: Weights, experts: Sequence[Expert], activation: Activation) -> Experts:
+def _triton(weights: Weights, experts: Sequence[ExpertWeights], activation: Activation) -> RoutedExperts:
     from engine.layers.moe.triton_experts import StackedProducts, TritonExperts
 
     ups = StackedProducts.of([expert.up_nh for expert in experts], [expert.up_bias_n for expert in experts])
@@ -80,6 +88,6 @@ class GatedShared:
         self._gate = weights.linear({name: 1}, hidden)
         self._expert = expert
 
-    def __call__(self, h_mh: Tensor, ctx: StepContext) -> Tensor:
+    def __call__(self, h_mh: Tensor, ctx: ForwardContext) -> Tensor:
         gate_m1 = sigmoid(ctx.linear(h_mh, self._gate).float()).to(h_mh.dtype)
         return self._expert(h_mh, ctx).mul_(gate_m1)

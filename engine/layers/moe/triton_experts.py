@@ -10,7 +10,7 @@ import triton
 from torch import Tensor
 
 from engine.layers.moe import expert_kernels as kernels
-from engine.layers.moe.expert_router import Routes
+from engine.layers.moe.expert_router import ExpertRoutes
 from engine.tensors.row_exact_linear import FAST, Numerics
 
 ROWS, BLOCK_N, BLOCK_K = 64, 64, 64
@@ -56,7 +56,7 @@ class TritonExperts:
         self._ups, self._downs, self._activation, self._rows = ups, downs, activation, rows
         self._interpreted = bool(triton.knobs.runtime.interpret)
 
-    def __call__(self, h_th: Tensor, routes: Routes, numerics: Numerics = FAST) -> Tensor:
+    def __call__(self, h_th: Tensor, routes: ExpertRoutes, numerics: Numerics = FAST) -> Tensor:
         """Each row's weighted sum, [T, hidden] float32; row-exact whatever the numerics."""
         tokens, top_k = routes.experts_mk.shape
         sum_th = torch.empty(tokens, h_th.shape[1], dtype=torch.float32, device=h_th.device)
