@@ -30,25 +30,25 @@ from contracts.messages.router_commands import Command, InvalidatePrefix, Migrat
 from contracts.messages.worker_events import Done, LegReport, Tokens
 from contracts.messages.worker_status import CheckReport, WorkerLimits
 from contracts.messages.worker_status import WorkerStatus as Status
-from decode.migration.outgoing_migrations import Books, Departures
-from decode.migration.prefix_pull import Fetching
-from decode.request.reasoning_spans import Reasoning
-from decode.request.request import OFF_DEVICE, Phase, PhaseEvent, Request
-from decode.retraction.memory_pressure import Pressure
-from decode.retraction.retraction import Lost, Retraction
+from decode.migration.outgoing_migrations import Books, OutgoingMigrations
+from decode.migration.prefix_pull import PrefixPulls
+from decode.request.reasoning_spans import ReasoningSpans
+from decode.request.request import OFF_DEVICE, DecodeEvent, DecodePhase, DecodeRequest
+from decode.retraction.memory_pressure import MemoryPressure
+from decode.retraction.retraction import LostRequest, Retraction
 from engine.runner.batch import NONFINITE, BatchRow, RowOutput, TokenDraw, TokenFromStep
 from engine.runner.model_runner import ModelRunner
 from engine.runner.sampler import needs_history
 from transfer.rooms.kv_receiver import KVReceiver
 from transfer.rooms.kv_sender import KVSender
 from transfer.rooms.room_outcomes import ExpectedPrompt, HandoverFailed, PromptArrived
-from worker.admission_check import Refusal
-from worker.nonfinite_rows import Fitness
-from worker.request_table import Desk
-from worker.step_overlap import Ahead
-from worker.worker_loop import PhaseWorker, Sleep, seconds_until
+from worker.admission_check import AdmissionRefusal
+from worker.nonfinite_rows import NonfiniteRows
+from worker.request_table import RequestTable
+from worker.step_overlap import StepOverlap
+from worker.worker_loop import Sleeper, WorkerLoop, seconds_until
 
-_STEPPING = (Phase.RUNNING, Phase.RETRACTING)
+_STEPPING = (DecodePhase.RUNNING, DecodePhase.RETRACTING)
 """Whoever's steps may be under way."""
 _LOOK_S = 0.002
 """Between two looks at copies, loads and pages when nobody can take a step meanwhile."""
@@ -56,7 +56,7 @@ _LOOK_S = 0.002
 log = logging.getLogger("twinpool.decode")
 
 
-class DecodeWorker(PhaseWorker[Request]):
+class DecodeWorker(WorkerLoop[DecodeRequest]):
     """See the module's prose. Implements `contracts.interfaces.worker_interface.Worker`."""
 
     role = Role.DECODE
@@ -69,7 +69,7 @@ class DecodeWorker(PhaseWorker[Request]):
         engine: ModelRunner,
         seat: KVCacheManager,
         receiver: KVReceiver,
-        waiter: Sleep,
+        waiter: Sleeper,
         *,
         sender: KVSender,
         context: int,
@@ -81,21 +81,21 @@ class DecodeWorker(PhaseWorker[Request]):
         self._engine, self._seat, self._receiver = engine, seat, receiver
         self._clock, self._pause = clock, pause
         self._reuse = config.cache_for(self.role).prefix_reuse
-        self._reasoning = Reasoning.of(config.cache_for(self.role))
+        self._reasoning = ReasoningSpans.of(config.cache_for(self.role))
         self._page_tokens = seat.spec.page_tokens
         self._full = seat.full
         self._pages = seat.pools.allocators[self._full]
         self.fits = WorkerLimits(seat.max_positions, context)
-        fitness = Fitness(config.cluster.nonfinite_rows, config.cluster.nonfinite_window_s, clock)
-        super().__init__(Desk(name, self.fits, clock), waiter, fitness)
-        self._waiting: deque[Request] = deque()
-        self._running: deque[Request] = deque()
+        fitness = NonfiniteRows(config.cluster.nonfinite_rows, config.cluster.nonfinite_window_s, clock)
+        super().__init__(RequestTable(name, self.fits, clock), waiter, fitness)
+        self._waiting: deque[DecodeRequest] = deque()
+        self._running: deque[DecodeRequest] = deque()
         self._retraction = Retraction(seat, config.decode, clock)
-        self._pressure = Pressure(seat, config.decode, self._retraction)
-        self._ahead = Ahead[Request]()
+        self._pressure = MemoryPressure(seat, config.decode, self._retraction)
+        self._ahead = StepOverlap[DecodeRequest]()
         books = Books(self._depart, self._come_back, self._loaded, self._leave, self._fail, self._share)
-        self._departures = Departures(name, seat, sender, self._desk, config, clock, books)
-        self._fetching = Fetching(seat, receiver, self._desk, reuse=self._reuse)
+        self._departures = OutgoingMigrations(name, seat, sender, self._desk, config, clock, books)
+        self._fetching = PrefixPulls(seat, receiver, self._desk, reuse=self._reuse)
         self._landed = False
         """Whether the last round committed something: then the next may have room for somebody."""
         self._steps = self._launches = 0
@@ -127,7 +127,7 @@ class DecodeWorker(PhaseWorker[Request]):
             return
         now = self._clock.now()
         prefix = TokenPrefix.of(submit.tokens, self._page_tokens, submit.salt, keys)
-        request = Request(session, submit, now, now + submit.deadline_s, prefix)
+        request = DecodeRequest(session, submit, now, now + submit.deadline_s, prefix)
         self._desk.add(request)
         self._waiting.append(request)
 
@@ -174,7 +174,7 @@ class DecodeWorker(PhaseWorker[Request]):
             pid=os.getpid(),
             node=platform.node(),
             incarnation=self._incarnation,
-            running=(running := sum(r.phase in (Phase.RUNNING, Phase.LEAVING) for r in self._desk)),
+            running=(running := sum(r.phase in (DecodePhase.RUNNING, DecodePhase.LEAVING) for r in self._desk)),
             waiting=len(self._desk) - running,
             pages_total=self._pages.total,
             pages_free=self._seat.free(self._full),
@@ -199,17 +199,19 @@ class DecodeWorker(PhaseWorker[Request]):
         claims = sum(r.claim is not None for r in self._desk) + len(self._departures.giving) + len(self._fetching)
         if claims != self._seat.claims:
             found.append(f"{self._seat.claims} claims, requests hold {claims}")
-        queues = {Phase.WAITING: list(self._waiting), Phase.RUNNING: list(self._running)}
+        queues = {DecodePhase.WAITING: list(self._waiting), DecodePhase.RUNNING: list(self._running)}
         queues |= {phase: [r for r in self._retraction if r.phase is phase] for phase in OFF_DEVICE}
         for phase, queue in queues.items():
             members = [r for r in self._desk if r.phase is phase]
             if {id(r) for r in members} != {id(r) for r in queue} or len(members) != len(queue):
                 found.append(f"{len(members)} requests are {phase}, {len(queue)} are in that queue")
         for request in self._desk:
-            if (request.phase in (Phase.WAITING, Phase.RETRACTED)) != (request.claim is None) and not request.parked:
+            if (request.phase in (DecodePhase.WAITING, DecodePhase.RETRACTED)) != (
+                request.claim is None
+            ) and not request.parked:
                 found.append(f"request {request.submit.request_id} is {request.phase} and its claim says otherwise")
             lengths = (request.committed, request.launched, request.planned)
-            known = len(request.tokens) - 1 if request.phase not in (Phase.WAITING, Phase.ARRIVING) else 0
+            known = len(request.tokens) - 1 if request.phase not in (DecodePhase.WAITING, DecodePhase.ARRIVING) else 0
             if lengths[0] != known or not known <= lengths[1] <= known + len(self._ahead) or lengths[1] != lengths[2]:
                 found.append(f"request {request.submit.request_id} has {known} positions and says {lengths}")
         rooms, slots = self._receiver.rooms, self._receiver.slots
@@ -231,13 +233,13 @@ class DecodeWorker(PhaseWorker[Request]):
 
     # ------------------------------------------------------------ the round
 
-    def _open(self, submit: Submit, keys: Sequence[bytes]) -> Refusal | None:
+    def _open(self, submit: Submit, keys: Sequence[bytes]) -> AdmissionRefusal | None:
         if submit.peer is None:
-            return Refusal(ErrorKind.INVALID, "decode needs a prefill worker to receive from")
+            return AdmissionRefusal(ErrorKind.INVALID, "decode needs a prefill worker to receive from")
         try:
             self._receiver.open(submit.room, submit.peer, ExpectedPrompt(tuple(keys), len(submit.tokens)))
         except WireError as error:
-            return Refusal(ErrorKind.ROOM, str(error))
+            return AdmissionRefusal(ErrorKind.ROOM, str(error))
         return None
 
     def _hear(self) -> None:
@@ -262,8 +264,8 @@ class DecodeWorker(PhaseWorker[Request]):
             else:
                 self._leave(request, "prefill ended it")
 
-    def _start(self, request: Request, arrived: PromptArrived) -> None:
-        request.step(PhaseEvent.ARRIVED)
+    def _start(self, request: DecodeRequest, arrived: PromptArrived) -> None:
+        request.step(DecodeEvent.ARRIVED)
         assert request.claim is not None
         self._seat.adopt(request.claim, len(request.submit.tokens), arrived.leases, arrived.digests)
         request.start(arrived.metadata)
@@ -297,7 +299,7 @@ class DecodeWorker(PhaseWorker[Request]):
         self._running += back
         self._lose(lost)
 
-    def _lose(self, lost: list[Lost]) -> None:
+    def _lose(self, lost: list[LostRequest]) -> None:
         for one in lost:
             self._fail(one.request, one.kind, one.message)
 
@@ -326,11 +328,11 @@ class DecodeWorker(PhaseWorker[Request]):
                 return
             self._waiting.remove(request)
             request.claim, request.behind = claim, None
-            request.step(PhaseEvent.GRANT)
+            request.step(DecodeEvent.GRANT)
             request.marks["grant"] = self._clock.now() - request.arrived
             self._counters["prompt_tokens_held"] += claim.cached.total
 
-    def _waits_for_another(self, request: Request) -> bool:
+    def _waits_for_another(self, request: DecodeRequest) -> bool:
         """Whether another request is receiving pages that this one can have from the tree afterwards.
 
         Only where at least half of that one's prompt is in common, so that it doesn't wait long for little; and not for
@@ -338,7 +340,7 @@ class DecodeWorker(PhaseWorker[Request]):
         """
         if not self._reuse or request.submit.moving or not len(request.prefix):
             return False
-        if request.behind is None or request.behind.phase is not Phase.ARRIVING:
+        if request.behind is None or request.behind.phase is not DecodePhase.ARRIVING:
             request.behind = self._receiving(request)
         if request.behind is None:
             return False
@@ -346,9 +348,9 @@ class DecodeWorker(PhaseWorker[Request]):
         request.behind_since = now if request.behind_since is None else request.behind_since
         return now - request.behind_since < self._config.decode.prompt_wait_s
 
-    def _receiving(self, request: Request) -> Request | None:
+    def _receiving(self, request: DecodeRequest) -> DecodeRequest | None:
         """Who is receiving more of this request's prompt than the device has."""
-        arriving = [r for r in self._desk if r.phase is Phase.ARRIVING and r.submit.salt == request.submit.salt]
+        arriving = [r for r in self._desk if r.phase is DecodePhase.ARRIVING and r.submit.salt == request.submit.salt]
         there = self._seat.on_device(request.prefix) if arriving else 0
         for other in arriving:
             most = min(len(request.prefix), len(other.prefix))
@@ -358,7 +360,7 @@ class DecodeWorker(PhaseWorker[Request]):
                 return other
         return None
 
-    def _batch(self) -> list[Request]:
+    def _batch(self) -> list[DecodeRequest]:
         """Up to the step's token budget, in turn: whoever waited longest for its step comes first.
 
         Where somebody can't be given the pages for its step, others leave.
@@ -367,12 +369,12 @@ class DecodeWorker(PhaseWorker[Request]):
         batch, short = self._pressure.backed(able, self._config.decode.max_batch_tokens)
         for victim in self._pressure.victims(short, self._running):
             self._retract(victim)
-        batch = [request for request in batch if request.phase is Phase.RUNNING]
+        batch = [request for request in batch if request.phase is DecodePhase.RUNNING]
         for request in batch:
             request.planned += 1
         return batch
 
-    def _retract(self, request: Request, *, on_purpose: bool = False) -> None:
+    def _retract(self, request: DecodeRequest, *, on_purpose: bool = False) -> None:
         self._running.remove(request)
         self._retraction.retract(request, on_purpose=on_purpose)
 
@@ -383,7 +385,7 @@ class DecodeWorker(PhaseWorker[Request]):
             for request in [r for r in self._running if r.stepped or r.under_way]:
                 self._retract(request, on_purpose=True)
 
-    def _loaded(self, request: Request) -> bool:
+    def _loaded(self, request: DecodeRequest) -> bool:
         """Whether all that was loaded for it is there and good: a request joins a batch with everything, or not."""
         return request.claim is not None and self._seat.settled(request.claim)
 
@@ -402,7 +404,7 @@ class DecodeWorker(PhaseWorker[Request]):
                     self._commit(request, output)
         self._departures.settle()
 
-    def _launch(self, batch: list[Request]) -> None:
+    def _launch(self, batch: list[DecodeRequest]) -> None:
         step = self._engine.launch([self._row(request) for request in batch])
         self._ahead.launched(step, batch)
         for number, request in enumerate(batch):
@@ -417,7 +419,7 @@ class DecodeWorker(PhaseWorker[Request]):
         if self._config.faults.step_delay_s:
             self._pause(self._config.faults.step_delay_s)
 
-    def _row(self, request: Request) -> BatchRow:
+    def _row(self, request: DecodeRequest) -> BatchRow:
         assert request.claim is not None
         at, sampling = request.launched, request.submit.sampling
         tables = self._seat.tables(request.claim, at, at + 1)
@@ -427,7 +429,7 @@ class DecodeWorker(PhaseWorker[Request]):
         tokens = request.latest if request.under_way and request.latest is not None else request.tokens[-1:]
         return BatchRow(tokens, at, full.pages, draw, epochs=full.epochs, others=tables)
 
-    def _commit(self, request: Request, output: RowOutput) -> None:
+    def _commit(self, request: DecodeRequest, output: RowOutput) -> None:
         if output.stale:
             self._lost(request)
             return
@@ -453,7 +455,7 @@ class DecodeWorker(PhaseWorker[Request]):
         elif request.generated >= submit.sampling.max_tokens:
             self._finish(request, "length", None)
 
-    def _lost(self, request: Request) -> None:
+    def _lost(self, request: DecodeRequest) -> None:
         """A page of it belongs to somebody else: the token is dropped, the tree forgets what it has of the prompt, and
         the router starts another attempt."""
         self._counters["stale_pages"] += 1
@@ -465,7 +467,7 @@ class DecodeWorker(PhaseWorker[Request]):
         request.claim.betrayed = True
         self._fail(request, ErrorKind.WORKER, "a step found a page of it given away")
 
-    def _nonfinite(self, request: Request) -> None:
+    def _nonfinite(self, request: DecodeRequest) -> None:
         """Its logits were no numbers: no token is drawn from them, and its state isn't kept for others."""
         self._fitness.nonfinite()
         log_damage(
@@ -478,7 +480,7 @@ class DecodeWorker(PhaseWorker[Request]):
 
     # ------------------------------------------------------------ ends
 
-    def _share(self, request: Request) -> None:
+    def _share(self, request: DecodeRequest) -> None:
         """Keep the state of what it has committed, for the next turn of the conversation."""
         claim = request.claim
         if not self._reuse or claim is None or claim.betrayed:
@@ -491,7 +493,7 @@ class DecodeWorker(PhaseWorker[Request]):
         prefix = known.longer(tokens[len(known) * self._page_tokens :])
         self._seat.share(claim, prefix, request.submit.priority)
 
-    def _finish(self, request: Request, reason: str, stop_token: int | None) -> None:
+    def _finish(self, request: DecodeRequest, reason: str, stop_token: int | None) -> None:
         submit = request.submit
         request.marks["done"] = self._clock.now() - request.arrived
         key = (submit.request_id, submit.attempt)
@@ -501,37 +503,37 @@ class DecodeWorker(PhaseWorker[Request]):
         self._desk.tell(request.session, Done(*key, reason, stop_token))
         self._leave(request, reason)
 
-    def _report(self, request: Request, *, held: int = 0, computed: int = 0, received: int = 0) -> None:
+    def _report(self, request: DecodeRequest, *, held: int = 0, computed: int = 0, received: int = 0) -> None:
         key = (request.submit.request_id, request.submit.attempt)
         progress = LegReport(*key, self.role, self._name, dict(request.marks), held, computed, received)
         self._desk.tell(request.session, progress)
 
-    def _fail(self, request: Request, kind: ErrorKind, message: str, blame: WorkerName | None = None) -> None:
+    def _fail(self, request: DecodeRequest, kind: ErrorKind, message: str, blame: WorkerName | None = None) -> None:
         submit = request.submit
         done = Done(submit.request_id, submit.attempt, "error", error=kind, message=message, blame=blame)
         self._desk.tell(request.session, done)
         self._leave(request, message)
 
-    def _cancel(self, request: Request, reason: str) -> None:
+    def _cancel(self, request: DecodeRequest, reason: str) -> None:
         if request.phase in _STEPPING:
             # A stop string of the router's ends answers this way too: it grows no further.
             self._pressure.growth.ended(request.generated)
         self._leave(request, reason)
 
-    def _depart(self, request: Request) -> None:
+    def _depart(self, request: DecodeRequest) -> None:
         self._running.remove(request)
-        request.step(PhaseEvent.DEPART)
+        request.step(DecodeEvent.DEPART)
 
-    def _come_back(self, request: Request) -> None:
-        request.step(PhaseEvent.BACK)
+    def _come_back(self, request: DecodeRequest) -> None:
+        request.step(DecodeEvent.BACK)
         self._running.append(request)
 
-    def _leave(self, request: Request, reason: str) -> None:
+    def _leave(self, request: DecodeRequest, reason: str) -> None:
         """The one way out of the books, from any phase; the room gives back what it holds by its own rules."""
         self._departures.drop(request, reason)
         self._receiver.abort(request.submit.room, reason)
         if request.claim is not None:
-            if request.phase in _STEPPING or request.phase is Phase.LEAVING:
+            if request.phase in _STEPPING or request.phase is DecodePhase.LEAVING:
                 self._share(request)
             under_way: list[Completion] = [request.latest.step.completion] if request.latest is not None else []
             if request.returning is not None:
@@ -540,8 +542,8 @@ class DecodeWorker(PhaseWorker[Request]):
             request.claim = None
         self._retraction.leave(request)
         # Where anything above breaks off, as in a round that failed, the request is still in the books, whole.
-        queue = {Phase.WAITING: self._waiting, Phase.RUNNING: self._running}.get(request.phase)
+        queue = {DecodePhase.WAITING: self._waiting, DecodePhase.RUNNING: self._running}.get(request.phase)
         if queue is not None:
             queue.remove(request)
-        request.step(PhaseEvent.END)
+        request.step(DecodeEvent.END)
         self._desk.remove(request)

@@ -30,7 +30,7 @@ from contracts.messages.worker_events import Audited, AuditEnd, Event
 from contracts.sampling_params import TokenDifference
 from engine.runner.batch import NONFINITE, BatchRow, KnownAnswer
 from engine.runner.model_runner import ModelRunner
-from prefill.audit_state import AUDITS, AuditEvent, Audition, AuditState
+from prefill.audit_state import AUDITS, AuditRun, AuditRunEvent, AuditRunState
 
 log = logging.getLogger("twinpool.prefill")
 MOST_WAITING = 4
@@ -39,7 +39,7 @@ MOST_TOLD = 16
 """Differences that are told one by one."""
 
 
-class Auditor:
+class AuditRunner:
     """See the module's prose. Single-threaded, driven by its worker."""
 
     def __init__(
@@ -59,8 +59,8 @@ class Auditor:
         # Other numbers of ranks add up in another order, so they agree within rounding only.
         self._exact = config.engine.numerics == "invariant" and config.prefill.tp == config.decode.tp
         self._margin = config.audit.margin
-        self._waiting: deque[Audition] = deque()
-        self._running: Audition | None = None
+        self._waiting: deque[AuditRun] = deque()
+        self._running: AuditRun | None = None
         names = ("audits_computed", "audits_preempted", "audit_tokens_computed", f"{PREFIX}{DamageSite.STEP}")
         self.counters = dict.fromkeys(names, 0.0)
 
@@ -76,7 +76,7 @@ class Auditor:
         """What doesn't agree in its own books."""
         found = [f"audit {a.audit.request_id} waits and is {a.state}" for a in self._waiting if a.state != "waiting"]
         running = self._running
-        if running is not None and (running.state is not AuditState.RUNNING or running.claim is None):
+        if running is not None and (running.state is not AuditRunState.RUNNING or running.claim is None):
             found.append(f"audit {running.audit.request_id} runs, is {running.state}, and its claim is {running.claim}")
         return found + [f"audit {a.audit.request_id} waits with a claim" for a in self._waiting if a.claim is not None]
 
@@ -96,10 +96,10 @@ class Auditor:
         return isinstance(command, Audit | InvalidatePrefix)
 
     def _take(self, session: SessionId, audit: Audit, *, busy: bool) -> None:
-        audition = Audition(session, audit)
+        audition = AuditRun(session, audit)
         if not 0 < audit.prompt_len < len(audit.tokens) <= self._most:
             message = f"{len(audit.tokens)} tokens with a prompt of {audit.prompt_len}; at most {self._most} fit"
-            self._end(audition, AuditEvent.REFUSE, AuditEnd.REFUSED, message)
+            self._end(audition, AuditRunEvent.REFUSE, AuditEnd.REFUSED, message)
         elif busy or len(self._waiting) >= MOST_WAITING:
             self._preempt(audition, "the worker is busy")
         else:
@@ -109,13 +109,13 @@ class Auditor:
         """The router doesn't want it any more; nothing is told."""
         for audition in self._all():
             if audition.session == session and audition.audit.request_id == request_id:
-                self._leave(audition, AuditEvent.PREEMPT)
+                self._leave(audition, AuditRunEvent.PREEMPT)
 
     def drop_session(self, session: SessionId) -> None:
         """Its router is gone."""
         for audition in self._all():
             if audition.session == session:
-                self._leave(audition, AuditEvent.PREEMPT)
+                self._leave(audition, AuditRunEvent.PREEMPT)
 
     def preempt(self, reason: str) -> None:
         """There is something else to do: every audit gives back what it holds, now."""
@@ -124,9 +124,9 @@ class Auditor:
 
     def close(self) -> None:
         for audition in self._all():
-            self._leave(audition, AuditEvent.PREEMPT)
+            self._leave(audition, AuditRunEvent.PREEMPT)
 
-    def _all(self) -> list[Audition]:
+    def _all(self) -> list[AuditRun]:
         return [*([self._running] if self._running is not None else []), *self._waiting]
 
     # ------------------------------------------------------------ progress
@@ -144,12 +144,12 @@ class Auditor:
         if output.stale:
             self.counters[f"{PREFIX}{DamageSite.STEP}"] += 1
             log_damage(log, DamageSite.STEP, request=audit.request_id, positions=[start, end])
-            self._end(audition, AuditEvent.REFUSE, AuditEnd.REFUSED, "a step found a page of it given away")
+            self._end(audition, AuditRunEvent.REFUSE, AuditEnd.REFUSED, "a step found a page of it given away")
             return
         if output.nonfinite:
             self._nonfinite()
             log_damage(log, DamageSite.LOGITS, request=audit.request_id, positions=[start, end])
-            self._end(audition, AuditEvent.REFUSE, AuditEnd.REFUSED, NONFINITE)
+            self._end(audition, AuditRunEvent.REFUSE, AuditEnd.REFUSED, NONFINITE)
             return
         self.counters["audit_tokens_computed"] += end - start
         audition.committed = end
@@ -157,11 +157,11 @@ class Auditor:
         self._judge(audition, output.differences)
         if end == len(audit.tokens) - 1:
             self.counters["audits_computed"] += 1
-            self._end(audition, AuditEvent.DONE, AuditEnd.COMPUTED)
+            self._end(audition, AuditRunEvent.DONE, AuditEnd.COMPUTED)
         else:
             self._seat.slide(audition.claim, end)
 
-    def _admit(self) -> Audition | None:
+    def _admit(self) -> AuditRun | None:
         if not self._waiting:
             return None
         audition = self._waiting.popleft()
@@ -172,12 +172,12 @@ class Auditor:
             self._preempt(audition, "no room for it now")
             return None
         audition.claim = claim
-        audition.state = AUDITS.next(audition.state, AuditEvent.ADMIT)
+        audition.state = AUDITS.next(audition.state, AuditRunEvent.ADMIT)
         self._running = audition
         self._seat.launch()
         return audition
 
-    def _row(self, audition: Audition, start: int, end: int) -> BatchRow:
+    def _row(self, audition: AuditRun, start: int, end: int) -> BatchRow:
         audit, claim = audition.audit, audition.claim
         assert claim is not None
         tables = self._seat.tables(claim, start, end)
@@ -185,7 +185,7 @@ class Auditor:
         known = KnownAnswer(audit.sampling, audit.tokens, audit.prompt_len)
         return BatchRow(audit.tokens[start:end], start, full.pages, epochs=full.epochs, others=tables, replay=known)
 
-    def _judge(self, audition: Audition, found: tuple[TokenDifference, ...]) -> None:
+    def _judge(self, audition: AuditRun, found: tuple[TokenDifference, ...]) -> None:
         """Keep count of what differs; where numbers aren't exact, `differences` are those beyond the margin."""
         audition.differing += len(found)
         beyond = [d for d in found if self._exact or d.gap > self._margin]
@@ -193,11 +193,11 @@ class Auditor:
 
     # ------------------------------------------------------------ ends
 
-    def _preempt(self, audition: Audition, reason: str) -> None:
+    def _preempt(self, audition: AuditRun, reason: str) -> None:
         self.counters["audits_preempted"] += 1
-        self._end(audition, AuditEvent.PREEMPT, AuditEnd.PREEMPTED, reason)
+        self._end(audition, AuditRunEvent.PREEMPT, AuditEnd.PREEMPTED, reason)
 
-    def _end(self, audition: Audition, event: AuditEvent, end: AuditEnd, message: str = "") -> None:
+    def _end(self, audition: AuditRun, event: AuditRunEvent, end: AuditEnd, message: str = "") -> None:
         audit = audition.audit
         whole = end is AuditEnd.COMPUTED
         audited = Audited(
@@ -213,7 +213,7 @@ class Auditor:
         self._tell(audition.session, audited)
         self._leave(audition, event)
 
-    def _leave(self, audition: Audition, event: AuditEvent) -> None:
+    def _leave(self, audition: AuditRun, event: AuditRunEvent) -> None:
         """The one way out of the books."""
         audition.state = AUDITS.next(audition.state, event)
         if audition.claim is not None:

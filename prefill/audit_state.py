@@ -12,43 +12,43 @@ from contracts.sampling_params import TokenDifference
 from contracts.state_table import StateTable
 
 
-class AuditState(StrEnum):
+class AuditRunState(StrEnum):
     WAITING = "waiting"
     RUNNING = "running"
     OVER = "over"
 
 
-class AuditEvent(StrEnum):
+class AuditRunEvent(StrEnum):
     ADMIT = "admit"
     DONE = "done"
     PREEMPT = "preempt"
     REFUSE = "refuse"
 
 
-AUDITS = StateTable[AuditState, AuditEvent](
+AUDITS = StateTable[AuditRunState, AuditRunEvent](
     "audit",
     {
-        AuditState.WAITING: {
-            AuditEvent.ADMIT: AuditState.RUNNING,
-            AuditEvent.PREEMPT: AuditState.OVER,
-            AuditEvent.REFUSE: AuditState.OVER,
+        AuditRunState.WAITING: {
+            AuditRunEvent.ADMIT: AuditRunState.RUNNING,
+            AuditRunEvent.PREEMPT: AuditRunState.OVER,
+            AuditRunEvent.REFUSE: AuditRunState.OVER,
         },
-        AuditState.RUNNING: {
-            AuditEvent.DONE: AuditState.OVER,
-            AuditEvent.PREEMPT: AuditState.OVER,
-            AuditEvent.REFUSE: AuditState.OVER,
+        AuditRunState.RUNNING: {
+            AuditRunEvent.DONE: AuditRunState.OVER,
+            AuditRunEvent.PREEMPT: AuditRunState.OVER,
+            AuditRunEvent.REFUSE: AuditRunState.OVER,
         },
     },
 )
 
 
 @dataclass(eq=False)
-class Audition:
+class AuditRun:
     """One audit on this worker."""
 
     session: SessionId
     audit: Audit
-    state: AuditState = AuditState.WAITING
+    state: AuditRunState = AuditRunState.WAITING
     claim: Allocation | None = None
     committed: int = 0
     """Positions whose state is computed."""

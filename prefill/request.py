@@ -25,36 +25,36 @@ from contracts.state_table import StateTable
 from engine.runner.batch import DrawnToken, StepHandle
 
 
-class Phase(StrEnum):
+class PrefillPhase(StrEnum):
     WAITING = "waiting"
     RUNNING = "running"
     COMPUTED = "computed"
     GONE = "gone"
 
 
-class PhaseEvent(StrEnum):
+class PrefillEvent(StrEnum):
     ADMIT = "admit"
     COMPUTED = "computed"
     PARK = "park"
     END = "end"
 
 
-PHASES = StateTable[Phase, PhaseEvent](
+PHASES = StateTable[PrefillPhase, PrefillEvent](
     "prefill request",
     {
-        Phase.WAITING: {PhaseEvent.ADMIT: Phase.RUNNING, PhaseEvent.END: Phase.GONE},
-        Phase.RUNNING: {
-            PhaseEvent.COMPUTED: Phase.COMPUTED,
-            PhaseEvent.PARK: Phase.WAITING,
-            PhaseEvent.END: Phase.GONE,
+        PrefillPhase.WAITING: {PrefillEvent.ADMIT: PrefillPhase.RUNNING, PrefillEvent.END: PrefillPhase.GONE},
+        PrefillPhase.RUNNING: {
+            PrefillEvent.COMPUTED: PrefillPhase.COMPUTED,
+            PrefillEvent.PARK: PrefillPhase.WAITING,
+            PrefillEvent.END: PrefillPhase.GONE,
         },
-        Phase.COMPUTED: {PhaseEvent.PARK: Phase.WAITING, PhaseEvent.END: Phase.GONE},
+        PrefillPhase.COMPUTED: {PrefillEvent.PARK: PrefillPhase.WAITING, PrefillEvent.END: PrefillPhase.GONE},
     },
 )
 
 
 @dataclass(eq=False)
-class Request:
+class PrefillRequest:
     """One attempt at one request."""
 
     session: SessionId
@@ -67,7 +67,7 @@ class Request:
     """Chain keys of all its pages, the last partly filled one included."""
     prefetch: PrefetchRequest | None = None
     """What storage has of it, on its way to the host."""
-    phase: Phase = Phase.WAITING
+    phase: PrefillPhase = PrefillPhase.WAITING
     claim: Allocation | None = None
     """Its pages, while it is running or computed."""
     committed: int = 0
@@ -130,7 +130,7 @@ class Request:
         found, lengths = [], (self.committed, self.launched, self.planned)
         if list(lengths) != sorted(lengths) or lengths[1] != lengths[2] or len(self.tokens) < lengths[2]:
             found.append(f"request {self.submit.request_id} has lengths {lengths} of {len(self.tokens)}")
-        if (self.phase is Phase.WAITING) != (self.claim is None):
+        if (self.phase is PrefillPhase.WAITING) != (self.claim is None):
             found.append(f"request {self.submit.request_id} is {self.phase} and its claim says otherwise")
         return found
 
@@ -145,15 +145,15 @@ class Request:
         self.committed = self.launched = self.planned = self.shared = positions
         self.awaited = 0
 
-    def step(self, event: PhaseEvent) -> None:
+    def step(self, event: PrefillEvent) -> None:
         self.phase = PHASES.next(self.phase, event)
 
 
 @dataclass(frozen=True, slots=True)
-class Member:
+class StepMember:
     """Whose a row of a launched step is."""
 
-    request: Request
+    request: PrefillRequest
     start: int
     count: int
     step: StepHandle

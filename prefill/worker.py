@@ -30,24 +30,24 @@ from contracts.messages.worker_status import CheckReport, WorkerLimits
 from contracts.messages.worker_status import WorkerStatus as Status
 from engine.runner.batch import NONFINITE, BatchRow, RowOutput, TokenDraw
 from engine.runner.model_runner import ModelRunner
-from prefill.audit_runner import Auditor
-from prefill.request import Member, Phase, PhaseEvent, Request
+from prefill.audit_runner import AuditRunner
+from prefill.request import PrefillEvent, PrefillPhase, PrefillRequest, StepMember
 from transfer.rooms.kv_sender import KVSender
 from transfer.rooms.metadata_slots import HandoverMetadata
 from transfer.rooms.room_outcomes import RoomGranted, RoomReleased
-from worker.admission_check import Refusal
-from worker.nonfinite_rows import Fitness
-from worker.request_table import Desk
+from worker.admission_check import AdmissionRefusal
+from worker.nonfinite_rows import NonfiniteRows
+from worker.request_table import RequestTable
 from worker.sendable_pages import finished
-from worker.step_overlap import Ahead
-from worker.worker_loop import PhaseWorker, Sleep, seconds_until
+from worker.step_overlap import StepOverlap
+from worker.worker_loop import Sleeper, WorkerLoop, seconds_until
 
 log = logging.getLogger("twinpool.prefill")
 _STALE_LIMIT = 2
 """How often a request starts over because a page of it was given away, before it is failed."""
 
 
-class PrefillWorker(PhaseWorker[Request]):
+class PrefillWorker(WorkerLoop[PrefillRequest]):
     """See the module's prose. Implements `contracts.interfaces.worker_interface.Worker`."""
 
     role = Role.PREFILL
@@ -60,7 +60,7 @@ class PrefillWorker(PhaseWorker[Request]):
         engine: ModelRunner,
         seat: KVCacheManager,
         sender: KVSender,
-        waiter: Sleep,
+        waiter: Sleeper,
         *,
         context: int,
         clock: Clock,
@@ -75,13 +75,13 @@ class PrefillWorker(PhaseWorker[Request]):
         self._pages = seat.pools.allocators[self._full]
         self.fits = WorkerLimits(seat.max_positions, context)
         cluster = config.cluster
-        fitness = Fitness(cluster.nonfinite_rows, cluster.nonfinite_window_s, clock)
-        super().__init__(Desk(name, self.fits, clock), waiter, fitness)
+        fitness = NonfiniteRows(cluster.nonfinite_rows, cluster.nonfinite_window_s, clock)
+        super().__init__(RequestTable(name, self.fits, clock), waiter, fitness)
         most = min(context, seat.max_positions)
-        self._auditor = Auditor(config, engine, seat, self._desk.tell, fitness.nonfinite, most)
-        self._unconfirmed: dict[RoomId, Request] = {}
+        self._auditor = AuditRunner(config, engine, seat, self._desk.tell, fitness.nonfinite, most)
+        self._unconfirmed: dict[RoomId, PrefillRequest] = {}
         """Requests that have left, until decode confirms that what was sent is right."""
-        self._ahead = Ahead[Member]()
+        self._ahead = StepOverlap[StepMember]()
         self._landed = False
         """Whether the last round committed something: then the next may have room for somebody."""
         self._steps = 0
@@ -101,7 +101,7 @@ class PrefillWorker(PhaseWorker[Request]):
             try:
                 self._sender.open(submit.room, submit.peer)
             except WireError as error:
-                self._desk.refuse(session, submit, Refusal(ErrorKind.ROOM, str(error)))
+                self._desk.refuse(session, submit, AdmissionRefusal(ErrorKind.ROOM, str(error)))
                 return
         self._auditor.preempt("a request came")
         request = self._request(session, submit)
@@ -137,7 +137,7 @@ class PrefillWorker(PhaseWorker[Request]):
 
     @property
     def runnable(self) -> bool:
-        return bool(self._ahead) or any(r.phase is Phase.RUNNING for r in self._desk)
+        return bool(self._ahead) or any(r.phase is PrefillPhase.RUNNING for r in self._desk)
 
     @property
     def control(self) -> str:
@@ -148,7 +148,7 @@ class PrefillWorker(PhaseWorker[Request]):
         return self._sender.fingerprint
 
     def status(self) -> Status:
-        waiting = sum(r.phase is Phase.WAITING for r in self._desk)
+        waiting = sum(r.phase is PrefillPhase.WAITING for r in self._desk)
         return Status(
             name=self._name,
             role=self.role,
@@ -222,8 +222,8 @@ class PrefillWorker(PhaseWorker[Request]):
         self._recover(self._seat.poll())
 
     def _take_in(self) -> None:
-        waiting = [r for r in self._desk if r.phase is Phase.WAITING]
-        running = [r for r in self._desk if r.phase is Phase.RUNNING]
+        waiting = [r for r in self._desk if r.phase is PrefillPhase.WAITING]
+        running = [r for r in self._desk if r.phase is PrefillPhase.RUNNING]
         for request in sorted(waiting, key=lambda r: not self._entitled(r)):
             if len(running) >= self._config.prefill.max_running:
                 return
@@ -234,16 +234,16 @@ class PrefillWorker(PhaseWorker[Request]):
             while not self._take_pages(request):
                 if not (self._entitled(request) and self._park_one()):
                     return
-                running = [r for r in running if r.phase is Phase.RUNNING]
-            request.step(PhaseEvent.ADMIT)
+                running = [r for r in running if r.phase is PrefillPhase.RUNNING]
+            request.step(PrefillEvent.ADMIT)
             request.marks.setdefault("queue", self._clock.now() - request.arrived)
             running.append(request)
 
-    def _waits_for_another(self, request: Request, running: list[Request]) -> bool:
+    def _waits_for_another(self, request: PrefillRequest, running: list[PrefillRequest]) -> bool:
         """Whether one of `running` is about to compute pages that `request` can have from the tree afterwards.
 
         It waits for what they have in common and no longer, and until then that one is as urgent as `request` is
-        (`Request.left`), so waiting doesn't take longer than computing the same beside it.
+        (`PrefillRequest.left`), so waiting doesn't take longer than computing the same beside it.
         """
         for other in running if self._reuse else ():
             assert other.claim is not None
@@ -256,7 +256,7 @@ class PrefillWorker(PhaseWorker[Request]):
                 return True
         return False
 
-    def _batch(self) -> list[tuple[Request, BatchRow]]:
+    def _batch(self) -> list[tuple[PrefillRequest, BatchRow]]:
         """The step's rows, in order of arrival: what of its token budget each request gets.
 
         A part of the budget (`prefill.short_share`) goes first to those who have less left to compute than the oldest,
@@ -265,7 +265,7 @@ class PrefillWorker(PhaseWorker[Request]):
         where the prompt ends.
         """
         prefill = self._config.prefill
-        able = [r for r in self._desk if r.phase is Phase.RUNNING and r.claim and r.launched < len(r.tokens)]
+        able = [r for r in self._desk if r.phase is PrefillPhase.RUNNING and r.claim and r.launched < len(r.tokens)]
         budget = prefill.chunk_tokens
         first = max(self._page_tokens, int(budget * prefill.short_share)) if budget >= 2 * self._page_tokens else 0
         shorter = sorted((r for r in able[1:] if r.left < able[0].left), key=lambda r: r.left)
@@ -277,7 +277,7 @@ class PrefillWorker(PhaseWorker[Request]):
         planned = [(request, request.planned - request.launched) for request in able]
         return [(request, self._row(request, count)) for request, count in planned if count]
 
-    def _plan_rows(self, request: Request, most: int) -> int:
+    def _plan_rows(self, request: PrefillRequest, most: int) -> int:
         """Plan up to `most` further positions of it for this step; returns how many."""
         size, planned = self._page_tokens, request.planned
         # Recurrent states are kept as they are at the last page boundary: a chunk ends there.
@@ -295,7 +295,7 @@ class PrefillWorker(PhaseWorker[Request]):
         request.planned = max(planned, self._seat.grow(request.claim, end))
         return request.planned - planned
 
-    def _row(self, request: Request, count: int) -> BatchRow:
+    def _row(self, request: PrefillRequest, count: int) -> BatchRow:
         start, end = request.launched, request.launched + count
         tokens, sampling = request.tokens, request.submit.sampling
         last = end == len(tokens)
@@ -324,11 +324,11 @@ class PrefillWorker(PhaseWorker[Request]):
             self._seat.computed(sum(member.count for member, _ in results), self._clock.now() - began)
             self._prove([member for member, _ in results])
             # Who ended or started over while this step was under way has no use for what it computed.
-            self._take([(m, out) for m, out in results if m.request.phase is Phase.RUNNING and m.current])
+            self._take([(m, out) for m, out in results if m.request.phase is PrefillPhase.RUNNING and m.current])
 
-    def _launch(self, batch: list[tuple[Request, BatchRow]]) -> None:
+    def _launch(self, batch: list[tuple[PrefillRequest, BatchRow]]) -> None:
         step = self._engine.launch([row for _, row in batch])
-        members = [Member(request, request.starts, len(row.tokens), step) for request, row in batch]
+        members = [StepMember(request, request.starts, len(row.tokens), step) for request, row in batch]
         self._ahead.launched(step, members)
         for request, _ in batch:
             request.launched = request.planned
@@ -338,7 +338,7 @@ class PrefillWorker(PhaseWorker[Request]):
         if self._config.faults.step_delay_s:
             self._pause(self._config.faults.step_delay_s)
 
-    def _prove(self, members: list[Member]) -> None:
+    def _prove(self, members: list[StepMember]) -> None:
         """Wait until all that was loaded for these has proved good or not: before that, nothing of it is committed."""
         for member in members:
             claim = member.request.claim
@@ -353,9 +353,9 @@ class PrefillWorker(PhaseWorker[Request]):
             log.warning("request %s: it starts over, as a page loaded for it was damaged", request.submit.request_id)
             request.start_over()
             self._return_pages(request)
-            request.step(PhaseEvent.PARK)
+            request.step(PrefillEvent.PARK)
 
-    def _take(self, results: list[tuple[Member, RowOutput]]) -> None:
+    def _take(self, results: list[tuple[StepMember, RowOutput]]) -> None:
         """Commit one step's results, then hand over and publish what they finished."""
         good = []
         for member, output in results:
@@ -374,7 +374,7 @@ class PrefillWorker(PhaseWorker[Request]):
             else:
                 self._write(request, member.step.completion)
 
-    def _commit(self, request: Request, count: int, output: RowOutput) -> None:
+    def _commit(self, request: PrefillRequest, count: int, output: RowOutput) -> None:
         request.committed += count
         request.computed += count
         self._counters["prompt_tokens_computed"] += count
@@ -382,7 +382,7 @@ class PrefillWorker(PhaseWorker[Request]):
         if output.drawn is not None:
             request.first = output.drawn
 
-    def _lost(self, request: Request) -> None:
+    def _lost(self, request: PrefillRequest) -> None:
         """A page of it belongs to somebody else: nothing that it or the tree holds of its prompt can be trusted."""
         self._counters["stale_pages"] += 1
         log_damage(
@@ -397,9 +397,9 @@ class PrefillWorker(PhaseWorker[Request]):
             self._fail(request, ErrorKind.WORKER, f"pages of it were given away {request.stale} times")
             return
         self._return_pages(request)
-        request.step(PhaseEvent.PARK)
+        request.step(PrefillEvent.PARK)
 
-    def _nonfinite(self, request: Request) -> None:
+    def _nonfinite(self, request: PrefillRequest) -> None:
         """Its logits were no numbers, so its state isn't to be trusted either: nothing of it is kept or handed over."""
         self._fitness.nonfinite()
         log_damage(
@@ -410,7 +410,7 @@ class PrefillWorker(PhaseWorker[Request]):
         request.claim.betrayed = True
         self._fail(request, ErrorKind.NONFINITE, NONFINITE)
 
-    def _seal(self, requests: list[Request]) -> None:
+    def _seal(self, requests: list[PrefillRequest]) -> None:
         """Tag every page that the step finished; a prompt's last page is finished with the prompt."""
         claims = [(r.claim, r.committed) for r in requests if r.claim is not None]
         self._seat.seal(claims)
@@ -423,9 +423,9 @@ class PrefillWorker(PhaseWorker[Request]):
                     self._share(request)
                     request.awaited = 0
 
-    def _complete(self, request: Request, computed: Completion) -> None:
+    def _complete(self, request: PrefillRequest, computed: Completion) -> None:
         """The prompt is done: publish its first token, then end the request or hand it over."""
-        request.step(PhaseEvent.COMPUTED)
+        request.step(PrefillEvent.COMPUTED)
         self._share(request)
         self._publish(request)
         submit, drawn = request.submit, request.first
@@ -437,7 +437,7 @@ class PrefillWorker(PhaseWorker[Request]):
         else:
             self._write(request, computed)
 
-    def _publish(self, request: Request) -> None:
+    def _publish(self, request: PrefillRequest) -> None:
         """First token, prompt scores and timeline, once; a parked request has been published before."""
         if "prefill" in request.marks:
             return
@@ -455,14 +455,14 @@ class PrefillWorker(PhaseWorker[Request]):
         )  # fmt: skip
         self._desk.tell(request.session, progress)
 
-    def _write(self, request: Request, computed: Completion) -> None:
+    def _write(self, request: PrefillRequest, computed: Completion) -> None:
         """Hand over what is sealed and not yet sent, after the step behind it; with the last page, the metadata."""
         room = request.submit.room
         if not self._sender.granted(room) or request.claim is None:
             return
         wanted = self._sender.wanted(room)
         self._sender.write(room, finished(wanted, request.claim, request.chain, request.ends), (computed,))
-        if request.phase is Phase.COMPUTED:
+        if request.phase is PrefillPhase.COMPUTED:
             assert request.first is not None
             drawn = request.first
             metadata = HandoverMetadata(room, 0, drawn.token, drawn.logprob, request.cached.total, request.computed)
@@ -476,15 +476,15 @@ class PrefillWorker(PhaseWorker[Request]):
 
     # ------------------------------------------------------------ pages
 
-    def _entitled(self, request: Request) -> bool:
+    def _entitled(self, request: PrefillRequest) -> bool:
         """Whether decode waits for this request, with its memory."""
         return request.alone or self._sender.granted(request.submit.room)
 
-    def _reusable(self, request: Request) -> int:
+    def _reusable(self, request: PrefillRequest) -> int:
         """Leading pages that may come from the tree: the last token is computed, and every scored one."""
         return (len(request.tokens) - 1) // self._page_tokens if self._reuse and not request.wants_scores else 0
 
-    def _take_pages(self, request: Request) -> bool:
+    def _take_pages(self, request: PrefillRequest) -> bool:
         """Claim what the tiers have and pages for the rest; on False nothing was taken."""
         claim = self._seat.claim(
             request.prefix, len(request.tokens), f"request {request.submit.request_id}",
@@ -498,13 +498,13 @@ class PrefillWorker(PhaseWorker[Request]):
         self._counters["prompt_tokens_cached"] += claim.cached.total
         return True
 
-    def _share(self, request: Request) -> None:
+    def _share(self, request: PrefillRequest) -> None:
         """Give its finished pages to the tree at once, locked for as long as it is here: others may wait for them."""
         if self._reuse and request.claim is not None and not request.claim.betrayed:
             self._seat.share(request.claim, request.prefix, request.submit.priority)
             request.shared = request.committed
 
-    def _return_pages(self, request: Request) -> None:
+    def _return_pages(self, request: PrefillRequest) -> None:
         """Give finished pages to the tree and the rest back. Idempotent: nothing is held afterwards."""
         if request.claim is None:
             return
@@ -521,41 +521,41 @@ class PrefillWorker(PhaseWorker[Request]):
         request = holders[-1]
         self._return_pages(request)
         request.start_over()
-        request.step(PhaseEvent.PARK)
+        request.step(PrefillEvent.PARK)
         self._counters["parked"] += 1
         return True
 
     # ------------------------------------------------------------ ends
 
-    def _request(self, session: SessionId, submit: Submit) -> Request:
+    def _request(self, session: SessionId, submit: Submit) -> PrefillRequest:
         now = self._clock.now()
         chain = chain_keys(submit.tokens, self._page_tokens, submit.salt)
         prefix = TokenPrefix.of(submit.tokens, self._page_tokens, submit.salt, chain)
-        return Request(session, submit, now, now + submit.deadline_s, prefix, chain)
+        return PrefillRequest(session, submit, now, now + submit.deadline_s, prefix, chain)
 
-    def _finish(self, request: Request, reason: str, stop_token: int | None) -> None:
+    def _finish(self, request: PrefillRequest, reason: str, stop_token: int | None) -> None:
         self._sender.finish(request.submit.room)
         submit = request.submit
         self._desk.tell(request.session, Done(submit.request_id, submit.attempt, reason, stop_token))
         self._leave(request)
 
-    def _fail(self, request: Request, kind: ErrorKind, message: str, blame: WorkerName | None = None) -> None:
+    def _fail(self, request: PrefillRequest, kind: ErrorKind, message: str, blame: WorkerName | None = None) -> None:
         submit = request.submit
         done = Done(submit.request_id, submit.attempt, "error", error=kind, message=message, blame=blame)
         self._desk.tell(request.session, done)
         self._drop(request, kind, message)
 
-    def _cancel(self, request: Request, reason: str) -> None:
+    def _cancel(self, request: PrefillRequest, reason: str) -> None:
         self._drop(request, ErrorKind.CANCELLED, reason)
 
-    def _drop(self, request: Request, kind: ErrorKind, message: str) -> None:
+    def _drop(self, request: PrefillRequest, kind: ErrorKind, message: str) -> None:
         self._sender.fail(request.submit.room, kind, message)
         self._leave(request)
 
-    def _leave(self, request: Request) -> None:
+    def _leave(self, request: PrefillRequest) -> None:
         """The one way out of the books."""
         self._return_pages(request)
         if request.prefetch is not None:
             self._seat.stop(request.prefetch)
-        request.step(PhaseEvent.END)
+        request.step(PrefillEvent.END)
         self._desk.remove(request)

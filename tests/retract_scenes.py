@@ -14,7 +14,7 @@ from typing import Any
 from cache.swap.swapped_state import SwappedState
 from contracts.errors import ErrorKind
 from contracts.ids import Role
-from decode.request.request import Request
+from decode.request.request import DecodeRequest
 from decode.worker import DecodeWorker
 from tests.family_scenes import PAGE, Buffer, Family, buffers_of, device_bytes, greedy, tokens_of
 from tests.pair import Answer, Pair, pair
@@ -126,7 +126,7 @@ def once_parked(both: Pair, prompt: list[int], count: int, change: Change) -> An
     return both.run(asked)[0]
 
 
-def request_parked(both: Pair, decode: DecodeWorker, request: Request) -> None:
+def request_parked(both: Pair, decode: DecodeWorker, request: DecodeRequest) -> None:
     """Retract it; it stays away until the next round."""
     decode._retract(request)
     decode._lose(decode._retraction.advance())

@@ -13,7 +13,7 @@ from contracts.clock import ManualClock
 from contracts.errors import PeerDead
 from contracts.ids import Role
 from contracts.sampling_params import SamplingParams
-from decode.migration.migration_state import Stage as Departing
+from decode.migration.migration_state import MigrationStage as Departing
 from decode.worker import DecodeWorker
 from prefill.worker import PrefillWorker
 from sim.fabric.hash_engine import VOCABULARY

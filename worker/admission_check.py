@@ -8,6 +8,6 @@ from contracts.errors import ErrorKind
 
 
 @dataclass(frozen=True, slots=True)
-class Refusal:
+class AdmissionRefusal:
     kind: ErrorKind
     message: str

@@ -11,7 +11,7 @@ from collections import deque
 from contracts.clock import Clock
 
 
-class Fitness:
+class NonfiniteRows:
     """One worker's record of rows with logits that are no numbers. See the module's prose."""
 
     def __init__(self, limit_rows: int, window_s: float, clock: Clock) -> None:

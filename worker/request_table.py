@@ -16,10 +16,10 @@ from contracts.interfaces.worker_interface import SessionId
 from contracts.messages.router_commands import Audit, Cancel, Command, Submit
 from contracts.messages.worker_events import Audited, AuditEnd, Done, Event
 from contracts.messages.worker_status import WorkerLimits
-from worker.admission_check import Refusal
+from worker.admission_check import AdmissionRefusal
 
 
-class Held(Protocol):
+class TableRequest(Protocol):
     """What the desk needs to know of a request."""
 
     session: SessionId
@@ -27,10 +27,10 @@ class Held(Protocol):
     deadline: float
 
 
-R = TypeVar("R", bound=Held)
+R = TypeVar("R", bound=TableRequest)
 
 
-class Desk(Generic[R]):
+class RequestTable(Generic[R]):
     """Requests of one worker, by id; each is in the books once."""
 
     def __init__(self, name: WorkerName, fits: WorkerLimits, clock: Clock) -> None:
@@ -72,20 +72,24 @@ class Desk(Generic[R]):
             return None
         return command
 
-    def _refusal(self, submit: Submit) -> Refusal | None:
+    def _refusal(self, submit: Submit) -> AdmissionRefusal | None:
         """Why this request can't be taken, if so. Its whole length must fit prefill too: a replay brings the answer."""
         if self.draining:
-            return Refusal(ErrorKind.DRAINING, f"{self._name} is draining")
+            return AdmissionRefusal(ErrorKind.DRAINING, f"{self._name} is draining")
         if not submit.tokens or submit.prompt_len > len(submit.tokens):
-            return Refusal(ErrorKind.INVALID, "the prompt is empty")
+            return AdmissionRefusal(ErrorKind.INVALID, "the prompt is empty")
         positions = max(submit.max_len, len(submit.tokens))
         if positions > self._fits.context:
-            return Refusal(ErrorKind.INVALID, f"{positions} positions exceed the context of {self._fits.context}")
+            return AdmissionRefusal(
+                ErrorKind.INVALID, f"{positions} positions exceed the context of {self._fits.context}"
+            )
         if positions > self._fits.max_positions:
             limit = self._fits.max_positions
-            return Refusal(ErrorKind.INVALID, f"{positions} positions exceed what {self._name} can hold, {limit}")
+            return AdmissionRefusal(
+                ErrorKind.INVALID, f"{positions} positions exceed what {self._name} can hold, {limit}"
+            )
         if submit.request_id in self._requests:
-            return Refusal(ErrorKind.INVALID, f"request {submit.request_id} is here already")
+            return AdmissionRefusal(ErrorKind.INVALID, f"request {submit.request_id} is here already")
         return None
 
     def add(self, request: R) -> None:
@@ -120,7 +124,7 @@ class Desk(Generic[R]):
     def tell(self, session: SessionId, event: Event) -> None:
         self._events.append((session, event))
 
-    def refuse(self, session: SessionId, submit: Submit, refusal: Refusal) -> None:
+    def refuse(self, session: SessionId, submit: Submit, refusal: AdmissionRefusal) -> None:
         done = Done(submit.request_id, submit.attempt, "error", error=refusal.kind, message=refusal.message)
         self._events.append((session, done))
 

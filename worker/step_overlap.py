@@ -29,25 +29,25 @@ LAUNCHED = _UNDER_WAY + 1
 
 
 @dataclass(frozen=True)
-class Flight(Generic[M]):
+class InFlightStep(Generic[M]):
     """A launched step, and whose each of its rows is."""
 
     step: StepHandle
     members: Sequence[M]
 
 
-class Ahead(Generic[M]):
+class StepOverlap(Generic[M]):
     """The steps under way of one worker."""
 
     def __init__(self) -> None:
-        self._flights: deque[Flight[M]] = deque()
+        self._flights: deque[InFlightStep[M]] = deque()
 
     def __len__(self) -> int:
         return len(self._flights)
 
     def launched(self, step: StepHandle, members: Sequence[M]) -> None:
         """`step` was given to the device; `members` are whose its rows are, in order."""
-        self._flights.append(Flight(step, members))
+        self._flights.append(InFlightStep(step, members))
 
     def landed(self, *, go_on: bool) -> Iterator[Sequence[tuple[M, RowOutput]]]:
         """Results to commit, step by step in order.

@@ -10,11 +10,11 @@ from contracts.errors import ErrorKind
 from contracts.ids import WorkerName
 from contracts.interfaces.worker_interface import SessionId
 from contracts.messages.worker_events import Event
-from worker.nonfinite_rows import Fitness
-from worker.request_table import Desk, R
+from worker.nonfinite_rows import NonfiniteRows
+from worker.request_table import R, RequestTable
 
 
-class Sleep(Protocol):
+class Sleeper(Protocol):
     """What a worker needs of a `Waiter`."""
 
     def wait(self, timeout_s: float) -> None:
@@ -25,10 +25,10 @@ class Sleep(Protocol):
     def close(self) -> None: ...
 
 
-class PhaseWorker(ABC, Generic[R]):
+class WorkerLoop(ABC, Generic[R]):
     """The common part of `contracts.interfaces.worker_interface.Worker`. One thread, but for `wake`."""
 
-    def __init__(self, desk: Desk[R], waiter: Sleep, fitness: Fitness) -> None:
+    def __init__(self, desk: RequestTable[R], waiter: Sleeper, fitness: NonfiniteRows) -> None:
         self._desk = desk
         self._waiter = waiter
         self._fitness = fitness

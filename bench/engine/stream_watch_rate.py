@@ -34,7 +34,7 @@ from contracts.checkpoint.model_spec import read_model_spec
 from contracts.config.router_config import WatchConfig
 from contracts.ids import RequestId
 from contracts.sampling_params import SamplingParams
-from decode.request.request import Phase
+from decode.request.request import DecodePhase
 from decode.worker import DecodeWorker
 from router.verification.stream_watch import StreamWatch, Why
 
@@ -113,7 +113,7 @@ class Speaker:
     def _hurt(self, damage: Damage, count: int) -> bool:
         """Damage the prompts' pages once all requests run on decode; whether that was so."""
         decode = self.workers.decode
-        running = [r for r in decode._desk if r.phase is Phase.RUNNING and r.claim is not None]
+        running = [r for r in decode._desk if r.phase is DecodePhase.RUNNING and r.claim is not None]
         if len(running) < count:
             return False
         full = decode._seat.full

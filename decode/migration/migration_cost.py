@@ -17,7 +17,7 @@ _NEW = 0.2
 """Weight of the newest measurement."""
 
 
-class Costs:
+class MigrationCosts:
     """One worker's measurements."""
 
     def __init__(self) -> None:

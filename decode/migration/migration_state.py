@@ -8,10 +8,10 @@ from enum import StrEnum
 from contracts.ids import RoomId
 from contracts.messages.router_commands import PeerRef
 from contracts.state_table import StateTable
-from decode.request.request import Request
+from decode.request.request import DecodeRequest
 
 
-class Stage(StrEnum):
+class MigrationStage(StrEnum):
     STOPPING = "stopping"
     OFFERED = "offered"
     SENDING = "sending"
@@ -20,7 +20,7 @@ class Stage(StrEnum):
     BACK = "back"
 
 
-class StageEvent(StrEnum):
+class MigrationStageEvent(StrEnum):
     LANDED = "landed"
     """Its last launched step is committed."""
     GRANT = "grant"
@@ -32,41 +32,41 @@ class StageEvent(StrEnum):
     """It ends here: cancelled, failed, or out of time."""
 
 
-STAGES = StateTable[Stage, StageEvent](
+STAGES = StateTable[MigrationStage, MigrationStageEvent](
     "departure",
     {
-        Stage.STOPPING: {
-            StageEvent.LANDED: Stage.OFFERED,
-            StageEvent.BACK: Stage.BACK,
-            StageEvent.END: Stage.GONE,
+        MigrationStage.STOPPING: {
+            MigrationStageEvent.LANDED: MigrationStage.OFFERED,
+            MigrationStageEvent.BACK: MigrationStage.BACK,
+            MigrationStageEvent.END: MigrationStage.GONE,
         },
-        Stage.OFFERED: {
-            StageEvent.GRANT: Stage.SENDING,
-            StageEvent.BACK: Stage.BACK,
-            StageEvent.END: Stage.GONE,
+        MigrationStage.OFFERED: {
+            MigrationStageEvent.GRANT: MigrationStage.SENDING,
+            MigrationStageEvent.BACK: MigrationStage.BACK,
+            MigrationStageEvent.END: MigrationStage.GONE,
         },
-        Stage.SENDING: {
-            StageEvent.SENT: Stage.SENT,
-            StageEvent.BACK: Stage.BACK,
-            StageEvent.END: Stage.GONE,
+        MigrationStage.SENDING: {
+            MigrationStageEvent.SENT: MigrationStage.SENT,
+            MigrationStageEvent.BACK: MigrationStage.BACK,
+            MigrationStageEvent.END: MigrationStage.GONE,
         },
-        Stage.SENT: {
-            StageEvent.RECEIVED: Stage.GONE,
-            StageEvent.BACK: Stage.BACK,
-            StageEvent.END: Stage.GONE,
+        MigrationStage.SENT: {
+            MigrationStageEvent.RECEIVED: MigrationStage.GONE,
+            MigrationStageEvent.BACK: MigrationStage.BACK,
+            MigrationStageEvent.END: MigrationStage.GONE,
         },
     },
 )
 
 
 @dataclass(eq=False)
-class Departure:
+class OutgoingMigration:
     """One request on its way out."""
 
-    request: Request
+    request: DecodeRequest
     room: RoomId
     peer: PeerRef
-    stage: Stage = Stage.STOPPING
+    stage: MigrationStage = MigrationStage.STOPPING
     paused_at: float = 0.0
     chain: list[bytes] = field(default_factory=list)
     """Keys of all pages of its committed positions."""
@@ -76,5 +76,5 @@ class Departure:
     """When the first bytes went out."""
     bytes: int = 0
 
-    def step(self, event: StageEvent) -> None:
+    def step(self, event: MigrationStageEvent) -> None:
         self.stage = STAGES.next(self.stage, event)

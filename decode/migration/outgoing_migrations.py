@@ -41,15 +41,15 @@ from contracts.ids import RoomId
 from contracts.interfaces.worker_interface import SessionId
 from contracts.messages.router_commands import PauseForMigration, PushPrefix, ResumeHere
 from contracts.messages.worker_events import Done, MigrationDone, MigrationPaused, MigrationUndone, MigrationWanted
-from decode.migration.migration_cost import Costs
-from decode.migration.migration_state import Departure, Stage, StageEvent
-from decode.migration.prefix_offers import Offers
-from decode.migration.prefix_push import Giving
-from decode.request.request import OFF_DEVICE, Phase, Request
+from decode.migration.migration_cost import MigrationCosts
+from decode.migration.migration_state import MigrationStage, MigrationStageEvent, OutgoingMigration
+from decode.migration.prefix_offers import PrefixOffers
+from decode.migration.prefix_push import PrefixPushes
+from decode.request.request import OFF_DEVICE, DecodePhase, DecodeRequest
 from transfer.rooms.kv_sender import KVSender
 from transfer.rooms.metadata_slots import HandoverMetadata
 from transfer.rooms.room_outcomes import RoomGranted, RoomReleased
-from worker.request_table import Desk
+from worker.request_table import RequestTable
 from worker.sendable_pages import finished
 
 JUDGE_EVERY_S = 1.0
@@ -59,10 +59,10 @@ STEPS_TO_TELL = 4
 
 
 @dataclass(slots=True)
-class _Verdict:
+class _DrainVerdict:
     """What a draining worker wants of a request."""
 
-    request: Request
+    request: DecodeRequest
     running: bool
     goes: bool
     """The router was told that it is to go; else it may finish here."""
@@ -74,18 +74,18 @@ class _Verdict:
 class Books:
     """What the worker does with a request that departs; it alone keeps the queues."""
 
-    depart: Callable[[Request], None]
+    depart: Callable[[DecodeRequest], None]
     """Take it out of the batch for good."""
-    come_back: Callable[[Request], None]
-    settled: Callable[[Request], bool]
+    come_back: Callable[[DecodeRequest], None]
+    settled: Callable[[DecodeRequest], bool]
     """Whether all that was loaded for it has come."""
-    leave: Callable[[Request, str], None]
-    fail: Callable[[Request, ErrorKind, str], None]
-    share: Callable[[Request], None]
+    leave: Callable[[DecodeRequest, str], None]
+    fail: Callable[[DecodeRequest, ErrorKind, str], None]
+    share: Callable[[DecodeRequest], None]
     """Give the tree what it has finished."""
 
 
-class Departures:
+class OutgoingMigrations:
     """See the module's prose. Called between steps, by the worker's thread."""
 
     def __init__(
@@ -93,18 +93,18 @@ class Departures:
         name: str,
         seat: KVCacheManager,
         sender: KVSender,
-        desk: Desk[Request],
+        desk: RequestTable[DecodeRequest],
         config: Config,
         clock: Clock,
         books: Books,
     ) -> None:
         self._seat, self._sender, self._desk = seat, sender, desk
         self._config, self._clock, self._books = config.decode, clock, books
-        self.costs = Costs()
-        self.giving = Giving(seat, sender, desk, config, clock, books.share)
-        self.offers = Offers(name, seat, self.giving, desk, config, clock)
-        self._by_room: dict[RoomId, Departure] = {}
-        self._verdicts: dict[int, _Verdict] = {}
+        self.costs = MigrationCosts()
+        self.giving = PrefixPushes(seat, sender, desk, config, clock, books.share)
+        self.offers = PrefixOffers(name, seat, self.giving, desk, config, clock)
+        self._by_room: dict[RoomId, OutgoingMigration] = {}
+        self._verdicts: dict[int, _DrainVerdict] = {}
         """Of a draining worker's requests, by identity."""
         spec = seat.spec
         self._most = {p: max(1, config.decode.move_chunk_bytes // spec.whole.unit_bytes(p)) for p in spec.by_name}
@@ -139,12 +139,14 @@ class Departures:
     @property
     def sending(self) -> bool:
         """Whether there is something to write as soon as the worker comes to it."""
-        return self.giving.writing or any(d.stage is Stage.SENDING for d in self._by_room.values())
+        return self.giving.writing or any(d.stage is MigrationStage.SENDING for d in self._by_room.values())
 
     @property
     def next_deadline(self) -> float | None:
         due_at = [
-            d.paused_at + self._config.move_pause_s for d in self._by_room.values() if d.stage is not Stage.STOPPING
+            d.paused_at + self._config.move_pause_s
+            for d in self._by_room.values()
+            if d.stage is not MigrationStage.STOPPING
         ]
         others = (self._sender.next_deadline, self.giving.next_deadline, self.offers.next_deadline)
         due_at += [at for at in others if at is not None]
@@ -165,13 +167,13 @@ class Departures:
             return
         if request is None:
             return  # It has ended, and said so.
-        if request.phase is not Phase.RUNNING or request.stopping:
+        if request.phase is not DecodePhase.RUNNING or request.stopping:
             self._desk.tell(session, MigrationUndone(command.request_id, command.attempt, f"it is {request.phase}"))
             return
         request.stopping = True
-        self._by_room[command.room] = Departure(request, command.room, command.peer)
+        self._by_room[command.room] = OutgoingMigration(request, command.room, command.peer)
 
-    def _resume(self, session: SessionId, command: ResumeHere, request: Request | None) -> None:
+    def _resume(self, session: SessionId, command: ResumeHere, request: DecodeRequest | None) -> None:
         if request is None:
             done = Done(
                 command.request_id, command.attempt, "error", error=ErrorKind.ROOM, message="it has left for elsewhere"
@@ -180,16 +182,16 @@ class Departures:
         elif (departure := self._of(request)) is not None:
             self._back(departure, "the router took it back", tell=False)
 
-    def ended(self, request: Request) -> None:
+    def ended(self, request: DecodeRequest) -> None:
         """Its answer is whole."""
         self.costs.ended(request.generated)
 
-    def drop(self, request: Request, reason: str) -> None:
+    def drop(self, request: DecodeRequest, reason: str) -> None:
         """It ends here, whatever it is doing. Idempotent."""
         self._verdicts.pop(id(request), None)
         departure = self._of(request)
         if departure is not None:
-            departure.step(StageEvent.END)
+            departure.step(MigrationStageEvent.END)
             self._close(departure, ErrorKind.CANCELLED, reason)
 
     def undrain(self) -> None:
@@ -210,7 +212,7 @@ class Departures:
                 self.giving.hear(outcome)
                 continue
             if isinstance(outcome, RoomGranted):
-                departure.step(StageEvent.GRANT)
+                departure.step(MigrationStageEvent.GRANT)
                 departure.began = self._clock.now()
             else:
                 self._released(departure, outcome)
@@ -219,7 +221,7 @@ class Departures:
             if now >= departure.paused_at + self._config.move_pause_s:
                 self._back(departure, f"{departure.peer.name} did not take it within {self._config.move_pause_s:g} s")
         for departure in list(self._by_room.values()):
-            if departure.stage is Stage.SENDING:
+            if departure.stage is MigrationStage.SENDING:
                 self._send(departure)
         self.giving.round()
         if self._desk.draining:
@@ -230,14 +232,14 @@ class Departures:
         """A step was committed: who was waiting for that is offered now."""
         for departure in list(self._by_room.values()):
             request = departure.request
-            if departure.stage is not Stage.STOPPING:
+            if departure.stage is not MigrationStage.STOPPING:
                 continue
-            if request.phase is not Phase.RUNNING:
+            if request.phase is not DecodePhase.RUNNING:
                 self._back(departure, f"it is {request.phase}")
             elif not request.under_way and self._books.settled(request):
                 self._offer(departure)
 
-    def _offer(self, departure: Departure) -> None:
+    def _offer(self, departure: OutgoingMigration) -> None:
         request, submit = departure.request, departure.request.submit
         claim = request.claim
         assert claim is not None
@@ -252,10 +254,10 @@ class Departures:
         tokens = request.tokens[: request.committed]
         departure.chain = chain_keys(tokens, self._seat.spec.page_tokens, submit.salt)
         departure.paused_at = self._clock.now()
-        departure.step(StageEvent.LANDED)
+        departure.step(MigrationStageEvent.LANDED)
         self._desk.tell(request.session, MigrationPaused(submit.request_id, submit.attempt, request.committed))
 
-    def _send(self, departure: Departure) -> None:
+    def _send(self, departure: OutgoingMigration) -> None:
         """Write some of what is wanted; behind the last of it, the metadata."""
         request, room = departure.request, departure.room
         assert request.claim is not None
@@ -274,12 +276,12 @@ class Departures:
         except WireError as error:
             self._back(departure, str(error))
             return
-        departure.step(StageEvent.SENT)
+        departure.step(MigrationStageEvent.SENT)
 
-    def _released(self, departure: Departure, outcome: RoomReleased) -> None:
+    def _released(self, departure: OutgoingMigration, outcome: RoomReleased) -> None:
         request, submit = departure.request, departure.request.submit
         if outcome.received:
-            departure.step(StageEvent.RECEIVED)
+            departure.step(MigrationStageEvent.RECEIVED)
             del self._by_room[departure.room]
             self.costs.moved(departure.bytes, self._clock.now() - departure.began)
             self.counters["moved_out"] += 1
@@ -289,31 +291,31 @@ class Departures:
         else:
             self._back(departure, outcome.reason)
 
-    def _back(self, departure: Departure, reason: str, *, tell: bool = True) -> None:
+    def _back(self, departure: OutgoingMigration, reason: str, *, tell: bool = True) -> None:
         """The request goes on here, if its state is what it was; the room is over. The next move may be luckier."""
         request, submit = departure.request, departure.request.submit
-        paused = departure.stage is not Stage.STOPPING
+        paused = departure.stage is not MigrationStage.STOPPING
         # Why it came to nothing may be told elsewhere first. If it was damage, this may be where it was done.
-        if departure.stage in (Stage.SENDING, Stage.SENT) and not self._intact(departure):
+        if departure.stage in (MigrationStage.SENDING, MigrationStage.SENT) and not self._intact(departure):
             assert request.claim is not None
             request.claim.betrayed = True
             self._books.fail(request, ErrorKind.DAMAGED, f"its state was damaged here: {reason}")
             return
-        departure.step(StageEvent.BACK)
+        departure.step(MigrationStageEvent.BACK)
         self._close(departure, ErrorKind.ROOM, reason)
         request.stopping = False
-        self._verdicts[id(request)] = _Verdict(request, True, False, self._clock.now() + JUDGE_EVERY_S)
+        self._verdicts[id(request)] = _DrainVerdict(request, True, False, self._clock.now() + JUDGE_EVERY_S)
         self.counters["moves_undone"] += 1
         if paused:
             self._books.come_back(request)
         if tell:
             self._desk.tell(request.session, MigrationUndone(submit.request_id, submit.attempt, reason))
 
-    def _close(self, departure: Departure, kind: ErrorKind, reason: str) -> None:
+    def _close(self, departure: OutgoingMigration, kind: ErrorKind, reason: str) -> None:
         del self._by_room[departure.room]
         self._sender.fail(departure.room, kind, reason)
 
-    def _intact(self, departure: Departure) -> bool:
+    def _intact(self, departure: OutgoingMigration) -> bool:
         """Whether everything that the request would go on from still matches its tags."""
         claim, committed = departure.request.claim, departure.request.committed
         assert claim is not None
@@ -332,31 +334,31 @@ class Departures:
         """Tell the router who should go; who was left to finish may turn out to take long, and is judged again."""
         now = self._clock.now()
         for request in self._desk:
-            running = request.phase is Phase.RUNNING
+            running = request.phase is DecodePhase.RUNNING
             if request.phase in OFF_DEVICE:
                 self._take_back(request)
-            if request.stopping or request.phase not in (Phase.RUNNING, Phase.WAITING):
+            if request.stopping or request.phase not in (DecodePhase.RUNNING, DecodePhase.WAITING):
                 continue  # Its state is on its way here, or will be: with that it goes.
             known = self._verdicts.get(id(request))
             if known is not None and known.running == running and (known.goes or now < known.again_at):
                 continue
             goes = not running or self._worth_moving(request, now)
-            self._verdicts[id(request)] = _Verdict(request, running, goes, now + JUDGE_EVERY_S)
+            self._verdicts[id(request)] = _DrainVerdict(request, running, goes, now + JUDGE_EVERY_S)
             if goes:
                 self._tell_leaving(request)
         self.counters["left_to_finish"] = sum(not v.goes for v in self._verdicts.values())
 
-    def _take_back(self, request: Request) -> None:
+    def _take_back(self, request: DecodeRequest) -> None:
         """It was retracted: nobody can take it before it is back, and then it is judged again."""
         verdict = self._verdicts.pop(id(request), None)
         if verdict is not None and verdict.goes:
             self._tell_leaving(request, withdrawn=True)
 
-    def _tell_leaving(self, request: Request, *, withdrawn: bool = False) -> None:
-        submit, started = request.submit, request.phase is Phase.RUNNING
+    def _tell_leaving(self, request: DecodeRequest, *, withdrawn: bool = False) -> None:
+        submit, started = request.submit, request.phase is DecodePhase.RUNNING
         self._desk.tell(request.session, MigrationWanted(submit.request_id, submit.attempt, started, withdrawn))
 
-    def _worth_moving(self, request: Request, now: float) -> bool:
+    def _worth_moving(self, request: DecodeRequest, now: float) -> bool:
         most = request.submit.sampling.max_tokens - request.generated
         steps = request.committed - len(request.submit.tokens)
         first = request.marks.get("first_step")
@@ -365,27 +367,27 @@ class Departures:
         step_s = (now - request.arrived - first) / (steps - 1)
         return self.costs.worth_moving(self._bytes(request), most, step_s)
 
-    def _bytes(self, request: Request) -> int:
+    def _bytes(self, request: DecodeRequest) -> int:
         """Of all state that it would take along."""
         numbers: Mapping[str, range] = due(self._seat.spec, request.committed)
         return sum(len(wanted) * self._seat.spec.whole.unit_bytes(pool) for pool, wanted in numbers.items())
 
     # ------------------------------------------------------------ accounts
 
-    def _of(self, request: Request) -> Departure | None:
+    def _of(self, request: DecodeRequest) -> OutgoingMigration | None:
         return next((d for d in self._by_room.values() if d.request is request), None)
 
-    def _paused(self) -> list[Departure]:
-        return [d for d in self._by_room.values() if d.stage is not Stage.STOPPING]
+    def _paused(self) -> list[OutgoingMigration]:
+        return [d for d in self._by_room.values() if d.stage is not MigrationStage.STOPPING]
 
     def check(self) -> list[str]:
         found = self._sender.check()
         for departure in self._by_room.values():
-            request, paused = departure.request, departure.stage is not Stage.STOPPING
+            request, paused = departure.request, departure.stage is not MigrationStage.STOPPING
             name = request.submit.request_id
             if not self._desk.holds(request) or not request.stopping:
                 found.append(f"request {name} is {departure.stage} and not in the house, or doesn't know")
-            if (request.phase is Phase.LEAVING) != paused:
+            if (request.phase is DecodePhase.LEAVING) != paused:
                 found.append(f"request {name} is {departure.stage} and {request.phase}")
         out = [r for r in self._desk if r.stopping]
         if len(out) != len(self._by_room):

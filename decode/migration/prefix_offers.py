@@ -15,18 +15,24 @@ from contracts.config.cluster_config import Config
 from contracts.ids import RequestId, Role
 from contracts.interfaces.worker_interface import SessionId
 from contracts.messages.worker_events import PrefixOffered
-from decode.migration.prefix_push import Giving
-from decode.request.request import Request
-from worker.request_table import Desk
+from decode.migration.prefix_push import PrefixPushes
+from decode.request.request import DecodeRequest
+from worker.request_table import RequestTable
 
 PATIENCE_S = 1.0
 
 
-class Offers:
+class PrefixOffers:
     """One drain's offers."""
 
     def __init__(
-        self, name: str, seat: KVCacheManager, giving: Giving, desk: Desk[Request], config: Config, clock: Clock
+        self,
+        name: str,
+        seat: KVCacheManager,
+        giving: PrefixPushes,
+        desk: RequestTable[DecodeRequest],
+        config: Config,
+        clock: Clock,
     ) -> None:
         self._name, self._seat, self._giving, self._desk, self._clock = name, seat, giving, desk, clock
         reuse = config.cache_for(Role.DECODE).prefix_reuse

@@ -18,26 +18,28 @@ from contracts.ids import RoomId
 from contracts.interfaces.worker_interface import SessionId
 from contracts.messages.router_commands import PullPrefix
 from contracts.messages.worker_events import PullDone
-from decode.request.request import Request
+from decode.request.request import DecodeRequest
 from transfer.rooms.kv_receiver import KVReceiver
 from transfer.rooms.room_outcomes import ExpectedPrompt, HandoverFailed, PromptAnswered, PromptArrived
-from worker.request_table import Desk
+from worker.request_table import RequestTable
 
 
 @dataclass(frozen=True, eq=False)
-class _Fetch:
+class _Pull:
     session: SessionId
     command: PullPrefix
     claim: Allocation
 
 
-class Fetching:
+class PrefixPulls:
     """The fetching end. Called between steps, by the worker's thread."""
 
-    def __init__(self, seat: KVCacheManager, receiver: KVReceiver, desk: Desk[Request], *, reuse: bool) -> None:
+    def __init__(
+        self, seat: KVCacheManager, receiver: KVReceiver, desk: RequestTable[DecodeRequest], *, reuse: bool
+    ) -> None:
         """`reuse`: whether there is a tree to fetch for."""
         self._seat, self._receiver, self._desk, self._reuse = seat, receiver, desk, reuse
-        self._fetches: dict[RoomId, _Fetch] = {}
+        self._fetches: dict[RoomId, _Pull] = {}
         self.bytes = 0
 
     def __len__(self) -> int:
@@ -72,7 +74,7 @@ class Fetching:
             lease.release()
             self._seat.release(claim)
             return False
-        self._fetches[command.room] = _Fetch(session, command, claim)
+        self._fetches[command.room] = _Pull(session, command, claim)
         return True
 
     def hears(self, outcome: PromptArrived | HandoverFailed | PromptAnswered) -> bool:

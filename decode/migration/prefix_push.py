@@ -25,62 +25,62 @@ from contracts.interfaces.worker_interface import SessionId
 from contracts.messages.router_commands import PushPrefix
 from contracts.messages.worker_events import PushReady
 from contracts.state_table import StateTable
-from decode.request.request import Request
+from decode.request.request import DecodeRequest
 from transfer.rooms.kv_sender import KVSender
 from transfer.rooms.metadata_slots import HandoverMetadata
 from transfer.rooms.room_outcomes import RoomGranted, RoomReleased
-from worker.request_table import Desk
+from worker.request_table import RequestTable
 from worker.sendable_pages import finished
 
 
-class Gift(StrEnum):
+class PushState(StrEnum):
     OPEN = "open"
     WRITING = "writing"
     SENT = "sent"
     OVER = "over"
 
 
-class GiftEvent(StrEnum):
+class PushEvent(StrEnum):
     GRANT = "grant"
     SENT = "sent"
     END = "end"
 
 
-GIFTS = StateTable[Gift, GiftEvent](
+GIFTS = StateTable[PushState, PushEvent](
     "gift",
     {
-        Gift.OPEN: {GiftEvent.GRANT: Gift.WRITING, GiftEvent.END: Gift.OVER},
-        Gift.WRITING: {GiftEvent.SENT: Gift.SENT, GiftEvent.END: Gift.OVER},
-        Gift.SENT: {GiftEvent.END: Gift.OVER},
+        PushState.OPEN: {PushEvent.GRANT: PushState.WRITING, PushEvent.END: PushState.OVER},
+        PushState.WRITING: {PushEvent.SENT: PushState.SENT, PushEvent.END: PushState.OVER},
+        PushState.SENT: {PushEvent.END: PushState.OVER},
     },
 )
 
 
 @dataclass(eq=False)
-class _Gift:
+class _Push:
     room: RoomId
     claim: Allocation
     opened_at: float
-    state: Gift = Gift.OPEN
+    state: PushState = PushState.OPEN
     chain: list[bytes] = field(default_factory=list)
 
 
-class Giving:
+class PrefixPushes:
     """The giving end. Called between steps, by the worker's thread."""
 
     def __init__(
         self,
         seat: KVCacheManager,
         sender: KVSender,
-        desk: Desk[Request],
+        desk: RequestTable[DecodeRequest],
         config: Config,
         clock: Clock,
-        share: Callable[[Request], None],
+        share: Callable[[DecodeRequest], None],
     ) -> None:
         """`share` gives the tree what a running request has finished."""
         self._seat, self._sender, self._desk = seat, sender, desk
         self._config, self._clock, self._share = config, clock, share
-        self._gifts: dict[RoomId, _Gift] = {}
+        self._gifts: dict[RoomId, _Push] = {}
         self._most = {
             p: max(1, config.decode.move_chunk_bytes // seat.spec.whole.unit_bytes(p)) for p in seat.spec.by_name
         }
@@ -91,14 +91,14 @@ class Giving:
 
     @property
     def writing(self) -> bool:
-        return any(gift.state is Gift.WRITING for gift in self._gifts.values())
+        return any(gift.state is PushState.WRITING for gift in self._gifts.values())
 
     @property
     def next_deadline(self) -> float | None:
         silence = self._config.transfer.connect_timeout_s
-        return min((g.opened_at + silence for g in self._gifts.values() if g.state is Gift.OPEN), default=None)
+        return min((g.opened_at + silence for g in self._gifts.values() if g.state is PushState.OPEN), default=None)
 
-    def handle(self, session: SessionId, command: PushPrefix, request: Request | None) -> None:
+    def handle(self, session: SessionId, command: PushPrefix, request: DecodeRequest | None) -> None:
         """Keep what there is of the tokens, and say how much. `request`: whose they are, where none are given."""
         prefix = self._prefix(command, request)
         claim = self._seat.lend(prefix, f"gift {command.room}") if prefix is not None else None
@@ -111,7 +111,7 @@ class Giving:
             positions = 0
         self._desk.tell(session, PushReady(command.request_id, command.attempt, positions))
 
-    def _prefix(self, command: PushPrefix, request: Request | None) -> TokenPrefix | None:
+    def _prefix(self, command: PushPrefix, request: DecodeRequest | None) -> TokenPrefix | None:
         page_tokens = self._seat.spec.page_tokens
         if command.tokens:
             return TokenPrefix.of(command.tokens, page_tokens, command.salt)
@@ -130,7 +130,7 @@ class Giving:
             return False
         chain = claim.prefix.chain
         keys = [chain[at : at + KEY_BYTES] for at in range(0, claim.depth * KEY_BYTES, KEY_BYTES)]
-        self._gifts[command.room] = _Gift(command.room, claim, self._clock.now(), chain=keys)
+        self._gifts[command.room] = _Push(command.room, claim, self._clock.now(), chain=keys)
         return True
 
     def hear(self, outcome: RoomGranted | RoomReleased) -> None:
@@ -138,7 +138,7 @@ class Giving:
         if gift is None:
             return
         if isinstance(outcome, RoomGranted):
-            gift.state = GIFTS.next(gift.state, GiftEvent.GRANT)
+            gift.state = GIFTS.next(gift.state, PushEvent.GRANT)
         else:
             self._end(gift)
 
@@ -149,14 +149,14 @@ class Giving:
             if gift.claim.betrayed:
                 self._sender.fail(gift.room, ErrorKind.ROOM, "a page of it turned out damaged")
                 self._end(gift)
-            elif gift.state is Gift.WRITING:
+            elif gift.state is PushState.WRITING:
                 if self._seat.settled(gift.claim):  # Some of it may still be on its way from the host.
                     self._write(gift)
-            elif gift.state is Gift.OPEN and gift.opened_at <= late:
+            elif gift.state is PushState.OPEN and gift.opened_at <= late:
                 self._sender.fail(gift.room, ErrorKind.ROOM, "nobody fetched it")
                 self._end(gift)
 
-    def _write(self, gift: _Gift) -> None:
+    def _write(self, gift: _Push) -> None:
         wanted = self._sender.wanted(gift.room)
         part = finished(wanted, gift.claim, gift.chain, {}, self._most)
         self._sender.write(gift.room, part, (DONE,))
@@ -170,10 +170,10 @@ class Giving:
             self._sender.fail(gift.room, ErrorKind.ROOM, str(error))
             self._end(gift)
             return
-        gift.state = GIFTS.next(gift.state, GiftEvent.SENT)
+        gift.state = GIFTS.next(gift.state, PushEvent.SENT)
 
-    def _end(self, gift: _Gift) -> None:
-        gift.state = GIFTS.next(gift.state, GiftEvent.END)
+    def _end(self, gift: _Push) -> None:
+        gift.state = GIFTS.next(gift.state, PushEvent.END)
         del self._gifts[gift.room]
         self._seat.release(gift.claim)
 

@@ -25,7 +25,7 @@ _CALM = 0.9
 """What is left of the raise of the quantile after each answer that ended."""
 
 
-class Growth:
+class OutputLengths:
     """See the module's prose. All lengths are in tokens of the answer."""
 
     def __init__(self, quantile: float, first: int) -> None:

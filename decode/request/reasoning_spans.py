@@ -14,14 +14,14 @@ from contracts.errors import ConfigError
 
 
 @dataclass(frozen=True, slots=True)
-class Reasoning:
+class ReasoningSpans:
     """The tokens that open and close a span."""
 
     opens: int
     closes: int
 
     @classmethod
-    def of(cls, config: CacheConfig) -> Reasoning | None:
+    def of(cls, config: CacheConfig) -> ReasoningSpans | None:
         """None unless spans are stripped; raises `ConfigError` where the tokens aren't given."""
         if not config.strip_reasoning:
             return None

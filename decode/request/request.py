@@ -35,7 +35,7 @@ from engine.runner.sampler import needs_history
 from transfer.rooms.metadata_slots import HandoverMetadata
 
 
-class Phase(StrEnum):
+class DecodePhase(StrEnum):
     WAITING = "waiting"
     ARRIVING = "arriving"
     RUNNING = "running"
@@ -50,7 +50,7 @@ class Phase(StrEnum):
     GONE = "gone"
 
 
-class PhaseEvent(StrEnum):
+class DecodeEvent(StrEnum):
     GRANT = "grant"
     ARRIVED = "arrived"
     DEPART = "depart"
@@ -61,29 +61,29 @@ class PhaseEvent(StrEnum):
     END = "end"
 
 
-PHASES = StateTable[Phase, PhaseEvent](
+PHASES = StateTable[DecodePhase, DecodeEvent](
     "decode request",
     {
-        Phase.WAITING: {PhaseEvent.GRANT: Phase.ARRIVING, PhaseEvent.END: Phase.GONE},
-        Phase.ARRIVING: {PhaseEvent.ARRIVED: Phase.RUNNING, PhaseEvent.END: Phase.GONE},
-        Phase.RUNNING: {
-            PhaseEvent.DEPART: Phase.LEAVING,
-            PhaseEvent.RETRACT: Phase.RETRACTING,
-            PhaseEvent.END: Phase.GONE,
+        DecodePhase.WAITING: {DecodeEvent.GRANT: DecodePhase.ARRIVING, DecodeEvent.END: DecodePhase.GONE},
+        DecodePhase.ARRIVING: {DecodeEvent.ARRIVED: DecodePhase.RUNNING, DecodeEvent.END: DecodePhase.GONE},
+        DecodePhase.RUNNING: {
+            DecodeEvent.DEPART: DecodePhase.LEAVING,
+            DecodeEvent.RETRACT: DecodePhase.RETRACTING,
+            DecodeEvent.END: DecodePhase.GONE,
         },
-        Phase.LEAVING: {PhaseEvent.BACK: Phase.RUNNING, PhaseEvent.END: Phase.GONE},
-        Phase.RETRACTING: {PhaseEvent.PARKED: Phase.RETRACTED, PhaseEvent.END: Phase.GONE},
-        Phase.RETRACTED: {PhaseEvent.RESUME: Phase.RESUMING, PhaseEvent.END: Phase.GONE},
-        Phase.RESUMING: {PhaseEvent.BACK: Phase.RUNNING, PhaseEvent.END: Phase.GONE},
+        DecodePhase.LEAVING: {DecodeEvent.BACK: DecodePhase.RUNNING, DecodeEvent.END: DecodePhase.GONE},
+        DecodePhase.RETRACTING: {DecodeEvent.PARKED: DecodePhase.RETRACTED, DecodeEvent.END: DecodePhase.GONE},
+        DecodePhase.RETRACTED: {DecodeEvent.RESUME: DecodePhase.RESUMING, DecodeEvent.END: DecodePhase.GONE},
+        DecodePhase.RESUMING: {DecodeEvent.BACK: DecodePhase.RUNNING, DecodeEvent.END: DecodePhase.GONE},
     },
 )
 
-OFF_DEVICE = (Phase.RETRACTING, Phase.RETRACTED, Phase.RESUMING)
+OFF_DEVICE = (DecodePhase.RETRACTING, DecodePhase.RETRACTED, DecodePhase.RESUMING)
 """Those of `decode.retraction.retraction`."""
 
 
 @dataclass(eq=False)
-class Request:
+class DecodeRequest:
     """One attempt at one request. While it is arriving, what it lacks is the room's; afterwards all is its own."""
 
     session: SessionId
@@ -92,7 +92,7 @@ class Request:
     deadline: float
     prefix: TokenPrefix
     """The prompt's whole pages."""
-    phase: Phase = Phase.WAITING
+    phase: DecodePhase = DecodePhase.WAITING
     claim: Allocation | None = None
     """What it holds of the seat: from its grant on, but not while it is off the device."""
     parked: SwappedState | None = None
@@ -120,7 +120,7 @@ class Request:
     """It is to be handed on: no step of it is launched any more."""
     computed: int = 0
     """Prompt positions that this worker's engine had to compute: none, as long as all state is handed over."""
-    behind: Request | None = None
+    behind: DecodeRequest | None = None
     """Who is receiving the prompt that it has in common with it, while it waits for that."""
     behind_since: float | None = None
     """When it began to wait for another one first, in seconds."""
@@ -134,7 +134,11 @@ class Request:
     @property
     def in_place(self) -> bool:
         """Whether the state of all its committed positions is on the device, in its claim."""
-        return self.claim is not None and self.phase in (Phase.RUNNING, Phase.RETRACTING, Phase.LEAVING)
+        return self.claim is not None and self.phase in (
+            DecodePhase.RUNNING,
+            DecodePhase.RETRACTING,
+            DecodePhase.LEAVING,
+        )
 
     @property
     def under_way(self) -> int:
@@ -177,5 +181,5 @@ class Request:
         """Positions up to `end`, as far as it can ever need them."""
         return min(self.positions, end)
 
-    def step(self, event: PhaseEvent) -> None:
+    def step(self, event: DecodeEvent) -> None:
         self.phase = PHASES.next(self.phase, event)

@@ -15,23 +15,23 @@ from collections.abc import Iterable, Sequence
 
 from cache.manager.kv_cache_manager import KVCacheManager
 from contracts.config.worker_config import DecodeConfig
-from decode.request.output_length import Growth
-from decode.request.request import Request
+from decode.request.output_length import OutputLengths
+from decode.request.request import DecodeRequest
 from decode.retraction import retraction_policy as policy
 from decode.retraction.retraction import Retraction
-from decode.retraction.retraction_policy import Candidate
+from decode.retraction.retraction_policy import RetractionCandidate
 
 
-class Pressure:
+class MemoryPressure:
     """See the module's prose. Decides; the worker does it."""
 
     def __init__(self, seat: KVCacheManager, config: DecodeConfig, retraction: Retraction) -> None:
         self._seat, self._retraction = seat, retraction
-        self.growth = Growth(config.growth_quantile, config.first_answer_tokens)
+        self.growth = OutputLengths(config.growth_quantile, config.first_answer_tokens)
 
     # ------------------------------------------------------------ admission
 
-    def leaves_room(self, request: Request, everybody: Iterable[Request]) -> bool:
+    def leaves_room(self, request: DecodeRequest, everybody: Iterable[DecodeRequest]) -> bool:
         """Whether `request`, new or retracted, may take pages beside those who hold some."""
         holders = [other for other in everybody if other.claim is not None]
         if not holders:
@@ -41,7 +41,7 @@ class Pressure:
         to_come = sum(max(0, self._expected_pages(other) - self._held(other)) for other in holders)
         return wanted <= self._seat.free(self._seat.full) - to_come
 
-    def _expected_pages(self, request: Request) -> int:
+    def _expected_pages(self, request: DecodeRequest) -> int:
         """Full pages that it will come to, as far as one can tell."""
         if self._retraction.assured(request):
             return self._seat.pools.pages_for(request.positions)
@@ -49,7 +49,7 @@ class Pressure:
         at_least = max(len(request.submit.tokens), len(request.tokens)) + 1
         return self._seat.pools.pages_for(request.positions_for(max(at_least, request.submit.prompt_len + length)))
 
-    def _held(self, request: Request) -> int:
+    def _held(self, request: DecodeRequest) -> int:
         """Full pages that it has: of one that is arriving, the room does."""
         assert request.claim is not None
         granted = self._seat.pools.pages_for(request.positions_for(len(request.submit.tokens) + 1))
@@ -57,13 +57,13 @@ class Pressure:
 
     # ------------------------------------------------------------ steps
 
-    def backed(self, able: Iterable[Request], limit: int) -> tuple[list[Request], list[Request]]:
+    def backed(self, able: Iterable[DecodeRequest], limit: int) -> tuple[list[DecodeRequest], list[DecodeRequest]]:
         """Give pages for one more position to up to `limit` of `able`, in turn: who has them, and who is short.
 
         Who has steps under way isn't short: those may leave a page of a window, or end it.
         """
-        batch: list[Request] = []
-        short: list[Request] = []
+        batch: list[DecodeRequest] = []
+        short: list[DecodeRequest] = []
         for request in able:
             if len(batch) == limit:
                 break
@@ -74,7 +74,7 @@ class Pressure:
                 short.append(request)
         return batch, short
 
-    def victims(self, short: Sequence[Request], running: Iterable[Request]) -> list[Request]:
+    def victims(self, short: Sequence[DecodeRequest], running: Iterable[DecodeRequest]) -> list[DecodeRequest]:
         """Who leaves so that those who are short can go on: nobody while pages are about to become free anyway."""
         if not short or self._retraction.leaving:
             return []
@@ -86,12 +86,14 @@ class Pressure:
             self.growth.retracted()
         return chosen
 
-    def _may_go(self, request: Request) -> bool:
+    def _may_go(self, request: DecodeRequest) -> bool:
         """Whether it took a step since it came back, and may be retracted once more."""
         return request.stepped and not self._retraction.assured(request)
 
-    def _candidate(self, request: Request) -> Candidate[Request]:
+    def _candidate(self, request: DecodeRequest) -> RetractionCandidate[DecodeRequest]:
         claim, submit = request.claim, request.submit
         assert claim is not None
         pages = claim.own(self._seat.full)
-        return Candidate(request, submit.priority, request.generated, submit.prompt_len, request.arrived, pages)
+        return RetractionCandidate(
+            request, submit.priority, request.generated, submit.prompt_len, request.arrived, pages
+        )

@@ -35,17 +35,17 @@ from contracts.clock import Clock
 from contracts.config.worker_config import DecodeConfig
 from contracts.damage import DamageSite, log_damage
 from contracts.errors import CapacityError, ErrorKind, StaleLease
-from decode.request.request import Phase, PhaseEvent, Request
-from decode.retraction.retraction_policy import Rates, cheaper_to_copy, returns_first
+from decode.request.request import DecodeEvent, DecodePhase, DecodeRequest
+from decode.retraction.retraction_policy import RetractionRates, cheaper_to_copy, returns_first
 
 log = logging.getLogger("twinpool.decode")
 
 
 @dataclass(frozen=True, slots=True)
-class Lost:
+class LostRequest:
     """A request whose state won't come back to the device: its attempt ends so."""
 
-    request: Request
+    request: DecodeRequest
     kind: ErrorKind
     message: str
 
@@ -56,18 +56,18 @@ class Retraction:
     def __init__(self, seat: KVCacheManager, config: DecodeConfig, clock: Clock) -> None:
         self._seat, self._config, self._clock = seat, config, clock
         self._page_tokens = seat.spec.page_tokens
-        self._leaving: list[Request] = []
-        self._away: list[Request] = []
-        self._coming: list[Request] = []
-        self._began: dict[Request, float] = {}
+        self._leaving: list[DecodeRequest] = []
+        self._away: list[DecodeRequest] = []
+        self._coming: list[DecodeRequest] = []
+        self._began: dict[DecodeRequest, float] = {}
         """When the copy under way of each began."""
-        self.rates = Rates()
+        self.rates = RetractionRates()
         self.counters = dict.fromkeys(
             ("retractions", "resumptions", "retracted_bytes", "resumed_bytes", "recomputed", "states_damaged_parked"),
             0.0,
         )
 
-    def __iter__(self) -> Iterator[Request]:
+    def __iter__(self) -> Iterator[DecodeRequest]:
         return iter([*self._leaving, *self._away, *self._coming])
 
     def __len__(self) -> int:
@@ -83,24 +83,24 @@ class Retraction:
         """Whether somebody is to come back before anybody new is admitted."""
         return bool(self._leaving or self._away)
 
-    def assured(self, request: Request) -> bool:
+    def assured(self, request: DecodeRequest) -> bool:
         """Whether it has been retracted as often as a request may be."""
         return request.retractions >= self._config.retract_limit
 
     # ------------------------------------------------------------ away
 
-    def retract(self, request: Request, *, on_purpose: bool = False) -> None:
+    def retract(self, request: DecodeRequest, *, on_purpose: bool = False) -> None:
         """Take a running request off the device; steps of it that are under way still count.
 
         `on_purpose`: a fault wants it, so it says nothing about how often the request was in the way of others.
         """
-        request.step(PhaseEvent.RETRACT)
+        request.step(DecodeEvent.RETRACT)
         request.retractions += not on_purpose
         self._leaving.append(request)
 
-    def advance(self) -> list[Lost]:
+    def advance(self) -> list[LostRequest]:
         """Begin the copies of those whose steps have landed, and take in the copies that have ended."""
-        lost: list[Lost] = []
+        lost: list[LostRequest] = []
         for request in list(self._leaving):
             if request.parked is None and self._at_rest(request):
                 lost += self._copy(request)
@@ -110,11 +110,11 @@ class Retraction:
                     lost += self._arrive(request)
         return lost
 
-    def _at_rest(self, request: Request) -> bool:
+    def _at_rest(self, request: DecodeRequest) -> bool:
         """Whether nothing is under way that writes its state: steps have landed, what was loaded for it has come."""
         return not request.under_way and request.claim is not None and self._seat.settled(request.claim)
 
-    def _copy(self, request: Request) -> Iterator[Lost]:
+    def _copy(self, request: DecodeRequest) -> Iterator[LostRequest]:
         claim, committed = request.claim, request.committed
         assert claim is not None
         if not self._copies(committed):
@@ -143,10 +143,10 @@ class Retraction:
         nbytes = sum(len(numbers) * spec.unit_bytes(pool) for pool, numbers in due(spec, committed).items())
         return self._config.retract == "copy" or cheaper_to_copy(nbytes, committed, self.rates)
 
-    def _again(self, request: Request, why: str) -> Lost:
+    def _again(self, request: DecodeRequest, why: str) -> LostRequest:
         self.counters["retractions"] += request.parked is None
         self.counters["recomputed"] += 1
-        return Lost(request, ErrorKind.RETRACTED, f"decode was short of pages: {why}")
+        return LostRequest(request, ErrorKind.RETRACTED, f"decode was short of pages: {why}")
 
     def _make_room(self) -> bool:
         """Send on to storage whoever of those on the host comes back last; False where nobody can be."""
@@ -160,7 +160,7 @@ class Retraction:
                 return True
         return False
 
-    def _arrive(self, request: Request) -> Iterator[Lost]:
+    def _arrive(self, request: DecodeRequest) -> Iterator[LostRequest]:
         parked = request.parked
         assert parked is not None
         self.rates.saw_out(parked.nbytes, self._clock.now() - self._began.pop(request))
@@ -168,21 +168,21 @@ class Retraction:
             yield self._damaged(request, "when it had been copied to the host", parked.damage)
             return
         self._leaving.remove(request)
-        request.step(PhaseEvent.PARKED)
+        request.step(DecodeEvent.PARKED)
         self._away.append(request)
 
-    def _damaged(self, request: Request, where: str, pages: Mapping[str, list[int]] = {}) -> Lost:
+    def _damaged(self, request: DecodeRequest, where: str, pages: Mapping[str, list[int]] = {}) -> LostRequest:
         """`pages`: which ones, by pool, where that is known."""
         self.counters["states_damaged_parked"] += 1
         facts = {"request": request.submit.request_id, "found": where, "pages": dict(pages)}
         log_damage(log, DamageSite.RESTORE, **facts, then="its attempt ends, the next one computes it again")
-        return Lost(request, ErrorKind.DAMAGED, "its state was damaged while it was retracted")
+        return LostRequest(request, ErrorKind.DAMAGED, "its state was damaged while it was retracted")
 
     # ------------------------------------------------------------ and back
 
-    def resume(self, may: Callable[[Request], bool]) -> list[Lost]:
+    def resume(self, may: Callable[[DecodeRequest], bool]) -> list[LostRequest]:
         """Begin to bring back whoever may come and has room, oldest first; who can't come holds those behind it."""
-        lost: list[Lost] = []
+        lost: list[LostRequest] = []
         for request in sorted(self._away, key=returns_first):
             if not may(request):
                 break
@@ -202,12 +202,12 @@ class Retraction:
                 break
             self._began[request] = began
             self._away.remove(request)
-            request.step(PhaseEvent.RESUME)
+            request.step(DecodeEvent.RESUME)
             request.returning, request.claim = returning, returning.claim
             self._coming.append(request)
         return lost
 
-    def _bring_to_host(self, request: Request, parked: SwappedState) -> Iterator[Lost]:
+    def _bring_to_host(self, request: DecodeRequest, parked: SwappedState) -> Iterator[LostRequest]:
         """Of what is on storage, or on the way there or back: let it come, if it isn't coming."""
         if parked.place is SwapPlace.LOST and parked.damage:
             yield self._damaged(request, "when it came from storage", parked.damage)
@@ -222,10 +222,10 @@ class Retraction:
             if not self._coming and not self._make_room():
                 yield self._again(request, str(error))
 
-    def returned(self) -> tuple[list[Request], list[Lost]]:
+    def returned(self) -> tuple[list[DecodeRequest], list[LostRequest]]:
         """Those who run again, with everything loaded and proved; and those whose state didn't come back right."""
-        back: list[Request] = []
-        lost: list[Lost] = []
+        back: list[DecodeRequest] = []
+        lost: list[LostRequest] = []
         for request in list(self._coming):
             returning, claim, parked = request.returning, request.claim, request.parked
             assert returning is not None
@@ -240,13 +240,13 @@ class Retraction:
                 self.counters["resumptions"] += 1
                 self.counters["resumed_bytes"] += parked.nbytes
                 self.leave(request)
-                request.step(PhaseEvent.BACK)
+                request.step(DecodeEvent.BACK)
                 back.append(request)
         return back, lost
 
     # ------------------------------------------------------------ ends
 
-    def leave(self, request: Request) -> None:
+    def leave(self, request: DecodeRequest) -> None:
         """Out of the queues, and out of host memory. Its claim, if it has one, is the caller's to release."""
         for queue in (self._leaving, self._away, self._coming):
             if request in queue:
@@ -259,16 +259,20 @@ class Retraction:
     def check(self) -> list[str]:
         """Recount; returns what doesn't agree."""
         found = []
-        queues = ((Phase.RETRACTING, self._leaving), (Phase.RETRACTED, self._away), (Phase.RESUMING, self._coming))
+        queues = (
+            (DecodePhase.RETRACTING, self._leaving),
+            (DecodePhase.RETRACTED, self._away),
+            (DecodePhase.RESUMING, self._coming),
+        )
         for phase, queue in queues:
             for request in queue:
                 name = request.submit.request_id
                 if request.phase is not phase:
                     found.append(f"request {name} is {request.phase} and in the queue of those {phase}")
                 holds = {
-                    Phase.RETRACTING: (request.claim is None) == (request.parked is not None),
-                    Phase.RETRACTED: request.claim is None and request.parked is not None,
-                    Phase.RESUMING: request.claim is not None and request.parked is not None,
+                    DecodePhase.RETRACTING: (request.claim is None) == (request.parked is not None),
+                    DecodePhase.RETRACTED: request.claim is None and request.parked is not None,
+                    DecodePhase.RESUMING: request.claim is not None and request.parked is not None,
                 }
                 if not holds[phase]:
                     found.append(f"request {name} is {phase}, and its claim or its parked copy says otherwise")

@@ -12,14 +12,14 @@ from typing import Generic, Protocol, TypeVar
 R = TypeVar("R")
 
 
-class Arrived(Protocol):
+class HasArrival(Protocol):
     """Whatever came at some time, in seconds."""
 
     arrived: float
 
 
 @dataclass(frozen=True)
-class Candidate(Generic[R]):
+class RetractionCandidate(Generic[R]):
     """A request that may be retracted, as the policy sees it."""
 
     request: R
@@ -34,13 +34,13 @@ class Candidate(Generic[R]):
     """Pages of its own that others could have."""
 
 
-def leaves_first(candidate: Candidate[R]) -> tuple[int, int, int, float]:
+def leaves_first(candidate: RetractionCandidate[R]) -> tuple[int, int, int, float]:
     """The order in which requests leave: of lower priority, then with fewer tokens generated, then with the longer
     prompt, then those that came last."""
     return candidate.priority, candidate.generated, -candidate.prompt, -candidate.arrived
 
 
-def victims(candidates: Sequence[Candidate[R]], pages: int) -> list[R]:
+def victims(candidates: Sequence[RetractionCandidate[R]], pages: int) -> list[R]:
     """Who leaves so that `pages` pages become free: as few as do, at least one, as long as there is any."""
     chosen: list[R] = []
     for candidate in sorted(candidates, key=leaves_first):
@@ -51,13 +51,13 @@ def victims(candidates: Sequence[Candidate[R]], pages: int) -> list[R]:
     return chosen
 
 
-def returns_first(request: Arrived) -> float:
+def returns_first(request: HasArrival) -> float:
     """The order in which requests come back: oldest first, so that none starves."""
     return request.arrived
 
 
 @dataclass
-class Rates:
+class RetractionRates:
     """What was measured lately; 0: nothing yet. Each new figure counts for three tenths."""
 
     out_bytes_per_s: float = 0.0
@@ -76,7 +76,7 @@ class Rates:
         self.positions_per_s = _blend(self.positions_per_s, positions, seconds)
 
 
-def cheaper_to_copy(nbytes: int, positions: int, rates: Rates) -> bool:
+def cheaper_to_copy(nbytes: int, positions: int, rates: RetractionRates) -> bool:
     """Whether `nbytes` of state are sooner there and back than `positions` positions computed again.
 
     Where a rate isn't known yet, it is copied: that is how it becomes known, and it takes nothing from others.

@@ -6,12 +6,12 @@ import random
 
 import pytest
 
-from decode.request.output_length import KNOWN, REMEMBERED, Growth
-from decode.retraction.retraction_policy import Candidate, Rates, cheaper_to_copy, victims
+from decode.request.output_length import KNOWN, REMEMBERED, OutputLengths
+from decode.retraction.retraction_policy import RetractionCandidate, RetractionRates, cheaper_to_copy, victims
 
 
-def seen(quantile: float, *lengths: int) -> Growth:
-    growth = Growth(quantile, 64)
+def seen(quantile: float, *lengths: int) -> OutputLengths:
+    growth = OutputLengths(quantile, 64)
     for length in lengths:
         growth.ended(length)
     return growth
@@ -19,8 +19,8 @@ def seen(quantile: float, *lengths: int) -> Growth:
 
 def candidate(
     name: str, *, priority: int = 0, generated: int = 5, prompt: int = 10, arrived: float = 0.0, pages: int = 2
-) -> Candidate[str]:
-    return Candidate(name, priority, generated, prompt, arrived, pages)
+) -> RetractionCandidate[str]:
+    return RetractionCandidate(name, priority, generated, prompt, arrived, pages)
 
 
 # ------------------------------------------------------------ growth
@@ -88,7 +88,7 @@ def test_retractions_raise_the_estimate_and_ends_let_it_come_back() -> None:
 
 
 def test_each_retraction_raises_the_share_half_of_the_way_to_all_and_each_end_takes_a_tenth_of_it_back() -> None:
-    growth = Growth(0.5, 64)
+    growth = OutputLengths(0.5, 64)
     growth.retracted()
     assert growth.quantile == pytest.approx(0.75)
     growth.retracted()
@@ -127,7 +127,7 @@ def test_as_few_leave_as_make_room_and_one_at_least() -> None:
 
 
 def test_until_all_rates_are_known_state_is_copied() -> None:
-    rates = Rates()
+    rates = RetractionRates()
     assert cheaper_to_copy(1 << 40, 1, rates)
     rates.saw_out(1, 10.0)
     rates.saw_prefill(1000, 1.0)
@@ -135,7 +135,7 @@ def test_until_all_rates_are_known_state_is_copied() -> None:
 
 
 def test_the_quicker_of_the_two_is_taken_by_what_was_measured() -> None:
-    rates = Rates()
+    rates = RetractionRates()
     rates.saw_out(1000, 1.0)
     rates.saw_back(1000, 1.0)
     rates.saw_prefill(10, 1.0)
@@ -147,14 +147,14 @@ def test_the_quicker_of_the_two_is_taken_by_what_was_measured() -> None:
 
 
 def test_what_took_no_time_says_nothing() -> None:
-    rates = Rates()
+    rates = RetractionRates()
     rates.saw_out(1000, 0.0)
     rates.saw_back(0, 1.0)
-    assert rates == Rates()
+    assert rates == RetractionRates()
 
 
 def test_each_new_figure_counts_for_three_tenths_and_nothing_counts_for_nothing() -> None:
-    rates = Rates()
+    rates = RetractionRates()
     rates.saw_out(1000, 2.0)
     assert rates.out_bytes_per_s == 500
     rates.saw_out(3000, 2.0)
@@ -164,10 +164,10 @@ def test_each_new_figure_counts_for_three_tenths_and_nothing_counts_for_nothing(
     assert rates.out_bytes_per_s == pytest.approx(800)
     rates.saw_back(100, 1.0)
     rates.saw_prefill(10, 1.0)
-    assert rates == Rates(pytest.approx(800), 100, 10), "each figure is its own"
+    assert rates == RetractionRates(pytest.approx(800), 100, 10), "each figure is its own"
 
 
 def test_state_that_is_as_soon_there_and_back_as_computed_is_copied() -> None:
-    rates = Rates(1000, 1000, 10)
+    rates = RetractionRates(1000, 1000, 10)
     assert cheaper_to_copy(5000, 100, rates)
     assert not cheaper_to_copy(5001, 100, rates)

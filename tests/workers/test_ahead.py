@@ -15,7 +15,7 @@ from cache.allocation.allocation import Allocation
 from cache.device.adversarial_device import AdversarialDevice
 from contracts.ids import Role
 from contracts.sampling_params import SamplingParams
-from decode.request.request import Phase, Request
+from decode.request.request import DecodePhase, DecodeRequest
 from decode.worker import DecodeWorker
 from prefill.worker import PrefillWorker
 from tests.pair import Answer, Pair, pair
@@ -109,7 +109,7 @@ def lagging_pair(model: Path, **options: Any) -> Iterator[tuple[Pair, PrefillWor
         device.settle()
 
 
-def running(both: Pair, decode: DecodeWorker, params: SamplingParams, length: int = 20) -> Request:
+def running(both: Pair, decode: DecodeWorker, params: SamplingParams, length: int = 20) -> DecodeRequest:
     """A request that decode has a step under way for."""
     both.submit(prompts(7, length)[0], params)
     for _ in range(1000):
@@ -123,7 +123,7 @@ def test_decode_launches_a_step_before_it_has_committed_the_last(model: Path) ->
     with lagging_pair(model) as (both, _, decode):
         request = running(both, decode, SamplingParams(max_tokens=6, temperature=0.0))
         ahead = []
-        while request.phase is Phase.RUNNING:
+        while request.phase is DecodePhase.RUNNING:
             ahead.append((request.planned, request.launched, request.committed))
             assert decode.check().violations == ()
             both.step(Role.DECODE)
@@ -136,7 +136,7 @@ def test_a_draw_that_looks_back_waits_for_the_token_before_it(model: Path) -> No
     with lagging_pair(model) as (both, _, decode):
         params = SamplingParams(max_tokens=6, temperature=0.0, presence_penalty=0.5)
         request = running(both, decode, params)
-        while request.phase is Phase.RUNNING:
+        while request.phase is DecodePhase.RUNNING:
             assert request.under_way <= 1
             assert request.can_go_on is (request.under_way == 0)
             both.step(Role.DECODE)
@@ -177,7 +177,7 @@ def test_a11_pages_of_a_request_that_drew_a_stop_token_are_held_for_the_step_lau
     with lagging_pair(model) as (both, _, decode):
         request = running(both, decode, replace(params, stop_token_ids=(answer.list[stop],)))
         pages = named(request.claim)
-        while request.phase is Phase.RUNNING:
+        while request.phase is DecodePhase.RUNNING:
             both.step(Role.DECODE)
         assert next(iter(both.answers.values())).list == answer.list[: stop + 1]
         held_until_complete(both, decode, pages)

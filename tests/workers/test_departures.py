@@ -27,8 +27,8 @@ from contracts.messages.worker_events import (
 from contracts.sampling_params import SamplingParams
 from contracts.wire.command_protobuf import command_from_proto, command_to_proto
 from contracts.wire.event_protobuf import event_from_proto, event_to_proto
-from decode.migration.migration_cost import FIRST_BYTES_PER_S, KNOWN_ANSWERS, Costs
-from decode.migration.migration_state import STAGES, Stage, StageEvent
+from decode.migration.migration_cost import FIRST_BYTES_PER_S, KNOWN_ANSWERS, MigrationCosts
+from decode.migration.migration_state import STAGES, MigrationStage, MigrationStageEvent
 from decode.migration.outgoing_migrations import JUDGE_EVERY_S, STEPS_TO_TELL
 from decode.migration.prefix_push import GIFTS
 from prefill.worker import PrefillWorker
@@ -66,8 +66,8 @@ def test_c5_every_departure_move_and_gift_comes_to_an_end() -> None:
 
 
 def test_c8_what_has_moved_or_stayed_does_so_for_good() -> None:
-    for stage in (Stage.GONE, Stage.BACK):
-        for event in StageEvent:
+    for stage in (MigrationStage.GONE, MigrationStage.BACK):
+        for event in MigrationStageEvent:
             with pytest.raises(IllegalTransition):
                 STAGES.next(stage, event)
     for state in (MoveState.MOVED, MoveState.STAYED):
@@ -77,13 +77,13 @@ def test_c8_what_has_moved_or_stayed_does_so_for_good() -> None:
 
 
 def test_a_request_can_be_taken_back_until_the_other_has_it_and_not_after() -> None:
-    assert all(StageEvent.BACK in row and StageEvent.END in row for row in STAGES.rows.values())
+    assert all(MigrationStageEvent.BACK in row and MigrationStageEvent.END in row for row in STAGES.rows.values())
     assert MoveEvent.BACK not in MOVES.rows[MoveState.GIVEN], "the source has nothing of it any more"
     assert [s for s, row in MOVES.rows.items() if MoveEvent.SPOKE in row] == [MoveState.OFFERED, MoveState.GIVEN]
 
 
 def test_finishing_is_chosen_where_it_is_quicker_than_moving() -> None:
-    costs = Costs()
+    costs = MigrationCosts()
     megabytes = 100 * 1000 * 1000
     assert costs.worth_moving(megabytes, 100, 0.01), "0.2 s against 1 s"
     assert not costs.worth_moving(megabytes, 10, 0.01)
@@ -94,7 +94,7 @@ def test_finishing_is_chosen_where_it_is_quicker_than_moving() -> None:
 
 
 def test_what_answers_came_to_bounds_what_is_still_expected() -> None:
-    costs = Costs()
+    costs = MigrationCosts()
     for _ in range(KNOWN_ANSWERS - 1):
         costs.ended(10)
     assert costs.to_come(500) == 500

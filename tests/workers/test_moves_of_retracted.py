@@ -10,7 +10,7 @@ from contracts.clock import ManualClock
 from contracts.ids import RequestId, Role, RoomId, WorkerName
 from contracts.messages.router_commands import PeerRef, PushPrefix
 from contracts.messages.worker_events import MigrationWanted, PushReady
-from decode.request.request import Phase, Request
+from decode.request.request import DecodePhase, DecodeRequest
 from router.state.circuit_breaker import Circuit
 from router.state.routed_request import Leg
 from tests.company import Company, company, generated, hears
@@ -27,7 +27,7 @@ def running(c: Company, count: int) -> list[RequestId]:
     return rids
 
 
-def on_worker(c: Company, rid: RequestId) -> Request:
+def on_worker(c: Company, rid: RequestId) -> DecodeRequest:
     (request,) = [r for r in c.decode("decode-0")._desk if r.submit.request_id == rid]
     return request
 
@@ -49,10 +49,10 @@ def test_d1_who_is_retracted_at_a_draining_worker_comes_back_and_is_handed_on(
             c.drain("decode-0")
             c.step()
             assert {e.request_id for e in told} == set(rids[1:]), "what is off the device can't be handed on yet"
-            assert after.phase is Phase.RUNNING
+            assert after.phase is DecodePhase.RUNNING
             worker._retract(after, on_purpose=True)
             c.step()
-            assert before.phase is after.phase is Phase.RETRACTED
+            assert before.phase is after.phase is DecodePhase.RETRACTED
             assert not worker.drained
         c.until(lambda: worker.drained, "decode-0 to be empty", 1_000_000)
         assert [e.request_id for e in told if isinstance(e, MigrationWanted) and e.withdrawn] == [rids[3]]
@@ -71,8 +71,8 @@ def test_a9_of_a_request_that_is_coming_back_nothing_is_given_away(
         with monkeypatch.context() as patch:
             patch.setattr(worker._retraction, "returned", lambda: ([], []))
             worker._retract(request, on_purpose=True)
-            c.until(lambda: request.phase is Phase.RESUMING, "it to come back")
-            shared: list[Request] = []
+            c.until(lambda: request.phase is DecodePhase.RESUMING, "it to come back")
+            shared: list[DecodeRequest] = []
             patch.setattr(worker._departures.giving, "_share", shared.append)
             worker.handle(SESSION, PushPrefix(rid, request.submit.attempt, RoomId("ahead"), peer))
             answers = [e for _, e in worker.step() if isinstance(e, PushReady)]

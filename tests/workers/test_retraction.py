@@ -15,7 +15,7 @@ from contracts.clock import ManualClock
 from contracts.errors import CapacityError, ErrorKind
 from contracts.ids import Role
 from contracts.sampling_params import SamplingParams
-from decode.request.request import PHASES, Phase, Request
+from decode.request.request import PHASES, DecodePhase, DecodeRequest
 from decode.worker import DecodeWorker
 from tests.pair import SESSION, Pair, pair
 from transfer.rooms.metadata_slots import DraftState
@@ -57,7 +57,7 @@ def late(model: Path, **sections: Any) -> Iterator[tuple[Pair, DecodeWorker]]:
         device.settle()
 
 
-def run_until(both: Pair, decode: DecodeWorker, *, generated: int = 3, count: int = 1) -> list[Request]:
+def run_until(both: Pair, decode: DecodeWorker, *, generated: int = 3, count: int = 1) -> list[DecodeRequest]:
     """Step until so many requests run that have drawn so many tokens."""
     for _ in range(2000):
         both.step()
@@ -90,8 +90,8 @@ def hold_back(decode: DecodeWorker, monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_every_phase_reaches_the_end() -> None:
     assert PHASES.dead_ends() == []
-    for phase in Phase:
-        assert phase is Phase.GONE or PHASES.rows[phase]
+    for phase in DecodePhase:
+        assert phase is DecodePhase.GONE or PHASES.rows[phase]
 
 
 def test_a_request_that_was_retracted_gives_the_same_answer(model: Path) -> None:
@@ -120,7 +120,7 @@ def test_who_came_back_is_in_nobodys_way_before_it_took_a_step_and_its_copy_was_
             both.step()
         for _ in range(2000):
             decode._admit()  # A round without its step.
-            if first.phase is second.phase is Phase.RUNNING:
+            if first.phase is second.phase is DecodePhase.RUNNING:
                 break
         assert decode._pressure.victims([first], [first, second]) == []
         assert decode._retraction.rates.out_bytes_per_s > 0
@@ -225,7 +225,7 @@ def test_requests_grow_page_by_page(model: Path) -> None:
         claim = request.claim
         assert claim is not None
         sizes = set()
-        while request.phase is Phase.RUNNING:
+        while request.phase is DecodePhase.RUNNING:
             sizes.add((len(claim.tables["full"]), -(-(request.committed + 1) // PAGE)))
             both.step(Role.DECODE)
         assert max(have - need for have, need in sizes) <= 1
@@ -240,11 +240,11 @@ def learned(decode: DecodeWorker, length: int) -> None:
 
 def test_c10_who_was_retracted_comes_back_oldest_first_and_before_anybody_new(model: Path) -> None:
     """Phases are compared before and after each round; what decode itself says of who comes first isn't asked."""
-    off = (Phase.RETRACTING, Phase.RETRACTED)
+    off = (DecodePhase.RETRACTING, DecodePhase.RETRACTED)
     with working(model, tokens=30 * PAGE) as (both, decode):
         learned(decode, 1)
         olds = [both.submit(prompt_of(seed, 60), greedy(110)) for seed in range(4)]
-        until(both, lambda: sum(r.phase is Phase.RETRACTED for r in decode._desk) >= 2)
+        until(both, lambda: sum(r.phase is DecodePhase.RETRACTED for r in decode._desk) >= 2)
         news = [both.submit(prompt_of(9 + n, 5), greedy(4)) for n in range(2)]
         until(both, lambda: sum(r.submit.request_id in news for r in decode._desk) == 2)
         back, waited = 0, 0
@@ -255,9 +255,13 @@ def test_c10_who_was_retracted_comes_back_oldest_first_and_before_anybody_new(mo
             before = {r: r.phase for r in decode._desk}
             both.step()
             still_off = [r for r, phase in before.items() if phase in off and r.phase in off]
-            came = [r for r, phase in before.items() if phase is Phase.RETRACTED and r.phase not in (*off, Phase.GONE)]
-            waiting = [r for r, phase in before.items() if phase is Phase.WAITING]
-            admitted = [r for r in waiting if r.phase not in (Phase.WAITING, Phase.GONE)]
+            came = [
+                r
+                for r, phase in before.items()
+                if phase is DecodePhase.RETRACTED and r.phase not in (*off, DecodePhase.GONE)
+            ]
+            waiting = [r for r, phase in before.items() if phase is DecodePhase.WAITING]
+            admitted = [r for r in waiting if r.phase not in (DecodePhase.WAITING, DecodePhase.GONE)]
             for request in came:
                 older = [r for r in still_off if r.arrived < request.arrived]
                 assert not older, "an older one still waits off the device"
@@ -281,13 +285,13 @@ def test_c10_the_oldest_is_asked_first_and_who_cannot_come_holds_those_behind_it
         decode._lose(decode._retraction.advance())
         asked: list[str] = []
 
-        def may(request: Request) -> bool:
+        def may(request: DecodeRequest) -> bool:
             asked.append(str(request.submit.request_id))
             return len(asked) < 3
 
         decode._retraction.resume(may)
         assert asked == names
-        assert [r.phase for r in decode._desk] == [Phase.RESUMING, Phase.RESUMING, Phase.RETRACTED]
+        assert [r.phase for r in decode._desk] == [DecodePhase.RESUMING, DecodePhase.RESUMING, DecodePhase.RETRACTED]
         assert all(len(answer.list) == 20 for answer in both.run(*names))
 
 
@@ -302,7 +306,7 @@ def test_c10_at_least_one_always_advances_in_a_pool_for_one(model: Path) -> None
         while any(both.answers[r].done is None for r in requests):
             before = decode._counters["tokens_generated"]
             both.step()
-            here = [r for r in decode._desk if r.phase not in (Phase.WAITING, Phase.ARRIVING)]
+            here = [r for r in decode._desk if r.phase not in (DecodePhase.WAITING, DecodePhase.ARRIVING)]
             quiet = 0 if decode._counters["tokens_generated"] > before or not here else quiet + 1
             assert quiet < 50, "nobody advances"
         assert [both.answers[r].list for r in requests] == expected
@@ -440,13 +444,13 @@ def test_what_was_damaged_on_the_device_is_found_as_it_leaves(model: Path, caplo
 
 # ------------------------------------------------------------ B: every way out
 
-AT: dict[str, Callable[[Request], bool]] = {
-    "landing": lambda r: r.phase is Phase.RETRACTING and r.parked is None,
-    "copying": lambda r: r.phase is Phase.RETRACTING and r.parked is not None,
-    "retracted": lambda r: r.phase is Phase.RETRACTED,
-    "resuming": lambda r: r.phase is Phase.RESUMING,
+AT: dict[str, Callable[[DecodeRequest], bool]] = {
+    "landing": lambda r: r.phase is DecodePhase.RETRACTING and r.parked is None,
+    "copying": lambda r: r.phase is DecodePhase.RETRACTING and r.parked is not None,
+    "retracted": lambda r: r.phase is DecodePhase.RETRACTED,
+    "resuming": lambda r: r.phase is DecodePhase.RESUMING,
 }
-WAYS: dict[str, Callable[[Pair, DecodeWorker, ManualClock, Request], None]] = {
+WAYS: dict[str, Callable[[Pair, DecodeWorker, ManualClock, DecodeRequest], None]] = {
     "cancel": lambda both, decode, clock, r: both.cancel(r.submit.request_id),
     "deadline": lambda both, decode, clock, r: clock.advance(10_000),
     "session": lambda both, decode, clock, r: [w.drop_session(SESSION) for w in (both.prefill, decode)] and None,
@@ -472,7 +476,7 @@ def test_b1_b2_whoever_ends_while_it_is_off_the_device_leaves_nothing_behind(
         assert decode.check().violations == ()
         WAYS[way](both, decode, clock, request)
         both.step()
-        assert request.phase is Phase.GONE
+        assert request.phase is DecodePhase.GONE
         assert request.parked is request.claim is None
         assert decode.check().violations == ()
         monkeypatch.undo()
@@ -491,12 +495,12 @@ def test_b9_a_request_comes_back_with_all_pools_or_takes_nothing(model: Path) ->
         thief = decode._pages
         decode._retract(request)
         decode._lose(decode._retraction.advance())
-        assert request.phase is Phase.RETRACTED
+        assert request.phase is DecodePhase.RETRACTED
         decode._seat.evict("full", thief.total)
         taken = thief.lease(thief.free - 1, "a thief")
         free = thief.free
         assert decode._retraction.resume(lambda r: True) == []
-        assert (request.phase, thief.free, request.claim) == (Phase.RETRACTED, free, None)
+        assert (request.phase, thief.free, request.claim) == (DecodePhase.RETRACTED, free, None)
         taken.release()
         assert len(both.run(asked)[0].list) == 30
 

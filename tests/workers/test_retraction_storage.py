@@ -15,7 +15,7 @@ from cache.storage.io_queue import StorageTicket, WriteChain
 from cache.storage.storage_backend import ObjectBuffer, ObjectName, ObjectOutcome, StorageBackend
 from cache.swap.swapped_state import PLACES, SwapPlace
 from contracts.errors import CapacityError, ErrorKind
-from decode.request.request import Request
+from decode.request.request import DecodeRequest
 from decode.worker import DecodeWorker
 from tests.pair import Pair
 from tests.workers.test_retraction import greedy, hold_back, prompt_of, run_until, undisturbed, working
@@ -35,7 +35,7 @@ def small_host(model: Path, pages: int, **faults: Any) -> Iterator[tuple[Pair, D
         yield both, decode
 
 
-def all_away(both: Pair, decode: DecodeWorker, patch: pytest.MonkeyPatch) -> list[Request]:
+def all_away(both: Pair, decode: DecodeWorker, patch: pytest.MonkeyPatch) -> list[DecodeRequest]:
     """Everybody leaves the device and nobody comes back before `patch` is undone."""
     hold_back(decode, patch)
     requests = list(decode._running)
@@ -48,7 +48,7 @@ def all_away(both: Pair, decode: DecodeWorker, patch: pytest.MonkeyPatch) -> lis
     raise AssertionError("they never left")
 
 
-def places(requests: list[Request]) -> list[SwapPlace]:
+def places(requests: list[DecodeRequest]) -> list[SwapPlace]:
     return [r.parked.place for r in requests if r.parked is not None]
 
 

@@ -14,7 +14,7 @@ import pytest
 from contracts.clock import ManualClock
 from contracts.ids import RequestId, Role
 from contracts.sampling_params import SamplingParams
-from decode.request.request import Phase
+from decode.request.request import DecodePhase
 from tests.checkpoints import make_checkpoint
 from tests.company import company, generated
 from tests.families import FAMILIES
@@ -102,7 +102,7 @@ def test_prompts_with_a_common_half_wait_for_each_other_and_those_with_less_do_n
             rid = both.submit(mine, replace(SAMPLED, choice=1))
             both.step()
             (request,) = [r for r in both.decode._desk if r.submit.request_id == rid]
-            assert (request.phase is Phase.WAITING) is waits
+            assert (request.phase is DecodePhase.WAITING) is waits
             (answer,) = both.run(rid)
             assert (answer.progress[Role.DECODE].cached_tokens == 96) is waits
             both.run()
@@ -124,7 +124,7 @@ def start_receiving(both: Pair, prompt: Sequence[int], count: int) -> list[Reque
     for _ in range(3):
         both.step()
     phases = [r.phase for r in both.decode._desk]
-    assert phases == [Phase.ARRIVING] + [Phase.WAITING] * (count - 1)
+    assert phases == [DecodePhase.ARRIVING] + [DecodePhase.WAITING] * (count - 1)
     return asked
 
 
@@ -150,7 +150,7 @@ def test_when_the_first_is_refused_by_prefill_the_next_one_is_sent_it(small: Pat
         others = [both.submit(prompt, params) for params in choices(3)[1:]]
         for _ in range(20):
             both.step()
-        assert not any(r.phase is not Phase.WAITING for r in both.decode._desk if r.submit.request_id in others)
+        assert not any(r.phase is not DecodePhase.WAITING for r in both.decode._desk if r.submit.request_id in others)
         clock.advance(3.0)
         answers = both.run(*others)
         assert [a.list for a in answers] == want[1:]

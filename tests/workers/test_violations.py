@@ -24,9 +24,9 @@ from contracts.ids import Incarnation, RequestId, RoomId, WorkerName
 from contracts.messages.router_commands import Audit, PeerRef
 from contracts.messages.worker_status import CheckReport, WorkerRecord
 from contracts.sampling_params import SamplingParams
-from decode.migration.migration_state import Departure, Stage
+from decode.migration.migration_state import MigrationStage, OutgoingMigration
 from decode.worker import DecodeWorker
-from prefill.audit_state import Audition, AuditState
+from prefill.audit_state import AuditRun, AuditRunState
 from prefill.worker import PrefillWorker
 from router.api.app import create_app
 from router.main import RouterServer, listen
@@ -74,13 +74,13 @@ def more(request: object, *names: str, by: int = 1) -> None:
         setattr(request, name, getattr(request, name) + by)
 
 
-def an_audition(**words: Any) -> Audition:
-    return Audition(SESSION, Audit(RequestId("x"), 0, (1, 2), 1, SamplingParams(max_tokens=1)), **words)
+def an_audition(**words: Any) -> AuditRun:
+    return AuditRun(SESSION, Audit(RequestId("x"), 0, (1, 2), 1, SamplingParams(max_tokens=1)), **words)
 
 
-def departs(worker: DecodeWorker, stage: Stage) -> None:
+def departs(worker: DecodeWorker, stage: MigrationStage) -> None:
     room, peer = RoomId("x"), PeerRef(WorkerName("decode-1"), Incarnation(1), "")
-    worker._departures._by_room[room] = Departure(worker._running[0], room, peer, stage)
+    worker._departures._by_room[room] = OutgoingMigration(worker._running[0], room, peer, stage)
 
 
 def parks(worker: DecodeWorker) -> None:
@@ -131,7 +131,7 @@ PREFILL: dict[str, tuple[Plant, str]] = {
         "audit x waits with a claim",
     ),
     "an audit that waits and is running": (
-        lambda p, d: p._auditor._waiting.append(an_audition(state=AuditState.RUNNING)),
+        lambda p, d: p._auditor._waiting.append(an_audition(state=AuditRunState.RUNNING)),
         "audit x waits and is running",
     ),
 }
@@ -166,9 +166,12 @@ DECODE: dict[str, tuple[Plant, str]] = {
         lambda p, d: setattr(d._running[0], "stopping", True),
         "1 requests are leaving, 0 departures are booked",
     ),
-    "a departure that its request doesn't know of": (lambda p, d: departs(d, Stage.STOPPING), "or doesn't know"),
+    "a departure that its request doesn't know of": (
+        lambda p, d: departs(d, MigrationStage.STOPPING),
+        "or doesn't know",
+    ),
     "a departure under way of a request that goes on": (
-        lambda p, d: departs(d, Stage.SENDING),
+        lambda p, d: departs(d, MigrationStage.SENDING),
         "is sending and running",
     ),
     "a running request among those that are away": (
