@@ -27,7 +27,7 @@ from contracts.errors import ConfigError, TwinpoolError
 from contracts.interfaces.discovery import WorkerDirectory
 from contracts.json_logs import log_to_stream
 from router.api.app import App, create_app
-from router.api.client_connections import BoundedHttpProtocol, Connections, raise_descriptor_limit
+from router.api.client_connections import BoundedHttpProtocol, ClientConnections, raise_descriptor_limit
 from router.links.controller_directory import ControllerDirectory
 from router.service.router_service import RouterService
 from router.state.router_log import log
@@ -43,7 +43,7 @@ class RouterServer(uvicorn.Server):
     """Uvicorn, with answers ended before connections are waited for."""
 
     def __init__(self, app: App, service: RouterService, ready_fd: int | None = None) -> None:
-        self.connections = Connections(service.config)
+        self.connections = ClientConnections(service.config)
         service.metrics.sources.append(self.connections.metrics)
         super().__init__(
             uvicorn.Config(

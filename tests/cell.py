@@ -14,11 +14,11 @@ from contracts.messages.router_commands import Audit
 from contracts.messages.worker_events import Done
 from contracts.messages.worker_status import CheckReport, WorkerRecord, WorkerView
 from contracts.sampling_params import SamplingParams
-from router.core.router_actions import Deliver, End, Replay, Send
-from router.core.router_core import Brain
-from router.state.routed_request import Request
+from router.core.router_actions import DeliverTokens, EndRequest, NoteReplay, SendCommand
+from router.core.router_core import RouterCore
+from router.state.routed_request import RoutedRequest
 from router.state.worker_table import WorkerKey, prefix_hashes
-from router.verification.audit_cases import Finding, Result
+from router.verification.audit_cases import AuditFinding, AuditResult
 from tests.pair import SESSION, Pair
 
 
@@ -35,14 +35,14 @@ class Cell:
     def __init__(self, both: Pair, *, audit: Mapping[str, Any] = {}, **router: Any) -> None:
         self.both, self.clock = both, Hurried()
         rooms = (f"cell-room-{i}" for i in itertools.count())
-        self.brain = Brain(
+        self.brain = RouterCore(
             RouterConfig(**{"worker_wait_s": 6000.0, **router}), self.clock, lambda: next(rooms), AuditConfig(**audit)
         )
         self.workers = {(w.status().name, Incarnation(1)): w for w in (both.prefill, both.decode)}
         self.answers: dict[RequestId, list[int]] = {}
         self.ends: dict[RequestId, Done] = {}
-        self.replays: list[Replay] = []
-        self.findings: list[Finding] = []
+        self.replays: list[NoteReplay] = []
+        self.findings: list[AuditFinding] = []
         self.audits = 0
         self._numbers = itertools.count()
         self.see()
@@ -62,7 +62,9 @@ class Cell:
     def submit(self, prompt: Sequence[int], sampling: SamplingParams) -> RequestId:
         rid, now = RequestId(f"cell-{next(self._numbers)}"), self.clock.now()
         self.answers[rid] = []
-        request = Request(rid, tuple(prompt), sampling, now=now, deadline=now + 6000, hashes=prefix_hashes(prompt))
+        request = RoutedRequest(
+            rid, tuple(prompt), sampling, now=now, deadline=now + 6000, hashes=prefix_hashes(prompt)
+        )
         self.brain.submit(request)
         self.act()
         return rid
@@ -72,16 +74,16 @@ class Cell:
         while actions := self.brain.take_actions():
             for action in actions:
                 match action:
-                    case Send(key, command):
+                    case SendCommand(key, command):
                         self.audits += isinstance(command, Audit)
                         self.workers[key].handle(SESSION, command)
-                    case Deliver(rid, tokens, _):
+                    case DeliverTokens(rid, tokens, _):
                         self.answers[rid] += tokens
-                    case End(rid, done):
+                    case EndRequest(rid, done):
                         self.ends[rid] = done
-                    case Replay():
+                    case NoteReplay():
                         self.replays.append(action)
-                    case Finding():
+                    case AuditFinding():
                         self.findings.append(action)
         assert self.brain.check() == []
 
@@ -108,7 +110,7 @@ class Cell:
     def ask(self, prompt: Sequence[int], sampling: SamplingParams) -> list[int]:
         return self.run(self.submit(prompt, sampling))[0]
 
-    def audit_all(self, rounds: int = 20_000) -> dict[Result, int]:
+    def audit_all(self, rounds: int = 20_000) -> dict[AuditResult, int]:
         """Step until no audit waits or runs; what became of all of them."""
         for _ in range(rounds):
             if not (self.brain.audits.queued or self.brain.audits.under_way):

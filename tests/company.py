@@ -26,9 +26,9 @@ from contracts.messages.worker_events import Done, Event, Tokens
 from contracts.messages.worker_status import WorkerRecord, WorkerView
 from contracts.sampling_params import SamplingParams
 from decode.worker import DecodeWorker
-from router.core.router_actions import Deliver, End, Replay, Send
-from router.core.router_core import Brain
-from router.state.routed_request import Request
+from router.core.router_actions import DeliverTokens, EndRequest, NoteReplay, SendCommand
+from router.core.router_core import RouterCore
+from router.state.routed_request import RoutedRequest
 from router.state.worker_table import WorkerKey, prefix_hashes
 from tests.pair import SESSION, counts_for
 from tests.rank_workers import RankProcesses, crew_of
@@ -38,7 +38,7 @@ from tests.rank_workers import RankProcesses, crew_of
 class Told:
     """What the client of one request was told."""
 
-    request: Request
+    request: RoutedRequest
     tokens: list[int] = field(default_factory=list)
     done: Done | None = None
     replays: list[str] = field(default_factory=list)
@@ -57,7 +57,7 @@ class Company:
         self.workers: dict[WorkerName, Worker] = {}
         self._numbers = itertools.count(1)
         self._incarnations: dict[WorkerName, int] = {}
-        self.brain = Brain(config.router, clock, lambda: f"room-{next(self._numbers)}")
+        self.brain = RouterCore(config.router, clock, lambda: f"room-{next(self._numbers)}")
         self.told: dict[RequestId, Told] = {}
         self.between: list[Callable[[WorkerKey, Event], bool]] = []
         """Each sees every event on its way to the router; True: it is lost."""
@@ -120,7 +120,7 @@ class Company:
     def submit(self, prompt: Sequence[int], sampling: SamplingParams, **options: Any) -> RequestId:
         rid = RequestId(f"r{len(self.told)}")
         now = self.clock.now()
-        request = Request(
+        request = RoutedRequest(
             rid, tuple(prompt), sampling, now=now, deadline=now + self.config.router.request_timeout_s,
             hashes=prefix_hashes(prompt), **options,
         )  # fmt: skip
@@ -134,17 +134,17 @@ class Company:
         while actions := self.brain.take_actions():
             for action in actions:
                 match action:
-                    case Send(worker, command):
+                    case SendCommand(worker, command):
                         self.sent.append((worker[0], command))
                         if worker[0] in self.workers and worker == self.key(worker[0]):
                             self.workers[worker[0]].handle(SESSION, command)
-                    case Deliver(rid, tokens, _):
+                    case DeliverTokens(rid, tokens, _):
                         assert self.told[rid].done is None
                         self.told[rid].tokens += tokens
-                    case End(rid, done):
+                    case EndRequest(rid, done):
                         assert self.told[rid].done is None
                         self.told[rid].done = done
-                    case Replay(rid, _, reason):
+                    case NoteReplay(rid, _, reason):
                         self.told[rid].replays.append(reason)
         assert self.brain.check() == []
 

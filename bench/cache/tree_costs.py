@@ -32,7 +32,7 @@ from cache.storage.storage_backend import ObjectBuffer, ObjectName
 from cache.tiers.kv_event_recorder import KVEventRecorder
 from contracts.clock import SystemClock
 from contracts.config.cache_config import CacheConfig, EventsConfig
-from router.kv_indexer.kv_event_subscriber import EventReader
+from router.kv_indexer.kv_event_subscriber import KVEventSubscriber
 
 PAGE_TOKENS = 16
 DEPTHS, SALTS, LEAVES, EVENTS, PROMPTS, FILES = (
@@ -190,7 +190,7 @@ def truth_costs(sizes: tuple[int, int]) -> Iterator[Cost]:
             lease.release()
             teller.round()
         publisher, rounds = teller.publisher, []
-        with EventReader(publisher.endpoint, SystemClock(), publisher.replay_endpoint) as reader:
+        with KVEventSubscriber(publisher.endpoint, SystemClock(), publisher.replay_endpoint) as reader:
             while not reader.complete:
                 rounds.append(_timed(teller.round))
                 reader.poll(0.001)

@@ -36,7 +36,7 @@ from contracts.ids import RequestId
 from contracts.sampling_params import SamplingParams
 from decode.request.request import DecodePhase
 from decode.worker import DecodeWorker
-from router.verification.stream_watch import StreamWatch, Why
+from router.verification.stream_watch import FlagReason, StreamWatch
 
 SAMPLINGS = {
     "greedy": SamplingParams(max_tokens=1, temperature=0.0),
@@ -122,7 +122,7 @@ class Speaker:
 
 
 def feed(watch: StreamWatch, name: str, streams: Sequence[Sequence[int]]) -> Seen:
-    seen = Seen(len(streams), dict.fromkeys((*Why, "either"), 0), [])
+    seen = Seen(len(streams), dict.fromkeys((*FlagReason, "either"), 0), [])
     for number, tokens in enumerate(streams):
         rid = RequestId(f"{name} {number}")
         flags = watch.feed(rid, tokens)
@@ -200,7 +200,7 @@ def run(args: argparse.Namespace, speaker: Speaker) -> int:
 
 def table(title: str, seen: dict[str, Seen]) -> Table:
     out = Table(title=title, title_justify="left")
-    for name in ("answers", "streams", *Why, "either", "at token"):
+    for name in ("answers", "streams", *FlagReason, "either", "at token"):
         out.add_column(name, justify="right" if name != "answers" else "left")
     for kind, one in seen.items():
         shares = [f"{count / max(1, one.streams):.1%}" for count in one.flagged.values()]

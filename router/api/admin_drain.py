@@ -26,10 +26,10 @@ from contracts.errors import RequestError
 from contracts.ids import Role
 from contracts.messages.worker_status import WorkerStatus
 from router.api.admin_status import STATUS_DEADLINE_S, forbidden, natural, status_line, unknown_as_yet
-from router.api.asgi_exchange import Exchange
-from router.openai.api_errors import Failure
+from router.api.asgi_exchange import HttpExchange
+from router.openai.api_errors import ApiError
 from router.service.router_service import RouterService
-from router.state.worker_table import GONE, Entry
+from router.state.worker_table import GONE, WorkerEntry
 
 ANSWER_DEADLINE_S = STATUS_DEADLINE_S + 4.0
 NODE_ID_CHARS = 8
@@ -37,22 +37,22 @@ NODE_ID_CHARS = 8
 
 
 @dataclass(frozen=True, slots=True)
-class Target:
+class DrainTarget:
     """What an operator has named."""
 
     name: str
     is_node: bool
-    entries: tuple[Entry, ...]
+    entries: tuple[WorkerEntry, ...]
     """The worker, or all of the node, in whatever state; empty for a node that only the controller may know."""
 
-    def in_state(self, *states: str) -> list[Entry]:
+    def in_state(self, *states: str) -> list[WorkerEntry]:
         return [entry for entry in self.entries if entry.status.state in states]
 
 
-async def drain(service: RouterService, exchange: Exchange) -> None:
+async def drain(service: RouterService, exchange: HttpExchange) -> None:
     """Stop admission; refused where nobody of a role would be left, unless ``force``."""
     target = _find(service, exchange, _name(exchange, "/cluster/drain/"))
-    if isinstance(target, Failure):
+    if isinstance(target, ApiError):
         return await exchange.fail(target)
     if _asked(exchange, "now"):
         return await _hurry(service, exchange, target)
@@ -63,7 +63,7 @@ async def drain(service: RouterService, exchange: Exchange) -> None:
     under_way += [_line(e.status, "is started elsewhere") for e in target.in_state("starting")]
     for entry in ready:  # Before they have answered: another operator may ask for the others meanwhile.
         entry.tell_to_leave(service.clock.now())
-    if target.is_node and isinstance(refusal := await _ask_controller(service, target, drain=True), Failure):
+    if target.is_node and isinstance(refusal := await _ask_controller(service, target, drain=True), ApiError):
         for entry in ready:
             entry.tell_to_stay()
         return await exchange.fail(refusal)
@@ -72,13 +72,13 @@ async def drain(service: RouterService, exchange: Exchange) -> None:
     if failed and not target.is_node:
         # Only then: an order that is under way by heartbeat could overtake an undrain that comes soon after.
         answer = await _ask_controller(service, target, drain=True)
-        unheard = answer.message if isinstance(answer, Failure) else answer
+        unheard = answer.message if isinstance(answer, ApiError) else answer
     for line in [] if unheard else failed:
         line["outcome"] += "; the controller tells it with its next heartbeat"
     await _answer(exchange, target, lines + under_way, unheard)
 
 
-def _undrainable(service: RouterService, target: Target, *, force: bool) -> Failure | None:
+def _undrainable(service: RouterService, target: DrainTarget, *, force: bool) -> ApiError | None:
     """Why it can't be drained, if so."""
     ready = target.in_state("ready")
     if not ready and not target.is_node and not target.in_state("draining"):
@@ -91,7 +91,7 @@ def _undrainable(service: RouterService, target: Target, *, force: bool) -> Fail
     return None
 
 
-async def _hurry(service: RouterService, exchange: Exchange, target: Target) -> None:
+async def _hurry(service: RouterService, exchange: HttpExchange, target: DrainTarget) -> None:
     """What is left at draining workers starts over elsewhere; what nobody else can take stays."""
     draining = target.in_state("draining")
     if not draining:
@@ -101,10 +101,10 @@ async def _hurry(service: RouterService, exchange: Exchange, target: Target) -> 
     await exchange.answer_json(200, {"taken": taken, "kept": kept})
 
 
-async def undrain(service: RouterService, exchange: Exchange) -> None:
+async def undrain(service: RouterService, exchange: HttpExchange) -> None:
     """Let draining workers admit again, have those started that had left, and let workers land on the node."""
     target = _find(service, exchange, _name(exchange, "/cluster/undrain/"))
-    if isinstance(target, Failure):
+    if isinstance(target, ApiError):
         return await exchange.fail(target)
     now = service.clock.now()
     draining = target.in_state("draining") + [e for e in target.in_state("ready") if e.drains or now < e.leaves_until]
@@ -113,7 +113,7 @@ async def undrain(service: RouterService, exchange: Exchange) -> None:
         return await exchange.fail(_conflict(f"{target.name} is not draining; it is {target.entries[0].status.state}"))
     lines = [_line(e.status, "starts again") for e in gone]
     unheard = await _ask_controller(service, target, drain=False)
-    if isinstance(unheard, Failure):
+    if isinstance(unheard, ApiError):
         return await exchange.fail(unheard)
     for entry in draining:
         entry.tell_to_stay()
@@ -122,7 +122,7 @@ async def undrain(service: RouterService, exchange: Exchange) -> None:
     await _answer(exchange, target, lines, "" if target.is_node else "it goes on draining")
 
 
-async def _ask_controller(service: RouterService, target: Target, *, drain: bool) -> str | Failure:
+async def _ask_controller(service: RouterService, target: DrainTarget, *, drain: bool) -> str | ApiError:
     """Tell the controller; empty, or why it has not heard, or the failure where that can't be."""
     directory = service.fleet.directory
     try:
@@ -132,31 +132,31 @@ async def _ask_controller(service: RouterService, target: Target, *, drain: bool
         if target.entries:
             return _conflict(str(error))
         message = f"{error}; workers: {_known(service)}"
-        return Failure(404, message, "invalid_request_error", "unknown")
+        return ApiError(404, message, "invalid_request_error", "unknown")
     except (OSError, TimeoutError) as error:
         reason = f"the controller can't be reached: {str(error) or 'no answer in time'}"
         if target.is_node or target.in_state(*GONE):
-            return Failure(503, reason, "server_error", "down")
+            return ApiError(503, reason, "server_error", "down")
         return reason
     return ""
 
 
-async def _answer(exchange: Exchange, target: Target, lines: Sequence[dict[str, Any]], hopeless: str) -> None:
+async def _answer(exchange: HttpExchange, target: DrainTarget, lines: Sequence[dict[str, Any]], hopeless: str) -> None:
     """A line for each worker; a failure where one can't be reached and, as `hopeless` says, won't be."""
     failed = [line for line in lines if line["state"] == "unreachable"]
     if failed and hopeless:
         message = f"{target.name} {failed[0]['outcome']}; {hopeless}"
-        return await exchange.fail(Failure(503, message, "server_error", "unreachable"))
+        return await exchange.fail(ApiError(503, message, "server_error", "unreachable"))
     ordered = sorted(lines, key=lambda line: natural(line["name"]))
     one = ordered[0] if ordered and not target.is_node else {"node": target.name}
     await exchange.answer_json(200, {**one, "target": target.name, "is_node": target.is_node, "workers": ordered})
 
 
-async def role(service: RouterService, exchange: Exchange) -> None:
+async def role(service: RouterService, exchange: HttpExchange) -> None:
     """Drain a worker, and have it started again in the other pool."""
     name = _name(exchange, "/cluster/role/")
     target = _find(service, exchange, name, nodes=False)
-    if isinstance(target, Failure):
+    if isinstance(target, ApiError):
         return await exchange.fail(target)
     (entry,) = target.entries
     wanted = parse_qs(exchange.query.decode("latin-1")).get("role", [""])[-1]
@@ -177,47 +177,47 @@ async def role(service: RouterService, exchange: Exchange) -> None:
         return await exchange.fail(_conflict(str(error)))
     except (OSError, TimeoutError) as error:
         reason = str(error) or "no answer in time"
-        return await exchange.fail(Failure(503, f"the controller can't be reached: {reason}", "server_error", "down"))
+        return await exchange.fail(ApiError(503, f"the controller can't be reached: {reason}", "server_error", "down"))
     await exchange.answer_json(200, {"name": name, "role": wanted, "incarnation": entry.record.incarnation})
 
 
-def _name(exchange: Exchange, before: str) -> str:
+def _name(exchange: HttpExchange, before: str) -> str:
     return unquote(exchange.path.removeprefix(before))
 
 
-def _asked(exchange: Exchange, flag: str) -> bool:
+def _asked(exchange: HttpExchange, flag: str) -> bool:
     return parse_qs(exchange.query.decode("latin-1")).get(flag, ["false"])[-1].lower() in ("1", "true", "yes")
 
 
-def _find(service: RouterService, exchange: Exchange, name: str, *, nodes: bool = True) -> Target | Failure:
+def _find(service: RouterService, exchange: HttpExchange, name: str, *, nodes: bool = True) -> DrainTarget | ApiError:
     """The worker of that name, or the node with all that is known to be on it."""
     if failure := forbidden(exchange) or unknown_as_yet(service):
         return failure
     workers = service.brain.workers
     entry = workers.named(name)
     if entry is not None:
-        return Target(name, False, (entry,))
+        return DrainTarget(name, False, (entry,))
     if nodes and name:
         # Of a node without workers only the controller knows, which refuses those that it doesn't.
-        return Target(name, True, tuple(e for e in workers if _is_node(e, name)))
+        return DrainTarget(name, True, tuple(e for e in workers if _is_node(e, name)))
     message = f"no worker is named {name!r}; there are: {_known(service)}"
-    return Failure(404, message, "invalid_request_error", "unknown")
+    return ApiError(404, message, "invalid_request_error", "unknown")
 
 
 def _known(service: RouterService) -> str:
     return ", ".join(sorted((str(e.record.name) for e in service.brain.workers), key=natural)) or "none"
 
 
-def _is_node(entry: Entry, name: str) -> bool:
+def _is_node(entry: WorkerEntry, name: str) -> bool:
     record = entry.record
     return record.node == name or (len(name) >= NODE_ID_CHARS and record.node_id.startswith(name))
 
 
-def _conflict(message: str) -> Failure:
-    return Failure(409, message, "invalid_request_error", "conflict")
+def _conflict(message: str) -> ApiError:
+    return ApiError(409, message, "invalid_request_error", "conflict")
 
 
-async def _tell(service: RouterService, entries: Sequence[Entry], *, drain: bool) -> list[dict[str, Any]]:
+async def _tell(service: RouterService, entries: Sequence[WorkerEntry], *, drain: bool) -> list[dict[str, Any]]:
     """Tell all of them at once; a line for each, also for those that can't be reached."""
     answers = await asyncio.gather(*(_tell_one(service, entry, drain=drain) for entry in entries))
     lines = []
@@ -235,7 +235,7 @@ def _line(status: WorkerStatus, outcome: str) -> dict[str, Any]:
     return status_line(status) | {"outcome": outcome}
 
 
-async def _tell_one(service: RouterService, target: Entry, *, drain: bool) -> WorkerStatus | str:
+async def _tell_one(service: RouterService, target: WorkerEntry, *, drain: bool) -> WorkerStatus | str:
     """The worker's status afterwards, or why it can't be had."""
     port = service.fleet.port(target.key)
     if port is None:

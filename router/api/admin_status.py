@@ -18,8 +18,8 @@ from typing import Any
 
 from contracts.ids import Role
 from contracts.messages.worker_status import CheckReport, WorkerStatus, WorkerView
-from router.api.asgi_exchange import Exchange
-from router.openai.api_errors import Failure
+from router.api.asgi_exchange import HttpExchange
+from router.openai.api_errors import ApiError
 from router.service.router_service import RouterService
 from router.state.worker_table import GONE
 
@@ -32,7 +32,7 @@ STARTING = "starting"
 """Code of the error of a router that doesn't know the workers yet."""
 
 
-def forbidden(exchange: Exchange) -> Failure | None:
+def forbidden(exchange: HttpExchange) -> ApiError | None:
     """Why this client may not operate the cluster; None if it may."""
     token = os.environ.get(TOKEN_VARIABLE, "")
     if token:
@@ -49,8 +49,8 @@ def forbidden(exchange: Exchange) -> Failure | None:
     return None
 
 
-def _forbidden(message: str) -> Failure:
-    return Failure(403, message, "permission_error", "forbidden")
+def _forbidden(message: str) -> ApiError:
+    return ApiError(403, message, "permission_error", "forbidden")
 
 
 def _is_loopback(address: str) -> bool:
@@ -60,7 +60,7 @@ def _is_loopback(address: str) -> bool:
         return False
 
 
-def _names_this_host(exchange: Exchange) -> bool:
+def _names_this_host(exchange: HttpExchange) -> bool:
     """Whether the client meant this machine: a name elsewhere that resolves to loopback is a trick or a proxy's."""
     host = exchange.header(b"host")
     name = host.rpartition(":")[0] if host.rpartition(":")[2].isdigit() else host
@@ -68,15 +68,15 @@ def _names_this_host(exchange: Exchange) -> bool:
     return name in ("", "localhost", socket.gethostname().lower()) or _is_loopback(name)
 
 
-def unknown_as_yet(service: RouterService) -> Failure | None:
+def unknown_as_yet(service: RouterService) -> ApiError | None:
     """A router that has just started has not seen the controller's table yet: it says so, not that nobody is there."""
     if service.fleet.known:
         return None
     message = "this router has just started and doesn't know the workers yet; ask again"
-    return Failure(503, message, "server_error", STARTING)
+    return ApiError(503, message, "server_error", STARTING)
 
 
-async def status(service: RouterService, exchange: Exchange) -> None:
+async def status(service: RouterService, exchange: HttpExchange) -> None:
     """Every worker the controller knows, asked now."""
     if failure := forbidden(exchange) or unknown_as_yet(service):
         await exchange.fail(failure)
@@ -140,7 +140,7 @@ def natural(name: str) -> tuple[str, int]:
     return (head, int(number)) if number.isdigit() else (name, 0)
 
 
-async def check(service: RouterService, exchange: Exchange) -> None:
+async def check(service: RouterService, exchange: HttpExchange) -> None:
     """Every worker recounts its books; so does the router."""
     if failure := forbidden(exchange) or unknown_as_yet(service):
         await exchange.fail(failure)

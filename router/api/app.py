@@ -12,35 +12,35 @@ from contracts.errors import TwinpoolError
 from contracts.ids import Role
 from router.api import admin_drain as drains
 from router.api import admin_status as admin
-from router.api.asgi_exchange import BodyTooLarge, Exchange, Receive, Scope, Sender
+from router.api.asgi_exchange import AsgiReceive, AsgiScope, AsgiSend, BodyTooLarge, HttpExchange
 from router.api.openapi import openapi_document, version
-from router.openai.api_errors import BufferFull, ClientGone, Failure, QueueFull, failure_of, failure_of_done
+from router.openai.api_errors import ApiError, BufferFull, ClientGone, QueueFull, failure_of, failure_of_done
 from router.openai.parse_request import check_model
-from router.openai.response_stream import Heartbeat, Job
+from router.openai.response_stream import ResponseStream, StreamHeartbeat
 from router.service.router_service import RouterService
 from router.state.router_log import log
-from router.tokenizer_pool.tokenizer_process import Kind
+from router.tokenizer_pool.tokenizer_process import FrameKind
 
 LAST_WORD_S = 5.0
 CLIENT_GRACE_S = 30.0
 
-App = Callable[[Scope, Receive, Sender], Awaitable[None]]
-Handler = Callable[[RouterService, Exchange], Awaitable[None]]
+App = Callable[[AsgiScope, AsgiReceive, AsgiSend], Awaitable[None]]
+Handler = Callable[[RouterService, HttpExchange], Awaitable[None]]
 
 
 def create_app(service: RouterService) -> App:
     """The ASGI application; its lifespan starts and closes `service`."""
 
-    async def app(scope: Scope, receive: Receive, send: Sender) -> None:
+    async def app(scope: AsgiScope, receive: AsgiReceive, send: AsgiSend) -> None:
         if scope["type"] == "http":
-            await _serve(service, Exchange(scope, receive, send))
+            await _serve(service, HttpExchange(scope, receive, send))
         elif scope["type"] == "lifespan":
             await _lifespan(service, receive, send)
 
     return app
 
 
-async def _lifespan(service: RouterService, receive: Receive, send: Sender) -> None:
+async def _lifespan(service: RouterService, receive: AsgiReceive, send: AsgiSend) -> None:
     while True:
         message = await receive()
         if message["type"] == "lifespan.startup":
@@ -52,17 +52,17 @@ async def _lifespan(service: RouterService, receive: Receive, send: Sender) -> N
             return
 
 
-async def _serve(service: RouterService, exchange: Exchange) -> None:
+async def _serve(service: RouterService, exchange: HttpExchange) -> None:
     try:
         handler = _find(exchange)
-        if isinstance(handler, Failure):
+        if isinstance(handler, ApiError):
             await exchange.fail(handler)
         else:
             await handler(service, exchange)
     except ClientGone:
         pass
     except BodyTooLarge as error:
-        failure = Failure(413, str(error), "invalid_request_error", "body_too_large")
+        failure = ApiError(413, str(error), "invalid_request_error", "body_too_large")
         await exchange.refuse_body(failure)
     except (BufferFull, QueueFull) as error:
         await (exchange.fail if exchange.body_done else exchange.refuse_body)(failure_of(error))
@@ -72,42 +72,42 @@ async def _serve(service: RouterService, exchange: Exchange) -> None:
         log("handler failed", trace=True, client_id=exchange.client_id, path=exchange.path)
         if exchange.started:
             raise
-        await exchange.fail(Failure(500, "the router failed inside; see its log", "server_error", "internal"))
+        await exchange.fail(ApiError(500, "the router failed inside; see its log", "server_error", "internal"))
     finally:
         exchange.release()
 
 
-def _find(exchange: Exchange) -> Handler | Failure:
+def _find(exchange: HttpExchange) -> Handler | ApiError:
     methods = ROUTES.get(exchange.path)
     if methods is None:
         for prefix, found in PREFIX_ROUTES.items():
             if exchange.path.startswith(prefix) and len(exchange.path) > len(prefix):
                 methods = found
     if methods is None:
-        return Failure(404, f"no such endpoint: {exchange.path}", "invalid_request_error", "not_found")
+        return ApiError(404, f"no such endpoint: {exchange.path}", "invalid_request_error", "not_found")
     handler = methods.get("GET" if exchange.method == "HEAD" else exchange.method)
     if handler is None:
-        return Failure(405, f"{exchange.path} takes {' or '.join(methods)}", "invalid_request_error", "bad_method")
+        return ApiError(405, f"{exchange.path} takes {' or '.join(methods)}", "invalid_request_error", "bad_method")
     return handler
 
 
 # ---------------------------------------------------------------- text
 
 
-async def _completions(service: RouterService, exchange: Exchange) -> None:
-    await _generate(service, exchange, Kind.COMPLETION)
+async def _completions(service: RouterService, exchange: HttpExchange) -> None:
+    await _generate(service, exchange, FrameKind.COMPLETION)
 
 
-async def _chat(service: RouterService, exchange: Exchange) -> None:
-    await _generate(service, exchange, Kind.CHAT)
+async def _chat(service: RouterService, exchange: HttpExchange) -> None:
+    await _generate(service, exchange, FrameKind.CHAT)
 
 
-async def _generate(service: RouterService, exchange: Exchange, kind: Kind) -> None:
+async def _generate(service: RouterService, exchange: HttpExchange, kind: FrameKind) -> None:
     service.check_room()  # before the body takes memory
     raw = await exchange.body(service.body_limit, service.buffer)
     wants_timeline = exchange.header(b"x-twinpool-timeline") == "1"
     gone = False
-    job: Job | None = None
+    job: ResponseStream | None = None
 
     def client_left() -> None:
         nonlocal gone
@@ -137,14 +137,14 @@ async def _generate(service: RouterService, exchange: Exchange, kind: Kind) -> N
             await exchange.answer_parts(200, job.answer.whole(job.timeline() if wants_timeline else None))
     except TimeoutError:
         log("request was not ended in time", id=job.id, level=logging.ERROR)
-        await _give_up(exchange, Failure(504, f"no end after {job.timeout_s:g} s", "server_error", "deadline"))
+        await _give_up(exchange, ApiError(504, f"no end after {job.timeout_s:g} s", "server_error", "deadline"))
     finally:
         service.abandon(job)  # nothing to do unless the answer was cut short
 
 
-async def _stream(service: RouterService, exchange: Exchange, job: Job, wants_timeline: bool) -> None:
+async def _stream(service: RouterService, exchange: HttpExchange, job: ResponseStream, wants_timeline: bool) -> None:
     """Events as they come. A failure before the first is a plain error; later it is an event, without ``[DONE]``."""
-    beat = Heartbeat(job, service.config.stream_keepalive_s)
+    beat = StreamHeartbeat(job, service.config.stream_keepalive_s)
     try:
         while events := await job.more():
             if not exchange.started:
@@ -164,7 +164,7 @@ async def _stream(service: RouterService, exchange: Exchange, job: Job, wants_ti
         await exchange.write(error_event(failure_of_done(job.failed)), more=False)
 
 
-async def _give_up(exchange: Exchange, failure: Failure) -> None:
+async def _give_up(exchange: HttpExchange, failure: ApiError) -> None:
     """End an answer that was cut short with an error; a client that takes nothing gets nothing."""
     with suppress(TimeoutError):
         async with asyncio.timeout(LAST_WORD_S):
@@ -174,19 +174,19 @@ async def _give_up(exchange: Exchange, failure: Failure) -> None:
                 await exchange.fail(failure)
 
 
-def error_event(failure: Failure) -> bytes:
+def error_event(failure: ApiError) -> bytes:
     return b"data: " + failure.to_json() + b"\n\n"
 
 
-async def _tokenize(service: RouterService, exchange: Exchange) -> None:
-    await _text(service, exchange, Kind.TOKENIZE)
+async def _tokenize(service: RouterService, exchange: HttpExchange) -> None:
+    await _text(service, exchange, FrameKind.TOKENIZE)
 
 
-async def _detokenize(service: RouterService, exchange: Exchange) -> None:
-    await _text(service, exchange, Kind.DETOKENIZE)
+async def _detokenize(service: RouterService, exchange: HttpExchange) -> None:
+    await _text(service, exchange, FrameKind.DETOKENIZE)
 
 
-async def _text(service: RouterService, exchange: Exchange, kind: Kind) -> None:
+async def _text(service: RouterService, exchange: HttpExchange, kind: FrameKind) -> None:
     raw = await exchange.body(service.body_limit, service.buffer)
     await exchange.answer(200, await service.text(kind, raw))
 
@@ -194,12 +194,12 @@ async def _text(service: RouterService, exchange: Exchange, kind: Kind) -> None:
 # ---------------------------------------------------------------- what is served, and how it is
 
 
-async def _models(service: RouterService, exchange: Exchange) -> None:
+async def _models(service: RouterService, exchange: HttpExchange) -> None:
     models = [_model(service, name) for name in service.spec.names]
     await exchange.answer_json(200, {"object": "list", "data": models})
 
 
-async def _one_model(service: RouterService, exchange: Exchange) -> None:
+async def _one_model(service: RouterService, exchange: HttpExchange) -> None:
     name = exchange.path.removeprefix("/v1/models/")
     check_model({"model": name}, service.spec)
     await exchange.answer_json(200, _model(service, name))
@@ -217,7 +217,7 @@ def _model(service: RouterService, name: str) -> dict[str, Any]:
     }
 
 
-async def _health(service: RouterService, exchange: Exchange) -> None:
+async def _health(service: RouterService, exchange: HttpExchange) -> None:
     """200 while requests can be served and work advances."""
     brain = service.brain
     serving = {str(role): len(brain.serving(role)) for role in Role}
@@ -234,24 +234,24 @@ async def _health(service: RouterService, exchange: Exchange) -> None:
     await exchange.answer_json(503 if problems else 200, answer)
 
 
-async def _live(service: RouterService, exchange: Exchange) -> None:
+async def _live(service: RouterService, exchange: HttpExchange) -> None:
     await exchange.answer_json(200, {"status": "alive"})
 
 
-async def _version(service: RouterService, exchange: Exchange) -> None:
+async def _version(service: RouterService, exchange: HttpExchange) -> None:
     await exchange.answer_json(200, {"version": version()})
 
 
-async def _load(service: RouterService, exchange: Exchange) -> None:
+async def _load(service: RouterService, exchange: HttpExchange) -> None:
     """The name is vLLM's: answers that have not ended."""
     await exchange.answer_json(200, {"server_load": service.brain.in_house})
 
 
-async def _metrics(service: RouterService, exchange: Exchange) -> None:
+async def _metrics(service: RouterService, exchange: HttpExchange) -> None:
     await exchange.answer(200, service.metrics.text(), kind=b"text/plain; version=0.0.4; charset=utf-8")
 
 
-async def _openapi(service: RouterService, exchange: Exchange) -> None:
+async def _openapi(service: RouterService, exchange: HttpExchange) -> None:
     await exchange.answer_json(200, openapi_document())
 
 

@@ -14,13 +14,13 @@ from collections.abc import Awaitable, Callable, MutableMapping, Sequence
 from typing import Any
 
 from contracts.errors import TwinpoolError
-from router.openai.api_errors import ClientGone, Failure
+from router.openai.api_errors import ApiError, ClientGone
 from router.service.body_buffer import BodyBuffer
 
-Scope = MutableMapping[str, Any]
-Message = MutableMapping[str, Any]
-Receive = Callable[[], Awaitable[Message]]
-Sender = Callable[[Message], Awaitable[None]]
+AsgiScope = MutableMapping[str, Any]
+AsgiMessage = MutableMapping[str, Any]
+AsgiReceive = Callable[[], Awaitable[AsgiMessage]]
+AsgiSend = Callable[[AsgiMessage], Awaitable[None]]
 
 REST_TIMEOUT_S = 5.0
 REST_BYTES = 64 * 1024**2
@@ -39,7 +39,7 @@ class BodyTooLarge(TwinpoolError):
     """Raised while reading a body that is above `router.max_body_bytes`."""
 
 
-class Exchange:
+class HttpExchange:
     """One HTTP request and its answer."""
 
     __slots__ = (
@@ -59,7 +59,7 @@ class Exchange:
         "started",
     )
 
-    def __init__(self, scope: Scope, receive: Receive, send: Sender) -> None:
+    def __init__(self, scope: AsgiScope, receive: AsgiReceive, send: AsgiSend) -> None:
         self.scope = scope
         self._receive = receive
         self._send = send
@@ -163,13 +163,13 @@ class Exchange:
     async def write(self, body: bytes, *, more: bool = True) -> None:
         await self._send({"type": "http.response.body", "body": body, "more_body": more})
 
-    async def fail(self, failure: Failure) -> None:
+    async def fail(self, failure: ApiError) -> None:
         """Answer with an error in OpenAI's shape."""
         retry = failure.retry_after_s
         headers = [(b"retry-after", b"%d" % retry)] if retry is not None else []
         await self.answer(failure.status, failure.to_json(), headers=headers)
 
-    async def refuse_body(self, failure: Failure) -> None:
+    async def refuse_body(self, failure: ApiError) -> None:
         """Answer before the body has been read, then throw some of the rest away and close the connection.
 
         The last byte of the answer is held until then: a server stops reading once an answer is complete.

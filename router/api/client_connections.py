@@ -19,9 +19,9 @@ from typing import Any
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 
 from contracts.config.router_config import RouterConfig
-from router.api.asgi_exchange import Receive, Scope, Sender
-from router.api.coalesced_writes import CorkedHttpProtocol
-from router.openai.api_errors import Failure
+from router.api.asgi_exchange import AsgiReceive, AsgiScope, AsgiSend
+from router.api.coalesced_writes import CoalescingHttpProtocol
+from router.openai.api_errors import ApiError
 from router.state.router_log import log
 
 OPEN_PATHS = frozenset({"/live", "/health", "/ping", "/metrics"})
@@ -33,7 +33,7 @@ CLOSE_S = 10.0
 """How long a connection that is being closed may take to get rid of what it was sent."""
 SWEEP_S = 1.0
 
-ASGIApp = Callable[[Scope, Receive, Sender], Awaitable[None]]
+ASGIApp = Callable[[AsgiScope, AsgiReceive, AsgiSend], Awaitable[None]]
 
 
 def descriptor_limit() -> int:
@@ -57,7 +57,7 @@ def connection_limit(config: RouterConfig, descriptors: int | None = None) -> in
     return max(1, min(config.max_connections, have * 3 // 4 - RESERVE - 32))
 
 
-class Connections:
+class ClientConnections:
     """The connections of one router; used from its event loop."""
 
     def __init__(self, config: RouterConfig, limit: int | None = None) -> None:
@@ -136,12 +136,12 @@ class Connections:
                 log("connection closed", reason=late, client=connection.client)
 
 
-class BoundedHttpProtocol(CorkedHttpProtocol):
+class BoundedHttpProtocol(CoalescingHttpProtocol):
     """Uvicorn's protocol with a bound on connections and deadlines for what clients send and take."""
 
-    registry: Connections
+    registry: ClientConnections
 
-    def __init__(self, *arguments: Any, registry: Connections, **options: Any) -> None:
+    def __init__(self, *arguments: Any, registry: ClientConnections, **options: Any) -> None:
         super().__init__(*arguments, **options)
         self.registry = registry
         self._began: float | None = None
@@ -236,7 +236,7 @@ class BoundedHttpProtocol(CorkedHttpProtocol):
     def _refuse(self, status: int, message: str) -> None:
         """Answer outside of the application, where it hasn't begun to, and close."""
         if self.cycle is None or self.cycle.response_complete or not self.cycle.response_started:
-            body = Failure(status, message, "invalid_request_error", "too_slow" if status == 408 else None).to_json()
+            body = ApiError(status, message, "invalid_request_error", "too_slow" if status == 408 else None).to_json()
             head = b"HTTP/1.1 %d \r\ncontent-type: application/json\r\ncontent-length: %d\r\nconnection: close\r\n\r\n"
             self.transport.write(head % (status, len(body)) + body)
         if self.cycle is not None and not self.cycle.response_complete:
@@ -248,11 +248,11 @@ class BoundedHttpProtocol(CorkedHttpProtocol):
 def _only_open_paths(app: ASGIApp) -> ASGIApp:
     """`app` for a connection above the bound."""
 
-    async def limited(scope: Scope, receive: Receive, send: Sender) -> None:
+    async def limited(scope: AsgiScope, receive: AsgiReceive, send: AsgiSend) -> None:
         if scope["path"] in OPEN_PATHS:
             await app(scope, receive, send)
             return
-        failure = Failure(
+        failure = ApiError(
             503, "the router has as many connections as it takes; try again later, or keep connections for several "
             "requests", "server_error", "too_many_connections",
         )  # fmt: skip

@@ -12,7 +12,7 @@ from typing import Any
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 
-class CorkedTransport:
+class CoalescingTransport:
     """A transport whose writes leave together before the loop waits again; all else is the transport's own."""
 
     def __init__(self, transport: asyncio.Transport, loop: asyncio.AbstractEventLoop) -> None:
@@ -38,8 +38,8 @@ class CorkedTransport:
             self._transport.write(parts[0] if len(parts) == 1 else b"".join(parts))
 
 
-class CorkedHttpProtocol(HttpToolsProtocol):
+class CoalescingHttpProtocol(HttpToolsProtocol):
     """Uvicorn's protocol on a corked transport."""
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        super().connection_made(CorkedTransport(transport, self.loop))  # type: ignore[arg-type]
+        super().connection_made(CoalescingTransport(transport, self.loop))  # type: ignore[arg-type]

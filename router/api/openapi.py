@@ -7,7 +7,7 @@ from functools import cache
 from importlib import metadata
 from typing import Any
 
-from router.openai.request_fields import CHAT, COMPLETION, TOKENIZE, Field
+from router.openai.request_fields import CHAT, COMPLETION, TOKENIZE, RequestField
 
 _TOKENS = {"type": "array", "items": {"type": "integer", "minimum": 0}}
 _TEXT = {"type": "string"}
@@ -41,7 +41,7 @@ _COMMON: dict[str, Any] = {
 _PROMPT = {"oneOf": [_TEXT, _TOKENS, {"type": "array", "items": {"oneOf": [_TEXT, _TOKENS]}}]}
 _MESSAGES = {"type": "array", "minItems": 1, "items": _MESSAGE}
 
-_POSTS: dict[str, tuple[str, Mapping[str, Field], dict[str, Any]]] = {
+_POSTS: dict[str, tuple[str, Mapping[str, RequestField], dict[str, Any]]] = {
     "/v1/completions": ("Complete prompts", COMPLETION, {**_COMMON, "prompt": _PROMPT}),
     "/v1/chat/completions": (
         "Answer a chat",
@@ -92,7 +92,7 @@ def version() -> str:
         return "0"
 
 
-def _schema(field: Field) -> dict[str, Any]:
+def _schema(field: RequestField) -> dict[str, Any]:
     shape: dict[str, Any] = {"type": field.kind, "description": field.doc}
     if field.low is not None:
         shape["exclusiveMinimum" if field.above else "minimum"] = field.low

@@ -10,11 +10,11 @@ from contracts.messages.router_commands import Command
 from contracts.messages.worker_events import Done
 from contracts.sampling_params import TokenLogprob
 from router.state.worker_table import WorkerKey
-from router.verification.audit_cases import Finding
+from router.verification.audit_cases import AuditFinding
 
 
 @dataclass(frozen=True, slots=True)
-class Send:
+class SendCommand:
     """Send `command` on the link to `worker`."""
 
     worker: WorkerKey
@@ -22,7 +22,7 @@ class Send:
 
 
 @dataclass(frozen=True, slots=True)
-class Deliver:
+class DeliverTokens:
     """The next tokens of a request, in order."""
 
     request_id: RequestId
@@ -31,7 +31,7 @@ class Deliver:
 
 
 @dataclass(frozen=True, slots=True)
-class Scores:
+class DeliverScores:
     """The prompt's log-probabilities; before any token."""
 
     request_id: RequestId
@@ -39,7 +39,7 @@ class Scores:
 
 
 @dataclass(frozen=True, slots=True)
-class End:
+class EndRequest:
     """The request has ended; nothing follows."""
 
     request_id: RequestId
@@ -47,7 +47,7 @@ class End:
 
 
 @dataclass(frozen=True, slots=True)
-class Replay:
+class NoteReplay:
     """A request starts over from its tokens, as attempt `attempt`; for the log."""
 
     request_id: RequestId
@@ -55,11 +55,11 @@ class Replay:
     reason: str
 
 
-Action = Send | Deliver | Scores | End | Replay | Finding
+RouterAction = SendCommand | DeliverTokens | DeliverScores | EndRequest | NoteReplay | AuditFinding
 
 
 @dataclass(slots=True)
-class Counts:
+class RouterCounts:
     """What happened since the start; read by the metrics."""
 
     submitted: int = 0

@@ -30,12 +30,20 @@ from contracts.messages.router_commands import Cancel, Submit
 from contracts.messages.worker_events import Audited, Done, Event, LegReport, PromptScores, Tokens
 from contracts.messages.worker_status import WorkerStatus, WorkerView
 from contracts.sampling_params import TokenLogprob
-from router.core.router_actions import Action, Counts, Deliver, End, Replay, Scores, Send
-from router.migration.migrations import Moves
-from router.state.routed_request import Leg, Phase, Request
-from router.state.worker_table import Entry, WorkerKey, Workers
+from router.core.router_actions import (
+    DeliverScores,
+    DeliverTokens,
+    EndRequest,
+    NoteReplay,
+    RouterAction,
+    RouterCounts,
+    SendCommand,
+)
+from router.migration.migrations import Migrations
+from router.state.routed_request import AttemptLeg, RoutedRequest, RoutingPhase
+from router.state.worker_table import WorkerEntry, WorkerKey, WorkerTable
 from router.verification.audits import Audits
-from router.verification.damage_totals import Damage
+from router.verification.damage_totals import DamageTotals
 
 REFUSAL_LIMIT = 64
 NONFINITE_REPLAYS = 1
@@ -46,7 +54,7 @@ REPORT_GRACE_S = 0.25
 """How long an end waits for prefill's report once every token is in."""
 
 
-class Brain:
+class RouterCore:
     """Placement, ordering and failover of all requests of one router."""
 
     def __init__(
@@ -56,24 +64,24 @@ class Brain:
         mint_room: Callable[[], str],
         audit: AuditConfig = AuditConfig(),  # noqa: B008 (frozen)
     ) -> None:
-        self.workers = Workers(config)
-        self.counts = Counts()
-        self.damage = Damage()
+        self.workers = WorkerTable(config)
+        self.counts = RouterCounts()
+        self.damage = DamageTotals()
         self._config = config
         self._clock = clock
         self._mint_room = mint_room
-        self._requests: dict[RequestId, Request] = {}
-        self._waiting: dict[RequestId, Request] = {}
-        self._held: dict[RequestId, Request] = {}
+        self._requests: dict[RequestId, RoutedRequest] = {}
+        self._waiting: dict[RequestId, RoutedRequest] = {}
+        self._held: dict[RequestId, RoutedRequest] = {}
         """Complete but for prefill's report."""
         self.audits = Audits(audit, clock, self.workers, self._requests, self._waiting)
-        self._actions: list[Action] = []
+        self._actions: list[RouterAction] = []
         self._advanced = clock.now()
         self._steps: dict[WorkerKey, int] = {}
         """That workers had made in the latest table."""
-        self.moves = Moves(
+        self.moves = Migrations(
             config, clock, self.workers, mint_room,
-            send=lambda worker, command: self._actions.append(Send(worker, command)),
+            send=lambda worker, command: self._actions.append(SendCommand(worker, command)),
             replay=lambda r, reason, worker: self._replay(r, reason, blame=worker, refused=True),
         )  # fmt: skip
 
@@ -92,12 +100,12 @@ class Brain:
         """Seconds since anything advanced while there is work; 0 without work."""
         return self._clock.now() - self._advanced if self._requests else 0.0
 
-    def serving(self, role: Role) -> list[Entry]:
+    def serving(self, role: Role) -> list[WorkerEntry]:
         return self.workers.serving(role, self._clock.now())
 
-    def take_actions(self) -> list[Action]:
+    def take_actions(self) -> list[RouterAction]:
         actions, self._actions = self._actions, []
-        actions += [Send(worker, command) for worker, command in self.audits.take_commands()]
+        actions += [SendCommand(worker, command) for worker, command in self.audits.take_commands()]
         actions += self.audits.take_findings()
         return actions
 
@@ -111,9 +119,9 @@ class Brain:
         decode_load: dict[WorkerKey, int] = {}
         members: dict[WorkerKey, set[RequestId]] = {}
         for rid, r in self._requests.items():
-            if (r.phase is Phase.WAITING) != (rid in self._waiting):
+            if (r.phase is RoutingPhase.WAITING) != (rid in self._waiting):
                 found.append(f"request {rid} is {r.phase} but {'in' if rid in self._waiting else 'not in'} the queue")
-            if r.phase is Phase.ENDED:
+            if r.phase is RoutingPhase.ENDED:
                 found.append(f"request {rid} has ended and is still held")
             if r.prefill:
                 prefill_load[r.prefill] = prefill_load.get(r.prefill, 0) + r.prefill_loaded
@@ -173,7 +181,7 @@ class Brain:
             self.damage.hear([status])
             self._place_waiting()
 
-    def _lose(self, entry: Entry, reason: str) -> None:
+    def _lose(self, entry: WorkerEntry, reason: str) -> None:
         entry.linked = False
         self.audits.lost(entry.key)
         for rid in sorted(entry.requests):
@@ -191,7 +199,7 @@ class Brain:
         entry.load = 0
 
     @staticmethod
-    def _survives_prefill(r: Request) -> bool:
+    def _survives_prefill(r: RoutedRequest) -> bool:
         """Prefill's work is done: its token and scores are here, and decode runs on what it sent."""
         return r.scores_in and r.next_position > r.base and r.decode_spoke
 
@@ -214,7 +222,7 @@ class Brain:
 
     # ------------------------------------------------------------ requests come and go
 
-    def submit(self, request: Request) -> None:
+    def submit(self, request: RoutedRequest) -> None:
         assert request.id not in self._requests, "request ids are minted once"
         if not self._requests:
             self._advanced = self._clock.now()
@@ -251,7 +259,7 @@ class Brain:
         self.moves.tick()
         self.audits.tick()
 
-    def _missing(self, r: Request) -> str:
+    def _missing(self, r: RoutedRequest) -> str:
         roles = [role for role in Role if not self.serving(role)]
         if not roles and (unlike := self.workers.unlike(self._clock.now())):
             return unlike
@@ -268,7 +276,7 @@ class Brain:
         for request in list(self._waiting.values()):
             self._place(request)
 
-    def _place(self, r: Request) -> None:
+    def _place(self, r: RoutedRequest) -> None:
         now = self._clock.now()
         if now < r.not_before:
             return
@@ -314,18 +322,18 @@ class Brain:
             decode.requests.add(r.id)
             decode.breaker.sent(r.id)
             r.workers[Role.DECODE] = decode.record.name
-            self._actions.append(Send(decode.key, replace(submit, peer=prefill.peer)))
+            self._actions.append(SendCommand(decode.key, replace(submit, peer=prefill.peer)))
             submit = replace(submit, peer=decode.peer)
-        self._actions.append(Send(prefill.key, submit))
-        r.legs.append(Leg(r.attempt, len(tokens), dict(r.workers)))
+        self._actions.append(SendCommand(prefill.key, submit))
+        r.legs.append(AttemptLeg(r.attempt, len(tokens), dict(r.workers)))
 
-    def _unload_prefill(self, r: Request) -> None:
+    def _unload_prefill(self, r: RoutedRequest) -> None:
         entry = self.workers.get(r.prefill) if r.prefill else None
         if entry is not None:
             entry.load -= r.prefill_loaded
         r.prefill_loaded = 0
 
-    def _leave_prefill(self, r: Request) -> None:
+    def _leave_prefill(self, r: RoutedRequest) -> None:
         self._unload_prefill(r)
         entry = self.workers.get(r.prefill) if r.prefill else None
         if entry is not None:
@@ -333,7 +341,7 @@ class Brain:
             entry.breaker.left(r.id)
         r.prefill = None
 
-    def _leave_decode(self, r: Request) -> None:
+    def _leave_decode(self, r: RoutedRequest) -> None:
         entry = self.workers.get(r.decode) if r.decode else None
         if entry is not None:
             entry.load -= 1
@@ -341,13 +349,13 @@ class Brain:
             entry.breaker.left(r.id)
         r.decode = None
 
-    def _leave(self, r: Request, over: tuple[Role, ...] = ()) -> None:
+    def _leave(self, r: RoutedRequest, over: tuple[Role, ...] = ()) -> None:
         """Leave both legs; those whose work isn't over are told."""
         self.moves.leave(r)
         for role, key in ((Role.PREFILL, r.prefill), (Role.DECODE, r.decode)):
             entry = self.workers.get(key) if key else None
             if key and entry is not None and entry.linked and role not in over:
-                self._actions.append(Send(key, Cancel(r.id, r.attempt)))
+                self._actions.append(SendCommand(key, Cancel(r.id, r.attempt)))
         self._leave_prefill(r)
         self._leave_decode(r)
         self._held.pop(r.id, None)
@@ -383,7 +391,7 @@ class Brain:
             case PromptScores():
                 if not r.scores_in:
                     r.scores_in = True
-                    self._actions.append(Scores(r.id, event.scores))
+                    self._actions.append(DeliverScores(r.id, event.scores))
                     self._deliver(r, *r.release_early())
             case Done():
                 if event.error is not None or event.reason == "error":
@@ -396,11 +404,11 @@ class Brain:
         if r.done is not None:
             self._finish_if_complete(r)
 
-    def _deliver(self, r: Request, tokens: Sequence[int], logprobs: Sequence[TokenLogprob]) -> None:
+    def _deliver(self, r: RoutedRequest, tokens: Sequence[int], logprobs: Sequence[TokenLogprob]) -> None:
         if tokens:
-            self._actions.append(Deliver(r.id, tokens, logprobs))
+            self._actions.append(DeliverTokens(r.id, tokens, logprobs))
 
-    def _finish_if_complete(self, r: Request) -> None:
+    def _finish_if_complete(self, r: RoutedRequest) -> None:
         if not r.complete:
             return
         assert r.done is not None
@@ -416,7 +424,7 @@ class Brain:
             return
         self._end(r, done, over=(Role.PREFILL, Role.DECODE) if role is Role.DECODE and r.reported else (role,))
 
-    def _on_error(self, r: Request, worker: WorkerKey, done: Done) -> None:
+    def _on_error(self, r: RoutedRequest, worker: WorkerKey, done: Done) -> None:
         kind = done.error or ErrorKind.WORKER
         if kind is ErrorKind.DAMAGED:
             self.counts.damaged += 1
@@ -452,7 +460,7 @@ class Brain:
 
     def _replay(
         self,
-        r: Request,
+        r: RoutedRequest,
         reason: str,
         *,
         blame: WorkerKey | None,
@@ -489,27 +497,27 @@ class Brain:
         r.not_before = now if refused or free or r.replays <= 1 else now + min(0.05 * 2 ** (r.replays - 2), 1.0)
         r.waiting_since = now
         r.move("replay")
-        self._actions.append(Replay(r.id, r.attempt, reason))
+        self._actions.append(NoteReplay(r.id, r.attempt, reason))
         self._waiting[r.id] = r
         self._place(r)
 
-    def _fail(self, r: Request, kind: ErrorKind, message: str) -> None:
+    def _fail(self, r: RoutedRequest, kind: ErrorKind, message: str) -> None:
         self._end(r, Done(r.id, r.attempt, "error", error=kind, message=message))
 
-    def _end(self, r: Request, done: Done, over: tuple[Role, ...] = ()) -> None:
+    def _end(self, r: RoutedRequest, done: Done, over: tuple[Role, ...] = ()) -> None:
         self._leave(r, over)
         self._finish(r, done)
 
-    def _finish(self, r: Request, done: Done) -> None:
+    def _finish(self, r: RoutedRequest, done: Done) -> None:
         if done.error is None:
             self.counts.ended += 1
             self.audits.consider(r)
         else:
             self.counts.failed += 1
-        self._actions.append(End(r.id, done))
+        self._actions.append(EndRequest(r.id, done))
         self._close(r)
 
-    def _close(self, r: Request) -> None:
+    def _close(self, r: RoutedRequest) -> None:
         """The one exit: every path out of the house ends here."""
         self._leave(r)
         self._waiting.pop(r.id, None)

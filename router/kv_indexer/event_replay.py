@@ -30,7 +30,7 @@ from collections import OrderedDict
 
 from contracts.errors import WireError
 from contracts.messages.kv_events import TRUTH, AllBlocksCleared, decode_batch
-from router.kv_indexer.kv_index import TierIndex
+from router.kv_indexer.kv_index import KVIndex
 
 _RECENT = 4096
 """Applied batches whose digests are remembered, to tell a duplicate from another publisher's batch."""
@@ -40,14 +40,14 @@ _TRIES = 3
 """Questions in a row that brought nothing new, before the loss is accepted, until the connection breaks."""
 
 
-class Follower:
+class KVEventReplay:
     """Live batches and answers in; the index and the next question out.
 
     `can_ask`: whether there is a replay socket. `question` is what is to be asked, or has been and isn't answered yet.
     """
 
     def __init__(self, can_ask: bool) -> None:
-        self.index = TierIndex()
+        self.index = KVIndex()
         self._whole = False
         self.lost = self.damaged = self.restarts = 0
         self._can_ask = can_ask
@@ -229,7 +229,7 @@ class Follower:
             digest, answer = _digest(answer[0][1]), answer[1:]
         if not answer or any(seq != answer[0][0] for seq, _ in answer) or bool(answer[0][0]) != (digest is not None):
             return False
-        truth = TierIndex()
+        truth = KVIndex()
         try:
             for _, payload in answer:
                 truth.apply(decode_batch(payload).events)

@@ -1,4 +1,4 @@
-"""Reads a publisher's KV events from its sockets: the hands of the `Follower`, which knows what they mean."""
+"""Reads a publisher's KV events from its sockets: the hands of the `KVEventReplay`, which knows what they mean."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from zmq.utils.monitor import recv_monitor_message
 
 from contracts.clock import Clock
 from contracts.messages.kv_events import END
-from router.kv_indexer.event_replay import Follower
-from router.kv_indexer.kv_index import TierIndex
+from router.kv_indexer.event_replay import KVEventReplay
+from router.kv_indexer.kv_index import KVIndex
 
 _READ = 4096
 """Messages of a socket read in one `poll`, so that a fast publisher can't keep the reader there."""
 
 
-class EventReader:
+class KVEventSubscriber:
     """Subscribes to one publisher, and asks it. One thread; call `poll` often enough.
 
     `endpoint` and `replay_endpoint` are the publisher's (the second may be empty: then every loss is for good).
@@ -27,7 +27,7 @@ class EventReader:
         self, endpoint: str, clock: Clock, replay_endpoint: str = "", topic: str = "", answer_s: float = 5.0
     ) -> None:
         self._clock, self._answer_s, self._replay_endpoint = clock, answer_s, replay_endpoint
-        self._follower = Follower(can_ask=bool(replay_endpoint))
+        self._follower = KVEventReplay(can_ask=bool(replay_endpoint))
         self.malformed = 0
         """Messages that don't have the format's frames."""
         self._context = zmq.Context()
@@ -41,7 +41,7 @@ class EventReader:
         self._ask()
 
     @property
-    def index(self) -> TierIndex:
+    def index(self) -> KVIndex:
         """What the publisher holds, as far as it is known here."""
         return self._follower.index
 
@@ -89,7 +89,7 @@ class EventReader:
         """Close the sockets. Idempotent."""
         self._context.destroy(linger=0)
 
-    def __enter__(self) -> EventReader:
+    def __enter__(self) -> KVEventSubscriber:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:

@@ -9,7 +9,7 @@ from contracts.messages.kv_events import AllBlocksCleared, BlockRemoved, BlockSt
 
 
 @dataclass(frozen=True, slots=True)
-class PageEntry:
+class BlockEntry:
     """What the index knows of a page: its parent's hash and its token ids."""
 
     parent: bytes | None
@@ -17,10 +17,12 @@ class PageEntry:
 
 
 @dataclass(slots=True)
-class TierIndex:
+class KVIndex:
     """For each tier the pages that are in it, by hash."""
 
-    pages: dict[EventMedium, dict[bytes, PageEntry]] = field(default_factory=lambda: {tier: {} for tier in EventMedium})
+    pages: dict[EventMedium, dict[bytes, BlockEntry]] = field(
+        default_factory=lambda: {tier: {} for tier in EventMedium}
+    )
 
     def apply(self, events: Iterable[KvEvent]) -> None:
         """Apply events in order; applying some of them again changes nothing."""
@@ -42,5 +44,5 @@ class TierIndex:
     def _store(self, event: BlockStored) -> None:
         parent, step = event.parent, event.page_tokens
         for i, page in enumerate(event.hashes):
-            self.pages[event.tier][page] = PageEntry(parent, event.tokens[i * step : (i + 1) * step])
+            self.pages[event.tier][page] = BlockEntry(parent, event.tokens[i * step : (i + 1) * step])
             parent = page

@@ -21,7 +21,7 @@ RETRY_MOST_S = 2.0
 REACHABLE = frozenset({"ready", "draining"})
 
 
-class Link:
+class WorkerLink:
     """One worker's port, its session once connected, and the task that keeps it so."""
 
     __slots__ = ("port", "record", "session", "task")
@@ -33,7 +33,7 @@ class Link:
         self.task: asyncio.Task[None] | None = None
 
 
-class Fleet:
+class WorkerLinks:
     """Keeps links in step with the directory; used from one event loop."""
 
     def __init__(
@@ -50,7 +50,7 @@ class Fleet:
         self._on_linked = on_linked
         self._on_unlinked = on_unlinked
         self._on_events = on_events
-        self._links: dict[WorkerKey, Link] = {}
+        self._links: dict[WorkerKey, WorkerLink] = {}
         self._closing: set[asyncio.Task[None]] = set()
         self._unwatch: Callable[[], None] | None = None
         self.views: tuple[WorkerView, ...] = ()
@@ -88,7 +88,7 @@ class Fleet:
         self._on_view(views)
         for key, record in wanted.items():
             if key not in self._links:
-                link = self._links[key] = Link(record, self.directory.port(record))
+                link = self._links[key] = WorkerLink(record, self.directory.port(record))
                 link.task = asyncio.get_running_loop().create_task(self._keep(key, link))
 
     def _drop(self, key: WorkerKey) -> None:
@@ -103,7 +103,7 @@ class Fleet:
         self._closing.add(task)
         task.add_done_callback(self._closing.discard)
 
-    async def _keep(self, key: WorkerKey, link: Link) -> None:
+    async def _keep(self, key: WorkerKey, link: WorkerLink) -> None:
         """Connect, wait for the end, connect again, with a pause that doubles."""
         pause = RETRY_FIRST_S
         while self._links.get(key) is link:

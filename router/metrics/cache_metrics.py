@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator
 
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 
-from router.state.worker_table import Entry
+from router.state.worker_table import WorkerEntry
 
 _HITS = {"device": "hit_tokens_device", "host": "hit_tokens_host", "storage": "hit_tokens_storage"}
 _PAGES = {
@@ -28,7 +28,7 @@ _MOVES = {
 }
 
 
-def tier_metrics(workers: Iterable[Entry]) -> Iterator[Metric]:
+def tier_metrics(workers: Iterable[WorkerEntry]) -> Iterator[Metric]:
     """A sample for each counter that a worker reports; a worker without a tier has none of it."""
     hits = CounterMetricFamily(
         "twinpool_cache_hit_tokens", "Prompt tokens found in a worker's cache", labels=["worker", "role", "tier"]

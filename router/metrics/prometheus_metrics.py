@@ -16,20 +16,20 @@ from prometheus_client.registry import Collector
 
 from contracts.ids import Role
 from contracts.messages.worker_events import LegReport
-from router.core.router_core import Brain
+from router.core.router_core import RouterCore
 from router.metrics.cache_metrics import tier_metrics
 from router.metrics.verification_metrics import verification_metrics
-from router.openai.choice_output import Choice
-from router.state.circuit_breaker import Circuit
+from router.openai.choice_output import ChoiceOutput
+from router.state.circuit_breaker import CircuitState
 from router.verification.stream_watch import StreamWatch
 
 TTFT_BUCKETS_S = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)
 ITL_BUCKETS_S = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 5.0)
-_BREAKER = {Circuit.CLOSED: 0, Circuit.HALF_OPEN: 1, Circuit.OPEN: 2}
+_BREAKER = {CircuitState.CLOSED: 0, CircuitState.HALF_OPEN: 1, CircuitState.OPEN: 2}
 E2E_BUCKETS_S = (0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0, 600.0)
 
 
-class Tally:
+class LatencyTally:
     """A histogram of seconds; a value on a bound belongs below it."""
 
     __slots__ = ("_bounds", "_counts", "sum_s")
@@ -52,15 +52,19 @@ class Tally:
         return HistogramMetricFamily(name, text, buckets=buckets, sum_value=self.sum_s)
 
 
-class Metrics(Collector):
+class PrometheusMetrics(Collector):
     """One router's numbers."""
 
-    def __init__(self, brain: Brain, plane: str, watch: StreamWatch | None = None, model: str = "") -> None:
+    def __init__(self, brain: RouterCore, plane: str, watch: StreamWatch | None = None, model: str = "") -> None:
         self._brain = brain
         self._plane = plane
         self._watch, self._model = watch, model
         self._computed: Counter[tuple[str, str]] = Counter()
-        self._ttft, self._itl, self._e2e = Tally(TTFT_BUCKETS_S), Tally(ITL_BUCKETS_S), Tally(E2E_BUCKETS_S)
+        self._ttft, self._itl, self._e2e = (
+            LatencyTally(TTFT_BUCKETS_S),
+            LatencyTally(ITL_BUCKETS_S),
+            LatencyTally(E2E_BUCKETS_S),
+        )
         self.transfer_bytes = 0
         self.cached_tokens = 0
         self.generated_tokens = 0
@@ -80,7 +84,7 @@ class Metrics(Collector):
         else:
             self.transfer_bytes += event.transfer_bytes
 
-    def tokens(self, choice: Choice, count: int, now: float) -> None:
+    def tokens(self, choice: ChoiceOutput, count: int, now: float) -> None:
         self.generated_tokens += count
         if choice.first_at:
             self._itl.observe(now - choice.last_at)
@@ -89,7 +93,7 @@ class Metrics(Collector):
             self._ttft.observe(now - choice.request.arrived + choice.tokenise_s)
         choice.last_at = now
 
-    def ended(self, choice: Choice) -> None:
+    def ended(self, choice: ChoiceOutput) -> None:
         if choice.error is None:
             self._e2e.observe(choice.ended_at - choice.request.arrived + choice.tokenise_s)
 

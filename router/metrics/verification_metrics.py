@@ -7,13 +7,15 @@ from collections.abc import Iterator
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 
 from contracts.damage import DamageSite
-from router.verification.audit_cases import Result
+from router.verification.audit_cases import AuditResult
 from router.verification.audits import Audits
-from router.verification.damage_totals import Damage
-from router.verification.stream_watch import StreamWatch, Why
+from router.verification.damage_totals import DamageTotals
+from router.verification.stream_watch import FlagReason, StreamWatch
 
 
-def verification_metrics(damage: Damage, audits: Audits, watch: StreamWatch | None, model: str) -> Iterator[Metric]:
+def verification_metrics(
+    damage: DamageTotals, audits: Audits, watch: StreamWatch | None, model: str
+) -> Iterator[Metric]:
     """All of it; what never happened is there as 0."""
     found = CounterMetricFamily(
         "twinpool_state_damage",
@@ -35,7 +37,7 @@ def _of_audits(audits: Audits) -> Iterator[Metric]:
     answers = CounterMetricFamily(
         "twinpool_audit_answers", "Answers chosen for an audit, by what became of them", labels=["result"]
     )
-    for result in Result:
+    for result in AuditResult:
         answers.add_metric([result], counts.results[result])
     yield answers
     yield CounterMetricFamily("twinpool_audit_tokens", "Tokens of answers drawn again by audits", value=counts.tokens)
@@ -54,7 +56,7 @@ def _of_streams(watch: StreamWatch, model: str) -> Iterator[Metric]:
     flagged = CounterMetricFamily(
         "twinpool_streams_flagged", "Streams that look broken, by model and reason", labels=["model", "why"]
     )
-    for why in Why:
+    for why in FlagReason:
         flagged.add_metric([model, why], watch.flagged[why])
     yield flagged
     watched = CounterMetricFamily("twinpool_streams_watched", "Streams watched to their end", labels=["model"])

@@ -13,7 +13,7 @@ AVOID_S, DOUBLINGS = 5.0, 4
 """How long a worker that could not take a request isn't asked to take it again: twice as long with each try."""
 
 
-class MoveState(StrEnum):
+class MigrationState(StrEnum):
     AHEAD = "ahead"
     ASKED = "asked"
     OFFERED = "offered"
@@ -22,7 +22,7 @@ class MoveState(StrEnum):
     STAYED = "stayed"
 
 
-class MoveEvent(StrEnum):
+class MigrationEvent(StrEnum):
     COPIED = "copied"
     """As much as can be was copied ahead, or it isn't worth it."""
     PAUSED = "paused"
@@ -34,35 +34,35 @@ class MoveEvent(StrEnum):
     """The request ended or is replayed."""
 
 
-MOVES = StateTable[MoveState, MoveEvent](
+MOVES = StateTable[MigrationState, MigrationEvent](
     "move",
     {
-        MoveState.AHEAD: {
-            MoveEvent.COPIED: MoveState.ASKED,
-            MoveEvent.BACK: MoveState.STAYED,
-            MoveEvent.END: MoveState.STAYED,
+        MigrationState.AHEAD: {
+            MigrationEvent.COPIED: MigrationState.ASKED,
+            MigrationEvent.BACK: MigrationState.STAYED,
+            MigrationEvent.END: MigrationState.STAYED,
         },
-        MoveState.ASKED: {
-            MoveEvent.PAUSED: MoveState.OFFERED,
-            MoveEvent.BACK: MoveState.STAYED,
-            MoveEvent.END: MoveState.STAYED,
+        MigrationState.ASKED: {
+            MigrationEvent.PAUSED: MigrationState.OFFERED,
+            MigrationEvent.BACK: MigrationState.STAYED,
+            MigrationEvent.END: MigrationState.STAYED,
         },
-        MoveState.OFFERED: {
-            MoveEvent.GIVEN: MoveState.GIVEN,
-            MoveEvent.SPOKE: MoveState.MOVED,
-            MoveEvent.BACK: MoveState.STAYED,
-            MoveEvent.END: MoveState.STAYED,
+        MigrationState.OFFERED: {
+            MigrationEvent.GIVEN: MigrationState.GIVEN,
+            MigrationEvent.SPOKE: MigrationState.MOVED,
+            MigrationEvent.BACK: MigrationState.STAYED,
+            MigrationEvent.END: MigrationState.STAYED,
         },
-        MoveState.GIVEN: {
-            MoveEvent.SPOKE: MoveState.MOVED,
-            MoveEvent.END: MoveState.STAYED,
+        MigrationState.GIVEN: {
+            MigrationEvent.SPOKE: MigrationState.MOVED,
+            MigrationEvent.END: MigrationState.STAYED,
         },
     },
 )
 
 
 @dataclass(eq=False, slots=True)
-class Move:
+class Migration:
     """One request on its way. Times are seconds of the brain's clock."""
 
     source: WorkerKey
@@ -73,15 +73,15 @@ class Move:
     ahead: RoomId
     """For what is copied ahead."""
     heard: float
-    state: MoveState = MoveState.AHEAD
+    state: MigrationState = MigrationState.AHEAD
     paused_at: float = 0.0
 
-    def step(self, event: MoveEvent, now: float) -> None:
+    def step(self, event: MigrationEvent, now: float) -> None:
         self.state, self.heard = MOVES.next(self.state, event), now
 
 
 @dataclass(slots=True)
-class Wish:
+class DrainWish:
     """A worker's wish to be rid of a request."""
 
     worker: WorkerKey
@@ -96,7 +96,7 @@ class Wish:
 
 
 @dataclass(slots=True)
-class MoveCounts:
+class MigrationCounts:
     """What happened since the start; read by the metrics."""
 
     begun: int = 0

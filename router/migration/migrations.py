@@ -47,10 +47,17 @@ from contracts.messages.worker_events import (
     PushReady,
     Tokens,
 )
-from router.migration.migration_table import MOVES, Move, MoveCounts, MoveEvent, MoveState, Wish
-from router.migration.prefix_transfers import Offers
-from router.state.routed_request import Phase, Request
-from router.state.worker_table import WorkerKey, Workers
+from router.migration.migration_table import (
+    MOVES,
+    DrainWish,
+    Migration,
+    MigrationCounts,
+    MigrationEvent,
+    MigrationState,
+)
+from router.migration.prefix_transfers import PrefixTransfers
+from router.state.routed_request import RoutedRequest, RoutingPhase
+from router.state.worker_table import WorkerKey, WorkerTable
 
 PATIENCE_S = 15.0
 """A move that nobody spoke of for this long is taken back; the workers' own deadlines are shorter."""
@@ -61,27 +68,27 @@ _NO_FAULT = (
 )  # fmt: skip
 
 
-class Moves:
+class Migrations:
     """All moves of one router; the brain asks it about each event, loss and end. No I/O."""
 
     def __init__(
         self,
         config: RouterConfig,
         clock: Clock,
-        workers: Workers,
+        workers: WorkerTable,
         mint_room: Callable[[], str],
         send: Callable[[WorkerKey, Command], None],
-        replay: Callable[[Request, str, WorkerKey], None],
+        replay: Callable[[RoutedRequest, str, WorkerKey], None],
     ) -> None:
         """`replay` starts a request over, at no cost to its limit; what is named last is the worker that refuses it."""
         self._config, self._clock, self._workers = config, clock, workers
         self._mint_room, self._send, self._replay = mint_room, send, replay
-        self._wishes: dict[RequestId, tuple[Request, Wish]] = {}
-        self._under_way: dict[RequestId, tuple[Request, Move]] = {}
-        self.offers = Offers(clock, workers, mint_room, send)
-        self.counts = MoveCounts()
+        self._wishes: dict[RequestId, tuple[RoutedRequest, DrainWish]] = {}
+        self._under_way: dict[RequestId, tuple[RoutedRequest, Migration]] = {}
+        self.offers = PrefixTransfers(clock, workers, mint_room, send)
+        self.counts = MigrationCounts()
 
-    def of(self, request: Request) -> Move | None:
+    def of(self, request: RoutedRequest) -> Migration | None:
         found = self._under_way.get(request.id)
         return found[1] if found is not None else None
 
@@ -92,7 +99,7 @@ class Moves:
 
     # ------------------------------------------------------------ what workers say
 
-    def hears(self, r: Request | None, worker: WorkerKey, event: Event) -> bool:
+    def hears(self, r: RoutedRequest | None, worker: WorkerKey, event: Event) -> bool:
         """Take an event in; True when it is about a move and nothing else. May change who the request's worker is."""
         if isinstance(
             event,
@@ -120,40 +127,43 @@ class Moves:
             self._blame(r, move, event)
             self._give_up(r, move, f"{worker[0]}: {event.error}: {event.message}", over=True, kind=event.error)
             return True
-        if isinstance(event, LegReport | Tokens | Done) and move.state in (MoveState.OFFERED, MoveState.GIVEN):
+        if isinstance(event, LegReport | Tokens | Done) and move.state in (
+            MigrationState.OFFERED,
+            MigrationState.GIVEN,
+        ):
             self._arrive(r, move)
         return False
 
-    def _blame(self, r: Request, move: Move, done: Done) -> None:
+    def _blame(self, r: RoutedRequest, move: Migration, done: Done) -> None:
         """The target could not take it: who is at fault will get fewer requests. Lack of room is no fault."""
         if done.error not in _NO_FAULT:
             guilty = move.source if done.blame == move.source[0] else move.target
             self._workers.failed(guilty, r.id, self._clock.now(), move.target)
 
-    def _fetched(self, r: Request | None, worker: WorkerKey, event: PullDone) -> None:
+    def _fetched(self, r: RoutedRequest | None, worker: WorkerKey, event: PullDone) -> None:
         move = self.of(r) if r is not None else None
         if r is None or move is None or (worker, event.attempt) != (move.target, move.attempt):
             return
-        if move.state is MoveState.AHEAD:
+        if move.state is MigrationState.AHEAD:
             self._ask(r, move)
 
-    def _of_source(self, r: Request, worker: WorkerKey, event: Event) -> None:
+    def _of_source(self, r: RoutedRequest, worker: WorkerKey, event: Event) -> None:
         move = self.of(r)
         match event:
             case MigrationWanted():
                 self._wish(r, worker, event)
-            case MigrationPaused() if move is not None and move.state is MoveState.ASKED:
+            case MigrationPaused() if move is not None and move.state is MigrationState.ASKED:
                 self._offer(r, move, event.position)
             case MigrationPaused():
                 self._send(worker, ResumeHere(r.id, r.attempt))
-            case PushReady() if move is not None and move.state is MoveState.AHEAD:
+            case PushReady() if move is not None and move.state is MigrationState.AHEAD:
                 self._copy(r, move, event.positions)
-            case MigrationUndone() if move is not None and move.state is not MoveState.GIVEN:
+            case MigrationUndone() if move is not None and move.state is not MigrationState.GIVEN:
                 self._give_up(r, move, event.reason, tell_source=False)
-            case MigrationDone() if move is not None and move.state is MoveState.OFFERED:
-                move.step(MoveEvent.GIVEN, self._clock.now())
+            case MigrationDone() if move is not None and move.state is MigrationState.OFFERED:
+                move.step(MigrationEvent.GIVEN, self._clock.now())
 
-    def _wish(self, r: Request, worker: WorkerKey, event: MigrationWanted) -> None:
+    def _wish(self, r: RoutedRequest, worker: WorkerKey, event: MigrationWanted) -> None:
         if event.withdrawn:
             self._wishes.pop(r.id, None)
             return
@@ -161,12 +171,12 @@ class Moves:
         if known is not None and known[1].worker == worker:
             known[1].started = event.started
         else:
-            self._wishes[r.id] = r, Wish(worker, event.started)
+            self._wishes[r.id] = r, DrainWish(worker, event.started)
         self._fulfil(r, self._wishes[r.id][1])
 
     # ------------------------------------------------------------ one move
 
-    def begin(self, r: Request) -> bool:
+    def begin(self, r: RoutedRequest) -> bool:
         """Hand a running request to another worker, if there is one and the request is at a point where that can be."""
         now = self._clock.now()
         source = self._workers.get(r.decode) if r.decode is not None else None
@@ -178,7 +188,7 @@ class Moves:
         if target is None:
             return False
         rooms = RoomId(self._mint_room()), RoomId(self._mint_room())
-        move = Move(r.decode, target.key, r.next_attempt(), *rooms, now)
+        move = Migration(r.decode, target.key, r.next_attempt(), *rooms, now)
         self._under_way[r.id] = r, move
         target.load += 1
         target.requests.add(r.id)
@@ -187,7 +197,7 @@ class Moves:
         self._send(r.decode, PushPrefix(r.id, r.attempt, move.ahead, target.peer))
         return True
 
-    def _copy(self, r: Request, move: Move, positions: int) -> None:
+    def _copy(self, r: RoutedRequest, move: Migration, positions: int) -> None:
         """The source keeps pages of so many positions for the target."""
         source = self._workers.get(move.source)
         if source is None or not positions:
@@ -196,21 +206,21 @@ class Moves:
         move.heard = self._clock.now()
         self._send(move.target, PullPrefix(r.id, move.attempt, move.ahead, source.peer, r.tokens[:positions], r.salt))
 
-    def _ask(self, r: Request, move: Move) -> None:
+    def _ask(self, r: RoutedRequest, move: Migration) -> None:
         """The source is to stop it."""
         target = self._workers.get(move.target)
         if target is None or not _movable(r):
             self._give_up(r, move, "it is about to end")
             return
-        move.step(MoveEvent.COPIED, self._clock.now())
+        move.step(MigrationEvent.COPIED, self._clock.now())
         self._send(move.source, PauseForMigration(r.id, r.attempt, move.room, target.peer))
 
-    def _offer(self, r: Request, move: Move, position: int) -> None:
+    def _offer(self, r: RoutedRequest, move: Migration, position: int) -> None:
         now, source = self._clock.now(), self._workers.get(move.source)
         if source is None or position + 1 != r.next_position or r.early or r.done is not None:
             self._give_up(r, move, f"it stopped at {position}, with {r.next_position} tokens told")
             return
-        move.step(MoveEvent.PAUSED, now)
+        move.step(MigrationEvent.PAUSED, now)
         move.paused_at = now
         submit = Submit(
             r.id, move.attempt, move.room, r.tokens[:position], len(r.prompt),
@@ -219,14 +229,14 @@ class Moves:
         )  # fmt: skip
         self._send(move.target, submit)
 
-    def _arrive(self, r: Request, move: Move) -> None:
+    def _arrive(self, r: RoutedRequest, move: Migration) -> None:
         """The target has it. The source will hear so, or go on with it in vain, say so and be told."""
         now = self._clock.now()
         paused_s = now - move.paused_at
         self.counts.moved += 1
         self.counts.paused_s += paused_s
         self.counts.longest_pause_s = max(self.counts.longest_pause_s, paused_s)
-        move.step(MoveEvent.SPOKE, now)
+        move.step(MigrationEvent.SPOKE, now)
         del self._under_way[r.id]
         self._wishes.pop(r.id, None)
         source = self._workers.get(move.source)
@@ -240,12 +250,12 @@ class Moves:
         r.hand_over(move.target, target.record.name, move.attempt, move.room)
 
     def _give_up(
-        self, r: Request, move: Move, reason: str, *, over: bool = False, tell_source: bool = True,
+        self, r: RoutedRequest, move: Migration, reason: str, *, over: bool = False, tell_source: bool = True,
         kind: ErrorKind = ErrorKind.ROOM,
     ) -> None:  # fmt: skip
         """The request stays where it is. `over`: the target has ended its attempt itself."""
-        given, ahead = move.state is MoveState.GIVEN, move.state is MoveState.AHEAD
-        self._end(r, move, over=over, event=MoveEvent.END if given else MoveEvent.BACK)
+        given, ahead = move.state is MigrationState.GIVEN, move.state is MigrationState.AHEAD
+        self._end(r, move, over=over, event=MigrationEvent.END if given else MigrationEvent.BACK)
         self.counts.stayed += 1
         if r.id in self._wishes:
             self._wishes[r.id][1].refused(move.target, self._clock.now())
@@ -255,9 +265,9 @@ class Moves:
         elif tell_source and not ahead:
             self._send(move.source, ResumeHere(r.id, r.attempt))
 
-    def _end(self, r: Request, move: Move, *, over: bool, event: MoveEvent) -> None:
+    def _end(self, r: RoutedRequest, move: Migration, *, over: bool, event: MigrationEvent) -> None:
         target = self._workers.get(move.target)
-        offered = move.state in (MoveState.OFFERED, MoveState.GIVEN)
+        offered = move.state in (MigrationState.OFFERED, MigrationState.GIVEN)
         move.step(event, self._clock.now())
         del self._under_way[r.id]
         if target is not None:
@@ -269,7 +279,7 @@ class Moves:
 
     # ------------------------------------------------------------ what the brain says
 
-    def lost(self, r: Request, worker: WorkerKey, reason: str, *, over: bool = True) -> bool:
+    def lost(self, r: RoutedRequest, worker: WorkerKey, reason: str, *, over: bool = True) -> bool:
         """A worker is lost, or (not `over`) to leave; True when that was only where the request was going to."""
         move = self.of(r)
         if move is None or worker != move.target or worker == r.decode:
@@ -277,11 +287,11 @@ class Moves:
         self._give_up(r, move, f"lost {worker[0]}: {reason}", over=over)
         return True
 
-    def leave(self, r: Request) -> None:
+    def leave(self, r: RoutedRequest) -> None:
         """The request ends or starts over: so does its move. Idempotent."""
         move = self.of(r)
         if move is not None:
-            self._end(r, move, over=False, event=MoveEvent.END)
+            self._end(r, move, over=False, event=MigrationEvent.END)
         self._wishes.pop(r.id, None)
 
     def tick(self) -> None:
@@ -294,8 +304,8 @@ class Moves:
         for r, wish in list(self._wishes.values()):
             self._fulfil(r, wish)
 
-    def _fulfil(self, r: Request, wish: Wish) -> None:
-        if wish.worker != r.decode or r.phase is not Phase.RUNNING:
+    def _fulfil(self, r: RoutedRequest, wish: DrainWish) -> None:
+        if wish.worker != r.decode or r.phase is not RoutingPhase.RUNNING:
             self._wishes.pop(r.id, None)
             return
         if not wish.started:
@@ -305,7 +315,7 @@ class Moves:
         if busy < self._config.moves_at_once:
             self.begin(r)
 
-    def restart(self, r: Request, worker: WorkerKey) -> bool:
+    def restart(self, r: RoutedRequest, worker: WorkerKey) -> bool:
         """Start a request over without this worker, if there is another of its role."""
         role = Role.DECODE if worker == r.decode else Role.PREFILL
         others = [e for e in self._workers.able(role, r.max_len, r.avoid, self._clock.now()) if e.key != worker]
@@ -324,7 +334,7 @@ class Moves:
         return found
 
 
-def _movable(r: Request) -> bool:
+def _movable(r: RoutedRequest) -> bool:
     """Everything before it is told, and more of it is to come: prefill's part is over, and nothing waits for order."""
     begun = r.scores_in and r.next_position > r.base and r.decode_spoke and (r.reported or r.prefill_lost)
-    return begun and not r.early and r.done is None and r.phase is Phase.RUNNING and r.next_position < r.max_len
+    return begun and not r.early and r.done is None and r.phase is RoutingPhase.RUNNING and r.next_position < r.max_len

@@ -13,14 +13,14 @@ from contracts.clock import Clock
 from contracts.ids import RequestId, Role, RoomId
 from contracts.messages.router_commands import Command, PullPrefix, PushPrefix
 from contracts.messages.worker_events import PrefixOffered, PullDone, PushReady
-from router.state.worker_table import WorkerKey, Workers
+from router.state.worker_table import WorkerKey, WorkerTable
 
 PATIENCE_S = 30.0
 """After this long nobody is expected to speak of an offer any more."""
 
 
 @dataclass(frozen=True, slots=True)
-class _Offer:
+class _PrefixTransfer:
     source: WorkerKey
     target: WorkerKey
     room: RoomId
@@ -28,18 +28,18 @@ class _Offer:
     until: float
 
 
-class Offers:
+class PrefixTransfers:
     """All offers of one router."""
 
     def __init__(
         self,
         clock: Clock,
-        workers: Workers,
+        workers: WorkerTable,
         mint_room: Callable[[], str],
         send: Callable[[WorkerKey, Command], None],
     ) -> None:
         self._clock, self._workers, self._mint_room, self._send = clock, workers, mint_room, send
-        self._offers: dict[RequestId, _Offer] = {}
+        self._offers: dict[RequestId, _PrefixTransfer] = {}
         self._promised: Counter[WorkerKey] = Counter()
         """Tokens that are on their way to a worker, which its status doesn't know of."""
         self.bytes = 0
@@ -80,12 +80,12 @@ class Offers:
             return
         # Pages of which worker are how large is the same everywhere: fewest promised, then most free.
         target = min(able, key=lambda e: (self._promised[e.key], -e.status.pages_free, e.turn))
-        offer = _Offer(worker, target.key, RoomId(self._mint_room()), offered, now + PATIENCE_S)
+        offer = _PrefixTransfer(worker, target.key, RoomId(self._mint_room()), offered, now + PATIENCE_S)
         self._offers[offered.request_id] = offer
         self._promised[target.key] += len(offered.tokens)
         self._send(worker, PushPrefix(offered.request_id, 0, offer.room, target.peer, offered.tokens, offered.salt))
 
-    def _drop(self, offer: _Offer) -> None:
+    def _drop(self, offer: _PrefixTransfer) -> None:
         del self._offers[offer.offered.request_id]
         self._promised[offer.target] -= len(offer.offered.tokens)
         if self._promised[offer.target] <= 0:

@@ -23,7 +23,7 @@ class ClientGone(TwinpoolError):
 
 
 @dataclass(frozen=True, slots=True)
-class Failure:
+class ApiError:
     """One error response."""
 
     status: int
@@ -47,28 +47,28 @@ _OF_KIND: dict[ErrorKind, tuple[int, str, str]] = {
 }
 
 
-def failure_of_done(done: Done) -> Failure:
+def failure_of_done(done: Done) -> ApiError:
     """The failure that a worker, or the brain, ended a request with."""
     status, kind, code = _OF_KIND.get(done.error or ErrorKind.WORKER, (503, "server_error", "worker_failed"))
     retry = 1 if status == 503 else None
-    return Failure(status, done.message or "the request failed", kind, code, retry_after_s=retry)
+    return ApiError(status, done.message or "the request failed", kind, code, retry_after_s=retry)
 
 
-def failure_of(error: TwinpoolError) -> Failure:
+def failure_of(error: TwinpoolError) -> ApiError:
     """The failure for an exception that was raised while a request was read or admitted."""
     match error:
         case UnknownModel():
-            return Failure(404, str(error), "invalid_request_error", "model_not_found", error.param)
+            return ApiError(404, str(error), "invalid_request_error", "model_not_found", error.param)
         case RequestError():
-            return Failure(400, str(error), "invalid_request_error", None, error.param)
+            return ApiError(400, str(error), "invalid_request_error", None, error.param)
         case QueueFull():
-            return Failure(429, str(error), "rate_limit_error", "queue_full", retry_after_s=1)
+            return ApiError(429, str(error), "rate_limit_error", "queue_full", retry_after_s=1)
         case BufferFull():
-            return Failure(503, str(error), "server_error", "body_buffer_full", retry_after_s=5)
+            return ApiError(503, str(error), "server_error", "body_buffer_full", retry_after_s=5)
         case ReaderFailed():
-            return Failure(503, str(error), "server_error", "reader_failed", retry_after_s=1)
+            return ApiError(503, str(error), "server_error", "reader_failed", retry_after_s=1)
         case _:
-            return Failure(500, str(error), "server_error", "internal")
+            return ApiError(500, str(error), "server_error", "internal")
 
 
 class ReaderFailed(TwinpoolError):

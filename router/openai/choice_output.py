@@ -13,14 +13,14 @@ from dataclasses import dataclass
 from contracts.errors import ErrorKind
 from contracts.messages.worker_events import Done
 from contracts.sampling_params import TokenLogprob
-from router.openai.generate_request import Ask
-from router.state.routed_request import Request
+from router.openai.generate_request import GenerateRequest
+from router.state.routed_request import RoutedRequest
 from router.text.stop_strings import StopMatcher
-from router.text.tokenizer import TextCodec
+from router.text.tokenizer import ModelTokenizer
 
 
 @dataclass(slots=True)
-class Piece:
+class OutputDelta:
     """What one event added to an answer; `finish` is set in the last."""
 
     index: int
@@ -33,7 +33,7 @@ class Piece:
     first: bool = False
 
 
-class Choice:
+class ChoiceOutput:
     """State of one answer. Times are seconds of the service's clock."""
 
     __slots__ = (
@@ -60,7 +60,9 @@ class Choice:
         "tokens",
     )
 
-    def __init__(self, index: int, request: Request, ask: Ask, codec: TextCodec, prompt_text: str) -> None:
+    def __init__(
+        self, index: int, request: RoutedRequest, ask: GenerateRequest, codec: ModelTokenizer, prompt_text: str
+    ) -> None:
         self.index = index
         self.request = request
         self.prompt_text = prompt_text
@@ -85,7 +87,7 @@ class Choice:
     def ended(self) -> bool:
         return self.finish is not None or self.error is not None
 
-    def take(self, tokens: Sequence[int], logprobs: Sequence[TokenLogprob]) -> Piece:
+    def take(self, tokens: Sequence[int], logprobs: Sequence[TokenLogprob]) -> OutputDelta:
         """Take tokens in. The piece has `finish` set when a stop string matched: nothing more is to be taken."""
         shown: list[str] = []
         used = 0
@@ -106,7 +108,7 @@ class Choice:
         self.logprobs.extend(logprobs)
         return self._piece("".join(shown), tokens[:used], logprobs)
 
-    def end(self, done: Done) -> Piece | None:
+    def end(self, done: Done) -> OutputDelta | None:
         """Take the end in; returns the last piece, None for an error."""
         if done.error is not None:
             self.error = done
@@ -122,11 +124,11 @@ class Choice:
     def fail(self, message: str) -> None:
         self.error = Done(self.request.id, self.request.attempt, "error", error=ErrorKind.WORKER, message=message)
 
-    def _piece(self, text: str, tokens: Sequence[int], logprobs: Sequence[TokenLogprob]) -> Piece:
+    def _piece(self, text: str, tokens: Sequence[int], logprobs: Sequence[TokenLogprob]) -> OutputDelta:
         if text:
             self.text.append(text)
         first, self._first_due = self._first_due, False
-        return Piece(self.index, text, tokens, logprobs, self.finish, self.stop, first)
+        return OutputDelta(self.index, text, tokens, logprobs, self.finish, self.stop, first)
 
     @property
     def cached_tokens(self) -> int:

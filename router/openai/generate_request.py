@@ -9,7 +9,7 @@ from contracts.errors import RequestError
 from contracts.sampling_params import SamplingParams
 
 Prompt = str | tuple[int, ...]
-Messages = tuple[dict[str, Any], ...]
+ChatMessages = tuple[dict[str, Any], ...]
 
 
 class UnknownModel(RequestError):
@@ -17,12 +17,12 @@ class UnknownModel(RequestError):
 
 
 @dataclass(frozen=True, slots=True)
-class Ask:
+class GenerateRequest:
     """One HTTP request for text. `max_tokens` None: the default, bounded by the context."""
 
     chat: bool
     prompts: tuple[Prompt, ...]
-    messages: Messages
+    messages: ChatMessages
     template_args: dict[str, Any]
     add_generation_prompt: bool
     n: int

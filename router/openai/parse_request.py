@@ -13,13 +13,13 @@ from typing import Any
 from contracts.checkpoint.model_spec import ModelSpec
 from contracts.errors import RequestError
 from contracts.sampling_params import SamplingParams
-from router.openai.generate_request import Ask, Messages, Prompt, UnknownModel
+from router.openai.generate_request import ChatMessages, GenerateRequest, Prompt, UnknownModel
 from router.openai.request_fields import (
     CHAT,
     COMPLETION,
     GENERATE_OTHERS,
     STREAM_OPTIONS,
-    Field,
+    RequestField,
     check_value,
     describe,
     read_fields,
@@ -29,7 +29,7 @@ STOPS_AT_MOST = 16
 BIASES_AT_MOST = 4096
 
 
-def read_completion(body: Mapping[str, Any], spec: ModelSpec) -> Ask:
+def read_completion(body: Mapping[str, Any], spec: ModelSpec) -> GenerateRequest:
     """Raises `RequestError` naming the field that is wrong, `UnknownModel` for another model."""
     check_model(body, spec)
     values = read_fields(body, COMPLETION, (*GENERATE_OTHERS, "prompt"))
@@ -37,7 +37,7 @@ def read_completion(body: Mapping[str, Any], spec: ModelSpec) -> Ask:
     return _read_common(body, values, spec, chat=False, prompts=prompts, logprobs=values.get("logprobs"))
 
 
-def read_chat(body: Mapping[str, Any], spec: ModelSpec) -> Ask:
+def read_chat(body: Mapping[str, Any], spec: ModelSpec) -> GenerateRequest:
     """Raises `RequestError` naming the field that is wrong, `UnknownModel` for another model."""
     check_model(body, spec)
     if body.get("tool_choice") == "none":  # then they are not used
@@ -71,16 +71,16 @@ def _read_common(
     chat: bool,
     logprobs: int | None,
     prompts: tuple[Prompt, ...] = (),
-    messages: Messages = (),
+    messages: ChatMessages = (),
     template_args: dict[str, Any] | None = None,
-) -> Ask:
+) -> GenerateRequest:
     options = _read_stream_options(body.get("stream_options"), values.get("stream", False))
     max_tokens, min_tokens = values.get("max_completion_tokens", values.get("max_tokens")), values.get("min_tokens", 0)
     if max_tokens is not None and min_tokens > max_tokens:
         raise RequestError(f"min_tokens {min_tokens} is above max_tokens {max_tokens}", param="min_tokens")
     echo = values.get("echo", False)
     sampling = _read_sampling(body, values, spec, logprobs=logprobs, echo=echo)
-    return Ask(
+    return GenerateRequest(
         chat=chat,
         prompts=prompts,
         messages=messages,
@@ -194,7 +194,7 @@ def _read_bias(bias: object, spec: ModelSpec) -> tuple[tuple[int, float], ...]:
         if not (key.isascii() and key.isdigit() and len(key) < 12):
             raise RequestError(f"logit_bias: {describe(key)} is not a token id", param="logit_bias")
         read_tokens([int(key)], spec, "logit_bias")
-        check_value("logit_bias", value, Field("number", -100, 100))
+        check_value("logit_bias", value, RequestField("number", -100, 100))
         pairs[int(key)] = float(value)
     return tuple(sorted(pairs.items()))
 
@@ -211,7 +211,7 @@ def _read_stream_options(options: object, stream: bool) -> tuple[bool, bool]:
     return values.get("include_usage", False) or continuous, continuous
 
 
-def read_messages(messages: object) -> Messages:
+def read_messages(messages: object) -> ChatMessages:
     """Chat messages with their contents as text; parts of type text are joined by line breaks."""
     if not isinstance(messages, list) or not messages:
         raise RequestError("messages must be an array of at least one message", param="messages")

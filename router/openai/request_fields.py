@@ -25,7 +25,7 @@ MOST_TOKENS = 2**31 - 1
 
 
 @dataclass(frozen=True, slots=True)
-class Field:
+class RequestField:
     """One field: JSON type `kind`, bounds (inclusive), and what it means."""
 
     kind: str
@@ -36,59 +36,63 @@ class Field:
     """`low` itself is excluded."""
 
 
-SAMPLING: dict[str, Field] = {
-    "temperature": Field("number", 0, 100, "0 is greedy."),
-    "top_p": Field("number", 0, 1, "Nucleus sampling; 0 keeps the best token alone."),
-    "top_k": Field("integer", -1, MOST_TOKENS, "0 or -1: no limit."),
-    "min_p": Field("number", 0, 1, "Least probability relative to the best token's."),
-    "repetition_penalty": Field("number", 0, 100, "Over prompt and answer.", above=True),
-    "presence_penalty": Field("number", -2, 2, "Over the answer."),
-    "frequency_penalty": Field("number", -2, 2, "Over the answer."),
-    "seed": Field("integer", -INT64, INT64 - 1, "The same seed draws the same tokens."),
-    "min_tokens": Field("integer", 0, MOST_TOKENS, "No end before this many tokens."),
-    "max_tokens": Field("integer", 0, MOST_TOKENS, "Tokens to generate at most."),
-    "max_completion_tokens": Field("integer", 1, MOST_TOKENS, "As max_tokens; the one that counts if both are given."),
-    "ignore_eos": Field("boolean", doc="The model's end tokens don't end the answer."),
-    "include_stop_str_in_output": Field("boolean", doc="The stop string that matched stays in the text."),
-    "skip_special_tokens": Field("boolean", doc="Special tokens have no text; default true."),
-    "n": Field("integer", 1, 128, "Answers a prompt."),
-    "stream": Field("boolean", doc="Answer as server-sent events."),
-    "return_token_ids": Field("boolean", doc="Add token_ids and prompt_token_ids; the stop token is among them."),
-    "add_special_tokens": Field("boolean", doc="The tokenizer adds its special tokens to text prompts."),
-    "cache_salt": Field("string", doc="Requests with different salts share no cached prefix."),
-    "priority": Field(
+SAMPLING: dict[str, RequestField] = {
+    "temperature": RequestField("number", 0, 100, "0 is greedy."),
+    "top_p": RequestField("number", 0, 1, "Nucleus sampling; 0 keeps the best token alone."),
+    "top_k": RequestField("integer", -1, MOST_TOKENS, "0 or -1: no limit."),
+    "min_p": RequestField("number", 0, 1, "Least probability relative to the best token's."),
+    "repetition_penalty": RequestField("number", 0, 100, "Over prompt and answer.", above=True),
+    "presence_penalty": RequestField("number", -2, 2, "Over the answer."),
+    "frequency_penalty": RequestField("number", -2, 2, "Over the answer."),
+    "seed": RequestField("integer", -INT64, INT64 - 1, "The same seed draws the same tokens."),
+    "min_tokens": RequestField("integer", 0, MOST_TOKENS, "No end before this many tokens."),
+    "max_tokens": RequestField("integer", 0, MOST_TOKENS, "Tokens to generate at most."),
+    "max_completion_tokens": RequestField(
+        "integer", 1, MOST_TOKENS, "As max_tokens; the one that counts if both are given."
+    ),
+    "ignore_eos": RequestField("boolean", doc="The model's end tokens don't end the answer."),
+    "include_stop_str_in_output": RequestField("boolean", doc="The stop string that matched stays in the text."),
+    "skip_special_tokens": RequestField("boolean", doc="Special tokens have no text; default true."),
+    "n": RequestField("integer", 1, 128, "Answers a prompt."),
+    "stream": RequestField("boolean", doc="Answer as server-sent events."),
+    "return_token_ids": RequestField(
+        "boolean", doc="Add token_ids and prompt_token_ids; the stop token is among them."
+    ),
+    "add_special_tokens": RequestField("boolean", doc="The tokenizer adds its special tokens to text prompts."),
+    "cache_salt": RequestField("string", doc="Requests with different salts share no cached prefix."),
+    "priority": RequestField(
         "integer", -INT64, INT64 - 1, "Higher stays longer in the caches, under cache.eviction=priority; default 0."
     ),
-    "timeout": Field("number", 0, doc="Seconds from its arrival until it ends with an error.", above=True),
+    "timeout": RequestField("number", 0, doc="Seconds from its arrival until it ends with an error.", above=True),
 }
 
-COMPLETION: dict[str, Field] = {
+COMPLETION: dict[str, RequestField] = {
     **SAMPLING,
-    "echo": Field("boolean", doc="The prompt comes before the answer."),
-    "logprobs": Field("integer", 0, 20, "Log-probabilities of the tokens and of this many best ones."),
+    "echo": RequestField("boolean", doc="The prompt comes before the answer."),
+    "logprobs": RequestField("integer", 0, 20, "Log-probabilities of the tokens and of this many best ones."),
 }
 
-CHAT: dict[str, Field] = {
+CHAT: dict[str, RequestField] = {
     **SAMPLING,
-    "max_tokens": Field("integer", 1, MOST_TOKENS, "Tokens to generate at most."),
-    "logprobs": Field("boolean", doc="Log-probabilities of the tokens."),
-    "top_logprobs": Field("integer", 0, 20, "And of this many best ones; needs logprobs."),
-    "add_generation_prompt": Field("boolean", doc="The template opens the assistant's turn; default true."),
+    "max_tokens": RequestField("integer", 1, MOST_TOKENS, "Tokens to generate at most."),
+    "logprobs": RequestField("boolean", doc="Log-probabilities of the tokens."),
+    "top_logprobs": RequestField("integer", 0, 20, "And of this many best ones; needs logprobs."),
+    "add_generation_prompt": RequestField("boolean", doc="The template opens the assistant's turn; default true."),
 }
 
-TOKENIZE: dict[str, Field] = {
-    "add_special_tokens": Field("boolean", doc="Default true for prompt, false for messages."),
-    "add_generation_prompt": Field("boolean", doc="As in chat."),
-    "return_token_strs": Field("boolean", doc="Add token_strs."),
+TOKENIZE: dict[str, RequestField] = {
+    "add_special_tokens": RequestField("boolean", doc="Default true for prompt, false for messages."),
+    "add_generation_prompt": RequestField("boolean", doc="As in chat."),
+    "return_token_strs": RequestField("boolean", doc="Add token_strs."),
 }
 
-STREAM_OPTIONS: dict[str, Field] = {
-    "include_usage": Field("boolean", doc="The last event has the usage."),
-    "continuous_usage_stats": Field("boolean", doc="Every event has the usage so far."),
-    "include_obfuscation": Field("boolean", doc="Ignored: nothing is added to events."),
+STREAM_OPTIONS: dict[str, RequestField] = {
+    "include_usage": RequestField("boolean", doc="The last event has the usage."),
+    "continuous_usage_stats": RequestField("boolean", doc="Every event has the usage so far."),
+    "include_obfuscation": RequestField("boolean", doc="Ignored: nothing is added to events."),
 }
 
-DETOKENIZE: dict[str, Field] = {}
+DETOKENIZE: dict[str, RequestField] = {}
 
 GENERATE_OTHERS = ("model", "stop", "stop_token_ids", "logit_bias", "stream_options")
 """Fields with a shape of their own, read where they are used."""
@@ -125,7 +129,7 @@ _EMPTY: tuple[object, ...] = (False, [], {}, "")
 
 
 @dataclass(frozen=True, slots=True)
-class Refusal:
+class FieldRefusal:
     """Why a field is refused, and which values of it say nothing."""
 
     why: str
@@ -135,11 +139,11 @@ class Refusal:
         return any(type(value) is type(n) and value == n for n in self.neutral)
 
 
-def _refuse(why: str, names: str, *neutral: object) -> dict[str, Refusal]:
-    return dict.fromkeys(names.split(), Refusal(why, neutral))
+def _refuse(why: str, names: str, *neutral: object) -> dict[str, FieldRefusal]:
+    return dict.fromkeys(names.split(), FieldRefusal(why, neutral))
 
 
-REFUSED: dict[str, Refusal] = {
+REFUSED: dict[str, FieldRefusal] = {
     **_refuse("insertion (suffix) is not supported", "suffix", ""),
     **_refuse("tools are not supported", "tools functions", [], {}),
     **_refuse("functions are not supported", "function_call", "none", "auto"),
@@ -240,7 +244,9 @@ def describe(value: object) -> str:
     return text if len(text) <= 60 else text[:57] + "..."
 
 
-def read_fields(body: Mapping[str, Any], fields: Mapping[str, Field], others: Collection[str] = ()) -> dict[str, Any]:
+def read_fields(
+    body: Mapping[str, Any], fields: Mapping[str, RequestField], others: Collection[str] = ()
+) -> dict[str, Any]:
     """The given fields that are in the table, checked. Raises `RequestError` naming the field that is wrong, refused or
     unknown. `others`: fields of the same object that the caller reads."""
     values: dict[str, Any] = {}
@@ -268,7 +274,7 @@ def _refuse_field(name: str, value: object, known: Sequence[str]) -> None:
     raise RequestError(f"{describe(name)} is no field that this endpoint knows{hint}", param=name[:64])
 
 
-def check_value(name: str, value: object, field: Field) -> Any:
+def check_value(name: str, value: object, field: RequestField) -> Any:
     """`value` if it is of the field's kind and within its bounds."""
     if field.kind == "integer" and type(value) is float and value.is_integer():
         value = int(value)
@@ -292,7 +298,7 @@ _ELSEWHERE = frozenset({*COMPLETION, *CHAT, *TOKENIZE, "prompt", "messages", "to
 """Fields of other endpoints: to switch one off where it doesn't exist says nothing."""
 
 
-def _bounds(field: Field) -> str:
+def _bounds(field: RequestField) -> str:
     if field.low == field.high:
         return f"{field.low:g}"
     if field.high is None:

@@ -8,10 +8,10 @@ from typing import Any
 
 from contracts.ids import Role
 from contracts.messages.worker_events import LegReport
-from router.openai.choice_output import Choice
+from router.openai.choice_output import ChoiceOutput
 
 
-def timeline_of(choice: Choice) -> dict[str, Any]:
+def timeline_of(choice: ChoiceOutput) -> dict[str, Any]:
     """The journey of one choice."""
     request = choice.request
     prefill = _last(request.progress, Role.PREFILL)

@@ -8,17 +8,17 @@ from typing import Any
 from contracts.errors import ErrorKind
 from contracts.ids import RequestId
 from contracts.messages.worker_events import Done
-from router.openai.choice_output import Choice, Piece
-from router.openai.generate_request import Ask
+from router.openai.choice_output import ChoiceOutput, OutputDelta
+from router.openai.generate_request import GenerateRequest
 from router.openai.request_timeline import timeline_of
-from router.openai.responses import Answer
+from router.openai.responses import ResponseWriter
 
 KEEP_ALIVE = b": keep-alive\n\n"
 WRITE_BYTES = 256 * 1024
 """What is joined for one write of events with shared parts, besides the last part."""
 
 
-class Job:
+class ResponseStream:
     """Filled by the service, emptied by the HTTP side; both on one event loop."""
 
     __slots__ = (
@@ -38,7 +38,13 @@ class Job:
     )
 
     def __init__(
-        self, job_id: str, ask: Ask, answer: Answer, buffer_events: int, client_id: str, timeout_s: float
+        self,
+        job_id: str,
+        ask: GenerateRequest,
+        answer: ResponseWriter,
+        buffer_events: int,
+        client_id: str,
+        timeout_s: float,
     ) -> None:
         self.id = job_id
         self.timeout_s = timeout_s
@@ -46,7 +52,7 @@ class Job:
         self.client_id = client_id
         self.ask = ask
         self.answer = answer
-        self.choices: list[Choice] = []
+        self.choices: list[ChoiceOutput] = []
         self.open = 0
         """Choices that have not ended."""
         self.failed: Done | None = None
@@ -57,12 +63,12 @@ class Job:
         self._buffer_events = buffer_events
         self._wake = asyncio.Event()
 
-    def bind(self, choices: list[Choice]) -> None:
+    def bind(self, choices: list[ChoiceOutput]) -> None:
         self.choices = choices
         self.open = len(choices)
         self.answer.bind(choices)
 
-    def push(self, piece: Piece) -> None:
+    def push(self, piece: OutputDelta) -> None:
         """Give the client a piece; in a whole answer it is in the choice already."""
         if not self.ask.stream:
             return
@@ -82,7 +88,7 @@ class Job:
         self.outbox.append(KEEP_ALIVE)
         self._wake.set()
 
-    def close_one(self, choice: Choice) -> None:
+    def close_one(self, choice: ChoiceOutput) -> None:
         self.open -= 1
         if choice.error is not None and self.failed is None:
             self.failed = choice.error
@@ -148,10 +154,10 @@ class Job:
         return each[0] if len(each) == 1 else each
 
 
-class Heartbeat:
+class StreamHeartbeat:
     """Has a stream say that it lives when it has said nothing for `every_s`; one timer a stream."""
 
-    def __init__(self, job: Job, every_s: float) -> None:
+    def __init__(self, job: ResponseStream, every_s: float) -> None:
         self._job = job
         self._every_s = every_s
         self._loop = asyncio.get_running_loop()

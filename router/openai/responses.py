@@ -13,21 +13,21 @@ from collections.abc import Sequence
 from typing import Any
 
 from contracts.sampling_params import TokenLogprob
-from router.openai.choice_output import Choice, Piece
-from router.openai.generate_request import Ask
-from router.text.tokenizer import TextCodec
+from router.openai.choice_output import ChoiceOutput, OutputDelta
+from router.openai.generate_request import GenerateRequest
+from router.text.tokenizer import ModelTokenizer
 
 _dumps = json.JSONEncoder(separators=(",", ":")).encode
 _quote = json.encoder.encode_basestring_ascii
 
 
-class Answer:
+class ResponseWriter:
     """The shape of one HTTP answer."""
 
-    def __init__(self, ask: Ask, answer_id: str, created: int, model: str, codec: TextCodec) -> None:
+    def __init__(self, ask: GenerateRequest, answer_id: str, created: int, model: str, codec: ModelTokenizer) -> None:
         self._ask = ask
         self._codec = codec
-        self._choices: list[Choice] = []
+        self._choices: list[ChoiceOutput] = []
         self._offsets: dict[int, int] = {}
         self._prompts: dict[tuple[int, str], bytes] = {}
         self._plain = ask.logprobs is None and not ask.return_token_ids and not ask.continuous_usage
@@ -42,14 +42,14 @@ class Answer:
         self._tail = ',"usage":null}\n\n' if ask.include_usage else "}\n\n"
         self._end = f'{"}" if ask.chat else ""},"logprobs":null,"finish_reason":null}}]{self._tail}'
 
-    def bind(self, choices: list[Choice]) -> None:
+    def bind(self, choices: list[ChoiceOutput]) -> None:
         self._choices = choices
         body = '"delta":{"content":' if self._ask.chat else '"text":'
         self._starts = [f'{self._head},"choices":[{{"index":{c.index},{body}' for c in choices]
 
     # ------------------------------------------------------------ streamed
 
-    def chunk(self, piece: Piece) -> bytes | tuple[bytes, ...]:
+    def chunk(self, piece: OutputDelta) -> bytes | tuple[bytes, ...]:
         """The event of `piece`; empty when it would say nothing, in parts where it tells of the prompt."""
         if self._plain and piece.finish is None and not piece.first:  # nearly all of them
             return f"{self._starts[piece.index]}{_quote(piece.text)}{self._end}".encode() if piece.text else b""
@@ -80,7 +80,7 @@ class Answer:
             body = f'"text":{_dumps(text)}'
         return f"{start}{body}{end}}}]{tail}".encode()
 
-    def _text(self, choice: Choice, text: str, *, first: bool) -> tuple[bytes, ...]:
+    def _text(self, choice: ChoiceOutput, text: str, *, first: bool) -> tuple[bytes, ...]:
         """The text of a choice, or of its first event, with what is echoed before it."""
         if self._ask.chat:
             name = "delta" if first else "message"
@@ -89,12 +89,12 @@ class Answer:
             return (f'"text":{_dumps(text)}'.encode(),)
         return b'"text":"', self._shared(choice, "text"), _dumps(text)[1:].encode()
 
-    def _prompt_ids(self, choice: Choice) -> tuple[bytes, ...]:
+    def _prompt_ids(self, choice: ChoiceOutput) -> tuple[bytes, ...]:
         if not self._ask.return_token_ids:
             return ()
         return b',"prompt_token_ids":', self._shared(choice, "ids")
 
-    def _shared(self, choice: Choice, what: str) -> bytes:
+    def _shared(self, choice: ChoiceOutput, what: str) -> bytes:
         """What all choices of a prompt tell of it, written once."""
         key = (choice.index // self._ask.n, what)
         found = self._prompts.get(key)
@@ -130,7 +130,7 @@ class Answer:
         parts.append(b"," + _dumps(tree)[1:].encode())
         return parts
 
-    def _whole_choice(self, c: Choice) -> list[bytes]:
+    def _whole_choice(self, c: ChoiceOutput) -> list[bytes]:
         ask = self._ask
         shape: dict[str, Any] = {"index": c.index}
         logprobs = self._logprobs(c, c.logprobs, echo=ask.echo) if ask.logprobs is not None else None
@@ -154,7 +154,7 @@ class Answer:
 
     # ------------------------------------------------------------ log-probabilities
 
-    def _logprobs(self, choice: Choice, logprobs: Sequence[TokenLogprob], *, echo: bool) -> dict[str, Any] | None:
+    def _logprobs(self, choice: ChoiceOutput, logprobs: Sequence[TokenLogprob], *, echo: bool) -> dict[str, Any] | None:
         if self._ask.chat:
             return {"content": [self._chat_logprob(t) for t in logprobs]} if logprobs else None
         entries: list[tuple[int, TokenLogprob | None]] = []

@@ -24,24 +24,24 @@ from contracts.ids import RequestId, Role
 from contracts.interfaces.discovery import WorkerDirectory
 from contracts.messages.router_commands import Command
 from contracts.messages.worker_events import Event, LegReport
-from router.core.router_actions import Deliver, End, Replay, Scores, Send
-from router.core.router_core import Brain
-from router.links.worker_links import Fleet
-from router.metrics.prometheus_metrics import Metrics
+from router.core.router_actions import DeliverScores, DeliverTokens, EndRequest, NoteReplay, SendCommand
+from router.core.router_core import RouterCore
+from router.links.worker_links import WorkerLinks
+from router.metrics.prometheus_metrics import PrometheusMetrics
 from router.openai.api_errors import ClientGone, QueueFull
-from router.openai.choice_output import Choice
-from router.openai.generate_request import Ask
-from router.openai.response_stream import Job
-from router.openai.responses import Answer
+from router.openai.choice_output import ChoiceOutput
+from router.openai.generate_request import GenerateRequest
+from router.openai.response_stream import ResponseStream
+from router.openai.responses import ResponseWriter
 from router.service.body_buffer import BodyBuffer
-from router.state.routed_request import Request
+from router.state.routed_request import RoutedRequest
 from router.state.router_log import log
 from router.state.worker_table import WorkerKey
-from router.text.tokenizer import TextCodec, read_text_codec
-from router.tokenizer_pool.prepare_request import Intake, Prepared, body_limit, too_long
-from router.tokenizer_pool.tokenizer_pool import Readers
-from router.tokenizer_pool.tokenizer_process import Kind, prepared_of, setup_frame
-from router.verification.audit_cases import Finding
+from router.text.tokenizer import ModelTokenizer, read_text_codec
+from router.tokenizer_pool.prepare_request import BodyReader, PreparedPrompt, body_limit, too_long
+from router.tokenizer_pool.tokenizer_pool import TokenizerPool
+from router.tokenizer_pool.tokenizer_process import FrameKind, prepared_of, setup_frame
+from router.verification.audit_cases import AuditFinding
 from router.verification.stream_watch import StreamWatch
 from router.verification.verification_log import log_finding, log_flag
 
@@ -50,7 +50,7 @@ INLINE_BYTES = 2048
 """Bodies up to this size are read on the loop: that takes less time than a hop to a reader."""
 
 
-async def _unless_gone(reply: asyncio.Future[tuple[Kind, bytes]]) -> tuple[Kind, bytes]:
+async def _unless_gone(reply: asyncio.Future[tuple[FrameKind, bytes]]) -> tuple[FrameKind, bytes]:
     try:
         return await reply
     except asyncio.CancelledError:
@@ -69,7 +69,7 @@ class RouterService:
         config: Config,
         directory: WorkerDirectory,
         *,
-        codec: TextCodec | None = None,
+        codec: ModelTokenizer | None = None,
         clock: Clock | None = None,
         mint: Callable[[], str] = lambda: secrets.token_hex(12),
     ) -> None:
@@ -79,18 +79,18 @@ class RouterService:
         self.body_limit = body_limit(config.router, spec)
         max_chars = 4 * self.body_limit
         self.codec = codec if codec is not None else read_text_codec(spec.folder, max_chars)
-        self.intake = Intake(spec, self.codec, config.router)
+        self.intake = BodyReader(spec, self.codec, config.router)
         self.buffer = BodyBuffer(max(config.router.body_buffer_bytes, self.body_limit))
-        self.readers = Readers(
+        self.readers = TokenizerPool(
             setup_frame(spec, config.router, max_chars), config.router.reader_processes, config.router.reader_timeout_s
         )
         self.clock = clock if clock is not None else SystemClock()
-        self.brain = Brain(config.router, self.clock, mint, config.audit)
+        self.brain = RouterCore(config.router, self.clock, mint, config.audit)
         watch = StreamWatch(config.watch, spec.vocab_size)
         self.watch = watch if watch.on else None
-        self.metrics = Metrics(self.brain, config.transfer.plane, self.watch, spec.name)
+        self.metrics = PrometheusMetrics(self.brain, config.transfer.plane, self.watch, spec.name)
         self.metrics.sources.append(self._of_bodies)
-        self.fleet = Fleet(
+        self.fleet = WorkerLinks(
             directory,
             on_view=self._on_view,
             on_linked=self._on_linked,
@@ -98,7 +98,7 @@ class RouterService:
             on_events=self._on_events,
         )
         self._mint = mint
-        self._owners: dict[RequestId, tuple[Job, Choice]] = {}
+        self._owners: dict[RequestId, tuple[ResponseStream, ChoiceOutput]] = {}
         self._reserved = 0
         """Choices admitted and not ended, those still being tokenised included."""
         self._ticker: asyncio.Task[None] | None = None
@@ -137,8 +137,8 @@ class RouterService:
             raise QueueFull(f"the queue is full: {self._reserved} of {limit} answers are in the house; try again later")
 
     async def open(
-        self, kind: Kind, raw: bytes, client_id: str, on_gone: Callable[[Callable[[], object]], None] | None = None
-    ) -> Job:
+        self, kind: FrameKind, raw: bytes, client_id: str, on_gone: Callable[[Callable[[], object]], None] | None = None
+    ) -> ResponseStream:
         """Admit a request, read and tokenise its body, and place its choices.
 
         `on_gone` takes a call to be made when the client leaves, after which its body needn't be read. Raises
@@ -147,7 +147,7 @@ class RouterService:
         self.check_room()
         began = self.clock.now()
         if len(raw) <= INLINE_BYTES:
-            prepared = self.intake.chat(raw) if kind is Kind.CHAT else self.intake.completion(raw)
+            prepared = self.intake.chat(raw) if kind is FrameKind.CHAT else self.intake.completion(raw)
         else:
             self._reserved += 1
             try:
@@ -164,13 +164,13 @@ class RouterService:
         limits = [self._limit_tokens(ask, p) for p in prepared.prompts]
         return self._admit(ask, prepared.prompts, limits, client_id, began, timeout_s)
 
-    async def text(self, kind: Kind, raw: bytes) -> bytes:
+    async def text(self, kind: FrameKind, raw: bytes) -> bytes:
         """The answer of ``/tokenize`` or ``/detokenize``. Raises `RequestError`, `ReaderFailed`."""
         if len(raw) <= INLINE_BYTES:
-            return self.intake.tokenize(raw) if kind is Kind.TOKENIZE else self.intake.detokenize(raw)
+            return self.intake.tokenize(raw) if kind is FrameKind.TOKENIZE else self.intake.detokenize(raw)
         return (await self.readers.submit(kind, raw))[1]
 
-    def _timeout(self, ask: Ask) -> float:
+    def _timeout(self, ask: GenerateRequest) -> float:
         """Seconds that the request has. Raises `RequestError` for more than anybody gets."""
         if ask.timeout_s is None:
             return self.config.request_timeout_s
@@ -183,29 +183,29 @@ class RouterService:
 
     def _admit(
         self,
-        ask: Ask,
-        prompts: Sequence[Prepared],
+        ask: GenerateRequest,
+        prompts: Sequence[PreparedPrompt],
         limits: list[int],
         client_id: str,
         began: float,
         timeout_s: float,
-    ) -> Job:
+    ) -> ResponseStream:
         job_id, now = self._mint(), self.clock.now()
         tokenise_s = now - began
-        answer = Answer(ask, job_id, int(time.time()), self.spec.name, self.codec)
-        job = Job(job_id, ask, answer, self.config.client_buffer_events, client_id, timeout_s)
+        answer = ResponseWriter(ask, job_id, int(time.time()), self.spec.name, self.codec)
+        job = ResponseStream(job_id, ask, answer, self.config.client_buffer_events, client_id, timeout_s)
         choices = []
         for index in range(ask.choices):
             prompt, limit = prompts[index // ask.n], limits[index // ask.n]
             sampling = replace(ask.sampling, max_tokens=limit, choice=index % ask.n)
             if len(prompt.tokens) < 2 and sampling.prompt_logprobs is not None:
                 sampling = replace(sampling, prompt_logprobs=None)  # a first token has no log-probability
-            request = Request(
+            request = RoutedRequest(
                 RequestId(f"{job_id}-{index}"), prompt.tokens, sampling, now=now,
                 deadline=began + timeout_s, hashes=prompt.hashes, salt=ask.salt,
                 priority=ask.priority,
             )  # fmt: skip
-            choice = Choice(index, request, ask, self.codec, prompt.text)
+            choice = ChoiceOutput(index, request, ask, self.codec, prompt.text)
             choice.tokenise_s = tokenise_s
             choices.append(choice)
         job.bind(choices)
@@ -217,7 +217,7 @@ class RouterService:
         self._act()
         return job
 
-    def _limit_tokens(self, ask: Ask, prompt: Prepared) -> int:
+    def _limit_tokens(self, ask: GenerateRequest, prompt: PreparedPrompt) -> int:
         """`max_tokens` of a prompt. Raises `RequestError`, with the numbers, where prompt and answer can't fit."""
         have, context = len(prompt.tokens), self.spec.context
         param = "messages" if ask.chat else "prompt"
@@ -249,7 +249,7 @@ class RouterService:
             return left
         return min(left, max(self.config.default_max_tokens, ask.sampling.min_tokens))
 
-    def abandon(self, job: Job, *, slow: bool = False) -> None:
+    def abandon(self, job: ResponseStream, *, slow: bool = False) -> None:
         """The client left, or is too slow: take its choices back from the workers. Idempotent."""
         took = False
         for choice in job.choices:
@@ -297,24 +297,24 @@ class RouterService:
         sends: dict[WorkerKey, list[Command]] = {}
         while actions := self.brain.take_actions():
             for action in actions:
-                if type(action) is Deliver:
+                if type(action) is DeliverTokens:
                     self._deliver(action)
-                elif type(action) is Send:
+                elif type(action) is SendCommand:
                     sends.setdefault(action.worker, []).append(action.command)
-                elif type(action) is Scores:
+                elif type(action) is DeliverScores:
                     job_choice = self._owners.get(action.request_id)
                     if job_choice:
                         job_choice[1].scores = action.scores
-                elif type(action) is End:
+                elif type(action) is EndRequest:
                     self._end(action)
-                elif type(action) is Replay:
+                elif type(action) is NoteReplay:
                     log("request replayed", id=action.request_id, attempt=action.attempt, reason=action.reason)
-                elif type(action) is Finding:
+                elif type(action) is AuditFinding:
                     log_finding(action)
         for key, commands in sends.items():
             self.fleet.send(key, commands)
 
-    def _deliver(self, action: Deliver) -> None:
+    def _deliver(self, action: DeliverTokens) -> None:
         owner = self._owners.get(action.request_id)
         if owner is None:
             return
@@ -341,7 +341,7 @@ class RouterService:
             self.abandon(job, slow=True)
             job.fail("the client took the answer too slowly")
 
-    def _end(self, action: End) -> None:
+    def _end(self, action: EndRequest) -> None:
         owner = self._owners.get(action.request_id)
         if owner is None:
             return
@@ -355,7 +355,7 @@ class RouterService:
             choice.fail("the router failed to turn tokens into text")
         self._close_choice(job, choice)
 
-    def _close_choice(self, job: Job, choice: Choice) -> None:
+    def _close_choice(self, job: ResponseStream, choice: ChoiceOutput) -> None:
         choice.ended_at = self.clock.now()
         self.metrics.ended(choice)
         self._release(choice)
@@ -369,7 +369,7 @@ class RouterService:
         if job.open == 0 and job.failed is None:
             log("request ended", seconds=round(choice.ended_at - choice.request.arrived, 6), **job.facts())
 
-    def _release(self, choice: Choice) -> None:
+    def _release(self, choice: ChoiceOutput) -> None:
         """The one way out of the house for a choice."""
         if self._owners.pop(choice.request.id, None) is not None:
             self._reserved -= 1

@@ -30,7 +30,7 @@ ACCUSED_AT = 2
 """Different peers that somebody complains about before it is suspected itself."""
 
 
-class Circuit(StrEnum):
+class CircuitState(StrEnum):
     CLOSED = "closed"
     """Gets requests."""
     OPEN = "open"
@@ -53,37 +53,37 @@ class CircuitEvent(StrEnum):
     """Its incarnation has ended."""
 
 
-CIRCUIT = StateTable[Circuit, CircuitEvent](
+CIRCUIT = StateTable[CircuitState, CircuitEvent](
     "circuit breaker",
     {
-        Circuit.CLOSED: {CircuitEvent.TRIP: Circuit.OPEN, CircuitEvent.OVER: Circuit.OVER},
-        Circuit.OPEN: {CircuitEvent.COOLED: Circuit.HALF_OPEN, CircuitEvent.OVER: Circuit.OVER},
-        Circuit.HALF_OPEN: {
-            CircuitEvent.PROVED: Circuit.CLOSED,
-            CircuitEvent.FAILED: Circuit.OPEN,
-            CircuitEvent.OVER: Circuit.OVER,
+        CircuitState.CLOSED: {CircuitEvent.TRIP: CircuitState.OPEN, CircuitEvent.OVER: CircuitState.OVER},
+        CircuitState.OPEN: {CircuitEvent.COOLED: CircuitState.HALF_OPEN, CircuitEvent.OVER: CircuitState.OVER},
+        CircuitState.HALF_OPEN: {
+            CircuitEvent.PROVED: CircuitState.CLOSED,
+            CircuitEvent.FAILED: CircuitState.OPEN,
+            CircuitEvent.OVER: CircuitState.OVER,
         },
     },
 )
 
 
 @dataclass(frozen=True, slots=True)
-class _Outcome:
+class _AttemptOutcome:
     at: float
     failed: bool
     about: str = ""
     """The peer that it was a complaint about."""
 
 
-class Breaker:
+class CircuitBreaker:
     """One worker's. Times are seconds of the brain's clock, given with each call."""
 
     def __init__(self, config: RouterConfig) -> None:
         self._config = config
-        self.state = Circuit.CLOSED
+        self.state = CircuitState.CLOSED
         self.opened = 0
         """How often it has opened."""
-        self._outcomes: deque[_Outcome] = deque()
+        self._outcomes: deque[_AttemptOutcome] = deque()
         self._until = 0.0
         self._patience = 1
         self._probe: RequestId | None = None
@@ -91,26 +91,26 @@ class Breaker:
     def admits(self, now: float) -> bool:
         """Whether a request may be sent; changes nothing."""
         match self.state:
-            case Circuit.CLOSED:
+            case CircuitState.CLOSED:
                 return True
-            case Circuit.OPEN:
+            case CircuitState.OPEN:
                 return now >= self._until
-            case Circuit.HALF_OPEN:
+            case CircuitState.HALF_OPEN:
                 return self._probe is None
             case _:
                 return False
 
     def sent(self, request: RequestId) -> None:
         """A request goes to the worker; `admits` said that it may: an open breaker has cooled."""
-        if self.state is Circuit.OPEN:
+        if self.state is CircuitState.OPEN:
             self._step(CircuitEvent.COOLED)
-        if self.state is Circuit.HALF_OPEN:
+        if self.state is CircuitState.HALF_OPEN:
             self._probe = request
 
     def succeeded(self, request: RequestId, now: float) -> None:
         """An attempt got from the worker what it was to give."""
-        self._outcomes.append(_Outcome(now, False))
-        if self.state is Circuit.HALF_OPEN and request == self._probe:
+        self._outcomes.append(_AttemptOutcome(now, False))
+        if self.state is CircuitState.HALF_OPEN and request == self._probe:
             self._probe = None
             self._outcomes.clear()
             self._patience = 1
@@ -118,18 +118,18 @@ class Breaker:
 
     def failed(self, request: RequestId, now: float) -> None:
         """An attempt failed, and this worker is at fault."""
-        self._outcomes.append(_Outcome(now, True))
-        if self.state is Circuit.HALF_OPEN and request == self._probe:
+        self._outcomes.append(_AttemptOutcome(now, True))
+        if self.state is CircuitState.HALF_OPEN and request == self._probe:
             self._probe = None
             self._patience = min(2 * self._patience, MOST_PATIENCE)
             self._open(CircuitEvent.FAILED, now)
-        elif self.state is Circuit.CLOSED:
+        elif self.state is CircuitState.CLOSED:
             self._judge(now)
 
     def complained(self, about: str, now: float) -> None:
         """This worker reported that `about` is at fault."""
-        self._outcomes.append(_Outcome(now, False, about))
-        if self.state is Circuit.CLOSED:
+        self._outcomes.append(_AttemptOutcome(now, False, about))
+        if self.state is CircuitState.CLOSED:
             self._judge(now)
 
     def justified(self, about: str) -> None:
@@ -143,7 +143,7 @@ class Breaker:
 
     def over(self) -> None:
         """Idempotent."""
-        if self.state is not Circuit.OVER:
+        if self.state is not CircuitState.OVER:
             self._probe = None
             self._step(CircuitEvent.OVER)
 

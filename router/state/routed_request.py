@@ -29,7 +29,7 @@ from router.state.worker_table import WorkerKey
 
 
 @dataclass(frozen=True, slots=True)
-class Leg:
+class AttemptLeg:
     """Who emits a request's tokens from absolute position `base` on, until the next one begins."""
 
     attempt: int
@@ -42,22 +42,22 @@ class Leg:
         return self.first if position == self.base else Role.DECODE
 
 
-class Phase(StrEnum):
+class RoutingPhase(StrEnum):
     WAITING = "waiting"
     """For workers of both roles, or for its back-off to end."""
     RUNNING = "running"
     ENDED = "ended"
 
 
-MOVES: dict[tuple[Phase, str], Phase] = {
-    (Phase.WAITING, "place"): Phase.RUNNING,
-    (Phase.RUNNING, "replay"): Phase.WAITING,
-    (Phase.WAITING, "end"): Phase.ENDED,
-    (Phase.RUNNING, "end"): Phase.ENDED,
+MOVES: dict[tuple[RoutingPhase, str], RoutingPhase] = {
+    (RoutingPhase.WAITING, "place"): RoutingPhase.RUNNING,
+    (RoutingPhase.RUNNING, "replay"): RoutingPhase.WAITING,
+    (RoutingPhase.WAITING, "end"): RoutingPhase.ENDED,
+    (RoutingPhase.RUNNING, "end"): RoutingPhase.ENDED,
 }
 
 
-class Request:
+class RoutedRequest:
     """State of one choice; the brain alone changes it. Times are seconds of the brain's clock."""
 
     __slots__ = (
@@ -122,7 +122,7 @@ class Request:
         self.deadline = deadline
         self.not_before = now
         self.first_placed: float | None = None
-        self.phase = Phase.WAITING
+        self.phase = RoutingPhase.WAITING
         self.emitted: list[int] = []
         self.attempt = self.last_attempt = 0
         self.replays = 0
@@ -143,7 +143,7 @@ class Request:
         """Every report of every attempt, in order of arrival."""
         self.workers: dict[Role, str] = {}
         """Who serves, or served last, each leg."""
-        self.legs: list[Leg] = []
+        self.legs: list[AttemptLeg] = []
         """Every attempt that was placed, and every move to another decode worker, in order."""
         self._clear_attempt()
 
@@ -201,7 +201,7 @@ class Request:
         self.decode, self.attempt, self.room = worker, attempt, room
         self.workers[Role.DECODE] = name
         self.moves += 1
-        self.legs.append(Leg(attempt, self.next_position, dict(self.workers), Role.DECODE))
+        self.legs.append(AttemptLeg(attempt, self.next_position, dict(self.workers), Role.DECODE))
 
     @property
     def tokens(self) -> tuple[int, ...]:

@@ -20,7 +20,7 @@ from contracts.ids import Incarnation, RequestId, Role, WorkerName
 from contracts.messages.fingerprint import binding_class
 from contracts.messages.router_commands import PeerRef
 from contracts.messages.worker_status import WorkerRecord, WorkerStatus, WorkerView
-from router.state.circuit_breaker import Breaker
+from router.state.circuit_breaker import CircuitBreaker
 
 WorkerKey = tuple[WorkerName, Incarnation]
 """One life of one worker."""
@@ -52,12 +52,12 @@ def prefix_hashes(tokens: Sequence[int], salt: str = "") -> tuple[bytes, ...]:
 
 
 @dataclass(slots=True)
-class Entry:
+class WorkerEntry:
     """One incarnation of one worker."""
 
     record: WorkerRecord
     status: WorkerStatus
-    breaker: Breaker
+    breaker: CircuitBreaker
     linked: bool = False
     refuses_until: float = 0.0
     """It said that it is draining before the view did."""
@@ -139,27 +139,27 @@ class Entry:
             self.prefixes.popitem(last=False)
 
 
-class Workers:
+class WorkerTable:
     """The table: one entry a worker, its current incarnation only."""
 
     def __init__(self, config: RouterConfig) -> None:
         self._config = config
-        self._entries: dict[WorkerName, Entry] = {}
+        self._entries: dict[WorkerName, WorkerEntry] = {}
         self._turn = 0
 
-    def __iter__(self) -> Iterator[Entry]:
+    def __iter__(self) -> Iterator[WorkerEntry]:
         return iter(self._entries.values())
 
-    def get(self, key: WorkerKey) -> Entry | None:
+    def get(self, key: WorkerKey) -> WorkerEntry | None:
         entry = self._entries.get(key[0])
         return entry if entry is not None and entry.record.incarnation == key[1] else None
 
-    def named(self, name: str) -> Entry | None:
+    def named(self, name: str) -> WorkerEntry | None:
         return self._entries.get(WorkerName(name))
 
-    def update(self, views: Iterable[WorkerView]) -> list[Entry]:
+    def update(self, views: Iterable[WorkerView]) -> list[WorkerEntry]:
         """Take the controller's table; returns the entries whose incarnation has ended."""
-        lost: list[Entry] = []
+        lost: list[WorkerEntry] = []
         seen = set()
         for view in views:
             name, incarnation = view.record.name, view.record.incarnation
@@ -174,7 +174,7 @@ class Workers:
                 if view.status.state in GONE and not was_gone:
                     lost.append(old)
                 continue
-            entry = Entry(view.record, view.status, Breaker(self._config))
+            entry = WorkerEntry(view.record, view.status, CircuitBreaker(self._config))
             if old is not None:
                 lost.append(old)
                 entry.before = old.prefixes or old.before
@@ -200,7 +200,7 @@ class Workers:
             if entry is not None:
                 entry.breaker.succeeded(request, now)
 
-    def gone(self, entry: Entry) -> None:
+    def gone(self, entry: WorkerEntry) -> None:
         """Its incarnation has ended: who complained about it was right."""
         entry.breaker.over()
         for other in self:
@@ -216,10 +216,10 @@ class Workers:
         role = entry.record.role if entry is not None else None
         return any(e.record.role is role and e.record.name != key[0] and e.status.state != "left" for e in self)
 
-    def staying(self, role: Role, now: float) -> list[Entry]:
+    def staying(self, role: Role, now: float) -> list[WorkerEntry]:
         return [e for e in self if e.record.role is role and e.stays(now)]
 
-    def serving(self, role: Role, now: float) -> list[Entry]:
+    def serving(self, role: Role, now: float) -> list[WorkerEntry]:
         return [e for e in self if e.record.role is role and e.serves(now)]
 
     def most_positions(self, role: Role) -> int | None:
@@ -253,10 +253,10 @@ class Workers:
         avoid: Mapping[WorkerKey, float],
         now: float,
         classes: Container[str] | None = None,
-    ) -> Entry | None:
+    ) -> WorkerEntry | None:
         """`classes`: the numerics classes to choose from; None: all."""
 
-        def cost(e: Entry) -> tuple[int, int, int]:
+        def cost(e: WorkerEntry) -> tuple[int, int, int]:
             uncached = length - e.cached_tokens(hashes)
             return (e.load + uncached, uncached, e.turn)
 
@@ -269,7 +269,7 @@ class Workers:
         now: float,
         spoiled: Container[WorkerKey] = (),
         classes: Container[str] | None = None,
-    ) -> Entry | None:
+    ) -> WorkerEntry | None:
         """`spoiled`: those to which the chosen prefill worker could not hand it over before; the last choice. `classes`
         as for `pick_prefill`."""
         return self._pick(Role.DECODE, max_len, avoid, now, lambda e: (e.key in spoiled, e.load, e.turn), classes)
@@ -280,9 +280,9 @@ class Workers:
         need: int,
         avoid: Mapping[WorkerKey, float],
         now: float,
-        cost: Callable[[Entry], tuple[int, ...]],
+        cost: Callable[[WorkerEntry], tuple[int, ...]],
         classes: Container[str] | None,
-    ) -> Entry | None:
+    ) -> WorkerEntry | None:
         able = [e for e in self.able(role, need, avoid, now) if classes is None or e.numerics in classes]
         if not able:
             return None
@@ -291,7 +291,7 @@ class Workers:
         entry.turn = self._turn
         return entry
 
-    def able(self, role: Role, need: int, avoid: Mapping[WorkerKey, float], now: float) -> list[Entry]:
+    def able(self, role: Role, need: int, avoid: Mapping[WorkerKey, float], now: float) -> list[WorkerEntry]:
         """Who could take a request of `need` positions now."""
         return [
             e

@@ -1,6 +1,6 @@
 """The checkpoint's words: tokenizer, chat template, and what a single token looks like.
 
-`TextCodec` is shared by all requests and threads; after construction it only fills caches.
+`ModelTokenizer` is shared by all requests and threads; after construction it only fills caches.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ NO_TOKENIZER = "this checkpoint has no tokenizer.json: send the prompt as an arr
 NO_TEMPLATE = "this checkpoint has no chat template: use /v1/completions"
 
 
-class TextCodec:
+class ModelTokenizer:
     """Text to tokens and back. Without `tokenizer` text is refused and answers have tokens only."""
 
     def __init__(self, tokenizer: Tokenizer | None, template: ChatTemplate | None, tree: Mapping[str, Any]) -> None:
@@ -123,7 +123,7 @@ class TextCodec:
         return piece.replace("\u2581", " ").encode()
 
 
-def read_text_codec(folder: Path, max_chars: int) -> TextCodec:
+def read_text_codec(folder: Path, max_chars: int) -> ModelTokenizer:
     """Read `tokenizer.json`, `tokenizer_config.json` and the chat template of a checkpoint folder.
 
     Raises `CheckpointError` for a file that is there and can't be read. A missing tokenizer is no error.
@@ -132,7 +132,7 @@ def read_text_codec(folder: Path, max_chars: int) -> TextCodec:
     template = read_chat_template(folder, config, max_chars)
     path = folder / "tokenizer.json"
     if not path.is_file():
-        return TextCodec(None, template, {})
+        return ModelTokenizer(None, template, {})
     from tokenizers import Tokenizer
 
     tree = _read_json(path)
@@ -140,7 +140,7 @@ def read_text_codec(folder: Path, max_chars: int) -> TextCodec:
         tokenizer = Tokenizer.from_file(str(path))
     except Exception as error:  # the library raises bare Exception
         raise CheckpointError(f"{path} is not a tokenizer: {' '.join(str(error).split())}") from None
-    return TextCodec(tokenizer, template, tree)
+    return ModelTokenizer(tokenizer, template, tree)
 
 
 def _read_json(path: Path) -> dict[str, Any]:

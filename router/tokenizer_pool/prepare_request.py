@@ -16,7 +16,7 @@ from typing import Any
 from contracts.checkpoint.model_spec import ModelSpec
 from contracts.config.router_config import RouterConfig
 from contracts.errors import RequestError
-from router.openai.generate_request import Ask, Prompt
+from router.openai.generate_request import GenerateRequest, Prompt
 from router.openai.parse_request import (
     check_model,
     read_chat,
@@ -27,7 +27,7 @@ from router.openai.parse_request import (
 )
 from router.openai.request_fields import DETOKENIZE, TOKENIZE, describe, read_fields, read_json
 from router.state.worker_table import prefix_hashes
-from router.text.tokenizer import TextCodec
+from router.text.tokenizer import ModelTokenizer
 
 BODY_BYTES_LEAST = 1024**2
 BODY_BYTES_A_POSITION = 32
@@ -45,7 +45,7 @@ def body_limit(config: RouterConfig, spec: ModelSpec) -> int:
 
 
 @dataclass(frozen=True, slots=True)
-class Prepared:
+class PreparedPrompt:
     """A prompt as tokens."""
 
     tokens: tuple[int, ...]
@@ -55,28 +55,28 @@ class Prepared:
 
 
 @dataclass(frozen=True, slots=True)
-class Prepare:
+class PreparedRequest:
     """A request for text, and its prompts in the order of `ask.prompts`; a chat has one."""
 
-    ask: Ask
-    prompts: tuple[Prepared, ...]
+    ask: GenerateRequest
+    prompts: tuple[PreparedPrompt, ...]
 
 
-class Intake:
+class BodyReader:
     """Reads bodies for one model. Every method raises `RequestError` naming what is wrong."""
 
-    def __init__(self, spec: ModelSpec, codec: TextCodec, config: RouterConfig) -> None:
+    def __init__(self, spec: ModelSpec, codec: ModelTokenizer, config: RouterConfig) -> None:
         self._spec = spec
         self._codec = codec
         self._config = config
 
-    def completion(self, raw: bytes) -> Prepare:
+    def completion(self, raw: bytes) -> PreparedRequest:
         return self.prepare(read_completion(self._tree(raw), self._spec))
 
-    def chat(self, raw: bytes) -> Prepare:
+    def chat(self, raw: bytes) -> PreparedRequest:
         return self.prepare(read_chat(self._tree(raw), self._spec))
 
-    def prepare(self, ask: Ask) -> Prepare:
+    def prepare(self, ask: GenerateRequest) -> PreparedRequest:
         """Prompts to tokens and prefix keys."""
         limit = self._config.max_queue
         if ask.choices > limit:
@@ -86,7 +86,7 @@ class Intake:
             prompts = (self._codec.render(ask.messages, ask.add_generation_prompt, ask.template_args),)
         if ask.stops and not self._codec.has_text:
             raise RequestError("stop strings need a tokenizer, which this checkpoint lacks", param="stop")
-        prepared = Prepare(ask, tuple(self._one(ask, p) for p in prompts))
+        prepared = PreparedRequest(ask, tuple(self._one(ask, p) for p in prompts))
         self._check_scores(prepared)
         return prepared
 
@@ -126,7 +126,7 @@ class Intake:
                 raise RequestError(f"the body has more than {CONTAINERS_AT_MOST} lists and objects")
         return read_json(raw)
 
-    def _one(self, ask: Ask, prompt: Prompt) -> Prepared:
+    def _one(self, ask: GenerateRequest, prompt: Prompt) -> PreparedPrompt:
         param = "messages" if ask.chat else "prompt"
         if isinstance(prompt, str):
             least = self._codec.least_tokens(prompt)
@@ -147,9 +147,9 @@ class Intake:
             tokens = (self._spec.bos_token_id,)
         if len(tokens) > self._spec.context:  # told here, before anything is made of it
             raise too_long(len(tokens), self._spec.context, param)
-        return Prepared(tokens, text if ask.echo else "", prefix_hashes(tokens, ask.salt))
+        return PreparedPrompt(tokens, text if ask.echo else "", prefix_hashes(tokens, ask.salt))
 
-    def _check_scores(self, prepared: Prepare) -> None:
+    def _check_scores(self, prepared: PreparedRequest) -> None:
         """Scores of a prompt take hundreds of bytes a position and choice, all of it in one answer."""
         wanted = prepared.ask.sampling.prompt_logprobs
         if wanted is None:

@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from contracts.errors import RequestError
 from router.openai.api_errors import ReaderEnded, ReaderFailed
 from router.state.router_log import log
-from router.tokenizer_pool.tokenizer_process import HEAD, Kind, refusal_of
+from router.tokenizer_pool.tokenizer_process import HEAD, FrameKind, refusal_of
 
 LARGE_BYTES = 256 * 1024
 START_TIMEOUT_S = 30.0
@@ -31,12 +31,12 @@ class _Job:
     """A body that waits or is read."""
 
     number: int
-    kind: Kind
+    kind: FrameKind
     raw: bytes
-    reply: asyncio.Future[tuple[Kind, bytes]]
+    reply: asyncio.Future[tuple[FrameKind, bytes]]
 
 
-class _Process:
+class _TokenizerChild:
     """One child and this end of its socket."""
 
     def __init__(self, setup: bytes, start: Callable[[int], subprocess.Popen[bytes]]) -> None:
@@ -57,17 +57,17 @@ class _Process:
     def pid(self) -> int:
         return self._child.pid
 
-    async def ask(self, kind: Kind, raw: bytes) -> tuple[Kind, bytes]:
+    async def ask(self, kind: FrameKind, raw: bytes) -> tuple[FrameKind, bytes]:
         """One body's answer. Raises `ReaderEnded` when the child ends before it has given one."""
         loop = asyncio.get_running_loop()
         try:
             if self._setup is not None:
-                await loop.sock_sendall(self.channel, HEAD.pack(Kind.SETUP, False, len(self._setup)) + self._setup)
+                await loop.sock_sendall(self.channel, HEAD.pack(FrameKind.SETUP, False, len(self._setup)) + self._setup)
                 self._setup = None
             await loop.sock_sendall(self.channel, HEAD.pack(kind, False, len(raw)))
             await loop.sock_sendall(self.channel, raw)
             answered, self.over, length = HEAD.unpack(await self._exactly(HEAD.size))
-            return Kind(answered), await self._exactly(length)
+            return FrameKind(answered), await self._exactly(length)
         except OSError as error:
             raise ReaderEnded(f"the reader can't be spoken to: {error}") from None
 
@@ -95,7 +95,7 @@ class _Process:
         self._child.wait()
 
 
-class Readers:
+class TokenizerPool:
     """Used from one event loop."""
 
     def __init__(
@@ -115,7 +115,7 @@ class Readers:
         self._small: deque[_Job] = deque()
         self._large: deque[_Job] = deque()
         self._tasks: list[asyncio.Task[None]] = []
-        self._processes: dict[int, _Process] = {}
+        self._processes: dict[int, _TokenizerChild] = {}
         self._woken: list[asyncio.Future[None]] = []
         self.started = 0
         """Processes started so far."""
@@ -128,7 +128,7 @@ class Readers:
     def pids(self) -> list[int]:
         return [process.pid for process in self._processes.values()]
 
-    def submit(self, kind: Kind, raw: bytes) -> asyncio.Future[tuple[Kind, bytes]]:
+    def submit(self, kind: FrameKind, raw: bytes) -> asyncio.Future[tuple[FrameKind, bytes]]:
         """Have a body read. The future raises `RequestError` where it is refused and `ReaderFailed` where its reader
         ended over it; when it is cancelled, a body that still waits is never read."""
         loop = asyncio.get_running_loop()
@@ -189,13 +189,13 @@ class Readers:
                 if not job.reply.done():
                     job.reply.set_result(answer)
 
-    async def _ask(self, seat: int, job: _Job) -> tuple[Kind, bytes]:
+    async def _ask(self, seat: int, job: _Job) -> tuple[FrameKind, bytes]:
         process = self._processes.get(seat)
         timeout_s = self._timeout_s
         try:
             if process is None:
                 timeout_s += START_TIMEOUT_S
-                process = self._processes[seat] = _Process(self._setup, self._start)
+                process = self._processes[seat] = _TokenizerChild(self._setup, self._start)
                 self.started += 1
             async with asyncio.timeout(timeout_s):
                 kind, answer = await process.ask(job.kind, job.raw)
@@ -212,9 +212,9 @@ class Readers:
             raise
         if process.over:
             self._drop(seat)
-        if kind is Kind.REFUSED:
+        if kind is FrameKind.REFUSED:
             raise refusal_of(answer)
-        if kind is Kind.FAILED:
+        if kind is FrameKind.FAILED:
             raise ReaderFailed(f"a reader failed on the body: {answer.decode()}")
         return kind, answer
 

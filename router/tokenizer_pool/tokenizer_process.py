@@ -30,10 +30,10 @@ from contracts.checkpoint.model_spec import ModelSpec
 from contracts.config.router_config import RouterConfig
 from contracts.errors import RequestError
 from contracts.sampling_params import SamplingParams
-from router.openai.generate_request import Ask, UnknownModel
-from router.text.tokenizer import TextCodec, read_text_codec
+from router.openai.generate_request import GenerateRequest, UnknownModel
+from router.text.tokenizer import ModelTokenizer, read_text_codec
 from router.tokenizer_pool.c_heap import give_back
-from router.tokenizer_pool.prepare_request import Intake, Prepare, Prepared
+from router.tokenizer_pool.prepare_request import BodyReader, PreparedPrompt, PreparedRequest
 
 HEAD = struct.Struct("<B?Q")
 KEEP_BYTES = 48 * 1024**2
@@ -46,7 +46,7 @@ KEY_BYTES = 8
 """Of a prefix hash."""
 
 
-class Kind(IntEnum):
+class FrameKind(IntEnum):
     """What a frame is: a request body of some endpoint, or an answer."""
 
     COMPLETION = 1
@@ -88,20 +88,22 @@ def spec_of(setup: dict[str, Any]) -> ModelSpec:
     )  # fmt: skip
 
 
-def prepared_frame(prepared: Prepare) -> bytes:
+def prepared_frame(prepared: PreparedRequest) -> bytes:
     """Without the messages and the prompts as they came: nobody needs them any more."""
-    ask = {f.name: getattr(prepared.ask, f.name) for f in dataclasses.fields(Ask)}
+    ask = {f.name: getattr(prepared.ask, f.name) for f in dataclasses.fields(GenerateRequest)}
     ask |= {"prompts": (), "messages": (), "template_args": {}, "eos": sorted(ask["eos"])}
     ask["sampling"] = [getattr(prepared.ask.sampling, f.name) for f in dataclasses.fields(SamplingParams)]
     prompts = [(array("I", p.tokens).tobytes(), p.text, b"".join(p.hashes)) for p in prepared.prompts]
     return _pack((ask, len(prepared.ask.prompts), prompts))
 
 
-def prepared_of(frame: bytes) -> Prepare:
-    """The inverse of `prepared_frame`; `Ask.prompts` holds empty ones, as many as there were."""
+def prepared_of(frame: bytes) -> PreparedRequest:
+    """The inverse of `prepared_frame`; `GenerateRequest.prompts` holds empty ones, as many as there were."""
     ask, count, prompts = _unpack(frame)
     ask |= {"sampling": SamplingParams(*ask["sampling"]), "eos": frozenset(ask["eos"]), "prompts": ((),) * count}
-    return Prepare(Ask(**ask), tuple(Prepared(_tokens(raw), text, _keys(keys)) for raw, text, keys in prompts))
+    return PreparedRequest(
+        GenerateRequest(**ask), tuple(PreparedPrompt(_tokens(raw), text, _keys(keys)) for raw, text, keys in prompts)
+    )
 
 
 def refusal_frame(error: RequestError) -> bytes:
@@ -132,24 +134,24 @@ def _unpack(frame: bytes) -> Any:
 # ---------------------------------------------------------------- the child
 
 
-def answer(intake: Intake, kind: Kind, raw: bytes) -> tuple[Kind, bytes]:
+def answer(intake: BodyReader, kind: FrameKind, raw: bytes) -> tuple[FrameKind, bytes]:
     """One body's answer; whatever it does to the reader is told, not raised."""
     try:
         match kind:
-            case Kind.COMPLETION:
-                return Kind.PREPARED, prepared_frame(intake.completion(raw))
-            case Kind.CHAT:
-                return Kind.PREPARED, prepared_frame(intake.chat(raw))
-            case Kind.TOKENIZE:
-                return Kind.BYTES, intake.tokenize(raw)
+            case FrameKind.COMPLETION:
+                return FrameKind.PREPARED, prepared_frame(intake.completion(raw))
+            case FrameKind.CHAT:
+                return FrameKind.PREPARED, prepared_frame(intake.chat(raw))
+            case FrameKind.TOKENIZE:
+                return FrameKind.BYTES, intake.tokenize(raw)
             case _:
-                return Kind.BYTES, intake.detokenize(raw)
+                return FrameKind.BYTES, intake.detokenize(raw)
     except RequestError as error:
-        return Kind.REFUSED, refusal_frame(error)
+        return FrameKind.REFUSED, refusal_frame(error)
     except MemoryError:
-        return Kind.REFUSED, refusal_frame(RequestError("the body takes more memory than a reader may have"))
+        return FrameKind.REFUSED, refusal_frame(RequestError("the body takes more memory than a reader may have"))
     except Exception as error:  # our own bug: this body fails, the reader lives
-        return Kind.FAILED, f"{type(error).__name__}: {error}".encode("utf-8", "replace")
+        return FrameKind.FAILED, f"{type(error).__name__}: {error}".encode("utf-8", "replace")
 
 
 def serve(channel: socket.socket) -> None:
@@ -159,8 +161,8 @@ def serve(channel: socket.socket) -> None:
         return
     setup = _unpack(frame[1])
     config = RouterConfig(**setup["config"])
-    codec: TextCodec = read_text_codec(Path(setup["folder"]), setup["max_chars"])
-    intake = Intake(spec_of(setup), codec, config)
+    codec: ModelTokenizer = read_text_codec(Path(setup["folder"]), setup["max_chars"])
+    intake = BodyReader(spec_of(setup), codec, config)
     # Bodies are trees without cycles, and looking for cycles in millions of lists takes longer than parsing them.
     gc.freeze()
     gc.disable()
@@ -169,7 +171,7 @@ def serve(channel: socket.socket) -> None:
     resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
     while (frame := _receive(channel)) is not None:
         signal.setitimer(signal.ITIMER_REAL, 2 * config.reader_timeout_s)
-        kind, reply = answer(intake, Kind(frame[0]), frame[1])
+        kind, reply = answer(intake, FrameKind(frame[0]), frame[1])
         signal.setitimer(signal.ITIMER_REAL, 0)
         del frame
         give_back()

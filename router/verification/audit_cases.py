@@ -11,11 +11,11 @@ from contracts.messages.router_commands import Audit
 from contracts.messages.worker_events import Audited
 from contracts.sampling_params import TokenDifference
 from contracts.state_table import StateTable
-from router.state.routed_request import Leg
+from router.state.routed_request import AttemptLeg
 from router.state.worker_table import WorkerKey
 
 
-class Result(StrEnum):
+class AuditResult(StrEnum):
     """What became of an answer that was chosen."""
 
     EXACT = "exact"
@@ -32,38 +32,38 @@ class Result(StrEnum):
     """No worker could compute it."""
 
 
-class State(StrEnum):
+class AuditCaseState(StrEnum):
     QUEUED = "queued"
     SENT = "sent"
     OVER = "over"
 
 
-class Move(StrEnum):
+class AuditCaseEvent(StrEnum):
     SEND = "send"
     RETURN = "return"
     END = "end"
 
 
-STATES = StateTable[State, Move](
+STATES = StateTable[AuditCaseState, AuditCaseEvent](
     "router's audit",
     {
-        State.QUEUED: {Move.SEND: State.SENT, Move.END: State.OVER},
-        State.SENT: {Move.RETURN: State.QUEUED, Move.END: State.OVER},
+        AuditCaseState.QUEUED: {AuditCaseEvent.SEND: AuditCaseState.SENT, AuditCaseEvent.END: AuditCaseState.OVER},
+        AuditCaseState.SENT: {AuditCaseEvent.RETURN: AuditCaseState.QUEUED, AuditCaseEvent.END: AuditCaseState.OVER},
     },
 )
 
 
 @dataclass(eq=False)
-class Case:
+class AuditCase:
     """One answer to be audited."""
 
     audit: Audit
-    legs: tuple[Leg, ...]
+    legs: tuple[AttemptLeg, ...]
     """Who served which part of it."""
     salt: str
     numerics: str = ""
     """The numerics class that the answer was computed in: only a worker of the same draws the same bits again."""
-    state: State = State.QUEUED
+    state: AuditCaseState = AuditCaseState.QUEUED
     worker: WorkerKey | None = None
     sent_at: float = 0.0
     first: Audited | None = None
@@ -73,15 +73,15 @@ class Case:
 
 
 @dataclass(frozen=True, slots=True)
-class Finding:
+class AuditFinding:
     """An answer that didn't come out exact; for the log."""
 
     request_id: RequestId
-    result: Result
+    result: AuditResult
     checked: int
     differing: int
     differences: tuple[TokenDifference, ...]
-    leg: Leg | None
+    leg: AttemptLeg | None
     """The attempt that the first position that differs is of."""
     role: Role | None
     """Which worker of it drew that position."""
@@ -93,7 +93,7 @@ class Finding:
 class AuditCounts:
     """What audits came to since the start."""
 
-    results: Counter[Result] = field(default_factory=Counter)
+    results: Counter[AuditResult] = field(default_factory=Counter)
     tokens: int = 0
     """Tokens that were drawn again, of whole audits; a second computation doesn't count."""
     differing: int = 0
@@ -104,5 +104,5 @@ class AuditCounts:
     @property
     def damage_rate(self) -> float:
         """Share of the answers with a clear result that are damaged."""
-        clear = self.results[Result.EXACT] + self.results[Result.DAMAGED]
-        return self.results[Result.DAMAGED] / clear if clear else 0.0
+        clear = self.results[AuditResult.EXACT] + self.results[AuditResult.DAMAGED]
+        return self.results[AuditResult.DAMAGED] / clear if clear else 0.0

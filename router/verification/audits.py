@@ -26,9 +26,17 @@ from contracts.config.router_config import AuditConfig
 from contracts.ids import RequestId, Role
 from contracts.messages.router_commands import Audit, Cancel, InvalidatePrefix
 from contracts.messages.worker_events import Audited, AuditEnd
-from router.state.routed_request import Leg, Request
-from router.state.worker_table import Entry, WorkerKey, Workers
-from router.verification.audit_cases import STATES, AuditCounts, Case, Finding, Move, Result, State
+from router.state.routed_request import AttemptLeg, RoutedRequest
+from router.state.worker_table import WorkerEntry, WorkerKey, WorkerTable
+from router.verification.audit_cases import (
+    STATES,
+    AuditCase,
+    AuditCaseEvent,
+    AuditCaseState,
+    AuditCounts,
+    AuditFinding,
+    AuditResult,
+)
 
 TRIES = 8
 """How often an audit is begun before it is left out."""
@@ -48,25 +56,25 @@ class Audits:
     """See the module's prose. Commands come out of `take_commands`, findings out of `take_findings`."""
 
     def __init__(
-        self, config: AuditConfig, clock: Clock, workers: Workers, in_house: Container[RequestId], waiting: Sized
+        self, config: AuditConfig, clock: Clock, workers: WorkerTable, in_house: Container[RequestId], waiting: Sized
     ) -> None:
         """`in_house`: all requests that haven't ended; `waiting`: those of them that wait for workers."""
         self.counts = AuditCounts()
         self._config, self._clock, self._workers = config, clock, workers
         self._in_house, self._clients = in_house, waiting
-        self._cases: dict[RequestId, Case] = {}
+        self._cases: dict[RequestId, AuditCase] = {}
         """All that aren't over, oldest first."""
         self._flagged: set[RequestId] = set()
         """Requests in the house whose streams look broken."""
         self._paused: dict[WorkerKey, float] = {}
         self._commands: list[tuple[WorkerKey, Audit | Cancel | InvalidatePrefix]] = []
-        self._findings: list[Finding] = []
+        self._findings: list[AuditFinding] = []
 
     # ------------------------------------------------------------ questions
 
     @property
     def queued(self) -> int:
-        return sum(case.state is State.QUEUED for case in self._cases.values())
+        return sum(case.state is AuditCaseState.QUEUED for case in self._cases.values())
 
     @property
     def under_way(self) -> int:
@@ -76,7 +84,7 @@ class Audits:
         commands, self._commands = self._commands, []
         return commands
 
-    def take_findings(self) -> list[Finding]:
+    def take_findings(self) -> list[AuditFinding]:
         findings, self._findings = self._findings, []
         return findings
 
@@ -85,7 +93,7 @@ class Audits:
         found = [f"{rid} is flagged but not in the house" for rid in self._flagged if rid not in self._in_house]
         busy: Counter[WorkerKey] = Counter()
         for key, case in self._cases.items():
-            if (case.state is State.SENT) != (case.worker is not None) or case.state is State.OVER:
+            if (case.state is AuditCaseState.SENT) != (case.worker is not None) or case.state is AuditCaseState.OVER:
                 found.append(f"audit {key} is {case.state} with worker {case.worker}")
             if case.worker is not None:
                 busy[case.worker] += 1
@@ -105,7 +113,7 @@ class Audits:
         """The request has left the house. Idempotent."""
         self._flagged.discard(request_id)
 
-    def consider(self, r: Request) -> None:
+    def consider(self, r: RoutedRequest) -> None:
         """A request has ended in its full answer: take it in if it is one of those to be audited."""
         fraction = self._config.fraction
         if not fraction or not r.emitted or not (r.id in self._flagged or chosen(r.id, fraction)):
@@ -113,10 +121,12 @@ class Audits:
         key = RequestId(f"{PREFIX}{r.id}")
         # What only concerns what is sent along with tokens costs time and decides nothing.
         sampling = replace(r.sampling, logprobs=None, prompt_logprobs=None)
-        self._cases[key] = Case(Audit(key, 0, r.tokens, len(r.prompt), sampling), tuple(r.legs), r.salt, r.numerics)
-        waiting = [case for case in self._cases.values() if case.state is State.QUEUED]
+        self._cases[key] = AuditCase(
+            Audit(key, 0, r.tokens, len(r.prompt), sampling), tuple(r.legs), r.salt, r.numerics
+        )
+        waiting = [case for case in self._cases.values() if case.state is AuditCaseState.QUEUED]
         for case in waiting[: max(0, len(waiting) - self._config.queue_answers)]:
-            self._end(case, Result.DROPPED)
+            self._end(case, AuditResult.DROPPED)
 
     def hear(self, worker: WorkerKey, event: Audited) -> bool:
         """A worker's word on an audit; False when it isn't asked for any more."""
@@ -130,7 +140,7 @@ class Audits:
             self._paused[worker] = self._clock.now() + PAUSE_S
             self._again(case)
         else:
-            self._end(case, Result.FAILED, event)
+            self._end(case, AuditResult.FAILED, event)
         self.pump()
         return True
 
@@ -148,12 +158,12 @@ class Audits:
         for case in list(self._cases.values()):
             if case.worker is not None and now >= case.sent_at + self._config.timeout_s:
                 self._commands.append((case.worker, Cancel(case.audit.request_id, case.audit.attempt)))
-                self._end(case, Result.DROPPED)
+                self._end(case, AuditResult.DROPPED)
         self.pump()
 
     def pump(self) -> None:
         """Give idle workers what waits, the oldest first."""
-        waiting = [case for case in self._cases.values() if case.state is State.QUEUED]
+        waiting = [case for case in self._cases.values() if case.state is AuditCaseState.QUEUED]
         if not waiting or len(self._clients):
             return
         now = self._clock.now()
@@ -174,16 +184,16 @@ class Audits:
                 idle.remove(entry)
                 self._send(case, entry.key, now)
 
-    def _send(self, case: Case, worker: WorkerKey, now: float) -> None:
-        case.state = STATES.next(case.state, Move.SEND)
+    def _send(self, case: AuditCase, worker: WorkerKey, now: float) -> None:
+        case.state = STATES.next(case.state, AuditCaseEvent.SEND)
         case.worker, case.sent_at = worker, now
         self._commands.append((worker, case.audit))
 
     # ------------------------------------------------------------ what it comes to
 
-    def _judge(self, case: Case, event: Audited) -> None:
+    def _judge(self, case: AuditCase, event: Audited) -> None:
         if case.first is None and not event.differences:
-            self._end(case, Result.UNCLEAR if event.differing else Result.EXACT, event)
+            self._end(case, AuditResult.UNCLEAR if event.differing else AuditResult.EXACT, event)
         elif case.first is None:
             case.first = event
             self._again(case)
@@ -192,38 +202,38 @@ class Audits:
             same = [(d.position, d.drawn) for d in event.differences] == [
                 (d.position, d.drawn) for d in case.first.differences
             ]
-            self._end(case, Result.DAMAGED if same else Result.DISPUTED, event)
+            self._end(case, AuditResult.DAMAGED if same else AuditResult.DISPUTED, event)
 
-    def _again(self, case: Case) -> None:
+    def _again(self, case: AuditCase) -> None:
         """Back into the queue, under the next number, if it has not been tried too often."""
         if case.audit.attempt + 1 >= TRIES:
-            self._end(case, Result.DROPPED)
+            self._end(case, AuditResult.DROPPED)
             return
-        case.state = STATES.next(case.state, Move.RETURN)
+        case.state = STATES.next(case.state, AuditCaseEvent.RETURN)
         case.worker = None
         case.audit = replace(case.audit, attempt=case.audit.attempt + 1)
 
-    def _end(self, case: Case, result: Result, event: Audited | None = None) -> None:
+    def _end(self, case: AuditCase, result: AuditResult, event: Audited | None = None) -> None:
         """The one way out."""
-        case.state = STATES.next(case.state, Move.END)
+        case.state = STATES.next(case.state, AuditCaseEvent.END)
         del self._cases[case.audit.request_id]
         counts = self.counts
         counts.results[result] += 1
-        if event is None or result is Result.EXACT:
+        if event is None or result is AuditResult.EXACT:
             counts.tokens += event.checked if event is not None else 0
             return
         counts.tokens += event.checked
         differences = event.differences or (case.first.differences if case.first is not None else ())
         leg = _leg_at(case.legs, differences[0].position) if differences else None
         role = leg.role_at(differences[0].position) if leg is not None else None
-        if result is Result.DAMAGED:
+        if result is AuditResult.DAMAGED:
             counts.differing += event.differing
             if leg is not None and role is not None:
                 counts.damage[leg.workers.get(role, ""), role] += 1
             self._forget(case)
         request = RequestId(case.audit.request_id.removeprefix(PREFIX))
         self._findings.append(
-            Finding(
+            AuditFinding(
                 request,
                 result,
                 event.checked,
@@ -236,7 +246,7 @@ class Audits:
             )
         )
 
-    def _forget(self, case: Case) -> None:
+    def _forget(self, case: AuditCase) -> None:
         """Whoever served any of it may have kept the state that was wrong: nobody is to go on from that."""
         request = RequestId(case.audit.request_id.removeprefix(PREFIX))
         for name in sorted({name for leg in case.legs for name in leg.workers.values()}):
@@ -245,11 +255,11 @@ class Audits:
                 self._commands.append((entry.key, InvalidatePrefix(request, case.audit.tokens, case.salt)))
 
 
-def _idle(entry: Entry) -> bool:
+def _idle(entry: WorkerEntry) -> bool:
     """Whether nothing of a client's is in front of a worker, by what was sent to it and what it said last."""
     return not (entry.load or entry.status.running or entry.status.waiting)
 
 
-def _leg_at(legs: tuple[Leg, ...], position: int) -> Leg | None:
+def _leg_at(legs: tuple[AttemptLeg, ...], position: int) -> AttemptLeg | None:
     """The attempt that emitted a position: the last that began before it."""
     return next((leg for leg in reversed(legs) if leg.base <= position), None)

@@ -19,7 +19,7 @@ K = TypeVar("K")
 
 
 @dataclass(frozen=True, slots=True)
-class Sample:
+class DamageSample:
     """One worker's count of one kind of damage."""
 
     worker: str
@@ -28,7 +28,7 @@ class Sample:
     count: float
 
 
-class Damage:
+class DamageTotals:
     """Counts by worker, role and `where`; bounded by the workers that there ever were by name."""
 
     def __init__(self) -> None:
@@ -50,14 +50,14 @@ class Damage:
             counts = {w: max(value, known.get(w, 0.0)) for w, value in _counts(status.counters).items()}
             self._now[status.name] = (status.incarnation, status.role, {**known, **counts})
 
-    def samples(self) -> Iterator[Sample]:
+    def samples(self) -> Iterator[DamageSample]:
         """A sample for each `where` that a worker has ever named, those that are 0 included."""
         totals = dict(self._before)
         for name, (_, role, counts) in self._now.items():
             for where, value in counts.items():
                 _add(totals, (name, role, where), value)
         for (name, role, where), value in sorted(totals.items()):
-            yield Sample(name, role, where, value)
+            yield DamageSample(name, role, where, value)
 
 
 def _counts(counters: Mapping[str, float]) -> dict[str, float]:

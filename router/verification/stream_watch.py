@@ -44,17 +44,17 @@ CHANCE = 1e-6
 """How likely a window of an undisturbed stream may be flagged, were its tokens independent."""
 
 
-class Why(StrEnum):
+class FlagReason(StrEnum):
     REPETITION = "repetition"
     RARE = "rare_tokens"
 
 
 @dataclass(frozen=True, slots=True)
-class Flag:
+class StreamFlag:
     """A stream looks broken from here on; told once a stream and reason."""
 
     request_id: RequestId
-    why: Why
+    why: FlagReason
     position: int
     """Of the token that did it, counted from the answer's first."""
     detail: dict[str, float]
@@ -62,7 +62,7 @@ class Flag:
 
 
 @dataclass(slots=True)
-class _Stream:
+class _WatchedStream:
     said: int = 0
     recent: list[int] = field(default_factory=list)
     """The last tokens, in a ring."""
@@ -77,7 +77,7 @@ class _Stream:
     """A bit for each of the window's tokens, the newest lowest."""
     pending: deque[tuple[int, bool]] = field(default_factory=deque)
     """The window's tokens, and whether they were rare: they teach nothing before they have left it unsuspected."""
-    told: set[Why] = field(default_factory=set)
+    told: set[FlagReason] = field(default_factory=set)
 
 
 class StreamWatch:
@@ -87,7 +87,7 @@ class StreamWatch:
         self._config = config
         self._repetition, self._rare = config.repetition_tokens > 0, config.rare_factor > 0
         self._ring = config.repetition_period + NGRAM
-        self._streams: dict[RequestId, _Stream] = {}
+        self._streams: dict[RequestId, _WatchedStream] = {}
         self._counts = array("I", bytes(4 * vocab)) if self._rare else array("I")
         self._total = 0
         """What the counts add up to."""
@@ -98,7 +98,7 @@ class StreamWatch:
         self._mask = (1 << config.window_tokens) - 1
         self._rare_rate = 0.0
         self._limit, self._limit_for = config.window_tokens + 1, -1.0
-        self.flagged: Counter[Why] = Counter()
+        self.flagged: Counter[FlagReason] = Counter()
         self.ended = 0
 
     @property
@@ -114,11 +114,11 @@ class StreamWatch:
         """Streams that it knows."""
         return len(self._streams)
 
-    def feed(self, request_id: RequestId, tokens: Sequence[int]) -> list[Flag]:
+    def feed(self, request_id: RequestId, tokens: Sequence[int]) -> list[StreamFlag]:
         """The next tokens of a stream; what there is to say of them."""
         stream = self._streams.get(request_id)
         if stream is None:
-            stream = self._streams[request_id] = _Stream()
+            stream = self._streams[request_id] = _WatchedStream()
         flags = []
         for token in tokens:
             if self._repetition and (flag := self._repeats(request_id, stream, token)) is not None:
@@ -138,7 +138,7 @@ class StreamWatch:
 
     # ------------------------------------------------------------ repetition
 
-    def _repeats(self, request_id: RequestId, stream: _Stream, token: int) -> Flag | None:
+    def _repeats(self, request_id: RequestId, stream: _WatchedStream, token: int) -> StreamFlag | None:
         recent, at, size = stream.recent, stream.said, self._ring
         if len(recent) < size:
             recent.append(token)
@@ -156,18 +156,21 @@ class StreamWatch:
         if not stream.period and before is not None and at - before <= self._config.repetition_period:
             # As far as the n-gram goes it has repeated itself already.
             stream.period, stream.run = at - before, NGRAM
-        if stream.run < max(self._config.repetition_tokens, TIMES * stream.period) or Why.REPETITION in stream.told:
+        if (
+            stream.run < max(self._config.repetition_tokens, TIMES * stream.period)
+            or FlagReason.REPETITION in stream.told
+        ):
             return None
         detail = {"period": float(stream.period), "tokens": float(stream.run)}
-        return self._flag(request_id, stream, Why.REPETITION, detail)
+        return self._flag(request_id, stream, FlagReason.REPETITION, detail)
 
     # ------------------------------------------------------------ rare tokens
 
-    def _is_rare(self, request_id: RequestId, stream: _Stream, token: int) -> Flag | None:
+    def _is_rare(self, request_id: RequestId, stream: _WatchedStream, token: int) -> StreamFlag | None:
         rare = token >= len(self._counts) or self._counts[token] <= self._rare_at_most
         stream.rare = (stream.rare << 1 | rare) & self._mask
         window = self._config.window_tokens
-        if Why.RARE in stream.told:
+        if FlagReason.RARE in stream.told:
             return None
         stream.pending.append((token, rare))
         if len(stream.pending) > window:
@@ -178,7 +181,7 @@ class StreamWatch:
         if count < self._rare_limit():
             return None
         stream.pending.clear()
-        return self._flag(request_id, stream, Why.RARE, {"share": count / window, "usual": self._rare_rate})
+        return self._flag(request_id, stream, FlagReason.RARE, {"share": count / window, "usual": self._rare_rate})
 
     def _learn(self, token: int, rare: bool) -> None:
         if token >= len(self._counts):
@@ -216,10 +219,12 @@ class StreamWatch:
             self._limit = max(factor, least_unlikely(window, self._rare_rate, CHANCE))
         return self._limit
 
-    def _flag(self, request_id: RequestId, stream: _Stream, why: Why, detail: dict[str, float]) -> Flag:
+    def _flag(
+        self, request_id: RequestId, stream: _WatchedStream, why: FlagReason, detail: dict[str, float]
+    ) -> StreamFlag:
         stream.told.add(why)
         self.flagged[why] += 1
-        return Flag(request_id, why, stream.said, detail)
+        return StreamFlag(request_id, why, stream.said, detail)
 
 
 def least_unlikely(trials: int, share: float, chance: float) -> int:

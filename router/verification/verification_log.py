@@ -5,19 +5,19 @@ from __future__ import annotations
 import logging
 
 from contracts.damage import DamageSite
-from router.state.routed_request import Request
+from router.state.routed_request import RoutedRequest
 from router.state.router_log import log
-from router.verification.audit_cases import Finding, Result
-from router.verification.stream_watch import Flag
+from router.verification.audit_cases import AuditFinding, AuditResult
+from router.verification.stream_watch import StreamFlag
 
-_LEVELS = {Result.DAMAGED: logging.ERROR, Result.DISPUTED: logging.ERROR}
+_LEVELS = {AuditResult.DAMAGED: logging.ERROR, AuditResult.DISPUTED: logging.ERROR}
 
 
-def log_finding(finding: Finding) -> None:
+def log_finding(finding: AuditFinding) -> None:
     """One line an answer: where it goes wrong, who served it, who computed it again."""
     leg = finding.leg
     log(
-        "state damage" if finding.result is Result.DAMAGED else "audit",
+        "state damage" if finding.result is AuditResult.DAMAGED else "audit",
         level=_LEVELS.get(finding.result, logging.WARNING),
         where=str(DamageSite.AUDIT),
         request=finding.request_id,
@@ -33,7 +33,7 @@ def log_finding(finding: Finding) -> None:
     )
 
 
-def log_flag(flag: Flag, request: Request) -> None:
+def log_flag(flag: StreamFlag, request: RoutedRequest) -> None:
     log(
         "stream looks broken",
         level=logging.WARNING,

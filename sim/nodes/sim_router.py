@@ -1,4 +1,4 @@
-"""The router's process: the production `Brain`, and what the router's fleet and service do around it, as events."""
+"""The router's process: the production `RouterCore`, and what the router's fleet and service do around it, as events."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from contracts.messages.router_commands import Command
 from contracts.messages.worker_events import Event, LegReport
 from contracts.messages.worker_status import WorkerStatus, WorkerView
 from contracts.sampling_params import TokenLogprob
-from router.core.router_actions import Deliver, End, Replay, Scores, Send
-from router.core.router_core import Brain
+from router.core.router_actions import DeliverScores, DeliverTokens, EndRequest, NoteReplay, SendCommand
+from router.core.router_core import RouterCore
 from router.links.worker_links import REACHABLE
 from router.service.router_service import TICK_S
-from router.state.routed_request import Request
-from router.state.worker_table import Entry, WorkerKey, prefix_hashes
-from router.verification.audit_cases import Finding, Result
+from router.state.routed_request import RoutedRequest
+from router.state.worker_table import WorkerEntry, WorkerKey, prefix_hashes
+from router.verification.audit_cases import AuditFinding, AuditResult
 from sim.fabric.sim_wire import pack_views, status_there, unpack_views
 from sim.nodes.build_sim_worker import World
 from sim.nodes.sim_controller import SimControl
@@ -32,7 +32,7 @@ class Clients(Protocol):
 
     def on_scores(self, ask: Ask, scores: tuple[TokenLogprob, ...]) -> None: ...
 
-    def on_end(self, ask: Ask, end: End) -> None: ...
+    def on_end(self, ask: Ask, end: EndRequest) -> None: ...
 
     def on_progress(self, ask: Ask, progress: LegReport) -> None:
         """A worker reports of one of its requests; clients see what it counts in their usage."""
@@ -50,7 +50,7 @@ class SimRouter:
     ) -> None:
         self.world, self.control = world, control
         self.process = control.new_process(f"router-0#{number}", "node-head")
-        self.brain = Brain(world.config.router, world.agenda, self._mint, world.config.audit)
+        self.brain = RouterCore(world.config.router, world.agenda, self._mint, world.config.audit)
         self.links: dict[WorkerKey, Link] = {}
         self._client = client
         self._asks: dict[RequestId, Ask] = {}
@@ -75,7 +75,7 @@ class SimRouter:
     def submit(self, ask: Ask, request_id: RequestId) -> None:
         now = self.world.agenda.now()
         self._asks[request_id] = ask
-        request = Request(
+        request = RoutedRequest(
             request_id, ask.prompt, ask.sampling, now=now, deadline=now + ask.deadline_s,
             hashes=prefix_hashes(ask.prompt, ask.salt), salt=ask.salt, priority=ask.priority,
         )  # fmt: skip
@@ -114,7 +114,7 @@ class SimRouter:
         pipe.send(tell)
         return True
 
-    def may_leave(self, entry: Entry) -> bool:
+    def may_leave(self, entry: WorkerEntry) -> bool:
         """As `router.api.admin_drain` decides it: somebody of its role must stay."""
         staying = self.brain.workers.staying(entry.record.role, self.world.agenda.now())
         return entry.status.state == "ready" and staying != [entry] and bool(staying)
@@ -179,24 +179,28 @@ class SimRouter:
         while actions := self.brain.take_actions():
             for action in actions:
                 match action:
-                    case Deliver():
+                    case DeliverTokens():
                         ask = self._asks.get(action.request_id)
                         if ask is not None:
                             self._client.on_tokens(ask, action.tokens, action.logprobs)
-                    case Scores():
+                    case DeliverScores():
                         ask = self._asks.get(action.request_id)
                         if ask is not None:
                             self._client.on_scores(ask, action.scores)
-                    case Send():
+                    case SendCommand():
                         self.world.say(self.process.label, f"tells {action.worker[0]} {_short(action.command)}")
                         sends.setdefault(action.worker, []).append(action.command)
-                    case End():
+                    case EndRequest():
                         ask = self._asks.pop(action.request_id, None)
                         if ask is not None:
                             self._client.on_end(ask, action)
-                    case Finding() if action.result in (Result.DAMAGED, Result.UNCLEAR, Result.DISPUTED):
+                    case AuditFinding() if action.result in (
+                        AuditResult.DAMAGED,
+                        AuditResult.UNCLEAR,
+                        AuditResult.DISPUTED,
+                    ):
                         self.world.violated(f"the audit of {action.request_id} finds {action}")
-                    case Replay():
+                    case NoteReplay():
                         reason = f"{action.request_id} goes on as attempt {action.attempt}: {action.reason}"
                         self.world.say(self.process.label, reason)
         for key, commands in sends.items():

@@ -29,8 +29,8 @@ from contracts.errors import ErrorKind
 from contracts.ids import RequestId, Role, WorkerName
 from contracts.messages.worker_events import LegReport
 from contracts.sampling_params import TokenLogprob
-from router.core.router_actions import End
-from router.verification.audit_cases import Result as Audited
+from router.core.router_actions import EndRequest
+from router.verification.audit_cases import AuditResult as Audited
 from sim.fabric.hash_engine import Recital, penalised, recite
 from sim.fabric.sim_arena import SimArenas
 from sim.fabric.sim_channel import Exchange
@@ -201,7 +201,7 @@ class Run:
         if scores != client.expected.scores:
             self._wrong(client, f"the prompt's log-probabilities are {scores}, not {client.expected.scores}")
 
-    def on_end(self, ask: Ask, end: End) -> None:
+    def on_end(self, ask: Ask, end: EndRequest) -> None:
         client = self._by_number[ask.number]
         client.over = True
         if end.done.error is None:

@@ -15,8 +15,8 @@ from contracts.messages.kv_events import (
     decode_batch,
     encode_batch,
 )
-from router.kv_indexer.event_replay import Follower
-from router.kv_indexer.kv_index import TierIndex
+from router.kv_indexer.event_replay import KVEventReplay
+from router.kv_indexer.kv_index import KVIndex
 
 
 class Source:
@@ -24,7 +24,7 @@ class Source:
 
     def __init__(self, rng: random.Random, buffer: int, knows_truth: bool, name: int) -> None:
         self.rng, self.knows_truth, self.name = rng, knows_truth, name
-        self.truth = TierIndex()
+        self.truth = KVIndex()
         self.buffer: deque[tuple[int, bytes]] = deque(maxlen=buffer)
         self.next = 0
 
@@ -62,7 +62,7 @@ class Source:
         return [*list(self.buffer)[-1:], *parts]
 
 
-def ask(follower: Follower, source: Source, rounds: int = 20) -> None:
+def ask(follower: KVEventReplay, source: Source, rounds: int = 20) -> None:
     """Answer until there is no question."""
     for _ in range(rounds):
         if follower.question is None:
@@ -81,7 +81,7 @@ class Line:
     those of its successor never before. An answer is made when the question is sent, and may come much later.
     """
 
-    def __init__(self, rng: random.Random, source: Source, follower: Follower) -> None:
+    def __init__(self, rng: random.Random, source: Source, follower: KVEventReplay) -> None:
         self.rng, self.source, self.follower = rng, source, follower
         self.live: deque[tuple[int, bytes]] = deque()
         self.answer: list[tuple[int, bytes]] | None = None
@@ -139,7 +139,7 @@ def stand(seed: int, knows_truth: bool) -> None:
     source = Source(rng, rng.choice([2, 8, 1000]), knows_truth, name=1)
     for _ in range(rng.randrange(5)):
         source.batch()  # before the follower joins
-    follower = Follower(can_ask=True)
+    follower = KVEventReplay(can_ask=True)
     line = Line(rng, source, follower)
     losing = rng.choice([0.0, 0.1, 0.6])
     for _ in range(150):
@@ -182,12 +182,12 @@ def test_the_index_equals_the_truth_after_any_losses_in_many_runs(knows_truth: b
         stand(seed, knows_truth)
 
 
-def pages_of(index: TierIndex) -> set[tuple[EventMedium, bytes]]:
+def pages_of(index: KVIndex) -> set[tuple[EventMedium, bytes]]:
     return {(tier, page) for tier, pages in index.pages.items() for page in pages}
 
 
-def source_and_follower(buffer: int = 100, knows_truth: bool = False) -> tuple[Source, Follower]:
-    source, follower = Source(random.Random(0), buffer, knows_truth, 1), Follower(can_ask=True)
+def source_and_follower(buffer: int = 100, knows_truth: bool = False) -> tuple[Source, KVEventReplay]:
+    source, follower = Source(random.Random(0), buffer, knows_truth, 1), KVEventReplay(can_ask=True)
     ask(follower, source)
     return source, follower
 
@@ -234,7 +234,7 @@ def test_a_loss_beyond_the_buffer_is_reported_and_the_old_index_is_gone() -> Non
     assert follower.lost == 1
     assert follower.next == source.next
     # Of what was known before the loss nothing stays, but what the batches behind it say again.
-    afterwards = TierIndex()
+    afterwards = KVIndex()
     for _, payload in (missed[-1], last):
         afterwards.apply(decode_batch(payload).events)
     assert follower.index == afterwards
@@ -253,7 +253,7 @@ def test_the_truth_mends_a_loss_beyond_the_buffer() -> None:
 
 
 def test_without_a_replay_socket_a_gap_is_a_loss() -> None:
-    source, follower = Source(random.Random(0), 100, False, 1), Follower(can_ask=False)
+    source, follower = Source(random.Random(0), 100, False, 1), KVEventReplay(can_ask=False)
     follower.live(*source.batch())
     assert follower.complete
     source.batch()
@@ -274,7 +274,7 @@ def test_a_batch_that_cannot_be_read_is_lost_and_counted() -> None:
 
 
 def test_clearing_everything_makes_a_partial_index_whole() -> None:
-    follower = Follower(can_ask=False)
+    follower = KVEventReplay(can_ask=False)
     follower.live(7, encode_batch(1.0, [BlockRemoved(EventMedium.HOST, (bytes(16),))], 0))
     assert not follower.complete
     follower.live(8, encode_batch(1.0, [AllBlocksCleared()], 0))

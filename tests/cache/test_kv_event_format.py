@@ -16,7 +16,7 @@ from contracts.messages.kv_events import (
     decode_batch,
     encode_batch,
 )
-from router.kv_indexer.kv_index import TierIndex
+from router.kv_indexer.kv_index import KVIndex
 
 A, B, C = bytes(16), bytes(range(16)), b"\xff" * 16
 
@@ -134,7 +134,7 @@ def test_a_malformed_payload_is_a_wire_error(payload: bytes) -> None:
 
 
 def test_the_index_keeps_parents_and_tokens_for_each_tier() -> None:
-    index = TierIndex()
+    index = KVIndex()
     index.apply(
         [
             BlockStored(EventMedium.DEVICE, None, (A, B), (1, 2, 3, 4), 2),

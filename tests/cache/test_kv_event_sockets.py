@@ -13,8 +13,8 @@ from contracts.clock import ManualClock, SystemClock
 from contracts.config.cache_config import EventsConfig
 from contracts.errors import ConfigError
 from contracts.messages.kv_events import END, BlockRemoved, BlockStored, EventMedium, KvEvent, decode_batch
-from router.kv_indexer.kv_event_subscriber import EventReader
-from router.kv_indexer.kv_index import TierIndex
+from router.kv_indexer.kv_event_subscriber import KVEventSubscriber
+from router.kv_indexer.kv_index import KVIndex
 
 LOOPBACK = "tcp://127.0.0.1:0"
 
@@ -23,7 +23,7 @@ class Worker:
     """A log, the truth that it tells, and a publisher."""
 
     def __init__(self, config: EventsConfig, knows_truth: bool = False) -> None:
-        self.log, self.truth, self.rng = KVEventLog(), TierIndex(), random.Random(0)
+        self.log, self.truth, self.rng = KVEventLog(), KVIndex(), random.Random(0)
         truth = self.content if knows_truth else None
         self.publisher = KVEventPublisher(config, self.log, time.time, truth=truth)
 
@@ -58,12 +58,12 @@ def both(**more: int) -> EventsConfig:
     return EventsConfig(endpoint=LOOPBACK, replay_endpoint=LOOPBACK, **more)
 
 
-def reader_of(worker: Worker, answer_s: float = 5.0) -> EventReader:
+def reader_of(worker: Worker, answer_s: float = 5.0) -> KVEventSubscriber:
     publisher = worker.publisher
-    return EventReader(publisher.endpoint, SystemClock(), publisher.replay_endpoint, "kv-events", answer_s)
+    return KVEventSubscriber(publisher.endpoint, SystemClock(), publisher.replay_endpoint, "kv-events", answer_s)
 
 
-def turn(worker: Worker, reader: EventReader, done: Callable[[], bool]) -> None:
+def turn(worker: Worker, reader: KVEventSubscriber, done: Callable[[], bool]) -> None:
     """Turn both loops until `done`."""
     deadline = time.monotonic() + 60
     while not done():
@@ -178,7 +178,7 @@ def test_a_question_without_an_answer_is_asked_again_by_the_clock() -> None:
     config = EventsConfig(endpoint=LOOPBACK)
     with working(config) as worker, zmq.Context() as context, context.socket(zmq.ROUTER) as mute:
         port = mute.bind_to_random_port("tcp://127.0.0.1")
-        with EventReader(worker.publisher.endpoint, clock, f"tcp://127.0.0.1:{port}", answer_s=5.0) as reader:
+        with KVEventSubscriber(worker.publisher.endpoint, clock, f"tcp://127.0.0.1:{port}", answer_s=5.0) as reader:
             askers = set()
             for _ in range(3):
                 assert mute.poll(10_000)
@@ -195,7 +195,7 @@ def test_a_question_without_an_answer_is_asked_again_by_the_clock() -> None:
 def test_rubbish_on_the_sockets_is_counted_or_left_alone() -> None:
     with zmq.Context() as context, context.socket(zmq.PUB) as pub, working(both()) as worker:
         port = pub.bind_to_random_port("tcp://127.0.0.1")
-        with EventReader(f"tcp://127.0.0.1:{port}", SystemClock()) as reader:
+        with KVEventSubscriber(f"tcp://127.0.0.1:{port}", SystemClock()) as reader:
             while not reader.malformed:
                 pub.send_multipart([b"", b"short", b"x"])
                 reader.poll(0.01)

@@ -19,7 +19,7 @@ from contracts.block_hash import chain_keys
 from contracts.clock import SystemClock
 from contracts.config.cache_config import EventsConfig
 from contracts.messages.kv_events import EventMedium as Medium
-from router.kv_indexer.kv_event_subscriber import EventReader
+from router.kv_indexer.kv_event_subscriber import KVEventSubscriber
 from tests.poolsets import pool_sets
 from tests.steps import steps
 
@@ -35,7 +35,7 @@ class Told:
         self.pages = {tier: PageAllocator(f"{tier.name} pages", 30_000, first=1) for tier in IN_TREE}
         config = EventsConfig(endpoint=ANY, replay_endpoint=ANY, buffer_batches=buffer_batches)
         self.teller = KVEventRecorder(self.tree, config, time.time, 0)
-        self.reader: EventReader | None = None
+        self.reader: KVEventSubscriber | None = None
 
     def insert(self, tokens: list[int], tier: Tier = Tier.DEVICE, salt: str = "") -> None:
         prefix = TokenPrefix.of(tokens, PAGE_TOKENS, salt)
@@ -44,9 +44,9 @@ class Told:
         self.tree.insert(prefix, {"full": [PageOffer(0, lease, digests)]}, tier)
         lease.release()
 
-    def read(self) -> EventReader:
+    def read(self) -> KVEventSubscriber:
         publisher = self.teller.publisher
-        self.reader = EventReader(publisher.endpoint, SystemClock(), publisher.replay_endpoint)
+        self.reader = KVEventSubscriber(publisher.endpoint, SystemClock(), publisher.replay_endpoint)
         return self.reader
 
     def round(self) -> None:
@@ -162,7 +162,7 @@ def test_who_waits_for_its_turn_is_told_that_it_is_not_forgotten() -> None:
             one.insert([first] * PAGE_TOKENS * 100)
             one.teller.round()
         publisher = one.teller.publisher
-        readers = [EventReader(publisher.endpoint, SystemClock(), publisher.replay_endpoint) for _ in range(4)]
+        readers = [KVEventSubscriber(publisher.endpoint, SystemClock(), publisher.replay_endpoint) for _ in range(4)]
         deadline = time.monotonic() + 60
         while not all(reader.complete for reader in readers):
             assert time.monotonic() < deadline

@@ -24,11 +24,11 @@ from contracts.messages.router_commands import (
 )
 from contracts.messages.worker_events import Done, Event
 from contracts.sampling_params import SamplingParams, TokenLogprob
-from router.core.router_actions import Deliver, End, Replay, Scores, Send
-from router.core.router_core import Brain
-from router.state.routed_request import Request
+from router.core.router_actions import DeliverScores, DeliverTokens, EndRequest, NoteReplay, SendCommand
+from router.core.router_core import RouterCore
+from router.state.routed_request import RoutedRequest
 from router.state.worker_table import WorkerKey, prefix_hashes
-from router.verification.audit_cases import Finding
+from router.verification.audit_cases import AuditFinding
 from tests.router.fake_worker import FakeCluster, decode_frames, expected, prefill_frames
 
 
@@ -47,7 +47,7 @@ class Stage:
         self.clock = ManualClock(100.0)
         self.cluster = FakeCluster(prefill, decode)
         rooms = (f"room-{i}" for i in itertools.count())
-        self.brain = Brain(RouterConfig(**config), self.clock, lambda: next(rooms), AuditConfig(**audit))
+        self.brain = RouterCore(RouterConfig(**config), self.clock, lambda: next(rooms), AuditConfig(**audit))
         self.legs: dict[tuple[str, RequestId], StageLeg] = {}
         self.said: list[tuple[WorkerKey, Event]] = []
         self.submits: list[tuple[WorkerKey, Submit]] = []
@@ -60,9 +60,9 @@ class Stage:
         self.scores: dict[RequestId, tuple[TokenLogprob, ...]] = {}
         self.ends: dict[RequestId, Done] = {}
         self.audits: list[tuple[WorkerKey, Audit]] = []
-        self.findings: list[Finding] = []
+        self.findings: list[AuditFinding] = []
         self.forgets: list[tuple[WorkerKey, InvalidatePrefix]] = []
-        self.requests: dict[RequestId, Request] = {}
+        self.requests: dict[RequestId, RoutedRequest] = {}
         self.view()
         for name in self.cluster.workers:
             self.link(name)
@@ -112,7 +112,7 @@ class Stage:
         params = SamplingParams(max_tokens, **sampling)
         now = self.clock.now()
         deadline = now + self.brain._config.request_timeout_s
-        request = Request(rid, prompt, params, now=now, deadline=deadline, hashes=prefix_hashes(prompt))
+        request = RoutedRequest(rid, prompt, params, now=now, deadline=deadline, hashes=prefix_hashes(prompt))
         self.requests[rid] = request
         self.out[rid], self.logprobs[rid] = [], []
         self.brain.submit(request)
@@ -132,35 +132,35 @@ class Stage:
         """Carry out the brain's actions, and let it recount its books."""
         for action in self.brain.take_actions():
             match action:
-                case Send(worker, Submit() as submit):
+                case SendCommand(worker, Submit() as submit):
                     self.submits.append((worker, submit))
                     frames = prefill_frames if worker[0].startswith("prefill") else decode_frames
                     events = [e for frame in frames(submit, worker[0]) for e in frame]
                     assert (worker[0], submit.request_id) not in self.legs, "an attempt is cancelled before the next"
                     self.legs[worker[0], submit.request_id] = StageLeg(submit, deque(events))
-                case Send(worker, Cancel() as cancel):
+                case SendCommand(worker, Cancel() as cancel):
                     self.cancels.append((worker, cancel))
                     self.legs.pop((worker[0], cancel.request_id), None)
-                case Deliver(rid, tokens, logprobs):
+                case DeliverTokens(rid, tokens, logprobs):
                     assert rid not in self.ends, "nothing follows the end"
                     self.out[rid] += tokens
                     self.logprobs[rid] += logprobs
-                case Scores(rid, scores):
+                case DeliverScores(rid, scores):
                     assert rid not in self.scores, "scores come once"
                     assert not self.out[rid], "scores come first"
                     self.scores[rid] = scores
-                case Replay(rid, attempt, reason):
+                case NoteReplay(rid, attempt, reason):
                     assert attempt == self.requests[rid].attempt or rid in self.ends
                     assert reason
-                case Send(worker, PushPrefix() | PullPrefix() | PauseForMigration() | ResumeHere() as order):
+                case SendCommand(worker, PushPrefix() | PullPrefix() | PauseForMigration() | ResumeHere() as order):
                     self.orders.append((worker, order))
-                case Send(worker, Audit() as audit):
+                case SendCommand(worker, Audit() as audit):
                     self.audits.append((worker, audit))
-                case Send(worker, InvalidatePrefix() as forget):
+                case SendCommand(worker, InvalidatePrefix() as forget):
                     self.forgets.append((worker, forget))
-                case Finding():
+                case AuditFinding():
                     self.findings.append(action)
-                case End(rid, done):
+                case EndRequest(rid, done):
                     assert rid not in self.ends, "an end comes once"
                     self.ends[rid] = done
         assert self.brain.check() == []

@@ -12,7 +12,7 @@ from contracts.messages.router_commands import Audit
 from contracts.messages.worker_events import Audited, AuditEnd, Done
 from contracts.sampling_params import TokenDifference
 from router.state.worker_table import WorkerKey
-from router.verification.audit_cases import STATES, Result
+from router.verification.audit_cases import STATES, AuditResult
 from router.verification.audits import TRIES, chosen
 from tests.router.stage import Stage
 
@@ -47,7 +47,7 @@ def say(on: Stage, end: AuditEnd = AuditEnd.COMPUTED, *found: TokenDifference, d
     on.hear(worker, Audited(audit.request_id, audit.attempt, end, tokens, count, found))
 
 
-def results(on: Stage) -> dict[Result, int]:
+def results(on: Stage) -> dict[AuditResult, int]:
     return dict(on.brain.audits.counts.results)
 
 
@@ -67,7 +67,7 @@ def test_a_finished_answer_goes_to_an_idle_prefill_worker_with_all_its_tokens() 
     assert (audit.sampling.seed, audit.sampling.temperature, audit.sampling.logprobs) == (9, 0.7, None)
     say(on)
     counts = on.brain.audits.counts
-    assert (results(on), counts.tokens, counts.damage_rate) == ({Result.EXACT: 1}, 6, 0.0)
+    assert (results(on), counts.tokens, counts.damage_rate) == ({AuditResult.EXACT: 1}, 6, 0.0)
     assert not on.findings
 
 
@@ -146,7 +146,7 @@ def test_an_audit_that_a_request_ended_waits_and_is_begun_again_under_the_next_n
     idle(on)
     assert last(on)[1].attempt == 1
     say(on)
-    assert results(on) == {Result.EXACT: 1}
+    assert results(on) == {AuditResult.EXACT: 1}
 
 
 def test_an_audit_that_is_never_left_in_peace_is_left_out() -> None:
@@ -155,7 +155,7 @@ def test_an_audit_that_is_never_left_in_peace_is_left_out() -> None:
     for _ in range(TRIES):
         idle(on)
         say(on, AuditEnd.PREEMPTED)
-    assert results(on) == {Result.DROPPED: 1}
+    assert results(on) == {AuditResult.DROPPED: 1}
     assert not on.brain.audits.queued
 
 
@@ -165,7 +165,7 @@ def test_a_full_queue_leaves_its_oldest_out() -> None:
     on.drain("prefill-0", draining=False)
     rids = [on.submit() for _ in range(5)]
     on.finish()
-    assert results(on) == {Result.DROPPED: 2}
+    assert results(on) == {AuditResult.DROPPED: 2}
     idle(on)
     assert last(on)[1].request_id == f"audit-{rids[2]}"
 
@@ -183,9 +183,9 @@ def test_a_difference_counts_once_another_worker_has_come_to_the_same() -> None:
     idle(on)
     assert last(on)[0] != first
     say(on, AuditEnd.COMPUTED, TokenDifference(5, 77, 0.4))
-    assert results(on) == {Result.DAMAGED: 1}
+    assert results(on) == {AuditResult.DAMAGED: 1}
     (finding,) = on.findings
-    assert (finding.request_id, finding.result, finding.differing) == (rid, Result.DAMAGED, 1)
+    assert (finding.request_id, finding.result, finding.differing) == (rid, AuditResult.DAMAGED, 1)
     assert on.brain.audits.counts.differing == 1
     assert finding.role is DECODE
     assert finding.leg is not None
@@ -260,8 +260,8 @@ def test_auditors_that_contradict_each_other_prove_nothing() -> None:
         say(on, AuditEnd.COMPUTED, TokenDifference(5, 77, 0.5))
         idle(on)
         say(on, AuditEnd.COMPUTED, *second)
-        assert results(on) == {Result.DISPUTED: 1}
-        assert on.findings[0].result is Result.DISPUTED
+        assert results(on) == {AuditResult.DISPUTED: 1}
+        assert on.findings[0].result is AuditResult.DISPUTED
         assert on.brain.audits.counts.damage_rate == 0.0
 
 
@@ -270,7 +270,7 @@ def test_what_differs_within_the_margin_is_unclear() -> None:
     answered(on)
     idle(on)
     say(on, AuditEnd.COMPUTED, differing=2)
-    assert results(on) == {Result.UNCLEAR: 1}
+    assert results(on) == {AuditResult.UNCLEAR: 1}
 
 
 def test_a_refused_audit_is_over_and_says_why() -> None:
@@ -279,7 +279,7 @@ def test_a_refused_audit_is_over_and_says_why() -> None:
     idle(on)
     worker, audit = last(on)
     on.hear(worker, Audited(audit.request_id, 0, AuditEnd.REFUSED, message="planted"))
-    assert results(on) == {Result.FAILED: 1}
+    assert results(on) == {AuditResult.FAILED: 1}
     assert on.findings[0].message == "planted"
 
 
@@ -293,7 +293,7 @@ def test_a_worker_that_dies_takes_no_audit_with_it() -> None:
     idle(on)
     assert last(on)[0][1] == 2
     say(on)
-    assert results(on) == {Result.EXACT: 1}
+    assert results(on) == {AuditResult.EXACT: 1}
 
 
 def test_an_audit_without_an_answer_is_taken_back_in_time() -> None:
@@ -301,11 +301,11 @@ def test_an_audit_without_an_answer_is_taken_back_in_time() -> None:
     answered(on)
     idle(on)
     on.tick(5.0)
-    assert results(on) == {Result.DROPPED: 1}
+    assert results(on) == {AuditResult.DROPPED: 1}
     assert [c.request_id for _, c in on.cancels] == [last(on)[1].request_id]
     late = on.brain.counts.late_events
     say(on)
-    assert results(on) == {Result.DROPPED: 1}
+    assert results(on) == {AuditResult.DROPPED: 1}
     assert on.brain.counts.late_events == late + 1
 
 

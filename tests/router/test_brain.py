@@ -11,7 +11,7 @@ from contracts.errors import ErrorKind, IllegalTransition
 from contracts.ids import Role, WorkerName
 from contracts.messages.worker_events import Done, LegReport, Tokens
 from router.core.router_core import REFUSAL_LIMIT
-from router.state.worker_table import PREFIX_BLOCK_TOKENS, Entry, prefix_hashes
+from router.state.worker_table import PREFIX_BLOCK_TOKENS, WorkerEntry, prefix_hashes
 from tests.router.stage import Stage
 
 PREFILL, DECODE = Role.PREFILL, Role.DECODE
@@ -506,7 +506,7 @@ def test_what_a_worker_is_remembered_to_hold_is_bounded(monkeypatch: pytest.Monk
     for i in range(5):
         stage.submit(tuple(range(i, i + 130)))
     entry = stage.brain.workers.named("prefill-0")
-    assert isinstance(entry, Entry)
+    assert isinstance(entry, WorkerEntry)
     assert len(entry.prefixes) == 4
     assert entry.cached_tokens(prefix_hashes(range(4, 134))) == 128
     assert entry.cached_tokens(prefix_hashes(range(0, 130))) == 0

@@ -7,11 +7,11 @@ import pytest
 from contracts.errors import ErrorKind
 from contracts.ids import Role, WorkerName
 from contracts.messages.worker_events import Done
-from router.state.circuit_breaker import Breaker, Circuit
+from router.state.circuit_breaker import CircuitBreaker, CircuitState
 from tests.router.stage import Stage
 
 
-def breaker(stage: Stage, name: str) -> Breaker:
+def breaker(stage: Stage, name: str) -> CircuitBreaker:
     entry = stage.brain.workers.named(name)
     assert entry is not None
     return entry.breaker
@@ -23,12 +23,12 @@ def test_a_stream_that_broke_is_one_failure_however_many_requests_it_struck() ->
         for _ in range(6):
             stage.submit()
         stage.unlink("decode-0")
-        assert breaker(stage, "decode-0").state is Circuit.CLOSED, "two failures are fewer than three"
+        assert breaker(stage, "decode-0").state is CircuitState.CLOSED, "two failures are fewer than three"
         stage.link("decode-0")
     for _ in range(6):
         stage.submit()
     stage.unlink("decode-0")
-    assert breaker(stage, "decode-0").state is Circuit.OPEN, "the third is enough"
+    assert breaker(stage, "decode-0").state is CircuitState.OPEN, "the third is enough"
 
 
 def test_the_breaker_of_an_incarnation_that_is_gone_is_over_and_complaints_about_it_are_justified() -> None:
@@ -43,9 +43,9 @@ def test_the_breaker_of_an_incarnation_that_is_gone_is_over_and_complaints_about
         if victim == "prefill-0":
             stage.kill(victim)
             stage.restart(victim)
-            assert old.state is Circuit.OVER
-            assert breaker(stage, victim).state is Circuit.CLOSED
-    assert breaker(stage, "decode-0").state is Circuit.CLOSED, "it was right about the one that died"
+            assert old.state is CircuitState.OVER
+            assert breaker(stage, victim).state is CircuitState.CLOSED
+    assert breaker(stage, "decode-0").state is CircuitState.CLOSED, "it was right about the one that died"
 
 
 def test_the_first_token_of_a_trial_request_closes_the_breaker_again() -> None:
@@ -54,14 +54,14 @@ def test_the_first_token_of_a_trial_request_closes_the_breaker_again() -> None:
     for _ in range(2):
         stage.say(rid, Role.PREFILL, 2)
         stage.error(rid, Role.DECODE, ErrorKind.WORKER)
-        while not any(r == rid for _, r in stage.legs) and breaker(stage, "decode-0").state is Circuit.CLOSED:
+        while not any(r == rid for _, r in stage.legs) and breaker(stage, "decode-0").state is CircuitState.CLOSED:
             stage.tick(0.5)
-    assert breaker(stage, "decode-0").state is Circuit.OPEN
+    assert breaker(stage, "decode-0").state is CircuitState.OPEN
     stage.clock.advance(5.0)
     stage.tick()
-    assert breaker(stage, "decode-0").state is Circuit.HALF_OPEN
+    assert breaker(stage, "decode-0").state is CircuitState.HALF_OPEN
     stage.finish()
-    assert breaker(stage, "decode-0").state is Circuit.CLOSED
+    assert breaker(stage, "decode-0").state is CircuitState.CLOSED
     stage.assert_answered(rid)
 
 

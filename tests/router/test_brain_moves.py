@@ -12,14 +12,14 @@ from contracts.errors import ErrorKind
 from contracts.ids import Role, WorkerName
 from contracts.messages.router_commands import Command, PauseForMigration, ResumeHere
 from contracts.messages.worker_events import Done, MigrationDone, MigrationPaused, PushReady
-from router.migration.migration_table import MoveState
+from router.migration.migration_table import MigrationState
 from router.migration.migrations import PATIENCE_S
-from router.state.circuit_breaker import Circuit
+from router.state.circuit_breaker import CircuitState
 from router.state.worker_table import WorkerKey
 from tests.router.stage import Stage
 
 PREFILL, DECODE = Role.PREFILL, Role.DECODE
-STATES = [MoveState.AHEAD, MoveState.ASKED, MoveState.OFFERED, MoveState.GIVEN]
+STATES = [MigrationState.AHEAD, MigrationState.ASKED, MigrationState.OFFERED, MigrationState.GIVEN]
 SOURCE, TARGET = "decode-0", "decode-1"
 
 
@@ -44,7 +44,7 @@ class Scene:
         return self.on.key(TARGET)
 
     @property
-    def state(self) -> MoveState | None:
+    def state(self) -> MigrationState | None:
         move = self.on.brain.moves.of(self.request)
         return move.state if move is not None else None
 
@@ -57,7 +57,7 @@ class Scene:
         """The source has stopped: of all that was told it holds the state, but for the last token's."""
         self.on.hear(self.source, MigrationPaused(self.rid, 0, self.request.next_position - 1))
 
-    def bring_to(self, state: MoveState) -> None:
+    def bring_to(self, state: MigrationState) -> None:
         steps: list[Callable[[], None]] = [
             lambda: self.on.hear(self.source, PushReady(self.rid, 0, 0)),
             self.pauses,
@@ -78,14 +78,14 @@ class Scene:
         """At decode workers, and as which attempt."""
         return {(worker[0], cancel.attempt) for worker, cancel in self.on.cancels if worker[0].startswith(DECODE)}
 
-    def breaker(self, name: str) -> Circuit:
+    def breaker(self, name: str) -> CircuitState:
         entry = self.on.brain.workers.named(name)
         assert entry is not None
         return entry.breaker.state
 
 
-@pytest.mark.parametrize("state", [MoveState.OFFERED, MoveState.GIVEN])
-def test_whoever_speaks_first_after_the_pause_has_the_request(state: MoveState) -> None:
+@pytest.mark.parametrize("state", [MigrationState.OFFERED, MigrationState.GIVEN])
+def test_whoever_speaks_first_after_the_pause_has_the_request(state: MigrationState) -> None:
     scene = Scene()
     scene.bring_to(state)
     scene.on.rooms_in.add(scene.on.legs[TARGET, scene.rid].submit.room)
@@ -102,7 +102,7 @@ def test_the_target_is_sent_what_the_source_has_and_the_time_that_is_left_and_no
     scene = Scene(scores=True, request_timeout_s=30.0)
     scene.on.tick(10.0)
     first = scene.on.submits[0][1]
-    scene.bring_to(MoveState.OFFERED)
+    scene.bring_to(MigrationState.OFFERED)
     worker, submit = scene.on.submits[-1]
     assert (worker, submit.attempt, submit.moving) == (scene.target, 1, True)
     assert submit.peer is not None
@@ -132,18 +132,20 @@ def test_how_long_streams_stood_still_is_counted_from_pause_to_first_word() -> N
 
 
 @pytest.mark.parametrize("state", STATES)
-def test_a_request_taken_back_in_the_middle_of_a_move_is_taken_back_from_whoever_was_sent_it(state: MoveState) -> None:
+def test_a_request_taken_back_in_the_middle_of_a_move_is_taken_back_from_whoever_was_sent_it(
+    state: MigrationState,
+) -> None:
     scene = Scene()
     scene.bring_to(state)
     scene.on.brain.cancel(scene.rid)
     scene.on.play()
-    sent_it = {(SOURCE, 0)} | ({(TARGET, 1)} if state in (MoveState.OFFERED, MoveState.GIVEN) else set())
+    sent_it = {(SOURCE, 0)} | ({(TARGET, 1)} if state in (MigrationState.OFFERED, MigrationState.GIVEN) else set())
     assert scene.cancelled() == sent_it
 
 
 def test_a_target_that_refused_is_told_nothing_more_and_the_source_goes_on() -> None:
     scene = Scene()
-    scene.bring_to(MoveState.OFFERED)
+    scene.bring_to(MigrationState.OFFERED)
     before = len(scene.on.orders)
     scene.target_ends(ErrorKind.OVERLOADED)
     assert scene.orders_from(before) == [(SOURCE, ResumeHere(scene.rid, 0))]
@@ -155,10 +157,10 @@ def test_a_target_that_refused_is_told_nothing_more_and_the_source_goes_on() -> 
 
 def test_a_target_that_nobody_heard_of_in_time_is_cancelled_and_the_source_goes_on() -> None:
     scene = Scene()
-    scene.bring_to(MoveState.OFFERED)
+    scene.bring_to(MigrationState.OFFERED)
     before = len(scene.on.orders)
     scene.on.tick(PATIENCE_S - 0.1)
-    assert scene.state is MoveState.OFFERED
+    assert scene.state is MigrationState.OFFERED
     scene.on.tick(0.2)
     assert scene.orders_from(before) == [(SOURCE, ResumeHere(scene.rid, 0))]
     assert scene.cancelled() == {(TARGET, 1)}
@@ -177,20 +179,20 @@ def test_a_target_that_nobody_heard_of_in_time_is_cancelled_and_the_source_goes_
 )
 def test_a_failed_move_counts_against_who_is_blamed_for_it(kind: ErrorKind, blame: str, left_alone: set[str]) -> None:
     scene = Scene(breaker_failures=1, breaker_rate=0.1)
-    scene.bring_to(MoveState.OFFERED)
+    scene.bring_to(MigrationState.OFFERED)
     scene.target_ends(kind, **({"blame": WorkerName(blame)} if blame else {}))
-    assert {name for name in (SOURCE, TARGET) if scene.breaker(name) is Circuit.OPEN} == left_alone
+    assert {name for name in (SOURCE, TARGET) if scene.breaker(name) is CircuitState.OPEN} == left_alone
 
 
-@pytest.mark.parametrize("state", [MoveState.AHEAD, MoveState.OFFERED])
-def test_a_source_that_says_it_stopped_and_was_not_asked_now_is_told_to_go_on(state: MoveState) -> None:
+@pytest.mark.parametrize("state", [MigrationState.AHEAD, MigrationState.OFFERED])
+def test_a_source_that_says_it_stopped_and_was_not_asked_now_is_told_to_go_on(state: MigrationState) -> None:
     """Its word on a move that was taken back meanwhile comes late, when the next one has begun."""
     scene = Scene()
-    scene.bring_to(MoveState.ASKED)
+    scene.bring_to(MigrationState.ASKED)
     scene.on.tick(PATIENCE_S + 0.1)
     assert scene.state is None
     assert scene.begin()
-    if state is not MoveState.AHEAD:
+    if state is not MigrationState.AHEAD:
         scene.on.hear(scene.source, PushReady(scene.rid, 0, 0))
         scene.pauses()
     before = len(scene.on.orders)

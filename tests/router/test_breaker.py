@@ -7,14 +7,14 @@ import pytest
 from contracts.errors import ErrorKind, IllegalTransition
 from contracts.ids import RequestId, Role, WorkerName
 from contracts.messages.worker_events import Done
-from router.state.circuit_breaker import CIRCUIT, Circuit, CircuitEvent
+from router.state.circuit_breaker import CIRCUIT, CircuitEvent, CircuitState
 from tests.router.stage import Stage
 
 PREFILL, DECODE = Role.PREFILL, Role.DECODE
 PATIENT = {"replay_limit": 1000, "worker_wait_s": 1000.0, "breaker_failures": 4, "breaker_open_s": 5.0}
 
 
-def state(stage: Stage, name: str) -> Circuit:
+def state(stage: Stage, name: str) -> CircuitState:
     entry = stage.brain.workers.named(name)
     assert entry is not None
     return entry.breaker.state
@@ -49,9 +49,9 @@ def test_a_prefill_worker_that_sends_damage_is_left_alone_and_the_decode_workers
         rid = stage.submit()
         play_bad(stage, rid, "prefill-0")
         stage.assert_answered(rid)
-    assert state(stage, "prefill-0") is Circuit.OPEN
+    assert state(stage, "prefill-0") is CircuitState.OPEN
     for healthy in ("prefill-1", "decode-0", "decode-1"):
-        assert state(stage, healthy) is Circuit.CLOSED
+        assert state(stage, healthy) is CircuitState.CLOSED
     before = len(stage.submits)
     for _ in range(6):
         stage.submit()
@@ -63,25 +63,25 @@ def test_a_decode_worker_that_complains_about_everybody_is_the_one_at_fault() ->
     for _ in range(12):
         rid = stage.submit()
         play_bad(stage, rid, "decode-0", ErrorKind.ROOM)
-    assert state(stage, "decode-0") is Circuit.OPEN
-    assert {state(stage, name) for name in ("prefill-0", "prefill-1", "prefill-2", "decode-1")} == {Circuit.CLOSED}
+    assert state(stage, "decode-0") is CircuitState.OPEN
+    assert {state(stage, name) for name in ("prefill-0", "prefill-1", "prefill-2", "decode-1")} == {CircuitState.CLOSED}
 
 
 def test_the_only_reporter_of_the_only_prefill_worker_is_believed() -> None:
     stage = Stage(prefill=1, decode=1, **PATIENT)
     rid = stage.submit()
     for _ in range(40):
-        if state(stage, "prefill-0") is Circuit.OPEN:
+        if state(stage, "prefill-0") is CircuitState.OPEN:
             break
         if any(r == rid for _, r in stage.legs):
             accuse(stage, rid, ErrorKind.ROOM)
         else:
             stage.tick(0.5)
-    assert state(stage, "prefill-0") is Circuit.OPEN
-    assert state(stage, "decode-0") is Circuit.CLOSED
+    assert state(stage, "prefill-0") is CircuitState.OPEN
+    assert state(stage, "decode-0") is CircuitState.CLOSED
     stage.finish()
     stage.assert_answered(rid)
-    assert state(stage, "prefill-0") is Circuit.CLOSED, "the request that waited for it was the trial"
+    assert state(stage, "prefill-0") is CircuitState.CLOSED, "the request that waited for it was the trial"
 
 
 def opened() -> Stage:
@@ -89,7 +89,7 @@ def opened() -> Stage:
     rids = [stage.submit() for _ in range(4)]
     for rid in rids:
         stage.error(rid, DECODE, ErrorKind.WORKER)
-    assert state(stage, "decode-0") is Circuit.OPEN
+    assert state(stage, "decode-0") is CircuitState.OPEN
     assert not stage.legs
     return stage
 
@@ -100,11 +100,11 @@ def test_after_a_while_one_request_tries_it_and_its_success_brings_the_others() 
     assert not stage.legs, "not before its time"
     stage.tick(1.2)
     assert len(stage.legs) == 2, "one request, on both workers"
-    assert state(stage, "decode-0") is Circuit.HALF_OPEN
+    assert state(stage, "decode-0") is CircuitState.HALF_OPEN
     rid = next(iter(stage.legs))[1]
     stage.say(rid, PREFILL, 2)
     stage.say(rid, DECODE, 2)
-    assert state(stage, "decode-0") is Circuit.CLOSED
+    assert state(stage, "decode-0") is CircuitState.CLOSED
     stage.tick()
     stage.finish()
 
@@ -115,9 +115,9 @@ def test_a_trial_that_fails_is_followed_by_a_longer_wait() -> None:
         stage.tick(wait - 1)
         assert not stage.legs
         stage.tick(1.0)
-        assert state(stage, "decode-0") is Circuit.HALF_OPEN
+        assert state(stage, "decode-0") is CircuitState.HALF_OPEN
         stage.error(next(iter(stage.legs))[1], DECODE, ErrorKind.WORKER)
-        assert state(stage, "decode-0") is Circuit.OPEN
+        assert state(stage, "decode-0") is CircuitState.OPEN
 
 
 def test_a_trial_that_its_client_takes_back_makes_room_for_the_next() -> None:
@@ -130,14 +130,14 @@ def test_a_trial_that_its_client_takes_back_makes_room_for_the_next() -> None:
     second = {rid for _, rid in stage.legs}
     assert len(second) == 1
     assert second != {first}
-    assert state(stage, "decode-0") is Circuit.HALF_OPEN
+    assert state(stage, "decode-0") is CircuitState.HALF_OPEN
 
 
 def test_a_link_that_breaks_is_one_failure_however_many_requests_it_strikes() -> None:
     stage = Stage(prefill=1, decode=1, **PATIENT)
     rids = [stage.submit() for _ in range(10)]
     stage.unlink("decode-0")
-    assert state(stage, "decode-0") is Circuit.CLOSED
+    assert state(stage, "decode-0") is CircuitState.CLOSED
     stage.link("decode-0")
     stage.finish()
     for rid in rids:
@@ -160,7 +160,7 @@ def test_a_worker_that_died_justifies_those_who_complained_about_it() -> None:
                     break
         stage.kill(victim)
         stage.restart(victim)
-    assert state(stage, "decode-0") is Circuit.CLOSED
+    assert state(stage, "decode-0") is CircuitState.CLOSED
 
 
 def test_breakers_say_nothing_about_refusals_of_a_draining_worker() -> None:
@@ -168,7 +168,7 @@ def test_breakers_say_nothing_about_refusals_of_a_draining_worker() -> None:
     for _ in range(8):
         stage.tick(1.0)
         stage.error(stage.submit(), DECODE, ErrorKind.DRAINING)
-    assert {state(stage, name) for name in ("decode-0", "decode-1", "prefill-0")} == {Circuit.CLOSED}
+    assert {state(stage, name) for name in ("decode-0", "decode-1", "prefill-0")} == {CircuitState.CLOSED}
 
 
 def test_an_attempt_after_a_failed_hand_over_prefers_another_pair() -> None:
@@ -185,11 +185,11 @@ def test_an_attempt_after_a_failed_hand_over_prefers_another_pair() -> None:
 
 def test_an_event_that_is_not_in_the_table_raises_and_every_state_can_end() -> None:
     assert CIRCUIT.dead_ends() == []
-    for state_, event in ((Circuit.CLOSED, CircuitEvent.PROVED), (Circuit.OPEN, CircuitEvent.TRIP)):
+    for state_, event in ((CircuitState.CLOSED, CircuitEvent.PROVED), (CircuitState.OPEN, CircuitEvent.TRIP)):
         with pytest.raises(IllegalTransition):
             CIRCUIT.next(state_, event)
     for row in CIRCUIT.rows.values():
-        assert row[CircuitEvent.OVER] is Circuit.OVER
+        assert row[CircuitEvent.OVER] is CircuitState.OVER
 
 
 def test_who_waits_in_vain_for_a_worker_that_is_left_alone_is_told() -> None:

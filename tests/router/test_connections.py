@@ -13,7 +13,7 @@ import pytest
 from contracts.config.router_config import RouterConfig
 from router.api import client_connections as module
 from router.api.asgi_exchange import FREE_BYTES
-from router.api.client_connections import RESERVE, Connections, connection_limit
+from router.api.client_connections import RESERVE, ClientConnections, connection_limit
 from router.service.body_buffer import BodyBuffer
 from tests.router.fake_worker import FakeCluster
 from tests.router.http_server import Server, router_config, serving
@@ -212,7 +212,7 @@ def test_a_client_that_takes_nothing_is_cut_off(bounded: Server) -> None:
 
 @pytest.mark.parametrize("descriptors", [64, 128, 256, 1024, 65_536])
 def test_connections_leave_descriptors_for_everything_else(descriptors: int) -> None:
-    registry = Connections(RouterConfig(), connection_limit(RouterConfig(), descriptors))
+    registry = ClientConnections(RouterConfig(), connection_limit(RouterConfig(), descriptors))
     rest = descriptors - registry.limit - RESERVE - registry.backlog
     assert registry.limit >= 1
     assert rest >= 30, "workers, the controller, readers, logs"

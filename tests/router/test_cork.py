@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from router.api.coalesced_writes import CorkedTransport
+from router.api.coalesced_writes import CoalescingTransport
 
 
 class Wire:
@@ -31,7 +31,7 @@ class Wire:
 @pytest.mark.asyncio
 async def test_writes_of_one_turn_leave_as_one_and_in_order() -> None:
     wire: Any = Wire()
-    corked = CorkedTransport(wire, asyncio.get_running_loop())
+    corked = CoalescingTransport(wire, asyncio.get_running_loop())
     corked.write(b"a")
     corked.write(b"b")
     assert wire.writes == []
@@ -45,7 +45,7 @@ async def test_writes_of_one_turn_leave_as_one_and_in_order() -> None:
 @pytest.mark.asyncio
 async def test_a_close_sends_what_was_written_before_it() -> None:
     wire: Any = Wire()
-    corked = CorkedTransport(wire, asyncio.get_running_loop())
+    corked = CoalescingTransport(wire, asyncio.get_running_loop())
     corked.write(b"a")
     corked.close()
     assert wire.writes == [b"a"]

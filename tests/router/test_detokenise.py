@@ -12,18 +12,18 @@ from tokenizers import Tokenizer, decoders, models
 
 from router.text.detokenizer import WindowDetokenizer
 from router.text.stop_strings import StopMatcher
-from router.text.tokenizer import TextCodec, read_text_codec
+from router.text.tokenizer import ModelTokenizer, read_text_codec
 from tests.router.http_server import DEMO
 
 WORDS = "Grüße, 你好 👩‍👩‍👧 — naïve café\n\t𝔘𝔫𝔦 ∑ ﷽ — the end"
 
 
 @pytest.fixture(scope="module")
-def codec() -> TextCodec:
+def codec() -> ModelTokenizer:
     return read_text_codec(DEMO, 10_000)
 
 
-def sentencepiece(tmp_path: Path) -> TextCodec:
+def sentencepiece(tmp_path: Path) -> ModelTokenizer:
     """A tokenizer of the other kind: metaspace and byte fallback."""
     vocab = {"<unk>": 0, **{f"<0x{b:02X}>": b + 1 for b in range(256)}}
     for piece in ("\u2581the", "\u2581", "end", "\u2581caf", "é", "ü", "\u2581你", "好", "s", "t"):
@@ -37,14 +37,14 @@ def sentencepiece(tmp_path: Path) -> TextCodec:
 
 
 def streamed(
-    codec: TextCodec, tokens: list[int], prompt: tuple[int, ...] = (), **options: Any
+    codec: ModelTokenizer, tokens: list[int], prompt: tuple[int, ...] = (), **options: Any
 ) -> tuple[str, list[str]]:
     detokenizer = codec.detokenizer(prompt, skip_special=options.get("skip_special", True))
     pieces = [detokenizer.feed(t) for t in tokens]
     return "".join(pieces) + detokenizer.finish(), pieces
 
 
-def test_random_tokens_stream_as_they_decode_whole(codec: TextCodec) -> None:
+def test_random_tokens_stream_as_they_decode_whole(codec: ModelTokenizer) -> None:
     rng = random.Random(1)
     for _ in range(300):
         tokens = [rng.randrange(1200) for _ in range(rng.randrange(40))]
@@ -53,7 +53,7 @@ def test_random_tokens_stream_as_they_decode_whole(codec: TextCodec) -> None:
             assert text == codec.decode(tokens, skip_special=skip)
 
 
-def test_random_bytes_stream_as_they_decode_whole(codec: TextCodec) -> None:
+def test_random_bytes_stream_as_they_decode_whole(codec: ModelTokenizer) -> None:
     single = [t for t in range(400) if len(codec.token_bytes(t)) == 1]
     assert len(single) >= 200
     rng = random.Random(2)
@@ -64,7 +64,7 @@ def test_random_bytes_stream_as_they_decode_whole(codec: TextCodec) -> None:
         assert text == codec.decode(tokens)
 
 
-def test_no_piece_holds_half_a_character(codec: TextCodec) -> None:
+def test_no_piece_holds_half_a_character(codec: ModelTokenizer) -> None:
     tokens = list(codec.encode(WORDS * 3, add_special=False))
     assert any(b"" != codec.token_bytes(t) != codec.token_bytes(t).decode("utf-8", "ignore").encode() for t in tokens)
     text, pieces = streamed(codec, tokens)
@@ -72,7 +72,7 @@ def test_no_piece_holds_half_a_character(codec: TextCodec) -> None:
     assert not any("\ufffd" in p for p in pieces)
 
 
-def test_a_character_that_never_ends_is_shown_at_the_end(codec: TextCodec) -> None:
+def test_a_character_that_never_ends_is_shown_at_the_end(codec: ModelTokenizer) -> None:
     tokens = list(codec.encode("好", add_special=False))
     cut = [t for t in range(400) if codec.token_bytes(t) == "好".encode()[:1]] or tokens[:1]
     text, pieces = streamed(codec, cut)
@@ -104,7 +104,7 @@ def test_without_a_tokenizer_tokens_still_flow(tmp_path: Path) -> None:
     assert streamed(codec, [1, 2, 3]) == ("", ["", "", ""])
 
 
-def test_special_tokens_have_no_text_unless_asked(codec: TextCodec) -> None:
+def test_special_tokens_have_no_text_unless_asked(codec: ModelTokenizer) -> None:
     special = min(codec.special_tokens)
     assert streamed(codec, [special])[0] == ""
     shown = streamed(codec, [special], skip_special=False)[0]

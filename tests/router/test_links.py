@@ -24,7 +24,7 @@ from contracts.wire.shared_frames import FrameWriter
 from router.links.controller_directory import ControllerDirectory
 from router.links.grpc_worker import GrpcPort
 from router.service.router_service import RouterService
-from router.tokenizer_pool.tokenizer_process import Kind
+from router.tokenizer_pool.tokenizer_process import FrameKind
 from tests.router.fake_worker import FakeCluster, FakeWorker, prefill_frames
 from tests.router.grpc_fakes import grpc_cluster, start_controller, start_worker
 from tests.router.http_server import demo_spec, eventually
@@ -195,12 +195,12 @@ async def test_a_router_serves_over_grpc_and_replays_when_a_worker_restarts() ->
         await eventually(lambda: bool(service.brain.serving(Role.PREFILL) and service.brain.serving(Role.DECODE)))
         body: dict[str, Any] = {"prompt": [5, 6, 7], "max_tokens": 20, "seed": 1}
         raw = json.dumps(body).encode()
-        job = await service.open(Kind.COMPLETION, raw, "me")
+        job = await service.open(FrameKind.COMPLETION, raw, "me")
         await job.ended()
         whole = job.choices[0].tokens
         assert len(whole) == 20
         cluster["decode-0"].pause()
-        job = await service.open(Kind.COMPLETION, raw, "me")
+        job = await service.open(FrameKind.COMPLETION, raw, "me")
         await eventually(lambda: bool(cluster["decode-0"].legs) and len(job.choices[0].tokens) == 1)
         for _ in range(5):
             cluster["decode-0"].step()

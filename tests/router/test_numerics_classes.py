@@ -6,8 +6,8 @@ import pytest
 
 from contracts.errors import ErrorKind
 from contracts.ids import Role
-from router.state.worker_table import Entry
-from router.verification.audit_cases import Result
+from router.state.worker_table import WorkerEntry
+from router.verification.audit_cases import AuditResult
 from tests.router.stage import Stage
 
 PREFILL, DECODE = Role.PREFILL, Role.DECODE
@@ -128,6 +128,6 @@ def test_an_audit_is_computed_by_the_answers_own_class() -> None:
     assert on.audits
     for key, audit in on.audits:
         entry = on.brain.workers.get(key)
-        assert isinstance(entry, Entry)
+        assert isinstance(entry, WorkerEntry)
         assert entry.numerics == began[audit.request_id.removeprefix("audit-")]
-    assert not on.brain.audits.counts.results[Result.DAMAGED]
+    assert not on.brain.audits.counts.results[AuditResult.DAMAGED]

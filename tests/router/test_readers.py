@@ -16,14 +16,14 @@ import pytest
 from contracts.config.router_config import RouterConfig
 from contracts.errors import RequestError
 from router.openai.api_errors import ReaderEnded, ReaderFailed
-from router.text.tokenizer import TextCodec, read_text_codec
+from router.text.tokenizer import ModelTokenizer, read_text_codec
 from router.tokenizer_pool import tokenizer_pool as module
-from router.tokenizer_pool.prepare_request import CONTAINERS_AT_MOST, Intake, body_limit
-from router.tokenizer_pool.tokenizer_pool import LARGE_BYTES, Readers
+from router.tokenizer_pool.prepare_request import CONTAINERS_AT_MOST, BodyReader, body_limit
+from router.tokenizer_pool.tokenizer_pool import LARGE_BYTES, TokenizerPool
 from router.tokenizer_pool.tokenizer_process import (
     HEAD,
     NICENESS,
-    Kind,
+    FrameKind,
     answer,
     prepared_frame,
     prepared_of,
@@ -66,13 +66,13 @@ class FakeChild:
 
         kind, _, length = HEAD.unpack(await exactly(HEAD.size))
         body = await exactly(length)
-        if kind == Kind.SETUP:
+        if kind == FrameKind.SETUP:
             assert not self._set_up, "a reader is set up once"
             self._set_up = True
             return await self.hear()
         return body
 
-    async def say(self, body: bytes, *, kind: Kind = Kind.BYTES, last: bool = False) -> None:
+    async def say(self, body: bytes, *, kind: FrameKind = FrameKind.BYTES, last: bool = False) -> None:
         await asyncio.get_running_loop().sock_sendall(self.socket, HEAD.pack(kind, last, len(body)) + body)
 
 
@@ -81,7 +81,7 @@ class Stage:
 
     def __init__(self, processes: int = 2, timeout_s: float = 100.0) -> None:
         self.children: list[FakeChild] = []
-        self.readers = Readers(b"setup", processes, timeout_s, start=self._start)
+        self.readers = TokenizerPool(b"setup", processes, timeout_s, start=self._start)
 
     def _start(self, descriptor: int) -> subprocess.Popen[bytes]:
         self.children.append(FakeChild(descriptor))
@@ -93,26 +93,26 @@ class Stage:
 
 
 @pytest.fixture
-def codec() -> TextCodec:
+def codec() -> ModelTokenizer:
     return read_text_codec(DEMO, 10**6)
 
 
-def intake(codec: TextCodec, **config: Any) -> Intake:
-    return Intake(demo_spec(), codec, RouterConfig(**config))
+def intake(codec: ModelTokenizer, **config: Any) -> BodyReader:
+    return BodyReader(demo_spec(), codec, RouterConfig(**config))
 
 
 @pytest.mark.asyncio
 async def test_one_reader_stays_free_for_small_bodies_and_order_is_kept_among_equals() -> None:
     stage = Stage()
-    larges = [stage.readers.submit(Kind.CHAT, LARGE + bytes([n])) for n in range(2)]
+    larges = [stage.readers.submit(FrameKind.CHAT, LARGE + bytes([n])) for n in range(2)]
     busy = await stage.child(0)
     assert (await busy.hear())[-1] == 0
-    smalls = [stage.readers.submit(Kind.CHAT, SMALL + bytes([n])) for n in range(2)]
+    smalls = [stage.readers.submit(FrameKind.CHAT, SMALL + bytes([n])) for n in range(2)]
     free = await stage.child(1)
     for number, small in enumerate(smalls):
         assert (await free.hear())[-1] == number
         await free.say(b"done")
-        assert await small == (Kind.BYTES, b"done")
+        assert await small == (FrameKind.BYTES, b"done")
     assert not larges[0].done()
     assert not larges[1].done()
     for large in larges:
@@ -127,7 +127,7 @@ async def test_one_reader_stays_free_for_small_bodies_and_order_is_kept_among_eq
 @pytest.mark.asyncio
 async def test_a_body_whose_reader_ended_is_tried_once_more_and_then_fails() -> None:
     stage = Stage(1)
-    reply = stage.readers.submit(Kind.CHAT, SMALL)
+    reply = stage.readers.submit(FrameKind.CHAT, SMALL)
     first = await stage.child(0)
     await first.hear()
     first.socket.close()
@@ -135,7 +135,7 @@ async def test_a_body_whose_reader_ended_is_tried_once_more_and_then_fails() -> 
     assert await second.hear() == SMALL
     await second.say(b"done")
     assert (await reply)[1] == b"done"
-    poison = stage.readers.submit(Kind.CHAT, SMALL)
+    poison = stage.readers.submit(FrameKind.CHAT, SMALL)
     await second.hear()
     second.socket.close()
     third = await stage.child(2)
@@ -143,7 +143,7 @@ async def test_a_body_whose_reader_ended_is_tried_once_more_and_then_fails() -> 
     third.socket.close()
     with pytest.raises(ReaderEnded, match="SIGKILL"):
         await poison
-    after = stage.readers.submit(Kind.CHAT, SMALL)
+    after = stage.readers.submit(FrameKind.CHAT, SMALL)
     fourth = await stage.child(3)
     await fourth.hear()
     await fourth.say(b"done")
@@ -156,7 +156,7 @@ async def test_a_reader_that_takes_too_long_is_ended_and_the_body_refused(monkey
     monkeypatch.setattr(module, "START_TIMEOUT_S", 0.0)
     stage = Stage(1, timeout_s=0.05)
     with pytest.raises(RequestError, match=r"longer than 0\.05 s"):
-        await stage.readers.submit(Kind.CHAT, SMALL)
+        await stage.readers.submit(FrameKind.CHAT, SMALL)
     assert stage.children[0].ended
     await stage.readers.close()
 
@@ -164,10 +164,10 @@ async def test_a_reader_that_takes_too_long_is_ended_and_the_body_refused(monkey
 @pytest.mark.asyncio
 async def test_a_body_whose_client_has_left_is_never_read() -> None:
     stage = Stage(1)
-    running = stage.readers.submit(Kind.CHAT, SMALL)
+    running = stage.readers.submit(FrameKind.CHAT, SMALL)
     child = await stage.child(0)
     await child.hear()
-    left, stays = stage.readers.submit(Kind.CHAT, b"left"), stage.readers.submit(Kind.CHAT, b"stays")
+    left, stays = stage.readers.submit(FrameKind.CHAT, b"left"), stage.readers.submit(FrameKind.CHAT, b"stays")
     left.cancel()
     assert stage.readers.waiting == 1
     await child.say(b"1")
@@ -181,13 +181,13 @@ async def test_a_body_whose_client_has_left_is_never_read() -> None:
 @pytest.mark.asyncio
 async def test_a_reader_that_says_it_ends_is_replaced_before_the_next_body() -> None:
     stage = Stage(1)
-    reply = stage.readers.submit(Kind.CHAT, SMALL)
+    reply = stage.readers.submit(FrameKind.CHAT, SMALL)
     child = await stage.child(0)
     await child.hear()
     await child.say(b"done", last=True)
     assert (await reply)[1] == b"done"
     assert child.ended
-    reply = stage.readers.submit(Kind.CHAT, SMALL)
+    reply = stage.readers.submit(FrameKind.CHAT, SMALL)
     fresh = await stage.child(1)
     await fresh.hear()
     await fresh.say(b"done")
@@ -199,7 +199,7 @@ async def test_a_reader_that_says_it_ends_is_replaced_before_the_next_body() -> 
 @pytest.mark.asyncio
 async def test_who_waits_when_the_router_ends_is_told() -> None:
     stage = Stage(1)
-    replies = [stage.readers.submit(Kind.CHAT, SMALL) for _ in range(2)]
+    replies = [stage.readers.submit(FrameKind.CHAT, SMALL) for _ in range(2)]
     await (await stage.child(0)).hear()
     await stage.readers.close()
     for reply in replies:
@@ -209,15 +209,17 @@ async def test_who_waits_when_the_router_ends_is_told() -> None:
 
 @pytest.mark.slow
 @pytest.mark.asyncio
-async def test_a_real_reader_refuses_what_takes_more_memory_than_it_may_have_and_lives_on(codec: TextCodec) -> None:
+async def test_a_real_reader_refuses_what_takes_more_memory_than_it_may_have_and_lives_on(
+    codec: ModelTokenizer,
+) -> None:
     spec, config = demo_spec(), RouterConfig(reader_memory_bytes=32 * 1024**2)
-    readers = Readers(module_setup(spec, config), 1, 60.0)
+    readers = TokenizerPool(module_setup(spec, config), 1, 60.0)
     try:
         body = json.dumps({"prompt": [5] * 4_000_000}).encode()
         with pytest.raises(RequestError, match="more memory than a reader may have"):
-            await readers.submit(Kind.COMPLETION, body)
-        kind, frame = await readers.submit(Kind.COMPLETION, json.dumps({"prompt": "hello"}).encode())
-        assert kind is Kind.PREPARED
+            await readers.submit(FrameKind.COMPLETION, body)
+        kind, frame = await readers.submit(FrameKind.COMPLETION, json.dumps({"prompt": "hello"}).encode())
+        assert kind is FrameKind.PREPARED
         assert prepared_of(frame).prompts[0].tokens == codec.encode("hello", add_special=True)
     finally:
         await readers.close()
@@ -227,15 +229,15 @@ async def test_a_real_reader_refuses_what_takes_more_memory_than_it_may_have_and
 @pytest.mark.asyncio
 async def test_what_a_large_body_took_is_given_back_and_its_reader_comes_after_the_router() -> None:
     spec = dataclasses.replace(demo_spec(), context=200_000)
-    readers = Readers(module_setup(spec, RouterConfig()), 1, 60.0)
+    readers = TokenizerPool(module_setup(spec, RouterConfig()), 1, 60.0)
     try:
-        await readers.submit(Kind.COMPLETION, json.dumps({"prompt": "hello"}).encode())
+        await readers.submit(FrameKind.COMPLETION, json.dumps({"prompt": "hello"}).encode())
         reader = psutil.Process(readers.pids[0])
         at_first = reader.memory_info().rss
         for _ in range(2):
             text = "It was a fine morning, and the old house stood. " * 12_000
-            kind, _ = await readers.submit(Kind.COMPLETION, json.dumps({"prompt": text}).encode())
-            assert kind is Kind.PREPARED
+            kind, _ = await readers.submit(FrameKind.COMPLETION, json.dumps({"prompt": text}).encode())
+            assert kind is FrameKind.PREPARED
             assert readers.started == 1, "it needn't end for that"
             assert reader.memory_info().rss - at_first < 24 * 2**20, "tokenising takes many times the text"
         assert reader.nice() == min(19, psutil.Process().nice() + NICENESS)
@@ -262,7 +264,7 @@ EVERY_FIELD: dict[str, Any] = {
 }  # fmt: skip
 
 
-def test_everything_that_was_asked_comes_out_of_a_reader(codec: TextCodec) -> None:
+def test_everything_that_was_asked_comes_out_of_a_reader(codec: ModelTokenizer) -> None:
     """No field is at its default, so that one which is lost shows."""
     want = intake(codec).completion(json.dumps(EVERY_FIELD).encode())
     plain = intake(codec).completion(b'{"prompt": "x"}')
@@ -275,9 +277,9 @@ def test_everything_that_was_asked_comes_out_of_a_reader(codec: TextCodec) -> No
     assert all(type(getattr(got.ask, f.name)) is type(getattr(want.ask, f.name)) for f in dataclasses.fields(want.ask))
 
 
-def test_a_refusal_comes_out_of_a_reader_as_it_went_in(codec: TextCodec) -> None:
-    kind, frame = answer(intake(codec), Kind.COMPLETION, b'{"prompt": "x", "model": "other"}')
-    assert kind is Kind.REFUSED
+def test_a_refusal_comes_out_of_a_reader_as_it_went_in(codec: ModelTokenizer) -> None:
+    kind, frame = answer(intake(codec), FrameKind.COMPLETION, b'{"prompt": "x", "model": "other"}')
+    assert kind is FrameKind.REFUSED
     error = refusal_of(frame)
     assert type(error).__name__ == "UnknownModel"
     assert (str(error), error.param) == ("the model \"other\" does not exist; this server has 'demo'", "model")
@@ -285,20 +287,22 @@ def test_a_refusal_comes_out_of_a_reader_as_it_went_in(codec: TextCodec) -> None
     assert str(surrogates) == "\ud800"
 
 
-def test_a_failure_inside_a_reader_is_told_and_not_raised(codec: TextCodec, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failure_inside_a_reader_is_told_and_not_raised(
+    codec: ModelTokenizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
     broken = intake(codec)
 
     def fail(raw: bytes) -> None:
         raise ZeroDivisionError("planted")
 
     monkeypatch.setattr(broken, "completion", fail)
-    assert answer(broken, Kind.COMPLETION, b"") == (Kind.FAILED, b"ZeroDivisionError: planted")
+    assert answer(broken, FrameKind.COMPLETION, b"") == (FrameKind.FAILED, b"ZeroDivisionError: planted")
 
 
 # ---------------------------------------------------------------- what is refused before it costs much
 
 
-def test_brackets_are_counted_outside_of_strings_only(codec: TextCodec) -> None:
+def test_brackets_are_counted_outside_of_strings_only(codec: ModelTokenizer) -> None:
     text = "[{" * CONTAINERS_AT_MOST + '\\"['
     assert intake(codec)._tree(json.dumps({"prompt": text}).encode()) == {"prompt": text}
     with pytest.raises(RequestError, match="more than 65536 lists and objects"):
@@ -306,7 +310,7 @@ def test_brackets_are_counted_outside_of_strings_only(codec: TextCodec) -> None:
 
 
 def test_a_text_that_cannot_fit_is_refused_before_it_is_tokenised(
-    codec: TextCodec, monkeypatch: pytest.MonkeyPatch
+    codec: ModelTokenizer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     longest = max(map(len, json.loads((DEMO / "tokenizer.json").read_text())["model"]["vocab"]))
     most = longest * (demo_spec().context + 1)
@@ -333,20 +337,20 @@ def test_where_a_token_may_stand_for_any_length_nothing_is_said_of_the_least(cha
 
     tree = json.loads((DEMO / "tokenizer.json").read_text())
     tokenizer = Tokenizer.from_file(str(DEMO / "tokenizer.json"))
-    assert TextCodec(tokenizer, None, tree).least_tokens("x" * 10_000) > 0
+    assert ModelTokenizer(tokenizer, None, tree).least_tokens("x" * 10_000) > 0
     changed = {**tree, **{key: {**tree[key], **v} if key == "model" else v for key, v in change.items()}}
-    assert TextCodec(tokenizer, None, changed).least_tokens("x" * 10_000) == 0
+    assert ModelTokenizer(tokenizer, None, changed).least_tokens("x" * 10_000) == 0
 
 
 def test_more_answers_than_the_house_holds_are_refused_before_they_are_tokenised(
-    codec: TextCodec, monkeypatch: pytest.MonkeyPatch
+    codec: ModelTokenizer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(codec, "encode", lambda *_, **__: pytest.fail("tokenised"))
     with pytest.raises(RequestError, match="6 answers in one request are above the server's queue of 5"):
         intake(codec, max_queue=5).completion(b'{"prompt": ["a", "b", "c"], "n": 2}')
 
 
-def test_scores_of_prompts_are_bounded_over_all_choices(codec: TextCodec) -> None:
+def test_scores_of_prompts_are_bounded_over_all_choices(codec: ModelTokenizer) -> None:
     small = intake(codec, max_prompt_logprobs=60)
     body = {"prompt": [5] * 10, "echo": True, "logprobs": 2}
     small.completion(json.dumps({**body, "n": 2}).encode())
@@ -366,8 +370,8 @@ def test_the_limit_of_bodies_follows_the_context(configured: int, context: int, 
 @pytest.mark.slow
 def test_no_reader_stays_when_the_router_closes() -> None:
     async def run() -> int:
-        readers = Readers(module_setup(demo_spec(), RouterConfig()), 1, 60.0)
-        await readers.submit(Kind.TOKENIZE, b'{"prompt": "a"}')
+        readers = TokenizerPool(module_setup(demo_spec(), RouterConfig()), 1, 60.0)
+        await readers.submit(FrameKind.TOKENIZE, b'{"prompt": "a"}')
         (pid,) = readers.pids
         assert Path(f"/proc/{pid}").exists()
         await readers.close()

@@ -17,7 +17,7 @@ from contracts.sampling_params import SamplingParams, TokenDifference
 from contracts.wire.command_protobuf import command_from_proto, command_to_proto
 from contracts.wire.event_protobuf import event_from_proto, event_to_proto
 from router.verification.audits import PREFIX
-from router.verification.damage_totals import Damage
+from router.verification.damage_totals import DamageTotals
 from tests.router import fake_worker
 from tests.router.fake_worker import FakeCluster
 from tests.router.http_server import Server, serving
@@ -28,7 +28,7 @@ def status(name: str, incarnation: int, **counters: float) -> WorkerStatus:
     return WorkerStatus(WorkerName(name), role, "ready", 1, "", Incarnation(incarnation), 0, 0, 1, 1, counters=counters)
 
 
-def samples(damage: Damage) -> dict[tuple[str, str, str], float]:
+def samples(damage: DamageTotals) -> dict[tuple[str, str, str], float]:
     return {(s.worker, s.role, s.where): s.count for s in damage.samples()}
 
 
@@ -41,7 +41,7 @@ def metric(server: Server, name: str) -> float:
 
 
 def test_damage_that_a_worker_counted_stays_when_it_is_started_again_or_gone() -> None:
-    damage = Damage()
+    damage = DamageTotals()
     damage.hear([status("decode-0", 1, pages_damaged=3.0, stale_pages=1.0, pages_loaded=9.0)])
     damage.hear([status("decode-0", 2, pages_damaged=0.0)])
     damage.hear([status("decode-0", 2, pages_damaged=2.0), status("prefill-0", 1, damage_restore=4.0)])
@@ -53,7 +53,7 @@ def test_damage_that_a_worker_counted_stays_when_it_is_started_again_or_gone() -
 
 
 def test_late_words_of_an_older_incarnation_and_of_the_dead_take_nothing_back() -> None:
-    damage = Damage()
+    damage = DamageTotals()
     damage.hear([status("decode-0", 2, pages_damaged=2.0)])
     damage.hear([status("decode-0", 1, pages_damaged=7.0), status("decode-0", 2)])
     assert samples(damage) == {("decode-0", "decode", "handover"): 2.0}
@@ -62,7 +62,7 @@ def test_late_words_of_an_older_incarnation_and_of_the_dead_take_nothing_back() 
 
 
 def test_counters_of_one_place_add_up() -> None:
-    damage = Damage()
+    damage = DamageTotals()
     damage.hear([status("prefill-0", 1, stale_pages=1.0, damage_step=2.0)])
     assert samples(damage) == {("prefill-0", "prefill", "step"): 3.0}
 

@@ -9,7 +9,7 @@ import pytest
 
 from contracts.config.router_config import WatchConfig
 from contracts.ids import RequestId
-from router.verification.stream_watch import Flag, StreamWatch, Why, least_unlikely
+from router.verification.stream_watch import FlagReason, StreamFlag, StreamWatch, least_unlikely
 
 VOCAB = 2048
 REPEATS = WatchConfig(repetition_tokens=48)
@@ -22,7 +22,7 @@ def usual(rng: random.Random, count: int) -> list[int]:
     return rng.choices(range(VOCAB), weights, k=count)
 
 
-def feed(watch: StreamWatch, name: str, tokens: Sequence[int], at_once: int = 1) -> list[Flag]:
+def feed(watch: StreamWatch, name: str, tokens: Sequence[int], at_once: int = 1) -> list[StreamFlag]:
     rid = RequestId(name)
     flags = [f for i in range(0, len(tokens), at_once) for f in watch.feed(rid, tokens[i : i + at_once])]
     watch.end(rid)
@@ -35,12 +35,12 @@ def test_a_loop_of_any_period_is_flagged_once_and_soon(period: int) -> None:
     start, loop = usual(rng, 100), rng.sample(range(VOCAB), period)
     watch = StreamWatch(REPEATS, VOCAB)
     (flag,) = feed(watch, "a", [*start, *(loop * 200)[:600]])
-    assert flag.why is Why.REPETITION
+    assert flag.why is FlagReason.REPETITION
     assert flag.detail["period"] == period
     # A run counts from its second time on: what came first was no repetition yet.
     latest = 100 + period + max(48, 3 * period)
     assert latest - 4 <= flag.position <= latest
-    assert watch.flagged == {Why.REPETITION: 1}
+    assert watch.flagged == {FlagReason.REPETITION: 1}
 
 
 def test_a_loop_longer_than_the_longest_period_is_not_looked_for() -> None:
@@ -81,9 +81,9 @@ def test_ordinary_streams_are_not_flagged_and_garbage_is() -> None:
     assert not any(feed(watch, f"u{n}", usual(rng, 300)) for n in range(150)), "45,000 tokens"
     assert 0.02 < watch.rare_rate < 0.08
     found = [feed(watch, f"g{n}", [*usual(rng, 100), *(rng.randrange(VOCAB) for _ in range(200))]) for n in range(20)]
-    assert all(len(flags) == 1 and flags[0].why is Why.RARE for flags in found)
+    assert all(len(flags) == 1 and flags[0].why is FlagReason.RARE for flags in found)
     assert all(100 < flags[0].position <= 100 + 100 for flags in found)
-    assert watch.flagged[Why.RARE] == 20
+    assert watch.flagged[FlagReason.RARE] == 20
 
 
 def test_nothing_is_rare_before_the_usual_is_known() -> None:

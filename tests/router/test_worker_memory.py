@@ -5,7 +5,7 @@ from __future__ import annotations
 from contracts.config.router_config import RouterConfig
 from contracts.ids import Incarnation, Role, WorkerName
 from contracts.messages.worker_status import WorkerLimits, WorkerRecord, WorkerStatus, WorkerView
-from router.state.worker_table import Workers, prefix_hashes
+from router.state.worker_table import WorkerTable, prefix_hashes
 
 NAME = WorkerName("prefill-0")
 HASHES = prefix_hashes(list(range(256)))
@@ -17,14 +17,14 @@ def view(incarnation: int, state: str = "ready", **counters: float) -> WorkerVie
     return WorkerView(record, WorkerStatus(NAME, Role.PREFILL, state, 1, "node", number, 0, 0, 0, 0, counters=counters))
 
 
-def holds(workers: Workers) -> int:
+def holds(workers: WorkerTable) -> int:
     entry = workers.named(NAME)
     assert entry is not None
     return entry.cached_tokens(HASHES)
 
 
-def killed() -> Workers:
-    workers = Workers(RouterConfig())
+def killed() -> WorkerTable:
+    workers = WorkerTable(RouterConfig())
     workers.update([view(1)])
     entry = workers.named(NAME)
     assert entry is not None

@@ -32,7 +32,7 @@ from contracts.messages.worker_events import Done, Event, Tokens
 from contracts.messages.worker_status import WorkerRecord, WorkerStatus, WorkerView
 from contracts.wire.shared_frames import FRAME_COMMANDS
 from router.links.grpc_worker import GrpcPort
-from router.links.worker_links import Fleet
+from router.links.worker_links import WorkerLinks
 from router.state.worker_table import WorkerKey
 from sim.fabric.sim_arena import SimArenas
 from sim.fabric.sim_channel import Exchange
@@ -151,8 +151,8 @@ def real(incarnation: int = 1) -> Iterator[Scene]:
             lambda: host.ended is not None and "closed" in worker.ends,
         )  # fmt: skip
 
-        async def start() -> Fleet:
-            fleet = Fleet(
+        async def start() -> WorkerLinks:
+            fleet = WorkerLinks(
                 table,
                 on_view=lambda views: None,
                 on_linked=lambda key: scene.links.append("linked"),

@@ -11,7 +11,7 @@ import pytest
 
 from contracts.ids import Role
 from contracts.sampling_params import SamplingParams
-from router.verification.audit_cases import Result
+from router.verification.audit_cases import AuditResult
 from tests.cell import Cell
 from tests.families import FAMILIES
 from tests.family_scenes import buffers_of, damaged_on_the_way, make_family
@@ -47,7 +47,7 @@ def test_a_flipped_byte_that_no_tag_caught_is_found_by_the_audit(name: str) -> N
         answer = cell.ask(prompt, GREEDY)
         assert answer != recite(spec, prompt, 9), "the fault was served"
         assert cell.damage() == {}
-        assert cell.audit_all() == {Result.DAMAGED: 1}
+        assert cell.audit_all() == {AuditResult.DAMAGED: 1}
         (finding,) = cell.findings
         right = recite(spec, prompt, 9)
         wrong = next(i for i, (a, b) in enumerate(zip(answer, right, strict=True)) if a != b)
@@ -58,7 +58,7 @@ def test_a_flipped_byte_that_no_tag_caught_is_found_by_the_audit(name: str) -> N
         assert cell.ask(prompt, GREEDY) == right, "what was kept of it is forgotten, so the next turn is right"
         counts = cell.brain.audits.counts
         assert counts.damage == {("decode-0", Role.DECODE): 1}
-        assert cell.audit_all() == {Result.DAMAGED: 1, Result.EXACT: 1}
+        assert cell.audit_all() == {AuditResult.DAMAGED: 1, AuditResult.EXACT: 1}
         assert (counts.tokens, counts.damage_rate) == (18, 0.5)
 
 
@@ -67,7 +67,7 @@ def test_an_undisturbed_cell_has_no_damage(name: str) -> None:
     with hash_cell(name) as cell:
         for n, length in enumerate((1, 4, 17, 40)):
             assert cell.ask(words(n, length), GREEDY) == recite(pool_sets(PAGE)[name], words(n, length), 9)
-        assert cell.audit_all() == {Result.EXACT: 4}
+        assert cell.audit_all() == {AuditResult.EXACT: 4}
         assert cell.brain.audits.counts.tokens == 4 * 9
         assert cell.brain.audits.counts.damage_rate == 0.0
 
@@ -88,7 +88,7 @@ def test_audits_wait_until_clients_are_served_and_requests_are_not_delayed_by_th
             cell.round()
         assert cell.both.prefill.status().counters["audits_preempted"] >= 1
         assert cell.both.prefill.status().counters["audit_tokens_computed"] > done_before
-        assert cell.audit_all() == {Result.EXACT: 2}
+        assert cell.audit_all() == {AuditResult.EXACT: 2}
         assert first == recite(pool_sets(PAGE)["full"], words(1, 60), 9)
 
 
@@ -108,13 +108,13 @@ def expect_audits_of(name: str, folder: Path, answers: int) -> None:
         cell = Cell(both, audit=ALL)
         for n in range(answers):
             cell.ask(words(n, 30 + 23 * n), samplings[n % 3])
-        assert cell.audit_all() == {Result.EXACT: answers}, (name, cell.findings)
+        assert cell.audit_all() == {AuditResult.EXACT: answers}, (name, cell.findings)
         prompt, spec = words(77, 107), both.prefill._seat.spec  # type: ignore[attr-defined]
         buffer = buffers_of(spec)[-1]
         with damaged_on_the_way(both, buffer, whole=True) as hurt:
             cell.ask(prompt, samplings[0])
         assert hurt
-        assert cell.audit_all() == {Result.EXACT: answers, Result.DAMAGED: 1}, (name, buffer)
+        assert cell.audit_all() == {AuditResult.EXACT: answers, AuditResult.DAMAGED: 1}, (name, buffer)
         assert cell.findings[-1].role is Role.DECODE
         cell.rest()
 

@@ -32,7 +32,7 @@ from decode.migration.migration_state import STAGES, MigrationStage, MigrationSt
 from decode.migration.outgoing_migrations import JUDGE_EVERY_S, STEPS_TO_TELL
 from decode.migration.prefix_push import GIFTS
 from prefill.worker import PrefillWorker
-from router.migration.migration_table import MOVES, MoveEvent, MoveState
+from router.migration.migration_table import MOVES, MigrationEvent, MigrationState
 from tests.company import Company, company, generated
 from transfer.rooms.kv_sender import _PendingWrite
 from transfer.rooms.room_messages import HandoverReceived, WriterQuiesced
@@ -70,16 +70,19 @@ def test_c8_what_has_moved_or_stayed_does_so_for_good() -> None:
         for event in MigrationStageEvent:
             with pytest.raises(IllegalTransition):
                 STAGES.next(stage, event)
-    for state in (MoveState.MOVED, MoveState.STAYED):
-        for happening in MoveEvent:
+    for state in (MigrationState.MOVED, MigrationState.STAYED):
+        for happening in MigrationEvent:
             with pytest.raises(IllegalTransition):
                 MOVES.next(state, happening)
 
 
 def test_a_request_can_be_taken_back_until_the_other_has_it_and_not_after() -> None:
     assert all(MigrationStageEvent.BACK in row and MigrationStageEvent.END in row for row in STAGES.rows.values())
-    assert MoveEvent.BACK not in MOVES.rows[MoveState.GIVEN], "the source has nothing of it any more"
-    assert [s for s, row in MOVES.rows.items() if MoveEvent.SPOKE in row] == [MoveState.OFFERED, MoveState.GIVEN]
+    assert MigrationEvent.BACK not in MOVES.rows[MigrationState.GIVEN], "the source has nothing of it any more"
+    assert [s for s, row in MOVES.rows.items() if MigrationEvent.SPOKE in row] == [
+        MigrationState.OFFERED,
+        MigrationState.GIVEN,
+    ]
 
 
 def test_finishing_is_chosen_where_it_is_quicker_than_moving() -> None:

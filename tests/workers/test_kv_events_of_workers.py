@@ -30,8 +30,8 @@ from contracts.messages.kv_events import EventMedium as Medium
 from contracts.sampling_params import SamplingParams
 from decode.worker import DecodeWorker
 from prefill.worker import PrefillWorker
-from router.kv_indexer.kv_event_subscriber import EventReader
-from router.kv_indexer.kv_index import PageEntry, TierIndex
+from router.kv_indexer.kv_event_subscriber import KVEventSubscriber
+from router.kv_indexer.kv_index import BlockEntry, KVIndex
 from tests.pair import Pair, pair
 from tests.serving import ROOT, environment
 
@@ -56,20 +56,20 @@ def publisher_of(seat: KVCacheManager) -> Any:
     return seat.teller.publisher
 
 
-def follow(seat: KVCacheManager) -> EventReader:
+def follow(seat: KVCacheManager) -> KVEventSubscriber:
     publisher = publisher_of(seat)
-    return EventReader(publisher.endpoint, SystemClock(), publisher.replay_endpoint, "kv-events")
+    return KVEventSubscriber(publisher.endpoint, SystemClock(), publisher.replay_endpoint, "kv-events")
 
 
 @contextmanager
-def following(both: Pair) -> Iterator[list[EventReader]]:
+def following(both: Pair) -> Iterator[list[KVEventSubscriber]]:
     with ExitStack() as stack:
         yield [stack.enter_context(follow(seat)) for seat in seats(both)]
 
 
-def held(seat: KVCacheManager) -> dict[Medium, dict[bytes, PageEntry]]:
+def held(seat: KVCacheManager) -> dict[Medium, dict[bytes, BlockEntry]]:
     """What a tree holds, walked from its roots, with the keys hashed anew from the tokens and the salt."""
-    found: dict[Medium, dict[bytes, PageEntry]] = {MEDIA[tier]: {} for tier in IN_TREE}
+    found: dict[Medium, dict[bytes, BlockEntry]] = {MEDIA[tier]: {} for tier in IN_TREE}
     for salt, root in seat.tree.roots.items():
         stack: list[tuple[TreeNode, list[int]]] = [(child, []) for child in root.children.values()]
         while stack:
@@ -80,18 +80,18 @@ def held(seat: KVCacheManager) -> dict[Medium, dict[bytes, PageEntry]]:
             for tier in IN_TREE:
                 if seat.full in node.parts[tier]:
                     for page in range(len(above) // PAGE, len(keys)):
-                        entry = PageEntry(
+                        entry = BlockEntry(
                             keys[page - 1] if page else None, tuple(tokens[page * PAGE : (page + 1) * PAGE])
                         )
                         found[MEDIA[tier]][keys[page]] = entry
     return found
 
 
-def told(index: TierIndex) -> dict[Medium, dict[bytes, PageEntry]]:
+def told(index: KVIndex) -> dict[Medium, dict[bytes, BlockEntry]]:
     return {medium: dict(index.pages[medium]) for medium in MEDIA.values()}
 
 
-def catch_up(both: Pair, readers: list[EventReader]) -> None:
+def catch_up(both: Pair, readers: list[KVEventSubscriber]) -> None:
     """Step and read until the readers know what the trees hold."""
     deadline = time.monotonic() + 30
     while True:
@@ -107,7 +107,7 @@ def catch_up(both: Pair, readers: list[EventReader]) -> None:
                 assert told(reader.index) == held(seat)
 
 
-def conversation(both: Pair, rng: random.Random, rounds: int, readers: list[EventReader]) -> None:
+def conversation(both: Pair, rng: random.Random, rounds: int, readers: list[KVEventSubscriber]) -> None:
     """Requests that share prefixes in part, under several salts."""
     stems = [[rng.randrange(300) for _ in range(rng.randrange(20, 120))] for _ in range(4)]
     for _ in range(rounds):
@@ -265,7 +265,7 @@ def test_condemned_pages_are_told_as_gone_though_a_request_still_reads_them(mode
         assert gone >= set(keys[1:])
         assert keys[0] not in gone
         catch_up(both, readers)
-        truth = TierIndex()
+        truth = KVIndex()
         assert decode.teller is not None
         truth.apply(decode.teller._truth())
         assert told(truth) == held(decode), "who joins now isn't told of them either"

@@ -11,8 +11,8 @@ from contracts.ids import RequestId, Role, RoomId, WorkerName
 from contracts.messages.router_commands import PeerRef, PushPrefix
 from contracts.messages.worker_events import MigrationWanted, PushReady
 from decode.request.request import DecodePhase, DecodeRequest
-from router.state.circuit_breaker import Circuit
-from router.state.routed_request import Leg
+from router.state.circuit_breaker import CircuitState
+from router.state.routed_request import AttemptLeg
 from tests.company import Company, company, generated, hears
 from tests.pair import SESSION
 from tests.workers.test_moves import prompts, seeded
@@ -92,7 +92,7 @@ def test_after_a_move_the_books_say_who_drew_each_token(model: Path) -> None:
         c.until(lambda: c.brain.moves.counts.moved == 1, "it to move")
         c.run(rid)
         first, second = request.legs
-        assert isinstance(second, Leg)
+        assert isinstance(second, AttemptLeg)
         assert (first.workers[Role.DECODE], second.workers[Role.DECODE]) == (
             source,
             "decode-1" if source == "decode-0" else "decode-0",
@@ -110,14 +110,14 @@ def test_a_worker_that_was_left_alone_is_tried_with_one_move(model: Path) -> Non
         assert entry is not None
         for number in range(c.config.router.breaker_failures):
             entry.breaker.failed(RequestId(f"f{number}"), clock.now())
-        assert entry.breaker.state is Circuit.OPEN
+        assert entry.breaker.state is CircuitState.OPEN
         assert not c.brain.moves.begin(c.told[one].request)
         clock.advance(c.config.router.breaker_open_s)
         assert c.brain.moves.begin(c.told[one].request)
         assert not c.brain.moves.begin(c.told[two].request), "one at a time, until it has proved itself"
         c.act()
         c.until(lambda: c.brain.moves.counts.moved == 1, "it to move")
-        assert entry.breaker.state is Circuit.CLOSED
+        assert entry.breaker.state is CircuitState.CLOSED
         assert c.brain.moves.begin(c.told[two].request)
         c.act()
         c.run(one, two)

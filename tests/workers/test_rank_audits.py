@@ -10,7 +10,7 @@ import pytest
 
 from contracts.ids import Role
 from contracts.sampling_params import SamplingParams
-from router.verification.audit_cases import Result
+from router.verification.audit_cases import AuditResult
 from tests.cell import Cell
 from tests.family_scenes import buffers_of, damaged_on_the_way, seats
 from tests.pair import pair
@@ -45,7 +45,7 @@ def test_two_ranks_draw_an_answer_again_exactly_and_give_way_to_requests(model: 
         cell = Cell(both, audit=PATIENT)
         for n, sampling in enumerate(SAMPLINGS):
             cell.ask(words(n, 30 + 30 * n), sampling)
-        assert cell.audit_all() == {Result.EXACT: 3}, cell.findings
+        assert cell.audit_all() == {AuditResult.EXACT: 3}, cell.findings
         assert cell.brain.audits.counts.tokens == 3 * 5
         prompt, counters = words(9, 100), lambda: both.prefill.status().counters
         before, answer = counters()["audit_tokens_computed"], cell.ask(prompt, SAMPLINGS[0])
@@ -53,7 +53,7 @@ def test_two_ranks_draw_an_answer_again_exactly_and_give_way_to_requests(model: 
             cell.round()
         assert cell.ask(prompt, SAMPLINGS[0]) == answer, "it came in the middle of an audit"
         assert counters()["audits_preempted"] > 0
-        assert cell.audit_all() == {Result.EXACT: 5}, cell.findings
+        assert cell.audit_all() == {AuditResult.EXACT: 5}, cell.findings
         assert all(not report.violations for report in cell.rest())
 
 
@@ -67,7 +67,7 @@ def test_what_went_wrong_on_the_way_between_ranks_is_found_where_nobody_looks_at
         with damaged_on_the_way(both, buffers_of(seats(both)[0].pools.spec)[-1], whole=True) as hurt:
             cell.ask(words(1, 100), SAMPLINGS[0])
         assert hurt
-        assert cell.audit_all() == {Result.DAMAGED: 1}
+        assert cell.audit_all() == {AuditResult.DAMAGED: 1}
         (finding,) = cell.findings
         assert finding.role is Role.DECODE
         assert cell.brain.audits.counts.damage == {("decode-0", Role.DECODE): 1}
@@ -82,5 +82,5 @@ def test_where_the_roles_have_unequal_ranks_rounding_accuses_nobody(model: Path,
             cell.ask(words(n, 30 + 30 * n), sampling)
         results = cell.audit_all()
         assert sum(results.values()) == 3
-        assert set(results) <= {Result.EXACT, Result.UNCLEAR}, cell.findings
+        assert set(results) <= {AuditResult.EXACT, AuditResult.UNCLEAR}, cell.findings
         assert all(not report.violations for report in cell.rest())
