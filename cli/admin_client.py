@@ -25,19 +25,19 @@ STATUS_KEYS = (
 )  # fmt: skip
 
 
-class NoCluster(TwinpoolError):
+class ClusterNotFound(TwinpoolError):
     """Raised when there is no router to talk to."""
 
 
-class RouterAway(NoCluster):
+class RouterAway(ClusterNotFound):
     """Raised when a router doesn't answer that may be back soon: it broke off, or has only just started."""
 
 
-class Refused(TwinpoolError):
+class CommandRefused(TwinpoolError):
     """Raised when the router refuses; carries its reason."""
 
 
-class Operator:
+class AdminClient:
     """Talks to one router."""
 
     def __init__(
@@ -53,14 +53,14 @@ class Operator:
         """Whether a router has answered there: then one that doesn't is on its way back."""
 
     @classmethod
-    def find(cls, url: str | None) -> Operator:
-        """The router at `url`, at TWINPOOL_URL, or of the newest live cluster of this user. Raises `NoCluster`."""
+    def find(cls, url: str | None) -> AdminClient:
+        """The router at `url`, at TWINPOOL_URL, or of the newest live cluster of this user. Raises `ClusterNotFound`."""
         given = url or os.environ.get("TWINPOOL_URL")
         if given:
             return cls(given)
         run = newest_live_run()
         if run is None:
-            raise NoCluster("no cluster is running on this machine; start one with twinpool serve, or give --url")
+            raise ClusterNotFound("no cluster is running on this machine; start one with twinpool serve, or give --url")
         return cls(run.url)
 
     def status(self) -> list[dict[str, Any]]:
@@ -82,7 +82,7 @@ class Operator:
         return rows
 
     def call(self, method: str, path: str) -> dict[str, Any]:
-        """One call of an admin path. Raises `Refused` or `NoCluster`."""
+        """One call of an admin path. Raises `CommandRefused` or `ClusterNotFound`."""
         headers = {"Accept": "application/json"}
         if token := os.environ.get("TWINPOOL_ADMIN_TOKEN"):
             headers["Authorization"] = f"Bearer {token}"
@@ -99,14 +99,14 @@ class Operator:
             if code == "starting":
                 raise RouterAway(f"the router at {self._url} has only just started: {message}") from None
             if message:
-                raise Refused(message) from None
-            raise NoCluster(f"what answers at {self._url} is not a Twinpool router ({error.code})") from None
+                raise CommandRefused(message) from None
+            raise ClusterNotFound(f"what answers at {self._url} is not a Twinpool router ({error.code})") from None
         except (OSError, http.client.HTTPException) as error:
             reason = getattr(error, "reason", error)
-            away = RouterAway if self._heard or not isinstance(reason, ConnectionRefusedError) else NoCluster
+            away = RouterAway if self._heard or not isinstance(reason, ConnectionRefusedError) else ClusterNotFound
             raise away(f"no router answers at {self._url} ({reason})") from None
         except ValueError:
-            raise NoCluster(f"what answers at {self._url} is not a Twinpool router") from None
+            raise ClusterNotFound(f"what answers at {self._url} is not a Twinpool router") from None
 
 
 def _message(body: bytes) -> tuple[str, str]:

@@ -20,7 +20,7 @@ FINE, REFUSED, USAGE, NO_CLUSTER = 0, 1, 2, 3
 
 
 @dataclass(frozen=True)
-class Flag:
+class CommandFlag:
     """One flag or argument of one or more commands."""
 
     names: tuple[str, ...]
@@ -40,50 +40,52 @@ COMMANDS = {
 }
 _OTHERS = ("status", "drain", "undrain", "role", "check")
 FLAGS = (
-    Flag(("--model",), ("serve",), "checkpoint folder, or demo", {"default": "demo", "metavar": "DIR"}),
-    Flag(("--prefill",), ("serve",), "number of prefill workers", {"type": int, "default": 1, "metavar": "N"}),
-    Flag(("--decode",), ("serve",), "number of decode workers", {"type": int, "default": 1, "metavar": "N"}),
-    Flag(("--host",), ("serve",), "address that the router listens on", {"default": "127.0.0.1"}),
-    Flag(("--port",), ("serve",), "port that the router listens on; 0 for any", {"type": int, "default": 8000}),
-    Flag(("--config",), ("serve",), "YAML file with the configuration", {"type": Path, "metavar": "FILE"}),
-    Flag(
+    CommandFlag(("--model",), ("serve",), "checkpoint folder, or demo", {"default": "demo", "metavar": "DIR"}),
+    CommandFlag(("--prefill",), ("serve",), "number of prefill workers", {"type": int, "default": 1, "metavar": "N"}),
+    CommandFlag(("--decode",), ("serve",), "number of decode workers", {"type": int, "default": 1, "metavar": "N"}),
+    CommandFlag(("--host",), ("serve",), "address that the router listens on", {"default": "127.0.0.1"}),
+    CommandFlag(("--port",), ("serve",), "port that the router listens on; 0 for any", {"type": int, "default": 8000}),
+    CommandFlag(("--config",), ("serve",), "YAML file with the configuration", {"type": Path, "metavar": "FILE"}),
+    CommandFlag(
         ("--set",),
         ("serve",),
         "set one configuration key; may be repeated",
         {"action": "append", "default": [], "metavar": "SECTION.KEY=VALUE"},
     ),
-    Flag(
+    CommandFlag(
         ("--served-model-name",),
         ("serve",),
         "names under which clients ask for the model; answers carry the first",
         {"nargs": "+", "default": [], "metavar": "NAME"},
     ),
-    Flag(("--ray-address",), ("serve",), "join this Ray cluster (auto: the one on this machine)", {"metavar": "ADDR"}),
-    Flag(("--dashboard",), ("serve",), "start Ray's dashboard too", {"action": "store_true"}),
-    Flag(
+    CommandFlag(
+        ("--ray-address",), ("serve",), "join this Ray cluster (auto: the one on this machine)", {"metavar": "ADDR"}
+    ),
+    CommandFlag(("--dashboard",), ("serve",), "start Ray's dashboard too", {"action": "store_true"}),
+    CommandFlag(
         ("worker",),
         ("drain", "undrain"),
         "name of a worker, such as decode-1, or a node's host name or Ray id",
         {"metavar": "WORKER|NODE"},
     ),
-    Flag(("worker",), ("role",), "name of a worker, such as decode-1", {"metavar": "WORKER"}),
-    Flag(("role",), ("role",), "prefill or decode", {"choices": ("prefill", "decode")}),
-    Flag(
+    CommandFlag(("worker",), ("role",), "name of a worker, such as decode-1", {"metavar": "WORKER"}),
+    CommandFlag(("role",), ("role",), "prefill or decode", {"choices": ("prefill", "decode")}),
+    CommandFlag(
         ("--force",),
         ("drain",),
         "drain even the last worker of its role; after --timeout start over elsewhere what is left",
         {"action": "store_true"},
     ),
-    Flag(("--force",), ("role",), "even if it is the last worker of its role", {"action": "store_true"}),
-    Flag(("--timeout",), ("drain", "role"), "seconds to wait for it", {"type": float, "default": 600.0}),
-    Flag(("--watch",), ("drain",), "show what it waits for, live", {"action": "store_true"}),
-    Flag(("--json",), ("status", "check", "drain"), "print JSON", {"action": "store_true"}),
-    Flag(("--seed",), ("sim",), "replay one seed, with its log", {"type": int, "metavar": "N"}),
-    Flag(("--seeds",), ("sim",), "run many, the first to the last", {"metavar": "A..B"}),
-    Flag(("--jobs",), ("sim",), "processes that run seeds", {"type": int, "default": 1, "metavar": "N"}),
-    Flag(("--first",), ("sim",), "of many, stop at the first that violates something", {"action": "store_true"}),
-    Flag(("--shrink",), ("sim",), "make a failing seed smaller before it is shown", {"action": "store_true"}),
-    Flag(("--url",), _OTHERS, "the router (default: TWINPOOL_URL, else the newest cluster on this machine)", {}),
+    CommandFlag(("--force",), ("role",), "even if it is the last worker of its role", {"action": "store_true"}),
+    CommandFlag(("--timeout",), ("drain", "role"), "seconds to wait for it", {"type": float, "default": 600.0}),
+    CommandFlag(("--watch",), ("drain",), "show what it waits for, live", {"action": "store_true"}),
+    CommandFlag(("--json",), ("status", "check", "drain"), "print JSON", {"action": "store_true"}),
+    CommandFlag(("--seed",), ("sim",), "replay one seed, with its log", {"type": int, "metavar": "N"}),
+    CommandFlag(("--seeds",), ("sim",), "run many, the first to the last", {"metavar": "A..B"}),
+    CommandFlag(("--jobs",), ("sim",), "processes that run seeds", {"type": int, "default": 1, "metavar": "N"}),
+    CommandFlag(("--first",), ("sim",), "of many, stop at the first that violates something", {"action": "store_true"}),
+    CommandFlag(("--shrink",), ("sim",), "make a failing seed smaller before it is shown", {"action": "store_true"}),
+    CommandFlag(("--url",), _OTHERS, "the router (default: TWINPOOL_URL, else the newest cluster on this machine)", {}),
 )
 
 
@@ -108,16 +110,16 @@ def main(arguments: Sequence[str] | None = None) -> NoReturn:
 
 def run(args: argparse.Namespace) -> int:
     """Run one parsed command; returns its exit code."""
-    from cli.admin_client import NoCluster, Refused
+    from cli.admin_client import ClusterNotFound, CommandRefused
 
     try:
         return _RUN[args.command](args)
     except ConfigError as error:
         code = USAGE
         text = str(error)
-    except NoCluster as error:
+    except ClusterNotFound as error:
         code, text = NO_CLUSTER, str(error)
-    except (Refused, TwinpoolError) as error:
+    except (CommandRefused, TwinpoolError) as error:
         code, text = REFUSED, str(error)
     except KeyboardInterrupt:
         return 130
@@ -153,9 +155,9 @@ def _serve(args: argparse.Namespace) -> int:
 
 
 def _status(args: argparse.Namespace) -> int:
-    from cli.admin_client import Operator, status_table
+    from cli.admin_client import AdminClient, status_table
 
-    workers = Operator.find(args.url).status()
+    workers = AdminClient.find(args.url).status()
     if args.json:
         print(json.dumps({"workers": workers}))
     else:
@@ -164,9 +166,9 @@ def _status(args: argparse.Namespace) -> int:
 
 
 def _check(args: argparse.Namespace) -> int:
-    from cli.admin_client import Operator, check_table
+    from cli.admin_client import AdminClient, check_table
 
-    report = Operator.find(args.url).check()
+    report = AdminClient.find(args.url).check()
     if args.json:
         print(json.dumps(report))
     else:
@@ -180,14 +182,14 @@ def _check(args: argparse.Namespace) -> int:
 
 def _drain(args: argparse.Namespace) -> int:
     from cli import drain_command as leaving
-    from cli.admin_client import Operator
+    from cli.admin_client import AdminClient
 
     _check_timeout(args.timeout)
-    operator = Operator.find(args.url)
+    operator = AdminClient.find(args.url)
 
-    def drain(show: Callable[[leaving.Report], None]) -> leaving.Report:
+    def drain(show: Callable[[leaving.DrainReport], None]) -> leaving.DrainReport:
         options = {"force": args.force, "timeout_s": args.timeout, "show": show}
-        return leaving.Drain(operator, args.worker, **options).run()
+        return leaving.DrainCommand(operator, args.worker, **options).run()
 
     if args.json:
         report = drain(lambda r: _line(json.dumps(r.as_json())) if args.watch else None)
@@ -199,7 +201,7 @@ def _drain(args: argparse.Namespace) -> int:
             report = drain(lambda r: live.update(leaving.table(r)))
             live.update(leaving.table(report))
     else:
-        report = drain(leaving.Lines(_line).show)
+        report = drain(leaving.ProgressLines(_line).show)
     if not report.left:
         print(f"error: {report.why}", file=sys.stderr)
     elif not args.json:
@@ -208,20 +210,20 @@ def _drain(args: argparse.Namespace) -> int:
 
 
 def _undrain(args: argparse.Namespace) -> int:
-    from cli.admin_client import Operator
+    from cli.admin_client import AdminClient
 
-    rows = Operator.find(args.url).undrain(args.worker)
+    rows = AdminClient.find(args.url).undrain(args.worker)
     for row in rows:
         print(f"{row['name']} {row.get('outcome', 'admits again')}")
     return REFUSED if any(row["state"] == "unreachable" for row in rows) else FINE
 
 
 def _role(args: argparse.Namespace) -> int:
-    from cli.admin_client import Operator
+    from cli.admin_client import AdminClient
     from cli.drain_command import change_role
 
     _check_timeout(args.timeout)
-    operator = Operator.find(args.url)
+    operator = AdminClient.find(args.url)
     report = change_role(operator, args.worker, args.role, force=args.force, timeout_s=args.timeout)
     _line(f"{args.worker} serves as a {args.role} worker after {report.seconds:.1f} s")
     return FINE

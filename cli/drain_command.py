@@ -15,7 +15,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
-from cli.admin_client import POLL_S, SAY_EVERY_S, Operator, Refused, RouterAway
+from cli.admin_client import POLL_S, SAY_EVERY_S, AdminClient, CommandRefused, RouterAway
 
 HURRY_S = 30.0
 """How long a worker whose requests were started over elsewhere may still take to leave."""
@@ -31,7 +31,7 @@ NODE_ID_CHARS = 8
 
 
 @dataclass(frozen=True)
-class Progress:
+class DrainProgress:
     """One worker on its way out."""
 
     name: str
@@ -53,7 +53,7 @@ class Progress:
     """It was seen draining: that it is ready again means that somebody took that back."""
 
     @classmethod
-    def of(cls, row: Mapping[str, Any], before: Progress | None, here: bool) -> Progress:
+    def of(cls, row: Mapping[str, Any], before: DrainProgress | None, here: bool) -> DrainProgress:
         """From a line of the router's status; what a worker that left had done is what it last said.
 
         `here`: whether the row's worker is still where it is to leave from.
@@ -103,13 +103,13 @@ class Progress:
 
 
 @dataclass(frozen=True)
-class Report:
+class DrainReport:
     """How a drain ended, or how far it is."""
 
     target: str
     seconds: float
     left: bool
-    workers: tuple[Progress, ...]
+    workers: tuple[DrainProgress, ...]
     restarted: int = 0
     """Requests that were started over elsewhere when time was up."""
     why: str = ""
@@ -120,12 +120,12 @@ class Report:
         return asdict(self) | {"seconds": round(self.seconds, 3), "workers": rows}
 
 
-class Drain:
+class DrainCommand:
     """One drain of a worker or a node."""
 
     def __init__(
-        self, operator: Operator, target: str, *, force: bool, timeout_s: float,
-        show: Callable[[Report], None] = lambda report: None,
+        self, operator: AdminClient, target: str, *, force: bool, timeout_s: float,
+        show: Callable[[DrainReport], None] = lambda report: None,
     ) -> None:  # fmt: skip
         """`show` gets every look at the workers."""
         self._operator, self._target = operator, target
@@ -133,8 +133,8 @@ class Drain:
         self._restarted = 0
         self._hurried = False
 
-    def run(self) -> Report:
-        """Drain, and wait until all have left, or until it is clear that they don't. Raises `Refused`, `NoCluster`."""
+    def run(self) -> DrainReport:
+        """Drain, and wait until all have left, or until it is clear that they don't. Raises `CommandRefused`, `NoCluster`."""
         answer = self._operator.call("POST", f"/cluster/drain/{quoted(self._target)}{'?force=true' * self._force}")
         # A router of before this field says it by the number of its rows.
         is_node = answer.get("is_node", "node" in answer and "name" not in answer)
@@ -142,7 +142,7 @@ class Drain:
         last = {row["name"]: _told(row) for row in rows}
         return self._follow(last, is_node)
 
-    def _follow(self, last: dict[str, Progress], is_node: bool) -> Report:
+    def _follow(self, last: dict[str, DrainProgress], is_node: bool) -> DrainReport:
         clock = self._operator.clock
         start, deadline, heard = clock(), clock() + self._timeout_s, clock()
         while True:
@@ -154,12 +154,14 @@ class Drain:
                 away = str(error)
             now = clock()
             workers = tuple(last.values())
-            report = Report(self._target, now - start, False, workers, self._restarted)
+            report = DrainReport(self._target, now - start, False, workers, self._restarted)
             if not away and (why := self._over(workers)):
-                return Report(self._target, now - start, why == "left", workers, self._restarted, why * (why != "left"))
+                return DrainReport(
+                    self._target, now - start, why == "left", workers, self._restarted, why * (why != "left")
+                )
             if away and now - heard >= min(AWAY_S, self._timeout_s):
                 why = f"{away}; what has become of {self._target} isn't known, and its workers go on draining"
-                return Report(self._target, now - start, False, workers, self._restarted, why)
+                return DrainReport(self._target, now - start, False, workers, self._restarted, why)
             if not away and now >= deadline:
                 if not self._force or self._hurried:
                     return self._late(report)
@@ -168,16 +170,16 @@ class Drain:
             self._show(report)
             self._operator.sleep(POLL_S)
 
-    def _look(self, last: dict[str, Progress], is_node: bool) -> None:
+    def _look(self, last: dict[str, DrainProgress], is_node: bool) -> None:
         """One look at the workers; one that the table doesn't show is as it was."""
         for row in self._operator.rows():
             here = not is_node or _is_on(row, self._target)
             name, state = row["name"], row["state"]
             if name in last or (is_node and here and state not in ("left", "dead")):
-                last[name] = Progress.of(row, last.get(name), here)
+                last[name] = DrainProgress.of(row, last.get(name), here)
 
     @staticmethod
-    def _over(workers: Sequence[Progress]) -> str:
+    def _over(workers: Sequence[DrainProgress]) -> str:
         """ "left", or why it never will; empty while it goes on."""
         back = [w.name for w in workers if w.state == "ready" and w.drained]
         if back:
@@ -192,21 +194,21 @@ class Drain:
         answer = self._operator.call("POST", f"/cluster/drain/{quoted(self._target)}?now=true")
         self._restarted += answer.get("taken", 0)
 
-    def _late(self, report: Report) -> Report:
+    def _late(self, report: DrainReport) -> DrainReport:
         what = [f"{w.name} waits for {w.waits_for}" for w in report.workers if w.state not in GONE]
         kept = ", though what others could take was started over there" if self._hurried else ""
         why = f"{self._target} has not left after {report.seconds:g} s{kept}; {'; '.join(what)}; it goes on draining"
-        return Report(self._target, report.seconds, False, report.workers, self._restarted, why)
+        return DrainReport(self._target, report.seconds, False, report.workers, self._restarted, why)
 
 
-class Lines:
+class ProgressLines:
     """Shows a drain in lines: each new thing that is waited for at once, the same again now and then."""
 
     def __init__(self, say: Callable[[str], None]) -> None:
         self._say = say
         self._said: dict[str, tuple[str, float]] = {}
 
-    def show(self, report: Report) -> None:
+    def show(self, report: DrainReport) -> None:
         for worker in report.workers:
             if worker.state != "draining" and not (worker.state == "unreachable" and report.seconds >= PASSING_S):
                 continue
@@ -217,7 +219,7 @@ class Lines:
                 self._said[worker.name] = waits, report.seconds
 
 
-def ending(report: Report) -> str:
+def ending(report: DrainReport) -> str:
     """What is said when all have left."""
     moved = sum(w.moved for w in report.workers)
     parts = [f"{report.target} has left after {report.seconds:.1f} s"]
@@ -228,11 +230,11 @@ def ending(report: Report) -> str:
     return "; ".join(parts)
 
 
-def _told(row: Mapping[str, Any]) -> Progress:
+def _told(row: Mapping[str, Any]) -> DrainProgress:
     """A worker as the router's answer to the drain has it."""
     said = row.get("state", "ready")
     state = "not running" if said in ("left", "dead") else said
-    return Progress(row["name"], state, incarnation=row.get("incarnation", 0), drained=said == "draining")
+    return DrainProgress(row["name"], state, incarnation=row.get("incarnation", 0), drained=said == "draining")
 
 
 def _is_on(row: Mapping[str, Any], node: str) -> bool:
@@ -240,7 +242,7 @@ def _is_on(row: Mapping[str, Any], node: str) -> bool:
     return bool(row["node"] == node or (len(node) >= NODE_ID_CHARS and node_id.startswith(node)))
 
 
-def table(report: Report) -> Any:
+def table(report: DrainReport) -> Any:
     """A rich table of a drain, for `--watch`."""
     from cli.admin_client import plain_table
 
@@ -254,10 +256,10 @@ def table(report: Report) -> Any:
     return out
 
 
-def change_role(operator: Operator, worker: str, role: str, *, force: bool, timeout_s: float) -> Report:
-    """Have a worker drain and start again in another pool; returns when it serves there. Raises `Refused`."""
+def change_role(operator: AdminClient, worker: str, role: str, *, force: bool, timeout_s: float) -> DrainReport:
+    """Have a worker drain and start again in another pool; returns when it serves there. Raises `CommandRefused`."""
     before = operator.call("POST", f"/cluster/role/{quoted(worker)}?role={role}{'&force=true' * force}")
-    start, last = operator.clock(), Progress(worker, "draining", incarnation=before["incarnation"])
+    start, last = operator.clock(), DrainProgress(worker, "draining", incarnation=before["incarnation"])
     heard = start
     while True:
         seconds = operator.clock() - start
@@ -271,14 +273,14 @@ def change_role(operator: Operator, worker: str, role: str, *, force: bool, time
             continue
         if row is not None and row["incarnation"] > before["incarnation"]:
             if row["role"] == role and row["state"] == "ready":
-                return Report(worker, seconds, True, (last,))
+                return DrainReport(worker, seconds, True, (last,))
         elif row is not None:
-            last = Progress.of(row, last, True)
+            last = DrainProgress.of(row, last, True)
             if row["state"] == "left":
-                raise Refused(f"{worker} has left and didn't come back")
+                raise CommandRefused(f"{worker} has left and didn't come back")
         if seconds > timeout_s:
             waits = last.waits_for if row is not None and row["role"] != role else "its start"
-            raise Refused(
+            raise CommandRefused(
                 f"{worker} is no {role} worker after {seconds:g} s; it waits for {waits}. A node must have a free "
                 f"place for it (Ray resource twinpool_{role})"
             )

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from cluster.assembly.build_worker import build_worker
-from cluster.ranks.rendezvous import Crew
+from cluster.ranks.rendezvous import RankGroup
 from contracts.checkpoint.model_spec import read_model_spec
 from contracts.clock import Clock, SystemClock
 from contracts.config.cluster_config import Config
@@ -49,7 +49,7 @@ class Company:
 
     def __init__(
         self, folder: Path, config: Config, roles: Sequence[Role], tokens: int, clock: Clock,
-        crew: Callable[[Role], Crew | None] = lambda role: None,
+        crew: Callable[[Role], RankGroup | None] = lambda role: None,
     ) -> None:  # fmt: skip
         """`crew`: the other ranks of a worker that is about to be built."""
         self.clock, self.config = clock, config
@@ -214,7 +214,7 @@ def company(
     config = config_from_dict(sections)
     with ExitStack() as stack:
 
-        def crew(role: Role) -> Crew | None:
+        def crew(role: Role) -> RankGroup | None:
             counts = counts_for(folder, config, role, tokens)
             return stack.enter_context(crew_of(ranks, folder, role, config, counts)) if ranks is not None else None
 

@@ -25,8 +25,8 @@ from contracts.sampling_params import SamplingParams, TokenLogprob
 from engine.models.registry import read_model
 
 if TYPE_CHECKING:
-    from cluster.arena.arena_client import Arenas
-    from cluster.ranks.rendezvous import Crew
+    from cluster.arena.arena_client import ArenaProvider
+    from cluster.ranks.rendezvous import RankGroup
     from tests.rank_workers import RankProcesses
 
 SESSION = SessionId(1)
@@ -60,8 +60,8 @@ class Pair:
         tokens: int | Mapping[Role, int],
         clock: Clock,
         devices: Mapping[Role, Device] | None = None,
-        crews: Mapping[Role, Crew | None] | None = None,
-        arenas: Mapping[Role, Arenas] | None = None,
+        crews: Mapping[Role, RankGroup | None] | None = None,
+        arenas: Mapping[Role, ArenaProvider] | None = None,
     ) -> None:
         devices, crews, arenas = devices or {}, crews or {}, arenas or {}
         sizes = tokens if isinstance(tokens, Mapping) else dict.fromkeys(Role, tokens)
@@ -202,7 +202,7 @@ def pair(
     settle: bool = True,
     devices: Mapping[Role, Device] | None = None,
     ranks: RankProcesses | None = None,
-    arenas: Mapping[Role, Arenas] | None = None,
+    arenas: Mapping[Role, ArenaProvider] | None = None,
     **sections: dict[str, Any],
 ) -> Iterator[Pair]:
     """A pair that is checked for leaks at the end. `ranks`: warm processes for workers of several ranks."""
@@ -229,14 +229,14 @@ def _crews(
     folder: Path,
     config: Config,
     tokens: int | Mapping[Role, int],
-) -> dict[Role, Crew | None]:
+) -> dict[Role, RankGroup | None]:
     """The other ranks of each worker, where it has several."""
     if not any(config.tp_for(role) > 1 for role in Role):
         return {}
     from tests.rank_workers import crew_of, rank_processes
 
     processes = processes or stack.enter_context(rank_processes())
-    crews: dict[Role, Crew | None] = {}
+    crews: dict[Role, RankGroup | None] = {}
     for role in Role:
         size = tokens[role] if isinstance(tokens, Mapping) else tokens
         counts = counts_for(folder, config, role, size)

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from cluster.ranks.rendezvous import Crew, lead
+from cluster.ranks.rendezvous import RankGroup, lead
 from cluster.worker_process.follower_process import serve_rank
 from cluster.worker_process.worker_plan import WorkerPlan
 from contracts.clock import SystemClock
@@ -95,7 +95,7 @@ def rank_processes() -> Iterator[RankProcesses]:
 @contextmanager
 def crew_of(
     processes: RankProcesses, folder: Path, role: Role, config: Config, counts: Mapping[str, int]
-) -> Iterator[Crew | None]:
+) -> Iterator[RankGroup | None]:
     """The other ranks of a worker that is built here; None where it has one."""
     size = config.tp_for(role)
     if size == 1:

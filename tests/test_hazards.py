@@ -139,13 +139,13 @@ def test_c7_a_worker_gets_nothing_before_it_has_registered_and_is_reached() -> N
 
 def test_c7_a_worker_is_not_there_before_all_of_its_ranks_are() -> None:
     """Its leader waits for the others before it builds anything, and ends when one doesn't come."""
-    from cluster.ranks.follower_line import LeaderLine
-    from cluster.ranks.rank_line import RankLine
+    from cluster.ranks.follower_line import FollowerChannel
+    from cluster.ranks.rank_line import LeaderChannel
 
     secret = "5a" * 32
     clock = ManualClock()
-    line = RankLine(secret, 3, clock, 1.0)
-    first = LeaderLine(secret, 1)
+    line = LeaderChannel(secret, 3, clock, 1.0)
+    first = FollowerChannel(secret, 1)
     try:
         clock.advance(1.0)
         with pytest.raises(PeerDead, match="of 3 did not come within 0 s"):

@@ -43,12 +43,12 @@ _SEALS = fcntl.F_SEAL_GROW | fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_SEAL
 _CREDENTIALS = struct.Struct("iII")
 
 
-class Refused(Exception):
+class LoanRefused(Exception):
     """Raised for a message that is none, or from somebody who may not ask."""
 
 
 @dataclass(slots=True)
-class _Segment:
+class _ArenaSegment:
     fd: int
     shape: tuple[int, str]
     """Its size in bytes, and the fingerprint of what may lie in it."""
@@ -72,13 +72,13 @@ def _readable(fd: int) -> bool:
     return bool(poller.poll(0))
 
 
-class Agent:
+class ArenaAgent:
     """Lends segments. One thread."""
 
     def __init__(self, token: str) -> None:
         """Raises `OSError` where another agent of this token answers already."""
         self._token = token
-        self._segments: dict[tuple[str, int], _Segment] = {}
+        self._segments: dict[tuple[str, int], _ArenaSegment] = {}
         self._selector = selectors.DefaultSelector()
         self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self._listener.bind(address(token))
@@ -112,7 +112,7 @@ class Agent:
                 raise ConnectionError
             answer, lent = self._answer(peer, data, fds)
             socket.send_fds(peer, [json.dumps(answer).encode()], lent, socket.MSG_NOSIGNAL)
-        except (OSError, ValueError, KeyError, TypeError, Refused):
+        except (OSError, ValueError, KeyError, TypeError, LoanRefused):
             # Gone, or nobody we speak to: a client that hears nothing goes without an arena.
             self._selector.unregister(peer)
             peer.close()
@@ -124,7 +124,7 @@ class Agent:
         message = json.loads(data)
         pid, uid, _ = _CREDENTIALS.unpack(peer.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size))
         if uid != os.geteuid() or not hmac.compare_digest(str(message["token"]), self._token):
-            raise Refused
+            raise LoanRefused
         name = str(message["name"])
         if message["verb"] == "forget":
             return self._forget(name, message["before"]), []
@@ -134,7 +134,7 @@ class Agent:
             return self._take_back(who, incarnation, shape, pid, fds), []
         if message["verb"] == "take":
             return self._lend(who, incarnation, shape, pid, bool(message["fresh"]))
-        raise Refused
+        raise LoanRefused
 
     def _lend(
         self, who: tuple[str, int], incarnation: int, shape: tuple[int, str], pid: int, fresh: bool
@@ -154,7 +154,7 @@ class Agent:
         except OSError as error:
             os.close(owner)
             return {"error": f"{shape[0]} bytes: {error.strerror}"}, []
-        self._keep(who, _Segment(fd, shape, incarnation, owner))
+        self._keep(who, _ArenaSegment(fd, shape, incarnation, owner))
         return {"lent": True, "adopted": False}, [fd]
 
     def _take_back(
@@ -164,11 +164,11 @@ class Agent:
         if held is not None and held.incarnation >= incarnation:
             return {"kept": False}
         if not fds or os.fstat(fds[0]).st_size != shape[0]:
-            raise Refused
-        self._keep(who, _Segment(os.dup(fds[0]), shape, incarnation, os.pidfd_open(pid)))
+            raise LoanRefused
+        self._keep(who, _ArenaSegment(os.dup(fds[0]), shape, incarnation, os.pidfd_open(pid)))
         return {"kept": True}
 
-    def _keep(self, who: tuple[str, int], segment: _Segment) -> None:
+    def _keep(self, who: tuple[str, int], segment: _ArenaSegment) -> None:
         """From now on this is the one: another of the same worker's is never lent again."""
         held = self._segments.pop(who, None)
         if held is not None:
@@ -214,7 +214,7 @@ def _make(name: str, nbytes: int) -> int:
 
 def main() -> None:
     """``arena_agent.py``: the token is the first line of the standard input; the end of that is the agent's."""
-    agent = Agent(sys.stdin.buffer.readline().decode().strip())
+    agent = ArenaAgent(sys.stdin.buffer.readline().decode().strip())
     agent.serve(sys.stdin.fileno())
 
 

@@ -33,7 +33,7 @@ RETURN_S = 0.2
 _CREDENTIALS = struct.Struct("iII")
 
 
-class Arenas(Protocol):
+class ArenaProvider(Protocol):
     """Where a worker's ranks get memory that outlives them."""
 
     def take(self, rank: int, nbytes: int, fingerprint: str) -> memoryview | None:
@@ -44,7 +44,7 @@ class Arenas(Protocol):
 
 
 @dataclass
-class _Loan:
+class _ArenaLoan:
     """A segment in use. Its thread hears of the agent's death."""
 
     fd: int
@@ -54,8 +54,8 @@ class _Loan:
     thread: threading.Thread | None = None
 
 
-class BorrowedArenas:
-    """`Arenas` of one incarnation of a worker, from the agent of this node."""
+class ArenaClient:
+    """`ArenaProvider` of one incarnation of a worker, from the agent of this node."""
 
     def __init__(
         self,
@@ -69,7 +69,7 @@ class BorrowedArenas:
         """`token` is the agent's, hex; without one there is no agent."""
         self._token, self._name, self._incarnation = token, name, incarnation
         self._clock, self._pause, self._owner_s = clock, pause, owner_s
-        self._loans: list[_Loan] = []
+        self._loans: list[_ArenaLoan] = []
 
     def take(self, rank: int, nbytes: int, fingerprint: str) -> memoryview | None:
         if not self._token:
@@ -90,7 +90,7 @@ class BorrowedArenas:
                 )
                 return None
             stack.pop_all()
-        loan = _Loan(fd, message, connection)
+        loan = _ArenaLoan(fd, message, connection)
         loan.thread = threading.Thread(target=_watch, args=(loan,), name="arena", daemon=True)
         loan.thread.start()
         self._loans.append(loan)
@@ -174,7 +174,7 @@ def _ask(
     return answer, got
 
 
-def _watch(loan: _Loan) -> None:
+def _watch(loan: _ArenaLoan) -> None:
     """Wait for the agent's death, then give the segment to the next one; so for ever."""
     while not loan.stop.wait(0.0 if loan.connection is not None else RETURN_S):
         try:

@@ -12,7 +12,7 @@ from typing import Protocol
 from cluster.arena import arena_agent
 from cluster.arena.arena_client import forget
 from cluster.processes.process_ids import TIED, start_time
-from cluster.processes.restart_policy import Restarts
+from cluster.processes.restart_policy import RestartHistory
 from contracts.clock import Clock
 from contracts.config.cluster_config import ClusterConfig, Config
 from contracts.config.load_config import may_have_host_memory
@@ -27,7 +27,7 @@ COMMAND = (*TIED, sys.executable, "-S", "-P", "-E", str(arena_agent.__file__))
 STOP_S = 2.0
 
 
-class Agents(Protocol):
+class ArenaAgents(Protocol):
     """One agent a node."""
 
     def poll(self) -> list[str]:
@@ -40,7 +40,7 @@ class Agents(Protocol):
         """End them, and with them what only they have. Idempotent."""
 
 
-class NoAgents:
+class NoArenaAgents:
     """Where host memory ends with its worker."""
 
     def poll(self) -> list[str]:
@@ -51,13 +51,13 @@ class NoAgents:
     def close(self) -> None: ...
 
 
-class LocalAgent:
+class LocalArenaAgent:
     """The agent of this machine. Used from the main thread: the kernel ties the child's life to that thread."""
 
     def __init__(self, token: str, logs: Path, config: ClusterConfig, clock: Clock) -> None:
         self._token, self._log, self._clock = token, logs / "arena.log", clock
         self._process: subprocess.Popen[bytes] | None = None
-        self._restarts = Restarts(config)
+        self._restarts = RestartHistory(config)
         self._since = clock.now()
         self._restart_at: float | None = None
 

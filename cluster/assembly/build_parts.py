@@ -21,11 +21,11 @@ from cache.storage.io_queue import ThreadedIoQueue
 from cache.storage.page_store import PageStore
 from cache.storage.rank_page_store import RankPageStore
 from cache.storage.tp_page_store import TPPageStore
-from cluster.arena.arena_client import Arenas
+from cluster.arena.arena_client import ArenaProvider
 from cluster.assembly.host_tier_memory import host_memory, take_over
 from cluster.assembly.memory_plan import state_options, stride
-from cluster.ranks.rank_line import RankLine
-from cluster.ranks.rendezvous import Crew
+from cluster.ranks.rank_line import LeaderChannel
+from cluster.ranks.rendezvous import RankGroup
 from contracts.authentication import SECRET_VARIABLE
 from contracts.checkpoint.model_spec import ModelSpec
 from contracts.clock import Clock
@@ -49,7 +49,7 @@ from transfer.planes.tp_plane import TPDataPlane
 
 
 @dataclass(frozen=True)
-class Parts:
+class WorkerParts:
     """What both kinds of worker are made of."""
 
     spec: ModelSpec
@@ -71,9 +71,9 @@ def _parts(
     counts: Mapping[str, int],
     device: Device | None,
     clock: Clock,
-    crew: Crew | None,
-    arenas: Arenas | None,
-) -> Parts:
+    crew: RankGroup | None,
+    arenas: ArenaProvider | None,
+) -> WorkerParts:
     hold_to_class(config.engine)
     curve = _curve(host)
     if config.engine.device == "cuda":
@@ -103,7 +103,7 @@ def _parts(
         plane.close()
         waiter.close()
         raise
-    return Parts(spec, config, device, waiter, plane, seat, engine, curve)
+    return WorkerParts(spec, config, device, waiter, plane, seat, engine, curve)
 
 
 def _class(config: Config, spec: ModelSpec, device: Device) -> str:
@@ -142,8 +142,8 @@ def _seat(
     name: WorkerName,
     clock: Clock,
     waiter: Waiter,
-    line: RankLine | None,
-    arenas: Arenas | None,
+    line: LeaderChannel | None,
+    arenas: ArenaProvider | None,
 ) -> KVCacheManager:
     """The pool set with its tiers, as the role's cache section has them."""
     cache = config.cache_for(role)

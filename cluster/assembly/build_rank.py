@@ -14,7 +14,7 @@ from cache.storage.backends.backend_factory import make_backend
 from cache.storage.io_queue import ThreadedIoQueue
 from cache.storage.rank_page_store import RankPageStore
 from cache.storage.tp_page_store import FollowerPageStore
-from cluster.arena.arena_client import Arenas
+from cluster.arena.arena_client import ArenaProvider
 from cluster.assembly.build_parts import _curve, _fingerprint, host_tier, rank_layout
 from cluster.assembly.host_tier_memory import host_memory
 from contracts.checkpoint.model_spec import ModelSpec
@@ -55,7 +55,7 @@ def build_rank(
     host: str,
     counts: Mapping[str, int],
     ranks: TensorParallelGroup,
-    arenas: Arenas | None = None,
+    arenas: ArenaProvider | None = None,
 ) -> RankParts:
     """Build what a follower needs to carry out its leader's orders. Raises what `build_worker` does."""
     hold_to_class(config.engine)

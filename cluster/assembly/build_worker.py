@@ -6,9 +6,9 @@ import time
 from collections.abc import Mapping
 
 from cache.device.device_port import Device
-from cluster.arena.arena_client import Arenas
-from cluster.assembly.build_parts import Parts, _class, _parts
-from cluster.ranks.rendezvous import Crew
+from cluster.arena.arena_client import ArenaProvider
+from cluster.assembly.build_parts import WorkerParts, _class, _parts
+from cluster.ranks.rendezvous import RankGroup
 from contracts.checkpoint.model_spec import ModelSpec
 from contracts.clock import Clock, SystemClock
 from contracts.config.cluster_config import Config
@@ -34,8 +34,8 @@ def build_worker(
     counts: Mapping[str, int],
     clock: Clock | None = None,
     device: Device | None = None,
-    crew: Crew | None = None,
-    arenas: Arenas | None = None,
+    crew: RankGroup | None = None,
+    arenas: ArenaProvider | None = None,
 ) -> Worker:
     """Load the model and open the worker's sockets on `host`. Everything is released when a part can't be built.
 
@@ -72,7 +72,7 @@ def build_worker(
     )  # fmt: skip
 
 
-def _numerics(parts: Parts) -> str:
+def _numerics(parts: WorkerParts) -> str:
     """The worker's numerics class: how it computes, and with what."""
     config = parts.config.engine
     return numerics_class(config.numerics, _class(parts.config, parts.spec, parts.device))

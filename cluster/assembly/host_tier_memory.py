@@ -11,15 +11,15 @@ from cache.arena.arena import BOND_BYTES, Arena, arena_bytes
 from cache.device.device_port import Device
 from cache.manager.kv_cache_manager import KVCacheManager
 from cache.memory.memory_layout import PoolSetLayout
-from cluster.arena.arena_client import Arenas
-from cluster.ranks.rank_line import RankLine
+from cluster.arena.arena_client import ArenaProvider
+from cluster.ranks.rank_line import LeaderChannel
 from contracts.messages.rank_orders import BindArenas
 
 log = logging.getLogger("twinpool.arena")
 
 
 def host_memory(
-    tier: PoolSetLayout, device: Device, arenas: Arenas | None, rank: int, size: int, fingerprint: str
+    tier: PoolSetLayout, device: Device, arenas: ArenaProvider | None, rank: int, size: int, fingerprint: str
 ) -> tuple[torch.Tensor, Arena | None]:
     """Memory for a rank's part of the host tier, uint8 [tier.nbytes], and the arena that it lies in.
 
@@ -34,7 +34,7 @@ def host_memory(
     return arena.region, arena
 
 
-def take_over(seat: KVCacheManager, line: RankLine | None) -> None:
+def take_over(seat: KVCacheManager, line: LeaderChannel | None) -> None:
     """Give the seat what its last incarnation left on the host, if the arenas of all its ranks belong together.
 
     Else all of them begin anew together: what the parts of a page were written by must be one incarnation.

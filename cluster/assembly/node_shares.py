@@ -55,7 +55,7 @@ class NodeFacts:
 
 
 @dataclass(frozen=True, slots=True)
-class Sizes:
+class WorkerShare:
     """What a worker of one role gets on one node; travels to it with its plan."""
 
     threads: int
@@ -92,8 +92,8 @@ class NodeShare:
     host_bytes: Mapping[Role, int]
     """The host tier of a worker of each role."""
 
-    def sizes(self, role: Role) -> Sizes:
-        return Sizes(self.threads, self.plans[role].counts, self.host_bytes[role])
+    def sizes(self, role: Role) -> WorkerShare:
+        return WorkerShare(self.threads, self.plans[role].counts, self.host_bytes[role])
 
 
 def measured(places: Mapping[Role, int], node_id: str = "") -> NodeFacts:

@@ -28,10 +28,17 @@ import dataclasses
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
-from cluster.controller.controller_actions import Action, Forget, Grant, Kill, Report, Start
-from cluster.controller.incarnation_ledger import Ledger
+from cluster.controller.controller_actions import (
+    ControllerAction,
+    ForgetArenas,
+    KillWorker,
+    LeaseGrant,
+    OperatorNote,
+    StartWorker,
+)
+from cluster.controller.incarnation_ledger import IncarnationLedger
 from cluster.controller.worker_states import WorkerEvent, WorkerState, advance
-from cluster.processes.restart_policy import Restarts
+from cluster.processes.restart_policy import RestartHistory
 from cluster.worker_process.step_watchdog import why_stalled
 from contracts.clock import Clock
 from contracts.config.cluster_config import ClusterConfig
@@ -58,13 +65,13 @@ class NodePlace:
 
 
 @dataclass(slots=True)
-class _Slot:
+class _WantedWorker:
     """One wanted worker."""
 
     name: WorkerName
     role: Role
     incarnation: Incarnation
-    restarts: Restarts
+    restarts: RestartHistory
     state: WorkerState = WorkerState.DEAD
     wanted: bool = True
     record: WorkerRecord | None = None
@@ -90,13 +97,13 @@ class _Slot:
 class Controller:
     """Grants incarnations as leases and decides restarts. Not thread-safe: one loop owns it."""
 
-    def __init__(self, clock: Clock, config: ClusterConfig, ledger: Ledger) -> None:
+    def __init__(self, clock: Clock, config: ClusterConfig, ledger: IncarnationLedger) -> None:
         self._clock = clock
         self._config = config
         self._ledger = ledger
         self._granted = dict(ledger.load())
-        self._slots: dict[WorkerName, _Slot] = {}
-        self._actions: list[Action] = []
+        self._slots: dict[WorkerName, _WantedWorker] = {}
+        self._actions: list[ControllerAction] = []
         self._listeners: list[Callable[[], None]] = []
         self._cordoned: set[str] = set()
         """Names of nodes, as operators and Ray gave them."""
@@ -113,7 +120,7 @@ class Controller:
         slot = self._slots.get(name)
         if slot is None:
             number = Incarnation(self._granted.get(name, 0))
-            self._slots[name] = _Slot(name, role, number, Restarts(self._config))
+            self._slots[name] = _WantedWorker(name, role, number, RestartHistory(self._config))
             self._changed()
         elif slot.wanted:
             raise ConfigError(f"there is already a worker {name}")
@@ -205,7 +212,7 @@ class Controller:
 
     # ------------------------------------------------------------ what the workers say
 
-    def register(self, record: WorkerRecord) -> Grant:
+    def register(self, record: WorkerRecord) -> LeaseGrant:
         """A worker is up. Fenced when another incarnation is the current one, or this one is already over."""
         slot = self._current(record.name, record.incarnation)
         if slot is None or slot.state is not WorkerState.STARTING:
@@ -221,13 +228,13 @@ class Controller:
         slot.deadline = now + self._config.lease_s
         if slot.incarnation > 1:
             # What it has not taken over by now nobody will: its role or its node may be another one.
-            self._actions.append(Forget(slot.name, slot.incarnation))
+            self._actions.append(ForgetArenas(slot.name, slot.incarnation))
         if slot.incarnation > 1 and slot.restarts.deaths:
-            self._actions.append(Report(f"{slot.name} is back, incarnation {slot.incarnation}"))
+            self._actions.append(OperatorNote(f"{slot.name} is back, incarnation {slot.incarnation}"))
         self._changed()
         return self._grant(slot)
 
-    def renew(self, name: WorkerName, incarnation: Incarnation, status: WorkerStatus) -> Grant:
+    def renew(self, name: WorkerName, incarnation: Incarnation, status: WorkerStatus) -> LeaseGrant:
         """A heartbeat. Fenced when the lease has ended: the worker must stop sending and exit."""
         slot = self._current(name, incarnation)
         if slot is None or slot.state not in (WorkerState.READY, WorkerState.DRAINING):
@@ -256,19 +263,19 @@ class Controller:
             return
         if slot.becomes is not None:
             slot.state = advance(slot.state, WorkerEvent.CHANGED)
-            self._actions.append(Report(f"{name} has left, and starts again for {slot.becomes}"))
+            self._actions.append(OperatorNote(f"{name} has left, and starts again for {slot.becomes}"))
             slot.restart_at = self._clock.now()
             self._take_role(slot)
         else:
             slot.state = advance(slot.state, WorkerEvent.LEFT)
             slot.wanted = False
-            self._actions += [Forget(name), Report(f"{name} has left")]
+            self._actions += [ForgetArenas(name), OperatorNote(f"{name} has left")]
         slot.status = _status(slot)
         self._changed()
 
     # ------------------------------------------------------------ what time says, and what to do
 
-    def tick(self) -> list[Action]:
+    def tick(self) -> list[ControllerAction]:
         """Expire what is late, start what is due; returns all actions since the last tick, in order."""
         now = self._clock.now()
         for slot in self._slots.values():
@@ -299,7 +306,7 @@ class Controller:
 
     # ------------------------------------------------------------ inside
 
-    def _start(self, slot: _Slot, now: float) -> None:
+    def _start(self, slot: _WantedWorker, now: float) -> None:
         number = Incarnation(slot.incarnation + 1)
         self._ledger.record(slot.name, number)
         slot.state = advance(slot.state, WorkerEvent.STARTED)
@@ -307,40 +314,40 @@ class Controller:
         slot.deadline = now + self._config.start_timeout_s
         slot.status = _status(slot)
         slot.avoids = tuple(sorted(self._cordoned))
-        self._actions.append(Start(slot.name, slot.role, number, slot.avoids))
+        self._actions.append(StartWorker(slot.name, slot.role, number, slot.avoids))
         self._changed()
 
-    def _kill(self, slot: _Slot, reason: str) -> None:
+    def _kill(self, slot: _WantedWorker, reason: str) -> None:
         self._actions.append(_killing(slot))
         self._die(slot, reason)
 
-    def _tell_to_drain(self, slot: _Slot) -> bool:
+    def _tell_to_drain(self, slot: _WantedWorker) -> bool:
         """Whether there is something to tell."""
         if slot.state is not WorkerState.READY or slot.drains:
             return False
         slot.drains = True
         return True
 
-    def _start_elsewhere(self, slot: _Slot, why: str = "its node is cordoned") -> bool:
+    def _start_elsewhere(self, slot: _WantedWorker, why: str = "its node is cordoned") -> bool:
         """End a start, to begin it anew where it may be now: nobody has been served by it, so this is no death."""
         if slot.state is not WorkerState.STARTING:
             return False
-        self._actions += [_killing(slot), Report(f"{slot.name} is started anew: {why}")]
+        self._actions += [_killing(slot), OperatorNote(f"{slot.name} is started anew: {why}")]
         slot.state = advance(slot.state, WorkerEvent.DIED)
         slot.status, slot.restart_at = _status(slot), self._clock.now()
         self._changed()
         return True
 
-    def _has_place(self, slot: _Slot) -> bool:
+    def _has_place(self, slot: _WantedWorker) -> bool:
         """Whether a node is left that could take it."""
         free = not self._nodes or any(not self.cordoned(node) for node in self._nodes)
         if not free and not slot.held:
             text = f"{slot.name} waits: every node is cordoned ({', '.join(sorted(self._cordoned))}); undrain one"
-            self._actions.append(Report(text))
+            self._actions.append(OperatorNote(text))
         slot.held = not free
         return free
 
-    def _take_back(self, slots: Iterable[_Slot]) -> tuple[WorkerName, ...]:
+    def _take_back(self, slots: Iterable[_WantedWorker]) -> tuple[WorkerName, ...]:
         back = []
         for slot in slots:
             if slot.state is WorkerState.READY and slot.drains:
@@ -352,7 +359,7 @@ class Controller:
                 back.append(slot.name)
         return tuple(back)
 
-    def _want(self, slot: _Slot) -> None:
+    def _want(self, slot: _WantedWorker) -> None:
         """Start it again, though it had left or was left dead."""
         if slot.state is WorkerState.LEFT:
             slot.state = advance(slot.state, WorkerEvent.WANTED)
@@ -372,7 +379,7 @@ class Controller:
     def _known_nodes(self) -> str:
         return ", ".join(sorted({node.host for node in self._every_node()})) or "none"
 
-    def _die(self, slot: _Slot, reason: str) -> None:
+    def _die(self, slot: _WantedWorker, reason: str) -> None:
         now = self._clock.now()
         was_draining = slot.state is WorkerState.DRAINING
         slot.state = advance(slot.state, WorkerEvent.DIED)
@@ -381,18 +388,18 @@ class Controller:
         delay = slot.restarts.died(now, slot.ready_since)
         slot.restart_at = now + delay
         what_next = self._what_next(slot, was_draining, delay)
-        self._actions += [] if slot.wanted else [Forget(slot.name)]
-        self._actions.append(Report(f"{slot.name} died ({reason}); {what_next}"))
+        self._actions += [] if slot.wanted else [ForgetArenas(slot.name)]
+        self._actions.append(OperatorNote(f"{slot.name} died ({reason}); {what_next}"))
         self._changed()
 
     @staticmethod
-    def _take_role(slot: _Slot) -> None:
+    def _take_role(slot: _WantedWorker) -> None:
         """Be of the new role, if there is one, from the next start on."""
         slot.drains = False
         if slot.becomes is not None:
             slot.role, slot.becomes, slot.record = slot.becomes, None, None
 
-    def _what_next(self, slot: _Slot, was_draining: bool, delay: float) -> str:
+    def _what_next(self, slot: _WantedWorker, was_draining: bool, delay: float) -> str:
         if self.shutting_down:
             return "shutting down"
         was_draining = was_draining and slot.becomes is None
@@ -407,18 +414,18 @@ class Controller:
         wait = f" in {delay:g} s" if delay else ""
         return f"restarting{wait}, incarnation {slot.incarnation + 1}"
 
-    def _current(self, name: WorkerName, incarnation: Incarnation) -> _Slot | None:
+    def _current(self, name: WorkerName, incarnation: Incarnation) -> _WantedWorker | None:
         slot = self._slots.get(name)
         if slot is not None and slot.incarnation == incarnation:
             return slot
         self.late_messages += 1
         return None
 
-    def _grant(self, slot: _Slot) -> Grant:
-        return Grant(slot.incarnation, self._config.lease_s, drain=slot.drains)
+    def _grant(self, slot: _WantedWorker) -> LeaseGrant:
+        return LeaseGrant(slot.incarnation, self._config.lease_s, drain=slot.drains)
 
-    def _fenced(self, incarnation: Incarnation) -> Grant:
-        return Grant(incarnation, 0.0, fenced=True)
+    def _fenced(self, incarnation: Incarnation) -> LeaseGrant:
+        return LeaseGrant(incarnation, 0.0, fenced=True)
 
     def _changed(self) -> None:
         self.version += 1
@@ -426,17 +433,17 @@ class Controller:
             listener()
 
 
-def _empty_record(slot: _Slot) -> WorkerRecord:
+def _empty_record(slot: _WantedWorker) -> WorkerRecord:
     node = slot.node
     return WorkerRecord(slot.name, slot.role, slot.incarnation, 0, node.host, "", "", WorkerLimits(0, 0), node.node_id)
 
 
-def _killing(slot: _Slot) -> Kill:
+def _killing(slot: _WantedWorker) -> KillWorker:
     record = slot.record
-    return Kill(slot.name, slot.incarnation, record.pid if record else 0, record.node if record else "")
+    return KillWorker(slot.name, slot.incarnation, record.pid if record else 0, record.node if record else "")
 
 
-def _status(slot: _Slot) -> WorkerStatus:
+def _status(slot: _WantedWorker) -> WorkerStatus:
     """A row made by the controller itself: the worker has said nothing yet, or no longer counts."""
     pid = slot.record.pid if slot.record else 0
     return WorkerStatus(

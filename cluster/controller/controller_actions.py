@@ -8,7 +8,7 @@ from contracts.ids import Incarnation, Role, WorkerName
 
 
 @dataclass(frozen=True, slots=True)
-class Grant:
+class LeaseGrant:
     """The answer to a registration or renewal."""
 
     incarnation: Incarnation
@@ -19,7 +19,7 @@ class Grant:
 
 
 @dataclass(frozen=True, slots=True)
-class Start:
+class StartWorker:
     """Start this incarnation of this worker."""
 
     name: WorkerName
@@ -30,7 +30,7 @@ class Start:
 
 
 @dataclass(frozen=True, slots=True)
-class Kill:
+class KillWorker:
     """Make sure that this incarnation is gone."""
 
     name: WorkerName
@@ -40,7 +40,7 @@ class Kill:
 
 
 @dataclass(frozen=True, slots=True)
-class Forget:
+class ForgetArenas:
     """Of this worker nothing need be kept any more: it won't be started again, or its successor has what it could use.
 
     With `before`, that is what incarnations before this one have left.
@@ -51,10 +51,10 @@ class Forget:
 
 
 @dataclass(frozen=True, slots=True)
-class Report:
+class OperatorNote:
     """A line for the operator."""
 
     text: str
 
 
-Action = Start | Kill | Forget | Report
+ControllerAction = StartWorker | KillWorker | ForgetArenas | OperatorNote

@@ -15,8 +15,8 @@ from typing import Any, TypeVar
 import grpc.aio
 
 from cluster.controller.controller import Controller
-from cluster.controller.controller_actions import Grant
-from cluster.worker_process.asyncio_thread import LoopThread
+from cluster.controller.controller_actions import LeaseGrant
+from cluster.worker_process.asyncio_thread import AsyncioThread
 from cluster.worker_process.grpc_service import ServiceServer
 from contracts.errors import ConfigError, WireError
 from contracts.ids import Incarnation, Role, WorkerName
@@ -138,7 +138,7 @@ class ControllerService(pb_grpc.ControllerServicer):
         return view
 
 
-def _grant(grant: Grant) -> pb.Grant:
+def _grant(grant: LeaseGrant) -> pb.Grant:
     return pb.Grant(incarnation=grant.incarnation, lease_s=grant.lease_s, fenced=grant.fenced, drain=grant.drain)
 
 
@@ -147,7 +147,7 @@ class ControllerServer:
 
     def __init__(self, brain: Controller, address: str = "127.0.0.1", secret: str = "") -> None:
         self._brain = brain
-        self._loop = LoopThread("controller")
+        self._loop = AsyncioThread("controller")
         self._server = ServiceServer(
             self._loop, f"{address}:0", secret, receive_bytes=CONTROL_BYTES, send_bytes=TABLE_BYTES
         )

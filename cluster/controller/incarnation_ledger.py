@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Protocol
 
 
-class Ledger(Protocol):
+class IncarnationLedger(Protocol):
     """Where granted incarnations outlive the controller."""
 
     def load(self) -> Mapping[str, int]: ...

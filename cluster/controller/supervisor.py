@@ -10,9 +10,9 @@ import logging
 from collections.abc import Callable
 
 from cluster.controller.controller import Controller
-from cluster.controller.controller_actions import Forget, Kill, Report, Start
+from cluster.controller.controller_actions import ForgetArenas, KillWorker, OperatorNote, StartWorker
 from cluster.controller.controller_service import ControllerServer
-from cluster.controller.worker_launcher import Ended, Launcher
+from cluster.controller.worker_launcher import WorkerEnded, WorkerLauncher
 from cluster.worker_process.worker_plan import WorkerPlan
 from contracts.clock import Clock
 
@@ -28,8 +28,8 @@ class Supervisor:
     def __init__(
         self,
         server: ControllerServer,
-        launcher: Launcher,
-        plan: Callable[[Start], WorkerPlan],
+        launcher: WorkerLauncher,
+        plan: Callable[[StartWorker], WorkerPlan],
         say: Callable[[str], None],
         clock: Clock,
     ) -> None:
@@ -47,14 +47,14 @@ class Supervisor:
         self._place()
         for action in self._server.call(Controller.tick):
             match action:
-                case Start():
+                case StartWorker():
                     log.info("starting", extra={"worker": action.name, "incarnation": action.incarnation})
                     self._launcher.start(self._plan(action), action.avoid)
-                case Kill():
+                case KillWorker():
                     self._launcher.kill(action.name, action.incarnation, action.pid, action.node)
-                case Forget():
+                case ForgetArenas():
                     self._launcher.forget(action.name, action.before)
-                case Report():
+                case OperatorNote():
                     log.warning(action.text)
                     self._say(action.text)
         for ended in self._launcher.ended(timeout_s):
@@ -79,7 +79,7 @@ class Supervisor:
 
         self._server.call(tell)
 
-    def _report(self, ended: Ended) -> None:
+    def _report(self, ended: WorkerEnded) -> None:
         name, incarnation, reason = ended.name, ended.incarnation, ended.reason
         log.info("process ended", extra={"worker": name, "incarnation": incarnation, "reason": reason})
         self._server.call(lambda brain: brain.died(name, incarnation, reason))

@@ -15,7 +15,7 @@ from contracts.ids import Incarnation, WorkerName
 
 
 @dataclass(frozen=True, slots=True)
-class Ended:
+class WorkerEnded:
     """An incarnation whose process is gone."""
 
     name: WorkerName
@@ -24,7 +24,7 @@ class Ended:
 
 
 @dataclass(frozen=True, slots=True)
-class Placed:
+class WorkerPlaced:
     """An incarnation whose process runs on a node by now."""
 
     name: WorkerName
@@ -32,7 +32,7 @@ class Placed:
     node: NodePlace
 
 
-class Launcher(Protocol):
+class WorkerLauncher(Protocol):
     """Starts and ends workers' processes; the supervisor's hands."""
 
     def start(self, plan: WorkerPlan, avoid: tuple[str, ...] = ()) -> None:
@@ -41,7 +41,7 @@ class Launcher(Protocol):
     def nodes(self) -> tuple[NodePlace, ...]:
         """The nodes that it can start workers on."""
 
-    def placed(self) -> list[Placed]:
+    def placed(self) -> list[WorkerPlaced]:
         """Starts whose node has become known since the last call."""
 
     def kill(self, name: WorkerName, incarnation: Incarnation, pid: int, node: str) -> None: ...
@@ -49,7 +49,7 @@ class Launcher(Protocol):
     def forget(self, name: WorkerName, before: Incarnation | None = None) -> None:
         """What is kept of this worker for a successor may go: all of it, or what incarnations before this one left."""
 
-    def ended(self, timeout_s: float) -> list[Ended]:
+    def ended(self, timeout_s: float) -> list[WorkerEnded]:
         """Processes that have ended since the last call; waits up to `timeout_s` for the first."""
 
     def close(self) -> None:

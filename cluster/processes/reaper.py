@@ -26,7 +26,7 @@ DEADLINE_S = 5.0
 MARK = "TWINPOOL_RUN"
 
 
-class Run:
+class ReapedRun:
     """What is known of one run."""
 
     def __init__(self, mark: str, folder: str) -> None:
@@ -121,7 +121,7 @@ def main() -> None:
     fd, mark, folder = int(sys.argv[1]), sys.argv[2], sys.argv[3]
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
-    run = Run(mark, folder)
+    run = ReapedRun(mark, folder)
     with os.fdopen(fd) as pipe:
         for line in pipe:
             run.hear(line)

@@ -17,7 +17,7 @@ BACKOFF_S = 0.5
 BACKOFF_MAX_S = 10.0
 
 
-class Restarts:
+class RestartHistory:
     """The deaths of one process, across its starts."""
 
     def __init__(self, config: ClusterConfig) -> None:

@@ -19,7 +19,7 @@ from transfer.net import process_watch as process
 from transfer.net.process_watch import PidfdWatch
 
 
-class LeaderLine:
+class FollowerChannel:
     """A follower's end. One thread."""
 
     def __init__(self, secret: str, rank: int) -> None:

@@ -38,7 +38,7 @@ def meeting_point(secret: str) -> tuple[str, CurveKeys]:
     return f"ipc://@twinpool-{name}", CurveKeys.from_secret(raw)
 
 
-class RankLine:
+class LeaderChannel:
     """The leader's end; implements `contracts.messages.rank_order_codec.Followers`. One thread.
 
     `deadline_s` is how long a follower may be silent when it is to answer.
@@ -59,7 +59,7 @@ class RankLine:
         self.processes: list[tuple[int, int, str]] = []
         """Each follower's pid, start ticks and namespace, by rank from 1 on."""
         self._sequence = 0
-        self._open: dict[int, _Asked] = {}
+        self._open: dict[int, _AskedRanks] = {}
         self._tidings: list[tuple[int, FollowerNotice]] = []
         self._joined: dict[int, tuple[int, int, str]] = {}
 
@@ -89,9 +89,9 @@ class RankLine:
     def tell(self, order: Order) -> None:
         self._send(order, 0)
 
-    def ask(self, order: Order, deadline_s: float | None = None) -> _Asked:
+    def ask(self, order: Order, deadline_s: float | None = None) -> _AskedRanks:
         self._sequence += 1
-        asked = self._open[self._sequence] = _Asked(self, self._sequence, deadline_s or self._deadline_s)
+        asked = self._open[self._sequence] = _AskedRanks(self, self._sequence, deadline_s or self._deadline_s)
         self._send(order, self._sequence)
         return asked
 
@@ -127,7 +127,7 @@ class RankLine:
                 if asked is not None and asked.take(rank, value, self._size - 1):
                     del self._open[sequence]
 
-    def wait_for(self, asked: _Asked, deadline_s: float) -> None:
+    def wait_for(self, asked: _AskedRanks, deadline_s: float) -> None:
         end = self._clock.now() + deadline_s
         self._take()
         while not asked.complete:
@@ -152,10 +152,10 @@ class RankLine:
             watch.close()
 
 
-class _Asked:
+class _AskedRanks:
     """Implements `contracts.messages.rank_order_codec.Answers`."""
 
-    def __init__(self, line: RankLine, sequence: int, deadline_s: float) -> None:
+    def __init__(self, line: LeaderChannel, sequence: int, deadline_s: float) -> None:
         self._line, self.sequence, self._deadline_s = line, sequence, deadline_s
         self._answers: dict[int, Any] = {}
         self.complete = False

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 import torch
 from torch.distributed import FileStore  # type: ignore[attr-defined]
 
-from cluster.ranks.follower_line import LeaderLine
-from cluster.ranks.rank_line import RankLine
+from cluster.ranks.follower_line import FollowerChannel
+from cluster.ranks.rank_line import LeaderChannel
 from contracts.clock import Clock
 from contracts.errors import PeerDead, WireError
 from contracts.messages.rank_orders import EndRank, FormGroup
@@ -19,10 +19,10 @@ from transfer.net.process_watch import PidfdWatch
 
 
 @dataclass(frozen=True)
-class Crew:
+class RankGroup:
     """The leader's side: its line to the followers, and the group in which they compute together."""
 
-    line: RankLine
+    line: LeaderChannel
     ranks: TorchDistributedGroup
 
     def watch(self) -> list[tuple[str, PidfdWatch]]:
@@ -36,17 +36,17 @@ class Crew:
             self.ranks.close()
 
 
-def lead(meeting: str, size: int, clock: Clock, *, deadline_s: float, start_s: float) -> Crew:
+def lead(meeting: str, size: int, clock: Clock, *, deadline_s: float, start_s: float) -> RankGroup:
     """Be rank 0 of `size`: wait for the others for `start_s`, and form a group whose collectives have a deadline.
 
     Raises `PeerDead` when one doesn't come.
     """
-    line = RankLine(meeting, size, clock, deadline_s)
+    line = LeaderChannel(meeting, size, clock, deadline_s)
     try:
         line.meet(start_s)
         store = _meeting_place()
         line.tell(FormGroup(store, *process.mine()))
-        return Crew(line, _group(store, 0, size, deadline_s))
+        return RankGroup(line, _group(store, 0, size, deadline_s))
     except BaseException:
         line.close()
         raise
@@ -62,10 +62,10 @@ def _meeting_place() -> str:
 
 
 @dataclass(frozen=True)
-class Follower:
+class FollowerRank:
     """A follower's side."""
 
-    line: LeaderLine
+    line: FollowerChannel
     ranks: TorchDistributedGroup
     leader: PidfdWatch
 
@@ -75,9 +75,9 @@ class Follower:
         self.leader.close()
 
 
-def follow(meeting: str, rank: int, size: int, *, deadline_s: float, start_s: float) -> Follower:
+def follow(meeting: str, rank: int, size: int, *, deadline_s: float, start_s: float) -> FollowerRank:
     """Be rank `rank` of `size`. Raises `PeerDead` when the leader doesn't come within `start_s`."""
-    line = LeaderLine(meeting, rank)
+    line = FollowerChannel(meeting, rank)
     try:
         first = line.next(start_s)
         if first is None:
@@ -91,7 +91,7 @@ def follow(meeting: str, rank: int, size: int, *, deadline_s: float, start_s: fl
             raise PeerDead(f"the leader of this worker (pid {form.pid}) died") from None
         if leader is None:
             raise PeerDead("the leader of this worker is on another host: all ranks of a worker must be on one")
-        return Follower(line, _group(form.store, rank, size, deadline_s), leader)
+        return FollowerRank(line, _group(form.store, rank, size, deadline_s), leader)
     except BaseException:
         line.close()
         raise

@@ -10,7 +10,7 @@ from typing import Any
 import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from cluster.arena.arena_agent import Agent
+from cluster.arena.arena_agent import ArenaAgent
 from cluster.arena.arena_client import forget
 from cluster.processes.process_ids import die_with_parent
 from cluster.ray_nodes.worker_actors import has_places
@@ -29,14 +29,14 @@ class ArenaActor:
     def __init__(self, token: str) -> None:
         die_with_parent()
         self._token = token
-        agent = Agent(token)
+        agent = ArenaAgent(token)
         threading.Thread(target=agent.serve, args=(os.eventfd(0),), name="arena-agent", daemon=True).start()
 
     def forget(self, name: str, before: int | None) -> None:
         forget(self._token, name, before)
 
 
-class RayAgents:
+class RayArenaAgents:
     """`Agents` over a Ray that this process has joined. They end with it, as everything that it started there does.
 
     Ray starts an agent again that has died: it has no incarnation, and workers that live give it back what they have.

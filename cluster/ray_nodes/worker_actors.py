@@ -20,9 +20,9 @@ import ray
 from ray.util.placement_group import placement_group, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-from cluster.arena.local_agent import Agents, NoAgents
+from cluster.arena.local_agent import ArenaAgents, NoArenaAgents
 from cluster.controller.controller import NodePlace
-from cluster.controller.worker_launcher import Ended, Placed
+from cluster.controller.worker_launcher import WorkerEnded, WorkerPlaced
 from cluster.processes.process_ids import kill_process
 from cluster.worker_process.sigterm_drain import TERMINATED
 from cluster.worker_process.worker_plan import BuildWorker, WorkerPlan, exit_file, node_name, process_mark
@@ -45,7 +45,7 @@ def has_places(resources: Mapping[str, float]) -> bool:
     return any(resources.get(name, 0) > 0 for name in RESOURCES.values())
 
 
-class Where(NamedTuple):
+class ActorPlacement(NamedTuple):
     """Where an actor runs; empty where it has not told and won't."""
 
     pid: int = 0
@@ -63,9 +63,9 @@ class WorkerActor:
         self._build = build
         TERMINATED.listen()
 
-    def where(self) -> Where:
+    def where(self) -> ActorPlacement:
         """Its process and its node."""
-        return Where(*process_mark(), node_name(), ray.get_runtime_context().get_node_id())
+        return ActorPlacement(*process_mark(), node_name(), ray.get_runtime_context().get_node_id())
 
     def run(self) -> None:
         """Serve until the end; the process exits with it."""
@@ -80,21 +80,21 @@ class WorkerActor:
 
 
 @dataclass(slots=True)
-class _Follower:
+class _FollowerActor:
     rank: int
     handle: Any
     where: Any
-    at: Where | None = None
+    at: ActorPlacement | None = None
 
 
 @dataclass(slots=True)
-class _Running:
+class _RunningWorker:
     plan: WorkerPlan
     handle: Any
     run: Any
     where: Any
-    at: Where | None = None
-    followers: Mapping[Any, _Follower] = field(default_factory=dict)
+    at: ActorPlacement | None = None
+    followers: Mapping[Any, _FollowerActor] = field(default_factory=dict)
     """The other ranks by the end of their run."""
     why: str = ""
     """Why it was ended from here."""
@@ -105,14 +105,14 @@ class _Running:
 class RayLauncher:
     """A `Launcher` over a Ray cluster that this process has joined."""
 
-    def __init__(self, build: BuildWorker, agents: Agents | None = None, clock: Clock | None = None) -> None:
-        self._build, self._agents, self._clock = build, agents or NoAgents(), clock or SystemClock()
+    def __init__(self, build: BuildWorker, agents: ArenaAgents | None = None, clock: Clock | None = None) -> None:
+        self._build, self._agents, self._clock = build, agents or NoArenaAgents(), clock or SystemClock()
         self._nodes: tuple[NodePlace, ...] = ()
         self._look_at = self._clock.now()
-        self._placed: list[Placed] = []
+        self._placed: list[WorkerPlaced] = []
         # Once: Ray keeps what it has exported of each of these for ever, and workers are started again all the time.
         self._class = ray.remote(WorkerActor)
-        self._running: dict[Any, _Running] = {}
+        self._running: dict[Any, _RunningWorker] = {}
 
     def nodes(self) -> tuple[NodePlace, ...]:
         if self._clock.now() >= self._look_at:
@@ -125,7 +125,7 @@ class RayLauncher:
                 self._nodes = tuple(NodePlace(node["NodeID"], node["NodeManagerHostname"]) for node in alive)
         return self._nodes
 
-    def placed(self) -> list[Placed]:
+    def placed(self) -> list[WorkerPlaced]:
         placed, self._placed = self._placed, []
         return placed
 
@@ -142,10 +142,10 @@ class RayLauncher:
         ranks = [dataclasses.replace(plan, rank=rank) for rank in range(size)]
         leader, *followers = [self._actor(rank, group, elsewhere) for rank in ranks]
         runs = {
-            handle.run.remote(): _Follower(rank, handle, handle.where.remote())
+            handle.run.remote(): _FollowerActor(rank, handle, handle.where.remote())
             for rank, handle in enumerate(followers, 1)
         }
-        running = _Running(plan, leader, leader.run.remote(), leader.where.remote(), followers=runs, group=group)
+        running = _RunningWorker(plan, leader, leader.run.remote(), leader.where.remote(), followers=runs, group=group)
         self._running[running.run] = running
 
     def _elsewhere(self, plan: WorkerPlan, avoid: tuple[str, ...]) -> dict[str, str]:
@@ -184,7 +184,7 @@ class RayLauncher:
     def forget(self, name: WorkerName, before: Incarnation | None = None) -> None:
         self._agents.forget(name, before)
 
-    def ended(self, timeout_s: float) -> list[Ended]:
+    def ended(self, timeout_s: float) -> list[WorkerEnded]:
         waiting = [*self._running, *(r.where for r in self._running.values() if r.at is None)]
         for running in self._running.values():
             waiting += [run for run in running.followers if not running.why]
@@ -200,7 +200,7 @@ class RayLauncher:
             if ref in self._running:
                 running = self._running.pop(ref)
                 _dismiss(running)
-                out.append(Ended(running.plan.name, running.plan.incarnation, _reason(running, ref)))
+                out.append(WorkerEnded(running.plan.name, running.plan.incarnation, _reason(running, ref)))
             elif not self._lost_rank(ref):
                 self._note_pid(ref)
         return out
@@ -217,21 +217,21 @@ class RayLauncher:
 
     def _note_pid(self, ref: Any) -> None:
         for running in self._running.values():
-            processes: list[_Running | _Follower] = [running, *running.followers.values()]
+            processes: list[_RunningWorker | _FollowerActor] = [running, *running.followers.values()]
             for process in processes:
                 if process.where == ref:
                     try:
-                        process.at = at = Where(*ray.get(ref, timeout=GET_TIMEOUT_S))
+                        process.at = at = ActorPlacement(*ray.get(ref, timeout=GET_TIMEOUT_S))
                     except ray.exceptions.RayError as error:
                         # Its `run` ends with the same cause and is what gets reported.
                         log.info("%s has not told its pid: %s", running.plan.name, error)
-                        process.at = Where()
+                        process.at = ActorPlacement()
                         continue
                     if process is running:
                         plan, node = running.plan, NodePlace(at.node_id, at.node)
-                        self._placed.append(Placed(plan.name, plan.incarnation, node))
+                        self._placed.append(WorkerPlaced(plan.name, plan.incarnation, node))
 
-    def _kill(self, running: _Running) -> None:
+    def _kill(self, running: _RunningWorker) -> None:
         _end(running)
         _dismiss(running)
 
@@ -241,14 +241,14 @@ class RayLauncher:
         self._running.clear()
 
 
-def _end(process: _Running | _Follower) -> None:
+def _end(process: _RunningWorker | _FollowerActor) -> None:
     # Ray asks the process to end, which one that is stopped or stuck can't; so kill it here where we can.
     if process.at is not None and process.at.node == node_name():
         kill_process(process.at.pid, process.at.started)
     ray.kill(process.handle, no_restart=True)
 
 
-def _dismiss(running: _Running) -> None:
+def _dismiss(running: _RunningWorker) -> None:
     """End the other ranks, which end by themselves unless they are stuck, and give their places back. Idempotent."""
     for follower in running.followers.values():
         _end(follower)
@@ -257,7 +257,7 @@ def _dismiss(running: _Running) -> None:
         running.group = None
 
 
-def _reason(running: _Running, ref: Any) -> str:
+def _reason(running: _RunningWorker, ref: Any) -> str:
     """Why a process ended: its own words, else what Ray knows, else that somebody killed it."""
     plan = running.plan
     words = exit_file(plan.logs, plan.name, plan.incarnation)

@@ -13,7 +13,7 @@ from concurrent.futures import Future
 from typing import TypeVar
 
 from cluster.controller.worker_states import WorkerState
-from cluster.worker_process.worker_thread import HostClosed, HostEnd, WorkerHost
+from cluster.worker_process.worker_thread import WorkerClosed, WorkerEnd, WorkerThread
 from contracts.errors import RequestError
 from contracts.ids import Role, WorkerName
 from contracts.interfaces.worker_interface import SessionId
@@ -28,7 +28,7 @@ OnChange = Callable[[tuple[WorkerView, ...]], None]
 class LocalSession:
     """A router's session with a worker in the same process."""
 
-    def __init__(self, host: WorkerHost, session: SessionId) -> None:
+    def __init__(self, host: WorkerThread, session: SessionId) -> None:
         self._host = host
         self._session = session
         self.open = True
@@ -46,7 +46,7 @@ class LocalSession:
 class LocalPort:
     """`contracts.interfaces.discovery.Port` over a host in the same process."""
 
-    def __init__(self, host: WorkerHost) -> None:
+    def __init__(self, host: WorkerThread) -> None:
         self._host = host
         self._sessions: list[LocalSession] = []
 
@@ -70,7 +70,7 @@ class LocalPort:
                 lambda events: _soon(loop, lambda: hand_over(events)),
                 lambda reason: _soon(loop, lambda: hang_up(reason)),
             )
-        except HostClosed as error:
+        except WorkerClosed as error:
             raise ConnectionError(str(error)) from None
         session = LocalSession(self._host, number)
         self._sessions.append(session)
@@ -97,7 +97,7 @@ class LocalPort:
 class LocalDirectory:
     """`discovery.Directory` over hosts in the same process. There are no restarts: what ends stays ended."""
 
-    def __init__(self, workers: Sequence[tuple[WorkerRecord, WorkerHost]], refresh_s: float = 0.2) -> None:
+    def __init__(self, workers: Sequence[tuple[WorkerRecord, WorkerThread]], refresh_s: float = 0.2) -> None:
         self._workers = {record.name: (record, host) for record, host in workers}
         self._refresh_s = refresh_s
         self._watchers: list[OnChange] = []
@@ -137,7 +137,7 @@ class LocalDirectory:
             raise RequestError(f"{' and '.join(gone)} has left: in one process no worker is started again")
         return ()
 
-    def _find(self, target: str) -> list[tuple[WorkerRecord, WorkerHost]]:
+    def _find(self, target: str) -> list[tuple[WorkerRecord, WorkerThread]]:
         """The worker of that name, or those of the node."""
         found = [pair for pair in self._workers.values() if target in (pair[0].name, pair[0].node)]
         if not found:
@@ -175,14 +175,14 @@ class LocalDirectory:
 
 
 _ENDED = {
-    HostEnd.LEFT: WorkerState.LEFT,
-    HostEnd.STOPPED: WorkerState.LEFT,
-    HostEnd.DIED: WorkerState.DEAD,
-    HostEnd.FENCED: WorkerState.DEAD,
+    WorkerEnd.LEFT: WorkerState.LEFT,
+    WorkerEnd.STOPPED: WorkerState.LEFT,
+    WorkerEnd.DIED: WorkerState.DEAD,
+    WorkerEnd.FENCED: WorkerState.DEAD,
 }
 
 
-def _status(host: WorkerHost) -> WorkerStatus:
+def _status(host: WorkerThread) -> WorkerStatus:
     if host.ended is None:
         return host.snapshot
     return dataclasses.replace(host.snapshot, state=_ENDED[host.ended], running=0, waiting=0, outgoing=0)
@@ -192,7 +192,7 @@ async def _result(future: Future[T]) -> T:
     """Raises `ConnectionError` when the worker has ended."""
     try:
         return await asyncio.wrap_future(future)
-    except HostClosed as error:
+    except WorkerClosed as error:
         raise ConnectionError(str(error)) from None
 
 

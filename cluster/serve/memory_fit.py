@@ -22,7 +22,7 @@ WORKER_BYTES = 300 << 20
 
 
 @dataclass(frozen=True, slots=True)
-class Demand:
+class MemoryDemand:
     """What is to be started, and with how much free memory. Bytes are those of all workers, but for the weights."""
 
     config: Config
@@ -131,14 +131,14 @@ class Demand:
                 return f"{how}cache.device_tokens={min(plan.positions for plan in plans.values())} fits"
         return "this model needs more memory than that, or a smaller engine.dtype"
 
-    def _left_open(self) -> Demand:
+    def _left_open(self) -> MemoryDemand:
         """The same with the sizes of pools left to the plan."""
         return self._with_cache(device_tokens=0, device_requests=0)
 
-    def _without_hosts(self) -> Demand:
+    def _without_hosts(self) -> MemoryDemand:
         return self._with_cache(host_bytes=0)
 
-    def _with_cache(self, **sizes: Any) -> Demand:
+    def _with_cache(self, **sizes: Any) -> MemoryDemand:
         """Other sizes for both roles."""
 
         def unset(override: CacheOverride) -> CacheOverride:
@@ -163,7 +163,7 @@ def divide(
     """
     workers = {role: min(wanted[role], facts.places.get(role, 0) // config.tp_for(role)) for role in Role}
     processes = sum(workers[role] * config.tp_for(role) for role in Role)
-    demand = Demand(config, pool_set, context, weights, workers[Role.PREFILL], workers[Role.DECODE], facts.free)
+    demand = MemoryDemand(config, pool_set, context, weights, workers[Role.PREFILL], workers[Role.DECODE], facts.free)
     plans = demand.plans()
     if plans is None or demand.need(plans) > facts.free:
         raise MemoryShort(demand.refusal(plans))

@@ -46,7 +46,7 @@ class ServeOptions:
 
 
 @dataclass(frozen=True, slots=True)
-class Prepared:
+class ServePlan:
     """What will be started: checked, with every default worked out."""
 
     options: ServeOptions
@@ -86,7 +86,7 @@ class Prepared:
         return [(WorkerName(f"{role}-{i}"), role) for role, count in counts for i in range(count)]
 
 
-def prepare(options: ServeOptions, free_bytes: int | None = None) -> Prepared:
+def prepare(options: ServeOptions, free_bytes: int | None = None) -> ServePlan:
     """Check the options and work out what to start.
 
     `free_bytes` is the memory to plan with; None asks the machine. Raises `ConfigError`, `CheckpointError` or
@@ -105,7 +105,7 @@ def prepare(options: ServeOptions, free_bytes: int | None = None) -> Prepared:
     pool_set = pool_set_of(spec, config)
     check_ranks(config, spec)
     weights = weight_bytes(spec, config)
-    prepared = Prepared(options, config, spec, pool_set, free_port(options.host, options.port), {}, weights)
+    prepared = ServePlan(options, config, spec, pool_set, free_port(options.host, options.port), {}, weights)
     if options.ray_address is None:
         places = {role: count * config.tp_for(role) for role, count in prepared.wanted.items()}
         facts = measured(places)

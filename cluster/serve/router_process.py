@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from cluster.processes.process_ids import TIED, start_time
-from cluster.serve.preflight import Prepared
+from cluster.serve.preflight import ServePlan
 from contracts.clock import Clock
 from contracts.errors import TwinpoolError
 
@@ -30,7 +30,7 @@ class RouterProcess:
 
     def __init__(
         self,
-        prepared: Prepared,
+        prepared: ServePlan,
         controller: str,
         logs: Path,
         environment: Mapping[str, str],

@@ -15,21 +15,21 @@ import secrets
 from contextlib import ExitStack
 from typing import TYPE_CHECKING, TextIO
 
-from cluster.arena.local_agent import Agents, LocalAgent, NoAgents, wanted
-from cluster.assembly.node_shares import MemoryShort, Sizes
+from cluster.arena.local_agent import ArenaAgents, LocalArenaAgent, NoArenaAgents, wanted
+from cluster.assembly.node_shares import MemoryShort, WorkerShare
 from cluster.controller.controller import Controller
-from cluster.controller.controller_actions import Start
+from cluster.controller.controller_actions import StartWorker
 from cluster.controller.controller_service import ControllerServer
 from cluster.controller.incarnation_ledger import FileLedger
 from cluster.controller.supervisor import Supervisor
 from cluster.processes.log_files import last_words
-from cluster.processes.restart_policy import Restarts
+from cluster.processes.restart_policy import RestartHistory
 from cluster.processes.run_folder import RunFolder
 from cluster.ray_nodes.node_drains import NodeDrains, draining_ray_nodes
-from cluster.serve.preflight import Prepared
+from cluster.serve.preflight import ServePlan
 from cluster.serve.router_probe import RouterProbe
 from cluster.serve.router_process import COMMAND, RouterProcess
-from cluster.serve.shutdown_signal import Stopping
+from cluster.serve.shutdown_signal import ShutdownSignal
 from cluster.serve.terminal import Terminal, curl_line, take_over_output, url_of
 from cluster.worker_process.worker_plan import BuildWorker, WorkerPlan
 from cluster.worker_process.worker_process import build_from_plan
@@ -55,16 +55,16 @@ class PartFailed(TwinpoolError):
     """Raised when a part did not come up, or is gone for good; says which and why."""
 
 
-class Stopped(Exception):
+class StartStopped(Exception):
     """The operator asked to end while starting."""
 
 
-class Serve:
+class ServeCluster:
     """One run over Ray."""
 
     def __init__(
         self,
-        prepared: Prepared,
+        prepared: ServePlan,
         folder: RunFolder,
         out: TextIO,
         *,
@@ -79,9 +79,9 @@ class Serve:
         self._router_command = router_command
         self._clock = clock or SystemClock()
         self._terminal = Terminal(self._clock, out, began)
-        self._stopping = Stopping()
+        self._stopping = ShutdownSignal()
         self._ray: OwnRay | None = None
-        self._agents: Agents = NoAgents()
+        self._agents: ArenaAgents = NoArenaAgents()
         self._arena = ""
         self._small: set[str] = set()
         """Nodes that are too small for a worker, by Ray id."""
@@ -94,7 +94,7 @@ class Serve:
             try:
                 self._start(stack)
                 self._keep_alive(stack)
-            except Stopped:
+            except StartStopped:
                 self._terminal.line("stopped while starting")
             finally:
                 self._stopping.promise()
@@ -208,11 +208,11 @@ class Serve:
             return
         self._arena = secrets.token_hex(32)
         if self._prepared.options.ray_address is not None:
-            from cluster.ray_nodes.ray_arena_agents import RayAgents
+            from cluster.ray_nodes.ray_arena_agents import RayArenaAgents
 
-            self._agents = RayAgents(self._arena, self._clock)
+            self._agents = RayArenaAgents(self._arena, self._clock)
         else:
-            agent = LocalAgent(self._arena, self._folder.logs, self._prepared.config.cluster, self._clock)
+            agent = LocalArenaAgent(self._arena, self._folder.logs, self._prepared.config.cluster, self._clock)
             self._agents = agent
             self._folder.owns(*agent.start())
         stack.callback(self._agents.close)
@@ -236,8 +236,8 @@ class Serve:
         for name, role in self._prepared.workers:
             self._server.call(lambda brain, name=name, role=role: brain.add(name, role))  # type: ignore[misc]
 
-    def _plan(self, start: Start) -> WorkerPlan:
-        by_node: dict[str, Sizes] = {}
+    def _plan(self, start: StartWorker) -> WorkerPlan:
+        by_node: dict[str, WorkerShare] = {}
         config, counts = self._prepared.config, {}
         if self._prepared.options.ray_address is None:
             sizes = self._prepared.here.sizes(start.role)
@@ -303,7 +303,7 @@ class Serve:
 
     def _check_stop(self) -> None:
         if self._stopping.asked:
-            raise Stopped
+            raise StartStopped
 
     def _words(self, process: str) -> str:
         return _words(last_words(self._folder.logs / f"{process}.log"))
@@ -316,7 +316,7 @@ class Serve:
         probe = RouterProbe(options.host, self._prepared.port, self._clock)
         stack.callback(probe.stop)
         probe.start()
-        restarts, since, restart_at = Restarts(self._prepared.config.cluster), self._clock.now(), None
+        restarts, since, restart_at = RestartHistory(self._prepared.config.cluster), self._clock.now(), None
         while not self._stopping.asked:
             self._tend_agents()
             self._supervisor.poll(POLL_S)
@@ -351,7 +351,7 @@ def _words(lines: list[str]) -> str:
     return "".join(f"\n    {line}" for line in lines)
 
 
-def _healthy(prepared: Prepared) -> bool:
+def _healthy(prepared: ServePlan) -> bool:
     host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(prepared.options.host, prepared.options.host)
     connection = http.client.HTTPConnection(host, prepared.port, timeout=2.0)
     try:
@@ -363,7 +363,7 @@ def _healthy(prepared: Prepared) -> bool:
         connection.close()
 
 
-def serve(prepared: Prepared, began: float | None = None) -> int:
+def serve(prepared: ServePlan, began: float | None = None) -> int:
     """Serve with this process's terminal; returns the exit code. Errors are shown, not raised.
 
     `began` is when the command began, by the system's clock.
@@ -373,10 +373,10 @@ def serve(prepared: Prepared, began: float | None = None) -> int:
     log_to_stream("serve")
     try:
         if prepared.config.transfer.plane == "local":
-            from cluster.serve.serve_one_process import LocalServe
+            from cluster.serve.serve_one_process import ServeOneProcess
 
-            return LocalServe(prepared, folder, out, began).run()
-        return Serve(prepared, folder, out, began=began).run()
+            return ServeOneProcess(prepared, folder, out, began).run()
+        return ServeCluster(prepared, folder, out, began=began).run()
     except TwinpoolError as error:
         out.write(f"error: {error}\n")
         return 1

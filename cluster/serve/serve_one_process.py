@@ -19,11 +19,11 @@ from typing import TextIO
 from cluster.assembly.build_worker import build_worker
 from cluster.processes.run_folder import RunFolder
 from cluster.serve.local_directory import LocalDirectory
-from cluster.serve.preflight import Prepared
-from cluster.serve.shutdown_signal import Stopping
+from cluster.serve.preflight import ServePlan
+from cluster.serve.shutdown_signal import ShutdownSignal
 from cluster.serve.terminal import Terminal, curl_line, url_of
 from cluster.worker_process.worker_plan import node_name
-from cluster.worker_process.worker_thread import HostEnd, WorkerHost
+from cluster.worker_process.worker_thread import WorkerEnd, WorkerThread
 from contracts.clock import SystemClock
 from contracts.errors import TwinpoolError
 from contracts.ids import Incarnation, Role, WorkerName
@@ -57,15 +57,15 @@ class _Server(RouterServer):
             self._on_ready()
 
 
-class LocalServe:
+class ServeOneProcess:
     """One run in one process."""
 
-    def __init__(self, prepared: Prepared, folder: RunFolder, out: TextIO, began: float | None = None) -> None:
+    def __init__(self, prepared: ServePlan, folder: RunFolder, out: TextIO, began: float | None = None) -> None:
         self._prepared = prepared
         self._folder = folder
         self._clock = SystemClock()
         self._terminal = Terminal(self._clock, out, began)
-        self._stopping = Stopping()
+        self._stopping = ShutdownSignal()
         self._directory: LocalDirectory | None = None
 
     def run(self) -> int:
@@ -95,14 +95,14 @@ class LocalServe:
             self._terminal.line("stopping")
         return 0
 
-    def _start_worker(self, stack: ExitStack, name: WorkerName, role: Role) -> tuple[WorkerRecord, WorkerHost]:
+    def _start_worker(self, stack: ExitStack, name: WorkerName, role: Role) -> tuple[WorkerRecord, WorkerThread]:
         prepared = self._prepared
         sizes = prepared.here.sizes(role)
         config = sizes.applied_to(prepared.config, role)
         incarnation = Incarnation(1)
         worker = build_worker(role, name, incarnation, prepared.spec, config, host=HOST, counts=sizes.counts)
         try:
-            host = WorkerHost(worker, on_end=lambda end, reason: self._on_end(name, end, reason))
+            host = WorkerThread(worker, on_end=lambda end, reason: self._on_end(name, end, reason))
         except BaseException:
             worker.close()
             raise
@@ -124,11 +124,11 @@ class LocalServe:
         self._terminal.line(f"Twinpool is ready: {url}")
         self._terminal.line(curl_line(url, prepared.spec.name))
 
-    def _on_end(self, name: WorkerName, end: HostEnd, reason: str) -> None:
+    def _on_end(self, name: WorkerName, end: WorkerEnd, reason: str) -> None:
         """A worker has ended; runs on its engine thread."""
-        if end is HostEnd.LEFT:
+        if end is WorkerEnd.LEFT:
             self._terminal.line(f"{name} has left")
-        elif end is not HostEnd.STOPPED:
+        elif end is not WorkerEnd.STOPPED:
             self._terminal.line(f"{name} died ({reason}); in one process it is not restarted")
         if self._directory is not None:
             self._directory.changed()

@@ -19,7 +19,7 @@ START_DEADLINE_S = 1.5
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
-class Stopping:
+class ShutdownSignal:
     """The first Ctrl-C or SIGTERM asks for an end within seconds; a second one ends it at once."""
 
     def __init__(self) -> None:

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TextIO
 
 from cluster.assembly.node_shares import NodeShare
-from cluster.serve.preflight import Prepared
+from cluster.serve.preflight import ServePlan
 from contracts.clock import Clock
 from contracts.ids import Role
 from contracts.messages.worker_status import WorkerRecord, WorkerView
@@ -42,7 +42,7 @@ class Terminal:
         """A step of the start that is done, with the seconds since the start."""
         self.line(f"  {self._clock.now() - self._start:6.1f} s  {what:<11} {text}")
 
-    def nodes(self, prepared: Prepared) -> None:
+    def nodes(self, prepared: ServePlan) -> None:
         """How each node is divided, and what each role's workers hold there of each kind of state."""
         self._print(node_table(prepared))
         seen = []
@@ -52,7 +52,7 @@ class Terminal:
                 seen.append(sizes)
                 self._print(pool_table(prepared, share))
 
-    def table(self, prepared: Prepared, views: Sequence[WorkerView]) -> None:
+    def table(self, prepared: ServePlan, views: Sequence[WorkerView]) -> None:
         """Workers, pages and memory, and who computes with which kernels, and why."""
         self._print(worker_table(prepared, views))
         for text in kernel_lines(prepared, views):
@@ -68,7 +68,7 @@ class Terminal:
             self._out.flush()
 
 
-def worker_table(prepared: Prepared, views: Sequence[WorkerView]) -> object:
+def worker_table(prepared: ServePlan, views: Sequence[WorkerView]) -> object:
     """A rich table: one row a worker."""
     from rich import box
     from rich.table import Table
@@ -94,7 +94,7 @@ def worker_table(prepared: Prepared, views: Sequence[WorkerView]) -> object:
     return table
 
 
-def node_table(prepared: Prepared) -> object:
+def node_table(prepared: ServePlan) -> object:
     """A rich table: one row a node: threads of a worker, the budget of the host tiers, and how it was divided."""
     from rich import box
     from rich.table import Table
@@ -122,7 +122,7 @@ def kernels_of(record: WorkerRecord) -> str:
     return "C++" if computing.startswith("native-") else computing or "-"
 
 
-def kernel_lines(prepared: Prepared, views: Sequence[WorkerView]) -> list[str]:
+def kernel_lines(prepared: ServePlan, views: Sequence[WorkerView]) -> list[str]:
     """One line a numerics class: who is of it, what it is, and why where kernels are missing."""
     classes: dict[str, list[WorkerRecord]] = {}
     for view in views:
@@ -137,7 +137,7 @@ def kernel_lines(prepared: Prepared, views: Sequence[WorkerView]) -> list[str]:
     return lines
 
 
-def why_torch(prepared: Prepared, record: WorkerRecord) -> str:
+def why_torch(prepared: ServePlan, record: WorkerRecord) -> str:
     """Why a worker computes with torch alone, and what to do."""
     config = prepared.config.engine
     if config.attention == "torch":
@@ -157,7 +157,7 @@ def why_torch(prepared: Prepared, record: WorkerRecord) -> str:
     return f"torch alone computes, several times slower than the C++ kernels would: {reason}"
 
 
-def pool_table(prepared: Prepared, share: NodeShare) -> object:
+def pool_table(prepared: ServePlan, share: NodeShare) -> object:
     """A rich table: one row a pool of each role that has workers on the node."""
     from rich import box
     from rich.table import Table

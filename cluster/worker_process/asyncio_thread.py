@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 T = TypeVar("T")
 
 
-class LoopThread:
+class AsyncioThread:
     """Runs coroutines on one event loop in one daemon thread."""
 
     def __init__(self, name: str) -> None:

@@ -14,7 +14,7 @@ from cluster.assembly.build_rank import RankParts, build_rank
 from cluster.assembly.host_tier_memory import rebind
 from cluster.processes.log_files import log_to_file
 from cluster.processes.process_ids import die_with_parent
-from cluster.ranks.rendezvous import Follower, follow
+from cluster.ranks.rendezvous import FollowerRank, follow
 from cluster.worker_process.worker_plan import WorkerPlan, arenas_of
 from contracts import cpu_levels as processor
 from contracts.authentication import SECRET_VARIABLE
@@ -50,7 +50,7 @@ heard at once."""
 class FollowerLoop:
     """Carries out orders until the leader says that it is over, or is dead."""
 
-    def __init__(self, follower: Follower, parts: RankParts) -> None:
+    def __init__(self, follower: FollowerRank, parts: RankParts) -> None:
         self._line, self._leader, self._parts = follower.line, follower.leader, parts
         for waitable in (self._line.socket, self._leader.fd):
             parts.waiter.add(waitable)

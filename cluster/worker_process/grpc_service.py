@@ -18,8 +18,8 @@ from typing import Any
 
 import grpc.aio
 
-from cluster.worker_process.asyncio_thread import LoopThread
-from cluster.worker_process.worker_thread import HostClosed, WorkerHost
+from cluster.worker_process.asyncio_thread import AsyncioThread
+from cluster.worker_process.worker_thread import WorkerClosed, WorkerThread
 from contracts.authentication import admits
 from contracts.config.worker_config import TransferConfig
 from contracts.errors import TwinpoolError, WireError
@@ -78,7 +78,7 @@ class _Outbox:
 class WorkerService(pb_grpc.WorkerServicer):
     """The `Worker` service over one host."""
 
-    def __init__(self, host: WorkerHost, incarnation: int, outbox_bytes: int = OUTBOX_BYTES) -> None:
+    def __init__(self, host: WorkerThread, incarnation: int, outbox_bytes: int = OUTBOX_BYTES) -> None:
         self._host = host
         self._incarnation = incarnation
         self._outbox_bytes = outbox_bytes
@@ -106,7 +106,7 @@ class WorkerService(pb_grpc.WorkerServicer):
             await context.abort(grpc.StatusCode.RESOURCE_EXHAUSTED, f"{MOST_SESSIONS} routers are served already")
         try:
             session = self._host.open_session(deliver, ended)
-        except HostClosed as error:
+        except WorkerClosed as error:
             await context.abort(grpc.StatusCode.UNAVAILABLE, str(error))
         self._sessions += 1
         reader = asyncio.create_task(self._read(session, frames, outbox))
@@ -159,7 +159,7 @@ class WorkerService(pb_grpc.WorkerServicer):
         future: Future[Any] = submit()
         try:
             return await asyncio.wait_for(asyncio.wrap_future(future), CALL_TIMEOUT_S)
-        except HostClosed as error:
+        except WorkerClosed as error:
             await context.abort(grpc.StatusCode.UNAVAILABLE, str(error))
         except TimeoutError:
             await context.abort(grpc.StatusCode.DEADLINE_EXCEEDED, f"the worker did not answer in {CALL_TIMEOUT_S} s")
@@ -174,7 +174,7 @@ class WorkerService(pb_grpc.WorkerServicer):
                 await context.abort(grpc.StatusCode.FAILED_PRECONDITION, text)
 
 
-class _Doorkeeper(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]
+class _TokenInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]
     """Lets in only calls that carry the cluster's token."""
 
     def __init__(self, secret: str) -> None:
@@ -196,7 +196,7 @@ class ServiceServer:
 
     def __init__(
         self,
-        loop: LoopThread,
+        loop: AsyncioThread,
         bind: str,
         secret: str = "",
         link_timeout_s: float = LINK_TIMEOUT_S,
@@ -221,7 +221,7 @@ class ServiceServer:
         return self._loop.run(self._start(add, servicer), timeout_s)
 
     async def _start(self, add: Any, servicer: Any) -> int:
-        doorkeepers = [_Doorkeeper(self._secret)] if self._secret else []
+        doorkeepers = [_TokenInterceptor(self._secret)] if self._secret else []
         options = server_options(self._receive_bytes, self._send_bytes, self._link_timeout_s)
         server = grpc.aio.server(options=options, interceptors=doorkeepers)
         add(servicer, server)
@@ -245,8 +245,8 @@ async def _stop(server: grpc.aio.Server, grace_s: float) -> None:
 
 
 def serve_worker(
-    loop: LoopThread,
-    host: WorkerHost,
+    loop: AsyncioThread,
+    host: WorkerThread,
     incarnation: int,
     address: str,
     secret: str = "",

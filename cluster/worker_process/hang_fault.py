@@ -22,7 +22,7 @@ def hang_at(faults: str, name: WorkerName, incarnation: Incarnation) -> int | No
     return steps.get(name) if incarnation == FIRST else None
 
 
-class Hang:
+class HangFault:
     """Hangs the thread that calls it, for ever, once so many steps have ended."""
 
     def __init__(self, step: int | None) -> None:

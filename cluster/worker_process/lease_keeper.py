@@ -2,7 +2,7 @@
 
 The lease is counted from the moment a renewal was *sent*, less a margin, so it ends here before it ends at the
 controller. The keeper runs on the service's loop, apart from the engine thread: a long step delays no heartbeat, and
-a controller that doesn't answer delays no step. The host asks `Lease.held` before each step and each delivery.
+a controller that doesn't answer delays no step. The host asks `WorkerLease.held` before each step and each delivery.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class LeaseRefused(TwinpoolError):
     """Raised when the controller doesn't want this incarnation, or can't be reached at the start."""
 
 
-class Lease:
+class WorkerLease:
     """Whether this worker may still send. Written by the keeper's loop, read by the engine thread."""
 
     def __init__(self, clock: Clock) -> None:
@@ -78,7 +78,7 @@ class LeaseKeeper:
         The controller hears of that first, so an order to leave that was under way meanwhile is over."""
         self._on_drain, self._undrains = on_drain, undrains
         self._metadata = access_metadata(secret)
-        self.lease = Lease(clock)
+        self.lease = WorkerLease(clock)
         self._record = record
         self._controller = controller
         self._clock = clock

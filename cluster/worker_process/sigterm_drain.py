@@ -12,7 +12,7 @@ import threading
 from collections.abc import Callable
 
 
-class Terminated:
+class SigtermDrain:
     """Calls whoever wants to know of SIGTERM, also of one that came before."""
 
     def __init__(self) -> None:
@@ -54,5 +54,5 @@ class Terminated:
             call()
 
 
-TERMINATED = Terminated()
+TERMINATED = SigtermDrain()
 """This process's."""

@@ -25,7 +25,7 @@ USUAL_S = 1.0
 """Less than this is not reported: a table that says the same goes to nobody again."""
 
 
-class Pulse:
+class StepWatchdog:
     """One loop's progress. Written by the engine thread, read by any."""
 
     def __init__(self, clock: Clock) -> None:

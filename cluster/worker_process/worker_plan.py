@@ -11,9 +11,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from cluster.assembly.node_shares import Sizes
+from cluster.assembly.node_shares import WorkerShare
 from cluster.processes.process_ids import start_time
-from cluster.worker_process.worker_thread import HostEnd
+from cluster.worker_process.worker_thread import WorkerEnd
 from contracts.clock import SystemClock
 from contracts.config.cluster_config import Config
 from contracts.errors import ConfigError
@@ -21,7 +21,7 @@ from contracts.ids import Incarnation, Role, WorkerName
 from contracts.interfaces.worker_interface import Worker
 
 if TYPE_CHECKING:
-    from cluster.arena.arena_client import Arenas
+    from cluster.arena.arena_client import ArenaProvider
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,7 +50,7 @@ class WorkerPlan:
     """Hex: the token of the agents that keep host memory; empty where there are none."""
     secret: str = field(default="", repr=False)
     """Hex; what workers authenticate each other with where they don't meet on loopback."""
-    by_node: Mapping[str, Sizes] = field(default_factory=dict)
+    by_node: Mapping[str, WorkerShare] = field(default_factory=dict)
     """By Ray node id: what it gets there, which `counts` and `config` say where there is one node only."""
 
     def on(self, node_id: str) -> WorkerPlan:
@@ -69,18 +69,18 @@ BuildWorker = Callable[[WorkerPlan], Worker]
 
 
 @dataclass(frozen=True, slots=True)
-class Outcome:
+class ProcessOutcome:
     """How a worker's process ended."""
 
-    end: HostEnd
+    end: WorkerEnd
     reason: str
 
 
-def arenas_of(plan: WorkerPlan) -> Arenas:
+def arenas_of(plan: WorkerPlan) -> ArenaProvider:
     """Where its ranks get memory that outlives them."""
-    from cluster.arena.arena_client import BorrowedArenas
+    from cluster.arena.arena_client import ArenaClient
 
-    return BorrowedArenas(plan.arena, plan.name, plan.incarnation, SystemClock(), time.sleep)
+    return ArenaClient(plan.arena, plan.name, plan.incarnation, SystemClock(), time.sleep)
 
 
 def exit_file(logs: Path, name: WorkerName, incarnation: Incarnation) -> Path:

@@ -1,7 +1,7 @@
 """The life of a worker's process, whoever started it: build, serve, register, run, leave.
 
-The process ends in exactly one way each time, and says so with `Outcome`. It never outlives its lease, its parent or
-its engine thread: a fenced or dead worker must not send another byte, so its process exits without ceremony.
+The process ends in exactly one way each time, and says so with `ProcessOutcome`. It never outlives its lease, its
+parent or its engine thread: a fenced or dead worker must not send another byte, so its process exits without ceremony.
 """
 
 from __future__ import annotations
@@ -14,13 +14,20 @@ from typing import TYPE_CHECKING
 
 from cluster.processes.log_files import log_to_file
 from cluster.processes.process_ids import die_with_parent
-from cluster.worker_process.asyncio_thread import LoopThread
+from cluster.worker_process.asyncio_thread import AsyncioThread
 from cluster.worker_process.grpc_service import serve_worker
-from cluster.worker_process.hang_fault import Hang, hang_at
+from cluster.worker_process.hang_fault import HangFault, hang_at
 from cluster.worker_process.lease_keeper import LeaseKeeper
 from cluster.worker_process.sigterm_drain import TERMINATED
-from cluster.worker_process.worker_plan import BuildWorker, Outcome, WorkerPlan, _write_exit, arenas_of, node_name
-from cluster.worker_process.worker_thread import HostEnd, WorkerHost
+from cluster.worker_process.worker_plan import (
+    BuildWorker,
+    ProcessOutcome,
+    WorkerPlan,
+    _write_exit,
+    arenas_of,
+    node_name,
+)
+from cluster.worker_process.worker_thread import WorkerEnd, WorkerThread
 from contracts import cpu_levels as processor
 from contracts.authentication import SECRET_VARIABLE
 from contracts.checkpoint.model_spec import read_model_spec
@@ -31,7 +38,7 @@ from contracts.messages.worker_status import WorkerRecord
 from transfer.net.fault_injection import detour
 
 if TYPE_CHECKING:
-    from cluster.ranks.rendezvous import Crew
+    from cluster.ranks.rendezvous import RankGroup
 
 
 log = logging.getLogger("twinpool.worker")
@@ -47,19 +54,19 @@ class WorkerProcess:
         self._plan = plan
         self._build = build
         self._ended = threading.Event()
-        self._outcome = Outcome(HostEnd.STOPPED, "the process was stopped")
+        self._outcome = ProcessOutcome(WorkerEnd.STOPPED, "the process was stopped")
 
-    def run(self) -> Outcome:
+    def run(self) -> ProcessOutcome:
         """Serve until the worker leaves, is fenced or dies. Raises what `build` raises, and `LeaseRefused`."""
         plan = self._plan
         log.info("building", extra={"worker": plan.name, "incarnation": plan.incarnation})
         worker = self._build(plan)
-        loop = LoopThread("service")
+        loop = AsyncioThread("service")
         clock = SystemClock()
         keeper: LeaseKeeper | None = None
         # Before registration nobody knows this worker, so there is nothing it could send.
-        hang = Hang(hang_at(plan.config.faults.hang, plan.name, plan.incarnation))
-        host = WorkerHost(
+        hang = HangFault(hang_at(plan.config.faults.hang, plan.name, plan.incarnation))
+        host = WorkerThread(
             worker, may_send=lambda: keeper is None or keeper.lease.held, on_end=self._on_end, before_step=hang
         )
         link_timeout_s, proxy = plan.config.transfer.link_timeout_s, plan.config.faults.proxy
@@ -83,7 +90,7 @@ class WorkerProcess:
                 log.warning("SIGTERM will not drain this worker: nobody listens for it in this process")
             log.info("ready", extra={"worker": plan.name, "endpoint": endpoint, "control": worker.control})
             self._ended.wait()
-            if self._outcome.end is HostEnd.LEFT:
+            if self._outcome.end is WorkerEnd.LEFT:
                 server.stop(FLUSH_S)
                 loop.run(keeper.leave(), FLUSH_S + 3.0)
             return self._outcome
@@ -95,14 +102,14 @@ class WorkerProcess:
             host.stop(FLUSH_S)
             loop.stop()
 
-    def _on_end(self, end: HostEnd, reason: str) -> None:
+    def _on_end(self, end: WorkerEnd, reason: str) -> None:
         if not self._ended.is_set():
-            self._outcome = Outcome(end, reason)
+            self._outcome = ProcessOutcome(end, reason)
             self._ended.set()
 
     def _on_lost(self, reason: str) -> None:
         """The lease has ended. The engine thread sees it before its next step; this process ends either way."""
-        self._on_end(HostEnd.FENCED, reason)
+        self._on_end(WorkerEnd.FENCED, reason)
 
 
 def build_from_plan(plan: WorkerPlan) -> Worker:
@@ -125,7 +132,7 @@ def build_from_plan(plan: WorkerPlan) -> Worker:
     )
 
 
-def _crew(plan: WorkerPlan) -> Crew:
+def _crew(plan: WorkerPlan) -> RankGroup:
     """The plan's other ranks. When one of them dies, so does this process, at once and without another word."""
     from cluster.ranks.follower_line import DeathWatch
     from cluster.ranks.rendezvous import lead
@@ -153,7 +160,7 @@ def run_worker(plan: WorkerPlan, build: BuildWorker) -> None:
     code = 1
     try:
         outcome = WorkerProcess(plan, build).run()
-        code = 0 if outcome.end in (HostEnd.LEFT, HostEnd.STOPPED) else 1
+        code = 0 if outcome.end in (WorkerEnd.LEFT, WorkerEnd.STOPPED) else 1
         _write_exit(plan, outcome.reason)
     except (Exception, CancelledError) as error:
         log.exception("the worker could not start")

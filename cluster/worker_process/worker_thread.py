@@ -25,7 +25,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import TypeVar
 
-from cluster.worker_process.step_watchdog import Pulse
+from cluster.worker_process.step_watchdog import StepWatchdog
 from contracts.clock import Clock, SystemClock
 from contracts.errors import TwinpoolError
 from contracts.interfaces.worker_interface import SessionId, Worker
@@ -36,11 +36,11 @@ from contracts.messages.worker_status import CheckReport, WorkerStatus
 log = logging.getLogger("twinpool.host")
 T = TypeVar("T")
 
-Deliver = Callable[[list[Event]], None]
-Ended = Callable[[str], None]
+DeliverEvents = Callable[[list[Event]], None]
+OnWorkerEnd = Callable[[str], None]
 
 
-class HostEnd(StrEnum):
+class WorkerEnd(StrEnum):
     """Why a host's thread has ended."""
 
     LEFT = "left"
@@ -49,25 +49,25 @@ class HostEnd(StrEnum):
     STOPPED = "stopped"
 
 
-class HostClosed(TwinpoolError):
+class WorkerClosed(TwinpoolError):
     """Raised when a call or session reaches a worker that has left, died or was stopped."""
 
 
 @dataclass(frozen=True, slots=True)
-class _Item:
+class _InboxItem:
     """One entry of the inbox; `refuse` is called instead of `run` when the worker has ended."""
 
     run: Callable[[], None]
-    refuse: Callable[[HostClosed], None] = lambda error: None
+    refuse: Callable[[WorkerClosed], None] = lambda error: None
 
 
 @dataclass(frozen=True, slots=True)
-class _Session:
-    deliver: Deliver
-    ended: Ended
+class _OpenSession:
+    deliver: DeliverEvents
+    ended: OnWorkerEnd
 
 
-class WorkerHost:
+class WorkerThread:
     """Runs one worker on one thread."""
 
     def __init__(
@@ -75,7 +75,7 @@ class WorkerHost:
         worker: Worker,
         *,
         may_send: Callable[[], bool] = lambda: True,
-        on_end: Callable[[HostEnd, str], None] = lambda end, reason: None,
+        on_end: Callable[[WorkerEnd, str], None] = lambda end, reason: None,
         idle_s: float = 0.1,
         clock: Clock | None = None,
         before_step: Callable[[int], None] = lambda steps: None,
@@ -89,13 +89,13 @@ class WorkerHost:
         self._on_end = on_end
         self._idle_s = idle_s
         self._clock = clock or SystemClock()
-        self._pulse = Pulse(self._clock)
+        self._pulse = StepWatchdog(self._clock)
         self._before_step = before_step
         self._lock = threading.Lock()
-        self._inbox: deque[_Item] = deque()
-        self._sessions: dict[SessionId, _Session] = {}
+        self._inbox: deque[_InboxItem] = deque()
+        self._sessions: dict[SessionId, _OpenSession] = {}
         self._next_session = 1
-        self._end: HostEnd | None = None
+        self._end: WorkerEnd | None = None
         self._reason = ""
         self._stopping = False
         self.fits = worker.fits
@@ -110,7 +110,7 @@ class WorkerHost:
         self._thread.start()
 
     @property
-    def ended(self) -> HostEnd | None:
+    def ended(self) -> WorkerEnd | None:
         return self._end
 
     def heartbeat(self) -> WorkerStatus:
@@ -118,18 +118,18 @@ class WorkerHost:
         without progress. Any thread."""
         return self._pulse.on(self.snapshot)
 
-    def open_session(self, deliver: Deliver, ended: Ended = lambda reason: None) -> SessionId:
+    def open_session(self, deliver: DeliverEvents, ended: OnWorkerEnd = lambda reason: None) -> SessionId:
         """Open a router's session; may be called from any thread.
 
         `deliver` gets each step's events, `ended` is called once with the reason if the worker ends first; both on
-        the engine thread. Raises `HostClosed` when the worker has ended.
+        the engine thread. Raises `WorkerClosed` when the worker has ended.
         """
         with self._lock:
             if self._end is not None:
-                raise HostClosed(self._closed_text())
+                raise WorkerClosed(self._closed_text())
             session = SessionId(self._next_session)
             self._next_session += 1
-            self._sessions[session] = _Session(deliver, ended)
+            self._sessions[session] = _OpenSession(deliver, ended)
             return session
 
     def close_session(self, session: SessionId) -> None:
@@ -137,7 +137,7 @@ class WorkerHost:
         with self._lock:
             if self._sessions.pop(session, None) is None or self._end is not None:
                 return
-            self._inbox.append(_Item(lambda: self._worker.drop_session(session)))
+            self._inbox.append(_InboxItem(lambda: self._worker.drop_session(session)))
         self._worker.wake()
 
     def send(self, session: SessionId, commands: Sequence[Command]) -> None:
@@ -151,11 +151,11 @@ class WorkerHost:
         with self._lock:
             if self._end is not None:
                 return
-            self._inbox.append(_Item(take))
+            self._inbox.append(_InboxItem(take))
         self._worker.wake()
 
     def call(self, run: Callable[[Worker], T]) -> Future[T]:
-        """Run `run(worker)` on the engine thread between two steps; any thread. The future raises `HostClosed` when
+        """Run `run(worker)` on the engine thread between two steps; any thread. The future raises `WorkerClosed` when
         the worker has ended."""
         future: Future[T] = Future()
 
@@ -169,9 +169,9 @@ class WorkerHost:
 
         with self._lock:
             if self._end is not None:
-                future.set_exception(HostClosed(self._closed_text()))
+                future.set_exception(WorkerClosed(self._closed_text()))
                 return future
-            self._inbox.append(_Item(take, future.set_exception))
+            self._inbox.append(_InboxItem(take, future.set_exception))
         self._worker.wake()
         return future
 
@@ -204,37 +204,37 @@ class WorkerHost:
             end, reason = self._loop()
         except Exception as error:
             log.exception("the worker has died: a step failed")
-            end, reason = HostEnd.DIED, f"{type(error).__name__}: {error}"
+            end, reason = WorkerEnd.DIED, f"{type(error).__name__}: {error}"
         self._finish(end, reason)
 
-    def _loop(self) -> tuple[HostEnd, str]:
+    def _loop(self) -> tuple[WorkerEnd, str]:
         while True:
             self._take_inbox()
             if self._stopping:
-                return HostEnd.STOPPED, "the worker was stopped"
+                return WorkerEnd.STOPPED, "the worker was stopped"
             if not self._may_send():
-                return HostEnd.FENCED, "the worker's lease has ended"
+                return WorkerEnd.FENCED, "the worker's lease has ended"
             began = self._clock.now()
             self._before_step(self.snapshot.steps)
             events = self._worker.step()
             if events and not self._may_send():
-                return HostEnd.FENCED, "the worker's lease has ended"
+                return WorkerEnd.FENCED, "the worker's lease has ended"
             self._deliver(events)
             self.snapshot = self._worker.status()
             if unfit := self._worker.unfit:
                 log.error("the worker is fenced: %s", unfit)
-                return HostEnd.FENCED, unfit
+                return WorkerEnd.FENCED, unfit
             self._pulse.turned(self.snapshot.steps, self._worker.runnable, self._clock.now() - began)
             # An undrain that is already in the inbox must win against leaving, so look before deciding.
             if self._worker.drained and self._left():
-                return HostEnd.LEFT, "the worker was drained and has left"
+                return WorkerEnd.LEFT, "the worker was drained and has left"
             self._worker.wait(self._idle_s)
 
     def _left(self) -> bool:
         with self._lock:
             if self._inbox:
                 return False
-            self._end, self._reason = HostEnd.LEFT, "the worker was drained and has left"
+            self._end, self._reason = WorkerEnd.LEFT, "the worker was drained and has left"
             return True
 
     def _take_inbox(self) -> None:
@@ -254,7 +254,7 @@ class WorkerHost:
             if target is not None:
                 target.deliver(batch)
 
-    def _finish(self, end: HostEnd, reason: str) -> None:
+    def _finish(self, end: WorkerEnd, reason: str) -> None:
         """The one way out: fence, end the sessions, refuse what is queued, release everything."""
         with self._lock:
             self._end, self._reason = end, reason
@@ -263,14 +263,14 @@ class WorkerHost:
             refused = list(self._inbox)
             self._inbox.clear()
         try:
-            if end in (HostEnd.FENCED, HostEnd.DIED):
+            if end in (WorkerEnd.FENCED, WorkerEnd.DIED):
                 self._worker.fence()
         except Exception:
             log.exception("the worker could not be fenced")
         for session in sessions:
             session.ended(reason)
         for item in refused:
-            item.refuse(HostClosed(self._closed_text()))
+            item.refuse(WorkerClosed(self._closed_text()))
         self._on_end(end, reason)
         try:
             self._worker.close()

@@ -19,8 +19,8 @@ from cache.storage.rank_page_store import RankPageStore
 from cache.storage.tp_page_store import FollowerPageStore, TPPageStore
 from cluster.assembly.host_tier_memory import take_over
 from cluster.assembly.memory_plan import plan_memory, stride
-from cluster.controller.controller_actions import Grant
-from cluster.ranks.rank_line import RankLine
+from cluster.controller.controller_actions import LeaseGrant
+from cluster.ranks.rank_line import LeaderChannel
 from contracts.config.cluster_config import Config
 from contracts.ids import Incarnation, Role, WorkerName
 from contracts.interfaces.worker_interface import Worker
@@ -53,7 +53,7 @@ _SPINS = 2000
 class Home(Protocol):
     """What a worker's process is told to do by, and tells."""
 
-    def register(self, record: WorkerRecord, answer: Callable[[Grant], None]) -> None: ...
+    def register(self, record: WorkerRecord, answer: Callable[[LeaseGrant], None]) -> None: ...
 
     def renew(
         self,
@@ -61,7 +61,7 @@ class Home(Protocol):
         name: WorkerName,
         incarnation: Incarnation,
         status: WorkerStatus,
-        answer: Callable[[Grant], None],
+        answer: Callable[[LeaseGrant], None],
     ) -> None: ...
 
     def leave(self, process: Process, name: WorkerName, incarnation: Incarnation) -> None: ...
@@ -157,7 +157,7 @@ def build(
     ranks = followers.ranks if followers is not None else []
     together = followers.catch_up if followers is not None else lambda: None
     engine = cast(ModelRunner, HashEngine(pools, device, [rank.pools for rank in ranks], together))
-    take_over(seat, cast(RankLine | None, followers))
+    take_over(seat, cast(LeaderChannel | None, followers))
     carrier = SimCarrier(world.exchange, process, sleep.wake)
     common: dict[str, Any] = {"context": CONTEXT, "clock": agenda, "pause": lambda s: None}
     common_to_all = fingerprint(FINGERPRINT, spec, numerics_class(config.engine.numerics, "hashing"))

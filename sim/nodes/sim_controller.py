@@ -10,7 +10,7 @@ from functools import partial
 from itertools import count
 
 from cluster.controller.controller import Controller
-from cluster.controller.controller_actions import Grant, Kill, Report, Start
+from cluster.controller.controller_actions import KillWorker, LeaseGrant, OperatorNote, StartWorker
 from cluster.controller.incarnation_ledger import MemoryLedger
 from contracts.ids import Incarnation, Role, WorkerName
 from contracts.messages.worker_status import WorkerRecord, WorkerStatus, WorkerView
@@ -51,7 +51,7 @@ class SimControl:
 
     # ------------------------------------------------------------ what workers say
 
-    def register(self, record: WorkerRecord, answer: Callable[[Grant], None]) -> None:
+    def register(self, record: WorkerRecord, answer: Callable[[LeaseGrant], None]) -> None:
         worker = self.world.exchange.processes[record.pid]
         record = record_there(record)
         self._ask(worker, lambda: self.brain.register(record), answer)
@@ -62,7 +62,7 @@ class SimControl:
         name: WorkerName,
         incarnation: Incarnation,
         status: WorkerStatus,
-        answer: Callable[[Grant], None],
+        answer: Callable[[LeaseGrant], None],
     ) -> None:
         status = status_there(status)
         self._ask(process, lambda: self.brain.renew(name, incarnation, status), answer)
@@ -80,7 +80,7 @@ class SimControl:
             self._pipes[worker.pid] = network.pipe(worker, self.process), network.pipe(self.process, worker)
         return self._pipes[worker.pid]
 
-    def _ask(self, worker: Process, ask: Callable[[], Grant], answer: Callable[[Grant], None]) -> None:
+    def _ask(self, worker: Process, ask: Callable[[], LeaseGrant], answer: Callable[[LeaseGrant], None]) -> None:
         """One call over the network: there, and back."""
         there, back = self._pipes_of(worker)
 
@@ -95,13 +95,13 @@ class SimControl:
     def _tick(self) -> None:
         for action in self.brain.tick():
             match action:
-                case Start():
+                case StartWorker():
                     delay = self.world.rng.uniform(0.05, 1.0)
                     self.world.agenda.after(delay, partial(self._start, action))
-                case Kill():
+                case KillWorker():
                     self.world.say("controller", f"kills {action.name}#{action.incarnation}")
                     self._kill(action)
-                case Report():
+                case OperatorNote():
                     self.world.say("controller", action.text)
                     self._given_up(action.text)
         self.world.agenda.after(TICK_S, self._tick)
@@ -111,7 +111,7 @@ class SimControl:
         if "not restarted" in report or "left dead" in report:
             self.given_up.add(WorkerName(report.partition(" ")[0]))
 
-    def _start(self, start: Start) -> None:
+    def _start(self, start: StartWorker) -> None:
         label = f"{start.name}#{start.incarnation}"
         number = int(start.name.rpartition("-")[2])
         process = self.new_process(label, f"node-{number % self.world.shape.nodes}")
@@ -126,7 +126,7 @@ class SimControl:
         self.hosts[start.name] = host
         self.all_hosts.append(host)
 
-    def _kill(self, kill: Kill) -> None:
+    def _kill(self, kill: KillWorker) -> None:
         """Its node hears of it when it can be reached."""
         for host in self.all_hosts:
             if (host.name, host.incarnation) == (kill.name, kill.incarnation):

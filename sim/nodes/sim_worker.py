@@ -12,10 +12,10 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 
-from cluster.controller.controller_actions import Grant
-from cluster.worker_process.lease_keeper import Lease
-from cluster.worker_process.step_watchdog import Pulse
-from cluster.worker_process.worker_thread import HostEnd
+from cluster.controller.controller_actions import LeaseGrant
+from cluster.worker_process.lease_keeper import WorkerLease
+from cluster.worker_process.step_watchdog import StepWatchdog
+from cluster.worker_process.worker_thread import WorkerEnd
 from contracts.errors import PeerDead
 from contracts.ids import Incarnation, Role, WorkerName
 from contracts.interfaces.worker_interface import SessionId, Worker
@@ -52,8 +52,8 @@ class SimHost:
         self.sleep = SimSleep()
         self.built = make(world, process, role, name, incarnation, self.sleep, home)
         self.worker = self.built.worker
-        self.lease = Lease(world.agenda)
-        self.ended: HostEnd | None = None
+        self.lease = WorkerLease(world.agenda)
+        self.ended: WorkerEnd | None = None
         self._registered = False
         self._inbox: deque[Callable[[], None]] = deque()
         self._sessions: dict[SessionId, _Session] = {}
@@ -61,7 +61,7 @@ class SimHost:
         self._turn: Entry | None = None
         self._renewal: Entry | None = None
         self._checks_in = world.rng.randrange(40)
-        self._pulse = Pulse(world.agenda)
+        self._pulse = StepWatchdog(world.agenda)
         self._hung = False
         self._spins = 0
         self.snapshot = self.worker.status()
@@ -83,9 +83,9 @@ class SimHost:
     def _register(self) -> None:
         sent = self.world.agenda.now()
 
-        def granted(grant: Grant) -> None:
+        def granted(grant: LeaseGrant) -> None:
             if grant.fenced:
-                self._end(HostEnd.FENCED, "no longer wanted")
+                self._end(WorkerEnd.FENCED, "no longer wanted")
                 return
             self._registered = True
             self.lease.granted(sent, grant.lease_s)
@@ -99,17 +99,17 @@ class SimHost:
             return
         sent = self.world.agenda.now()
 
-        def granted(grant: Grant) -> None:
+        def granted(grant: LeaseGrant) -> None:
             if grant.fenced:
                 self.lease.fence()
-                self._end(HostEnd.FENCED, "the controller has ended the lease")
+                self._end(WorkerEnd.FENCED, "the controller has ended the lease")
             else:
                 self.lease.granted(sent, grant.lease_s)
                 if grant.drain:
                     self.call(lambda worker: worker.drain())
 
         if not self.lease.held:
-            self._end(HostEnd.FENCED, "the controller could not be reached in time")
+            self._end(WorkerEnd.FENCED, "the controller could not be reached in time")
             return
         self.home.renew(self.process, self.name, self.incarnation, self._pulse.on(self.snapshot), granted)
         self._renewal = self.process.later(self.world.config.cluster.heartbeat_s, self._renew)
@@ -168,28 +168,28 @@ class SimHost:
         try:
             end = self._round()
         except PeerDead as error:
-            end = HostEnd.DIED, str(error)
+            end = WorkerEnd.DIED, str(error)
         except Exception as error:
             self.world.violated(f"{self.process}: {type(error).__name__}: {error}")
-            end = HostEnd.DIED, f"{type(error).__name__}: {error}"
+            end = WorkerEnd.DIED, f"{type(error).__name__}: {error}"
         if end is not None:
             self._end(*end)
 
-    def _round(self) -> tuple[HostEnd, str] | None:
+    def _round(self) -> tuple[WorkerEnd, str] | None:
         for _ in range(len(self._inbox)):
             self._inbox.popleft()()
         if not self.lease.held:
-            return HostEnd.FENCED, "the worker's lease has ended"
+            return WorkerEnd.FENCED, "the worker's lease has ended"
         events = self.worker.step()
         if events and not self.lease.held:
-            return HostEnd.FENCED, "the worker's lease has ended"
+            return WorkerEnd.FENCED, "the worker's lease has ended"
         self._deliver(events)
         steps, self.snapshot = self.snapshot.steps, self.worker.status()
         if self.worker.unfit:
-            return HostEnd.FENCED, self.worker.unfit
+            return WorkerEnd.FENCED, self.worker.unfit
         self._pulse.turned(self.snapshot.steps, self.worker.runnable, self.world.shape.step_s)
         if self.worker.drained and not self._inbox:
-            return HostEnd.LEFT, "the worker was drained and has left"
+            return WorkerEnd.LEFT, "the worker was drained and has left"
         self._check_sometimes()
         took = self.world.shape.step_s * self.world.rng.uniform(0.5, 1.5) if self.snapshot.steps != steps else 0.0002
         self.sleep.asked = None
@@ -243,18 +243,18 @@ class SimHost:
 
     # ------------------------------------------------------------ ends
 
-    def _end(self, end: HostEnd, reason: str) -> None:
+    def _end(self, end: WorkerEnd, reason: str) -> None:
         """The way out that the worker's process itself takes."""
         if self.ended is not None:
             return
         self.ended = end
         self.world.say(self.process.label, f"ends, {end}: {reason}")
-        if end is HostEnd.LEFT:
+        if end is WorkerEnd.LEFT:
             # Who leaves in peace has finished everything and handed over everything.
             for line in self.unrest():
                 self.world.violated(f"{line}, and it leaves")
         try:
-            if end in (HostEnd.FENCED, HostEnd.DIED):
+            if end in (WorkerEnd.FENCED, WorkerEnd.DIED):
                 self.worker.fence()
             sessions, self._sessions = list(self._sessions.values()), {}
             for session in sessions:
@@ -264,18 +264,18 @@ class SimHost:
             self.world.say(self.process.label, f"can't be closed: {error}")
         except Exception as error:
             self.world.violated(f"{self.process} could not be closed: {type(error).__name__}: {error}")
-        if end is HostEnd.LEFT:
+        if end is WorkerEnd.LEFT:
             self.home.leave(self.process, self.name, self.incarnation)
         self.process.die()
 
     def _lost_rank(self, which: str) -> None:
         """Without one of its ranks a worker has no state that it could go on from."""
-        self._end(HostEnd.DIED, f"{which} died")
+        self._end(WorkerEnd.DIED, f"{which} died")
 
     def _died(self) -> None:
         """Its process is gone: the system closes its connections."""
         if self.ended is None:
-            self.ended = HostEnd.STOPPED
+            self.ended = WorkerEnd.STOPPED
         sessions, self._sessions = list(self._sessions.values()), {}
         for session in sessions:
             session.ended("the connection was reset")

@@ -5,13 +5,13 @@ from __future__ import annotations
 import sys
 import time
 
-from cluster.arena.arena_client import BorrowedArenas
+from cluster.arena.arena_client import ArenaClient
 from contracts.clock import SystemClock
 
 
 def main() -> None:
     token, name, incarnation, nbytes = sys.argv[1], sys.argv[2], int(sys.argv[3]), int(sys.argv[4])
-    arenas = BorrowedArenas(token, name, incarnation, SystemClock(), time.sleep, owner_s=0.1)
+    arenas = ArenaClient(token, name, incarnation, SystemClock(), time.sleep, owner_s=0.1)
     memory = arenas.take(0, nbytes, "a model")
     print("nothing" if memory is None else f"has {memory[0]}", flush=True)
     for line in sys.stdin:

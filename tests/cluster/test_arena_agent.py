@@ -15,8 +15,8 @@ from pathlib import Path
 import psutil
 import pytest
 
-from cluster.arena.arena_client import BorrowedArenas
-from cluster.arena.local_agent import LocalAgent
+from cluster.arena.arena_client import ArenaClient
+from cluster.arena.local_agent import LocalArenaAgent
 from contracts.clock import SystemClock
 from contracts.config.cluster_config import ClusterConfig
 from contracts.ids import Incarnation, WorkerName
@@ -32,8 +32,8 @@ def token() -> str:
 
 
 @pytest.fixture
-def agent(token: str, tmp_path: Path) -> Iterator[LocalAgent]:
-    agent = LocalAgent(token, tmp_path, ClusterConfig(restart_limit=3), SystemClock())
+def agent(token: str, tmp_path: Path) -> Iterator[LocalArenaAgent]:
+    agent = LocalArenaAgent(token, tmp_path, ClusterConfig(restart_limit=3), SystemClock())
     agent.start()
     yield agent
     agent.close()
@@ -91,7 +91,7 @@ def borrowed(
     owner_s: float = 5.0,
 ) -> Iterator[memoryview | None]:
     """A segment in this process."""
-    arenas = BorrowedArenas(token, NAME, incarnation, SystemClock(), time.sleep, owner_s)
+    arenas = ArenaClient(token, NAME, incarnation, SystemClock(), time.sleep, owner_s)
     try:
         yield arenas.take(rank, nbytes, fingerprint)
     finally:
@@ -99,7 +99,7 @@ def borrowed(
 
 
 @pytest.mark.slow
-def test_what_a_killed_process_wrote_is_there_for_its_successor(agent: LocalAgent, token: str) -> None:
+def test_what_a_killed_process_wrote_is_there_for_its_successor(agent: LocalArenaAgent, token: str) -> None:
     with borrower(token, 1) as first:
         assert first.said == "has 0"
         first.wrote(7)
@@ -109,7 +109,7 @@ def test_what_a_killed_process_wrote_is_there_for_its_successor(agent: LocalAgen
 
 
 @pytest.mark.slow
-def test_a5_nobody_gets_memory_that_a_living_process_may_still_write_to(agent: LocalAgent, token: str) -> None:
+def test_a5_nobody_gets_memory_that_a_living_process_may_still_write_to(agent: LocalArenaAgent, token: str) -> None:
     with borrower(token, 1) as first:
         first.wrote(7)
         # As an incarnation that lost its lease while it hung: fenced, not dead.
@@ -128,7 +128,9 @@ def test_a5_nobody_gets_memory_that_a_living_process_may_still_write_to(agent: L
 
 @pytest.mark.slow
 @pytest.mark.parametrize("other", [{"nbytes": 2 * NBYTES}, {"fingerprint": "another model"}])
-def test_a_worker_of_another_shape_begins_with_zeros(agent: LocalAgent, token: str, other: dict[str, object]) -> None:
+def test_a_worker_of_another_shape_begins_with_zeros(
+    agent: LocalArenaAgent, token: str, other: dict[str, object]
+) -> None:
     with borrower(token, 1) as first:
         first.wrote(7)
     with borrowed(token, 2, **other) as memory:  # type: ignore[arg-type]
@@ -137,7 +139,7 @@ def test_a_worker_of_another_shape_begins_with_zeros(agent: LocalAgent, token: s
 
 
 @pytest.mark.slow
-def test_an_agent_that_dies_gets_the_memory_back_from_those_who_live(agent: LocalAgent, token: str) -> None:
+def test_an_agent_that_dies_gets_the_memory_back_from_those_who_live(agent: LocalArenaAgent, token: str) -> None:
     with borrower(token, 1) as first:
         first.wrote(7)
         assert agent._process is not None
@@ -155,7 +157,7 @@ def test_an_agent_that_dies_gets_the_memory_back_from_those_who_live(agent: Loca
 
 @pytest.mark.slow
 def test_of_two_incarnations_the_later_one_is_right_whichever_reaches_a_new_agent_first(
-    agent: LocalAgent, token: str
+    agent: LocalArenaAgent, token: str
 ) -> None:
     with borrower(token, 1) as first:
         first.wrote(7)
@@ -180,7 +182,7 @@ def test_of_two_incarnations_the_later_one_is_right_whichever_reaches_a_new_agen
 
 
 @pytest.mark.slow
-def test_a_worker_that_wont_come_back_leaves_nothing(agent: LocalAgent, token: str) -> None:
+def test_a_worker_that_wont_come_back_leaves_nothing(agent: LocalArenaAgent, token: str) -> None:
     with borrower(token, 1) as first:
         first.wrote(7)
         assert segments_of(agent) == [f"twinpool-arena-{NAME}.0"]
@@ -192,7 +194,9 @@ def test_a_worker_that_wont_come_back_leaves_nothing(agent: LocalAgent, token: s
 
 
 @pytest.mark.slow
-def test_what_a_later_incarnation_had_no_use_for_is_forgotten_and_nothing_else(agent: LocalAgent, token: str) -> None:
+def test_what_a_later_incarnation_had_no_use_for_is_forgotten_and_nothing_else(
+    agent: LocalArenaAgent, token: str
+) -> None:
     """As when a worker has changed its role, its number of ranks or its node."""
     with borrower(token, 1) as first, borrowed(token, 1, rank=1):
         first.wrote(7)
@@ -208,7 +212,7 @@ def test_what_a_later_incarnation_had_no_use_for_is_forgotten_and_nothing_else(a
 
 
 @pytest.mark.slow
-def test_a_stranger_gets_nothing_and_harms_nothing(agent: LocalAgent, token: str, tmp_path: Path) -> None:
+def test_a_stranger_gets_nothing_and_harms_nothing(agent: LocalArenaAgent, token: str, tmp_path: Path) -> None:
     import socket
 
     from cluster.arena.arena_agent import address
@@ -262,12 +266,12 @@ def test_the_agent_and_its_memory_end_with_its_parent_however_that_ends(token: s
         until(lambda: not agent.is_running() or agent.status() == psutil.STATUS_ZOMBIE, "the agent to end", 10)
 
 
-def segments_of(agent: LocalAgent) -> list[str]:
+def segments_of(agent: LocalArenaAgent) -> list[str]:
     """The names of the segments that the agent holds."""
     return sorted(name for _, name in descriptors_of(agent))
 
 
-def descriptors_of(agent: LocalAgent) -> list[tuple[tuple[str, int], str]]:
+def descriptors_of(agent: LocalArenaAgent) -> list[tuple[tuple[str, int], str]]:
     """Which file each segment of the agent is, and its name."""
     assert agent._process is not None
     found = []

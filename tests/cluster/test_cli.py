@@ -8,8 +8,8 @@ import pytest
 
 from cli import admin_client as admin
 from cli import commands as cli
-from cli.admin_client import STATUS_KEYS, Operator
-from cli.drain_command import Drain, Lines, ending
+from cli.admin_client import STATUS_KEYS, AdminClient
+from cli.drain_command import DrainCommand, ProgressLines, ending
 from cluster.processes.run_file import write_run_file
 from cluster.serve.terminal import curl_line, url_of
 from contracts.clock import ManualClock
@@ -102,8 +102,8 @@ def test_drain_waits_until_the_worker_has_left_and_says_for_what(stub: RouterStu
         [row("decode-0", "left")],
     ]
     clock, said = ManualClock(), list[str]()
-    operator = Operator(stub.url, clock.now, lambda s: clock.advance(2.0))
-    report = Drain(operator, "decode-0", force=True, timeout_s=60.0, show=Lines(said.append).show).run()
+    operator = AdminClient(stub.url, clock.now, lambda s: clock.advance(2.0))
+    report = DrainCommand(operator, "decode-0", force=True, timeout_s=60.0, show=ProgressLines(said.append).show).run()
     said.append(ending(report))
     assert stub.calls[0] == ("POST", "/cluster/drain/decode-0?force=true")
     assert said == [
@@ -124,8 +124,8 @@ def test_drain_waits_until_the_worker_has_left_and_says_for_what(stub: RouterStu
 def test_a_drain_that_does_not_end_well_is_a_refusal(stub: RouterStub, end: dict[str, object], words: str) -> None:
     stub.tables = [[row("decode-0", "draining", running=1)], [end]]
     clock = ManualClock()
-    operator = Operator(stub.url, clock.now, lambda s: clock.advance(2.0))
-    report = Drain(operator, "decode-0", force=False, timeout_s=10.0).run()
+    operator = AdminClient(stub.url, clock.now, lambda s: clock.advance(2.0))
+    report = DrainCommand(operator, "decode-0", force=False, timeout_s=10.0).run()
     assert not report.left
     assert words in report.why
 

@@ -6,7 +6,14 @@ from collections.abc import Callable
 import pytest
 
 from cluster.controller.controller import Controller, NodePlace
-from cluster.controller.controller_actions import Action, Forget, Grant, Kill, Report, Start
+from cluster.controller.controller_actions import (
+    ControllerAction,
+    ForgetArenas,
+    KillWorker,
+    LeaseGrant,
+    OperatorNote,
+    StartWorker,
+)
 from cluster.controller.incarnation_ledger import MemoryLedger
 from cluster.controller.worker_states import TRANSITIONS, WorkerEvent, WorkerState, advance
 from contracts.clock import ManualClock
@@ -28,8 +35,10 @@ class Cluster:
         self.brain = Controller(self.clock, CONFIG, self.ledger)
         self.brain.add(NAME, Role.DECODE)
 
-    def starts(self, actions: list[Action] | None = None) -> list[int]:
-        return [a.incarnation for a in (self.brain.tick() if actions is None else actions) if isinstance(a, Start)]
+    def starts(self, actions: list[ControllerAction] | None = None) -> list[int]:
+        return [
+            a.incarnation for a in (self.brain.tick() if actions is None else actions) if isinstance(a, StartWorker)
+        ]
 
     def up(self, incarnation: int) -> None:
         assert self.starts() == [incarnation]
@@ -94,8 +103,8 @@ def test_a_worker_that_does_not_renew_is_killed_and_followed_by_the_next_incarna
     cluster.up(1)
     cluster.clock.advance(10.0)
     actions = cluster.brain.tick()
-    assert actions[0] == Kill(NAME, Incarnation(1), 77, "n")
-    assert isinstance(actions[1], Report)
+    assert actions[0] == KillWorker(NAME, Incarnation(1), 77, "n")
+    assert isinstance(actions[1], OperatorNote)
     assert "no heartbeat" in actions[1].text
     assert cluster.starts(actions) == [2]
 
@@ -129,7 +138,7 @@ def test_a_dead_process_is_restarted_at_once() -> None:
     cluster.clock.advance(5.0)
     cluster.brain.died(NAME, Incarnation(1), "signal 9")
     actions = cluster.brain.tick()
-    assert Report("decode-0 died (signal 9); restarting, incarnation 2") in actions
+    assert OperatorNote("decode-0 died (signal 9); restarting, incarnation 2") in actions
     assert cluster.starts(actions) == [2]
 
 
@@ -155,9 +164,9 @@ def test_a_worker_that_keeps_dying_waits_longer_each_time_and_is_then_left_dead(
         cluster.brain.died(NAME, Incarnation(incarnation), "out of memory")
     assert waits == [0.0, 0.0, 0.5, 1.0]
     actions = cluster.brain.tick()
-    reports = [a.text for a in actions if isinstance(a, Report)]
+    reports = [a.text for a in actions if isinstance(a, OperatorNote)]
     assert "left dead (cluster.restart_limit)" in reports[-1]
-    assert actions.count(Forget(NAME)) == 1, "only now that nobody comes after it"
+    assert actions.count(ForgetArenas(NAME)) == 1, "only now that nobody comes after it"
     cluster.clock.advance(3600)
     assert cluster.brain.tick() == []
     assert cluster.state == "dead"
@@ -168,12 +177,12 @@ def test_what_is_kept_for_a_successor_is_forgotten_when_a_worker_leaves_and_not_
     cluster.up(1)
     cluster.brain.died(NAME, Incarnation(1), "signal 9")
     actions = cluster.brain.tick()
-    assert Forget(NAME) not in actions
+    assert ForgetArenas(NAME) not in actions
     assert cluster.starts(actions) == [2]
     assert not cluster.brain.register(_record(2)).fenced
-    assert Forget(NAME, Incarnation(2)) in cluster.brain.tick(), "it has taken over what it could"
+    assert ForgetArenas(NAME, Incarnation(2)) in cluster.brain.tick(), "it has taken over what it could"
     cluster.brain.leave(NAME, Incarnation(2))
-    assert Forget(NAME) in cluster.brain.tick()
+    assert ForgetArenas(NAME) in cluster.brain.tick()
 
 
 def test_deaths_long_ago_do_not_count() -> None:
@@ -192,7 +201,7 @@ def test_a_worker_that_never_registers_is_killed_when_its_time_is_over() -> None
     assert cluster.brain.tick() == []
     cluster.clock.advance(0.2)
     actions = cluster.brain.tick()
-    assert Kill(NAME, Incarnation(1), 0, "") in actions
+    assert KillWorker(NAME, Incarnation(1), 0, "") in actions
     assert cluster.brain.never_ready() == [(NAME, "not ready after 60 s")]
 
 
@@ -301,12 +310,12 @@ class Nodes:
         self.incarnation: dict[WorkerName, Incarnation] = {}
         for number in range(4):
             self.brain.add(WorkerName(f"decode-{number}"), Role.DECODE)
-        self.told: list[Start] = []
+        self.told: list[StartWorker] = []
         self.land(lambda start: "ab"[int(start.name[-1]) % 2])
 
-    def land(self, where: Callable[[Start], str]) -> list[str]:
+    def land(self, where: Callable[[StartWorker], str]) -> list[str]:
         """Carry out what is to be started; returns the names."""
-        starts = [a for a in self.brain.tick() if isinstance(a, Start)]
+        starts = [a for a in self.brain.tick() if isinstance(a, StartWorker)]
         for start in starts:
             host = where(start)
             assert not any(self.places[host].named(name) for name in start.avoid), "it lands where it must not"
@@ -315,14 +324,14 @@ class Nodes:
             assert not self.register(start.name, host).fenced
         return [start.name for start in starts]
 
-    def register(self, name: str, host: str) -> Grant:
+    def register(self, name: str, host: str) -> LeaseGrant:
         number = self.incarnation[WorkerName(name)]
         record = WorkerRecord(
             WorkerName(name), Role.DECODE, number, 77, host, "e", "c", WorkerLimits(1, 1), self.places[host].node_id
         )
         return self.brain.register(record)
 
-    def renew(self, name: str, state: str = "ready") -> Grant:
+    def renew(self, name: str, state: str = "ready") -> LeaseGrant:
         number = self.incarnation[WorkerName(name)]
         status = WorkerStatus(WorkerName(name), Role.DECODE, state, 77, "", number, 1, 0, 64, 60)
         return self.brain.renew(WorkerName(name), number, status)
@@ -349,11 +358,11 @@ def test_no_worker_lands_on_a_cordoned_node_whenever_it_was_started() -> None:
     nodes = Nodes()
     for number in (1, 3):
         nodes.brain.died(WorkerName(f"decode-{number}"), Incarnation(1), "killed")
-    starts = {a.name: a.incarnation for a in nodes.brain.tick() if isinstance(a, Start)}
+    starts = {a.name: a.incarnation for a in nodes.brain.tick() if isinstance(a, StartWorker)}
     nodes.incarnation |= starts
     nodes.brain.placed(WorkerName("decode-1"), starts[WorkerName("decode-1")], nodes.places["b"])
     nodes.brain.drain("b")
-    kills = [a for a in nodes.brain.tick() if isinstance(a, Kill)]
+    kills = [a for a in nodes.brain.tick() if isinstance(a, KillWorker)]
     assert [kill.name for kill in kills] == ["decode-1"], "it was building its worker there"
     assert nodes.register("decode-3", "b").fenced, "nobody knew yet where it would land"
     assert set(nodes.land(lambda start: "a")) | {"decode-1"} == {"decode-1", "decode-3"}
@@ -365,7 +374,7 @@ def test_no_worker_lands_on_a_cordoned_node_whenever_it_was_started() -> None:
 def test_where_a_start_was_placed_is_seen_before_its_worker_has_registered() -> None:
     nodes = Nodes()
     nodes.brain.died(WorkerName("decode-1"), Incarnation(1), "killed")
-    (start,) = [a for a in nodes.brain.tick() if isinstance(a, Start)]
+    (start,) = [a for a in nodes.brain.tick() if isinstance(a, StartWorker)]
     nodes.brain.placed(start.name, start.incarnation, nodes.places["a"])
     (view,) = [view for view in nodes.brain.views() if view.record.name == start.name]
     assert (view.status.state, view.status.node, view.record.node) == ("starting", "a", "a")
@@ -375,7 +384,7 @@ def test_a_start_that_is_moved_to_another_node_is_no_death() -> None:
     nodes = Nodes()
     nodes.brain.died(WorkerName("decode-1"), Incarnation(1), "killed")
     for _ in range(3 * CONFIG.restart_limit):
-        start = next(a for a in nodes.brain.tick() if isinstance(a, Start))
+        start = next(a for a in nodes.brain.tick() if isinstance(a, StartWorker))
         nodes.brain.placed(start.name, start.incarnation, nodes.places["b"])
         nodes.brain.drain("b")
         nodes.brain.undrain("b")
@@ -393,7 +402,7 @@ def test_where_every_node_is_cordoned_a_worker_waits_and_is_started_after_the_un
         nodes.clock.advance(1.0)
         for number in (1, 2, 3):
             nodes.renew(f"decode-{number}", "draining")
-        reports += [a.text for a in nodes.brain.tick() if isinstance(a, Report) and "waits" in a.text]
+        reports += [a.text for a in nodes.brain.tick() if isinstance(a, OperatorNote) and "waits" in a.text]
     assert reports == ["decode-0 waits: every node is cordoned (a, b); undrain one"], "told once"
     assert nodes.states()["decode-0"] == "dead on a"
     nodes.brain.undrain("a")
@@ -405,11 +414,11 @@ def test_a_start_that_waits_for_a_place_is_begun_anew_when_a_node_is_undrained()
     nodes = Nodes()
     nodes.brain.drain("b")
     nodes.brain.died(WorkerName("decode-1"), Incarnation(1), "killed")
-    assert [(a.name, a.avoid) for a in nodes.brain.tick() if isinstance(a, Start)] == [("decode-1", ("b",))]
+    assert [(a.name, a.avoid) for a in nodes.brain.tick() if isinstance(a, StartWorker)] == [("decode-1", ("b",))]
     nodes.brain.undrain("b")
     actions = nodes.brain.tick()
-    assert [(a.name, a.incarnation) for a in actions if isinstance(a, Kill)] == [("decode-1", 2)]
-    assert [(a.name, a.incarnation, a.avoid) for a in actions if isinstance(a, Start)] == [("decode-1", 3, ())]
+    assert [(a.name, a.incarnation) for a in actions if isinstance(a, KillWorker)] == [("decode-1", 2)]
+    assert [(a.name, a.incarnation, a.avoid) for a in actions if isinstance(a, StartWorker)] == [("decode-1", 3, ())]
 
 
 def test_an_undrained_node_gets_back_those_that_left_it() -> None:
@@ -440,4 +449,4 @@ def test_a_controller_that_stood_still_ends_no_lease_for_it() -> None:
     assert cluster.brain.tick() == []
     assert cluster.renew(1)
     cluster.clock.advance(10.0)
-    assert [a.name for a in cluster.brain.tick() if isinstance(a, Kill)] == [NAME]
+    assert [a.name for a in cluster.brain.tick() if isinstance(a, KillWorker)] == [NAME]

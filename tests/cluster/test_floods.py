@@ -18,10 +18,10 @@ from cluster.controller.controller import Controller
 from cluster.controller.controller_service import ControllerServer
 from cluster.controller.incarnation_ledger import MemoryLedger
 from cluster.worker_process import grpc_service as service
-from cluster.worker_process.asyncio_thread import LoopThread
+from cluster.worker_process.asyncio_thread import AsyncioThread
 from cluster.worker_process.grpc_service import serve_worker
 from cluster.worker_process.lease_keeper import LeaseKeeper
-from cluster.worker_process.worker_thread import WorkerHost
+from cluster.worker_process.worker_thread import WorkerThread
 from contracts.clock import ManualClock
 from contracts.config.cluster_config import ClusterConfig
 from contracts.ids import Incarnation, Role, WorkerName
@@ -53,9 +53,9 @@ class Scene:
         self.controller.call(lambda brain: brain.add(NAME, Role.DECODE))
         self.controller.call(Controller.tick)
         self.worker = FakeWorker(incarnation=1)
-        self.host = WorkerHost(self.worker, idle_s=0.01)
+        self.host = WorkerThread(self.worker, idle_s=0.01)
         self.host.start()
-        self.loop = LoopThread("worker-service")
+        self.loop = AsyncioThread("worker-service")
         self.server, self.endpoint = serve_worker(self.loop, self.host, 1, "127.0.0.1")
         self.lost: list[str] = []
         record = WorkerRecord(NAME, Role.DECODE, Incarnation(1), 7, "n", self.endpoint, "", WorkerLimits(1024, 2048))

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from cluster.worker_process.worker_thread import HostClosed, HostEnd, WorkerHost
+from cluster.worker_process.worker_thread import WorkerClosed, WorkerEnd, WorkerThread
 from contracts.ids import RequestId
 from contracts.messages.router_commands import Cancel
 from contracts.messages.worker_events import Done, Event, Tokens
@@ -21,8 +21,8 @@ class Running:
     def __init__(self) -> None:
         self.worker = FakeWorker()
         self.lease_holds = True
-        self.ends: queue.Queue[tuple[HostEnd, str]] = queue.Queue()
-        self.host = WorkerHost(
+        self.ends: queue.Queue[tuple[WorkerEnd, str]] = queue.Queue()
+        self.host = WorkerThread(
             self.worker,
             may_send=lambda: self.lease_holds,
             on_end=lambda end, reason: self.ends.put((end, reason)),
@@ -101,12 +101,12 @@ def test_a_step_that_raises_kills_the_worker_and_ends_every_session(running: Run
     _, got = running.session()
     running.worker.fail = ZeroDivisionError("boom")
     running.worker.wake()
-    assert running.ends.get(timeout=WAIT_S) == (HostEnd.DIED, "ZeroDivisionError: boom")
+    assert running.ends.get(timeout=WAIT_S) == (WorkerEnd.DIED, "ZeroDivisionError: boom")
     assert got.get(timeout=WAIT_S) == "ZeroDivisionError: boom"
     assert running.worker.fenced
-    with pytest.raises(HostClosed, match="boom"):
+    with pytest.raises(WorkerClosed, match="boom"):
         running.host.open_session(got.put)
-    with pytest.raises(HostClosed, match="boom"):
+    with pytest.raises(WorkerClosed, match="boom"):
         running.host.check().result(WAIT_S)
 
 
@@ -121,7 +121,7 @@ def test_a_worker_that_can_not_be_trusted_is_fenced_once_its_last_events_are_out
     running.host.status().result(WAIT_S)
     running.worker.on_step, running.worker.hold = turn_bad, False
     running.worker.wake()
-    assert running.ends.get(timeout=WAIT_S) == (HostEnd.FENCED, "three rows were no numbers")
+    assert running.ends.get(timeout=WAIT_S) == (WorkerEnd.FENCED, "three rows were no numbers")
     assert isinstance(_until_done(got)[-1], Done)
     assert got.get(timeout=WAIT_S) == "three rows were no numbers"
     assert running.worker.fenced
@@ -150,7 +150,7 @@ def test_calls_behind_a_fatal_command_are_refused_and_not_left_waiting(running: 
     running.host.send(session, [submit("a")])
     late = running.host.status()
     go.set()
-    with pytest.raises(HostClosed):
+    with pytest.raises(WorkerClosed):
         late.result(WAIT_S)
 
 
@@ -163,7 +163,7 @@ def test_a_drained_worker_finishes_what_runs_and_leaves(running: Running) -> Non
     running.worker.hold = False
     running.worker.wake()
     assert isinstance(_until_done(got)[-1], Done)
-    assert running.ends.get(timeout=WAIT_S)[0] is HostEnd.LEFT
+    assert running.ends.get(timeout=WAIT_S)[0] is WorkerEnd.LEFT
     assert got.get(timeout=WAIT_S) == "the worker was drained and has left"
 
 
@@ -176,8 +176,8 @@ def test_undrain_works_until_the_worker_has_left(running: Running) -> None:
     running.host.close_session(session)
     assert running.host.check().result(WAIT_S).leases == 0
     running.host.drain().result(WAIT_S)
-    assert running.ends.get(timeout=WAIT_S)[0] is HostEnd.LEFT
-    with pytest.raises(HostClosed, match="has left"):
+    assert running.ends.get(timeout=WAIT_S)[0] is WorkerEnd.LEFT
+    with pytest.raises(WorkerClosed, match="has left"):
         running.host.undrain().result(WAIT_S)
 
 
@@ -189,6 +189,6 @@ def test_nothing_is_delivered_once_the_lease_has_ended(running: Running) -> None
 
     running.worker.on_step = lose_lease
     running.host.send(session, [submit("a")])
-    assert running.ends.get(timeout=WAIT_S)[0] is HostEnd.FENCED
+    assert running.ends.get(timeout=WAIT_S)[0] is WorkerEnd.FENCED
     assert got.get(timeout=WAIT_S) == "the worker's lease has ended"
     assert running.worker.fenced

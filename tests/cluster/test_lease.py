@@ -11,11 +11,11 @@ import grpc.aio
 import pytest
 
 from cluster.controller.controller import Controller
-from cluster.controller.controller_actions import Start
+from cluster.controller.controller_actions import StartWorker
 from cluster.controller.controller_service import ControllerServer
 from cluster.controller.incarnation_ledger import FileLedger, MemoryLedger
 from cluster.worker_process import lease_keeper as lease
-from cluster.worker_process.lease_keeper import Lease, LeaseKeeper, LeaseRefused
+from cluster.worker_process.lease_keeper import LeaseKeeper, LeaseRefused, WorkerLease
 from contracts.clock import ManualClock
 from contracts.config.cluster_config import ClusterConfig
 from contracts.errors import RequestError
@@ -35,7 +35,7 @@ WAIT_S = 5.0
 
 def test_a_lease_ends_at_the_worker_before_it_ends_at_the_controller() -> None:
     clock = ManualClock(100.0)
-    lease = Lease(clock)
+    lease = WorkerLease(clock)
     assert not lease.held
     lease.granted(sent_at=100.0, lease_s=10.0)
     clock.advance(8.9)
@@ -46,7 +46,7 @@ def test_a_lease_ends_at_the_worker_before_it_ends_at_the_controller() -> None:
 
 def test_a_late_answer_counts_from_when_its_question_was_sent() -> None:
     clock = ManualClock()
-    lease = Lease(clock)
+    lease = WorkerLease(clock)
     clock.advance(8.0)
     lease.granted(sent_at=0.0, lease_s=10.0)
     clock.advance(1.5)
@@ -55,7 +55,7 @@ def test_a_late_answer_counts_from_when_its_question_was_sent() -> None:
 
 def test_an_answer_that_overtakes_does_not_shorten_the_lease() -> None:
     clock = ManualClock()
-    lease = Lease(clock)
+    lease = WorkerLease(clock)
     lease.granted(sent_at=5.0, lease_s=10.0)
     lease.granted(sent_at=0.0, lease_s=10.0)
     clock.advance(12.0)
@@ -63,7 +63,7 @@ def test_an_answer_that_overtakes_does_not_shorten_the_lease() -> None:
 
 
 def test_a_fenced_lease_never_holds_again() -> None:
-    lease = Lease(ManualClock())
+    lease = WorkerLease(ManualClock())
     lease.granted(0.0, 10.0)
     lease.fence()
     lease.granted(5.0, 10.0)
@@ -79,7 +79,7 @@ class Wired:
         self.brain = Controller(self.clock, ClusterConfig(lease_s=10.0), MemoryLedger())
         self.server = ControllerServer(self.brain, secret=secret)
         self.server.call(lambda brain: brain.add(NAME, Role.DECODE))
-        assert [a for a in self.server.call(Controller.tick) if isinstance(a, Start)]
+        assert [a for a in self.server.call(Controller.tick) if isinstance(a, StartWorker)]
 
     def keeper(
         self, incarnation: int, on_lost: Callable[[str], None] = lambda reason: None, endpoint: str = ""
@@ -401,5 +401,5 @@ def test_the_ledger_survives_its_process_and_never_goes_back(tmp_path: Path) -> 
     FileLedger(path).record("decode-0", 4)
     brain = Controller(ManualClock(), ClusterConfig(), FileLedger(path))
     brain.add(NAME, Role.DECODE)
-    assert [a.incarnation for a in brain.tick() if isinstance(a, Start)] == [5]
+    assert [a.incarnation for a in brain.tick() if isinstance(a, StartWorker)] == [5]
     assert FileLedger(path).load() == {"decode-0": 5}

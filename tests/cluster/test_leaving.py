@@ -14,11 +14,11 @@ from typing import Any
 import pytest
 
 from cli import commands as cli
-from cli.admin_client import Operator, RouterAway
-from cli.drain_command import Drain, Lines, change_role, ending, table
-from cli.drain_command import Report as Progress
+from cli.admin_client import AdminClient, RouterAway
+from cli.drain_command import DrainCommand, ProgressLines, change_role, ending, table
+from cli.drain_command import DrainReport as Progress
 from cluster.controller.controller import Controller
-from cluster.controller.controller_actions import Report, Start
+from cluster.controller.controller_actions import OperatorNote, StartWorker
 from cluster.controller.incarnation_ledger import MemoryLedger
 from cluster.ray_nodes.node_drains import NodeDrains
 from contracts.clock import ManualClock
@@ -43,8 +43,8 @@ class Cluster:
         self.role = Role.DECODE
         self.up()
 
-    def up(self) -> Start:
-        (start,) = [a for a in self.brain.tick() if isinstance(a, Start)]
+    def up(self) -> StartWorker:
+        (start,) = [a for a in self.brain.tick() if isinstance(a, StartWorker)]
         self.incarnation, self.role = start.incarnation, start.role
         self.brain.register(self.record())
         return start
@@ -89,8 +89,8 @@ def test_an_undrained_worker_keeps_its_role() -> None:
     cluster.renew("draining")
     cluster.brain.leave(NAME, cluster.incarnation)
     actions = cluster.brain.tick()
-    assert [a for a in actions if isinstance(a, Start)] == []
-    assert Report(f"{NAME} has left") in actions
+    assert [a for a in actions if isinstance(a, StartWorker)] == []
+    assert OperatorNote(f"{NAME} has left") in actions
 
 
 def test_a_change_of_role_that_is_taken_back_before_the_worker_heard_of_it_is_none() -> None:
@@ -100,7 +100,7 @@ def test_a_change_of_role_that_is_taken_back_before_the_worker_heard_of_it_is_no
     assert not cluster.renew("ready")
     cluster.renew("draining")
     cluster.brain.leave(NAME, cluster.incarnation)
-    assert not [a for a in cluster.brain.tick() if isinstance(a, Start)]
+    assert not [a for a in cluster.brain.tick() if isinstance(a, StartWorker)]
 
 
 def test_only_a_ready_worker_of_the_other_kind_can_change_its_role() -> None:
@@ -144,7 +144,7 @@ def test_a_node_that_ray_takes_away_drains_its_workers_once() -> None:
     assert not cluster.renew("draining")
     assert not cluster.brain.drain(NAME), "it drains already"
     cluster.brain.leave(NAME, cluster.incarnation)
-    assert not [a for a in cluster.brain.tick() if isinstance(a, Start)]
+    assert not [a for a in cluster.brain.tick() if isinstance(a, StartWorker)]
 
 
 def test_workers_of_other_nodes_stay() -> None:
@@ -191,9 +191,9 @@ def stub(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[RouterStub
         yield running
 
 
-def operator(stub: RouterStub) -> Operator:
+def operator(stub: RouterStub) -> AdminClient:
     clock = ManualClock()
-    return Operator(stub.url, clock.now, lambda s: clock.advance(2.0))
+    return AdminClient(stub.url, clock.now, lambda s: clock.advance(2.0))
 
 
 BUSY = row("decode-0", "draining", running=3, waiting=1, outgoing=2)
@@ -209,10 +209,10 @@ def test_a_drain_says_what_it_waits_for_and_what_it_did(stub: RouterStub) -> Non
 
     def show(report: Progress) -> None:
         seen.append(report)
-        Lines(said.append).show(report)
+        ProgressLines(said.append).show(report)
         assert table(report).row_count == 1
 
-    report = Drain(operator(stub), "decode-0", force=False, timeout_s=60.0, show=show).run()
+    report = DrainCommand(operator(stub), "decode-0", force=False, timeout_s=60.0, show=show).run()
     assert said == [
         "decode-0 is draining: waits for 3 running (1 to finish here, 1 on the way to other workers), 1 waiting, "
         "2 outgoing transfers (2 to decode-2)"
@@ -232,7 +232,7 @@ def test_when_time_is_up_force_starts_over_elsewhere_what_is_left(stub: RouterSt
         return status, {"taken": 3} if path.endswith("now=true") else body
 
     stub.answer = answering  # type: ignore[method-assign]
-    report = Drain(operator(stub), "decode-0", force=True, timeout_s=5.0).run()
+    report = DrainCommand(operator(stub), "decode-0", force=True, timeout_s=5.0).run()
     assert report.left
     assert report.restarted == 3
     assert ("POST", "/cluster/drain/decode-0?now=true") in stub.calls
@@ -261,7 +261,7 @@ def test_a_node_has_left_when_all_its_workers_have(stub: RouterStub) -> None:
         return status, of_node(*(row(n, "draining") for n in names)) if path.startswith("/cluster/drain") else body
 
     stub.answer = answering  # type: ignore[method-assign]
-    report = Drain(operator(stub), "some-host", force=False, timeout_s=60.0).run()
+    report = DrainCommand(operator(stub), "some-host", force=False, timeout_s=60.0).run()
     assert report.left
     assert [w.name for w in report.workers] == names
 
@@ -294,7 +294,7 @@ class Drained:
         return look
 
     def run(self, target: str = "b", timeout_s: float = 60.0) -> Progress:
-        return Drain(self, target, force=False, timeout_s=timeout_s).run()  # type: ignore[arg-type]
+        return DrainCommand(self, target, force=False, timeout_s=timeout_s).run()  # type: ignore[arg-type]
 
 
 def at(name: str, state: str, node: str = "b", **changes: Any) -> dict[str, Any]:

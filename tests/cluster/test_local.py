@@ -6,7 +6,7 @@ from collections.abc import Awaitable, Callable, Iterator, Sequence
 import pytest
 
 from cluster.serve.local_directory import LocalDirectory
-from cluster.worker_process.worker_thread import WorkerHost
+from cluster.worker_process.worker_thread import WorkerThread
 from contracts.ids import Incarnation, Role, WorkerName
 from contracts.interfaces.discovery import WorkerClient, WorkerDirectory
 from contracts.messages.worker_events import Done, Event
@@ -19,7 +19,7 @@ WAIT_S = 5.0
 class Local:
     def __init__(self) -> None:
         self.worker = FakeWorker()
-        self.host = WorkerHost(self.worker, idle_s=0.02, on_end=lambda end, reason: self.local_directory.changed())
+        self.host = WorkerThread(self.worker, idle_s=0.02, on_end=lambda end, reason: self.local_directory.changed())
         self.record = WorkerRecord(
             WorkerName("decode-0"), Role.DECODE, Incarnation(1), 0, "node", "", "", self.worker.fits
         )

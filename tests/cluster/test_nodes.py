@@ -12,7 +12,7 @@ from rich.console import Console
 
 from cluster.assembly.memory_plan import MemoryPlan
 from cluster.assembly.node_shares import MemoryShort, NodeFacts, NodeShare, by_machine, cores, free_bytes
-from cluster.serve.preflight import Prepared, ServeOptions, prepare
+from cluster.serve.preflight import ServeOptions, ServePlan, prepare
 from cluster.serve.terminal import node_table
 from cluster.worker_process.worker_plan import WorkerPlan
 from contracts.errors import ConfigError
@@ -24,7 +24,7 @@ OTHER = 300 * MIB
 """What an interpreter with torch takes beside weights and pools, as the plan counts it."""
 
 
-def prepared(*assignments: str, prefill: int = 4, decode: int = 4, ray: str | None = "auto") -> Prepared:
+def prepared(*assignments: str, prefill: int = 4, decode: int = 4, ray: str | None = "auto") -> ServePlan:
     flags = ServeOptions(port=0, prefill=prefill, decode=decode, ray_address=ray, assignments=assignments)
     return prepare(flags, 64 * GIB)
 

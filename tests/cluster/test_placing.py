@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from cluster.assembly.node_shares import Sizes
+from cluster.assembly.node_shares import WorkerShare
 from cluster.controller.controller import NodePlace
 from cluster.worker_process.worker_plan import WorkerPlan
 from contracts.config.cluster_config import Config
@@ -27,7 +27,7 @@ def test_cordoned_and_unmeasured_nodes_are_left_out_by_a_selector_that_ray_accep
 
     launcher = RayLauncher(lambda plan: pytest.fail("nothing is built here"))
     monkeypatch.setattr(launcher, "nodes", lambda: NODES)
-    sizes = Sizes(1, {}, 0)
+    sizes = WorkerShare(1, {}, 0)
     measured = replace(PLAN, by_node={node.node_id: sizes for node in NODES[:2]})
     for plan, avoid, out in (
         (PLAN, (), ""), (PLAN, ("host-a",), "a"), (PLAN, ("b" * 8, "host-a"), "ab"), (PLAN, ("host-z",), ""),

@@ -7,11 +7,11 @@ import threading
 import pytest
 
 from cluster.controller.controller import Controller
-from cluster.controller.controller_actions import Kill, Start
+from cluster.controller.controller_actions import KillWorker, StartWorker
 from cluster.controller.incarnation_ledger import MemoryLedger
 from cluster.worker_process.hang_fault import hang_at
-from cluster.worker_process.step_watchdog import Pulse, allowed_s
-from cluster.worker_process.worker_thread import WorkerHost
+from cluster.worker_process.step_watchdog import StepWatchdog, allowed_s
+from cluster.worker_process.worker_thread import WorkerThread
 from contracts.clock import ManualClock
 from contracts.config.cluster_config import ClusterConfig
 from contracts.errors import ConfigError
@@ -44,9 +44,9 @@ def test_c4_a_worker_that_renews_but_makes_no_progress_is_fenced_killed_and_repl
     assert brain.tick() == []
     assert brain.renew(NAME, Incarnation(1), status(30.0)).fenced
     kill, report, start = brain.tick()
-    assert isinstance(kill, Kill)
+    assert isinstance(kill, KillWorker)
     assert "hung" in report.text  # type: ignore[union-attr]
-    assert start == Start(NAME, Role.DECODE, Incarnation(2))
+    assert start == StartWorker(NAME, Role.DECODE, Incarnation(2))
     assert brain.renew(NAME, Incarnation(1), status(0.0)).fenced, "there is no way back"
 
 
@@ -61,7 +61,7 @@ def test_long_steps_and_the_first_step_are_allowed_their_time() -> None:
 
 def test_a_loop_that_waits_for_others_makes_progress_and_one_that_could_compute_does_not() -> None:
     clock = ManualClock()
-    pulse = Pulse(clock)
+    pulse = StepWatchdog(clock)
     for _ in range(100):
         clock.advance(1.0)
         pulse.turned(3, runnable=False, took_s=0.0)
@@ -76,7 +76,7 @@ def test_a_loop_that_waits_for_others_makes_progress_and_one_that_could_compute_
 
 def test_the_longest_step_is_remembered_and_forgotten() -> None:
     clock = ManualClock()
-    pulse = Pulse(clock)
+    pulse = StepWatchdog(clock)
     pulse.turned(1, runnable=True, took_s=40.0)
     assert pulse.on(status(0.0)).longest_step_s == 40.0
     for steps in range(2, 400):
@@ -92,7 +92,7 @@ def test_a_hung_step_shows_in_the_heartbeat_while_the_rest_of_the_status_stands_
             inside.set()
             go_on.wait(30)
 
-    host = WorkerHost(FakeWorker(), clock=clock, before_step=hang, idle_s=0.01)
+    host = WorkerThread(FakeWorker(), clock=clock, before_step=hang, idle_s=0.01)
     host.start()
     try:
         host.send(host.open_session(lambda events: None), [submit("a", 9)])

@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
-from cluster.arena.local_agent import LocalAgent
-from cluster.processes.restart_policy import Restarts
+from cluster.arena.local_agent import LocalArenaAgent
+from cluster.processes.restart_policy import RestartHistory
 from cluster.serve import serve_cluster as serve
 from contracts.clock import ManualClock
 from contracts.config.cluster_config import ClusterConfig, Config
@@ -21,14 +21,14 @@ CONFIG = ClusterConfig(restart_limit=20, restart_window_s=600.0)
 
 
 def test_one_death_a_day_is_never_too_many() -> None:
-    restarts = Restarts(CONFIG)
+    restarts = RestartHistory(CONFIG)
     for day in range(1000):
         assert restarts.died(day * DAY_S, (day - 1) * DAY_S) == 0.0
         assert not restarts.too_many
 
 
 def test_deaths_in_a_row_wait_longer_and_are_too_many_in_the_end() -> None:
-    restarts, now, waits = Restarts(CONFIG), 0.0, []
+    restarts, now, waits = RestartHistory(CONFIG), 0.0, []
     while not restarts.too_many:
         waits.append(restarts.died(now, None))
         now += waits[-1]
@@ -84,7 +84,7 @@ def keep_alive(monkeypatch: pytest.MonkeyPatch, router: Router, clock: ManualClo
     """What `serve` does about the router until it has been started so often, or `serve` gives up."""
     monkeypatch.setattr(serve, "RouterProbe", type("P", (Probe,), {"hangs": hangs}))
     lines: list[str] = []
-    self: Any = serve.Serve.__new__(serve.Serve)
+    self: Any = serve.ServeCluster.__new__(serve.ServeCluster)
     ground = types.SimpleNamespace
 
     def waits(timeout_s: float) -> None:
@@ -140,7 +140,7 @@ def test_an_arena_agent_that_dies_once_a_day_is_always_started_again(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     clock, started = ManualClock(), []
-    agent = LocalAgent("", tmp_path, ClusterConfig(restart_limit=3), clock)
+    agent = LocalArenaAgent("", tmp_path, ClusterConfig(restart_limit=3), clock)
     dead = types.SimpleNamespace(poll=lambda: -9, stdin=None)
 
     def start() -> tuple[int, int]:

@@ -7,9 +7,9 @@ from collections.abc import Callable, Iterator, Sequence
 
 import pytest
 
-from cluster.worker_process.asyncio_thread import LoopThread
+from cluster.worker_process.asyncio_thread import AsyncioThread
 from cluster.worker_process.grpc_service import serve_worker
-from cluster.worker_process.worker_thread import WorkerHost
+from cluster.worker_process.worker_thread import WorkerThread
 from contracts.ids import Incarnation, Role, WorkerName
 from contracts.messages.worker_events import Event
 from contracts.messages.worker_status import WorkerLimits, WorkerRecord
@@ -27,9 +27,9 @@ class Scene:
     def __init__(self, proxy: Proxy) -> None:
         self.worker = FakeWorker()
         self.worker.hold = True
-        self.host = WorkerHost(self.worker, idle_s=0.02)
+        self.host = WorkerThread(self.worker, idle_s=0.02)
         self.host.start()
-        self.loop = LoopThread("service")
+        self.loop = AsyncioThread("service")
         self.server, endpoint = serve_worker(self.loop, self.host, 1, "127.0.0.1", link_timeout_s=LINK_S)
         self.proxy = proxy
         self.relay: Relay = proxy.relay("serve", "decode-0", endpoint)

@@ -8,7 +8,7 @@ from collections.abc import Callable
 import pytest
 
 from cluster.serve import shutdown_signal as stopping
-from cluster.serve.shutdown_signal import Stopping
+from cluster.serve.shutdown_signal import ShutdownSignal
 
 
 class Timers:
@@ -38,7 +38,7 @@ def test_an_end_that_is_asked_for_has_a_deadline_of_less_than_five_seconds(
 ) -> None:
     died: list[int] = []
     monkeypatch.setattr(stopping, "_die", lambda: died.append(1))
-    starting, serving = Stopping(), Stopping()
+    starting, serving = ShutdownSignal(), ShutdownSignal()
     serving.ready()
     for run in (starting, serving):
         run._ask()
@@ -53,7 +53,7 @@ def test_an_end_that_is_asked_for_has_a_deadline_of_less_than_five_seconds(
 def test_who_asks_twice_does_not_wait(timers: Timers, monkeypatch: pytest.MonkeyPatch) -> None:
     died: list[int] = []
     monkeypatch.setattr(stopping, "_die", lambda: died.append(1))
-    run = Stopping()
+    run = ShutdownSignal()
     run._ask()
     assert died == []
     run._ask()

@@ -8,7 +8,7 @@ from typing import Any
 from cluster.controller.controller import Controller, NodePlace
 from cluster.controller.incarnation_ledger import MemoryLedger
 from cluster.controller.supervisor import Supervisor
-from cluster.controller.worker_launcher import Ended, Placed
+from cluster.controller.worker_launcher import WorkerEnded, WorkerPlaced
 from contracts.clock import ManualClock
 from contracts.config.cluster_config import ClusterConfig
 from contracts.ids import Incarnation, Role, WorkerName
@@ -24,7 +24,7 @@ class Hands:
     def __init__(self) -> None:
         self.started: list[tuple[Any, tuple[str, ...]]] = []
         self.killed: list[tuple[str, int]] = []
-        self.landed: list[Placed] = []
+        self.landed: list[WorkerPlaced] = []
 
     def start(self, plan: Any, avoid: tuple[str, ...] = ()) -> None:
         self.started.append((plan, avoid))
@@ -37,11 +37,11 @@ class Hands:
     def nodes(self) -> tuple[NodePlace, ...]:
         return A, B
 
-    def placed(self) -> list[Placed]:
+    def placed(self) -> list[WorkerPlaced]:
         landed, self.landed = self.landed, []
         return landed
 
-    def ended(self, timeout_s: float) -> list[Ended]:
+    def ended(self, timeout_s: float) -> list[WorkerEnded]:
         return []
 
     def close(self) -> None: ...
@@ -78,11 +78,11 @@ def test_a_start_that_lands_on_a_node_that_was_cordoned_meanwhile_is_ended_and_p
     scene.poll()
     assert [avoid for _, avoid in scene.hands.started] == [()]
     assert scene.brain.drain("b") == ()
-    scene.hands.landed = [Placed(NAME, Incarnation(1), B)]
+    scene.hands.landed = [WorkerPlaced(NAME, Incarnation(1), B)]
     scene.poll()
     assert scene.hands.killed == [(NAME, 1)]
     assert [avoid for _, avoid in scene.hands.started] == [(), ("b",)]
-    scene.hands.landed = [Placed(NAME, Incarnation(2), A)]
+    scene.hands.landed = [WorkerPlaced(NAME, Incarnation(2), A)]
     scene.poll()
     scene.up(2, A)
     scene.poll()

@@ -9,9 +9,9 @@ import grpc
 import grpc.aio
 import pytest
 
-from cluster.worker_process.asyncio_thread import LoopThread
+from cluster.worker_process.asyncio_thread import AsyncioThread
 from cluster.worker_process.grpc_service import ServiceServer, WorkerService, serve_worker
-from cluster.worker_process.worker_thread import WorkerHost
+from cluster.worker_process.worker_thread import WorkerThread
 from contracts.authentication import access_metadata
 from contracts.messages.worker_events import Event, Tokens
 from contracts.proto import worker_pb2 as pb
@@ -29,9 +29,9 @@ class Served:
 
     def __init__(self, outbox_bytes: int | None = None) -> None:
         self.worker = FakeWorker(incarnation=3)
-        self.host = WorkerHost(self.worker, idle_s=0.02)
+        self.host = WorkerThread(self.worker, idle_s=0.02)
         self.host.start()
-        self.loop = LoopThread("test-service")
+        self.loop = AsyncioThread("test-service")
         if outbox_bytes is None:
             self.server, self.endpoint = serve_worker(self.loop, self.host, 3, "127.0.0.1")
         else:
@@ -180,9 +180,9 @@ def test_a_router_that_reads_too_slowly_is_cut_off() -> None:
 def test_d9_where_there_is_a_secret_only_calls_with_its_token_come_in() -> None:
     secret = "5e" * 32
     worker = FakeWorker(incarnation=3)
-    host = WorkerHost(worker, idle_s=0.02)
+    host = WorkerThread(worker, idle_s=0.02)
     host.start()
-    loop = LoopThread("test-service")
+    loop = AsyncioThread("test-service")
     server, endpoint = serve_worker(loop, host, 3, "127.0.0.1", secret)
 
     async def call(metadata: tuple[tuple[str, str], ...]) -> tuple[pb.WorkerStatus, pb.WorkerFrame]:

@@ -19,10 +19,10 @@ from typing import Any, cast
 
 import pytest
 
-from cluster.controller.controller_actions import Grant
-from cluster.worker_process.asyncio_thread import LoopThread
+from cluster.controller.controller_actions import LeaseGrant
+from cluster.worker_process.asyncio_thread import AsyncioThread
 from cluster.worker_process.grpc_service import serve_worker
-from cluster.worker_process.worker_thread import WorkerHost
+from cluster.worker_process.worker_thread import WorkerThread
 from contracts.config.load_config import config_from_dict
 from contracts.ids import Incarnation, RequestId, Role, WorkerName
 from contracts.interfaces.discovery import WorkerClient
@@ -137,9 +137,9 @@ class Scene:
 
 @contextmanager
 def real(incarnation: int = 1) -> Iterator[Scene]:
-    serving, routing = LoopThread("worker"), LoopThread("router")
+    serving, routing = AsyncioThread("worker"), AsyncioThread("router")
     worker, lease = Scripted(incarnation=incarnation), [True]
-    host = WorkerHost(worker, may_send=lambda: lease[0], idle_s=0.02)
+    host = WorkerThread(worker, may_send=lambda: lease[0], idle_s=0.02)
     host.start()
     server, endpoint = serve_worker(serving, host, incarnation, "127.0.0.1")
     with proxying() as proxy:
@@ -247,8 +247,8 @@ class _Home:
     def __init__(self, agenda: Agenda) -> None:
         self._agenda, self._pids = agenda, iter(range(1, 100))
 
-    def register(self, record: WorkerRecord, answer: Callable[[Grant], None]) -> None:
-        answer(Grant(record.incarnation, 10.0))
+    def register(self, record: WorkerRecord, answer: Callable[[LeaseGrant], None]) -> None:
+        answer(LeaseGrant(record.incarnation, 10.0))
 
     def renew(
         self,
@@ -256,9 +256,9 @@ class _Home:
         name: WorkerName,
         incarnation: Incarnation,
         status: WorkerStatus,
-        answer: Callable[[Grant], None],
+        answer: Callable[[LeaseGrant], None],
     ) -> None:
-        answer(Grant(incarnation, 10.0))
+        answer(LeaseGrant(incarnation, 10.0))
 
     def leave(self, process: Process, name: WorkerName, incarnation: Incarnation) -> None: ...
 

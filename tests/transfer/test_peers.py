@@ -19,7 +19,7 @@ import pytest
 import zmq
 
 from cache.device.device_port import DONE
-from cluster.arena.arena_agent import _Segment
+from cluster.arena.arena_agent import _ArenaSegment
 from contracts.errors import ErrorKind, WireError
 from contracts.ids import Incarnation, WorkerName
 from contracts.messages.router_commands import PeerRef
@@ -82,7 +82,7 @@ def test_a_death_is_seen_by_a_descriptor_beyond_1024(child: subprocess.Popen[byt
     assert watch is not None
     with beyond_select(watch.fd) as high:
         far = PidfdWatch(child.pid, high)
-        segment = _Segment(-1, (1, ""), 1, high)
+        segment = _ArenaSegment(-1, (1, ""), 1, high)
         assert not far.dead
         assert not segment.free
         child.kill()

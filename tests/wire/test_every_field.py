@@ -19,10 +19,10 @@ import torch
 from google.protobuf.message import Message as Proto
 
 from cache.pool.pool_set import PoolSet
-from cluster.controller.controller_actions import Grant
+from cluster.controller.controller_actions import LeaseGrant
 from cluster.controller.controller_service import ControllerService
-from cluster.ranks.follower_line import LeaderLine
-from cluster.ranks.rank_line import RankLine
+from cluster.ranks.follower_line import FollowerChannel
+from cluster.ranks.rank_line import LeaderChannel
 from cluster.worker_process.grpc_service import WorkerService
 from cluster.worker_process.lease_keeper import LeaseKeeper
 from contracts.clock import ManualClock
@@ -211,7 +211,7 @@ class Brain:
 
     def __init__(self) -> None:
         self.heard: list[Any] = []
-        self.grants: list[Grant] = []
+        self.grants: list[LeaseGrant] = []
         self.table: tuple[WorkerView, ...] = ()
         self.version, self.shutting_down = 1, False
         self.listener: Callable[[], None] = lambda: None
@@ -222,13 +222,13 @@ class Brain:
     def views(self) -> tuple[WorkerView, ...]:
         return self.table
 
-    def register(self, record: WorkerRecord) -> Grant:
+    def register(self, record: WorkerRecord) -> LeaseGrant:
         self.heard.append(record)
         return self.grants.pop(0)
 
-    def renew(self, *said: Any) -> Grant:
+    def renew(self, *said: Any) -> LeaseGrant:
         self.heard.append(said)
-        return self.grants.pop(0) if self.grants else Grant(INCARNATION, 0.0, fenced=True)
+        return self.grants.pop(0) if self.grants else LeaseGrant(INCARNATION, 0.0, fenced=True)
 
     def leave(self, *said: Any) -> None:
         self.heard.append(said)
@@ -256,7 +256,7 @@ async def test_every_field_of_a_workers_record_and_status_reaches_the_controller
         asyncio.Event(),
     )
     async with controller() as (brain, target):
-        brain.grants = [Grant(INCARNATION, 50.0), Grant(INCARNATION, 60.0, drain=True)]
+        brain.grants = [LeaseGrant(INCARNATION, 50.0), LeaseGrant(INCARNATION, 60.0, drain=True)]
         clock = ManualClock(100.0)
         keeper = LeaseKeeper(
             record, target, clock, 0.001, lambda: status, lambda reason: lost.set(), on_drain=drains.set
@@ -273,7 +273,7 @@ async def test_every_field_of_a_workers_record_and_status_reaches_the_controller
 @pytest.mark.asyncio
 async def test_a_grants_time_is_the_leases_and_a_fenced_one_ends_it() -> None:
     async with controller() as (brain, target):
-        brain.grants = [Grant(INCARNATION, 50.0)]
+        brain.grants = [LeaseGrant(INCARNATION, 50.0)]
         clock, lost = ManualClock(100.0), asyncio.Event()
         keeper = LeaseKeeper(
             full(WorkerRecord), target, clock, 3600.0, lambda: full(worker_status.WorkerStatus),
@@ -285,7 +285,7 @@ async def test_a_grants_time_is_the_leases_and_a_fenced_one_ends_it() -> None:
         clock.advance(0.2)
         assert not keeper.lease.held
         await keeper.close()
-        brain.grants = [Grant(INCARNATION, 50.0, fenced=True)]
+        brain.grants = [LeaseGrant(INCARNATION, 50.0, fenced=True)]
         with pytest.raises(Exception, match="no longer wanted"):
             await keeper.start(5.0)
 
@@ -320,7 +320,7 @@ def test_every_field_of_the_controllers_protocol_is_filled(cls: type[Proto]) -> 
     )
     made: list[Any] = [
         record_to_proto(record),
-        _grant(Grant(INCARNATION, 5.0, fenced=True, drain=True)),
+        _grant(LeaseGrant(INCARNATION, 5.0, fenced=True, drain=True)),
         ControllerService(brain).view(),  # type: ignore[arg-type]
         keeper._renewal(),
     ]
@@ -420,8 +420,8 @@ def test_every_field_of_the_metadata_slot_is_copied_out_as_it_was_packed() -> No
 
 def test_every_field_of_every_order_answer_and_tiding_arrives_between_ranks() -> None:
     secret = "3c" * 32
-    line = RankLine(secret, 2, ManualClock(), 30.0)
-    follower = LeaderLine(secret, 1)
+    line = LeaderChannel(secret, 2, ManualClock(), 30.0)
+    follower = FollowerChannel(secret, 1)
     try:
         line.meet(30.0)
         for order in ORDERS:

@@ -12,9 +12,9 @@ import grpc
 import grpc.aio
 import pytest
 
-from cluster.worker_process.asyncio_thread import LoopThread
+from cluster.worker_process.asyncio_thread import AsyncioThread
 from cluster.worker_process.grpc_service import serve_worker
-from cluster.worker_process.worker_thread import WorkerHost
+from cluster.worker_process.worker_thread import WorkerThread
 from contracts.errors import ErrorKind
 from contracts.ids import RequestId, Role
 from contracts.messages.worker_events import Audited, AuditEnd, Done, Event, MigrationPaused
@@ -44,9 +44,9 @@ def newer(kind: type[Any]) -> Any:
 
 
 def test_a_worker_leaves_out_a_command_that_it_does_not_know_and_carries_on() -> None:
-    host = WorkerHost(Engine(incarnation=3), idle_s=0.02)
+    host = WorkerThread(Engine(incarnation=3), idle_s=0.02)
     host.start()
-    loop = LoopThread("test-service")
+    loop = AsyncioThread("test-service")
     server, endpoint = serve_worker(loop, host, 3, "127.0.0.1")
 
     async def frames(hold: asyncio.Event) -> AsyncIterator[pb.RouterFrame]:

@@ -17,7 +17,7 @@ import pytest
 from cache.pool.page_allocator import Lease
 from cache.swap.swapped_state import SwapPlace
 from cluster.serve.local_directory import LocalDirectory
-from cluster.worker_process.worker_thread import WorkerHost
+from cluster.worker_process.worker_thread import WorkerThread
 from contracts.checkpoint.model_spec import read_model_spec
 from contracts.config.load_config import config_from_dict
 from contracts.ids import Incarnation, RequestId, RoomId, WorkerName
@@ -216,7 +216,7 @@ def behind_a_router(both: Pair, folder: Path) -> Iterator[str]:
     """The pair's workers as a cluster in one process, with the real router; yields its URL."""
     members = []
     for worker in (both.prefill, both.decode):
-        host = WorkerHost(worker)
+        host = WorkerThread(worker)
         status = host.snapshot
         record = WorkerRecord(
             status.name, status.role, status.incarnation, status.pid, status.node, "", worker.control, worker.fits
