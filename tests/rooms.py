@@ -26,11 +26,11 @@ from contracts.errors import CapacityError
 from contracts.ids import Incarnation, RoomId, WorkerName
 from contracts.messages.fingerprint import Fingerprint
 from contracts.messages.router_commands import PeerRef
-from sim.fabric.sim_channel import Exchange, SimCarrier
-from sim.fabric.sim_network import Network
-from sim.fabric.sim_plane import Damage, SimPlane
-from sim.fabric.sim_process import Process
-from sim.fabric.virtual_time import Agenda
+from sim.fabric.sim_channel import SimControlTransport, SimSwitch
+from sim.fabric.sim_network import SimNetwork
+from sim.fabric.sim_plane import SimPlane, WireDamage
+from sim.fabric.sim_process import SimProcess
+from sim.fabric.virtual_time import VirtualTime
 from tests.poolsets import entry, filled
 from tests.ranks import RankedSeat, content, fill, ranked_seat
 from transfer.net.waiter import Waiter
@@ -237,7 +237,7 @@ def placed(ends: Ends, prompt: Prompt, leases: Mapping[str, Lease], lacks: Mappi
 class SimWaiter:
     """Waits in simulated time: what was sent travels meanwhile."""
 
-    def __init__(self, agenda: Agenda) -> None:
+    def __init__(self, agenda: VirtualTime) -> None:
         self._agenda = agenda
 
     def wait(self, timeout_s: float) -> None:
@@ -256,10 +256,10 @@ def simulated_ends(
     spec: PoolSetSpec, plane: str, *, seed: int, count: int, slots: int, device: Device
 ) -> Iterator[Ends]:
     """The same ends over the simulator's planes and carrier: what arrives when is decided by the seed alone."""
-    agenda, rng = Agenda(), random.Random(seed)
-    network = Network(agenda, rng, 0.002, 3.0)
-    exchange, planes, damage = Exchange(network), dict[int, SimPlane](), Damage()
-    processes = [Process(agenda, f"{role}-0#1", "node-0", pid) for pid, role in enumerate(("prefill", "decode"), 1)]
+    agenda, rng = VirtualTime(), random.Random(seed)
+    network = SimNetwork(agenda, rng, 0.002, 3.0)
+    exchange, planes, damage = SimSwitch(network), dict[int, SimPlane](), WireDamage()
+    processes = [SimProcess(agenda, f"{role}-0#1", "node-0", pid) for pid, role in enumerate(("prefill", "decode"), 1)]
     mine = [SimPlane(plane, network, process, planes, rng, damage, lambda: None) for process in processes]
     seats = []
     for side, one in enumerate(mine):
@@ -267,7 +267,7 @@ def simulated_ends(
         seat = ranked_seat(spec, 1, count + 7 * side, regions=[one.allocate("pages", layout.nbytes)])
         filled(seat.leader, seed + side).zero({pool.name: [0] for pool in spec.pools})
         seats.append(seat)
-    carriers = [SimCarrier(exchange, process, lambda: None) for process in processes]
+    carriers = [SimControlTransport(exchange, process, lambda: None) for process in processes]
     config, clock, waiter = config_from_dict({}).transfer, ManualClock(), SimWaiter(agenda)
     pools = [seat.leader for seat in seats]
     mark = fingerprint("a model", spec, "invariant:by hand")

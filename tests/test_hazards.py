@@ -17,8 +17,8 @@ from decode.migration.migration_state import MigrationStage as Departing
 from decode.worker import DecodeWorker
 from prefill.worker import PrefillWorker
 from sim.fabric.hash_engine import VOCABULARY
-from sim.run.run_scenario import Run
-from sim.scenario.scenario import Ask, Fault, Plan, Shape
+from sim.run.run_scenario import ScenarioRun
+from sim.scenario.scenario import ClusterShape, PlannedFault, Scenario, ScenarioRequest
 from tests.router.stage import Stage
 from tests.workers.test_any_state import hash_pair
 
@@ -59,7 +59,7 @@ def misplaced(decode: DecodeWorker) -> list[str]:
     return found + [f"a request that has ended is in {name}" for name, q in queues.items() if set(q) - known]
 
 
-def a_busy_life(lazy: bool) -> Plan:
+def a_busy_life(lazy: bool) -> Scenario:
     """Two decode workers: everybody is retracted again and again, moves with each short drain, and some leave."""
     rng = random.Random(6)
     cache = {"page_tokens": 4, "host_bytes": 1 << 16}
@@ -74,10 +74,10 @@ def a_busy_life(lazy: bool) -> Plan:
         at = 0.5 + 0.05 * number
         prompt = tuple(rng.randrange(VOCABULARY) for _ in range(rng.randint(1, 30)))
         leaves_at = at + 0.8 * rng.random() if number % 5 == 0 else None
-        asks.append(Ask(number, at, prompt, SamplingParams(24, seed=number), leaves_at=leaves_at))
-    drains = [Fault("drain", 0.9 + 0.5 * n, f"decode-{n % 2}", lasts=0.2) for n in range(10)]
-    shape = Shape(1, 2, "all", 4, "shm", lazy=lazy, delay_s=0.0002, step_s=0.04, nodes=1, config=config)
-    return Plan(6, shape, tuple(asks), tuple(drains))
+        asks.append(ScenarioRequest(number, at, prompt, SamplingParams(24, seed=number), leaves_at=leaves_at))
+    drains = [PlannedFault("drain", 0.9 + 0.5 * n, f"decode-{n % 2}", lasts=0.2) for n in range(10)]
+    shape = ClusterShape(1, 2, "all", 4, "shm", lazy=lazy, delay_s=0.0002, step_s=0.04, nodes=1, config=config)
+    return Scenario(6, shape, tuple(asks), tuple(drains))
 
 
 @pytest.mark.slow
@@ -85,7 +85,7 @@ def a_busy_life(lazy: bool) -> Plan:
 def test_c6_a_request_is_in_exactly_one_queue_whatever_happens_to_it(lazy: bool) -> None:
     """Its phase names the queue. Throughout the life of a cluster in which all is retracted and moved, the lists
     themselves are counted; what a worker's own `check()` says isn't asked."""
-    run, looked, found = Run(a_busy_life(lazy)), Counter[str](), list[str]()
+    run, looked, found = ScenarioRun(a_busy_life(lazy)), Counter[str](), list[str]()
     events = 0
 
     def look() -> bool:

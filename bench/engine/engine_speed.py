@@ -54,7 +54,7 @@ _OWN: dict[str, dict[str, Any]] = {
 
 
 @dataclass(frozen=True)
-class Scenario:
+class SpeedScenario:
     """One thing that is measured."""
 
     batch: int
@@ -91,7 +91,7 @@ Results = dict[str, dict[str, Measured]]
 """By scenario, then by side."""
 
 
-def measure(sides: Sequence[Side], scenarios: Sequence[Scenario], vocab: int, repeats: int) -> Results:
+def measure(sides: Sequence[Side], scenarios: Sequence[SpeedScenario], vocab: int, repeats: int) -> Results:
     """Round 0 warms up and counts for nothing."""
     random = np.random.default_rng(1)
     results: Results = {s.name: {side.name: Measured() for side in sides} for s in scenarios}
@@ -124,7 +124,7 @@ def table(results: Results, title: str, figure: Callable[[Sequence[float]], floa
     return out
 
 
-def profile(side: Twinpool, scenario: Scenario, vocab: int) -> str:
+def profile(side: Twinpool, scenario: SpeedScenario, vocab: int) -> str:
     """Where the time of some decode steps goes, by torch operation."""
     prompts = np.random.default_rng(2).integers(0, vocab, (scenario.batch, scenario.prompt_tokens)).tolist()
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as recorded:
@@ -159,7 +159,9 @@ def parser() -> argparse.ArgumentParser:
     return out
 
 
-def make_sides(args: argparse.Namespace, folder: Path, scenarios: Sequence[Scenario], close: ExitStack) -> list[Side]:
+def make_sides(
+    args: argparse.Namespace, folder: Path, scenarios: Sequence[SpeedScenario], close: ExitStack
+) -> list[Side]:
     """All of `args.sides`, loaded; `close` closes them."""
     # Whole pages for every sequence, at either side's page size.
     tokens = max(s.batch * (s.prompt_tokens + s.output_tokens + 32) for s in scenarios)
@@ -189,8 +191,8 @@ Agreement = dict[str, float]
 def measure_model(args: argparse.Namespace, folder: Path) -> tuple[Results, Agreement]:
     """All of `args.sides` on one checkpoint; prints where our time goes if that is asked for."""
     spec = read_model_spec(folder)
-    scenarios = [Scenario(1, args.prefill_tokens, 1)]
-    scenarios += [Scenario(batch, args.context, args.output_tokens) for batch in args.batches]
+    scenarios = [SpeedScenario(1, args.prefill_tokens, 1)]
+    scenarios += [SpeedScenario(batch, args.context, args.output_tokens) for batch in args.batches]
     longest = max(s.prompt_tokens + s.output_tokens for s in scenarios)
     if longest > spec.context:
         raise ConfigError(f"{longest} tokens don't fit the checkpoint's context of {spec.context}")

@@ -78,7 +78,7 @@ def _score(mark: bytes, token: int, best: int) -> TokenLogprob:
 
 
 @dataclass(frozen=True, slots=True)
-class Recital:
+class ExpectedAnswer:
     """What a request must come to."""
 
     tokens: tuple[int, ...]
@@ -89,7 +89,7 @@ class Recital:
 
 
 @lru_cache(maxsize=256)
-def recite(spec: PoolSetSpec, prompt: tuple[int, ...], params: SamplingParams) -> Recital:
+def recite(spec: PoolSetSpec, prompt: tuple[int, ...], params: SamplingParams) -> ExpectedAnswer:
     """The answer to a prompt: up to `max_tokens` tokens, a stop token included."""
     tokens, logprobs, scores = list(prompt), list[TokenLogprob](), list[TokenLogprob]()
     lanes = {pool.name: [bytearray() for buffer in pool.buffers for _ in range(buffer.layers)] for pool in spec.pools}
@@ -121,7 +121,7 @@ def recite(spec: PoolSetSpec, prompt: tuple[int, ...], params: SamplingParams) -
             if tokens[-1] in params.stop_token_ids:
                 break
     wanted = tuple(scores) if params.prompt_logprobs is not None else None
-    return Recital(tuple(tokens[length:]), tuple(logprobs), wanted)
+    return ExpectedAnswer(tuple(tokens[length:]), tuple(logprobs), wanted)
 
 
 class HashStep:

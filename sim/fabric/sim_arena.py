@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from sim.fabric.sim_process import Process
+from sim.fabric.sim_process import SimProcess
 
 
 class SimArenas:
     """The segments of all nodes, by the worker that they were made for and by size."""
 
     def __init__(self) -> None:
-        self._segments: dict[tuple[str, int], tuple[Process, memoryview]] = {}
+        self._segments: dict[tuple[str, int], tuple[SimProcess, memoryview]] = {}
 
-    def take(self, process: Process, nbytes: int) -> memoryview | None:
+    def take(self, process: SimProcess, nbytes: int) -> memoryview | None:
         """The segment of this worker, as its last incarnation left it; None while that is still alive."""
         key = process.name, nbytes
         last = self._segments.get(key)

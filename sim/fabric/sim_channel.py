@@ -9,26 +9,26 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Sequence
 
-from sim.fabric.sim_network import Network, Pipe
-from sim.fabric.sim_process import Process
+from sim.fabric.sim_network import SimNetwork, SimPipe
+from sim.fabric.sim_process import SimProcess
 from transfer.net.control_channel import ProcessIdentity as Mark
 
-Wake = Callable[[], None]
+SimWake = Callable[[], None]
 
 
-class Exchange:
+class SimSwitch:
     """What a name means on the network: endpoints and processes."""
 
-    def __init__(self, network: Network) -> None:
+    def __init__(self, network: SimNetwork) -> None:
         self.network = network
         self.inboxes: dict[str, SimInbox] = {}
-        self.processes: dict[int, Process] = {}
+        self.processes: dict[int, SimProcess] = {}
 
 
 class SimInbox:
     """Implements `transfer.net.control_channel.Inbox`."""
 
-    def __init__(self, exchange: Exchange, process: Process, wake: Wake) -> None:
+    def __init__(self, exchange: SimSwitch, process: SimProcess, wake: SimWake) -> None:
         self.endpoint = f"sim://{process.label}"
         self.process = process
         self._exchange, self._wake = exchange, wake
@@ -57,7 +57,7 @@ class SimInbox:
 class SimChannel:
     """Implements `transfer.net.control_channel.Channel`."""
 
-    def __init__(self, exchange: Exchange, process: Process, endpoint: str, identity: bytes, wake: Wake) -> None:
+    def __init__(self, exchange: SimSwitch, process: SimProcess, endpoint: str, identity: bytes, wake: SimWake) -> None:
         self.identity = identity
         self._wake = wake
         self._arrived: deque[bytes] = deque()
@@ -65,7 +65,7 @@ class SimChannel:
         inbox = exchange.inboxes.get(endpoint)
         self._inbox = inbox
         self._network, self._process = exchange.network, process
-        self._pipes: tuple[Pipe, Pipe] | None = None
+        self._pipes: tuple[SimPipe, SimPipe] | None = None
         self._cut, self._down = False, False
         if inbox is not None:
             there = self._network.pipe(process, inbox.process, self._reset)
@@ -118,7 +118,7 @@ class SimChannel:
 class SimWatch:
     """Implements `transfer.net.control_channel.Watch`."""
 
-    def __init__(self, processes: Sequence[Process], wake: Wake) -> None:
+    def __init__(self, processes: Sequence[SimProcess], wake: SimWake) -> None:
         self.pid = processes[0].pid
         self._processes = processes
         for process in processes:
@@ -131,10 +131,10 @@ class SimWatch:
     def close(self) -> None: ...
 
 
-class SimCarrier:
+class SimControlTransport:
     """Implements `transfer.net.control_channel.Carrier` for one process; what comes wakes it."""
 
-    def __init__(self, exchange: Exchange, process: Process, wake: Wake) -> None:
+    def __init__(self, exchange: SimSwitch, process: SimProcess, wake: SimWake) -> None:
         self._exchange, self._process, self._wake = exchange, process, wake
         exchange.processes[process.pid] = process
 

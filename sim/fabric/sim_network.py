@@ -16,15 +16,15 @@ import random
 from collections import deque
 from collections.abc import Callable
 
-from sim.fabric.sim_process import Process
-from sim.fabric.virtual_time import Agenda
+from sim.fabric.sim_process import SimProcess
+from sim.fabric.virtual_time import VirtualTime
 
 
-class Pipe:
+class SimPipe:
     """One direction of a connection."""
 
     def __init__(
-        self, network: Network, source: Process, target: Process, on_reset: Callable[[], None] | None = None
+        self, network: SimNetwork, source: SimProcess, target: SimProcess, on_reset: Callable[[], None] | None = None
     ) -> None:
         self._network = network
         self.on_reset = on_reset
@@ -78,10 +78,10 @@ class Pipe:
         self._arrive()
 
 
-class Network:
+class SimNetwork:
     """Who reaches whom, and how fast."""
 
-    def __init__(self, agenda: Agenda, rng: random.Random, delay_s: float, timeout_s: float) -> None:
+    def __init__(self, agenda: VirtualTime, rng: random.Random, delay_s: float, timeout_s: float) -> None:
         self.agenda, self.timeout_s = agenda, timeout_s
         self._rng = rng
         self._delay_s = delay_s
@@ -89,16 +89,16 @@ class Network:
         """Delays are so many times as long."""
         self._cut: list[tuple[str, str]] = []
         """Pairs of nodes or processes that don't reach each other."""
-        self._parked: list[Pipe] = []
-        self._pipes: list[Pipe] = []
+        self._parked: list[SimPipe] = []
+        self._pipes: list[SimPipe] = []
 
     def arrival(self) -> float:
         """When what is sent now would arrive if nothing held it up."""
         delay = self._delay_s * self.slow * (0.2 + self._rng.expovariate(1.25))
         return self.agenda.now() + delay
 
-    def pipe(self, source: Process, target: Process, on_reset: Callable[[], None] | None = None) -> Pipe:
-        pipe = Pipe(self, source, target, on_reset)
+    def pipe(self, source: SimProcess, target: SimProcess, on_reset: Callable[[], None] | None = None) -> SimPipe:
+        pipe = SimPipe(self, source, target, on_reset)
         self._pipes.append(pipe)
         return pipe
 
@@ -110,7 +110,7 @@ class Network:
         """Some ends have not heard each other for `timeout_s`."""
         self._reset(lambda p: p.source.stopped or p.target.stopped or not self.reaches(p.source, p.target))
 
-    def _reset(self, chosen: Callable[[Pipe], bool]) -> int:
+    def _reset(self, chosen: Callable[[SimPipe], bool]) -> int:
         self._pipes = [p for p in self._pipes if not p.closed and p.source.alive and p.target.alive]
         lost = 0
         for pipe in [p for p in self._pipes if chosen(p)]:
@@ -133,12 +133,12 @@ class Network:
         for pipe in parked:
             pipe.unpark()
 
-    def reaches(self, one: Process, other: Process) -> bool:
+    def reaches(self, one: SimProcess, other: SimProcess) -> bool:
         if one.node == other.node and not any(_is_name(pair) for pair in self._cut):
             return True
         return not any(_parts(pair, one, other) or _parts(pair, other, one) for pair in self._cut)
 
-    def park(self, pipe: Pipe) -> None:
+    def park(self, pipe: SimPipe) -> None:
         self._parked.append(pipe)
 
 
@@ -146,7 +146,7 @@ def _is_name(pair: tuple[str, str]) -> bool:
     return not pair[0].startswith("node-")
 
 
-def _parts(pair: tuple[str, str], one: Process, other: Process) -> bool:
+def _parts(pair: tuple[str, str], one: SimProcess, other: SimProcess) -> bool:
     """Whether `pair` keeps these two apart. Processes of one node meet through the loopback, whatever its network."""
     if _is_name(pair):
         return pair[0] == one.name and pair[1] in ("*", other.name)

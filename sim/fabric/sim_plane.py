@@ -25,14 +25,14 @@ from cache.pool.pool_set import PoolSet
 from contracts.errors import LayoutMismatch, WireError
 from contracts.ids import RoomId
 from contracts.messages.rank_orders import WriteArrived
-from sim.fabric.sim_network import Network
-from sim.fabric.sim_process import Process
+from sim.fabric.sim_network import SimNetwork
+from sim.fabric.sim_process import SimProcess
 from transfer.planes.data_plane import SLOT_BYTES, PageWrite, RoomTarget, SlotWrite, WriteLink
 from transfer.planes.ordered_notices import OrderedNotices
 from transfer.planes.rank_fan import fan, rank_cut, writers
 
 
-class Damage:
+class WireDamage:
     """Bytes that flip on their way: how many of a kind are to, and how many have."""
 
     def __init__(self) -> None:
@@ -84,7 +84,7 @@ class _Frames:
     number: int = 0
 
 
-Item = bytes | _Notice | _Frames
+WireItem = bytes | _Notice | _Frames
 
 
 class SimPlane:
@@ -93,11 +93,11 @@ class SimPlane:
     def __init__(
         self,
         kind: str,
-        network: Network,
-        process: Process,
+        network: SimNetwork,
+        process: SimProcess,
         planes: dict[int, SimPlane],
         rng: random.Random,
-        damage: Damage,
+        damage: WireDamage,
         wake: Callable[[], None],
         rank: int = 0,
         size: int = 1,
@@ -109,7 +109,7 @@ class SimPlane:
         self.halt: Callable[[], None] | None = None
         """Called once, in the middle of the next write of pages."""
         self._planes, self._wake = planes, wake
-        self._arrived: deque[Item] = deque()
+        self._arrived: deque[WireItem] = deque()
         self._permitted: dict[RoomId, RoomTarget] = {}
         self._held = OrderedNotices(size, lambda sources, at: writers(self.pools.spec.whole, sources, at, size))
         self._due: list[bytes] = []
@@ -151,7 +151,7 @@ class SimPlane:
         settled, self._settled = self._settled, []
         return settled
 
-    def arrive(self, item: Item) -> None:
+    def arrive(self, item: WireItem) -> None:
         self._arrived.append(item)
         self._wake()
 
@@ -224,7 +224,7 @@ class _SimLink:
         self._cut = False
         self._pipe = writer.network.pipe(writer.process, reader.process, self._reset)
 
-    def _send(self, item: Item) -> None:
+    def _send(self, item: WireItem) -> None:
         reader = self._reader
         self._pipe.send(lambda: reader.arrive(item))
 
@@ -296,7 +296,7 @@ class StoredLink(_SimLink):
             return DONE
         first, rest = _halves(write.move)
         self._copy(first)
-        store = _Store(lambda: self._copy(rest))
+        store = _DelayedStore(lambda: self._copy(rest))
         halt, self._writer.halt = self._writer.halt, None
         if halt is not None:
             halt()
@@ -326,7 +326,7 @@ class StoredLink(_SimLink):
         self._send(self._struck("notice", data))
 
 
-class _Store:
+class _DelayedStore:
     """The rest of a write: done by whoever comes first, the time or somebody who waits for it."""
 
     def __init__(self, run: Callable[[], None]) -> None:

@@ -8,13 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from sim.fabric.virtual_time import Agenda, Entry
+from sim.fabric.virtual_time import TimerEntry, VirtualTime
 
 
-class Process:
+class SimProcess:
     """One process on one node."""
 
-    def __init__(self, agenda: Agenda, label: str, node: str, pid: int) -> None:
+    def __init__(self, agenda: VirtualTime, label: str, node: str, pid: int) -> None:
         self.label, self.node, self.pid = label, node, pid
         self.name = label.partition("#")[0]
         """Its label without the incarnation."""
@@ -36,7 +36,7 @@ class Process:
         else:
             run()
 
-    def later(self, delay_s: float, run: Callable[[], None]) -> Entry:
+    def later(self, delay_s: float, run: Callable[[], None]) -> TimerEntry:
         """The same after some time."""
         return self._agenda.after(delay_s, lambda: self.do(run))
 

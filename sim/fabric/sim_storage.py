@@ -16,12 +16,12 @@ from cache.storage.backends.memory_backend import MemoryBackend
 from cache.storage.inline_queue import InlineIoQueue
 from cache.storage.io_queue import StorageOp, StorageTicket, WriteChain
 from cache.storage.storage_backend import ObjectBuffer, ObjectName, ObjectOutcome
-from sim.fabric.sim_process import Process
+from sim.fabric.sim_process import SimProcess
 
 T = TypeVar("T")
 
 
-class Store:
+class SimStore:
     """The objects of one run, and what is wrong with the medium at the moment."""
 
     def __init__(self, name: str, max_bytes: int, rng: random.Random, delay_s: float) -> None:
@@ -73,7 +73,7 @@ class Store:
 class SimQueue:
     """Implements `cache.storage.Queue` for one process."""
 
-    def __init__(self, store: Store, process: Process, wake: Callable[[], None]) -> None:
+    def __init__(self, store: SimStore, process: SimProcess, wake: Callable[[], None]) -> None:
         self._store, self._process, self._wake = store, process, wake
         self._inline = store.queue()
         self._closed = False

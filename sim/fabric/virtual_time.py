@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 
 @dataclass(slots=True)
-class Entry:
+class TimerEntry:
     """Something that will happen, unless it is cancelled."""
 
     run: Callable[[], None] | None
@@ -17,20 +17,20 @@ class Entry:
         self.run = None
 
 
-class Agenda:
+class VirtualTime:
     """Implements `contracts.clock.Clock`. What is due at the same time happens in the order in which it was entered."""
 
     def __init__(self) -> None:
         self._now = 0.0
-        self._heap: list[tuple[float, int, Entry]] = []
+        self._heap: list[tuple[float, int, TimerEntry]] = []
         self._entered = 0
 
     def now(self) -> float:
         return self._now
 
-    def after(self, delay_s: float, run: Callable[[], None]) -> Entry:
+    def after(self, delay_s: float, run: Callable[[], None]) -> TimerEntry:
         """Have `run` called so many seconds from now; a negative delay is none."""
-        entry = Entry(run)
+        entry = TimerEntry(run)
         self._entered += 1
         heapq.heappush(self._heap, (self._now + max(0.0, delay_s), self._entered, entry))
         return entry

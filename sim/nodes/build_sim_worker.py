@@ -31,13 +31,13 @@ from engine.runner.model_runner import ModelRunner
 from prefill.worker import PrefillWorker
 from sim.fabric.hash_engine import HashEngine
 from sim.fabric.sim_arena import SimArenas
-from sim.fabric.sim_channel import Exchange, SimCarrier
-from sim.fabric.sim_plane import Damage, SimPlane
-from sim.fabric.sim_process import Process
-from sim.fabric.sim_storage import SimQueue, Store
-from sim.fabric.virtual_time import Agenda
+from sim.fabric.sim_channel import SimControlTransport, SimSwitch
+from sim.fabric.sim_plane import SimPlane, WireDamage
+from sim.fabric.sim_process import SimProcess
+from sim.fabric.sim_storage import SimQueue, SimStore
+from sim.fabric.virtual_time import VirtualTime
 from sim.nodes.sim_ranks import SimFollowers, SimRank
-from sim.scenario.scenario import CONTEXT, Shape, pool_set
+from sim.scenario.scenario import CONTEXT, ClusterShape, pool_set
 from transfer.planes.data_plane import DataPlane
 from transfer.planes.tp_plane import FollowerLinks, TPDataPlane
 from transfer.rooms.compatibility import fingerprint
@@ -50,39 +50,39 @@ FINGERPRINT = "simulated"
 _SPINS = 2000
 
 
-class Home(Protocol):
+class ControllerClient(Protocol):
     """What a worker's process is told to do by, and tells."""
 
     def register(self, record: WorkerRecord, answer: Callable[[LeaseGrant], None]) -> None: ...
 
     def renew(
         self,
-        process: Process,
+        process: SimProcess,
         name: WorkerName,
         incarnation: Incarnation,
         status: WorkerStatus,
         answer: Callable[[LeaseGrant], None],
     ) -> None: ...
 
-    def leave(self, process: Process, name: WorkerName, incarnation: Incarnation) -> None: ...
+    def leave(self, process: SimProcess, name: WorkerName, incarnation: Incarnation) -> None: ...
 
-    def new_process(self, label: str, node: str) -> Process:
+    def new_process(self, label: str, node: str) -> SimProcess:
         """Another one of this node."""
 
 
 @dataclass(frozen=True)
-class World:
+class SimWorld:
     """What all processes of a run share."""
 
-    agenda: Agenda
+    agenda: VirtualTime
     rng: random.Random
-    shape: Shape
+    shape: ClusterShape
     config: Config
-    exchange: Exchange
+    exchange: SimSwitch
     planes: dict[int, SimPlane]
-    damage: Damage
+    damage: WireDamage
     arenas: SimArenas
-    store: Store | None
+    store: SimStore | None
     say: Callable[[str, str], None]
     """Writes a line of the log: who, and what."""
     violated: Callable[[str], None]
@@ -106,7 +106,7 @@ class SimSleep:
 
 
 @dataclass(frozen=True)
-class Built:
+class BuiltWorker:
     """A worker, and of its parts those that are looked at when all is over."""
 
     worker: Worker
@@ -117,8 +117,14 @@ class Built:
 
 
 def build(
-    world: World, process: Process, role: Role, name: WorkerName, incarnation: Incarnation, sleep: SimSleep, home: Home
-) -> Built:
+    world: SimWorld,
+    process: SimProcess,
+    role: Role,
+    name: WorkerName,
+    incarnation: Incarnation,
+    sleep: SimSleep,
+    home: ControllerClient,
+) -> BuiltWorker:
     """A worker with everything but a model: the engine hashes."""
     shape, config, agenda = world.shape, world.config, world.agenda
     cache, size = config.cache_for(role), config.tp_for(role)
@@ -158,7 +164,7 @@ def build(
     together = followers.catch_up if followers is not None else lambda: None
     engine = cast(ModelRunner, HashEngine(pools, device, [rank.pools for rank in ranks], together))
     take_over(seat, cast(LeaderChannel | None, followers))
-    carrier = SimCarrier(world.exchange, process, sleep.wake)
+    carrier = SimControlTransport(world.exchange, process, sleep.wake)
     common: dict[str, Any] = {"context": CONTEXT, "clock": agenda, "pause": lambda s: None}
     common_to_all = fingerprint(FINGERPRINT, spec, numerics_class(config.engine.numerics, "hashing"))
     sender = KVSender(
@@ -167,23 +173,23 @@ def build(
     )  # fmt: skip
     if role is Role.PREFILL:
         worker = PrefillWorker(name, incarnation, config, engine, seat, sender, sleep, **common)
-        return Built(worker, seat, own, followers)
+        return BuiltWorker(worker, seat, own, followers)
     receiver = KVReceiver(
         name, incarnation, common_to_all, plane, pools, config.decode.metadata_slots, config.transfer,
         verify=cache.verify, carrier=carrier, clock=agenda,
     )  # fmt: skip
     decode = DecodeWorker(name, incarnation, config, engine, seat, receiver, sleep, sender=sender, **common)
-    return Built(decode, seat, own, followers, receiver)
+    return BuiltWorker(decode, seat, own, followers, receiver)
 
 
-def _plane(world: World, process: Process, wake: Callable[[], None], rank: int, size: int) -> SimPlane:
+def _plane(world: SimWorld, process: SimProcess, wake: Callable[[], None], rank: int, size: int) -> SimPlane:
     network = world.exchange.network
     return SimPlane(world.shape.plane, network, process, world.planes, world.rng, world.damage, wake, rank, size)
 
 
 def _rank(
-    world: World,
-    process: Process,
+    world: SimWorld,
+    process: SimProcess,
     role: Role,
     layout: PoolSetLayout,
     followers: SimFollowers,
@@ -212,8 +218,8 @@ def _rank(
 
 
 def _host_tier(
-    world: World,
-    process: Process,
+    world: SimWorld,
+    process: SimProcess,
     role: Role,
     layout: PoolSetLayout,
     device: Device,

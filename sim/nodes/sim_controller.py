@@ -14,10 +14,10 @@ from cluster.controller.controller_actions import KillWorker, LeaseGrant, Operat
 from cluster.controller.incarnation_ledger import MemoryLedger
 from contracts.ids import Incarnation, Role, WorkerName
 from contracts.messages.worker_status import WorkerRecord, WorkerStatus, WorkerView
-from sim.fabric.sim_network import Pipe
-from sim.fabric.sim_process import Process
+from sim.fabric.sim_network import SimPipe
+from sim.fabric.sim_process import SimProcess
 from sim.fabric.sim_wire import record_there, status_there
-from sim.nodes.build_sim_worker import World
+from sim.nodes.build_sim_worker import SimWorld
 from sim.nodes.sim_worker import SimHost
 
 TICK_S = 0.1
@@ -28,9 +28,9 @@ FOLD_S = 0.02
 class SimControl:
     """Implements `sim.nodes.build_sim_worker.Home`."""
 
-    def __init__(self, world: World) -> None:
+    def __init__(self, world: SimWorld) -> None:
         self.world = world
-        self.process = Process(world.agenda, "controller-0#1", "node-head", 1)
+        self.process = SimProcess(world.agenda, "controller-0#1", "node-head", 1)
         self.brain = Controller(world.agenda, world.config.cluster, MemoryLedger())
         self.brain.on_change(self._changed)
         self.hosts: dict[WorkerName, SimHost] = {}
@@ -40,14 +40,14 @@ class SimControl:
         self.given_up: set[WorkerName] = set()
         self._pids = count(100)
         self._folding = False
-        self._pipes: dict[int, tuple[Pipe, Pipe]] = {}
+        self._pipes: dict[int, tuple[SimPipe, SimPipe]] = {}
         for role, many in ((Role.PREFILL, world.shape.prefill), (Role.DECODE, world.shape.decode)):
             for number in range(many):
                 self.brain.add(WorkerName(f"{role}-{number}"), role)
         self._tick()
 
-    def new_process(self, label: str, node: str) -> Process:
-        return Process(self.world.agenda, label, node, next(self._pids))
+    def new_process(self, label: str, node: str) -> SimProcess:
+        return SimProcess(self.world.agenda, label, node, next(self._pids))
 
     # ------------------------------------------------------------ what workers say
 
@@ -58,7 +58,7 @@ class SimControl:
 
     def renew(
         self,
-        process: Process,
+        process: SimProcess,
         name: WorkerName,
         incarnation: Incarnation,
         status: WorkerStatus,
@@ -67,20 +67,20 @@ class SimControl:
         status = status_there(status)
         self._ask(process, lambda: self.brain.renew(name, incarnation, status), answer)
 
-    def leave(self, process: Process, name: WorkerName, incarnation: Incarnation) -> None:
+    def leave(self, process: SimProcess, name: WorkerName, incarnation: Incarnation) -> None:
         self._pipe(process).send(lambda: self.brain.leave(name, incarnation))
 
-    def _pipe(self, worker: Process) -> Pipe:
+    def _pipe(self, worker: SimProcess) -> SimPipe:
         return self._pipes_of(worker)[0]
 
-    def _pipes_of(self, worker: Process) -> tuple[Pipe, Pipe]:
+    def _pipes_of(self, worker: SimProcess) -> tuple[SimPipe, SimPipe]:
         """The connection that a worker keeps: there, and back."""
         if worker.pid not in self._pipes:
             network = self.world.exchange.network
             self._pipes[worker.pid] = network.pipe(worker, self.process), network.pipe(self.process, worker)
         return self._pipes[worker.pid]
 
-    def _ask(self, worker: Process, ask: Callable[[], LeaseGrant], answer: Callable[[LeaseGrant], None]) -> None:
+    def _ask(self, worker: SimProcess, ask: Callable[[], LeaseGrant], answer: Callable[[LeaseGrant], None]) -> None:
         """One call over the network: there, and back."""
         there, back = self._pipes_of(worker)
 
@@ -118,7 +118,7 @@ class SimControl:
         self.world.say("controller", f"starts {label} on {process.node}")
         self.world.exchange.processes[process.pid] = process
         # Somebody on the node sees the process go, and tells, once the controller can be reached.
-        agent = Process(self.world.agenda, f"agent of {label}", process.node, 0)
+        agent = SimProcess(self.world.agenda, f"agent of {label}", process.node, 0)
         pipe = self.world.exchange.network.pipe(agent, self.process)
         reason = "its process is gone"
         process.on_death(lambda: pipe.send(lambda: self.brain.died(start.name, start.incarnation, reason)))
@@ -130,7 +130,7 @@ class SimControl:
         """Its node hears of it when it can be reached."""
         for host in self.all_hosts:
             if (host.name, host.incarnation) == (kill.name, kill.incarnation):
-                agent = Process(self.world.agenda, f"agent of {host.process}", host.process.node, 0)
+                agent = SimProcess(self.world.agenda, f"agent of {host.process}", host.process.node, 0)
                 delay = self.world.rng.uniform(0.0, self.world.shape.kill_s)
                 send = self.world.exchange.network.pipe(self.process, agent).send
                 send(partial(self._die_later, host, delay))

@@ -11,9 +11,9 @@ from contracts.messages.router_commands import Command
 from contracts.messages.worker_events import Event
 from router.links.worker_links import RETRY_FIRST_S, RETRY_MOST_S
 from router.state.worker_table import WorkerKey
-from sim.fabric.sim_process import Process
+from sim.fabric.sim_process import SimProcess
 from sim.fabric.sim_wire import pack_commands, unpack_commands, unpack_events
-from sim.nodes.build_sim_worker import World
+from sim.nodes.build_sim_worker import SimWorld
 from sim.nodes.sim_worker import SimHost
 
 KEEPALIVE_S = 20.0
@@ -21,11 +21,11 @@ KEEPALIVE_S = 20.0
 CONNECT_S = 5.0
 
 
-class Linking(Protocol):
+class LinkOwner(Protocol):
     """Whose connections they are."""
 
-    world: World
-    process: Process
+    world: SimWorld
+    process: SimProcess
 
     def linked(self, key: WorkerKey) -> None: ...
 
@@ -34,10 +34,10 @@ class Linking(Protocol):
     def events(self, key: WorkerKey, events: Sequence[Event]) -> None: ...
 
 
-class Link:
+class SimLink:
     """The router's connection to one incarnation of one worker, made again whenever it ends."""
 
-    def __init__(self, router: Linking, key: WorkerKey, host: SimHost) -> None:
+    def __init__(self, router: LinkOwner, key: WorkerKey, host: SimHost) -> None:
         self.router, self.key, self.host = router, key, host
         self.closed = False
         self._pause = RETRY_FIRST_S

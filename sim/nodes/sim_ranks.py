@@ -40,8 +40,8 @@ from contracts.messages.rank_orders import (
     RevokeRoom,
     ZeroPages,
 )
-from sim.fabric.sim_process import Process
-from sim.fabric.virtual_time import Agenda
+from sim.fabric.sim_process import SimProcess
+from sim.fabric.virtual_time import VirtualTime
 from transfer.planes.tp_plane import FollowerLinks
 
 LATE_S = 0.002
@@ -49,7 +49,7 @@ LATE_S = 0.002
 
 
 @dataclass(eq=False)
-class Asked:
+class SimAnswers:
     """Implements `contracts.messages.rank_order_codec.Answers`."""
 
     line: SimFollowers
@@ -71,14 +71,14 @@ class SimRank:
     """One follower."""
 
     number: int
-    process: Process
+    process: SimProcess
     pools: PoolSet
     state: FollowerPools
     links: FollowerLinks
     storage: FollowerPageStore | None
     arena: Arena | None
-    orders: deque[tuple[bytes, Asked | None]] = field(default_factory=deque)
-    open: dict[int, Asked] = field(default_factory=dict)
+    orders: deque[tuple[bytes, SimAnswers | None]] = field(default_factory=deque)
+    open: dict[int, SimAnswers] = field(default_factory=dict)
     """What storage has still to answer."""
     tidings: list[FollowerNotice] = field(default_factory=list)
     asked: int = 0
@@ -89,7 +89,7 @@ class SimRank:
             data, asked = self.orders.popleft()
             self._obey(decode(data), asked)
 
-    def _obey(self, order: Order, asked: Asked | None) -> None:
+    def _obey(self, order: Order, asked: SimAnswers | None) -> None:
         answer: Any = None
         match order:
             case FindPages() | FetchPages() | PutPages():
@@ -122,7 +122,7 @@ class SimRank:
 class SimFollowers:
     """Implements `contracts.messages.rank_order_codec.Followers` for one leader."""
 
-    def __init__(self, agenda: Agenda, leader: Process, rng: random.Random, wake: Callable[[], None]) -> None:
+    def __init__(self, agenda: VirtualTime, leader: SimProcess, rng: random.Random, wake: Callable[[], None]) -> None:
         self.ranks: list[SimRank] = []
         self._agenda, self._rng, self._wake = agenda, rng, wake
         self.late_orders = 0
@@ -136,8 +136,8 @@ class SimFollowers:
     def tell(self, order: Order) -> None:
         self._send(order, None)
 
-    def ask(self, order: Order) -> Asked:
-        asked = Asked(self, len(self.ranks))
+    def ask(self, order: Order) -> SimAnswers:
+        asked = SimAnswers(self, len(self.ranks))
         self._send(order, asked)
         return asked
 
@@ -156,7 +156,7 @@ class SimFollowers:
                 raise PeerDead(f"rank {rank.number} of this worker (pid {rank.process.pid}) died")
             rank.carry_out()
 
-    def _send(self, order: Order, asked: Asked | None) -> None:
+    def _send(self, order: Order, asked: SimAnswers | None) -> None:
         data = encode(order)
         for rank in self.ranks:
             if not rank.process.alive:

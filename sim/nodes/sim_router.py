@@ -19,22 +19,22 @@ from router.state.routed_request import RoutedRequest
 from router.state.worker_table import WorkerEntry, WorkerKey, prefix_hashes
 from router.verification.audit_cases import AuditFinding, AuditResult
 from sim.fabric.sim_wire import pack_views, status_there, unpack_views
-from sim.nodes.build_sim_worker import World
+from sim.nodes.build_sim_worker import SimWorld
 from sim.nodes.sim_controller import SimControl
-from sim.nodes.sim_link import Link
-from sim.scenario.scenario import Ask
+from sim.nodes.sim_link import SimLink
+from sim.scenario.scenario import ScenarioRequest
 
 
-class Clients(Protocol):
+class RouterClients(Protocol):
     """Who asked, as a router knows them."""
 
-    def on_tokens(self, ask: Ask, tokens: Sequence[int], logprobs: Sequence[TokenLogprob]) -> None: ...
+    def on_tokens(self, ask: ScenarioRequest, tokens: Sequence[int], logprobs: Sequence[TokenLogprob]) -> None: ...
 
-    def on_scores(self, ask: Ask, scores: tuple[TokenLogprob, ...]) -> None: ...
+    def on_scores(self, ask: ScenarioRequest, scores: tuple[TokenLogprob, ...]) -> None: ...
 
-    def on_end(self, ask: Ask, end: EndRequest) -> None: ...
+    def on_end(self, ask: ScenarioRequest, end: EndRequest) -> None: ...
 
-    def on_progress(self, ask: Ask, progress: LegReport) -> None:
+    def on_progress(self, ask: ScenarioRequest, progress: LegReport) -> None:
         """A worker reports of one of its requests; clients see what it counts in their usage."""
 
 
@@ -43,17 +43,17 @@ class SimRouter:
 
     def __init__(
         self,
-        world: World,
+        world: SimWorld,
         control: SimControl,
         number: int,
-        client: Clients,
+        client: RouterClients,
     ) -> None:
         self.world, self.control = world, control
         self.process = control.new_process(f"router-0#{number}", "node-head")
         self.brain = RouterCore(world.config.router, world.agenda, self._mint, world.config.audit)
-        self.links: dict[WorkerKey, Link] = {}
+        self.links: dict[WorkerKey, SimLink] = {}
         self._client = client
-        self._asks: dict[RequestId, Ask] = {}
+        self._asks: dict[RequestId, ScenarioRequest] = {}
         self._number, self._rooms = number, 0
         watched = world.exchange.network.pipe(control.process, self.process)
 
@@ -72,7 +72,7 @@ class SimRouter:
 
     # ------------------------------------------------------------ clients
 
-    def submit(self, ask: Ask, request_id: RequestId) -> None:
+    def submit(self, ask: ScenarioRequest, request_id: RequestId) -> None:
         now = self.world.agenda.now()
         self._asks[request_id] = ask
         request = RoutedRequest(
@@ -152,7 +152,7 @@ class SimRouter:
         for key in wanted:
             if key not in self.links:
                 hosts = [h for h in self.control.all_hosts if (h.name, h.incarnation) == key]
-                self.links[key] = Link(self, key, hosts[0])
+                self.links[key] = SimLink(self, key, hosts[0])
 
     def linked(self, key: WorkerKey) -> None:
         self.brain.on_linked(key)

@@ -22,14 +22,14 @@ from contracts.interfaces.worker_interface import SessionId, Worker
 from contracts.messages.router_commands import Command
 from contracts.messages.worker_events import Event
 from contracts.messages.worker_status import WorkerRecord
-from sim.fabric.sim_process import Process
+from sim.fabric.sim_process import SimProcess
 from sim.fabric.sim_wire import pack_events
-from sim.fabric.virtual_time import Entry
-from sim.nodes.build_sim_worker import _SPINS, IDLE_S, Built, Home, SimSleep, World, build
+from sim.fabric.virtual_time import TimerEntry
+from sim.nodes.build_sim_worker import _SPINS, IDLE_S, BuiltWorker, ControllerClient, SimSleep, SimWorld, build
 
 
 @dataclass
-class _Session:
+class _SimSession:
     deliver: Callable[[bytes], None]
     ended: Callable[[str], None]
 
@@ -39,13 +39,15 @@ class SimHost:
 
     def __init__(
         self,
-        world: World,
-        process: Process,
+        world: SimWorld,
+        process: SimProcess,
         role: Role,
         name: WorkerName,
         incarnation: Incarnation,
-        home: Home,
-        make: Callable[[World, Process, Role, WorkerName, Incarnation, SimSleep, Home], Built] = build,
+        home: ControllerClient,
+        make: Callable[
+            [SimWorld, SimProcess, Role, WorkerName, Incarnation, SimSleep, ControllerClient], BuiltWorker
+        ] = build,
     ) -> None:
         self.world, self.process, self.home = world, process, home
         self.name, self.role, self.incarnation = name, role, incarnation
@@ -56,10 +58,10 @@ class SimHost:
         self.ended: WorkerEnd | None = None
         self._registered = False
         self._inbox: deque[Callable[[], None]] = deque()
-        self._sessions: dict[SessionId, _Session] = {}
+        self._sessions: dict[SessionId, _SimSession] = {}
         self._next_session = 1
-        self._turn: Entry | None = None
-        self._renewal: Entry | None = None
+        self._turn: TimerEntry | None = None
+        self._renewal: TimerEntry | None = None
         self._checks_in = world.rng.randrange(40)
         self._pulse = StepWatchdog(world.agenda)
         self._hung = False
@@ -122,7 +124,7 @@ class SimHost:
             return None
         session = SessionId(self._next_session)
         self._next_session += 1
-        self._sessions[session] = _Session(deliver, ended)
+        self._sessions[session] = _SimSession(deliver, ended)
         return session
 
     def close_session(self, session: SessionId) -> None:

@@ -8,10 +8,10 @@ from typing import Any, Protocol
 
 from contracts.ids import Role, WorkerName
 from sim.nodes.sim_worker import SimHost
-from sim.scenario.scenario import Fault
+from sim.scenario.scenario import PlannedFault
 
 
-class Faulty(Protocol):
+class FaultTarget(Protocol):
     """What a fault may touch of a running scenario."""
 
     agenda: Any
@@ -32,7 +32,7 @@ _FAILING = 0.34
 _SLOW = 20.0
 
 
-def schedule(run: Faulty, fault: Fault) -> float:
+def schedule(run: FaultTarget, fault: PlannedFault) -> float:
     """Enter a fault into the run's agenda; returns when all of it is over."""
 
     def begin() -> None:
@@ -57,15 +57,15 @@ def _nothing() -> None:
     return
 
 
-Undo = Callable[[], None]
+UndoFault = Callable[[], None]
 
 
-def _host(run: Faulty, name: str) -> SimHost | None:
+def _host(run: FaultTarget, name: str) -> SimHost | None:
     host = run.control.hosts.get(WorkerName(name))
     return host if host is not None and host.process.alive else None
 
 
-def _crash(run: Faulty, fault: Fault) -> Undo | None:
+def _crash(run: FaultTarget, fault: PlannedFault) -> UndoFault | None:
     host = _host(run, fault.target)
     if host is None:
         return None
@@ -73,7 +73,7 @@ def _crash(run: Faulty, fault: Fault) -> Undo | None:
     return _nothing
 
 
-def _stop(run: Faulty, fault: Fault) -> Undo | None:
+def _stop(run: FaultTarget, fault: PlannedFault) -> UndoFault | None:
     host = _host(run, fault.target)
     if host is None or host.process.stopped:
         return None
@@ -83,7 +83,7 @@ def _stop(run: Faulty, fault: Fault) -> Undo | None:
     return process.go_on
 
 
-def _hang(run: Faulty, fault: Fault) -> Undo | None:
+def _hang(run: FaultTarget, fault: PlannedFault) -> UndoFault | None:
     host = _host(run, fault.target)
     if host is None or host.process.stopped:
         return None
@@ -91,7 +91,7 @@ def _hang(run: Faulty, fault: Fault) -> Undo | None:
     return _nothing
 
 
-def _rank(run: Faulty, fault: Fault) -> Undo | None:
+def _rank(run: FaultTarget, fault: PlannedFault) -> UndoFault | None:
     host = _host(run, fault.target)
     ranks = host.built.followers.ranks if host is not None and host.built.followers is not None else []
     alive = [rank.process for rank in ranks if rank.process.alive]
@@ -101,7 +101,7 @@ def _rank(run: Faulty, fault: Fault) -> Undo | None:
     return _nothing
 
 
-def _router(run: Faulty, fault: Fault) -> Undo | None:
+def _router(run: FaultTarget, fault: PlannedFault) -> UndoFault | None:
     """Its clients lose their connections, and ask again."""
     if not run.router.process.alive:
         return None
@@ -110,7 +110,7 @@ def _router(run: Faulty, fault: Fault) -> Undo | None:
     return _nothing
 
 
-def _halt(run: Faulty, fault: Fault) -> Undo | None:
+def _halt(run: FaultTarget, fault: PlannedFault) -> UndoFault | None:
     host = _host(run, fault.target)
     if host is None or run.plan.shape.plane != "shm":
         return None
@@ -130,14 +130,14 @@ def _halt(run: Faulty, fault: Fault) -> Undo | None:
     return _nothing
 
 
-def _drain(run: Faulty, fault: Fault) -> Undo | None:
+def _drain(run: FaultTarget, fault: PlannedFault) -> UndoFault | None:
     name = WorkerName(fault.target)
     if not run.router.process.alive or not run.router.drain(name):
         return None
     return lambda: _undrain(run, name)
 
 
-def _role(run: Faulty, fault: Fault) -> Undo | None:
+def _role(run: FaultTarget, fault: PlannedFault) -> UndoFault | None:
     host = _host(run, fault.target)
     if host is None or not run.router.process.alive:
         return None
@@ -145,23 +145,23 @@ def _role(run: Faulty, fault: Fault) -> Undo | None:
     return _nothing if run.router.change_role(host.name, other) else None
 
 
-def _undrain(run: Faulty, name: WorkerName) -> None:
+def _undrain(run: FaultTarget, name: WorkerName) -> None:
     if run.router.process.alive:
         run.router.drain(name, undo=True)
 
 
-def _stall(run: Faulty, fault: Fault) -> Undo | None:
+def _stall(run: FaultTarget, fault: PlannedFault) -> UndoFault | None:
     run.network.part(fault.target, fault.other)
     return lambda: run.network.join(fault.target, fault.other)
 
 
-def _reset(run: Faulty, fault: Fault) -> Undo | None:
+def _reset(run: FaultTarget, fault: PlannedFault) -> UndoFault | None:
     lost = run.network.reset(fault.target, fault.other)
     run.say("fault", f"{lost} messages are lost")
     return _nothing
 
 
-def _slow(run: Faulty, fault: Fault) -> Undo | None:
+def _slow(run: FaultTarget, fault: PlannedFault) -> UndoFault | None:
     run.network.slow = _SLOW
 
     def end() -> None:
@@ -170,12 +170,12 @@ def _slow(run: Faulty, fault: Fault) -> Undo | None:
     return end
 
 
-def _damage(run: Faulty, fault: Fault) -> Undo | None:
+def _damage(run: FaultTarget, fault: PlannedFault) -> UndoFault | None:
     run.world.damage.due[fault.kind] += 1
     return _nothing
 
 
-def _flip(run: Faulty, fault: Fault) -> Undo | None:
+def _flip(run: FaultTarget, fault: PlannedFault) -> UndoFault | None:
     """A byte of each page, but those of the null pages, which nothing can be lost from."""
     host = _host(run, fault.target)
     pools = host.built.seat.host if host is not None else None
@@ -190,7 +190,7 @@ def _flip(run: Faulty, fault: Fault) -> Undo | None:
     return _nothing
 
 
-def _errors(run: Faulty, fault: Fault) -> Undo | None:
+def _errors(run: FaultTarget, fault: PlannedFault) -> UndoFault | None:
     store = run.store
     if store is None:
         return None
@@ -202,15 +202,15 @@ def _errors(run: Faulty, fault: Fault) -> Undo | None:
     return end
 
 
-def _rot(run: Faulty, fault: Fault) -> Undo | None:
+def _rot(run: FaultTarget, fault: PlannedFault) -> UndoFault | None:
     return _nothing if run.store is not None and run.store.damage() else None
 
 
-def _forget(run: Faulty, fault: Fault) -> Undo | None:
+def _forget(run: FaultTarget, fault: PlannedFault) -> UndoFault | None:
     return _nothing if run.store is not None and run.store.lose() else None
 
 
-_BEGIN: dict[str, Callable[[Faulty, Fault], Undo | None]] = {
+_BEGIN: dict[str, Callable[[FaultTarget, PlannedFault], UndoFault | None]] = {
     "crash": _crash,
     "stop": _stop,
     "hang": _hang,

@@ -31,18 +31,18 @@ from contracts.messages.worker_events import LegReport
 from contracts.sampling_params import TokenLogprob
 from router.core.router_actions import EndRequest
 from router.verification.audit_cases import AuditResult as Audited
-from sim.fabric.hash_engine import Recital, penalised, recite
+from sim.fabric.hash_engine import ExpectedAnswer, penalised, recite
 from sim.fabric.sim_arena import SimArenas
-from sim.fabric.sim_channel import Exchange
-from sim.fabric.sim_network import Network
-from sim.fabric.sim_plane import Damage
-from sim.fabric.sim_storage import Store
-from sim.fabric.virtual_time import Agenda
-from sim.nodes.build_sim_worker import World
+from sim.fabric.sim_channel import SimSwitch
+from sim.fabric.sim_network import SimNetwork
+from sim.fabric.sim_plane import WireDamage
+from sim.fabric.sim_storage import SimStore
+from sim.fabric.virtual_time import VirtualTime
+from sim.nodes.build_sim_worker import SimWorld
 from sim.nodes.sim_controller import SimControl
 from sim.nodes.sim_router import SimRouter
 from sim.run.fault_schedule import schedule
-from sim.scenario.scenario import Ask, Plan, pool_set
+from sim.scenario.scenario import Scenario, ScenarioRequest, pool_set
 
 GRACE_S = 180.0
 _LINK_TIMEOUT_S = 3.0
@@ -67,7 +67,7 @@ _runs = count()
 
 
 @dataclass(frozen=True, slots=True)
-class Result:
+class ScenarioResult:
     """What a run came to."""
 
     seed: int
@@ -80,11 +80,11 @@ class Result:
 
 
 @dataclass
-class Client:
+class SimClient:
     """One request as its client sees it."""
 
-    ask: Ask
-    expected: Recital
+    ask: ScenarioRequest
+    expected: ExpectedAnswer
     request_id: RequestId | None = None
     tries: int = 0
     got: list[int] = field(default_factory=list)
@@ -93,29 +93,31 @@ class Client:
     over: bool = False
 
 
-class Run:
+class ScenarioRun:
     """One run of one plan."""
 
-    def __init__(self, plan: Plan, keep_log: bool = False) -> None:
+    def __init__(self, plan: Scenario, keep_log: bool = False) -> None:
         self.plan = plan
         self.violations: list[str] = []
         self.counts: Counter[str] = Counter()
         self.log: list[str] | None = [] if keep_log else None
-        self.agenda = Agenda()
+        self.agenda = VirtualTime()
         shape, rng = plan.shape, random.Random(f"run {plan.seed}")
-        self.network = Network(self.agenda, rng, shape.delay_s, _LINK_TIMEOUT_S)
+        self.network = SimNetwork(self.agenda, rng, shape.delay_s, _LINK_TIMEOUT_S)
         config = config_from_dict(_config(shape.config))
         storage = config.cache.storage
         has_store = storage.backend != "none"
-        self.store = Store(f"simulated {next(_runs)}", storage.max_bytes, rng, 5 * shape.delay_s) if has_store else None
-        self.world = World(
+        self.store = (
+            SimStore(f"simulated {next(_runs)}", storage.max_bytes, rng, 5 * shape.delay_s) if has_store else None
+        )
+        self.world = SimWorld(
             self.agenda,
             rng,
             shape,
             config,
-            Exchange(self.network),
+            SimSwitch(self.network),
             {},
-            Damage(),
+            WireDamage(),
             SimArenas(),
             self.store,
             self.say,
@@ -123,7 +125,7 @@ class Run:
         )
         self.control = SimControl(self.world)
         spec = pool_set(shape.pools, shape.page_tokens)
-        self.clients = [Client(ask, recite(spec, ask.prompt, ask.sampling)) for ask in plan.asks]
+        self.clients = [SimClient(ask, recite(spec, ask.prompt, ask.sampling)) for ask in plan.asks]
         self._by_number = {client.ask.number: client for client in self.clients}
         self.routers = 0
         self.router = self._new_router()
@@ -151,7 +153,7 @@ class Run:
             if not client.over and client.request_id is not None:
                 self._ask(client)
 
-    def _ask(self, client: Client) -> None:
+    def _ask(self, client: SimClient) -> None:
         if client.over:
             return
         if not self.router.process.alive:
@@ -166,7 +168,7 @@ class Run:
         self.say("client", f"asks {client.request_id}: {len(client.ask.prompt)} tokens, {wanted} wanted")
         self.router.submit(client.ask, client.request_id)
 
-    def on_tokens(self, ask: Ask, tokens: Sequence[int], logprobs: Sequence[TokenLogprob]) -> None:
+    def on_tokens(self, ask: ScenarioRequest, tokens: Sequence[int], logprobs: Sequence[TokenLogprob]) -> None:
         client = self._by_number[ask.number]
         if client.over:
             self.violated(f"{client.request_id} got tokens after its end")
@@ -188,12 +190,12 @@ class Run:
             self.counts["stopped"] += 1
             self.router.cancel(self._id(client), finished=True)
 
-    def _wrong(self, client: Client, what: str) -> None:
+    def _wrong(self, client: SimClient, what: str) -> None:
         self.violated(f"{client.request_id}: {what}")
         client.over = True
         self.router.cancel(self._id(client))
 
-    def on_scores(self, ask: Ask, scores: tuple[TokenLogprob, ...]) -> None:
+    def on_scores(self, ask: ScenarioRequest, scores: tuple[TokenLogprob, ...]) -> None:
         client = self._by_number[ask.number]
         if client.scores is not None:
             self._wrong(client, "the prompt's log-probabilities came twice")
@@ -201,7 +203,7 @@ class Run:
         if scores != client.expected.scores:
             self._wrong(client, f"the prompt's log-probabilities are {scores}, not {client.expected.scores}")
 
-    def on_end(self, ask: Ask, end: EndRequest) -> None:
+    def on_end(self, ask: ScenarioRequest, end: EndRequest) -> None:
         client = self._by_number[ask.number]
         client.over = True
         if end.done.error is None:
@@ -217,7 +219,7 @@ class Run:
         else:
             self.violated(f"{client.request_id} failed: {end.done.error}: {end.done.message}")
 
-    def _count_kinds(self, client: Client) -> None:
+    def _count_kinds(self, client: SimClient) -> None:
         """What of requests' kinds was answered."""
         ask, sampling = client.ask, client.ask.sampling
         spec = pool_set(self.plan.shape.pools, self.plan.shape.page_tokens)
@@ -234,7 +236,7 @@ class Run:
         }
         self.counts.update(kind for kind, so in kinds.items() if so)
 
-    def on_progress(self, ask: Ask, progress: LegReport) -> None:
+    def on_progress(self, ask: ScenarioRequest, progress: LegReport) -> None:
         """What was found of its prompt must have been there to find: said by somebody of the same salt, before."""
         found = progress.cached_tokens
         if not found:
@@ -257,10 +259,10 @@ class Run:
         counters = self.control.hosts[name].worker.status().counters
         return any(counters.get(counter, 0) for counter in ("parked", "pages_condemned", "stale_pages"))
 
-    def _shown(self, ask: Ask) -> bool:
+    def _shown(self, ask: ScenarioRequest) -> bool:
         return self._by_number[ask.number].scores is not None
 
-    def _leave(self, client: Client) -> None:
+    def _leave(self, client: SimClient) -> None:
         if client.over:
             return
         client.over = True
@@ -268,13 +270,13 @@ class Run:
         if client.request_id is not None and self.router.process.alive:
             self.router.cancel(client.request_id)
 
-    def _id(self, client: Client) -> RequestId:
+    def _id(self, client: SimClient) -> RequestId:
         assert client.request_id is not None
         return client.request_id
 
     # ------------------------------------------------------------ the run
 
-    def run(self, until: Callable[[], bool] = lambda: False) -> Result:
+    def run(self, until: Callable[[], bool] = lambda: False) -> ScenarioResult:
         """To the end, or until what is asked before each event is true."""
         for client in self.clients:
             self.agenda.after(client.ask.at, partial(self._ask, client))
@@ -339,7 +341,7 @@ class Run:
                 found.append(f"{view.record.name} is {view.status.state}")
         return found
 
-    def _result(self, events: int) -> Result:
+    def _result(self, events: int) -> ScenarioResult:
         for host in self.control.all_hosts:
             for name in _TOLD:
                 self.counts[name] += int(host.snapshot.counters.get(name, 0))
@@ -357,7 +359,7 @@ class Run:
         moves = self.router.brain.moves.counts
         self.counts["moved"], self.counts["stayed"] = moves.moved, moves.stayed
         self.counts["replays"] = self.router.brain.counts.replays
-        return Result(
+        return ScenarioResult(
             self.plan.seed, tuple(self.violations), self.agenda.now(), events, self.counts, tuple(self.log or ())
         )
 
@@ -394,7 +396,7 @@ class _IntoLog(logging.Handler):
 
 
 @contextmanager
-def _logging(run: Run) -> Iterator[None]:
+def _logging(run: ScenarioRun) -> Iterator[None]:
     root, handler, before = logging.getLogger(), _IntoLog(run.say), logging.root.manager.disable
     root.addHandler(handler)
     if run.log is None:
@@ -406,8 +408,8 @@ def _logging(run: Run) -> Iterator[None]:
         root.removeHandler(handler)
 
 
-def run_plan(plan: Plan, *, keep_log: bool = False) -> Result:
+def run_plan(plan: Scenario, *, keep_log: bool = False) -> ScenarioResult:
     """Run a plan from beginning to end; deterministic."""
-    run = Run(plan, keep_log)
+    run = ScenarioRun(plan, keep_log)
     with _logging(run):
         return run.run()

@@ -10,18 +10,18 @@ from itertools import islice
 
 import torch
 
-from sim.run.run_scenario import Result, run_plan
+from sim.run.run_scenario import ScenarioResult, run_plan
 from sim.scenario.scenario_draw import draw
 
 _PORTION = 10
 
 
-def run_seed(seed: int, *, keep_log: bool = False) -> Result:
+def run_seed(seed: int, *, keep_log: bool = False) -> ScenarioResult:
     """Draw the plan of a seed and run it."""
     return run_plan(draw(seed), keep_log=keep_log)
 
 
-def run_seeds(seeds: Sequence[int], jobs: int) -> Iterator[Result]:
+def run_seeds(seeds: Sequence[int], jobs: int) -> Iterator[ScenarioResult]:
     """Their results, in their order."""
     if jobs == 1 or len(seeds) <= _PORTION:
         yield from map(run_seed, seeds)
@@ -36,7 +36,7 @@ def run_seeds(seeds: Sequence[int], jobs: int) -> Iterator[Result]:
             ordered += [pool.submit(_portion, seeds[at : at + _PORTION]) for at in islice(waiting, 1)]
 
 
-def _portion(seeds: Sequence[int]) -> list[Result]:
+def _portion(seeds: Sequence[int]) -> list[ScenarioResult]:
     return [run_seed(seed) for seed in seeds]
 
 
@@ -44,7 +44,7 @@ def _one_thread() -> None:
     torch.set_num_threads(1)
 
 
-def summed(results: Sequence[Result]) -> Counter[str]:
+def summed(results: Sequence[ScenarioResult]) -> Counter[str]:
     """What happened in all of them, and how often."""
     total: Counter[str] = Counter()
     for result in results:

@@ -11,15 +11,15 @@ import torch
 from contracts.errors import ConfigError
 from sim.run.run_scenario import run_plan
 from sim.run.run_seeds import run_seeds
-from sim.scenario.scenario import KINDS, Plan
+from sim.scenario.scenario import KINDS, Scenario
 from sim.scenario.scenario_draw import draw
 from sim.scenario.shrink import shrink
 
-Say = Callable[[str], None]
+PrintLine = Callable[[str], None]
 _MOST_SHOWN = 20
 
 
-def sim(seed: int | None, seeds: str | None, jobs: int, shrinks: bool, first: bool, say: Say) -> bool:
+def sim(seed: int | None, seeds: str | None, jobs: int, shrinks: bool, first: bool, say: PrintLine) -> bool:
     """Run what was asked for; whether nothing was violated. Raises `ConfigError` for what can't be asked."""
     if (seed is None) == (seeds is None):
         raise ConfigError("sim takes either --seed N, to replay one, or --seeds A..B, to run many")
@@ -40,7 +40,7 @@ def _range(text: str) -> range:
     return range(int(first), int(last) + 1)
 
 
-def _one(seed: int, shrinks: bool, say: Say) -> bool:
+def _one(seed: int, shrinks: bool, say: PrintLine) -> bool:
     plan = draw(seed)
     if shrinks:
         if not run_plan(plan).violations:
@@ -58,7 +58,7 @@ def _one(seed: int, shrinks: bool, say: Say) -> bool:
     return not result.violations
 
 
-def describe(plan: Plan) -> list[str]:
+def describe(plan: Scenario) -> list[str]:
     """The plan for people."""
     shape = plan.shape
     lines = [
@@ -74,7 +74,7 @@ def describe(plan: Plan) -> list[str]:
     return lines
 
 
-def _many(seeds: range, jobs: int, first: bool, say: Say) -> bool:
+def _many(seeds: range, jobs: int, first: bool, say: PrintLine) -> bool:
     began, counts, failed = time.monotonic(), Counter[str](), 0
     virtual, ran = 0.0, 0
     for result in run_seeds(seeds, jobs):

@@ -20,7 +20,7 @@ CONTEXT = 96
 
 
 @dataclass(frozen=True, slots=True)
-class Ask:
+class ScenarioRequest:
     """One client's request."""
 
     number: int
@@ -37,7 +37,7 @@ class Ask:
 
 
 @dataclass(frozen=True, slots=True)
-class Fault:
+class PlannedFault:
     """Something that goes wrong, or that an operator does."""
 
     kind: str
@@ -52,7 +52,7 @@ class Fault:
 
 
 @dataclass(frozen=True, slots=True)
-class Shape:
+class ClusterShape:
     """The cluster."""
 
     prefill: int
@@ -74,13 +74,13 @@ class Shape:
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
+class Scenario:
     """See the module's prose."""
 
     seed: int
-    shape: Shape
-    asks: tuple[Ask, ...]
-    faults: tuple[Fault, ...]
+    shape: ClusterShape
+    asks: tuple[ScenarioRequest, ...]
+    faults: tuple[PlannedFault, ...]
 
 
 def pool_set(name: str, page_tokens: int) -> PoolSetSpec:
@@ -118,7 +118,7 @@ def _sampling(rng: random.Random, prompt: int, most: int) -> SamplingParams:
     )
 
 
-def _rush(rng: random.Random, shape: Shape, first: int, at: float) -> list[Ask]:
+def _rush(rng: random.Random, shape: ClusterShape, first: int, at: float) -> list[ScenarioRequest]:
     """Short answers, from which decode learns what to expect, then more and longer ones than it expects, at once."""
     asks = []
     short = shape.decode * rng.randint(8, 9)
@@ -127,7 +127,9 @@ def _rush(rng: random.Random, shape: Shape, first: int, at: float) -> list[Ask]:
         at += 0.0 if long else 0.05 * rng.random()
         prompt = tuple(rng.randrange(VOCABULARY) for _ in range(rng.randint(1, 12)))
         sampling = replace(_sampling(rng, len(prompt), rng.randint(16, 24) if long else 2), stop_token_ids=())
-        asks.append(Ask(first + number, at + (1.0 if long else 0.0), prompt, sampling, "", rng.choice((0, 0, 5))))
+        asks.append(
+            ScenarioRequest(first + number, at + (1.0 if long else 0.0), prompt, sampling, "", rng.choice((0, 0, 5)))
+        )
     return asks
 
 

@@ -14,10 +14,10 @@ from sim.scenario.scenario import (
     LASTING,
     PAIRS,
     WHOLE,
-    Ask,
-    Fault,
-    Plan,
-    Shape,
+    ClusterShape,
+    PlannedFault,
+    Scenario,
+    ScenarioRequest,
     _rush,
     _sampling,
     pool_set,
@@ -27,18 +27,18 @@ STEP_TOKENS = 8
 """Token budget of a prefill step: prompts take several."""
 
 
-def draw(seed: int) -> Plan:
+def draw(seed: int) -> Scenario:
     """The plan of a seed. Memory is short in every third."""
     rng = random.Random(f"plan {seed}")
     shape = _shape(rng, seed % 3 == 0)
     asks = _asks(rng, shape)
-    return Plan(seed, shape, asks, _faults(rng, shape, asks))
+    return Scenario(seed, shape, asks, _faults(rng, shape, asks))
 
 
-def _shape(rng: random.Random, pressed: bool) -> Shape:
+def _shape(rng: random.Random, pressed: bool) -> ClusterShape:
     page = rng.choice((2, 4, 4, 4, 8))
     plane = rng.choice(("shm", "shm", "zmq"))
-    return Shape(
+    return ClusterShape(
         prefill=rng.choice((1, 2, 2, 3)),
         decode=rng.choice((1, 1, 2) if pressed else (1, 2, 2, 3)),
         pools=rng.choice(("full", "full", "window", "state", "all")),
@@ -105,12 +105,12 @@ def _sizes(rng: random.Random, page: int, tight: bool) -> dict[str, int]:
     return {"device_tokens": tokens, "device_requests": rng.randint(1, 2) if tight else rng.randint(2, 8)}
 
 
-def _asks(rng: random.Random, shape: Shape) -> tuple[Ask, ...]:
+def _asks(rng: random.Random, shape: ClusterShape) -> tuple[ScenarioRequest, ...]:
     """Conversations: some go on from what was said, some share what they begin with, some are asked several times."""
     spec = pool_set(shape.pools, shape.page_tokens)
     system = [rng.randrange(VOCABULARY) for _ in range(rng.randint(0, 20))]
     said: list[list[int]] = []
-    asks: list[Ask] = []
+    asks: list[ScenarioRequest] = []
     at, impatient = 0.5, rng.choice((0.1, 0.1, 0.1, 0.5))
     length = rng.choice((4, 12, 40))
     salts = rng.choice((("",), ("",), ("", "a"), ("", "a", "b")))
@@ -122,7 +122,7 @@ def _asks(rng: random.Random, shape: Shape) -> tuple[Ask, ...]:
         words += [rng.randrange(VOCABULARY) for _ in range(rng.randint(1, length))]
         prompt = tuple(words[: CONTEXT - 26])
         sampling = _sampling(rng, len(prompt), rng.choice((1, 2, 5, 12, 24)))
-        ask = Ask(
+        ask = ScenarioRequest(
             len(asks), at, prompt, sampling, rng.choice(salts), rng.choice((0, 0, 0, 0, 5, -3)),
             leaves_at=at + rng.expovariate(2.0) if rng.random() < impatient else None,
             enough=rng.randint(1, 4) if rng.random() < 0.08 else None,
@@ -139,7 +139,7 @@ def _asks(rng: random.Random, shape: Shape) -> tuple[Ask, ...]:
     return tuple(asks)
 
 
-def _faults(rng: random.Random, shape: Shape, asks: Sequence[Ask]) -> tuple[Fault, ...]:
+def _faults(rng: random.Random, shape: ClusterShape, asks: Sequence[ScenarioRequest]) -> tuple[PlannedFault, ...]:
     """None in some plans; in others some of a few kinds, so that each meets the others."""
     count = rng.choice((0, 2, 5, 10, 16))
     names = [f"prefill-{n}" for n in range(shape.prefill)] + [f"decode-{n}" for n in range(shape.decode)]
@@ -162,11 +162,13 @@ def _faults(rng: random.Random, shape: Shape, asks: Sequence[Ask]) -> tuple[Faul
             target = ""
         if kind == "partition":
             target, other = f"node-{rng.randrange(shape.nodes)}", "*"
-        faults.append(Fault(kind, at, target, other, lasts if kind in LASTING else 0.0))
+        faults.append(PlannedFault(kind, at, target, other, lasts if kind in LASTING else 0.0))
     if shape.decode > 1 and rng.random() < 0.4:
         # While something runs there, and somebody else could take it.
         at = rng.choice(asks).at + shape.step_s * rng.randrange(20)
-        faults.append(Fault("drain", at, f"decode-{rng.randrange(shape.decode)}", "", rng.choice((0.1, 0.5, 2.0))))
+        faults.append(
+            PlannedFault("drain", at, f"decode-{rng.randrange(shape.decode)}", "", rng.choice((0.1, 0.5, 2.0)))
+        )
     if "rank" not in kinds and len(ends) > len(names) + 1 and rng.random() < 0.3:
-        faults.append(Fault("rank", rng.choice(asks).at + rng.expovariate(2.0), rng.choice(names)))
+        faults.append(PlannedFault("rank", rng.choice(asks).at + rng.expovariate(2.0), rng.choice(names)))
     return tuple(sorted(faults, key=lambda f: f.at))

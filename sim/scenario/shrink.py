@@ -11,13 +11,13 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any, TypeVar
 
-from sim.scenario.scenario import Plan
+from sim.scenario.scenario import Scenario
 
 T = TypeVar("T")
-Fails = Callable[[Plan], bool]
+StillFails = Callable[[Scenario], bool]
 
 
-def shrink(plan: Plan, fails: Fails) -> Plan:
+def shrink(plan: Scenario, fails: StillFails) -> Scenario:
     """The smallest plan found that still `fails`; `plan` itself must."""
     before = None
     while before != plan:
@@ -48,7 +48,7 @@ def _fewer(items: Sequence[T], fails: Callable[[tuple[T, ...]], bool]) -> tuple[
     return kept
 
 
-def _plainer(plan: Plan) -> list[Plan]:
+def _plainer(plan: Scenario) -> list[Scenario]:
     """The same plan on clusters that have a little less of something, each for itself."""
     shape = plan.shape
     changes: list[dict[str, Any]] = [

@@ -28,7 +28,7 @@ if str(ROOT) not in sys.path:
     sys.path.insert(0, str(ROOT))
 
 from contracts.state_table import StateTable  # noqa: E402
-from sim.run.run_scenario import Result  # noqa: E402
+from sim.run.run_scenario import ScenarioResult  # noqa: E402
 from sim.run.run_seeds import run_seed  # noqa: E402
 
 PACKAGES = ("contracts", "cache", "transfer", "worker", "prefill", "decode", "router", "cluster")
@@ -96,7 +96,7 @@ class Lines:
         return {line for _, _, line in code.co_lines() if line is not None and line != code.co_firstlineno}
 
 
-def counted(result: Result) -> set[str]:
+def counted(result: ScenarioResult) -> set[str]:
     return {f"counted: {name}" for name, count in result.counts.items() if count}
 
 

@@ -22,10 +22,10 @@ from contracts.config.load_config import config_from_dict
 from contracts.errors import LayoutMismatch
 from contracts.ids import RoomId
 from contracts.messages.rank_orders import WriteArrived
-from sim.fabric.sim_network import Network
-from sim.fabric.sim_plane import Damage, SimPlane
-from sim.fabric.sim_process import Process
-from sim.fabric.virtual_time import Agenda
+from sim.fabric.sim_network import SimNetwork
+from sim.fabric.sim_plane import SimPlane, WireDamage
+from sim.fabric.sim_process import SimProcess
+from sim.fabric.virtual_time import VirtualTime
 from tests.poolsets import entry, filled
 from tests.proxy import proxying
 from tests.ranks import headed_sets
@@ -162,13 +162,13 @@ def write(to: RoomTarget, number: int = 1) -> PageWrite:
 
 @contextmanager
 def simulated(kind: str, ranks: tuple[int, int]) -> Iterator[Scene]:
-    agenda, rng = Agenda(), random.Random(3)
-    network, planes, damage = Network(agenda, rng, 0.005, 3.0), dict[int, SimPlane](), Damage()
+    agenda, rng = VirtualTime(), random.Random(3)
+    network, planes, damage = SimNetwork(agenda, rng, 0.005, 3.0), dict[int, SimPlane](), WireDamage()
     sides, pids = [], iter(range(1, 100))
     for name, size in zip(("prefill-0", "decode-0"), ranks, strict=True):
         mine: list[RankDataPlane] = []
         for rank in range(size):
-            process = Process(agenda, f"{name}#1", "node-0", next(pids))
+            process = SimProcess(agenda, f"{name}#1", "node-0", next(pids))
             mine.append(SimPlane(kind, network, process, planes, rng, damage, lambda: None, rank, size))
         sides.append(_side(mine, len(sides)))
     waiter = SimWaiter(agenda)

@@ -2,7 +2,7 @@
 
 Real are `router.links.worker_links`, `router.links.grpc_worker`, gRPC over loopback,
 `cluster.worker_process.grpc_service` and `cluster.worker_process.worker_thread`; their stand-ins are
-`sim.nodes.sim_link.Link` and `sim.nodes.sim_worker.SimHost`. A scene sees what brain and worker see: links that open
+`sim.nodes.sim_link.SimLink` and `sim.nodes.sim_worker.SimHost`. A scene sees what brain and worker see: links that open
 and end, events, commands, sessions that are dropped, the worker's end. How long things take, and the words of a reason,
 are not compared.
 """
@@ -35,15 +35,15 @@ from router.links.grpc_worker import GrpcPort
 from router.links.worker_links import WorkerLinks
 from router.state.worker_table import WorkerKey
 from sim.fabric.sim_arena import SimArenas
-from sim.fabric.sim_channel import Exchange
-from sim.fabric.sim_network import Network
-from sim.fabric.sim_plane import Damage
-from sim.fabric.sim_process import Process
-from sim.fabric.virtual_time import Agenda
-from sim.nodes.build_sim_worker import World
-from sim.nodes.sim_link import Link
+from sim.fabric.sim_channel import SimSwitch
+from sim.fabric.sim_network import SimNetwork
+from sim.fabric.sim_plane import WireDamage
+from sim.fabric.sim_process import SimProcess
+from sim.fabric.virtual_time import VirtualTime
+from sim.nodes.build_sim_worker import SimWorld
+from sim.nodes.sim_link import SimLink
 from sim.nodes.sim_worker import SimHost
-from sim.scenario.scenario import Shape
+from sim.scenario.scenario import ClusterShape
 from tests.cluster.fake_worker import FakeWorker, submit
 from tests.proxy import proxying
 from tests.rooms import SimWaiter
@@ -210,11 +210,11 @@ def _status(key: WorkerKey) -> WorkerStatus:
 
 @contextmanager
 def simulated(incarnation: int = 1) -> Iterator[Scene]:
-    agenda, rng, wrong = Agenda(), random.Random(7), list[str]()
-    network = Network(agenda, rng, 0.002, 3.0)
-    shape = Shape(1, 1, "full", 4, "shm", lazy=False, delay_s=0.002, step_s=0.01, nodes=1)
-    world = World(
-        agenda, rng, shape, config_from_dict({}), Exchange(network), {}, Damage(), SimArenas(), None,
+    agenda, rng, wrong = VirtualTime(), random.Random(7), list[str]()
+    network = SimNetwork(agenda, rng, 0.002, 3.0)
+    shape = ClusterShape(1, 1, "full", 4, "shm", lazy=False, delay_s=0.002, step_s=0.01, nodes=1)
+    world = SimWorld(
+        agenda, rng, shape, config_from_dict({}), SimSwitch(network), {}, WireDamage(), SimArenas(), None,
         lambda who, what: None, wrong.append,
     )  # fmt: skip
     home, made = _Home(agenda), list[Scripted]()
@@ -227,9 +227,9 @@ def simulated(incarnation: int = 1) -> Iterator[Scene]:
     process = home.new_process("decode-0#1", "node-0")
     host = SimHost(world, process, Role.DECODE, KEY[0], Incarnation(incarnation), home, make)
     waiter, router = SimWaiter(agenda), _Linking(world, home.new_process("router-0#1", "node-head"))
-    links: list[Link] = []
+    links: list[SimLink] = []
     scene = Scene(
-        made[0], lambda: waiter.wait(0.05), lambda key: links.append(Link(router, key, host)),
+        made[0], lambda: waiter.wait(0.05), lambda key: links.append(SimLink(router, key, host)),
         lambda: cast(None, [link.close() for link in links]), lambda commands: links[-1].send(list(commands)),
         lambda: cast(None, network.reset("router-0", "decode-0")), host.lease.fence, host.call,
         lambda: host.ended is not None and "closed" in made[0].ends,
@@ -244,7 +244,7 @@ def simulated(incarnation: int = 1) -> Iterator[Scene]:
 class _Home:
     """Implements `sim.nodes.build_sim_worker.Home`: every lease is granted at once."""
 
-    def __init__(self, agenda: Agenda) -> None:
+    def __init__(self, agenda: VirtualTime) -> None:
         self._agenda, self._pids = agenda, iter(range(1, 100))
 
     def register(self, record: WorkerRecord, answer: Callable[[LeaseGrant], None]) -> None:
@@ -252,7 +252,7 @@ class _Home:
 
     def renew(
         self,
-        process: Process,
+        process: SimProcess,
         name: WorkerName,
         incarnation: Incarnation,
         status: WorkerStatus,
@@ -260,10 +260,10 @@ class _Home:
     ) -> None:
         answer(LeaseGrant(incarnation, 10.0))
 
-    def leave(self, process: Process, name: WorkerName, incarnation: Incarnation) -> None: ...
+    def leave(self, process: SimProcess, name: WorkerName, incarnation: Incarnation) -> None: ...
 
-    def new_process(self, label: str, node: str) -> Process:
-        return Process(self._agenda, label, node, next(self._pids))
+    def new_process(self, label: str, node: str) -> SimProcess:
+        return SimProcess(self._agenda, label, node, next(self._pids))
 
 
 class _Linking:
@@ -271,7 +271,7 @@ class _Linking:
 
     scene: Scene
 
-    def __init__(self, world: World, process: Process) -> None:
+    def __init__(self, world: SimWorld, process: SimProcess) -> None:
         self.world, self.process = world, process
 
     def linked(self, key: WorkerKey) -> None:

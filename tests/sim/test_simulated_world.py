@@ -9,10 +9,10 @@ from dataclasses import dataclass
 
 import pytest
 
-from sim.fabric.sim_channel import Exchange, SimCarrier
-from sim.fabric.sim_network import Network
-from sim.fabric.sim_process import Process
-from sim.fabric.virtual_time import Agenda
+from sim.fabric.sim_channel import SimControlTransport, SimSwitch
+from sim.fabric.sim_network import SimNetwork
+from sim.fabric.sim_process import SimProcess
+from sim.fabric.virtual_time import VirtualTime
 from transfer.net.control_channel import ControlTransport
 from transfer.net.waiter import Waiter
 from transfer.net.zmq_channel import ZmqControlTransport
@@ -22,10 +22,10 @@ from transfer.net.zmq_channel import ZmqControlTransport
 class Stage:
     """Two processes on two nodes."""
 
-    agenda: Agenda
-    network: Network
-    one: Process
-    other: Process
+    agenda: VirtualTime
+    network: SimNetwork
+    one: SimProcess
+    other: SimProcess
 
     def pass_time(self, seconds: float = 100.0) -> None:
         over: list[bool] = []
@@ -36,13 +36,13 @@ class Stage:
 
 @pytest.fixture
 def stage() -> Stage:
-    agenda = Agenda()
-    network = Network(agenda, random.Random(1), 0.01, 3.0)
-    return Stage(agenda, network, Process(agenda, "a-0#1", "node-0", 1), Process(agenda, "b-0#1", "node-1", 2))
+    agenda = VirtualTime()
+    network = SimNetwork(agenda, random.Random(1), 0.01, 3.0)
+    return Stage(agenda, network, SimProcess(agenda, "a-0#1", "node-0", 1), SimProcess(agenda, "b-0#1", "node-1", 2))
 
 
 def test_things_happen_in_the_order_of_time_and_at_the_same_time_in_the_order_of_entry() -> None:
-    agenda, seen = Agenda(), list[str]()
+    agenda, seen = VirtualTime(), list[str]()
     agenda.after(2.0, lambda: seen.append("late"))
     agenda.after(1.0, lambda: seen.append("first"))
     agenda.after(1.0, lambda: seen.append("second"))
@@ -107,8 +107,8 @@ def carriers(
 ) -> Iterator[tuple[ControlTransport, ControlTransport, Callable[[], None]]]:
     """Two carriers of one kind, and how to let what was sent arrive."""
     if request.param == "simulated":
-        exchange, same = Exchange(stage.network), Process(stage.agenda, "b-0#1", "node-0", 2)
-        mine, theirs = (SimCarrier(exchange, process, lambda: None) for process in (stage.one, same))
+        exchange, same = SimSwitch(stage.network), SimProcess(stage.agenda, "b-0#1", "node-0", 2)
+        mine, theirs = (SimControlTransport(exchange, process, lambda: None) for process in (stage.one, same))
         yield mine, theirs, stage.pass_time
         return
     waiter = Waiter()
@@ -161,10 +161,10 @@ def test_a_carrier_watches_processes_of_its_own_node_and_no_others(
 
 
 def test_a_simulated_watch_tells_of_the_death_and_of_nothing_else(stage: Stage) -> None:
-    exchange, woken = Exchange(stage.network), list[str]()
-    near = Process(stage.agenda, "c-0#1", "node-0", 3)
-    carrier = SimCarrier(exchange, stage.one, lambda: woken.append("woken"))
-    mark = SimCarrier(exchange, near, lambda: None).mine()
+    exchange, woken = SimSwitch(stage.network), list[str]()
+    near = SimProcess(stage.agenda, "c-0#1", "node-0", 3)
+    carrier = SimControlTransport(exchange, stage.one, lambda: woken.append("woken"))
+    mark = SimControlTransport(exchange, near, lambda: None).mine()
     watch = carrier.watch([mark])
     assert watch is not None
     near.stop()

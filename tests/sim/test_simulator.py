@@ -16,7 +16,7 @@ from router.state.routed_request import RoutedRequest
 from sim.run.run_scenario import run_plan
 from sim.run.run_seeds import run_seed, summed
 from sim.run.sim_command import sim
-from sim.scenario.scenario import KINDS, Fault, Plan
+from sim.scenario.scenario import KINDS, PlannedFault, Scenario
 from sim.scenario.scenario_draw import draw
 from sim.scenario.shrink import shrink
 from tests.sim.reach import counted, known, moves_of_tables
@@ -145,7 +145,7 @@ def test_a_plan_is_made_as_small_as_its_failure_allows() -> None:
     plan = next(p for p in map(draw, range(100)) if len(p.faults) > 5 and len(p.asks) > 5)
     wanted = {plan.faults[1], plan.faults[4]}
 
-    def fails(smaller: Plan) -> bool:
+    def fails(smaller: Scenario) -> bool:
         return wanted <= set(smaller.faults) and plan.asks[3] in smaller.asks
 
     smaller = shrink(replace(plan, shape=replace(plan.shape, prefill=9, decode=9)), fails)
@@ -154,7 +154,7 @@ def test_a_plan_is_made_as_small_as_its_failure_allows() -> None:
 
 
 def test_a_fault_is_readable() -> None:
-    assert str(Fault("stall", 1.0, "prefill-0", "router-0", 2.5)) == "stall prefill-0 and router-0 for 2.50 s"
+    assert str(PlannedFault("stall", 1.0, "prefill-0", "router-0", 2.5)) == "stall prefill-0 and router-0 for 2.50 s"
 
 
 def test_the_log_of_a_seed_tells_of_requests_faults_and_ends() -> None:
