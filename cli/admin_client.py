@@ -54,7 +54,7 @@ class AdminClient:
 
     @classmethod
     def find(cls, url: str | None) -> AdminClient:
-        """The router at `url`, at TWINPOOL_URL, or of the newest live cluster of this user. Raises `ClusterNotFound`."""
+        """The router at `url`, at TWINPOOL_URL, or of this user's newest live cluster. Raises `ClusterNotFound`."""
         given = url or os.environ.get("TWINPOOL_URL")
         if given:
             return cls(given)

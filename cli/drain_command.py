@@ -134,7 +134,10 @@ class DrainCommand:
         self._hurried = False
 
     def run(self) -> DrainReport:
-        """Drain, and wait until all have left, or until it is clear that they don't. Raises `CommandRefused`, `NoCluster`."""
+        """Drain, and wait until all have left, or until it is clear that they don't.
+
+        Raises `CommandRefused` and `ClusterNotFound`.
+        """
         answer = self._operator.call("POST", f"/cluster/drain/{quoted(self._target)}{'?force=true' * self._force}")
         # A router of before this field says it by the number of its rows.
         is_node = answer.get("is_node", "node" in answer and "name" not in answer)

@@ -6,4 +6,4 @@ from engine.runner.load_model import load_engine
 from engine.runner.model_runner import ModelRunner
 from engine.tensors.weight_loader import dtype_for
 
-__all__ = ["Engine", "Model", "StateOptions", "dtype_for", "load_engine", "model_for", "read_model"]
+__all__ = ["Model", "ModelRunner", "StateOptions", "dtype_for", "load_engine", "model_for", "read_model"]

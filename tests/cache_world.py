@@ -35,7 +35,7 @@ from cache.prefix_cache.tree_components import WindowComponent
 from cache.prefix_cache.tree_node import Tier, TreeNode
 from cache.storage.backends.memory_backend import MemoryBackend
 from cache.storage.inline_queue import InlineIoQueue
-from cache.storage.io_queue import StorageOp as StorageOp
+from cache.storage.io_queue import StorageOp
 from cache.storage.storage_backend import ObjectName
 from contracts.clock import ManualClock
 from contracts.config.cache_config import CacheConfig, PrefetchConfig

@@ -13,8 +13,14 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
+import hypothesis
 import pytest
 from xdist.scheduler import LoadScopeScheduling
+
+# An example may take as long as a busy machine makes it: what is too slow is `timeout`'s to say.
+hypothesis.settings.register_profile("any machine", deadline=None)
+if hypothesis.settings.get_current_profile_name() == "default":
+    hypothesis.settings.load_profile("any machine")
 
 WHOLE, KERNELS = "tests/whole/", "tests/kernels/"
 

@@ -8,7 +8,7 @@ go on with while the host publishes the last one. A request has three lengths, i
     planned      decided; equal to launched between rounds
 
 A request may end at step n (a stop token, a cancel) while n+1, which names its pages, is under way. Then the result
-of n+1 is dropped, and its pages are nobody's until n+1 is complete (`Launched`). On a device that completes at once
+of n+1 is dropped, and its pages are nobody's until n+1 is complete (`InFlightPins`). On a device that completes at once
 (CPU torch) a step is committed in the round that launched it, and nothing of this shows.
 """
 

@@ -70,14 +70,14 @@ class Allocation:
     """What a request reads and writes. Tables go by page number of the sequence, from 0 on.
 
     Pages before `depth` were in the tree and are kept by `lock`; from there on they are the request's own `runs`, until
-    the tree takes them. A window's table has `NO_PAGE` where the window has moved on, and ends with what `Seat.grow`
-    has given it so far: pages that the window leaves are used again further on. State pools have one working slot,
-    which nobody else ever sees.
+    the tree takes them. A window's table has `NO_PAGE` where the window has moved on, and ends with what
+    `KVCacheManager.grow` has given it so far: pages that the window leaves are used again further on. State pools have
+    one working slot, which nobody else ever sees.
     """
 
     owner: str
     prefix: TokenPrefix
-    """The whole pages known when it was made; `Seat.share` may bring a longer one."""
+    """The whole pages known when it was made; `KVCacheManager.share` may bring a longer one."""
     pages: int
     """Pages of all positions that it was made for."""
     lock: NodeLock

@@ -239,7 +239,7 @@ class SwapOut(TierSet):
         claim.slots = {pool: leases[pool] for pool in self._slots}
 
     def _seals(self, claim: Allocation, pool: str, parked: SwappedState) -> list[int | None]:
-        """Digests of its whole pages, as far as all of them are known: `Seat.seal` takes the others again."""
+        """Digests of its whole pages, as far as all of them are known: `KVCacheManager.seal` takes the others again."""
         known, table = parked.digests[pool], claim.tables[pool]
         out: list[int | None] = []
         for n in range(parked.positions // self.spec.page_tokens):

@@ -23,7 +23,7 @@ _DIRT = 0xA5
 
 
 class InlineIoQueue:
-    """`Queue` over `backend`. A failed read leaves dirt in its buffer, as a read that was cut short would."""
+    """`IoQueue` over `backend`. A failed read leaves dirt in its buffer, as a read that was cut short would."""
 
     def __init__(self, backend: StorageBackend, *, fault: StorageFault | None = None) -> None:
         self.backend = backend

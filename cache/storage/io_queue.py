@@ -147,7 +147,7 @@ class IoQueueCounts:
 
 
 class IoQueue(Protocol):
-    """What a worker's loop knows of storage; `ThreadedIoQueue` in a worker, `InlineQueue` under a test's control."""
+    """What a worker's loop knows of storage; `ThreadedIoQueue` in a worker, `InlineIoQueue` under a test's control."""
 
     def submit_exists(self, names: Sequence[ObjectName]) -> StorageTicket[list[bool]]: ...
 

@@ -22,7 +22,7 @@ _DAMAGED = ObjectOutcome(ObjectVerdict.FAILED, 0, "it was damaged in host memory
 
 
 class TPPageStore:
-    """The leader's `Shelf`."""
+    """The leader's `PageStore`."""
 
     def __init__(self, mine: RankPageStore, host: TPPoolSet, followers: OrderChannel) -> None:
         self._mine, self._host, self._followers = mine, host, followers

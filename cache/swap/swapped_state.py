@@ -70,7 +70,7 @@ ON_HOST = (SwapPlace.SAVING, SwapPlace.HOST, SwapPlace.STORING, SwapPlace.FETCHI
 @dataclass(eq=False)
 class SwappedState:
     """State after `positions` positions, of every pool what the next position needs. Owned by its request until
-    `Seat.discard`.
+    `KVCacheManager.discard`.
 
     The first `kept` pages of the full pool are in the tree's host tier, which `above` keeps there; everything else was
     copied into leases of its own.

@@ -9,7 +9,7 @@ sizes don't fit, requests and positions shrink together.
 
 A request is admitted with all that it will ever hold at once, or it waits; on decode, which takes pages of the full
 pool as an answer grows, others leave when there are none. So a plan of any size is free of deadlock, and a request that
-no plan of this size can hold is refused when it comes (`Seat.max_positions`).
+no plan of this size can hold is refused when it comes (`KVCacheManager.max_positions`).
 """
 
 from __future__ import annotations

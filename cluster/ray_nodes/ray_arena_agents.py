@@ -37,7 +37,9 @@ class ArenaActor:
 
 
 class RayArenaAgents:
-    """`Agents` over a Ray that this process has joined. They end with it, as everything that it started there does.
+    """`ArenaAgents` over a Ray that this process has joined.
+
+    They end with it, as everything that it started there does.
 
     Ray starts an agent again that has died: it has no incarnation, and workers that live give it back what they have.
     """

@@ -103,7 +103,7 @@ class _RunningWorker:
 
 
 class RayLauncher:
-    """A `Launcher` over a Ray cluster that this process has joined."""
+    """A `WorkerLauncher` over a Ray cluster that this process has joined."""
 
     def __init__(self, build: BuildWorker, agents: ArenaAgents | None = None, clock: Clock | None = None) -> None:
         self._build, self._agents, self._clock = build, agents or NoArenaAgents(), clock or SystemClock()

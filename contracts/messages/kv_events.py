@@ -1,9 +1,9 @@
 """KV events: what each tier holds, told as it changes, in the format that existing indexers read.
 
-The brains (tree, tiers, storage) emit plain values into an `EventLog`, in the order in which things happened:
-`BlockStored`, `BlockRemoved`, `AllBlocksCleared`. A `Publisher` (cache/tiers/kv_event_publisher.py) sends what a round
-collected as one batch; an `EventReader` (router/kv_indexer/kv_event_subscriber.py) follows it and rebuilds the index.
-This file is the vocabulary, the bytes, and the index; it does no I/O.
+The tree, the tiers and storage emit plain values into a `KVEventLog`, in the order in which things happened:
+`BlockStored`, `BlockRemoved`, `AllBlocksCleared`. A `KVEventPublisher` (cache/tiers/kv_event_publisher.py) sends what a
+round collected as one batch; a `KVEventSubscriber` (router/kv_indexer/kv_event_subscriber.py) follows it and rebuilds
+the index. This file is the vocabulary, the bytes, and the index; it does no I/O.
 
 **The format** is that of vLLM's `vllm/distributed/kv_events.py` in its array form (v0.9 up to the releases that moved
 the events to maps), which Dynamo's indexer accepts beside the map form; for SGLang and llm-d see below. A message has

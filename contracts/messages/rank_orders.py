@@ -85,7 +85,7 @@ class BindArenas:
 
 
 class RowOrder(NamedTuple):
-    """One sequence's part of a step, as the engine's own `Row` has it."""
+    """One sequence's part of a step, as the engine's own `BatchRow` has it."""
 
     start: int
     tokens: int

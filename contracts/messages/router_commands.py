@@ -71,7 +71,7 @@ class Cancel:
 class PauseForMigration:
     """Stop this request at its next token and hold its state for `peer`, which will take it as `room`.
 
-    Decode answers `Paused`, or `Resumed` where it can't.
+    Decode answers `MigrationPaused`, or `MigrationUndone` where it can't.
     """
 
     request_id: RequestId
@@ -93,7 +93,7 @@ class ResumeHere:
 class PushPrefix:
     """Write the finished pages that the tree has of these tokens to `peer`, which will fetch them as `room`.
 
-    Decode answers `Gives`. Nothing that runs is held up.
+    Decode answers `PushReady`. Nothing that runs is held up.
     """
 
     request_id: RequestId
@@ -108,7 +108,7 @@ class PushPrefix:
 
 @dataclass(frozen=True, slots=True)
 class PullPrefix:
-    """Receive the finished pages of these tokens from `peer` as `room`, for the tree. Decode answers `Fetched`."""
+    """Receive the finished pages of these tokens from `peer` as `room`, for the tree. Decode answers `PullDone`."""
 
     request_id: RequestId
     attempt: int

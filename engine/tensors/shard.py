@@ -1,7 +1,7 @@
 """Which part of a model one tensor-parallel rank holds.
 
 Heads and the inner units of feed-forward layers are divided among the ranks; everything else each rank has whole. A
-product over a divided axis gives each rank a part of the sum, and the ranks add their parts up (`StepContext.sum`).
+product over a divided axis gives each rank a part of the sum, and the ranks add their parts up (`ForwardContext.sum`).
 """
 
 from __future__ import annotations

@@ -45,7 +45,7 @@ from transfer.rooms.kv_receiver import KVReceiver
 from transfer.rooms.kv_sender import KVSender
 
 IDLE_S = 0.1
-"""As `WorkerHost`'s `idle_s`."""
+"""As `WorkerThread`'s `idle_s`."""
 FINGERPRINT = "simulated"
 _SPINS = 2000
 

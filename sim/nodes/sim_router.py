@@ -1,4 +1,4 @@
-"""The router's process: the production `RouterCore`, and what the router's fleet and service do around it, as events."""
+"""The router's process: the production `RouterCore`, and what its links and its service do around it, as events."""
 
 from __future__ import annotations
 

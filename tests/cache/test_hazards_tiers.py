@@ -14,7 +14,7 @@ from cache.pool.page_allocator import PageAllocator
 from cache.prefix_cache.radix_tree import RadixTree
 from cache.prefix_cache.token_prefix import TokenPrefix
 from cache.prefix_cache.tree_node import NO_LOCKS, PageOffer, Tier
-from cache.storage.io_queue import StorageOp as StorageOp
+from cache.storage.io_queue import StorageOp
 from tests.cache_visitors import Visitor
 from tests.cache_world import World
 from tests.poolsets import NAMES, pool_sets

@@ -21,8 +21,7 @@ from cache.prefix_cache.tree_node import Tier
 from cache.storage.backends.memory_backend import MemoryBackend
 from cache.storage.backends.object_seal import seal
 from cache.storage.inline_queue import InlineIoQueue
-from cache.storage.io_queue import StorageOp as StorageOp
-from cache.storage.io_queue import StorageTicket, WriteChain
+from cache.storage.io_queue import StorageOp, StorageTicket, WriteChain
 from cache.storage.storage_backend import ObjectBuffer, ObjectName, ObjectOutcome
 from contracts.clock import ManualClock
 from contracts.config.cache_config import CacheConfig, PrefetchConfig

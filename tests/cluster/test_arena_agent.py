@@ -245,9 +245,9 @@ def test_without_an_agent_a_worker_does_without(token: str, monkeypatch: pytest.
 @pytest.mark.slow
 def test_the_agent_and_its_memory_end_with_its_parent_however_that_ends(token: str, tmp_path: Path) -> None:
     code = (
-        "import sys, pathlib; from cluster.arena.local_agent import LocalAgent\n"
+        "import sys, pathlib; from cluster.arena.local_agent import LocalArenaAgent\n"
         "from contracts.clock import SystemClock; from contracts.config.cluster_config import ClusterConfig\n"
-        f"agent = LocalAgent({token!r}, pathlib.Path({str(tmp_path)!r}), ClusterConfig(), SystemClock())\n"
+        f"agent = LocalArenaAgent({token!r}, pathlib.Path({str(tmp_path)!r}), ClusterConfig(), SystemClock())\n"
         "print(agent.start()[0], flush=True); sys.stdin.read()"
     )
     parent = subprocess.Popen(

@@ -10,9 +10,9 @@ FOLDER = Path(__file__).parents[2] / "cluster"
 WAITS = {"wait", "join", "result", "acquire", "communicate", "accept", "recv", "wait_for", "get"}
 ENDLESS = {
     "arena_agent.py: self._listener.accept": "the selector has said that somebody is there",
-    "build_parts.py: line.ask(Ready(), config.cluster.start_timeout_s).wait": "the line's own deadline",
-    "host_tier_memory.py: line.ask(Bond(b'')).wait": "the line's own deadline",
-    "host_tier_memory.py: line.ask(Bond(fresh)).wait": "the line's own deadline",
+    "build_parts.py: line.ask(AwaitReady(), config.cluster.start_timeout_s).wait": "the line's own deadline",
+    "host_tier_memory.py: line.ask(BindArenas(b'')).wait": "the line's own deadline",
+    "host_tier_memory.py: line.ask(BindArenas(fresh)).wait": "the line's own deadline",
     "controller_service.py: changed.wait": "until the table changes, or the watcher's stream ends",
     "grpc_service.py: self._frames.get": "until the stream's next frame; whatever ends the stream puts one",
     "hang_fault.py: threading.Event().wait": "a hang on purpose",

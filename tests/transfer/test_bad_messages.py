@@ -215,7 +215,7 @@ def test_a_message_that_cannot_be_read_ends_nothing(plane: str, data: bytes) -> 
 
 @pytest.mark.parametrize("plane", ["local", "shm"])
 def test_a5_a_refusal_is_no_proof_that_nobody_writes(plane: str) -> None:
-    """Decode hears `Refused` from a writer that has its room granted: the pages stay out of use until the writer says
+    """Decode hears `PeerRefused` from a writer that has its room: the pages stay out of use until the writer says
     that it writes no more. Taking it for death gave them to somebody else, over whose state the writer then wrote."""
     with ends(SPEC, plane) as both:
         prompt = both.prompt(24)

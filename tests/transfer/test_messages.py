@@ -49,14 +49,14 @@ def test_every_type_of_the_table_is_tried() -> None:
         (b"\xc1", "not msgpack"),
         (msgpack.packb([99, 1]), "no message has the tag 99"),
         (msgpack.packb("hello"), "no message has the tag 'hello'"),
-        (msgpack.packb([6]), "Received has 1 fields, got 0"),
-        (msgpack.packb([6, 5]), "Received.room must be"),
-        (msgpack.packb([4, "r", [["full", 0, [1, "x"], [0, 0]]], 1, 1, 1]), "Place.indices must be"),
-        (msgpack.packb([4, "r", [["full", 0, [1]]], 1, 1, 1]), "Place has 4 fields, got 3"),
-        (msgpack.packb([4, "r", [5], 1, 1, 1]), "Grant.places must be"),
+        (msgpack.packb([6]), "HandoverReceived has 1 fields, got 0"),
+        (msgpack.packb([6, 5]), "HandoverReceived.room must be"),
+        (msgpack.packb([4, "r", [["full", 0, [1, "x"], [0, 0]]], 1, 1, 1]), "GrantedPages.indices must be"),
+        (msgpack.packb([4, "r", [["full", 0, [1]]], 1, 1, 1]), "GrantedPages has 4 fields, got 3"),
+        (msgpack.packb([4, "r", [5], 1, 1, 1]), "PageGrant.places must be"),
         (msgpack.packb([2, "p", 1, 5, 1, 1, "b", []]), "Welcome.fingerprint must be Fingerprint, got 5"),
         (msgpack.packb([2, "p", 1, [1, 2, "n", "w"], 1, 1, "b", []]), "Fingerprint.layout must be"),
-        (msgpack.packb([19, "r", 1, 7, "m"]), "Failed.kind is no error kind: 7"),
+        (msgpack.packb([19, "r", 1, 7, "m"]), "RoomFailed.kind is no error kind: 7"),
     ],
 )
 def test_d9_only_the_tables_types_come_out_of_bytes(data: bytes, says: str) -> None:
@@ -69,7 +69,7 @@ NOTICES = [x for x in EXAMPLES if isinstance(x, m.Notice)]
 
 @pytest.mark.parametrize("notice", NOTICES, ids=lambda x: type(x).__name__)
 def test_a9_a_notice_that_a_bit_was_turned_of_on_its_way_is_none(notice: m.Notice) -> None:
-    """One turned bit makes `Finished` of `Wrote`: nothing would be decoded, and nobody told (seed 1293)."""
+    """One turned bit makes `NothingToDecode` of `PagesWritten`: nothing would be decoded, and nobody told (1293)."""
     data = m.encode_notice(notice)
     assert m.decode_notice(data) == m.decode_notice(memoryview(data)) == notice
     for bit in range(8 * len(data)):

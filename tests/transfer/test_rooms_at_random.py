@@ -12,7 +12,7 @@ from tests.room_chaos import play
 from tests.rooms import PLANES, ends, simulated_ends
 
 SETS = pool_sets()
-HAPPENS = {"opened", "given up", "rotten", "damaged", "Arrived", "Broken", "Over"}
+HAPPENS = {"opened", "given up", "rotten", "damaged", "PromptArrived", "HandoverFailed", "PromptAnswered"}
 
 
 @pytest.mark.slow
@@ -59,4 +59,4 @@ def test_a_seed_over_the_simulated_network_is_one_run() -> None:
         with simulated_ends(SETS["full"], "shm", seed=5, count=20, slots=5, device=device) as both:
             seen.append(play(both, device, 5, 300))
     assert seen[0] == seen[1]
-    assert seen[0]["Arrived"] > 0
+    assert seen[0]["PromptArrived"] > 0

@@ -446,7 +446,7 @@ def test_every_field_of_every_order_answer_and_tiding_arrives_between_ranks() ->
 
 
 def test_what_an_order_is_made_of_arrives_by_its_names() -> None:
-    """A plain tuple equals a `Piece` of the same values, and has no names."""
+    """A plain tuple equals a `PageSpan` of the same values, and has no names."""
     assert [repr(rank_order_codec.decode(rank_order_codec.encode(order))) for order in ORDERS] == [
         repr(order) for order in ORDERS
     ]

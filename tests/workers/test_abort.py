@@ -21,9 +21,9 @@ from contracts.clock import ManualClock
 from contracts.ids import RequestId, Role, RoomId
 from contracts.messages.router_commands import Cancel
 from contracts.sampling_params import SamplingParams
-from decode.request.request import DecodePhase as DecodePhase
+from decode.request.request import DecodePhase
 from decode.worker import DecodeWorker
-from prefill.request import PrefillPhase as PrefillPhase
+from prefill.request import PrefillPhase
 from prefill.worker import PrefillWorker
 from tests.pair import SESSION
 from tests.poolsets import pool_sets

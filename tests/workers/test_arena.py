@@ -18,7 +18,7 @@ COUNT = 6
 
 
 class KeptMemory:
-    """`Arenas` whose memory is this object's: it stays when the worker has gone."""
+    """`ArenaProvider` whose memory is this object's: it stays when the worker has gone."""
 
     def __init__(self) -> None:
         self.kept: dict[tuple[int, int, str], memoryview] = {}

@@ -371,7 +371,9 @@ def test_a2_what_prefill_handed_over_is_the_requests_own_whatever_becomes_of_its
     import prefill.worker as prefill_worker
 
     made = prefill_worker.HandoverMetadata
-    monkeypatch.setattr(prefill_worker, "Metadata", lambda *args, **more: made(*args, **more | {"draft": draft}))
+    monkeypatch.setattr(
+        prefill_worker, "HandoverMetadata", lambda *args, **more: made(*args, **more | {"draft": draft})
+    )
     with working(model) as (both, decode):
         asked = both.submit(prompt_of(1, 20), greedy(20))
         (request,) = run_until(both, decode)

@@ -63,7 +63,7 @@ def queues_by_hand(monkeypatch: pytest.MonkeyPatch, kind: type[Queue]) -> list[Q
         queues.append(kind(backend))
         return queues[-1]
 
-    monkeypatch.setattr("cluster.assembly.build_parts.StorageQueue", queue)
+    monkeypatch.setattr("cluster.assembly.build_parts.ThreadedIoQueue", queue)
     return queues
 
 

@@ -12,7 +12,7 @@ from cache.prefix_cache.tree_node import Tier
 from contracts.errors import ErrorKind
 from contracts.ids import RequestId, Role
 from contracts.sampling_params import SamplingParams
-from decode.request.request import DecodePhase as DecodePhase
+from decode.request.request import DecodePhase
 from decode.worker import DecodeWorker
 from prefill.worker import PrefillWorker
 from tests.checkpoints import Oracle, compare

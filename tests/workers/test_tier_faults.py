@@ -40,7 +40,7 @@ def by_hand(monkeypatch: pytest.MonkeyPatch) -> MakeQueues:
             queues.append(InlineIoQueue(backend, fault=fault))
             return queues[-1]
 
-        monkeypatch.setattr("cluster.assembly.build_parts.StorageQueue", queue)
+        monkeypatch.setattr("cluster.assembly.build_parts.ThreadedIoQueue", queue)
         return queues
 
     return make

@@ -1,7 +1,7 @@
 """How the two ends of rooms reach each other: control messages, and the proof of a peer's death.
 
 Rooms (`transfer.rooms.kv_sender`, `transfer.rooms.kv_receiver`) decide and do no I/O of their own: what they say and
-hear goes through a `Carrier`. What a carrier promises is what the rooms rely on:
+hear goes through a `ControlTransport`. What a carrier promises is what the rooms rely on:
 
     order    messages of one connection come in the order in which they were sent, each once
     loss     of a live connection nothing is lost; where it is cut, what is lost is its end, and a channel tells it
@@ -87,7 +87,7 @@ class ZmqControlTransport:
 
 
 class ZmqControlInbox:
-    """Implements `Inbox`."""
+    """Implements `ControlInbox`."""
 
     def __init__(self, socket: zmq.Socket[bytes], endpoint: str, waiter: Waiter) -> None:
         self._socket, self.endpoint, self._waiter = socket, endpoint, waiter
@@ -114,7 +114,7 @@ class ZmqControlInbox:
 
 
 class ZmqControlChannel:
-    """Implements `Channel`."""
+    """Implements `ControlChannel`."""
 
     def __init__(self, socket: zmq.Socket[bytes], watch: DisconnectWatch, waiter: Waiter) -> None:
         self._socket, self._watch, self._waiter = socket, watch, waiter
@@ -143,7 +143,7 @@ class ZmqControlChannel:
 
 
 class PidWatch:
-    """Implements `Watch`: deaths wake the waiter."""
+    """Implements `PeerWatch`: deaths wake the waiter."""
 
     def __init__(self, watch: process.PidfdGroupWatch, waiter: Waiter) -> None:
         self._watch, self._waiter = watch, waiter

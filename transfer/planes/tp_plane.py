@@ -35,7 +35,7 @@ from transfer.planes.rank_fan import AllWrites
 
 
 class TPDataPlane:
-    """The leader's `Plane`: its own rank's `plane`, and those of its followers."""
+    """The leader's `DataPlane`: its own rank's `plane`, and those of its followers."""
 
     def __init__(self, plane: RankDataPlane, followers: OrderChannel) -> None:
         self.kind, self.revocable = plane.kind, plane.revocable

@@ -14,8 +14,10 @@ Rules, each kept by the tables below:
 
 - A writer writes only into pages it was granted, and only in `granted`.
 - Where the plane is not revocable, the receiver's pages stay in quarantine (`aborting`) until the writer has said that
-  it will write no more (`Quiesced`, `Failed`, `Finished`) or its death is proven (`lost`). Never on a timeout alone.
-- Every terminal event of one side reaches the other: `Failed` and `Finished` go to decode, `Abort` to prefill.
+  it will write no more (`WriterQuiesced`, `RoomFailed`, `NothingToDecode`) or its death is proven (`lost`). Never on a
+  timeout alone.
+- Every terminal event of one side reaches the other: `RoomFailed` and `NothingToDecode` go to decode, `AbortRoom` to
+  prefill.
 - Terminal states are final; a late message for an ended room is dropped and counted by whoever looks it up.
 """
 
@@ -49,7 +51,7 @@ class SenderEvent(StrEnum):
     FAILED = "failed"
     """Prefill gives the request up (error, cancel, deadline); decode was told."""
     ABORT = "abort"
-    """Decode gives the request up; it was answered with `Quiesced`."""
+    """Decode gives the request up; it was answered with `WriterQuiesced`."""
     LOST = "lost"
     """Decode is gone: another incarnation, a refusal or a dead process."""
 
@@ -104,7 +106,7 @@ class ReceiverEvent(StrEnum):
     DAMAGED = "damaged"
     """Bytes arrived that don't match their tag."""
     ABORT = "abort"
-    """Given up here (cancel, deadline, silence); `Abort` was sent."""
+    """Given up here (cancel, deadline, silence); `AbortRoom` was sent."""
     REVOKED = "revoked"
     """Given up here, on a plane that lets nobody write into an ended room."""
     QUIESCED = "quiesced"

@@ -39,7 +39,7 @@ class TritonLatent:
         self._index_block, self._index_queries = index_block, index_queries
 
     def attend(self, q_thd: Tensor, latents: Tensor, plan: AttentionPlan, scale: float, value_dim: int) -> Tensor:
-        """As `LatentAttention.attend`. Raises `ConfigError` for shapes that no kernel serves."""
+        """As `LatentBackend.attend`. Raises `ConfigError` for shapes that no kernel serves."""
         self._check(q_thd, latents, value_dim)
         out_thd = q_thd.new_empty(*q_thd.shape[:2], value_dim)
         if len(q_thd) == 0:
@@ -66,7 +66,7 @@ class TritonLatent:
     def select(
         self, q_thd: Tensor, weights_th: Tensor, keys: IndexKeys, plan: AttentionPlan, top_k: int
     ) -> SparseSelection | None:
-        """As `LatentAttention.select`; every query is in `rows_s`, and those that see less than top_k say how much."""
+        """As `LatentBackend.select`; every query is in `rows_s`, and those that see less than top_k say how much."""
         count, heads, dim = q_thd.shape
         width = plan.tables_bp.shape[1] * plan.page_tokens
         if width <= top_k or count == 0:

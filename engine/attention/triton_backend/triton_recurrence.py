@@ -38,7 +38,7 @@ class _Rows:
 
 
 class TritonRecurrence:
-    """The interface of recurrences (`Recurrence`) on CUDA tensors, or in Triton's interpreter."""
+    """The interface of recurrences (`RecurrenceBackend`) on CUDA tensors, or in Triton's interpreter."""
 
     def conv(
         self, x_tc: Tensor, states: Sequence[Tensor], weight_kc: Tensor, bias_c: Tensor | None, plan: SlotPlan

@@ -22,8 +22,8 @@ def store_heads(
     """Norm and rotate queries and keys, store keys and values; returns the queries, [T, heads, head_dim].
 
     qkv_tn: [T, (heads + 2 * kv_heads) * head_dim], heads of queries, keys, values; norm_nd: [heads + kv_heads,
-    head_dim] weights of their norms with epsilon `eps`, or None; turns: cos and sin as `StepContext.rope` gives them,
-    [T or more, 1, head_dim] each, or None; pages [pages, page_tokens, kv_heads, head_dim]; all of one dtype.
+    head_dim] weights of their norms with epsilon `eps`, or None; turns: cos and sin as `ForwardContext.rope` gives
+    them, [T or more, 1, head_dim] each, or None; pages [pages, page_tokens, kv_heads, head_dim]; all of one dtype.
     slots_t [T] int64; muted_t [T] bool or None: tokens whose zeros are stored instead.
     """
     tokens, kv_heads, dim = len(qkv_tn), k_pages.shape[2], k_pages.shape[3]

@@ -17,10 +17,12 @@ from contracts.errors import ConfigError
 from tests.cache.storage.rigs import item, name, read_one
 
 STRANGER = """
-from cache.storage import Backend, Capacity, Counts, Item, ObjectName, Outcome, Verdict
+from cache.storage import (
+    BackendCapacity, BackendCounts, ObjectBuffer, ObjectName, ObjectOutcome, ObjectVerdict, StorageBackend,
+)
 from cache.storage.backends.memory_backend import MemoryBackend
 from contracts.config import StorageConfig
-def make(config: StorageConfig) -> Backend:
+def make(config: StorageConfig) -> StorageBackend:
     return MemoryBackend(config.path, config.max_bytes)
 """
 
