@@ -5,11 +5,11 @@
     python -m bench --model DIR --long    # another checkpoint, five times the repetitions
 
 `engine` measures the engine beside transformers, `steps` what planning a decode step costs the host, `copies` what
-moves between tiers beside a memcpy, `cache` the prefix tree by its size and the tiers through a seat, `replay` hit
-rates of a real trace by cache size, `handover` the data planes beside a copy and a socket, `serve` a cluster that it
-starts (or the one at `--url`): one request at a time, many at once, and arrivals of a real trace; `failover` how long
-streams pause when a worker of a cluster is killed.
-Each bench has more flags of its own: `python -m bench.engine.engine_speed --help`, and so on.
+moves between tiers beside a memcpy, `cache` the prefix tree by its size and the tiers through a KV cache manager,
+`replay` hit rates of a real trace by cache size, `handover` the data planes beside a copy and a socket, `serve` a
+cluster that it starts (or the one at `--url`): one request at a time, many at once, and arrivals of a real trace;
+`failover` how long streams pause when a worker of a cluster is killed. Each bench has more flags of its own: `python -m
+bench.engine.engine_speed --help`, and so on.
 """
 
 from __future__ import annotations

@@ -8,18 +8,18 @@ from collections.abc import Sequence
 import numpy as np
 
 
-def chain_keys(tokens: Sequence[int], page_tokens: int, salt: str = "") -> list[bytes]:
-    """The chain key of each page of `tokens`, the last, partly filled one included."""
+def block_hashes(tokens: Sequence[int], page_tokens: int, salt: str = "") -> list[bytes]:
+    """The block hash of each page of `tokens`, the last, partly filled one included."""
     return chain_on(chain_start(salt), np.asarray(tokens, dtype="<u4").tobytes(), 4 * page_tokens)
 
 
 def chain_start(salt: str) -> bytes:
-    """What the chain keys of every sequence under `salt` begin with."""
+    """What the block hashes of every sequence under `salt` begin with."""
     return hashlib.blake2b(salt.encode(), digest_size=16, person=b"twinpool-chain").digest()
 
 
 def chain_on(key: bytes, raw: bytes, page_bytes: int, start: int = 0) -> list[bytes]:
-    """The chain keys of the pages of `raw` (4 bytes a token) from byte `start` on; `key` is that of the page before."""
+    """Block hashes of the pages of `raw` (4 bytes a token) from byte `start` on; `key` is that of the page before."""
     keys, blake2b = [], hashlib.blake2b
     for at in range(start, len(raw), page_bytes):
         key = blake2b(key + raw[at : at + page_bytes], digest_size=16).digest()

@@ -1,4 +1,4 @@
-"""Time is injected: every brain takes a `Clock`, no test sleeps."""
+"""Time is injected: whatever decides takes a `Clock`, and no test sleeps."""
 
 from __future__ import annotations
 

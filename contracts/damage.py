@@ -40,7 +40,7 @@ COUNTERS = {
     "pages_damaged_on_host": DamageSite.LOAD,
     "pages_damaged_in_storage": DamageSite.STORAGE,
     "stale_pages": DamageSite.STEP,
-    "states_damaged_parked": DamageSite.RESTORE,
+    "states_damaged_swapped": DamageSite.RESTORE,
     "arena_pages_damaged": DamageSite.ARENA,
 }
 """Counters of workers, by name, that count damage."""

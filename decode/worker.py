@@ -18,7 +18,7 @@ from cache.allocation.allocation import Allocation
 from cache.device.device_port import DEVICE, Completion, spans
 from cache.manager.kv_cache_manager import KVCacheManager
 from cache.prefix_cache.token_prefix import TokenPrefix
-from contracts.block_hash import chain_keys
+from contracts.block_hash import block_hashes
 from contracts.clock import Clock
 from contracts.config.cluster_config import Config
 from contracts.damage import PREFIX, DamageSite, log_damage
@@ -67,7 +67,7 @@ class DecodeWorker(WorkerLoop[DecodeRequest]):
         incarnation: Incarnation,
         config: Config,
         engine: ModelRunner,
-        seat: KVCacheManager,
+        manager: KVCacheManager,
         receiver: KVReceiver,
         waiter: Sleeper,
         *,
@@ -78,24 +78,24 @@ class DecodeWorker(WorkerLoop[DecodeRequest]):
     ) -> None:
         """`sender`: the end of the rooms in which other decode workers receive what this one hands on."""
         self._name, self._incarnation, self._config = name, incarnation, config
-        self._engine, self._seat, self._receiver = engine, seat, receiver
+        self._engine, self._manager, self._receiver = engine, manager, receiver
         self._clock, self._pause = clock, pause
         self._reuse = config.cache_for(self.role).prefix_reuse
         self._reasoning = ReasoningSpans.of(config.cache_for(self.role))
-        self._page_tokens = seat.spec.page_tokens
-        self._full = seat.full
-        self._pages = seat.pools.allocators[self._full]
-        self.fits = WorkerLimits(seat.max_positions, context)
+        self._page_tokens = manager.spec.page_tokens
+        self._full = manager.full
+        self._pages = manager.pools.allocators[self._full]
+        self.fits = WorkerLimits(manager.max_positions, context)
         fitness = NonfiniteRows(config.cluster.nonfinite_rows, config.cluster.nonfinite_window_s, clock)
         super().__init__(RequestTable(name, self.fits, clock), waiter, fitness)
         self._waiting: deque[DecodeRequest] = deque()
         self._running: deque[DecodeRequest] = deque()
-        self._retraction = Retraction(seat, config.decode, clock)
-        self._pressure = MemoryPressure(seat, config.decode, self._retraction)
-        self._ahead = StepOverlap[DecodeRequest]()
-        books = Books(self._depart, self._come_back, self._loaded, self._leave, self._fail, self._share)
-        self._departures = OutgoingMigrations(name, seat, sender, self._desk, config, clock, books)
-        self._fetching = PrefixPulls(seat, receiver, self._desk, reuse=self._reuse)
+        self._retraction = Retraction(manager, config.decode, clock)
+        self._pressure = MemoryPressure(manager, config.decode, self._retraction)
+        self._overlap = StepOverlap[DecodeRequest]()
+        books = Books(self._depart, self._come_back, self._loaded, self._leave, self._fail, self._cache_pages)
+        self._migrations = OutgoingMigrations(name, manager, sender, self._request_table, config, clock, books)
+        self._prefix_pulls = PrefixPulls(manager, receiver, self._request_table, reuse=self._reuse)
         self._landed = False
         """Whether the last round committed something: then the next may have room for somebody."""
         self._steps = self._launches = 0
@@ -111,52 +111,52 @@ class DecodeWorker(WorkerLoop[DecodeRequest]):
 
     def handle(self, session: SessionId, command: Command) -> None:
         if isinstance(command, MigrationCommand):
-            self._transit(session, command)
+            self._on_migration_command(session, command)
             return
-        self._departures.offers.session = session
+        self._migrations.offers.session = session
         if isinstance(command, InvalidatePrefix):
-            self._seat.condemn(TokenPrefix.of(command.tokens, self._page_tokens, command.salt))
+            self._manager.invalidate(TokenPrefix.of(command.tokens, self._page_tokens, command.salt))
             return
-        submit = self._desk.accept(session, command, self._cancel)
+        submit = self._request_table.accept(session, command, self._cancel)
         if submit is None:
             return
-        keys = chain_keys(submit.tokens, self._page_tokens, submit.salt)
+        keys = block_hashes(submit.tokens, self._page_tokens, submit.salt)
         refusal = self._open(submit, keys)
         if refusal is not None:
-            self._desk.refuse(session, submit, refusal)
+            self._request_table.refuse(session, submit, refusal)
             return
         now = self._clock.now()
         prefix = TokenPrefix.of(submit.tokens, self._page_tokens, submit.salt, keys)
         request = DecodeRequest(session, submit, now, now + submit.deadline_s, prefix)
-        self._desk.add(request)
+        self._request_table.add(request)
         self._waiting.append(request)
 
-    def _transit(self, session: SessionId, command: MigrationCommand) -> None:
+    def _on_migration_command(self, session: SessionId, command: MigrationCommand) -> None:
         if isinstance(command, PullPrefix):
-            self._fetching.handle(session, command)
+            self._prefix_pulls.handle(session, command)
         else:
-            self._departures.handle(session, command)
+            self._migrations.handle(session, command)
 
     def wait(self, timeout_s: float) -> None:
-        if not (self._ahead or self._landed or self._departures.sending):
+        if not (self._overlap or self._landed or self._migrations.sending):
             # Of those who run nobody could take a step: they wait for loads, or for pages.
             timeout_s = min(timeout_s, _LOOK_S) if self._running or len(self._retraction) else timeout_s
-            deadlines = self._desk.next_deadline, self._receiver.next_deadline, self._departures.next_deadline
+            deadlines = self._request_table.next_deadline, self._receiver.next_deadline, self._migrations.next_deadline
             due = seconds_until(self._clock, *deadlines)
             self._waiter.wait(min(timeout_s, due))
 
     @property
     def drained(self) -> bool:
-        at_work = self._desk or self._ahead or self._receiver.rooms or self._seat.busy
-        return self._desk.draining and not at_work and self._departures.quiet and self._departures.offers.over
+        at_work = self._request_table or self._overlap or self._receiver.rooms or self._manager.busy
+        return self._request_table.draining and not at_work and self._migrations.quiet and self._migrations.offers.over
 
     def undrain(self) -> None:
         super().undrain()
-        self._departures.undrain()
+        self._migrations.undrain()
 
     @property
     def control(self) -> str:
-        return self._departures.control
+        return self._migrations.control
 
     @property
     def fingerprint(self) -> Fingerprint:
@@ -164,29 +164,31 @@ class DecodeWorker(WorkerLoop[DecodeRequest]):
 
     @property
     def runnable(self) -> bool:
-        return bool(self._running or self._ahead)
+        return bool(self._running or self._overlap)
 
     def status(self) -> Status:
         return Status(
             name=self._name,
             role=self.role,
-            state="draining" if self._desk.draining else "ready",
+            state="draining" if self._request_table.draining else "ready",
             pid=os.getpid(),
             node=platform.node(),
             incarnation=self._incarnation,
-            running=(running := sum(r.phase in (DecodePhase.RUNNING, DecodePhase.LEAVING) for r in self._desk)),
-            waiting=len(self._desk) - running,
+            running=(
+                running := sum(r.phase in (DecodePhase.RUNNING, DecodePhase.LEAVING) for r in self._request_table)
+            ),
+            waiting=len(self._request_table) - running,
             pages_total=self._pages.total,
-            pages_free=self._seat.free(self._full),
+            pages_free=self._manager.free_pages(self._full),
             steps=self._steps,
-            outgoing=self._departures.rooms,
+            outgoing=self._migrations.rooms,
             counters={
                 **self._counters,
-                **self._departures.stats,
-                "fetched_bytes": self._fetching.bytes,
+                **self._migrations.stats,
+                "fetched_bytes": self._prefix_pulls.bytes,
                 **self._retraction.counters,
                 "retracted": len(self._retraction),
-                **self._seat.stats(),
+                **self._manager.stats(),
                 f"{PREFIX}{DamageSite.LOGITS}": self._fitness.rows,
                 "pages_damaged": self._receiver.damaged,
                 "late_messages": self._receiver.late,
@@ -194,25 +196,31 @@ class DecodeWorker(WorkerLoop[DecodeRequest]):
         )
 
     def check(self) -> CheckReport:
-        found = self._seat.check({pool: self._receiver.holds(pool) for pool in self._seat.spec.by_name})
-        found += self._receiver.check() + self._departures.check() + self._retraction.check()
-        claims = sum(r.claim is not None for r in self._desk) + len(self._departures.giving) + len(self._fetching)
-        if claims != self._seat.claims:
-            found.append(f"{self._seat.claims} claims, requests hold {claims}")
+        found = self._manager.check({pool: self._receiver.holds(pool) for pool in self._manager.spec.by_name})
+        found += self._receiver.check() + self._migrations.check() + self._retraction.check()
+        allocations = (
+            sum(r.allocation is not None for r in self._request_table)
+            + len(self._migrations.prefix_pushes)
+            + len(self._prefix_pulls)
+        )
+        if allocations != self._manager.allocations:
+            found.append(f"{self._manager.allocations} allocations, requests hold {allocations}")
         queues = {DecodePhase.WAITING: list(self._waiting), DecodePhase.RUNNING: list(self._running)}
         queues |= {phase: [r for r in self._retraction if r.phase is phase] for phase in OFF_DEVICE}
         for phase, queue in queues.items():
-            members = [r for r in self._desk if r.phase is phase]
+            members = [r for r in self._request_table if r.phase is phase]
             if {id(r) for r in members} != {id(r) for r in queue} or len(members) != len(queue):
                 found.append(f"{len(members)} requests are {phase}, {len(queue)} are in that queue")
-        for request in self._desk:
+        for request in self._request_table:
             if (request.phase in (DecodePhase.WAITING, DecodePhase.RETRACTED)) != (
-                request.claim is None
-            ) and not request.parked:
-                found.append(f"request {request.submit.request_id} is {request.phase} and its claim says otherwise")
+                request.allocation is None
+            ) and not request.swapped:
+                found.append(
+                    f"request {request.submit.request_id} is {request.phase} and its allocation says otherwise"
+                )
             lengths = (request.committed, request.launched, request.planned)
             known = len(request.tokens) - 1 if request.phase not in (DecodePhase.WAITING, DecodePhase.ARRIVING) else 0
-            if lengths[0] != known or not known <= lengths[1] <= known + len(self._ahead) or lengths[1] != lengths[2]:
+            if lengths[0] != known or not known <= lengths[1] <= known + len(self._overlap) or lengths[1] != lengths[2]:
                 found.append(f"request {request.submit.request_id} has {known} positions and says {lengths}")
         rooms, slots = self._receiver.rooms, self._receiver.slots
         return CheckReport(self._name, self._pages.total, slots.total, self._pages.leases, rooms, tuple(found))
@@ -220,14 +228,14 @@ class DecodeWorker(WorkerLoop[DecodeRequest]):
     def close(self) -> None:
         self._reuse = False  # Nobody will come for what could be kept.
         try:
-            for request in self._desk:
+            for request in self._request_table:
                 self._leave(request, "the worker closes")
-            self._ahead.drop()
-            self._fetching.close()
-            self._departures.giving.close()
-            self._seat.close()
+            self._overlap.drop()
+            self._prefix_pulls.close()
+            self._migrations.prefix_pushes.close()
+            self._manager.close()
         finally:
-            self._departures.close()
+            self._migrations.close()
             self._receiver.close()
             self._waiter.close()
 
@@ -242,18 +250,18 @@ class DecodeWorker(WorkerLoop[DecodeRequest]):
             return AdmissionRefusal(ErrorKind.ROOM, str(error))
         return None
 
-    def _hear(self) -> None:
-        self._recover(self._seat.poll())
-        self._departures.hear()
+    def _poll(self) -> None:
+        self._recover(self._manager.poll())
+        self._migrations.poll()
         outcomes = self._receiver.poll()
         if not outcomes:
             return
-        by_room = {r.submit.room: r for r in self._desk}
+        by_room = {r.submit.room: r for r in self._request_table}
         for outcome in outcomes:
             request = by_room.get(outcome.room)
-            if self._fetching.hears(outcome):
+            if self._prefix_pulls.on_room(outcome):
                 continue
-            if request is None or not self._desk.holds(request):
+            if request is None or not self._request_table.holds(request):
                 if isinstance(outcome, PromptArrived):
                     outcome.release()
             elif isinstance(outcome, PromptArrived):
@@ -266,35 +274,35 @@ class DecodeWorker(WorkerLoop[DecodeRequest]):
 
     def _start(self, request: DecodeRequest, arrived: PromptArrived) -> None:
         request.step(DecodeEvent.ARRIVED)
-        assert request.claim is not None
-        self._seat.adopt(request.claim, len(request.submit.tokens), arrived.leases, arrived.digests)
+        assert request.allocation is not None
+        self._manager.commit_transfer(request.allocation, len(request.submit.tokens), arrived.leases, arrived.digests)
         request.start(arrived.metadata)
         request.marks["arrived"] = self._clock.now() - request.arrived
         if arrived.metadata.computed_tokens:  # What another decode worker hands over was computed by nobody.
             seconds = request.marks["arrived"] - request.marks["grant"]
             self._retraction.rates.saw_prefill(len(request.submit.tokens), seconds)
         self._counters["received_bytes"] += arrived.bytes
-        self._report(request, held=request.claim.cached.total, received=arrived.bytes)
+        self._report(request, held=request.allocation.cached.total, received=arrived.bytes)
         self._running.append(request)
-        if self._reuse and not request.claim.betrayed:
+        if self._reuse and not request.allocation.invalid:
             # From now on others with the same prompt have it from here.
-            self._seat.share(request.claim, request.prefix, request.submit.priority, full_only=True)
+            self._manager.cache_pages(request.allocation, request.prefix, request.submit.priority, full_only=True)
 
-    def _recover(self, betrayed: list[Allocation]) -> None:
+    def _recover(self, invalid: list[Allocation]) -> None:
         """End attempts that relied on state which turned out damaged: the next one finds it gone and is sent it all."""
-        for request in [r for r in self._desk if r.claim in betrayed]:
+        for request in [r for r in self._request_table if r.allocation in invalid]:
             self._fail(request, ErrorKind.DAMAGED, "a page loaded for it was damaged")
 
     def _admit(self) -> None:
         """Who was here already comes back before anybody new is admitted."""
         self._lose(self._retraction.advance())
-        self._lose(self._retraction.resume(lambda request: self._pressure.leaves_room(request, self._desk)))
+        self._lose(self._retraction.resume(lambda request: self._pressure.has_room_for(request, self._request_table)))
         if not self._retraction.first_in_line:
             self._grant()
         for request in [r for r in self._waiting if r.submit.moving]:
             self._fail(request, ErrorKind.OVERLOADED, "there is no room for it now")
-        self._seat.launch()
-        self._recover(self._seat.poll())
+        self._manager.launch()
+        self._recover(self._manager.poll())
         back, lost = self._retraction.returned()
         self._running += back
         self._lose(lost)
@@ -310,27 +318,29 @@ class DecodeWorker(WorkerLoop[DecodeRequest]):
         for request in list(self._waiting):
             if self._waits_for_another(request):
                 continue
-            if not self._pressure.leaves_room(request, self._desk):
+            if not self._pressure.has_room_for(request, self._request_table):
                 return
             submit, prefix = request.submit, request.prefix if self._reuse else request.prefix.head(0)
             prompt, owner = len(submit.tokens), f"room {submit.room}"
-            reserved = self._seat.reserve(prefix, prompt, request.positions_for(prompt + 1), owner, request.positions)
+            reserved = self._manager.preallocate(
+                prefix, prompt, request.positions_for(prompt + 1), owner, request.positions
+            )
             if reserved is None:
                 return
-            claim, leases = reserved
+            allocation, leases = reserved
             # From here on the prefill worker may write to them, so nothing that was launched may still use them.
             granted = {pool: lease.indices for pool, lease in leases.items()}
             self._engine.device.touch(f"grant of {submit.room}", writes=spans(DEVICE, granted))
-            if not self._receiver.grant(submit.room, leases, claim.held()):
-                self._seat.release(claim)
+            if not self._receiver.grant(submit.room, leases, allocation.held()):
+                self._manager.free(allocation)
                 for lease in leases.values():
                     lease.release()
                 return
             self._waiting.remove(request)
-            request.claim, request.behind = claim, None
+            request.allocation, request.behind = allocation, None
             request.step(DecodeEvent.GRANT)
             request.marks["grant"] = self._clock.now() - request.arrived
-            self._counters["prompt_tokens_held"] += claim.cached.total
+            self._counters["prompt_tokens_held"] += allocation.cached.total
 
     def _waits_for_another(self, request: DecodeRequest) -> bool:
         """Whether another request is receiving pages that this one can have from the tree afterwards.
@@ -350,8 +360,10 @@ class DecodeWorker(WorkerLoop[DecodeRequest]):
 
     def _receiving(self, request: DecodeRequest) -> DecodeRequest | None:
         """Who is receiving more of this request's prompt than the device has."""
-        arriving = [r for r in self._desk if r.phase is DecodePhase.ARRIVING and r.submit.salt == request.submit.salt]
-        there = self._seat.on_device(request.prefix) if arriving else 0
+        arriving = [
+            r for r in self._request_table if r.phase is DecodePhase.ARRIVING and r.submit.salt == request.submit.salt
+        ]
+        there = self._manager.on_device(request.prefix) if arriving else 0
         for other in arriving:
             most = min(len(request.prefix), len(other.prefix))
             # Keys are chained: pages are in common up to the first that differs.
@@ -367,7 +379,7 @@ class DecodeWorker(WorkerLoop[DecodeRequest]):
         """
         able = (r for r in self._running if r.can_go_on and self._loaded(r))
         batch, short = self._pressure.backed(able, self._config.decode.max_batch_tokens)
-        for victim in self._pressure.victims(short, self._running):
+        for victim in self._pressure.choose_victims(short, self._running):
             self._retract(victim)
         batch = [request for request in batch if request.phase is DecodePhase.RUNNING]
         for request in batch:
@@ -387,7 +399,7 @@ class DecodeWorker(WorkerLoop[DecodeRequest]):
 
     def _loaded(self, request: DecodeRequest) -> bool:
         """Whether all that was loaded for it is there and good: a request joins a batch with everything, or not."""
-        return request.claim is not None and self._seat.settled(request.claim)
+        return request.allocation is not None and self._manager.settled(request.allocation)
 
     def _compute(self) -> None:
         """Launch the next step, then commit the one before it."""
@@ -395,23 +407,23 @@ class DecodeWorker(WorkerLoop[DecodeRequest]):
         if batch:
             self._launch(batch)
         self._landed = False
-        for results in self._ahead.landed(go_on=bool(batch)):
+        for results in self._overlap.landed(go_on=bool(batch)):
             self._landed = True
             self._steps += 1
             for request, output in results:
                 # Who ended while this step was under way has no use for what it drew.
                 if request.phase in _STEPPING:
                     self._commit(request, output)
-        self._departures.settle()
+        self._migrations.settle()
 
     def _launch(self, batch: list[DecodeRequest]) -> None:
         step = self._engine.launch([self._row(request) for request in batch])
-        self._ahead.launched(step, batch)
+        self._overlap.launched(step, batch)
         for number, request in enumerate(batch):
             request.launched = request.planned
             request.latest = TokenFromStep(step, number)
-            if self._seat.stateful and request.claim is not None and request.launched % self._page_tokens == 0:
-                self._seat.snapshot(request.claim, request.launched)
+            if self._manager.stateful and request.allocation is not None and request.launched % self._page_tokens == 0:
+                self._manager.snapshot(request.allocation, request.launched)
         went = set(map(id, batch))
         self._running = deque([r for r in self._running if id(r) not in went] + batch)
         self._launches += 1
@@ -420,9 +432,9 @@ class DecodeWorker(WorkerLoop[DecodeRequest]):
             self._pause(self._config.faults.step_delay_s)
 
     def _row(self, request: DecodeRequest) -> BatchRow:
-        assert request.claim is not None
+        assert request.allocation is not None
         at, sampling = request.launched, request.submit.sampling
-        tables = self._seat.tables(request.claim, at, at + 1)
+        tables = self._manager.block_tables(request.allocation, at, at + 1)
         full = tables.pop(self._full)
         history = tuple(request.tokens) if needs_history(sampling) else ()
         draw = TokenDraw(sampling, history, request.submit.prompt_len, at + 1)
@@ -445,9 +457,9 @@ class DecodeWorker(WorkerLoop[DecodeRequest]):
         logprobs = (drawn.logprob,) if drawn.logprob is not None else ()
         event = Tokens(submit.request_id, submit.attempt, len(request.tokens), (drawn.token,), logprobs)
         request.commit(drawn.token)
-        if request.claim is not None:
-            self._seat.slide(request.claim, request.committed)
-        self._desk.tell(request.session, event)
+        if request.allocation is not None:
+            self._manager.free_window_pages(request.allocation, request.committed)
+        self._request_table.emit(request.session, event)
         if "first_step" not in request.marks:
             request.marks["first_step"] = self._clock.now() - request.arrived
         if drawn.token in submit.sampling.stop_token_ids:
@@ -462,9 +474,9 @@ class DecodeWorker(WorkerLoop[DecodeRequest]):
         log_damage(
             log, DamageSite.STEP, request=request.submit.request_id, positions=[request.committed, request.launched]
         )
-        assert request.claim is not None
-        self._seat.condemn(request.prefix)
-        request.claim.betrayed = True
+        assert request.allocation is not None
+        self._manager.invalidate(request.prefix)
+        request.allocation.invalid = True
         self._fail(request, ErrorKind.WORKER, "a step found a page of it given away")
 
     def _nonfinite(self, request: DecodeRequest) -> None:
@@ -473,51 +485,51 @@ class DecodeWorker(WorkerLoop[DecodeRequest]):
         log_damage(
             log, DamageSite.LOGITS, request=request.submit.request_id, positions=[request.committed, request.launched]
         )
-        assert request.claim is not None
-        self._seat.condemn(request.prefix)
-        request.claim.betrayed = True
+        assert request.allocation is not None
+        self._manager.invalidate(request.prefix)
+        request.allocation.invalid = True
         self._fail(request, ErrorKind.NONFINITE, NONFINITE)
 
     # ------------------------------------------------------------ ends
 
-    def _share(self, request: DecodeRequest) -> None:
+    def _cache_pages(self, request: DecodeRequest) -> None:
         """Keep the state of what it has committed, for the next turn of the conversation."""
-        claim = request.claim
-        if not self._reuse or claim is None or claim.betrayed:
+        allocation = request.allocation
+        if not self._reuse or allocation is None or allocation.invalid:
             return
         tokens = request.tokens[: request.committed]
         if self._reasoning is not None:
             tokens = tokens[: self._reasoning.keeps(tokens, request.submit.prompt_len)]
-        self._seat.seal([(claim, request.committed)])
+        self._manager.seal([(allocation, request.committed)])
         known = request.prefix.head(len(tokens) // self._page_tokens)
         prefix = known.longer(tokens[len(known) * self._page_tokens :])
-        self._seat.share(claim, prefix, request.submit.priority)
+        self._manager.cache_pages(allocation, prefix, request.submit.priority)
 
     def _finish(self, request: DecodeRequest, reason: str, stop_token: int | None) -> None:
         submit = request.submit
         request.marks["done"] = self._clock.now() - request.arrived
         key = (submit.request_id, submit.attempt)
         self._report(request, computed=request.computed)
-        self._departures.ended(request)
-        self._pressure.growth.ended(request.generated)
-        self._desk.tell(request.session, Done(*key, reason, stop_token))
+        self._migrations.ended(request)
+        self._pressure.output_lengths.ended(request.generated)
+        self._request_table.emit(request.session, Done(*key, reason, stop_token))
         self._leave(request, reason)
 
     def _report(self, request: DecodeRequest, *, held: int = 0, computed: int = 0, received: int = 0) -> None:
         key = (request.submit.request_id, request.submit.attempt)
         progress = LegReport(*key, self.role, self._name, dict(request.marks), held, computed, received)
-        self._desk.tell(request.session, progress)
+        self._request_table.emit(request.session, progress)
 
     def _fail(self, request: DecodeRequest, kind: ErrorKind, message: str, blame: WorkerName | None = None) -> None:
         submit = request.submit
         done = Done(submit.request_id, submit.attempt, "error", error=kind, message=message, blame=blame)
-        self._desk.tell(request.session, done)
+        self._request_table.emit(request.session, done)
         self._leave(request, message)
 
     def _cancel(self, request: DecodeRequest, reason: str) -> None:
         if request.phase in _STEPPING:
             # A stop string of the router's ends answers this way too: it grows no further.
-            self._pressure.growth.ended(request.generated)
+            self._pressure.output_lengths.ended(request.generated)
         self._leave(request, reason)
 
     def _depart(self, request: DecodeRequest) -> None:
@@ -530,20 +542,20 @@ class DecodeWorker(WorkerLoop[DecodeRequest]):
 
     def _leave(self, request: DecodeRequest, reason: str) -> None:
         """The one way out of the books, from any phase; the room gives back what it holds by its own rules."""
-        self._departures.drop(request, reason)
+        self._migrations.drop(request, reason)
         self._receiver.abort(request.submit.room, reason)
-        if request.claim is not None:
+        if request.allocation is not None:
             if request.phase in _STEPPING or request.phase is DecodePhase.LEAVING:
-                self._share(request)
+                self._cache_pages(request)
             under_way: list[Completion] = [request.latest.step.completion] if request.latest is not None else []
             if request.returning is not None:
                 under_way.append(request.returning.restored)
-            self._seat.release(request.claim, under_way)
-            request.claim = None
+            self._manager.free(request.allocation, under_way)
+            request.allocation = None
         self._retraction.leave(request)
         # Where anything above breaks off, as in a round that failed, the request is still in the books, whole.
         queue = {DecodePhase.WAITING: self._waiting, DecodePhase.RUNNING: self._running}.get(request.phase)
         if queue is not None:
             queue.remove(request)
         request.step(DecodeEvent.END)
-        self._desk.remove(request)
+        self._request_table.remove(request)

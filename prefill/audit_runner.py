@@ -46,14 +46,14 @@ class AuditRunner:
         self,
         config: Config,
         engine: ModelRunner,
-        seat: KVCacheManager,
+        manager: KVCacheManager,
         tell: Callable[[SessionId, Event], None],
         nonfinite: Callable[[], None],
         most_positions: int,
     ) -> None:
         """`nonfinite` is told of each row whose logits are no numbers. `most_positions`: the longest answer, prompt
         included, that this worker can hold."""
-        self._engine, self._seat, self._tell, self._nonfinite = engine, seat, tell, nonfinite
+        self._engine, self._manager, self._tell, self._nonfinite = engine, manager, tell, nonfinite
         self._chunk = min(config.audit.chunk_tokens, config.prefill.chunk_tokens)
         self._most = most_positions
         # Other numbers of ranks add up in another order, so they agree within rounding only.
@@ -68,17 +68,21 @@ class AuditRunner:
         return len(self._waiting) + (self._running is not None)
 
     @property
-    def claims(self) -> int:
-        """Claims of the seat that audits hold."""
-        return int(self._running is not None and self._running.claim is not None)
+    def allocations(self) -> int:
+        """Allocations of the KV cache manager that audits hold."""
+        return int(self._running is not None and self._running.allocation is not None)
 
     def check(self) -> list[str]:
         """What doesn't agree in its own books."""
         found = [f"audit {a.audit.request_id} waits and is {a.state}" for a in self._waiting if a.state != "waiting"]
         running = self._running
-        if running is not None and (running.state is not AuditRunState.RUNNING or running.claim is None):
-            found.append(f"audit {running.audit.request_id} runs, is {running.state}, and its claim is {running.claim}")
-        return found + [f"audit {a.audit.request_id} waits with a claim" for a in self._waiting if a.claim is not None]
+        if running is not None and (running.state is not AuditRunState.RUNNING or running.allocation is None):
+            found.append(
+                f"audit {running.audit.request_id} runs, is {running.state}, and its allocation is {running.allocation}"
+            )
+        return found + [
+            f"audit {a.audit.request_id} waits with an allocation" for a in self._waiting if a.allocation is not None
+        ]
 
     # ------------------------------------------------------------ what comes and goes
 
@@ -90,7 +94,7 @@ class AuditRunner:
         if isinstance(command, Audit):
             self._take(session, command, busy=busy)
         elif isinstance(command, InvalidatePrefix):
-            self._seat.condemn(TokenPrefix.of(command.tokens, self._seat.spec.page_tokens, command.salt))
+            self._manager.invalidate(TokenPrefix.of(command.tokens, self._manager.spec.page_tokens, command.salt))
         elif isinstance(command, Cancel):
             self._cancel(session, command.request_id)
         return isinstance(command, Audit | InvalidatePrefix)
@@ -136,10 +140,10 @@ class AuditRunner:
         audition = self._running or self._admit()
         if audition is None:
             return
-        assert audition.claim is not None
+        assert audition.allocation is not None
         audit, start = audition.audit, audition.committed
         # The last token's state is nobody's: nothing was drawn after it.
-        end = self._seat.grow(audition.claim, min(len(audit.tokens) - 1, start + self._chunk))
+        end = self._manager.extend(audition.allocation, min(len(audit.tokens) - 1, start + self._chunk))
         (output,) = self._engine.launch([self._row(audition, start, end)]).outputs()
         if output.stale:
             self.counters[f"{PREFIX}{DamageSite.STEP}"] += 1
@@ -159,29 +163,29 @@ class AuditRunner:
             self.counters["audits_computed"] += 1
             self._end(audition, AuditRunEvent.DONE, AuditEnd.COMPUTED)
         else:
-            self._seat.slide(audition.claim, end)
+            self._manager.free_window_pages(audition.allocation, end)
 
     def _admit(self) -> AuditRun | None:
         if not self._waiting:
             return None
         audition = self._waiting.popleft()
-        nothing = TokenPrefix.of((), self._seat.spec.page_tokens)
+        nothing = TokenPrefix.of((), self._manager.spec.page_tokens)
         positions = len(audition.audit.tokens) - 1
-        claim = self._seat.claim(nothing, positions, f"audit {audition.audit.request_id}", reusable=0)
-        if claim is None:
+        allocation = self._manager.allocate(nothing, positions, f"audit {audition.audit.request_id}", reusable=0)
+        if allocation is None:
             self._preempt(audition, "no room for it now")
             return None
-        audition.claim = claim
+        audition.allocation = allocation
         audition.state = AUDITS.next(audition.state, AuditRunEvent.ADMIT)
         self._running = audition
-        self._seat.launch()
+        self._manager.launch()
         return audition
 
     def _row(self, audition: AuditRun, start: int, end: int) -> BatchRow:
-        audit, claim = audition.audit, audition.claim
-        assert claim is not None
-        tables = self._seat.tables(claim, start, end)
-        full = tables.pop(self._seat.full)
+        audit, allocation = audition.audit, audition.allocation
+        assert allocation is not None
+        tables = self._manager.block_tables(allocation, start, end)
+        full = tables.pop(self._manager.full)
         known = KnownAnswer(audit.sampling, audit.tokens, audit.prompt_len)
         return BatchRow(audit.tokens[start:end], start, full.pages, epochs=full.epochs, others=tables, replay=known)
 
@@ -216,9 +220,9 @@ class AuditRunner:
     def _leave(self, audition: AuditRun, event: AuditRunEvent) -> None:
         """The one way out of the books."""
         audition.state = AUDITS.next(audition.state, event)
-        if audition.claim is not None:
-            self._seat.release(audition.claim)
-            audition.claim = None
+        if audition.allocation is not None:
+            self._manager.free(audition.allocation)
+            audition.allocation = None
         if self._running is audition:
             self._running = None
         elif audition in self._waiting:

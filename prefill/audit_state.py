@@ -49,7 +49,7 @@ class AuditRun:
     session: SessionId
     audit: Audit
     state: AuditRunState = AuditRunState.WAITING
-    claim: Allocation | None = None
+    allocation: Allocation | None = None
     committed: int = 0
     """Positions whose state is computed."""
     checked: int = 0

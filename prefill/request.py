@@ -2,9 +2,9 @@
 
     waiting --admit--> running --last chunk--> computed --hand-over posted--> (gone)
        ^                  |                        |
-       +------- park -----+------------------------+
+       +------- preempt -----+------------------------+
 
-A request is parked when one whose pages decode has already granted needs the room: its finished pages go to the
+A request is preempted when one whose pages decode has already granted needs the room: its finished pages go to the
 tree, and it starts over from what is still there. It also starts over when a step finds that a page of it was given
 away, or when what was loaded for it turns out damaged. Its first token, once drawn, stays drawn.
 """
@@ -35,7 +35,7 @@ class PrefillPhase(StrEnum):
 class PrefillEvent(StrEnum):
     ADMIT = "admit"
     COMPUTED = "computed"
-    PARK = "park"
+    PREEMPT = "preempt"
     END = "end"
 
 
@@ -45,10 +45,10 @@ PHASES = StateTable[PrefillPhase, PrefillEvent](
         PrefillPhase.WAITING: {PrefillEvent.ADMIT: PrefillPhase.RUNNING, PrefillEvent.END: PrefillPhase.GONE},
         PrefillPhase.RUNNING: {
             PrefillEvent.COMPUTED: PrefillPhase.COMPUTED,
-            PrefillEvent.PARK: PrefillPhase.WAITING,
+            PrefillEvent.PREEMPT: PrefillPhase.WAITING,
             PrefillEvent.END: PrefillPhase.GONE,
         },
-        PrefillPhase.COMPUTED: {PrefillEvent.PARK: PrefillPhase.WAITING, PrefillEvent.END: PrefillPhase.GONE},
+        PrefillPhase.COMPUTED: {PrefillEvent.PREEMPT: PrefillPhase.WAITING, PrefillEvent.END: PrefillPhase.GONE},
     },
 )
 
@@ -64,11 +64,11 @@ class PrefillRequest:
     prefix: TokenPrefix
     """The prompt's whole pages."""
     chain: list[bytes]
-    """Chain keys of all its pages, the last partly filled one included."""
+    """Block hashes of all its pages, the last partly filled one included."""
     prefetch: PrefetchRequest | None = None
     """What storage has of it, on its way to the host."""
     phase: PrefillPhase = PrefillPhase.WAITING
-    claim: Allocation | None = None
+    allocation: Allocation | None = None
     """Its pages, while it is running or computed."""
     committed: int = 0
     """Positions whose state is known to be there: what may be sealed, shared and sent."""
@@ -130,8 +130,8 @@ class PrefillRequest:
         found, lengths = [], (self.committed, self.launched, self.planned)
         if list(lengths) != sorted(lengths) or lengths[1] != lengths[2] or len(self.tokens) < lengths[2]:
             found.append(f"request {self.submit.request_id} has lengths {lengths} of {len(self.tokens)}")
-        if (self.phase is PrefillPhase.WAITING) != (self.claim is None):
-            found.append(f"request {self.submit.request_id} is {self.phase} and its claim says otherwise")
+        if (self.phase is PrefillPhase.WAITING) != (self.allocation is None):
+            found.append(f"request {self.submit.request_id} is {self.phase} and its allocation says otherwise")
         return found
 
     def start_over(self) -> None:

@@ -1,7 +1,7 @@
 """The prefill worker: one round hears, expires, admits, launches one chunk, seals, writes and publishes the last.
 
 Admission order is the one policy here: requests whose pages decode has granted come first, in order of arrival, and
-may park others that have no grant yet, so whoever holds decode's memory always gets on.
+may preempt others that have no grant yet, so whoever holds decode's memory always gets on.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from cache.allocation.allocation import Allocation
 from cache.device.device_port import DONE, Completion
 from cache.manager.kv_cache_manager import KVCacheManager
 from cache.prefix_cache.token_prefix import TokenPrefix
-from contracts.block_hash import chain_keys
+from contracts.block_hash import block_hashes
 from contracts.clock import Clock
 from contracts.config.cluster_config import Config
 from contracts.damage import PREFIX, DamageSite, log_damage
@@ -58,7 +58,7 @@ class PrefillWorker(WorkerLoop[PrefillRequest]):
         incarnation: Incarnation,
         config: Config,
         engine: ModelRunner,
-        seat: KVCacheManager,
+        manager: KVCacheManager,
         sender: KVSender,
         waiter: Sleeper,
         *,
@@ -67,25 +67,27 @@ class PrefillWorker(WorkerLoop[PrefillRequest]):
         pause: Callable[[float], None],
     ) -> None:
         self._name, self._incarnation, self._config = name, incarnation, config
-        self._engine, self._seat, self._sender = engine, seat, sender
+        self._engine, self._manager, self._sender = engine, manager, sender
         self._clock, self._pause = clock, pause
         self._reuse = config.cache_for(self.role).prefix_reuse
-        self._page_tokens = seat.spec.page_tokens
-        self._full = seat.full
-        self._pages = seat.pools.allocators[self._full]
-        self.fits = WorkerLimits(seat.max_positions, context)
+        self._page_tokens = manager.spec.page_tokens
+        self._full = manager.full
+        self._pages = manager.pools.allocators[self._full]
+        self.fits = WorkerLimits(manager.max_positions, context)
         cluster = config.cluster
         fitness = NonfiniteRows(cluster.nonfinite_rows, cluster.nonfinite_window_s, clock)
         super().__init__(RequestTable(name, self.fits, clock), waiter, fitness)
-        most = min(context, seat.max_positions)
-        self._auditor = AuditRunner(config, engine, seat, self._desk.tell, fitness.nonfinite, most)
+        most = min(context, manager.max_positions)
+        self._auditor = AuditRunner(config, engine, manager, self._request_table.emit, fitness.nonfinite, most)
         self._unconfirmed: dict[RoomId, PrefillRequest] = {}
         """Requests that have left, until decode confirms that what was sent is right."""
-        self._ahead = StepOverlap[StepMember]()
+        self._overlap = StepOverlap[StepMember]()
         self._landed = False
         """Whether the last round committed something: then the next may have room for somebody."""
         self._steps = 0
-        self._counters = dict.fromkeys(("prompt_tokens_computed", "prompt_tokens_cached", "parked", "stale_pages"), 0.0)
+        self._counters = dict.fromkeys(
+            ("prompt_tokens_computed", "prompt_tokens_cached", "preemptions", "stale_pages"), 0.0
+        )
 
     # ------------------------------------------------------------ the host's side
 
@@ -94,33 +96,35 @@ class PrefillWorker(WorkerLoop[PrefillRequest]):
             return  # For decode: prefill's requests leave by themselves.
         if self._auditor.handle(session, command, busy=self._busy):
             return
-        submit = self._desk.accept(session, command, self._cancel)
+        submit = self._request_table.accept(session, command, self._cancel)
         if submit is None:
             return
         if submit.peer is not None:
             try:
                 self._sender.open(submit.room, submit.peer)
             except WireError as error:
-                self._desk.refuse(session, submit, AdmissionRefusal(ErrorKind.ROOM, str(error)))
+                self._request_table.refuse(session, submit, AdmissionRefusal(ErrorKind.ROOM, str(error)))
                 return
         self._auditor.preempt("a request came")
         request = self._request(session, submit)
         if self._reusable(request):
-            request.prefetch = self._seat.prefetch(request.prefix.head(self._reusable(request)), submit.request_id)
-        self._desk.add(request)
+            request.prefetch = self._manager.prefetch(request.prefix.head(self._reusable(request)), submit.request_id)
+        self._request_table.add(request)
 
     def wait(self, timeout_s: float) -> None:
         if self._auditor and not self._busy:
             return
         if not self.runnable and not self._landed:
-            fetched = [self._seat.due(r.prefetch) for r in self._desk if r.prefetch is not None]
-            due = seconds_until(self._clock, self._desk.next_deadline, self._sender.next_deadline, *fetched)
+            fetched = [
+                self._manager.prefetch_deadline(r.prefetch) for r in self._request_table if r.prefetch is not None
+            ]
+            due = seconds_until(self._clock, self._request_table.next_deadline, self._sender.next_deadline, *fetched)
             self._waiter.wait(min(timeout_s, due))
 
     @property
     def _busy(self) -> bool:
         """Whether there is anything to do that comes before audits."""
-        return bool(self._desk or self._ahead or self._desk.draining)
+        return bool(self._request_table or self._overlap or self._request_table.draining)
 
     def drop_session(self, session: SessionId) -> None:
         self._auditor.drop_session(session)
@@ -132,12 +136,12 @@ class PrefillWorker(WorkerLoop[PrefillRequest]):
 
     @property
     def drained(self) -> bool:
-        at_work = self._desk or self._ahead or self._seat.busy
-        return self._desk.draining and not at_work and self._sender.quiet
+        at_work = self._request_table or self._overlap or self._manager.busy
+        return self._request_table.draining and not at_work and self._sender.quiet
 
     @property
     def runnable(self) -> bool:
-        return bool(self._ahead) or any(r.phase is PrefillPhase.RUNNING for r in self._desk)
+        return bool(self._overlap) or any(r.phase is PrefillPhase.RUNNING for r in self._request_table)
 
     @property
     def control(self) -> str:
@@ -148,23 +152,23 @@ class PrefillWorker(WorkerLoop[PrefillRequest]):
         return self._sender.fingerprint
 
     def status(self) -> Status:
-        waiting = sum(r.phase is PrefillPhase.WAITING for r in self._desk)
+        waiting = sum(r.phase is PrefillPhase.WAITING for r in self._request_table)
         return Status(
             name=self._name,
             role=self.role,
-            state="draining" if self._desk.draining else "ready",
+            state="draining" if self._request_table.draining else "ready",
             pid=os.getpid(),
             node=platform.node(),
             incarnation=self._incarnation,
-            running=len(self._desk) - waiting,
+            running=len(self._request_table) - waiting,
             waiting=waiting,
             pages_total=self._pages.total,
-            pages_free=self._seat.free(self._full),
+            pages_free=self._manager.free_pages(self._full),
             steps=self._steps,
             outgoing=self._sender.rooms,
             counters={
                 **self._counters,
-                **self._seat.stats(),
+                **self._manager.stats(),
                 **self._sender.outgoing,
                 **self._auditor.counters,
                 f"{PREFIX}{DamageSite.LOGITS}": self._fitness.rows,
@@ -174,65 +178,65 @@ class PrefillWorker(WorkerLoop[PrefillRequest]):
         )
 
     def check(self) -> CheckReport:
-        found = self._seat.check() + self._sender.check()
-        claims = sum(r.claim is not None for r in self._desk) + self._auditor.claims
-        if claims != self._seat.claims:
-            found.append(f"{self._seat.claims} claims, requests hold {claims}")
+        found = self._manager.check() + self._sender.check()
+        allocations = sum(r.allocation is not None for r in self._request_table) + self._auditor.allocations
+        if allocations != self._manager.allocations:
+            found.append(f"{self._manager.allocations} allocations, requests hold {allocations}")
         if self._sender.unconfirmed != self._unconfirmed.keys():
             found.append(f"{len(self._unconfirmed)} requests wait for decode's word, not the rooms that do")
-        found += [wrong for request in self._desk for wrong in request.check()] + self._auditor.check()
+        found += [wrong for request in self._request_table for wrong in request.check()] + self._auditor.check()
         return CheckReport(self._name, self._pages.total, 0, self._pages.leases, self._sender.rooms, tuple(found))
 
     def close(self) -> None:
         self._reuse = False  # Nobody will come for what could be kept.
         try:
-            for request in self._desk:
+            for request in self._request_table:
                 self._drop(request, ErrorKind.WORKER, "the worker closes")
             self._auditor.close()
-            self._ahead.drop()
-            self._seat.close()
+            self._overlap.drop()
+            self._manager.close()
         finally:
             self._sender.close()
             self._waiter.close()
 
     # ------------------------------------------------------------ the round
 
-    def _hear(self) -> None:
-        self._recover(self._seat.poll())
-        by_room = {r.submit.room: r for r in self._desk}
+    def _poll(self) -> None:
+        self._recover(self._manager.poll())
+        by_room = {r.submit.room: r for r in self._request_table}
         for outcome in self._sender.poll():
             request = by_room.get(outcome.room)
             if isinstance(outcome, RoomReleased):
                 gone = self._unconfirmed.pop(outcome.room, request)
                 if outcome.damaged and gone is not None:
-                    self._seat.condemn(gone.prefix)
-            if request is None or not self._desk.holds(request):
+                    self._manager.invalidate(gone.prefix)
+            if request is None or not self._request_table.holds(request):
                 continue
             if isinstance(outcome, RoomGranted):
                 request.marks["grant"] = self._clock.now() - request.arrived
                 # What is still being loaded goes out with the step that waits for it.
-                if request.claim is not None and self._seat.settled(request.claim):
+                if request.allocation is not None and self._manager.settled(request.allocation):
                     self._write(request, DONE)
             elif not outcome.received:
                 self._fail(request, ErrorKind.ROOM, outcome.reason, request.peer)
 
     def _admit(self) -> None:
         self._take_in()
-        self._seat.launch()
-        self._recover(self._seat.poll())
+        self._manager.launch()
+        self._recover(self._manager.poll())
 
     def _take_in(self) -> None:
-        waiting = [r for r in self._desk if r.phase is PrefillPhase.WAITING]
-        running = [r for r in self._desk if r.phase is PrefillPhase.RUNNING]
+        waiting = [r for r in self._request_table if r.phase is PrefillPhase.WAITING]
+        running = [r for r in self._request_table if r.phase is PrefillPhase.RUNNING]
         for request in sorted(waiting, key=lambda r: not self._entitled(r)):
             if len(running) >= self._config.prefill.max_running:
                 return
             if self._waits_for_another(request, running):
                 continue
-            if request.prefetch is not None and not self._seat.may_run(request.prefetch):
+            if request.prefetch is not None and not self._manager.may_run(request.prefetch):
                 continue
             while not self._take_pages(request):
-                if not (self._entitled(request) and self._park_one()):
+                if not (self._entitled(request) and self._preempt_one()):
                     return
                 running = [r for r in running if r.phase is PrefillPhase.RUNNING]
             request.step(PrefillEvent.ADMIT)
@@ -246,12 +250,12 @@ class PrefillWorker(WorkerLoop[PrefillRequest]):
         (`PrefillRequest.left`), so waiting doesn't take longer than computing the same beside it.
         """
         for other in running if self._reuse else ():
-            assert other.claim is not None
+            assert other.allocation is not None
             most = min(self._reusable(request), len(other.prefix))
             # Keys are chained: pages are in common up to the first that differs.
             common = bisect_left(range(most), True, key=lambda page: request.chain[page] != other.chain[page])
             end = common * self._page_tokens
-            if end > max(other.shared, other.claim.depth * self._page_tokens):
+            if end > max(other.shared, other.allocation.depth * self._page_tokens):
                 other.awaited = end if not other.awaited > other.launched else min(end, other.awaited)
                 return True
         return False
@@ -265,7 +269,11 @@ class PrefillWorker(WorkerLoop[PrefillRequest]):
         where the prompt ends.
         """
         prefill = self._config.prefill
-        able = [r for r in self._desk if r.phase is PrefillPhase.RUNNING and r.claim and r.launched < len(r.tokens)]
+        able = [
+            r
+            for r in self._request_table
+            if r.phase is PrefillPhase.RUNNING and r.allocation and r.launched < len(r.tokens)
+        ]
         budget = prefill.chunk_tokens
         first = max(self._page_tokens, int(budget * prefill.short_share)) if budget >= 2 * self._page_tokens else 0
         shorter = sorted((r for r in able[1:] if r.left < able[0].left), key=lambda r: r.left)
@@ -281,18 +289,18 @@ class PrefillWorker(WorkerLoop[PrefillRequest]):
         """Plan up to `most` further positions of it for this step; returns how many."""
         size, planned = self._page_tokens, request.planned
         # Recurrent states are kept as they are at the last page boundary: a chunk ends there.
-        boundary = request.last_boundary(size) if self._seat.stateful else 0
+        boundary = request.last_boundary(size) if self._manager.stateful else 0
         whole = boundary if request.launched < boundary else len(request.tokens)
-        if self._seat.stateful and request.awaited > request.launched:
+        if self._manager.stateful and request.awaited > request.launched:
             whole = min(whole, request.awaited)  # And those who wait for it go on from the state there.
         end = min(whole, planned + most)
         if end < whole and end // size * size > planned:
             end = end // size * size
         elif end < whole and most < self._config.prefill.chunk_tokens:
             return 0  # Less than a page, which a whole budget is the first to compute.
-        if request.claim is None or end <= planned:
+        if request.allocation is None or end <= planned:
             return 0
-        request.planned = max(planned, self._seat.grow(request.claim, end))
+        request.planned = max(planned, self._manager.extend(request.allocation, end))
         return request.planned - planned
 
     def _row(self, request: PrefillRequest, count: int) -> BatchRow:
@@ -301,8 +309,8 @@ class PrefillWorker(WorkerLoop[PrefillRequest]):
         last = end == len(tokens)
         draw = TokenDraw(sampling, tokens, request.submit.prompt_len) if last and request.wants_draw else None
         follow = tokens[start + 1 : end + 1] if request.wants_scores else ()
-        assert request.claim is not None
-        tables = self._seat.tables(request.claim, start, end)
+        assert request.allocation is not None
+        tables = self._manager.block_tables(request.allocation, start, end)
         full = tables.pop(self._full)
         top = sampling.prompt_logprobs or 0
         return BatchRow(
@@ -318,10 +326,10 @@ class PrefillWorker(WorkerLoop[PrefillRequest]):
         elif self._auditor and not self._busy:
             self._auditor.step()
         self._landed = False
-        for results in self._ahead.landed(go_on=bool(batch)):
+        for results in self._overlap.landed(go_on=bool(batch)):
             self._landed = True
             self._steps += 1
-            self._seat.computed(sum(member.count for member, _ in results), self._clock.now() - began)
+            self._manager.computed(sum(member.count for member, _ in results), self._clock.now() - began)
             self._prove([member for member, _ in results])
             # Who ended or started over while this step was under way has no use for what it computed.
             self._take([(m, out) for m, out in results if m.request.phase is PrefillPhase.RUNNING and m.current])
@@ -329,31 +337,31 @@ class PrefillWorker(WorkerLoop[PrefillRequest]):
     def _launch(self, batch: list[tuple[PrefillRequest, BatchRow]]) -> None:
         step = self._engine.launch([row for _, row in batch])
         members = [StepMember(request, request.starts, len(row.tokens), step) for request, row in batch]
-        self._ahead.launched(step, members)
+        self._overlap.launched(step, members)
         for request, _ in batch:
             request.launched = request.planned
             request.latest = step
-            if self._seat.stateful and request.claim is not None and request.launched % self._page_tokens == 0:
-                self._seat.snapshot(request.claim, request.launched)
+            if self._manager.stateful and request.allocation is not None and request.launched % self._page_tokens == 0:
+                self._manager.snapshot(request.allocation, request.launched)
         if self._config.faults.step_delay_s:
             self._pause(self._config.faults.step_delay_s)
 
     def _prove(self, members: list[StepMember]) -> None:
         """Wait until all that was loaded for these has proved good or not: before that, nothing of it is committed."""
         for member in members:
-            claim = member.request.claim
-            if member.current and claim is not None and not self._seat.settled(claim):
-                for completion in self._seat.completions(claim):
+            allocation = member.request.allocation
+            if member.current and allocation is not None and not self._manager.settled(allocation):
+                for completion in self._manager.completions(allocation):
                     completion.wait()
-                self._recover(self._seat.poll())
+                self._recover(self._manager.poll())
 
-    def _recover(self, betrayed: list[Allocation]) -> None:
+    def _recover(self, invalid: list[Allocation]) -> None:
         """Start over whoever relied on state that turned out damaged: it isn't in the tree any more."""
-        for request in [r for r in self._desk if r.claim in betrayed]:
+        for request in [r for r in self._request_table if r.allocation in invalid]:
             log.warning("request %s: it starts over, as a page loaded for it was damaged", request.submit.request_id)
             request.start_over()
             self._return_pages(request)
-            request.step(PrefillEvent.PARK)
+            request.step(PrefillEvent.PREEMPT)
 
     def _take(self, results: list[tuple[StepMember, RowOutput]]) -> None:
         """Commit one step's results, then hand over and publish what they finished."""
@@ -388,16 +396,16 @@ class PrefillWorker(WorkerLoop[PrefillRequest]):
         log_damage(
             log, DamageSite.STEP, request=request.submit.request_id, positions=[request.committed, request.launched]
         )
-        assert request.claim is not None
-        self._seat.condemn(request.prefix)
-        request.claim.betrayed = True
+        assert request.allocation is not None
+        self._manager.invalidate(request.prefix)
+        request.allocation.invalid = True
         request.stale += 1
         request.start_over()
         if request.stale > _STALE_LIMIT:
             self._fail(request, ErrorKind.WORKER, f"pages of it were given away {request.stale} times")
             return
         self._return_pages(request)
-        request.step(PrefillEvent.PARK)
+        request.step(PrefillEvent.PREEMPT)
 
     def _nonfinite(self, request: PrefillRequest) -> None:
         """Its logits were no numbers, so its state isn't to be trusted either: nothing of it is kept or handed over."""
@@ -405,28 +413,28 @@ class PrefillWorker(WorkerLoop[PrefillRequest]):
         log_damage(
             log, DamageSite.LOGITS, request=request.submit.request_id, positions=[request.committed, request.launched]
         )
-        assert request.claim is not None
-        self._seat.condemn(request.prefix)
-        request.claim.betrayed = True
+        assert request.allocation is not None
+        self._manager.invalidate(request.prefix)
+        request.allocation.invalid = True
         self._fail(request, ErrorKind.NONFINITE, NONFINITE)
 
     def _seal(self, requests: list[PrefillRequest]) -> None:
         """Tag every page that the step finished; a prompt's last page is finished with the prompt."""
-        claims = [(r.claim, r.committed) for r in requests if r.claim is not None]
-        self._seat.seal(claims)
-        for request, (claim, committed) in zip(requests, claims, strict=True):
+        allocations = [(r.allocation, r.committed) for r in requests if r.allocation is not None]
+        self._manager.seal(allocations)
+        for request, (allocation, committed) in zip(requests, allocations, strict=True):
             if committed == len(request.tokens):
-                request.ends = self._seat.tail(claim, committed) | self._seat.states(claim, committed)
+                request.ends = self._manager.tail(allocation, committed) | self._manager.states(allocation, committed)
             else:
-                self._seat.slide(claim, committed)
+                self._manager.free_window_pages(allocation, committed)
                 if committed - request.shared >= self._config.prefill.share_tokens or 0 < request.awaited <= committed:
-                    self._share(request)
+                    self._cache_pages(request)
                     request.awaited = 0
 
     def _complete(self, request: PrefillRequest, computed: Completion) -> None:
         """The prompt is done: publish its first token, then end the request or hand it over."""
         request.step(PrefillEvent.COMPUTED)
-        self._share(request)
+        self._cache_pages(request)
         self._publish(request)
         submit, drawn = request.submit, request.first
         generated = len(submit.emitted) + (drawn is not None)
@@ -438,30 +446,32 @@ class PrefillWorker(WorkerLoop[PrefillRequest]):
             self._write(request, computed)
 
     def _publish(self, request: PrefillRequest) -> None:
-        """First token, prompt scores and timeline, once; a parked request has been published before."""
+        """First token, prompt scores and timeline, once; a preempted request has been published before."""
         if "prefill" in request.marks:
             return
         request.marks["prefill"] = self._clock.now() - request.arrived
         submit, key = request.submit, (request.submit.request_id, request.submit.attempt)
         if request.wants_scores:
-            self._desk.tell(request.session, PromptScores(*key, tuple(request.scores)))
+            self._request_table.emit(request.session, PromptScores(*key, tuple(request.scores)))
         if request.first is not None:
             logprobs = (request.first.logprob,) if request.first.logprob is not None else ()
-            self._desk.tell(request.session, Tokens(*key, len(submit.tokens), (request.first.token,), logprobs))
+            self._request_table.emit(
+                request.session, Tokens(*key, len(submit.tokens), (request.first.token,), logprobs)
+            )
         tiers = {"device": request.cached.device, "host": request.cached.host, "storage": request.cached.storage}
         progress = LegReport(
             *key, self.role, self._name, dict(request.marks), request.cached.total, request.computed,
             cached_by_tier=tiers,
         )  # fmt: skip
-        self._desk.tell(request.session, progress)
+        self._request_table.emit(request.session, progress)
 
     def _write(self, request: PrefillRequest, computed: Completion) -> None:
         """Hand over what is sealed and not yet sent, after the step behind it; with the last page, the metadata."""
         room = request.submit.room
-        if not self._sender.granted(room) or request.claim is None:
+        if not self._sender.granted(room) or request.allocation is None:
             return
         wanted = self._sender.wanted(room)
-        self._sender.write(room, finished(wanted, request.claim, request.chain, request.ends), (computed,))
+        self._sender.write(room, finished(wanted, request.allocation, request.chain, request.ends), (computed,))
         if request.phase is PrefillPhase.COMPUTED:
             assert request.first is not None
             drawn = request.first
@@ -486,63 +496,63 @@ class PrefillWorker(WorkerLoop[PrefillRequest]):
 
     def _take_pages(self, request: PrefillRequest) -> bool:
         """Claim what the tiers have and pages for the rest; on False nothing was taken."""
-        claim = self._seat.claim(
+        allocation = self._manager.allocate(
             request.prefix, len(request.tokens), f"request {request.submit.request_id}",
             reusable=self._reusable(request), prefetch=request.prefetch,
         )  # fmt: skip
-        if claim is None:
+        if allocation is None:
             return False
-        request.claim = claim
-        request.begin(claim.depth * self._page_tokens)
-        request.cached = claim.cached
-        self._counters["prompt_tokens_cached"] += claim.cached.total
+        request.allocation = allocation
+        request.begin(allocation.depth * self._page_tokens)
+        request.cached = allocation.cached
+        self._counters["prompt_tokens_cached"] += allocation.cached.total
         return True
 
-    def _share(self, request: PrefillRequest) -> None:
+    def _cache_pages(self, request: PrefillRequest) -> None:
         """Give its finished pages to the tree at once, locked for as long as it is here: others may wait for them."""
-        if self._reuse and request.claim is not None and not request.claim.betrayed:
-            self._seat.share(request.claim, request.prefix, request.submit.priority)
+        if self._reuse and request.allocation is not None and not request.allocation.invalid:
+            self._manager.cache_pages(request.allocation, request.prefix, request.submit.priority)
             request.shared = request.committed
 
     def _return_pages(self, request: PrefillRequest) -> None:
         """Give finished pages to the tree and the rest back. Idempotent: nothing is held afterwards."""
-        if request.claim is None:
+        if request.allocation is None:
             return
-        self._share(request)
+        self._cache_pages(request)
         # What it shares with others is not its own to free, but a step under way may read that too.
-        self._seat.release(request.claim, [request.latest.completion] if request.latest is not None else [])
-        request.claim = None
+        self._manager.free(request.allocation, [request.latest.completion] if request.latest is not None else [])
+        request.allocation = None
 
-    def _park_one(self) -> bool:
+    def _preempt_one(self) -> bool:
         """Send the youngest request without a grant back to waiting; False when there is none."""
-        holders = [r for r in self._desk if r.claim is not None and not self._entitled(r)]
+        holders = [r for r in self._request_table if r.allocation is not None and not self._entitled(r)]
         if not holders:
             return False
         request = holders[-1]
         self._return_pages(request)
         request.start_over()
-        request.step(PrefillEvent.PARK)
-        self._counters["parked"] += 1
+        request.step(PrefillEvent.PREEMPT)
+        self._counters["preemptions"] += 1
         return True
 
     # ------------------------------------------------------------ ends
 
     def _request(self, session: SessionId, submit: Submit) -> PrefillRequest:
         now = self._clock.now()
-        chain = chain_keys(submit.tokens, self._page_tokens, submit.salt)
+        chain = block_hashes(submit.tokens, self._page_tokens, submit.salt)
         prefix = TokenPrefix.of(submit.tokens, self._page_tokens, submit.salt, chain)
         return PrefillRequest(session, submit, now, now + submit.deadline_s, prefix, chain)
 
     def _finish(self, request: PrefillRequest, reason: str, stop_token: int | None) -> None:
         self._sender.finish(request.submit.room)
         submit = request.submit
-        self._desk.tell(request.session, Done(submit.request_id, submit.attempt, reason, stop_token))
+        self._request_table.emit(request.session, Done(submit.request_id, submit.attempt, reason, stop_token))
         self._leave(request)
 
     def _fail(self, request: PrefillRequest, kind: ErrorKind, message: str, blame: WorkerName | None = None) -> None:
         submit = request.submit
         done = Done(submit.request_id, submit.attempt, "error", error=kind, message=message, blame=blame)
-        self._desk.tell(request.session, done)
+        self._request_table.emit(request.session, done)
         self._drop(request, kind, message)
 
     def _cancel(self, request: PrefillRequest, reason: str) -> None:
@@ -556,6 +566,6 @@ class PrefillWorker(WorkerLoop[PrefillRequest]):
         """The one way out of the books."""
         self._return_pages(request)
         if request.prefetch is not None:
-            self._seat.stop(request.prefetch)
+            self._manager.stop_prefetch(request.prefetch)
         request.step(PrefillEvent.END)
-        self._desk.remove(request)
+        self._request_table.remove(request)

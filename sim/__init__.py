@@ -1,1 +1,1 @@
-"""The simulator: whole clusters of the production brains under a virtual clock and one seed."""
+"""The simulator: whole clusters of the production code under a virtual clock and one seed."""

@@ -1,4 +1,4 @@
-"""What goes wrong around a seat in tests, and a watch that counts what really happened to its tree."""
+"""What goes wrong around a KV cache manager in tests, and a watch that counts what really happened to its tree."""
 
 from __future__ import annotations
 
@@ -47,13 +47,13 @@ class FaultyDevice:
         return self._device.submit(op, broken, after, **others)
 
 
-def damage_host(seat: KVCacheManager, rng: random.Random) -> bool:
+def damage_host(manager: KVCacheManager, rng: random.Random) -> bool:
     """Flip bits of a page that the tree holds on the host and nobody is reading or writing."""
-    parts = [p for n in seat.tree.nodes() for p in n.parts[Tier.HOST].values() if not p.locks]
-    if not parts or seat.host is None:
+    parts = [p for n in manager.tree.nodes() for p in n.parts[Tier.HOST].values() if not p.locks]
+    if not parts or manager.host is None:
         return False
     part = rng.choice(parts)
-    page = seat.host.layout.page(seat.host.region, part.component, rng.choice(part.lease.indices))
+    page = manager.host.layout.page(manager.host.region, part.component, rng.choice(part.lease.indices))
     page[rng.randrange(len(page))] ^= 1 + rng.randrange(255)
     return True
 
@@ -100,22 +100,22 @@ def _flipped(stored: bytes, rng: random.Random, *, again: bool) -> bytes:
 
 
 class Watch:
-    """Counts splits, healings, evictions and more, as they happen in `seat`'s tree, into `seen`."""
+    """Counts splits, healings, evictions and more, as they happen in `manager`'s tree, into `seen`."""
 
-    def __init__(self, seat: KVCacheManager, seen: Counter[str]) -> None:
-        self._tree, self._seen = seat.tree, seen
+    def __init__(self, manager: KVCacheManager, seen: Counter[str]) -> None:
+        self._tree, self._seen = manager.tree, seen
         self._evicting = False
         self._since: dict[int, int] = {}
-        tree: Any = seat.tree
+        tree: Any = manager.tree
         self._attach, tree._hang = tree._hang, self.attach
         self._split, tree._split = tree._split, self.split
         self._detach, tree._detach = tree._detach, self.detach
         self._evict, tree.evict = tree.evict, self.evict
-        self._condemn, tree.condemn_node = tree.condemn_node, self.condemn
-        wrapped: Any = seat
+        self._invalidate, tree.invalidate_node = tree.invalidate_node, self.invalidate
+        wrapped: Any = manager
         self._spill, wrapped._spill = wrapped._spill, self.spill
-        if seat.prefetcher is not None:
-            prefetcher: Any = seat.prefetcher
+        if manager.prefetcher is not None:
+            prefetcher: Any = manager.prefetcher
             self._end, prefetcher._end = prefetcher._end, self.end
 
     def attach(self, node: TreeNode, name: str, tier: Tier, lease: Lease, digests: tuple[int, ...]) -> NodePart:
@@ -150,11 +150,11 @@ class Watch:
         finally:
             self._evicting = before
 
-    def condemn(self, node: TreeNode) -> int:
+    def invalidate(self, node: TreeNode) -> int:
         locked = any(p.locks for tier in (Tier.DEVICE, Tier.HOST) for p in node.parts[tier].values())
-        count = self._condemn(node)
-        self._seen["condemned"] += count > 0
-        self._seen["condemned while locked"] += count > 0 and locked
+        count = self._invalidate(node)
+        self._seen["invalidated"] += count > 0
+        self._seen["invalidated while locked"] += count > 0 and locked
         return count
 
     def spill(self, node: TreeNode) -> bool:

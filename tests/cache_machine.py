@@ -1,4 +1,4 @@
-"""A hypothesis state machine that drives a seat's tree, tiers and pools against the model of `World`.
+"""A hypothesis state machine that drives a KV cache manager's tree, tiers and pools against the model of `World`.
 
 Hypothesis chooses the settings of each run and every step. `drive` runs the machine in rounds, each with its own fixed
 seed, until enough steps have changed state, and returns what happened: a run proves something only about what really
@@ -35,7 +35,7 @@ _STEPS = 50
 _EXAMPLES = 12
 _NUMBER = st.integers(0, 1 << 16)
 _WORLDS = st.fixed_dictionaries({
-    "lazy": st.sampled_from([True, True, False]),
+    "adversarial": st.sampled_from([True, True, False]),
     "write_policy": st.sampled_from(["through", "selective", "back"]),
     "eviction": st.sampled_from(["lru", "lfu", "fifo", "priority", "slru"]),
     "prefetch_policy": st.sampled_from(["wait_complete", "best_effort", "timeout"]),
@@ -45,7 +45,7 @@ _WORLDS = st.fixed_dictionaries({
     "host_pages": st.sampled_from([40, 14, 80, 40, 10, 0]),
 })  # fmt: skip
 _UNDISTURBED = st.fixed_dictionaries({
-    "lazy": st.booleans(),
+    "adversarial": st.booleans(),
     "write_policy": st.sampled_from(["through", "back"]),
     "pages": st.just(400),
     "host_pages": st.just(400),
@@ -90,7 +90,7 @@ class Machine(RuleBasedStateMachine):
 
     def step(self, visitor: Visitor, pages: int, share: bool, snapshot: bool, ahead: bool) -> None:
         world, end = self.world, visitor.launched == len(visitor.prefix)
-        if visitor.claim is None:
+        if visitor.allocation is None:
             world.admit(visitor)
         elif visitor.steps and (end or not ahead):
             world.commit(visitor, share=share, snapshot=snapshot)
@@ -143,8 +143,8 @@ class Machine(RuleBasedStateMachine):
 
     def stop_waiting_for_storage(self, who: int) -> None:
         waiting = [v.prefetch for v in self.world.visitors if v.prefetch and not v.prefetch.over]
-        if waiting and self.world.seat.prefetcher is not None:
-            self.world.seat.prefetcher.stop(waiting[who % len(waiting)])
+        if waiting and self.world.manager.prefetcher is not None:
+            self.world.manager.prefetcher.stop(waiting[who % len(waiting)])
             self.world.changes += 1
 
     # ------------------------------------------------------------ around them
@@ -190,7 +190,9 @@ class Machine(RuleBasedStateMachine):
 
     @precondition(lambda self: self.disturbing)
     @rule(
-        what=st.sampled_from(["evict", "evict", "evict", "evict on host", "damage host", "damage storage", "condemn"]),
+        what=st.sampled_from(
+            ["evict", "evict", "evict", "evict on host", "damage host", "damage storage", "invalidate"]
+        ),
         number=_NUMBER,
         count=st.sampled_from([1, 4, 105]),
     )
@@ -201,8 +203,8 @@ class Machine(RuleBasedStateMachine):
             for _ in range(count % 10):
                 world.damage(tier)
             self.comes_back_after_the_device_forgot(number, tier is Tier.STORAGE, "")
-        elif what == "condemn":
-            world.condemn(TokenPrefix.of(self.known[number % len(self.known)], PAGE_TOKENS), count)
+        elif what == "invalidate":
+            world.invalidate(TokenPrefix.of(self.known[number % len(self.known)], PAGE_TOKENS), count)
         else:
             world.evict(Tier.HOST if what == "evict on host" else Tier.DEVICE, pools[number % len(pools)], count)
         self.carry_on(number)
@@ -226,7 +228,7 @@ class Machine(RuleBasedStateMachine):
         self.happened.update(world.seen)
         self.happened["steps that changed state"] += self.steps
         self.happened["undisturbed runs"] += not world.disturbed
-        for part in (world.seat, world.seat.saver, world.seat.loader, world.seat.prefetcher):
+        for part in (world.manager, world.manager.backup, world.manager.load_back, world.manager.prefetcher):
             self.happened.update({k: int(v) for k, v in part.counters.items()} if part is not None else {})
 
 
@@ -279,9 +281,9 @@ _EVENTS = (
     "spilled before it went",
     "left with a step launched",
     "left with a load under way",
-    "condemned",
-    "condemned while locked",
-    "claim betrayed",
+    "invalidated",
+    "invalidated while locked",
+    "allocation invalid",
     "host flipped",
     "storage fault in exists",
     "storage fault in read",

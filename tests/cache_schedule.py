@@ -46,20 +46,20 @@ class Schedule:
             "prefetch_policy": rng.choice(["wait_complete", "best_effort", "timeout"]),
             "stride": rng.choice([1 << 40, PAGE_TOKENS]),
         }
-        self.world = World(pool_sets(PAGE_TOKENS)[self.name], seed, lazy=True, **self.settings)
+        self.world = World(pool_sets(PAGE_TOKENS)[self.name], seed, adversarial=True, **self.settings)
         # Copies of a request's state go in several pieces.
-        self.world.seat.config = replace(self.world.seat.config, move_chunk_bytes=700)
+        self.world.manager.config = replace(self.world.manager.config, copy_chunk_bytes=700)
         self.prompts = [[rng.randrange(2) for _ in range(PAGE_TOKENS * rng.randint(4, 7))] for _ in range(2)]
         self.log: list[str] = []
         self.away: list[tuple[Visitor, SwappedState]] = []
         """Retracted: their state is on the host or in storage, or on its way there."""
         self.coming: list[tuple[Visitor, SwapInProgress]] = []
-        lazy = self.world.lazy
-        assert lazy is not None
-        self.lazy = lazy
+        adversarial = self.world.adversarial
+        assert adversarial is not None
+        self.adversarial = adversarial
         if rng.random() < 0.1:
             for pool, gate in self.world.pools.gates.items():
-                lazy.watch(DEVICE, pool, [gate.layer(layer) for layer in range(len(gate))])
+                adversarial.watch(DEVICE, pool, [gate.layer(layer) for layer in range(len(gate))])
 
     def run(self) -> Counter[str]:
         for prompt in self.prompts:
@@ -106,7 +106,7 @@ class Schedule:
             return
         visitor = rng.choice(world.visitors)
         end = visitor.launched == len(visitor.prefix)
-        if visitor.claim is None:
+        if visitor.allocation is None:
             world.admit(visitor)
         elif visitor.steps and (end or not ahead or len(visitor.steps) > 1 or rng.random() < 0.5):
             world.commit(visitor, share=rng.random() < 0.8, snapshot=rng.random() < 0.3)
@@ -129,77 +129,79 @@ class Schedule:
     def retract(self) -> None:
         """Take a request's state to the host and its pages back at once: the copy's pins keep them."""
         world, size = self.world, PAGE_TOKENS
-        idle = [v for v in world.visitors if v.claim and v.done and not v.steps and world.seat.settled(v.claim)]
+        idle = [
+            v for v in world.visitors if v.allocation and v.done and not v.steps and world.manager.settled(v.allocation)
+        ]
         if not idle:
             return
         visitor = self.rng.choice(idle)
-        assert visitor.claim is not None
+        assert visitor.allocation is not None
         try:
-            parked = world.seat.park(visitor.claim, visitor.prefix.head(visitor.done), visitor.done * size)
+            swapped = world.manager.swap_out(visitor.allocation, visitor.prefix.head(visitor.done), visitor.done * size)
         except CapacityError:
             world.disturbed = True
             return
         world.disturbed = True
-        world.seat.release(visitor.claim)
+        world.manager.free(visitor.allocation)
         world.visitors.remove(visitor)
-        self.away.append((visitor, parked))
+        self.away.append((visitor, swapped))
         world.seen["retracted"] += 1
-        world.seen["retracted beside the tree's own pages"] += parked.kept > 0
+        world.seen["retracted beside the tree's own pages"] += swapped.kept > 0
 
     def shelve(self) -> None:
-        """Send what is parked on to storage, or bring it back to the host."""
-        for visitor, parked in self.away:
-            self.world.seat.settle(parked)
+        """Send what is swapped out on to storage, or bring it back to the host."""
+        for visitor, swapped in self.away:
+            self.world.manager.settle_swap_out(swapped)
             tokens = list(visitor.prefix.tokens(0, visitor.done))
-            if parked.place is SwapPlace.HOST and self.rng.random() < 0.3 and parked.leases:
-                self.world.seen["parked on storage"] += self.world.seat.store(parked, tokens)
-            elif parked.place is SwapPlace.STORED:
-                self._fetch(parked, tokens)
+            if swapped.place is SwapPlace.HOST and self.rng.random() < 0.3 and swapped.leases:
+                self.world.seen["swapped out on storage"] += self.world.manager.put_on_storage(swapped, tokens)
+            elif swapped.place is SwapPlace.STORED:
+                self._fetch(swapped, tokens)
 
-    def _fetch(self, parked: SwappedState, tokens: list[int]) -> None:
+    def _fetch(self, swapped: SwappedState, tokens: list[int]) -> None:
         self.world.disturbed = True
         with suppress(CapacityError):
-            self.world.seat.fetch(parked, tokens)
+            self.world.manager.fetch_from_storage(swapped, tokens)
 
     def resume(self) -> None:
         """Begin to bring a retracted request back, or take in one that has come."""
         world = self.world
         self._take_in()
-        for _, parked in self.away:
-            world.seat.settle(parked)
-        assert all(parked.place is not SwapPlace.LOST for _, parked in self.away)
+        for _, swapped in self.away:
+            world.manager.settle_swap_out(swapped)
+        assert all(swapped.place is not SwapPlace.LOST for _, swapped in self.away)
         ready = [entry for entry in self.away if entry[1].place is SwapPlace.HOST]
         if not ready:
             return
-        visitor, parked = self.rng.choice(ready)
-        before = world.seat.counters["pages_evicted"]
-        returning = world.seat.unpark(parked, len(visitor.prefix) * PAGE_TOKENS)
+        visitor, swapped = self.rng.choice(ready)
+        before = world.manager.counters["pages_evicted"]
+        returning = world.manager.swap_in(swapped, len(visitor.prefix) * PAGE_TOKENS)
         world.look(before)
         if returning is None:
             return
-        world.seen["resumed beside the tree's own pages"] += returning.claim.depth > 0
-        self.away.remove((visitor, parked))
-        visitor.claim = returning.claim
-        world.seat.launch()
+        world.seen["resumed beside the tree's own pages"] += returning.allocation.depth > 0
+        self.away.remove((visitor, swapped))
+        visitor.allocation = returning.allocation
+        world.manager.launch()
         self.coming.append((visitor, returning))
 
     def _take_in(self) -> None:
         world = self.world
         world.poll()
-        for entry in [e for e in self.coming if e[1].restored.done and world.seat.settled(e[1].claim)]:
+        for entry in [e for e in self.coming if e[1].restored.done and world.manager.settled(e[1].allocation)]:
             self.coming.remove(entry)
             visitor, returning = entry
-            assert world.seat.back(returning), returning.restored.damage
-            world.seat.discard(returning.parked)
+            assert world.manager.finish_swap_in(returning), returning.restored.damage
+            world.manager.drop(returning.swapped)
             world.visitors.append(visitor)
             world.seen["resumed"] += 1
 
     def bring_home(self) -> None:
         """Everyone who is coming arrives; those who are still away are given up."""
         away, self.away = self.away, []
-        for _, parked in away:
-            self.world.seat.discard(parked)
-        self.lazy.settle()
+        for _, swapped in away:
+            self.world.manager.drop(swapped)
+        self.adversarial.settle()
         if self.world.queue is not None:
             self.world.queue.run_all(self.rng)
         self._take_in()
@@ -215,7 +217,7 @@ class Schedule:
         self.world.poll()
 
     def device(self) -> None:
-        self.lazy.run_some()
+        self.adversarial.run_some()
 
     def time(self) -> None:
         self.world.clock.advance(self.rng.random() * 0.01)
@@ -259,7 +261,7 @@ def main() -> None:
             print(dict(schedule.run()))
         finally:
             print("\n".join(schedule.log))
-            print("operations, as they ran: " + ", ".join(schedule.lazy.trace))
+            print("operations, as they ran: " + ", ".join(schedule.adversarial.trace))
 
 
 if __name__ == "__main__":

@@ -48,7 +48,7 @@ class Visitor:
     reusable: int
     """Pages of it that need not be computed."""
     prefetch: PrefetchRequest | None
-    claim: Allocation | None = None
+    allocation: Allocation | None = None
     done: int = 0
     """Committed pages."""
     steps: list[Step] = field(default_factory=list)

@@ -1,10 +1,10 @@
-"""A world around a seat, for tests: requests that compute, share, leave and come back, and a plain model beside them.
+"""A world around a KV cache manager: requests that compute, share, leave and come back, and a plain model beside them.
 
 Every page carries bytes derived from the tokens up to its end, every state slot bytes derived from the tokens so far;
 a forward pass goes through the gates layer by layer, reads all that its request may attend to and compares. Passes may
 be launched one ahead of what is committed; what was committed may be sent while everything goes on. The model is a
-set of chain keys for each component: what has ever been shared. It says how much a request may find at most, and
-exactly how much as long as nothing was evicted, condemned, damaged or left out.
+set of block hashes for each component: what has ever been shared. It says how much a request may find at most, and
+exactly how much as long as nothing was evicted, invalidated, damaged or left out.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ class World:
         spec: PoolSetSpec,
         seed: int,
         *,
-        lazy: bool = False,
+        adversarial: bool = False,
         pages: int = 24,
         host_pages: int = 30,
         write_policy: str = "through",
@@ -71,8 +71,8 @@ class World:
         self.clock = ManualClock()
         self.seen: Counter[str] = Counter()
         """What has happened, for those who want to know that it has."""
-        self.lazy = AdversarialDevice(seed, clock=self.clock) if lazy else None
-        self.device: Device = FaultyDevice(self.lazy or CpuDevice(), self.rng, device_fault_rate, self._broke)
+        self.adversarial = AdversarialDevice(seed, clock=self.clock) if adversarial else None
+        self.device: Device = FaultyDevice(self.adversarial or CpuDevice(), self.rng, device_fault_rate, self._broke)
         self.pools = PoolSet(spec, spec.even(pages) | dict(counts or {}))
         layout = PoolSetLayout(spec, spec.even(host_pages), LayoutOrder.PAGE_FIRST)
         self.arena = Arena(segment, layout, "world") if segment is not None else None
@@ -88,33 +88,33 @@ class World:
             eviction=eviction,  # type: ignore[arg-type]
             prefetch=PrefetchConfig(policy=prefetch_policy, base_s=0.01, per_token_s=0.0, batch_pages=2),  # type: ignore[arg-type]
         )
-        self.seat = KVCacheManager(
+        self.manager = KVCacheManager(
             self.pools, self.device, config, self.clock.now, host=self.host, storage=self.queue, fingerprint="model",
             stride=stride, arena=self.arena,
         )  # fmt: skip
-        self.watch = Watch(self.seat, self.seen)
+        self.watch = Watch(self.manager, self.seen)
         self.sends: list[tuple[Completion, list[Pin], Allocation, list[str]]] = []
         self.visitors: list[Visitor] = []
-        self.shared: dict[str, set[bytes]] = {c.name: set() for c in self.seat.tree.components}
+        self.shared: dict[str, set[bytes]] = {c.name: set() for c in self.manager.tree.components}
         self.disturbed = False
-        """Something was evicted, condemned or damaged: finds may be shorter than the model's."""
+        """Something was evicted, invalidated or damaged: finds may be shorter than the model's."""
         self.damaged = False
         self.changes = 0
         """Steps that changed state."""
         self._number = 0
-        if self.seat.keeper is not None and self.arena is not None:
+        if self.manager.keeper is not None and self.arena is not None:
             if self.arena.bond:
-                self._take_over(self.seat.keeper)
+                self._take_over(self.manager.keeper)
             else:
-                self.seat.keeper.begin(b"of these worlds.")
+                self.manager.keeper.begin(b"of these worlds.")
 
     def _take_over(self, keeper: ArenaKeeper) -> None:
         """What is sealed there was shared in an earlier world; not all that was shared is there."""
         self.disturbed = True
         self.seen["adopted"] += keeper.adopt()
-        for node in self.seat.tree.nodes():
+        for node in self.manager.tree.nodes():
             for part in node.parts[Tier.HOST].values():
-                point = self.seat.tree.component(part.component).point
+                point = self.manager.tree.component(part.component).point
                 self.shared[part.component] |= set(node.keys[-1:] if point else node.keys)
 
     def _broke(self, name: str) -> None:
@@ -133,16 +133,16 @@ class World:
 
     def expected(self, prefix: TokenPrefix, reusable: int) -> int:
         """How many pages of `prefix` the model would reuse, if nothing had ever been lost."""
-        full = self.shared[self.seat.full]
+        full = self.shared[self.manager.full]
         length = 0
         while length < reusable and prefix.key(length) in full:
             length += 1
-        while length and not all(self._has(c.name, prefix, length) for c in self.seat.tree.components[1:]):
+        while length and not all(self._has(c.name, prefix, length) for c in self.manager.tree.components[1:]):
             length -= 1
         return length
 
     def _has(self, name: str, prefix: TokenPrefix, length: int) -> bool:
-        component = self.seat.tree.component(name)
+        component = self.manager.tree.component(name)
         first = length - 1 if component.point else 0
         if isinstance(component, WindowComponent):
             first = max(0, length - component.reach)
@@ -155,60 +155,62 @@ class World:
         prefix = TokenPrefix.of(tokens, self.spec.page_tokens, salt)
         # The last page may be left out, as its last position must be computed anyway.
         reusable = max(0, len(prefix) - (self.rng.random() < 0.7))
-        visitor = Visitor(f"request {self._number}", prefix, reusable, self.seat.prefetch(prefix.head(reusable)))
+        visitor = Visitor(f"request {self._number}", prefix, reusable, self.manager.prefetch(prefix.head(reusable)))
         self.visitors.append(visitor)
         self.changes += 1
         return visitor
 
     def admit(self, visitor: Visitor) -> bool:
-        if visitor.claim is not None:
+        if visitor.allocation is not None:
             return False
-        if visitor.prefetch is not None and not self.seat.prefetcher.may_run(visitor.prefetch):  # type: ignore[union-attr]
+        if visitor.prefetch is not None and not self.manager.prefetcher.may_run(visitor.prefetch):  # type: ignore[union-attr]
             return False
         expected = self.expected(visitor.prefix, visitor.reusable)
         positions = len(visitor.prefix) * self.spec.page_tokens
-        before = self.seat.counters["pages_evicted"]
-        claim = self.seat.claim(
+        before = self.manager.counters["pages_evicted"]
+        allocation = self.manager.allocate(
             visitor.prefix, positions, visitor.name, reusable=visitor.reusable, prefetch=visitor.prefetch
         )
         self.look(before)
-        if claim is None:
+        if allocation is None:
             return False
-        assert claim.depth <= expected, f"found {claim.depth} pages, only {expected} were ever shared"
+        assert allocation.depth <= expected, f"found {allocation.depth} pages, only {expected} were ever shared"
         if not self.disturbed:
-            assert claim.depth == expected, f"found {claim.depth} pages, {expected} were shared and nothing was lost"
-        assert claim.cached.total == claim.depth * self.spec.page_tokens
-        visitor.claim, visitor.done = claim, claim.depth
+            assert allocation.depth == expected, (
+                f"found {allocation.depth} pages, {expected} were shared and nothing was lost"
+            )
+        assert allocation.cached.total == allocation.depth * self.spec.page_tokens
+        visitor.allocation, visitor.done = allocation, allocation.depth
         self.changes += 1
-        self._note(claim, expected)
+        self._note(allocation, expected)
         return True
 
-    def _note(self, claim: Allocation, expected: int) -> None:
-        cached = claim.cached
+    def _note(self, allocation: Allocation, expected: int) -> None:
+        cached = allocation.cached
         self.seen["exact find"] += not self.disturbed and expected > 0
         self.seen["found on host"] += cached.host > 0
         self.seen["found in storage"] += cached.storage > 0
-        self.seen["found shorter than ever shared"] += claim.depth < expected
-        self.seen["snapshot used"] += bool(claim.slots) and claim.depth > 0
+        self.seen["found shorter than ever shared"] += allocation.depth < expected
+        self.seen["snapshot used"] += bool(allocation.slots) and allocation.depth > 0
 
     def look(self, evicted_before: float) -> None:
-        self.disturbed |= self.seat.counters["pages_evicted"] != evicted_before
-        saver, prefetcher = self.seat.saver, self.seat.prefetcher
-        self.disturbed |= saver is not None and saver.counters["saves_left_out"] > 0
+        self.disturbed |= self.manager.counters["pages_evicted"] != evicted_before
+        backup, prefetcher = self.manager.backup, self.manager.prefetcher
+        self.disturbed |= backup is not None and backup.counters["saves_left_out"] > 0
         self.disturbed |= prefetcher is not None and prefetcher.counters["prefetch_pages_dropped"] > 0
 
     def compute(self, visitor: Visitor, pages: int, *, snapshot: bool = False) -> bool:
         """Launch a forward pass over the next `pages` pages, perhaps while the one before is under way."""
-        claim, begin = visitor.claim, visitor.launched
-        if claim is None or len(visitor.steps) > 1 or begin == len(visitor.prefix):
+        allocation, begin = visitor.allocation, visitor.launched
+        if allocation is None or len(visitor.steps) > 1 or begin == len(visitor.prefix):
             return False
-        self.seat.launch()
+        self.manager.launch()
         end = self.grow(visitor, min(len(visitor.prefix), begin + pages))
         if end == begin:
             return False
-        slots = {pool: list(slot.indices) for pool, slot in claim.slots.items()}
-        reads = {pool: self.attended(claim, pool, begin) for pool in claim.tables} | slots
-        writes = {pool: claim.tables[pool][begin:end] for pool in claim.tables} | slots
+        slots = {pool: list(slot.indices) for pool, slot in allocation.slots.items()}
+        reads = {pool: self.attended(allocation, pool, begin) for pool in allocation.tables} | slots
+        writes = {pool: allocation.tables[pool][begin:end] for pool in allocation.tables} | slots
         passages = {pool: self.pools.gates[pool].enter(pool) for pool in self.spec.by_name}
         step = Step(None, end, [])  # type: ignore[arg-type]
 
@@ -225,42 +227,42 @@ class World:
         visitor.steps.append(step)
         self.seen["forward behind a gate"] += bool(gates)
         self.seen["forward one step ahead"] += len(visitor.steps) > 1
-        if snapshot and claim.slots:
-            step.copied = self._snapshot(claim, end)
+        if snapshot and allocation.slots:
+            step.copied = self._snapshot(allocation, end)
         self.changes += 1
         return True
 
     def grow(self, visitor: Visitor, end: int) -> int:
         """Windows get their pages up to page `end`; returns how far they go."""
-        claim, size = visitor.claim, self.spec.page_tokens
-        assert claim is not None
-        there = self.seat.grow(claim, end * size) // size
+        allocation, size = visitor.allocation, self.spec.page_tokens
+        assert allocation is not None
+        there = self.manager.extend(allocation, end * size) // size
         if there < end and not visitor.steps:
-            self.seat.slide(claim, visitor.done * size)
-            there = self.seat.grow(claim, end * size) // size
+            self.manager.free_window_pages(allocation, visitor.done * size)
+            there = self.manager.extend(allocation, end * size) // size
         self.seen["a window waited for its pages"] += there < end
-        self.seen["a window used its pages again"] += bool(claim.spare)
+        self.seen["a window used its pages again"] += bool(allocation.spare)
         return there
 
-    def _snapshot(self, claim: Allocation, pages: int) -> list[Completion]:
-        before = self.seat.counters["pages_evicted"]
-        if not self.seat.snapshot(claim, pages * self.spec.page_tokens):
+    def _snapshot(self, allocation: Allocation, pages: int) -> list[Completion]:
+        before = self.manager.counters["pages_evicted"]
+        if not self.manager.snapshot(allocation, pages * self.spec.page_tokens):
             self.seen["no slot for a snapshot"] += 1
             return []
         self.look(before)
-        return [held[-1].completion for held in claim.snapshots.values()]
+        return [held[-1].completion for held in allocation.snapshots.values()]
 
-    def attended(self, claim: Allocation, pool: str, done: int) -> list[int]:
+    def attended(self, allocation: Allocation, pool: str, done: int) -> list[int]:
         """The pages that a pass after `done` pages attends to."""
-        component = self.seat.tree.component(pool)
+        component = self.manager.tree.component(pool)
         first = max(0, done - component.reach) if isinstance(component, WindowComponent) else 0
-        pages = claim.tables[pool][first:done]
+        pages = allocation.tables[pool][first:done]
         assert NO_PAGE not in pages, f"{pool}: pages that attention still sees have been given back"
         return pages
 
     def _keys(self, visitor: Visitor, pool: str, pages: range) -> list[bytes]:
         """Whose content pages `pages` of a pool have, or its slot after them."""
-        wanted = pages[-1:] if self.seat.tree.component(pool).point else pages
+        wanted = pages[-1:] if self.manager.tree.component(pool).point else pages
         return [visitor.prefix.key(page) for page in wanted]
 
     def _rows(self, pool: str, layer: int, keys: Sequence[bytes]) -> dict[str, torch.Tensor]:
@@ -281,7 +283,7 @@ class World:
         """What differs from what `visitor` has computed up to page `begin`, in one layer."""
         if not indices:
             return []
-        point = self.seat.tree.component(pool).point
+        point = self.manager.tree.component(pool).point
         keys = self._keys(visitor, pool, range(0 if point else begin - len(indices), begin)) or [b""]
         wrong = []
         for name, rows in self._rows(pool, layer, keys).items():
@@ -302,39 +304,39 @@ class World:
 
     def commit(self, visitor: Visitor, *, share: bool, snapshot: bool = False) -> bool:
         """Take in the oldest forward pass if it is complete and what it read has proved good."""
-        claim = visitor.claim
-        if claim is None or not visitor.steps or not visitor.steps[0].completion.done:
+        allocation = visitor.allocation
+        if allocation is None or not visitor.steps or not visitor.steps[0].completion.done:
             return False
         self.poll()
-        if visitor.claim.released or not self.seat.settled(claim):
-            return visitor.claim.released
+        if visitor.allocation.released or not self.manager.settled(allocation):
+            return visitor.allocation.released
         step = visitor.steps.pop(0)
         assert not step.wrong, f"read other bytes than its own: {step.wrong}"
         assert failure(step.completion) is None
         visitor.done = step.end
         positions = step.end * self.spec.page_tokens
-        self.seat.seal([(claim, positions)])
-        before = self.seat.counters["pages_evicted"]
-        if snapshot and claim.slots and not visitor.steps:
-            self._snapshot(claim, step.end)
+        self.manager.seal([(allocation, positions)])
+        before = self.manager.counters["pages_evicted"]
+        if snapshot and allocation.slots and not visitor.steps:
+            self._snapshot(allocation, step.end)
         if self.rng.random() < 0.5:
-            self.seat.slide(claim, positions)
+            self.manager.free_window_pages(allocation, positions)
         if share:
-            self._share(visitor, claim)
+            self._share(visitor, allocation)
         self.look(before)
         self.changes += 1
         return True
 
     def send(self, visitor: Visitor) -> bool:
         """Send what is launched, as a hand-over does: after the pass that computes it, from pages that are pinned."""
-        claim, end = visitor.claim, visitor.launched
-        if claim is None or not end or visitor.sends:
+        allocation, end = visitor.allocation, visitor.launched
+        if allocation is None or not end or visitor.sends:
             return False
-        self.seat.launch()
-        after = [step.completion for step in visitor.steps] + self.seat.completions(claim) + claim.started
-        pages = {pool: self.attended(claim, pool, end) for pool in claim.tables}
+        self.manager.launch()
+        after = [step.completion for step in visitor.steps] + self.manager.completions(allocation) + allocation.started
+        pages = {pool: self.attended(allocation, pool, end) for pool in allocation.tables}
         if not visitor.steps and end == len(visitor.prefix):
-            pages |= {pool: list(slot.indices) for pool, slot in claim.slots.items()}
+            pages |= {pool: list(slot.indices) for pool, slot in allocation.slots.items()}
         wrong: list[str] = []
 
         def run() -> None:
@@ -347,17 +349,17 @@ class World:
         done = attempt(self.device, DeviceOp("send", DeviceStream.SEND, spans(DEVICE, pages)), run, after)
         visitor.sends.append(done)
         pins = [self.pools.allocators[pool].pin(indices, "send") for pool, indices in pages.items()]
-        self.sends.append((done, pins, claim, wrong))
+        self.sends.append((done, pins, allocation, wrong))
         self.changes += 1
         return True
 
     def _sent(self) -> None:
         for entry in [e for e in self.sends if e[0].done]:
             self.sends.remove(entry)
-            done, pins, claim, wrong = entry
+            done, pins, allocation, wrong = entry
             for pin in pins:
                 pin.release()
-            relied = claim.betrayed or (claim.released and self.damaged)
+            relied = allocation.invalid or (allocation.released and self.damaged)
             assert not wrong or relied, f"sent other bytes than its own: {wrong}"
             broke = failure(done)
             assert broke is None or str(broke).endswith("on purpose")
@@ -365,76 +367,76 @@ class World:
         for visitor in self.visitors:
             visitor.sends = [done for done in visitor.sends if not done.done]
 
-    def _share(self, visitor: Visitor, claim: Allocation) -> None:
+    def _share(self, visitor: Visitor, allocation: Allocation) -> None:
         prefix = visitor.prefix.head(visitor.done)
-        snapshots = [s for held in claim.snapshots.values() for s in held]
+        snapshots = [s for held in allocation.snapshots.values() for s in held]
         there = [s for s in snapshots if s.completion.done and failure(s.completion) is None]
-        self.seat.share(claim, prefix)
-        for pool, table in claim.tables.items():
-            known = [p for p in range(len(prefix)) if p < claim.depth or table[p] != NO_PAGE]
-            if pool != self.seat.full:
+        self.manager.cache_pages(allocation, prefix)
+        for pool, table in allocation.tables.items():
+            known = [p for p in range(len(prefix)) if p < allocation.depth or table[p] != NO_PAGE]
+            if pool != self.manager.full:
                 known = [p for p in range(len(prefix)) if table[p] != NO_PAGE]
             self.shared[pool] |= {prefix.key(page) for page in known}
         # One that was still being copied may have been offered or not.
         kept = [s for s in snapshots if s in there or not len(s.lease)]
-        for pool in claim.slots:
+        for pool in allocation.slots:
             self.shared[pool] |= {prefix.key(s.depth - 1) for s in kept if s.depth <= len(prefix)}
 
     def leave(self, visitor: Visitor) -> None:
         """Finish or cancel, wherever it is; what a launched pass names stays out of use until it is complete."""
-        claim = visitor.claim
-        if claim is not None:
+        allocation = visitor.allocation
+        if allocation is not None:
             self.seen["left with a step launched"] += bool(visitor.steps)
-            self.seen["left with a load under way"] += not self.seat.settled(claim)
-            self.seat.release(claim, [step.completion for step in visitor.steps])
+            self.seen["left with a load under way"] += not self.manager.settled(allocation)
+            self.manager.free(allocation, [step.completion for step in visitor.steps])
         if visitor.prefetch is not None:
-            self.seat.stop(visitor.prefetch)
+            self.manager.stop_prefetch(visitor.prefetch)
         self.visitors.remove(visitor)
         self.changes += 1
 
     # ------------------------------------------------------------ what happens around them
 
     def poll(self) -> None:
-        for claim in self.seat.poll():
+        for allocation in self.manager.poll():
             assert self.damaged, "nothing was damaged, and a load didn't match its tags"
-            self.seen["claim betrayed"] += 1
-            visitor = next(v for v in self.visitors if v.claim is claim)
+            self.seen["allocation invalid"] += 1
+            visitor = next(v for v in self.visitors if v.allocation is allocation)
             self.leave(visitor)
         self._sent()
-        self.look(self.seat.counters["pages_evicted"])
+        self.look(self.manager.counters["pages_evicted"])
 
     def evict(self, tier: Tier, pool: str, count: int) -> None:
-        freed = self.seat.evict(pool, count) if tier is Tier.DEVICE else self.seat.tree.evict(tier, pool, count)
+        freed = self.manager.evict(pool, count) if tier is Tier.DEVICE else self.manager.tree.evict(tier, pool, count)
         self.disturbed |= freed > 0
         self.changes += freed > 0
 
     def forget(self, *, host: bool) -> bool:
         """Evict what a lower tier has as well, all of it: nothing that was shared is lost."""
-        nodes = list(self.seat.tree.nodes())
+        nodes = list(self.manager.tree.nodes())
         if self.host is None or any(n.parts[Tier.DEVICE].keys() - n.parts[Tier.HOST].keys() for n in nodes):
             return False
-        if host and (any(v.claim is None for v in self.visitors) or not all(map(self._stored, nodes))):
+        if host and (any(v.allocation is None for v in self.visitors) or not all(map(self._stored, nodes))):
             return False
         tiers = (Tier.DEVICE, Tier.HOST) if host else (Tier.DEVICE,)
-        freed = sum(self.seat.tree.evict(tier, pool, 1 << 30) for tier in tiers for pool in self.spec.by_name)
+        freed = sum(self.manager.tree.evict(tier, pool, 1 << 30) for tier in tiers for pool in self.spec.by_name)
         self.seen["forgot what storage has" if host else "forgot what the host has"] += freed > 0
         self.changes += freed > 0
         return freed > 0
 
     def _stored(self, node: TreeNode) -> bool:
         keys = [(name, key) for name in node.parts[Tier.HOST] for key in node.keys]
-        keys = [(n, k) for n, k in keys if not self.seat.tree.component(n).point or k == node.keys[-1]]
+        keys = [(n, k) for n, k in keys if not self.manager.tree.component(n).point or k == node.keys[-1]]
         return all(self.backend.exists([ObjectName("model", name, key) for name, key in keys]))
 
-    def condemn(self, prefix: TokenPrefix, page: int) -> None:
-        condemned = self.seat.condemn(prefix, page)
-        self.disturbed |= condemned > 0
-        self.changes += condemned > 0
+    def invalidate(self, prefix: TokenPrefix, page: int) -> None:
+        invalidated = self.manager.invalidate(prefix, page)
+        self.disturbed |= invalidated > 0
+        self.changes += invalidated > 0
 
     def damage(self, tier: Tier) -> None:
-        """Change bytes on the host or in storage behind the seat's back."""
+        """Change bytes on the host or in storage behind the KV cache manager's back."""
         if tier is Tier.HOST:
-            done = ["flipped"] if damage_host(self.seat, self.rng) else []
+            done = ["flipped"] if damage_host(self.manager, self.rng) else []
         else:
             # Several at once: few of the many objects are ever read again.
             done = [how for _ in range(4) if (how := damage_storage(self.backend, self.rng))]
@@ -450,16 +452,16 @@ class World:
         for _ in range(200):
             if self.queue is not None:
                 self.queue.run_all(self.rng)
-            self.seat.launch()
+            self.manager.launch()
             self._run_out()
             self.poll()
-            if not self.seat.busy and not self.sends and not (self.queue and self.queue.waiting):
+            if not self.manager.busy and not self.sends and not (self.queue and self.queue.waiting):
                 break
         assert self.check() == []
         for tier in (Tier.DEVICE, Tier.HOST, Tier.DEVICE, Tier.HOST):
             for pool in self.spec.by_name:
-                self.seat.tree.evict(tier, pool, 1 << 30)
-        assert self.seat.tree.locks == 0, [(lock.owner, lock.parts) for lock in self.seat.tree.locked]
+                self.manager.tree.evict(tier, pool, 1 << 30)
+        assert self.manager.tree.locks == 0, [(lock.owner, lock.parts) for lock in self.manager.tree.locked]
         for pools in (self.pools, *([self.host] if self.host else [])):
             for allocator in pools.allocators.values():
                 assert allocator.free == allocator.total, (
@@ -467,20 +469,20 @@ class World:
                 )
                 assert allocator.leases == 0
         assert self.check() == []
-        self.seat.close()
+        self.manager.close()
         self.backend.close()
         for pools in (self.pools, *([self.host] if self.host else [])):
             pools.close()
 
     def _run_out(self) -> None:
-        if self.lazy is None:
+        if self.adversarial is None:
             return
         try:
-            self.lazy.settle()
+            self.adversarial.settle()
         except RuntimeError as error:
             # Whoever left before it failed never hears of it.
             if not str(error).endswith("on purpose"):
                 raise
 
     def check(self) -> list[str]:
-        return self.seat.check()
+        return self.manager.check()

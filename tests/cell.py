@@ -1,4 +1,4 @@
-"""The real brain of the router over two real workers, stepped by hand: no HTTP, no gRPC, no threads."""
+"""The real router core over two real workers, stepped by hand: no HTTP, no gRPC, no threads."""
 
 from __future__ import annotations
 
@@ -23,19 +23,19 @@ from tests.pair import SESSION, Pair
 
 
 class Hurried:
-    """A clock that runs fast: the brain's pauses after a failure are long beside a step of these workers."""
+    """A clock that runs fast: the router core's pauses after a failure are long beside a step of these workers."""
 
     def now(self) -> float:
         return 100 * time.monotonic()
 
 
 class Cell:
-    """A pair's workers, and a brain that sends them requests; what fails is replayed as in a cluster."""
+    """A pair's workers, and a router core that sends them requests; what fails is replayed as in a cluster."""
 
     def __init__(self, both: Pair, *, audit: Mapping[str, Any] = {}, **router: Any) -> None:
         self.both, self.clock = both, Hurried()
         rooms = (f"cell-room-{i}" for i in itertools.count())
-        self.brain = RouterCore(
+        self.core = RouterCore(
             RouterConfig(**{"worker_wait_s": 6000.0, **router}), self.clock, lambda: next(rooms), AuditConfig(**audit)
         )
         self.workers = {(w.status().name, Incarnation(1)): w for w in (both.prefill, both.decode)}
@@ -47,11 +47,11 @@ class Cell:
         self._numbers = itertools.count()
         self.see()
         for key in self.workers:
-            self.brain.on_linked(key)
+            self.core.on_linked(key)
 
     def see(self) -> None:
         """The controller's table, as of now."""
-        self.brain.on_view(self._view(key) for key in self.workers)
+        self.core.on_view(self._view(key) for key in self.workers)
 
     def _view(self, key: WorkerKey) -> WorkerView:
         worker = self.workers[key]
@@ -65,13 +65,13 @@ class Cell:
         request = RoutedRequest(
             rid, tuple(prompt), sampling, now=now, deadline=now + 6000, hashes=prefix_hashes(prompt)
         )
-        self.brain.submit(request)
+        self.core.submit(request)
         self.act()
         return rid
 
     def act(self) -> None:
-        """Carry out the brain's actions, and let it recount its books."""
-        while actions := self.brain.take_actions():
+        """Carry out the router core's actions, and let it recount its books."""
+        while actions := self.core.take_actions():
             for action in actions:
                 match action:
                     case SendCommand(key, command):
@@ -85,16 +85,16 @@ class Cell:
                         self.replays.append(action)
                     case AuditFinding():
                         self.findings.append(action)
-        assert self.brain.check() == []
+        assert self.core.check() == []
 
     def round(self) -> None:
         """One step of each worker, what it says, and the passing of time."""
         for key, worker in self.workers.items():
             for _, event in worker.step():
-                self.brain.on_event(key, event)
+                self.core.on_event(key, event)
                 self.act()
         self.see()
-        self.brain.tick()
+        self.core.tick()
         self.act()
 
     def run(self, *requests: RequestId, rounds: int = 20_000) -> list[list[int]]:
@@ -113,8 +113,8 @@ class Cell:
     def audit_all(self, rounds: int = 20_000) -> dict[AuditResult, int]:
         """Step until no audit waits or runs; what became of all of them."""
         for _ in range(rounds):
-            if not (self.brain.audits.queued or self.brain.audits.under_way):
-                return dict(self.brain.audits.counts.results)
+            if not (self.core.audits.queued or self.core.audits.under_way):
+                return dict(self.core.audits.counts.results)
             self.round()
         raise AssertionError("audits don't end")
 
@@ -129,7 +129,7 @@ class Cell:
 
     def damage(self) -> dict[tuple[str, str], int]:
         """The metric's counts that aren't 0, by role and `where`."""
-        samples = [s for s in self.brain.damage.samples() if s.count]
+        samples = [s for s in self.core.damage.samples() if s.count]
         return {(s.role, s.where): int(s.count) for s in samples}
 
 

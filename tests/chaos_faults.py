@@ -342,7 +342,7 @@ class Chaos:
         totals = {"hang": sum("died (hung: " in line for line in self.cluster.lines)}
         totals["workers started again"] = sum(row["incarnation"] - 1 for row in rows)
         for outcome in MOVES:
-            count = self.cluster.metric("twinpool_moves_total", outcome=outcome)
+            count = self.cluster.metric("twinpool_migrations_total", outcome=outcome)
             totals[f"requests of a worker that drained: {outcome}"] = int(count)
         for name, total in totals.items():
             books = self.tally.faults if name in BY_ITSELF else self.tally.outcomes

@@ -1,6 +1,6 @@
-"""Several workers in this process and the real brain of a router between them, all stepped by hand.
+"""Several workers in this process and the real router core between them, all stepped by hand.
 
-Everything is what a cluster runs but for threads, wires and text: requests go to the brain, its commands to the
+Everything is what a cluster runs but for threads, wires and text: requests go to the router core, its commands to the
 workers, their events back. At the end every worker's books and every page are recounted.
 """
 
@@ -31,7 +31,7 @@ from router.core.router_core import RouterCore
 from router.state.routed_request import RoutedRequest
 from router.state.worker_table import WorkerKey, prefix_hashes
 from tests.pair import SESSION, counts_for
-from tests.rank_workers import RankProcesses, crew_of
+from tests.rank_workers import RankProcesses, group_of
 
 
 @dataclass
@@ -49,15 +49,15 @@ class Company:
 
     def __init__(
         self, folder: Path, config: Config, roles: Sequence[Role], tokens: int, clock: Clock,
-        crew: Callable[[Role], RankGroup | None] = lambda role: None,
+        group: Callable[[Role], RankGroup | None] = lambda role: None,
     ) -> None:  # fmt: skip
-        """`crew`: the other ranks of a worker that is about to be built."""
+        """`group`: the other ranks of a worker that is about to be built."""
         self.clock, self.config = clock, config
-        self._folder, self._tokens, self._crew = folder, tokens, crew
+        self._folder, self._tokens, self._crew = folder, tokens, group
         self.workers: dict[WorkerName, Worker] = {}
         self._numbers = itertools.count(1)
         self._incarnations: dict[WorkerName, int] = {}
-        self.brain = RouterCore(config.router, clock, lambda: f"room-{next(self._numbers)}")
+        self.core = RouterCore(config.router, clock, lambda: f"room-{next(self._numbers)}")
         self.told: dict[RequestId, Told] = {}
         self.between: list[Callable[[WorkerKey, Event], bool]] = []
         """Each sees every event on its way to the router; True: it is lost."""
@@ -74,11 +74,11 @@ class Company:
         worker = build_worker(
             role, name, Incarnation(number), read_model_spec(self._folder), self.config, host="127.0.0.1",
             counts=counts_for(self._folder, self.config, role, self._tokens), clock=self.clock,
-            crew=self._crew(role),
+            group=self._crew(role),
         )  # fmt: skip
         self.workers[name] = worker
         self.view()
-        self.brain.on_linked(self.key(name))
+        self.core.on_linked(self.key(name))
         return worker
 
     def key(self, name: str) -> WorkerKey:
@@ -91,7 +91,7 @@ class Company:
 
     def view(self) -> None:
         """The controller's table reaches the router."""
-        self.brain.on_view(
+        self.core.on_view(
             WorkerView(
                 WorkerRecord(
                     name, worker.status().role, Incarnation(self._incarnations[name]), 1, "here", "", worker.control,
@@ -112,7 +112,7 @@ class Company:
         """The worker is no more: its stream ends, and so does its row."""
         key, worker = self.key(name), self.workers.pop(WorkerName(name))
         worker.close()
-        self.brain.on_unlinked(key, "the stream ended")
+        self.core.on_unlinked(key, "the stream ended")
         self.view()
 
     # ------------------------------------------------------------ requests
@@ -125,13 +125,13 @@ class Company:
             hashes=prefix_hashes(prompt), **options,
         )  # fmt: skip
         self.told[rid] = Told(request)
-        self.brain.submit(request)
+        self.core.submit(request)
         self.act()
         return rid
 
     def act(self) -> None:
-        """Carry out what the brain has decided."""
-        while actions := self.brain.take_actions():
+        """Carry out what the router core has decided."""
+        while actions := self.core.take_actions():
             for action in actions:
                 match action:
                     case SendCommand(worker, command):
@@ -146,7 +146,7 @@ class Company:
                         self.told[rid].done = done
                     case NoteReplay(rid, _, reason):
                         self.told[rid].replays.append(reason)
-        assert self.brain.check() == []
+        assert self.core.check() == []
 
     def step(self, *names: str) -> None:
         """One round of every worker, or of those named; the router hears all that they say."""
@@ -156,9 +156,9 @@ class Company:
             for _, event in worker.step():
                 key = self.key(name)
                 if not any(loses(key, event) for loses in self.between):
-                    self.brain.on_event(key, event)
+                    self.core.on_event(key, event)
                 self.act()
-        self.brain.tick()
+        self.core.tick()
         self.act()
 
     def until(self, true: Callable[[], bool], what: str, rounds: int = 20000) -> None:
@@ -178,7 +178,7 @@ class Company:
         return [t.tokens for t in wanted]
 
     def cancel(self, rid: RequestId) -> None:
-        self.brain.cancel(rid)
+        self.core.cancel(rid)
         self.act()
 
     def worker_of(self, rid: RequestId) -> str:
@@ -198,8 +198,8 @@ class Company:
 
         # A peer that was gone before it said hello is given up by the clock, not by rounds.
         self.until(idle, "every page to come back", 200_000)
-        assert self.brain.check() == []
-        assert self.brain.in_house == 0
+        assert self.core.check() == []
+        assert self.core.in_flight == 0
 
 
 @contextmanager
@@ -214,11 +214,11 @@ def company(
     config = config_from_dict(sections)
     with ExitStack() as stack:
 
-        def crew(role: Role) -> RankGroup | None:
+        def group(role: Role) -> RankGroup | None:
             counts = counts_for(folder, config, role, tokens)
-            return stack.enter_context(crew_of(ranks, folder, role, config, counts)) if ranks is not None else None
+            return stack.enter_context(group_of(ranks, folder, role, config, counts)) if ranks is not None else None
 
-        both = Company(folder, config, roles, tokens, clock or SystemClock(), crew)
+        both = Company(folder, config, roles, tokens, clock or SystemClock(), group)
         try:
             yield both
             if settle:

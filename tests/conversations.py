@@ -126,7 +126,7 @@ def expect_hits(talks: Sequence[Talk], turns: Sequence[Turn], page_tokens: int, 
             all_of_it.add([*before.prompt, *before.answer[:-1]])
             least = (all_of_it if answers == "always" else prompts).longest(turn.prompt)
             most = (prompts if answers == "never" else all_of_it).longest(turn.prompt)
-            # Who was parked finds what it computed itself as well.
+            # Who was swapped out finds what it computed itself as well.
             assert least <= turn.cached <= most + turn.again, (least, most, turn)
     for system, cached in firsts.items():
         whole = len(system) // page_tokens * page_tokens

@@ -92,11 +92,11 @@ def greedy(count: int) -> SamplingParams:
     return SamplingParams(max_tokens=count, temperature=0.0)
 
 
-def seats(both: Pair) -> tuple[Any, Any]:
+def managers(both: Pair) -> tuple[Any, Any]:
     """Those of prefill and decode."""
     assert isinstance(both.prefill, PrefillWorker)
     assert isinstance(both.decode, DecodeWorker)
-    return both.prefill._seat, both.decode._seat
+    return both.prefill._manager, both.decode._manager
 
 
 def ask(both: Pair, prompts: Sequence[Sequence[int]], count: int, at_once: int = 8) -> list[Answer]:
@@ -116,7 +116,7 @@ def ask(both: Pair, prompts: Sequence[Sequence[int]], count: int, at_once: int =
 def rest(both: Pair) -> None:
     """Step until all that goes down the tiers is there, so that what is found next doesn't hang on threads."""
     deadline = time.monotonic() + 60
-    while any(seat.busy for seat in seats(both)):
+    while any(manager.busy for manager in managers(both)):
         assert time.monotonic() < deadline, "the tiers never came to rest"
         both.step()
 
@@ -132,7 +132,7 @@ def expect_answers(family: Family, plane: str, lengths: Sequence[int], count: in
     with pair(
         family.folder, tokens=16384, transfer={"plane": plane}, prefill={"chunk_tokens": CHUNK}, cache=_pages()
     ) as both:
-        pools = both.prefill._seat.spec  # type: ignore[attr-defined]
+        pools = both.prefill._manager.spec  # type: ignore[attr-defined]
         answers = ask(both, prompts, count)
         for prompt, answer in zip(prompts, answers, strict=True):
             assert answer.progress[Role.DECODE].transfer_bytes == bytes_due(pools, len(prompt))
@@ -172,16 +172,17 @@ def expect_mechanisms(family: Family, spec: PoolSetSpec, longest: int) -> None:
 
 
 class Watch:
-    """What went up and down the tiers of a seat, by component: pages and slots."""
+    """What went up and down the tiers of a KV cache manager, by component: pages and slots."""
 
-    def __init__(self, seat: Any) -> None:
+    def __init__(self, manager: Any) -> None:
         self.evicted: Counter[tuple[Tier, str]] = Counter()
         self.loaded: Counter[str] = Counter()
         self.stored: Counter[str] = Counter()
         self.hits: Counter[str] = Counter()
         """Requests that found state of a component."""
-        tree, loader, claim, reserve = seat.tree, seat.loader, seat.claim, seat.reserve
-        evict, insert, plan = tree.evict, tree.insert, loader.plan
+        tree, load_back = manager.tree, manager.load_back
+        allocate, preallocate = manager.allocate, manager.preallocate
+        evict, insert, plan = tree.evict, tree.insert, load_back.plan
 
         def counted_evict(tier: Tier, pool: str, *rest: Any) -> int:
             before = dict(tree.sizes)
@@ -198,20 +199,20 @@ class Watch:
             self.loaded.update({pool: len(lease) for pool, lease in leases.items()})
             return plan(lock, leases)
 
-        def counted_claim(*args: Any, **options: Any) -> Any:
-            found = claim(*args, **options)
+        def counted_allocate(*args: Any, **options: Any) -> Any:
+            found = allocate(*args, **options)
             if found is not None:
-                self.hits.update(pool for pool in seat.spec.by_name if found.lock.of(pool))
+                self.hits.update(pool for pool in manager.spec.by_name if found.lock.of(pool))
             return found
 
-        def counted_reserve(*args: Any) -> Any:
-            found = reserve(*args)
+        def counted_preallocate(*args: Any) -> Any:
+            found = preallocate(*args)
             if found is not None:
-                self.hits.update(pool for pool in seat.spec.by_name if found[0].lock.of(pool))
+                self.hits.update(pool for pool in manager.spec.by_name if found[0].lock.of(pool))
             return found
 
-        tree.evict, tree.insert, loader.plan = counted_evict, counted_insert, counted_plan
-        seat.claim, seat.reserve = counted_claim, counted_reserve
+        tree.evict, tree.insert, load_back.plan = counted_evict, counted_insert, counted_plan
+        manager.allocate, manager.preallocate = counted_allocate, counted_preallocate
 
 
 def device_bytes(family: Family, tokens: int, **cache: Any) -> int:
@@ -239,7 +240,7 @@ def expect_tiers(family: Family, talks: int, turns: int, count: int = 9) -> None
         family.folder, tokens={Role.PREFILL: 26 * PAGE, Role.DECODE: 12 * talks * PAGE}, transfer={"plane": "local"},
         prefill={"chunk_tokens": CHUNK}, cache=cache | {"prefetch": {"policy": "wait_complete"}},
     ) as both:  # fmt: skip
-        watches = [Watch(seat) for seat in seats(both)]
+        watches = [Watch(manager) for manager in managers(both)]
         for _ in range(turns):
             for words, answer in zip(said, ask(both, said, count, at_once=3), strict=True):
                 asked.append((list(words), answer.list))
@@ -254,7 +255,7 @@ def expect_tiers(family: Family, talks: int, turns: int, count: int = 9) -> None
         for worker in (both.prefill, both.decode):
             counters = worker.status().counters
             assert counters["pages_damaged_on_host"] == counters["pages_damaged_in_storage"] == 0
-        names = list(both.prefill._seat.spec.by_name)  # type: ignore[attr-defined]
+        names = list(both.prefill._manager.spec.by_name)  # type: ignore[attr-defined]
     prefill = watches[0]
     for pool in names:
         assert prefill.evicted[Tier.DEVICE, pool], f"{pool} was never evicted from the device: {prefill.evicted}"
@@ -315,7 +316,7 @@ def buffers_of(spec: PoolSetSpec) -> list[Buffer]:
 @contextmanager
 def damaged_on_the_way(both: Pair, buffer: Buffer, *, whole: bool) -> Iterator[list[int]]:
     """What prefill writes of `buffer` arrives damaged, while its own copy stays as it is; yields indices written."""
-    sender, pools = both.prefill._sender, both.prefill._seat.pools  # type: ignore[attr-defined]
+    sender, pools = both.prefill._sender, both.prefill._manager.pools  # type: ignore[attr-defined]
     write = sender.write
     hurt: list[int] = []
 
@@ -336,13 +337,13 @@ def damaged_on_the_way(both: Pair, buffer: Buffer, *, whole: bool) -> Iterator[l
 
 def damage_on_the_host(both: Pair, buffer: Buffer, *, whole: bool) -> int:
     """Damage all that prefill's host tier has of `buffer`, and take everything off its device; how many entries."""
-    seat, _ = seats(both)
-    host = seat.host
-    used = [part.lease.indices for node in seat.tree.nodes() for part in _host_parts(node, buffer.pool)]
+    manager, _ = managers(both)
+    host = manager.host
+    used = [part.lease.indices for node in manager.tree.nodes() for part in _host_parts(node, buffer.pool)]
     indices = [index for mine in used for index in mine]
     (buffer.scramble if whole else buffer.flip)(host, indices, 1)
-    for pool in seat.spec.by_name:
-        seat.evict(pool, 1 << 30)
+    for pool in manager.spec.by_name:
+        manager.evict(pool, 1 << 30)
     return len(indices)
 
 
@@ -378,7 +379,7 @@ def expect_damage_is_caught(family: Family) -> None:
     """In hand-over: the request fails as damaged, and comes out right when it is asked again. In a load: it is computed
     again. Both are counted, for every buffer."""
     with tagged(family, verify=True) as both:
-        spec = both.prefill._seat.spec  # type: ignore[attr-defined]
+        spec = both.prefill._manager.spec  # type: ignore[attr-defined]
         for buffer, prompt in damage_prompts(spec, family):
             before = both.decode.status().counters["pages_damaged"]
             with damaged_on_the_way(both, buffer, whole=False) as hurt:
@@ -401,7 +402,7 @@ def expect_damage_is_caught(family: Family) -> None:
 def expect_unnoticed_damage_shows(family: Family) -> None:
     """Without tags the same damage changes the answer, in hand-over and in a load: so the buffer is really read."""
     with tagged(family, verify=False) as both:
-        spec = both.prefill._seat.spec  # type: ignore[attr-defined]
+        spec = both.prefill._manager.spec  # type: ignore[attr-defined]
         for buffer, prompt in damage_prompts(spec, family):
             (good,) = ask(both, [prompt], DAMAGED_TOKENS)
             with damaged_on_the_way(both, buffer, whole=True) as hurt:
@@ -413,4 +414,4 @@ def expect_unnoticed_damage_shows(family: Family) -> None:
             (loaded,) = ask(both, [prompt], DAMAGED_TOKENS)
             assert loaded.progress[Role.PREFILL].cached_by_tier["host"] > 0
             assert loaded.list != good.list, f"{buffer} was damaged in a load and nothing changed"
-            seats(both)[0].condemn(TokenPrefix.of(prompt, DAMAGED_PAGE))
+            managers(both)[0].invalidate(TokenPrefix.of(prompt, DAMAGED_PAGE))

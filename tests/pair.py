@@ -60,14 +60,14 @@ class Pair:
         tokens: int | Mapping[Role, int],
         clock: Clock,
         devices: Mapping[Role, Device] | None = None,
-        crews: Mapping[Role, RankGroup | None] | None = None,
+        groups: Mapping[Role, RankGroup | None] | None = None,
         arenas: Mapping[Role, ArenaProvider] | None = None,
     ) -> None:
-        devices, crews, arenas = devices or {}, crews or {}, arenas or {}
+        devices, groups, arenas = devices or {}, groups or {}, arenas or {}
         sizes = tokens if isinstance(tokens, Mapping) else dict.fromkeys(Role, tokens)
         spec = read_model_spec(folder)
         # There is no other decode worker that could take what this one has.
-        config = replace(config, decode=replace(config.decode, offer_bytes=0))
+        config = replace(config, decode=replace(config.decode, prefix_offer_bytes=0))
         self.clock = clock
         options: dict[str, Any] = {"host": "127.0.0.1", "clock": clock}
         self.prefill, self.decode = (
@@ -79,7 +79,7 @@ class Pair:
                 config,
                 counts=counts_for(folder, config, role, sizes[role]),
                 device=devices.get(role),
-                crew=crews.get(role),
+                group=groups.get(role),
                 arenas=arenas.get(role),
                 **options,
             )
@@ -209,11 +209,11 @@ def pair(
     sections.setdefault("transfer", {}).setdefault("plane", "local")
     sections.setdefault("engine", {}).setdefault("threads", 1)
     # Here is nobody who could take what decode offers of its tree when it leaves.
-    sections["decode"] = {"offer_bytes": 0, **sections.get("decode", {})}
+    sections["decode"] = {"prefix_offer_bytes": 0, **sections.get("decode", {})}
     config = config_from_dict(sections)
     with ExitStack() as stack:
-        crews = _crews(stack, ranks, folder, config, tokens)
-        both = Pair(folder, config, tokens, clock or SystemClock(), devices, crews, arenas)
+        groups = _crews(stack, ranks, folder, config, tokens)
+        both = Pair(folder, config, tokens, clock or SystemClock(), devices, groups, arenas)
         try:
             yield both
             if settle:
@@ -233,12 +233,12 @@ def _crews(
     """The other ranks of each worker, where it has several."""
     if not any(config.tp_for(role) > 1 for role in Role):
         return {}
-    from tests.rank_workers import crew_of, rank_processes
+    from tests.rank_workers import group_of, rank_processes
 
     processes = processes or stack.enter_context(rank_processes())
-    crews: dict[Role, RankGroup | None] = {}
+    groups: dict[Role, RankGroup | None] = {}
     for role in Role:
         size = tokens[role] if isinstance(tokens, Mapping) else tokens
         counts = counts_for(folder, config, role, size)
-        crews[role] = stack.enter_context(crew_of(processes, folder, role, config, counts))
-    return crews
+        groups[role] = stack.enter_context(group_of(processes, folder, role, config, counts))
+    return groups

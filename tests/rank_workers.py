@@ -93,7 +93,7 @@ def rank_processes() -> Iterator[RankProcesses]:
 
 
 @contextmanager
-def crew_of(
+def group_of(
     processes: RankProcesses, folder: Path, role: Role, config: Config, counts: Mapping[str, int]
 ) -> Iterator[RankGroup | None]:
     """The other ranks of a worker that is built here; None where it has one."""
@@ -111,6 +111,6 @@ def crew_of(
     with ExitStack() as stack:
         for warm in taken:
             stack.callback(processes.give, warm)
-        crew = lead(plan.meeting, size, SystemClock(), deadline_s=60.0, start_s=START_S)
-        stack.callback(crew.close)
-        yield crew
+        group = lead(plan.meeting, size, SystemClock(), deadline_s=60.0, start_s=START_S)
+        stack.callback(group.close)
+        yield group

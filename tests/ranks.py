@@ -61,7 +61,7 @@ class DirectFollowers:
     def size(self) -> int:
         return len(self.states) + 1
 
-    def tell(self, order: Told) -> None:
+    def send(self, order: Told) -> None:
         self.ask(order)
 
     def ask(self, order: Told) -> Answered:
@@ -81,13 +81,13 @@ class DirectFollowers:
 
     def _obey(self, order: Told, answered: Answered) -> None:
         if isinstance(order, ZeroPages | CopyPages | DigestPages | CheckPages):
-            answered.answers += [state.obey(order) for state in self.states]
+            answered.answers += [state.carry_out(order) for state in self.states]
         else:
-            answered.answers += [links.obey(order) for links in self.links]  # type: ignore[arg-type]
+            answered.answers += [links.carry_out(order) for links in self.links]  # type: ignore[arg-type]
         answered.done = True
 
     def heard(self) -> list[tuple[int, FollowerNotice]]:
-        return [(rank, tidings) for rank, links in enumerate(self.links, 1) for tidings in links.poll()]
+        return [(rank, notice) for rank, links in enumerate(self.links, 1) for notice in links.poll()]
 
 
 @dataclass
@@ -102,7 +102,7 @@ class Answered:
 
 @dataclass
 class RankedSeat:
-    """The pool sets of all ranks of a seat; the leader's is the first."""
+    """The pool sets of all ranks of a KV cache manager; the leader's is the first."""
 
     whole: PoolSetSpec
     pools: list[PoolSet]
@@ -123,7 +123,7 @@ class RankedSeat:
             links.close()
 
 
-def ranked_seat(
+def tp_manager(
     whole: PoolSetSpec,
     size: int,
     count: int,
@@ -146,18 +146,18 @@ def ranked_seat(
     return RankedSeat(whole, [leader, *others], followers)
 
 
-def fill(seat: RankedSeat, seed: int) -> None:
+def fill(manager: RankedSeat, seed: int) -> None:
     """Random state, the same for every number of ranks: each rank gets its heads of it."""
     generator = torch.Generator().manual_seed(seed)
-    counts = seat.leader.layout.counts
-    for pool in seat.whole.pools:
+    counts = manager.leader.layout.counts
+    for pool in manager.whole.pools:
         for at, buffer in enumerate(pool.buffers):
             for layer in range(buffer.layers):
-                inner = (seat.whole.page_tokens, *buffer.shape) if buffer.index is IndexSpace.TOKEN else buffer.shape
+                inner = (manager.whole.page_tokens, *buffer.shape) if buffer.index is IndexSpace.TOKEN else buffer.shape
                 shape = (counts[pool.name], *inner, buffer.dtype.itemsize)
                 state = torch.randint(256, shape, dtype=torch.uint8, generator=generator)
                 state[0] = 0
-                for pools in seat.pools:
+                for pools in manager.pools:
                     its = pools.layout.buffers[pool.name][at]
                     view = pools.layout.view(pools.region, pool.name, its, layer)
                     axis = 2 if buffer.index is IndexSpace.TOKEN else 1
@@ -165,13 +165,13 @@ def fill(seat: RankedSeat, seed: int) -> None:
                     view.copy_(state.narrow(axis, first, n).contiguous().view(buffer.dtype).reshape(view.shape))
 
 
-def content(seat: RankedSeat, pool: str, index: int) -> list[bytes]:
+def content(manager: RankedSeat, pool: str, index: int) -> list[bytes]:
     """What a page or slot holds, all heads of each buffer and layer; fails where copies on several ranks differ."""
     out = []
-    for at, buffer in enumerate(seat.whole.by_name[pool].buffers):
+    for at, buffer in enumerate(manager.whole.by_name[pool].buffers):
         for layer in range(buffer.layers):
             heads: dict[int, bytes] = {}
-            for pools in seat.pools:
+            for pools in manager.pools:
                 its = pools.layout.buffers[pool][at]
                 view = pools.layout.view(pools.region, pool, its, layer)[index]
                 axis = 1 if buffer.index is IndexSpace.TOKEN else 0

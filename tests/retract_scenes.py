@@ -110,7 +110,7 @@ def expect_same_answers(family: Family, count: int, *, at_once: int, every: int 
 Change = Callable[[DecodeWorker, SwappedState], None]
 
 
-def once_parked(both: Pair, prompt: list[int], count: int, change: Change) -> Answer:
+def once_swapped(both: Pair, prompt: list[int], count: int, change: Change) -> Answer:
     """Ask; when a few tokens are there, take the request off the device, change its copy, and let it come back."""
     decode = both.decode
     assert isinstance(decode, DecodeWorker)
@@ -120,13 +120,13 @@ def once_parked(both: Pair, prompt: list[int], count: int, change: Change) -> An
             break
         both.step()
     (request,) = decode._running
-    request_parked(both, decode, request)
-    assert request.parked is not None
-    change(decode, request.parked)
+    request_swapped(both, decode, request)
+    assert request.swapped is not None
+    change(decode, request.swapped)
     return both.run(asked)[0]
 
 
-def request_parked(both: Pair, decode: DecodeWorker, request: DecodeRequest) -> None:
+def request_swapped(both: Pair, decode: DecodeWorker, request: DecodeRequest) -> None:
     """Retract it; it stays away until the next round."""
     decode._retract(request)
     decode._lose(decode._retraction.advance())
@@ -134,45 +134,45 @@ def request_parked(both: Pair, decode: DecodeWorker, request: DecodeRequest) -> 
 
 
 def damage(buffer: Buffer, *, whole: bool) -> Change:
-    """Of all that is parked of a buffer, one bit of each page, or everything."""
+    """Of all that is swapped out of a buffer, one bit of each page, or everything."""
 
-    def change(decode: DecodeWorker, parked: SwappedState) -> None:
-        host = decode._seat.host
+    def change(decode: DecodeWorker, swapped: SwappedState) -> None:
+        host = decode._manager.host
         assert host is not None
-        indices = parked.saved.leases[buffer.pool].indices
-        assert indices, f"nothing of {buffer} is parked"
+        indices = swapped.saved.leases[buffer.pool].indices
+        assert indices, f"nothing of {buffer} is swapped out"
         (buffer.scramble if whole else buffer.flip)(host, indices, 5)
 
     return change
 
 
-def parked_pair(family: Family, *, verify: bool) -> Any:
+def swapped_pair(family: Family, *, verify: bool) -> Any:
     """Decode keeps no tree, so all of a request's state is its own copy."""
     host_bytes = 2 * device_bytes(family, 1024, page_tokens=PAGE, **family.cache)
     decode = {"retract": "copy", "cache": {"prefix_reuse": False, "host_bytes": host_bytes, "verify": verify}}
     return pair(family.folder, tokens=1024, cache={"page_tokens": PAGE, **family.cache}, decode=decode)
 
 
-def expect_parked_damage_is_caught(family: Family) -> None:
-    """Each registered buffer, damaged by a bit while it is parked: the attempt ends as damaged, and is counted."""
-    with parked_pair(family, verify=True) as both:
-        spec = both.decode._seat.spec
+def expect_swapped_damage_is_caught(family: Family) -> None:
+    """Each registered buffer, damaged by a bit while it is swapped out: the attempt ends as damaged, and is counted."""
+    with swapped_pair(family, verify=True) as both:
+        spec = both.decode._manager.spec
         for number, buffer in enumerate(buffers_of(spec), 1):
-            answer = once_parked(both, tokens_of(number, 70), 6, damage(buffer, whole=False))
+            answer = once_swapped(both, tokens_of(number, 70), 6, damage(buffer, whole=False))
             assert answer.done is not None
             assert answer.done.error is ErrorKind.DAMAGED, (buffer, answer.done)
-            assert both.decode.status().counters["states_damaged_parked"] == number, buffer
+            assert both.decode.status().counters["states_damaged_swapped"] == number, buffer
 
 
-def expect_each_buffer_is_parked_and_read(family: Family) -> None:
+def expect_each_buffer_is_swapped_and_read(family: Family) -> None:
     """Untouched, an answer is what it was; without tags, damage to any registered buffer changes it."""
-    with parked_pair(family, verify=False) as both:
-        spec = both.decode._seat.spec
+    with swapped_pair(family, verify=False) as both:
+        spec = both.decode._manager.spec
         for number, buffer in enumerate(buffers_of(spec), 1):
             prompt = tokens_of(number, 70)
-            same = once_parked(both, prompt, 12, lambda decode, parked: None)
+            same = once_swapped(both, prompt, 12, lambda decode, swapped: None)
             if number == 1:
                 (good,) = both.run(both.submit(prompt, greedy(12)))
                 assert same.list == good.list
-            other = once_parked(both, prompt, 12, damage(buffer, whole=True))
-            assert other.list != same.list, f"{buffer} was damaged while it was parked and nothing changed"
+            other = once_swapped(both, prompt, 12, damage(buffer, whole=True))
+            assert other.list != same.list, f"{buffer} was damaged while it was swapped out and nothing changed"

@@ -19,7 +19,7 @@ from cache.memory.page_digest import ContentTag
 from cache.memory.required_pages import HeldPages, due, extents
 from cache.pool.page_allocator import Lease
 from cache.pool.pool_set import PoolSet
-from contracts.block_hash import chain_keys
+from contracts.block_hash import block_hashes
 from contracts.clock import ManualClock
 from contracts.config.load_config import config_from_dict
 from contracts.errors import CapacityError
@@ -32,7 +32,7 @@ from sim.fabric.sim_plane import SimPlane, WireDamage
 from sim.fabric.sim_process import SimProcess
 from sim.fabric.virtual_time import VirtualTime
 from tests.poolsets import entry, filled
-from tests.ranks import RankedSeat, content, fill, ranked_seat
+from tests.ranks import RankedSeat, content, fill, tp_manager
 from transfer.net.waiter import Waiter
 from transfer.net.zmq_channel import ZmqControlTransport
 from transfer.planes.data_plane import DataPlane, PageNumbers
@@ -129,7 +129,7 @@ class Ends:
     clock: ManualClock
     waiter: Waiter | SimWaiter
     random: random.Random
-    seats: tuple[RankedSeat, RankedSeat]
+    managers: tuple[RankedSeat, RankedSeat]
     """All ranks of both."""
     pass_time: Callable[[], None] = lambda: None
     """Lets what was sent travel on for a moment, where time is simulated."""
@@ -154,7 +154,7 @@ class Ends:
         self._rooms += 1
         room = RoomId(f"room-{self._rooms}")
         size = self.spec.page_tokens
-        keys = tuple(chain_keys([self.random.randrange(1000) for _ in range(positions)], size))
+        keys = tuple(block_hashes([self.random.randrange(1000) for _ in range(positions)], size))
         runs, leases, tags = {}, dict[str, Lease](), {}
         for pool, numbers in due(self.spec, positions).items():
             try:
@@ -231,7 +231,7 @@ def placed(ends: Ends, prompt: Prompt, leases: Mapping[str, Lease], lacks: Mappi
     for pool, numbers in lacks.items():
         theirs = leases[pool].indices[: len(numbers)]
         for ours, there in zip(prompt.runs[pool].at(numbers), theirs, strict=True):
-            assert content(ends.seats[0], pool, ours) == content(ends.seats[1], pool, there), (pool, numbers)
+            assert content(ends.managers[0], pool, ours) == content(ends.managers[1], pool, there), (pool, numbers)
 
 
 class SimWaiter:
@@ -261,27 +261,27 @@ def simulated_ends(
     exchange, planes, damage = SimSwitch(network), dict[int, SimPlane](), WireDamage()
     processes = [SimProcess(agenda, f"{role}-0#1", "node-0", pid) for pid, role in enumerate(("prefill", "decode"), 1)]
     mine = [SimPlane(plane, network, process, planes, rng, damage, lambda: None) for process in processes]
-    seats = []
+    managers = []
     for side, one in enumerate(mine):
         layout = PoolSetLayout(spec, spec.even(count + 7 * side))
-        seat = ranked_seat(spec, 1, count + 7 * side, regions=[one.allocate("pages", layout.nbytes)])
-        filled(seat.leader, seed + side).zero({pool.name: [0] for pool in spec.pools})
-        seats.append(seat)
-    carriers = [SimControlTransport(exchange, process, lambda: None) for process in processes]
+        manager = tp_manager(spec, 1, count + 7 * side, regions=[one.allocate("pages", layout.nbytes)])
+        filled(manager.leader, seed + side).zero({pool.name: [0] for pool in spec.pools})
+        managers.append(manager)
+    transports = [SimControlTransport(exchange, process, lambda: None) for process in processes]
     config, clock, waiter = config_from_dict({}).transfer, ManualClock(), SimWaiter(agenda)
-    pools = [seat.leader for seat in seats]
+    pools = [manager.leader for manager in managers]
     mark = fingerprint("a model", spec, "invariant:by hand")
     writer = KVSender(
         WorkerName("prefill-0"), Incarnation(1), mark, mine[0], pools[0], device, config,
-        carrier=carriers[0], clock=clock,
+        transport=transports[0], clock=clock,
     )  # fmt: skip
     reader = KVReceiver(
         WorkerName("decode-0"), Incarnation(1), mark, mine[1], pools[1], slots, config,
-        verify=True, carrier=carriers[1], clock=clock,
+        verify=True, transport=transports[1], clock=clock,
     )  # fmt: skip
     try:
         yield Ends(
-            spec, writer, reader, pools[0], pools[1], clock, waiter, random.Random(seed), (seats[0], seats[1]),
+            spec, writer, reader, pools[0], pools[1], clock, waiter, random.Random(seed), (managers[0], managers[1]),
             lambda: waiter.wait(0.005 * rng.random()),
         )  # fmt: skip
     finally:
@@ -310,23 +310,23 @@ def ends(
     waiter = Waiter()
     pools: list[PoolSet] = []
     planes: list[DataPlane] = []
-    seats: list[RankedSeat] = []
+    managers: list[RankedSeat] = []
     for side, size in enumerate(ranks):
         mine = [make_plane(config, "127.0.0.1", None, waiter.wake, rank, size) for rank in range(size)]
         layouts = [PoolSetLayout(spec.shard(rank, size), spec.even(count + 7 * side)) for rank in range(size)]
         regions = [plane.allocate("pages", layout.nbytes) for plane, layout in zip(mine, layouts, strict=True)]
-        seat = ranked_seat(spec, size, count + 7 * side, regions=regions)
+        manager = tp_manager(spec, size, count + 7 * side, regions=regions)
         if size == 1:
-            filled(seat.leader, seed + side).zero({pool.name: [0] for pool in spec.pools})
+            filled(manager.leader, seed + side).zero({pool.name: [0] for pool in spec.pools})
         else:
-            fill(seat, seed + side)
-        seat.connect(mine)
-        planes.append(mine[0] if size == 1 else TPDataPlane(mine[0], seat.followers))
-        pools.append(seat.leader)
-        seats.append(seat)
+            fill(manager, seed + side)
+        manager.connect(mine)
+        planes.append(mine[0] if size == 1 else TPDataPlane(mine[0], manager.followers))
+        pools.append(manager.leader)
+        managers.append(manager)
     options: dict[str, Any] = {
         "clock": clock,
-        "carrier": ZmqControlTransport(
+        "transport": ZmqControlTransport(
             "127.0.0.1", waiter, None, config.transfer.link_timeout_s, config.transfer.control_frame_bytes
         ),
     }
@@ -341,10 +341,12 @@ def ends(
     for socket in planes[1].waitable:
         waiter.add(socket)
     try:
-        yield Ends(spec, writer, reader, pools[0], pools[1], clock, waiter, random.Random(seed), (seats[0], seats[1]))
+        yield Ends(
+            spec, writer, reader, pools[0], pools[1], clock, waiter, random.Random(seed), (managers[0], managers[1])
+        )
     finally:
-        for seat in seats:
-            seat.close()
+        for manager in managers:
+            manager.close()
         writer.close()
         reader.close()
         waiter.close()

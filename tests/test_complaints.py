@@ -191,7 +191,7 @@ def test_an_aborted_prefill_answers_nothing_or_the_right_thing(kind: ErrorKind, 
         assert stage.out[rid] == want
     else:
         assert stage.ends[rid].message
-    assert stage.brain.check() == []
+    assert stage.core.check() == []
 
 
 def test_tokens_of_an_attempt_that_was_given_up_reach_nobody() -> None:
@@ -201,10 +201,10 @@ def test_tokens_of_an_attempt_that_was_given_up_reach_nobody() -> None:
     name = stage.leg(rid, Role.DECODE)
     stale = list(stage.legs[name, rid].events)
     stage.error(rid, Role.PREFILL, ErrorKind.WORKER)
-    late = stage.brain.counts.late_events
+    late = stage.core.counts.late_events
     for event in stale:
-        stage.brain.on_event(stage.key(name), event)
+        stage.core.on_event(stage.key(name), event)
         stage.play()
-    assert stage.brain.counts.late_events == late + len(stale)
+    assert stage.core.counts.late_events == late + len(stale)
     stage.finish()
     stage.assert_answered(rid)

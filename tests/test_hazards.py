@@ -36,14 +36,14 @@ def test_every_hazard_has_a_test_that_bears_its_name() -> None:
 
 def queues_of(decode: DecodeWorker) -> dict[str, list[int]]:
     """Every list of a decode worker that owns requests, by the phase that it is for."""
-    retraction, departures = decode._retraction, decode._departures
+    retraction, migrations = decode._retraction, decode._migrations
     lists = {
         "waiting": decode._waiting,
         "running": decode._running,
         "retracting": retraction._leaving,
         "retracted": retraction._away,
         "resuming": retraction._coming,
-        "leaving": [d.request for d in departures._by_room.values() if d.stage is not Departing.STOPPING],
+        "leaving": [d.request for d in migrations._by_room.values() if d.stage is not Departing.STOPPING],
     }
     return {name: [id(request) for request in requests] for name, requests in lists.items()}
 
@@ -51,15 +51,15 @@ def queues_of(decode: DecodeWorker) -> dict[str, list[int]]:
 def misplaced(decode: DecodeWorker) -> list[str]:
     """Requests that aren't in exactly the one queue that their phase names; what arrives is in none."""
     queues, found = queues_of(decode), []
-    for request in decode._desk:
+    for request in decode._request_table:
         there = [name for name, queue in queues.items() for one in queue if one == id(request)]
         if there != ([] if request.phase == "arriving" else [str(request.phase)]):
             found.append(f"{request.submit.request_id} is {request.phase} and in {there}")
-    known = {id(request) for request in decode._desk}
+    known = {id(request) for request in decode._request_table}
     return found + [f"a request that has ended is in {name}" for name, q in queues.items() if set(q) - known]
 
 
-def a_busy_life(lazy: bool) -> Scenario:
+def a_busy_life(adversarial: bool) -> Scenario:
     """Two decode workers: everybody is retracted again and again, moves with each short drain, and some leave."""
     rng = random.Random(6)
     cache = {"page_tokens": 4, "host_bytes": 1 << 16}
@@ -76,16 +76,18 @@ def a_busy_life(lazy: bool) -> Scenario:
         leaves_at = at + 0.8 * rng.random() if number % 5 == 0 else None
         asks.append(ScenarioRequest(number, at, prompt, SamplingParams(24, seed=number), leaves_at=leaves_at))
     drains = [PlannedFault("drain", 0.9 + 0.5 * n, f"decode-{n % 2}", lasts=0.2) for n in range(10)]
-    shape = ClusterShape(1, 2, "all", 4, "shm", lazy=lazy, delay_s=0.0002, step_s=0.04, nodes=1, config=config)
+    shape = ClusterShape(
+        1, 2, "all", 4, "shm", adversarial=adversarial, delay_s=0.0002, step_s=0.04, nodes=1, config=config
+    )
     return Scenario(6, shape, tuple(asks), tuple(drains))
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("lazy", [False, True])
-def test_c6_a_request_is_in_exactly_one_queue_whatever_happens_to_it(lazy: bool) -> None:
+@pytest.mark.parametrize("adversarial", [False, True])
+def test_c6_a_request_is_in_exactly_one_queue_whatever_happens_to_it(adversarial: bool) -> None:
     """Its phase names the queue. Throughout the life of a cluster in which all is retracted and moved, the lists
     themselves are counted; what a worker's own `check()` says isn't asked."""
-    run, looked, found = ScenarioRun(a_busy_life(lazy)), Counter[str](), list[str]()
+    run, looked, found = ScenarioRun(a_busy_life(adversarial)), Counter[str](), list[str]()
     events = 0
 
     def look() -> bool:
@@ -101,10 +103,10 @@ def test_c6_a_request_is_in_exactly_one_queue_whatever_happens_to_it(lazy: bool)
     assert found == []
     assert result.violations == ()
     assert result.counts["retractions"] > 50, result.counts
-    assert result.counts["moved"] > (0 if lazy else 5), result.counts
+    assert result.counts["moved"] > (0 if adversarial else 5), result.counts
     assert result.counts["left"] > 3, result.counts
     # On a late device copies take a while, and whoever is away or on its way back is seen there.
-    assert looked.keys() >= ({"resuming"} if lazy else {"waiting", "running", "retracting", "leaving"})
+    assert looked.keys() >= ({"resuming"} if adversarial else {"waiting", "running", "retracting", "leaving"})
 
 
 def test_c6_a_request_in_two_queues_is_found() -> None:

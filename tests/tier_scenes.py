@@ -37,7 +37,7 @@ def expect_first_run(
             "a heartbeat to bring them to the metrics",
             10,
         )
-        if not prefill["parked"]:
+        if not prefill["preemptions"]:
             assert told == found
         assert min(found[tier] for tier in ("device", "host", "storage")) > 0
         assert prefill["pages_damaged_in_storage"] == prefill["pages_damaged_on_host"] == 0

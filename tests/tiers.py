@@ -56,7 +56,7 @@ def converse(
 
 
 def busy(both: Pair) -> bool:
-    return any(worker._seat.busy for worker in (both.prefill, both.decode))
+    return any(worker._manager.busy for worker in (both.prefill, both.decode))
 
 
 def turn_of(both: Pair, request: RequestId, number: int, prompt: list[int], turn: int) -> Turn:

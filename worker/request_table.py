@@ -1,4 +1,4 @@
-"""The desk of a worker: what both phases do alike towards their host and routers.
+"""The request table of a worker: what both phases do alike towards their host and routers.
 
 It holds the requests by id, says no to what can't be served, and carries the flags that operators set. What a
 request goes through is the worker's own business.
@@ -20,7 +20,7 @@ from worker.admission_check import AdmissionRefusal
 
 
 class TableRequest(Protocol):
-    """What the desk needs to know of a request."""
+    """What the request table needs to know of a request."""
 
     session: SessionId
     submit: Submit
@@ -60,7 +60,7 @@ class RequestTable(Generic[R]):
             return None
         if isinstance(command, Audit):
             message = f"{self._name} computes no audits"
-            self.tell(session, Audited(command.request_id, command.attempt, AuditEnd.REFUSED, message=message))
+            self.emit(session, Audited(command.request_id, command.attempt, AuditEnd.REFUSED, message=message))
             return None
         assert isinstance(command, Submit), "what concerns the tree is its worker's business"
         held = self._requests.get(command.request_id)
@@ -102,7 +102,7 @@ class RequestTable(Generic[R]):
             return None
         return request
 
-    def find(self, session: SessionId, request_id: RequestId, attempt: int) -> R | None:
+    def get(self, session: SessionId, request_id: RequestId, attempt: int) -> R | None:
         """This very attempt of the session's request, if it is here."""
         request = self._find(session, request_id, attempt)
         return request if request is not None and request.submit.attempt == attempt else None
@@ -121,7 +121,7 @@ class RequestTable(Generic[R]):
     def next_deadline(self) -> float | None:
         return min((r.deadline for r in self._requests.values()), default=None)
 
-    def tell(self, session: SessionId, event: Event) -> None:
+    def emit(self, session: SessionId, event: Event) -> None:
         self._events.append((session, event))
 
     def refuse(self, session: SessionId, submit: Submit, refusal: AdmissionRefusal) -> None:

@@ -11,7 +11,7 @@ from transfer.rooms.room_outcomes import SendablePages
 
 def finished(
     wanted: Mapping[str, range],
-    claim: Allocation,
+    allocation: Allocation,
     chain: Sequence[bytes],
     ends: Mapping[str, int],
     most: Mapping[str, int] | None = None,
@@ -25,17 +25,19 @@ def finished(
     for pool, left in wanted.items():
         tags = []
         for number in left if most is None else left[: most[pool]]:
-            digest = _sealed(claim, pool, number, ends if number == len(chain) - 1 else {})
+            digest = _sealed(allocation, pool, number, ends if number == len(chain) - 1 else {})
             if digest is None:
                 break
             tags.append(ContentTag(chain[number], digest))
         if tags:
-            places = claim.tables[pool][left.start :] if pool in claim.tables else claim.slots[pool].indices
+            places = (
+                allocation.tables[pool][left.start :] if pool in allocation.tables else allocation.slots[pool].indices
+            )
             out[pool] = SendablePages(left.start, tuple(places[: len(tags)]), tuple(tags))
     return out
 
 
-def _sealed(claim: Allocation, pool: str, number: int, ends: Mapping[str, int]) -> int | None:
+def _sealed(allocation: Allocation, pool: str, number: int, ends: Mapping[str, int]) -> int | None:
     """The digest of a page or state by its number; None while it isn't finished."""
-    whole = claim.digests.get(pool, ())
+    whole = allocation.digests.get(pool, ())
     return whole[number] if number < len(whole) else ends.get(pool)

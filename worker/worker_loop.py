@@ -28,8 +28,8 @@ class Sleeper(Protocol):
 class WorkerLoop(ABC, Generic[R]):
     """The common part of `contracts.interfaces.worker_interface.Worker`. One thread, but for `wake`."""
 
-    def __init__(self, desk: RequestTable[R], waiter: Sleeper, fitness: NonfiniteRows) -> None:
-        self._desk = desk
+    def __init__(self, request_table: RequestTable[R], waiter: Sleeper, fitness: NonfiniteRows) -> None:
+        self._request_table = request_table
         self._waiter = waiter
         self._fitness = fitness
 
@@ -39,37 +39,37 @@ class WorkerLoop(ABC, Generic[R]):
 
     def step(self) -> list[tuple[SessionId, Event]]:
         """One round: hear, expire, admit, compute, publish."""
-        if self._desk.fenced:
+        if self._request_table.fenced:
             return []
-        self._hear()
+        self._poll()
         self._expire()
         self._admit()
         self._compute()
-        return self._desk.take_events()
+        return self._request_table.take_events()
 
     def wake(self) -> None:
         self._waiter.wake()
 
     def drop_session(self, session: SessionId) -> None:
-        for request in self._desk:
+        for request in self._request_table:
             if request.session == session:
                 self._cancel(request, "its router is gone")
 
     def drain(self) -> None:
-        self._desk.draining = True
+        self._request_table.draining = True
 
     def undrain(self) -> None:
-        self._desk.draining = False
+        self._request_table.draining = False
 
     def fence(self) -> None:
-        self._desk.fenced = True
+        self._request_table.fenced = True
 
     def _expire(self) -> None:
-        for request in self._desk.expired():
+        for request in self._request_table.expired():
             self._fail(request, ErrorKind.DEADLINE, f"not done within {request.submit.deadline_s:g} s")
 
     @abstractmethod
-    def _hear(self) -> None:
+    def _poll(self) -> None:
         """Take in what rooms came to."""
 
     @abstractmethod

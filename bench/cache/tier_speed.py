@@ -1,8 +1,8 @@
-"""The ways between the tiers, through a seat: claims are saved to the host and loaded, written to storage and read.
+"""The ways between the tiers, through a KV cache manager: saved to the host and loaded, written to storage and read.
 
-Every figure is bytes of state over the time of the step named, for one claim that fills the device; beside a plain copy
-of as many bytes and plain files of a page each, in turns in the same run; the best round counts. Processor time, of
-all threads together, is what a busy machine doesn't falsify. Files are warm, in the page cache, and nobody waits for
+Every figure is bytes of state over the time of the step named, for one allocation that fills the device; beside a plain
+copy of as many bytes and plain files of a page each, in turns in the same run; the best round counts. Processor time,
+of all threads together, is what a busy machine doesn't falsify. Files are warm, in the page cache, and nobody waits for
 the disk: what is measured is the way, not the medium.
 """
 
@@ -42,7 +42,7 @@ MEMCPY, FILE_WRITE, FILE_READ = "memcpy", "plain files, write", "plain files, re
 
 @dataclass(frozen=True)
 class Shape:
-    """The state of a model with grouped-query attention in bf16, and how much of it a claim has."""
+    """The state of a model with grouped-query attention in bf16, and how much of it an allocation has."""
 
     name: str
     layers: int
@@ -91,7 +91,7 @@ class Rates:
 
 
 class Bed:
-    """One seat with room for a claim on device and host, and storage for two; each round has its own prefix."""
+    """One KV cache manager with room for an allocation on device and host, two on storage; each round has a prefix."""
 
     def __init__(self, shape: Shape, storage: StorageConfig | None = None) -> None:
         spec, counts = shape.spec, {"full": shape.pages + 1}
@@ -109,83 +109,83 @@ class Bed:
         config = CacheConfig(
             page_tokens=shape.page_tokens, load_back="always", prefetch=PrefetchConfig(policy="wait_complete")
         )
-        self.seat = KVCacheManager(
+        self.manager = KVCacheManager(
             self.pools, CpuDevice(), config, time.monotonic, host=self.host, storage=self.queue, fingerprint="bench"
         )
 
     def prefix(self, number: int) -> TokenPrefix:
         return TokenPrefix.of(range(1000 * number, 1000 * number + self.tokens), self.shape.page_tokens)
 
-    def claim(self, prefix: TokenPrefix) -> Allocation:
-        claim = self.seat.claim(prefix, self.tokens, "bench", reusable=self.shape.pages)
-        assert claim is not None, "a claim fits an empty device"
-        self.seat.launch()
-        return claim
+    def allocate(self, prefix: TokenPrefix) -> Allocation:
+        allocation = self.manager.allocate(prefix, self.tokens, "bench", reusable=self.shape.pages)
+        assert allocation is not None, "an allocation fits an empty device"
+        self.manager.launch()
+        return allocation
 
     def settle(self, until: Callable[[], bool]) -> None:
         """Poll until `until`, woken by storage."""
         deadline = time.monotonic() + _DEADLINE_S
         while True:
             self.woken.clear()
-            self.seat.poll()
+            self.manager.poll()
             if until():
                 return
             self.woken.wait(0.01)
             if time.monotonic() > deadline:
                 raise TimeoutError("the tiers didn't come to rest")
 
-    def seal(self, claim: Allocation) -> None:
+    def seal(self, allocation: Allocation) -> None:
         """As if all its positions had been computed and committed."""
-        self.seat.seal([(claim, self.tokens)])
+        self.manager.seal([(allocation, self.tokens)])
 
-    def share(self, claim: Allocation, prefix: TokenPrefix) -> None:
+    def share(self, allocation: Allocation, prefix: TokenPrefix) -> None:
         """Give it to the tree, which copies it down."""
-        self.seat.share(claim, prefix)
-        self.settle(lambda: not self.seat.busy)
+        self.manager.cache_pages(allocation, prefix)
+        self.settle(lambda: not self.manager.busy)
 
     def close(self) -> None:
         if self.queue is not None and not self.queue.close(_DEADLINE_S):
             raise TimeoutError("storage didn't close")
-        self.seat.close()
-        wrong = self.seat.check()
+        self.manager.close()
+        wrong = self.manager.check()
         assert not wrong, wrong
 
 
 def measure_host(bed: Bed, rates: Rates, number: int) -> None:
-    """Device to host as a claim is shared, and back behind the gates when the next one needs it."""
-    prefix, seat = bed.prefix(number), bed.seat
-    claim = bed.claim(prefix)
+    """Device to host as an allocation is shared, and back behind the gates when the next one needs it."""
+    prefix, manager = bed.prefix(number), bed.manager
+    allocation = bed.allocate(prefix)
     with rates.timing("digest (seal)"):
-        bed.seal(claim)
+        bed.seal(allocation)
     with rates.timing("device to host (share, write-through)"):
-        bed.share(claim, prefix)
-    seat.release(claim)
-    seat.evict("full", bed.shape.pages)
-    assert seat.tree.sizes[Tier.DEVICE, "full"] == 0
-    with rates.timing("host to device, digests verified (claim, launch, poll)"):
-        with rates.timing("host to device (claim, launch)"):
-            claim = bed.claim(prefix)
-        bed.settle(lambda: seat.settled(claim))
-    assert claim.cached.host == bed.tokens
-    seat.release(claim)
-    seat.condemn(prefix)
+        bed.share(allocation, prefix)
+    manager.free(allocation)
+    manager.evict("full", bed.shape.pages)
+    assert manager.tree.sizes[Tier.DEVICE, "full"] == 0
+    with rates.timing("host to device, digests verified (allocate, launch, poll)"):
+        with rates.timing("host to device (allocate, launch)"):
+            allocation = bed.allocate(prefix)
+        bed.settle(lambda: manager.settled(allocation))
+    assert allocation.cached.host == bed.tokens
+    manager.free(allocation)
+    manager.invalidate(prefix)
 
 
 def measure_storage(bed: Bed, rates: Rates, name: str, number: int) -> None:
     """Device to host to storage, and from storage to the host as a prefetch."""
-    prefix, seat = bed.prefix(number), bed.seat
-    claim = bed.claim(prefix)
-    bed.seal(claim)
+    prefix, manager = bed.prefix(number), bed.manager
+    allocation = bed.allocate(prefix)
+    bed.seal(allocation)
     with rates.timing(f"device to host to {name} (share)"):
-        bed.share(claim, prefix)
-    seat.release(claim)
-    seat.condemn(prefix)
+        bed.share(allocation, prefix)
+    manager.free(allocation)
+    manager.invalidate(prefix)
     with rates.timing(f"{name} to host, digests verified (prefetch)"):
-        prefetch = seat.prefetch(bed.prefix(number))
+        prefetch = manager.prefetch(bed.prefix(number))
         assert prefetch is not None
         bed.settle(lambda: prefetch.over)
     assert prefetch.gained == bed.shape.pages, f"{name} gave {prefetch.gained} of {bed.shape.pages} pages"
-    seat.condemn(prefix)
+    manager.invalidate(prefix)
 
 
 def measure_plain(shape: Shape, rates: Rates, source: torch.Tensor, target: torch.Tensor, folder: Path) -> None:

@@ -1,4 +1,4 @@
-"""What a cache can do for a trace, computed from page names alone: no tree, no tokens, no seat.
+"""What a cache can do for a trace, computed from page names alone: no tree, no tokens, no KV cache manager.
 
 A request is the list of its pages, each named by all pages up to it. *Unlimited* remembers every name. *Plain LRU*
 holds so many pages and drops the ones used longest ago, the deeper first; it is what the tree's LRU must equal.

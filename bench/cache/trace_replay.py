@@ -4,10 +4,11 @@
     python -m bench.cache.trace_replay TRACE.jsonl --sizes 0.5M 2M 8M 32M --plot curve.svg
 
 A trace has a line a request: `input_length`, and `hash_ids`, one for each 512 tokens of the prompt; equal ids become
-equal tokens. Each request goes through a seat as in a worker (prefetch, claim, load, seal, share, release), one at a
-time; nothing is computed, and a page's state is eight bytes. First the device alone by size and eviction policy,
-beside a plain LRU of pages and the unlimited bound, both found without a tree (`bench/cache/trace_bounds.py`). Then the
-tiers: a device of the smallest size, a host of each size, and with `--storage` storage behind it.
+equal tokens. Each request goes through a KV cache manager as in a worker (prefetch, allocate, load, seal, share,
+release), one at a time; nothing is computed, and a page's state is eight bytes. First the device alone by size and
+eviction policy, beside a plain LRU of pages and the unlimited bound, both found without a tree
+(`bench/cache/trace_bounds.py`). Then the tiers: a device of the smallest size, a host of each size, and with
+`--storage` storage behind it.
 """
 
 from __future__ import annotations
@@ -77,7 +78,7 @@ class Hits:
 
 
 class Replay:
-    """One seat of the given sizes, and the requests that went through it."""
+    """One KV cache manager of the given sizes, and the requests that went through it."""
 
     def __init__(self, page_tokens: int, sizes: Sizes, policy: str) -> None:
         spec = PoolSetSpec(
@@ -99,7 +100,7 @@ class Replay:
             load_back="always",
             prefetch=PrefetchConfig(policy="wait_complete"),
         )
-        self.seat = KVCacheManager(
+        self.manager = KVCacheManager(
             PoolSet(spec, {"full": sizes.device // page_tokens + 1}),
             CpuDevice(),
             config,
@@ -116,8 +117,8 @@ class Replay:
     def _settle(self) -> None:
         """Let storage answer until nothing is under way."""
         for _ in range(_ROUNDS):
-            self.seat.poll()
-            if not self.seat.busy:
+            self.manager.poll()
+            if not self.manager.busy:
                 return
             if self._queue is not None:
                 self._queue.run_all()
@@ -126,28 +127,28 @@ class Replay:
     def ask(self, ask: Ask) -> CachedTokens:
         """One request from its arrival to its end; what it found."""
         prefix = self._prefix(ask)
-        prefetch = self.seat.prefetch(prefix.head(ask.reusable))
+        prefetch = self.manager.prefetch(prefix.head(ask.reusable))
         self._settle()
-        claim = self.seat.claim(prefix, ask.tokens, "request", reusable=ask.reusable, prefetch=prefetch)
-        assert claim is not None, "the device holds any single request"
-        self.seat.launch()
+        allocation = self.manager.allocate(prefix, ask.tokens, "request", reusable=ask.reusable, prefetch=prefetch)
+        assert allocation is not None, "the device holds any single request"
+        self.manager.launch()
         self._settle()
-        self.seat.seal([(claim, ask.tokens)])
-        self.seat.share(claim, prefix)
-        self.seat.release(claim)
+        self.manager.seal([(allocation, ask.tokens)])
+        self.manager.cache_pages(allocation, prefix)
+        self.manager.free(allocation)
         self._settle()
-        return claim.cached
+        return allocation.cached
 
     def _prefix(self, ask: Ask) -> TokenPrefix:
         return TokenPrefix(b"".join(map(_tokens, ask.blocks))[: 4 * ask.tokens], self._page_tokens)
 
     def close(self) -> None:
         """Raises `AssertionError` where something is lost or leaked."""
-        wrong = self.seat.check()
+        wrong = self.manager.check()
         assert not wrong, wrong
         if self._queue is not None:
             self._queue.close()
-        self.seat.close()
+        self.manager.close()
 
 
 @lru_cache(maxsize=65_536)
@@ -157,7 +158,7 @@ def _tokens(block: int) -> bytes:
 
 
 def replay(trace: Trace, sizes: Sizes, policy: str = "lru") -> Hits:
-    """The whole trace through a fresh seat. Raises `ValueError` for a device smaller than the longest prompt."""
+    """The whole trace through a fresh manager. Raises `ValueError` for a device smaller than the longest prompt."""
     if trace.pages(trace.longest) > sizes.device // trace.page_tokens:
         raise ValueError(f"the longest prompt has {trace.longest:,} tokens: a device of {sizes.device:,} is too small")
     start = time.perf_counter()

@@ -67,11 +67,11 @@ def _timed(run: Callable[[], object]) -> float:
 
 
 class _Path:
-    """A seat whose tree is one path, two pages a node: a conversation of many turns."""
+    """A KV cache manager whose tree is one path, two pages a node: a conversation of many turns."""
 
     def __init__(self, depth: int) -> None:
         pools = PoolSet(SPEC, {"full": 4 * depth + 16})
-        self.seat = KVCacheManager(pools, CpuDevice(), CacheConfig(), time.monotonic)
+        self.manager = KVCacheManager(pools, CpuDevice(), CacheConfig(), time.monotonic)
         self.tokens = 2 * depth * PAGE_TOKENS
         self.prefix = TokenPrefix.of(range(self.tokens), PAGE_TOKENS)
         self._lease = pools.allocators["full"].lease
@@ -80,27 +80,27 @@ class _Path:
 
     def _add(self, turn: int) -> None:
         lease = self._lease(2, "a request")
-        self.seat.tree.insert(self.prefix.head(2 * turn + 2), {"full": [PageOffer(2 * turn, lease, [1, 1])]})
+        self.manager.tree.insert(self.prefix.head(2 * turn + 2), {"full": [PageOffer(2 * turn, lease, [1, 1])]})
         lease.release()
 
     def times(self) -> dict[str, float]:
-        seat, pages, out = self.seat, len(self.prefix), dict[str, float]()
-        out["match"] = _timed(lambda: seat.tree.match(self.prefix))
+        manager, pages, out = self.manager, len(self.prefix), dict[str, float]()
+        out["match"] = _timed(lambda: manager.tree.match(self.prefix))
         start = time.process_time_ns()
-        claim = seat.claim(self.prefix, self.tokens + 1, "a request", reusable=pages)
-        out["claim"] = (time.process_time_ns() - start) / 1e3
-        assert claim is not None
-        out["release"] = _timed(lambda: seat.release(claim))
+        allocation = manager.allocate(self.prefix, self.tokens + 1, "a request", reusable=pages)
+        out["allocate"] = (time.process_time_ns() - start) / 1e3
+        assert allocation is not None
+        out["release"] = _timed(lambda: manager.free(allocation))
         start = time.process_time_ns()
-        reserved = seat.reserve(self.prefix, self.tokens, self.tokens + 1, "a request")
+        reserved = manager.preallocate(self.prefix, self.tokens, self.tokens + 1, "a request")
         out["reserve"] = (time.process_time_ns() - start) / 1e3
         assert reserved is not None
         taken, leases = reserved
-        out["adopt"] = _timed(lambda: seat.adopt(taken, self.tokens, leases, {}))
-        seat.release(taken)
+        out["adopt"] = _timed(lambda: manager.commit_transfer(taken, self.tokens, leases, {}))
+        manager.free(taken)
         for lease in leases.values():
             lease.release()
-        seat.tree.evict(Tier.DEVICE, "full", 2)
+        manager.tree.evict(Tier.DEVICE, "full", 2)
         out["insert a turn"] = _timed(lambda: self._add(pages // 2 - 1))
         return out
 
@@ -108,7 +108,7 @@ class _Path:
 def path_costs(depths: tuple[int, int], repeats: int) -> Iterator[Cost]:
     paths = [_Path(depth) for depth in depths]
     runs = [[path.times() for _ in range(repeats)] for path in paths]
-    evict = [_timed(partial(path.seat.tree.evict, Tier.DEVICE, "full", len(path.prefix))) for path in paths]
+    evict = [_timed(partial(path.manager.tree.evict, Tier.DEVICE, "full", len(path.prefix))) for path in paths]
     for name in runs[0][0]:
         few, many = (statistics.median(run[name] for run in side) for side in runs)
         yield _cost(f"{name}, nodes of the path", depths, (few, many), "node")
@@ -180,7 +180,7 @@ def truth_costs(sizes: tuple[int, int]) -> Iterator[Cost]:
     for pages in sizes:
         tree, allocator = RadixTree(SPEC), PoolSet(SPEC, {"full": pages + 101}).allocators["full"]
         local = "tcp://127.0.0.1:0"
-        teller = KVEventRecorder(
+        event_recorder = KVEventRecorder(
             tree, EventsConfig(endpoint=local, replay_endpoint=local, buffer_batches=4), time.time, 0
         )
         for first in range(0, pages, 100):
@@ -188,13 +188,13 @@ def truth_costs(sizes: tuple[int, int]) -> Iterator[Cost]:
             prefix = TokenPrefix.of(range(start, start + 100 * PAGE_TOKENS), PAGE_TOKENS)
             tree.insert(prefix, {"full": [PageOffer(0, lease, [1] * 100)]})
             lease.release()
-            teller.round()
-        publisher, rounds = teller.publisher, []
+            event_recorder.round()
+        publisher, rounds = event_recorder.publisher, []
         with KVEventSubscriber(publisher.endpoint, SystemClock(), publisher.replay_endpoint) as reader:
             while not reader.complete:
-                rounds.append(_timed(teller.round))
+                rounds.append(_timed(event_recorder.round))
                 reader.poll(0.001)
-        teller.close()
+        event_recorder.close()
         worst.append(sorted(rounds)[-2])
     yield _cost("the truth of the KV events, longest round", sizes, (worst[0], worst[1]), "round")
 

@@ -7,9 +7,9 @@
 The tree stands beside a trie of plain dictionaries with a node a page (`bench/cache/plain_trie.py`), grown from the
 same dialogues (`bench/cache/tree_workload.py`) in the same run. Times are processor time, medians over many calls:
 waiting for a neighbour's turn on a shared machine isn't in them. Memory is what Python allocated while a side was
-filled. The tiers are measured through a seat, whole claims at a time (`bench/cache/tier_speed.py`). Between them come
-operations that must not cost more for what clients send (deep paths, salts, long leaves), each at two sizes
-(`bench/cache/tree_costs.py`).
+filled. The tiers are measured through a KV cache manager, whole allocations at a time (`bench/cache/tier_speed.py`).
+Between them come operations that must not cost more for what clients send (deep paths, salts, long leaves), each at two
+sizes (`bench/cache/tree_costs.py`).
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from bench.cache.plain_trie import Trie
 from bench.cache.tree_workload import DOCUMENT_PAGES, PAGE_TOKENS, Clients, Samples, TreeSide, fill
 from bench.common import machine
 from cache.prefix_cache.token_prefix import TokenPrefix
-from contracts.block_hash import chain_keys
+from contracts.block_hash import block_hashes
 
 T = TypeVar("T")
 GOAL_MS = 0.25
@@ -193,8 +193,8 @@ def measure_prefixes(repeats: int) -> dict[str, Timing]:
     return {
         "prefix of a list of 128k tokens": timed(lambda _: TokenPrefix.of(tokens, PAGE_TOKENS), times),
         "prefix of 128k tokens as bytes": timed(lambda _: TokenPrefix(prefix.raw, PAGE_TOKENS), times),
-        "chain keys of 2,000 pages": timed(lambda _: TokenPrefix(prefix.raw, PAGE_TOKENS).chain, times),
-        "chain keys of 2,000 pages, of a list": timed(lambda _: chain_keys(tokens, PAGE_TOKENS), times),
+        "block hashes of 2,000 pages": timed(lambda _: TokenPrefix(prefix.raw, PAGE_TOKENS).chain, times),
+        "block hashes of 2,000 pages, of a list": timed(lambda _: block_hashes(tokens, PAGE_TOKENS), times),
         "16 pages more, with their keys": timed(lambda _: prefix.longer(more).chain, times),
     }
 

@@ -49,7 +49,7 @@ Damage = Callable[[DecodeWorker, list[list[int]]], None]
 
 def _noise(worker: DecodeWorker, pages: list[list[int]]) -> None:
     """All that these pages hold is noise of the size that keys and values have."""
-    pools, generator = worker._seat.pools, torch.Generator().manual_seed(1)
+    pools, generator = worker._manager.pools, torch.Generator().manual_seed(1)
     for pool, buffers in pools.layout.buffers.items():
         for buffer in buffers:
             for layer in range(buffer.spec.layers):
@@ -65,7 +65,7 @@ def _noise_in_one(worker: DecodeWorker, pages: list[list[int]]) -> None:
 
 def _strangers(worker: DecodeWorker, pages: list[list[int]]) -> None:
     """Each request gets the next one's pages."""
-    pools = worker._seat.pools
+    pools = worker._manager.pools
     for pool, buffers in pools.layout.buffers.items():
         for buffer in buffers:
             for layer in range(buffer.spec.layers):
@@ -113,11 +113,14 @@ class Speaker:
     def _hurt(self, damage: Damage, count: int) -> bool:
         """Damage the prompts' pages once all requests run on decode; whether that was so."""
         decode = self.workers.decode
-        running = [r for r in decode._desk if r.phase is DecodePhase.RUNNING and r.claim is not None]
+        running = [r for r in decode._request_table if r.phase is DecodePhase.RUNNING and r.allocation is not None]
         if len(running) < count:
             return False
-        full = decode._seat.full
-        damage(decode, [list(r.claim.tables[full][: PROMPT_TOKENS // 16]) for r in running if r.claim is not None])
+        full = decode._manager.full
+        damage(
+            decode,
+            [list(r.allocation.tables[full][: PROMPT_TOKENS // 16]) for r in running if r.allocation is not None],
+        )
         return True
 
 

@@ -166,7 +166,7 @@ class Workers:
             open_ones -= self._step(Role.PREFILL) | self._step(Role.DECODE)
             over = over or bool(between())
             idle = not any(s.running + s.waiting + s.outgoing for s in (self.prefill.status(), self.decode.status()))
-            if not open_ones and idle and not self.prefill._seat.busy:
+            if not open_ones and idle and not self.prefill._manager.busy:
                 return [[token for _, token in sorted(self._said[request].items())] for request in asked]
         raise TimeoutError(f"{len(open_ones)} requests did not end")
 
@@ -195,14 +195,14 @@ class Workers:
 
     def empty_device(self) -> None:
         """What prefill's tree has stays on the host alone; decode forgets all."""
-        for pool in self.prefill._seat.spec.by_name:
-            self.prefill._seat.evict(pool, 1 << 30)
-        self.decode._seat.tree.clear()
+        for pool in self.prefill._manager.spec.by_name:
+            self.prefill._manager.evict(pool, 1 << 30)
+        self.decode._manager.tree.clear()
 
     def forget(self) -> None:
         """Both trees are empty afterwards."""
-        self.prefill._seat.tree.clear()
-        self.decode._seat.tree.clear()
+        self.prefill._manager.tree.clear()
+        self.decode._manager.tree.clear()
 
 
 @contextmanager
@@ -210,7 +210,7 @@ def side(workers: Workers, *, tags: bool, epochs: bool) -> Iterator[None]:
     """Both workers with or without each kind of check, for as long as the block runs."""
     with ExitStack() as back:
         for worker in (workers.prefill, workers.decode):
-            pools, engine, loader = worker._seat.pools, worker._engine, worker._seat.loader
+            pools, engine, loader = worker._manager.pools, worker._engine, worker._manager.load_back
             digest = timed(workers, worker.role, "tags", pools.digest) if tags else _no_digest
             stale = timed(workers, worker.role, "epochs", engine._stale) if epochs else _nothing_stale
             _swap(back, pools, "digest", digest)

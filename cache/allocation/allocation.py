@@ -1,4 +1,4 @@
-"""A claim: all state that one request has of a seat, in every pool, until it is released."""
+"""An allocation: all state that one request has of a KV cache manager, in every pool, until it is released."""
 
 from __future__ import annotations
 
@@ -97,7 +97,7 @@ class Allocation:
     """Of a reservation: the numbers that are to be handed over, by pool."""
     started: list[Completion] = field(default_factory=list)
     """Operations that bring its recurrent states into its slots."""
-    betrayed: bool = False
+    invalid: bool = False
     """What was loaded for it turned out damaged: nothing computed from it may be used."""
     released: bool = False
 

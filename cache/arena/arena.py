@@ -19,7 +19,7 @@ A process that is killed has made all stores up to some instruction and none beh
 all that is needed. That only one process writes is the agent's affair: it hands a segment on when the process that had
 it is dead, and not before.
 
-What a record says is believed for the shape of the tree, which its own checksum and the chain keys hold up. What the
+What a record says is believed for the shape of the tree, which its own checksum and the block hashes hold up. What the
 page's bytes are is believed once their digest was computed again: `cache.arena.arena_keeper`.
 """
 

@@ -1,8 +1,8 @@
 """The host tier and its arena: the index is kept true to the tree, and what an earlier incarnation left is taken over.
 
-Taking over begins with the records of the full pool. A record names its page's tokens, its chain key and that of the
+Taking over begins with the records of the full pool. A record names its page's tokens, its block hash and that of the
 page before; so a page whose chain of parents begins at the start of a prefix, each key following from the one before,
-has its place in the tree. Runs without a branch become nodes. Windows and states hang on the page whose chain key they
+has its place in the tree. Runs without a branch become nodes. Windows and states hang on the page whose block hash they
 have; a node ends where they begin or end. What has no place is dropped and counted.
 
 So far nobody has looked at the pages themselves. Their digests are computed again
@@ -10,7 +10,7 @@ So far nobody has looked at the pages themselves. Their digests are computed aga
 - when they are loaded, before anything that was computed from them is committed, whatever `cache.verify` says;
 - in between, a little at a time, so that damage is found before somebody waits for it.
 
-What doesn't match is condemned with all that is below it, like any other damage, and computed again. With several
+What doesn't match is invalidated with all that is below it, like any other damage, and computed again. With several
 ranks the index is the leader's, and a digest is over the parts of all ranks: a follower that had not yet carried out a
 copy when the leader died is found in the same way. That is no damage: each rank counts its copies, and where those of a
 dead worker differ, what doesn't match counts as torn.
@@ -50,7 +50,7 @@ MOST_TAKEN = 3
 
 @dataclass
 class _FoundPages:
-    """A page of the full pool, with what else its chain key names."""
+    """A page of the full pool, with what else its block hash names."""
 
     record: ArenaRecord
     beside: dict[str, ArenaRecord] = field(default_factory=dict)
@@ -68,7 +68,7 @@ class ArenaKeeper:
         self._unindexed: set[tuple[str, int]] = set()
         """Those of the host tier that the index can't name."""
         self._beside: dict[tuple[str, int], tuple[int, bytes, int]] = {}
-        """Those that it names and the tree doesn't have, with their numbers, keys and digests: of parked requests."""
+        """Those that it names and the tree doesn't have, with numbers, keys and digests: of swapped out requests."""
         self._adopting = False
         self._unfinished = False
         """Not all ranks had carried out what the leader had sealed."""
@@ -107,21 +107,21 @@ class ArenaKeeper:
                 self._unindexed.discard((pool, index))
                 self._beside.pop((pool, index), None)
 
-    def seal_parked(self, parked: SwappedState) -> None:
+    def seal_swapped(self, swapped: SwappedState) -> None:
         """Name what a retracted request has on the host, for a successor: whole pages of its prefix are pages like any
         others. Of its state only what is at the end of one."""
-        if parked.saved.digests is None:
+        if swapped.saved.digests is None:
             return
-        prefix, whole = parked.prefix, len(parked.prefix)
-        for pool, numbers in parked.numbers.items():
+        prefix, whole = swapped.prefix, len(swapped.prefix)
+        for pool, numbers in swapped.numbers.items():
             point = self._tree.component(pool).point
-            if point and parked.positions % prefix.page_tokens:
+            if point and swapped.positions % prefix.page_tokens:
                 continue
             first = whole - 1 if point else numbers.start
             count = min(1 if point else whole - first, len(numbers))
             if first < 0 or count < 1:
                 continue
-            indices, digests = parked.saved.leases[pool].indices[:count], parked.saved.digests[pool][:count]
+            indices, digests = swapped.saved.leases[pool].indices[:count], swapped.saved.digests[pool][:count]
             keys = prefix.chain[KEY_BYTES * first : KEY_BYTES * (first + count)]
             run = SealedPage(first, keys, digests)
             if pool == self._tree.full:
@@ -304,8 +304,8 @@ class ArenaKeeper:
         if bad and tree.linked(part.node):
             page = start + (len(part.node) - 1 if tree.component(pool).point else bad[0])
             if not torn:
-                log_damage(_log, DamageSite.ARENA, pool=pool, pages=[start + i for i in bad], condemned_from=page)
-            tree.condemn(_prefix_to(tree, part.node), page)
+                log_damage(_log, DamageSite.ARENA, pool=pool, pages=[start + i for i in bad], invalidated_from=page)
+            tree.invalidate(_prefix_to(tree, part.node), page)
         self.counters["arena_pages_damaged"] += 0 if torn else len(bad)
         return len(at)
 

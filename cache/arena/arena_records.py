@@ -23,10 +23,10 @@ class SealedPage:
     first: int
     """The page number of the first; of a state, that of the last page before it."""
     keys: bytes
-    """Chain keys, 16 bytes each."""
+    """Block hashes, 16 bytes each."""
     digests: Sequence[int]
     parent: bytes = b""
-    """Chain key of the page before the first; empty at the start of a prefix. Full pages only, like what follows."""
+    """Block hash of the page before the first; empty at the start of a prefix. Full pages only, like what follows."""
     tokens: bytes = b""
     """4 bytes a token."""
     salt: bytes = b""

@@ -111,7 +111,7 @@ class AdversarialDevice:
         self._running: list[DeferredOp] = []
         self._ordered: dict[DeviceStream, WeakSet[DeferredOp]] = {stream: WeakSet() for stream in DeviceStream}
         self._failed: list[DeferredOp] = []
-        self._shadow = WriteChecker()
+        self._write_checker = WriteChecker()
         self.trace: list[str] = []
         """Names of the operations in the order in which they ran."""
 
@@ -160,7 +160,7 @@ class AdversarialDevice:
 
         `layers` has each layer's buffers, [pages, ...]; they are copied at every operation, so keep the pool small.
         """
-        self._shadow.watch(place, pool, layers)
+        self._write_checker.watch(place, pool, layers)
 
     def run_some(self) -> int:
         """Run some of what may run now, as the scheduler likes; returns how many."""
@@ -210,10 +210,10 @@ class AdversarialDevice:
             self.wait(op)
             return
         running = self._running[-1]
-        self._shadow.compare(running.op)
+        self._write_checker.compare(running.op)
         self._force(op)
         self.run_some()
-        self._shadow.accept_all()
+        self._write_checker.accept_all()
         self._ordered[running.op.stream].add(op)
         if op.error is not None:
             op.heard = True
@@ -266,8 +266,8 @@ class AdversarialDevice:
 
     def _execute(self, op: DeferredOp) -> None:
         if self._running:
-            self._shadow.compare(self._running[-1].op)
-        self._shadow.accept_all()
+            self._write_checker.compare(self._running[-1].op)
+        self._write_checker.accept_all()
         op.state = _OpState.RUNNING
         self._running.append(op)
         self.trace.append(op.op.name)
@@ -277,14 +277,14 @@ class AdversarialDevice:
                     before.heard = True
                     raise before.error
             op.run()
-            self._shadow.compare(op.op)
+            self._write_checker.compare(op.op)
             self._check_gates(op)
         except Exception as error:
             op.error = error
             self._failed.append(op)
         finally:
             self._running.pop()
-            self._shadow.accept_all()
+            self._write_checker.accept_all()
         op.state = _OpState.OVER
         op.run = _nothing
         self._queues[op.op.stream].popleft()

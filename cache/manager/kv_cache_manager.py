@@ -1,16 +1,16 @@
-"""A seat's state: pools, tree and tiers, as the workers see them.
+"""A KV cache manager's state: pools, tree and tiers, as the workers see them.
 
 A request's way through it:
 
     prefetch   queued: what storage has of its prefix starts to come to the host
-    claim      admitted: lock what the tiers have, lease the rest, all pools or none; loads are planned
-    launch     the loads of all claims of this round begin, layer by layer; forward passes wait at the gates
+    allocate   admitted: lock what the tiers have, lease the rest, all pools or none; loads are planned
+    launch     the loads of all allocations of this round begin, layer by layer; forward passes wait at the gates
     seal       a step was committed: finished pages get their digests
     share      finished pages go into the tree, and from there down the tiers
     grow       pools get pages for the positions of the next step
     slide      pages that the window has left are used again further on, or go back
     snapshot   the recurrent state is copied aside at a page boundary, for the tree
-    park       off the device, to leased host memory; `unpark` brings it back (`cache.manager.swapping`)
+    swap out   off the device, to leased host memory; `swap_in` brings it back (`cache.manager.swapping`)
     release    the one way out: locks, pages, slots and snapshots go back, whatever happened
 
 `poll` takes in what has completed; it never waits. Only committed positions may be sealed, shared or snapshotted.
@@ -44,38 +44,38 @@ class KVCacheManager(SwapOut):
         """Start to bring what storage has of `prefix` to the host; None where there is nothing to wait for."""
         if self.prefetcher is None or not len(prefix):
             return None
-        if self.saver is not None:
+        if self.backup is not None:
             # What comes from storage hangs below what is there, so that must be on the host as well.
-            self.saver.save(self.tree.match(prefix).path)
+            self.backup.save(self.tree.match(prefix).path)
         return self.prefetcher.start(prefix, owner)
 
     def may_run(self, prefetch: PrefetchRequest) -> bool:
         """Whether a request need not wait for its prefetch any longer, by the stop policy."""
         return self.prefetcher is None or self.prefetcher.may_run(prefetch)
 
-    def due(self, prefetch: PrefetchRequest) -> float | None:
+    def prefetch_deadline(self, prefetch: PrefetchRequest) -> float | None:
         """When `may_run` changes although nothing arrives."""
         return self.prefetcher.deadline(prefetch) if self.prefetcher is not None else None
 
-    def stop(self, prefetch: PrefetchRequest) -> None:
-        """Its request is gone, or has claimed what it wanted. Idempotent."""
+    def stop_prefetch(self, prefetch: PrefetchRequest) -> None:
+        """Its request is gone, or has taken what it wanted. Idempotent."""
         if self.prefetcher is not None:
             self.prefetcher.release(prefetch)
 
-    def claim(
+    def allocate(
         self, prefix: TokenPrefix, positions: int, owner: str, *, reusable: int, prefetch: PrefetchRequest | None = None
     ) -> Allocation | None:
         """Take state for `positions` positions: at most `reusable` pages of `prefix` from the tiers, the rest leased.
 
         All pools or none: None when there isn't room now, with nothing taken.
         """
-        claim = self._claim(prefix, positions, owner, reusable, prefetch)
-        if claim is None and reusable and not self._claims:
+        allocation = self._allocate(prefix, positions, owner, reusable, prefetch)
+        if allocation is None and reusable and not self._allocations:
             # Alone, it may be its own prefix that leaves no room for the rest: then it does without.
-            claim = self._claim(prefix, positions, owner, 0, prefetch)
-        return claim
+            allocation = self._allocate(prefix, positions, owner, 0, prefetch)
+        return allocation
 
-    def _claim(
+    def _allocate(
         self, prefix: TokenPrefix, positions: int, owner: str, reusable: int, prefetch: PrefetchRequest | None
     ) -> Allocation | None:
         match = self.tree.match(prefix.head(reusable))
@@ -97,7 +97,7 @@ class KVCacheManager(SwapOut):
         loaded = depth - match.device_depth
         stored = min(loaded, prefetch.gained) if prefetch is not None else 0
         if prefetch is not None:
-            self.stop(prefetch)
+            self.stop_prefetch(prefetch)
         size = self.spec.page_tokens
         cached = CachedTokens((depth - loaded) * size, (loaded - stored) * size, stored * size)
         self._count(cached)
@@ -108,31 +108,31 @@ class KVCacheManager(SwapOut):
         own = {pool: min(count, self._windows.get(pool, count)) for pool, count in pages.items()}
         return own | dict.fromkeys(self._slots, 1)
 
-    def _open(self, claim: Allocation, leases: Mapping[str, Lease]) -> Allocation:
+    def _open(self, allocation: Allocation, leases: Mapping[str, Lease]) -> Allocation:
         for pool in self._runs:
-            held = claim.lock.on_device(pool)
-            claim.enter(pool, held, claim.depth)
-            claim.digests[pool] = self._digests(held, claim.depth)
-            claim.put(pool, claim.depth, leases[pool].indices, leases[pool].epochs)
-            claim.runs[pool] = [PageRun(claim.depth, leases[pool])]
-        claim.slots = {pool: leases[pool] for pool in self._slots}
-        self._claims[claim.lock] = claim
-        self._fresh.append(claim)
-        return claim
+            held = allocation.lock.on_device(pool)
+            allocation.enter(pool, held, allocation.depth)
+            allocation.digests[pool] = self._digests(held, allocation.depth)
+            allocation.put(pool, allocation.depth, leases[pool].indices, leases[pool].epochs)
+            allocation.runs[pool] = [PageRun(allocation.depth, leases[pool])]
+        allocation.slots = {pool: leases[pool] for pool in self._slots}
+        self._allocations[allocation.lock] = allocation
+        self._fresh.append(allocation)
+        return allocation
 
     def launch(self) -> None:
-        """Begin the loads of all claims since the last call, and put their recurrent states into their slots."""
-        if self.loader is not None:
-            self.loader.launch()
+        """Begin the loads of all allocations since the last call, and put their recurrent states into their slots."""
+        if self.load_back is not None:
+            self.load_back.launch()
         fresh, self._fresh = self._fresh, []
-        for claim in fresh:
-            if not claim.released:
+        for allocation in fresh:
+            if not allocation.released:
                 for pool in self._slots:
-                    self._start_slot(claim, pool)
+                    self._start_slot(allocation, pool)
 
-    # ------------------------------------------------------------ hand-over to this seat
+    # ------------------------------------------------------------ hand-over to this worker
 
-    def reserve(
+    def preallocate(
         self, prefix: TokenPrefix, prompt: int, positions: int, owner: str, most: int | None = None
     ) -> tuple[Allocation, dict[str, Lease]] | None:
         """Take state for a prompt of `prompt` positions that is handed over, and for `positions` in all.
@@ -142,16 +142,16 @@ class KVCacheManager(SwapOut):
         the leases are for what `lacking` names and for what follows, in that order, and belong to whoever receives
         until `adopt`. None without room.
         """
-        reserved = self._reserve(prefix, prompt, positions, owner, most or positions)
-        if reserved is None and len(prefix) and not self._claims:
-            reserved = self._reserve(prefix.head(0), prompt, positions, owner, most or positions)
+        reserved = self._preallocate(prefix, prompt, positions, owner, most or positions)
+        if reserved is None and len(prefix) and not self._allocations:
+            reserved = self._preallocate(prefix.head(0), prompt, positions, owner, most or positions)
         return reserved
 
-    def _reserve(
+    def _preallocate(
         self, prefix: TokenPrefix, prompt: int, positions: int, owner: str, most: int
     ) -> tuple[Allocation, dict[str, Lease]] | None:
         wanted = due(self.spec, prompt)
-        lock, held = self.tree.hold(prefix, wanted, owner, host=self.loader is not None and self._may_load_back)
+        lock, held = self.tree.hold(prefix, wanted, owner, host=self.load_back is not None and self._may_load_back)
         loads = self._loads(lock)
         lacking = missing(wanted, held)
         pages, pages_here = self.pools.pages_for(most), self.pools.pages_for(prompt)
@@ -169,16 +169,16 @@ class KVCacheManager(SwapOut):
         from_host = min(loads[self.full], depth) * size
         cached = CachedTokens(min(prompt, depth * size - from_host), from_host)
         self._count(cached)
-        claim = Allocation(owner, prefix, pages, lock, depth, cached, lacking=lacking)
+        allocation = Allocation(owner, prefix, pages, lock, depth, cached, lacking=lacking)
         for pool in self._runs:
-            self._enter_held(claim, pool, wanted[pool])
-        self._claims[lock] = claim
-        return claim, leases
+            self._enter_held(allocation, pool, wanted[pool])
+        self._allocations[lock] = allocation
+        return allocation, leases
 
-    def _enter_held(self, claim: Allocation, pool: str, wanted: range) -> None:
-        claim.enter(pool, claim.lock.on_device(pool))
-        claim.digests[pool], claim.runs[pool] = [], []
-        lacking, table, marks = claim.lacking[pool], claim.tables[pool], claim.epochs[pool]
+    def _enter_held(self, allocation: Allocation, pool: str, wanted: range) -> None:
+        allocation.enter(pool, allocation.lock.on_device(pool))
+        allocation.digests[pool], allocation.runs[pool] = [], []
+        lacking, table, marks = allocation.lacking[pool], allocation.tables[pool], allocation.epochs[pool]
         # What lies before what is wanted, behind it, and between what lacks isn't its.
         del table[wanted.stop :], marks[wanted.stop :]
         for gap in (range(min(wanted.start, len(table))), range(lacking.start, min(lacking.stop, len(table)))):
@@ -195,27 +195,27 @@ class KVCacheManager(SwapOut):
             there += pages
         return there
 
-    def adopt(
-        self, claim: Allocation, prompt: int, leases: Mapping[str, Lease], digests: Mapping[str, Mapping[int, int]]
+    def commit_transfer(
+        self, allocation: Allocation, prompt: int, leases: Mapping[str, Lease], digests: Mapping[str, Mapping[int, int]]
     ) -> None:
         """Everything that was lacking has come into `leases`, verified, with these `digests` by pool and number."""
         whole = prompt // self.spec.page_tokens
         for pool in self._runs:
-            lacking, lease = claim.lacking[pool], leases[pool]
-            received = lease.split(len(lacking), claim.owner)
+            lacking, lease = allocation.lacking[pool], leases[pool]
+            received = lease.split(len(lacking), allocation.owner)
             for first, part in ((lacking.start, received), (self.pools.pages_for(prompt), lease)):
-                claim.put(pool, first, part.indices, part.epochs)
-                claim.runs[pool].append(PageRun(first, part))
-            known = self._digests(claim.lock.on_device(pool), whole)
+                allocation.put(pool, first, part.indices, part.epochs)
+                allocation.runs[pool].append(PageRun(first, part))
+            known = self._digests(allocation.lock.on_device(pool), whole)
             for number, digest in digests.get(pool, {}).items():
                 if number < whole:
                     known[number] = digest
-            pages = claim.tables[pool][:whole]
-            claim.digests[pool] = [d if page != NO_PAGE else None for d, page in zip(known, pages, strict=True)]
+            pages = allocation.tables[pool][:whole]
+            allocation.digests[pool] = [d if page != NO_PAGE else None for d, page in zip(known, pages, strict=True)]
         for pool in self._slots:
-            claim.slots[pool] = leases[pool]
-            if not claim.lacking[pool]:
-                self._start_slot(claim, pool)
+            allocation.slots[pool] = leases[pool]
+            if not allocation.lacking[pool]:
+                self._start_slot(allocation, pool)
 
     @staticmethod
     def _digests(parts: Sequence[NodePart], whole: int) -> list[int | None]:
@@ -227,21 +227,21 @@ class KVCacheManager(SwapOut):
 
     # ------------------------------------------------------------ from tree to tree
 
-    def lend(self, prefix: TokenPrefix, owner: str) -> Allocation:
+    def hold_for_push(self, prefix: TokenPrefix, owner: str) -> Allocation:
         """Keep what the device's tree has of the full pool's first pages, to be written to another worker.
 
-        `depth` of the claim says how many those are; nothing else is in it.
+        `depth` of the allocation says how many those are; nothing else is in it.
         """
         wanted = {self.full: range(len(prefix))}
         lock, held = self.tree.hold(prefix, wanted, owner, host=False)
         depth = len(held[self.full])
-        claim = self._pages_only(Allocation(owner, prefix, depth, lock, depth, CachedTokens()))
-        claim.lacking = {self.full: range(depth, len(prefix))}
-        self._enter_held(claim, self.full, wanted[self.full])
-        claim.digests[self.full] = self._digests(lock.on_device(self.full), depth)
-        return claim
+        allocation = self._pages_only(Allocation(owner, prefix, depth, lock, depth, CachedTokens()))
+        allocation.lacking = {self.full: range(depth, len(prefix))}
+        self._enter_held(allocation, self.full, wanted[self.full])
+        allocation.digests[self.full] = self._digests(lock.on_device(self.full), depth)
+        return allocation
 
-    def borrow(self, prefix: TokenPrefix, owner: str, *, spare: bool) -> tuple[Allocation, Lease] | None:
+    def reserve_for_pull(self, prefix: TokenPrefix, owner: str, *, spare: bool) -> tuple[Allocation, Lease] | None:
         """Room for what the device's tree lacks of these pages of the full pool, which another worker is to write.
 
         With `spare`, only pages that hold nothing. None without room, or where nothing lacks.
@@ -254,70 +254,75 @@ class KVCacheManager(SwapOut):
         if leases is None:
             self.tree.unlock(lock)
             return None
-        claim = self._pages_only(Allocation(owner, prefix, len(prefix), lock, lacking.start, CachedTokens()))
-        claim.lacking = {self.full: lacking}
-        return claim, leases[self.full]
+        allocation = self._pages_only(Allocation(owner, prefix, len(prefix), lock, lacking.start, CachedTokens()))
+        allocation.lacking = {self.full: lacking}
+        return allocation, leases[self.full]
 
-    def _pages_only(self, claim: Allocation) -> Allocation:
+    def _pages_only(self, allocation: Allocation) -> Allocation:
         for pool in self._runs:
-            claim.tables[pool], claim.epochs[pool], claim.digests[pool], claim.runs[pool] = numbers(), numbers(), [], []
-        self._claims[claim.lock] = claim
-        return claim
+            allocation.tables[pool], allocation.epochs[pool], allocation.digests[pool], allocation.runs[pool] = (
+                numbers(),
+                numbers(),
+                [],
+                [],
+            )
+        self._allocations[allocation.lock] = allocation
+        return allocation
 
-    def take(self, claim: Allocation, lease: Lease, digests: Mapping[int, int]) -> None:
-        """What was borrowed has come, verified, with these digests by number: the tree's now. Ends the claim."""
-        lacking = claim.lacking[self.full]
+    def insert_pulled(self, allocation: Allocation, lease: Lease, digests: Mapping[int, int]) -> None:
+        """What was borrowed has come, verified, with these digests by number: the tree's now. Ends the allocation."""
+        lacking = allocation.lacking[self.full]
         offer = PageOffer(lacking.start, lease, [digests[n] for n in lacking])
-        self.tree.insert(claim.prefix, {self.full: [offer]}, Tier.DEVICE)
+        self.tree.insert(allocation.prefix, {self.full: [offer]}, Tier.DEVICE)
         lease.release()
-        self.release(claim)
+        self.free(allocation)
 
     # ------------------------------------------------------------ steps
 
-    def grow(self, claim: Allocation, end: int) -> int:
+    def extend(self, allocation: Allocation, end: int) -> int:
         """Give it pages for positions up to `end`; returns how far they go by now, at most `end`.
 
         Less where a pool has none left that the tree could spare, and in a window where steps under way still have to
         be committed before it moves on.
         """
         for pool in self._runs:
-            table = claim.tables[pool]
+            table = allocation.tables[pool]
             if len(table) * self.spec.page_tokens < end:
-                self._extend(claim, pool, self.pools.pages_for(end) - len(table))
+                self._extend_pool(allocation, pool, self.pools.pages_for(end) - len(table))
             end = min(end, len(table) * self.spec.page_tokens)
         return end
 
-    def _extend(self, claim: Allocation, pool: str, lacking: int) -> None:
+    def _extend_pool(self, allocation: Allocation, pool: str, lacking: int) -> None:
         """Up to `lacking` more pages: of a window, what it has set aside and what is left of its share."""
-        spare = claim.spare.get(pool)
+        spare = allocation.spare.get(pool)
         if spare is not None and len(spare):
-            taken = spare.split(min(lacking, len(spare)), claim.owner)
+            taken = spare.split(min(lacking, len(spare)), allocation.owner)
             lacking -= len(taken)
-            self._append(claim, pool, taken)
+            self._append(allocation, pool, taken)
         if pool in self._windows:
-            lacking = min(lacking, self._windows[pool] - claim.own(pool))
-        leases = self._lease({pool: lacking}, claim.owner) if lacking > 0 else None
+            lacking = min(lacking, self._windows[pool] - allocation.own(pool))
+        leases = self._lease({pool: lacking}, allocation.owner) if lacking > 0 else None
         if leases is not None:
-            self._append(claim, pool, leases[pool])
+            self._append(allocation, pool, leases[pool])
 
-    def _append(self, claim: Allocation, pool: str, lease: Lease) -> None:
+    def _append(self, allocation: Allocation, pool: str, lease: Lease) -> None:
         """Put these pages behind the table of `pool`."""
-        runs, first = claim.runs[pool], len(claim.tables[pool])
-        claim.put(pool, first, lease.indices, lease.epochs)
+        runs, first = allocation.runs[pool], len(allocation.tables[pool])
+        allocation.put(pool, first, lease.indices, lease.epochs)
         if runs and runs[-1].end == first:
             last = runs.pop()
-            first, lease = last.first, self.pools.allocators[pool].join([last.lease, lease], claim.owner)
+            first, lease = last.first, self.pools.allocators[pool].join([last.lease, lease], allocation.owner)
         runs.append(PageRun(first, lease))
 
-    def tables(self, claim: Allocation, start: int, end: int) -> dict[str, BlockTable]:
+    def block_tables(self, allocation: Allocation, start: int, end: int) -> dict[str, BlockTable]:
         """What a pass over positions `start .. end-1` sees of each pool; of a window, from the first page it needs."""
         stop = self.pools.pages_for(end)
         out = {}
         for pool in self._runs:
             window = self.spec.by_name[pool].window_tokens
             first = max(0, start - window + 1) // self.spec.page_tokens if window else 0
-            out[pool] = BlockTable(first, claim.tables[pool][first:stop], claim.epochs[pool][first:stop])
-        return out | {pool: BlockTable(0, lease.indices, lease.epochs) for pool, lease in claim.slots.items()}
+            out[pool] = BlockTable(first, allocation.tables[pool][first:stop], allocation.epochs[pool][first:stop])
+        return out | {pool: BlockTable(0, lease.indices, lease.epochs) for pool, lease in allocation.slots.items()}
 
     # ------------------------------------------------------------ what a committed step leaves
 
@@ -326,75 +331,79 @@ class KVCacheManager(SwapOut):
         size = self.spec.page_tokens
         for pool in self._runs:
             todo: list[tuple[Allocation, int]] = []
-            for claim, committed in finished:
-                digests, table = claim.digests[pool], claim.tables[pool]
+            for allocation, committed in finished:
+                digests, table = allocation.digests[pool], allocation.tables[pool]
                 first = len(digests)
                 digests += [None] * max(0, committed // size - first)
-                todo += [(claim, page) for page in range(first, len(digests)) if table[page] != NO_PAGE]
-            indices = [claim.tables[pool][page] for claim, page in todo]
+                todo += [(allocation, page) for page in range(first, len(digests)) if table[page] != NO_PAGE]
+            indices = [allocation.tables[pool][page] for allocation, page in todo]
             firsts = [page * size for _, page in todo]
             self._device.touch("seal", reads=[PageSpanUse(DEVICE, pool, indices)])
             found = self.pools.digest(pool, indices, firsts, [at + size for at in firsts])
-            for (claim, page), digest in zip(todo, found, strict=True):
-                claim.digests[pool][page] = digest
+            for (allocation, page), digest in zip(todo, found, strict=True):
+                allocation.digests[pool][page] = digest
 
-    def tail(self, claim: Allocation, committed: int) -> dict[str, int]:
+    def tail(self, allocation: Allocation, committed: int) -> dict[str, int]:
         """The digests of the last, partly filled page at `committed` positions, by pool; empty at a page boundary."""
         size = self.spec.page_tokens
         page = committed // size
         if committed % size == 0:
             return {}
         return {
-            pool: self.pools.digest(pool, [claim.tables[pool][page]], [page * size], [committed])[0]
+            pool: self.pools.digest(pool, [allocation.tables[pool][page]], [page * size], [committed])[0]
             for pool in self._runs
         }
 
-    def states(self, claim: Allocation, committed: int) -> dict[str, int]:
+    def states(self, allocation: Allocation, committed: int) -> dict[str, int]:
         """The digests of the recurrent states after `committed` positions, by pool: of all that was launched."""
         out = {}
-        for pool, lease in claim.slots.items():
+        for pool, lease in allocation.slots.items():
             self._device.touch("seal state", reads=[PageSpanUse(DEVICE, pool, lease.indices)])
             found = self.pools.digest(pool, lease.indices, [committed], [committed + 1])
             out[pool] = found[0]
         return out
 
-    def share(self, claim: Allocation, prefix: TokenPrefix, priority: int = 0, *, full_only: bool = False) -> None:
-        """Give the tree the sealed pages of `prefix` that it lacks, and its snapshots; the claim keeps them locked.
+    def cache_pages(
+        self, allocation: Allocation, prefix: TokenPrefix, priority: int = 0, *, full_only: bool = False
+    ) -> None:
+        """Give the tree the sealed pages of `prefix` that it lacks, and its snapshots; they stay locked for it.
 
-        `full_only`: no pages of windows and no snapshots. A claim that goes on uses the pages again that its windows
-        leave, and those that the tree has it couldn't.
+        `full_only`: no pages of windows and no snapshots. An allocation that goes on uses the pages again that its
+        windows leave, and those that the tree has it couldn't.
         """
-        assert not claim.betrayed, "what was computed from damaged state is nobody's to share"
-        sealed = min(len(prefix), len(claim.digests[self.full]))
+        assert not allocation.invalid, "what was computed from damaged state is nobody's to share"
+        sealed = min(len(prefix), len(allocation.digests[self.full]))
         prefix = prefix.head(sealed)
         runs, slots = ([self.full], []) if full_only else (self._runs, self._slots)
-        offers: dict[str, list[PageOffer]] = {pool: self._run_offers(claim, pool, sealed) for pool in runs}
-        offers |= {pool: self._snapshot_offers(claim, pool, sealed) for pool in slots}
+        offers: dict[str, list[PageOffer]] = {pool: self._run_offers(allocation, pool, sealed) for pool in runs}
+        offers |= {pool: self._snapshot_offers(allocation, pool, sealed) for pool in slots}
         self.tree.insert(prefix, offers, Tier.DEVICE, priority)
         for pool in runs:
-            claim.runs[pool] = [run for old in claim.runs[pool] for run in _regroup(old, claim.tables[pool])]
+            allocation.runs[pool] = [
+                run for old in allocation.runs[pool] for run in _regroup(old, allocation.tables[pool])
+            ]
         for pool in slots:
-            held = claim.snapshots.get(pool, [])
-            claim.snapshots[pool] = [s for s in held if len(s.lease)]
+            held = allocation.snapshots.get(pool, [])
+            allocation.snapshots[pool] = [s for s in held if len(s.lease)]
             for taken in (s for s in held if not len(s.lease)):
                 taken.lease.release()
         walked = self.tree.walked(prefix)
-        self._keep(claim, walked)
+        self._keep(allocation, walked)
         self._save([node for node, _ in walked])
 
-    def _run_offers(self, claim: Allocation, pool: str, sealed: int) -> list[PageOffer]:
+    def _run_offers(self, allocation: Allocation, pool: str, sealed: int) -> list[PageOffer]:
         offers = []
-        for run in claim.runs[pool]:
-            digests = claim.digests[pool][run.first : min(run.end, sealed)]
+        for run in allocation.runs[pool]:
+            digests = allocation.digests[pool][run.first : min(run.end, sealed)]
             whole = [d for d in digests if d is not None]
             assert len(whole) == len(digests), f"a page of {pool} is neither sealed nor given back"
             if whole:
                 offers.append(PageOffer(run.first, run.lease, whole))
         return offers
 
-    def _snapshot_offers(self, claim: Allocation, pool: str, sealed: int) -> list[PageOffer]:
+    def _snapshot_offers(self, allocation: Allocation, pool: str, sealed: int) -> list[PageOffer]:
         """Snapshots that are there: those under way wait for the next time, those that failed are nothing."""
-        there = [s for s in claim.snapshots.get(pool, ()) if s.completion.done and s.depth <= sealed]
+        there = [s for s in allocation.snapshots.get(pool, ()) if s.completion.done and s.depth <= sealed]
         there = [s for s in there if failure(s.completion) is None]
         ends = [s.depth * self.spec.page_tokens for s in there]
         slots = [s.lease.indices[0] for s in there]
@@ -402,23 +411,23 @@ class KVCacheManager(SwapOut):
         found = self.pools.digest(pool, slots, ends, ends)
         return [PageOffer(s.depth, s.lease, (digest,)) for s, digest in zip(there, found, strict=True)]
 
-    def _keep(self, claim: Allocation, walked: Sequence[tuple[TreeNode, int]]) -> None:
-        """Lock what the tree has taken over from the claim's tables."""
+    def _keep(self, allocation: Allocation, walked: Sequence[tuple[TreeNode, int]]) -> None:
+        """Lock what the tree has taken over from the allocation's tables."""
         for node, pages in walked:
             start, here = node.start, node.parts[Tier.DEVICE]
             mine = [
                 part
                 for pool in self._runs
-                if (part := here.get(pool)) is not None and claim.lock not in part.locks and pages == node.pages
-                and claim.tables[pool][start : start + pages] == numbers(part.lease.indices)
+                if (part := here.get(pool)) is not None and allocation.lock not in part.locks and pages == node.pages
+                and allocation.tables[pool][start : start + pages] == numbers(part.lease.indices)
             ]  # fmt: skip
             full = here.get(self.full)
-            if mine and full is not None and full not in mine and claim.lock not in full.locks:
+            if mine and full is not None and full not in mine and allocation.lock not in full.locks:
                 mine.insert(0, full)
             for part in mine:
-                self.tree.add(claim.lock, part)
+                self.tree.add(allocation.lock, part)
 
-    def slide(self, claim: Allocation, committed: int) -> None:
+    def free_window_pages(self, allocation: Allocation, committed: int) -> None:
         """Give back the window pages that no position from the last page boundary on can see.
 
         As many as are still to come are leased again at once, under new epochs.
@@ -430,40 +439,40 @@ class KVCacheManager(SwapOut):
             boundary = committed // self.spec.page_tokens * self.spec.page_tokens
             first = max(0, boundary - window + 1) // self.spec.page_tokens
             kept = []
-            for run in claim.runs[pool]:
+            for run in allocation.runs[pool]:
                 gone = max(0, min(first, run.end) - run.first)
-                run.lease.split(gone, claim.owner).release()
+                run.lease.split(gone, allocation.owner).release()
                 if len(run.lease):
                     kept.append(PageRun(run.first + gone, run.lease))
                 else:
                     run.lease.release()
                 for page in range(run.first, run.first + gone):
-                    claim.tables[pool][page], claim.epochs[pool][page] = NO_PAGE, 0
-                    if page < len(claim.digests[pool]):
-                        claim.digests[pool][page] = None
-            claim.runs[pool] = kept
-            self._set_aside(claim, pool)
+                    allocation.tables[pool][page], allocation.epochs[pool][page] = NO_PAGE, 0
+                    if page < len(allocation.digests[pool]):
+                        allocation.digests[pool][page] = None
+            allocation.runs[pool] = kept
+            self._set_aside(allocation, pool)
 
-    def _set_aside(self, claim: Allocation, pool: str) -> None:
-        """Lease again what the claim has still to come, up to what it may hold at once: as much as it gave back."""
-        spare = claim.spare.get(pool)
-        to_come = claim.pages - len(claim.tables[pool]) - (len(spare) if spare is not None else 0)
-        again = min(to_come, self._windows[pool] - claim.own(pool), self.pools.allocators[pool].free)
+    def _set_aside(self, allocation: Allocation, pool: str) -> None:
+        """Lease again what the allocation has still to come, up to what it may hold at once: what it gave back."""
+        spare = allocation.spare.get(pool)
+        to_come = allocation.pages - len(allocation.tables[pool]) - (len(spare) if spare is not None else 0)
+        again = min(to_come, self._windows[pool] - allocation.own(pool), self.pools.allocators[pool].free)
         if again > 0:
-            more = self.pools.allocators[pool].lease(again, claim.owner)
+            more = self.pools.allocators[pool].lease(again, allocation.owner)
             join = self.pools.allocators[pool].join
-            claim.spare[pool] = join([spare, more], claim.owner) if spare is not None else more
+            allocation.spare[pool] = join([spare, more], allocation.owner) if spare is not None else more
 
-    def snapshot(self, claim: Allocation, committed: int) -> bool:
+    def snapshot(self, allocation: Allocation, committed: int) -> bool:
         """Copy the recurrent state aside, as it is after `committed` positions (whole pages): what was launched up to
         there and nothing more has been. False, and nothing happens, without a slot to spare."""
         assert committed % self.spec.page_tokens == 0, "snapshots are taken at page boundaries"
-        leases = self._lease(dict.fromkeys(self._slots, 1), f"snapshot of {claim.owner}")
+        leases = self._lease(dict.fromkeys(self._slots, 1), f"snapshot of {allocation.owner}")
         if leases is None:
             return False
         for pool, lease in leases.items():
-            copied = self._copy_slot(pool, claim.slots[pool].indices[0], lease.indices[0])
-            held = claim.snapshots.setdefault(pool, [])
+            copied = self._copy_slot(pool, allocation.slots[pool].indices[0], lease.indices[0])
+            held = allocation.snapshots.setdefault(pool, [])
             held.append(StateSnapshot(committed // self.spec.page_tokens, lease, copied))
             while len(held) > SNAPSHOTS:
                 self._give_back(held.pop(0))

@@ -106,7 +106,7 @@ class PoolSpec:
 
 @dataclass(frozen=True)
 class PoolSetSpec:
-    """All state of one seat, as its model declares it: one full pool, and any number of others."""
+    """All state of one worker, as its model declares it: one full pool, and any number of others."""
 
     page_tokens: int
     pools: tuple[PoolSpec, ...]

@@ -1,6 +1,6 @@
 """Content tags: what is in a finished page, sealed where it was produced and checked wherever it arrives.
 
-A tag is a *chain key* and a *digest*. The chain key names the tokens: a hash over every token from the start of the
+A tag is a *block hash* and a *digest*. The block hash names the tokens: a hash over every token from the start of the
 sequence to the end of the page (and the salt), so equal keys mean equal prefixes. The digest sums the page's bytes:
 
     digest = sum over positions p, layers l, buffers b, words w of  A(p) * B(b, l, w) * word[p, l, b, w]   (mod 2^64)

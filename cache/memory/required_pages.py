@@ -1,7 +1,7 @@
 """What a sequence needs of each pool to go on from a position, by number.
 
 State is numbered along the sequence: page n holds positions n * page_tokens up to the next page, in full and window
-pools alike. A state slot that is the state after all positions has the number of the last page, whose chain key it
+pools alike. A state slot that is the state after all positions has the number of the last page, whose block hash it
 shares. For a prompt of 27 positions, pages of 4 and a window of 9 (the query's own position and 8 before it):
 
     page       |  0 |  1 |  2 |  3 |  4 |  5 | 6 .|       the 28th position is computed next

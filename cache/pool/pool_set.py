@@ -1,4 +1,4 @@
-"""The pool set of one seat: one region of memory, an allocator and a gate for each pool."""
+"""The pool set of one worker: one region of memory, an allocator and a gate for each pool."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from contracts.errors import ConfigError
 
 
 class PoolSet:
-    """All state of a seat in one tier.
+    """All state of a worker in one tier.
 
     `counts` are the pages and slots of each pool, index 0, the null one, included. `region` is uint8 [layout.nbytes];
     it must be zero, and stays zero at index 0 of every pool. Host tiers are page-first and have no gates' readers.

@@ -84,7 +84,7 @@ class TPPoolSet(PoolSet):
         return TPDigester(self.layout, self.region.device, self._followers.size)
 
     def zero(self, indices: PoolIndices) -> None:
-        self._followers.tell(ZeroPages(self.place, tuple((pool, tuple(chosen)) for pool, chosen in indices.items())))
+        self._followers.send(ZeroPages(self.place, tuple((pool, tuple(chosen)) for pool, chosen in indices.items())))
         super().zero(indices)
 
     def copy(self, move: PageMove, target: PoolSet, layers: range | None = None) -> None:
@@ -92,7 +92,7 @@ class TPPoolSet(PoolSet):
         pieces = tuple(PageSpan(part.pool, part.sources, part.targets) for part in move.parts)
         span = None if layers is None else (layers.start, layers.stop)
         target.on_copy()
-        self._followers.tell(CopyPages(self.place, target.place, pieces, span))
+        self._followers.send(CopyPages(self.place, target.place, pieces, span))
         super().copy(move, target, layers)
 
     def digest(self, pool: str, indices: Sequence[int], firsts: Sequence[int], ends: Sequence[int]) -> list[int]:
@@ -125,7 +125,7 @@ class FollowerPools:
             place: TPDigester(pool_set.layout, pool_set.region.device, size) for place, pool_set in pools.items()
         }
 
-    def obey(self, order: ZeroPages | CopyPages | DigestPages | CheckPages) -> list[list[int]] | list[str] | None:
+    def carry_out(self, order: ZeroPages | CopyPages | DigestPages | CheckPages) -> list[list[int]] | list[str] | None:
         """Carry an order out; what is returned is the answer, None: there is none."""
         match order:
             case ZeroPages():

@@ -54,7 +54,7 @@ class PrefixMatch:
 
 
 class RadixTree(TreeAccounts):
-    """See the module's prose. One tree a seat; salts keep strangers apart by having roots of their own."""
+    """See the module's prose. One tree a worker; salts keep strangers apart by having roots of their own."""
 
     # ------------------------------------------------------------ match
 
@@ -309,17 +309,17 @@ class RadixTree(TreeAccounts):
 
     # ------------------------------------------------------------ evict
 
-    def condemn(self, prefix: TokenPrefix, page: int = 0) -> int:
+    def invalidate(self, prefix: TokenPrefix, page: int = 0) -> int:
         """Never again match page `page` of `prefix` nor anything below: its state was found damaged.
 
-        Freed at once where nobody locks it, else with the last lock. Returns the number of pages condemned.
+        Freed at once where nobody locks it, else with the last lock. Returns the number of pages invalidated.
         """
         at = 0
         for node, pages in self.walked(prefix):
             if at <= page < at + pages:
                 if page > at:
                     self._split(node, page - at)
-                return self.condemn_node(node)
+                return self.invalidate_node(node)
             at += pages
         return 0
 

@@ -14,7 +14,7 @@ from contracts.block_hash import KEY_BYTES, TOKEN_BYTES, chain_on, chain_start
 class TokenPrefix:
     """Whole pages of tokens under a salt (an adapter's or a tenant's: strangers share nothing).
 
-    `raw` holds 4 bytes a token, so comparing prefixes is comparing bytes; `chain` the 16-byte chain key of each page.
+    `raw` holds 4 bytes a token, so comparing prefixes is comparing bytes; `chain` the 16-byte block hash of each page.
     Keys are hashed when they are asked for; `chain` may bring those of its first pages, where they are known.
     """
 
@@ -51,17 +51,17 @@ class TokenPrefix:
         return TokenPrefix(self.raw + _raw(tokens), self.page_tokens, self.salt, self._chain)
 
     def knows(self, pages: int) -> bool:
-        """Whether the chain keys of its first `pages` pages needn't be computed."""
+        """Whether the block hashes of its first `pages` pages needn't be computed."""
         return len(self._chain) >= KEY_BYTES * pages
 
     def know(self, chain: bytes) -> None:
-        """Take the chain keys of its first pages from somebody who compared their tokens with his."""
+        """Take the block hashes of its first pages from somebody who compared their tokens with his."""
         if len(chain) > len(self._chain):
             self._chain = chain
 
     @property
     def chain(self) -> bytes:
-        """The chain keys of its pages, one after the other."""
+        """The block hashes of its pages, one after the other."""
         known = len(self._chain) // KEY_BYTES
         if known < len(self):
             key = self._chain[-KEY_BYTES:] or chain_start(self.salt)

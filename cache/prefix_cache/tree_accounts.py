@@ -36,10 +36,10 @@ class TreeAccounts:
         self.write_back = write_back
         self.roots: dict[str, TreeNode] = {}
         self.list = NodeList()
-        """Every node that can be matched: neither the roots nor what was condemned."""
+        """Every node that can be matched: neither the roots nor what was invalidated."""
         self.locked: set[NodeLock] = set()
         self._graves: dict[TreeNode, None] = {}
-        """What stands above nodes that were condemned and that somebody locks still, in the place of their parents."""
+        """What stands above invalidated nodes that somebody locks still, in the place of their parents."""
         self.queues = {(t, c.name): EvictionQueue(policy) for t in IN_TREE for c in self.components}
         self.sizes = dict.fromkeys(self.queues, 0)
         """Pages (or slots) held, by tier and component."""
@@ -47,9 +47,9 @@ class TreeAccounts:
         """Those of them that locks keep."""
         self.on_change: Callable[[TreeNode, Tier, bool], None] = lambda node, tier, there: None
         """Told when full state that can be matched has come to a tier (True), parents first, or gone from it: also
-        when it was condemned, whether or not it is locked still. Splits change nothing and aren't told."""
+        when it was invalidated, whether or not it is locked still. Splits change nothing and aren't told."""
         self.on_part: Callable[[NodePart, bool], None] = lambda part, there: None
-        """Told of every part of every tier that was hung on a node (True), and of each that was condemned (False)."""
+        """Told of every part of every tier that was hung on a node (True), and of each that was invalidated (False)."""
         self.unstored: dict[NodePart, RestingSince] = {}
         """Parts on the host of which storage is to have more than it is known to have, oldest first."""
         self.missed = 0
@@ -67,7 +67,7 @@ class TreeAccounts:
         return self._by_name[name]
 
     def linked(self, node: TreeNode) -> bool:
-        """Whether `node` can be matched: it hangs on a root, and nothing above it was condemned."""
+        """Whether `node` can be matched: it hangs on a root, and nothing above it was invalidated."""
         return node.linked
 
     def salt(self, node: TreeNode) -> str:
@@ -79,16 +79,16 @@ class TreeAccounts:
         return node.start
 
     def nodes(self) -> Iterator[TreeNode]:
-        """Every node but the roots, condemned ones included."""
+        """Every node but the roots, invalidated ones included."""
         for root in self.roots.values():
             for child in root.children.values():
                 yield from subtree(child)
-        for top in self.condemned:
+        for top in self.invalidated:
             yield from subtree(top)
 
     @property
-    def condemned(self) -> list[TreeNode]:
-        """The uppermost of the nodes that were condemned and aren't gone yet."""
+    def invalidated(self) -> list[TreeNode]:
+        """The uppermost of the nodes that were invalidated and aren't gone yet."""
         return [top for grave in self._graves for top in grave.children.values()]
 
     @property
@@ -159,7 +159,7 @@ class TreeAccounts:
         gone = [part.node for part in lock.parts if not part.node.linked] if self._graves else ()
         lock.parts.clear()
         for node in gone:
-            self._bury(node)
+            self._drop_invalidated(node)
 
     def _protect(self, parts: Sequence[NodePart], sign: int) -> None:
         """Count these as locked, or as locked no more."""
@@ -207,7 +207,7 @@ class TreeAccounts:
             parent.below[tier] -= 1
             if not parent.below[tier]:
                 self._queue(parent, tier)
-            # What was condemned is told as gone by then, and the same pages may have come anew since.
+            # What was invalidated is told as gone by then, and the same pages may have come anew since.
             if node.linked:
                 self.on_change(node, tier, False)
         del node.parts[tier][part.component]
@@ -427,8 +427,8 @@ class TreeAccounts:
 
     # ------------------------------------------------------------ condemnation
 
-    def condemn_node(self, node: TreeNode) -> int:
-        """`condemn` from the first page of `node` on; nothing happens when it is condemned already."""
+    def invalidate_node(self, node: TreeNode) -> int:
+        """`invalidate` from the first page of `node` on; nothing happens when it is invalidated already."""
         parent, first = node.parent, node.first(self._page_bytes)
         if not node.linked or parent is None:
             return 0
@@ -466,18 +466,18 @@ class TreeAccounts:
         if not parent.children and self.roots.get(parent.salt) is parent:
             del self.roots[parent.salt]
         for gone in reversed(nodes):
-            self._bury(gone)
+            self._drop_invalidated(gone)
         return count
 
     def clear(self) -> int:
         """Condemn everything; returns the number of pages."""
         count = 0
         for root in list(self.roots.values()):
-            count += sum(self.condemn_node(child) for child in list(root.children.values()))
+            count += sum(self.invalidate_node(child) for child in list(root.children.values()))
         return count
 
-    def _bury(self, node: TreeNode) -> None:
-        """Free what nobody locks of a condemned node, and the node with what is above it where nothing is left."""
+    def _drop_invalidated(self, node: TreeNode) -> None:
+        """Free what nobody locks of a invalidated node, and the node with what is above it where nothing is left."""
         for tier in IN_TREE:
             if not any(p.locks for p in node.parts[tier].values()):
                 for part in list(node.parts[tier].values()):

@@ -84,7 +84,7 @@ def _links(tree: TreeAccounts) -> Iterator[str]:
         if live and node.parent is not None and not any(node.parts):
             yield f"tree node of {len(node)} pages: it is in no tier"
         if node.parent is not None and len(node.chain) % KEY_BYTES:
-            yield f"tree node of {len(node)} pages: its chain keys are cut"
+            yield f"tree node of {len(node)} pages: its block hashes are cut"
 
 
 def _sizes(tree: TreeAccounts, nodes: list[TreeNode]) -> Iterator[str]:
@@ -116,7 +116,7 @@ def _locks(tree: TreeAccounts, nodes: list[TreeNode]) -> Iterator[str]:
 
 def _queues(tree: TreeAccounts, nodes: list[TreeNode]) -> Iterator[str]:
     queued = {id(p) for queue in tree.queues.values() for p in queue.parts()}
-    condemned = {id(n) for top in tree.condemned for n in _below(top)}
+    invalidated = {id(n) for top in tree.invalidated for n in _below(top)}
     parts = {id(part) for part in _parts(nodes)}
     for (tier, name), queue in tree.queues.items():
         where = f"tree: the queue of {name} on {tier.name.lower()}"
@@ -127,7 +127,7 @@ def _queues(tree: TreeAccounts, nodes: list[TreeNode]) -> Iterator[str]:
     for part in _parts(nodes):
         if part.queued != (id(part) in queued):
             yield f"tree: {part.component} of {len(part)}: it is queued or not, and says otherwise"
-        whole = id(part.node) not in condemned and tree.full in part.node.parts[part.tier]
+        whole = id(part.node) not in invalidated and tree.full in part.node.parts[part.tier]
         if whole and tree.may_go(part) and not part.queued:
             yield f"tree: {part.component} of {len(part)} on {part.tier.name.lower()} may go and isn't queued"
 

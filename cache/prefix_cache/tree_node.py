@@ -138,7 +138,7 @@ class TreeNode:
         self.salt = salt
         """Under which it was inserted."""
         self.linked = True
-        """Whether it can be matched: it hangs on a root, and neither it nor anything above was condemned."""
+        """Whether it can be matched: it hangs on a root, and neither it nor anything above was invalidated."""
         self.used = self.created = self.hits = 0
         self.priority = priority
         self.busy = self.busy_below = 0
@@ -160,7 +160,7 @@ class TreeNode:
 
     @property
     def chain(self) -> bytes:
-        """Chain keys of its pages, 16 bytes each."""
+        """Block hashes of its pages, 16 bytes each."""
         if not self.trimmed:
             self._trim()
         return self._chain
@@ -194,7 +194,7 @@ class TreeNode:
 
     @property
     def parent_key(self) -> bytes | None:
-        """Chain key of the page before its first; None at the start of a prefix."""
+        """Block hash of the page before its first; None at the start of a prefix."""
         assert self.parent is not None
         return self.parent.chain[-KEY_BYTES:] or None
 

@@ -37,7 +37,7 @@ class PageStore(Protocol):
     """What savers and prefetches know of storage."""
 
     def exists(self, wanted: Sequence[tuple[str, bytes]]) -> PendingResult[list[bool]]:
-        """Whether storage has each page, by pool and chain key; a later fetch may still find it gone or damaged."""
+        """Whether storage has each page, by pool and block hash; a later fetch may still find it gone or damaged."""
 
     def fetch(self, pages: Sequence[StoredPage]) -> PendingResult[list[ObjectOutcome]]:
         """Read pages of one pool into host memory; each outcome has the digest that the page was stored with."""

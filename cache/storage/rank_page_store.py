@@ -1,4 +1,4 @@
-"""Storage as a seat uses it: pages of its host tier, put by and fetched by their chain keys.
+"""Storage as a KV cache manager uses it: pages of its host tier, put by and fetched by their block hashes.
 
 A page is one object where a rank holds all of it in one piece, and then its bytes go straight between storage and host
 memory. Else it is several (`cache.storage.object_slices`): a slice of the heads for each rank, and what isn't sliced.
@@ -129,8 +129,8 @@ class MappedResult(Generic[S, R]):
 class _PageLookup:
     """The questions after one another: my own number of ranks, which others there are, and what those have."""
 
-    def __init__(self, shelf: RankPageStore, wanted: Sequence[tuple[str, bytes]]) -> None:
-        self._shelf, self._wanted = shelf, list(wanted)
+    def __init__(self, page_store: RankPageStore, wanted: Sequence[tuple[str, bytes]]) -> None:
+        self._page_store, self._wanted = page_store, list(wanted)
         self._found = [False] * len(self._wanted)
         self._cancelled = False
         self._steps = self._run()
@@ -150,20 +150,22 @@ class _PageLookup:
         return self._ticket is None or self._ticket.cancel()
 
     def _run(self) -> Iterator[StorageTicket[list[bool]]]:
-        shelf = self._shelf
-        own = {pool: shelf.slicer.own(pool) for pool, _ in self._wanted}
+        page_store = self._page_store
+        own = {pool: page_store.slicer.own(pool) for pool, _ in self._wanted}
         yield from self._ask(list(range(len(self._wanted))), own)
         missing = [i for i, found in enumerate(self._found) if not found]
         firsts = {pool: key for pool, key in (self._wanted[i] for i in reversed(missing))}
         others = [
             (pool, plan)
             for pool in firsts
-            for plan in shelf.slicer.plans(pool)
+            for plan in page_store.slicer.plans(pool)
             if plan != own[pool]
         ]  # fmt: skip
         if not others:
             return
-        ticket = shelf.queue.submit_exists([shelf.name(pool, firsts[pool], plan[-1]) for pool, plan in others])
+        ticket = page_store.queue.submit_exists(
+            [page_store.name(pool, firsts[pool], plan[-1]) for pool, plan in others]
+        )
         yield ticket
         for (pool, plan), there in zip(others, ticket.result(), strict=True):
             if there:
@@ -171,14 +173,14 @@ class _PageLookup:
                 yield from self._ask(left, {pool: plan})
 
     def _ask(self, which: list[int], plans: Mapping[str, tuple[HeadPart, ...]]) -> Iterator[StorageTicket[list[bool]]]:
-        shelf, names, owners = self._shelf, [], []
+        page_store, names, owners = self._page_store, [], []
         for i in which:
             pool, key = self._wanted[i]
-            names += [shelf.name(pool, key, part) for part in plans[pool]]
+            names += [page_store.name(pool, key, part) for part in plans[pool]]
             owners += [i] * len(plans[pool])
         if not names:
             return
-        ticket = shelf.queue.submit_exists(names)
+        ticket = page_store.queue.submit_exists(names)
         yield ticket
         there = dict.fromkeys(which, True)
         for i, found in zip(owners, ticket.result(), strict=True):
@@ -186,29 +188,29 @@ class _PageLookup:
         for i in which:
             self._found[i] = there[i]
             pool, key = self._wanted[i]
-            if there[i] and plans[pool] != shelf.slicer.own(pool):
-                shelf.plans[pool, key] = plans[pool]
-                while len(shelf.plans) > _REMEMBERED:
-                    shelf.plans.popitem(last=False)
+            if there[i] and plans[pool] != page_store.slicer.own(pool):
+                page_store.plans[pool, key] = plans[pool]
+                while len(page_store.plans) > _REMEMBERED:
+                    page_store.plans.popitem(last=False)
 
 
 class _PageFetch:
     """Pages on their way into host memory: in place where they are one object, else put together at the end."""
 
-    def __init__(self, shelf: RankPageStore, pages: Sequence[StoredPage]) -> None:
-        self._shelf, self._pages = shelf, list(pages)
-        self._plans = [shelf.plans.pop((p.pool, p.key), shelf.slicer.own(p.pool)) for p in self._pages]
+    def __init__(self, page_store: RankPageStore, pages: Sequence[StoredPage]) -> None:
+        self._page_store, self._pages = page_store, list(pages)
+        self._plans = [page_store.plans.pop((p.pool, p.key), page_store.slicer.own(p.pool)) for p in self._pages]
         self._payloads: list[list[torch.Tensor]] = []
         self._result: list[FetchedPages] | None = None
         names, into = [], []
         for page, plan in zip(self._pages, self._plans, strict=True):
-            sizes = [shelf.slicer.object_bytes(page.pool, part) for part in plan]
-            whole = plan == shelf.slicer.own(page.pool) and len(plan) == 1
-            payloads = [shelf.memory(page)] if whole else [torch.empty(n, dtype=torch.uint8) for n in sizes]
+            sizes = [page_store.slicer.object_bytes(page.pool, part) for part in plan]
+            whole = plan == page_store.slicer.own(page.pool) and len(plan) == 1
+            payloads = [page_store.memory(page)] if whole else [torch.empty(n, dtype=torch.uint8) for n in sizes]
             self._payloads.append([] if whole else payloads)
-            names += [shelf.name(page.pool, page.key, part) for part in plan]
+            names += [page_store.name(page.pool, page.key, part) for part in plan]
             into += [payload.numpy().data for payload in payloads]
-        self._ticket = shelf.queue.submit_read(names, into)
+        self._ticket = page_store.queue.submit_read(names, into)
 
     @property
     def done(self) -> bool:
@@ -230,19 +232,19 @@ class _PageFetch:
         for outcome in outcomes:
             if not outcome.ok:
                 return FetchedPages(outcome.verdict, (), outcome.reason)
-        shelf = self._shelf
+        page_store = self._page_store
         if not payloads:
-            return FetchedPages(ObjectVerdict.FOUND, shelf.grouped(page.pool, outcomes[0].digest, 0))
+            return FetchedPages(ObjectVerdict.FOUND, page_store.grouped(page.pool, outcomes[0].digest, 0))
         objects = [
             PageObjects(part, payload.view(1, -1), (outcome.digest,))
             for part, payload, outcome in zip(plan, payloads, outcomes, strict=True)
         ]
-        whole = shelf.slicer.assemble(page.pool, objects, [page.first], [page.end])
+        whole = page_store.slicer.assemble(page.pool, objects, [page.first], [page.end])
         if whole.damaged:
             return FetchedPages(ObjectVerdict.DAMAGED, (), "an object of it isn't what was stored")
-        shelf.memory(page).copy_(whole.pages[0])
+        page_store.memory(page).copy_(whole.pages[0])
         shared = sum(outcome.digest for part, outcome in zip(plan, outcomes, strict=True) if part == SHARED)
-        return FetchedPages(ObjectVerdict.FOUND, shelf.grouped(page.pool, whole.digests[0], shared))
+        return FetchedPages(ObjectVerdict.FOUND, page_store.grouped(page.pool, whole.digests[0], shared))
 
 
 def merged_outcomes(

@@ -30,12 +30,12 @@ class ObjectName:
     """Model and layout; objects of different fingerprints never meet."""
     pool: str
     chain: bytes
-    """Chain key of the page, 16 bytes: it names every token up to the page's end."""
+    """Block hash of the page, 16 bytes: it names every token up to the page's end."""
     part: str = "0of1"
     """Which slice of the heads of the whole model."""
 
     def __post_init__(self) -> None:
-        assert len(self.chain) == CHAIN_BYTES, f"a chain key has {CHAIN_BYTES} bytes, this one {len(self.chain)}"
+        assert len(self.chain) == CHAIN_BYTES, f"a block hash has {CHAIN_BYTES} bytes, this one {len(self.chain)}"
         assert "\0" not in self.fingerprint + self.pool + self.part, "names of objects hold no NUL"
 
     @cached_property

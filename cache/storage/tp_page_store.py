@@ -107,22 +107,22 @@ class _LeaderAndFollowers:
 class FollowerPageStore:
     """A follower's shelf, and the orders about it, which are answered when storage has."""
 
-    def __init__(self, shelf: RankPageStore) -> None:
-        self._shelf = shelf
+    def __init__(self, page_store: RankPageStore) -> None:
+        self._page_store = page_store
         self._open: list[tuple[int, PendingResult[list[Any]]]] = []
         self._chain, self._number = WriteChain(), 0
 
-    def obey(self, sequence: int, order: FindPages | FetchPages | PutPages) -> None:
+    def carry_out(self, sequence: int, order: FindPages | FetchPages | PutPages) -> None:
         match order:
             case FindPages():
-                self._open.append((sequence, self._shelf.exists(order.wanted)))
+                self._open.append((sequence, self._page_store.exists(order.wanted)))
             case FetchPages():
-                self._open.append((sequence, self._shelf.fetch_parts(order.pages)))
+                self._open.append((sequence, self._page_store.fetch_parts(order.pages)))
             case PutPages():
                 if order.chain and order.chain != self._number:
                     self._chain, self._number = WriteChain(), order.chain
                 chain = self._chain if order.chain else None
-                self._open.append((sequence, self._shelf.put_mine(order.pages, chain)))
+                self._open.append((sequence, self._page_store.put_mine(order.pages, chain)))
 
     def answers(self) -> list[tuple[int, list[Any]]]:
         """What storage has answered since the last call, by the order's number."""
@@ -131,4 +131,4 @@ class FollowerPageStore:
         return [(sequence, pending.result()) for sequence, pending in ended]
 
     def close(self, timeout_s: float) -> bool:
-        return self._shelf.close(timeout_s)
+        return self._page_store.close(timeout_s)

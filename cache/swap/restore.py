@@ -77,7 +77,7 @@ def restore(
     `only` picks, by pool, which of the saved pages are wanted (by their place in what was saved); without it, all.
     Raises `LayoutMismatch` when `pools` hold another model's state, `StaleLease` when a page of `into` or of the host
     is no longer leased, `ValueError` when `into` and what is wanted differ in number; nothing has been copied then.
-    A page whose positions or chain key aren't those that `into` asks for is damage, like one whose bytes differ.
+    A page whose positions or block hash aren't those that `into` asks for is damage, like one whose bytes differ.
     """
     _require_equal(saved.spec, pools)
     if not saved.complete:

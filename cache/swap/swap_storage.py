@@ -1,10 +1,10 @@
 """Parked state that host memory has no room for: to storage, and back into host memory when its request is to return.
 
-Objects are named as the tree's are, by chain key, so full pages of a prompt may be there already; the last, partly
-filled page has the chain key of exactly its tokens. What is fetched counts only if every page of every pool came under
-the very tag that it was parked with. Storage may refuse, lose or damage anything: then the state stays where it is, or
-is lost, and its request computed again. Lost, not damaged, is also what came whole under another tag: workers of other
-numbers of ranks round otherwise, and whoever computed the same tokens first has the name.
+Objects are named as the tree's are, by block hash, so full pages of a prompt may be there already; the last, partly
+filled page has the block hash of exactly its tokens. What is fetched counts only if every page of every pool came under
+the very tag that it was swapped out with. Storage may refuse, lose or damage anything: then the state stays where it
+is, or is lost, and its request computed again. Lost, not damaged, is also what came whole under another tag: workers of
+other numbers of ranks round otherwise, and whoever computed the same tokens first has the name.
 
 A storage thread reads or writes host memory for as long as its operation takes, whoever gives up what meanwhile. So the
 pages of an operation are pinned until it is done.
@@ -28,9 +28,9 @@ _BATCH_PAGES = 64
 
 @dataclass(eq=False)
 class _SwapTransfer:
-    """One way of one parked request's state, under way."""
+    """One way of one swapped out request's state, under way."""
 
-    parked: SwappedState
+    swapped: SwappedState
     pins: list[Pin]
     batches: list[tuple[Sequence[StoredPage], Sequence[int], PendingResult[list[ObjectOutcome]]]]
     """Pages, the digests that are expected, and what storage says."""
@@ -43,55 +43,55 @@ class _SwapTransfer:
 class SwapStorage:
     """See the module's prose. Single-threaded; nothing here waits."""
 
-    def __init__(self, host: PoolSet, shelf: PageStore, lease: Callable[[str, int], Lease]) -> None:
+    def __init__(self, host: PoolSet, page_store: PageStore, lease: Callable[[str, int], Lease]) -> None:
         """`lease` takes pages of a host pool, for which what only the tree holds makes room; raises `CapacityError`."""
-        self._host, self._shelf, self._lease = host, shelf, lease
+        self._host, self._page_store, self._lease = host, page_store, lease
         self._under: list[_SwapTransfer] = []
-        self.counters = {"parked_stored": 0.0, "parked_fetched": 0.0, "parked_refused": 0.0, "parked_lost": 0.0}
+        self.counters = {"swapped_stored": 0.0, "swapped_fetched": 0.0, "swapped_refused": 0.0, "swapped_lost": 0.0}
 
     @property
     def busy(self) -> bool:
         return bool(self._under)
 
-    def store(self, parked: SwappedState, keys: Sequence[bytes]) -> None:
-        """Begin to put it on storage; `keys` are the chain keys of all its pages, the last, partly filled one too."""
-        parked.turn(SwapEvent.PUT)
-        self._begin(parked, keys, self._shelf.put)
+    def store(self, swapped: SwappedState, keys: Sequence[bytes]) -> None:
+        """Begin to put it on storage; `keys` are the block hashes of all its pages, the last, partly filled one too."""
+        swapped.turn(SwapEvent.PUT)
+        self._begin(swapped, keys, self._page_store.put)
 
-    def fetch(self, parked: SwappedState, keys: Sequence[bytes]) -> None:
+    def fetch(self, swapped: SwappedState, keys: Sequence[bytes]) -> None:
         """Begin to bring it back to the host. Raises `CapacityError` without room there, with nothing taken."""
         leases: dict[str, Lease] = {}
         try:
-            for pool, numbers in parked.numbers.items():
+            for pool, numbers in swapped.numbers.items():
                 leases[pool] = self._lease(pool, len(numbers))
         except BaseException:
             for lease in leases.values():
                 lease.release()
             raise
-        parked.saved.move_to(leases)
-        parked.turn(SwapEvent.FETCH)
-        self._begin(parked, keys, lambda pages, digests: self._shelf.fetch(pages))
+        swapped.saved.move_to(leases)
+        swapped.turn(SwapEvent.FETCH)
+        self._begin(swapped, keys, lambda pages, digests: self._page_store.fetch(pages))
 
     def _begin(
         self,
-        parked: SwappedState,
+        swapped: SwappedState,
         keys: Sequence[bytes],
         way: Callable[[Sequence[StoredPage], Sequence[int]], PendingResult[list[ObjectOutcome]]],
     ) -> None:
-        assert parked.saved.digests is not None, "what has no tags can't be told from anything else on storage"
-        pins = [lease.pin(f"{parked.place} {parked.owner}") for lease in parked.saved.leases.values()]
-        under = _SwapTransfer(parked, pins, [])
+        assert swapped.saved.digests is not None, "what has no tags can't be told from anything else on storage"
+        pins = [lease.pin(f"{swapped.place} {swapped.owner}") for lease in swapped.saved.leases.values()]
+        under = _SwapTransfer(swapped, pins, [])
         self._under.append(under)
-        for pool, pages in self._pages(parked, keys).items():
-            digests = parked.saved.digests[pool]
+        for pool, pages in self._pages(swapped, keys).items():
+            digests = swapped.saved.digests[pool]
             for at in range(0, len(pages), _BATCH_PAGES):
                 batch = slice(at, at + _BATCH_PAGES)
                 under.batches.append((pages[batch], digests[batch], way(pages[batch], digests[batch])))
 
-    def _pages(self, parked: SwappedState, keys: Sequence[bytes]) -> Mapping[str, list[StoredPage]]:
+    def _pages(self, swapped: SwappedState, keys: Sequence[bytes]) -> Mapping[str, list[StoredPage]]:
         out = {}
-        for pool, numbers in parked.numbers.items():
-            extent, indices = parked.saved.extents[pool], parked.saved.leases[pool].indices
+        for pool, numbers in swapped.numbers.items():
+            extent, indices = swapped.saved.extents[pool], swapped.saved.leases[pool].indices
             out[pool] = [
                 StoredPage(pool, keys[n], at, first, end)
                 for n, at, first, end in zip(numbers, indices, extent.firsts, extent.ends, strict=True)
@@ -104,31 +104,31 @@ class SwapStorage:
             self._under.remove(under)
             for pin in under.pins:
                 pin.release()
-            if under.parked.place is SwapPlace.STORING:
+            if under.swapped.place is SwapPlace.STORING:
                 self._stored(under)
-            elif under.parked.place is SwapPlace.FETCHING:
+            elif under.swapped.place is SwapPlace.FETCHING:
                 self._fetched(under)
 
     def _stored(self, under: _SwapTransfer) -> None:
-        parked = under.parked
+        swapped = under.swapped
         if all(outcome.ok for _, _, pending in under.batches for outcome in pending.result()):
-            parked.turn(SwapEvent.STORED)
-            parked.saved.release()
-            self.counters["parked_stored"] += 1
+            swapped.turn(SwapEvent.STORED)
+            swapped.saved.release()
+            self.counters["swapped_stored"] += 1
         else:
-            parked.turn(SwapEvent.REFUSED)
-            parked.storable = False
-            self.counters["parked_refused"] += 1
+            swapped.turn(SwapEvent.REFUSED)
+            swapped.storable = False
+            self.counters["swapped_refused"] += 1
 
     def _fetched(self, under: _SwapTransfer) -> None:
-        parked = under.parked
+        swapped = under.swapped
         good = True
         for pages, digests, pending in under.batches:
             for page, digest, outcome in zip(pages, digests, pending.result(), strict=True):
                 good = good and outcome.ok and outcome.digest == digest
                 if outcome.verdict is ObjectVerdict.DAMAGED:
-                    parked.damage.setdefault(page.pool, []).append(page.first // self._host.spec.page_tokens)
-        parked.turn(SwapEvent.FETCHED if good else SwapEvent.FAILED)
-        self.counters["parked_fetched" if good else "parked_lost"] += 1
+                    swapped.damage.setdefault(page.pool, []).append(page.first // self._host.spec.page_tokens)
+        swapped.turn(SwapEvent.FETCHED if good else SwapEvent.FAILED)
+        self.counters["swapped_fetched" if good else "swapped_lost"] += 1
         if not good:
-            parked.saved.release()
+            swapped.saved.release()

@@ -1,4 +1,4 @@
-"""What is left of a claim whose request was taken off the device: its state below it, in every pool."""
+"""What is left of an allocation whose request was taken off the device: its state below it, in every pool."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from contracts.state_table import StateTable
 
 
 class SwapPlace(StrEnum):
-    """Where parked state is."""
+    """Where swapped out state is."""
 
     SAVING = "saving"
     """On its way to host memory: the device's pages are pinned."""
@@ -41,7 +41,7 @@ class SwapEvent(StrEnum):
 
 
 PLACES = StateTable[SwapPlace, SwapEvent](
-    "parked state",
+    "swapped out state",
     {
         SwapPlace.SAVING: {
             SwapEvent.SAVED: SwapPlace.HOST,
@@ -80,9 +80,9 @@ class SwappedState:
     prefix: TokenPrefix
     """The whole pages of its positions."""
     positions: int
-    """The committed length when it was parked: the state of all these tokens, and of no other, is here."""
+    """The committed length when it was swapped out: the state of all these tokens, and of no other, is here."""
     pages: int
-    """Pages of all positions that the claim was made for."""
+    """Pages of all positions that the allocation was made for."""
     kept: int
     above: NodeLock
     numbers: Mapping[str, range]
@@ -121,7 +121,9 @@ class SwappedState:
             if self.leased(pool) != due and not (self.place is SwapPlace.SAVING and self.saved.done):
                 found.append(f"{self.owner}: it is {self.place} and has {self.leased(pool)} {pool} pages on the host")
         if len(self.prefix) != self.positions // self.prefix.page_tokens:
-            found.append(f"{self.owner}: {self.positions} positions are parked under {len(self.prefix)} whole pages")
+            found.append(
+                f"{self.owner}: {self.positions} positions are swapped out under {len(self.prefix)} whole pages"
+            )
         if sum(len(part) for part in self.above.parts) != self.kept:
             found.append(f"{self.owner}: {self.kept} of its pages are the tree's, its lock says otherwise")
         return found

@@ -78,7 +78,7 @@ class HostBackup:
         pools: PoolSet,
         host: PoolSet,
         device: Device,
-        shelf: PageStore | None,
+        page_store: PageStore | None,
         chunk_bytes: int,
         now: Callable[[], float],
         retry_s: float,
@@ -86,7 +86,7 @@ class HostBackup:
         """`now` is in seconds."""
         self._tree, self._pools, self._host, self._device = tree, pools, host, device
         self._now, self._retry_s = now, retry_s
-        self._shelf, self._chunk_bytes = shelf, chunk_bytes
+        self._page_store, self._chunk_bytes = page_store, chunk_bytes
         self._saves: list[_Backup] = []
         self._writes: list[_StorageWrite] = []
         self._in_line = 0
@@ -210,7 +210,7 @@ class HostBackup:
                 self.counters["pages_saved"] += len(part) if part.component == tree.full else 0
             else:
                 lease.release()
-        if self._shelf is not None:
+        if self._page_store is not None:
             for part in arrived:
                 self._tree.unstored[part] = 0, 0.0
                 above = part.node.parent
@@ -234,14 +234,14 @@ class HostBackup:
         """Begin to write as much of what storage lacks as its line has room for."""
         if len(self._ready) > 2 * len(self._tree.unstored) + _LOOKED_AT:
             self._ready = {node: None for node in self._ready if self._lacking(node)}
-        while self._shelf is not None and self._in_line < _IN_LINE and (parts := self._next_run()):
+        while self._page_store is not None and self._in_line < _IN_LINE and (parts := self._next_run()):
             full, together = self._tree.full, WriteChain()
             lock = self._tree.keep([*(p.node.parts[Tier.HOST][full] for p in parts), *parts], "store")
             units = list(islice(chain.from_iterable(map(self._units, parts)), _RUN_PAGES))
             write = _StorageWrite([], lock)
             for at in range(0, len(units), _WRITE_PAGES):
                 some = units[at : at + _WRITE_PAGES]
-                put = self._shelf.put([u.page for u in some], [u.digest for u in some], together)
+                put = self._page_store.put([u.page for u in some], [u.digest for u in some], together)
                 write.puts.append((some, put))
             self._in_line += len(write.puts)
             self._writes.append(write)

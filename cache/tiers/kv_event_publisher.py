@@ -90,9 +90,9 @@ class KVEventPublisher:
     """Sends what `log` collected, one batch a round. One thread.
 
     `now`: seconds since 1970. `truth`: begins to tell the content of all tiers as `BlockStored` events of few pages
-    each, while that changes; what it gives has `close` if it is not to be read to its end. `rank`: the seat's index on
-    this host; as in vLLM it is added to a port that isn't 0. Raises `ConfigError` for an endpoint that can't be bound
-    or mustn't be.
+    each, while that changes; what it gives has `close` if it is not to be read to its end. `rank`: the KV cache
+    manager's index on this host; as in vLLM it is added to a port that isn't 0. Raises `ConfigError` for an endpoint
+    that can't be bound or mustn't be.
     """
 
     def __init__(

@@ -4,7 +4,7 @@ Loads of all requests of a round go together: one operation a layer, so that the
 the last are still on their way. A node's part is on the device as soon as its load is planned: whoever comes next
 finds it there, and its forward pass waits at the same gates. A load counts as good only when every page of every
 pool has come and its digest matches; until then nothing that was computed from it may be committed. What doesn't
-match, or whose copy failed, is condemned with everything below it, and the requests that relied on it are told.
+match, or whose copy failed, is invalidated with everything below it, and the requests that relied on it are told.
 """
 
 from __future__ import annotations
@@ -148,7 +148,7 @@ class LoadBack:
 
     def poll(self) -> list[NodeLock]:
         """Take in what is complete; returns the locks of those who relied on what turned out damaged."""
-        betrayed: list[NodeLock] = []
+        invalid: list[NodeLock] = []
         for load in [x for x in self._loads if all(c.done for c in x.completions)]:
             self._loads.remove(load)
             seconds = self._now() - load.began
@@ -157,13 +157,13 @@ class LoadBack:
                 self.bytes_per_s = rate if not self.bytes_per_s else 0.7 * self.bytes_per_s + 0.3 * rate
             bad = self._bad(load)
             for part in bad:
-                betrayed += [lock for lock in part.locks if lock not in load.locks]
+                invalid += [lock for lock in part.locks if lock not in load.locks]
             nodes: list[TreeNode] = [part.node for part in bad]
             for lock in load.locks:
                 self._tree.unlock(lock)
             for node in nodes:
-                self._tree.condemn_node(node)
-        return betrayed
+                self._tree.invalidate_node(node)
+        return invalid
 
     def _bad(self, load: _Load) -> list[NodePart]:
         """What of a complete load isn't what it should be."""

@@ -8,7 +8,7 @@ Complete means that every pool's part has come: of the full pool each page, of a
 all or nothing, of a state the snapshot at the end. What has come in part becomes the longest prefix that all
 components accept. Nothing found is a state of its own: it ends at once and nobody waits for it.
 
-What a prefetch hangs on, and what it has brought, stays on the host until its request claims it or is gone: others
+What a prefetch hangs on, and what it has brought, stays on the host until its request takes it or is gone: others
 would push it out in between, and what was waited for would have to be computed all the same. Device parts stay free:
 who waits must never hold what others run on.
 
@@ -47,11 +47,11 @@ class Prefetcher:
         self,
         tree: RadixTree,
         host: PoolSet,
-        shelf: PageStore,
+        page_store: PageStore,
         config: PrefetchConfig,
         now: Callable[[], float],
     ) -> None:
-        self._tree, self._host, self._shelf = tree, host, shelf
+        self._tree, self._host, self._page_store = tree, host, page_store
         self._config, self._now = config, now
         self._active: list[PrefetchRequest] = []
         self._unreleased: set[int] = set()
@@ -95,7 +95,7 @@ class Prefetcher:
             if isinstance(component, WindowComponent):
                 first = max(0, held - component.reach)
             prefetch.probed += [(component.name, page) for page in range(first, len(prefix))]
-        prefetch.probe = self._shelf.exists([(pool, prefix.key(page)) for pool, page in prefetch.probed])
+        prefetch.probe = self._page_store.exists([(pool, prefix.key(page)) for pool, page in prefetch.probed])
         self._active.append(prefetch)
         return prefetch
 
@@ -121,7 +121,7 @@ class Prefetcher:
                         self._tree.add(prefetch.lock, here[name])
 
     def release(self, prefetch: PrefetchRequest) -> None:
-        """Its request has claimed what it wanted, or is gone. Idempotent."""
+        """Its request has taken what it wanted, or is gone. Idempotent."""
         if not prefetch.over:
             self.stop(prefetch)
         self._unreleased.discard(prefetch.number)
@@ -227,7 +227,7 @@ class Prefetcher:
             StoredPage(component, prefetch.prefix.key(page), at, first, end)
             for page, at, first, end in zip(pages, lease.indices, firsts, ends, strict=True)
         ]
-        prefetch.batches.append(_PrefetchBatch(component, pages, lease, self._shelf.fetch(wanted)))
+        prefetch.batches.append(_PrefetchBatch(component, pages, lease, self._page_store.fetch(wanted)))
         return True
 
     def _collect(self, prefetch: PrefetchRequest) -> None:

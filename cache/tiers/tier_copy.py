@@ -26,13 +26,13 @@ class PageExtent:
     firsts: tuple[int, ...]
     ends: tuple[int, ...]
     keys: tuple[bytes, ...] = ()
-    """Chain keys of the pages; empty: not known."""
+    """Block hashes of the pages; empty: not known."""
 
     def __post_init__(self) -> None:
         if len({len(self.indices), len(self.epochs), len(self.firsts), len(self.ends)}) != 1:
             raise ValueError("an extent needs an epoch, a first position and an end for each index")
         if self.keys and len(self.keys) != len(self.indices):
-            raise ValueError(f"{len(self.keys)} chain keys for {len(self.indices)} pages")
+            raise ValueError(f"{len(self.keys)} block hashes for {len(self.indices)} pages")
 
     def __len__(self) -> int:
         return len(self.indices)

@@ -57,7 +57,7 @@ class WorkerParts:
     device: Device
     waiter: Waiter
     plane: DataPlane
-    seat: KVCacheManager
+    manager: KVCacheManager
     engine: ModelRunner
     curve: CurveKeys | None
 
@@ -71,18 +71,18 @@ def _parts(
     counts: Mapping[str, int],
     device: Device | None,
     clock: Clock,
-    crew: RankGroup | None,
+    group: RankGroup | None,
     arenas: ArenaProvider | None,
 ) -> WorkerParts:
     hold_to_class(config.engine)
     curve = _curve(host)
     if config.engine.device == "cuda":
         raise ConfigError("engine.device=cuda: data planes register host memory only as yet; use engine.device=cpu")
-    if (config.tp_for(role) > 1) != (crew is not None):
+    if (config.tp_for(role) > 1) != (group is not None):
         raise ConfigError(f"{role}.tp={config.tp_for(role)} needs a process for each rank")
     device = device or make_device("cpu")
     waiter = Waiter()
-    ranks, line = (ALONE, None) if crew is None else (crew.ranks, crew.line)
+    ranks, line = (ALONE, None) if group is None else (group.ranks, group.line)
     own = make_plane(config, host, curve, waiter.wake, ranks.rank, ranks.size)
     plane: DataPlane = own if line is None else TPDataPlane(own, line)
     try:
@@ -93,17 +93,17 @@ def _parts(
         )  # fmt: skip
         if line is not None:
             waiter.add(line.socket)
-        seat = _seat(pools, device, spec, config, role, name, clock, waiter, line, arenas)
+        manager = _manager(pools, device, spec, config, role, name, clock, waiter, line, arenas)
         epochs = {pool: allocator.epochs for pool, allocator in pools.allocators.items()}
         engine = load_engine(model, config.engine, layout.spec, pools.gates, epochs, device, ranks, line)
         if line is not None:
             line.ask(AwaitReady(), config.cluster.start_timeout_s).wait()
-        take_over(seat, line)
+        take_over(manager, line)
     except BaseException:
         plane.close()
         waiter.close()
         raise
-    return WorkerParts(spec, config, device, waiter, plane, seat, engine, curve)
+    return WorkerParts(spec, config, device, waiter, plane, manager, engine, curve)
 
 
 def _class(config: Config, spec: ModelSpec, device: Device) -> str:
@@ -133,7 +133,7 @@ def host_tier(layout: PoolSetLayout, config: Config, role: Role, size: int) -> P
     return host_layout(layout.spec, host_bytes // size, layout.counts) if host_bytes else None
 
 
-def _seat(
+def _manager(
     pools: PoolSet,
     device: Device,
     spec: ModelSpec,
@@ -161,12 +161,12 @@ def _seat(
             host.on_copy = arena.count_copy
     backend = make_backend(cache.storage) if host is not None else None
     storage = ThreadedIoQueue(backend, wake=waiter.wake, clock=clock) if backend is not None else None
-    shelf: PageStore | None = None
+    page_store: PageStore | None = None
     if storage is not None and isinstance(host, TPPoolSet) and line is not None:
-        shelf = TPPageStore(RankPageStore(storage, host, fingerprint, 0, size), host, line)
+        page_store = TPPageStore(RankPageStore(storage, host, fingerprint, 0, size), host, line)
     return KVCacheManager(
         pools, device, cache, clock.now,
-        host=host, storage=storage, shelf=shelf, fingerprint=fingerprint, rank=_event_rank(role, name),
+        host=host, storage=storage, page_store=page_store, fingerprint=fingerprint, rank=_event_rank(role, name),
         stride=stride(config, role), arena=arena,
     )  # fmt: skip
 

@@ -34,40 +34,40 @@ def build_worker(
     counts: Mapping[str, int],
     clock: Clock | None = None,
     device: Device | None = None,
-    crew: RankGroup | None = None,
+    group: RankGroup | None = None,
     arenas: ArenaProvider | None = None,
 ) -> Worker:
     """Load the model and open the worker's sockets on `host`. Everything is released when a part can't be built.
 
     `counts` are the pages and slots that each of its pools can lease (`memory_plan`). `device` is where it runs, if
-    not where the config says. `crew`: the other ranks, where the worker has several; this is their leader, and whoever
-    gives the crew closes it. `arenas`: where the host tier lies, if it is to outlive the worker; what an earlier
+    not where the config says. `group`: the other ranks, where the worker has several; this is their leader, and whoever
+    gives the rank group closes it. `arenas`: where the host tier lies, if it is to outlive the worker; what an earlier
     incarnation left there is taken over. Raises `CheckpointError`, `ConfigError`, or `PeerDead` for a rank that could
     not start.
     """
     clock = clock or SystemClock()
-    p = _parts(role, name, spec, config, host, counts, device, clock, crew, arenas)
+    p = _parts(role, name, spec, config, host, counts, device, clock, group, arenas)
     transfer = config.transfer
-    carrier = ZmqControlTransport(host, p.waiter, p.curve, transfer.link_timeout_s, transfer.control_frame_bytes)
-    common = fingerprint_of(spec.fingerprint, p.seat.pools.spec, _numerics(p))
+    transport = ZmqControlTransport(host, p.waiter, p.curve, transfer.link_timeout_s, transfer.control_frame_bytes)
+    common = fingerprint_of(spec.fingerprint, p.manager.pools.spec, _numerics(p))
     sender = KVSender(
-        name, incarnation, common, p.plane, p.seat.pools, p.device, config.transfer,
-        carrier=carrier, clock=clock, others=crew.line.processes if crew else (),
+        name, incarnation, common, p.plane, p.manager.pools, p.device, config.transfer,
+        transport=transport, clock=clock, others=group.line.processes if group else (),
     )  # fmt: skip
     if role is Role.PREFILL:
         return PrefillWorker(
-            name, incarnation, config, p.engine, p.seat, sender, p.waiter,
+            name, incarnation, config, p.engine, p.manager, sender, p.waiter,
             context=spec.context, clock=clock, pause=time.sleep,
         )  # fmt: skip
     # After the sender: the plane registers the metadata slots with the reader's end, which has them.
     receiver = KVReceiver(
-        name, incarnation, common, p.plane, p.seat.pools, config.decode.metadata_slots, config.transfer,
-        verify=config.cache_for(role).verify, carrier=carrier, clock=clock,
+        name, incarnation, common, p.plane, p.manager.pools, config.decode.metadata_slots, config.transfer,
+        verify=config.cache_for(role).verify, transport=transport, clock=clock,
     )  # fmt: skip
     for socket in p.plane.waitable:
         p.waiter.add(socket)
     return DecodeWorker(
-        name, incarnation, config, p.engine, p.seat, receiver, p.waiter,
+        name, incarnation, config, p.engine, p.manager, receiver, p.waiter,
         sender=sender, context=spec.context, clock=clock, pause=time.sleep,
     )  # fmt: skip
 

@@ -34,14 +34,14 @@ def host_memory(
     return arena.region, arena
 
 
-def take_over(seat: KVCacheManager, line: LeaderChannel | None) -> None:
-    """Give the seat what its last incarnation left on the host, if the arenas of all its ranks belong together.
+def take_over(manager: KVCacheManager, line: LeaderChannel | None) -> None:
+    """Give the manager what its last incarnation left on the host, if the arenas of all its ranks belong together.
 
     Else all of them begin anew together: what the parts of a page were written by must be one incarnation.
     """
-    if seat.host is None:
+    if manager.host is None:
         return
-    keeper = seat.keeper
+    keeper = manager.keeper
     mine = keeper.bond if keeper is not None else b""
     others = line.ask(BindArenas(b"")).wait() if line is not None else []
     copies = keeper.take_copies() if keeper is not None else 0

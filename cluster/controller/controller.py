@@ -1,7 +1,7 @@
 """The controller: the one authority on which start of which worker may act.
 
-A brain without I/O. Messages and the passing of time go in, actions come out; the clock is injected, so leases,
-fencing and restarts are tested in microseconds.
+The logic alone, without I/O. Messages and the passing of time go in, actions come out; the clock is injected, so
+leases, fencing and restarts are tested in microseconds.
 
 What it guarantees:
 

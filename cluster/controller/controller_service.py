@@ -1,7 +1,8 @@
 """The controller behind gRPC: Register, Renew, Leave for workers, Watch for routers.
 
-The brain belongs to one loop. Handlers run there; other threads (the supervisor) reach it through `call`. A watcher
-gets the whole table at once and again after each change; changes that come faster than it reads are folded into one.
+The controller belongs to one loop. Handlers run there; other threads (the supervisor) reach it through `call`. A
+watcher gets the whole table at once and again after each change; changes that come faster than it reads are folded into
+one.
 """
 
 from __future__ import annotations
@@ -39,14 +40,14 @@ CALL_TIMEOUT_S = 10.0
 
 
 class ControllerService(pb_grpc.ControllerServicer):
-    """The `Controller` service over one brain; every method runs on the brain's loop."""
+    """The `Controller` service over one controller; every method runs on its loop."""
 
-    def __init__(self, brain: Controller) -> None:
-        self._brain = brain
+    def __init__(self, core: Controller) -> None:
+        self._core = core
         self._watchers: set[asyncio.Event] = set()
         self._told: tuple[int, pb.ClusterView] | None = None
         """The latest table that was built, and its version: all watchers are told the same."""
-        brain.on_change(self._wake)
+        core.on_change(self._wake)
 
     def _wake(self) -> None:
         for watcher in self._watchers:
@@ -57,7 +58,7 @@ class ControllerService(pb_grpc.ControllerServicer):
             record = record_from_proto(request)
         except (WireError, ValueError) as error:
             await context.abort(grpc.StatusCode.INVALID_ARGUMENT, str(error))
-        return _grant(self._brain.register(record))
+        return _grant(self._core.register(record))
 
     async def Renew(self, request: pb.Renewal, context: Context) -> pb.Grant:
         name, incarnation = WorkerName(request.name), Incarnation(request.incarnation)
@@ -67,24 +68,24 @@ class ControllerService(pb_grpc.ControllerServicer):
             await context.abort(grpc.StatusCode.INVALID_ARGUMENT, str(error))
         if not (math.isfinite(status.stalled_s) and math.isfinite(status.longest_step_s)):
             await context.abort(grpc.StatusCode.INVALID_ARGUMENT, "a status whose seconds are no numbers")
-        return _grant(self._brain.renew(name, incarnation, status))
+        return _grant(self._core.renew(name, incarnation, status))
 
     async def Leave(self, request: pb.Renewal, context: Context) -> pb.Empty:
-        self._brain.leave(WorkerName(request.name), Incarnation(request.incarnation))
+        self._core.leave(WorkerName(request.name), Incarnation(request.incarnation))
         return pb.Empty()
 
     async def ChangeRole(self, request: pb.RoleChange, context: Context) -> pb.Empty:
         try:
-            self._brain.change_role(WorkerName(request.name), Role(request.role))
+            self._core.change_role(WorkerName(request.name), Role(request.role))
         except (ConfigError, ValueError) as error:
             await context.abort(grpc.StatusCode.FAILED_PRECONDITION, str(error))
         return pb.Empty()
 
     async def Drain(self, request: pb.Target, context: Context) -> pb.Targets:
-        return await self._steer(self._brain.drain, request, context)
+        return await self._steer(self._core.drain, request, context)
 
     async def Undrain(self, request: pb.Target, context: Context) -> pb.Targets:
-        return await self._steer(self._brain.undrain, request, context)
+        return await self._steer(self._core.undrain, request, context)
 
     @staticmethod
     async def _steer(
@@ -122,7 +123,7 @@ class ControllerService(pb_grpc.ControllerServicer):
 
     def view(self) -> pb.ClusterView:
         """The whole table."""
-        if self._told is not None and self._told[0] == self._brain.version:
+        if self._told is not None and self._told[0] == self._core.version:
             return self._told[1]
         workers = [
             pb.WorkerView(
@@ -130,10 +131,10 @@ class ControllerService(pb_grpc.ControllerServicer):
                 status=status_to_proto(view.status),
                 cordoned=view.cordoned,
             )
-            for view in self._brain.views()
+            for view in self._core.views()
         ]
-        version = self._brain.version
-        view = pb.ClusterView(version=version, workers=workers, shutting_down=self._brain.shutting_down)
+        version = self._core.version
+        view = pb.ClusterView(version=version, workers=workers, shutting_down=self._core.shutting_down)
         self._told = version, view
         return view
 
@@ -143,26 +144,26 @@ def _grant(grant: LeaseGrant) -> pb.Grant:
 
 
 class ControllerServer:
-    """The brain, its loop and its port."""
+    """The controller, its loop and its port."""
 
-    def __init__(self, brain: Controller, address: str = "127.0.0.1", secret: str = "") -> None:
-        self._brain = brain
+    def __init__(self, core: Controller, address: str = "127.0.0.1", secret: str = "") -> None:
+        self._core = core
         self._loop = AsyncioThread("controller")
         self._server = ServiceServer(
             self._loop, f"{address}:0", secret, receive_bytes=CONTROL_BYTES, send_bytes=TABLE_BYTES
         )
         try:
-            port = self._server.start(pb_grpc.add_ControllerServicer_to_server, ControllerService(brain))
+            port = self._server.start(pb_grpc.add_ControllerServicer_to_server, ControllerService(core))
         except BaseException:
             self._loop.stop()
             raise
         self.endpoint = f"{address}:{port}"
 
     def call(self, run: Callable[[Controller], T]) -> T:
-        """Run `run(brain)` on the brain's loop; any other thread."""
+        """Run `run(core)` on the controller's loop; any other thread."""
 
         async def on_loop() -> T:
-            return run(self._brain)
+            return run(self._core)
 
         return self._loop.run(on_loop(), CALL_TIMEOUT_S)
 

@@ -66,20 +66,20 @@ class Supervisor:
         before, self._looked_at = self._looked_at, now
         if before is not None and now - before > STANDSTILL_S:
             log.warning("the controller stood still", extra={"seconds": round(now - before, 1)})
-            self._server.call(lambda brain: brain.stood_still(now - before))
+            self._server.call(lambda core: core.stood_still(now - before))
 
     def _place(self) -> None:
         """Tell the controller which nodes there are, and on which of them its starts have landed."""
         nodes, placed = self._launcher.nodes(), self._launcher.placed()
 
-        def tell(brain: Controller) -> None:
-            brain.set_nodes(nodes)
+        def tell(core: Controller) -> None:
+            core.set_nodes(nodes)
             for at in placed:
-                brain.placed(at.name, at.incarnation, at.node)
+                core.placed(at.name, at.incarnation, at.node)
 
         self._server.call(tell)
 
     def _report(self, ended: WorkerEnded) -> None:
         name, incarnation, reason = ended.name, ended.incarnation, ended.reason
         log.info("process ended", extra={"worker": name, "incarnation": incarnation, "reason": reason})
-        self._server.call(lambda brain: brain.died(name, incarnation, reason))
+        self._server.call(lambda core: core.died(name, incarnation, reason))

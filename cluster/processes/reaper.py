@@ -36,7 +36,7 @@ class ReapedRun:
         self.paths: list[str] = [folder]
         self.shm: list[str] = []
 
-    def hear(self, line: str) -> None:
+    def on_line(self, line: str) -> None:
         kind, _, rest = line.strip().partition(" ")
         if kind == "pid":
             pid, _, started = rest.partition(" ")
@@ -124,7 +124,7 @@ def main() -> None:
     run = ReapedRun(mark, folder)
     with os.fdopen(fd) as pipe:
         for line in pipe:
-            run.hear(line)
+            run.on_line(line)
     run.end()
 
 

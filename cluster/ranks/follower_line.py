@@ -51,8 +51,8 @@ class FollowerChannel:
     def answer(self, sequence: int, value: Any) -> None:
         self.socket.send_multipart([_ANSWER, sequence.to_bytes(8, "little"), msgpack.packb(value)])
 
-    def tell(self, tidings: FollowerNotice) -> None:
-        self.socket.send_multipart([_KINDS[type(tidings)], msgpack.packb(tidings)])
+    def send(self, notice: FollowerNotice) -> None:
+        self.socket.send_multipart([_KINDS[type(notice)], msgpack.packb(notice)])
 
     def close(self) -> None:
         self.socket.close()

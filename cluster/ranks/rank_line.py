@@ -25,8 +25,8 @@ from transfer.net.process_watch import PidfdWatch
 log = logging.getLogger("twinpool.ranks")
 
 _JOIN, _ANSWER = b"J", b"A"
-_TIDINGS: dict[bytes, type[WriteArrived] | type[LinkLost]] = {b"T": WriteArrived, b"S": LinkLost}
-_KINDS = {kind: tag for tag, kind in _TIDINGS.items()}
+_FOLLOWER_NOTICES: dict[bytes, type[WriteArrived] | type[LinkLost]] = {b"T": WriteArrived, b"S": LinkLost}
+_KINDS = {kind: tag for tag, kind in _FOLLOWER_NOTICES.items()}
 _LOOK_S = 0.2
 """Between two looks at who is still alive, while waiting."""
 
@@ -60,7 +60,7 @@ class LeaderChannel:
         """Each follower's pid, start ticks and namespace, by rank from 1 on."""
         self._sequence = 0
         self._open: dict[int, _AskedRanks] = {}
-        self._tidings: list[tuple[int, FollowerNotice]] = []
+        self._follower_notices: list[tuple[int, FollowerNotice]] = []
         self._joined: dict[int, tuple[int, int, str]] = {}
 
     @property
@@ -86,7 +86,7 @@ class LeaderChannel:
                 raise PeerDead(f"rank {rank} is on another host: all ranks of a worker must be on one")
             self.watches[rank] = watch
 
-    def tell(self, order: Order) -> None:
+    def send(self, order: Order) -> None:
         self._send(order, 0)
 
     def ask(self, order: Order, deadline_s: float | None = None) -> _AskedRanks:
@@ -97,8 +97,8 @@ class LeaderChannel:
 
     def heard(self) -> list[tuple[int, FollowerNotice]]:
         self._take()
-        tidings, self._tidings = self._tidings, []
-        return tidings
+        follower_notices, self._follower_notices = self._follower_notices, []
+        return follower_notices
 
     def _send(self, order: Order, sequence: int) -> None:
         data = encode(order)
@@ -119,8 +119,8 @@ class LeaderChannel:
             value = msgpack.unpackb(frames[-1], use_list=False)
             if kind == _JOIN:
                 self._joined[rank] = value
-            elif kind in _TIDINGS:
-                self._tidings.append((rank, _TIDINGS[kind](*value)))
+            elif kind in _FOLLOWER_NOTICES:
+                self._follower_notices.append((rank, _FOLLOWER_NOTICES[kind](*value)))
             else:
                 sequence = int.from_bytes(frames[0], "little")
                 asked = self._open.get(sequence)

@@ -31,7 +31,7 @@ class RankGroup:
     def close(self) -> None:
         """Let the followers go, and forget them. Idempotent."""
         if not self.line.socket.closed:
-            self.line.tell(EndRank("the worker has ended"))
+            self.line.send(EndRank("the worker has ended"))
             self.line.close()
             self.ranks.close()
 
@@ -45,7 +45,7 @@ def lead(meeting: str, size: int, clock: Clock, *, deadline_s: float, start_s: f
     try:
         line.meet(start_s)
         store = _meeting_place()
-        line.tell(FormGroup(store, *process.mine()))
+        line.send(FormGroup(store, *process.mine()))
         return RankGroup(line, _group(store, 0, size, deadline_s))
     except BaseException:
         line.close()

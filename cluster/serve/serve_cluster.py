@@ -115,10 +115,10 @@ class ServeCluster:
             self._terminal.nodes(prepared)
         url = url_of(options.host, prepared.port)
         ledger = FileLedger(folder.temporary / "incarnations.json")
-        brain = Controller(self._clock, prepared.config.cluster, ledger)
+        core = Controller(self._clock, prepared.config.cluster, ledger)
         self._address = "127.0.0.1" if options.ray_address is None else self._join(stack)
         self._secret = self._cluster_secret()
-        self._server = ControllerServer(brain, self._address, self._secret)
+        self._server = ControllerServer(core, self._address, self._secret)
         stack.callback(self._server.close)
         self._router = self._start_router(stack)
         if options.ray_address is None:
@@ -234,7 +234,7 @@ class ServeCluster:
         stack.callback(self._node_drains.close)
         self._supervisor = Supervisor(self._server, launcher, self._plan, self._terminal.line, self._clock)
         for name, role in self._prepared.workers:
-            self._server.call(lambda brain, name=name, role=role: brain.add(name, role))  # type: ignore[misc]
+            self._server.call(lambda core, name=name, role=role: core.add(name, role))  # type: ignore[misc]
 
     def _plan(self, start: StartWorker) -> WorkerPlan:
         by_node: dict[str, WorkerShare] = {}
@@ -342,7 +342,7 @@ class ServeCluster:
 
     def _drain_nodes(self) -> None:
         for node in self._node_drains.due(self._server.call(Controller.views)):
-            told = self._server.call(lambda brain, node=node: brain.drain(node))  # type: ignore[misc]
+            told = self._server.call(lambda core, node=node: core.drain(node))  # type: ignore[misc]
             who = f"{', '.join(told)} {'drain' if len(told) > 1 else 'drains'}" if told else "it is cordoned"
             self._terminal.line(f"{who}: Ray takes its node {node[:8]} away")
 

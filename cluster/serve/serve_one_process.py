@@ -45,14 +45,14 @@ class _Server(RouterServer):
 
     def __init__(self, service: RouterService, on_ready: Callable[[], None]) -> None:
         super().__init__(create_app(service), service)
-        self._brain = service.brain
+        self._core = service.core
         self._on_ready = on_ready
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         await super().startup(sockets)
         if self.started:
             async with asyncio.timeout(HEALTHY_S):
-                while not all(self._brain.serving(role) for role in Role):
+                while not all(self._core.serving(role) for role in Role):
                     await asyncio.sleep(POLL_S)
             self._on_ready()
 

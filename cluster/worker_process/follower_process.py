@@ -1,4 +1,4 @@
-"""A follower's process: rank 1 and up of a worker. It has no brain, carries out its leader's orders, and dies with it.
+"""A follower's process: rank 1 and up of a worker. It carries out its leader's orders and dies with it.
 
 Nothing goes on here by itself but storing what has come over TCP for rooms that the leader has permitted. An order that
 can't be carried out ends the process: the leader sees that, and ends the worker.
@@ -66,15 +66,15 @@ class FollowerLoop:
                     return order.reason
                 if isinstance(order, FindPages | FetchPages | PutPages):
                     assert self._parts.storage is not None, "a leader without storage asks nothing of it"
-                    self._parts.storage.obey(sequence, order)
+                    self._parts.storage.carry_out(sequence, order)
                     continue
                 answer = self._obey(order)
                 if sequence:
                     self._line.answer(sequence, answer)
             for sequence, answer in self._parts.storage.answers() if self._parts.storage is not None else ():
                 self._line.answer(sequence, answer)
-            for tidings in self._parts.links.poll():
-                self._line.tell(tidings)
+            for notice in self._parts.links.poll():
+                self._line.send(notice)
             if self._leader.dead:
                 return f"the leader (pid {self._leader.pid}) died"
 
@@ -83,9 +83,9 @@ class FollowerLoop:
             case RunStep():
                 return self._parts.engine.follow(order)
             case ZeroPages() | CopyPages() | DigestPages() | CheckPages():
-                return self._parts.state.obey(order)
+                return self._parts.state.carry_out(order)
             case DescribeMemory() | OpenLink() | CloseLink() | PostWrite() | PermitRoom() | RevokeRoom():
-                return self._parts.links.obey(order)
+                return self._parts.links.carry_out(order)
             case BindArenas():
                 return rebind(self._parts.arena, order)
             case AwaitReady():

@@ -36,9 +36,9 @@ class SigtermDrain:
     def _read(self, reader: int) -> None:
         while numbers := os.read(reader, 64):
             if signal.SIGTERM in numbers:
-                self.tell()
+                self.announce()
 
-    def tell(self) -> None:
+    def announce(self) -> None:
         """SIGTERM has come."""
         self._asked.set()
         with self._lock:

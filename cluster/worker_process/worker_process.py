@@ -35,7 +35,7 @@ from contracts.clock import SystemClock
 from contracts.errors import TwinpoolError
 from contracts.interfaces.worker_interface import Worker
 from contracts.messages.worker_status import WorkerRecord
-from transfer.net.fault_injection import detour
+from transfer.net.fault_injection import via_proxy
 
 if TYPE_CHECKING:
     from cluster.ranks.rendezvous import RankGroup
@@ -73,7 +73,7 @@ class WorkerProcess:
         server, endpoint = serve_worker(loop, host, plan.incarnation, plan.host, plan.secret, link_timeout_s)
         record = WorkerRecord(
             plan.name, plan.role, plan.incarnation, os.getpid(), node_name(),
-            detour(endpoint, "serve", plan.name, proxy), detour(worker.control, "control", plan.name, proxy),
+            via_proxy(endpoint, "serve", plan.name, proxy), via_proxy(worker.control, "control", plan.name, proxy),
             worker.fits, plan.node_id, worker.fingerprint,
         )  # fmt: skip
         try:
@@ -128,17 +128,17 @@ def build_from_plan(plan: WorkerPlan) -> Worker:
         host=plan.host,
         counts=plan.counts,
         arenas=arenas_of(plan),
-        crew=_crew(plan) if plan.config.tp_for(plan.role) > 1 else None,
+        group=_group(plan) if plan.config.tp_for(plan.role) > 1 else None,
     )
 
 
-def _crew(plan: WorkerPlan) -> RankGroup:
+def _group(plan: WorkerPlan) -> RankGroup:
     """The plan's other ranks. When one of them dies, so does this process, at once and without another word."""
     from cluster.ranks.follower_line import DeathWatch
     from cluster.ranks.rendezvous import lead
 
     cluster = plan.config.cluster
-    crew = lead(
+    group = lead(
         plan.meeting, plan.config.tp_for(plan.role), SystemClock(),
         deadline_s=cluster.rank_timeout_s, start_s=cluster.start_timeout_s,
     )  # fmt: skip
@@ -149,8 +149,8 @@ def _crew(plan: WorkerPlan) -> RankGroup:
         logging.shutdown()
         os._exit(1)
 
-    DeathWatch(crew.watch(), end).start()
-    return crew
+    DeathWatch(group.watch(), end).start()
+    return group
 
 
 def run_worker(plan: WorkerPlan, build: BuildWorker) -> None:

@@ -89,7 +89,7 @@ class WorkerThread:
         self._on_end = on_end
         self._idle_s = idle_s
         self._clock = clock or SystemClock()
-        self._pulse = StepWatchdog(self._clock)
+        self._watchdog = StepWatchdog(self._clock)
         self._before_step = before_step
         self._lock = threading.Lock()
         self._inbox: deque[_InboxItem] = deque()
@@ -116,7 +116,7 @@ class WorkerThread:
     def heartbeat(self) -> WorkerStatus:
         """What heartbeats carry: the latest snapshot, so that a long step delays none, and how long it has been that
         without progress. Any thread."""
-        return self._pulse.on(self.snapshot)
+        return self._watchdog.on(self.snapshot)
 
     def open_session(self, deliver: DeliverEvents, ended: OnWorkerEnd = lambda reason: None) -> SessionId:
         """Open a router's session; may be called from any thread.
@@ -224,7 +224,7 @@ class WorkerThread:
             if unfit := self._worker.unfit:
                 log.error("the worker is fenced: %s", unfit)
                 return WorkerEnd.FENCED, unfit
-            self._pulse.turned(self.snapshot.steps, self._worker.runnable, self._clock.now() - began)
+            self._watchdog.turned(self.snapshot.steps, self._worker.runnable, self._clock.now() - began)
             # An undrain that is already in the inbox must win against leaving, so look before deciding.
             if self._worker.drained and self._left():
                 return WorkerEnd.LEFT, "the worker was drained and has left"

@@ -43,7 +43,7 @@ class EventsConfig:
     """KV events: what each tier holds, published over ZMQ as it changes."""
 
     endpoint: str = ""
-    """Where to publish, such as tcp://127.0.0.1:5557; port 0 picks a free one, other ports grow by the seat's rank;
+    """Where to publish, such as tcp://127.0.0.1:5557; port 0 picks a free one, other ports grow by the worker's index;
     empty: no events."""
     replay_endpoint: str = ""
     """Where subscribers ask for batches that they missed; empty: nowhere."""
@@ -94,7 +94,7 @@ class CacheConfig:
     prefetch: PrefetchConfig = field(default_factory=PrefetchConfig)
     storage: StorageConfig = field(default_factory=StorageConfig)
     events: EventsConfig = field(default_factory=EventsConfig)
-    move_chunk_bytes: int = 16 * 1024 * 1024
+    copy_chunk_bytes: int = 16 * 1024 * 1024
     """Moves between device and host memory go in pieces of this many bytes, or of one page where that is more."""
 
 

@@ -82,8 +82,10 @@ def _check_together(config: Config) -> None:
         raise ConfigError(f"config key router.breaker_rate is a share of 1; got {router.breaker_rate:g}")
     if config.prefill.short_share >= 1:
         raise ConfigError(f"config key prefill.short_share is a share, below 1; got {config.prefill.short_share:g}")
-    if config.decode.growth_quantile > 1:
-        raise ConfigError(f"config key decode.growth_quantile is a share up to 1; got {config.decode.growth_quantile}")
+    if config.decode.output_length_quantile > 1:
+        raise ConfigError(
+            f"config key decode.output_length_quantile is a share up to 1; got {config.decode.output_length_quantile}"
+        )
     if config.decode.retract == "copy" and not may_have_host_memory(config, Role.DECODE):
         raise ConfigError(
             "config key decode.retract=copy needs host memory to copy into: set cache.host_bytes or "
@@ -168,7 +170,7 @@ _MAY_BE_ZERO = {
     "cache.host_bytes", "prefill.cache.host_bytes", "decode.cache.host_bytes", "cache.prefetch.base_s",
     "cache.prefetch.per_token_s", "cache.storage.ttl_s", "faults.stop_in_write", "faults.corrupt_page",
     "faults.step_delay_s", "router.replay_limit", "router.max_body_bytes", "router.max_prompt_logprobs",
-    "decode.offer_bytes",
+    "decode.prefix_offer_bytes",
     "faults.retract_every", "audit.fraction", "audit.margin",
     "watch.repetition_tokens", "watch.rare_factor", "cluster.host_memory_share", "cluster.host_memory_bytes",
 }  # fmt: skip

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 @dataclass(frozen=True, slots=True)
 class RouterConfig:
     max_queue: int = 1024
-    """Requests in the house; more get 429."""
+    """Requests in flight; more get 429."""
     default_max_tokens: int = 512
     """For completions that name no limit; a chat without one may use what is left of the context."""
     max_prompt_logprobs: int = 32_768
@@ -22,7 +22,7 @@ class RouterConfig:
     """The longest `timeout` that a request may name."""
     replay_limit: int = 8
     """Attempts after the first before a request is failed."""
-    moves_at_once: int = 4
+    concurrent_migrations: int = 4
     """Requests that one decode worker hands to others at the same time."""
     worker_wait_s: float = 60.0
     """How long a request waits for a worker of a role to come (back)."""

@@ -48,13 +48,13 @@ class DecodeConfig:
     """Token budget of a decode step: one a running request."""
     metadata_slots: int = 128
     """Hand-overs that can be under way at once."""
-    move_pause_s: float = 5.0
+    migration_pause_s: float = 5.0
     """A stream that is handed to another worker stands still for this long at most; then it goes on where it was."""
-    move_chunk_bytes: int = 8 * 1024 * 1024
+    migration_chunk_bytes: int = 8 * 1024 * 1024
     """What a worker writes of a request that it hands on between two steps of the others."""
-    move_ahead_bytes: int = 1024 * 1024
+    migration_precopy_bytes: int = 1024 * 1024
     """Of a request with more state than this, finished pages are copied ahead, while it runs, before it is moved."""
-    offer_bytes: int = 256 * 1024 * 1024
+    prefix_offer_bytes: int = 256 * 1024 * 1024
     """What a worker that leaves offers of its prefix tree to the others, the hottest prefixes first; 0: nothing."""
     tp: int = 1
     """As `prefill.tp`; the two may differ."""
@@ -69,7 +69,7 @@ class DecodeConfig:
     first_answer_tokens: int = 512
     """What an answer is expected to come to before eight have ended: many requests ask for the rest of the context, and
     hardly any takes it."""
-    growth_quantile: float = 0.75
+    output_length_quantile: float = 0.75
     """A request is admitted with room for the answer that this share of recent ones, as far along as it, stayed within;
     1: for the longest of them."""
     cache: CacheOverride = field(default_factory=CacheOverride)

@@ -16,7 +16,7 @@ structs are arrays tagged by name:
             ["BlockRemoved", block_hashes, medium]
             ["AllBlocksCleared"]  or, for a single tier,  ["AllBlocksCleared", medium]
 
-- Hashes are the 16-byte chain keys of the pages (`contracts.block_hash.chain_keys`), as msgpack *bin*: vLLM and its
+- Hashes are the 16-byte block hashes of the pages (`contracts.block_hash.block_hashes`), as msgpack *bin*: vLLM and its
   readers take bytes or integers. They are content-addressed, so the same prefix has the same hash on every worker and
   tier, and all token ids of a prefix (and its salt) are in the hash.
 - `medium` is "GPU" for the device tier, "CPU_PINNED" for the host tier and "DISK" for storage: the spellings that

@@ -114,7 +114,7 @@ class OrderChannel(Protocol):
     def size(self) -> int:
         """Ranks in all, the leader included."""
 
-    def tell(self, order: Order) -> None:
+    def send(self, order: Order) -> None:
         """Have all followers carry out `order` after all that they were told before. Raises `PeerDead`."""
 
     def ask(self, order: Order) -> OrderAnswers:

@@ -1,10 +1,10 @@
 """What the leader of a worker's ranks tells the others to do: frozen values, an explicit tag for each, msgpack.
 
-A worker of several tensor-parallel ranks has one brain, in the process of rank 0, the *leader*. It alone decides, hands
-out pages and slots, and talks to routers and peers. The other ranks, the *followers*, hold their heads' share of every
-page under the same index, and carry out the leader's orders one by one, in the order in which the leader carried out
-its own part of them. An order that asks for something is answered with plain values; what can't be carried out ends the
-follower, and with it the worker.
+A worker of several tensor-parallel ranks decides in one place, the process of rank 0, the *leader*. It alone plans,
+hands out pages and slots, and talks to routers and peers. The other ranks, the *followers*, hold their heads' share of
+every page under the same index, and carry out the leader's orders one by one, in the order in which the leader carried
+out its own part of them. An order that asks for something is answered with plain values; what can't be carried out ends
+the follower, and with it the worker.
 
 Nothing but the types in `TAGS` can come out of bytes; anything else raises `WireError`.
 """
@@ -156,7 +156,7 @@ class RevokeRoom:
 
 
 class StoredPage(NamedTuple):
-    """A page in host memory, with its chain key and the positions that its digest is over."""
+    """A page in host memory, with its block hash and the positions that its digest is over."""
 
     pool: str
     key: bytes
@@ -167,7 +167,7 @@ class StoredPage(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class FindPages:
-    """Answer, when storage has, with one truth for each pool and chain key: whether this rank's part is there."""
+    """Answer, when storage has, with one truth for each pool and block hash: whether this rank's part is there."""
 
     wanted: tuple[tuple[str, bytes], ...]
 

@@ -14,7 +14,7 @@ Until `gone` this worker has all of the request, so nothing is ever computed aga
 has to decide who is right when both go on: they draw the same tokens, and the router listens to the one that spoke
 first and cancels the other.
 
-A stream stands still from `offered` on. After `decode.move_pause_s` without an end the request goes on here.
+A stream stands still from `offered` on. After `decode.migration_pause_s` without an end the request goes on here.
 
 What arrived damaged may have been damaged here. So before a request goes on after something was sent, all of its state
 is checked against its tags once more; where it doesn't match, the request ends as damaged and is computed again.
@@ -33,7 +33,7 @@ from dataclasses import dataclass
 from cache.device.device_port import DONE
 from cache.manager.kv_cache_manager import KVCacheManager
 from cache.memory.required_pages import due, extents
-from contracts.block_hash import chain_keys
+from contracts.block_hash import block_hashes
 from contracts.clock import Clock
 from contracts.config.cluster_config import Config
 from contracts.errors import ErrorKind, WireError
@@ -91,23 +91,23 @@ class OutgoingMigrations:
     def __init__(
         self,
         name: str,
-        seat: KVCacheManager,
+        manager: KVCacheManager,
         sender: KVSender,
-        desk: RequestTable[DecodeRequest],
+        request_table: RequestTable[DecodeRequest],
         config: Config,
         clock: Clock,
         books: Books,
     ) -> None:
-        self._seat, self._sender, self._desk = seat, sender, desk
+        self._manager, self._sender, self._request_table = manager, sender, request_table
         self._config, self._clock, self._books = config.decode, clock, books
         self.costs = MigrationCosts()
-        self.giving = PrefixPushes(seat, sender, desk, config, clock, books.share)
-        self.offers = PrefixOffers(name, seat, self.giving, desk, config, clock)
+        self.prefix_pushes = PrefixPushes(manager, sender, request_table, config, clock, books.share)
+        self.offers = PrefixOffers(name, manager, self.prefix_pushes, request_table, config, clock)
         self._by_room: dict[RoomId, OutgoingMigration] = {}
         self._verdicts: dict[int, _DrainVerdict] = {}
         """Of a draining worker's requests, by identity."""
-        spec = seat.spec
-        self._most = {p: max(1, config.decode.move_chunk_bytes // spec.whole.unit_bytes(p)) for p in spec.by_name}
+        spec = manager.spec
+        self._most = {p: max(1, config.decode.migration_chunk_bytes // spec.whole.unit_bytes(p)) for p in spec.by_name}
         self.counters = {"moved_out": 0.0, "moved_out_bytes": 0.0, "moves_undone": 0.0, "left_to_finish": 0.0}
 
     # ------------------------------------------------------------ what the router and the worker say
@@ -133,32 +133,32 @@ class OutgoingMigrations:
     @property
     def stats(self) -> dict[str, float]:
         """Counters for the worker's status."""
-        here = {"leaving": len(self._by_room), "given_bytes": self.giving.bytes}
+        here = {"leaving": len(self._by_room), "given_bytes": self.prefix_pushes.bytes}
         return {**self.counters, **here, **self._sender.outgoing}
 
     @property
     def sending(self) -> bool:
         """Whether there is something to write as soon as the worker comes to it."""
-        return self.giving.writing or any(d.stage is MigrationStage.SENDING for d in self._by_room.values())
+        return self.prefix_pushes.writing or any(d.stage is MigrationStage.SENDING for d in self._by_room.values())
 
     @property
     def next_deadline(self) -> float | None:
         due_at = [
-            d.paused_at + self._config.move_pause_s
+            d.paused_at + self._config.migration_pause_s
             for d in self._by_room.values()
             if d.stage is not MigrationStage.STOPPING
         ]
-        others = (self._sender.next_deadline, self.giving.next_deadline, self.offers.next_deadline)
+        others = (self._sender.next_deadline, self.prefix_pushes.next_deadline, self.offers.next_deadline)
         due_at += [at for at in others if at is not None]
-        if self._desk.draining:
+        if self._request_table.draining:
             # Who goes all the same, as somebody asked for it, isn't judged meanwhile.
             due_at += [v.again_at for v in self._verdicts.values() if not v.goes and not v.request.stopping]
         return min(due_at, default=None)
 
     def handle(self, session: SessionId, command: PauseForMigration | ResumeHere | PushPrefix) -> None:
-        request = self._desk.find(session, command.request_id, command.attempt)
+        request = self._request_table.get(session, command.request_id, command.attempt)
         if isinstance(command, PushPrefix):
-            self.giving.handle(session, command, request)
+            self.prefix_pushes.handle(session, command, request)
             if command.tokens:
                 self.offers.asked_for()
             return
@@ -168,7 +168,9 @@ class OutgoingMigrations:
         if request is None:
             return  # It has ended, and said so.
         if request.phase is not DecodePhase.RUNNING or request.stopping:
-            self._desk.tell(session, MigrationUndone(command.request_id, command.attempt, f"it is {request.phase}"))
+            self._request_table.emit(
+                session, MigrationUndone(command.request_id, command.attempt, f"it is {request.phase}")
+            )
             return
         request.stopping = True
         self._by_room[command.room] = OutgoingMigration(request, command.room, command.peer)
@@ -178,9 +180,9 @@ class OutgoingMigrations:
             done = Done(
                 command.request_id, command.attempt, "error", error=ErrorKind.ROOM, message="it has left for elsewhere"
             )
-            self._desk.tell(session, done)
-        elif (departure := self._of(request)) is not None:
-            self._back(departure, "the router took it back", tell=False)
+            self._request_table.emit(session, done)
+        elif (migration := self._of(request)) is not None:
+            self._back(migration, "the router took it back", tell=False)
 
     def ended(self, request: DecodeRequest) -> None:
         """Its answer is whole."""
@@ -189,10 +191,10 @@ class OutgoingMigrations:
     def drop(self, request: DecodeRequest, reason: str) -> None:
         """It ends here, whatever it is doing. Idempotent."""
         self._verdicts.pop(id(request), None)
-        departure = self._of(request)
-        if departure is not None:
-            departure.step(MigrationStageEvent.END)
-            self._close(departure, ErrorKind.CANCELLED, reason)
+        migration = self._of(request)
+        if migration is not None:
+            migration.step(MigrationStageEvent.END)
+            self._close(migration, ErrorKind.CANCELLED, reason)
 
     def undrain(self) -> None:
         """Nobody has to leave any more; those that have begun to, go."""
@@ -204,126 +206,130 @@ class OutgoingMigrations:
 
     # ------------------------------------------------------------ the round
 
-    def hear(self) -> None:
+    def poll(self) -> None:
         """Take in what rooms came to; let time pass."""
         for outcome in self._sender.poll():
-            departure = self._by_room.get(outcome.room)
-            if departure is None:
-                self.giving.hear(outcome)
+            migration = self._by_room.get(outcome.room)
+            if migration is None:
+                self.prefix_pushes.on_room(outcome)
                 continue
             if isinstance(outcome, RoomGranted):
-                departure.step(MigrationStageEvent.GRANT)
-                departure.began = self._clock.now()
+                migration.step(MigrationStageEvent.GRANT)
+                migration.began = self._clock.now()
             else:
-                self._released(departure, outcome)
+                self._released(migration, outcome)
         now = self._clock.now()
-        for departure in self._paused():
-            if now >= departure.paused_at + self._config.move_pause_s:
-                self._back(departure, f"{departure.peer.name} did not take it within {self._config.move_pause_s:g} s")
-        for departure in list(self._by_room.values()):
-            if departure.stage is MigrationStage.SENDING:
-                self._send(departure)
-        self.giving.round()
-        if self._desk.draining:
+        for migration in self._paused():
+            if now >= migration.paused_at + self._config.migration_pause_s:
+                self._back(
+                    migration, f"{migration.peer.name} did not take it within {self._config.migration_pause_s:g} s"
+                )
+        for migration in list(self._by_room.values()):
+            if migration.stage is MigrationStage.SENDING:
+                self._send(migration)
+        self.prefix_pushes.round()
+        if self._request_table.draining:
             self._ask()
             self.offers.round()
 
     def settle(self) -> None:
         """A step was committed: who was waiting for that is offered now."""
-        for departure in list(self._by_room.values()):
-            request = departure.request
-            if departure.stage is not MigrationStage.STOPPING:
+        for migration in list(self._by_room.values()):
+            request = migration.request
+            if migration.stage is not MigrationStage.STOPPING:
                 continue
             if request.phase is not DecodePhase.RUNNING:
-                self._back(departure, f"it is {request.phase}")
+                self._back(migration, f"it is {request.phase}")
             elif not request.under_way and self._books.settled(request):
-                self._offer(departure)
+                self._offer(migration)
 
-    def _offer(self, departure: OutgoingMigration) -> None:
-        request, submit = departure.request, departure.request.submit
-        claim = request.claim
-        assert claim is not None
+    def _offer(self, migration: OutgoingMigration) -> None:
+        request, submit = migration.request, migration.request.submit
+        allocation = request.allocation
+        assert allocation is not None
         try:
-            self._sender.open(departure.room, departure.peer)
+            self._sender.open(migration.room, migration.peer)
         except WireError as error:
-            self._back(departure, str(error))
+            self._back(migration, str(error))
             return
         self._books.depart(request)
-        self._seat.seal([(claim, request.committed)])
-        departure.ends = self._seat.tail(claim, request.committed) | self._seat.states(claim, request.committed)
+        self._manager.seal([(allocation, request.committed)])
+        migration.ends = self._manager.tail(allocation, request.committed) | self._manager.states(
+            allocation, request.committed
+        )
         tokens = request.tokens[: request.committed]
-        departure.chain = chain_keys(tokens, self._seat.spec.page_tokens, submit.salt)
-        departure.paused_at = self._clock.now()
-        departure.step(MigrationStageEvent.LANDED)
-        self._desk.tell(request.session, MigrationPaused(submit.request_id, submit.attempt, request.committed))
+        migration.chain = block_hashes(tokens, self._manager.spec.page_tokens, submit.salt)
+        migration.paused_at = self._clock.now()
+        migration.step(MigrationStageEvent.LANDED)
+        self._request_table.emit(request.session, MigrationPaused(submit.request_id, submit.attempt, request.committed))
 
-    def _send(self, departure: OutgoingMigration) -> None:
+    def _send(self, migration: OutgoingMigration) -> None:
         """Write some of what is wanted; behind the last of it, the metadata."""
-        request, room = departure.request, departure.room
-        assert request.claim is not None
+        request, room = migration.request, migration.room
+        assert request.allocation is not None
         wanted = self._sender.wanted(room)
-        part = finished(wanted, request.claim, departure.chain, departure.ends, self._most)
+        part = finished(wanted, request.allocation, migration.chain, migration.ends, self._most)
         self._sender.write(room, part, (DONE,))
-        unit_bytes = self._seat.spec.whole.unit_bytes
-        departure.bytes += sum(len(pages.indices) * unit_bytes(pool) for pool, pages in part.items())
+        unit_bytes = self._manager.spec.whole.unit_bytes
+        migration.bytes += sum(len(pages.indices) * unit_bytes(pool) for pool, pages in part.items())
         if part and any(self._sender.wanted(room).values()):
             return
         draft = request.metadata.draft if request.metadata is not None else None
-        cached = request.claim.cached.total
+        cached = request.allocation.cached.total
         metadata = HandoverMetadata(room, 0, request.tokens[-1], None, cached, request.computed, draft)
         try:
             self._sender.seal(room, metadata)
         except WireError as error:
-            self._back(departure, str(error))
+            self._back(migration, str(error))
             return
-        departure.step(MigrationStageEvent.SENT)
+        migration.step(MigrationStageEvent.SENT)
 
-    def _released(self, departure: OutgoingMigration, outcome: RoomReleased) -> None:
-        request, submit = departure.request, departure.request.submit
+    def _released(self, migration: OutgoingMigration, outcome: RoomReleased) -> None:
+        request, submit = migration.request, migration.request.submit
         if outcome.received:
-            departure.step(MigrationStageEvent.RECEIVED)
-            del self._by_room[departure.room]
-            self.costs.moved(departure.bytes, self._clock.now() - departure.began)
+            migration.step(MigrationStageEvent.RECEIVED)
+            del self._by_room[migration.room]
+            self.costs.moved(migration.bytes, self._clock.now() - migration.began)
             self.counters["moved_out"] += 1
-            self.counters["moved_out_bytes"] += departure.bytes
-            self._desk.tell(request.session, MigrationDone(submit.request_id, submit.attempt, departure.bytes))
-            self._books.leave(request, f"{departure.peer.name} has it")
+            self.counters["moved_out_bytes"] += migration.bytes
+            self._request_table.emit(request.session, MigrationDone(submit.request_id, submit.attempt, migration.bytes))
+            self._books.leave(request, f"{migration.peer.name} has it")
         else:
-            self._back(departure, outcome.reason)
+            self._back(migration, outcome.reason)
 
-    def _back(self, departure: OutgoingMigration, reason: str, *, tell: bool = True) -> None:
+    def _back(self, migration: OutgoingMigration, reason: str, *, tell: bool = True) -> None:
         """The request goes on here, if its state is what it was; the room is over. The next move may be luckier."""
-        request, submit = departure.request, departure.request.submit
-        paused = departure.stage is not MigrationStage.STOPPING
+        request, submit = migration.request, migration.request.submit
+        paused = migration.stage is not MigrationStage.STOPPING
         # Why it came to nothing may be told elsewhere first. If it was damage, this may be where it was done.
-        if departure.stage in (MigrationStage.SENDING, MigrationStage.SENT) and not self._intact(departure):
-            assert request.claim is not None
-            request.claim.betrayed = True
+        if migration.stage in (MigrationStage.SENDING, MigrationStage.SENT) and not self._intact(migration):
+            assert request.allocation is not None
+            request.allocation.invalid = True
             self._books.fail(request, ErrorKind.DAMAGED, f"its state was damaged here: {reason}")
             return
-        departure.step(MigrationStageEvent.BACK)
-        self._close(departure, ErrorKind.ROOM, reason)
+        migration.step(MigrationStageEvent.BACK)
+        self._close(migration, ErrorKind.ROOM, reason)
         request.stopping = False
         self._verdicts[id(request)] = _DrainVerdict(request, True, False, self._clock.now() + JUDGE_EVERY_S)
         self.counters["moves_undone"] += 1
         if paused:
             self._books.come_back(request)
         if tell:
-            self._desk.tell(request.session, MigrationUndone(submit.request_id, submit.attempt, reason))
+            self._request_table.emit(request.session, MigrationUndone(submit.request_id, submit.attempt, reason))
 
-    def _close(self, departure: OutgoingMigration, kind: ErrorKind, reason: str) -> None:
-        del self._by_room[departure.room]
-        self._sender.fail(departure.room, kind, reason)
+    def _close(self, migration: OutgoingMigration, kind: ErrorKind, reason: str) -> None:
+        del self._by_room[migration.room]
+        self._sender.fail(migration.room, kind, reason)
 
-    def _intact(self, departure: OutgoingMigration) -> bool:
+    def _intact(self, migration: OutgoingMigration) -> bool:
         """Whether everything that the request would go on from still matches its tags."""
-        claim, committed = departure.request.claim, departure.request.committed
-        assert claim is not None
-        wanted = due(self._seat.spec, committed)
-        held = finished(wanted, claim, departure.chain, departure.ends)
+        allocation, committed = migration.request.allocation, migration.request.committed
+        assert allocation is not None
+        wanted = due(self._manager.spec, committed)
+        held = finished(wanted, allocation, migration.chain, migration.ends)
         for pool, pages in held.items():
-            firsts, stops = extents(self._seat.spec, pool, wanted[pool], committed)
-            now = self._seat.pools.digest(pool, pages.indices, firsts, stops)
+            firsts, stops = extents(self._manager.spec, pool, wanted[pool], committed)
+            now = self._manager.pools.digest(pool, pages.indices, firsts, stops)
             if now != [tag.digest for tag in pages.tags]:
                 return False
         return True
@@ -333,7 +339,7 @@ class OutgoingMigrations:
     def _ask(self) -> None:
         """Tell the router who should go; who was left to finish may turn out to take long, and is judged again."""
         now = self._clock.now()
-        for request in self._desk:
+        for request in self._request_table:
             running = request.phase is DecodePhase.RUNNING
             if request.phase in OFF_DEVICE:
                 self._take_back(request)
@@ -356,7 +362,9 @@ class OutgoingMigrations:
 
     def _tell_leaving(self, request: DecodeRequest, *, withdrawn: bool = False) -> None:
         submit, started = request.submit, request.phase is DecodePhase.RUNNING
-        self._desk.tell(request.session, MigrationWanted(submit.request_id, submit.attempt, started, withdrawn))
+        self._request_table.emit(
+            request.session, MigrationWanted(submit.request_id, submit.attempt, started, withdrawn)
+        )
 
     def _worth_moving(self, request: DecodeRequest, now: float) -> bool:
         most = request.submit.sampling.max_tokens - request.generated
@@ -369,8 +377,8 @@ class OutgoingMigrations:
 
     def _bytes(self, request: DecodeRequest) -> int:
         """Of all state that it would take along."""
-        numbers: Mapping[str, range] = due(self._seat.spec, request.committed)
-        return sum(len(wanted) * self._seat.spec.whole.unit_bytes(pool) for pool, wanted in numbers.items())
+        numbers: Mapping[str, range] = due(self._manager.spec, request.committed)
+        return sum(len(wanted) * self._manager.spec.whole.unit_bytes(pool) for pool, wanted in numbers.items())
 
     # ------------------------------------------------------------ accounts
 
@@ -382,18 +390,18 @@ class OutgoingMigrations:
 
     def check(self) -> list[str]:
         found = self._sender.check()
-        for departure in self._by_room.values():
-            request, paused = departure.request, departure.stage is not MigrationStage.STOPPING
+        for migration in self._by_room.values():
+            request, paused = migration.request, migration.stage is not MigrationStage.STOPPING
             name = request.submit.request_id
-            if not self._desk.holds(request) or not request.stopping:
-                found.append(f"request {name} is {departure.stage} and not in the house, or doesn't know")
+            if not self._request_table.holds(request) or not request.stopping:
+                found.append(f"request {name} is {migration.stage} and not in the house, or doesn't know")
             if (request.phase is DecodePhase.LEAVING) != paused:
-                found.append(f"request {name} is {departure.stage} and {request.phase}")
-        out = [r for r in self._desk if r.stopping]
+                found.append(f"request {name} is {migration.stage} and {request.phase}")
+        out = [r for r in self._request_table if r.stopping]
         if len(out) != len(self._by_room):
-            found.append(f"{len(out)} requests are leaving, {len(self._by_room)} departures are booked")
+            found.append(f"{len(out)} requests are leaving, {len(self._by_room)} migrations are booked")
         return found
 
     def close(self) -> None:
-        self.giving.close()
+        self.prefix_pushes.close()
         self._sender.close()

@@ -12,7 +12,7 @@ from cache.allocation.allocation import Allocation
 from cache.manager.kv_cache_manager import KVCacheManager
 from cache.memory.required_pages import due
 from cache.prefix_cache.token_prefix import TokenPrefix
-from contracts.block_hash import chain_keys
+from contracts.block_hash import block_hashes
 from contracts.errors import WireError
 from contracts.ids import RoomId
 from contracts.interfaces.worker_interface import SessionId
@@ -28,17 +28,17 @@ from worker.request_table import RequestTable
 class _Pull:
     session: SessionId
     command: PullPrefix
-    claim: Allocation
+    allocation: Allocation
 
 
 class PrefixPulls:
     """The fetching end. Called between steps, by the worker's thread."""
 
     def __init__(
-        self, seat: KVCacheManager, receiver: KVReceiver, desk: RequestTable[DecodeRequest], *, reuse: bool
+        self, manager: KVCacheManager, receiver: KVReceiver, request_table: RequestTable[DecodeRequest], *, reuse: bool
     ) -> None:
         """`reuse`: whether there is a tree to fetch for."""
-        self._seat, self._receiver, self._desk, self._reuse = seat, receiver, desk, reuse
+        self._manager, self._receiver, self._request_table, self._reuse = manager, receiver, request_table, reuse
         self._fetches: dict[RoomId, _Pull] = {}
         self.bytes = 0
 
@@ -46,9 +46,9 @@ class PrefixPulls:
         return len(self._fetches)
 
     def handle(self, session: SessionId, command: PullPrefix) -> None:
-        size = self._seat.spec.page_tokens
+        size = self._manager.spec.page_tokens
         positions = len(command.tokens) // size * size
-        keys = chain_keys(command.tokens[:positions], size, command.salt)
+        keys = block_hashes(command.tokens[:positions], size, command.salt)
         try:
             self._receiver.open(command.room, command.peer, ExpectedPrompt(tuple(keys), positions))
         except WireError:
@@ -60,45 +60,45 @@ class PrefixPulls:
             self._tell(session, command, 0)
 
     def _begin(self, session: SessionId, command: PullPrefix, keys: list[bytes], positions: int) -> bool:
-        if not self._reuse or self._desk.draining or not positions:
+        if not self._reuse or self._request_table.draining or not positions:
             return False
-        prefix = TokenPrefix.of(command.tokens[:positions], self._seat.spec.page_tokens, command.salt, keys)
-        borrowed = self._seat.borrow(prefix, f"fetch {command.room}", spare=command.spare)
+        prefix = TokenPrefix.of(command.tokens[:positions], self._manager.spec.page_tokens, command.salt, keys)
+        borrowed = self._manager.reserve_for_pull(prefix, f"fetch {command.room}", spare=command.spare)
         if borrowed is None:
             return False
-        claim, lease = borrowed
+        allocation, lease = borrowed
         # Of other pools nothing is wanted: that is as good as having it all.
-        held = {pool: set(numbers) for pool, numbers in due(self._seat.spec, positions).items()}
-        held[self._seat.full] -= set(claim.lacking[self._seat.full])
-        if not self._receiver.grant(command.room, {self._seat.full: lease}, held):
+        held = {pool: set(numbers) for pool, numbers in due(self._manager.spec, positions).items()}
+        held[self._manager.full] -= set(allocation.lacking[self._manager.full])
+        if not self._receiver.grant(command.room, {self._manager.full: lease}, held):
             lease.release()
-            self._seat.release(claim)
+            self._manager.free(allocation)
             return False
-        self._fetches[command.room] = _Pull(session, command, claim)
+        self._fetches[command.room] = _Pull(session, command, allocation)
         return True
 
-    def hears(self, outcome: PromptArrived | HandoverFailed | PromptAnswered) -> bool:
+    def on_room(self, outcome: PromptArrived | HandoverFailed | PromptAnswered) -> bool:
         """Take the end of a room in; False when it isn't one of these."""
         fetch = self._fetches.pop(outcome.room, None)
         if fetch is None:
             return False
         nbytes = 0
         if isinstance(outcome, PromptArrived):
-            full = self._seat.full
-            self._seat.take(fetch.claim, outcome.leases[full], outcome.digests.get(full, {}))
+            full = self._manager.full
+            self._manager.insert_pulled(fetch.allocation, outcome.leases[full], outcome.digests.get(full, {}))
             nbytes = outcome.bytes
             self.bytes += nbytes
         else:
             # The pages are the room's to give back.
-            self._seat.release(fetch.claim)
+            self._manager.free(fetch.allocation)
         self._tell(fetch.session, fetch.command, nbytes)
         return True
 
     def _tell(self, session: SessionId, command: PullPrefix, nbytes: int) -> None:
-        self._desk.tell(session, PullDone(command.request_id, command.attempt, nbytes))
+        self._request_table.emit(session, PullDone(command.request_id, command.attempt, nbytes))
 
     def close(self) -> None:
         for fetch in self._fetches.values():
             self._receiver.abort(fetch.command.room, "the worker closes")
-            self._seat.release(fetch.claim)
+            self._manager.free(fetch.allocation)
         self._fetches.clear()

@@ -46,8 +46,8 @@ class PushEvent(StrEnum):
     END = "end"
 
 
-GIFTS = StateTable[PushState, PushEvent](
-    "gift",
+PUSH_TABLE = StateTable[PushState, PushEvent](
+    "prefix push",
     {
         PushState.OPEN: {PushEvent.GRANT: PushState.WRITING, PushEvent.END: PushState.OVER},
         PushState.WRITING: {PushEvent.SENT: PushState.SENT, PushEvent.END: PushState.OVER},
@@ -59,7 +59,7 @@ GIFTS = StateTable[PushState, PushEvent](
 @dataclass(eq=False)
 class _Push:
     room: RoomId
-    claim: Allocation
+    allocation: Allocation
     opened_at: float
     state: PushState = PushState.OPEN
     chain: list[bytes] = field(default_factory=list)
@@ -70,49 +70,50 @@ class PrefixPushes:
 
     def __init__(
         self,
-        seat: KVCacheManager,
+        manager: KVCacheManager,
         sender: KVSender,
-        desk: RequestTable[DecodeRequest],
+        request_table: RequestTable[DecodeRequest],
         config: Config,
         clock: Clock,
         share: Callable[[DecodeRequest], None],
     ) -> None:
         """`share` gives the tree what a running request has finished."""
-        self._seat, self._sender, self._desk = seat, sender, desk
+        self._manager, self._sender, self._request_table = manager, sender, request_table
         self._config, self._clock, self._share = config, clock, share
-        self._gifts: dict[RoomId, _Push] = {}
+        self._pushes: dict[RoomId, _Push] = {}
         self._most = {
-            p: max(1, config.decode.move_chunk_bytes // seat.spec.whole.unit_bytes(p)) for p in seat.spec.by_name
+            p: max(1, config.decode.migration_chunk_bytes // manager.spec.whole.unit_bytes(p))
+            for p in manager.spec.by_name
         }
         self.bytes = 0
 
     def __len__(self) -> int:
-        return len(self._gifts)
+        return len(self._pushes)
 
     @property
     def writing(self) -> bool:
-        return any(gift.state is PushState.WRITING for gift in self._gifts.values())
+        return any(push.state is PushState.WRITING for push in self._pushes.values())
 
     @property
     def next_deadline(self) -> float | None:
         silence = self._config.transfer.connect_timeout_s
-        return min((g.opened_at + silence for g in self._gifts.values() if g.state is PushState.OPEN), default=None)
+        return min((g.opened_at + silence for g in self._pushes.values() if g.state is PushState.OPEN), default=None)
 
     def handle(self, session: SessionId, command: PushPrefix, request: DecodeRequest | None) -> None:
         """Keep what there is of the tokens, and say how much. `request`: whose they are, where none are given."""
         prefix = self._prefix(command, request)
-        claim = self._seat.lend(prefix, f"gift {command.room}") if prefix is not None else None
-        positions = claim.depth * self._seat.spec.page_tokens if claim is not None else 0
-        worth = claim is not None and (
-            bool(command.tokens) or self._bytes(claim) > self._config.decode.move_ahead_bytes
+        allocation = self._manager.hold_for_push(prefix, f"gift {command.room}") if prefix is not None else None
+        positions = allocation.depth * self._manager.spec.page_tokens if allocation is not None else 0
+        worth = allocation is not None and (
+            bool(command.tokens) or self._bytes(allocation) > self._config.decode.migration_precopy_bytes
         )
-        if claim is not None and (not positions or not worth or not self._open(command, claim)):
-            self._seat.release(claim)
+        if allocation is not None and (not positions or not worth or not self._open(command, allocation)):
+            self._manager.free(allocation)
             positions = 0
-        self._desk.tell(session, PushReady(command.request_id, command.attempt, positions))
+        self._request_table.emit(session, PushReady(command.request_id, command.attempt, positions))
 
     def _prefix(self, command: PushPrefix, request: DecodeRequest | None) -> TokenPrefix | None:
-        page_tokens = self._seat.spec.page_tokens
+        page_tokens = self._manager.spec.page_tokens
         if command.tokens:
             return TokenPrefix.of(command.tokens, page_tokens, command.salt)
         if request is None or not request.in_place:
@@ -120,64 +121,64 @@ class PrefixPushes:
         self._share(request)
         return TokenPrefix.of(request.tokens[: request.committed], page_tokens, request.submit.salt)
 
-    def _bytes(self, claim: Allocation) -> int:
-        return claim.depth * self._seat.spec.whole.unit_bytes(self._seat.full)
+    def _bytes(self, allocation: Allocation) -> int:
+        return allocation.depth * self._manager.spec.whole.unit_bytes(self._manager.full)
 
-    def _open(self, command: PushPrefix, claim: Allocation) -> bool:
+    def _open(self, command: PushPrefix, allocation: Allocation) -> bool:
         try:
             self._sender.open(command.room, command.peer)
         except WireError:
             return False
-        chain = claim.prefix.chain
-        keys = [chain[at : at + KEY_BYTES] for at in range(0, claim.depth * KEY_BYTES, KEY_BYTES)]
-        self._gifts[command.room] = _Push(command.room, claim, self._clock.now(), chain=keys)
+        chain = allocation.prefix.chain
+        keys = [chain[at : at + KEY_BYTES] for at in range(0, allocation.depth * KEY_BYTES, KEY_BYTES)]
+        self._pushes[command.room] = _Push(command.room, allocation, self._clock.now(), chain=keys)
         return True
 
-    def hear(self, outcome: RoomGranted | RoomReleased) -> None:
-        gift = self._gifts.get(outcome.room)
-        if gift is None:
+    def on_room(self, outcome: RoomGranted | RoomReleased) -> None:
+        push = self._pushes.get(outcome.room)
+        if push is None:
             return
         if isinstance(outcome, RoomGranted):
-            gift.state = GIFTS.next(gift.state, PushEvent.GRANT)
+            push.state = PUSH_TABLE.next(push.state, PushEvent.GRANT)
         else:
-            self._end(gift)
+            self._end(push)
 
     def round(self) -> None:
         """Write the next part of each gift, and give up those that nobody has fetched."""
         late = self._clock.now() - self._config.transfer.connect_timeout_s
-        for gift in list(self._gifts.values()):
-            if gift.claim.betrayed:
-                self._sender.fail(gift.room, ErrorKind.ROOM, "a page of it turned out damaged")
-                self._end(gift)
-            elif gift.state is PushState.WRITING:
-                if self._seat.settled(gift.claim):  # Some of it may still be on its way from the host.
-                    self._write(gift)
-            elif gift.state is PushState.OPEN and gift.opened_at <= late:
-                self._sender.fail(gift.room, ErrorKind.ROOM, "nobody fetched it")
-                self._end(gift)
+        for push in list(self._pushes.values()):
+            if push.allocation.invalid:
+                self._sender.fail(push.room, ErrorKind.ROOM, "a page of it turned out damaged")
+                self._end(push)
+            elif push.state is PushState.WRITING:
+                if self._manager.settled(push.allocation):  # Some of it may still be on its way from the host.
+                    self._write(push)
+            elif push.state is PushState.OPEN and push.opened_at <= late:
+                self._sender.fail(push.room, ErrorKind.ROOM, "nobody fetched it")
+                self._end(push)
 
-    def _write(self, gift: _Push) -> None:
-        wanted = self._sender.wanted(gift.room)
-        part = finished(wanted, gift.claim, gift.chain, {}, self._most)
-        self._sender.write(gift.room, part, (DONE,))
-        self.bytes += sum(len(f.indices) * self._seat.spec.whole.unit_bytes(p) for p, f in part.items())
-        if part and any(self._sender.wanted(gift.room).values()):
+    def _write(self, push: _Push) -> None:
+        wanted = self._sender.wanted(push.room)
+        part = finished(wanted, push.allocation, push.chain, {}, self._most)
+        self._sender.write(push.room, part, (DONE,))
+        self.bytes += sum(len(f.indices) * self._manager.spec.whole.unit_bytes(p) for p, f in part.items())
+        if part and any(self._sender.wanted(push.room).values()):
             return
         try:
-            self._sender.seal(gift.room, HandoverMetadata(gift.room, 0, 0, None, 0, 0))
+            self._sender.seal(push.room, HandoverMetadata(push.room, 0, 0, None, 0, 0))
         except WireError as error:
             # More is wanted than was said to be there.
-            self._sender.fail(gift.room, ErrorKind.ROOM, str(error))
-            self._end(gift)
+            self._sender.fail(push.room, ErrorKind.ROOM, str(error))
+            self._end(push)
             return
-        gift.state = GIFTS.next(gift.state, PushEvent.SENT)
+        push.state = PUSH_TABLE.next(push.state, PushEvent.SENT)
 
-    def _end(self, gift: _Push) -> None:
-        gift.state = GIFTS.next(gift.state, PushEvent.END)
-        del self._gifts[gift.room]
-        self._seat.release(gift.claim)
+    def _end(self, push: _Push) -> None:
+        push.state = PUSH_TABLE.next(push.state, PushEvent.END)
+        del self._pushes[push.room]
+        self._manager.free(push.allocation)
 
     def close(self) -> None:
-        for gift in list(self._gifts.values()):
-            self._sender.fail(gift.room, ErrorKind.ROOM, "the worker closes")
-            self._end(gift)
+        for push in list(self._pushes.values()):
+            self._sender.fail(push.room, ErrorKind.ROOM, "the worker closes")
+            self._end(push)

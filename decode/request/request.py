@@ -55,7 +55,7 @@ class DecodeEvent(StrEnum):
     ARRIVED = "arrived"
     DEPART = "depart"
     RETRACT = "retract"
-    PARKED = "parked"
+    SWAPPED_OUT = "swapped"
     RESUME = "resume"
     BACK = "back"
     END = "end"
@@ -72,7 +72,7 @@ PHASES = StateTable[DecodePhase, DecodeEvent](
             DecodeEvent.END: DecodePhase.GONE,
         },
         DecodePhase.LEAVING: {DecodeEvent.BACK: DecodePhase.RUNNING, DecodeEvent.END: DecodePhase.GONE},
-        DecodePhase.RETRACTING: {DecodeEvent.PARKED: DecodePhase.RETRACTED, DecodeEvent.END: DecodePhase.GONE},
+        DecodePhase.RETRACTING: {DecodeEvent.SWAPPED_OUT: DecodePhase.RETRACTED, DecodeEvent.END: DecodePhase.GONE},
         DecodePhase.RETRACTED: {DecodeEvent.RESUME: DecodePhase.RESUMING, DecodeEvent.END: DecodePhase.GONE},
         DecodePhase.RESUMING: {DecodeEvent.BACK: DecodePhase.RUNNING, DecodeEvent.END: DecodePhase.GONE},
     },
@@ -93,12 +93,12 @@ class DecodeRequest:
     prefix: TokenPrefix
     """The prompt's whole pages."""
     phase: DecodePhase = DecodePhase.WAITING
-    claim: Allocation | None = None
-    """What it holds of the seat: from its grant on, but not while it is off the device."""
-    parked: SwappedState | None = None
+    allocation: Allocation | None = None
+    """What it holds of the KV cache manager: from its grant on, but not while it is off the device."""
+    swapped: SwappedState | None = None
     """What it holds in host memory: from the copy's beginning until it runs again."""
     returning: SwapInProgress | None = None
-    """The way back of what is parked."""
+    """The way back of what is swapped out."""
     retractions: int = 0
     """How often it was retracted."""
     stepped: bool = True
@@ -133,8 +133,8 @@ class DecodeRequest:
 
     @property
     def in_place(self) -> bool:
-        """Whether the state of all its committed positions is on the device, in its claim."""
-        return self.claim is not None and self.phase in (
+        """Whether the state of all its committed positions is on the device, in its allocation."""
+        return self.allocation is not None and self.phase in (
             DecodePhase.RUNNING,
             DecodePhase.RETRACTING,
             DecodePhase.LEAVING,

@@ -25,35 +25,35 @@ from decode.retraction.retraction_policy import RetractionCandidate
 class MemoryPressure:
     """See the module's prose. Decides; the worker does it."""
 
-    def __init__(self, seat: KVCacheManager, config: DecodeConfig, retraction: Retraction) -> None:
-        self._seat, self._retraction = seat, retraction
-        self.growth = OutputLengths(config.growth_quantile, config.first_answer_tokens)
+    def __init__(self, manager: KVCacheManager, config: DecodeConfig, retraction: Retraction) -> None:
+        self._manager, self._retraction = manager, retraction
+        self.output_lengths = OutputLengths(config.output_length_quantile, config.first_answer_tokens)
 
     # ------------------------------------------------------------ admission
 
-    def leaves_room(self, request: DecodeRequest, everybody: Iterable[DecodeRequest]) -> bool:
+    def has_room_for(self, request: DecodeRequest, everybody: Iterable[DecodeRequest]) -> bool:
         """Whether `request`, new or retracted, may take pages beside those who hold some."""
-        holders = [other for other in everybody if other.claim is not None]
+        holders = [other for other in everybody if other.allocation is not None]
         if not holders:
             return True
-        shared = self._seat.held_anyway(request.prefix)
+        shared = self._manager.kept_pages(request.prefix)
         wanted = self._expected_pages(request) - shared
         to_come = sum(max(0, self._expected_pages(other) - self._held(other)) for other in holders)
-        return wanted <= self._seat.free(self._seat.full) - to_come
+        return wanted <= self._manager.free_pages(self._manager.full) - to_come
 
     def _expected_pages(self, request: DecodeRequest) -> int:
         """Full pages that it will come to, as far as one can tell."""
         if self._retraction.assured(request):
-            return self._seat.pools.pages_for(request.positions)
-        length = self.growth.expected(request.generated, request.submit.sampling.max_tokens)
+            return self._manager.pools.pages_for(request.positions)
+        length = self.output_lengths.expected(request.generated, request.submit.sampling.max_tokens)
         at_least = max(len(request.submit.tokens), len(request.tokens)) + 1
-        return self._seat.pools.pages_for(request.positions_for(max(at_least, request.submit.prompt_len + length)))
+        return self._manager.pools.pages_for(request.positions_for(max(at_least, request.submit.prompt_len + length)))
 
     def _held(self, request: DecodeRequest) -> int:
         """Full pages that it has: of one that is arriving, the room does."""
-        assert request.claim is not None
-        granted = self._seat.pools.pages_for(request.positions_for(len(request.submit.tokens) + 1))
-        return max(len(request.claim.tables[self._seat.full]), granted)
+        assert request.allocation is not None
+        granted = self._manager.pools.pages_for(request.positions_for(len(request.submit.tokens) + 1))
+        return max(len(request.allocation.tables[self._manager.full]), granted)
 
     # ------------------------------------------------------------ steps
 
@@ -67,23 +67,23 @@ class MemoryPressure:
         for request in able:
             if len(batch) == limit:
                 break
-            assert request.claim is not None
-            if self._seat.grow(request.claim, request.planned + 1) > request.planned:
+            assert request.allocation is not None
+            if self._manager.extend(request.allocation, request.planned + 1) > request.planned:
                 batch.append(request)
             elif not request.under_way:
                 short.append(request)
         return batch, short
 
-    def victims(self, short: Sequence[DecodeRequest], running: Iterable[DecodeRequest]) -> list[DecodeRequest]:
+    def choose_victims(self, short: Sequence[DecodeRequest], running: Iterable[DecodeRequest]) -> list[DecodeRequest]:
         """Who leaves so that those who are short can go on: nobody while pages are about to become free anyway."""
         if not short or self._retraction.leaving:
             return []
         candidates = [self._candidate(request) for request in running if self._may_go(request)]
         if len(candidates) == len(list(running)):
-            candidates.remove(max(candidates, key=policy.leaves_first))
+            candidates.remove(max(candidates, key=policy.retract_first))
         chosen = policy.victims(candidates, len(short))
         if chosen:
-            self.growth.retracted()
+            self.output_lengths.retracted()
         return chosen
 
     def _may_go(self, request: DecodeRequest) -> bool:
@@ -91,9 +91,9 @@ class MemoryPressure:
         return request.stepped and not self._retraction.assured(request)
 
     def _candidate(self, request: DecodeRequest) -> RetractionCandidate[DecodeRequest]:
-        claim, submit = request.claim, request.submit
-        assert claim is not None
-        pages = claim.own(self._seat.full)
+        allocation, submit = request.allocation, request.submit
+        assert allocation is not None
+        pages = allocation.own(self._manager.full)
         return RetractionCandidate(
             request, submit.priority, request.generated, submit.prompt_len, request.arrived, pages
         )

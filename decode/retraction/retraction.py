@@ -4,8 +4,8 @@
     away       retracted: all of it is in leased host memory, and is what was sealed
     coming     resuming: new pages and slots of every pool, into which it is restored and checked
 
-A request is in exactly one of these queues, and its phase names it. It holds a claim, or a parked copy, or both while
-it comes back; `leave` gives everything back from any of them.
+A request is in exactly one of these queues, and its phase names it. It holds an allocation, or a swapped out copy, or
+both while it comes back; `leave` gives everything back from any of them.
 
 What a retraction costs is copied bytes, twice, or the prompt and the answer so far computed again by prefill. The
 cheaper one is taken, by rates that are measured here: of copies, their bytes and times; of prefill, what a hand-over
@@ -53,9 +53,9 @@ class LostRequest:
 class Retraction:
     """See the module's prose. Single-threaded; nothing here waits."""
 
-    def __init__(self, seat: KVCacheManager, config: DecodeConfig, clock: Clock) -> None:
-        self._seat, self._config, self._clock = seat, config, clock
-        self._page_tokens = seat.spec.page_tokens
+    def __init__(self, manager: KVCacheManager, config: DecodeConfig, clock: Clock) -> None:
+        self._manager, self._config, self._clock = manager, config, clock
+        self._page_tokens = manager.spec.page_tokens
         self._leaving: list[DecodeRequest] = []
         self._away: list[DecodeRequest] = []
         self._coming: list[DecodeRequest] = []
@@ -63,7 +63,7 @@ class Retraction:
         """When the copy under way of each began."""
         self.rates = RetractionRates()
         self.counters = dict.fromkeys(
-            ("retractions", "resumptions", "retracted_bytes", "resumed_bytes", "recomputed", "states_damaged_parked"),
+            ("retractions", "resumptions", "retracted_bytes", "resumed_bytes", "recomputed", "states_damaged_swapped"),
             0.0,
         )
 
@@ -102,27 +102,27 @@ class Retraction:
         """Begin the copies of those whose steps have landed, and take in the copies that have ended."""
         lost: list[LostRequest] = []
         for request in list(self._leaving):
-            if request.parked is None and self._at_rest(request):
+            if request.swapped is None and self._at_rest(request):
                 lost += self._copy(request)
-            if request.parked is not None:
-                self._seat.settle(request.parked)
-                if request.parked.place is not SwapPlace.SAVING:
+            if request.swapped is not None:
+                self._manager.settle_swap_out(request.swapped)
+                if request.swapped.place is not SwapPlace.SAVING:
                     lost += self._arrive(request)
         return lost
 
     def _at_rest(self, request: DecodeRequest) -> bool:
         """Whether nothing is under way that writes its state: steps have landed, what was loaded for it has come."""
-        return not request.under_way and request.claim is not None and self._seat.settled(request.claim)
+        return not request.under_way and request.allocation is not None and self._manager.settled(request.allocation)
 
     def _copy(self, request: DecodeRequest) -> Iterator[LostRequest]:
-        claim, committed = request.claim, request.committed
-        assert claim is not None
+        allocation, committed = request.allocation, request.committed
+        assert allocation is not None
         if not self._copies(committed):
             yield self._again(request, "computing its state again is quicker than copying it")
             return
         began = self._clock.now()
         try:
-            parked = self._seat.park(claim, request.whole(self._page_tokens, committed), committed)
+            swapped = self._manager.swap_out(allocation, request.whole(self._page_tokens, committed), committed)
         except CapacityError as error:
             if not self._make_room():
                 yield self._again(request, str(error))
@@ -132,48 +132,48 @@ class Retraction:
             return
         self._began[request] = began
         self.counters["retractions"] += 1
-        self.counters["retracted_bytes"] += parked.nbytes
-        self._seat.release(claim)
-        request.parked, request.claim, request.latest, request.stepped = parked, None, None, False
+        self.counters["retracted_bytes"] += swapped.nbytes
+        self._manager.free(allocation)
+        request.swapped, request.allocation, request.latest, request.stepped = swapped, None, None, False
 
     def _copies(self, committed: int) -> bool:
-        if self._seat.host is None or self._config.retract == "recompute":
+        if self._manager.host is None or self._config.retract == "recompute":
             return False
-        spec = self._seat.spec
+        spec = self._manager.spec
         nbytes = sum(len(numbers) * spec.unit_bytes(pool) for pool, numbers in due(spec, committed).items())
         return self._config.retract == "copy" or cheaper_to_copy(nbytes, committed, self.rates)
 
     def _again(self, request: DecodeRequest, why: str) -> LostRequest:
-        self.counters["retractions"] += request.parked is None
+        self.counters["retractions"] += request.swapped is None
         self.counters["recomputed"] += 1
         return LostRequest(request, ErrorKind.RETRACTED, f"decode was short of pages: {why}")
 
     def _make_room(self) -> bool:
         """Send on to storage whoever of those on the host comes back last; False where nobody can be."""
-        if any(r.parked is not None and r.parked.place is SwapPlace.STORING for r in self._away):
+        if any(r.swapped is not None and r.swapped.place is SwapPlace.STORING for r in self._away):
             return True
         for request in sorted(self._away, key=returns_first, reverse=True):
-            parked = request.parked
-            assert parked is not None
+            swapped = request.swapped
+            assert swapped is not None
             tokens = request.tokens[: request.committed]
-            if parked.place is SwapPlace.HOST and parked.leases and self._seat.store(parked, tokens):
+            if swapped.place is SwapPlace.HOST and swapped.leases and self._manager.put_on_storage(swapped, tokens):
                 return True
         return False
 
     def _arrive(self, request: DecodeRequest) -> Iterator[LostRequest]:
-        parked = request.parked
-        assert parked is not None
-        self.rates.saw_out(parked.nbytes, self._clock.now() - self._began.pop(request))
-        if parked.place is SwapPlace.LOST:
-            yield self._damaged(request, "when it had been copied to the host", parked.damage)
+        swapped = request.swapped
+        assert swapped is not None
+        self.rates.saw_out(swapped.nbytes, self._clock.now() - self._began.pop(request))
+        if swapped.place is SwapPlace.LOST:
+            yield self._damaged(request, "when it had been copied to the host", swapped.damage)
             return
         self._leaving.remove(request)
-        request.step(DecodeEvent.PARKED)
+        request.step(DecodeEvent.SWAPPED_OUT)
         self._away.append(request)
 
     def _damaged(self, request: DecodeRequest, where: str, pages: Mapping[str, list[int]] = {}) -> LostRequest:
         """`pages`: which ones, by pool, where that is known."""
-        self.counters["states_damaged_parked"] += 1
+        self.counters["states_damaged_swapped"] += 1
         facts = {"request": request.submit.request_id, "found": where, "pages": dict(pages)}
         log_damage(log, DamageSite.RESTORE, **facts, then="its attempt ends, the next one computes it again")
         return LostRequest(request, ErrorKind.DAMAGED, "its state was damaged while it was retracted")
@@ -186,15 +186,15 @@ class Retraction:
         for request in sorted(self._away, key=returns_first):
             if not may(request):
                 break
-            parked = request.parked
-            assert parked is not None
-            if parked.place is not SwapPlace.HOST:
-                lost += self._bring_to_host(request, parked)
+            swapped = request.swapped
+            assert swapped is not None
+            if swapped.place is not SwapPlace.HOST:
+                lost += self._bring_to_host(request, swapped)
                 break
             positions = request.positions_for(1 << 62 if self.assured(request) else request.committed + 1)
             began = self._clock.now()
             try:
-                returning = self._seat.unpark(parked, positions)
+                returning = self._manager.swap_in(swapped, positions)
             except (StaleLease, RuntimeError) as error:
                 lost.append(self._damaged(request, str(error)))
                 continue
@@ -203,20 +203,20 @@ class Retraction:
             self._began[request] = began
             self._away.remove(request)
             request.step(DecodeEvent.RESUME)
-            request.returning, request.claim = returning, returning.claim
+            request.returning, request.allocation = returning, returning.allocation
             self._coming.append(request)
         return lost
 
-    def _bring_to_host(self, request: DecodeRequest, parked: SwappedState) -> Iterator[LostRequest]:
+    def _bring_to_host(self, request: DecodeRequest, swapped: SwappedState) -> Iterator[LostRequest]:
         """Of what is on storage, or on the way there or back: let it come, if it isn't coming."""
-        if parked.place is SwapPlace.LOST and parked.damage:
-            yield self._damaged(request, "when it came from storage", parked.damage)
-        elif parked.place is SwapPlace.LOST:
+        if swapped.place is SwapPlace.LOST and swapped.damage:
+            yield self._damaged(request, "when it came from storage", swapped.damage)
+        elif swapped.place is SwapPlace.LOST:
             yield self._again(request, "storage has lost a part of its state")
-        if parked.place is not SwapPlace.STORED:
+        if swapped.place is not SwapPlace.STORED:
             return
         try:
-            self._seat.fetch(parked, request.tokens[: request.committed])
+            self._manager.fetch_from_storage(swapped, request.tokens[: request.committed])
         except CapacityError as error:
             # Who is coming back leaves the host in a moment.
             if not self._coming and not self._make_room():
@@ -227,18 +227,18 @@ class Retraction:
         back: list[DecodeRequest] = []
         lost: list[LostRequest] = []
         for request in list(self._coming):
-            returning, claim, parked = request.returning, request.claim, request.parked
+            returning, allocation, swapped = request.returning, request.allocation, request.swapped
             assert returning is not None
-            assert claim is not None
-            assert parked is not None
+            assert allocation is not None
+            assert swapped is not None
             if not returning.restored.done:
                 continue
-            if not self._seat.back(returning):
+            if not self._manager.finish_swap_in(returning):
                 lost.append(self._damaged(request, "on the way back", _by_pool(returning.restored.damage)))
-            elif self._seat.settled(claim):
-                self.rates.saw_back(parked.nbytes, self._clock.now() - self._began[request])
+            elif self._manager.settled(allocation):
+                self.rates.saw_back(swapped.nbytes, self._clock.now() - self._began[request])
                 self.counters["resumptions"] += 1
-                self.counters["resumed_bytes"] += parked.nbytes
+                self.counters["resumed_bytes"] += swapped.nbytes
                 self.leave(request)
                 request.step(DecodeEvent.BACK)
                 back.append(request)
@@ -247,14 +247,14 @@ class Retraction:
     # ------------------------------------------------------------ ends
 
     def leave(self, request: DecodeRequest) -> None:
-        """Out of the queues, and out of host memory. Its claim, if it has one, is the caller's to release."""
+        """Out of the queues, and out of host memory. Its allocation, if it has one, is the caller's to release."""
         for queue in (self._leaving, self._away, self._coming):
             if request in queue:
                 queue.remove(request)
         self._began.pop(request, None)
-        if request.parked is not None:
-            self._seat.discard(request.parked)
-        request.parked = request.returning = None
+        if request.swapped is not None:
+            self._manager.drop(request.swapped)
+        request.swapped = request.returning = None
 
     def check(self) -> list[str]:
         """Recount; returns what doesn't agree."""
@@ -270,19 +270,21 @@ class Retraction:
                 if request.phase is not phase:
                     found.append(f"request {name} is {request.phase} and in the queue of those {phase}")
                 holds = {
-                    DecodePhase.RETRACTING: (request.claim is None) == (request.parked is not None),
-                    DecodePhase.RETRACTED: request.claim is None and request.parked is not None,
-                    DecodePhase.RESUMING: request.claim is not None and request.parked is not None,
+                    DecodePhase.RETRACTING: (request.allocation is None) == (request.swapped is not None),
+                    DecodePhase.RETRACTED: request.allocation is None and request.swapped is not None,
+                    DecodePhase.RESUMING: request.allocation is not None and request.swapped is not None,
                 }
                 if not holds[phase]:
-                    found.append(f"request {name} is {phase}, and its claim or its parked copy says otherwise")
-                if request.parked is not None and request.parked.positions != request.committed:
                     found.append(
-                        f"request {name}: {request.parked.positions} positions are parked of {request.committed}"
+                        f"request {name} is {phase}, and its allocation or its swapped out copy says otherwise"
                     )
-        parked = sum(r.parked is not None for r in self)
-        if parked != self._seat.parked:
-            found.append(f"{self._seat.parked} parked copies, requests hold {parked}")
+                if request.swapped is not None and request.swapped.positions != request.committed:
+                    found.append(
+                        f"request {name}: {request.swapped.positions} positions are swapped out of {request.committed}"
+                    )
+        swapped = sum(r.swapped is not None for r in self)
+        if swapped != self._manager.swapped:
+            found.append(f"{self._manager.swapped} swapped out copies, requests hold {swapped}")
         return found
 
 

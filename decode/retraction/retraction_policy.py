@@ -34,7 +34,7 @@ class RetractionCandidate(Generic[R]):
     """Pages of its own that others could have."""
 
 
-def leaves_first(candidate: RetractionCandidate[R]) -> tuple[int, int, int, float]:
+def retract_first(candidate: RetractionCandidate[R]) -> tuple[int, int, int, float]:
     """The order in which requests leave: of lower priority, then with fewer tokens generated, then with the longer
     prompt, then those that came last."""
     return candidate.priority, candidate.generated, -candidate.prompt, -candidate.arrived
@@ -43,7 +43,7 @@ def leaves_first(candidate: RetractionCandidate[R]) -> tuple[int, int, int, floa
 def victims(candidates: Sequence[RetractionCandidate[R]], pages: int) -> list[R]:
     """Who leaves so that `pages` pages become free: as few as do, at least one, as long as there is any."""
     chosen: list[R] = []
-    for candidate in sorted(candidates, key=leaves_first):
+    for candidate in sorted(candidates, key=retract_first):
         chosen.append(candidate.request)
         pages -= candidate.pages
         if pages <= 0:

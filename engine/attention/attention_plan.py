@@ -140,7 +140,8 @@ def _rectangle(rows: Sequence[Sequence[int]], used: Sequence[int], device: torch
     """The first `used` entries of each row, padded with the null page, which is never freed: its epoch is 0 as well."""
     full = np.full((len(rows), max(used)), NULL_PAGE, dtype=np.int32)
     for line, row, n in zip(full, rows, used, strict=True):
-        # Tables of claims are int32 side by side already (`cache.allocation.allocation.numbers`); others are lists.
+        # Tables of allocations are int32 side by side already (`cache.allocation.allocation.numbers`); others are
+        # lists.
         line[:n] = np.frombuffer(row, np.int32, n) if isinstance(row, array) else np.fromiter(row, np.int32, n)
     return to_device(full, device, torch.int32)
 

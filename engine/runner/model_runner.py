@@ -101,7 +101,7 @@ class ModelRunner:
     ) -> StepResults:
         device = self._device.torch_device
         if self._followers is not None:
-            self._followers.tell(compute_order(rows, tables))
+            self._followers.send(compute_order(rows, tables))
         ctx = self.context(rows, tables, doors)
         stale_b = self._stale(ctx)
         tokens_m = input_tokens(rows, len(ctx.positions_m) - ctx.count, device)

@@ -84,7 +84,7 @@ def _undrainable(service: RouterService, target: DrainTarget, *, force: bool) ->
     if not ready and not target.is_node and not target.in_state("draining"):
         return _conflict(f"{target.name} is {target.entries[0].status.state}: only a ready worker can be drained")
     for role in {e.record.role for e in ready}:
-        left = [e for e in service.brain.workers.staying(role, service.clock.now()) if e not in ready]
+        left = [e for e in service.core.workers.staying(role, service.clock.now()) if e not in ready]
         if not left and not force:
             those = ready[0].record.name if len(ready) == 1 else target.name
             return _conflict(f"{those} is the last {role} worker that serves; drain it with --force (force=true)")
@@ -124,7 +124,7 @@ async def undrain(service: RouterService, exchange: HttpExchange) -> None:
 
 async def _ask_controller(service: RouterService, target: DrainTarget, *, drain: bool) -> str | ApiError:
     """Tell the controller; empty, or why it has not heard, or the failure where that can't be."""
-    directory = service.fleet.directory
+    directory = service.worker_links.directory
     try:
         async with asyncio.timeout(ANSWER_DEADLINE_S):
             await (directory.drain(target.name) if drain else directory.undrain(target.name))
@@ -171,7 +171,7 @@ async def role(service: RouterService, exchange: HttpExchange) -> None:
     entry.tell_to_leave(service.clock.now())
     try:
         async with asyncio.timeout(ANSWER_DEADLINE_S):
-            await service.fleet.directory.change_role(entry.record.name, Role(wanted))
+            await service.worker_links.directory.change_role(entry.record.name, Role(wanted))
     except RequestError as error:
         entry.tell_to_stay()
         return await exchange.fail(_conflict(str(error)))
@@ -193,7 +193,7 @@ def _find(service: RouterService, exchange: HttpExchange, name: str, *, nodes: b
     """The worker of that name, or the node with all that is known to be on it."""
     if failure := forbidden(exchange) or unknown_as_yet(service):
         return failure
-    workers = service.brain.workers
+    workers = service.core.workers
     entry = workers.named(name)
     if entry is not None:
         return DrainTarget(name, False, (entry,))
@@ -205,7 +205,7 @@ def _find(service: RouterService, exchange: HttpExchange, name: str, *, nodes: b
 
 
 def _known(service: RouterService) -> str:
-    return ", ".join(sorted((str(e.record.name) for e in service.brain.workers), key=natural)) or "none"
+    return ", ".join(sorted((str(e.record.name) for e in service.core.workers), key=natural)) or "none"
 
 
 def _is_node(entry: WorkerEntry, name: str) -> bool:
@@ -225,7 +225,7 @@ async def _tell(service: RouterService, entries: Sequence[WorkerEntry], *, drain
         if isinstance(answer, str):
             lines.append(_line(replace(entry.status, state="unreachable"), f"can't be reached: {answer}"))
             continue
-        service.brain.on_status(answer)
+        service.core.on_status(answer)
         entry.drains = drain
         lines.append(_line(answer, "drains" if drain else "admits again"))
     return lines
@@ -237,7 +237,7 @@ def _line(status: WorkerStatus, outcome: str) -> dict[str, Any]:
 
 async def _tell_one(service: RouterService, target: WorkerEntry, *, drain: bool) -> WorkerStatus | str:
     """The worker's status afterwards, or why it can't be had."""
-    port = service.fleet.port(target.key)
+    port = service.worker_links.port(target.key)
     if port is None:
         return "there is no link to it"
     try:

@@ -70,7 +70,7 @@ def _names_this_host(exchange: HttpExchange) -> bool:
 
 def unknown_as_yet(service: RouterService) -> ApiError | None:
     """A router that has just started has not seen the controller's table yet: it says so, not that nobody is there."""
-    if service.fleet.known:
+    if service.worker_links.known:
         return None
     message = "this router has just started and doesn't know the workers yet; ask again"
     return ApiError(503, message, "server_error", STARTING)
@@ -81,7 +81,7 @@ async def status(service: RouterService, exchange: HttpExchange) -> None:
     if failure := forbidden(exchange) or unknown_as_yet(service):
         await exchange.fail(failure)
         return
-    views = service.fleet.views
+    views = service.worker_links.views
     lines = await asyncio.gather(*(_status_of(service, view) for view in views))
     pairs = sorted(zip(lines, views, strict=True), key=lambda pair: _order(pair[0]))
     shown = [status_line(line) | _breaker_of(service, line) | node_of(view) for line, view in pairs]
@@ -91,7 +91,7 @@ async def status(service: RouterService, exchange: HttpExchange) -> None:
 async def _status_of(service: RouterService, view: WorkerView) -> WorkerStatus:
     if view.status.state in GONE or view.status.state == "starting":
         return view.status
-    port = service.fleet.port((view.record.name, view.record.incarnation))
+    port = service.worker_links.port((view.record.name, view.record.incarnation))
     try:
         if port is None:
             raise ConnectionError("no link")
@@ -127,7 +127,7 @@ def status_line(s: WorkerStatus) -> dict[str, Any]:
 
 def _breaker_of(service: RouterService, s: WorkerStatus) -> dict[str, str]:
     """Whether this router sends the worker requests (`router.state.circuit_breaker`)."""
-    entry = service.brain.workers.get((s.name, s.incarnation))
+    entry = service.core.workers.get((s.name, s.incarnation))
     return {"breaker": str(entry.breaker.state)} if entry is not None else {}
 
 
@@ -145,7 +145,7 @@ async def check(service: RouterService, exchange: HttpExchange) -> None:
     if failure := forbidden(exchange) or unknown_as_yet(service):
         await exchange.fail(failure)
         return
-    alive = [v for v in service.fleet.views if v.status.state not in GONE and v.status.state != "starting"]
+    alive = [v for v in service.worker_links.views if v.status.state not in GONE and v.status.state != "starting"]
     alive.sort(key=lambda v: _order(v.status))
     reports = await asyncio.gather(*(_check_of(service, view) for view in alive))
     workers = [
@@ -165,7 +165,7 @@ async def check(service: RouterService, exchange: HttpExchange) -> None:
 
 
 async def _check_of(service: RouterService, view: WorkerView) -> CheckReport:
-    port = service.fleet.port((view.record.name, view.record.incarnation))
+    port = service.worker_links.port((view.record.name, view.record.incarnation))
     try:
         if port is None:
             raise ConnectionError("no link to it")

@@ -121,7 +121,7 @@ async def _generate(service: RouterService, exchange: HttpExchange, kind: FrameK
     del raw
     exchange.forget_body()
     try:
-        # The request's own deadline is the brain's; this one is for a brain that doesn't keep it.
+        # The request's own deadline is the router core's; this one is for a router core that doesn't keep it.
         async with asyncio.timeout(job.timeout_s + CLIENT_GRACE_S):
             if gone:
                 return
@@ -219,17 +219,17 @@ def _model(service: RouterService, name: str) -> dict[str, Any]:
 
 async def _health(service: RouterService, exchange: HttpExchange) -> None:
     """200 while requests can be served and work advances."""
-    brain = service.brain
-    serving = {str(role): len(brain.serving(role)) for role in Role}
+    core = service.core
+    serving = {str(role): len(core.serving(role)) for role in Role}
     problems = [f"no {role} worker can serve" for role, count in serving.items() if not count]
-    if brain.stalled_s > service.config.stall_s:
-        problems.append(f"work waits and nothing has advanced for {brain.stalled_s:.1f} s")
+    if core.stalled_s > service.config.stall_s:
+        problems.append(f"work waits and nothing has advanced for {core.stalled_s:.1f} s")
     answer = {
         "status": "unhealthy" if problems else "ok",
         "problems": problems,
         "serving": serving,
-        "in_house": brain.in_house,
-        "waiting": brain.waiting,
+        "in_flight": core.in_flight,
+        "waiting": core.waiting,
     }
     await exchange.answer_json(503 if problems else 200, answer)
 
@@ -244,7 +244,7 @@ async def _version(service: RouterService, exchange: HttpExchange) -> None:
 
 async def _load(service: RouterService, exchange: HttpExchange) -> None:
     """The name is vLLM's: answers that have not ended."""
-    await exchange.answer_json(200, {"server_load": service.brain.in_house})
+    await exchange.answer_json(200, {"server_load": service.core.in_flight})
 
 
 async def _metrics(service: RouterService, exchange: HttpExchange) -> None:

@@ -1,4 +1,4 @@
-"""What the brain decides, as values that the service carries out, and what it has counted."""
+"""What the router core decides, as values that the service carries out, and what it has counted."""
 
 from __future__ import annotations
 

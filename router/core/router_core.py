@@ -1,8 +1,8 @@
 """The router's decisions, without I/O: what happened goes in, actions come out, the clock is injected.
 
-A request is in exactly one phase (`router.state.routed_request`). The brain places it on a prefill and a decode worker,
-turns both legs' events into one ordered stream, and replays it from its tokens when a leg is lost: next attempt, new
-room, the prompt and everything emitted as tokens. Three kinds of trouble, three prices:
+A request is in exactly one phase (`router.state.routed_request`). The router core places it on a prefill and a decode
+worker, turns both legs' events into one ordered stream, and replays it from its tokens when a leg is lost: next
+attempt, new room, the prompt and everything emitted as tokens. Three kinds of trouble, three prices:
 
 - A worker is lost or reports a retryable error: one replay of `router.replay_limit`. The worker at fault is avoided
   for a while that doubles, so that a request neither burns its replays on a dead worker nor gives up a live one.
@@ -88,7 +88,7 @@ class RouterCore:
     # ------------------------------------------------------------ questions
 
     @property
-    def in_house(self) -> int:
+    def in_flight(self) -> int:
         return len(self._requests)
 
     @property
@@ -154,7 +154,7 @@ class RouterCore:
         if any(steps.get(key, 0) > self._steps.get(key, steps.get(key, 0)) for key in busy):
             self._advanced = self._clock.now()
         self._steps = steps
-        self.damage.hear(view.status for view in views)
+        self.damage.on_statuses(view.status for view in views)
         for entry in self.workers.update(views):
             self._lose(entry, "the controller no longer sees it")
             self.workers.gone(entry)
@@ -178,7 +178,7 @@ class RouterCore:
         entry = self.workers.get((status.name, status.incarnation))
         if entry is not None:
             entry.status = status
-            self.damage.hear([status])
+            self.damage.on_statuses([status])
             self._place_waiting()
 
     def _lose(self, entry: WorkerEntry, reason: str) -> None:
@@ -364,10 +364,10 @@ class RouterCore:
 
     def on_event(self, worker: WorkerKey, event: Event) -> None:
         if isinstance(event, Audited):
-            self.counts.late_events += not self.audits.hear(worker, event)
+            self.counts.late_events += not self.audits.on_event(worker, event)
             return
         r = self._requests.get(event.request_id)
-        if self.moves.hears(r, worker, event):
+        if self.moves.on_event(r, worker, event):
             self._advanced = self._clock.now()
             return
         if r is None or event.attempt != r.attempt or worker not in (r.prefill, r.decode):

@@ -20,7 +20,7 @@ the publisher), whose answer begins with the last batch as well: the next questi
 answer it goes on from there: the index then holds less than the publisher, never more than the events say. It is
 complete again when the publisher clears everything, or starts anew.
 
-This is the brain, without I/O; `KVEventSubscriber` (router/kv_indexer/kv_event_subscriber.py) has the sockets.
+This is the logic, without I/O; `KVEventSubscriber` (router/kv_indexer/kv_event_subscriber.py) has the sockets.
 """
 
 from __future__ import annotations

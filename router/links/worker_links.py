@@ -1,6 +1,6 @@
 """The router's open links: one session to every worker that the controller's table shows as alive.
 
-A link is retried as long as the table shows that incarnation; what a link's end means is the brain's business.
+A link is retried as long as the table shows that incarnation; what a link's end means is the router core's business.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ class WorkerLinks:
             await asyncio.gather(*self._closing, return_exceptions=True)
 
     def send(self, key: WorkerKey, commands: Sequence[Command]) -> None:
-        """Queue commands on a link; on one that has just closed they are dropped, as the brain will be told."""
+        """Queue commands on a link; on one that has just closed they are dropped, as the router core will be told."""
         link = self._links.get(key)
         if link is not None and link.session is not None:
             link.session.send(commands)

@@ -55,8 +55,8 @@ class LatencyTally:
 class PrometheusMetrics(Collector):
     """One router's numbers."""
 
-    def __init__(self, brain: RouterCore, plane: str, watch: StreamWatch | None = None, model: str = "") -> None:
-        self._brain = brain
+    def __init__(self, core: RouterCore, plane: str, watch: StreamWatch | None = None, model: str = "") -> None:
+        self._core = core
         self._plane = plane
         self._watch, self._model = watch, model
         self._computed: Counter[tuple[str, str]] = Counter()
@@ -106,7 +106,7 @@ class PrometheusMetrics(Collector):
         return []
 
     def collect(self) -> Iterator[Metric]:
-        counts = self._brain.counts
+        counts = self._core.counts
         for name, text, value in (
             ("twinpool_prompt_tokens_cached", "Prompt tokens found in prefill's cache", self.cached_tokens),
             ("twinpool_generated_tokens", "Tokens delivered to clients' answers", self.generated_tokens),
@@ -139,8 +139,8 @@ class PrometheusMetrics(Collector):
         yield from self._of_workers()
 
     def _of_moves(self) -> Iterator[Metric]:
-        counts, offered = self._brain.moves.counts, float(self._brain.moves.offers.bytes)
-        moves = CounterMetricFamily("twinpool_moves", "Requests handed from decode to decode", labels=["outcome"])
+        counts, offered = self._core.moves.counts, float(self._core.moves.offers.bytes)
+        moves = CounterMetricFamily("twinpool_migrations", "Requests handed from decode to decode", labels=["outcome"])
         for outcome, value in (("moved", counts.moved), ("stayed", counts.stayed), ("restarted", counts.restarted)):
             moves.add_metric([outcome], value)
         yield moves
@@ -151,11 +151,11 @@ class PrometheusMetrics(Collector):
                 "State taken over from trees of workers that left",
                 offered,
             ),
-            ("twinpool_move_pause_seconds", "Streams stood still for moves, in all", counts.paused_s),
+            ("twinpool_migration_pause_seconds", "Streams stood still for moves, in all", counts.paused_s),
         ):
             yield CounterMetricFamily(name, text, value=total)
         text = "The longest that a stream stood still for a move"
-        yield GaugeMetricFamily("twinpool_move_pause_longest_seconds", text, value=counts.longest_pause_s)
+        yield GaugeMetricFamily("twinpool_migration_pause_longest_seconds", text, value=counts.longest_pause_s)
 
     def _of_legs(self) -> Iterator[Metric]:
         computed = CounterMetricFamily(
@@ -164,7 +164,7 @@ class PrometheusMetrics(Collector):
             labels=["worker", "role"],
         )
         # Workers that have computed nothing are there too: a decode worker must stay at 0, and be seen to.
-        known = {(str(e.record.name), str(e.record.role)): 0 for e in self._brain.workers}
+        known = {(str(e.record.name), str(e.record.role)): 0 for e in self._core.workers}
         for labels, value in sorted({**known, **self._computed}.items()):
             computed.add_metric(labels, value)
         yield computed
@@ -180,7 +180,7 @@ class PrometheusMetrics(Collector):
             "twinpool_breaker_state", "Circuit breaker: 0 closed, 1 half-open, 2 open", labels=labels
         )
         opened = CounterMetricFamily("twinpool_breaker_opened", "Times it has opened", labels=labels)
-        for entry in self._brain.workers:
+        for entry in self._core.workers:
             values = [entry.record.name, str(entry.record.role)]
             state.add_metric(values, _BREAKER.get(entry.breaker.state, 0))
             opened.add_metric(values, entry.breaker.opened)
@@ -188,12 +188,12 @@ class PrometheusMetrics(Collector):
         yield opened
 
     def _of_workers(self) -> Iterator[Metric]:
-        brain = self._brain
-        yield GaugeMetricFamily("twinpool_requests_in_house", "Choices that have not ended", value=brain.in_house)
-        yield GaugeMetricFamily("twinpool_requests_waiting", "Choices waiting for workers", value=brain.waiting)
+        core = self._core
+        yield GaugeMetricFamily("twinpool_requests_in_flight", "Choices that have not ended", value=core.in_flight)
+        yield GaugeMetricFamily("twinpool_requests_waiting", "Choices waiting for workers", value=core.waiting)
         serving = GaugeMetricFamily("twinpool_workers_serving", "Workers that take requests", labels=["role"])
         for role in Role:
-            serving.add_metric([role], len(brain.serving(role)))
+            serving.add_metric([role], len(core.serving(role)))
         yield serving
         load = GaugeMetricFamily(
             "twinpool_worker_load", "Prompt tokens (prefill) or sequences (decode) in flight", labels=["worker", "role"]
@@ -201,12 +201,12 @@ class PrometheusMetrics(Collector):
         free = GaugeMetricFamily(
             "twinpool_worker_pages_free", "Free pages, as last reported", labels=["worker", "role"]
         )
-        for entry in brain.workers:
+        for entry in core.workers:
             labels = [entry.record.name, str(entry.record.role)]
             load.add_metric(labels, entry.load)
             free.add_metric(labels, entry.status.pages_free)
         yield load
         yield free
         yield from self._of_breakers()
-        yield from tier_metrics(brain.workers)
-        yield from verification_metrics(brain.damage, brain.audits, self._watch, self._model)
+        yield from tier_metrics(core.workers)
+        yield from verification_metrics(core.damage, core.audits, self._watch, self._model)

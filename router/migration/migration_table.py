@@ -63,7 +63,7 @@ MOVES = StateTable[MigrationState, MigrationEvent](
 
 @dataclass(eq=False, slots=True)
 class Migration:
-    """One request on its way. Times are seconds of the brain's clock."""
+    """One request on its way. Times are seconds of the router core's clock."""
 
     source: WorkerKey
     target: WorkerKey

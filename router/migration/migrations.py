@@ -69,7 +69,7 @@ _NO_FAULT = (
 
 
 class Migrations:
-    """All moves of one router; the brain asks it about each event, loss and end. No I/O."""
+    """All moves of one router; the router core asks it about each event, loss and end. No I/O."""
 
     def __init__(
         self,
@@ -99,13 +99,13 @@ class Migrations:
 
     # ------------------------------------------------------------ what workers say
 
-    def hears(self, r: RoutedRequest | None, worker: WorkerKey, event: Event) -> bool:
+    def on_event(self, r: RoutedRequest | None, worker: WorkerKey, event: Event) -> bool:
         """Take an event in; True when it is about a move and nothing else. May change who the request's worker is."""
         if isinstance(
             event,
             MigrationWanted | MigrationPaused | MigrationUndone | MigrationDone | PushReady | PullDone | PrefixOffered,
         ):
-            if isinstance(event, PrefixOffered | PushReady | PullDone) and self.offers.hears(worker, event):
+            if isinstance(event, PrefixOffered | PushReady | PullDone) and self.offers.on_event(worker, event):
                 return True
             if isinstance(event, MigrationDone | PullDone):
                 self.counts.moved_bytes += event.bytes
@@ -277,7 +277,7 @@ class Migrations:
             if offered and not over and target.linked:
                 self._send(move.target, Cancel(r.id, move.attempt))
 
-    # ------------------------------------------------------------ what the brain says
+    # ------------------------------------------------------------ what the router core says
 
     def lost(self, r: RoutedRequest, worker: WorkerKey, reason: str, *, over: bool = True) -> bool:
         """A worker is lost, or (not `over`) to leave; True when that was only where the request was going to."""
@@ -312,7 +312,7 @@ class Migrations:
             self.restart(r, wish.worker)
             return
         busy = sum(move.source == wish.worker for _, move in self._under_way.values())
-        if busy < self._config.moves_at_once:
+        if busy < self._config.concurrent_migrations:
             self.begin(r)
 
     def restart(self, r: RoutedRequest, worker: WorkerKey) -> bool:

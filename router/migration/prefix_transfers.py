@@ -48,7 +48,7 @@ class PrefixTransfers:
     def __len__(self) -> int:
         return len(self._offers)
 
-    def hears(self, worker: WorkerKey, event: PrefixOffered | PushReady | PullDone) -> bool:
+    def on_event(self, worker: WorkerKey, event: PrefixOffered | PushReady | PullDone) -> bool:
         """Take an event in; False when it isn't about an offer."""
         if isinstance(event, PrefixOffered):
             self._place(worker, event)

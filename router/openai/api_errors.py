@@ -48,7 +48,7 @@ _OF_KIND: dict[ErrorKind, tuple[int, str, str]] = {
 
 
 def failure_of_done(done: Done) -> ApiError:
-    """The failure that a worker, or the brain, ended a request with."""
+    """The failure that a worker, or the router core, ended a request with."""
     status, kind, code = _OF_KIND.get(done.error or ErrorKind.WORKER, (503, "server_error", "worker_failed"))
     retry = 1 if status == 503 else None
     return ApiError(status, done.message or "the request failed", kind, code, retry_after_s=retry)

@@ -61,7 +61,12 @@ class ChoiceOutput:
     )
 
     def __init__(
-        self, index: int, request: RoutedRequest, ask: GenerateRequest, codec: ModelTokenizer, prompt_text: str
+        self,
+        index: int,
+        request: RoutedRequest,
+        ask: GenerateRequest,
+        model_tokenizer: ModelTokenizer,
+        prompt_text: str,
     ) -> None:
         self.index = index
         self.request = request
@@ -75,7 +80,7 @@ class ChoiceOutput:
         self.error: Done | None = None
         self.first_at = self.last_at = self.ended_at = 0.0
         self.tokenise_s = 0.0
-        self._detokenizer = codec.detokenizer(request.prompt, skip_special=ask.skip_special_tokens)
+        self._detokenizer = model_tokenizer.detokenizer(request.prompt, skip_special=ask.skip_special_tokens)
         self._matcher = StopMatcher(ask.stops, include=ask.include_stop)
         self._include_stop = ask.include_stop
         self._stop_ids = frozenset(request.sampling.stop_token_ids)

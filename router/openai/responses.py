@@ -24,9 +24,11 @@ _quote = json.encoder.encode_basestring_ascii
 class ResponseWriter:
     """The shape of one HTTP answer."""
 
-    def __init__(self, ask: GenerateRequest, answer_id: str, created: int, model: str, codec: ModelTokenizer) -> None:
+    def __init__(
+        self, ask: GenerateRequest, answer_id: str, created: int, model: str, model_tokenizer: ModelTokenizer
+    ) -> None:
         self._ask = ask
-        self._codec = codec
+        self._model_tokenizer = model_tokenizer
         self._choices: list[ChoiceOutput] = []
         self._offsets: dict[int, int] = {}
         self._prompts: dict[tuple[int, str], bytes] = {}
@@ -168,7 +170,7 @@ class ResponseWriter:
         offset = self._offsets.get(choice.index, 0 if self._ask.echo else len(choice.prompt_text))
         shape: dict[str, Any] = {"tokens": [], "token_logprobs": [], "top_logprobs": [], "text_offset": []}
         for token, scored in entries:
-            text = self._codec.token_text(token)
+            text = self._model_tokenizer.token_text(token)
             shape["tokens"].append(text)
             shape["token_logprobs"].append(None if scored is None else _finite(scored.logprob))
             shape["top_logprobs"].append(None if scored is None else self._top(scored))
@@ -180,7 +182,7 @@ class ResponseWriter:
     def _top(self, scored: TokenLogprob) -> dict[str, float]:
         top: dict[str, float] = {}
         for token, value in (*scored.top, (scored.token, scored.logprob)):
-            top.setdefault(self._codec.token_text(token), _finite(value))
+            top.setdefault(self._model_tokenizer.token_text(token), _finite(value))
         return top
 
     def _chat_logprob(self, scored: TokenLogprob) -> dict[str, Any]:
@@ -190,7 +192,7 @@ class ResponseWriter:
         return entry
 
     def _chat_token(self, token: int, value: float) -> dict[str, Any]:
-        raw = self._codec.token_bytes(token)
+        raw = self._model_tokenizer.token_bytes(token)
         return {"token": raw.decode("utf-8", "replace"), "logprob": _finite(value), "bytes": list(raw)}
 
 

@@ -1,8 +1,8 @@
-"""The request's life: admitted, tokenised off the loop, placed, streamed, ended; and the loop that drives the brain.
+"""The request's life: admitted, tokenised off the loop, placed, streamed, ended; and the loop that drives the core.
 
-`RouterService` joins the parts: the brain decides, the fleet carries, choices turn tokens into text, jobs hold what a
-client has not taken yet. It runs on one event loop. After every event the brain's actions are carried out at once;
-commands to one worker leave as one batch.
+`RouterService` joins the parts: the router core decides, the worker links carry, choices turn tokens into text, jobs
+hold what a client has not taken yet. It runs on one event loop. After every event the router core's actions are carried
+out at once; commands to one worker leave as one batch.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from router.service.body_buffer import BodyBuffer
 from router.state.routed_request import RoutedRequest
 from router.state.router_log import log
 from router.state.worker_table import WorkerKey
-from router.text.tokenizer import ModelTokenizer, read_text_codec
+from router.text.tokenizer import ModelTokenizer, read_model_tokenizer
 from router.tokenizer_pool.prepare_request import BodyReader, PreparedPrompt, body_limit, too_long
 from router.tokenizer_pool.tokenizer_pool import TokenizerPool
 from router.tokenizer_pool.tokenizer_process import FrameKind, prepared_of, setup_frame
@@ -69,7 +69,7 @@ class RouterService:
         config: Config,
         directory: WorkerDirectory,
         *,
-        codec: ModelTokenizer | None = None,
+        model_tokenizer: ModelTokenizer | None = None,
         clock: Clock | None = None,
         mint: Callable[[], str] = lambda: secrets.token_hex(12),
     ) -> None:
@@ -78,19 +78,21 @@ class RouterService:
         self.started = int(time.time())
         self.body_limit = body_limit(config.router, spec)
         max_chars = 4 * self.body_limit
-        self.codec = codec if codec is not None else read_text_codec(spec.folder, max_chars)
-        self.intake = BodyReader(spec, self.codec, config.router)
+        self.model_tokenizer = (
+            model_tokenizer if model_tokenizer is not None else read_model_tokenizer(spec.folder, max_chars)
+        )
+        self.intake = BodyReader(spec, self.model_tokenizer, config.router)
         self.buffer = BodyBuffer(max(config.router.body_buffer_bytes, self.body_limit))
         self.readers = TokenizerPool(
             setup_frame(spec, config.router, max_chars), config.router.reader_processes, config.router.reader_timeout_s
         )
         self.clock = clock if clock is not None else SystemClock()
-        self.brain = RouterCore(config.router, self.clock, mint, config.audit)
+        self.core = RouterCore(config.router, self.clock, mint, config.audit)
         watch = StreamWatch(config.watch, spec.vocab_size)
         self.watch = watch if watch.on else None
-        self.metrics = PrometheusMetrics(self.brain, config.transfer.plane, self.watch, spec.name)
+        self.metrics = PrometheusMetrics(self.core, config.transfer.plane, self.watch, spec.name)
         self.metrics.sources.append(self._of_bodies)
-        self.fleet = WorkerLinks(
+        self.worker_links = WorkerLinks(
             directory,
             on_view=self._on_view,
             on_linked=self._on_linked,
@@ -104,7 +106,7 @@ class RouterService:
         self._ticker: asyncio.Task[None] | None = None
 
     async def start(self) -> None:
-        self.fleet.start()
+        self.worker_links.start()
         self._ticker = asyncio.get_running_loop().create_task(self._tick())
 
     async def close(self) -> None:
@@ -116,13 +118,13 @@ class RouterService:
             self._ticker.cancel()
             self._ticker = None
         await self.readers.close()
-        await self.fleet.close()
+        await self.worker_links.close()
 
     async def _tick(self) -> None:
         while True:
             await asyncio.sleep(TICK_S)
             try:
-                self.brain.tick()
+                self.core.tick()
                 self._act()
             except Exception:  # our own bug: without ticks no deadline would be kept
                 log("tick failed", level=logging.ERROR, trace=True)
@@ -192,7 +194,7 @@ class RouterService:
     ) -> ResponseStream:
         job_id, now = self._mint(), self.clock.now()
         tokenise_s = now - began
-        answer = ResponseWriter(ask, job_id, int(time.time()), self.spec.name, self.codec)
+        answer = ResponseWriter(ask, job_id, int(time.time()), self.spec.name, self.model_tokenizer)
         job = ResponseStream(job_id, ask, answer, self.config.client_buffer_events, client_id, timeout_s)
         choices = []
         for index in range(ask.choices):
@@ -205,7 +207,7 @@ class RouterService:
                 deadline=began + timeout_s, hashes=prompt.hashes, salt=ask.salt,
                 priority=ask.priority,
             )  # fmt: skip
-            choice = ChoiceOutput(index, request, ask, self.codec, prompt.text)
+            choice = ChoiceOutput(index, request, ask, self.model_tokenizer, prompt.text)
             choice.tokenise_s = tokenise_s
             choices.append(choice)
         job.bind(choices)
@@ -213,7 +215,7 @@ class RouterService:
         for choice in choices:
             self._owners[choice.request.id] = (job, choice)
         for choice in choices:
-            self.brain.submit(choice.request)
+            self.core.submit(choice.request)
         self._act()
         return job
 
@@ -231,7 +233,7 @@ class RouterService:
             )
         left = context - have
         for role in Role:
-            most = self.brain.workers.most_positions(role)
+            most = self.core.workers.most_positions(role)
             if most is None or (role is Role.DECODE and wanted <= 1 and ask.max_tokens is not None):
                 continue
             if have + wanted > most:
@@ -255,7 +257,7 @@ class RouterService:
         for choice in job.choices:
             if choice.request.id in self._owners:
                 took = True
-                self.brain.cancel(choice.request.id)
+                self.core.cancel(choice.request.id)
                 self._release(choice)
         if took:
             if slow:
@@ -267,35 +269,35 @@ class RouterService:
 
     def fail_over(self, key: WorkerKey) -> int:
         """Start over elsewhere all that this worker has and another can take; returns how many requests."""
-        taken = self.brain.fail_over(key)
+        taken = self.core.fail_over(key)
         self._act()
         return taken
 
     # ------------------------------------------------------------ events in, actions out
 
     def _on_view(self, views: tuple[object, ...]) -> None:
-        self.brain.on_view(self.fleet.views)
+        self.core.on_view(self.worker_links.views)
         self._act()
 
     def _on_linked(self, key: WorkerKey) -> None:
-        self.brain.on_linked(key)
+        self.core.on_linked(key)
         self._act()
 
     def _on_unlinked(self, key: WorkerKey, reason: str) -> None:
-        self.brain.on_unlinked(key, reason)
+        self.core.on_unlinked(key, reason)
         self._act()
 
     def _on_events(self, key: WorkerKey, events: Sequence[Event]) -> None:
         for event in events:
             if type(event) is LegReport:
                 self.metrics.report(event)
-            self.brain.on_event(key, event)
+            self.core.on_event(key, event)
         self._act()
 
     def _act(self) -> None:
-        """Carry out the brain's actions until it has none."""
+        """Carry out the router core's actions until it has none."""
         sends: dict[WorkerKey, list[Command]] = {}
-        while actions := self.brain.take_actions():
+        while actions := self.core.take_actions():
             for action in actions:
                 if type(action) is DeliverTokens:
                     self._deliver(action)
@@ -312,7 +314,7 @@ class RouterService:
                 elif type(action) is AuditFinding:
                     log_finding(action)
         for key, commands in sends.items():
-            self.fleet.send(key, commands)
+            self.worker_links.send(key, commands)
 
     def _deliver(self, action: DeliverTokens) -> None:
         owner = self._owners.get(action.request_id)
@@ -323,7 +325,7 @@ class RouterService:
         self.metrics.tokens(choice, len(action.tokens), now)
         if self.watch is not None:
             for flag in self.watch.feed(action.request_id, action.tokens):
-                self.brain.audits.flag(action.request_id)
+                self.core.audits.flag(action.request_id)
                 log_flag(flag, choice.request)
         try:
             piece = choice.take(action.tokens, action.logprobs)
@@ -331,11 +333,11 @@ class RouterService:
         except Exception:  # one answer's text must not take the others down
             log("answer failed", trace=True, id=job.id)
             choice.fail("the router failed to turn tokens into text")
-            self.brain.cancel(action.request_id)
+            self.core.cancel(action.request_id)
             self._close_choice(job, choice)
             return
         if choice.finish is not None:
-            self.brain.cancel(action.request_id, finished=True)
+            self.core.cancel(action.request_id, finished=True)
             self._close_choice(job, choice)
         elif job.overflowed:
             self.abandon(job, slow=True)
@@ -363,7 +365,7 @@ class RouterService:
             log("request failed", error=choice.error.error, reason=choice.error.message, **job.facts())
             for other in job.choices:  # the client gets one error: nobody waits for the rest
                 if other.request.id in self._owners:
-                    self.brain.cancel(other.request.id)
+                    self.core.cancel(other.request.id)
                     self._release(other)
         job.close_one(choice)
         if job.open == 0 and job.failed is None:
@@ -386,8 +388,8 @@ class RouterService:
 
     def check(self) -> list[str]:
         """The router's own books, recounted; returns what doesn't agree."""
-        found = self.brain.check()
-        owned, held = set(self._owners), set(self.brain.request_ids())
+        found = self.core.check()
+        owned, held = set(self._owners), set(self.core.request_ids())
         found += [f"request {rid} runs and belongs to no client" for rid in sorted(held - owned)]
         found += [f"request {rid} has a client and runs nowhere" for rid in sorted(owned - held)]
         if self._reserved < len(owned):

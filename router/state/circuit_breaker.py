@@ -76,7 +76,7 @@ class _AttemptOutcome:
 
 
 class CircuitBreaker:
-    """One worker's. Times are seconds of the brain's clock, given with each call."""
+    """One worker's. Times are seconds of the router core's clock, given with each call."""
 
     def __init__(self, config: RouterConfig) -> None:
         self._config = config

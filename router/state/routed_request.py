@@ -58,7 +58,7 @@ MOVES: dict[tuple[RoutingPhase, str], RoutingPhase] = {
 
 
 class RoutedRequest:
-    """State of one choice; the brain alone changes it. Times are seconds of the brain's clock."""
+    """State of one choice; the router core alone changes it. Times are seconds of the router core's clock."""
 
     __slots__ = (
         "arrived",

@@ -40,7 +40,7 @@ GONE = frozenset({"left", "dead"})
 
 
 def prefix_hashes(tokens: Sequence[int], salt: str = "") -> tuple[bytes, ...]:
-    """Chain keys of the whole blocks of `tokens`: equal keys mean equal prefixes (and equal salts)."""
+    """Block hashes of the whole blocks of `tokens`: equal keys mean equal prefixes (and equal salts)."""
     raw = array("I", tokens).tobytes()
     width = PREFIX_BLOCK_TOKENS * array("I").itemsize
     key = hashlib.blake2b(salt.encode(), digest_size=8).digest()

@@ -123,7 +123,7 @@ class ModelTokenizer:
         return piece.replace("\u2581", " ").encode()
 
 
-def read_text_codec(folder: Path, max_chars: int) -> ModelTokenizer:
+def read_model_tokenizer(folder: Path, max_chars: int) -> ModelTokenizer:
     """Read `tokenizer.json`, `tokenizer_config.json` and the chat template of a checkpoint folder.
 
     Raises `CheckpointError` for a file that is there and can't be read. A missing tokenizer is no error.

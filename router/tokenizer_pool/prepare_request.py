@@ -65,9 +65,9 @@ class PreparedRequest:
 class BodyReader:
     """Reads bodies for one model. Every method raises `RequestError` naming what is wrong."""
 
-    def __init__(self, spec: ModelSpec, codec: ModelTokenizer, config: RouterConfig) -> None:
+    def __init__(self, spec: ModelSpec, model_tokenizer: ModelTokenizer, config: RouterConfig) -> None:
         self._spec = spec
-        self._codec = codec
+        self._model_tokenizer = model_tokenizer
         self._config = config
 
     def completion(self, raw: bytes) -> PreparedRequest:
@@ -83,8 +83,8 @@ class BodyReader:
             raise RequestError(f"{ask.choices} answers in one request are above the server's queue of {limit}")
         prompts: Sequence[Prompt] = ask.prompts
         if ask.chat:
-            prompts = (self._codec.render(ask.messages, ask.add_generation_prompt, ask.template_args),)
-        if ask.stops and not self._codec.has_text:
+            prompts = (self._model_tokenizer.render(ask.messages, ask.add_generation_prompt, ask.template_args),)
+        if ask.stops and not self._model_tokenizer.has_text:
             raise RequestError("stop strings need a tokenizer, which this checkpoint lacks", param="stop")
         prepared = PreparedRequest(ask, tuple(self._one(ask, p) for p in prompts))
         self._check_scores(prepared)
@@ -98,15 +98,17 @@ class BodyReader:
         if body.get("messages") is not None:
             args = read_template_args(body.get("chat_template_kwargs"))
             opens = values.get("add_generation_prompt", True)
-            text = self._codec.render(read_messages(body["messages"]), opens, args)
-            tokens = self._codec.encode(text, add_special=values.get("add_special_tokens", False), param="messages")
+            text = self._model_tokenizer.render(read_messages(body["messages"]), opens, args)
+            tokens = self._model_tokenizer.encode(
+                text, add_special=values.get("add_special_tokens", False), param="messages"
+            )
         elif isinstance(prompt, str):
-            tokens = self._codec.encode(prompt, add_special=values.get("add_special_tokens", True))
+            tokens = self._model_tokenizer.encode(prompt, add_special=values.get("add_special_tokens", True))
         else:
             raise RequestError(f"prompt must be a string; got {describe(prompt)}", param="prompt")
         answer: dict[str, Any] = {"count": len(tokens), "max_model_len": self._spec.context, "tokens": tokens}
         if values.get("return_token_strs"):
-            answer["token_strs"] = [self._codec.token_piece(t) for t in tokens]
+            answer["token_strs"] = [self._model_tokenizer.token_piece(t) for t in tokens]
         return json.dumps(answer).encode()
 
     def detokenize(self, raw: bytes) -> bytes:
@@ -115,7 +117,7 @@ class BodyReader:
         check_model(body, self._spec)
         read_fields(body, DETOKENIZE, ("tokens",))
         tokens = read_tokens(body.get("tokens"), self._spec, "tokens")
-        return json.dumps({"prompt": self._codec.decode(tokens)}).encode()
+        return json.dumps({"prompt": self._model_tokenizer.decode(tokens)}).encode()
 
     @staticmethod
     def _tree(raw: bytes) -> dict[str, Any]:
@@ -129,18 +131,18 @@ class BodyReader:
     def _one(self, ask: GenerateRequest, prompt: Prompt) -> PreparedPrompt:
         param = "messages" if ask.chat else "prompt"
         if isinstance(prompt, str):
-            least = self._codec.least_tokens(prompt)
+            least = self._model_tokenizer.least_tokens(prompt)
             if least > self._spec.context:
                 raise RequestError(
                     f"the prompt has more than {least} tokens; the context has {self._spec.context}", param=param
                 )
-            tokens = self._codec.encode(prompt, add_special=ask.add_special_tokens, param=param)
+            tokens = self._model_tokenizer.encode(prompt, add_special=ask.add_special_tokens, param=param)
             text = prompt
         else:
             tokens = prompt
             text = ""
-            if ask.echo and self._codec.has_text:
-                text = self._codec.decode(prompt, skip_special=ask.skip_special_tokens)
+            if ask.echo and self._model_tokenizer.has_text:
+                text = self._model_tokenizer.decode(prompt, skip_special=ask.skip_special_tokens)
         if not tokens:
             if self._spec.bos_token_id is None:
                 raise RequestError("the prompt is empty, and this model has no token to begin with", param=param)

@@ -133,7 +133,7 @@ class TokenizerPool:
         ended over it; when it is cancelled, a body that still waits is never read."""
         loop = asyncio.get_running_loop()
         if not self._tasks:
-            self._tasks = [loop.create_task(self._read(seat)) for seat in range(self._count)]
+            self._tasks = [loop.create_task(self._read(manager)) for manager in range(self._count)]
         job = _Job(next(self._numbers), kind, raw, loop.create_future())
         (self._small if len(raw) <= LARGE_BYTES else self._large).append(job)
         self._wake()
@@ -149,8 +149,8 @@ class TokenizerPool:
             for job in queue:
                 _fail(job, ReaderFailed("the server is shutting down"))
             queue.clear()
-        for seat in list(self._processes):
-            self._drop(seat)
+        for manager in list(self._processes):
+            self._drop(manager)
 
     def _wake(self) -> None:
         woken, self._woken = self._woken, []
@@ -158,18 +158,18 @@ class TokenizerPool:
             if not future.done():
                 future.set_result(None)
 
-    def _take(self, seat: int) -> _Job | None:
-        """The body that has waited longest, of those that this seat may have: the first keeps free for small ones."""
-        queues = [self._small] if seat == 0 and self._count > 1 else [self._small, self._large]
+    def _take(self, manager: int) -> _Job | None:
+        """The body that has waited longest, of those that this child may have: the first keeps free for small ones."""
+        queues = [self._small] if manager == 0 and self._count > 1 else [self._small, self._large]
         for queue in queues:
             while queue and queue[0].reply.done():
                 queue.popleft()
         queue = min((q for q in queues if q), key=lambda q: q[0].number, default=deque())
         return queue.popleft() if queue else None
 
-    async def _read(self, seat: int) -> None:
+    async def _read(self, manager: int) -> None:
         while True:
-            job = self._take(seat)
+            job = self._take(manager)
             if job is None:
                 future = asyncio.get_running_loop().create_future()
                 self._woken.append(future)
@@ -177,9 +177,9 @@ class TokenizerPool:
                 continue
             try:
                 try:
-                    answer = await self._ask(seat, job)
+                    answer = await self._ask(manager, job)
                 except ReaderEnded:  # it may have been another body's fault, or the system's
-                    answer = await self._ask(seat, job)
+                    answer = await self._ask(manager, job)
             except asyncio.CancelledError:
                 _fail(job, ReaderFailed("the server is shutting down"))
                 raise
@@ -189,37 +189,37 @@ class TokenizerPool:
                 if not job.reply.done():
                     job.reply.set_result(answer)
 
-    async def _ask(self, seat: int, job: _Job) -> tuple[FrameKind, bytes]:
-        process = self._processes.get(seat)
+    async def _ask(self, manager: int, job: _Job) -> tuple[FrameKind, bytes]:
+        process = self._processes.get(manager)
         timeout_s = self._timeout_s
         try:
             if process is None:
                 timeout_s += START_TIMEOUT_S
-                process = self._processes[seat] = _TokenizerChild(self._setup, self._start)
+                process = self._processes[manager] = _TokenizerChild(self._setup, self._start)
                 self.started += 1
             async with asyncio.timeout(timeout_s):
                 kind, answer = await process.ask(job.kind, job.raw)
         except TimeoutError:
-            self._drop(seat)
+            self._drop(manager)
             log("body took too long", bytes=len(job.raw), seconds=timeout_s)
             raise RequestError(f"the body took longer than {self._timeout_s:g} s to read; send a shorter one") from None
         except ReaderEnded as error:
-            self._drop(seat)
+            self._drop(manager)
             log("reader lost", bytes=len(job.raw), reason=str(error))
             raise
         except BaseException:
-            self._drop(seat)
+            self._drop(manager)
             raise
         if process.over:
-            self._drop(seat)
+            self._drop(manager)
         if kind is FrameKind.REFUSED:
             raise refusal_of(answer)
         if kind is FrameKind.FAILED:
             raise ReaderFailed(f"a reader failed on the body: {answer.decode()}")
         return kind, answer
 
-    def _drop(self, seat: int) -> None:
-        process = self._processes.pop(seat, None)
+    def _drop(self, manager: int) -> None:
+        process = self._processes.pop(manager, None)
         if process is not None:
             process.close()
 

@@ -31,7 +31,7 @@ from contracts.config.router_config import RouterConfig
 from contracts.errors import RequestError
 from contracts.sampling_params import SamplingParams
 from router.openai.generate_request import GenerateRequest, UnknownModel
-from router.text.tokenizer import ModelTokenizer, read_text_codec
+from router.text.tokenizer import ModelTokenizer, read_model_tokenizer
 from router.tokenizer_pool.c_heap import give_back
 from router.tokenizer_pool.prepare_request import BodyReader, PreparedPrompt, PreparedRequest
 
@@ -161,8 +161,8 @@ def serve(channel: socket.socket) -> None:
         return
     setup = _unpack(frame[1])
     config = RouterConfig(**setup["config"])
-    codec: ModelTokenizer = read_text_codec(Path(setup["folder"]), setup["max_chars"])
-    intake = BodyReader(spec_of(setup), codec, config)
+    model_tokenizer: ModelTokenizer = read_model_tokenizer(Path(setup["folder"]), setup["max_chars"])
+    intake = BodyReader(spec_of(setup), model_tokenizer, config)
     # Bodies are trees without cycles, and looking for cycles in millions of lists takes longer than parsing them.
     gc.freeze()
     gc.disable()

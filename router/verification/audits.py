@@ -56,12 +56,12 @@ class Audits:
     """See the module's prose. Commands come out of `take_commands`, findings out of `take_findings`."""
 
     def __init__(
-        self, config: AuditConfig, clock: Clock, workers: WorkerTable, in_house: Container[RequestId], waiting: Sized
+        self, config: AuditConfig, clock: Clock, workers: WorkerTable, in_flight: Container[RequestId], waiting: Sized
     ) -> None:
-        """`in_house`: all requests that haven't ended; `waiting`: those of them that wait for workers."""
+        """`in_flight`: all requests that haven't ended; `waiting`: those of them that wait for workers."""
         self.counts = AuditCounts()
         self._config, self._clock, self._workers = config, clock, workers
-        self._in_house, self._clients = in_house, waiting
+        self._in_flight, self._clients = in_flight, waiting
         self._cases: dict[RequestId, AuditCase] = {}
         """All that aren't over, oldest first."""
         self._flagged: set[RequestId] = set()
@@ -90,7 +90,7 @@ class Audits:
 
     def check(self) -> list[str]:
         """Recount; returns what doesn't agree."""
-        found = [f"{rid} is flagged but not in the house" for rid in self._flagged if rid not in self._in_house]
+        found = [f"{rid} is flagged but not in the house" for rid in self._flagged if rid not in self._in_flight]
         busy: Counter[WorkerKey] = Counter()
         for key, case in self._cases.items():
             if (case.state is AuditCaseState.SENT) != (case.worker is not None) or case.state is AuditCaseState.OVER:
@@ -106,7 +106,7 @@ class Audits:
 
     def flag(self, request_id: RequestId) -> None:
         """The stream of a request looks broken: its answer is chosen, whatever its id, unless it has ended already."""
-        if request_id in self._in_house:
+        if request_id in self._in_flight:
             self._flagged.add(request_id)
 
     def forget(self, request_id: RequestId) -> None:
@@ -128,7 +128,7 @@ class Audits:
         for case in waiting[: max(0, len(waiting) - self._config.queue_answers)]:
             self._end(case, AuditResult.DROPPED)
 
-    def hear(self, worker: WorkerKey, event: Audited) -> bool:
+    def on_event(self, worker: WorkerKey, event: Audited) -> bool:
         """A worker's word on an audit; False when it isn't asked for any more."""
         case = self._cases.get(event.request_id)
         if case is None or case.worker != worker or event.attempt != case.audit.attempt:

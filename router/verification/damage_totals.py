@@ -36,7 +36,7 @@ class DamageTotals:
         """What earlier incarnations had counted."""
         self._now: dict[WorkerName, tuple[Incarnation, Role, dict[str, float]]] = {}
 
-    def hear(self, statuses: Iterable[WorkerStatus]) -> None:
+    def on_statuses(self, statuses: Iterable[WorkerStatus]) -> None:
         """Take in what workers say; an older incarnation than the one known is not believed."""
         for status in statuses:
             incarnation, role, known = self._now.get(status.name, (status.incarnation, status.role, {}))

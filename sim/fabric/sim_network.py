@@ -74,7 +74,7 @@ class SimPipe:
             deliver()
         self._go_on()
 
-    def unpark(self) -> None:
+    def swap_in(self) -> None:
         self._arrive()
 
 
@@ -131,7 +131,7 @@ class SimNetwork:
             self._cut.remove((one, other))
         parked, self._parked = self._parked, []
         for pipe in parked:
-            pipe.unpark()
+            pipe.swap_in()
 
     def reaches(self, one: SimProcess, other: SimProcess) -> bool:
         if one.node == other.node and not any(_is_name(pair) for pair in self._cut):

@@ -155,7 +155,7 @@ class SimPlane:
         self._arrived.append(item)
         self._wake()
 
-    def hear(self) -> None: ...
+    def poll_followers(self) -> None: ...
 
     def poll(self) -> list[bytes]:
         notices = [*self._due, *self._held.due()]

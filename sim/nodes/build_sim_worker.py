@@ -110,7 +110,7 @@ class BuiltWorker:
     """A worker, and of its parts those that are looked at when all is over."""
 
     worker: Worker
-    seat: KVCacheManager
+    manager: KVCacheManager
     plane: SimPlane
     followers: SimFollowers | None = None
     receiver: KVReceiver | None = None
@@ -128,7 +128,7 @@ def build(
     """A worker with everything but a model: the engine hashes."""
     shape, config, agenda = world.shape, world.config, world.agenda
     cache, size = config.cache_for(role), config.tp_for(role)
-    device: Device = AdversarialDevice(world.rng.randrange(1 << 30)) if shape.lazy else CpuDevice()
+    device: Device = AdversarialDevice(world.rng.randrange(1 << 30)) if shape.adversarial else CpuDevice()
     spec = pool_set(shape.pools, shape.page_tokens)
     memory = plan_memory(spec, config, role, CONTEXT, 1 << 40)
     assert memory is not None, "a plan draws sizes that fit"
@@ -150,36 +150,37 @@ def build(
         plane, pools = TPDataPlane(own, followers), TPPoolSet(layouts[0], region, followers, DEVICE)
     host, arena = _host_tier(world, process, role, layouts[0], device, 0, size, followers)
     queue: SimQueue | None = None
-    shelf: TPPageStore | None = None
+    page_store: TPPageStore | None = None
     if host is not None and world.store is not None:
         queue = SimQueue(world.store, process, sleep.wake)
         if followers is not None and isinstance(host, TPPoolSet):
-            shelf = TPPageStore(RankPageStore(queue, host, FINGERPRINT, 0, size), host, followers)
-    seat = KVCacheManager(
+            page_store = TPPageStore(RankPageStore(queue, host, FINGERPRINT, 0, size), host, followers)
+    manager = KVCacheManager(
         pools, device, cache, agenda.now,
-        host=host, storage=queue, shelf=shelf, fingerprint=FINGERPRINT, stride=stride(config, role), wall=agenda.now,
+        host=host, storage=queue, page_store=page_store, fingerprint=FINGERPRINT, stride=stride(config, role),
+        wall=agenda.now,
         arena=arena,
     )  # fmt: skip
     ranks = followers.ranks if followers is not None else []
     together = followers.catch_up if followers is not None else lambda: None
     engine = cast(ModelRunner, HashEngine(pools, device, [rank.pools for rank in ranks], together))
-    take_over(seat, cast(LeaderChannel | None, followers))
-    carrier = SimControlTransport(world.exchange, process, sleep.wake)
+    take_over(manager, cast(LeaderChannel | None, followers))
+    transport = SimControlTransport(world.exchange, process, sleep.wake)
     common: dict[str, Any] = {"context": CONTEXT, "clock": agenda, "pause": lambda s: None}
     common_to_all = fingerprint(FINGERPRINT, spec, numerics_class(config.engine.numerics, "hashing"))
     sender = KVSender(
-        name, incarnation, common_to_all, plane, pools, device, config.transfer, carrier=carrier, clock=agenda,
+        name, incarnation, common_to_all, plane, pools, device, config.transfer, transport=transport, clock=agenda,
         others=[(rank.process.pid, 1, rank.process.node) for rank in ranks],
     )  # fmt: skip
     if role is Role.PREFILL:
-        worker = PrefillWorker(name, incarnation, config, engine, seat, sender, sleep, **common)
-        return BuiltWorker(worker, seat, own, followers)
+        worker = PrefillWorker(name, incarnation, config, engine, manager, sender, sleep, **common)
+        return BuiltWorker(worker, manager, own, followers)
     receiver = KVReceiver(
         name, incarnation, common_to_all, plane, pools, config.decode.metadata_slots, config.transfer,
-        verify=cache.verify, carrier=carrier, clock=agenda,
+        verify=cache.verify, transport=transport, clock=agenda,
     )  # fmt: skip
-    decode = DecodeWorker(name, incarnation, config, engine, seat, receiver, sleep, sender=sender, **common)
-    return BuiltWorker(decode, seat, own, followers, receiver)
+    decode = DecodeWorker(name, incarnation, config, engine, manager, receiver, sleep, sender=sender, **common)
+    return BuiltWorker(decode, manager, own, followers, receiver)
 
 
 def _plane(world: SimWorld, process: SimProcess, wake: Callable[[], None], rank: int, size: int) -> SimPlane:
@@ -211,8 +212,8 @@ def _rank(
     if host is not None:
         places[HOST] = host
         if world.store is not None:
-            shelf = RankPageStore(SimQueue(world.store, process, wake), host, FINGERPRINT, rank, size)
-            storage = FollowerPageStore(shelf)
+            page_store = RankPageStore(SimQueue(world.store, process, wake), host, FINGERPRINT, rank, size)
+            storage = FollowerPageStore(page_store)
     state = FollowerPools(places, size, lambda place: arena.count_copy() if arena and place == HOST else None)
     return SimRank(rank, process, pools, state, FollowerLinks(plane), storage, arena)
 

@@ -31,8 +31,8 @@ class SimControl:
     def __init__(self, world: SimWorld) -> None:
         self.world = world
         self.process = SimProcess(world.agenda, "controller-0#1", "node-head", 1)
-        self.brain = Controller(world.agenda, world.config.cluster, MemoryLedger())
-        self.brain.on_change(self._changed)
+        self.core = Controller(world.agenda, world.config.cluster, MemoryLedger())
+        self.core.on_change(self._changed)
         self.hosts: dict[WorkerName, SimHost] = {}
         """The newest process of each worker."""
         self.all_hosts: list[SimHost] = []
@@ -43,7 +43,7 @@ class SimControl:
         self._pipes: dict[int, tuple[SimPipe, SimPipe]] = {}
         for role, many in ((Role.PREFILL, world.shape.prefill), (Role.DECODE, world.shape.decode)):
             for number in range(many):
-                self.brain.add(WorkerName(f"{role}-{number}"), role)
+                self.core.add(WorkerName(f"{role}-{number}"), role)
         self._tick()
 
     def new_process(self, label: str, node: str) -> SimProcess:
@@ -54,7 +54,7 @@ class SimControl:
     def register(self, record: WorkerRecord, answer: Callable[[LeaseGrant], None]) -> None:
         worker = self.world.exchange.processes[record.pid]
         record = record_there(record)
-        self._ask(worker, lambda: self.brain.register(record), answer)
+        self._ask(worker, lambda: self.core.register(record), answer)
 
     def renew(
         self,
@@ -65,10 +65,10 @@ class SimControl:
         answer: Callable[[LeaseGrant], None],
     ) -> None:
         status = status_there(status)
-        self._ask(process, lambda: self.brain.renew(name, incarnation, status), answer)
+        self._ask(process, lambda: self.core.renew(name, incarnation, status), answer)
 
     def leave(self, process: SimProcess, name: WorkerName, incarnation: Incarnation) -> None:
-        self._pipe(process).send(lambda: self.brain.leave(name, incarnation))
+        self._pipe(process).send(lambda: self.core.leave(name, incarnation))
 
     def _pipe(self, worker: SimProcess) -> SimPipe:
         return self._pipes_of(worker)[0]
@@ -93,7 +93,7 @@ class SimControl:
     # ------------------------------------------------------------ what it does
 
     def _tick(self) -> None:
-        for action in self.brain.tick():
+        for action in self.core.tick():
             match action:
                 case StartWorker():
                     delay = self.world.rng.uniform(0.05, 1.0)
@@ -121,7 +121,7 @@ class SimControl:
         agent = SimProcess(self.world.agenda, f"agent of {label}", process.node, 0)
         pipe = self.world.exchange.network.pipe(agent, self.process)
         reason = "its process is gone"
-        process.on_death(lambda: pipe.send(lambda: self.brain.died(start.name, start.incarnation, reason)))
+        process.on_death(lambda: pipe.send(lambda: self.core.died(start.name, start.incarnation, reason)))
         host = SimHost(self.world, process, start.role, start.name, start.incarnation, self)
         self.hosts[start.name] = host
         self.all_hosts.append(host)
@@ -145,6 +145,6 @@ class SimControl:
 
     def _publish(self) -> None:
         self._folding = False
-        views = self.brain.views()
+        views = self.core.views()
         for watcher in self.watchers:
             watcher(views)

@@ -80,7 +80,7 @@ class SimRank:
     orders: deque[tuple[bytes, SimAnswers | None]] = field(default_factory=deque)
     open: dict[int, SimAnswers] = field(default_factory=dict)
     """What storage has still to answer."""
-    tidings: list[FollowerNotice] = field(default_factory=list)
+    follower_notices: list[FollowerNotice] = field(default_factory=list)
     asked: int = 0
 
     def carry_out(self) -> None:
@@ -97,12 +97,12 @@ class SimRank:
                 assert asked is not None
                 self.asked += 1
                 self.open[self.asked] = asked
-                self.storage.obey(self.asked, order)
+                self.storage.carry_out(self.asked, order)
                 return
             case ZeroPages() | CopyPages() | DigestPages() | CheckPages():
-                answer = self.state.obey(order)
+                answer = self.state.carry_out(order)
             case DescribeMemory() | OpenLink() | CloseLink() | PostWrite() | PermitRoom() | RevokeRoom():
-                answer = self.links.obey(order)
+                answer = self.links.carry_out(order)
             case BindArenas():
                 answer = rebind(self.arena, order)
             case _:
@@ -112,11 +112,11 @@ class SimRank:
 
     def look(self) -> bool:
         """Take in what has come by itself; whether there is something for the leader."""
-        before = len(self.tidings), len(self.open)
+        before = len(self.follower_notices), len(self.open)
         for sequence, answer in self.storage.answers() if self.storage is not None else ():
             self.open.pop(sequence).answers[self.number] = answer
-        self.tidings += self.links.poll()
-        return before != (len(self.tidings), len(self.open))
+        self.follower_notices += self.links.poll()
+        return before != (len(self.follower_notices), len(self.open))
 
 
 class SimFollowers:
@@ -133,7 +133,7 @@ class SimFollowers:
     def size(self) -> int:
         return len(self.ranks) + 1
 
-    def tell(self, order: Order) -> None:
+    def send(self, order: Order) -> None:
         self._send(order, None)
 
     def ask(self, order: Order) -> SimAnswers:
@@ -145,8 +145,8 @@ class SimFollowers:
         out: list[tuple[int, FollowerNotice]] = []
         for rank in self.ranks:
             rank.look()
-            out += [(rank.number, one) for one in rank.tidings]
-            rank.tidings.clear()
+            out += [(rank.number, one) for one in rank.follower_notices]
+            rank.follower_notices.clear()
         return out
 
     def catch_up(self) -> None:

@@ -50,7 +50,7 @@ class SimRouter:
     ) -> None:
         self.world, self.control = world, control
         self.process = control.new_process(f"router-0#{number}", "node-head")
-        self.brain = RouterCore(world.config.router, world.agenda, self._mint, world.config.audit)
+        self.core = RouterCore(world.config.router, world.agenda, self._mint, world.config.audit)
         self.links: dict[WorkerKey, SimLink] = {}
         self._client = client
         self._asks: dict[RequestId, ScenarioRequest] = {}
@@ -63,7 +63,7 @@ class SimRouter:
 
         control.watchers.append(watch)
         self.process.on_death(lambda: control.watchers.remove(watch))
-        watch(control.brain.views())
+        watch(control.core.views())
         self._tick()
 
     def _mint(self) -> str:
@@ -79,18 +79,18 @@ class SimRouter:
             request_id, ask.prompt, ask.sampling, now=now, deadline=now + ask.deadline_s,
             hashes=prefix_hashes(ask.prompt, ask.salt), salt=ask.salt, priority=ask.priority,
         )  # fmt: skip
-        self.brain.submit(request)
+        self.core.submit(request)
         self._act()
 
     def cancel(self, request_id: RequestId, *, finished: bool = False) -> None:
         """The client has left, or has what it wanted."""
         self._asks.pop(request_id, None)
-        self.brain.cancel(request_id, finished=finished)
+        self.core.cancel(request_id, finished=finished)
         self._act()
 
     def drain(self, name: WorkerName, *, undo: bool = False) -> bool:
         """What the operators' endpoints do; False where they would refuse."""
-        entry = self.brain.workers.named(name)
+        entry = self.core.workers.named(name)
         link = self.links.get(entry.key) if entry is not None else None
         if entry is None or link is None or not link.linked:
             return False
@@ -116,30 +116,30 @@ class SimRouter:
 
     def may_leave(self, entry: WorkerEntry) -> bool:
         """As `router.api.admin_drain` decides it: somebody of its role must stay."""
-        staying = self.brain.workers.staying(entry.record.role, self.world.agenda.now())
+        staying = self.core.workers.staying(entry.record.role, self.world.agenda.now())
         return entry.status.state == "ready" and staying != [entry] and bool(staying)
 
     def change_role(self, name: WorkerName, role: Role) -> bool:
         """What the operators' endpoint does; False where it would refuse."""
-        entry = self.brain.workers.named(name)
+        entry = self.core.workers.named(name)
         if entry is None or entry.record.role is role or not self.may_leave(entry):
             return False
         entry.tell_to_leave(self.world.agenda.now())
         try:
-            self.control.brain.change_role(name, role)
+            self.control.core.change_role(name, role)
         except ConfigError:
             entry.tell_to_stay()
             return False
         return True
 
     def _status(self, status: WorkerStatus) -> None:
-        self.brain.on_status(status)
+        self.core.on_status(status)
         self._act()
 
     # ------------------------------------------------------------ events in, actions out
 
     def _tick(self) -> None:
-        self.brain.tick()
+        self.core.tick()
         self._act()
         self.process.later(TICK_S, self._tick)
 
@@ -147,7 +147,7 @@ class SimRouter:
         wanted = {(v.record.name, v.record.incarnation): v.record for v in views if v.status.state in REACHABLE}
         for key in [k for k in self.links if k not in wanted]:
             self.links.pop(key).close()
-        self.brain.on_view(views)
+        self.core.on_view(views)
         self._act()
         for key in wanted:
             if key not in self.links:
@@ -155,12 +155,12 @@ class SimRouter:
                 self.links[key] = SimLink(self, key, hosts[0])
 
     def linked(self, key: WorkerKey) -> None:
-        self.brain.on_linked(key)
+        self.core.on_linked(key)
         self._act()
 
     def unlinked(self, key: WorkerKey, reason: str) -> None:
         self.world.say(self.process.label, f"lost {key[0]}#{key[1]}: {reason}")
-        self.brain.on_unlinked(key, reason)
+        self.core.on_unlinked(key, reason)
         self._act()
 
     def events(self, key: WorkerKey, events: Sequence[Event]) -> None:
@@ -171,12 +171,12 @@ class SimRouter:
                     self._client.on_progress(ask, event)
             else:
                 self.world.say(f"{key[0]}#{key[1]}", f"says {event}")
-            self.brain.on_event(key, event)
+            self.core.on_event(key, event)
         self._act()
 
     def _act(self) -> None:
         sends: dict[WorkerKey, list[Command]] = {}
-        while actions := self.brain.take_actions():
+        while actions := self.core.take_actions():
             for action in actions:
                 match action:
                     case DeliverTokens():
@@ -209,8 +209,8 @@ class SimRouter:
                 link.send(commands)
 
     def check(self) -> list[str]:
-        found = self.brain.check()
-        held = set(self.brain.request_ids())
+        found = self.core.check()
+        held = set(self.core.request_ids())
         found += [f"request {rid} has a client and runs nowhere" for rid in sorted(set(self._asks) - held)]
         return found + [f"request {rid} runs and has no client" for rid in sorted(held - set(self._asks))]
 

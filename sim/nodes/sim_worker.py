@@ -1,8 +1,8 @@
 """A worker's process in the simulator: what its thread, its lease and gRPC do around a worker, as events.
 
-The worker itself, its seat, pools and rooms are built as `cluster.assembly.build_worker` builds them. The process steps
-it as the host does, asks the same lease before each step and each delivery, and sleeps as long as the worker itself
-says.
+The worker itself, its KV cache manager, pools and rooms are built as `cluster.assembly.build_worker` builds them. The
+process steps it as the host does, asks the same lease before each step and each delivery, and sleeps as long as the
+worker itself says.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ class SimHost:
         self._turn: TimerEntry | None = None
         self._renewal: TimerEntry | None = None
         self._checks_in = world.rng.randrange(40)
-        self._pulse = StepWatchdog(world.agenda)
+        self._watchdog = StepWatchdog(world.agenda)
         self._hung = False
         self._spins = 0
         self.snapshot = self.worker.status()
@@ -113,7 +113,7 @@ class SimHost:
         if not self.lease.held:
             self._end(WorkerEnd.FENCED, "the controller could not be reached in time")
             return
-        self.home.renew(self.process, self.name, self.incarnation, self._pulse.on(self.snapshot), granted)
+        self.home.renew(self.process, self.name, self.incarnation, self._watchdog.on(self.snapshot), granted)
         self._renewal = self.process.later(self.world.config.cluster.heartbeat_s, self._renew)
 
     # ------------------------------------------------------------ what reaches it
@@ -189,7 +189,7 @@ class SimHost:
         steps, self.snapshot = self.snapshot.steps, self.worker.status()
         if self.worker.unfit:
             return WorkerEnd.FENCED, self.worker.unfit
-        self._pulse.turned(self.snapshot.steps, self.worker.runnable, self.world.shape.step_s)
+        self._watchdog.turned(self.snapshot.steps, self.worker.runnable, self.world.shape.step_s)
         if self.worker.drained and not self._inbox:
             return WorkerEnd.LEFT, "the worker was drained and has left"
         self._check_sometimes()
@@ -231,14 +231,14 @@ class SimHost:
 
     def unrest(self) -> list[str]:
         """Why nothing can be said of it yet, or never: what is still held although nobody asks for anything."""
-        worker, seat, receiver = self.worker, self.built.seat, self.built.receiver
+        worker, manager, receiver = self.worker, self.built.manager, self.built.receiver
         status, report = worker.status(), worker.check()
         found = [f"{status.running} run, {status.waiting} wait"] if status.running or status.waiting else []
         found += [f"{report.rooms} rooms are open"] if report.rooms else []
-        found += ["copies, loads or reads are under way"] if seat.busy else []
-        for pool, allocator in seat.pools.allocators.items():
-            if seat.free(pool) != allocator.total:
-                found.append(f"{pool}: {seat.free(pool)} of {allocator.total} are free or only kept")
+        found += ["copies, loads or reads are under way"] if manager.busy else []
+        for pool, allocator in manager.pools.allocators.items():
+            if manager.free_pages(pool) != allocator.total:
+                found.append(f"{pool}: {manager.free_pages(pool)} of {allocator.total} are free or only kept")
         if receiver is not None and receiver.slots.free != receiver.slots.total:
             found.append(f"{receiver.slots.free} of {receiver.slots.total} metadata slots are free")
         return [f"{self.process}: {line}" for line in found]

@@ -178,7 +178,7 @@ def _damage(run: FaultTarget, fault: PlannedFault) -> UndoFault | None:
 def _flip(run: FaultTarget, fault: PlannedFault) -> UndoFault | None:
     """A byte of each page, but those of the null pages, which nothing can be lost from."""
     host = _host(run, fault.target)
-    pools = host.built.seat.host if host is not None else None
+    pools = host.built.manager.host if host is not None else None
     if pools is None:
         return None
     rng = run.world.rng

@@ -51,13 +51,13 @@ _RETRY_S = 0.5
 _ENOUGH = 5
 """Violations after which a run is stopped: the rest follows from the first ones."""
 _TOLD = (
-    "stale_pages", "pages_damaged", "late_messages", "parked", "pages_evicted", "pages_condemned", "retractions",
+    "stale_pages", "pages_damaged", "late_messages", "preemptions", "pages_evicted", "pages_invalidated", "retractions",
     "resumptions", "recomputed", "arena_pages_adopted", "hit_tokens_device", "hit_tokens_host", "hit_tokens_storage",
     "prompt_tokens_held",
 )  # fmt: skip
 """Counters of workers that say what a run has met."""
 _SUSPECT = (
-    "pages_damaged", "pages_condemned", "stale_pages", "states_damaged_parked", "pages_damaged_in_storage",
+    "pages_damaged", "pages_invalidated", "stale_pages", "states_damaged_swapped", "pages_damaged_in_storage",
     "pages_damaged_on_host",
 )  # fmt: skip
 """Counters of workers that say that state was found damaged."""
@@ -257,7 +257,7 @@ class ScenarioRun:
     def _restarts(self, name: WorkerName) -> bool:
         """Whether this worker has started requests over, which then find what they left in the tree themselves."""
         counters = self.control.hosts[name].worker.status().counters
-        return any(counters.get(counter, 0) for counter in ("parked", "pages_condemned", "stale_pages"))
+        return any(counters.get(counter, 0) for counter in ("preemptions", "pages_invalidated", "stale_pages"))
 
     def _shown(self, ask: ScenarioRequest) -> bool:
         return self._by_number[ask.number].scores is not None
@@ -334,7 +334,7 @@ class ScenarioRun:
 
     def _unrest(self) -> list[str]:
         found = [line for host in self.control.all_hosts if host.ended is None for line in host.unrest()]
-        for view in self.control.brain.views():
+        for view in self.control.core.views():
             host = self.control.hosts.get(WorkerName(view.record.name))
             given_up = view.record.name in self.control.given_up
             if view.status.state in ("starting", "dead") and not given_up and (host is None or host.ended is not None):
@@ -352,13 +352,13 @@ class ScenarioRun:
         self.counts["damaged_writes"] = damaged["corrupt"]
         if self.store is not None:
             self.counts["cancelled_running"] = self.store.cancelled_running
-        self.counts["audited"] = self.router.brain.audits.counts.results[Audited.EXACT]
+        self.counts["audited"] = self.router.core.audits.counts.results[Audited.EXACT]
         if not self.plan.shape.config["faults"]["retract_every"]:
             self.counts["pressed_out"] = self.counts["retractions"]
             self.counts["pressed_seeds"] = int(self.counts["retractions"] > 0)
-        moves = self.router.brain.moves.counts
+        moves = self.router.core.moves.counts
         self.counts["moved"], self.counts["stayed"] = moves.moved, moves.stayed
-        self.counts["replays"] = self.router.brain.counts.replays
+        self.counts["replays"] = self.router.core.counts.replays
         return ScenarioResult(
             self.plan.seed, tuple(self.violations), self.agenda.now(), events, self.counts, tuple(self.log or ())
         )
@@ -385,7 +385,7 @@ def _config(drawn: dict[str, object]) -> dict[str, object]:
 
 
 class _IntoLog(logging.Handler):
-    """What the brains log goes into the run's log."""
+    """What the router cores log goes into the run's log."""
 
     def __init__(self, say: Callable[[str, str], None]) -> None:
         super().__init__()

@@ -63,7 +63,7 @@ def describe(plan: Scenario) -> list[str]:
     shape = plan.shape
     lines = [
         f"seed {plan.seed}: {shape.prefill} prefill, {shape.decode} decode, pools {shape.pools}, plane {shape.plane}, "
-        f"{shape.nodes} nodes, device {'late' if shape.lazy else 'at once'}",
+        f"{shape.nodes} nodes, device {'late' if shape.adversarial else 'at once'}",
         f"config {shape.config}",
     ]
     lines += [f"{fault.at:10.4f}  {fault}" for fault in plan.faults]

@@ -61,7 +61,7 @@ class ClusterShape:
     """``full``, ``window``, ``state`` or ``all``."""
     page_tokens: int
     plane: str
-    lazy: bool
+    adversarial: bool
     """Devices run operations late, in any order that is allowed."""
     delay_s: float
     step_s: float

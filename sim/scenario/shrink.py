@@ -52,7 +52,7 @@ def _plainer(plan: Scenario) -> list[Scenario]:
     """The same plan on clusters that have a little less of something, each for itself."""
     shape = plan.shape
     changes: list[dict[str, Any]] = [
-        {"lazy": False},
+        {"adversarial": False},
         {"prefill": max(1, shape.prefill - 1)},
         {"decode": max(1, shape.decode - 1)},
         {"nodes": 1},

@@ -40,20 +40,20 @@ def visit(world: World, tokens: list[int], salt: str = "") -> int:
     """A request comes, computes what it doesn't find, shares it and leaves; returns how many pages it found."""
     visitor = world.arrive(tokens, salt)
     for _ in range(100):
-        if visitor.claim is None:
+        if visitor.allocation is None:
             world.admit(visitor)
         elif visitor.steps:
             world.commit(visitor, share=True, snapshot=True)
         elif visitor.done == len(visitor.prefix):
-            found = visitor.claim.depth
-            world._share(visitor, visitor.claim)
+            found = visitor.allocation.depth
+            world._share(visitor, visitor.allocation)
             world.leave(visitor)
             world.poll()
             return found
         else:
             world.compute(visitor, 2, snapshot=True)
-        if world.lazy is not None:
-            world.lazy.settle()
+        if world.adversarial is not None:
+            world.adversarial.settle()
         world.poll()
         if visitor not in world.visitors:
             visitor = world.arrive(tokens, salt)
@@ -61,12 +61,12 @@ def visit(world: World, tokens: list[int], salt: str = "") -> int:
 
 
 def host_nodes(world: World) -> list[TreeNode]:
-    return [node for node in world.seat.tree.nodes() if node.parts[Tier.HOST]]
+    return [node for node in world.manager.tree.nodes() if node.parts[Tier.HOST]]
 
 
 def expect_right_bytes(world: World) -> int:
-    """Every page and slot that the tree has on the host holds what its chain key says; returns how many."""
-    host, tree = world.host, world.seat.tree
+    """Every page and slot that the tree has on the host holds what its block hash says; returns how many."""
+    host, tree = world.host, world.manager.tree
     assert host is not None
     seen = 0
     for node in tree.nodes():
@@ -83,7 +83,7 @@ def look_at_all(world: World) -> None:
     for _ in range(1000):
         world.clock.advance(0.01)
         world.poll()
-    assert not any(world.seat.keeper._unproven.values())  # type: ignore[union-attr]
+    assert not any(world.manager.keeper._unproven.values())  # type: ignore[union-attr]
 
 
 # ------------------------------------------------------------ adoption
@@ -114,8 +114,8 @@ def test_a_successor_finds_on_the_host_what_the_dead_had_there(name: str) -> Non
         visitor = second.arrive(tokens, salt)
         visitor.reusable = len(visitor.prefix)
         second.admit(visitor)
-        assert visitor.claim is not None
-        assert visitor.claim.cached.host == len(tokens), "all of it comes from the host"
+        assert visitor.allocation is not None
+        assert visitor.allocation.cached.host == len(tokens), "all of it comes from the host"
         second.leave(visitor)
     look_at_all(second)
     second.settle()
@@ -130,12 +130,14 @@ def test_a5_whatever_moment_a_worker_dies_at_what_is_adopted_is_what_was_sealed(
         successor = schedule.successor()
         met["adopted"] += successor.seen["adopted"]
         met["pages"] += expect_right_bytes(successor)
-        met["in the middle of a copy"] += bool(schedule.world.seat.saver.busy)  # type: ignore[union-attr]
+        met["in the middle of a copy"] += bool(schedule.world.manager.backup.busy)  # type: ignore[union-attr]
         assert successor.check() == [], seed
         for prompt in schedule.prompts:
             visit(successor, prompt)
         expect_right_bytes(successor)
-        assert successor.seat.stats()["arena_pages_damaged"] == successor.seat.stats()["pages_damaged_on_host"] == 0
+        assert (
+            successor.manager.stats()["arena_pages_damaged"] == successor.manager.stats()["pages_damaged_on_host"] == 0
+        )
         successor.settle()
     assert met["adopted"] > 200, met
     assert met["in the middle of a copy"], met
@@ -150,10 +152,10 @@ class DyingSchedule(Schedule):
         assert isinstance(count, int)
         self.segment = segment_for(self.name, count)
         self.world = World(
-            self.world.spec, seed, lazy=True, segment=self.segment, **{**self.settings, "storage": True},  # type: ignore[arg-type]
+            self.world.spec, seed, adversarial=True, segment=self.segment, **{**self.settings, "storage": True},  # type: ignore[arg-type]
         )  # fmt: skip
-        assert self.world.lazy is not None
-        self.lazy = self.world.lazy
+        assert self.world.adversarial is not None
+        self.adversarial = self.world.adversarial
 
     def live(self) -> None:
         for prompt in self.prompts:
@@ -161,13 +163,13 @@ class DyingSchedule(Schedule):
             self.to_the_end()
         for _ in range(self.rng.randint(0, _ACTIONS)):
             self.rng.choices(list(_WEIGHTS), weights=list(_WEIGHTS.values()))[0](self)
-        keeper = self.world.seat.keeper
+        keeper = self.world.manager.keeper
         assert keeper is not None
         assert keeper.check() == []
 
     def successor(self) -> World:
         settings = {**self.settings, "storage": False, "pages": 40}
-        return World(self.world.spec, 1, lazy=True, segment=self.segment, **settings)  # type: ignore[arg-type]
+        return World(self.world.spec, 1, adversarial=True, segment=self.segment, **settings)  # type: ignore[arg-type]
 
 
 # ------------------------------------------------------------ what is not believed
@@ -181,7 +183,7 @@ def test_a9_a_page_that_was_damaged_while_nobody_lived_is_found_before_it_is_ask
     second = world_on(segment, name, 2)
     second.damaged = True
     look_at_all(second)
-    assert second.seat.stats()["arena_pages_damaged"] == 1
+    assert second.manager.stats()["arena_pages_damaged"] == 1
     assert visit(second, TOKENS) <= 2, "what is below it is gone as well"
     second.settle()
 
@@ -195,11 +197,11 @@ def test_a9_a_damaged_page_that_is_asked_for_at_once_is_found_by_its_load_though
     flip(segment, name, "full", page=1)
     second = world_on(segment, name, 2)
     second.damaged = True
-    second.seat.loader._verify = False  # type: ignore[union-attr]
-    second.seat.keeper._look = lambda budget: None  # type: ignore[union-attr,method-assign,misc]
+    second.manager.load_back._verify = False  # type: ignore[union-attr]
+    second.manager.keeper._look = lambda budget: None  # type: ignore[union-attr,method-assign,misc]
     visit(second, [*TOKENS, 9, 9])
-    assert second.seen["claim betrayed"]
-    assert second.seat.stats()["pages_damaged_on_host"] >= 1
+    assert second.seen["allocation invalid"]
+    assert second.manager.stats()["pages_damaged_on_host"] >= 1
     second.settle()
 
 
@@ -211,16 +213,16 @@ def test_a9_what_a_rank_had_not_finished_when_it_died_is_dropped_and_called_no_d
     flip(segment, name, "full", page=2)
     second = world_on(segment, name, 2)
     second.damaged = True
-    keeper = second.seat.keeper
+    keeper = second.manager.keeper
     assert keeper is not None
     keeper._unfinished = True
     if by_load:
         keeper._look = lambda budget: None  # type: ignore[method-assign]
         visit(second, [*TOKENS, 9, 9])
-        assert second.seen["claim betrayed"]
+        assert second.seen["allocation invalid"]
     else:
         look_at_all(second)
-    stats = second.seat.stats()
+    stats = second.manager.stats()
     assert stats["arena_pages_damaged"] == stats["pages_damaged_on_host"] == 0
     assert stats["arena_records_torn"] >= 1
     assert by_load or visit(second, TOKENS) <= 2, "what is below it is gone as well"
@@ -228,7 +230,7 @@ def test_a9_what_a_rank_had_not_finished_when_it_died_is_dropped_and_called_no_d
 
 
 def test_copies_are_counted_until_somebody_asks() -> None:
-    arena = world_on(segment_for("full"), "full").seat.keeper._arena  # type: ignore[union-attr]
+    arena = world_on(segment_for("full"), "full").manager.keeper._arena  # type: ignore[union-attr]
     arena.take_copies()
     bond = arena.bond
     for _ in range(3):
@@ -252,13 +254,13 @@ def test_a_record_that_was_cut_off_anywhere_is_not_believed() -> None:
         mine = Arena(cut, layout_of(name), "world")._tables["full"]._words
         mine[used[1], word] ^= 0xFF
         second = world_on(cut, name, 2)
-        assert second.seat.stats()["arena_records_torn"] == 1, word
-        assert second.seat.stats()["arena_pages_adopted"] == 1, "the page before it stays"
-        assert second.seat.stats()["arena_pages_dropped"] == len(used) - 2, "what hangs below it has lost its place"
+        assert second.manager.stats()["arena_records_torn"] == 1, word
+        assert second.manager.stats()["arena_pages_adopted"] == 1, "the page before it stays"
+        assert second.manager.stats()["arena_pages_dropped"] == len(used) - 2, "what hangs below it has lost its place"
         assert second.check() == []
     cleared = memoryview(bytearray(whole))
     Arena(cleared, layout_of(name), "world")._tables["full"].sums[used[1]] = 0
-    assert world_on(cleared, name, 2).seat.stats()["arena_records_torn"] == 0
+    assert world_on(cleared, name, 2).manager.stats()["arena_records_torn"] == 0
 
 
 def test_a_record_in_another_place_or_of_another_pool_is_none() -> None:
@@ -307,10 +309,10 @@ def test_what_was_condemned_is_never_adopted_though_somebody_held_it_still() -> 
     visit(world, TOKENS)
     visitor = world.arrive(TOKENS)
     assert world.admit(visitor)
-    world.condemn(visitor.prefix, 1)
-    assert world.seat.tree.condemned, "it is locked"
+    world.invalidate(visitor.prefix, 1)
+    assert world.manager.tree.invalidated, "it is locked"
     second = world_on(segment, "full", 2)
-    assert second.seat.stats()["arena_pages_adopted"] == 1
+    assert second.manager.stats()["arena_pages_adopted"] == 1
 
 
 @pytest.mark.parametrize("name", [name for name in NAMES if "+" in name or name == "all"])
@@ -336,7 +338,7 @@ def test_pages_under_a_salt_that_no_record_can_hold_end_with_their_worker() -> N
     visit(world, TOKENS, "s" * SALT_BYTES)
     assert world.check() == []
     second = world_on(segment, "full", 2)
-    assert second.seat.stats()["arena_pages_adopted"] == len(TOKENS) // PAGE_TOKENS
+    assert second.manager.stats()["arena_pages_adopted"] == len(TOKENS) // PAGE_TOKENS
     assert visit(second, TOKENS, "s" * SALT_BYTES) > 0
     assert visit(second, TOKENS, "s" * (SALT_BYTES + 1)) == 0
     world.settle()
@@ -346,13 +348,13 @@ def test_state_that_several_in_a_row_died_with_is_left() -> None:
     segment = segment_for("full")
     visit(world_on(segment, "full"), TOKENS)
     for _ in range(MOST_TAKEN):
-        assert world_on(segment, "full", 2).seat.stats()["arena_pages_adopted"] > 0
+        assert world_on(segment, "full", 2).manager.stats()["arena_pages_adopted"] > 0
     last = world_on(segment, "full", 2)
-    assert last.seat.stats()["arena_pages_adopted"] == 0
+    assert last.manager.stats()["arena_pages_adopted"] == 0
     visit(last, TOKENS)
     for seed in range(2 * MOST_TAKEN):
         settled = world_on(segment, "full", seed)
-        assert settled.seat.stats()["arena_pages_adopted"] > 0, "who lives long with it has not been harmed by it"
+        assert settled.manager.stats()["arena_pages_adopted"] > 0, "who lives long with it has not been harmed by it"
         settled.clock.advance(SETTLED_S)
         settled.poll()
 
@@ -367,7 +369,7 @@ def test_the_oldest_of_what_was_adopted_goes_first_and_before_all_that_is_new() 
     visit(second, new)
 
     def there() -> set[int]:
-        return {node.raw[0] for node in second.seat.tree.nodes() if node.parts[Tier.HOST]}
+        return {node.raw[0] for node in second.manager.tree.nodes() if node.parts[Tier.HOST]}
 
     assert there() == {5, 6, 7}
     for left in ({6, 7}, {7}):
@@ -390,8 +392,8 @@ def taken_over() -> tuple[World, ArenaKeeper]:
     segment = segment_for("full")
     visit(world_on(segment, "full"), TOKENS)
     second = world_on(segment, "full", 2)
-    assert second.seat.keeper is not None
-    return second, second.seat.keeper
+    assert second.manager.keeper is not None
+    return second, second.manager.keeper
 
 
 def test_what_a_load_has_verified_is_not_looked_at_again() -> None:
@@ -427,24 +429,24 @@ def test_what_a_retracted_request_has_on_the_host_is_a_prefix_for_whoever_comes_
         assert world.compute(visitor, len(visitor.prefix))
         world.poll()
         assert world.commit(visitor, share=False)
-    claim, seat = visitor.claim, world.seat
-    assert claim is not None
-    parked = seat.park(claim, visitor.prefix, len(TOKENS))
+    allocation, manager = visitor.allocation, world.manager
+    assert allocation is not None
+    swapped = manager.swap_out(allocation, visitor.prefix, len(TOKENS))
     world.leave(visitor)
-    seat.settle(parked)
-    assert seat.check() == []
+    manager.settle_swap_out(swapped)
+    assert manager.check() == []
     second = world_on(memoryview(bytearray(segment)), name, 2)
-    assert second.seat.stats()["arena_pages_adopted"] == len(visitor.prefix)
+    assert second.manager.stats()["arena_pages_adopted"] == len(visitor.prefix)
     assert expect_right_bytes(second)
     look_at_all(second)
-    assert second.seat.stats()["arena_pages_damaged"] == 0
+    assert second.manager.stats()["arena_pages_damaged"] == 0
     again = second.arrive(TOKENS)
     again.reusable = len(again.prefix)
     second.admit(again)
-    assert again.claim is not None
-    assert again.claim.depth == len(again.prefix), "all of it can be computed from"
+    assert again.allocation is not None
+    assert again.allocation.depth == len(again.prefix), "all of it can be computed from"
     second.settle()
-    seat.discard(parked)
-    assert seat.check() == []
+    manager.drop(swapped)
+    assert manager.check() == []
     third = world_on(segment, name, 3)
-    assert third.seat.stats()["arena_pages_adopted"] == 0, "what was given back is nobody's prefix"
+    assert third.manager.stats()["arena_pages_adopted"] == 0, "what was given back is nobody's prefix"

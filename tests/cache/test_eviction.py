@@ -150,13 +150,13 @@ def test_what_was_condemned_is_never_found_and_leaves_with_its_last_lock() -> No
     grove = Grove("full+window")
     grove.put([*A, 5, 5], "full", "window")
     lock = grove.tree.lock(grove.tree.match(TokenPrefix.of([*A, 5, 5], PAGE_TOKENS)), "a reader")
-    assert grove.tree.condemn(TokenPrefix.of([*A, 5, 5], PAGE_TOKENS), 1) == 2
+    assert grove.tree.invalidate(TokenPrefix.of([*A, 5, 5], PAGE_TOKENS), 1) == 2
     assert grove.depth([*A, 5, 5]) == 1
     assert grove.pools.allocators["full"].leases == 2
     grove.put([*A, 5, 5], "full", "window")
     assert grove.depth([*A, 5, 5]) == 3, "computed anew, it is as good as any"
     grove.tree.unlock(lock)
-    assert grove.tree.condemned == []
+    assert grove.tree.invalidated == []
     assert grove.tree.clear() == 3
     for allocator in grove.pools.allocators.values():
         assert allocator.free == allocator.total

@@ -1,4 +1,4 @@
-"""Hazards of the tree and its tiers, a test each, on a seat with everything real but the device's lateness."""
+"""Hazards of the tree and its tiers, a test each: all is real but the device's lateness."""
 
 from __future__ import annotations
 
@@ -33,8 +33,8 @@ def answer(world: World, rounds: int = 30) -> None:
     for _ in range(rounds):
         if world.queue is not None:
             world.queue.run_all(world.rng)
-        if world.lazy is not None:
-            world.lazy.settle()
+        if world.adversarial is not None:
+            world.adversarial.settle()
         world.clock.advance(0.01)
         world.poll()
 
@@ -53,7 +53,7 @@ def compute_all(world: World, visitor: Visitor, *, pages: int = PAGES, snapshot:
         assert visitor in world.visitors, "what it relied on was damaged"
         assert world.commit(visitor, share=False)
         answer(world)
-        world._share(visitor, visitor.claim)  # type: ignore[arg-type]
+        world._share(visitor, visitor.allocation)  # type: ignore[arg-type]
         answer(world)
 
 
@@ -79,7 +79,7 @@ def forget(world: World, *tiers: Tier) -> None:
 @pytest.mark.slow
 def test_a8_a_slot_is_cleared_copied_and_written_in_the_order_of_one_stream() -> None:
     for seed in range(15):
-        world = world_of("full+state", seed, lazy=True)
+        world = world_of("full+state", seed, adversarial=True)
         first = admitted(world, TOKENS)
         for _ in range(PAGES):
             world.compute(first, 1, snapshot=True)
@@ -98,14 +98,14 @@ def test_a8_a_slot_is_cleared_copied_and_written_in_the_order_of_one_stream() ->
 
 
 def test_a9_a_claim_that_was_not_launched_is_not_settled() -> None:
-    world = world_of("full+state", lazy=True)
+    world = world_of("full+state", adversarial=True)
     visit(world, TOKENS)
     visitor = admitted(world, [*TOKENS, 9, 9])
-    assert visitor.claim is not None
-    assert not world.seat.settled(visitor.claim), "its slot holds another's state still"
-    world.seat.launch()
+    assert visitor.allocation is not None
+    assert not world.manager.settled(visitor.allocation), "its slot holds another's state still"
+    world.manager.launch()
     answer(world)
-    assert world.seat.settled(visitor.claim)
+    assert world.manager.settled(visitor.allocation)
     world.settle()
 
 
@@ -116,7 +116,7 @@ def test_a9_a_load_whose_bytes_are_damaged_is_no_hit_whichever_pool_it_is(name: 
         visit(world, TOKENS)
         forget(world, Tier.DEVICE)
         assert world.host is not None
-        part = next(n for n in world.seat.tree.nodes()).parts[Tier.HOST][pool]
+        part = next(n for n in world.manager.tree.nodes()).parts[Tier.HOST][pool]
         world.host.layout.page(world.host.region, pool, part.lease.indices[-1])[3] ^= 4
         world.damaged = world.disturbed = True
         visitor = admitted(world, [*TOKENS, 9, 9])
@@ -124,8 +124,8 @@ def test_a9_a_load_whose_bytes_are_damaged_is_no_hit_whichever_pool_it_is(name: 
         world.compute(visitor, 1)
         answer(world, 2)
         assert visitor not in world.visitors, "it is told before anything of it is committed"
-        assert world.seat.counters["pages_condemned"] == 0
-        assert world.seat.tree.match(visitor.prefix).depth == 0, "what is damaged is never found again"
+        assert world.manager.counters["pages_invalidated"] == 0
+        assert world.manager.tree.match(visitor.prefix).depth == 0, "what is damaged is never found again"
         world.settle()
 
 
@@ -136,13 +136,13 @@ def test_a9_a_load_that_fails_halfway_is_no_hit() -> None:
     device: Any = world.device
     visitor = admitted(world, [*TOKENS, 9, 9])
     device._rate, device._rng = 1.0, random.Random(5)
-    world.seat.launch()
+    world.manager.launch()
     device._rate = 0.0
     answer(world, 2)
-    assert world.seat.loader is not None
-    assert world.seat.loader.counters["loads_failed"] == 1
+    assert world.manager.load_back is not None
+    assert world.manager.load_back.counters["loads_failed"] == 1
     assert visitor not in world.visitors
-    assert world.seat.tree.match(visitor.prefix).depth == 0
+    assert world.manager.tree.match(visitor.prefix).depth == 0
     assert visit(world, [*TOKENS, 9, 9]) == PAGES, "storage still has it, and that is good"
     world.settle()
 
@@ -163,7 +163,7 @@ def test_a9_what_storage_gave_only_in_part_is_a_shorter_hit_and_never_a_wrong_on
 
             world.queue.fault, world.disturbed = fault, True
             found = visit(world, [*TOKENS, 9, 9])
-            assert found < PAGES or pool != world.seat.full
+            assert found < PAGES or pool != world.manager.full
             assert found <= PAGES
             world.settle()
 
@@ -178,7 +178,7 @@ STAGES = ("arrived", "prefetching", "admitted", "loading", "launched", "ahead", 
 @pytest.mark.parametrize("stage", STAGES)
 def test_b2_whoever_leaves_at_any_stage_leaves_nothing_behind(stage: str) -> None:
     for seed in range(4):
-        world = world_of("all", seed, lazy=True)
+        world = world_of("all", seed, adversarial=True)
         visit(world, TOKENS)
         forget(world, *((Tier.DEVICE, Tier.HOST) if stage == "prefetching" else (Tier.DEVICE,)))
         visitor = world.arrive([*TOKENS, 9, 9, 8, 8])
@@ -198,7 +198,7 @@ def reach(world: World, visitor: Visitor, stage: str, tickets: int) -> None:
     answer(world)
     assert world.admit(visitor)
     if stage == "loading":
-        world.seat.launch()
+        world.manager.launch()
     if stage in ("admitted", "loading"):
         return
     world.compute(visitor, 1, snapshot=True)
@@ -268,17 +268,17 @@ def test_b5_a_match_a_lock_and_a_load_start_at_the_one_node_that_every_component
     visit(world, TOKENS, snapshot=False)
     forget(world, *([Tier.DEVICE] if tier is Tier.HOST else []))
     prefix = TokenPrefix.of(TOKENS, PAGE_TOKENS)
-    walked = sum(pages for _, pages in world.seat.tree.walked(prefix))
+    walked = sum(pages for _, pages in world.manager.tree.walked(prefix))
     assert walked == PAGES, "full state goes deeper than any snapshot"
-    match = world.seat.tree.match(prefix)
+    match = world.manager.tree.match(prefix)
     assert (match.depth, match.device_depth) == (2, 0 if tier is Tier.HOST else 2)
     visitor = world.arrive([*TOKENS, 9, 9])
     answer(world)
     assert world.admit(visitor)
     assert visitor.done == 2
-    claim = visitor.claim
-    assert claim is not None
-    kept = {world.seat.tree.start(part.node) + len(part.node) for part in claim.lock.parts}
+    allocation = visitor.allocation
+    assert allocation is not None
+    kept = {world.manager.tree.start(part.node) + len(part.node) for part in allocation.lock.parts}
     assert max(kept) == 2, "nothing below the anchor is locked or loaded for it"
     compute_all(world, visitor)
     world.settle()
@@ -287,9 +287,9 @@ def test_b5_a_match_a_lock_and_a_load_start_at_the_one_node_that_every_component
 @pytest.mark.parametrize("name", NAMES)
 def test_b6_what_goes_down_and_comes_back_goes_with_every_pool(name: str) -> None:
     for seed in range(3):
-        world = world_of(name, seed, lazy=True)
+        world = world_of(name, seed, adversarial=True)
         visit(world, TOKENS)
-        parts = [node.parts for node in world.seat.tree.nodes()]
+        parts = [node.parts for node in world.manager.tree.nodes()]
         assert all(set(host) == set(device) for device, host in parts)
         forget(world, Tier.DEVICE)
         assert visit(world, [*TOKENS, 9, 9]) == PAGES
@@ -307,26 +307,26 @@ def test_b7_a_move_is_built_from_copies_and_follows_nobodys_edits() -> None:
 
 
 def test_b7_a_save_and_a_load_change_nothing_that_the_tree_owns() -> None:
-    world = world_of("all", lazy=True)
+    world = world_of("all", adversarial=True)
     visitor = admitted(world, TOKENS)
     compute_all(world, visitor)
     owned = {
         (id(node), tier, name): (part.lease.indices, part.digests)
-        for node in world.seat.tree.nodes()
+        for node in world.manager.tree.nodes()
         for tier in (Tier.DEVICE, Tier.HOST)
         for name, part in node.parts[tier].items()
     }
     world.send(visitor)
-    world.seat.tree.lock(world.seat.tree.match(visitor.prefix), "a reader")
+    world.manager.tree.lock(world.manager.tree.match(visitor.prefix), "a reader")
     answer(world)
-    for node in world.seat.tree.nodes():
+    for node in world.manager.tree.nodes():
         for tier in (Tier.DEVICE, Tier.HOST):
             for name, part in node.parts[tier].items():
                 assert owned[id(node), tier, name] == (part.lease.indices, part.digests)
 
 
 def a_part(world: World, name: str = "full", tier: Tier = Tier.DEVICE) -> Any:
-    return next(n for n in world.seat.tree.nodes() if name in n.parts[tier]).parts[tier][name]
+    return next(n for n in world.manager.tree.nodes() if name in n.parts[tier]).parts[tier][name]
 
 
 def _drop(part: Any) -> None:
@@ -334,16 +334,19 @@ def _drop(part: Any) -> None:
 
 
 PLANTS: dict[str, tuple[Callable[[World], object], str]] = {
-    "size": (lambda w: w.seat.tree.sizes.update({(Tier.DEVICE, "full"): 3}), r"tree: full on device: .* counted 3"),
-    "protected": (lambda w: w.seat.tree.protected.update({(Tier.HOST, "window"): 9}), r"tree: window on host: .* 9$"),
+    "size": (lambda w: w.manager.tree.sizes.update({(Tier.DEVICE, "full"): 3}), r"tree: full on device: .* counted 3"),
+    "protected": (
+        lambda w: w.manager.tree.protected.update({(Tier.HOST, "window"): 9}),
+        r"tree: window on host: .* 9$",
+    ),
     "lock": (lambda w: setattr(a_part(w), "locks", NO_LOCKS), "its locks differ from the tokens that hold it"),
-    "token": (lambda w: next(x for x in w.seat.tree.locked if x.parts).parts.pop(), "its locks differ"),
+    "token": (lambda w: next(x for x in w.manager.tree.locked if x.parts).parts.pop(), "its locks differ"),
     "queue": (lambda w: setattr(a_part(w, tier=Tier.HOST), "entry", None), "queued"),
     "children": (lambda w: a_part(w).node.parent.below.__setitem__(0, 5), "children in the tiers, it counts"),
     "digest": (lambda w: setattr(a_part(w), "_digests", (1,) * PAGES), "digests differ from the other tier's"),
     "without full": (lambda w: _drop(a_part(w, tier=Tier.HOST)), "on host without full"),
     "lease": (lambda w: a_part(w, "window").lease.release(), "its lease has ended"),
-    "table": (lambda w: w.visitors[0].claim.tables["full"].__setitem__(0, 33), "neither its own nor locked"),  # type: ignore[union-attr]
+    "table": (lambda w: w.visitors[0].allocation.tables["full"].__setitem__(0, 33), "neither its own nor locked"),  # type: ignore[union-attr]
     "epoch": (lambda w: w.pools.allocators["full"].epochs.bump([1]), "old epoch"),
     "leak": (lambda w: w.pools.allocators["state"].lease(1, "nobody"), "state pages: .* in use"),
     "host leak": (lambda w: w.host.allocators["full"].lease(1, "nobody"), "host full pages: .* in use"),  # type: ignore[union-attr]
@@ -366,16 +369,16 @@ def test_b8_check_recomputes_everything_and_names_what_is_planted(plant: str) ->
 def test_b9_a_prefix_is_locked_before_room_is_counted_and_let_go_when_there_is_none() -> None:
     world = world_of("full", pages=9, host_pages=0)
     visit(world, TOKENS)
-    tree, free = world.seat.tree, world.pools.allocators["full"].free
+    tree, free = world.manager.tree, world.pools.allocators["full"].free
     assert free == 4
     prefix = TokenPrefix.of([*TOKENS, *[9] * 10], PAGE_TOKENS)
-    assert world.seat.claim(prefix, 2 * 9, "too much", reusable=PAGES) is None, "it would evict what it reuses"
+    assert world.manager.allocate(prefix, 2 * 9, "too much", reusable=PAGES) is None, "it would evict what it reuses"
     assert tree.match(prefix).depth == PAGES, "nothing was taken from the tree for it"
     assert (tree.locks, world.pools.allocators["full"].free) == (0, free)
-    claim = world.seat.claim(prefix, 2 * 8, "fits", reusable=PAGES)
-    assert claim is not None
-    assert (claim.depth, world.pools.allocators["full"].free) == (PAGES, 0)
-    world.seat.release(claim)
+    allocation = world.manager.allocate(prefix, 2 * 8, "fits", reusable=PAGES)
+    assert allocation is not None
+    assert (allocation.depth, world.pools.allocators["full"].free) == (PAGES, 0)
+    world.manager.free(allocation)
     assert world.check() == []
     world.settle()
 
@@ -396,7 +399,7 @@ def test_c1_a_prefetch_is_over_when_every_pool_has_come_and_not_before(name: str
     world.poll()
     while queue.run_next():
         assert not prefetch.over
-        assert not world.seat.may_run(prefetch), "some pools have come, others have not"
+        assert not world.manager.may_run(prefetch), "some pools have come, others have not"
         world.poll()
     assert prefetch.over
     assert prefetch.gained == PAGES
@@ -410,15 +413,15 @@ def test_c2_nothing_in_storage_ends_a_prefetch_at_once_as_nothing_and_not_as_don
     world = world_of("all")
     visitor = world.arrive(TOKENS)
     assert visitor.prefetch is not None
-    assert not world.seat.may_run(visitor.prefetch), "not known yet is not nothing"
+    assert not world.manager.may_run(visitor.prefetch), "not known yet is not nothing"
     assert world.queue is not None
     world.queue.run_next()
     world.poll()
-    assert world.seat.may_run(visitor.prefetch)
+    assert world.manager.may_run(visitor.prefetch)
     assert (visitor.prefetch.gained, visitor.prefetch.target) == (0, 0)
-    assert world.seat.prefetcher is not None
-    assert set(world.seat.prefetcher.counters.values()) == {0.0}
+    assert world.manager.prefetcher is not None
+    assert set(world.manager.prefetcher.counters.values()) == {0.0}
     assert world.admit(visitor)
-    assert visitor.claim is not None
-    assert visitor.claim.cached.total == 0
+    assert visitor.allocation is not None
+    assert visitor.allocation.cached.total == 0
     world.settle()

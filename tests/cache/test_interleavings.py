@@ -28,7 +28,7 @@ MET = (
     "resumed",
     "retracted beside the tree's own pages",
     "resumed beside the tree's own pages",
-    "parked on storage",
+    "swapped out on storage",
 )
 
 

@@ -15,7 +15,7 @@ from cache.prefix_cache.token_prefix import TokenPrefix, token_ids
 from cache.prefix_cache.tree_node import IN_TREE, PageOffer, Tier
 from cache.tiers import kv_event_publisher as event_publisher
 from cache.tiers.kv_event_recorder import KVEventRecorder
-from contracts.block_hash import chain_keys
+from contracts.block_hash import block_hashes
 from contracts.clock import SystemClock
 from contracts.config.cache_config import EventsConfig
 from contracts.messages.kv_events import EventMedium as Medium
@@ -34,23 +34,23 @@ class Told:
         self.tree = RadixTree(pool_sets(PAGE_TOKENS)["full"])
         self.pages = {tier: PageAllocator(f"{tier.name} pages", 30_000, first=1) for tier in IN_TREE}
         config = EventsConfig(endpoint=ANY, replay_endpoint=ANY, buffer_batches=buffer_batches)
-        self.teller = KVEventRecorder(self.tree, config, time.time, 0)
+        self.event_recorder = KVEventRecorder(self.tree, config, time.time, 0)
         self.reader: KVEventSubscriber | None = None
 
     def insert(self, tokens: list[int], tier: Tier = Tier.DEVICE, salt: str = "") -> None:
         prefix = TokenPrefix.of(tokens, PAGE_TOKENS, salt)
         lease = self.pages[tier].lease(len(prefix), "a request")
-        digests = [hash(key) & 0xFFFF for key in chain_keys(tokens, PAGE_TOKENS, salt)]
+        digests = [hash(key) & 0xFFFF for key in block_hashes(tokens, PAGE_TOKENS, salt)]
         self.tree.insert(prefix, {"full": [PageOffer(0, lease, digests)]}, tier)
         lease.release()
 
     def read(self) -> KVEventSubscriber:
-        publisher = self.teller.publisher
+        publisher = self.event_recorder.publisher
         self.reader = KVEventSubscriber(publisher.endpoint, SystemClock(), publisher.replay_endpoint)
         return self.reader
 
     def round(self) -> None:
-        self.teller.round()
+        self.event_recorder.round()
         if self.reader is not None:
             self.reader.poll(0.002)
 
@@ -62,7 +62,7 @@ class Told:
             while stack:
                 node, above = stack.pop()
                 tokens = above + token_ids(node.raw)
-                keys = chain_keys(tokens, PAGE_TOKENS, salt)[len(above) // PAGE_TOKENS :]
+                keys = block_hashes(tokens, PAGE_TOKENS, salt)[len(above) // PAGE_TOKENS :]
                 for tier, medium in ((Tier.DEVICE, Medium.DEVICE), (Tier.HOST, Medium.HOST)):
                     out[medium] |= set(keys) if node.parts[tier] else set()
                 stack += [(child, tokens) for child in node.children.values()]
@@ -81,7 +81,7 @@ def told(buffer_batches: int = 8) -> Iterator[Told]:
     finally:
         if one.reader is not None:
             one.reader.close()
-        one.teller.close()
+        one.event_recorder.close()
 
 
 def _disturb(one: Told, rng: random.Random, prompts: list[list[int]]) -> None:
@@ -98,7 +98,7 @@ def _disturb(one: Told, rng: random.Random, prompts: list[list[int]]) -> None:
         case 4:
             one.tree.evict(Tier.HOST, "full", rng.randrange(1, 100))
         case 5:
-            one.tree.condemn(TokenPrefix.of(old, PAGE_TOKENS), rng.randrange(len(old) // PAGE_TOKENS))
+            one.tree.invalidate(TokenPrefix.of(old, PAGE_TOKENS), rng.randrange(len(old) // PAGE_TOKENS))
 
 
 @pytest.mark.parametrize("seed", range(6))
@@ -117,7 +117,7 @@ def test_the_truth_is_right_whatever_changes_while_it_is_told(seed: int, monkeyp
         while not (changed > 40 and reader.complete and one.known() == one.held()):
             assert time.monotonic() < deadline, "the index never became what the tree holds"
             # It asks, and is told while this goes on.
-            if one.teller.publisher._open or changed == 0 or reader.lost:
+            if one.event_recorder.publisher._open or changed == 0 or reader.lost:
                 changed += 1
                 if changed < 60:
                     _disturb(one, rng, prompts)
@@ -137,16 +137,16 @@ def test_a_round_of_telling_costs_the_same_however_much_there_is(shape: str) -> 
             for first in range(0, pages, run):
                 one.insert([1 + (first + i) % 50_000 for i in range(PAGE_TOKENS * run)], salt=f"{first}")
                 if first % 1000 == 0:
-                    one.teller.round()
+                    one.event_recorder.round()
             for _ in range(10):
                 one.insert([1] * PAGE_TOKENS, salt=f"{random.random()}")
-                one.teller.round()
+                one.event_recorder.round()
             one.read()
             costs = []
             deadline = time.monotonic() + 60
             while one.reader is not None and not one.reader.complete:
                 assert time.monotonic() < deadline, "the index never became complete"
-                costs.append(steps(one.teller.round))
+                costs.append(steps(one.event_recorder.round))
                 one.reader.poll(0.001)
             assert one.known() == one.held()
             return max(costs), sum(cost > 50 for cost in costs)
@@ -160,13 +160,13 @@ def test_who_waits_for_its_turn_is_told_that_it_is_not_forgotten() -> None:
     with told() as one:
         for first in range(30):
             one.insert([first] * PAGE_TOKENS * 100)
-            one.teller.round()
-        publisher = one.teller.publisher
+            one.event_recorder.round()
+        publisher = one.event_recorder.publisher
         readers = [KVEventSubscriber(publisher.endpoint, SystemClock(), publisher.replay_endpoint) for _ in range(4)]
         deadline = time.monotonic() + 60
         while not all(reader.complete for reader in readers):
             assert time.monotonic() < deadline
-            one.teller.round()
+            one.event_recorder.round()
             for reader in readers:
                 reader.poll(0.001)
         for reader in readers:
@@ -179,28 +179,28 @@ def test_an_asker_that_leaves_in_the_middle_leaves_nothing_behind() -> None:
         one.insert(list(range(PAGE_TOKENS * 20_000)))
         for first in range(12):
             one.insert([first] * PAGE_TOKENS)
-            one.teller.round()
+            one.event_recorder.round()
         reader, deadline = one.read(), time.monotonic() + 60
-        while not one.teller.publisher._open or not one.tree.list.cursors:
+        while not one.event_recorder.publisher._open or not one.tree.list.cursors:
             assert time.monotonic() < deadline
             one.round()
         reader.close()
         one.reader = None
-        while one.teller.publisher._open:
+        while one.event_recorder.publisher._open:
             assert time.monotonic() < deadline
-            one.teller.round()
+            one.event_recorder.round()
         assert not one.tree.list.cursors
 
 
 def test_what_is_kept_for_those_who_ask_is_bounded_in_bytes_however_long_prompts_are() -> None:
     config = EventsConfig(endpoint=ANY, replay_endpoint=ANY, buffer_bytes=100_000)
     one = Told()
-    one.teller.close()
-    one.teller = KVEventRecorder(one.tree, config, time.time, 0)
-    publisher = one.teller.publisher
+    one.event_recorder.close()
+    one.event_recorder = KVEventRecorder(one.tree, config, time.time, 0)
+    publisher = one.event_recorder.publisher
     for first in range(40):
         one.insert([first] * PAGE_TOKENS * 500)
-        one.teller.round()
+        one.event_recorder.round()
         assert sum(len(payload) for _, payload in publisher._buffer) == publisher._buffered <= 100_000
     assert publisher._buffer[-1][0] == 39
     one.read()
@@ -211,4 +211,4 @@ def test_what_is_kept_for_those_who_ask_is_bounded_in_bytes_however_long_prompts
         one.round()
     assert one.known() == one.held(), "whoever asks for more gets the truth"
     one.reader.close()
-    one.teller.close()
+    one.event_recorder.close()

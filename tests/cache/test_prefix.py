@@ -13,7 +13,7 @@ from cache.pool.page_allocator import PageAllocator
 from cache.prefix_cache.radix_tree import RadixTree
 from cache.prefix_cache.token_prefix import TokenPrefix, common_pages
 from cache.prefix_cache.tree_node import PageOffer
-from contracts.block_hash import KEY_BYTES, chain_keys
+from contracts.block_hash import KEY_BYTES, block_hashes
 from tests.poolsets import pool_sets
 
 TOKENS = st.lists(st.integers(0, 2**32 - 1), max_size=40)
@@ -29,7 +29,7 @@ def test_a_list_and_an_array_make_the_same_prefix_with_the_keys_of_its_pages(
     words: Any = np.asarray(tokens, dtype=np.int64)
     assert prefix.raw == TokenPrefix.of(words, page, salt).raw
     assert list(prefix.tokens()) == whole
-    assert prefix.chain == b"".join(chain_keys(whole, page, salt))
+    assert prefix.chain == b"".join(block_hashes(whole, page, salt))
 
 
 @pytest.mark.slow
@@ -73,7 +73,7 @@ def test_the_tree_hashes_only_what_it_lacks_and_comes_to_the_same_keys() -> None
 
     insert([*range(24)])
     branch = insert([*range(14), 90, 91, *range(50, 60)])
-    assert branch.chain == b"".join(chain_keys(branch.tokens(), 4))
+    assert branch.chain == b"".join(block_hashes(branch.tokens(), 4))
     assert {bytes(node.chain) for node in tree.nodes()} == {
         TokenPrefix.of(range(24), 4).chain[: 3 * KEY_BYTES],
         TokenPrefix.of(range(24), 4).chain[3 * KEY_BYTES :],

@@ -12,97 +12,97 @@ from cache.pool.tp_pool_set import TPPoolSet
 from contracts.errors import ConfigError
 from contracts.messages.rank_orders import CopyPages
 from tests.poolsets import NAMES
-from tests.ranks import RankedSeat, content, fill, headed_sets, ranked_seat
+from tests.ranks import RankedSeat, content, fill, headed_sets, tp_manager
 
 SIZES = (1, 2, 4)
 
 
-def _seat(name: str, size: int, seed: int = 3) -> RankedSeat:
-    seat = ranked_seat(headed_sets()[name], size, 6)
-    fill(seat, seed)
-    return seat
+def _manager(name: str, size: int, seed: int = 3) -> RankedSeat:
+    manager = tp_manager(headed_sets()[name], size, 6)
+    fill(manager, seed)
+    return manager
 
 
-def _digests(seat: RankedSeat, indices: list[int]) -> dict[str, list[int]]:
+def _digests(manager: RankedSeat, indices: list[int]) -> dict[str, list[int]]:
     firsts = [8 + 4 * i for i in range(len(indices))]
     ends = [first + 3 for first in firsts]
-    return {pool.name: seat.leader.digest(pool.name, indices, firsts, ends) for pool in seat.whole.pools}
+    return {pool.name: manager.leader.digest(pool.name, indices, firsts, ends) for pool in manager.whole.pools}
 
 
 @pytest.mark.parametrize("name", NAMES)
 def test_a_page_has_one_digest_whatever_the_number_of_ranks(name: str) -> None:
-    one, two, four = (_digests(_seat(name, size), [2, 5, 1]) for size in SIZES)
+    one, two, four = (_digests(_manager(name, size), [2, 5, 1]) for size in SIZES)
     assert one == two == four
 
 
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("size", SIZES[1:])
 def test_one_bit_of_any_copy_on_any_rank_changes_the_digest(name: str, size: int) -> None:
-    seat = _seat(name, size)
-    right = _digests(seat, [2])
-    for pools in seat.pools:
+    manager = _manager(name, size)
+    right = _digests(manager, [2])
+    for pools in manager.pools:
         for pool, buffer in pools.layout.each():
             at = buffer.offset(buffer.spec.layers - 1, 2)
             pools.region[at] ^= 0x10
-            wrong = _digests(seat, [2])
+            wrong = _digests(manager, [2])
             assert [p for p in right if right[p] != wrong[p]] == [pool.name], buffer.spec.name
             pools.region[at] ^= 0x10
-    assert _digests(seat, [2]) == right
+    assert _digests(manager, [2]) == right
 
 
 def test_the_same_damage_to_all_copies_of_a_buffer_is_no_agreement() -> None:
-    seat = _seat("sparse", 4)
-    right = _digests(seat, [3])
-    for pools in seat.pools:
+    manager = _manager("sparse", 4)
+    right = _digests(manager, [3])
+    for pools in manager.pools:
         pools.region[pools.layout.buffers["full"][0].offset(1, 3)] ^= 1
-    assert _digests(seat, [3]) != right
+    assert _digests(manager, [3]) != right
 
 
 @pytest.mark.parametrize("name", NAMES)
 def test_copies_and_clears_are_those_of_all_ranks(name: str) -> None:
-    seat = _seat(name, 4)
-    for pool in seat.whole.pools:
-        before = content(seat, pool.name, 2)
-        seat.leader.copy(PageMove((PoolMove(pool.name, (2,), (4,)),)), seat.leader)
-        assert content(seat, pool.name, 4) == content(seat, pool.name, 2) == before
-        seat.leader.zero({pool.name: [2]})
-        assert not any(map(any, content(seat, pool.name, 2)))
-        assert content(seat, pool.name, 4) == before
+    manager = _manager(name, 4)
+    for pool in manager.whole.pools:
+        before = content(manager, pool.name, 2)
+        manager.leader.copy(PageMove((PoolMove(pool.name, (2,), (4,)),)), manager.leader)
+        assert content(manager, pool.name, 4) == content(manager, pool.name, 2) == before
+        manager.leader.zero({pool.name: [2]})
+        assert not any(map(any, content(manager, pool.name, 2)))
+        assert content(manager, pool.name, 4) == before
 
 
 def test_a_copy_counts_for_the_leader_before_and_for_a_follower_after_it_was_made() -> None:
     """So ranks that were killed at any moment agree only where nothing was left to be done."""
-    seat = _seat("full", 2)
+    manager = _manager("full", 2)
     counts = {"leader": 0, DEVICE: 0}
 
     def count(name: str) -> None:
         counts[name] += 1
 
-    (follower,) = seat.followers.states
-    assert isinstance(seat.leader, TPPoolSet)
-    seat.leader.on_copy, follower._copied = (lambda: count("leader")), count
-    seat.followers.slow = CopyPages
-    seat.leader.copy(PageMove((PoolMove("full", (2,), (4,)),)), seat.leader)
+    (follower,) = manager.followers.states
+    assert isinstance(manager.leader, TPPoolSet)
+    manager.leader.on_copy, follower._copied = (lambda: count("leader")), count
+    manager.followers.slow = CopyPages
+    manager.leader.copy(PageMove((PoolMove("full", (2,), (4,)),)), manager.leader)
     assert counts == {"leader": 1, DEVICE: 0}
-    seat.followers.catch_up()
+    manager.followers.catch_up()
     assert counts == {"leader": 1, DEVICE: 1}
 
 
 def test_a_copy_of_one_layer_leaves_the_others_on_every_rank() -> None:
-    seat = _seat("full", 2)
-    before, source = content(seat, "full", 4), content(seat, "full", 2)
-    seat.leader.copy(PageMove((PoolMove("full", (2,), (4,)),)), seat.leader, range(1, 2))
-    after = content(seat, "full", 4)
+    manager = _manager("full", 2)
+    before, source = content(manager, "full", 4), content(manager, "full", 2)
+    manager.leader.copy(PageMove((PoolMove("full", (2,), (4,)),)), manager.leader, range(1, 2))
+    after = content(manager, "full", 4)
     moved = {i for i in range(len(after)) if after[i] != before[i]}
     assert moved == {i for buffer in range(2) for i in range(buffer * 12 + 4, buffer * 12 + 8)}
     assert all(after[i] == source[i] for i in moved)
 
 
 def test_a_dirty_null_page_of_a_follower_is_found() -> None:
-    seat = _seat("full", 2)
-    assert seat.leader.check() == []
-    seat.pools[1].region[0] = 1
-    (line,) = seat.leader.check()
+    manager = _manager("full", 2)
+    assert manager.leader.check() == []
+    manager.pools[1].region[0] = 1
+    (line,) = manager.leader.check()
     assert line.startswith("rank 1: ")
     assert "null page" in line
 

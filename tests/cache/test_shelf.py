@@ -18,7 +18,7 @@ from cache.storage.rank_page_store import RankPageStore, merged_outcomes
 from cache.storage.storage_backend import ObjectOutcome, ObjectVerdict
 from contracts.messages.rank_orders import StoredPage
 from tests.poolsets import NAMES
-from tests.ranks import RankedSeat, content, fill, headed_sets, ranked_seat
+from tests.ranks import RankedSeat, content, fill, headed_sets, tp_manager
 
 SIZES = (1, 2, 4)
 KEYS = [bytes([n]) * 16 for n in range(3)]
@@ -28,7 +28,7 @@ KEYS = [bytes([n]) * 16 for n in range(3)]
 class Ranks:
     """The host tiers of all ranks of a worker, each with its shelf on the one store."""
 
-    seat: RankedSeat
+    manager: RankedSeat
     shelves: list[RankPageStore]
     queues: list[InlineIoQueue]
 
@@ -37,7 +37,7 @@ class Ranks:
 
     def digests(self, pool: str) -> list[int]:
         pages = self.pages(pool)
-        return self.seat.leader.digest(pool, [p.at for p in pages], [p.first for p in pages], [p.end for p in pages])
+        return self.manager.leader.digest(pool, [p.at for p in pages], [p.first for p in pages], [p.end for p in pages])
 
     def run(self) -> None:
         while any(queue.run_all() for queue in self.queues):
@@ -45,31 +45,31 @@ class Ranks:
 
 
 def ranks(whole: PoolSetSpec, size: int, backend: MemoryBackend) -> Ranks:
-    seat = ranked_seat(whole, size, 5, HOST, order=LayoutOrder.PAGE_FIRST)
+    manager = tp_manager(whole, size, 5, HOST, order=LayoutOrder.PAGE_FIRST)
     queues = [InlineIoQueue(backend) for _ in range(size)]
     shelves = [RankPageStore(queue, pools, "model", rank, size) for rank, (queue, pools) in enumerate(
-        zip(queues, seat.pools, strict=True))]  # fmt: skip
-    return Ranks(seat, shelves, queues)
+        zip(queues, manager.pools, strict=True))]  # fmt: skip
+    return Ranks(manager, shelves, queues)
 
 
 def put(writer: Ranks, pool: str) -> None:
-    pending = [shelf.put_mine(writer.pages(pool)) for shelf in writer.shelves]
+    pending = [page_store.put_mine(writer.pages(pool)) for page_store in writer.shelves]
     writer.run()
     assert all(outcome.ok for one in pending for outcome in one.result())
 
 
 def found(reader: Ranks, pool: str) -> list[bool]:
-    pending = [shelf.exists([(pool, key) for key in KEYS]) for shelf in reader.shelves]
+    pending = [page_store.exists([(pool, key) for key in KEYS]) for page_store in reader.shelves]
     while not all([one.done for one in pending]):
         reader.run()
     return [all(ranks) for ranks in zip(*(one.result() for one in pending), strict=True)]
 
 
 def fetch(reader: Ranks, pool: str) -> list[ObjectOutcome]:
-    pending = [shelf.fetch_parts(reader.pages(pool)) for shelf in reader.shelves]
+    pending = [page_store.fetch_parts(reader.pages(pool)) for page_store in reader.shelves]
     reader.run()
     assert all(one.done for one in pending)
-    return merged_outcomes(reader.seat.whole, reader.pages(pool), [one.result() for one in pending])
+    return merged_outcomes(reader.manager.whole, reader.pages(pool), [one.result() for one in pending])
 
 
 @pytest.mark.parametrize(("writers", "readers"), list(itertools.product(SIZES, repeat=2)))
@@ -79,7 +79,7 @@ def test_what_any_number_of_ranks_has_put_by_any_other_fetches_head_by_head(
 ) -> None:
     whole, backend = headed_sets()[name], MemoryBackend(secrets.token_hex(8), 1 << 20)
     writer, reader = ranks(whole, writers, backend), ranks(whole, readers, backend)
-    fill(writer.seat, 5)
+    fill(writer.manager, 5)
     for pool in whole.by_name:
         assert not any(found(reader, pool))
         put(writer, pool)
@@ -88,14 +88,14 @@ def test_what_any_number_of_ranks_has_put_by_any_other_fetches_head_by_head(
         assert [outcome.verdict for outcome in outcomes] == [ObjectVerdict.FOUND] * 3
         assert [outcome.digest for outcome in outcomes] == writer.digests(pool) == reader.digests(pool)
         for page in reader.pages(pool):
-            assert content(reader.seat, pool, page.at) == content(writer.seat, pool, page.at)
+            assert content(reader.manager, pool, page.at) == content(writer.manager, pool, page.at)
 
 
 @pytest.mark.parametrize(("writers", "readers"), [(1, 1), (2, 2), (2, 1), (1, 4)])
 def test_a9_a_page_of_which_one_object_is_gone_is_missing_for_every_reader(writers: int, readers: int) -> None:
     whole, backend = headed_sets()["full"], MemoryBackend(secrets.token_hex(8), 1 << 20)
     writer, reader = ranks(whole, writers, backend), ranks(whole, readers, backend)
-    fill(writer.seat, 5)
+    fill(writer.manager, 5)
     put(writer, "full")
     assert all(found(reader, "full"))
     last = writer.shelves[-1]
@@ -107,9 +107,9 @@ def test_a9_a_page_of_which_one_object_is_gone_is_missing_for_every_reader(write
 def test_the_digest_of_a_page_with_parts_of_both_kinds_is_that_of_all_its_ranks() -> None:
     whole, backend = headed_sets()["full+state"], MemoryBackend(secrets.token_hex(8), 1 << 20)
     writer = ranks(whole, 2, backend)
-    fill(writer.seat, 6)
+    fill(writer.manager, 6)
     put(writer, "state")
-    parts = [shelf.fetch_parts(writer.pages("state")) for shelf in writer.shelves]
+    parts = [page_store.fetch_parts(writer.pages("state")) for page_store in writer.shelves]
     writer.run()
     by_rank = [[list(page.digests) for page in one.result()] for one in parts]
     pages = [merged(whole.by_name["state"], [[[d] for d in rank[n]] for rank in by_rank])[0] for n in range(3)]

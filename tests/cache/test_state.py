@@ -10,7 +10,7 @@ from cache.memory.memory_layout import LayoutOrder, PoolSetLayout
 from cache.memory.page_digest import PageDigester
 from cache.memory.page_moves import PageMove, PoolMove, copy_state, gather, scatter
 from cache.pool.pool_set import PoolSet
-from contracts.block_hash import chain_keys
+from contracts.block_hash import block_hashes
 from tests.poolsets import NAMES, entry, filled, pool_sets
 
 ORDERS = list(LayoutOrder)
@@ -176,12 +176,12 @@ def test_a_digest_tells_positions_layers_and_buffers_apart() -> None:
 
 
 def test_chain_keys_name_the_whole_prefix_and_the_salt() -> None:
-    one, other = chain_keys([1, 2, 3, 4, 5], 2), chain_keys([9, 2, 3, 4, 5], 2)
+    one, other = block_hashes([1, 2, 3, 4, 5], 2), block_hashes([9, 2, 3, 4, 5], 2)
     assert len(one) == 3
     assert not set(one) & set(other)
-    assert chain_keys([1, 2, 3, 4], 2) == one[:2]
-    assert not set(chain_keys([1, 2], 2, "salt")) & set(one)
-    assert chain_keys([1, 2, 3, 4, 5, 6], 2)[2] != one[2], "a partly filled page has a key of its own"
+    assert block_hashes([1, 2, 3, 4], 2) == one[:2]
+    assert not set(block_hashes([1, 2], 2, "salt")) & set(one)
+    assert block_hashes([1, 2, 3, 4, 5, 6], 2)[2] != one[2], "a partly filled page has a key of its own"
 
 
 @pytest.mark.parametrize("order", ORDERS)

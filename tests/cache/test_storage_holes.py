@@ -48,7 +48,7 @@ class ShortLine(InlineIoQueue):
 
 
 class Office:
-    """A seat with a host tier and storage, to which requests of one page a token pair come."""
+    """A KV cache manager with a host tier and storage, to which requests of one page a token pair come."""
 
     def __init__(
         self,
@@ -68,30 +68,30 @@ class Office:
         self.host = PoolSet(spec, {"full": host}, order=LayoutOrder.PAGE_FIRST, tier="host")
         prefetch = PrefetchConfig(policy="wait_complete", batch_pages=batch)
         config = CacheConfig(write_policy="through", prefetch=prefetch)
-        self.seat = KVCacheManager(
+        self.manager = KVCacheManager(
             self.pools, CpuDevice(), config, self.clock.now, host=self.host, storage=self.queue, fingerprint=model
         )
 
     def ask(self, tokens: Sequence[int]) -> TokenPrefix:
         """A request computes all of `tokens` and shares them."""
         prefix = TokenPrefix.of(tokens, PAGE_TOKENS)
-        claim = self.seat.claim(prefix, len(tokens) + 1, "a request", reusable=0)
-        assert claim is not None
-        for page, index in enumerate(claim.tables["full"][: len(prefix)]):
+        allocation = self.manager.allocate(prefix, len(tokens) + 1, "a request", reusable=0)
+        assert allocation is not None
+        for page, index in enumerate(allocation.tables["full"][: len(prefix)]):
             for buffer in self.pools.layout.buffers["full"]:
                 buffer.stack(self.pools.region, self.pools.layout.counts["full"])[:, index] = tokens[2 * page] % 251
-        self.seat.seal([(claim, len(tokens))])
-        self.seat.share(claim, prefix)
-        self.seat.release(claim)
-        self.seat.poll()
+        self.manager.seal([(allocation, len(tokens))])
+        self.manager.cache_pages(allocation, prefix)
+        self.manager.free(allocation)
+        self.manager.poll()
         return prefix
 
     def work(self, rounds: int = 1, rng: random.Random | None = None) -> None:
         for _ in range(rounds):
             self.queue.run_all(rng)
             self.clock.advance(1.0)
-            self.seat.poll()
-            assert self.seat.check() == []
+            self.manager.poll()
+            assert self.manager.check() == []
 
     def stored(self, prefix: TokenPrefix) -> list[int]:
         """The page numbers of `prefix` that storage has."""
@@ -101,16 +101,18 @@ class Office:
     def found(self, tokens: Sequence[int]) -> int:
         """Pages that a request gets from storage alone."""
         prefix = TokenPrefix.of(tokens, PAGE_TOKENS)
-        prefetch = self.seat.prefetch(prefix, "a request")
+        prefetch = self.manager.prefetch(prefix, "a request")
         assert prefetch is not None
-        while not self.seat.may_run(prefetch):
+        while not self.manager.may_run(prefetch):
             self.work()
-        claim = self.seat.claim(prefix, len(tokens) + 1, "a request", reusable=len(prefix), prefetch=prefetch)
-        assert claim is not None
-        self.seat.launch()
+        allocation = self.manager.allocate(
+            prefix, len(tokens) + 1, "a request", reusable=len(prefix), prefetch=prefetch
+        )
+        assert allocation is not None
+        self.manager.launch()
         self.work()
-        pages = claim.cached.storage // PAGE_TOKENS
-        self.seat.release(claim)
+        pages = allocation.cached.storage // PAGE_TOKENS
+        self.manager.free(allocation)
         return pages
 
 
@@ -121,7 +123,7 @@ def test_what_storage_s_line_did_not_take_is_written_later() -> None:
     assert office.queue.dropped, "the line was never full: this shows nothing"
     office.work(40)
     assert [len(office.stored(prompt)) for prompt in prompts] == [130] * 4
-    said = office.seat.stats()
+    said = office.manager.stats()
     assert said["pages_stored"] == 4 * 130
     assert said["stores_failed"] > 0
     assert said["stores_waiting"] == said["stores_missed"] == 0
@@ -143,7 +145,7 @@ def test_at_any_moment_storage_has_a_page_only_with_all_pages_before_it() -> Non
             prompts.append(office.ask(tokens))
             for _ in range(rng.randrange(6)):
                 office.queue.run_next(rng)
-                office.seat.poll()
+                office.manager.poll()
                 for prompt in prompts:
                     stored = office.stored(prompt)
                     assert stored == list(range(len(stored))), f"seed {seed}: holes in front of stored pages"
@@ -169,7 +171,7 @@ def test_what_storage_refuses_is_offered_again_later_and_later_and_then_is_there
     assert waits == sorted(waits)
     assert 64 <= waits[-1] <= 66
     assert len(times) < 12, "a medium that is away isn't asked all the time"
-    assert office.seat.stats()["stores_waiting"] == 1
+    assert office.manager.stats()["stores_waiting"] == 1
     office.queue.fault = None
     office.work(70)
     assert office.stored(prompt) == [0, 1, 2]
@@ -182,9 +184,9 @@ def test_what_leaves_the_host_before_storage_took_it_is_counted() -> None:
     for n in range(5):
         office.ask(range(1000 * n, 1000 * n + 200))
         office.work(70)
-    assert office.seat.tree.sizes[Tier.HOST, "full"] <= 119
-    assert office.seat.stats()["stores_missed"] >= 5 * 100 - 119
-    assert office.seat.stats()["stores_waiting"] <= 2
+    assert office.manager.tree.sizes[Tier.HOST, "full"] <= 119
+    assert office.manager.stats()["stores_missed"] >= 5 * 100 - 119
+    assert office.manager.stats()["stores_waiting"] <= 2
 
 
 def test_what_waits_for_storage_is_not_kept_from_making_room() -> None:
@@ -197,8 +199,8 @@ def test_what_waits_for_storage_is_not_kept_from_making_room() -> None:
         office.ask(range(1000 * n, 1000 * n + 40))
     office.queue.run_all()
     office.work(3)
-    assert office.seat.evict("full", 10) == 10
-    assert office.seat.tree.evict(Tier.HOST, "full", 119) > 0
+    assert office.manager.evict("full", 10) == 10
+    assert office.manager.tree.evict(Tier.HOST, "full", 119) > 0
 
 
 def _resealed(name: ObjectName, payload: bytes, digest: int) -> bytes:
@@ -231,10 +233,10 @@ def test_what_comes_from_storage_is_compared_by_name_tokens_layout_bytes_and_dig
     }[lie]
     reader = Office(name=name)
     assert reader.found(tokens) == 4, "what lies before it is of use, and nothing behind it"
-    said = reader.seat.stats()
+    said = reader.manager.stats()
     assert said["pages_damaged_in_storage"] == 1
     assert said["hit_tokens_storage"] == 4 * PAGE_TOKENS
-    assert reader.seat.tree.match(prefix).depth == 4
+    assert reader.manager.tree.match(prefix).depth == 4
 
 
 def test_another_model_s_pages_are_nobody_s() -> None:
@@ -258,14 +260,14 @@ def test_a_disk_load_that_failed_is_never_taken_for_loaded() -> None:
         key = TokenPrefix.of(tokens, PAGE_TOKENS).key(failing)
         reader.queue.fault = lambda op, n, key=key: "io" if op is StorageOp.READ and n.chain == key else None
         assert reader.found(tokens) == failing
-        (claim_depth,) = {reader.seat.tree.match(TokenPrefix.of(tokens, PAGE_TOKENS)).depth}
-        assert claim_depth == failing, "what failed is not in the tree, nor what lies behind it"
-        held = [node.parts[Tier.HOST]["full"] for node in reader.seat.tree.nodes()]
+        (allocate_depth,) = {reader.manager.tree.match(TokenPrefix.of(tokens, PAGE_TOKENS)).depth}
+        assert allocate_depth == failing, "what failed is not in the tree, nor what lies behind it"
+        held = [node.parts[Tier.HOST]["full"] for node in reader.manager.tree.nodes()]
         for part in held:
             firsts = [PAGE_TOKENS * (part.node.start + i) for i in range(len(part))]
             ends = [first + PAGE_TOKENS for first in firsts]
             assert tuple(reader.host.digest("full", part.lease.indices, firsts, ends)) == part.digests
-        assert reader.seat.check() == []
+        assert reader.manager.check() == []
 
 
 def test_cancels_leak_nothing_however_often_a_request_is_given_up_while_storage_reads_for_it() -> None:
@@ -275,24 +277,24 @@ def test_cancels_leak_nothing_however_often_a_request_is_given_up_while_storage_
     writer.work(4)
     reader, prefix, rng = Office(name=name), TokenPrefix.of(tokens, PAGE_TOKENS), random.Random(5)
     for _ in range(60):
-        prefetch = reader.seat.prefetch(prefix, "a request")
+        prefetch = reader.manager.prefetch(prefix, "a request")
         assert prefetch is not None
         for _ in range(rng.randrange(5)):
             reader.queue.run_next(rng)
-            reader.seat.poll()
-        claim = None
+            reader.manager.poll()
+        allocation = None
         if rng.random() < 0.5:
-            claim = reader.seat.claim(prefix, 41, "a request", reusable=len(prefix), prefetch=prefetch)
-            reader.seat.launch() if rng.random() < 0.5 else None
-        reader.seat.stop(prefetch)
-        if claim is not None:
-            reader.seat.release(claim)
+            allocation = reader.manager.allocate(prefix, 41, "a request", reusable=len(prefix), prefetch=prefetch)
+            reader.manager.launch() if rng.random() < 0.5 else None
+        reader.manager.stop_prefetch(prefetch)
+        if allocation is not None:
+            reader.manager.free(allocation)
         if rng.random() < 0.3:
-            reader.seat.tree.clear()
+            reader.manager.tree.clear()
     reader.work(5)
-    assert reader.seat.tree.locks == reader.seat.claims == 0
-    assert not reader.seat.busy
-    reader.seat.tree.clear()
+    assert reader.manager.tree.locks == reader.manager.allocations == 0
+    assert not reader.manager.busy
+    reader.manager.tree.clear()
     for pools in (reader.pools, reader.host):
         assert pools.allocators["full"].free == pools.allocators["full"].total, "everything moves still"
     assert reader.found(tokens) == 20
@@ -304,18 +306,18 @@ def test_a_prefetch_never_asks_for_more_at_once_than_storage_s_line_takes() -> N
     writer.ask(tokens)
     writer.work(8)
     reader = Office(name=name, batch=2)
-    prefetch, most = reader.seat.prefetch(TokenPrefix.of(tokens, PAGE_TOKENS), "a request"), 0
+    prefetch, most = reader.manager.prefetch(TokenPrefix.of(tokens, PAGE_TOKENS), "a request"), 0
     assert prefetch is not None
-    while not reader.seat.may_run(prefetch):
+    while not reader.manager.may_run(prefetch):
         most = max(most, reader.queue.waiting)
         for _ in range(40):
             reader.queue.run_next()
         reader.clock.advance(0.0)
-        reader.seat.poll()
+        reader.manager.poll()
     assert 64 < most <= 128, "400 pages are 200 reads, and the line takes 256 of all requests"
     assert prefetch.gained == 400
-    reader.seat.stop(prefetch)
-    assert reader.seat.check() == []
+    reader.manager.stop_prefetch(prefetch)
+    assert reader.manager.check() == []
 
 
 def test_pages_that_come_and_go_while_no_step_runs_are_remembered_in_bounded_memory() -> None:

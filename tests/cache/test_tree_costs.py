@@ -22,13 +22,13 @@ PAGE_TOKENS = 4
 
 
 class Path:
-    """A seat whose tree has one path of many nodes, a page each, as a conversation of many turns leaves it."""
+    """A manager whose tree has one path of many nodes, a page each, as a conversation of many turns leaves it."""
 
     def __init__(self, nodes: int, policy: str = "through") -> None:
         spec = pool_sets(PAGE_TOKENS)["full"]
         self.pools, host = PoolSet(spec, {"full": 2 * nodes + 9}), PoolSet(spec, {"full": 2 * nodes + 9})
         config = CacheConfig(write_policy="back" if policy == "back" else "selective", write_hits=1 << 20)
-        self.seat = KVCacheManager(
+        self.manager = KVCacheManager(
             self.pools, CpuDevice(), config, time.monotonic, host=host if policy == "back" else None
         )
         self.positions = nodes * PAGE_TOKENS
@@ -38,46 +38,49 @@ class Path:
 
     def insert(self, page: int) -> None:
         lease = self.pools.allocators["full"].lease(1, "a request")
-        self.seat.tree.insert(self.prefix.head(page + 1), {"full": [PageOffer(page, lease, [page])]})
+        self.manager.tree.insert(self.prefix.head(page + 1), {"full": [PageOffer(page, lease, [page])]})
         lease.release()
 
-    def claim(self) -> None:
-        claim = self.seat.claim(self.prefix, self.positions + 1, "a request", reusable=len(self.prefix))
-        assert claim is not None
-        assert claim.depth == len(self.prefix)
-        self.seat.release(claim)
+    def allocate(self) -> None:
+        allocation = self.manager.allocate(self.prefix, self.positions + 1, "a request", reusable=len(self.prefix))
+        assert allocation is not None
+        assert allocation.depth == len(self.prefix)
+        self.manager.free(allocation)
 
     def receive(self) -> None:
-        claim, leases = self.seat.reserve(self.prefix, self.positions, self.positions + 1, "a request") or (None, {})
-        assert claim is not None
-        assert not claim.lacking["full"]
-        self.seat.adopt(claim, self.positions, leases, {})
-        self.seat.release(claim)
+        allocation, leases = self.manager.preallocate(self.prefix, self.positions, self.positions + 1, "a request") or (
+            None,
+            {},
+        )
+        assert allocation is not None
+        assert not allocation.lacking["full"]
+        self.manager.commit_transfer(allocation, self.positions, leases, {})
+        self.manager.free(allocation)
         for lease in leases.values():
             lease.release()
 
     def share(self) -> None:
-        claim = self.seat.claim(self.prefix, self.positions + 1, "a request", reusable=len(self.prefix))
-        assert claim is not None
-        self.seat.share(claim, self.prefix)
-        self.seat.release(claim)
+        allocation = self.manager.allocate(self.prefix, self.positions + 1, "a request", reusable=len(self.prefix))
+        assert allocation is not None
+        self.manager.cache_pages(allocation, self.prefix)
+        self.manager.free(allocation)
 
-    def condemn(self) -> None:
-        lock = self.seat.tree.lock(self.seat.tree.match(self.prefix), "a reader")
-        self.seat.tree.condemn(self.prefix)
-        self.seat.tree.unlock(lock)
-        assert not self.seat.tree.condemned
-        assert not self.seat.tree.roots
+    def invalidate(self) -> None:
+        lock = self.manager.tree.lock(self.manager.tree.match(self.prefix), "a reader")
+        self.manager.tree.invalidate(self.prefix)
+        self.manager.tree.unlock(lock)
+        assert not self.manager.tree.invalidated
+        assert not self.manager.tree.roots
 
     def evict(self) -> None:
-        assert self.seat.tree.evict(Tier.DEVICE, "full", len(self.prefix)) == len(self.prefix)
+        assert self.manager.tree.evict(Tier.DEVICE, "full", len(self.prefix)) == len(self.prefix)
 
 
 OPERATIONS: dict[str, Callable[[Path], None]] = {
-    "claim and release": Path.claim,
+    "allocate and release": Path.allocate,
     "reserve, adopt and release": Path.receive,
     "share": Path.share,
-    "condemn": Path.condemn,
+    "invalidate": Path.invalidate,
     "evict": Path.evict,
 }
 
@@ -88,7 +91,7 @@ def test_what_is_done_to_a_path_costs_its_nodes_and_not_their_square(operation: 
     def cost(nodes: int) -> int:
         path = Path(nodes, policy)
         run = steps(lambda: OPERATIONS[operation](path))
-        assert path.seat.check() == []
+        assert path.manager.check() == []
         return run
 
     few, many = cost(32), cost(512)
@@ -98,7 +101,7 @@ def test_what_is_done_to_a_path_costs_its_nodes_and_not_their_square(operation: 
 @pytest.mark.parametrize("policy", ["through", "back"])
 def test_a_lock_deep_down_a_path_is_taken_and_given_back_once_for_all_that_is_above(policy: str) -> None:
     path = Path(256, policy)
-    tree = path.seat.tree
+    tree = path.manager.tree
     lock = tree.lock(tree.match(path.prefix), "somebody else")
     last = tree.walked(path.prefix)[-1][0].parts[Tier.DEVICE]["full"]
     assert steps(lambda: tree.unlock(tree.keep([last], "a move"))) < 150
@@ -206,15 +209,15 @@ def test_what_was_used_again_isn_t_left_for_the_next_eviction_to_sort() -> None:
 
 def test_sharing_the_last_chunk_of_a_prompt_costs_no_more_than_sharing_the_first() -> None:
     path = Path(0)
-    spec, pages, chunk = path.seat.spec, 4000, 500
-    seat = KVCacheManager(PoolSet(spec, {"full": pages + 9}), CpuDevice(), CacheConfig(), time.monotonic)
+    spec, pages, chunk = path.manager.spec, 4000, 500
+    manager = KVCacheManager(PoolSet(spec, {"full": pages + 9}), CpuDevice(), CacheConfig(), time.monotonic)
     prefix = TokenPrefix.of(range(pages * PAGE_TOKENS), PAGE_TOKENS)
-    claim = seat.claim(prefix, pages * PAGE_TOKENS, "a request", reusable=0)
-    assert claim is not None
+    allocation = manager.allocate(prefix, pages * PAGE_TOKENS, "a request", reusable=0)
+    assert allocation is not None
     costs = []
     for end in range(chunk, pages + 1, chunk):
-        seat.seal([(claim, end * PAGE_TOKENS)])
-        costs.append(steps(lambda end=end: seat.share(claim, prefix.head(end))))
+        manager.seal([(allocation, end * PAGE_TOKENS)])
+        costs.append(steps(lambda end=end: manager.cache_pages(allocation, prefix.head(end))))
     assert max(costs[1:]) < 1.5 * costs[0], costs
-    seat.release(claim)
-    assert seat.check() == []
+    manager.free(allocation)
+    assert manager.check() == []

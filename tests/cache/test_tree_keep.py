@@ -45,7 +45,7 @@ def test_a_match_from_before_something_was_condemned_is_not_locked() -> None:
     for prefix in (first, second):
         tree.insert(prefix, {"full": [PageOffer(0, allocator.lease(2, "request"), (1, 2))]})
     match = tree.match(first)
-    tree.condemn(second)
+    tree.invalidate(second)
     with pytest.raises(AssertionError, match="match again, then lock"):
         tree.lock(match, "a request")
 

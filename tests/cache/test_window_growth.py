@@ -27,10 +27,10 @@ def compute(world: World, visitor: Visitor) -> int:
     while visitor.done < len(visitor.prefix):
         while visitor.launched < min(visitor.done + 2, len(visitor.prefix)):
             assert world.compute(visitor, 1), "a page of its window is there for each step"
-        assert visitor.claim is not None
-        most = max(most, visitor.claim.own("window"))
+        assert visitor.allocation is not None
+        most = max(most, visitor.allocation.own("window"))
         assert world.commit(visitor, share=False)
-        world.seat.slide(visitor.claim, visitor.done * PAGE_TOKENS)
+        world.manager.free_window_pages(visitor.allocation, visitor.done * PAGE_TOKENS)
         assert world.check() == []
     return most
 
@@ -41,8 +41,8 @@ def test_a_request_of_any_length_holds_no_more_of_a_window_pool_than_its_share()
     visitor = world.arrive(LONG)
     assert world.admit(visitor)
     assert compute(world, visitor) <= HOLD < len(visitor.prefix)
-    assert visitor.claim is not None
-    seen = [page for page in visitor.claim.tables["window"] if page]
+    assert visitor.allocation is not None
+    seen = [page for page in visitor.allocation.tables["window"] if page]
     assert len(seen) <= HOLD
     world.leave(visitor)
     world.settle()
@@ -52,11 +52,11 @@ def test_pages_that_a_window_uses_again_come_under_new_epochs() -> None:
     world = world_of(HOLD)
     visitor = world.arrive(LONG)
     assert world.admit(visitor)
-    claim = visitor.claim
-    assert claim is not None
-    before = dict(zip(claim.tables["window"], claim.epochs["window"], strict=True))
+    allocation = visitor.allocation
+    assert allocation is not None
+    before = dict(zip(allocation.tables["window"], allocation.epochs["window"], strict=True))
     compute(world, visitor)
-    now = [(i, e) for i, e in zip(claim.tables["window"], claim.epochs["window"], strict=True) if i]
+    now = [(i, e) for i, e in zip(allocation.tables["window"], allocation.epochs["window"], strict=True) if i]
     assert {i for i, _ in now} <= before.keys(), "they are the same pages"
     assert all(epoch > before[index] for index, epoch in now), "who has an old table of them is stale"
     world.leave(visitor)
@@ -84,20 +84,20 @@ def test_a_request_alone_does_without_its_prefix_where_that_leaves_no_room_for_t
     visitor = world.arrive(LONG[: 2 * 8])
     assert world.admit(visitor)
     compute(world, visitor)
-    assert visitor.claim is not None
-    world._share(visitor, visitor.claim)
+    assert visitor.allocation is not None
+    world._share(visitor, visitor.allocation)
     world.leave(visitor)
-    tree = world.seat.tree
+    tree = world.manager.tree
     longer = world.arrive(LONG)
     assert tree.match(longer.prefix).device_depth == 8, "the tree has a window for it"
-    claim = world.seat.claim(longer.prefix, len(LONG), "longer", reusable=20)
-    assert claim is not None, "nobody else would ever give it room"
-    assert claim.depth == 0
-    world.seat.release(claim)
+    allocation = world.manager.allocate(longer.prefix, len(LONG), "longer", reusable=20)
+    assert allocation is not None, "nobody else would ever give it room"
+    assert allocation.depth == 0
+    world.manager.free(allocation)
     world.visitors.remove(longer)
     world.settle()
 
 
 @pytest.mark.parametrize(("window_pages", "most"), [(HOLD, 69), (HOLD - 1, HOLD - 1)])
 def test_what_can_never_be_held_is_said_beforehand(window_pages: int, most: int) -> None:
-    assert world_of(window_pages).seat.max_positions == most * PAGE_TOKENS
+    assert world_of(window_pages).manager.max_positions == most * PAGE_TOKENS

@@ -32,24 +32,22 @@ class Cluster:
     def __init__(self, ledger: MemoryLedger | None = None) -> None:
         self.clock = ManualClock()
         self.ledger = ledger or MemoryLedger()
-        self.brain = Controller(self.clock, CONFIG, self.ledger)
-        self.brain.add(NAME, Role.DECODE)
+        self.core = Controller(self.clock, CONFIG, self.ledger)
+        self.core.add(NAME, Role.DECODE)
 
     def starts(self, actions: list[ControllerAction] | None = None) -> list[int]:
-        return [
-            a.incarnation for a in (self.brain.tick() if actions is None else actions) if isinstance(a, StartWorker)
-        ]
+        return [a.incarnation for a in (self.core.tick() if actions is None else actions) if isinstance(a, StartWorker)]
 
     def up(self, incarnation: int) -> None:
         assert self.starts() == [incarnation]
-        assert not self.brain.register(_record(incarnation)).fenced
+        assert not self.core.register(_record(incarnation)).fenced
 
     def renew(self, incarnation: int, state: str = "ready") -> bool:
-        return not self.brain.renew(NAME, Incarnation(incarnation), _status(incarnation, state)).fenced
+        return not self.core.renew(NAME, Incarnation(incarnation), _status(incarnation, state)).fenced
 
     @property
     def state(self) -> str:
-        (view,) = self.brain.views()
+        (view,) = self.core.views()
         return view.status.state
 
 
@@ -68,7 +66,7 @@ def test_each_start_gets_a_larger_incarnation() -> None:
         cluster.up(incarnation)
         cluster.clock.advance(60)
         cluster.renew(incarnation)
-        cluster.brain.died(NAME, Incarnation(incarnation), "signal 9")
+        cluster.core.died(NAME, Incarnation(incarnation), "signal 9")
 
 
 def test_incarnations_grow_across_restarts_of_the_controller() -> None:
@@ -84,7 +82,7 @@ def test_the_number_is_in_the_ledger_before_it_is_handed_out() -> None:
 
     cluster = Cluster(Full())
     with pytest.raises(OSError, match="disk full"):
-        cluster.brain.tick()
+        cluster.core.tick()
     assert cluster.state == "dead"
 
 
@@ -93,7 +91,7 @@ def test_a_worker_that_renews_keeps_its_lease() -> None:
     cluster.up(1)
     for _ in range(10):
         cluster.clock.advance(9.9)
-        assert cluster.brain.tick() == []
+        assert cluster.core.tick() == []
         assert cluster.renew(1)
     assert cluster.state == "ready"
 
@@ -102,7 +100,7 @@ def test_a_worker_that_does_not_renew_is_killed_and_followed_by_the_next_incarna
     cluster = Cluster()
     cluster.up(1)
     cluster.clock.advance(10.0)
-    actions = cluster.brain.tick()
+    actions = cluster.core.tick()
     assert actions[0] == KillWorker(NAME, Incarnation(1), 77, "n")
     assert isinstance(actions[1], OperatorNote)
     assert "no heartbeat" in actions[1].text
@@ -114,8 +112,8 @@ def test_an_incarnation_that_is_up_already_is_not_registered_again() -> None:
     cluster = Cluster()
     cluster.up(1)
     other = dataclasses.replace(_record(1), pid=78, endpoint="127.0.0.1:9")
-    assert cluster.brain.register(other).fenced
-    assert cluster.brain.views()[0].record == _record(1)
+    assert cluster.core.register(other).fenced
+    assert cluster.core.views()[0].record == _record(1)
     assert cluster.renew(1)
 
 
@@ -123,21 +121,21 @@ def test_a_lease_that_has_ended_is_fenced_for_ever() -> None:
     cluster = Cluster()
     cluster.up(1)
     cluster.clock.advance(10.0)
-    cluster.brain.tick()
+    cluster.core.tick()
     assert not cluster.renew(1)
-    assert cluster.brain.register(_record(1)).fenced
-    assert not cluster.brain.register(_record(2)).fenced
+    assert cluster.core.register(_record(1)).fenced
+    assert not cluster.core.register(_record(2)).fenced
     assert not cluster.renew(1)
     assert cluster.state == "ready"
-    assert cluster.brain.late_messages == 3
+    assert cluster.core.late_messages == 3
 
 
 def test_a_dead_process_is_restarted_at_once() -> None:
     cluster = Cluster()
     cluster.up(1)
     cluster.clock.advance(5.0)
-    cluster.brain.died(NAME, Incarnation(1), "signal 9")
-    actions = cluster.brain.tick()
+    cluster.core.died(NAME, Incarnation(1), "signal 9")
+    actions = cluster.core.tick()
     assert OperatorNote("decode-0 died (signal 9); restarting, incarnation 2") in actions
     assert cluster.starts(actions) == [2]
 
@@ -145,10 +143,10 @@ def test_a_dead_process_is_restarted_at_once() -> None:
 def test_a_death_that_is_reported_twice_counts_once() -> None:
     cluster = Cluster()
     cluster.up(1)
-    cluster.brain.died(NAME, Incarnation(1), "signal 9")
-    cluster.brain.died(NAME, Incarnation(1), "no heartbeat")
+    cluster.core.died(NAME, Incarnation(1), "signal 9")
+    cluster.core.died(NAME, Incarnation(1), "no heartbeat")
     assert cluster.starts() == [2]
-    cluster.brain.died(NAME, Incarnation(1), "late news")
+    cluster.core.died(NAME, Incarnation(1), "late news")
     assert cluster.state == "starting"
     assert cluster.starts() == []
 
@@ -161,28 +159,28 @@ def test_a_worker_that_keeps_dying_waits_longer_each_time_and_is_then_left_dead(
         while not cluster.starts():
             cluster.clock.advance(0.25)
         waits.append(cluster.clock.now() - start)
-        cluster.brain.died(NAME, Incarnation(incarnation), "out of memory")
+        cluster.core.died(NAME, Incarnation(incarnation), "out of memory")
     assert waits == [0.0, 0.0, 0.5, 1.0]
-    actions = cluster.brain.tick()
+    actions = cluster.core.tick()
     reports = [a.text for a in actions if isinstance(a, OperatorNote)]
     assert "left dead (cluster.restart_limit)" in reports[-1]
     assert actions.count(ForgetArenas(NAME)) == 1, "only now that nobody comes after it"
     cluster.clock.advance(3600)
-    assert cluster.brain.tick() == []
+    assert cluster.core.tick() == []
     assert cluster.state == "dead"
 
 
 def test_what_is_kept_for_a_successor_is_forgotten_when_a_worker_leaves_and_not_when_it_dies() -> None:
     cluster = Cluster()
     cluster.up(1)
-    cluster.brain.died(NAME, Incarnation(1), "signal 9")
-    actions = cluster.brain.tick()
+    cluster.core.died(NAME, Incarnation(1), "signal 9")
+    actions = cluster.core.tick()
     assert ForgetArenas(NAME) not in actions
     assert cluster.starts(actions) == [2]
-    assert not cluster.brain.register(_record(2)).fenced
-    assert ForgetArenas(NAME, Incarnation(2)) in cluster.brain.tick(), "it has taken over what it could"
-    cluster.brain.leave(NAME, Incarnation(2))
-    assert ForgetArenas(NAME) in cluster.brain.tick()
+    assert not cluster.core.register(_record(2)).fenced
+    assert ForgetArenas(NAME, Incarnation(2)) in cluster.core.tick(), "it has taken over what it could"
+    cluster.core.leave(NAME, Incarnation(2))
+    assert ForgetArenas(NAME) in cluster.core.tick()
 
 
 def test_deaths_long_ago_do_not_count() -> None:
@@ -190,7 +188,7 @@ def test_deaths_long_ago_do_not_count() -> None:
     for incarnation in range(1, 8):
         cluster.up(incarnation)
         cluster.clock.advance(300)
-        cluster.brain.died(NAME, Incarnation(incarnation), "signal 9")
+        cluster.core.died(NAME, Incarnation(incarnation), "signal 9")
     assert cluster.starts() == [8]
 
 
@@ -198,11 +196,11 @@ def test_a_worker_that_never_registers_is_killed_when_its_time_is_over() -> None
     cluster = Cluster()
     assert cluster.starts() == [1]
     cluster.clock.advance(59.9)
-    assert cluster.brain.tick() == []
+    assert cluster.core.tick() == []
     cluster.clock.advance(0.2)
-    actions = cluster.brain.tick()
+    actions = cluster.core.tick()
     assert KillWorker(NAME, Incarnation(1), 0, "") in actions
-    assert cluster.brain.never_ready() == [(NAME, "not ready after 60 s")]
+    assert cluster.core.never_ready() == [(NAME, "not ready after 60 s")]
 
 
 def test_a_worker_that_left_by_drain_is_not_started_again() -> None:
@@ -210,9 +208,9 @@ def test_a_worker_that_left_by_drain_is_not_started_again() -> None:
     cluster.up(1)
     assert cluster.renew(1, "draining")
     assert cluster.state == "draining"
-    cluster.brain.leave(NAME, Incarnation(1))
+    cluster.core.leave(NAME, Incarnation(1))
     assert cluster.state == "left"
-    cluster.brain.died(NAME, Incarnation(1), "exited")
+    cluster.core.died(NAME, Incarnation(1), "exited")
     cluster.clock.advance(3600)
     assert cluster.starts() == []
     assert cluster.state == "left"
@@ -222,7 +220,7 @@ def test_a_worker_that_dies_while_draining_is_not_started_again() -> None:
     cluster = Cluster()
     cluster.up(1)
     cluster.renew(1, "draining")
-    cluster.brain.died(NAME, Incarnation(1), "signal 9")
+    cluster.core.died(NAME, Incarnation(1), "signal 9")
     cluster.clock.advance(3600)
     assert cluster.starts() == []
     assert cluster.state == "dead"
@@ -234,15 +232,15 @@ def test_undrain_makes_a_worker_ready_again() -> None:
     cluster.renew(1, "draining")
     assert cluster.renew(1, "ready")
     assert cluster.state == "ready"
-    cluster.brain.died(NAME, Incarnation(1), "signal 9")
+    cluster.core.died(NAME, Incarnation(1), "signal 9")
     assert cluster.starts() == [2]
 
 
 def test_nothing_is_started_while_shutting_down() -> None:
     cluster = Cluster()
     cluster.up(1)
-    cluster.brain.shut_down()
-    cluster.brain.died(NAME, Incarnation(1), "signal 15")
+    cluster.core.shut_down()
+    cluster.core.died(NAME, Incarnation(1), "signal 15")
     assert cluster.starts() == []
 
 
@@ -250,18 +248,18 @@ def test_the_version_grows_with_each_change_and_not_without() -> None:
     cluster = Cluster()
     cluster.up(1)
     changes: list[int] = []
-    cluster.brain.on_change(lambda: changes.append(cluster.brain.version))
+    cluster.core.on_change(lambda: changes.append(cluster.core.version))
     cluster.renew(1)
     cluster.renew(1)
     status = dataclasses.replace(_status(1), running=5)
-    cluster.brain.renew(NAME, Incarnation(1), status)
+    cluster.core.renew(NAME, Incarnation(1), status)
     assert changes == [changes[0], changes[0] + 1]
-    assert cluster.brain.views()[0].status.running == 5
+    assert cluster.core.views()[0].status.running == 5
 
 
 def test_two_workers_of_one_name_are_refused() -> None:
     with pytest.raises(ConfigError, match="already a worker decode-0"):
-        Cluster().brain.add(NAME, Role.DECODE)
+        Cluster().core.add(NAME, Role.DECODE)
 
 
 def test_an_event_that_is_not_in_the_table_raises() -> None:
@@ -277,10 +275,10 @@ def test_a_worker_that_left_comes_back_only_when_an_operator_wants_it() -> None:
     cluster = Cluster()
     cluster.up(1)
     cluster.renew(1, "draining")
-    cluster.brain.leave(NAME, Incarnation(1))
+    cluster.core.leave(NAME, Incarnation(1))
     cluster.clock.advance(3600)
     assert cluster.starts() == []
-    assert cluster.brain.undrain(NAME) == (NAME,)
+    assert cluster.core.undrain(NAME) == (NAME,)
     cluster.up(2)
     assert not cluster.renew(1), "what the one before it says is void"
 
@@ -290,12 +288,12 @@ def test_one_that_was_left_dead_begins_anew_when_an_operator_wants_it() -> None:
     for incarnation in (1, 2, 3, 4):
         while not cluster.starts():
             cluster.clock.advance(0.25)
-        cluster.brain.died(NAME, Incarnation(incarnation), "out of memory")
+        cluster.core.died(NAME, Incarnation(incarnation), "out of memory")
     cluster.clock.advance(3600)
     assert cluster.starts() == []
-    cluster.brain.undrain(NAME)
+    cluster.core.undrain(NAME)
     cluster.up(5)
-    cluster.brain.died(NAME, Incarnation(5), "again")
+    cluster.core.died(NAME, Incarnation(5), "again")
     assert cluster.starts() == [6], "its deaths of before don't count"
 
 
@@ -304,23 +302,23 @@ class Nodes:
 
     def __init__(self) -> None:
         self.clock = ManualClock()
-        self.brain = Controller(self.clock, CONFIG, MemoryLedger())
+        self.core = Controller(self.clock, CONFIG, MemoryLedger())
         self.places = {host: NodePlace(f"{host}-0123456789abcdef", host) for host in ("a", "b")}
-        self.brain.set_nodes(self.places.values())
+        self.core.set_nodes(self.places.values())
         self.incarnation: dict[WorkerName, Incarnation] = {}
         for number in range(4):
-            self.brain.add(WorkerName(f"decode-{number}"), Role.DECODE)
+            self.core.add(WorkerName(f"decode-{number}"), Role.DECODE)
         self.told: list[StartWorker] = []
         self.land(lambda start: "ab"[int(start.name[-1]) % 2])
 
     def land(self, where: Callable[[StartWorker], str]) -> list[str]:
         """Carry out what is to be started; returns the names."""
-        starts = [a for a in self.brain.tick() if isinstance(a, StartWorker)]
+        starts = [a for a in self.core.tick() if isinstance(a, StartWorker)]
         for start in starts:
             host = where(start)
             assert not any(self.places[host].named(name) for name in start.avoid), "it lands where it must not"
             self.incarnation[start.name] = start.incarnation
-            self.brain.placed(start.name, start.incarnation, self.places[host])
+            self.core.placed(start.name, start.incarnation, self.places[host])
             assert not self.register(start.name, host).fenced
         return [start.name for start in starts]
 
@@ -329,113 +327,113 @@ class Nodes:
         record = WorkerRecord(
             WorkerName(name), Role.DECODE, number, 77, host, "e", "c", WorkerLimits(1, 1), self.places[host].node_id
         )
-        return self.brain.register(record)
+        return self.core.register(record)
 
     def renew(self, name: str, state: str = "ready") -> LeaseGrant:
         number = self.incarnation[WorkerName(name)]
         status = WorkerStatus(WorkerName(name), Role.DECODE, state, 77, "", number, 1, 0, 64, 60)
-        return self.brain.renew(WorkerName(name), number, status)
+        return self.core.renew(WorkerName(name), number, status)
 
     def states(self) -> dict[str, str]:
-        return {view.record.name: f"{view.status.state} on {view.record.node}" for view in self.brain.views()}
+        return {view.record.name: f"{view.status.state} on {view.record.node}" for view in self.core.views()}
 
 
 @pytest.mark.parametrize("name", ["b", "b-0123456789", "b-0123456789abcdef"])
 def test_a_drained_node_is_cordoned_and_all_that_serve_there_are_told(name: str) -> None:
     nodes = Nodes()
     nodes.renew("decode-1", "draining")
-    assert nodes.brain.drain(name) == ("decode-3",), "decode-1 drains already"
+    assert nodes.core.drain(name) == ("decode-3",), "decode-1 drains already"
     assert nodes.renew("decode-3").drain
     assert not nodes.renew("decode-0").drain
-    assert [view.record.name for view in nodes.brain.views() if view.cordoned] == ["decode-1", "decode-3"]
+    assert [view.record.name for view in nodes.core.views() if view.cordoned] == ["decode-1", "decode-3"]
     nodes.renew("decode-3", "draining")
     assert not nodes.renew("decode-3", "ready").drain, "who undrains one of them is obeyed"
-    nodes.brain.died(WorkerName("decode-3"), Incarnation(1), "killed")
+    nodes.core.died(WorkerName("decode-3"), Incarnation(1), "killed")
     assert nodes.land(lambda start: "a") == ["decode-3"]
 
 
 def test_no_worker_lands_on_a_cordoned_node_whenever_it_was_started() -> None:
     nodes = Nodes()
     for number in (1, 3):
-        nodes.brain.died(WorkerName(f"decode-{number}"), Incarnation(1), "killed")
-    starts = {a.name: a.incarnation for a in nodes.brain.tick() if isinstance(a, StartWorker)}
+        nodes.core.died(WorkerName(f"decode-{number}"), Incarnation(1), "killed")
+    starts = {a.name: a.incarnation for a in nodes.core.tick() if isinstance(a, StartWorker)}
     nodes.incarnation |= starts
-    nodes.brain.placed(WorkerName("decode-1"), starts[WorkerName("decode-1")], nodes.places["b"])
-    nodes.brain.drain("b")
-    kills = [a for a in nodes.brain.tick() if isinstance(a, KillWorker)]
+    nodes.core.placed(WorkerName("decode-1"), starts[WorkerName("decode-1")], nodes.places["b"])
+    nodes.core.drain("b")
+    kills = [a for a in nodes.core.tick() if isinstance(a, KillWorker)]
     assert [kill.name for kill in kills] == ["decode-1"], "it was building its worker there"
     assert nodes.register("decode-3", "b").fenced, "nobody knew yet where it would land"
     assert set(nodes.land(lambda start: "a")) | {"decode-1"} == {"decode-1", "decode-3"}
     assert nodes.states()["decode-3"] == "ready on a"
-    for view in nodes.brain.views():
+    for view in nodes.core.views():
         assert not (view.cordoned and view.status.state in ("starting", "ready"))
 
 
 def test_where_a_start_was_placed_is_seen_before_its_worker_has_registered() -> None:
     nodes = Nodes()
-    nodes.brain.died(WorkerName("decode-1"), Incarnation(1), "killed")
-    (start,) = [a for a in nodes.brain.tick() if isinstance(a, StartWorker)]
-    nodes.brain.placed(start.name, start.incarnation, nodes.places["a"])
-    (view,) = [view for view in nodes.brain.views() if view.record.name == start.name]
+    nodes.core.died(WorkerName("decode-1"), Incarnation(1), "killed")
+    (start,) = [a for a in nodes.core.tick() if isinstance(a, StartWorker)]
+    nodes.core.placed(start.name, start.incarnation, nodes.places["a"])
+    (view,) = [view for view in nodes.core.views() if view.record.name == start.name]
     assert (view.status.state, view.status.node, view.record.node) == ("starting", "a", "a")
 
 
 def test_a_start_that_is_moved_to_another_node_is_no_death() -> None:
     nodes = Nodes()
-    nodes.brain.died(WorkerName("decode-1"), Incarnation(1), "killed")
+    nodes.core.died(WorkerName("decode-1"), Incarnation(1), "killed")
     for _ in range(3 * CONFIG.restart_limit):
-        start = next(a for a in nodes.brain.tick() if isinstance(a, StartWorker))
-        nodes.brain.placed(start.name, start.incarnation, nodes.places["b"])
-        nodes.brain.drain("b")
-        nodes.brain.undrain("b")
+        start = next(a for a in nodes.core.tick() if isinstance(a, StartWorker))
+        nodes.core.placed(start.name, start.incarnation, nodes.places["b"])
+        nodes.core.drain("b")
+        nodes.core.undrain("b")
     assert nodes.states()["decode-1"].startswith("dead")
     assert nodes.land(lambda start: "b") == ["decode-1"]
 
 
 def test_where_every_node_is_cordoned_a_worker_waits_and_is_started_after_the_undrain() -> None:
     nodes = Nodes()
-    nodes.brain.drain("a")
-    nodes.brain.drain("b")
-    nodes.brain.died(WorkerName("decode-0"), Incarnation(1), "killed")
+    nodes.core.drain("a")
+    nodes.core.drain("b")
+    nodes.core.died(WorkerName("decode-0"), Incarnation(1), "killed")
     reports = []
     for _ in range(100):
         nodes.clock.advance(1.0)
         for number in (1, 2, 3):
             nodes.renew(f"decode-{number}", "draining")
-        reports += [a.text for a in nodes.brain.tick() if isinstance(a, OperatorNote) and "waits" in a.text]
+        reports += [a.text for a in nodes.core.tick() if isinstance(a, OperatorNote) and "waits" in a.text]
     assert reports == ["decode-0 waits: every node is cordoned (a, b); undrain one"], "told once"
     assert nodes.states()["decode-0"] == "dead on a"
-    nodes.brain.undrain("a")
+    nodes.core.undrain("a")
     assert nodes.land(lambda start: "a") == ["decode-0"]
 
 
 def test_a_start_that_waits_for_a_place_is_begun_anew_when_a_node_is_undrained() -> None:
     """Where it may not be is part of what was asked for: it would wait for another node for ever."""
     nodes = Nodes()
-    nodes.brain.drain("b")
-    nodes.brain.died(WorkerName("decode-1"), Incarnation(1), "killed")
-    assert [(a.name, a.avoid) for a in nodes.brain.tick() if isinstance(a, StartWorker)] == [("decode-1", ("b",))]
-    nodes.brain.undrain("b")
-    actions = nodes.brain.tick()
+    nodes.core.drain("b")
+    nodes.core.died(WorkerName("decode-1"), Incarnation(1), "killed")
+    assert [(a.name, a.avoid) for a in nodes.core.tick() if isinstance(a, StartWorker)] == [("decode-1", ("b",))]
+    nodes.core.undrain("b")
+    actions = nodes.core.tick()
     assert [(a.name, a.incarnation) for a in actions if isinstance(a, KillWorker)] == [("decode-1", 2)]
     assert [(a.name, a.incarnation, a.avoid) for a in actions if isinstance(a, StartWorker)] == [("decode-1", 3, ())]
 
 
 def test_an_undrained_node_gets_back_those_that_left_it() -> None:
     nodes = Nodes()
-    nodes.brain.drain("b")
+    nodes.core.drain("b")
     nodes.renew("decode-1", "draining")
     nodes.renew("decode-3", "draining")
-    nodes.brain.leave(WorkerName("decode-1"), Incarnation(1))
-    assert nodes.brain.undrain("b-0123456789") == ("decode-1",), "under whichever name"
+    nodes.core.leave(WorkerName("decode-1"), Incarnation(1))
+    assert nodes.core.undrain("b-0123456789") == ("decode-1",), "under whichever name"
     assert nodes.land(lambda start: "b") == ["decode-1"]
-    assert not any(view.cordoned for view in nodes.brain.views())
+    assert not any(view.cordoned for view in nodes.core.views())
     assert not nodes.renew("decode-3", "ready").drain
 
 
 def test_an_unknown_node_is_refused_with_those_that_there_are() -> None:
     nodes = Nodes()
-    for steer in (nodes.brain.drain, nodes.brain.undrain):
+    for steer in (nodes.core.drain, nodes.core.undrain):
         with pytest.raises(ConfigError, match="nodes: a, b"):
             steer("c")
 
@@ -445,8 +443,8 @@ def test_a_controller_that_stood_still_ends_no_lease_for_it() -> None:
     cluster = Cluster()
     cluster.up(1)
     cluster.clock.advance(12.0)
-    cluster.brain.stood_still(12.0)
-    assert cluster.brain.tick() == []
+    cluster.core.stood_still(12.0)
+    assert cluster.core.tick() == []
     assert cluster.renew(1)
     cluster.clock.advance(10.0)
-    assert [a.name for a in cluster.brain.tick() if isinstance(a, KillWorker)] == [NAME]
+    assert [a.name for a in cluster.core.tick() if isinstance(a, KillWorker)] == [NAME]

@@ -21,6 +21,6 @@ def test_ranks_meet_without_a_file_that_a_killed_leader_would_leave(
     with ThreadPoolExecutor(2) as threads:
         leading = threads.submit(lead, meeting, 2, SystemClock(), deadline_s=60.0, start_s=60.0)
         following = threads.submit(follow, meeting, 1, 2, deadline_s=60.0, start_s=60.0)
-        crew, follower = leading.result(), following.result()
-    crew.close()
+        group, follower = leading.result(), following.result()
+    group.close()
     follower.close()

@@ -48,9 +48,9 @@ class Scene:
 
     def __init__(self) -> None:
         self.clock = ManualClock()
-        self.brain = Controller(self.clock, ClusterConfig(), MemoryLedger())
-        self.controller = ControllerServer(self.brain)
-        self.controller.call(lambda brain: brain.add(NAME, Role.DECODE))
+        self.core = Controller(self.clock, ClusterConfig(), MemoryLedger())
+        self.controller = ControllerServer(self.core)
+        self.controller.call(lambda core: core.add(NAME, Role.DECODE))
         self.controller.call(Controller.tick)
         self.worker = FakeWorker(incarnation=1)
         self.host = WorkerThread(self.worker, idle_s=0.01)
@@ -238,8 +238,8 @@ def test_watchers_and_sessions_are_bounded(scene: Scene, monkeypatch: pytest.Mon
 
 
 def test_all_watchers_are_told_the_same_table_which_is_built_once(scene: Scene) -> None:
-    built = controller_service.ControllerService(scene.brain)
+    built = controller_service.ControllerService(scene.core)
     first = built.view()
     assert built.view() is first
-    scene.controller.call(lambda brain: brain.add(WorkerName("decode-1"), Role.DECODE))
+    scene.controller.call(lambda core: core.add(WorkerName("decode-1"), Role.DECODE))
     assert [w.registration.name for w in built.view().workers] == ["decode-0", "decode-1"]

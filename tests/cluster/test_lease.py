@@ -76,9 +76,9 @@ class Wired:
     def __init__(self, secret: str = "") -> None:
         self.clock = ManualClock()
         self.secret = secret
-        self.brain = Controller(self.clock, ClusterConfig(lease_s=10.0), MemoryLedger())
-        self.server = ControllerServer(self.brain, secret=secret)
-        self.server.call(lambda brain: brain.add(NAME, Role.DECODE))
+        self.core = Controller(self.clock, ClusterConfig(lease_s=10.0), MemoryLedger())
+        self.server = ControllerServer(self.core, secret=secret)
+        self.server.call(lambda core: core.add(NAME, Role.DECODE))
         assert [a for a in self.server.call(Controller.tick) if isinstance(a, StartWorker)]
 
     def keeper(
@@ -93,7 +93,7 @@ class Wired:
         return LeaseKeeper(record, where, self.clock, 0.01, worker.status, on_lost, self.secret)
 
     def state(self) -> str:
-        return self.server.call(lambda brain: brain.views()[0].status.state)
+        return self.server.call(lambda core: core.views()[0].status.state)
 
 
 @pytest.fixture
@@ -108,7 +108,7 @@ def test_register_renew_and_leave_over_the_wire(wired: Wired) -> None:
         keeper = wired.keeper(1)
         await keeper.start(WAIT_S)
         assert keeper.lease.held
-        while wired.server.call(lambda brain: brain.views()[0].status.pages_total) == 0:
+        while wired.server.call(lambda core: core.views()[0].status.pages_total) == 0:
             await asyncio.sleep(0)
         await keeper.leave()
 
@@ -122,7 +122,7 @@ def test_where_there_is_a_secret_every_word_of_a_worker_carries_its_token() -> N
     async def life() -> None:
         keeper = wired.keeper(1)
         await keeper.start(WAIT_S)
-        while wired.server.call(lambda brain: brain.views()[0].status.pages_total) == 0:
+        while wired.server.call(lambda core: core.views()[0].status.pages_total) == 0:
             await asyncio.sleep(0)
         await keeper.leave()
         assert keeper.failures == 0
@@ -191,7 +191,7 @@ def test_a_lease_carries_the_fingerprint_over_the_wire(wired: Wired) -> None:
     async def life() -> None:
         keeper = wired.keeper(1)
         await keeper.start(WAIT_S)
-        assert wired.server.call(lambda brain: brain.views()[0].record.fingerprint) == MARK
+        assert wired.server.call(lambda core: core.views()[0].record.fingerprint) == MARK
         seen: list[Fingerprint | None] = []
         directory = ControllerDirectory(wired.server.endpoint)
         stop = directory.watch(lambda views: seen.extend(view.record.fingerprint for view in views))
@@ -214,7 +214,7 @@ def test_a_worker_is_told_when_its_lease_is_ended(wired: Wired) -> None:
         lost: asyncio.Future[str] = asyncio.get_running_loop().create_future()
         keeper = wired.keeper(1, lost.set_result)
         await keeper.start(WAIT_S)
-        wired.server.call(lambda brain: brain.died(NAME, Incarnation(1), "operator"))
+        wired.server.call(lambda core: core.died(NAME, Incarnation(1), "operator"))
         reason = await asyncio.wait_for(lost, WAIT_S)
         held = keeper.lease.held
         await keeper.close()
@@ -399,7 +399,7 @@ def test_a_watcher_gets_the_table_now_and_at_each_change(wired: Wired) -> None:
 def test_the_ledger_survives_its_process_and_never_goes_back(tmp_path: Path) -> None:
     path = tmp_path / "incarnations.json"
     FileLedger(path).record("decode-0", 4)
-    brain = Controller(ManualClock(), ClusterConfig(), FileLedger(path))
-    brain.add(NAME, Role.DECODE)
-    assert [a.incarnation for a in brain.tick() if isinstance(a, StartWorker)] == [5]
+    core = Controller(ManualClock(), ClusterConfig(), FileLedger(path))
+    core.add(NAME, Role.DECODE)
+    assert [a.incarnation for a in core.tick() if isinstance(a, StartWorker)] == [5]
     assert FileLedger(path).load() == {"decode-0": 5}

@@ -37,16 +37,16 @@ class Cluster:
 
     def __init__(self) -> None:
         self.clock = ManualClock()
-        self.brain = Controller(self.clock, ClusterConfig(), MemoryLedger())
-        self.brain.add(NAME, Role.DECODE)
+        self.core = Controller(self.clock, ClusterConfig(), MemoryLedger())
+        self.core.add(NAME, Role.DECODE)
         self.incarnation = Incarnation(0)
         self.role = Role.DECODE
         self.up()
 
     def up(self) -> StartWorker:
-        (start,) = [a for a in self.brain.tick() if isinstance(a, StartWorker)]
+        (start,) = [a for a in self.core.tick() if isinstance(a, StartWorker)]
         self.incarnation, self.role = start.incarnation, start.role
-        self.brain.register(self.record())
+        self.core.register(self.record())
         return start
 
     def record(self) -> WorkerRecord:
@@ -55,63 +55,63 @@ class Cluster:
     def renew(self, state: str) -> bool:
         """A heartbeat; whether the worker is told to drain."""
         status = WorkerStatus(NAME, self.role, state, 7, "n", self.incarnation, 0, 0, 1, 1)
-        return self.brain.renew(NAME, self.incarnation, status).drain
+        return self.core.renew(NAME, self.incarnation, status).drain
 
 
 def test_a_worker_that_changes_its_role_drains_and_comes_back_as_the_other_kind() -> None:
     cluster = Cluster()
-    cluster.brain.change_role(NAME, Role.PREFILL)
+    cluster.core.change_role(NAME, Role.PREFILL)
     assert cluster.renew("ready"), "it is told"
     assert not cluster.renew("draining"), "once"
-    cluster.brain.leave(NAME, cluster.incarnation)
+    cluster.core.leave(NAME, cluster.incarnation)
     start = cluster.up()
     assert (start.role, start.incarnation) == (Role.PREFILL, 2)
-    (view,) = cluster.brain.views()
+    (view,) = cluster.core.views()
     assert (view.status.role, view.status.state) == (Role.PREFILL, "ready")
     assert not cluster.renew("ready")
 
 
 def test_a_worker_that_dies_on_its_way_to_another_role_is_started_in_that_role() -> None:
     cluster = Cluster()
-    cluster.brain.change_role(NAME, Role.PREFILL)
+    cluster.core.change_role(NAME, Role.PREFILL)
     cluster.renew("ready")
     cluster.renew("draining")
-    cluster.brain.died(NAME, cluster.incarnation, "killed")
+    cluster.core.died(NAME, cluster.incarnation, "killed")
     assert cluster.up().role is Role.PREFILL
 
 
 def test_an_undrained_worker_keeps_its_role() -> None:
     cluster = Cluster()
-    cluster.brain.change_role(NAME, Role.PREFILL)
+    cluster.core.change_role(NAME, Role.PREFILL)
     cluster.renew("ready")
     cluster.renew("draining")
     cluster.renew("ready")
     cluster.renew("draining")
-    cluster.brain.leave(NAME, cluster.incarnation)
-    actions = cluster.brain.tick()
+    cluster.core.leave(NAME, cluster.incarnation)
+    actions = cluster.core.tick()
     assert [a for a in actions if isinstance(a, StartWorker)] == []
     assert OperatorNote(f"{NAME} has left") in actions
 
 
 def test_a_change_of_role_that_is_taken_back_before_the_worker_heard_of_it_is_none() -> None:
     cluster = Cluster()
-    cluster.brain.change_role(NAME, Role.PREFILL)
-    cluster.brain.undrain(NAME)
+    cluster.core.change_role(NAME, Role.PREFILL)
+    cluster.core.undrain(NAME)
     assert not cluster.renew("ready")
     cluster.renew("draining")
-    cluster.brain.leave(NAME, cluster.incarnation)
-    assert not [a for a in cluster.brain.tick() if isinstance(a, StartWorker)]
+    cluster.core.leave(NAME, cluster.incarnation)
+    assert not [a for a in cluster.core.tick() if isinstance(a, StartWorker)]
 
 
 def test_only_a_ready_worker_of_the_other_kind_can_change_its_role() -> None:
     cluster = Cluster()
     with pytest.raises(ConfigError, match="already"):
-        cluster.brain.change_role(NAME, Role.DECODE)
+        cluster.core.change_role(NAME, Role.DECODE)
     with pytest.raises(ConfigError, match="unknown"):
-        cluster.brain.change_role(WorkerName("decode-9"), Role.PREFILL)
+        cluster.core.change_role(WorkerName("decode-9"), Role.PREFILL)
     cluster.renew("draining")
     with pytest.raises(ConfigError, match="only a ready worker"):
-        cluster.brain.change_role(NAME, Role.PREFILL)
+        cluster.core.change_role(NAME, Role.PREFILL)
 
 
 def test_a_node_that_ray_takes_away_drains_its_workers_once() -> None:
@@ -125,34 +125,34 @@ def test_a_node_that_ray_takes_away_drains_its_workers_once() -> None:
         return nodes
 
     drains = NodeDrains(ask, every_s=0.001)
-    assert drains.due(cluster.brain.views()) == []
+    assert drains.due(cluster.core.views()) == []
     nodes["node-of-ray"] = 0
     drains.start()
     try:
         assert asked.wait(WAIT_S)
-        assert drains.due(cluster.brain.views()) == [], "a store that doesn't answer holds nobody up"
+        assert drains.due(cluster.core.views()) == [], "a store that doesn't answer holds nobody up"
         answered.set()
         due: list[str] = []
         while not due:
-            due = drains.due(cluster.brain.views())
+            due = drains.due(cluster.core.views())
         assert due == ["node-of-ray"]
-        assert drains.due(cluster.brain.views()) == []
+        assert drains.due(cluster.core.views()) == []
     finally:
         drains.close()
-    assert cluster.brain.drain("node-of-ray") == (NAME,)
+    assert cluster.core.drain("node-of-ray") == (NAME,)
     assert cluster.renew("ready")
     assert not cluster.renew("draining")
-    assert not cluster.brain.drain(NAME), "it drains already"
-    cluster.brain.leave(NAME, cluster.incarnation)
-    assert not [a for a in cluster.brain.tick() if isinstance(a, StartWorker)]
+    assert not cluster.core.drain(NAME), "it drains already"
+    cluster.core.leave(NAME, cluster.incarnation)
+    assert not [a for a in cluster.core.tick() if isinstance(a, StartWorker)]
 
 
 def test_workers_of_other_nodes_stay() -> None:
     cluster = Cluster()
     drains = NodeDrains(dict)
     drains._nodes = {"another": 1}
-    assert drains.due(cluster.brain.views()) == []
-    views = [WorkerView(v.record, v.status) for v in cluster.brain.views()]
+    assert drains.due(cluster.core.views()) == []
+    views = [WorkerView(v.record, v.status) for v in cluster.core.views()]
     drains._nodes = {"": 1}
     assert drains.due(views) == []
 

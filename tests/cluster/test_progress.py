@@ -31,57 +31,57 @@ def status(stalled_s: float, steps: int = 5, longest_s: float = 0.0) -> WorkerSt
 
 
 def cluster() -> Controller:
-    brain = Controller(ManualClock(), CONFIG, MemoryLedger())
-    brain.add(NAME, Role.DECODE)
-    brain.tick()
-    brain.register(WorkerRecord(NAME, Role.DECODE, Incarnation(1), 7, "n", "", "", WorkerLimits(1, 1)))
-    return brain
+    core = Controller(ManualClock(), CONFIG, MemoryLedger())
+    core.add(NAME, Role.DECODE)
+    core.tick()
+    core.register(WorkerRecord(NAME, Role.DECODE, Incarnation(1), 7, "n", "", "", WorkerLimits(1, 1)))
+    return core
 
 
 def test_c4_a_worker_that_renews_but_makes_no_progress_is_fenced_killed_and_replaced() -> None:
-    brain = cluster()
-    assert not brain.renew(NAME, Incarnation(1), status(29.0)).fenced
-    assert brain.tick() == []
-    assert brain.renew(NAME, Incarnation(1), status(30.0)).fenced
-    kill, report, start = brain.tick()
+    core = cluster()
+    assert not core.renew(NAME, Incarnation(1), status(29.0)).fenced
+    assert core.tick() == []
+    assert core.renew(NAME, Incarnation(1), status(30.0)).fenced
+    kill, report, start = core.tick()
     assert isinstance(kill, KillWorker)
     assert "hung" in report.text  # type: ignore[union-attr]
     assert start == StartWorker(NAME, Role.DECODE, Incarnation(2))
-    assert brain.renew(NAME, Incarnation(1), status(0.0)).fenced, "there is no way back"
+    assert core.renew(NAME, Incarnation(1), status(0.0)).fenced, "there is no way back"
 
 
 def test_long_steps_and_the_first_step_are_allowed_their_time() -> None:
     assert allowed_s(status(0.0), CONFIG) == 30.0
     assert allowed_s(status(0.0, longest_s=20.0), CONFIG) == 80.0
     assert allowed_s(status(0.0, steps=0), CONFIG) == 120.0
-    brain = cluster()
-    assert not brain.renew(NAME, Incarnation(1), status(119.0, steps=0)).fenced
-    assert not brain.renew(NAME, Incarnation(1), status(79.0, longest_s=20.0)).fenced
+    core = cluster()
+    assert not core.renew(NAME, Incarnation(1), status(119.0, steps=0)).fenced
+    assert not core.renew(NAME, Incarnation(1), status(79.0, longest_s=20.0)).fenced
 
 
 def test_a_loop_that_waits_for_others_makes_progress_and_one_that_could_compute_does_not() -> None:
     clock = ManualClock()
-    pulse = StepWatchdog(clock)
+    watchdog = StepWatchdog(clock)
     for _ in range(100):
         clock.advance(1.0)
-        pulse.turned(3, runnable=False, took_s=0.0)
-    assert pulse.stalled_s == 0.0
+        watchdog.turned(3, runnable=False, took_s=0.0)
+    assert watchdog.stalled_s == 0.0
     for _ in range(100):
         clock.advance(1.0)
-        pulse.turned(3, runnable=True, took_s=0.0)
-    assert pulse.stalled_s == 100.0
-    pulse.turned(4, runnable=True, took_s=0.5)
-    assert pulse.stalled_s == 0.0
+        watchdog.turned(3, runnable=True, took_s=0.0)
+    assert watchdog.stalled_s == 100.0
+    watchdog.turned(4, runnable=True, took_s=0.5)
+    assert watchdog.stalled_s == 0.0
 
 
 def test_the_longest_step_is_remembered_and_forgotten() -> None:
     clock = ManualClock()
-    pulse = StepWatchdog(clock)
-    pulse.turned(1, runnable=True, took_s=40.0)
-    assert pulse.on(status(0.0)).longest_step_s == 40.0
+    watchdog = StepWatchdog(clock)
+    watchdog.turned(1, runnable=True, took_s=40.0)
+    assert watchdog.on(status(0.0)).longest_step_s == 40.0
     for steps in range(2, 400):
-        pulse.turned(steps, runnable=True, took_s=0.1)
-    assert pulse.on(status(0.0)).longest_step_s == 0.0
+        watchdog.turned(steps, runnable=True, took_s=0.1)
+    assert watchdog.on(status(0.0)).longest_step_s == 0.0
 
 
 def test_a_hung_step_shows_in_the_heartbeat_while_the_rest_of_the_status_stands_still() -> None:

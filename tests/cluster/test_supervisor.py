@@ -50,12 +50,12 @@ class Hands:
 class Scene:
     def __init__(self) -> None:
         self.clock = ManualClock()
-        self.brain = Controller(self.clock, ClusterConfig(lease_s=10.0), MemoryLedger())
+        self.core = Controller(self.clock, ClusterConfig(lease_s=10.0), MemoryLedger())
         self.hands = Hands()
-        server: Any = types.SimpleNamespace(call=lambda run: run(self.brain))
+        server: Any = types.SimpleNamespace(call=lambda run: run(self.core))
         plan: Any = lambda start: start  # noqa: E731
         self.supervisor = Supervisor(server, self.hands, plan, lambda line: None, self.clock)
-        self.brain.add(NAME, Role.DECODE)
+        self.core.add(NAME, Role.DECODE)
 
     def poll(self, after_s: float = 0.1) -> None:
         self.clock.advance(after_s)
@@ -63,21 +63,21 @@ class Scene:
 
     def up(self, incarnation: int, node: NodePlace) -> None:
         number = Incarnation(incarnation)
-        self.brain.register(
+        self.core.register(
             WorkerRecord(NAME, Role.DECODE, number, 7, node.host, "", "", WorkerLimits(1, 1), node.node_id)
         )
-        self.brain.renew(NAME, number, WorkerStatus(NAME, Role.DECODE, "ready", 7, "", number, 0, 0, 1, 1))
+        self.core.renew(NAME, number, WorkerStatus(NAME, Role.DECODE, "ready", 7, "", number, 0, 0, 1, 1))
 
     @property
     def state(self) -> str:
-        return self.brain.views()[0].status.state
+        return self.core.views()[0].status.state
 
 
 def test_a_start_that_lands_on_a_node_that_was_cordoned_meanwhile_is_ended_and_placed_elsewhere() -> None:
     scene = Scene()
     scene.poll()
     assert [avoid for _, avoid in scene.hands.started] == [()]
-    assert scene.brain.drain("b") == ()
+    assert scene.core.drain("b") == ()
     scene.hands.landed = [WorkerPlaced(NAME, Incarnation(1), B)]
     scene.poll()
     assert scene.hands.killed == [(NAME, 1)]

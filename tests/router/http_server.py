@@ -82,9 +82,9 @@ class Server:
         asyncio.run_coroutine_threadsafe(run(), self.loop).result(WAIT_S + 1)
 
     def serves(self) -> bool:
-        brain = self.service.brain
+        core = self.service.core
         up = sum(w.alive and w.state == "ready" for w in self.cluster.workers.values())
-        return sum(len(brain.serving(role)) for role in Role) == up
+        return sum(len(core.serving(role)) for role in Role) == up
 
     def post(self, path: str, body: Any, **headers: str) -> httpx.Response:
         return self.client.post(path, json=body, headers=headers)
@@ -116,7 +116,7 @@ class Server:
 
     def at_rest(self) -> None:
         """Nothing is left anywhere: asserted after each test."""
-        self.wait_until(lambda: not self.cluster.leftovers() and not self.service.brain.in_house)
+        self.wait_until(lambda: not self.cluster.leftovers() and not self.service.core.in_flight)
         assert self.call(self.service.check) == []
 
 

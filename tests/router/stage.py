@@ -1,4 +1,4 @@
-"""A stage for the brain: its actions played out by formulas, one event at a time, in any order a test likes."""
+"""A stage for the router core: its actions played out by formulas, one event at a time, in any order a test likes."""
 
 from __future__ import annotations
 
@@ -41,13 +41,13 @@ class StageLeg:
 
 
 class Stage:
-    """Workers without any I/O, and a brain that believes in them."""
+    """Workers without any I/O, and a router core that believes in them."""
 
     def __init__(self, prefill: int = 2, decode: int = 2, audit: Mapping[str, Any] = {}, **config: Any) -> None:
         self.clock = ManualClock(100.0)
         self.cluster = FakeCluster(prefill, decode)
         rooms = (f"room-{i}" for i in itertools.count())
-        self.brain = RouterCore(RouterConfig(**config), self.clock, lambda: next(rooms), AuditConfig(**audit))
+        self.core = RouterCore(RouterConfig(**config), self.clock, lambda: next(rooms), AuditConfig(**audit))
         self.legs: dict[tuple[str, RequestId], StageLeg] = {}
         self.said: list[tuple[WorkerKey, Event]] = []
         self.submits: list[tuple[WorkerKey, Submit]] = []
@@ -74,16 +74,16 @@ class Stage:
         return (worker.name, worker.incarnation)
 
     def view(self) -> None:
-        self.brain.on_view(self.cluster.views())
+        self.core.on_view(self.cluster.views())
         self.play()
 
     def link(self, name: str) -> None:
-        self.brain.on_linked(self.key(name))
+        self.core.on_linked(self.key(name))
         self.play()
 
     def unlink(self, name: str) -> None:
         self._forget(name)
-        self.brain.on_unlinked(self.key(name), "the stream ended")
+        self.core.on_unlinked(self.key(name), "the stream ended")
         self.play()
 
     def kill(self, name: str) -> None:
@@ -111,11 +111,11 @@ class Stage:
         rid = RequestId(f"r{len(self.requests)}-0")
         params = SamplingParams(max_tokens, **sampling)
         now = self.clock.now()
-        deadline = now + self.brain._config.request_timeout_s
+        deadline = now + self.core._config.request_timeout_s
         request = RoutedRequest(rid, prompt, params, now=now, deadline=deadline, hashes=prefix_hashes(prompt))
         self.requests[rid] = request
         self.out[rid], self.logprobs[rid] = [], []
-        self.brain.submit(request)
+        self.core.submit(request)
         self.play()
         return rid
 
@@ -125,12 +125,12 @@ class Stage:
 
     def tick(self, seconds: float = 0.1) -> None:
         self.clock.advance(seconds)
-        self.brain.tick()
+        self.core.tick()
         self.play()
 
     def play(self) -> None:
-        """Carry out the brain's actions, and let it recount its books."""
-        for action in self.brain.take_actions():
+        """Carry out the router core's actions, and let it recount its books."""
+        for action in self.core.take_actions():
             match action:
                 case SendCommand(worker, Submit() as submit):
                     self.submits.append((worker, submit))
@@ -163,7 +163,7 @@ class Stage:
                 case EndRequest(rid, done):
                     assert rid not in self.ends, "an end comes once"
                     self.ends[rid] = done
-        assert self.brain.check() == []
+        assert self.core.check() == []
 
     # ------------------------------------------------------------ events
 
@@ -191,7 +191,7 @@ class Stage:
 
     def hear(self, worker: WorkerKey, event: Event) -> None:
         self.said.append((worker, event))
-        self.brain.on_event(worker, event)
+        self.core.on_event(worker, event)
         self.play()
 
     def error(self, rid: RequestId, role: Role, kind: Any, **done: Any) -> None:
@@ -217,4 +217,4 @@ class Stage:
         assert self.out[rid] == self.answer(rid)
         assert self.ends[rid].error is None
         assert not [r for _, r in self.legs if r == rid]
-        assert rid not in set(self.brain.request_ids())
+        assert rid not in set(self.core.request_ids())

@@ -48,7 +48,7 @@ def say(on: Stage, end: AuditEnd = AuditEnd.COMPUTED, *found: TokenDifference, d
 
 
 def results(on: Stage) -> dict[AuditResult, int]:
-    return dict(on.brain.audits.counts.results)
+    return dict(on.core.audits.counts.results)
 
 
 def test_the_table_of_states_has_no_dead_end() -> None:
@@ -66,7 +66,7 @@ def test_a_finished_answer_goes_to_an_idle_prefill_worker_with_all_its_tokens() 
     assert audit.prompt_len == 3
     assert (audit.sampling.seed, audit.sampling.temperature, audit.sampling.logprobs) == (9, 0.7, None)
     say(on)
-    counts = on.brain.audits.counts
+    counts = on.core.audits.counts
     assert (results(on), counts.tokens, counts.damage_rate) == ({AuditResult.EXACT: 1}, 6, 0.0)
     assert not on.findings
 
@@ -76,7 +76,7 @@ def test_nothing_is_audited_without_a_fraction() -> None:
     answered(on)
     idle(on)
     assert not on.audits
-    assert not on.brain.audits.queued
+    assert not on.core.audits.queued
 
 
 def test_which_answers_are_chosen_depends_on_the_fraction_and_their_ids_alone() -> None:
@@ -94,10 +94,10 @@ def test_failed_and_cancelled_and_empty_answers_are_not_audited() -> None:
     failed = on.submit()
     on.error(failed, DECODE, ErrorKind.INVALID)
     cancelled = on.submit()
-    on.brain.cancel(cancelled)
+    on.core.cancel(cancelled)
     on.play()
     idle(on)
-    assert not on.brain.audits.queued
+    assert not on.core.audits.queued
     assert not on.audits
 
 
@@ -106,7 +106,7 @@ def test_an_answer_that_a_stop_string_ended_is_audited_as_far_as_it_went() -> No
     rid = on.submit()
     on.say(rid, PREFILL, 2)
     on.say(rid, DECODE, 1 + 2)
-    on.brain.cancel(rid, finished=True)
+    on.core.cancel(rid, finished=True)
     on.play()
     idle(on)
     assert last(on)[1].tokens == (*on.requests[rid].prompt, *on.answer(rid)[:3])
@@ -141,7 +141,7 @@ def test_an_audit_that_a_request_ended_waits_and_is_begun_again_under_the_next_n
     answered(on)
     idle(on)
     say(on, AuditEnd.PREEMPTED)
-    assert on.brain.audits.queued == 1
+    assert on.core.audits.queued == 1
     assert len(on.audits) == 1, "not at once: a worker that sent one back is busy"
     idle(on)
     assert last(on)[1].attempt == 1
@@ -156,7 +156,7 @@ def test_an_audit_that_is_never_left_in_peace_is_left_out() -> None:
         idle(on)
         say(on, AuditEnd.PREEMPTED)
     assert results(on) == {AuditResult.DROPPED: 1}
-    assert not on.brain.audits.queued
+    assert not on.core.audits.queued
 
 
 def test_a_full_queue_leaves_its_oldest_out() -> None:
@@ -186,13 +186,13 @@ def test_a_difference_counts_once_another_worker_has_come_to_the_same() -> None:
     assert results(on) == {AuditResult.DAMAGED: 1}
     (finding,) = on.findings
     assert (finding.request_id, finding.result, finding.differing) == (rid, AuditResult.DAMAGED, 1)
-    assert on.brain.audits.counts.differing == 1
+    assert on.core.audits.counts.differing == 1
     assert finding.role is DECODE
     assert finding.leg is not None
     assert finding.leg.workers == {PREFILL: prefill, DECODE: "decode-0"}
     assert len(set(finding.auditors)) == 2
-    assert on.brain.audits.counts.damage == {("decode-0", DECODE): 1}
-    assert on.brain.audits.counts.damage_rate == 1.0
+    assert on.core.audits.counts.damage == {("decode-0", DECODE): 1}
+    assert on.core.audits.counts.damage_rate == 1.0
     assert {worker[0] for worker, _ in on.forgets} == {prefill, "decode-0"}, "whoever served it forgets it"
     assert {forget.tokens for _, forget in on.forgets} == {(*on.requests[rid].prompt, *on.answer(rid))}
 
@@ -203,7 +203,7 @@ def test_a_wrong_first_token_is_prefills() -> None:
     for _ in range(2):
         idle(on)
         say(on, AuditEnd.COMPUTED, TokenDifference(3, 77, 0.5))
-    assert on.brain.audits.counts.damage == {("prefill-0", PREFILL): 1}
+    assert on.core.audits.counts.damage == {("prefill-0", PREFILL): 1}
 
 
 def test_a_replayed_answer_is_blamed_on_the_attempt_that_drew_the_token() -> None:
@@ -218,7 +218,7 @@ def test_a_replayed_answer_is_blamed_on_the_attempt_that_drew_the_token() -> Non
     legs = on.requests[rid].legs
     assert [leg.base for leg in legs] == [3, 6]
     for position, worker, role in ((5, first, DECODE), (6, "prefill-0", PREFILL)):
-        audits = on.brain.audits
+        audits = on.core.audits
         audits.counts.damage.clear()
         audits.consider(on.requests[rid])
         while audits.queued or audits.under_way:
@@ -240,7 +240,7 @@ def test_a_moved_answer_is_blamed_on_the_decode_worker_that_drew_the_token() -> 
         request.decode, request.workers[DECODE] = on.key("decode-0"), "decode-0"
         on.finish()
         request.legs = legs
-        audits = on.brain.audits
+        audits = on.core.audits
         while audits.queued or audits.under_way:
             idle(on)
             say(on, AuditEnd.COMPUTED, TokenDifference(position, 77, 0.5))
@@ -262,7 +262,7 @@ def test_auditors_that_contradict_each_other_prove_nothing() -> None:
         say(on, AuditEnd.COMPUTED, *second)
         assert results(on) == {AuditResult.DISPUTED: 1}
         assert on.findings[0].result is AuditResult.DISPUTED
-        assert on.brain.audits.counts.damage_rate == 0.0
+        assert on.core.audits.counts.damage_rate == 0.0
 
 
 def test_what_differs_within_the_margin_is_unclear() -> None:
@@ -288,7 +288,7 @@ def test_a_worker_that_dies_takes_no_audit_with_it() -> None:
     answered(on)
     idle(on)
     on.kill("prefill-0")
-    assert on.brain.audits.queued == 1
+    assert on.core.audits.queued == 1
     on.restart("prefill-0")
     idle(on)
     assert last(on)[0][1] == 2
@@ -303,22 +303,22 @@ def test_an_audit_without_an_answer_is_taken_back_in_time() -> None:
     on.tick(5.0)
     assert results(on) == {AuditResult.DROPPED: 1}
     assert [c.request_id for _, c in on.cancels] == [last(on)[1].request_id]
-    late = on.brain.counts.late_events
+    late = on.core.counts.late_events
     say(on)
     assert results(on) == {AuditResult.DROPPED: 1}
-    assert on.brain.counts.late_events == late + 1
+    assert on.core.counts.late_events == late + 1
 
 
 def test_a_flagged_stream_is_audited_whatever_its_id() -> None:
     on = stage(fraction=1e-12)
     rid = on.submit()
-    on.brain.audits.flag(rid)
+    on.core.audits.flag(rid)
     on.finish()
-    assert on.brain.audits.queued == 1
-    on.brain.audits.flag(rid)  # It has ended: nothing is left of this.
-    assert on.brain.check() == []
+    assert on.core.audits.queued == 1
+    on.core.audits.flag(rid)  # It has ended: nothing is left of this.
+    assert on.core.check() == []
     answered(on)
-    assert on.brain.audits.queued == 1
+    assert on.core.audits.queued == 1
 
 
 def test_an_answer_longer_than_a_workers_pool_waits_for_another() -> None:
@@ -339,5 +339,5 @@ def test_words_of_an_older_attempt_are_dropped(end: AuditEnd) -> None:
     idle(on)
     worker, audit = last(on)
     on.hear(worker, Audited(audit.request_id, 0, end))
-    assert on.brain.audits.under_way == 1
+    assert on.core.audits.under_way == 1
     assert not [e for e in on.ends.values() if isinstance(e, Done) and e.error]

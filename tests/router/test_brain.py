@@ -1,4 +1,4 @@
-"""The brain, without I/O: order, failover, placement, and ends, one claim a test."""
+"""The router core, without I/O: order, failover, placement, and ends, one claim a test."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def test_duplicates_are_dropped() -> None:
         name, _ = next(k for k in stage.legs if stage.can_say(*k))
         stage.say_next(name, rid)
         for worker, event in list(stage.said):
-            stage.brain.on_event(worker, event)
+            stage.core.on_event(worker, event)
         stage.play()
     stage.assert_answered(rid)
 
@@ -149,7 +149,7 @@ def test_prefill_that_dies_after_decode_spoke_changes_nothing() -> None:
     stage.finish()
     stage.assert_answered(rid)
     assert len(stage.submits) == 2
-    assert stage.brain.counts.replays == 0
+    assert stage.core.counts.replays == 0
 
 
 def test_prefill_that_dies_before_its_first_token_arrived_is_replayed_though_decode_spoke() -> None:
@@ -159,7 +159,7 @@ def test_prefill_that_dies_before_its_first_token_arrived_is_replayed_though_dec
     stage.kill(stage.leg(rid, PREFILL))
     stage.finish()
     stage.assert_answered(rid)
-    assert stage.brain.counts.replays == 1
+    assert stage.core.counts.replays == 1
 
 
 @pytest.mark.parametrize("said", range(6))
@@ -255,7 +255,7 @@ def test_a_retryable_error_is_tried_elsewhere_and_the_other_leg_cancelled(kind: 
     stage.error(rid, role, kind)
     assert [w[0] for w, _ in stage.cancels] == [other]
     assert stage.leg(rid, role) != at_fault
-    assert stage.brain.counts.damaged == (kind is ErrorKind.DAMAGED)
+    assert stage.core.counts.damaged == (kind is ErrorKind.DAMAGED)
     stage.finish()
     stage.assert_answered(rid)
 
@@ -287,7 +287,7 @@ def test_other_errors_end_the_request_at_once(kind: ErrorKind) -> None:
     assert stage.ends[rid].error is kind
     assert stage.ends[rid].message == "planted"
     assert not stage.legs
-    assert stage.brain.in_house == 0
+    assert stage.core.in_flight == 0
 
 
 def test_an_error_that_says_nothing_still_names_the_worker_and_what_it_was() -> None:
@@ -327,11 +327,11 @@ def test_events_of_an_earlier_attempt_are_dropped_and_counted() -> None:
     decode = stage.leg(rid, DECODE)
     stage.error(rid, PREFILL, ErrorKind.WORKER)
     assert stage.leg(rid, DECODE) == decode
-    before = stage.brain.counts.late_events
+    before = stage.core.counts.late_events
     stage.hear(stage.key(decode), Tokens(rid, 0, 3, (999,)))
     stage.hear(stage.key(decode), Done(rid, 0, "length"))
     assert stage.out[rid] == []
-    assert stage.brain.counts.late_events == before + 2
+    assert stage.core.counts.late_events == before + 2
     stage.finish()
     stage.assert_answered(rid)
 
@@ -360,7 +360,7 @@ def test_a_draining_refusal_costs_no_attempt_and_goes_elsewhere() -> None:
     refuser = stage.leg(rid, DECODE)
     stage.error(rid, DECODE, ErrorKind.DRAINING)
     assert stage.leg(rid, DECODE) != refuser
-    assert stage.brain.counts.replays == 0
+    assert stage.core.counts.replays == 0
     stage.finish()
     stage.assert_answered(rid)
 
@@ -387,7 +387,7 @@ def test_replays_are_bounded_and_the_error_says_why() -> None:
     assert done.error is ErrorKind.WORKER
     assert "4 times" in done.message
     assert "damaged" in done.message
-    assert stage.brain.in_house == 0
+    assert stage.core.in_flight == 0
     assert not stage.legs
 
 
@@ -427,24 +427,24 @@ def test_a_cancel_reaches_both_legs_and_leaves_nothing() -> None:
     stage = Stage()
     rid = stage.submit()
     stage.say(rid, PREFILL, 1)
-    stage.brain.cancel(rid)
-    stage.brain.cancel(rid)
+    stage.core.cancel(rid)
+    stage.core.cancel(rid)
     stage.play()
     assert not stage.legs
     assert len(stage.cancels) == 2
-    assert stage.brain.in_house == 0
-    assert all(e.load == 0 and not e.requests for e in stage.brain.workers)
+    assert stage.core.in_flight == 0
+    assert all(e.load == 0 and not e.requests for e in stage.core.workers)
 
 
 def test_work_that_does_not_advance_is_seen() -> None:
     stage = Stage()
     stage.tick(100)
-    assert stage.brain.stalled_s == 0
+    assert stage.core.stalled_s == 0
     rid = stage.submit()
     stage.tick(7)
-    assert stage.brain.stalled_s == pytest.approx(7)
+    assert stage.core.stalled_s == pytest.approx(7)
     stage.say(rid, PREFILL)
-    assert stage.brain.stalled_s == 0
+    assert stage.core.stalled_s == 0
 
 
 def test_a_workers_steps_count_as_advance() -> None:
@@ -452,8 +452,8 @@ def test_a_workers_steps_count_as_advance() -> None:
     stage.submit()
     stage.tick(7)
     views = stage.cluster.views()
-    stage.brain.on_view((replace(views[0], status=replace(views[0].status, steps=5)), *views[1:]))
-    assert stage.brain.stalled_s == 0
+    stage.core.on_view((replace(views[0], status=replace(views[0].status, steps=5)), *views[1:]))
+    assert stage.core.stalled_s == 0
 
 
 # ---------------------------------------------------------------- placement
@@ -471,7 +471,7 @@ def test_the_least_loaded_pair_is_chosen() -> None:
 def test_prefill_is_free_again_once_it_has_reported() -> None:
     stage = Stage(1, 1)
     rid = stage.submit()
-    entry = stage.brain.workers.named("prefill-0")
+    entry = stage.core.workers.named("prefill-0")
     assert entry is not None
     assert entry.load == 3
     stage.say(rid, PREFILL, 2)
@@ -505,7 +505,7 @@ def test_what_a_worker_is_remembered_to_hold_is_bounded(monkeypatch: pytest.Monk
     stage = Stage(1, 1)
     for i in range(5):
         stage.submit(tuple(range(i, i + 130)))
-    entry = stage.brain.workers.named("prefill-0")
+    entry = stage.core.workers.named("prefill-0")
     assert isinstance(entry, WorkerEntry)
     assert len(entry.prefixes) == 4
     assert entry.cached_tokens(prefix_hashes(range(4, 134))) == 128
@@ -533,8 +533,8 @@ def test_an_older_table_does_not_bring_back_an_older_incarnation() -> None:
     stage = Stage(1, 1)
     old = stage.cluster.views()
     stage.restart("decode-0")
-    stage.brain.on_view(old)
-    assert [e.record.incarnation for e in stage.brain.workers] == [1, 2]
+    stage.core.on_view(old)
+    assert [e.record.incarnation for e in stage.core.workers] == [1, 2]
 
 
 def test_a_worker_that_vanishes_from_the_table_loses_its_requests() -> None:
@@ -551,7 +551,7 @@ def test_a_worker_that_vanishes_from_the_table_loses_its_requests() -> None:
 
 def test_what_fits_is_what_the_largest_worker_holds_and_unknown_until_one_has_told() -> None:
     stage = Stage(2, 2)
-    workers = stage.brain.workers
+    workers = stage.core.workers
     stage.cluster["prefill-0"].positions, stage.cluster["prefill-1"].positions = 64, 128
     stage.cluster["decode-0"].positions = stage.cluster["decode-1"].positions = 0  # They are starting.
     stage.view()
@@ -576,16 +576,16 @@ def test_an_illegal_move_raises_and_changes_nothing() -> None:
 def test_check_names_a_planted_violation() -> None:
     stage = Stage()
     rid = stage.submit()
-    entry = stage.brain.workers.get(stage.key(stage.leg(rid, DECODE)))
+    entry = stage.core.workers.get(stage.key(stage.leg(rid, DECODE)))
     assert entry is not None
     entry.load += 1
-    assert "load is booked as 2" in stage.brain.check()[0]
+    assert "load is booked as 2" in stage.core.check()[0]
     entry.load -= 1
     entry.requests.clear()
-    assert "booked requests differ" in stage.brain.check()[0]
+    assert "booked requests differ" in stage.core.check()[0]
     entry.requests.add(rid)
-    stage.brain._waiting[rid] = stage.requests[rid]
-    assert "in the queue" in stage.brain.check()[0]
+    stage.core._waiting[rid] = stage.requests[rid]
+    assert "in the queue" in stage.core.check()[0]
 
 
 @pytest.mark.parametrize("seed", range(40))
@@ -629,7 +629,7 @@ def test_whatever_happens_every_answer_is_whole(seed: int) -> None:
     for rid in rids:
         stage.assert_answered(rid)
         assert [t.token for t in stage.logprobs[rid]] == stage.out[rid]
-    assert all(e.load == 0 and not e.requests for e in stage.brain.workers)
+    assert all(e.load == 0 and not e.requests for e in stage.core.workers)
     assert stage.scores[rids[-1]]
 
 
@@ -649,6 +649,6 @@ def test_d4_a_prompt_that_decode_had_to_compute_is_counted_as_a_fallback() -> No
     rid = stage.submit()
     name = WorkerName(stage.leg(rid, Role.DECODE))
     stage.hear(stage.key(name), LegReport(rid, 0, Role.DECODE, name, {}, 0, 0, 64))
-    assert stage.brain.counts.fallbacks == 0
+    assert stage.core.counts.fallbacks == 0
     stage.hear(stage.key(name), LegReport(rid, 0, Role.DECODE, name, {}, 0, 3, 64))
-    assert stage.brain.counts.fallbacks == 1
+    assert stage.core.counts.fallbacks == 1

@@ -1,4 +1,4 @@
-"""What the brain tells its workers' breakers, and how long it waits before the next attempt."""
+"""What the router core tells its workers' breakers, and how long it waits before the next attempt."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from tests.router.stage import Stage
 
 
 def breaker(stage: Stage, name: str) -> CircuitBreaker:
-    entry = stage.brain.workers.named(name)
+    entry = stage.core.workers.named(name)
     assert entry is not None
     return entry.breaker
 

@@ -17,7 +17,7 @@ def test_an_attempt_that_was_retracted_spends_no_replay_and_avoids_nobody() -> N
         stage.error(rid, Role.DECODE, ErrorKind.RETRACTED)
     stage.finish()
     stage.assert_answered(rid)
-    assert (stage.brain.counts.recomputed, stage.brain.counts.replays, stage.brain.counts.refusals) == (10, 0, 0)
+    assert (stage.core.counts.recomputed, stage.core.counts.replays, stage.core.counts.refusals) == (10, 0, 0)
 
 
 def test_attempts_that_bring_no_token_are_bounded() -> None:
@@ -26,4 +26,4 @@ def test_attempts_that_bring_no_token_are_bounded() -> None:
     for _ in range(REFUSAL_LIMIT + 1):
         stage.error(rid, Role.DECODE, ErrorKind.RETRACTED)
     assert stage.ends[rid].error is not None
-    assert stage.brain.counts.recomputed == 0
+    assert stage.core.counts.recomputed == 0

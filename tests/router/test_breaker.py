@@ -15,7 +15,7 @@ PATIENT = {"replay_limit": 1000, "worker_wait_s": 1000.0, "breaker_failures": 4,
 
 
 def state(stage: Stage, name: str) -> CircuitState:
-    entry = stage.brain.workers.named(name)
+    entry = stage.core.workers.named(name)
     assert entry is not None
     return entry.breaker.state
 
@@ -124,7 +124,7 @@ def test_a_trial_that_its_client_takes_back_makes_room_for_the_next() -> None:
     stage = opened()
     stage.tick(5.2)
     first = next(iter(stage.legs))[1]
-    stage.brain.cancel(first)
+    stage.core.cancel(first)
     stage.play()
     stage.tick()
     second = {rid for _, rid in stage.legs}

@@ -11,7 +11,7 @@ import pytest
 from contracts.errors import CheckpointError, RequestError
 from contracts.sampling_params import SamplingParams
 from router.text.chat_template import ChatTemplate, read_chat_template
-from router.text.tokenizer import read_text_codec
+from router.text.tokenizer import read_model_tokenizer
 from tests.router.fake_worker import FakeCluster, expected
 from tests.router.http_server import Server, demo_spec, serving
 
@@ -27,7 +27,7 @@ def chat(server: Server, **body: Any) -> dict[str, Any]:
 
 
 def prompt_of(server: Server, text: str = HELLO_TEXT) -> list[int]:
-    return list(server.service.codec.encode(text, add_special=False))
+    return list(server.service.model_tokenizer.encode(text, add_special=False))
 
 
 def test_a_chat_is_rendered_by_the_checkpoints_template(server: Server) -> None:
@@ -37,7 +37,7 @@ def test_a_chat_is_rendered_by_the_checkpoints_template(server: Server) -> None:
     assert body["object"] == "chat.completion"
     assert body["prompt_token_ids"] == prompt_of(server)
     assert choice["token_ids"] == want
-    assert choice["message"] == {"role": "assistant", "content": server.service.codec.decode(want)}
+    assert choice["message"] == {"role": "assistant", "content": server.service.model_tokenizer.decode(want)}
 
 
 def test_a_chat_stream_opens_with_the_role_and_says_the_same(server: Server) -> None:
@@ -70,7 +70,9 @@ def test_chat_log_probabilities_have_the_bytes_and_the_best(server: Server) -> N
     tokens = expected(prompt_of(server), SamplingParams(3, seed=1))
     assert [e["logprob"] for e in entries] == [-t / 1000 for t in tokens]
     assert all(len(e["top_logprobs"]) == 2 for e in entries)
-    assert b"".join(bytes(e["bytes"]) for e in entries) == b"".join(map(server.service.codec.token_bytes, tokens))
+    assert b"".join(bytes(e["bytes"]) for e in entries) == b"".join(
+        map(server.service.model_tokenizer.token_bytes, tokens)
+    )
     assert chat(server, logprobs=True)["choices"][0]["logprobs"]["content"][0]["top_logprobs"] == []
     assert chat(server)["choices"][0]["logprobs"] is None
 
@@ -219,7 +221,7 @@ def test_templates_are_found_in_each_of_their_places(tmp_path: Path) -> None:
 def test_a_damaged_tokenizer_is_refused_at_the_start(tmp_path: Path, name: str) -> None:
     (tmp_path / name).write_text("{")
     with pytest.raises(CheckpointError, match=name):
-        read_text_codec(tmp_path, 100)
+        read_model_tokenizer(tmp_path, 100)
     (tmp_path / name).write_text(json.dumps({"chat_template": "{% if %}"}))
     with pytest.raises(CheckpointError):
-        read_text_codec(tmp_path, 100)
+        read_model_tokenizer(tmp_path, 100)

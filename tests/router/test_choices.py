@@ -1,4 +1,4 @@
-"""Many choices of one long prompt share what they have in common: in the brain, on the wire, and in the answer."""
+"""Many choices of one long prompt share what they have in common: in the core, on the wire, and in the answer."""
 
 from __future__ import annotations
 
@@ -51,8 +51,8 @@ def test_all_choices_tell_of_their_prompt_and_it_is_written_once(
         messages = [{"role": "user", "content": "word " * 1200}]
         body = {**body, "messages": messages}
         del body["prompt"]
-        text = server.service.codec.render(messages, True, {})
-        prompt = list(server.service.codec.encode(text, add_special=False))
+        text = server.service.model_tokenizer.render(messages, True, {})
+        prompt = list(server.service.model_tokenizer.encode(text, add_special=False))
     response = server.post(path, body)
     assert response.status_code == 200, response.text
     wanted = [expected(prompt, SamplingParams(3, seed=1, choice=i)) for i in range(5)]
@@ -84,9 +84,9 @@ def test_an_echo_is_written_once_for_all_choices(server: Server, dumped: list[in
                 texts[choice["index"]] += choice["text"]
     else:
         texts = [c["text"] for c in response.json()["choices"]]
-    prompt = server.service.codec.encode(text, add_special=True)
+    prompt = server.service.model_tokenizer.encode(text, add_special=True)
     wanted = [expected(prompt, SamplingParams(2, seed=1, choice=i)) for i in range(4)]
-    assert texts == [text + server.service.codec.decode(tokens) for tokens in wanted]
+    assert texts == [text + server.service.model_tokenizer.decode(tokens) for tokens in wanted]
     assert dumped == [len(text)]
 
 
@@ -115,7 +115,7 @@ def test_choices_look_for_their_prefix_once_a_worker(server: Server, monkeypatch
 
 
 def test_a_prefix_that_was_looked_up_is_forgotten_with_what_it_stood_on() -> None:
-    entry = Stage().brain.workers.named("prefill-0")
+    entry = Stage().core.workers.named("prefill-0")
     assert entry is not None
     keys = (b"a", b"b")
     assert entry.cached_tokens(keys) == 0

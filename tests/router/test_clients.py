@@ -166,13 +166,13 @@ def test_one_failed_answer_of_several_takes_the_others_back(server: Server) -> N
 @pytest.mark.parametrize("moment", ["prefill", "decode"])
 def test_a_client_that_leaves_frees_both_sides_at_once(server: Server, stream: bool, moment: str) -> None:
     server.pause(moment)
-    before = server.service.brain.counts.cancelled
+    before = server.service.core.counts.cancelled
     with send_request(server, {**ASK, "stream": stream}) as client:
         server.wait_until(lambda: any(w.legs for n, w in server.cluster.workers.items() if n.startswith(moment)))
         if stream and moment == "decode":
             assert b"data: " in client.recv(65536)
     server.wait_until(lambda: not server.cluster.leftovers())
-    assert server.service.brain.counts.cancelled == before + 1
+    assert server.service.core.counts.cancelled == before + 1
     assert {c.attempt for w in server.cluster.workers.values() for c in w.cancels} == {0}
 
 
@@ -182,7 +182,7 @@ def test_a_client_that_leaves_while_it_waits_for_a_worker_is_forgotten() -> None
     cluster["decode-0"].state = "draining"
     with serving(cluster) as server:
         with send_request(server, ASK):
-            server.wait_until(lambda: server.service.brain.waiting == 1)
+            server.wait_until(lambda: server.service.core.waiting == 1)
         server.at_rest()
 
 

@@ -19,7 +19,7 @@ def answer(max_tokens: int = 8, *, seed: int = 1, choice: int = 0, prompt: tuple
 
 
 def text_of(server: Server, tokens: list[int]) -> str:
-    return server.service.codec.decode(tokens)
+    return server.service.model_tokenizer.decode(tokens)
 
 
 def test_a_completion_is_the_tokens_of_both_legs_in_order(server: Server) -> None:
@@ -248,13 +248,13 @@ def test_request_ids_come_back_clean(server: Server) -> None:
 def test_d7_large_prompts_are_read_by_another_process(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
     """The interpreter's lock, which parsing and tokenising hold, is not this process's."""
     here: list[str] = []
-    encode = server.service.codec.encode
+    encode = server.service.model_tokenizer.encode
 
     def watched(text: str, **options: Any) -> tuple[int, ...]:
         here.append(text[:5])
         return encode(text, **options)
 
-    monkeypatch.setattr(server.service.codec, "encode", watched)
+    monkeypatch.setattr(server.service.model_tokenizer, "encode", watched)
     server.complete(prompt="small", max_tokens=1)
     large = server.complete(prompt="word " * 1000, max_tokens=1, return_token_ids=True)
     assert here == ["small"]
@@ -270,5 +270,5 @@ def test_a_failing_tick_does_not_end_the_ticks(server: Server, monkeypatch: pyte
         ticks.append(1)
         raise AssertionError("planted")
 
-    monkeypatch.setattr(server.service.brain, "tick", fail)
+    monkeypatch.setattr(server.service.core, "tick", fail)
     server.wait_until(lambda: len(ticks) >= 2)

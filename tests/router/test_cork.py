@@ -31,13 +31,13 @@ class Wire:
 @pytest.mark.asyncio
 async def test_writes_of_one_turn_leave_as_one_and_in_order() -> None:
     wire: Any = Wire()
-    corked = CoalescingTransport(wire, asyncio.get_running_loop())
-    corked.write(b"a")
-    corked.write(b"b")
+    coalesced = CoalescingTransport(wire, asyncio.get_running_loop())
+    coalesced.write(b"a")
+    coalesced.write(b"b")
     assert wire.writes == []
     await asyncio.sleep(0)
     assert wire.writes == [b"ab"]
-    corked.write(b"c")
+    coalesced.write(b"c")
     await asyncio.sleep(0)
     assert wire.writes == [b"ab", b"c"]
 
@@ -45,10 +45,10 @@ async def test_writes_of_one_turn_leave_as_one_and_in_order() -> None:
 @pytest.mark.asyncio
 async def test_a_close_sends_what_was_written_before_it() -> None:
     wire: Any = Wire()
-    corked = CoalescingTransport(wire, asyncio.get_running_loop())
-    corked.write(b"a")
-    corked.close()
+    coalesced = CoalescingTransport(wire, asyncio.get_running_loop())
+    coalesced.write(b"a")
+    coalesced.close()
     assert wire.writes == [b"a"]
-    assert corked.is_closing()
+    assert coalesced.is_closing()
     await asyncio.sleep(0)
     assert wire.writes == [b"a"]

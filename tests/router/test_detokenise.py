@@ -12,15 +12,15 @@ from tokenizers import Tokenizer, decoders, models
 
 from router.text.detokenizer import WindowDetokenizer
 from router.text.stop_strings import StopMatcher
-from router.text.tokenizer import ModelTokenizer, read_text_codec
+from router.text.tokenizer import ModelTokenizer, read_model_tokenizer
 from tests.router.http_server import DEMO
 
 WORDS = "Grüße, 你好 👩‍👩‍👧 — naïve café\n\t𝔘𝔫𝔦 ∑ ﷽ — the end"
 
 
 @pytest.fixture(scope="module")
-def codec() -> ModelTokenizer:
-    return read_text_codec(DEMO, 10_000)
+def model_tokenizer() -> ModelTokenizer:
+    return read_model_tokenizer(DEMO, 10_000)
 
 
 def sentencepiece(tmp_path: Path) -> ModelTokenizer:
@@ -33,62 +33,65 @@ def sentencepiece(tmp_path: Path) -> ModelTokenizer:
         [decoders.Replace("\u2581", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
     )
     tokenizer.save(str(tmp_path / "tokenizer.json"))
-    return read_text_codec(tmp_path, 10_000)
+    return read_model_tokenizer(tmp_path, 10_000)
 
 
 def streamed(
-    codec: ModelTokenizer, tokens: list[int], prompt: tuple[int, ...] = (), **options: Any
+    model_tokenizer: ModelTokenizer, tokens: list[int], prompt: tuple[int, ...] = (), **options: Any
 ) -> tuple[str, list[str]]:
-    detokenizer = codec.detokenizer(prompt, skip_special=options.get("skip_special", True))
+    detokenizer = model_tokenizer.detokenizer(prompt, skip_special=options.get("skip_special", True))
     pieces = [detokenizer.feed(t) for t in tokens]
     return "".join(pieces) + detokenizer.finish(), pieces
 
 
-def test_random_tokens_stream_as_they_decode_whole(codec: ModelTokenizer) -> None:
+def test_random_tokens_stream_as_they_decode_whole(model_tokenizer: ModelTokenizer) -> None:
     rng = random.Random(1)
     for _ in range(300):
         tokens = [rng.randrange(1200) for _ in range(rng.randrange(40))]
         for skip in (True, False):
-            text, _ = streamed(codec, tokens, skip_special=skip)
-            assert text == codec.decode(tokens, skip_special=skip)
+            text, _ = streamed(model_tokenizer, tokens, skip_special=skip)
+            assert text == model_tokenizer.decode(tokens, skip_special=skip)
 
 
-def test_random_bytes_stream_as_they_decode_whole(codec: ModelTokenizer) -> None:
-    single = [t for t in range(400) if len(codec.token_bytes(t)) == 1]
+def test_random_bytes_stream_as_they_decode_whole(model_tokenizer: ModelTokenizer) -> None:
+    single = [t for t in range(400) if len(model_tokenizer.token_bytes(t)) == 1]
     assert len(single) >= 200
     rng = random.Random(2)
-    high = [t for t in single if codec.token_bytes(t)[0] >= 0x80]
+    high = [t for t in single if model_tokenizer.token_bytes(t)[0] >= 0x80]
     for _ in range(500):
         tokens = [rng.choice(high if rng.random() < 0.8 else single) for _ in range(rng.randrange(30))]
-        text, _ = streamed(codec, tokens)
-        assert text == codec.decode(tokens)
+        text, _ = streamed(model_tokenizer, tokens)
+        assert text == model_tokenizer.decode(tokens)
 
 
-def test_no_piece_holds_half_a_character(codec: ModelTokenizer) -> None:
-    tokens = list(codec.encode(WORDS * 3, add_special=False))
-    assert any(b"" != codec.token_bytes(t) != codec.token_bytes(t).decode("utf-8", "ignore").encode() for t in tokens)
-    text, pieces = streamed(codec, tokens)
+def test_no_piece_holds_half_a_character(model_tokenizer: ModelTokenizer) -> None:
+    tokens = list(model_tokenizer.encode(WORDS * 3, add_special=False))
+    assert any(
+        b"" != model_tokenizer.token_bytes(t) != model_tokenizer.token_bytes(t).decode("utf-8", "ignore").encode()
+        for t in tokens
+    )
+    text, pieces = streamed(model_tokenizer, tokens)
     assert text == WORDS * 3
     assert not any("\ufffd" in p for p in pieces)
 
 
-def test_a_character_that_never_ends_is_shown_at_the_end(codec: ModelTokenizer) -> None:
-    tokens = list(codec.encode("好", add_special=False))
-    cut = [t for t in range(400) if codec.token_bytes(t) == "好".encode()[:1]] or tokens[:1]
-    text, pieces = streamed(codec, cut)
+def test_a_character_that_never_ends_is_shown_at_the_end(model_tokenizer: ModelTokenizer) -> None:
+    tokens = list(model_tokenizer.encode("好", add_special=False))
+    cut = [t for t in range(400) if model_tokenizer.token_bytes(t) == "好".encode()[:1]] or tokens[:1]
+    text, pieces = streamed(model_tokenizer, cut)
     assert pieces == [""]
-    assert text == "\ufffd" == codec.decode(cut)
+    assert text == "\ufffd" == model_tokenizer.decode(cut)
 
 
 def test_other_tokenizers_stream_through_a_window(tmp_path: Path) -> None:
-    codec = sentencepiece(tmp_path)
-    prompt = codec.encode(" the", add_special=False)
+    model_tokenizer = sentencepiece(tmp_path)
+    prompt = model_tokenizer.encode(" the", add_special=False)
     rng = random.Random(3)
-    words = [list(codec.encode(w, add_special=False)) for w in ("the", " é", "好", " 👩", "ü", "s", " caf")]
+    words = [list(model_tokenizer.encode(w, add_special=False)) for w in ("the", " é", "好", " 👩", "ü", "s", " caf")]
     for _ in range(200):
         tokens = [t for _ in range(rng.randrange(12)) for t in rng.choice(words)]
-        text, pieces = streamed(codec, tokens, prompt)
-        assert text == codec.decode([*prompt, *tokens])[len(codec.decode(prompt)) :]
+        text, pieces = streamed(model_tokenizer, tokens, prompt)
+        assert text == model_tokenizer.decode([*prompt, *tokens])[len(model_tokenizer.decode(prompt)) :]
         assert not any("\ufffd" in p for p in pieces)
 
 
@@ -99,15 +102,15 @@ def test_a_window_does_not_hold_damage_for_ever() -> None:
 
 
 def test_without_a_tokenizer_tokens_still_flow(tmp_path: Path) -> None:
-    codec = read_text_codec(tmp_path, 1000)
-    assert not codec.has_text
-    assert streamed(codec, [1, 2, 3]) == ("", ["", "", ""])
+    model_tokenizer = read_model_tokenizer(tmp_path, 1000)
+    assert not model_tokenizer.has_text
+    assert streamed(model_tokenizer, [1, 2, 3]) == ("", ["", "", ""])
 
 
-def test_special_tokens_have_no_text_unless_asked(codec: ModelTokenizer) -> None:
-    special = min(codec.special_tokens)
-    assert streamed(codec, [special])[0] == ""
-    shown = streamed(codec, [special], skip_special=False)[0]
+def test_special_tokens_have_no_text_unless_asked(model_tokenizer: ModelTokenizer) -> None:
+    special = min(model_tokenizer.special_tokens)
+    assert streamed(model_tokenizer, [special])[0] == ""
+    shown = streamed(model_tokenizer, [special], skip_special=False)[0]
     assert shown == json.loads((DEMO / "tokenizer.json").read_text())["added_tokens"][0]["content"]
 
 

@@ -24,7 +24,7 @@ def test_d8_what_a_worker_is_remembered_to_hold_has_a_bound_and_forgets_the_olde
 ) -> None:
     monkeypatch.setattr(workers, "PREFIX_BLOCKS_IN_ALL", 160)
     stage = Stage()
-    entry = stage.brain.workers.named("prefill-0")
+    entry = stage.core.workers.named("prefill-0")
     assert entry is not None
     assert entry.blocks_at_most == 40, "four workers share"
     for number in range(500):
@@ -45,7 +45,7 @@ def test_d8_what_was_remembered_of_a_worker_dies_with_its_incarnation_and_is_lea
         stage.submit(prompt=prompt(1), max_tokens=1)
     holders = [w[0] for w, s in stage.submits if len(s.tokens) == len(prompt(1))]
     holder = max(set(holders), key=holders.count)
-    entry = stage.brain.workers.named(holder)
+    entry = stage.core.workers.named(holder)
     assert entry is not None
     keys = prefix_hashes(prompt(1))
     assert entry.cached_tokens(keys) == len(prompt(1))
@@ -53,7 +53,7 @@ def test_d8_what_was_remembered_of_a_worker_dies_with_its_incarnation_and_is_lea
     stage.cluster[holder].restart()
     stage.view()
     stage.link(holder)
-    fresh = stage.brain.workers.named(holder)
+    fresh = stage.core.workers.named(holder)
     assert fresh is not None
     assert fresh is not entry
     assert fresh.cached_tokens(keys) == 0
@@ -66,7 +66,7 @@ def test_d8_the_guess_found_by_halving_is_that_found_block_by_block(monkeypatch:
     """Chains that share heads, a memory that always overflows: never is a tail remembered without its head."""
     monkeypatch.setattr(workers, "PREFIX_BLOCKS_IN_ALL", 100)
     stage = Stage()
-    entry = stage.brain.workers.named("prefill-0")
+    entry = stage.core.workers.named("prefill-0")
     assert entry is not None
     rng = random.Random(7)
     heads = [prompt(n, blocks=6) for n in range(4)]

@@ -192,7 +192,7 @@ async def test_a_router_serves_over_grpc_and_replays_when_a_worker_restarts() ->
     async with grpc_cluster(cluster) as address:
         service = RouterService(demo_spec(), Config(), ControllerDirectory(address))
         await service.start()
-        await eventually(lambda: bool(service.brain.serving(Role.PREFILL) and service.brain.serving(Role.DECODE)))
+        await eventually(lambda: bool(service.core.serving(Role.PREFILL) and service.core.serving(Role.DECODE)))
         body: dict[str, Any] = {"prompt": [5, 6, 7], "max_tokens": 20, "seed": 1}
         raw = json.dumps(body).encode()
         job = await service.open(FrameKind.COMPLETION, raw, "me")

@@ -41,10 +41,10 @@ def test_an_answer_may_take_as_long_as_its_timeout_says(stream: bool, monkeypatc
 @pytest.mark.slow
 @pytest.mark.parametrize("stream", [True, False])
 def test_an_answer_that_nobody_ends_in_time_ends_in_an_error(stream: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A brain that keeps no deadlines: the stream says so, and never just stops."""
+    """A router core that keeps no deadlines: the stream says so, and never just stops."""
     monkeypatch.setattr(app, "CLIENT_GRACE_S", 0.0)
     with serving(FakeCluster(1, 1), config=router_config(request_timeout_s=0.2)) as server:
-        monkeypatch.setattr(server.service.brain, "tick", lambda: None)
+        monkeypatch.setattr(server.service.core, "tick", lambda: None)
         server.pause("decode")
         response = server.post("/v1/completions", {**BODY, "stream": stream})
         if stream:
@@ -78,7 +78,7 @@ def test_a_stream_that_waits_says_that_it_lives_and_clients_skip_it() -> None:
         with OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0) as client:
             stream = client.completions.create(model="demo", prompt=[5, 6], max_tokens=4, seed=1, stream=True)
             server.resume()
-            assert "".join(c.choices[0].text for c in stream) == server.service.codec.decode(tokens)
+            assert "".join(c.choices[0].text for c in stream) == server.service.model_tokenizer.decode(tokens)
 
 
 @pytest.mark.slow

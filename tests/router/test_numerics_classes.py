@@ -111,10 +111,10 @@ def test_a_move_goes_to_a_decode_worker_of_the_same_class() -> None:
     request = on.requests[rid]
     assert request.decode is not None
     assert request.decode[0] == "decode-0"
-    assert not on.brain.moves.begin(request), "nobody else computes alike"
+    assert not on.core.moves.begin(request), "nobody else computes alike"
     on.cluster["decode-1"].numerics = OLD
     on.view()
-    assert on.brain.moves.begin(request)
+    assert on.core.moves.begin(request)
 
 
 def test_an_audit_is_computed_by_the_answers_own_class() -> None:
@@ -127,7 +127,7 @@ def test_an_audit_is_computed_by_the_answers_own_class() -> None:
     on.tick(1.0)
     assert on.audits
     for key, audit in on.audits:
-        entry = on.brain.workers.get(key)
+        entry = on.core.workers.get(key)
         assert isinstance(entry, WorkerEntry)
         assert entry.numerics == began[audit.request_id.removeprefix("audit-")]
-    assert not on.brain.audits.counts.results[AuditResult.DAMAGED]
+    assert not on.core.audits.counts.results[AuditResult.DAMAGED]

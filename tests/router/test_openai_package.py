@@ -25,12 +25,12 @@ def client(server: Server) -> Iterator[OpenAI]:
 
 
 def answer(server: Server, prompt: list[int], count: int) -> str:
-    return server.service.codec.decode(expected(prompt, SamplingParams(count, seed=1)))
+    return server.service.model_tokenizer.decode(expected(prompt, SamplingParams(count, seed=1)))
 
 
 def hello(server: Server) -> list[int]:
     text = "<|im_start|>user\nhello<|im_end|>\n<|im_start|>assistant\n"
-    return list(server.service.codec.encode(text, add_special=False))
+    return list(server.service.model_tokenizer.encode(text, add_special=False))
 
 
 def test_completions_whole_and_streamed(server: Server, client: OpenAI) -> None:
@@ -69,7 +69,7 @@ def test_extensions_go_through_extra_body(server: Server, client: OpenAI) -> Non
     whole = client.completions.create(
         model="demo", prompt="hello", max_tokens=4, seed=1, extra_body={"return_token_ids": True, "ignore_eos": True}
     )
-    prompt = list(server.service.codec.encode("hello", add_special=True))
+    prompt = list(server.service.model_tokenizer.encode("hello", add_special=True))
     extra = whole.choices[0].model_extra or {}
     assert extra["token_ids"] == expected(prompt, SamplingParams(4, seed=1))
 

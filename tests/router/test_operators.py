@@ -49,7 +49,7 @@ def test_health_fails_while_work_waits_and_nothing_advances() -> None:
         server.call(server.cluster["prefill-0"].pause)
         waiting = threading.Thread(target=server.complete, kwargs={"max_tokens": 2})
         waiting.start()
-        server.wait_until(lambda: server.service.brain.stalled_s > 0.05)
+        server.wait_until(lambda: server.service.core.stalled_s > 0.05)
         answer = server.client.get("/health")
         assert answer.status_code == 503
         assert "nothing has advanced" in answer.json()["problems"][0]
@@ -73,7 +73,7 @@ def test_metrics_count_what_legs_report() -> None:
         assert metric(server, "twinpool_time_to_first_token_seconds_count") == 2
         assert metric(server, "twinpool_inter_token_seconds_count") == 3
         assert metric(server, "twinpool_request_seconds_count") == 2
-        assert metric(server, "twinpool_requests_in_house") == 0
+        assert metric(server, "twinpool_requests_in_flight") == 0
         assert metric(server, 'twinpool_workers_serving{role="decode"}') == 1
         server.cluster["decode-0"].refusals = [ErrorKind.DAMAGED]
         server.complete(max_tokens=4)
@@ -199,7 +199,7 @@ def test_a_drain_is_taken_back_also_while_the_table_shows_what_was_before(server
 def test_d1_a_worker_that_was_told_to_leave_is_not_counted_on_before_it_has_answered(server: Server) -> None:
     """Two operators at once, or one whose first drain is slow to arrive: somebody of the role stays."""
     service = server.service
-    told = service.brain.workers.named("decode-0")
+    told = service.core.workers.named("decode-0")
     assert told is not None
     server.call(lambda: told.tell_to_leave(service.clock.now()))
     status, message = refusal(server, "drain/decode-1")
@@ -208,7 +208,7 @@ def test_d1_a_worker_that_was_told_to_leave_is_not_counted_on_before_it_has_answ
     assert refusal(server, "role/decode-1?role=prefill")[0] == 409
     server.call(told.tell_to_stay)
     assert operate(server, "drain/decode-1")[0] == 200
-    assert service.brain.workers.staying(Role.DECODE, service.clock.now()) == [told]
+    assert service.core.workers.staying(Role.DECODE, service.clock.now()) == [told]
 
 
 def test_the_last_worker_of_a_role_is_drained_by_force_only(server: Server) -> None:
@@ -235,7 +235,7 @@ def test_a_worker_that_refuses_as_draining_before_the_table_says_so_costs_nothin
     server.cluster["decode-0"].state = "draining"  # nobody was told
     for _ in range(4):
         assert server.complete(max_tokens=3)["usage"]["completion_tokens"] == 3
-    assert server.service.brain.counts.refusals >= 1
+    assert server.service.core.counts.refusals >= 1
 
 
 def test_cluster_endpoints_are_for_this_machine_or_the_token(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -309,7 +309,7 @@ def test_a_node_is_drained_through_the_controller_with_an_outcome_for_each_of_it
     assert operate(server, "drain/decode-0")[0] == 200
     cluster["prefill-1"].state = "left"
     server.call(cluster.changed)
-    link = server.service.fleet._links[cluster["decode-1"].name, cluster["decode-1"].incarnation]
+    link = server.service.worker_links._links[cluster["decode-1"].name, cluster["decode-1"].incarnation]
     nobody = types.SimpleNamespace(name="decode-1", hangs=False, alive=False)
     monkeypatch.setattr(link.port, "worker", nobody)
     cluster.told.clear()
@@ -395,8 +395,8 @@ def test_a_worker_changes_its_role_through_the_controller(server: Server) -> Non
         200, "decode-0", "prefill", server.cluster["decode-0"].incarnation,
     )  # fmt: skip
     assert server.cluster.told == [("prefill", "decode-0")]
-    brain = server.service.brain
-    staying = server.call(lambda: brain.workers.staying(Role.DECODE, server.service.clock.now()))
+    core = server.service.core
+    staying = server.call(lambda: core.workers.staying(Role.DECODE, server.service.clock.now()))
     assert [entry.record.name for entry in staying] == ["decode-1"], "nobody counts on it as a decode worker"
 
 

@@ -16,7 +16,7 @@ import pytest
 from contracts.config.router_config import RouterConfig
 from contracts.errors import RequestError
 from router.openai.api_errors import ReaderEnded, ReaderFailed
-from router.text.tokenizer import ModelTokenizer, read_text_codec
+from router.text.tokenizer import ModelTokenizer, read_model_tokenizer
 from router.tokenizer_pool import tokenizer_pool as module
 from router.tokenizer_pool.prepare_request import CONTAINERS_AT_MOST, BodyReader, body_limit
 from router.tokenizer_pool.tokenizer_pool import LARGE_BYTES, TokenizerPool
@@ -93,12 +93,12 @@ class Stage:
 
 
 @pytest.fixture
-def codec() -> ModelTokenizer:
-    return read_text_codec(DEMO, 10**6)
+def model_tokenizer() -> ModelTokenizer:
+    return read_model_tokenizer(DEMO, 10**6)
 
 
-def intake(codec: ModelTokenizer, **config: Any) -> BodyReader:
-    return BodyReader(demo_spec(), codec, RouterConfig(**config))
+def intake(model_tokenizer: ModelTokenizer, **config: Any) -> BodyReader:
+    return BodyReader(demo_spec(), model_tokenizer, RouterConfig(**config))
 
 
 @pytest.mark.asyncio
@@ -210,7 +210,7 @@ async def test_who_waits_when_the_router_ends_is_told() -> None:
 @pytest.mark.slow
 @pytest.mark.asyncio
 async def test_a_real_reader_refuses_what_takes_more_memory_than_it_may_have_and_lives_on(
-    codec: ModelTokenizer,
+    model_tokenizer: ModelTokenizer,
 ) -> None:
     spec, config = demo_spec(), RouterConfig(reader_memory_bytes=32 * 1024**2)
     readers = TokenizerPool(module_setup(spec, config), 1, 60.0)
@@ -220,7 +220,7 @@ async def test_a_real_reader_refuses_what_takes_more_memory_than_it_may_have_and
             await readers.submit(FrameKind.COMPLETION, body)
         kind, frame = await readers.submit(FrameKind.COMPLETION, json.dumps({"prompt": "hello"}).encode())
         assert kind is FrameKind.PREPARED
-        assert prepared_of(frame).prompts[0].tokens == codec.encode("hello", add_special=True)
+        assert prepared_of(frame).prompts[0].tokens == model_tokenizer.encode("hello", add_special=True)
     finally:
         await readers.close()
 
@@ -264,10 +264,10 @@ EVERY_FIELD: dict[str, Any] = {
 }  # fmt: skip
 
 
-def test_everything_that_was_asked_comes_out_of_a_reader(codec: ModelTokenizer) -> None:
+def test_everything_that_was_asked_comes_out_of_a_reader(model_tokenizer: ModelTokenizer) -> None:
     """No field is at its default, so that one which is lost shows."""
-    want = intake(codec).completion(json.dumps(EVERY_FIELD).encode())
-    plain = intake(codec).completion(b'{"prompt": "x"}')
+    want = intake(model_tokenizer).completion(json.dumps(EVERY_FIELD).encode())
+    plain = intake(model_tokenizer).completion(b'{"prompt": "x"}')
     same = [f.name for f in dataclasses.fields(want.ask) if getattr(want.ask, f.name) == getattr(plain.ask, f.name)]
     assert set(same) == {"chat", "messages", "template_args", "add_generation_prompt", "eos"}
     got = prepared_of(prepared_frame(want))
@@ -277,8 +277,8 @@ def test_everything_that_was_asked_comes_out_of_a_reader(codec: ModelTokenizer) 
     assert all(type(getattr(got.ask, f.name)) is type(getattr(want.ask, f.name)) for f in dataclasses.fields(want.ask))
 
 
-def test_a_refusal_comes_out_of_a_reader_as_it_went_in(codec: ModelTokenizer) -> None:
-    kind, frame = answer(intake(codec), FrameKind.COMPLETION, b'{"prompt": "x", "model": "other"}')
+def test_a_refusal_comes_out_of_a_reader_as_it_went_in(model_tokenizer: ModelTokenizer) -> None:
+    kind, frame = answer(intake(model_tokenizer), FrameKind.COMPLETION, b'{"prompt": "x", "model": "other"}')
     assert kind is FrameKind.REFUSED
     error = refusal_of(frame)
     assert type(error).__name__ == "UnknownModel"
@@ -288,9 +288,9 @@ def test_a_refusal_comes_out_of_a_reader_as_it_went_in(codec: ModelTokenizer) ->
 
 
 def test_a_failure_inside_a_reader_is_told_and_not_raised(
-    codec: ModelTokenizer, monkeypatch: pytest.MonkeyPatch
+    model_tokenizer: ModelTokenizer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    broken = intake(codec)
+    broken = intake(model_tokenizer)
 
     def fail(raw: bytes) -> None:
         raise ZeroDivisionError("planted")
@@ -302,24 +302,24 @@ def test_a_failure_inside_a_reader_is_told_and_not_raised(
 # ---------------------------------------------------------------- what is refused before it costs much
 
 
-def test_brackets_are_counted_outside_of_strings_only(codec: ModelTokenizer) -> None:
+def test_brackets_are_counted_outside_of_strings_only(model_tokenizer: ModelTokenizer) -> None:
     text = "[{" * CONTAINERS_AT_MOST + '\\"['
-    assert intake(codec)._tree(json.dumps({"prompt": text}).encode()) == {"prompt": text}
+    assert intake(model_tokenizer)._tree(json.dumps({"prompt": text}).encode()) == {"prompt": text}
     with pytest.raises(RequestError, match="more than 65536 lists and objects"):
-        intake(codec)._tree(b'{"x":[' + b"[]," * CONTAINERS_AT_MOST + b"[]]}")
+        intake(model_tokenizer)._tree(b'{"x":[' + b"[]," * CONTAINERS_AT_MOST + b"[]]}")
 
 
 def test_a_text_that_cannot_fit_is_refused_before_it_is_tokenised(
-    codec: ModelTokenizer, monkeypatch: pytest.MonkeyPatch
+    model_tokenizer: ModelTokenizer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     longest = max(map(len, json.loads((DEMO / "tokenizer.json").read_text())["model"]["vocab"]))
     most = longest * (demo_spec().context + 1)
     calls: list[int] = []
-    monkeypatch.setattr(codec, "encode", lambda text, **_: calls.append(len(text)) or (5,))
+    monkeypatch.setattr(model_tokenizer, "encode", lambda text, **_: calls.append(len(text)) or (5,))
     with pytest.raises(RequestError, match="the context has 2048"):
-        intake(codec).completion(json.dumps({"prompt": "x" * (most + longest)}).encode())
+        intake(model_tokenizer).completion(json.dumps({"prompt": "x" * (most + longest)}).encode())
     assert calls == []
-    intake(codec).completion(json.dumps({"prompt": "x" * (most - 1)}).encode())
+    intake(model_tokenizer).completion(json.dumps({"prompt": "x" * (most - 1)}).encode())
     assert calls == [most - 1], "what might fit is tokenised"
 
 
@@ -343,15 +343,15 @@ def test_where_a_token_may_stand_for_any_length_nothing_is_said_of_the_least(cha
 
 
 def test_more_answers_than_the_house_holds_are_refused_before_they_are_tokenised(
-    codec: ModelTokenizer, monkeypatch: pytest.MonkeyPatch
+    model_tokenizer: ModelTokenizer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(codec, "encode", lambda *_, **__: pytest.fail("tokenised"))
+    monkeypatch.setattr(model_tokenizer, "encode", lambda *_, **__: pytest.fail("tokenised"))
     with pytest.raises(RequestError, match="6 answers in one request are above the server's queue of 5"):
-        intake(codec, max_queue=5).completion(b'{"prompt": ["a", "b", "c"], "n": 2}')
+        intake(model_tokenizer, max_queue=5).completion(b'{"prompt": ["a", "b", "c"], "n": 2}')
 
 
-def test_scores_of_prompts_are_bounded_over_all_choices(codec: ModelTokenizer) -> None:
-    small = intake(codec, max_prompt_logprobs=60)
+def test_scores_of_prompts_are_bounded_over_all_choices(model_tokenizer: ModelTokenizer) -> None:
+    small = intake(model_tokenizer, max_prompt_logprobs=60)
     body = {"prompt": [5] * 10, "echo": True, "logprobs": 2}
     small.completion(json.dumps({**body, "n": 2}).encode())
     with pytest.raises(RequestError, match="asks for 90 log-probabilities; the limit is 60") as refused:

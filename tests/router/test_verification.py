@@ -42,9 +42,9 @@ def metric(server: Server, name: str) -> float:
 
 def test_damage_that_a_worker_counted_stays_when_it_is_started_again_or_gone() -> None:
     damage = DamageTotals()
-    damage.hear([status("decode-0", 1, pages_damaged=3.0, stale_pages=1.0, pages_loaded=9.0)])
-    damage.hear([status("decode-0", 2, pages_damaged=0.0)])
-    damage.hear([status("decode-0", 2, pages_damaged=2.0), status("prefill-0", 1, damage_restore=4.0)])
+    damage.on_statuses([status("decode-0", 1, pages_damaged=3.0, stale_pages=1.0, pages_loaded=9.0)])
+    damage.on_statuses([status("decode-0", 2, pages_damaged=0.0)])
+    damage.on_statuses([status("decode-0", 2, pages_damaged=2.0), status("prefill-0", 1, damage_restore=4.0)])
     assert samples(damage) == {
         ("decode-0", "decode", "handover"): 5.0,
         ("decode-0", "decode", "step"): 1.0,
@@ -54,16 +54,16 @@ def test_damage_that_a_worker_counted_stays_when_it_is_started_again_or_gone() -
 
 def test_late_words_of_an_older_incarnation_and_of_the_dead_take_nothing_back() -> None:
     damage = DamageTotals()
-    damage.hear([status("decode-0", 2, pages_damaged=2.0)])
-    damage.hear([status("decode-0", 1, pages_damaged=7.0), status("decode-0", 2)])
+    damage.on_statuses([status("decode-0", 2, pages_damaged=2.0)])
+    damage.on_statuses([status("decode-0", 1, pages_damaged=7.0), status("decode-0", 2)])
     assert samples(damage) == {("decode-0", "decode", "handover"): 2.0}
-    damage.hear([status("decode-0", 2, pages_damaged=2.0)])
+    damage.on_statuses([status("decode-0", 2, pages_damaged=2.0)])
     assert samples(damage) == {("decode-0", "decode", "handover"): 2.0}
 
 
 def test_counters_of_one_place_add_up() -> None:
     damage = DamageTotals()
-    damage.hear([status("prefill-0", 1, stale_pages=1.0, damage_step=2.0)])
+    damage.on_statuses([status("prefill-0", 1, stale_pages=1.0, damage_step=2.0)])
     assert samples(damage) == {("prefill-0", "prefill", "step"): 3.0}
 
 
@@ -132,7 +132,7 @@ def test_a_damaged_answer_is_in_metrics_and_in_the_log_with_who_served_it(caplog
         for name in ("prefill-0", "prefill-1"):
             server.cluster[name].audited = differing
         server.complete(max_tokens=4)
-        server.wait_until(lambda: bool(server.service.brain.audits.counts.results))
+        server.wait_until(lambda: bool(server.service.core.audits.counts.results))
         assert metric(server, 'twinpool_audit_answers_total{result="damaged"}') == 1
         assert metric(server, 'twinpool_audit_answers_total{result="exact"}') == 0
         assert metric(server, 'twinpool_state_damage_total{role="decode",where="audit",worker="decode-0"}') == 1
@@ -147,7 +147,7 @@ def test_a_damaged_answer_is_in_metrics_and_in_the_log_with_who_served_it(caplog
         for name in ("prefill-0", "prefill-1"):
             server.cluster[name].audited = exact
         server.complete(max_tokens=4, n=2, temperature=0.8)
-        server.wait_until(lambda: server.service.brain.audits.counts.tokens == 12)
+        server.wait_until(lambda: server.service.core.audits.counts.tokens == 12)
         assert metric(server, 'twinpool_audit_answers_total{result="exact"}') == 2
         server.at_rest()
 

@@ -1,10 +1,10 @@
-"""What lies between a router's brain and a worker, real and simulated: one script for both.
+"""What lies between the router core and a worker, real and simulated: one script for both.
 
 Real are `router.links.worker_links`, `router.links.grpc_worker`, gRPC over loopback,
 `cluster.worker_process.grpc_service` and `cluster.worker_process.worker_thread`; their stand-ins are
-`sim.nodes.sim_link.SimLink` and `sim.nodes.sim_worker.SimHost`. A scene sees what brain and worker see: links that open
-and end, events, commands, sessions that are dropped, the worker's end. How long things take, and the words of a reason,
-are not compared.
+`sim.nodes.sim_link.SimLink` and `sim.nodes.sim_worker.SimHost`. A scene sees what router core and worker see: links
+that open and end, events, commands, sessions that are dropped, the worker's end. How long things take, and the words of
+a reason, are not compared.
 """
 
 from __future__ import annotations
@@ -152,28 +152,28 @@ def real(incarnation: int = 1) -> Iterator[Scene]:
         )  # fmt: skip
 
         async def start() -> WorkerLinks:
-            fleet = WorkerLinks(
+            worker_links = WorkerLinks(
                 table,
                 on_view=lambda views: None,
                 on_linked=lambda key: scene.links.append("linked"),
                 on_unlinked=lambda key, reason: scene.links.append("unlinked"),
                 on_events=lambda key, events: scene.events.extend(events),
             )
-            fleet.start()
-            return fleet
+            worker_links.start()
+            return worker_links
 
-        fleet = routing.run(start(), 5.0)
+        worker_links = routing.run(start(), 5.0)
 
         async def on_loop(run: Callable[[], object]) -> None:
             run()
 
         scene.open = lambda key: routing.run(on_loop(lambda: table.show(key)), 5.0)
         scene.close = lambda: routing.run(on_loop(lambda: table.show(None)), 5.0)
-        scene.send = lambda commands: routing.run(on_loop(lambda: fleet.send(KEY, commands)), 5.0)
+        scene.send = lambda commands: routing.run(on_loop(lambda: worker_links.send(KEY, commands)), 5.0)
         try:
             yield scene
         finally:
-            routing.run(fleet.close(), 10.0)
+            routing.run(worker_links.close(), 10.0)
             host.stop(5.0)
             server.stop(0.0)
             routing.stop()
@@ -212,7 +212,7 @@ def _status(key: WorkerKey) -> WorkerStatus:
 def simulated(incarnation: int = 1) -> Iterator[Scene]:
     agenda, rng, wrong = VirtualTime(), random.Random(7), list[str]()
     network = SimNetwork(agenda, rng, 0.002, 3.0)
-    shape = ClusterShape(1, 1, "full", 4, "shm", lazy=False, delay_s=0.002, step_s=0.01, nodes=1)
+    shape = ClusterShape(1, 1, "full", 4, "shm", adversarial=False, delay_s=0.002, step_s=0.01, nodes=1)
     world = SimWorld(
         agenda, rng, shape, config_from_dict({}), SimSwitch(network), {}, WireDamage(), SimArenas(), None,
         lambda who, what: None, wrong.append,
@@ -221,8 +221,8 @@ def simulated(incarnation: int = 1) -> Iterator[Scene]:
 
     def make(world: Any, process: Any, role: Any, name: Any, incarnation: Any, sleep: Any, home: Any) -> Any:
         made.append(Scripted(sleep, incarnation))
-        seat = SimpleNamespace(busy=False, pools=SimpleNamespace(allocators={}))
-        return SimpleNamespace(worker=made[0], seat=seat, followers=None, receiver=None)
+        manager = SimpleNamespace(busy=False, pools=SimpleNamespace(allocators={}))
+        return SimpleNamespace(worker=made[0], manager=manager, followers=None, receiver=None)
 
     process = home.new_process("decode-0#1", "node-0")
     host = SimHost(world, process, Role.DECODE, KEY[0], Incarnation(incarnation), home, make)

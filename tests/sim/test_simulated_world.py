@@ -102,7 +102,7 @@ def test_a_reset_and_a_silence_lose_what_is_under_way_and_tell(stage: Stage) -> 
 
 
 @pytest.fixture(params=["simulated", "zmq"])
-def carriers(
+def transports(
     request: pytest.FixtureRequest, stage: Stage
 ) -> Iterator[tuple[ControlTransport, ControlTransport, Callable[[], None]]]:
     """Two carriers of one kind, and how to let what was sent arrive."""
@@ -118,9 +118,9 @@ def carriers(
 
 
 def test_a_carrier_brings_messages_there_in_order_and_answers_back(
-    carriers: tuple[ControlTransport, ControlTransport, Callable[[], None]],
+    transports: tuple[ControlTransport, ControlTransport, Callable[[], None]],
 ) -> None:
-    mine, theirs, arrive = carriers
+    mine, theirs, arrive = transports
     inbox = mine.listen()
     channel = theirs.connect(inbox.endpoint, b"decode-0:1")
     for number in range(5):
@@ -148,9 +148,9 @@ def test_a_carrier_brings_messages_there_in_order_and_answers_back(
 
 
 def test_a_carrier_watches_processes_of_its_own_node_and_no_others(
-    carriers: tuple[ControlTransport, ControlTransport, Callable[[], None]],
+    transports: tuple[ControlTransport, ControlTransport, Callable[[], None]],
 ) -> None:
-    mine, theirs, _ = carriers
+    mine, theirs, _ = transports
     pid, started, _ = theirs.mine()
     watch = mine.watch([theirs.mine()])
     assert watch is not None
@@ -163,9 +163,9 @@ def test_a_carrier_watches_processes_of_its_own_node_and_no_others(
 def test_a_simulated_watch_tells_of_the_death_and_of_nothing_else(stage: Stage) -> None:
     exchange, woken = SimSwitch(stage.network), list[str]()
     near = SimProcess(stage.agenda, "c-0#1", "node-0", 3)
-    carrier = SimControlTransport(exchange, stage.one, lambda: woken.append("woken"))
+    transport = SimControlTransport(exchange, stage.one, lambda: woken.append("woken"))
     mark = SimControlTransport(exchange, near, lambda: None).mine()
-    watch = carrier.watch([mark])
+    watch = transport.watch([mark])
     assert watch is not None
     near.stop()
     assert not watch.dead
@@ -173,4 +173,4 @@ def test_a_simulated_watch_tells_of_the_death_and_of_nothing_else(stage: Stage) 
     assert watch.dead
     assert woken == ["woken"]
     with pytest.raises(ProcessLookupError):
-        carrier.watch([mark])
+        transport.watch([mark])

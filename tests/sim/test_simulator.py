@@ -30,7 +30,7 @@ BLOCK = 5
 OFTEN = {
     "answered": 300, "left": 10, "stopped": 5, "late": 2, "replays": 50, "moved": 2, "retractions": 50,
     "resumptions": 30, "recomputed": 5, "pressed_out": 10, "pressed_seeds": 5, "hit_tokens_host": 50,
-    "hit_tokens_storage": 10, "pages_evicted": 200, "pages_condemned": 5, "pages_damaged": 3, "parked": 3,
+    "hit_tokens_storage": 10, "pages_evicted": 200, "pages_invalidated": 5, "pages_damaged": 3, "preemptions": 3,
     "audited": 30, "arena_pages_adopted": 5, "salted": 20, "prioritised": 20, "penalised": 20, "biased": 20,
     "held_open": 1, "logprobs": 20, "scored": 10, "chosen_again": 10, "late_orders": 100, "cancelled_running": 1,
     "damaged_writes": 2, "damaged_metadata": 2, "damaged_notices": 2, "killed_in_write": 1,

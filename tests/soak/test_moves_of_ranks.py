@@ -21,14 +21,14 @@ def test_requests_move_between_workers_of_two_ranks(tmp_path: Path, plane: str) 
     with (
         rank_processes() as ranks,
         company(
-            folder, tokens=2048, ranks=ranks, transfer={"plane": plane}, decode={"tp": 2, "move_ahead_bytes": 1}
+            folder, tokens=2048, ranks=ranks, transfer={"plane": plane}, decode={"tp": 2, "migration_precopy_bytes": 1}
         ) as c,
     ):
         rid = c.submit(prompt, sampling)
         c.until(generated(c, rid, 5), "it to run")
-        assert c.brain.moves.begin(c.told[rid].request)
+        assert c.core.moves.begin(c.told[rid].request)
         c.act()
-        c.until(lambda: c.brain.moves.counts.moved == 1, "it to move")
+        c.until(lambda: c.core.moves.counts.moved == 1, "it to move")
         assert c.worker_of(rid) == "decode-1"
         assert c.run(rid) == c.run(c.submit(prompt, sampling))
         assert c.told[rid].replays == []

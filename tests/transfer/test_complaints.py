@@ -212,7 +212,7 @@ def restarting(plane: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[KV
     """A prefill end, and what starts the next incarnation of a decode worker: over TCP, at the very same endpoint."""
     clock, waiter, bound = ManualClock(), Waiter(), list[str]()
     config = config_from_dict({"transfer": {"plane": plane, "link_timeout_s": 5.0}})
-    carrier = ZmqControlTransport("127.0.0.1", waiter, None, 5.0)
+    transport = ZmqControlTransport("127.0.0.1", waiter, None, 5.0)
     mark = fingerprint("a model", SPEC, "invariant:by hand")
     layout = PoolSetLayout(SPEC, SPEC.even(40))
     first_bind = tcp.bind
@@ -231,7 +231,7 @@ def restarting(plane: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[KV
     source, pools = part(1)
     writer = KVSender(
         WorkerName("prefill-0"), Incarnation(1), mark, source, pools, CpuDevice(), config.transfer,
-        carrier=carrier, clock=clock,
+        transport=transport, clock=clock,
     )  # fmt: skip
     monkeypatch.setattr(tcp, "bind", bind)
     started: list[KVReceiver] = []
@@ -243,7 +243,7 @@ def restarting(plane: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[KV
         its, region = part(2 + len(started))
         end = KVReceiver(
             WorkerName("decode-0"), Incarnation(1 + len(started)), mark, its, region, 4, config.transfer,
-            verify=False, carrier=carrier, clock=clock,
+            verify=False, transport=transport, clock=clock,
         )  # fmt: skip
         waiter.add(its.waitable[0])
         started.append(end)

@@ -205,7 +205,7 @@ def test_b10_a_cut_connection_of_a_follower_rank_ends_its_rooms_at_once(refuse: 
 def test_b10_what_a_follower_tells_is_heard_though_the_peer_is_gone_already(monkeypatch: pytest.MonkeyPatch) -> None:
     """Else it would lie on the line to the ranks, which wakes whoever sleeps there for as long as it lies there."""
     with proxied("zmq", spec=headed_sets()["all"], ranks=(2, 1)) as (both, _, _):
-        prompt, followers = opened(both), both.seats[0].followers
+        prompt, followers = opened(both), both.managers[0].followers
         (peer,) = both.sender._peers.values()
         (link,) = followers.links[0]._links.values()
         monkeypatch.setattr(link, "cut", lambda: True)

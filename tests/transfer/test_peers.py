@@ -232,14 +232,14 @@ def test_a5_a_writer_that_nobody_could_watch_is_promised_nothing(plane: str, mon
     """Where the reader can't take its memory back, and no death could ever be proven."""
     with ends(SPEC, plane) as both:
         prompt = both.prompt(11)
-        real: Callable[..., object] = both.receiver._carrier.watch
+        real: Callable[..., object] = both.receiver._transport.watch
         calls: list[int] = []
 
         def watch(processes: object) -> object:
             calls.append(1)
             return real(processes) if len(calls) == 1 else None  # The writer's own look at the reader comes first.
 
-        monkeypatch.setattr(both.receiver._carrier, "watch", watch)
+        monkeypatch.setattr(both.receiver._transport, "watch", watch)
         leases = both.start(prompt)
         broken = both.outcome(prompt.room)
         assert isinstance(broken, HandoverFailed)
@@ -254,7 +254,7 @@ def test_d3_an_older_incarnation_takes_nobodys_place() -> None:
         both.open(prompt)
         (writer,) = both.receiver._peers.values()
         old = replace(both.receiver._hello(writer.ref), incarnation=0)
-        channel = both.receiver._carrier.connect(both.sender.control, b"decode-0:0")
+        channel = both.receiver._transport.connect(both.sender.control, b"decode-0:0")
         channel.send(m.encode(old))
         both.until(lambda: both.sender.refused, "the refusal")
         channel.close()
@@ -295,7 +295,7 @@ def test_b3_peers_on_other_hosts_that_never_come_back_are_forgotten_with_all_tha
             port = inbound.bind_to_random_port("tcp://127.0.0.1")
             descriptor = {"ranks": [{"endpoint": f"tcp://127.0.0.1:{port}", "frame_bytes": 2**22}]}
             hello = replace(both.receiver._hello(writer.ref), worker=name, boot="another host", descriptor=descriptor)
-            channel = both.receiver._carrier.connect(both.sender.control, f"{name}:1".encode())
+            channel = both.receiver._transport.connect(both.sender.control, f"{name}:1".encode())
             channel.send(m.encode(hello))
 
             def met(identity: bytes = f"{name}:1".encode()) -> bool:

@@ -94,7 +94,7 @@ def test_a_byte_that_went_wrong_in_any_buffer_on_any_rank_is_caught_by_its_tag(
     plane: str, writers: int, readers: int
 ) -> None:
     with ends(SETS["all"], plane, count=40, ranks=(writers, readers)) as both:
-        for rank, pools in enumerate(both.seats[0].pools):
+        for rank, pools in enumerate(both.managers[0].pools):
             for pool, buffer in pools.layout.each():
                 prompt = both.prompt(23)
                 index = prompt.runs[pool.name].indices[-1]
@@ -125,7 +125,7 @@ def test_a_write_is_told_of_only_when_every_rank_has_posted_its_part() -> None:
     with ends(SETS["full"], "shm", count=40, ranks=(2, 1)) as both:
         prompt = both.prompt(9)
         both.open(prompt)
-        followers = both.seats[0].followers
+        followers = both.managers[0].followers
         followers.slow = PostWrite
         both.sender.write(prompt.room, prompt.all(), (DONE,))
         for lease in prompt.leases.values():

@@ -287,7 +287,7 @@ def test_more_peers_than_allowed_are_refused_with_a_word() -> None:
     with ends(FULL, "shm", transfer={"most_peers": 1}) as both:
         both.open(both.prompt(4))
         (writer,) = both.receiver._peers.values()
-        second = both.receiver._carrier.connect(both.sender.control, b"decode-9:1")
+        second = both.receiver._transport.connect(both.sender.control, b"decode-9:1")
         second.send(m.encode(replace(both.receiver._hello(writer.ref), worker="decode-9")))
         both.until(lambda: both.sender.refused, "the refusal")
         answer = None

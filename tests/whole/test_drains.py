@@ -99,7 +99,7 @@ def test_d1_streams_of_a_drained_decode_worker_go_on_elsewhere_without_a_failed_
     assert figures["failed"] == figures["altered"] == figures["started_over"] == 0
     assert figures["moved"] > 0
     assert scene.serving.status()["decode-1"]["state"] == "left"
-    assert scene.serving.metric("twinpool_moves_total", outcome="moved") == figures["moved"]
+    assert scene.serving.metric("twinpool_migrations_total", outcome="moved") == figures["moved"]
 
 
 @pytest.mark.slow

@@ -56,7 +56,7 @@ EVENTS = [message for cls in union(worker_events.Event) for message in all_of(cl
 CONTROL = [message for cls in union(t.ControlMessage) for message in all_of(cls)]
 NOTICES = [message for cls in union(t.Notice) for message in all_of(cls)]
 ORDERS = [message for cls in union(rank_orders.Order) for message in all_of(cls)]
-TIDINGS = [message for cls in union(rank_orders.FollowerNotice) for message in all_of(cls)]
+FOLLOWER_NOTICES = [message for cls in union(rank_orders.FollowerNotice) for message in all_of(cls)]
 INCARNATION = Incarnation(7)
 
 
@@ -238,11 +238,11 @@ class Brain:
 
 @contextlib.asynccontextmanager
 async def controller() -> AsyncIterator[tuple[Brain, str]]:
-    brain = Brain()
-    service: Any = ControllerService(brain)  # type: ignore[arg-type]
+    core = Brain()
+    service: Any = ControllerService(core)  # type: ignore[arg-type]
     server, number = await start(pb_grpc.add_ControllerServicer_to_server, service)
     try:
-        yield brain, f"127.0.0.1:{number}"
+        yield core, f"127.0.0.1:{number}"
     finally:
         await server.stop(0)
 
@@ -255,8 +255,8 @@ async def test_every_field_of_a_workers_record_and_status_reaches_the_controller
         asyncio.Event(),
         asyncio.Event(),
     )
-    async with controller() as (brain, target):
-        brain.grants = [LeaseGrant(INCARNATION, 50.0), LeaseGrant(INCARNATION, 60.0, drain=True)]
+    async with controller() as (core, target):
+        core.grants = [LeaseGrant(INCARNATION, 50.0), LeaseGrant(INCARNATION, 60.0, drain=True)]
         clock = ManualClock(100.0)
         keeper = LeaseKeeper(
             record, target, clock, 0.001, lambda: status, lambda reason: lost.set(), on_drain=drains.set
@@ -265,15 +265,15 @@ async def test_every_field_of_a_workers_record_and_status_reaches_the_controller
         await asyncio.wait_for(lost.wait(), 10)
         await keeper.leave()
         assert drains.is_set(), "the second grant said so"
-    assert brain.heard[0] == record
-    assert brain.heard[1] == (record.name, record.incarnation, status)
-    assert brain.heard[-1] == (record.name, record.incarnation)
+    assert core.heard[0] == record
+    assert core.heard[1] == (record.name, record.incarnation, status)
+    assert core.heard[-1] == (record.name, record.incarnation)
 
 
 @pytest.mark.asyncio
 async def test_a_grants_time_is_the_leases_and_a_fenced_one_ends_it() -> None:
-    async with controller() as (brain, target):
-        brain.grants = [LeaseGrant(INCARNATION, 50.0)]
+    async with controller() as (core, target):
+        core.grants = [LeaseGrant(INCARNATION, 50.0)]
         clock, lost = ManualClock(100.0), asyncio.Event()
         keeper = LeaseKeeper(
             full(WorkerRecord), target, clock, 3600.0, lambda: full(worker_status.WorkerStatus),
@@ -285,7 +285,7 @@ async def test_a_grants_time_is_the_leases_and_a_fenced_one_ends_it() -> None:
         clock.advance(0.2)
         assert not keeper.lease.held
         await keeper.close()
-        brain.grants = [LeaseGrant(INCARNATION, 50.0, fenced=True)]
+        core.grants = [LeaseGrant(INCARNATION, 50.0, fenced=True)]
         with pytest.raises(Exception, match="no longer wanted"):
             await keeper.start(5.0)
 
@@ -293,16 +293,16 @@ async def test_a_grants_time_is_the_leases_and_a_fenced_one_ends_it() -> None:
 @pytest.mark.asyncio
 async def test_every_field_of_the_controllers_table_reaches_a_router() -> None:
     seen: list[tuple[WorkerView, ...]] = []
-    async with controller() as (brain, target):
+    async with controller() as (core, target):
         directory = ControllerDirectory(target)
         for record in (full(WorkerRecord), dataclasses.replace(full(WorkerRecord), role=Role.DECODE)):
             status = dataclasses.replace(full(worker_status.WorkerStatus), incarnation=record.incarnation)
-            brain.table += (dataclasses.replace(full(WorkerView), record=record, status=status),)
+            core.table += (dataclasses.replace(full(WorkerView), record=record, status=status),)
         stop = directory.watch(seen.append)
         await eventually(lambda: bool(seen))
-        assert seen[-1] == brain.table
+        assert seen[-1] == core.table
         await directory.change_role(record.name, Role.PREFILL)
-        assert brain.heard == [(record.name, Role.PREFILL)]
+        assert core.heard == [(record.name, Role.PREFILL)]
         stop()
         await asyncio.sleep(0)
 
@@ -313,15 +313,15 @@ def test_every_field_of_the_controllers_protocol_is_filled(cls: type[Proto]) -> 
     from contracts.wire.worker_protobuf import record_to_proto
 
     record, status = full(WorkerRecord), full(worker_status.WorkerStatus)
-    brain = Brain()
-    brain.table, brain.shutting_down = (full(WorkerView, record=record, status=status),), True
+    core = Brain()
+    core.table, core.shutting_down = (full(WorkerView, record=record, status=status),), True
     keeper: Any = LeaseKeeper(
         record, "", ManualClock(1.0), 1.0, lambda: status, lambda reason: None, on_drain=lambda: None
     )
     made: list[Any] = [
         record_to_proto(record),
         _grant(LeaseGrant(INCARNATION, 5.0, fenced=True, drain=True)),
-        ControllerService(brain).view(),  # type: ignore[arg-type]
+        ControllerService(core).view(),  # type: ignore[arg-type]
         keeper._renewal(),
     ]
     assert unset(next(x for x in made if isinstance(x, cls))) == []
@@ -332,9 +332,9 @@ def test_every_field_of_the_controllers_protocol_is_filled(cls: type[Proto]) -> 
 
 def test_every_field_of_every_control_message_arrives_over_zmq_both_ways() -> None:
     waiter = Waiter()
-    carrier = ZmqControlTransport("127.0.0.1", waiter, None)
-    inbox = carrier.listen()
-    channel = carrier.connect(inbox.endpoint, b"decode-0")
+    transport = ZmqControlTransport("127.0.0.1", waiter, None)
+    inbox = transport.listen()
+    channel = transport.connect(inbox.endpoint, b"decode-0")
     there: list[tuple[bytes, bytes]] = []
     back: list[bytes] = []
     try:
@@ -425,21 +425,21 @@ def test_every_field_of_every_order_answer_and_tiding_arrives_between_ranks() ->
     try:
         line.meet(30.0)
         for order in ORDERS:
-            line.tell(order)
+            line.send(order)
         got = [follower.next(10.0) for _ in ORDERS]
         assert [order for _, order in filter(None, got)] == ORDERS
         asked = line.ask(ORDERS[0])
         taken = follower.next(10.0)
         assert taken is not None
         follower.answer(taken[0], {"a": [1, 2.5, "x", b"y", None]})
-        for tiding in TIDINGS:
-            follower.tell(tiding)
+        for tiding in FOLLOWER_NOTICES:
+            follower.send(tiding)
         assert asked.wait() == [{"a": (1, 2.5, "x", b"y", None)}]
         heard = line.heard()
-        while len(heard) < len(TIDINGS):
+        while len(heard) < len(FOLLOWER_NOTICES):
             assert line.socket.poll(10_000), "it never came"
             heard += line.heard()
-        assert heard == [(1, tiding) for tiding in TIDINGS]
+        assert heard == [(1, tiding) for tiding in FOLLOWER_NOTICES]
     finally:
         follower.close()
         line.close()

@@ -47,7 +47,7 @@ def asks() -> list[tuple[list[int], SamplingParams]]:
 
 
 @contextmanager
-def lazy_pair(model: Path, seed: int, **options: Any) -> Iterator[tuple[Pair, dict[Role, AdversarialDevice]]]:
+def adversarial_pair(model: Path, seed: int, **options: Any) -> Iterator[tuple[Pair, dict[Role, AdversarialDevice]]]:
     """A pair on devices of its own, whose every operation has run, and was ordered, at the end."""
     devices = {role: AdversarialDevice(seed * 2 + i) for i, role in enumerate(Role)}
     with pair(model, devices=devices, **{**SECTIONS, **options}) as both:
@@ -73,7 +73,7 @@ def undisturbed(model: Path) -> list[tuple[object, ...]]:
 def test_answers_do_not_depend_on_when_the_device_runs(
     model: Path, undisturbed: list[tuple[object, ...]], seed: int
 ) -> None:
-    with lazy_pair(model, seed, tokens=1024) as (both, _):
+    with adversarial_pair(model, seed, tokens=1024) as (both, _):
         answers = both.run(*[both.submit(prompt, params) for prompt, params in asks()])
         assert [outcome(answer) for answer in answers] == undisturbed
 
@@ -84,7 +84,7 @@ def test_requests_that_are_cancelled_at_any_point_disturb_nobody(
     model: Path, undisturbed: list[tuple[object, ...]], seed: int
 ) -> None:
     rng = random.Random(seed)
-    with lazy_pair(model, seed, tokens=560) as (both, _):
+    with adversarial_pair(model, seed, tokens=560) as (both, _):
         for _ in range(2):
             kept = [both.submit(prompt, params) for prompt, params in asks()]
             gone = [both.submit(p, SamplingParams(max_tokens=30, temperature=0.0)) for p in prompts(seed, 60, 90, 20)]
@@ -129,7 +129,7 @@ def test_decode_launches_a_step_before_it_has_committed_the_last(model: Path) ->
             both.step(Role.DECODE)
         # Five tokens after the first; each round but the last ends with a step under way.
         assert ahead == [(20 + n, 20 + n, 19 + n) for n in range(1, 6)]
-        assert len(decode._ahead) == 0, "it was known to end there"
+        assert len(decode._overlap) == 0, "it was known to end there"
 
 
 def test_a_draw_that_looks_back_waits_for_the_token_before_it(model: Path) -> None:
@@ -142,28 +142,28 @@ def test_a_draw_that_looks_back_waits_for_the_token_before_it(model: Path) -> No
             both.step(Role.DECODE)
 
 
-def named(claim: Allocation | None) -> set[int]:
-    assert claim is not None
-    return set(claim.named()["full"])
+def named(allocation: Allocation | None) -> set[int]:
+    assert allocation is not None
+    return set(allocation.named()["full"])
 
 
 def held_until_complete(both: Pair, worker: PrefillWorker | DecodeWorker, pages: set[int]) -> None:
     """Nobody gets `pages`, also not by eviction, before the step under way is complete; then all can be had."""
     pool = worker._pages
-    worker._seat.evict("full", pool.total)
+    worker._manager.evict("full", pool.total)
     assert not pages & set(pool._free)
     assert pool.quarantined >= len(pages) > 0
-    assert len(worker._ahead) > 0
+    assert len(worker._overlap) > 0
     for _ in range(2):
         both.step(worker.role)
-    worker._seat.evict("full", pool.total)
+    worker._manager.evict("full", pool.total)
     assert (pool.quarantined, pool.free) == (0, pool.total)
 
 
 def test_a11_pages_of_a_request_cancelled_under_way_are_held_until_its_step_is_complete(model: Path) -> None:
     with lagging_pair(model) as (both, _, decode):
         request = running(both, decode, SamplingParams(max_tokens=9, temperature=0.0))
-        pages = named(request.claim)
+        pages = named(request.allocation)
         both.cancel(request.submit.request_id)
         assert not decode.drained
         held_until_complete(both, decode, pages)
@@ -176,7 +176,7 @@ def test_a11_pages_of_a_request_that_drew_a_stop_token_are_held_for_the_step_lau
     stop = next(n for n, token in enumerate(answer.list) if n >= 3 and token not in answer.list[:n])
     with lagging_pair(model) as (both, _, decode):
         request = running(both, decode, replace(params, stop_token_ids=(answer.list[stop],)))
-        pages = named(request.claim)
+        pages = named(request.allocation)
         while request.phase is DecodePhase.RUNNING:
             both.step(Role.DECODE)
         assert next(iter(both.answers.values())).list == answer.list[: stop + 1]
@@ -189,12 +189,12 @@ def test_a11_prefill_holds_what_a_cancelled_chunk_reads_and_writes(model: Path) 
         greedy = SamplingParams(max_tokens=3, temperature=0.0)
         both.run(both.submit(prompt[:64], greedy))
         request = both.submit(prompt, greedy)
-        while not any(r.launched > r.committed for r in prefill._desk):
+        while not any(r.launched > r.committed for r in prefill._request_table):
             both.step()
-        (mine,) = list(prefill._desk)
-        assert mine.claim is not None
-        assert mine.claim.depth > 0, "part of it is the tree's"
-        pages = named(mine.claim)
+        (mine,) = list(prefill._request_table)
+        assert mine.allocation is not None
+        assert mine.allocation.depth > 0, "part of it is the tree's"
+        pages = named(mine.allocation)
         both.cancel(request)
         held_until_complete(both, prefill, pages)
 
@@ -203,9 +203,9 @@ def test_what_a_parked_request_had_under_way_is_dropped(model: Path, undisturbed
     with lagging_pair(model, tokens=1024) as (both, prefill, _):
         prompt, params = asks()[3]
         request = both.submit(prompt, params, legs=(Role.PREFILL,))
-        while not any(r.launched > r.committed for r in prefill._desk):
+        while not any(r.launched > r.committed for r in prefill._request_table):
             both.step()
-        assert prefill._park_one()
+        assert prefill._preempt_one()
         for _ in range(50):
             both.step(Role.PREFILL)
         answer = both.answers[request]

@@ -72,25 +72,25 @@ class HashPair(Pair):
         backend = make_backend(cache.storage)
         queue = ThreadedIoQueue(backend, wake=waiter.wake) if backend is not None else None
         host = host_pools(spec, cache.host_bytes, device, layout.counts) if cache.host_bytes else None
-        seat = KVCacheManager(
+        manager = KVCacheManager(
             pools, device, cache, self.clock.now, host=host, storage=queue, fingerprint="hash", stride=steps
         )
         engine = cast(ModelRunner, HashEngine(pools, device))
-        carrier = ZmqControlTransport("127.0.0.1", waiter, None)
+        transport = ZmqControlTransport("127.0.0.1", waiter, None)
         name, first = WorkerName(f"{role}-0"), Incarnation(1)
         common: dict[str, Any] = {"context": CONTEXT, "clock": self.clock, "pause": lambda s: None}
         common_to_all = fingerprint("hash", spec, "invariant:by hand")
         sender = KVSender(
             name, first, common_to_all, plane, pools, device, config.transfer,
-            carrier=carrier, clock=self.clock,
+            transport=transport, clock=self.clock,
         )  # fmt: skip
         if role is Role.PREFILL:
-            return PrefillWorker(name, first, config, engine, seat, sender, waiter, **common)
+            return PrefillWorker(name, first, config, engine, manager, sender, waiter, **common)
         receiver = KVReceiver(
             name, first, common_to_all, plane, pools, 16, config.transfer,
-            verify=cache.verify, carrier=carrier, clock=self.clock,
+            verify=cache.verify, transport=transport, clock=self.clock,
         )  # fmt: skip
-        return DecodeWorker(name, first, config, engine, seat, receiver, waiter, sender=sender, **common)
+        return DecodeWorker(name, first, config, engine, manager, receiver, waiter, sender=sender, **common)
 
 
 @contextmanager
@@ -103,7 +103,7 @@ def hash_pair(
     **sections: dict[str, Any],
 ) -> Iterator[HashPair]:
     config = {"cache": {"page_tokens": PAGE, **sections.pop("cache", {})}, "transfer": {"plane": "local"}, **sections}
-    config["decode"] = {"offer_bytes": 0, **sections.get("decode", {})}
+    config["decode"] = {"prefix_offer_bytes": 0, **sections.get("decode", {})}
     both = HashPair(pool_sets(PAGE)[name], config_from_dict(config), counts, clock, device)
     try:
         yield both
@@ -168,9 +168,9 @@ def test_windows_go_back_to_the_pool_as_the_answer_goes_on() -> None:
         while len(both.answers[request].tokens) < 50:
             both.step()
         assert isinstance(both.decode, DecodeWorker)
-        (claim,) = both.decode._seat._claims.values()
-        seen = both.decode._seat.spec.window_pages("window")
-        assert sum(page != 0 for page in claim.tables["window"][: (60 + 48) // PAGE]) <= seen + 1
-        assert both.decode._seat.tree.sizes[Tier.DEVICE, "window"] == 0
+        (allocation,) = both.decode._manager._allocations.values()
+        seen = both.decode._manager.spec.window_pages("window")
+        assert sum(page != 0 for page in allocation.tables["window"][: (60 + 48) // PAGE]) <= seen + 1
+        assert both.decode._manager.tree.sizes[Tier.DEVICE, "window"] == 0
         (answer,) = both.run(request)
         assert answer.list == recite(pool_sets(PAGE)["full+window"], prompt, 60)

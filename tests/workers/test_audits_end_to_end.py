@@ -1,4 +1,4 @@
-"""Audits through the real brain and both real workers: they find what was served wrong, and nothing else."""
+"""Audits through the real router core and both real workers: they find what was served wrong, and nothing else."""
 
 from __future__ import annotations
 
@@ -54,9 +54,9 @@ def test_a_flipped_byte_that_no_tag_caught_is_found_by_the_audit(name: str) -> N
         assert finding.differences[0].position == len(prompt) + wrong
         assert finding.differences[0].drawn == right[wrong]
         assert finding.role is Role.DECODE
-        assert cell.both.decode.status().counters["pages_condemned"] > 0
+        assert cell.both.decode.status().counters["pages_invalidated"] > 0
         assert cell.ask(prompt, GREEDY) == right, "what was kept of it is forgotten, so the next turn is right"
-        counts = cell.brain.audits.counts
+        counts = cell.core.audits.counts
         assert counts.damage == {("decode-0", Role.DECODE): 1}
         assert cell.audit_all() == {AuditResult.DAMAGED: 1, AuditResult.EXACT: 1}
         assert (counts.tokens, counts.damage_rate) == (18, 0.5)
@@ -68,15 +68,15 @@ def test_an_undisturbed_cell_has_no_damage(name: str) -> None:
         for n, length in enumerate((1, 4, 17, 40)):
             assert cell.ask(words(n, length), GREEDY) == recite(pool_sets(PAGE)[name], words(n, length), 9)
         assert cell.audit_all() == {AuditResult.EXACT: 4}
-        assert cell.brain.audits.counts.tokens == 4 * 9
-        assert cell.brain.audits.counts.damage_rate == 0.0
+        assert cell.core.audits.counts.tokens == 4 * 9
+        assert cell.core.audits.counts.damage_rate == 0.0
 
 
 def test_audits_wait_until_clients_are_served_and_requests_are_not_delayed_by_them() -> None:
     with hash_cell("full") as cell:
         first = cell.ask(words(1, 60), GREEDY)
         for _ in range(200):
-            if cell.brain.audits.under_way and cell.both.prefill.status().counters["audit_tokens_computed"]:
+            if cell.core.audits.under_way and cell.both.prefill.status().counters["audit_tokens_computed"]:
                 break
             cell.round()
         assert cell.both.prefill.status().counters["audits_computed"] == 0, "it is in the middle of the audit"
@@ -84,7 +84,7 @@ def test_audits_wait_until_clients_are_served_and_requests_are_not_delayed_by_th
         assert cell.both.prefill.status().running + cell.both.prefill.status().waiting == 1
         done_before = cell.both.prefill.status().counters["audit_tokens_computed"]
         cell.run(rid)
-        while not cell.brain.audits.counts.results:
+        while not cell.core.audits.counts.results:
             cell.round()
         assert cell.both.prefill.status().counters["audits_preempted"] >= 1
         assert cell.both.prefill.status().counters["audit_tokens_computed"] > done_before
@@ -109,7 +109,7 @@ def expect_audits_of(name: str, folder: Path, answers: int) -> None:
         for n in range(answers):
             cell.ask(words(n, 30 + 23 * n), samplings[n % 3])
         assert cell.audit_all() == {AuditResult.EXACT: answers}, (name, cell.findings)
-        prompt, spec = words(77, 107), both.prefill._seat.spec  # type: ignore[attr-defined]
+        prompt, spec = words(77, 107), both.prefill._manager.spec  # type: ignore[attr-defined]
         buffer = buffers_of(spec)[-1]
         with damaged_on_the_way(both, buffer, whole=True) as hurt:
             cell.ask(prompt, samplings[0])

@@ -30,7 +30,7 @@ from contracts.wire.event_protobuf import event_from_proto, event_to_proto
 from decode.migration.migration_cost import FIRST_BYTES_PER_S, KNOWN_ANSWERS, MigrationCosts
 from decode.migration.migration_state import STAGES, MigrationStage, MigrationStageEvent
 from decode.migration.outgoing_migrations import JUDGE_EVERY_S, STEPS_TO_TELL
-from decode.migration.prefix_push import GIFTS
+from decode.migration.prefix_push import PUSH_TABLE
 from prefill.worker import PrefillWorker
 from router.migration.migration_table import MOVES, MigrationEvent, MigrationState
 from tests.company import Company, company, generated
@@ -62,7 +62,7 @@ def test_what_is_said_of_moves_travels_unchanged() -> None:
 
 
 def test_c5_every_departure_move_and_gift_comes_to_an_end() -> None:
-    assert [table.dead_ends() for table in (STAGES, MOVES, GIFTS)] == [[], [], []]
+    assert [table.dead_ends() for table in (STAGES, MOVES, PUSH_TABLE)] == [[], [], []]
 
 
 def test_c8_what_has_moved_or_stayed_does_so_for_good() -> None:
@@ -172,16 +172,16 @@ def test_d2_a_worker_does_not_leave_while_it_still_writes_for_a_room_that_has_en
         rid = c.submit(list(range(60)), SamplingParams(40, temperature=0.0))
         c.until(generated(c, rid, 5), "it to run")
         if name == "decode-0":
-            assert c.brain.moves.begin(c.told[rid].request)
+            assert c.core.moves.begin(c.told[rid].request)
             c.act()
         c.run(rid)
         worker = c.workers[WorkerName(name)]
-        sender = worker._sender if isinstance(worker, PrefillWorker) else c.decode(name)._departures._sender
+        sender = worker._sender if isinstance(worker, PrefillWorker) else c.decode(name)._migrations._sender
         (peer,) = sender._peers.values()
         write = _Held()
         peer.queue.append(_PendingWrite(write, WriterQuiesced(RoomId("over"), 7)))
         c.drain(name)
-        c.until(lambda: not len(worker._desk), "its requests to end", 1000)  # type: ignore[attr-defined]
+        c.until(lambda: not len(worker._request_table), "its requests to end", 1000)  # type: ignore[attr-defined]
         for _ in range(50):
             c.step()
         assert sender.rooms == 0
@@ -192,17 +192,17 @@ def test_d2_a_worker_does_not_leave_while_it_still_writes_for_a_room_that_has_en
 
 
 def test_d3_a_restarted_target_is_a_stranger_to_rooms_of_its_predecessor(model: Path) -> None:
-    with company(model, decode={"move_chunk_bytes": 1}) as c:
+    with company(model, decode={"migration_chunk_bytes": 1}) as c:
         rid = _moving(c)
         assert c.worker_of(rid) == "decode-0"
-        c.brain.moves.begin(c.told[rid].request)
+        c.core.moves.begin(c.told[rid].request)
         c.act()
-        c.until(lambda: bool(c.decode("decode-0")._departures), "it to be stopped")
+        c.until(lambda: bool(c.decode("decode-0")._migrations), "it to be stopped")
         c.gone("decode-1")
         c.start(Role.DECODE, WorkerName("decode-1"))
         # The move to incarnation 1 came to nothing; the request is whole, and may move to incarnation 2.
-        c.until(lambda: not c.decode("decode-0")._departures, "it to go on")
-        assert c.brain.moves.begin(c.told[rid].request) or c.told[rid].request.avoid
+        c.until(lambda: not c.decode("decode-0")._migrations, "it to go on")
+        assert c.core.moves.begin(c.told[rid].request) or c.told[rid].request.avoid
         c.act()
         assert c.run(rid) == c.run(c.submit(list(range(60)), SamplingParams(40, temperature=0.0)))
         assert c.told[rid].replays == []
@@ -210,11 +210,11 @@ def test_d3_a_restarted_target_is_a_stranger_to_rooms_of_its_predecessor(model: 
 
 
 def test_d3_a_restarted_source_is_not_asked_for_what_its_predecessor_had(model: Path) -> None:
-    with company(model, decode={"move_chunk_bytes": 1}) as c:
+    with company(model, decode={"migration_chunk_bytes": 1}) as c:
         rid = _moving(c)
-        c.brain.moves.begin(c.told[rid].request)
+        c.core.moves.begin(c.told[rid].request)
         c.act()
-        c.until(lambda: bool(c.decode("decode-0")._departures), "it to be stopped")
+        c.until(lambda: bool(c.decode("decode-0")._migrations), "it to be stopped")
         c.gone("decode-0")
         c.start(Role.DECODE, WorkerName("decode-0"))
         assert c.run(rid) == c.run(c.submit(list(range(60)), SamplingParams(40, temperature=0.0)))
@@ -222,8 +222,8 @@ def test_d3_a_restarted_source_is_not_asked_for_what_its_predecessor_had(model: 
 
 
 def _expect_sleep(c: Company, clock: ManualClock) -> None:
-    """No deadline of decode-0's departures lies in the past: whoever is woken for one turns and turns."""
-    due = c.decode("decode-0")._departures.next_deadline
+    """No deadline of decode-0's migrations lies in the past: whoever is woken for one turns and turns."""
+    due = c.decode("decode-0")._migrations.next_deadline
     assert due is None or due > clock.now()
 
 
@@ -233,14 +233,14 @@ def test_what_a_worker_thought_of_a_request_wakes_it_only_where_it_would_think_a
         rid, worker = _moving(c), c.decode("decode-0")
 
         def offered() -> None:
-            assert c.brain.moves.begin(c.told[rid].request)
+            assert c.core.moves.begin(c.told[rid].request)
             c.act()
-            c.until(lambda: bool(worker._departures._paused()), "it to be offered")
+            c.until(lambda: bool(worker._migrations._paused()), "it to be offered")
 
         offered()
-        clock.advance(c.config.decode.move_pause_s)
+        clock.advance(c.config.decode.migration_pause_s)
         c.step("decode-0")
-        assert not len(worker._departures), "nobody took it in time"
+        assert not len(worker._migrations), "nobody took it in time"
         clock.advance(JUDGE_EVERY_S + 0.1)
         c.step("decode-0")
         _expect_sleep(c, clock)
@@ -250,7 +250,7 @@ def test_what_a_worker_thought_of_a_request_wakes_it_only_where_it_would_think_a
         worker.drain()
         clock.advance(JUDGE_EVERY_S + 0.1)
         c.step("decode-0")
-        assert len(worker._departures)
+        assert len(worker._migrations)
         _expect_sleep(c, clock)
         worker.undrain()
         c.run(rid)
@@ -265,13 +265,13 @@ def test_a_worker_is_woken_for_the_one_that_has_stood_still_longest(model: Path)
         c.until(lambda: all(generated(c, rid, 5)() for rid in rids), "both to run")
         c.drain("decode-1", draining=False)
         for number, rid in enumerate(rids):
-            assert c.brain.moves.begin(c.told[rid].request)
+            assert c.core.moves.begin(c.told[rid].request)
             c.act()
             for _ in range(20):
                 c.step("decode-0")  # decode-1 is told, and makes no round
-            assert len(worker._departures._paused()) == number + 1
+            assert len(worker._migrations._paused()) == number + 1
             clock.advance(0.5)
-        assert worker._departures.next_deadline == 10.0 + c.config.decode.move_pause_s
+        assert worker._migrations.next_deadline == 10.0 + c.config.decode.migration_pause_s
         c.run(*rids)
 
 
@@ -279,16 +279,16 @@ def test_what_a_request_has_to_come_and_its_own_pace_decide_whether_it_moves(
     model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with company(model) as c:
-        departures = c.decode("decode-0")._departures
+        migrations = c.decode("decode-0")._migrations
         asked: list[tuple[int, float]] = []
-        monkeypatch.setattr(departures.costs, "worth_moving", lambda _, most, step_s: asked.append((most, step_s)))
+        monkeypatch.setattr(migrations.costs, "worth_moving", lambda _, most, step_s: asked.append((most, step_s)))
         submit = SimpleNamespace(sampling=SamplingParams(20), tokens=(1, 2, 3))
 
         def judged(generated: int, **marks: float) -> bool:
             request = SimpleNamespace(
                 submit=submit, generated=generated, committed=3 + generated, marks=marks, arrived=100.0
             )
-            return departures._worth_moving(request, 104.0)  # type: ignore[arg-type]
+            return migrations._worth_moving(request, 104.0)  # type: ignore[arg-type]
 
         assert judged(18), "two are to come, and nothing is known of its pace"
         assert not judged(19), "the last one costs less than any move"
@@ -302,11 +302,11 @@ def test_what_a_request_has_to_come_and_its_own_pace_decide_whether_it_moves(
 @pytest.mark.slow
 @pytest.mark.parametrize("plane", ["shm", "zmq"])
 def test_requests_move_on_every_data_plane(model: Path, plane: str) -> None:
-    with company(model, transfer={"plane": plane}, decode={"move_ahead_bytes": 1}) as c:
+    with company(model, transfer={"plane": plane}, decode={"migration_precopy_bytes": 1}) as c:
         rid = _moving(c)
-        assert c.brain.moves.begin(c.told[rid].request)
+        assert c.core.moves.begin(c.told[rid].request)
         c.act()
-        c.until(lambda: c.brain.moves.counts.moved == 1, "it to move")
+        c.until(lambda: c.core.moves.counts.moved == 1, "it to move")
         assert c.worker_of(rid) == "decode-1"
         assert c.run(rid) == c.run(c.submit(list(range(60)), SamplingParams(40, temperature=0.0)))
         assert c.told[rid].replays == []

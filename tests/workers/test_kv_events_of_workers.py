@@ -20,7 +20,7 @@ from cache.prefix_cache.tree_node import IN_TREE, Tier, TreeNode
 from cache.tiers.kv_event_publisher import KVEventLog
 from cache.tiers.kv_event_recorder import KVEventRecorder
 from cluster.assembly.build_parts import _event_rank
-from contracts.block_hash import chain_keys
+from contracts.block_hash import block_hashes
 from contracts.clock import SystemClock
 from contracts.config.load_config import config_from_dict
 from contracts.errors import ConfigError
@@ -45,40 +45,40 @@ def events(**more: Any) -> dict[str, Any]:
     return {"endpoint": LOOPBACK, "replay_endpoint": LOOPBACK, **more}
 
 
-def seats(both: Pair) -> list[KVCacheManager]:
+def managers(both: Pair) -> list[KVCacheManager]:
     assert isinstance(both.prefill, PrefillWorker)
     assert isinstance(both.decode, DecodeWorker)
-    return [both.prefill._seat, both.decode._seat]
+    return [both.prefill._manager, both.decode._manager]
 
 
-def publisher_of(seat: KVCacheManager) -> Any:
-    assert seat.teller is not None
-    return seat.teller.publisher
+def publisher_of(manager: KVCacheManager) -> Any:
+    assert manager.event_recorder is not None
+    return manager.event_recorder.publisher
 
 
-def follow(seat: KVCacheManager) -> KVEventSubscriber:
-    publisher = publisher_of(seat)
+def follow(manager: KVCacheManager) -> KVEventSubscriber:
+    publisher = publisher_of(manager)
     return KVEventSubscriber(publisher.endpoint, SystemClock(), publisher.replay_endpoint, "kv-events")
 
 
 @contextmanager
 def following(both: Pair) -> Iterator[list[KVEventSubscriber]]:
     with ExitStack() as stack:
-        yield [stack.enter_context(follow(seat)) for seat in seats(both)]
+        yield [stack.enter_context(follow(manager)) for manager in managers(both)]
 
 
-def held(seat: KVCacheManager) -> dict[Medium, dict[bytes, BlockEntry]]:
+def held(manager: KVCacheManager) -> dict[Medium, dict[bytes, BlockEntry]]:
     """What a tree holds, walked from its roots, with the keys hashed anew from the tokens and the salt."""
     found: dict[Medium, dict[bytes, BlockEntry]] = {MEDIA[tier]: {} for tier in IN_TREE}
-    for salt, root in seat.tree.roots.items():
+    for salt, root in manager.tree.roots.items():
         stack: list[tuple[TreeNode, list[int]]] = [(child, []) for child in root.children.values()]
         while stack:
             node, above = stack.pop()
             tokens = above + token_ids(node.raw)
-            keys = chain_keys(tokens, PAGE, salt)
+            keys = block_hashes(tokens, PAGE, salt)
             stack += [(child, tokens) for child in node.children.values()]
             for tier in IN_TREE:
-                if seat.full in node.parts[tier]:
+                if manager.full in node.parts[tier]:
                     for page in range(len(above) // PAGE, len(keys)):
                         entry = BlockEntry(
                             keys[page - 1] if page else None, tuple(tokens[page * PAGE : (page + 1) * PAGE])
@@ -98,13 +98,13 @@ def catch_up(both: Pair, readers: list[KVEventSubscriber]) -> None:
         both.step()
         for reader in readers:
             reader.poll(0.001)
-        pairs = list(zip(readers, seats(both), strict=True))
+        pairs = list(zip(readers, managers(both), strict=True))
         if all(r.complete and told(r.index) == held(s) for r, s in pairs):
             return
         if time.monotonic() > deadline:
-            for reader, seat in pairs:
+            for reader, manager in pairs:
                 assert reader.complete
-                assert told(reader.index) == held(seat)
+                assert told(reader.index) == held(manager)
 
 
 def conversation(both: Pair, rng: random.Random, rounds: int, readers: list[KVEventSubscriber]) -> None:
@@ -164,34 +164,34 @@ def test_what_is_written_to_storage_is_told(model: Path, tmp_path: Path) -> None
     with pair(model, tokens=2048, cache=cache) as both, following(both) as readers:
         conversation(both, random.Random(7), 4, readers)
         deadline = time.monotonic() + 30
-        while any(seat.busy for seat in seats(both)):
+        while any(manager.busy for manager in managers(both)):
             assert time.monotonic() < deadline
             both.step()
         both.settle()
         catch_up(both, readers)
-        for reader, seat in zip(readers, seats(both), strict=True):
+        for reader, manager in zip(readers, managers(both), strict=True):
             stored = reader.index.pages[Medium.STORAGE]
             assert stored
-            assert stored == held(seat)[Medium.HOST], "all that is on the host was written, and nothing else"
+            assert stored == held(manager)[Medium.HOST], "all that is on the host was written, and nothing else"
 
 
 def test_the_same_tokens_under_two_salts_are_pages_of_their_own(model: Path) -> None:
     with pair(model, cache={"events": events()}) as both, following(both) as readers:
-        prompt, heard = list(range(2 * PAGE)), recording(seats(both)[0])
+        prompt, heard = list(range(2 * PAGE)), recording(managers(both)[0])
         for salt in SALTS:
             both.run(both.submit(prompt, SamplingParams(max_tokens=2, temperature=0.0), salt=salt))
         catch_up(both, readers)
         first = [key for key, entry in readers[0].index.pages[Medium.DEVICE].items() if entry.parent is None]
-        assert sorted(first) == sorted(chain_keys(prompt, PAGE, salt)[0] for salt in SALTS)
+        assert sorted(first) == sorted(block_hashes(prompt, PAGE, salt)[0] for salt in SALTS)
         stored = {event.salt: list(event.hashes) for event in heard if isinstance(event, BlockStored)}
-        assert stored == {salt: chain_keys(prompt, PAGE, salt) for salt in SALTS}
+        assert stored == {salt: block_hashes(prompt, PAGE, salt) for salt in SALTS}
 
 
-def recording(seat: KVCacheManager) -> list[KvEvent]:
-    """What the seat's teller is told from now on."""
-    assert isinstance(seat.teller, KVEventRecorder)
+def recording(manager: KVCacheManager) -> list[KvEvent]:
+    """What the KV cache manager's event recorder is told from now on."""
+    assert isinstance(manager.event_recorder, KVEventRecorder)
     found: list[KvEvent] = []
-    log = seat.teller._log
+    log = manager.event_recorder._log
     assert isinstance(log, KVEventLog)
     emit = log.emit
 
@@ -206,7 +206,7 @@ def recording(seat: KVCacheManager) -> list[KvEvent]:
 def test_parents_are_told_before_their_children_and_a_split_tells_nothing(model: Path) -> None:
     greedy = SamplingParams(max_tokens=2, temperature=0.0)
     with pair(model, cache={"events": events()}) as both, following(both) as readers:
-        prefill = seats(both)[0]
+        prefill = managers(both)[0]
         heard = recording(prefill)
         long = list(range(6 * PAGE))
         both.run(both.submit(long, greedy))
@@ -227,20 +227,20 @@ def test_parents_come_first_also_where_one_insert_brings_several_nodes(model: Pa
     greedy = SamplingParams(max_tokens=1, temperature=0.0)
     cache = {"host_bytes": 1 << 20, "load_back": "never", "events": events()}
     with pair(model, cache=cache) as both, following(both) as readers:
-        seat = seats(both)[0]
+        manager = managers(both)[0]
         prompt, other = list(range(6 * PAGE)), [*range(3 * PAGE), *range(200, 200 + PAGE)]
         both.run(both.submit(prompt, greedy))
         both.run(both.submit(other, greedy))
         catch_up(both, readers)
-        heard = recording(seat)
-        assert seat.evict(seat.full, seat.tree.sizes[Tier.DEVICE, seat.full])
-        assert len(seat.tree.walked(TokenPrefix.of(prompt, PAGE))) == 2
+        heard = recording(manager)
+        assert manager.evict(manager.full, manager.tree.sizes[Tier.DEVICE, manager.full])
+        assert len(manager.tree.walked(TokenPrefix.of(prompt, PAGE))) == 2
         removed = [key for event in heard if isinstance(event, BlockRemoved) for key in event.hashes]
-        assert sorted(removed) == sorted({*chain_keys(prompt, PAGE), *chain_keys(other, PAGE)})
+        assert sorted(removed) == sorted({*block_hashes(prompt, PAGE), *block_hashes(other, PAGE)})
         heard.clear()
         both.run(both.submit(prompt, greedy))
         stored = [event for event in heard if isinstance(event, BlockStored) and event.tier is Medium.DEVICE]
-        assert [key for event in stored for key in event.hashes] == chain_keys(prompt, PAGE)
+        assert [key for event in stored for key in event.hashes] == block_hashes(prompt, PAGE)
         assert len(stored) == 2
         catch_up(both, readers)
 
@@ -249,7 +249,7 @@ def test_parents_come_first_also_where_one_insert_brings_several_nodes(model: Pa
 def test_condemned_pages_are_told_as_gone_though_a_request_still_reads_them(model: Path) -> None:
     greedy = SamplingParams(max_tokens=30, temperature=0.0)
     with pair(model, cache={"host_bytes": 1 << 20, "events": events()}) as both, following(both) as readers:
-        prefill, decode = seats(both)
+        prefill, decode = managers(both)
         prompt = list(range(4 * PAGE))
         first = both.submit([*prompt, 7], greedy)
         both.run(first)
@@ -258,24 +258,24 @@ def test_condemned_pages_are_told_as_gone_though_a_request_still_reads_them(mode
             both.step()
         heard = recording(decode)
         assert decode.tree.protected[Tier.DEVICE, decode.full], "a request reads them"
-        assert decode.condemn(TokenPrefix.of(prompt, PAGE), 1)
-        assert decode.tree.condemned
-        keys = chain_keys(prompt, PAGE)
+        assert decode.invalidate(TokenPrefix.of(prompt, PAGE), 1)
+        assert decode.tree.invalidated
+        keys = block_hashes(prompt, PAGE)
         gone = {key for event in heard if isinstance(event, BlockRemoved) for key in event.hashes}
         assert gone >= set(keys[1:])
         assert keys[0] not in gone
         catch_up(both, readers)
         truth = KVIndex()
-        assert decode.teller is not None
-        truth.apply(decode.teller._truth())
+        assert decode.event_recorder is not None
+        truth.apply(decode.event_recorder._truth())
         assert told(truth) == held(decode), "who joins now isn't told of them either"
-        # The same pages come anew while the condemned ones are still read; their end isn't told again.
+        # The same pages come anew while the invalidated ones are still read; their end isn't told again.
         both.run(both.submit([*prompt, 9], SamplingParams(max_tokens=2, temperature=0.0)))
         both.run(running)
         both.settle()
-        assert not decode.tree.condemned
+        assert not decode.tree.invalidated
         catch_up(both, readers)
-        prefill.condemn(TokenPrefix.of(prompt, PAGE))
+        prefill.invalidate(TokenPrefix.of(prompt, PAGE))
         catch_up(both, readers)
         assert not set(keys) & set(readers[0].index.pages[Medium.DEVICE])
 
@@ -283,9 +283,9 @@ def test_condemned_pages_are_told_as_gone_though_a_request_still_reads_them(mode
 def test_without_an_endpoint_nothing_listens_and_nothing_is_kept(model: Path) -> None:
     with pair(model) as both:
         both.run(both.submit(list(range(40)), SamplingParams(max_tokens=2, temperature=0.0)))
-        for seat in seats(both):
-            assert seat.teller is None
-            assert seat.tree.on_change.__name__ == "<lambda>"
+        for manager in managers(both):
+            assert manager.event_recorder is None
+            assert manager.tree.on_change.__name__ == "<lambda>"
 
 
 def test_a_replay_endpoint_without_an_endpoint_is_refused() -> None:
@@ -299,7 +299,7 @@ def test_a_batch_bears_the_rank_that_is_added_to_the_port(model: Path) -> None:
     with pair(model, cache={"events": events()}) as both:
         both.run(both.submit(list(range(40)), SamplingParams(max_tokens=2, temperature=0.0)))
         both.settle()
-        assert [decode_batch(publisher_of(s)._buffer[-1][1]).rank for s in seats(both)] == [0, 1]
+        assert [decode_batch(publisher_of(s)._buffer[-1][1]).rank for s in managers(both)] == [0, 1]
 
 
 @pytest.mark.slow
@@ -307,7 +307,7 @@ def test_what_the_page_for_operators_shows_works(model: Path, tmp_path: Path) ->
     page = (ROOT / "docs" / "operating.md").read_text()
     plain, reader = re.findall(r"^```py\n(.*?)^```", page, re.DOTALL | re.MULTILINE)
     with pair(model, cache={"events": events()}) as both:
-        publisher, rng = publisher_of(seats(both)[0]), random.Random(8)
+        publisher, rng = publisher_of(managers(both)[0]), random.Random(8)
         shown = {}
         for text in (plain, reader):
             code = text.replace("tcp://127.0.0.1:5557", publisher.endpoint)

@@ -1,4 +1,4 @@
-"""Running requests that go from one decode worker to another: real workers and the router's real brain, by hand."""
+"""Running requests that go from one decode worker to another: real workers and the real router core, by hand."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def test_d1_a_drained_worker_hands_its_running_requests_on_and_no_stream_is_alte
     c.until(lambda: c.workers["decode-0"].drained, "decode-0 to be empty", 1_000_000)
     assert all(c.worker_of(rid) == "decode-1" for rid in rids if c.told[rid].done is None)
     assert c.run(*rids) == undisturbed
-    assert c.brain.moves.counts.moved == 4
+    assert c.core.moves.counts.moved == 4
     assert [c.told[rid].replays for rid in rids] == [[]] * 8, "nothing was computed again"
     assert c.decode("decode-1").status().counters["prompt_tokens_computed"] == 0
 
@@ -74,7 +74,7 @@ STAGES = ["stopping", "offered", "sending", "sent"]
 @pytest.fixture
 def going(model: Path, request: pytest.FixtureRequest) -> Iterator[tuple[Company, RequestId]]:
     """One request at the stage of its move that the test asks for, from decode-0 to decode-1, page by page."""
-    with company(model, decode={"move_chunk_bytes": 1}) as c:
+    with company(model, decode={"migration_chunk_bytes": 1}) as c:
         yield c, _bring_to(c, str(request.param))
 
 
@@ -83,18 +83,18 @@ def _bring_to(c: Company, stage: str) -> RequestId:
     rid = c.submit(prompt, seeded(1))
     c.until(generated(c, rid, 5), "it to run")
     assert c.worker_of(rid) == "decode-0"
-    c.brain.moves.begin(c.told[rid].request)
+    c.core.moves.begin(c.told[rid].request)
     c.act()
-    departures = c.decode("decode-0")._departures
+    migrations = c.decode("decode-0")._migrations
     c.step("decode-0")
     for _ in range(20_000):
-        (departure,) = departures._by_room.values()
-        if departure.stage == stage:
+        (migration,) = migrations._by_room.values()
+        if migration.stage == stage:
             assert c.decode("decode-0").check().violations == ()
             return rid
-        c.step("decode-1" if departure.stage == "offered" else "decode-0")
+        c.step("decode-1" if migration.stage == "offered" else "decode-0")
         c.step("decode-0")
-    raise AssertionError(f"never {stage}: {departure}")
+    raise AssertionError(f"never {stage}: {migration}")
 
 
 @pytest.fixture(scope="module")
@@ -134,11 +134,11 @@ def test_a_target_that_refuses_sends_the_request_back(going: tuple[Company, Requ
     c, rid = going
     worker = c.decode("decode-1")
     worker.drain()
-    for request in worker._desk:
+    for request in worker._request_table:
         worker._fail(request, ErrorKind.DRAINING, "planted")
     assert c.run(rid) == [alone]
     assert c.told[rid].replays == []
-    assert c.brain.moves.counts.stayed == 1
+    assert c.core.moves.counts.stayed == 1
 
 
 @pytest.mark.parametrize("going", ["sent"], indirect=True)
@@ -146,19 +146,21 @@ def test_where_both_go_on_the_router_hears_one_and_cancels_the_other(
     going: tuple[Company, RequestId], alone: list[int]
 ) -> None:
     c, rid = going
-    departures = c.decode("decode-0")._departures
-    (departure,) = departures._by_room.values()
-    departures._back(departure, "planted: it thinks that nobody took it")
+    migrations = c.decode("decode-0")._migrations
+    (migration,) = migrations._by_room.values()
+    migrations._back(migration, "planted: it thinks that nobody took it")
     assert c.run(rid) == [alone]
     assert c.told[rid].replays == []
 
 
 def _damage(c: Company, worker: str, rid: RequestId, page: int) -> None:
     """One byte of a page of the request changes in the memory of `worker`."""
-    seat = c.decode(worker)._seat
-    (claim,) = seat._claims.values()
-    index = claim.tables[seat.full][page]
-    seat.pools.layout.buffers[seat.full][0].stack(seat.pools.region, seat.pools.layout.counts[seat.full])[0, index] += 1
+    manager = c.decode(worker)._manager
+    (allocation,) = manager._allocations.values()
+    index = allocation.tables[manager.full][page]
+    manager.pools.layout.buffers[manager.full][0].stack(
+        manager.pools.region, manager.pools.layout.counts[manager.full]
+    )[0, index] += 1
 
 
 @pytest.mark.parametrize("going", ["sending"], indirect=True)
@@ -168,13 +170,13 @@ def test_state_damaged_on_its_way_is_noticed_and_the_source_whose_state_is_whole
     c, rid = going
     target = c.decode("decode-1")
     room = next(iter(target._receiver._rooms.values()))
-    pools, full = target._seat.pools, target._seat.full
+    pools, full = target._manager.pools, target._manager.full
     index = room.runs[full].indices[room.shares.left(full).start]
     pools.layout.buffers[full][0].stack(pools.region, pools.layout.counts[full])[0, index] += 1
     assert c.run(rid) == [alone]
     assert c.told[rid].replays == []
     assert target._receiver.damaged == 1
-    assert c.brain.moves.counts.stayed == 1
+    assert c.core.moves.counts.stayed == 1
 
 
 @pytest.mark.parametrize("going", ["offered"], indirect=True)
@@ -190,17 +192,17 @@ def test_state_damaged_at_the_source_is_noticed_there_and_computed_again(
 
 def test_c5_a_stream_stands_still_no_longer_than_it_may(model: Path, alone: list[int]) -> None:
     clock = ManualClock(100.0)
-    with company(model, clock=clock, decode={"move_chunk_bytes": 1, "move_pause_s": 2.0}) as c:
+    with company(model, clock=clock, decode={"migration_chunk_bytes": 1, "migration_pause_s": 2.0}) as c:
         rid = _bring_to(c, "offered")
         for _ in range(10):
             c.step("prefill-0", "decode-0")
-        (departure,) = c.decode("decode-0")._departures._by_room.values()
+        (migration,) = c.decode("decode-0")._migrations._by_room.values()
         clock.advance(1.9)
         c.step("prefill-0", "decode-0")
-        assert departure.stage == "offered"
+        assert migration.stage == "offered"
         clock.advance(0.2)
         c.step("prefill-0", "decode-0")
-        assert departure.stage == "back"
+        assert migration.stage == "back"
         assert c.run(rid) == [alone]
         assert c.told[rid].replays == []
 
@@ -212,14 +214,14 @@ def test_c5_a_target_without_room_says_so_at_once_and_is_asked_ever_more_rarely(
         (prompt,) = prompts(2, 1)
         rid = c.submit(prompt, seeded(1, 200))
         c.until(generated(c, rid, 5), "it to run")
-        pools = c.decode("decode-1")._seat.pools.allocators.values()
+        pools = c.decode("decode-1")._manager.pools.allocators.values()
         taken = [allocator.lease(allocator.free, "others") for allocator in pools]
         c.drain("decode-0")
         stops: list[float] = []
-        departures, counts = c.decode("decode-0")._departures, c.brain.moves.counts
+        migrations, counts = c.decode("decode-0")._migrations, c.core.moves.counts
         while clock.now() < 180.0:
             stayed, rounds = counts.stayed, 0
-            while not rounds or departures:
+            while not rounds or migrations:
                 c.step()
                 rounds += 1
                 assert rounds < 12, "it stands still, waiting for room"
@@ -267,8 +269,8 @@ def test_requests_that_have_not_begun_at_a_draining_worker_begin_elsewhere(
         c.drain("decode-0")
         assert c.run(*rids) == undisturbed
         c.until(lambda: c.workers["decode-0"].drained, "decode-0 to be empty", 1_000_000)
-        assert c.brain.moves.counts.restarted > 0
-        assert c.brain.counts.replays == 0, "it costs no request a replay"
+        assert c.core.moves.counts.restarted > 0
+        assert c.core.counts.replays == 0, "it costs no request a replay"
 
 
 def test_an_undrained_worker_keeps_its_requests_and_admits_again(
@@ -278,9 +280,9 @@ def test_an_undrained_worker_keeps_its_requests_and_admits_again(
     c.workers["decode-0"].drain()
     c.step("decode-0")
     c.drain("decode-0", draining=False)
-    moving = c.brain.moves.counts.begun
-    c.until(lambda: not c.decode("decode-0")._departures, "what had begun to leave to be gone")
-    assert c.brain.moves.counts.begun == moving
+    moving = c.core.moves.counts.begun
+    c.until(lambda: not c.decode("decode-0")._migrations, "what had begun to leave to be gone")
+    assert c.core.moves.counts.begun == moving
     assert c.run(*rids) == undisturbed
     again = [c.submit(prompt, seeded(0, 4)) for prompt in prompts(3, 4)]
     assert "decode-0" in {c.worker_of(rid) for rid in again}
@@ -302,17 +304,17 @@ def test_a_request_that_ends_sooner_than_it_could_move_is_left_to_finish(model: 
         (prompt,) = prompts(2, 1)
         rid = c.submit(prompt, seeded(1))
         c.until(generated(c, rid, COUNT - 3), "it to be nearly done")
-        c.decode("decode-0")._departures.costs.bytes_per_s = 1.0
+        c.decode("decode-0")._migrations.costs.bytes_per_s = 1.0
         c.drain("decode-0")
         assert c.run(rid) == [alone]
-        assert c.brain.moves.counts.begun == 0
+        assert c.core.moves.counts.begun == 0
 
 
 def test_a_request_moves_on_and_back_again(model: Path) -> None:
     with company(model) as c:
         prompt = list(range(90))
         rid = c.submit(prompt, seeded(1))
-        counts, sent = c.brain.moves.counts, list[int]()
+        counts, sent = c.core.moves.counts, list[int]()
 
         def told(moves: int, before: int) -> bool:
             return counts.moved == moves and counts.moved_bytes > before
@@ -320,7 +322,7 @@ def test_a_request_moves_on_and_back_again(model: Path) -> None:
         for moves in range(1, 5):
             before = counts.moved_bytes
             c.until(generated(c, rid, 5 * moves), "it to run")
-            assert c.brain.moves.begin(c.told[rid].request)
+            assert c.core.moves.begin(c.told[rid].request)
             c.act()
             c.until(partial(told, moves, before), "it to move, and its source to say how much that was")
             sent.append(counts.moved_bytes - before)
@@ -343,7 +345,7 @@ def test_a_request_that_is_lost_with_its_target_after_it_left_is_replayed(
             return worker[0] == "decode-1" or (isinstance(event, MigrationDone) and not told)
 
         c.between.append(loses)
-        assert c.brain.moves.begin(c.told[rid].request)
+        assert c.core.moves.begin(c.told[rid].request)
         c.act()
         c.until(lambda: bool(left), "the source to give it away")
         assert c.told[rid].request.decode == c.key("decode-0"), "nobody has told otherwise"
@@ -358,7 +360,7 @@ def test_a_request_that_is_lost_with_its_target_after_it_left_is_replayed(
 @pytest.fixture
 def large(model: Path) -> Iterator[tuple[Company, RequestId]]:
     """A request of many pages, which are copied ahead one by one."""
-    with company(model, decode={"move_chunk_bytes": 1, "move_ahead_bytes": 1}) as c:
+    with company(model, decode={"migration_chunk_bytes": 1, "migration_precopy_bytes": 1}) as c:
         rid = c.submit(list(range(200)), seeded(1, 120))
         c.until(generated(c, rid, 5), "it to run")
         yield c, rid
@@ -368,15 +370,15 @@ def test_finished_pages_are_copied_ahead_while_the_stream_goes_on(large: tuple[C
     c, rid = large
     gone = hears(c, MigrationDone)
     before = len(c.told[rid].tokens)
-    assert c.brain.moves.begin(c.told[rid].request)
+    assert c.core.moves.begin(c.told[rid].request)
     c.act()
-    c.until(lambda: bool(c.decode("decode-0")._departures), "it to be stopped")
+    c.until(lambda: bool(c.decode("decode-0")._migrations), "it to be stopped")
     assert len(c.told[rid].tokens) > before + 8, "it went on meanwhile"
-    c.until(lambda: c.brain.moves.counts.moved == 1, "it to move")
+    c.until(lambda: c.core.moves.counts.moved == 1, "it to move")
     c.until(lambda: bool(gone), "the source to say so")
     (moved,) = gone
     assert isinstance(moved, MigrationDone)
-    unit = c.decode("decode-0")._seat.spec.unit_bytes("full")
+    unit = c.decode("decode-0")._manager.spec.unit_bytes("full")
     assert c.decode("decode-1").status().counters["fetched_bytes"] >= 12 * unit
     assert moved.bytes <= 3 * unit, "little was left to send while it stood still"
     assert c.run(rid) == c.run(c.submit(list(range(200)), seeded(1, 120)))
@@ -385,12 +387,12 @@ def test_finished_pages_are_copied_ahead_while_the_stream_goes_on(large: tuple[C
 @pytest.mark.parametrize("who", ["cancel", "decode-0", "decode-1"])
 def test_b2_what_is_copied_ahead_is_released_when_a_side_goes(large: tuple[Company, RequestId], who: str) -> None:
     c, rid = large
-    assert c.brain.moves.begin(c.told[rid].request)
+    assert c.core.moves.begin(c.told[rid].request)
     c.act()
     for _ in range(4):
         c.step()
-    assert len(c.decode("decode-1")._fetching) == 1
-    assert len(c.decode("decode-0")._departures.giving) == 1
+    assert len(c.decode("decode-1")._prefix_pulls) == 1
+    assert len(c.decode("decode-0")._migrations.prefix_pushes) == 1
     assert c.decode("decode-0").check().violations == c.decode("decode-1").check().violations == ()
     c.cancel(rid) if who == "cancel" else c.gone(who)
     if who != "cancel":
@@ -401,19 +403,19 @@ def test_b2_what_is_copied_ahead_is_released_when_a_side_goes(large: tuple[Compa
 
 def test_what_is_damaged_on_its_way_ahead_is_not_taken_and_the_move_goes_on(large: tuple[Company, RequestId]) -> None:
     c, rid = large
-    assert c.brain.moves.begin(c.told[rid].request)
+    assert c.core.moves.begin(c.told[rid].request)
     c.act()
     target = c.decode("decode-1")
     c.until(lambda: any(r.state == "granted" for r in target._receiver._rooms.values()), "a grant")
     (room,) = target._receiver._rooms.values()
-    pools, full = target._seat.pools, target._seat.full
+    pools, full = target._manager.pools, target._manager.full
     for _ in range(500):
         c.step("decode-1")
         c.step("decode-0")
-        if c.decode("decode-0")._departures.giving.bytes:
+        if c.decode("decode-0")._migrations.prefix_pushes.bytes:
             break
     index = room.runs[full].indices[0]
     pools.layout.buffers[full][0].stack(pools.region, pools.layout.counts[full])[0, index] += 1
-    c.until(lambda: c.brain.moves.counts.moved == 1, "it to move")
+    c.until(lambda: c.core.moves.counts.moved == 1, "it to move")
     assert target._receiver.damaged == 1
     assert c.run(rid) == c.run(c.submit(list(range(200)), seeded(1, 120)))

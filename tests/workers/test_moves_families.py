@@ -35,11 +35,11 @@ def test_a_moved_request_goes_on_as_if_it_had_stayed(name: str, tmp_path: Path) 
         for number, rid in enumerate(rids):
             # At different places within a page, and within what recurrent layers gather.
             c.until(generated(c, rid, 9 + 3 * number), "it to run")
-            assert c.brain.moves.begin(c.told[rid].request)
+            assert c.core.moves.begin(c.told[rid].request)
             c.act()
-        c.until(lambda: c.brain.moves.counts.moved == 3, "all to move")
+        c.until(lambda: c.core.moves.counts.moved == 3, "all to move")
         assert c.run(*rids) == stayed
-        spec = c.decode("decode-0")._seat.spec
+        spec = c.decode("decode-0")._manager.spec
         least = sum(min(len(n), 1) * spec.unit_bytes(pool) for pool, n in due(spec, 60).items())
         assert min(event.bytes for event in moved if isinstance(event, MigrationDone)) >= least, (
             "something of every pool"
@@ -54,13 +54,13 @@ def test_what_is_sent_while_a_stream_stands_still_does_not_grow_with_its_length(
     folder = FAMILIES[name](tmp_path / name)
     sizes: list[int] = []
     for length in (120, 600):
-        with company(folder, decode={"move_ahead_bytes": 1}, prefill={"chunk_tokens": 128}) as c:
+        with company(folder, decode={"migration_precopy_bytes": 1}, prefill={"chunk_tokens": 128}) as c:
             moved = hears(c, MigrationDone)
             rid = c.submit(tokens_of(5, length), SamplingParams(COUNT, temperature=0.8, seed=1))
             c.until(generated(c, rid, 9), "it to run")
-            assert c.brain.moves.begin(c.told[rid].request)
+            assert c.core.moves.begin(c.told[rid].request)
             c.run(rid)
-            spec = c.decode("decode-0")._seat.spec
+            spec = c.decode("decode-0")._manager.spec
             (event,) = moved
             assert isinstance(event, MigrationDone)
             sizes.append(event.bytes)

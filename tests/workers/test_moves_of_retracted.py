@@ -28,7 +28,7 @@ def running(c: Company, count: int) -> list[RequestId]:
 
 
 def on_worker(c: Company, rid: RequestId) -> DecodeRequest:
-    (request,) = [r for r in c.decode("decode-0")._desk if r.submit.request_id == rid]
+    (request,) = [r for r in c.decode("decode-0")._request_table if r.submit.request_id == rid]
     return request
 
 
@@ -38,13 +38,13 @@ def test_d1_who_is_retracted_at_a_draining_worker_comes_back_and_is_handed_on(
 ) -> None:
     with company(model, decodes=1, decode=COPY) as c:
         undisturbed = c.run(*running(c, 4))
-    with company(model, decodes=1, decode=COPY, router={"moves_at_once": 1}) as c:
+    with company(model, decodes=1, decode=COPY, router={"concurrent_migrations": 1}) as c:
         rids, told = running(c, 4), hears(c, MigrationWanted)
         worker = c.decode("decode-0")
         c.start(Role.DECODE, WorkerName("decode-1"))
         before, after = on_worker(c, rids[0]), on_worker(c, rids[3])
         with monkeypatch.context() as patch:
-            patch.setattr(worker._pressure, "leaves_room", lambda request, everybody: False)
+            patch.setattr(worker._pressure, "has_room_for", lambda request, everybody: False)
             worker._retract(before, on_purpose=True)
             c.drain("decode-0")
             c.step()
@@ -57,8 +57,8 @@ def test_d1_who_is_retracted_at_a_draining_worker_comes_back_and_is_handed_on(
         c.until(lambda: worker.drained, "decode-0 to be empty", 1_000_000)
         assert [e.request_id for e in told if isinstance(e, MigrationWanted) and e.withdrawn] == [rids[3]]
         assert c.run(*rids) == undisturbed
-        assert c.brain.moves.counts.moved == 4, "nothing of any of them was computed again"
-        assert c.brain.counts.replays == c.brain.moves.counts.restarted == 0
+        assert c.core.moves.counts.moved == 4, "nothing of any of them was computed again"
+        assert c.core.counts.replays == c.core.moves.counts.restarted == 0
 
 
 def test_a9_of_a_request_that_is_coming_back_nothing_is_given_away(
@@ -73,7 +73,7 @@ def test_a9_of_a_request_that_is_coming_back_nothing_is_given_away(
             worker._retract(request, on_purpose=True)
             c.until(lambda: request.phase is DecodePhase.RESUMING, "it to come back")
             shared: list[DecodeRequest] = []
-            patch.setattr(worker._departures.giving, "_share", shared.append)
+            patch.setattr(worker._migrations.prefix_pushes, "_share", shared.append)
             worker.handle(SESSION, PushPrefix(rid, request.submit.attempt, RoomId("ahead"), peer))
             answers = [e for _, e in worker.step() if isinstance(e, PushReady)]
         assert [e.positions for e in answers] == [0]
@@ -87,9 +87,9 @@ def test_after_a_move_the_books_say_who_drew_each_token(model: Path) -> None:
         c.until(generated(c, rid, 6), "it to run")
         request = c.told[rid].request
         source = c.worker_of(rid)
-        assert c.brain.moves.begin(request)
+        assert c.core.moves.begin(request)
         c.act()
-        c.until(lambda: c.brain.moves.counts.moved == 1, "it to move")
+        c.until(lambda: c.core.moves.counts.moved == 1, "it to move")
         c.run(rid)
         first, second = request.legs
         assert isinstance(second, AttemptLeg)
@@ -106,18 +106,18 @@ def test_a_worker_that_was_left_alone_is_tried_with_one_move(model: Path) -> Non
     with company(model, decodes=1, clock=clock) as c:
         one, two = running(c, 2)
         c.start(Role.DECODE, WorkerName("decode-1"))
-        entry = c.brain.workers.named("decode-1")
+        entry = c.core.workers.named("decode-1")
         assert entry is not None
         for number in range(c.config.router.breaker_failures):
             entry.breaker.failed(RequestId(f"f{number}"), clock.now())
         assert entry.breaker.state is CircuitState.OPEN
-        assert not c.brain.moves.begin(c.told[one].request)
+        assert not c.core.moves.begin(c.told[one].request)
         clock.advance(c.config.router.breaker_open_s)
-        assert c.brain.moves.begin(c.told[one].request)
-        assert not c.brain.moves.begin(c.told[two].request), "one at a time, until it has proved itself"
+        assert c.core.moves.begin(c.told[one].request)
+        assert not c.core.moves.begin(c.told[two].request), "one at a time, until it has proved itself"
         c.act()
-        c.until(lambda: c.brain.moves.counts.moved == 1, "it to move")
+        c.until(lambda: c.core.moves.counts.moved == 1, "it to move")
         assert entry.breaker.state is CircuitState.CLOSED
-        assert c.brain.moves.begin(c.told[two].request)
+        assert c.core.moves.begin(c.told[two].request)
         c.act()
         c.run(one, two)

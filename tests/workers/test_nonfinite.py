@@ -1,5 +1,5 @@
 """Logits that are no numbers: never sampled, computed once more elsewhere, then an error; and the worker that goes on
-computing them is fenced. Real workers, and the real brain of a router where several of them matter."""
+computing them is fenced. Real workers, and the real router core where several of them matter."""
 
 from __future__ import annotations
 
@@ -200,9 +200,11 @@ def test_the_second_time_it_is_computed_from_its_tokens_alone(model: Path, oracl
                 group.drain(other)
                 group.run(group.submit(prompt, SamplingParams(max_tokens=3, temperature=0.0)))
                 group.drain(other, False)
-                pages = [i for node in worker._seat.tree.nodes() for i in node.parts[Tier.DEVICE]["full"].lease.indices]
+                pages = [
+                    i for node in worker._manager.tree.nodes() for i in node.parts[Tier.DEVICE]["full"].lease.indices
+                ]
                 assert pages
-                for buffer in worker._seat.pools.gates["full"].layer(0).values():
+                for buffer in worker._manager.pools.gates["full"].layer(0).values():
                     buffer[pages] = torch.nan
         # Decode has sound pages of it: those are spared nothing, as the prompt's own are computed anew.
         rid = group.submit(prompt, SamplingParams(max_tokens=6, temperature=0.0))

@@ -25,8 +25,8 @@ HOT, COLD = list(range(100, 164)), list(range(64))
 
 def depth(c: Company, name: str, tokens: list[int]) -> int:
     """Pages of these tokens that the worker's tree has on the device."""
-    seat = c.decode(name)._seat
-    return sum(pages for _, pages in seat.tree.walked(TokenPrefix.of(tokens, PAGE)))
+    manager = c.decode(name)._manager
+    return sum(pages for _, pages in manager.tree.walked(TokenPrefix.of(tokens, PAGE)))
 
 
 def served(c: Company) -> None:
@@ -53,8 +53,8 @@ def test_the_tree_of_a_drained_worker_is_taken_over_and_used(model: Path) -> Non
         served(c)
         leaves(c)
         assert depth(c, "decode-1", HOT) == depth(c, "decode-1", COLD) == 4
-        assert c.brain.moves.offers.bytes == c.decode("decode-1").status().counters["fetched_bytes"] > 0
-        assert not len(c.brain.moves.offers)
+        assert c.core.moves.offers.bytes == c.decode("decode-1").status().counters["fetched_bytes"] > 0
+        assert not len(c.core.moves.offers)
         rid: RequestId = c.submit([*HOT, 9, 9, 9], SamplingParams(8, temperature=0.0))
         c.run(rid)
         held = [p.cached_tokens for p in c.told[rid].request.progress if p.worker == "decode-1"]
@@ -63,11 +63,11 @@ def test_the_tree_of_a_drained_worker_is_taken_over_and_used(model: Path) -> Non
 
 def test_within_its_budget_a_worker_offers_what_was_used_most(model: Path) -> None:
     with company(model, **sections()) as plain:
-        unit = plain.decode("decode-0")._seat.spec.unit_bytes("full")
-    with company(model, **sections(offer_bytes=4 * unit)) as c:
+        unit = plain.decode("decode-0")._manager.spec.unit_bytes("full")
+    with company(model, **sections(prefix_offer_bytes=4 * unit)) as c:
         served(c)
-        seat = c.decode("decode-0")._seat
-        (hot,) = hottest(seat.tree, seat.full, 4)
+        manager = c.decode("decode-0")._manager
+        (hot,) = hottest(manager.tree, manager.full, 4)
         assert hot.tokens == tuple(HOT)
         leaves(c)
         assert depth(c, "decode-1", HOT) == 4
@@ -77,7 +77,7 @@ def test_within_its_budget_a_worker_offers_what_was_used_most(model: Path) -> No
 def test_pages_that_somebody_else_uses_are_not_pushed_out(model: Path) -> None:
     with company(model, tokens=160, **sections()) as c:
         served(c)
-        target = c.decode("decode-1")._seat
+        target = c.decode("decode-1")._manager
         taken = target.pools.allocators[target.full].lease(target.pools.allocators[target.full].free, "planted")
         told = hears(c, PullDone)
         c.drain("decode-0")
@@ -104,7 +104,7 @@ def test_a_worker_waits_until_each_of_its_offers_was_asked_for_and_counts_nothin
         for number, (tokens, waits) in enumerate([((), True), ((7,) * 64, True), ((8,) * 64, False)]):
             # The first is a request's pages ahead of its move; of the others it has nothing, but it was asked.
             worker.handle(SESSION, PushPrefix(RequestId(f"g{number}"), 0, RoomId(f"g{number}"), unknown, tokens, ""))
-            assert (worker._departures.next_deadline is not None) is waits
+            assert (worker._migrations.next_deadline is not None) is waits
         c.step("decode-0")
         assert worker.drained
 
@@ -120,7 +120,7 @@ def test_what_can_not_be_granted_any_more_is_told_and_keeps_nothing(
         c.drain("decode-0")
         c.until(lambda: len(told) == 2, "both to be told", 1000)
         assert [event.bytes for event in told if isinstance(event, PullDone)] == [0, 0]
-        assert c.decode("decode-1")._seat.claims == 0
+        assert c.decode("decode-1")._manager.allocations == 0
 
 
 def test_nobody_waits_for_a_router_that_asks_for_nothing(model: Path) -> None:
@@ -143,7 +143,7 @@ def test_while_it_gives_to_somebody_who_stands_still_a_worker_sleeps(model: Path
         clock.advance(PATIENCE_S + 0.1)
         c.step("decode-0")
         assert not worker.drained
-        due = worker._departures.next_deadline
+        due = worker._migrations.next_deadline
         assert due is not None
         assert due > clock.now(), "nothing is due: whoever is woken for it turns and turns"
         clock.advance(due - clock.now() + 0.001)

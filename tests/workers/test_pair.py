@@ -220,11 +220,11 @@ def test_a9_a_page_that_rotted_in_the_tree_is_found_and_computed_again(model: Pa
     with pair(model, decode={"cache": {"prefix_reuse": False}}) as both:
         both.run(both.submit(prompt, greedy(4)))
         assert isinstance(both.prefill, PrefillWorker)
-        both.prefill._seat.pools.gates["full"].layer(0)["v"][2, 3, 0, 0] += 1.0
+        both.prefill._manager.pools.gates["full"].layer(0)["v"][2, 3, 0, 0] += 1.0
         (answer,) = both.run(both.submit(prompt, greedy(4)))
         assert answer.done is not None
         assert answer.done.error is ErrorKind.DAMAGED
-        while not both.prefill.status().counters["pages_condemned"]:
+        while not both.prefill.status().counters["pages_invalidated"]:
             both.step()
         (again,) = both.run(both.submit(prompt, greedy(8)))
         expect_equal(oracle, prompt, again)
@@ -320,7 +320,7 @@ def test_b10_a_peer_that_dies_as_soon_as_it_has_welcomed_ends_its_rooms_and_noth
     with pair(model) as both:
         assert isinstance(both.decode, DecodeWorker)
         with monkeypatch.context() as patched:
-            patched.setattr(both.decode._receiver._carrier, "watch", gone)
+            patched.setattr(both.decode._receiver._transport, "watch", gone)
             (answer,) = both.run(both.submit(prompt, greedy(3)))
         assert answer.done is not None
         assert answer.done.error is ErrorKind.ROOM
@@ -384,7 +384,7 @@ def test_c11_prefill_parks_what_has_no_grant_for_what_has_one(model: Path, oracl
         late = both.submit(first, greedy(5))
         (answer,) = both.run(late)
         expect_equal(oracle, first, answer)
-        assert both.prefill.status().counters["parked"] >= 1
+        assert both.prefill.status().counters["preemptions"] >= 1
         for request, prompt in zip(early, others, strict=True):
             number = request.removeprefix("r")
             ref = PeerRef(WorkerName("prefill-0"), Incarnation(1), both.prefill.control)
@@ -404,7 +404,7 @@ def test_what_was_parked_waits_without_a_page_and_its_worker_checks_out(model: P
         while both.answers[late].done is None:
             both.step()
             assert both.prefill.check().violations == ()
-        assert both.prefill.status().counters["parked"] >= 1
+        assert both.prefill.status().counters["preemptions"] >= 1
         for request in early:
             both.cancel(request)
 

@@ -12,7 +12,7 @@ from contracts.ids import Role
 from contracts.sampling_params import SamplingParams
 from router.verification.audit_cases import AuditResult
 from tests.cell import Cell
-from tests.family_scenes import buffers_of, damaged_on_the_way, seats
+from tests.family_scenes import buffers_of, damaged_on_the_way, managers
 from tests.pair import pair
 from tests.rank_workers import RankProcesses, rank_processes
 from tests.workers.test_audits_end_to_end import ALL, words
@@ -46,7 +46,7 @@ def test_two_ranks_draw_an_answer_again_exactly_and_give_way_to_requests(model: 
         for n, sampling in enumerate(SAMPLINGS):
             cell.ask(words(n, 30 + 30 * n), sampling)
         assert cell.audit_all() == {AuditResult.EXACT: 3}, cell.findings
-        assert cell.brain.audits.counts.tokens == 3 * 5
+        assert cell.core.audits.counts.tokens == 3 * 5
         prompt, counters = words(9, 100), lambda: both.prefill.status().counters
         before, answer = counters()["audit_tokens_computed"], cell.ask(prompt, SAMPLINGS[0])
         while counters()["audit_tokens_computed"] == before:
@@ -64,13 +64,13 @@ def test_what_went_wrong_on_the_way_between_ranks_is_found_where_nobody_looks_at
     """Of one rank's heads, as the leader writes them: the others' are right."""
     with pair(model, tokens=1024, ranks=warm, **sections(2, 2, cache={"verify": False})) as both:
         cell = Cell(both, audit=PATIENT)
-        with damaged_on_the_way(both, buffers_of(seats(both)[0].pools.spec)[-1], whole=True) as hurt:
+        with damaged_on_the_way(both, buffers_of(managers(both)[0].pools.spec)[-1], whole=True) as hurt:
             cell.ask(words(1, 100), SAMPLINGS[0])
         assert hurt
         assert cell.audit_all() == {AuditResult.DAMAGED: 1}
         (finding,) = cell.findings
         assert finding.role is Role.DECODE
-        assert cell.brain.audits.counts.damage == {("decode-0", Role.DECODE): 1}
+        assert cell.core.audits.counts.damage == {("decode-0", Role.DECODE): 1}
         assert all(not report.violations for report in cell.rest())
 
 

@@ -33,4 +33,4 @@ def test_every_ranks_share_of_a_retracted_request_comes_back(model: Path, oracle
             expect_equal(oracle, prompt, answer)
         counters = both.decode.status().counters
         assert counters["retractions"] == counters["resumptions"] > 8
-        assert counters["recomputed"] == counters["states_damaged_parked"] == 0
+        assert counters["recomputed"] == counters["states_damaged_swapped"] == 0

@@ -30,15 +30,15 @@ def test_the_next_turn_of_a_conversation_goes_on_from_a_snapshot(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     snapshots: dict[int, int] = {}
-    claim_of = KVCacheManager.claim
+    allocate_of = KVCacheManager.allocate
 
     def noted(self: KVCacheManager, *args: object, **options: object) -> Allocation | None:
-        claim = claim_of(self, *args, **options)  # type: ignore[arg-type]
-        if claim is not None:
-            snapshots[claim.cached.total] = len(claim.lock.of("state"))
-        return claim
+        allocation = allocate_of(self, *args, **options)  # type: ignore[arg-type]
+        if allocation is not None:
+            snapshots[allocation.cached.total] = len(allocation.lock.of("state"))
+        return allocation
 
-    monkeypatch.setattr(KVCacheManager, "claim", noted)
+    monkeypatch.setattr(KVCacheManager, "allocate", noted)
     folder = FAMILIES[name](tmp_path / "model")
     oracle = Oracle(folder)
     with pair(folder, prefill={"chunk_tokens": 40}, cache={"page_tokens": PAGE}) as both:

@@ -42,7 +42,7 @@ def test_every_kind_of_state_survives_a_pool_that_holds_a_tenth(name: str) -> No
     decode = {"retract": "copy", "cache": {"host_bytes": host_of(name, 400)}}
     with hash_pair(name, {Role.PREFILL: 300, Role.DECODE: 26}, decode=decode) as both:
         for _ in range(32):
-            decode_of(both)._pressure.growth.ended(1)
+            decode_of(both)._pressure.output_lengths.ended(1)
         asked = [
             ([rng.randrange(300) for _ in range(rng.randint(1, 30))], rng.randint(20, 60)) for _ in range(12)
         ]  # fmt: skip
@@ -73,11 +73,11 @@ def test_a_shared_prefix_is_parked_once_and_comes_back_once() -> None:
             worker._retract(request)
         worker._lose(worker._retraction.advance())
         away = worker._retraction._away
-        assert [r.parked.kept for r in away if r.parked is not None] == [60 // PAGE] * count
-        own = [r.parked.leased("full") for r in away if r.parked is not None]
+        assert [r.swapped.kept for r in away if r.swapped is not None] == [60 // PAGE] * count
+        own = [r.swapped.leased("full") for r in away if r.swapped is not None]
         assert max(own) <= 3, "what they share isn't copied"
         assert worker.check().violations == ()
-        worker._seat.evict("full", 1000)
+        worker._manager.evict("full", 1000)
         free = worker._pages.free
         both.step(Role.DECODE)
         held = free - worker._pages.free

@@ -10,9 +10,9 @@ import pytest
 from tests.families import FAMILIES
 from tests.family_scenes import Family, make_family
 from tests.retract_scenes import (
-    expect_each_buffer_is_parked_and_read,
-    expect_parked_damage_is_caught,
+    expect_each_buffer_is_swapped_and_read,
     expect_same_answers,
+    expect_swapped_damage_is_caught,
 )
 
 pytestmark = pytest.mark.slow
@@ -34,8 +34,8 @@ def test_fifty_requests_in_a_tenth_of_the_memory_get_the_answers_of_an_undisturb
 
 
 def test_a3_each_buffer_of_a_parked_request_has_a_tag_that_tells_of_damage(family: Family) -> None:
-    expect_parked_damage_is_caught(family)
+    expect_swapped_damage_is_caught(family)
 
 
 def test_a3_each_buffer_of_a_parked_request_is_copied_and_read_again(family: Family) -> None:
-    expect_each_buffer_is_parked_and_read(family)
+    expect_each_buffer_is_swapped_and_read(family)

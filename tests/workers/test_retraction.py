@@ -82,7 +82,7 @@ def undisturbed(model: Path, asked: list[tuple[list[int], int]]) -> list[list[in
 
 def hold_back(decode: DecodeWorker, monkeypatch: pytest.MonkeyPatch) -> None:
     """Nobody comes back for now."""
-    monkeypatch.setattr(decode._pressure, "leaves_room", lambda request, everybody: False)
+    monkeypatch.setattr(decode._pressure, "has_room_for", lambda request, everybody: False)
 
 
 # ------------------------------------------------------------ the life cycle
@@ -113,7 +113,7 @@ def test_who_came_back_is_in_nobodys_way_before_it_took_a_step_and_its_copy_was_
         asked = [both.submit(prompt_of(seed, 20), greedy(30)) for seed in (1, 2)]
         first, second = run_until(both, decode, count=2)
         until(both, lambda: first.stepped and second.stepped)
-        assert decode._pressure.victims([first], [first, second])
+        assert decode._pressure.choose_victims([first], [first, second])
         for request in (first, second):
             decode._retract(request)
         while first.under_way or second.under_way:
@@ -122,7 +122,7 @@ def test_who_came_back_is_in_nobodys_way_before_it_took_a_step_and_its_copy_was_
             decode._admit()  # A round without its step.
             if first.phase is second.phase is DecodePhase.RUNNING:
                 break
-        assert decode._pressure.victims([first], [first, second]) == []
+        assert decode._pressure.choose_victims([first], [first, second]) == []
         assert decode._retraction.rates.out_bytes_per_s > 0
         assert decode._retraction.rates.back_bytes_per_s > 0
         both.run(*asked)
@@ -202,7 +202,7 @@ def test_without_room_on_the_host_it_is_computed_again(model: Path) -> None:
 
 def test_what_only_the_tree_holds_on_the_host_makes_room(model: Path) -> None:
     with working(model) as (both, decode):
-        host = decode._seat.host
+        host = decode._manager.host
         assert host is not None
         seeds = iter(range(100, 200))
         while host.allocators["full"].free >= 3:
@@ -222,11 +222,11 @@ def test_requests_grow_page_by_page(model: Path) -> None:
     with working(model) as (both, decode):
         both.submit(prompt_of(8, 20), greedy(100))
         (request,) = run_until(both, decode, generated=2)
-        claim = request.claim
-        assert claim is not None
+        allocation = request.allocation
+        assert allocation is not None
         sizes = set()
         while request.phase is DecodePhase.RUNNING:
-            sizes.add((len(claim.tables["full"]), -(-(request.committed + 1) // PAGE)))
+            sizes.add((len(allocation.tables["full"]), -(-(request.committed + 1) // PAGE)))
             both.step(Role.DECODE)
         assert max(have - need for have, need in sizes) <= 1
         assert max(have for have, _ in sizes) == -(-119 // PAGE)
@@ -235,7 +235,7 @@ def test_requests_grow_page_by_page(model: Path) -> None:
 def learned(decode: DecodeWorker, length: int) -> None:
     """Answers are known to be of this length."""
     for _ in range(32):
-        decode._pressure.growth.ended(length)
+        decode._pressure.output_lengths.ended(length)
 
 
 def test_c10_who_was_retracted_comes_back_oldest_first_and_before_anybody_new(model: Path) -> None:
@@ -244,15 +244,15 @@ def test_c10_who_was_retracted_comes_back_oldest_first_and_before_anybody_new(mo
     with working(model, tokens=30 * PAGE) as (both, decode):
         learned(decode, 1)
         olds = [both.submit(prompt_of(seed, 60), greedy(110)) for seed in range(4)]
-        until(both, lambda: sum(r.phase is DecodePhase.RETRACTED for r in decode._desk) >= 2)
+        until(both, lambda: sum(r.phase is DecodePhase.RETRACTED for r in decode._request_table) >= 2)
         news = [both.submit(prompt_of(9 + n, 5), greedy(4)) for n in range(2)]
-        until(both, lambda: sum(r.submit.request_id in news for r in decode._desk) == 2)
+        until(both, lambda: sum(r.submit.request_id in news for r in decode._request_table) == 2)
         back, waited = 0, 0
         granted: list[str] = []
         for _ in range(5000):
             if all(both.answers[r].done is not None for r in [*olds, *news]):
                 break
-            before = {r: r.phase for r in decode._desk}
+            before = {r: r.phase for r in decode._request_table}
             both.step()
             still_off = [r for r, phase in before.items() if phase in off and r.phase in off]
             came = [
@@ -291,7 +291,11 @@ def test_c10_the_oldest_is_asked_first_and_who_cannot_come_holds_those_behind_it
 
         decode._retraction.resume(may)
         assert asked == names
-        assert [r.phase for r in decode._desk] == [DecodePhase.RESUMING, DecodePhase.RESUMING, DecodePhase.RETRACTED]
+        assert [r.phase for r in decode._request_table] == [
+            DecodePhase.RESUMING,
+            DecodePhase.RESUMING,
+            DecodePhase.RETRACTED,
+        ]
         assert all(len(answer.list) == 20 for answer in both.run(*names))
 
 
@@ -306,7 +310,7 @@ def test_c10_at_least_one_always_advances_in_a_pool_for_one(model: Path) -> None
         while any(both.answers[r].done is None for r in requests):
             before = decode._counters["tokens_generated"]
             both.step()
-            here = [r for r in decode._desk if r.phase not in (DecodePhase.WAITING, DecodePhase.ARRIVING)]
+            here = [r for r in decode._request_table if r.phase not in (DecodePhase.WAITING, DecodePhase.ARRIVING)]
             quiet = 0 if decode._counters["tokens_generated"] > before or not here else quiet + 1
             assert quiet < 50, "nobody advances"
         assert [both.answers[r].list for r in requests] == expected
@@ -328,9 +332,9 @@ def test_after_the_limit_a_request_comes_back_with_all_its_pages_and_leaves_no_m
             (request,) = run_until(both, decode, generated=generated)
             decode._retract(request)
         (request,) = run_until(both, decode, generated=12)
-        assert request.claim is not None
-        assert len(request.claim.tables["full"]) == -(-119 // PAGE)
-        assert decode._pressure.victims([request], [request]) == []
+        assert request.allocation is not None
+        assert len(request.allocation.tables["full"]) == -(-119 // PAGE)
+        assert decode._pressure.choose_victims([request], [request]) == []
         assert not decode._pressure._may_go(request)
 
 
@@ -343,7 +347,7 @@ def test_admission_learns_how_long_answers_are(model: Path) -> None:
             most = 0
             while any(both.answers[r].done is None for r in requests):
                 both.step()
-                most = max(most, sum(r.claim is not None for r in decode._desk))
+                most = max(most, sum(r.allocation is not None for r in decode._request_table))
             return most
 
     assert granted_together(lengths=0) == 2, "before anything is known, whole answers"
@@ -358,7 +362,7 @@ def test_an_answer_that_is_taken_back_says_how_long_answers_get(model: Path) -> 
             run_until(both, decode, generated=5)
             both.cancel(asked)
             both.step()
-        assert decode._pressure.growth.expected(0, 50) < 10
+        assert decode._pressure.output_lengths.expected(0, 50) < 10
 
 
 # ------------------------------------------------------------ A: reads before ready, writes after free
@@ -378,7 +382,7 @@ def test_a2_what_prefill_handed_over_is_the_requests_own_whatever_becomes_of_its
         asked = both.submit(prompt_of(1, 20), greedy(20))
         (request,) = run_until(both, decode)
         decode._retract(request)
-        until(both, lambda: request.parked is not None or request.stepped)
+        until(both, lambda: request.swapped is not None or request.stepped)
         decode._receiver._slots.fill_(255)
         both.run(asked)
         assert request.metadata is not None
@@ -395,10 +399,10 @@ def test_a4_only_what_is_committed_is_parked_also_with_a_step_under_way(model: P
         decode._retract(request)
         decode._admit()
         assert request.under_way == 1
-        assert request.parked is None, "a step of it is still to land"
-        until(both, lambda: request.parked is not None)
-        assert request.parked is not None
-        assert request.parked.positions == request.committed == len(request.tokens) - 1 == tokens
+        assert request.swapped is None, "a step of it is still to land"
+        until(both, lambda: request.swapped is not None)
+        assert request.swapped is not None
+        assert request.swapped.positions == request.committed == len(request.tokens) - 1 == tokens
         assert decode.check().violations == ()
         assert len(both.run(asked)[0].list) == 20
 
@@ -407,16 +411,16 @@ def test_a6_pages_of_a_request_that_leaves_are_nobodys_before_the_copy_is_comple
     with late(model) as (both, decode):
         both.submit(prompt_of(1, 40), greedy(20))
         (request,) = run_until(both, decode)
-        assert request.claim is not None
+        assert request.allocation is not None
         # Its prompt's whole pages are the tree's and on the host by now: the copy is of the others.
-        pages = {index for run in request.claim.runs["full"] for index in run.lease.indices}
+        pages = {index for run in request.allocation.runs["full"] for index in run.lease.indices}
         assert pages
         decode._retract(request)
-        until(both, lambda: request.parked is not None)
-        assert request.parked is not None
+        until(both, lambda: request.swapped is not None)
+        assert request.swapped is not None
         pool = decode._pages
-        assert not request.parked.saved._transit._over  # type: ignore[union-attr]
-        decode._seat.evict("full", pool.total)
+        assert not request.swapped.saved._transit._over  # type: ignore[union-attr]
+        decode._manager.evict("full", pool.total)
         assert not pages & set(pool._free), "the copy reads them"
         with pytest.raises(CapacityError):
             pool.lease(pool.free + 1, "a thief")
@@ -429,14 +433,14 @@ def test_what_was_damaged_on_the_device_is_found_as_it_leaves(model: Path, caplo
     with working(model, decode=alone) as (both, decode):
         asked = both.submit(prompt_of(1, 40), greedy(20))
         (request,) = run_until(both, decode)
-        assert request.claim is not None
-        pools, page = decode._seat.pools, request.claim.tables["full"][1]
+        assert request.allocation is not None
+        pools, page = decode._manager.pools, request.allocation.tables["full"][1]
         pools.layout.buffers["full"][0].stack(pools.region, pools.layout.counts["full"])[0, page, 3] ^= 8
         decode._retract(request)
         (answer,) = both.run(asked)
         assert answer.done is not None
         assert answer.done.error is ErrorKind.DAMAGED
-        assert decode.status().counters["states_damaged_parked"] == 1
+        assert decode.status().counters["states_damaged_swapped"] == 1
         (line,) = [record for record in caplog.records if record.message == "state damage"]
         assert (line.where, line.pages) == ("restore", {"full": [1]})  # type: ignore[attr-defined]
         both.settle()
@@ -447,8 +451,8 @@ def test_what_was_damaged_on_the_device_is_found_as_it_leaves(model: Path, caplo
 # ------------------------------------------------------------ B: every way out
 
 AT: dict[str, Callable[[DecodeRequest], bool]] = {
-    "landing": lambda r: r.phase is DecodePhase.RETRACTING and r.parked is None,
-    "copying": lambda r: r.phase is DecodePhase.RETRACTING and r.parked is not None,
+    "landing": lambda r: r.phase is DecodePhase.RETRACTING and r.swapped is None,
+    "copying": lambda r: r.phase is DecodePhase.RETRACTING and r.swapped is not None,
     "retracted": lambda r: r.phase is DecodePhase.RETRACTED,
     "resuming": lambda r: r.phase is DecodePhase.RESUMING,
 }
@@ -479,15 +483,15 @@ def test_b1_b2_whoever_ends_while_it_is_off_the_device_leaves_nothing_behind(
         WAYS[way](both, decode, clock, request)
         both.step()
         assert request.phase is DecodePhase.GONE
-        assert request.parked is request.claim is None
+        assert request.swapped is request.allocation is None
         assert decode.check().violations == ()
         monkeypatch.undo()
         both.settle()
-        host = decode._seat.host
+        host = decode._manager.host
         assert host is not None
-        decode._seat.tree.clear()
+        decode._manager.tree.clear()
         assert all(allocator.free == allocator.total for allocator in host.allocators.values())
-        assert not decode._seat.busy
+        assert not decode._manager.busy
 
 
 def test_b9_a_request_comes_back_with_all_pools_or_takes_nothing(model: Path) -> None:
@@ -498,11 +502,11 @@ def test_b9_a_request_comes_back_with_all_pools_or_takes_nothing(model: Path) ->
         decode._retract(request)
         decode._lose(decode._retraction.advance())
         assert request.phase is DecodePhase.RETRACTED
-        decode._seat.evict("full", thief.total)
+        decode._manager.evict("full", thief.total)
         taken = thief.lease(thief.free - 1, "a thief")
         free = thief.free
         assert decode._retraction.resume(lambda r: True) == []
-        assert (request.phase, thief.free, request.claim) == (DecodePhase.RETRACTED, free, None)
+        assert (request.phase, thief.free, request.allocation) == (DecodePhase.RETRACTED, free, None)
         taken.release()
         assert len(both.run(asked)[0].list) == 30
 

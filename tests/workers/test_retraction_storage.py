@@ -30,8 +30,8 @@ def small_host(model: Path, pages: int, **faults: Any) -> Iterator[tuple[Pair, D
     storage = {"backend": "memory", "path": uuid.uuid4().hex, "max_bytes": 1 << 26}
     tier = {"prefix_reuse": False, "host_bytes": (pages + 1) * PAGE_BYTES}
     with working(model, decode={"retract": "copy", "cache": tier}, storage=storage, faults=faults) as (both, decode):
-        assert decode._seat.host is not None
-        assert decode._seat.host.allocators["full"].total == pages
+        assert decode._manager.host is not None
+        assert decode._manager.host.allocators["full"].total == pages
         yield both, decode
 
 
@@ -49,7 +49,7 @@ def all_away(both: Pair, decode: DecodeWorker, patch: pytest.MonkeyPatch) -> lis
 
 
 def places(requests: list[DecodeRequest]) -> list[SwapPlace]:
-    return [r.parked.place for r in requests if r.parked is not None]
+    return [r.swapped.place for r in requests if r.swapped is not None]
 
 
 Queue = TypeVar("Queue", bound=InlineIoQueue)
@@ -97,8 +97,8 @@ def test_what_host_memory_has_no_room_for_goes_to_storage_and_comes_back(
             assert decode.check().violations == ()
         assert [answer.list for answer in both.run(*asked)] == expected
         counters = decode.status().counters
-        assert (counters["parked_stored"], counters["parked_fetched"]) == (1, 1)
-        assert (counters["recomputed"], counters["parked_lost"]) == (0, 0)
+        assert (counters["swapped_stored"], counters["swapped_fetched"]) == (1, 1)
+        assert (counters["recomputed"], counters["swapped_lost"]) == (0, 0)
         assert counters["retractions"] == counters["resumptions"] == 3
 
 
@@ -109,7 +109,7 @@ def test_a_host_for_one_serves_all_of_them_through_storage(model: Path, monkeypa
         asked = [both.submit(prompt, greedy(count)) for prompt, count in ASKED]
         answers = both.run(*asked, rounds=1_000_000)
         counters = decode.status().counters
-        assert counters["parked_stored"] > 3
+        assert counters["swapped_stored"] > 3
         for answer, whole in zip(answers, expected, strict=True):
             assert answer.done is not None
             assert answer.done.error in (None, ErrorKind.RETRACTED)
@@ -146,7 +146,7 @@ def test_what_storage_has_lost_or_spoilt_is_computed_again(
         errors = [answer.done.error for answer in answers if answer.done is not None]
         assert sorted(map(str, errors)) == sorted(["None", "None", str(error)])
         counters = decode.status().counters
-        assert (counters["parked_lost"], counters["states_damaged_parked"]) == (1, error is ErrorKind.DAMAGED)
+        assert (counters["swapped_lost"], counters["states_damaged_swapped"]) == (1, error is ErrorKind.DAMAGED)
 
 
 def test_who_has_no_way_back_through_the_host_is_computed_again_and_the_answer_says_why(
@@ -156,15 +156,15 @@ def test_who_has_no_way_back_through_the_host_is_computed_again_and_the_answer_s
         asked = [both.submit(prompt, greedy(count)) for prompt, count in ASKED]
         run_until(both, decode, count=3)
         with monkeypatch.context() as patch:
-            (stored,) = [r for r in all_away(both, decode, patch) if r.parked and r.parked.place is SwapPlace.STORED]
-            assert stored.parked is not None
+            (stored,) = [r for r in all_away(both, decode, patch) if r.swapped and r.swapped.place is SwapPlace.STORED]
+            assert stored.swapped is not None
 
             def refuse(*_: object) -> None:
                 raise CapacityError("no room for it on the host")
 
-            patch.setattr(decode._seat, "fetch", refuse)
+            patch.setattr(decode._manager, "fetch_from_storage", refuse)
             patch.setattr(decode._retraction, "_make_room", lambda: False)
-            (lost,) = decode._retraction._bring_to_host(stored, stored.parked)
+            (lost,) = decode._retraction._bring_to_host(stored, stored.swapped)
             assert (lost.request, lost.kind) == (stored, ErrorKind.RETRACTED)
             assert lost.message == "decode was short of pages: no room for it on the host"
             assert decode.status().counters["recomputed"] == 1
@@ -204,7 +204,7 @@ def test_what_another_computed_of_the_same_tokens_is_no_damage(model: Path, monk
         errors = [answer.done.error for answer in answers if answer.done is not None]
         assert sorted(map(str, errors)) == sorted(["None", "None", str(ErrorKind.RETRACTED)])
         counters = decode.status().counters
-        assert (counters["parked_lost"], counters["states_damaged_parked"]) == (1, 0)
+        assert (counters["swapped_lost"], counters["states_damaged_swapped"]) == (1, 0)
 
 
 @pytest.mark.parametrize("place", [SwapPlace.STORING, SwapPlace.STORED, SwapPlace.FETCHING])
@@ -228,21 +228,21 @@ def test_b2_whoever_ends_while_its_state_is_on_storage_or_on_the_way_leaves_noth
                 for _ in range(20):
                     both.step()
         (victim,) = [
-            r for r in requests if r.parked is not None and r.parked.place not in (SwapPlace.HOST, SwapPlace.SAVING)
+            r for r in requests if r.swapped is not None and r.swapped.place not in (SwapPlace.HOST, SwapPlace.SAVING)
         ]
         if place is SwapPlace.FETCHING:
             # Whoever is before it leaves the host.
             for other in [r for r in requests if r is not victim]:
                 both.cancel(other.submit.request_id)
             both.step()
-        assert victim.parked is not None
-        assert victim.parked.place is place
+        assert victim.swapped is not None
+        assert victim.swapped.place is place
         for request in asked:
             both.cancel(request)
         assert decode.check().violations == ()
         for one in queues:
             one.run_all()
         both.settle()
-        host = decode._seat.host
+        host = decode._manager.host
         assert host is not None
         assert host.allocators["full"].free == host.allocators["full"].total

@@ -101,7 +101,7 @@ def test_prompts_with_a_common_half_wait_for_each_other_and_those_with_less_do_n
             both.step(Role.PREFILL)
             rid = both.submit(mine, replace(SAMPLED, choice=1))
             both.step()
-            (request,) = [r for r in both.decode._desk if r.submit.request_id == rid]
+            (request,) = [r for r in both.decode._request_table if r.submit.request_id == rid]
             assert (request.phase is DecodePhase.WAITING) is waits
             (answer,) = both.run(rid)
             assert (answer.progress[Role.DECODE].cached_tokens == 96) is waits
@@ -123,7 +123,7 @@ def start_receiving(both: Pair, prompt: Sequence[int], count: int) -> list[Reque
     both.step(Role.DECODE)
     for _ in range(3):
         both.step()
-    phases = [r.phase for r in both.decode._desk]
+    phases = [r.phase for r in both.decode._request_table]
     assert phases == [DecodePhase.ARRIVING] + [DecodePhase.WAITING] * (count - 1)
     return asked
 
@@ -150,7 +150,9 @@ def test_when_the_first_is_refused_by_prefill_the_next_one_is_sent_it(small: Pat
         others = [both.submit(prompt, params) for params in choices(3)[1:]]
         for _ in range(20):
             both.step()
-        assert not any(r.phase is not DecodePhase.WAITING for r in both.decode._desk if r.submit.request_id in others)
+        assert not any(
+            r.phase is not DecodePhase.WAITING for r in both.decode._request_table if r.submit.request_id in others
+        )
         clock.advance(3.0)
         answers = both.run(*others)
         assert [a.list for a in answers] == want[1:]
@@ -171,9 +173,9 @@ def test_when_prefill_is_lost_in_mid_transfer_every_answer_is_right(small: Path,
         if end == "killed":
             group.gone(busy[0])
         else:
-            group.brain.on_unlinked(busy, "cut")
+            group.core.on_unlinked(busy, "cut")
             group.act()
-            group.brain.on_linked(busy)
+            group.core.on_linked(busy)
             group.act()
         assert group.run(*rids) == want
 

@@ -40,11 +40,11 @@ def test_decode_drops_what_a_step_drew_from_a_stale_page_and_the_attempt_can_be_
         a, b = both.submit(first, GREEDY), both.submit(second, GREEDY)
         decoding(both, a, 3)
         decoding(both, b, 2)
-        victim = next(r for r in both.decode._desk if r.submit.request_id == a)
+        victim = next(r for r in both.decode._request_table if r.submit.request_id == a)
         assert victim.phase is DecodePhase.RUNNING
-        assert victim.claim is not None
+        assert victim.allocation is not None
         before = dict(both.answers[a].tokens)
-        both.decode._pages.epochs.bump(victim.claim.tables["full"][1:2])
+        both.decode._pages.epochs.bump(victim.allocation.tables["full"][1:2])
         failed, fine = both.run(a, b)
         assert failed.done is not None
         assert failed.done.error is ErrorKind.WORKER
@@ -62,11 +62,11 @@ def test_prefill_starts_over_when_pages_of_a_request_were_given_away(model: Path
     with pair(model, prefill={"chunk_tokens": 64}) as both:
         assert isinstance(both.prefill, PrefillWorker)
         a = both.submit(first, GREEDY)
-        while not any(r.committed for r in both.prefill._desk):
+        while not any(r.committed for r in both.prefill._request_table):
             both.step(Role.PREFILL)
-        (request,) = list(both.prefill._desk)
-        assert request.claim is not None
-        request.claim.runs["full"][0].lease.release()
+        (request,) = list(both.prefill._request_table)
+        assert request.allocation is not None
+        request.allocation.runs["full"][0].lease.release()
         b = both.submit(second, GREEDY)
         answers = both.run(a, b)
         for prompt, answer in zip((first, second), answers, strict=True):
@@ -83,7 +83,7 @@ def test_prefill_gives_up_what_is_stale_again_and_again(model: Path) -> None:
 
         def thief(r: object) -> bool:
             taken = take(r)  # type: ignore[arg-type]
-            both.prefill._pages.epochs.bump(r.claim.tables["full"][:1])  # type: ignore[attr-defined]
+            both.prefill._pages.epochs.bump(r.allocation.tables["full"][:1])  # type: ignore[attr-defined]
             return taken
 
         both.prefill._take_pages = thief  # type: ignore[assignment, method-assign]
@@ -99,7 +99,7 @@ def test_a_tree_that_serves_a_page_it_no_longer_owns_is_not_believed(model: Path
     with pair(model) as both:
         assert isinstance(both.prefill, PrefillWorker)
         both.run(both.submit(prompt, GREEDY))
-        node = next(both.prefill._seat.tree.nodes())
+        node = next(both.prefill._manager.tree.nodes())
         node.parts[Tier.DEVICE]["full"].lease.release()
         (answer,) = both.run(both.submit(prompt, GREEDY))
         assert compare(oracle, prompt, answer.list).equal

@@ -41,7 +41,7 @@ def cell_of(name: str, **sections: dict[str, object]) -> Iterator[Cell]:
 
 
 def expect(cell: Cell, name: str, prompt: list[int]) -> None:
-    """Asked through the brain, the answer is exact."""
+    """Asked through the router core, the answer is exact."""
     assert cell.ask(prompt, GREEDY) == recite(pool_sets(PAGE)[name], prompt, 9)
 
 
@@ -65,13 +65,13 @@ def test_damage_in_a_hand_over(name: str, caplog: pytest.LogCaptureFixture) -> N
 def damage_host(cell: Cell, role: Role) -> int:
     """A byte of every page and slot on a worker's host; its device keeps nothing."""
     worker = cell.both.prefill if role is Role.PREFILL else cell.both.decode
-    seat = worker._seat  # type: ignore[attr-defined]
-    parts = [part for node in seat.tree.nodes() for part in node.parts[Tier.HOST].values()]
+    manager = worker._manager  # type: ignore[attr-defined]
+    parts = [part for node in manager.tree.nodes() for part in node.parts[Tier.HOST].values()]
     for part in parts:
         for index in part.lease.indices:
-            seat.host.layout.page(seat.host.region, part.component, index)[0] ^= 0x10
-    for pool in seat.spec.by_name:
-        seat.evict(pool, 1 << 30)
+            manager.host.layout.page(manager.host.region, part.component, index)[0] ^= 0x10
+    for pool in manager.spec.by_name:
+        manager.evict(pool, 1 << 30)
     return sum(len(part.lease) for part in parts)
 
 
@@ -118,7 +118,7 @@ def test_damage_in_storage(name: str, caplog: pytest.LogCaptureFixture, tmp_path
     with cell_of(name, cache=cache, decode=quiet) as cell:
         expect(cell, name, prompt)
         cell.rest()
-        while cell.both.prefill._seat.busy:  # type: ignore[attr-defined]
+        while cell.both.prefill._manager.busy:  # type: ignore[attr-defined]
             cell.round()
     assert damage_folder(tmp_path / "pages", 5, share=0.6)
     with cell_of(name, cache=cache, decode=quiet) as cell:
@@ -132,9 +132,9 @@ def test_damage_in_storage(name: str, caplog: pytest.LogCaptureFixture, tmp_path
 def given_away(cell: Cell, role: Role) -> bool:
     """A page of a request in mid-work gets another epoch, as if somebody else had it."""
     worker = cell.both.prefill if role is Role.PREFILL else cell.both.decode
-    for request in worker._desk:  # type: ignore[attr-defined]
-        if request.claim is not None and request.committed > 10 and not request.submit.attempt:
-            worker._pages.epochs.bump(request.claim.tables["full"][1:2])  # type: ignore[attr-defined]
+    for request in worker._request_table:  # type: ignore[attr-defined]
+        if request.allocation is not None and request.committed > 10 and not request.submit.attempt:
+            worker._pages.epochs.bump(request.allocation.tables["full"][1:2])  # type: ignore[attr-defined]
             return True
     return False
 

@@ -182,22 +182,22 @@ def test_a_worker_whose_round_broke_off_closes_all_the_same(
             both.step()
             if worker.runnable:
                 break
-        (request,) = worker._desk
+        (request,) = worker._request_table
 
         def broken(*_: object) -> None:
             raise PeerDead("rank 1 of this worker can't be reached")
 
         with monkeypatch.context() as patch:
-            patch.setattr(worker._seat, "release", broken)
+            patch.setattr(worker._manager, "free", broken)
             with pytest.raises(PeerDead):
                 worker.drop_session(request.session)
-            assert list(worker._desk) == [request], "it isn't out of the books"
+            assert list(worker._request_table) == [request], "it isn't out of the books"
             if still_broken:
                 with pytest.raises(PeerDead):
                     worker.close()
         if not still_broken:
             worker.close()
-            assert list(worker._desk) == []
-            assert worker._seat.claims == 0
+            assert list(worker._request_table) == []
+            assert worker._manager.allocations == 0
         assert isinstance(worker._waiter, Waiter)
         assert worker._waiter._event < 0, "what it listens on is closed, whatever went wrong"

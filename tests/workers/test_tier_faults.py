@@ -46,10 +46,10 @@ def by_hand(monkeypatch: pytest.MonkeyPatch) -> MakeQueues:
     return make
 
 
-def seat_of(both: Pair, role: Role = Role.PREFILL) -> KVCacheManager:
-    seat = (both.prefill if role is Role.PREFILL else both.decode)._seat  # type: ignore[attr-defined]
-    assert isinstance(seat, KVCacheManager)
-    return seat
+def manager_of(both: Pair, role: Role = Role.PREFILL) -> KVCacheManager:
+    manager = (both.prefill if role is Role.PREFILL else both.decode)._manager  # type: ignore[attr-defined]
+    assert isinstance(manager, KVCacheManager)
+    return manager
 
 
 def tokens(seed: int, count: int) -> list[int]:
@@ -125,7 +125,7 @@ def test_a_request_that_waits_for_pages_is_not_woken_again_and_again_as_storage_
     want = fill(model, tmp_path, prompt, by_hand)
     queues, clock = by_hand(), ManualClock()
     with pair(model, tokens=sizes, clock=clock, cache=policy(tmp_path, "timeout", base_s=1.0)) as both:
-        seat = seat_of(both)
+        manager = manager_of(both)
         holder = both.submit(tokens(3, 5 * PAGE + 3), GREEDY)
         both.step(Role.PREFILL)
         clock.advance(2.0)
@@ -133,16 +133,16 @@ def test_a_request_that_waits_for_pages_is_not_woken_again_and_again_as_storage_
             both.step(Role.PREFILL)
         assert both.answers[holder].tokens, "it is computed, and decode has no pages for it yet"
         first, second = both.submit(tokens(4, 5 * PAGE + 3), GREEDY), both.submit(prompt, GREEDY)
-        *_, prefetch = [r.prefetch for r in both.prefill._desk if r.claim is None]  # type: ignore[attr-defined]
+        *_, prefetch = [r.prefetch for r in both.prefill._request_table if r.allocation is None]  # type: ignore[attr-defined]
         both.step(Role.PREFILL)
-        due = seat.due(prefetch)
+        due = manager.prefetch_deadline(prefetch)
         assert due is not None
         assert due > clock.now(), "it is woken as its patience with storage ends"
         clock.advance(2.0)
         both.step(Role.PREFILL)
-        assert seat.claims == 1
+        assert manager.allocations == 1
         assert not prefetch.over, "nobody has asked: who came before it lacks pages"
-        assert seat.due(prefetch) is None, "and then sleeps on"
+        assert manager.prefetch_deadline(prefetch) is None, "and then sleeps on"
         *_, answer = both.run(holder, first, second)
         assert answer.list == want
         settle(both, queues)
@@ -207,11 +207,11 @@ def test_a9_a_page_that_rotted_on_the_host_is_found_and_computed_again(model: Pa
     with pair(model, cache=tiers(HOST_PAGES)) as both:
         want = both.run(both.submit(prompt, GREEDY))[0].list
         both.settle()
-        seat = seat_of(both)
-        part = next(seat.tree.nodes()).parts[Tier.HOST]["full"]
-        assert seat.host is not None
-        seat.evict("full", 1 << 20)
-        seat.host.layout.page(seat.host.region, "full", part.lease.indices[3])[11] ^= 4
+        manager = manager_of(both)
+        part = next(manager.tree.nodes()).parts[Tier.HOST]["full"]
+        assert manager.host is not None
+        manager.evict("full", 1 << 20)
+        manager.host.layout.page(manager.host.region, "full", part.lease.indices[3])[11] ^= 4
         (answer,) = both.run(both.submit(prompt, GREEDY))
         assert answer.list == want
         assert counters(both)["pages_damaged_on_host"] > 0
@@ -233,7 +233,7 @@ def test_b2_a_cancel_at_any_point_leaves_nothing_behind(
     sizes = {Role.PREFILL: 10 * PAGE, Role.DECODE: 20 * PAGE}
     with pair(model, tokens=sizes, cache=tiers(HOST_PAGES, **in_folder(tmp_path))) as both:
         for steps in range(18):
-            seat_of(both).evict("full", 1 << 20)
+            manager_of(both).evict("full", 1 << 20)
             other: RequestId = both.submit(tokens(100 + steps, 3 * PAGE), GREEDY)
             request = both.submit(prompt, GREEDY)
             for at in range(steps):
@@ -243,7 +243,7 @@ def test_b2_a_cancel_at_any_point_leaves_nothing_behind(
             both.cancel(request)
             both.cancel(other)
             settle(both, queues)
-            assert seat_of(both).tree.locks == seat_of(both, Role.DECODE).tree.locks == 0
+            assert manager_of(both).tree.locks == manager_of(both, Role.DECODE).tree.locks == 0
         assert ask(both, prompt, queues).list == want
 
 
@@ -253,7 +253,7 @@ def test_d2_a_worker_has_drained_when_what_it_saves_is_saved(model: Path, tmp_pa
     with pair(model, cache=policy(tmp_path, "best_effort"), settle=False) as both:
         (answer,) = both.run(both.submit(prompt, GREEDY))
         both.step()
-        assert seat_of(both).busy
+        assert manager_of(both).busy
         assert queues[0].waiting
         for worker in (both.prefill, both.decode):
             worker.drain()

@@ -43,7 +43,7 @@ def push_out(both: Pair) -> None:
     """Other requests need prefill's device: what its tree has there goes."""
     assert isinstance(both.prefill, PrefillWorker)
     both.settle()
-    while both.prefill._seat.evict("full", 1 << 20):
+    while both.prefill._manager.evict("full", 1 << 20):
         both.step()
 
 
@@ -142,8 +142,8 @@ def test_with_prefixes_of_a_reasoning_span_decode_frees_exactly_the_rest(model: 
     with pair(model, cache=strip) as both:
         both.run(both.submit(prompt, GREEDY))
         both.settle()
-        seat = both.decode._seat  # type: ignore[attr-defined]
+        manager = both.decode._manager  # type: ignore[attr-defined]
         kept = before // PAGE
-        assert seat.tree.sizes[Tier.DEVICE, "full"] == seat.tree.sizes[Tier.HOST, "full"] == kept
-        allocator = seat.pools.allocators["full"]
+        assert manager.tree.sizes[Tier.DEVICE, "full"] == manager.tree.sizes[Tier.HOST, "full"] == kept
+        allocator = manager.pools.allocators["full"]
         assert allocator.free == allocator.total - kept

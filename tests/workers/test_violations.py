@@ -58,11 +58,11 @@ def at_work(both: Pair) -> tuple[PrefillWorker, DecodeWorker]:
 
 
 def a_running(worker: PrefillWorker | DecodeWorker) -> object:
-    return next(r for r in worker._desk if r.claim is not None and r.claim.runs)
+    return next(r for r in worker._request_table if r.allocation is not None and r.allocation.runs)
 
 
 def its_lease(worker: PrefillWorker | DecodeWorker) -> Lease:
-    return a_running(worker).claim.runs["full"][0].lease  # type: ignore[attr-defined, no-any-return]
+    return a_running(worker).allocation.runs["full"][0].lease  # type: ignore[attr-defined, no-any-return]
 
 
 def grow(lease: object, index: int) -> None:
@@ -80,11 +80,11 @@ def an_audition(**words: Any) -> AuditRun:
 
 def departs(worker: DecodeWorker, stage: MigrationStage) -> None:
     room, peer = RoomId("x"), PeerRef(WorkerName("decode-1"), Incarnation(1), "")
-    worker._departures._by_room[room] = OutgoingMigration(worker._running[0], room, peer, stage)
+    worker._migrations._by_room[room] = OutgoingMigration(worker._running[0], room, peer, stage)
 
 
-def parks(worker: DecodeWorker) -> None:
-    worker._running[0].parked = SimpleNamespace(positions=10**6, place=SwapPlace.GONE)  # type: ignore[assignment]
+def swaps_out(worker: DecodeWorker) -> None:
+    worker._running[0].swapped = SimpleNamespace(positions=10**6, place=SwapPlace.GONE)  # type: ignore[assignment]
     worker._retraction._away.append(worker._running[0])
 
 
@@ -98,11 +98,17 @@ PREFILL: dict[str, tuple[Plant, str]] = {
     "a lease that no request holds": (lambda p, d: p._pages.lease(1, "a thief"), "accounted for"),
     "a pin that was lost": (lambda p, d: p._pages.pin([3], "a thief")._allocator._pins.clear(), "pin counts differ"),
     "limbo without a pin": (lambda p, d: p._pages._limbo.add(p._pages._free.pop()), "in limbo without a pin"),
-    "a written null page": (lambda p, d: p._seat.pools.gates["full"].layer(0)["k"][0].fill_(1.0), "the null page of k"),
-    "a lock that no request holds": (lambda p, d: p._seat.tree.keep([], "a thief"), "locks, claims and moves hold"),
+    "a written null page": (
+        lambda p, d: p._manager.pools.gates["full"].layer(0)["k"][0].fill_(1.0),
+        "the null page of k",
+    ),
+    "a lock that no request holds": (
+        lambda p, d: p._manager.tree.keep([], "a thief"),
+        "locks, allocations and moves hold",
+    ),
     "a waiting request with pages": (
-        lambda p, d: setattr(a_running(p), "claim", None),
-        "its claim says otherwise",
+        lambda p, d: setattr(a_running(p), "allocation", None),
+        "its allocation says otherwise",
     ),
     "a room without its grant": (
         lambda p, d: [setattr(r, "state", SenderState.OPEN) for r in p._sender._rooms.values()],
@@ -124,11 +130,11 @@ PREFILL: dict[str, tuple[Plant, str]] = {
     ),
     "an audit that runs and was not admitted": (
         lambda p, d: setattr(p._auditor, "_running", an_audition()),
-        "audit x runs, is waiting, and its claim is None",
+        "audit x runs, is waiting, and its allocation is None",
     ),
     "an audit that waits with pages": (
-        lambda p, d: p._auditor._waiting.append(an_audition(claim=a_running(p).claim)),  # type: ignore[attr-defined]
-        "audit x waits with a claim",
+        lambda p, d: p._auditor._waiting.append(an_audition(allocation=a_running(p).allocation)),  # type: ignore[attr-defined]
+        "audit x waits with an allocation",
     ),
     "an audit that waits and is running": (
         lambda p, d: p._auditor._waiting.append(an_audition(state=AuditRunState.RUNNING)),
@@ -138,7 +144,10 @@ PREFILL: dict[str, tuple[Plant, str]] = {
 DECODE: dict[str, tuple[Plant, str]] = {
     "a page that nobody owns": (lambda p, d: d._pages._free.pop(), "belongs to nobody"),
     "a lease that neither room nor request holds": (lambda p, d: d._pages.lease(1, "a thief"), "accounted for"),
-    "a written null page": (lambda p, d: d._seat.pools.gates["full"].layer(1)["v"][0].fill_(1.0), "the null page of v"),
+    "a written null page": (
+        lambda p, d: d._manager.pools.gates["full"].layer(1)["v"][0].fill_(1.0),
+        "the null page of v",
+    ),
     "an epoch that moved under a lease": (
         lambda p, d: d._pages._epochs.__setitem__(its_lease(d).indices[0], 7),
         "has an old epoch",
@@ -151,10 +160,13 @@ DECODE: dict[str, tuple[Plant, str]] = {
     ),
     "a request outside its queue": (lambda p, d: d._running.append(d._running[0]), "are in that queue"),
     "a running request without pages": (lambda p, d: its_lease(d).release(), "its lease has ended"),
-    "a claim that no request holds": (lambda p, d: setattr(d._running[0], "claim", None), "claims, requests hold"),
-    "a running request without a claim": (
-        lambda p, d: setattr(d._running[0], "claim", None),
-        "is running and its claim says otherwise",
+    "an allocation that no request holds": (
+        lambda p, d: setattr(d._running[0], "allocation", None),
+        "allocations, requests hold",
+    ),
+    "a running request without an allocation": (
+        lambda p, d: setattr(d._running[0], "allocation", None),
+        "is running and its allocation says otherwise",
     ),
     "a request with more committed than drawn": (lambda p, d: more(d._running[0], "committed"), "positions and says"),
     "a request with more planned than launched": (lambda p, d: more(d._running[0], "planned"), "positions and says"),
@@ -164,7 +176,7 @@ DECODE: dict[str, tuple[Plant, str]] = {
     ),
     "a request that waits for a departure nobody knows of": (
         lambda p, d: setattr(d._running[0], "stopping", True),
-        "1 requests are leaving, 0 departures are booked",
+        "1 requests are leaving, 0 migrations are booked",
     ),
     "a departure that its request doesn't know of": (
         lambda p, d: departs(d, MigrationStage.STOPPING),
@@ -180,10 +192,10 @@ DECODE: dict[str, tuple[Plant, str]] = {
     ),
     "a request that is away and has its pages": (
         lambda p, d: d._retraction._away.append(d._running[0]),
-        "is retracted, and its claim or its parked copy says otherwise",
+        "is retracted, and its allocation or its swapped out copy says otherwise",
     ),
-    "a parked copy that nobody keeps": (lambda p, d: parks(d), "0 parked copies, requests hold 1"),
-    "a parked copy of other positions": (lambda p, d: parks(d), "1000000 positions are parked of"),
+    "a swapped out copy that nobody keeps": (lambda p, d: swaps_out(d), "0 swapped out copies, requests hold 1"),
+    "a swapped out copy of other positions": (lambda p, d: swaps_out(d), "1000000 positions are swapped out of"),
 }
 
 

@@ -65,8 +65,14 @@ def test_pages_that_the_window_has_left_go_back_while_prompt_and_answer_go_on(ge
             both.step()
             assert isinstance(both.decode, DecodeWorker)
             assert isinstance(both.prefill, PrefillWorker)
-            leased = max([leased, *(claim.own("window") for claim in both.prefill._seat._claims.values())])
-            tables = [claim.tables["window"] for claim in both.decode._seat._claims.values() if claim.tables]
+            leased = max(
+                [leased, *(allocation.own("window") for allocation in both.prefill._manager._allocations.values())]
+            )
+            tables = [
+                allocation.tables["window"]
+                for allocation in both.decode._manager._allocations.values()
+                if allocation.tables
+            ]
             held += [[page for page in table if page] for table in tables if any(table)]
         assert compare(Oracle(gemma3), words, both.answers[request].list).equal
         assert 0 < leased < 512 // PAGE // 2, "prefill takes pages for some chunks at a time"

@@ -19,7 +19,7 @@ from contracts.errors import ConfigError
 TIMEOUT_S = 5.0
 
 
-def detour(endpoint: str, kind: str, name: str, proxy: str) -> str:
+def via_proxy(endpoint: str, kind: str, name: str, proxy: str) -> str:
     """`endpoint` (``host:port`` or ``tcp://host:port``) by way of `proxy`; itself without one.
 
     Raises `ConfigError` where the relay doesn't answer.

@@ -1,7 +1,7 @@
 """How the two ends of rooms reach each other: control messages, and the proof of a peer's death.
 
 Rooms (`transfer.rooms.kv_sender`, `transfer.rooms.kv_receiver`) decide and do no I/O of their own: what they say and
-hear goes through a `ControlTransport`. What a carrier promises is what the rooms rely on:
+hear goes through a `ControlTransport`. What a transport promises is what the rooms rely on:
 
     order    messages of one connection come in the order in which they were sent, each once
     loss     of a live connection nothing is lost; where it is cut, what is lost is its end, and a channel tells it
@@ -37,7 +37,7 @@ log = logging.getLogger("twinpool.transfer")
 
 
 class ZmqControlTransport:
-    """The carrier of real workers; what comes wakes `waiter`."""
+    """The transport of real workers; what comes wakes `waiter`."""
 
     def __init__(
         self,

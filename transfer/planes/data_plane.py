@@ -149,7 +149,7 @@ class DataPlane(Protocol):
     def revoke(self, room: RoomId) -> None:
         """Writes for this room are refused from now on, where the plane is revocable."""
 
-    def hear(self) -> None:
+    def poll_followers(self) -> None:
         """Take in what other ranks of this worker told: `poll` does so, too, but who only writes doesn't call it."""
 
     def poll(self) -> list[bytes]:

@@ -29,7 +29,7 @@ from contracts.messages.rank_orders import WriteArrived
 from transfer.net import process_watch as process
 from transfer.net.curve_keys import CurveKeys, bind, dial
 from transfer.net.disconnects import keep_alive
-from transfer.net.fault_injection import WriteFaults, detour
+from transfer.net.fault_injection import WriteFaults, via_proxy
 from transfer.planes.data_plane import SLOT_BYTES, RoomTarget, WriteLink, said
 from transfer.planes.direct_link import _HEAD, DirectLink
 from transfer.planes.rank_fan import fan
@@ -74,7 +74,7 @@ class ShmPlane:
         self._notices.set(zmq.RCVHWM, WAITING)
         self._notices.set(zmq.MAXMSGSIZE, frame_bytes)
         keep_alive(self._notices, link_timeout_s)
-        self._endpoint = detour(bind(self._notices, host, curve), "data", str(os.getpid()), faults.proxy)
+        self._endpoint = via_proxy(bind(self._notices, host, curve), "data", str(os.getpid()), faults.proxy)
         self.dropped = 0
 
     def allocate(self, name: str, nbytes: int) -> torch.Tensor:
@@ -164,7 +164,7 @@ class ShmPlane:
 
     def revoke(self, room: RoomId) -> None: ...
 
-    def hear(self) -> None: ...
+    def poll_followers(self) -> None: ...
 
     def poll(self) -> list[bytes]:
         return drain(self._notices)

@@ -70,12 +70,12 @@ class TPDataPlane:
             link = self._plane.connect(descriptor)
         except LayoutMismatch:
             answers.wait()
-            self.followers.tell(CloseLink(number))
+            self.followers.send(CloseLink(number))
             raise
         refusals = [reason for reason in answers.wait() if reason]
         if refusals:
             link.close()
-            self.followers.tell(CloseLink(number))
+            self.followers.send(CloseLink(number))
             raise LayoutMismatch(refusals[0])
         self._links[number] = _TPLink(number, link, self)
         return self._links[number]
@@ -87,21 +87,21 @@ class TPDataPlane:
         answers.wait()
 
     def revoke(self, room: RoomId) -> None:
-        self.followers.tell(RevokeRoom(room))
+        self.followers.send(RevokeRoom(room))
         self._plane.revoke(room)
 
     def poll(self) -> list[bytes]:
-        self.hear()
+        self.poll_followers()
         return self._plane.poll()
 
-    def hear(self) -> None:
-        for rank, tidings in self.followers.heard():
-            if isinstance(tidings, LinkLost):
-                link = self._links.get(tidings.link)
+    def poll_followers(self) -> None:
+        for rank, notice in self.followers.heard():
+            if isinstance(notice, LinkLost):
+                link = self._links.get(notice.link)
                 if link is not None:
                     link.severed = True
             else:
-                self._plane.settled(rank, tidings)
+                self._plane.settled(rank, notice)
 
     def forget(self, number: int) -> None:
         """This link is closed."""
@@ -153,7 +153,7 @@ class _TPLink:
 
     def close(self) -> None:
         self._plane.forget(self._number)
-        self._plane.followers.tell(CloseLink(self._number))
+        self._plane.followers.send(CloseLink(self._number))
         self._mine.close()
 
 
@@ -181,7 +181,7 @@ class FollowerLinks:
         self._plane = plane
         self._links: dict[int, WriteLink] = {}
 
-    def obey(
+    def carry_out(
         self, order: DescribeMemory | OpenLink | CloseLink | PostWrite | PermitRoom | RevokeRoom
     ) -> dict[str, Any] | str | bool | None:
         """Carry an order out; what is returned is the answer, None: there is none."""

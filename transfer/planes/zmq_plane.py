@@ -31,7 +31,7 @@ from contracts.ids import RoomId
 from contracts.messages.rank_orders import WriteArrived
 from transfer.net.curve_keys import CurveKeys, bind, dial
 from transfer.net.disconnects import keep_alive
-from transfer.net.fault_injection import WriteFaults, detour
+from transfer.net.fault_injection import WriteFaults, via_proxy
 from transfer.planes.data_plane import SLOT_BYTES, RoomTarget, WriteLink, said
 from transfer.planes.ordered_notices import OrderedNotices
 from transfer.planes.rank_fan import MOST_RANKS, fan, rank_cut, writers
@@ -93,7 +93,7 @@ class ZmqPlane:
             self._frame_bytes = max(self._frame_bytes, SLOT_BYTES, *(whole.unit_bytes(p.name) for p in whole.pools))
             self._inbound.set(zmq.MAXMSGSIZE, self._frame_bytes)
             endpoint = bind(self._inbound, self._host, self._curve)
-            self._endpoint = detour(endpoint, "data", str(os.getpid()), self._proxy)
+            self._endpoint = via_proxy(endpoint, "data", str(os.getpid()), self._proxy)
 
     def describe(self) -> dict[str, Any]:
         return {"ranks": [{"endpoint": self._endpoint, "frame_bytes": self._frame_bytes}]}
@@ -126,7 +126,7 @@ class ZmqPlane:
         settled, self._settled = self._settled, []
         return settled
 
-    def hear(self) -> None: ...
+    def poll_followers(self) -> None: ...
 
     def poll(self) -> list[bytes]:
         notices = [*self._due, *self._held.due()]

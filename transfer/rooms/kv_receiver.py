@@ -94,12 +94,12 @@ class KVReceiver:
         config: TransferConfig,
         *,
         verify: bool,
-        carrier: ControlTransport,
+        transport: ControlTransport,
         clock: Clock,
     ) -> None:
         self._name, self._incarnation, self.fingerprint = name, incarnation, fingerprint
         self._plane, self._pools, self._config, self._clock = plane, pools, config, clock
-        self._verify, self._carrier = verify, carrier
+        self._verify, self._transport = verify, transport
         self._slots = plane.allocate("slots", slots * SLOT_BYTES).view(slots, SLOT_BYTES)
         self.slots = PageAllocator("metadata slots", slots)
         self._peers: dict[tuple[WorkerName, Incarnation], _ReceiverPeer] = {}
@@ -165,7 +165,7 @@ class KVReceiver:
     def poll(self) -> list[ReceiverOutcome]:
         """Hear peers and notices, expire what is late; returns what rooms came to."""
         for peer in list(self._peers.values()):
-            self._hear(peer)
+            self._poll_peer(peer)
         for data in self._plane.poll():
             try:
                 self._notice(m.decode_notice(data))
@@ -226,7 +226,7 @@ class KVReceiver:
             # It kept rooms that are in quarantine, and keeps them. Perhaps the two can meet now.
             peer.estranged, peer.welcome, peer.deadline = False, None, deadline
         else:
-            channel = self._carrier.connect(ref.control, f"{self._name}:{self._incarnation}".encode())
+            channel = self._transport.connect(ref.control, f"{self._name}:{self._incarnation}".encode())
             peer = self._peers[key] = _ReceiverPeer(ref, channel, deadline)
         peer.channel.send(m.encode(self._hello(ref)))
         # A worker has one live incarnation: what the old one still owed is lost. What it may still write to is not free
@@ -241,7 +241,7 @@ class KVReceiver:
     def _hello(self, ref: PeerRef) -> m.Hello:
         return m.Hello(
             self._name, self._incarnation, ref.incarnation, self.fingerprint, describe_spec(self._pools.spec.whole),
-            self._plane.kind, self._plane.describe(), *self._carrier.mine(),
+            self._plane.kind, self._plane.describe(), *self._transport.mine(),
         )  # fmt: skip
 
     def _send(self, peer: _ReceiverPeer, message: m.PageGrant | m.AbortRoom | m.HandoverReceived) -> None:
@@ -252,7 +252,7 @@ class KVReceiver:
             self._rooms[message.room].promised = True
         peer.channel.send(m.encode(message))
 
-    def _hear(self, peer: _ReceiverPeer) -> None:
+    def _poll_peer(self, peer: _ReceiverPeer) -> None:
         for _ in range(_AT_ONCE):
             data = peer.channel.receive()
             if data is None:
@@ -267,8 +267,8 @@ class KVReceiver:
             self._lose(peer, f"{peer.ref.name} (pid {peer.watch.pid}) died")
             return
         if peer.channel.cut():
-            self._say_again(peer)
-        self._mind(peer)
+            self._resend(peer)
+        self._check_link(peer)
 
     def _control(self, peer: _ReceiverPeer, message: m.RoomMessage) -> None:
         """Raises `WireError` for what is not for decode, or not the peer's; then nothing has changed."""
@@ -304,7 +304,7 @@ class KVReceiver:
             self._give_up(room, reason)
             self._outcomes.append(HandoverFailed(room.id, ErrorKind.ROOM, reason, peer.ref.name))
 
-    def _say_again(self, peer: _ReceiverPeer) -> None:
+    def _resend(self, peer: _ReceiverPeer) -> None:
         """The connection was cut: what was said last may be lost. When it is back the writer hears all of it once more,
         and takes what it knows already as said once."""
         log.warning("the connection to %s was cut", peer.ref.name)
@@ -319,7 +319,7 @@ class KVReceiver:
         for message in peer.confirmed:
             self._send(peer, message)
 
-    def _mind(self, peer: _ReceiverPeer) -> None:
+    def _check_link(self, peer: _ReceiverPeer) -> None:
         """End the rooms of a peer whom nobody reaches any more. What it may still write to stays in quarantine; without
         any of that it is forgotten after a while."""
         if peer.welcome is None or peer.channel.up:
@@ -349,7 +349,7 @@ class KVReceiver:
             return
         try:
             others = [(other.pid, other.started, other.boot) for other in welcome.others]
-            watch = self._carrier.watch([(welcome.pid, welcome.started, welcome.boot), *others])
+            watch = self._transport.watch([(welcome.pid, welcome.started, welcome.boot), *others])
         except ProcessLookupError:
             self._part(peer, f"{peer.ref.name} (pid {welcome.pid}) died")
             return

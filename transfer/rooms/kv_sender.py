@@ -128,7 +128,7 @@ class KVSender:
         device: Device,
         config: TransferConfig,
         *,
-        carrier: ControlTransport,
+        transport: ControlTransport,
         clock: Clock,
         others: Sequence[ProcessIdentity] = (),
     ) -> None:
@@ -136,8 +136,8 @@ class KVSender:
         self._others = tuple(m.RankProcess(*other) for other in others)
         self._name, self._incarnation, self.fingerprint = name, incarnation, fingerprint
         self._plane, self._pools, self._device = plane, pools, device
-        self._config, self._clock, self._carrier = config, clock, carrier
-        self._inbox = carrier.listen()
+        self._config, self._clock, self._transport = config, clock, transport
+        self._inbox = transport.listen()
         self.control = self._inbox.endpoint
         plane.register(pools, None)
         self._peers: dict[bytes, _SenderPeer] = {}
@@ -246,7 +246,7 @@ class KVSender:
                 self._refuse(identity, data, str(error)[:_REASON])
         for peer in [p for p in self._peers.values() if p.watch is not None and p.watch.dead]:
             self._lose(peer, f"{peer.name} died")
-        self._plane.hear()
+        self._plane.poll_followers()
         for peer in [p for p in self._peers.values() if p.link.cut()]:
             self._cut(peer)
         for peer in self._peers.values():
@@ -364,7 +364,7 @@ class KVSender:
             raise LayoutMismatch(f"{self._name} has {len(self._peers)} peers already (transfer.most_peers)")
         link = self._plane.connect(hello.descriptor)
         try:
-            watch = self._carrier.watch([(hello.pid, hello.started, hello.boot)])
+            watch = self._transport.watch([(hello.pid, hello.started, hello.boot)])
         except (ProcessLookupError, WireError) as error:
             link.close()
             raise LayoutMismatch(f"{hello.worker}: {error}") from None
@@ -377,7 +377,7 @@ class KVSender:
         self._welcome(identity)
 
     def _welcome(self, identity: bytes) -> None:
-        process = self._carrier.mine()
+        process = self._transport.mine()
         self._reply(identity, m.Welcome(self._name, self._incarnation, self.fingerprint, *process, self._others))
 
     def _lose(self, peer: _SenderPeer, reason: str) -> None:

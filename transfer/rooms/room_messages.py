@@ -136,7 +136,7 @@ class MessageRejected:
 
 @dataclass(frozen=True, slots=True)
 class PageTags:
-    """Pages `first ..` of one pool are in their places, finished; one (chain key, digest) each."""
+    """Pages `first ..` of one pool are in their places, finished; one (block hash, digest) each."""
 
     pool: str
     first: int

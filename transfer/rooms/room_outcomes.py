@@ -42,7 +42,7 @@ class SendablePages:
 
 @dataclass(frozen=True, slots=True)
 class ExpectedPrompt:
-    """What a room is to receive: the chain key of each prompt page, and how many positions there are."""
+    """What a room is to receive: the block hash of each prompt page, and how many positions there are."""
 
     keys: tuple[bytes, ...]
     positions: int
