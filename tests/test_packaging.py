@@ -1,0 +1,47 @@
+"""The wheel: every file that production needs is in it, its licence too, and nothing of the tests or benches."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import tomllib
+import zipfile
+
+import pytest
+
+from tests.serving import ROOT
+
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
+
+
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory: pytest.TempPathFactory) -> zipfile.ZipFile:
+    """Built as pip builds it, without the network."""
+    folder = tmp_path_factory.mktemp("wheel")
+    words = [sys.executable, "-m", "hatchling", "build", "-t", "wheel", "-d", str(folder)]
+    subprocess.run(words, cwd=ROOT, check=True, capture_output=True, text=True, timeout=120)
+    (path,) = folder.glob("*.whl")
+    return zipfile.ZipFile(path)
+
+
+@pytest.mark.slow
+def test_the_wheel_carries_the_licence_that_it_names(wheel: zipfile.ZipFile) -> None:
+    (metadata,) = (name for name in wheel.namelist() if name.endswith(".dist-info/METADATA"))
+    (licence,) = (name for name in wheel.namelist() if name.endswith(".dist-info/licenses/LICENSE"))
+    assert "License-Expression: Apache-2.0" in wheel.read(metadata).decode().splitlines()
+    assert wheel.read(licence) == (ROOT / "LICENSE").read_bytes()
+    text = " ".join(wheel.read(licence).decode().split())
+    assert text.startswith("Apache License Version 2.0, January 2004")
+    assert "END OF TERMS AND CONDITIONS" in text
+
+
+@pytest.mark.slow
+def test_the_wheel_has_every_tracked_file_of_the_packages_and_no_other(wheel: zipfile.ZipFile) -> None:
+    packages = PROJECT["tool"]["hatch"]["build"]["targets"]["wheel"]["packages"]
+    tracked = subprocess.run(
+        ["git", "ls-files", "-co", "--exclude-standard", "--", *packages],
+        cwd=ROOT, check=True, capture_output=True, text=True,
+    )  # fmt: skip
+    wanted = {name for name in tracked.stdout.splitlines() if (ROOT / name).is_file()}
+    assert len(wanted) > 300
+    assert {name for name in wheel.namelist() if ".dist-info/" not in name} == wanted
