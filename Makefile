@@ -5,7 +5,7 @@ BIN := .venv/bin
 CONSTRAINTS := constraints/cpu.txt
 
 .DEFAULT_GOAL := help
-.PHONY: help serve test test-all check format bench soak mutants mutation-sweep test-numerics demo-model test-rayup proto setup clean
+.PHONY: help serve test test-all check format bench soak mutants mutation-sweep test-numerics pages demo-model test-rayup proto setup clean
 
 help: ## show the commands
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1|\2/p' $(MAKEFILE_LIST) | column -t -s '|'
@@ -44,6 +44,11 @@ mutation-sweep: .venv/.installed-dev ## break hundreds of places one by one, and
 
 soak: .venv/.installed-dev ## the long tests: the full product of settings, and torture
 	@$(BIN)/python -m pytest -m soak $(ARGS)
+
+pages: .venv/.installed-dev ## write the pages of docs/ that are made from the source anew: configuration, states
+	@mkdir -p build
+	@PYTHONPATH=. $(BIN)/python docs/configuration.py >build/page && mv build/page docs/configuration.md
+	@PYTHONPATH=. $(BIN)/python docs/state_diagrams.py >build/page && mv build/page docs/states.md
 
 demo-model: .venv/.installed-dev ## train the demo checkpoint again from its seed (up to 90 minutes)
 	$(BIN)/python -m bench.demo_model.prepare_corpus --output build/demo-model/corpus

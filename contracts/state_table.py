@@ -44,13 +44,19 @@ class StateTable(Generic[StateT, EventT]):
         return [state for state in self.rows if state not in good]
 
     def diagram(self) -> str:
-        """The table as a Mermaid state diagram."""
-        lines = ["stateDiagram-v2"]
+        """The table as a Mermaid state diagram; the first row is where a life begins."""
+        lines = ["stateDiagram-v2", f"    [*] --> {_node(next(iter(self.rows)))}"]
+        lines += [f'    state "{state}" as {_node(state)}' for state in self.rows if _node(state) != state]
         for state, row in self.rows.items():
-            lines += [f"    {state} --> {following}: {event}" for event, following in row.items()]
-        lines += [f"    {state} --> [*]" for state in self._terminals()]
+            lines += [f"    {_node(state)} --> {_node(following)}: {event}" for event, following in row.items()]
+        lines += [f"    {_node(state)} --> [*]" for state in self._terminals()]
         return "\n".join(lines)
 
     def _terminals(self) -> list[StateT]:
         seen = dict.fromkeys(following for row in self.rows.values() for following in row.values())
         return [state for state in seen if self.terminal(state)]
+
+
+def _node(state: StrEnum) -> str:
+    """The name of its node in a diagram: Mermaid takes no hyphen there."""
+    return state.replace("-", "_")

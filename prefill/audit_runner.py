@@ -1,9 +1,5 @@
 """Audits: finished answers computed again on an idle prefill worker, from nothing but their tokens.
 
-    waiting --admit--> running --last chunk--> over
-       |                  |
-       +---- preempt -----+------------------> over
-
 An audit takes nothing from the tree or the tiers and leaves nothing there: all its pages are its own, every position is
 computed, and at every position of the answer the token is drawn again, after the tokens that the client got. What was
 wrong in the answer's state is in none of that.

@@ -1,10 +1,7 @@
 """A request on its way through prefill, and the states it goes through.
 
-    waiting --admit--> running --last chunk--> computed --hand-over posted--> (gone)
-       ^                  |                        |
-       +------- preempt -----+------------------------+
-
-A request is preempted when one whose pages decode has already granted needs the room: its finished pages go to the
+docs/states.md draws them. It is computed with its last chunk, and gone once its hand-over is posted.
+A request is parked when one whose pages decode has already granted needs the room: its finished pages go to the
 tree, and it starts over from what is still there. It also starts over when a step finds that a page of it was given
 away, or when what was loaded for it turns out damaged. Its first token, once drawn, stays drawn.
 """

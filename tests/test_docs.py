@@ -13,13 +13,24 @@ from contracts.config.load_config import load_config
 from engine.models.registry import ARCHITECTURES
 from tests.serving import ROOT
 
+AGAIN = "run `make pages`"
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 
 
 def test_the_page_of_configuration_is_what_the_source_says() -> None:
-    command = [sys.executable, str(ROOT / "docs" / "configuration.py")]
+    assert printed("configuration.py") == (ROOT / "docs" / "configuration.md").read_text(), AGAIN
+
+
+def test_the_page_of_states_is_drawn_from_the_tables() -> None:
+    page = printed("state_diagrams.py")
+    assert page == (ROOT / "docs" / "states.md").read_text(), AGAIN
+    assert page.count("```mermaid\nstateDiagram-v2\n    [*] --> ") == page.count("\n## ") > 10
+
+
+def printed(script: str) -> str:
+    command = [sys.executable, str(ROOT / "docs" / script)]
     done = subprocess.run(command, cwd=ROOT, env={"PYTHONPATH": str(ROOT)}, capture_output=True, text=True, check=True)
-    assert done.stdout == (ROOT / "docs" / "configuration.md").read_text(), "run docs/configuration.py again"
+    return done.stdout
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda p: str(p.relative_to(ROOT)))

@@ -1,12 +1,6 @@
 """The states of a worker as the controller sees it, as a table.
 
-    starting ──registered──▶ ready ──draining──▶ draining ──left──▶ left
-        ▲ │                    │ ◀──undrained──────┘ │          │
-        │ └──died──▶ dead ◀──died────────────────────┘          │
-        └──started────┘ ◀──wanted───────────────────────────────┘
-                        ready, draining ──changed──▶ dead, and started again at once in another role
-
-Rules:
+docs/states.md draws it. Rules:
 
 - A worker has one incarnation at a time; each `STARTED` has a larger number, and messages of older ones are dropped.
 - A worker that left by drain is not started again unless an operator wants it back (undrain).

@@ -1,16 +1,10 @@
 """A request on its way through decode, and the states it goes through.
 
-    waiting --pages and slot granted--> arriving --verified--> running --last token--> gone
-                                                                |   ^
-                              short of pages: its steps land,   |   |  everything is back
-                              its state goes to the host        v   |  and matches its tags
-                                           retracting --> retracted --> resuming
-
-                           running --handed to another worker--> leaving --received there--> gone
-                              ^                                     |
-                              +----------came to nothing------------+
-
-What is off the device isn't handed on, but comes back first.
+docs/states.md draws them. A request waits until pages and a slot are granted, arrives until everything is verified, and
+runs until its last token. Where pages are short it leaves the device (retracting: its steps land; retracted: its state
+is in host memory; resuming) and runs again when everything is back and matches its tags. What is handed to another
+worker is leaving until it was received there, and runs on here when that came to nothing. What is off the device isn't
+handed on, but comes back first.
 
 It is admitted with pages for its prompt and its next step, and gets more as it goes on; where there are none, somebody
 is retracted (`decode.retraction.retraction`). While a step is under way the next one may be launched already, with the

@@ -1,8 +1,6 @@
 """Circuit breakers: a worker that keeps failing what it is given gets nothing for a while, then one request as a trial.
 
-    closed ──trip──▶ open ──cooled──▶ half-open ──proved──▶ closed
-                      ▲                   │
-                      └──────failed───────┘            (any of them ──over──▶ over)
+The states are drawn in docs/states.md.
 
 What counts is the worker at fault. An attempt that ends well speaks for both workers; one that fails speaks against the
 one that is blamed for it. Whoever reports that another is bad is believed, but remembered: who has complained about

@@ -9,10 +9,7 @@ race, and attempts follow each other when workers die, so three rules make one s
   (for a moment) prefill's report.
 
 What was emitted is the state: `tokens` is the prompt and everything delivered, and any pair of workers continues from
-it. The phases and their moves are the table `MOVES`:
-
-    WAITING --place--> RUNNING --replay--> WAITING
-    WAITING --end----> ENDED  <---end----- RUNNING
+it. The phases and their moves are the table `MOVES`, drawn in docs/states.md.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
 """Which answers are audited, when, on which worker, and what the findings come to. No I/O, the clock is injected.
 
-    queued --send--> sent --computed--> (judged: exact, damaged, unclear, or queued again to be confirmed)
-       ^               |
-       +-- preempted --+--- refused, lost too often, timed out --> over
+A case is queued, sent, and judged (exact, damaged, unclear) or queued again: to be confirmed, or because it was
+preempted. One that was refused, lost too often or timed out is over without a finding (docs/states.md draws it).
 
 Answers are chosen by a hash of their request's id, so it doesn't depend on load which are; those that the stream watch
 has flagged are chosen as well. They wait in a bounded queue for a prefill worker on which nothing runs or waits.

@@ -44,4 +44,5 @@ def test_every_ending_event_can_come_in_every_state_that_still_lives() -> None:
 
 def test_the_diagram_names_every_row() -> None:
     diagram = RECEIVER.diagram()
-    assert diagram.count("-->") == sum(map(len, RECEIVER.rows.values())) + 2
+    assert diagram.count("-->") == 1 + sum(map(len, RECEIVER.rows.values())) + 2
+    assert "[*] --> open\n" in diagram
