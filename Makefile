@@ -23,11 +23,12 @@ test-all: .venv/.installed-dev ## run all tests but the soak, as CI does; those 
 test-numerics: .venv/.installed-dev ## run the tests of numerics as other processors would: three settings of the libraries
 	@.ci/numerics $(ARGS)
 
-check: .venv/.installed-dev ## lint, format, types, import layers
+check: .venv/.installed-dev ## lint, format, types, import layers, unused code
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports
+	$(BIN)/python .ci/unused.py
 
 format: .venv/.installed-dev ## put the code into its format
 	$(BIN)/ruff format .

@@ -1,15 +1,9 @@
-"""Ids are types, so that a page can't be passed for a slot."""
+"""Ids are types, so that a room can't be passed for a request."""
 
 from __future__ import annotations
 
 from enum import StrEnum
 from typing import NewType
-
-PageId = NewType("PageId", int)
-"""Index of a page in one pool. Page 0 is the null page: zeros, never leased."""
-
-SlotId = NewType("SlotId", int)
-"""Index of a slot (metadata, recurrent state) in one pool."""
 
 Epoch = NewType("Epoch", int)
 """How often a page or slot has been freed; a mapping with an older epoch is stale."""
@@ -22,8 +16,6 @@ RoomId = NewType("RoomId", str)
 WorkerName = NewType("WorkerName", str)
 Incarnation = NewType("Incarnation", int)
 """A worker's start number, granted by the controller, larger at every start."""
-
-NULL_PAGE = PageId(0)
 
 
 class Role(StrEnum):

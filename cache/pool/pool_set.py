@@ -7,7 +7,6 @@ from functools import cached_property
 
 import torch
 
-from cache.device.device_port import Device
 from cache.memory.kv_cache_spec import PoolSetSpec
 from cache.memory.memory_layout import LayoutOrder, PoolSetLayout
 from cache.memory.page_digest import PageDigester
@@ -137,15 +136,9 @@ def host_counts(spec: PoolSetSpec, nbytes: int, like: Mapping[str, int]) -> dict
     return counts
 
 
-def host_pools(spec: PoolSetSpec, nbytes: int, device: Device, like: Mapping[str, int]) -> PoolSet:
-    """The host tier's mirror of a pool set in `nbytes` of memory that `device` copies from and to: page-first.
+def host_layout(spec: PoolSetSpec, nbytes: int, like: Mapping[str, int]) -> PoolSetLayout:
+    """How the host tier's mirror of a pool set lies in `nbytes` of memory: page-first.
 
     `like` are the device's counts. Raises `ConfigError` when not even one page fits.
     """
-    layout = host_layout(spec, nbytes, like)
-    return PoolSet(spec, layout.counts, device.allocate_host(layout.nbytes), LayoutOrder.PAGE_FIRST, "host")
-
-
-def host_layout(spec: PoolSetSpec, nbytes: int, like: Mapping[str, int]) -> PoolSetLayout:
-    """How it lies there. Raises `ConfigError` when not even one page fits."""
     return PoolSetLayout(spec, host_counts(spec, nbytes, like), LayoutOrder.PAGE_FIRST)

@@ -48,7 +48,6 @@ from contracts.messages.worker_status import WorkerLimits, WorkerRecord, WorkerS
 
 NODE_ID_CHARS = 8
 """So much of a Ray node id is enough to name it."""
-ALIVE = (WorkerState.STARTING, WorkerState.READY, WorkerState.DRAINING)
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,7 +9,6 @@ the worker as a whole: it has no state that another could go on from without the
 from __future__ import annotations
 
 import hashlib
-import logging
 from typing import Any
 
 import msgpack
@@ -21,8 +20,6 @@ from contracts.messages.rank_order_codec import encode
 from contracts.messages.rank_orders import FollowerNotice, LinkLost, Order, WriteArrived
 from transfer.net.curve_keys import CurveKeys
 from transfer.net.process_watch import PidfdWatch
-
-log = logging.getLogger("twinpool.ranks")
 
 _JOIN, _ANSWER = b"J", b"A"
 _FOLLOWER_NOTICES: dict[bytes, type[WriteArrived] | type[LinkLost]] = {b"T": WriteArrived, b"S": LinkLost}

@@ -8,7 +8,6 @@ the operator reads why, and /health fails.
 from __future__ import annotations
 
 import asyncio
-import logging
 import os
 import signal
 import socket
@@ -31,8 +30,6 @@ from contracts.messages.worker_status import WorkerRecord
 from router.api.app import create_app
 from router.main import RouterServer, listen
 from router.service.router_service import RouterService
-
-log = logging.getLogger("twinpool.serve")
 
 HOST = "127.0.0.1"
 FLUSH_S = 1.5

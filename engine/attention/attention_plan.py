@@ -35,8 +35,6 @@ class AttentionPlan:
     """[B] int32: absolute position of each sequence's first query."""
     offsets_b: Tensor
     """[B+1] int32: where each sequence's queries begin on the packed axis; the last entry is T."""
-    lengths_b: Tensor
-    """[B] int32: context length, the queries included; the last query is at position length-1."""
     tables_bp: Tensor
     """[B, P] int32: page of each run of `page_tokens` positions, padded with the null page 0."""
     slots_t: Tensor
@@ -109,7 +107,6 @@ def make_plan(
     return AttentionPlan(
         starts_b=integers(starts),
         offsets_b=integers([0, *accumulate(counts)]),
-        lengths_b=integers(lengths),
         tables_bp=_rectangle(tables, used, device),
         slots_t=integers(slots, torch.int64),
         page_tokens=page_tokens,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import accumulate
 
@@ -35,8 +34,6 @@ from engine.runner.sampler import DrawnRows, Logprobs, draw_tokens, token_logpro
 from engine.tensors.pinned_memory import to_device, to_host
 from engine.tensors.row_exact_linear import Numerics
 from engine.tensors.tensor_parallel import ALONE, TensorParallelGroup
-
-log = logging.getLogger(__name__)
 
 _LOGIT_ELEMENTS = 1 << 23
 """Logits computed at once when prompts are scored: 32 MiB in float32."""

@@ -49,10 +49,6 @@ class ModelTokenizer:
     def has_text(self) -> bool:
         return self._tokenizer is not None
 
-    @property
-    def special_tokens(self) -> frozenset[int]:
-        return frozenset(self._special)
-
     def encode(self, text: str, *, add_special: bool, param: str = "prompt") -> tuple[int, ...]:
         """Raises `RequestError` without a tokenizer, or for text that isn't Unicode (lone surrogates)."""
         if self._tokenizer is None:

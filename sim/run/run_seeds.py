@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import multiprocessing
-from collections import Counter
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from itertools import islice
@@ -42,11 +41,3 @@ def _portion(seeds: Sequence[int]) -> list[ScenarioResult]:
 
 def _one_thread() -> None:
     torch.set_num_threads(1)
-
-
-def summed(results: Sequence[ScenarioResult]) -> Counter[str]:
-    """What happened in all of them, and how often."""
-    total: Counter[str] = Counter()
-    for result in results:
-        total.update(result.counts)
-    return total

@@ -108,7 +108,7 @@ def test_without_a_tokenizer_tokens_still_flow(tmp_path: Path) -> None:
 
 
 def test_special_tokens_have_no_text_unless_asked(model_tokenizer: ModelTokenizer) -> None:
-    special = min(model_tokenizer.special_tokens)
+    special = min(model_tokenizer._special)
     assert streamed(model_tokenizer, [special])[0] == ""
     shown = streamed(model_tokenizer, [special], skip_special=False)[0]
     assert shown == json.loads((DEMO / "tokenizer.json").read_text())["added_tokens"][0]["content"]

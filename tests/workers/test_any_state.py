@@ -16,7 +16,7 @@ from cache.device.device_port import Device
 from cache.manager.kv_cache_manager import KVCacheManager
 from cache.memory.kv_cache_spec import PoolSetSpec
 from cache.memory.memory_layout import PoolSetLayout
-from cache.pool.pool_set import PoolSet, host_pools
+from cache.pool.pool_set import PoolSet, host_layout
 from cache.prefix_cache.tree_node import Tier
 from cache.storage.backends.backend_factory import make_backend
 from cache.storage.io_queue import ThreadedIoQueue
@@ -71,7 +71,10 @@ class HashPair(Pair):
         pools = PoolSet(spec, layout.counts, plane.allocate("pages", layout.nbytes))
         backend = make_backend(cache.storage)
         queue = ThreadedIoQueue(backend, wake=waiter.wake) if backend is not None else None
-        host = host_pools(spec, cache.host_bytes, device, layout.counts) if cache.host_bytes else None
+        host = None
+        if cache.host_bytes:
+            below = host_layout(spec, cache.host_bytes, layout.counts)
+            host = PoolSet(spec, below.counts, device.allocate_host(below.nbytes), below.order, "host")
         manager = KVCacheManager(
             pools, device, cache, self.clock.now, host=host, storage=queue, fingerprint="hash", stride=steps
         )

@@ -390,10 +390,6 @@ def _failed(error: OSError) -> ObjectOutcome:
     return ObjectOutcome(ObjectVerdict.FAILED, reason=error.strerror or str(error))
 
 
-def _uncounted() -> ObjectOutcome:
-    return ObjectOutcome(ObjectVerdict.FAILED, reason="what lies in the folder is still being counted")
-
-
 def _cut_off() -> ObjectOutcome:
     return ObjectOutcome(ObjectVerdict.FAILED, reason=CUT_OFF)
 

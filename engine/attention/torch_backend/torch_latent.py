@@ -236,7 +236,6 @@ def _subplan(plan: AttentionPlan, parts: list[tuple[int, int, int, int]]) -> Att
     return AttentionPlan(
         starts_b=starts_b,
         offsets_b=torch.cat((counts_b.new_zeros(1), counts_b.cumsum(0, dtype=torch.int32))),
-        lengths_b=starts_b + counts_b,
         tables_bp=plan.tables_bp[torch.tensor([sequence for sequence, *_ in parts], device=device)],
         slots_t=torch.empty(0, dtype=torch.int64, device=device),
         page_tokens=plan.page_tokens,
@@ -251,7 +250,6 @@ def _single_token_plan(slots_sk: Tensor) -> AttentionPlan:
     return AttentionPlan(
         starts_b=torch.full((count,), top_k - 1, dtype=torch.int32, device=device),
         offsets_b=torch.arange(count + 1, dtype=torch.int32, device=device),
-        lengths_b=torch.full((count,), top_k, dtype=torch.int32, device=device),
         tables_bp=slots_sk,
         slots_t=torch.empty(0, dtype=torch.int64, device=device),
         page_tokens=1,

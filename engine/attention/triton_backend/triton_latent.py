@@ -124,7 +124,6 @@ class TritonLatent:
             selection.scratch["plan"] = AttentionPlan(
                 starts_b=counts_s - 1,
                 offsets_b=torch.arange(len(counts_s) + 1, dtype=torch.int32, device=counts_s.device),
-                lengths_b=counts_s,
                 tables_bp=selection.slots_sk,
                 slots_t=torch.empty(0, dtype=torch.int64, device=counts_s.device),
                 page_tokens=1,
