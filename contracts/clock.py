@@ -5,6 +5,8 @@ from __future__ import annotations
 import time
 from typing import Protocol
 
+__all__ = ["Clock", "ManualClock", "SystemClock"]
+
 
 class Clock(Protocol):
     """A monotonic clock in seconds."""

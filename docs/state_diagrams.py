@@ -8,6 +8,7 @@ from __future__ import annotations
 import ast
 import importlib
 import inspect
+import textwrap
 import tomllib
 from collections.abc import Iterator
 from enum import StrEnum
@@ -41,7 +42,14 @@ Every state table of the source, drawn from the table itself. An event that a ta
 def main() -> str:
     out = [HEAD]
     for path, table, says in sorted(tables(), key=lambda found: (found[0], found[1].name)):
-        out += [f"## {table.name[0].upper()}{table.name[1:]}", "", says, "", f"In [{path}](../{path}).", ""]
+        out += [
+            f"## {table.name[0].upper()}{table.name[1:]}",
+            "",
+            textwrap.fill(says, 120),
+            "",
+            f"In [{path}](../{path}).",
+            "",
+        ]
         out += ["```mermaid", table.diagram(), "```", ""]
         states, events = parts(table)
         kinds = (("state", states), ("event", events))

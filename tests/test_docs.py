@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import re
 import subprocess
 import sys
@@ -25,6 +26,35 @@ def test_the_page_of_states_is_drawn_from_the_tables() -> None:
     page = printed("state_diagrams.py")
     assert page == (ROOT / "docs" / "states.md").read_text(), AGAIN
     assert page.count("```mermaid\nstateDiagram-v2\n    [*] --> ") == page.count("\n## ") > 10
+
+
+def test_the_page_of_what_may_be_imported_is_what_the_source_says() -> None:
+    assert printed("api_reference.py") == (ROOT / "docs" / "api.md").read_text(), AGAIN
+
+
+def test_what_may_be_imported_can_be_and_is_named_by_its_face() -> None:
+    page = (ROOT / "docs" / "api.md").read_text()
+    faces = re.findall(r"^`from ([\w.]+) import \.\.\.`$", page, re.MULTILINE)
+    assert len(faces) == len(set(faces)) > 5
+    for name in faces:
+        face = importlib.import_module(name)
+        assert all(hasattr(face, one) for one in face.__all__), name
+        assert all(f"`{one}`" in page for one in face.__all__), name
+
+
+def test_code_that_the_pages_show_imports_from_faces_alone() -> None:
+    """And what it imports is there."""
+    api = (ROOT / "docs" / "api.md").read_text()
+    ours = [path.name for path in ROOT.iterdir() if (path / "__init__.py").exists()]
+    shown = [
+        code for page in PAGES for code in re.findall(r"^```py\n(.*?)^```", page.read_text(), re.MULTILINE | re.DOTALL)
+    ]
+    lines = [line for code in shown for line in re.findall(r"^from ([\w.]+) import (\w+)$", code, re.MULTILINE)]
+    lines = [(module, name) for module, name in lines if module.split(".")[0] in ours]
+    assert lines
+    for module, name in lines:
+        assert f"`from {module} import ...`" in api, f"{module} is no face"
+        assert name in importlib.import_module(module).__all__, f"{module} names no {name}"
 
 
 def printed(script: str) -> str:

@@ -21,10 +21,12 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from cache.prefix_cache.tree_node import NodePart, QueueEntry, TreeNode
 
+__all__ = ["POLICIES", "EvictionPolicy", "EvictionRank"]
 
 EvictionRank = float | tuple[float, ...]
 """A policy's are all numbers, or all tuples."""
 EvictionPolicy = Callable[["TreeNode"], EvictionRank]
+"""Where a node stands in the order of eviction: the lowest goes first."""
 
 POLICIES: dict[str, EvictionPolicy] = {
     "lru": lambda node: node.used,
@@ -36,6 +38,7 @@ POLICIES: dict[str, EvictionPolicy] = {
 """Least recently used, least frequently used, first in first out, lowest priority, and segmented LRU: what was hit
 twice outlives what was seen once (Karedla et al. 1994)."""
 PROTECTED_HITS = 2
+"""So often hit, a node is protected by `slru`."""
 _EMPTY = 64
 """Empty places that a queue may have however few others it has."""
 _CLEARED = 4

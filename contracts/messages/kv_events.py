@@ -48,6 +48,19 @@ import msgpack
 
 from contracts.errors import WireError
 
+__all__ = [
+    "END",
+    "TRUTH",
+    "AllBlocksCleared",
+    "BlockRemoved",
+    "BlockStored",
+    "EventMedium",
+    "KVEventBatch",
+    "KvEvent",
+    "decode_batch",
+    "encode_batch",
+]
+
 
 class EventMedium(StrEnum):
     """Where a page can be."""
@@ -93,6 +106,7 @@ class AllBlocksCleared:
 
 
 KvEvent = BlockStored | BlockRemoved | AllBlocksCleared
+"""What a batch is made of, in the order in which it happened."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,6 +9,16 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Generic, Protocol, TypeVar
 
+__all__ = [
+    "HasArrival",
+    "RetractionCandidate",
+    "RetractionRates",
+    "cheaper_to_copy",
+    "retract_first",
+    "returns_first",
+    "victims",
+]
+
 R = TypeVar("R")
 
 
