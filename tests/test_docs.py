@@ -4,18 +4,20 @@ from __future__ import annotations
 
 import importlib
 import re
+import shlex
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
+from cli import commands
 from contracts.config.load_config import load_config
 from engine.models.registry import ARCHITECTURES
 from tests.serving import ROOT
 
 AGAIN = "run `make pages`"
-PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
+PAGES = [*sorted(ROOT.glob("*.md")), *sorted((ROOT / "docs").rglob("*.md"))]
 
 
 def test_the_page_of_configuration_is_what_the_source_says() -> None:
@@ -55,6 +57,18 @@ def test_code_that_the_pages_show_imports_from_faces_alone() -> None:
     for module, name in lines:
         assert f"`from {module} import ...`" in api, f"{module} is no face"
         assert name in importlib.import_module(module).__all__, f"{module} names no {name}"
+
+
+def test_every_command_is_shown_and_what_the_pages_show_can_be_parsed() -> None:
+    lines = [
+        line
+        for page in PAGES
+        for line in re.findall(r"^(?:\.venv/bin/)?twinpool (.+)$", page.read_text(), re.MULTILINE)
+    ]
+    shown = [shlex.split(line, comments=True) for line in lines]
+    assert {words[0] for words in shown} == set(commands.COMMANDS)
+    for words in shown:
+        commands.parser().parse_args([word for word in words if word not in ("[...]", "...")])
 
 
 def printed(script: str) -> str:
