@@ -45,3 +45,13 @@ def test_the_wheel_has_every_tracked_file_of_the_packages_and_no_other(wheel: zi
     wanted = {name for name in tracked.stdout.splitlines() if (ROOT / name).is_file()}
     assert len(wanted) > 300
     assert {name for name in wheel.namelist() if ".dist-info/" not in name} == wanted
+
+
+def test_the_changelog_has_the_version_that_the_package_bears() -> None:
+    """As a section of its own once it is released, until then by name under what is to come."""
+    text = (ROOT / "CHANGELOG.md").read_text()
+    sections = text.split("\n## ")[1:]
+    assert sections[0].startswith("[Unreleased]\n")
+    version = PROJECT["project"]["version"]
+    released = [section.split("]")[0].strip("[") for section in sections[1:]]
+    assert version in released or f" {version} " in sections[0]
