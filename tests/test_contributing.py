@@ -51,7 +51,7 @@ def test_names_in_code_that_the_page_names_are_in_the_files_that_it_names_them_o
         ("_MAY_BE_ZERO", "contracts/config/load_config.py"),
         ("Command", "contracts/messages/router_commands.py"),
         ("Event", "contracts/messages/worker_events.py"),
-        ("Control", "transfer/rooms/room_messages.py"),
+        ("ControlMessage", "transfer/rooms/room_messages.py"),
         ("Notice", "transfer/rooms/room_messages.py"),
         ("Order", "contracts/messages/rank_orders.py"),
         ("TAGS", "contracts/messages/rank_order_codec.py"),

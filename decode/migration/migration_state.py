@@ -33,7 +33,7 @@ class MigrationStageEvent(StrEnum):
 
 
 STAGES = StateTable[MigrationStage, MigrationStageEvent](
-    "departure",
+    "outgoing migration",
     {
         MigrationStage.STOPPING: {
             MigrationStageEvent.LANDED: MigrationStage.OFFERED,

@@ -174,15 +174,15 @@ DECODE: dict[str, tuple[Plant, str]] = {
         lambda p, d: more(d._running[0], "launched", "planned", by=10),
         "positions and says",
     ),
-    "a request that waits for a departure nobody knows of": (
+    "a request that waits for a migration nobody knows of": (
         lambda p, d: setattr(d._running[0], "stopping", True),
         "1 requests are leaving, 0 migrations are booked",
     ),
-    "a departure that its request doesn't know of": (
+    "a migration that its request doesn't know of": (
         lambda p, d: departs(d, MigrationStage.STOPPING),
         "or doesn't know",
     ),
-    "a departure under way of a request that goes on": (
+    "a migration under way of a request that goes on": (
         lambda p, d: departs(d, MigrationStage.SENDING),
         "is sending and running",
     ),
