@@ -32,7 +32,7 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
-from cache.arena.arena_records import SALT_BYTES, ArenaRecord, RecordWords, SealedPage, _record_type, _RecordTable
+from cache.arena.arena_records import SALT_BYTES, ArenaRecord, RecordTable, RecordWords, SealedPage, record_type
 from cache.memory.kv_cache_spec import PoolSetSpec
 from cache.memory.memory_layout import PoolSetLayout
 from cache.memory.page_moves import describe_spec
@@ -59,12 +59,12 @@ class Arena:
         self._header: RecordWords = raw[: 8 * _HEADER_WORDS].view(np.uint64)
         # Behind the header, apart from its checksum: it changes with every copy.
         self._copies: RecordWords = raw[8 * _HEADER_WORDS : 8 * _HEADER_WORDS + 8].view(np.uint64)
-        self._tables: dict[str, _RecordTable] = {}
+        self._tables: dict[str, RecordTable] = {}
         at = _BLOCK
         for number, pool in enumerate(layout.spec.pools):
-            dtype = _record_type(layout.spec.page_tokens, pool.kind)
+            dtype = record_type(layout.spec.page_tokens, pool.kind)
             count = layout.counts[pool.name]
-            self._tables[pool.name] = _RecordTable(raw[at : at + count * dtype.itemsize], dtype, number)
+            self._tables[pool.name] = RecordTable(raw[at : at + count * dtype.itemsize], dtype, number)
             at += _blocks(count * dtype.itemsize)
         self._index = raw[_BLOCK:at]
         self.region = torch.from_numpy(raw[at : at + layout.nbytes])
@@ -149,14 +149,14 @@ def arena_bytes(layout: PoolSetLayout) -> int:
 def index_bytes(layout: PoolSetLayout) -> int:
     """Bytes of the tables."""
     spec = layout.spec
-    sizes = [layout.counts[p.name] * _record_type(spec.page_tokens, p.kind).itemsize for p in spec.pools]
+    sizes = [layout.counts[p.name] * record_type(spec.page_tokens, p.kind).itemsize for p in spec.pools]
     return sum(map(_blocks, sizes))
 
 
 def most_index_bytes(spec: PoolSetSpec, nbytes: int) -> int:
     """What an arena takes beside the pages of a host tier of `nbytes`, at most: all of it in the pool whose records
     weigh most."""
-    sizes = [_record_type(spec.page_tokens, p.kind).itemsize / spec.unit_bytes(p.name) for p in spec.pools]
+    sizes = [record_type(spec.page_tokens, p.kind).itemsize / spec.unit_bytes(p.name) for p in spec.pools]
     return int(nbytes * max(sizes)) + (1 + len(sizes)) * _BLOCK
 
 

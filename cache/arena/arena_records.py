@@ -46,7 +46,7 @@ class ArenaRecord:
     salt: str
 
 
-class _RecordTable:
+class RecordTable:
     """The records of one pool, by index."""
 
     def __init__(self, raw: np.ndarray, dtype: np.dtype, number: int) -> None:
@@ -111,7 +111,7 @@ class _RecordTable:
         )
 
 
-def _record_type(page_tokens: int, kind: PoolKind) -> np.dtype:
+def record_type(page_tokens: int, kind: PoolKind) -> np.dtype:
     fields: list[tuple[str, str, int, int]] = [
         ("sum", "<u8", 1, 0), ("sequence", "<u8", 1, 8), ("digest", "<u8", 1, 16), ("number", "<u4", 1, 24),
         ("salted", "<u4", 1, 28), ("key", "u1", KEY_BYTES, 32),

@@ -25,14 +25,14 @@ from cache.pool.in_flight import InFlightCopy
 from cache.pool.page_allocator import Lease
 from cache.pool.pool_set import PoolSet
 from cache.tiers.tier_copy import (
+    CopyPiece,
     PageExtents,
-    _CopyPiece,
-    _finished,
-    _pieces,
-    _pins,
-    _require_current,
-    _require_equal,
-    _submit,
+    finished,
+    pieces_of,
+    pins_of,
+    require_current,
+    require_equal,
+    submit_pieces,
 )
 from contracts.errors import CapacityError
 
@@ -116,18 +116,18 @@ def offload(
     `LayoutMismatch` when the two pool sets differ; nothing has been taken then. An error of an operation is raised
     here or by `wait`, and the host's pages are released.
     """
-    _require_equal(describe_spec(pools.spec), host)
-    _require_current(pools, extents)
+    require_equal(describe_spec(pools.spec), host)
+    require_current(pools, extents)
     if digests is not None and {p: len(d) for p, d in digests.items() if d} != {
         p: len(e) for p, e in extents.items() if e
     }:
         raise ValueError("digests must be given for each page of each pool, or for none")
     saved = OffloadedPages(host, extents, _lease_all(host, extents, owner))
     pairs = {pool: (e.indices, saved.leases[pool].indices) for pool, e in extents.items()}
-    pieces = list(_pieces(pairs, pools, chunk_bytes))
+    pieces = list(pieces_of(pairs, pools, chunk_bytes))
     digesting = verify and digests is None
 
-    def copy(piece: _CopyPiece) -> None:
+    def copy(piece: CopyPiece) -> None:
         if digesting:
             (part,), at = piece.move.parts, slice(piece.at.start, piece.at.stop)
             extent = extents[part.pool]
@@ -139,15 +139,15 @@ def offload(
             saved.release()
             return
         if digesting:
-            saved.digests = _finished(pieces, extents)
+            saved.digests = finished(pieces, extents)
         elif digests is not None:
             saved.digests = {pool: list(digests.get(pool, ())) for pool in extents}
         saved._complete = True
 
-    pins = _pins(pairs, pools, host, f"offload of {owner}")
+    pins = pins_of(pairs, pools, host, f"offload of {owner}")
     saved._transit = InFlightCopy(pins, finish)
     saved._transit.start(
-        _submit(device, DeviceStream.SAVE, "offload", piece, (DEVICE, HOST), copy, after) for piece in pieces
+        submit_pieces(device, DeviceStream.SAVE, "offload", piece, (DEVICE, HOST), copy, after) for piece in pieces
     )  # fmt: skip
     return saved
 

@@ -10,14 +10,14 @@ from cache.pool.in_flight import InFlightCopy
 from cache.pool.pool_set import PoolSet
 from cache.swap.offload import OffloadedPages
 from cache.tiers.tier_copy import (
+    CopyPiece,
     PageExtents,
-    _CopyPiece,
-    _finished,
-    _pieces,
-    _pins,
-    _require_current,
-    _require_equal,
-    _submit,
+    finished,
+    pieces_of,
+    pins_of,
+    require_current,
+    require_equal,
+    submit_pieces,
 )
 from contracts.errors import StaleLease
 
@@ -79,10 +79,10 @@ def restore(
     is no longer leased, `ValueError` when `into` and what is wanted differ in number; nothing has been copied then.
     A page whose positions or block hash aren't those that `into` asks for is damage, like one whose bytes differ.
     """
-    _require_equal(saved.spec, pools)
+    require_equal(saved.spec, pools)
     if not saved.complete:
         raise StaleLease("what isn't completely saved, or has been released, can't be restored")
-    _require_current(pools, into)
+    require_current(pools, into)
     chosen = {pool: range(len(e)) for pool, e in saved.extents.items()} if only is None else only
     wanted = {pool: tuple(at) for pool, at in chosen.items() if len(at)}
     if {p: len(at) for p, at in wanted.items()} != {p: len(e) for p, e in into.items() if len(e)}:
@@ -91,10 +91,10 @@ def restore(
     pairs = {
         pool: (tuple(saved.leases[pool].indices[i] for i in at), into[pool].indices) for pool, at in wanted.items()
     }
-    pieces = list(_pieces(pairs, pools, chunk_bytes))
+    pieces = list(pieces_of(pairs, pools, chunk_bytes))
     checked = saved.digests is not None
 
-    def copy(piece: _CopyPiece) -> None:
+    def copy(piece: CopyPiece) -> None:
         saved.host.copy(piece.move, pools)
         if checked:
             (part,), at = piece.move.parts, slice(piece.at.start, piece.at.stop)
@@ -104,13 +104,13 @@ def restore(
     def finish(error: BaseException | None) -> None:
         if error is None:
             if checked:
-                out.damage += _compare(saved, _finished(pieces, into), wanted)
+                out.damage += _compare(saved, finished(pieces, into), wanted)
             out._ended_well = True
 
-    pins = _pins(pairs, saved.host, pools, "restore")
+    pins = pins_of(pairs, saved.host, pools, "restore")
     out._transit = InFlightCopy(pins, finish)
     out._transit.start(
-        _submit(device, DeviceStream.LOAD, "restore", piece, (HOST, DEVICE), copy, after) for piece in pieces
+        submit_pieces(device, DeviceStream.LOAD, "restore", piece, (HOST, DEVICE), copy, after) for piece in pieces
     )  # fmt: skip
     return out
 

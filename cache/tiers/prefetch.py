@@ -28,7 +28,7 @@ from cache.prefix_cache.token_prefix import TokenPrefix
 from cache.prefix_cache.tree_components import WindowComponent
 from cache.prefix_cache.tree_node import PageOffer, Tier
 from cache.storage.page_store import PageStore
-from cache.tiers.prefetch_request import PrefetchRequest, PrefetchStage, _accepts, _PrefetchBatch, _reads
+from cache.tiers.prefetch_request import PrefetchBatch, PrefetchRequest, PrefetchStage, accepts, reads_of
 from contracts.config.cache_config import PrefetchConfig
 from contracts.damage import DamageSite, log_damage
 from contracts.errors import CapacityError
@@ -194,14 +194,14 @@ class Prefetcher:
         while length < limit and length in full:
             length += 1
         while length > prefetch.held:
-            if all(_accepts(c, there.get(c.name, set()), prefetch.held, length) for c in self._tree.components[1:]):
+            if all(accepts(c, there.get(c.name, set()), prefetch.held, length) for c in self._tree.components[1:]):
                 return length
             length -= 1
         return prefetch.held
 
     def _read(self, prefetch: PrefetchRequest, there: Mapping[str, set[int]]) -> None:
         for component in self._tree.components:
-            wanted = sorted(there.get(component.name, set()) & set(_reads(component, prefetch.held, prefetch.target)))
+            wanted = sorted(there.get(component.name, set()) & set(reads_of(component, prefetch.held, prefetch.target)))
             step = self._config.batch_pages
             prefetch.unread += [(component.name, wanted[at : at + step]) for at in range(0, len(wanted), step)]
         self._submit_some(prefetch)
@@ -227,7 +227,7 @@ class Prefetcher:
             StoredPage(component, prefetch.prefix.key(page), at, first, end)
             for page, at, first, end in zip(pages, lease.indices, firsts, ends, strict=True)
         ]
-        prefetch.batches.append(_PrefetchBatch(component, pages, lease, self._page_store.fetch(wanted)))
+        prefetch.batches.append(PrefetchBatch(component, pages, lease, self._page_store.fetch(wanted)))
         return True
 
     def _collect(self, prefetch: PrefetchRequest) -> None:
@@ -243,7 +243,7 @@ class Prefetcher:
         if not prefetch.batches and not prefetch.unread:
             self._end(prefetch)
 
-    def _sort(self, prefetch: PrefetchRequest, batch: _PrefetchBatch) -> None:
+    def _sort(self, prefetch: PrefetchRequest, batch: PrefetchBatch) -> None:
         """Keep the pages whose content is what was wanted, give back the others."""
         outcomes = batch.ticket.result()
         found = [i for i, outcome in enumerate(outcomes) if outcome.ok]
@@ -296,7 +296,7 @@ class Prefetcher:
         offers: dict[str, list[PageOffer]] = {}
         for component in self._tree.components:
             arrived = prefetch.arrived.get(component.name, {})
-            taken = [(page, *arrived.pop(page)) for page in _reads(component, prefetch.held, length)]
+            taken = [(page, *arrived.pop(page)) for page in reads_of(component, prefetch.held, length)]
             if taken:
                 first = taken[0][0] + 1 if component.point else taken[0][0]
                 lease = self._host.allocators[component.name].join([lease for _, lease, _ in taken], "prefetched")

@@ -21,7 +21,7 @@ class PrefetchStage(StrEnum):
 
 
 @dataclass(eq=False)
-class _PrefetchBatch:
+class PrefetchBatch:
     """Pages (or a snapshot) of one component under way: page numbers, and host memory for them."""
 
     component: str
@@ -48,7 +48,7 @@ class PrefetchRequest:
     probed: list[tuple[str, int]] = field(default_factory=list)
     target: int = 0
     """The length that it reads up to."""
-    batches: list[_PrefetchBatch] = field(default_factory=list)
+    batches: list[PrefetchBatch] = field(default_factory=list)
     unread: deque[tuple[str, list[int]]] = field(default_factory=deque)
     """Pages, by component, that are read when others have come: storage's line has room for so many."""
     arrived: dict[str, dict[int, tuple[Lease, int]]] = field(default_factory=dict)
@@ -62,7 +62,7 @@ class PrefetchRequest:
         return self.stage is PrefetchStage.OVER
 
 
-def _reads(component: TreeComponent, held: int, length: int) -> range:
+def reads_of(component: TreeComponent, held: int, length: int) -> range:
     """The page numbers that a prefetch from `held` to `length` pages reads of a component."""
     if component.point:
         return range(length - 1, length)
@@ -71,6 +71,6 @@ def _reads(component: TreeComponent, held: int, length: int) -> range:
     return range(held, length)
 
 
-def _accepts(component: TreeComponent, there: set[int], held: int, length: int) -> bool:
+def accepts(component: TreeComponent, there: set[int], held: int, length: int) -> bool:
     """Whether a component has what computing from `length` needs. Window parts are all or nothing."""
-    return there.issuperset(_reads(component, held, length))
+    return there.issuperset(reads_of(component, held, length))

@@ -56,7 +56,7 @@ PageExtents = Mapping[str, PageExtent]
 
 
 @dataclass
-class _CopyPiece:
+class CopyPiece:
     """One operation of a move: pages `at` of one pool, and their digests once it has run."""
 
     move: PageMove
@@ -67,21 +67,21 @@ class _CopyPiece:
 PagePairs = Mapping[str, tuple[tuple[int, ...], tuple[int, ...]]]
 
 
-def _pieces(pairs: PagePairs, pools: PoolSet, chunk_bytes: int) -> Iterator[_CopyPiece]:
+def pieces_of(pairs: PagePairs, pools: PoolSet, chunk_bytes: int) -> Iterator[CopyPiece]:
     for pool, (sources, targets) in pairs.items():
         at = 0
         for move in PageMove((PoolMove(pool, sources, targets),)).chunks(pools.spec, chunk_bytes):
-            yield _CopyPiece(move, range(at, at + len(move)))
+            yield CopyPiece(move, range(at, at + len(move)))
             at += len(move)
 
 
-def _submit(
+def submit_pieces(
     device: Device,
     stream: DeviceStream,
     name: str,
-    piece: _CopyPiece,
+    piece: CopyPiece,
     places: tuple[str, str],
-    run: Callable[[_CopyPiece], None],
+    run: Callable[[CopyPiece], None],
     after: Sequence[Completion],
 ) -> Callable[[], Completion]:
     (part,) = piece.move.parts
@@ -89,7 +89,7 @@ def _submit(
     return lambda: device.submit(DeviceOp(name, stream, (reads,), (writes,)), lambda: run(piece), after)
 
 
-def _pins(pairs: PagePairs, source: PoolSet, target: PoolSet, reason: str) -> list[Pin]:
+def pins_of(pairs: PagePairs, source: PoolSet, target: PoolSet, reason: str) -> list[Pin]:
     return [
         pools.allocators[pool].pin(indices, reason)
         for pool, ends in pairs.items()
@@ -97,7 +97,7 @@ def _pins(pairs: PagePairs, source: PoolSet, target: PoolSet, reason: str) -> li
     ]
 
 
-def _finished(pieces: Sequence[_CopyPiece], extents: PageExtents) -> dict[str, list[int]]:
+def finished(pieces: Sequence[CopyPiece], extents: PageExtents) -> dict[str, list[int]]:
     digests: dict[str, list[int]] = {pool: [] for pool in extents}
     for piece in pieces:
         (part,) = piece.move.parts
@@ -106,13 +106,13 @@ def _finished(pieces: Sequence[_CopyPiece], extents: PageExtents) -> dict[str, l
     return digests
 
 
-def _require_equal(spec: Mapping[str, object], pools: PoolSet) -> None:
+def require_equal(spec: Mapping[str, object], pools: PoolSet) -> None:
     here = describe_spec(pools.spec)
     if spec != here:
         raise LayoutMismatch(f"state of {spec} can't be moved to or from pools of {here}")
 
 
-def _require_current(pools: PoolSet, extents: PageExtents) -> None:
+def require_current(pools: PoolSet, extents: PageExtents) -> None:
     for pool, extent in extents.items():
         now = pools.allocators[pool].epochs_of(extent.indices)
         stale = [i for i, was, current in zip(extent.indices, extent.epochs, now, strict=True) if was != current]

@@ -62,7 +62,7 @@ class WorkerParts:
     curve: CurveKeys | None
 
 
-def _parts(
+def build_parts(
     role: Role,
     name: WorkerName,
     spec: ModelSpec,
@@ -75,7 +75,7 @@ def _parts(
     arenas: ArenaProvider | None,
 ) -> WorkerParts:
     hold_to_class(config.engine)
-    curve = _curve(host)
+    curve = curve_keys_for(host)
     if config.engine.device == "cuda":
         raise ConfigError("engine.device=cuda: data planes register host memory only as yet; use engine.device=cpu")
     if (config.tp_for(role) > 1) != (group is not None):
@@ -106,11 +106,11 @@ def _parts(
     return WorkerParts(spec, config, device, waiter, plane, manager, engine, curve)
 
 
-def _class(config: Config, spec: ModelSpec, device: Device) -> str:
+def numerics_class_of(config: Config, spec: ModelSpec, device: Device) -> str:
     return class_of(config.engine, dtype_for(spec, config.engine), device.torch_device)
 
 
-def _curve(host: str) -> CurveKeys | None:
+def curve_keys_for(host: str) -> CurveKeys | None:
     """The cluster's keys. Raises `ConfigError` where there are none and `host` isn't loopback."""
     secret = os.environ.get(SECRET_VARIABLE)
     if secret is None and not host.startswith("127."):
@@ -151,7 +151,7 @@ def _manager(
     tier = host_tier(pools.layout, config, role, size)
     host: PoolSet | None = None
     arena: Arena | None = None
-    fingerprint = _fingerprint(pools, spec, config, device)
+    fingerprint = worker_fingerprint(pools, spec, config, device)
     if tier is not None:
         memory, arena = host_memory(tier, device, arenas, 0, size, fingerprint)
         host = PoolSet(tier.spec, tier.counts, memory, tier.order, "host") if line is None else TPPoolSet(
@@ -166,12 +166,12 @@ def _manager(
         page_store = TPPageStore(RankPageStore(storage, host, fingerprint, 0, size), host, line)
     return KVCacheManager(
         pools, device, cache, clock.now,
-        host=host, storage=storage, page_store=page_store, fingerprint=fingerprint, rank=_event_rank(role, name),
+        host=host, storage=storage, page_store=page_store, fingerprint=fingerprint, rank=event_rank(role, name),
         stride=stride(config, role), arena=arena,
     )  # fmt: skip
 
 
-def _event_rank(role: Role, name: WorkerName) -> int:
+def event_rank(role: Role, name: WorkerName) -> int:
     """What is added to the port of `cache.events`, so that no two workers of a host want the same."""
     kind, _, index = name.rpartition("-")
     # By its name, which it keeps when its role is changed.
@@ -179,10 +179,10 @@ def _event_rank(role: Role, name: WorkerName) -> int:
     return 2 * (int(index) if index.isdigit() else 0) + decodes
 
 
-def _fingerprint(pools: PoolSet, spec: ModelSpec, config: Config, device: Device) -> str:
+def worker_fingerprint(pools: PoolSet, spec: ModelSpec, config: Config, device: Device) -> str:
     """What state on storage depends on besides its tokens: the model, the whole layout, and how it was computed. Under
     ``fast`` what another class computed is as good."""
     invariant = config.engine.numerics == "invariant"
-    computed = [config.engine.numerics, *([_class(config, spec, device)] if invariant else [])]
+    computed = [config.engine.numerics, *([numerics_class_of(config, spec, device)] if invariant else [])]
     described = json.dumps([spec.fingerprint, describe_spec(pools.spec.whole), *computed], sort_keys=True)
     return hashlib.blake2b(described.encode(), digest_size=16).hexdigest()

@@ -15,7 +15,7 @@ from cache.storage.io_queue import ThreadedIoQueue
 from cache.storage.rank_page_store import RankPageStore
 from cache.storage.tp_page_store import FollowerPageStore
 from cluster.arena.arena_client import ArenaProvider
-from cluster.assembly.build_parts import _curve, _fingerprint, host_tier, rank_layout
+from cluster.assembly.build_parts import curve_keys_for, host_tier, rank_layout, worker_fingerprint
 from cluster.assembly.host_tier_memory import host_memory
 from contracts.checkpoint.model_spec import ModelSpec
 from contracts.config.cluster_config import Config
@@ -61,7 +61,7 @@ def build_rank(
     hold_to_class(config.engine)
     device = make_device("cpu")
     waiter = Waiter()
-    plane = make_plane(config, host, _curve(host), waiter.wake, ranks.rank, ranks.size)
+    plane = make_plane(config, host, curve_keys_for(host), waiter.wake, ranks.rank, ranks.size)
     storage: FollowerPageStore | None = None
     arena: Arena | None = None
     try:
@@ -71,7 +71,7 @@ def build_rank(
         places = {DEVICE: pools}
         tier = host_tier(layout, config, role, ranks.size)
         if tier is not None:
-            named = _fingerprint(pools, spec, config, device)
+            named = worker_fingerprint(pools, spec, config, device)
             memory, arena = host_memory(tier, device, arenas, ranks.rank, ranks.size, named)
             mirror = PoolSet(tier.spec, tier.counts, memory, tier.order, "host")
             places[HOST] = mirror

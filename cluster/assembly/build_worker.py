@@ -7,7 +7,7 @@ from collections.abc import Mapping
 
 from cache.device.device_port import Device
 from cluster.arena.arena_client import ArenaProvider
-from cluster.assembly.build_parts import WorkerParts, _class, _parts
+from cluster.assembly.build_parts import WorkerParts, build_parts, numerics_class_of
 from cluster.ranks.rendezvous import RankGroup
 from contracts.checkpoint.model_spec import ModelSpec
 from contracts.clock import Clock, SystemClock
@@ -46,7 +46,7 @@ def build_worker(
     not start.
     """
     clock = clock or SystemClock()
-    p = _parts(role, name, spec, config, host, counts, device, clock, group, arenas)
+    p = build_parts(role, name, spec, config, host, counts, device, clock, group, arenas)
     transfer = config.transfer
     transport = ZmqControlTransport(host, p.waiter, p.curve, transfer.link_timeout_s, transfer.control_frame_bytes)
     common = fingerprint_of(spec.fingerprint, p.manager.pools.spec, _numerics(p))
@@ -75,4 +75,4 @@ def build_worker(
 def _numerics(parts: WorkerParts) -> str:
     """The worker's numerics class: how it computes, and with what."""
     config = parts.config.engine
-    return numerics_class(config.numerics, _class(parts.config, parts.spec, parts.device))
+    return numerics_class(config.numerics, numerics_class_of(parts.config, parts.spec, parts.device))

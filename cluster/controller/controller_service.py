@@ -58,7 +58,7 @@ class ControllerService(pb_grpc.ControllerServicer):
             record = record_from_proto(request)
         except (WireError, ValueError) as error:
             await context.abort(grpc.StatusCode.INVALID_ARGUMENT, str(error))
-        return _grant(self._core.register(record))
+        return grant_message(self._core.register(record))
 
     async def Renew(self, request: pb.Renewal, context: Context) -> pb.Grant:
         name, incarnation = WorkerName(request.name), Incarnation(request.incarnation)
@@ -68,7 +68,7 @@ class ControllerService(pb_grpc.ControllerServicer):
             await context.abort(grpc.StatusCode.INVALID_ARGUMENT, str(error))
         if not (math.isfinite(status.stalled_s) and math.isfinite(status.longest_step_s)):
             await context.abort(grpc.StatusCode.INVALID_ARGUMENT, "a status whose seconds are no numbers")
-        return _grant(self._core.renew(name, incarnation, status))
+        return grant_message(self._core.renew(name, incarnation, status))
 
     async def Leave(self, request: pb.Renewal, context: Context) -> pb.Empty:
         self._core.leave(WorkerName(request.name), Incarnation(request.incarnation))
@@ -139,7 +139,7 @@ class ControllerService(pb_grpc.ControllerServicer):
         return view
 
 
-def _grant(grant: LeaseGrant) -> pb.Grant:
+def grant_message(grant: LeaseGrant) -> pb.Grant:
     return pb.Grant(incarnation=grant.incarnation, lease_s=grant.lease_s, fenced=grant.fenced, drain=grant.drain)
 
 

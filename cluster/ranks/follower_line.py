@@ -11,7 +11,7 @@ from typing import Any
 import msgpack
 import zmq
 
-from cluster.ranks.rank_line import _ANSWER, _JOIN, _KINDS, meeting_point
+from cluster.ranks.rank_line import ANSWER, JOIN, NOTICE_KINDS, meeting_point
 from contracts.errors import WireError
 from contracts.messages.rank_order_codec import decode
 from contracts.messages.rank_orders import FollowerNotice, Order
@@ -33,7 +33,7 @@ class FollowerChannel:
         self.socket.set(zmq.ROUTING_ID, b"%d" % rank)
         curve.call(self.socket)
         self.socket.connect(endpoint)
-        self.socket.send_multipart([_JOIN, msgpack.packb(process.mine())])
+        self.socket.send_multipart([JOIN, msgpack.packb(process.mine())])
 
     def next(self, timeout_s: float) -> tuple[int, Order] | None:
         """The next order with its number (0: no answer is wanted); None when none has come after `timeout_s`.
@@ -49,10 +49,10 @@ class FollowerChannel:
         return int.from_bytes(sequence, "little"), decode(data)
 
     def answer(self, sequence: int, value: Any) -> None:
-        self.socket.send_multipart([_ANSWER, sequence.to_bytes(8, "little"), msgpack.packb(value)])
+        self.socket.send_multipart([ANSWER, sequence.to_bytes(8, "little"), msgpack.packb(value)])
 
     def send(self, notice: FollowerNotice) -> None:
-        self.socket.send_multipart([_KINDS[type(notice)], msgpack.packb(notice)])
+        self.socket.send_multipart([NOTICE_KINDS[type(notice)], msgpack.packb(notice)])
 
     def close(self) -> None:
         self.socket.close()

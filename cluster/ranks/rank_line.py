@@ -21,9 +21,9 @@ from contracts.messages.rank_orders import FollowerNotice, LinkLost, Order, Writ
 from transfer.net.curve_keys import CurveKeys
 from transfer.net.process_watch import PidfdWatch
 
-_JOIN, _ANSWER = b"J", b"A"
+JOIN, ANSWER = b"J", b"A"
 _FOLLOWER_NOTICES: dict[bytes, type[WriteArrived] | type[LinkLost]] = {b"T": WriteArrived, b"S": LinkLost}
-_KINDS = {kind: tag for tag, kind in _FOLLOWER_NOTICES.items()}
+NOTICE_KINDS = {kind: tag for tag, kind in _FOLLOWER_NOTICES.items()}
 _LOOK_S = 0.2
 """Between two looks at who is still alive, while waiting."""
 
@@ -114,7 +114,7 @@ class LeaderChannel:
                 return
             rank = int(identity)
             value = msgpack.unpackb(frames[-1], use_list=False)
-            if kind == _JOIN:
+            if kind == JOIN:
                 self._joined[rank] = value
             elif kind in _FOLLOWER_NOTICES:
                 self._follower_notices.append((rank, _FOLLOWER_NOTICES[kind](*value)))

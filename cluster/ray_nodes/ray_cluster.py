@@ -125,7 +125,7 @@ def _agent_on_free_port() -> Iterator[None]:
 
     `ray.init` has no argument for it; `ray start` has, with 0 for any, which is what is set here.
     """
-    from ray._private.parameter import RayParams
+    from ray._private.parameter import RayParams  # noqa: PLC2701  (Ray has no public name for it)
 
     plain = RayParams.__init__
     RayParams.__init__ = functools.partialmethod(plain, dashboard_agent_listen_port=0)

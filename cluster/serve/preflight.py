@@ -148,13 +148,13 @@ def check_ranks(config: Config, spec: ModelSpec) -> None:
             continue
         if config.transfer.plane == "local":
             raise ConfigError(f"{role}.tp={size} needs a process for each rank: use transfer.plane=shm or zmq")
-        reason = _divides(config, spec, size)
+        reason = divides(config, spec, size)
         if reason:
-            good = [str(n) for n in range(1, 17) if not _divides(config, spec, n)]
+            good = [str(n) for n in range(1, 17) if not divides(config, spec, n)]
             raise ConfigError(f"{role}.tp={size}: {reason}; {role}.tp can be {', '.join(good)}")
 
 
-def _divides(config: Config, spec: ModelSpec, size: int) -> str:
+def divides(config: Config, spec: ModelSpec, size: int) -> str:
     """Why the model can't be divided among so many ranks; empty where it can."""
     from cluster.assembly.memory_plan import state_options
     from engine.models.registry import model_for

@@ -88,7 +88,7 @@ def exit_file(logs: Path, name: WorkerName, incarnation: Incarnation) -> Path:
     return logs / f".{name}.{incarnation}.exit"
 
 
-def _write_exit(plan: WorkerPlan, reason: str) -> None:
+def write_exit(plan: WorkerPlan, reason: str) -> None:
     """Whole or not at all: this process may be killed while it writes."""
     path = exit_file(plan.logs, plan.name, plan.incarnation)
     unfinished = path.with_name(f"{path.name}.unfinished")

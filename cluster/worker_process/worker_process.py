@@ -23,9 +23,9 @@ from cluster.worker_process.worker_plan import (
     BuildWorker,
     ProcessOutcome,
     WorkerPlan,
-    _write_exit,
     arenas_of,
     node_name,
+    write_exit,
 )
 from cluster.worker_process.worker_thread import WorkerEnd, WorkerThread
 from contracts import cpu_levels as processor
@@ -145,7 +145,7 @@ def _group(plan: WorkerPlan) -> RankGroup:
 
     def end(reason: str) -> None:
         log.error("a rank is gone", extra={"worker": plan.name, "reason": reason})
-        _write_exit(plan, reason)
+        write_exit(plan, reason)
         logging.shutdown()
         os._exit(1)
 
@@ -161,10 +161,10 @@ def run_worker(plan: WorkerPlan, build: BuildWorker) -> None:
     try:
         outcome = WorkerProcess(plan, build).run()
         code = 0 if outcome.end in (WorkerEnd.LEFT, WorkerEnd.STOPPED) else 1
-        _write_exit(plan, outcome.reason)
+        write_exit(plan, outcome.reason)
     except (Exception, CancelledError) as error:
         log.exception("the worker could not start")
-        _write_exit(plan, str(error) if isinstance(error, TwinpoolError) else f"{type(error).__name__}: {error}")
+        write_exit(plan, str(error) if isinstance(error, TwinpoolError) else f"{type(error).__name__}: {error}")
     finally:
         logging.shutdown()
         # Threads of torch, gRPC and the transfer plane may still run: nothing after this point may send or hang.

@@ -47,7 +47,7 @@ from transfer.rooms.kv_sender import KVSender
 IDLE_S = 0.1
 """As `WorkerThread`'s `idle_s`."""
 FINGERPRINT = "simulated"
-_SPINS = 2000
+SPINS = 2000
 
 
 class ControllerClient(Protocol):

@@ -25,7 +25,7 @@ from contracts.messages.worker_status import WorkerRecord
 from sim.fabric.sim_process import SimProcess
 from sim.fabric.sim_wire import pack_events
 from sim.fabric.virtual_time import TimerEntry
-from sim.nodes.build_sim_worker import _SPINS, IDLE_S, BuiltWorker, ControllerClient, SimSleep, SimWorld, build
+from sim.nodes.build_sim_worker import IDLE_S, SPINS, BuiltWorker, ControllerClient, SimSleep, SimWorld, build
 
 
 @dataclass
@@ -208,8 +208,8 @@ class SimHost:
     def _look_for_spins(self, sound: bool) -> None:
         """A loop that would not sleep, turn after turn, and has nothing to show for it, uses up a processor."""
         self._spins = 0 if sound else self._spins + 1
-        if self._spins == _SPINS:
-            self.world.violated(f"{self.process}: its loop has turned {_SPINS} times for something that is due")
+        if self._spins == SPINS:
+            self.world.violated(f"{self.process}: its loop has turned {SPINS} times for something that is due")
 
     def _check_sometimes(self) -> None:
         self._checks_in -= 1

@@ -93,7 +93,7 @@ def pool_set(name: str, page_tokens: int) -> PoolSetSpec:
     return PoolSetSpec(page_tokens, chosen[name])
 
 
-def _sampling(rng: random.Random, prompt: int, most: int) -> SamplingParams:
+def sampling_of(rng: random.Random, prompt: int, most: int) -> SamplingParams:
     """How a request is to be drawn; half of them plainly."""
     stops = tuple(rng.sample(range(VOCABULARY), rng.choice((0, 0, 4))))
     sampling = SamplingParams(most, seed=rng.randrange(1 << 32), stop_token_ids=stops)
@@ -118,7 +118,7 @@ def _sampling(rng: random.Random, prompt: int, most: int) -> SamplingParams:
     )
 
 
-def _rush(rng: random.Random, shape: ClusterShape, first: int, at: float) -> list[ScenarioRequest]:
+def rush(rng: random.Random, shape: ClusterShape, first: int, at: float) -> list[ScenarioRequest]:
     """Short answers, from which decode learns what to expect, then more and longer ones than it expects, at once."""
     asks = []
     short = shape.decode * rng.randint(8, 9)
@@ -126,7 +126,7 @@ def _rush(rng: random.Random, shape: ClusterShape, first: int, at: float) -> lis
         long = number >= short
         at += 0.0 if long else 0.05 * rng.random()
         prompt = tuple(rng.randrange(VOCABULARY) for _ in range(rng.randint(1, 12)))
-        sampling = replace(_sampling(rng, len(prompt), rng.randint(16, 24) if long else 2), stop_token_ids=())
+        sampling = replace(sampling_of(rng, len(prompt), rng.randint(16, 24) if long else 2), stop_token_ids=())
         asks.append(
             ScenarioRequest(first + number, at + (1.0 if long else 0.0), prompt, sampling, "", rng.choice((0, 0, 5)))
         )

@@ -18,9 +18,9 @@ from sim.scenario.scenario import (
     PlannedFault,
     Scenario,
     ScenarioRequest,
-    _rush,
-    _sampling,
     pool_set,
+    rush,
+    sampling_of,
 )
 
 STEP_TOKENS = 8
@@ -121,7 +121,7 @@ def _asks(rng: random.Random, shape: ClusterShape) -> tuple[ScenarioRequest, ...
         words = list(rng.choice(said)) if said and rng.random() < 0.5 else list(system if rng.random() < 0.6 else [])
         words += [rng.randrange(VOCABULARY) for _ in range(rng.randint(1, length))]
         prompt = tuple(words[: CONTEXT - 26])
-        sampling = _sampling(rng, len(prompt), rng.choice((1, 2, 5, 12, 24)))
+        sampling = sampling_of(rng, len(prompt), rng.choice((1, 2, 5, 12, 24)))
         ask = ScenarioRequest(
             len(asks), at, prompt, sampling, rng.choice(salts), rng.choice((0, 0, 0, 0, 5, -3)),
             leaves_at=at + rng.expovariate(2.0) if rng.random() < impatient else None,
@@ -135,7 +135,7 @@ def _asks(rng: random.Random, shape: ClusterShape) -> tuple[ScenarioRequest, ...
                 asks.append(replace(ask, number=len(asks), sampling=again, leaves_at=None, enough=None))
         said.append([*words, *recite(spec, prompt, sampling).tokens])
     if shape.pressed:
-        asks += _rush(rng, shape, len(asks), at)
+        asks += rush(rng, shape, len(asks), at)
     return tuple(asks)
 
 

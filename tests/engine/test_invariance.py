@@ -131,9 +131,9 @@ def test_a_prefix_computed_by_another_request_gives_the_same_bits(folder: Path) 
 def test_small_bounds_on_memory_do_not_change_a_bit(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     tokens = sequence(5, LENGTH)
     want = Bench(folder).forced(tokens, [LENGTH])
-    monkeypatch.setattr(torch_attention, "_SCORE_ELEMENTS", 1 << 15)
+    monkeypatch.setattr(torch_attention, "SCORE_ELEMENTS", 1 << 15)
     monkeypatch.setattr(attention_tiles, "_TILE_SCORES", 1 << 13)
-    monkeypatch.setattr(torch_attention, "_GATHER_ELEMENTS", 1 << 13)
+    monkeypatch.setattr(torch_attention, "GATHER_ELEMENTS", 1 << 13)
     monkeypatch.setattr(attention_tiles, "_TILE_QUERIES", 8)
     assert same(Bench(folder).forced(tokens, [100, LENGTH - 100]), want)
 

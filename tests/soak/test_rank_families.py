@@ -29,10 +29,10 @@ def warm() -> Iterator[RankProcesses]:
 
 def _sizes(folder: Path) -> list[tuple[int, int]]:
     """Those that the checkpoint's heads allow."""
-    from cluster.serve.preflight import _divides
+    from cluster.serve.preflight import divides
 
     spec, config = read_model_spec(folder), config_from_dict({})
-    good = {size for size in (1, 2, 4) if not _divides(config, spec, size)}
+    good = {size for size in (1, 2, 4) if not divides(config, spec, size)}
     return [sizes for sizes in PAIRS if good.issuperset(sizes)]
 
 

@@ -309,7 +309,7 @@ async def test_every_field_of_the_controllers_table_reaches_a_router() -> None:
 
 @pytest.mark.parametrize("cls", [pb.Registration, pb.Grant, pb.ClusterView, pb.Renewal])
 def test_every_field_of_the_controllers_protocol_is_filled(cls: type[Proto]) -> None:
-    from cluster.controller.controller_service import _grant
+    from cluster.controller.controller_service import grant_message
     from contracts.wire.worker_protobuf import record_to_proto
 
     record, status = full(WorkerRecord), full(worker_status.WorkerStatus)
@@ -320,7 +320,7 @@ def test_every_field_of_the_controllers_protocol_is_filled(cls: type[Proto]) -> 
     )
     made: list[Any] = [
         record_to_proto(record),
-        _grant(LeaseGrant(INCARNATION, 5.0, fenced=True, drain=True)),
+        grant_message(LeaseGrant(INCARNATION, 5.0, fenced=True, drain=True)),
         ControllerService(core).view(),  # type: ignore[arg-type]
         keeper._renewal(),
     ]

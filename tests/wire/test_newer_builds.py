@@ -8,7 +8,6 @@ import asyncio
 from collections.abc import AsyncIterator, Sequence
 from typing import Any
 
-import grpc
 import grpc.aio
 import pytest
 

@@ -19,7 +19,7 @@ from cache.prefix_cache.token_prefix import TokenPrefix, token_ids
 from cache.prefix_cache.tree_node import IN_TREE, Tier, TreeNode
 from cache.tiers.kv_event_publisher import KVEventLog
 from cache.tiers.kv_event_recorder import KVEventRecorder
-from cluster.assembly.build_parts import _event_rank
+from cluster.assembly.build_parts import event_rank
 from contracts.block_hash import block_hashes
 from contracts.clock import SystemClock
 from contracts.config.load_config import config_from_dict
@@ -295,7 +295,7 @@ def test_a_replay_endpoint_without_an_endpoint_is_refused() -> None:
 
 def test_a_batch_bears_the_rank_that_is_added_to_the_port(model: Path) -> None:
     names = [(Role.PREFILL, 0), (Role.DECODE, 0), (Role.PREFILL, 1), (Role.DECODE, 1)]
-    assert [_event_rank(role, WorkerName(f"{role}-{number}")) for role, number in names] == [0, 1, 2, 3]
+    assert [event_rank(role, WorkerName(f"{role}-{number}")) for role, number in names] == [0, 1, 2, 3]
     with pair(model, cache={"events": events()}) as both:
         both.run(both.submit(list(range(40)), SamplingParams(max_tokens=2, temperature=0.0)))
         both.settle()

@@ -17,7 +17,7 @@ from transfer.net.disconnects import DisconnectWatch
 from transfer.net.fault_injection import WriteFaults
 from transfer.planes.data_plane import PageWrite, RoomTarget, SlotWrite
 
-_HEAD = 64
+HEAD = 64
 """Bytes in front of a segment: a nonce, by which a writer knows that it mapped what was described."""
 
 

@@ -31,7 +31,7 @@ from transfer.net.curve_keys import CurveKeys, bind, dial
 from transfer.net.disconnects import keep_alive
 from transfer.net.fault_injection import WriteFaults, via_proxy
 from transfer.planes.data_plane import SLOT_BYTES, RoomTarget, WriteLink, said
-from transfer.planes.direct_link import _HEAD, DirectLink
+from transfer.planes.direct_link import HEAD, DirectLink
 from transfer.planes.rank_fan import fan
 
 LINK_TIMEOUT_S = TransferConfig().link_timeout_s
@@ -64,7 +64,7 @@ class ShmPlane:
         """`frame_bytes`: the longest notice that is taken in."""
         self._rank, self._size = rank, size
         self._link_timeout_s = link_timeout_s
-        self._nonce = secrets.token_bytes(_HEAD)
+        self._nonce = secrets.token_bytes(HEAD)
         self._segments: dict[str, tuple[int, int]] = {}
         self._maps: list[mmap.mmap] = []
         self._faults = WriteFaults(faults)
@@ -79,14 +79,14 @@ class ShmPlane:
 
     def allocate(self, name: str, nbytes: int) -> torch.Tensor:
         fd = os.memfd_create(f"{_SEGMENT}{name}", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
-        os.ftruncate(fd, _HEAD + nbytes)
+        os.ftruncate(fd, HEAD + nbytes)
         # A writer that has it mapped would die if it shrank.
         fcntl.fcntl(fd, fcntl.F_ADD_SEALS, _SEALS)
         self._segments[name] = (fd, nbytes)
-        memory = mmap.mmap(fd, _HEAD + nbytes)
-        memory[:_HEAD] = self._nonce
+        memory = mmap.mmap(fd, HEAD + nbytes)
+        memory[:HEAD] = self._nonce
         self._maps.append(memory)
-        return torch.frombuffer(memory, dtype=torch.uint8, offset=_HEAD)
+        return torch.frombuffer(memory, dtype=torch.uint8, offset=HEAD)
 
     def register(self, pools: PoolSet, slots: torch.Tensor | None) -> None:
         self._pools = pools
@@ -149,16 +149,16 @@ class ShmPlane:
                 raise LayoutMismatch(f"{where} is not a worker's segment")
             mine = os.open(path, os.O_RDWR | os.O_CLOEXEC)
             try:
-                if os.fstat(mine).st_size != _HEAD + nbytes or fcntl.fcntl(mine, fcntl.F_GET_SEALS) & _SEALS != _SEALS:
+                if os.fstat(mine).st_size != HEAD + nbytes or fcntl.fcntl(mine, fcntl.F_GET_SEALS) & _SEALS != _SEALS:
                     raise LayoutMismatch(f"{where} is not sealed at {nbytes} bytes")
-                memory = mmap.mmap(mine, _HEAD + nbytes)
+                memory = mmap.mmap(mine, HEAD + nbytes)
             finally:
                 os.close(mine)
         except (OSError, ValueError, OverflowError) as error:
             raise LayoutMismatch(f"{where} can't be mapped: {error}") from None
-        if memory[:_HEAD] != said(descriptor, "nonce", bytes):
+        if memory[:HEAD] != said(descriptor, "nonce", bytes):
             raise LayoutMismatch(f"plane shm: process {pid} isn't the one that described its memory")
-        return torch.frombuffer(memory, dtype=torch.uint8, offset=_HEAD)
+        return torch.frombuffer(memory, dtype=torch.uint8, offset=HEAD)
 
     def permit(self, target: RoomTarget) -> None: ...
 

@@ -19,11 +19,11 @@ from transfer.net.disconnects import DisconnectWatch
 from transfer.net.fault_injection import WriteFaults
 from transfer.planes.data_plane import PageWrite, RoomTarget, SlotWrite
 
-_PAGES, _SLOT, _NOTICE = b"P", b"S", b"N"
+PAGES_FRAME, SLOT_FRAME, NOTICE_FRAME = b"P", b"S", b"N"
 
 
 @dataclass(frozen=True, slots=True)
-class _Packing:
+class PoolPacking:
     """One pool's part of the frames from one rank: where it goes, and how it lies in them."""
 
     pool: str
@@ -63,7 +63,7 @@ class ZmqLink:
     def post(self, write: PageWrite | SlotWrite) -> Completion:
         target = write.target
         if isinstance(write, SlotWrite):
-            self._socket.send_multipart([_SLOT, msgpack.packb((target.room, target.ticket)), write.data])
+            self._socket.send_multipart([SLOT_FRAME, msgpack.packb((target.room, target.ticket)), write.data])
             return DONE
         mine = {pool: run for pool, run in write.runs.items() if self._cut is None or pool in self._cut}
         packed = [self._packed(pool, run.indices) for pool, run in mine.items()]
@@ -73,7 +73,7 @@ class ZmqLink:
         runs = [(pool, run.first, len(run)) for pool, run in mine.items()]
         frames = [memoryview(part.numpy()) for part in packed]  # type: ignore[arg-type]
         head = msgpack.packb((target.room, target.ticket, runs, *self._ranks, write.number))
-        self._socket.send_multipart([_PAGES, head], zmq.SNDMORE if frames else 0)
+        self._socket.send_multipart([PAGES_FRAME, head], zmq.SNDMORE if frames else 0)
         if frames:
             self._socket.send_multipart(frames, 0, copy=False)
         return DONE
@@ -92,7 +92,7 @@ class ZmqLink:
         return out
 
     def notify(self, room: RoomId, data: bytes, writes: int = 0) -> None:
-        self._socket.send_multipart([_NOTICE, msgpack.packb((room, writes, self._ranks[1])), data])
+        self._socket.send_multipart([NOTICE_FRAME, msgpack.packb((room, writes, self._ranks[1])), data])
 
     def cut(self) -> bool:
         return self._watch.cut()

@@ -36,7 +36,7 @@ from transfer.planes.data_plane import SLOT_BYTES, RoomTarget, WriteLink, said
 from transfer.planes.ordered_notices import OrderedNotices
 from transfer.planes.rank_fan import MOST_RANKS, fan, rank_cut, writers
 from transfer.planes.shm_plane import AT_ONCE, WAITING
-from transfer.planes.zmq_link import _NOTICE, _PAGES, _SLOT, ZmqLink, _Packing
+from transfer.planes.zmq_link import NOTICE_FRAME, PAGES_FRAME, SLOT_FRAME, PoolPacking, ZmqLink
 
 # A received frame is read-only memory, and only read.
 warnings.filterwarnings("ignore", "The given buffer is not writable", UserWarning, "transfer.planes.zmq_plane")
@@ -79,7 +79,7 @@ class ZmqPlane:
         keep_alive(self._inbound, link_timeout_s)
         self._proxy = faults.proxy
         self._targets: dict[RoomId, RoomTarget] = {}
-        self._from: dict[tuple[int, int], dict[str, _Packing]] = {}
+        self._from: dict[tuple[int, int], dict[str, PoolPacking]] = {}
         self.dropped = 0
 
     def allocate(self, name: str, nbytes: int) -> torch.Tensor:
@@ -140,7 +140,7 @@ class ZmqPlane:
             except zmq.Again:
                 break
             taken += sum(len(f.buffer) for f in frames)
-            if kind.bytes == _NOTICE and len(frames) == 2:
+            if kind.bytes == NOTICE_FRAME and len(frames) == 2:
                 notices += self._notice(frames[0].bytes, frames[1].bytes)
             elif not self._store(kind.bytes, [f.buffer for f in frames]):
                 self.dropped += 1
@@ -158,7 +158,7 @@ class ZmqPlane:
 
     def _store(self, kind: bytes, frames: Sequence[memoryview]) -> bool:
         """Store a write into its room's places or slot; False, with nothing stored, for what was not granted."""
-        if kind == _SLOT and len(frames) == 2:
+        if kind == SLOT_FRAME and len(frames) == 2:
             try:
                 room, ticket = msgpack.unpackb(frames[0])
                 target = self._granted(room, ticket)
@@ -168,9 +168,9 @@ class ZmqPlane:
                 return False
             self._slots[target.slot, : len(frames[1])] = torch.frombuffer(bytearray(frames[1]), dtype=torch.uint8)
             return True
-        if kind != _PAGES or not frames:
+        if kind != PAGES_FRAME or not frames:
             return False
-        places: list[tuple[_Packing, tuple[int, ...]]] = []
+        places: list[tuple[PoolPacking, tuple[int, ...]]] = []
         try:
             room, ticket, runs, source, sources, number = msgpack.unpackb(frames[0])
             if not (type(source) is type(sources) is type(number) is int and 0 <= source < sources <= MOST_RANKS):
@@ -207,7 +207,7 @@ class ZmqPlane:
             raise LookupError(f"room {room} was granted to somebody else")
         return target
 
-    def _packings(self, source: int, sources: int) -> dict[str, _Packing]:
+    def _packings(self, source: int, sources: int) -> dict[str, PoolPacking]:
         """What the frames of a writer's rank hold, by pool. Worked out once for each."""
         found = self._from.get((source, sources))
         if found is None:
@@ -219,7 +219,7 @@ class ZmqPlane:
                 mine = chosen(layout.buffers[pool], names)
                 its = [b for b in theirs.by_name[pool].buffers if b.name in names]
                 frames = packed_layouts(its, [b.spec for b in mine], layout.spec.page_tokens)
-                found[pool] = _Packing(pool, mine, tuple(frames))
+                found[pool] = PoolPacking(pool, mine, tuple(frames))
             self._from[source, sources] = found
         return found
 

@@ -10,20 +10,20 @@ from torch import Tensor
 from engine.attention.attention_plan import BLOCK_TOKENS, AttentionPlan
 
 _TILE_QUERIES = 128
-_SCORE_ELEMENTS = 1 << 20
+SCORE_ELEMENTS = 1 << 20
 """Scores of one batch of tiles at most, unless a single tile needs more: 4 MiB in float32, which stay in the cache and
 in memory that the allocator reuses."""
 _TILE_SCORES = 1 << 22
 """Scores of a single tile at most, unless one query needs more."""
-_GATHER_ELEMENTS = 1 << 18
+GATHER_ELEMENTS = 1 << 18
 """Elements of keys gathered at once, so that they are still in the cache when they are multiplied."""
-_MASKED = -1e30
+MASKED = -1e30
 """The score of a hidden position. Finite, so that a row with nothing but hidden positions in a block has a softmax
 there, of which its weight of 0 leaves nothing."""
 
 
 @dataclass(frozen=True)
-class _Tile:
+class QueryTile:
     """Neighbouring queries of one sequence."""
 
     row: int
@@ -45,7 +45,7 @@ class _Tile:
 
 
 @dataclass(frozen=True)
-class _TileBatch:
+class TileBatch:
     """Tiles of one shape and their items. U tiles of R queries, W items ordered by block, then tile.
 
     Tiles are ordered by falling number of blocks, so the items of each tile's block j, counted from the first that it
@@ -67,16 +67,16 @@ class _TileBatch:
     """Items in runs whose keys fit a cache: which of the W * kv_heads products, and the (slot, kv head) rows of keys
     and values that they read, [w * kv_heads * BLOCK_TOKENS] int64."""
     mask_wrn: Tensor
-    """[W, 1, rows, BLOCK_TOKENS] float32: 0 or `_MASKED`; rows is 1 where all queries of a tile are one position."""
+    """[W, 1, rows, BLOCK_TOKENS] float32: 0 or `MASKED`; rows is 1 where all queries of a tile are one position."""
     widths: tuple[int, ...]
 
 
-def _low(position: int, window: int) -> int:
+def lowest_seen(position: int, window: int) -> int:
     """The first position that a query at `position` sees."""
     return max(0, position - window + 1) if window else 0
 
 
-def _tile_queries(count: int, length: int, heads: int, window: int) -> int:
+def tile_queries(count: int, length: int, heads: int, window: int) -> int:
     """Queries of a tile for a sequence with `count` of them: the next power of two, less where the context is long.
 
     Any choice gives the same bits; this one keeps padding low, and the scores of one tile within their bound.
@@ -89,9 +89,9 @@ def _tile_queries(count: int, length: int, heads: int, window: int) -> int:
     return size
 
 
-def _parts(tiles: list[_Tile], limit: int) -> list[list[_Tile]]:
+def split_tiles(tiles: list[QueryTile], limit: int) -> list[list[QueryTile]]:
     """Runs of tiles with at most `limit` items, or a single tile."""
-    parts: list[list[_Tile]] = []
+    parts: list[list[QueryTile]] = []
     items = 0
     for tile in tiles:
         if not parts or items + tile.blocks > limit:
@@ -102,7 +102,9 @@ def _parts(tiles: list[_Tile], limit: int) -> list[list[_Tile]]:
     return parts
 
 
-def _batch(plan: AttentionPlan, tiles: list[_Tile], size: int, kv_heads: int, chunk: int, window: int) -> _TileBatch:
+def batch_tiles(
+    plan: AttentionPlan, tiles: list[QueryTile], size: int, kv_heads: int, chunk: int, window: int
+) -> TileBatch:
     device = plan.tables_bp.device
     widths = tuple(sum(tile.blocks > block for tile in tiles) for block in range(tiles[0].blocks))
     nth_w = torch.repeat_interleave(torch.arange(len(widths)), torch.tensor(widths)).to(device)
@@ -134,9 +136,9 @@ def _batch(plan: AttentionPlan, tiles: list[_Tile], size: int, kv_heads: int, ch
     hidden_wrn = position_wn[:, None] > seen_wrn
     if window:
         hidden_wrn |= position_wn[:, None] <= seen_wrn - window
-    mask_wrn = torch.zeros(hidden_wrn.shape, device=device).masked_fill_(hidden_wrn, _MASKED)
+    mask_wrn = torch.zeros(hidden_wrn.shape, device=device).masked_fill_(hidden_wrn, MASKED)
     out_rows = real_ur.flatten().nonzero().flatten()
-    return _TileBatch(
+    return TileBatch(
         queries=size,
         query_ur=query_ur,
         out_rows=out_rows,

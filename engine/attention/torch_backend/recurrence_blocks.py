@@ -12,7 +12,7 @@ from torch import Tensor
 from engine.attention.attention_plan import SlotPlan
 from engine.attention.recurrence_backend import BLOCK
 
-_LARGE = 1 << 15
+LARGE = 1 << 15
 """Elements of a sequence's matrices from which on it is slower to gather them than to read each where it is."""
 
 
@@ -31,7 +31,7 @@ ScanStep = tuple[slice | Tensor, int | Tensor]
 
 
 @dataclass(frozen=True)
-class _Blocks:
+class StepBlocks:
     """How the rows of one step lie in blocks. B sequences in the order of the scan, W items; integers are int64."""
 
     cells_t: Tensor
@@ -52,7 +52,7 @@ class _Blocks:
     """In an order in which each row of T finds the earlier ones of its item."""
 
 
-def _by_block(x_th: Tensor, blocks: _Blocks, before: Tensor | None = None) -> Tensor:
+def by_block(x_th: Tensor, blocks: StepBlocks, before: Tensor | None = None) -> Tensor:
     """Rows [T, H, ...] in blocks, [W, H, BLOCK, ...]; the first block of each sequence on top of what slots had."""
     x_wch = x_th.new_zeros(blocks.items, BLOCK, *x_th.shape[1:])
     if before is not None and blocks.known_bc is not None:
@@ -61,7 +61,7 @@ def _by_block(x_th: Tensor, blocks: _Blocks, before: Tensor | None = None) -> Te
     return x_wch.transpose(1, 2).contiguous()
 
 
-def _laid_out(plan: SlotPlan) -> _Blocks:
+def laid_out(plan: SlotPlan) -> StepBlocks:
     device = plan.tables_bp.device
     starts, counts = plan.starts, plan.counts
     ends = [start + count for start, count in zip(starts, counts, strict=True)]
@@ -85,7 +85,7 @@ def _laid_out(plan: SlotPlan) -> _Blocks:
     row_c, order_b = torch.arange(BLOCK, device=device), integers(order)
     muted_b = plan.muted_b[order_b] if plan.muted_b is not None else None
     gone_bc = row_c >= integers([ends[b] % BLOCK for b in order])[:, None]
-    return _Blocks(
+    return StepBlocks(
         cells_t=integers([cell for row in cells for cell in row]),
         items=len(fresh),
         slots_b=plan.slots_b[order_b],
@@ -114,7 +114,7 @@ def _steps(fresh: Sequence[tuple[int, int]], device: torch.device) -> list[ScanS
     return steps
 
 
-def _conv_lines(plan: SlotPlan, taps: int) -> tuple[Tensor, Tensor]:
+def conv_lines(plan: SlotPlan, taps: int) -> tuple[Tensor, Tensor]:
     """Where inputs lie when those of the slots ([B * taps]) come before those of the step ([T]).
 
     Of each row and tap, [taps + 1, T], and of each sequence's last `taps` inputs, [B, taps]; int64.

@@ -30,15 +30,15 @@ from torch import Tensor
 from engine.attention.attention_backend import ScoreOptions
 from engine.attention.attention_plan import BLOCK_TOKENS, AttentionPlan, BackendPlan
 from engine.attention.torch_backend.attention_tiles import (
-    _GATHER_ELEMENTS,
-    _MASKED,
-    _SCORE_ELEMENTS,
-    _batch,
-    _low,
-    _parts,
-    _Tile,
-    _tile_queries,
-    _TileBatch,
+    GATHER_ELEMENTS,
+    MASKED,
+    SCORE_ELEMENTS,
+    QueryTile,
+    TileBatch,
+    batch_tiles,
+    lowest_seen,
+    split_tiles,
+    tile_queries,
 )
 from engine.attention.torch_backend.torch_latent import TorchLatent
 from engine.attention.torch_backend.torch_recurrence import TorchRecurrence
@@ -59,7 +59,7 @@ class TorchAttention:
         """As `Attention.attend`; values may have another width than keys."""
         heads, kv_heads, dim = q_thd.shape[1], k_pages.shape[2], k_pages.shape[3]
         key = f"torch attention {heads} {kv_heads} {dim} {scores.window}"
-        batches: list[_TileBatch] | None = plan.scratch.get(key)
+        batches: list[TileBatch] | None = plan.scratch.get(key)
         if batches is None:
             batches = plan.scratch[key] = self._split(plan, heads, kv_heads, dim, scores.window)
         q_scaled = q_thd.float() * scores.scale
@@ -79,7 +79,7 @@ class TorchAttention:
 
     def _attend_batch(
         self,
-        batch: _TileBatch,
+        batch: TileBatch,
         q_thd: Tensor,
         k_rows: Tensor,
         v_rows: Tensor,
@@ -130,25 +130,25 @@ class TorchAttention:
         result = result.reshape(tiles * batch.queries, heads, value_dim)
         out_thd.index_copy_(0, batch.out_queries, result.index_select(0, batch.out_rows).to(out_thd.dtype))
 
-    def _split(self, plan: AttentionPlan, heads: int, kv_heads: int, dim: int, window: int) -> list[_TileBatch]:
+    def _split(self, plan: AttentionPlan, heads: int, kv_heads: int, dim: int, window: int) -> list[TileBatch]:
         """Cut the step's queries into tiles and the tiles into batches of bounded size."""
         offsets, starts = plan.offsets_b.tolist(), plan.starts_b.tolist()
-        by_size: dict[int, list[_Tile]] = {}
+        by_size: dict[int, list[QueryTile]] = {}
         for sequence, start in enumerate(starts):
             row, end = offsets[sequence], offsets[sequence + 1]
-            size = _tile_queries(end - row, start + end - row, heads, window)
+            size = tile_queries(end - row, start + end - row, heads, window)
             by_size.setdefault(size, []).extend(
-                _Tile(at, sequence, start + at - row, min(size, end - at), _low(start + at - row, window))
+                QueryTile(at, sequence, start + at - row, min(size, end - at), lowest_seen(start + at - row, window))
                 for at in range(row, end, size)
             )
         batches = []
         for size, tiles in by_size.items():
             tiles.sort(key=lambda tile: -tile.blocks)
             item_rows = heads // kv_heads * size
-            limit = _SCORE_ELEMENTS // (self._numerics.padded(item_rows) * kv_heads * BLOCK_TOKENS)
-            chunk = max(1, _GATHER_ELEMENTS // (kv_heads * dim * BLOCK_TOKENS))
-            for part in _parts(tiles, limit):
-                batches.append(_batch(plan, part, size, kv_heads, chunk, window))
+            limit = SCORE_ELEMENTS // (self._numerics.padded(item_rows) * kv_heads * BLOCK_TOKENS)
+            chunk = max(1, GATHER_ELEMENTS // (kv_heads * dim * BLOCK_TOKENS))
+            for part in split_tiles(tiles, limit):
+                batches.append(batch_tiles(plan, part, size, kv_heads, chunk, window))
         return batches
 
 
@@ -160,7 +160,7 @@ def _expanded(mask_wrn: Tensor, group: int, rows: int) -> Tensor:
     return F.pad(mask, (0, 0, 0, rows - mask.shape[2])) if rows > mask.shape[2] else mask
 
 
-def _weights(batch: _TileBatch, s_wkrn: Tensor, sink_kr: Tensor | None) -> tuple[Tensor, Tensor | None]:
+def _weights(batch: TileBatch, s_wkrn: Tensor, sink_kr: Tensor | None) -> tuple[Tensor, Tensor | None]:
     """exp(block maximum - row maximum) of each item's rows, [W, kv_heads, rows]: exactly 0 where all is masked.
 
     With sinks, also theirs: [U, kv_heads, rows].
@@ -169,7 +169,7 @@ def _weights(batch: _TileBatch, s_wkrn: Tensor, sink_kr: Tensor | None) -> tuple
     tiles, blocks = len(batch.query_ur), len(batch.widths)
     if blocks == 1 and sink_kr is None:
         return torch.ones_like(high_wkr), None
-    table = high_wkr.new_full((blocks * tiles, *high_wkr.shape[1:]), _MASKED)
+    table = high_wkr.new_full((blocks * tiles, *high_wkr.shape[1:]), MASKED)
     high_ukr = table.index_copy_(0, batch.cell_w, high_wkr).view(blocks, tiles, *high_wkr.shape[1:]).amax(0)
     if sink_kr is None:
         return high_wkr.sub_(high_ukr[batch.tile_w]).exp_(), None

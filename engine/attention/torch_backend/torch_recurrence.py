@@ -32,7 +32,7 @@ from torch import Tensor
 
 from engine.attention.attention_plan import SlotPlan
 from engine.attention.recurrence_backend import BLOCK, ScanState
-from engine.attention.torch_backend.recurrence_blocks import _LARGE, _Blocks, _by_block, _conv_lines, _laid_out
+from engine.attention.torch_backend.recurrence_blocks import LARGE, StepBlocks, by_block, conv_lines, laid_out
 from engine.tensors.row_exact_linear import Numerics
 
 
@@ -48,7 +48,7 @@ class TorchRecurrence:
         taps, batch = len(weight_kc) - 1, len(plan.starts)
         key = f"torch conv {taps}"
         if key not in plan.scratch:
-            plan.scratch[key] = _conv_lines(plan, taps)
+            plan.scratch[key] = conv_lines(plan, taps)
         line_kt, last_bk = plan.scratch[key]
         before = [state[plan.slots_b].transpose(1, 2).reshape(batch * taps, -1) for state in states]
         lines = torch.cat((torch.cat(before, dim=1), x_tc))
@@ -76,12 +76,12 @@ class TorchRecurrence:
         plan: SlotPlan,
     ) -> Tensor:
         if "torch blocks" not in plan.scratch:
-            plan.scratch["torch blocks"] = _laid_out(plan)
-        blocks: _Blocks = plan.scratch["torch blocks"]
+            plan.scratch["torch blocks"] = laid_out(plan)
+        blocks: StepBlocks = plan.scratch["torch blocks"]
         group = v_thv.shape[1] // k_tgk.shape[1]
-        q_wgck, k_wgck = _by_block(q_tgk, blocks), _by_block(k_tgk, blocks, state.keys)
-        v_whcv = _by_block(v_thv, blocks, state.values if beta_th is None else None)
-        decay_whc = _by_block(decay_th, blocks, state.decays)
+        q_wgck, k_wgck = by_block(q_tgk, blocks), by_block(k_tgk, blocks, state.keys)
+        v_whcv = by_block(v_thv, blocks, state.values if beta_th is None else None)
+        decay_whc = by_block(decay_th, blocks, state.decays)
         sum_whc = decay_whc.cumsum(-1)
         within_whcc = _within(sum_whc)
         since_whc1, until_whc1 = sum_whc.exp().unsqueeze(3), (sum_whc[..., -1:] - sum_whc).exp_().unsqueeze(3)
@@ -90,7 +90,7 @@ class TorchRecurrence:
         reads = _by_head(q_wgck, group) * since_whc1
         solved_whcc = None
         if beta_th is not None:
-            beta_whc1 = _by_block(beta_th, blocks).unsqueeze(3)
+            beta_whc1 = by_block(beta_th, blocks).unsqueeze(3)
             v_whcv = v_whcv.mul_(beta_whc1)
             a_whcc = _by_head(self._products(k_wgck, k_wgck.transpose(2, 3)), group) * within_whcc
             solved_whcc = _solve(a_whcc.mul_(beta_whc1).tril_(-1), blocks, state)
@@ -113,7 +113,7 @@ class TorchRecurrence:
         k_until_whck: Tensor,
         decay_wh11: Tensor,
         state: ScanState,
-        blocks: _Blocks,
+        blocks: StepBlocks,
     ) -> Tensor:
         """Block after block: the output, [W, H, BLOCK, value_dim]; the matrices go to their slots.
 
@@ -144,12 +144,12 @@ class TorchRecurrence:
             state.matrix.index_copy_(0, blocks.slots_b[:changed], matrix_bhkv)
         return out_whcv
 
-    def _before(self, reads: Tensor, matrix_bhkv: Tensor, state: ScanState, blocks: _Blocks) -> Tensor:
+    def _before(self, reads: Tensor, matrix_bhkv: Tensor, state: ScanState, blocks: StepBlocks) -> Tensor:
         """Rows of some sequences times their matrices; those without one in `matrix_bhkv` only read, from the slot."""
         changed, shape = len(matrix_bhkv), state.matrix.shape[1:]
         if changed == len(reads):
             return self._products(reads, matrix_bhkv)
-        if not state.matrix.is_cpu or shape.numel() < _LARGE:
+        if not state.matrix.is_cpu or shape.numel() < LARGE:
             return self._products(reads, state.matrix[blocks.slots_b[: len(reads)]])
         found = reads.new_empty(*reads.shape[:3], shape[2])
         if changed:
@@ -175,7 +175,7 @@ def _within(sum_whc: Tensor) -> Tensor:
     return (sum_whc.unsqueeze(3) - sum_whc.unsqueeze(2)).masked_fill_(later, -torch.inf).exp_()
 
 
-def _solve(a_whcc: Tensor, blocks: _Blocks, state: ScanState) -> Tensor:
+def _solve(a_whcc: Tensor, blocks: StepBlocks, state: ScanState) -> Tensor:
     """T = (1 + A)^-1, row by row: [W, H, BLOCK, BLOCK]. Rows that slots had are taken from there."""
     assert state.solved is not None, "the delta rule keeps T"
     t_whcc = torch.zeros_like(a_whcc)
@@ -193,7 +193,7 @@ def _solve(a_whcc: Tensor, blocks: _Blocks, state: ScanState) -> Tensor:
     return t_whcc
 
 
-def _keep(buffer: Tensor, x_wh: Tensor, blocks: _Blocks) -> None:
+def _keep(buffer: Tensor, x_wh: Tensor, blocks: StepBlocks) -> None:
     """Write each sequence's last block into its slot: the rows that are of an unfinished one, zeros for the rest."""
     if blocks.row_b is not None:
         changed = blocks.rounds[0].full

@@ -8,7 +8,7 @@ the order in which a query meets its keys is tied to absolute positions and to n
     blocks      |--------|--------|--------|--------|--------|---      `BLOCK_N` keys, one online-softmax update each
     splits      |-----------------------------------|------------      `SPLIT` keys, each begun afresh
 
-A *split* starts from nothing (`_attend_split`); finished splits are merged from the first to the last (`_weights`).
+A *split* starts from nothing (`_attend_split`); finished splits are merged from first to last (`partial_weights`).
 *Extend* does both in one program, a loop over splits around a loop over blocks. *Decode* gives each split its own
 program, because one query a sequence would leave the device idle, and a second small kernel merges them: the same
 splits, the same merge, the same order. Keys after a query's own position are masked to weight zero, and a split that
@@ -41,7 +41,7 @@ import triton.language as tl
 
 
 @triton.jit
-def _weights(m_old, m_new):
+def partial_weights(m_old, m_new):
     """The new running maximum, and what to scale the old and the new part by."""
     m = tl.maximum(m_old, m_new)
     base = tl.where(m == float("-inf"), 0.0, m)  # all masked so far: exp2(-inf) below, never -inf - -inf
@@ -49,7 +49,7 @@ def _weights(m_old, m_new):
 
 
 @triton.jit
-def _merged(old, old_weight, new, new_weight):
+def merge_partials(old, old_weight, new, new_weight):
     """The weighted sum, with the fused step spelled out: left to itself the compiler may fuse either product."""
     new, new_weight = tl.broadcast(new, new_weight)
     return tl.fma(new, new_weight, old * old_weight)
@@ -58,8 +58,8 @@ def _merged(old, old_weight, new, new_weight):
 @triton.jit
 def _sunk(m, total, acc, sink):
     """Running maximum, sum and weighted values with a sink merged in: a key of that score whose value is zero."""
-    m, old, new = _weights(m, sink)
-    return _merged(total, old, tl.full(total.shape, 1.0, tl.float32), new), acc * tl.expand_dims(old, 1)
+    m, old, new = partial_weights(m, sink)
+    return merge_partials(total, old, tl.full(total.shape, 1.0, tl.float32), new), acc * tl.expand_dims(old, 1)
 
 
 @triton.jit
@@ -79,7 +79,7 @@ def _first_seen(position, WINDOW: tl.constexpr):
 
 
 @triton.jit
-def _dot(a, b, c, UPCAST: tl.constexpr):
+def dot_upcast(a, b, c, UPCAST: tl.constexpr):
     if UPCAST:
         a = a.to(tl.float32)
         b = b.to(tl.float32)
@@ -130,14 +130,14 @@ def _attend_split(
         mask = live[:, None] & (dims[None, :] < HEAD_DIM)
         k_offset = page * k_stride_p + slot * k_stride_t + kv_head * k_stride_h
         k = tl.load(k_ptr + k_offset[:, None] + dims[None, :], mask=mask, other=0.0)
-        scores = _dot(q, tl.trans(k), tl.zeros([ROWS, BLOCK_N], tl.float32), UPCAST) * scale_log2
+        scores = dot_upcast(q, tl.trans(k), tl.zeros([ROWS, BLOCK_N], tl.float32), UPCAST) * scale_log2
         if CAPPED:
             scores = _capped(scores, cap_log2)
         seen = live[None, :] & (n[None, :] <= position[:, None])
         if WINDOW:
             seen = seen & (n[None, :] > position[:, None] - WINDOW)
         scores = tl.where(seen, scores, float("-inf"))
-        m_next, alpha, _ = _weights(m, tl.max(scores, 1))
+        m_next, alpha, _ = partial_weights(m, tl.max(scores, 1))
         base = tl.where(m_next == float("-inf"), 0.0, m_next)
         p = tl.exp2(scores - base[:, None])
         v_offset = page * v_stride_p + slot * v_stride_t + kv_head * v_stride_h
@@ -146,7 +146,7 @@ def _attend_split(
             p_v = p.to(v.dtype)
         else:
             p_v = p
-        acc = _dot(p_v, v, acc * alpha[:, None], UPCAST)
+        acc = dot_upcast(p_v, v, acc * alpha[:, None], UPCAST)
         total = total * alpha + tl.sum(p, 1)
         m = m_next
     return m, total, acc
@@ -185,9 +185,9 @@ def extend_kernel(
                 k_stride_p, k_stride_t, k_stride_h, v_stride_p, v_stride_t, v_stride_h, scale_log2, cap_log2,
                 PAGE_TOKENS, HEAD_DIM, ROWS, BLOCK_D, BLOCK_N, UPCAST, WINDOW, CAPPED,
             )  # fmt: skip
-            m, old, new = _weights(m, m_split)
-            total = _merged(total, old, total_split, new)
-            acc = _merged(acc, old[:, None], acc_split, new[:, None])
+            m, old, new = partial_weights(m, m_split)
+            total = merge_partials(total, old, total_split, new)
+            acc = merge_partials(acc, old[:, None], acc_split, new[:, None])
         if SINKS:
             total, acc = _sunk(m, total, acc, tl.load(sinks_ptr + head, mask=live, other=0.0) * 1.4426950408889634)
         dims = tl.arange(0, BLOCK_D)
@@ -255,9 +255,9 @@ def decode_merge_kernel(
         acc = tl.zeros([1, BLOCK_D], tl.float32)
         for _ in range(_first_seen(start, WINDOW) // SPLIT * SPLIT, start + queries, SPLIT):
             lone = part + tl.arange(0, 1)
-            m, old, new = _weights(m, tl.load(m_ptr + lone))
-            total = _merged(total, old, tl.load(total_ptr + lone), new)
-            acc = _merged(acc, old[:, None], tl.load(acc_ptr + part * BLOCK_D + dims[None, :]), new[:, None])
+            m, old, new = partial_weights(m, tl.load(m_ptr + lone))
+            total = merge_partials(total, old, tl.load(total_ptr + lone), new)
+            acc = merge_partials(acc, old[:, None], tl.load(acc_ptr + part * BLOCK_D + dims[None, :]), new[:, None])
             part += 1
         if SINKS:
             total, acc = _sunk(m, total, acc, tl.load(sinks_ptr + head + tl.arange(0, 1)) * 1.4426950408889634)

@@ -25,7 +25,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from engine.attention.triton_backend.attention_kernels import _dot, _merged, _weights
+from engine.attention.triton_backend.attention_kernels import dot_upcast, merge_partials, partial_weights
 
 
 @triton.jit
@@ -69,17 +69,17 @@ def _attend_split(
         c = tl.load(base[:, None] + dims[None, :], mask=live[:, None] & (dims[None, :] < LATENT), other=0.0)
         mask = live[:, None] & (turning[None, :] < TURNING)
         k = tl.load(base[:, None] + LATENT + turning[None, :], mask=mask, other=0.0)
-        scores = _dot(q, tl.trans(c), tl.zeros([ROWS, BLOCK_N], tl.float32), UPCAST)
-        scores = _dot(q_turning, tl.trans(k), scores, UPCAST) * scale_log2
+        scores = dot_upcast(q, tl.trans(c), tl.zeros([ROWS, BLOCK_N], tl.float32), UPCAST)
+        scores = dot_upcast(q_turning, tl.trans(k), scores, UPCAST) * scale_log2
         seen = live[None, :] & (n[None, :] <= position[:, None])
         scores = tl.where(seen, scores, float("-inf"))
-        m_next, alpha, _ = _weights(m, tl.max(scores, 1))
+        m_next, alpha, _ = partial_weights(m, tl.max(scores, 1))
         p = tl.exp2(scores - tl.where(m_next == float("-inf"), 0.0, m_next)[:, None])
         if not UPCAST:
             p_c = p.to(c.dtype)
         else:
             p_c = p
-        acc = _dot(p_c, c, acc * alpha[:, None], UPCAST)
+        acc = dot_upcast(p_c, c, acc * alpha[:, None], UPCAST)
         total = total * alpha + tl.sum(p, 1)
         m = m_next
     return m, total, acc
@@ -113,9 +113,9 @@ def latent_extend_kernel(
                 begin, tl.minimum(begin + SPLIT, end), stride_p, stride_t, scale_log2,
                 PAGE_TOKENS, LATENT, TURNING, ROWS, BLOCK_L, BLOCK_R, BLOCK_N, UPCAST,
             )  # fmt: skip
-            m, old, new = _weights(m, m_split)
-            total = _merged(total, old, total_split, new)
-            acc = _merged(acc, old[:, None], acc_split, new[:, None])
+            m, old, new = partial_weights(m, m_split)
+            total = merge_partials(total, old, total_split, new)
+            acc = merge_partials(acc, old[:, None], acc_split, new[:, None])
         dims = tl.arange(0, BLOCK_L)
         pointers = out_ptr + index.to(tl.int64)[:, None] * out_stride_t + head[:, None] * out_stride_h + dims[None, :]
         result = acc / tl.where(live, total, 1.0)[:, None]
@@ -189,7 +189,7 @@ def index_score_kernel(
             q_mask = (head[:, None] < heads) & (dims[None, :] < DIM)
             q = tl.load(q_ptr + index * q_stride_t + head[:, None] * q_stride_h + dims[None, :], mask=q_mask, other=0.0)
             weight = tl.load(weights_ptr + index * weights_stride + head, mask=head < heads, other=0.0)
-            by_head = _dot(q, tl.trans(k), tl.zeros([BLOCK_H, BLOCK_N], tl.float32), UPCAST)
+            by_head = dot_upcast(q, tl.trans(k), tl.zeros([BLOCK_H, BLOCK_N], tl.float32), UPCAST)
             if FLOAT8:
                 by_head = by_head * tl.load(scales_ptr + page * scales_stride + slot, mask=live, other=0.0)[None, :]
             positive = tl.maximum(by_head, 0.0, propagate_nan=tl.PropagateNan.ALL)
