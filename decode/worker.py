@@ -299,7 +299,7 @@ class DecodeWorker(WorkerLoop[DecodeRequest]):
         self._lose(self._retraction.resume(lambda request: self._pressure.has_room_for(request, self._request_table)))
         if not self._retraction.first_in_line:
             self._grant()
-        for request in [r for r in self._waiting if r.submit.moving]:
+        for request in [r for r in self._waiting if r.submit.migrating]:
             self._fail(request, ErrorKind.OVERLOADED, "there is no room for it now")
         self._manager.launch()
         self._recover(self._manager.poll())
@@ -348,7 +348,7 @@ class DecodeWorker(WorkerLoop[DecodeRequest]):
         Only where at least half of that one's prompt is in common, so that it doesn't wait long for little; and not for
         ever. When that one ends without its prompt, this one goes on by itself, or behind the next.
         """
-        if not self._reuse or request.submit.moving or not len(request.prefix):
+        if not self._reuse or request.submit.migrating or not len(request.prefix):
             return False
         if request.behind is None or request.behind.phase is not DecodePhase.ARRIVING:
             request.behind = self._receiving(request)

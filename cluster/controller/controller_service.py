@@ -53,14 +53,14 @@ class ControllerService(pb_grpc.ControllerServicer):
         for watcher in self._watchers:
             watcher.set()
 
-    async def Register(self, request: pb.Registration, context: Context) -> pb.Grant:
+    async def Register(self, request: pb.Registration, context: Context) -> pb.LeaseGrant:
         try:
             record = record_from_proto(request)
         except (WireError, ValueError) as error:
             await context.abort(grpc.StatusCode.INVALID_ARGUMENT, str(error))
         return grant_message(self._core.register(record))
 
-    async def Renew(self, request: pb.Renewal, context: Context) -> pb.Grant:
+    async def Renew(self, request: pb.Renewal, context: Context) -> pb.LeaseGrant:
         name, incarnation = WorkerName(request.name), Incarnation(request.incarnation)
         try:
             status = status_from_proto(request.status)
@@ -81,23 +81,23 @@ class ControllerService(pb_grpc.ControllerServicer):
             await context.abort(grpc.StatusCode.FAILED_PRECONDITION, str(error))
         return pb.Empty()
 
-    async def Drain(self, request: pb.Target, context: Context) -> pb.Targets:
+    async def Drain(self, request: pb.DrainTarget, context: Context) -> pb.DrainTargets:
         return await self._steer(self._core.drain, request, context)
 
-    async def Undrain(self, request: pb.Target, context: Context) -> pb.Targets:
+    async def Undrain(self, request: pb.DrainTarget, context: Context) -> pb.DrainTargets:
         return await self._steer(self._core.undrain, request, context)
 
     @staticmethod
     async def _steer(
-        steer: Callable[[str], tuple[WorkerName, ...]], request: pb.Target, context: Context
-    ) -> pb.Targets:
+        steer: Callable[[str], tuple[WorkerName, ...]], request: pb.DrainTarget, context: Context
+    ) -> pb.DrainTargets:
         if len(request.name) > NAME_CHARS:
             await context.abort(grpc.StatusCode.INVALID_ARGUMENT, f"a name has at most {NAME_CHARS} characters")
         try:
             workers = steer(request.name)
         except ConfigError as error:
             await context.abort(grpc.StatusCode.FAILED_PRECONDITION, str(error))
-        return pb.Targets(workers=workers)
+        return pb.DrainTargets(workers=workers)
 
     async def Watch(self, request: pb.Empty, context: Context) -> AsyncIterator[pb.ClusterView]:
         if len(self._watchers) >= MOST_WATCHERS:
@@ -139,8 +139,8 @@ class ControllerService(pb_grpc.ControllerServicer):
         return view
 
 
-def grant_message(grant: LeaseGrant) -> pb.Grant:
-    return pb.Grant(incarnation=grant.incarnation, lease_s=grant.lease_s, fenced=grant.fenced, drain=grant.drain)
+def grant_message(grant: LeaseGrant) -> pb.LeaseGrant:
+    return pb.LeaseGrant(incarnation=grant.incarnation, lease_s=grant.lease_s, fenced=grant.fenced, drain=grant.drain)
 
 
 class ControllerServer:

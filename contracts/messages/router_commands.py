@@ -46,7 +46,7 @@ class Submit:
     """Seconds from arrival at the worker until the request is failed there."""
     priority: int = 0
     """Under ``cache.eviction=priority`` state of higher priority stays longer."""
-    moving: bool = False
+    migrating: bool = False
     """It stands still elsewhere until it is granted here: without room for it now it is refused."""
 
     @property

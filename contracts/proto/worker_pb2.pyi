@@ -17,24 +17,24 @@ class RouterFrame(_message.Message):
     def __init__(self, commands: _Optional[_Iterable[_Union[Command, _Mapping]]] = ...) -> None: ...
 
 class Command(_message.Message):
-    __slots__ = ("submit", "cancel", "handover", "resume", "give", "fetch", "audit", "forget")
+    __slots__ = ("submit", "cancel", "pause_for_migration", "resume_here", "push_prefix", "pull_prefix", "audit", "invalidate_prefix")
     SUBMIT_FIELD_NUMBER: _ClassVar[int]
     CANCEL_FIELD_NUMBER: _ClassVar[int]
-    HANDOVER_FIELD_NUMBER: _ClassVar[int]
-    RESUME_FIELD_NUMBER: _ClassVar[int]
-    GIVE_FIELD_NUMBER: _ClassVar[int]
-    FETCH_FIELD_NUMBER: _ClassVar[int]
+    PAUSE_FOR_MIGRATION_FIELD_NUMBER: _ClassVar[int]
+    RESUME_HERE_FIELD_NUMBER: _ClassVar[int]
+    PUSH_PREFIX_FIELD_NUMBER: _ClassVar[int]
+    PULL_PREFIX_FIELD_NUMBER: _ClassVar[int]
     AUDIT_FIELD_NUMBER: _ClassVar[int]
-    FORGET_FIELD_NUMBER: _ClassVar[int]
+    INVALIDATE_PREFIX_FIELD_NUMBER: _ClassVar[int]
     submit: Submit
     cancel: Cancel
-    handover: Handover
-    resume: Cancel
-    give: Pages
-    fetch: Pages
+    pause_for_migration: PauseForMigration
+    resume_here: Cancel
+    push_prefix: PrefixTransfer
+    pull_prefix: PrefixTransfer
     audit: Audit
-    forget: Forget
-    def __init__(self, submit: _Optional[_Union[Submit, _Mapping]] = ..., cancel: _Optional[_Union[Cancel, _Mapping]] = ..., handover: _Optional[_Union[Handover, _Mapping]] = ..., resume: _Optional[_Union[Cancel, _Mapping]] = ..., give: _Optional[_Union[Pages, _Mapping]] = ..., fetch: _Optional[_Union[Pages, _Mapping]] = ..., audit: _Optional[_Union[Audit, _Mapping]] = ..., forget: _Optional[_Union[Forget, _Mapping]] = ...) -> None: ...
+    invalidate_prefix: InvalidatePrefix
+    def __init__(self, submit: _Optional[_Union[Submit, _Mapping]] = ..., cancel: _Optional[_Union[Cancel, _Mapping]] = ..., pause_for_migration: _Optional[_Union[PauseForMigration, _Mapping]] = ..., resume_here: _Optional[_Union[Cancel, _Mapping]] = ..., push_prefix: _Optional[_Union[PrefixTransfer, _Mapping]] = ..., pull_prefix: _Optional[_Union[PrefixTransfer, _Mapping]] = ..., audit: _Optional[_Union[Audit, _Mapping]] = ..., invalidate_prefix: _Optional[_Union[InvalidatePrefix, _Mapping]] = ...) -> None: ...
 
 class Peer(_message.Message):
     __slots__ = ("name", "incarnation", "control")
@@ -47,7 +47,7 @@ class Peer(_message.Message):
     def __init__(self, name: _Optional[str] = ..., incarnation: _Optional[int] = ..., control: _Optional[str] = ...) -> None: ...
 
 class Submit(_message.Message):
-    __slots__ = ("request_id", "attempt", "room", "tokens", "prompt_len", "sampling", "peer", "salt", "deadline_s", "priority", "moving")
+    __slots__ = ("request_id", "attempt", "room", "tokens", "prompt_len", "sampling", "peer", "salt", "deadline_s", "priority", "migrating")
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     ATTEMPT_FIELD_NUMBER: _ClassVar[int]
     ROOM_FIELD_NUMBER: _ClassVar[int]
@@ -58,7 +58,7 @@ class Submit(_message.Message):
     SALT_FIELD_NUMBER: _ClassVar[int]
     DEADLINE_S_FIELD_NUMBER: _ClassVar[int]
     PRIORITY_FIELD_NUMBER: _ClassVar[int]
-    MOVING_FIELD_NUMBER: _ClassVar[int]
+    MIGRATING_FIELD_NUMBER: _ClassVar[int]
     request_id: str
     attempt: int
     room: str
@@ -69,8 +69,8 @@ class Submit(_message.Message):
     salt: str
     deadline_s: float
     priority: int
-    moving: bool
-    def __init__(self, request_id: _Optional[str] = ..., attempt: _Optional[int] = ..., room: _Optional[str] = ..., tokens: _Optional[_Iterable[int]] = ..., prompt_len: _Optional[int] = ..., sampling: _Optional[_Union[Sampling, _Mapping]] = ..., peer: _Optional[_Union[Peer, _Mapping]] = ..., salt: _Optional[str] = ..., deadline_s: _Optional[float] = ..., priority: _Optional[int] = ..., moving: _Optional[bool] = ...) -> None: ...
+    migrating: bool
+    def __init__(self, request_id: _Optional[str] = ..., attempt: _Optional[int] = ..., room: _Optional[str] = ..., tokens: _Optional[_Iterable[int]] = ..., prompt_len: _Optional[int] = ..., sampling: _Optional[_Union[Sampling, _Mapping]] = ..., peer: _Optional[_Union[Peer, _Mapping]] = ..., salt: _Optional[str] = ..., deadline_s: _Optional[float] = ..., priority: _Optional[int] = ..., migrating: _Optional[bool] = ...) -> None: ...
 
 class Sampling(_message.Message):
     __slots__ = ("max_tokens", "temperature", "top_p", "top_k", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty", "logit_bias", "seed", "choice", "min_tokens", "stop_token_ids", "logprobs", "prompt_logprobs")
@@ -121,7 +121,7 @@ class Cancel(_message.Message):
     attempt: int
     def __init__(self, request_id: _Optional[str] = ..., attempt: _Optional[int] = ...) -> None: ...
 
-class Handover(_message.Message):
+class PauseForMigration(_message.Message):
     __slots__ = ("request_id", "attempt", "room", "peer")
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     ATTEMPT_FIELD_NUMBER: _ClassVar[int]
@@ -133,7 +133,7 @@ class Handover(_message.Message):
     peer: Peer
     def __init__(self, request_id: _Optional[str] = ..., attempt: _Optional[int] = ..., room: _Optional[str] = ..., peer: _Optional[_Union[Peer, _Mapping]] = ...) -> None: ...
 
-class Pages(_message.Message):
+class PrefixTransfer(_message.Message):
     __slots__ = ("request_id", "attempt", "room", "peer", "tokens", "salt", "spare")
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     ATTEMPT_FIELD_NUMBER: _ClassVar[int]
@@ -165,7 +165,7 @@ class Audit(_message.Message):
     sampling: Sampling
     def __init__(self, request_id: _Optional[str] = ..., attempt: _Optional[int] = ..., tokens: _Optional[_Iterable[int]] = ..., prompt_len: _Optional[int] = ..., sampling: _Optional[_Union[Sampling, _Mapping]] = ...) -> None: ...
 
-class Forget(_message.Message):
+class InvalidatePrefix(_message.Message):
     __slots__ = ("request_id", "tokens", "salt")
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     TOKENS_FIELD_NUMBER: _ClassVar[int]
@@ -184,44 +184,44 @@ class WorkerFrame(_message.Message):
     def __init__(self, incarnation: _Optional[int] = ..., events: _Optional[_Iterable[_Union[Event, _Mapping]]] = ...) -> None: ...
 
 class Event(_message.Message):
-    __slots__ = ("request_id", "attempt", "tokens", "prompt_scores", "progress", "done", "leaving", "paused", "resumed", "moved", "gives", "fetched", "offered", "audited")
+    __slots__ = ("request_id", "attempt", "tokens", "prompt_scores", "leg_report", "done", "migration_wanted", "migration_paused", "migration_undone", "migration_done", "push_ready", "pull_done", "prefix_offered", "audited")
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     ATTEMPT_FIELD_NUMBER: _ClassVar[int]
     TOKENS_FIELD_NUMBER: _ClassVar[int]
     PROMPT_SCORES_FIELD_NUMBER: _ClassVar[int]
-    PROGRESS_FIELD_NUMBER: _ClassVar[int]
+    LEG_REPORT_FIELD_NUMBER: _ClassVar[int]
     DONE_FIELD_NUMBER: _ClassVar[int]
-    LEAVING_FIELD_NUMBER: _ClassVar[int]
-    PAUSED_FIELD_NUMBER: _ClassVar[int]
-    RESUMED_FIELD_NUMBER: _ClassVar[int]
-    MOVED_FIELD_NUMBER: _ClassVar[int]
-    GIVES_FIELD_NUMBER: _ClassVar[int]
-    FETCHED_FIELD_NUMBER: _ClassVar[int]
-    OFFERED_FIELD_NUMBER: _ClassVar[int]
+    MIGRATION_WANTED_FIELD_NUMBER: _ClassVar[int]
+    MIGRATION_PAUSED_FIELD_NUMBER: _ClassVar[int]
+    MIGRATION_UNDONE_FIELD_NUMBER: _ClassVar[int]
+    MIGRATION_DONE_FIELD_NUMBER: _ClassVar[int]
+    PUSH_READY_FIELD_NUMBER: _ClassVar[int]
+    PULL_DONE_FIELD_NUMBER: _ClassVar[int]
+    PREFIX_OFFERED_FIELD_NUMBER: _ClassVar[int]
     AUDITED_FIELD_NUMBER: _ClassVar[int]
     request_id: str
     attempt: int
     tokens: Tokens
     prompt_scores: PromptScores
-    progress: Progress
+    leg_report: LegReport
     done: Done
-    leaving: Leaving
-    paused: Paused
-    resumed: Resumed
-    moved: Moved
-    gives: Gives
-    fetched: Moved
-    offered: Offered
+    migration_wanted: MigrationWanted
+    migration_paused: MigrationPaused
+    migration_undone: MigrationUndone
+    migration_done: BytesSent
+    push_ready: PushReady
+    pull_done: BytesSent
+    prefix_offered: PrefixOffered
     audited: Audited
-    def __init__(self, request_id: _Optional[str] = ..., attempt: _Optional[int] = ..., tokens: _Optional[_Union[Tokens, _Mapping]] = ..., prompt_scores: _Optional[_Union[PromptScores, _Mapping]] = ..., progress: _Optional[_Union[Progress, _Mapping]] = ..., done: _Optional[_Union[Done, _Mapping]] = ..., leaving: _Optional[_Union[Leaving, _Mapping]] = ..., paused: _Optional[_Union[Paused, _Mapping]] = ..., resumed: _Optional[_Union[Resumed, _Mapping]] = ..., moved: _Optional[_Union[Moved, _Mapping]] = ..., gives: _Optional[_Union[Gives, _Mapping]] = ..., fetched: _Optional[_Union[Moved, _Mapping]] = ..., offered: _Optional[_Union[Offered, _Mapping]] = ..., audited: _Optional[_Union[Audited, _Mapping]] = ...) -> None: ...
+    def __init__(self, request_id: _Optional[str] = ..., attempt: _Optional[int] = ..., tokens: _Optional[_Union[Tokens, _Mapping]] = ..., prompt_scores: _Optional[_Union[PromptScores, _Mapping]] = ..., leg_report: _Optional[_Union[LegReport, _Mapping]] = ..., done: _Optional[_Union[Done, _Mapping]] = ..., migration_wanted: _Optional[_Union[MigrationWanted, _Mapping]] = ..., migration_paused: _Optional[_Union[MigrationPaused, _Mapping]] = ..., migration_undone: _Optional[_Union[MigrationUndone, _Mapping]] = ..., migration_done: _Optional[_Union[BytesSent, _Mapping]] = ..., push_ready: _Optional[_Union[PushReady, _Mapping]] = ..., pull_done: _Optional[_Union[BytesSent, _Mapping]] = ..., prefix_offered: _Optional[_Union[PrefixOffered, _Mapping]] = ..., audited: _Optional[_Union[Audited, _Mapping]] = ...) -> None: ...
 
-class Gives(_message.Message):
+class PushReady(_message.Message):
     __slots__ = ("positions",)
     POSITIONS_FIELD_NUMBER: _ClassVar[int]
     positions: int
     def __init__(self, positions: _Optional[int] = ...) -> None: ...
 
-class Offered(_message.Message):
+class PrefixOffered(_message.Message):
     __slots__ = ("tokens", "salt")
     TOKENS_FIELD_NUMBER: _ClassVar[int]
     SALT_FIELD_NUMBER: _ClassVar[int]
@@ -229,7 +229,7 @@ class Offered(_message.Message):
     salt: str
     def __init__(self, tokens: _Optional[_Iterable[int]] = ..., salt: _Optional[str] = ...) -> None: ...
 
-class Leaving(_message.Message):
+class MigrationWanted(_message.Message):
     __slots__ = ("started", "withdrawn")
     STARTED_FIELD_NUMBER: _ClassVar[int]
     WITHDRAWN_FIELD_NUMBER: _ClassVar[int]
@@ -237,19 +237,19 @@ class Leaving(_message.Message):
     withdrawn: bool
     def __init__(self, started: _Optional[bool] = ..., withdrawn: _Optional[bool] = ...) -> None: ...
 
-class Paused(_message.Message):
+class MigrationPaused(_message.Message):
     __slots__ = ("position",)
     POSITION_FIELD_NUMBER: _ClassVar[int]
     position: int
     def __init__(self, position: _Optional[int] = ...) -> None: ...
 
-class Resumed(_message.Message):
+class MigrationUndone(_message.Message):
     __slots__ = ("reason",)
     REASON_FIELD_NUMBER: _ClassVar[int]
     reason: str
     def __init__(self, reason: _Optional[str] = ...) -> None: ...
 
-class Moved(_message.Message):
+class BytesSent(_message.Message):
     __slots__ = ("bytes",)
     BYTES_FIELD_NUMBER: _ClassVar[int]
     bytes: int
@@ -283,7 +283,7 @@ class PromptScores(_message.Message):
     scores: _containers.RepeatedCompositeFieldContainer[TokenLogprob]
     def __init__(self, scores: _Optional[_Iterable[_Union[TokenLogprob, _Mapping]]] = ...) -> None: ...
 
-class Progress(_message.Message):
+class LegReport(_message.Message):
     __slots__ = ("role", "worker", "marks", "cached_tokens", "computed_tokens", "transfer_bytes", "cached_by_tier")
     class MarksEntry(_message.Message):
         __slots__ = ("key", "value")
@@ -329,7 +329,7 @@ class Done(_message.Message):
     blame: str
     def __init__(self, reason: _Optional[str] = ..., stop_token: _Optional[int] = ..., error: _Optional[str] = ..., message: _Optional[str] = ..., blame: _Optional[str] = ...) -> None: ...
 
-class Difference(_message.Message):
+class TokenDifference(_message.Message):
     __slots__ = ("position", "drawn", "gap")
     POSITION_FIELD_NUMBER: _ClassVar[int]
     DRAWN_FIELD_NUMBER: _ClassVar[int]
@@ -350,10 +350,10 @@ class Audited(_message.Message):
     end: str
     checked: int
     differing: int
-    differences: _containers.RepeatedCompositeFieldContainer[Difference]
+    differences: _containers.RepeatedCompositeFieldContainer[TokenDifference]
     exact: bool
     message: str
-    def __init__(self, end: _Optional[str] = ..., checked: _Optional[int] = ..., differing: _Optional[int] = ..., differences: _Optional[_Iterable[_Union[Difference, _Mapping]]] = ..., exact: _Optional[bool] = ..., message: _Optional[str] = ...) -> None: ...
+    def __init__(self, end: _Optional[str] = ..., checked: _Optional[int] = ..., differing: _Optional[int] = ..., differences: _Optional[_Iterable[_Union[TokenDifference, _Mapping]]] = ..., exact: _Optional[bool] = ..., message: _Optional[str] = ...) -> None: ...
 
 class WorkerStatus(_message.Message):
     __slots__ = ("name", "role", "state", "pid", "node", "incarnation", "running", "waiting", "pages_total", "pages_free", "steps", "outgoing", "counters", "stalled_s", "longest_step_s", "last_end")
@@ -452,7 +452,7 @@ class Fingerprint(_message.Message):
     weights: str
     def __init__(self, protocol: _Optional[int] = ..., layout: _Optional[str] = ..., numerics: _Optional[str] = ..., weights: _Optional[str] = ...) -> None: ...
 
-class Grant(_message.Message):
+class LeaseGrant(_message.Message):
     __slots__ = ("incarnation", "lease_s", "fenced", "drain")
     INCARNATION_FIELD_NUMBER: _ClassVar[int]
     LEASE_S_FIELD_NUMBER: _ClassVar[int]
@@ -472,13 +472,13 @@ class RoleChange(_message.Message):
     role: str
     def __init__(self, name: _Optional[str] = ..., role: _Optional[str] = ...) -> None: ...
 
-class Target(_message.Message):
+class DrainTarget(_message.Message):
     __slots__ = ("name",)
     NAME_FIELD_NUMBER: _ClassVar[int]
     name: str
     def __init__(self, name: _Optional[str] = ...) -> None: ...
 
-class Targets(_message.Message):
+class DrainTargets(_message.Message):
     __slots__ = ("workers",)
     WORKERS_FIELD_NUMBER: _ClassVar[int]
     workers: _containers.RepeatedScalarFieldContainer[str]

@@ -282,12 +282,12 @@ class ControllerStub:
         self.Register = channel.unary_unary(
                 '/twinpool.Controller/Register',
                 request_serializer=contracts_dot_proto_dot_worker__pb2.Registration.SerializeToString,
-                response_deserializer=contracts_dot_proto_dot_worker__pb2.Grant.FromString,
+                response_deserializer=contracts_dot_proto_dot_worker__pb2.LeaseGrant.FromString,
                 _registered_method=True)
         self.Renew = channel.unary_unary(
                 '/twinpool.Controller/Renew',
                 request_serializer=contracts_dot_proto_dot_worker__pb2.Renewal.SerializeToString,
-                response_deserializer=contracts_dot_proto_dot_worker__pb2.Grant.FromString,
+                response_deserializer=contracts_dot_proto_dot_worker__pb2.LeaseGrant.FromString,
                 _registered_method=True)
         self.Leave = channel.unary_unary(
                 '/twinpool.Controller/Leave',
@@ -301,13 +301,13 @@ class ControllerStub:
                 _registered_method=True)
         self.Drain = channel.unary_unary(
                 '/twinpool.Controller/Drain',
-                request_serializer=contracts_dot_proto_dot_worker__pb2.Target.SerializeToString,
-                response_deserializer=contracts_dot_proto_dot_worker__pb2.Targets.FromString,
+                request_serializer=contracts_dot_proto_dot_worker__pb2.DrainTarget.SerializeToString,
+                response_deserializer=contracts_dot_proto_dot_worker__pb2.DrainTargets.FromString,
                 _registered_method=True)
         self.Undrain = channel.unary_unary(
                 '/twinpool.Controller/Undrain',
-                request_serializer=contracts_dot_proto_dot_worker__pb2.Target.SerializeToString,
-                response_deserializer=contracts_dot_proto_dot_worker__pb2.Targets.FromString,
+                request_serializer=contracts_dot_proto_dot_worker__pb2.DrainTarget.SerializeToString,
+                response_deserializer=contracts_dot_proto_dot_worker__pb2.DrainTargets.FromString,
                 _registered_method=True)
         self.Watch = channel.unary_stream(
                 '/twinpool.Controller/Watch',
@@ -371,12 +371,12 @@ def add_ControllerServicer_to_server(servicer, server):
             'Register': grpc.unary_unary_rpc_method_handler(
                     servicer.Register,
                     request_deserializer=contracts_dot_proto_dot_worker__pb2.Registration.FromString,
-                    response_serializer=contracts_dot_proto_dot_worker__pb2.Grant.SerializeToString,
+                    response_serializer=contracts_dot_proto_dot_worker__pb2.LeaseGrant.SerializeToString,
             ),
             'Renew': grpc.unary_unary_rpc_method_handler(
                     servicer.Renew,
                     request_deserializer=contracts_dot_proto_dot_worker__pb2.Renewal.FromString,
-                    response_serializer=contracts_dot_proto_dot_worker__pb2.Grant.SerializeToString,
+                    response_serializer=contracts_dot_proto_dot_worker__pb2.LeaseGrant.SerializeToString,
             ),
             'Leave': grpc.unary_unary_rpc_method_handler(
                     servicer.Leave,
@@ -390,13 +390,13 @@ def add_ControllerServicer_to_server(servicer, server):
             ),
             'Drain': grpc.unary_unary_rpc_method_handler(
                     servicer.Drain,
-                    request_deserializer=contracts_dot_proto_dot_worker__pb2.Target.FromString,
-                    response_serializer=contracts_dot_proto_dot_worker__pb2.Targets.SerializeToString,
+                    request_deserializer=contracts_dot_proto_dot_worker__pb2.DrainTarget.FromString,
+                    response_serializer=contracts_dot_proto_dot_worker__pb2.DrainTargets.SerializeToString,
             ),
             'Undrain': grpc.unary_unary_rpc_method_handler(
                     servicer.Undrain,
-                    request_deserializer=contracts_dot_proto_dot_worker__pb2.Target.FromString,
-                    response_serializer=contracts_dot_proto_dot_worker__pb2.Targets.SerializeToString,
+                    request_deserializer=contracts_dot_proto_dot_worker__pb2.DrainTarget.FromString,
+                    response_serializer=contracts_dot_proto_dot_worker__pb2.DrainTargets.SerializeToString,
             ),
             'Watch': grpc.unary_stream_rpc_method_handler(
                     servicer.Watch,
@@ -430,7 +430,7 @@ class Controller:
             target,
             '/twinpool.Controller/Register',
             contracts_dot_proto_dot_worker__pb2.Registration.SerializeToString,
-            contracts_dot_proto_dot_worker__pb2.Grant.FromString,
+            contracts_dot_proto_dot_worker__pb2.LeaseGrant.FromString,
             options,
             channel_credentials,
             insecure,
@@ -457,7 +457,7 @@ class Controller:
             target,
             '/twinpool.Controller/Renew',
             contracts_dot_proto_dot_worker__pb2.Renewal.SerializeToString,
-            contracts_dot_proto_dot_worker__pb2.Grant.FromString,
+            contracts_dot_proto_dot_worker__pb2.LeaseGrant.FromString,
             options,
             channel_credentials,
             insecure,
@@ -537,8 +537,8 @@ class Controller:
             request,
             target,
             '/twinpool.Controller/Drain',
-            contracts_dot_proto_dot_worker__pb2.Target.SerializeToString,
-            contracts_dot_proto_dot_worker__pb2.Targets.FromString,
+            contracts_dot_proto_dot_worker__pb2.DrainTarget.SerializeToString,
+            contracts_dot_proto_dot_worker__pb2.DrainTargets.FromString,
             options,
             channel_credentials,
             insecure,
@@ -564,8 +564,8 @@ class Controller:
             request,
             target,
             '/twinpool.Controller/Undrain',
-            contracts_dot_proto_dot_worker__pb2.Target.SerializeToString,
-            contracts_dot_proto_dot_worker__pb2.Targets.FromString,
+            contracts_dot_proto_dot_worker__pb2.DrainTarget.SerializeToString,
+            contracts_dot_proto_dot_worker__pb2.DrainTargets.FromString,
             options,
             channel_credentials,
             insecure,

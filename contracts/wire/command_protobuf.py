@@ -33,23 +33,25 @@ def command_to_proto(command: Command) -> pb.Command:
         case PauseForMigration():
             rid, peer = command.request_id, _peer_to_proto(command.peer)
             return pb.Command(
-                handover=pb.Handover(request_id=rid, attempt=command.attempt, room=command.room, peer=peer)
+                pause_for_migration=pb.PauseForMigration(
+                    request_id=rid, attempt=command.attempt, room=command.room, peer=peer
+                )
             )
         case ResumeHere():
-            return pb.Command(resume=pb.Cancel(request_id=command.request_id, attempt=command.attempt))
+            return pb.Command(resume_here=pb.Cancel(request_id=command.request_id, attempt=command.attempt))
         case PushPrefix():
-            return pb.Command(give=_pages_to_proto(command))
+            return pb.Command(push_prefix=_pages_to_proto(command))
         case PullPrefix():
-            return pb.Command(fetch=_pages_to_proto(command))
+            return pb.Command(pull_prefix=_pages_to_proto(command))
         case Audit():
             return pb.Command(audit=_audit_to_proto(command))
         case InvalidatePrefix():
-            forget = pb.Forget(request_id=command.request_id, tokens=command.tokens, salt=command.salt)
-            return pb.Command(forget=forget)
+            forget = pb.InvalidatePrefix(request_id=command.request_id, tokens=command.tokens, salt=command.salt)
+            return pb.Command(invalidate_prefix=forget)
 
 
-def _pages_to_proto(c: PushPrefix | PullPrefix) -> pb.Pages:
-    return pb.Pages(
+def _pages_to_proto(c: PushPrefix | PullPrefix) -> pb.PrefixTransfer:
+    return pb.PrefixTransfer(
         request_id=c.request_id,
         attempt=c.attempt,
         room=c.room,
@@ -67,23 +69,23 @@ def command_from_proto(message: pb.Command) -> Command:
             return _submit_from_proto(message.submit)
         case "cancel":
             return Cancel(RequestId(message.cancel.request_id), message.cancel.attempt)
-        case "handover":
-            h = message.handover
+        case "pause_for_migration":
+            h = message.pause_for_migration
             return PauseForMigration(RequestId(h.request_id), h.attempt, RoomId(h.room), _peer_from_proto(h.peer))
-        case "give":
-            g = message.give
+        case "push_prefix":
+            g = message.push_prefix
             ids = RequestId(g.request_id), g.attempt, RoomId(g.room), _peer_from_proto(g.peer)
             return PushPrefix(*ids, tuple(g.tokens), g.salt)
-        case "fetch":
-            f = message.fetch
+        case "pull_prefix":
+            f = message.pull_prefix
             ids = RequestId(f.request_id), f.attempt, RoomId(f.room), _peer_from_proto(f.peer)
             return PullPrefix(*ids, tuple(f.tokens), f.salt, f.spare)
-        case "resume":
-            return ResumeHere(RequestId(message.resume.request_id), message.resume.attempt)
+        case "resume_here":
+            return ResumeHere(RequestId(message.resume_here.request_id), message.resume_here.attempt)
         case "audit":
             return _audit_from_proto(message.audit)
-        case "forget":
-            old = message.forget
+        case "invalidate_prefix":
+            old = message.invalidate_prefix
             return InvalidatePrefix(RequestId(old.request_id), tuple(old.tokens), old.salt)
         case kind:
             raise UnknownKind(f"unknown command {kind!r}")
@@ -112,7 +114,7 @@ def _submit_to_proto(s: Submit) -> pb.Submit:
         salt=s.salt,
         priority=s.priority,
         deadline_s=s.deadline_s,
-        moving=s.moving,
+        migrating=s.migrating,
     )
 
 
@@ -131,7 +133,7 @@ def _submit_from_proto(m: pb.Submit) -> Submit:
         salt=m.salt,
         priority=m.priority,
         deadline_s=m.deadline_s,
-        moving=m.moving,
+        migrating=m.migrating,
     )
 
 

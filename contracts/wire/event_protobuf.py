@@ -30,7 +30,7 @@ def _audited_to_proto(a: Audited) -> pb.Audited:
         end=a.end,
         checked=a.checked,
         differing=a.differing,
-        differences=[pb.Difference(position=d.position, drawn=d.drawn, gap=d.gap) for d in a.differences],
+        differences=[pb.TokenDifference(position=d.position, drawn=d.drawn, gap=d.gap) for d in a.differences],
         exact=a.exact,
         message=a.message,
     )
@@ -66,8 +66,8 @@ def event_to_proto(event: Event) -> pb.Event:
         case PromptScores():
             out.prompt_scores.CopyFrom(pb.PromptScores(scores=[_logprob_to_proto(t) for t in event.scores]))
         case LegReport():
-            out.progress.CopyFrom(
-                pb.Progress(
+            out.leg_report.CopyFrom(
+                pb.LegReport(
                     role=event.role,
                     worker=event.worker,
                     marks=event.marks,
@@ -88,19 +88,19 @@ def event_to_proto(event: Event) -> pb.Event:
                 )
             )
         case MigrationWanted():
-            out.leaving.CopyFrom(pb.Leaving(started=event.started, withdrawn=event.withdrawn))
+            out.migration_wanted.CopyFrom(pb.MigrationWanted(started=event.started, withdrawn=event.withdrawn))
         case MigrationPaused():
-            out.paused.CopyFrom(pb.Paused(position=event.position))
+            out.migration_paused.CopyFrom(pb.MigrationPaused(position=event.position))
         case MigrationUndone():
-            out.resumed.CopyFrom(pb.Resumed(reason=event.reason))
+            out.migration_undone.CopyFrom(pb.MigrationUndone(reason=event.reason))
         case MigrationDone():
-            out.moved.CopyFrom(pb.Moved(bytes=event.bytes))
+            out.migration_done.CopyFrom(pb.BytesSent(bytes=event.bytes))
         case PushReady():
-            out.gives.CopyFrom(pb.Gives(positions=event.positions))
+            out.push_ready.CopyFrom(pb.PushReady(positions=event.positions))
         case PullDone():
-            out.fetched.CopyFrom(pb.Moved(bytes=event.bytes))
+            out.pull_done.CopyFrom(pb.BytesSent(bytes=event.bytes))
         case PrefixOffered():
-            out.offered.CopyFrom(pb.Offered(tokens=event.tokens, salt=event.salt))
+            out.prefix_offered.CopyFrom(pb.PrefixOffered(tokens=event.tokens, salt=event.salt))
         case Audited():
             out.audited.CopyFrom(_audited_to_proto(event))
     return out
@@ -117,8 +117,8 @@ def event_from_proto(m: pb.Event) -> Event:
         case "prompt_scores":
             scores = tuple(_logprob_from_proto(x) for x in m.prompt_scores.scores)
             return PromptScores(request_id, attempt, scores)
-        case "progress":
-            p = m.progress
+        case "leg_report":
+            p = m.leg_report
             return LegReport(
                 request_id,
                 attempt,
@@ -141,20 +141,20 @@ def event_from_proto(m: pb.Event) -> Event:
                 d.message,
                 WorkerName(d.blame) if d.blame else None,
             )
-        case "leaving":
-            return MigrationWanted(request_id, attempt, m.leaving.started, m.leaving.withdrawn)
-        case "paused":
-            return MigrationPaused(request_id, attempt, m.paused.position)
-        case "resumed":
-            return MigrationUndone(request_id, attempt, m.resumed.reason)
-        case "moved":
-            return MigrationDone(request_id, attempt, m.moved.bytes)
-        case "gives":
-            return PushReady(request_id, attempt, m.gives.positions)
-        case "fetched":
-            return PullDone(request_id, attempt, m.fetched.bytes)
-        case "offered":
-            return PrefixOffered(request_id, attempt, tuple(m.offered.tokens), m.offered.salt)
+        case "migration_wanted":
+            return MigrationWanted(request_id, attempt, m.migration_wanted.started, m.migration_wanted.withdrawn)
+        case "migration_paused":
+            return MigrationPaused(request_id, attempt, m.migration_paused.position)
+        case "migration_undone":
+            return MigrationUndone(request_id, attempt, m.migration_undone.reason)
+        case "migration_done":
+            return MigrationDone(request_id, attempt, m.migration_done.bytes)
+        case "push_ready":
+            return PushReady(request_id, attempt, m.push_ready.positions)
+        case "pull_done":
+            return PullDone(request_id, attempt, m.pull_done.bytes)
+        case "prefix_offered":
+            return PrefixOffered(request_id, attempt, tuple(m.prefix_offered.tokens), m.prefix_offered.salt)
         case "audited":
             return _audited_from_proto(request_id, attempt, m.audited)
         case kind:

@@ -64,11 +64,11 @@ class ControllerDirectory:
         await self._ask("ChangeRole", pb.RoleChange(name=name, role=role))
 
     async def drain(self, target: str) -> tuple[WorkerName, ...]:
-        answer = await self._ask("Drain", pb.Target(name=target))
+        answer = await self._ask("Drain", pb.DrainTarget(name=target))
         return tuple(WorkerName(name) for name in answer.workers)
 
     async def undrain(self, target: str) -> tuple[WorkerName, ...]:
-        answer = await self._ask("Undrain", pb.Target(name=target))
+        answer = await self._ask("Undrain", pb.DrainTarget(name=target))
         return tuple(WorkerName(name) for name in answer.workers)
 
     async def _ask(self, method: str, request: Any) -> Any:

@@ -225,7 +225,7 @@ class Migrations:
         submit = Submit(
             r.id, move.attempt, move.room, r.tokens[:position], len(r.prompt),
             replace(r.sampling, prompt_logprobs=None), source.peer, r.salt, max(r.deadline - now, 0.001), r.priority,
-            moving=True,
+            migrating=True,
         )  # fmt: skip
         self._send(move.target, submit)
 

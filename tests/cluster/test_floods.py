@@ -186,8 +186,8 @@ def test_a_call_of_more_than_its_bound_ends_alone(scene: Scene) -> None:
     async def talk() -> list[grpc.StatusCode]:
         bounds = [("grpc.max_send_message_length", 64 << 20)]
         async with grpc.aio.insecure_channel(scene.controller.endpoint, options=bounds) as stranger:
-            too_long = pb.Target(name="x" * (CONTROL_BYTES + 1)).SerializeToString()
-            long = pb.Target(name="x" * (CONTROL_BYTES // 4)).SerializeToString()
+            too_long = pb.DrainTarget(name="x" * (CONTROL_BYTES + 1)).SerializeToString()
+            long = pb.DrainTarget(name="x" * (CONTROL_BYTES // 4)).SerializeToString()
             drain = "/twinpool.Controller/Drain"
             return [await call_with(stranger, drain, raw) for raw in (too_long, long)]
 

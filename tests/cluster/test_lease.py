@@ -153,9 +153,9 @@ def test_a_renewal_may_take_two_heartbeats_and_no_less_than_a_second(heartbeat_s
     given: list[float] = []
 
     class Stub:
-        async def Renew(self, renewal: pb.Renewal, *, timeout: float, **_: object) -> pb.Grant:
+        async def Renew(self, renewal: pb.Renewal, *, timeout: float, **_: object) -> pb.LeaseGrant:
             given.append(timeout)
-            return pb.Grant(fenced=True)
+            return pb.LeaseGrant(fenced=True)
 
     record = WorkerRecord(NAME, Role.DECODE, Incarnation(1), 7, "n", "e", "c", WorkerLimits(1, 1))
     keeper = LeaseKeeper(
@@ -167,10 +167,10 @@ def test_a_renewal_may_take_two_heartbeats_and_no_less_than_a_second(heartbeat_s
 
 @pytest.mark.parametrize("undrained", [False, True])
 def test_an_order_to_leave_that_an_undrain_has_overtaken_is_not_obeyed(undrained: bool) -> None:
-    undrains, obeyed, answers = [0], list[str](), iter([pb.Grant(drain=True), pb.Grant(fenced=True)])
+    undrains, obeyed, answers = [0], list[str](), iter([pb.LeaseGrant(drain=True), pb.LeaseGrant(fenced=True)])
 
     class Stub:
-        async def Renew(self, renewal: pb.Renewal, **_: object) -> pb.Grant:
+        async def Renew(self, renewal: pb.Renewal, **_: object) -> pb.LeaseGrant:
             undrains[0] += undrained  # while the answer is under way
             return next(answers)
 

@@ -104,7 +104,7 @@ def test_the_target_is_sent_what_the_source_has_and_the_time_that_is_left_and_no
     first = scene.on.submits[0][1]
     scene.bring_to(MigrationState.OFFERED)
     worker, submit = scene.on.submits[-1]
-    assert (worker, submit.attempt, submit.moving) == (scene.target, 1, True)
+    assert (worker, submit.attempt, submit.migrating) == (scene.target, 1, True)
     assert submit.peer is not None
     assert submit.peer.name == SOURCE
     assert submit.room != first.room

@@ -79,7 +79,7 @@ def test_a_full_instance_has_no_default_and_no_value_twice() -> None:
 
     collect(made)
     assert len(seen) == len(set(seen)) > 25
-    assert made.moving is True
+    assert made.migrating is True
     assert empty(router_commands.Submit).sampling.logprobs == 0
     assert absent(router_commands.Submit).peer is None
     assert [(x.started, x.withdrawn) for x in one_truth_each(worker_events.MigrationWanted)] == [
@@ -182,8 +182,8 @@ WRITERS: list[tuple[type[Any], Callable[[Any], Proto]]] = [
 def test_every_field_of_the_protocol_is_filled(cls: type[Any], write: Callable[[Any], Proto]) -> None:
     """A field of worker.proto that nothing writes is a promise that nobody keeps."""
     never = set.intersection(*(set(unset(write(message))) for message in [full(cls), *one_truth_each(cls)]))
-    # `Pages` is both a give and a fetch, and `spare` is a fetch's.
-    assert never - {"Command.give.spare"} == set()
+    # `PrefixTransfer` is both a push and a pull, and `spare` is a pull's.
+    assert never - {"Command.push_prefix.spare"} == set()
 
 
 def unset(message: Proto, path: str = "") -> list[str]:
@@ -307,7 +307,7 @@ async def test_every_field_of_the_controllers_table_reaches_a_router() -> None:
         await asyncio.sleep(0)
 
 
-@pytest.mark.parametrize("cls", [pb.Registration, pb.Grant, pb.ClusterView, pb.Renewal])
+@pytest.mark.parametrize("cls", [pb.Registration, pb.LeaseGrant, pb.ClusterView, pb.Renewal])
 def test_every_field_of_the_controllers_protocol_is_filled(cls: type[Proto]) -> None:
     from cluster.controller.controller_service import grant_message
     from contracts.wire.worker_protobuf import record_to_proto

@@ -82,7 +82,7 @@ class NewerWorker(WorkerFake):
         failed.done.error = "of a newer kind"
         audited = event_to_proto(Audited(RequestId("c"), 1, AuditEnd.COMPUTED))
         audited.audited.end = "in a newer way"
-        progress = pb.Event(request_id="d", progress=pb.Progress(role="of a newer kind"))
+        progress = pb.Event(request_id="d", leg_report=pb.LegReport(role="of a newer kind"))
         events = [paused, newer(pb.Event), progress, failed, audited]
         yield pb.WorkerFrame(incarnation=self.says, events=events)
         await asyncio.Event().wait()
