@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import pkgutil
 import re
 import shlex
 import subprocess
@@ -81,6 +82,18 @@ def printed(script: str) -> str:
 def test_links_lead_somewhere(page: Path) -> None:
     for target in re.findall(r"\]\(([^)#:]+)\)", page.read_text()):
         assert (page.parent / target).exists(), f"{page.name} links to {target}"
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda p: str(p.relative_to(ROOT)))
+def test_files_and_modules_that_a_page_names_are_there(page: Path) -> None:
+    """Modules and classes by dots, but for keys of the configuration. Pages of parts have a test of their own."""
+    text, packages = page.read_text(), "|".join(path.parent.name for path in ROOT.glob("*/__init__.py"))
+    if page.parent.name != "architecture":
+        for name in re.findall(r"`([\w.-]+(?:/[\w.-]+)+\.(?:py|cpp|h|md|yaml|txt))(?:::\w+)?`", text):
+            assert (ROOT / name).is_file(), name
+    keys = set(re.findall(r"^\| `([\w.]+)` ", (ROOT / "docs" / "configuration.md").read_text(), re.MULTILINE))
+    for name in re.findall(rf"`((?:{packages})(?:\.\w+){{2,}})`", text):
+        assert name in keys or pkgutil.resolve_name(name), name
 
 
 def test_the_page_of_models_names_every_architecture_and_no_other() -> None:
