@@ -138,9 +138,9 @@ def loading(scene: Scene) -> RequestId:
     (request,) = [r for r in scene.prefill._request_table if r.submit.request_id == rid]
     end = time.monotonic() + UNTIL_S
     while request.allocation is None:
-        assert time.monotonic() < end, "it was not claimed"
+        assert time.monotonic() < end, "it was not admitted"
         scene.prefill._poll()
-        scene.prefill._take_in()
+        scene.prefill._scheduler.admit()
         scene.prefill.wait(0.001)
     assert request.cached.host, "it was to come from the host"
     scene.prefill._manager.launch()

@@ -153,7 +153,7 @@ def held_until_complete(both: Pair, worker: PrefillWorker | DecodeWorker, pages:
     worker._manager.evict("full", pool.total)
     assert not pages & set(pool._free)
     assert pool.quarantined >= len(pages) > 0
-    assert len(worker._overlap) > 0
+    assert len(worker._steps if isinstance(worker, PrefillWorker) else worker._overlap) > 0
     for _ in range(2):
         both.step(worker.role)
     worker._manager.evict("full", pool.total)
@@ -199,13 +199,13 @@ def test_a11_prefill_holds_what_a_cancelled_chunk_reads_and_writes(model: Path) 
         held_until_complete(both, prefill, pages)
 
 
-def test_what_a_parked_request_had_under_way_is_dropped(model: Path, undisturbed: list[tuple[object, ...]]) -> None:
+def test_what_a_preempted_request_had_under_way_is_dropped(model: Path, undisturbed: list[tuple[object, ...]]) -> None:
     with lagging_pair(model, tokens=1024) as (both, prefill, _):
         prompt, params = asks()[3]
         request = both.submit(prompt, params, legs=(Role.PREFILL,))
         while not any(r.launched > r.committed for r in prefill._request_table):
             both.step()
-        assert prefill._preempt_one()
+        assert prefill._scheduler.preempt_youngest()
         for _ in range(50):
             both.step(Role.PREFILL)
         answer = both.answers[request]

@@ -36,15 +36,15 @@ class Steps:
     def __init__(self, both: Pair) -> None:
         self.launched: list[dict[tuple[int, ...], tuple[int, int]]] = []
         worker: Any = both.prefill
-        batch = worker._batch
+        batch = worker._scheduler.next_batch
 
         def noted() -> Any:
             rows = batch()
             if rows:
-                self.launched.append({r.tokens: (row.start, len(row.tokens)) for r, row in rows})
+                self.launched.append({c.request.tokens: (c.row.start, len(c.row.tokens)) for c in rows})
             return rows
 
-        worker._batch = noted
+        worker._scheduler.next_batch = noted
 
     def of(self, prompt: Sequence[int]) -> list[tuple[int, int, int]]:
         """Number of the step, start and count, for a prompt."""

@@ -372,11 +372,11 @@ def test_a2_what_prefill_handed_over_is_the_requests_own_whatever_becomes_of_its
     model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     draft = DraftState("float32", bytes(range(64)), (7, 9), (0.5, 0.25))
-    import prefill.worker as prefill_worker
+    import prefill.handover as prefill_handover
 
-    made = prefill_worker.HandoverMetadata
+    made = prefill_handover.HandoverMetadata
     monkeypatch.setattr(
-        prefill_worker, "HandoverMetadata", lambda *args, **more: made(*args, **more | {"draft": draft})
+        prefill_handover, "HandoverMetadata", lambda *args, **more: made(*args, **more | {"draft": draft})
     )
     with working(model) as (both, decode):
         asked = both.submit(prompt_of(1, 20), greedy(20))

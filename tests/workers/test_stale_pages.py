@@ -79,14 +79,14 @@ def test_prefill_gives_up_what_is_stale_again_and_again(model: Path) -> None:
     with pair(model) as both:
         assert isinstance(both.prefill, PrefillWorker)
         request = both.submit(prompt, GREEDY)
-        take = both.prefill._take_pages
+        take = both.prefill._request_pages.take
 
         def thief(r: object) -> bool:
             taken = take(r)  # type: ignore[arg-type]
             both.prefill._pages.epochs.bump(r.allocation.tables["full"][:1])  # type: ignore[attr-defined]
             return taken
 
-        both.prefill._take_pages = thief  # type: ignore[assignment, method-assign]
+        both.prefill._request_pages.take = thief  # type: ignore[assignment, method-assign]
         (answer,) = both.run(request)
         assert answer.done is not None
         assert answer.done.error is ErrorKind.WORKER

@@ -115,7 +115,7 @@ PREFILL: dict[str, tuple[Plant, str]] = {
         "its grant says otherwise",
     ),
     "a hand-over that nobody waits for": (
-        lambda p, d: p._unconfirmed.update({RoomId("x"): a_running(p)}),  # type: ignore[dict-item]
+        lambda p, d: p._handover._unconfirmed.update({RoomId("x"): a_running(p)}),  # type: ignore[dict-item]
         "wait for decode's word",
     ),
     "a room of a peer that is gone": (lambda p, d: p._sender._peers.clear(), "a peer that is gone"),
