@@ -24,7 +24,7 @@ ROOT = Path(__file__).parents[1]
 Table = StateTable[Any, Any]
 PAIRS = (
     (worker_states, "TRANSITIONS", "worker as the controller sees it"),
-    (routed_request, "MOVES", "routed request"),
+    (routed_request, "TRANSITIONS", "routed request"),
 )
 """Tables that are kept as mappings from (state, event): where, under which name, and what they are of."""
 

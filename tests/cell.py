@@ -16,8 +16,9 @@ from contracts.messages.worker_status import CheckReport, WorkerRecord, WorkerVi
 from contracts.sampling_params import SamplingParams
 from router.core.router_actions import DeliverTokens, EndRequest, NoteReplay, SendCommand
 from router.core.router_core import RouterCore
+from router.state.prefix_hashes import prefix_hashes
 from router.state.routed_request import RoutedRequest
-from router.state.worker_table import WorkerKey, prefix_hashes
+from router.state.worker_table import WorkerKey
 from router.verification.audit_cases import AuditFinding, AuditResult
 from tests.pair import SESSION, Pair
 

@@ -28,8 +28,9 @@ from contracts.sampling_params import SamplingParams
 from decode.worker import DecodeWorker
 from router.core.router_actions import DeliverTokens, EndRequest, NoteReplay, SendCommand
 from router.core.router_core import RouterCore
+from router.state.prefix_hashes import prefix_hashes
 from router.state.routed_request import RoutedRequest
-from router.state.worker_table import WorkerKey, prefix_hashes
+from router.state.worker_table import WorkerKey
 from tests.pair import SESSION, counts_for
 from tests.rank_workers import RankProcesses, group_of
 
@@ -199,7 +200,7 @@ class Company:
         # A peer that was gone before it said hello is given up by the clock, not by rounds.
         self.until(idle, "every page to come back", 200_000)
         assert self.core.check() == []
-        assert self.core.in_flight == 0
+        assert self.core.requests.in_flight == 0
 
 
 @contextmanager

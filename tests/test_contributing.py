@@ -43,8 +43,8 @@ def test_commands_that_the_page_names_are_targets_of_the_makefile() -> None:
 def test_names_in_code_that_the_page_names_are_in_the_files_that_it_names_them_of() -> None:
     for name, path in (
         ("POLICIES", "cache/prefix_cache/tree_eviction.py"),
-        ("pick_prefill", "router/state/worker_table.py"),
-        ("pick_decode", "router/state/worker_table.py"),
+        ("pick_prefill", "router/core/placement.py"),
+        ("pick_decode", "router/core/placement.py"),
         ("COMMANDS", "cli/commands.py"),
         ("FLAGS", "cli/commands.py"),
         ("_RUN", "cli/commands.py"),

@@ -62,10 +62,10 @@ async def drain(service: RouterService, exchange: HttpExchange) -> None:
     under_way = [_line(e.status, "drains already") for e in target.in_state("draining")]
     under_way += [_line(e.status, "is started elsewhere") for e in target.in_state("starting")]
     for entry in ready:  # Before they have answered: another operator may ask for the others meanwhile.
-        entry.tell_to_leave(service.clock.now())
+        entry.request_drain(service.clock.now())
     if target.is_node and isinstance(refusal := await _ask_controller(service, target, drain=True), ApiError):
         for entry in ready:
-            entry.tell_to_stay()
+            entry.cancel_drain()
         return await exchange.fail(refusal)
     lines = await _tell(service, ready, drain=True)
     failed, unheard = [line for line in lines if line["state"] == "unreachable"], ""
@@ -116,7 +116,7 @@ async def undrain(service: RouterService, exchange: HttpExchange) -> None:
     if isinstance(unheard, ApiError):
         return await exchange.fail(unheard)
     for entry in draining:
-        entry.tell_to_stay()
+        entry.cancel_drain()
     lines += await _tell(service, draining, drain=False)
     # Unlike a drain, this can't come by heartbeat: the worker itself must hear it before it has left.
     await _answer(exchange, target, lines, "" if target.is_node else "it goes on draining")
@@ -168,12 +168,12 @@ async def role(service: RouterService, exchange: HttpExchange) -> None:
         return await exchange.fail(_conflict(f"{name} is {entry.status.state}: only a ready worker changes its role"))
     if failure := _undrainable(service, target, force=_asked(exchange, "force")):
         return await exchange.fail(failure)
-    entry.tell_to_leave(service.clock.now())
+    entry.request_drain(service.clock.now())
     try:
         async with asyncio.timeout(ANSWER_DEADLINE_S):
             await service.worker_links.directory.change_role(entry.record.name, Role(wanted))
     except RequestError as error:
-        entry.tell_to_stay()
+        entry.cancel_drain()
         return await exchange.fail(_conflict(str(error)))
     except (OSError, TimeoutError) as error:
         reason = str(error) or "no answer in time"

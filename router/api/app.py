@@ -222,14 +222,14 @@ async def _health(service: RouterService, exchange: HttpExchange) -> None:
     core = service.core
     serving = {str(role): len(core.serving(role)) for role in Role}
     problems = [f"no {role} worker can serve" for role, count in serving.items() if not count]
-    if core.stalled_s > service.config.stall_s:
-        problems.append(f"work waits and nothing has advanced for {core.stalled_s:.1f} s")
+    if core.progress.stalled_s > service.config.stall_s:
+        problems.append(f"work waits and nothing has advanced for {core.progress.stalled_s:.1f} s")
     answer = {
         "status": "unhealthy" if problems else "ok",
         "problems": problems,
         "serving": serving,
-        "in_flight": core.in_flight,
-        "waiting": core.waiting,
+        "in_flight": core.requests.in_flight,
+        "waiting": core.requests.waiting,
     }
     await exchange.answer_json(503 if problems else 200, answer)
 
@@ -244,7 +244,7 @@ async def _version(service: RouterService, exchange: HttpExchange) -> None:
 
 async def _load(service: RouterService, exchange: HttpExchange) -> None:
     """The name is vLLM's: answers that have not ended."""
-    await exchange.answer_json(200, {"server_load": service.core.in_flight})
+    await exchange.answer_json(200, {"server_load": service.core.requests.in_flight})
 
 
 async def _metrics(service: RouterService, exchange: HttpExchange) -> None:

@@ -9,6 +9,7 @@ from contracts.ids import RequestId
 from contracts.messages.router_commands import Command
 from contracts.messages.worker_events import Done
 from contracts.sampling_params import TokenLogprob
+from router.state.routed_request import AttemptCost
 from router.state.worker_table import WorkerKey
 from router.verification.audit_cases import AuditFinding
 
@@ -74,3 +75,9 @@ class RouterCounts:
     late_events: int = 0
     fallbacks: int = 0
     """Legs in which decode had to compute a part of the prompt itself, instead of receiving all of it."""
+
+    def charge(self, cost: AttemptCost) -> None:
+        """An attempt has failed, at this cost."""
+        self.replays += cost is AttemptCost.REPLAY
+        self.refusals += cost is AttemptCost.REFUSAL
+        self.recomputed += cost is AttemptCost.FREE

@@ -129,7 +129,7 @@ class PrometheusMetrics(Collector):
             ("twinpool_late_events", "Events of ended requests or earlier attempts, dropped", counts.late_events),
         ):
             yield CounterMetricFamily(name, text, value=value)
-        yield from self._of_moves()
+        yield from self._of_migrations()
         for source in self.sources:
             yield from source()
         yield self._ttft.family("twinpool_time_to_first_token_seconds", "From arrival to the first token")
@@ -138,12 +138,14 @@ class PrometheusMetrics(Collector):
         yield from self._of_legs()
         yield from self._of_workers()
 
-    def _of_moves(self) -> Iterator[Metric]:
-        counts, offered = self._core.moves.counts, float(self._core.moves.offers.bytes)
-        moves = CounterMetricFamily("twinpool_migrations", "Requests handed from decode to decode", labels=["outcome"])
+    def _of_migrations(self) -> Iterator[Metric]:
+        counts, offered = self._core.migrations.counts, float(self._core.migrations.offers.bytes)
+        outcomes = CounterMetricFamily(
+            "twinpool_migrations", "Requests handed from decode to decode", labels=["outcome"]
+        )
         for outcome, value in (("moved", counts.moved), ("stayed", counts.stayed), ("restarted", counts.restarted)):
-            moves.add_metric([outcome], value)
-        yield moves
+            outcomes.add_metric([outcome], value)
+        yield outcomes
         for name, text, total in (
             ("twinpool_moved_bytes", "State sent along with requests that moved", float(counts.moved_bytes)),
             (
@@ -189,8 +191,10 @@ class PrometheusMetrics(Collector):
 
     def _of_workers(self) -> Iterator[Metric]:
         core = self._core
-        yield GaugeMetricFamily("twinpool_requests_in_flight", "Choices that have not ended", value=core.in_flight)
-        yield GaugeMetricFamily("twinpool_requests_waiting", "Choices waiting for workers", value=core.waiting)
+        yield GaugeMetricFamily(
+            "twinpool_requests_in_flight", "Choices that have not ended", value=core.requests.in_flight
+        )
+        yield GaugeMetricFamily("twinpool_requests_waiting", "Choices waiting for workers", value=core.requests.waiting)
         serving = GaugeMetricFamily("twinpool_workers_serving", "Workers that take requests", labels=["role"])
         for role in Role:
             serving.add_metric([role], len(core.serving(role)))

@@ -34,8 +34,8 @@ class MigrationEvent(StrEnum):
     """The request ended or is replayed."""
 
 
-MOVES = StateTable[MigrationState, MigrationEvent](
-    "move",
+MIGRATION = StateTable[MigrationState, MigrationEvent](
+    "migration",
     {
         MigrationState.AHEAD: {
             MigrationEvent.COPIED: MigrationState.ASKED,
@@ -77,7 +77,7 @@ class Migration:
     paused_at: float = 0.0
 
     def step(self, event: MigrationEvent, now: float) -> None:
-        self.state, self.heard = MOVES.next(self.state, event), now
+        self.state, self.heard = MIGRATION.next(self.state, event), now
 
 
 @dataclass(slots=True)

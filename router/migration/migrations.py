@@ -12,14 +12,16 @@ A worker that drains says who should leave (`MigrationWanted`). The router picks
                room for it now refuses at once: nobody stands still in a queue
 
 Whoever speaks first after the pause has the request, and the other is sent a cancel when it speaks, too: both would go
-on with the same tokens, so it can't be wrong. A move costs no replay; but if both are lost, the request is replayed
-from its tokens like any other. One that stayed is offered again, to another worker first, and ever more rarely.
+on with the same tokens, so it can't be wrong. A migration costs no replay; but if both are lost, the request is
+replayed from its tokens like any other. One that stayed is offered again, to another worker first, and ever more
+rarely.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Container, Mapping
 from dataclasses import replace
+from typing import Protocol
 
 from contracts.clock import Clock
 from contracts.config.router_config import RouterConfig
@@ -48,7 +50,7 @@ from contracts.messages.worker_events import (
     Tokens,
 )
 from router.migration.migration_table import (
-    MOVES,
+    MIGRATION,
     DrainWish,
     Migration,
     MigrationCounts,
@@ -57,10 +59,10 @@ from router.migration.migration_table import (
 )
 from router.migration.prefix_transfers import PrefixTransfers
 from router.state.routed_request import RoutedRequest, RoutingPhase
-from router.state.worker_table import WorkerKey, WorkerTable
+from router.state.worker_table import WorkerEntry, WorkerKey, WorkerTable
 
 PATIENCE_S = 15.0
-"""A move that nobody spoke of for this long is taken back; the workers' own deadlines are shorter."""
+"""A migration that nobody spoke of for this long is taken back; the workers' own deadlines are shorter."""
 
 
 _NO_FAULT = (
@@ -68,20 +70,29 @@ _NO_FAULT = (
 )  # fmt: skip
 
 
+class DecodePlacement(Protocol):
+    """Who picks the decode worker that a request migrates to; `router.core.placement` does."""
+
+    def pick_decode(
+        self, max_len: int, avoid: Mapping[WorkerKey, float], now: float, classes: Container[str]
+    ) -> WorkerEntry | None: ...
+
+
 class Migrations:
-    """All moves of one router; the router core asks it about each event, loss and end. No I/O."""
+    """All migrations of one router; the router core asks it about each event, loss and end. No I/O."""
 
     def __init__(
         self,
         config: RouterConfig,
         clock: Clock,
         workers: WorkerTable,
+        placement: DecodePlacement,
         mint_room: Callable[[], str],
         send: Callable[[WorkerKey, Command], None],
-        replay: Callable[[RoutedRequest, str, WorkerKey], None],
+        replay: Callable[[RoutedRequest, str], None],
     ) -> None:
-        """`replay` starts a request over, at no cost to its limit; what is named last is the worker that refuses it."""
-        self._config, self._clock, self._workers = config, clock, workers
+        """`replay` starts a request over for a reason, at no cost to its limit of replays."""
+        self._config, self._clock, self._workers, self._placement = config, clock, workers, placement
         self._mint_room, self._send, self._replay = mint_room, send, replay
         self._wishes: dict[RequestId, tuple[RoutedRequest, DrainWish]] = {}
         self._under_way: dict[RequestId, tuple[RoutedRequest, Migration]] = {}
@@ -93,14 +104,15 @@ class Migrations:
         return found[1] if found is not None else None
 
     def waiting(self, worker: WorkerKey) -> int:
-        """Requests that this worker would be rid of and that haven't begun to move."""
+        """Requests that this worker would be rid of and that haven't begun to migrate."""
         wished = (r for r, wish in self._wishes.values() if wish.worker == worker)
         return sum(r.id not in self._under_way for r in wished)
 
     # ------------------------------------------------------------ what workers say
 
     def on_event(self, r: RoutedRequest | None, worker: WorkerKey, event: Event) -> bool:
-        """Take an event in; True when it is about a move and nothing else. May change who the request's worker is."""
+        """Take an event in; True when it is about a migration and nothing else. May change who the request's worker
+        is."""
         if isinstance(
             event,
             MigrationWanted | MigrationPaused | MigrationUndone | MigrationDone | PushReady | PullDone | PrefixOffered,
@@ -120,48 +132,48 @@ class Migrations:
             return True
         if r is None:
             return False
-        move = self.of(r)
-        if move is None or worker != move.target or event.attempt != move.attempt:
+        migration = self.of(r)
+        if migration is None or worker != migration.target or event.attempt != migration.attempt:
             return False
         if isinstance(event, Done) and event.error is not None:
-            self._blame(r, move, event)
-            self._give_up(r, move, f"{worker[0]}: {event.error}: {event.message}", over=True, kind=event.error)
+            self._blame(r, migration, event)
+            self._give_up(r, migration, f"{worker[0]}: {event.error}: {event.message}", over=True)
             return True
-        if isinstance(event, LegReport | Tokens | Done) and move.state in (
+        if isinstance(event, LegReport | Tokens | Done) and migration.state in (
             MigrationState.OFFERED,
             MigrationState.GIVEN,
         ):
-            self._arrive(r, move)
+            self._arrive(r, migration)
         return False
 
-    def _blame(self, r: RoutedRequest, move: Migration, done: Done) -> None:
+    def _blame(self, r: RoutedRequest, migration: Migration, done: Done) -> None:
         """The target could not take it: who is at fault will get fewer requests. Lack of room is no fault."""
         if done.error not in _NO_FAULT:
-            guilty = move.source if done.blame == move.source[0] else move.target
-            self._workers.failed(guilty, r.id, self._clock.now(), move.target)
+            guilty = migration.source if done.blame == migration.source[0] else migration.target
+            self._workers.failed(guilty, r.id, self._clock.now(), migration.target)
 
     def _fetched(self, r: RoutedRequest | None, worker: WorkerKey, event: PullDone) -> None:
-        move = self.of(r) if r is not None else None
-        if r is None or move is None or (worker, event.attempt) != (move.target, move.attempt):
+        migration = self.of(r) if r is not None else None
+        if r is None or migration is None or (worker, event.attempt) != (migration.target, migration.attempt):
             return
-        if move.state is MigrationState.AHEAD:
-            self._ask(r, move)
+        if migration.state is MigrationState.AHEAD:
+            self._ask(r, migration)
 
     def _of_source(self, r: RoutedRequest, worker: WorkerKey, event: Event) -> None:
-        move = self.of(r)
+        migration = self.of(r)
         match event:
             case MigrationWanted():
                 self._wish(r, worker, event)
-            case MigrationPaused() if move is not None and move.state is MigrationState.ASKED:
-                self._offer(r, move, event.position)
+            case MigrationPaused() if migration is not None and migration.state is MigrationState.ASKED:
+                self._offer(r, migration, event.position)
             case MigrationPaused():
                 self._send(worker, ResumeHere(r.id, r.attempt))
-            case PushReady() if move is not None and move.state is MigrationState.AHEAD:
-                self._copy(r, move, event.positions)
-            case MigrationUndone() if move is not None and move.state is not MigrationState.GIVEN:
-                self._give_up(r, move, event.reason, tell_source=False)
-            case MigrationDone() if move is not None and move.state is MigrationState.OFFERED:
-                move.step(MigrationEvent.GIVEN, self._clock.now())
+            case PushReady() if migration is not None and migration.state is MigrationState.AHEAD:
+                self._copy(r, migration, event.positions)
+            case MigrationUndone() if migration is not None and migration.state is not MigrationState.GIVEN:
+                self._give_up(r, migration, event.reason, tell_source=False)
+            case MigrationDone() if migration is not None and migration.state is MigrationState.OFFERED:
+                migration.step(MigrationEvent.GIVEN, self._clock.now())
 
     def _wish(self, r: RoutedRequest, worker: WorkerKey, event: MigrationWanted) -> None:
         if event.withdrawn:
@@ -174,133 +186,129 @@ class Migrations:
             self._wishes[r.id] = r, DrainWish(worker, event.started)
         self._fulfil(r, self._wishes[r.id][1])
 
-    # ------------------------------------------------------------ one move
+    # ------------------------------------------------------------ one migration
 
     def begin(self, r: RoutedRequest) -> bool:
         """Hand a running request to another worker, if there is one and the request is at a point where that can be."""
         now = self._clock.now()
         source = self._workers.get(r.decode) if r.decode is not None else None
-        if source is None or r.decode is None or r.id in self._under_way or not _movable(r):
+        if source is None or r.decode is None or r.id in self._under_way or not _can_migrate(r):
             return False
         refusals = self._wishes[r.id][1].avoid if r.id in self._wishes else {}
         avoid = {**r.avoid, **refusals, r.decode: float("inf")}
-        target = self._workers.pick_decode(r.max_len, avoid, now, classes={source.numerics})
+        target = self._placement.pick_decode(r.max_len, avoid, now, {source.numerics})
         if target is None:
             return False
         rooms = RoomId(self._mint_room()), RoomId(self._mint_room())
-        move = Migration(r.decode, target.key, r.next_attempt(), *rooms, now)
-        self._under_way[r.id] = r, move
-        target.load += 1
-        target.requests.add(r.id)
-        target.breaker.sent(r.id)
+        migration = Migration(r.decode, target.key, r.next_attempt(), *rooms, now)
+        self._under_way[r.id] = r, migration
+        target.book(r.id, 1)
         self.counts.begun += 1
-        self._send(r.decode, PushPrefix(r.id, r.attempt, move.ahead, target.peer))
+        self._send(r.decode, PushPrefix(r.id, r.attempt, migration.ahead, target.peer))
         return True
 
-    def _copy(self, r: RoutedRequest, move: Migration, positions: int) -> None:
+    def _copy(self, r: RoutedRequest, migration: Migration, positions: int) -> None:
         """The source keeps pages of so many positions for the target."""
-        source = self._workers.get(move.source)
+        source = self._workers.get(migration.source)
         if source is None or not positions:
-            self._ask(r, move)
+            self._ask(r, migration)
             return
-        move.heard = self._clock.now()
-        self._send(move.target, PullPrefix(r.id, move.attempt, move.ahead, source.peer, r.tokens[:positions], r.salt))
+        migration.heard = self._clock.now()
+        self._send(
+            migration.target,
+            PullPrefix(r.id, migration.attempt, migration.ahead, source.peer, r.tokens[:positions], r.salt),
+        )
 
-    def _ask(self, r: RoutedRequest, move: Migration) -> None:
+    def _ask(self, r: RoutedRequest, migration: Migration) -> None:
         """The source is to stop it."""
-        target = self._workers.get(move.target)
-        if target is None or not _movable(r):
-            self._give_up(r, move, "it is about to end")
+        target = self._workers.get(migration.target)
+        if target is None or not _can_migrate(r):
+            self._give_up(r, migration, "it is about to end")
             return
-        move.step(MigrationEvent.COPIED, self._clock.now())
-        self._send(move.source, PauseForMigration(r.id, r.attempt, move.room, target.peer))
+        migration.step(MigrationEvent.COPIED, self._clock.now())
+        self._send(migration.source, PauseForMigration(r.id, r.attempt, migration.room, target.peer))
 
-    def _offer(self, r: RoutedRequest, move: Migration, position: int) -> None:
-        now, source = self._clock.now(), self._workers.get(move.source)
+    def _offer(self, r: RoutedRequest, migration: Migration, position: int) -> None:
+        now, source = self._clock.now(), self._workers.get(migration.source)
         if source is None or position + 1 != r.next_position or r.early or r.done is not None:
-            self._give_up(r, move, f"it stopped at {position}, with {r.next_position} tokens told")
+            self._give_up(r, migration, f"it stopped at {position}, with {r.next_position} tokens told")
             return
-        move.step(MigrationEvent.PAUSED, now)
-        move.paused_at = now
+        migration.step(MigrationEvent.PAUSED, now)
+        migration.paused_at = now
         submit = Submit(
-            r.id, move.attempt, move.room, r.tokens[:position], len(r.prompt),
+            r.id, migration.attempt, migration.room, r.tokens[:position], len(r.prompt),
             replace(r.sampling, prompt_logprobs=None), source.peer, r.salt, max(r.deadline - now, 0.001), r.priority,
             migrating=True,
         )  # fmt: skip
-        self._send(move.target, submit)
+        self._send(migration.target, submit)
 
-    def _arrive(self, r: RoutedRequest, move: Migration) -> None:
+    def _arrive(self, r: RoutedRequest, migration: Migration) -> None:
         """The target has it. The source will hear so, or go on with it in vain, say so and be told."""
         now = self._clock.now()
-        paused_s = now - move.paused_at
+        paused_s = now - migration.paused_at
         self.counts.moved += 1
         self.counts.paused_s += paused_s
         self.counts.longest_pause_s = max(self.counts.longest_pause_s, paused_s)
-        move.step(MigrationEvent.SPOKE, now)
+        migration.step(MigrationEvent.SPOKE, now)
         del self._under_way[r.id]
         self._wishes.pop(r.id, None)
-        source = self._workers.get(move.source)
+        source = self._workers.get(migration.source)
         if source is not None:
-            source.load -= 1
-            source.requests.discard(r.id)
-            source.breaker.left(r.id)
-        target = self._workers.get(move.target)
+            source.unbook(r.id, 1)
+        target = self._workers.get(migration.target)
         assert target is not None, "who speaks has an entry"
-        self._workers.succeeded((move.target,), r.id, now)
-        r.hand_over(move.target, target.record.name, move.attempt, move.room)
+        self._workers.succeeded((migration.target,), r.id, now)
+        r.hand_over(migration.target, target.record.name, migration.attempt, migration.room)
 
     def _give_up(
-        self, r: RoutedRequest, move: Migration, reason: str, *, over: bool = False, tell_source: bool = True,
-        kind: ErrorKind = ErrorKind.ROOM,
-    ) -> None:  # fmt: skip
+        self, r: RoutedRequest, migration: Migration, reason: str, *, over: bool = False, tell_source: bool = True
+    ) -> None:
         """The request stays where it is. `over`: the target has ended its attempt itself."""
-        given, ahead = move.state is MigrationState.GIVEN, move.state is MigrationState.AHEAD
-        self._end(r, move, over=over, event=MigrationEvent.END if given else MigrationEvent.BACK)
+        given, ahead = migration.state is MigrationState.GIVEN, migration.state is MigrationState.AHEAD
+        self._end(r, migration, over=over, event=MigrationEvent.END if given else MigrationEvent.BACK)
         self.counts.stayed += 1
         if r.id in self._wishes:
-            self._wishes[r.id][1].refused(move.target, self._clock.now())
+            self._wishes[r.id][1].refused(migration.target, self._clock.now())
         if given:
             # The source has nothing of it any more, and what the target had is lost.
-            self._replay(r, f"it was lost on its way to {move.target[0]}: {reason}", move.target)
+            self._replay(r, f"it was lost on its way to {migration.target[0]}: {reason}")
         elif tell_source and not ahead:
-            self._send(move.source, ResumeHere(r.id, r.attempt))
+            self._send(migration.source, ResumeHere(r.id, r.attempt))
 
-    def _end(self, r: RoutedRequest, move: Migration, *, over: bool, event: MigrationEvent) -> None:
-        target = self._workers.get(move.target)
-        offered = move.state in (MigrationState.OFFERED, MigrationState.GIVEN)
-        move.step(event, self._clock.now())
+    def _end(self, r: RoutedRequest, migration: Migration, *, over: bool, event: MigrationEvent) -> None:
+        target = self._workers.get(migration.target)
+        offered = migration.state in (MigrationState.OFFERED, MigrationState.GIVEN)
+        migration.step(event, self._clock.now())
         del self._under_way[r.id]
         if target is not None:
-            target.load -= 1
-            target.requests.discard(r.id)
-            target.breaker.left(r.id)
+            target.unbook(r.id, 1)
             if offered and not over and target.linked:
-                self._send(move.target, Cancel(r.id, move.attempt))
+                self._send(migration.target, Cancel(r.id, migration.attempt))
 
     # ------------------------------------------------------------ what the router core says
 
     def lost(self, r: RoutedRequest, worker: WorkerKey, reason: str, *, over: bool = True) -> bool:
         """A worker is lost, or (not `over`) to leave; True when that was only where the request was going to."""
-        move = self.of(r)
-        if move is None or worker != move.target or worker == r.decode:
+        migration = self.of(r)
+        if migration is None or worker != migration.target or worker == r.decode:
             return False
-        self._give_up(r, move, f"lost {worker[0]}: {reason}", over=over)
+        self._give_up(r, migration, f"lost {worker[0]}: {reason}", over=over)
         return True
 
     def leave(self, r: RoutedRequest) -> None:
-        """The request ends or starts over: so does its move. Idempotent."""
-        move = self.of(r)
-        if move is not None:
-            self._end(r, move, over=False, event=MigrationEvent.END)
+        """The request ends or starts over: so does its migration. Idempotent."""
+        migration = self.of(r)
+        if migration is not None:
+            self._end(r, migration, over=False, event=MigrationEvent.END)
         self._wishes.pop(r.id, None)
 
     def tick(self) -> None:
         """Take back what nobody speaks of, and fulfil what can be fulfilled now."""
         self.offers.tick()
         now = self._clock.now()
-        for r, move in list(self._under_way.values()):
-            if now - move.heard >= PATIENCE_S:
-                self._give_up(r, move, f"nothing was heard for {PATIENCE_S:g} s")
+        for r, migration in list(self._under_way.values()):
+            if now - migration.heard >= PATIENCE_S:
+                self._give_up(r, migration, f"nothing was heard for {PATIENCE_S:g} s")
         for r, wish in list(self._wishes.values()):
             self._fulfil(r, wish)
 
@@ -311,7 +319,7 @@ class Migrations:
         if not wish.started:
             self.restart(r, wish.worker)
             return
-        busy = sum(move.source == wish.worker for _, move in self._under_way.values())
+        busy = sum(migration.source == wish.worker for _, migration in self._under_way.values())
         if busy < self._config.concurrent_migrations:
             self.begin(r)
 
@@ -322,19 +330,21 @@ class Migrations:
         if not others or r.done is not None:
             return False
         self.counts.restarted += 1
-        self._replay(r, f"{worker[0]} drains", worker)
+        self._replay(r, f"{worker[0]} drains")
         return True
 
     def check(self) -> list[str]:
         """What of the books doesn't agree."""
-        found = [f"request {rid} is {move.state} and still booked" for rid, (_, move) in self._under_way.items()
-                 if MOVES.terminal(move.state)]  # fmt: skip
-        found += [f"request {rid} moves from {move.source[0]}, which isn't its worker"
-                  for rid, (r, move) in self._under_way.items() if move.source != r.decode]  # fmt: skip
+        found = []
+        for rid, (r, migration) in self._under_way.items():
+            if MIGRATION.terminal(migration.state):
+                found.append(f"request {rid} is {migration.state} and still booked")
+            if migration.source != r.decode:
+                found.append(f"request {rid} migrates from {migration.source[0]}, which isn't its worker")
         return found
 
 
-def _movable(r: RoutedRequest) -> bool:
+def _can_migrate(r: RoutedRequest) -> bool:
     """Everything before it is told, and more of it is to come: prefill's part is over, and nothing waits for order."""
-    begun = r.scores_in and r.next_position > r.base and r.decode_spoke and (r.reported or r.prefill_lost)
+    begun = r.outlives_prefill and (r.reported or r.prefill_lost)
     return begun and not r.early and r.done is None and r.phase is RoutingPhase.RUNNING and r.next_position < r.max_len

@@ -38,7 +38,7 @@ def timeline_of(choice: ChoiceOutput) -> dict[str, Any]:
         "held_by_decode": decode.cached_tokens if decode else 0,
         "computed": computed,
         "attempts": request.starts,
-        "moves": request.moves,
+        "moves": request.migrations,
     }
 
 

@@ -145,7 +145,7 @@ class ResponseStream:
             "workers": sorted({name for c in self.choices for name in c.request.workers.values()}),
             "room": first.room,
             "attempts": first.starts,
-            "moves": first.moves,
+            "moves": first.migrations,
         }
 
     def timeline(self) -> object:

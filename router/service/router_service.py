@@ -389,7 +389,7 @@ class RouterService:
     def check(self) -> list[str]:
         """The router's own books, recounted; returns what doesn't agree."""
         found = self.core.check()
-        owned, held = set(self._owners), set(self.core.request_ids())
+        owned, held = set(self._owners), set(self.core.requests.ids())
         found += [f"request {rid} runs and belongs to no client" for rid in sorted(held - owned)]
         found += [f"request {rid} has a client and runs nowhere" for rid in sorted(owned - held)]
         if self._reserved < len(owned):

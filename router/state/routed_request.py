@@ -9,7 +9,7 @@ race, and attempts follow each other when workers die, so three rules make one s
   (for a moment) prefill's report.
 
 What was emitted is the state: `tokens` is the prompt and everything delivered, and any pair of workers continues from
-it. The phases and their moves are the table `MOVES`, drawn in docs/states.md.
+it. The phases and their transitions are the table `TRANSITIONS`, drawn in docs/states.md.
 """
 
 from __future__ import annotations
@@ -18,11 +18,22 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 
-from contracts.errors import IllegalTransition
+from contracts.errors import ErrorKind, IllegalTransition
 from contracts.ids import RequestId, Role, RoomId
 from contracts.messages.worker_events import Done, LegReport, Tokens
 from contracts.sampling_params import SamplingParams, TokenLogprob
 from router.state.worker_table import WorkerKey
+
+
+class AttemptCost(StrEnum):
+    """What an attempt that failed costs its request."""
+
+    REPLAY = "replay"
+    """One replay of `router.replay_limit`."""
+    REFUSAL = "refusal"
+    """One refusal; there is a limit to those as well."""
+    FREE = "free"
+    """Nothing: the attempt has brought it on."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,7 +57,7 @@ class RoutingPhase(StrEnum):
     ENDED = "ended"
 
 
-MOVES: dict[tuple[RoutingPhase, str], RoutingPhase] = {
+TRANSITIONS: dict[tuple[RoutingPhase, str], RoutingPhase] = {
     (RoutingPhase.WAITING, "place"): RoutingPhase.RUNNING,
     (RoutingPhase.RUNNING, "replay"): RoutingPhase.WAITING,
     (RoutingPhase.WAITING, "end"): RoutingPhase.ENDED,
@@ -74,7 +85,7 @@ class RoutedRequest:
         "id",
         "last_attempt",
         "legs",
-        "moves",
+        "migrations",
         "nonfinite",
         "not_before",
         "numerics",
@@ -126,7 +137,7 @@ class RoutedRequest:
         self.refusals = 0
         self.nonfinite = 0
         """How often a worker's logits for it were no numbers."""
-        self.moves = 0
+        self.migrations = 0
         """How often another decode worker went on with it."""
         self.avoid: dict[WorkerKey, float] = {}
         """Workers at fault, until when they are not chosen."""
@@ -141,7 +152,7 @@ class RoutedRequest:
         self.workers: dict[Role, str] = {}
         """Who serves, or served last, each leg."""
         self.legs: list[AttemptLeg] = []
-        """Every attempt that was placed, and every move to another decode worker, in order."""
+        """Every attempt that was placed, and every migration to another decode worker, in order."""
         self._clear_attempt()
 
     def _clear_attempt(self) -> None:
@@ -157,11 +168,11 @@ class RoutedRequest:
         self.done: tuple[Role, Done] | None = None
         self.done_at = 0.0
 
-    def move(self, name: str) -> None:
-        """Raises `IllegalTransition`, with nothing changed, for a move that is not in the table."""
-        target = MOVES.get((self.phase, name))
+    def step(self, name: str) -> None:
+        """Raises `IllegalTransition`, with nothing changed, for a transition that is not in the table."""
+        target = TRANSITIONS.get((self.phase, name))
         if target is None:
-            raise IllegalTransition(f"request {self.id}: no move {name!r} from {self.phase}")
+            raise IllegalTransition(f"request {self.id}: no transition {name!r} from {self.phase}")
         if name == "replay":
             self._clear_attempt()
             self.attempt = self.next_attempt()
@@ -182,11 +193,20 @@ class RoutedRequest:
         """Whether anything of its answer has been told."""
         return bool(self.emitted) or (self.scores_in and self.sampling.prompt_logprobs is not None)
 
-    def distrust(self) -> None:
-        """A worker's logits for it were no numbers: from now on it has a salt of its own, so that it is computed from
-        its tokens alone. State that is kept under the same tokens, on any tier, may be what was wrong."""
-        self.nonfinite += 1
-        self.salt, self.hashes = f"{self.salt}|recomputed {self.id} {self.nonfinite}", ()
+    def learn(self, kind: ErrorKind) -> None:
+        """An attempt has failed so: keep what the next ones are to do otherwise."""
+        if kind is ErrorKind.NONFINITE:
+            # State that is kept under the same tokens, on any tier, may be what was wrong. With a salt of its own the
+            # request is computed from its tokens alone.
+            self.nonfinite += 1
+            self.salt, self.hashes = f"{self.salt}|recomputed {self.id} {self.nonfinite}", ()
+        if kind is ErrorKind.ROOM and self.prefill and self.decode:
+            self.spoiled.add((self.prefill, self.decode))
+
+    def charge(self, cost: AttemptCost) -> None:
+        """Book what a failed attempt costs."""
+        self.replays += cost is AttemptCost.REPLAY
+        self.refusals += cost is AttemptCost.REFUSAL
 
     @property
     def starts(self) -> int:
@@ -197,7 +217,7 @@ class RoutedRequest:
         """Another decode worker goes on with it from where it is; the books of both are the caller's."""
         self.decode, self.attempt, self.room = worker, attempt, room
         self.workers[Role.DECODE] = name
-        self.moves += 1
+        self.migrations += 1
         self.legs.append(AttemptLeg(attempt, self.next_position, dict(self.workers), Role.DECODE))
 
     @property
@@ -251,6 +271,11 @@ class RoutedRequest:
             position += 1
         self.emitted.extend(tokens)
         return tokens, logprobs
+
+    @property
+    def outlives_prefill(self) -> bool:
+        """Whether prefill's work is done: its token and scores are here, and decode runs on what it sent."""
+        return self.scores_in and self.next_position > self.base and self.decode_spoke
 
     @property
     def complete(self) -> bool:

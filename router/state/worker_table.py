@@ -1,18 +1,11 @@
-"""The workers as the router knows them, and which one a request goes to.
+"""The workers as the router knows them: what each said of itself last, what it has in flight, and whether it serves.
 
-The choice is one expression a role: prefill takes the worker with the least work in front of the first token
-(prompt tokens in flight plus those of this prompt that it probably doesn't hold yet), decode the one with the fewest
-sequences. What a worker holds is guessed from what was sent to it: a bounded memory of prefix hashes that dies with
-the worker's incarnation, as its cache does, unless the next one says that it has taken over its host memory.
+Which of them a request goes to is placement's (`router/core/placement.py`).
 """
 
 from __future__ import annotations
 
-import hashlib
-from array import array
-from bisect import bisect_left
-from collections import OrderedDict
-from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 
 from contracts.config.router_config import RouterConfig
@@ -25,30 +18,13 @@ from router.state.circuit_breaker import CircuitBreaker
 WorkerKey = tuple[WorkerName, Incarnation]
 """One life of one worker."""
 
-PREFIX_BLOCK_TOKENS = 64
-PREFIX_BLOCKS_REMEMBERED = 65_536
-"""A worker; at 64 tokens a block that is 4 M positions. A block takes about 160 bytes."""
-PREFIX_BLOCKS_IN_ALL = 4 * 1024**2
-"""Of all workers together: where there are more than 64, each has its share."""
+REFUSAL_PAUSE_S = 0.5
+"""How long a worker that refused as draining is not asked again."""
 
-LEAVE_ANSWER_S = 10.0
-"""A worker that was told to leave and still serves after so long has not heard of it."""
-
-NOTHING_ASKED: tuple[Sequence[bytes], int] = ((b"",), 0)
+DRAIN_ANSWER_S = 10.0
+"""A worker that was asked to drain and still serves after so long has not heard of it."""
 
 GONE = frozenset({"left", "dead"})
-
-
-def prefix_hashes(tokens: Sequence[int], salt: str = "") -> tuple[bytes, ...]:
-    """Block hashes of the whole blocks of `tokens`: equal keys mean equal prefixes (and equal salts)."""
-    raw = array("I", tokens).tobytes()
-    width = PREFIX_BLOCK_TOKENS * array("I").itemsize
-    key = hashlib.blake2b(salt.encode(), digest_size=8).digest()
-    keys = []
-    for end in range(width, len(raw) + 1, width):
-        key = hashlib.blake2b(raw[end - width : end], digest_size=8, key=key).digest()
-        keys.append(key)
-    return tuple(keys)
 
 
 @dataclass(slots=True)
@@ -62,20 +38,15 @@ class WorkerEntry:
     refuses_until: float = 0.0
     """It said that it is draining before the view did."""
     leaves_until: float = 0.0
-    """An operator has told it to leave: until then nobody counts on it, whether it has answered or not."""
+    """An operator has asked it to drain: until then nobody counts on it, whether it has answered or not."""
     drains: bool = False
-    """It has answered that it drains, and nobody has told it to stay since. A view may still show what was before."""
+    """It has answered that it drains, and nobody has cancelled that since. A view may still show what was before."""
     load: int = 0
     """Prefill: prompt tokens in flight. Decode: sequences in flight."""
     turn: int = 0
     """When it was last chosen; ties go to the one that has waited longest."""
     requests: set[RequestId] = field(default_factory=set)
-    prefixes: OrderedDict[bytes, None] = field(default_factory=OrderedDict)
-    before: OrderedDict[bytes, None] = field(default_factory=OrderedDict)
-    """What its last incarnation was sent, until this one has said whether it took that over."""
-    blocks_at_most: int = PREFIX_BLOCKS_REMEMBERED
-    last_asked: tuple[Sequence[bytes], int] = NOTHING_ASKED
-    """The prefix keys that were looked for last, and what was found: all choices of a prompt have the same."""
+    """Those that are booked on it; `load` is of them."""
 
     @property
     def key(self) -> WorkerKey:
@@ -97,46 +68,25 @@ class WorkerEntry:
         """Whether it serves and will go on to, as far as is known."""
         return self.serves(now) and now >= self.leaves_until
 
-    def tell_to_leave(self, now: float) -> None:
-        """An operator tells it so, and its answer may take a while."""
-        self.leaves_until = now + LEAVE_ANSWER_S
+    def request_drain(self, now: float) -> None:
+        """An operator asks it to drain, and its answer may take a while."""
+        self.leaves_until = now + DRAIN_ANSWER_S
 
-    def tell_to_stay(self) -> None:
-        """An operator has changed his mind, or it can't leave."""
+    def cancel_drain(self) -> None:
+        """An operator has cancelled the drain, or it can't be."""
         self.leaves_until, self.drains = 0.0, False
 
-    def cached_tokens(self, hashes: Sequence[bytes]) -> int:
-        """How many leading tokens this worker has probably seen."""
-        if hashes is self.last_asked[0]:  # another choice of the same prompt
-            return self.last_asked[1]
-        # Whoever remembers a chain's tail remembers its head (see `remember`), so the first gap is found by halving:
-        # of a 128k prompt there are 2,000 keys, and hundreds of workers to ask.
-        blocks = bisect_left(hashes, True, key=lambda key: key not in self.prefixes)
-        self.last_asked = (hashes, blocks * PREFIX_BLOCK_TOKENS)
-        return self.last_asked[1]
+    def book(self, request: RequestId, load: int) -> None:
+        """A request goes to it; `load` as of the entry."""
+        self.load += load
+        self.requests.add(request)
+        self.breaker.sent(request)
 
-    def take_over(self) -> None:
-        """Count on what the last incarnation was sent, if this one says that it found its pages on the host."""
-        if self.before and self.status.counters.get("arena_pages_adopted", 0) > 0:
-            older = [key for key in self.before if key not in self.prefixes]
-            self.prefixes = OrderedDict.fromkeys([*older, *self.prefixes])
-            self.before = OrderedDict()
-            self.last_asked = NOTHING_ASKED
-
-    def remember(self, hashes: Sequence[bytes]) -> None:
-        if (
-            hashes is self.last_asked[0]
-            and self.last_asked[1] == len(hashes) * PREFIX_BLOCK_TOKENS
-            and (not hashes or next(reversed(self.prefixes)) == hashes[0])
-        ):  # the youngest already
-            return
-        self.last_asked = NOTHING_ASKED
-        # Deepest first, so that a chain's head is younger than its tail and outlives it, always.
-        for key in reversed(hashes):
-            self.prefixes[key] = None
-            self.prefixes.move_to_end(key)
-        while len(self.prefixes) > self.blocks_at_most:
-            self.prefixes.popitem(last=False)
+    def unbook(self, request: RequestId, load: int) -> None:
+        """The request is gone from it; `load` is what of it was still booked."""
+        self.load -= load
+        self.requests.discard(request)
+        self.breaker.left(request)
 
 
 class WorkerTable:
@@ -145,7 +95,6 @@ class WorkerTable:
     def __init__(self, config: RouterConfig) -> None:
         self._config = config
         self._entries: dict[WorkerName, WorkerEntry] = {}
-        self._turn = 0
 
     def __iter__(self) -> Iterator[WorkerEntry]:
         return iter(self._entries.values())
@@ -170,21 +119,14 @@ class WorkerTable:
             if old is not None and old.record.incarnation == incarnation:
                 was_gone = old.status.state in GONE
                 old.record, old.status = view.record, view.status
-                old.take_over()
                 if view.status.state in GONE and not was_gone:
                     lost.append(old)
                 continue
-            entry = WorkerEntry(view.record, view.status, CircuitBreaker(self._config))
             if old is not None:
                 lost.append(old)
-                entry.before = old.prefixes or old.before
-                entry.take_over()
-            self._entries[name] = entry
+            self._entries[name] = WorkerEntry(view.record, view.status, CircuitBreaker(self._config))
         for name in [n for n in self._entries if n not in seen]:
             lost.append(self._entries.pop(name))
-        share = min(PREFIX_BLOCKS_REMEMBERED, PREFIX_BLOCKS_IN_ALL // max(1, len(self._entries)))
-        for entry in self._entries.values():
-            entry.blocks_at_most = share
         return lost
 
     def failed(self, key: WorkerKey, request: RequestId, now: float, reporter: WorkerKey) -> None:
@@ -194,6 +136,12 @@ class WorkerTable:
             guilty.breaker.failed(request, now)
         if witness is not None and reporter != key:
             witness.breaker.complained(key[0], now)
+
+    def refused(self, key: WorkerKey, now: float) -> None:
+        """A worker took nothing, because it drains; its view will say so."""
+        entry = self.get(key)
+        if entry is not None:
+            entry.refuses_until = now + REFUSAL_PAUSE_S
 
     def succeeded(self, keys: Iterable[WorkerKey | None], request: RequestId, now: float) -> None:
         for entry in [self.get(key) for key in keys if key]:
@@ -244,52 +192,6 @@ class WorkerTable:
             f"{prefill[0].numerics}, {decode[0].record.name} of {decode[0].numerics}; set engine.numerics_class to a "
             "level that every machine runs, and one build everywhere"
         )
-
-    def pick_prefill(
-        self,
-        length: int,
-        max_len: int,
-        hashes: Sequence[bytes],
-        avoid: Mapping[WorkerKey, float],
-        now: float,
-        classes: Container[str] | None = None,
-    ) -> WorkerEntry | None:
-        """`classes`: the numerics classes to choose from; None: all."""
-
-        def cost(e: WorkerEntry) -> tuple[int, int, int]:
-            uncached = length - e.cached_tokens(hashes)
-            return (e.load + uncached, uncached, e.turn)
-
-        return self._pick(Role.PREFILL, max_len, avoid, now, cost, classes)
-
-    def pick_decode(
-        self,
-        max_len: int,
-        avoid: Mapping[WorkerKey, float],
-        now: float,
-        spoiled: Container[WorkerKey] = (),
-        classes: Container[str] | None = None,
-    ) -> WorkerEntry | None:
-        """`spoiled`: those to which the chosen prefill worker could not hand it over before; the last choice. `classes`
-        as for `pick_prefill`."""
-        return self._pick(Role.DECODE, max_len, avoid, now, lambda e: (e.key in spoiled, e.load, e.turn), classes)
-
-    def _pick(
-        self,
-        role: Role,
-        need: int,
-        avoid: Mapping[WorkerKey, float],
-        now: float,
-        cost: Callable[[WorkerEntry], tuple[int, ...]],
-        classes: Container[str] | None,
-    ) -> WorkerEntry | None:
-        able = [e for e in self.able(role, need, avoid, now) if classes is None or e.numerics in classes]
-        if not able:
-            return None
-        entry = min(able, key=cost)
-        self._turn += 1
-        entry.turn = self._turn
-        return entry
 
     def able(self, role: Role, need: int, avoid: Mapping[WorkerKey, float], now: float) -> list[WorkerEntry]:
         """Who could take a request of `need` positions now."""

@@ -26,7 +26,7 @@ from router.openai.parse_request import (
     read_tokens,
 )
 from router.openai.request_fields import DETOKENIZE, TOKENIZE, describe, read_fields, read_json
-from router.state.worker_table import prefix_hashes
+from router.state.prefix_hashes import prefix_hashes
 from router.text.tokenizer import ModelTokenizer
 
 BODY_BYTES_LEAST = 1024**2

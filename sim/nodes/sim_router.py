@@ -15,8 +15,9 @@ from router.core.router_actions import DeliverScores, DeliverTokens, EndRequest,
 from router.core.router_core import RouterCore
 from router.links.worker_links import REACHABLE
 from router.service.router_service import TICK_S
+from router.state.prefix_hashes import prefix_hashes
 from router.state.routed_request import RoutedRequest
-from router.state.worker_table import WorkerEntry, WorkerKey, prefix_hashes
+from router.state.worker_table import WorkerEntry, WorkerKey
 from router.verification.audit_cases import AuditFinding, AuditResult
 from sim.fabric.sim_wire import pack_views, status_there, unpack_views
 from sim.nodes.build_sim_worker import SimWorld
@@ -97,9 +98,9 @@ class SimRouter:
         if not undo and not self.may_leave(entry):
             return False
         if undo:
-            entry.tell_to_stay()
+            entry.cancel_drain()
         else:
-            entry.tell_to_leave(self.world.agenda.now())
+            entry.request_drain(self.world.agenda.now())
         host, pipe = link.host, self.world.exchange.network.pipe(self.process, link.host.process)
         back = self.world.exchange.network.pipe(link.host.process, self.process)
 
@@ -124,11 +125,11 @@ class SimRouter:
         entry = self.core.workers.named(name)
         if entry is None or entry.record.role is role or not self.may_leave(entry):
             return False
-        entry.tell_to_leave(self.world.agenda.now())
+        entry.request_drain(self.world.agenda.now())
         try:
             self.control.core.change_role(name, role)
         except ConfigError:
-            entry.tell_to_stay()
+            entry.cancel_drain()
             return False
         return True
 
@@ -210,7 +211,7 @@ class SimRouter:
 
     def check(self) -> list[str]:
         found = self.core.check()
-        held = set(self.core.request_ids())
+        held = set(self.core.requests.ids())
         found += [f"request {rid} has a client and runs nowhere" for rid in sorted(set(self._asks) - held)]
         return found + [f"request {rid} runs and has no client" for rid in sorted(held - set(self._asks))]
 

@@ -356,8 +356,8 @@ class ScenarioRun:
         if not self.plan.shape.config["faults"]["retract_every"]:
             self.counts["pressed_out"] = self.counts["retractions"]
             self.counts["pressed_seeds"] = int(self.counts["retractions"] > 0)
-        moves = self.router.core.moves.counts
-        self.counts["moved"], self.counts["stayed"] = moves.moved, moves.stayed
+        migrations = self.router.core.migrations.counts
+        self.counts["moved"], self.counts["stayed"] = migrations.moved, migrations.stayed
         self.counts["replays"] = self.router.core.counts.replays
         return ScenarioResult(
             self.plan.seed, tuple(self.violations), self.agenda.now(), events, self.counts, tuple(self.log or ())

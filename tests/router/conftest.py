@@ -20,6 +20,6 @@ def running() -> Iterator[Server]:
 def server(running: Server) -> Iterator[Server]:
     yield running
     running.call(running.cluster.heal)
-    running.call(lambda: [entry.tell_to_stay() for entry in running.service.core.workers])
+    running.call(lambda: [entry.cancel_drain() for entry in running.service.core.workers])
     running.at_rest()
     running.wait_until(running.serves)

@@ -116,7 +116,7 @@ class Server:
 
     def at_rest(self) -> None:
         """Nothing is left anywhere: asserted after each test."""
-        self.wait_until(lambda: not self.cluster.leftovers() and not self.service.core.in_flight)
+        self.wait_until(lambda: not self.cluster.leftovers() and not self.service.core.requests.in_flight)
         assert self.call(self.service.check) == []
 
 

@@ -26,8 +26,9 @@ from contracts.messages.worker_events import Done, Event
 from contracts.sampling_params import SamplingParams, TokenLogprob
 from router.core.router_actions import DeliverScores, DeliverTokens, EndRequest, NoteReplay, SendCommand
 from router.core.router_core import RouterCore
+from router.state.prefix_hashes import prefix_hashes
 from router.state.routed_request import RoutedRequest
-from router.state.worker_table import WorkerKey, prefix_hashes
+from router.state.worker_table import WorkerKey
 from router.verification.audit_cases import AuditFinding
 from tests.router.fake_worker import FakeCluster, decode_frames, expected, prefill_frames
 
@@ -217,4 +218,4 @@ class Stage:
         assert self.out[rid] == self.answer(rid)
         assert self.ends[rid].error is None
         assert not [r for _, r in self.legs if r == rid]
-        assert rid not in set(self.core.request_ids())
+        assert rid not in set(self.core.requests.ids())

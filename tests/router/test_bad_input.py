@@ -198,7 +198,7 @@ def test_a_full_queue_says_so_and_when_to_come_back(server: Server) -> None:
         full.call(full.cluster["prefill-0"].pause)
         waiting = threading.Thread(target=full.post, args=(COMPLETIONS, {**OK, "n": 2}))
         waiting.start()
-        full.wait_until(lambda: full.service.core.in_flight == 2)
+        full.wait_until(lambda: full.service.core.requests.in_flight == 2)
         response = full.post(COMPLETIONS, {**OK, "n": 2})
         assert response.status_code == 429
         assert response.headers["retry-after"] == "1"

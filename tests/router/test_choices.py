@@ -10,7 +10,6 @@ import pytest
 from contracts.sampling_params import SamplingParams
 from router.openai import response_stream as job
 from router.openai import responses as answers
-from router.state.worker_table import PREFIX_BLOCK_TOKENS
 from router.tokenizer_pool import prepare_request as intake
 from tests.router.fake_worker import expected
 from tests.router.http_server import Server
@@ -115,17 +114,17 @@ def test_choices_look_for_their_prefix_once_a_worker(server: Server, monkeypatch
 
 
 def test_a_prefix_that_was_looked_up_is_forgotten_with_what_it_stood_on() -> None:
-    entry = Stage().core.workers.named("prefill-0")
-    assert entry is not None
+    stage = Stage()
+    index = stage.core.indexes.of(stage.key("prefill-0"))
     keys = (b"a", b"b")
-    assert entry.cached_tokens(keys) == 0
-    entry.remember(keys)
-    assert entry.cached_tokens(keys) == 2 * PREFIX_BLOCK_TOKENS
-    entry.remember(keys)
-    entry.remember((b"c",))
-    assert entry.cached_tokens(keys) == 2 * PREFIX_BLOCK_TOKENS
-    entry.prefixes.pop(b"b")
-    entry.remember((b"d",))
-    assert entry.cached_tokens(keys) == PREFIX_BLOCK_TOKENS
-    entry.remember(keys)
-    assert list(entry.prefixes) == [b"c", b"d", b"b", b"a"]
+    assert index.overlap(keys) == 0
+    index.sent(keys)
+    assert index.overlap(keys) == 2
+    index.sent(keys)
+    index.sent((b"c",))
+    assert index.overlap(keys) == 2
+    index.blocks.pop(b"b")
+    index.sent((b"d",))
+    assert index.overlap(keys) == 1
+    index.sent(keys)
+    assert list(index.blocks) == [b"c", b"d", b"b", b"a"]

@@ -182,7 +182,7 @@ def test_a_client_that_leaves_while_it_waits_for_a_worker_is_forgotten() -> None
     cluster["decode-0"].state = "draining"
     with serving(cluster) as server:
         with send_request(server, ASK):
-            server.wait_until(lambda: server.service.core.waiting == 1)
+            server.wait_until(lambda: server.service.core.requests.waiting == 1)
         server.at_rest()
 
 

@@ -207,7 +207,7 @@ def test_a_client_that_takes_nothing_is_cut_off(bounded: Server) -> None:
     assert len(registry.all) == 1
     sweep(bounded, 61.0)
     bounded.wait_until(lambda: not registry.all)
-    bounded.wait_until(lambda: not bounded.service.core.in_flight)
+    bounded.wait_until(lambda: not bounded.service.core.requests.in_flight)
 
 
 @pytest.mark.parametrize("descriptors", [64, 128, 256, 1024, 65_536])
@@ -250,7 +250,7 @@ def test_a_full_house_is_told_before_the_body_is_read() -> None:
         server.pause("prefill")
         waiting = threading.Thread(target=server.post, args=("/v1/completions", {"prompt": [5], "max_tokens": 2}))
         waiting.start()
-        server.wait_until(lambda: server.service.core.in_flight == 1)
+        server.wait_until(lambda: server.service.core.requests.in_flight == 1)
         client = Client(server)
         client.send("POST", "/v1/completions", b"", length=100_000)  # not one byte of it comes
         assert client.until(b"\r\n\r\n").startswith(b"HTTP/1.1 429")

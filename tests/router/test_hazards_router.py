@@ -8,8 +8,8 @@ import random
 import pytest
 
 from contracts.ids import Role
-from router.state import worker_table as workers
-from router.state.worker_table import PREFIX_BLOCK_TOKENS, prefix_hashes
+from router.kv_indexer import worker_indexes
+from router.state.prefix_hashes import PREFIX_BLOCK_TOKENS, prefix_hashes
 from tests.router.http_server import Server
 from tests.router.stage import Stage
 
@@ -22,20 +22,19 @@ def prompt(number: int, blocks: int = 4) -> tuple[int, ...]:
 def test_d8_what_a_worker_is_remembered_to_hold_has_a_bound_and_forgets_the_oldest(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(workers, "PREFIX_BLOCKS_IN_ALL", 160)
+    monkeypatch.setattr(worker_indexes, "BLOCKS_IN_ALL", 160)
     stage = Stage()
-    entry = stage.core.workers.named("prefill-0")
-    assert entry is not None
-    assert entry.blocks_at_most == 40, "four workers share"
+    index = stage.core.indexes.of(stage.key("prefill-0"))
+    assert index.at_most == 40, "four workers share"
     for number in range(500):
-        entry.remember(prefix_hashes(prompt(number)))
-        assert len(entry.prefixes) <= 40
-    assert [entry.cached_tokens(prefix_hashes(prompt(n))) for n in (0, 489, 490, 499)] == [0, 0, 256, 256]
+        index.sent(prefix_hashes(prompt(number)))
+        assert len(index.blocks) <= 40
+    assert [index.overlap(prefix_hashes(prompt(n))) for n in (0, 489, 490, 499)] == [0, 0, 4, 4]
     # One prompt alone may be longer than the whole memory: its head is what is kept, as a match begins there.
     long = prefix_hashes(prompt(1000, blocks=60))
-    entry.remember(long)
-    assert len(entry.prefixes) == 40
-    assert entry.cached_tokens(long) == 40 * PREFIX_BLOCK_TOKENS
+    index.sent(long)
+    assert len(index.blocks) == 40
+    assert index.overlap(long) == 40
 
 
 def test_d8_what_was_remembered_of_a_worker_dies_with_its_incarnation_and_is_learnt_again() -> None:
@@ -45,40 +44,37 @@ def test_d8_what_was_remembered_of_a_worker_dies_with_its_incarnation_and_is_lea
         stage.submit(prompt=prompt(1), max_tokens=1)
     holders = [w[0] for w, s in stage.submits if len(s.tokens) == len(prompt(1))]
     holder = max(set(holders), key=holders.count)
-    entry = stage.core.workers.named(holder)
-    assert entry is not None
+    index = stage.core.indexes.of(stage.key(holder))
     keys = prefix_hashes(prompt(1))
-    assert entry.cached_tokens(keys) == len(prompt(1))
+    assert index.overlap(keys) * PREFIX_BLOCK_TOKENS == len(prompt(1))
     stage.kill(holder)
     stage.cluster[holder].restart()
     stage.view()
     stage.link(holder)
-    fresh = stage.core.workers.named(holder)
-    assert fresh is not None
-    assert fresh is not entry
-    assert fresh.cached_tokens(keys) == 0
-    assert not fresh.prefixes
-    fresh.remember(keys)
-    assert fresh.cached_tokens(keys) == len(prompt(1))
+    fresh = stage.core.indexes.of(stage.key(holder))
+    assert fresh is not index
+    assert fresh.overlap(keys) == 0
+    assert not fresh.blocks
+    fresh.sent(keys)
+    assert fresh.overlap(keys) * PREFIX_BLOCK_TOKENS == len(prompt(1))
 
 
 def test_d8_the_guess_found_by_halving_is_that_found_block_by_block(monkeypatch: pytest.MonkeyPatch) -> None:
     """Chains that share heads, a memory that always overflows: never is a tail remembered without its head."""
-    monkeypatch.setattr(workers, "PREFIX_BLOCKS_IN_ALL", 100)
+    monkeypatch.setattr(worker_indexes, "BLOCKS_IN_ALL", 100)
     stage = Stage()
-    entry = stage.core.workers.named("prefill-0")
-    assert entry is not None
+    index = stage.core.indexes.of(stage.key("prefill-0"))
     rng = random.Random(7)
     heads = [prompt(n, blocks=6) for n in range(4)]
     chains = [prefix_hashes(rng.choice(heads)[: 64 * rng.randint(1, 6)] + prompt(100 + n)) for n in range(40)]
     for _ in range(400):
         asked = rng.choice(chains)
         blocks = 0
-        while blocks < len(asked) and asked[blocks] in entry.prefixes:
+        while blocks < len(asked) and asked[blocks] in index.blocks:
             blocks += 1
-        assert entry.cached_tokens(asked) == blocks * PREFIX_BLOCK_TOKENS
+        assert index.overlap(asked) == blocks
         if rng.random() < 0.6:
-            entry.remember(rng.choice(chains))
+            index.sent(rng.choice(chains))
 
 
 STAGES = {"tokenise", "queue", "prefill", "transfer", "decode", "first_token", "total"}

@@ -28,7 +28,7 @@ def steps(stage: Stage, **made: int) -> None:
 
 def stuck(stage: Stage) -> bool:
     """What `/health` fails for."""
-    return stage.core.stalled_s > STALL_S
+    return stage.core.progress.stalled_s > STALL_S
 
 
 def test_c4_health_fails_while_a_request_waits_though_other_workers_make_steps() -> None:
@@ -58,7 +58,7 @@ def test_c4_health_fails_while_attempts_fail_and_none_comes_further() -> None:
     assert stuck(stage)
     stage.finish()
     stage.assert_answered(rid)
-    assert stage.core.stalled_s == 0.0
+    assert stage.core.progress.stalled_s == 0.0
 
 
 def test_c4_a_worker_that_is_started_anew_is_no_progress() -> None:

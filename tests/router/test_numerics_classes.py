@@ -111,10 +111,10 @@ def test_a_move_goes_to_a_decode_worker_of_the_same_class() -> None:
     request = on.requests[rid]
     assert request.decode is not None
     assert request.decode[0] == "decode-0"
-    assert not on.core.moves.begin(request), "nobody else computes alike"
+    assert not on.core.migrations.begin(request), "nobody else computes alike"
     on.cluster["decode-1"].numerics = OLD
     on.view()
-    assert on.core.moves.begin(request)
+    assert on.core.migrations.begin(request)
 
 
 def test_an_audit_is_computed_by_the_answers_own_class() -> None:

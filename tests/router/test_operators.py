@@ -49,7 +49,7 @@ def test_health_fails_while_work_waits_and_nothing_advances() -> None:
         server.call(server.cluster["prefill-0"].pause)
         waiting = threading.Thread(target=server.complete, kwargs={"max_tokens": 2})
         waiting.start()
-        server.wait_until(lambda: server.service.core.stalled_s > 0.05)
+        server.wait_until(lambda: server.service.core.progress.stalled_s > 0.05)
         answer = server.client.get("/health")
         assert answer.status_code == 503
         assert "nothing has advanced" in answer.json()["problems"][0]
@@ -201,12 +201,12 @@ def test_d1_a_worker_that_was_told_to_leave_is_not_counted_on_before_it_has_answ
     service = server.service
     told = service.core.workers.named("decode-0")
     assert told is not None
-    server.call(lambda: told.tell_to_leave(service.clock.now()))
+    server.call(lambda: told.request_drain(service.clock.now()))
     status, message = refusal(server, "drain/decode-1")
     assert status == 409
     assert message.startswith("decode-1 is the last decode worker that serves")
     assert refusal(server, "role/decode-1?role=prefill")[0] == 409
-    server.call(told.tell_to_stay)
+    server.call(told.cancel_drain)
     assert operate(server, "drain/decode-1")[0] == 200
     assert service.core.workers.staying(Role.DECODE, service.clock.now()) == [told]
 

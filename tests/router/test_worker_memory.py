@@ -5,7 +5,9 @@ from __future__ import annotations
 from contracts.config.router_config import RouterConfig
 from contracts.ids import Incarnation, Role, WorkerName
 from contracts.messages.worker_status import WorkerLimits, WorkerRecord, WorkerStatus, WorkerView
-from router.state.worker_table import WorkerTable, prefix_hashes
+from router.kv_indexer.worker_indexes import WorkerIndexes
+from router.state.prefix_hashes import prefix_hashes
+from router.state.worker_table import WorkerTable
 
 NAME = WorkerName("prefill-0")
 HASHES = prefix_hashes(list(range(256)))
@@ -17,37 +19,44 @@ def view(incarnation: int, state: str = "ready", **counters: float) -> WorkerVie
     return WorkerView(record, WorkerStatus(NAME, Role.PREFILL, state, 1, "node", number, 0, 0, 0, 0, counters=counters))
 
 
-def holds(workers: WorkerTable) -> int:
-    entry = workers.named(NAME)
-    assert entry is not None
-    return entry.cached_tokens(HASHES)
+class Memory:
+    """The table of one prefill worker, and the indexes that follow it."""
+
+    def __init__(self) -> None:
+        self.workers, self.indexes = WorkerTable(RouterConfig()), WorkerIndexes()
+
+    def see(self, now: WorkerView) -> None:
+        self.workers.update([now])
+        self.indexes.follow(self.workers)
+
+    def holds(self) -> int:
+        (entry,) = self.workers
+        return self.indexes.overlap(entry.key, HASHES) * self.indexes.page_tokens
 
 
-def killed() -> WorkerTable:
-    workers = WorkerTable(RouterConfig())
-    workers.update([view(1)])
-    entry = workers.named(NAME)
-    assert entry is not None
-    entry.remember(HASHES)
-    assert holds(workers) == 256
-    workers.update([view(1, "dead")])
-    workers.update([view(2, "starting")])
-    return workers
+def killed() -> Memory:
+    memory = Memory()
+    memory.see(view(1))
+    memory.indexes.sent((NAME, Incarnation(1)), HASHES)
+    assert memory.holds() == 256
+    memory.see(view(1, "dead"))
+    memory.see(view(2, "starting"))
+    return memory
 
 
 def test_what_a_worker_was_sent_is_forgotten_with_its_death() -> None:
-    workers = killed()
-    assert holds(workers) == 0
-    workers.update([view(2, arena_pages_adopted=0)])
-    assert holds(workers) == 0
+    memory = killed()
+    assert memory.holds() == 0
+    memory.see(view(2, arena_pages_adopted=0))
+    assert memory.holds() == 0
 
 
 def test_what_a_worker_was_sent_is_believed_again_once_its_successor_says_that_it_took_it_over() -> None:
-    workers = killed()
-    workers.update([view(2, arena_pages_adopted=16)])
-    assert holds(workers) == 256
-    workers.update([view(3, "starting")])
-    assert holds(workers) == 0
-    workers.update([view(4, "starting")])
-    workers.update([view(4, arena_pages_adopted=16)])
-    assert holds(workers) == 256, "also over one that never came up"
+    memory = killed()
+    memory.see(view(2, arena_pages_adopted=16))
+    assert memory.holds() == 256
+    memory.see(view(3, "starting"))
+    assert memory.holds() == 0
+    memory.see(view(4, "starting"))
+    memory.see(view(4, arena_pages_adopted=16))
+    assert memory.holds() == 256, "also over one that never came up"

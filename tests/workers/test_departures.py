@@ -32,7 +32,7 @@ from decode.migration.migration_state import STAGES, MigrationStage, MigrationSt
 from decode.migration.outgoing_migrations import JUDGE_EVERY_S, STEPS_TO_TELL
 from decode.migration.prefix_push import PUSH_TABLE
 from prefill.worker import PrefillWorker
-from router.migration.migration_table import MOVES, MigrationEvent, MigrationState
+from router.migration.migration_table import MIGRATION, MigrationEvent, MigrationState
 from tests.company import Company, company, generated
 from transfer.rooms.kv_sender import _PendingWrite
 from transfer.rooms.room_messages import HandoverReceived, WriterQuiesced
@@ -62,7 +62,7 @@ def test_what_is_said_of_moves_travels_unchanged() -> None:
 
 
 def test_c5_every_departure_move_and_gift_comes_to_an_end() -> None:
-    assert [table.dead_ends() for table in (STAGES, MOVES, PUSH_TABLE)] == [[], [], []]
+    assert [table.dead_ends() for table in (STAGES, MIGRATION, PUSH_TABLE)] == [[], [], []]
 
 
 def test_c8_what_has_moved_or_stayed_does_so_for_good() -> None:
@@ -73,13 +73,13 @@ def test_c8_what_has_moved_or_stayed_does_so_for_good() -> None:
     for state in (MigrationState.MOVED, MigrationState.STAYED):
         for happening in MigrationEvent:
             with pytest.raises(IllegalTransition):
-                MOVES.next(state, happening)
+                MIGRATION.next(state, happening)
 
 
 def test_a_request_can_be_taken_back_until_the_other_has_it_and_not_after() -> None:
     assert all(MigrationStageEvent.BACK in row and MigrationStageEvent.END in row for row in STAGES.rows.values())
-    assert MigrationEvent.BACK not in MOVES.rows[MigrationState.GIVEN], "the source has nothing of it any more"
-    assert [s for s, row in MOVES.rows.items() if MigrationEvent.SPOKE in row] == [
+    assert MigrationEvent.BACK not in MIGRATION.rows[MigrationState.GIVEN], "the source has nothing of it any more"
+    assert [s for s, row in MIGRATION.rows.items() if MigrationEvent.SPOKE in row] == [
         MigrationState.OFFERED,
         MigrationState.GIVEN,
     ]
@@ -172,7 +172,7 @@ def test_d2_a_worker_does_not_leave_while_it_still_writes_for_a_room_that_has_en
         rid = c.submit(list(range(60)), SamplingParams(40, temperature=0.0))
         c.until(generated(c, rid, 5), "it to run")
         if name == "decode-0":
-            assert c.core.moves.begin(c.told[rid].request)
+            assert c.core.migrations.begin(c.told[rid].request)
             c.act()
         c.run(rid)
         worker = c.workers[WorkerName(name)]
@@ -195,14 +195,14 @@ def test_d3_a_restarted_target_is_a_stranger_to_rooms_of_its_predecessor(model: 
     with company(model, decode={"migration_chunk_bytes": 1}) as c:
         rid = _moving(c)
         assert c.worker_of(rid) == "decode-0"
-        c.core.moves.begin(c.told[rid].request)
+        c.core.migrations.begin(c.told[rid].request)
         c.act()
         c.until(lambda: bool(c.decode("decode-0")._migrations), "it to be stopped")
         c.gone("decode-1")
         c.start(Role.DECODE, WorkerName("decode-1"))
         # The move to incarnation 1 came to nothing; the request is whole, and may move to incarnation 2.
         c.until(lambda: not c.decode("decode-0")._migrations, "it to go on")
-        assert c.core.moves.begin(c.told[rid].request) or c.told[rid].request.avoid
+        assert c.core.migrations.begin(c.told[rid].request) or c.told[rid].request.avoid
         c.act()
         assert c.run(rid) == c.run(c.submit(list(range(60)), SamplingParams(40, temperature=0.0)))
         assert c.told[rid].replays == []
@@ -212,7 +212,7 @@ def test_d3_a_restarted_target_is_a_stranger_to_rooms_of_its_predecessor(model: 
 def test_d3_a_restarted_source_is_not_asked_for_what_its_predecessor_had(model: Path) -> None:
     with company(model, decode={"migration_chunk_bytes": 1}) as c:
         rid = _moving(c)
-        c.core.moves.begin(c.told[rid].request)
+        c.core.migrations.begin(c.told[rid].request)
         c.act()
         c.until(lambda: bool(c.decode("decode-0")._migrations), "it to be stopped")
         c.gone("decode-0")
@@ -233,7 +233,7 @@ def test_what_a_worker_thought_of_a_request_wakes_it_only_where_it_would_think_a
         rid, worker = _moving(c), c.decode("decode-0")
 
         def offered() -> None:
-            assert c.core.moves.begin(c.told[rid].request)
+            assert c.core.migrations.begin(c.told[rid].request)
             c.act()
             c.until(lambda: bool(worker._migrations._paused()), "it to be offered")
 
@@ -265,7 +265,7 @@ def test_a_worker_is_woken_for_the_one_that_has_stood_still_longest(model: Path)
         c.until(lambda: all(generated(c, rid, 5)() for rid in rids), "both to run")
         c.drain("decode-1", draining=False)
         for number, rid in enumerate(rids):
-            assert c.core.moves.begin(c.told[rid].request)
+            assert c.core.migrations.begin(c.told[rid].request)
             c.act()
             for _ in range(20):
                 c.step("decode-0")  # decode-1 is told, and makes no round
@@ -304,9 +304,9 @@ def test_what_a_request_has_to_come_and_its_own_pace_decide_whether_it_moves(
 def test_requests_move_on_every_data_plane(model: Path, plane: str) -> None:
     with company(model, transfer={"plane": plane}, decode={"migration_precopy_bytes": 1}) as c:
         rid = _moving(c)
-        assert c.core.moves.begin(c.told[rid].request)
+        assert c.core.migrations.begin(c.told[rid].request)
         c.act()
-        c.until(lambda: c.core.moves.counts.moved == 1, "it to move")
+        c.until(lambda: c.core.migrations.counts.moved == 1, "it to move")
         assert c.worker_of(rid) == "decode-1"
         assert c.run(rid) == c.run(c.submit(list(range(60)), SamplingParams(40, temperature=0.0)))
         assert c.told[rid].replays == []

@@ -63,7 +63,7 @@ def test_d1_a_drained_worker_hands_its_running_requests_on_and_no_stream_is_alte
     c.until(lambda: c.workers["decode-0"].drained, "decode-0 to be empty", 1_000_000)
     assert all(c.worker_of(rid) == "decode-1" for rid in rids if c.told[rid].done is None)
     assert c.run(*rids) == undisturbed
-    assert c.core.moves.counts.moved == 4
+    assert c.core.migrations.counts.moved == 4
     assert [c.told[rid].replays for rid in rids] == [[]] * 8, "nothing was computed again"
     assert c.decode("decode-1").status().counters["prompt_tokens_computed"] == 0
 
@@ -83,7 +83,7 @@ def _bring_to(c: Company, stage: str) -> RequestId:
     rid = c.submit(prompt, seeded(1))
     c.until(generated(c, rid, 5), "it to run")
     assert c.worker_of(rid) == "decode-0"
-    c.core.moves.begin(c.told[rid].request)
+    c.core.migrations.begin(c.told[rid].request)
     c.act()
     migrations = c.decode("decode-0")._migrations
     c.step("decode-0")
@@ -138,7 +138,7 @@ def test_a_target_that_refuses_sends_the_request_back(going: tuple[Company, Requ
         worker._fail(request, ErrorKind.DRAINING, "planted")
     assert c.run(rid) == [alone]
     assert c.told[rid].replays == []
-    assert c.core.moves.counts.stayed == 1
+    assert c.core.migrations.counts.stayed == 1
 
 
 @pytest.mark.parametrize("going", ["sent"], indirect=True)
@@ -176,7 +176,7 @@ def test_state_damaged_on_its_way_is_noticed_and_the_source_whose_state_is_whole
     assert c.run(rid) == [alone]
     assert c.told[rid].replays == []
     assert target._receiver.damaged == 1
-    assert c.core.moves.counts.stayed == 1
+    assert c.core.migrations.counts.stayed == 1
 
 
 @pytest.mark.parametrize("going", ["offered"], indirect=True)
@@ -218,7 +218,7 @@ def test_c5_a_target_without_room_says_so_at_once_and_is_asked_ever_more_rarely(
         taken = [allocator.lease(allocator.free, "others") for allocator in pools]
         c.drain("decode-0")
         stops: list[float] = []
-        migrations, counts = c.decode("decode-0")._migrations, c.core.moves.counts
+        migrations, counts = c.decode("decode-0")._migrations, c.core.migrations.counts
         while clock.now() < 180.0:
             stayed, rounds = counts.stayed, 0
             while not rounds or migrations:
@@ -269,7 +269,7 @@ def test_requests_that_have_not_begun_at_a_draining_worker_begin_elsewhere(
         c.drain("decode-0")
         assert c.run(*rids) == undisturbed
         c.until(lambda: c.workers["decode-0"].drained, "decode-0 to be empty", 1_000_000)
-        assert c.core.moves.counts.restarted > 0
+        assert c.core.migrations.counts.restarted > 0
         assert c.core.counts.replays == 0, "it costs no request a replay"
 
 
@@ -280,9 +280,9 @@ def test_an_undrained_worker_keeps_its_requests_and_admits_again(
     c.workers["decode-0"].drain()
     c.step("decode-0")
     c.drain("decode-0", draining=False)
-    moving = c.core.moves.counts.begun
+    moving = c.core.migrations.counts.begun
     c.until(lambda: not c.decode("decode-0")._migrations, "what had begun to leave to be gone")
-    assert c.core.moves.counts.begun == moving
+    assert c.core.migrations.counts.begun == moving
     assert c.run(*rids) == undisturbed
     again = [c.submit(prompt, seeded(0, 4)) for prompt in prompts(3, 4)]
     assert "decode-0" in {c.worker_of(rid) for rid in again}
@@ -307,14 +307,14 @@ def test_a_request_that_ends_sooner_than_it_could_move_is_left_to_finish(model: 
         c.decode("decode-0")._migrations.costs.bytes_per_s = 1.0
         c.drain("decode-0")
         assert c.run(rid) == [alone]
-        assert c.core.moves.counts.begun == 0
+        assert c.core.migrations.counts.begun == 0
 
 
 def test_a_request_moves_on_and_back_again(model: Path) -> None:
     with company(model) as c:
         prompt = list(range(90))
         rid = c.submit(prompt, seeded(1))
-        counts, sent = c.core.moves.counts, list[int]()
+        counts, sent = c.core.migrations.counts, list[int]()
 
         def told(moves: int, before: int) -> bool:
             return counts.moved == moves and counts.moved_bytes > before
@@ -322,7 +322,7 @@ def test_a_request_moves_on_and_back_again(model: Path) -> None:
         for moves in range(1, 5):
             before = counts.moved_bytes
             c.until(generated(c, rid, 5 * moves), "it to run")
-            assert c.core.moves.begin(c.told[rid].request)
+            assert c.core.migrations.begin(c.told[rid].request)
             c.act()
             c.until(partial(told, moves, before), "it to move, and its source to say how much that was")
             sent.append(counts.moved_bytes - before)
@@ -345,7 +345,7 @@ def test_a_request_that_is_lost_with_its_target_after_it_left_is_replayed(
             return worker[0] == "decode-1" or (isinstance(event, MigrationDone) and not told)
 
         c.between.append(loses)
-        assert c.core.moves.begin(c.told[rid].request)
+        assert c.core.migrations.begin(c.told[rid].request)
         c.act()
         c.until(lambda: bool(left), "the source to give it away")
         assert c.told[rid].request.decode == c.key("decode-0"), "nobody has told otherwise"
@@ -370,11 +370,11 @@ def test_finished_pages_are_copied_ahead_while_the_stream_goes_on(large: tuple[C
     c, rid = large
     gone = hears(c, MigrationDone)
     before = len(c.told[rid].tokens)
-    assert c.core.moves.begin(c.told[rid].request)
+    assert c.core.migrations.begin(c.told[rid].request)
     c.act()
     c.until(lambda: bool(c.decode("decode-0")._migrations), "it to be stopped")
     assert len(c.told[rid].tokens) > before + 8, "it went on meanwhile"
-    c.until(lambda: c.core.moves.counts.moved == 1, "it to move")
+    c.until(lambda: c.core.migrations.counts.moved == 1, "it to move")
     c.until(lambda: bool(gone), "the source to say so")
     (moved,) = gone
     assert isinstance(moved, MigrationDone)
@@ -387,7 +387,7 @@ def test_finished_pages_are_copied_ahead_while_the_stream_goes_on(large: tuple[C
 @pytest.mark.parametrize("who", ["cancel", "decode-0", "decode-1"])
 def test_b2_what_is_copied_ahead_is_released_when_a_side_goes(large: tuple[Company, RequestId], who: str) -> None:
     c, rid = large
-    assert c.core.moves.begin(c.told[rid].request)
+    assert c.core.migrations.begin(c.told[rid].request)
     c.act()
     for _ in range(4):
         c.step()
@@ -403,7 +403,7 @@ def test_b2_what_is_copied_ahead_is_released_when_a_side_goes(large: tuple[Compa
 
 def test_what_is_damaged_on_its_way_ahead_is_not_taken_and_the_move_goes_on(large: tuple[Company, RequestId]) -> None:
     c, rid = large
-    assert c.core.moves.begin(c.told[rid].request)
+    assert c.core.migrations.begin(c.told[rid].request)
     c.act()
     target = c.decode("decode-1")
     c.until(lambda: any(r.state == "granted" for r in target._receiver._rooms.values()), "a grant")
@@ -416,6 +416,6 @@ def test_what_is_damaged_on_its_way_ahead_is_not_taken_and_the_move_goes_on(larg
             break
     index = room.runs[full].indices[0]
     pools.layout.buffers[full][0].stack(pools.region, pools.layout.counts[full])[0, index] += 1
-    c.until(lambda: c.core.moves.counts.moved == 1, "it to move")
+    c.until(lambda: c.core.migrations.counts.moved == 1, "it to move")
     assert target._receiver.damaged == 1
     assert c.run(rid) == c.run(c.submit(list(range(200)), seeded(1, 120)))

@@ -35,9 +35,9 @@ def test_a_moved_request_goes_on_as_if_it_had_stayed(name: str, tmp_path: Path) 
         for number, rid in enumerate(rids):
             # At different places within a page, and within what recurrent layers gather.
             c.until(generated(c, rid, 9 + 3 * number), "it to run")
-            assert c.core.moves.begin(c.told[rid].request)
+            assert c.core.migrations.begin(c.told[rid].request)
             c.act()
-        c.until(lambda: c.core.moves.counts.moved == 3, "all to move")
+        c.until(lambda: c.core.migrations.counts.moved == 3, "all to move")
         assert c.run(*rids) == stayed
         spec = c.decode("decode-0")._manager.spec
         least = sum(min(len(n), 1) * spec.unit_bytes(pool) for pool, n in due(spec, 60).items())
@@ -58,7 +58,7 @@ def test_what_is_sent_while_a_stream_stands_still_does_not_grow_with_its_length(
             moved = hears(c, MigrationDone)
             rid = c.submit(tokens_of(5, length), SamplingParams(COUNT, temperature=0.8, seed=1))
             c.until(generated(c, rid, 9), "it to run")
-            assert c.core.moves.begin(c.told[rid].request)
+            assert c.core.migrations.begin(c.told[rid].request)
             c.run(rid)
             spec = c.decode("decode-0")._manager.spec
             (event,) = moved

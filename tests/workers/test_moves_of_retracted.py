@@ -57,8 +57,8 @@ def test_d1_who_is_retracted_at_a_draining_worker_comes_back_and_is_handed_on(
         c.until(lambda: worker.drained, "decode-0 to be empty", 1_000_000)
         assert [e.request_id for e in told if isinstance(e, MigrationWanted) and e.withdrawn] == [rids[3]]
         assert c.run(*rids) == undisturbed
-        assert c.core.moves.counts.moved == 4, "nothing of any of them was computed again"
-        assert c.core.counts.replays == c.core.moves.counts.restarted == 0
+        assert c.core.migrations.counts.moved == 4, "nothing of any of them was computed again"
+        assert c.core.counts.replays == c.core.migrations.counts.restarted == 0
 
 
 def test_a9_of_a_request_that_is_coming_back_nothing_is_given_away(
@@ -87,9 +87,9 @@ def test_after_a_move_the_books_say_who_drew_each_token(model: Path) -> None:
         c.until(generated(c, rid, 6), "it to run")
         request = c.told[rid].request
         source = c.worker_of(rid)
-        assert c.core.moves.begin(request)
+        assert c.core.migrations.begin(request)
         c.act()
-        c.until(lambda: c.core.moves.counts.moved == 1, "it to move")
+        c.until(lambda: c.core.migrations.counts.moved == 1, "it to move")
         c.run(rid)
         first, second = request.legs
         assert isinstance(second, AttemptLeg)
@@ -111,13 +111,13 @@ def test_a_worker_that_was_left_alone_is_tried_with_one_move(model: Path) -> Non
         for number in range(c.config.router.breaker_failures):
             entry.breaker.failed(RequestId(f"f{number}"), clock.now())
         assert entry.breaker.state is CircuitState.OPEN
-        assert not c.core.moves.begin(c.told[one].request)
+        assert not c.core.migrations.begin(c.told[one].request)
         clock.advance(c.config.router.breaker_open_s)
-        assert c.core.moves.begin(c.told[one].request)
-        assert not c.core.moves.begin(c.told[two].request), "one at a time, until it has proved itself"
+        assert c.core.migrations.begin(c.told[one].request)
+        assert not c.core.migrations.begin(c.told[two].request), "one at a time, until it has proved itself"
         c.act()
-        c.until(lambda: c.core.moves.counts.moved == 1, "it to move")
+        c.until(lambda: c.core.migrations.counts.moved == 1, "it to move")
         assert entry.breaker.state is CircuitState.CLOSED
-        assert c.core.moves.begin(c.told[two].request)
+        assert c.core.migrations.begin(c.told[two].request)
         c.act()
         c.run(one, two)

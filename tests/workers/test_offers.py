@@ -53,8 +53,8 @@ def test_the_tree_of_a_drained_worker_is_taken_over_and_used(model: Path) -> Non
         served(c)
         leaves(c)
         assert depth(c, "decode-1", HOT) == depth(c, "decode-1", COLD) == 4
-        assert c.core.moves.offers.bytes == c.decode("decode-1").status().counters["fetched_bytes"] > 0
-        assert not len(c.core.moves.offers)
+        assert c.core.migrations.offers.bytes == c.decode("decode-1").status().counters["fetched_bytes"] > 0
+        assert not len(c.core.migrations.offers)
         rid: RequestId = c.submit([*HOT, 9, 9, 9], SamplingParams(8, temperature=0.0))
         c.run(rid)
         held = [p.cached_tokens for p in c.told[rid].request.progress if p.worker == "decode-1"]

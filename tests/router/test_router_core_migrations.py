@@ -45,11 +45,11 @@ class Scene:
 
     @property
     def state(self) -> MigrationState | None:
-        move = self.on.core.moves.of(self.request)
+        move = self.on.core.migrations.of(self.request)
         return move.state if move is not None else None
 
     def begin(self) -> bool:
-        begun = self.on.core.moves.begin(self.request)
+        begun = self.on.core.migrations.begin(self.request)
         self.on.play()
         return begun
 
@@ -94,7 +94,7 @@ def test_whoever_speaks_first_after_the_pause_has_the_request(state: MigrationSt
     scene.on.legs.pop((SOURCE, scene.rid))
     scene.on.finish()
     scene.on.assert_answered(scene.rid)
-    assert scene.on.core.moves.counts.moved == 1
+    assert scene.on.core.migrations.counts.moved == 1
     assert not scene.cancelled()
 
 
@@ -125,7 +125,7 @@ def test_how_long_streams_stood_still_is_counted_from_pause_to_first_word() -> N
         scene.on.hear(source, MigrationPaused(scene.rid, attempt - 1, scene.request.next_position - 1))
         scene.on.clock.advance(pause)
         scene.on.say_next(target[0], scene.rid)
-        counts = scene.on.core.moves.counts
+        counts = scene.on.core.migrations.counts
         assert (counts.moved, counts.longest_pause_s, counts.paused_s) == (attempt, longest, both)
         scene.on.say_next(target[0], scene.rid)
         assert attempt == 2 or scene.begin()
@@ -152,7 +152,7 @@ def test_a_target_that_refused_is_told_nothing_more_and_the_source_goes_on() -> 
     assert not scene.cancelled()
     scene.on.finish()
     scene.on.assert_answered(scene.rid)
-    assert scene.on.core.moves.counts.stayed == 1
+    assert scene.on.core.migrations.counts.stayed == 1
 
 
 def test_a_target_that_nobody_heard_of_in_time_is_cancelled_and_the_source_goes_on() -> None:
@@ -207,12 +207,12 @@ def test_a_request_of_which_all_is_told_is_not_moved_though_its_end_is_still_to_
     on.say(rid, PREFILL, 2)
     on.say(rid, DECODE, 1 + 4)
     assert on.out[rid] == on.answer(rid)[:-1]
-    assert on.core.moves.begin(on.requests[rid]), "one token is to come"
-    on.core.moves.leave(on.requests[rid])
+    assert on.core.migrations.begin(on.requests[rid]), "one token is to come"
+    on.core.migrations.leave(on.requests[rid])
     on.say(rid, DECODE)
     assert on.out[rid] == on.answer(rid)
     assert rid not in on.ends
-    assert not on.core.moves.begin(on.requests[rid])
+    assert not on.core.migrations.begin(on.requests[rid])
 
 
 def test_a_request_that_was_told_out_while_pages_were_copied_ahead_is_not_stopped() -> None:
@@ -221,7 +221,7 @@ def test_a_request_that_was_told_out_while_pages_were_copied_ahead_is_not_stoppe
     scene.on.say(scene.rid, DECODE, 3)
     scene.on.hear(scene.source, PushReady(scene.rid, 0, 0))
     assert not scene.orders_from(before), "neither asked to stop it nor told to go on with what never stopped"
-    assert (scene.state, scene.on.core.moves.counts.stayed) == (None, 1)
+    assert (scene.state, scene.on.core.migrations.counts.stayed) == (None, 1)
     scene.on.finish()
     scene.on.assert_answered(scene.rid)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from contracts.errors import ErrorKind
 from contracts.ids import Role
-from router.core.router_core import REFUSAL_LIMIT
+from router.core.failover import REFUSAL_LIMIT
 from tests.router.stage import Stage
 
 

@@ -10,8 +10,8 @@ import pytest
 from contracts.errors import ErrorKind, IllegalTransition
 from contracts.ids import Role, WorkerName
 from contracts.messages.worker_events import Done, LegReport, Tokens
-from router.core.router_core import REFUSAL_LIMIT
-from router.state.worker_table import PREFIX_BLOCK_TOKENS, WorkerEntry, prefix_hashes
+from router.core.failover import REFUSAL_LIMIT
+from router.state.prefix_hashes import PREFIX_BLOCK_TOKENS, prefix_hashes
 from tests.router.stage import Stage
 
 PREFILL, DECODE = Role.PREFILL, Role.DECODE
@@ -287,7 +287,7 @@ def test_other_errors_end_the_request_at_once(kind: ErrorKind) -> None:
     assert stage.ends[rid].error is kind
     assert stage.ends[rid].message == "planted"
     assert not stage.legs
-    assert stage.core.in_flight == 0
+    assert stage.core.requests.in_flight == 0
 
 
 def test_an_error_that_says_nothing_still_names_the_worker_and_what_it_was() -> None:
@@ -387,7 +387,7 @@ def test_replays_are_bounded_and_the_error_says_why() -> None:
     assert done.error is ErrorKind.WORKER
     assert "4 times" in done.message
     assert "damaged" in done.message
-    assert stage.core.in_flight == 0
+    assert stage.core.requests.in_flight == 0
     assert not stage.legs
 
 
@@ -432,19 +432,19 @@ def test_a_cancel_reaches_both_legs_and_leaves_nothing() -> None:
     stage.play()
     assert not stage.legs
     assert len(stage.cancels) == 2
-    assert stage.core.in_flight == 0
+    assert stage.core.requests.in_flight == 0
     assert all(e.load == 0 and not e.requests for e in stage.core.workers)
 
 
 def test_work_that_does_not_advance_is_seen() -> None:
     stage = Stage()
     stage.tick(100)
-    assert stage.core.stalled_s == 0
+    assert stage.core.progress.stalled_s == 0
     rid = stage.submit()
     stage.tick(7)
-    assert stage.core.stalled_s == pytest.approx(7)
+    assert stage.core.progress.stalled_s == pytest.approx(7)
     stage.say(rid, PREFILL)
-    assert stage.core.stalled_s == 0
+    assert stage.core.progress.stalled_s == 0
 
 
 def test_a_workers_steps_count_as_advance() -> None:
@@ -453,7 +453,7 @@ def test_a_workers_steps_count_as_advance() -> None:
     stage.tick(7)
     views = stage.cluster.views()
     stage.core.on_view((replace(views[0], status=replace(views[0].status, steps=5)), *views[1:]))
-    assert stage.core.stalled_s == 0
+    assert stage.core.progress.stalled_s == 0
 
 
 # ---------------------------------------------------------------- placement
@@ -501,15 +501,14 @@ def test_prefix_keys_follow_content_and_salt() -> None:
 
 
 def test_what_a_worker_is_remembered_to_hold_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("router.state.worker_table.PREFIX_BLOCKS_REMEMBERED", 4)
+    monkeypatch.setattr("router.kv_indexer.worker_indexes.BLOCKS_REMEMBERED", 4)
     stage = Stage(1, 1)
     for i in range(5):
         stage.submit(tuple(range(i, i + 130)))
-    entry = stage.core.workers.named("prefill-0")
-    assert isinstance(entry, WorkerEntry)
-    assert len(entry.prefixes) == 4
-    assert entry.cached_tokens(prefix_hashes(range(4, 134))) == 128
-    assert entry.cached_tokens(prefix_hashes(range(0, 130))) == 0
+    index = stage.core.indexes.of(stage.key("prefill-0"))
+    assert len(index.blocks) == 4
+    assert index.overlap(prefix_hashes(range(4, 134))) * PREFIX_BLOCK_TOKENS == 128
+    assert index.overlap(prefix_hashes(range(0, 130))) == 0
 
 
 @pytest.mark.parametrize("how", ["draining", "dead", "unlinked", "small"])
@@ -569,7 +568,7 @@ def test_an_illegal_move_raises_and_changes_nothing() -> None:
     stage = Stage()
     request = stage.requests[stage.submit()]
     with pytest.raises(IllegalTransition):
-        request.move("place")
+        request.step("place")
     assert (request.phase, request.attempt) == ("running", 0)
 
 
@@ -584,7 +583,7 @@ def test_check_names_a_planted_violation() -> None:
     entry.requests.clear()
     assert "booked requests differ" in stage.core.check()[0]
     entry.requests.add(rid)
-    stage.core._waiting[rid] = stage.requests[rid]
+    stage.core.requests.queued[rid] = stage.requests[rid]
     assert "in the queue" in stage.core.check()[0]
 
 

@@ -1,0 +1,174 @@
+"""The router's scheduler: which prefill and which decode worker a request goes to, and what each has in flight.
+
+Who may be chosen: whoever is ready and linked, has room for the whole sequence, isn't left alone by its circuit breaker
+and isn't avoided by this request; and of a pair both compute alike (numerics classes). Who of them is, is one
+expression a role:
+
+- Prefill is routed by KV cache: the worker with the least work in front of the first token, which is its prompt tokens
+  in flight and those of this prompt that it doesn't hold, as far as the indexes know.
+- Decode is routed by load: the worker with the fewest sequences. One to which the chosen prefill worker has failed to
+  hand this request over comes last.
+
+Ties go to whoever has waited longest for a request. What was picked is booked until it is unbooked, and `check` counts
+the books again from the requests.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Container, Iterable, Mapping
+from dataclasses import dataclass
+
+from contracts.ids import RequestId, Role
+from router.kv_indexer.worker_indexes import WorkerIndexes
+from router.state.routed_request import RoutedRequest
+from router.state.worker_table import WorkerEntry, WorkerKey, WorkerTable
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerPair:
+    """Who takes a request."""
+
+    prefill: WorkerEntry
+    decode: WorkerEntry | None
+    """None where one token is asked for: that is prefill's."""
+
+
+class Placement:
+    """See the module's prose. Times are seconds of the router core's clock."""
+
+    def __init__(self, workers: WorkerTable, indexes: WorkerIndexes) -> None:
+        self._workers, self._indexes = workers, indexes
+        self._turn = 0
+        """Of the latest choice."""
+
+    # ------------------------------------------------------------ pick
+
+    def pick(self, r: RoutedRequest, now: float) -> WorkerPair | None:
+        """The pair of workers for a request's next attempt; None while there is none."""
+        to_decode = r.max_len - r.next_position > 1
+        classes = {r.numerics} if r.told else None
+        if to_decode:
+            # Only where somebody computes alike can it go on.
+            there = self._workers.classes(Role.DECODE, r.max_len, r.avoid, now)
+            classes = there if classes is None else classes & there
+            if not classes:
+                return None  # before what prefill holds of it is counted: many may wait
+        prefill = self.pick_prefill(r, now, classes)
+        if prefill is None:
+            return None
+        if not to_decode:
+            return WorkerPair(prefill, None)
+        spoiled = {decode for other, decode in r.spoiled if other == prefill.key}
+        decode = self.pick_decode(r.max_len, r.avoid, now, {prefill.numerics}, spoiled)
+        return WorkerPair(prefill, decode) if decode is not None else None
+
+    def pick_prefill(self, r: RoutedRequest, now: float, classes: Container[str] | None = None) -> WorkerEntry | None:
+        """`classes`: the numerics classes to choose from; None: all."""
+
+        def cost(e: WorkerEntry) -> tuple[int, int, int]:
+            uncached = self._uncached(r, e)
+            return (e.load + uncached, uncached, e.turn)
+
+        return self._pick(Role.PREFILL, r.max_len, r.avoid, now, cost, classes)
+
+    def pick_decode(
+        self,
+        max_len: int,
+        avoid: Mapping[WorkerKey, float],
+        now: float,
+        classes: Container[str],
+        spoiled: Container[WorkerKey] = (),
+    ) -> WorkerEntry | None:
+        """A decode worker for a sequence of `max_len` positions, of one of these numerics classes. `avoid`: until when
+        whom not; `spoiled`: the last choice."""
+        return self._pick(Role.DECODE, max_len, avoid, now, lambda e: (e.key in spoiled, e.load, e.turn), classes)
+
+    def _pick(
+        self,
+        role: Role,
+        need: int,
+        avoid: Mapping[WorkerKey, float],
+        now: float,
+        cost: Callable[[WorkerEntry], tuple[int, ...]],
+        classes: Container[str] | None,
+    ) -> WorkerEntry | None:
+        able = [e for e in self._workers.able(role, need, avoid, now) if classes is None or e.numerics in classes]
+        if not able:
+            return None
+        entry = min(able, key=cost)
+        self._turn += 1
+        entry.turn = self._turn
+        return entry
+
+    def _uncached(self, r: RoutedRequest, prefill: WorkerEntry) -> int:
+        """Tokens of the request that this worker would have to compute."""
+        return r.next_position - self._indexes.overlap(prefill.key, r.hashes) * self._indexes.page_tokens
+
+    def missing(self, r: RoutedRequest, now: float) -> str:
+        """What there is no worker for, in words."""
+        roles = [role for role in Role if not self._workers.serving(role, now)]
+        if not roles and (unlike := self._workers.unlike(now)):
+            return unlike
+        what = " and no ".join(f"{role} worker" for role in roles) or "free pair of workers"
+        if left_alone := self._workers.left_alone(now):
+            what += f" (left alone after failures: {', '.join(left_alone)})"
+        if r.told and r.numerics:
+            what += f" of the numerics class {r.numerics}, in which its answer began,"
+        return f"no {what} could serve the request"
+
+    # ------------------------------------------------------------ book, unbook
+
+    def book(self, r: RoutedRequest, pair: WorkerPair) -> None:
+        """The request goes to this pair."""
+        prefill, decode = pair.prefill, pair.decode
+        r.prefill, r.prefill_loaded = prefill.key, self._uncached(r, prefill)
+        r.workers = {Role.PREFILL: prefill.record.name}
+        prefill.book(r.id, r.prefill_loaded)
+        self._indexes.sent(prefill.key, r.hashes)
+        if decode is not None:
+            r.decode = decode.key
+            r.workers[Role.DECODE] = decode.record.name
+            decode.book(r.id, 1)
+
+    def prefilled(self, r: RoutedRequest) -> None:
+        """Prefill has computed the prompt: no token of it is in flight any more. Idempotent."""
+        entry = self._workers.get(r.prefill) if r.prefill else None
+        if entry is not None:
+            entry.load -= r.prefill_loaded
+        r.prefill_loaded = 0
+
+    def unbook_prefill(self, r: RoutedRequest) -> None:
+        """The request is gone from its prefill worker. Idempotent."""
+        entry = self._workers.get(r.prefill) if r.prefill else None
+        if entry is not None:
+            entry.unbook(r.id, r.prefill_loaded)
+        r.prefill, r.prefill_loaded = None, 0
+
+    def unbook(self, r: RoutedRequest) -> None:
+        """The request is gone from both of its workers. Idempotent."""
+        self.unbook_prefill(r)
+        entry = self._workers.get(r.decode) if r.decode else None
+        if entry is not None:
+            entry.unbook(r.id, 1)
+        r.decode = None
+
+    def check(self, requests: Iterable[tuple[RoutedRequest, WorkerKey | None]]) -> list[str]:
+        """Recount the books from all requests, each with the worker that it is migrating to; returns what doesn't
+        agree."""
+        found = []
+        load: dict[WorkerKey, int] = {}
+        members: dict[WorkerKey, set[RequestId]] = {}
+        for r, target in requests:
+            for key, booked in ((r.prefill, r.prefill_loaded), (r.decode, 1), (target, 1)):
+                if key is not None:
+                    load[key] = load.get(key, 0) + booked
+                    members.setdefault(key, set()).add(r.id)
+        for entry in self._workers:
+            if entry.breaker.probe is not None and entry.breaker.probe not in entry.requests:
+                found.append(f"{entry.record.name}: its breaker waits for a request that it doesn't have")
+            want = load.get(entry.key, 0)
+            if entry.load != want:
+                found.append(f"{entry.record.name}: load is booked as {entry.load}, requests add up to {want}")
+            if entry.requests != members.pop(entry.key, set()):
+                found.append(f"{entry.record.name}: booked requests differ from the requests that name it")
+        return found + [f"requests name {name} #{inc}, which is not in the table" for name, inc in members]
