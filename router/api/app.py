@@ -107,61 +107,61 @@ async def _generate(service: RouterService, exchange: HttpExchange, kind: FrameK
     raw = await exchange.body(service.body_limit, service.buffer)
     wants_timeline = exchange.header(b"x-twinpool-timeline") == "1"
     gone = False
-    job: ResponseStream | None = None
+    stream: ResponseStream | None = None
 
     def client_left() -> None:
         nonlocal gone
         gone = True
-        if job is not None:
-            service.abandon(job)
-            job.fail("the client left")
+        if stream is not None:
+            service.abandon(stream)
+            stream.fail("the client left")
 
     exchange.on_gone(client_left)
-    job = await service.open(kind, raw, exchange.client_id, exchange.on_gone)
+    stream = await service.open(kind, raw, exchange.client_id, exchange.on_gone)
     del raw
     exchange.forget_body()
     try:
         # The request's own deadline is the router core's; this one is for a router core that doesn't keep it.
-        async with asyncio.timeout(job.timeout_s + CLIENT_GRACE_S):
+        async with asyncio.timeout(stream.timeout_s + CLIENT_GRACE_S):
             if gone:
                 return
-            if job.ask.stream:
-                await _stream(service, exchange, job, wants_timeline)
+            if stream.request.stream:
+                await _stream(service, exchange, stream, wants_timeline)
                 return
-            await job.ended()
+            await stream.ended()
             if gone:
                 return
-            if job.failed is not None:
-                await exchange.fail(failure_of_done(job.failed))
+            if stream.failed is not None:
+                await exchange.fail(failure_of_done(stream.failed))
                 return
-            await exchange.answer_parts(200, job.answer.whole(job.timeline() if wants_timeline else None))
+            await exchange.answer_parts(200, stream.answer.whole(stream.timeline() if wants_timeline else None))
     except TimeoutError:
-        log("request was not ended in time", id=job.id, level=logging.ERROR)
-        await _give_up(exchange, ApiError(504, f"no end after {job.timeout_s:g} s", "server_error", "deadline"))
+        log("request was not ended in time", id=stream.id, level=logging.ERROR)
+        await _give_up(exchange, ApiError(504, f"no end after {stream.timeout_s:g} s", "server_error", "deadline"))
     finally:
-        service.abandon(job)  # nothing to do unless the answer was cut short
+        service.abandon(stream)  # nothing to do unless the answer was cut short
 
 
-async def _stream(service: RouterService, exchange: HttpExchange, job: ResponseStream, wants_timeline: bool) -> None:
+async def _stream(service: RouterService, exchange: HttpExchange, stream: ResponseStream, wants_timeline: bool) -> None:
     """Events as they come. A failure before the first is a plain error; later it is an event, without ``[DONE]``."""
-    beat = StreamHeartbeat(job, service.config.stream_keepalive_s)
+    beat = StreamHeartbeat(stream, service.config.stream_keepalive_s)
     try:
-        while events := await job.more():
+        while events := await stream.more():
             if not exchange.started:
                 await exchange.begin_events()
             await exchange.write(events)
             beat.written()
     finally:
         beat.stop()
-    if job.failed is None:
+    if stream.failed is None:
         if not exchange.started:
             await exchange.begin_events()
-        closing = job.answer.closing(job.timeline() if wants_timeline else None)
+        closing = stream.answer.closing(stream.timeline() if wants_timeline else None)
         await exchange.write(closing, more=False)
     elif not exchange.started:
-        await exchange.fail(failure_of_done(job.failed))
+        await exchange.fail(failure_of_done(stream.failed))
     else:
-        await exchange.write(error_event(failure_of_done(job.failed)), more=False)
+        await exchange.write(error_event(failure_of_done(stream.failed)), more=False)
 
 
 async def _give_up(exchange: HttpExchange, failure: ApiError) -> None:

@@ -1,4 +1,4 @@
-"""One migration as the router drives it: its states."""
+"""The migration of one request from a decode worker to another: its states, as the router drives it."""
 
 from __future__ import annotations
 
@@ -10,26 +10,36 @@ from contracts.state_table import StateTable
 from router.state.worker_table import WorkerKey
 
 AVOID_S, DOUBLINGS = 5.0, 4
-"""How long a worker that could not take a request isn't asked to take it again: twice as long with each try."""
+"""Seconds that a worker which could not take a request isn't chosen for it again, doubled so often at most, with each
+try."""
 
 
 class MigrationState(StrEnum):
     AHEAD = "ahead"
+    """Finished pages are copied to the target while the request runs on."""
     ASKED = "asked"
+    """The source was told to pause the request."""
     OFFERED = "offered"
+    """The request is paused; the target was sent it, to receive the rest of its state."""
     GIVEN = "given"
+    """The source says that the target has all of its state."""
     MOVED = "moved"
+    """The target goes on with the request."""
     STAYED = "stayed"
+    """The source goes on with the request, or the request has ended."""
 
 
 class MigrationEvent(StrEnum):
     COPIED = "copied"
-    """As much as can be was copied ahead, or it isn't worth it."""
+    """The pages that could be copied ahead were, or none are worth it."""
     PAUSED = "paused"
+    """The source has paused the request."""
     GIVEN = "given"
+    """The source has handed over all of its state."""
     SPOKE = "spoke"
-    """The target did."""
+    """The target sent its first event of the request."""
     BACK = "back"
+    """The migration failed, and the source still has the request."""
     END = "end"
     """The request ended or is replayed."""
 
@@ -63,16 +73,18 @@ MIGRATION = StateTable[MigrationState, MigrationEvent](
 
 @dataclass(eq=False, slots=True)
 class Migration:
-    """One request on its way. Times are seconds of the router core's clock."""
+    """One migration under way. Times are seconds of the router core's clock."""
 
     source: WorkerKey
     target: WorkerKey
     attempt: int
-    """As which the target knows it."""
+    """The request's number at the target."""
     room: RoomId
+    """In which the target receives the state of the paused request."""
     ahead: RoomId
-    """For what is copied ahead."""
+    """In which it receives the pages that are copied ahead."""
     heard: float
+    """When one of the two last spoke of it."""
     state: MigrationState = MigrationState.AHEAD
     paused_at: float = 0.0
 
@@ -82,13 +94,15 @@ class Migration:
 
 @dataclass(slots=True)
 class DrainWish:
-    """A worker's wish to be rid of a request."""
+    """A draining worker's wish that another one goes on with a request."""
 
     worker: WorkerKey
     started: bool
+    """Whether the worker has begun to decode it; one that hasn't starts over elsewhere."""
     tries: int = 0
     avoid: dict[WorkerKey, float] = field(default_factory=dict)
-    """Who could not take it, and when to ask again. A replay may well go there: it can wait."""
+    """Workers that could not take the request, until when they aren't chosen. A replay may well go there: it can
+    wait."""
 
     def refused(self, target: WorkerKey, now: float) -> None:
         self.tries += 1
@@ -106,5 +120,5 @@ class MigrationCounts:
     """Requests that had not begun at a draining worker, or that it was to leave at once, and began elsewhere."""
     moved_bytes: int = 0
     paused_s: float = 0.0
-    """Of all that moved, from their pause until the other worker had everything."""
+    """Seconds that the requests which moved stood still, in all: from each pause until the target's first event."""
     longest_pause_s: float = 0.0

@@ -147,7 +147,8 @@ class Migrations:
         return False
 
     def _blame(self, r: RoutedRequest, migration: Migration, done: Done) -> None:
-        """The target could not take it: who is at fault will get fewer requests. Lack of room is no fault."""
+        """The target could not take the request: count it against the breaker of the worker at fault. Lack of room is
+        nobody's."""
         if done.error not in _NO_FAULT:
             guilty = migration.source if done.blame == migration.source[0] else migration.target
             self._workers.failed(guilty, r.id, self._clock.now(), migration.target)
@@ -157,7 +158,7 @@ class Migrations:
         if r is None or migration is None or (worker, event.attempt) != (migration.target, migration.attempt):
             return
         if migration.state is MigrationState.AHEAD:
-            self._ask(r, migration)
+            self._pause(r, migration)
 
     def _of_source(self, r: RoutedRequest, worker: WorkerKey, event: Event) -> None:
         migration = self.of(r)
@@ -208,10 +209,10 @@ class Migrations:
         return True
 
     def _copy(self, r: RoutedRequest, migration: Migration, positions: int) -> None:
-        """The source keeps pages of so many positions for the target."""
+        """Have the target pull the pages of so many positions, which the source keeps for it."""
         source = self._workers.get(migration.source)
         if source is None or not positions:
-            self._ask(r, migration)
+            self._pause(r, migration)
             return
         migration.heard = self._clock.now()
         self._send(
@@ -219,8 +220,8 @@ class Migrations:
             PullPrefix(r.id, migration.attempt, migration.ahead, source.peer, r.tokens[:positions], r.salt),
         )
 
-    def _ask(self, r: RoutedRequest, migration: Migration) -> None:
-        """The source is to stop it."""
+    def _pause(self, r: RoutedRequest, migration: Migration) -> None:
+        """Have the source pause the request."""
         target = self._workers.get(migration.target)
         if target is None or not _can_migrate(r):
             self._give_up(r, migration, "it is about to end")
@@ -243,7 +244,8 @@ class Migrations:
         self._send(migration.target, submit)
 
     def _arrive(self, r: RoutedRequest, migration: Migration) -> None:
-        """The target has it. The source will hear so, or go on with it in vain, say so and be told."""
+        """The target goes on with the request. The source learns that from the hand-over; one that goes on as well says
+        so (`MigrationUndone`) and is sent a cancel."""
         now = self._clock.now()
         paused_s = now - migration.paused_at
         self.counts.moved += 1
@@ -263,7 +265,7 @@ class Migrations:
     def _give_up(
         self, r: RoutedRequest, migration: Migration, reason: str, *, over: bool = False, tell_source: bool = True
     ) -> None:
-        """The request stays where it is. `over`: the target has ended its attempt itself."""
+        """The request stays at its source. `over`: the target has ended its attempt itself."""
         given, ahead = migration.state is MigrationState.GIVEN, migration.state is MigrationState.AHEAD
         self._end(r, migration, over=over, event=MigrationEvent.END if given else MigrationEvent.BACK)
         self.counts.stayed += 1

@@ -41,9 +41,9 @@ class PrefixTransfers:
         self._clock, self._workers, self._mint_room, self._send = clock, workers, mint_room, send
         self._offers: dict[RequestId, _PrefixTransfer] = {}
         self._promised: Counter[WorkerKey] = Counter()
-        """Tokens that are on their way to a worker, which its status doesn't know of."""
+        """Tokens of prefixes that are on their way to a worker; its status doesn't count them yet."""
         self.bytes = 0
-        """Of state, that were taken."""
+        """Bytes of state that targets have taken over."""
 
     def __len__(self) -> int:
         return len(self._offers)

@@ -64,7 +64,7 @@ class ChoiceOutput:
         self,
         index: int,
         request: RoutedRequest,
-        ask: GenerateRequest,
+        generate_request: GenerateRequest,
         model_tokenizer: ModelTokenizer,
         prompt_text: str,
     ) -> None:
@@ -80,11 +80,13 @@ class ChoiceOutput:
         self.error: Done | None = None
         self.first_at = self.last_at = self.ended_at = 0.0
         self.tokenise_s = 0.0
-        self._detokenizer = model_tokenizer.detokenizer(request.prompt, skip_special=ask.skip_special_tokens)
-        self._matcher = StopMatcher(ask.stops, include=ask.include_stop)
-        self._include_stop = ask.include_stop
+        self._detokenizer = model_tokenizer.detokenizer(
+            request.prompt, skip_special=generate_request.skip_special_tokens
+        )
+        self._matcher = StopMatcher(generate_request.stops, include=generate_request.include_stop)
+        self._include_stop = generate_request.include_stop
         self._stop_ids = frozenset(request.sampling.stop_token_ids)
-        self._eos = ask.eos
+        self._eos = generate_request.eos
         self._min_tokens = request.sampling.min_tokens
         self._first_due = True
 

@@ -26,7 +26,6 @@ class ResponseStream:
         "_shares",
         "_wake",
         "answer",
-        "ask",
         "choices",
         "client_id",
         "failed",
@@ -34,23 +33,24 @@ class ResponseStream:
         "open",
         "outbox",
         "overflowed",
+        "request",
         "timeout_s",
     )
 
     def __init__(
         self,
-        job_id: str,
-        ask: GenerateRequest,
+        stream_id: str,
+        request: GenerateRequest,
         answer: ResponseWriter,
         buffer_events: int,
         client_id: str,
         timeout_s: float,
     ) -> None:
-        self.id = job_id
+        self.id = stream_id
         self.timeout_s = timeout_s
         """What the request has from its arrival."""
         self.client_id = client_id
-        self.ask = ask
+        self.request = request
         self.answer = answer
         self.choices: list[ChoiceOutput] = []
         self.open = 0
@@ -70,7 +70,7 @@ class ResponseStream:
 
     def push(self, piece: OutputDelta) -> None:
         """Give the client a piece; in a whole answer it is in the choice already."""
-        if not self.ask.stream:
+        if not self.request.stream:
             return
         chunk = self.answer.chunk(piece)
         if not chunk:
@@ -128,7 +128,7 @@ class ResponseStream:
             await self._wake.wait()
 
     def fail(self, message: str) -> None:
-        """End the whole job with an error of the router's own."""
+        """End the whole stream with an error of the router's own."""
         if self.failed is None:
             self.failed = Done(RequestId(self.id), 0, "error", error=ErrorKind.CANCELLED, message=message)
         self._wake.set()
@@ -157,8 +157,8 @@ class ResponseStream:
 class StreamHeartbeat:
     """Has a stream say that it lives when it has said nothing for `every_s`; one timer a stream."""
 
-    def __init__(self, job: ResponseStream, every_s: float) -> None:
-        self._job = job
+    def __init__(self, stream: ResponseStream, every_s: float) -> None:
+        self._stream = stream
         self._every_s = every_s
         self._loop = asyncio.get_running_loop()
         self._last = self._loop.time()
@@ -174,7 +174,7 @@ class StreamHeartbeat:
         left_s = self._last + self._every_s - self._loop.time()
         if left_s <= 0:
             # A client that takes nothing needs no more to take.
-            if not self._job.outbox and not self._job.over:
-                self._job.beat()
+            if not self._stream.outbox and not self._stream.over:
+                self._stream.beat()
             left_s = self._every_s
         self._timer = self._loop.call_later(left_s, self._due)

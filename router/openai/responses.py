@@ -25,28 +25,28 @@ class ResponseWriter:
     """The shape of one HTTP answer."""
 
     def __init__(
-        self, ask: GenerateRequest, answer_id: str, created: int, model: str, model_tokenizer: ModelTokenizer
+        self, request: GenerateRequest, answer_id: str, created: int, model: str, model_tokenizer: ModelTokenizer
     ) -> None:
-        self._ask = ask
+        self._request = request
         self._model_tokenizer = model_tokenizer
         self._choices: list[ChoiceOutput] = []
         self._offsets: dict[int, int] = {}
         self._prompts: dict[tuple[int, str], bytes] = {}
-        self._plain = ask.logprobs is None and not ask.return_token_ids and not ask.continuous_usage
+        self._plain = request.logprobs is None and not request.return_token_ids and not request.continuous_usage
         """Whether the events between the first and the last have nothing but text."""
         self._starts: list[str] = []
-        prefix = "chatcmpl" if ask.chat else "cmpl"
+        prefix = "chatcmpl" if request.chat else "cmpl"
         self._common = {"id": f"{prefix}-{answer_id}", "created": created, "model": model}
-        kind = "chat.completion" if ask.chat else "text_completion"
+        kind = "chat.completion" if request.chat else "text_completion"
         self._object = kind
-        chunk = kind + ".chunk" if ask.chat else kind
+        chunk = kind + ".chunk" if request.chat else kind
         self._head = "data: " + _dumps({**self._common, "object": chunk})[:-1]
-        self._tail = ',"usage":null}\n\n' if ask.include_usage else "}\n\n"
-        self._end = f'{"}" if ask.chat else ""},"logprobs":null,"finish_reason":null}}]{self._tail}'
+        self._tail = ',"usage":null}\n\n' if request.include_usage else "}\n\n"
+        self._end = f'{"}" if request.chat else ""},"logprobs":null,"finish_reason":null}}]{self._tail}'
 
     def bind(self, choices: list[ChoiceOutput]) -> None:
         self._choices = choices
-        body = '"delta":{"content":' if self._ask.chat else '"text":'
+        body = '"delta":{"content":' if self._request.chat else '"text":'
         self._starts = [f'{self._head},"choices":[{{"index":{c.index},{body}' for c in choices]
 
     # ------------------------------------------------------------ streamed
@@ -55,27 +55,27 @@ class ResponseWriter:
         """The event of `piece`; empty when it would say nothing, in parts where it tells of the prompt."""
         if self._plain and piece.finish is None and not piece.first:  # nearly all of them
             return f"{self._starts[piece.index]}{_quote(piece.text)}{self._end}".encode() if piece.text else b""
-        ask = self._ask
+        request = self._request
         text, logprobs = piece.text, None
         choice = self._choices[piece.index]
-        tells_prompt = piece.first and (ask.echo or ask.return_token_ids)
-        if ask.logprobs is not None:
-            logprobs = self._logprobs(choice, piece.logprobs, echo=piece.first and ask.echo)
-        has_news = text or piece.finish or (piece.tokens and (ask.return_token_ids or logprobs)) or piece.first
+        tells_prompt = piece.first and (request.echo or request.return_token_ids)
+        if request.logprobs is not None:
+            logprobs = self._logprobs(choice, piece.logprobs, echo=piece.first and request.echo)
+        has_news = text or piece.finish or (piece.tokens and (request.return_token_ids or logprobs)) or piece.first
         if not has_news:
             return b""
         finish = f'"{piece.finish}"' if piece.finish else "null"
         stop = f',"stop_reason":{_dumps(piece.stop)}' if piece.finish else ""
-        ids = f',"token_ids":{_dumps(list(piece.tokens))}' if ask.return_token_ids else ""
-        tail = f',"usage":{_dumps(self.usage())}}}\n\n' if ask.continuous_usage else self._tail
+        ids = f',"token_ids":{_dumps(list(piece.tokens))}' if request.return_token_ids else ""
+        tail = f',"usage":{_dumps(self.usage())}}}\n\n' if request.continuous_usage else self._tail
         shown = _dumps(logprobs) if logprobs else "null"
         start = f'{self._head},"choices":[{{"index":{piece.index},'
         end = f',"logprobs":{shown},"finish_reason":{finish}{stop}{ids}'
         if tells_prompt:
             first = (start.encode(), *self._text(choice, text, first=True), end.encode())
-            return (*first, *self._prompt_ids(choice), b"}]", *(self._prompt_ids(choice) if ask.chat else ()),
+            return (*first, *self._prompt_ids(choice), b"}]", *(self._prompt_ids(choice) if request.chat else ()),
                     tail.encode())  # fmt: skip
-        if ask.chat:
+        if request.chat:
             role = '"role":"assistant",' if piece.first else ""
             body = f'"delta":{{{role}"content":{_dumps(text)}}}'
         else:
@@ -84,21 +84,21 @@ class ResponseWriter:
 
     def _text(self, choice: ChoiceOutput, text: str, *, first: bool) -> tuple[bytes, ...]:
         """The text of a choice, or of its first event, with what is echoed before it."""
-        if self._ask.chat:
+        if self._request.chat:
             name = "delta" if first else "message"
             return (f'"{name}":{{"role":"assistant","content":{_dumps(text)}}}'.encode(),)
-        if not self._ask.echo:
+        if not self._request.echo:
             return (f'"text":{_dumps(text)}'.encode(),)
         return b'"text":"', self._shared(choice, "text"), _dumps(text)[1:].encode()
 
     def _prompt_ids(self, choice: ChoiceOutput) -> tuple[bytes, ...]:
-        if not self._ask.return_token_ids:
+        if not self._request.return_token_ids:
             return ()
         return b',"prompt_token_ids":', self._shared(choice, "ids")
 
     def _shared(self, choice: ChoiceOutput, what: str) -> bytes:
         """What all choices of a prompt tell of it, written once."""
-        key = (choice.index // self._ask.n, what)
+        key = (choice.index // self._request.n, what)
         found = self._prompts.get(key)
         if found is None:
             shape = _dumps(choice.request.prompt) if what == "ids" else _dumps(choice.prompt_text)[1:-1]
@@ -107,10 +107,10 @@ class ResponseWriter:
 
     def closing(self, twinpool: object | None) -> bytes:
         """What comes after the last chunk: the usage, the timeline, and ``[DONE]``."""
-        if not self._ask.include_usage and twinpool is None:
+        if not self._request.include_usage and twinpool is None:
             return b"data: [DONE]\n\n"
         event: dict[str, Any] = {"choices": []}
-        if self._ask.include_usage:
+        if self._request.include_usage:
             event["usage"] = self.usage()
         if twinpool is not None:
             event["twinpool"] = twinpool
@@ -124,7 +124,7 @@ class ResponseWriter:
         for c in self._choices:
             parts += (b",{" if c.index else b"{", *self._whole_choice(c), b"}")
         parts.append(b"]")
-        if self._ask.chat:
+        if self._request.chat:
             parts += self._prompt_ids(self._choices[0])
         tree: dict[str, Any] = {"usage": self.usage()}
         if twinpool is not None:
@@ -133,18 +133,18 @@ class ResponseWriter:
         return parts
 
     def _whole_choice(self, c: ChoiceOutput) -> list[bytes]:
-        ask = self._ask
+        request = self._request
         shape: dict[str, Any] = {"index": c.index}
-        logprobs = self._logprobs(c, c.logprobs, echo=ask.echo) if ask.logprobs is not None else None
+        logprobs = self._logprobs(c, c.logprobs, echo=request.echo) if request.logprobs is not None else None
         shape |= {"logprobs": logprobs, "finish_reason": c.finish, "stop_reason": c.stop}
-        if ask.return_token_ids:
+        if request.return_token_ids:
             shape["token_ids"] = c.tokens
         text = self._text(c, "".join(c.text), first=False)
         return [*text, b"," + _dumps(shape)[1:-1].encode(), *self._prompt_ids(c)]
 
     def usage(self) -> dict[str, Any]:
         """Counts so far. A prompt counts once, however many answers it has."""
-        firsts = self._choices[:: self._ask.n]
+        firsts = self._choices[:: self._request.n]
         prompt = sum(len(c.request.prompt) for c in firsts)
         completion = sum(len(c.tokens) for c in self._choices)
         return {
@@ -157,7 +157,7 @@ class ResponseWriter:
     # ------------------------------------------------------------ log-probabilities
 
     def _logprobs(self, choice: ChoiceOutput, logprobs: Sequence[TokenLogprob], *, echo: bool) -> dict[str, Any] | None:
-        if self._ask.chat:
+        if self._request.chat:
             return {"content": [self._chat_logprob(t) for t in logprobs]} if logprobs else None
         entries: list[tuple[int, TokenLogprob | None]] = []
         if echo:
@@ -167,7 +167,7 @@ class ResponseWriter:
         entries += [(t.token, t) for t in logprobs]
         if not entries:
             return None
-        offset = self._offsets.get(choice.index, 0 if self._ask.echo else len(choice.prompt_text))
+        offset = self._offsets.get(choice.index, 0 if self._request.echo else len(choice.prompt_text))
         shape: dict[str, Any] = {"tokens": [], "token_logprobs": [], "top_logprobs": [], "text_offset": []}
         for token, scored in entries:
             text = self._model_tokenizer.token_text(token)
@@ -186,7 +186,7 @@ class ResponseWriter:
         return top
 
     def _chat_logprob(self, scored: TokenLogprob) -> dict[str, Any]:
-        wanted = self._ask.logprobs or 0
+        wanted = self._request.logprobs or 0
         entry = self._chat_token(scored.token, scored.logprob)
         entry["top_logprobs"] = [self._chat_token(token, value) for token, value in scored.top[:wanted]]
         return entry

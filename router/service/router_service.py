@@ -1,6 +1,6 @@
 """The request's life: admitted, tokenised off the loop, placed, streamed, ended; and the loop that drives the core.
 
-`RouterService` joins the parts: the router core decides, the worker links carry, choices turn tokens into text, jobs
+`RouterService` joins the parts: the router core decides, the worker links carry, choices turn tokens into text, streams
 hold what a client has not taken yet. It runs on one event loop. After every event the router core's actions are carried
 out at once; commands to one worker leave as one batch.
 """
@@ -111,9 +111,9 @@ class RouterService:
 
     async def close(self) -> None:
         """Cancel what runs on the workers, close the links. Idempotent."""
-        for job in {id(job): job for job, _ in self._owners.values()}.values():
-            self.abandon(job)
-            job.fail("the server is shutting down")
+        for stream in {id(stream): stream for stream, _ in self._owners.values()}.values():
+            self.abandon(stream)
+            stream.fail("the server is shutting down")
         if self._ticker is not None:
             self._ticker.cancel()
             self._ticker = None
@@ -160,11 +160,11 @@ class RouterService:
                 prepared = prepared_of(frame)
             finally:
                 self._reserved -= 1
-        ask = prepared.ask
-        timeout_s = self._timeout(ask)
-        self.check_room(ask.choices)
-        limits = [self._limit_tokens(ask, p) for p in prepared.prompts]
-        return self._admit(ask, prepared.prompts, limits, client_id, began, timeout_s)
+        request = prepared.request
+        timeout_s = self._timeout(request)
+        self.check_room(request.choices)
+        limits = [self._limit_tokens(request, p) for p in prepared.prompts]
+        return self._admit(request, prepared.prompts, limits, client_id, began, timeout_s)
 
     async def text(self, kind: FrameKind, raw: bytes) -> bytes:
         """The answer of ``/tokenize`` or ``/detokenize``. Raises `RequestError`, `ReaderFailed`."""
@@ -172,58 +172,58 @@ class RouterService:
             return self.intake.tokenize(raw) if kind is FrameKind.TOKENIZE else self.intake.detokenize(raw)
         return (await self.readers.submit(kind, raw))[1]
 
-    def _timeout(self, ask: GenerateRequest) -> float:
+    def _timeout(self, request: GenerateRequest) -> float:
         """Seconds that the request has. Raises `RequestError` for more than anybody gets."""
-        if ask.timeout_s is None:
+        if request.timeout_s is None:
             return self.config.request_timeout_s
-        if ask.timeout_s > self.config.max_timeout_s:
+        if request.timeout_s > self.config.max_timeout_s:
             raise RequestError(
-                f"timeout {ask.timeout_s:g} s is above the server's limit of {self.config.max_timeout_s:g} s",
+                f"timeout {request.timeout_s:g} s is above the server's limit of {self.config.max_timeout_s:g} s",
                 param="timeout",
             )
-        return ask.timeout_s
+        return request.timeout_s
 
     def _admit(
         self,
-        ask: GenerateRequest,
+        request: GenerateRequest,
         prompts: Sequence[PreparedPrompt],
         limits: list[int],
         client_id: str,
         began: float,
         timeout_s: float,
     ) -> ResponseStream:
-        job_id, now = self._mint(), self.clock.now()
+        stream_id, now = self._mint(), self.clock.now()
         tokenise_s = now - began
-        answer = ResponseWriter(ask, job_id, int(time.time()), self.spec.name, self.model_tokenizer)
-        job = ResponseStream(job_id, ask, answer, self.config.client_buffer_events, client_id, timeout_s)
+        answer = ResponseWriter(request, stream_id, int(time.time()), self.spec.name, self.model_tokenizer)
+        stream = ResponseStream(stream_id, request, answer, self.config.client_buffer_events, client_id, timeout_s)
         choices = []
-        for index in range(ask.choices):
-            prompt, limit = prompts[index // ask.n], limits[index // ask.n]
-            sampling = replace(ask.sampling, max_tokens=limit, choice=index % ask.n)
+        for index in range(request.choices):
+            prompt, limit = prompts[index // request.n], limits[index // request.n]
+            sampling = replace(request.sampling, max_tokens=limit, choice=index % request.n)
             if len(prompt.tokens) < 2 and sampling.prompt_logprobs is not None:
                 sampling = replace(sampling, prompt_logprobs=None)  # a first token has no log-probability
-            request = RoutedRequest(
-                RequestId(f"{job_id}-{index}"), prompt.tokens, sampling, now=now,
-                deadline=began + timeout_s, hashes=prompt.hashes, salt=ask.salt,
-                priority=ask.priority,
+            routed = RoutedRequest(
+                RequestId(f"{stream_id}-{index}"), prompt.tokens, sampling, now=now,
+                deadline=began + timeout_s, hashes=prompt.hashes, salt=request.salt,
+                priority=request.priority,
             )  # fmt: skip
-            choice = ChoiceOutput(index, request, ask, self.model_tokenizer, prompt.text)
+            choice = ChoiceOutput(index, routed, request, self.model_tokenizer, prompt.text)
             choice.tokenise_s = tokenise_s
             choices.append(choice)
-        job.bind(choices)
+        stream.bind(choices)
         self._reserved += len(choices)
         for choice in choices:
-            self._owners[choice.request.id] = (job, choice)
+            self._owners[choice.request.id] = (stream, choice)
         for choice in choices:
             self.core.submit(choice.request)
         self._act()
-        return job
+        return stream
 
-    def _limit_tokens(self, ask: GenerateRequest, prompt: PreparedPrompt) -> int:
+    def _limit_tokens(self, request: GenerateRequest, prompt: PreparedPrompt) -> int:
         """`max_tokens` of a prompt. Raises `RequestError`, with the numbers, where prompt and answer can't fit."""
         have, context = len(prompt.tokens), self.spec.context
-        param = "messages" if ask.chat else "prompt"
-        wanted = 1 if ask.max_tokens is None else ask.max_tokens
+        param = "messages" if request.chat else "prompt"
+        wanted = 1 if request.max_tokens is None else request.max_tokens
         if have > context or (wanted and have >= context):
             raise too_long(have, context, param)
         if have + wanted > context:
@@ -234,7 +234,7 @@ class RouterService:
         left = context - have
         for role in Role:
             most = self.core.workers.most_positions(role)
-            if most is None or (role is Role.DECODE and wanted <= 1 and ask.max_tokens is not None):
+            if most is None or (role is Role.DECODE and wanted <= 1 and request.max_tokens is not None):
                 continue
             if have + wanted > most:
                 raise RequestError(
@@ -243,18 +243,20 @@ class RouterService:
                     param=param if have > most else "max_tokens",
                 )
             left = min(left, most - have)
-        if ask.max_tokens is not None:
-            return ask.max_tokens
-        if ask.sampling.min_tokens > left:
-            raise RequestError(f"min_tokens {ask.sampling.min_tokens} is more than the {left} left", param="min_tokens")
-        if ask.chat:
+        if request.max_tokens is not None:
+            return request.max_tokens
+        if request.sampling.min_tokens > left:
+            raise RequestError(
+                f"min_tokens {request.sampling.min_tokens} is more than the {left} left", param="min_tokens"
+            )
+        if request.chat:
             return left
-        return min(left, max(self.config.default_max_tokens, ask.sampling.min_tokens))
+        return min(left, max(self.config.default_max_tokens, request.sampling.min_tokens))
 
-    def abandon(self, job: ResponseStream, *, slow: bool = False) -> None:
+    def abandon(self, stream: ResponseStream, *, slow: bool = False) -> None:
         """The client left, or is too slow: take its choices back from the workers. Idempotent."""
         took = False
-        for choice in job.choices:
+        for choice in stream.choices:
             if choice.request.id in self._owners:
                 took = True
                 self.core.cancel(choice.request.id)
@@ -264,7 +266,7 @@ class RouterService:
                 self.metrics.slow_clients += 1
             else:
                 self.metrics.disconnects += 1
-            log("request abandoned", slow=slow, **job.facts())
+            log("request abandoned", slow=slow, **stream.facts())
         self._act()
 
     def fail_over(self, key: WorkerKey) -> int:
@@ -304,9 +306,9 @@ class RouterService:
                 elif type(action) is SendCommand:
                     sends.setdefault(action.worker, []).append(action.command)
                 elif type(action) is DeliverScores:
-                    job_choice = self._owners.get(action.request_id)
-                    if job_choice:
-                        job_choice[1].scores = action.scores
+                    owner = self._owners.get(action.request_id)
+                    if owner:
+                        owner[1].scores = action.scores
                 elif type(action) is EndRequest:
                     self._end(action)
                 elif type(action) is NoteReplay:
@@ -320,7 +322,7 @@ class RouterService:
         owner = self._owners.get(action.request_id)
         if owner is None:
             return
-        job, choice = owner
+        stream, choice = owner
         now = self.clock.now()
         self.metrics.tokens(choice, len(action.tokens), now)
         if self.watch is not None:
@@ -329,47 +331,47 @@ class RouterService:
                 log_flag(flag, choice.request)
         try:
             piece = choice.take(action.tokens, action.logprobs)
-            job.push(piece)
+            stream.push(piece)
         except Exception:  # one answer's text must not take the others down
-            log("answer failed", trace=True, id=job.id)
+            log("answer failed", trace=True, id=stream.id)
             choice.fail("the router failed to turn tokens into text")
             self.core.cancel(action.request_id)
-            self._close_choice(job, choice)
+            self._close_choice(stream, choice)
             return
         if choice.finish is not None:
             self.core.cancel(action.request_id, finished=True)
-            self._close_choice(job, choice)
-        elif job.overflowed:
-            self.abandon(job, slow=True)
-            job.fail("the client took the answer too slowly")
+            self._close_choice(stream, choice)
+        elif stream.overflowed:
+            self.abandon(stream, slow=True)
+            stream.fail("the client took the answer too slowly")
 
     def _end(self, action: EndRequest) -> None:
         owner = self._owners.get(action.request_id)
         if owner is None:
             return
-        job, choice = owner
+        stream, choice = owner
         try:
             piece = choice.end(action.done)
             if piece is not None:
-                job.push(piece)
+                stream.push(piece)
         except Exception:
-            log("answer failed", trace=True, id=job.id)
+            log("answer failed", trace=True, id=stream.id)
             choice.fail("the router failed to turn tokens into text")
-        self._close_choice(job, choice)
+        self._close_choice(stream, choice)
 
-    def _close_choice(self, job: ResponseStream, choice: ChoiceOutput) -> None:
+    def _close_choice(self, stream: ResponseStream, choice: ChoiceOutput) -> None:
         choice.ended_at = self.clock.now()
         self.metrics.ended(choice)
         self._release(choice)
         if choice.error is not None:
-            log("request failed", error=choice.error.error, reason=choice.error.message, **job.facts())
-            for other in job.choices:  # the client gets one error: nobody waits for the rest
+            log("request failed", error=choice.error.error, reason=choice.error.message, **stream.facts())
+            for other in stream.choices:  # the client gets one error: nobody waits for the rest
                 if other.request.id in self._owners:
                     self.core.cancel(other.request.id)
                     self._release(other)
-        job.close_one(choice)
-        if job.open == 0 and job.failed is None:
-            log("request ended", seconds=round(choice.ended_at - choice.request.arrived, 6), **job.facts())
+        stream.close_one(choice)
+        if stream.open == 0 and stream.failed is None:
+            log("request ended", seconds=round(choice.ended_at - choice.request.arrived, 6), **stream.facts())
 
     def _release(self, choice: ChoiceOutput) -> None:
         """The one way out of the house for a choice."""

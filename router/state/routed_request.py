@@ -144,8 +144,8 @@ class RoutedRequest:
         self.spoiled: set[tuple[WorkerKey, WorkerKey]] = set()
         """Pairs of workers between which a hand-over of it has failed."""
         self.numerics = ""
-        """The numerics class of the workers that have it: what comes after the first token that was told is computed in
-        the same, whatever fails. Empty where any will do."""
+        """The numerics class of the workers that have the request. All that follows the first token that was told is
+        computed in the same class, whatever fails. Empty where any will do."""
         self.scores_in = sampling.prompt_logprobs is None
         self.progress: list[LegReport] = []
         """Every report of every attempt, in order of arrival."""
@@ -179,12 +179,13 @@ class RoutedRequest:
         self.phase = target
 
     def next_attempt(self) -> int:
-        """A number that no worker has seen with this request: what it says of one tried in vain is never mistaken."""
+        """The number of a new attempt, which no worker has seen with this request: events of an earlier one, also of a
+        migration that failed, can't be taken for its own."""
         self.last_attempt += 1
         return self.last_attempt
 
     def computed_by(self, numerics: str) -> None:
-        """A worker of this class begins with it, or begins again; only one of the same may, once it has told tokens."""
+        """A worker of this numerics class begins an attempt. Once a token was told, only one of the same class may."""
         assert self.numerics == numerics or not self.told, "an answer stays in its numerics class"
         self.numerics = numerics
 

@@ -56,9 +56,9 @@ class PreparedPrompt:
 
 @dataclass(frozen=True, slots=True)
 class PreparedRequest:
-    """A request for text, and its prompts in the order of `ask.prompts`; a chat has one."""
+    """A request for text, and its prompts in the order of `request.prompts`; a chat has one."""
 
-    ask: GenerateRequest
+    request: GenerateRequest
     prompts: tuple[PreparedPrompt, ...]
 
 
@@ -76,17 +76,19 @@ class BodyReader:
     def chat(self, raw: bytes) -> PreparedRequest:
         return self.prepare(read_chat(self._tree(raw), self._spec))
 
-    def prepare(self, ask: GenerateRequest) -> PreparedRequest:
+    def prepare(self, request: GenerateRequest) -> PreparedRequest:
         """Prompts to tokens and prefix keys."""
         limit = self._config.max_queue
-        if ask.choices > limit:
-            raise RequestError(f"{ask.choices} answers in one request are above the server's queue of {limit}")
-        prompts: Sequence[Prompt] = ask.prompts
-        if ask.chat:
-            prompts = (self._model_tokenizer.render(ask.messages, ask.add_generation_prompt, ask.template_args),)
-        if ask.stops and not self._model_tokenizer.has_text:
+        if request.choices > limit:
+            raise RequestError(f"{request.choices} answers in one request are above the server's queue of {limit}")
+        prompts: Sequence[Prompt] = request.prompts
+        if request.chat:
+            prompts = (
+                self._model_tokenizer.render(request.messages, request.add_generation_prompt, request.template_args),
+            )
+        if request.stops and not self._model_tokenizer.has_text:
             raise RequestError("stop strings need a tokenizer, which this checkpoint lacks", param="stop")
-        prepared = PreparedRequest(ask, tuple(self._one(ask, p) for p in prompts))
+        prepared = PreparedRequest(request, tuple(self._one(request, p) for p in prompts))
         self._check_scores(prepared)
         return prepared
 
@@ -128,35 +130,35 @@ class BodyReader:
                 raise RequestError(f"the body has more than {CONTAINERS_AT_MOST} lists and objects")
         return read_json(raw)
 
-    def _one(self, ask: GenerateRequest, prompt: Prompt) -> PreparedPrompt:
-        param = "messages" if ask.chat else "prompt"
+    def _one(self, request: GenerateRequest, prompt: Prompt) -> PreparedPrompt:
+        param = "messages" if request.chat else "prompt"
         if isinstance(prompt, str):
             least = self._model_tokenizer.least_tokens(prompt)
             if least > self._spec.context:
                 raise RequestError(
                     f"the prompt has more than {least} tokens; the context has {self._spec.context}", param=param
                 )
-            tokens = self._model_tokenizer.encode(prompt, add_special=ask.add_special_tokens, param=param)
+            tokens = self._model_tokenizer.encode(prompt, add_special=request.add_special_tokens, param=param)
             text = prompt
         else:
             tokens = prompt
             text = ""
-            if ask.echo and self._model_tokenizer.has_text:
-                text = self._model_tokenizer.decode(prompt, skip_special=ask.skip_special_tokens)
+            if request.echo and self._model_tokenizer.has_text:
+                text = self._model_tokenizer.decode(prompt, skip_special=request.skip_special_tokens)
         if not tokens:
             if self._spec.bos_token_id is None:
                 raise RequestError("the prompt is empty, and this model has no token to begin with", param=param)
             tokens = (self._spec.bos_token_id,)
         if len(tokens) > self._spec.context:  # told here, before anything is made of it
             raise too_long(len(tokens), self._spec.context, param)
-        return PreparedPrompt(tokens, text if ask.echo else "", prefix_hashes(tokens, ask.salt))
+        return PreparedPrompt(tokens, text if request.echo else "", prefix_hashes(tokens, request.salt))
 
     def _check_scores(self, prepared: PreparedRequest) -> None:
         """Scores of a prompt take hundreds of bytes a position and choice, all of it in one answer."""
-        wanted = prepared.ask.sampling.prompt_logprobs
+        wanted = prepared.request.sampling.prompt_logprobs
         if wanted is None:
             return
-        positions = prepared.ask.n * sum(len(p.tokens) for p in prepared.prompts)
+        positions = prepared.request.n * sum(len(p.tokens) for p in prepared.prompts)
         limit = self._config.max_prompt_logprobs
         if positions * (wanted + 1) > limit:
             raise RequestError(

@@ -90,19 +90,23 @@ def spec_of(setup: dict[str, Any]) -> ModelSpec:
 
 def prepared_frame(prepared: PreparedRequest) -> bytes:
     """Without the messages and the prompts as they came: nobody needs them any more."""
-    ask = {f.name: getattr(prepared.ask, f.name) for f in dataclasses.fields(GenerateRequest)}
-    ask |= {"prompts": (), "messages": (), "template_args": {}, "eos": sorted(ask["eos"])}
-    ask["sampling"] = [getattr(prepared.ask.sampling, f.name) for f in dataclasses.fields(SamplingParams)]
+    fields = {f.name: getattr(prepared.request, f.name) for f in dataclasses.fields(GenerateRequest)}
+    fields |= {"prompts": (), "messages": (), "template_args": {}, "eos": sorted(fields["eos"])}
+    fields["sampling"] = [getattr(prepared.request.sampling, f.name) for f in dataclasses.fields(SamplingParams)]
     prompts = [(array("I", p.tokens).tobytes(), p.text, b"".join(p.hashes)) for p in prepared.prompts]
-    return _pack((ask, len(prepared.ask.prompts), prompts))
+    return _pack((fields, len(prepared.request.prompts), prompts))
 
 
 def prepared_of(frame: bytes) -> PreparedRequest:
     """The inverse of `prepared_frame`; `GenerateRequest.prompts` holds empty ones, as many as there were."""
-    ask, count, prompts = _unpack(frame)
-    ask |= {"sampling": SamplingParams(*ask["sampling"]), "eos": frozenset(ask["eos"]), "prompts": ((),) * count}
+    fields, count, prompts = _unpack(frame)
+    fields |= {
+        "sampling": SamplingParams(*fields["sampling"]),
+        "eos": frozenset(fields["eos"]),
+        "prompts": ((),) * count,
+    }
     return PreparedRequest(
-        GenerateRequest(**ask), tuple(PreparedPrompt(_tokens(raw), text, _keys(keys)) for raw, text, keys in prompts)
+        GenerateRequest(**fields), tuple(PreparedPrompt(_tokens(raw), text, _keys(keys)) for raw, text, keys in prompts)
     )
 
 

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from contracts.sampling_params import SamplingParams
-from router.openai import response_stream as job
+from router.openai import response_stream
 from router.openai import responses as answers
 from router.tokenizer_pool import prepare_request as intake
 from tests.router.fake_worker import expected
@@ -43,7 +43,7 @@ def dumped(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 def test_all_choices_tell_of_their_prompt_and_it_is_written_once(
     server: Server, dumped: list[int], path: str, stream: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(job, "WRITE_BYTES", 3000)
+    monkeypatch.setattr(response_stream, "WRITE_BYTES", 3000)
     body = {**BODY, "n": 5, "stream": stream}
     prompt = list(PROMPT)
     if path.endswith("chat/completions"):

@@ -195,20 +195,20 @@ async def test_a_router_serves_over_grpc_and_replays_when_a_worker_restarts() ->
         await eventually(lambda: bool(service.core.serving(Role.PREFILL) and service.core.serving(Role.DECODE)))
         body: dict[str, Any] = {"prompt": [5, 6, 7], "max_tokens": 20, "seed": 1}
         raw = json.dumps(body).encode()
-        job = await service.open(FrameKind.COMPLETION, raw, "me")
-        await job.ended()
-        whole = job.choices[0].tokens
+        stream = await service.open(FrameKind.COMPLETION, raw, "me")
+        await stream.ended()
+        whole = stream.choices[0].tokens
         assert len(whole) == 20
         cluster["decode-0"].pause()
-        job = await service.open(FrameKind.COMPLETION, raw, "me")
-        await eventually(lambda: bool(cluster["decode-0"].legs) and len(job.choices[0].tokens) == 1)
+        stream = await service.open(FrameKind.COMPLETION, raw, "me")
+        await eventually(lambda: bool(cluster["decode-0"].legs) and len(stream.choices[0].tokens) == 1)
         for _ in range(5):
             cluster["decode-0"].step()
-        await eventually(lambda: len(job.choices[0].tokens) == 6)
+        await eventually(lambda: len(stream.choices[0].tokens) == 6)
         cluster["decode-0"].break_links()
         cluster["decode-0"].resume()
-        await job.ended()
-        assert job.choices[0].tokens == whole
+        await stream.ended()
+        assert stream.choices[0].tokens == whole
         assert cluster["decode-0"].submits[-1].tokens == (5, 6, 7, *whole[:6])
         assert service.check() == []
         await service.close()

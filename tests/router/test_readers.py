@@ -268,13 +268,20 @@ def test_everything_that_was_asked_comes_out_of_a_reader(model_tokenizer: ModelT
     """No field is at its default, so that one which is lost shows."""
     want = intake(model_tokenizer).completion(json.dumps(EVERY_FIELD).encode())
     plain = intake(model_tokenizer).completion(b'{"prompt": "x"}')
-    same = [f.name for f in dataclasses.fields(want.ask) if getattr(want.ask, f.name) == getattr(plain.ask, f.name)]
+    same = [
+        f.name
+        for f in dataclasses.fields(want.request)
+        if getattr(want.request, f.name) == getattr(plain.request, f.name)
+    ]
     assert set(same) == {"chat", "messages", "template_args", "add_generation_prompt", "eos"}
     got = prepared_of(prepared_frame(want))
     assert got.prompts == want.prompts
-    assert len(got.ask.prompts) == len(want.ask.prompts)
-    assert dataclasses.replace(got.ask, prompts=want.ask.prompts) == want.ask
-    assert all(type(getattr(got.ask, f.name)) is type(getattr(want.ask, f.name)) for f in dataclasses.fields(want.ask))
+    assert len(got.request.prompts) == len(want.request.prompts)
+    assert dataclasses.replace(got.request, prompts=want.request.prompts) == want.request
+    assert all(
+        type(getattr(got.request, f.name)) is type(getattr(want.request, f.name))
+        for f in dataclasses.fields(want.request)
+    )
 
 
 def test_a_refusal_comes_out_of_a_reader_as_it_went_in(model_tokenizer: ModelTokenizer) -> None:
