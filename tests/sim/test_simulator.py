@@ -122,14 +122,14 @@ def test_the_same_seed_gives_the_same_log_in_processes_that_hash_differently() -
 @pytest.mark.slow
 def test_d5_a_failover_that_draws_anew_is_found_and_shrunk(monkeypatch: pytest.MonkeyPatch) -> None:
     """The simulator sees an engine whose draws depend on more than seed and position."""
-    right = RoutedRequest.move
+    right = RoutedRequest.step
 
     def drawing_anew(self: RoutedRequest, name: str) -> None:
         right(self, name)
         if name == "replay":
             self.sampling = replace(self.sampling, seed=self.sampling.seed + 1)
 
-    monkeypatch.setattr(RoutedRequest, "move", drawing_anew)
+    monkeypatch.setattr(RoutedRequest, "step", drawing_anew)
     # Where memory is short it takes several requests for one to be begun again.
     roomy = (plan for plan in map(draw, range(100)) if not plan.shape.pressed)
     failing = next(plan for plan in roomy if run_plan(plan).violations)
