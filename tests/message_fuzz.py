@@ -22,9 +22,9 @@ from tests.poolsets import entry, pool_sets
 from tests.rooms import Ends, Prompt, ends, image
 from transfer.net.control_channel import ControlChannel
 from transfer.rooms import room_messages as m
-from transfer.rooms.kv_receiver import _ReceiverPeer as Writer
-from transfer.rooms.kv_sender import _SenderPeer as Reader
+from transfer.rooms.receiver_news import ReceiverPeer as Writer
 from transfer.rooms.room_outcomes import PromptArrived
+from transfer.rooms.sender_news import SenderPeer as Reader
 
 JUNK: tuple[Any, ...] = (
     None, True, 7, -1, 2**63, 1.5, float("nan"), "x", "x" * 3000, b"", b"\xff" * 40, [], [[[]]], {}, {"a": {"b": []}},
@@ -138,9 +138,9 @@ def met(plane: str) -> Iterator[Met]:
         prompt = both.prompt(11)
         leases = both.open(prompt)
         (writer,) = both.receiver._peers.values()
-        stranger = both.receiver._transport.connect(both.sender.control, b"decode-9:1")
+        stranger = both.receiver._peers._transport.connect(both.sender.control, b"decode-9:1")
         try:
-            stranger.send(m.encode(replace(both.receiver._hello(writer.ref), worker="decode-9")))
+            stranger.send(m.encode(replace(both.receiver._peers.hello(writer.ref), worker="decode-9")))
             both.until(lambda: b"decode-9:1" in both.sender._peers, "the other one's hello")
             granted = {(pool, index) for pool, lease in leases.items() for index in lease.indices}
             before = image(both.target)
@@ -162,7 +162,7 @@ def refused(side: Any, count: int, both: Ends, say: Callable[[int], None], messa
 
 def controls(t: Met) -> list[m.RoomMessage]:
     """What decode says to prefill, as the stranger would have to say it."""
-    hello = t.both.receiver._hello(t.writer.ref)
+    hello = t.both.receiver._peers.hello(t.writer.ref)
     grant = t.both.receiver._rooms[t.prompt.room].grant
     assert grant is not None
     abort = m.AbortRoom(t.prompt.room, "no longer wanted", False, grant.ticket)
@@ -189,7 +189,7 @@ def flood(plane: str, data: st.DataObject, count: int) -> None:
         ways: list[Callable[[bytes], object]] = [
             t.stranger.send,
             t.writer.channel.send,
-            lambda said: t.both.sender._inbox.send(b"decode-0:1", said),
+            lambda said: t.both.sender._peers._inbox.send(b"decode-0:1", said),
             lambda said: t.reader.link.notify(room, said),
             lambda said: t.reader.link.notify(room, m.summed(said)),
             lambda said: socket.send_multipart([said]),

@@ -38,8 +38,7 @@ from transfer.net.zmq_channel import ZmqControlTransport
 from transfer.planes.data_plane import DataPlane, PageNumbers
 from transfer.planes.make_plane import make_plane
 from transfer.planes.tp_plane import TPDataPlane
-from transfer.rooms import kv_receiver as receiver
-from transfer.rooms import kv_sender, room_outcomes
+from transfer.rooms import receiver_rooms, room_outcomes, sender_rooms
 from transfer.rooms.compatibility import fingerprint
 from transfer.rooms.kv_receiver import KVReceiver
 from transfer.rooms.kv_sender import KVSender
@@ -133,8 +132,8 @@ class Ends:
     """All ranks of both."""
     pass_time: Callable[[], None] = lambda: None
     """Lets what was sent travel on for a moment, where time is simulated."""
-    outcomes: list[receiver.ReceiverOutcome] = field(default_factory=list)
-    heard: list[kv_sender.SenderOutcome] = field(default_factory=list)
+    outcomes: list[receiver_rooms.ReceiverOutcome] = field(default_factory=list)
+    heard: list[sender_rooms.SenderOutcome] = field(default_factory=list)
     _rooms: int = 0
 
     def poll(self) -> None:
@@ -197,7 +196,7 @@ class Ends:
     def seal(self, prompt: Prompt, draft: DraftState | None = None) -> None:
         self.sender.seal(prompt.room, HandoverMetadata(prompt.room, 0, 7, None, 0, prompt.positions, draft))
 
-    def outcome(self, room: RoomId) -> receiver.ReceiverOutcome:
+    def outcome(self, room: RoomId) -> receiver_rooms.ReceiverOutcome:
         """What the room came to at the reader."""
         self.until(lambda: any(o.room == room for o in self.outcomes), f"an outcome of {room}")
         return next(o for o in self.outcomes if o.room == room)

@@ -35,7 +35,7 @@ def test_every_field_of_every_control_message_to_prefill_may_be_wrong(plane: str
         bad += [data for message in controls(t) for data in too_short(raw(message))]
         channel = t.stranger
         if not welcome:
-            channel = t.both.receiver._transport.connect(t.both.sender.control, b"nobody:1")
+            channel = t.both.receiver._peers._transport.connect(t.both.sender.control, b"nobody:1")
         refused(t.both.sender, len(bad), t.both, lambda n: channel.send(msgpack.packb(bad[n])), len(bad))
         if not welcome:
             channel.close()
@@ -49,12 +49,14 @@ def test_every_field_of_every_control_message_to_prefill_may_be_wrong(plane: str
 def test_every_field_of_every_control_message_to_decode_may_be_wrong(plane: str) -> None:
     with met(plane) as t:
         room, mark = t.prompt.room, t.both.sender.fingerprint
-        welcome = m.Welcome("prefill-0", 1, mark, *t.both.sender._transport.mine(), (m.RankProcess(1, 2, "boot"),))
+        welcome = m.Welcome(
+            "prefill-0", 1, mark, *t.both.sender._peers._transport.mine(), (m.RankProcess(1, 2, "boot"),)
+        )
         said: list[m.RoomMessage] = [welcome, m.PeerRefused("no"), m.MessageRejected("no", room)]
         said += [WORDS["quiesced"](room, t.ticket), WORDS["failed"](room, t.ticket)]
         bad = [data for message in said for _, data in wrong_types(raw(message))]
         bad += [data for message in said for data in too_short(raw(message))]
-        inbox = t.both.sender._inbox
+        inbox = t.both.sender._peers._inbox
         refused(t.both.receiver, len(bad), t.both, lambda n: inbox.send(b"decode-0:1", msgpack.packb(bad[n])), len(bad))
         t.untouched()
         t.ends_well()
@@ -121,7 +123,7 @@ def test_a_stranger_who_gives_a_room_up_before_it_opens_takes_it_from_nobody(pla
     with met(plane) as t:
         prompt = t.both.prompt(7)
         t.stranger.send(m.encode(m.AbortRoom(prompt.room, "not mine", False, 1)))
-        t.both.until(lambda: prompt.room in t.both.sender._peers[b"decode-9:1"].given_up, "the abort")
+        t.both.until(lambda: prompt.room in t.both.sender._peers[b"decode-9:1"].early.given_up, "the abort")
         t.both.open(prompt)
         assert t.both.sender.granted(prompt.room)
         t.ends_well()
@@ -168,7 +170,7 @@ def test_a_kv_reference_out_of_range_is_refused_before_anything_is_written(wrong
             t.both.sender.open(grant.room, wants)
         refused(t.both.sender, 1, t.both, lambda n: t.stranger.send(m.encode(grant)), 1)
         if early:
-            assert not t.both.sender._peers[b"decode-9:1"].early
+            assert not t.both.sender._peers[b"decode-9:1"].early.grants
         else:
             assert not t.both.released(grant.room).received
         assert not t.both.sender.granted(grant.room)
@@ -189,7 +191,7 @@ def test_places_of_a_room_are_promised_to_no_other_room_of_the_same_reader() -> 
         t.both.open(prompt)
         t.both.receiver.abort(prompt.room, "enough")
         t.both.until(lambda: not t.both.receiver.rooms, "its end")
-        assert not any(t.reader.promised.values())
+        assert not any(t.reader.promised.places.values())
 
 
 # ------------------------------------------------------------ what Refused and Rejected mean
@@ -220,7 +222,7 @@ def test_a5_a_refusal_is_no_proof_that_nobody_writes(plane: str) -> None:
     with ends(SPEC, plane) as both:
         prompt = both.prompt(24)
         leases = both.open(prompt)
-        both.sender._inbox.send(b"decode-0:1", m.encode(m.PeerRefused("say hello first")))
+        both.sender._peers._inbox.send(b"decode-0:1", m.encode(m.PeerRefused("say hello first")))
         while not both.outcomes:  # The writer, for once, is slow to hear what decode says to that.
             both.outcomes += both.receiver.poll()
             both.waiter.wait(0.01)
@@ -245,7 +247,7 @@ def test_a_decode_worker_that_was_forgotten_says_hello_again(plane: str) -> None
     with ends(SPEC, plane) as both:
         first, second = both.prompt(11), both.prompt(11)
         both.open(first)
-        both.sender._lose(both.sender._peers[b"decode-0:1"], "forgotten")
+        both.sender._rooms.lost(both.sender._peers.lose(both.sender._peers[b"decode-0:1"], "forgotten"))
         both.receiver.abort(first.room, "cancelled")
         both.until(lambda: not both.receiver.rooms, "the answer of a writer that knows it no more")
         both.start(second)
@@ -265,7 +267,7 @@ def test_a_decode_worker_that_was_forgotten_says_hello_again(plane: str) -> None
 @pytest.mark.parametrize("plane", PLANES)
 def test_an_abort_of_a_stranger_is_answered_and_takes_nothing_from_anybody(plane: str) -> None:
     with met(plane) as t:
-        nobody = t.both.receiver._transport.connect(t.both.sender.control, b"nobody:1")
+        nobody = t.both.receiver._peers._transport.connect(t.both.sender.control, b"nobody:1")
         nobody.send(m.encode(m.AbortRoom(RoomId("never heard of"), "what", False, 9)))
         answers: list[m.RoomMessage] = []
 
@@ -309,7 +311,7 @@ def test_every_field_of_every_frame_may_be_wrong() -> None:
         t.both.until(lambda: plane.dropped >= len(bad), f"{len(bad)} dropped")
         assert plane.dropped == len(bad)
         socket.close(linger=0)
-        slots = t.both.receiver._slots
+        slots = t.both.receiver._notices._arrivals._slots
         assert not slots.any(), "nobody has written metadata"
         t.untouched()
         t.ends_well()

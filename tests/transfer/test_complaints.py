@@ -279,7 +279,7 @@ def test_a_decode_worker_that_restarted_is_not_written_to_by_stale_addresses(
         assert stale.peer is not None
         assert stale.target is not None
         new = start()
-        before, slots = image(new._pools), new._slots.clone()
+        before, slots = image(new._pools), new._notices._arrivals._slots.clone()
         if plane == "zmq":
             # What is sent while the old connection ends may be lost with it: only the next one is of interest here.
             ended = False
@@ -300,7 +300,7 @@ def test_a_decode_worker_that_restarted_is_not_written_to_by_stale_addresses(
             assert new.poll() == []
             waiter.wait(0.01)
         assert image(new._pools) == before
-        assert torch.equal(new._slots, slots)
+        assert torch.equal(new._notices._arrivals._slots, slots)
         assert room not in writer._rooms
 
 

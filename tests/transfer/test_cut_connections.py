@@ -154,7 +154,7 @@ def test_a5_pages_of_a_room_given_up_while_its_writer_is_out_of_reach_return_on_
 @pytest.mark.parametrize("plane", PLANES)
 def test_a9_pages_that_were_lost_with_their_connection_are_never_taken_for_arrived(plane: str) -> None:
     with proxied(plane) as (both, _, proxy):
-        both.receiver._verify = False  # Not even where nobody looks at tags.
+        both.receiver._notices._arrivals._verify = False  # Not even where nobody looks at tags.
         prompt = opened(both)
         both.sender.write(prompt.room, {"full": prompt.part("full", range(1))}, (DONE,))
         both.until(lambda: data(proxy).passed and both.receiver._rooms[prompt.room].digests, "the first page")
@@ -211,7 +211,7 @@ def test_b10_what_a_follower_tells_is_heard_though_the_peer_is_gone_already(monk
         monkeypatch.setattr(link, "cut", lambda: True)
         told = followers.heard()
         assert told == [(1, LinkLost(1))]
-        both.sender._lose(peer, "it died")
+        both.sender._rooms.lost(both.sender._peers.lose(peer, "it died"))
         monkeypatch.setattr(followers, "heard", lambda: [told.pop()] if told else [])
         both.sender.poll()
         assert not told

@@ -17,7 +17,7 @@ from contracts.ids import Incarnation, WorkerName
 from contracts.messages.router_commands import PeerRef
 from tests.poolsets import pool_sets
 from tests.rooms import Ends, Prompt, ends
-from transfer.rooms import kv_sender as sender
+from transfer.rooms import write_queue
 from transfer.rooms.room_outcomes import HandoverFailed, PromptArrived
 
 SPEC = pool_sets()["full"]
@@ -32,7 +32,7 @@ def failing(plane: str, verify: bool) -> Iterator[tuple[Ends, Prompt, dict[str, 
     """A room whose second write comes after a step that fails."""
     device = AdversarialDevice(1, stray=0.0)
     with ends(SPEC, plane, device=device) as both:
-        both.receiver._verify = verify
+        both.receiver._notices._arrivals._verify = verify
         prompt = both.prompt(24)
         leases = both.open(prompt)
         both.sender.write(prompt.room, {"full": prompt.part("full", range(2))}, ())
@@ -61,7 +61,7 @@ def test_a_send_that_failed_is_never_announced_as_written(plane: str, verify: bo
 def test_a_room_with_a_failed_send_is_not_sealed_once_that_is_known() -> None:
     with failing("shm", True) as (both, prompt, _):
         while not both.sender._rooms[prompt.room].failed:
-            both.sender._flush(both.sender._peers[b"decode-0:1"])
+            both.sender._peers[b"decode-0:1"].writes.flush()
         with pytest.raises(WireError, match="can't be sealed: a write to decode-0 failed: CUDA error"):
             both.seal(prompt)
         both.sender.write(prompt.room, prompt.all(), ())
@@ -121,12 +121,12 @@ def two_readers() -> Iterator[tuple[Ends, Prompt, Prompt, SlowLink]]:
         both.open(slow)
         peer = both.sender._peers[b"decode-0:1"]
         link = SlowLink(peer.link)
-        peer.link = link  # type: ignore[assignment]
+        peer.writes._link = link  # type: ignore[assignment]
         both.sender.write(slow.room, slow.all(), ())
         both.seal(slow)
-        both.receiver._name = WorkerName("decode-9")
+        both.receiver._peers._name = WorkerName("decode-9")
         former = list(both.receiver._peers.values())
-        both.receiver._peers.clear()
+        both.receiver._peers._peers.clear()
         try:
             both.start(quick, wants=PeerRef(WorkerName("decode-9"), Incarnation(1), ""))
             both.until(lambda: both.sender.granted(quick.room), "the grant")
@@ -166,20 +166,20 @@ def test_a5_a_last_word_follows_the_writes_before_it_and_waits_for_them_without_
 
 
 def test_writes_under_way_to_one_peer_are_bounded_and_cost_only_its_own_rooms(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sender, "_QUEUED", 3)
+    monkeypatch.setattr(write_queue, "_QUEUED", 3)
     with two_readers() as (both, slow, quick, link):
         more = both.prompt(24)
-        both.receiver._name = WorkerName("decode-0")
+        both.receiver._peers._name = WorkerName("decode-0")
         peer = both.sender._peers[b"decode-0:1"]
         both.sender.open(more.room, PeerRef(WorkerName("decode-0"), Incarnation(1), ""))
         grant = both.sender._rooms[slow.room].grant
         assert grant is not None
         both.sender._rooms[more.room].peer = peer
-        both.sender._grant(both.sender._rooms[more.room], peer, type(grant)(more.room, grant.places, 2, 0, 99))
+        both.sender._rooms.grant(both.sender._rooms[more.room], peer, type(grant)(more.room, grant.places, 2, 0, 99))
         both.sender.write(more.room, {"full": more.part("full", range(1))}, ())
-        assert len(peer.queue) == 3
+        assert len(peer.writes) == 3
         both.sender.write(more.room, {"full": more.part("full", range(1, 2))}, ())
-        assert len(peer.queue) == 3
+        assert len(peer.writes) == 3
         assert "under way already" in both.released(more.room).reason
         both.sender.write(quick.room, quick.all(), ())
         both.seal(quick)

@@ -76,7 +76,7 @@ def test_workers_that_differ_refuse_each_other_with_both_sides_in_the_message(fi
 
 
 def test_decode_looks_too_when_prefill_lets_everybody_in(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("transfer.rooms.kv_sender.refuse_mismatch", lambda *said: None)
+    monkeypatch.setattr("transfer.rooms.sender_peers.refuse_mismatch", lambda *said: None)
     with ends(SPEC, "shm", marks=(MINE, OTHERS["weights"])) as e:
         prompt = e.prompt(8)
         e.start(prompt)
@@ -105,7 +105,7 @@ def test_every_hello_carries_the_whole_fingerprint() -> None:
     with ends(SPEC, "zmq", marks=(mark, mark)) as e:
         e.start(e.prompt(4))
         peer = next(iter(e.receiver._peers.values()))
-        hello = m.decode(m.encode(e.receiver._hello(peer.ref)))
+        hello = m.decode(m.encode(e.receiver._peers.hello(peer.ref)))
         assert isinstance(hello, m.Hello)
         assert hello.fingerprint == mark
         e.until(lambda: peer.welcome is not None, "the welcome")

@@ -232,14 +232,14 @@ def test_a5_a_writer_that_nobody_could_watch_is_promised_nothing(plane: str, mon
     """Where the reader can't take its memory back, and no death could ever be proven."""
     with ends(SPEC, plane) as both:
         prompt = both.prompt(11)
-        real: Callable[..., object] = both.receiver._transport.watch
+        real: Callable[..., object] = both.receiver._peers._transport.watch
         calls: list[int] = []
 
         def watch(processes: object) -> object:
             calls.append(1)
             return real(processes) if len(calls) == 1 else None  # The writer's own look at the reader comes first.
 
-        monkeypatch.setattr(both.receiver._transport, "watch", watch)
+        monkeypatch.setattr(both.receiver._peers._transport, "watch", watch)
         leases = both.start(prompt)
         broken = both.outcome(prompt.room)
         assert isinstance(broken, HandoverFailed)
@@ -253,8 +253,8 @@ def test_d3_an_older_incarnation_takes_nobodys_place() -> None:
         prompt = both.prompt(11)
         both.open(prompt)
         (writer,) = both.receiver._peers.values()
-        old = replace(both.receiver._hello(writer.ref), incarnation=0)
-        channel = both.receiver._transport.connect(both.sender.control, b"decode-0:0")
+        old = replace(both.receiver._peers.hello(writer.ref), incarnation=0)
+        channel = both.receiver._peers._transport.connect(both.sender.control, b"decode-0:0")
         channel.send(m.encode(old))
         both.until(lambda: both.sender.refused, "the refusal")
         channel.close()
@@ -294,8 +294,10 @@ def test_b3_peers_on_other_hosts_that_never_come_back_are_forgotten_with_all_tha
             inbound = context.socket(zmq.PULL)
             port = inbound.bind_to_random_port("tcp://127.0.0.1")
             descriptor = {"ranks": [{"endpoint": f"tcp://127.0.0.1:{port}", "frame_bytes": 2**22}]}
-            hello = replace(both.receiver._hello(writer.ref), worker=name, boot="another host", descriptor=descriptor)
-            channel = both.receiver._transport.connect(both.sender.control, f"{name}:1".encode())
+            hello = replace(
+                both.receiver._peers.hello(writer.ref), worker=name, boot="another host", descriptor=descriptor
+            )
+            channel = both.receiver._peers._transport.connect(both.sender.control, f"{name}:1".encode())
             channel.send(m.encode(hello))
 
             def met(identity: bytes = f"{name}:1".encode()) -> bool:
@@ -330,8 +332,8 @@ def test_b3_a_writer_that_nobody_reaches_any_more_is_forgotten_by_its_readers() 
         writer.watch.close()
         writer.watch = None  # As of one on another host.
         before = descriptors()
-        both.sender._inbox.close()
-        both.sender._inbox.receive = list  # type: ignore[method-assign, assignment]
+        both.sender._peers._inbox.close()
+        both.sender._peers._inbox.receive = list  # type: ignore[method-assign, assignment]
         both.until(lambda: writer.down_since is not None, "the connection to be cut")
         both.clock.advance(both.receiver._config.link_timeout_s + 1)
         broken = both.outcome(prompt.room)
@@ -351,7 +353,7 @@ def test_a_decode_worker_that_was_out_of_reach_for_long_is_served_again() -> Non
         first, second = both.prompt(11), both.prompt(11)
         both.open(first)
         peer = both.sender._peers[b"decode-0:1"]
-        both.sender._lose(peer, "could not be reached")
+        both.sender._rooms.lost(both.sender._peers.lose(peer, "could not be reached"))
         assert not both.released(first.room).received
         both.receiver.abort(first.room, "its writer is gone")
         both.start(second)

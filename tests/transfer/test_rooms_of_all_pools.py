@@ -459,5 +459,5 @@ def test_a_grant_of_places_that_cannot_be_is_refused_with_a_word(places: str) ->
         both.until(lambda: both.sender._peers, "hello")
         (entry,) = both.sender._peers.values()
         with pytest.raises(WireError, match=f"room {prompt.room} was granted places of"):
-            both.sender._control(entry.identity, m.PageGrant(prompt.room, BAD_PLACES[places], 0, 0, 1))
+            both.sender._messages.hear(entry, m.PageGrant(prompt.room, BAD_PLACES[places], 0, 0, 1))
         assert not both.sender.granted(prompt.room)

@@ -28,7 +28,7 @@ from transfer.planes import zmq_plane as tcp
 from transfer.planes.data_plane import SLOT_BYTES, PageNumbers, RoomTarget
 from transfer.planes.ordered_notices import MOST_HELD, OrderedNotices
 from transfer.planes.zmq_plane import ZmqPlane
-from transfer.rooms import kv_sender as sender
+from transfer.rooms import early_grants as early
 from transfer.rooms import room_messages as m
 from transfer.rooms.room_outcomes import HandoverFailed, PromptArrived
 
@@ -66,7 +66,7 @@ def test_no_socket_between_workers_takes_in_frames_without_bound() -> None:
             both.open(prompt)
             (peer,) = both.receiver._peers.values()
             sockets: list[tuple[Any, int]] = [
-                (both.sender._inbox._socket, control),  # type: ignore[attr-defined]
+                (both.sender._peers._inbox._socket, control),  # type: ignore[attr-defined]
                 (peer.channel._socket, control),  # type: ignore[attr-defined]
                 (both.receiver._plane.waitable[0], control if plane == "shm" else frame),
             ]
@@ -74,7 +74,7 @@ def test_no_socket_between_workers_takes_in_frames_without_bound() -> None:
                 longest, waiting = bounds_of(socket)
                 assert longest == most
                 assert 0 < waiting <= 1000
-            assert both.sender._inbox._socket.get(zmq.SNDHWM) > 0, "answers that nobody reads"  # type: ignore[attr-defined]
+            assert both.sender._peers._inbox._socket.get(zmq.SNDHWM) > 0, "answers that nobody reads"  # type: ignore[attr-defined]
             both.receiver.abort(prompt.room, "enough")
             both.quiet()
 
@@ -253,7 +253,7 @@ def failed_rooms(both: Ends) -> list[tuple[str, int]]:
 def test_early_grants_of_one_peer_are_bounded_and_the_oldest_are_failed_with_a_word(
     bound: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(sender, "_EARLY" if bound == "grants" else "_EARLY_PLACES", 4 if bound == "grants" else 12)
+    monkeypatch.setattr(early, "_EARLY" if bound == "grants" else "_EARLY_PLACES", 4 if bound == "grants" else 12)
     with one_that_knows_nothing() as both:
         rooms = [f"early-{n}" for n in range(9)]
         early_grants(both, rooms, pages=3)
@@ -264,31 +264,31 @@ def test_early_grants_of_one_peer_are_bounded_and_the_oldest_are_failed_with_a_w
             failed += failed_rooms(both)
             both.waiter.wait(0.01)
         assert failed == [(room, 100 + n) for n, room in enumerate(rooms[:5])]
-        assert list(reader.early) == rooms[5:]
-        assert reader.early_places == 12
+        assert list(reader.early.grants) == rooms[5:]
+        assert reader.early.places == 12
         both.sender.open(RoomId(rooms[6]), PeerRef(WorkerName("decode-0"), Incarnation(1), ""))
         assert both.sender.granted(RoomId(rooms[6]))
-        assert reader.early_places == 9
+        assert reader.early.places == 9
         assert both.sender.check() == []
 
 
 def test_rooms_given_up_before_their_requests_came_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sender, "_EARLY", 4)
+    monkeypatch.setattr(early, "_EARLY", 4)
     with one_that_knows_nothing() as both:
         (peer,) = both.receiver._peers.values()
         (reader,) = both.sender._peers.values()
         for n in range(9):
             peer.channel.send(m.encode(m.AbortRoom(RoomId(f"gone-{n}"), "", False, 1)))
-        both.until(lambda: "gone-8" in reader.given_up, "the last of them")
-        assert list(reader.given_up) == [f"gone-{n}" for n in range(5, 9)]
+        both.until(lambda: "gone-8" in reader.early.given_up, "the last of them")
+        assert list(reader.early.given_up) == [f"gone-{n}" for n in range(5, 9)]
 
 
 def test_more_peers_than_allowed_are_refused_with_a_word() -> None:
     with ends(FULL, "shm", transfer={"most_peers": 1}) as both:
         both.open(both.prompt(4))
         (writer,) = both.receiver._peers.values()
-        second = both.receiver._transport.connect(both.sender.control, b"decode-9:1")
-        second.send(m.encode(replace(both.receiver._hello(writer.ref), worker="decode-9")))
+        second = both.receiver._peers._transport.connect(both.sender.control, b"decode-9:1")
+        second.send(m.encode(replace(both.receiver._peers.hello(writer.ref), worker="decode-9")))
         both.until(lambda: both.sender.refused, "the refusal")
         answer = None
         while answer is None:
@@ -309,7 +309,7 @@ def test_the_bounds_are_configured() -> None:
 
 
 def test_a_room_that_was_failed_for_want_of_room_breaks_at_decode(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sender, "_EARLY", 1)
+    monkeypatch.setattr(early, "_EARLY", 1)
     with ends(FULL, "shm") as both:
         first, second = both.prompt(4), both.prompt(4)
         monkeypatch.setattr(both.sender, "open", lambda *room: None)

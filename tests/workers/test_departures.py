@@ -34,8 +34,8 @@ from decode.migration.prefix_push import PUSH_TABLE
 from prefill.worker import PrefillWorker
 from router.migration.migration_table import MIGRATION, MigrationEvent, MigrationState
 from tests.company import Company, company, generated
-from transfer.rooms.kv_sender import _PendingWrite
 from transfer.rooms.room_messages import HandoverReceived, WriterQuiesced
+from transfer.rooms.write_queue import PendingWrite
 
 PEER = PeerRef(WorkerName("decode-1"), Incarnation(3), "tcp://127.0.0.1:7")
 COMMANDS: list[Command] = [
@@ -106,15 +106,18 @@ def test_what_answers_came_to_bounds_what_is_still_expected() -> None:
     assert costs.to_come(3) == 3
 
 
-def _held_back(c: Company) -> list[Callable[[], None]]:
+def _held_back(c: Company) -> list[Callable[[], object]]:
     """decode-0's word that it has received something doesn't go out; each call of the list lets one of them go."""
-    receiver = c.decode("decode-0")._receiver
-    send, held = receiver._send, list[Callable[[], None]]()
+    peers = c.decode("decode-0")._receiver._peers
+    send, held = peers.send, list[Callable[[], object]]()
 
-    def hold(peer: Any, message: Any) -> None:
-        held.append(partial(send, peer, message)) if isinstance(message, HandoverReceived) else send(peer, message)
+    def hold(peer: Any, message: Any) -> bool:
+        if not isinstance(message, HandoverReceived):
+            return send(peer, message)
+        held.append(partial(send, peer, message))
+        return False
 
-    receiver._send = hold  # type: ignore[method-assign]
+    peers.send = hold  # type: ignore[method-assign]
     return held
 
 
@@ -179,7 +182,7 @@ def test_d2_a_worker_does_not_leave_while_it_still_writes_for_a_room_that_has_en
         sender = worker._sender if isinstance(worker, PrefillWorker) else c.decode(name)._migrations._sender
         (peer,) = sender._peers.values()
         write = _Held()
-        peer.queue.append(_PendingWrite(write, WriterQuiesced(RoomId("over"), 7)))
+        peer.writes._pending.append(PendingWrite(write, WriterQuiesced(RoomId("over"), 7)))
         c.drain(name)
         c.until(lambda: not len(worker._request_table), "its requests to end", 1000)  # type: ignore[attr-defined]
         for _ in range(50):
@@ -188,7 +191,7 @@ def test_d2_a_worker_does_not_leave_while_it_still_writes_for_a_room_that_has_en
         assert not worker.drained
         write.done = True
         c.until(lambda: worker.drained, "it to be empty", 1_000_000)
-        assert not peer.queue
+        assert not len(peer.writes)
 
 
 def test_d3_a_restarted_target_is_a_stranger_to_rooms_of_its_predecessor(model: Path) -> None:

@@ -320,7 +320,7 @@ def test_b10_a_peer_that_dies_as_soon_as_it_has_welcomed_ends_its_rooms_and_noth
     with pair(model) as both:
         assert isinstance(both.decode, DecodeWorker)
         with monkeypatch.context() as patched:
-            patched.setattr(both.decode._receiver._transport, "watch", gone)
+            patched.setattr(both.decode._receiver._peers._transport, "watch", gone)
             (answer,) = both.run(both.submit(prompt, greedy(3)))
         assert answer.done is not None
         assert answer.done.error is ErrorKind.ROOM

@@ -383,7 +383,7 @@ def test_a2_what_prefill_handed_over_is_the_requests_own_whatever_becomes_of_its
         (request,) = run_until(both, decode)
         decode._retract(request)
         until(both, lambda: request.swapped is not None or request.stepped)
-        decode._receiver._slots.fill_(255)
+        decode._receiver._notices._arrivals._slots.fill_(255)
         both.run(asked)
         assert request.metadata is not None
         assert request.metadata.draft == draft

@@ -118,7 +118,7 @@ PREFILL: dict[str, tuple[Plant, str]] = {
         lambda p, d: p._handover._unconfirmed.update({RoomId("x"): a_running(p)}),  # type: ignore[dict-item]
         "wait for decode's word",
     ),
-    "a room of a peer that is gone": (lambda p, d: p._sender._peers.clear(), "a peer that is gone"),
+    "a room of a peer that is gone": (lambda p, d: p._sender._peers._peers.clear(), "a peer that is gone"),
     "a request with more planned than launched": (lambda p, d: more(a_running(p), "planned"), "has lengths"),
     "a request with more launched than its prompt has": (
         lambda p, d: more(a_running(p), "planned", "launched", by=10**6),
