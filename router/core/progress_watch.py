@@ -6,14 +6,14 @@ from collections.abc import Iterable, Sequence
 
 from contracts.clock import Clock
 from contracts.messages.worker_status import WorkerView
-from router.core.request_table import RequestTable
+from router.core.routed_requests import RoutedRequests
 from router.state.worker_table import WorkerKey
 
 
 class ProgressWatch:
     """One router's."""
 
-    def __init__(self, clock: Clock, requests: RequestTable) -> None:
+    def __init__(self, clock: Clock, requests: RoutedRequests) -> None:
         self._clock, self._requests = clock, requests
         self._advanced = clock.now()
         self._steps: dict[WorkerKey, int] = {}

@@ -26,7 +26,7 @@ from contracts.sampling_params import TokenLogprob
 from router.core.failover import AttemptFailure, Fail, Failover, Finish, Retry
 from router.core.placement import Placement
 from router.core.progress_watch import ProgressWatch
-from router.core.request_table import RequestTable
+from router.core.routed_requests import RoutedRequests
 from router.core.router_actions import (
     DeliverScores,
     DeliverTokens,
@@ -59,7 +59,7 @@ class RouterCore:
     ) -> None:
         self._config, self._clock, self._mint_room = config, clock, mint_room
         self.workers, self.indexes = WorkerTable(config), WorkerIndexes()
-        self.requests = RequestTable()
+        self.requests = RoutedRequests()
         self.progress = ProgressWatch(clock, self.requests)
         self.counts, self.damage = RouterCounts(), DamageTotals()
         self._placement, self._failover = Placement(self.workers, self.indexes), Failover(config)

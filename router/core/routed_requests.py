@@ -8,7 +8,7 @@ from contracts.ids import RequestId
 from router.state.routed_request import RoutedRequest, RoutingPhase
 
 
-class RequestTable:
+class RoutedRequests:
     """All requests, in order of arrival. Those that wait for workers are queued; those that lack nothing but prefill's
     report are held."""
 
